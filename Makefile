@@ -33,11 +33,11 @@ thorough: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -m "thorough and alone"
 
 random: $(VENV)/installed-dev
-	RANDOM_PIPELINES=$(EXAMPLES) $(PYTEST) tests/test_random_pipelines.py
+	RANDOM_PIPELINES=$(EXAMPLES) $(PYTEST) tests/engine/test_random_pipelines.py
 
 soak: $(VENV)/installed-dev
 	KILLS=$(KILLS) INTERRUPTS=$(INTERRUPTS) THREAD_RUNS=$(THREAD_RUNS) $(BIN)/python -m pytest \
-	    tests/test_survival.py tests/test_interrupts.py -k "random_moments or two_threads"
+	    tests/processes/test_survival.py tests/processes/test_interrupts.py -k "random_moments or two_threads"
 
 bench: $(VENV)/installed-bench
 	$(BIN)/python -m benchmarks.run_all --short --write docs/benchmarks.md

@@ -12,10 +12,15 @@ from ipu_pipeline.graphcore import importing
 
 if TYPE_CHECKING:
     from ipu_pipeline import reports
-    from ipu_pipeline.engine.tracing.keys import next_rng_key
-    from ipu_pipeline.engine.tracing.metrics import metric
-    from ipu_pipeline.engine.tracing.variable_scopes import AUTO_REUSE, get_variable_scope, variable_scope
-    from ipu_pipeline.engine.tracing.variables import assign, get_variable
+    from ipu_pipeline.engine import (
+        AUTO_REUSE,
+        assign,
+        get_variable,
+        get_variable_scope,
+        metric,
+        next_rng_key,
+        variable_scope,
+    )
     from ipu_pipeline.ground import errors
     from ipu_pipeline.processes.selection import set_num_devices
     from ipu_pipeline.tf1 import (

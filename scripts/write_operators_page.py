@@ -30,8 +30,8 @@ wrapped model: those that take float32, with the first two samples of each, valu
 them, gradients. Each is compared with torch: per result and per gradient, the 2-norm of the difference is
 at most 1e-5 of torch's, or ours is as near to what torch computes in float64. {counts}
 
-`python scripts/write_operators_page.py` writes this page. `tests/test_poptorch_operators.py` holds it: a
-share of the operators in each run.
+`python scripts/write_operators_page.py` writes this page.
+`tests/poptorch/lowering/test_poptorch_operators.py` holds it: a share of the operators in each run.
 
 "passed" with a gradient means that values and gradients were compared; "random numbers" that the operator
 draws them, where streams differ from torch's; "refused" that a model with it raises an error that names it
@@ -42,7 +42,7 @@ and your line, before anything runs. `poptorch.register_lowering` gives an opera
 
 def measure(names: list[str], path: Path | None) -> dict[str, Any]:
     """Outcomes by the operators' names."""
-    from tests import operator_database
+    from tests.support import operator_database
 
     kept: dict[str, Any] = json.loads(path.read_text()) if path is not None and path.exists() else {}
     left = [name for name in names if name not in kept]
@@ -69,7 +69,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--outcomes", type=Path, help="Where what is measured is kept.")
     args = parser.parse_args()
-    from tests import operator_database
+    from tests.support import operator_database
 
     PAGE.write_text(write(measure(list(operator_database.operators()), args.outcomes)))
 

@@ -20,7 +20,7 @@ from jax._src import lru_cache  # how JAX writes its cache; there is no public w
 
 import ipu_pipeline as ipu
 from ipu_pipeline.processes import announcing, board
-from tests import front, programs
+from tests.support import front, programs
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so a shell starts what is to run in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)

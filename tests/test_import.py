@@ -7,7 +7,7 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline import engine, reports
-from tests import traces
+from tests.support import traces
 
 HEAVY = ("ipu_pipeline.engine", "tensorflow_datasets", "flax", "orbax", "plotly", "tensorflow", "torch")
 

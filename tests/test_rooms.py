@@ -35,6 +35,28 @@ def test_fronts_stand_beside_each_other(module):
     assert not across, f"{module} imports {across}"
 
 
+# What others may import of the engine: users the first, fronts all.
+SURFACE = {
+    "engine.__init__",
+    "engine.schedules.__init__",
+    "engine.inspect.__init__",
+    "engine.processes",
+    "engine.fronts",
+}
+
+
+@pytest.mark.parametrize("module", [module for module in IMPORTS if not module.startswith("engine.")])
+def test_imports_of_the_engine_what_it_shows(module):
+    within = {i for i in IMPORTS[module] if i.startswith("engine.")} - SURFACE
+    assert not within, f"{module} imports {within}"
+
+
+@pytest.mark.parametrize("module", [module for module in IMPORTS if module.startswith("engine.")])
+def test_the_engine_imports_what_it_needs_where_it_is_made(module):
+    fronts = IMPORTS[module] & {"engine.processes", "engine.fronts", "engine.inspect.__init__"}
+    assert not fronts, f"{module} imports {fronts}, which are for others"
+
+
 def test_no_circle():
     left = dict(IMPORTS)
     while ground := {module for module, imported in left.items() if not imported & left.keys()}:

@@ -9,8 +9,8 @@ import zipfile
 
 import pytest
 
-from tests.programs import ROOT
-from tests.test_readme import assert_is_what_the_example_prints, example
+from tests.docs.test_readme import assert_is_what_the_example_prints, example
+from tests.support.programs import ROOT
 
 NEEDED = ("setup.cfg", "pyproject.toml", "README.md", "LICENSE")
 

@@ -16,7 +16,7 @@ import numpy as np
 from ipu_pipeline.checkpointing.orbax_logs import quiet_orbax
 from ipu_pipeline.checkpointing.snapshots import Snapshot, from_numpy, is_own, to_numpy
 from ipu_pipeline.checkpointing.together import process_index
-from ipu_pipeline.engine import peers
+from ipu_pipeline.engine import processes
 
 __all__ = ["ARRAYS", "read_arrays", "with_empty_ones", "write_arrays"]
 
@@ -44,7 +44,7 @@ def _open_orbax() -> Any:
 
     own = process_index()
     options = ocp.options.MultiprocessingOptions()
-    if peers.current() is not None:
+    if processes.current() is not None:
         options = ocp.options.MultiprocessingOptions(
             primary_host=own, active_processes={own}, barrier_sync_key_prefix=f"process{own}"
         )

@@ -25,7 +25,7 @@ from ipu_pipeline.checkpointing.arrays import ARRAYS, read_arrays, with_empty_on
 from ipu_pipeline.checkpointing.snapshots import Snapshot
 from ipu_pipeline.checkpointing.together import beside, do_each, do_first, is_first
 from ipu_pipeline.checkpointing.writable import check_writable
-from ipu_pipeline.engine.progress import between_bars
+from ipu_pipeline.engine.fronts import between_bars
 from ipu_pipeline.ground.errors import CheckpointError
 from ipu_pipeline.processes.ending import written_whole
 
@@ -59,11 +59,6 @@ def write_checkpoint(
     path: str | os.PathLike[str], snapshot: Snapshot, files: Mapping[str, bytes] | None = None
 ) -> None:
     """Writes a checkpoint; if there is one, it is replaced when the new one is complete.
-
-    Args:
-      path: where.
-      snapshot: what.
-      files: others that are to lie beside it, by name.
 
     Raises:
       OSError, ValueError: it cannot be written. What was there stays.
@@ -162,9 +157,6 @@ def read_document(path: str | os.PathLike[str]) -> dict[str, Any]:
 def read_checkpoint(path: str | os.PathLike[str]) -> Snapshot:
     """Reads a checkpoint, after all its files were compared with their digests.
 
-    Returns:
-      The snapshot, with NumPy arrays.
-
     Raises:
       CheckpointError: there is none, it is not complete, a file of it is missing or damaged, or it has
         another format.
@@ -203,10 +195,6 @@ def check_same_path(path: Path) -> None:
 
 def read_same_checkpoint(path: str | os.PathLike[str], known: Snapshot | None = None) -> Snapshot:
     """Reads a checkpoint in all processes of the run, each by its own path; all of them call it.
-
-    Args:
-      path: where it is.
-      known: what it has, if this process has read it.
 
     Raises:
       CheckpointError: as `read_checkpoint`; or the processes have read different checkpoints.
@@ -248,12 +236,7 @@ class CheckpointSeries:
     """
 
     def __init__(self, directory: str | os.PathLike[str], max_to_keep: int | None = None) -> None:
-        """Makes nothing yet.
-
-        Args:
-          directory: where they are, one directory each, named by the step.
-          max_to_keep: the oldest ones beyond this number are deleted; None keeps all.
-        """
+        """Makes nothing yet."""
         self.directory = Path(directory).absolute()
         self._max_to_keep = max_to_keep
         self._thread: threading.Thread | None = None
@@ -323,10 +306,6 @@ class CheckpointSeries:
         """Writes a checkpoint in a thread. Waits first for the one before, if that is still being written.
 
         An error is logged; training goes on, and what was there stays.
-
-        Args:
-          step: above those that there are.
-          snapshot: its arrays must not change meanwhile.
         """
         self.wait()
         self._thread = threading.Thread(
@@ -369,11 +348,7 @@ class CheckpointSeries:
         return path
 
     def delete_old(self, newest: int) -> None:
-        """Deletes the oldest checkpoints beyond the number that is kept, but never that of a step.
-
-        Args:
-          newest: the step.
-        """
+        """Deletes the oldest checkpoints beyond the number that is kept, but never that of a step."""
         for old in self.steps()[: -self._max_to_keep] if self._max_to_keep is not None else ():
             if old == newest or not self._is_checkpoint(old):  # numbered below others; or somebody's folder
                 continue

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ipu_pipeline.checkpointing.session_state import KeptGradients, KeptOptimizer, Record, SessionState
-from ipu_pipeline.engine.state import is_readable
+from ipu_pipeline.engine.fronts import is_readable
 from ipu_pipeline.queues.positions import Position
 
 __all__ = [
@@ -47,22 +47,15 @@ class FeedPosition:
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """What a session has, and where its data sets are.
+    """What a session has, and where its data sets are."""
 
-    Attributes:
-      state: variables and optimizer states; NumPy arrays, or JAX arrays that nobody else holds. In a
-        process that does not write one, its shape and dtype.
-      seed: the session's.
-      key_implementation: of its random keys.
-      feeds: where the data sets stand.
-      extra: what else belongs to it, JSON.
-    """
-
+    # variables and optimizer states; NumPy arrays, or JAX arrays that nobody else holds. In a process that
+    # does not write one, its shape and dtype.
     state: SessionState
-    seed: int
-    key_implementation: str
-    feeds: tuple[FeedPosition, ...] = ()
-    extra: dict[str, Any] = field(default_factory=dict)
+    seed: int  # the session's
+    key_implementation: str  # of its random keys
+    feeds: tuple[FeedPosition, ...] = ()  # where the data sets stand
+    extra: dict[str, Any] = field(default_factory=dict)  # what else belongs to it, JSON
 
     def arrays(self) -> dict[str, Any]:
         """All arrays, in nested dicts: variables, optimizer (by pipeline) and accumulated (likewise)."""
@@ -175,12 +168,7 @@ def from_numpy(stored: Any, described: str) -> Any:
 
 
 def find_differences(known: Mapping[str, str], wanted: Mapping[str, str]) -> list[str]:
-    """What is different between the variables of a checkpoint and those of programs, in sentences.
-
-    Args:
-      known: those that there are: full name -> `describe_array`.
-      wanted: those that programs use, likewise.
-    """
+    """What is different between the variables of a checkpoint and those of programs, in sentences."""
     missing = sorted(name for name in wanted if name not in known)
     surplus = sorted(name for name in known if name not in wanted)
     other = [

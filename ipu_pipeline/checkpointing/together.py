@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from ipu_pipeline.engine import peers
+from ipu_pipeline.engine import processes
 
 __all__ = ["beside", "do_each", "do_first", "is_any", "is_first", "process_index"]
 
@@ -22,7 +22,7 @@ _place: contextvars.ContextVar[str] = contextvars.ContextVar("place", default="c
 
 def process_index() -> int:
     """The number of this process."""
-    others = peers.current()
+    others = processes.current()
     return 0 if others is None else others.index
 
 
@@ -33,12 +33,6 @@ def is_first() -> bool:
 
 def do_first(function: Callable[[], T]) -> T:
     """Has process 0 call a function, and waits for it.
-
-    Args:
-      function: returns something that JSON has.
-
-    Returns:
-      What it returned, in all processes.
 
     Raises:
       OSError: it raised, in another process.
@@ -51,12 +45,6 @@ def do_first(function: Callable[[], T]) -> T:
 def do_each(function: Callable[[], T]) -> list[T]:
     """Has each process call a function, and waits for all.
 
-    Args:
-      function: returns something that JSON has.
-
-    Returns:
-      What each returned, by the number of the process.
-
     Raises:
       OSError: it raised, in another process.
       Others: what it raised here.
@@ -66,11 +54,7 @@ def do_each(function: Callable[[], T]) -> list[T]:
 
 @contextlib.contextmanager
 def beside(what: str) -> Iterator[None]:
-    """For a thread that writes checkpoints while another one may: the processes meet for its own apart.
-
-    Args:
-      what: what these are, the same in all processes.
-    """
+    """For a thread that writes checkpoints while another one may: the processes meet for its own apart."""
     token = _place.set(what)
     try:
         yield
@@ -79,25 +63,20 @@ def beside(what: str) -> Iterator[None]:
 
 
 def is_any(value: bool, what: str) -> bool:
-    """Whether it is so in any process; waits for all.
-
-    Args:
-      value: whether it is so in this one.
-      what: what this is; in the same thread of all processes.
-    """
-    others = peers.current()
+    """Whether it is so in any process; waits for all."""
+    others = processes.current()
     return value if others is None else "1" in others.exchange(what, str(int(value)))
 
 
 def _do(function: Callable[[], T], takes_part: bool) -> list[T]:
-    others = peers.current()
+    others = processes.current()
     if others is None:
         return [function()]
     value: Any = None
     error: Exception | None = None
     if takes_part:
         try:
-            with peers.occupied("a checkpoint"):
+            with processes.occupied("a checkpoint"):
                 value = function()
         except Exception as raised:
             error = raised

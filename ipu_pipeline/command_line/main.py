@@ -29,14 +29,7 @@ _DESCRIPTION = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the program.
-
-    Args:
-      arguments: those after its name; None: of this process.
-
-    Returns:
-      The exit status.
-    """
+    """Runs the program."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     chosen = next((argument for argument in arguments if not argument.startswith("-")), None)
     parser = argparse.ArgumentParser(prog="ipu-pipeline", description=_DESCRIPTION, allow_abbrev=False)

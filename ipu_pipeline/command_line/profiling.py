@@ -65,18 +65,7 @@ def profile(
     is_synthetic: bool = False,
     directory: str | None = None,
 ) -> int:
-    """Runs a program and writes its reports.
-
-    Args:
-      program: its file; with `is_module` the module's name.
-      arguments: the program's.
-      is_module: whether it is run as by `python -m`.
-      is_synthetic: whether it gets synthetic data in place of its own.
-      directory: where the reports go.
-
-    Returns:
-      The program's exit status; 2 if there is no such program, 1 if it ran nothing that could be traced.
-    """
+    """Runs a program and writes its reports."""
     if not is_module and not Path(program).exists():
         return _refuse(f"there is no program {program!r}")
     where = Path(directory or f"profile_{program.rpartition('.')[2] if is_module else Path(program).stem}")

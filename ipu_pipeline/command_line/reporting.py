@@ -35,17 +35,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def report(directory: str, as_json: bool = False, opens: bool = False) -> int:
-    """Rebuilds the page of a trace, and prints a summary.
-
-    Args:
-      directory: has its `profile.json`.
-      as_json: whether the summary is printed as JSON.
-      opens: whether the page is opened in a browser.
-
-    Returns:
-      2 if there is no profile, it cannot be read, Plotly is missing, or nothing can be written there;
-      else 0.
-    """
+    """Rebuilds the page of a trace, and prints a summary."""
     folder = Path(directory)
     try:
         profile = read_profile(_read(folder))
@@ -94,12 +84,7 @@ def _read(folder: Path) -> str:
 
 
 def _as_lines(one: Study, processes: Mapping[int, int]) -> list[str]:
-    """The summary of a pipeline for people.
-
-    Args:
-      one: the pipeline.
-      processes: IPU -> the number of the process whose it is.
-    """
+    """The summary of a pipeline for people."""
     facts, analysis = one.facts, one.analysis
     if not analysis.steps:
         return ["", f"{facts.name}: no step of it was recorded"]

@@ -48,17 +48,7 @@ def add_script(parser: argparse.ArgumentParser) -> None:
 
 
 def run(script: str, arguments: Sequence[str], is_module: bool = False) -> int:
-    """Runs a script as Python would, in this process. It stays the main module when it has ended.
-
-    Args:
-      script: its file, or a directory or archive with a `__main__.py`; with `is_module` the module's name.
-      arguments: become `sys.argv[1:]`.
-      is_module: whether it is run as by `python -m`.
-
-    Returns:
-      2 if there is no such script, else 0; it may also end by raising what it raises. Where that is
-      because a library of Graphcore's is not here, a note says which line needs it, and what to do.
-    """
+    """Runs a script as Python would, in this process. It stays the main module when it has ended."""
     try:
         return _run(script, arguments, is_module)
     except ModuleNotFoundError as error:

@@ -18,16 +18,7 @@ def show(text: str) -> None:
 
 
 def format_table(headings: Sequence[str], rows: Sequence[Sequence[str]], texts: int = 1) -> str:
-    """A table whose columns are as wide as they need to be.
-
-    Args:
-      headings: of the columns.
-      rows: a cell per column.
-      texts: how many of the first columns are text; the others are numbers, and stand on the right.
-
-    Returns:
-      The lines, joined.
-    """
+    """A table whose columns are as wide as they need to be."""
     lines = [headings, *rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(headings))]
 

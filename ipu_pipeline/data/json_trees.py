@@ -33,12 +33,7 @@ def encode_plain(leaf: Any) -> Any:
 
 
 def encode(tree: Any, encode_leaf: Callable[[Any], Any] = encode_plain) -> Any:
-    """A tree as JSON.
-
-    Args:
-      tree: None, lists, tuples and dicts, and leaves in them.
-      encode_leaf: makes JSON of a leaf, or raises; an instance of another class is a leaf.
-    """
+    """A tree as JSON."""
     if tree is None:
         return None
     if isinstance(tree, list):
@@ -51,12 +46,7 @@ def encode(tree: Any, encode_leaf: Callable[[Any], Any] = encode_plain) -> Any:
 
 
 def decode(encoded: Any, decode_leaf: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
-    """The inverse of `encode`.
-
-    Args:
-      encoded: the JSON.
-      decode_leaf: the inverse of `encode_leaf`; bytes and arrays are known here.
-    """
+    """The inverse of `encode`."""
     if isinstance(encoded, list):
         return [decode(part, decode_leaf) for part in encoded]
     if not isinstance(encoded, dict):

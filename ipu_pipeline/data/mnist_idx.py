@@ -43,9 +43,6 @@ def read(folder: Path, name: str = "MNIST") -> Splits:
         gzipped ones are read.
       name: what the data set is called in messages.
 
-    Returns:
-      Images and labels in the order of the files.
-
     Raises:
       FileNotFoundError: a file is missing.
       ValueError: a file is not what its name says, or the files do not make such a data set.

@@ -39,13 +39,6 @@ def default_folder() -> Path:
 def read(folder: Path) -> Splits:
     """Reads what `write` wrote, or what tfds's own builder prepared in array_record form elsewhere.
 
-    Args:
-      folder: tfds's `data_dir`, the one with mnist/3.0.1 in it.
-
-    Returns:
-      Images and labels in the order in which they are stored: that of the idx files if `write` wrote
-      them, a shuffled one if tfds's own builder did.
-
     Raises:
       FileNotFoundError: there is no mnist/3.0.1.
       ValueError: it is in another form, prepared in part, or damaged.
@@ -95,14 +88,6 @@ def _first_line(error: Exception) -> str:
 
 def write(splits: Splits, folder: Path, overwrite: bool = False) -> Path:
     """Writes MNIST the way `read` wants it.
-
-    Args:
-      splits: "train" and "test", in the order in which `read` will give them back.
-      folder: tfds's `data_dir`; made if it does not exist.
-      overwrite: deletes a mnist/3.0.1 that is there.
-
-    Returns:
-      The path of mnist/3.0.1. It comes into being when everything has been written.
 
     Raises:
       FileExistsError: there is a mnist/3.0.1, and `overwrite` is False.

@@ -10,6 +10,7 @@ from importlib.machinery import PathFinder
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ipu_pipeline.engine.loop import Loop
     from ipu_pipeline.engine.measuring import measure_dispatch_plan
     from ipu_pipeline.engine.pipeline import Pipeline
     from ipu_pipeline.engine.planning.dispatch_plans import DispatchPlan
@@ -26,18 +27,22 @@ if TYPE_CHECKING:
     from ipu_pipeline.engine.schedules.variants import what_if
     from ipu_pipeline.engine.state import PipelineState, StepOutputs
     from ipu_pipeline.engine.tracing.checkpoints import recomputation_checkpoint
+    from ipu_pipeline.engine.tracing.counting import update_count
+    from ipu_pipeline.engine.tracing.enqueuing import enqueue
     from ipu_pipeline.engine.tracing.keys import micro_batch_tag, next_rng_key
     from ipu_pipeline.engine.tracing.metrics import metric
     from ipu_pipeline.engine.tracing.replicas import cross_replica_sum, replica_count, replica_index
+    from ipu_pipeline.engine.tracing.specs import VariableSpec
     from ipu_pipeline.engine.tracing.stage_lists import Stage
     from ipu_pipeline.engine.tracing.stage_parameters import Shared
     from ipu_pipeline.engine.tracing.tensor_parallel import TensorParallel, constrain
-    from ipu_pipeline.engine.tracing.variable_scopes import variable_scope
+    from ipu_pipeline.engine.tracing.variable_scopes import AUTO_REUSE, get_variable_scope, variable_scope
     from ipu_pipeline.engine.tracing.variables import assign, get_variable
     from ipu_pipeline.engine.updates.reporting import with_metrics
     from ipu_pipeline.ground.errors import OutOfRangeError, ProcessError
 
 __all__ = [
+    "AUTO_REUSE",
     "Action",
     "ActionKind",
     "Cluster",
@@ -46,6 +51,7 @@ __all__ = [
     "ExecutionPhases",
     "HostMemory",
     "LinkSpeed",
+    "Loop",
     "OutOfRangeError",
     "Pipeline",
     "PipelineState",
@@ -59,11 +65,14 @@ __all__ = [
     "StepOutputs",
     "TensorParallel",
     "Timetable",
+    "VariableSpec",
     "advise",
     "assign",
     "constrain",
     "cross_replica_sum",
+    "enqueue",
     "get_variable",
+    "get_variable_scope",
     "measure_dispatch_plan",
     "metric",
     "micro_batch_tag",
@@ -72,12 +81,14 @@ __all__ = [
     "replica_count",
     "replica_index",
     "simulate",
+    "update_count",
     "variable_scope",
     "what_if",
     "with_metrics",
 ]
 
 _HOMES = {
+    "AUTO_REUSE": "engine.tracing.variable_scopes",
     "Action": "engine.schedules.actions",
     "ActionKind": "engine.schedules.actions",
     "Cluster": "engine.schedules.clusters",
@@ -86,6 +97,7 @@ _HOMES = {
     "ExecutionPhases": "engine.schedules.execution_phases",
     "HostMemory": "engine.schedules.host_memory",
     "LinkSpeed": "engine.schedules.clusters",
+    "Loop": "engine.loop",
     "OutOfRangeError": "ground.errors",
     "Pipeline": "engine.pipeline",
     "PipelineState": "engine.state",
@@ -99,11 +111,14 @@ _HOMES = {
     "StepOutputs": "engine.state",
     "TensorParallel": "engine.tracing.tensor_parallel",
     "Timetable": "engine.schedules.checking",
+    "VariableSpec": "engine.tracing.specs",
     "advise": "engine.schedules.advice",
     "assign": "engine.tracing.variables",
     "constrain": "engine.tracing.tensor_parallel",
     "cross_replica_sum": "engine.tracing.replicas",
+    "enqueue": "engine.tracing.enqueuing",
     "get_variable": "engine.tracing.variables",
+    "get_variable_scope": "engine.tracing.variable_scopes",
     "measure_dispatch_plan": "engine.measuring",
     "metric": "engine.tracing.metrics",
     "micro_batch_tag": "engine.tracing.keys",
@@ -112,6 +127,7 @@ _HOMES = {
     "replica_count": "engine.tracing.replicas",
     "replica_index": "engine.tracing.replicas",
     "simulate": "engine.schedules.simulator",
+    "update_count": "engine.tracing.counting",
     "variable_scope": "engine.tracing.variable_scopes",
     "what_if": "engine.schedules.variants",
     "with_metrics": "engine.updates.reporting",

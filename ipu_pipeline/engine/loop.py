@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -9,19 +10,24 @@ from typing import Any
 import jax
 import numpy as np
 
+from ipu_pipeline.engine import peers, watching
 from ipu_pipeline.engine.building import Built, Recipe
 from ipu_pipeline.engine.devices.elsewhere import absent
+from ipu_pipeline.engine.devices.feeds import Take
+from ipu_pipeline.engine.devices.links import check_peers, naming_peers
 from ipu_pipeline.engine.devices.offloading import Offload
 from ipu_pipeline.engine.devices.placing import put_host_copies
 from ipu_pipeline.engine.devices.sharding import Shard
+from ipu_pipeline.engine.execution import outsiders
 from ipu_pipeline.engine.execution.agreeing import answer_everywhere
 from ipu_pipeline.engine.execution.comparing import agree_on
-from ipu_pipeline.engine.execution.contract import Iterated
+from ipu_pipeline.engine.execution.contract import Iterated, Request
+from ipu_pipeline.engine.execution.watched import rehearse
 from ipu_pipeline.engine.inspect.describing import find_update_sends
 from ipu_pipeline.engine.inspect.facts import PipelineDetails, Sent, select_fields
 from ipu_pipeline.engine.inspect.summary import PipelineSummary
 from ipu_pipeline.engine.inspect.waiting import estimate_bubble
-from ipu_pipeline.engine.loops.bodies import TracedBody
+from ipu_pipeline.engine.loops.bodies import TracedBody, trace_body, trace_condition
 from ipu_pipeline.engine.pipeline import Pipeline
 from ipu_pipeline.engine.pipeline_options import PipelineOptions
 from ipu_pipeline.engine.planning.dispatch_plans import ONE_BY_ONE, DispatchPlan
@@ -30,8 +36,12 @@ from ipu_pipeline.engine.programs.accumulation import Reduction
 from ipu_pipeline.engine.programs.collecting import make_collecting
 from ipu_pipeline.engine.programs.recomputation import Recomputation
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms
-from ipu_pipeline.engine.state import Collected, OfReplicas, PipelineState, RunState, of_replica
+from ipu_pipeline.engine.segments import in_every_process
+from ipu_pipeline.engine.state import Collected, OfReplicas, PipelineState, Progress, RunState, of_replica
+from ipu_pipeline.engine.tracing.faults import describe_arguments
+from ipu_pipeline.engine.tracing.frames import ProgramNames
 from ipu_pipeline.engine.tracing.metrics import MetricReader
+from ipu_pipeline.engine.tracing.stages import as_arguments, check_signature
 from ipu_pipeline.engine.updates.cutting import cut_updates
 
 __all__ = ["Loop"]
@@ -78,6 +88,46 @@ class Loop(Pipeline):
         self._make_timetable = lambda _count: one
         self._built = self._build()
         self._programs = self._built.programs
+
+    @classmethod
+    def of_body(
+        cls,
+        body: Callable[..., Any],
+        inputs: Sequence[Any],
+        element: Any,
+        names: ProgramNames,
+        place: str,
+        returned: Callable[[Any], list[Any]],
+        condition: Callable[..., Any] | None = None,
+        what: str = "a loop",
+    ) -> Loop:
+        """Traces a body, and the condition of a loop that ends by itself.
+
+        Args:
+          body: takes the inputs, and then the feed's micro-batch.
+          inputs: pytrees of shapes and dtypes: those of the first iteration, and so of all.
+          element: a pytree of shapes and dtypes, a micro-batch of the feed; None without a feed.
+          names: those that the program gives out that the loop is part of.
+          place: what errors call the body.
+          returned: the leaves of the next iteration's inputs, of what the body returns.
+          condition: takes the inputs, returns a boolean scalar; None: the loop is told how often it runs.
+          what: what errors call the loop.
+
+        Raises:
+          TypeError, ValueError: the body does not take or return its inputs; or the condition is unusable.
+        """
+        avals, tree = jax.tree.flatten(tuple(inputs))
+        fed_args, fed_kwargs = as_arguments(element)
+        arguments = (*inputs, *fed_args)
+        check_signature(body, (arguments, fed_kwargs), "the inputs and the infeed's element", place)
+
+        def call(carried: list[Any], fed: Any) -> list[Any]:
+            args, kwargs = as_arguments(fed)
+            return returned(body(*jax.tree.unflatten(tree, carried), *args, **kwargs))
+
+        given = describe_arguments(body, arguments, fed_kwargs)
+        traced = trace_body(call, avals, element, names, place, given)
+        return cls(traced, None if condition is None else trace_condition(condition, tree, avals, what))
 
     def _build(self) -> Built:
         body, training = self.body, self.body.training
@@ -210,6 +260,100 @@ class Loop(Pipeline):
         if len(rows) == 1:
             return [value for (value,) in carried]
         return [OfReplicas(tuple(values)) for values in carried]
+
+    @property
+    def has_part(self) -> bool:
+        """Whether this process has a device of the loop; a process that runs alone does."""
+        return outsiders.has_part(self.prepare())
+
+    def num_fetched_by(self, total: int) -> int:
+        """How many elements all replicas fetch ahead at least, if so many iterations run together."""
+        return self.prepare().num_fetched(total, self.updated_every())
+
+    def iterate(
+        self,
+        state: RunState,
+        take: Take,
+        captured: Sequence[Any],
+        carried: Sequence[Any],
+        on_iterations: Callable[[Progress, int], Any],
+        on_settled: Callable[[RunState], Any],
+        count: int | None,
+        total: int,
+        *,
+        replacing: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+        give_back: Callable[[], Any] = lambda: None,
+    ) -> list[Any]:
+        """Runs iterations, several together where that is possible.
+
+        Whatever is raised leaves the state of the last iterations, which was told.
+
+        Args:
+          state: placed, see `place_run`.
+          take: as for `Pipeline.accumulate`.
+          captured: the values of what the body captured, of each replica its own where it has one.
+          carried: those that the first iteration gets, likewise.
+          on_iterations: told what there is after some iterations, and how many of the elements that were
+            fetched for them they did not need.
+          on_settled: told the state at the end, in which what replicas have apart is joined.
+          count: how many iterations, at most if there is a condition; None: as long as that holds.
+          total: how many may be run together.
+          replacing: as for `Pipeline.run`.
+          give_back: called after iterations that did not need all that was fetched.
+
+        Returns:
+          The carried values after the last iteration, such that each process has them.
+
+        Raises:
+          ValueError: the condition holds in some replicas only.
+          OutOfRangeError: the feed has ended.
+          ProcessError: another process has ended, or does not go on.
+        """
+        runner, done, every = self.prepare(), outsiders.Done(), self.updated_every()
+        constant, changing = self.split_carried(carried)
+        inputs = [*captured, *constant]
+        most = self.num_fetched_by(total) // self.num_replicas
+        if (watcher := watching.current()) is not None:
+            limit = most if count is None else min(most, count)
+            rehearse(watcher, runner, state, Request(inputs, every, limit, total, changing))
+
+        def settle(state: RunState) -> RunState:
+            """Joins what is still apart in replicas."""
+            if done.count:
+                with replacing():
+                    state = runner.settle(state)
+                    on_settled(state)
+            return state
+
+        if not self.has_part:
+            try:
+                outsiders.hear_end(runner, done)
+            finally:
+                settle(outsiders.skip(runner, state, done.count, every))
+            changing = self.absent_carried() if done.count else changing
+            return self.join_carried(constant, in_every_process(changing))
+        with outsiders.telling_end(runner, done), naming_peers():
+            try:
+                while (count is None or done.count < count) and self.goes_on(inputs, changing):
+                    limit = most if count is None else min(most, count - done.count)
+                    request = Request(inputs, every, limit, total, changing, done.count)
+                    pending = runner.fetch(state, request, take)
+                    with replacing():
+                        progress = runner.run(state, pending)
+                        state, changing = progress.state, progress.carried
+                        done.count += progress.count
+                        on_iterations(progress, pending.count - progress.count)
+                    if pending.count > progress.count:
+                        give_back()
+            except BaseException as error:
+                if not peers.is_of_collective(error):
+                    with contextlib.suppress(Exception):  # the first error is the one to tell
+                        check_peers()  # who has ended does not settle
+                        settle(state)
+                raise
+            state = settle(state)
+            jax.block_until_ready((state.pipeline.variables, state.pipeline.optimizer_state))
+        return self.join_carried(constant, in_every_process(changing))
 
     def goes_on(self, inputs: Sequence[Any], changing: Sequence[Any]) -> bool:
         """Whether the condition holds; True without one. Waits for the values.

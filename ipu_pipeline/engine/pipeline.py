@@ -21,7 +21,7 @@ import numpy as np
 from ipu_pipeline.engine import fingerprints, peers, schedules, watching
 from ipu_pipeline.engine.building import Built, Recipe, build
 from ipu_pipeline.engine.devices.compiler_options import CompilerOptions, check_compiles, plan_options
-from ipu_pipeline.engine.devices.feeds import PlacedMicroBatches, Take, take_nothing
+from ipu_pipeline.engine.devices.feeds import Element, PlacedMicroBatches, Take, take_nothing
 from ipu_pipeline.engine.devices.links import naming_peers
 from ipu_pipeline.engine.devices.offloading import parse_offload
 from ipu_pipeline.engine.devices.residence import Residence
@@ -54,7 +54,9 @@ from ipu_pipeline.engine.programs.collecting import Collecting
 from ipu_pipeline.engine.programs.recomputation import Recomputation
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms
 from ipu_pipeline.engine.state import PipelineState, Progress, RunState, StepOutputs
+from ipu_pipeline.engine.tracing.checkpoints import has_marks
 from ipu_pipeline.engine.tracing.metrics import Metric, MetricReader
+from ipu_pipeline.engine.tracing.replicas import uses_replicas
 from ipu_pipeline.engine.tracing.specs import VariableSpec, initial_value
 from ipu_pipeline.engine.tracing.stage_lists import StageEntry, flatten_stages
 from ipu_pipeline.engine.tracing.traced import TracedPipeline
@@ -813,6 +815,47 @@ class Pipeline:
         reader, reported = self.metrics, self.metrics.select(progress)
         outputs = StepOutputs(progress.collected, unflatten, lambda: reader.read(reported, 1))
         return progress.state.pipeline, outputs
+
+    @property
+    def places_with_marks(self) -> list[str]:
+        """The stages that mark values for recomputation to keep, as errors call them."""
+        return [stage.place for stage in self.traced.stages if has_marks(stage.flat)]
+
+    @property
+    def uses_replicas(self) -> bool:
+        """Whether a stage computes with other replicas, or asks which one it is in."""
+        return any(uses_replicas(stage.flat) for stage in self.traced.stages)
+
+    @property
+    def takes_elements(self) -> bool:
+        """Whether this process gives it micro-batches; of several processes, some do not."""
+        return self.prepare().takes_elements
+
+    @property
+    def waits_for_python(self) -> bool:
+        """Whether its programs call functions of the host, which wait for Python."""
+        return self.prepare().waits_for_python
+
+    @property
+    def place_element(self) -> Callable[[Sequence[Any]], Element]:
+        """Puts the leaves of a micro-batch on the devices that read them, for `accumulate`.
+
+        On other devices it is another function. It may be called from another thread.
+        """
+        return self.prepare().place_element
+
+    def place_ahead(self, elements: Sequence[Element]) -> list[Element]:
+        """The micro-batches of an update, from `place_element`, put together as programs take them."""
+        return list(self.prepare().place_ahead(elements))
+
+    def introduce(self, name: str) -> None:
+        """Says who is about to run, if somebody watches.
+
+        Args:
+          name: what people call it.
+        """
+        if (watcher := watching.current()) is not None:
+            watcher.introduce(self.prepare(), self, name)
 
     def num_fetched(self, num_updates: int, num_micro_batches: int | None = None) -> int:
         """How many micro-batches to fetch ahead at least; `accumulate` takes no more at once.

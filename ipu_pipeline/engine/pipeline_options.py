@@ -6,8 +6,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from ipu_pipeline.engine import schedules
 from ipu_pipeline.engine.devices.compiler_options import Options
 from ipu_pipeline.engine.devices.offloading import Offload
@@ -21,6 +19,7 @@ from ipu_pipeline.engine.tracing import frames, stage_lists
 from ipu_pipeline.engine.tracing.captures import Captures
 from ipu_pipeline.engine.tracing.tensor_parallel import TensorParallel
 from ipu_pipeline.engine.updates import optimizer_tracing
+from ipu_pipeline.ground.checks import is_integer
 
 __all__ = ["PipelineOptions", "check_positive", "check_replicas"]
 
@@ -187,6 +186,5 @@ def check_replicas(num_replicas: Any, num_serialized: int) -> None:
 
 def check_positive(argument: str, value: Any) -> None:
     """Raises a ValueError if an argument is not an integer of at least 1."""
-    is_integer = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-    if not is_integer or value < 1:
+    if not is_integer(value, 1):
         raise ValueError(f"{argument} must be an integer of at least 1; got {value}.")

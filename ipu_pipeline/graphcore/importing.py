@@ -63,11 +63,7 @@ def install() -> None:
 
 
 def explain_missing(module_name: str) -> None:
-    """Has a module answer for Graphcore's names that it does not have. Called at the module's end.
-
-    Args:
-      module_name: its `__name__`.
-    """
+    """Has a module answer for Graphcore's names that it does not have. Called at the module's end."""
     attributes = vars(sys.modules[module_name])
     attributes.setdefault("__getattr__", functools.partial(find_attribute, module_name))
     attributes.setdefault("__path__", [])
@@ -75,13 +71,6 @@ def explain_missing(module_name: str) -> None:
 
 def find_attribute(module_name: str, name: str) -> Any:
     """What a module's `__getattr__` returns for a name that the module does not have.
-
-    Args:
-      module_name: the module's `__name__`.
-      name: the attribute.
-
-    Returns:
-      A module, of a path of Graphcore's that leads to something here.
 
     Raises:
       AttributeError: there is none. The text says what to use in its place, or which name is near.

@@ -84,12 +84,7 @@ def find_module(path: str) -> str | None:
 
 
 def find_row(module: str, name: str) -> Row | None:
-    """The row about a name.
-
-    Args:
-      module: one of `sdk_names.json`.
-      name: a name in it, which may have dots.
-    """
+    """The row about a name."""
     short = f"{shorten(module)}.{name}" if module else name
     candidates = [f"{module}.{name}", short]
     if module.startswith("optimizers."):
@@ -107,15 +102,7 @@ def find_row(module: str, name: str) -> Row | None:
 
 
 def find_names(path: str) -> Mapping[str, str] | None:
-    """What a module of Graphcore's holds here.
-
-    Args:
-      path: of the module, in full or short.
-
-    Returns:
-      The dotted name within this package for each of its names. None if it holds nothing, and there is no
-      such module. A module whose import has no effect holds nothing, and is there.
-    """
+    """What a module of Graphcore's holds here."""
     module = find_module(path)
     if not module:
         return None
@@ -127,14 +114,7 @@ def find_names(path: str) -> Mapping[str, str] | None:
 
 
 def describe_missing(path: str) -> str | None:
-    """What to say about a name of Graphcore's, or of TensorFlow's, that is not here.
-
-    Args:
-      path: the name or the module behind `ipu.`: "scopes.stochastic_rounding", "ops.rnn_ops", "TrainSpec".
-
-    Returns:
-      None for a name that is here, or was neither's.
-    """
+    """What to say about a name of Graphcore's, or of TensorFlow's, that is not here."""
     module = find_module(path) if path else None
     if module:
         return _describe_several(path, _rows_of(module))

@@ -18,11 +18,6 @@ def list_members(kind: type[enum.Enum]) -> str:
 def parse_member(kind: type[Member], value: Any, argument: str) -> Member:
     """The member that a member or its value stands for.
 
-    Args:
-      kind: the enumeration.
-      value: what a user gave.
-      argument: what errors call it.
-
     Raises:
       ValueError: it stands for none; the error lists those that there are.
     """

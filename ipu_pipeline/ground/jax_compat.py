@@ -160,13 +160,7 @@ def make_send(device: Any, sharding: Any) -> Callable[[np.ndarray[Any, Any] | np
 
 
 def make_array(shape: Sequence[int], sharding: Any, parts: Sequence[Any]) -> Any:
-    """The array of a sharding, from what each of its devices has; nothing is copied or checked.
-
-    Args:
-      shape: of the whole.
-      sharding: of the devices of the parts, in their order.
-      parts: arrays with one device each.
-    """
+    """The array of a sharding, from what each of its devices has; nothing is copied or checked."""
     first = parts[0]
     if _ArrayImpl is None or not all(map(is_device_array, parts)):
         return jax.make_array_from_single_device_arrays(tuple(shape), sharding, list(parts))

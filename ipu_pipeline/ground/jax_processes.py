@@ -70,11 +70,7 @@ def detect_cluster(seconds: int) -> tuple[str | None, int | None, int | None, li
 
 @contextlib.contextmanager
 def coordinated_elsewhere(start: Callable[[], Any]) -> Iterator[None]:
-    """While processes are joined: has something else serve the coordination, in place of process 0.
-
-    Args:
-      start: starts it, in process 0, and returns what has a method `shutdown`.
-    """
+    """While processes are joined: has something else serve the coordination, in place of process 0."""
     if _get_service is None:
         yield
         return

@@ -71,11 +71,7 @@ def describe(value: Any) -> str:
 
 
 def describe_structure(tree: Any) -> str:
-    """The structure of a pytree for errors, for example "a tuple of 2 arrays".
-
-    Args:
-      tree: the structure, as `jax.tree.structure` gives it.
-    """
+    """The structure of a pytree for errors, for example "a tuple of 2 arrays"."""
     node, children = tree.node_data(), tree.children()
     if node is None:
         return "an array" if tree.num_leaves else "None"
@@ -117,11 +113,6 @@ def trees_equal(first: Any, second: Any) -> bool:
 
 def check_like(value: Any, expected: Any, what: str) -> list[Any]:
     """The leaves of a value, if it is like another one; NumPy's arrays with the dtypes that JAX has.
-
-    Args:
-      value: a pytree of arrays.
-      expected: a pytree of `ShapeDtypeStruct`s.
-      what: what errors call the value.
 
     Raises:
       ValueError: structure, shape or dtype differ, and it names the paths of all leaves that do; or a

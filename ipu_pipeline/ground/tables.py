@@ -8,12 +8,7 @@ __all__ = ["align", "describe_bytes", "describe_flop", "printable", "shorten"]
 
 
 def align(rows: Sequence[Sequence[str]], numbers: Sequence[int] = ()) -> list[str]:
-    """The lines of a table, each two spaces to the right.
-
-    Args:
-      rows: of cells, the first one of headings; all of one length.
-      numbers: the positions of columns that end at the same place, as numbers do; the others begin there.
-    """
+    """The lines of a table, each two spaces to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
 
     def pad(cell: str, place: int) -> str:

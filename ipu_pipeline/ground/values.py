@@ -5,17 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["as_own", "as_plain", "cast_exactly"]
+__all__ = ["as_own", "as_plain", "cast_exactly", "is_of_numbers"]
 
 
 def as_plain(value: Any, what: str) -> np.ndarray[Any, Any]:
     """A value as an array without a mask, in the byte order of this machine.
-
-    Args:
-      value: whatever NumPy makes an array of.
-      what: what errors call it.
 
     Raises:
       ValueError: elements of it are masked.
@@ -38,10 +35,6 @@ def as_own(value: Any, what: str) -> Any:
 
     Nothing is copied, nor looked at, if it is such an array already.
 
-    Args:
-      value: an array, or a number.
-      what: what errors call it.
-
     Raises:
       ValueError: it does not fit that dtype, or elements of it are masked.
     """
@@ -60,9 +53,6 @@ def cast_exactly(array: np.ndarray[Any, Any], dtype: Any, what: str) -> np.ndarr
       dtype: to cast to. Integers and booleans must be kept exactly; floating-point numbers are rounded,
         and take integers; complex numbers fit complex dtypes only.
       what: what errors call the array.
-
-    Returns:
-      A new array.
 
     Raises:
       ValueError: the values do not fit.
@@ -85,3 +75,8 @@ def cast_exactly(array: np.ndarray[Any, Any], dtype: Any, what: str) -> np.ndarr
             return cast
         reason = f": it has {array[overflows][0]}"
     raise ValueError(f"{what}, of dtype {array.dtype}, does not fit {dtype.name}{reason}.")
+
+
+def is_of_numbers(dtype: np.dtype[Any]) -> bool:
+    """Whether arrays of a dtype hold numbers or booleans."""
+    return dtype == np.bool_ or bool(jnp.issubdtype(dtype, jnp.number))

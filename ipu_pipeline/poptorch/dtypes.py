@@ -46,10 +46,6 @@ def jax_dtype(dtype: torch.dtype) -> np.dtype[Any]:
 def to_numpy(tensor: torch.Tensor, name: str = "a tensor") -> np.ndarray[Any, Any]:
     """A tensor as an array of the dtype that JAX computes in; it shares the tensor's memory if it can.
 
-    Args:
-      tensor: on the CPU.
-      name: what errors call it.
-
     Raises:
       TypeError: the dtype is not supported.
       ValueError: the dtype has 64 bits, JAX has 32, and an integer does not fit.
@@ -74,12 +70,7 @@ def to_numpy(tensor: torch.Tensor, name: str = "a tensor") -> np.ndarray[Any, An
 
 
 def to_torch(array: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """An array as a tensor with memory of its own.
-
-    Args:
-      array: of NumPy or JAX.
-      dtype: of the tensor; None for that of the array.
-    """
+    """An array as a tensor with memory of its own."""
     copy = np.array(array)
     if copy.dtype == ml_dtypes.bfloat16:
         tensor = torch.from_numpy(copy.view(np.int16)).view(torch.bfloat16)

@@ -46,16 +46,12 @@ NAMESPACE = "ipu_poptorch"
 
 @dataclass(eq=False)
 class Capturing:
-    """A model is being captured: its forward runs for the graph.
+    """A model is being captured: its forward runs for the graph."""
 
-    Attributes:
-      open_blocks: name and IPU of the blocks that are open as context managers, the innermost last.
-      next_auto_id: of `Block.useAutoId`; None if that was not called.
-      held: what the graph names, and must be there for as long as the graph is.
-    """
-
+    # name and IPU of the blocks that are open as context managers, the innermost last
     open_blocks: list[tuple[str | None, int | None]] = field(default_factory=list)
-    next_auto_id: int | None = None
+    next_auto_id: int | None = None  # of `Block.useAutoId`; None if that was not called.
+    # what the graph names, and must be there for as long as the graph is
     held: list[Any] = field(default_factory=list)
 
 
@@ -125,23 +121,15 @@ def begin_multi_conv() -> None:
 
 
 def end_multi_conv(counts: Mapping[str, int]) -> None:
-    """The `MultiConv` ends.
-
-    Args:
-      counts: how many convolutions it was given something for, by what it was given.
-    """
+    """The `MultiConv` ends."""
     _OPERATIONS.end_multi_conv(list(counts), list(counts.values()))
 
 
 @dataclass(frozen=True)
 class MultiConvPart:
-    """A node of a graph that begins or ends a `MultiConv`.
+    """A node of a graph that begins or ends a `MultiConv`."""
 
-    Attributes:
-      counts: as for `end_multi_conv`; None where one begins.
-    """
-
-    counts: Mapping[str, int] | None
+    counts: Mapping[str, int] | None  # as for `end_multi_conv`; None where one begins
 
 
 def read_multi_conv(node: torch.fx.Node) -> MultiConvPart | None:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
-from ipu_pipeline.engine import watching
+from ipu_pipeline.engine.inspect import watching
 from ipu_pipeline.poptorch.logs import logger
 
 __all__ = ["Channel"]

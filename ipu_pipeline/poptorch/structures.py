@@ -54,21 +54,16 @@ def registerCustomArgParser(class_type: type, arg_parser: ICustomArgParser | Non
 
 @dataclass(frozen=True, eq=False)
 class Structure:
-    """What a value is besides its tensors.
+    """What a value is besides its tensors."""
 
-    Attributes:
-      type: its type.
-      children: the parts, by what leads to them: "[0]", ".name"; empty for a tensor and a constant.
-      rebuild: makes the value of its rebuilt parts; None for a tensor, which is the part itself.
-      num_tensors: how many tensors are in it.
-      constant: the value, if it is no tensor and has none; the attributes that are numbers and text, if it
-        has a parser of `registerCustomArgParser`.
-    """
-
-    type: type
+    type: type  # its type
+    # the parts, by what leads to them: "[0]", ".name"; empty for a tensor and a constant.
     children: tuple[tuple[str, Structure], ...]
+    # makes the value of its rebuilt parts; None for a tensor, which is the part itself
     rebuild: Callable[[list[Any]], Any] | None
-    num_tensors: int
+    num_tensors: int  # how many tensors are in it
+    # the value, if it is no tensor and has none; the attributes that are numbers and text, if it has a
+    # parser of `registerCustomArgParser`
     constant: Any = None
 
     @property
@@ -237,13 +232,7 @@ def _field_setter(value: Any, fields: Sequence[str]) -> Callable[[list[Any]], An
 
 
 def compare(expected: Structure, given: Structure, name: str) -> str | None:
-    """What differs between two structures; None if nothing does.
-
-    Args:
-      expected: that of the first value.
-      given: that of another one.
-      name: what the value is called.
-    """
+    """What differs between two structures; None if nothing does."""
     if expected.is_tensor and given.is_tensor:
         return None
     if expected.type is not given.type:

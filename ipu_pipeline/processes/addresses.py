@@ -30,19 +30,12 @@ _OF_JAX = "JAX_COORDINATOR_ADDRESS"
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a process among the others.
+    """The place of a process among the others."""
 
-    Attributes:
-      coordinator: where the coordinator listens, as "host:port".
-      count: how many processes there are.
-      index: the number of this one, from 0.
-      local_devices: which accelerators of its machine it takes; None for all.
-    """
-
-    coordinator: str
-    count: int
-    index: int
-    local_devices: list[int] | None
+    coordinator: str  # where the coordinator listens, as "host:port"
+    count: int  # how many processes there are
+    index: int  # the number of this one, from 0
+    local_devices: list[int] | None  # which accelerators of its machine it takes; None for all
 
 
 def is_in_environment() -> bool:
@@ -58,13 +51,6 @@ def find_place(
     seconds: int,
 ) -> Place:
     """What was given; else what the environment says; else the cluster that JAX recognises.
-
-    Args:
-      coordinator_address: see `Place`; None if it was not given, as the others.
-      num_processes: likewise.
-      process_id: likewise.
-      local_device_ids: likewise.
-      seconds: how long JAX may ask a cluster.
 
     Raises:
       TypeError, ValueError: something is missing, of the wrong type, or out of range.

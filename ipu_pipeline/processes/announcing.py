@@ -24,7 +24,8 @@ from typing import Any
 import jax
 
 from ipu_pipeline.engine import Pipeline
-from ipu_pipeline.engine.inspect import IpuMemory, Runner, is_here
+from ipu_pipeline.engine.inspect import IpuMemory, Runner
+from ipu_pipeline.engine.processes import is_here
 from ipu_pipeline.processes import board, interrupts, launched
 
 __all__ = ["SWITCH_VARIABLE", "Run", "running"]
@@ -96,13 +97,7 @@ class Run:
         self._ended, self.is_running = now, False
 
     def done(self, handled: int, count: int | None = None) -> None:
-        """Counts.
-
-        Args:
-          handled: micro-batches, or iterations, that have been handled since the last call.
-          count: how many weight updates have been done in all; executions, in inference. None: what has
-            been handled.
-        """
+        """Counts."""
         self.handled += handled
         self.count = self.handled if count is None else count
         now = time.monotonic()
@@ -259,19 +254,7 @@ def running(
     devices: Sequence[Any],
     count: int,
 ) -> contextlib.AbstractContextManager[Run]:
-    """Announces that a pipeline or loop runs, for a `with` block.
-
-    Args:
-      owner: whose run it is: pipelines of the same name that have the same owner are one.
-      name: the pipeline's, or the loop's.
-      model: what is run; nothing here keeps it alive.
-      runner: what runs it.
-      devices: the JAX device of each IPU, those of one replica after the other's.
-      count: micro-batches per weight update.
-
-    Returns:
-      What counts.
-    """
+    """Announces that a pipeline or loop runs, for a `with` block."""
     devices = devices[:: model.options.num_devices_per_ipu]  # an IPU is known by its first device
     launched.tell_results(devices[model.device_mapping[-1]].process_index)
     if os.environ.get(SWITCH_VARIABLE) == "0":

@@ -73,21 +73,13 @@ _OF_IPU: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Process:
-    """A process that can be told from any other one.
+    """A process that can be told from any other one."""
 
-    Attributes:
-      pid: its number, in its namespace.
-      start: when it began, in ticks since the machine did.
-      boot: when the machine began, as an identifier.
-      namespace: that of its number: a container has its own.
-      host: the machine's name.
-    """
-
-    pid: int
-    start: int
-    boot: str
-    namespace: str
-    host: str
+    pid: int  # its number, in its namespace
+    start: int  # when it began, in ticks since the machine did
+    boot: str  # when the machine began, as an identifier
+    namespace: str  # that of its number: a container has its own
+    host: str  # the machine's name
 
     @property
     def file_name(self) -> str:
@@ -97,15 +89,10 @@ class Process:
 
 @dataclass(frozen=True)
 class Found:
-    """What was found in the directories.
+    """What was found in the directories."""
 
-    Attributes:
-      announced: what processes that are alive have announced, by pid.
-      refused: directories that are not used, each with the reason.
-    """
-
-    announced: tuple[dict[str, Any], ...]
-    refused: tuple[str, ...]
+    announced: tuple[dict[str, Any], ...]  # what processes that are alive have announced, by pid
+    refused: tuple[str, ...]  # directories that are not used, each with the reason
 
 
 def this_process() -> Process | None:
@@ -194,10 +181,6 @@ def opened(path: Path, is_made: bool = False) -> Iterator[int]:
 
 def write(process: Process, announced: Any) -> None:
     """Writes what a process announces, in the first directory that can be used.
-
-    Args:
-      process: this process.
-      announced: JSON.
 
     Raises:
       OSError: there is none, or it cannot be written.

@@ -32,11 +32,7 @@ _MOST_SECONDS = 900.0  # after the end of process 0; a machine that is gone leav
 
 
 def main(text: str) -> None:
-    """Serves; see above. Never returns.
-
-    Args:
-      text: the JSON object.
-    """
+    """Serves; see above. Never returns."""
     settings = json.loads(text)
     host, _, port = settings["address"].rpartition(":")
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

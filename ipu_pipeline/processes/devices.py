@@ -12,21 +12,16 @@ from typing import Any
 
 import jax
 
-from ipu_pipeline.engine import peers
-from ipu_pipeline.engine.devices import threads
+from ipu_pipeline.engine import processes
+from ipu_pipeline.engine.processes import keep_one_free, num_cpu_devices_set
 from ipu_pipeline.processes.joining import join_by_environment
 
 __all__ = ["check_num_cpu_devices", "have_cpu_devices", "spread", "want_cpu_devices"]
 
 
 def spread(devices: Sequence[Any], number: int) -> list[Any]:
-    """The devices, with those first that are taken if so many are: an equal part of each process's.
-
-    Args:
-      devices: of all processes, process by process.
-      number: how many will be taken.
-    """
-    others = peers.current()
+    """The devices, with those first that are taken if so many are: an equal part of each process's."""
+    others = processes.current()
     if others is None:
         return list(devices)
     part = _own_part(number)
@@ -55,7 +50,7 @@ def want_cpu_devices(number: int) -> None:
 def have_cpu_devices(number: int) -> bool:
     """Makes so many virtual CPU devices, unless more were asked for; False if the backend runs already."""
     join_by_environment()
-    if threads.num_cpu_devices_set() < _own_part(number):
+    if num_cpu_devices_set() < _own_part(number):
         try:
             _make(_own_part(number))
         except RuntimeError:
@@ -65,13 +60,13 @@ def have_cpu_devices(number: int) -> bool:
 
 def _make(number: int) -> None:
     jax.config.update("jax_num_cpu_devices", number)
-    if peers.current() is not None:
-        threads.keep_one_free()
+    if processes.current() is not None:
+        keep_one_free()
 
 
 def _own_part(number: int) -> int:
     """How many of so many CPU devices this process makes; all make the same number."""
-    others = peers.current()
+    others = processes.current()
     return number if others is None else -(-number // others.count)
 
 

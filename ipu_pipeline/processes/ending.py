@@ -20,11 +20,7 @@ _writing: dict[int, str] = {}
 
 @contextlib.contextmanager
 def written_whole(what: str) -> Iterator[None]:
-    """For while something is written that `end_process` must not break off.
-
-    Args:
-      what: what it is, for the message.
-    """
+    """For while something is written that `end_process` must not break off."""
     key = threading.get_ident()
     before = _writing.get(key)
     _writing[key] = what
@@ -38,11 +34,7 @@ def written_whole(what: str) -> Iterator[None]:
 
 
 def end_process(message: str) -> None:
-    """Ends this process, from any thread: nothing of Python's runs any more.
-
-    Args:
-      message: lines for the standard error.
-    """
+    """Ends this process, from any thread: nothing of Python's runs any more."""
     waited_for = sorted(set(_writing.values()))
     _write(message + (f"First {', '.join(waited_for)} is written.\n" if waited_for else ""))
     deadline = time.monotonic() + _MOST_SECONDS

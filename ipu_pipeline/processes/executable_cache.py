@@ -40,9 +40,6 @@ def enable_executable_cache(directory: str | os.PathLike[str]) -> None:
     that stands under another one's name, or was changed, is not used, with a warning.
 
     If the directory cannot be used, there is a warning, and programs are compiled without it.
-
-    Args:
-      directory: it is made with mode 0700 if it does not exist.
     """
     global _has_read_environment
     _has_read_environment = True
@@ -85,10 +82,6 @@ def _check_entries(cache: Any, directory: Path) -> None:
     """Has entries hold only for the keys under which they were written: each begins with a digest.
 
     Entries that JAX wrote by itself have other names; they are neither used nor replaced.
-
-    Args:
-      cache: JAX's; None: entries are as JAX has them.
-      directory: where they are, for the warning.
     """
     if cache is None:
         return

@@ -18,8 +18,8 @@ from typing import Any
 
 import jax
 
-from ipu_pipeline.engine import peers
-from ipu_pipeline.engine.devices import threads
+from ipu_pipeline.engine import processes
+from ipu_pipeline.engine.processes import keep_one_free
 from ipu_pipeline.ground import jax_processes
 from ipu_pipeline.processes import coordinator
 from ipu_pipeline.processes.addresses import (
@@ -98,7 +98,7 @@ def join(
     _initialize(place, bound, heartbeat_timeout, patience)
     _is_joined = True
     if place.count > 1:
-        threads.keep_one_free()
+        keep_one_free()
     if not jax_processes.listen_for_collectives(own):
         _logger.warning(
             "This JAX does not say where its collectives listen: it is where the host's name leads."
@@ -109,8 +109,8 @@ def join(
     if store is None:
         raise RuntimeError("This JAX does not let the processes tell each other anything. Use jax 0.10.")
     _claim(store, place)
-    others = peers.Peers(place.index, place.count, own, store)
-    peers.set_current(others)
+    others = processes.Peers(place.index, place.count, own, store)
+    processes.set_current(others)
     PeerWatch(others, death_timeout, stall_timeout).start()
     try:
         others.agree("joining", _describe_versions(), time.monotonic() + patience)
@@ -255,7 +255,7 @@ class _Coordinator:
         self._process.returncode = 0  # nobody waits for it
 
 
-def _claim(store: peers.Store, place: Place) -> None:
+def _claim(store: processes.Store, place: Place) -> None:
     """Takes the number of this process.
 
     Raises:

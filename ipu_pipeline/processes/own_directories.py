@@ -46,12 +46,6 @@ def _is_private_group(found: os.stat_result, path: Path) -> bool:
 def make_own(path: Path) -> Path:
     """A directory of the user's own, made if it does not exist.
 
-    Args:
-      path: its path. What it lacks of it is made with mode 0700. Links in it are followed once, here.
-
-    Returns:
-      The path without links.
-
     Raises:
       OSError: it cannot be made, or is no directory.
       PermissionError: somebody else may write to it, or put another one in its place.

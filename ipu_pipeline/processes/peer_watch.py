@@ -26,8 +26,7 @@ from typing import Any
 
 import jax
 
-from ipu_pipeline.engine.devices import action_log
-from ipu_pipeline.engine.peers import Peers, may_come_from
+from ipu_pipeline.engine.processes import Peers, current_log, may_come_from
 from ipu_pipeline.processes import board
 from ipu_pipeline.processes.ending import end_process
 
@@ -43,39 +42,23 @@ _LOOKS_AFTER_ERROR = 4  # until somebody is found to be the cause of an error of
 
 @dataclass(frozen=True)
 class Status:
-    """What a process tells of itself.
+    """What a process tells of itself."""
 
-    Attributes:
-      beat: a number that rises as long as it lives.
-      finished: the last action that it has finished; None if it has not finished any.
-      next: the oldest that it has started and not finished; None if there is none.
-      lacks_data: whether that waits for another process.
-      number: rises with what is started and finished.
-      waits_at: where its program waits for the others; None if it does not.
-      occupied_with: what takes it long; None if nothing does.
-      end: None while its program runs; "" once it has ended, an error if it ended by that.
-      verdict: why the run cannot go on, if it has found that; None otherwise.
-      pid: its own, and by `start`, `boot` and `namespace` which one of those with this pid it is.
-      start: as in `board.Process`.
-      boot: likewise.
-      namespace: likewise.
-      host: the name of its machine.
-    """
-
-    beat: int = 0
-    finished: str | None = None
-    next: str | None = None
-    lacks_data: bool = False
-    number: int = 0
-    waits_at: str | None = None
-    occupied_with: str | None = None
+    beat: int = 0  # a number that rises as long as it lives
+    finished: str | None = None  # the last action that it has finished; None if it has not finished any
+    next: str | None = None  # the oldest that it has started and not finished; None if there is none
+    lacks_data: bool = False  # whether that waits for another process
+    number: int = 0  # rises with what is started and finished
+    waits_at: str | None = None  # where its program waits for the others; None if it does not
+    occupied_with: str | None = None  # what takes it long; None if nothing does
+    # None while its program runs; "" once it has ended, an error if it ended by that
     end: str | None = None
-    verdict: str | None = None
-    pid: int = 0
-    start: int = 0
-    boot: str = ""
-    namespace: str = ""
-    host: str = ""
+    verdict: str | None = None  # why the run cannot go on, if it has found that; None otherwise
+    pid: int = 0  # its own, and by `start`, `boot` and `namespace` which one of those with this pid it is
+    start: int = 0  # as in `board.Process`.
+    boot: str = ""  # likewise
+    namespace: str = ""  # likewise
+    host: str = ""  # the name of its machine
 
     @property
     def waits(self) -> bool:
@@ -105,16 +88,7 @@ class Judge:
     """Finds from what processes tell whether the run can go on. It has no threads, and is told the time."""
 
     def __init__(self, index: int, count: int, silence: float, stall: float, most_step: float) -> None:
-        """Knows of nothing yet.
-
-        Args:
-          index: the process that judges.
-          count: how many there are.
-          silence: after how many seconds without a sign a process counts as dead.
-          stall: after how many seconds without any action the processes count as stopped.
-          most_step: the longest time between two looks that counts; more passes only if this process was
-            stopped.
-        """
+        """Knows of nothing yet."""
         self._index = index
         self._count = count
         self._silence = silence
@@ -130,14 +104,7 @@ class Judge:
     def judge(
         self, statuses: dict[int, Status], now: float, is_answered: bool, dead: Sequence[int]
     ) -> str | None:
-        """Why the run cannot go on; None if it can.
-
-        Args:
-          statuses: what each process told last.
-          now: the time, in seconds.
-          is_answered: whether the store has answered since the last look.
-          dead: processes that are known to be gone.
-        """
+        """Why the run cannot go on; None if it can."""
         step = 0.0 if self._looked is None else min(now - self._looked, self._most_step)
         self._looked = now
         self._clock += step
@@ -229,13 +196,7 @@ class PeerWatch:
     """The threads that watch the other processes, and what is done when this one ends."""
 
     def __init__(self, peers: Peers, death_timeout: float, stall_timeout: float) -> None:
-        """Begins nothing yet.
-
-        Args:
-          peers: the processes.
-          death_timeout: within how many seconds of the death of one the others have ended.
-          stall_timeout: for how many seconds processes may wait while nobody does anything.
-        """
+        """Begins nothing yet."""
         self._peers = peers
         self._interval = min(_INTERVAL, death_timeout / 10)
         self._grace = min(_GRACE, death_timeout / 6)
@@ -275,7 +236,7 @@ class PeerWatch:
                 self._hear()
 
     def _tell(self) -> None:
-        log = action_log.current()
+        log = current_log()
         with self._lock:
             standing = None if log is None else log.standing()
             self._status = dataclasses.replace(
@@ -320,13 +281,7 @@ class PeerWatch:
                 return
 
     def _find_silent(self, gone: Sequence[int], asked: float, now: float) -> list[int]:
-        """Those that had nothing more to say: what a process tells as it ends is heard before it is judged.
-
-        Args:
-          gone: processes that there are no more.
-          asked: when what the processes told last was asked for.
-          now: the time.
-        """
+        """The processes with nothing more to say: what one tells at its end is heard before judging it."""
         for process in gone:
             self._gone.setdefault(process, now)
         # Where the store does not answer, they are not waited for.
@@ -393,7 +348,7 @@ class PeerWatch:
             thread.join(2 * self._interval)
 
     def _await_others(self) -> None:
-        log = action_log.current()
+        log = current_log()
         while log is not None and log.standing().next is not None and self._peers.failure is None:
             time.sleep(0.01)
         if self._peers.failure is not None:  # what it had started will never be finished

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from ipu_pipeline.ground.checks import is_int
 from ipu_pipeline.processes.devices import check_num_cpu_devices, have_cpu_devices, spread, want_cpu_devices
 
 __all__ = [
@@ -68,16 +69,13 @@ def set_num_devices(number: int) -> None:
       RuntimeError: JAX's CPU backend is running already, with fewer devices.
       ValueError: it is no number from 1.
     """
-    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+    if not is_int(number, 1):
         raise ValueError(f"set_num_devices: number must be an integer from 1; got {number!r}.")
     want_cpu_devices(number)
 
 
 def select_automatically(needs: Iterable[tuple[int, int]]) -> None:
     """Selects devices for programs, unless a system was configured; what is selected already stays.
-
-    Args:
-      needs: for each program the n of its `/device:IPU:<n>`, and how many IPUs it needs.
 
     Raises:
       ValueError: there are fewer accelerators.
@@ -105,9 +103,6 @@ def reserve(needs: Iterable[tuple[int, int]]) -> None:
     """Sees to it that the CPU will have devices enough for programs, unless a system was configured.
 
     It does not start JAX's backend.
-
-    Args:
-      needs: for each program the n of its `/device:IPU:<n>`, and how many IPUs it needs.
 
     Raises:
       RuntimeError: the CPU backend is running already, with fewer devices.

@@ -10,6 +10,8 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ipu_pipeline.ground.checks import is_int
+
 __all__ = ["check_replication_factor", "join_arguments", "warn_of_arguments"]
 
 _REASONS = {
@@ -33,16 +35,6 @@ def join_arguments(
 ) -> dict[str, Any]:
     """The arguments by name.
 
-    Args:
-      queue: the class that got them.
-      positions: those without names.
-      newer: the names of the positions.
-      older: the names of the positions if the first one is a string, the queue's name.
-      keywords: the others; None stands for one that was not given.
-
-    Returns:
-      All of `keywords`, with the values of the positions.
-
     Raises:
       TypeError: there are too many, or one is given twice.
     """
@@ -63,13 +55,7 @@ def join_arguments(
 
 
 def warn_of_arguments(queue: str, arguments: Mapping[str, Any], stacklevel: int = 3) -> None:
-    """Warns of each argument that has no effect here and is not what it is by default.
-
-    Args:
-      queue: the class that got them.
-      arguments: by name.
-      stacklevel: of the warnings.
-    """
+    """Warns of each argument that has no effect here and is not what it is by default."""
     for name, reason in _REASONS.items():
         value = arguments.get(name)
         if value not in _DEFAULTS[name]:
@@ -78,6 +64,5 @@ def warn_of_arguments(queue: str, arguments: Mapping[str, Any], stacklevel: int 
 
 def check_replication_factor(queue: str, value: Any) -> None:
     """Raises a ValueError if a number of replicas is not usable; None is."""
-    is_integer = isinstance(value, int) and not isinstance(value, bool)
-    if value is not None and not (is_integer and value >= 1):
+    if value is not None and not is_int(value, 1):
         raise ValueError(f"{queue}: replication_factor must be an integer of at least 1; got {value!r}.")

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline.engine.devices.feeds import Element
+from ipu_pipeline.engine.fronts import Element
 from ipu_pipeline.ground.errors import CheckpointError, OutOfRangeError
 from ipu_pipeline.ground.shapes import check_like, trees_equal
 from ipu_pipeline.ground.values import as_plain

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from ipu_pipeline.engine.devices.feeds import Take
-from ipu_pipeline.engine.tracing.faults import find_calling_line
+from ipu_pipeline.engine.fronts import Take, find_calling_line
+from ipu_pipeline.ground.checks import is_int
 from ipu_pipeline.ground.shapes import as_shape, describe
 from ipu_pipeline.queues.arguments import check_replication_factor, join_arguments, warn_of_arguments
 from ipu_pipeline.queues.feeder import Feeder, Place, as_array
@@ -101,8 +101,7 @@ class IPUInfeedQueue:
         check_replication_factor("IPUInfeedQueue", arguments["replication_factor"])
         depths = [arguments[name] for name in ("prefetch_depth", "data_to_prefetch")]
         prefetch_depth = next((depth for depth in depths if depth is not None), 3)
-        is_integer = isinstance(prefetch_depth, int) and not isinstance(prefetch_depth, bool)
-        if not is_integer or not 1 <= prefetch_depth <= 255:
+        if not is_int(prefetch_depth) or not 1 <= prefetch_depth <= 255:
             raise ValueError(f"prefetch_depth must be an integer from 1 to 255; got {prefetch_depth!r}.")
         if hasattr(dataset, "__next__") and not isinstance(dataset, type):
             kind = type(dataset).__name__

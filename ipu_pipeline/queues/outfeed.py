@@ -13,9 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline.engine.state import is_readable
-from ipu_pipeline.engine.tracing import frames
-from ipu_pipeline.engine.tracing.enqueuing import enqueue
+from ipu_pipeline.engine.fronts import enqueue_to, is_readable
+from ipu_pipeline.ground.checks import is_int
 from ipu_pipeline.ground.enumerations import list_members
 from ipu_pipeline.ground.shapes import describe, describe_structure
 from ipu_pipeline.queues.arguments import check_replication_factor, join_arguments, warn_of_arguments
@@ -151,8 +150,7 @@ class IPUOutfeedQueue:
             raise TypeError(
                 f"outfeed_mode must be one of {list_members(IPUOutfeedMode)}; got {outfeed_mode!r}."
             )
-        is_integer = isinstance(buffer_depth, int) and not isinstance(buffer_depth, bool)
-        if not is_integer or buffer_depth < 1:
+        if not is_int(buffer_depth, 1):
             raise ValueError(f"buffer_depth must be an integer of at least 1; got {buffer_depth!r}.")
         self._mode = outfeed_mode
         self._buffer_depth = int(buffer_depth)
@@ -292,23 +290,7 @@ class IPUOutfeedQueue:
           TypeError: a leaf is no array.
           ValueError: something is enqueued to this queue already, or there is nothing to enqueue.
         """
-        frame = frames.current_frame("IPUOutfeedQueue.enqueue")
-        if frame.enqueued is None and not frame.is_traced_again:
-            raise frames.OutsideOfBodyError(
-                f"IPUOutfeedQueue.enqueue was called in {frame.place}. Call it in a stage of a pipeline, "
-                "in the update of its optimizer, or in the body of a loop; ipu.loops.repeat(1, ...) runs a "
-                "body once."
-            )
-        if any(entry.target is self for entry in frame.enqueued or ()):
-            raise ValueError(
-                "An IPUOutfeedQueue can be enqueued to only once in a program: enqueue a tuple or dict, or "
-                "use a queue for each value."
-            )
-        leaves, tree = jax.tree.flatten(value)
-        if not leaves:
-            raise ValueError("IPUOutfeedQueue.enqueue: value has no arrays; there is nothing to enqueue.")
-        traced = [_as_array(leaf) for leaf in leaves]
-        enqueue(frame, self, jax.tree.unflatten(tree, traced))
+        enqueue_to(self, value, "IPUOutfeedQueue.enqueue", _as_array)
         return Operation("enqueue")
 
     def dequeue(self, wait_for_completion: bool = False) -> OutfeedOperation:

@@ -25,19 +25,12 @@ _STATES_EVERY = 16  # elements; asking an iterator for its state takes time
 
 @dataclass(frozen=True)
 class Position:
-    """Where a pass over a data set is.
+    """Where a pass over a data set is."""
 
-    Attributes:
-      count: how many elements were taken.
-      state: the iterator's own state, as JSON; None if it has none.
-      state_count: after how many elements it was so, at most `count`.
-      has_ended: whether more was asked for and there was none.
-    """
-
-    count: int
-    state: str | None = None
-    state_count: int = 0
-    has_ended: bool = False
+    count: int  # how many elements were taken
+    state: str | None = None  # the iterator's own state, as JSON; None if it has none
+    state_count: int = 0  # after how many elements it was so, at most `count`
+    has_ended: bool = False  # whether more was asked for and there was none
 
 
 class _State(NamedTuple):
@@ -59,12 +52,7 @@ class DataPass:
     """
 
     def __init__(self, dataset: Any, start: Position | None = None) -> None:
-        """Reads nothing yet, except what the data set's own iterator reads.
-
-        Args:
-          dataset: see `IPUInfeedQueue`.
-          start: where to begin.
-        """
+        """Reads nothing yet, except what the data set's own iterator reads."""
         made = dataset() if is_factory(dataset) else dataset
         self.count = 0  # elements read
         self._skip_to = 0 if start is None else start.count

@@ -20,9 +20,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline.engine.devices.feeds import Take
-from ipu_pipeline.engine.execution.contract import Runner
-from ipu_pipeline.ground.messages import warn_once
+from ipu_pipeline.engine import Pipeline
+from ipu_pipeline.engine.fronts import Take
+from ipu_pipeline.ground.warned import warn_once
 
 __all__ = ["make_synthetic", "make_values", "uses_synthetic_data"]
 
@@ -70,16 +70,11 @@ def make_values(leaf: jax.ShapeDtypeStruct) -> np.ndarray[Any, Any]:
     return np.full(leaf.shape, number, dtype)
 
 
-def make_synthetic(runner: Runner[Any], leaves: Sequence[jax.ShapeDtypeStruct], count: int) -> Take:
-    """A take of micro-batches that are on the devices from now on; all have the same values.
-
-    Args:
-      runner: what takes them.
-      leaves: shapes and dtypes of what is fed.
-      count: how many are taken at once at most; of a pipeline those of a weight update.
-    """
+def make_synthetic(pipeline: Pipeline, leaves: Sequence[jax.ShapeDtypeStruct], count: int) -> Take:
+    """A take of micro-batches that are on the devices from now on; all have the same values."""
     values = list(map(make_values, leaves))
-    elements = runner.place_ahead([runner.place_element(values) for _number in range(count)])
+    place = pipeline.place_element
+    elements = pipeline.place_ahead([place(values) for _number in range(count)])
 
     def take(wanted: int) -> list[Any]:
         return elements[:wanted]

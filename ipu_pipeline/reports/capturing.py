@@ -16,8 +16,9 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
-from ipu_pipeline.engine import peers
+from ipu_pipeline.engine import processes
 from ipu_pipeline.engine.inspect import watching
+from ipu_pipeline.ground.checks import is_int
 from ipu_pipeline.ground.errors import ProcessError
 from ipu_pipeline.reports.chrome_trace import to_chrome_trace
 from ipu_pipeline.reports.describing import describe_devices, describe_pipeline
@@ -84,7 +85,7 @@ class Capture:
             self.profile, origin = _make_profile(recorder, self._noted, self._max_actions)
         self._noted = DeviceProfile((), ())
         recorder.forget()
-        told = peers.current()
+        told = processes.current()
         if told is not None:
             try:
                 if not is_whole:
@@ -149,7 +150,7 @@ def capture(directory: str | os.PathLike[str], *, max_actions: int = MAX_ACTIONS
         report.
       OSError: the directory cannot be written to.
     """
-    if isinstance(max_actions, bool) or not isinstance(max_actions, int) or max_actions < 1:
+    if not is_int(max_actions, 1):
         raise ValueError(f"max_actions must be an integer of at least 1; got {max_actions!r}.")
     if watching.current() is not None:
         raise RuntimeError(

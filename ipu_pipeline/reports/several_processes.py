@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ipu_pipeline.engine.inspect import IpuMemory, PipelineFacts
-from ipu_pipeline.engine.peers import Peers
+from ipu_pipeline.engine.processes import Peers
 from ipu_pipeline.reports.profile import Profile, read_profile
 
 __all__ = ["Part", "exchange", "merge"]

@@ -8,8 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 from ipu_pipeline.graphcore.importing import explain_missing
+from ipu_pipeline.ground.checks import is_int
 from ipu_pipeline.ground.enumerations import list_members
-from ipu_pipeline.ground.messages import find_near
+from ipu_pipeline.ground.names import find_near
 from ipu_pipeline.processes import selection
 from ipu_pipeline.processes.devices import spread
 from ipu_pipeline.processes.executable_cache import (
@@ -239,9 +240,7 @@ def _check_numbers(name: str, value: Any) -> None:
     numbers = value if isinstance(value, (list, tuple)) else [value]
     if value is None:
         return
-    if not numbers or not all(
-        isinstance(n, int) and not isinstance(n, bool) and n >= lowest for n in numbers
-    ):
+    if not numbers or not all(is_int(n, lowest) for n in numbers):
         kind = "list of device indices from 0" if is_selection else "number from 1, or a list of them"
         raise ValueError(f"IPUConfig.{name} must be a {kind}; got {value!r}.")
     if is_selection and (not isinstance(value, (list, tuple)) or len(set(numbers)) < len(numbers)):

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ipu_pipeline.ground.enumerations import list_members
-from ipu_pipeline.ground.messages import find_near, warn_once
+from ipu_pipeline.ground.names import find_near
+from ipu_pipeline.ground.warned import warn_once
 
 __all__ = [
     "CATEGORIES",

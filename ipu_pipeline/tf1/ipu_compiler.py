@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ipu_pipeline.engine.tracing.frames import InsideOfBodyError, OutsideOfBodyError
+from ipu_pipeline.engine.fronts import InsideOfBodyError, OutsideOfBodyError
 from ipu_pipeline.graphcore.importing import explain_missing
 from ipu_pipeline.ground.values import as_own
 from ipu_pipeline.tf1.graph.placeholders import Placeholder

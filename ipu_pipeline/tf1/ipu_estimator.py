@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ipu_pipeline.graphcore.importing import explain_missing
+from ipu_pipeline.ground.checks import is_int
 from ipu_pipeline.tf1.estimator.base import Estimator
 from ipu_pipeline.tf1.estimator.models import IPUEstimatorSpec, build_model_program, check_model_function
 from ipu_pipeline.tf1.estimator.programs import EstimatorProgram, ModeKeys
@@ -86,7 +87,7 @@ class IPUEstimator(Estimator):
         for mode, (name, size) in sizes.items():
             if size is None:
                 continue
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1 or size % num_replicas:
+            if not is_int(size, 1) or size % num_replicas:
                 raise ValueError(
                     f"IPUEstimator: {name} must be a multiple of num_replicas ({num_replicas}) above 0; "
                     f"got {size!r}."

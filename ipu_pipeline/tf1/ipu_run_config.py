@@ -6,6 +6,7 @@ import os
 from dataclasses import KW_ONLY, dataclass, field
 
 from ipu_pipeline.graphcore.importing import explain_missing
+from ipu_pipeline.ground.checks import is_int, is_real
 from ipu_pipeline.tf1.config import IPUConfig
 
 __all__ = ["IPURunConfig", "RunConfig"]
@@ -123,13 +124,9 @@ class RunConfig:
         if self.keep_checkpoint_max is not None:
             _check_integer("RunConfig: keep_checkpoint_max", self.keep_checkpoint_max, 0)
         seconds = self.save_checkpoints_secs
-        if seconds is not None and not (
-            isinstance(seconds, (int, float)) and not isinstance(seconds, bool) and seconds > 0
-        ):
+        if seconds is not None and not (is_real(seconds) and seconds > 0):
             raise ValueError(f"RunConfig: save_checkpoints_secs must be a number above 0; got {seconds!r}.")
-        if self.tf_random_seed is not None and (
-            not isinstance(self.tf_random_seed, int) or isinstance(self.tf_random_seed, bool)
-        ):
+        if self.tf_random_seed is not None and not is_int(self.tf_random_seed):
             raise ValueError(f"RunConfig: tf_random_seed must be an integer; got {self.tf_random_seed!r}.")
 
     @property
@@ -141,7 +138,7 @@ class RunConfig:
 
 
 def _check_integer(what: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+    if not is_int(value, least):
         raise ValueError(f"{what} must be an integer of at least {least}; got {value!r}.")
 
 

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.extend import core as jex_core
 
-from ipu_pipeline.engine.loop import Loop
-from ipu_pipeline.engine.loops.bodies import trace_body
-from ipu_pipeline.engine.tracing import frames
-from ipu_pipeline.engine.tracing.captures import Captures
-from ipu_pipeline.engine.tracing.faults import describe_arguments, name_of
-from ipu_pipeline.engine.tracing.stages import as_arguments, check_signature
+from ipu_pipeline.engine import Loop
+from ipu_pipeline.engine.fronts import InsideOfBodyError, is_in_stage, look_at_body, name_of
 from ipu_pipeline.graphcore.importing import explain_missing
 from ipu_pipeline.ground import jax_compat
+from ipu_pipeline.ground.checks import is_integer
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
 from ipu_pipeline.queues.operations import Operation
 from ipu_pipeline.tf1.graph.placeholders import Placeholder, as_traced_inputs
@@ -138,14 +133,12 @@ def run_once(function: Callable[..., Any], *arguments: Any) -> Any:
         trees[:] = [tree]
         return [jnp.asarray(leaf) for leaf in leaves]
 
-    def look(_carried: list[Any], _fed: Any) -> list[Any]:
+    def look() -> None:
         avals[:] = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in call()]
-        return []
 
     builder = current_builder()
     assert builder is not None
-    with frames.unchanged(builder.names):
-        trace_body(look, [], None, builder.names, place)
+    look_at_body(look, builder.names, place)
     results = _loop(
         place, call, [jnp.zeros(aval.shape, aval.dtype) for aval in avals], None, 1, None, place
     )
@@ -175,8 +168,8 @@ def _loop(
             f"{what} must be called in a function that ipu_compiler.compile traces, within an ipu_scope; "
             "here it is not placed on an IPU device."
         )
-    if frames.is_in_stage():
-        raise frames.InsideOfBodyError(
+    if is_in_stage():
+        raise InsideOfBodyError(
             f"{what} was called within a computational stage or the body of a loop; use jax.lax.scan or "
             "jax.lax.fori_loop there."
         )
@@ -186,21 +179,18 @@ def _loop(
         raise ValueError(f"{what}: inputs must have at least one array, which the condition takes.")
     element = None if infeed_queue is None else infeed_queue.element
     avals = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
-    if place is None:
-        place = f"the body {name_of(body)} of {what}"
-    fed_args, fed_kwargs = as_arguments(element)
-    arguments = (*jax.tree.unflatten(tree, avals), *fed_args)
-    check_signature(body, (arguments, fed_kwargs), "the inputs and the infeed's element", place)
-
-    def call(carried: list[Any], fed: Any) -> list[Any]:
-        args, kwargs = as_arguments(fed)
-        return _new_inputs(body(*jax.tree.unflatten(tree, carried), *args, **kwargs), tree, place)
-
-    given = describe_arguments(body, arguments, fed_kwargs)
-    traced = trace_body(call, avals, element, builder.names, place, given)
-    condition = None if cond is None else _trace_condition(cond, tree, avals, what)
-    loop = Loop(traced, condition)
-    training = traced.training
+    own_place = place or f"the body {name_of(body)} of {what}"
+    loop = Loop.of_body(
+        body,
+        jax.tree.unflatten(tree, avals),
+        element,
+        builder.names,
+        own_place,
+        lambda returned: _new_inputs(returned, tree, own_place),
+        cond,
+        what,
+    )
+    traced, training = loop.body, loop.body.training
     loop_call = LoopCall(
         loop=loop,
         has_count_operand=jax_compat.is_traced(count),
@@ -209,7 +199,7 @@ def _loop(
         replication=make_replication(
             builder.ipu_device,
             loop.num_devices,
-            traced.pipeline,
+            loop.uses_replicas,
             [infeed_queue, *(entry.target for entry, _places in traced.enqueued)],
             trains=training is not None,
             averages=training is not None and training.averages_replicas,
@@ -268,39 +258,11 @@ def _check_count(n: Any, what: str) -> Any:
         if n.shape != () or not jnp.issubdtype(n.dtype, jnp.integer):
             raise TypeError(f"{what} must be an integer scalar; got {n.dtype.name}{list(n.shape)}.")
         return n
-    if not isinstance(n, (int, np.integer)) or isinstance(n, bool):
+    if not is_integer(n):
         raise TypeError(f"{what} must be an integer; got {n!r}.")
     if not 0 <= n <= _MAX_INT32:
         raise ValueError(f"{what} must be from 0 to {_MAX_INT32}; got {n}.")
     return int(n)
-
-
-def _trace_condition(
-    cond: Callable[..., Any], tree: Any, avals: Sequence[jax.ShapeDtypeStruct], what: str
-) -> Callable[[list[Any]], Any]:
-    """The condition as a function of the carried values, traced once."""
-    frame = frames.Frame(frames.ProgramNames(), False, f"the condition of {what}", is_stage=False)
-
-    def call(*values: Any) -> Any:
-        with frames.frame(frame):
-            return cond(*jax.tree.unflatten(tree, values))
-
-    closed_jaxpr = jax.make_jaxpr(call)(*avals)
-    results = closed_jaxpr.out_avals
-    if len(results) != 1 or results[0].shape != () or results[0].dtype != np.bool_:
-        described = ", ".join(f"{aval.dtype.name}{list(aval.shape)}" for aval in results)
-        raise ValueError(
-            f"{what}: condition must return a boolean scalar; it returned {described or 'nothing'}."
-        )
-    Captures().check(closed_jaxpr.consts, frame.place)
-    used = [*frame.names.host_tables, *frame.names.variables]
-    if used:
-        raise ValueError(
-            f"{what}: condition asks for variable {used[0]}, but may only use "
-            "the inputs. Let the body return what the condition needs."
-        )
-    evaluate = jex_core.jaxpr_as_fun(closed_jaxpr)
-    return lambda carried: evaluate(*carried)[0]
 
 
 explain_missing(__name__)

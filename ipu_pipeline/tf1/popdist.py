@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import jax
 
-from ipu_pipeline.engine import peers
+from ipu_pipeline.engine import processes
 from ipu_pipeline.graphcore.importing import explain_missing
 from ipu_pipeline.processes import selection
 from ipu_pipeline.processes.joining import join_by_environment
@@ -97,7 +97,7 @@ def _process_numbers() -> tuple[int, int]:
     """Which process this is, and how many there are."""
     if not isPopdistEnvSet():
         return 0, 1
-    others = peers.current()
+    others = processes.current()
     return (jax.process_index(), jax.process_count()) if others is None else (others.index, others.count)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from tqdm import tqdm
 
 from ipu_pipeline.data import datasets
-from ipu_pipeline.engine.progress import between_bars, is_shown_on
+from ipu_pipeline.engine.fronts import between_bars, is_shown_on
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
 from ipu_pipeline.queues.outfeed import IPUOutfeedQueue
 from ipu_pipeline.queues.synthetic import uses_synthetic_data

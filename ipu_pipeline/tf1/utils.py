@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from ipu_pipeline.graphcore.importing import explain_missing, find_attribute
-from ipu_pipeline.ground.messages import warn_once
+from ipu_pipeline.ground.warned import warn_once
 from ipu_pipeline.processes import selection
 from ipu_pipeline.tf1.config import (
     IPUConfig,

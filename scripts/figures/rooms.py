@@ -57,8 +57,9 @@ FLOORS = (
     _beside(
         "engine: roof",
         "engine.pipeline_options engine.building engine.fingerprints engine.pipeline engine.loop "
-        "engine.measuring engine.reference engine",
-        "The public call, Pipeline, Loop, and the plain loop that all is compared with",
+        "engine.segments engine.measuring engine.reference engine.exporting engine.processes "
+        "engine.fronts engine",
+        "Pipeline, Loop, the plain loop that all is compared with, and what others may import",
     ),
     _folder("processes"),
     _folder("reports"),

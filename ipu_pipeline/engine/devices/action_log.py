@@ -53,19 +53,12 @@ class Action(NamedTuple):
 
 
 class Standing(NamedTuple):
-    """How far a process has come.
+    """How far a process has come."""
 
-    Attributes:
-      finished: the last action that it has finished; None if it has not finished any.
-      next: the oldest one that it has started and not finished; None if there is none.
-      lacks_data: whether that waits for what another process sends.
-      number: a number that rises with whatever is finished or started.
-    """
-
-    finished: str | None
-    next: str | None
-    lacks_data: bool
-    number: int
+    finished: str | None  # the last action that it has finished; None if it has not finished any
+    next: str | None  # the oldest one that it has started and not finished; None if there is none
+    lacks_data: bool  # whether that waits for what another process sends
+    number: int  # a number that rises with whatever is finished or started
 
 
 @dataclass(eq=False, slots=True)
@@ -97,11 +90,6 @@ class ActionLog:
 
     def note(self, action: Action, made: Sequence[Any], awaited: Sequence[Any] = ()) -> None:
         """Notes an action that was just started.
-
-        Args:
-          action: what it is.
-          made: the arrays that it makes, on this process's devices; without any, nothing is noted.
-          awaited: arrays that it reads and that other processes send.
 
         Raises:
           ProcessError: another process has ended, or does not go on.

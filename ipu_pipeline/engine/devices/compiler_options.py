@@ -29,21 +29,15 @@ class _Given(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class CompilerOptions:
-    """The options of each program.
+    """The options of each program."""
 
-    Attributes:
-      forward: per stage; those of the last one are for forward and backward if the pipeline trains.
-        Stages behind those that are here have none.
-      backward: likewise; the last stage has none.
-      update: of the weight update's programs.
-      whole: of everything as one program, where all stages are on one device.
-      given: the options as they were given, with the stage that each is checked on.
-    """
-
+    # per stage; those of the last one are for forward and backward if the pipeline trains. Stages behind
+    # those that are here have none.
     forward: tuple[Options, ...]
-    backward: tuple[Options, ...]
-    update: Options
-    whole: Options
+    backward: tuple[Options, ...]  # likewise; the last stage has none
+    update: Options  # of the weight update's programs
+    whole: Options  # of everything as one program, where all stages are on one device
+    # the options as they were given, with the stage that each is checked on
     given: tuple[tuple[_Given, int], ...]
 
     def of_forward(self, stage: int) -> Options:
@@ -149,10 +143,6 @@ def _merge(parts: Iterable[_Given], why: str) -> dict[str, Any]:
 
 def check_compiles(options: CompilerOptions, rows: Sequence[Row]) -> None:
     """Compiles trivial programs with the options that were given.
-
-    Args:
-      options: the options.
-      rows: where the stages live.
 
     Raises:
       ValueError: XLA does not know an option, or refuses its value. It names all such options.

@@ -59,13 +59,6 @@ def move(
 ) -> list[Any]:
     """Arrays of one row on another; each device gets them from one of the row that they are on.
 
-    Args:
-      arrays: on one row. Where it is elsewhere they have no content; they are received, or stay so.
-      source: their sharding.
-      target: the sharding that they are to have, in device memory; not all devices of both are here.
-      tag: what the transfer is.
-      is_kept: whether nobody takes the memory of the arrays; else copies are sent.
-
     Raises:
       ValueError: there is no tag, or what the row's devices have is not the same.
     """

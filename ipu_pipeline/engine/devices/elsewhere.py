@@ -23,13 +23,7 @@ def is_here(device: Any) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def absent(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Any:
-    """The array that stands for one on devices of other processes.
-
-    Args:
-      shape: its shape.
-      dtype: its dtype, that of random keys too.
-      sharding: where it is; none of the devices is of this process.
-    """
+    """The array that stands for one on devices of other processes."""
     return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
 
 
@@ -37,13 +31,7 @@ class NotRun:
     """In place of a function that other processes run: gives what stands for its results."""
 
     def __init__(self, function: Callable[..., Any], sharding: Any, results: Any = None) -> None:
-        """Nothing is traced yet.
-
-        Args:
-          function: the function.
-          sharding: of all its results, or a prefix of their pytree with the sharding of each.
-          results: their shapes and dtypes, if they are known; then arguments do not matter.
-        """
+        """Nothing is traced yet."""
         self._function = function
         self._sharding = sharding
         self._known: dict[Any, Any] = {}

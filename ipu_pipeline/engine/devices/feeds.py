@@ -27,17 +27,12 @@ _ALIGNMENT = 64  # bytes; JAX shares the memory of such arrays on a CPU, and cop
 
 @dataclass(eq=False)
 class Stack:
-    """Micro-batches side by side.
+    """Micro-batches side by side."""
 
-    Attributes:
-      arrays: on the host, with a first axis of rows; the leaves of micro-batches.
-      placed: the same on the devices; None if they are not there yet.
-      num_rows: how many there is room for.
-    """
-
+    # on the host, with a first axis of rows; the leaves of micro-batches
     arrays: list[np.ndarray[Any, Any]]
-    placed: list[Any] | None
-    num_rows: int
+    placed: list[Any] | None  # the same on the devices; None if they are not there yet
+    num_rows: int  # how many there is room for
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,12 +104,7 @@ class Feed:
         return Element(stack, row)
 
     def place(self, elements: Sequence[Element], size: int | None = None) -> list[Any]:
-        """Micro-batches from `add` on the devices, stacked in their order.
-
-        Args:
-          elements: as many as a stack has, or fewer.
-          size: of the stack; what is beyond the micro-batches means nothing. None: that of the feed's.
-        """
+        """Micro-batches from `add` on the devices, stacked in their order."""
         size = self._size if size is None else size
         stack = elements[0].stack
         is_whole = stack is not None and all(
@@ -136,13 +126,7 @@ class Feed:
         return self._place(gathered.arrays)
 
     def place_ahead(self, elements: Sequence[Element], count: int, size: int) -> list[Element]:
-        """Elements for `place` that are on their devices already.
-
-        Args:
-          elements: from `add`.
-          count: how many `place` will be given at once.
-          size: of the stacks.
-        """
+        """Elements for `place` that are on their devices already."""
         ahead = []
         for first in range(0, len(elements), count):
             some = elements[first : first + count]
@@ -189,23 +173,13 @@ class PlacedMicroBatches:
     """The micro-batches of a step on the devices of a pipeline."""
 
     def __init__(self, runner: Any, number: int, elements: Sequence[Any]) -> None:
-        """Made by `Pipeline.place_micro_batches`.
-
-        Args:
-          runner: what placed them.
-          number: how many micro-batches there are.
-          elements: what it takes.
-        """
+        """Made by `Pipeline.place_micro_batches`."""
         self._runner = runner
         self._number = number
         self._elements = elements
 
     def taker(self, runner: Any, every: int) -> Take:
         """A function that takes them.
-
-        Args:
-          runner: what they are for.
-          every: how many a step has.
 
         Raises:
           ValueError: they are for another pipeline, or other devices; or too few or too many.
@@ -228,13 +202,7 @@ class PlacedMicroBatches:
 
 
 def gather(take: Take, wanted: int, at_least: int) -> list[Any]:
-    """Micro-batches from `take`, which may give fewer at once than it is asked for.
-
-    Args:
-      take: returns up to so many micro-batches, and one at least.
-      wanted: how many to get.
-      at_least: with so many, an error of `take` only ends the gathering: who asks again gets it again.
-    """
+    """Micro-batches from `take`, which may give fewer at once than it is asked for."""
     elements: list[Any] = []
     while len(elements) < wanted:
         try:

@@ -40,17 +40,11 @@ _SLICE = 0.5  # seconds of waiting until somebody looks whether the others live
 
 
 class Tag(NamedTuple):
-    """What a transfer is.
+    """What a transfer is."""
 
-    Attributes:
-      edge: from what to what, unique among the edges of the process's pipelines.
-      step: the number of the step, counted by both sides.
-      number: within the edge and step.
-    """
-
-    edge: str
-    step: int
-    number: int = 0
+    edge: str  # from what to what, unique among the edges of the process's pipelines
+    step: int  # the number of the step, counted by both sides
+    number: int = 0  # within the edge and step
 
 
 @functools.cache
@@ -108,10 +102,6 @@ class Links:
     def __init__(self, store: Any, host: str) -> None:
         """Starts the server, and tells the others where it is.
 
-        Args:
-          store: what the processes share; None if they were not joined.
-          host: the address of this machine that the server listens on.
-
         Raises:
           RuntimeError: `jax.distributed` has not been initialized, or this JAX has no transfers.
         """
@@ -135,24 +125,11 @@ class Links:
         self._store.key_value_set(f"{_KEY}/{self.process}", json.dumps(told))
 
     def send(self, arrays: Sequence[Any], tag: Tag, source: Any, target: Any) -> None:
-        """Lets another process pull arrays, as soon as they have been computed. Does not wait.
-
-        Args:
-          arrays: on the device `source`; nobody may donate or delete them.
-          tag: what this is.
-          source: a device of this process.
-          target: the device that they are for.
-        """
+        """Lets another process pull arrays, as soon as they have been computed. Does not wait."""
         self._server.await_pull(_number(tag, source, target), list(arrays))
 
     def receive(self, structs: Sequence[Any], tag: Tag, source: Any, target: Any) -> list[Any]:
         """Pulls arrays from another process. Does not wait for them.
-
-        Args:
-          structs: their shapes, dtypes and shardings, of the device `target` alone.
-          tag: what this is.
-          source: the device that sends them.
-          target: a device of this process.
 
         Raises:
           ProcessError: the process does not answer, or something that was to come before has failed.

@@ -46,13 +46,6 @@ def put(
 
     JAX arrays are transferred without waiting for them. NumPy arrays may be shared instead of copied
     on a CPU: whoever can change them afterwards uses `put_host_copies`.
-
-    Args:
-      arrays: of JAX or NumPy; for a row in another process, also what only has shape and dtype.
-      row: where they are to be.
-      offloaded: whether in host memory.
-      tag: what the transfers between processes are; needed if arrays of other rows may be among them.
-      partitions: how each is wanted there; None: whole.
     """
     return _put(arrays, row, offloaded, False, tag, partitions)
 
@@ -207,13 +200,7 @@ def _is_on_host(array: Any) -> bool:
 
 
 def copy_to(arrays: Sequence[Any], row: Row, tag: Tag | None = None) -> list[Any]:
-    """Transfers JAX arrays that are known to be together on another row of the same pipeline.
-
-    Args:
-      arrays: the arrays; nobody donates or deletes them.
-      row: where they go.
-      tag: what the transfer is, if the pipeline is in several processes.
-    """
+    """Transfers JAX arrays that are known to be together on another row of the same pipeline."""
     if row.has_peers and not (is_all_here(arrays[0].sharding) and is_all_here(row.replicated)):
         return move(arrays, arrays[0].sharding, row.replicated, tag, is_kept=True)
     # Random keys are arrays of arrays, which only the public function knows.

@@ -58,19 +58,7 @@ class Residence:
         partitions: Partitions = MappingProxyType({}),
         num_ahead: int | None = None,
     ) -> None:
-        """Jits the programs that make optimizer state; XLA compiles each at its first call.
-
-        Args:
-          traced: the pipeline.
-          updates: its optimizer; None without training.
-          rows: where its stages live.
-          accumulator_plan: its accumulators.
-          offload: what lies in host memory.
-          shard: what the replicas share out.
-          partitions: how variables are divided over the devices of a replica.
-          num_ahead: how many programs of an update may not have ended when another one gets its arguments.
-            None: any number.
-        """
+        """Jits the programs that make optimizer state; XLA compiles each at its first call."""
         self.num_ahead = num_ahead
         self.offloads_state = Offload.WEIGHT_UPDATE_VARIABLES in offload
         self.offloads_accumulators = Offload.GRADIENT_ACCUMULATION_BUFFERS in offload
@@ -121,12 +109,7 @@ class Residence:
         self._step += 1
 
     def tag(self, edge: str, number: int = 0) -> Tag | None:
-        """What a transfer between processes is; None if there are no others.
-
-        Args:
-          edge: from what to what, within the pipeline.
-          number: within the edge and step.
-        """
+        """What a transfer between processes is; None if there are no others."""
         return Tag(f"{self._name}, {edge}", self._step, number) if self.has_peers else None
 
     def place_variables(self, variables: Mapping[str, Any]) -> dict[str, Any]:
@@ -317,11 +300,7 @@ class Residence:
         ]
 
     def loss_scale(self, optimizer_state: Any) -> Any:
-        """Returns the scale that the backward starts from; 1 without loss scaling.
-
-        Args:
-          optimizer_state: the optimizer's state as a pytree; None if it has not been made yet.
-        """
+        """Returns the scale that the backward starts from; 1 without loss scaling."""
         known = None if self.updates is None else self.updates.loss_scale
         if known is None:
             return NO_LOSS_SCALE
@@ -332,16 +311,7 @@ class Residence:
     def init_optimizer_state(
         self, variables: Mapping[str, Any], outputs: Sequence[Any] | None
     ) -> list[Any]:
-        """The leaves of the optimizer's state at the start.
-
-        Args:
-          variables: placed variables by full name.
-          outputs: the leaves of the last stage's outputs for the first micro-batch; None if they are not
-            needed.
-
-        Returns:
-          The leaves, placed.
-        """
+        """The leaves of the optimizer's state at the start."""
         updates = self.updates
         assert updates is not None
         nothing = [None] * len(updates.state_leaves)
@@ -355,13 +325,7 @@ class Residence:
         functions: Sequence[Callable[..., list[Any]]],
         environment: UpdateEnvironment,
     ) -> None:
-        """Runs the programs of an update, each on the row of its stage.
-
-        Args:
-          programs: in order.
-          functions: the same, jitted.
-          environment: what they read; what they make is entered there.
-        """
+        """Runs the programs of an update, each on the row of its stage."""
         copies: dict[tuple[UpdateValue, int], Any] = {}  # on another IPU than the value's own
         last_read = {
             value: number for number, program in enumerate(programs) for value in program.arguments

@@ -146,17 +146,7 @@ class Row:
 def make_rows(
     devices: Sequence[Any], device_mapping: Sequence[int], num_replicas: int = 1, num_devices: int = 1
 ) -> tuple[Row, ...]:
-    """The rows of all stages.
-
-    Args:
-      devices: JAX devices, by number of the IPU; those of one replica after those of the other.
-      device_mapping: the IPU of each stage, in a replica.
-      num_replicas: how many there are.
-      num_devices: of an IPU in a replica.
-
-    Returns:
-      One row per stage; stages on the same IPU have the same object.
-    """
+    """The rows of all stages."""
     ipus = sorted(set(device_mapping))
     size = ipus[-1] + 1
     used = np.array(devices[: num_replicas * size * num_devices])
@@ -238,25 +228,13 @@ WHOLE = PartitionSpec()
 def over_replicas(
     mesh: Any, function: Callable[..., Any], arguments: Any = WHOLE, results: Any = WHOLE
 ) -> Callable[..., Any]:
-    """The function on each device of a mesh, of what `join` put there; its results are for `split`.
-
-    Args:
-      mesh: of a row.
-      function: of what one device has.
-      arguments: how they are divided within a replica, as a prefix of their pytree.
-      results: likewise.
-    """
+    """The function on each device of a mesh, of what `join` put there; its results are for `split`."""
     # Without check_vma JAX asks for no proof that values are the same where the sharding says so.
     return jax.shard_map(function, mesh=mesh, in_specs=arguments, out_specs=results, check_vma=False)
 
 
 def stack_replicas(parts: Sequence[Any], axis: int) -> Any:
-    """An array with an axis for the replicas, each part of which stays on its device.
-
-    Args:
-      parts: arrays of the replicas, in their order; each device of a replica has the whole.
-      axis: the number of the new axis.
-    """
+    """An array with an axis for the replicas, each part of which stays on its device."""
     parts = [_first_copy(part) for part in parts]
     (first, *rest) = parts
     if len({device for part in parts for device in part.devices()}) < len(parts):

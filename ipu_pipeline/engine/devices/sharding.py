@@ -46,11 +46,6 @@ def sharding_of(row: Row, shape: Sequence[int], partition: PartitionSpec) -> Nam
 
     It is divided along the first axis whose size is a multiple of the number of replicas; without one, each
     replica has the whole.
-
-    Args:
-      row: the row.
-      shape: of the whole array.
-      partition: how it is divided over the devices of a replica; along another axis.
     """
     number, names = row.num_replicas, [*partition, *[None] * (len(shape) - len(partition))]
     for axis, size in enumerate(shape):

@@ -15,20 +15,12 @@ class Underway:
     """Pieces of work that devices may not have done yet, each known by the arrays that it makes."""
 
     def __init__(self, limit: int | None) -> None:
-        """Begins without any.
-
-        Args:
-          limit: how many pieces there may be when `wait` returns. None: any number.
-        """
+        """Begins without any."""
         self._limit = limit
         self._pieces: collections.deque[list[Any]] = collections.deque()
 
     def add(self, arrays: Iterable[Any]) -> None:
-        """Adds a piece of work.
-
-        Args:
-          arrays: of JAX, which it makes; those that a later program takes the memory of do not count.
-        """
+        """Adds a piece of work."""
         if self._limit is not None:
             self._pieces.append(list(arrays))
 

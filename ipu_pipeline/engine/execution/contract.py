@@ -36,36 +36,25 @@ class Iterated:
 
     Its micro-batches are iterations; their first leaves are carried from one to the next. Accumulators stay
     from run to run.
-
-    Attributes:
-      carried: where the carried values of the next iteration come from.
-      condition: whether the loop goes on, from the inputs' leaves and the carried values; None: always.
     """
 
-    carried: tuple[Source, ...]
+    carried: tuple[Source, ...]  # where the carried values of the next iteration come from
+    # whether the loop goes on, from the inputs' leaves and the carried values; None: always
     condition: Callable[[list[Any], list[Any]], Any] | None
 
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """What is to be run.
+    """What is to be run."""
 
-    Attributes:
-      inputs: the leaves of the inputs that stay the same. Here and in `carried`, what each replica has of
-        its own is an `OfReplicas`.
-      every: micro-batches per weight update.
-      limit: micro-batches to run in this call at most; of a pipeline those of whole updates.
-      total: micro-batches of the run, which the sizes of blocks depend on.
-      carried: of a loop, the values that the first iteration takes.
-      iteration: of a loop, iterations of the run before.
-    """
-
+    # the leaves of the inputs that stay the same. Here and in `carried`, what each replica has of its own
+    # is an `OfReplicas`.
     inputs: Sequence[Any]
-    every: int
-    limit: int
-    total: int
-    carried: Sequence[Any] = ()
-    iteration: int = 0
+    every: int  # micro-batches per weight update
+    limit: int  # micro-batches to run in this call at most; of a pipeline those of whole updates
+    total: int  # micro-batches of the run, which the sizes of blocks depend on
+    carried: Sequence[Any] = ()  # of a loop, the values that the first iteration takes
+    iteration: int = 0  # of a loop, iterations of the run before
 
     def of_replica(self, replica: int) -> Request:
         """The request as a replica has it."""

@@ -242,19 +242,7 @@ def _stack(layout: Layout, windows: Sequence[Any]) -> Any:
 def _multiply(
     own: Convolution, layout: Layout, weights: Any, axis: int, columns: Any, is_plain: bool
 ) -> Any:
-    """Columns times weights: the outputs in the place of the channels.
-
-    Args:
-      own: the convolution.
-      layout: of the columns and of the result.
-      weights: (groups, outputs, channels), or the last two the other way round.
-      axis: that of the weights' channels.
-      columns: the inner axis has the channels.
-      is_plain: whether each image is a product of its own.
-
-    Returns:
-      The outputs, of the dtype of sums.
-    """
+    """Columns times weights: the outputs in the place of the channels."""
     wide = _sum_dtype(columns.dtype)
     inner = layout.groups + 1
     if layout.is_last:

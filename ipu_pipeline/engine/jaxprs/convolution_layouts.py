@@ -26,38 +26,22 @@ class Convolution:
 
     result[n, o, p] = sum over taps k and channels c of image[n, c, p * stride + k * dilation - low] *
     kernel[k, c, o], where the image has `holes` - 1 zeros between elements, and zeros around.
-
-    Attributes:
-      numbers: which axis of images, kernel and result is what.
-      stride: by axis of the lengths, as all that follows.
-      padding: low and high; negative where the image is cut.
-      holes: the image's dilation.
-      dilation: the kernel's.
-      lengths: of the image.
-      taps: lengths of the kernel.
-      places: lengths of the result.
-      num_channels: of the image.
-      num_outputs: channels of the result.
-      feature_groups: channels and outputs are in so many groups, of which each goes with one.
-      batch_groups: the batch and the outputs are, and the groups' results are beside each other.
-      precision: of products.
-      is_reversed: whether the kernel that is given has its taps in reverse.
     """
 
-    numbers: jax.lax.ConvDimensionNumbers
-    stride: tuple[int, ...]
-    padding: tuple[tuple[int, int], ...]
-    holes: tuple[int, ...]
-    dilation: tuple[int, ...]
-    lengths: tuple[int, ...]
-    taps: tuple[int, ...]
-    places: tuple[int, ...]
-    num_channels: int
-    num_outputs: int
-    feature_groups: int
-    batch_groups: int
-    precision: Any
-    is_reversed: bool = False
+    numbers: jax.lax.ConvDimensionNumbers  # which axis of images, kernel and result is what
+    stride: tuple[int, ...]  # by axis of the lengths, as all that follows
+    padding: tuple[tuple[int, int], ...]  # low and high; negative where the image is cut
+    holes: tuple[int, ...]  # the image's dilation
+    dilation: tuple[int, ...]  # the kernel's
+    lengths: tuple[int, ...]  # of the image
+    taps: tuple[int, ...]  # lengths of the kernel
+    places: tuple[int, ...]  # lengths of the result
+    num_channels: int  # of the image
+    num_outputs: int  # channels of the result
+    feature_groups: int  # channels and outputs are in so many groups, of which each goes with one
+    batch_groups: int  # the batch and the outputs are, and the groups' results are beside each other
+    precision: Any  # of products
+    is_reversed: bool = False  # whether the kernel that is given has its taps in reverse
 
     @property
     def num_taps(self) -> int:
@@ -107,21 +91,13 @@ class Convolution:
 
 @dataclass(frozen=True)
 class Windows:
-    """Equal windows of an array, by axis.
+    """Equal windows of an array, by axis."""
 
-    Attributes:
-      low: zeros before the array.
-      num: how many windows there are.
-      apart: from one window's beginning to the next one's.
-      size: how many elements a window has.
-      step: from one of them to the next one.
-    """
-
-    low: tuple[int, ...]
-    num: tuple[int, ...]
-    apart: tuple[int, ...]
-    size: tuple[int, ...]
-    step: tuple[int, ...]
+    low: tuple[int, ...]  # zeros before the array
+    num: tuple[int, ...]  # how many windows there are
+    apart: tuple[int, ...]  # from one window's beginning to the next one's
+    size: tuple[int, ...]  # how many elements a window has
+    step: tuple[int, ...]  # from one of them to the next one
 
     def of(self, array: Any, first_axis: int) -> list[Any]:
         """The windows in order, along as many axes from `first_axis` on."""

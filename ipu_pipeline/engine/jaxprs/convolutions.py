@@ -43,11 +43,7 @@ def has_convolutions(jaxpr: Any) -> bool:
 
 
 def with_fast_convolutions(function: Callable[..., Any]) -> Callable[..., list[Any]]:
-    """A function that computes the same with the convolutions in it as products, in loops and branches too.
-
-    Args:
-      function: of arrays, to a list of arrays. It is traced each time the result is called.
-    """
+    """A function that computes its convolutions as products of matrices, also in loops and branches."""
 
     def called(*arguments: Any) -> list[Any]:
         closed_jaxpr = jax.make_jaxpr(function)(*arguments)

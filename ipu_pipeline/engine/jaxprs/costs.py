@@ -56,9 +56,6 @@ def count_operations(jaxpr: Any) -> float:
     A product has 2 x (elements of the result) x (elements that are summed up for each), and so has a
     convolution. A conditional counts as its longest branch, and a loop without a known number of turns as
     one turn.
-
-    Args:
-      jaxpr: a `Jaxpr`.
     """
     return count_equations(jaxpr.eqns)
 
@@ -69,11 +66,7 @@ def count_equations(equations: Iterable[Any]) -> float:
 
 
 def count_primitives(jaxpr: Any) -> int:
-    """How many equations there are in a jaxpr and in those within it; what only wraps one is not counted.
-
-    Args:
-      jaxpr: a `Jaxpr`.
-    """
+    """The number of equations in a jaxpr and in those within it, without those that only wrap one."""
     number = 0
     for equation in jaxpr.eqns:
         inner = _inner(equation)
@@ -83,14 +76,7 @@ def count_primitives(jaxpr: Any) -> int:
 
 
 def find_uncounted(jaxpr: Any) -> frozenset[str]:
-    """What in a jaxpr, or in one within it, takes a time that `count_operations` does not know.
-
-    Args:
-      jaxpr: a `Jaxpr`.
-
-    Returns:
-      What people call it, such as "ffi_call(name)"; nothing if all of it is counted.
-    """
+    """What in a jaxpr, or in one within it, takes a time that `count_operations` does not know."""
     found: set[str] = set()
     for equation in jaxpr.eqns:
         name = equation.primitive.name

@@ -57,19 +57,12 @@ _INLINED = {
 
 @dataclass(frozen=True, eq=False)
 class FlatJaxpr:
-    """Equations without inner calls of `jax.jit`.
+    """Equations without inner calls of `jax.jit`."""
 
-    Attributes:
-      inputs: the input variables.
-      equations: in an order in which they can be evaluated.
-      outputs: variables or literals.
-      constants: the variables that stand for constant arrays, with their values.
-    """
-
-    inputs: list[Var]
-    equations: list[Equation]
-    outputs: list[Atom]
-    constants: dict[Var, Any]
+    inputs: list[Var]  # the input variables
+    equations: list[Equation]  # in an order in which they can be evaluated
+    outputs: list[Atom]  # variables or literals
+    constants: dict[Var, Any]  # the variables that stand for constant arrays, with their values
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,9 +102,6 @@ def flatten(closed_jaxpr: Any, rule: EquationRule | None = None) -> FlatJaxpr:
         calls around it included), with its inputs in the result's variables
         and a function that inlines a `ClosedJaxpr` on given atoms in the equation's place. It returns
         None to keep the equation, or the atoms that stand for its outputs.
-
-    Returns:
-      The equations, with fresh variables.
     """
     equations: list[Equation] = []
     constants: dict[Var, Any] = {}
@@ -146,11 +136,7 @@ def flatten(closed_jaxpr: Any, rule: EquationRule | None = None) -> FlatJaxpr:
 
 
 def lift_captures(closed_jaxpr: Any) -> tuple[Any, list[Any]]:
-    """The jaxpr with the traced values that it captured as its first inputs.
-
-    Returns:
-      The `ClosedJaxpr`, and these values in the order of the inputs.
-    """
+    """The jaxpr with the traced values that it captured as its first inputs."""
     jaxpr = closed_jaxpr.jaxpr
     constants = list(zip(jaxpr.constvars, closed_jaxpr.consts, strict=True))
     captured = {var: value for var, value in constants if jax_compat.is_traced(value)}
@@ -162,15 +148,7 @@ def lift_captures(closed_jaxpr: Any) -> tuple[Any, list[Any]]:
 def take_out_constants(
     flat: FlatJaxpr, find_number: Callable[[Any], int | None]
 ) -> tuple[FlatJaxpr, dict[Var, int]]:
-    """A flat jaxpr with some of its constants as further inputs.
-
-    Args:
-      flat: the jaxpr.
-      find_number: a number for a constant's value that becomes an input, None for others.
-
-    Returns:
-      The jaxpr, and the numbers of these inputs.
-    """
+    """A flat jaxpr with some of its constants as further inputs."""
     found = {var: find_number(value) for var, value in flat.constants.items()}
     numbers = {var: number for var, number in found.items() if number is not None}
     kept = {var: value for var, value in flat.constants.items() if var not in numbers}
@@ -206,12 +184,7 @@ def map_atoms(known: dict[Var, Atom], atoms: Iterable[Atom]) -> list[Atom]:
 
 
 def substitute(flat: FlatJaxpr, replaced: Mapping[Var, Var]) -> FlatJaxpr:
-    """The jaxpr with variables read in place of others.
-
-    Args:
-      flat: the jaxpr.
-      replaced: variable -> the one to read instead; inputs that are replaced by others disappear.
-    """
+    """The jaxpr with variables read in place of others."""
 
     def read(atoms: Iterable[Atom]) -> list[Atom]:
         return [a if isinstance(a, jex_core.Literal) else replaced.get(a, a) for a in atoms]

@@ -52,19 +52,14 @@ _CALLS = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr", "che
 
 @dataclass(frozen=True, eq=False)
 class Places:
-    """A jaxpr with the home of each of its values.
+    """A jaxpr with the home of each of its values."""
 
-    Attributes:
-      flat: the jaxpr; its inputs are those of the one that it was made from.
-      homes: by variable; None: every home has it or computes it.
-      costs: the bytes that it takes to send a variable; none for scalars.
-      makers: the equation of each variable that is no input.
-    """
-
-    flat: FlatJaxpr
+    flat: FlatJaxpr  # the jaxpr; its inputs are those of the one that it was made from
+    # by variable; None: every home has it or computes it
     homes: dict[Any, Home | None] = field(default_factory=dict)
+    # the bytes that it takes to send a variable; none for scalars
     costs: dict[Any, int] = field(default_factory=dict)
-    makers: dict[Any, Any] = field(default_factory=dict)
+    makers: dict[Any, Any] = field(default_factory=dict)  # the equation of each variable that is no input
 
     def home_of(self, atom: Any) -> Home | None:
         """The home of a variable; None for a literal or constant."""
@@ -122,15 +117,7 @@ def _cost_of_array(var: Any) -> int:
 
 
 def place(flat: FlatJaxpr, input_homes: Mapping[Any, Home | None]) -> Places:
-    """Finds a home for every value.
-
-    Args:
-      flat: the jaxpr.
-      input_homes: the home of each input; None: every home may have it.
-
-    Returns:
-      The homes, in a jaxpr where what joins homes is cut as far as that can be.
-    """
+    """Finds a home for every value."""
     equations: list[Any] = []
     constants = dict(flat.constants)
     places = Places(flat, dict(input_homes), {var: _cost_of_array(var) for var in flat.inputs})
@@ -227,35 +214,19 @@ def _instantiate(closed_jaxpr: Any, arguments: Sequence[Any]) -> FlatJaxpr:
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """A program of a home.
+    """A program of a home."""
 
-    Attributes:
-      home: where it runs.
-      round: how many hops its arguments have behind them.
-      program: the program. Its inputs are inputs of the jaxpr, or variables that earlier pieces return.
-      results: positions among the results that were asked for, which it returns first.
-      sent: the variables that it returns next, for other pieces.
-      readers: the primitive that first reads an input here that another home has or made.
-    """
-
-    home: Home
-    round: int
+    home: Home  # where it runs
+    round: int  # how many hops its arguments have behind them
+    # the program. Its inputs are inputs of the jaxpr, or variables that earlier pieces return.
     program: Program
-    results: tuple[int, ...]
-    sent: tuple[Any, ...]
-    readers: dict[Any, str]
+    results: tuple[int, ...]  # positions among the results that were asked for, which it returns first
+    sent: tuple[Any, ...]  # the variables that it returns next, for other pieces
+    readers: dict[Any, str]  # the primitive that first reads an input here that another home has or made
 
 
 def cut(places: Places, results: Sequence[tuple[Any, Home]]) -> list[Piece]:
-    """Cuts the programs that compute some results.
-
-    Args:
-      places: the jaxpr with its homes.
-      results: atoms of it, each with the home that returns it.
-
-    Returns:
-      The programs, in an order in which they can run. Each home that returns results does so in its last.
-    """
+    """Cuts the programs that compute some results."""
     return _Cutter(places, results).cut()
 
 

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
 
+import jax
 from jax.extend import core as jex_core
 
-from ipu_pipeline.engine.jaxprs.flat import Atom, Equation, FlatJaxpr, Program, Var, fresh, make_program
+from ipu_pipeline.engine.jaxprs.flat import (
+    Atom,
+    Equation,
+    FlatJaxpr,
+    Program,
+    Var,
+    flatten,
+    fresh,
+    make_program,
+)
 from ipu_pipeline.ground import jax_compat
 
-__all__ = ["any_equation", "can_reduce", "dependents", "extract", "reduce"]
+__all__ = ["any_equation", "can_reduce", "dependents", "extract", "reduce", "split_results"]
 
 
 def any_equation(equation: Equation) -> bool:
@@ -65,19 +76,7 @@ def extract(
     given: Iterable[Var] = (),
     keep_effects_of: Callable[[Equation], bool] | None = None,
 ) -> Program:
-    """The smallest program that computes `outputs`.
-
-    Args:
-      flat: where to cut it out of.
-      outputs: variables or literals of `flat`.
-      given: variables that the program takes as arguments instead of computing them.
-      keep_effects_of: which equations with effects (debugging prints) to keep even if no output needs
-        them. None: none.
-
-    Returns:
-      The program. Its inputs are those of `flat` that it needs, in the order of `flat.inputs`, and then
-      the variables of `given` that it needs, in the order in which `flat` computes them.
-    """
+    """The smallest program that computes `outputs`."""
     given = set(given)
     needed = {atom for atom in outputs if not isinstance(atom, jex_core.Literal)}
     kept: list[Equation] = []
@@ -107,3 +106,19 @@ def extract(
     inputs += [var for var in reversed(computed) if var in given and var in needed]
     constants = {var: value for var, value in flat.constants.items() if var in needed}
     return make_program(constants, inputs, renamed, outputs)
+
+
+def split_results(closed_jaxpr: Any) -> list[Callable[..., Any]]:
+    """For each result of a jaxpr a function, jitted, that takes all arguments and computes nothing else."""
+    flat = flatten(closed_jaxpr)
+
+    def split(output: Atom) -> Callable[..., Any]:
+        @jax.jit
+        def compute(*arguments: Any) -> Any:
+            program = extract(flat, [output])
+            given = dict(zip(flat.inputs, arguments, strict=True))
+            return program(*(given[var] for var in program.inputs))[0]
+
+        return compute
+
+    return [split(output) for output in flat.outputs]

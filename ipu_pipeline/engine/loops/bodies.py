@@ -11,44 +11,39 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import jax
+import numpy as np
+from jax.extend import core as jex_core
 
 from ipu_pipeline.engine import jaxprs
 from ipu_pipeline.engine.loops import shards
 from ipu_pipeline.engine.loops.recording import BodyFrame, TrainingStep, minimize_p
 from ipu_pipeline.engine.tracing import faults, frames, hoisting
+from ipu_pipeline.engine.tracing.captures import Captures
 from ipu_pipeline.engine.tracing.enqueuing import enqueue_p
 from ipu_pipeline.engine.tracing.frames import Enqueued
 from ipu_pipeline.engine.tracing.traced import Source, TracedPipeline
 from ipu_pipeline.ground import jax_compat
 
-__all__ = ["BodyFunction", "TracedBody", "trace_body"]
+__all__ = ["BodyFunction", "TracedBody", "look_at_body", "trace_body", "trace_condition"]
 
 BodyFunction: TypeAlias = "Callable[[list[Any], Any], list[Any]]"
 
 
 @dataclass(frozen=True, eq=False)
 class TracedBody:
-    """A body as a pipeline whose micro-batches are iterations.
+    """A body as a pipeline whose micro-batches are iterations."""
 
-    Attributes:
-      pipeline: its outputs are what the optimizer reads, then the carried values that change, then what is
-        enqueued; its inputs what the body captured, then the carried values that stay the same; its
-        micro-batch the carried values that change, then the feed's leaves.
-      shards: the IPU of each stage.
-      training: the recorded training step.
-      enqueued: with the positions of the leaves among the outputs.
-      captured: traced values from outside, the first inputs.
-      changing: which of the carried values change.
-      num_carried: how many carried values there are.
-    """
-
+    # its outputs are what the optimizer reads, then the carried values that change, then what is enqueued;
+    # its inputs what the body captured, then the carried values that stay the same; its micro-batch the
+    # carried values that change, then the feed's leaves
     pipeline: TracedPipeline
-    shards: tuple[int, ...]
-    training: TrainingStep | None
+    shards: tuple[int, ...]  # the IPU of each stage
+    training: TrainingStep | None  # the recorded training step
+    # with the positions of the leaves among the outputs
     enqueued: tuple[tuple[Enqueued, tuple[int, ...]], ...]
-    captured: tuple[Any, ...]
-    changing: tuple[int, ...]
-    num_carried: int
+    captured: tuple[Any, ...]  # traced values from outside, the first inputs
+    changing: tuple[int, ...]  # which of the carried values change
+    num_carried: int  # how many carried values there are
 
     @property
     def num_read(self) -> int:
@@ -70,18 +65,6 @@ def trace_body(
     given: str = "",
 ) -> TracedBody:
     """Traces a body. It does not start a JAX backend.
-
-    Args:
-      function: takes a list of carried values and a micro-batch of the feed, returns the new carried
-        values.
-      carried: shapes and dtypes of the carried values.
-      element: a pytree of `ShapeDtypeStruct`s, a micro-batch of the feed; None if there is no feed.
-      program_names: the names of the program that the loop is part of.
-      place: what errors call the body.
-      given: what errors say that it was given.
-
-    Returns:
-      The traced body.
 
     Raises:
       TypeError, ValueError: a carried value comes back with another shape or dtype, or they come in another
@@ -215,3 +198,48 @@ def _check_carried(before: Sequence[Any], after: Sequence[Any], place: str) -> N
             f"{place} must return its inputs' shapes and dtypes, since they are the inputs of the next "
             f"iteration; {'; '.join(different)}."
         )
+
+
+def look_at_body(function: Callable[[], Any], names: frames.ProgramNames, place: str) -> None:
+    """Calls a function as the body of a loop, and takes back all that it named.
+
+    Args:
+      function: what a body does.
+      names: those of the program that the loop is part of.
+      place: what errors call the body.
+    """
+
+    def body(_carried: list[Any], _element: Any) -> list[Any]:
+        function()
+        return []
+
+    with frames.unchanged(names):
+        trace_body(body, [], None, names, place)
+
+
+def trace_condition(
+    cond: Callable[..., Any], tree: Any, avals: Sequence[jax.ShapeDtypeStruct], what: str
+) -> Callable[[list[Any]], Any]:
+    """The condition as a function of the carried values, traced once."""
+    frame = frames.Frame(frames.ProgramNames(), False, f"the condition of {what}", is_stage=False)
+
+    def call(*values: Any) -> Any:
+        with frames.frame(frame):
+            return cond(*jax.tree.unflatten(tree, values))
+
+    closed_jaxpr = jax.make_jaxpr(call)(*avals)
+    results = closed_jaxpr.out_avals
+    if len(results) != 1 or results[0].shape != () or results[0].dtype != np.bool_:
+        described = ", ".join(f"{aval.dtype.name}{list(aval.shape)}" for aval in results)
+        raise ValueError(
+            f"{what}: condition must return a boolean scalar; it returned {described or 'nothing'}."
+        )
+    Captures().check(closed_jaxpr.consts, frame.place)
+    used = [*frame.names.host_tables, *frame.names.variables]
+    if used:
+        raise ValueError(
+            f"{what}: condition asks for variable {used[0]}, but may only use "
+            "the inputs. Let the body return what the condition needs."
+        )
+    evaluate = jex_core.jaxpr_as_fun(closed_jaxpr)
+    return lambda carried: evaluate(*carried)[0]

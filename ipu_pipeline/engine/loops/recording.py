@@ -12,20 +12,22 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 from jax.extend import core as jex_core
 
-from ipu_pipeline.engine.programs.accumulation import Reduction
-from ipu_pipeline.engine.programs.gradient_maps import GradientMap
+from ipu_pipeline.engine.programs.accumulation import Reduction, find_accumulator_dtype
+from ipu_pipeline.engine.programs.gradient_maps import GradientMap, check_gradient_map, join_gradient_maps
 from ipu_pipeline.engine.tracing import frames
+from ipu_pipeline.engine.tracing.captures import Captures
 from ipu_pipeline.engine.tracing.specs import VariableSpec
-from ipu_pipeline.engine.updates.optimizer_tracing import TracedOptimizer
+from ipu_pipeline.engine.updates.optimizer_tracing import TracedOptimizer, lift_captures, trace_optimizer
 from ipu_pipeline.ground import jax_compat
 
 __all__ = [
     "BodyFrame",
     "Recorder",
     "TrainingStep",
-    "current_recorder",
+    "current_body",
     "minimize_p",
     "record_training_step",
 ]
@@ -33,44 +35,27 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class TrainingStep:
-    """A recorded training step.
+    """A recorded training step."""
 
-    Attributes:
-      name: its optimizer state is kept under it.
-      optimizer: traced; what it captured of the body counts as outputs.
-      num_mini_batches: iterations per weight update.
-      reduction: of the gradients over these.
-      gradient_map: applied to each iteration's gradients, before accumulation.
-      accumulator_dtypes: by full name of the variable.
-      offloads_state: whether the optimizer's state lies in host memory between updates.
-      shards_state: whether the replicas share out the optimizer's state.
-      averages_replicas: whether gradients are averaged over replicas.
-    """
-
-    name: str
-    optimizer: TracedOptimizer
-    num_mini_batches: int
-    reduction: Reduction
-    gradient_map: GradientMap | None
-    accumulator_dtypes: Mapping[str, Any]
-    offloads_state: bool
-    shards_state: bool = False
-    averages_replicas: bool = False
+    name: str  # its optimizer state is kept under it
+    optimizer: TracedOptimizer  # traced; what it captured of the body counts as outputs
+    num_mini_batches: int  # iterations per weight update
+    reduction: Reduction  # of the gradients over these
+    gradient_map: GradientMap | None  # applied to each iteration's gradients, before accumulation
+    accumulator_dtypes: Mapping[str, Any]  # by full name of the variable
+    offloads_state: bool  # whether the optimizer's state lies in host memory between updates
+    shards_state: bool = False  # whether the replicas share out the optimizer's state
+    averages_replicas: bool = False  # whether gradients are averaged over replicas
 
 
 @dataclass(eq=False)
 class Recorder:
-    """What a body did while it was traced.
+    """What a body did while it was traced."""
 
-    Attributes:
-      variables: those that it asked for, by full name.
-      training_step: the recorded one.
-      asks_for_training: whether a layer asked whether the program trains.
-    """
-
+    # those that it asked for, by full name
     variables: dict[str, VariableSpec] = field(default_factory=dict)
-    training_step: TrainingStep | None = None
-    asks_for_training: bool = False
+    training_step: TrainingStep | None = None  # the recorded one
+    asks_for_training: bool = False  # whether a layer asked whether the program trains
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,8 +93,8 @@ def _minimize_abstract(*values: Any) -> Any:
     return jax_compat.shaped_array((), np.dtype(np.int32))  # nobody reads it; a marker needs a result
 
 
-def current_recorder(what: str, advice_in_stage: str) -> tuple[frames.Frame, Recorder]:
-    """The frame of the body being traced, and its recorder.
+def current_body(what: str, advice_in_stage: str) -> BodyFrame:
+    """The body of a loop that is being traced.
 
     Args:
       what: the public function that asks, for the error.
@@ -124,27 +109,96 @@ def current_recorder(what: str, advice_in_stage: str) -> tuple[frames.Frame, Rec
         raise frames.OutsideOfBodyError(
             f"{what} was called in {frame.place}. {advice_in_stage if frame.is_stage else advice}"
         )
-    return frame, frame.recorder
+    return frame
 
 
 def record_training_step(
-    recorder: Recorder, step: TrainingStep, loss: jax.Array, captured: Sequence[Any]
-) -> None:
+    body: BodyFrame,
+    loss: jax.Array,
+    transformation: optax.GradientTransformation,
+    var_list: Sequence[str] | None,
+    *,
+    name: str,
+    num_mini_batches: int,
+    reduction: Reduction,
+    accumulator_dtype: Any = None,
+    gradient_maps: Sequence[GradientMap] = (),
+    offloads_state: bool = False,
+    shards_state: bool = False,
+    averages_replicas: bool = False,
+) -> str:
     """Records the training step of a body, at this point of its trace.
 
     Args:
-      recorder: the body's.
-      step: the training step.
+      body: see `current_body`.
       loss: what it makes small, a scalar.
-      captured: the values of the body that its optimizer reads.
+      transformation: of the gradients.
+      var_list: full names of the variables to train; None: all trainable ones that the body has asked for.
+      name: the optimizer's state is kept under it, and a number if the program has a step of that name.
+      num_mini_batches: iterations per weight update.
+      reduction: of the gradients over these.
+      accumulator_dtype: see `find_accumulator_dtype`.
+      gradient_maps: applied to each iteration's gradients, before accumulation.
+      offloads_state: whether the optimizer's state lies in host memory between updates.
+      shards_state: whether the replicas share out the optimizer's state.
+      averages_replicas: whether gradients are averaged over replicas.
+
+    Returns:
+      The name that it has.
 
     Raises:
       NotImplementedError: there is one already.
+      ValueError: there is nothing to train, or `var_list` names a variable that cannot be trained.
     """
+    recorder = body.recorder
+    if var_list is not None and not isinstance(var_list, str):
+        var_list = [body.names.trained_name(one) for one in var_list]
+    trained = _find_trained(recorder.variables, var_list)
+    for gradient_map in gradient_maps:
+        check_gradient_map(gradient_map, trained.values())
+    dtypes = {
+        known: find_accumulator_dtype(spec, accumulator_dtype, "dtype") for known, spec in trained.items()
+    }
+    traced = trace_optimizer(transformation, trained, None, (), reduction, dtypes)
+    captures = Captures()
+    traced = lift_captures(traced, captures.find_number)
+    name = body.names.layer_name("", name)
     if recorder.training_step is not None:
         raise NotImplementedError(
             "minimize was called twice in the body of one loop, or in one compiled function without loops; "
             "each has one training step. Add the losses, or train in two loops."
         )
-    recorder.training_step = step
-    minimize_p.bind(loss, *captured)
+    recorder.training_step = TrainingStep(
+        name=name,
+        optimizer=traced,
+        num_mini_batches=num_mini_batches,
+        reduction=reduction,
+        gradient_map=join_gradient_maps(gradient_maps),
+        accumulator_dtypes=dtypes,
+        offloads_state=offloads_state,
+        shards_state=shards_state,
+        averages_replicas=averages_replicas,
+    )
+    minimize_p.bind(loss, *captures.values)
+    return name
+
+
+def _find_trained(
+    known: Mapping[str, VariableSpec], var_list: Sequence[str] | None
+) -> dict[str, VariableSpec]:
+    trainable = {name: spec for name, spec in known.items() if spec.trainable}
+    if isinstance(var_list, str):
+        raise ValueError(f"minimize: var_list must be a list of full names; got the string {var_list!r}.")
+    if var_list is not None and not var_list:
+        raise ValueError("No variables to optimize: var_list is empty; None trains all.")
+    for name in var_list or ():
+        if name not in trainable:
+            fault = "is not trainable" if name in known else "does not exist"
+            raise ValueError(
+                f"minimize: the variable {name!r} of var_list {fault}. Trainable are: "
+                f"{', '.join(trainable) or 'none'}."
+            )
+    trained = {name: spec for name, spec in trainable.items() if var_list is None or name in var_list}
+    if not trained:
+        raise ValueError("No variables to optimize: the loop's body has asked for no trainable variable.")
+    return trained

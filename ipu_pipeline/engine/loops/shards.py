@@ -18,15 +18,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend import core as jex_core
 
 from ipu_pipeline.engine import jaxprs
-from ipu_pipeline.engine.loops.recording import current_recorder
+from ipu_pipeline.engine.loops.recording import current_body
 from ipu_pipeline.engine.tracing import hoisting
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.engine.tracing.traced import Source, TracedStage
 from ipu_pipeline.ground import jax_compat
+from ipu_pipeline.ground.checks import is_integer
 
 __all__ = ["ShardedFunction", "ipu_shard", "read_shard", "refuse_inner_scopes", "split"]
 
@@ -68,12 +68,12 @@ def ipu_shard(index: int) -> Iterator[None]:
           with ipu_shard(1):
               return second_half(x)
     """
-    if not isinstance(index, (int, np.integer)) or isinstance(index, bool):
+    if not is_integer(index):
         raise TypeError(f"ipu_shard: index must be an integer; got {index!r}.")
     number = int(index)
     if number < 0:
         raise ValueError(f"ipu_shard: index must be at least 0; got {number}.")
-    current_recorder("ipu_shard", "Its IPU is given by device_mapping: make a stage of each part.")
+    current_body("ipu_shard", "Its IPU is given by device_mapping: make a stage of each part.")
     with jax.named_scope(f"{_PREFIX}{number}"):
         yield
 
@@ -88,10 +88,6 @@ def read_shard(equation: Any) -> int | None:
 
 def refuse_inner_scopes(equation: Any, place: str) -> None:
     """Raises if a shard scope is opened within the body of an equation.
-
-    Args:
-      equation: one that is not inlined.
-      place: what errors call the function that it is part of.
 
     Raises:
       ValueError: it is, and by which body.
@@ -118,18 +114,12 @@ def _find_inner_scope(equation: Any) -> int | None:
 
 @dataclass(frozen=True, eq=False)
 class ShardedFunction:
-    """A function in stages.
+    """A function in stages."""
 
-    Attributes:
-      stages: one per run of equations of the same shard.
-      shards: the shard of each.
-      outputs: where the function's outputs come from.
-      loss: where the loss comes from, the last output of the last stage; None without training.
-    """
-
-    stages: tuple[TracedStage, ...]
-    shards: tuple[int, ...]
-    outputs: tuple[Source, ...]
+    stages: tuple[TracedStage, ...]  # one per run of equations of the same shard
+    shards: tuple[int, ...]  # the shard of each
+    outputs: tuple[Source, ...]  # where the function's outputs come from
+    # where the loss comes from, the last output of the last stage; None without training
     loss: Source | None
 
 
@@ -150,16 +140,6 @@ def split(
     place: str,
 ) -> ShardedFunction:
     """Cuts a function into runs of equal shard.
-
-    Args:
-      hoisted: the function.
-      outputs: the atoms that it returns, the loss not among them.
-      loss: its atom; None without training.
-      sources: where the function's inputs come from, by jaxpr variable.
-      place: what errors call the function.
-
-    Returns:
-      The stages.
 
     Raises:
       ValueError: a variable is assigned on another shard than that where it lives.

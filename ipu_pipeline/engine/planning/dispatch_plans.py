@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ipu_pipeline.ground.checks import is_int
+
 __all__ = ["ONE_BY_ONE", "DispatchPlan", "check_dispatch_plan"]
 
 
@@ -22,7 +24,7 @@ class DispatchPlan:
 
     def __post_init__(self) -> None:
         """Checks the fields."""
-        if not isinstance(self.chunk_size, int) or isinstance(self.chunk_size, bool) or self.chunk_size < 1:
+        if not is_int(self.chunk_size, 1):
             raise ValueError(
                 f"DispatchPlan: chunk_size must be an integer of at least 1; got {self.chunk_size!r}."
             )

@@ -57,12 +57,7 @@ def plan_stages(
 
 
 def find_copies(traced: TracedPipeline, ipus: Sequence[int]) -> list[list[VariableSpec]]:
-    """Per stage, the variables that are copied to its IPU, if it is the first one there that reads them.
-
-    Args:
-      traced: the pipeline.
-      ipus: the IPU of each stage.
-    """
+    """Per stage, the variables that are copied to its IPU, if it is the first one there that reads them."""
     known: set[tuple[str, int]] = set()
     found = []
     for stage, ipu in zip(traced.stages, ipus, strict=True):
@@ -75,14 +70,7 @@ def find_copies(traced: TracedPipeline, ipus: Sequence[int]) -> list[list[Variab
 def find_fed(
     traced: TracedPipeline, programs: Sequence[StagePrograms], ipus: Sequence[int], first: int = 0
 ) -> dict[int, list[Any]]:
-    """Shapes and dtypes of a micro-batch's leaves, by the IPU that reads them.
-
-    Args:
-      traced: the pipeline.
-      programs: the programs of its stages.
-      ipus: the IPU of each stage.
-      first: the number of the first leaf that is fed; those before it are carried by a loop.
-    """
+    """Shapes and dtypes of a micro-batch's leaves, by the IPU that reads them."""
     read: dict[int, set[Source]] = {ipu: set() for ipu in ipus}
     read[ipus[-1]].update(traced.outputs)  # they are collected where the last stage is
     for ipu, stage, own in zip(ipus, traced.stages, programs, strict=True):
@@ -102,16 +90,7 @@ def plan_ipus(
     temporaries: Mapping[int, int],
     brought: Mapping[int, Brought] = MappingProxyType({}),
 ) -> tuple[IpuMemory, ...]:
-    """What each IPU takes.
-
-    Args:
-      residence: what lies where.
-      accumulator_dtypes: of each trained variable's accumulators, by its full name.
-      activations: bytes of micro-batches in flight, by IPU.
-      feeds: bytes of micro-batches that wait, likewise.
-      temporaries: of programs, likewise; those of IPUs that are missing are not known.
-      brought: what execution phases bring, likewise; empty where they bring nothing.
-    """
+    """What each IPU takes."""
     traced, updates = residence.traced, residence.updates
     ipus = [row.ipu for row in residence.rows]
     held: dict[tuple[str, int, bool], list[Any]] = {}  # by kind, IPU, and whether it is in host memory

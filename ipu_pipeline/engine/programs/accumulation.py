@@ -62,16 +62,7 @@ def find_accumulator_dtype(spec: VariableSpec, wanted: Any, argument: str) -> np
 
 
 def accumulate(program: StageProgram, reduction: Reduction) -> StageProgram:
-    """The program with accumulators.
-
-    Args:
-      program: its ACCUMULATOR results are gradients.
-      reduction: how the accumulators take a gradient in.
-
-    Returns:
-      The program which takes the accumulators as its first arguments, and returns their new values where
-      it returned the gradients. An accumulator keeps its dtype.
-    """
+    """The program with accumulators."""
     places = [
         (place, value)
         for place, values in enumerate(program.results)

@@ -54,14 +54,10 @@ _NAMED = {
 
 @dataclass(frozen=True, eq=False)
 class Bindings:
-    """Finds what values stand for.
+    """Finds what values stand for."""
 
-    Attributes:
-      traced: the pipeline.
-      accumulator_keys: (stage, full name of a variable) -> the key of what that stage accumulates into.
-    """
-
-    traced: TracedPipeline
+    traced: TracedPipeline  # the pipeline
+    # (stage, full name of a variable) -> the key of what that stage accumulates into
     accumulator_keys: Mapping[tuple[int, str], str]
 
     def find(self, index: int, value: Value) -> Binding:

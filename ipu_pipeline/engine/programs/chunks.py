@@ -25,13 +25,9 @@ _COUNTS = (ValueKind.MICRO_BATCH, ValueKind.ACCUMULATED)
 
 @dataclass(frozen=True)
 class ChunkForm:
-    """How the values of a chunk's micro-batches lie: several on a first axis, one as it is.
+    """How the values of a chunk's micro-batches lie: several on a first axis, one as it is."""
 
-    Attributes:
-      size: how many micro-batches a chunk has.
-    """
-
-    size: int
+    size: int  # how many micro-batches a chunk has
 
     @property
     def axes(self) -> tuple[int, ...]:
@@ -70,14 +66,6 @@ def chunk_programs(
     Values of a micro-batch (those between stages, residuals, cotangents) are stacked on a first axis.
     MICRO_BATCH and ACCUMULATED are those of the first one; new values of variables and accumulators are
     those after the last one.
-
-    Args:
-      traced: the pipeline.
-      programs: the programs of its stages, for one micro-batch.
-      size: how many.
-
-    Returns:
-      One entry per stage; the same ones if `size` is 1.
     """
     if size == 1:
         return tuple(programs)

@@ -19,21 +19,13 @@ __all__ = ["Collecting", "find_sum_dtype", "make_collecting"]
 
 @dataclass(frozen=True, eq=False)
 class Collecting:
-    """What is collected.
+    """What is collected."""
 
-    Attributes:
-      places: positions among the leaves of what the last stage returns.
-      has_loss: whether the loss is collected too, behind them.
-      sources: the values.
-      avals: shapes and dtypes; where values are summed, those of the sums.
-      is_summed: whether they are summed over the micro-batches of an execution.
-    """
-
-    places: tuple[int, ...]
-    has_loss: bool
-    sources: tuple[Source, ...]
-    avals: tuple[jax.ShapeDtypeStruct, ...]
-    is_summed: bool
+    places: tuple[int, ...]  # positions among the leaves of what the last stage returns
+    has_loss: bool  # whether the loss is collected too, behind them
+    sources: tuple[Source, ...]  # the values
+    avals: tuple[jax.ShapeDtypeStruct, ...]  # shapes and dtypes; where values are summed, those of the sums
+    is_summed: bool  # whether they are summed over the micro-batches of an execution
 
     def collect(self, values: Sequence[Any], size: int | None) -> Collected:
         """The values of one micro-batch or sum (size None), or stacked of so many."""

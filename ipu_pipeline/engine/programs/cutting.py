@@ -23,27 +23,16 @@ __all__ = ["Joint", "fuse", "is_literal", "split"]
 
 @dataclass(frozen=True, eq=False)
 class Joint:
-    """A stage's forward and backward in one jaxpr.
+    """A stage's forward and backward in one jaxpr."""
 
-    Attributes:
-      index: the stage's.
-      stage: the stage.
-      flat: the jaxpr.
-      labels: what its inputs are.
-      results: what the forward returns, with the atoms.
-      pulled: the gradients that are not always zero, with the atoms.
-      backward_vars: the variables that depend on a cotangent.
-      trained: positions in the stage's variables.
-    """
-
-    index: int
-    stage: TracedStage
-    flat: jaxprs.FlatJaxpr
-    labels: dict[Any, Value]
-    results: list[tuple[Value, Any]]
-    pulled: list[tuple[Value, Any]]
-    backward_vars: set[Any]
-    trained: tuple[int, ...]
+    index: int  # the stage's
+    stage: TracedStage  # the stage
+    flat: jaxprs.FlatJaxpr  # the jaxpr
+    labels: dict[Any, Value]  # what its inputs are
+    results: list[tuple[Value, Any]]  # what the forward returns, with the atoms
+    pulled: list[tuple[Value, Any]]  # the gradients that are not always zero, with the atoms
+    backward_vars: set[Any]  # the variables that depend on a cotangent
+    trained: tuple[int, ...]  # positions in the stage's variables
 
     def is_backward(self, equation: Any) -> bool:
         """Whether an equation is of the backward."""

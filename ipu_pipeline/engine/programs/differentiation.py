@@ -62,9 +62,6 @@ def build(
       is_scaled: whether the backward starts from LOSS_SCALE. A gradient map gets gradients without it.
       enqueued: full name of a variable -> the numbers of the enqueued leaves that are its gradient, as it
         is accumulated, without LOSS_SCALE.
-
-    Returns:
-      One entry per stage.
     """
     if traced.loss is None:
         return tuple(_build_inference(index, stage) for index, stage in enumerate(traced.stages))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -11,7 +11,7 @@ import jax
 from ipu_pipeline.engine.tracing.captures import Captures
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 
-__all__ = ["GradientMap", "GradientTarget", "check_gradient_map"]
+__all__ = ["GradientMap", "GradientTarget", "check_gradient_map", "join_gradient_maps"]
 
 GradientMap: TypeAlias = "Callable[[jax.Array, jax.Array], jax.Array]"
 
@@ -29,12 +29,21 @@ class GradientTarget:
     choose: Callable[[Iterable[str]], Iterable[str]]
 
 
+def join_gradient_maps(gradient_maps: Sequence[GradientMap]) -> GradientMap | None:
+    """Several maps as one, which applies them in their order; None if there are none."""
+    if not gradient_maps:
+        return None
+
+    def mapped(gradient: jax.Array, variable: jax.Array) -> jax.Array:
+        for gradient_map in gradient_maps:
+            gradient = gradient_map(gradient, variable)
+        return gradient
+
+    return mapped
+
+
 def check_gradient_map(gradient_map: GradientMap, trained: Iterable[VariableSpec]) -> None:
     """Raises if a gradient map does not keep shapes and dtypes.
-
-    Args:
-      gradient_map: the map.
-      trained: the variables whose gradients it gets.
 
     Raises:
       ValueError: it does not; or it uses a traced value that is not among its arguments.

@@ -82,31 +82,16 @@ def isolate(equation: Any, inputs: list[Any], inline: jaxprs.InlineFunction) -> 
 
 @dataclass(frozen=True, eq=False)
 class _Segment:
-    """A part of a stage.
+    """A part of a stage."""
 
-    Attributes:
-      function: takes the values of `inputs`, returns those of `outputs`.
-      inputs: inputs of the stage, and what the segments before have kept.
-      outputs: what the stage returns of what this segment computes, and what it keeps.
-      kept: what later segments take instead of computing it.
-    """
-
-    function: Callable[..., list[Any]]
-    inputs: Sequence[Any]
-    outputs: Sequence[Any]
-    kept: Sequence[Any]
+    function: Callable[..., list[Any]]  # takes the values of `inputs`, returns those of `outputs`
+    inputs: Sequence[Any]  # inputs of the stage, and what the segments before have kept
+    outputs: Sequence[Any]  # what the stage returns of what this segment computes, and what it keeps
+    kept: Sequence[Any]  # what later segments take instead of computing it
 
 
 def in_segments(flat: jaxprs.FlatJaxpr, is_cut: bool) -> Callable[..., list[Any]]:
-    """A stage that computes its values again when it is differentiated.
-
-    Args:
-      flat: the stage.
-      is_cut: whether marked values are kept.
-
-    Returns:
-      A function with the arguments and results of `flat`. What prints does so in the forward only.
-    """
+    """A stage that computes its values again when it is differentiated."""
     marks = _find_marks(flat) if is_cut else []
     segments = _cut(flat, sorted([*marks, *_find_effects(flat)], key=lambda mark: mark.end))
     kept = {var for segment in segments for var in segment.kept}
@@ -124,17 +109,11 @@ def in_segments(flat: jaxprs.FlatJaxpr, is_cut: bool) -> Callable[..., list[Any]
 
 
 class _Mark(NamedTuple):
-    """A place where a stage is cut.
+    """A place where a stage is cut."""
 
-    Attributes:
-      end: how many equations stand before it.
-      kept: variables that segments behind it take instead of computing them.
-      is_recomputed: whether the segment that it ends is computed again.
-    """
-
-    end: int
-    kept: list[Any]
-    is_recomputed: bool = True
+    end: int  # how many equations stand before it
+    kept: list[Any]  # variables that segments behind it take instead of computing them
+    is_recomputed: bool = True  # whether the segment that it ends is computed again
 
 
 def _find_marks(flat: jaxprs.FlatJaxpr) -> list[_Mark]:

@@ -51,27 +51,16 @@ class Value:
 
 @dataclass(frozen=True, eq=False)
 class StageProgram:
-    """A pure function on flat lists of arrays.
+    """A pure function on flat lists of arrays."""
 
-    Attributes:
-      name: for profiles, for example "stage0_forward".
-      function: takes `arguments`, returns `results`.
-      arguments: what they are; accumulators, which may be donated, come first.
-      results: what they are. One result may stand for several values.
-      num_operations: what it costs, see `costs.count_operations`.
-      uncounted: what it calls besides, whose cost is not known, see `costs.find_uncounted`.
-      has_effects: whether it prints or calls back into Python.
-      has_convolutions: whether it has convolutions.
-    """
-
-    name: str
-    function: Callable[..., list[Any]]
-    arguments: tuple[Value, ...]
-    results: tuple[tuple[Value, ...], ...]
-    num_operations: float
-    uncounted: frozenset[str]
-    has_effects: bool
-    has_convolutions: bool
+    name: str  # for profiles, for example "stage0_forward"
+    function: Callable[..., list[Any]]  # takes `arguments`, returns `results`
+    arguments: tuple[Value, ...]  # what they are; accumulators, which may be donated, come first
+    results: tuple[tuple[Value, ...], ...]  # what they are. One result may stand for several values.
+    num_operations: float  # what it costs, see `costs.count_operations`.
+    uncounted: frozenset[str]  # what it calls besides, whose cost is not known, see `costs.find_uncounted`.
+    has_effects: bool  # whether it prints or calls back into Python
+    has_convolutions: bool  # whether it has convolutions
 
     def on(self, platform: str) -> StageProgram:
         """The program as it is fastest on a kind of device, as in `jax.Device.platform`."""
@@ -87,20 +76,14 @@ class StageProgram:
 
 @dataclass(frozen=True, eq=False)
 class StagePrograms:
-    """What one stage runs per micro-batch.
+    """What one stage runs per micro-batch."""
 
-    Attributes:
-      forward: the forward; on the last stage of a pipeline that trains, forward and backward.
-      backward: None if the forward does it, or if nothing needs a gradient.
-      residuals: shapes and dtypes of what is stored between the two; the stage's inputs, which the
-        runner holds anyway, are not among them.
-      trained: positions in the stage's variables of those that have an accumulator.
-    """
-
-    forward: StageProgram
-    backward: StageProgram | None
+    forward: StageProgram  # the forward; on the last stage of a pipeline that trains, forward and backward
+    backward: StageProgram | None  # None if the forward does it, or if nothing needs a gradient
+    # shapes and dtypes of what is stored between the two; the stage's inputs, which the runner holds
+    # anyway, are not among them
     residuals: tuple[jax.ShapeDtypeStruct, ...]
-    trained: tuple[int, ...]
+    trained: tuple[int, ...]  # positions in the stage's variables of those that have an accumulator
 
     def on(self, platform: str) -> StagePrograms:
         """The programs as they are fastest on a kind of device; see `StageProgram.on`."""
@@ -132,9 +115,6 @@ def cut(
         becomes a RESIDUAL argument.
       stored: variables that the program takes as arguments instead of computing them.
       keep_effects_of: as in `jaxprs.extract`.
-
-    Returns:
-      The program, and the variables that its RESIDUAL arguments stand for, by residual number.
     """
     grouped: dict[Any, list[Value]] = {}
     for value, atom in results:

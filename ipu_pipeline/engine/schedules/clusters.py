@@ -19,6 +19,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ipu_pipeline.ground.checks import is_int, is_real
+
 __all__ = ["Cluster", "LinkSpeed"]
 
 
@@ -37,7 +39,7 @@ class LinkSpeed:
     def __post_init__(self) -> None:
         """Checks the fields."""
         for name, value in (("latency", self.latency), ("bandwidth", self.bandwidth)):
-            if not isinstance(value, (int, float)) or isinstance(value, bool):
+            if not is_real(value):
                 raise TypeError(f"LinkSpeed: {name} must be a number; got {value!r}.")
         if not (self.latency >= 0 and math.isfinite(self.latency)):
             raise ValueError(f"LinkSpeed: latency must be finite and at least 0; got {self.latency!r}.")
@@ -76,7 +78,7 @@ class Cluster:
         _check_count("num_replicas", self.num_replicas)
         object.__setattr__(self, "processes", tuple(self.processes))
         for process in self.processes:
-            if not isinstance(process, int) or isinstance(process, bool) or process < 0:
+            if not is_int(process, 0):
                 raise ValueError(
                     f"Cluster: processes must be integers from 0, one per device; got {process!r}."
                 )
@@ -178,5 +180,5 @@ class Cluster:
 
 
 def _check_count(name: str, value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not is_int(value, 1):
         raise ValueError(f"Cluster: {name} must be an integer of at least 1; got {value!r}.")

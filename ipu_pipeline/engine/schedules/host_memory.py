@@ -10,6 +10,7 @@ from typing import Any
 
 from ipu_pipeline.engine.schedules.clusters import LinkSpeed
 from ipu_pipeline.engine.schedules.execution_phases import ExecutionPhases
+from ipu_pipeline.ground.checks import is_real
 
 __all__ = ["HostMemory"]
 
@@ -52,7 +53,7 @@ class HostMemory:
             values = tuple(getattr(self, name))
             object.__setattr__(self, name, values)
             for value in values:
-                is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+                is_number = is_real(value)
                 if not (is_number and value >= 0 and math.isfinite(value)):
                     raise ValueError(
                         f"HostMemory: {name} must be finite numbers of at least 0; got {value!r}."

@@ -14,6 +14,7 @@ from ipu_pipeline.engine.schedules.clusters import Cluster
 from ipu_pipeline.engine.schedules.host_memory import HostMemory
 from ipu_pipeline.engine.schedules.lock_step import named_schedules
 from ipu_pipeline.engine.schedules.timetables import timetable
+from ipu_pipeline.ground.checks import is_int, is_real
 
 __all__ = ["Costs", "Memory", "Scenario"]
 
@@ -214,7 +215,7 @@ class Scenario:
         number = self.costs.num_stages
         for name in ("num_micro_batches", "chunk_size", "micro_batch_size"):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            if not is_int(value, 1):
                 raise ValueError(f"Scenario: {name} must be an integer of at least 1; got {value!r}.")
         if self.num_micro_batches % self.chunk_size:
             raise ValueError(
@@ -444,7 +445,7 @@ def _find_ipus(timetable: Timetable, num_stages: int) -> Sequence[int]:
 
 def _check_numbers(name: str, values: Any) -> None:
     for value in values:
-        if not isinstance(value, (int, float)) or isinstance(value, bool):
+        if not is_real(value):
             raise TypeError(f"{name} must be numbers; got {value!r}.")
         if not (value >= 0 and math.isfinite(value)):
             raise ValueError(f"{name} must be finite and at least 0; got {value!r}.")

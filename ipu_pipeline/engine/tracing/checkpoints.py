@@ -62,10 +62,6 @@ def has_marks(flat: jaxprs.FlatJaxpr) -> bool:
 def check_marks(flat: jaxprs.FlatJaxpr, place: str) -> None:
     """Raises if a checkpoint stands where it cannot be reached.
 
-    Args:
-      flat: a stage.
-      place: what errors call it.
-
     Raises:
       ValueError: it stands in the body of a loop, a conditional or the like.
     """

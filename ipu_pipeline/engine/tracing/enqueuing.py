@@ -7,18 +7,18 @@ it marks. What traces the function turns the markers into outputs.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.extend import core as jex_core
 
-from ipu_pipeline.engine.tracing.frames import Enqueued, Frame
+from ipu_pipeline.engine.tracing.frames import Enqueued, Frame, OutsideOfBodyError, current_frame
 from ipu_pipeline.engine.tracing.specs import serial_numbers
 from ipu_pipeline.ground import jax_compat
 
-__all__ = ["enqueue", "enqueue_p", "first_leaves"]
+__all__ = ["enqueue", "enqueue_p", "enqueue_to", "find_leaves", "first_leaves"]
 
 enqueue_p = jex_core.Primitive("enqueue")
 
@@ -48,6 +48,45 @@ def enqueue(frame: Frame, target: Any, value: Any) -> None:
     frame.enqueued.append(Enqueued(target, tree, avals))
     leaves = [jax_compat.as_operand(leaf) for leaf in leaves]
     enqueue_p.bind(*leaves, index=len(frame.enqueued) - 1, serial=next(serial_numbers))
+
+
+def enqueue_to(target: Any, value: Any, what: str, as_array: Callable[[Any], jax.Array]) -> None:
+    """Enqueues to somebody who takes one element of each stage, iteration or weight update.
+
+    Args:
+      target: whom it is for.
+      value: a pytree of arrays. Nothing is differentiated through it.
+      what: the public function that asks, for the error.
+      as_array: gives a leaf as an array, or raises.
+
+    Raises:
+      RuntimeError: nobody takes what the function being traced enqueues.
+      ValueError: something is enqueued to the target already, or there is nothing to enqueue.
+    """
+    frame = current_frame(what)
+    if frame.enqueued is None and not frame.is_traced_again:
+        raise OutsideOfBodyError(
+            f"{what} was called in {frame.place}. Call it in a stage of a pipeline, "
+            "in the update of its optimizer, or in the body of a loop; ipu.loops.repeat(1, ...) runs a "
+            "body once."
+        )
+    if any(entry.target is target for entry in frame.enqueued or ()):
+        raise ValueError(
+            f"An {type(target).__name__} can be enqueued to only once in a program: enqueue a tuple or "
+            "dict, or use a queue for each value."
+        )
+    if not jax.tree.leaves(value):
+        raise ValueError(f"{what}: value has no arrays; there is nothing to enqueue.")
+    enqueue(frame, target, jax.tree.map(as_array, value))
+
+
+def find_leaves(entries: Sequence[Enqueued], kind: type) -> list[tuple[Enqueued, slice]]:
+    """The entries for targets of a kind, and where their leaves are among those of all entries."""
+    return [
+        (entry, slice(first, first + len(entry.avals)))
+        for entry, first in zip(entries, first_leaves(entries), strict=False)
+        if isinstance(entry.target, kind)
+    ]
 
 
 def first_leaves(entries: Sequence[Enqueued]) -> list[int]:

@@ -105,13 +105,7 @@ class Faults:
             self.add(place, error)
 
     def as_error(self) -> Exception:
-        """What to raise.
-
-        Returns:
-          A single fault itself, with a note about where it happened. Several as one error that lists them:
-          a TypeError, NotImplementedError or RuntimeError if all of them are that, else a ValueError; its
-          cause is the error that ended the trace of a stage, if one did.
-        """
+        """What to raise."""
         if len(self._found) == 1:
             (fault,) = self._found
             if fault.where:
@@ -134,23 +128,12 @@ class Faults:
 
 
 def add_note(error: BaseException, place: str, given: str) -> None:
-    """Adds to an error that ended a function's trace where that happened.
-
-    Args:
-      error: the error, as it was caught.
-      place: what errors call the function.
-      given: what it was given.
-    """
+    """Adds to an error that ended a function's trace where that happened."""
     error.add_note(_note(place, _where_it_ended(error, given)))
 
 
 def add_derivative_note(error: BaseException, place: str) -> None:
-    """Adds to an error that ended the differentiation of a stage which one, and where.
-
-    Args:
-      error: the error, as it was caught.
-      place: what errors call the stage.
-    """
+    """Adds to an error that ended the differentiation of a stage which one, and where."""
     entries = reversed(list(traceback.walk_tb(error.__traceback__)))
     line = _user_line(itertools.takewhile(lambda entry: _module_of(entry[0]) != _DIFFERENTIATES, entries))
     if not line and error.__cause__ is not None:  # JAX's: where the operation was traced
@@ -188,13 +171,7 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def describe_arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """What a function is given, for errors: `x: float32[4, 12], labels: int32[4]`.
-
-    Args:
-      function: the function; its parameters' names are used where it has a signature that fits.
-      args: positional arguments, pytrees of shapes and dtypes.
-      kwargs: keyword arguments, likewise.
-    """
+    """What a function is given, for errors: `x: float32[4, 12], labels: int32[4]`."""
     named = [(str(position), value) for position, value in enumerate(args)]
     try:
         signature = inspect.signature(function)
@@ -213,15 +190,7 @@ def describe_arguments(function: Callable[..., Any], args: tuple[Any, ...], kwar
 
 
 def find_signature_fault(function: Callable[..., Any], place: str) -> TypeError | None:
-    """Why a stage after the first one cannot be called, whatever the stage before it returns.
-
-    Args:
-      function: the stage.
-      place: what errors call it.
-
-    Returns:
-      The error; None if there may be something that it takes.
-    """
+    """Why a stage after the first one cannot be called, whatever the stage before it returns."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # a function without a Python signature
@@ -266,11 +235,7 @@ def _mends(error: BaseException) -> list[str]:
 
 
 def _user_line(entries: Iterable[tuple[Any, int]]) -> str:
-    """File, line and source text of the first frame that is the user's; "" if none is.
-
-    Args:
-      entries: frames and line numbers, from the innermost one.
-    """
+    """File, line and source text of the first frame that is the user's; "" if none is."""
     for frame, line_number in entries:
         name = frame.f_code.co_filename
         if _module_of(frame).partition(".")[0] in _NOT_THE_USERS or name.startswith(_PACKAGE):

@@ -28,7 +28,13 @@ __all__ = [
     "current_frame",
     "find_frame",
     "frame",
+    "has_update_count",
     "is_in_stage",
+    "is_traced_again",
+    "is_tracing",
+    "is_training",
+    "program_names",
+    "tracing_again",
     "unchanged",
     "unchanged_on_error",
 ]
@@ -139,26 +145,17 @@ class Enqueued:
 
 @dataclass(frozen=True, eq=False)
 class Frame:
-    """One function being traced. What traces another kind of function has a frame of its own (`loops`).
+    """One function being traced. What traces another kind of function has a frame of its own (`loops`)."""
 
-    Attributes:
-      names: the program that it is part of.
-      training: whether the program trains.
-      place: what errors call the function, for example "stage 0 (encoder)".
-      is_stage: whether the function is a stage, so that it may assign variables and draw keys.
-      given: what errors say that it was given, for example "x: float32[4, 12]".
-      faults: where faults are noted that let its trace go on; None: they end it.
-      enqueued: what the functions of its program enqueue; None: it may not enqueue anything.
-      is_traced_again: whether the function was traced before, and what it enqueues was recorded then.
-    """
-
-    names: ProgramNames
-    training: bool
-    place: str
-    is_stage: bool
-    given: str = ""
-    faults: Faults | None = None
+    names: ProgramNames  # the program that it is part of
+    training: bool  # whether the program trains
+    place: str  # what errors call the function, for example "stage 0 (encoder)"
+    is_stage: bool  # whether the function is a stage, so that it may assign variables and draw keys
+    given: str = ""  # what errors say that it was given, for example "x: float32[4, 12]"
+    faults: Faults | None = None  # where faults are noted that let its trace go on; None: they end it
+    # what the functions of its program enqueue; None: it may not enqueue anything
     enqueued: list[Enqueued] | None = None
+    # whether the function was traced before, and what it enqueues was recorded then
     is_traced_again: bool = False
 
     @property
@@ -201,9 +198,6 @@ def find_frame() -> Frame | None:
 def current_frame(wanted_by: str) -> Frame:
     """The frame of the function being traced.
 
-    Args:
-      wanted_by: the public function that asks, for the error.
-
     Raises:
       RuntimeError: nothing is being traced.
     """
@@ -216,7 +210,43 @@ def current_frame(wanted_by: str) -> Frame:
     return current
 
 
+def program_names(wanted_by: str) -> ProgramNames:
+    """The names that the program of the function being traced gives out; raises as `current_frame`."""
+    return current_frame(wanted_by).names
+
+
+def is_training(wanted_by: str) -> bool:
+    """Whether the program of the function being traced trains; raises as `current_frame`."""
+    return current_frame(wanted_by).is_training()
+
+
+def is_tracing() -> bool:
+    """Whether a function is being traced."""
+    return _frame.get() is not None
+
+
 def is_in_stage() -> bool:
     """Whether a stage is being traced."""
     current = _frame.get()
     return current is not None and current.is_stage
+
+
+def is_traced_again() -> bool:
+    """Whether a function is being traced that was traced before, for another part of its program."""
+    current = _frame.get()
+    return current is not None and current.is_traced_again
+
+
+def has_update_count() -> bool:
+    """Whether the number of weight updates is known to the function being traced; not in a loop."""
+    current = _frame.get()
+    return current is not None and (current.has_metrics or current.is_traced_again)
+
+
+def tracing_again(place: str) -> contextlib.AbstractContextManager[Frame]:
+    """For while a function is traced that was traced before: its variables may be asked for again.
+
+    Args:
+      place: what errors call it.
+    """
+    return frame(Frame(ProgramNames(), training=True, place=place, is_stage=True, is_traced_again=True))

@@ -34,26 +34,19 @@ MARKERS = (read_variable_p, assign_variable_p, micro_batch_key_p, update_count_p
 
 @dataclass(frozen=True, eq=False)
 class Hoisted:
-    """A function whose markers have become inputs and outputs.
+    """A function whose markers have become inputs and outputs."""
 
-    Attributes:
-      flat: takes `[*variables, key if uses_key, *the function's inputs, count if uses_count]` and returns
-        `[*the function's outputs, *assigned values, *enqueued leaves]`.
-      variables: what the function reads or assigns.
-      assigned: the variables that it assigns, in the order of the outputs.
-      enqueued: the numbers of what it enqueues, each with how many leaves that has, likewise.
-      uses_key: whether it draws random keys.
-      uses_count: whether it computes with the number of weight updates.
-      asked: per variable, in the order of asking, how many equations of `flat` stand before the place where
-        it was asked for, and the marker that stood there.
-    """
-
+    # takes `[*variables, key if uses_key, *the function's inputs, count if uses_count]` and returns `[*the
+    # function's outputs, *assigned values, *enqueued leaves]`
     flat: jaxprs.FlatJaxpr
-    variables: tuple[VariableSpec, ...]
-    assigned: tuple[VariableSpec, ...]
+    variables: tuple[VariableSpec, ...]  # what the function reads or assigns
+    assigned: tuple[VariableSpec, ...]  # the variables that it assigns, in the order of the outputs
+    # the numbers of what it enqueues, each with how many leaves that has, likewise
     enqueued: dict[int, int]
-    uses_key: bool
-    uses_count: bool
+    uses_key: bool  # whether it draws random keys
+    uses_count: bool  # whether it computes with the number of weight updates
+    # per variable, in the order of asking, how many equations of `flat` stand before the place where it was
+    # asked for, and the marker that stood there
     asked: dict[VariableSpec, tuple[int, Any]]
 
 
@@ -64,15 +57,6 @@ def hoist(
     first_rule: jaxprs.EquationRule | None = None,
 ) -> Hoisted:
     """Takes the markers out of a traced function.
-
-    Args:
-      closed_jaxpr: the function's `ClosedJaxpr`.
-      place: what errors call the function.
-      program_names: the names of the program that the function is part of.
-      first_rule: a rule for `jaxprs.flatten` that is asked before the one for markers.
-
-    Returns:
-      The function without markers.
 
     Raises:
       ValueError: a marker stands where it cannot be reached: anything inside a function with custom
@@ -151,20 +135,7 @@ def marker_rule(
     write: Callable[[VariableSpec, Any], None],
     enqueue: Callable[[int, list[Any]], None],
 ) -> jaxprs.EquationRule:
-    """A rule for `jaxprs.flatten` that takes markers out.
-
-    Args:
-      place: what errors call the function.
-      program_names: the names of the program that it is part of.
-      read: returns the atom that holds a variable's value.
-      key: returns the atom that holds the micro-batch's random key.
-      count: returns the atom that holds the number of weight updates.
-      write: told the atom that holds a variable's new value.
-      enqueue: told the number of what is enqueued, and the atoms of its leaves.
-
-    Returns:
-      The rule. It raises what `hoist` raises.
-    """
+    """A rule for `jaxprs.flatten` that takes markers out."""
 
     def check_new(serial: int, what: str) -> None:
         if serial in program_names.markers:

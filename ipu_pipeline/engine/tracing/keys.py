@@ -16,6 +16,7 @@ from jax.extend import core as jex_core
 from ipu_pipeline.engine.tracing import frames, scopes
 from ipu_pipeline.engine.tracing.specs import serial_numbers
 from ipu_pipeline.ground import jax_compat
+from ipu_pipeline.ground.names import hash_name
 
 __all__ = [
     "as_int32",
@@ -68,7 +69,7 @@ def draw_key(wanted_by: str, mend: str = "") -> jax.Array:
     number = current.names.key_counts.get(scope, 0)
     current.names.key_counts[scope] = number + 1
     marker = micro_batch_key_p.bind(serial=next(serial_numbers))
-    key = jax.random.fold_in(marker, np.uint32(scopes.hash_name(scope)))
+    key = jax.random.fold_in(marker, np.uint32(hash_name(scope)))
     return jax.random.fold_in(key, np.uint32(number))
 
 
@@ -97,14 +98,5 @@ def as_int32(count: Any) -> np.int32:
 
 
 def micro_batch_key(key: jax.Array, execution_count: jax.Array, micro_batch: jax.Array) -> jax.Array:
-    """The key that all calls of one micro-batch are folded from.
-
-    Args:
-      key: the session's key.
-      execution_count: int32 scalar, how often the pipeline has been executed before.
-      micro_batch: int32 scalar, the micro-batch's index.
-
-    Returns:
-      A scalar key.
-    """
+    """The key that all calls of one micro-batch are folded from."""
     return jax.random.fold_in(jax.random.fold_in(key, execution_count), micro_batch)

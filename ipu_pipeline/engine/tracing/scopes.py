@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
-import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,10 +19,8 @@ __all__ = [
     "current",
     "current_scope",
     "failed_scope",
-    "hash_name",
     "is_reusing",
     "isolated",
-    "join",
     "opened",
     "start_reusing",
 ]
@@ -85,11 +82,6 @@ def isolated() -> Iterator[None]:
         _scope.reset(token)
 
 
-def join(scope: str, name: str) -> str:
-    """The full name of `name` within `scope`."""
-    return f"{scope}/{name}" if scope else name
-
-
 @contextlib.contextmanager
 def opened(scope: Scope) -> Iterator[None]:
     """Makes a scope the innermost one for a `with` block."""
@@ -125,8 +117,3 @@ def failed_scope(error: BaseException) -> str:
 
 def _record_scope(error: BaseException, full_name: str) -> None:
     vars(error).setdefault(_SCOPE_ATTRIBUTE, full_name)  # the innermost one comes first
-
-
-def hash_name(name: str) -> int:
-    """The first 32 bits of the SHA-256 of a name, as an unsigned integer."""
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")

@@ -12,16 +12,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline.engine.tracing import scopes
 from ipu_pipeline.engine.tracing.initializers import glorot_uniform
 from ipu_pipeline.ground.errors import drop_traceback_note
+from ipu_pipeline.ground.names import hash_name
+from ipu_pipeline.ground.values import is_of_numbers
 
 __all__ = [
     "Initializer",
     "VariableSpec",
     "dtype_of_constant",
     "initial_value",
-    "is_of_numbers",
     "make_spec",
     "serial_numbers",
 ]
@@ -101,7 +101,7 @@ def _make_initial(spec: VariableSpec, key: jax.Array) -> Any:
         return jnp.zeros(spec.shape, spec.dtype)
     own_key = key
     if getattr(spec.initializer, "needs_key", True):
-        own_key = jax.random.fold_in(key, np.uint32(scopes.hash_name(spec.name)))
+        own_key = jax.random.fold_in(key, np.uint32(hash_name(spec.name)))
     try:
         made: Any = spec.initializer(own_key, spec.shape, spec.dtype)
     except Exception as error:
@@ -117,17 +117,8 @@ def _make_initial(spec: VariableSpec, key: jax.Array) -> Any:
     return made
 
 
-def is_of_numbers(dtype: np.dtype[Any]) -> bool:
-    """Whether arrays of a dtype hold numbers or booleans."""
-    return dtype == np.bool_ or bool(jnp.issubdtype(dtype, jnp.number))
-
-
 def dtype_of_constant(value: Any) -> np.dtype[Any]:
-    """The dtype that TensorFlow 1 gives a variable whose initializer is a constant, as far as JAX has it.
-
-    Args:
-      value: a number, or nested lists of them: int32, float32, ...; or an array of JAX or NumPy: its own.
-    """
+    """The dtype that TensorFlow 1 gives a variable whose initializer is a constant, if JAX has it."""
     if isinstance(value, (np.ndarray, np.generic, jax.Array)):
         return np.dtype(jax.dtypes.canonicalize_dtype(value.dtype))
     found = np.asarray(value).dtype

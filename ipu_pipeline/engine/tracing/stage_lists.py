@@ -125,11 +125,6 @@ def flatten_stages(
 
     Parallel stages at the end are followed by one that only joins what they return, on the first one's IPU.
 
-    Args:
-      stages: functions or `Stage`s, or lists of parallel ones.
-      device_mapping: the IPU of each, likewise; None gives each its own.
-      parameters: a pytree for each, likewise, of which the stages are functions then. None: see `Stage`.
-
     Raises:
       ValueError: there are no stages, or the mapping or the parameters do not fit them.
     """

@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from ipu_pipeline.engine.tracing import scopes
-from ipu_pipeline.engine.tracing.specs import is_of_numbers
+from ipu_pipeline.ground.names import join
 from ipu_pipeline.ground.shapes import as_shape, describe, describe_structures
+from ipu_pipeline.ground.values import is_of_numbers
 
 __all__ = ["Layout", "Leaf", "Shared", "StageParameters", "check_length", "check_names", "make_layout"]
 
@@ -51,43 +51,25 @@ class Shared:
 
 @dataclass(frozen=True, eq=False)
 class Leaf:
-    """A leaf of a stage's parameters.
+    """A leaf of a stage's parameters."""
 
-    Attributes:
-      name: the full name of its variable.
-      path: where it stands, for errors: `['w'][0]`.
-      shape: its shape and dtype.
-      shared: the name of the `Shared` that it is in; None outside of these.
-    """
-
-    name: str
-    path: str
-    shape: jax.ShapeDtypeStruct
-    shared: str | None
+    name: str  # the full name of its variable
+    path: str  # where it stands, for errors: `['w'][0]`
+    shape: jax.ShapeDtypeStruct  # its shape and dtype
+    shared: str | None  # the name of the `Shared` that it is in; None outside of these
 
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """The parameters of a stage without their values.
+    """The parameters of a stage without their values."""
 
-    Attributes:
-      leaves: in the order of the pytree.
-      tree: its structure, in which the value stands in place of a `Shared`.
-      what: what errors call it.
-    """
-
-    leaves: Sequence[Leaf]
-    tree: Any
-    what: str
+    leaves: Sequence[Leaf]  # in the order of the pytree
+    tree: Any  # its structure, in which the value stands in place of a `Shared`
+    what: str  # what errors call it
 
 
 def make_layout(parameters: Any, scope: str, what: str) -> Layout:
     """What variables a pytree of parameters becomes.
-
-    Args:
-      parameters: arrays, or their shapes and dtypes.
-      scope: what stands before the names.
-      what: what errors call the parameters.
 
     Raises:
       ValueError: a leaf is no array of numbers or booleans, or a `Shared` stands within another.
@@ -102,7 +84,7 @@ def make_layout(parameters: Any, scope: str, what: str) -> Layout:
                 raise ValueError(f"{what}{where}: a Shared cannot stand within another one, {shared}.")
             _check_leaf(leaf, f"{what}{where}")
             if shared is None:
-                name = scopes.join(scope, _words(path) or "parameter")
+                name = join(scope, _words(path) or "parameter")
             else:
                 name = "/".join([shared, *([_words(rest)] if rest else [])])
             leaves.append(Leaf(name, where, as_shape(leaf), shared))
@@ -111,9 +93,6 @@ def make_layout(parameters: Any, scope: str, what: str) -> Layout:
 
 def check_names(stages: Iterable[tuple[Layout, Any]]) -> None:
     """Checks that leaves of the same name are one `Shared`, and the same wherever it stands.
-
-    Args:
-      stages: the layout of each, and its parameters; None if these are made later.
 
     Raises:
       ValueError: they are not.
@@ -169,9 +148,6 @@ class StageParameters:
 
     def write(self, parameters: Any) -> dict[str, Any]:
         """The variables by full name; the inverse of `read`.
-
-        Args:
-          parameters: arrays, where a `Shared` stood also within one.
 
         Raises:
           ValueError: number, structure, shape or dtype differ, a leaf is no array, or what is shared has

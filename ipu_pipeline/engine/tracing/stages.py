@@ -42,9 +42,6 @@ def as_arguments(value: Any) -> Arguments:
     Args:
       value: a tuple or list becomes positional arguments, a dict keyword arguments, None no argument,
         and anything else one positional argument.
-
-    Returns:
-      The positional and the keyword arguments.
     """
     if value is None:
         return (), {}
@@ -76,9 +73,6 @@ def trace(
       faults: takes up the faults with which tracing could go on. If there are any, the caller raises them,
         and what is returned is of use only for finding more.
       captures: takes up the traced values from outside that the stages use.
-
-    Returns:
-      The traced pipeline. Its inputs end with what was captured.
 
     Raises:
       TypeError: a stage does not take what the one before returns, or parallel stages return tuples and

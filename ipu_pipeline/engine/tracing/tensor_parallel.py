@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import jax
-import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from ipu_pipeline.engine.tracing.replicas import REPLICA
 from ipu_pipeline.engine.tracing.specs import VariableSpec
+from ipu_pipeline.ground.checks import is_integer
 
 __all__ = ["MODEL", "Partitions", "TensorParallel", "constrain", "dividing", "normal_partition"]
 
@@ -52,8 +52,7 @@ class TensorParallel:
         Raises:
           ValueError: one is not usable.
         """
-        is_integer = isinstance(self.size, (int, np.integer)) and not isinstance(self.size, bool)
-        if not is_integer or self.size < 1:
+        if not is_integer(self.size, 1):
             raise ValueError(f"TensorParallel: size must be an integer of at least 1; got {self.size!r}.")
         if not callable(self.variables) and not isinstance(self.variables, Mapping):
             raise ValueError(
@@ -111,15 +110,10 @@ def normal_partition(names: Sequence[str | None]) -> PartitionSpec:
 
 @dataclass
 class _Tracing:
-    """A pipeline whose stages are being traced.
+    """A pipeline whose stages are being traced."""
 
-    Attributes:
-      size: devices of each IPU.
-      is_used: whether a stage has divided anything.
-    """
-
-    size: int
-    is_used: bool = False
+    size: int  # devices of each IPU
+    is_used: bool = False  # whether a stage has divided anything
 
 
 _tracing: contextvars.ContextVar[_Tracing | None] = contextvars.ContextVar("tensor_parallel", default=None)

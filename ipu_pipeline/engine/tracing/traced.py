@@ -41,30 +41,19 @@ class Source:
 
 @dataclass(frozen=True, eq=False)
 class TracedStage:
-    """One stage as a jaxpr.
+    """One stage as a jaxpr."""
 
-    Attributes:
-      place: what errors call it, for example "stage 0 (encoder)".
-      flat: takes `[*variables, key if uses_key, *inputs]`, returns `[*outputs, *assigned values,
-        *enqueued]`.
-      variables: the variables that it reads or assigns.
-      assigned: those that it assigns.
-      uses_key: whether it draws random keys.
-      inputs: where its inputs come from, each source once.
-      outputs: where its outputs come from; those of kind "output" with its own index are its own.
-      output_avals: their shapes and dtypes.
-      enqueued: what it enqueues, by the number of the leaf in the pipeline.
-    """
-
-    place: str
+    place: str  # what errors call it, for example "stage 0 (encoder)"
+    # takes `[*variables, key if uses_key, *inputs]`, returns `[*outputs, *assigned values, *enqueued]`
     flat: jaxprs.FlatJaxpr
-    variables: tuple[VariableSpec, ...]
-    assigned: tuple[VariableSpec, ...]
-    uses_key: bool
-    inputs: tuple[Source, ...]
+    variables: tuple[VariableSpec, ...]  # the variables that it reads or assigns
+    assigned: tuple[VariableSpec, ...]  # those that it assigns
+    uses_key: bool  # whether it draws random keys
+    inputs: tuple[Source, ...]  # where its inputs come from, each source once
+    # where its outputs come from; those of kind "output" with its own index are its own
     outputs: tuple[Source, ...]
-    output_avals: tuple[jax.ShapeDtypeStruct, ...]
-    enqueued: tuple[int, ...] = ()
+    output_avals: tuple[jax.ShapeDtypeStruct, ...]  # their shapes and dtypes
+    enqueued: tuple[int, ...] = ()  # what it enqueues, by the number of the leaf in the pipeline
 
     @property
     def input_vars(self) -> list[Any]:
@@ -74,48 +63,31 @@ class TracedStage:
 
 @dataclass(frozen=True, eq=False)
 class TracedPipeline:
-    """All stages, and what surrounds them.
+    """All stages, and what surrounds them."""
 
-    Attributes:
-      stages: in order.
-      element: shapes and dtypes of a micro-batch, as it was given.
-      inputs: shapes and dtypes of the inputs that are constant during a step; what was captured comes last.
-      output_tree: the structure of what the last stage returns.
-      outputs: where the leaves of that come from, the loss not among them; after them, what only the
-        optimizer reads.
-      output_avals: their shapes and dtypes.
-      loss: where the loss comes from; None without training.
-      loss_avals: its shape and dtype; empty without training.
-      owners: full name of every variable -> its owner, the first stage that has it. Stages that share a
-        variable all have it; only its owner assigns it.
-      levels: the level of each stage, ascending from 0. Stages of one level are parallel: they take the
-        same values, and what they return is concatenated.
-      num_captured: how many of the inputs were captured, not given.
-      enqueued: what stages enqueue, whose leaves are numbered through.
-    """
-
-    stages: tuple[TracedStage, ...]
-    element: Any
+    stages: tuple[TracedStage, ...]  # in order
+    element: Any  # shapes and dtypes of a micro-batch, as it was given
+    # shapes and dtypes of the inputs that are constant during a step; what was captured comes last
     inputs: tuple[Any, ...]
-    output_tree: Any
+    output_tree: Any  # the structure of what the last stage returns
+    # where the leaves of that come from, the loss not among them; after them, what only the optimizer reads
     outputs: tuple[Source, ...]
-    output_avals: tuple[jax.ShapeDtypeStruct, ...]
-    loss: Source | None
-    loss_avals: tuple[jax.ShapeDtypeStruct, ...]
+    output_avals: tuple[jax.ShapeDtypeStruct, ...]  # their shapes and dtypes
+    loss: Source | None  # where the loss comes from; None without training
+    loss_avals: tuple[jax.ShapeDtypeStruct, ...]  # its shape and dtype; empty without training
+    # full name of every variable -> its owner, the first stage that has it. Stages that share a variable
+    # all have it; only its owner assigns it.
     owners: dict[str, int]
+    # the level of each stage, ascending from 0. Stages of one level are parallel: they take the same
+    # values, and what they return is concatenated.
     levels: tuple[int, ...]
-    num_captured: int = 0
-    enqueued: tuple[Enqueued, ...] = ()
+    num_captured: int = 0  # how many of the inputs were captured, not given
+    enqueued: tuple[Enqueued, ...] = ()  # what stages enqueue, whose leaves are numbered through
 
     def with_captured(
         self, captured: Sequence[jax.ShapeDtypeStruct], read: Sequence[int]
     ) -> TracedPipeline:
-        """The pipeline with more inputs, some of which are outputs as well.
-
-        Args:
-          captured: shapes and dtypes of all that was captured; the stages' part ends `inputs` now.
-          read: which of these the optimizer reads.
-        """
+        """The pipeline with more inputs, some of which are outputs as well."""
         given = self.inputs[: len(self.inputs) - self.num_captured]
         first = len(jax.tree.leaves(given))
         return dataclasses.replace(

@@ -13,7 +13,8 @@ import numpy as np
 
 from ipu_pipeline.engine.tracing import frames, scopes
 from ipu_pipeline.engine.tracing.initializers import find_initializer
-from ipu_pipeline.engine.tracing.specs import is_of_numbers
+from ipu_pipeline.ground.names import join
+from ipu_pipeline.ground.values import is_of_numbers
 
 __all__ = ["AUTO_REUSE", "VariableScope", "get_variable_scope", "variable_scope"]
 
@@ -144,15 +145,15 @@ def _full_name(around: str, name: Any, default_name: Any) -> str:
         _check("default_name", default_name)
         opened = frames.current_frame("variable_scope with a default_name").names.opened_scopes
         endings = itertools.chain([""], (f"_{number}" for number in itertools.count(1)))
-        candidates = (scopes.join(around, default_name + ending) for ending in endings)
+        candidates = (join(around, default_name + ending) for ending in endings)
         chosen = next(candidate for candidate in candidates if candidate not in opened)
         opened.add(chosen)
         return chosen
     _check("name", name)
     frame = frames.find_frame()
     if frame is not None:
-        frame.names.opened_scopes.add(scopes.join(around, name))
-    return scopes.join(around, name)
+        frame.names.opened_scopes.add(join(around, name))
+    return join(around, name)
 
 
 def _check(argument: str, name: Any) -> None:

@@ -20,6 +20,7 @@ from ipu_pipeline.engine.tracing import frames, scopes
 from ipu_pipeline.engine.tracing.initializers import find_initializer
 from ipu_pipeline.engine.tracing.specs import VariableSpec, dtype_of_constant, make_spec, serial_numbers
 from ipu_pipeline.ground import jax_compat
+from ipu_pipeline.ground.names import join
 
 __all__ = ["assign", "assign_variable_p", "get_variable", "read_variable_p"]
 
@@ -99,7 +100,7 @@ def get_variable(
     for custom_getter in scope.custom_getters:
         getter = functools.partial(custom_getter, getter)
     value: jax.Array = getter(
-        scopes.join(scope.name, name),
+        join(scope.name, name),
         shape=shape,
         dtype=dtype,
         initializer=initializer,
@@ -176,7 +177,7 @@ def assign(name: str, value: Any) -> None:
     known = current.names.variables
     if current.faults is not None:
         known = {**known, **current.faults.stand_ins}
-    spec = known.get(scopes.join(scopes.current_scope(), name)) or known.get(name)
+    spec = known.get(join(scopes.current_scope(), name)) or known.get(name)
     if spec is None:
         raise ValueError(
             f"assign: there is no variable {name!r} in scope {scopes.current_scope()!r}; get_variable "

@@ -30,28 +30,16 @@ class Accumulator(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class AccumulatorPlan:
-    """The accumulators of a pipeline, by their keys.
+    """The accumulators of a pipeline, by their keys."""
 
-    Attributes:
-      keys: (stage, full name of a variable) -> the key of what that stage's programs accumulate into.
-      extra: the accumulators besides the owners', whose keys are the full names.
-    """
-
+    # (stage, full name of a variable) -> the key of what that stage's programs accumulate into
     keys: Mapping[tuple[int, str], str]
-    extra: Mapping[str, Accumulator]
+    extra: Mapping[str, Accumulator]  # the accumulators besides the owners', whose keys are the full names
 
     def merge(
         self, accumulators: Mapping[str, Any], add: Callable[[Accumulator, Any, Any], Any]
     ) -> dict[str, Any]:
-        """One accumulator per variable.
-
-        Args:
-          accumulators: by key.
-          add: the sum of the owner's accumulator and another one; takes which one that is, and both.
-
-        Returns:
-          The accumulators by full name.
-        """
+        """One accumulator per variable."""
         merged = {key: value for key, value in accumulators.items() if key not in self.extra}
         for key, accumulator in self.extra.items():
             name = accumulator.variable
@@ -70,14 +58,7 @@ def plan_accumulators(
     ipus: Sequence[int],
     reduction: Reduction,
 ) -> AccumulatorPlan:
-    """Says which program accumulates where.
-
-    Args:
-      traced: the pipeline.
-      programs: the programs of its stages.
-      ipus: the IPU of each stage.
-      reduction: how gradients are accumulated.
-    """
+    """Says which program accumulates where."""
     keys: dict[tuple[int, str], str] = {}
     extra: dict[str, Accumulator] = {}
     holders: dict[tuple[str, int], str] = {}  # (variable, IPU) -> the key there

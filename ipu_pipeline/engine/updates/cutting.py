@@ -40,21 +40,13 @@ _COUNTS = (UpdateKind.COUNT, UpdateKind.UPDATE_COUNT)
 
 @dataclass(frozen=True, eq=False)
 class UpdateProgram:
-    """What one stage's IPU runs per weight update, or once to make its part of the optimizer's state.
+    """What one stage's IPU runs per weight update, or once to make its part of the optimizer's state."""
 
-    Attributes:
-      name: for profiles, for example "stage0_update".
-      stage: it runs where this stage lives.
-      function: takes `arguments`, returns `results`.
-      arguments: what they are.
-      results: what they are.
-    """
-
-    name: str
-    stage: int
-    function: Callable[..., list[Any]]
-    arguments: tuple[UpdateValue, ...]
-    results: tuple[UpdateValue, ...]
+    name: str  # for profiles, for example "stage0_update"
+    stage: int  # it runs where this stage lives
+    function: Callable[..., list[Any]]  # takes `arguments`, returns `results`
+    arguments: tuple[UpdateValue, ...]  # what they are
+    results: tuple[UpdateValue, ...]  # what they are
 
 
 class StateLeaf(NamedTuple):
@@ -70,48 +62,29 @@ class StateLeaf(NamedTuple):
 
 
 class Move(NamedTuple):
-    """What an update sends from one stage's place to another's.
+    """What an update sends from one stage's place to another's."""
 
-    Attributes:
-      source: the stage that has or makes it.
-      target: the stage whose program reads it.
-      what: in words; empty for a value that is neither a variable nor a gradient nor state.
-      aval: its shape and dtype.
-      primitive: what reads it there.
-    """
-
-    source: int
-    target: int
-    what: str
-    aval: Any
-    primitive: str
+    source: int  # the stage that has or makes it
+    target: int  # the stage whose program reads it
+    what: str  # in words; empty for a value that is neither a variable nor a gradient nor state
+    aval: Any  # its shape and dtype
+    primitive: str  # what reads it there
 
 
 @dataclass(frozen=True, eq=False)
 class Updates:
-    """The optimizer of a pipeline.
+    """The optimizer of a pipeline."""
 
-    Attributes:
-      state_tree: structure of the optimizer's state.
-      state_leaves: its leaves.
-      inits: the programs that make the state, in the order in which they run.
-      updates: the programs of a weight update, likewise; one, if one IPU has all trained variables.
-      moves: what these send.
-      init_needs_outputs: whether the state at the start depends on the last stage's outputs.
-      loss_scale: where the scale of the loss is; None without loss scaling.
-      has_callbacks: whether a weight update calls back into Python, which may raise.
-      enqueued: what a weight update enqueues.
-    """
-
-    state_tree: Any
-    state_leaves: tuple[StateLeaf, ...]
-    inits: tuple[UpdateProgram, ...]
+    state_tree: Any  # structure of the optimizer's state
+    state_leaves: tuple[StateLeaf, ...]  # its leaves
+    inits: tuple[UpdateProgram, ...]  # the programs that make the state, in the order in which they run
+    # the programs of a weight update, likewise; one, if one IPU has all trained variables
     updates: tuple[UpdateProgram, ...]
-    moves: tuple[Move, ...]
-    init_needs_outputs: bool
-    loss_scale: LossScale | None
-    has_callbacks: bool
-    enqueued: tuple[Enqueued, ...]
+    moves: tuple[Move, ...]  # what these send
+    init_needs_outputs: bool  # whether the state at the start depends on the last stage's outputs
+    loss_scale: LossScale | None  # where the scale of the loss is; None without loss scaling
+    has_callbacks: bool  # whether a weight update calls back into Python, which may raise
+    enqueued: tuple[Enqueued, ...]  # what a weight update enqueues
 
     @property
     def enqueued_avals(self) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -120,16 +93,7 @@ class Updates:
 
 
 def cut_updates(traced: TracedOptimizer, variable_homes: Mapping[str, int], last_stage: int) -> Updates:
-    """Partitions an optimizer by home.
-
-    Args:
-      traced: the optimizer.
-      variable_homes: full name of each trained variable -> the stage that updates it.
-      last_stage: where outputs are, and where scalars of several homes are joined.
-
-    Returns:
-      The programs.
-    """
+    """Partitions an optimizer by home."""
     stages = sorted({variable_homes[name] for name in traced.trained})
     variables = [_leaf_variable(path, traced.trained) for path in traced.state_paths]
     owners: list[partitioning.Home | None] = [

@@ -11,15 +11,10 @@ __all__ = ["UpdateCounts", "UpdateEnvironment"]
 
 
 class UpdateCounts(NamedTuple):
-    """The numbers that a weight update can compute with.
+    """The numbers that a weight update can compute with."""
 
-    Attributes:
-      micro_batches: per weight update.
-      updates: weight updates before.
-    """
-
-    micro_batches: Any
-    updates: Any
+    micro_batches: Any  # per weight update
+    updates: Any  # weight updates before
 
 
 class UpdateEnvironment:
@@ -43,15 +38,7 @@ class UpdateEnvironment:
         outputs: Mapping[int, Any] | Sequence[Any],
         counts: UpdateCounts,
     ) -> None:
-        """Before the update.
-
-        Args:
-          variables: by full name.
-          accumulators: by full name.
-          state_leaves: of the optimizer's state.
-          outputs: the leaves of the last stage's outputs, for one micro-batch.
-          counts: what it can compute with.
-        """
+        """Before the update."""
         self.sent: dict[int, Any] = {}
         self.enqueued: dict[int, Any] = {}
         self._counts = counts

@@ -75,31 +75,18 @@ class UpdateValue(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TracedOptimizer:
-    """An optimizer's `init` and `update` over all trained variables, as jaxprs.
+    """An optimizer's `init` and `update` over all trained variables, as jaxprs."""
 
-    Attributes:
-      init: makes the state; its outputs are the state's leaves.
-      update: its outputs are `results` and then the state's leaves.
-      labels: what the inputs of both are.
-      results: the new parameters, zeroed accumulators, and what is enqueued.
-      trained: the variables, by full name.
-      state_tree: structure of the state.
-      state_paths: the path of each of its leaves.
-      state_avals: their shapes and dtypes.
-      loss_scale: where the scale of the loss is; None without loss scaling.
-      enqueued: what the update enqueues.
-    """
-
-    init: jaxprs.FlatJaxpr
-    update: jaxprs.FlatJaxpr
-    labels: dict[Any, UpdateValue]
-    results: tuple[UpdateValue, ...]
-    trained: Mapping[str, VariableSpec]
-    state_tree: Any
-    state_paths: tuple[Any, ...]
-    state_avals: tuple[jax.ShapeDtypeStruct, ...]
-    loss_scale: LossScale | None
-    enqueued: tuple[frames.Enqueued, ...]
+    init: jaxprs.FlatJaxpr  # makes the state; its outputs are the state's leaves
+    update: jaxprs.FlatJaxpr  # its outputs are `results` and then the state's leaves
+    labels: dict[Any, UpdateValue]  # what the inputs of both are
+    results: tuple[UpdateValue, ...]  # the new parameters, zeroed accumulators, and what is enqueued
+    trained: Mapping[str, VariableSpec]  # the variables, by full name
+    state_tree: Any  # structure of the state
+    state_paths: tuple[Any, ...]  # the path of each of its leaves
+    state_avals: tuple[jax.ShapeDtypeStruct, ...]  # their shapes and dtypes
+    loss_scale: LossScale | None  # where the scale of the loss is; None without loss scaling
+    enqueued: tuple[frames.Enqueued, ...]  # what the update enqueues
 
 
 def trace_optimizer(
@@ -124,9 +111,6 @@ def trace_optimizer(
       accumulator_dtypes: dtype of each variable's accumulator. The optimizer gets the variable and its
         gradient in the wider of the two dtypes, so its state is in that; the new value is cast back.
       may_enqueue: whether there is somebody for what the update enqueues.
-
-    Returns:
-      The jaxprs. Traced values that the optimizer captured are among their constants.
 
     Raises:
       TypeError: the optimizer is no Optax transformation.
@@ -249,15 +233,7 @@ def trace_optimizer(
 
 
 def _flatten(closed_jaxpr: Any, num_results: int = 0) -> tuple[jaxprs.FlatJaxpr, list[Any]]:
-    """An `init` or `update` without markers.
-
-    Args:
-      closed_jaxpr: the function.
-      num_results: how many of its outputs come before what it enqueues.
-
-    Returns:
-      The function, and the jaxpr variables that stand for the number of weight updates; one or none.
-    """
+    """An `init` or `update` without markers."""
     found: dict[int, list[Any]] = {}
     counts: list[Any] = []
 
@@ -294,12 +270,7 @@ def _divide(accumulator: jax.Array, count: jax.Array) -> jax.Array:
 
 
 def lift_captures(traced: TracedOptimizer, find_number: Callable[[Any], int | None]) -> TracedOptimizer:
-    """The optimizer with the traced values that it captured as outputs of the last stage.
-
-    Args:
-      traced: the optimizer.
-      find_number: the position among these outputs of what it captured; None for other constants.
-    """
+    """The optimizer with the traced values that it captured as outputs of the last stage."""
     labels = dict(traced.labels)
 
     def lift(flat: jaxprs.FlatJaxpr) -> jaxprs.FlatJaxpr:

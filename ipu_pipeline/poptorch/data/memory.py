@@ -14,10 +14,6 @@ __all__ = ["allocate", "map_bytes"]
 def allocate(num_bytes: int, on_disk: bool = False) -> int:
     """Makes memory. Returns its file descriptor, to be closed by the caller.
 
-    Args:
-      num_bytes: how much; positive.
-      on_disk: in a temporary file, from which the system can read it again instead of holding it.
-
     Raises:
       OSError: there is not enough.
     """

@@ -15,19 +15,12 @@ __all__ = ["Ended", "Failed", "Free", "Loaded", "Loading", "Ready", "Renewed", "
 
 @dataclass(frozen=True)
 class Loading:
-    """How data are loaded.
+    """How data are loaded."""
 
-    Attributes:
-      num_slots: how many batches are kept in shared memory.
-      load_indefinitely: whether the next iteration's batches are loaded before they are asked for.
-      rebatched_size: how many rows batches are joined to; None for none.
-      drop_last: whether what is left over of that, at the end, is dropped.
-    """
-
-    num_slots: int
-    load_indefinitely: bool
-    rebatched_size: int | None
-    drop_last: bool
+    num_slots: int  # how many batches are kept in shared memory
+    load_indefinitely: bool  # whether the next iteration's batches are loaded before they are asked for
+    rebatched_size: int | None  # how many rows batches are joined to; None for none
+    drop_last: bool  # whether what is left over of that, at the end, is dropped
 
 
 class Want(NamedTuple):
@@ -74,16 +67,9 @@ class Ended(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """From the loader: an iteration ended with an error.
+    """From the loader: an iteration ended with an error."""
 
-    Attributes:
-      iteration: its number.
-      error: pickled; empty if it cannot be.
-      name: that of its class.
-      text: its traceback.
-    """
-
-    iteration: int
-    error: bytes
-    name: str
-    text: str
+    iteration: int  # its number
+    error: bytes  # pickled; empty if it cannot be
+    name: str  # that of its class
+    text: str  # its traceback

@@ -20,12 +20,7 @@ class Packed:
     """
 
     def __init__(self, dataset: Iterable[Any], on_disk: bool) -> None:
-        """Pickles nothing yet, and where a process is forked never does.
-
-        Args:
-          dataset: the data set.
-          on_disk: whether the tensors are in a temporary file.
-        """
+        """Pickles nothing yet, and where a process is forked never does."""
         self._dataset = dataset
         self._on_disk = on_disk
         self._descriptor: int | None = None

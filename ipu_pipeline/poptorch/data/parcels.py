@@ -28,19 +28,14 @@ class _Placed(NamedTuple):
 
 @dataclass
 class Parcel:
-    """A value that was taken apart.
+    """A value that was taken apart."""
 
-    Attributes:
-      pickled: all of it but the contents.
-      buffers: offset and number of bytes, for each that NumPy's arrays and the like gave away.
-      contents: what is to be copied to each offset.
-      num_bytes: how much memory the contents need.
-    """
-
-    pickled: bytes = b""
+    pickled: bytes = b""  # all of it but the contents
+    # offset and number of bytes, for each that NumPy's arrays and the like gave away
     buffers: list[tuple[int, int]] = field(default_factory=list)
+    # what is to be copied to each offset
     contents: list[tuple[int, torch.Tensor]] = field(default_factory=list)
-    num_bytes: int = 0
+    num_bytes: int = 0  # how much memory the contents need
 
     def add(self, content: torch.Tensor) -> int:
         """Finds a place for a content. Returns its offset."""
@@ -139,12 +134,6 @@ def take_apart(value: Any, whole_storages: bool = False) -> Parcel:
 
 
 def put_together(pickled: bytes, buffers: list[tuple[int, int]], memory: torch.Tensor) -> Any:
-    """The inverse of `take_apart`. Tensors and arrays lie in the memory, which they keep alive.
-
-    Args:
-      pickled: that of the parcel.
-      buffers: those of the parcel.
-      memory: into which the parcel was written.
-    """
+    """The inverse of `take_apart`. Tensors and arrays lie in the memory, which they keep alive."""
     views = [memory[offset : offset + num_bytes].numpy() for offset, num_bytes in buffers]
     return _Unpickler(pickled, views, memory).load()

@@ -15,13 +15,7 @@ class CombiningSampler(torch.utils.data.Sampler[list[int]]):
     """Joins the batches of a sampler, those of micro-batches, to those of calls."""
 
     def __init__(self, batches: Iterable[list[int]], number: int, drop_last: bool) -> None:
-        """Takes the sampler.
-
-        Args:
-          batches: yields the indices of each micro-batch.
-          number: of micro-batches in a call.
-          drop_last: whether fewer micro-batches than that, at the end, are left out.
-        """
+        """Takes the sampler."""
         self._batches, self._number, self._drop_last = batches, number, drop_last
 
     def __len__(self) -> int:
@@ -40,13 +34,7 @@ class PartSampler(torch.utils.data.Sampler[int]):
     """Samples one of several equal parts, each contiguous: of the data set, or of a permutation of it."""
 
     def __init__(self, num_rows: int, part: range, seed: int | None) -> None:
-        """Takes what is the same in all processes, and the part.
-
-        Args:
-          num_rows: of the whole data set.
-          part: the positions of this part.
-          seed: of the permutations, one for each iteration; None for none.
-        """
+        """Takes what is the same in all processes, and the part."""
         self._num_rows = num_rows
         self._part = part
         self._generator = None if seed is None else torch.Generator().manual_seed(seed)
@@ -63,13 +51,6 @@ class PartSampler(torch.utils.data.Sampler[int]):
 
 def find_part(num_rows: int, combined_batch_size: int, drop_last: bool, index: int, count: int) -> range:
     """The positions of one part.
-
-    Args:
-      num_rows: of the whole data set.
-      combined_batch_size: of which the parts have a whole number, if incomplete batches are dropped.
-      drop_last: whether they are.
-      index: that of the part.
-      count: how many parts there are.
 
     Raises:
       AssertionError: no row may be dropped, and the parts would not be equal.

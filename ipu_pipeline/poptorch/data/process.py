@@ -57,11 +57,6 @@ class LoadingProcess:
     def __init__(self, dataset: Iterable[Any], loading: Loading, strategy: SharingStrategy) -> None:
         """Starts it; it loads nothing before `begin` or `preload`.
 
-        Args:
-          dataset: what it iterates over.
-          loading: how.
-          strategy: how it is started, and gets the data set.
-
         Raises:
           Error: this process is itself such a one, and just importing the program.
           TypeError: the data set cannot be sent.

@@ -37,14 +37,7 @@ __all__ = ["serve"]
 
 
 def serve(connection: Connection, unneeded: Connection | None, packed: Packed, loading: Loading) -> None:
-    """Loads data until it is told to stop, or the other process is gone.
-
-    Args:
-      connection: to the other process.
-      unneeded: a copy of the other's end of the connection, which would keep it open.
-      packed: what is iterated over.
-      loading: how.
-    """
+    """Loads data until it is told to stop, or the other process is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the other process, which ends this
     signal.signal(signal.SIGTERM, _exit)
     torch.set_num_threads(1)  # more would compete with the model, and hang after a fork

@@ -48,32 +48,20 @@ _MEND_SHAPES = (
 
 @dataclass(frozen=True, eq=False)
 class Arguments:
-    """The arguments of a call.
+    """The arguments of a call."""
 
-    Attributes:
-      tensors: those in them, of all micro-batches.
-      structure: of the pair of positional and keyword arguments.
-      names: of the tensors, by the parameters of forward.
-    """
-
-    tensors: list[torch.Tensor]
-    structure: Structure
-    names: list[str]
+    tensors: list[torch.Tensor]  # those in them, of all micro-batches
+    structure: Structure  # of the pair of positional and keyword arguments
+    names: list[str]  # of the tensors, by the parameters of forward
 
 
 @dataclass(frozen=True)
 class Batching:
-    """How a call's tensors are cut along their first dimension.
+    """How a call's tensors are cut along their first dimension."""
 
-    Attributes:
-      device_iterations: weight updates of a call, or micro-batches of an inference.
-      gradient_accumulation: micro-batches per weight update, of each replica.
-      input_groups: of each replica, the group whose inputs it gets.
-    """
-
-    device_iterations: int
-    gradient_accumulation: int
-    input_groups: tuple[int, ...] = (0,)
+    device_iterations: int  # weight updates of a call, or micro-batches of an inference
+    gradient_accumulation: int  # micro-batches per weight update, of each replica
+    input_groups: tuple[int, ...] = (0,)  # of each replica, the group whose inputs it gets
 
     @property
     def num_rounds(self) -> int:
@@ -181,12 +169,6 @@ class Signature:
 def check_like_first(signature: Signature, first: Arguments, given: Arguments, mend: str = _MEND) -> None:
     """Checks the arguments of a call, besides shapes, against those that the model was compiled for.
 
-    Args:
-      signature: of the model's forward.
-      first: what it was compiled for.
-      given: those of the call.
-      mend: what can be done, for the error.
-
     Raises:
       Error: something differs.
     """
@@ -211,11 +193,6 @@ def describe_shapes(names: Sequence[str], shapes: Sequence[torch.Size]) -> str:
 
 def check_shapes(given: Arguments, expected: Sequence[torch.Size], mend: str = _MEND_SHAPES) -> None:
     """Checks the shapes of a call's tensors against those that the model was compiled for.
-
-    Args:
-      given: the arguments of the call.
-      expected: the shapes.
-      mend: what can be done, for the error.
 
     Raises:
       Error: one differs.
@@ -260,10 +237,6 @@ def split(arguments: Arguments, batching: Batching) -> tuple[list[Any], int]:
     """The micro-batches of a call, in the order in which they run.
 
     That is: device iterations outermost, then accumulation steps, then replicas.
-
-    Returns:
-      Each a tuple of arrays that share the memory of the tensors; and how many there are. Replicas of one
-      group have the same arrays.
 
     Raises:
       AssertionError: see `check_batches`.

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ipu_pipeline import engine
-from ipu_pipeline.engine import peers, schedules
+from ipu_pipeline.engine import processes, schedules
 from ipu_pipeline.poptorch.dtypes import jax_dtype, to_numpy
 from ipu_pipeline.poptorch.enums import Liveness, OutputMode
 from ipu_pipeline.poptorch.errors import Error
@@ -60,19 +60,12 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class Wrapped:
-    """What a wrapper was given.
+    """What a wrapper was given."""
 
-    Attributes:
-      model: the user's.
-      modes: which of its modules were in training mode.
-      options: of the model, frozen; the output mode is never `Default`.
-      trains: whether it is a `trainingModel`.
-    """
-
-    model: torch.nn.Module
-    modes: Modes
-    options: Options
-    trains: bool
+    model: torch.nn.Module  # the user's
+    modes: Modes  # which of its modules were in training mode
+    options: Options  # of the model, frozen; the output mode is never `Default`
+    trains: bool  # whether it is a `trainingModel`
 
 
 def batching_of(options: Options) -> Batching:
@@ -81,7 +74,7 @@ def batching_of(options: Options) -> Batching:
     return Batching(options.device_iterations, options.Training.gradient_accumulation, groups)
 
 
-@peers.one_thread("compiling a PopTorch model")
+@processes.one_thread("compiling a PopTorch model")
 def compile_model(
     wrapped: Wrapped,
     arguments: Arguments,
@@ -91,14 +84,6 @@ def compile_model(
     graph: SavedGraph | None = None,
 ) -> tuple[CompiledModel, ModelOptimizer | None]:
     """Compiles a model for the arguments of a call.
-
-    Args:
-      wrapped: the model, and how it is to run.
-      arguments: of a call.
-      optimizer: of a model that trains.
-      progress: is told of each part.
-      groupings: of parameters by their names, see `check_groupings`.
-      graph: of a file, in place of what the model's forward does.
 
     Raises:
       Error: the model cannot be captured, placed or computed; or it has no single loss; or the graph is
@@ -123,7 +108,7 @@ def compile_model(
     return compiled, training
 
 
-@peers.one_thread("compiling a PopTorch model")
+@processes.one_thread("compiling a PopTorch model")
 def compile_shapes(
     wrapped: Wrapped,
     arguments: Arguments,
@@ -133,14 +118,6 @@ def compile_shapes(
     groupings: Mapping[str, Any],
 ) -> None:
     """Compiles a model for arguments of other shapes too, whose program goes on with the state as it is.
-
-    Args:
-      wrapped: as for `compile_model`.
-      arguments: of a call.
-      compiled: the model, on its devices. What is raised leaves it as it was.
-      training: its optimizer, if it trains.
-      progress: is told of each part.
-      groupings: as for `compile_model`, and the same as there.
 
     Raises:
       Error: as for `compile_model`; or what the model trains, or where it has it, depends on shapes.
@@ -199,7 +176,7 @@ def _make_program(
         captured = bind(graph, wrapped.model, trains)
     else:
         with (
-            peers.occupied("capturing a model"),
+            processes.occupied("capturing a model"),
             host_weights_of(wrapped.model).unwatched(),
             one_row_each(wrapped.model, group_rows) as restored,
         ):

@@ -12,8 +12,8 @@ import jax
 import torch
 
 from ipu_pipeline import engine
-from ipu_pipeline.engine import peers
-from ipu_pipeline.engine.state import Collected, PipelineState, Progress
+from ipu_pipeline.engine import PipelineState, processes
+from ipu_pipeline.engine.fronts import Collected, Progress
 from ipu_pipeline.poptorch.dtypes import to_torch
 from ipu_pipeline.poptorch.errors import Error
 from ipu_pipeline.poptorch.execution.host_changes import HostChanges, writing
@@ -54,15 +54,6 @@ class CompiledModel:
         processes: Processes = ALONE,
     ) -> None:
         """Traces a program's pipeline, and puts the host's weights on the devices.
-
-        Args:
-          model: the user's.
-          program: the first one.
-          devices: of the IPUs.
-          key: a random key.
-          checks_numbers: whether a result or a weight that is not finite is an error. The pipeline then
-            does not donate its state.
-          processes: that run it, each with an equal part of the pipeline's replicas.
 
         Raises:
           Error: another thread has replaced a tensor of the model since it was captured.
@@ -105,10 +96,6 @@ class CompiledModel:
         """Compiles a program for other shapes, and uses it from now on. The state goes on as it is.
 
         What is raised leaves everything as it was.
-
-        Args:
-          program: of the same model.
-          num_updates: as for `compile`.
 
         Raises:
           Error: the state was lost; or the program cannot have the same state, see `Program.check_trained`.
@@ -160,7 +147,7 @@ class CompiledModel:
         used = self.pipeline.variables
         self._unused = {name: value for name, value in variables.items() if name not in used}
 
-    @peers.one_thread("a call of a PopTorch model")
+    @processes.one_thread("a call of a PopTorch model")
     def run(
         self,
         micro_batches: Sequence[tuple[Any, ...]],
@@ -171,15 +158,6 @@ class CompiledModel:
 
         An interrupt, or a number that is not finite where that is checked, leaves the state of the last
         update that was done.
-
-        Args:
-          micro_batches: the leaves of each, of the replicas of this process; a multiple of those of an
-            update.
-          is_synthetic: whether zeros that stay on the devices take their place.
-          note_placed: called when the next one is on its way to the devices; not for synthetic ones.
-
-        Returns:
-          What the last stage gave, in their order.
 
         Raises:
           Error: an error took the state with it before; or an index is out of range, where that is checked.
@@ -196,7 +174,7 @@ class CompiledModel:
         if gradients is not None:
             gradients.forget()
         total = len(micro_batches) * self._processes.count // every
-        runner = pipeline.prepare()
+        runner, place = pipeline.prepare(), pipeline.place_element
         left = self._deal(micro_batches)
         has_feed = bool(micro_batches[0])
         synthetic = self.program.synthetic if is_synthetic and has_feed else None
@@ -208,7 +186,7 @@ class CompiledModel:
                 return [()] * wanted
             placed = []
             for leaves in itertools.islice(left, wanted):
-                placed.append(runner.place_element(leaves))
+                placed.append(place(leaves))
                 if self._processes.count == 1 or leaves is not self.program.elsewhere:
                     note_placed()
             return placed
@@ -252,7 +230,9 @@ class CompiledModel:
     def _waiting(self) -> contextlib.AbstractContextManager[None]:
         """For where gradients of other processes are waited for, if the model trains."""
         return (
-            contextlib.nullcontext() if self.pipeline.updates is None else peers.waiting("a weight update")
+            contextlib.nullcontext()
+            if self.pipeline.updates is None
+            else processes.waiting("a weight update")
         )
 
     def _deal(self, micro_batches: Sequence[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
@@ -284,11 +264,7 @@ class CompiledModel:
             raise Error(f"An error came before this call. {self.LOST}")
 
     def compile(self, num_updates: int) -> None:
-        """Compiles all programs of a run, and runs nothing.
-
-        Args:
-          num_updates: weight updates of a run; without training, 1.
-        """
+        """Compiles all programs of a run, and runs nothing."""
         assert self.state is not None
         self.pipeline.compile(self.state, num_updates)
 
@@ -335,10 +311,6 @@ class CompiledModel:
     def read_buffers_from_host(self, model: torch.nn.Module, names: Sequence[str]) -> None:
         """Copies some of the user's buffers to the devices.
 
-        Args:
-          model: the user's.
-          names: of buffers of the model.
-
         Raises:
           Error: it has no such buffer.
         """
@@ -374,11 +346,7 @@ class CompiledModel:
         return {name: jax.numpy.asarray(value, variables[name].dtype) for name, value in found.items()}
 
     def replace(self, **changes: Any) -> None:
-        """Puts other values into the state.
-
-        Args:
-          **changes: fields of `PipelineState`.
-        """
+        """Puts other values into the state."""
         self.check_not_lost()
         assert self.state is not None
         changed = dataclasses.replace(self.state, **changes)
@@ -388,11 +356,7 @@ class CompiledModel:
                 self._note_unused(changes["variables"])
 
     def detach(self) -> Mapping[str, Any]:
-        """Takes the state from the devices.
-
-        Returns:
-          What `attach` needs besides the host's weights, on the host.
-        """
+        """Takes the state from the devices."""
         self.check_not_lost()
         assert self.state is not None
         kept = {

@@ -21,10 +21,6 @@ _USUAL_NUMBER = min(16, 2 * (os.cpu_count() or 1))
 def select_devices(num_ipus: int, options: Options) -> list[Any]:
     """The JAX devices of a model, one per IPU, process by process; it starts JAX's backend.
 
-    Args:
-      num_ipus: how many each process needs.
-      options: of the model.
-
     Raises:
       Error: the number is no power of two, and `autoRoundNumIPUs` is off.
       ValueError: there are fewer accelerators.
@@ -53,11 +49,6 @@ def select_devices(num_ipus: int, options: Options) -> list[Any]:
 
 def _of_each_process(devices: Sequence[Any], number: int, places: range) -> list[Any]:
     """Some of the devices of each process.
-
-    Args:
-      devices: of all.
-      number: of processes.
-      places: which ones, among those of a process; none that replicas do not need.
 
     Raises:
       ValueError: a process has fewer.

@@ -34,20 +34,13 @@ class Hooks:
     """Functions of a wrapped model, called in the order in which they were registered."""
 
     def __init__(self, name: str) -> None:
-        """Starts without any.
-
-        Args:
-          name: for errors.
-        """
+        """Starts without any."""
         self._name = name
         self._hooks: dict[int, Hook] = {}
         self._numbers = itertools.count()
 
     def register(self, hook: Hook) -> RemovableHandle:
         """Adds one.
-
-        Args:
-          hook: is called without arguments.
 
         Raises:
           RuntimeError: it cannot be called.

@@ -31,17 +31,11 @@ _version_of = operator.attrgetter("_version")
 
 @dataclass
 class _Writes:
-    """What is known of the writes to a tensor besides its own count of them.
+    """What is known of the writes to a tensor besides its own count of them."""
 
-    Attributes:
-      tensor: which it is.
-      offset: to add to the count: less those of ours, and more those by aliases that are let go of.
-      aliases: what `Tensor.data` gave of it.
-    """
-
-    tensor: weakref.ref[torch.Tensor]
-    offset: int = 0
-    aliases: list[torch.Tensor] = field(default_factory=list)
+    tensor: weakref.ref[torch.Tensor]  # which it is
+    offset: int = 0  # to add to the count: less those of ours, and more those by aliases that are let go of
+    aliases: list[torch.Tensor] = field(default_factory=list)  # what `Tensor.data` gave of it.
 
 
 _writes: dict[int, _Writes] = {}  # by the tensor's id, for as long as it is there
@@ -95,23 +89,14 @@ def tell_of_clipping(gradient: Any) -> None:
 
 
 class _OfModule(NamedTuple):
-    """The attributes of a module that are plain values or tensors.
+    """The attributes of a module that are plain values or tensors."""
 
-    Attributes:
-      path: of the module, with a dot behind it; empty for the model.
-      of: all its attributes.
-      names: of those.
-      read: gets them.
-      values: what they were.
-      versions: of the tensors among them.
-    """
-
-    path: str
-    of: Mapping[str, Any]
-    names: tuple[str, ...]
-    read: Callable[[Any], Any]
-    values: Any
-    versions: tuple[tuple[torch.Tensor, int], ...]
+    path: str  # of the module, with a dot behind it; empty for the model
+    of: Mapping[str, Any]  # all its attributes
+    names: tuple[str, ...]  # of those
+    read: Callable[[Any], Any]  # gets them
+    values: Any  # what they were
+    versions: tuple[tuple[torch.Tensor, int], ...]  # of the tensors among them
 
 
 class HostChanges:
@@ -133,11 +118,7 @@ class HostChanges:
             self._weights |= {name: _state(tensor) for name, tensor in tensors.items()}
 
     def tell(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Warns of what has changed since then, once of weights and once of attributes.
-
-        Args:
-          tensors: the user's parameters and buffers, by the names of their variables.
-        """
+        """Warns of what has changed since then, once of weights and once of attributes."""
         with _plainly():
             states = {name: _state(tensor) for name, tensor in tensors.items()}
         if weights := [n for n, state in states.items() if self._weights.get(n, state) != state]:

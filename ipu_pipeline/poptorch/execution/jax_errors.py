@@ -16,7 +16,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import jax
 
-from ipu_pipeline.engine.devices.links import naming_peers
+from ipu_pipeline.engine.processes import naming_peers
 from ipu_pipeline.poptorch.errors import Error, RecoverableError, UnrecoverableError
 from ipu_pipeline.poptorch.execution.compiled import CompiledModel
 
@@ -45,12 +45,7 @@ _NO_MEMORY = (
 
 
 def translate(error: jax.errors.JaxRuntimeError | ValueError, location: str) -> Error:
-    """The error of PopTorch that stands for one of JAX's.
-
-    Args:
-      error: JAX's.
-      location: what was being done.
-    """
+    """The error of PopTorch that stands for one of JAX's."""
     text = str(error)
     coded = re.match(r"([A-Z_]+): ", text)
     code = coded[1] if coded else "UNKNOWN"

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ipu_pipeline.engine.state import Collected
+from ipu_pipeline.engine.fronts import Collected
 from ipu_pipeline.poptorch.dtypes import jax_dtype, to_torch
 from ipu_pipeline.poptorch.enums import OutputMode
 from ipu_pipeline.poptorch.errors import Error

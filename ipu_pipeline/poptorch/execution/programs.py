@@ -17,7 +17,7 @@ from ipu_pipeline.poptorch.errors import Error
 from ipu_pipeline.poptorch.execution.arguments import Arguments, describe_shapes, shapes_of
 from ipu_pipeline.poptorch.graphs.capture import Captured
 from ipu_pipeline.poptorch.graphs.stages import ModelStages
-from ipu_pipeline.queues.synthetic import make_values
+from ipu_pipeline.queues.synthetic import make_synthetic
 
 __all__ = ["Holding", "Program"]
 
@@ -60,9 +60,8 @@ class Program:
     @functools.cached_property
     def synthetic(self) -> list[Any]:
         """What stays on the devices in place of the micro-batches of a weight update: zeros by default."""
-        runner, element = self.pipeline.prepare(), self.pipeline.traced.element
-        values = tuple(map(make_values, element))
-        return runner.place_ahead([runner.place_element(values) for _number in range(self.num_taken)])
+        leaves = self.pipeline.traced.element
+        return list(make_synthetic(self.pipeline, leaves, self.num_taken)(self.num_taken))
 
     @functools.cached_property
     def elsewhere(self) -> tuple[Any, ...]:
@@ -124,10 +123,6 @@ class Holding:
 
     def __init__(self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
         """Looks at the model.
-
-        Args:
-          model: the user's.
-          tensors: of its parameters and buffers those that were captured, by their variables' names.
 
         Raises:
           Error: another thread has replaced a tensor of the model since it was captured.

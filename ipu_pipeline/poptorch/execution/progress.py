@@ -10,7 +10,7 @@ from datetime import timedelta
 
 import tqdm
 
-from ipu_pipeline.engine.progress import watched_by
+from ipu_pipeline.engine.fronts import watched_by
 
 __all__ = ["CompileProgress"]
 
@@ -25,12 +25,7 @@ class CompileProgress:
     """
 
     def __init__(self, shows_bar: bool, told: str = "") -> None:
-        """Begins.
-
-        Args:
-          shows_bar: whether a bar is shown on the standard error, unless TQDM_DISABLE is set.
-          told: what is compiled, behind a space.
-        """
+        """Begins."""
         self.time: timedelta | None = None
         self._start = time.perf_counter()
         is_disabled = not shows_bar or bool(os.environ.get("TQDM_DISABLE"))

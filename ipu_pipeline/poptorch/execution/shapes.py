@@ -29,15 +29,6 @@ def use_program(
 ) -> bool:
     """Has a call run the program that is for its arguments; says whether there is one.
 
-    Args:
-      compiled: the model.
-      signature: of its forward.
-      arguments: of the call.
-      options: of the model.
-
-    Returns:
-      False if one can be compiled.
-
     Raises:
       AssertionError: the tensors cannot be cut into micro-batches.
       Error: the arguments differ in more than shapes; or in shapes, of which the options allow no others,
@@ -71,13 +62,7 @@ def use_program(
 
 
 def tell_shapes(compiled: CompiledModel | None, arguments: Arguments, options: Options) -> str:
-    """What is compiled next, for whom waits for it; empty if the options allow no other shapes.
-
-    Args:
-      compiled: the model, if it is compiled for some already.
-      arguments: of the call.
-      options: of the model.
-    """
+    """What is compiled next, for whom waits for it; empty if the options allow no other shapes."""
     if not options.allow_new_shapes:
         return ""
     described = describe_shapes(arguments.names, shapes_of(arguments))

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 import torch
 
-from ipu_pipeline.engine import peers
+from ipu_pipeline.engine.processes import current as current_peers
 from ipu_pipeline.poptorch.dtypes import to_numpy
 from ipu_pipeline.poptorch.enums import ConnectionType
 from ipu_pipeline.poptorch.errors import Error
@@ -63,17 +63,11 @@ _SHOWN = 5  # names in an error
 
 @dataclass(frozen=True)
 class Processes:
-    """The processes that run a model.
+    """The processes that run a model."""
 
-    Attributes:
-      index: which one this is, from 0.
-      count: how many there are.
-      keep_buffers: whether each may have values of its own of buffers.
-    """
-
-    index: int = 0
-    count: int = 1
-    keep_buffers: bool = False
+    index: int = 0  # which one this is, from 0
+    count: int = 1  # how many there are
+    keep_buffers: bool = False  # whether each may have values of its own of buffers
 
     @classmethod
     def of(cls, options: Options) -> Processes:
@@ -97,7 +91,7 @@ def join(options: Options) -> None:
     if asked.count > 1:
         _check_supported(options)
     join_by_environment()
-    others = peers.current()
+    others = current_peers()
     joined = ALONE if others is None else Processes(others.index, others.count)
     if (asked.index, asked.count) == (joined.index, joined.count):
         return
@@ -138,10 +132,6 @@ def _check_supported(options: Options) -> None:
 def check_alone(options: Options, what: str) -> None:
     """For what one process does only.
 
-    Args:
-      options: of the model.
-      what: what it is, for the error.
-
     Raises:
       NotImplementedError: there are several.
     """
@@ -168,15 +158,11 @@ def describe_options(options: Options) -> dict[str, str]:
 def agree(what: str, document: Mapping[str, str]) -> None:
     """Compares what all processes say; all call it, in the same order. Nothing in a process alone.
 
-    Args:
-      what: what it is about, for the error.
-      document: by what each is.
-
     Raises:
       Error: something differs, with the values of all processes.
       ProcessError: another process has ended, or does not go on.
     """
-    others = peers.current()
+    others = current_peers()
     if others is None:
         return
     try:
@@ -188,16 +174,11 @@ def agree(what: str, document: Mapping[str, str]) -> None:
 def compare_arrays(what: str, arrays: Mapping[str, Any], mend: str = _MEND) -> None:
     """Compares values that all processes are to have alike; as `agree`.
 
-    Args:
-      what: what they are, as a plural.
-      arrays: of NumPy, by name.
-      mend: what can be done, for the error.
-
     Raises:
       Error: some differ, with their names.
       ProcessError: as `agree`.
     """
-    others = peers.current()
+    others = current_peers()
     if others is None:
         return
     own = json.dumps({name: _digest(array) for name, array in arrays.items()})
@@ -215,15 +196,11 @@ def compare_arrays(what: str, arrays: Mapping[str, Any], mend: str = _MEND) -> N
 def compare_weights(model: torch.nn.Module, processes: Processes) -> None:
     """Compares the parameters of a model on the host, and buffers that are not each's own; as `agree`.
 
-    Args:
-      model: the user's.
-      processes: that run it.
-
     Raises:
       Error: some differ, with their names.
       ProcessError: as `agree`.
     """
-    if peers.current() is None:
+    if current_peers() is None:
         return
     tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
     if not processes.keep_buffers:
@@ -239,7 +216,7 @@ def compare_state(saved: SavedState | None) -> None:
       Error: it differs.
       ProcessError: as `agree`.
     """
-    if peers.current() is None:
+    if current_peers() is None:
         return
     tensors = {} if saved is None else {**saved.ipu_state, **saved.ipu_param}
     arrays = {name: to_numpy(torch.as_tensor(value), name) for name, value in tensors.items()}

@@ -55,14 +55,6 @@ class ModelOptimizer:
     ) -> None:
         """Reads an optimizer.
 
-        Args:
-          optimizer: of torch or PopTorch.
-          tensors: the user's parameters and buffers, by the names of their variables.
-          trainable: the variables that the loss depends on.
-          options: of the model.
-          model: the user's.
-          group_rows: of variables of which groups of replicas have values of their own.
-
         Raises:
           Error: it trains nothing that the loss depends on; or other processes have another one.
           TypeError: it is not supported, see `describe`.
@@ -220,12 +212,7 @@ class ModelOptimizer:
     def leave_saved(
         self, optimizer: torch.optim.Optimizer, state: PipelineState | Mapping[str, Any]
     ) -> None:
-        """Gives an optimizer of torch's its state, when a model uses it no longer; ours keep it themselves.
-
-        Args:
-          optimizer: of torch or PopTorch.
-          state: what the model has, or had when it was detached.
-        """
+        """Gives torch's optimizer its state when a model no longer uses it; ours keep it themselves."""
         if isinstance(optimizer, optim.Optimizer):
             return
         done = state.update_count if isinstance(state, PipelineState) else state["update_count"]

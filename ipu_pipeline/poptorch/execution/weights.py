@@ -141,11 +141,7 @@ def _watched_class(plain: type) -> type | None:
 
 @contextlib.contextmanager
 def on_host(*tensors: torch.Tensor) -> Iterator[None]:
-    """In the `with` block this thread reads and writes tensors of the host as they are.
-
-    Args:
-      *tensors: are brought up to date before.
-    """
+    """In the `with` block this thread reads and writes tensors of the host as they are."""
     for tensor in tensors:
         reference = _owners.get(tensor)
         owner = None if reference is None else reference()
@@ -252,12 +248,7 @@ class HostWeights:
         return [tensor for tensor in tensors if tensor is not None and hasattr(type(tensor), "plain")]
 
     def mark_stale(self, executor: Any, read_back: Callable[[], None]) -> None:
-        """Notes that a device's weights are newer.
-
-        Args:
-          executor: whose they are.
-          read_back: copies them to the host.
-        """
+        """Notes that a device's weights are newer."""
         self._newest, self._read_back = weakref.ref(executor), read_back
         _stale.add(self)
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from ipu_pipeline import engine
-from ipu_pipeline.engine.state import Collected
+from ipu_pipeline.engine.fronts import Collected
 from ipu_pipeline.poptorch.dtypes import jax_dtype
 
 __all__ = ["PREFIX", "AnchoredGradients", "is_gradient", "name_gradients"]
@@ -33,12 +33,7 @@ def is_gradient(name: str) -> bool:
 def name_gradients(
     names: Mapping[str, torch.fx.Node], reaching: Collection[torch.fx.Node]
 ) -> dict[str, torch.fx.Node]:
-    """The values whose gradients can be looked at, by the gradients' names.
-
-    Args:
-      names: of all values.
-      reaching: those that the loss depends on.
-    """
+    """The values whose gradients can be looked at, by the gradients' names."""
     return {f"{PREFIX}{name}": node for name, node in names.items() if node in reaching}
 
 
@@ -61,12 +56,7 @@ class AnchoredGradients:
         return [node.meta["val"].dtype for node in self.nodes]
 
     def pass_on(self, node: torch.fx.Node, value: Any) -> Any:
-        """The same value; its gradient goes to the host too, if it is wanted.
-
-        Args:
-          node: what the value is of.
-          value: in a stage that is being traced.
-        """
+        """The same value; its gradient goes to the host too, if it is wanted."""
         if node not in self.nodes:
             return value
         note = functools.partial(self._note, node)
@@ -98,12 +88,7 @@ class AnchoredGradients:
         self._found.clear()
 
     def join(self, collected: Sequence[Collected], has_replicas: bool) -> list[Collected]:
-        """What the last stage gave, with gradients in place of its last leaf; it waits for them.
-
-        Args:
-          collected: the last leaf is each micro-batch's `engine.micro_batch_tag`.
-          has_replicas: whether leaves have an axis of these in front.
-        """
+        """What the last stage gave, with gradients in place of its last leaf; it waits for them."""
         jax.effects_barrier()
         joined = []
         for part in collected:

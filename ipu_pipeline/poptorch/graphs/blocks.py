@@ -47,19 +47,12 @@ class Placement:
 
 @dataclass(frozen=True, eq=False)
 class Section:
-    """Operations that make a stage.
+    """Operations that make a stage."""
 
-    Attributes:
-      name: of its blocks, for errors.
-      ipu: its IPU.
-      nodes: in the graph's order.
-      phase: in which it runs, from 0; 0 without phases.
-    """
-
-    name: str
-    ipu: int
-    nodes: tuple[torch.fx.Node, ...]
-    phase: int = 0
+    name: str  # of its blocks, for errors
+    ipu: int  # its IPU
+    nodes: tuple[torch.fx.Node, ...]  # in the graph's order
+    phase: int = 0  # in which it runs, from 0; 0 without phases
 
 
 def cut_into_sections(
@@ -68,13 +61,6 @@ def cut_into_sections(
     """Cuts a graph. Blocks on the same IPU that follow each other become one section.
 
     Operations after a block belong to it. Those before the first block are on IPU 0.
-
-    Args:
-      graph: functional, with markers.
-      find_ipus: gives the IPU of each block, in the order in which the model opens them.
-
-    Returns:
-      The sections, at least one.
     """
     nodes, blocks = find_blocks(graph)
     ipus = dict(zip(blocks, find_ipus(list(blocks.values())), strict=True)) if blocks else {}

@@ -11,13 +11,7 @@ __all__ = ["leave_out_caches"]
 
 
 def leave_out_caches(result: Any, trains: bool) -> Any:
-    """What a model returned, as transformers' models return it with `use_cache=False`.
-
-    Args:
-      result: as the model returned it; a `ModelOutput`, tuple or dict is made anew if a cache is in it.
-      trains: whether the model trains: then nobody wants a cache, otherwise a warning says once that it is
-        left out.
-    """
+    """What a model returned, as transformers' models return it with `use_cache=False`."""
     library = sys.modules.get("transformers.cache_utils")
     if library is None or not isinstance(result, (dict, tuple)) or hasattr(result, "_fields"):
         return result

@@ -13,11 +13,7 @@ _OBSERVED = re.compile(r"Observed(?P<name>\w*(?:Error|Exception|Iteration))(?:Er
 
 
 def describe_control_flow_error(error: BaseException) -> str:
-    """The error of the user's branch or body and its line, in one line.
-
-    Args:
-      error: of torch, which ran the branch or body to make a graph of it.
-    """
+    """The error of the user's branch or body and its line, in one line."""
     return f"{_find_place(str(error))}: {_find_reason(error)}"
 
 

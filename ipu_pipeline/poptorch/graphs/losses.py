@@ -74,9 +74,6 @@ _MEND = "wrap it in poptorch.identity_loss(loss, reduction='mean'), and return t
 def mark_losses(graph: torch.fx.Graph) -> None:
     """Puts a mark behind each loss.
 
-    Args:
-      graph: of `torch.export`, not decomposed.
-
     Raises:
       Error: there is none, or one in a region where it cannot be marked.
     """
@@ -104,10 +101,6 @@ def mark_losses(graph: torch.fx.Graph) -> None:
 
 def choose_loss(program: torch.export.ExportedProgram, trainable: Set[torch.fx.Node]) -> None:
     """Leaves, of the marks of all losses, one behind what is minimized: that of the final loss.
-
-    Args:
-      program: decomposed, after `mark_losses`.
-      trainable: the placeholders of parameters that require gradients.
 
     Raises:
       Error: no value that is returned is the loss; or more than one may be; or it is no scalar of floats.
@@ -246,12 +239,7 @@ def _ancestors(node: torch.fx.Node) -> set[torch.fx.Node]:
 
 
 def _original(node: torch.fx.Node, even_detached: bool = False) -> torch.fx.Node:
-    """What a node is a copy of; itself if of nothing.
-
-    Args:
-      node: of a functional graph.
-      even_detached: whether a copy without a way for gradients counts.
-    """
+    """What a node is a copy of; itself if of nothing."""
     while _is_copy(node) or (even_detached and node.target is torch.ops.aten.detach.default):
         node = node.all_input_nodes[0]
     return node

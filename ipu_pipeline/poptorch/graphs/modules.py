@@ -35,26 +35,17 @@ Stack = Sequence[tuple[str, str]]
 
 @dataclass(frozen=True)
 class ModuleUse:
-    """A module, or several equal ones that follow each other, in a stage.
+    """A module, or several equal ones that follow each other, in a stage."""
 
-    Attributes:
-      name: its full name, with `{3..5}` in place of the number in which equal ones differ; empty for the
-        whole model.
-      class_name: of its class.
-      count: how many equal ones there are.
-      num_operations: core operations of torch that all of them together have in the stage.
-      num_parameters: elements of the variables that belong to them; of shared ones where they live.
-      num_bytes: how much these take.
-      is_rest: whether it stands for what the module does itself, and those within it do not.
-    """
-
+    # its full name, with `{3..5}` in place of the number in which equal ones differ; empty for the whole
+    # model.
     name: str
-    class_name: str
-    count: int
-    num_operations: int
-    num_parameters: int
-    num_bytes: int
-    is_rest: bool = False
+    class_name: str  # of its class
+    count: int  # how many equal ones there are
+    num_operations: int  # core operations of torch that all of them together have in the stage
+    num_parameters: int  # elements of the variables that belong to them; of shared ones where they live
+    num_bytes: int  # how much these take
+    is_rest: bool = False  # whether it stands for what the module does itself, and those within it do not
 
     def __str__(self) -> str:
         """The name and the class."""
@@ -65,39 +56,26 @@ class ModuleUse:
 
 @dataclass(frozen=True)
 class LineUse:
-    """A line of the user's, and what became of it.
+    """A line of the user's, and what became of it."""
 
-    Attributes:
-      file: its file; empty where the line is not known.
-      line: its number there.
-      text: what it says.
-      stages: the numbers of those that it is in.
-      operations: core operations of torch, by name, and how many there are.
-      num_primitives: of JAX that these become.
-      num_flop: estimated floating-point operations of the forward, per micro-batch.
-    """
-
-    file: str
-    line: int
-    text: str
-    stages: tuple[int, ...]
-    operations: Mapping[str, int]
-    num_primitives: int
-    num_flop: float
+    file: str  # its file; empty where the line is not known
+    line: int  # its number there
+    text: str  # what it says
+    stages: tuple[int, ...]  # the numbers of those that it is in
+    operations: Mapping[str, int]  # core operations of torch, by name, and how many there are
+    num_primitives: int  # of JAX that these become
+    num_flop: float  # estimated floating-point operations of the forward, per micro-batch
 
 
 @dataclass(eq=False)
 class _Module:
-    """A module of the tree, or (without children) what one does itself.
-
-    Attributes:
-      sizes: of its own variables: name within the module, elements and bytes.
-    """
+    """A module of the tree, or (without children) what one does itself."""
 
     path: str
     class_name: str
     children: dict[str, _Module] = field(default_factory=dict)
     operations: list[str] = field(default_factory=list)
+    # of its own variables: name within the module, elements and bytes
     sizes: list[tuple[str, int, int]] = field(default_factory=list)
     is_rest: bool = False
 
@@ -168,15 +146,7 @@ def find_modules(
     spread: Collection[str] = (),
     limit: int = 6,
 ) -> tuple[ModuleUse, ...]:
-    """The modules of a stage, in the order in which they are used first, equal neighbours as one.
-
-    Args:
-      used: of each operation the modules around it, and its name; see `modules_of_nodes`.
-      variables: full name, shape and bytes of each.
-      class_name: of the model.
-      spread: names of modules that are in other stages as well: those within them are shown.
-      limit: how many rows there may be; in as much detail as fits. What must be shown is.
-    """
+    """The modules of a stage, in the order in which they are used first, equal neighbours as one."""
     root = _Module("", class_name)
     for stack, operation in used:
         module = root
@@ -237,11 +207,7 @@ def name_parts(modules: Sequence[ModuleUse]) -> str:
 
 
 def find_lines(stages: Sequence[Sequence[torch.fx.Node]]) -> tuple[LineUse, ...]:
-    """The user's lines, in the order in which they are run first.
-
-    Args:
-      stages: the operations of each; what cannot be lowered has been refused before.
-    """
+    """The user's lines, in the order in which they are run first."""
     nodes = [(number, node) for number, stage in enumerate(stages) for node in stage if _computes(node)]
     lowered = count_lowered(node for _number, node in nodes)
     lines: dict[tuple[str, int, str], list[tuple[int, torch.fx.Node]]] = {}

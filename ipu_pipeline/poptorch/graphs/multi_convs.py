@@ -14,9 +14,6 @@ __all__ = ["check_multi_convs"]
 def check_multi_convs(graph: torch.fx.Graph) -> None:
     """Counts the convolutions in each `MultiConv`.
 
-    Args:
-      graph: decomposed, with markers.
-
     Raises:
       Error: one has none; or it was given a list with another number of values.
     """

@@ -29,11 +29,6 @@ def cut_into_phases(
       needs_last_alone: whether there is a last level that computes nothing, for phases whose backwards do
         not belong to their forwards.
 
-    Returns:
-      The sections level by level, phase after phase. Those of a level depend on levels before only, and
-      are on different IPUs: stages of a phase make one level, or several if some read what others make. If
-      several end the model, a last one joins what they make.
-
     Raises:
       Error: there are no blocks; or a phase reads what a later one makes; or stages of a phase need each
         other's values.

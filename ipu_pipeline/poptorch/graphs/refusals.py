@@ -43,17 +43,11 @@ _WITHOUT_VALUES = (
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """What a model holds, by name.
+    """What a model holds, by name."""
 
-    Attributes:
-      modules: within it.
-      parameters: of all of them.
-      buffers: likewise.
-    """
-
-    modules: Mapping[str, torch.nn.Module]
-    parameters: Mapping[str, torch.Tensor]
-    buffers: Mapping[str, torch.Tensor]
+    modules: Mapping[str, torch.nn.Module]  # within it
+    parameters: Mapping[str, torch.Tensor]  # of all of them
+    buffers: Mapping[str, torch.Tensor]  # likewise
 
     @staticmethod
     def of(model: torch.nn.Module) -> Held:
@@ -173,9 +167,6 @@ def tell_of_generators(program: torch.export.ExportedProgram) -> None:
 def check_functional(program: torch.export.ExportedProgram) -> None:
     """Looks at what a model writes to, and at where its blocks are.
 
-    Args:
-      program: decomposed, so that nothing is written in place, and no region without gradients is left.
-
     Raises:
       Error: a parameter is changed; or a block begins within a branch or body of torch's control flow.
     """
@@ -204,9 +195,6 @@ def check_functional(program: torch.export.ExportedProgram) -> None:
 
 def check_hooks(model: torch.nn.Module) -> None:
     """Looks for hooks on gradients, which are computed by JAX, and call nothing.
-
-    Args:
-      model: that is to be trained.
 
     Raises:
       Error: a module or a parameter has one.

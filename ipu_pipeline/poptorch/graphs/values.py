@@ -21,11 +21,6 @@ def name_values(
     Parameters and buffers have torch's names, inputs those in the graph. What an operation computes is
     called by the module that it is in and the operation: "layers.0/relu", "layers.0/relu_1". Before that
     stand the `NameScope`s around it: "scope/layers.0/relu".
-
-    Args:
-      graph: of a model.
-      variables: name of each parameter and buffer.
-      has_module_names: whether the modules' names are left out if False.
     """
     names: dict[str, torch.fx.Node] = {}
     scopes: list[str] = []

@@ -17,11 +17,7 @@ __all__ = ["count_lowered"]
 
 
 def count_lowered(nodes: Iterable[torch.fx.Node]) -> dict[torch.fx.Node, Work]:
-    """Traces the forwards of operations one by one; those that are equal once.
-
-    Args:
-      nodes: of kind "call_function", in which `find_unsupported` finds nothing; no markers.
-    """
+    """Traces the forwards of operations one by one; those that are equal once."""
     known: dict[Any, Work] = {}
     found = {}
     for node in nodes:

@@ -64,15 +64,7 @@ class IndexChecks:
         return next(iter(found), None)
 
     def note(self, what: str, size: int, lowest: int, least: Any, greatest: Any) -> None:
-        """Keeps an index that is out of range, if there is one.
-
-        Args:
-          what: operation and place, for the error.
-          size: of the dimension.
-          lowest: index that it has.
-          least: index that was asked for.
-          greatest: likewise.
-        """
+        """Keeps an index that is out of range, if there is one."""
         has = f"indices from {lowest} to {size - 1}" if size else "no elements"
         for index in (int(least), int(greatest)):
             if not lowest <= index < size:
@@ -81,12 +73,7 @@ class IndexChecks:
 
 
 def check_node(node: torch.fx.Node, args: Sequence[Any]) -> None:
-    """Has the indices of an operation checked when it runs, if that is wanted.
-
-    Args:
-      node: of a functional graph.
-      args: its arguments, as JAX has them.
-    """
+    """Has the indices of an operation checked when it runs, if that is wanted."""
     checks = _current.get()
     if checks is None:
         return

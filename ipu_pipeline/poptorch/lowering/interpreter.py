@@ -41,14 +41,6 @@ def run_node(node: torch.fx.Node, read: Read) -> Any:
     Dtypes are promoted as `jax.numpy_dtype_promotion("standard")` says, whatever the caller's setting is.
     Random numbers come from `engine.next_rng_key`.
 
-    Args:
-      node: of a functional graph, in which `find_unsupported` finds nothing.
-      read: gives the value of a node before it. It is not asked for sub-graphs.
-
-    Returns:
-      What the node's value is: an array of the node's shape and dtype, a tuple of them, with None for
-      results that nothing reads, or None.
-
     Raises:
       NotImplementedError: the operation has no lowering, or none for these arguments.
       ValueError: a lowering that a user registered returns a wrong shape, or a wrong number of results.
@@ -80,15 +72,7 @@ def run_node(node: torch.fx.Node, read: Read) -> Any:
 
 
 def run_graph(module: torch.fx.GraphModule, *values: Any) -> Any:
-    """Computes a sub-graph.
-
-    Args:
-      module: what a node of kind "get_attr" stands for.
-      values: its inputs.
-
-    Returns:
-      What the sub-graph's output node says.
-    """
+    """Computes a sub-graph."""
     inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
     known: dict[torch.fx.Node, Any] = dict(zip(inputs, values, strict=True))
     for node in module.graph.nodes:

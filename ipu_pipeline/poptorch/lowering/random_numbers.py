@@ -25,11 +25,7 @@ _iterations: contextvars.ContextVar[tuple[Array, ...]] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def repeated(iteration: Array) -> Iterator[None]:
-    """In the `with` block the body of a loop is traced, which draws other numbers each time.
-
-    Args:
-      iteration: its number, an integer in the loop's program.
-    """
+    """In the `with` block the body of a loop is traced, which draws other numbers each time."""
     token = _iterations.set((*_iterations.get(), iteration))
     try:
         yield

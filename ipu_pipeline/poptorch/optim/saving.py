@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import torch
 
-from ipu_pipeline.engine.updates.loss_scaling import LossScaleState
+from ipu_pipeline.engine.fronts import LossScaleState
 from ipu_pipeline.poptorch import logs
 from ipu_pipeline.poptorch.dtypes import to_numpy, to_torch
 from ipu_pipeline.poptorch.optim.device_state import SavedState

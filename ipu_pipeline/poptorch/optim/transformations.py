@@ -14,8 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ipu_pipeline.engine.programs.accumulation import count_dtype
-from ipu_pipeline.engine.updates.loss_scaling import LossScaled, LossScaleState, scale_loss
+from ipu_pipeline.engine.fronts import LossScaled, LossScaleState, count_dtype, scale_loss
 from ipu_pipeline.poptorch.optim.formulas import FORMULAS, Case
 from ipu_pipeline.poptorch.optim.hyperparameters import STEP, STORED_SCALING, Hyperparameters
 from ipu_pipeline.poptorch.optim.specs import Kind, LossScaling, OptimizerSpec

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import ClassVar, Self
 
-from ipu_pipeline.engine import peers
+from ipu_pipeline.engine import processes
 from ipu_pipeline.poptorch.options import checks
 from ipu_pipeline.poptorch.options.base import OptionGroup, Setting, configurable
 from ipu_pipeline.processes.addresses import COUNT_VARIABLE, INDEX_VARIABLE, is_in_environment
@@ -42,7 +42,7 @@ class DistributedOptions(OptionGroup):
           ValueError: environment variables are no numbers that fit each other.
         """
         super().__init__()
-        others = peers.current()
+        others = processes.current()
         if others is not None:
             self.configureProcessId(others.index, others.count)
         elif is_in_environment():

@@ -17,7 +17,8 @@ import numpy as np
 from ipu_pipeline.checkpointing import checkpoints
 from ipu_pipeline.checkpointing.checkpoints import CheckpointSeries
 from ipu_pipeline.checkpointing.writable import check_writable
-from ipu_pipeline.engine.execution.kept import KeptPrograms
+from ipu_pipeline.engine.fronts import KeptPrograms
+from ipu_pipeline.ground.checks import is_int
 from ipu_pipeline.processes import selection
 from ipu_pipeline.tf1.estimator.exporting import check_export, export_prediction
 from ipu_pipeline.tf1.estimator.inference import Inference, PaddedData
@@ -446,5 +447,5 @@ class Estimator(abc.ABC):
 
 
 def _check_number(name: str, value: Any) -> None:
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value <= 0):
+    if value is not None and not is_int(value, 1):
         raise ValueError(f"Must specify {name} > 0, given: {value}")

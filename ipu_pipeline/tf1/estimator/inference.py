@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ipu_pipeline.engine import peers
+from ipu_pipeline.engine import processes
 from ipu_pipeline.queues.positions import DataPass
 from ipu_pipeline.queues.synthetic import uses_synthetic_data
 from ipu_pipeline.tf1.estimator.logs import apply_to
@@ -187,13 +187,13 @@ class Inference:
 
     def _read_for_run(self, count: int) -> None:
         """With synthetic data, reads what a run would, to know how many elements there are."""
-        if uses_synthetic_data() and (peers.current() is None or reads_data(self._made.program)):
+        if uses_synthetic_data() and (processes.current() is None or reads_data(self._made.program)):
             self._made.infeed.connect(lambda leaves: leaves, count)(count)
             self._made.infeed.mark()
 
     def _agree(self, count: Callable[[int, int], int], wanted: int) -> int:
         """What a method of the data counts from here on; of several processes, in those that read it."""
-        others = peers.current()
+        others = processes.current()
         if others is None:
             return count(self._done, wanted)
         if self._reads is None:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline.engine.tracing import frames
+from ipu_pipeline.engine.fronts import is_traced_again
 from ipu_pipeline.queues.operations import Operation
 from ipu_pipeline.tf1.estimator.logs import apply_to
 from ipu_pipeline.tf1.estimator.programs import (
@@ -229,8 +229,7 @@ class _Model:
     ) -> OptimizerFunctionOutput:
         """The optimizer; in the weight update, with what its rate depends on there."""
         step = self._step
-        frame = frames.find_frame()
-        if frame is not None and frame.is_traced_again:
+        if is_traced_again():
             with dropping_logs():
                 _spec, step = self._call(features, labels)
         assert step is not None

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ipu_pipeline.engine.tracing.counting import update_count
+from ipu_pipeline.engine import update_count
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
 from ipu_pipeline.queues.outfeed import IPUOutfeedQueue
 from ipu_pipeline.tf1 import ipu_compiler, scopes

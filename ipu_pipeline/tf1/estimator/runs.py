@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ipu_pipeline.engine.devices.everywhere import share_stacks
+from ipu_pipeline.engine.processes import share_stacks
 from ipu_pipeline.ground.errors import OutOfRangeError
 from ipu_pipeline.tf1.estimator.programs import EstimatorProgram, ModeKeys
 from ipu_pipeline.tf1.graph.symbols import GlobalStep

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ipu_pipeline.ground.checks import is_integer
 from ipu_pipeline.tf1.estimator.scalars import FILE, ScalarWriter
 
 __all__ = ["SummaryWriter"]
@@ -125,8 +126,7 @@ class SummaryWriter:
 
 
 def _check_step(step: Any) -> None:
-    is_integer = isinstance(step, (int, np.integer)) and not isinstance(step, bool)
-    if not is_integer or step < 0:
+    if not is_integer(step, 0):
         raise ValueError(f"SummaryWriter: step must be an integer from 0; got {step!r}.")
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ipu_pipeline.checkpointing.together import is_any
+from ipu_pipeline.ground.checks import is_int, is_real
 from ipu_pipeline.tf1.estimator.base import Estimator
 from ipu_pipeline.tf1.estimator.programs import check_known
 from ipu_pipeline.tf1.ipu_session_run_hooks import (
@@ -49,7 +50,7 @@ class TrainSpec:
         """
         _check_input_fn("TrainSpec", self.input_fn)
         number = self.max_steps
-        if not isinstance(number, int) or isinstance(number, bool) or number <= 0:
+        if not is_int(number, 1):
             raise ValueError(
                 f"TrainSpec: max_steps must be an integer above 0; got {number!r}. Training ends earlier "
                 "where its data end."
@@ -97,11 +98,11 @@ class EvalSpec:
                 "the estimator's export_saved_model after train_and_evaluate, or in a saving listener."
             )
         steps = self.steps
-        if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps <= 0):
+        if steps is not None and not is_int(steps, 1):
             raise ValueError(f"EvalSpec: steps must be an integer above 0, or None; got {steps!r}.")
         for name in ("start_delay_secs", "throttle_secs"):
             seconds = getattr(self, name)
-            is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+            is_number = is_real(seconds)
             if not is_number or not seconds >= 0:
                 raise ValueError(f"EvalSpec: {name} must be a number of seconds from 0; got {seconds!r}.")
         if self.start_delay_secs != _START_DELAY:

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ipu_pipeline.engine.tracing.specs import VariableSpec
+from ipu_pipeline.engine import VariableSpec
 
 __all__ = ["HostVariable", "InitializerOperation", "global_variables_initializer"]
 
 
 @dataclass(frozen=True, eq=False)
 class HostVariable:
-    """What `Session.run` runs to read a variable that stays in host memory.
+    """What `Session.run` runs to read a variable that stays in host memory."""
 
-    Attributes:
-      spec: the variable.
-    """
-
-    spec: VariableSpec
+    spec: VariableSpec  # the variable
 
 
 class InitializerOperation:

@@ -12,8 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ipu_pipeline.engine.tracing.specs import is_of_numbers
-from ipu_pipeline.ground.values import as_own, as_plain, cast_exactly
+from ipu_pipeline.ground.values import as_own, as_plain, cast_exactly, is_of_numbers
 from ipu_pipeline.tf1.graph.symbols import Symbol
 
 __all__ = [
@@ -126,14 +125,6 @@ jax.tree_util.register_pytree_node(Placeholder, _flatten, _unflatten)
 
 def as_traced_inputs(inputs: Any, what: str = "inputs") -> tuple[list[Any], Any]:
     """The `inputs` argument of a pipeline or loop.
-
-    Args:
-      inputs: arrays, traced or not, or pytrees of them, in a list; one alone need not be in a list; None
-        for none.
-      what: what errors call the argument.
-
-    Returns:
-      The leaves as arrays of dtypes that JAX has, and the structure of the list.
 
     Raises:
       TypeError: a leaf is no array.

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from ipu_pipeline.engine.tracing import frames
-from ipu_pipeline.engine.tracing.counting import update_count
+from ipu_pipeline.engine import update_count
+from ipu_pipeline.engine.fronts import has_update_count, is_tracing
 
 __all__ = [
     "ComputedStep",
@@ -115,7 +115,7 @@ class GlobalStep(StepSymbol):
         Raises:
           RuntimeError: it is used elsewhere.
         """
-        if frames.find_frame() is None:
+        if not is_tracing():
             raise RuntimeError(
                 "The global step (get_global_step) was used as an array outside of a program, where it "
                 "has no value. Use it in a stage, in an optimizer_function or in the update of an "
@@ -157,11 +157,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 @contextlib.contextmanager
 def counting_steps(count: Callable[[], Any]) -> Iterator[None]:
-    """Sets what the global step counts in programs compiled inside a `with` block.
-
-    Args:
-      count: computes it where it is used, in a stage or an optimizer.
-    """
+    """Sets what the global step counts in programs compiled inside a `with` block."""
     token = _counting.set(count)
     try:
         yield
@@ -171,8 +167,7 @@ def counting_steps(count: Callable[[], Any]) -> Iterator[None]:
 
 def has_step() -> bool:
     """Whether the function being traced is one in which the global step has a value."""
-    frame = frames.find_frame()
-    return frame is not None and (frame.has_metrics or frame.is_traced_again)
+    return has_update_count()
 
 
 def waits_for_step(function: _Function) -> _Function:
@@ -203,15 +198,7 @@ for _kind in (GlobalStep, ComputedStep):
 
 
 def split_steps(inputs: Any) -> tuple[Any, int, Callable[[Sequence[Any]], list[Any]] | None]:
-    """Takes symbols of the global step out of the `inputs` of a function.
-
-    Args:
-      inputs: as for a pipeline: pytrees in a list, or one alone.
-
-    Returns:
-      The list with None in the place of each symbol; its length; and what puts the symbols back into
-      arguments of this structure, or None if there are none.
-    """
+    """Takes symbols of the global step out of the `inputs` of a function."""
     if inputs is None:
         return inputs, 0, None
     given = list(inputs) if isinstance(inputs, (list, tuple)) else [inputs]

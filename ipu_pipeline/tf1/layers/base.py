@@ -12,9 +12,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline.engine.tracing import frames, scopes
-from ipu_pipeline.engine.tracing.initializers import find_initializer
-from ipu_pipeline.engine.tracing.variables import get_variable
+from ipu_pipeline.engine import get_variable
+from ipu_pipeline.engine.fronts import (
+    ProgramNames,
+    absolute_scope,
+    current_scope,
+    find_initializer,
+    is_training,
+    program_names,
+)
+from ipu_pipeline.ground.checks import is_integer
+from ipu_pipeline.ground.names import join
 from ipu_pipeline.tf1.layers import policies
 
 __all__ = [
@@ -86,7 +94,7 @@ class Layer(abc.ABC):
             policies.check_dtype(layer, "param_dtype", param_dtype),
         )
         self._made_with = given.within(policies.current())
-        self._scopes: weakref.WeakKeyDictionary[frames.ProgramNames, str] = weakref.WeakKeyDictionary()
+        self._scopes: weakref.WeakKeyDictionary[ProgramNames, str] = weakref.WeakKeyDictionary()
 
     @property
     def _policy(self) -> policies.Policy:
@@ -113,14 +121,13 @@ class Layer(abc.ABC):
     @contextlib.contextmanager
     def _own_scope(self) -> Iterator[None]:
         """The scope of the layer's variables; the second time in a program, they are used again."""
-        frame = frames.current_frame(type(self).__name__)
-        scope = self._scopes.get(frame.names)
+        names, around = program_names(type(self).__name__), current_scope()
+        scope = self._scopes.get(names)
         is_again = scope is not None
         if scope is None:
-            own = self.name or frame.names.layer_name(scopes.current_scope(), self.kind)
-            scope = scopes.join(scopes.current_scope(), own)
-            self._scopes[frame.names] = scope
-        with scopes.absolute_scope(scope, reuse=is_again, trainable=self.trainable):
+            scope = join(around, self.name or names.layer_name(around, self.kind))
+            self._scopes[names] = scope
+        with absolute_scope(scope, reuse=is_again, trainable=self.trainable):
             policies.check_is_there(self._full_name(), self._policy.dtype)
             yield
 
@@ -130,7 +137,7 @@ class Layer(abc.ABC):
 
     def _full_name(self) -> str:
         """What errors call the layer while it is applied, for example "Dense encoder/dense"."""
-        return f"{type(self).__name__} {scopes.current_scope()}"
+        return f"{type(self).__name__} {current_scope()}"
 
     def _is_training(self, training: bool | None) -> bool:
         """Whether the layer is applied as in training.
@@ -139,7 +146,7 @@ class Layer(abc.ABC):
           training: what the caller asked for; None: True in a program that trains, False in others.
         """
         if training is None:
-            return frames.current_frame(type(self).__name__).is_training()
+            return is_training(type(self).__name__)
         return check_flag(type(self).__name__, "training", training)
 
     def _check_floating(self, inputs: jax.Array) -> None:
@@ -186,7 +193,7 @@ def check_positive_integer(layer: str, argument: str, value: Any) -> int:
     Raises:
       ValueError: it is not a positive integer.
     """
-    if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 1:
+    if not is_integer(value, 1):
         raise ValueError(f"{layer}: {argument} must be a positive integer; got {value!r}.")
     return int(value)
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from ipu_pipeline.engine.tracing import keys
-from ipu_pipeline.engine.tracing.variables import get_variable
+from ipu_pipeline.engine import get_variable
+from ipu_pipeline.engine.fronts import draw_key
+from ipu_pipeline.ground.checks import is_integer
 from ipu_pipeline.tf1.layers.base import (
     ActivationFunction,
     Layer,
@@ -216,7 +216,7 @@ class Dropout(Layer):
                 )
             sizes = zip(self._noise_shape, shape, strict=True)
             shape = tuple(own if noise is None else noise for noise, own in sizes)
-        key = keys.draw_key("ipu.layers.Dropout", " With training=False it needs none.")
+        key = draw_key("ipu.layers.Dropout", " With training=False it needs none.")
         if self._seed is not None:
             key = jax.random.fold_in(key, self._seed)
         is_kept = jax.random.bernoulli(key, 1 - self.rate, shape)
@@ -226,7 +226,7 @@ class Dropout(Layer):
 def _check_seed(seed: Any) -> int | None:
     if seed is None:
         return None
-    if not isinstance(seed, (int, np.integer)) or isinstance(seed, bool):
+    if not is_integer(seed):
         raise TypeError(f"Dropout: seed must be an integer or None; got {seed!r}.")
     if not -(2**31) <= seed < 2**32:
         raise ValueError(f"Dropout: seed must have 32 bits; got {seed}.")

@@ -13,10 +13,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline.engine import jaxprs
-from ipu_pipeline.engine.tracing import frames, keys, scopes
-from ipu_pipeline.engine.tracing.variables import assign, get_variable
+from ipu_pipeline.engine import assign, get_variable, next_rng_key
+from ipu_pipeline.engine.fronts import (
+    absolute_scope,
+    current_scope,
+    is_in_stage,
+    program_names,
+    split_results,
+)
 from ipu_pipeline.ground import jax_compat
+from ipu_pipeline.ground.names import hash_name, join
 from ipu_pipeline.tf1.layers import policies
 from ipu_pipeline.tf1.layers.base import Layer
 
@@ -145,7 +151,7 @@ class Flax(Layer):
 
     def _key(self) -> jax.Array | None:
         """The random key of this call; None outside of stages, where there is none."""
-        return keys.next_rng_key() if frames.is_in_stage() else None
+        return next_rng_key() if is_in_stage() else None
 
     def _find_training(self, training: bool | None, options: dict[str, Any]) -> dict[str, bool]:
         """The argument that tells a linen module whether it trains."""
@@ -167,12 +173,12 @@ class Flax(Layer):
     def _apply_linen(self, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
         init, avals, tree = _trace_init(self.module, inputs, options)
         paths = [path for path, _leaf in jax.tree_util.tree_flatten_with_path(avals)[0]]
-        flat = jaxprs.flatten(init)
+        makers = split_results(init)
         values = []
         for position, (path, aval) in enumerate(zip(paths, jax.tree.leaves(avals), strict=True)):
             is_parameter = path[0].key == "params"
             name = _name(path[1:] if is_parameter else path)
-            initialize = _initializer(flat, position)
+            initialize = _initializer(makers[position])
             dtype = self._variable_dtype(aval.dtype, is_parameter)
             value = get_variable(name, aval.shape, dtype, initialize, trainable=is_parameter)
             values.append(self._cast_floating(value) if is_parameter else value)
@@ -196,7 +202,7 @@ class Flax(Layer):
         from flax import nnx
 
         graphdef, state = nnx.split(self.module)
-        known = frames.current_frame("Flax").names
+        known = program_names("Flax")
         holders = dict(nnx.iter_graph(self.module))  # by path; what stands at several, at the same as above
         key = self._key()
         parts: dict[Any, Any] = {}
@@ -210,7 +216,7 @@ class Flax(Layer):
                 self._check_concrete(variable, path)
                 parts[path] = variable
                 continue
-            own_name = scopes.join(scopes.current_scope(), _name(path))
+            own_name = join(current_scope(), _name(path))
             names[path] = known.name_of_holder(holders[path], own_name)
             is_parameter = isinstance(variable, nnx.Param)
             read = []
@@ -219,7 +225,7 @@ class Flax(Layer):
                 self._check_concrete(leaf, path)
                 name = "/".join([names[path], *_words(inner)])
                 shape, dtype = jnp.shape(leaf), self._variable_dtype(jnp.result_type(leaf), is_parameter)
-                with scopes.absolute_scope("", reuse=names[path] != own_name):
+                with absolute_scope("", reuse=names[path] != own_name):
                     value = get_variable(name, shape, dtype, _copy_of(leaf), trainable=is_parameter)
                 values[name] = self._cast_floating(value) if is_parameter else value
                 read.append(values[name])
@@ -292,18 +298,12 @@ def _trace_init(module: Any, inputs: Any, options: Any) -> tuple[Any, Any, Any]:
     return closed_jaxpr, avals, jax.tree.structure(avals)
 
 
-def _initializer(flat: jaxprs.FlatJaxpr, position: int) -> Callable[..., jax.Array]:
-    """An initializer that computes one of the results of `init`, and nothing else."""
+def _initializer(make: Callable[[jax.Array], jax.Array]) -> Callable[..., jax.Array]:
+    """An initializer that gives one of the results of `init`."""
 
     def initialize(key: jax.Array, shape: Any, dtype: Any) -> jax.Array:
         del shape  # that of the result
-        program = jaxprs.extract(flat, [flat.outputs[position]])
-
-        def evaluate(key: jax.Array) -> list[Any]:
-            return program(*([key] if program.inputs else []))
-
-        value: jax.Array = jax.jit(evaluate)(key)[0]
-        return value.astype(dtype)
+        return make(key).astype(dtype)
 
     return initialize
 
@@ -323,7 +323,7 @@ def _replace_rng(variable: Any, path: tuple[Any, ...], key: jax.Array) -> Any:
     value = variable.get_value()
     if not isinstance(variable, nnx.RngKey):
         return variable.replace(jnp.zeros(value.shape, value.dtype))
-    own = jax.random.fold_in(key, np.uint32(scopes.hash_name(_name(path))))
+    own = jax.random.fold_in(key, np.uint32(hash_name(_name(path))))
     return variable.replace(own if value.shape == () else jax.random.split(own, value.shape))
 
 

@@ -20,7 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ipu_pipeline import engine
-from ipu_pipeline.engine.tracing.variables import assign, get_variable
+from ipu_pipeline.engine import assign, get_variable
+from ipu_pipeline.ground.checks import is_integer
 from ipu_pipeline.processes import selection
 from ipu_pipeline.tf1.layers.base import (
     Layer,
@@ -329,7 +330,7 @@ def _moments(inputs: jax.Array, axis: int, is_shared: bool) -> tuple[jax.Array, 
 
 
 def _check_axis(layer: str, axis: Any) -> int:
-    if not isinstance(axis, (int, np.integer)) or isinstance(axis, bool):
+    if not is_integer(axis):
         raise ValueError(f"{layer}: axis must be an integer; got {axis!r}.")
     return int(axis)
 

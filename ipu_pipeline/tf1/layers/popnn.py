@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline.engine.tracing.initializers import glorot_uniform
-from ipu_pipeline.engine.tracing.variables import get_variable
-from ipu_pipeline.ground.messages import warn_once
+from ipu_pipeline.engine import get_variable
+from ipu_pipeline.engine.fronts import glorot_uniform
+from ipu_pipeline.ground.checks import is_integer
+from ipu_pipeline.ground.warned import warn_once
 from ipu_pipeline.tf1.layers.base import ActivationFunction, check_flag, find_initializer
 from ipu_pipeline.tf1.layers.recurrent_base import Recurrent
 
@@ -115,7 +116,7 @@ class Popnn(Recurrent):
         with self._own_scope():
             shape = tuple(input_shape) if isinstance(input_shape, (tuple, list)) else ()
             features = shape[-1] if len(shape) == 3 else None
-            if isinstance(features, bool) or not isinstance(features, (int, np.integer)) or features < 1:
+            if not is_integer(features, 1):
                 raise ValueError(
                     f"{self._full_name()}: input_shape must be [time, batch, features] with a positive "
                     f"integer for features; got {input_shape!r}."
@@ -199,7 +200,7 @@ class Popnn(Recurrent):
 
 def _seeded(layer: str, seed: Any) -> Any:
     """Glorot uniform with a seed of its own."""
-    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
+    if not is_integer(seed):
         raise TypeError(f"{layer}: seed must be an integer or None; got {seed!r}.")
     number = int(seed) % 2**32
 

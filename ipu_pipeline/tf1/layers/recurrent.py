@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ipu_pipeline.engine.tracing.variables import get_variable
+from ipu_pipeline.engine import get_variable
 from ipu_pipeline.tf1.layers.base import ActivationFunction, check_flag, find_initializer
 from ipu_pipeline.tf1.layers.core import Dropout
 from ipu_pipeline.tf1.layers.recurrent_base import Recurrent

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline.ground.messages import warn_once
+from ipu_pipeline.ground.warned import warn_once
 from ipu_pipeline.tf1.layers import policies
 from ipu_pipeline.tf1.layers.base import ActivationFunction, Layer, check_positive_integer, find_activation
 

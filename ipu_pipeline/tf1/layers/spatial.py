@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import jax
-import numpy as np
+
+from ipu_pipeline.ground.checks import is_integer
 
 __all__ = ["Pair", "check_data_format", "check_images", "find_one", "find_padding", "find_pair"]
 
@@ -25,9 +26,7 @@ def find_pair(layer: str, argument: str, value: Any) -> tuple[int, int]:
       ValueError: it is something else.
     """
     sizes = tuple(value) if isinstance(value, Sequence) else (value, value)
-    is_usable = len(sizes) == 2 and all(
-        isinstance(size, (int, np.integer)) and not isinstance(size, bool) and size >= 1 for size in sizes
-    )
+    is_usable = len(sizes) == 2 and all(is_integer(size, 1) for size in sizes)
     if not is_usable:
         raise ValueError(
             f"{layer}: {argument} must be a positive integer or two of them, (height, width); got "
@@ -48,7 +47,7 @@ def find_one(layer: str, argument: str, value: Any) -> tuple[int]:
       ValueError: it is something else.
     """
     sizes = tuple(value) if isinstance(value, Sequence) else (value,)
-    if len(sizes) != 1 or isinstance(sizes[0], bool) or not isinstance(sizes[0], (int, np.integer)):
+    if len(sizes) != 1 or not is_integer(sizes[0]):
         raise ValueError(f"{layer}: {argument} must be a positive integer; got {value!r}.")
     if sizes[0] < 1:
         raise ValueError(f"{layer}: {argument} must be a positive integer; got {value!r}.")

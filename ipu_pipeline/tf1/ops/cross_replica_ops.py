@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from ipu_pipeline import engine
 from ipu_pipeline.graphcore.importing import explain_missing
+from ipu_pipeline.ground.checks import is_int
 
 __all__ = ["cross_replica_mean", "cross_replica_sum"]
 
@@ -83,7 +84,7 @@ def _is_alone(replica_group_size: Any, what: str) -> bool:
     """Whether each replica is a group of its own."""
     if replica_group_size is None:
         return False
-    if not isinstance(replica_group_size, int) or isinstance(replica_group_size, bool):
+    if not is_int(replica_group_size):
         raise TypeError(
             f"{what}: replica_group_size must be an integer, or None; got {replica_group_size!r}."
         )

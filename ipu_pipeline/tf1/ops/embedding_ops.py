@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline.engine.tracing.initializers import find_initializer
-from ipu_pipeline.engine.tracing.specs import make_spec
+from ipu_pipeline.engine.fronts import find_initializer, make_spec
 from ipu_pipeline.graphcore.importing import explain_missing
-from ipu_pipeline.ground.messages import warn_once
+from ipu_pipeline.ground.checks import is_integer
+from ipu_pipeline.ground.warned import warn_once
 from ipu_pipeline.tf1.graph.operations import HostVariable
 from ipu_pipeline.tf1.program.host_tables import HostTable
 from ipu_pipeline.tf1.session.session import Session
@@ -141,7 +141,7 @@ class HostEmbeddingSGDGAOptimizerSpec(HostEmbeddingOptimizerSpec):
           TypeError, ValueError: the rate or the factor is no such number.
         """
         super().__init__(learning_rate)
-        if isinstance(accumulation_factor, bool) or not isinstance(accumulation_factor, (int, np.integer)):
+        if not is_integer(accumulation_factor):
             raise TypeError(
                 "HostEmbeddingSGDGAOptimizerSpec: accumulation_factor must be an integer; got "
                 f"{accumulation_factor!r}."

@@ -15,9 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ipu_pipeline.engine.tracing.variable_scopes import variable_scope
-from ipu_pipeline.engine.tracing.variables import get_variable
+from ipu_pipeline.engine import get_variable, variable_scope
 from ipu_pipeline.graphcore.importing import explain_missing
+from ipu_pipeline.ground.checks import is_int
 from ipu_pipeline.tf1.layers import policies
 from ipu_pipeline.tf1.layers.base import at_least_float32
 
@@ -187,7 +187,7 @@ def _normalize(
         )
     channels = inputs.shape[axis]
     number = channels if groups is None else groups
-    if isinstance(number, bool) or not isinstance(number, int) or number < 1 or channels % number:
+    if not is_int(number, 1) or channels % number:
         raise ValueError(
             f"{kind}: groups must divide the {channels} channels of the inputs; got {groups!r}."
         )

@@ -8,14 +8,8 @@ from typing import Any
 
 import jax
 
-from ipu_pipeline.engine.devices.sharding import Shard
-from ipu_pipeline.engine.pipeline import Pipeline
-from ipu_pipeline.engine.planning.dispatch_plans import DispatchPlan
-from ipu_pipeline.engine.programs.collecting import find_sum_dtype
-from ipu_pipeline.engine.tracing import frames
-from ipu_pipeline.engine.tracing.captures import Captures
-from ipu_pipeline.engine.tracing.checkpoints import recomputation_checkpoint
-from ipu_pipeline.engine.tracing.tensor_parallel import TensorParallel, constrain
+from ipu_pipeline.engine import DispatchPlan, Pipeline, TensorParallel, constrain, recomputation_checkpoint
+from ipu_pipeline.engine.fronts import Captures, InsideOfBodyError, Shard, find_sum_dtype, is_in_stage
 from ipu_pipeline.graphcore.importing import explain_missing
 from ipu_pipeline.processes import selection
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
@@ -268,8 +262,8 @@ def pipeline(
             "pipelining_ops.pipeline must be called in a function that ipu_compiler.compile traces, "
             "within an ipu_scope; here it is not placed on an IPU device."
         )
-    if frames.is_in_stage():
-        raise frames.InsideOfBodyError(
+    if is_in_stage():
+        raise InsideOfBodyError(
             "pipelining_ops.pipeline was called within a computational stage; pipelines do not nest. Call "
             "it in the compiled function, or make its stages stages of the outer pipeline."
         )
@@ -330,8 +324,8 @@ def pipeline(
     replication = make_replication(
         builder.ipu_device,
         num_devices,
-        engine_pipeline.traced,
-        [infeed_queue, outfeed_queue],
+        engine_pipeline.uses_replicas,
+        [infeed_queue, outfeed_queue, *(entry.target for entry in engine_pipeline.traced.enqueued)],
         trains=not is_inference,
         averages=averages,
         sharded=sharded,

@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline.engine.tracing.keys import draw_key
+from ipu_pipeline.engine.fronts import draw_key
 from ipu_pipeline.graphcore.importing import explain_missing
-from ipu_pipeline.ground.messages import warn_once
+from ipu_pipeline.ground.checks import is_number
+from ipu_pipeline.ground.warned import warn_once
 
 __all__ = ["dropout"]
 
@@ -60,7 +61,7 @@ def dropout(
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"dropout: x must be floating-point numbers; got {x.dtype.name}.")
-    if isinstance(rate, bool) or not isinstance(rate, (int, float, np.floating)) or not 0 <= rate < 1:
+    if not is_number(rate) or not 0 <= rate < 1:
         raise ValueError(
             f"dropout: rate must be a number from 0 and less than 1; got {rate!r}.{_OLDER_ORDER}"
         )

@@ -26,7 +26,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ipu_pipeline.engine.tracing.variables import get_variable
+from ipu_pipeline.engine import get_variable
 from ipu_pipeline.graphcore.importing import explain_missing
 from ipu_pipeline.tf1.layers.base import ActivationFunction, check_flag
 from ipu_pipeline.tf1.layers.popnn import Popnn

@@ -1,6 +1,6 @@
 """Optimizers around Optax transformations, and TensorFlow 1's."""
 
-from ipu_pipeline.engine.updates.reporting import with_metrics
+from ipu_pipeline.engine import with_metrics
 from ipu_pipeline.graphcore.importing import explain_missing
 from ipu_pipeline.tf1.gradient_accumulation import GradientAccumulationReductionMethod
 from ipu_pipeline.tf1.optimizers import tf1

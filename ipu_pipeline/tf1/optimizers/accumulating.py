@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import numpy as np
-
+from ipu_pipeline.ground.checks import is_integer
 from ipu_pipeline.ground.shapes import check_float_dtype
 from ipu_pipeline.tf1.gradient_accumulation import GradientAccumulationReductionMethod
 from ipu_pipeline.tf1.optimizers.base import Accumulation, Optimizer, Unwrapped
@@ -56,7 +55,7 @@ class GradientAccumulationOptimizerV2(Optimizer):
           TypeError, ValueError: an argument is not usable.
         """
         super().__init__(opt, name)
-        if not isinstance(num_mini_batches, (int, np.integer)) or isinstance(num_mini_batches, bool):
+        if not is_integer(num_mini_batches):
             raise TypeError(f"num_mini_batches must be an integer; got {num_mini_batches!r}.")
         if not 1 <= num_mini_batches < _MAX_INT32:
             raise ValueError(

@@ -6,11 +6,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
-from ipu_pipeline.engine.updates.loss_scaling import LossScaled
-from ipu_pipeline.engine.updates.optimizer_tracing import describe_other_optimizer
+from ipu_pipeline.engine.fronts import LossScaled, describe_other_optimizer
+from ipu_pipeline.ground.checks import is_number
 
 __all__ = ["AveragedWeightsState", "with_averaged_weights"]
 
@@ -47,8 +46,7 @@ def with_averaged_weights(
             "with_averaged_weights: the optimizer must be an optax.GradientTransformation, for example "
             f"optax.sgd(0.01); got {describe_other_optimizer(inner)}. It goes inside of ipu.optimizers."
         )
-    is_number = isinstance(decay, (int, float, np.number)) and not isinstance(decay, bool)
-    if not is_number or not 0 <= decay < 1:
+    if not is_number(decay) or not 0 <= decay < 1:
         raise ValueError(f"with_averaged_weights: decay must be a number from 0 to below 1; got {decay!r}.")
     wrapped = optax.with_extra_args_support(inner)
 

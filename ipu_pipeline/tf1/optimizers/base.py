@@ -6,7 +6,7 @@ import abc
 import contextlib
 import contextvars
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +14,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ipu_pipeline.engine.loops.recording import TrainingStep, current_recorder, record_training_step
-from ipu_pipeline.engine.programs.accumulation import Reduction, find_accumulator_dtype
-from ipu_pipeline.engine.programs.gradient_maps import GradientMap, check_gradient_map
-from ipu_pipeline.engine.tracing.captures import Captures
-from ipu_pipeline.engine.tracing.specs import VariableSpec
-from ipu_pipeline.engine.updates import optimizer_tracing
-from ipu_pipeline.engine.updates.optimizer_tracing import describe_other_optimizer
+from ipu_pipeline.engine import Reduction
+from ipu_pipeline.engine.fronts import (
+    GradientMap,
+    current_body,
+    describe_other_optimizer,
+    join_gradient_maps,
+    record_training_step,
+)
 from ipu_pipeline.queues.operations import Operation
 from ipu_pipeline.queues.outfeed import IPUOutfeedQueue
 from ipu_pipeline.tf1.gradient_accumulation import GradientAccumulationReductionMethod
@@ -94,15 +95,7 @@ class Unwrapped:
     @property
     def gradient_map(self) -> GradientMap | None:
         """All gradient maps as one; None if there are none."""
-        if not self.gradient_maps:
-            return None
-
-        def mapped(gradient: jax.Array, variable: jax.Array) -> jax.Array:
-            for gradient_map in self.gradient_maps:
-                gradient = gradient_map(gradient, variable)
-            return gradient
-
-        return mapped
+        return join_gradient_maps(self.gradient_maps)
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,9 +196,7 @@ class Optimizer(abc.ABC):
         what = f"{type(self).__name__}.minimize"
         collected = _minimized.get()
         if collected is None:  # raises elsewhere than in a loop
-            frame, recorder = current_recorder(
-                what, "A pipeline gets its optimizer by `optimizer_function`."
-            )
+            body = current_body(what, "A pipeline gets its optimizer by `optimizer_function`.")
         if collected is not None and global_step is not None:
             raise ValueError(
                 "minimize: global_step must be None in the model_fn of an estimator, which counts the "
@@ -233,34 +224,20 @@ class Optimizer(abc.ABC):
                 "minimize: an OutfeedOptimizer is for pipelines. In the body of a loop, enqueue what "
                 "jax.grad gives, or the change of a variable."
             )
-        if var_list is not None and not isinstance(var_list, str):
-            var_list = [frame.names.trained_name(name) for name in var_list]
-        trained = _find_trained(recorder.variables, var_list)
-        for gradient_map in unwrapped.gradient_maps:
-            check_gradient_map(gradient_map, trained.values())
-        dtypes = {
-            name: find_accumulator_dtype(spec, accumulation.dtype, "dtype")
-            for name, spec in trained.items()
-        }
-        reduction = Reduction[accumulation.reduction_method.name]
-        traced = optimizer_tracing.trace_optimizer(
-            unwrapped.transformation, trained, None, (), reduction, dtypes
-        )
-        captures = Captures()
-        traced = optimizer_tracing.lift_captures(traced, captures.find_number)
-        step_name = frame.names.layer_name("", name or self.name)
-        step = TrainingStep(
-            name=step_name,
-            optimizer=traced,
+        step_name = record_training_step(
+            body,
+            loss,
+            unwrapped.transformation,
+            var_list,
+            name=name or self.name,
             num_mini_batches=accumulation.num_mini_batches,
-            reduction=reduction,
-            gradient_map=unwrapped.gradient_map,
-            accumulator_dtypes=dtypes,
+            reduction=Reduction[accumulation.reduction_method.name],
+            accumulator_dtype=accumulation.dtype,
+            gradient_maps=unwrapped.gradient_maps,
             offloads_state=accumulation.offloads_state,
             shards_state=accumulation.shards_state,
             averages_replicas=unwrapped.averages_replicas,
         )
-        record_training_step(recorder, step, loss, captures.values)
         return Operation(step_name)
 
     @abc.abstractmethod
@@ -279,24 +256,3 @@ def unwrap(opt: Any) -> Unwrapped:
       ValueError: two of them accumulate, scale the loss or average over replicas.
     """
     return opt.wrap(unwrap(opt.wrapped)) if isinstance(opt, Optimizer) else Unwrapped(opt)
-
-
-def _find_trained(
-    known: Mapping[str, VariableSpec], var_list: Sequence[str] | None
-) -> dict[str, VariableSpec]:
-    trainable = {name: spec for name, spec in known.items() if spec.trainable}
-    if isinstance(var_list, str):
-        raise ValueError(f"minimize: var_list must be a list of full names; got the string {var_list!r}.")
-    if var_list is not None and not var_list:
-        raise ValueError("No variables to optimize: var_list is empty; None trains all.")
-    for name in var_list or ():
-        if name not in trainable:
-            fault = "is not trainable" if name in known else "does not exist"
-            raise ValueError(
-                f"minimize: the variable {name!r} of var_list {fault}. Trainable are: "
-                f"{', '.join(trainable) or 'none'}."
-            )
-    trained = {name: spec for name, spec in trainable.items() if var_list is None or name in var_list}
-    if not trained:
-        raise ValueError("No variables to optimize: the loop's body has asked for no trainable variable.")
-    return trained

@@ -9,7 +9,7 @@ from typing import Any
 
 import optax
 
-from ipu_pipeline.engine.programs.gradient_maps import GradientMap
+from ipu_pipeline.engine.fronts import GradientMap
 from ipu_pipeline.ground.enumerations import list_members
 from ipu_pipeline.queues.outfeed import IPUOutfeedQueue
 from ipu_pipeline.tf1.graph.internal_variables import is_internal

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import optax
 
-from ipu_pipeline.engine.updates.loss_scaling import scale_loss
+from ipu_pipeline.engine.fronts import scale_loss
+from ipu_pipeline.ground.checks import is_integer, is_number
 from ipu_pipeline.tf1.optimizers.base import Optimizer, Unwrapped
 
 __all__ = ["LossScalingOptimizer"]
@@ -55,13 +56,13 @@ class LossScalingOptimizer(Optimizer):
         """
         super().__init__(opt, name)
         for argument, value, above in (("initial_scale", initial_scale, 0), ("factor", factor, 1)):
-            if not isinstance(value, (int, float, np.number)) or isinstance(value, bool):
+            if not is_number(value):
                 raise TypeError(f"{argument} must be a number; got {value!r}.")
             if not above < value < np.finfo(np.float32).max:
                 raise ValueError(f"{argument} must be finite in float32 and above {above}; got {value}.")
         if not isinstance(dynamic, bool):
             raise TypeError(f"dynamic must be True or False; got {dynamic!r}.")
-        if not isinstance(growth_interval, (int, np.integer)) or isinstance(growth_interval, bool):
+        if not is_integer(growth_interval):
             raise TypeError(f"growth_interval must be an integer; got {growth_interval!r}.")
         if not 1 <= growth_interval <= _MAX_INT32:
             raise ValueError(f"growth_interval must be from 1 to {_MAX_INT32}; got {growth_interval}.")

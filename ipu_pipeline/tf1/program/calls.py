@@ -14,18 +14,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
-from jax.extend import core as jex_core
 
+from ipu_pipeline.engine import Loop, Pipeline, Recomputation, VariableSpec
+from ipu_pipeline.engine.fronts import Enqueued, ProgramNames, Progress, find_leaves, mark_call
 from ipu_pipeline.engine.inspect import PipelineDetails, PipelineSummary
-from ipu_pipeline.engine.loop import Loop
-from ipu_pipeline.engine.pipeline import Pipeline
-from ipu_pipeline.engine.programs.recomputation import Recomputation
-from ipu_pipeline.engine.state import Progress
-from ipu_pipeline.engine.tracing import frames
-from ipu_pipeline.engine.tracing.enqueuing import first_leaves
-from ipu_pipeline.engine.tracing.frames import Enqueued
-from ipu_pipeline.engine.tracing.specs import VariableSpec
-from ipu_pipeline.ground import jax_compat
 from ipu_pipeline.processes import selection
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
 from ipu_pipeline.queues.outfeed import IPUOutfeedQueue
@@ -41,7 +33,6 @@ __all__ = [
     "building",
     "current_builder",
     "find_num_replicas",
-    "run_call_p",
 ]
 
 
@@ -183,13 +174,13 @@ class PipelineCall(_Call):
     @functools.cached_property
     def _enqueued(self) -> list[tuple[Enqueued, slice]]:
         """What stages enqueue to outfeeds, and where its leaves are."""
-        return _find_queues(self.pipeline.traced.enqueued)
+        return find_leaves(self.pipeline.traced.enqueued, IPUOutfeedQueue)
 
     @functools.cached_property
     def _updated(self) -> list[tuple[Enqueued, slice]]:
         """What weight updates enqueue to outfeeds, likewise."""
         updates = self.pipeline.updates
-        return [] if updates is None else _find_queues(updates.enqueued)
+        return [] if updates is None else find_leaves(updates.enqueued, IPUOutfeedQueue)
 
     def hand_out(self, progress: Progress) -> None:
         """Enqueues what a pipeline gave for some weight updates."""
@@ -239,14 +230,6 @@ class PipelineCall(_Call):
             allowed = selection.allows_recomputation()
             pipeline = pipeline.with_recomputation(self.recompute if allowed else None)
         return dataclasses.replace(pipeline.summary(left_out=self.internal), name=self.name)
-
-
-def _find_queues(entries: Sequence[Enqueued]) -> list[tuple[Enqueued, slice]]:
-    return [
-        (entry, slice(first, first + len(entry.avals)))
-        for entry, first in zip(entries, first_leaves(entries), strict=False)
-        if isinstance(entry.target, IPUOutfeedQueue)
-    ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -333,17 +316,6 @@ def find_num_replicas(call: Call) -> int:
     return number
 
 
-run_call_p = jex_core.Primitive("run_call")
-run_call_p.multiple_results = True
-
-
-@run_call_p.def_abstract_eval
-def _run_call_abstract(*operands: Any, index: int, results: tuple[Any, ...]) -> list[Any]:
-    # `index` is the position in ProgramBuilder.calls, since JAX's caches keep parameters for long.
-    del operands, index
-    return [jax_compat.shaped_array((), np.dtype(np.int32)), *results]  # a marker needs a result
-
-
 @dataclass(eq=False)
 class ProgramBuilder:
     """A program while its function is traced.
@@ -358,7 +330,7 @@ class ProgramBuilder:
     """
 
     ipu_device: int
-    names: frames.ProgramNames = field(default_factory=frames.ProgramNames)
+    names: ProgramNames = field(default_factory=ProgramNames)
     inputs: list[tuple[Any, str]] = field(default_factory=list)
     placeholders: dict[Placeholder, Any] = field(default_factory=dict)
     captured: dict[Placeholder, None] = field(default_factory=dict)
@@ -398,9 +370,7 @@ class ProgramBuilder:
                     "kept, but their optimizer states have different structures. Give one another `name`."
                 )
         self.calls.append(call)
-        avals = tuple(jax_compat.shaped_array(aval.shape, aval.dtype) for aval in results)
-        _marker, *values = run_call_p.bind(*operands, index=len(self.calls) - 1, results=avals)
-        return values
+        return mark_call(len(self.calls) - 1, operands, results)
 
     def capture(self, placeholder: Placeholder) -> Any:
         """The traced value that stands for a placeholder, which is an input of the program from now on.

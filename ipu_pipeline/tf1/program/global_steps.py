@@ -14,16 +14,7 @@ __all__ = ["give_steps"]
 
 
 def give_steps(inputs: Any, stages: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
-    """Makes the first stage ask for the global step, and what is computed from it, that `inputs` has.
-
-    Args:
-      inputs: of a pipeline.
-      stages: its stages; the first may be a list of parallel ones.
-
-    Returns:
-      The inputs with None in the place of what the stage asks for itself, and the stages; as they were
-      given if there is nothing of the kind.
-    """
+    """Makes the first stage ask for the global step, and what is computed from it, that `inputs` has."""
     rest, number, put_back = split_steps(inputs)
     if put_back is None:
         return inputs, stages

@@ -20,10 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
 
-from ipu_pipeline.engine.tracing import frames, scopes
-from ipu_pipeline.engine.tracing.specs import VariableSpec
-from ipu_pipeline.engine.tracing.variable_scopes import AUTO_REUSE, variable_scope
-from ipu_pipeline.engine.tracing.variables import get_variable
+from ipu_pipeline.engine import AUTO_REUSE, VariableSpec, get_variable, variable_scope
+from ipu_pipeline.engine.fronts import isolated, program_names
 from ipu_pipeline.tf1.graph.internal_variables import HOST_TABLES
 from ipu_pipeline.tf1.program.calls import Call, LoopCall
 
@@ -31,31 +29,20 @@ __all__ = ["HostTable", "RowGradients", "check_tables"]
 
 
 class RowGradients(NamedTuple):
-    """What the backward of one lookup hands over.
+    """What the backward of one lookup hands over."""
 
-    Attributes:
-      rows: [n], the numbers of the rows.
-      gradients: [n, columns], in the table's dtype.
-    """
-
-    rows: np.ndarray[Any, Any]
-    gradients: np.ndarray[Any, Any]
+    rows: np.ndarray[Any, Any]  # [n], the numbers of the rows
+    gradients: np.ndarray[Any, Any]  # [n, columns], in the table's dtype
 
 
 @dataclasses.dataclass(eq=False)
 class HostTable:
-    """A table in host memory.
+    """A table in host memory."""
 
-    Attributes:
-      spec: its name, shape, dtype and initial value; a session has it among its variables.
-      learning_rate: of its SGD; 0 if it is not trained.
-      num_mini_batches: how many of them give the gradients of an update.
-      sessions: those that it is registered with.
-    """
-
-    spec: VariableSpec
-    learning_rate: float
-    num_mini_batches: int
+    spec: VariableSpec  # its name, shape, dtype and initial value; a session has it among its variables
+    learning_rate: float  # of its SGD; 0 if it is not trained
+    num_mini_batches: int  # how many of them give the gradients of an update
+    # those that it is registered with
     sessions: weakref.WeakSet[Any] = dataclasses.field(default_factory=weakref.WeakSet)
     # Programs, which JAX keeps for long, have the table: what it refers to is not to stay with them.
     _array: weakref.ref[np.ndarray[Any, Any]] | None = None  # of the last run
@@ -70,7 +57,7 @@ class HostTable:
 
     def lookup(self, indices: Any, clips: bool) -> jax.Array:
         """Rows, in the function that is being traced; see `HostEmbedding.lookup`."""
-        tables = frames.current_frame("HostEmbedding.lookup").names.host_tables
+        tables = program_names("HostEmbedding.lookup").host_tables
         known = tables.setdefault(self.spec.name, self)
         if known is not self:
             raise ValueError(
@@ -85,7 +72,7 @@ class HostTable:
             ids = jnp.clip(ids, 0, self.spec.shape[0] - 1)
         if self.learning_rate == 0:
             return jax.lax.stop_gradient(self._find(ids))
-        with scopes.isolated(), variable_scope(HOST_TABLES, reuse=AUTO_REUSE):
+        with isolated(), variable_scope(HOST_TABLES, reuse=AUTO_REUSE):
             marker = get_variable(self.spec.name, (), self.spec.dtype, jax.nn.initializers.zeros)
         return self._find_trained(marker, ids)
 
@@ -140,10 +127,6 @@ class HostTable:
     def connected(self, user: Any, array: np.ndarray[Any, Any]) -> Iterator[None]:
         """Lets programs look rows up, for a `with` block.
 
-        Args:
-          user: the run, which refers to nothing else for longer than it lasts.
-          array: the table, as a session has it.
-
         Raises:
           RuntimeError: another session's run uses it.
         """
@@ -173,11 +156,6 @@ class HostTable:
 
 def check_tables(tables: Sequence[HostTable], call: Call, count: int | None) -> None:
     """Raises if a pipeline or loop cannot train tables in host memory as they say.
-
-    Args:
-      tables: the program's.
-      call: the pipeline or loop.
-      count: its micro-batches per weight update; None if they are known when it runs.
 
     Raises:
       NotImplementedError: the loss is scaled, and so were the rows' gradients.

@@ -13,10 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ipu_pipeline.engine.tracing import scopes
-from ipu_pipeline.engine.tracing.specs import VariableSpec
-from ipu_pipeline.engine.tracing.variables import get_variable
-from ipu_pipeline.engine.updates.loss_scaling import LossScaled
+from ipu_pipeline.engine import VariableSpec, get_variable
+from ipu_pipeline.engine.fronts import LossScaled, Scope, opened
 from ipu_pipeline.tf1.graph.internal_variables import LOSS_WEIGHTS
 
 __all__ = ["at_least_float32_for_weights", "divide_by_weight", "weigh", "weight_name"]
@@ -28,10 +26,6 @@ def _is_weight(name: str) -> bool:
 
 def weigh(loss: Any, weight: Any) -> jax.Array:
     """The loss, with a gradient that is its weight.
-
-    Args:
-      loss: a scalar.
-      weight: a scalar, which is not differentiated.
 
     Raises:
       ValueError: the weight is no real scalar.
@@ -45,7 +39,7 @@ def weigh(loss: Any, weight: Any) -> jax.Array:
             f"for example the number of tokens; it is {weight.dtype.name}{list(weight.shape)}."
         )
     dtype = _dtype_for(loss)
-    with scopes.opened(scopes.Scope(reuse=True)):
+    with opened(Scope(reuse=True)):
         nothing = get_variable(weight_name(loss), (), dtype, 0.0)
     counted = nothing * jax.lax.stop_gradient(weight.astype(dtype))
     return loss + counted.astype(loss.dtype)
@@ -90,11 +84,7 @@ def divide_by_weight(inner: optax.GradientTransformation) -> optax.GradientTrans
 
 
 def at_least_float32_for_weights(accumulator_dtype: Any) -> Any:
-    """The dtype of accumulators, but for the weights, which are counted in that of their variable.
-
-    Args:
-      accumulator_dtype: of `engine.Pipeline`.
-    """
+    """The dtype of accumulators, but for the weights, which are counted in that of their variable."""
     if accumulator_dtype is None:
         return None
 

@@ -9,10 +9,14 @@ from typing import Any, TypeAlias
 
 import optax
 
-from ipu_pipeline.engine.programs.gradient_maps import GradientMap, GradientTarget
-from ipu_pipeline.engine.tracing import frames
-from ipu_pipeline.engine.tracing.stages import check_signature
-from ipu_pipeline.engine.updates.optimizer_tracing import describe_other_optimizer
+from ipu_pipeline.engine.fronts import (
+    GradientMap,
+    GradientTarget,
+    check_signature,
+    describe_other_optimizer,
+    program_names,
+    tracing_again,
+)
 from ipu_pipeline.tf1.graph.internal_variables import is_internal
 from ipu_pipeline.tf1.optimizers.base import unwrap
 from ipu_pipeline.tf1.optimizers.gradients import choose_trained
@@ -127,7 +131,7 @@ class LossAndTransformation:
     def loss(self, *args: Any, **kwargs: Any) -> Any:
         """The loss, from what the last stage returns."""
         output = self._call(*args, **kwargs)
-        names = frames.current_frame("the optimizer_function").names
+        names = program_names("the optimizer_function")
         given = output.var_list
         self._var_list = None if given is None else [names.trained_name(name) for name in given]
         unwrapped = unwrap(output.opt)
@@ -146,10 +150,7 @@ class LossAndTransformation:
     def transformation(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         """The Optax transformation and extra arguments of its `update`, likewise."""
         # The loss is traced again and dropped, so its variables may be asked for again.
-        frame = frames.Frame(
-            frames.ProgramNames(), True, "the optimizer_function", is_stage=True, is_traced_again=True
-        )
-        with frames.frame(frame):
+        with tracing_again("the optimizer_function"):
             output = self._call(*args, **kwargs)
         transformation = unwrap(output.opt).transformation
         if output.loss_weight is not None:

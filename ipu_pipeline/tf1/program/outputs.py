@@ -23,28 +23,18 @@ class Fetched:
 
 @dataclass(frozen=True, eq=False)
 class Output(Fetched):
-    """A value that a compiled function returns; `Session.run` runs the program once for all of them.
+    """A value that a compiled function returns; `Session.run` runs the program once for all of them."""
 
-    Attributes:
-      program: the program.
-      number: the position of the value among the leaves of what the function returns.
-    """
-
-    program: Any
-    number: int
+    program: Any  # the program
+    number: int  # the position of the value among the leaves of what the function returns
 
 
 @dataclass(frozen=True, eq=False)
 class Computed(Fetched):
-    """What is computed of values when they have been fetched.
+    """What is computed of values when they have been fetched."""
 
-    Attributes:
-      function: computes it.
-      parts: its arguments: what is fetched, or what it takes as it is.
-    """
-
-    function: Callable[..., Any]
-    parts: tuple[Any, ...]
+    function: Callable[..., Any]  # computes it
+    parts: tuple[Any, ...]  # its arguments: what is fetched, or what it takes as it is
 
 
 def _forward(name: str, is_reflected: bool = False) -> Callable[..., Computed]:

@@ -12,12 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline.engine.devices.offloading import Offload
-from ipu_pipeline.engine.programs.accumulation import find_accumulator_dtype
-from ipu_pipeline.engine.programs.recomputation import Recomputation
-from ipu_pipeline.engine.tracing.checkpoints import has_marks
-from ipu_pipeline.engine.tracing.stage_lists import as_level
+from ipu_pipeline.engine import Recomputation
+from ipu_pipeline.engine.fronts import Offload, as_level, find_accumulator_dtype
 from ipu_pipeline.ground import jax_compat
+from ipu_pipeline.ground.checks import is_integer
 from ipu_pipeline.ground.enumerations import list_members
 from ipu_pipeline.ground.shapes import check_dtype, check_float_dtype
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
@@ -121,7 +119,7 @@ def check_batch_serialization(
 
 def check_integer(argument: str, value: Any) -> int:
     """An integer from 1 that fits int32."""
-    if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
+    if not is_integer(value):
         raise TypeError(f"{argument} must be an integer; got {value!r}.")
     if not 1 <= value <= _MAX_INT32:
         raise ValueError(f"{argument} must be from 1 to {_MAX_INT32}; got {value}.")
@@ -264,7 +262,7 @@ def check_mapping(device_mapping: Any, stages: Sequence[Any]) -> list[int | list
                 f"computational_stages[{index}] is; got {entry!r}."
             )
         for ipu in as_level(entry):
-            if not isinstance(ipu, (int, np.integer)) or isinstance(ipu, bool) or ipu < 0:
+            if not is_integer(ipu, 0):
                 raise ValueError(
                     "Each stage must be mapped to an IPU: device_mapping must have integers from 0; "
                     f"device_mapping[{index}] is {entry!r}."
@@ -336,14 +334,6 @@ def _check_mask(mask: Any) -> None:
 def apply_mask(mask: Any, outputs: Any) -> tuple[Any, list[bool]]:
     """Leaves out what an `outfeed_mask` says.
 
-    Args:
-      mask: checked; True leaves a value out. None: nothing is.
-      outputs: what the last stage returns, or shapes and dtypes.
-
-    Returns:
-      The rest, in a tuple, list or dict if the outputs are in one; and for each leaf of the outputs
-      whether it is in the rest.
-
     Raises:
       ValueError: the mask does not fit the outputs, or leaves nothing.
     """
@@ -401,7 +391,7 @@ def check_outfeed(call: PipelineCall) -> None:
 def check_recomputation_checkpoints(call: PipelineCall) -> None:
     """Warns if stages mark values to keep, in a mode that keeps none."""
     if call.recompute is Recomputation.RECOMPUTE_THEN_BACKPROPAGATE:
-        marked = [stage.place for stage in call.pipeline.traced.stages if has_marks(stage.flat)]
+        marked = call.pipeline.places_with_marks
         if marked:
             warnings.warn(
                 f"recomputation_checkpoint in {', '.join(marked)} has no effect with the "

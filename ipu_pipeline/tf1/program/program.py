@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
-from jax.extend import core as jex_core
 
-from ipu_pipeline.engine import jaxprs
-from ipu_pipeline.engine.planning.dispatch_plans import DispatchPlan
-from ipu_pipeline.engine.tracing import frames, hoisting
-from ipu_pipeline.engine.tracing.specs import VariableSpec
-from ipu_pipeline.ground import jax_compat
-from ipu_pipeline.ground.errors import without_traceback_note
+from ipu_pipeline.engine import DispatchPlan, VariableSpec
+from ipu_pipeline.engine.fronts import CallStep, Segment, SegmentedFunction, Values, segment
 from ipu_pipeline.processes import selection
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
 from ipu_pipeline.queues.operations import Operation
@@ -24,36 +18,11 @@ from ipu_pipeline.reports.programs import Placement, ProgramSummary
 from ipu_pipeline.tf1.graph.internal_variables import is_internal
 from ipu_pipeline.tf1.graph.placeholders import Placeholder, live_placeholders, standing
 from ipu_pipeline.tf1.graph.symbols import Symbol
-from ipu_pipeline.tf1.program.calls import Call, PipelineCall, ProgramBuilder, building, run_call_p
+from ipu_pipeline.tf1.program.calls import Call, PipelineCall, ProgramBuilder, building
 from ipu_pipeline.tf1.program.host_tables import HostTable, check_tables
 from ipu_pipeline.tf1.program.outputs import Output
 
-__all__ = ["CallStep", "Program", "Segment", "build_program", "read_atom", "returned_values"]
-
-
-class CallStep(NamedTuple):
-    """A pipeline or loop, the atoms that it takes, and the jaxpr variables that it returns."""
-
-    call: Call
-    operands: list[Any]
-    results: list[Any]
-
-
-@dataclass(frozen=True, eq=False)
-class Segment:
-    """Equations between two calls, jitted.
-
-    Attributes:
-      function: the jitted equations.
-      arguments: the jaxpr variables that it takes.
-      results: the jaxpr variables that it returns.
-      reads: which of the arguments are variables, read from the session just before.
-    """
-
-    function: Callable[..., list[Any]]
-    arguments: list[Any]
-    results: list[Any]
-    reads: dict[Any, VariableSpec]
+__all__ = ["Program", "build_program", "returned_values"]
 
 
 class Program:
@@ -64,12 +33,10 @@ class Program:
     the values are found by its keys.
 
     Attributes:
-      steps: segments, pipelines and loops, in the order in which they run.
-      input_vars: the jaxpr variables of its inputs.
-      constants: the jaxpr variables that stand for constant arrays, with their values.
+      function: what was compiled, cut into segments, pipelines and loops.
+      calls: the pipelines and loops, in the order in which they run.
       result_tree: the structure of what `Session.run` returns: a list, a dict or another pytree of leaves;
         without leaves if the function returns operations or nothing.
-      result_atoms: the atoms of its leaves.
       host_tables: the tables in host memory that it looks up.
     """
 
@@ -77,32 +44,27 @@ class Program:
         self,
         ipu_device: int,
         inputs: Sequence[Placeholder | np.ndarray[Any, Any]],
-        input_vars: Sequence[Any],
-        steps: Sequence[Segment | CallStep],
+        function: SegmentedFunction,
+        calls: Sequence[Call],
         result_tree: Any,
-        result_atoms: Sequence[Any],
-        constants: Mapping[Any, Any],
         host_tables: Sequence[HostTable],
     ) -> None:
         """Made by `build_program`."""
         self._ipu_device = ipu_device
         self._inputs = list(inputs)
-        self.input_vars = list(input_vars)
-        self.steps = list(steps)
+        self.function = function
+        self.calls = list(calls)
         self.result_tree = result_tree
-        self.result_atoms = list(result_atoms)
-        self.constants = dict(constants)
         self.host_tables = list(host_tables)
 
     @property
     def outputs(self) -> Any:
         """The values that the compiled function returns, in their structure; None if there are none."""
-        if not self.result_atoms:
-            return None
-        return self.result_tree.unflatten([Output(self, n) for n in range(len(self.result_atoms))])
+        number = len(self.function.outputs)
+        return self.result_tree.unflatten([Output(self, n) for n in range(number)]) if number else None
 
     def _known_outputs(self) -> Any:
-        if not self.result_atoms:
+        if not self.function.outputs:
             raise TypeError(
                 "The compiled function returns no values, only operations or nothing, so the program "
                 "cannot be indexed or unpacked. Run it as a whole: session.run(program)."
@@ -129,11 +91,6 @@ class Program:
     def ipu_device(self) -> int:
         """The number in `/device:IPU:<n>`."""
         return self._ipu_device
-
-    @property
-    def calls(self) -> list[Call]:
-        """The pipelines and loops, in the order in which they run."""
-        return [step.call for step in self.steps if isinstance(step, CallStep)]
 
     @property
     def num_ipus(self) -> int:
@@ -187,8 +144,8 @@ class Program:
     def variables(self) -> dict[str, VariableSpec]:
         """All variables that the program uses, by full name."""
         found: dict[str, VariableSpec] = {}
-        for step in self.steps:
-            used = step.call.variables if isinstance(step, CallStep) else step.reads
+        for step in self.function.steps:
+            used = self.calls[step.number].variables if isinstance(step, CallStep) else step.reads
             found.update((spec.name, spec) for spec in used.values() if not is_internal(spec.name))
         return found | {table.spec.name: table.spec for table in self.host_tables}
 
@@ -206,24 +163,23 @@ class Program:
           NotImplementedError: something that another pipeline or loop returns is taken.
           ValueError: a value would be computed from a placeholder that is not known.
         """
-        values: dict[Any, Any] = dict(self.constants)
-        for var, value in zip(self.input_vars, self._inputs, strict=True):
-            values[var] = value
-            if isinstance(value, Placeholder) and value in known:
-                values[var] = value.check_value(known[value])
-        for step in self.steps:
+        given = [
+            value.check_value(known[value]) if isinstance(value, Placeholder) and value in known else value
+            for value in self._inputs
+        ]
+        values = Values(self.function, given)
+        for step in self.function.steps:
             if isinstance(step, CallStep):
-                assert step.call is call
-                return [read_atom(values, atom) for atom in step.operands]
-            values.update((var, read(spec)) for var, spec in step.reads.items())
-            arguments = [values[var] for var in step.arguments]
-            for argument in arguments:
+                assert self.calls[step.number] is call
+                return values.operands(step)
+            variables = [read(spec) for spec in step.reads.values()]
+            for argument in values.arguments(step):
                 if isinstance(argument, Placeholder):
                     raise ValueError(
                         f"export: something is computed from {argument!r} before the pipeline. Give its "
                         "value in `inputs`, or compute it in a stage."
                     )
-            values.update(zip(step.results, step.function(*map(np.asarray, arguments)), strict=True))
+            values.compute_on_host(step, variables)
         raise AssertionError("the call is one of the steps")
 
     @property
@@ -276,8 +232,7 @@ def build_program(
         given = arguments[: len(inputs)]
         builder.inputs = list(zip(given, named, strict=True))
         builder.placeholders = dict(zip(live, arguments[len(inputs) :], strict=True))
-        frame = frames.Frame(builder.names, False, "the compiled function", is_stage=False)
-        with building(builder), standing(builder.capture), frames.frame(frame):
+        with building(builder), standing(builder.capture):
             leaves, tree = jax.tree.flatten(returned_values(function(*given)))
         result[:] = [tree]
         return leaves
@@ -286,35 +241,7 @@ def build_program(
         value.aval if isinstance(value, Placeholder) else jax.ShapeDtypeStruct(value.shape, value.dtype)
         for value in (*inputs, *live)
     ]
-    with without_traceback_note(), jax_compat.fresh_trace():
-        closed_jaxpr = jax.make_jaxpr(traced)(*avals)
-    reads: list[dict[VariableSpec, Any]] = [{}]  # one entry per segment
-
-    def read(spec: VariableSpec) -> Any:
-        if spec not in reads[-1]:
-            reads[-1][spec] = hoisting.variable_input(spec)
-        return reads[-1][spec]
-
-    def refuse(*arguments: Any) -> Any:
-        raise AssertionError(f"assign and next_rng_key refuse to work here: {arguments}")
-
-    markers = hoisting.marker_rule(
-        "the compiled function", builder.names, read, refuse, refuse, refuse, refuse
-    )
-
-    def rule(equation: Any, atoms: list[Any], inline: jaxprs.InlineFunction) -> list[Any] | None:
-        if equation.primitive is run_call_p:
-            reads.append({})
-            return None
-        if hoisting.contains(equation, (run_call_p,)):
-            raise ValueError(
-                "pipelining_ops.pipeline or a loop of ipu.loops is called inside the body of "
-                f"{equation.primitive.name}. Each is a step of a program of its own: call it outside. A "
-                "pipeline repeats by repeat_count."
-            )
-        return markers(equation, atoms, inline)
-
-    flat = jaxprs.flatten(closed_jaxpr, rule)
+    cut = segment(traced, avals, builder.names)
     outfeeds = [(call.replication, outfed) for call in builder.calls for outfed in call.outfeeds]
     for _replication, outfed in outfeeds:
         outfed.queue.check(outfed.tree, outfed.avals)
@@ -322,20 +249,17 @@ def build_program(
         count = replication.count if outfed.is_of_replicas else None
         outfed.queue.bind(outfed.tree, outfed.avals, count)
     (tree,) = result
-    num_given = len(inputs)
-    captured = dict(zip(live, flat.inputs[num_given:], strict=True))
     used = list(builder.captured)
     builder.forget_values()
-    steps = _make_steps(flat, reads, builder.calls)
+    numbers = {known: number for number, known in enumerate(live, len(inputs))}
+    places = [*range(len(inputs)), *(numbers[known] for known in used)]
     return Program(
         ipu_device,
         [*inputs, *used],
-        [*flat.inputs[:num_given], *(captured[known] for known in used)],
-        steps,
+        cut.with_inputs(places),
+        builder.calls,
         tree,
-        list(flat.outputs),
-        flat.constants,
-        _check_tables(builder, steps),
+        _check_tables(builder, cut.steps),
     )
 
 
@@ -391,61 +315,3 @@ def returned_values(values: Any) -> Any:
 
 def _without_operations(values: Any) -> Any:
     return jax.tree.map(lambda leaf: None if isinstance(leaf, Operation) else leaf, values)
-
-
-def _make_steps(
-    flat: jaxprs.FlatJaxpr, reads: Sequence[dict[VariableSpec, Any]], calls: Sequence[Call]
-) -> list[Segment | CallStep]:
-    runs: list[list[Any]] = [[]]
-    markers: list[Any] = []
-    for equation in flat.equations:
-        if equation.primitive is run_call_p:
-            markers.append(equation)
-            runs.append([])
-        else:
-            runs[-1].append(equation)
-    steps: list[Segment | CallStep] = []
-    for index, run in enumerate(runs):
-        later = [*markers[index:], *(equation for rest in runs[index + 1 :] for equation in rest)]
-        wanted = [atom for equation in later for atom in equation.invars] + list(flat.outputs)
-        used = {atom for atom in wanted if not isinstance(atom, jex_core.Literal)}
-        results = [var for equation in run for var in equation.outvars if var in used]
-        # A variable that is returned, or given to a pipeline, as it is still has to be read.
-        read_here = {var: spec for spec, var in reads[index].items()}
-        results += [var for var in read_here if var in used]
-        if results or any(equation.effects for equation in run):
-            steps.append(_make_segment(flat, run, results, read_here))
-        if index < len(markers):
-            marker = markers[index]
-            call = calls[marker.params["index"]]
-            steps.append(CallStep(call, list(marker.invars), list(marker.outvars[1:])))
-    return steps
-
-
-def _make_segment(
-    flat: jaxprs.FlatJaxpr, run: list[Any], results: list[Any], read_here: dict[Any, VariableSpec]
-) -> Segment:
-    made = {var for equation in run for var in equation.outvars}
-    atoms = [atom for equation in run for atom in equation.invars] + results
-    taken = dict.fromkeys(
-        atom
-        for atom in atoms
-        if not isinstance(atom, jex_core.Literal) and atom not in made and atom not in flat.constants
-    )
-    part = jaxprs.FlatJaxpr(list(taken), run, results, flat.constants)
-    program = jaxprs.extract(part, results, (), jaxprs.any_equation)
-
-    def segment(*arguments: Any) -> list[Any]:
-        return program(*arguments)
-
-    return Segment(
-        jax.jit(segment),
-        program.inputs,
-        results,
-        {var: spec for var, spec in read_here.items() if var in program.inputs},
-    )
-
-
-def read_atom(values: Mapping[Any, Any], atom: Any) -> Any:
-    """The value of an atom: a literal's own, a variable's by `values`."""
-    return np.asarray(atom.val) if isinstance(atom, jex_core.Literal) else values[atom]

@@ -6,7 +6,7 @@ import itertools
 import weakref
 
 from ipu_pipeline.checkpointing.session_state import KeptOptimizer
-from ipu_pipeline.engine.tracing.specs import VariableSpec
+from ipu_pipeline.engine import VariableSpec
 from ipu_pipeline.processes import selection
 from ipu_pipeline.tf1.graph.internal_variables import is_internal
 from ipu_pipeline.tf1.program.calls import current_builder
@@ -36,12 +36,7 @@ def compiled_programs() -> list[Program]:
 
 
 def find_trained(name: str, optimizer: KeptOptimizer) -> set[str] | None:
-    """Full names of the variables that an optimizer's state is of; None if no such program is in use.
-
-    Args:
-      name: of the pipeline, or loop.
-      optimizer: the state.
-    """
+    """Full names of the variables that an optimizer's state is of; None if no such program is in use."""
     for program in compiled_programs():
         for call in program.calls:
             is_its = call.trains and not optimizer.find_differences(call.optimizer_shapes)
@@ -75,10 +70,6 @@ def trainable_variables() -> list[VariableSpec]:
 
 def reserve_ipus(ipu_device: int, number: int) -> None:
     """Sees to it that there will be IPUs for a program that is being compiled, beside those of the others.
-
-    Args:
-      ipu_device: the n of its `/device:IPU:<n>`.
-      number: how many IPUs it needs.
 
     Raises:
       RuntimeError: JAX's CPU backend is running already, with fewer devices.

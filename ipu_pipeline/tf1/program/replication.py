@@ -13,9 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ipu_pipeline.engine.tracing.replicas import uses_replicas
-from ipu_pipeline.engine.tracing.traced import TracedPipeline
-from ipu_pipeline.ground.messages import warn_once
+from ipu_pipeline.ground.warned import warn_once
 from ipu_pipeline.processes import selection
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
 from ipu_pipeline.queues.outfeed import IPUOutfeedQueue
@@ -25,15 +23,10 @@ __all__ = ["Asked", "Replication", "asking_for", "make_replication"]
 
 @dataclass(frozen=True)
 class Asked:
-    """What an estimator is told.
+    """What an estimator is told."""
 
-    Attributes:
-      num_replicas: how many replicas.
-      num_ipus: how many IPUs each of them has, some of which may be idle.
-    """
-
-    num_replicas: int
-    num_ipus: int
+    num_replicas: int  # how many replicas
+    num_ipus: int  # how many IPUs each of them has, some of which may be idle
 
 
 _asked: contextvars.ContextVar[Asked | None] = contextvars.ContextVar("asked", default=None)
@@ -52,8 +45,8 @@ def asking_for(num_replicas: int, num_ipus: int) -> Iterator[None]:
 def make_replication(
     ipu_device: int,
     num_ipus: int,
-    traced: TracedPipeline,
-    queues: Sequence[IPUInfeedQueue | IPUOutfeedQueue | None],
+    uses_replicas: bool,
+    queues: Sequence[Any],
     *,
     trains: bool,
     averages: bool,
@@ -61,26 +54,17 @@ def make_replication(
 ) -> Replication:
     """The replication of a pipeline or loop that has been traced.
 
-    Args:
-      ipu_device: as of `Replication`.
-      num_ipus: likewise.
-      traced: its stages.
-      queues: its infeed and outfeed; those that its stages enqueue to are found.
-      trains: as of `Replication`.
-      averages: likewise.
-      sharded: likewise.
-
     Raises:
       ValueError: see `Replication.check`.
     """
-    targets = [entry.target for entry in traced.enqueued if isinstance(entry.target, IPUOutfeedQueue)]
-    factors = [queue.replication_factor for queue in (*queues, *targets) if queue is not None]
+    known = [queue for queue in queues if isinstance(queue, IPUInfeedQueue | IPUOutfeedQueue)]
+    factors = [queue.replication_factor for queue in known]
     made = Replication(
         ipu_device,
         num_ipus,
         trains,
         averages,
-        any(uses_replicas(stage.flat) for stage in traced.stages),
+        uses_replicas,
         tuple(factor for factor in factors if factor is not None),
         sharded=tuple(sharded),
     )
@@ -90,30 +74,19 @@ def make_replication(
 
 @dataclass(frozen=True)
 class Replication:
-    """What decides how many replicas a pipeline or loop has.
+    """What decides how many replicas a pipeline or loop has."""
 
-    Attributes:
-      ipu_device: the n of its `/device:IPU:<n>`.
-      num_ipus: how many IPUs one replica uses.
-      trains: whether it has an optimizer.
-      averages: whether that averages gradients over replicas.
-      communicates: whether its stages compute with other replicas, or with their number among them.
-      factors: what its queues say the number of replicas is.
-      asked: what an estimator was told.
-      norm_group_size: how many replicas share statistics of batch normalization, by the configuration when
-        it was traced.
-      sharded: names of the arguments by which something is spread over replicas.
-    """
-
-    ipu_device: int
-    num_ipus: int
-    trains: bool
-    averages: bool = False
+    ipu_device: int  # the n of its `/device:IPU:<n>`
+    num_ipus: int  # how many IPUs one replica uses
+    trains: bool  # whether it has an optimizer
+    averages: bool = False  # whether that averages gradients over replicas
+    # whether its stages compute with other replicas, or with their number among them
     communicates: bool = False
-    factors: tuple[int, ...] = ()
-    asked: Asked | None = field(default_factory=_asked.get)
+    factors: tuple[int, ...] = ()  # what its queues say the number of replicas is
+    asked: Asked | None = field(default_factory=_asked.get)  # what an estimator was told
+    # how many replicas share statistics of batch normalization, by the configuration when it was traced
     norm_group_size: int = field(default_factory=selection.norm_group_size)
-    sharded: tuple[str, ...] = ()
+    sharded: tuple[str, ...] = ()  # names of the arguments by which something is spread over replicas
 
     @property
     def may_be_several(self) -> bool:
@@ -184,9 +157,6 @@ class Replication:
     def settle(self, name: str) -> int:
         """How many replicas a pipeline or loop that is to run has; warns of arguments without effect.
 
-        Args:
-          name: the pipeline's, or the loop's.
-
         Raises:
           ValueError: as `count`; replicas would share statistics otherwise than was traced; or the stages
             use other replicas, and there would be several without an optimizer that averages over them.
@@ -240,10 +210,6 @@ class Replication:
 
     def choose_devices(self, devices: Sequence[Any], num_replicas: int) -> list[Any]:
         """The devices of the replicas, one replica's after the other's.
-
-        Args:
-          devices: all that are selected.
-          num_replicas: what `count` says.
 
         Raises:
           ValueError: there are too few.

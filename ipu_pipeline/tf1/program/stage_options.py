@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ipu_pipeline.engine.tracing.stage_lists import as_level
+from ipu_pipeline.engine.fronts import as_level
 
 __all__ = ["PipelineStageOptions", "compiler_options"]
 
@@ -62,16 +62,6 @@ def compiler_options(
     stages: Sequence[Any], trains: bool, forward: Any, backward: Any, weight_update: Any
 ) -> dict[str, Any]:
     """The three arguments of `pipeline`, checked.
-
-    Args:
-      stages: those of the pipeline; a list stands for parallel ones, which have a list of options.
-      trains: whether it has an optimizer. Without one, options of what it does not do warn.
-      forward: the argument forward_propagation_stages_poplar_options.
-      backward: the argument backward_propagation_stages_poplar_options.
-      weight_update: the argument weight_update_poplar_options.
-
-    Returns:
-      Arguments of the engine's `Pipeline`.
 
     Raises:
       TypeError: an argument is not of its type.

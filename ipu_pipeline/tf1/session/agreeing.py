@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ipu_pipeline.checkpointing.session_state import SessionState
-from ipu_pipeline.engine import peers
-from ipu_pipeline.engine.devices.crossing import row_sharding
+from ipu_pipeline.engine import processes
+from ipu_pipeline.engine.processes import row_sharding
 from ipu_pipeline.tf1.graph.placeholders import Placeholder
 from ipu_pipeline.tf1.program.program import Program
 
@@ -34,18 +34,12 @@ def agree_on_run(
 ) -> None:
     """Compares what is about to run with the other processes, if there are any; all of them call it.
 
-    Args:
-      programs: what is run.
-      feeds: what is fed.
-      changes: how often variables were set in each way, such as "Session.load".
-      fault: why this process cannot run it.
-
     Raises:
       ValueError: the processes differ; nothing has run.
       fault: all processes have it.
       ProcessError: another process has ended, or does not go on.
     """
-    others = peers.current()
+    others = processes.current()
     if others is None:
         return
     told = {
@@ -60,7 +54,7 @@ def agree_on_run(
     _agree(others, "a run of a session", told, fault)
 
 
-def _agree(others: peers.Peers, what: str, told: Mapping[str, str], fault: Exception | None) -> None:
+def _agree(others: processes.Peers, what: str, told: Mapping[str, str], fault: Exception | None) -> None:
     """Compares also what keeps this process from going on, and raises that if it is the same for all."""
     described = "nothing" if fault is None else f"{type(fault).__name__}: {fault}"
     try:
@@ -83,16 +77,12 @@ def _describe_fed(placeholder: Placeholder, feeds: Mapping[Placeholder, Any]) ->
 def agree_on_values(state: SessionState, fault: Exception | None = None) -> None:
     """Compares the values that each process has by itself with the others', if there are any; all call it.
 
-    Args:
-      state: everything that the session has. What lies on devices of a pipeline or loop is left out.
-      fault: why this process could not make one of its values.
-
     Raises:
       ValueError: a value differs between processes.
       fault: all processes have it.
       ProcessError: another process has ended, or does not go on.
     """
-    others = peers.current()
+    others = processes.current()
     if others is None:
         return
     own = dict(_own_arrays(state))

@@ -15,10 +15,6 @@ _OF_TENSORFLOW = {"config": "tf.ConfigProto", "graph": "tf.Graph"}
 def choose_seed(seed: int | None, others: Collection[str]) -> int:
     """The seed of a session.
 
-    Args:
-      seed: the argument.
-      others: the names of other arguments that were given.
-
     Raises:
       TypeError: the seed is not an integer, or there are other arguments.
       ValueError: the seed does not fit 64 bits.

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ipu_pipeline.checkpointing.session_state import KeptOptimizer
-from ipu_pipeline.engine.devices.everywhere import read_everywhere
+from ipu_pipeline.engine.processes import read_everywhere
 
 __all__ = ["find_weights", "read_state"]
 
@@ -31,15 +31,6 @@ def find_weights(
     optimizer: KeptOptimizer, entry: str, variables: Mapping[str, Any], trained: Collection[str] | None
 ) -> dict[str, Any]:
     """The arrays of an entry that has one for each trained variable, in the variables' dtypes.
-
-    Args:
-      optimizer: the state.
-      entry: the entry's last name, such as "ema", or its path, such as "[1].ema".
-      variables: the session's, by full name.
-      trained: full names of those that are trained; None: not known, and taken from the state.
-
-    Returns:
-      The arrays, by full name of the variable.
 
     Raises:
       ValueError: there is no such entry, or several.

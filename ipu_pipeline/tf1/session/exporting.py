@@ -20,10 +20,8 @@ from ipu_pipeline.checkpointing import checkpoints
 from ipu_pipeline.checkpointing.session_state import SessionState
 from ipu_pipeline.checkpointing.snapshots import Snapshot, describe_array
 from ipu_pipeline.data import json_trees
-from ipu_pipeline.engine.programs.bindings import Binding, BindingKind, Bindings
-from ipu_pipeline.engine.programs.stage_programs import ValueKind
-from ipu_pipeline.engine.tracing.specs import VariableSpec
-from ipu_pipeline.engine.tracing.traced import Source, TracedPipeline
+from ipu_pipeline.engine import VariableSpec
+from ipu_pipeline.engine.fronts import export_stages
 from ipu_pipeline.processes import selection
 from ipu_pipeline.tf1.graph.placeholders import Placeholder
 from ipu_pipeline.tf1.program.calls import PipelineCall
@@ -37,21 +35,13 @@ FORMAT_VERSION = 2  # 1 encoded trees otherwise, and is still read
 
 @dataclass(frozen=True, eq=False)
 class Exported:
-    """What a session gives to an export.
+    """What a session gives to an export."""
 
-    Attributes:
-      variable: gives the value of a variable.
-      key: gives the random key that all others are folded from, and starts JAX's backend.
-      seed: what that was made from.
-      execution_count: says how often the pipelines of a name have run.
-      update_count: says which global step their weights are of.
-    """
-
-    variable: Callable[[VariableSpec], Any]
-    key: Callable[[], Any]
-    seed: int
-    execution_count: Callable[[str], int]
-    update_count: Callable[[str], int]
+    variable: Callable[[VariableSpec], Any]  # gives the value of a variable
+    key: Callable[[], Any]  # gives the random key that all others are folded from, and starts JAX's backend
+    seed: int  # what that was made from
+    execution_count: Callable[[str], int]  # says how often the pipelines of a name have run
+    update_count: Callable[[str], int]  # says which global step their weights are of
 
 
 def export(
@@ -65,7 +55,7 @@ def export(
             f"{', '.join(_describe(call) for call in calls) or 'neither a pipeline nor a loop'}."
         )
     call = calls[0]
-    if program.result_atoms:
+    if program.function.outputs:
         raise NotImplementedError(
             "export: the compiled function returns values of its own; an exported program has what the "
             "pipeline's last stage returns. Return only the pipeline's operation."
@@ -87,7 +77,6 @@ def export(
     platform = selection.devices_for(program.ipu_device, program.num_ipus)[0].platform
     operands = program.find_operands(call, inputs, exported.variable)[call.has_count_operand :]
     pipeline = call.pipeline
-    traced = pipeline.traced
     variables = {name: exported.variable(spec) for name, spec in call.variables.items()}
     given = list(dict.fromkeys(value for value in operands if isinstance(value, Placeholder)))
     given_names = [placeholder.name for placeholder in given]
@@ -97,39 +86,14 @@ def export(
             f"{', '.join(given_names)}. "
             "Give each another `name`."
         )
-    key = jax.random.key_data(exported.key())
-    implementation = str(jax.random.key_impl(exported.key()))
-    bindings = Bindings(traced, {})
-    files: dict[str, bytes] = {}
-    stages = []
-    for number, (stage, own) in enumerate(zip(traced.stages, pipeline.programs, strict=True)):
-        arguments = bindings.arguments(number, own.forward)
-        takes_key = [binding.key is ValueKind.KEY for binding in arguments]
-        avals = [_aval(binding, traced, operands, key) for binding in arguments]
-        name = f"stage{number}.jax_export"
-        forward = jax.export.export(
-            jax.jit(_with_key_data(own.forward.on(platform).function, takes_key, implementation)),
-            platforms=[platform],
-        )(*avals)
-        files[name] = bytes(forward.serialize())
-        stages.append(
-            {
-                "file": name,
-                "place": stage.place,
-                "ipu": pipeline.device_mapping[number],
-                "arguments": [_describe_binding(binding) for binding in arguments],
-                "results": [
-                    # What is enqueued on the way to the outfeed goes to nobody.
-                    [_describe_binding(one) for one in bound if one.kind is not BindingKind.ENQUEUED]
-                    for bound in bindings.results(number, own.forward)
-                ],
-            }
-        )
+    key = exported.key()
+    avals = [value.aval if isinstance(value, Placeholder) else value for value in operands]
+    made = export_stages(pipeline, avals, key, platform)
     collecting = pipeline.collecting
     snapshot = Snapshot(
         SessionState({**variables, **_as_variables(operands)}),
         exported.seed,
-        implementation,
+        str(jax.random.key_impl(key)),
         extra={
             PROGRAM: {
                 "version": FORMAT_VERSION,
@@ -148,13 +112,13 @@ def export(
                 ],
                 "execution_count": exported.execution_count(call.name),
                 "update_count": exported.update_count(call.name),
-                "stages": stages,
-                "outputs": [_source(source) for source in collecting.sources],
+                "stages": made.stages,
+                "outputs": made.outputs,
                 "output_tree": _encode(call.outfeed_tree.unflatten(collecting.avals)),
             }
         },
     )
-    checkpoints.write_checkpoint(path, snapshot, files)
+    checkpoints.write_checkpoint(path, snapshot, made.files)
 
 
 def _encode(tree: Any) -> Any:
@@ -174,47 +138,6 @@ def _describe(call: Any) -> str:
     if not isinstance(call, PipelineCall):
         return "a loop"
     return f"a pipeline that trains ({call.name})" if call.trains else f"a pipeline ({call.name})"
-
-
-def _with_key_data(function: Any, takes_key: Sequence[bool], implementation: str) -> Any:
-    """The function with the data of random keys in place of the keys, which files cannot hold."""
-
-    def wrapped(*arguments: Any) -> Any:
-        return function(
-            *(
-                jax.random.wrap_key_data(argument, impl=implementation) if is_key else argument
-                for argument, is_key in zip(arguments, takes_key, strict=True)
-            )
-        )
-
-    return wrapped
-
-
-def _aval(binding: Binding, traced: TracedPipeline, operands: Sequence[Any], key: Any) -> Any:
-    """Shape and dtype of an argument of a forward."""
-    if binding.kind is BindingKind.VARIABLE:
-        found: Any = traced.variables[binding.key]
-    elif binding.kind is BindingKind.INPUT:
-        operand = operands[binding.key]
-        found = operand.aval if isinstance(operand, Placeholder) else operand
-    elif binding.kind is BindingKind.VALUE:
-        found = traced.aval(binding.key)
-    else:
-        found = key if binding.key is ValueKind.KEY else np.int32(0)
-    return jax.ShapeDtypeStruct(found.shape, found.dtype)
-
-
-def _describe_binding(binding: Binding) -> dict[str, Any]:
-    """What an argument or result of a forward stands for, as JSON."""
-    if binding.kind in (BindingKind.VARIABLE, BindingKind.ASSIGNED):
-        return {"kind": binding.kind.name.lower(), "name": binding.key}
-    if binding.kind is BindingKind.INPUT:
-        return _source(Source("input", binding.key))
-    return _source(binding.key) if binding.kind is BindingKind.VALUE else {"kind": binding.key.name.lower()}
-
-
-def _source(source: Source) -> dict[str, Any]:
-    return {"kind": source.kind, "index": source.index, "stage": source.stage}
 
 
 def input_name(number: int) -> str:

@@ -61,7 +61,7 @@ def give_results(fetch: Any, values: dict[int, Any]) -> Any:
             values[id(fetch)] = fetch.function(*parts)
         return values[id(fetch)]
     if isinstance(fetch, Program):
-        return fetch.result_tree.unflatten(values[id(fetch)]) if fetch.result_atoms else None
+        return fetch.result_tree.unflatten(values[id(fetch)]) if fetch.function.outputs else None
     return values[id(fetch)]
 
 

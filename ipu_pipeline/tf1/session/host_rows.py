@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ipu_pipeline.engine import peers
+from ipu_pipeline.engine import processes
 from ipu_pipeline.tf1.program.calls import Call, LoopCall
 from ipu_pipeline.tf1.program.host_tables import HostTable, RowGradients
 from ipu_pipeline.tf1.program.program import Program
@@ -27,7 +27,7 @@ def check_registered(program: Program, session: Any) -> None:
     """
     for table in program.host_tables:
         name = f"The host embedding {table.spec.name!r}"
-        if peers.current() is not None:
+        if processes.current() is not None:
             raise NotImplementedError(
                 f"{name} is in the memory of one process, and this run has several. Run it in one, or make "
                 "the table a variable and shard it: pipeline(replicated_weight_sharding=True)."
@@ -44,10 +44,6 @@ def check_registered(program: Program, session: Any) -> None:
 def connected(tables: Sequence[HostTable], store: Store) -> Iterator[HostRows]:
     """Lets the tables of a program be looked up, for a `with` block.
 
-    Args:
-      tables: the tables.
-      store: what the session has.
-
     Raises:
       RuntimeError: another session's run uses one.
     """
@@ -60,15 +56,10 @@ def connected(tables: Sequence[HostTable], store: Store) -> Iterator[HostRows]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HostRows:
-    """The tables that a run uses.
+    """The tables that a run uses."""
 
-    Attributes:
-      tables: the program's.
-      store: what the session has.
-    """
-
-    tables: Sequence[HostTable]
-    store: Store
+    tables: Sequence[HostTable]  # the program's
+    store: Store  # what the session has
 
     def trained_by(self, call: Call) -> list[HostTable]:
         """The tables that a pipeline or loop trains."""
@@ -79,10 +70,6 @@ class HostRows:
 
     def resume(self, call: Call, num_accumulated: int) -> None:
         """Begins a loop's run, which may go on within a weight update.
-
-        Args:
-          call: the loop.
-          num_accumulated: iterations of the update that are done.
 
         Raises:
           RuntimeError: the gradients that the rows had in them are not there.
@@ -102,12 +89,7 @@ class HostRows:
             del self.store.row_gradients[call.name, name]
 
     def keep(self, call: Call, is_update: bool) -> None:
-        """Takes in what a step gave.
-
-        Args:
-          call: whose step.
-          is_update: whether it ended with a weight update.
-        """
+        """Takes in what a step gave."""
         for table in self.trained_by(call):
             place = call.name, table.spec.name
             before = self.store.row_gradients.get(place, []) if isinstance(call, LoopCall) else []

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -18,10 +19,8 @@ import numpy as np
 from ipu_pipeline.checkpointing import checkpoints
 from ipu_pipeline.checkpointing.snapshots import Snapshot, parse_array
 from ipu_pipeline.data import json_trees
-from ipu_pipeline.engine.devices.elsewhere import is_here
-from ipu_pipeline.engine.devices.placing import put
-from ipu_pipeline.engine.devices.rows import make_rows
-from ipu_pipeline.engine.tracing.keys import as_int32
+from ipu_pipeline.engine.fronts import StageRunner
+from ipu_pipeline.engine.processes import is_here
 from ipu_pipeline.ground.errors import CheckpointError
 from ipu_pipeline.ground.shapes import check_like
 from ipu_pipeline.ground.values import cast_exactly
@@ -97,7 +96,6 @@ class LoadedProgram:
         self._program = program
         self._functions = functions
         self._snapshot = snapshot
-        self._variables: dict[str, Any] | None = None  # by name and IPU, when they have been placed
         self._execution_count = int(program["execution_count"])
 
     @property
@@ -180,7 +178,6 @@ class LoadedProgram:
                 f"that are selected are of another: {', '.join(map(str, used))}. Run it in a process that "
                 "is not joined with others."
             )
-        rows = make_rows(devices, [stage["ipu"] for stage in program["stages"]])
         inputs = [
             values[entry["placeholder"]]
             if "placeholder" in entry
@@ -197,8 +194,8 @@ class LoadedProgram:
                 what = f"LoadedProgram.run: element {number}"
                 arrays = jax.tree.map(np.asarray, given)
                 leaves = check_like(arrays, element, what)
-            waiting.append(self._run_one(leaves, inputs, rows, number))
-            if len(waiting) > _IN_FLIGHT_PER_STAGE * len(rows):
+            waiting.append(self._run_one(leaves, inputs, devices, number))
+            if len(waiting) > _IN_FLIGHT_PER_STAGE * len(used):
                 done.append([np.asarray(value) for value in waiting.popleft()])
         done += [[np.asarray(value) for value in values] for values in waiting]
         self._execution_count += -(-len(done) // program["num_micro_batches"])
@@ -214,52 +211,23 @@ class LoadedProgram:
         return list(result) if isinstance(result, tuple) else result
 
     def _run_one(
-        self, leaves: Sequence[Any], inputs: Sequence[Any], rows: Sequence[Any], number: int
+        self, leaves: Sequence[Any], inputs: Sequence[Any], devices: Sequence[Any], number: int
     ) -> list[Any]:
         """Starts all stages for one micro-batch; returns the outputs, still being computed."""
-        if self._variables is None:
-            self._variables = {}
-        variables = self._variables
-        outputs: dict[tuple[int, int], Any] = {}
+        execution, micro_batch = divmod(number, self._program["num_micro_batches"])
+        return self._runner.run(leaves, inputs, devices, self._execution_count + execution, micro_batch)
 
-        def find(argument: Mapping[str, Any], row: Any) -> Any:
-            kind = argument["kind"]
-            if kind == "variable":
-                name = argument["name"]
-                place = f"{name} on {row.ipu}"
-                if place not in variables:
-                    known = variables.get(name, self._snapshot.state.variables[name])
-                    (variables[place],) = put([known], row)
-                return variables[place]
-            if kind == "key":
-                implementation = self._snapshot.key_implementation
-                return jax.random.key_data(jax.random.key(self._snapshot.seed, impl=implementation))
-            if kind == "execution_count":
-                return as_int32(self._execution_count + number // self._program["num_micro_batches"])
-            if kind == "update_count":
-                return as_int32(self._program["update_count"])
-            if kind == "micro_batch":
-                return np.int32(number % self._program["num_micro_batches"])
-            return _find_source(argument, leaves, inputs, outputs)
-
-        for index, (stage, function) in enumerate(
-            zip(self._program["stages"], self._functions, strict=True)
-        ):
-            row = rows[index]
-            arguments = put([find(argument, row) for argument in stage["arguments"]], row)
-            for places, result in zip(stage["results"], function(*arguments), strict=True):
-                for place in places:
-                    if place["kind"] == "output":
-                        outputs[index, place["index"]] = result
-                    else:
-                        self._assign(place["name"], result)
-        return [_find_source(source, leaves, inputs, outputs) for source in self._program["outputs"]]
-
-    def _assign(self, name: str, value: Any) -> None:
-        assert self._variables is not None
-        for place in [place for place in self._variables if place.startswith(f"{name} on ")]:
-            del self._variables[place]
-        self._variables[name] = value
+    @functools.cached_property
+    def _runner(self) -> StageRunner:
+        snapshot, program = self._snapshot, self._program
+        return StageRunner(
+            program["stages"],
+            program["outputs"],
+            self._functions,
+            snapshot.state.variables,
+            jax.random.key(snapshot.seed, impl=snapshot.key_implementation),
+            program["update_count"],
+        )
 
     def _check_feed(self, feed: dict[str, Any]) -> dict[str, Any]:
         known = self.placeholders
@@ -283,16 +251,3 @@ class LoadedProgram:
                 )
             values[name] = cast_exactly(array, shape.dtype, f"The value of the placeholder {name!r}")
         return values
-
-
-def _find_source(
-    source: Mapping[str, Any],
-    leaves: Sequence[Any],
-    inputs: Sequence[Any],
-    outputs: Mapping[tuple[int, int], Any],
-) -> Any:
-    if source["kind"] == "element":
-        return leaves[source["index"]]
-    if source["kind"] == "input":
-        return inputs[source["index"]]
-    return outputs[source["stage"], source["index"]]

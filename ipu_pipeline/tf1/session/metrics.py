@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ipu_pipeline.engine.state import Progress
-from ipu_pipeline.engine.tracing.metrics import NUMBERS, MetricReader, Reported
+from ipu_pipeline.engine.fronts import NUMBERS, MetricReader, Progress, Reported
 from ipu_pipeline.tf1.program.calls import PipelineCall
 
 __all__ = ["MetricLog"]
@@ -80,14 +79,7 @@ class MetricLog:
         self._logs: dict[tuple[str, bool], _Log] = {}
 
     def add(self, call: PipelineCall, num_updates: int, last: int, progress: Progress) -> None:
-        """Takes what a pipeline reported; does not wait for it.
-
-        Args:
-          call: the pipeline.
-          num_updates: how many weight updates these are; executions, in inference.
-          last: the number of the last one.
-          progress: what it gave.
-        """
+        """Takes what a pipeline reported; does not wait for it."""
         reader = call.pipeline.metrics
         if not reader:
             return

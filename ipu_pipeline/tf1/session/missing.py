@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ipu_pipeline.engine.tracing.specs import VariableSpec
+from ipu_pipeline.engine import VariableSpec
 from ipu_pipeline.tf1.program.program import Program
 from ipu_pipeline.tf1.program.registry import compiled_programs
 from ipu_pipeline.tf1.session.store import Store
@@ -21,10 +21,6 @@ def make_missing(store: Store, select_devices: Callable[[], None]) -> None:
 
     After `global_variables_initializer()` these are the variables of all programs in use; after
     `Session.load` those of programs that share a variable with the session.
-
-    Args:
-      store: what the session has.
-      select_devices: called before a variable is made, since that starts JAX's backend.
 
     Raises:
       RuntimeError: the weights are lent, see `Session.weights_of`.
@@ -65,9 +61,6 @@ def find_missing(
       programs: those in use, in the order in which they were compiled.
       takes_all: whether the session has the variables of all programs, as after
         `global_variables_initializer()`. If not, a program that shares none with it is another model's.
-
-    Returns:
-      Specifications of variables that the session lacks, or that were loaded in another dtype.
     """
     found: dict[str, VariableSpec] = {}
     for program in reversed(programs):

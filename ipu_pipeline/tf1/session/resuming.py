@@ -37,14 +37,7 @@ class Resumption:
 
     @classmethod
     def of(cls, snapshot: Snapshot, path: str | os.PathLike[str], *, fits: bool, feeds: bool) -> Resumption:
-        """Of a session that takes a snapshot.
-
-        Args:
-          snapshot: the snapshot.
-          path: where it was, for errors.
-          fits: whether programs must have no variables that it lacks.
-          feeds: whether data sets go on where they stood.
-        """
+        """Of a session that takes a snapshot."""
         resumption = cls()
         resumption._pending = list(snapshot.feeds) if feeds else []
         resumption._source = os.fspath(path)
@@ -69,11 +62,7 @@ class Resumption:
             self._checked.add(program)
 
     def before_run(self, call: Call) -> None:
-        """Puts the data set of a pipeline or loop where it was.
-
-        Args:
-          call: about to run; its infeed is initialized.
-        """
+        """Puts the data set of a pipeline or loop where it was."""
         queue = call.infeed_queue
         if queue is None or not call.trains:
             return
@@ -114,11 +103,6 @@ def check_snapshot(
     Programs that share no variable with it are taken for another model's, of another session; and those
     that have a variable otherwise than a later one for what that one has replaced.
 
-    Args:
-      snapshot: the checkpoint's.
-      path: where it was, for the error.
-      programs: gives those that there are, in the order in which they were compiled.
-
     Raises:
       CheckpointError: it lacks variables, has more than all programs together, or has others.
     """
@@ -133,12 +117,6 @@ def check_program(
 ) -> None:
     """Raises if a checkpoint is not of a program's model.
 
-    Args:
-      snapshot: the checkpoint's.
-      path: where it was, for the error.
-      program: the program.
-      allow_extra: whether it may have more variables.
-
     Raises:
       CheckpointError: it does not fit.
     """
@@ -151,11 +129,6 @@ def check_program(
 
 def check_optimizers(snapshot: Snapshot, path: str | os.PathLike[str], program: Program) -> None:
     """Raises if a program's optimizers cannot go on from a checkpoint's.
-
-    Args:
-      snapshot: the checkpoint's.
-      path: where it was, for the error.
-      program: the program.
 
     Raises:
       CheckpointError: the state of one has another structure.

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ipu_pipeline.checkpointing.checkpoints import CheckpointSeries
+from ipu_pipeline.ground.checks import is_int
 from ipu_pipeline.tf1.graph.symbols import GlobalStep
 from ipu_pipeline.tf1.session.session import Session
 
@@ -41,7 +42,7 @@ class Saver:
                 "`session.restore(path, allow_partial=True)` takes what a model has of it, and "
                 "`session.load` some variables."
             )
-        is_number = isinstance(max_to_keep, int) and not isinstance(max_to_keep, bool) and max_to_keep >= 0
+        is_number = is_int(max_to_keep, 0)
         if max_to_keep is not None and not is_number:
             raise ValueError(f"Saver: max_to_keep must be an integer from 0, or None; got {max_to_keep!r}.")
         self.max_to_keep = max_to_keep or None

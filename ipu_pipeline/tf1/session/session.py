@@ -15,10 +15,9 @@ import numpy as np
 
 from ipu_pipeline.checkpointing import checkpoints
 from ipu_pipeline.checkpointing.snapshots import Snapshot
-from ipu_pipeline.engine import peers
-from ipu_pipeline.engine.devices.everywhere import only_if_written_here, read_everywhere
-from ipu_pipeline.engine.devices.placing import keep
-from ipu_pipeline.engine.watching import read_outfeed
+from ipu_pipeline.engine import processes
+from ipu_pipeline.engine.fronts import keep, read_outfeed
+from ipu_pipeline.engine.processes import only_if_written_here, read_everywhere
 from ipu_pipeline.processes import executable_cache, interrupts, selection
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
 from ipu_pipeline.queues.outfeed import OutfeedOperation
@@ -305,7 +304,7 @@ class Session:
         """
         if self._is_closed:
             raise RuntimeError("Attempted to use a closed Session.")
-        with peers.one_thread("restoring a session"):
+        with processes.one_thread("restoring a session"):
             self._select_devices()  # Orbax starts JAX's backend
         self.take_over(checkpoints.read_same_checkpoint(path), path, fits=not allow_partial, feeds=infeeds)
 
@@ -446,7 +445,7 @@ class Session:
         self, runs: Sequence[Any], programs: Sequence[Program], feeds: Mapping[Any, Any]
     ) -> list[Any]:
         fault = self._find_fault(runs, programs, feeds)
-        if fault is not None and (peers.current() is None or not programs):
+        if fault is not None and (processes.current() is None or not programs):
             raise fault
         needs_devices = any(isinstance(one, (Program, InitializerOperation, HostVariable)) for one in runs)
         if needs_devices:

@@ -17,13 +17,6 @@ __all__ = ["join_rows", "make_example", "split_rows"]
 def make_example(described: Any, what: str) -> Any:
     """Arrays of zeros, with the shapes and dtypes that something describes.
 
-    Args:
-      described: a pytree of `jax.ShapeDtypeStruct`s, placeholders or arrays.
-      what: what errors call it.
-
-    Returns:
-      A pytree of NumPy arrays.
-
     Raises:
       TypeError: there is something else in it.
       ValueError: a size is not known.
@@ -52,14 +45,6 @@ def make_example(described: Any, what: str) -> Any:
 
 def split_rows(arguments: Sequence[Any], named: Mapping[str, Any], element: Any) -> list[Any]:
     """Cuts the inputs of a loaded program into micro-batches, along the first axis.
-
-    Args:
-      arguments: by position: the entries of a tuple or list, or all in one.
-      named: by keyword: the entries of a dict.
-      element: shapes and dtypes of a micro-batch. What is a scalar there is the same in all of them.
-
-    Returns:
-      Pytrees of arrays like `element`.
 
     Raises:
       TypeError, ValueError: the inputs do not fit.
@@ -121,13 +106,7 @@ def _arrange(arguments: Sequence[Any], named: Mapping[str, Any], element: Any) -
 
 
 def join_rows(stacks: Any, shapes: Any, rows: int | None) -> Any:
-    """What a loaded program gives, without the axis of micro-batches where there are rows.
-
-    Args:
-      stacks: its outputs, stacked over micro-batches.
-      shapes: of an output of one micro-batch.
-      rows: how many rows a micro-batch has; None: none.
-    """
+    """What a loaded program gives, without the axis of micro-batches where there are rows."""
 
     def join(stack: Any, shape: Any) -> Any:
         has_rows = rows is not None and shape.shape[:1] == (rows,)

@@ -14,9 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ipu_pipeline.checkpointing.session_state import KeptGradients, KeptOptimizer, Record, SessionState
-from ipu_pipeline.engine import peers
-from ipu_pipeline.engine.state import PipelineState, RunState
-from ipu_pipeline.engine.tracing.specs import VariableSpec, initial_value
+from ipu_pipeline.engine import PipelineState, VariableSpec, processes
+from ipu_pipeline.engine.fronts import RunState, initial_value
 from ipu_pipeline.ground.values import cast_exactly
 from ipu_pipeline.processes import interrupts
 from ipu_pipeline.tf1.program.calls import Call, LoopCall, PipelineCall
@@ -77,7 +76,7 @@ class Store:
           ValueError: they have not.
           ProcessError: another process has ended, or does not go on.
         """
-        others = peers.current()
+        others = processes.current()
         if others is not None and self._agreed != self.seed:
             others.agree(
                 "session", {"the seed": str(self.seed), "random keys": str(self._key_implementation)}
@@ -94,7 +93,7 @@ class Store:
           ValueError: they have not.
           ProcessError: another process has ended, or does not go on.
         """
-        if peers.current() is None:
+        if processes.current() is None:
             return
         fault = None
         try:

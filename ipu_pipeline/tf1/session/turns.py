@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from ipu_pipeline.engine import peers
+from ipu_pipeline.engine import processes
 from ipu_pipeline.queues.feeder import is_feeding
 from ipu_pipeline.tf1.session.fetches import find_infeeds
 
@@ -26,7 +26,7 @@ _FEEDING = (
 
 
 def _in_order(together: str | None) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext() if together is None else peers.one_thread(together)
+    return contextlib.nullcontext() if together is None else processes.one_thread(together)
 
 
 class _Stopping:

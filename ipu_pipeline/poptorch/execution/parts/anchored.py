@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ipu_pipeline.engine.state import Collected
+from ipu_pipeline.engine.fronts import Collected
 from ipu_pipeline.poptorch.enums import OutputMode
 from ipu_pipeline.poptorch.execution.compiled import CompiledModel
 from ipu_pipeline.poptorch.execution.outputs import join_outputs

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import jax
 
-from ipu_pipeline.engine.state import Collected
+from ipu_pipeline.engine.fronts import Collected
 from ipu_pipeline.poptorch.errors import Error
 from ipu_pipeline.poptorch.execution.progress import CompileProgress
 from ipu_pipeline.poptorch.logs import logger

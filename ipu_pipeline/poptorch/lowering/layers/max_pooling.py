@@ -128,13 +128,7 @@ lowers("adaptive_max_pool3d")(_adaptive_max_pool(3))
 
 
 def _gathered(x: Array, indices: list[Any], valid: list[Any] | None = None) -> Array:
-    """Positions of maxima over windows of unequal steps.
-
-    Args:
-      x: (..., *lengths).
-      indices: for each pooled dimension (..., windows, elements), the places of the windows' elements.
-      valid: as indices, which of them are elements; None for all.
-    """
+    """Positions of maxima over windows of unequal steps."""
     num_dims = len(indices)
     lengths = x.shape[x.ndim - num_dims :]
     places: Any = 0

@@ -112,12 +112,7 @@ def _cubic_matrix(coordinates: Matrix, length: int, step: Any) -> Matrix:
 
 
 def cubic_weight(fraction: Any, tap: int) -> Any:
-    """What a pixel weighs for a place between pixels, by the kernel of Keys, 1981.
-
-    Args:
-      fraction: how far the place is behind the pixel before it, 0 to 1.
-      tap: which pixel, counted from that one; of `CUBIC_TAPS`.
-    """
+    """What a pixel weighs for a place between pixels, by the kernel of Keys, 1981."""
     distance = fraction - tap if tap <= 0 else tap - fraction
     if tap in (0, 1):
         return ((_CUBIC + 2) * distance - (_CUBIC + 3)) * distance * distance + 1

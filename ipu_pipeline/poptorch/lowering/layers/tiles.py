@@ -28,15 +28,7 @@ def are_fast_tiles(x: Array, windows: Windows) -> bool:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def largest_of_tiles(x: Array, windows: Windows) -> Array:
-    """The largest element of each window; its gradient goes to the first of equal ones.
-
-    Args:
-      x: (..., *lengths).
-      windows: of its last dimensions.
-
-    Returns:
-      (..., *counts).
-    """
+    """The largest element of each window; its gradient goes to the first of equal ones."""
     return functools.reduce(jnp.maximum, _elements_by_place(x, windows))
 
 

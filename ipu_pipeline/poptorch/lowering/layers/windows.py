@@ -15,23 +15,15 @@ __all__ = ["Windows", "make_windows"]
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
-    """Windows along the pooled dimensions, which are an array's last ones; one number for each of them.
+    """Windows along the pooled dimensions, which are an array's last ones; one number for each of them."""
 
-    Attributes:
-      lengths: of the array.
-      kernel: elements in a window.
-      stride: from one window to the next.
-      padding: elements before the array; after it there may be fewer, or, rounding up, more.
-      dilation: from one element of a window to the next.
-      counts: how many windows there are.
-    """
-
-    lengths: tuple[int, ...]
-    kernel: tuple[int, ...]
-    stride: tuple[int, ...]
+    lengths: tuple[int, ...]  # of the array
+    kernel: tuple[int, ...]  # elements in a window
+    stride: tuple[int, ...]  # from one window to the next
+    # elements before the array; after it there may be fewer, or, rounding up, more
     padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-    counts: tuple[int, ...]
+    dilation: tuple[int, ...]  # from one element of a window to the next
+    counts: tuple[int, ...]  # how many windows there are
 
     @property
     def num_dims(self) -> int:
@@ -66,17 +58,7 @@ def make_windows(
     ceil_mode: bool,
     num_dims: int,
 ) -> Windows:
-    """Windows of an array of that shape.
-
-    Args:
-      shape: of the array.
-      kernel: one number, or one for each pooled dimension, as all that follow.
-      stride: empty for that of the kernel.
-      padding: before and after the array.
-      dilation: between the elements of a window.
-      ceil_mode: whether a window may reach beyond the padding, if it begins within the array or before it.
-      num_dims: how many dimensions are pooled.
-    """
+    """Windows of an array of that shape."""
     kernel = per_dim(kernel, num_dims)
     stride = per_dim(stride, num_dims) if stride else kernel
     padding, dilation = per_dim(padding, num_dims), per_dim(dilation, num_dims)

@@ -286,15 +286,7 @@ def _slogdet(x: Array) -> tuple[Any, ...]:
 
 
 def _reflected(vectors: Array, tau: Array, x: Array, in_order: bool, conjugates: bool) -> Array:
-    """Applies Householder reflections `1 - tau v v^H` one after another.
-
-    Args:
-      vectors: those below the diagonal of a matrix are the vectors' parts after a 1.
-      tau: their factors.
-      x: the matrix that they are applied to, from the left.
-      in_order: whether the first is applied first.
-      conjugates: whether the factors are conjugated, as in the adjoint of their product.
-    """
+    """Applies Householder reflections `1 - tau v v^H` one after another."""
     count = tau.shape[-1]
     vectors = jnp.tril(vectors[..., :count], -1) + jnp.eye(vectors.shape[-2], count, dtype=vectors.dtype)
     tau = jnp.conj(tau) if conjugates else tau

@@ -19,17 +19,11 @@ __all__: list[str] = []
 
 @dataclass(frozen=True)
 class _Cut:
-    """Along which axes operands and result are cut; None: each part has all of it, and results are added.
+    """The axes that operands and result are cut along; None: each part has all, and results are added."""
 
-    Attributes:
-      lhs: of (..., m, n).
-      rhs: of (..., n, p).
-      result: of (..., m, p).
-    """
-
-    lhs: int | None
-    rhs: int | None
-    result: int | None
+    lhs: int | None  # of (..., m, n).
+    rhs: int | None  # of (..., n, p).
+    result: int | None  # of (..., m, p).
 
 
 def _cut_of(mode: str, rhs: Array) -> _Cut:

@@ -1,0 +1,87 @@
+"""What processes without any device of a loop learn of its run: how it ended, and how much was done.
+
+They cannot go through the iterations beside the others: how many there are depends on data and conditions
+that they do not have. So they wait for the end, of which the process of the first device tells them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ipu_pipeline.engine import peers
+from ipu_pipeline.engine.devices.elsewhere import absent
+from ipu_pipeline.engine.execution.contract import Runner
+from ipu_pipeline.engine.state import RunState
+from ipu_pipeline.ground.errors import OutOfRangeError, ProcessError
+
+__all__ = ["Done", "has_part", "hear_end", "skip", "telling_end"]
+
+_WHAT = "the end of a loop"
+
+
+@dataclass
+class Done:
+    """How many iterations a run has done so far."""
+
+    count: int = 0
+
+
+def has_part(runner: Runner[Any]) -> bool:
+    """Whether this process has a device of a loop; a process that runs alone does."""
+    return any(row.is_here for row in runner.residence.rows)
+
+
+def _teller(runner: Runner[Any]) -> int:
+    return int(runner.residence.rows[0].devices[0].process_index)
+
+
+@contextlib.contextmanager
+def telling_end(runner: Runner[Any], done: Done) -> Iterator[None]:
+    """For a run in a process that has a part in it: tells the others how it ends."""
+    others = peers.current()
+    if others is None:
+        yield
+        return
+    try:
+        yield
+    except BaseException as error:
+        told = [done.count, isinstance(error, OutOfRangeError), f"{type(error).__name__}: {error}"]
+        with contextlib.suppress(Exception):  # the first error is the one to tell
+            others.tell(_WHAT, _teller(runner), json.dumps(told), is_read=False)
+        raise
+    others.tell(_WHAT, _teller(runner), json.dumps([done.count, False, None]), is_read=False)
+
+
+def hear_end(runner: Runner[Any], done: Done) -> None:
+    """Waits for the end of a run in which this process has no part, and takes over what was done.
+
+    Raises:
+      OutOfRangeError: the data ended, in a process that has a part.
+      ProcessError: that process had another error, or has ended.
+    """
+    others = peers.current()
+    assert others is not None
+    teller = _teller(runner)
+    done.count, is_end, text = json.loads(others.tell(_WHAT, teller))
+    if text is not None:
+        error = OutOfRangeError if is_end else ProcessError
+        raise error(f"In process {teller}, which has a part in the loop: {text}")
+
+
+def skip(runner: Runner[Any], state: RunState, count: int, every: int) -> RunState:
+    """The state after so many iterations in other processes."""
+    if runner.residence.updates is None or not count:
+        return state
+    row, avals = runner.residence.rows[-1], runner.residence.traced.output_avals
+    outputs = [absent(aval.shape, aval.dtype, row.replicated) for aval in avals]
+    state = runner.with_optimizer(state, outputs)
+    num_updates, num_accumulated = divmod(state.num_accumulated + count, every)
+    pipeline = dataclasses.replace(
+        state.pipeline, update_count=int(state.pipeline.update_count) + num_updates
+    )
+    return RunState(pipeline, state.accumulators, num_accumulated)

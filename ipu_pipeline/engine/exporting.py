@@ -1,0 +1,217 @@
+"""The forwards of stages as files that `jax.export` made, and micro-batches run through them.
+
+What the arguments and results of each forward stand for is described in JSON, so that running them needs
+none of the code that they were made from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.export
+import numpy as np
+
+from ipu_pipeline.engine.devices.placing import put
+from ipu_pipeline.engine.devices.rows import Row, make_rows
+from ipu_pipeline.engine.pipeline import Pipeline
+from ipu_pipeline.engine.programs.bindings import Binding, BindingKind, Bindings
+from ipu_pipeline.engine.programs.stage_programs import ValueKind
+from ipu_pipeline.engine.tracing.keys import as_int32
+from ipu_pipeline.engine.tracing.traced import Source, TracedPipeline
+
+__all__ = ["ExportedStages", "StageRunner", "export_stages"]
+
+
+@dataclass(frozen=True, eq=False)
+class ExportedStages:
+    """What a pipeline in inference is when it has been exported."""
+
+    files: Mapping[str, bytes]  # by name
+    stages: Sequence[Mapping[str, Any]]  # each with its file, place, IPU, arguments and results
+    outputs: Sequence[Mapping[str, Any]]  # where each leaf of what is collected comes from
+
+
+def export_stages(pipeline: Pipeline, inputs: Sequence[Any], key: Any, platform: str) -> ExportedStages:
+    """Exports the forwards of a pipeline.
+
+    Args:
+      pipeline: traced, in inference, with a device for each stage.
+      inputs: the leaves of its inputs, or their shapes and dtypes.
+      key: a random key like the one that it gets.
+      platform: of the devices that it will run on, as JAX calls it.
+    """
+    traced, data, implementation = pipeline.traced, jax.random.key_data(key), str(jax.random.key_impl(key))
+    bindings = Bindings(traced, {})
+    files: dict[str, bytes] = {}
+    stages = []
+    for number, (stage, own) in enumerate(zip(traced.stages, pipeline.programs, strict=True)):
+        arguments = bindings.arguments(number, own.forward)
+        takes_key = [binding.key is ValueKind.KEY for binding in arguments]
+        name = f"stage{number}.jax_export"
+        function = _with_key_data(own.forward.on(platform).function, takes_key, implementation)
+        exported = jax.export.export(jax.jit(function), platforms=[platform])(
+            *(_aval(binding, traced, inputs, data) for binding in arguments)
+        )
+        files[name] = bytes(exported.serialize())
+        stages.append(
+            {
+                "file": name,
+                "place": stage.place,
+                "ipu": pipeline.device_mapping[number],
+                "arguments": [_describe(binding) for binding in arguments],
+                "results": [
+                    # What is enqueued on the way to the outfeed goes to nobody.
+                    [_describe(one) for one in bound if one.kind is not BindingKind.ENQUEUED]
+                    for bound in bindings.results(number, own.forward)
+                ],
+            }
+        )
+    return ExportedStages(files, stages, [_describe_source(one) for one in pipeline.collecting.sources])
+
+
+def _with_key_data(
+    function: Callable[..., Any], takes_key: Sequence[bool], implementation: str
+) -> Callable[..., Any]:
+    """The function with the data of random keys in place of the keys, which files cannot hold."""
+
+    def wrapped(*arguments: Any) -> Any:
+        return function(
+            *(
+                jax.random.wrap_key_data(argument, impl=implementation) if is_key else argument
+                for argument, is_key in zip(arguments, takes_key, strict=True)
+            )
+        )
+
+    return wrapped
+
+
+def _aval(binding: Binding, traced: TracedPipeline, inputs: Sequence[Any], key: Any) -> Any:
+    """Shape and dtype of an argument of a forward."""
+    if binding.kind is BindingKind.VARIABLE:
+        found: Any = traced.variables[binding.key]
+    elif binding.kind is BindingKind.INPUT:
+        found = inputs[binding.key]
+    elif binding.kind is BindingKind.VALUE:
+        found = traced.aval(binding.key)
+    else:
+        found = key if binding.key is ValueKind.KEY else np.int32(0)
+    return jax.ShapeDtypeStruct(found.shape, found.dtype)
+
+
+def _describe(binding: Binding) -> dict[str, Any]:
+    """What an argument or result of a forward stands for, as JSON."""
+    if binding.kind in (BindingKind.VARIABLE, BindingKind.ASSIGNED):
+        return {"kind": binding.kind.name.lower(), "name": binding.key}
+    if binding.kind is BindingKind.INPUT:
+        return _describe_source(Source("input", binding.key))
+    if binding.kind is BindingKind.VALUE:
+        return _describe_source(binding.key)
+    return {"kind": binding.key.name.lower()}
+
+
+def _describe_source(source: Source) -> dict[str, Any]:
+    return {"kind": source.kind, "index": source.index, "stage": source.stage}
+
+
+class StageRunner:
+    """Runs micro-batches through exported stages.
+
+    The variables lie on the devices of their stages, and change where stages assign them.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Mapping[str, Any]],
+        outputs: Sequence[Mapping[str, Any]],
+        functions: Sequence[Callable[..., Any]],
+        variables: Mapping[str, Any],
+        key: Any,
+        update_count: int,
+    ) -> None:
+        """Takes what `export_stages` described.
+
+        Args:
+          stages: likewise.
+          outputs: likewise.
+          functions: the forwards.
+          variables: by full name.
+          key: the random key that all others are folded from.
+          update_count: the number of weight updates that the variables have had.
+        """
+        self._stages, self._outputs, self._functions = stages, outputs, functions
+        self._variables = dict(variables)
+        self._placed: dict[tuple[str, int], Any] = {}  # by full name and IPU
+        self._devices: list[Any] = []
+        self._rows: Sequence[Row] = ()
+        self._key, self._update_count = jax.random.key_data(key), update_count
+
+    def run(
+        self,
+        leaves: Sequence[Any],
+        inputs: Sequence[Any],
+        devices: Sequence[Any],
+        execution: int,
+        micro_batch: int,
+    ) -> list[Any]:
+        """Starts all stages for a micro-batch.
+
+        Args:
+          leaves: of the micro-batch.
+          inputs: the leaves of the inputs.
+          devices: of the IPUs.
+          execution: how many times the pipeline has run.
+          micro_batch: the number of the micro-batch in it.
+
+        Returns:
+          The leaves of what is collected, still being computed.
+        """
+        outputs: dict[tuple[int, int], Any] = {}
+
+        def read(source: Mapping[str, Any]) -> Any:
+            if source["kind"] == "element":
+                return leaves[source["index"]]
+            if source["kind"] == "input":
+                return inputs[source["index"]]
+            return outputs[source["stage"], source["index"]]
+
+        def find(argument: Mapping[str, Any], row: Row) -> Any:
+            match argument["kind"]:
+                case "variable":
+                    return self._variable(argument["name"], row)
+                case "key":
+                    return self._key
+                case "execution_count":
+                    return as_int32(execution)
+                case "update_count":
+                    return as_int32(self._update_count)
+                case "micro_batch":
+                    return np.int32(micro_batch)
+            return read(argument)
+
+        if self._devices != devices:
+            self._devices = list(devices)
+            self._rows = make_rows(devices, [stage["ipu"] for stage in self._stages])
+        for number, (stage, function) in enumerate(zip(self._stages, self._functions, strict=True)):
+            row = self._rows[number]
+            arguments = put([find(argument, row) for argument in stage["arguments"]], row)
+            for places, result in zip(stage["results"], function(*arguments), strict=True):
+                for place in places:
+                    if place["kind"] == "output":
+                        outputs[number, place["index"]] = result
+                    else:
+                        self._assign(place["name"], result)
+        return [read(source) for source in self._outputs]
+
+    def _variable(self, name: str, row: Row) -> Any:
+        place = name, row.ipu
+        if place not in self._placed:
+            (self._placed[place],) = put([self._variables[name]], row)
+        return self._placed[place]
+
+    def _assign(self, name: str, value: Any) -> None:
+        for place in [place for place in self._placed if place[0] == name]:
+            del self._placed[place]
+        self._variables[name] = value

@@ -1,0 +1,139 @@
+"""What fronts are built on, besides what `engine` gives every user.
+
+A front has an interface of its own, and gives what it is told to pipelines and loops: it traces functions
+that call them, has layers that ask the function being traced, keeps state, and hands on what comes out.
+"""
+
+from __future__ import annotations
+
+from ipu_pipeline.engine.devices.feeds import Element, Take, take_nothing
+from ipu_pipeline.engine.devices.offloading import Offload
+from ipu_pipeline.engine.devices.placing import keep
+from ipu_pipeline.engine.devices.sharding import Shard
+from ipu_pipeline.engine.execution.kept import KeptPrograms
+from ipu_pipeline.engine.exporting import StageRunner, export_stages
+from ipu_pipeline.engine.jaxprs.slicing import split_results
+from ipu_pipeline.engine.loops.bodies import look_at_body
+from ipu_pipeline.engine.loops.recording import current_body, record_training_step
+from ipu_pipeline.engine.loops.shards import ipu_shard
+from ipu_pipeline.engine.programs.accumulation import count_dtype, find_accumulator_dtype
+from ipu_pipeline.engine.programs.collecting import find_sum_dtype
+from ipu_pipeline.engine.programs.gradient_maps import GradientMap, GradientTarget, join_gradient_maps
+from ipu_pipeline.engine.progress import between_bars, is_shown_on, watched_by
+from ipu_pipeline.engine.segments import (
+    CallStep,
+    Segment,
+    SegmentedFunction,
+    Values,
+    fit_replicas,
+    mark_call,
+    read_count,
+    segment,
+)
+from ipu_pipeline.engine.state import Collected, Progress, RunState, is_readable
+from ipu_pipeline.engine.tracing.captures import Captures
+from ipu_pipeline.engine.tracing.enqueuing import enqueue_to, find_leaves
+from ipu_pipeline.engine.tracing.faults import find_calling_line, name_of
+from ipu_pipeline.engine.tracing.frames import (
+    Enqueued,
+    InsideOfBodyError,
+    OutsideOfBodyError,
+    ProgramNames,
+    has_update_count,
+    is_in_stage,
+    is_traced_again,
+    is_tracing,
+    is_training,
+    program_names,
+    tracing_again,
+)
+from ipu_pipeline.engine.tracing.initializers import find_initializer, glorot_uniform
+from ipu_pipeline.engine.tracing.keys import draw_key
+from ipu_pipeline.engine.tracing.metrics import NUMBERS, MetricReader, Reported
+from ipu_pipeline.engine.tracing.scopes import (
+    Scope,
+    absolute_scope,
+    current_scope,
+    isolated,
+    opened,
+)
+from ipu_pipeline.engine.tracing.specs import initial_value, make_spec
+from ipu_pipeline.engine.tracing.stage_lists import as_level
+from ipu_pipeline.engine.tracing.stages import check_signature
+from ipu_pipeline.engine.updates.loss_scaling import LossScaled, LossScaleState, scale_loss
+from ipu_pipeline.engine.updates.optimizer_tracing import describe_other_optimizer
+from ipu_pipeline.engine.watching import read_outfeed
+
+__all__ = [
+    "NUMBERS",
+    "CallStep",
+    "Captures",
+    "Collected",
+    "Element",
+    "Enqueued",
+    "GradientMap",
+    "GradientTarget",
+    "InsideOfBodyError",
+    "KeptPrograms",
+    "LossScaleState",
+    "LossScaled",
+    "MetricReader",
+    "Offload",
+    "OutsideOfBodyError",
+    "ProgramNames",
+    "Progress",
+    "Reported",
+    "RunState",
+    "Scope",
+    "Segment",
+    "SegmentedFunction",
+    "Shard",
+    "StageRunner",
+    "Take",
+    "Values",
+    "absolute_scope",
+    "as_level",
+    "between_bars",
+    "check_signature",
+    "count_dtype",
+    "current_body",
+    "current_scope",
+    "describe_other_optimizer",
+    "draw_key",
+    "enqueue_to",
+    "export_stages",
+    "find_accumulator_dtype",
+    "find_calling_line",
+    "find_initializer",
+    "find_leaves",
+    "find_sum_dtype",
+    "fit_replicas",
+    "glorot_uniform",
+    "has_update_count",
+    "initial_value",
+    "ipu_shard",
+    "is_in_stage",
+    "is_readable",
+    "is_shown_on",
+    "is_traced_again",
+    "is_tracing",
+    "is_training",
+    "isolated",
+    "join_gradient_maps",
+    "keep",
+    "look_at_body",
+    "make_spec",
+    "mark_call",
+    "name_of",
+    "opened",
+    "program_names",
+    "read_count",
+    "read_outfeed",
+    "record_training_step",
+    "scale_loss",
+    "segment",
+    "split_results",
+    "take_nothing",
+    "tracing_again",
+    "watched_by",
+]

@@ -1,0 +1,40 @@
+"""The processes of a run: what they tell each other, and which devices are whose."""
+
+from __future__ import annotations
+
+from ipu_pipeline.engine.devices.action_log import current as current_log
+from ipu_pipeline.engine.devices.crossing import row_sharding
+from ipu_pipeline.engine.devices.elsewhere import is_here
+from ipu_pipeline.engine.devices.everywhere import only_if_written_here, read_everywhere, share_stacks
+from ipu_pipeline.engine.devices.links import naming_peers
+from ipu_pipeline.engine.devices.threads import keep_one_free, num_cpu_devices_set
+from ipu_pipeline.engine.peers import (
+    Peers,
+    Store,
+    current,
+    may_come_from,
+    occupied,
+    one_thread,
+    set_current,
+    waiting,
+)
+
+__all__ = [
+    "Peers",
+    "Store",
+    "current",
+    "current_log",
+    "is_here",
+    "keep_one_free",
+    "may_come_from",
+    "naming_peers",
+    "num_cpu_devices_set",
+    "occupied",
+    "one_thread",
+    "only_if_written_here",
+    "read_everywhere",
+    "row_sharding",
+    "set_current",
+    "share_stacks",
+    "waiting",
+]

@@ -1,0 +1,338 @@
+"""A function that calls pipelines and loops, traced once and cut into what is computed between the calls.
+
+`mark_call` leaves a marker where a pipeline or loop is called. The equations between two markers are a
+segment, which is jitted. It reads the variables anew that it uses, since a call may have trained them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core as jex_core
+
+from ipu_pipeline.engine import jaxprs, peers
+from ipu_pipeline.engine.devices.elsewhere import is_here
+from ipu_pipeline.engine.devices.everywhere import read_everywhere
+from ipu_pipeline.engine.devices.placing import put_host_copies
+from ipu_pipeline.engine.devices.rows import make_rows
+from ipu_pipeline.engine.state import OfReplicas, of_replica
+from ipu_pipeline.engine.tracing import frames, hoisting
+from ipu_pipeline.engine.tracing.specs import VariableSpec
+from ipu_pipeline.ground import jax_compat
+from ipu_pipeline.ground.errors import without_traceback_note
+
+__all__ = [
+    "CallStep",
+    "Segment",
+    "SegmentedFunction",
+    "Values",
+    "fit_replicas",
+    "in_every_process",
+    "mark_call",
+    "read_count",
+    "segment",
+]
+
+_PLACE = "the compiled function"  # what errors call it
+_MEND_REPLICAS = (
+    "Let all of them have as many replicas; or return what is the same for all, such as what "
+    "cross_replica_ops.cross_replica_mean gives, and feed it to another program."
+)
+
+_call_p = jex_core.Primitive("run_call")
+_call_p.multiple_results = True
+
+
+@_call_p.def_abstract_eval  # type: ignore[untyped-decorator]  # jax.extend has no annotations
+def _call_abstract(*operands: Any, number: int, results: tuple[Any, ...]) -> list[Any]:
+    # `number` stands for the call, since JAX's caches keep parameters for long.
+    del operands, number
+    return [jax_compat.shaped_array((), np.dtype(np.int32)), *results]  # a marker needs a result
+
+
+def mark_call(number: int, operands: Sequence[Any], results: Sequence[jax.ShapeDtypeStruct]) -> list[Any]:
+    """Marks a call at this point of the function that is being traced.
+
+    Args:
+      number: of the call, from 0.
+      operands: traced values and arrays that it takes.
+      results: shapes and dtypes of what it returns.
+
+    Returns:
+      What it returns, traced.
+    """
+    avals = tuple(jax_compat.shaped_array(aval.shape, aval.dtype) for aval in results)
+    values: list[Any]
+    _marker, *values = _call_p.bind(*operands, number=number, results=avals)
+    return values
+
+
+class CallStep(NamedTuple):
+    """A pipeline or loop that is called."""
+
+    number: int  # of the call
+    operands: list[Any]  # the atoms that it takes
+    results: list[Any]  # the jaxpr variables that it returns
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """Equations between two calls."""
+
+    function: Callable[..., list[Any]]  # the equations, jitted
+    arguments: list[Any]  # the jaxpr variables that it takes
+    results: list[Any]  # the jaxpr variables that it returns
+    reads: dict[Any, VariableSpec]  # those of the arguments that are variables, read just before
+
+
+Step: TypeAlias = CallStep | Segment
+
+
+@dataclass(frozen=True, eq=False)
+class SegmentedFunction:
+    """A function, cut."""
+
+    steps: Sequence[Step]  # in the order in which they run
+    inputs: Sequence[Any]  # jaxpr variables
+    outputs: Sequence[Any]  # atoms
+    constants: Mapping[Any, Any]  # the jaxpr variables that stand for constant arrays, with their values
+
+    def with_inputs(self, numbers: Sequence[int]) -> SegmentedFunction:
+        """The function of some of its inputs only, of which the others are not used."""
+        return SegmentedFunction(
+            self.steps, [self.inputs[number] for number in numbers], self.outputs, self.constants
+        )
+
+
+def segment(
+    function: Callable[..., Any], avals: Sequence[jax.ShapeDtypeStruct], names: frames.ProgramNames
+) -> SegmentedFunction:
+    """Traces a function that calls `mark_call`. It does not start JAX's backend.
+
+    Args:
+      function: takes one array per input, returns a list of arrays.
+      avals: shapes and dtypes of the inputs.
+      names: those that its program gives out.
+
+    Raises:
+      ValueError: a pipeline or loop is called inside the body of another transformation.
+    """
+
+    def traced(*arguments: Any) -> Any:
+        with frames.frame(frames.Frame(names, False, _PLACE, is_stage=False)):
+            return function(*arguments)
+
+    with without_traceback_note(), jax_compat.fresh_trace():
+        closed_jaxpr = jax.make_jaxpr(traced)(*avals)
+    reads: list[dict[VariableSpec, Any]] = [{}]  # one entry per segment
+
+    def read(spec: VariableSpec) -> Any:
+        if spec not in reads[-1]:
+            reads[-1][spec] = hoisting.variable_input(spec)
+        return reads[-1][spec]
+
+    def refuse(*arguments: Any) -> Any:
+        raise AssertionError(f"assign and next_rng_key refuse to work here: {arguments}")
+
+    markers = hoisting.marker_rule(_PLACE, names, read, refuse, refuse, refuse, refuse)
+
+    def rule(equation: Any, atoms: list[Any], inline: jaxprs.InlineFunction) -> list[Any] | None:
+        if equation.primitive is _call_p:
+            reads.append({})
+            return None
+        if hoisting.contains(equation, (_call_p,)):
+            raise ValueError(
+                "pipelining_ops.pipeline or a loop of ipu.loops is called inside the body of "
+                f"{equation.primitive.name}. Each is a step of a program of its own: call it outside. A "
+                "pipeline repeats by repeat_count."
+            )
+        return markers(equation, atoms, inline)
+
+    flat = jaxprs.flatten(closed_jaxpr, rule)
+    return SegmentedFunction(_make_steps(flat, reads), flat.inputs, list(flat.outputs), flat.constants)
+
+
+def _make_steps(flat: jaxprs.FlatJaxpr, reads: Sequence[dict[VariableSpec, Any]]) -> list[Step]:
+    runs: list[list[Any]] = [[]]
+    markers: list[Any] = []
+    for equation in flat.equations:
+        if equation.primitive is _call_p:
+            markers.append(equation)
+            runs.append([])
+        else:
+            runs[-1].append(equation)
+    steps: list[Step] = []
+    for index, run in enumerate(runs):
+        later = [*markers[index:], *(equation for rest in runs[index + 1 :] for equation in rest)]
+        wanted = [atom for equation in later for atom in equation.invars] + list(flat.outputs)
+        used = {atom for atom in wanted if not isinstance(atom, jex_core.Literal)}
+        results = [var for equation in run for var in equation.outvars if var in used]
+        # A variable that is returned, or given to a pipeline, as it is still has to be read.
+        read_here = {var: spec for spec, var in reads[index].items()}
+        results += [var for var in read_here if var in used]
+        if results or any(equation.effects for equation in run):
+            steps.append(_make_segment(flat, run, results, read_here))
+        if index < len(markers):
+            marker = markers[index]
+            steps.append(CallStep(marker.params["number"], list(marker.invars), list(marker.outvars[1:])))
+    return steps
+
+
+def _make_segment(
+    flat: jaxprs.FlatJaxpr, run: list[Any], results: list[Any], read_here: dict[Any, VariableSpec]
+) -> Segment:
+    made = {var for equation in run for var in equation.outvars}
+    atoms = [atom for equation in run for atom in equation.invars] + results
+    taken = dict.fromkeys(
+        atom
+        for atom in atoms
+        if not isinstance(atom, jex_core.Literal) and atom not in made and atom not in flat.constants
+    )
+    part = jaxprs.FlatJaxpr(list(taken), run, results, flat.constants)
+    program = jaxprs.extract(part, results, (), jaxprs.any_equation)
+
+    def compute(*arguments: Any) -> list[Any]:
+        return program(*arguments)
+
+    return Segment(
+        jax.jit(compute),
+        program.inputs,
+        results,
+        {var: spec for var, spec in read_here.items() if var in program.inputs},
+    )
+
+
+class Values:
+    """What the steps of a function have been given, and what they have made so far."""
+
+    def __init__(self, function: SegmentedFunction, inputs: Sequence[Any]) -> None:
+        self._function = function
+        self._known = {**function.constants, **dict(zip(function.inputs, inputs, strict=True))}
+
+    def find(self, atom: Any) -> Any:
+        """The value of an atom; None as long as it has not been made."""
+        return np.asarray(atom.val) if isinstance(atom, jex_core.Literal) else self._known.get(atom)
+
+    def operands(self, step: CallStep) -> list[Any]:
+        """What a call takes, once the steps before it have run."""
+        return [self._read(atom) for atom in step.operands]
+
+    def arguments(self, step: Segment) -> list[Any]:
+        """What a segment takes, besides variables None."""
+        return [None if var in step.reads else self._known[var] for var in step.arguments]
+
+    def set_results(self, step: Step, results: Sequence[Any]) -> None:
+        """Says what a step has made."""
+        self._known.update(zip(step.results, results, strict=True))
+
+    def compute(
+        self, step: Segment, variables: Sequence[Any], devices: Sequence[Any], waits: bool = False
+    ) -> None:
+        """Runs a segment on the first device of this process.
+
+        Of what replicas have apart it computes each replica's own.
+
+        Args:
+          step: the segment.
+          variables: the values of those that it reads, in the order of `reads`.
+          devices: the program's.
+          waits: whether to wait for the results.
+
+        Raises:
+          ValueError: it takes values of loops with different numbers of replicas.
+        """
+        self._known.update(zip(step.reads, read_everywhere(variables), strict=True))
+        device = next(filter(is_here, devices), None) or jax.local_devices()[0]
+        row = make_rows([device], (0,))[0]
+        arguments = [self._known[var] for var in step.arguments]
+        sizes = {len(value.values) for value in arguments if isinstance(value, OfReplicas)}
+        if len(sizes) > 1:
+            raise ValueError(
+                "A computation between loops takes values of loops with different numbers of replicas: "
+                f"{', '.join(map(str, sorted(sizes)))}. {_MEND_REPLICAS}"
+            )
+        made: list[Any]
+        if not sizes:
+            made = step.function(*put_host_copies(arguments, row))
+        else:
+            each = [
+                step.function(*put_host_copies([of_replica(value, replica) for value in arguments], row))
+                for replica in range(sizes.pop())
+            ]
+            made = [OfReplicas(values) for values in zip(*each, strict=True)]
+        if waits:
+            jax.block_until_ready(made)
+        self.set_results(step, in_every_process(made))
+
+    def compute_on_host(self, step: Segment, variables: Sequence[Any]) -> None:
+        """Runs a segment on JAX's default device, from arrays of the host."""
+        self._known.update(zip(step.reads, variables, strict=True))
+        arguments = [np.asarray(self._known[var]) for var in step.arguments]
+        self.set_results(step, step.function(*arguments))
+
+    def outputs(self) -> list[Any]:
+        """What the function returns, of replicas the first one's: arrays of NumPy, and random keys."""
+        returned = [of_replica(self._read(atom), 0) for atom in self._function.outputs]
+        return [one if _is_key(one) else np.array(one) for one in returned]
+
+    def _read(self, atom: Any) -> Any:
+        return np.asarray(atom.val) if isinstance(atom, jex_core.Literal) else self._known[atom]
+
+
+def fit_replicas(name: str, operands: Sequence[Any], num_replicas: int) -> list[Any]:
+    """Operands of a call with so many replicas; without replicas the first one's of those that have them.
+
+    Raises:
+      ValueError: a loop with another number of replicas gave one of them.
+    """
+    if num_replicas == 1:
+        return [of_replica(value, 0) for value in operands]
+    sizes = {len(value.values) for value in operands if isinstance(value, OfReplicas)} - {num_replicas}
+    if sizes:
+        raise ValueError(
+            f"{name!r} has {num_replicas} replicas, and takes a value that a loop of {min(sizes)} "
+            f"replicas gave, one for each of them. {_MEND_REPLICAS}"
+        )
+    return list(operands)
+
+
+def read_count(name: str, value: Any) -> int:
+    """The count of a call, which is one of its operands.
+
+    Raises:
+      ValueError: it differs between replicas.
+    """
+    given = value.values if isinstance(value, OfReplicas) else (value,)
+    counts = list(map(int, given))
+    if len(set(counts)) > 1:
+        raise ValueError(
+            f"The count of {name!r} must be the same in all replicas, which compute together; a loop "
+            f"gave them {counts}. Let it depend on what is the same in all, such as what "
+            "cross_replica_ops.cross_replica_mean gives."
+        )
+    return counts[0]
+
+
+def in_every_process(values: Sequence[Any]) -> list[Any]:
+    """Values that a segment or a loop gave, such that each process has them; of one process as they are.
+
+    Of several processes they are arrays of NumPy, which a pipeline or loop takes wherever its devices are.
+    """
+    if peers.current() is None:
+        return list(values)
+    leaves, tree = jax.tree.flatten(list(values))
+    read: list[Any] = jax.tree.unflatten(tree, list(map(_as_numpy, read_everywhere(leaves))))
+    return read
+
+
+def _as_numpy(array: Any) -> Any:
+    return array if _is_key(array) else np.asarray(array)
+
+
+def _is_key(array: Any) -> bool:
+    return bool(jnp.issubdtype(array.dtype, jax.dtypes.prng_key))

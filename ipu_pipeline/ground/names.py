@@ -1,0 +1,24 @@
+"""Names: joined, hashed, and those that are near."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+
+__all__ = ["find_near", "hash_name", "join"]
+
+
+def find_near(name: str, known: list[str], prefix: str = "") -> str:
+    """What to say to somebody who may have meant another name; an empty text if none is near."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f" Did you mean {prefix + near[0]!r}?" if near else ""
+
+
+def hash_name(name: str) -> int:
+    """The first 32 bits of the SHA-256 of a name, as an unsigned integer."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")
+
+
+def join(scope: str, name: str) -> str:
+    """The full name of `name` within `scope`."""
+    return f"{scope}/{name}" if scope else name

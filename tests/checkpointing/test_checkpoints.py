@@ -1,0 +1,964 @@
+import dataclasses
+import gc
+import json
+import os
+import pathlib
+import shutil
+import threading
+import warnings
+
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint
+import pytest
+
+import ipu_pipeline as ipu
+from ipu_pipeline.checkpointing import arrays, checkpoints
+from ipu_pipeline.checkpointing.checkpoints import CheckpointSeries, read_checkpoint, read_document
+from ipu_pipeline.errors import CheckpointError
+from ipu_pipeline.optimizers import GradientAccumulationOptimizerV2, LossScalingOptimizer
+from ipu_pipeline.pipelining_ops import PipelineSchedule
+from tests.support.programs import start
+from tests.support.resumable import Batches, Inference, Training, assert_same, loss_of, make_stages
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A checkpoint of two stages after three updates, and the session after three more."""
+    path = tmp_path_factory.mktemp("trained") / "checkpoint"
+    training = Training(2)
+    with ipu.Session(seed=7) as session:
+        training.start(session)
+        training.run(session, 3)
+        session.save(path)
+        losses = training.run(session, 3)
+    return path, session, losses
+
+
+@pytest.mark.parametrize("schedule", PipelineSchedule)
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
+@pytest.mark.each_value
+def test_training_goes_on_exactly_in_any_split(trained, num_stages, schedule):
+    path, expected, losses = trained
+    training = Training(num_stages, pipeline_schedule=schedule)
+    with ipu.Session(seed=99) as session:
+        session.restore(path)
+        training.start(session)
+        found = training.run(session, 3)
+    assert session.seed == 7
+    assert session.update_count() == expected.update_count() == 6
+    # The programs of other splits are compiled otherwise, which may change last bits.
+    np.testing.assert_allclose(found, losses, rtol=1e-5)
+    if num_stages == 2 and schedule is PipelineSchedule.Grouped:
+        assert_same(session, expected)
+    for name, value in session.variables.items():
+        reference = expected.variables[name]
+        assert np.linalg.norm(value - reference) <= 1e-5 * np.linalg.norm(reference)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (4, 1), (3, 2)])
+def test_training_goes_on_from_any_split(before, after, trained, tmp_path):
+    _path, expected, _losses = trained
+    first, second = Training(before), Training(after)
+    with ipu.Session(seed=7) as session, ipu.Session() as other:
+        first.start(session)
+        first.run(session, 3)
+        session.save(tmp_path / "checkpoint")
+        other.restore(tmp_path / "checkpoint")
+        second.start(other)
+        second.run(other, 3)
+    for name, value in other.variables.items():
+        reference = expected.variables[name]
+        assert np.linalg.norm(value - reference) <= 1e-5 * np.linalg.norm(reference)
+
+
+def test_a_data_set_of_grain_goes_on_by_its_own_state(tmp_path):
+    data = Batches()
+
+    def make():
+        dataset = grain.MapDataset.range(40).shuffle(seed=3).repeat().map(lambda n: (data.x[n], data.y[n]))
+        return Training(2, dataset=dataset.to_iter_dataset())
+
+    training, again = make(), make()
+    with ipu.Session() as session, ipu.Session() as other:
+        training.start(session)
+        training.run(session, 13)
+        session.save(tmp_path / "checkpoint")
+        training.run(session, 3)
+        other.restore(tmp_path / "checkpoint")
+        again.start(other)
+        again.run(other, 3)
+        assert_same(session, other)
+    (feed,) = read_document(tmp_path / "checkpoint")["feeds"]
+    assert (feed["count"], feed["state_count"]) == (52, 48)
+
+
+def test_the_infeed_may_be_initialized_before(trained):
+    path, expected, _losses = trained
+    training = Training(2)
+    with ipu.Session() as session:
+        training.start(session)
+        training.run(session, 1)  # from here nothing is left
+        session.restore(path)
+        training.run(session, 3)
+    assert_same(session, expected)
+
+
+def test_the_data_set_can_begin_anew(trained):
+    path, _expected, losses = trained
+    training = Training(2)
+    with ipu.Session() as session:
+        session.restore(path, infeeds=False)
+        training.start(session)
+        found = training.run(session, 3)
+    assert not np.array_equal(found, losses)
+
+
+_RESUME = """
+import sys
+import numpy as np
+import ipu_pipeline as ipu
+from tests.support.resumable import Training
+training = Training(2)
+with ipu.Session() as session:
+    session.restore(sys.argv[1])
+    training.start(session)
+    training.run(session, 3)
+    np.savez(sys.argv[2], **session.variables)
+"""
+
+
+def test_going_on_in_another_process(trained, tmp_path):
+    """Which has as many devices as its programs need, though reading a checkpoint starts JAX."""
+    path, expected, _losses = trained
+    result = start("-c", _RESUME, path, tmp_path / "found.npz", as_tests=True)
+    assert result.returncode == 0, result.stderr
+    found = np.load(tmp_path / "found.npz")
+    for name, value in expected.variables.items():
+        np.testing.assert_array_equal(found[name], value)
+
+
+def test_a_checkpoint_of_a_restored_session_is_the_same(trained, tmp_path):
+    path, expected, _losses = trained
+    with ipu.Session() as session:
+        session.restore(path)
+        session.save(tmp_path / "again")
+    first, second = read_document(path), read_document(tmp_path / "again")
+    assert {key: value for key, value in first.items() if key != "files"} == {
+        key: value for key, value in second.items() if key != "files"
+    }
+    training = Training(2)
+    with ipu.Session() as session:
+        session.restore(tmp_path / "again")
+        training.start(session)
+        training.run(session, 3)
+    assert_same(session, expected)
+
+
+def test_the_session_goes_on_after_it_was_saved(tmp_path):
+    training, unsaved = Training(2), Training(2)
+    with ipu.Session(seed=7) as session, ipu.Session(seed=7) as other:
+        training.start(session)
+        unsaved.start(other)
+        for number in range(3):
+            training.run(session, 1)
+            session.save(tmp_path / "same path")
+            assert (
+                read_document(tmp_path / "same path")["pipelines"]["Pipeline"]["update_count"] == number + 1
+            )
+        unsaved.run(other, 3)
+        assert_same(session, other)
+    assert os.listdir(tmp_path) == ["same path"]
+
+
+def test_training_as_inference_and_back(trained, tmp_path):
+    path, _session, _losses = trained
+    inference, training = Inference(2), Training(1)
+    with ipu.Session() as session, ipu.Session() as other:
+        session.restore(path)
+        training.start(other)
+        other.restore(path)
+        predictions = inference.run(session)
+        np.testing.assert_allclose(Inference(1).run(other), predictions, rtol=1e-5, atol=1e-6)
+        session.save(tmp_path / "inference")
+        other.restore(tmp_path / "inference")
+        training.run(other, 1)
+        assert other.update_count() == 4
+    fresh = Inference(1)
+    with ipu.Session(seed=1) as session, ipu.Session() as other:
+        fresh.run(session)
+        session.save(tmp_path / "untrained")
+        other.restore(tmp_path / "untrained")
+        training.start(other)
+        training.run(other, 1)
+        assert other.update_count() == 1
+
+
+OPTIMIZERS = {
+    "sgd": lambda: optax.sgd(0.01),
+    "global norm": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2)),
+    "schedule": lambda: optax.adam(optax.linear_schedule(1e-2, 1e-3, 5)),
+    "multi steps": lambda: optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(),
+    "loss scaling": lambda: LossScalingOptimizer(optax.adam(1e-2), initial_scale=2.0**4, growth_interval=2),
+}
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.each_value
+def test_resuming_is_exact(optimizer, num_stages, tmp_path):
+    def make():
+        return Training(num_stages, optimizer=OPTIMIZERS[optimizer](), repeat_count=3)
+
+    training = make()
+    with ipu.Session(seed=2) as session:
+        training.start(session)
+        training.run(session, 1)
+        session.save(tmp_path / "checkpoint")
+        training.run(session, 2)
+    again = make()
+    with ipu.Session() as other:
+        other.restore(tmp_path / "checkpoint")
+        again.start(other)
+        again.run(other, 2)
+    assert_same(session, other)
+    other.save(tmp_path / "other")
+    session.save(tmp_path / "one")
+    one, two = read_checkpoint(tmp_path / "one"), read_checkpoint(tmp_path / "other")
+    jax.tree.map(np.testing.assert_array_equal, one.arrays(), two.arrays())
+    assert one.document() == two.document()
+
+
+def test_float64_and_low_precision_variables(tmp_path):
+    def stage(x):
+        total = jnp.sum(x)
+        for dtype in (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.int8, jnp.bool_):
+            weight = ipu.get_variable(
+                f"w {np.dtype(dtype).name}", [3], dtype, initializer=np.array([1, 0, 1]).astype(dtype)
+            )
+            total = total + jnp.sum(weight.astype(jnp.float32))
+        empty = ipu.get_variable("empty.with/odd [name]", [0, 2], initializer=np.zeros([0, 2], "float32"))
+        return total + jnp.sum(empty)
+
+    outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+    with ipu.scopes.ipu_scope("/device:IPU:0"):
+        program = ipu.ipu_compiler.compile(
+            lambda: ipu.pipelining_ops.pipeline(
+                [stage],
+                gradient_accumulation_count=1,
+                inputs=[np.ones(2, "float32")],
+                outfeed_queue=outfeed,
+            )
+        )
+    with ipu.Session() as session, ipu.Session() as other:
+        session.run(program)
+        session.save(tmp_path / "checkpoint")
+        other.restore(tmp_path / "checkpoint")
+        other.run(program)
+        assert_same(session, other)
+        assert "empty.with/odd [name]" in other.variables
+        np.testing.assert_array_equal(session.run(outfeed.dequeue()), [12, 12])
+
+
+def loop_program(infeed, cut, count):
+    """A loop that accumulates over four iterations, in two shards or one."""
+
+    def body(x, y):
+        with ipu.scopes.ipu_shard(0), ipu.variable_scope("shared"):
+            x = ipu.layers.Dense(6, activation=jnp.tanh)(x)
+        with ipu.scopes.ipu_shard(1 if cut else 0):
+            with ipu.variable_scope("shared", reuse=True):
+                x = ipu.layers.Dense(6)(x)
+            loss = jnp.mean(x**2) + jnp.mean(y)
+            return GradientAccumulationOptimizerV2(optax.adam(1e-2), 4).minimize(loss)
+
+    with ipu.scopes.ipu_scope("/device:IPU:0"):
+        return ipu.ipu_compiler.compile(lambda: ipu.loops.repeat(count, body, [], infeed))
+
+
+@pytest.mark.parametrize(("cut", "cut_after"), [(False, False), (True, True), (True, False), (False, True)])
+def test_a_loop_in_the_middle_of_accumulating(cut, cut_after, tmp_path):
+    def start(cut, count):
+        infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(Batches())
+        return infeed, loop_program(infeed, cut, count)
+
+    infeed, program = start(cut, 6)
+    with ipu.Session(seed=3) as session:
+        session.run(infeed.initializer)
+        session.run(program)
+        session.save(tmp_path / "checkpoint")
+        session.run(program)
+    assert read_document(tmp_path / "checkpoint")["pipelines"]
+    infeed, program = start(cut_after, 6)
+    with ipu.Session() as other:
+        other.restore(tmp_path / "checkpoint")
+        other.run(infeed.initializer)
+        other.run(program)
+    if cut == cut_after:
+        assert_same(session, other)
+    for name, value in other.variables.items():
+        reference = session.variables[name]
+        assert np.linalg.norm(value - reference) <= 1e-5 * np.linalg.norm(reference)
+
+
+# What does not fit.
+
+
+def test_another_model_is_refused_with_what_differs(trained):
+    path, _session, _losses = trained
+    training = Training(2, width=8)
+    with ipu.Session() as session:
+        training.start(session)
+        training.run(session, 1)
+        before = session.variables
+        with pytest.raises(CheckpointError) as raised:
+            session.restore(path)
+        for name, value in session.variables.items():
+            np.testing.assert_array_equal(value, before[name])
+        training.run(session, 1)
+    text = str(raised.value)
+    assert f"The checkpoint {path} is not of this model." in text
+    assert "of another shape or dtype: a/dense/bias is float32[16], not float32[8]" in text
+    assert "missing" not in text
+    assert "extra" not in text
+
+
+def extended(names, extra_stage=False):
+    """The model with other variables as well, or without some."""
+
+    def stage(x, y):
+        for name in names:
+            x = x + ipu.get_variable(name, [6])
+        return x, y
+
+    stages = [stage, *make_stages(2)]
+    if extra_stage:
+        stages = [stage]
+    outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+    data = Batches()
+    with ipu.scopes.ipu_scope("/device:IPU:0"):
+        return ipu.ipu_compiler.compile(
+            lambda: ipu.pipelining_ops.pipeline(
+                stages,
+                gradient_accumulation_count=1,
+                inputs=[data.x[0], data.y[0]],
+                outfeed_queue=outfeed,
+            )
+        )
+
+
+def test_missing_and_extra_variables_are_listed(trained, tmp_path):
+    path, _session, _losses = trained
+    more = extended(["new/one", "new/two"])
+    with ipu.Session() as session:
+        with pytest.raises(CheckpointError, match="missing in the checkpoint: new/one, new/two"):
+            session.restore(path)
+        assert session.variables == {}
+        session.restore(path, allow_partial=True)
+        session.run(more)
+        assert {"new/one", "a/dense/kernel"} <= session.variables.keys()
+        session.save(tmp_path / "more")
+    del more
+    training = Training(2)
+    with ipu.Session() as session:
+        with pytest.raises(CheckpointError, match="extra in the checkpoint: new/one, new/two"):
+            session.restore(tmp_path / "more")
+        session.restore(tmp_path / "more", allow_partial=True)
+        training.start(session)
+        training.run(session, 1)
+
+
+def test_a_program_that_is_compiled_later_is_checked_when_it_runs(trained):
+    path, _session, _losses = trained
+    with ipu.Session() as session:
+        session.restore(path)
+        program = extended(["new/one"])
+        with pytest.raises(CheckpointError, match="missing in the checkpoint: new/one"):
+            session.run(program)
+        wide = Training(2, width=8)
+        wide.start(session)
+        with pytest.raises(CheckpointError, match="of another shape or dtype"):
+            wide.run(session, 1)
+
+
+def test_programs_of_another_model_do_not_matter(trained):
+    path, _session, _losses = trained
+    others = extended(["elsewhere"], extra_stage=True), Inference(1, width=8)  # the second is outdated
+    own = Inference(1)
+    with ipu.Session() as session:
+        session.restore(path)
+    del others, own
+
+
+def test_optimizer_state_of_another_structure_is_refused(trained):
+    path, _session, _losses = trained
+    training = Training(2, optimizer=optax.sgd(0.1, momentum=0.9))
+    with ipu.Session() as session:
+        session.restore(path)
+        training.start(session)
+        with pytest.raises(ValueError, match="optimizer state of another structure"):
+            training.run(session, 1)
+
+
+def test_a_data_set_that_is_shorter_than_the_position(trained):
+    path, _session, _losses = trained
+    data = Batches()
+    training = Training(2, dataset=[(data.x[0], data.y[0])] * 5)
+    with ipu.Session() as session:
+        session.restore(path)
+        training.start(session)
+        with pytest.raises(CheckpointError, match="ended after 5 elements. They were to go on after 12"):
+            training.run(session, 1)
+
+
+# What cannot be read or written.
+
+
+def test_wrong_paths(tmp_path, trained):
+    path, _session, _losses = trained
+    session = ipu.Session()
+    with pytest.raises(CheckpointError, match="There is no checkpoint at"):
+        session.restore(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match="is not complete: it has no checkpoint.json"):
+        session.restore(tmp_path / "empty")
+    with pytest.raises(ValueError, match="There is nothing to save"):
+        session.save(tmp_path / "new")
+    session.restore(path)
+    with pytest.raises(ValueError, match="exists and is no checkpoint"):
+        session.save(tmp_path)
+    session.save(tmp_path / "deep" / "er")
+    session.close()
+    with pytest.raises(RuntimeError, match="closed Session"):
+        session.restore(path)
+    assert sorted(os.listdir(tmp_path)) == ["deep", "empty"]
+
+
+def files_of(path):
+    return sorted(file for file in path.rglob("*") if file.is_file())
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "removed"])
+def test_every_damaged_file_is_named(trained, damage, tmp_path):
+    path, _session, _losses = trained
+    copy = tmp_path / "copy"
+    shutil.copytree(path, copy)
+    read_checkpoint(copy)
+    for file in files_of(copy):
+        content = file.read_bytes()
+        if damage == "removed":
+            file.unlink()
+        elif damage == "truncated":
+            file.write_bytes(content[: len(content) // 2])
+        else:
+            middle = len(content) // 2
+            file.write_bytes(content[:middle] + bytes([content[middle] ^ 16]) + content[middle + 1 :])
+        with pytest.raises(CheckpointError) as raised:
+            read_checkpoint(copy)
+        assert file.name in str(raised.value)
+        file.write_bytes(content)
+    read_checkpoint(copy)
+
+
+def rewritten(path, **changes):
+    """Changes a checkpoint's document, as another version of the library would have written it."""
+    document = {**read_document(path), **changes}
+    document["sha256"] = checkpoints._digest_of(document)
+    (path / checkpoints.DOCUMENT).write_text(json.dumps(document))
+
+
+def test_other_formats(trained, tmp_path):
+    shutil.copytree(trained[0], tmp_path / "copy")
+    rewritten(tmp_path / "copy", version=2)
+    with pytest.raises(CheckpointError, match="has version 2 of the format; this library reads version 1"):
+        read_checkpoint(tmp_path / "copy")
+    rewritten(tmp_path / "copy", format="another")
+    with pytest.raises(CheckpointError, match="no checkpoint of this library"):
+        read_checkpoint(tmp_path / "copy")
+
+
+def test_what_was_there_stays_when_a_save_fails(trained, tmp_path, monkeypatch):
+    path, _expected, _losses = trained
+    shutil.copytree(path, tmp_path / "checkpoint")
+
+    def fail(*_arguments):
+        raise OSError("No space left on device")
+
+    with ipu.Session() as session:
+        session.restore(path)
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoints, "_complete", fail)
+            with pytest.raises(OSError, match="No space"):
+                session.save(tmp_path / "checkpoint")
+            with pytest.raises(OSError, match="No space"):
+                session.save(tmp_path / "new")
+        assert os.listdir(tmp_path) == ["checkpoint"]
+        read_checkpoint(tmp_path / "checkpoint")
+
+
+# Series.
+
+
+def make_series(directory, trained, steps, **options):
+    series = CheckpointSeries(directory, **options)
+    snapshot = read_checkpoint(trained[0])
+    for step in steps:
+        series.start_saving(step, snapshot)
+    series.wait()
+    return series
+
+
+def test_the_oldest_ones_are_deleted(tmp_path, trained):
+    series = make_series(tmp_path / "series", trained, [10, 20, 30, 5_000], max_to_keep=2)
+    assert series.steps() == [30, 5_000]
+    assert series.latest() == tmp_path / "series" / "5000"
+    assert make_series(tmp_path / "all", trained, [1, 2, 3]).steps() == [1, 2, 3]
+    assert CheckpointSeries(tmp_path / "nowhere").steps() == []
+    assert CheckpointSeries(tmp_path / "nowhere").read_latest() is None
+
+
+def test_the_newest_one_that_reads_is_found(tmp_path, trained):
+    series = make_series(tmp_path, trained, [10, 20, 30])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert series.read_latest()[0] == 30
+    next(tmp_path.joinpath("30").rglob("_METADATA")).write_bytes(b"")
+    (tmp_path / "40").mkdir()
+    shutil.copytree(tmp_path / "30", tmp_path / "35")
+    (tmp_path / "35" / checkpoints.DOCUMENT).unlink()
+    (tmp_path / "35" / "notes.txt").touch()
+    with pytest.warns(UserWarning, match="were skipped") as caught:
+        assert series.read_latest()[0] == 20
+    (warning,) = caught
+    assert "step 20 restored" in str(warning.message)
+    assert f"{tmp_path / '40'} is not complete" in str(warning.message)
+    assert "_METADATA is damaged" in str(warning.message)
+    assert series.steps() == [10, 20, 30, 35, 40]
+    with pytest.warns(UserWarning, match="skipped"):
+        assert series.read_latest(set_aside=True)[0] == 20
+    assert series.steps() == [10, 20]
+    series = make_series(tmp_path, trained, [30])
+    assert series.read_latest()[0] == 30
+    assert set(os.listdir(tmp_path)) == {"10", "20", "30", "unreadable-30-0", "unreadable-35-0"}
+
+
+def test_none_that_reads_is_refused(tmp_path, trained):
+    series = make_series(tmp_path, trained, [10, 20])
+    (tmp_path / "10" / checkpoints.DOCUMENT).write_text("{")
+    (tmp_path / "20" / checkpoints.DOCUMENT).unlink()
+    with pytest.raises(
+        CheckpointError, match="None of the checkpoints .* can be read: .*20 is not complete.*10.* is da"
+    ):
+        series.read_latest(set_aside=True)
+    assert series.steps() == [10, 20]
+
+
+def test_what_was_never_complete_is_no_checkpoint(tmp_path, trained):
+    """A process that is killed while it writes its first one has lost nothing else."""
+    series = make_series(tmp_path, trained, [10])
+    (tmp_path / "10" / checkpoints.DOCUMENT).unlink()
+    (tmp_path / "12.orbax-checkpoint-tmp").mkdir()
+    (tmp_path / ".13.being-written-123").mkdir()
+    with pytest.warns(UserWarning, match="were skipped, and there is no other one: .*10 is not complete"):
+        assert series.read_latest(set_aside=True) is None
+    make_series(tmp_path, trained, [10])
+    assert os.listdir(tmp_path) == ["10"]
+
+
+def test_a_step_that_is_there_stays(tmp_path, trained):
+    series = make_series(tmp_path, trained, [10])
+    before = (tmp_path / "10" / checkpoints.DOCUMENT).stat().st_mtime_ns
+    series.save(10, read_checkpoint(trained[0]))
+    assert (tmp_path / "10" / checkpoints.DOCUMENT).stat().st_mtime_ns == before
+    (tmp_path / "10" / checkpoints.DOCUMENT).unlink()
+    series.save(10, read_checkpoint(trained[0]))
+    assert series.read_latest()[0] == 10
+
+
+def test_an_old_one_that_cannot_be_deleted_fails_nothing(tmp_path, trained, monkeypatch, caplog):
+    delete = shutil.rmtree
+
+    def refuse(path, ignore_errors=False):
+        if path == tmp_path / "10":
+            raise PermissionError("not permitted")
+        delete(path, ignore_errors)
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    series = make_series(tmp_path, trained, [10, 20], max_to_keep=1)
+    assert series.steps() == [10, 20]
+    assert series.read_latest()[0] == 20
+    assert "could not be deleted: not permitted" in caplog.text
+    assert "could not be saved" not in caplog.text
+
+
+def test_what_others_change_meanwhile(tmp_path, trained):
+    series = make_series(tmp_path / "series", trained, [10, 20])
+    shutil.rmtree(tmp_path / "series")
+    series.save(20, read_checkpoint(trained[0]))
+    assert series.read_latest()[0] == 20
+
+
+def test_what_orbax_still_writes_after_ctrl_c_is_not_in_the_way(tmp_path, trained, monkeypatch):
+    """Its threads go on for a while after a save that was interrupted."""
+    snapshot, path = read_checkpoint(trained[0]), tmp_path / "checkpoint"
+    original, begun = orbax.checkpoint.Checkpointer.save, []
+
+    def save(self, directory, *arguments, **options):
+        begun.append(pathlib.Path(directory).parent)
+        if len(begun) == 1:
+            raise KeyboardInterrupt
+        if len(begun) == 2:
+            begun[0].mkdir()  # by a thread of the first one
+            (begun[0] / "arrays").write_text("of the save before")
+        return original(self, directory, *arguments, **options)
+
+    monkeypatch.setattr(orbax.checkpoint.Checkpointer, "save", save)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoints.write_checkpoint(path, snapshot)
+    checkpoints.write_checkpoint(path, snapshot)
+    assert read_checkpoint(path).seed == snapshot.seed
+    checkpoints.write_checkpoint(path, snapshot)
+    assert os.listdir(tmp_path) == ["checkpoint"]
+
+
+@pytest.mark.parametrize("num_times", [1, 3, 100])
+def test_others_who_look_while_a_checkpoint_is_replaced(tmp_path, trained, monkeypatch, num_times):
+    """They put the old one back, as its writer might have been killed just then."""
+    path, snapshot = tmp_path / "checkpoint", read_checkpoint(trained[0])
+    checkpoints.write_checkpoint(path, snapshot)
+    rename, left = pathlib.Path.rename, [num_times]
+
+    def rename_and_look(self, target):
+        renamed = rename(self, target)
+        if "being-replaced" in str(target) and left[0] > 0:
+            left[0] -= 1
+            assert checkpoints.read_document(path)  # by another process
+        return renamed
+
+    monkeypatch.setattr(pathlib.Path, "rename", rename_and_look)
+    newer = dataclasses.replace(snapshot, seed=snapshot.seed + 1)
+    if num_times < 100:
+        checkpoints.write_checkpoint(path, newer)
+        assert read_checkpoint(path).seed == newer.seed
+    else:
+        with pytest.raises(OSError, match="not empty"):
+            checkpoints.write_checkpoint(path, newer)
+        assert read_checkpoint(path).seed == snapshot.seed
+    assert os.listdir(tmp_path) == ["checkpoint"]
+
+
+def test_killed_while_a_checkpoint_is_replaced(tmp_path, trained):
+    """Between the two renamings the old one lies beside its place; whoever looks next puts it back."""
+    shutil.copytree(trained[0], tmp_path / ".checkpoint.being-replaced-123")
+    (tmp_path / ".checkpoint.being-written-123").mkdir()
+    snapshot = read_checkpoint(tmp_path / "checkpoint")
+    # What may be another process's is left to whoever writes.
+    assert set(os.listdir(tmp_path)) == {"checkpoint", ".checkpoint.being-written-123"}
+    checkpoints.write_checkpoint(tmp_path / "checkpoint", snapshot)
+    assert os.listdir(tmp_path) == ["checkpoint"]
+    # One that was interrupted when all but deleting the old one was done.
+    shutil.copytree(trained[0], tmp_path / f".checkpoint.being-replaced-{os.getpid()}")
+    checkpoints.write_checkpoint(tmp_path / "checkpoint", snapshot)
+    assert os.listdir(tmp_path) == ["checkpoint"]
+
+
+def test_random_keys_in_the_optimizers_state(tmp_path):
+    def make():
+        return Training(2, optimizer=optax.chain(optax.add_noise(0.1, 0.5, 3), optax.sgd(0.01)))
+
+    training, again = make(), make()
+    with ipu.Session() as session, ipu.Session() as other:
+        training.start(session)
+        training.run(session, 2)
+        session.save(tmp_path / "checkpoint")
+        snapshot = session.take_snapshot()
+        training.run(session, 2)
+        other.restore(tmp_path / "checkpoint")
+        again.start(other)
+        again.run(other, 2)
+        assert_same(session, other)
+        CheckpointSeries(tmp_path / "series").save(1, snapshot)
+    assert (
+        read_document(tmp_path / "series" / "1")["pipelines"]
+        == read_document(tmp_path / "checkpoint")["pipelines"]
+    )
+
+
+def test_the_end_of_an_epoch(tmp_path):
+    """Where the data had ended, the initializer begins them again; where not, they go on."""
+
+    def make():
+        data = Batches()
+        return Training(2, dataset=[(data.x[number], data.y[number]) for number in range(10)])
+
+    def epoch(session, training):
+        training.start(session)
+        with pytest.raises(ipu.errors.OutOfRangeError):
+            training.run(session, 5)
+
+    at_once, before, after = make(), make(), make()
+    with ipu.Session() as session, ipu.Session() as first, ipu.Session() as second:
+        epoch(session, at_once)
+        epoch(session, at_once)
+        epoch(first, before)
+        first.save(tmp_path / "checkpoint")
+        second.restore(tmp_path / "checkpoint")
+        epoch(second, after)
+        assert session.update_count() == second.update_count() == 4
+        assert_same(session, second)
+
+
+def test_a_data_set_that_fails_at_first_when_resumed(trained):
+    path, expected, _losses = trained
+    failures = [OSError("network")]
+
+    class Failing(Batches):
+        def __iter__(self):
+            if failures and is_resumed:
+                raise failures.pop()
+            return super().__iter__()
+
+    is_resumed = False
+    training = Training(2, dataset=Failing())
+    with ipu.Session() as session:
+        session.restore(path)
+        training.start(session)
+        is_resumed = True
+        with pytest.raises(OSError, match="network"):
+            training.run(session, 3)
+        training.run(session, 3)
+    assert_same(session, expected)
+
+
+def test_a_closed_session_can_be_saved(trained, tmp_path):
+    path, _expected, _losses = trained
+    training = Training(2)
+    with ipu.Session() as session:
+        session.restore(path)
+        training.start(session)
+        training.run(session, 1)
+    session.save(tmp_path / "checkpoint")
+    assert [feed["count"] for feed in read_document(tmp_path / "checkpoint")["feeds"]] == [16]
+
+
+def test_loaded_values_are_saved_in_the_variables_dtype(trained, tmp_path):
+    _path, expected, _losses = trained
+    training = Training(2)
+    with ipu.Session() as session:
+        session.load({name: value.astype("float64") for name, value in expected.variables.items()})
+        training.start(session)
+        training.run(session, 1)
+        session.save(tmp_path / "checkpoint")
+        session.restore(tmp_path / "checkpoint")
+
+
+def test_errors_are_reported_once_per_save_and_the_last_good_one_stays(
+    tmp_path, trained, monkeypatch, caplog
+):
+    series = make_series(tmp_path, trained, [10], max_to_keep=1)
+
+    def fail(*_arguments):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints, "_complete", fail)
+        for step in (20, 30):
+            series.start_saving(step, read_checkpoint(trained[0]))
+            series.wait()
+    assert [record.levelname for record in caplog.records] == ["ERROR", "ERROR"]
+    assert "checkpoint of step 20" in caplog.messages[0]
+    assert "No space left on device" in caplog.messages[0]
+    assert f"the last good one is {tmp_path / '10'}" in caplog.messages[0]
+    assert sorted(os.listdir(tmp_path)) == ["10"]
+    series.start_saving(30, read_checkpoint(trained[0]))
+    series.wait()
+    assert series.read_latest()[0] == 30
+    assert series.steps() == [30]
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_a_snapshot_is_not_changed_by_what_runs_meanwhile(num_stages, tmp_path):
+    training = Training(num_stages, repeat_count=2)
+    with ipu.Session(seed=7) as session:
+        training.start(session)
+        training.run(session, 1)
+        snapshot = session.take_snapshot()
+        expected = session.variables
+        may_write = threading.Event()
+        original = arrays._storable
+
+        def wait(snapshot):
+            may_write.wait(60)
+            return original(snapshot)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(arrays, "_storable", wait)
+            series = CheckpointSeries(tmp_path)
+            series.start_saving(8, snapshot)
+            training.run(session, 2)
+            may_write.set()
+            series.wait()
+    step, found = series.read_latest()
+    assert step == 8
+    for name, value in found.state.variables.items():
+        np.testing.assert_array_equal(value, expected[name])
+        assert not np.array_equal(value, session.variables[name])
+    assert found.feeds[0].position.count == 8
+
+
+def test_two_pipelines_on_one_infeed(tmp_path):
+    """The position belongs to the infeed: whichever pipeline runs first goes there."""
+
+    def make(names):
+        infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(Batches())
+
+        def model(name):
+            def optimizer_function(prediction, y):
+                loss = loss_of(prediction, y)
+                return ipu.pipelining_ops.OptimizerFunctionOutput(optax.sgd(0.1), loss)
+
+            return lambda: ipu.pipelining_ops.pipeline(
+                make_stages(1),
+                gradient_accumulation_count=2,
+                infeed_queue=infeed,
+                outfeed_queue=ipu.ipu_outfeed_queue.IPUOutfeedQueue(),
+                optimizer_function=optimizer_function,
+                outfeed_loss=True,
+                name=name,
+            )
+
+        with ipu.scopes.ipu_scope("/device:IPU:0"):
+            return infeed, [ipu.ipu_compiler.compile(model(name)) for name in names]
+
+    def run(session, programs, order):
+        for number in order:
+            session.run(programs[number])
+
+    infeed, programs = make(["one", "two"])
+    with ipu.Session() as session:
+        session.run(infeed.initializer)
+        run(session, programs, [0, 1, 1])
+        session.save(tmp_path / "checkpoint")
+        run(session, programs, [1, 0, 1])
+    assert [feed["count"] for feed in read_document(tmp_path / "checkpoint")["feeds"]] == [6]
+    infeed, programs = make(["one", "two"])
+    with ipu.Session() as other:
+        other.restore(tmp_path / "checkpoint")
+        other.run(infeed.initializer)
+        run(other, programs, [1, 0, 1])
+        assert infeed.position.count == 12
+    assert_same(session, other)
+
+
+def test_the_kind_of_random_keys_is_kept(tmp_path):
+    training = Training(1)
+    with jax.default_prng_impl("rbg"), ipu.Session(seed=4) as session:
+        training.start(session)
+        training.run(session, 1)
+        session.save(tmp_path / "checkpoint")
+        training.run(session, 1)
+    again = Training(1)
+    with ipu.Session() as other:
+        other.restore(tmp_path / "checkpoint")
+        again.start(other)
+        again.run(other, 1)
+    assert_same(session, other)
+
+
+# Links, odd entries, and others at work.
+
+
+def test_a_link_stays_a_link(tmp_path, trained):
+    snapshot = read_checkpoint(trained[0])
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "here")  # leads nowhere yet
+    for number in range(3):
+        checkpoints.write_checkpoint(tmp_path / "link", dataclasses.replace(snapshot, seed=number))
+        assert read_checkpoint(tmp_path / "link").seed == number
+        assert (tmp_path / "link").is_symlink()
+        assert set(os.listdir(tmp_path)) == {"disk", "link"}
+        assert os.listdir(tmp_path / "disk") == ["here"]
+
+
+def test_odd_entries_of_a_series(tmp_path, trained):
+    """A file, numbers that are written otherwise, a link that leads nowhere, and one to a checkpoint."""
+    shutil.copytree(trained[0], tmp_path / "elsewhere")
+    (tmp_path / "series").mkdir()
+    (tmp_path / "series" / "500").write_text("notes")
+    (tmp_path / "series" / "0016").mkdir()
+    (tmp_path / "series" / "007").mkdir()  # is no second step 7
+    (tmp_path / "series" / "\u0663").mkdir()  # a decimal digit, too
+    (tmp_path / "series" / "99").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "series" / "7").symlink_to(tmp_path / "elsewhere")
+    series = CheckpointSeries(tmp_path / "series", max_to_keep=2)
+    assert series.steps() == [7]
+    assert series.read_latest()[0] == 7
+    for step in (99, 500):
+        series.save(step, read_checkpoint(trained[0]))
+        assert series.read_latest()[0] == step
+    assert series.steps() == [99, 500]
+    assert read_checkpoint(tmp_path / "elsewhere").seed == 7  # only the link to it was deleted
+    left = {"99", "500", "0016", "007", "\u0663", "unreadable-99-0", "unreadable-500-0"}
+    assert set(os.listdir(tmp_path / "series")) == left
+
+
+def test_reading_while_a_new_one_replaces_the_only_one(tmp_path, trained, monkeypatch):
+    """The trainer keeps one: it writes the next and deletes this, which another process wants to read."""
+    series = make_series(tmp_path, trained, [10], max_to_keep=1)
+    steps = iter([20, 30])
+    read = checkpoints.read_checkpoint
+
+    def overtaken(path):
+        step = next(steps, None)
+        if step is not None:
+            make_series(tmp_path, trained, [step], max_to_keep=1)
+        return read(path)
+
+    snapshot = trained[0]
+    monkeypatch.setattr(checkpoints, "read_checkpoint", overtaken)
+    monkeypatch.setattr("tests.checkpointing.test_checkpoints.read_checkpoint", lambda path: read(snapshot))
+    assert series.read_latest()[0] == 30
+
+
+@pytest.mark.parametrize("value", [None, "text", np.datetime64("2020-01-01"), [1, [2, 3]], object(), b"1"])
+def test_values_that_are_no_numbers_are_not_loaded(value):
+    with ipu.Session() as session:
+        with pytest.raises((TypeError, ValueError), match="load|inhomogeneous"):
+            session.load({"w": value})
+        assert session.variables == {}
+
+
+def test_names_that_no_program_has_are_not_loaded(tmp_path):
+    with ipu.Session() as session, pytest.raises(TypeError, match="full names; got the key 1"):
+        session.load({1: 0.0})
+    training = Training(2)
+    name = next(iter(training.program.variables))
+    with ipu.Session() as session:
+        training.start(session)
+        training.run(session, 1)
+        before = session.variables
+        message = f"no compiled program has a variable '{name}x' .did you mean '{name}'"
+        with pytest.raises(ValueError, match=message):
+            session.load({f"{name}x": before[name], name: before[name] + 1})
+        assert_same_arrays(session.variables, before)
+        session.save(tmp_path / "checkpoint")
+        session.restore(tmp_path / "checkpoint")
+    del training
+    gc.collect()
+    with ipu.Session() as session:
+        session.load({"nowhere": 1.0})  # no program of this model is known yet
+        training = Training(2)
+        training.start(session)
+        with pytest.raises(ValueError, match="no compiled program has a variable 'nowhere'"):
+            training.run(session, 1)
+        training.run(session, 1)
+        assert "nowhere" not in session.variables
+
+
+def assert_same_arrays(actual, expected):
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_array_equal(actual[name], value)

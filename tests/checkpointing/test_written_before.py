@@ -1,0 +1,101 @@
+"""Checkpoints and an exported program of an earlier commit, used by today's code.
+
+`written_before/write.py` says how they were made.
+"""
+
+import os
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import numpy as np
+
+import ipu_pipeline as ipu
+from tests.checkpointing.written_before import write
+from tests.support.programs import ROOT
+
+FOLDER = Path(write.__file__).parent
+
+
+def unpack(name, folder):
+    with tarfile.open(FOLDER / f"{name}.tar.gz") as archive:
+        archive.extractall(folder / name, filter="data")
+    return folder / name
+
+
+def read_arrays(path):
+    with np.load(path) as file:
+        return dict(file)
+
+
+def assert_same(found, expected, is_exact):
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        assert (found[name].dtype, found[name].shape) == (array.dtype, array.shape), name
+        if is_exact or name.startswith("saved/"):
+            assert found[name].tobytes() == array.tobytes(), name
+        else:
+            np.testing.assert_allclose(found[name], array, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def test_everything_goes_on_as_the_earlier_commit_did(tmp_path):
+    """What is restored is the same to the last bit, and so are results on the same kind of processor.
+
+    In a process of its own, as what was written: XLA is to compile with the same options.
+    """
+    names = [*write.PARTS, "exported"]
+    for name in names:
+        unpack(name, tmp_path)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))}
+    command = [
+        sys.executable,
+        "-W",
+        "error",
+        "-m",
+        "tests.checkpointing.written_before.write",
+        "--go-on",
+        str(tmp_path),
+    ]
+    done = subprocess.run(
+        command, cwd=ROOT, env=kept, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    for name in names:
+        expected, found = read_arrays(FOLDER / f"{name}.npz"), read_arrays(tmp_path / f"{name}.npz")
+        is_exact = str(expected.pop("machine")) == str(found.pop("machine"))
+        assert_same(found, expected, is_exact)
+        assert any("accumulated" in path for path in found) == (name == "loop")
+
+
+def test_one_stage_goes_on_from_the_two_that_were_saved(tmp_path):
+    def train(part):
+        return ipu.pipelining_ops.pipeline(
+            [lambda x, y: write.second_stage(*write.first_stage(x, y))],
+            gradient_accumulation_count=write.MICRO_BATCHES,
+            repeat_count=2,
+            infeed_queue=part.infeed,
+            outfeed_queue=part.outfeed,
+            optimizer_function=lambda x, y: ipu.pipelining_ops.OptimizerFunctionOutput(
+                write.make_optimizer(), write.find_loss(x, y)
+            ),
+            outfeed_loss=True,
+        )
+
+    part = write.Part(train)
+    with ipu.Session() as session:
+        session.restore(unpack("pipeline", tmp_path))
+        session.run(part.start)
+        expected = read_arrays(FOLDER / "pipeline.npz")
+        np.testing.assert_allclose(part.run(session), expected["next"], rtol=1e-4)
+
+
+def test_the_script_writes_today_what_it_wrote_then(tmp_path):
+    with write.write_training(tmp_path, "pipeline") as session:
+        write.write_exported(tmp_path, session)
+    for name in ("pipeline", "exported"):
+        expected, found = read_arrays(FOLDER / f"{name}.npz"), read_arrays(tmp_path / f"{name}.npz")
+        del expected["machine"], found["machine"]
+        assert found.keys() == expected.keys()
+        for path, array in expected.items():
+            np.testing.assert_allclose(found[path], array, rtol=1e-4, atol=1e-5, err_msg=path)

@@ -1,0 +1,120 @@
+"""`ipu-pipeline run`."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ipu_pipeline.command_line import main
+
+PROGRAM = [sys.executable, "-m", "ipu_pipeline"]
+SCRIPT = """
+import atexit, multiprocessing, os, pickle, sys
+import poptorch, poptorch.optim
+import popdist, popdist.poptorch
+from poptorch.enums import OutputMode
+import ipu_pipeline.poptorch as ours
+import beside
+
+class Kept:
+    pass
+
+def show():
+    import poptorch
+    print("child", poptorch.__name__)
+
+if __name__ == "__main__":
+    assert poptorch is ours and poptorch.optim is ours.optim and OutputMode is ours.OutputMode
+    assert poptorch.optim.__name__ == poptorch.optim.__spec__.name == "ipu_pipeline.poptorch.optim"
+    assert isinstance(popdist.poptorch.Options(), ours.Options) and not popdist.isPopdistEnvSet()
+    assert (popdist.getInstanceIndex(), popdist.getNumTotalReplicas()) == (0, 1)
+    print(sys.argv[1:], os.path.basename(__file__), beside.NAME)
+    sys.stdout.flush()
+    process = multiprocessing.get_context("spawn").Process(target=show)
+    process.start()
+    process.join()
+    atexit.register(lambda: print(len(pickle.dumps(Kept())) > 0))
+    sys.exit(3)
+"""
+
+
+def run(*arguments, cwd=None):
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    return subprocess.run([*PROGRAM, *arguments], capture_output=True, text=True, cwd=cwd, env=environment)
+
+
+@pytest.mark.parametrize("is_module", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_a_script_imports_poptorch(tmp_path, is_module):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "beside.py").write_text("NAME = 'beside'")
+    script = ["-m", "script"] if is_module else [str(tmp_path / "script.py")]
+    done = run("run", *script, "--epochs", "3", "-m", "--", cwd=tmp_path)
+    assert done.returncode == 3, done.stderr
+    assert done.stdout.splitlines() == [
+        "['--epochs', '3', '-m', '--'] script.py beside",
+        "child ipu_pipeline.poptorch",
+        "True",
+    ]
+
+
+def test_what_is_not_there(capsys):
+    assert main.main(["run", "nowhere.py"]) == 2
+    assert capsys.readouterr().err == "ipu-pipeline run: there is no file 'nowhere.py'.\n"
+    assert main.main(["run", "-m", "no.where"]) == 2
+    assert capsys.readouterr().err == "ipu-pipeline run: there is no module 'no.where'.\n"
+
+
+def test_an_error_of_the_script_is_shown_as_it_is(tmp_path):
+    (tmp_path / "script.py").write_text("try:\n    import popart\nfinally:\n    raise ValueError('mine')")
+    done = run("run", str(tmp_path / "script.py"))
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "ValueError: mine"
+
+
+def test_libraries_that_are_not_there(tmp_path, monkeypatch):
+    (tmp_path / "script.py").write_text("import os\nimport horovod.torch as hvd")
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    with pytest.raises(ModuleNotFoundError) as caught:
+        main.main(["run", str(tmp_path / "script.py")])
+    (note,) = caught.value.__notes__
+    assert note.startswith(f"Line 2 of {tmp_path}/script.py needs horovod, which is not here: leave it out")
+
+
+def test_commands_are_listed(capsys):
+    with pytest.raises(SystemExit):
+        main.main(["--help"])
+    assert "run a script that imports poptorch" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main.main([])
+    with pytest.raises(SystemExit):
+        main.main(["trian"])
+    assert "invalid choice: 'trian' (choose from " in capsys.readouterr().err
+    for name in main._COMMANDS:
+        with pytest.raises(SystemExit) as ended:
+            main.main([name, "--help"])
+        assert ended.value.code == 0
+        assert f"usage: ipu-pipeline {name} " in capsys.readouterr().out
+
+
+def test_modules_of_packages(tmp_path, capsys, monkeypatch):
+    (tmp_path / "good").mkdir()
+    (tmp_path / "good" / "__init__.py").write_text("NAME = 5")
+    (tmp_path / "good" / "__main__.py").write_text(
+        "import sys\nfrom . import NAME\nprint(NAME, sys.argv[1:])"
+    )
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "__init__.py").write_text("import no_such_module")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    assert main.main(["run", "-m", "good", "--x"]) == 0
+    assert capsys.readouterr().out == "5 ['--x']\n"
+    with pytest.raises(ModuleNotFoundError, match="no_such_module"):
+        main.main(["run", "-m", "bad.inner"])

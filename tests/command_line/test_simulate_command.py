@@ -1,0 +1,414 @@
+"""`ipu-pipeline simulate` and `ipu-pipeline schedule`."""
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ipu_pipeline.command_line.main import main
+from ipu_pipeline.engine.schedules import (
+    Cluster,
+    Costs,
+    LinkSpeed,
+    Memory,
+    Scenario,
+    advise,
+    simulate,
+    what_if,
+)
+
+
+def run(capsys, *arguments):
+    assert main(arguments) == 0
+    return capsys.readouterr().out
+
+
+def fail(capsys, *arguments):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    return capsys.readouterr().err.splitlines()[-1]
+
+
+SMALL = ("simulate", "--stages", "2", "--micro-batches", "2", "--forward-cost", "1", "--backward-cost", "2")
+
+
+def test_simulate_prints_tables_and_the_advice(capsys):
+    text, advice = run(capsys, *SMALL).rsplit("\n\n", 1)
+    assert (
+        text
+        == """\
+2 stages on 2 IPUs, 2 micro-batches, schedule grouped, training
+
+                 waiting for data only  in lock-step
+step time                            9             9
+IPUs compute                     66.7%         66.7%
+idle, ramp up                    11.1%         13.9%
+idle, ramp down                  22.2%         19.4%
+idle, imbalance                   0.0%          0.0%
+idle, transfers                   0.0%          0.0%
+idle, host                        0.0%          0.0%
+
+IPU  stages  work  computes
+0    0          6     66.7%
+1    1          6     66.7%
+
+what if                                micro-batches  step time  computes  samples per time
+grouped, as it is                                  2          9     66.7%             +0.0%
+grouped                                            1          6     50.0%            -25.0%
+grouped                                            4         15     80.0%            +20.0%
+grouped                                            8         27     88.9%            +33.3%
+interleaved                                        2          9     66.7%             +0.0%
+interleaved                                        1          6     50.0%            -25.0%
+interleaved                                        4         15     80.0%            +20.0%
+interleaved                                        8         27     88.9%            +33.3%
+sequential                                         2         12     50.0%            -25.0%
+sequential                                         1          6     50.0%            -25.0%
+sequential                                         4         24     50.0%            -25.0%
+sequential                                         8         48     50.0%            -25.0%
+10% of a mean stage from stage 0 to 1              2        9.3     64.5%             -3.2%
+10% of a mean stage from stage 1 to 0              2        8.7     69.0%             +3.4%"""
+    )
+    assert advice == (
+        "Moving 10% of a mean stage from stage 1 to 0 would give 3% more samples per second (a step takes "
+        "9 now, and 8.7 then).\n"
+    )
+
+
+def test_simulate_prints_json(capsys):
+    case = Scenario(
+        Costs.of(3, forward=[1, 2, 1], backward=2, update=1, transfer=0.5, host=0.125), "interleaved", 8
+    )
+    options = "--stages 3 --micro-batches 8 --schedule interleaved --forward-cost 1,2,1 --backward-cost 2"
+    options += " --update-cost 1 --transfer-cost 0.5,0.5 --host-cost 0.125 --json"
+    printed = json.loads(run(capsys, "simulate", *options.split()))
+    assert Scenario.from_dict(printed["scenario"]) == case
+    simulation = simulate(case)
+    for name, timeline in (("free_running", simulation.free_running), ("lock_step", simulation.lock_step)):
+        assert printed[name]["step_time"] == timeline.step_time
+        assert printed[name]["utilisation"] == timeline.utilisation
+        assert printed[name]["idle"] == timeline.bubble.by_cause()
+        assert [tuple(one.values()) for one in printed[name]["actions"]] == timeline.intervals()
+        assert [tuple(one.values()) for one in printed[name]["transfers"]] == timeline.transfers()
+    rows = what_if(case)
+    assert [row["step_time"] for row in printed["what_if"]] == [row.step_time for row in rows]
+    assert printed["advice"]["sentence"] == advise(case).sentence
+    assert printed["advice"]["variant"]["gain"] == printed["advice"]["gain"]
+
+
+def test_costs_from_a_file_and_from_options(capsys, tmp_path):
+    case = Scenario(
+        Costs.of(2, forward=[1, 3], backward=[2, 6], transfer={(0, 1): 0.5}, host=0.1, forward_cores=1.5),
+        "interleaved",
+        8,
+        cores=2,
+        memory=Memory((10, 20), (1, 2)),
+        micro_batch_size=4,
+    )
+    for name, entries in (
+        ("bare", case.as_dict()),
+        ("profile", {"scenario": case.as_dict(), "events": []}),
+    ):
+        (tmp_path / name).write_text(json.dumps(entries))
+        given = ("simulate", "--json", "--costs-from", str(tmp_path / name))
+        printed = json.loads(run(capsys, *given))
+        assert Scenario.from_dict(printed["scenario"]) == case
+    changed = json.loads(run(capsys, *given, "--micro-batches", "4", "--forward-cost", "5", "--cores", "4"))
+    changed = Scenario.from_dict(changed["scenario"])
+    assert changed.costs.forward == (5, 5)
+    assert (changed.costs.backward, changed.costs.transfers, changed.costs.host) == (
+        (2, 6),
+        {(0, 1): 0.5},
+        0.1,
+    )
+    assert changed.costs.forward_cores == (1.5, 1.5)
+    assert (changed.num_micro_batches, changed.schedule, changed.cores) == (4, "interleaved", 4)
+    text = run(capsys, *given[::2], str(tmp_path / "profile"))
+    assert "holds at most" in text
+    assert "2 cores for all" in text
+    assert "idle, shared cores" in text
+    moved = json.loads(run(capsys, *given, "--device-mapping", "0,0"))
+    assert moved["scenario"]["memory"] is None
+
+
+def test_inference_chunks_and_a_device_mapping(capsys):
+    options = (
+        "simulate --stages 4 --micro-batches 8 --inference --chunk-size 2 --device-mapping 0,1,0,1 --json"
+    )
+    found = Scenario.from_dict(json.loads(run(capsys, *options.split()))["scenario"])
+    assert (found.training, found.chunk_size, found.device_mapping) == (False, 2, (0, 1, 0, 1))
+    assert "2 micro-batches per program" in run(capsys, *options.split()[:-1])
+
+
+def test_what_if_of_many_actions_is_asked_for(capsys, monkeypatch):
+    monkeypatch.setattr("ipu_pipeline.command_line.simulating._MOST_ACTIONS", 4)
+    text = run(capsys, *SMALL)
+    assert text.endswith("More than 4 actions: --what-if simulates other schedules as well.\n")
+    assert "interleaved" in run(capsys, *SMALL, "--what-if")
+    assert json.loads(run(capsys, *SMALL, "--json"))["advice"] is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--micro-batches 4", "--stages: must be given, or be in the file of --costs-from"),
+        ("--stages 4", "--micro-batches: must be given, or be in the file of --costs-from"),
+        ("--stages 0", "--stages: must be an integer of at least 1; got '0'"),
+        ("--stages 4 --micro-batches 2.5", "--micro-batches: must be an integer of at least 1; got '2.5'"),
+        (
+            "--stages 4 --micro-batches 4 --forward-cost 1,2",
+            "--forward-cost: must be one number or 4, one per stage; got 2. Give 4, or another --stages.",
+        ),
+        (
+            "--stages 4 --micro-batches 4 --transfer-cost 1,2",
+            "--transfer-cost: must be one number or 3, one per pair of neighbours; got 2. Give 3, or "
+            "another --stages.",
+        ),
+        ("--stages 4 --forward-cost 1,x", "--forward-cost: must be a number of at least 0; got 'x'"),
+        ("--stages 4 --host-cost -1", "--host-cost: must be a number of at least 0; got '-1'"),
+        ("--stages 4 --host-cost nan", "--host-cost: must be a number of at least 0; got 'nan'"),
+        ("--stages 4 --cores 0", "--cores: must be greater than 0; got '0'"),
+        (
+            "--stages 2 --micro-batches 4 --device-mapping 0",
+            "--device-mapping: must have an IPU for each of the 2 stages; got 1. Give 2 numbers, or "
+            "another --stages.",
+        ),
+        ("--device-mapping 0,-1", "--device-mapping: must be numbers from 0, as in 0,1,1,0; got '0,-1'"),
+        (
+            "--stages 2 --micro-batches 4 --chunk-size 3",
+            "--chunk-size: must divide the number of micro-batches, 4; got 3. Give a divisor of it.",
+        ),
+        (
+            "--stages 256 --micro-batches 9999",
+            "--micro-batches: 9999 on 256 stages are 5119488 actions; a schedule has up to 4194304. "
+            "Give fewer.",
+        ),
+        (
+            "--stages 2 --micro-batches 4 --inference --backward-cost 1",
+            "--backward-cost: there is none in inference. Leave it out.",
+        ),
+    ],
+    ids=str,
+)
+def test_errors_name_the_option_the_rule_and_the_mend(capsys, options, message):
+    assert fail(capsys, "simulate", *options.split()) == f"ipu-pipeline simulate: error: argument {message}"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, r"cannot read '{file}': No such file or directory."),
+        ("{", "must be a JSON file; '{file}' is not: Expecting property name"),
+        ("[]", '\'{file}\' must have "costs", by itself or under "scenario"'),
+        ('{{"scenario": {{"events": 1}}}}', "'{file}' must have \"costs\""),
+        (
+            '{{"costs": {{"forward": [-1]}}}}',
+            "'{file}': Costs: forward must be finite and at least 0; got -1",
+        ),
+        ('{{"costs": {{"forward": ["1"]}}}}', "'{file}': Scenario: the entries must be those of"),
+        ('{{"costs": {{"forward": [1]}}, "speed": 1}}', "unexpected keyword argument 'speed'"),
+    ],
+)
+def test_files_that_have_no_costs(capsys, tmp_path, text, message):
+    file = tmp_path / "costs.json"
+    if text is not None:
+        file.write_text(text.replace("{{", "{").replace("}}", "}"))
+    said = fail(capsys, "simulate", "--costs-from", str(file))
+    assert said.startswith("ipu-pipeline simulate: error: argument --costs-from: ")
+    assert message.format(file=file) in said
+
+
+def test_stages_that_a_file_does_not_have(capsys, tmp_path):
+    file = tmp_path / "costs.json"
+    file.write_text('{"costs": {"forward": [1, 2]}}')
+    said = fail(capsys, "simulate", "--costs-from", str(file), "--stages", "3")
+    assert said.endswith("--stages: the file of --costs-from has 2 stages; got 3. Leave it out.")
+
+
+CLUSTER = [*SMALL[:3], "--micro-batches", "4", "--replicas", "2", "--processes", "2"]
+
+
+def test_a_cluster_from_options_and_from_a_file(capsys, tmp_path):
+    options = (
+        "--sent-bytes 8 --gradient-bytes 10,20 --latency 0.5,1 --bandwidth 100 --share-optimizer-state"
+    )
+    text = run(capsys, *CLUSTER, *options.split())
+    assert text.startswith(
+        "2 stages on 2 IPUs, 4 micro-batches, schedule grouped, training, 2 replicas that share the "
+        "optimizer state, 2 processes\n"
+    )
+    table = text[text.index("IPU  stages") :].splitlines()[1:5]
+    assert [line.split()[:2] for line in table] == [[str(ipu), str(ipu % 2)] for ipu in range(4)]
+    printed = json.loads(run(capsys, *CLUSTER, *options.split(), "--json"))
+    found = Scenario.from_dict(printed["scenario"])
+    assert found.cluster == Cluster(2, (0, 0, 1, 1), LinkSpeed(0.5, 100), LinkSpeed(1, 100), True)
+    assert found.costs.num_sent_bytes == {(0, 1): 8, (1, 0): 8}
+    assert found.costs.num_gradient_bytes == (10, 20)
+    assert printed["free_running"]["step_time"] == simulate(found).free_running.step_time
+    assert {action["kind"] for action in printed["free_running"]["actions"]} >= {"reduce", "gather"}
+    file = tmp_path / "costs.json"
+    file.write_text(json.dumps({"scenario": printed["scenario"]}))
+    for changes, expected in (
+        ((), found.cluster),
+        (("--processes", "4"), dataclasses.replace(found.cluster, processes=(0, 1, 2, 3))),
+        (("--replicas", "4"), Cluster.of(4, 2, 2, within=LinkSpeed(0.5, 100), between=LinkSpeed(1, 100))),
+    ):
+        printed = json.loads(run(capsys, "simulate", "--json", "--costs-from", str(file), *changes))
+        cluster = Scenario.from_dict(printed["scenario"]).cluster
+        assert cluster == dataclasses.replace(expected, shards_optimizer_state=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            "--processes 3",
+            "--processes: must divide the number of devices, 4 (2 replicas of 2 IPUs); got 3. Give a "
+            "divisor of it.",
+        ),
+        (
+            "--replicas 1 --share-optimizer-state",
+            "--share-optimizer-state: one replica shares it with no other. Give --replicas, or leave it "
+            "out.",
+        ),
+        ("--bandwidth 1,0", "--bandwidth: must be greater than 0; got '1,0'"),
+        (
+            "--latency 1,2,3",
+            "--latency: must be one number, or two (within a process, between processes); got 3.",
+        ),
+        (
+            "--sent-bytes 1,2",
+            "--sent-bytes: must be one number or 1, one per pair of neighbours; got 2. Give 1, or another "
+            "--stages.",
+        ),
+    ],
+    ids=str,
+)
+def test_what_a_cluster_cannot_be(capsys, options, message):
+    said = fail(capsys, *CLUSTER, *options.split())
+    assert said == f"ipu-pipeline simulate: error: argument {message}"
+
+
+def test_the_page_shows_all_replicas(capsys, tmp_path):
+    file = tmp_path / "page.html"
+    options = "--gradient-bytes 10 --latency 1 --bandwidth 1 --sent-bytes 1"
+    run(capsys, *CLUSTER, *options.split(), "--html", str(file))
+    text = file.read_text()
+    assert '"ipus":[0,1,2,3]' in text.replace(" ", "")
+    assert '"replicas":2' in text.replace(" ", "")
+    assert "averaging of gradients" in text
+
+
+# `schedule`.
+
+
+def test_a_staircase_with_its_phases(capsys):
+    text = run(capsys, "schedule", "--stages", "4", "--micro-batches", "8", "--width", "0")
+    assert (
+        text
+        == """\
+grouped: 4 stages on 4 IPUs, 8 micro-batches, 22 time-steps, in 27% of which an IPU waits
+
+time-step 1  2  3  | 4  5  6  7  8  9  10 11 12 13 14 15 16 17 18 19 | 20 21 22
+IPU 0     F0 F1 F2 | F3 .  F4 .  F5 .  F6 B0 F7 B1 .  B2 .  B3 .  B4 | B5 B6 B7
+IPU 1     .  F0 F1 | F2 .  F3 .  F4 B0 F5 B1 F6 B2 F7 B3 .  B4 .  B5 | B6 B7 .
+IPU 2     .  .  F0 | F1 .  F2 B0 F3 B1 F4 B2 F5 B3 F6 B4 F7 B5 .  B6 | B7 .  .
+IPU 3     .  .  .  | F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7 | .  .  .
+phases: ramp-up 1..3, main 4..19, ramp-down 20..22
+in flight at most, by stage: 7 5 3 1
+"""
+    )
+
+
+def test_a_wide_staircase_is_cut_in_the_middle(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    text = run(capsys, "schedule", "--stages", "2", "--micro-batches", "50", "--schedule", "interleaved")
+    assert text.splitlines()[2:] == [
+        "time-step 1   | 2   3   4   5   ... 98  99  100 101 | 102",
+        "IPU 0     F0  | .   F1  B0  F2  ... B47 F49 B48 .   | B49",
+        "IPU 1     .   | F0  B0  F1  B1  ... F48 B48 F49 B49 | .",
+        "phases: ramp-up 1, main 2..101, ramp-down 102",
+        "Time-steps 6..97 do not fit in 60 characters, and are left out.",
+        "in flight at most, by stage: 2 1",
+    ]
+
+
+@pytest.mark.parametrize("count", [1, 5, 40])
+def test_no_line_is_wider_than_asked(capsys, count):
+    for width in (36, 41, 57, 80, 120):
+        options = f"schedule --stages 4 --micro-batches {count} --width {width}"
+        lines = run(capsys, *options.split()).splitlines()[2:7]
+        assert max(map(len, lines)) <= width
+        assert lines[1].startswith("IPU 0     F0 ")
+        assert lines[1].endswith(f"B{count - 1}")
+
+
+SCHEDULE = ("schedule", "--micro-batches", "2", "--stages")
+
+
+def test_several_stages_on_an_ipu_and_forwards_alone(capsys):
+    text = run(capsys, *SCHEDULE, "3", "--device-mapping", "0,1,0")
+    assert "IPU 0     F0.0 | F0.1 F2.0 B2.0 F2.1 B2.1 B0.0 | B0.1" in text.splitlines()
+    text = run(capsys, *SCHEDULE, "4", "--inference")
+    assert "phases: ramp-up 1..3, ramp-down 4..5" in text.splitlines()
+
+
+def test_a_staircase_as_json(capsys):
+    options = "schedule --stages 2 --micro-batches 2 --schedule sequential --json"
+    found = json.loads(run(capsys, *options.split()))
+    assert found["phases"] == [
+        {"name": "ramp-up", "first": 1, "last": 1},
+        {"name": "main", "first": 2, "last": 7},
+        {"name": "ramp-down", "first": 8, "last": 8},
+    ]
+    assert found["in_flight"] == [1, 1]
+    names = [
+        [one and f"{one['kind']} {one['stage']}.{one['micro_batch']}" for one in row]
+        for row in found["ipus"]
+    ]
+    assert names == [
+        ["forward 0.0", None, None, "backward 0.0", "forward 0.1", None, None, "backward 0.1"],
+        [None, "forward 1.0", "backward 1.0", None, None, "forward 1.1", "backward 1.1", None],
+    ]
+
+
+@pytest.mark.thorough
+def test_a_reader_that_stops_reading():
+    command = [sys.executable, "-m", "ipu_pipeline", "schedule", "--stages", "9", "--micro-batches", "3000"]
+    root = Path(__file__).parents[2]
+    with subprocess.Popen(
+        [*command, "--width", "0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    ) as process:
+        assert process.stdout.read(8) == b"grouped:"
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--stages 4", "argument --micro-batches: must be given"),
+        ("--stages 4 --micro-batches 4 --width x", "argument --width: must be a number from 0; got 'x'"),
+        ("--stages 9999 --micro-batches 9999", "schedule has up to 4194304. Give fewer."),
+        ("--stages 2 --micro-batches 1 --schedule gpipe", "argument --schedule: invalid choice: 'gpipe'"),
+    ],
+    ids=str,
+)
+def test_what_schedule_refuses(capsys, options, message):
+    assert message in fail(capsys, "schedule", *options.split())
+
+
+def test_the_staircase_of_the_page(capsys):
+    page = (Path(__file__).parents[2] / "docs" / "simulator.md").read_text()
+    command, printed = re.findall(r"^    \$ ipu-pipeline (.*)\n((?:    .*\n|\n)+)", page, re.MULTILINE)[0]
+    shown = "".join(line.removeprefix("    ") for line in printed.splitlines(keepends=True))
+    assert run(capsys, *command.split()).strip() == shown.strip()

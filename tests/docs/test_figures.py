@@ -1,0 +1,117 @@
+"""The tutorial's figures are what the library says today."""
+
+import itertools
+import os
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree
+from pathlib import Path
+
+import pytest
+
+from ipu_pipeline.engine.schedules.timetables import timetable
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+import draw_figures  # noqa: E402  # scripts are no package
+from figures import facts  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def figures():
+    return draw_figures.draw_all()
+
+
+def test_figures_are_up_to_date(figures):
+    """`python scripts/draw_figures.py` draws them again."""
+    for folder, drawn in figures.items():
+        assert draw_figures.find_faults(draw_figures.ROOT / folder, drawn) == []
+
+
+def test_check_names_what_is_wrong(tmp_path, capsys):
+    folder = tmp_path / "tutorial" / "figures"
+    assert draw_figures.main(["--check"], tmp_path) == 1
+    assert "grouped.svg: missing" in capsys.readouterr().out.splitlines()
+    assert draw_figures.main([], tmp_path) == 0
+    assert draw_figures.main(["--check"], tmp_path) == 0
+    (folder / "grouped.svg").write_text("<svg/>\n")
+    (folder / "phases.svg").unlink()
+    (folder / "old.svg").write_text("<svg/>\n")
+    (tmp_path / "docs" / "figures" / "rooms.svg").write_text("<svg/>\n")
+    capsys.readouterr()
+    assert draw_figures.main(["--check"], tmp_path) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "phases.svg: missing",
+        "grouped.svg: out of date",
+        "old.svg: not a figure that this script draws",
+        "rooms.svg: out of date",
+    ]
+
+
+def test_the_script_starts_no_backend_and_needs_no_folder(tmp_path):
+    result = subprocess.run(
+        [sys.executable, "-W", "error", str(SCRIPTS / "draw_figures.py"), "--check"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(SCRIPTS.parent),
+            "JAX_PLATFORMS": "none",  # an error, if a backend is started
+        },
+        timeout=120,
+        check=False,
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout == "All figures are up to date.\n"
+
+
+def test_files_can_be_read_in_a_diff(figures):
+    titles = set()
+    every = {name: text for drawn in figures.values() for name, text in drawn.items()}
+    for name, text in every.items():
+        root = xml.etree.ElementTree.fromstring(text)  # noqa: S314  # made by our own script
+        children = [child.tag.partition("}")[2] for child in root]
+        assert children[:3] == ["title", "style", "rect"], name
+        titles.add(root[0].text)
+        drawn = text[text.index("</style>") :].splitlines()[1:-1]
+        assert len(drawn) == len(children) - 2, name  # one element per line
+        for child in root[2:]:
+            numbers = [value for key, value in child.attrib.items() if key != "class"]
+            assert re.fullmatch(r"[\d ,]+", " ".join(numbers)), (name, child.attrib)
+    assert len(titles) == len(every)
+
+
+def test_numbers_from_the_model():
+    sizes = [784, 256, 128, 64, 32, 10]
+    dense = [(before + 1) * after for before, after in itertools.pairwise(sizes)]
+    assert [layer.num_parameters for layer in facts.model_layers()] == [0, *dense, 0]
+    assert [layer.feeds for layer in facts.model_layers()] == [(0,), (), (), (), (), (), (1,)]
+    assert [aval.shape for aval in facts.micro_batch().values()] == [(32, 28, 28), (32,)]
+    for splits in draw_figures.SPLITS:
+        pipeline, stages = facts.trace(splits), facts.layers_of_stages(splits)
+        assert [stage[0].name for stage in stages[1:]] == splits
+        for index, layers in enumerate(stages):
+            expected = sum(layer.num_parameters for layer in layers)
+            assert facts.count_parameters(pipeline, index) == expected
+    assert facts.bytes_across(facts.trace(["dense32"]), 0, 1) == (32 * 64 * 4, 32 * 64 * 4)
+    no_gradient = facts.trace(["dense256"])  # nothing is trained before the edge
+    assert facts.bytes_across(no_gradient, 0, 1) == (32 * 784 * 4, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_micro_batches", "phases", "percent"),
+    [
+        ("grouped", 8, [(1, 3), (4, 19), (20, 22)], 27),
+        ("interleaved", 8, [(1, 3), (4, 19), (20, 22)], 27),
+        ("sequential", 8, [(1, 3), (4, 61), (62, 64)], 75),
+        ("grouped", 1, [(1, 3), (4, 5), (6, 8)], 75),
+    ],
+)
+def test_phases_and_share_of_waiting(name, num_micro_batches, phases, percent):
+    table = timetable(name, 4, num_micro_batches, (0, 1, 2, 3), True)
+    assert facts.find_phases(table) == [
+        (phase, *span) for phase, span in zip(("ramp up", "main", "ramp down"), phases, strict=True)
+    ]
+    assert facts.percent_idle(table) == percent

@@ -1,0 +1,49 @@
+"""docs/pipeline_arguments.md: the arguments of `pipeline` as they are, and tests that there are."""
+
+import ast
+import functools
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+from ipu_pipeline.pipelining_ops import pipeline
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "pipeline_arguments.md").read_text()
+PARAMETERS = inspect.signature(pipeline).parameters
+
+
+def rows():
+    """The cells of each row, without the head."""
+    lines = [line for line in PAGE.splitlines() if line.startswith("|")][2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+@functools.cache
+def functions_of(path):
+    tree = ast.parse((ROOT / path).read_text())
+    return {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+def test_the_arguments_are_those_of_the_signature():
+    assert [len(row) for row in rows()] == [5] * len(PARAMETERS)
+    assert [row[0] for row in rows()] == [f"`{name}`" for name in PARAMETERS]
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, id=row[0].strip("`")) for row in rows()])
+def test_a_row(row):
+    name, default, effect, faults, tests = row
+    parameter = PARAMETERS[name.strip("`")]
+    if parameter.default is inspect.Parameter.empty:
+        assert default == "required"
+    else:
+        assert default == f"`{getattr(parameter.default, 'name', parameter.default)}`"
+    assert effect.endswith(".")
+    assert faults.endswith(".")
+    named = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", tests)
+    assert ", ".join(f"`{path}::{function}`" for path, function in named) == tests
+    assert named
+    for path, function in named:
+        assert function in functions_of(path), f"{path} has no {function}"

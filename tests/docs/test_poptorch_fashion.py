@@ -1,0 +1,402 @@
+"""The programs about Fashion-MNIST: training, and an image of one's own; their page is tested apart."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from ipu_pipeline import datasets
+from tests.support.idx_files import write_mnist
+from tests.support.programs import environment
+from tests.support.terminals import Terminal
+from tests.support.tutorial_modules import POPTORCH, imported, run_main
+
+FOLDER = POPTORCH / "fashion_mnist"
+
+
+@pytest.fixture(scope="module")
+def modules():
+    with imported(FOLDER, "train", "classify", "classifier", "pictures") as found:
+        yield dict(zip(("train", "classify", "classifier", "pictures"), found, strict=True))
+
+
+@pytest.fixture
+def train(modules):
+    return modules["train"]
+
+
+@pytest.fixture
+def classify(modules):
+    return modules["classify"]
+
+
+@pytest.fixture
+def classifier(modules):
+    return modules["classifier"]
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """The working directory, without Fashion-MNIST."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(datasets.FASHION_DIR_VARIABLE, raising=False)
+    return tmp_path
+
+
+def end_of(program, patch, capsys, *options):
+    """The exit code, and the standard error, of a program that ends early."""
+    with pytest.raises(SystemExit) as ended:
+        program.exit_on_error(lambda: run_main(program, patch, *options))
+    return ended.value.code, capsys.readouterr().err
+
+
+def save_image(path, size=(40, 50), value=128):
+    Image.new("L", size, value).save(path)
+    return path
+
+
+def test_training_and_an_image_of_ones_own(train, classify, classifier, here, rng, monkeypatch):
+    write_mnist(here / "fashion", rng, num_train=13, num_test=5)
+    monkeypatch.setenv(datasets.FASHION_DIR_VARIABLE, str(here / "fashion"))
+    options = ["--epochs", 2, "--batch-size", 2, "--device-iterations", 3, "--test-batch-size", 4]
+    lines = run_main(train, monkeypatch, *options).splitlines()
+    assert lines[0] == (
+        f"Data set: Fashion-MNIST, since IPU_PIPELINE_FASHION_DIR gives the folder {here / 'fashion'}"
+    )
+    pattern = re.compile(r"Epoch \d: mean loss (\d\.\d{3}); \d+\.\d calls/s, [\d,]+ images/s")
+    epochs = [pattern.fullmatch(line) for line in lines[1:3]]
+    assert 1.5 < float(epochs[1][1]) < float(epochs[0][1]) < 4
+    assert lines[3] == "Weights: classifier.pth"
+    percent, num_right = re.fullmatch(r"Test accuracy: (\S+)% \((\d) of 5 images\)", lines[4]).groups()
+    assert float(percent) == 20 * int(num_right)
+    assert re.fullmatch(rf"Recognized most: ({'|'.join(datasets.CLOTHES)}), \d+\.0%", lines[5])
+    assert lines[6].startswith("Recognized least: ")
+    assert lines[7:] == ["Confusion matrix: confusion_matrix.png", "Program ran successfully"]
+    with Image.open(here / "confusion_matrix.png") as image:
+        assert image.format == "PNG"
+    assert not list(here.glob("*.part"))
+
+    save_image(here / "own.png")
+    lines = run_main(classify, monkeypatch, here / "own.png", "--picture", "both.SVG").splitlines()
+    answer = re.fullmatch(r"On the device: (.+ \(\d+\.\d%\))", lines[0])[1]
+    assert lines[1:] == [f"In plain torch: {answer}", "Before and after: both.SVG"]
+    model = classifier.load_weights(here / "classifier.pth").eval()
+    pixels = torch.full((1, 1, 28, 28), (128 / 255 - 0.5) / 0.5)
+    with torch.no_grad():
+        probability, label = model(pixels).exp().max(dim=1)
+    assert answer == f"{datasets.CLOTHES[label]} ({float(probability):.1%})"
+    assert "<svg" in (here / "both.SVG").read_text()
+
+
+@pytest.mark.thorough
+def test_replicas_accumulation_and_seeds(train, classifier, here, monkeypatch, optimized):
+    """Two replicas with two micro-batches each are one batch of four times as many images."""
+    found = {}
+    for name, options in {
+        "joined": ["--batch-size", 32],
+        "parts": ["--batch-size", 8, "--replicas", 2, "--gradient-accumulation", 2],
+        "three": ["--batch-size", 8, "--replicas", 3],
+        "seed": ["--batch-size", 32, "--seed", 1],
+    }.items():
+        run_main(train, monkeypatch, "--epochs", 1, "--weights", f"{name}.pth", *options)
+        found[name] = classifier.load_weights(here / f"{name}.pth")
+    first = dict(found["joined"].named_parameters())
+    for name, value in found["parts"].named_parameters():
+        assert (value - first[name]).norm() <= 1e-5 * first[name].norm(), name
+    for other in ("three", "seed"):
+        assert (found[other].fc1.weight - first["fc1.weight"]).norm() > 0.1 * first[
+            "fc1.weight"
+        ].norm() / 10
+    assert found["joined"].classes == datasets.DIGITS
+
+
+def test_options(train, monkeypatch):
+    def options_of(*arguments):
+        monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
+        args = train.parse_arguments()
+        return args, train.make_training_options(args, 60_000)
+
+    args, options = options_of()
+    assert (args.batch_size, args.epochs, args.learning_rate, args.test_batch_size) == (16, 5, 0.001, 32)
+    assert (options.device_iterations, options.replication_factor, options.random_seed) == (1, 1, 0)
+    assert options.Training.gradient_accumulation == 1
+    given = ["--device-iterations", "20", "--replicas", "2", "--gradient-accumulation", "3", "--seed", "7"]
+    _args, options = options_of(*given)
+    assert (options.device_iterations, options.replication_factor, options.random_seed) == (20, 2, 7)
+    assert options.Training.gradient_accumulation == 3
+    with pytest.raises(ValueError, match=r"--device-iterations 4000 x .* --batch-size 16 = 64,000 images"):
+        options_of("--device-iterations", "4000")
+
+
+def test_what_training_refuses_before_it_begins(train, here, rng, monkeypatch, capsys):
+    write_mnist(here / "damaged", rng)
+    path = here / "damaged" / "train-images-idx3-ubyte.gz"
+    path.write_bytes(path.read_bytes()[:-20])
+    write_mnist(here / "few", rng)
+    (here / "few" / "t10k-labels-idx1-ubyte.gz").unlink()
+    (here / "link.pth").symlink_to(here / "gone" / "weights.pth")
+    for options, message in [
+        (
+            ["--dataset", "fashion"],
+            "Error: --dataset fashion: no folder was given. Give --data-dir, or set",
+        ),
+        (["--data-dir", "few"], "Error: Fashion-MNIST: the folder few has no t10k-labels-idx1-ubyte.gz."),
+        (["--data-dir", "nowhere"], "Error: Fashion-MNIST: the folder nowhere has no train-images-idx3"),
+        (
+            ["--data-dir", "damaged"],
+            "Error: Fashion-MNIST: damaged/train-images-idx3-ubyte.gz is not a com",
+        ),
+        (["--dataset", "digits", "--data-dir", "few"], "Error: --data-dir few has no use with --dataset"),
+        (["--weights", "no/where.pth"], "Error: no/where.pth: there is no folder no."),
+        (["--weights", "few"], "Error: few is a folder or a device; give the path of a file."),
+        (["--weights", "/dev/null"], "Error: /dev/null is a folder or a device; give the path of a file."),
+        (["--weights", "link.pth"], f"Error: link.pth: there is no folder {here / 'gone'}."),
+        (["--confusion-matrix", "matrix.txt"], "Error: matrix.txt: the name of a picture must end in"),
+        (
+            ["--confusion-matrix", "matrix"],
+            "Error: matrix: the name of a picture must end in one of .png, ",
+        ),
+        (["--batch-size", "1438"], "Error: A call takes --device-iterations 1 x --gradient-accumulation 1"),
+    ]:
+        code, error = end_of(train, monkeypatch, capsys, *options)
+        assert error.startswith(message)
+        assert (code, error.count("\n")) == (1, 1), error
+    assert not list(here.glob("*.png"))
+
+
+def test_weights_in_a_file(classifier, here):
+    torch.manual_seed(5)
+    model = classifier.ClassificationModel(datasets.DIGITS)
+    path = here / "link.pth"
+    path.symlink_to(here / "weights.pth")
+    classifier.save_weights(model, path)
+    assert path.is_symlink()
+    found = classifier.load_weights(path)
+    assert found.classes == datasets.DIGITS
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), found.parameters(), strict=True))
+    before = path.read_bytes()
+
+    def fail(stream):
+        stream.write(b"half")
+        raise OSError(28, "no place")
+
+    with pytest.raises(OSError, match="no place"):
+        classifier.write_whole(path, fail)
+    assert path.read_bytes() == before
+    assert sorted(file.name for file in here.iterdir()) == ["link.pth", "weights.pth"]
+
+
+def test_what_is_no_weights_of_the_model(classifier, classify, here, monkeypatch, capsys):
+    image = save_image(here / "own.png")
+    state = classifier.ClassificationModel().state_dict()
+    torch.save(torch.nn.Linear(2, 2).state_dict(), here / "other.pth")
+    torch.save({**state, "fc1.weight": torch.zeros(100, 320)}, here / "shape.pth")
+    torch.save({**state, "_extra_state": ["one", "two"]}, here / "classes.pth")
+    torch.save(torch.zeros(3), here / "tensor.pth")
+    torch.save(classifier.ClassificationModel(), here / "whole.pth")
+    classifier.save_weights(classifier.ClassificationModel(), here / "cut.pth")
+    (here / "cut.pth").write_bytes((here / "cut.pth").read_bytes()[:-1000])
+    (here / "empty.pth").touch()
+    for name, message in [
+        ("missing.pth", ": there are no weights. train.py writes them; --weights says where."),
+        ("other.pth", " has no weights of this model, which are _extra_state, conv1.weight, "),
+        ("tensor.pth", " has no weights of this model, which are "),
+        ("shape.pth", " has weights of another model: its fc1.weight is not as it is here."),
+        ("classes.pth", " has weights of another model: its _extra_state is not as it is here."),
+        ("whole.pth", " has no weights that can be read: it is damaged, or no file of torch's."),
+        ("cut.pth", " has no weights that can be read"),
+        ("empty.pth", " has no weights that can be read"),
+    ]:
+        code, error = end_of(classify, monkeypatch, capsys, image, "--weights", name)
+        assert error.startswith(f"Error: {name}{message}")
+        assert (code, error.count("\n")) == (1, 1), error
+    assert (
+        end_of(classify, monkeypatch, capsys, image, "--weights", ".")[1] == "Error: Is a directory: '.'\n"
+    )
+    assert not (here / "classified.png").exists()
+
+
+def test_what_is_no_image(classify, here, monkeypatch, capsys):
+    save_image(here / "own.png", size=(300, 300))
+    whole = (here / "own.png").read_bytes()
+    (here / "cut.png").write_bytes(whole[: len(whole) // 2])
+    (here / "changed.png").write_bytes(whole[:60] + bytes(20) + whole[80:])
+    (here / "text.jpg").write_text("no image")
+    (here / "empty.jpg").touch()
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 40_000)
+    for options, message in [
+        (["nothing.jpg"], "No such file or directory: 'nothing.jpg'"),
+        (["."], "Is a directory: '.'"),
+        (["text.jpg"], "text.jpg is no image that pillow can read."),
+        (["empty.jpg"], "empty.jpg is no image that pillow can read."),
+        (["own.png"], "own.png is a damaged image, or too large a one: Image size (90000 pixels) exceeds"),
+        (["own.png", "--picture", "x.y"], "x.y: the name of a picture must end in one of"),
+    ]:
+        code, error = end_of(classify, monkeypatch, capsys, *options)
+        assert error.startswith(f"Error: {message}")
+        assert (code, error.count("\n")) == (1, 1), error
+    monkeypatch.undo()
+    for name in ("cut.png", "changed.png"):
+        with pytest.raises(ValueError, match=f"{name} is a damaged image"):
+            classify.read_image(here / name)
+
+
+def picture(value_of_corner=0):
+    """Light on dark, 60 x 40: a quarter of the image at the top left is lighter."""
+    pixels = np.full((40, 60), 20, np.uint8)
+    pixels[:20, :30] = 150
+    pixels[:5, :5] = value_of_corner
+    return pixels
+
+
+@pytest.mark.parametrize(
+    "mode", ["L", "1", "P", "RGB", "RGBA", "LA", "CMYK", "YCbCr", "HSV", "I;16", "I", "F"]
+)
+def test_images_of_all_modes(mode, classify, here):
+    pixels = picture()
+    if mode == "1":
+        pixels = np.where(pixels > 100, np.uint8(255), np.uint8(0))
+    expected = classify.prepare(Image.fromarray(pixels))
+    if mode == "I;16":
+        image, kind = Image.fromarray(pixels.astype(np.uint16) * 257), "png"
+    elif mode in ("I", "F"):
+        image, kind = Image.fromarray(pixels.astype({"I": np.int32, "F": np.float32}[mode])), "tiff"
+    else:
+        image = Image.fromarray(pixels).convert(mode)
+        kind = {"YCbCr": "jpg", "CMYK": "tiff", "HSV": "png"}.get(mode, "png")
+    path = here / f"image.{kind}"
+    image.convert("RGB").save(path) if mode == "HSV" else image.save(path)
+    found = classify.prepare(classify.read_image(path))
+    assert (found.mode, found.size) == ("L", (28, 28))
+    tolerance = 6 if mode == "YCbCr" else 2  # JPEG loses some
+    difference = np.abs(np.asarray(found, int) - np.asarray(expected, int))
+    assert difference.max() <= (40 if mode == "YCbCr" else tolerance), mode
+    assert difference.mean() <= tolerance
+
+
+def test_sixteen_bits_and_floats_are_not_cut_off(classify):
+    for pixels, expected in [
+        (np.array([[0, 32768, 65535]], np.uint16), [0, 128, 255]),
+        (np.array([[0, 100, 255]], np.int32), [0, 100, 255]),
+        (np.array([[-5, 65535, 300]], np.int32), [0, 255, 1]),
+        (np.array([[0, 500_000, 1_000_000]], np.int32), [0, 128, 255]),
+        (np.array([[0, 0.5, 1]], np.float32), [0, 128, 255]),
+        (np.array([[0, np.nan, 51]], np.float32), [0, 0, 51]),
+        (np.zeros((1, 3), np.float32), [0, 0, 0]),
+    ]:
+        assert np.asarray(classify._narrow(Image.fromarray(pixels))).tolist() == [expected]
+
+
+def test_light_corners_are_background(classify):
+    dark = Image.fromarray(picture())
+    light = Image.fromarray(255 - picture())
+    for image in (dark, light):
+        prepared = np.asarray(classify.prepare(image), int)
+        np.testing.assert_array_equal(prepared[:12, 5:12] > 140, True)
+        np.testing.assert_array_equal(prepared[16:, 16:], 20)
+    corner = Image.new("L", (28, 28), 90)
+    for value, inverted in [(200, False), (201, True)]:
+        corner.putpixel((1, 1), value)
+        assert (classify.prepare(corner).getpixel((20, 20)) == 255 - 90) is inverted
+
+
+def test_transparent_is_white_and_images_are_upright(classify, here):
+    image = Image.new("RGBA", (40, 40), (0, 0, 0, 0))
+    image.paste((200, 0, 0, 255), (10, 10, 30, 30))
+    image.save(here / "cut_out.png")
+    found = classify.read_image(here / "cut_out.png")
+    assert found.getpixel((0, 0)) == (255, 255, 255)
+    assert found.getpixel((20, 20)) == (200, 0, 0)
+    assert classify.prepare(found).getpixel((1, 1)) == 0
+    palette = image.convert("RGB").quantize(4)
+    palette.save(here / "palette.png", transparency=palette.getpixel((0, 0)))
+    found = classify.read_image(here / "palette.png")
+    assert found.getpixel((0, 0)) == (255, 255, 255)
+    assert found.getpixel((20, 20)) == (200, 0, 0)
+
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the camera lay on its side
+    Image.fromarray(picture()).save(here / "turned.png", exif=exif)
+    found = classify.read_image(here / "turned.png")
+    assert found.size == (40, 60)
+    assert found.getpixel((35, 10)) == 150
+
+
+def test_what_to_install(modules, monkeypatch):
+    for name in ("matplotlib", "sklearn"):
+        with monkeypatch.context() as patch:
+            for loaded in [key for key in sys.modules if key.partition(".")[0] == name]:
+                patch.delitem(sys.modules, loaded)
+            patch.setitem(sys.modules, name, None)
+            patch.delitem(sys.modules, "pictures")
+            with pytest.raises(SystemExit) as ended, pytest.MonkeyPatch.context():
+                __import__("pictures")
+        command = "pip install scikit-learn==1.9.1 matplotlib==3.11.2"
+        assert ended.value.code.startswith(f"Error: there is no module {name}")
+        assert ended.value.code.endswith(f"Run: {command}")
+
+
+def run_in(folder, *arguments):
+    result = subprocess.run(
+        [sys.executable, "-W", "error", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=environment(),
+        timeout=300,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@pytest.mark.thorough
+def test_a_copy_of_the_programs_somewhere_else(here):
+    """It learns; the data are the digits, whose names the weights keep."""
+    copy = here / "copy of mine"
+    shutil.copytree(FOLDER, copy)
+    printed = run_in(here, copy / "train.py", "--epochs", "3")
+    assert (
+        "Data set: the embedded 8x8 digits, since neither --data-dir nor IPU_PIPELINE_FASHION_DIR"
+        in printed
+    )
+    assert float(re.search(r"Test accuracy: (\S+)%", printed)[1]) > 95
+    digits = datasets.load_digits()
+    right = 0
+    for number in range(3):
+        pixels = 255 - (digits.test_images[number] * 255).astype(np.uint8)  # ink on paper
+        Image.fromarray(pixels).resize((300, 300)).convert("RGBA").save(here / "digit.webp", lossless=True)
+        printed = run_in(here, copy / "classify.py", "digit.webp")
+        right += printed.startswith(f"On the device: {digits.test_labels[number]} (")
+    assert right >= 2
+
+
+@pytest.mark.thorough
+def test_ctrl_c_in_training(here):
+    options = ("--dataset", "digits", "--epochs", "500", "--weights", here / "weights.pth")
+    terminal = Terminal(FOLDER / "train.py", *options, "--confusion-matrix", here / "matrix.png")
+    terminal.read_until(" images/s\r\n")
+    terminal.interrupt()
+    code, lines = terminal.finish()
+    assert code == 130
+    assert lines[-2:] == ["Interrupted.", ""]
+    assert not [line for line in lines if "Traceback" in line]
+    assert not list(here.iterdir())
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(
+    datasets.FASHION_DIR_VARIABLE not in os.environ, reason="IPU_PIPELINE_FASHION_DIR is not set"
+)
+def test_five_epochs_of_fashion_mnist(train, tmp_path, monkeypatch, optimized):
+    monkeypatch.chdir(tmp_path)
+    printed = run_main(train, monkeypatch, "--dataset", "fashion")
+    assert float(re.search(r"Test accuracy: (\S+)%", printed)[1]) >= 88
+    assert "of 10000 images" in printed
+    assert re.search(r"Recognized least: (Shirt|Pullover|T-shirt|Coat), ", printed)  # rounding decides

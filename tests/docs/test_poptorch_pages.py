@@ -1,0 +1,173 @@
+"""The pages of the first model and of porting: their programs, commands, quotations, changes and links.
+
+Fences are as in PopTorch's tutorial: all `python` blocks of a page are one program, `text` is what the
+block above prints, `console` has a command and what it prints. In the page of the first model a `diff`
+quotes its programs; in that of porting they are the changes that make one program the other.
+"""
+
+import contextlib
+import io
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.docs.test_poptorch_tutorial import assert_printed
+from tests.docs.test_tutorial import apply_change, find_fences, parse_change
+from tests.support.programs import ROOT, environment
+from tests.support.tutorial_modules import POPTORCH, imported, run_main
+
+PAGES = {name: POPTORCH / name / "README.md" for name in ("fashion_mnist", "porting")}
+FENCES = {name: find_fences(path.read_text()) for name, path in PAGES.items()}
+PORTING = POPTORCH / "porting"
+torch.set_num_threads(1)  # its threads and XLA's would fight for the cores
+
+RECOGNIZED = re.compile(r"(Recognized \w+): .*")  # rounding may decide
+
+
+@pytest.fixture
+def root(tmp_path, monkeypatch):
+    """A working directory that has the repository's tutorial, and takes what its programs write."""
+    (tmp_path / "tutorial").symlink_to(ROOT / "tutorial")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", PAGES)
+def test_the_page_is_a_program(name, root, optimized):
+    names, following = {"__name__": "__main__"}, [*FENCES[name][1:], None]
+    for fence, after in zip(FENCES[name], following, strict=True):
+        if fence.language != "python":
+            continue
+        printed = io.StringIO()
+        code = compile("\n" * fence.line + "\n".join(fence.lines), str(PAGES[name]), "exec")
+        with contextlib.redirect_stdout(printed):
+            exec(code, names)  # noqa: S102  # our own page
+        if after is not None and after.language == "text":
+            assert_printed(printed.getvalue(), after.lines)
+        else:
+            assert printed.getvalue() == "", f"line {fence.line}"
+    names["training_model"].destroy()
+
+
+def find_commands():
+    """The pages' commands, with what each prints; those of a page come after one another."""
+    return [
+        pytest.param(
+            [(fence.lines[0].removeprefix("$ python "), fence.lines[1:]) for fence in fences],
+            id=name,
+        )
+        for name in PAGES
+        if (fences := [fence for fence in FENCES[name] if fence.language == "console"])
+    ]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("commands", find_commands())
+def test_commands_of_the_page(commands, root):
+    known = environment()
+    known.pop("IPU_PIPELINE_FASHION_DIR", None)
+    for command, expected in commands:
+        result = subprocess.run(
+            [sys.executable, "-W", "error", *shlex.split(command)],
+            capture_output=True,
+            text=True,
+            cwd=root,
+            timeout=300,
+            env=known,
+            check=False,
+        )
+        assert result.returncode == 0, result.stdout + result.stderr
+        masked = RECOGNIZED.sub(r"\1", "\n".join(expected)).split("\n")
+        assert_printed(RECOGNIZED.sub(r"\1", result.stdout), masked)
+
+
+def test_the_first_page_quotes_the_programs():
+    programs = [path.read_text() for path in sorted(PAGES["fashion_mnist"].parent.glob("*.py"))]
+    quotations = [fence for fence in FENCES["fashion_mnist"] if fence.language == "diff"]
+    assert quotations
+    for fence in quotations:
+        change = parse_change(fence._replace(heading="1A. Quoted"))
+        assert all(before == after for before, after in change.pieces)
+        (found,) = (text for text in programs if "\n".join(change.pieces[0][0]) in text)
+        assert apply_change(found.split("\n"), change) == found.split("\n")
+    code = "\n\n\n".join(
+        "\n".join(fence.lines) for fence in FENCES["fashion_mnist"] if fence.language == "python"
+    )
+    (definition,) = re.findall(r"^class .*?(?=\n\n\n|\Z)", code, re.MULTILINE | re.DOTALL)
+    assert f"\n\n\n{definition}\n\n\n" in (PAGES["fashion_mnist"].parent / "classifier.py").read_text()
+
+
+def test_changes_of_the_page_make_one_program_the_other():
+    lines = (PORTING / "pytorch_gpu.py").read_text().split("\n")
+    removed = added = 0
+    for fence in FENCES["porting"]:
+        if fence.language == "diff":
+            change = parse_change(fence._replace(heading="1A. Change"))
+            ((before, after),) = change.pieces
+            assert before != after
+            lines = apply_change(lines, change)
+            removed += sum(line.startswith("-") for line in fence.lines)
+            added += sum(line.startswith("+") for line in fence.lines)
+    assert "\n".join(lines) == (PORTING / "pytorch_ipu.py").read_text()
+    assert (removed, added) == (15, 32)  # of 95: what must change, and nothing else
+
+
+def test_both_programs_have_the_same_model():
+    models = []
+    for name in ("pytorch_gpu.py", "pytorch_ipu.py"):
+        models += re.findall(
+            r"^class ClassificationModel.*?(?=\n\n\n)",
+            (PORTING / name).read_text(),
+            re.MULTILINE | re.DOTALL,
+        )
+    assert len(models) == 2
+    assert models[0] == models[1]
+
+
+@pytest.mark.thorough
+def test_both_programs_have_the_same_losses(monkeypatch, optimized):
+    """From the same seed, in the same order: three updates are an epoch."""
+    found, accuracies = {}, {}
+    for name in ("pytorch_gpu", "pytorch_ipu"):
+        with imported(PORTING, name) as (program,):
+            losses = found[name] = []
+            monkeypatch.setattr(program, "check_loss", lambda _when, loss, to=losses: to.append(loss))
+            options = ["--dataset", "digits", "--batch-size", 400, "--epochs", 4, "--seed", 3]
+            printed = run_main(program, monkeypatch, *options, "--learning-rate", 0.01)
+            accuracies[name] = printed.splitlines()[-1]
+            assert re.findall(r"mean loss (\S+)", printed) == [f"{loss:.4f}" for loss in losses]
+    assert found["pytorch_ipu"] == pytest.approx(found["pytorch_gpu"], rel=1e-5)
+    assert found["pytorch_ipu"][3] < 1.5 < 2 < found["pytorch_ipu"][0]
+    assert accuracies["pytorch_ipu"] == accuracies["pytorch_gpu"]
+
+
+def test_too_few_images(monkeypatch, capsys):
+    for name in ("pytorch_gpu", "pytorch_ipu"):
+        with imported(PORTING, name) as (program,), pytest.raises(SystemExit) as ended:
+            program.exit_on_error(
+                lambda run=program: run_main(run, monkeypatch, "--dataset", "digits", "--batch-size", 1438)
+            )
+        assert ended.value.code == 1
+        error = capsys.readouterr().err
+        assert error == "Error: There are 1437 images, fewer than the 1438 of a batch.\n"
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_links_of_the_page(name):
+    page, folder = PAGES[name].read_text(), PAGES[name].parent
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", page, flags=re.DOTALL), re.MULTILINE)
+    anchors = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+    assert set(re.findall(r"\]\(#([^)]+)\)", page)) == set(anchors[1:])  # the first is the title
+    for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page):
+        assert (folder / link).exists(), link
+    shown = set(re.findall(r"!\[[^\]]+\]\(pictures/([^)]+)\)", page))
+    named = set(re.findall(r"pictures/(\w+\.\w+)", page))
+    assert named == {path.name for path in (folder / "pictures").glob("*")}
+    assert shown <= named
+    for path in (folder / "pictures").glob("*"):
+        assert path.stat().st_size < 60_000

@@ -1,0 +1,299 @@
+"""The PopTorch tutorial: its program with all options, and what its page says.
+
+The page's fences: `python` blocks are one program together, `text` is what the block above prints, `diff`
+quotes lines of mnist_pipeline.py, `console` has a command and what it prints. Classes are the program's.
+"""
+
+import contextlib
+import dataclasses
+import importlib.util
+import io
+import os
+import re
+import shlex
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import ipu_pipeline.poptorch as poptorch
+from ipu_pipeline import datasets
+from tests.docs.test_tutorial import apply_change, find_fences, parse_change
+from tests.support.programs import ROOT, environment, start
+
+FOLDER = ROOT / "tutorial" / "poptorch"
+PROGRAM = FOLDER / "mnist_pipeline.py"
+PAGE = (FOLDER / "README.md").read_text()
+FENCES = find_fences(PAGE)
+EPOCH = re.compile(
+    r"^Epoch (\d+): loss (\S+), accuracy (\S+)% at its end; [\d.]+ calls/s, [\d,]+ images/s$"
+)
+NUMBERS = {  # and how far they may be from the page's
+    re.compile(r"(?<=loss )\d+\.\d+"): 0.02,
+    re.compile(r"\d+\.\d+(?=%)"): 2,
+    re.compile(r"(?<=\()\d+(?= of \d+ images)"): 7,
+}
+SPEED = re.compile(r"[\d.]+ calls/s, [\d,]+ images/s")  # the machine's
+
+
+@pytest.fixture(scope="module")
+def program():
+    """The program as a module."""
+    spec = importlib.util.spec_from_file_location(PROGRAM.stem, PROGRAM)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run_here(program, patch, *options):
+    """What the program prints, run in this process."""
+    patch.setattr(sys, "argv", [PROGRAM.name, *options])
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        program.main()
+    return printed.getvalue()
+
+
+def losses(printed):
+    found = [EPOCH.fullmatch(line) for line in printed.splitlines()]
+    return [float(match[2]) for match in found if match]
+
+
+def read_accuracy(line):
+    """The accuracy in percent, and how many of the digits are right."""
+    match = re.fullmatch(r"Test accuracy: (\S+)% \((\d+) of 360 images\)", line)
+    return float(match[1]), int(match[2])
+
+
+SHORT = shlex.split(
+    "--dataset digits --batch-size 12 --device-iterations 6 --epochs 1 --learning-rate 0.005 "
+    "--test-batch-size 4"
+)
+
+
+@pytest.fixture(scope="module")
+def subprocess_result(tmp_path_factory):
+    """The program as a user starts it, pipelined, in another directory."""
+    folder = tmp_path_factory.mktemp("elsewhere")
+    options = [*SHORT, "--offload-optimiser", "--profile", "--debug"]
+    result = subprocess.run(
+        [sys.executable, "-W", "error", str(PROGRAM), *options],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=environment(as_tests=True),
+        timeout=300,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return folder, result
+
+
+@pytest.mark.thorough
+def test_the_program_pipelined(subprocess_result):
+    folder, result = subprocess_result
+    lines = result.stdout.splitlines()
+    assert lines[0] == "Data set: the embedded 8x8 digits, as --dataset digits asks"
+    assert lines[1] == (
+        "Calls per epoch: 1; weight updates per call: 6; micro-batches per weight update: 10, "
+        "each of 12 images"
+    )
+    assert EPOCH.fullmatch(lines[2])[1] == "1"
+    percent, num_right = read_accuracy(lines[3])
+    assert percent == pytest.approx(num_right / 3.6, abs=0.005)
+    assert lines[4:] == ["Program ran successfully"]
+    assert losses(result.stdout)[0] < 2.1  # ten equally likely digits: 2.30
+    assert percent > 50
+    for kind in ("training", "inference"):
+        profile = folder / "profile" / kind
+        assert [path.suffix for path in sorted(profile.rglob("*.*"))] == [".gz", ".pb"]
+    for ipu in range(4):  # training and inference
+        assert len(re.findall(rf"IPU {ipu}: block B{ipu + 1}, \d+ operations", result.stderr)) == 2
+
+
+@pytest.mark.thorough
+def test_the_program_sharded(program, monkeypatch, subprocess_result):
+    printed = run_here(program, monkeypatch, *SHORT, "--strategy", "sharded")
+    expected = subprocess_result[1].stdout
+    assert losses(printed) == pytest.approx(losses(expected), abs=0.002)
+    assert read_accuracy(printed.splitlines()[3])[1] == pytest.approx(
+        read_accuracy(expected.splitlines()[3])[1], abs=3
+    )
+    assert printed.endswith("\nProgram ran successfully\n")
+
+
+def test_options(program, monkeypatch):
+    def options_of(*arguments):
+        monkeypatch.setattr(sys, "argv", [PROGRAM.name, *arguments])
+        args = program.parse_arguments()
+        return args, program.make_training_options(args, 7)
+
+    args, options = options_of()
+    assert (args.batch_size, args.test_batch_size, args.epochs, args.learning_rate) == (40, 8, 3, 0.001)
+    assert program.find_device_iterations(args, 60_000) == 10
+    assert (args.profile, args.profile_dir, args.debug) == (False, "./profile", False)
+    assert (options.device_iterations, options.Training.gradient_accumulation) == (7, 10)
+    assert options.output_mode is poptorch.OutputMode.All
+    assert type(options.execution_strategy) is poptorch.PipelinedExecution
+    assert options.TensorLocations.location_optimizer == {}
+    assert options.random_seed == 0
+    inference = program.make_inference_options(options)
+    assert (inference.device_iterations, inference.Training.gradient_accumulation) == (100, 1)
+    assert inference.execution_strategy == options.execution_strategy
+    _args, options = options_of("--strategy", "sharded", "--offload-optimiser", "--seed", "5")
+    assert type(options.execution_strategy) is poptorch.ShardedExecution
+    assert options.TensorLocations.location_optimizer == {"onChip": 0}
+    assert options.random_seed == 5
+
+
+def test_device_iterations_fit_the_data(program, monkeypatch):
+    def find(num_images, *arguments):
+        monkeypatch.setattr(sys, "argv", [PROGRAM.name, *arguments])
+        return program.find_device_iterations(program.parse_arguments(), num_images)
+
+    assert find(60_000) == 10
+    assert find(1_437) == 3
+    assert find(1_437, "--batch-size", "4") == 10
+    assert find(1_437, "--device-iterations", "2") == 2
+    with pytest.raises(ValueError, match="--device-iterations 4 x 10 .* --batch-size 40 = 1,600 .* 1,437"):
+        find(1_437, "--device-iterations", "4")
+    with pytest.raises(ValueError, match="--device-iterations 1 x 10 .* --batch-size 40 = 400 .* 399"):
+        find(399)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--batch-size", "0"], "--batch-size: must be at least 1; got 0"),
+        (["--epochs", "half"], "--epochs: invalid positive_int value: 'half'"),
+        (["--learning-rate", "-1"], "--learning-rate: must be a finite number above 0; got -1"),
+        (["--strategy", "phased"], "--strategy: invalid choice: 'phased'"),
+        (["--seed", "-1"], "--seed: must be from 0 to"),
+        (["--offload-optimizers"], "unrecognized arguments: --offload-optimizers"),
+    ],
+)
+def test_bad_arguments(program, monkeypatch, capsys, arguments, message):
+    with pytest.raises(SystemExit) as exited:
+        run_here(program, monkeypatch, *arguments)
+    assert exited.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_what_the_data_cannot_do_is_said_without_a_traceback(program, monkeypatch, capsys, tmp_path):
+    for arguments, message in [
+        (["--dataset", "digits", "--batch-size", "144"], "Error: A call takes --device-iterations 1 x 10"),
+        (["--data-dir", str(tmp_path)], f"Error: MNIST: the folder {tmp_path} has no train-images"),
+    ]:
+        with pytest.raises(SystemExit) as exited:
+            program.exit_on_error(lambda given=arguments: run_here(program, monkeypatch, *given))
+        assert exited.value.code == 1
+        assert capsys.readouterr().err.startswith(message)
+
+
+def test_images_are_normalized(program):
+    images = np.zeros((3, 28, 28), np.float32)
+    images[1] = 1
+    pixels, labels = program.make_dataset(images, np.array([4, 5, 6], np.int32)).tensors
+    assert pixels.shape == (3, 1, 28, 28)
+    assert pixels[:, 0, 0, 0].numpy() == pytest.approx(
+        [-0.1307 / 0.3081, 0.8693 / 0.3081, -0.1307 / 0.3081]
+    )
+    assert labels.dtype == torch.int64
+    assert labels.tolist() == [4, 5, 6]
+
+
+def assert_printed(output, expected):
+    """Compares all lines; numbers by their tolerance."""
+    texts = [SPEED.sub("SPEED", text) for text in (output, "\n".join(expected) + "\n")]
+    found = [{pattern: pattern.findall(text) for pattern in NUMBERS} for text in texts]
+    for pattern in NUMBERS:
+        texts = [pattern.sub("#", text) for text in texts]
+    assert texts[0] == texts[1]
+    for pattern, tolerance in NUMBERS.items():
+        actual, wanted = ([float(number) for number in numbers[pattern]] for numbers in found)
+        np.testing.assert_allclose(actual, wanted, rtol=0, atol=tolerance, err_msg=output)
+
+
+def test_the_page_is_a_program():
+    """Block by block, each with what it prints."""
+    assert {fence.language for fence in FENCES} == {"python", "text", "diff", "console"}
+    names, following = {"__name__": "__main__"}, [*FENCES[1:], None]
+    for fence, after in zip(FENCES, following, strict=True):
+        if fence.language != "python":
+            continue
+        printed = io.StringIO()
+        code = compile("\n" * fence.line + "\n".join(fence.lines), str(FOLDER / "README.md"), "exec")
+        with contextlib.redirect_stdout(printed):
+            exec(code, names)  # noqa: S102  # our own page
+        if after is not None and after.language == "text":
+            assert_printed(printed.getvalue(), after.lines)
+        else:
+            assert printed.getvalue() == "", f"line {fence.line}"
+    assert names["training_model"].isCompiled()
+    names["model"].destroy()
+
+
+def test_the_page_quotes_the_program():
+    text = PROGRAM.read_text()
+    quotations = [fence for fence in FENCES if fence.language == "diff"]
+    assert quotations
+    for fence in quotations:
+        lines = text.split("\n")
+        assert apply_change(lines, parse_change(fence._replace(heading="1A. Quoted"))) == lines
+    blocks = ["\n".join(fence.lines) for fence in FENCES if fence.language == "python"]
+    classes = re.findall(r"^class .*?(?=\n\n\n|\Z)", "\n\n\n".join(blocks), re.MULTILINE | re.DOTALL)
+    assert [definition.split("(")[0] for definition in classes] == [
+        "class ConvLayer",
+        "class Network",
+        "class NetworkWithLoss",
+    ]
+    for definition in classes:
+        assert f"\n\n\n{definition}\n\n\n" in text
+
+
+def find_commands():
+    """The page's commands, with what each prints."""
+    consoles = [fence for fence in FENCES if fence.language == "console"]
+    return [
+        pytest.param(fence.lines[0].removeprefix("$ python "), fence.lines[1:], id=f"line {fence.line}")
+        for fence in consoles
+    ]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("command", "expected"), find_commands())
+def test_commands_of_the_page(command, expected):
+    result = start("-W", "error", *shlex.split(command))
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert_printed(result.stdout, expected)
+
+
+def test_links_of_the_page():
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", PAGE, flags=re.DOTALL), re.MULTILINE)
+    anchors = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+    assert set(re.findall(r"\]\(#([^)]+)\)", PAGE)) == set(anchors[1:])  # the first is the title
+    for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", PAGE):
+        assert (FOLDER / link).exists(), link
+    drawn = {path.name for path in (FOLDER / "figures").glob("*.svg")}
+    assert set(re.findall(r"!\[[^\]]+\]\(figures/([^)]+)\)", PAGE)) == drawn
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(datasets.DATA_DIR_VARIABLE not in os.environ, reason="IPU_PIPELINE_DATA_DIR is not set")
+def test_part_of_an_epoch_of_mnist(program, monkeypatch, optimized):
+    data = datasets.load_mnist(os.environ[datasets.DATA_DIR_VARIABLE])
+    part = dataclasses.replace(
+        data,
+        train_images=data.train_images[:20_000],
+        train_labels=data.train_labels[:20_000],
+        test_images=data.test_images[:2_000],
+        test_labels=data.test_labels[:2_000],
+    )
+    monkeypatch.setattr(program.datasets, "load", lambda *_selection: (part, "Data set: part of MNIST"))
+    printed = run_here(program, monkeypatch, "--epochs", "1")
+    assert "Calls per epoch: 5; weight updates per call: 10;" in printed
+    assert losses(printed)[0] < 0.5
+    right = int(re.search(r"Test accuracy: \S+% \((\d+) of 2000 images\)", printed)[1])
+    assert right > 1_600

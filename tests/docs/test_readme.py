@@ -1,0 +1,167 @@
+"""What the README and the pages of docs say is true: examples, names, commands, figures, links, rooms."""
+
+import functools
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ipu_pipeline as ipu
+from benchmarks import harness, page
+from ipu_pipeline.tf1.program.program import Program
+from tests.support.programs import AS_TESTS, environment
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+from figures import rooms  # noqa: E402  # scripts are no package
+
+README = (ROOT / "README.md").read_text()
+
+
+def run(code, folder=ROOT, as_tests=False):
+    """What a snippet prints, run in a folder; see `environment`."""
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=folder,
+        env=environment(as_tests) | {"PYTHONPATH": str(ROOT)},
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def example():
+    """The README's program; its blocks are one, as the second one uses the stages of the first."""
+    return "".join(re.findall(r"```python\n(.*?)```", README, re.DOTALL))
+
+
+def assert_is_what_the_example_prints(printed):
+    expected = "".join(re.findall(r"```text\n(.*?)```", README, re.DOTALL))
+    numbers = r"\d+\.\d+"
+    assert re.sub(numbers, "#", printed) == re.sub(numbers, "#", expected)
+    for actual, written in zip(re.findall(numbers, printed), re.findall(numbers, expected), strict=True):
+        assert abs(float(actual) - float(written)) < 0.01  # the last digits are the machine's
+
+
+def test_example(tmp_path):
+    assert_is_what_the_example_prints(run(example(), tmp_path))
+    assert list((tmp_path / "cache").iterdir())
+
+
+def test_the_readme_is_a_front_page():
+    assert len(README.splitlines()) <= 150
+    assert len(re.findall(r"^!\[", README, re.MULTILINE)) == 1
+
+
+def test_commands_of_the_readme_are_in_the_makefile():
+    makefile = (ROOT / "Makefile").read_text()
+    commands = set(re.findall(r"(?:`|^    )make (\w+)", README, re.MULTILINE))
+    assert commands >= {"tutorial", "test", "bench"}
+    for name in commands:
+        assert re.search(rf"^{name}:", makefile, re.MULTILINE), name
+
+
+def section(heading):
+    """The rows of a section's table, as lists of cells."""
+    text = README.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    lines = [line for line in text.splitlines() if line.startswith("|")][2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_what_there_is_can_be_used_by_the_names_that_are_given():
+    arguments = inspect.signature(ipu.pipelining_ops.pipeline).parameters
+    text = re.sub(r"\(extra `\w+`\)", "", "".join(row[1] for row in section("What there is")))
+    named = set(re.findall(r"`(\w+(?:\.\w+)*)`", text)) - {"apply_if_finite"}  # which is Optax's
+    assert len(named) > 25
+    for name in named - set(arguments):
+        functools.reduce(getattr, name.split("."), ipu)
+    for method in re.findall(r"`(\w+)\(\)`", text):
+        assert callable(getattr(Program, method))
+
+
+def test_figures_of_speed_are_those_of_the_benchmarks_page():
+    """After `make bench`, the README's three figures have to be brought up to date as well."""
+    found = page.read((ROOT / "docs" / "benchmarks.md").read_text())
+    machines = {}
+    for measured in (found.everything, *found.again):
+        for row in measured.rows:
+            cells = [cell.strip() for cell in harness.format_table([row]).splitlines()[-1].split("|")[1:-1]]
+            machines[row.question, row.case] = (row.question, *cells[4:7], row.is_met), measured.machine
+    rows = section("How fast it is")
+    assert len(rows) == 3
+    for what, figure, spread, target in rows:
+        (question,) = re.findall(r"\]\(benchmarks/(\w+)\)", what)
+        bound, _, verdict = target.partition(", ")
+        given = (question, figure, spread, bound, {"met": True, "missed": False}[verdict])
+        on = [machine for row, machine in machines.values() if row == given]
+        assert on, what
+        assert on[0] in " ".join(README.split())
+
+
+PAGES = [
+    "memory.md",
+    "checkpoints.md",
+    "watching.md",
+    "mixed_precision.md",
+    "engine.md",
+    "profiling.md",
+    "simulator.md",
+    "tensor_parallel.md",
+]
+
+
+@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize("as_tests", AS_TESTS)
+def test_what_examples_of_pages_print(name, as_tests, tmp_path):
+    page = (ROOT / "docs" / name).read_text()
+    pairs = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", page, re.DOTALL)
+    printed = run("\n".join(code for code, _expected in pairs), tmp_path, as_tests)
+
+    def without_temporaries(text):  # XLA plans them for the machine
+        return re.sub(r"\d+ (of temporaries)", r"\1", text)
+
+    assert without_temporaries(printed) == without_temporaries("".join(text for _code, text in pairs))
+
+
+@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.thorough), 2])
+def test_programs_of_the_porting_page(number):
+    """Each is complete in itself."""
+    page = (ROOT / "docs" / "porting.md").read_text()
+    pairs = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", page, re.DOTALL)
+    assert len(pairs) == page.count("```python") == 3
+    code, expected = pairs[number]
+    assert run(code, as_tests=True) == expected
+
+
+def test_links_lead_somewhere():
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "tutorial" / "README.md"]
+    for path in [*pages, *sorted((ROOT / "docs").glob("*.md"))]:
+        for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
+            assert (path.parent / target).exists(), target
+
+
+def test_the_design_has_the_rooms_in_order_and_paths_that_exist():
+    design = (ROOT / "docs" / "design.md").read_text()
+    table = design.split("| what it is for |")[1].split("\n\n")[0]
+    listed = re.findall(r"`([\w/]+)`", "\n".join(line.split("|")[1] for line in table.splitlines()[2:]))
+    numbers = [rooms.room_of(name.replace("/", ".")) for name in listed]
+    assert numbers == sorted(numbers)
+    folders = [number for number, room in enumerate(rooms.FLOORS) if room.name.endswith("/")]
+    assert set(folders) <= set(numbers)
+    paths = [str(path.with_suffix("")) for path in rooms.MODULES.values()]
+    questions = design.split("| question | path |")[1].split("\n\n")[0]
+    for name in re.findall(r"`(\w+/\w+)`", questions):
+        assert any(path.endswith(f"/{name}") for path in paths), name
+
+
+def test_public_names():
+    for name in ipu.__all__:
+        assert getattr(ipu, name) is not None
+    assert ipu.utils.SelectionOrder.SNAKE
+    assert ipu.ipu_compiler.compile

@@ -1,0 +1,261 @@
+"""The tutorial's page: its changes make the answers, its commands and snippets print what it says.
+
+What a fence is, by its language:
+
+* diff: a change of the program, or a quotation of it, if no line has + or -.
+* console: lines with `$ ` are commands, each followed by what it prints.
+* python: a program that is complete in itself.
+* text: what the python block above it prints.
+"""
+
+import inspect
+import itertools
+import re
+import shlex
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from ipu_pipeline import pipelining_ops
+from tests.support.programs import AS_TESTS, ROOT, STEP1, STEP2, STEP3, STEP4, record, start
+
+PAGE = ROOT / "tutorial" / "README.md"
+TEXT = PAGE.read_text()
+PROGRAMS = {1: STEP1, 2: STEP2, 3: STEP3, 4: STEP4}
+MASKED = re.compile(r"Elapsed \d+\.\d\d s, [\d,]+ samples/sec")
+NUMBERS = {  # and how far they may be from the page's
+    re.compile(r"(?<=loss: )\d+\.\d+"): 0.002,
+    re.compile(r"(?<=accuracy: )\d+\.\d+"): 0.03,
+    re.compile(r"(?<=\()\d+(?= of \d+ images)"): 10,
+}
+
+
+class Fence(NamedTuple):
+    """A fenced block, the heading that it stands under, and the line where it begins."""
+
+    language: str
+    heading: str
+    line: int
+    lines: list[str]
+
+
+class Change(NamedTuple):
+    """A lettered change: for each place the lines before and after."""
+
+    letter: str
+    pieces: list[tuple[list[str], list[str]]]
+
+
+def find_fences(page):
+    fences, heading, current = [], "", None
+    for number, line in enumerate(page.splitlines(), 1):
+        if current is None and line.startswith("```"):
+            current = Fence(line[3:], heading, number, [])
+        elif line == "```":
+            fences.append(current)
+            current = None
+        elif current is not None:
+            current.lines.append(line)
+        elif line.startswith("#"):
+            heading = line.lstrip("# ")
+    assert current is None, f"the fence of line {current.line} has no end"
+    return fences
+
+
+def parse_change(fence):
+    letter = fence.heading.partition(".")[0]
+    assert re.fullmatch(r"\d[A-Z]", letter), f"line {fence.line}: a diff under {fence.heading!r}"
+    pieces = [([], [])]
+    for line in fence.lines:
+        mark, code = line[:1], line[1:]
+        if line == "...":
+            pieces.append(([], []))
+            continue
+        assert mark in ("", " ", "+", "-"), f"{letter}: {line!r} begins with none of space, + and -"
+        before, after = pieces[-1]
+        if mark != "+":
+            before.append(code)
+        if mark != "-":
+            after.append(code)
+    return Change(letter, pieces)
+
+
+def apply_change(lines, change):
+    """The program's lines after a change. What a piece replaces must stand in it exactly once."""
+    for before, after in change.pieces:
+        size = len(before)
+        found = [at for at in range(len(lines) - size + 1) if lines[at : at + size] == before]
+        described = "\n".join(before)
+        assert len(found) == 1, f"{change.letter}: found {len(found)} times in the program:\n{described}"
+        lines = [*lines[: found[0]], *after, *lines[found[0] + size :]]
+    return lines
+
+
+FENCES = find_fences(TEXT)
+CHANGES = [parse_change(fence) for fence in FENCES if fence.language == "diff"]
+
+
+def make_program(last_step):
+    """The text of the program after a step, by all changes up to there."""
+    lines = (ROOT / STEP1).read_text().split("\n")
+    for change in CHANGES:
+        if int(change.letter[0]) <= last_step:
+            lines = apply_change(lines, change)
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("step", PROGRAMS)
+def test_changes_make_the_answer(step):
+    assert make_program(step) == (ROOT / PROGRAMS[step]).read_text()
+
+
+def test_letters_are_in_order():
+    headings = re.findall(r"^#+ (\d[A-Z])\. ", TEXT, re.MULTILINE)
+    expected = {step: [letter for letter in headings if letter.startswith(str(step))] for step in PROGRAMS}
+    for step, letters in expected.items():
+        assert letters == [f"{step}{chr(ord('A') + place)}" for place in range(len(letters))]
+    assert headings == [letter for letters in expected.values() for letter in letters]
+    letters = [change.letter for change in CHANGES]
+    assert list(dict.fromkeys(letters)) == headings  # each has code
+    assert [letter for letter in letters if letter[0] != "1"] == [h for h in headings if h[0] != "1"]
+    changing = [change.letter for change in CHANGES if any(old != new for old, new in change.pieces)]
+    assert changing == [letter for letter in headings if letter[0] != "1"]  # step 1 is only quoted
+
+
+@pytest.mark.thorough
+def test_programs_lose_alike(tmp_path):
+    found = {}
+    for step in PROGRAMS:
+        program = tmp_path / f"step{step}.py"
+        program.write_text(make_program(step))
+        _output, losses, variables = record(
+            tmp_path / "found.npz", program, "--dataset", "digits", "--steps", "3"
+        )
+        assert losses.shape == (3, 160)
+        assert len(variables) == 10
+        found[step] = losses
+    for step, losses in found.items():
+        np.testing.assert_allclose(losses, found[1], rtol=1e-5, err_msg=f"step {step} against step 1")
+    assert np.mean(found[1][2]) < 1.5 < np.mean(found[1][0])
+
+
+def find_commands():
+    """The page's commands, with what each is to print."""
+    commands = []
+    for fence in FENCES:
+        if fence.language == "console":
+            assert fence.lines[0].startswith("$ "), f"line {fence.line}: a console begins with a command"
+            for line in fence.lines:
+                if line.startswith("$ "):
+                    commands.append((line[2:], []))
+                else:
+                    commands[-1][1].append(line)
+    return commands
+
+
+def find_snippets():
+    """The page's snippets by their line, with what each is to print."""
+    snippets = []
+    for fence, following in zip(FENCES, [*FENCES[1:], None], strict=True):
+        if fence.language == "python":
+            assert following is not None
+            assert following.language == "text", f"line {fence.line}: what does it print?"
+            snippets.append((fence.line, "\n".join(fence.lines), following.lines))
+    return snippets
+
+
+def assert_printed(output, expected):
+    """Compares all lines; numbers that depend on the machine by their tolerance, or not at all."""
+    written = "\n".join(expected) + "\n"
+    texts = [MASKED.sub("Elapsed", text) for text in (output, written)]
+    found = [{pattern: pattern.findall(text) for pattern in NUMBERS} for text in texts]
+    for pattern in NUMBERS:
+        texts = [pattern.sub("#", text) for text in texts]
+    assert texts[0] == texts[1]
+    for pattern, tolerance in NUMBERS.items():
+        actual, wanted = (np.array(numbers[pattern], float) for numbers in found)
+        np.testing.assert_allclose(actual, wanted, rtol=0, atol=tolerance, err_msg=output)
+
+
+def test_fences_have_known_languages():
+    assert {fence.language for fence in FENCES} == {"diff", "console", "python", "text"}
+    outputs = [before.language for before, fence in itertools.pairwise(FENCES) if fence.language == "text"]
+    assert set(outputs) == {"python"}
+
+
+VARIED = (
+    "Sequential",
+    "--repeat-count 20",
+    "--splits dense128",
+    "step3_pipelining.py --dataset digits --steps 3",
+)
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        # Each program with one choice of arguments; with the others in `make thorough`.
+        pytest.param(*pair, id=pair[0], marks=[pytest.mark.thorough] if pair[0].endswith(VARIED) else [])
+        for pair in find_commands()
+    ],
+)
+def test_commands(command, expected):
+    executable, *arguments = shlex.split(command)
+    assert executable == "python"
+    result = start(*arguments)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert_printed(result.stdout, expected)
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"), [pytest.param(*rest, id=f"line {line}") for line, *rest in find_snippets()]
+)
+@pytest.mark.parametrize("as_tests", AS_TESTS)
+def test_snippets(code, expected, as_tests):
+    result = start("-W", "error", "-c", code, as_tests=as_tests)
+    assert result.returncode == 0, result.stderr
+    assert_printed(result.stdout, expected)
+
+
+def test_arguments_of_pipeline():
+    table = re.findall(r"^\| `(\w+)` \| (\S+) \| (.*) \|$", TEXT, re.MULTILINE)
+    parameters = inspect.signature(pipelining_ops.pipeline).parameters.values()
+    assert [name for name, _default, _text in table] == [parameter.name for parameter in parameters]
+    for (_name, default, _text), parameter in zip(table, parameters, strict=True):
+        if parameter.default is inspect.Parameter.empty:
+            assert default == "required"
+        else:
+            assert default == f"`{getattr(parameter.default, 'name', parameter.default)}`"
+    unbuilt = [name for name, _default, text in table if text.startswith("Not built yet")]
+    assert unbuilt == ["continuous_weight_updates"]
+    with pytest.raises(NotImplementedError, match="^Continuous weight updates"):
+        pipelining_ops.pipeline([abs], gradient_accumulation_count=1, continuous_weight_updates=True)
+
+
+def test_links_within_the_page():
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", TEXT, flags=re.DOTALL), re.MULTILINE)
+    anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    assert set(re.findall(r"\]\(#([^)]+)\)", TEXT)) <= anchors
+    drawn = {path.name for path in (ROOT / "tutorial" / "figures").iterdir()}
+    assert set(re.findall(r"!\[[^\]]+\]\(figures/([^)]+)\)", TEXT)) == drawn  # each is shown
+
+
+@pytest.mark.parametrize(
+    ("diff", "message"),
+    [
+        ([" a = 1", "-b = 3"], r"2A: found 0 times in the program:\s+a = 1\s+b = 3"),
+        (["-b = 2", "+b = 3"], "2A: found 2 times"),
+        (["b = 2"], "2A: 'b = 2' begins with none of"),
+    ],
+)
+def test_a_change_that_does_not_fit_is_named(diff, message):
+    with pytest.raises(AssertionError, match=message):
+        apply_change(["a = 1", "b = 2", "", "b = 2"], parse_change(Fence("diff", "2A. A change", 1, diff)))
+
+
+def test_a_change_in_two_places():
+    diff = [" a = 1", "-b = 2", "+b = 3", "...", "", " b = 2", "+c = 4"]
+    change = parse_change(Fence("diff", "2B. Another", 1, diff))
+    lines = apply_change(["a = 1", "b = 2", "", "b = 2"], change)
+    assert lines == ["a = 1", "b = 3", "", "b = 2", "c = 4"]

@@ -1,0 +1,338 @@
+"""Pipelines on one device: one program, block by block."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import ipu_pipeline as ipu
+from ipu_pipeline import engine
+from ipu_pipeline.engine import reference
+from ipu_pipeline.engine.devices.feeds import Feed
+from ipu_pipeline.engine.execution.blocks.sizes import BlockSizes, block_sizes
+from ipu_pipeline.engine.pipeline_options import PipelineOptions
+from ipu_pipeline.errors import OutOfRangeError
+from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput
+from tests.support import front, models
+
+ELEMENT_BYTES = 4 * 12 * 4 + 4 * 4 + 4  # of models.mlp_batches, and the loss
+
+
+@pytest.mark.parametrize(
+    ("num_micro_batches", "unit", "limit", "expected"),
+    [
+        (160, 16, 1000, (16, 160, 160)),  # all in one
+        (160, 16, 100, (16, 80, 80)),  # two blocks of five updates, and not of six and four
+        (48, 16, 47, (16, 32, 32)),
+        (160, 16, 16, (16, 16, 16)),
+        (32, 16, 15, (1, 8, 8)),  # an update in two parts
+        (32, 16, 1, (1, 1, 1)),
+        (7, 1, 3, (1, 3, 3)),
+        (5000, 1, 4000, (1, 1000, 1000)),  # not more than 1,024 at once
+        (0, 1, 10, (1, 1, 1)),
+    ],
+)
+def test_block_sizes(num_micro_batches, unit, limit, expected):
+    assert block_sizes(num_micro_batches, unit, 8, limit * 8) == BlockSizes(*expected)
+    assert block_sizes(num_micro_batches, unit, 8, limit * 8 + 7) == BlockSizes(*expected)
+
+
+def test_stacks():
+    feed = Feed(lambda arrays: arrays, is_block=True)
+    feed.set_size(3)
+    rows = [feed.add([np.full(2, number), np.float32(number)]) for number in range(7)]
+    first = feed.place(rows[:3], 3)
+    np.testing.assert_array_equal(first[0], [[0, 0], [1, 1], [2, 2]])
+    assert first[0] is rows[0].stack.arrays[0]  # no copy
+    assert first[1].ctypes.data % 64 == 0
+    crossing = feed.place(rows[4:7], 3)  # from two stacks
+    np.testing.assert_array_equal(crossing[1], [4, 5, 6])
+    partial = feed.place(rows[6:], 3)  # the stack that is being filled
+    more = feed.add([np.full(2, 9), np.float32(9)])
+    assert more.stack.arrays is not partial
+    np.testing.assert_array_equal(partial[1][:1], [6])
+    ahead = feed.place_ahead(rows, 2, 3)  # two at once, in stacks with room for three
+    for first in range(0, 6, 2):
+        np.testing.assert_array_equal(feed.place(ahead[first : first + 2], 3)[1][:2], [first, first + 1])
+
+
+def stages_with_everything():
+    """Dropout, assigned statistics, a rate that travels, and an output that is only passed on."""
+
+    def first(rate, x, labels):
+        with ipu.variable_scope("first"):
+            count = ipu.get_variable("count", initializer=0.0, trainable=False)
+            ipu.assign("count", count + 1.0)
+            x = ipu.layers.Dropout(0.25)(ipu.layers.Dense(16, activation=jnp.tanh)(x))
+        return rate * 0.5, x + count * 0.01, labels
+
+    def second(rate, x, labels):
+        with ipu.variable_scope("second"):
+            x = ipu.layers.BatchNormalization()(x)
+            return rate, models.cross_entropy(ipu.layers.Dense(10)(x), labels), labels
+
+    return [first, second]
+
+
+def make(mapping, num_micro_batches, reduction, optimizer, **options):
+    return engine.Pipeline(
+        stages_with_everything(),
+        num_micro_batches=num_micro_batches,
+        loss=lambda rate, loss, labels: loss,
+        optimizer=optimizer,
+        device_mapping=mapping,
+        reduction=reduction,
+        **options,
+    )
+
+
+def sgd(rate, loss, labels):
+    return optax.sgd(rate, momentum=0.9)
+
+
+def injected(rate, loss, labels):
+    return optax.inject_hyperparams(optax.sgd)(learning_rate=rate)
+
+
+@pytest.mark.parametrize("optimizer", [sgd, injected])
+@pytest.mark.parametrize("reduction", ["sum", "mean", "running_mean"])
+@pytest.mark.parametrize(("donate", "parts"), [(False, 1), (True, 2), (False, 3)])
+@pytest.mark.each_value
+def test_equals_several_devices(donate, parts, reduction, optimizer, rng):
+    """Also where a weight update is cut into parts: with the same random keys, statistics and outputs."""
+    count = 5
+    block_bytes = 2**20 if parts == 1 else -(-count // parts) * (ELEMENT_BYTES + 4 + 4 + 16)
+    one = make([0, 0], count, reduction, optimizer, donate=donate, block_bytes=block_bytes)
+    two = make([0, 1], count, reduction, optimizer)
+    rate = np.float32(0.1)
+    steps = [models.mlp_batches(rng, count) for _ in range(3)]
+    states = [pipeline.init(jax.random.key(2), steps[0][0], rate) for pipeline in (one, two)]
+    if parts > 1:
+        capacity = -(-count // parts)
+        assert one.prepare().sizes(count, count) == BlockSizes(1, capacity, capacity)
+    for step in steps:
+        results = [p.step(s, step, rate) for p, s in zip((one, two), states, strict=True)]
+        if not donate:  # the old state can be read, and stepped from again
+            again, _outputs = one.step(states[0], step, rate)
+            models.assert_trees_close(again.variables, results[0][0].variables, 0)
+        states = [state for state, _outputs in results]
+        models.assert_trees_close(
+            *(models.on_one_device((o.losses, o.outputs)) for _state, o in results), 1e-5
+        )
+        for part in ("variables", "optimizer_state"):
+            models.assert_trees_close(*(models.on_one_device(getattr(s, part)) for s in states), 1e-5)
+        assert states[0].update_count == states[1].update_count
+        assert states[0].execution_count == states[1].execution_count
+
+
+@pytest.mark.parametrize("repeat_count", [1, 4])
+def test_a_run_in_blocks(repeat_count, monkeypatch):
+    """Blocks of whole weight updates: what they are cut into changes nothing."""
+    found = []
+    for block_bytes in (2**26, 7 * ELEMENT_BYTES, 2 * ELEMENT_BYTES):
+        with monkeypatch.context() as patch:
+            patch.setitem(PipelineOptions.__init__.__kwdefaults__, "block_bytes", block_bytes)
+            model = front.Model(device_mapping=[0, 0], repeat_count=repeat_count)
+        with ipu.Session(seed=3) as session:
+            session.run(model.initializer)
+            losses = [model.run(session) for _run in range(2)]
+            found.append((np.concatenate(losses), session.variables, session.update_count()))
+    assert len(found[0][0]) == 6 * repeat_count
+    assert found[0][2] == 2 * repeat_count
+    for other in found[1:]:
+        models.assert_trees_close(other, found[0], 0)
+
+
+@pytest.mark.parametrize("block_bytes", [2**26, 7 * ELEMENT_BYTES, 2 * ELEMENT_BYTES])
+def test_the_end_of_the_data_keeps_whole_updates(block_bytes, monkeypatch):
+    monkeypatch.setitem(PipelineOptions.__init__.__kwdefaults__, "block_bytes", block_bytes)
+    model = front.Model(front.data(3 * 3 + 2), device_mapping=[0, 0], repeat_count=8)
+    with ipu.Session(seed=3) as session:
+        session.run([model.initializer, ipu.global_variables_initializer()])
+        start = session.variables
+        with pytest.raises(OutOfRangeError, match="ended after 11 elements"):
+            model.run(session)
+        assert session.update_count() == 3
+        losses = session.run(model.outfeed.dequeue())
+        pipeline = model.program.calls[0].pipeline
+        state = engine.PipelineState(
+            start, optax.sgd(0.1).init(start), np.int32(0), np.int32(0), jax.random.key(3)
+        )
+        batches, expected = front.data(9)(), []
+        for _update in range(3):
+            state, outputs = reference.step(
+                pipeline.traced,
+                state,
+                list(itertools.islice(batches, 3)),
+                np.float32(0.1),
+                optimizer=lambda rate, loss: optax.sgd(rate),
+            )
+            expected += outputs.losses
+        models.assert_trees_close(losses, np.array(expected))
+        models.assert_trees_close(session.variables, jax.tree.map(np.asarray, state.variables))
+        session.run(model.initializer)  # what the broken update accumulated is gone
+        with pytest.raises(OutOfRangeError):
+            model.run(session)
+        assert session.update_count() == 6
+
+
+def test_inference_without_and_with_a_feed():
+    queue = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+    program = front.compile_program(
+        lambda: ipu.pipelining_ops.pipeline(
+            [lambda: jax.random.normal(ipu.next_rng_key(), (2,)), lambda x: (x, 3.0)],
+            gradient_accumulation_count=2,
+            repeat_count=3,
+            device_mapping=[0, 0],
+            outfeed_queue=queue,
+        )
+    )
+    apart = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+    other = front.compile_program(
+        lambda: ipu.pipelining_ops.pipeline(
+            [lambda: jax.random.normal(ipu.next_rng_key(), (2,)), lambda x: (x, 3.0)],
+            gradient_accumulation_count=2,
+            repeat_count=3,
+            outfeed_queue=apart,
+        )
+    )
+    with ipu.Session(seed=3) as session:
+        session.run(program)
+        first = session.run(queue.dequeue())
+    with ipu.Session(seed=3) as session:
+        session.run(other)
+        second = session.run(apart.dequeue())
+    np.testing.assert_array_equal(first[0], second[0])
+    np.testing.assert_array_equal(first[1], np.full(6, 3.0, "float32"))
+    assert len(np.unique(first[0])) == 12
+
+
+def test_gradient_map_in_a_pipeline():
+    """It applies to each micro-batch, on one device and on several."""
+    seen = []
+    for mapping in ([0, 0], [0, 1]):
+
+        def optimizer_function(rate, loss):
+            mapped = ipu.optimizers.MapGradientOptimizer(optax.sgd(rate), lambda g, v: jnp.sign(g) + v)
+            return OptimizerFunctionOutput(mapped, loss)
+
+        model = front.Model(optimizer_function=optimizer_function, device_mapping=mapping)
+        with ipu.Session(seed=3) as session:
+            session.run([model.initializer, ipu.global_variables_initializer()])
+            start = session.variables
+            model.run(session)
+            seen.append(session.variables)
+    models.assert_trees_close(*seen)
+
+    def plain_loss(variables, x, labels):
+        x = jax.nn.relu(x @ variables["first/dense/kernel"] + variables["first/dense/bias"])
+        logits = x @ variables["second/dense/kernel"] + variables["second/dense/bias"]
+        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels))
+
+    total = jax.tree.map(np.zeros_like, start)
+    for batch in itertools.islice(front.data()(), 3):
+        gradient = jax.grad(plain_loss)(start, *batch)
+        total = jax.tree.map(lambda t, g, v: t + np.sign(g) + v, total, gradient, start)
+    expected = jax.tree.map(lambda v, t: np.asarray(v - np.float32(0.1) * t), start, total)
+    models.assert_trees_close(seen[0], expected)
+
+
+def test_an_accumulating_optimizer_in_a_pipeline():
+    def optimizer_function(rate, loss):
+        nested = ipu.optimizers.GradientAccumulationOptimizerV2(optax.sgd(rate), 2)
+        return OptimizerFunctionOutput(nested, loss)
+
+    with pytest.raises(ValueError, match="a pipeline accumulates by itself"):
+        front.Model(optimizer_function=optimizer_function)
+
+
+def test_a_global_norm_on_one_device():
+    def optimizer_function(rate, loss):
+        return OptimizerFunctionOutput(optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(rate)), loss)
+
+    model = front.Model(optimizer_function=optimizer_function, device_mapping=[0, 0])
+    with ipu.Session(seed=3) as session:
+        session.run([model.initializer, ipu.global_variables_initializer()])
+        start = session.variables
+        model.run(session, 1.0)
+        difference = jax.tree.map(lambda a, b: a - b, session.variables, start)
+        squares = [np.sum(leaf**2) for leaf in jax.tree.leaves(difference)]
+        np.testing.assert_allclose(np.sqrt(sum(squares)), 0.1, rtol=1e-5)
+
+
+@pytest.mark.parametrize("mapping", [[0, 0], [0, 1]])
+def test_outputs_that_are_not_collected(mapping, rng):
+    pipeline = make(mapping, 3, "sum", sgd, collect_outputs=False)
+    step = models.mlp_batches(rng, 3)
+    state = pipeline.init(jax.random.key(2), step[0], np.float32(0.1))
+    _state, outputs = pipeline.step(state, step, np.float32(0.1))
+    assert outputs.outputs == []
+    assert len(outputs.losses) == 3
+
+
+def test_an_update_of_more_micro_batches_than_a_block_has():
+    def stage(x):
+        return jnp.mean((x * engine.get_variable("w", (4,), initializer=1.0)) ** 2)
+
+    pipeline = engine.Pipeline(
+        [stage], num_micro_batches=1100, loss=lambda loss: loss, optimizer=optax.adam(0.1)
+    )
+    step = [np.full(4, number % 7, "float32") for number in range(1100)]
+    state = pipeline.init(jax.random.key(0), step[0])
+    expected, _outputs = reference.step(pipeline.traced, state, step, optimizer=optax.adam(0.1))
+    state, outputs = pipeline.step(state, step)
+    assert len(outputs.losses) == 1100
+    models.assert_trees_close(state.variables, expected.variables)
+
+
+def test_an_initializer_that_returns_one_array_again_and_again():
+    kept = jnp.ones(3)
+
+    def body():
+        a = ipu.get_variable("a", (3,), initializer=lambda key, shape, dtype: kept)
+        b = ipu.get_variable("b", (3,), initializer=lambda key, shape, dtype: kept)
+        optimizer = ipu.optimizers.GradientAccumulationOptimizerV2(optax.sgd(1.0), 1)
+        return optimizer.minimize(jnp.sum(a + b))
+
+    program = front.compile_program(lambda: ipu.loops.repeat(2, body))
+    with ipu.Session() as session:
+        session.run(program)
+        session.run([ipu.global_variables_initializer(), program])
+        np.testing.assert_array_equal(session.variables["a"], [-1, -1, -1])
+    np.testing.assert_array_equal(kept, [1, 1, 1])
+
+
+def test_one_compilation(caplog):
+    model = front.Model(device_mapping=[0, 0], repeat_count=3)
+    with ipu.Session(seed=3) as session:
+        session.run(model.initializer)
+        model.run(session)
+        with jax.log_compiles():
+            model.run(session)
+    assert [record.message for record in caplog.records if "Compiling" in record.message] == []
+
+
+def test_placed_micro_batches_of_an_update_in_parts():
+    """They used to be one stack with room for a part of them only."""
+
+    def stage(x):
+        return jnp.sum((x @ engine.get_variable("kernel", (4, 4))) ** 2)
+
+    step = [np.full((2, 4), number, "float32") for number in range(6)]
+    found = []
+    for block_bytes in (2**26, 200):
+        pipeline = engine.Pipeline(
+            [stage],
+            num_micro_batches=6,
+            loss=lambda loss: loss,
+            optimizer=optax.sgd(0.1),
+            block_bytes=block_bytes,
+        )
+        state = pipeline.init(jax.random.key(0), step[0])
+        found.append(pipeline.step(state, pipeline.place_micro_batches(step))[0].variables)
+        with pytest.raises(ValueError, match="0 were placed, but a step has 6"):
+            pipeline.step(state, pipeline.place_micro_batches([]))
+    models.assert_trees_close(found[1], found[0])

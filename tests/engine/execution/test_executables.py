@@ -1,0 +1,191 @@
+"""Programs that are the same on several devices: compiled once, with the same numbers as apart."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from ipu_pipeline import engine
+from ipu_pipeline.engine import reference
+from ipu_pipeline.engine.execution import compiling, executables
+from ipu_pipeline.engine.execution.executables import Executable
+from tests.support import models
+
+WIDTH, COUNT, NUM_STAGES = 16, 8, 5
+PLANS = [engine.DispatchPlan(), engine.DispatchPlan(2)]
+
+
+def block(scale=1.0):
+    def stage(x, target):
+        width = x.shape[-1]
+        kernel = engine.get_variable("kernel", (width, width))
+        bias = engine.get_variable("bias", (width,), initializer=jax.nn.initializers.normal(0.1))
+        return jnp.tanh(x @ kernel + bias) * scale, target
+
+    return stage
+
+
+def last_block(x, target):
+    return jnp.mean((block()(x, target)[0] - target) ** 2)
+
+
+def named(function, index):
+    def stage(*arguments):
+        with engine.variable_scope(f"block{index}"):
+            return function(*arguments)
+
+    return stage
+
+
+def make(scales=(1.0,) * (NUM_STAGES - 1), plan=PLANS[0], last=last_block, **options):
+    stages = [named(block(scale), index) for index, scale in enumerate(scales)]
+    return engine.Pipeline(
+        [*stages, named(last, len(scales))],
+        num_micro_batches=COUNT,
+        loss=lambda loss: loss,
+        optimizer=optax.adam(0.01),
+        dispatch_plan=plan,
+        **options,
+    )
+
+
+@pytest.fixture
+def no_cache():
+    """JAX's persistent cache, which other tests use, takes the place of what is tested here."""
+    directory = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_compilation_cache_dir", directory)
+    compilation_cache.reset_cache()
+
+
+def run(pipeline, width=WIDTH, num_updates=3):
+    """Compares with a plain loop; the names of the programs that XLA compiled, and when: (first, later)."""
+    rng = np.random.default_rng(0)
+    steps = [
+        [tuple(rng.normal(size=(2, 4, width)).astype("float32")) for _ in range(COUNT)]
+        for _ in range(num_updates)
+    ]
+    state = pipeline.init(jax.random.key(0), steps[0][0])
+    plain = models.on_one_device(state)
+    compiled = []
+
+    def listen(event, _seconds, fun_name="", **_others):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(fun_name)
+
+    for number, step in enumerate(steps):
+        if number < 2:
+            compiled = []
+            jax.monitoring.register_event_duration_secs_listener(listen)
+        try:
+            state, outputs = pipeline.step(state, step)
+        finally:
+            if number < 2:
+                jax.monitoring.unregister_event_duration_listener(listen)
+        if number == 0:
+            first = [name for name in compiled if "stage" in name]
+        elif number == 1:
+            assert not compiled
+        plain, expected = reference.step(pipeline.traced, plain, step, optimizer=optax.adam(0.01))
+        models.assert_trees_close(outputs.losses, expected.losses)
+    models.assert_trees_close(state.variables, plain.variables)
+    models.assert_trees_close(state.optimizer_state, plain.optimizer_state)
+    for name, value in state.variables.items():
+        (device,) = value.devices()
+        assert device.id == int(name.removeprefix("block").split("/")[0])
+    return sorted(name.removeprefix("jit(").removesuffix(")") for name in first)
+
+
+SHARED = [
+    "stage0_forward",
+    "stage4_forward_backward",
+    "stage3_backward",
+    "stage0_backward",  # without a cotangent of its inputs
+    "stage0_update",  # with Adam's count
+    "stage1_update",
+]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_equal_stages_are_compiled_once(plan, no_cache):
+    compiled = run(make(plan=plan))
+    assert compiled == sorted(SHARED)
+
+
+def test_unequal_stages_are_compiled_apart(no_cache):
+    compiled = run(make(scales=(1.0, 0.5, 1.0, 0.5)))
+    assert compiled == sorted([*SHARED, "stage1_forward", "stage2_backward"])
+
+
+def test_options_of_the_compiler_keep_stages_apart(no_cache):
+    names = ("xla_cpu_enable_fast_math", "xla_llvm_disable_expensive_passes")
+    options = [{}, {names[0]: False}, {names[1]: True}, {names[0]: False}, {}]
+    compiled = run(make(forward_options=options))
+    assert compiled == sorted([*SHARED, "stage1_forward", "stage2_forward"])
+
+
+def test_with_a_persistent_cache_each_is_compiled():
+    assert len(run(make())) == 3 * NUM_STAGES - 1
+
+
+def test_stages_that_call_back_are_compiled_apart(no_cache):
+    def last(x, target):
+        jax.debug.callback(lambda value: None, x)
+        return last_block(x, target)
+
+    assert len(run(make(last=last))) == 3 * NUM_STAGES - 1
+
+
+@pytest.mark.parametrize("method", ["__init__", "load"])
+def test_what_cannot_be_loaded_is_compiled(method, monkeypatch, no_cache):
+    def fail(*_arguments):
+        raise NotImplementedError("of JAX")
+
+    monkeypatch.setattr(executables.Executable, method, fail)
+    assert len(run(make())) == 3 * NUM_STAGES - 1
+
+
+def test_what_runs_in_the_thread_that_starts_it_is_compiled_apart(no_cache):
+    assert len(run(make(), width=2)) == 3 * NUM_STAGES - 1
+
+
+@pytest.mark.parametrize(
+    "moment", ["the first is loaded", "the last is loaded", "the first is put in place"]
+)
+def test_ctrl_c_while_equal_stages_are_compiled(moment, no_cache, monkeypatch):
+    """What has been loaded and put in place by then hinders no later run."""
+    pipeline = make()
+    rng = np.random.default_rng(0)
+    step = [tuple(rng.normal(size=(2, 4, WIDTH)).astype("float32")) for _ in range(COUNT)]
+    state = pipeline.init(jax.random.key(0), step[0])
+    executor = pipeline.prepare()
+    calls = []
+
+    def interrupted(original, number):
+        def call(*arguments):
+            calls.append(arguments)
+            if len(calls) == number:
+                raise KeyboardInterrupt
+            return original(*arguments)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        if moment == "installing":
+            original = compiling._Programs.start
+
+            def start(self, function, arguments, row, options, install):
+                original(self, function, arguments, row, options, interrupted(install, 2))
+
+            patch.setattr(compiling._Programs, "start", start)
+        else:
+            number = 1 if "first" in moment else 3
+            patch.setattr(Executable, "load", interrupted(Executable.load, number))
+        with pytest.raises(KeyboardInterrupt):
+            pipeline.step(state, step)
+    assert not executor._is_compiled
+    run(pipeline)

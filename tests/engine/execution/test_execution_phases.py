@@ -1,0 +1,263 @@
+"""Execution phases of the engine: the same numbers, and less on the devices at a time."""
+
+import functools
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from benchmarks.emulation import stages as emulated
+from ipu_pipeline import engine
+from ipu_pipeline.engine.devices.underway import Underway
+from ipu_pipeline.engine.execution import steps
+from ipu_pipeline.engine.schedules.actions import ActionKind
+from tests.engine.devices.test_offloading import memory_kinds
+from tests.support import models
+
+ALL = ["weight_update_variables", "activations", "gradient_accumulation_buffers", "weights"]
+
+
+def make_stage(index, width=16):
+    def stage(x, labels):
+        with engine.variable_scope(f"stage{index}"):
+            x = models.dense("first", width, x, jnp.tanh)
+            x = x * jax.random.bernoulli(engine.next_rng_key(), 0.8, x.shape).astype("float32")
+            total = engine.get_variable("total", (), initializer=0.0, trainable=False)
+            engine.assign("total", total + x.mean())
+            return models.dense("second", width, x, jnp.tanh), labels
+
+    return stage
+
+
+def to_loss(x, labels):
+    return models.cross_entropy(x, labels)
+
+
+STAGES = [*map(make_stage, range(3)), to_loss]
+
+
+def make(execution_phases=None, offload=(), stages=STAGES, mapping=(0, 0, 0, 0), **options):
+    options = {"num_micro_batches": 3, "loss": lambda loss: loss, "optimizer": optax.adam(0.01)} | options
+    return engine.Pipeline(
+        stages,
+        schedule="sequential",
+        device_mapping=mapping,
+        donate=True,
+        execution_phases=execution_phases,
+        offload=offload,
+        **options,
+    )
+
+
+def run(pipeline, num_steps=2, num_replicas=1):
+    rng = np.random.default_rng(0)
+    steps = [models.mlp_batches(rng, 3 * num_replicas) for _ in range(num_steps)]
+    state = pipeline.init(jax.random.key(0), steps[0][0])
+    losses = []
+    for step in steps:
+        state, outputs = pipeline.step(state, step)
+        losses.append(outputs.losses)
+    return state, jax.tree.map(np.asarray, (losses, state.variables, state.optimizer_state))
+
+
+@functools.cache
+def without_phases(mapping, num_replicas=1):
+    return run(make(mapping=mapping, num_replicas=num_replicas), num_replicas=num_replicas)[1]
+
+
+@pytest.mark.parametrize("mapping", [(0, 0, 0, 0), (0, 1, 0, 0), (0, 1, 2, 2)])
+@pytest.mark.parametrize(
+    ("of_levels", "shares_last"),
+    [((0, 1, 2, 2), True), ((0, 1, 2, 2), False), ((0, 0, 1, 1), False), ((0, 1, 2, 3), True)],
+    ids=str,
+)
+@pytest.mark.parametrize(("num_ahead", "keeps_values"), [(None, True), (1, True), (0, True), (0, False)])
+@pytest.mark.each_value
+def test_the_numbers_are_the_same(mapping, of_levels, shares_last, num_ahead, keeps_values):
+    found = engine.ExecutionPhases(
+        of_levels=of_levels, shares_last=shares_last, num_ahead=num_ahead, keeps_values=keeps_values
+    )
+    pipeline = make(found, () if num_ahead is None else ALL, mapping=mapping)
+    state, arrays = run(pipeline)
+    jax.tree.map(np.testing.assert_array_equal, arrays, without_phases(mapping))
+    trained = [value for name, value in state.variables.items() if not name.endswith("total")]
+    assert memory_kinds(trained) == {"device" if num_ahead is None else "pinned_host"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mapping": (0, 1, 0, 0), "execution_phases": engine.ExecutionPhases(of_levels=(0, 1, 2, 2))},
+        {"execution_phases": engine.ExecutionPhases(of_levels=(0, 1, 2, 2), num_ahead=0), "offload": ALL},
+        {"num_replicas": 2},
+    ],
+    ids=["phases", "phases_on_one_ipu", "replicas_on_one_ipu"],
+)
+def test_chunks_where_one_ipu_has_several_programs(options):
+    options = {"num_micro_batches": 6, **options}
+    num_replicas = options.get("num_replicas", 1)
+    _state, one_by_one = run(make(**options), 1, 2 * num_replicas)
+    in_chunks = make(**options, dispatch_plan=engine.DispatchPlan(3))
+    _state, found = run(in_chunks, 1, 2 * num_replicas)
+    assert str(in_chunks.dispatch_plan) == "3 micro-batches per program: given"
+    jax.tree.map(np.testing.assert_array_equal, found, one_by_one)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("shard", [(), ("optimizer_state", "weights")], ids=str)
+def test_replicas(shard):
+    stages = [
+        *(
+            lambda x, labels, number=number: (models.dense(f"layer{number}", 16, x, jnp.tanh), labels)
+            for number in range(3)
+        ),
+        to_loss,
+    ]
+    mapping, options = (0, 1, 0, 0), {"num_replicas": 2, "shard": shard}
+    in_phases = engine.ExecutionPhases(of_levels=(0, 1, 2, 2), num_ahead=0, keeps_values=False)
+    _state, expected = run(make(stages=stages, mapping=mapping, **options), num_replicas=2)
+    _state, found = run(make(in_phases, ALL, stages, mapping, **options), num_replicas=2)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_which_phase_is_where():
+    forward, backward = ActionKind.FORWARD, ActionKind.BACKWARD
+    shared = engine.ExecutionPhases(of_levels=(0, 0, 1, 1))
+    assert [shared.find(forward, level) for level in range(4)] == [(forward, p) for p in (0, 0, 1, 1)]
+    assert [shared.find(backward, level) for level in range(4)] == [
+        *((backward, 0), (backward, 0), (forward, 1), (forward, 1))
+    ]
+    apart = engine.ExecutionPhases(of_levels=(0, 1, 1), shares_last=False)
+    assert [apart.find(forward, level) for level in range(3)] == [
+        *((forward, 0), (forward, 1), (backward, 1))  # the last stage begins the backwards
+    ]
+    assert [apart.find(backward, level) for level in range(2)] == [(backward, 0), (backward, 1)]
+
+
+class Work:
+    """Stands for an array that is ready when somebody has waited for it."""
+
+    def __init__(self, waited, number):
+        self.number, self._waited = number, waited
+
+    def is_deleted(self):
+        return self.number < 0
+
+    def block_until_ready(self):
+        self._waited.append(self.number)
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(None, []), (1, [0, 1]), (0, [0, 1, 2])])
+def test_who_would_begin_more_waits(limit, expected):
+    waited = []
+    underway = Underway(limit)
+    for number in range(3):
+        underway.add([Work(waited, number), Work(waited, -1)])
+        underway.wait()
+    assert waited == expected
+
+
+def test_a_phase_begins_when_those_before_have_ended(monkeypatch):
+    """With num_ahead 1 while the one before runs; the first backward waits for the first forward."""
+    events = []
+
+    class Told(Underway):
+        def wait(self):
+            events.append("wait")
+            super().wait()
+
+    monkeypatch.setattr(steps, "Underway", Told)
+    found = engine.ExecutionPhases(of_levels=(0, 0, 1, 1), num_ahead=1)
+    pipeline = make(found, ALL, num_micro_batches=2)
+    rng = np.random.default_rng(0)
+    step = models.mlp_batches(rng, 2)
+    state = pipeline.init(jax.random.key(0), step[0])
+    pipeline.prepare().observe(
+        lambda _replica, template, *_rest: events.append((template.kind.name[0], template.stage))
+    )
+    pipeline.step(state, step)
+    micro_batch = [
+        *[("F", 0), ("F", 1), "wait"],
+        *[("F", 2), ("F", 3), ("B", 2), "wait"],
+        *[("B", 1), ("B", 0), "wait"],
+    ]
+    assert events == micro_batch * 2
+
+
+@pytest.mark.thorough
+@pytest.mark.alone
+@pytest.mark.skipif(emulated.find_compiler() is None, reason="there is no g++")
+def test_independent_stages_of_a_phase_run_at_the_same_time():
+    """Four stages one after another take 4 times 20 ms for a forward, and 3 times with two in parallel."""
+    emulated.register()
+    stage = emulated.emulated_stage(20, 20)
+
+    def last(w, *values):
+        return (stage(w, sum(values)) ** 2).mean()
+
+    def left(w, x):
+        return x, stage(w, x)
+
+    def right(w, x, made):
+        return stage(w, x), made
+
+    parameters = [np.ones(8, "float32")] * 4
+    options = {"num_micro_batches": 2, "loss": lambda loss: loss, "optimizer": optax.sgd(0.01)}
+    in_turn = engine.Pipeline(
+        [stage, left, right, last],
+        parameters=parameters,
+        schedule="sequential",
+        execution_phases=engine.ExecutionPhases(of_levels=(0, 1, 2, 3), num_ahead=0),
+        **options,
+    )
+    parallel = engine.Pipeline(
+        [stage, [stage, stage], last],
+        parameters=[parameters[0], parameters[1:3], parameters[3]],
+        schedule="sequential",
+        execution_phases=engine.ExecutionPhases(of_levels=(0, 1, 2), num_ahead=0),
+        **options,
+    )
+    step = [np.ones((512, 8), "float32")] * 2
+    states = [one.init(jax.random.key(0), step[0]) for one in (in_turn, parallel)]
+    taken = [], []
+    for _turn in range(6):
+        for number, one in enumerate((in_turn, parallel)):
+            begin = time.perf_counter()
+            states[number], outputs = one.step(states[number], step)
+            jax.block_until_ready((states[number], outputs.losses))
+            taken[number].append(time.perf_counter() - begin)
+    ratio = statistics.median(taken[1][1:]) / statistics.median(taken[0][1:])
+    assert 0.7 < ratio < 0.8, taken  # 6 sleeps of 8
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"of_levels": (1, 2)}, "must ascend from 0 without gaps"),
+        ({"of_levels": (0, 2)}, "must ascend from 0 without gaps"),
+        ({"of_levels": (0, 1, 0)}, "must ascend from 0 without gaps"),
+        ({"of_levels": ()}, "must ascend from 0 without gaps"),
+        (
+            {"of_levels": (0, 1), "shares_last": False},
+            "End with a stage that only returns what it",
+        ),
+        ({"of_levels": (0,), "shares_last": False}, "End with a stage that only returns what it"),
+        ({"of_levels": (0, 1), "num_ahead": -1}, "num_ahead must be an integer from 0, or None; got -1"),
+        ({"of_levels": (0, 1), "num_ahead": 0.5}, "num_ahead must be an integer from 0, or None; got 0.5"),
+    ],
+)
+def test_wrong_phases(values, message):
+    with pytest.raises(ValueError, match=message):
+        engine.ExecutionPhases(**values)
+
+
+def test_what_does_not_go_with_phases():
+    found = engine.ExecutionPhases(of_levels=(0, 1))
+    with pytest.raises(ValueError, match=r"one phase for each of the 4 entries of stages; got \[0, 1\]"):
+        make(found)
+    with pytest.raises(ValueError, match="need the schedule \"sequential\".* got 'grouped'"):
+        engine.Pipeline(STAGES[:2], num_micro_batches=2, schedule="grouped", execution_phases=found)

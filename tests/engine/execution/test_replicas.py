@@ -1,0 +1,372 @@
+"""Replicas of a pipeline: equal to a plain loop over the micro-batches of all of them."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from ipu_pipeline import engine, layers
+from ipu_pipeline.engine import reference
+from ipu_pipeline.engine.execution.replicas import Dealt
+from tests.support import models
+
+COUNT, UPDATES = 4, 3
+
+
+def make(stages, num_replicas, **options):
+    given = {
+        "num_micro_batches": COUNT,
+        "loss": lambda *outputs: outputs[0],
+        "optimizer": optax.adam(0.01),
+        "num_replicas": num_replicas,
+    }
+    return engine.Pipeline(stages, **{**given, **options})
+
+
+def check(pipeline, steps, bound=1e-5, *inputs):
+    """Trains a pipeline and the plain loop, and compares them after each update."""
+    state = pipeline.init(jax.random.key(3), steps[0][0], *inputs)
+    expected = copied(state)
+    for step in steps:
+        state, outputs = pipeline.step(state, step, *inputs)
+        expected, wanted = reference.step(
+            pipeline.traced,
+            expected,
+            step,
+            *inputs,
+            optimizer=pipeline.options.optimizer,
+            reduction=pipeline.options.reduction,
+            num_replicas=pipeline.num_replicas,
+        )
+        models.assert_trees_close(outputs.losses, wanted.losses, bound)
+        models.assert_trees_close(outputs.outputs, wanted.outputs, bound)
+        models.assert_trees_close(state.variables, expected.variables, bound)
+        models.assert_trees_close(state.optimizer_state, expected.optimizer_state, bound)
+    return state, outputs
+
+
+def copied(state):
+    """A state on one device, whose arrays share no memory with the other's."""
+    leaves, tree = jax.tree.flatten((state.variables, state.optimizer_state))
+    variables, optimizer_state = jax.tree.unflatten(tree, [jnp.array(np.asarray(leaf)) for leaf in leaves])
+    return dataclasses.replace(state, variables=variables, optimizer_state=optimizer_state)
+
+
+def make_steps(num_replicas, count=COUNT):
+    rng = np.random.default_rng(num_replicas)
+    return [models.mlp_batches(rng, count * num_replicas) for _update in range(UPDATES)]
+
+
+def noisy_stages():
+    """A stage with random numbers and a normalization, and one with the loss that counts micro-batches."""
+
+    def first(x, labels):
+        x = models.dense("first", 16, x)
+        x = x * jax.random.uniform(engine.next_rng_key(), x.shape)
+        return layers.BatchNormalization(momentum=0.8, name="norm")(x, training=True), labels
+
+    def second(x, labels):
+        seen = engine.get_variable(
+            "seen", (), jnp.int32, initializer=jax.nn.initializers.zeros, trainable=False
+        )
+        engine.assign("seen", seen + 1)
+        return models.cross_entropy(models.dense("second", 10, x), labels)
+
+    return [first, second]
+
+
+@pytest.mark.parametrize("schedule", ["grouped", "interleaved", "sequential"])
+@pytest.mark.parametrize(("num_stages", "num_replicas"), [(4, 2), (2, 4), (2, 3), (1, 2)])
+@pytest.mark.each_value
+def test_equal_a_plain_loop(schedule, num_stages, num_replicas):
+    pipeline = make(models.mlp_stages(num_stages), num_replicas, schedule=schedule, reduction="mean")
+    state, outputs = check(pipeline, make_steps(num_replicas))
+    assert np.shape(outputs.losses[0]) == (num_replicas,)
+    for variable in state.variables.values():
+        assert len(variable.devices()) == num_replicas
+        values = [np.asarray(shard.data) for shard in variable.addressable_shards]
+        for value in values[1:]:
+            np.testing.assert_array_equal(value, values[0])
+
+
+@pytest.mark.parametrize(
+    "reduction", ["sum", pytest.param("mean", marks=pytest.mark.thorough), "running_mean"]
+)
+def test_random_keys_and_assigned_variables(reduction):
+    state, _outputs = check(make(noisy_stages(), 2, reduction=reduction), make_steps(2))
+    assert int(state.variables["seen"]) == COUNT * UPDATES
+
+
+OPTIONS = {
+    "chunks": {"dispatch_plan": engine.DispatchPlan(2)},
+    "donate": {"donate": True},
+    "recompute": {"recompute": "auto"},
+    "clipped": {"optimizer": optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1))},
+    "one device": {"device_mapping": [0, 0]},
+    "offload": {
+        "offload": ["weight_update_variables", "activations", "gradient_accumulation_buffers", "weights"]
+    },
+    "of outputs": {"optimizer": lambda loss: optax.sgd(0.1 * jnp.minimum(loss, 1.0))},
+}
+
+
+RARER = ("donate", "clipped", "one device")  # which other tests have, too
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.thorough] * (name in RARER)) for name in OPTIONS]
+)
+def test_options(name):
+    check(make(noisy_stages(), 2, **OPTIONS[name]), make_steps(2))
+
+
+def test_a_variable_of_two_stages():
+    def embed(x, labels):
+        with engine.variable_scope("shared"):
+            return x @ engine.get_variable("kernel", (12, 12)), labels
+
+    def again(x, labels):
+        with engine.variable_scope("shared", reuse=True):
+            kernel = engine.get_variable("kernel", (12, 12))
+        return models.cross_entropy(models.dense("last", 10, jnp.tanh(x @ kernel)), labels)
+
+    check(make([embed, again], 2), make_steps(2))
+
+
+def test_float64():
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(0)
+
+        def first(x, labels):
+            return jnp.tanh(x @ engine.get_variable("w", (12, 8), "float64")), labels
+
+        def second(x, labels):
+            return models.cross_entropy(x @ engine.get_variable("v", (8, 10), "float64"), labels)
+
+        steps = [models.mlp_batches(rng, 2 * COUNT, dtype="float64") for _update in range(UPDATES)]
+        check(make([first, second], 2), steps, 1e-12)
+
+
+def test_sums_and_inputs():
+    def first(scale, x, labels):
+        return models.dense("first", 16, x) * scale, labels
+
+    def second(x, labels):
+        return models.cross_entropy(models.dense("second", 10, x), labels)
+
+    pipeline = make([first, second], 2, sum_collected=True)
+    steps, scale = make_steps(2), np.float32(0.5)
+    state = pipeline.init(jax.random.key(3), steps[0][0], scale)
+    _after, outputs = pipeline.step(state, steps[0], scale)
+    _expected, wanted = reference.step(
+        pipeline.traced,
+        models.on_one_device(state),
+        steps[0],
+        scale,
+        optimizer=pipeline.options.optimizer,
+        num_replicas=2,
+    )
+    models.assert_trees_close(outputs.losses, [sum(wanted.losses)])
+
+
+def test_inference():
+    pipeline = make(models.mlp_stages(2), 2, loss=None, optimizer=None)
+    (step, *_rest) = make_steps(2)
+    state = pipeline.init(jax.random.key(3), step[0])
+    _after, outputs = pipeline.step(state, step)
+    _expected, wanted = reference.step(pipeline.traced, models.on_one_device(state), step, num_replicas=2)
+    models.assert_trees_close(outputs.outputs, wanted.outputs)
+
+
+def test_micro_batches_placed_once():
+    pipeline = make(models.mlp_stages(2), 2, dispatch_plan=engine.DispatchPlan(2))
+    (step, *_rest) = make_steps(2)
+    state = pipeline.init(jax.random.key(3), step[0])
+    placed = pipeline.place_micro_batches(step)
+    first, _outputs = pipeline.step(state, step)
+    second, _outputs = pipeline.step(state, placed)
+    models.assert_trees_close(second.variables, first.variables, 0.0)
+
+
+def test_data_that_ends_within_a_round_is_dealt_out_anew():
+    pipeline = make(models.mlp_stages(2), 2)
+    (step, *_rest) = make_steps(2)
+    state = pipeline.init(jax.random.key(3), step[0])
+    expected, _outputs = pipeline.step(state, step)
+    with pytest.raises(engine.OutOfRangeError, match="after 3 of the 8 micro-batches"):
+        pipeline.step(state, step[:3])
+    again, _outputs = pipeline.step(state, step)
+    models.assert_trees_close(again.variables, expected.variables, 0.0)
+    runner = pipeline.prepare()
+    (turn,) = {runner.place_element(element).replica for element in map(jax.tree.leaves, step[:1])}
+    assert turn == 0  # the guess is right again
+    assert isinstance(runner.place_element(jax.tree.leaves(step[0])), Dealt)
+
+
+@pytest.mark.parametrize("offload", [(), ["weights", "weight_update_variables"]])
+def test_another_number_later(offload):
+    pipeline = make(models.mlp_stages(2), 1, offload=offload)
+    steps = make_steps(2)
+    state = pipeline.init(jax.random.key(3), steps[0][0])
+    state, _outputs = pipeline.step(state, steps[0][:COUNT])
+    pipeline.set_replicas(2)
+    expected = copied(state)
+    state, _outputs = pipeline.step(state, steps[1])
+    expected, _wanted = reference.step(
+        pipeline.traced, expected, steps[1], optimizer=pipeline.options.optimizer, num_replicas=2
+    )
+    models.assert_trees_close(state.variables, expected.variables)
+    pipeline.set_replicas(1)
+    state, _outputs = pipeline.step(state, steps[2][:COUNT])
+    expected, _wanted = reference.step(
+        pipeline.traced, expected, steps[2][:COUNT], optimizer=pipeline.options.optimizer
+    )
+    models.assert_trees_close(state.variables, expected.variables)
+
+
+@pytest.mark.parametrize("number", [0, 1.5, True, "2"])
+def test_numbers_that_are_refused(number):
+    with pytest.raises(ValueError, match="num_replicas must be an integer of at least 1"):
+        make(models.mlp_stages(2), number)
+
+
+def test_too_few_devices():
+    pipeline = make(models.mlp_stages(4), 3)
+    with pytest.raises(ValueError, match="needs 12 devices, .* of 3 replicas, but there are 8"):
+        pipeline.init(jax.random.key(3), make_steps(1)[0][0])
+
+
+def test_not_with_serialized_micro_batches():
+    with pytest.raises(ValueError, match="num_replicas must be 1 with num_serialized above 1"):
+        make(models.mlp_stages(2), 2, num_serialized=2, schedule="sequential", device_mapping=[0, 0])
+
+
+def together_stages():
+    """Stages that normalize by the batches of all replicas, and draw numbers by the replica's."""
+
+    def first(x, labels):
+        x = models.dense("first", 16, x)
+        count = engine.replica_count().astype(x.dtype)
+        mean = engine.cross_replica_sum(x.mean(axis=0)) / count
+        square = engine.cross_replica_sum((x**2).mean(axis=0)) / count
+        x = (x - mean) * jax.lax.rsqrt(square - mean**2 + 1e-3)
+        return x * (1 + engine.replica_index().astype(x.dtype)), labels
+
+    def second(x, labels):
+        def body(total, row):
+            return total + engine.cross_replica_sum(jnp.tanh(row).sum()), row
+
+        total, x = jax.lax.scan(body, jnp.float32(0), x)
+        return models.cross_entropy(models.dense("second", 10, x), labels) + total * 1e-3
+
+    return [first, second]
+
+
+def plain_together(variables, x, labels):
+    """The same for all replicas at once, without this library: the mean of their losses, and these."""
+    x = jax.nn.relu(x @ variables["first/kernel"] + variables["first/bias"])
+    mean, square = x.mean(axis=(0, 1)), (x**2).mean(axis=(0, 1))
+    x = (x - mean) * jax.lax.rsqrt(square - mean**2 + 1e-3)
+    x = x * (1 + jnp.arange(len(x)).astype(x.dtype))[:, None, None]
+    total = jnp.tanh(x).sum()
+    logits = jax.nn.relu(x @ variables["second/kernel"] + variables["second/bias"])
+    losses = jax.vmap(models.cross_entropy)(logits, labels) + total * 1e-3
+    return losses.mean(), losses
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 4])
+@pytest.mark.parametrize("options", [{}, {"dispatch_plan": engine.DispatchPlan(2)}, {"recompute": "auto"}])
+@pytest.mark.each_value
+def test_replicas_that_compute_together(num_replicas, options):
+    pipeline = make(together_stages(), num_replicas, optimizer=optax.sgd(0.1), **options)
+    (step, *_rest) = make_steps(num_replicas)
+    state = pipeline.init(jax.random.key(3), step[0])
+    variables = copied(state).variables
+    state, outputs = pipeline.step(state, step)
+    total = jax.tree.map(jnp.zeros_like, variables)
+    for number in range(COUNT):
+        own = step[number * num_replicas : (number + 1) * num_replicas]
+        x, labels = (np.stack(part) for part in zip(*own, strict=True))
+        grads, losses = jax.grad(plain_together, has_aux=True)(variables, x, labels)
+        total = jax.tree.map(jnp.add, total, grads)
+        actual = np.atleast_1d(np.asarray(outputs.losses[number]))
+        models.assert_trees_close(actual, np.asarray(losses))
+    after = {name: value - jnp.float32(0.1) * total[name] for name, value in variables.items()}
+    models.assert_trees_close(state.variables, after)
+
+
+def test_replicas_are_known_in_stages_only():
+    def stage(x, labels):
+        return models.cross_entropy(models.dense("only", 10, x), labels)
+
+    def optimizer(loss):
+        return optax.sgd(engine.cross_replica_sum(loss))
+
+    pipeline = make([stage], 2, optimizer=optimizer)
+    with pytest.raises(RuntimeError, match="cross_replica_sum was called outside of a program"):
+        pipeline.init(jax.random.key(3), make_steps(1)[0][0])
+    with pytest.raises(RuntimeError, match="replica_index"):
+        engine.replica_index()
+
+
+SHARDED = [["optimizer_state"], ["weights"], ["optimizer_state", "weights"]]
+
+
+@pytest.mark.parametrize("shard", SHARDED, ids=" and ".join)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"optimizer": optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.01)), "donate": True},
+        {"dispatch_plan": engine.DispatchPlan(2), "schedule": "grouped"},
+        {"offload": ["weight_update_variables", "weights"]},
+        {"device_mapping": [0, 0], "recompute": "auto"},
+    ],
+    ids=["plain", "clipped", "chunks", "offloaded", "one device"],
+)
+@pytest.mark.each_value
+def test_what_replicas_share_out(shard, options):
+    pipeline = make(noisy_stages(), 2, shard=shard, **options)
+    state, _outputs = check(pipeline, make_steps(2))
+    whole = make(noisy_stages(), 2, **options).init(jax.random.key(3), make_steps(2)[0][0])
+
+    def bytes_per_device(tree):
+        leaves = [leaf for leaf in jax.tree.leaves(tree) if leaf.ndim]
+        return sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
+
+    for name, before, after in (
+        ("optimizer_state", whole.optimizer_state, state.optimizer_state),
+        ("weights", whole.variables, state.variables),
+    ):
+        # All that trains has an even size; what normalization assigns stays whole.
+        statistics = bytes_per_device({n: v for n, v in whole.variables.items() if "moving" in n})
+        kept = statistics if name == "weights" else 0
+        expected = bytes_per_device(before)
+        assert bytes_per_device(after) == (kept + (expected - kept) // 2 if name in shard else expected)
+
+
+def test_what_cannot_be_shared_out_stays_whole():
+    pipeline = make(models.mlp_stages(2), 4, shard=["optimizer_state", "weights"])
+    state, _outputs = check(pipeline, make_steps(4))
+    plan = pipeline.plan_ipu_memory()
+    for tree, planned in (
+        (state.variables, [ipu.num_variable_bytes for ipu in plan]),
+        (state.optimizer_state, [ipu.num_optimizer_bytes for ipu in plan]),
+    ):
+        held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
+        assert held == sum(planned) < sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+    kernel, bias = state.variables["dense3/kernel"], state.variables["dense3/bias"]
+    assert kernel.addressable_shards[0].data.shape == (2, 10)
+    assert bias.addressable_shards[0].data.shape == (10,)
+
+
+def test_what_is_to_be_shared_out_is_checked():
+    with pytest.raises(
+        ValueError, match="shard: each entry must be one of 'optimizer_state', 'weights'; got 'gradients'"
+    ):
+        make(models.mlp_stages(2), 2, shard=["gradients"])
+    with pytest.raises(ValueError, match="shard must be a collection of names"):
+        make(models.mlp_stages(2), 2, shard="weights")

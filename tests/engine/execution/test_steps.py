@@ -1,0 +1,292 @@
+"""A step as a list of actions, and running several steps."""
+
+import contextlib
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from ipu_pipeline import engine
+from ipu_pipeline.engine import watching
+from ipu_pipeline.engine.devices.rows import Row
+from ipu_pipeline.engine.execution import steps
+from ipu_pipeline.engine.schedules import ActionKind
+from ipu_pipeline.ground.errors import OutOfRangeError
+from tests.support import models
+
+NAMES = {
+    steps.feed: "feed",
+    steps.end_phase: "end of a phase",
+    steps.wait: "wait",
+}
+
+
+def make(num_stages=3, num_micro_batches=2, **options):
+    return engine.Pipeline(
+        models.mlp_stages(num_stages),
+        num_micro_batches=num_micro_batches,
+        loss=lambda loss: loss,
+        optimizer=optax.sgd(0.1),
+        dispatch_plan=engine.DispatchPlan(),
+        **options,
+    )
+
+
+def lower(pipeline, num_micro_batches=2):
+    """The actions of a step, as text."""
+    pipeline.trace(models.mlp_batches(np.random.default_rng(0), 1)[0])
+    return [describe(action, chunk) for action, chunk in pipeline.prepare().order(num_micro_batches)]
+
+
+def describe(action, chunk):
+    if action in NAMES:
+        return f"{NAMES[action]} {chunk}"
+    if isinstance(action, steps.Compute):
+        template = action.template
+        return f"{'F' if template.kind is ActionKind.FORWARD else 'B'}{template.stage}.{chunk}"
+    if isinstance(action, steps.SendOn):
+        return f"send to {action.sends[0].target.ipu}"
+    if isinstance(action, steps.Gather):
+        return f"gather {len(action.names)}"
+    if isinstance(action, steps.Reduce):
+        return f"reduce {action.row.ipu}"
+    return type(action).__name__
+
+
+def test_the_actions_of_a_step():
+    assert lower(make(2, 1)) == lower(make(2, 1))
+    assert lower(make(schedule="sequential")) == [
+        *[
+            "feed 0",
+            "F0.0",
+            "send to 1",
+            "F1.0",
+            "send to 2",
+            "F2.0",
+            "send to 1",
+            "B1.0",
+            "send to 0",
+            "B0.0",
+        ],
+        *[
+            "feed 1",
+            "F0.1",
+            "send to 1",
+            "F1.1",
+            "send to 2",
+            "F2.1",
+            "send to 1",
+            "B1.1",
+            "send to 0",
+            "B0.1",
+        ],
+    ]
+
+
+def test_what_a_pipeline_uses_has_actions():
+    """Weights are gathered before each program; a row is joined when its last program is started."""
+    replicated = lower(make(2, schedule="sequential", num_replicas=2, shard=["weights"]))
+    assert replicated == [
+        *["feed 0", "gather 4", "F0.0", "send to 1", "gather 4", "F1.0", "send to 0", "gather 1", "B0.0"],
+        *["feed 1", "gather 4", "F0.1", "send to 1", "gather 4", "F1.1", "send to 0", "reduce 1"],
+        *["gather 1", "B0.1", "reduce 0"],
+    ]
+    offloaded = lower(make(2, schedule="sequential", offload=["activations"]), 1)
+    assert offloaded == ["feed 0", "F0.0", "send to 1", "Store", "F1.0", "send to 0", "Store", "B0.0"]
+    phases = engine.ExecutionPhases(of_levels=(0, 1), num_ahead=1)
+    phased = lower(make(2, schedule="sequential", execution_phases=phases), 1)
+    ended = "end of a phase 0"
+    assert phased == ["feed 0", "F0.0", "send to 1", ended, "F1.0", "send to 0", ended, "B0.0", ended]
+
+
+def test_programs_that_call_python_are_waited_for_before_anything_is_joined():
+    def stage(x, labels):
+        jax.debug.callback(lambda _value: None, x[0, 0])
+        return models.dense("first", 8, x), labels
+
+    def last(x, labels):
+        return models.cross_entropy(models.dense("last", 10, x), labels)
+
+    pipeline = engine.Pipeline(
+        [stage, last], num_micro_batches=1, loss=lambda loss: loss, optimizer=optax.sgd(0.1), num_replicas=2
+    )
+    assert lower(pipeline, 1)[-3:] == ["wait 0", "reduce 0", "reduce 1"]
+
+
+def test_where_rows_are_joined_last(monkeypatch):
+    """Behind the last phase, and where starting may be to wait for other processes."""
+    phases = engine.ExecutionPhases(of_levels=(0, 1), num_ahead=1)
+    phased = lower(make(2, schedule="sequential", execution_phases=phases, num_replicas=2), 1)
+    assert phased[-3:] == ["end of a phase 0", "reduce 0", "reduce 1"]
+    monkeypatch.setattr(Row, "is_joined", True)
+    monkeypatch.setenv("PJRT_NPROC", "9")
+    assert lower(make(2, schedule="sequential", num_replicas=2), 1)[-3:] == ["B0.0", "reduce 0", "reduce 1"]
+
+
+def test_accumulators_in_host_memory_return_there_after_each_program():
+    pipeline = make(2, offload=["gradient_accumulation_buffers"])
+    data = models.mlp_batches(np.random.default_rng(0), 2)
+    state = pipeline.init(jax.random.key(0), data[0])
+    placed = pipeline.place_micro_batches(data)
+    take = placed.taker(pipeline.prepare(), 2)
+    pending = pipeline.accumulate(pipeline.place(state), take, [])
+    found = pending.stepped.columns[0].accumulators.values()
+    assert {array.sharding.memory_kind for array in found} == {"pinned_host"}
+    assert all(np.any(np.asarray(array)) for array in found)
+
+
+@pytest.mark.parametrize("is_used", [True, False])
+def test_a_row_without_gradients_is_joined_too(is_used):
+    """Of its variables there are accumulators, which no program adds to."""
+
+    def first(x, labels):
+        weight = engine.get_variable("first", (12, 12))
+        return jax.lax.stop_gradient(x @ weight) if is_used else x, labels
+
+    def last(x, labels):
+        return models.cross_entropy(models.dense("last", 10, x), labels)
+
+    found, data = [], models.mlp_batches(np.random.default_rng(0), 4)
+    for num_replicas in (1, 2):
+        pipeline = engine.Pipeline(
+            [first, last],
+            num_micro_batches=4 // num_replicas,
+            loss=lambda loss: loss,
+            optimizer=optax.sgd(0.1 * num_replicas),
+            num_replicas=num_replicas,
+        )
+        state = pipeline.init(jax.random.key(0), data[0])
+        for _step in range(2):
+            state, _outputs = pipeline.step(state, data)
+        found.append(state.variables)
+    models.assert_trees_close(*map(models.on_one_device, found), 1e-5)
+
+
+class Moves:
+    """A watcher that counts what is sent from which stage."""
+
+    def __init__(self):
+        self.stages = []
+
+    def introduce(self, *_told):
+        pass
+
+    def rehearsing(self, _runner):
+        return contextlib.nullcontext(False)
+
+    def run(self, _launch, function, arguments):
+        return function(*arguments)
+
+    def moved(self, launch, _target, _arrays):
+        self.stages.append((launch.kind, launch.stage))
+
+    def waiting(self, *_told):
+        return contextlib.nullcontext()
+
+    def spanned(self, *_told):
+        pass
+
+
+def test_what_a_program_of_all_replicas_sends_is_told_of_no_other():
+    def middle(x, labels):
+        x = models.dense("middle", 8, x)
+        return x - engine.cross_replica_sum(x) / 2, labels
+
+    stages = [lambda x, labels: (models.dense("first", 8, x), labels), middle]
+    stages.append(lambda x, labels: models.cross_entropy(models.dense("last", 10, x), labels))
+    pipeline = engine.Pipeline(
+        stages, num_micro_batches=2, loss=lambda loss: loss, optimizer=optax.sgd(0.1), num_replicas=2
+    )
+    data, moves = models.mlp_batches(np.random.default_rng(0), 4), Moves()
+    state = pipeline.init(jax.random.key(0), data[0])
+    with watching.watching(moves):
+        pipeline.step(state, data)
+    assert sorted(moves.stages) == [("forward", 0)] * 4 + [("forward", 2)] * 4
+
+
+def test_the_actions_of_few_numbers_of_micro_batches_are_kept():
+    pipeline = make(num_micro_batches=None)
+    lower(pipeline)
+    runner = pipeline.prepare()
+    find = runner._lowering.find
+    first = find(2)
+    assert find(2) is first
+    for number in range(3, 12):
+        find(number)
+    assert find(2) is not first
+    assert runner.order(2) == [(action, chunk) for actions, chunk in first for action in actions]
+
+
+# Running several steps.
+
+
+def run(pipeline, num_updates, **options):
+    """What was told, and the state after; of `Pipeline.run` with data that ends after five updates."""
+    data = models.mlp_batches(np.random.default_rng(0), 10)
+    state = pipeline.init(jax.random.key(0), data[0])
+    runner, told = pipeline.prepare(), []
+    left = iter(data)
+
+    def take(wanted):
+        elements = [
+            runner.place_element(jax.tree.leaves(one)) for _n, one in zip(range(wanted), left, strict=False)
+        ]
+        if not elements:
+            raise OutOfRangeError("The data ended.")
+        return elements
+
+    def tell(progress, count):
+        told.append((count, progress.state.pipeline.update_count))
+
+    with contextlib.suppress(OutOfRangeError):
+        state = pipeline.run(pipeline.place(state), take, [], tell, num_updates, **options)
+    return told, state
+
+
+@pytest.mark.parametrize("mapping", [[0, 1, 2], [0, 0, 0]])
+def test_steps_are_run_one_after_another(mapping):
+    def stepped():
+        return engine.Pipeline(
+            models.mlp_stages(3),
+            num_micro_batches=2,
+            loss=lambda loss: loss,
+            optimizer=optax.sgd(0.1),
+            device_mapping=mapping,
+        )
+
+    told, state = run(stepped(), 4)
+    assert sum(count for count, _updates in told) == 4
+    assert told[-1][1] == 4
+    other = stepped()
+    data = models.mlp_batches(np.random.default_rng(0), 10)
+    expected = other.init(jax.random.key(0), data[0])
+    for first in range(0, 8, 2):
+        expected, _outputs = other.step(expected, data[first : first + 2])
+    models.assert_trees_close(state.variables, expected.variables, 1e-6)
+    one_by_one, _state = run(stepped(), 4, one_by_one=True)
+    assert one_by_one == [(1, number) for number in range(1, 5)]
+    stopped, _state = run(
+        stepped(), 4, one_by_one=True, should_stop=lambda: len(entered) == 2, replacing=enter()
+    )
+    assert stopped == [(1, 1), (1, 2)]
+
+
+entered = []
+
+
+def enter():
+    entered.clear()
+
+    @contextlib.contextmanager
+    def replacing():
+        yield
+        entered.append(None)
+
+    return replacing
+
+
+def test_the_data_ends_between_steps():
+    """What was told before is kept; several micro-batches of a step that is not whole are dropped."""
+    told, _state = run(make(), 9)
+    assert told == [(1, number) for number in range(1, 6)]

@@ -1,0 +1,668 @@
+"""Stages that several devices compute together: equal to a plain loop, and divided as was said."""
+
+import functools
+import itertools
+import re
+import warnings
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import ipu_pipeline as ipu
+from ipu_pipeline import engine
+from ipu_pipeline.engine import reference
+from ipu_pipeline.engine.devices.everywhere import read_everywhere
+from ipu_pipeline.engine.schedules.actions import ActionKind
+from ipu_pipeline.ipu_pipeline_estimator import IPUPipelineEstimator, IPUPipelineEstimatorSpec
+from ipu_pipeline.ipu_run_config import IPURunConfig, RunConfig
+from ipu_pipeline.reports.events import EventKind
+from ipu_pipeline.reports.profile import read_profile
+from tests.engine.execution.test_replicas import COUNT, check, copied, make, make_steps
+from tests.support import front, joined, models
+from tests.support.estimating import variables_of
+
+SIZE = 16
+
+
+def block(name, x, size=SIZE):
+    """A dense layer with a hidden one, as the partitions of `divide` cut it."""
+    with engine.variable_scope(name):
+        dtype = x.dtype
+        hidden = x @ engine.get_variable("in", (x.shape[-1], size), dtype)
+        hidden = jnp.tanh(hidden + engine.get_variable("offset", (size,), dtype))
+        hidden = engine.constrain(hidden, P(None, "model"))
+        return x + hidden @ engine.get_variable("out", (size, x.shape[-1]), dtype)
+
+
+def divide(spec):
+    axes = {"in": (None, "model"), "offset": ("model",), "out": ("model",)}.get(spec.name.split("/")[-1])
+    return None if axes is None else P(*axes)
+
+
+def make_stages():
+    """A stage with random numbers, and one with the loss and a variable that it assigns."""
+
+    def first(x, labels):
+        x = block("first", x)
+        return x * jax.random.uniform(engine.next_rng_key(), x.shape, x.dtype), labels
+
+    def second(x, labels):
+        x = block("second", x)
+        zeros = jax.nn.initializers.zeros
+        seen = engine.get_variable("seen", (12,), x.dtype, initializer=zeros, trainable=False)
+        engine.assign("seen", 0.5 * seen + x.mean(0))
+        return models.cross_entropy(models.dense("last", 10, x), labels)
+
+    return [first, second]
+
+
+def make_divided(num_replicas=1, size=2, stages=None, **options):
+    given = {"tensor_parallel": engine.TensorParallel(size, divide), "reduction": "mean"}
+    return make(make_stages() if stages is None else stages, num_replicas, **{**given, **options})
+
+
+def parts(array):
+    """The shape of what a device has."""
+    return array.addressable_shards[0].data.shape
+
+
+EVERYTHING = ["weight_update_variables", "activations", "gradient_accumulation_buffers", "weights"]
+OPTIONS = {
+    "interleaved": {"schedule": "interleaved"},
+    "sequential": {"schedule": "sequential"},
+    "four devices": {"size": 4},
+    "two replicas": {"num_replicas": 2},
+    "shared out": {"num_replicas": 2, "shard": ["optimizer_state", "weights"]},
+    "one IPU": {"device_mapping": [0, 0]},
+    "chunks": {"dispatch_plan": engine.DispatchPlan(2)},
+    "donate": {"donate": True},
+    "recompute": {"recompute": "auto"},
+    "running mean": {"reduction": "running_mean"},
+    "clipped": {"optimizer": optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1))},
+    "offload": {"offload": EVERYTHING},
+    "replicas offload": {"num_replicas": 2, "offload": EVERYTHING},
+    "of outputs": {"optimizer": lambda loss: optax.sgd(0.1 * jnp.minimum(loss, 1.0))},
+}
+
+
+# What another case has in part; only run in `make thorough`.
+RARE = ("one IPU", "donate", "running mean", "replicas offload", "sequential", "chunks", "recompute")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(options, id=name, marks=[pytest.mark.thorough] if name in RARE else [])
+        for name, options in OPTIONS.items()
+    ],
+)
+def test_equal_a_plain_loop(options):
+    pipeline = make_divided(**options)
+    num_replicas, size = pipeline.num_replicas, pipeline.options.num_devices_per_ipu
+    state, _outputs = check(pipeline, make_steps(num_replicas))
+    for name in ("first/in", "second/out"):
+        variable = state.variables[name]
+        share = size * (num_replicas if "shard" in options else 1)
+        assert np.prod(parts(variable)) * share == variable.size
+        assert len(variable.devices()) == size * num_replicas
+    assert parts(state.variables["last/kernel"]) in ((12, 10), (6, 10))  # divided over replicas only
+
+
+def test_float64():
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(0)
+        steps = [
+            [(rng.normal(size=(4, 12)), rng.integers(0, 10, 4).astype("int32")) for _ in range(2 * COUNT)]
+            for _update in range(3)
+        ]
+
+        def first(x, labels):
+            return block("first", x), labels
+
+        def second(x, labels):
+            logits = block("second", x) @ engine.get_variable("last", (12, 10), "float64")
+            return models.cross_entropy(logits, labels)
+
+        check(make_divided(2, stages=[first, second]), steps, 1e-12)
+
+
+def test_a_variable_of_two_stages():
+    def first(x, labels):
+        with engine.variable_scope("shared"):
+            return block("block", x), labels
+
+    def second(x, labels):
+        with engine.variable_scope("shared", reuse=True):
+            x = block("block", x)
+        return models.cross_entropy(models.dense("last", 10, x), labels)
+
+    for num_replicas in (1, 2):
+        check(make_divided(num_replicas, stages=[first, second]), make_steps(num_replicas))
+
+
+def test_parallel_stages():
+    def left(x, labels):
+        del labels
+        return block("left", x)
+
+    def right(x, labels):
+        return jnp.sin(block("right", x)), labels
+
+    def last(x, other, labels):
+        return models.cross_entropy(models.dense("last", 10, block("end", x) * other), labels)
+
+    check(make_divided(stages=[[left, right], last]), make_steps(1))
+
+
+def test_forwards_only():
+    stages = [lambda x, labels: block("first", x), lambda x: (jnp.sin(block("second", x)), jnp.sum(x))]
+    step = models.mlp_batches(np.random.default_rng(1), 2 * COUNT)
+    found = []
+    for size, num_replicas in ((1, 1), (2, 2)):
+        pipeline = engine.Pipeline(
+            stages,
+            num_micro_batches=2 * COUNT // num_replicas,
+            tensor_parallel=engine.TensorParallel(size, divide),
+            num_replicas=num_replicas,
+        )
+        _state, outputs = pipeline.step(pipeline.init(jax.random.key(0), step[0]), step)
+        leaves = zip(*map(jax.tree.leaves, outputs.outputs), strict=True)
+        found.append([np.stack(some).reshape(2 * COUNT, -1) for some in leaves])
+    models.assert_trees_close(found[1], found[0])
+
+
+def test_what_devices_have():
+    """Each has the part of variables, gradients, state and residuals that the plan says."""
+    whole, divided = make_divided(size=1), make_divided()
+    (step, *_rest) = make_steps(1)
+    whole.step(whole.init(jax.random.key(0), step[0]), step)
+    held = []
+
+    def observe(_replica, template, _chunk, values):
+        if template.kind is ActionKind.FORWARD and template.stage == 0 and not held:
+            held.extend(values[0][slot] for slot in template.kept)
+
+    divided.prepare = functools.partial(_prepare_with, divided, observe)
+    state = divided.init(jax.random.key(0), step[0])
+    state, _outputs = divided.step(state, step)
+    hidden = [array for array in held if array.shape[-1] == SIZE]
+    assert hidden
+    assert all(2 * parts(array)[-1] == SIZE for array in hidden)
+    assert divided.plan_memory()[0].num_held_bytes == sum(
+        array.addressable_shards[0].data.nbytes for array in held
+    )
+    assert divided.plan_memory()[0].num_held_bytes < whole.plan_memory()[0].num_held_bytes
+    num_divided = 4 * (2 * 12 * SIZE + SIZE)  # of a stage
+    for own, plain in zip(divided.plan_ipu_memory(), whole.plan_ipu_memory(), strict=True):
+        assert plain.num_variable_bytes - own.num_variable_bytes == num_divided // 2
+        assert plain.num_optimizer_bytes - own.num_optimizer_bytes == num_divided
+        assert plain.num_accumulator_bytes - own.num_accumulator_bytes == num_divided // 2
+    first = set(jax.devices()[:2])
+    measured = sum(
+        array.addressable_shards[0].data.nbytes
+        for array in (*state.variables.values(), *jax.tree.leaves(state.optimizer_state))
+        if isinstance(array, jax.Array) and array.devices() == first
+    )
+    planned = divided.plan_ipu_memory()[0]
+    assert measured == planned.num_variable_bytes + planned.num_optimizer_bytes
+
+
+def _prepare_with(pipeline, observe, *arguments):
+    runner = engine.Pipeline.prepare(pipeline, *arguments)
+    runner.observe(observe)
+    return runner
+
+
+def test_what_is_compiled():
+    """Nothing twice; and a pair of dense layers has one sum over the devices, as in Megatron-LM."""
+    pipeline = make_divided()
+    (step, *_rest) = make_steps(1)
+    state = pipeline.init(jax.random.key(0), step[0])
+    state, _outputs = pipeline.step(state, step)
+    templates = pipeline.prepare().columns[0].plan.templates
+    assert all(template.jitted._cache_size() == 1 for template in templates.values())
+    text = compiled_text(pipeline, state, step)
+    assert len(re.findall(r"all-reduce(-start)?\(", text)) == 1
+    assert not re.search(r"all-to-all|all-gather|collective-permute", text)
+
+
+@pytest.mark.parametrize("options", [{}, {"shard": ["optimizer_state", "weights"]}], ids=["", "shared out"])
+def test_nothing_is_compiled_twice(options):
+    """Also where a partition ends with None, which JAX leaves away in what it gives back."""
+    variables = {"first/in": P(None, "model"), "first/out": P("model", None), "second/out": P(("model",))}
+    pipeline = make_divided(2, tensor_parallel=engine.TensorParallel(2, variables), **options)
+    check(pipeline, make_steps(2))
+    for column in pipeline.prepare().columns:
+        sizes = [template.jitted._cache_size() for template in column.plan.templates.values()]
+        assert sizes == [1] * len(sizes)
+
+
+def test_what_is_kept_and_goes_on():
+    """A value that both the next stage and the backward take is whole on each device, and counted so."""
+
+    def first(x, labels):
+        return jnp.tanh(jnp.tanh(x @ engine.get_variable("w", (12, 16), x.dtype))), labels
+
+    def second(x, labels):
+        return models.cross_entropy(models.dense("last", 10, x), labels)
+
+    pipeline = make_divided(
+        stages=[first, second], tensor_parallel=engine.TensorParallel(2, {"w": P(None, "model")})
+    )
+    held = []
+    pipeline.prepare = functools.partial(
+        _prepare_with,
+        pipeline,
+        lambda _replica, template, _chunk, values: held.append([values[0][slot] for slot in template.kept]),
+    )
+    check(pipeline, make_steps(1)[:1])
+    measured = sum(array.addressable_shards[0].data.nbytes for array in held[0])
+    assert pipeline.plan_memory()[0].num_held_bytes == measured
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_constraints_in_an_optimizer_say_nothing(num_replicas):
+    constrain = optax.stateless(
+        lambda updates, _params: jax.tree.map(
+            lambda update: engine.constrain(update, P("model" if update.shape[0] % 2 == 0 else None)),
+            updates,
+        )
+    )
+    pipeline = make_divided(num_replicas, optimizer=optax.chain(constrain, optax.sgd(0.1)))
+    check(pipeline, make_steps(num_replicas))
+
+
+def test_a_state_of_another_layout():
+    """Also divided along another axis, or where the new layout leaves it whole."""
+    steps = make_steps(1)
+    first = make_divided(
+        tensor_parallel=engine.TensorParallel(2, {"first/in": P("model"), "seen": P("model")})
+    )
+    layouts = [
+        make_divided(size=4, tensor_parallel=engine.TensorParallel(4, {"first/in": P(None, "model")})),
+        make_divided(size=8, device_mapping=[0, 0]),
+        make_divided(size=1),
+    ]
+    state = first.init(jax.random.key(3), steps[0][0])
+    state, _outputs = first.step(state, steps[0])
+    for number, pipeline in enumerate(layouts):
+        pipeline.trace(steps[0][0])
+        expected, _wanted = reference.step(
+            pipeline.traced,
+            copied(state),
+            steps[number % 3],
+            optimizer=pipeline.options.optimizer,
+            reduction="mean",
+        )
+        state, _outputs = pipeline.step(state, steps[number % 3])
+        models.assert_trees_close(state.variables, expected.variables)
+
+
+def test_replicas_come_and_go():
+    steps, pipeline = make_steps(2), make_divided()
+    state = pipeline.init(jax.random.key(3), steps[0][0])
+    for number_of, step in zip((1, 2, 1), steps, strict=True):
+        pipeline.set_replicas(number_of)
+        own = step[: COUNT * number_of]
+        expected, _wanted = reference.step(
+            pipeline.traced,
+            copied(state),
+            own,
+            optimizer=pipeline.options.optimizer,
+            reduction="mean",
+            num_replicas=number_of,
+        )
+        state, _outputs = pipeline.step(state, own)
+        models.assert_trees_close(state.variables, expected.variables)
+
+
+def compiled_text(pipeline, state, step):
+    """What XLA made of the first stage's forward."""
+    runner = pipeline.prepare()
+    template = runner.columns[0].plan.templates[ActionKind.FORWARD, 0]
+    given = []
+    template.function = lambda *arguments: given.append(arguments) or template.jitted(*arguments)
+    pipeline.step(state, step)
+    template.function = template.jitted
+    return template.jitted.lower(*given[0]).compile().as_text()
+
+
+def test_dividing_nothing_warns():
+    pipeline = make_divided(
+        stages=models.mlp_stages(2), tensor_parallel=engine.TensorParallel(2), reduction="sum"
+    )
+    (step, *_rest) = make_steps(1)
+    with pytest.warns(UserWarning, match="each IPU has 2 devices, but nothing is divided over them"):
+        pipeline.trace(step[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make_divided(size=1, stages=models.mlp_stages(2)).trace(step[0])
+
+
+WRONG = {
+    "size": (lambda: engine.TensorParallel(0), "size must be an integer of at least 1; got 0"),
+    "variables": (lambda: engine.TensorParallel(2, "in"), "variables must be a dict from full names"),
+    "not one": (
+        lambda: make_divided(tensor_parallel=2),
+        "tensor_parallel must be a TensorParallel or None; got 2",
+    ),
+    "serialized": (
+        lambda: make_divided(num_serialized=2, schedule="sequential", device_mapping=[0, 0]),
+        r"num_serialized must be 1 with several devices for each IPU; got 2 and tensor_parallel.size 2",
+    ),
+    "unknown name": ({"nobody": P("model")}, "there is no variable 'nobody'; there are first/in, "),
+    "no partition": ({"first/in": "model"}, "variable first/in: its partition must be a .*PartitionSpec"),
+    "other axis": (
+        {"first/in": P("data")},
+        "variable first/in: .* names 'data'. The one axis .* is 'model'",
+    ),
+    "sums": (
+        {"first/in": P(None, None, unreduced={"model"})},
+        "variable first/in: .* has axes that are summed",
+    ),
+    "two axes": ({"first/in": P("model", "model")}, "variable first/in: .* divides axes 0 and 1"),
+    "too long": ({"first/offset": P(None, "model")}, r"has 2 places, and the shape \(16,\) 1\."),
+    "odd": ({"last/bias": P("model")}, None),
+    "no multiple": (
+        lambda size: {"seen": P("model")},
+        r"variable seen: axis 0 of its shape \(12,\) must be a multiple of size 8",
+    ),
+}
+
+
+@pytest.mark.parametrize(("given", "message"), WRONG.values(), ids=WRONG)
+def test_what_is_not_usable(given, message):
+    (step, *_rest) = make_steps(1)
+    if message is None:  # it can be divided
+        make_divided(tensor_parallel=engine.TensorParallel(2, given)).trace(step[0])
+        return
+    with pytest.raises(ValueError, match=message):
+        if isinstance(given, dict):
+            make_divided(tensor_parallel=engine.TensorParallel(2, given)).trace(step[0])
+        elif message.startswith("variable seen"):
+            make_divided(tensor_parallel=engine.TensorParallel(8, given(8))).trace(step[0])
+        else:
+            given()
+
+
+def test_constraints_that_do_not_fit():
+    (step, *_rest) = make_steps(1)
+
+    def stage(partition):
+        def first(x, labels):
+            return models.cross_entropy(
+                models.dense("last", 10, engine.constrain(x, partition)[:, :12]), labels
+            )
+
+        return [first]
+
+    for partition, message in ((P("model"), "must be a multiple of the 8 devices"), (P("x"), "'model'")):
+        pipeline = make(stage(partition), 1, tensor_parallel=engine.TensorParallel(8, {"last/kernel": P()}))
+        with pytest.raises(ValueError, match=f"constrain: .*{message}"):
+            pipeline.trace(step[0])
+    x = np.ones((3, 4), "float32")
+    assert engine.constrain(x, P("model")) is not None  # outside of a pipeline it says nothing
+
+
+def test_too_few_devices_and_other_replicas_in_stages():
+    (step, *_rest) = make_steps(1)
+    pipeline = make_divided(4)
+    pipeline.trace(step[0])
+    with pytest.raises(
+        ValueError, match="needs 16 devices, 2 per IPU of device_mapping of 4 replicas, but"
+    ):
+        pipeline.prepare()
+
+    def first(x, labels):
+        return engine.cross_replica_sum(block("first", x)), labels
+
+    pipeline = make_divided(2, stages=[first, make_stages()[1]])
+    pipeline.trace(step[0])
+    with pytest.raises(ValueError, match=r"computes with other replicas .* tensor_parallel"):
+        pipeline.prepare()
+    check(make_divided(1, stages=[first, make_stages()[1]]), make_steps(1))
+
+
+# The front.
+
+
+def train(num_replicas, size, directory=None, restore=False):
+    """What a program that sets nothing but `tensor_parallel` trains.
+
+    Returns:
+      The losses, the variables and the optimizer's state.
+    """
+    config = ipu.config.IPUConfig()
+    config.auto_select_ipus = 2 * num_replicas * size
+    config.configure_ipu_system()
+    elements = models.mlp_batches(np.random.default_rng(2), 6 * COUNT)
+    infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(elements)
+    outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+
+    def optimizer_function(loss):
+        optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.01))
+        if num_replicas > 1:
+            optimizer = ipu.optimizers.CrossReplicaOptimizer(optimizer)
+        return ipu.pipelining_ops.OptimizerFunctionOutput(optimizer, loss)
+
+    def model():
+        return ipu.pipelining_ops.pipeline(
+            make_stages(),
+            gradient_accumulation_count=COUNT,
+            infeed_queue=infeed,
+            outfeed_queue=outfeed,
+            optimizer_function=optimizer_function,
+            reduction_method="mean",
+            tensor_parallel=ipu.pipelining_ops.TensorParallel(size, divide),
+        )
+
+    compiled = front.compile_program(model)
+    with ipu.Session(seed=3) as session:
+        session.run(infeed.initializer)
+        if restore:
+            session.restore(f"{directory}/0")
+        for run in range(2):
+            session.run(compiled)
+            if directory and not restore:
+                session.save(f"{directory}/{run}")
+        losses = session.run(outfeed.dequeue())
+        text = (str(compiled.placement()), str(compiled.summary()))
+        return losses, session.variables, session.optimizer_state(), text
+
+
+def test_sessions_and_checkpoints(tmp_path):
+    expected = train(2, 1)
+    made = train(2, 2, tmp_path)
+    for one, other in zip(made[:3], expected[:3], strict=True):
+        models.assert_trees_close(one, other)
+    placement, summary = made[3]
+    assert "cpu:0, cpu:1, cpu:4, cpu:5" in placement
+    assert "2 stages on 2 IPUs of 2 devices" in summary
+    assert "each of the 2 devices of an IPU has a part of:\n  first/in\n  first/offset\n" in placement
+    # Another number of devices goes on from the checkpoint: the second half of the data comes first there.
+    one = train(1, 1, tmp_path, restore=True)
+    other = train(1, 4, tmp_path, restore=True)
+    for found, wanted in zip(other[:3], one[:3], strict=True):
+        models.assert_trees_close(found, wanted)
+
+
+def test_arguments_of_the_front(tmp_path):
+    infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(models.mlp_batches(np.random.default_rng(0), 4))
+    outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+
+    def model(parallel):
+        return ipu.pipelining_ops.pipeline(
+            make_stages(), 4, infeed_queue=infeed, outfeed_queue=outfeed, tensor_parallel=parallel
+        )
+
+    with pytest.raises(TypeError, match="tensor_parallel must be a TensorParallel, or None; got 2"):
+        front.compile_program(lambda: model(2))
+    compiled = front.compile_program(lambda: model(ipu.pipelining_ops.TensorParallel(2, divide)))
+    with ipu.Session() as session:
+        session.run(infeed.initializer)
+        session.run(compiled)
+        assert session.run(outfeed.dequeue()).shape == (4,)
+        with pytest.raises(
+            NotImplementedError, match=r"one device for each stage, and this pipeline has 2"
+        ):
+            session.export(tmp_path / "exported", compiled)
+
+
+def model_fn(mode, params):
+    stages = make_stages()
+
+    def last(x, labels):
+        x = block("second", x)
+        logits = models.dense("last", 10, x)
+        return logits if mode == ipu.ModeKeys.PREDICT else models.cross_entropy(logits, labels)
+
+    def optimizer_function(loss):
+        opt = ipu.optimizers.CrossReplicaOptimizer(optax.adam(0.01))
+        return ipu.pipelining_ops.OptimizerFunctionOutput(opt, loss)
+
+    return IPUPipelineEstimatorSpec(
+        mode,
+        [stages[0], last],
+        gradient_accumulation_count=COUNT,
+        optimizer_function=optimizer_function,
+        eval_metrics_fn=lambda loss: {"loss": loss},
+        tensor_parallel=ipu.pipelining_ops.TensorParallel(params["size"], divide),
+    )
+
+
+@pytest.mark.thorough
+def test_an_estimator(tmp_path):
+    elements = models.mlp_batches(np.random.default_rng(4), 4 * COUNT)
+    found = []
+    for size in (1, 2):
+        options = ipu.config.IPUConfig()
+        options.auto_select_ipus = 2 * 2 * size
+        run_config = IPURunConfig(
+            iterations_per_loop=COUNT, num_shards=2 * size, num_replicas=2, ipu_options=options
+        )
+        config = RunConfig(ipu_run_config=run_config, tf_random_seed=7)
+        estimator = IPUPipelineEstimator(model_fn, tmp_path / str(size), config, {"size": size})
+        estimator.train(lambda: elements, steps=2 * COUNT)
+        loss = estimator.evaluate(lambda: elements)["loss"]
+        predicted = np.stack(list(estimator.predict(lambda: elements)))
+        found.append((variables_of(estimator), loss, predicted))
+    models.assert_trees_close(found[1], found[0])
+
+
+def test_an_execution_report(tmp_path):
+    """An IPU is shown by the first of its devices."""
+    pipeline = make_divided()
+    steps = make_steps(1)
+    state = pipeline.init(jax.random.key(0), steps[0][0])
+    with ipu.reports.capture(tmp_path / "report"):
+        for step in steps:
+            state, _outputs = pipeline.step(state, step)
+    profile = read_profile((tmp_path / "report" / "profile.json").read_text())
+    computed = Counter(
+        (event.kind, event.ipu)
+        for event in profile.events
+        if event.kind in (EventKind.FORWARD, EventKind.BACKWARD)
+    )
+    number = COUNT * len(steps)
+    assert computed == dict.fromkeys(
+        itertools.product([EventKind.FORWARD, EventKind.BACKWARD], [0, 1]), number
+    )
+
+
+# Several processes.
+
+
+def train_in_processes(num_replicas, directory):
+    return train(num_replicas, 2, directory)[:3]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_two_processes(num_replicas, tmp_path):
+    expected = train(num_replicas, 1)
+    ipu.config.reset_ipu_configuration()
+    processes = joined.start(
+        train_in_processes,
+        2,
+        2 * num_replicas,
+        num_replicas,
+        str(tmp_path / "saved"),
+        directory=tmp_path,
+        joins_itself=True,
+    )
+    made = joined.finish(processes, tmp_path, timeout=200)
+    assert sorted(len(one[0]) for one in made) == [0, len(expected[0])]
+    for losses, variables, state in made:
+        models.assert_trees_close(variables, expected[1])
+        models.assert_trees_close(state, expected[2])
+        if len(losses):
+            models.assert_trees_close(losses, expected[0])
+    # One process goes on from what they saved after the first run, without dividing anything.
+    losses, variables, _state, _text = train(num_replicas, 1, tmp_path / "saved", restore=True)
+    models.assert_trees_close(losses[:COUNT], expected[0][COUNT:])
+    assert variables.keys() == expected[1].keys()
+
+
+def change_layouts(num_devices, *layouts):
+    """Trains with one number of replicas and devices after another, on the state of the one before."""
+    jax.config.update("jax_num_cpu_devices", num_devices)
+    ipu.distributed.initialize()
+    rng = np.random.default_rng(7)
+    state = None
+    for num_replicas, size in layouts:
+        step = models.mlp_batches(rng, COUNT * num_replicas)
+        pipeline = make_divided(num_replicas, size)
+        if state is None:
+            state = pipeline.init(jax.random.key(3), step[0])
+        else:
+            pipeline.trace(step[0])
+        state, _outputs = pipeline.step(state, step)
+    values = read_everywhere(list(state.variables.values()))
+    return {name: np.asarray(value) for name, value in zip(state.variables, values, strict=True)}
+
+
+@pytest.mark.thorough
+def test_layouts_change_in_two_processes(tmp_path):
+    layouts = [(1, 4), (2, 2), (4, 1), (1, 4)]
+    for number in (1, 2):
+        (tmp_path / str(number)).mkdir()
+    found = [
+        joined.finish(
+            joined.start(
+                change_layouts,
+                number,
+                8 // number,
+                8 // number,
+                *layouts,
+                directory=tmp_path / str(number),
+                joins_itself=True,
+            ),
+            tmp_path / str(number),
+            timeout=200,
+        )
+        for number in (1, 2)
+    ]
+    ((expected,), made) = found
+    for variables in made:
+        models.assert_trees_close(variables, expected)
+
+
+def refuse():
+    """A process whose devices are fewer than compute a stage together."""
+    try:
+        train(1, 4)
+    except ValueError as error:
+        return str(error)
+    return "nothing raised"
+
+
+@pytest.mark.thorough
+def test_devices_of_one_ipu_in_two_processes(tmp_path):
+    processes = joined.start(refuse, 4, 2, directory=tmp_path, joins_itself=True)
+    for message in joined.finish(processes, tmp_path, timeout=200):
+        assert "the 4 devices of IPU 0 must be in one process; they are in 0, 1. Give each" in message

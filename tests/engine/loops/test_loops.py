@@ -1,0 +1,1116 @@
+"""Loops on the device, on one IPU and on shards."""
+
+import contextlib
+import itertools
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import ipu_pipeline as ipu
+from ipu_pipeline import loops
+from ipu_pipeline.engine.loop import Loop
+from ipu_pipeline.errors import OutOfRangeError
+from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue
+from ipu_pipeline.ipu_outfeed_queue import IPUOutfeedMode, IPUOutfeedQueue
+from ipu_pipeline.optimizers import GradientAccumulationOptimizerV2, MapGradientOptimizer
+from tests.support import front, models
+
+OPTIMIZERS = {
+    "sgd": optax.sgd,
+    "momentum": lambda rate: optax.sgd(rate, momentum=0.9),
+    "adam": lambda rate: optax.adam(rate),
+    "injected": lambda rate: optax.inject_hyperparams(optax.sgd)(learning_rate=rate),
+}
+RATE = 0.1
+
+
+def unsharded(_index):
+    return contextlib.nullcontext()
+
+
+class LoopModel:
+    """The model of `tests.support.front` in a loop."""
+
+    def __init__(self, count, every, optimizer="sgd", sharded=False, dataset=None, mode=None, **options):
+        self.rate = ipu.placeholder(np.float32, [], name="rate")
+        self.infeed = IPUInfeedQueue(front.data() if dataset is None else dataset)
+        self.outfeed = IPUOutfeedQueue(mode or IPUOutfeedMode.ALL)
+        shard = ipu.scopes.ipu_shard if sharded else unsharded
+
+        def body(rate, x, labels):
+            with shard(0):
+                rate, x, labels = front.first_stage(rate, x, labels)
+            with shard(1):
+                rate, loss = front.second_stage(rate, x, labels)
+            wrapped = GradientAccumulationOptimizerV2(OPTIMIZERS[optimizer](rate), every, **options)
+            return rate, wrapped.minimize(loss), self.outfeed.enqueue(loss)
+
+        self.program = front.compile_program(
+            lambda rate: loops.repeat(count, body, [rate], self.infeed), inputs=[self.rate]
+        )
+        self.initializer = self.infeed.initializer
+
+    def run(self, session, rate=RATE):
+        (value,) = session.run(self.program, {self.rate: rate})
+        assert value == np.float32(rate)
+        return session.run(self.outfeed.dequeue())
+
+
+def plain_loss(variables, x, labels):
+    x = jax.nn.relu(x @ variables["first/dense/kernel"] + variables["first/dense/bias"])
+    logits = x @ variables["second/dense/kernel"] + variables["second/dense/bias"]
+    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels))
+
+
+def plain(variables, batches, every, optimizer, reduction, rate=RATE):
+    """Losses and variables of a plain loop of jax.grad, and what is left accumulated."""
+    groups, transformation = [[batch] for batch in batches], OPTIMIZERS[optimizer](rate)
+    losses, *rest = models.plain_loop(plain_loss, variables, groups, every, transformation, reduction)
+    return losses[:, 0], *rest
+
+
+def start_of(model):
+    with ipu.Session(seed=3) as session:
+        session.run(ipu.global_variables_initializer())
+        return session.variables
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("reduction", ["SUM", "MEAN", "RUNNING_MEAN"])
+@pytest.mark.parametrize(("count", "every"), [(6, 3), (7, 3), (2, 5), (3, 1)])
+@pytest.mark.each_value
+def test_equals_a_plain_loop(count, every, reduction, optimizer, sharded):
+    """Also where the count is no multiple: the next run goes on with what was accumulated."""
+    model = LoopModel(count, every, optimizer, sharded, reduction_method=reduction)
+    with ipu.Session(seed=3) as session:
+        session.run(model.initializer)
+        session.run(ipu.global_variables_initializer())
+        start = session.variables
+        losses = np.concatenate([model.run(session) for _run in range(3)])
+        expected, variables, left = plain(
+            start, itertools.islice(front.data()(), 3 * count), every, optimizer, reduction
+        )
+        models.assert_trees_close(losses, expected)
+        models.assert_trees_close(session.variables, jax.tree.map(np.asarray, variables))
+        name = "GradientAccumulationOptimizerV2"
+        assert session.update_count(name) == 3 * count // every
+        accumulated = session._store.state.pipelines[name].accumulated
+        assert accumulated.count == len(left) == 3 * count % every
+        if left:
+            total = jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *left)
+            if reduction == "RUNNING_MEAN":
+                total = jax.tree.map(lambda leaf: leaf / len(left), total)
+            actual = jax.tree.map(np.asarray, accumulated.accumulators)
+            models.assert_trees_close(actual, jax.tree.map(np.asarray, total))
+
+
+def test_one_large_batch_is_the_mean_of_micro_batches():
+    model = LoopModel(6, 6, reduction_method="MEAN")
+    with ipu.Session(seed=3) as session:
+        session.run([model.initializer, ipu.global_variables_initializer()])
+        start = session.variables
+        model.run(session)
+        batches = list(itertools.islice(front.data()(), 6))
+        whole = [np.concatenate(part) for part in zip(*batches, strict=True)]
+        gradient = jax.grad(plain_loss)(start, *whole)
+        expected = jax.tree.map(lambda v, g: v - np.float32(RATE) * g, start, gradient)
+        models.assert_trees_close(session.variables, jax.tree.map(np.asarray, expected))
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_float64(sharded):
+    with jax.enable_x64(True):
+        outfeed = IPUOutfeedQueue()
+        shard = ipu.scopes.ipu_shard if sharded else unsharded
+
+        elements = [np.random.default_rng(seed).normal(size=(3, 4)) for seed in range(7)]
+
+        def body(elements, number):
+            x = elements[number]
+            with shard(0):
+                x = jnp.tanh(x @ ipu.get_variable("a", (4, 5), "float64"))
+            with shard(1):
+                loss = jnp.mean(jnp.sin(x @ ipu.get_variable("b", (5, 2), "float64")) ** 2)
+            optimizer = GradientAccumulationOptimizerV2(
+                optax.adam(0.01), 3, reduction_method="RUNNING_MEAN"
+            )
+            return elements, number + 1, optimizer.minimize(loss), outfeed.enqueue(loss)
+
+        program = front.compile_program(lambda: loops.repeat(7, body, [np.stack(elements), np.int64(0)])[1])
+        with ipu.Session() as session:
+            session.run(ipu.global_variables_initializer())
+            variables = session.variables
+            assert session.run(program) == [7]
+            losses = session.run(outfeed.dequeue())
+
+            def loss_of(v, x):
+                return jnp.mean(jnp.sin(jnp.tanh(x @ v["a"]) @ v["b"]) ** 2)
+
+            adam = optax.adam(0.01)
+            state, gradients, expected = adam.init(variables), [], []
+            for x in elements:
+                loss, gradient = jax.value_and_grad(loss_of)(variables, x)
+                expected.append(loss)
+                gradients.append(gradient)
+                if len(gradients) == 3:
+                    mean = jax.tree.map(lambda *leaves: sum(leaves) / 3, *gradients)
+                    with jax.numpy_dtype_promotion("standard"):
+                        changes, state = adam.update(mean, state, variables)
+                    variables, gradients = optax.apply_updates(variables, changes), []
+            assert losses.dtype == np.float64
+            models.assert_trees_close(losses, np.array(expected), 1e-12)
+            models.assert_trees_close(session.variables, jax.tree.map(np.asarray, variables), 1e-12)
+
+
+# Values that are carried, captured and enqueued.
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_carried_values_and_the_rate_of_the_iteration(sharded):
+    """The rate falls in every iteration; the update uses that of its last one."""
+    infeed, outfeed = IPUInfeedQueue(front.data()), IPUOutfeedQueue()
+    shard = ipu.scopes.ipu_shard if sharded else unsharded
+
+    def body(rate, total, constant, x, labels):
+        with shard(0):
+            _rate, hidden, labels = front.first_stage(rate, x, labels)
+        with shard(1):
+            loss = front.second_stage(rate, hidden, labels)[1]
+            total = {"sum": total["sum"] + loss, "count": total["count"] + 1}
+        train_op = GradientAccumulationOptimizerV2(optax.sgd(rate), 2).minimize(loss)
+        return rate * 0.5, [train_op], total, (train_op, {"op": outfeed.enqueue(rate)}), constant
+
+    def function(rate):
+        zero = {"sum": np.float32(0), "count": np.int32(0)}
+        return loops.repeat(4, body, [rate, zero, rate * 3.0], infeed)
+
+    program = front.compile_program(function, inputs=[np.float32(0.8)])
+    with ipu.Session(seed=3) as session:
+        session.run([infeed.initializer, ipu.global_variables_initializer()])
+        variables = session.variables
+        rate, total, constant = session.run(program)
+        np.testing.assert_allclose(session.run(outfeed.dequeue()), [0.8, 0.4, 0.2, 0.1])
+        batches = list(itertools.islice(front.data()(), 4))
+        losses = []
+        for pair, used in ((batches[:2], 0.4), (batches[2:], 0.1)):
+            found, variables, _left = plain(variables, pair, 2, "sgd", "SUM", used)
+            losses += list(found)
+        np.testing.assert_allclose([rate, constant], [0.05, 2.4], rtol=1e-6)
+        assert total["count"] == 4
+        np.testing.assert_allclose(total["sum"], sum(losses), rtol=1e-5)
+        models.assert_trees_close(session.variables, jax.tree.map(np.asarray, variables))
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_values_captured_from_outside(sharded):
+    infeed = IPUInfeedQueue(front.data())
+    shard = ipu.scopes.ipu_shard if sharded else unsharded
+
+    def function(rate, scale):
+        used = rate / 2.0
+
+        def body(x, labels):
+            with shard(0):
+                _rate, x, labels = front.first_stage(used, x * scale, labels)
+            with shard(1):
+                loss = front.second_stage(used, x, labels)[1]
+            return GradientAccumulationOptimizerV2(optax.sgd(used), 1).minimize(loss)
+
+        return loops.repeat(3, body, [], infeed)
+
+    program = front.compile_program(function, inputs=[np.float32(0.2), np.float32(2)])
+    with ipu.Session(seed=3) as session:
+        session.run([infeed.initializer, ipu.global_variables_initializer()])
+        start = session.variables
+        session.run(program)
+        batches = [(2 * x, labels) for x, labels in itertools.islice(front.data()(), 3)]
+        variables = plain(start, batches, 1, "sgd", "SUM")[1]
+        models.assert_trees_close(session.variables, jax.tree.map(np.asarray, variables))
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("mode", list(IPUOutfeedMode))
+def test_enqueued_structures(mode, sharded):
+    first, second = IPUOutfeedQueue(mode), IPUOutfeedQueue(mode)
+    shard = ipu.scopes.ipu_shard if sharded else unsharded
+
+    def body(n):
+        with shard(0):
+            first.enqueue({"n": n, "pair": (n * 2, 7.0)})
+        with shard(1):
+            second.enqueue([jnp.full((2,), n), n + 1])  # neither operation is returned
+            return n + 1
+
+    program = front.compile_program(lambda: loops.repeat(3, body, np.int32(5)))
+    with ipu.Session() as session:
+        assert session.run(program) == [8]
+        element = session.run(first.dequeue())
+        pair = session.run(second.dequeue())
+    n = np.array([5, 6, 7])
+    if mode is IPUOutfeedMode.LAST:
+        n = n[-1]
+    np.testing.assert_array_equal(element["n"], n)
+    np.testing.assert_array_equal(element["pair"][0], n * 2)
+    np.testing.assert_array_equal(element["pair"][1], np.full(n.shape, 7.0, "float32"))
+    assert isinstance(pair, list)
+    np.testing.assert_array_equal(pair[0], np.stack([n, n], axis=-1))
+    np.testing.assert_array_equal(pair[1], n + 1)
+
+
+def test_computing_around_loops_and_several_of_them():
+    def function(x):
+        x = loops.repeat(3, lambda x: x * 2.0, [x + 1.0])
+        y, z = loops.repeat(2, lambda y, z: (y + z, z), [x - 1.0, x])
+        return {"x": x, "y": y * 10.0, "z": z}
+
+    program = front.compile_program(function, inputs=[np.float32(1)])
+    with ipu.Session() as session:
+        assert session.run(program) == {"x": 16, "y": 470, "z": 16}
+
+
+def test_counts_that_are_traced_or_zero():
+    n = ipu.placeholder(np.int32, [])
+    program = front.compile_program(
+        lambda n: (loops.repeat(n, lambda x: x + 1, [np.int32(0)]), loops.repeat(0, lambda x: x + 1, [1])),
+        inputs=[n],
+    )
+    with ipu.Session() as session:
+        for count in (0, 1, 5, 3000, -2):
+            assert session.run(program, {n: count}) == [max(0, count), 1]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_while_loop(sharded):
+    """The elements that a loop did not need come first in the next run."""
+    infeed = IPUInfeedQueue([np.float32(n) for n in range(1, 9)])
+    outfeed = IPUOutfeedQueue()
+    shard = ipu.scopes.ipu_shard if sharded else unsharded
+
+    def body(total, limit, x):
+        with shard(0):
+            total = total + x
+        with shard(1):
+            return total, limit, outfeed.enqueue(x * 1.0)
+
+    def function(limit):
+        return loops.while_loop(lambda total, limit: total < limit, body, [np.float32(0), limit], infeed)[0]
+
+    limit = ipu.placeholder(np.float32)
+    program = front.compile_program(function, inputs=[limit])
+    with ipu.Session() as session:
+        session.run(infeed.initializer)
+        assert session.run(program, {limit: 5.0}) == [6]
+        np.testing.assert_array_equal(session.run(outfeed.dequeue()), [1, 2, 3])
+        assert session.run(program, {limit: 0.0}) == [0]
+        assert session.run(program, {limit: 21.5}) == [22]
+        np.testing.assert_array_equal(session.run(outfeed.dequeue()), [4, 5, 6, 7])
+        assert session.run(program, {limit: 8.0}) == [8]  # the last element, and no look beyond it
+        with pytest.raises(OutOfRangeError):
+            session.run(program, {limit: 1.0})
+
+
+def test_a_while_loop_that_trains_and_has_no_feed():
+    def body(n):
+        w = ipu.get_variable("w", (), initializer=1.0)
+        GradientAccumulationOptimizerV2(optax.sgd(0.5), 2).minimize(w * 1.0)
+        return n + 1
+
+    n = ipu.placeholder(np.int32)
+    program = front.compile_program(lambda n: loops.while_loop(lambda n: n < 500, body, [n]), inputs=[n])
+    with ipu.Session() as session:
+        assert session.run(program, {n: 0}) == [500]
+        assert session.variables["w"] == 1 - 250
+        assert session.run(program, {n: 497}) == [500]
+        assert session.variables["w"] == 1 - 251
+        assert session.run(program, {n: 499}) == [500]
+        assert session.variables["w"] == 1 - 252
+
+
+# Optimizers.
+
+
+def run_once(wrap, count=4, **variables):
+    """A loop of `w * 3` and `v * w` over two variables; the optimizer state and the variables."""
+
+    def body():
+        w = ipu.get_variable("w", (), initializer=2.0)
+        v = ipu.get_variable("v", (2,), initializer=1.0, **variables)
+        ipu.get_variable("unused", (), initializer=5.0)
+        wrap().minimize(w * 3.0 + jnp.sum(v) * w)
+
+    program = front.compile_program(lambda: loops.repeat(count, body))
+    with ipu.Session() as session:
+        session.run(program)
+        return session.variables
+
+
+def test_map_gradient():
+    """Each iteration's gradient is mapped, before accumulation, and with its variable."""
+    wrapped = MapGradientOptimizer(
+        MapGradientOptimizer(optax.sgd(1.0), lambda g, v: jnp.minimum(g, 2.0)), lambda g, v: g + v
+    )
+    for optimizer in (
+        GradientAccumulationOptimizerV2(wrapped, 2),
+        MapGradientOptimizer(
+            GradientAccumulationOptimizerV2(
+                MapGradientOptimizer(optax.sgd(1.0), lambda g, v: jnp.minimum(g, 2.0)), 2
+            ),
+            lambda g, v: g + v,
+        ),
+    ):
+        variables = run_once(lambda optimizer=optimizer: optimizer, 2)
+        # The gradient of w is 5, of v it is 2; that of `unused` is zero, and mapped too.
+        assert variables["w"] == 2 - 2 * (2 + 2)
+        np.testing.assert_array_equal(variables["v"], 1 - 2 * (2 + 1))
+        assert variables["unused"] == 5 - 2 * (0 + 5)
+
+
+def test_map_gradient_without_accumulation():
+    variables = run_once(lambda: MapGradientOptimizer(optax.sgd(1.0), lambda g, v: jnp.sign(g)), 3)
+    assert variables["w"] == 2 - 3
+
+
+def test_accumulator_dtypes():
+    seen = {}
+
+    def dtype(variable):
+        seen[variable.name] = variable.shape
+        return jnp.bfloat16 if variable.name == "v" else None
+
+    for given in (dtype, "float16", jnp.bfloat16):
+        optimizer = GradientAccumulationOptimizerV2(optax.sgd(1.0), 4, dtype=given)
+        variables = run_once(lambda optimizer=optimizer: optimizer)
+        assert variables["w"].dtype == np.float32
+        assert variables["w"] == 2 - 4 * 5
+    assert seen == {"w": (), "v": (2,), "unused": ()}
+
+    outfeed = IPUOutfeedQueue()
+
+    def body():
+        w = ipu.get_variable("w", (), initializer=0.0)
+        outfeed.enqueue(w * 1.0)
+        GradientAccumulationOptimizerV2(optax.sgd(1.0), 300, dtype="bfloat16").minimize(w * 1.0)
+
+    program = front.compile_program(lambda: loops.repeat(300, body))
+    with ipu.Session() as session:
+        session.run(program)
+        assert session.variables["w"] == -256  # 1 more makes no difference in bfloat16
+
+
+def test_var_list_and_global_norm():
+    def wrap(**options):
+        return GradientAccumulationOptimizerV2(
+            optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0)), 1, **options
+        )
+
+    class OnlyW:
+        def minimize(self, loss):
+            return wrap().minimize(loss, var_list=["w"], name="only")
+
+    variables = run_once(OnlyW, 1)
+    assert variables["w"] == 1
+    np.testing.assert_array_equal(variables["v"], 1)
+    variables = run_once(wrap, 1)  # on one device, updates may join all variables
+    np.testing.assert_allclose(variables["w"], 2 - 5 / np.sqrt(25 + 8), rtol=1e-6)
+
+
+def test_optimizer_state_is_shared_by_name_and_what_was_accumulated_is_checked():
+    first = LoopModel(4, 3)
+    second = LoopModel(2, 3)
+    other = LoopModel(2, 2)
+    with ipu.Session(seed=3) as session:
+        session.run([first.initializer, second.initializer, other.initializer])
+        first.run(session)
+        with pytest.raises(
+            ValueError,
+            match="of 1 iterations .* 3 mini-batches, SUM of first/dense/bias",
+        ):
+            other.run(session)
+        second.run(session)
+        assert session.update_count("GradientAccumulationOptimizerV2") == 2
+        other.run(session)
+        assert session.update_count("GradientAccumulationOptimizerV2") == 3
+
+
+def test_initializing_forgets_what_was_accumulated():
+    model = LoopModel(4, 3)
+    with ipu.Session(seed=3) as session:
+        session.run(model.initializer)
+        losses = model.run(session)
+        session.run([ipu.global_variables_initializer()])
+        again = LoopModel(4, 3)
+        session.run(again.initializer)
+        np.testing.assert_array_equal(again.run(session), losses)
+
+
+def weight_named(name):
+    return ipu.get_variable(name, (), initializer=1.0)
+
+
+def train_on(variable, count, every=1, **options):
+    """A program that trains one variable by a gradient of 1."""
+
+    def body():
+        optimizer = GradientAccumulationOptimizerV2(optax.sgd(1.0), every, **options)
+        return optimizer.minimize(weight_named(variable) * 1.0)
+
+    return front.compile_program(lambda: loops.repeat(count, body))
+
+
+def test_programs_that_train_different_variables_under_one_name():
+    a, b = train_on("a", 2), train_on("b", 3)
+    with ipu.Session() as session:
+        session.run([a, b])
+        session.run(a)
+        assert session.variables == {"a": -3, "b": -2}
+    a, b = train_on("a", 2, 3), train_on("b", 3, 3)
+    with ipu.Session() as session:
+        session.run(a)
+        with pytest.raises(ValueError, match=r"SUM of a float32\[\]. This program accumulates by .* of b"):
+            session.run(b)
+
+
+def test_a_loop_that_does_not_train_leaves_what_was_accumulated():
+    """Loops without a training step are called Loop, as an optimizer may be."""
+    two, one = train_on("w", 2, 3, name="Loop"), train_on("w", 1, 3, name="Loop")
+    between = front.compile_program(lambda: loops.repeat(1, lambda x: x + weight_named("w"), [0.0]))
+    with ipu.Session() as session:
+        assert session.run([two, between, one])[1] == [1]
+        assert session.variables["w"] == -2
+
+
+def test_a_pipeline_of_the_same_name_leaves_what_was_accumulated():
+    def body():
+        optimizer = GradientAccumulationOptimizerV2(optax.sgd(1.0), 3, name="Pipeline")
+        return optimizer.minimize(weight_named("w") * 1.0)
+
+    two, one = (front.compile_program(lambda n=n: loops.repeat(n, body)) for n in (2, 1))
+    between = front.compile_program(
+        lambda: ipu.pipelining_ops.pipeline(
+            [lambda: weight_named("w") * 1.0],
+            1,
+            outfeed_queue=IPUOutfeedQueue(),
+            optimizer_function=lambda loss: ipu.pipelining_ops.OptimizerFunctionOutput(
+                optax.sgd(0.0), loss
+            ),
+        )
+    )
+    with ipu.Session() as session:
+        session.run([two, between, one])
+        assert session.variables["w"] == -2
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("reduction", ["RUNNING_MEAN", "MEAN"])
+def test_means_in_sixteen_bits(dtype, reduction):
+    """Counts are not rounded to them."""
+    program = train_on("w", 3000, 3000, dtype=dtype, reduction_method="RUNNING_MEAN")
+    with ipu.Session() as session:
+        session.run(program)
+        assert session.variables["w"] == 0
+    if reduction == "MEAN":  # sums that fit
+        program = train_on("w", 200, 200, dtype=dtype, reduction_method=reduction)
+        with ipu.Session() as session:
+            session.run(program)
+            assert abs(session.variables["w"]) < 1e-6
+
+
+# Python that is called back.
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_an_error_on_the_device_leaves_what_was_accumulated(sharded):
+    """The call waits for work large enough to run beside the host, which goes on before it fails."""
+    broken = []
+    shard = ipu.scopes.ipu_shard if sharded else unsharded
+
+    def called(x):
+        if broken:
+            time.sleep(0.2)
+            raise ArithmeticError("called back")
+        return x
+
+    def body():
+        with shard(0):
+            w = weight_named("w")
+            square = jnp.full((600, 600), w)
+            for _ in range(3):
+                square = jnp.tanh(square @ square)
+        with shard(1):
+            shape = jax.ShapeDtypeStruct((), np.float32)
+            y = jax.pure_callback(called, shape, jax.lax.stop_gradient(square).mean())
+        with shard(0):
+            loss = w * y
+        return GradientAccumulationOptimizerV2(optax.sgd(0.25), 4).minimize(loss)
+
+    program = front.compile_program(lambda: loops.repeat(2, body))
+    with ipu.Session() as session:
+        session.run(program)
+        broken.append(True)
+        with pytest.raises(Exception, match="called back"):
+            session.run(program)
+        broken.clear()
+        session.run(program)
+        assert session.variables["w"] == 0
+
+
+@pytest.mark.parametrize("mapping", ["loop", [0, 0], [0, 1]])
+def test_an_error_on_the_device_leaves_the_state_before_it(mapping):
+    broken = []
+
+    def called(x):
+        if broken:
+            raise ArithmeticError("called back")
+        return x
+
+    def first():
+        w = weight_named("w")
+        shape = jax.ShapeDtypeStruct((), np.float32)
+        return w * jax.pure_callback(called, shape, jax.lax.stop_gradient(w))
+
+    if mapping == "loop":
+        program = front.compile_program(
+            lambda: loops.repeat(
+                2, lambda: GradientAccumulationOptimizerV2(optax.sgd(0.5), 2).minimize(first())
+            )
+        )
+    else:
+        program = front.compile_program(
+            lambda: ipu.pipelining_ops.pipeline(
+                [first, lambda x: x * 1.0],
+                2,
+                device_mapping=mapping,
+                outfeed_queue=IPUOutfeedQueue(),
+                optimizer_function=lambda x: ipu.pipelining_ops.OptimizerFunctionOutput(optax.sgd(0.5), x),
+            )
+        )
+    with ipu.Session() as session:
+        session.run(program)
+        assert session.variables["w"] == 0
+        session.load({"w": 1.0})
+        broken.append(True)
+        with pytest.raises(Exception, match="called back"):
+            session.run(program)
+        broken.clear()
+        assert session.variables["w"] == 1
+        session.run(program)
+        assert session.variables["w"] == 0
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_what_is_printed_is_printed_once(sharded, capsys):
+    """Also where the optimizer's state at the start depends on the first iteration."""
+    shard = ipu.scopes.ipu_shard if sharded else unsharded
+
+    def body(x):
+        with shard(0):
+            w = weight_named("w")
+            jax.debug.print("x is {}", x, ordered=False)
+            x = x + 1.0
+        with shard(1):
+            loss = w * x
+        optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=x * 0.1)
+        return x, GradientAccumulationOptimizerV2(optimizer, 1).minimize(loss)
+
+    program = front.compile_program(lambda: loops.repeat(3, body, [np.float32(1)]))
+    with ipu.Session() as session:
+        assert session.run(program) == [4]
+        jax.effects_barrier()
+    assert capsys.readouterr().out.split("\n") == ["x is 1.0", "x is 2.0", "x is 3.0", ""]
+
+
+# Layers that train differently, and random keys.
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_dropout_and_batch_normalization(sharded):
+    infeed, test_infeed = IPUInfeedQueue(front.data()), IPUInfeedQueue(front.data())
+    masks, outputs = IPUOutfeedQueue(), IPUOutfeedQueue()
+    shard = ipu.scopes.ipu_shard if sharded else unsharded
+    printed = []
+
+    def network(x):
+        printed.append("traced")
+        with shard(0), ipu.variable_scope("model"):
+            x = ipu.layers.BatchNormalization()(x)
+        with shard(1):
+            return ipu.layers.Dropout(0.5)(x)
+
+    def body(x, labels):
+        y = network(x)
+        loss = jnp.mean(y**2)
+        return masks.enqueue(y == 0), GradientAccumulationOptimizerV2(optax.sgd(0.0), 1).minimize(loss)
+
+    def test_body(x, labels):
+        return outputs.enqueue((x, network(x)))
+
+    program = front.compile_program(lambda: loops.repeat(4, body, [], infeed))
+    assert printed == ["traced"]
+    evaluation = front.compile_program(lambda: loops.repeat(2, test_body, [], test_infeed))
+    with ipu.Session(seed=1) as session:
+        session.run([infeed.initializer, test_infeed.initializer])
+        session.run(program)
+        session.run(program)
+        found = session.run(masks.dequeue())
+        assert len({mask.tobytes() for mask in found}) == 8  # other ones in each iteration and run
+        assert 0.3 < found.mean() < 0.7
+        mean, variance = np.zeros(12), np.ones(12)
+        for x, _labels in itertools.islice(front.data()(), 8):
+            mean = 0.99 * mean + 0.01 * x.mean(0)
+            variance = 0.99 * variance + 0.01 * x.var(0)
+        scope = "model/batch_normalization"
+        np.testing.assert_allclose(session.variables[f"{scope}/moving_mean"], mean, atol=1e-6)
+        np.testing.assert_allclose(session.variables[f"{scope}/moving_variance"], variance, rtol=1e-5)
+        before = session.variables
+        session.run(evaluation)
+        x, y = session.run(outputs.dequeue())
+        np.testing.assert_allclose(y, (x - mean) / np.sqrt(variance + 1e-3), atol=1e-5)
+        models.assert_trees_close(session.variables, before, 0)
+
+
+def test_loops_return_random_keys():
+    program = front.compile_program(
+        lambda: loops.repeat(2, lambda key: jax.random.split(key)[0], [jax.random.key(3)])
+    )
+    with ipu.Session() as session:
+        (key,) = session.run(program)
+    expected = jax.random.split(jax.random.split(jax.random.key(3))[0])[0]
+    assert jnp.all(jax.random.key_data(key) == jax.random.key_data(expected))
+
+
+def test_random_keys_do_not_depend_on_shards():
+    def run(shard):
+        queue = IPUOutfeedQueue()
+
+        def body():
+            with shard(0):
+                a = jax.random.normal(ipu.next_rng_key(), (2,))
+            with shard(1), ipu.variable_scope("b"):
+                queue.enqueue((a, jax.random.normal(ipu.next_rng_key(), (2,))))
+
+        program = front.compile_program(lambda: loops.repeat(3, body))
+        with ipu.Session(seed=9) as session:
+            session.run(program)
+            session.run(program)
+            return session.run(queue.dequeue())
+
+    whole, sharded = run(unsharded), run(ipu.scopes.ipu_shard)
+    np.testing.assert_array_equal(whole, sharded)
+    assert len(np.unique(whole)) == 24
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_while_loop_with_a_constant_made_on_a_device(sharded):
+    shard = ipu.scopes.ipu_shard if sharded else unsharded
+
+    def body(total, limit):
+        with shard(0):
+            total = total + 1.0
+        with shard(1):
+            return total * 1.0, limit
+
+    program = front.compile_program(
+        lambda x: loops.while_loop(lambda t, limit: t < limit, body, [np.float32(0), x * 2.0])[0],
+        inputs=[np.float32(3)],
+    )
+    with ipu.Session() as session:
+        assert session.run(program) == [6]
+
+
+def test_a_while_loop_waits_for_no_more_than_it_needs():
+    asked = []
+    wake = threading.Event()
+
+    def data():
+        for number in itertools.count(1):
+            asked.append(number)
+            if number > 3:
+                wake.wait(20)
+            yield np.float32(number)
+
+    infeed = IPUInfeedQueue(data, prefetch_depth=2)
+    program = front.compile_program(
+        lambda: loops.while_loop(lambda t: t < 6, lambda t, x: t + x, [0.0], infeed)
+    )
+    with ipu.Session() as session:
+        session.run(infeed.initializer)
+        started = time.monotonic()
+        assert session.run(program) == [6]
+        assert time.monotonic() - started < 15  # and not the 20 s that the fourth element takes
+        assert len(asked) <= 3 + 2 + 1
+        wake.set()
+
+
+# The end of the data, blocks, compilations.
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_the_end_of_the_data_keeps_completed_iterations(sharded):
+    model = LoopModel(8, 2, sharded=sharded, dataset=front.data(5))
+    with ipu.Session(seed=3) as session:
+        session.run([model.initializer, ipu.global_variables_initializer()])
+        start = session.variables
+        with pytest.raises(OutOfRangeError, match="ended after 5 elements"):
+            model.run(session)
+        expected, variables, left = plain(start, front.data(5)(), 2, "sgd", "SUM")
+        models.assert_trees_close(session.run(model.outfeed.dequeue()), expected)
+        models.assert_trees_close(session.variables, jax.tree.map(np.asarray, variables))
+        assert session._store.state.pipelines["GradientAccumulationOptimizerV2"].accumulated.count == len(
+            left
+        )
+
+
+def test_an_error_in_the_data_comes_with_its_traceback():
+    def broken():
+        yield from front.data(3)()
+        raise ArithmeticError("in the data set")
+
+    model = LoopModel(8, 2, dataset=broken)
+    with ipu.Session(seed=3) as session:
+        session.run(model.initializer)
+        with pytest.raises(ArithmeticError, match="in the data set") as caught:
+            model.run(session)
+        assert "broken" in str(caught.traceback[-1])
+        assert len(session.run(model.outfeed.dequeue())) == 3
+
+
+def test_a_loop_is_one_program_that_is_compiled_once(caplog):
+    model = LoopModel(20, 3)
+    with ipu.Session(seed=3) as session:
+        session.run(model.initializer)
+        model.run(session)
+        with jax.log_compiles():
+            for _run in range(3):
+                model.run(session)
+    assert [record.message for record in caplog.records if "Compiling" in record.message] == []
+    loop = model.program.calls[0].loop
+    assert [len(programs) for programs in [loop._runner._functions]] == [1]
+
+
+def test_what_a_run_is_cut_into_changes_nothing(monkeypatch):
+    """Random keys, carried values and accumulation go on from block to block."""
+    found = []
+    for block_bytes in (2**26, 1000, 1):
+        monkeypatch.setattr(Loop.__init__, "__defaults__", (None, block_bytes))
+        infeed, outfeed = IPUInfeedQueue(front.data()), IPUOutfeedQueue()
+
+        def body(rate, x, labels, outfeed=outfeed):
+            _rate, x, labels = front.first_stage(rate, x, labels)
+            x = ipu.layers.Dropout(0.5)(x)
+            loss = front.second_stage(rate, x, labels)[1]
+            optimizer = GradientAccumulationOptimizerV2(optax.sgd(rate), 3, reduction_method="RUNNING_MEAN")
+            return rate * 0.9, optimizer.minimize(loss), outfeed.enqueue((loss, x == 0))
+
+        program = front.compile_program(
+            lambda body=body, infeed=infeed: loops.repeat(10, body, [np.float32(0.2)], infeed)
+        )
+        with ipu.Session(seed=3) as session:
+            session.run(infeed.initializer)
+            rates = [session.run(program[0]) for _run in range(2)]
+            found.append((rates, *session.run(outfeed.dequeue()), session.variables))
+        capacities = [kind.room for kind, _donate in program.calls[0].loop._runner._functions]
+        assert capacities == [{2**26: 10, 1000: 3, 1: 1}[block_bytes]]
+    assert len({mask.tobytes() for mask in found[0][2]}) == 20
+    for other in found[1:]:
+        models.assert_trees_close(other, found[0], 1e-6)
+
+
+def test_traced_counts_are_not_compiled_for_one_by_one(caplog):
+    n = ipu.placeholder(np.int32, [])
+    program = front.compile_program(
+        lambda n: loops.repeat(n, lambda x: x * 1.5, [np.float32(1)]), inputs=[n]
+    )
+    with ipu.Session() as session:
+        session.run(program, {n: 9})
+        with jax.log_compiles():
+            for count in range(10, 17):
+                np.testing.assert_allclose(session.run(program[0], {n: count}), 1.5**count, rtol=1e-6)
+    assert [record.message for record in caplog.records if "Compiling" in record.message] == []
+
+
+def test_other_devices_for_what_was_fetched_ahead():
+    model = LoopModel(3, 1, sharded=True)
+    with ipu.Session(seed=3) as session:
+        session.run(model.initializer)
+        losses = []
+        for chosen in ([0, 1], [2, 3]):
+            config = ipu.config.IPUConfig()
+            config.select_ipus = chosen
+            config.configure_ipu_system()
+            losses.append(model.run(session))
+    other = LoopModel(6, 1)
+    ipu.config.reset_ipu_configuration()
+    with ipu.Session(seed=3) as session:
+        session.run(other.initializer)
+        models.assert_trees_close(np.concatenate(losses), other.run(session))
+
+
+def test_one_infeed_for_programs_that_take_it_differently():
+    """Blocks of several sizes, single elements on two devices: none is lost, repeated or out of order."""
+    infeed = IPUInfeedQueue([(np.float32(n), np.full(3, n, "int32")) for n in range(1000)])
+    queues, programs = [], []
+
+    def add(make):
+        queues.append(IPUOutfeedQueue())
+        programs.append(front.compile_program(lambda: make(queues[-1])))
+
+    def loop(count, shard, queue):
+        def body(x, y):
+            with shard(0):
+                x = x * 1.0
+            with shard(1):
+                return queue.enqueue((x, y + 0))
+
+        return loops.repeat(count, body, [], infeed)
+
+    def while_loop(queue):
+        def body(n, x, y):
+            return n + 1, queue.enqueue((x * 1.0, y + 0))
+
+        return loops.while_loop(lambda n: n < 4, body, [0], infeed)
+
+    def pipe(mapping, queue):
+        return ipu.pipelining_ops.pipeline(
+            [lambda x, y: (x * 1.0, y), lambda x, y: (x, y + 0)],
+            gradient_accumulation_count=3,
+            repeat_count=2,
+            infeed_queue=infeed,
+            outfeed_queue=queue,
+            device_mapping=mapping,
+        )
+
+    add(lambda queue: loop(5, unsharded, queue))
+    add(lambda queue: loop(2, ipu.scopes.ipu_shard, queue))
+    add(lambda queue: pipe([0, 0], queue))
+    add(while_loop)
+    add(lambda queue: pipe([0, 1], queue))
+    add(lambda queue: loop(7, unsharded, queue))
+    found = []
+    with ipu.Session() as session:
+        session.run(infeed.initializer)
+        for number in np.random.default_rng(1).integers(0, len(programs), 60):
+            if number % 2:
+                time.sleep(0.002)  # so that it fetches ahead for the program before
+            session.run(programs[number])
+            x, y = session.run(queues[number].dequeue())
+            np.testing.assert_array_equal(y, np.stack([x] * 3, axis=1))
+            found += x.tolist()
+    assert found == list(range(len(found)))
+    assert len(found) > 200
+
+
+def test_a_session_ends_only_its_own_pass_over_the_data():
+    model = LoopModel(2, 1)
+    first, second = ipu.Session(seed=3), ipu.Session(seed=3)
+    first.run(model.initializer)
+    before = model.run(first)
+    second.run(model.initializer)
+    first.close()
+    np.testing.assert_array_equal(model.run(second), before)
+    second.close()
+    third = ipu.Session()
+    with pytest.raises(RuntimeError, match="ended, by its `deleter` or with its session"):
+        model.run(third)
+
+
+# Errors.
+
+
+def compile_loop(body, n=2, inputs=None, **options):
+    return front.compile_program(lambda: loops.repeat(n, body, inputs, **options))
+
+
+@pytest.mark.parametrize(
+    ("body", "inputs", "message"),
+    [
+        (lambda x: (x, x), [1.0], r"must return as many values as .* feed, 1, .* returns 2 \(float32\[\]"),
+        (lambda x: None, [1.0], r"feed, 1, .* returns 0 \(none\)"),
+        (lambda x: x.astype("int32"), [1.0], r"input 0 is float32\[\], and int32\[\] comes back"),
+        (lambda x: jnp.stack([x, x]), [1.0], r"input 0 is float32\[\], and float32\[2\] comes back"),
+        (lambda x, y: {"y": y, "x": x}, [1.0, 2.0], r"structure, \[\*, \*\], .* \[\{'x': \*, 'y': \*\}\]"),
+        (
+            lambda d: {"a": d["a"], "c": d["b"]},
+            [{"a": 1.0, "b": 2.0}],
+            r"must return its inputs' structure",
+        ),
+        (lambda x, y: ((x,), y), [1.0, 2.0], r"must return its inputs' structure"),
+    ],
+)
+def test_bodies_that_do_not_return_their_inputs(body, inputs, message):
+    with pytest.raises(ValueError, match=message):
+        compile_loop(body, inputs=inputs)
+
+
+@pytest.mark.parametrize("n", [1.5, None, True, "3"])
+def test_count_types(n):
+    with pytest.raises(TypeError, match="n must be an integer"):
+        compile_loop(lambda: None, n)
+
+
+def test_wrong_calls():
+    with pytest.raises(ValueError, match="n must be from 0 to 2147483647; got -1"):
+        compile_loop(lambda: None, -1)
+    with pytest.raises(TypeError, match="body must be a function"):
+        compile_loop(3)
+    with pytest.raises(TypeError, match="infeed_queue is not an instance"):
+        compile_loop(lambda: None, infeed_queue=[1])
+    with pytest.raises(TypeError, match=r"takes \(x, y\), but the inputs .* gives? it \(float32\[\]\)"):
+        compile_loop(lambda x, y: x, inputs=[1.0])
+    with pytest.raises(RuntimeError, match="not placed on an IPU device"):
+        loops.repeat(1, lambda: None)
+    with pytest.raises(RuntimeError, match="within a computational stage or the body of a loop"):
+        compile_loop(lambda: loops.repeat(1, lambda: None))
+    with pytest.raises(ValueError, match="inputs must have at least one"):
+        front.compile_program(lambda: loops.while_loop(lambda: True, lambda: None))
+    with pytest.raises(
+        ValueError, match=r"condition must return a boolean scalar; it returned float32\[\]"
+    ):
+        front.compile_program(lambda: loops.while_loop(lambda x: x, lambda x: x, [1.0]))
+    with pytest.raises(ValueError, match="condition asks for variable w"):
+        front.compile_program(
+            lambda: loops.while_loop(lambda x: ipu.get_variable("w", ()) > x, lambda x: x, [1.0])
+        )
+
+
+def minimize(loss, **options):
+    return GradientAccumulationOptimizerV2(optax.sgd(1.0), 1).minimize(loss, **options)
+
+
+def weight():
+    return ipu.get_variable("w", (), initializer=1.0)
+
+
+@pytest.mark.parametrize(
+    ("body", "error", "message"),
+    [
+        (lambda: minimize(jnp.ones(2) * weight()), ValueError, r"floating-point scalar; got float32\[2\]"),
+        (lambda: minimize(jnp.int32(3)), ValueError, r"floating-point scalar; got int32\[\]"),
+        (lambda: minimize(jnp.float32(3)), ValueError, "No variables to optimize"),
+        (lambda: minimize(weight(), var_list=["x"]), ValueError, "'x' of var_list does not exist.* are: w"),
+        (lambda: minimize(weight(), var_list="w"), ValueError, "var_list must be a list of full names"),
+        (lambda: minimize(weight(), var_list=[]), ValueError, "var_list is empty; None trains all"),
+        (lambda: minimize(weight(), global_step=3), ValueError, "global_step must be None.* got 3"),
+        (
+            lambda: [minimize(weight()), minimize(jnp.sin(1.0))],
+            NotImplementedError,
+            "called twice in the body of one loop",
+        ),
+        (
+            lambda: jax.lax.scan(lambda c, _: (c, minimize(c * weight()) and None), 1.0, None, length=2),
+            ValueError,
+            "minimize is called inside the body of scan",
+        ),
+    ],
+)
+def test_wrong_training_steps(body, error, message):
+    with pytest.raises(error, match=message):
+        compile_loop(lambda: body() and None)
+
+
+def test_training_steps_outside_of_loops():
+    with pytest.raises(RuntimeError, match=r"called in the compiled function. .* ipu.loops.repeat"):
+        front.compile_program(lambda: (minimize(weight()), loops.repeat(1, lambda: None)))
+    with pytest.raises(RuntimeError, match="outside of a program"):
+        minimize(jnp.float32(1))
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_compiled_function_that_trains(sharded):
+    """Without a loop it is the body of one that runs once; its values may differ from its inputs."""
+    shard = ipu.scopes.ipu_shard if sharded else unsharded
+    x, labels = (ipu.placeholder(one.dtype, one.shape) for one in next(front.data()()))
+    outfeed = IPUOutfeedQueue()
+
+    def step(x, labels):
+        with shard(0):
+            rate, hidden, labels = front.first_stage(np.float32(RATE), x, labels)
+        with shard(1):
+            _rate, loss = front.second_stage(rate, hidden, labels)
+        train_op = GradientAccumulationOptimizerV2(optax.sgd(RATE), 2).minimize(loss)
+        drawn = jax.random.uniform(ipu.next_rng_key())
+        return {"loss": loss, "drawn": drawn}, train_op, outfeed.enqueue(loss)
+
+    program = front.compile_program(step, inputs=[x, labels])
+    batches = list(itertools.islice(front.data()(), 4))
+    with ipu.Session(seed=3) as session:
+        session.run(ipu.global_variables_initializer())
+        start = session.variables
+        found = [session.run(program, {x: batch[0], labels: batch[1]})[0] for batch in batches]
+        after = session.variables
+        np.testing.assert_array_equal(session.run(outfeed.dequeue()), [one["loss"] for one in found])
+    losses, variables, _left = plain(start, batches, 2, "sgd", "SUM")
+    models.assert_trees_close(np.array([one["loss"] for one in found]), losses)
+    models.assert_trees_close(after, jax.tree.map(np.asarray, variables))
+    assert len({float(one["drawn"]) for one in found}) == len(batches)
+
+
+def test_a_compiled_function_that_returns_keys():
+    program = front.compile_program(lambda: (jax.random.split(ipu.next_rng_key(), 3), ipu.next_rng_key()))
+    with ipu.Session() as session:
+        many, one = session.run(program)
+        again = session.run(program[1])
+    assert (many.shape, one.shape) == ((3,), ())
+    assert not np.array_equal(jax.random.key_data(one), jax.random.key_data(again))
+
+
+def test_a_compiled_function_that_only_enqueues():
+    outfeed = IPUOutfeedQueue()
+    program = front.compile_program(lambda: outfeed.enqueue(np.float32(4)))
+    with ipu.Session() as session:
+        assert session.run(program) is None
+        assert session.run(outfeed.dequeue()) == [4]
+
+
+def test_wrong_optimizers():
+    with pytest.raises(TypeError, match=r"must be an optax.GradientTransformation.* got float"):
+        GradientAccumulationOptimizerV2(0.1, 2)
+    with pytest.raises(TypeError, match=r"MultiSteps, of which \.gradient_transformation\(\) gives one"):
+        GradientAccumulationOptimizerV2(optax.MultiSteps(optax.sgd(0.1), 2), 2)
+    with pytest.raises(TypeError, match="num_mini_batches must be an integer; got 2.0"):
+        GradientAccumulationOptimizerV2(optax.sgd(1.0), 2.0)
+    with pytest.raises(ValueError, match="num_mini_batches must be from 1 to .*; got 0"):
+        GradientAccumulationOptimizerV2(optax.sgd(1.0), 0)
+    with pytest.raises(ValueError, match="Cannot parse"):
+        GradientAccumulationOptimizerV2(optax.sgd(1.0), 1, reduction_method="max")
+    with pytest.raises(ValueError, match="dtype must be a floating-point dtype; got int32"):
+        GradientAccumulationOptimizerV2(optax.sgd(1.0), 1, dtype="int32")
+    with pytest.raises(TypeError, match="offload_weight_update_variables must be True, False or None"):
+        GradientAccumulationOptimizerV2(optax.sgd(1.0), 1, offload_weight_update_variables="yes")
+    with pytest.raises(TypeError, match="replicated_optimizer_state_sharding must be True or False"):
+        GradientAccumulationOptimizerV2(optax.sgd(1.0), 1, replicated_optimizer_state_sharding="yes")
+    with pytest.raises(TypeError, match="gradient_mapping_function must be a function"):
+        MapGradientOptimizer(optax.sgd(1.0), 3)
+    nested = GradientAccumulationOptimizerV2(GradientAccumulationOptimizerV2(optax.sgd(1.0), 2), 2)
+    with pytest.raises(ValueError, match="only once; two are nested"):
+        compile_loop(lambda: nested.minimize(weight()))
+    wrong = MapGradientOptimizer(optax.sgd(1.0), lambda g, v: jnp.stack([g, v]))
+    with pytest.raises(ValueError, match=r"must return the gradient's shape .* returned float32\[2\]"):
+        compile_loop(lambda: wrong.minimize(weight()))
+
+
+def test_wrong_enqueues():
+    queue = IPUOutfeedQueue()
+    with pytest.raises(RuntimeError, match="outside of a program"):
+        queue.enqueue(1.0)
+    with pytest.raises(ValueError, match="can be enqueued to only once"):
+        compile_loop(lambda: (queue.enqueue(1.0), queue.enqueue(1.0)))
+    with pytest.raises(ValueError, match="can be enqueued to only once in a program"):
+        front.compile_program(lambda: [loops.repeat(1, lambda: queue.enqueue(1.0)) for _twice in range(2)])
+    with pytest.raises(TypeError, match="must have arrays only; got str"):
+        compile_loop(lambda: queue.enqueue("text"))
+    with pytest.raises(ValueError, match="there is nothing to enqueue"):
+        compile_loop(lambda: queue.enqueue(()))
+    with pytest.raises(ValueError, match="Trying to capture the tensor p"):
+        compile_loop(lambda: queue.enqueue(ipu.placeholder(np.float32, name="p")))
+    with pytest.raises(ValueError, match="enqueue is called inside the body of cond"):
+        compile_loop(
+            lambda x: jax.lax.cond(x > 0, lambda x: queue.enqueue(x) and x, lambda x: x, x), inputs=[1.0]
+        )
+    jitted = jax.jit(lambda x: (queue.enqueue(x), x)[1])
+    front.compile_program(lambda: loops.repeat(1, jitted, [1.0]))

@@ -1,0 +1,714 @@
+"""Replicas of loops: each with elements and carried values of its own, and one weight update for all."""
+
+import contextlib
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import ipu_pipeline as ipu
+from ipu_pipeline import loops, optimizers
+from ipu_pipeline.engine.execution.runner import ColumnRunner
+from ipu_pipeline.errors import OutOfRangeError
+from ipu_pipeline.ground import warned
+from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue
+from ipu_pipeline.ipu_outfeed_queue import IPUOutfeedMode, IPUOutfeedQueue
+from tests.engine.test_equality import plain_loss
+from tests.support import front, models
+
+Accumulating = optimizers.CrossReplicaGradientAccumulationOptimizerV2
+OPTIMIZERS = {"sgd": lambda: optax.sgd(0.1), "adam": lambda: optax.adam(0.01)}
+HALVED = {"halved": lambda: optax.chain(optax.scale(0.5), optax.adam(0.01))}
+
+
+@pytest.fixture(autouse=True)
+def nothing_warned(monkeypatch):
+    monkeypatch.setattr(warned, "_warned", set())
+
+
+def select(number):
+    config = ipu.config.IPUConfig()
+    config.auto_select_ipus = number
+    config.require_power_of_two = False
+    config.configure_ipu_system()
+
+
+def elements_of(number, seed=0):
+    return models.mlp_batches(np.random.default_rng(seed), number)
+
+
+def stages(is_sharded, x, labels):
+    """The layers of `models`, all on one IPU or cut in two."""
+    first, second = models.mlp_stages(2)
+    shard = ipu.scopes.ipu_shard if is_sharded else lambda _index: contextlib.nullcontext()
+    with shard(0):
+        between = first(x, labels)
+    with shard(1):
+        return second(*between)
+
+
+class Model:
+    """A loop that trains, with queues."""
+
+    def __init__(self, elements, count, every, optimizer="sgd", is_sharded=False, **options):
+        self.infeed = IPUInfeedQueue(elements)
+        self.outfeed = IPUOutfeedQueue()
+
+        def body(number, x, labels):
+            loss = stages(is_sharded, x, labels)
+            opt = Accumulating(OPTIMIZERS[optimizer](), every, **options)
+            return number + 1, opt.minimize(loss), self.outfeed.enqueue(loss)
+
+        self.program = front.compile_program(lambda: loops.repeat(count, body, [np.int32(0)], self.infeed))
+        self.initializer = self.infeed.initializer
+
+    def run(self, session):
+        assert session.run(self.program)[0] > 0
+        return session.run(self.outfeed.dequeue())
+
+
+def plain(variables, elements, num_replicas, every, optimizer, reduction):
+    """Losses [iterations, replicas] and variables of a plain loop, and the gradients left accumulated."""
+    groups = [elements[n : n + num_replicas] for n in range(0, len(elements), num_replicas)]
+    transformation = (OPTIMIZERS | HALVED)[optimizer]()
+    losses, variables, left = models.plain_loop(
+        plain_loss, variables, groups, every, transformation, reduction
+    )
+    return losses, jax.tree.map(np.asarray, variables), left
+
+
+def started(model):
+    session = ipu.Session(seed=3)
+    session.run(model.initializer)
+    session.run(ipu.global_variables_initializer())
+    return session, session.variables
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+@pytest.mark.parametrize("num_replicas", [2, 3])
+@pytest.mark.parametrize("reduction", ["SUM", "MEAN", "RUNNING_MEAN"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("count", "every"), [(6, 3), (5, 3), (2, 5), (3, 1)])
+@pytest.mark.each_value
+def test_equals_a_plain_loop(count, every, optimizer, reduction, num_replicas, is_sharded):
+    """Also where a run ends within an update: the next one goes on with what was accumulated."""
+    elements = elements_of(2 * count * num_replicas)
+    model = Model(elements, count, every, optimizer, is_sharded, reduction_method=reduction)
+    select(num_replicas * (1 + is_sharded))
+    session, start = started(model)
+    with session:
+        losses = np.concatenate([model.run(session) for _run in range(2)])
+        expected, variables, left = plain(start, elements, num_replicas, every, optimizer, reduction)
+        assert losses.shape == (2 * count, num_replicas)
+        models.assert_trees_close(losses, expected)
+        models.assert_trees_close(session.variables, variables)
+        name = "CrossReplicaGradientAccumulationOptimizerV2"
+        assert session.update_count(name) == 2 * count // every
+        kept = session._store.state.pipelines[name].accumulated
+        assert kept.count == len(left) == 2 * count % every
+        if left:
+            total = jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *left)
+            if reduction == "RUNNING_MEAN":
+                total = jax.tree.map(lambda leaf: leaf / len(left), total)
+            models.assert_trees_close(
+                jax.tree.map(np.asarray, kept.accumulators), jax.tree.map(np.asarray, total)
+            )
+
+
+def test_float64():
+    with jax.enable_x64(True):
+        data = [np.random.default_rng(n).normal(size=(4, 3)) for n in range(8)]
+        infeed = IPUInfeedQueue(data)
+
+        def body(x):
+            w = ipu.get_variable("w", (3,), np.float64, initializer=[0.5, -1.0, 2.0])
+            opt = optimizers.CrossReplicaOptimizer(optax.sgd(0.1))
+            return opt.minimize(jnp.mean(jnp.sin(x @ w)))
+
+        program = front.compile_program(lambda: loops.repeat(4, body, [], infeed))
+        select(2)
+        with ipu.Session() as session:
+            session.run(infeed.initializer)
+            session.run(program)
+            found = session.variables["w"]
+        w = jnp.array([0.5, -1.0, 2.0])
+        for pair in zip(data[::2], data[1::2], strict=True):
+            gradients = [jax.grad(lambda w, x: jnp.mean(jnp.sin(x @ w)))(w, x) for x in pair]
+            w = w - 0.1 * sum(gradients) / 2
+        models.assert_trees_close(found, np.asarray(w), 1e-12)
+
+
+def test_the_optimizers_state_is_shared_out():
+    """ZeRO-1: the same numbers, and a part of the state on each IPU."""
+    elements = elements_of(12)
+    found = []
+    for is_shared in (False, True):
+        model = Model(elements, 6, 3, "adam", replicated_optimizer_state_sharding=is_shared)
+        select(2)
+        session, _start = started(model)
+        with session:
+            model.run(session)
+            state = session._store.state.pipelines["CrossReplicaGradientAccumulationOptimizerV2"].optimizer
+            leaves = dict(zip(state.shapes, jax.tree.leaves(state.tree), strict=True))
+            kernel = leaves["[0].mu['dense0/kernel']"]
+            assert kernel.sharding.is_fully_replicated is not is_shared
+            found.append((session.variables, session.optimizer_state(state_name(session))))
+    models.assert_trees_close(found[1], found[0], 1e-6)
+    model = Model(elements, 6, 3, replicated_optimizer_state_sharding=True)
+    select(1)
+    session, _start = started(model)
+    with session, pytest.warns(UserWarning, match="there is one replica, and nothing is sharded"):
+        model.run(session)
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_nests_of_optimizers(is_sharded):
+    """The scale of the loss, a map of gradients, and state in host memory, as with one replica."""
+    elements = elements_of(12)
+    infeed, outfeed = IPUInfeedQueue(elements), IPUOutfeedQueue()
+
+    def body(x, labels):
+        loss = stages(is_sharded, x, labels)
+        opt = optimizers.MapGradientOptimizer(optax.adam(0.01), lambda gradient, _variable: gradient * 0.5)
+        opt = optimizers.LossScalingOptimizer(opt, 8.0)
+        opt = optimizers.GradientAccumulationOptimizerV2(opt, 3, offload_weight_update_variables=True)
+        return optimizers.CrossReplicaOptimizer(opt).minimize(loss), outfeed.enqueue(loss)
+
+    program = front.compile_program(lambda: loops.repeat(6, body, [], infeed))
+    select(2 * (1 + is_sharded))
+    with ipu.Session(seed=3) as session:
+        session.run([infeed.initializer, ipu.global_variables_initializer()])
+        start = session.variables
+        session.run(program)
+        losses, found = session.run(outfeed.dequeue()), session.variables
+    expected, wanted, _left = plain(start, elements, 2, 3, "halved", "SUM")
+    models.assert_trees_close(losses, expected)
+    models.assert_trees_close(found, wanted)
+
+
+def state_name(session):
+    (name,) = session._store.state.pipelines
+    return name
+
+
+# Carried values, and what a program returns.
+
+
+def test_each_replica_carries_its_own():
+    """And the first one's are what the program returns."""
+    infeed = IPUInfeedQueue([np.float32(n) for n in range(1, 13)])
+    outfeed = IPUOutfeedQueue()
+
+    def body(total, constant, x):
+        index = ipu.replication_ops.replication_index()
+        total = total + constant * x
+        return total, constant, outfeed.enqueue((total, index))
+
+    program = front.compile_program(lambda: loops.repeat(3, body, [np.float32(100), np.float32(2)], infeed))
+    select(4)
+    with ipu.Session() as session:
+        session.run(infeed.initializer)
+        total, constant = session.run(program)
+        totals, indices = session.run(outfeed.dequeue())
+    expected = 100 + np.cumsum(2 * np.arange(1, 13).reshape(3, 4), axis=0)
+    np.testing.assert_array_equal(totals, expected)
+    np.testing.assert_array_equal(indices, [range(4)] * 3)
+    assert (total, constant) == (expected[-1, 0], 2)
+
+
+def test_what_replicas_have_apart_goes_on_in_the_program():
+    """Through what is computed between loops, into another loop, and into a pipeline's inputs."""
+    infeed = IPUInfeedQueue([np.float32(n) for n in range(1, 5)])
+    outfeeds = [IPUOutfeedQueue(), IPUOutfeedQueue()]
+
+    def first(total, x):
+        return total + ipu.cross_replica_ops.cross_replica_sum(x) * 0.0 + x
+
+    def second(value, scale):
+        ipu.replication_ops.replication_index()
+        return value * scale, scale, outfeeds[0].enqueue(value)
+
+    def stage(value):
+        return value + ipu.replication_ops.replication_index().astype(np.float32)
+
+    def function():
+        total = loops.repeat(2, first, [np.float32(0)], infeed)
+        scaled, _scale = loops.repeat(2, second, [total + 1.0, total])
+        ipu.pipelining_ops.pipeline(
+            [stage, lambda x: x],
+            2,
+            inputs=[scaled * 10.0],
+            outfeed_queue=outfeeds[1],
+            device_mapping=[0, 0],
+        )
+        return scaled, total
+
+    program = front.compile_program(function)
+    select(2)
+    with ipu.Session() as session:
+        session.run(infeed.initializer)
+        scaled, total = session.run(program)
+        enqueued, piped = (session.run(outfeed.dequeue()) for outfeed in outfeeds)
+    sums = np.array([1 + 3, 2 + 4], np.float32)
+    last = (sums + 1) * sums**2
+    np.testing.assert_array_equal(enqueued, [sums + 1, (sums + 1) * sums])
+    np.testing.assert_array_equal(piped, [last * 10 + [0, 1]] * 2)
+    assert (scaled, total) == (last[0], sums[0])
+
+
+def test_random_numbers_differ_between_replicas():
+    outfeed = IPUOutfeedQueue()
+
+    def body():
+        ipu.replication_ops.replication_index()
+        return outfeed.enqueue(jax.random.normal(ipu.next_rng_key(), (3,)))
+
+    program = front.compile_program(lambda: loops.repeat(2, body))
+    select(2)
+    found = []
+    try:
+        for identical in (False, True):
+            ipu.utils.reset_ipu_seed(5, experimental_identical_replicas=identical)
+            with ipu.Session() as session:
+                session.run(program)
+                found.append(session.run(outfeed.dequeue()))
+    finally:
+        ipu.utils.reset_ipu_seed(0)
+    assert len(np.unique(found[0])) == 2 * 2 * 3
+    np.testing.assert_array_equal(found[1][:, 0], found[1][:, 1])
+
+
+def test_variables_that_bodies_assign():
+    """Each replica's own within an update; means, or the first one's counters, after it and after a run."""
+    infeed = IPUInfeedQueue([np.float32(n) for n in range(1, 100)])
+    outfeed = IPUOutfeedQueue()
+
+    def body(x):
+        mean = ipu.get_variable("mean", initializer=0.0, trainable=False)
+        count = ipu.get_variable("count", initializer=0, trainable=False)
+        w = ipu.get_variable("w", initializer=1.0)
+        ipu.assign("mean", 0.5 * mean + x)
+        ipu.assign("count", count + 1 + ipu.replication_ops.replication_index())
+        opt = Accumulating(optax.sgd(0.0), 2)
+        return opt.minimize(w * x), outfeed.enqueue(mean)
+
+    program = front.compile_program(lambda: loops.repeat(3, body, [], infeed))
+    select(2)
+    with ipu.Session() as session:
+        session.run(infeed.initializer)
+        session.run(program)
+        means = session.run(outfeed.dequeue())
+        # 1 | 2, then 0.5 + 3 | 1 + 4 = 3.5 | 5, of which the update makes 4.25, then 2.125 + 5 | + 6
+        np.testing.assert_array_equal(means, [[0, 0], [1, 2], [4.25, 4.25]])
+        assert session.variables["mean"] == 2.125 + 5.5
+        assert session.variables["count"] == 3
+        session.run(program)
+        np.testing.assert_array_equal(session.run(outfeed.dequeue())[0], [7.625, 7.625])
+
+
+def test_variables_of_a_loop_that_does_not_train_are_joined_at_its_end():
+    """Here the order matters: the mean of squares is not the square of the mean."""
+
+    def body(x):
+        v = ipu.get_variable("v", initializer=0.0, trainable=False)
+        ipu.assign("v", v * v + x)
+
+    infeed = IPUInfeedQueue([np.float32(n) for n in (1, 3, 1, 1)], replication_factor=2)
+    program = front.compile_program(lambda: loops.repeat(2, body, [], infeed))
+    select(2)
+    with ipu.Session() as session:
+        session.run(infeed.initializer)
+        session.run(program)
+        assert session.variables["v"] == (1 * 1 + 1 + 3 * 3 + 1) / 2
+
+
+def test_gradients_through_values_of_all_replicas():
+    """The loss of each replica depends on what all of them have, as in one large model."""
+    infeed = IPUInfeedQueue([np.float32(n) for n in range(1, 7)])
+
+    def body(x):
+        w = ipu.get_variable("w", initializer=2.0)
+        mean = ipu.cross_replica_ops.cross_replica_mean(w * x)
+        loss = (w * x - mean) ** 2 + ipu.cross_replica_ops.cross_replica_sum(jnp.sin(w * x))
+        return optimizers.CrossReplicaOptimizer(optax.sgd(0.01)).minimize(loss)
+
+    program = front.compile_program(lambda: loops.repeat(2, body, [], infeed))
+    select(3)
+    with ipu.Session() as session:
+        session.run(infeed.initializer)
+        session.run(program)
+        found = session.variables["w"]
+
+    def total(w, x):
+        return jnp.sum((w * x - jnp.mean(w * x)) ** 2 + jnp.sum(jnp.sin(w * x)))
+
+    w = jnp.float32(2)
+    for x in (jnp.arange(1.0, 4.0), jnp.arange(4.0, 7.0)):
+        w = w - 0.01 * jax.grad(total)(w, x) / 3
+    models.assert_trees_close(found, np.asarray(w))
+
+
+def test_synchronized_batch_normalization_is_that_of_one_large_batch():
+    data = [np.random.default_rng(n).normal(2, 3, (4, 5)).astype(np.float32) for n in range(6)]
+    found = []
+    for number in (2, 1):
+        batches = data if number == 2 else [np.concatenate(data[n : n + 2]) for n in range(0, 6, 2)]
+        infeed = IPUInfeedQueue(batches)
+
+        def body(x):
+            x = ipu.layers.BatchNormalization(synchronized=True)(ipu.layers.Dense(3, use_bias=False)(x))
+            opt = optimizers.CrossReplicaOptimizer(optax.sgd(0.1))
+            return opt.minimize(jnp.mean(jnp.sin(x * jnp.arange(1.0, 4.0))))
+
+        program = front.compile_program(functools.partial(loops.repeat, 3, body, [], infeed))
+        select(number)
+        with ipu.Session(seed=2) as session:
+            session.run(infeed.initializer)
+            session.run(program)
+            found.append(session.variables)
+    models.assert_trees_close(*found, 1e-5)
+
+
+# Loops that end by a condition.
+
+
+def test_while_loops_go_on_together():
+    infeed = IPUInfeedQueue([np.float32(n) for n in range(1, 21)])
+    outfeed = IPUOutfeedQueue()
+
+    def body(total, x):
+        return total + ipu.cross_replica_ops.cross_replica_sum(x), outfeed.enqueue(x)
+
+    program = front.compile_program(
+        lambda: loops.while_loop(lambda total: total < 20, body, [np.float32(0)], infeed)
+    )
+    select(2)
+    with ipu.Session() as session:
+        session.run(infeed.initializer)
+        assert session.run(program) == [1 + 2 + 3 + 4 + 5 + 6]
+        np.testing.assert_array_equal(session.run(outfeed.dequeue()), [[1, 2], [3, 4], [5, 6]])
+        assert session.run(program) == [7 + 8 + 9 + 10]
+
+
+def test_a_condition_that_differs_between_replicas_is_an_error():
+    """It would wait for ever: one replica would train on, and the other not."""
+    infeed = IPUInfeedQueue([np.float32(n) for n in range(1, 21)])
+
+    def body(total, x):
+        w = ipu.get_variable("w", initializer=0.0)
+        return total + x, optimizers.CrossReplicaOptimizer(optax.sgd(1.0)).minimize(w * x)
+
+    program = front.compile_program(
+        lambda: loops.while_loop(lambda total: total < 9.5, body, [np.float32(0)], infeed)
+    )
+    select(2)
+    with ipu.Session() as session:
+        session.run(infeed.initializer)
+        with pytest.raises(
+            ValueError, match=r"the same in all replicas.* True in replicas \[0\] of 2 only"
+        ):
+            session.run(program)
+        assert session.variables["w"] == -(1.5 + 3.5 + 5.5)  # what was done stands
+
+
+def test_a_count_that_differs_between_replicas_is_an_error():
+    infeed = IPUInfeedQueue([np.int32(n) for n in range(1, 9)])
+
+    def first(total, x):
+        return total + x + 0 * ipu.cross_replica_ops.cross_replica_sum(x)
+
+    def function():
+        number = loops.repeat(1, first, [np.int32(0)], infeed)
+        return loops.repeat(number, lambda total: total + 1, [np.int32(0)])
+
+    program = front.compile_program(function)
+    select(2)
+    with ipu.Session() as session:
+        session.run(infeed.initializer)
+        with pytest.raises(ValueError, match=r"must be the same in all replicas.* gave them \[1, 2\]"):
+            session.run(program)
+
+
+@pytest.mark.parametrize("is_between", [False, True])
+def test_replicas_that_do_not_fit_are_an_error(is_between):
+    """Those of a loop on one IPU each, and of one on two: the values of one of them would be lost."""
+    infeed = IPUInfeedQueue([np.float32(n) for n in range(1, 9)])
+
+    def first(total, x):
+        return total + x + 0.0 * ipu.cross_replica_ops.cross_replica_sum(x)
+
+    def second(total):
+        with ipu.scopes.ipu_shard(0):
+            total = total + 1.0
+        with ipu.scopes.ipu_shard(1):
+            return total + ipu.cross_replica_ops.cross_replica_sum(total)
+
+    def function():
+        one = loops.repeat(1, first, [np.float32(0)], infeed)
+        other = loops.repeat(1, second, [np.float32(0) if is_between else one])
+        return one + other
+
+    program = front.compile_program(function)
+    select(4)
+    message = (
+        "loops with different numbers of replicas: 2, 4" if is_between else "has 2 replicas, and takes"
+    )
+    with ipu.Session() as session:
+        session.run(infeed.initializer)
+        with pytest.raises(ValueError, match=message):
+            session.run(program)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_while_loops_of_at_most_so_many_iterations(number):
+    infeed = IPUInfeedQueue([np.float32(n) for n in range(1, 21)])
+    limit = ipu.placeholder(np.int32)
+
+    def body(total, x):
+        ipu.replication_ops.replication_index()
+        return total + x
+
+    program = front.compile_program(
+        lambda: loops.while_loop(
+            lambda total: total < 20, body, [np.float32(0)], infeed, maximum_iterations=limit
+        )
+    )
+    select(number)
+    with ipu.Session() as session:
+        session.run(infeed.initializer)
+        assert session.run(program, {limit: 2}) == [1 + 1 + number]
+        assert session.run(program, {limit: 0}) == [0]
+        first = 1 + 2 * number
+        expected = {1: 3 + 4 + 5 + 6 + 7, 2: 5 + 7 + 9}[number]
+        assert session.run(program, {limit: 100 if number == 1 else 3}) == [expected], first
+
+
+# Sessions: ends of data, interrupts, checkpoints.
+
+
+def test_data_that_end_within_a_round_keep_what_was_done():
+    elements = elements_of(12)
+    short = elements[:7]
+    model = Model(lambda: iter(short), 6, 1)
+    select(2)
+    session, start = started(model)
+    with session:
+        with pytest.raises(OutOfRangeError):
+            session.run(model.program)
+        assert session.update_count("CrossReplicaGradientAccumulationOptimizerV2") == 3
+        losses, variables, _left = plain(start, elements[:6], 2, 1, "sgd", "SUM")
+        models.assert_trees_close(session.run(model.outfeed.dequeue()), losses)
+        models.assert_trees_close(session.variables, variables)
+
+
+@pytest.mark.parametrize("numbers", [(2, 1), (1, 3), (4, 2)])
+def test_a_checkpoint_within_an_update_goes_on_with_other_replicas(tmp_path, numbers):
+    """What replicas accumulated is saved as their mean, from which any number of them goes on."""
+    before, after = numbers
+    elements = elements_of(2 * before + 4 * after)
+    found = []
+    model = Model(elements, 2, 3, "adam")
+    select(before)
+    session, start = started(model)
+    with session:
+        found.append(model.run(session))
+        session.save(tmp_path / "saved")
+    model = Model(elements[2 * before :], 4, 3, "adam")
+    select(after)
+    with ipu.Session() as session:
+        session.run(model.initializer)
+        session.restore(tmp_path / "saved", infeeds=False)
+        found.append(model.run(session))
+        variables = session.variables
+    sizes = [before, before, after, after, after, after]
+    parts = np.split(np.arange(len(elements)), np.cumsum(sizes)[:-1])
+    losses = [row for some in found for row in some]
+    transformation = OPTIMIZERS["adam"]()
+    state, expected, total = transformation.init(start), start, None
+    for number, (places, row) in enumerate(zip(parts, losses, strict=True), 1):
+        each = [jax.value_and_grad(plain_loss)(expected, *elements[place]) for place in places]
+        models.assert_trees_close(np.ravel(row), np.array([loss for loss, _gradient in each]))
+        mean = jax.tree.map(lambda *leaves: sum(leaves) / len(leaves), *(g for _loss, g in each))
+        total = mean if total is None else jax.tree.map(jnp.add, total, mean)
+        if number % 3 == 0:
+            with jax.numpy_dtype_promotion("standard"):
+                changes, state = transformation.update(total, state, expected)
+                expected, total = optax.apply_updates(expected, changes), None
+    models.assert_trees_close(variables, jax.tree.map(np.asarray, expected))
+
+
+def test_a_restored_session_goes_on_in_the_data(tmp_path):
+    elements = elements_of(20)
+    model = Model(elements, 2, 1)
+    select(2)
+    session, start = started(model)
+    with session:
+        losses = [model.run(session) for _run in range(2)]
+        session.save(tmp_path / "saved")
+    model = Model(elements, 2, 1)
+    with ipu.Session() as session:
+        session.run(model.initializer)
+        session.restore(tmp_path / "saved")
+        losses.append(model.run(session))
+        expected, variables, _left = plain(start, elements[:12], 2, 1, "sgd", "SUM")
+        models.assert_trees_close(np.concatenate(losses), expected)
+        models.assert_trees_close(session.variables, variables)
+
+
+def test_another_number_of_replicas_in_the_same_session():
+    elements = elements_of(10)
+    model = Model(elements, 2, 4, "adam")
+    select(3)
+    session, start = started(model)
+    with session:
+        first = model.run(session)
+        select(2)
+        second = model.run(session)
+        assert (first.shape, second.shape) == ((2, 3), (2, 2))
+        means = []
+        for some in (elements[:3], elements[3:6], elements[6:8], elements[8:]):
+            each = [jax.grad(plain_loss)(start, *element) for element in some]
+            means.append(jax.tree.map(lambda *leaves: sum(leaves) / len(leaves), *each))
+        total = jax.tree.map(lambda *leaves: sum(leaves), *means)
+        transformation = OPTIMIZERS["adam"]()
+        with jax.numpy_dtype_promotion("standard"):
+            changes, _state = transformation.update(total, transformation.init(start), start)
+            wanted = optax.apply_updates(start, changes)
+        models.assert_trees_close(session.variables, jax.tree.map(np.asarray, wanted))
+
+
+def test_synthetic_data(monkeypatch):
+    monkeypatch.setenv("TF_POPLAR_FLAGS", "--use_synthetic_data")
+    model = Model(elements_of(4), 3, 1)
+    select(2)
+    session, _start = started(model)
+    with session:
+        assert session.run(model.program) == [3]
+        assert session.update_count("CrossReplicaGradientAccumulationOptimizerV2") == 3
+
+
+def test_an_interrupted_run_goes_on(monkeypatch):
+    """What was done stands, and the elements of the iteration that was not come again."""
+    elements = elements_of(12)
+    model = Model(elements, 4, 3, "adam")
+    select(2)
+    session, start = started(model)
+    run, calls = ColumnRunner.run, []
+
+    def interrupted(*arguments):
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return run(*arguments)
+
+    monkeypatch.setattr(ColumnRunner, "run", interrupted)
+    with session:
+        with pytest.raises(KeyboardInterrupt):
+            session.run(model.program)
+        assert session._store.state.pipelines[state_name(session)].accumulated.count == 2
+        losses = model.run(session)
+        expected, variables, left = plain(start, elements, 2, 3, "adam", "SUM")
+        assert not left
+        models.assert_trees_close(losses, expected)
+        models.assert_trees_close(session.variables, variables)
+
+
+# How many replicas there are, and what is refused.
+
+
+def test_outfeeds_have_an_axis_of_replicas():
+    select(2)
+    for mode, shape in ((IPUOutfeedMode.ALL, (3, 2, 5)), (IPUOutfeedMode.LAST, (2, 5))):
+        outfeed = IPUOutfeedQueue(mode)
+
+        def body(x, outfeed=outfeed):
+            ipu.replication_ops.replication_index()
+            return x + 1, outfeed.enqueue({"a": x * jnp.ones(5)})
+
+        program = front.compile_program(functools.partial(loops.repeat, 3, body, [np.float32(0)]))
+        with ipu.Session() as session:
+            session.run(program)
+            assert session.run(outfeed.dequeue())["a"].shape == shape
+
+
+def test_queues_say_how_many_replicas_there_are():
+    """An older program's `replication_factor`: inference in loops and pipelines has so many replicas."""
+    for call in (
+        lambda infeed, outfeed: loops.repeat(3, lambda x: outfeed.enqueue(x * 2.0), [], infeed),
+        lambda infeed, outfeed: ipu.pipelining_ops.pipeline(
+            [lambda x: x, lambda x: x * 2.0],
+            3,
+            infeed_queue=infeed,
+            outfeed_queue=outfeed,
+            device_mapping=[0, 0],
+        ),
+    ):
+        infeed = IPUInfeedQueue([np.float32(n) for n in range(6)], "in", 0, 2)
+        outfeed = IPUOutfeedQueue("out", replication_factor=2)
+        program = front.compile_program(functools.partial(call, infeed, outfeed))
+        select(2)
+        with ipu.Session() as session:
+            session.run(infeed.initializer)
+            session.run(program)
+            np.testing.assert_array_equal(session.run(outfeed.dequeue()), [[0, 2], [4, 6], [8, 10]])
+
+
+def body_that_trains(optimizer, infeed=None):
+    def body(*element):
+        w = ipu.get_variable("w", initializer=0.0)
+        return optimizer.minimize(w * ipu.cross_replica_ops.cross_replica_sum(jnp.float32(1)))
+
+    return front.compile_program(lambda: loops.repeat(3, body, [], infeed))
+
+
+def test_wrong_numbers_of_replicas():
+    infeed = IPUInfeedQueue([np.float32(1)] * 6, replication_factor=2)
+    plain_optimizer = optimizers.GradientAccumulationOptimizerV2(optax.sgd(0.1), 1)
+    with pytest.raises(ValueError, match="not a valid replicated .* replication_factor of a queue is 2"):
+        body_that_trains(plain_optimizer, infeed)
+    program = body_that_trains(optimizers.CrossReplicaOptimizer(optax.sgd(0.1)), infeed)
+    select(3)
+    with ipu.Session() as session:
+        session.run(infeed.initializer)
+        with pytest.raises(
+            ValueError, match=r"replication_factor=2, but .* 3 replica\(s\) .*auto_select_ipus to 2"
+        ):
+            session.run(program)
+    outfeed = IPUOutfeedQueue(replication_factor=3)
+    with pytest.raises(ValueError, match="must be the same; got 2, 3"):
+        front.compile_program(lambda: loops.repeat(1, outfeed.enqueue, [], infeed))
+    program = body_that_trains(plain_optimizer)
+    with ipu.Session() as session, pytest.raises(ValueError, match="no optimizer averages the gradients"):
+        session.run(program)
+    select(1)
+    with ipu.Session() as session:
+        session.run(program)
+        assert session.variables["w"] == np.float32(-0.1) * 3
+
+
+def test_more_ipus_alone_make_no_replicas():
+    outfeed = IPUOutfeedQueue()
+    program = front.compile_program(lambda: loops.repeat(3, lambda x: (x + 1, outfeed.enqueue(x)), [0.0]))
+    select(4)
+    with ipu.Session() as session:
+        session.run(program)
+        assert session.run(outfeed.dequeue()).shape == (3,)
+
+
+def test_what_is_told_of_them(tmp_path):
+    elements = elements_of(12)
+    model = Model(elements, 3, 3, is_sharded=True)
+    select(4)
+    text = str(model.program.placement())
+    assert "in 2 replicas" in text
+    assert "cpu:0, cpu:2" in text
+    session, _start = started(model)
+    with session, ipu.reports.capture(tmp_path) as captured:
+        session.run(model.program)
+    (facts,) = captured.profile.pipelines
+    assert (facts.kind, facts.num_replicas) == ("loop", 2)
+    (placed,) = model.program.placement().calls
+    assert facts.edges == placed.edges  # what is carried comes from the last shard, not from the feed

@@ -1,0 +1,401 @@
+"""What stages hold between forward and backward: the plan, compiled programs and the executor's buffers."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from ipu_pipeline import engine
+from ipu_pipeline.engine.inspect import LiveBytes
+from ipu_pipeline.engine.programs.bindings import BindingKind
+from ipu_pipeline.engine.schedules.actions import ActionKind
+from tests.support import models
+
+WIDTH, SIZE, LAYERS, NUM_MICRO_BATCHES = 24, 16, 3, 8
+ACTIVATION = WIDTH * SIZE * 4  # bytes
+MODES = [None, "auto", "recompute_then_backpropagate", "recompute_and_backpropagate_interleaved"]
+
+
+def make_stages(num_stages):
+    def make(index):
+        def stage(x, labels):
+            for layer in range(LAYERS):
+                x = models.dense(f"stage{index}/layer{layer}", WIDTH, x, lambda a: jnp.tanh(jnp.sin(a)))
+                if layer < LAYERS - 1:
+                    x = engine.recomputation_checkpoint(x)
+            return models.cross_entropy(x, labels) if index == num_stages - 1 else (x, labels)
+
+        return stage
+
+    return [make(index) for index in range(num_stages)]
+
+
+def make_step(num_micro_batches=NUM_MICRO_BATCHES):
+    rng = np.random.default_rng(0)
+    return [
+        (rng.normal(size=(SIZE, WIDTH)).astype("float32"), rng.integers(0, WIDTH, SIZE).astype("int32"))
+        for _ in range(num_micro_batches)
+    ]
+
+
+def make(num_stages, schedule, mode, **options):
+    pipeline = engine.Pipeline(
+        make_stages(num_stages),
+        schedule=schedule,
+        recompute=mode,
+        loss=lambda loss: loss,
+        **{"num_micro_batches": NUM_MICRO_BATCHES, "optimizer": optax.sgd(0.1), **options},
+    )
+    pipeline.trace(make_step(1)[0])
+    return pipeline
+
+
+def in_flight(schedule, stage, num_stages):
+    """By the formula of the design."""
+    depth = num_stages - stage
+    number = {"grouped": 2 * depth - 1, "interleaved": depth, "sequential": 1}[schedule]
+    return min(number, NUM_MICRO_BATCHES)
+
+
+def held(mode):
+    """Bytes per micro-batch that a mode promises: the stage's input, and what is marked."""
+    return {
+        "recompute_then_backpropagate": ACTIVATION,
+        "recompute_and_backpropagate_interleaved": LAYERS * ACTIVATION,
+        "auto": LAYERS * ACTIVATION,
+    }[mode]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("schedule", "num_stages"),
+    list(itertools.product(["grouped", "interleaved", "sequential"], [2, 4])),
+)
+@pytest.mark.each_value
+def test_live_bytes_are_those_of_the_formula(schedule, num_stages, mode):
+    pipeline = make(num_stages, schedule, mode, dispatch_plan=engine.DispatchPlan())
+    step = make_step()
+    state = pipeline.init(jax.random.key(0), step[0])
+    live_bytes = LiveBytes(pipeline.prepare())
+    pipeline.step(state, step)
+    plan = pipeline.plan_memory()
+    for stage in range(num_stages - 1):
+        expected = in_flight(schedule, stage, num_stages)
+        assert plan[stage].in_flight == expected
+        if mode is not None:
+            assert plan[stage].num_held_bytes == held(mode)
+        assert live_bytes.peaks[stage] == pytest.approx(plan[stage].num_live_bytes, rel=0.05)
+        assert live_bytes.peaks[stage] == pytest.approx(expected * plan[stage].num_held_bytes, rel=0.05)
+    assert plan[-1].num_live_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_replicas": 2},
+        pytest.param(
+            {"num_replicas": 3, "schedule": "interleaved", "dispatch_plan": engine.DispatchPlan(2)},
+            marks=pytest.mark.thorough,
+        ),
+    ],
+    ids=["two", "three in chunks"],
+)
+def test_live_bytes_of_replicas(options):
+    """Each holds what one alone would."""
+    pipeline = make(2, **{"schedule": "grouped", "mode": "auto", **options})
+    step = make_step(options["num_replicas"] * NUM_MICRO_BATCHES)
+    state = pipeline.init(jax.random.key(0), step[0])
+    live_bytes = LiveBytes(pipeline.prepare())
+    pipeline.step(state, step)
+    assert len(live_bytes.by_replica) == options["num_replicas"]
+    planned = [stage.num_live_bytes for stage in pipeline.plan_memory()]
+    assert planned[0] > 0
+    assert live_bytes.peaks == pytest.approx(planned, rel=0.05)
+    for own in live_bytes.by_replica:
+        assert own == live_bytes.peaks
+
+
+def test_live_bytes_are_those_between_programs():
+    pipeline = make(1, "sequential", None)
+    with pytest.raises(TypeError, match="whose stages are programs of their own; got a Block"):
+        LiveBytes(pipeline.prepare())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_compiled_forwards_return_what_the_plan_says(mode):
+    pipeline = make(3, "grouped", mode, dispatch_plan=engine.DispatchPlan())
+    step = make_step()
+    state = pipeline.init(jax.random.key(0), step[0])
+    executor = pipeline.prepare()
+    plan = pipeline.plan_memory()
+    for stage in range(2):
+        template = executor.columns[0].plan.templates[ActionKind.FORWARD, stage]
+        names = dict(template.taken(BindingKind.VARIABLE))
+        x = jax.device_put(step[0][0], template.row.replicated)
+        arguments = [
+            state.variables[names[place]] if place in names else x
+            for place in range(len(template.arguments))
+        ]
+        analysis = template.function.lower(*arguments).compile().memory_analysis()
+        # Besides, the stage's output; without recomputation that is a residual too.
+        outputs = ACTIVATION if mode is not None else 0
+        held_bytes = analysis.output_size_in_bytes - outputs
+        assert held_bytes == pytest.approx(plan[stage].num_residual_bytes, abs=0.05 * ACTIVATION + 64)
+
+
+def temp_bytes(mode, num_layers, num_stages):
+    """Temporary memory of everything as one program."""
+
+    def layers(index):
+        def stage(x, labels):
+            for layer in range(num_layers):
+                x = models.dense(f"stage{index}/layer{layer}", 64, x, lambda a: jnp.tanh(jnp.sin(a)))
+                if layer < num_layers - 1:
+                    x = engine.recomputation_checkpoint(x)
+            return models.cross_entropy(x, labels) if index == num_stages - 1 else (x, labels)
+
+        return stage
+
+    rng = np.random.default_rng(0)
+    micro_batch = (rng.normal(size=(512, 64)).astype("float32"), np.zeros(512, "int32"))
+    pipeline = engine.Pipeline(
+        [layers(index) for index in range(num_stages)],
+        num_micro_batches=2,
+        loss=lambda loss: loss,
+        optimizer=optax.sgd(0.1),
+        device_mapping=[0] * num_stages,
+        recompute=mode,
+    )
+    state = pipeline.init(jax.random.key(0), micro_batch)
+    pipeline.step(state, [micro_batch] * 2)
+    return pipeline.plan_ipu_memory()[0].num_temporary_bytes
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "num_stages", "mode"),
+    [
+        (3, 4, "recompute_then_backpropagate"),
+        (6, 2, "recompute_and_backpropagate_interleaved"),
+        (8, 1, "auto"),  # checkpoints work in the last stage too
+    ],
+)
+def test_recomputation_on_one_ipu_needs_less_memory(num_layers, num_stages, mode):
+    assert temp_bytes(mode, num_layers, num_stages) < 0.75 * temp_bytes(None, num_layers, num_stages)
+
+
+def test_the_plan_of_one_ipu_and_of_shared_ones():
+    plan = make(2, "grouped", "recompute_then_backpropagate", device_mapping=[0, 0]).plan_memory()
+    assert [stage.num_live_bytes for stage in plan] == [ACTIVATION, 0]
+    plan = make(4, "interleaved", "auto", device_mapping=[0, 1, 0, 1]).plan_memory()
+    assert [stage.ipu for stage in plan] == [0, 1, 0, 1]
+    assert plan[0].in_flight >= 4  # an IPU with two stages is slower, so that more are on their way
+
+
+def test_forwards_only_hold_nothing():
+    pipeline = engine.Pipeline(make_stages(3), num_micro_batches=4)
+    pipeline.trace(make_step(1)[0])
+    assert [stage.num_live_bytes for stage in pipeline.plan_memory()] == [0, 0, 0]
+
+
+def test_a_count_is_needed():
+    pipeline = engine.Pipeline(make_stages(2), num_micro_batches=None)
+    pipeline.trace(make_step(1)[0])
+    with pytest.raises(ValueError, match="num_micro_batches must be given"):
+        pipeline.plan_memory()
+    assert len(pipeline.plan_memory(3)) == 2
+
+
+def test_jax_checkpoint_bounds_what_is_kept():
+    def make_stage(index):
+        def stage(x, labels):
+            for layer in range(LAYERS):
+                name = f"stage{index}/layer{layer}"
+                block = jax.checkpoint(lambda x, name=name: models.dense(name, WIDTH, x, jnp.tanh))
+                x = block(jnp.tanh(jnp.sin(x)) if layer == 0 else x)
+            return models.cross_entropy(x, labels) if index == 1 else (x, labels)
+
+        return stage
+
+    pipeline = engine.Pipeline(
+        [make_stage(0), make_stage(1)],
+        num_micro_batches=NUM_MICRO_BATCHES,
+        loss=lambda loss: loss,
+        optimizer=optax.sgd(0.1),
+    )
+    pipeline.trace(make_step(1)[0])
+    # What each block takes; nothing from within them.
+    assert pipeline.plan_memory()[0].num_residual_bytes == LAYERS * ACTIVATION
+
+
+# What an IPU takes.
+
+
+def bytes_by_device(tree, memory_kind="device"):
+    """Bytes of the leaves on each device, each array counted once."""
+    found = {}
+    for array in {id(leaf): leaf for leaf in jax.tree.leaves(tree)}.values():
+        if isinstance(array, jax.Array) and array.sharding.memory_kind == memory_kind:
+            (device,) = array.devices()
+            found[device.id] = found.get(device.id, 0) + array.nbytes
+    return found
+
+
+def run(pipeline, num_steps=2):
+    """The state after some steps."""
+    step = make_step()
+    state = pipeline.init(jax.random.key(0), step[0])
+    for _ in range(num_steps):
+        state, _outputs = pipeline.step(state, step)
+    return state
+
+
+def state_of(state):
+    return state.variables, state.optimizer_state
+
+
+@pytest.mark.parametrize("mapping", [(0, 1, 2), (0, 1, 0), (2, 2, 0)])
+def test_the_state_that_is_on_each_ipu(mapping):
+    pipeline = make(3, "grouped", None, device_mapping=mapping, optimizer=optax.adam(0.1))
+    state = run(pipeline)
+    plans = pipeline.plan_ipu_memory()
+    assert [plan.ipu for plan in plans] == sorted(set(mapping))
+    variables, optimizer = bytes_by_device(state.variables), bytes_by_device(state.optimizer_state)
+    accumulators = bytes_by_device(pipeline._accumulators)
+    for plan in plans:
+        assert plan.num_variable_bytes == variables[plan.ipu]
+        assert plan.num_optimizer_bytes == optimizer[plan.ipu]
+        assert plan.num_accumulator_bytes == accumulators[plan.ipu]
+        assert plan.num_host_bytes == 0
+        own = [stage for stage in pipeline.plan_memory() if stage.ipu == plan.ipu]
+        assert plan.num_activation_bytes == sum(stage.num_live_bytes for stage in own)
+        assert plan.num_device_bytes == (
+            plan.num_variable_bytes
+            + plan.num_optimizer_bytes
+            + plan.num_accumulator_bytes
+            + plan.num_activation_bytes
+            + plan.num_feed_bytes
+            + plan.num_temporary_bytes
+        )
+
+
+def test_an_ipu_that_only_infers_has_its_variables_alone():
+    pipeline = engine.Pipeline(make_stages(3), num_micro_batches=NUM_MICRO_BATCHES)
+    variables = bytes_by_device(run(pipeline).variables)
+    for plan in pipeline.plan_ipu_memory():
+        assert plan.num_variable_bytes == variables[plan.ipu] > 0
+        assert plan.num_optimizer_bytes == plan.num_accumulator_bytes == plan.num_activation_bytes == 0
+
+
+def test_the_temporaries_are_those_of_the_largest_program():
+    pipeline = make(3, "grouped", None, dispatch_plan=engine.DispatchPlan())
+    before = pipeline.plan_ipu_memory()
+    assert [plan.num_temporary_bytes for plan in before] == [None] * 3
+    compiled = {0: [], 1: [], 2: []}
+    original = jax.stages.Lowered.compile
+
+    def compile_and_note(lowered, *arguments, **options):
+        made = original(lowered, *arguments, **options)
+        (device,) = jax.tree.leaves(made.input_shardings)[0].device_set
+        compiled[device.id].append(made.memory_analysis().temp_size_in_bytes)
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax.stages.Lowered, "compile", compile_and_note)
+        run(pipeline)
+    assert all(len(sizes) >= 2 for sizes in compiled.values())
+    after = pipeline.plan_ipu_memory()
+    assert [plan.num_temporary_bytes for plan in after] == [max(compiled[ipu]) for ipu in range(3)]
+    for known, plan in zip(before, after, strict=True):
+        assert plan.num_device_bytes == known.num_device_bytes + plan.num_temporary_bytes
+
+
+@pytest.mark.parametrize("plan", [engine.DispatchPlan(), engine.DispatchPlan(2)])
+def test_what_is_fed_waits_where_it_is_read(plan):
+    pipeline = make(3, "grouped", None, dispatch_plan=plan)
+    run(pipeline, 1)
+    placed = pipeline.place_micro_batches(make_step())
+    found = bytes_by_device([element.stack.placed for element in placed._elements])
+    (x, labels) = make_step(1)[0]
+    wanted = {0: x.nbytes, 2: 0}
+    wanted[2 if 2 in found else 0] += labels.nbytes
+    ahead = pipeline.num_fetched(1)
+    for plan in pipeline.plan_ipu_memory():
+        assert plan.num_feed_bytes == found.get(plan.ipu, 0) * ahead // NUM_MICRO_BATCHES
+        assert plan.num_feed_bytes == wanted.get(plan.ipu, 0) * ahead
+
+
+@pytest.mark.parametrize(
+    "offload",
+    [
+        ["weight_update_variables"],
+        ["gradient_accumulation_buffers"],
+        ["weights"],
+        ["weights", "gradient_accumulation_buffers", "weight_update_variables"],
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("mapping", [(0, 1, 2), (0, 0, 0)])
+@pytest.mark.each_value
+def test_what_is_offloaded_is_in_host_memory(offload, mapping):
+    pipeline = make(3, "grouped", None, device_mapping=mapping, offload=offload, optimizer=optax.adam(0.1))
+    kept = state_of(run(pipeline)), pipeline._accumulators
+    host, device = bytes_by_device(kept, "pinned_host"), bytes_by_device(kept)
+    for plan in pipeline.plan_ipu_memory():
+        state = plan.num_variable_bytes + plan.num_optimizer_bytes + plan.num_accumulator_bytes
+        assert plan.num_host_bytes == host[plan.ipu] > 0
+        assert state == device.get(plan.ipu, 0)
+
+
+def test_a_shared_variable_is_copied_and_has_two_accumulators():
+    size = (WIDTH, WIDTH)
+
+    def first(x, labels):
+        with engine.variable_scope("tied"):
+            return x @ engine.get_variable("kernel", size), labels
+
+    def last(x, labels):
+        with engine.variable_scope("tied", reuse=True):
+            return models.cross_entropy(x @ engine.get_variable("kernel", size).T, labels)
+
+    pipeline = engine.Pipeline(
+        [first, last],
+        num_micro_batches=NUM_MICRO_BATCHES,
+        loss=lambda loss: loss,
+        optimizer=optax.sgd(0.1),
+    )
+    state = run(pipeline)
+    num_bytes = state.variables["tied/kernel"].nbytes
+    owner, other = pipeline.plan_ipu_memory()
+    assert owner.num_variable_bytes == other.num_variable_bytes == num_bytes
+    assert owner.num_accumulator_bytes == other.num_accumulator_bytes == num_bytes
+    assert bytes_by_device(pipeline._accumulators) == {0: num_bytes, 1: num_bytes}
+
+
+def test_one_device_has_what_is_in_flight_among_its_temporaries():
+    pipeline = make(3, "grouped", None, device_mapping=[0, 0, 0])
+    (before,) = pipeline.plan_ipu_memory()
+    assert before.num_temporary_bytes is None
+    state = run(pipeline)
+    (plan,) = pipeline.plan_ipu_memory()
+    assert plan.num_variable_bytes == bytes_by_device(state.variables)[0]
+    assert plan.num_activation_bytes == 0
+    held = sum(stage.num_live_bytes for stage in pipeline.plan_memory())
+    assert plan.num_temporary_bytes == pytest.approx(held, rel=0.5)  # XLA keeps what suits it
+    runner = pipeline.prepare()
+    block = runner.sizes(NUM_MICRO_BATCHES, NUM_MICRO_BATCHES).room * num_bytes_of(make_step(1)[0])
+    assert plan.num_feed_bytes % block == 0
+    assert 2 <= plan.num_feed_bytes // block <= 32
+
+
+def num_bytes_of(tree):
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
+def test_the_count_must_be_known():
+    pipeline = make(2, "grouped", None, num_micro_batches=None)
+    with pytest.raises(ValueError, match="plan_memory: num_micro_batches must be given"):
+        pipeline.plan_ipu_memory()
+    assert pipeline.plan_ipu_memory(4)[0].num_activation_bytes > 0

@@ -1,0 +1,312 @@
+"""Recomputation: results stay, prints come once, the front's switch and modes."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import ipu_pipeline as ipu
+from ipu_pipeline import engine
+from ipu_pipeline.engine import reference
+from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput, RecomputationMode, pipeline
+from tests.support import front, models
+
+MODES = ["auto", "recompute_then_backpropagate", "recompute_and_backpropagate_interleaved"]
+WIDTH = 16
+
+
+def make_stages(num_stages=3, prints=False):
+    """Dropout, batch statistics, checkpoints, a value that crosses a checkpoint, jax.checkpoint."""
+
+    def make(index):
+        def stage(x, labels):
+            with engine.variable_scope(f"stage{index}"):
+                if prints:
+                    jax.debug.print("stage {} of {}", index, labels[0])
+                first = models.dense("first", WIDTH, x, jnp.tanh)
+                x = first * jax.random.bernoulli(engine.next_rng_key(), 0.8, first.shape).astype("float32")
+                x, *_rest = engine.recomputation_checkpoint((x, {"unused": labels}))
+                total = engine.get_variable("total", (), initializer=0.0, trainable=False)
+                engine.assign("total", total + x.mean())
+                x = models.dense("second", WIDTH, x, jnp.tanh) + first  # first is used on both sides
+                x = engine.recomputation_checkpoint(x)
+                x = jax.checkpoint(lambda x: models.dense("third", WIDTH, x, jnp.tanh))(x)
+            return models.cross_entropy(x, labels) if index == num_stages - 1 else (x, labels)
+
+        return stage
+
+    return [make(index) for index in range(num_stages)]
+
+
+def make(mode, **options):
+    stages = make_stages(prints=options.pop("prints", False))
+    loss = {"loss": lambda loss: loss, "optimizer": optax.adam(0.01)}
+    return engine.Pipeline(stages, num_micro_batches=4, recompute=mode, **loss, **options)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("schedule", "mapping"),
+    [
+        *itertools.product(["grouped", "interleaved", "sequential"], [(0, 1, 2)]),
+        ("sequential", (0, 0, 0)),  # one program, whatever the schedule
+    ],
+)
+@pytest.mark.each_value
+def test_equals_the_reference(mode, schedule, mapping, rng):
+    pipeline = make(mode, schedule=schedule, device_mapping=mapping)
+    steps = [models.mlp_batches(rng, 4) for _ in range(2)]
+    state = pipeline.init(jax.random.key(0), steps[0][0])
+    expected = models.on_one_device(state)
+    for step in steps:
+        state, outputs = pipeline.step(state, step)
+        expected, expected_outputs = reference.step(
+            pipeline.traced, expected, step, optimizer=optax.adam(0.01)
+        )
+        models.assert_trees_close(outputs.losses, expected_outputs.losses)
+        models.assert_trees_close(state.variables, expected.variables)
+
+
+@pytest.mark.parametrize(("mode", "num_marks"), list(zip(MODES, [2, 0, 2], strict=True)))
+def test_what_is_kept(mode, num_marks, rng):
+    pipeline = make(mode)
+    pipeline.trace(models.mlp_batches(rng, 1)[0])
+    for programs in pipeline.programs[:-1]:
+        assert [aval.shape for aval in programs.residuals] == [(4, WIDTH)] * num_marks
+
+
+@pytest.mark.parametrize("mode", [None, *MODES])
+@pytest.mark.parametrize("mapping", [(0, 1, 2), (0, 0, 0)])
+@pytest.mark.each_value
+def test_prints_come_once(mode, mapping, rng, capfd):
+    pipeline = make(mode, device_mapping=mapping, prints=True)
+    step = models.mlp_batches(rng, 4)
+    state = pipeline.init(jax.random.key(0), step[0])
+    pipeline.step(state, step)
+    jax.effects_barrier()
+    lines = capfd.readouterr().out.splitlines()
+    expected = [f"stage {index} of {labels[0]}" for index in range(3) for _x, labels in step]
+    assert sorted(lines) == sorted(expected)
+
+
+def test_float64(rng):
+    def stage(index):
+        def call(x, labels):
+            with engine.variable_scope(f"stage{index}"):
+                kernel = engine.get_variable("kernel", (x.shape[-1], WIDTH), "float64")
+                x = engine.recomputation_checkpoint(jnp.tanh(x @ kernel))
+                x = jnp.sin(x @ engine.get_variable("other", (WIDTH, WIDTH), "float64"))
+            return models.cross_entropy(x, labels) if index == 2 else (x, labels)
+
+        return call
+
+    with jax.enable_x64(True):
+        pipeline = engine.Pipeline(
+            [stage(index) for index in range(3)],
+            num_micro_batches=4,
+            loss=lambda loss: loss,
+            optimizer=optax.sgd(0.1),
+            recompute="auto",
+        )
+        step = models.mlp_batches(rng, 4, dtype="float64")
+        state = pipeline.init(jax.random.key(0), step[0])
+        expected, _outputs = reference.step(
+            pipeline.traced, models.on_one_device(state), step, optimizer=optax.sgd(0.1)
+        )
+        state, _outputs = pipeline.step(state, step)
+        models.assert_trees_close(state.variables, expected.variables, 1e-12)
+
+
+def test_checkpoints_where_they_cannot_work(rng):
+    def in_scan(x, labels):
+        def body(carry, _element):
+            return engine.recomputation_checkpoint(jnp.tanh(carry)), None
+
+        return jax.lax.scan(body, x, length=2)[0], labels
+
+    def last(x, labels):
+        return models.cross_entropy(models.dense("last", 10, x), labels)
+
+    pipeline = engine.Pipeline(
+        [in_scan, last], num_micro_batches=2, loss=lambda loss: loss, optimizer=optax.sgd(0.1)
+    )
+    with pytest.raises(ValueError, match=r"stage 0 \(in_scan\): .* inside the body of scan"):
+        pipeline.trace(models.mlp_batches(rng, 1)[0])
+    with pytest.raises(RuntimeError, match="recomputation_checkpoint was called outside of a program"):
+        engine.recomputation_checkpoint(1.0)
+    with pytest.raises(RuntimeError, match=r"only pipelines recompute"):
+        front.compile_program(
+            lambda: ipu.loops.repeat(2, lambda x: ipu.pipelining_ops.recomputation_checkpoint(x), [1.0])
+        )
+    with pytest.raises(ValueError, match="recompute, .* must be one of 'auto', .*; got 'sometimes'"):
+        make("sometimes")
+
+
+# The front.
+
+
+def first(x, labels):
+    with ipu.variable_scope("first"):
+        x = ipu.pipelining_ops.recomputation_checkpoint(ipu.layers.Dense(16, activation=jnp.tanh)(x))
+        return ipu.layers.Dense(16, activation=jnp.tanh)(x), labels
+
+
+def last(x, labels):
+    with ipu.variable_scope("last"):
+        return models.cross_entropy(ipu.layers.Dense(10)(x), labels)
+
+
+def optimizer_function(loss):
+    return OptimizerFunctionOutput(optax.sgd(0.1), loss)
+
+
+def build(mode=None, trains=True):
+    infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(front.data())
+    outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+
+    def model():
+        return pipeline(
+            [first, last],
+            gradient_accumulation_count=4,
+            infeed_queue=infeed,
+            outfeed_queue=outfeed,
+            optimizer_function=optimizer_function if trains else None,
+            recomputation_mode=mode,
+        )
+
+    return front.compile_program(model), infeed, outfeed
+
+
+def configure(allow_recompute):
+    config = ipu.config.IPUConfig()
+    config.auto_select_ipus = 2
+    config.allow_recompute = allow_recompute
+    config.configure_ipu_system()
+
+
+@pytest.mark.parametrize(
+    ("mode", "num_kept"),
+    [
+        (None, 1),
+        (RecomputationMode.Auto, 1),
+        (RecomputationMode.RecomputeAndBackpropagateInterleaved, 1),
+    ],
+)
+def test_allow_recompute_decides_at_run(mode, num_kept):
+    program, infeed, outfeed = build(mode)
+    (call,) = program.calls
+    losses, kept = [], []
+    for allow_recompute in (True, False):
+        configure(allow_recompute)
+        with ipu.Session(seed=3) as session:
+            program, infeed, outfeed = build(mode)
+            (call,) = program.calls
+            session.run(infeed.initializer)
+            if mode is not None and not allow_recompute:
+                with pytest.warns(UserWarning, match="since IPUConfig.allow_recompute is not set"):
+                    session.run(program)
+            else:
+                session.run(program)
+            losses.append(session.run(outfeed.dequeue()))
+        kept.append(len(call.pipeline.programs[0].residuals))
+    models.assert_trees_close(losses[0], losses[1])
+    assert kept[0] == num_kept < kept[1]
+
+
+def test_each_mode_keeps_what_it_says():
+    kept = {}
+    for mode in RecomputationMode:
+        if mode is RecomputationMode.RecomputeThenBackpropagate:
+            with pytest.warns(UserWarning, match="recomputation_checkpoint in stage 0"):
+                program, infeed, outfeed = build(mode)
+        else:
+            program, infeed, outfeed = build(mode)
+        configure(allow_recompute=True)
+        with ipu.Session(seed=3) as session:
+            session.run([infeed.initializer, program])
+            assert np.isfinite(session.run(outfeed.dequeue())).all()
+        kept[mode.name] = len(program.calls[0].pipeline.programs[0].residuals)
+    assert kept == {
+        "Auto": 1,
+        "RecomputeThenBackpropagate": 0,
+        "RecomputeAndBackpropagateInterleaved": 1,
+    }
+
+
+def test_another_configuration_compiles_again():
+    program, infeed, outfeed = build()
+    (call,) = program.calls
+    with ipu.Session(seed=3) as session:
+        session.run(infeed.initializer)
+        kept = []
+        for allow_recompute in (False, True, False):
+            configure(allow_recompute)
+            session.run(program)
+            kept.append(len(call.pipeline.programs[0].residuals))
+        assert np.isfinite(session.run(outfeed.dequeue())).all()
+    assert kept[1] < kept[0] == kept[2]
+
+
+def test_modes_that_have_no_effect_warn():
+    with pytest.warns(UserWarning, match="recomputation_mode will have no effect .* inference"):
+        build(RecomputationMode.Auto, trains=False)
+    with pytest.warns(UserWarning, match=r"recomputation_checkpoint in stage 0 \(first\) has no effect"):
+        build(RecomputationMode.RecomputeThenBackpropagate)
+    with pytest.raises(
+        TypeError,
+        match="not a member of the RecomputationMode enumeration .*RecomputationMode.Auto, .*; got 'Auto'",
+    ):
+        build("Auto")
+
+
+@pytest.mark.parametrize("mode", [None, *MODES])
+@pytest.mark.parametrize("mapping", [(0, 1), (0, 0)])
+@pytest.mark.each_value
+def test_effects_with_results_come_once(mode, mapping, rng):
+    calls = []
+
+    def scale(value):
+        calls.append("scale")
+        return np.float32(1.5)
+
+    def stage(x, labels):
+        x = models.dense("first", WIDTH, x, jnp.tanh)
+        factor = jax.experimental.io_callback(
+            scale, jax.ShapeDtypeStruct((), "float32"), jax.lax.stop_gradient(x.mean())
+        )
+        x = jnp.sin(x) * factor
+
+        def body(carry, element):
+            jax.debug.callback(lambda value: calls.append("body"), carry.mean())
+            return jnp.tanh(carry + element), None
+
+        x, _none = jax.lax.scan(body, x, jnp.arange(3, dtype="float32"))
+        jax.debug.callback(lambda value: calls.append("behind"), factor)
+        return models.dense("second", WIDTH, x, jnp.tanh), labels
+
+    def last(x, labels):
+        return models.cross_entropy(models.dense("last", 10, x), labels)
+
+    pipeline = engine.Pipeline(
+        [stage, last],
+        num_micro_batches=4,
+        loss=lambda loss: loss,
+        optimizer=optax.sgd(0.1),
+        device_mapping=mapping,
+        recompute=mode,
+    )
+    step = models.mlp_batches(rng, 4)
+    state = pipeline.init(jax.random.key(0), step[0])
+    expected, _outputs = reference.step(
+        pipeline.traced, models.on_one_device(state), step, optimizer=optax.sgd(0.1)
+    )
+    jax.effects_barrier()
+    calls.clear()
+    state, _outputs = pipeline.step(state, step)
+    jax.block_until_ready(state)
+    jax.effects_barrier()
+    models.assert_trees_close(state.variables, expected.variables)
+    assert {name: calls.count(name) for name in set(calls)} == {"scale": 4, "body": 12, "behind": 4}

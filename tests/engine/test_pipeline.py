@@ -1,0 +1,591 @@
+"""engine.Pipeline: its arguments, its state, and models that are not a plain chain."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from ipu_pipeline import engine
+from ipu_pipeline.engine import Action, ActionKind, OutOfRangeError, reference
+from tests.support import models
+
+
+def first(x):
+    return x
+
+
+def make(stages, *, count=4, optimizer=None, loss=first, **options):
+    return engine.Pipeline(
+        stages, num_micro_batches=count, loss=loss, optimizer=optimizer or optax.sgd(0.1), **options
+    )
+
+
+def run_both(pipeline, micro_batches, *inputs, optimizer=None, updates=2, **options):
+    """States and outputs of the pipeline, after comparing them with the reference's."""
+    optimizer = optimizer or optax.sgd(0.1)
+    state = pipeline.init(jax.random.key(0), micro_batches[0], *inputs)
+    expected = models.on_one_device(state)
+    for _update in range(updates):
+        state, outputs = pipeline.step(state, micro_batches, *inputs)
+        expected, expected_outputs = reference.step(
+            pipeline.traced, expected, micro_batches, *inputs, optimizer=optimizer, **options
+        )
+        models.assert_trees_close(outputs.losses, expected_outputs.losses)
+        models.assert_trees_close(outputs.outputs, expected_outputs.outputs)
+        models.assert_trees_close(state.variables, expected.variables)
+        models.assert_trees_close(state.optimizer_state, expected.optimizer_state)
+    return state, outputs
+
+
+def arrays(rng, count, *shapes):
+    return [tuple(rng.normal(size=shape).astype("float32") for shape in shapes) for _ in range(count)]
+
+
+@pytest.mark.parametrize("schedule", ["grouped", "interleaved", "sequential"])
+@pytest.mark.parametrize("mapping", [(0, 1, 2, 3), (0, 1, 0, 1), (0, 0, 0, 0)])
+@pytest.mark.each_value
+def test_skips_and_values_used_by_several_stages(schedule, mapping, rng):
+    def stage0(x):
+        return models.dense("a", 6, x), models.dense("b", 6, x)
+
+    def stage1(a, b):
+        return a, models.dense("c", 6, a) + b, b
+
+    def stage2(a, c, b):
+        return a, models.dense("d", 6, c) * a, b
+
+    def stage3(a, d, b):
+        return jnp.mean((a + d) ** 2) + jnp.mean(b**2)
+
+    pipeline = make([stage0, stage1, stage2, stage3], schedule=schedule, device_mapping=mapping)
+    run_both(pipeline, arrays(rng, 4, (3, 6)))
+
+
+def test_integers_booleans_constants_and_stages_without_variables(rng):
+    def stage0(x, indices):
+        return {"x": x, "is_even": indices % 2 == 0, "indices": indices, "constant": jnp.arange(3)}
+
+    def stage1(*, x, is_even, indices, constant):
+        table = engine.get_variable("table", (7, 6))
+        return {"y": x + table[indices], "is_even": is_even, "constant": constant}
+
+    def stage2(y, is_even, constant):
+        return jnp.mean(jnp.where(is_even[:, None], y, 0.0) ** 2), constant, is_even
+
+    micro_batches = [(x, rng.integers(0, 7, 3).astype("int32")) for (x,) in arrays(rng, 4, (3, 6))]
+    pipeline = make([stage0, stage1, stage2], loss=lambda loss, constant, is_even: loss)
+    _state, outputs = run_both(pipeline, micro_batches)
+    np.testing.assert_array_equal(outputs.outputs[2][1], np.arange(3))
+    np.testing.assert_array_equal(outputs.outputs[2][2], micro_batches[2][1] % 2 == 0)
+
+
+@pytest.mark.parametrize("mapping", [(0, 1, 2), (0, 0, 0)])
+def test_a_value_passed_on_twice_gets_the_sum_of_its_gradients(mapping, rng):
+    stages = [
+        lambda x: x * engine.get_variable("w", (), initializer=1.0),
+        lambda y: (y, {"again": y, "and": (y,)}),
+        lambda a, rest: a + 10 * rest["again"] + 100 * rest["and"][0],
+    ]
+    pipeline = make(stages, count=1, optimizer=optax.sgd(1.0), device_mapping=mapping)
+    state = pipeline.init(jax.random.key(0), np.float32(1))
+    state, outputs = pipeline.step(state, [np.float32(1)])
+    assert outputs.losses == [111]
+    assert state.variables["w"] == 1 - 111
+
+
+def test_adam_on_one_ipu_with_donation(rng):
+    """Both updates read the same step counter, so neither may take its memory."""
+    micro_batches = models.mlp_batches(rng, 4)
+    pipelines = [
+        make(models.mlp_stages(2), optimizer=optax.adam(0.1), donate=donate, device_mapping=[0, 0])
+        for donate in (False, True)
+    ]
+    states = [pipeline.init(jax.random.key(0), micro_batches[0]) for pipeline in pipelines]
+    for _update in range(3):
+        states = [p.step(s, micro_batches)[0] for p, s in zip(pipelines, states, strict=True)]
+    models.assert_trees_close(states[1].variables, states[0].variables, 0.0)
+    assert states[1].optimizer_state[0].count == 3
+
+
+def test_printing_gradients(rng, capfd):
+    @jax.custom_vjp
+    def printing(x):
+        return x
+
+    def backward(_residual, gradient):
+        jax.debug.print("gradient of {} numbers", gradient.size)
+        return (gradient,)
+
+    printing.defvjp(lambda x: (x, None), backward)
+
+    def first_stage(x):
+        jax.debug.print("forward")
+        return printing(models.dense("a", 6, x))
+
+    pipeline = make([first_stage, lambda x: jnp.mean(models.dense("b", 2, x) ** 2)])
+    micro_batches = arrays(rng, 4, (3, 6))
+    state = pipeline.init(jax.random.key(0), micro_batches[0])
+    state, _outputs = pipeline.step(state, micro_batches)
+    jax.block_until_ready(state)
+    jax.effects_barrier()
+    printed = capfd.readouterr().out
+    assert printed.count("gradient of 18 numbers") == 4
+    assert printed.count("forward") == 4
+
+
+def test_stopped_gradients_across_stages(rng):
+    def halved(x):
+        return jax.lax.while_loop(lambda c: jnp.sum(c**2) > 1, lambda c: c * 0.5, x)  # no reverse mode
+
+    def stage0(x):
+        y = models.dense("a", 6, x)
+        return y, jax.lax.stop_gradient(y)
+
+    run_both(
+        make([stage0, lambda y, z: jnp.mean(models.dense("b", 6, y) * halved(z))]),
+        arrays(rng, 4, (3, 6)),
+    )
+
+
+def test_steps_at_the_same_time_and_within_each_other(rng):
+    pipeline = make(models.mlp_stages(2))
+    micro_batches = models.mlp_batches(rng, 4)
+    states = [pipeline.init(jax.random.key(seed), micro_batches[0]) for seed in range(2)]
+    expected = [pipeline.step(state, micro_batches)[0].variables for state in states]
+
+    def nested():
+        for number, micro_batch in enumerate(micro_batches):
+            if number == 2:
+                inner, _outputs = pipeline.step(states[1], micro_batches)
+                models.assert_trees_close(inner.variables, expected[1], 0.0)
+            yield micro_batch
+
+    outer, _outputs = pipeline.step(states[0], nested())
+    models.assert_trees_close(outer.variables, expected[0], 0.0)
+
+
+def test_a_state_of_numpy_arrays_is_copied(rng):
+    def stage(x):
+        return x * engine.get_variable("kept", (64,), trainable=False)
+
+    pipeline = engine.Pipeline([stage], num_micro_batches=1)
+    x = np.ones(64, "float32")
+    state = pipeline.init(jax.random.key(0), x)
+    host = np.zeros(80, "float32")
+    host = host[(-host.ctypes.data % 64) // 4 :][:64]  # aligned, so that JAX would share it
+    host[:] = 3
+    state, _outputs = pipeline.step(dataclasses.replace(state, variables={"kept": host}), [x])
+    host[:] = 7
+    np.testing.assert_array_equal(state.variables["kept"], np.full(64, 3, "float32"))
+
+
+def test_inputs_among_the_outputs(rng):
+    pipeline = engine.Pipeline([lambda c, x: (x, c), lambda x, c: (x, c)], num_micro_batches=2)
+    constant = np.arange(3.0)
+    state = pipeline.init(jax.random.key(0), np.float32(1), constant)
+    _state, outputs = pipeline.step(state, [np.float32(1)] * 2, constant)
+    constant[:] = 7
+    for x, c in outputs.outputs:
+        assert isinstance(c, jax.Array)
+        assert c.dtype == np.float32
+        np.testing.assert_array_equal(c, [0, 1, 2])
+        assert x == 1
+
+
+def test_a_failed_trace_can_be_repeated():
+    losses = iter([lambda x: x, jnp.sum])
+    pipeline = make([stage_with_variable], loss=lambda x: next(losses)(x))
+    x = np.zeros(3, "float32")
+    with pytest.raises(ValueError, match="loss must be a scalar"):
+        pipeline.trace(x)
+    pipeline.trace(x)
+
+
+def test_an_optimizer_that_captures_a_traced_value():
+    def function(rate):
+        pipeline = make([stage_with_variable], loss=jnp.sum, optimizer=lambda x: optax.sgd(rate))
+        pipeline.trace(np.zeros(3, "float32"))
+
+    with pytest.raises(ValueError, match="Trying to capture the tensor float32.*in the optimizer"):
+        jax.make_jaxpr(function)(np.float32(1))
+
+
+def test_a_loss_made_by_an_earlier_stage(rng):
+    pipeline = make([lambda x: jnp.mean(models.dense("a", 6, x) ** 2), lambda loss: loss])
+    run_both(pipeline, arrays(rng, 4, (3, 6)))
+
+
+def test_stage_of_parameters_and_inputs(rng):
+    start = {"w": rng.normal(size=(6, 6)).astype("float32"), "b": [np.zeros(6, "float32")]}
+    stages = [
+        engine.Stage(lambda p, x: jnp.tanh(x @ p["w"] + p["b"][0]), start),
+        engine.Stage(
+            lambda p, x: jnp.mean((x @ p) ** 2),
+            lambda key: jax.random.normal(key, (6, 2)),
+            name="head",
+        ),
+    ]
+    pipeline = make(stages)
+    state, _outputs = run_both(pipeline, arrays(rng, 4, (3, 6)))
+    assert sorted(state.variables) == ["head/parameter", "stage0/b/0", "stage0/w"]
+    fresh = pipeline.init(jax.random.key(0), arrays(rng, 1, (3, 6))[0])
+    np.testing.assert_array_equal(fresh.variables["stage0/w"], start["w"])
+
+
+def test_each_stage_s_variables_are_on_its_own_device(rng):
+    pipeline = make(models.mlp_stages(4), optimizer=optax.adam(0.1), device_mapping=[3, 1, 0, 2])
+    micro_batches = models.mlp_batches(rng, 4)
+    state, _outputs = pipeline.step(pipeline.init(jax.random.key(0), micro_batches[0]), micro_batches)
+    for index, ipu in enumerate([3, 1, 0, 2]):
+        device = {jax.devices()[ipu]}
+        for name in (f"dense{index}/kernel", f"dense{index}/bias"):
+            assert state.variables[name].devices() == device
+            assert state.optimizer_state[0].mu[name].devices() == device
+
+
+def test_step_is_pure(rng):
+    pipeline = make(models.mlp_stages(2), optimizer=optax.adam(0.1))
+    micro_batches = models.mlp_batches(rng, 4)
+    state = pipeline.init(jax.random.key(0), micro_batches[0])
+    before = jax.tree.map(np.array, state.variables)
+    first_state, first_outputs = pipeline.step(state, micro_batches)
+    again, again_outputs = pipeline.step(state, micro_batches)
+    models.assert_trees_close(state.variables, before, 0.0)
+    models.assert_trees_close(again.variables, first_state.variables, 0.0)
+    models.assert_trees_close(again_outputs.losses, first_outputs.losses, 0.0)
+
+
+def test_donate_reuses_the_state_s_memory(rng):
+    micro_batches = models.mlp_batches(rng, 4)
+    kept, donated = (
+        make(models.mlp_stages(2), optimizer=optax.adam(0.1), donate=donate) for donate in (False, True)
+    )
+    kept_state = kept.init(jax.random.key(0), micro_batches[0])
+    state = donated.init(jax.random.key(0), micro_batches[0])
+    pointers = {name: array.unsafe_buffer_pointer() for name, array in state.variables.items()}
+    new_state, _outputs = donated.step(state, micro_batches)
+    expected, _outputs = kept.step(kept_state, micro_batches)
+    assert all(array.is_deleted() for array in state.variables.values())
+    assert not any(array.is_deleted() for array in kept_state.variables.values())
+    assert {n: a.unsafe_buffer_pointer() for n, a in new_state.variables.items()} == pointers
+    models.assert_trees_close(new_state.variables, expected.variables, 0.0)
+
+
+def test_random_keys_differ_by_micro_batch_and_step_and_not_by_split(rng):
+    def noise(x):
+        with engine.variable_scope("noise"):
+            return x * 0 + jax.random.uniform(engine.next_rng_key(), x.shape)
+
+    (x,) = arrays(rng, 1, (3,))
+    together = engine.Pipeline([lambda x: (noise(x), noise(x))], num_micro_batches=2)
+    apart = engine.Pipeline([lambda x: (noise(x), x), lambda a, x: (a, noise(x))], num_micro_batches=2)
+    found = []
+    for pipeline in (together, apart):
+        state = pipeline.init(jax.random.key(5), x)
+        state, one = pipeline.step(state, [x, x])
+        state, two = pipeline.step(state, [x, x])
+        assert state.update_count == 0
+        assert state.execution_count == 2
+        state = dataclasses.replace(state, key=jax.random.key(6))
+        state, three = pipeline.step(state, [x, x])
+        found.append(np.array(jax.tree.leaves([one.outputs, two.outputs, three.outputs])))
+    np.testing.assert_array_equal(found[0], found[1])
+    assert len(np.unique(found[0].reshape(12, -1), axis=0)) == 12
+
+
+def test_optimizer_from_the_last_stage_s_outputs(rng):
+    def optimizer(rate, loss):
+        return optax.inject_hyperparams(optax.adam)(learning_rate=rate)
+
+    stages = [
+        lambda rate, x: (rate, models.dense("a", 6, x)),
+        lambda rate, x: (rate, jnp.mean(models.dense("b", 2, x) ** 2)),
+    ]
+    pipeline = make(stages, optimizer=optimizer, loss=lambda rate, loss: loss)
+    micro_batches = arrays(rng, 4, (3, 6))
+    state = pipeline.init(jax.random.key(0), micro_batches[0], np.float32(0.1))
+    assert state.optimizer_state is None  # it depends on the first micro-batch's outputs
+    state, _outputs = run_both(pipeline, micro_batches, np.float32(0.1), optimizer=optimizer)
+    np.testing.assert_allclose(state.optimizer_state.hyperparams["learning_rate"], 0.1, rtol=1e-6)
+
+
+def test_updates_that_treat_variables_differently(rng):
+    labels = {f"dense{i}/{n}": n for i in range(4) for n in ("kernel", "bias")}
+    optimizer = optax.multi_transform(
+        {"kernel": optax.adamw(0.01, weight_decay=0.1), "bias": optax.sgd(optax.linear_schedule(1, 0, 9))},
+        labels,
+    )
+    run_both(
+        make(models.mlp_stages(4), optimizer=optimizer), models.mlp_batches(rng, 4), optimizer=optimizer
+    )
+
+
+def test_only_some_variables_trained(rng):
+    trained = ["dense0/kernel", "dense3/bias"]
+    pipeline = make(models.mlp_stages(4), optimizer=optax.adam(0.1), trained=trained)
+    micro_batches = models.mlp_batches(rng, 4)
+    start = pipeline.init(jax.random.key(0), micro_batches[0])
+    state, _outputs = run_both(pipeline, micro_batches, optimizer=optax.adam(0.1), trained=trained)
+    changed = [n for n in start.variables if not np.array_equal(start.variables[n], state.variables[n])]
+    assert changed == trained
+    with pytest.raises(ValueError, match="'nothing' to train does not exist"):
+        make(models.mlp_stages(2), trained=["nothing"]).trace(micro_batches[0])
+
+
+def test_forwards_only(rng):
+    stages = models.mlp_stages(3)
+    micro_batches = models.mlp_batches(rng, 5)
+    for schedule in ("grouped", "interleaved", "sequential"):
+        pipeline = engine.Pipeline(stages, num_micro_batches=5, schedule=schedule)
+        state = pipeline.init(jax.random.key(0), micro_batches[0])
+        new_state, outputs = pipeline.step(state, micro_batches)
+        one_device = models.on_one_device(state)
+        _state, expected = reference.step(pipeline.traced, one_device, micro_batches)
+        models.assert_trees_close(outputs.outputs, expected.outputs)
+        assert outputs.losses == []
+        assert new_state.variables.keys() == state.variables.keys()
+
+
+def test_a_user_s_schedule(rng):
+    def all_forwards_first(num_stages, num_micro_batches, device_mapping, training):
+        return [
+            [
+                Action(kind, stage, k)
+                for kind in (ActionKind.FORWARD, ActionKind.BACKWARD)
+                for k in range(num_micro_batches)
+            ]
+            for stage in range(num_stages)
+        ]
+
+    run_both(make(models.mlp_stages(4), schedule=all_forwards_first), models.mlp_batches(rng, 4))
+
+
+def test_compile_counts(rng):
+    compiled = []
+
+    def listen(event, duration, **_details):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(duration)
+
+    micro_batches = models.mlp_batches(rng, 16)
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        counts = []
+        for count in (2, 16):
+            pipeline = make(
+                models.mlp_stages(4),
+                count=count,
+                donate=True,
+                reduction="running_mean",
+                dispatch_plan=engine.DispatchPlan(),
+            )
+            state = pipeline.init(jax.random.key(0), micro_batches[0])
+            jax.block_until_ready(state)
+            compiled.clear()
+            for step in range(4):
+                state, outputs = pipeline.step(state, micro_batches)
+                jax.block_until_ready((state, outputs.losses))
+                if step == 0:
+                    counts.append(len(compiled))
+                    compiled.clear()
+            assert compiled == []  # nothing after the first step
+        # Three forwards, three backwards, the last stage's one, four updates.
+        assert counts == [11, 11]
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_too_few_micro_batches_leave_the_state_alone(rng):
+    pipeline = make(models.mlp_stages(2), donate=True)
+    micro_batches = models.mlp_batches(rng, 4)
+    state = pipeline.init(jax.random.key(0), micro_batches[0])
+    with pytest.raises(OutOfRangeError, match="ended after 3 of the 4 micro-batches"):
+        pipeline.step(state, micro_batches[:3])
+    expected, _outputs = reference.step(
+        pipeline.traced, models.on_one_device(state), micro_batches, optimizer=optax.sgd(0.1)
+    )
+    state, _outputs = pipeline.step(state, micro_batches)  # the accumulators start from zero again
+    models.assert_trees_close(state.variables, expected.variables)
+
+
+def test_micro_batches_that_change(rng):
+    pipeline = make(models.mlp_stages(2))
+    micro_batches = models.mlp_batches(rng, 4)
+    state = pipeline.init(jax.random.key(0), micro_batches[0])
+    ragged = [*micro_batches[:3], models.mlp_batches(rng, 1, size=3)[0]]
+    with pytest.raises(
+        ValueError, match=r"Micro-batch 3 .*float32\[4, 12\]; got float32\[3, 12\].*drop_remainder"
+    ):
+        pipeline.step(state, ragged)
+
+
+def test_arguments_that_change_afterwards_do_not_matter(rng):
+    """`device_put` of an aligned NumPy array shares its memory on a CPU."""
+    pipeline = make(models.mlp_stages(2))
+    micro_batches = models.mlp_batches(rng, 4)
+    state = pipeline.init(jax.random.key(0), micro_batches[0])
+    expected, _outputs = pipeline.step(state, [jax.tree.map(np.array, mb) for mb in micro_batches])
+
+    def reusing_one_buffer():
+        x, labels = (np.empty_like(part) for part in micro_batches[0])
+        for new_x, new_labels in micro_batches:
+            x[:], labels[:] = new_x, new_labels
+            yield x, labels
+        x[:] = np.nan
+
+    actual, _outputs = pipeline.step(state, reusing_one_buffer())
+    models.assert_trees_close(actual.variables, expected.variables, 0.0)
+
+
+def stage_with_variable(x):
+    return x * engine.get_variable("v", ())
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"stages": []}, ValueError, "at least one function"),
+        ({"num_micro_batches": 0}, ValueError, "num_micro_batches must be an integer of at least 1; got 0"),
+        ({"num_micro_batches": 2.0}, ValueError, "must be an integer of at least 1; got 2.0"),
+        ({"trained": "v"}, ValueError, "trained must be a collection of full names; got the string 'v'"),
+        ({"optimizer": None}, ValueError, "go together"),
+        ({"device_mapping": [0, 1]}, ValueError, "each of the 1 stages"),
+        ({"device_mapping": [-1]}, ValueError, "one number from 0"),
+        ({"schedule": "gpipe"}, ValueError, "'gpipe'"),
+        ({"reduction": "median"}, ValueError, "median"),
+        ({"devices": []}, ValueError, "needs 1 devices"),
+    ],
+)
+def test_wrong_arguments(options, error, message):
+    arguments = {
+        "stages": [stage_with_variable],
+        "num_micro_batches": 1,
+        "loss": jnp.sum,
+        "optimizer": optax.sgd(0.1),
+        **options,
+    }
+    with pytest.raises(error, match=message):
+        engine.Pipeline(**arguments).init(jax.random.key(0), np.float32(1))
+
+
+@pytest.mark.parametrize(
+    ("stages", "loss", "error", "message"),
+    [
+        ([stage_with_variable], lambda x: x, ValueError, r"loss must be a scalar, but it has shape \(3,\)"),
+        (
+            [stage_with_variable],
+            lambda x: jnp.int32(1),
+            ValueError,
+            "floating-point number, but it is int32",
+        ),
+        ([lambda x: x], jnp.sum, ValueError, "No variables to optimize"),
+        (
+            [stage_with_variable, lambda x, y: x],
+            jnp.sum,
+            TypeError,
+            r"stage 1 \(<lambda>\) takes \(x, y\), but what stage 0 \(stage_with_variable\) returns "
+            r"gives it \(float32\[3\]\): missing a required argument: 'y'",
+        ),
+    ],
+)
+def test_wrong_stages(stages, loss, error, message):
+    with pytest.raises(error, match=message):
+        make(stages, loss=loss).trace(np.zeros(3, "float32"))
+
+
+def test_a_custom_rule_that_uses_a_value_of_the_stage():
+    def stage(x):
+        y = x * 2
+
+        @jax.custom_vjp
+        def scaled(v):
+            return v * y
+
+        scaled.defvjp(lambda v: (v * y, None), lambda _residual, g: (g * y,))
+        return scaled(models.dense("a", 6, x))
+
+    with pytest.raises(ValueError, match=r"stage 0 \(stage\): a function with custom derivatives"):
+        make([stage, lambda x: jnp.mean(x)]).trace(np.zeros((3, 6), "float32"))
+
+
+def test_an_error_in_a_stage_names_it():
+    def broken(x):
+        return x @ jnp.ones((7, 7))
+
+    with pytest.raises(TypeError) as error:
+        make([stage_with_variable, broken]).trace(np.zeros((2, 3), "float32"))
+    (note,) = (n for n in error.value.__notes__ if n.startswith("This happened"))
+    assert note.startswith("This happened while tracing stage 1 (broken)\n  on x: float32[2, 3]\n  at ")
+
+
+def test_init_with_a_raw_key():
+    pipeline = engine.Pipeline([stage_with_variable], num_micro_batches=1)
+    with pytest.raises(ValueError, match=r"key must be a random key from jax.random.key"):
+        pipeline.init(np.zeros(2, "uint32"), np.float32(1))
+
+
+def test_counts_that_would_not_fit_into_a_schedule():
+    def stage(x):
+        return x * engine.get_variable("w", ())
+
+    training = {"loss": lambda x: x, "optimizer": optax.sgd(0.1)}
+    with pytest.raises(ValueError, match="are 8589934588 actions; .* has up to 4194304"):
+        engine.Pipeline([stage, lambda x: x], num_micro_batches=2**31 - 1, **training)
+    one = engine.Pipeline(
+        [stage, lambda x: x], num_micro_batches=2**31 - 1, device_mapping=[0, 0], **training
+    )
+    one.trace(np.float32(1))
+    assert len(one.plan_memory()) == 2
+    with pytest.raises(ValueError, match="IPUs have numbers up to 65535; got 1099511627776"):
+        engine.Pipeline([stage, lambda x: x], num_micro_batches=2, device_mapping=[0, 2**40])
+
+
+@pytest.mark.parametrize("mapping", [None, [0, 0]])
+@pytest.mark.parametrize("count", [2, 3])
+def test_compiled_before_the_first_step(mapping, count, caplog):
+    """Nothing is compiled afterwards, and nothing has changed."""
+    stages = models.mlp_stages(2)
+    pipeline = engine.Pipeline(
+        stages,
+        num_micro_batches=count,
+        loss=lambda loss: loss,
+        optimizer=optax.adam(0.1),
+        device_mapping=mapping,
+        donate=True,
+    )
+    rng = np.random.default_rng(0)
+    micro_batches = [
+        (rng.normal(size=(4, 12)).astype("float32"), rng.integers(0, 10, 4).astype("int32"))
+        for _number in range(count)
+    ]
+    state = pipeline.init(jax.random.key(0), micro_batches[0])
+    before = jax.device_get(state.variables)
+    pipeline.compile(state)
+    jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(state.variables))
+    with jax.log_compiles(True):
+        pipeline.step(state, iter(micro_batches))
+    compiled = [record.getMessage() for record in caplog.records if "Compiling jit(" in record.getMessage()]
+    assert [text for text in compiled if "block" in text or "stage" in text] == []
+
+
+def test_micro_batches_are_converted_or_refused():
+    """Masks were dropped, what float32 does not have became inf, and JAX refused big-endian arrays."""
+    pipeline = engine.Pipeline([lambda x: x * 2], num_micro_batches=1, collect_outputs=True)
+    plain = np.arange(3, dtype="f4")
+    state = pipeline.init(jax.random.key(0), {"x": plain.astype(">f8")})
+    for kind in ("f4", ">f4", ">f8"):
+        _state, outputs = pipeline.step(state, [{"x": plain.astype(kind)}])
+        np.testing.assert_array_equal(outputs.outputs[0], [0, 2, 4])
+    with pytest.raises(ValueError, match=r"Micro-batch 0, at \['x'\] is a masked array: 1 of its 3"):
+        pipeline.step(state, [{"x": np.ma.masked_array(plain, [0, 0, 1])}])
+    with pytest.raises(
+        ValueError, match=r"Micro-batch 0, at \['x'\], of dtype float64, does not fit float32"
+    ):
+        pipeline.step(state, [{"x": plain.astype("f8") + 1e300}])
+    integers = engine.Pipeline([lambda x: x * 2], num_micro_batches=1)
+    state = integers.init(jax.random.key(0), np.zeros(1, "i4"))
+    with pytest.raises(ValueError, match="of dtype int64, does not fit int32: it has 1099511627776"):
+        integers.step(state, [np.array([2**40])])

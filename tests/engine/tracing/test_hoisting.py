@@ -1,0 +1,233 @@
+"""Variables and random keys inside loops, conditionals, checkpoints and jitted functions."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from ipu_pipeline import engine
+from ipu_pipeline.engine import reference
+from tests.support import models
+
+WIDTH = 5
+
+
+def variable(name, **options):
+    return engine.get_variable(name, (WIDTH, WIDTH), **options)
+
+
+def in_scan(x):
+    def body(carry, scale):
+        noise = jax.random.uniform(engine.next_rng_key(), carry.shape)
+        return jnp.tanh(carry @ variable("w")) + noise * scale, jnp.sum(carry)
+
+    x, sums = jax.lax.scan(body, x, jnp.arange(3.0))
+    return x + jnp.sum(sums)
+
+
+def in_nested_scan(x):
+    def inner(carry, _element):
+        return jnp.tanh(carry @ variable("inner")), None
+
+    def outer(carry, _element):
+        carry, _nothing = jax.lax.scan(inner, carry @ variable("outer"), None, length=2)
+        return carry, None
+
+    return jax.lax.scan(outer, x, None, length=2)[0]
+
+
+def in_cond(x):
+    return jax.lax.cond(jnp.sum(x) > 0, lambda x: x @ variable("yes"), lambda x: x @ variable("no"), x)
+
+
+def in_both_branches(x):
+    def function(x):
+        return x @ variable("shared")
+
+    return jax.lax.cond(jnp.sum(x) > 0, function, function, x)
+
+
+def in_switch(x):
+    branches = [lambda x: x @ variable("a"), lambda x: x, lambda x: x * 2 @ variable("b")]
+    return jax.lax.switch(jnp.int32(jnp.abs(jnp.sum(x)) * 10) % 3, branches, x)
+
+
+def in_while(x):
+    scale = jax.lax.while_loop(
+        lambda value: value < jnp.max(engine.get_variable("limit", (), initializer=4.0, trainable=False)),
+        lambda value: value + engine.get_variable("increment", (), initializer=1.0, trainable=False),
+        jnp.float32(0),
+    )
+    return x @ variable("w") * scale
+
+
+def in_checkpoint(x):
+    @jax.checkpoint
+    def block(x):
+        count = engine.get_variable("count", (), initializer=0.0, trainable=False)
+        engine.assign("count", count + 1)
+        mask = jax.random.bernoulli(engine.next_rng_key(), 0.5, x.shape)
+        return jnp.where(mask, jnp.tanh(x @ variable("w")), 0.0)
+
+    return block(block_again(x))
+
+
+def block_again(x):
+    return jax.checkpoint(lambda x: jnp.sin(x @ variable("v")))(x)
+
+
+@jax.jit
+def cached(x):
+    return x @ variable("cached")
+
+
+def in_cached_jit(x):
+    return jnp.sin(cached(x)) + x
+
+
+def in_vmap_and_grad(x):
+    rows = jax.vmap(lambda row: jnp.tanh(row @ variable("w")))(x)
+    return rows + jax.grad(lambda x: jnp.sum(jnp.sin(x @ variable("v"))))(x)
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [
+        in_scan,
+        in_nested_scan,
+        in_cond,
+        in_both_branches,
+        in_switch,
+        in_while,
+        in_checkpoint,
+        in_cached_jit,
+        in_vmap_and_grad,
+    ],
+)
+@pytest.mark.each_value
+def test_equals_reference_and_values_reach_the_body(stage, rng):
+    micro_batches = [rng.normal(size=(3, WIDTH)).astype("float32") for _ in range(4)]
+    for _second_program in range(2):  # what JAX has cached by then must not matter
+        pipeline = engine.Pipeline(
+            [stage, lambda x: jnp.mean(x**2)],
+            num_micro_batches=4,
+            loss=lambda loss: loss,
+            optimizer=optax.sgd(0.1),
+        )
+        state = pipeline.init(jax.random.key(3), micro_batches[0])
+        expected = models.on_one_device(state)
+        for _update in range(2):
+            state, outputs = pipeline.step(state, micro_batches)
+            expected, expected_outputs = reference.step(
+                pipeline.traced, expected, micro_batches, optimizer=optax.sgd(0.1)
+            )
+            models.assert_trees_close(outputs.losses, expected_outputs.losses)
+            models.assert_trees_close(state.variables, expected.variables)
+    trainable = [name for name, spec in pipeline.variables.items() if spec.trainable]
+    assert trainable
+    if "count" in state.variables:
+        assert state.variables["count"] == 8  # once per micro-batch
+
+
+def test_a_scan_s_variable_has_the_gradient_of_the_same_scan_by_hand(rng):
+    def stage(x):
+        return jax.lax.scan(lambda c, _: (jnp.tanh(c @ variable("w")), None), x, None, length=3)[0]
+
+    x = rng.normal(size=(3, WIDTH)).astype("float32")
+    pipeline = engine.Pipeline(
+        [stage, lambda x: jnp.mean(x**2)],
+        num_micro_batches=1,
+        loss=lambda loss: loss,
+        optimizer=optax.sgd(1.0),
+    )
+    state = pipeline.init(jax.random.key(0), x)
+    new_state, _outputs = pipeline.step(state, [x])
+
+    def by_hand(w):
+        value = x
+        for _iteration in range(3):
+            value = jnp.tanh(value @ w)
+        return jnp.mean(value**2)
+
+    w = state.variables["w"]
+    models.assert_trees_close(new_state.variables["w"], w - jax.grad(by_hand)(w))
+
+
+def trace_stage(stage):
+    pipeline = engine.Pipeline([stage], num_micro_batches=1)
+    pipeline.trace(np.zeros((3, WIDTH), "float32"))
+
+
+def test_assign_in_a_scan_is_refused():
+    def stage(x):
+        def body(carry, _element):
+            total = engine.get_variable("total", (), initializer=0.0, trainable=False)
+            engine.assign("total", total + 1)
+            return carry, None
+
+        return jax.lax.scan(body, x, None, length=2)[0]
+
+    with pytest.raises(
+        ValueError, match=r"stage 0 \(stage\): variable total is assigned inside the body of scan"
+    ):
+        trace_stage(stage)
+
+
+def test_a_variable_in_a_custom_rule_is_refused():
+    @jax.custom_jvp
+    def function(x):
+        return x @ variable("w")
+
+    function.defjvp(lambda primals, tangents: (function(*primals), tangents[0]))
+    with pytest.raises(ValueError, match=r"inside the body of custom_jvp_call"):
+        trace_stage(lambda x: function(x))
+
+
+@jax.jit
+def cached_noise(x):
+    return x + jax.random.uniform(engine.next_rng_key(), x.shape)
+
+
+@pytest.mark.parametrize(
+    ("stage", "what"),
+    [
+        (lambda x: cached(cached(x)), "variable cached"),
+        (lambda x: cached_noise(cached_noise(x)), "a random key"),
+    ],
+)
+def test_a_trace_that_jax_uses_twice_is_refused(stage, what):
+    with pytest.raises(
+        ValueError, match=f"{what} was asked for in a function that JAX has traced once and used"
+    ):
+        trace_stage(stage)
+
+
+@jax.jit
+def moving_mean(x):
+    engine.assign("mean", jnp.mean(x))
+    return x
+
+
+def test_cached_functions_in_several_stages_and_pipelines():
+    """Each stage traces them anew: names and keys are those of the call, not of an earlier one."""
+
+    def make(scopes):
+        def stage(scope):
+            def call(x):
+                with engine.variable_scope(scope):
+                    engine.get_variable("mean", (), trainable=False)
+                    return moving_mean(cached_noise(cached(x)))
+
+            return call
+
+        pipeline = engine.Pipeline([stage(scope) for scope in scopes], num_micro_batches=1)
+        state = pipeline.init(jax.random.key(0), np.zeros((3, WIDTH), "float32"))
+        state, outputs = pipeline.step(state, [np.zeros((3, WIDTH), "float32")])
+        assert sorted(state.variables) == sorted(f"{s}/{v}" for s in scopes for v in ("cached", "mean"))
+        assert all(state.variables[f"{scope}/mean"] != 0 for scope in scopes)
+        return outputs.outputs[0]
+
+    make("ab")
+    first, second = make("b"), make("c")
+    assert not np.array_equal(first, second)

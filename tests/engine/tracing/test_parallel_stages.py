@@ -1,0 +1,141 @@
+"""Lists in place of stages: parallel stages."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from ipu_pipeline import engine
+from ipu_pipeline.engine import reference, schedules
+from ipu_pipeline.engine.schedules.actions import Action, ActionKind
+from tests.support import models
+
+F, B = ActionKind.FORWARD, ActionKind.BACKWARD
+
+
+def first(x, labels):
+    return models.dense("first", 8, x, jnp.tanh), labels
+
+
+def left(x, labels):
+    return models.dense("left", 6, x, jnp.tanh), labels
+
+
+def right(x, labels):
+    return models.dense("right", 6, x, jnp.tanh) * x.mean()
+
+
+def join(a, labels, b):
+    logits = models.dense("join", 10, jnp.concatenate([a, b], 1), lambda x: x)
+    return models.cross_entropy(logits, labels)
+
+
+def run(stages, mapping, schedule, rng, loss=lambda loss: loss, training=True):
+    options = {"loss": loss, "optimizer": optax.adam(0.01)} if training else {}
+    pipeline = engine.Pipeline(
+        stages, num_micro_batches=5, schedule=schedule, device_mapping=mapping, **options
+    )
+    steps = [models.mlp_batches(rng, 5) for _ in range(3)]
+    state = pipeline.init(jax.random.key(0), steps[0][0])
+    expected = models.on_one_device(state)
+    for step in steps:
+        state, outputs = pipeline.step(state, step)
+        expected, expected_outputs = reference.step(
+            pipeline.traced, expected, step, optimizer=options.get("optimizer")
+        )
+        models.assert_trees_close(outputs.losses, expected_outputs.losses)
+        models.assert_trees_close(outputs.outputs, expected_outputs.outputs)
+        models.assert_trees_close(state.variables, expected.variables)
+    return pipeline, outputs
+
+
+@pytest.mark.parametrize("schedule", ["grouped", "interleaved", "sequential"])
+@pytest.mark.parametrize("mapping", [None, [0, [1, 0], 1], [0, [0, 0], 0]])
+@pytest.mark.each_value
+def test_equal_the_reference(mapping, schedule, rng):
+    run([first, [left, right], join], mapping, schedule, rng)
+
+
+def test_equal_one_stage_that_does_both(rng):
+    def both(x, labels):
+        return *left(x, labels), right(x, labels)
+
+    pipeline, _outputs = run([first, [left, right], join], None, "grouped", rng)
+    step = models.mlp_batches(rng, 5)
+    plain = engine.Pipeline(
+        [first, both, join], num_micro_batches=5, loss=lambda loss: loss, optimizer=optax.adam(0.01)
+    )
+    losses = []
+    for one in (pipeline, plain):
+        state = one.init(jax.random.key(1), step[0])
+        losses.append(one.step(state, step)[1].losses)
+    models.assert_trees_close(losses[0], losses[1])
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_at_the_beginning_and_at_the_end(training, rng):
+    def one(x, labels):
+        return {"a": models.dense("one", 8, x, jnp.tanh)}
+
+    def two(x, labels):
+        return {"b": models.dense("two", 8, x, jnp.tanh), "labels": labels}
+
+    def loss_a(a, b, labels):
+        return models.cross_entropy(models.dense("a", 10, a * b), labels)
+
+    def loss_b(b, labels, a):
+        return models.cross_entropy(models.dense("b", 10, a - b), labels)
+
+    pipeline, outputs = run(
+        [[one, two], [loss_a, loss_b]], None, "grouped", rng, lambda a, b: a + 2 * b, training
+    )
+    assert pipeline.num_ipus == 4
+    assert len(outputs.outputs[0]) == 2
+
+
+def test_they_run_at_the_same_time():
+    levels = (0, 1, 1, 2)
+    table = schedules.timetable("grouped", 4, 2, (0, 1, 2, 3), True, levels)
+    assert table.rows == (
+        (Action(F, 0, 0), Action(F, 0, 1), None, None, None, None, Action(B, 0, 0), Action(B, 0, 1)),
+        (None, Action(F, 1, 0), Action(F, 1, 1), None, None, Action(B, 1, 0), Action(B, 1, 1)),
+        (None, Action(F, 2, 0), Action(F, 2, 1), None, None, Action(B, 2, 0), Action(B, 2, 1)),
+        (None, None, Action(F, 3, 0), Action(B, 3, 0), Action(F, 3, 1), Action(B, 3, 1)),
+    )
+
+
+def test_a_level_waits_for_all_of_the_one_before():
+    # Stage 2 is late, so stage 3 cannot start although stage 1 is done.
+    rows = [
+        [Action(F, 0, 0)],
+        [None, Action(F, 1, 0)],
+        [None, None, Action(F, 2, 0)],
+        [None, None, Action(F, 3, 0)],
+    ]
+    table = schedules.check(rows, 4, 1, (0, 1, 2, 3), False, (0, 1, 1, 2))
+    assert dict(zip(table.order, table.time_steps, strict=True))[Action(F, 3, 0)] == 4
+
+
+@pytest.mark.parametrize(
+    ("stages", "mapping", "message"),
+    [
+        ([first, [left, right], join], [0, 1, 2], "a list of them for parallel stages"),
+        ([first, [left, right], join], [0, [1, 1], 2], "each needs an IPU of its own"),
+        ([first, [], join], None, "a list of parallel stages must have at least one function"),
+    ],
+)
+def test_wrong_mappings(stages, mapping, message):
+    with pytest.raises(ValueError, match=message):
+        engine.Pipeline(stages, num_micro_batches=2, device_mapping=mapping)
+
+
+def test_tuples_and_dicts_do_not_mix(rng):
+    def named(x, labels):
+        return {"b": x}
+
+    pipeline = engine.Pipeline([first, [left, named], join], num_micro_batches=2)
+    with pytest.raises(TypeError, match="Return dicts from all of them, or from none"):
+        pipeline.trace(models.mlp_batches(rng, 1)[0])
+    pipeline = engine.Pipeline([first, [named, named], join], num_micro_batches=2)
+    with pytest.raises(TypeError, match="two of them return a value named 'b'"):
+        pipeline.trace(models.mlp_batches(rng, 1)[0])

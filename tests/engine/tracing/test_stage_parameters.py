@@ -1,0 +1,349 @@
+"""Stages that are functions of a pytree of parameters: `parameters=`, `Shared`, and the way back."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from ipu_pipeline import engine
+from tests.engine.test_pipeline import arrays, make, run_both
+from tests.support import models
+
+
+def tanh_layer(p, x):
+    return jnp.tanh(x @ p["w"] + p["b"])
+
+
+def head(p, x):
+    return jnp.mean((x @ p) ** 2)
+
+
+def start(rng):
+    def layer():
+        return {"w": rng.normal(size=(6, 6)).astype("float32"), "b": np.zeros(6, "float32")}
+
+    return [layer(), layer(), rng.normal(size=(6, 2)).astype("float32")]
+
+
+STAGES = [tanh_layer, tanh_layer, head]
+
+
+def plain_step(stages, parameters, opt_state, optimizer, micro_batches):
+    """A step in plain JAX: the sum of the micro-batches' gradients, and Optax."""
+
+    def loss(parameters, *values):
+        for stage, own in zip(stages, parameters, strict=True):
+            values = stage(own, *values)
+            values = values if isinstance(values, tuple) else (values,)
+        return values[0]
+
+    losses, grads = zip(
+        *(jax.value_and_grad(loss)(parameters, *each) for each in micro_batches), strict=True
+    )
+    total = jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *grads)
+    with jax.numpy_dtype_promotion("standard"):
+        changes, opt_state = optimizer.update(total, opt_state, parameters)
+        return optax.apply_updates(parameters, changes), opt_state, losses
+
+
+@pytest.mark.parametrize("mapping", [None, (0, 0, 0)])
+def test_a_list_of_pytrees_equals_plain_jax(mapping, rng):
+    parameters, optimizer = start(rng), optax.adam(0.01)
+    micro_batches = arrays(rng, 4, (3, 6))
+    pipeline = make(STAGES, parameters=parameters, optimizer=optimizer, device_mapping=mapping)
+    state = pipeline.init(jax.random.key(0), micro_batches[0])
+    assert sorted(state.variables) == ["stage0/b", "stage0/w", "stage1/b", "stage1/w", "stage2/parameter"]
+    models.assert_trees_close(pipeline.parameters(state), parameters, 0.0)
+    expected, opt_state = jax.tree.map(jnp.asarray, parameters), optimizer.init(parameters)
+    for _update in range(3):
+        state, outputs = pipeline.step(state, micro_batches)
+        expected, opt_state, losses = plain_step(STAGES, expected, opt_state, optimizer, micro_batches)
+        models.assert_trees_close(tuple(outputs.losses), losses)
+        models.assert_trees_close(pipeline.parameters(state), expected)
+    assert state.variables["stage1/w"].devices() == {jax.devices()[0 if mapping else 1]}
+
+
+def tied_stages():
+    def embed(p, ids, labels):
+        return p["table"]["in"][ids] * p["scale"], labels
+
+    def project(p, x, labels):
+        return models.cross_entropy(jnp.tanh(x @ p["w"]) @ p["tied"]["in"].T + p["tied"]["bias"], labels)
+
+    return [embed, project]
+
+
+def tied_parameters(rng):
+    def normal(*shape):
+        return rng.normal(size=shape).astype("float32")
+
+    table = engine.Shared("words", {"in": normal(10, 6), "bias": normal(10)})
+    return [{"scale": np.float32(2), "table": table}, {"w": normal(6, 6), "tied": table}]
+
+
+def without_shared(parameters):
+    return [{k: getattr(v, "value", v) for k, v in stage.items()} for stage in parameters]
+
+
+@pytest.mark.parametrize(("mapping", "schedule"), [((0, 1), "interleaved"), ((0, 0), "grouped")])
+def test_shared_parameters_equal_plain_jax(mapping, schedule, rng):
+    """Tied embeddings: the gradients of both stages are added, and there is one variable."""
+    parameters, optimizer = tied_parameters(rng), optax.adam(0.01)
+    steps = [
+        [tuple(rng.integers(0, 10, 4).astype("int32") for _ in range(2)) for _ in range(4)]
+        for _ in range(3)
+    ]
+    pipeline = make(
+        tied_stages(), parameters=parameters, optimizer=optimizer, device_mapping=mapping, schedule=schedule
+    )
+    state = pipeline.init(jax.random.key(0), steps[0][0])
+    assert sorted(state.variables) == ["stage0/scale", "stage1/w", "words/bias", "words/in"]
+
+    def tied(words, first, second):
+        return [{**first, "table": words}, {**second, "tied": words}]
+
+    def plain(parameters, ids, labels):
+        first, second = tied(*parameters)
+        return tied_stages()[1](second, *tied_stages()[0](first, ids, labels))
+
+    found = without_shared(parameters)
+    expected = (found[0].pop("table"), found[0], {"w": found[1]["w"]})
+    expected = jax.tree.map(jnp.asarray, expected)
+    opt_state = optimizer.init(expected)
+    for step in steps:
+        state, outputs = pipeline.step(state, step)
+        losses, grads = zip(*(jax.value_and_grad(plain)(expected, *each) for each in step), strict=True)
+        with jax.numpy_dtype_promotion("standard"):
+            changes, opt_state = optimizer.update(
+                jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *grads), opt_state, expected
+            )
+            expected = optax.apply_updates(expected, changes)
+        models.assert_trees_close(tuple(outputs.losses), losses)
+        models.assert_trees_close(pipeline.parameters(state), tied(*expected))
+
+
+def test_a_variable_shared_twice_within_a_stage(rng):
+    w = engine.Shared("w", rng.normal(size=(6, 6)).astype("float32"))
+    stages = [lambda p, x: jnp.tanh(x @ p[0]) @ p[1], head]
+    pipeline = make(stages, parameters=[[w, w], rng.normal(size=(6, 2)).astype("float32")])
+    state, _outputs = run_both(pipeline, arrays(rng, 4, (3, 6)))
+    assert sorted(state.variables) == ["stage1/parameter", "w"]
+    assert pipeline.parameters(state)[0][0] is pipeline.parameters(state)[0][1]
+
+
+def test_stacked_layers_equal_a_layer_after_the_other(rng):
+    """Layers with a first axis for the layer, scanned; two stages of different depth."""
+
+    def scanned(p, x):
+        return jax.lax.scan(lambda x, layer: (tanh_layer(layer, x), None), x, p)[0]
+
+    def unrolled(p, x):
+        for number in range(p["b"].shape[0]):
+            x = tanh_layer({name: leaf[number] for name, leaf in p.items()}, x)
+        return x
+
+    def stack(count):
+        return {"w": rng.normal(size=(count, 6, 6)).astype("float32"), "b": np.zeros((count, 6), "float32")}
+
+    parameters = [stack(3), stack(1), rng.normal(size=(6, 2)).astype("float32")]
+    micro_batches = arrays(rng, 4, (3, 6))
+    found = []
+    for layers in (scanned, unrolled):
+        pipeline = make([layers, layers, head], parameters=parameters, optimizer=optax.adam(0.1))
+        state = pipeline.init(jax.random.key(0), micro_batches[0])
+        for _update in range(2):
+            state, _outputs = pipeline.step(state, micro_batches)
+        found.append(pipeline.parameters(state))
+    models.assert_trees_close(*found)
+
+
+def test_evaluation_by_shapes_on_the_trainer_s_state(rng):
+    """Without values an evaluator cannot start, but it runs on the state of the pipeline that trains."""
+    parameters, micro_batches = start(rng), arrays(rng, 4, (3, 6))
+    trainer = make(STAGES, parameters=parameters)
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), parameters)
+    evaluator = engine.Pipeline(STAGES, parameters=shapes, num_micro_batches=2)
+    state = trainer.init(jax.random.key(0), micro_batches[0])
+    state, _outputs = trainer.step(state, micro_batches)
+    _state, outputs = evaluator.step(state, micro_batches[:2])
+    _state, losses = trainer.step(state, micro_batches)
+    models.assert_trees_close(outputs.outputs, losses.losses[:2])
+    with pytest.raises(ValueError, match=r"stage 0 \(tanh_layer\)\['b'\] must be an array to start from"):
+        evaluator.init(jax.random.key(0), micro_batches[0])
+
+
+def test_other_values_go_into_a_state(rng):
+    micro_batches = arrays(rng, 4, (3, 6))
+    other = start(rng)
+    pipeline = make(STAGES, parameters=start(rng), optimizer=optax.adam(0.1))
+    expected = make(STAGES, parameters=other, optimizer=optax.adam(0.1))
+    state = pipeline.init(jax.random.key(0), micro_batches[0])
+    float64 = jax.tree.map(lambda leaf: leaf.astype("float64"), other)  # as NumPy makes them
+    state = pipeline.with_parameters(state, float64)
+    state, _outputs = pipeline.step(state, micro_batches)
+    wanted, _outputs = expected.step(expected.init(jax.random.key(0), micro_batches[0]), micro_batches)
+    models.assert_trees_close(state.variables, wanted.variables, 0.0)
+    with pytest.raises(
+        ValueError, match=re.escape("parameters[2] must be float32[6, 2]; got float32[6, 3]")
+    ):
+        pipeline.with_parameters(state, [*other[:2], np.zeros((6, 3), "float32")])
+    with pytest.raises(ValueError, match=re.escape("parameters[1] must be a dict with the keys 'b'")):
+        pipeline.with_parameters(state, [other[0], {"w": other[1]["w"]}, other[2]])
+    with pytest.raises(ValueError, match="parameters must be a list of 3 pytrees, .* got a list of 2"):
+        pipeline.with_parameters(state, other[:2])
+    with pytest.raises(ValueError, match="no variable stage0/b, which is one of the parameters of stage 0"):
+        pipeline.parameters(engine.PipelineState({}, None, 0, 0, jax.random.key(0)))
+
+
+def test_shared_values_of_a_list_are_one(rng):
+    parameters = tied_parameters(rng)
+    pipeline = make(tied_stages(), parameters=parameters)
+    state = pipeline.init(jax.random.key(0), tuple(np.zeros(4, "int32") for _ in range(2)))
+    plain = without_shared(parameters)
+    for given in (parameters, plain):
+        models.assert_trees_close(pipeline.with_parameters(state, given).variables, state.variables, 0.0)
+    plain[1]["tied"] = jax.tree.map(lambda leaf: leaf + 1, plain[1]["tied"])
+    with pytest.raises(
+        ValueError, match=r"words/bias is shared.* parameters\[0\]\['table'\]\['bias'\] and "
+    ):
+        pipeline.with_parameters(state, plain)
+
+
+def test_parallel_stages_and_stages_without_parameters(rng):
+    w = rng.normal(size=(2, 6, 6)).astype("float32")
+    parameters = [[w[0], {"w": w[1]}], None]
+    pipeline = make(
+        [[lambda p, x: x @ p, lambda p, x: x @ p["w"]], lambda p, a, b: jnp.mean((a - b) ** 2)],
+        parameters=parameters,
+    )
+    state, _outputs = run_both(pipeline, arrays(rng, 4, (3, 6)), updates=1)
+    found = pipeline.parameters(state)
+    assert jax.tree.structure(found) == jax.tree.structure(parameters)
+    changed = pipeline.with_parameters(state, parameters)
+    models.assert_trees_close(pipeline.parameters(changed), parameters, 0.0)
+    functions = engine.Pipeline([lambda x: x, engine.Stage(lambda p, x: x * p, w)], num_micro_batches=1)
+    state = functions.init(jax.random.key(0), np.float32(1))
+    assert functions.parameters(state)[0] is None
+    with pytest.raises(ValueError, match=r"parameters\[0\] must be None"):
+        functions.with_parameters(state, [w, w])
+
+
+def test_integers_and_booleans_are_constants(rng):
+    parameters = [
+        {"w": rng.normal(size=6).astype("float32"), "order": np.arange(6)[::-1], "on": np.array(True)}
+    ]
+    pipeline = make(
+        [lambda p, x: jnp.mean(jnp.where(p["on"], p["w"][p["order"]] * x, x))],
+        parameters=parameters,
+        optimizer=optax.adamw(0.1, weight_decay=1.0),
+    )
+    state, _outputs = run_both(
+        pipeline, arrays(rng, 4, (3, 6)), optimizer=optax.adamw(0.1, weight_decay=1.0)
+    )
+    (found,) = pipeline.parameters(state)
+    np.testing.assert_array_equal(found["order"], np.arange(6)[::-1])
+    assert found["on"]
+    assert list(state.optimizer_state[0].mu) == ["stage0/w"]
+
+
+def test_random_keys_of_stages_are_those_of_the_step(rng):
+    def stage(p, x):
+        return p * jnp.where(jax.random.bernoulli(engine.next_rng_key(), 0.5, x.shape), x, 0)
+
+    pipeline = make([stage, lambda p, x: jnp.mean(stage(p, x))], parameters=[np.float32(2), np.float32(3)])
+    run_both(pipeline, arrays(rng, 4, (30,)))
+
+
+class Callable(dict):
+    """A pytree that can be called, as are those of Equinox."""
+
+    def __call__(self):
+        raise AssertionError
+
+
+jax.tree_util.register_pytree_node(
+    Callable,
+    lambda node: (list(node.values()), tuple(node)),
+    lambda keys, values: Callable(zip(keys, values, strict=True)),
+)
+
+
+def test_a_pytree_that_can_be_called_is_a_pytree(rng):
+    (layer, *_rest) = start(rng)
+    pipeline = engine.Pipeline([tanh_layer], parameters=[Callable(layer)], num_micro_batches=1)
+    state = pipeline.init(jax.random.key(0), np.ones((3, 6), "float32"))
+    assert isinstance(pipeline.parameters(state)[0], Callable)
+
+
+def test_a_function_of_a_key_makes_parameters_that_are_shared():
+    def init(key):
+        return {"table": engine.Shared("table", jax.random.normal(key, (4, 4)))}
+
+    stages = [lambda p, x: x @ p["table"]] * 2
+    pipeline = engine.Pipeline(stages, parameters=[init, init], num_micro_batches=1)
+    state = pipeline.init(jax.random.key(0), np.ones(4, "float32"))
+    assert list(state.variables) == ["table"]
+
+
+W = np.zeros((2, 2), "float32")
+FAULTS = {
+    "number": ([W], "parameters must be a list of 2 pytrees, one for each stage; got a list of 1."),
+    "a dict": ({"a": W, "b": W}, "parameters must be a list of 2 pytrees, one for each stage; got a dict."),
+    "no array": (
+        [{"heads": 4}, W],
+        "parameters of stage 0 (stage)['heads'] must be an array; got int 4.",
+    ),
+    "text": ([W, [W, "relu"]], "parameters of stage 1 (stage)[1] must be an array; got str 'relu'."),
+    "a key": (
+        [jax.eval_shape(jax.random.key, 0), W],
+        "stage 0 (stage) must be an array of numbers or booleans",
+    ),
+    "nested": (
+        [engine.Shared("a", [engine.Shared("b", W)]), W],
+        "parameters of stage 0 (stage)[0]: a Shared cannot stand within another one, a.",
+    ),
+    "shapes": (
+        [engine.Shared("a", W), engine.Shared("a", W[0])],
+        "a is shared, so it must have the same shape and dtype everywhere; parameters of stage 0 (stage) "
+        "is float32[2, 2], parameters of stage 1 (stage) float32[2].",
+    ),
+    "values": (
+        [engine.Shared("a", W), engine.Shared("a", W + 1)],
+        "a is shared, so it must have one value; those of parameters of stage 0 (stage) and ",
+    ),
+    "one name": (
+        [{"a/b": W, "a": {"b": W}}, W],
+        "['a']['b'] and parameters of stage 0 (stage)['a/b'] would both be the variable stage0/a/b.",
+    ),
+    "a name of a stage": (
+        [{"w": W}, engine.Shared("stage0/w", W)],
+        "stage 0 (stage)['w'] and parameters of stage 1 (stage) would both be the variable stage0/w.",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_errors(fault):
+    def stage(p, x):
+        raise AssertionError
+
+    parameters, message = FAULTS[fault]
+    with pytest.raises(ValueError, match=re.escape(message)):
+        engine.Pipeline([stage, stage], parameters=parameters, num_micro_batches=1)
+
+
+def test_errors_of_names_and_of_stages():
+    with pytest.raises(
+        ValueError, match="Shared: name must be a non-empty string without empty parts; got ''"
+    ):
+        engine.Shared("", W)
+    stages = [engine.Stage(head, W), head]
+    with pytest.raises(ValueError, match=r"stages\[0\] is a Stage, which has parameters of its own"):
+        engine.Pipeline(stages, parameters=[W, W], num_micro_batches=1)
+    named = [engine.Stage(functools.partial(head), W, name="head")] * 2
+    with pytest.raises(ValueError, match="would both be the variable head/parameter. Rename one"):
+        engine.Pipeline(named, num_micro_batches=1)

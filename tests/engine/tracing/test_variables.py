@@ -1,0 +1,317 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import ipu_pipeline as ipu
+from ipu_pipeline import engine, layers
+from ipu_pipeline.engine.tracing import scopes
+from ipu_pipeline.engine.tracing.specs import initial_value
+from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput
+from tests.support import front
+
+
+def trace(function):
+    """The specifications of the variables that a stage asks for."""
+    pipeline = engine.Pipeline([function], num_micro_batches=1)
+    pipeline.trace(np.zeros((2, 3), "float32"))
+    return pipeline.variables
+
+
+def test_scopes_nest_and_reopen():
+    def stage(x):
+        with engine.variable_scope("a"), engine.variable_scope("b/c"):
+            engine.get_variable("v", ())
+        with engine.variable_scope("a"):
+            engine.get_variable("v", ())
+        return x
+
+    assert list(trace(stage)) == ["a/b/c/v", "a/v"]
+
+
+def test_a_variable_that_exists_needs_reuse():
+    def without(x):
+        for _time in range(2):
+            with engine.variable_scope("a"):
+                x += engine.get_variable("v", ())
+        return x
+
+    with pytest.raises(ValueError, match=r"Variable a/v already exists.*reuse=True"):
+        trace(without)
+
+    def with_reuse(x):
+        with engine.variable_scope("a"):
+            x += engine.get_variable("v", (), initializer=2.0)
+        with engine.variable_scope("a", reuse=True):
+            return x + engine.get_variable("v") * engine.get_variable("v", ())
+
+    assert list(trace(with_reuse)) == ["a/v"]
+
+    def with_another_shape(x):
+        engine.get_variable("v", ())
+        with scopes.absolute_scope("", reuse=True):
+            return x + engine.get_variable("v", (3,))
+
+    with pytest.raises(ValueError, match=r"Trying to share variable v, but specified shape \(3,\)"):
+        trace(with_another_shape)
+
+
+def value_of(*arguments, seed=0, **options):
+    def stage(x):
+        engine.get_variable(*arguments, **options)
+        return x
+
+    (spec,) = trace(stage).values()
+    return initial_value(spec, jax.random.key(seed)), spec
+
+
+def test_initial_values():
+    matrix, _spec = value_of("m", (4, 5))
+    limit = np.sqrt(6 / 9)
+    assert np.abs(matrix).max() <= limit
+    assert np.unique(matrix).size == 20
+    assert not np.array_equal(matrix, value_of("m", (4, 5), seed=1)[0])
+    assert not np.array_equal(matrix, value_of("n", (4, 5))[0])
+    np.testing.assert_array_equal(value_of("c", (2,), initializer=3)[0], [3, 3])
+    np.testing.assert_array_equal(value_of("d", initializer=[1.0, 2.0])[0], [1, 2])
+    counter, spec = value_of("i", (), jnp.int32)
+    assert (counter, counter.dtype) == (0, jnp.int32)
+    assert not spec.trainable
+    key = jax.random.fold_in(jax.random.key(0), scopes.hash_name("u"))
+    np.testing.assert_array_equal(
+        value_of("u", (3,), initializer=jax.nn.initializers.normal())[0],
+        jax.nn.initializers.normal()(key, (3,), jnp.float32),
+    )
+
+
+@pytest.mark.parametrize(("shape", "fan"), [((400,), 400), ((), 1), ((1,), 1)])
+def test_the_default_initializer_of_vectors_and_scalars(shape, fan):
+    """As TensorFlow 1: Glorot uniform for every rank, with both fans the size of a vector."""
+    values = np.array([value_of("b", shape, seed=seed)[0] for seed in range(40)])
+    limit = np.sqrt(6 / (2 * fan))
+    assert np.abs(values).max() <= limit
+    assert np.abs(values).max() > 0.9 * limit
+    assert abs(values.mean()) < 0.2 * limit
+    named, _spec = value_of("b", shape, initializer="glorot_uniform")
+    np.testing.assert_array_equal(named, values[0])
+
+
+@pytest.mark.parametrize(
+    ("initializer", "dtype"),
+    [
+        (1, "int32"),
+        ([1, 2], "int32"),
+        (True, "bool"),
+        (1.0, "float32"),
+        (np.ones(2), "float32"),
+        (np.float16(1), "float16"),
+        (np.arange(3), "int32"),
+        (np.arange(3, dtype=np.uint8), "uint8"),
+        (jnp.ones(2, jnp.bfloat16), "bfloat16"),
+    ],
+)
+def test_the_dtype_of_a_constant_initializer(initializer, dtype):
+    value, spec = value_of("c", initializer=initializer)
+    assert value.dtype == spec.dtype == dtype
+    assert spec.trainable is bool(jnp.issubdtype(spec.dtype, jnp.floating))
+    assert value_of("c", None, jnp.float32, initializer)[1].dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        (("",), {}, "name must be a non-empty string"),
+        (("a//b", ()), {}, "without empty parts"),
+        (("v",), {}, r"Shape of a new variable \(v\) must be fully defined"),
+        (("v", (-1,)), {}, "non-negative integers"),
+        (("v", (None, 2)), {}, "non-negative integers"),
+        (("v", (), "text"), {}, "'text' is not a dtype"),
+        (("v", (), object), {}, "'object'> is not a dtype of numbers"),
+        (("v", (), "float64"), {}, "jax_enable_x64"),
+        (("v", (3,)), {"initializer": [1.0, 2.0]}, r"array of shape \(2,\), but shape=\(3,\)"),
+        (("v", (3,), np.int32), {"initializer": 2.5}, "Variable v: .* 2.5 has values that int32 does not"),
+        (("v", (), np.int32), {"initializer": 2**31}, "Variable v: .* 2147483648 has values that int32"),
+        (("v", (), np.float32), {"initializer": 1j}, "Variable v: .* 1j has values that float32"),
+    ],
+)
+def test_wrong_variables(arguments, options, message):
+    with pytest.raises(ValueError, match=message):
+        value_of(*arguments, **options)
+
+
+def test_an_initializer_with_another_result():
+    with pytest.raises(ValueError, match=r"variable v must return float32\[3\]; it returned float32\[1\]"):
+        value_of("v", (3,), initializer=lambda key, shape, dtype: jnp.zeros(1))
+
+
+def test_assign_errors():
+    def stage(x):
+        engine.get_variable("trained", ())
+        engine.get_variable("kept", (), trainable=False)
+        with engine.variable_scope("s"):
+            engine.assign("kept", jnp.float32(1))  # by its full name
+        return x
+
+    trace(stage)
+    for name, value, message in [
+        ("missing", 1.0, "there is no variable 'missing'.*There are: trained, kept"),
+        ("trained", 1.0, "trained is trainable"),
+        ("kept", np.zeros(2, "float32"), r"kept is float32\[\], but the value is float32\[2\]"),
+        ("kept", 1, r"kept is float32\[\], but the value is int32\[\]"),
+    ]:
+
+        def wrong(x, name=name, value=value):
+            stage(x)
+            engine.assign(name, value)
+            return x
+
+        with pytest.raises(ValueError, match=message):
+            trace(wrong)
+
+
+def test_reading_after_assigning():
+    def stage(x):
+        v = engine.get_variable("v", (), initializer=1.0, trainable=False)
+        engine.assign("v", v + 1)
+        with scopes.absolute_scope("", reuse=True):
+            return v, engine.get_variable("v")
+
+    pipeline = engine.Pipeline([stage], num_micro_batches=2)
+    state = pipeline.init(jax.random.key(0), np.float32(0))
+    state, outputs = pipeline.step(state, [np.float32(0)] * 2)
+    assert [tuple(map(float, pair)) for pair in outputs.outputs] == [(1, 2), (2, 3)]
+    assert state.variables["v"] == 3
+
+
+@pytest.mark.parametrize("function", ["get_variable", "next_rng_key", "assign"])
+def test_outside_of_a_program(function):
+    arguments = {"get_variable": ("v", ()), "next_rng_key": (), "assign": ("v", 1.0)}[function]
+    with pytest.raises(RuntimeError, match=f"{function} was called outside of a program"):
+        getattr(engine, function)(*arguments)
+
+
+@pytest.mark.parametrize("name", ["", "a//b", "/a", 3])
+def test_wrong_scopes(name):
+    with pytest.raises(ValueError, match="variable_scope: name must be"), engine.variable_scope(name):
+        pass
+    with pytest.raises(ValueError, match="use_resource"), engine.variable_scope("a", use_resource=False):
+        pass
+
+
+def layer_names(stages):
+    pipeline = engine.Pipeline(stages, num_micro_batches=1)
+    pipeline.trace(np.zeros((2, 3), "float32"))
+    return sorted(name for name in pipeline.variables if name.endswith("kernel"))
+
+
+def test_layer_names_do_not_depend_on_the_split():
+    def dense(x):
+        return layers.Dense(3)(x)
+
+    together = layer_names([lambda x: dense(dense(dense(x)))])
+    assert together == ["dense/kernel", "dense_1/kernel", "dense_2/kernel"]
+    assert layer_names([dense, dense, dense]) == together
+
+
+def compile_function(function, *inputs):
+    with ipu.scopes.ipu_scope("/device:IPU:0"):
+        return ipu.ipu_compiler.compile(function, list(inputs))
+
+
+def test_outside_of_stages_a_conflict_is_an_error_of_its_own():
+    def twice():
+        ipu.get_variable("w", (2,))
+        return ipu.get_variable("w", (2,))
+
+    with pytest.raises(ValueError, match="Variable w already exists, disallowed"):
+        compile_function(twice)
+
+    def shared():
+        ipu.get_variable("w", (2,))
+        with ipu.variable_scope("w", reuse=True):
+            pass
+        with scopes.absolute_scope("", reuse=True):
+            return ipu.get_variable("w", (3,))
+
+    with pytest.raises(ValueError, match=r"share variable w, but specified shape \(3,\)"):
+        compile_function(shared)
+
+
+def test_assign_outside_of_stages():
+    with pytest.raises(RuntimeError, match="assign.'w', .... was called outside of a computational stage"):
+        compile_function(
+            lambda: (
+                ipu.get_variable("w", (), trainable=False),
+                ipu.assign("w", 1.0),
+                ipu.loops.repeat(1, lambda: None),
+            )
+        )
+
+
+@pytest.mark.parametrize(
+    ("function", "inputs", "message"),
+    [
+        ("no function", None, "computation must be a function; got 'no function'"),
+        (lambda x: x, [[1, [2, 3]]], "input"),
+        (lambda x: x, "text", "input"),
+    ],
+)
+def test_what_cannot_be_compiled(function, inputs, message):
+    with ipu.scopes.ipu_scope("/device:IPU:0"), pytest.raises(TypeError, match=message):
+        ipu.ipu_compiler.compile(function, inputs)
+
+
+def test_one_input_needs_no_list():
+    with ipu.scopes.ipu_scope("/device:IPU:0"):
+        program = ipu.ipu_compiler.compile(lambda x: x * 2, np.float32(3))
+    with ipu.Session() as session:
+        assert session.run(program) == [6]
+
+
+@pytest.mark.parametrize("device_mapping", [[0, 0], [0, 1]])
+def test_a_variable_of_size_zero(device_mapping, tmp_path, rng):
+    def first(x):
+        return x @ ipu.get_variable("w", (4, 3))
+
+    def last(h):
+        return jnp.mean((h - 1) ** 2) + jnp.sum(h @ ipu.get_variable("empty", (3, 0)))
+
+    data = rng.normal(size=(4, 2, 4)).astype("float32")
+    infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(data)
+    outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+
+    def model():
+        return ipu.pipelining_ops.pipeline(
+            [first, last],
+            gradient_accumulation_count=2,
+            infeed_queue=infeed,
+            outfeed_queue=outfeed,
+            outfeed_loss=True,
+            optimizer_function=lambda loss: OptimizerFunctionOutput(optax.sgd(0.1), loss),
+            device_mapping=device_mapping,
+        )
+
+    program = front.compile_program(model)
+    initializer = infeed.initializer
+    with ipu.Session() as session:
+        session.run(initializer)
+        session.run(ipu.global_variables_initializer())
+        w = session.variables["w"]
+        session.run(program)
+        session.save(tmp_path / "checkpoint")
+        session.run(program)
+        losses, trained = session.run(outfeed.dequeue()), session.variables
+    assert trained["empty"].shape == (3, 0)
+    expected = []
+    for pair in data.reshape(2, 2, 2, 4):
+        made = [jax.value_and_grad(lambda w, x: jnp.mean((x @ w - 1) ** 2))(w, x) for x in pair]
+        expected += [loss for loss, _grad in made]
+        w = w - 0.1 * sum(grad for _loss, grad in made)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    np.testing.assert_allclose(trained["w"], w, rtol=1e-5)
+    with ipu.Session() as session:
+        session.restore(tmp_path / "checkpoint")
+        session.run(initializer)
+        session.run(program)
+        np.testing.assert_array_equal(session.variables["w"], trained["w"])

@@ -1,0 +1,355 @@
+"""Optimizers that join the variables of several IPUs equal the reference, and send little."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import ipu_pipeline as ipu
+from ipu_pipeline import engine, loops, scopes
+from ipu_pipeline.engine import reference
+from ipu_pipeline.engine.inspect import Sent
+from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue
+from ipu_pipeline.ipu_outfeed_queue import IPUOutfeedQueue
+from ipu_pipeline.optimizers import GradientAccumulationOptimizerV2
+from tests.support import front, models
+
+NUM_UPDATES = 3
+NAMES = [f"dense{i}/{n}" for i in range(4) for n in ("kernel", "bias")]
+KERNELS = {name: name.endswith("kernel") for name in NAMES}
+
+
+def clipped(norm=0.05, rate=0.1):
+    return optax.chain(optax.clip_by_global_norm(norm), optax.adam(optax.linear_schedule(rate, 0.0, 10)))
+
+
+def orthogonal_to_the_last():
+    """Joins by a while loop and by a scan, whose carried values are of several IPUs."""
+
+    def update(updates, state, params=None):
+        del params
+
+        def halve(carry):
+            return jax.tree.map(lambda leaf: leaf / 2, carry)
+
+        updates = jax.lax.while_loop(lambda tree: optax.tree.norm(tree) > 0.1, halve, updates)
+        (updates, steps), _none = jax.lax.scan(
+            lambda carry, _: ((halve(carry[0]), carry[1] + 1), None), (updates, 0), None, length=2
+        )
+        share = optax.tree.vdot(updates, state[0]) / (optax.tree.vdot(state[0], state[0]) + 1e-3)
+        updates = jax.tree.map(lambda u, s: u - 0.1 * share * s, updates, state[0])
+        return updates, (updates, state[1] + steps)
+
+    return optax.GradientTransformation(lambda p: (jax.tree.map(jnp.zeros_like, p), 0), update)
+
+
+OPTIMIZERS = {
+    "clip": clipped,
+    "multi_steps": lambda: optax.MultiSteps(clipped(), 2).gradient_transformation(),
+    "apply_if_finite": lambda: optax.apply_if_finite(clipped(), 2),
+    "multi_transform": lambda: optax.multi_transform(
+        {True: clipped(), False: optax.chain(optax.clip_by_global_norm(0.01), optax.sgd(0.5))}, KERNELS
+    ),
+    "masked": lambda: optax.chain(optax.masked(optax.clip_by_global_norm(0.01), KERNELS), optax.sgd(0.5)),
+    "lamb": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.lamb(0.05, weight_decay=0.1)),
+    "flatten": lambda: optax.flatten(clipped()),
+    "prodigy": lambda: optax.contrib.prodigy(0.1),
+    "conditionally_mask": lambda: optax.chain(
+        optax.conditionally_mask(optax.clip_by_global_norm(0.01), lambda step: step % 2 == 0),
+        optax.sgd(0.5),
+    ),
+    "noise": lambda: optax.chain(optax.add_noise(0.01, 0.5, jax.random.key(1)), clipped()),
+    "lbfgs": lambda: optax.scale_by_lbfgs(memory_size=3),
+    "injected": lambda: optax.inject_hyperparams(
+        lambda learning_rate, norm: optax.chain(optax.clip_by_global_norm(norm), optax.sgd(learning_rate))
+    )(learning_rate=optax.linear_schedule(0.5, 0.0, 10), norm=0.1),
+    "loops": lambda: optax.chain(orthogonal_to_the_last(), optax.sgd(1.0)),
+}
+
+
+def make(num_stages, optimizer, **options):
+    return engine.Pipeline(
+        models.mlp_stages(num_stages),
+        num_micro_batches=4,
+        loss=lambda loss: loss,
+        optimizer=optimizer,
+        **options,
+    )
+
+
+@functools.cache
+def batches():
+    rng = np.random.default_rng(3)
+    return [models.mlp_batches(rng, 4) for _ in range(NUM_UPDATES)]
+
+
+@functools.cache
+def expected(optimizer):
+    pipeline = make(1, OPTIMIZERS[optimizer]())
+    state = pipeline.init(jax.random.key(7), batches()[0][0])
+    states = []
+    for step in batches():
+        state, _outputs = reference.step(pipeline.traced, state, step, optimizer=OPTIMIZERS[optimizer]())
+        states.append(state)
+    return states
+
+
+def check(optimizer, num_stages, **options):
+    pipeline = make(num_stages, OPTIMIZERS[optimizer](), **options)
+    state = pipeline.init(jax.random.key(7), batches()[0][0])
+    homes = {name: array.devices() for name, array in state.variables.items()}
+    places = [leaf.devices() for leaf in jax.tree.leaves(state.optimizer_state)]
+    for step, expected_state in zip(batches(), expected(optimizer), strict=True):
+        before = jax.tree.map(np.array, state.variables)
+        state, _outputs = pipeline.step(old := state, step)
+        models.assert_trees_close(state.variables, expected_state.variables)
+        models.assert_trees_close(as_data(state.optimizer_state), as_data(expected_state.optimizer_state))
+        if not options.get("donate"):
+            models.assert_trees_close(old.variables, before, 0)
+        assert homes == {name: array.devices() for name, array in state.variables.items()}
+        assert places == [leaf.devices() for leaf in jax.tree.leaves(state.optimizer_state)]
+    return pipeline
+
+
+def as_data(tree):
+    def convert(leaf):
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        return jax.random.key_data(leaf) if is_key else leaf
+
+    return jax.tree.map(convert, tree)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_equals_reference(optimizer):
+    check(optimizer, 4, device_mapping=(0, 1, 0, 2), donate=optimizer != "clip")
+
+
+@pytest.mark.parametrize("optimizer", ["clip", "flatten"])
+@pytest.mark.parametrize(
+    ("num_stages", "options"),
+    [
+        (2, {"donate": True}),
+        (3, {"schedule": "sequential", "device_mapping": (2, 0, 1)}),
+        (4, {"schedule": "interleaved", "donate": True}),
+        (4, {"device_mapping": (1, 0, 0, 1)}),
+        (2, {"devices": "one", "donate": True}),  # two IPUs on one device
+    ],
+)
+@pytest.mark.each_value
+def test_splits_schedules_and_mappings(optimizer, num_stages, options):
+    if options.get("devices") == "one":
+        options = {**options, "devices": jax.devices()[:1] * 2}
+    check(optimizer, num_stages, **options)
+
+
+def programs_of(optimizer, **options):
+    pipeline = make(4, optimizer, **options)
+    pipeline.trace(batches()[0][0])
+    return pipeline.updates, pipeline.facts().sent
+
+
+def test_a_global_norm_sends_scalars_only():
+    updates, sent = programs_of(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)))
+    assert [program.name for program in updates.updates] == [
+        *(f"stage{index}_update_round0" for index in range(4)),
+        "joint_update",
+        *(f"stage{index}_update" for index in range(4)),
+    ]
+    assert [program.stage for program in updates.updates] == [0, 1, 2, 3, 3, 0, 1, 2, 3]
+    # The sum runs over the leaves one after another: those of the first stage are one number by then.
+    to_joint = [Sent(0, 3, "1 scalar", 4, ""), *(Sent(index, 3, "2 scalars", 8, "") for index in (1, 2))]
+    from_joint = [Sent(3, index, "2 scalars", 5, "") for index in range(3)]  # the norm, and if it is small
+    assert sent == tuple(sorted(to_joint + from_joint, key=lambda s: (s.source, s.target)))
+    # One IPU, one program; two, a norm each.
+    assert len(programs_of(clipped(), device_mapping=(0, 0, 0, 0))[0].updates) == 1
+    assert len(programs_of(clipped(), device_mapping=(0, 0, 1, 1))[0].updates) == 5
+
+
+@pytest.mark.parametrize(
+    "optimizer", ["multi_steps", "apply_if_finite", "lamb", "masked", "multi_transform"]
+)
+def test_what_stands_around_a_global_norm_sends_scalars_only(optimizer):
+    _updates, sent = programs_of(OPTIMIZERS[optimizer]())
+    assert sent
+    assert all("scalar" in s.what for s in sent)
+
+
+def test_per_variable_transformations_are_one_program_per_ipu():
+    updates, sent = programs_of(optax.adam(0.1))
+    assert [program.name for program in updates.updates] == [f"stage{index}_update" for index in range(4)]
+    assert sent == tuple(Sent(0, index, "1 scalar", 4, "") for index in (1, 2, 3))  # Adam's count
+
+
+def test_leaves_move_where_they_are_concatenated():
+    updates, sent = programs_of(optax.flatten(optax.sgd(0.1, momentum=0.9)), device_mapping=(0, 1, 1, 1))
+    kernel, bias = "gradient of dense0/kernel", "gradient of dense0/bias"
+    assert {s.what: s for s in sent if s.source == 0} == {
+        kernel: Sent(0, 1, kernel, 12 * 16 * 4, "concatenate"),
+        bias: Sent(0, 1, bias, 16 * 4, "concatenate"),
+    }
+    back = [s for s in sent if s.source == 1]
+    assert sum(s.num_bytes for s in back) == (12 * 16 + 16) * 4
+    (trace,) = updates.state_leaves
+    assert trace.stage == 1  # where most of the gradients are
+
+
+def test_what_is_read_later_is_not_donated():
+    # The first IPU makes the count anew; the second one reads the old one after it.
+    updates, _sent = programs_of(optax.adam(0.1))
+    first, second, *_rest = updates.updates
+    shared = set(first.results) & set(second.arguments)
+    assert [value.kind for value in shared] == ["state"]
+    pipeline = make(2, optax.adam(0.1), donate=True)
+    state = pipeline.init(jax.random.key(0), batches()[0][0])
+    count = state.optimizer_state[0].count
+    weights = state.variables["dense0/kernel"]
+    pipeline.step(state, batches()[0])
+    assert weights.is_deleted()
+    assert not count.is_deleted()
+
+
+def test_a_sharded_loop():
+    def body(x, labels):
+        with scopes.ipu_shard(0):
+            hidden = models.dense("a", 8, x)
+        with scopes.ipu_shard(1):
+            loss = models.cross_entropy(models.dense("b", 10, hidden), labels)
+        optimizer = GradientAccumulationOptimizerV2(clipped(), 2, reduction_method="MEAN")
+        optimizer.minimize(loss)
+        outfeed.enqueue(loss)
+
+    elements = models.mlp_batches(np.random.default_rng(0), 6)
+    outfeed = IPUOutfeedQueue()
+    infeed = IPUInfeedQueue(lambda: iter(elements))
+    program = front.compile_program(lambda: loops.repeat(6, body, infeed_queue=infeed))
+    (call,) = program.placement().calls
+    assert [(s.source, s.target, s.what) for s in call.sent] == [
+        (0, 1, "3 scalars"),  # a part of the norm, and the counts of Adam and its schedule
+        (1, 0, "2 scalars"),
+    ]
+    assert "per weight update:\n  from   to     bytes  what       read by\n  IPU 0  IPU 1  " in str(
+        program.placement()
+    )
+    with ipu.Session() as session:
+        session.run([ipu.global_variables_initializer(), infeed.initializer])
+        variables = jax.tree.map(jnp.asarray, session.variables)
+        session.run(program)
+        losses, trained = session.run(outfeed.dequeue()), session.variables
+
+    def plain_loss(variables, x, labels):
+        for name in ("a", "b"):
+            x = jax.nn.relu(x @ variables[f"{name}/kernel"] + variables[f"{name}/bias"])
+        return models.cross_entropy(x, labels)
+
+    expected_losses, state = [], clipped().init(variables)
+    for pair in zip(elements[::2], elements[1::2], strict=True):
+        found = [jax.value_and_grad(plain_loss)(variables, *element) for element in pair]
+        expected_losses += [loss for loss, _gradients in found]
+        gradients = jax.tree.map(lambda a, b: (a + b) / 2, *(gradients for _loss, gradients in found))
+        with jax.numpy_dtype_promotion("standard"):
+            changes, state = clipped().update(gradients, state, variables)
+        variables = optax.apply_updates(variables, changes)
+    models.assert_trees_close(list(losses), expected_losses)
+    models.assert_trees_close(trained, variables)
+
+
+# What an optimizer tells.
+
+
+def telling(told, inner):
+    """An optimizer that tells a norm over all variables, a sum over one, nothing, and a condition."""
+
+    def update(updates, state, params=None):
+        norm = optax.tree.norm(updates)
+        jax.debug.callback(lambda value: told.append(("norm", float(value))), norm)
+        total = jnp.sum(updates["dense0/kernel"])
+        jax.debug.callback(lambda value: told.append(("sum", float(value))), total)
+        jax.debug.callback(lambda: told.append(("called", None)))
+        jax.lax.cond(
+            norm > 0, lambda: jax.debug.callback(lambda: told.append(("positive", None))), lambda: None
+        )
+        return inner.update(updates, state, params)
+
+    return optax.GradientTransformation(inner.init, update)
+
+
+@pytest.mark.parametrize("mapping", [(0, 1, 2, 3), (0, 1, 0, 2), (0, 0, 0, 0)])
+@pytest.mark.parametrize("inner", [lambda: optax.sgd(0.1), clipped])
+@pytest.mark.each_value
+def test_what_is_called_in_an_update_is_called_once(mapping, inner):
+    found = {}
+    for name in ("pipeline", "reference"):
+        told = found[name] = []
+        pipeline = make(4, telling(told, inner()), device_mapping=mapping)
+        state = pipeline.init(jax.random.key(7), batches()[0][0])
+        if name == "reference":
+            state = models.on_one_device(state)
+        for step in batches():
+            if name == "pipeline":
+                state, _outputs = pipeline.step(state, step)
+            else:
+                state, _outputs = reference.step(
+                    pipeline.traced, state, step, optimizer=telling(told, inner())
+                )
+        jax.block_until_ready(state.variables)
+        jax.effects_barrier()
+    for kind in ("norm", "sum", "called", "positive"):
+        told, expected = ([value for k, value in found[name] if k == kind] for name in found)
+        assert len(told) == len(expected) == NUM_UPDATES
+        if expected[0] is not None:
+            np.testing.assert_allclose(told, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("mapping", [[0, 1], [0, 0]])
+def test_an_update_that_raises_leaves_the_state_before_it(mapping):
+    raising = []
+
+    def check(value):
+        if raising:
+            raise ArithmeticError(f"a norm of {value}")
+
+    def optimizer_function(rate, loss):
+        def update(updates, state, params=None):
+            jax.debug.callback(check, optax.tree.norm(updates))
+            return optax.adam(rate).update(updates, state, params)
+
+        made = optax.GradientTransformation(optax.adam(0.1).init, update)
+        return ipu.pipelining_ops.OptimizerFunctionOutput(made, loss)
+
+    model = front.Model(device_mapping=mapping, optimizer_function=optimizer_function)
+    other = front.Model(device_mapping=mapping, optimizer_function=optimizer_function)
+    with ipu.Session() as session, ipu.Session() as plain:
+        session.run(model.initializer)
+        plain.run(other.initializer)
+        model.run(session)
+        other.run(plain)
+        before = session.variables
+        raising.append(True)
+        with pytest.raises(Exception, match="a norm of"):
+            session.run(model.program, {model.rate: 0.01})
+        models.assert_trees_close(session.variables, before, 0)
+        assert session.update_count() == plain.update_count()
+        raising.clear()
+        model.run(session)  # goes on
+        assert session.update_count() == plain.update_count() + 1
+
+
+def test_every_program_of_an_update_has_a_result_to_wait_for():
+    """One that only calls back into Python would else raise where nobody sees it."""
+
+    def optimizer_function(rate, loss):
+        def update(updates, state, params=None):
+            jax.debug.callback(lambda value: None, optax.tree.norm(updates))
+            return optax.adam(rate).update(updates, state, params)
+
+        made = optax.GradientTransformation(optax.adam(0.1).init, update)
+        return ipu.pipelining_ops.OptimizerFunctionOutput(made, loss)
+
+    model = front.Model(device_mapping=[0, 1], optimizer_function=optimizer_function)
+    (call,) = model.program.calls
+    programs = call.pipeline.updates.updates
+    assert "joint_update" in [program.name for program in programs]
+    assert all(program.results for program in programs)

@@ -1,0 +1,251 @@
+"""Loss scaling equals a loop by hand, and an overflow in one stage skips the update in all."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import ipu_pipeline as ipu
+from ipu_pipeline import engine, loops, scopes
+from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue
+from ipu_pipeline.optimizers import (
+    GradientAccumulationOptimizerV2,
+    LossScalingOptimizer,
+    MapGradientOptimizer,
+)
+from ipu_pipeline.optimizers.base import unwrap
+from tests.support import front, models
+
+NAMES = ("a", "b", "c")
+
+
+def layer(name, x, dtype):
+    size = 0.002 if name == "a" else 0.02  # its gradients are the largest
+    w = engine.get_variable(name, (x.shape[-1], 10), dtype, jax.nn.initializers.normal(size))
+    return x @ w
+
+
+def stages(dtype):
+    def last(x, labels):
+        return models.cross_entropy(layer("c", x, dtype).astype("float32"), labels)
+
+    return [
+        lambda x, labels: (layer("a", x, dtype), labels),
+        lambda x, labels: (jnp.tanh(layer("b", x, dtype)), labels),
+        last,
+    ]
+
+
+def plain_loss(variables, x, labels):
+    x = jnp.tanh(x @ variables["a"] @ variables["b"]) @ variables["c"]
+    return models.cross_entropy(x.astype("float32"), labels)
+
+
+def scaled_loss(variables, x, labels, scale):
+    return plain_loss(variables, x, labels) * scale
+
+
+@functools.cache
+def steps(dtype):
+    """Updates of three micro-batches; the third update has inputs that are much larger."""
+    rng = np.random.default_rng(5)
+    made = [models.mlp_batches(rng, 3, dtype=dtype) for _ in range(5)]
+    x, labels = made[2][1]
+    made[2][1] = (x * np.asarray(600, dtype), labels)
+    return made
+
+
+def by_hand(variables, dtype, scale, dynamic):
+    """Per update the variables, the scale, and whether the gradients of each variable were finite."""
+    optimizer = optax.sgd(0.1, momentum=0.9)
+    variables = {name: jnp.array(np.asarray(variables[name])) for name in NAMES}
+    state, good, results = optimizer.init(as_float32(variables)), 0, []
+    for step in steps(dtype):
+        total = {name: jnp.zeros(value.shape, "float32") for name, value in variables.items()}
+        for x, labels in step:
+            gradients = jax.grad(scaled_loss)(variables, x, labels, scale)
+            total = {name: total[name] + gradients[name].astype("float32") for name in NAMES}
+        finite = {name: bool(np.all(np.isfinite(value))) for name, value in total.items()}
+        if all(finite.values()):
+            wide = as_float32(variables)
+            with jax.numpy_dtype_promotion("standard"):
+                changes, state = optimizer.update({n: g / scale for n, g in total.items()}, state, wide)
+            variables = {name: (wide[name] + changes[name]).astype(dtype) for name in NAMES}
+            good += 1
+            if dynamic and good == 2:
+                scale, good = scale * np.float32(2), 0
+        elif dynamic:
+            scale, good = scale / np.float32(2), 0
+        results.append((variables, scale, finite))
+    return results
+
+
+def as_float32(tree):
+    return jax.tree.map(lambda leaf: leaf.astype("float32"), tree)
+
+
+def optimizer(**options):
+    return LossScalingOptimizer(optax.sgd(0.1, momentum=0.9), growth_interval=2, **options)
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize(
+    ("mapping", "options"),
+    [
+        ((0, 1, 2), {"donate": True}),
+        ((0, 1, 0), {"offload": ["weight_update_variables"]}),
+        ((0, 0, 0), {"donate": True}),
+        ((0, 0, 0), {"block_bytes": 1, "offload": ["weight_update_variables"]}),
+    ],
+)
+@pytest.mark.each_value
+def test_a_pipeline_equals_a_loop_by_hand(dtype, dynamic, mapping, options):
+    scale = np.float32(2.0**16 if dynamic else 2.0**17)
+    pipeline = engine.Pipeline(
+        stages(dtype),
+        num_micro_batches=3,
+        loss=lambda loss: loss,
+        optimizer=unwrap(optimizer(dynamic=dynamic, initial_scale=float(scale))).transformation,
+        accumulator_dtype="float32",
+        device_mapping=mapping,
+        **options,
+    )
+    state = pipeline.init(jax.random.key(3), steps(dtype)[0][0])
+    before = {name: np.asarray(value) for name, value in state.variables.items()}
+    expected = by_hand(before, dtype, scale, dynamic)
+    for step, (variables, scale, finite) in zip(steps(dtype), expected, strict=True):
+        losses = [plain_loss(as_arrays(before), *element) for element in step]
+        state, outputs = pipeline.step(state, step)
+        tolerance = 1e-5 if dtype == "float32" else 2e-3
+        models.assert_trees_close(list(map(np.asarray, outputs.losses)), losses, tolerance)
+        models.assert_trees_close(as_float32(as_arrays(state.variables)), as_float32(variables), tolerance)
+        assert state.optimizer_state.scale == scale
+        if not all(finite.values()):
+            models.assert_trees_close(as_arrays(state.variables), as_arrays(before), 0)
+        before = {name: np.asarray(value) for name, value in state.variables.items()}
+    skipped = [number for number, (_v, _s, finite) in enumerate(expected) if not all(finite.values())]
+    if dtype == "float32":
+        assert not skipped
+    else:
+        assert expected[2][2] == {"a": False, "b": True, "c": True}  # one stage only
+        assert 2 in skipped
+        assert 4 not in skipped or not dynamic
+
+
+def as_arrays(tree):
+    return jax.tree.map(lambda leaf: jnp.array(np.asarray(leaf)), tree)
+
+
+def test_small_gradients_stay_only_with_a_scale():
+    def run(wrap):
+        def stage(x):
+            w = engine.get_variable("w", (4,), "float16", 0.0)
+            return jnp.sum((w * x).astype("float32")) * 1e-8
+
+        pipeline = engine.Pipeline(
+            [lambda x: x, stage],
+            num_micro_batches=1,
+            loss=lambda loss: loss,
+            optimizer=unwrap(wrap(optax.sgd(1e7))).transformation,
+            accumulator_dtype="float32",
+        )
+        x = np.ones(4, "float16")
+        state, _outputs = pipeline.step(pipeline.init(jax.random.key(0), x), [x])
+        return np.asarray(state.variables["w"])
+
+    np.testing.assert_array_equal(run(lambda opt: opt), 0)
+    # The gradient and the weight are rounded to float16, each by 2**-11 at most.
+    np.testing.assert_allclose(run(lambda opt: LossScalingOptimizer(opt)), -0.1, rtol=2**-10)
+
+
+@pytest.mark.parametrize("shards", [(0, 0), (0, 1)])
+def test_loops_with_gradient_maps(shards):
+    """In float32, a power of two changes nothing: not what a map sees, and not what is accumulated."""
+
+    def run(wrap):
+        def body(x, labels):
+            with scopes.ipu_shard(shards[0]):
+                hidden = layer("a", x, "float32")
+            with scopes.ipu_shard(shards[1]):
+                loss = models.cross_entropy(layer("b", hidden, "float32"), labels)
+            clip = MapGradientOptimizer(optax.adam(0.01), lambda g, v: jnp.clip(g, -0.01, 0.01) + 0.1 * v)
+            GradientAccumulationOptimizerV2(wrap(clip), 2).minimize(loss, name="same")
+
+        elements = models.mlp_batches(np.random.default_rng(0), 8)
+        infeed = IPUInfeedQueue(lambda: iter(elements))
+        program = front.compile_program(lambda: loops.repeat(8, body, infeed_queue=infeed))
+        with ipu.Session() as session:
+            session.run([infeed.initializer])
+            session.run(program)
+            return session.variables
+
+    expected = run(lambda opt: opt)
+    models.assert_trees_close(run(lambda opt: LossScalingOptimizer(opt, growth_interval=1)), expected, 1e-6)
+
+
+def test_a_map_cannot_hide_an_overflow():
+    def body():
+        w = ipu.get_variable("w", (), "float16", initializer=2.0)
+        opt = MapGradientOptimizer(optax.sgd(1.0), lambda g, v: jnp.clip(g, -1, 1))
+        opt = LossScalingOptimizer(opt, initial_scale=2.0**17)
+        opt.minimize((w * 1.0).astype("float32"))
+
+    program = front.compile_program(lambda: loops.repeat(2, body))
+    with ipu.Session() as session:
+        session.run(program)
+        assert session.variables["w"] == 2  # 2 ** 17 and 2 ** 16 are infinite in float16
+        session.run(program)
+        assert session.variables["w"] == 0
+
+
+@pytest.mark.parametrize(("initial_scale", "scales"), [(3.0, [1.5, 1.0, 1.0]), (0.5, [0.5, 0.5, 0.5])])
+def test_a_dynamic_scale_shrinks_down_to_1(initial_scale, scales):
+    """And one that began below stays there."""
+    transformation = unwrap(optimizer(dynamic=True, initial_scale=initial_scale)).transformation
+    params = {"w": jnp.float32(1)}
+    state = transformation.init(params)
+    found = []
+    for _update in scales:
+        changes, state = transformation.update({"w": jnp.float32(np.inf)}, state, params)
+        assert changes["w"] == 0
+        found.append(float(state.scale))
+    assert found == scales
+
+
+def test_through_the_front():
+    def optimizer_function(rate, loss):
+        return ipu.pipelining_ops.OptimizerFunctionOutput(LossScalingOptimizer(optax.sgd(rate)), loss)
+
+    losses = []
+    for options in ({}, {"optimizer_function": optimizer_function}):
+        model = front.Model(**options)
+        with ipu.Session() as session:
+            session.run(model.initializer)
+            losses.append([model.run(session) for _ in range(3)])
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-6)
+    assert losses[0][0][0] != losses[0][2][0]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"initial_scale": 0}, ValueError, "initial_scale must be finite in float32 and above 0; got 0"),
+        ({"initial_scale": "x"}, TypeError, "initial_scale must be a number; got 'x'"),
+        ({"factor": 1}, ValueError, "factor must be finite in float32 and above 1; got 1"),
+        ({"growth_interval": 0}, ValueError, "growth_interval must be from 1 to"),
+        ({"growth_interval": 1.5}, TypeError, "growth_interval must be an integer; got 1.5"),
+        ({"dynamic": 1}, TypeError, "dynamic must be True or False; got 1"),
+    ],
+)
+def test_arguments_are_checked(options, error, match):
+    with pytest.raises(error, match=match):
+        LossScalingOptimizer(optax.sgd(0.1), **options)
+
+
+def test_two_cannot_be_nested():
+    with pytest.raises(ValueError, match="scale the loss only once"):
+        unwrap(LossScalingOptimizer(LossScalingOptimizer(optax.sgd(0.1))))

@@ -1,0 +1,289 @@
+"""Graphcore's public names, by every way of importing them: the same objects, or what to use instead."""
+
+import copy
+import doctest
+import fnmatch
+import importlib
+import inspect
+import pickle
+import pkgutil
+import re
+import subprocess
+import sys
+
+import pytest
+
+import ipu_pipeline as ipu
+from ipu_pipeline.graphcore import importing, table
+from tests.docs.test_porting import ROWS, find
+
+BY_NAME = {row.name: row for row in ROWS}
+MODULES = table.read_sdk_names()
+NAMES = [(module, name) for module, names in MODULES.items() for name in names]
+IDS = [f"{module}.{name}".strip(".") for module, name in NAMES]
+
+
+def row_of(module, name):
+    return table.find_row(module, name) or BY_NAME.get(f"{table.shorten(module)}.{name}")
+
+
+def paths_of(module):
+    """In full and short; also through `ops` for what is short."""
+    return list(dict.fromkeys([module, table.shorten(module)]))
+
+
+def full_name(*parts):
+    return ".".join(part for part in ("ipu_pipeline", *parts) if part)
+
+
+def attribute(path):
+    found = ipu
+    for part in path.split(".") if path else []:
+        found = getattr(found, part)
+    return found
+
+
+def import_from(module, name):
+    namespace = {}
+    exec(f"from {module} import {name} as found", namespace)  # noqa: S102
+    return namespace["found"]
+
+
+def text_of(kind, function, *arguments):
+    """What the error of a call says; None if there is none."""
+    try:
+        function(*arguments)
+    except kind as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(("module", "name"), NAMES, ids=IDS)
+def test_every_name_of_the_sdk_has_a_row_that_is_true(module, name):
+    row = row_of(module, name)
+    assert row is not None, f"{module}.{name} needs a row in ipu_pipeline/graphcore/names.json"
+    for path in paths_of(module):
+        if row.is_here:
+            assert import_from(full_name(path), name) is not None
+            if row.status == "same":
+                expected = find(row.here)
+                assert getattr(attribute(path), name) is expected
+                assert getattr(importlib.import_module(full_name(path)), name) is expected
+                assert import_from(full_name(path), name) is expected
+            continue
+        imported = text_of(ImportError, import_from, full_name(path), name)
+        used = text_of(AttributeError, lambda path=path: getattr(attribute(path), name))
+        for text in (imported, used):
+            assert text, f"{row.name} is there now: change its row in ipu_pipeline/graphcore/names.json"
+            assert row.why in text
+            assert not row.here or f"ipu.{row.here}" in text
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if module])
+def test_every_module_is_imported_or_says_what_to_use(module):
+    rows = [row_of(module, name) for name in MODULES[module]]
+    is_here = any(row.is_here for row in rows) or not rows or module in ipu.__all__
+    for path in paths_of(module):
+        parent, _dot, name = path.rpartition(".")
+        ways = {
+            importlib.import_module: [full_name(path)],
+            import_from: [full_name(parent), name],
+            exec: [f"import {full_name(path)}", {}],
+        }
+        if is_here:
+            for way, arguments in ways.items():
+                assert way(*arguments) in (attribute(path), None)
+            continue
+        texts = [text_of(ModuleNotFoundError, way, *arguments) for way, arguments in ways.items()]
+        for text in (*texts, text_of(AttributeError, attribute, path)):
+            assert text, f"{module} is there now: change its rows in ipu_pipeline/graphcore/names.json"
+            assert ", of Graphcore's TensorFlow, is not in ipu_pipeline. " in text
+            assert all(row.why in text for row in rows)
+        assert "." in path or not hasattr(ipu, path)
+
+
+def is_about(row, path):
+    return fnmatch.fnmatchcase(path, row.name) or row.name == path or row.name.startswith(f"{path}.")
+
+
+def test_every_row_is_about_a_name_of_the_sdk():
+    known = [f"{table.shorten(module)}.{name}".strip(".") for module, name in NAMES]
+    known += IDS
+    known += [f"optimizers.{name}" for module, name in NAMES if module.startswith("optimizers.")]
+    known += [f"{table.shorten(module)}." for module in MODULES if not MODULES[module]]
+    ours = [row for row in ROWS if not row.name.startswith("tf.") and " " not in row.name]
+    assert [row.name for row in ours if not any(is_about(row, path) for path in known)] == []
+
+
+@pytest.mark.parametrize(("path", "own"), importing.PATHS.items())
+def test_paths_that_are_not_those_of_files(path, own):
+    module = importlib.import_module(f"ipu_pipeline.{own}")
+    ways = [f"import ipu_pipeline.{path} as m", f"from ipu_pipeline import {path} as m"]
+    for way in ways:
+        namespace = {}
+        exec(way, namespace)  # noqa: S102
+        assert namespace["m"] is module
+    for inner in pkgutil.iter_modules(getattr(module, "__path__", [])):
+        name = f"ipu_pipeline.{path}.{inner.name}"
+        assert importlib.import_module(name) is importlib.import_module(f"ipu_pipeline.{own}.{inner.name}")
+    assert sum(vars(one).get("__file__") == module.__file__ for one in set(sys.modules.values())) == 1
+
+
+def test_a_module_is_imported_once_by_whatever_path_comes_first():
+    program = """
+import sys
+from ipu_pipeline.session.fetches import *
+import ipu_pipeline.tf1.session.fetches as own
+import ipu_pipeline.session.fetches as other
+assert own is other is sys.modules["ipu_pipeline.session"].fetches
+import pickle
+from ipu_pipeline import errors
+assert pickle.loads(b"cipu_pipeline.errors\\nOutOfRangeError\\n.") is errors.OutOfRangeError
+print(len({id(m) for name, m in sys.modules.items() if name.endswith(".fetches")}))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.stdout.strip(), done.stderr) == ("1", "")
+
+
+def test_modules_are_those_that_there_are():
+    assert importlib.import_module("ipu_pipeline.ops.pipelining_ops") is ipu.pipelining_ops
+    assert ipu.ops.rand_ops is ipu.rand_ops
+    assert ipu.rand_ops.__spec__.name == ipu.rand_ops.__name__ == "ipu_pipeline.tf1.ops.rand_ops"
+    made = importlib.import_module("ipu_pipeline.optimizers.cross_replica_optimizer")
+    assert made.CrossReplicaOptimizer is ipu.optimizers.CrossReplicaOptimizer
+    assert ipu.cross_replica_optimizer.CrossReplicaOptimizer is ipu.optimizers.CrossReplicaOptimizer
+    namespace = {}
+    exec("from ipu_pipeline.optimizers.gradient_accumulation_optimizer import *", namespace)  # noqa: S102
+    assert namespace["GradientAccumulationReductionMethod"] is (
+        ipu.gradient_accumulation.GradientAccumulationReductionMethod
+    )
+
+
+def test_inspect_pickle_copy_and_doctest_know_them():
+    made = importlib.import_module("ipu_pipeline.optimizers.map_gradient_optimizer")
+    optimizer = made.MapGradientOptimizer
+    assert dir(made) == made.__all__ == ["MapGradientOptimizer"]
+    assert inspect.getmembers(made, inspect.isclass) == [("MapGradientOptimizer", optimizer)]
+    assert inspect.getsource(optimizer).startswith("class MapGradientOptimizer")
+    assert pickle.loads(pickle.dumps(optimizer)) is copy.deepcopy(optimizer) is optimizer
+    assert pickle.loads(pickle.dumps(ipu.ops.rand_ops.dropout)) is ipu.rand_ops.dropout
+    for module in (ipu, ipu.ops, ipu.scopes, made):
+        doctest.DocTestFinder().find(module)
+        inspect.getmembers(module)
+        assert inspect.getmodule(module) is module
+
+
+@pytest.mark.parametrize(
+    ("statement", "error", "text"),
+    [
+        (
+            "ipu.pipelining_op",
+            AttributeError,
+            "has no attribute 'pipelining_op'. Did you mean 'pipelining_ops'?",
+        ),
+        ("from ipu_pipeline import pipelining_op", ImportError, "Did you mean 'pipelining_ops'?"),
+        ("ipu.IPUEstimator", AttributeError, "It is ipu.ipu_estimator.IPUEstimator."),
+        ("from ipu_pipeline import PopnnLSTM", ImportError, "It is ipu.rnn_ops.PopnnLSTM."),
+        ("ipu.scopes.ipu_scop", AttributeError, "Did you mean 'ipu_scope'?"),
+        ("from ipu_pipeline.scopes import ipu_scop", ImportError, "Did you mean 'ipu_scope'?"),
+        ("ipu.utils.set_gcl_option", AttributeError, "Did you mean 'set_gcl_options'?"),
+        ("ipu.nothing_like_it", AttributeError, "module 'ipu_pipeline' has no attribute 'nothing_like_it'"),
+        (
+            "import ipu_pipeline.nothing_like_it",
+            ImportError,
+            "No module named 'ipu_pipeline.nothing_like_it'",
+        ),
+        (
+            "from ipu_pipeline.scopes import nothing_like_it",
+            ImportError,
+            "cannot import name 'nothing_like_it'",
+        ),
+        (
+            "import ipu_pipeline.session.nothing",
+            ImportError,
+            "No module named 'ipu_pipeline.session.nothing'",
+        ),
+        ("ipu.scopes.__wrapped__", AttributeError, "has no attribute '__wrapped__'"),
+    ],
+)
+def test_names_that_are_nobody_s(statement, error, text):
+    with pytest.raises(error, match=re.escape(text)):
+        exec(statement, {"ipu": ipu})  # noqa: S102
+
+
+def test_python_adds_no_suggestion_to_those_of_the_table():
+    """Its own would be the nearest name, for `rnn_ops` `rand_ops`."""
+    with pytest.raises(AttributeError) as error:
+        _ = ipu.horovod
+    assert error.value.name is None
+
+
+def test_names_of_tensorflow_that_are_looked_for_here():
+    """By their last name, as `ipu.TrainSpec`."""
+    taken = {name for names in MODULES.values() for name in names} | set(MODULES)
+    for row in ROWS:
+        name = row.name.rpartition(".")[2]
+        if row.name.startswith("tf.") and name not in taken and not hasattr(ipu, name):
+            for kind, way, arguments in (
+                (ImportError, import_from, ("ipu_pipeline", name)),
+                (AttributeError, attribute, (name,)),
+            ):
+                text = text_of(kind, way, *arguments)
+                assert text.startswith(f"{row.name}, of TensorFlow, is ")
+                assert text.endswith(row.why)
+                assert (
+                    f"ipu.{row.here} in ipu_pipeline" in text if row.here else "not in ipu_pipeline" in text
+                )
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("train", "  tf.train.Saver: ipu.Saver."),
+        ("contrib", "  tf.contrib.opt.AdamWOptimizer: ipu.optimizers.tf1.AdamWOptimizer."),
+        ("nn", "  tf.nn.softmax_cross_entropy_with_logits: It was a loss."),
+    ],
+)
+def test_modules_of_tensorflow_that_are_looked_for_here(name, line):
+    for text in (
+        text_of(AttributeError, attribute, name),
+        text_of(ImportError, import_from, "ipu_pipeline", name),
+        text_of(ImportError, importlib.import_module, f"ipu_pipeline.{name}"),
+    ):
+        assert text.startswith(
+            f"ipu.{name}, as tf.{name} of TensorFlow, is not in ipu_pipeline. By name:\n"
+        )
+        assert f"\n{line}" in text
+
+
+def test_importing_the_package_reads_no_table():
+    program = """
+import sys
+import ipu_pipeline
+from ipu_pipeline.graphcore import table
+caches = [table.read_rows, table.read_sdk_names]
+print("jax" in sys.modules, *(cache.cache_info().currsize for cache in caches))
+import ipu_pipeline
+import importlib
+importlib.reload(ipu_pipeline)
+print(sum(type(finder).__module__.startswith("ipu_pipeline") for finder in sys.meta_path))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["False", "0", "0", "2"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (
+            {"config": None},
+            "argument 'config', which is TensorFlow's. It configured .* `config.IPUConfig` does",
+        ),
+        ({"graph": None}, "argument 'graph', which is TensorFlow's. .* `ipu_compiler.compile` traces"),
+        ({"seeds": 1}, r"got an unexpected keyword argument 'seeds'$"),
+    ],
+)
+def test_arguments_of_tensorflow_s_session(arguments, text):
+    with pytest.raises(TypeError, match=text):
+        ipu.Session(**arguments)

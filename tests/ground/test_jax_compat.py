@@ -1,0 +1,272 @@
+"""Private names of JAX: each is taken away in turn, and training, saving and restoring give the same."""
+
+import ast
+import contextlib
+import functools
+import importlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint  # noqa: F401  # by the package, at its first checkpoint; not while a name is away
+import pytest
+
+from ipu_pipeline.ground import jax_compat, jax_processes
+from tests.engine.execution.test_executables import no_cache  # noqa: F401  # a fixture
+from tests.test_rooms import rooms
+
+NAMES = tuple(jax_compat.NAMES)
+assert jax_processes.__name__ in sys.modules  # whose names are among them
+UPDATES, MICRO_BATCHES = 2, 4
+
+
+@contextlib.contextmanager
+def taken_away(path):
+    """Within it, looking for the name fails as if JAX had never had it."""
+    module, _, names = path.partition(":")
+    *outer, name = names.split(".")
+    owner = functools.reduce(getattr, outer, importlib.import_module(module))
+    value = vars(owner)[name]
+    delattr(owner, name)
+    try:
+        with pytest.raises(AttributeError):
+            getattr(owner, name)
+        yield
+    finally:
+        setattr(owner, name, value)
+
+
+@contextlib.contextmanager
+def without(*paths):
+    """The package and its tests, imported anew where JAX has not these names; gives what imports modules.
+
+    JAX itself needs the names, so they are away only while the package looks them up.
+    """
+
+    def forget():
+        ours = [name for name in sys.modules if name.split(".")[0] in ("ipu_pipeline", "tests")]
+        return {name: sys.modules.pop(name) for name in ours if name != "tests.conftest"}
+
+    known = forget()
+    try:
+        with contextlib.ExitStack() as away:
+            for path in paths:
+                away.enter_context(taken_away(path))
+            found = importlib.import_module("ipu_pipeline.ground.jax_compat")
+            importlib.import_module("ipu_pipeline.ground.jax_processes")
+        assert found is not jax_compat
+        yield importlib.import_module
+    finally:
+        forget()
+        sys.modules.update(known)
+
+
+def compile_training(ipu):
+    """A small program on two devices with random keys, Adam, and a data set that stands somewhere."""
+    rng = np.random.default_rng(0)
+    elements = rng.normal(size=(2 * UPDATES * MICRO_BATCHES, 4, 5)).astype(np.float32)
+    infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(elements)
+    outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+
+    def first(x):
+        return ipu.layers.Dropout(0.3)(jnp.tanh(x @ ipu.get_variable("first", (5, 6)))), x
+
+    def last(h, x):
+        return jnp.mean((h @ ipu.get_variable("last", (6, 5)) - x) ** 2)
+
+    def model():
+        return ipu.pipelining_ops.pipeline(
+            [first, last],
+            gradient_accumulation_count=MICRO_BATCHES,
+            repeat_count=UPDATES,
+            infeed_queue=infeed,
+            outfeed_queue=outfeed,
+            optimizer_function=lambda loss: ipu.pipelining_ops.OptimizerFunctionOutput(
+                optax.adam(0.01), loss
+            ),
+            outfeed_loss=True,
+        )
+
+    with ipu.scopes.ipu_scope("/device:IPU:0"):
+        return infeed.initializer, outfeed, ipu.ipu_compiler.compile(model)
+
+
+def train(import_module, directory):
+    """Losses, variables and checkpoints of training whose second half is run again by another session."""
+    ipu = import_module("ipu_pipeline")
+    start, outfeed, program = compile_training(ipu)
+    losses = []
+    with ipu.Session(seed=3) as session:
+        session.run([ipu.global_variables_initializer(), start, program])
+        losses.append(session.run(outfeed.dequeue()))
+        session.save(directory)
+        kept = session.take_snapshot()  # which shares memory with what goes on
+        session.run(program)
+        losses.append(session.run(outfeed.dequeue()))
+        variables = session.variables
+    with ipu.Session(seed=4) as session:
+        session.restore(directory)
+        read = session.take_snapshot()
+        session.run([start, program])
+        np.testing.assert_array_equal(session.run(outfeed.dequeue()), losses[1])
+        jax.tree.map(np.testing.assert_array_equal, session.variables, variables)
+    ipu.config.reset_ipu_configuration()
+    return [losses, variables, flat(kept.arrays()), flat(read.arrays())]
+
+
+def flat(tree):
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): as_numbers(leaf) for path, leaf in leaves}
+
+
+def as_numbers(array):
+    is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(array) if is_key else array)
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    return train(importlib.import_module, tmp_path_factory.mktemp("with") / "checkpoint")
+
+
+@pytest.mark.thorough  # all at once are taken away below
+@pytest.mark.parametrize("name", NAMES)
+def test_training_and_checkpoints_without(name, expected, tmp_path):
+    with without(name) as import_module:
+        found = train(import_module, tmp_path / "checkpoint")
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_training_and_checkpoints_without_any(expected, tmp_path):
+    with without(*NAMES) as import_module:
+        found = train(import_module, tmp_path / "checkpoint")
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+# What a name is there for, where that is not seen in the training above.
+
+MOVING = [
+    "jax._src.compilation_cache:_get_cache",
+    "jax.experimental.serialize_executable:serialize",
+    "jaxlib.xla_client:Client.deserialize_executable",
+    "jaxlib.xla_client:CompileOptions",
+    "jaxlib.xla_client:DeviceAssignment",
+]
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "source_info_util" in name])
+def test_shards_without(name):
+    with without(name) as import_module:
+        shards = import_module("tests.engine.loops.test_shards")
+        shards.test_the_innermost_scope_counts()
+        shards.test_nested_and_cached_jit()
+        shards.test_where_variables_live()
+        shards.test_scopes_inside_bodies(jax.checkpoint, "jax.checkpoint", True)
+        shards.test_assigned_variables_and_a_return_to_their_shard(np.random.default_rng(0))
+
+
+def test_cached_functions_without_contexts():
+    with without("jax:make_user_context") as import_module:
+        import_module(
+            "tests.engine.tracing.test_hoisting"
+        ).test_cached_functions_in_several_stages_and_pipelines()
+
+
+def test_loops_that_are_not_reduced():
+    with without("jax.interpreters.partial_eval:dce_rules") as import_module:
+        joined, hoisting = (
+            import_module("tests.engine.updates.test_updates_joined"),
+            import_module("tests.engine.tracing.test_hoisting"),
+        )
+        assert not import_module("ipu_pipeline.ground.jax_compat").dce_rules
+        joined.check("loops", 2)
+        hoisting.test_a_scan_s_variable_has_the_gradient_of_the_same_scan_by_hand(np.random.default_rng(0))
+
+
+def test_stages_that_differentiate_by_themselves():
+    with without("jax.interpreters.ad:primitive_jvps") as import_module:
+        import_module("tests.engine.tracing.test_metrics").test_nothing_is_differentiated_through_a_metric()
+
+
+@pytest.mark.parametrize("name", ["", *MOVING])
+def test_executables_are_moved_to_other_devices_only_with(name, no_cache):  # noqa: F811
+    with without(*filter(None, [name])) as import_module:
+        executables = import_module("ipu_pipeline.engine.execution.executables")
+        assert executables.is_portable(jax.devices("cpu")[:1]) == (not name)
+
+
+def test_a_cache_that_cannot_be_reset(tmp_path, no_cache):  # noqa: F811
+    with without("jax.experimental.compilation_cache.compilation_cache:reset_cache") as import_module:
+        import_module("ipu_pipeline").config.enable_executable_cache(tmp_path / "cache")
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "cache")
+
+
+# The names are in one module alone.
+
+MODULES = {
+    "jax",
+    "jax.ad_checkpoint",
+    "jax.export",
+    "jax.extend",
+    "jax.numpy",
+    "jax.scipy",
+    "jax.sharding",
+}
+EXPERIMENTAL = {"io_callback"}  # what the reference documentation describes
+PRIVATE = {"core", "experimental", "extend", "interpreters", "lib", "make_user_context", "memory"}
+
+
+def find_private_names(source):
+    """What of JAX a module names that only `jax_compat` may."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names if not is_public(alias.name)]
+        elif isinstance(node, ast.ImportFrom):
+            is_described = (
+                node.module == "jax.experimental" and {a.name for a in node.names} <= EXPERIMENTAL
+            )
+            if not is_public(node.module) and not is_described:
+                found.append(node.module)
+            elif node.module == "jax":
+                found += [f"jax.{a.name}" for a in node.names if not is_public(f"jax.{a.name}")]
+        elif isinstance(node, ast.Attribute):
+            is_of_jax = isinstance(node.value, ast.Name) and node.value.id == "jax"
+            if (is_of_jax and node.attr in PRIVATE) or node.attr in ("source_info", "name_stack"):
+                found.append(ast.unparse(node))
+    return found
+
+
+def is_public(module):
+    return module.split(".")[0] not in ("jax", "jaxlib") or module in MODULES
+
+
+def test_private_names_are_found():
+    source = """
+import jax, jaxlib.xla_client, numpy
+from jax import core, numpy as jnp
+from jax.extend import core as jex_core
+from jax._src import config
+from jax.experimental import io_callback
+from jax.experimental import io_callback, pallas
+jax.core.Tracer, jax.Array, jax.memory, equation.source_info
+"""
+    assert sorted(find_private_names(source)) == [
+        "equation.source_info",
+        "jax._src",
+        "jax.core",
+        "jax.core",
+        "jax.experimental",
+        "jax.memory",
+        "jaxlib.xla_client",
+    ]
+
+
+def test_no_other_module_has_private_names():
+    own = ("ground.jax_compat", "ground.jax_processes")
+    paths = {module: path for module, path in rooms.MODULES.items() if module not in own}
+    assert len(paths) > 100
+    found = {module: find_private_names(path.read_text()) for module, path in paths.items()}
+    assert {module: names for module, names in found.items() if names} == {}

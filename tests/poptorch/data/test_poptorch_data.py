@@ -1,0 +1,951 @@
+"""poptorch's data loader and asynchronous accessor: the batches of torch's loader, and no process left."""
+
+import collections
+import dataclasses
+import gc
+import itertools
+import multiprocessing
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+from ipu_pipeline.poptorch import logs
+from ipu_pipeline.poptorch.data import AsynchronousDataAccessor, DataLoader
+from ipu_pipeline.poptorch.data.parcels import put_together, take_apart
+from ipu_pipeline.poptorch.data.rebatching import rebatch
+from ipu_pipeline.poptorch.enums import CommGroupType, DataLoaderMode, SharingStrategy
+from ipu_pipeline.poptorch.errors import Error
+
+# This module is imported in the processes that it starts: what imports JAX must not stand at the top.
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning"),  # by JAX, for torch's workers
+    # By torch, on a machine of one core.
+    pytest.mark.filterwarnings("ignore:This DataLoader will create .* worker processes:UserWarning"),
+]
+
+SYNC, ASYNC, REBATCHED = DataLoaderMode
+FORK = {"sharing_strategy": SharingStrategy.Fork}
+ROOT = pathlib.Path(__file__).parents[3]
+
+
+def list_shared_memory():
+    return set(os.listdir("/dev/shm"))  # noqa: S108  # where memory with a name is
+
+
+@pytest.fixture(autouse=True)
+def nothing_left():
+    """No process and no shared memory stays behind."""
+    torch.set_num_threads(1)
+    before = list_shared_memory()
+    yield
+    if multiprocessing.active_children():
+        gc.collect()  # a failed test's traceback
+    assert multiprocessing.active_children() == []
+    left = list_shared_memory() - before
+    deadline = time.monotonic() + 10
+    while left and time.monotonic() < deadline:  # other tests may be running, and use some for a moment
+        time.sleep(0.05)
+        left &= list_shared_memory()
+    assert left == set()
+
+
+@pytest.fixture
+def log(monkeypatch):
+    """What was logged."""
+    lines = []
+    monkeypatch.setattr(logs.logger, "warning", lines.append)
+    monkeypatch.setattr(logs, "_said", set())
+    return lines
+
+
+def make_options(iterations=2, accumulation=2, process=0, num_processes=1, seed=None):
+    from ipu_pipeline.poptorch.options import Options
+
+    options = Options().deviceIterations(iterations)
+    options.Training.gradientAccumulation(accumulation)
+    options.Distributed.configureProcessId(process, num_processes)
+    return options if seed is None else options.randomSeed(seed)
+
+
+def make_rows(count=103):
+    return torch.utils.data.TensorDataset(torch.arange(float(count)), torch.arange(count) * 2)
+
+
+def copy_batch(batch):
+    return [part.clone() for part in batch]
+
+
+def read(loader, times=1):
+    """The batches of some iterations, as lists of numbers."""
+    return [[[part.tolist() for part in batch] for batch in loader] for _time in range(times)]
+
+
+def read_rows(loader):
+    return [row for batch in loader for row in batch[0].tolist()]
+
+
+class Rows(torch.utils.data.Dataset):
+    """Numbers; at one of them something happens."""
+
+    def __init__(self, length=8, at=None, what=None, argument=None):
+        self.length, self.at, self.what, self.argument = length, at, what, argument
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        if index == self.at:
+            getattr(self, self.what)()
+        return torch.tensor([float(index)])
+
+    def exit(self):
+        os._exit(7)
+
+    def kill(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def sleep(self):
+        time.sleep(1000)
+
+    def fail(self):
+        raise KeyError("row 3 is missing")
+
+    def fail_strangely(self):
+        raise StrangeError(1, 2)
+
+    def append(self):
+        with open(self.argument, "a") as file:
+            file.write("x")
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """As many rows as said, in each worker its share."""
+
+    def __init__(self, length, has_length=True):
+        self.length = length
+        self.has_length = has_length
+
+    def __iter__(self):
+        worker = torch.utils.data.get_worker_info()
+        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        for index in range(first, self.length, step):
+            yield torch.tensor(float(index))
+
+    def __len__(self):
+        if not self.has_length:
+            raise TypeError("'Stream' has no len()")
+        return self.length
+
+
+class StrangeError(Exception):
+    """Pickles, and then does not load."""
+
+    def __init__(self, first, second):
+        super().__init__(f"{first} and {second}")
+
+
+# The data loader
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(
+    ("mode", "drop_last"),
+    [(SYNC, True), (SYNC, False), (ASYNC, True), (REBATCHED, True), (REBATCHED, False)],
+)
+def test_batches_are_those_of_torch(mode, drop_last, num_workers, shuffle):
+    arguments = {"shuffle": shuffle, "num_workers": num_workers, "drop_last": drop_last}
+    torch.manual_seed(3)
+    worker_size = 5 if mode == REBATCHED else None
+    loader = DataLoader(
+        make_options(), make_rows(), 4, mode=mode, rebatched_worker_size=worker_size, **arguments
+    )
+    given = read(loader, times=3)
+    assert loader.combinedBatchSize == 16
+    loader.terminate()
+    torch.manual_seed(3)
+    arguments["persistent_workers"] = num_workers > 0  # as ours are, if nothing else is said
+    expected = torch.utils.data.DataLoader(make_rows(), 16, **arguments)
+    assert given == read(expected, times=3)
+    assert len(loader) == len(expected) == len(given[0]) == (6 if drop_last else 7)
+
+
+def test_combined_batch_size_and_options():
+    options = make_options(iterations=3, accumulation=5)
+    options.replicationFactor(4)
+    options.inputReplicaGrouping(2, CommGroupType.Consecutive)
+    loader = DataLoader(options, make_rows(), batch_size=2)
+    assert loader.combinedBatchSize == 2 * 3 * 5 * 2
+    assert loader.options is options
+    assert isinstance(loader, torch.utils.data.DataLoader)
+    with pytest.raises(AttributeError, match="Can't modify frozen Options"):
+        options.deviceIterations(2)
+    with pytest.raises(AttributeError, match="Can't modify frozen Options"):
+        options.Training.gradientAccumulation(2)
+
+
+@pytest.mark.parametrize("mode", [SYNC, ASYNC])
+def test_without_batch_size(mode):
+    mode = {"mode": mode, "async_options": FORK if mode else None}
+    loader = DataLoader(make_options(), Rows(5), batch_size=None, drop_last=False, **mode)
+    assert loader.combinedBatchSize is None
+    assert [row.tolist() for row in loader] == [[0.0], [1.0], [2.0], [3.0], [4.0]]
+    loader.terminate()
+
+
+@pytest.mark.parametrize("mode", [SYNC, ASYNC])
+def test_batch_sampler(mode):
+    sampler = torch.utils.data.BatchSampler(range(9, -1, -1), 4, drop_last=False)
+    mode = {"mode": mode, "async_options": FORK if mode else None}
+    for options, drop_last, combined, expected in [
+        (make_options(1, 1), True, 4, [[9, 8, 7, 6], [5, 4, 3, 2], [1, 0]]),
+        (make_options(2, 1), True, 8, [[9, 8, 7, 6, 5, 4, 3, 2]]),
+        (make_options(1, 2), False, 8, [[9, 8, 7, 6, 5, 4, 3, 2], [1, 0]]),
+    ]:
+        loader = DataLoader(options, make_rows(10), batch_sampler=sampler, drop_last=drop_last, **mode)
+        assert [batch[0].tolist() for batch in loader] == expected
+        assert loader.combinedBatchSize == combined
+        assert len(loader) == len(expected)
+        loader.terminate()
+
+
+def test_workers_are_forked_without_a_warning():
+    import jax
+
+    jax.numpy.ones(3).block_until_ready()  # which starts the threads that JAX warns of
+    loader = DataLoader(make_options(), make_rows(8), num_workers=1)
+    with warnings.catch_warnings(action="error"):
+        assert len(list(loader)) == 2
+    loader.terminate()
+
+
+def test_what_is_left_in_another_process():
+    loader = DataLoader(
+        make_options(2, 1), make_rows(11), batch_size=2, drop_last=False, mode=ASYNC, async_options=FORK
+    )
+    assert [len(batch[0]) for batch in loader] == [4, 4, 3]
+    assert len(loader) == 3
+    loader.terminate()
+
+
+@pytest.mark.parametrize(
+    ("mode", "num_workers", "drop_last"), [(SYNC, 0, True), (ASYNC, 0, True), (REBATCHED, 2, False)]
+)
+def test_iterable_data_set(mode, num_workers, drop_last, log):
+    loader = DataLoader(
+        make_options(1, 1),
+        Stream(22),
+        batch_size=8,
+        num_workers=num_workers,
+        drop_last=drop_last,
+        mode=mode,
+        async_options=FORK if mode else None,
+        rebatched_worker_size=3 if mode == REBATCHED else None,
+    )
+    for _time in range(2):
+        batches = [batch.tolist() for batch in loader]
+        assert [len(batch) for batch in batches] == ([8, 8] if drop_last else [8, 8, 6])
+        rows = list(itertools.chain(*batches))
+        assert sorted(rows) == list(range(len(rows)))
+    warned = ["each of the 2 workers iterates over the whole IterableDataset" in line for line in log]
+    assert warned == [True] * (num_workers == 2)
+    loader.terminate()
+
+
+def test_arguments(log):
+    rows = make_rows(10)
+    with pytest.raises(Error, match=r"Invalid type: 'options' is of type .* \(Expected poptorch.Options\)"):
+        DataLoader({}, rows)
+    for given in ({"batch_size": 2}, {"shuffle": True}):
+        with pytest.raises(
+            Error, match="`batch_sampler` option is mutually exclusive with batch_size, shuffle."
+        ):
+            DataLoader(make_options(), rows, batch_sampler=[[0, 1]], **given)
+    rebatched = {"mode": REBATCHED}
+    for size, text in (
+        (5, r"The rebatched_worker_size \(5\) must be <= to the combined batch size \(4\)"),
+        (0, r"The rebatched_worker_size \(0\) must be at least 1"),
+    ):
+        with pytest.raises(AssertionError, match=text):
+            DataLoader(make_options(), rows, rebatched_worker_size=size, **rebatched)
+    with pytest.raises(AssertionError, match="AsyncRebatched needs batch_size"):
+        DataLoader(make_options(), rows, batch_size=None, drop_last=False, **rebatched)
+    with pytest.raises(TypeError, match="async_options are buffer_size, .*; got rebatched_size, size"):
+        DataLoader(make_options(), rows, mode=ASYNC, async_options={"size": 3, "rebatched_size": 4})
+    assert log == []
+    DataLoader(make_options(), rows, async_options={"buffer_size": 2}, rebatched_worker_size=2)
+    assert log == [
+        "DataLoader: async_options has no effect in mode Sync.",
+        "DataLoader: rebatched_worker_size has no effect in mode Sync.",
+    ]
+
+
+# Several processes
+
+
+def parts(num_processes=3, times=1, seed=None, rows=50, **arguments):
+    """For each iteration, the rows that each of the processes gets."""
+    loaders = [
+        DataLoader(make_options(1, 2, process, num_processes, seed), make_rows(rows), 4, **arguments)
+        for process in range(num_processes)
+    ]
+    assert len({len(loader) for loader in loaders}) == 1
+    return [[read_rows(loader) for loader in loaders] for _time in range(times)]
+
+
+def test_parts_are_contiguous_and_equal():
+    assert parts() == [[list(range(16)), list(range(16, 32)), list(range(32, 48))]]
+    assert parts(rows=51, drop_last=False) == [[list(range(17)), list(range(17, 34)), list(range(34, 51))]]
+    assert parts(auto_distributed_partitioning=False)[0] == [list(range(48))] * 3
+
+
+@pytest.mark.parametrize("async_options", [None, pytest.param(FORK, marks=pytest.mark.thorough)])
+def test_shuffled_parts_are_those_of_one_permutation(async_options):
+    mode = {} if async_options is None else {"mode": ASYNC, "async_options": async_options}
+    first, second = parts(times=2, seed=5, shuffle=True, **mode)
+    generator = torch.Generator().manual_seed(5)
+    for given in (first, second):
+        permutation = torch.randperm(50, generator=generator).tolist()
+        assert given == [permutation[0:16], permutation[16:32], permutation[32:48]]
+    assert first != second
+
+
+def test_parts_that_cannot_be_had():
+    with pytest.raises(AssertionError, match="you must set poptorch.Options.*randomSeed"):
+        parts(shuffle=True)
+    with pytest.raises(
+        AssertionError, match=r"\(50\) is not divisible by the number of processes \(3\) and"
+    ):
+        parts(drop_last=False)
+    with pytest.raises(AssertionError, match="IterableDatasets not supported for distributed execution"):
+        DataLoader(make_options(process=1, num_processes=2), Stream(8))
+    for given in ({"sampler": range(4)}, {"batch_sampler": [[1]]}):
+        with pytest.raises(ValueError, match="ampler and the automatic partition .* exclude each other"):
+            DataLoader(make_options(process=1, num_processes=2), make_rows(), **given)
+
+
+# The accessor
+
+
+def test_accessor_over_what_can_be_iterated_over():
+    data = [torch.arange(3.0), {"a": (torch.tensor(True), "text")}, [np.arange(2), 5]]
+    accessor = AsynchronousDataAccessor(data, buffer_size=1)
+    assert len(accessor) == 3
+    for _time in range(3):
+        first, second, third = [
+            batch.clone() if isinstance(batch, torch.Tensor) else batch for batch in accessor
+        ]
+        assert first.tolist() == [0, 1, 2]
+        assert list(second) == ["a"]
+        assert second["a"][1] == "text"
+        assert third[1] == 5
+        assert isinstance(third[0], np.ndarray)
+        assert third[0].tolist() == [0, 1]  # the last one is still valid
+    accessor.terminate()
+
+
+def test_accessor_over_what_has_an_index():
+    accessor = AsynchronousDataAccessor(Rows(4), **FORK)
+    assert [row.item() for row in accessor] == [0, 1, 2, 3]
+    accessor.terminate()
+
+
+class HasJax:
+    """Says whether the process that iterates over it has imported JAX."""
+
+    def __iter__(self):
+        yield "jax" in sys.modules
+
+
+def test_a_process_that_loads_data_does_not_import_jax():
+    accessor = AsynchronousDataAccessor(HasJax())
+    assert list(accessor) == [False]
+    accessor.terminate()
+
+
+def test_arguments_of_the_accessor(log):
+    loader = torch.utils.data.DataLoader(make_rows(10), 4)
+    with pytest.raises(
+        AssertionError, match="'drop_last=False' .* only works if 'rebatched_size' is specified"
+    ):
+        AsynchronousDataAccessor(loader)
+    with pytest.raises(AssertionError, match="rebatched_size must be None or greater than 1; got 1"):
+        AsynchronousDataAccessor(loader, rebatched_size=1)
+    with pytest.raises(ValueError, match="buffer_size must be 1 or more; got 0"):
+        AsynchronousDataAccessor(Rows(), buffer_size=0)
+    with pytest.raises(TypeError, match="dataset must be something that can be iterated over, .* got int"):
+        AsynchronousDataAccessor(3)
+    used = DataLoader(make_options(), make_rows(16), mode=ASYNC, async_options=FORK)
+    with pytest.raises(Error, match="The DataLoader already uses an AsynchronousDataAccessor internally."):
+        AsynchronousDataAccessor(used)
+    used.terminate()
+    assert log == []
+    AsynchronousDataAccessor(Rows(), miss_sleep_time_in_ms=0, **FORK).terminate()
+    assert len(log) == 1
+    assert "miss_sleep_time_in_ms has no effect" in log[0]
+
+
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_accessor_rebatches(drop_last):
+    """The rows of batches of 4 joined to batches of 6; both drop what is left over, or none."""
+    loader = DataLoader(make_options(1, 4), make_rows(31), drop_last=drop_last)
+    accessor = AsynchronousDataAccessor(loader, rebatched_size=6)
+    given = [batch[0].tolist() for batch in accessor]
+    assert list(itertools.chain(*given)) == list(range(24 if drop_last else 31))
+    assert [len(batch) for batch in given] == ([6] * 4 if drop_last else [6] * 5 + [1])
+    assert len(accessor) == len(given)
+    accessor.terminate()
+
+
+def test_length_after_rebatching_may_be_unknown():
+    for data in (Rows(), torch.utils.data.DataLoader(Stream(9, has_length=False), 2)):
+        accessor = AsynchronousDataAccessor(data, rebatched_size=2, **FORK)
+        with pytest.raises(TypeError, match="known only for a DataLoader of a known length and batch size"):
+            len(accessor)
+        accessor.terminate()
+
+
+def test_shapes_may_change():
+    """A slot gets other memory when a batch does not fit; the batch before stays what it was."""
+    sizes = [3, 1000, 0, 5000, 20, 5000, 9000, 1]
+    accessor = AsynchronousDataAccessor([torch.full((n, 2), n) for n in sizes], buffer_size=2)
+    for _time in range(2):
+        for size, batch in zip(sizes, accessor, strict=True):
+            assert batch.shape == (size, 2)
+            assert bool((batch == size).all())
+    time.sleep(0.1)  # the next iteration's first batches are loaded, into the other slot
+    accessor.terminate()
+    assert batch.tolist() == [[1, 1]]  # the memory is there as long as the tensor
+
+
+def test_batches_lie_in_a_ring():
+    accessor = AsynchronousDataAccessor([torch.full((5,), n) for n in range(20)], buffer_size=3, **FORK)
+    assert len({batch.data_ptr() for batch in accessor}) <= 3
+    accessor.terminate()
+
+
+def test_iterating_again_starts_over():
+    torch.manual_seed(3)
+    loader = DataLoader(make_options(1, 4), make_rows(30), shuffle=True, mode=ASYNC)
+    expected = torch.utils.data.DataLoader(make_rows(30), 4, shuffle=True, drop_last=True)
+    given = []
+    for count in (1, 7, 2, 0, 7, 7):
+        iterator = iter(loader)
+        given.append([copy_batch(next(iterator)) for _number in range(count)])
+    with pytest.raises(StopIteration):
+        next(iterator)
+    with pytest.raises(StopIteration):
+        next(iterator)
+    first = iter(loader)
+    next(first)
+    second = iter(loader)
+    with pytest.raises(Error, match="Another iteration over the same data has begun"):
+        next(first)
+    assert len(list(second)) == 7
+    loader.terminate()
+    torch.manual_seed(3)
+    for batches in given:
+        # Here as there, an iteration draws one permutation, however far it goes.
+        iterator = iter(expected)
+        wanted = [next(iterator) for _number in range(max(len(batches), 1))][: len(batches)]
+        assert [[part.tolist() for part in batch] for batch in batches] == [
+            [part.tolist() for part in batch] for batch in wanted
+        ]
+
+
+class Draws:
+    """Random numbers of the three generators."""
+
+    def __iter__(self):
+        for _number in range(4):
+            of_python, of_numpy = random.random(), np.random.random()  # noqa: NPY002, S311
+            yield torch.tensor([of_python, of_numpy, torch.rand(()).item()])
+
+
+def test_random_numbers_go_on_from_those_of_the_process():
+    def seed():
+        random.seed(1)
+        np.random.seed(2)  # noqa: NPY002
+        torch.manual_seed(3)
+
+    seed()
+    accessor = AsynchronousDataAccessor(Draws())
+    given = [batch.clone() for _time in range(2) for batch in accessor]
+    accessor.terminate()
+    others = [batch.clone() for batch in accessor]
+    accessor.terminate()
+    assert not torch.equal(torch.stack(given[:4])[:, 2], torch.stack(others)[:, 2])
+    seed()
+    expected = [batch for _time in range(2) for batch in Draws()]
+    assert torch.equal(torch.stack(given), torch.stack(expected))
+
+
+def wait_for_size(path, size):
+    deadline = time.monotonic() + 60
+    while (path.stat().st_size if path.exists() else 0) < size and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.1)  # for more than there should be
+    return path.stat().st_size
+
+
+@pytest.mark.parametrize(("load_indefinitely", "num_loaded"), [(True, 2), (False, 1)])
+def test_load_indefinitely(tmp_path, load_indefinitely, num_loaded):
+    """How often the first row was loaded, when one iteration has ended and no other begun."""
+    data = Rows(9, at=0, what="append", argument=str(tmp_path / "loaded"))
+    accessor = AsynchronousDataAccessor(data, load_indefinitely=load_indefinitely)
+    assert len(list(accessor)) == 9
+    assert wait_for_size(tmp_path / "loaded", num_loaded) == num_loaded
+    assert [row.item() for row in accessor] == list(range(9))
+    accessor.terminate()
+
+
+def test_early_preload(tmp_path):
+    data = Rows(9, at=0, what="append", argument=str(tmp_path / "loaded"))
+    accessor = AsynchronousDataAccessor(data, early_preload=True)
+    assert wait_for_size(tmp_path / "loaded", 1) == 1
+    assert [row.item() for row in accessor] == list(range(9))
+    accessor.terminate()
+
+
+def test_data_without_batches():
+    accessor = AsynchronousDataAccessor([])
+    assert list(accessor) == list(accessor) == []
+    accessor.terminate()
+
+
+# What goes wrong
+
+
+def test_an_error_comes_with_its_traceback():
+    accessor = AsynchronousDataAccessor(Rows(8, at=3, what="fail"))
+    for _time in range(2):
+        given = []
+        with pytest.raises(KeyError, match="row 3 is missing") as raised:
+            given.extend(row.item() for row in accessor)
+        assert "in __getitem__" in "".join(raised.value.__notes__)
+        iterator = iter(accessor)
+        assert [next(iterator).item() for _number in range(3)] == [0, 1, 2]
+    accessor.terminate()
+
+
+def test_an_error_of_a_worker():
+    loader = DataLoader(
+        make_options(), Rows(8, at=3, what="fail"), num_workers=1, mode=REBATCHED, rebatched_worker_size=1
+    )
+    with pytest.raises(
+        KeyError, match="DataLoader worker process 0(.|\n)*in __getitem__(.|\n)*row 3 is missing"
+    ):
+        list(loader)
+    loader.terminate()
+
+
+def test_an_error_that_does_not_pickle():
+    accessor = AsynchronousDataAccessor(Rows(8, at=3, what="fail_strangely"))
+    with pytest.raises(RuntimeError, match="StrangeError: 1 and 2"):
+        list(accessor)
+    accessor.terminate()
+
+
+@pytest.mark.parametrize(("what", "code"), [("exit", "7"), ("kill", r"-9 \(SIGKILL\)")])
+@pytest.mark.parametrize("strategy", [SharingStrategy.Fork, SharingStrategy.ForkServer])
+def test_a_process_that_dies(what, code, strategy):
+    accessor = AsynchronousDataAccessor(Rows(8, at=3, what=what), sharing_strategy=strategy)
+    for _time in range(2):  # another one is started
+        given = []
+        with pytest.raises(Error, match=f"the process that loads the data ended, with exit code {code}"):
+            for row in accessor:
+                given.append(row.item())
+        assert given == [0, 1, 2][: len(given)]
+    accessor.terminate()
+
+
+def test_terminated_in_the_middle():
+    accessor = AsynchronousDataAccessor(Rows())
+    iterator = iter(accessor)
+    row = next(iterator)
+    accessor.terminate()
+    assert multiprocessing.active_children() == []
+    assert row.item() == 0
+    with pytest.raises(Error, match="was ended. Iterate again to start another one"):
+        next(iterator)
+    assert len(list(accessor)) == 8
+    del iterator, accessor  # the second process ends with its owner
+
+
+def test_ended_while_it_loads(monkeypatch):
+    from ipu_pipeline.poptorch.data import process
+
+    monkeypatch.setattr(process, "_STOP_SECONDS", 0.1)
+    accessor = AsynchronousDataAccessor(Rows(8, at=2, what="sleep"), **FORK)
+    iterator = iter(accessor)
+    next(iterator)
+    del accessor
+    assert len(multiprocessing.active_children()) == 1
+    started = time.monotonic()
+    del iterator
+    assert time.monotonic() - started < 4  # of the 1000 seconds
+
+
+def test_what_cannot_be_pickled():
+    with pytest.raises(TypeError, match=r"cannot be sent .*lambda(.|\n)*SharingStrategy.Fork"):
+        DataLoader(make_options(), Rows(), collate_fn=lambda rows: torch.stack(rows), mode=ASYNC)
+
+    class Local(Rows):
+        pass
+
+    with pytest.raises(TypeError, match=r"cannot be sent .*Local(.|\n)*at the top of a module"):
+        AsynchronousDataAccessor(Local())
+    accessor = AsynchronousDataAccessor(Local(3), **FORK)
+    assert [row.item() for row in accessor] == [0, 1, 2]
+    accessor.terminate()
+    loader = DataLoader(make_options(), make_rows(16), mode=ASYNC, async_options=FORK)
+    with pytest.raises(TypeError, match="in mode Async has a process, and cannot be pickled"):
+        take_apart(loader)
+    loader.terminate()
+
+
+class Unloadable:
+    """Pickles, and then does not load."""
+
+    def __iter__(self):
+        yield torch.ones(1)
+
+    def __setstate__(self, state):
+        raise FileNotFoundError("no such disk here")
+
+    def __getstate__(self):
+        return {"a": 1}
+
+
+def test_a_data_set_that_does_not_load():
+    accessor = AsynchronousDataAccessor(Unloadable())
+    for _time in range(2):
+        with pytest.raises(FileNotFoundError, match="no such disk here"):
+            list(accessor)
+    accessor.terminate()
+
+
+def test_no_file_stays_open():
+    def use(strategy):
+        accessor = AsynchronousDataAccessor(make_rows(4), sharing_strategy=strategy)
+        first = next(iter(accessor))
+        accessor.terminate()
+        del accessor
+        return first[0].item()
+
+    for strategy in (SharingStrategy.Fork, SharingStrategy.ForkServer):
+        assert use(strategy) == 0
+        before = len(os.listdir("/proc/self/fd"))
+        for _time in range(3):
+            assert use(strategy) == 0
+        gc.collect()
+        assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def use_data_and_end(connection):
+    """Leaves an iteration unfinished at the end of the process."""
+    accessor = AsynchronousDataAccessor(Rows(), **FORK)
+    iterator = iter(accessor)
+    connection.send(next(iterator).item())
+    globals()["kept"] = iterator
+
+
+def test_in_a_process_of_multiprocessing():
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe()
+    process = context.Process(target=use_data_and_end, args=(there,))
+    process.start()
+    assert here.recv() == 0
+    process.join(timeout=120)
+    assert process.exitcode == 0
+
+
+# Whole programs
+
+
+def find_processes(mark):
+    """Those whose environment has a mark."""
+    found = []
+    for directory in pathlib.Path("/proc").iterdir():
+        if directory.name.isdigit():
+            try:
+                if mark.encode() in (directory / "environ").read_bytes():
+                    found.append(int(directory.name))
+            except OSError:
+                pass  # it has ended meanwhile
+    return found
+
+
+class Program:
+    """A program in a session of its own, and all processes that it starts."""
+
+    def __init__(self, path, text, *arguments):
+        from tests.support.programs import Started
+
+        self.mark = f"TEST_POPTORCH_DATA={path}"
+        script = path / "program.py"
+        script.write_text(textwrap.dedent(text))
+        self.process = Started(
+            [sys.executable, *arguments, str(script)],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "TEST_POPTORCH_DATA": str(path)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def finish(self):
+        """Waits for its end, and that of all that it started. Returns what it wrote."""
+        output, errors = self.process.communicate(timeout=120)
+        deadline = time.monotonic() + 20
+        while find_processes(self.mark) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert find_processes(self.mark) == []
+        return output, errors
+
+
+def test_program_without_guard(tmp_path):
+    program = Program(
+        tmp_path,
+        """
+        import torch
+        from ipu_pipeline.poptorch.data import AsynchronousDataAccessor
+        print("begins", flush=True)
+        for row in AsynchronousDataAccessor([torch.ones(1)]):
+            pass
+        """,
+    )
+    output, errors = program.finish()
+    assert program.process.returncode == 1
+    assert output == "begins\n" * 2
+    assert "This process was started to load data, and is importing the program" in errors
+    assert "ended before it had the data set, with exit code 1" in errors
+    assert errors.count('must do so under `if __name__ == "__main__":`') == 2
+
+
+PROGRAM = """
+    import os, sys
+    import torch
+    from ipu_pipeline.poptorch.data import AsynchronousDataAccessor
+    from ipu_pipeline.poptorch.enums import SharingStrategy
+
+    class Rows(torch.utils.data.Dataset):
+        def __len__(self):
+            return 1000000
+
+        def __getitem__(self, index):
+            return torch.tensor(index)
+
+    if __name__ == "__main__":
+        import jax
+        jax.numpy.arange(3).block_until_ready()  # its threads run
+        strategy = SharingStrategy.{strategy}
+        loader = torch.utils.data.DataLoader(Rows(), batch_size=None, num_workers={num_workers})
+        accessor = AsynchronousDataAccessor(loader, sharing_strategy=strategy)
+        iterator = iter(accessor)
+        next(iterator)
+        print("runs", flush=True)
+        {end}
+    """
+THOROUGH = pytest.mark.thorough
+
+
+@pytest.mark.parametrize(
+    ("strategy", "num_workers", "end", "code"),
+    [
+        ("ForkServer", 1, "for row in iterator: pass", -signal.SIGINT),
+        pytest.param("ForkServer", 1, "os.kill(os.getpid(), 9)", -signal.SIGKILL, marks=THOROUGH),
+        pytest.param("ForkServer", 1, "pass", 0, marks=THOROUGH),
+        pytest.param("Fork", 1, "for row in iterator: pass", -signal.SIGINT, marks=THOROUGH),
+        pytest.param("Fork", 0, "sys.exit(3)", 3, marks=THOROUGH),
+        pytest.param("SharedMemory", 0, "raise ValueError", 1, marks=THOROUGH),
+        pytest.param("FileSystem", 1, "for row in iterator: pass", -signal.SIGINT, marks=THOROUGH),
+    ],
+)
+def test_end_of_a_program(tmp_path, strategy, num_workers, end, code):
+    text = PROGRAM.format(strategy=strategy, num_workers=num_workers, end=end)
+    program = Program(tmp_path, text)
+    assert program.process.stdout.readline() == "runs\n"
+    if code == -signal.SIGINT:
+        os.killpg(program.process.pid, signal.SIGINT)  # as a terminal does
+    _output, errors = program.finish()
+    assert program.process.returncode == code
+    assert ("os.fork() was called" in errors) == (strategy == "Fork")
+    assert errors.count("Traceback") == (code in (1, -signal.SIGINT))
+
+
+@pytest.mark.thorough
+def test_arguments_of_torch_go_to_the_other_process():
+    arguments = {"collate_fn": torch.stack, "num_workers": 1, "multiprocessing_context": "fork"}
+    given = []
+    for mode in (SYNC, ASYNC):
+        generator = torch.Generator().manual_seed(7)
+        loader = DataLoader(
+            make_options(),
+            Rows(20),
+            shuffle=True,
+            mode=mode,
+            generator=generator,
+            prefetch_factor=1,
+            **arguments,
+        )
+        given.append([[batch.tolist() for batch in loader] for _time in range(2)])
+        loader.terminate()
+    assert given[0] == given[1]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("strategy", [SharingStrategy.SharedMemory, SharingStrategy.FileSystem])
+def test_processes_that_are_spawned(strategy):
+    torch.manual_seed(3)
+    loader = DataLoader(
+        make_options(),
+        make_rows(),
+        shuffle=True,
+        num_workers=1,
+        mode=ASYNC,
+        async_options={"sharing_strategy": strategy},
+    )
+    given = read(loader)
+    torch.manual_seed(3)
+    assert given == read(torch.utils.data.DataLoader(make_rows(), 4, shuffle=True, drop_last=True))
+    loader.terminate()
+
+
+# The parts
+
+
+def test_a_data_set_of_many_tensors():
+    """A fork server takes no more than 254 open files, of which torch would need one for each tensor."""
+    accessor = AsynchronousDataAccessor([torch.tensor(n) for n in range(400)])
+    assert [row.item() for row in accessor] == list(range(400))
+    accessor.terminate()
+
+
+Point = collections.namedtuple("Point", ["x", "y"])
+
+
+@dataclasses.dataclass
+class Sample:
+    image: torch.Tensor
+    name: str
+
+
+def through_memory(value, whole_storages=False):
+    parcel = take_apart(value, whole_storages)
+    memory = torch.zeros(parcel.num_bytes, dtype=torch.uint8)
+    parcel.write(memory)
+    return put_together(parcel.pickled, parcel.buffers, memory), memory
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # torch's own way of sending them
+@pytest.mark.parametrize("whole_storages", [False, True])
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(6).reshape(2, 3),
+        torch.arange(6.0).reshape(2, 3).T,
+        torch.arange(24).reshape(2, 3, 4)[:, 1:, ::2],
+        torch.tensor(3, dtype=torch.bfloat16),
+        torch.tensor([True, False]),
+        torch.tensor([1 + 2j]),
+        torch.empty(0, 3),
+        torch.ones(1).expand(4),
+        torch.arange(7, dtype=torch.uint8)[1:],
+        torch.ones(2, requires_grad=True),
+        torch.eye(3).to_sparse(),
+        torch.nn.Parameter(torch.ones(2)),
+    ],
+)
+def test_tensors_taken_apart_and_put_together(tensor, whole_storages):
+    made, _memory = through_memory([tensor], whole_storages)
+    assert type(made[0]) is type(tensor)
+    assert made[0].dtype == tensor.dtype
+    assert made[0].shape == tensor.shape
+    assert torch.equal(made[0].to_dense(), tensor.to_dense())
+
+
+def test_structures_taken_apart_and_put_together():
+    value = {
+        "point": Point(torch.ones(2), [1, None]),
+        3: (Sample(torch.zeros(3), "zero"), collections.OrderedDict(a=np.arange(6).reshape(2, 3).T)),
+    }
+    made, memory = through_memory(value)
+    assert list(made) == ["point", 3]
+    assert made["point"] == Point(pytest.approx(torch.ones(2)), [1, None])
+    assert made[3][0].name == "zero"
+    assert isinstance(made[3][1], collections.OrderedDict)
+    assert np.array_equal(made[3][1]["a"], value[3][1]["a"])
+    memory.zero_()
+    assert made["point"].x.tolist() == [0, 0]
+    assert not made[3][1]["a"].any()
+
+
+def test_a_generator_goes_on_where_it_was():
+    """torch ignores the offset of a state within its storage: what lay before it was read, or nothing."""
+    generator = torch.Generator().manual_seed(5)
+    torch.rand(3, generator=generator)
+    ((_rows, made), _memory) = through_memory([torch.ones(100), generator], whole_storages=True)
+    assert torch.equal(torch.rand(3, generator=made), torch.rand(3, generator=generator))
+
+
+def test_tensors_that_share_memory():
+    whole = torch.arange(1000.0)
+    views = [whole[n:] for n in range(1000)]
+    (made, memory) = through_memory(views, whole_storages=True)
+    assert len(memory) < 5000
+    made[0][999] = -1
+    assert made[999].item() == -1
+    (made, memory) = through_memory(views[990:])
+    assert len(memory) == 10 * 64
+    made[0][9] = -1
+    assert made[9].item() == 999
+
+
+def test_rebatch():
+    batches = [
+        {"a": torch.arange(n)[:, None] + 10 * n, "b": [["x"] * n, (np.arange(n), 7)]}
+        for n in (3, 1, 4, 2, 9)
+    ]
+    rows = torch.cat([batch["a"] for batch in batches])
+    given = list(rebatch(batches, 4, drop_last=False))
+    assert [len(batch["a"]) for batch in given] == [4, 4, 4, 4, 3]
+    assert torch.equal(torch.cat([batch["a"] for batch in given]), rows)
+    for batch in given:
+        names, (numbers, constant) = batch["b"]
+        assert names == ["x"] * len(batch["a"])
+        assert numbers.tolist() == [row % 10 for row in batch["a"].flatten().tolist()]
+        assert constant == 7
+    assert len(list(rebatch(batches, 4, drop_last=True))) == 4
+    points = list(rebatch([Point(torch.ones(1), torch.ones(1, 2))] * 3, 2, drop_last=True))
+    assert isinstance(points[0], Point)
+    assert points[0].y.shape == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("batches", "text"),
+    [
+        ([torch.tensor(1.0)], r"all tensors of a batch must have as many rows.* a Tensor .*\[\(\)\]"),
+        ([(torch.ones(2), torch.ones(3, 1))], r"shapes \[\(2,\), \(3, 1\)\]"),
+        ([["a", "b"]], r"a list with tensors of the shapes \[\]"),
+        (
+            [(torch.ones(1), n) for n in range(2)],
+            "what is not by row is the same in all of them; got 0 and 1",
+        ),
+    ],
+)
+def test_what_cannot_be_rebatched(batches, text):
+    with pytest.raises(TypeError, match=text):
+        list(rebatch(batches, 4, drop_last=False))

@@ -1,0 +1,514 @@
+"""What programs do beside the main path: told by name, taken over, or put back as it was."""
+
+import copy
+import warnings
+
+import jax
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import ipu_pipeline.poptorch as poptorch
+from ipu_pipeline.poptorch import logs
+from tests.support.poptorch_front import assert_close, make_options
+
+x = torch.linspace(-1, 1, 12).reshape(4, 3)
+
+
+class Model(nn.Module):
+    def __init__(self, forward):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(3, 3)
+        self.weight = nn.Parameter(torch.ones(3, 3))
+        self.register_buffer("buffer", torch.zeros(3))
+        self.run = forward
+
+    def forward(self, *args, **kwargs):
+        return self.run(self, *args, **kwargs)
+
+
+@pytest.fixture
+def log(monkeypatch):
+    """What was logged."""
+    lines = []
+    monkeypatch.setattr(logs.logger, "warning", lines.append)
+    monkeypatch.setattr(logs, "_said", set())
+    return lines
+
+
+def infer(model, *args, **kwargs):
+    return poptorch.inferenceModel(model, make_options())(*args, **kwargs)
+
+
+# What forward makes, removes and replaces
+
+
+def register_buffer(self, x):
+    if not hasattr(self, "mask"):
+        self.register_buffer("mask", torch.arange(3.0))
+    return x + self.mask
+
+
+def register_module(self, x):
+    if not hasattr(self, "late"):
+        self.late = nn.Linear(3, 3)
+    return self.late(x)
+
+
+def replace_parameter(self, x):
+    self.weight = nn.Parameter(self.weight * 2)
+    return x @ self.weight
+
+
+def replace_module(self, x):
+    self.linear = nn.Linear(3, 3)
+    return self.linear(x)
+
+
+def remove_buffer(self, x):
+    del self.buffer
+    return x
+
+
+def assign_data(self, x):
+    self.buffer.data = self.buffer + 1
+    return x + self.buffer
+
+
+def return_item(self, x):
+    return x, x.sum().item()
+
+
+@pytest.mark.parametrize(
+    ("forward", "message"),
+    [
+        (register_buffer, "Buffer mask is made by the model's forward. Make it in __init__"),
+        (register_module, "Module late is made by the model's forward"),
+        (replace_parameter, "Parameter weight is removed or replaced when calling the forward method"),
+        (replace_module, r"(Module|Parameter) linear\S* is removed or replaced"),
+        (remove_buffer, "Buffer buffer is removed from the model when calling the forward method"),
+        (assign_data, r"assigns the `.data` of a tensor"),
+        (return_item, r"the result\[1\] of the model's forward asks for a value of a tensor"),
+    ],
+)
+def test_a_forward_that_is_refused_leaves_the_model_as_it_was(forward, message):
+    model = Model(forward)
+    before = {name: (value, value.clone()) for name, value in model.state_dict(keep_vars=True).items()}
+    for _call in range(2):
+        with pytest.raises(poptorch.Error, match=message):
+            infer(model, x)
+        after = model.state_dict(keep_vars=True)
+        assert after.keys() == before.keys()
+        for name, (tensor, value) in before.items():
+            assert after[name] is tensor
+            assert torch.equal(tensor, value)
+
+
+def test_a_module_under_two_names_trains_as_in_torch():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.first = nn.Linear(3, 3)
+            self.second = self.first
+
+        def forward(self, x):
+            return poptorch.identity_loss(self.second(torch.tanh(self.first(x))).square(), "mean")
+
+    model = Tied()
+    plain = copy.deepcopy(model)
+    poptorch.trainingModel(model, make_options(), torch.optim.SGD(model.parameters(), lr=0.1))(x)
+    plain(x).backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name).detach(), parameter.detach())
+
+
+def test_data_is_a_detached_view():
+    def forward(self, x):
+        self.buffer.data.copy_(self.buffer + 1)
+        return poptorch.identity_loss(
+            self.linear(x).data.sum() + self.linear(x).sum() + self.buffer.sum(), "sum"
+        )
+
+    model = Model(forward)
+    expected = copy.deepcopy(model)
+    loss = expected(x)
+    loss.backward()
+    executor = poptorch.trainingModel(model, make_options(), torch.optim.SGD(model.parameters(), lr=1.0))
+    torch.testing.assert_close(executor(x)[0], loss.detach())
+    torch.testing.assert_close(model.linear.bias, expected.linear.bias - expected.linear.bias.grad)
+    assert torch.equal(model.buffer, expected.buffer)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: setattr(m.sequence, "1", nn.GELU()), "1 of the model is another module"),
+        (
+            lambda m: setattr(m.linear, "weight", nn.Parameter(torch.ones(3, 3))),
+            "linear.weight of the model",
+        ),
+        (lambda m: m.load_state_dict(copy.deepcopy(m.state_dict()), assign=True), "is another tensor"),
+    ],
+)
+def test_what_was_replaced_since_it_was_compiled(change, message):
+    model = Model(lambda self, x: poptorch.identity_loss(self.linear(self.sequence(x)), "sum"))
+    model.sequence = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+    executor = poptorch.trainingModel(model, make_options())
+    executor(x)
+    change(model)
+    with pytest.raises(poptorch.Error, match=message):
+        executor(x)
+    with pytest.raises(poptorch.Error, match=message):
+        executor.copyWeightsToHost()
+    executor.destroy()
+    inference = poptorch.inferenceModel(model, make_options())
+    torch.testing.assert_close(inference(x)[0], model(x).detach())
+
+
+def test_weights_that_change_between_compiling_and_the_first_call():
+    model = nn.Linear(3, 3)
+    executor = poptorch.inferenceModel(model, make_options())
+    executor.compile(x)
+    with torch.no_grad():
+        model.weight.fill_(2)
+    torch.testing.assert_close(executor(x), model(x).detach())
+
+
+class Part(nn.Module):
+    """A loss of two networks; an optimizer trains one of them."""
+
+    def __init__(self, first, second, sign):
+        super().__init__()
+        self.first, self.second, self.sign = first, second, sign
+
+    def forward(self, x):
+        with poptorch.Block("first", ipu_id=0):
+            x = torch.tanh(self.first(x))
+        with poptorch.Block("second", ipu_id=1):
+            return poptorch.identity_loss(self.sign * (self.second(x) - 1) ** 2, "mean")
+
+
+def test_two_models_that_share_networks_are_trained_in_turn():
+    with jax.enable_x64(True):
+        torch.manual_seed(0)
+        first = nn.Linear(3, 4).double()
+        second = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 1)).double()
+        rows = x.double()
+
+        def make(first, second):
+            parts = [Part(first, second, -1.0), Part(first, second, 1.0)]
+            return parts, [torch.optim.SGD(net.parameters(), 0.05, 0.9) for net in (first, second)]
+
+        plain, plain_optimizers = make(*copy.deepcopy((first, second)))
+        parts, optimizers = make(first, second)
+        options = make_options(1, 2)
+        executors = list(map(poptorch.trainingModel, parts, [options] * 2, optimizers))
+        with pytest.raises(RuntimeError, match="has already been wrapped"):
+            poptorch.trainingModel(parts[0], options)
+        for turn in (0, 1, 1, 0, 1, 0, 0):
+            losses = executors[turn](rows)
+            plain_optimizers[turn].zero_grad()
+            expected = [plain[turn](part) for part in rows.split(2)]
+            (sum(expected) / 2).backward()
+            plain_optimizers[turn].step()
+            torch.testing.assert_close(losses, torch.stack(expected).detach(), rtol=1e-12, atol=1e-14)
+        for name, value in plain[0].state_dict().items():
+            torch.testing.assert_close(parts[1].state_dict()[name], value, rtol=1e-12, atol=1e-13)
+
+
+# Inputs
+
+
+def test_inputs_of_inference_mode():
+    model = nn.Linear(3, 2)
+    with torch.inference_mode():
+        given = torch.ones(8, 3)
+        torch.testing.assert_close(infer(model, given), model(given))
+        made_there = nn.Linear(3, 2)
+    assert poptorch.inferenceModel(model, make_options(2))(given).shape == (8, 2)
+    with pytest.raises(poptorch.Error, match="Parameter weight was made within torch.inference_mode"):
+        infer(made_there, x)
+
+
+def test_equal_arguments_that_are_no_tensors():
+    executor = poptorch.inferenceModel(Model(lambda self, x, other, **more: x), make_options())
+    executor(x, np.array([1, np.nan]), b=float("nan"), a=x)
+    executor(x, np.array([1, np.nan]), b=float("nan"), a=x)
+    with pytest.raises(poptorch.Error, match=r"Value mismatch for args\[1\]"):
+        executor(x, np.array([1, 2.0]), b=float("nan"), a=x)
+    with pytest.raises(poptorch.Error, match="Value mismatch for b"):
+        executor(x, np.array([1, np.nan]), b=1.0, a=x)
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("is_narrow", [False, True], ids=["narrow input", "narrow layer"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (lambda: nn.Linear(3, 4), (2, 3)),
+        (lambda: nn.Linear(3, 4, bias=False), (2, 3)),
+        (lambda: nn.Conv1d(3, 4, 2), (2, 3, 5)),
+        (lambda: nn.ConvTranspose2d(3, 4, 2), (2, 3, 5, 5)),
+        (lambda: nn.GRU(3, 4), (2, 2, 3)),
+        (lambda: nn.LSTM(3, 4, bidirectional=True), (2, 2, 3)),
+    ],
+)
+def test_layers_and_inputs_of_different_widths(layer, shape, dtype, is_narrow):
+    torch.manual_seed(0)
+    module = layer()
+    given = torch.linspace(-1, 1, int(np.prod(shape))).reshape(shape)
+    expected = module(given)
+    found = infer(module.to(dtype), given) if is_narrow else infer(module, given.to(dtype))
+    found, expected = (
+        value if isinstance(value, torch.Tensor) else value[0] for value in (found, expected)
+    )
+    assert found.dtype is (torch.float32 if is_narrow else dtype)
+    torch.testing.assert_close(found.float(), expected.detach(), rtol=0.05, atol=0.05)
+
+
+# Losses, optimizers and random numbers
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda y, x: functional.gaussian_nll_loss(y, x, torch.full_like(y, 0.5)),
+        lambda y, x: functional.multilabel_soft_margin_loss(y, (x > 0).float()),
+        lambda y, x: nn.TripletMarginWithDistanceLoss()(y, x, x + 1),
+    ],
+)
+def test_losses_that_are_made_of_other_operations(loss):
+    model = Model(lambda self, x: loss(self.linear(x), x))
+    expected = copy.deepcopy(model)
+    executor = poptorch.trainingModel(model, make_options(), torch.optim.SGD(model.parameters(), lr=1.0))
+    (found,), wanted = executor(x), expected(x)
+    wanted.backward()
+    torch.testing.assert_close(found, wanted.detach())
+    torch.testing.assert_close(
+        model.linear.weight, expected.linear.weight - expected.linear.weight.grad, rtol=1e-5, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        pytest.param(lambda p: torch.optim.SGD(p, lr=0.1), marks=pytest.mark.thorough),
+        lambda p: torch.optim.Adam(p, lr=0.1),
+        pytest.param(lambda p: torch.optim.AdamW(p, lr=0.1), marks=pytest.mark.thorough),
+        lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.5, centered=True),
+        lambda p: torch.optim.Adafactor(p, lr=0.1),
+        lambda p: torch.optim.NAdam(p, lr=0.1),
+        *(
+            pytest.param(make, marks=pytest.mark.thorough)
+            for make in (
+                lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.1),
+                lambda p: torch.optim.Adadelta(p, lr=0.1),
+                lambda p: torch.optim.Adamax(p, lr=0.1),
+                lambda p: torch.optim.RAdam(p, lr=0.1),
+                lambda p: torch.optim.ASGD(p, lr=0.1, t0=2),
+                lambda p: torch.optim.Rprop(p, lr=0.1),
+                lambda p: torch.optim.Muon([q for q in p if q.dim() == 2], lr=0.01),
+            )
+        ),
+    ],
+)
+def test_the_state_of_an_optimizer_of_torchs(make):
+    """It is taken over from training on the CPU or a checkpoint, and is there after destroy()."""
+
+    def loss(model, x):
+        return ((model.linear(x) - 1) ** 2).mean()
+
+    model = Model(lambda self, x: poptorch.identity_loss(loss(self, x), "mean"))
+    plain = copy.deepcopy(model)
+    optimizer, plain_optimizer = make(model.linear.parameters()), make(plain.linear.parameters())
+    watched = None
+
+    def train(model, optimizer):
+        optimizer.zero_grad()
+        loss(model, x).backward()
+        optimizer.step()
+
+    for number in range(6):
+        train(plain, plain_optimizer)
+        if number in (0, 3):
+            train(model, optimizer)
+            continue
+        if number == 4:  # as from a checkpoint
+            saved, optimizer = copy.deepcopy(optimizer.state_dict()), make(model.linear.parameters())
+            optimizer.load_state_dict(saved)
+        executor = poptorch.trainingModel(model, make_options(), optimizer)
+        executor(x)
+        watched = optimizer.state_dict()["state"]  # while the model has it
+        if number == 2:
+            executor.detachFromDevice()
+        executor.destroy()
+    torch.testing.assert_close(model.linear.weight, plain.linear.weight, rtol=1e-5, atol=1e-6)
+    expected = plain_optimizer.state[plain.linear.weight]
+    found = optimizer.state[model.linear.weight]
+    assert found.keys() == {key for key, value in expected.items() if value is not None}
+    assert watched[0].keys() == found.keys() if found else not watched
+    for name, value in found.items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-6)
+
+
+def test_what_has_no_effect_is_told(log):
+    def draw(self, x):
+        torch.manual_seed(3)
+        return x + torch.rand(3, generator=torch.Generator().manual_seed(1))
+
+    infer(Model(draw), x)
+    model = Model(lambda self, x: poptorch.identity_loss(self.linear(x), "sum"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_post_hook(lambda *args: None)
+    options = make_options(1, 3)
+    options.setExecutionStrategy(poptorch.ShardedExecution("A", "Typo")).setPipelineSchedule("interleaved")
+
+    def in_block(self, x):
+        with poptorch.Block("A"):
+            return poptorch.identity_loss(self.linear(x), "sum")
+
+    model.run = in_block
+    poptorch.trainingModel(model, options, optimizer)(x[:3])
+    poptorch.DataLoader(make_options(), torch.utils.data.TensorDataset(x), batch_size=40)
+    for part in (
+        "sets a random seed, which has no effect",
+        "draws random numbers from a generator, which has no effect",
+        "The optimizer has hooks of step",
+        "setPipelineSchedule has no effect with poptorch.ShardedExecution",
+        "The model opens no block 'Typo'",
+        "the data set has 4 rows, fewer than the 40 of one call",
+    ):
+        assert sum(part in line for line in log) == 1, (part, log)
+
+
+def test_hints_that_have_no_effect(log):
+    def forward(self, x):
+        x = poptorch.set_available_memory(self.linear(x), 0.5)
+        x = poptorch.set_overlap_for_input(x, poptorch.OverlapMode.NoOverlap)
+        x = poptorch.set_overlap_for_output(x, poptorch.OverlapMode.OverlapDeviceIterationLoop)
+        return x, x + 1
+
+    model = Model(forward)
+    found = infer(model, x)
+    torch.testing.assert_close(found, tuple(t.detach() for t in model(x)))
+    for name in ("set_available_memory", "set_overlap_for_output"):
+        assert sum(f"poptorch.{name}" in line and "has no effect" in line for line in log) == 1
+    assert not any("set_overlap_for_input" in line for line in log)
+    with pytest.raises(poptorch.Error, match=r"You may only set available memory for torch.tensor values"):
+        poptorch.set_available_memory(5, 0.5)
+    with pytest.raises(ValueError, match="must be from 0 to 1; got 2"):
+        poptorch.set_available_memory(x, 2)
+    with pytest.raises(ValueError, match="mode must be one of OverlapMode.NoOverlap"):
+        poptorch.set_overlap_for_input(x, "none")
+
+
+def test_modes_that_are_told(log):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5))
+    poptorch.inferenceModel(model.eval(), make_options()).eval()
+    assert log == []
+    training = poptorch.inferenceModel(model.train(), make_options())
+    training(x)
+    assert sum("in training mode when it was wrapped by inferenceModel" in line for line in log) == 1
+    training.eval()
+    assert sum("train() and eval() of a wrapped model change the user's model" in line for line in log) == 1
+
+
+@pytest.mark.filterwarnings("error")
+def test_schedulers_of_rates_see_that_the_optimizer_is_used():
+    model = Model(lambda self, x: poptorch.identity_loss(self.linear(x), "sum"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    executor = poptorch.trainingModel(model, make_options(), optimizer)
+    executor(x)
+    scheduler.step()
+    executor.setOptimizer(optimizer)
+
+
+def test_periods_of_anchored_values():
+    options = make_options(1, 3)
+    options.anchorTensor("e", "linear", poptorch.OutputMode.EveryN, 7)
+    with pytest.raises(poptorch.Error, match="anchorTensor 'e': OutputMode.EveryN keeps .* every 7"):
+        poptorch.trainingModel(Model(lambda self, x: x), options)
+
+
+# What is not there
+
+
+def test_offline():
+    options = make_options().connectionType(poptorch.ConnectionType.Never)
+    executor = poptorch.inferenceModel(nn.Linear(3, 2), options)
+    executor.compile(x)
+    assert executor.isCompiled()
+    assert not executor.isAttachedToDevice()
+    with pytest.raises(AssertionError, match="offline device"):
+        executor(x)
+    with pytest.raises(AssertionError, match="offline device"):
+        executor.attachToDevice()
+
+
+def test_names_that_are_not_there():
+    with pytest.raises(AttributeError, match="'fps': torch_cluster has it"):
+        _ = poptorch.fps
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'$"):
+        _ = poptorch.nothing
+
+
+def test_names_without_an_effect_say_so_and_change_nothing(caplog, monkeypatch):
+    monkeypatch.setattr(logs, "_said", set())
+    assert poptorch.AnchorMode.Final is poptorch.OutputMode.Final
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = poptorch.SerializedLinear(3, 4, factor=2, bias=True)
+
+        @poptorch.autocasting.autocast()
+        def forward(self, x):
+            with poptorch.Attribute(__outline={"layer": "first"}):
+                return poptorch.ops.nop(self.layer(x))
+
+    options = make_options()
+    options.Precision.autocastPolicy(poptorch.autocasting.Policy([torch.add])).autocastEnabled(True)
+    options.Precision.autocastEnabled(False)
+    options.Precision.halfFloatCasting(poptorch.HalfFloatCastingBehavior.HalfUpcastToFloat)
+    options.Precision.halfFloatCasting(poptorch.HalfFloatCastingBehavior.FloatDowncastToHalf)
+    with pytest.raises(AssertionError, match="must be given one of HalfFloatCastingBehavior.*; got 1"):
+        options.Precision.halfFloatCasting(1)
+    model = Model()
+    assert_close([poptorch.inferenceModel(model, options)(x)], [model(x).detach()])
+    told = [record.getMessage() for record in caplog.records if "has no effect" in record.getMessage()]
+    starts = ["autocasting.autocast", "Options().Precision.autocastPolicy"]
+    starts += ["Options().Precision.autocastEnabled", "Options().Precision.halfFloatCasting", "Attribute"]
+    assert [text.split(" has no effect")[0] for text in told] == [f"poptorch.{start}" for start in starts]
+
+
+def test_models_that_cannot_be_wrapped():
+    with warnings.catch_warnings(action="ignore"):  # torch.jit is deprecated
+        scripted = nn.Sequential(nn.ReLU(), torch.jit.script(nn.Linear(3, 3)))
+    for model, message in [
+        (scripted, "its part 1 is scripted"),
+        (nn.Sequential(nn.LazyLinear(3)), "0.weight of the model has no shape yet"),
+    ]:
+        with pytest.raises(TypeError, match=message):
+            poptorch.inferenceModel(model)
+
+
+def test_frozen_options_of_popart():
+    options = make_options()
+    poptorch.inferenceModel(nn.Linear(3, 2), options)
+    with pytest.raises(AttributeError, match="Can't modify frozen Options"):
+        options._Popart.set("a", 1)
+    with pytest.raises(ValueError, match="buffer_size must be 1 or more; got '3'"):
+        poptorch.AsynchronousDataAccessor([x], buffer_size="3")
+
+
+def test_elements_as_they_are():
+    loader = poptorch.DataLoader(make_options(), torch.utils.data.TensorDataset(x), batch_size=None)
+    assert [row.tolist() for (row,) in loader] == x.tolist()

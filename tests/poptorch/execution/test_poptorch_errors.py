@@ -1,0 +1,303 @@
+"""Errors of running programs as PopTorch's; what is left after one; times, and spans in the report."""
+
+import json
+import re
+import time
+import traceback
+
+import jax
+import pytest
+import torch
+
+import ipu_pipeline as ipu
+import ipu_pipeline.poptorch as poptorch
+from ipu_pipeline.poptorch.execution.jax_errors import translate
+from tests.support.poptorch_front import TwoLayers, assert_close, make_batch, make_options, seeded
+
+RUNTIME = jax.errors.JaxRuntimeError
+HUGE = 2**23  # its square, in float32, is more than any machine has
+
+KINDS = [
+    ("UNAVAILABLE: socket closed", poptorch.RecoverableError, "unavailable", "IPU_RESET"),
+    ("ABORTED: another task died", poptorch.RecoverableError, "aborted", "PARTITION_RESET"),
+    ("CANCELLED: as asked", poptorch.RecoverableError, "cancelled", "PARTITION_RESET"),
+    ("DEADLINE_EXCEEDED: 40s", poptorch.RecoverableError, "deadline_exceeded", "PARTITION_RESET"),
+    (
+        "INTERNAL: Failed to launch: CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access",
+        poptorch.RecoverableError,
+        "cuda_error_illegal_address",
+        "FULL_RESET",
+    ),
+    (
+        "INTERNAL: CUDA_ERROR_ECC_UNCORRECTABLE: uncorrectable ECC error",
+        poptorch.UnrecoverableError,
+        "cuda_error_ecc_uncorrectable",
+        None,
+    ),
+    ("DATA_LOSS: checksum", poptorch.UnrecoverableError, "data_loss", None),
+    ("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.", poptorch.Error, "out_of_memory", None),
+    ("INTERNAL: Error dispatching: Out of memory allocating 9", poptorch.Error, "out_of_memory", None),
+    ("INTERNAL: CUDA_ERROR_OUT_OF_MEMORY: out of memory", poptorch.Error, "out_of_memory", None),
+    ("INTERNAL: Failed to do it", poptorch.Error, "internal", None),
+    ("INVALID_ARGUMENT: no", poptorch.Error, "invalid_argument", None),
+    ("no code at all", poptorch.Error, "unknown", None),
+]
+
+
+@pytest.mark.parametrize(("text", "kind", "name", "action"), KINDS, ids=[case[0][:30] for case in KINDS])
+def test_which_error_is_which(text, kind, name, action):
+    error = translate(RUNTIME(text), "here")
+    assert type(error) is kind
+    assert text in error.message
+    assert str(error) == error.message
+    assert (error.type, error.location, getattr(error, "recovery_action", None)) == (name, "here", action)
+
+
+class Huge(torch.nn.Module):
+    """Needs 256 TiB while `is_huge` is True."""
+
+    def __init__(self, is_huge=True):
+        super().__init__()
+        self.first, self.weight = torch.nn.Linear(3, 3), torch.nn.Parameter(torch.ones(()))
+        self.is_huge = is_huge
+
+    def forward(self, x):
+        with poptorch.Block(ipu_id=0):
+            x = self.first(x)
+        with poptorch.Block(ipu_id=1):
+            if self.is_huge:
+                row = (x.sum() * self.weight).expand(HUGE)
+                return poptorch.identity_loss((torch.outer(row, row) @ row).mean(), "sum")
+            return poptorch.identity_loss((x * self.weight).sum(), "sum")
+
+
+def test_out_of_memory_in_inference():
+    model = seeded(Huge)
+    executor = poptorch.inferenceModel(model, make_options())
+    for _time in range(2):  # what is on the devices stays
+        with pytest.raises(poptorch.Error, match="Out of memory .* smaller") as caught:
+            executor(make_batch(1)[0])
+        error = caught.value
+        assert type(error) is poptorch.Error
+        assert (error.type, error.location) == ("out_of_memory", "PoplarExecutor.__call__")
+        assert isinstance(error.__cause__, RUNTIME)
+        assert "were lost" not in error.message
+
+
+def test_weights_that_an_error_takes_with_it(caplog):
+    """The update got what failed; destroy() leaves the host's weights, and training goes on with these."""
+    model = seeded(Huge)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = poptorch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    executor = poptorch.trainingModel(model, make_options(), optimizer)
+    x = make_batch(1)[0]
+    with pytest.raises(poptorch.Error, match="Out of memory .* were lost with it. Those of the host are"):
+        executor(x)
+    with pytest.raises(poptorch.Error, match="An error came before this call. The weights and the optim"):
+        executor(x)
+    with pytest.raises(poptorch.Error, match="were lost"):
+        executor.copyWeightsToDevice()
+    with pytest.raises(poptorch.Error, match="were lost"):
+        executor.detachFromDevice()
+    assert_close(model.state_dict().values(), before.values())
+    assert "The weights on the devices were lost by an error" in caplog.text
+    assert not optimizer.state_dict()["ipu_state"]
+    executor.destroy()
+    model.is_huge = False
+    executor = poptorch.trainingModel(model, make_options(), optimizer)
+    executor(x)
+    assert_close(
+        [model.weight],
+        [before["weight"] - 0.1 * (x @ before["first.weight"].T + before["first.bias"]).sum()],
+    )
+
+
+class Loss(torch.nn.Module):
+    def forward(self, x):
+        return poptorch.identity_loss(x, "mean")
+
+
+@pytest.mark.parametrize("reads", [True, False], ids=["reading", "destroying"])
+def test_what_is_first_to_see_an_error_of_an_update(reads):
+    """Its call has returned: the loss is there before the update fails."""
+    model = seeded(lambda: torch.nn.Linear(3, 3))
+    executor = poptorch.trainingModel(
+        torch.nn.Sequential(model, Loss()), make_options(), torch.optim.SGD(model.parameters(), lr=0.1)
+    )
+    before = model.weight.detach().clone()
+    executor(make_batch(1)[0])
+    compiled = executor._compiled
+
+    def fail(*args, **kwargs):
+        raise RUNTIME("INTERNAL: Error dispatching computation: broken")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "device_get", fail)
+        patch.setattr(jax, "block_until_ready", fail)
+        with pytest.raises(
+            poptorch.Error, match="broken The weights and the optimizer's state .* were lost"
+        ):
+            _ = model.weight + 1 if reads else executor.destroy()
+        assert compiled.is_lost
+        executor.destroy()
+    assert not executor.isCompiled()
+    assert torch.equal(model.weight, before)
+
+
+def test_the_host_fails_while_a_program_runs():
+    """An error of Python's within a program: JAX passes it on as its own, with the code INTERNAL."""
+
+    def fail(value):
+        raise KeyError("mine")
+
+    @torch.library.custom_op("tests_errors::fail", mutates_args=())
+    def failing(x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    failing.register_fake(torch.empty_like)
+    poptorch.register_lowering(
+        torch.ops.tests_errors.fail.default,
+        lambda x: jax.pure_callback(fail, jax.ShapeDtypeStruct(x.shape, x.dtype), x),
+    )
+
+    class Failing(torch.nn.Module):
+        def forward(self, x):
+            return torch.ops.tests_errors.fail(x)
+
+    executor = poptorch.inferenceModel(Failing(), make_options())
+    with pytest.raises(poptorch.Error, match="mine") as caught:
+        executor(make_batch(1)[0])
+    assert type(caught.value) is poptorch.Error
+    assert caught.value.type == "internal"
+
+
+# Times and spans.
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [poptorch.OutputMode.All, pytest.param(poptorch.OutputMode.Sum, marks=pytest.mark.thorough)],
+    ids=["All", "Sum"],
+)
+def test_times_of_each_micro_batch(mode):
+    options = make_options(3, mode=mode).replicationFactor(2).logCycleCount(True)
+    executor = poptorch.inferenceModel(seeded(TwoLayers), options)
+    x = make_batch(12)[0]
+    executor(x)
+    begin = time.perf_counter()
+    executor(x)
+    length = time.perf_counter() - begin
+    counters = executor.getPerfCounters()
+    assert {len(times) for times in counters.values()} == {6}
+    for points in zip(*counters.values(), strict=True):
+        assert list(points) == sorted(points)
+    assert counters["input_complete"] == sorted(counters["input_complete"])
+    assert counters["output_complete"] == sorted(counters["output_complete"])
+    parts = [executor.getHostIpuLatency(), executor.getComputeLatency(), executor.getIpuHostLatency()]
+    least, most, mean = executor.getLatency()
+    assert 0 < least <= mean <= most < length
+    assert sum(part[2] for part in parts) == pytest.approx(mean)
+    assert 0 < executor.cycleCount() < length * 1e9
+
+
+def test_spans_are_in_the_report(tmp_path):
+    executor = poptorch.inferenceModel(seeded(TwoLayers), make_options(2))
+    x = make_batch()[0]
+    executor(x)
+    channel = poptorch.profiling.Channel("Mine")
+    channel.instrument(executor, "copyWeightsToDevice")
+    with channel.tracepoint("begun before"), ipu.reports.capture(tmp_path) as captured:
+        with channel.tracepoint("before the first program"):
+            pass
+        with channel.tracepoint("call"):
+            executor(x)
+        executor.copyWeightsToDevice()
+    spans = [event for event in captured.profile.events if event.kind == "span"]
+    assert [span.name for span in spans] == ["Mine: call", "Mine: copyWeightsToDevice"]
+    call, copy = spans
+    forwards = [event for event in captured.profile.events if event.kind == "forward"]
+    assert call.begin == 0.0  # the trace begins with the first program
+    assert max(event.end for event in forwards) <= call.end <= copy.begin <= copy.end
+    assert {span.ipu for span in spans} == {None}
+    trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert "Mine: call" in [entry["name"] for entry in trace if entry.get("cat") == "span"]
+    profile = ipu.reports.profile.read_profile((tmp_path / "profile.json").read_text())
+    assert [event.name for event in profile.events if event.kind == "span"] == [span.name for span in spans]
+
+
+def test_spans_end_with_the_recording(tmp_path):
+    executor = poptorch.inferenceModel(seeded(TwoLayers), make_options(2))
+    executor(make_batch()[0])
+    channel = poptorch.profiling.Channel("Mine")
+    begin = time.perf_counter()
+    with ipu.reports.capture(tmp_path, max_actions=4) as captured, channel.tracepoint("all"):
+        for _call in range(3):
+            executor(make_batch()[0])
+        microseconds = 1e6 * (time.perf_counter() - begin)
+        time.sleep(0.2)
+    (span,) = [event for event in captured.profile.events if event.kind == "span"]
+    assert 0 < span.length < microseconds
+
+
+@pytest.mark.parametrize("ipus", [(0, 0), pytest.param((0, 1), marks=pytest.mark.thorough)])
+def test_an_exception_in_a_function_on_the_host(ipus):
+    """It is an Error wherever it comes to light: as programs are started, or as their results are read."""
+    fails = [False]
+
+    def double(value):
+        if fails[0]:
+            raise KeyError("what the function says")
+        return value * 2
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.double = poptorch.CPU(double, "double")
+
+        def forward(self, x):
+            with poptorch.Block("A", ipu_id=ipus[0]):
+                x = torch.tanh(x)
+            with poptorch.Block("B", ipu_id=ipus[1]):
+                return self.double(x)
+
+    model = poptorch.inferenceModel(Model(), make_options(2))
+    x = torch.ones(4, 3)
+    model(x)
+    fails[0] = True
+    with pytest.raises(poptorch.Error, match="what the function says"):
+        model(x)
+    fails[0] = False
+    assert torch.allclose(model(x), 2 * torch.tanh(x))
+
+
+def test_an_error_within_forward_has_the_users_lines_and_the_module():
+    """Plain torch shows as much; torch's export would add 80 frames of its own."""
+
+    class Wrong(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Linear(4, 2))
+
+        def forward(self, x):
+            return self.layers(x)
+
+    with pytest.raises(RuntimeError, match="must have same reduction dim") as raised:
+        poptorch.inferenceModel(Wrong(), make_options())(torch.ones(2, 3))
+    (note,) = raised.value.__notes__
+    layer, place = r"Linear\(in_features=4, out_features=2, bias=True\)", rf"{__file__}:\d+ \(forward\)"
+    expected = (
+        rf"This happened in module layers.1, {layer}, while the model's forward was captured, at {place}."
+    )
+    assert re.fullmatch(expected, note)
+    frames = traceback.extract_tb(raised.value.__traceback__)
+    assert [frame.name for frame in frames[-3:]] == ["forward", "forward", "forward"]
+    assert frames[-3].filename == __file__
+    assert len(frames) < 20
+    usual = jax.config.jax_traceback_filtering
+    jax.config.update("jax_traceback_filtering", "off")
+    try:
+        with pytest.raises(RuntimeError, match="must have same reduction dim") as raised:
+            poptorch.inferenceModel(Wrong(), make_options())(torch.ones(2, 3))
+    finally:
+        jax.config.update("jax_traceback_filtering", usual)
+    assert len(traceback.extract_tb(raised.value.__traceback__)) > 60

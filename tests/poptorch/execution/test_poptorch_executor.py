@@ -1,0 +1,810 @@
+"""Wrapped models: calls against plain torch, weights in sync, life and death."""
+
+import copy
+import gc
+import io
+import pickle
+import threading
+import warnings
+import weakref
+from datetime import timedelta
+
+import pytest
+import torch
+
+import ipu_pipeline.poptorch as poptorch
+from ipu_pipeline.poptorch import logs
+from tests.support.poptorch_front import (
+    TwoLayers,
+    assert_close,
+    assert_same_state,
+    join,
+    make_batch,
+    make_options,
+    reference,
+    relative_difference,
+    seeded,
+)
+
+
+def second(outputs):
+    return outputs[1]
+
+
+def make_sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def make_model(**arguments):
+    return seeded(lambda: TwoLayers(**arguments))
+
+
+@pytest.fixture
+def trained():
+    """A model after two calls, its wrapper, and plain torch after the same."""
+    model = make_model()
+    plain = reference(model, make_sgd)
+    executor = poptorch.trainingModel(
+        model, make_options(2, 2), poptorch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    )
+    for _call in range(2):
+        executor(*make_batch())
+        plain.train(make_batch(), 2, 2, second)
+    return model, executor, plain.model
+
+
+STRATEGIES = {
+    "pipelined": poptorch.PipelinedExecution(),
+    "sharded": poptorch.ShardedExecution(),
+    "one stage": poptorch.PipelinedExecution(poptorch.Stage("first", "second")),
+    "stages": poptorch.PipelinedExecution(poptorch.Stage("first").ipu(1), poptorch.Stage("second").ipu(0)),
+}
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param(s, marks=() if s in ("pipelined", "one stage") else pytest.mark.thorough)
+        for s in STRATEGIES
+    ],
+)
+def test_training_equals_plain_torch(strategy):
+    model = make_model()
+    plain = reference(model, make_sgd)
+    executor = poptorch.trainingModel(
+        model, make_options(2, 4, STRATEGIES[strategy]), make_sgd(model.parameters())
+    )
+    for seed in range(3):
+        outputs = executor(*make_batch(16, seed=seed))
+        expected = plain.train(make_batch(16, seed=seed), 2, 4, second)
+        assert isinstance(outputs, tuple)
+        assert_close(outputs, join(expected))
+    assert_same_state(model, plain.model)
+
+
+def test_gradients_equal_plain_torch_in_float64():
+    import jax
+
+    with jax.enable_x64(True):
+        model = seeded(lambda: TwoLayers().double())
+        plain = reference(model, lambda parameters: torch.optim.SGD(parameters, lr=1.0))
+        executor = poptorch.trainingModel(
+            model, make_options(1, 4), torch.optim.SGD(model.parameters(), lr=1.0)
+        )
+        batch = make_batch(dtype=torch.float64)
+        before = [p.detach().clone() for p in model.parameters()]
+        outputs = executor(*batch)
+        expected = plain.train(batch, 1, 4, second)
+        assert_close(outputs, join(expected), 1e-12)
+        gradients = [old - new.detach() for old, new in zip(before, model.parameters(), strict=True)]
+        wanted = [p.grad for p in plain.model.parameters()]
+        assert_close(gradients, wanted, 1e-12)
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("reduction", ["Sum", "Mean"])
+@pytest.mark.parametrize("strategy", ["Running", "Post", "PostAndLoss"])
+def test_reductions(reduction, strategy):
+    model = make_model()
+    plain = reference(model, make_sgd)
+    options = make_options(1, 4)
+    options.Training.accumulationAndReplicationReductionType(poptorch.ReductionType[reduction])
+    options.Training.setMeanAccumulationAndReplicationReductionStrategy(
+        poptorch.MeanReductionStrategy[strategy]
+    )
+    poptorch.trainingModel(model, options, make_sgd(model.parameters()))(*make_batch())
+    plain.train(make_batch(), 1, 4, second, mean=reduction == "Mean")
+    assert_same_state(model, plain.model)
+
+
+@pytest.mark.parametrize("mode", ["Final", "EveryN", "All", "Sum"])
+def test_output_modes(mode):
+    model = make_model()
+    options = make_options(3, 2, mode=poptorch.OutputMode.All)
+    options.outputMode(poptorch.OutputMode[mode], 2 if mode == "EveryN" else None)
+    expected = reference(model, make_sgd).train(make_batch(12), 3, 2, second)
+    logits, loss = poptorch.trainingModel(model, options, make_sgd(model.parameters()))(*make_batch(12))
+    if mode == "Sum":
+        wanted = [sum(values) for values in zip(*expected, strict=True)]
+    else:
+        chosen = {"Final": expected[-1:], "EveryN": expected[1::2], "All": expected}[mode]
+        wanted = join(chosen)
+        if mode == "Final":
+            wanted[1] = wanted[1].reshape(())
+    assert_close([logits, loss], wanted)
+
+
+def test_output_modes_by_default():
+    model = make_model()
+    options = poptorch.Options().deviceIterations(2).set(show_compilation_progress_bar=False)
+    loss = poptorch.trainingModel(model, options)(*make_batch())[1]
+    assert loss.shape == ()
+    assert poptorch.inferenceModel(model, options)(make_batch()[0]).shape == (8, 3)
+
+
+def test_inference_follows_training(trained):
+    model, executor, plain = trained
+    inference = poptorch.inferenceModel(model, make_options(2))
+    x, _target = make_batch()
+    assert_close([inference(x)], [plain(x)])
+    executor(*make_batch(seed=1))
+    before = inference(x)
+    assert not torch.equal(before, plain(x))
+    with torch.no_grad():
+        model.first.weight.zero_()
+    assert torch.equal(inference(x), before), "changes on the host wait for copyWeightsToDevice"
+    inference.copyWeightsToDevice()
+    assert_close([inference(x)], [model(x)])
+
+
+def test_an_executor_stands_for_its_model(trained):
+    model, executor, plain = trained
+    inference = poptorch.inferenceModel(executor, make_options(2))
+    x, _target = make_batch()
+    assert inference.model is model
+    assert_close([inference(x)], [plain(x)])
+
+
+# Weights on the host.
+
+LOOKS = {
+    "state_dict": lambda model: model.state_dict()["first.weight"],
+    "parameters": lambda model: next(model.parameters()).detach(),
+    "data": lambda model: model.first.weight.data,
+    "numpy": lambda model: torch.from_numpy(model.first.weight.detach().numpy()),
+    "deepcopy": lambda model: copy.deepcopy(model).first.weight.detach(),
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)).first.weight.detach(),
+    "submodule": lambda model: model.first(torch.eye(3)).T - model.first.bias[:, None],
+}
+
+
+def test_weights_come_to_the_host_when_someone_looks():
+    model = make_model()
+    plain = reference(model, make_sgd)
+    executor = poptorch.trainingModel(model, make_options(), make_sgd(model.parameters()))
+    for seed, (name, look) in enumerate(LOOKS.items()):
+        executor(*make_batch(seed=seed))
+        plain.train(make_batch(seed=seed), 1, 1, second)
+        difference = relative_difference(look(model), plain.model.first.weight)
+        assert difference < 1e-5, (name, difference)
+
+
+def test_a_parameter_that_somebody_kept_is_brought_up_to_date():
+    model = make_model()
+    weight = model.first.weight
+    executor = poptorch.trainingModel(model, make_options())
+    plain = reference(model, lambda parameters: torch.optim.SGD(parameters, lr=0.01))
+    executor(*make_batch())
+    plain.train(make_batch(), 1, 1, second)
+    assert weight.shape == (5, 3)
+    assert_close([weight], [plain.model.first.weight])
+
+
+def test_what_is_saved_knows_nothing_of_wrapping(trained):
+    model, _executor, plain = trained
+    state = model.state_dict()
+    assert {type(tensor) for tensor in state.values()} == {torch.Tensor}
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    assert_close(torch.load(file).values(), plain.state_dict().values())
+    text = pickle.dumps(model)
+    assert b"Watched" not in text
+    again = pickle.loads(text)
+    assert type(again.first.weight) is torch.nn.Parameter
+    assert again.destroy() is None
+    copied = copy.deepcopy(model)
+    assert type(copied.first.weight) is torch.nn.Parameter
+    poptorch.trainingModel(copied, make_options())  # it is not wrapped yet
+    assert repr(model.first.weight) == repr(plain.first.weight)
+
+
+def test_outputs_can_be_saved(trained):
+    _model, executor, _plain = trained
+    output = executor(*make_batch())[0]
+    file = io.BytesIO()
+    torch.save(output, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file), output)
+    with pytest.raises(poptorch.Error, match=r"backward\(\) cannot be called explicitly on outputs"):
+        output.sum().backward() if output.requires_grad else output.backward()
+
+
+def test_explicit_copies(trained):
+    model, executor, plain = trained
+    assert executor.copyWeightsToHostIfNeeded() is True
+    assert executor.copyWeightsToHostIfNeeded() is False
+    x, _target = make_batch()
+    inference = poptorch.inferenceModel(model, make_options(2))
+    inference(x)
+    with torch.no_grad():
+        for parameter in [*model.parameters(), *plain.parameters()]:
+            parameter.mul_(0.5)
+    executor.copyWeightsToDevice()
+    assert_close([inference(x)], [plain(x)])  # what trains gives its weights to those that do not
+    executor.copyWeightsToHost()
+    assert_same_state(model, plain)
+    executor.load_state_dict({name: tensor * 2 for name, tensor in model.state_dict().items()})
+    executor(*make_batch())
+    assert executor.copyWeightsToHostIfNeeded() is True
+    executor.detachFromDevice()
+    executor.load_state_dict(plain.state_dict())
+    assert_close([inference(x)], [plain(x)])
+
+
+def test_the_host_trains_in_between(trained):
+    """The user's optimizer on the CPU sees and changes the trained weights."""
+    model, executor, plain = trained
+    for one in (model, plain):
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+        optimizer.zero_grad()
+        one(*make_batch(seed=5))[1].backward()
+        optimizer.step()
+    assert_same_state(model, plain)
+    executor.copyWeightsToDevice()
+    x, target = make_batch()
+    assert_close([executor(x, target)[0][:2]], [plain(x[:2])])
+
+
+# Life and death.
+
+
+def test_detached_and_attached(trained):
+    model, executor, plain = trained
+    executor.detachFromDevice()
+    assert not executor.isAttachedToDevice()
+    assert executor.isCompiled()
+    assert_same_state(model, plain)
+    for call in (executor.detachFromDevice, executor.copyWeightsToHost):
+        with pytest.raises(poptorch.Error, match="Device is not attached"):
+            call()
+    executor.attachToDevice()
+    with pytest.raises(poptorch.Error, match="Device is already attached"):
+        executor.attachToDevice()
+    momentum = reference(plain, make_sgd)
+    executor(*make_batch(seed=3))
+    assert not torch.equal(model.first.weight, plain.first.weight)
+    del momentum
+
+
+def test_momentum_survives_detaching():
+    model = make_model()
+    plain = reference(model, make_sgd)
+    executor = poptorch.trainingModel(model, make_options(), make_sgd(model.parameters()))
+    for seed in range(4):
+        executor(*make_batch(seed=seed))
+        plain.train(make_batch(seed=seed), 1, 1, second)
+        executor.detachFromDevice()
+        if seed % 2:  # otherwise the next call does
+            executor.attachToDevice()
+    executor.destroy()
+    executor.destroy()
+    executor(*make_batch())
+    plain.train(make_batch(), 1, 1, second)
+    assert_same_state(model, plain.model)
+
+
+def test_a_model_is_wrapped_for_training_once(trained):
+    model, executor, plain = trained
+    with pytest.raises(RuntimeError, match="Model has already been wrapped in 'poptorch.trainingModel'"):
+        poptorch.trainingModel(model, make_options())
+    inference = poptorch.inferenceModel(model, make_options())
+    inference(make_batch()[0])
+    model.destroy()
+    assert not executor.isCompiled()
+    assert not inference.isCompiled()
+    assert not hasattr(model, "destroy")
+    assert type(model.first.weight) is torch.nn.Parameter
+    assert_same_state(model, plain)
+    with pytest.raises(poptorch.Error, match="Model has not been compiled or has been destroyed"):
+        executor.copyWeightsToDevice()
+    poptorch.trainingModel(model, make_options())(*make_batch())
+
+
+def test_a_wrapper_that_is_dropped_frees_its_model():
+    model = make_model()
+    executor = poptorch.trainingModel(model, make_options())
+    executor(*make_batch())
+    before = model.first.weight.detach().clone()
+    executor(*make_batch())
+    del executor
+    other = poptorch.trainingModel(model, make_options())
+    assert not torch.equal(before, model.first.weight.detach()), "trained weights are not lost with it"
+    other(*make_batch())
+    model.destroy()
+    assert type(model.first.weight) is torch.nn.Parameter
+
+
+def test_compile_runs_nothing(trained):
+    model = make_model()
+    before = copy.deepcopy(model.state_dict())
+    called = []
+    executor = poptorch.trainingModel(model, make_options().showCompilationProgressBar(True))
+    first = poptorch.registerPreCompileHook(lambda: called.append(executor.isCompiled()))
+    last = poptorch.registerPostCompileHook(lambda: called.append(executor.isCompiled()))
+    try:
+        with pytest.raises(
+            poptorch.Error, match="Please compile the model before obtaining compilation time"
+        ):
+            executor.compilationTime()
+        executor.compile(*make_batch())
+    finally:
+        first.remove()
+        last.remove()
+    assert called == [False, True]
+    assert timedelta(0) < executor.compilationTime() < timedelta(minutes=5)
+    assert_close(model.state_dict().values(), before.values(), 0)
+    executor(*make_batch())
+    assert called == [False, True]
+    with pytest.raises(poptorch.Error, match="Please set showCompilationProgressBar"):
+        trained[1].compilationTime()
+    with pytest.raises(RuntimeError, match="Pre-compile hook must be callable"):
+        poptorch.registerPreCompileHook(5)
+
+
+def test_compiled_once():
+    import jax
+
+    model = make_model()
+    executor = poptorch.trainingModel(model, make_options(2, 2), make_sgd(model.parameters()))
+    executor.compile(*make_batch())
+    with jax.log_compiles(True):
+        import logging
+
+        records = []
+        handler = logging.Handler()
+        handler.emit = lambda record: records.append(record.getMessage())
+        logging.getLogger("jax").addHandler(handler)
+        try:
+            executor(*make_batch())
+            model.state_dict()
+            executor(*make_batch())
+            executor.setOptimizer(torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9))
+            executor(*make_batch())
+        finally:
+            logging.getLogger("jax").removeHandler(handler)
+    compiled = [text for text in records if "Compiling" in text]
+    assert compiled == []
+
+
+# Modes, times, seeds.
+
+
+def test_the_mode_of_the_time_of_wrapping():
+    class Dropping(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(3, 3)
+            self.drop = torch.nn.Dropout(0.5)
+
+        def forward(self, x):
+            return self.drop(self.linear(x)), torch.ones(1) if self.training else torch.zeros(1)
+
+    model = make_model and seeded(Dropping)
+    model.eval()
+    evaluating = poptorch.inferenceModel(model, make_options())
+    model.train()
+    training = poptorch.inferenceModel(model, make_options())
+    x = torch.ones(64, 3)
+    dropped, flag = training(x)
+    assert model.training
+    assert 0.3 < float((dropped == 0).double().mean()) < 0.7
+    assert float(flag) == 1
+    kept, flag = evaluating(x)
+    assert_close([kept], [model.linear(x)])
+    assert float(flag) == 0
+    assert not torch.equal(training(x)[0], dropped), "each call draws anew"
+
+
+def test_seeds():
+    def run(seed, torchs):
+        options = make_options()
+        if seed is not None:
+            options.randomSeed(seed)
+        torch.manual_seed(torchs)
+        executor = poptorch.inferenceModel(torch.nn.Dropout(0.5), options)
+        return executor, executor(torch.ones(1000))
+
+    executor, first = run(3, 7)
+    assert torch.equal(first, run(3, 8)[1])
+    other = run(None, 7)[1]
+    assert not torch.equal(first, other)
+    assert torch.equal(other, run(None, 7)[1])
+    state = executor.rng_state
+    again = executor(torch.ones(1000))
+    assert not torch.equal(first, again)
+    executor.rng_state = state
+    assert torch.equal(executor(torch.ones(1000)), again)
+    with pytest.raises(ValueError, match="rng_state must have the numbers that it was read with"):
+        executor.rng_state = [1]
+
+
+def test_times(trained):
+    _model, executor, _plain = trained
+    for latency in (executor.getLatency(), executor.getComputeLatency(), executor.getIpuHostLatency()):
+        assert 0 <= latency[0] <= latency[2] <= latency[1]
+    counters = executor.getPerfCounters()
+    assert list(counters) == ["input", "input_complete", "output", "output_complete"]
+    assert {len(times) for times in counters.values()} == {4}
+    with pytest.raises(poptorch.Error, match="Cycle count logging is disabled"):
+        executor.cycleCount()
+    counting = poptorch.inferenceModel(make_model(), make_options().logCycleCount(True))
+    with pytest.raises(poptorch.Error, match="run the model at least once"):
+        counting.cycleCount()
+    counting(make_batch()[0])
+    assert counting.cycleCount() > 0
+
+
+def test_attributes_of_the_model(trained):
+    model, executor, _plain = trained
+    assert executor.first is model.first
+    assert executor.training is True
+    assert "Linear(in_features=3, out_features=5, bias=True)" in repr(executor)
+    with pytest.raises(AttributeError, match="nothing"):
+        executor.nothing  # noqa: B018
+
+
+def test_values_within_the_model():
+    model = make_model()
+    options = make_options(2, 2, mode=poptorch.OutputMode.Final)
+    options.anchorTensor("hidden", "tanh", poptorch.OutputMode.All)
+    options.anchorTensor("sum", "second/linear", poptorch.OutputMode.Sum)
+    options.anchorTensor("last", "mse_loss")
+    plain = copy.deepcopy(model)
+    x, target = make_batch()
+    executor = poptorch.trainingModel(model, options)
+    with pytest.raises(AssertionError, match="Model has not been compiled"):
+        executor.getTensorNames()
+    with pytest.raises(
+        poptorch.Error, match="anchorTensor names 'mse_loss', which is no value of the model"
+    ):
+        executor(x, target)
+    with pytest.raises(
+        poptorch.Error, match="There is nothing to train: the loss depends on model/first.bias"
+    ):
+        poptorch.trainingModel(copy.deepcopy(plain), make_options(), make_sgd(plain.parameters()))(
+            x, target
+        )
+    options = options.clone()
+    options.anchored_tensors.pop("last")
+    copied = copy.deepcopy(plain)
+    executor = poptorch.trainingModel(copied, options, torch.optim.SGD(copied.parameters(), lr=0.0))
+    with pytest.raises(AssertionError, match="Run the model before asking"):
+        executor.getAnchoredTensor("hidden")
+    logits, _loss = executor(x, target)
+    assert {"first.weight", "second/linear", "tanh"} <= set(executor.getTensorNames())
+    hidden = torch.tanh(plain.first(x)).detach()
+    assert_close([executor.getAnchoredTensor("hidden")], [hidden])
+    assert_close(
+        [executor.getAnchoredTensor("sum")], [plain.second(hidden).detach().reshape(4, 2, 3).sum(0)]
+    )
+    assert_close([logits], [plain.second(hidden).detach()[-2:]])
+    with pytest.raises(AssertionError, match="No tensor is anchored as 'nobody'"):
+        executor.getAnchoredTensor("nobody")
+
+
+@pytest.mark.parametrize("ipus", [(0, 0), (0, 1)])
+def test_numbers_that_are_not_finite(ipus):
+    model = make_model(ipus=ipus)
+    before = copy.deepcopy(model.state_dict())
+    options = make_options(1, 2)
+    options.Precision.enableFloatingPointExceptions(True)
+    executor = poptorch.trainingModel(model, options)
+    x, target = make_batch()
+    with pytest.raises(poptorch.Error, match="A floating-point exception: "):
+        executor(x * torch.inf, target)
+    assert_close(model.state_dict().values(), before.values(), 0)
+    executor(x, target)
+    assert not torch.equal(model.first.weight, before["first.weight"])
+
+
+def test_a_profile(tmp_path):
+    options = make_options().enableProfiling(str(tmp_path)).modelName("mine")
+    executor = poptorch.inferenceModel(make_model(), options)
+    for _call in range(2):
+        executor(make_batch()[0])
+    (file,) = tmp_path.glob("mine/**/*.xplane.pb")
+    assert file.stat().st_size > 0
+
+
+def test_synthetic_data(monkeypatch):
+    """Inputs are looked at for their shapes only."""
+    model = make_model()
+    executor = poptorch.inferenceModel(model, make_options(2).enableSyntheticData(True))
+    x, _target = make_batch()
+    zeros = model(torch.zeros_like(x)).detach()
+    assert_close([executor(x), executor(x * torch.nan)], [zeros] * 2)
+    for word in ("zeros", "random"):
+        monkeypatch.setenv("IPU_PIPELINE_SYNTHETIC_DATA", word)
+        executor = poptorch.inferenceModel(model, make_options(2))
+        found = executor(x * torch.nan)
+        assert torch.isfinite(found).all()
+        assert torch.allclose(found, zeros, atol=1e-6) == (word == "zeros")
+    monkeypatch.delenv("IPU_PIPELINE_SYNTHETIC_DATA")
+    training = poptorch.trainingModel(model, make_options(4, 1).enableSyntheticData(True))
+    plain = reference(model, lambda parameters: torch.optim.SGD(parameters, lr=0.01))
+    training(*make_batch())
+    plain.train((torch.zeros(8, 3), torch.zeros(8, 3)), 4, 1, second)
+    assert_same_state(model, plain.model)
+
+
+# What is refused.
+
+
+def test_wrong_wrapping():
+    model = make_model()
+    with pytest.raises(poptorch.Error, match="Invalid type: 'options' is of type"):
+        poptorch.trainingModel(model, {"deviceIterations": 2})
+    with pytest.raises(TypeError, match="model must be a torch.nn.Module"):
+        poptorch.inferenceModel(lambda x: x)
+    with pytest.raises(TypeError, match="Unsupported optimizer type"):
+        poptorch.trainingModel(model, make_options(), torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(
+        poptorch.Error, match=r"gradientAccumulation to 1.*Use poptorch.Options\(\).deviceIterations"
+    ):
+        poptorch.inferenceModel(model, make_options(1, 2))
+    with pytest.raises(poptorch.Error, match=r"running a poptorch.inferenceModel\(\)\.$"):
+        poptorch.inferenceModel(model, make_options(1, 2, poptorch.ShardedExecution()))
+    with pytest.raises(RuntimeError, match="Optimizers can only be updated for training models"):
+        poptorch.inferenceModel(model, make_options()).setOptimizer(make_sgd(model.parameters()))
+    poptorch.trainingModel(model, make_options())  # none of these wrapped it
+
+
+def test_options_are_frozen(trained):
+    options = make_options()
+    executor = poptorch.inferenceModel(make_model(), options)
+    for frozen in (options, executor.options):
+        with pytest.raises(AttributeError, match="Can't modify frozen Options"):
+            frozen.deviceIterations(2)
+    options.clone().deviceIterations(2)
+
+
+def test_numbers_of_ipus():
+    x = make_batch()[0]
+    with pytest.raises(poptorch.Error, match="use of 3 IPUs, however PopTorch must reserve a minimum of 4"):
+        poptorch.inferenceModel(make_model(ipus=(0, 2)), make_options())(x)
+    rounded = poptorch.inferenceModel(make_model(ipus=(0, 2)), make_options().autoRoundNumIPUs(True))
+    assert_close([rounded(x)], [make_model()(x)])
+
+
+def test_offline():
+    executor = poptorch.inferenceModel(
+        make_model(), make_options().connectionType(poptorch.ConnectionType.Never)
+    )
+    with pytest.raises(AssertionError, match="Trying to run a model on an offline device"):
+        executor(make_batch()[0])
+
+
+def test_other_arguments_than_the_first(trained):
+    _model, executor, _plain = trained
+    x, target = make_batch()
+    for given, message in [
+        (
+            (x[:4], target),
+            r"Shape mismatch for x: expected torch.Size\(\[8, 3\]\) but got torch.Size\(\[4, 3\]\)",
+        ),
+        ((x.int(), target), "Data type mismatch for x: expected torch.float32 but got torch.int32"),
+        ((x,), "Number of positional arguments mismatch: expected 2 but got 1"),
+        ((x, 5), "Type mismatch for target: expected <class 'torch.Tensor'> but got <class 'int'>"),
+    ]:
+        with pytest.raises(poptorch.Error, match=message):
+            executor(*given)
+    with pytest.raises(poptorch.Error, match="Number of positional arguments mismatch"):
+        executor(x, target=target)
+    with pytest.raises(AssertionError, match="nobody is not a valid parameter"):
+        executor(x, nobody=target)
+    with pytest.raises(AssertionError, match="Too many arguments provided"):
+        executor(x, target, x)
+    with pytest.raises(AssertionError, match="Parameter x was passed more than once"):
+        executor(x, x=target)
+    with pytest.raises(poptorch.Error, match="Mandatory parameter x missing"):
+        executor(target=target)
+    executor(x, target)  # none of these did harm
+
+
+def test_batches_that_cannot_be_cut():
+    executor = poptorch.inferenceModel(make_model(), make_options(4))
+    with pytest.raises(
+        AssertionError, match=r"Invalid batch dimension: In the input x .* \(6\) must be a multiple"
+    ):
+        executor(torch.ones(6, 3))
+    with pytest.raises(AssertionError, match="Invalid batch dimension"):
+        executor(torch.tensor(1.0))
+    assert not executor.isCompiled()
+
+
+def test_two_threads_take_turns():
+    model = make_model()
+    plain = reference(model, make_sgd)
+    executor = poptorch.trainingModel(model, make_options(), make_sgd(model.parameters()))
+    inference = poptorch.inferenceModel(model, make_options())
+    executor.compile(*make_batch())
+    failures = []
+
+    def run(call):
+        try:
+            for _number in range(10):
+                call()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [
+        threading.Thread(target=run, args=[call])
+        for call in (
+            lambda: executor(*make_batch()),
+            lambda: executor(*make_batch()),
+            lambda: inference(make_batch()[0]),
+            lambda: model.state_dict(),
+        )
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not failures
+    assert not any(thread.is_alive() for thread in threads)
+    for _number in range(20):
+        plain.train(make_batch(), 1, 1, second)
+    assert_same_state(model, plain.model)
+
+
+# What models share.
+
+
+class WithLoss(torch.nn.Module):
+    """A model and its loss, as PopTorch's users write it."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x, target):
+        x = self.model(x)
+        return x, torch.nn.functional.mse_loss(x, target)
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_a_model_within_another_that_trains(is_first):
+    model = make_model()
+    outer = WithLoss(model)
+    plain = reference(outer, make_sgd)
+    x, target = make_batch()
+    inference = poptorch.inferenceModel(model, make_options())
+    if is_first:
+        inference(x)
+    training = poptorch.trainingModel(outer, make_options(), make_sgd(outer.parameters()))
+    for _call in range(2):
+        training(x, target)
+        plain.train((x, target), 1, 1, second)
+        assert_close([inference(x)], [plain.model.model(x).detach()])
+        assert_same_state(outer, plain.model)
+    training(x, target)
+    plain.train((x, target), 1, 1, second)
+    assert_same_state(model, plain.model.model)
+    with pytest.raises(RuntimeError, match="has already been wrapped"):
+        poptorch.trainingModel(outer, make_options())
+
+
+def test_models_that_are_joined_after_they_were_wrapped():
+    first, second_model = make_model(), seeded(lambda: torch.nn.Linear(3, 3), 1)
+    x, _target = make_batch()
+    inferences = [poptorch.inferenceModel(model, make_options()) for model in (first, second_model)]
+    for inference in inferences:
+        inference(x)
+    both = WithLoss(torch.nn.Sequential(first, second_model))
+    training = poptorch.trainingModel(both, make_options())
+    training(*make_batch())
+    for inference, model in zip(inferences, (first, second_model), strict=True):
+        assert_close([inference(x)], [model(x).detach()])
+
+
+def test_dropped_models_are_freed():
+    model = make_model()
+    poptorch.trainingModel(model, make_options())(*make_batch())
+    reference_to_it = weakref.ref(model)
+    del model
+    gc.collect()
+    assert reference_to_it() is None
+
+
+def test_buffers_of_inference_do_not_undo_training(trained):
+    model, executor, plain = trained
+    inference = poptorch.inferenceModel(model, make_options(2))
+    inference(make_batch()[0])
+    executor(*make_batch(seed=7))
+    model.state_dict()
+    expected = model.first.weight.detach().clone()
+    inference.copyWeightsToHost()
+    assert torch.equal(model.first.weight, expected)
+    del plain
+
+
+def test_parameters_of_other_classes():
+    class Own(torch.nn.Parameter):
+        pass
+
+    model = make_model()
+    model.first.weight = Own(model.first.weight.detach())
+    executor = poptorch.trainingModel(model, make_options(), make_sgd(model.parameters()))
+    before = model.first.weight.detach().clone()
+    executor(*make_batch())
+    assert not torch.equal(model.first.weight.detach(), before)
+    model.destroy()
+    assert type(model.first.weight) is Own
+
+
+def test_a_parameter_that_was_replaced(trained):
+    model, executor, _plain = trained
+    model.first.weight = torch.nn.Parameter(torch.zeros(5, 3))
+    for call in (executor.copyWeightsToDevice, lambda: executor.load_state_dict(model.state_dict())):
+        with pytest.raises(poptorch.Error, match="first.weight of the model is another tensor than when"):
+            call()
+    executor.detachFromDevice()
+    with pytest.raises(poptorch.Error, match="first.weight of the model is another tensor"):
+        executor.attachToDevice()
+
+
+def test_called_again_after_destroy(trained):
+    model, executor, _plain = trained
+    executor.destroy()
+    executor(*make_batch())
+    with pytest.raises(RuntimeError, match="has already been wrapped"):
+        poptorch.trainingModel(model, make_options())
+    model.destroy()
+    other = poptorch.trainingModel(model, make_options())
+    with pytest.raises(RuntimeError, match="has already been wrapped"):
+        executor(*make_batch())
+    assert not other.isCompiled()
+
+
+def test_wrapped_models_are_not_copied(trained):
+    """A copy would share what is on the devices, and lose it to the first one's next update."""
+    _model, executor, _plain = trained
+    for copies in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="That works with the user's model, which is its attribute"):
+            copies(executor)
+
+
+def test_more_that_is_told(trained, caplog, monkeypatch):
+    monkeypatch.setattr(logs, "_said", set())
+    model, executor, _plain = trained
+    model.first.weight.requires_grad_(False)
+    executor(*make_batch())
+    assert "requires_grad of first.weight has changed since the model was compiled" in caplog.text
+    model.first.weight.requires_grad_(True)
+    assert executor.eval() is model
+    assert "On the devices its modules keep the modes" in caplog.text
+    with pytest.raises(TypeError, match="Unsupported optimizer type"):
+        poptorch.trainingModel(make_model(), make_options()).setOptimizer(5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scripted = torch.jit.trace(torch.nn.Linear(2, 2), torch.ones(2))
+    with pytest.raises(TypeError, match="it is scripted or traced"):
+        poptorch.inferenceModel(scripted)
+    options = make_options(2).outputMode(poptorch.OutputMode.EveryN, 3)
+    with pytest.raises(poptorch.Error, match="every 3 micro-batches, but a call has 2"):
+        poptorch.inferenceModel(model, options)
+    other = make_model()
+    optimizer = torch.optim.SGD([*other.parameters(), torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    poptorch.trainingModel(other, make_options(), optimizer)(*make_batch())
+    assert "The optimizer has 1 parameters that are none of the model's" in caplog.text

@@ -1,0 +1,486 @@
+"""Phased execution of PopTorch models: the numbers of plain torch, what runs when, and what lies where."""
+
+import copy
+import gc
+
+import pytest
+import torch
+
+import ipu_pipeline.poptorch as poptorch
+from benchmarks.phases.run import PeakBytes
+from ipu_pipeline.engine import watching
+from ipu_pipeline.engine.schedules import ActionKind
+from ipu_pipeline.poptorch import Liveness, ParallelPhasedExecution, Phase, SerialPhasedExecution, Stage
+from tests.poptorch.execution.test_poptorch_corners import log  # noqa: F401  # a fixture
+from tests.support.poptorch_front import (
+    assert_close,
+    assert_same_state,
+    join,
+    leaves,
+    make_options,
+    reference,
+    seeded,
+)
+
+# Models.
+
+
+class Independent(torch.nn.Module):
+    """Blocks A, B and C that need nothing of each other; listing 12."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleDict({name: torch.nn.Linear(6, 6) for name in "ABC"})
+
+    def forward(self, x, target=None):
+        made = []
+        for name, layer in self.layers.items():
+            with poptorch.Block(name):
+                made.append(torch.tanh(layer(x)))
+                if name == "C" and target is not None:  # which needs them all
+                    loss = torch.nn.functional.mse_loss(made[0] + 2 * made[1] - made[2], target)
+                    return *made, loss
+        return tuple(made)
+
+
+class Pairs(torch.nn.Module):
+    """Two chains of three layers, "A" to "C" and "A2" to "C2", which the last block joins; listing 14."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleDict({name: torch.nn.Linear(6, 6) for name in NAMES})
+
+    def forward(self, x, target=None):
+        first, second = x, x * 2
+        for name in "ABC":
+            with poptorch.Block(name):
+                first = torch.tanh(self.layers[name](first))
+            with poptorch.Block(f"{name}2"):
+                second = torch.tanh(self.layers[f"{name}2"](second)) + first
+        return second if target is None else (second, torch.nn.functional.mse_loss(second, target))
+
+
+NAMES = ["A", "A2", "B", "B2", "C", "C2"]
+SERIAL = [[Stage("A"), Stage("A2")], [Stage("B"), Stage("B2")], [Stage("C"), Stage("C2")]]
+
+
+def compare(model, strategy, num_calls=2, **values):
+    """Trains, and infers, by a strategy and in plain torch; returns the executors."""
+    inputs = torch.randn(2, 24, 6, generator=torch.Generator().manual_seed(3))
+    x, target = inputs[0], inputs[1]
+    plain = reference(copy.deepcopy(model), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
+    options = make_options(2, 3, strategy, **values)
+    training = poptorch.trainingModel(
+        model, options, poptorch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    )
+    replicas = options.replication_factor
+    for _call in range(num_calls):
+        outputs = leaves(training(x, target))
+        expected = join(plain.train([x, target], 2, 3 * replicas, lambda out: out[-1]))
+        assert_close(outputs, expected)
+    training.copyWeightsToHost()
+    assert_same_state(model, plain.model)
+    model.eval()
+    inference = poptorch.inferenceModel(model, make_options(6, strategy=strategy.clone()))
+    with torch.no_grad():
+        assert_close(leaves(inference(x)), leaves(model(x)))
+    return training, inference
+
+
+# The listings.
+
+
+@pytest.mark.parametrize(
+    ("second", "ipus"),
+    [
+        (Phase(Stage("B", "C").ipu(1)), [[[0], [1]], [[0], [1]]]),
+        # The loss is in C, and needs B. In inference they are parallel, and what they make is joined.
+        (Phase(Stage("B").ipu(1), Stage("C").ipu(3)), [[[0], [1], [3]], [[0], [1, 3], [1]]]),
+    ],
+    ids=["one stage", "two stages"],
+)
+def test_listing_12(second, ipus):
+    strategy = ParallelPhasedExecution(Phase(Stage("A").ipu(0)), second)
+    found = [
+        [[section.ipu for section in level] for level in executor._compiled.stages.levels]
+        for executor in compare(seeded(Independent), strategy)
+    ]
+    assert found == ipus
+
+
+class Matrices(torch.nn.Module):
+    """Listing 13: two chains of products that change IPUs after each phase."""
+
+    def __init__(self, number=3, size=8):
+        super().__init__()
+        self.number = number
+        scale = size**-0.5
+        weights = [torch.nn.Parameter(scale * torch.randn(size, size)) for _matrix in range(6 * number)]
+        self.weights = torch.nn.ParameterList(weights)
+        self.loss = torch.nn.L1Loss()
+
+    def forward(self, x, target=None):
+        left, right = weights = [x, x]
+        matrices = iter(self.weights)
+        for phase in range(2 * self.number):
+            for ipu in range(2):
+                with poptorch.Block(f"phase{phase}_ipu{ipu}"):
+                    for _product in range(1 + phase % 2):
+                        weights[ipu] = weights[ipu] @ next(matrices)
+                    weights[ipu] = torch.relu(weights[ipu])
+            weights.reverse()
+        with poptorch.Block("end"):
+            left, right = weights
+            out = left + right
+            return out if target is None else (out, self.loss(out, target))
+
+
+def test_listing_13():
+    model = seeded(Matrices)
+    phases = [
+        Phase(*(Stage(f"phase{phase}_ipu{ipu}") for ipu in range(2))).ipus(*((0, 2), (1, 3))[phase % 2])
+        for phase in range(6)
+    ]
+    strategy = ParallelPhasedExecution(*phases, Phase(Stage("end").ipu(0)))
+    plain = copy.deepcopy(model)
+    x, target = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(1))
+    optimizer = poptorch.optim.SGD(model.parameters(), lr=0.01)
+    training = poptorch.trainingModel(model, make_options(strategy=strategy), optimizer)
+    assert not training.isCompiled()
+    training.compile(x, target)
+    assert training.isCompiled()
+    assert [len(level) for level in training._compiled.stages.levels] == [2] * 6 + [1]
+    expected = torch.optim.SGD(plain.parameters(), lr=0.01)
+    for _call in range(2):
+        _out, loss = training(x, target)
+        expected.zero_grad()
+        _out, plain_loss = plain(x, target)
+        plain_loss.backward()
+        expected.step()
+        assert_close([loss.reshape(())], [plain_loss])
+    training.copyWeightsToHost()
+    assert_same_state(model, plain)
+
+
+@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize("liveness", Liveness)
+@pytest.mark.each_value
+def test_listing_14(liveness, separate):
+    strategy = SerialPhasedExecution(*map(list, SERIAL)).setTensorsLiveness(liveness)
+    for phase in strategy.phases:
+        phase.ipus(0, 1)
+    compare(seeded(Pairs), strategy.useSeparateBackwardPhase(separate))
+
+
+class Numbered(torch.nn.Module):
+    """Listing 15: six layers in blocks "0" to "5"."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(6, 6) for _layer in range(6)])
+
+    def forward(self, x, target=None):
+        poptorch.Block.useAutoId()
+        for layer in self.layers:
+            with poptorch.Block():
+                x = torch.tanh(layer(x))
+                if layer is self.layers[5] and target is not None:
+                    return x, torch.nn.functional.mse_loss(x, target)
+        return x
+
+
+@pytest.mark.parametrize("off_chip", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_listing_15(off_chip):
+    strategy = ParallelPhasedExecution(
+        Phase(Stage("0"), Stage("1")), Phase(Stage("2"), Stage("3")), Phase(Stage("4"), Stage("5"))
+    )
+    for number, ipus in enumerate(((0, 2), (1, 3), (0, 2))):
+        strategy.phase(number).ipus(*ipus)
+    training, _inference = compare(seeded(Numbered), strategy.sendTensorsOffChipAfterFwd(off_chip))
+    # A stage that needs what another one of its phase makes comes after it.
+    assert training._compiled.stages.ipus == [0, 2, 1, 3, 0, 2]
+    assert [level[0].phase for level in training._compiled.stages.levels] == [0, 0, 1, 1, 2, 2]
+
+
+# What runs when.
+
+
+def test_independent_stages_of_a_phase_exchange_nothing():
+    """So that devices run them at the same time, forwards and backwards."""
+
+    class Sum(Independent):
+        def forward(self, x, target):
+            with poptorch.Block("A"):
+                x = torch.tanh(self.layers["A"](x))
+            with poptorch.Block("B"):
+                b = self.layers["B"](x)
+            with poptorch.Block("C"):
+                c = self.layers["C"](x)
+            with poptorch.Block("end"):
+                return torch.nn.functional.mse_loss(b * c, target)
+
+    model = seeded(Sum)
+    strategy = SerialPhasedExecution("A", [Stage("B"), Stage("C")], "end")
+    training = poptorch.trainingModel(model, make_options(strategy=strategy))
+    x, target = torch.randn(2, 4, 6)
+    training.compile(x, target)
+    templates = training._compiled.pipeline.prepare().columns[0].plan.templates
+    made, read = {}, {}
+    for (kind, stage), template in templates.items():
+        sent = [slot for send in template.sends for slot in send.targets]
+        made[kind, stage] = {slot for _place, slot in template.stores} | set(sent)
+        read[kind, stage] = {slot for _place, slot in template.loads}
+    for kind in ActionKind:
+        assert not made[kind, 1] & read[kind, 2]
+        assert not made[kind, 2] & read[kind, 1]
+    for stage in (1, 2):
+        assert made[ActionKind.FORWARD, 0] & read[ActionKind.FORWARD, stage]
+        assert made[ActionKind.BACKWARD, stage] & read[ActionKind.BACKWARD, 0]
+
+
+class Deep(torch.nn.Module):
+    """Layers of one size in blocks of their own."""
+
+    def __init__(self, number=6, size=64):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(size, size) for _layer in range(number)])
+
+    def forward(self, x, target=None):
+        for number, layer in enumerate(self.layers):
+            with poptorch.Block(str(number)):
+                x = torch.tanh(layer(x))
+                if target is not None and number == len(self.layers) - 1:
+                    return x, torch.nn.functional.mse_loss(x, target)
+        return x
+
+
+def measure_peak(liveness, separate=False, locations=None):
+    """The most bytes that a model's arrays take on the device while it trains."""
+    strategy = SerialPhasedExecution(*map(str, range(6))).setTensorsLiveness(liveness)
+    options = make_options(1, 2, strategy.useSeparateBackwardPhase(separate))
+    if locations is not None:
+        options.TensorLocations.setWeightLocation(locations)
+    gc.collect()
+    others = PeakBytes()
+    others.sample()
+    model = seeded(Deep)
+    optimizer = poptorch.optim.Adam(model.parameters(), lr=0.01)
+    training = poptorch.trainingModel(model, options, optimizer)
+    x = torch.randn(2, 64, 64)
+    training(*x)
+    watcher = PeakBytes()
+    with watching.watching(watcher):
+        training(*x)
+    training.destroy()
+    return watcher.peak - others.peak
+
+
+@pytest.mark.parametrize(
+    ("off_chip", "separate"),
+    [
+        ([Liveness.OffChipAfterFwdNoOverlap], False),
+        pytest.param(list(Liveness)[1:], True, marks=pytest.mark.thorough),
+    ],
+    ids=["one", "each"],
+)
+def test_bytes_on_the_device_fall(off_chip, separate):
+    """Six layers with Adam are 4 times their weights, and sums of gradients; a phase has those of one."""
+    weights, inputs = 6 * (64 * 64 + 64) * 4, 2 * 64 * 64 * 4
+    live = measure_peak(Liveness.AlwaysLive, separate)
+    assert live > 4 * weights
+    peaks = [measure_peak(liveness, separate) for liveness in off_chip]
+    assert max(peaks) < 4 * weights / 6 + inputs + weights
+    assert peaks[-1] < live / 4
+
+
+@pytest.mark.thorough
+def test_a_location_that_was_set_counts():
+    liveness = Liveness.OffChipAfterFwdNoOverlap
+    on_chip = poptorch.TensorLocationSettings().useOnChipStorage(True)
+    weights = 6 * (64 * 64 + 64) * 4
+    without, with_weights = (measure_peak(liveness, locations=locations) for locations in (None, on_chip))
+    assert with_weights >= weights > without
+
+
+class Skipping(torch.nn.Module):
+    """What the first block makes is read by the last one only."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(6, 6) for _layer in range(3)])
+
+    def forward(self, x, target=None):
+        with poptorch.Block("0"):
+            first = x = torch.tanh(self.layers[0](x))
+        with poptorch.Block("1"):
+            x = torch.tanh(self.layers[1](x))
+        with poptorch.Block("2"):
+            x = torch.tanh(self.layers[2](x)) * first
+            return x if target is None else (x, torch.nn.functional.mse_loss(x, target))
+
+
+@pytest.mark.parametrize(
+    "liveness",
+    [
+        pytest.param(Liveness.OffChipAfterFwdNoOverlap, marks=pytest.mark.thorough),
+        Liveness.OffChipAfterEachPhase,
+    ],
+)
+def test_what_goes_from_phase_to_phase(liveness):
+    """After each phase nothing of a micro-batch is on a device with OffChipAfterEachPhase."""
+    strategy = SerialPhasedExecution("0", "1", "2").setTensorsLiveness(liveness)
+    training, inference = compare(seeded(Skipping), strategy, num_calls=1)
+    for executor, inputs in ((training, torch.randn(2, 24, 6)), (inference, torch.randn(1, 24, 6))):
+        kinds = {}
+        runner = executor._compiled.pipeline.prepare()
+
+        def observe(_replica, template, chunk, values, kinds=kinds):
+            found = [array.sharding.memory_kind for array in values[chunk] if array is not None]
+            kinds.setdefault((template.kind, template.stage), found)
+
+        runner.observe(observe)
+        executor(*inputs)
+        # When the second phase's forward has run, what only the third one reads is there, or is not.
+        is_away = "pinned_host" in kinds[ActionKind.FORWARD, 1]
+        assert is_away == (executor is training or liveness is Liveness.OffChipAfterEachPhase)
+        runner.observe(None)
+
+
+# Models as people have them.
+
+
+class Normalized(torch.nn.Module):
+    """Batch normalization in two phases, a weight in both, and a block that is opened twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)
+        self.norms = torch.nn.ModuleList([torch.nn.BatchNorm1d(6) for _norm in range(2)])
+
+    def forward(self, x, target=None):
+        x = x * 1.5
+        with poptorch.Block("A"):
+            x = self.norms[0](torch.tanh(self.first(x)))
+        with poptorch.Block("B"):
+            x = self.second(x)
+        with poptorch.Block("B"):
+            x = self.norms[1](torch.tanh(self.first(x)))
+            return x if target is None else (x, torch.nn.functional.mse_loss(x, target))
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        SerialPhasedExecution("A", "B").setTensorsLiveness(Liveness.OffChipAfterEachPhase),
+        pytest.param(
+            ParallelPhasedExecution("A", "B").sendTensorsOffChipAfterFwd(), marks=pytest.mark.thorough
+        ),
+    ],
+    ids=["serial", "parallel"],
+)
+def test_buffers_and_a_weight_of_two_phases(strategy):
+    training, _inference = compare(seeded(Normalized), strategy)
+    is_serial = isinstance(strategy, SerialPhasedExecution)
+    assert training._compiled.stages.ipus == ([0, 0] if is_serial else [0, 1])
+
+
+@pytest.mark.thorough
+def test_replicas():
+    strategy = SerialPhasedExecution(*map(list, SERIAL)).setTensorsLiveness(
+        Liveness.OffChipAfterFwdNoOverlap
+    )
+    compare(seeded(Pairs), strategy, replication_factor=2)
+
+
+@pytest.mark.thorough
+def test_exported_and_loaded(tmp_path):
+    strategy = SerialPhasedExecution(*map(list, SERIAL)).setTensorsLiveness(Liveness.OffChipAfterEachPhase)
+    model, other = seeded(Pairs), seeded(Pairs)
+    inputs = torch.randn(2, 24, 6, generator=torch.Generator().manual_seed(3))
+    optimizer = poptorch.optim.SGD(model.parameters(), lr=0.1)
+    options = make_options(2, 3, strategy)
+    poptorch.trainingModel(model, options, optimizer).compileAndExport(tmp_path / "model.poptorch", *inputs)
+    loaded = poptorch.load(tmp_path / "model.poptorch")
+    own = poptorch.trainingModel(
+        other, make_options(2, 3, strategy), poptorch.optim.SGD(other.parameters(), lr=0.1)
+    )
+    assert_close(leaves(loaded(*inputs)), leaves(own(*inputs)), 0)
+    assert [len(level) for level in loaded._compiled.stages.levels] == [1] * 6
+
+
+@pytest.mark.thorough
+def test_dropout():
+    """Random numbers do not depend on what lies where."""
+
+    class Dropping(Skipping):
+        def forward(self, x, target=None):
+            return super().forward(torch.nn.functional.dropout(x, 0.5), target)
+
+    found = []
+    for liveness in Liveness:
+        model = seeded(Dropping)
+        strategy = SerialPhasedExecution("0", "1", "2").setTensorsLiveness(liveness)
+        training = poptorch.trainingModel(model, make_options(1, 3, strategy, random_seed=5))
+        training(*torch.ones(2, 6, 6))
+        training.copyWeightsToHost()
+        found.append([value.clone() for value in model.state_dict().values()])
+    for other in found[1:]:
+        assert_close(other, found[0], 0)
+
+
+# What is refused.
+
+
+def run_blocks(blocks, strategy):
+    class Model(torch.nn.Module):
+        def forward(self, x):
+            return blocks(x)
+
+    poptorch.inferenceModel(Model(), make_options(strategy=strategy))(torch.ones(2))
+
+
+def in_block(name, x):
+    with poptorch.Block(name):
+        return x.sin()
+
+
+def test_no_blocks():
+    with pytest.raises(poptorch.Error, match="No active Block, all the ops must belong to a Block"):
+        run_blocks(torch.sin, SerialPhasedExecution("A"))
+
+
+def test_a_phase_that_reads_what_a_later_one_makes():
+    def forward(x):
+        return in_block("B", in_block("A", x))
+
+    message = r"Block B, in phase 0, reads what block A makes, in phase 1, which comes later"
+    with pytest.raises(poptorch.Error, match=message):
+        run_blocks(forward, SerialPhasedExecution("B", "A"))
+
+
+def test_stages_of_a_phase_that_wait_for_each_other():
+    def forward(x):
+        return in_block("A2", in_block("B", in_block("A", x)))
+
+    message = (
+        "In phase 0 each of these stages reads what the next one makes, in a circle: .*block A, block A2"
+    )
+    with pytest.raises(poptorch.Error, match=message):
+        run_blocks(forward, SerialPhasedExecution([Stage("A", "A2"), Stage("B")]))
+
+
+def test_a_block_that_no_phase_has():
+    with pytest.raises(AssertionError, match="Unknown Block 'B' list of expected Blocks"):
+        run_blocks(lambda x: in_block("B", x), SerialPhasedExecution("A"))
+
+
+def test_a_phase_that_the_model_does_not_open(log):  # noqa: F811
+    run_blocks(lambda x: in_block("C", in_block("A", x)), SerialPhasedExecution("A", "B", "C"))
+    assert "opens no block 'B'" in " ".join(log)
+
+
+def test_a_schedule_has_no_effect(log):  # noqa: F811
+    model = seeded(Skipping)
+    options = make_options(strategy=SerialPhasedExecution("0", "1", "2")).setPipelineSchedule("interleaved")
+    poptorch.inferenceModel(model, options)(torch.ones(2, 6))
+    assert "setPipelineSchedule has no effect with poptorch.SerialPhasedExecution" in " ".join(log)

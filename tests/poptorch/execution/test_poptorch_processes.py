@@ -1,0 +1,292 @@
+"""PopTorch's models in several processes: equal to plain torch over the data of all of them."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import ipu_pipeline.poptorch as poptorch
+from ipu_pipeline.engine import peers
+from ipu_pipeline.poptorch.execution import together
+from tests.support import joined
+from tests.support import poptorch_processes as processes
+from tests.support.poptorch_front import assert_close, join, make_options, reference, seeded
+from tests.support.poptorch_processes import ACCUMULATION, CALLS, ITERATIONS, make_call, own_part, run
+
+
+def first(outputs):
+    return outputs
+
+
+def second(outputs):
+    return outputs[1]
+
+
+def make_plain_sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def make_plain_adam(parameters):
+    return torch.optim.Adam(parameters, lr=0.01)
+
+
+@pytest.mark.thorough  # two processes that import torch take 11 s of CPU time
+def test_two_processes_train_a_model(tmp_path):
+    made = run(processes.train_one_layer, 2, directory=tmp_path)
+    plain = reference(seeded(processes.OneLayer), make_plain_sgd)
+    for call in range(2):
+        expected = torch.stack(plain.train(make_call(call, 2, 2), 1, 4, first)).detach()
+        for index, (losses, _weights, _said) in enumerate(made):
+            assert_close([losses[call]], own_part((expected,), 2, index, 2))
+    for _losses, weights, (said,) in made:
+        assert_close(weights.values(), plain.model.state_dict().values())
+        assert "weights differ between the 2 processes: linear.weight, linear.bias. Give all" in said
+
+
+def check(made, replicas=1, make_optimizer=processes.make_sgd, tolerance=1e-5, is_mean=True):
+    """Compares what `train` returned in each process, with OutputMode.All, with plain torch."""
+    dtype = made[0][0][0][0].dtype
+    number = replicas * len(made)
+    plain = reference(seeded(processes.TwoLayers).to(dtype), make_optimizer)
+    for call in range(CALLS):
+        batch = make_call(call, number, dtype=dtype)
+        expected = join(plain.train(batch, ITERATIONS, ACCUMULATION * number, second, is_mean))
+        for index, (outputs, _weights, _state) in enumerate(made):
+            wanted = own_part(expected, ITERATIONS * ACCUMULATION, index, len(made))
+            assert_close(outputs[call], wanted, tolerance)
+    (x, _target) = make_call(0, number, ITERATIONS, dtype)
+    inferred = plain.model(x).detach()
+    for index, (outputs, weights, _state) in enumerate(made):
+        assert_close(outputs[CALLS], own_part((inferred,), ITERATIONS, index, len(made)), tolerance)
+        assert_close(weights.values(), plain.model.state_dict().values(), tolerance)
+        torch.testing.assert_close(weights, made[0][1], rtol=0, atol=0)
+
+
+TRAINED = {
+    # First, as it needs most devices; a process has two more than its replicas take.
+    "three replicas": {"replicas": 3},
+    "pipelined": {},
+    "two replicas": {"replicas": 2},
+    "sharded": {"strategy": "sharded"},
+    "one stage": {"strategy": "one stage"},
+    "one stage, two replicas": {"strategy": "one stage", "replicas": 2},
+    "sum": {"reduction": "Sum"},
+    "sum, two replicas": {"reduction": "Sum", "replicas": 2},
+    "Adam": {"make_optimizer": processes.make_adam},
+    "offloaded": {"make_optimizer": processes.make_adam, "offloads": True},
+}
+
+
+def check_all(made, cases, tolerance):
+    for name, given in cases.items():
+        is_adam = given.get("make_optimizer") is processes.make_adam
+        optimizer = make_plain_adam if is_adam else processes.make_sgd
+        is_mean = given.get("reduction") != "Sum"
+        check([one[name] for one in made], given.get("replicas", 1), optimizer, tolerance, is_mean)
+
+
+@pytest.mark.thorough
+def test_strategies_reductions_and_optimizers(tmp_path):
+    check_all(run(processes.train_all, 2, TRAINED, directory=tmp_path), TRAINED, 1e-5)
+
+
+@pytest.mark.thorough
+def test_in_float64(tmp_path):
+    cases = {name: TRAINED[name] for name in ("pipelined", "two replicas", "sharded", "one stage", "Adam")}
+    check_all(run(processes.train_in_float64, 2, cases, directory=tmp_path), cases, 1e-12)
+
+
+@pytest.mark.thorough
+def test_three_processes(tmp_path):
+    cases = {name: TRAINED[name] for name in ("pipelined", "two replicas")}
+    check_all(run(processes.train_all, 3, cases, directory=tmp_path), cases, 1e-5)
+
+
+def test_processes_that_have_not_joined():
+    options = make_options()
+    options.Distributed.configureProcessId(1, 2)
+    with pytest.raises(
+        poptorch.Error, match="process 1 of 2, but it has joined none. Start the program by"
+    ):
+        poptorch.inferenceModel(processes.OneLayer(), options)
+
+
+class OtherProcess:
+    """Stands for a run of two processes, the other of which has other weights."""
+
+    index, count = 0, 2
+
+    def exchange(self, what, text):
+        assert what == "PopTorch: The weights"
+        own = json.loads(text)
+        return [text, json.dumps({**own, "linear.bias": "float32[3] 0123", "more": "float32[] 45"})]
+
+
+def test_weights_that_differ_are_named(monkeypatch):
+    monkeypatch.setattr(peers, "_current", OtherProcess())
+    said = "The weights differ between the 2 processes: linear.bias, more. Give all processes the same"
+    with pytest.raises(poptorch.Error, match=said):
+        together.compare_weights(processes.OneLayer(), together.Processes(0, 2))
+
+
+def test_micro_batches_are_dealt_to_the_replicas_of_all_processes():
+    """Process 1 of 4, with 2 replicas in each: something stands in place of what the others have."""
+    options = make_options(accumulation=2).replicationFactor(8)
+    executor = poptorch.trainingModel(processes.OneLayer(), options)
+    executor.compile(*make_call(0, 8, 2))
+    compiled = executor._compiled
+    compiled._processes = together.Processes(1, 4)
+    own = [(number,) for number in range(4)]
+    dealt = [None if leaves is compiled.program.elsewhere else leaves for leaves in compiled._deal(own)]
+    assert dealt == [None, None, *own[:2], *[None] * 4, None, None, *own[2:], *[None] * 4]
+
+
+RUN_ALIKE = {
+    "final": {"mode": "Final"},
+    "final, two replicas": {"mode": "Final", "replicas": 2},
+    "sum": {"mode": "Sum"},
+    "sum, two replicas": {"mode": "Sum", "replicas": 2},
+    "every": {"mode": "EveryN", "replicas": 2},
+    "one stage": {"mode": "Final", "strategy": "one stage"},
+}
+
+
+@pytest.mark.thorough
+def test_output_modes_are_those_of_as_many_replicas_in_one_process(tmp_path):
+    made = run(processes.train_all, 2, RUN_ALIKE, directory=tmp_path)
+    for name, given in RUN_ALIKE.items():
+        replicas = given.get("replicas", 1)
+        outputs, weights, _state = processes.train(**{**given, "replicas": 2 * replicas})
+        for index, (own, own_weights, _state) in enumerate(one[name] for one in made):
+            assert_close(own_weights.values(), weights.values())
+            for mine, expected in zip(own, outputs, strict=True):
+                # EveryN gives 2 of a call of training, and 1 of one of inference.
+                rounds = 2 if given["mode"] == "EveryN" and len(mine) > 1 else 1
+                wanted = own_part(expected, rounds, index, 2)
+                assert_close(mine, [w.reshape(m.shape) for m, w in zip(mine, wanted, strict=True)])
+                least = 0 if replicas == 1 else 1
+                assert [m.dim() for m in mine] == [e.dim() if e.dim() > 1 else least for e in expected]
+
+
+@pytest.mark.thorough
+def test_buffers_and_random_numbers_are_those_of_replicas(tmp_path):
+    case = {"make_model": processes.make_with_buffers}
+    made = run(processes.train_all, 2, {"": case}, directory=tmp_path)
+    outputs, weights, _state = processes.train(**case, replicas=2)
+    means = [one[""][1].pop("norm.running_mean") for one in made]
+    variances = [one[""][1].pop("norm.running_var") for one in made]
+    assert_close(
+        [means[0], variances[0]], [weights.pop("norm.running_mean"), weights.pop("norm.running_var")]
+    )
+    assert (means[0] != means[1]).all()
+    for index, (own, own_weights, _state) in enumerate(one[""] for one in made):
+        assert_close(own_weights.values(), weights.values())
+        for mine, expected in zip(own, outputs, strict=True):
+            assert_close(mine, own_part(expected, ITERATIONS * ACCUMULATION, index, 2))
+
+
+@pytest.mark.thorough
+def test_checkpoints_and_values_that_change(tmp_path):
+    made = run(processes.go_through, 2, str(tmp_path), directory=tmp_path / "run")
+    alone = processes.go_through(str(tmp_path))
+    for own in made:
+        for mine, expected in zip(own, alone, strict=True):
+            assert_close(mine.values(), expected.values())
+
+
+@pytest.mark.thorough
+def test_data_loader(tmp_path):
+    made = run(processes.load_and_train, 2, str(tmp_path / "profile"), directory=tmp_path / "run")
+    plain = reference(seeded(processes.TwoLayers), processes.make_sgd)
+    assert [len(batches) for batches, _losses, _weights in made] == [2, 2]
+    rows = {tuple(row.tolist()) for batches, *_rest in made for x, _target in batches for row in x}
+    assert len(rows) == 48
+    for call in range(2):
+        parts = zip(*(batches[call] for batches, _losses, _weights in made), strict=True)
+        batch = [torch.stack([p.reshape(4, 3, 3) for p in part], 1).reshape(24, 3) for part in parts]
+        (_outputs, losses) = join(plain.train(batch, ITERATIONS, 2 * ACCUMULATION, second))
+        for index, (_batches, own, _weights) in enumerate(made):
+            assert_close([own[call]], own_part((losses,), 4, index, 2))
+    for index, (_batches, _losses, weights) in enumerate(made):
+        assert_close(weights.values(), plain.model.state_dict().values())
+        assert any((tmp_path / "profile" / "training" / f"process_{index}").rglob("*.xplane.pb"))
+
+
+@pytest.mark.thorough
+def test_what_a_call_is_asked_for(tmp_path):
+    made = run(processes.look_at_calls, 2, 2, directory=tmp_path)
+    whole, _counts, expected, _latency = processes.look_at_calls(4)
+    rounds = ITERATIONS * ACCUMULATION
+    for index, (hidden, counts, zeros, latency) in enumerate(made):
+        assert_close([hidden], own_part((whole,), rounds, index, 2))
+        assert counts == {2 * rounds}
+        assert min(latency) > 0
+        # Zeros as data: the weights of both are those after the call.
+        assert_close([zeros], [expected])
+
+
+FAULTS = {
+    "another number": "Error: {path} says that this is process {other} of 2, but it has joined the others",
+    "more": "Error: {path} says that this is process {own} of 3, but it has joined the others as process",
+    "alone": "says that this is process 0 of 1, but it has joined the others as process {own} of 2. Leave",
+    "phases": "NotImplementedError: poptorch.SerialPhasedExecution does not exist here yet for several",
+    "sharding": "NotImplementedError: useReplicatedTensorSharding does not",
+    "groups": "NotImplementedError: inputReplicaGrouping does not",
+    "exceptions": "NotImplementedError: Precision.enableFloatingPointExceptions does not",
+    "offline": "NotImplementedError: ConnectionType.Never (useOfflineIpuTarget) does not",
+    "export": "NotImplementedError: compileAndExport does not",
+    "load": "NotImplementedError: loadExecutable does not",
+    "grouped parameters": "NotImplementedError: replicaGrouping does not",
+    "replicas": "Options.replication_factor: '1' in process 0, '2' in process 1",
+    "rows": "the arguments: 'x: torch.float32[4, 3], target: torch.float32[4, 3]' in process 0, 'x: torch",
+    "rates": "the optimizer's values: \"[{{'dampening': 0.0, 'lr': 0.1, ",
+    "weights": "Error: The weights differ between the 2 processes: first.weight, first.bias, second.weight",
+    "seeds": "the seed (Options.randomSeed, or torch.manual_seed): '0' in process 0, '1' in process 1",
+    "alike": "nothing",
+    "new rates": "the optimizer's values",
+    "new weights": "Error: The weights differ between the 2 processes: model/second.bias. Give",
+    "alike again": "nothing",
+    "straddling": "ValueError: gathers_outputs=False needs each replica in one process; replica 0 is in 2.",
+}
+
+
+@pytest.mark.thorough
+def test_differences_and_what_several_processes_cannot_do_are_named(tmp_path):
+    made = run(processes.find_faults, 2, str(tmp_path), directory=tmp_path / "run")
+    for index, (found, weights) in enumerate(made):
+        texts = {"path": "poptorch.Options().Distributed", "own": index, "other": 1 - index}
+        assert found.keys() == FAULTS.keys()
+        for name, text in FAULTS.items():
+            assert text.format(**texts) in found[name], (name, found[name])
+        torch.testing.assert_close(weights, made[0][1], rtol=0, atol=0)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("how", "said"), [("killed", "has died"), ("ended", "process 1 has ended")])
+def test_a_process_that_is_gone(tmp_path, how, said):
+    started = joined.start(processes.lose_another, 2, None, how, directory=tmp_path, joins_itself=True)
+    try:
+        assert started[0].wait(timeout=120) == 1
+        log = (tmp_path / "log0").read_text()
+        assert said in log, log
+        started[1].wait(timeout=120)
+    finally:
+        joined.end(started)
+
+
+@pytest.mark.thorough
+def test_the_tutorial_unchanged():
+    """Started by the launcher; one of the processes is shown."""
+    program = joined.ROOT / "tutorial" / "poptorch" / "mnist_pipeline.py"
+    command = [sys.executable, joined.ROOT / "scripts" / "launch_local.py", "-n", "2", program]
+    options = ["--dataset", "digits", "--batch-size", "4", "--epochs", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(joined.ROOT), "JAX_PLATFORMS": "cpu"}
+    ended = subprocess.run(
+        [*command, *options], env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("Program ran successfully") == 1
+    assert "of 180 images" in ended.stdout

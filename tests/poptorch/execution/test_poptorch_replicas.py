@@ -1,0 +1,561 @@
+"""Replicas of wrapped models: equal to plain torch over the micro-batches of all of them."""
+
+import copy
+import threading
+
+import jax
+import pytest
+import torch
+
+import ipu_pipeline.poptorch as poptorch
+from ipu_pipeline.poptorch import CommGroupType, OutputMode, VariableRetrievalMode, logs
+from ipu_pipeline.poptorch.replica_groups import find_groups
+from tests.support.poptorch_front import (
+    TwoLayers,
+    assert_close,
+    assert_same_state,
+    join,
+    leaves,
+    make_batch,
+    make_options,
+    reference,
+    relative_difference,
+    seeded,
+)
+
+
+def second(outputs):
+    return outputs[1]
+
+
+def make_sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def make_adam(parameters):
+    return torch.optim.Adam(parameters, lr=0.01)
+
+
+def with_replicas(number, *args, **values):
+    return make_options(*args, **values).replicationFactor(number)
+
+
+def make_model(**arguments):
+    return seeded(lambda: TwoLayers(**arguments))
+
+
+STRATEGIES = {
+    "pipelined": poptorch.PipelinedExecution(),
+    "sharded": poptorch.ShardedExecution(),
+    "one stage": poptorch.PipelinedExecution(poptorch.Stage("first", "second")),
+}
+
+
+def check_training(model, options, make_optimizer, mean=True):
+    """Three calls of 2 device iterations with 2 micro-batches per update and replica, and plain torch."""
+    number = 2 * options.replication_factor
+    plain = reference(model, make_optimizer)
+    executor = poptorch.trainingModel(model, options, make_optimizer(model.parameters()))
+    for seed in range(3):
+        batch = make_batch(8 * options.replication_factor, seed=seed)
+        outputs = executor(*batch)
+        expected = plain.train(batch, 2, number, second, mean)
+        assert_close(leaves(outputs), join(expected))
+        assert_same_state(model, plain.model)
+    return executor
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [pytest.param(s, marks=pytest.mark.thorough if s == "sharded" else ()) for s in STRATEGIES],
+)
+def test_training_equals_plain_torch(strategy):
+    check_training(make_model(), with_replicas(2, 2, 2, STRATEGIES[strategy]), make_sgd)
+
+
+@pytest.mark.thorough
+def test_four_replicas_of_two_stages():
+    executor = check_training(make_model(), with_replicas(4, 2, 2), make_adam)
+    state = executor._compiled.state
+    assert {len(value.devices()) for value in state.variables.values()} == {4}
+
+
+@pytest.mark.parametrize(
+    ("reduction", "strategy"),
+    [
+        ("Sum", "Post"),
+        pytest.param("Mean", "Running", marks=pytest.mark.thorough),
+        pytest.param("Mean", "PostAndLoss", marks=pytest.mark.thorough),
+    ],
+)
+def test_reductions(reduction, strategy):
+    options = with_replicas(2, 2, 2)
+    options.Training.accumulationAndReplicationReductionType(poptorch.ReductionType[reduction])
+    options.Training.setMeanAccumulationAndReplicationReductionStrategy(
+        poptorch.MeanReductionStrategy[strategy]
+    )
+    check_training(make_model(), options, make_sgd, reduction == "Mean")
+
+
+@pytest.mark.thorough
+def test_gradients_equal_plain_torch_in_float64():
+    with jax.enable_x64(True):
+        model = seeded(lambda: TwoLayers().double())
+        plain = reference(model, lambda parameters: torch.optim.SGD(parameters, lr=1.0))
+        options = with_replicas(4, 1, 2)
+        executor = poptorch.trainingModel(model, options, torch.optim.SGD(model.parameters(), lr=1.0))
+        batch = make_batch(16, dtype=torch.float64)
+        before = [p.detach().clone() for p in model.parameters()]
+        outputs = executor(*batch)
+        assert_close(leaves(outputs), join(plain.train(batch, 1, 8, second)), 1e-12)
+        gradients = [old - new.detach() for old, new in zip(before, model.parameters(), strict=True)]
+        assert_close(gradients, [p.grad for p in plain.model.parameters()], 1e-12)
+
+
+@pytest.mark.thorough
+def test_a_sum_of_half_gradients_does_not_overflow():
+    """The sum over replicas of what float16 just holds is more than it holds; it is taken in float32."""
+
+    class Steep(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(2))
+
+        def forward(self, x):
+            return poptorch.identity_loss(self.weight * x, "sum")
+
+    model = Steep()
+    optimizer = poptorch.optim.SGD(model.parameters(), lr=1.0, accum_type=torch.float16)
+    executor = poptorch.trainingModel(model, with_replicas(4), optimizer)
+    executor(torch.full((4, 2), 40000.0))
+    assert_close([model.weight], [torch.full((2,), -40000.0)])
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        OutputMode.Final,
+        OutputMode.Sum,
+        pytest.param(OutputMode.EveryN, marks=pytest.mark.thorough),
+    ],
+    ids=["Final", "Sum", "EveryN"],
+)
+def test_output_modes(mode):
+    """4 micro-batches of 3 rows in each of 2 replicas."""
+    model = make_model(ipus=(0, 0))
+    options = with_replicas(2, 4).outputMode(mode, 2 if mode is OutputMode.EveryN else None)
+    x, target = make_batch(24)
+    y, loss = poptorch.inferenceModel(model, options)(x, target)
+    with torch.no_grad():
+        made = [model(*pair) for pair in zip(x.chunk(8), target.chunk(8), strict=True)]
+    rows = torch.stack([one[0] for one in made]).reshape(4, 2, 3, 3)
+    losses = torch.stack([one[1] for one in made]).reshape(4, 2)
+    wanted = {
+        OutputMode.Final: lambda value: value[-1],
+        OutputMode.Sum: lambda value: value.sum(0),
+        OutputMode.EveryN: lambda value: value[1::2],
+    }[mode]
+    assert_close([y, loss], [wanted(rows).reshape(-1, 3), wanted(losses).reshape(-1)])
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(CommGroupType.Consecutive, marks=pytest.mark.thorough), CommGroupType.Orthogonal],
+    ids=["Consecutive", "Orthogonal"],
+)
+def test_groups_of_replicas_with_the_same_inputs(kind):
+    model = make_model(ipus=(0, 0))
+    options = with_replicas(4, 3).inputReplicaGrouping(2, kind)
+    x = make_batch(12)[0]
+    output = poptorch.inferenceModel(model, options)(x)
+    groups = {CommGroupType.Consecutive: (0, 0, 1, 1), CommGroupType.Orthogonal: (0, 1, 0, 1)}[kind]
+    with torch.no_grad():
+        parts = [model(part) for part in x.chunk(6)]
+    assert_close([output], [torch.cat([parts[2 * k + g] for k in range(3) for g in groups])])
+    with pytest.raises(
+        AssertionError, match=r"\(7\) must be a multiple of .*Iterations\(3\) \* \(Options."
+    ):
+        poptorch.inferenceModel(make_model(), options)(x[:7])
+
+
+def test_groups_of_replicas():
+    assert find_groups(CommGroupType.All, 3, 4) == (0, 0, 0, 0)
+    assert find_groups(CommGroupType.NoGrouping, 1, 4) == (0, 1, 2, 3)
+    assert find_groups(CommGroupType.Consecutive, 2, 6) == (0, 0, 1, 1, 2, 2)
+    assert find_groups(CommGroupType.Orthogonal, 2, 6) == (0, 1, 2, 0, 1, 2)
+
+
+# Parameters with a row for each group.
+
+
+class Rows(torch.nn.Module):
+    """A layer, and behind it, on another IPU, a parameter of which groups of replicas have their own."""
+
+    def __init__(self, rows):
+        super().__init__()
+        self.first = torch.nn.Linear(3, 4)
+        self.weight = torch.nn.Parameter(torch.randn(*rows, 4, 2))
+
+    def forward(self, x, target, weight=None):
+        with poptorch.Block("first", ipu_id=0):
+            x = torch.tanh(self.first(x))
+        with poptorch.Block("rows", ipu_id=1):
+            x = x @ (self.weight if weight is None else weight)
+            return x, poptorch.identity_loss((x - target[:, :2]) ** 2, "mean")
+
+
+def train_rows(model, optimizer, batch, groups):
+    """One update of plain torch, with a micro-batch for each replica."""
+    optimizer.zero_grad()
+    outputs = []
+    for x, target, group in zip(*(t.chunk(len(groups)) for t in batch), groups, strict=True):
+        outputs.append(model(x, target, model.weight if group is None else model.weight[group]))
+        (outputs[-1][1] / len(groups)).backward()
+    optimizer.step()
+    return outputs
+
+
+GROUPS = {
+    "All": (CommGroupType.All, 1, [None] * 4, ()),
+    "NoGrouping": (CommGroupType.NoGrouping, 1, [0, 1, 2, 3], (4,)),
+    "Consecutive": (CommGroupType.Consecutive, 2, [0, 0, 1, 1], (2,)),
+    "Orthogonal": (CommGroupType.Orthogonal, 2, [0, 1, 0, 1], (2,)),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n == "Orthogonal" else pytest.mark.thorough) for n in GROUPS]
+)
+def test_parameters_of_groups(name):
+    kind, size, groups, rows = GROUPS[name]
+    model = seeded(lambda: Rows(rows))
+    plain = copy.deepcopy(model)
+    optimizer = make_adam(plain.parameters())
+    executor = poptorch.trainingModel(model, with_replicas(4), make_adam(model.parameters()))
+    executor.weight.replicaGrouping(kind, size, VariableRetrievalMode.OnePerGroup)
+    assert executor.weight is model.weight
+    for seed in range(3):
+        outputs = executor(*make_batch(8, seed=seed))
+        expected = train_rows(plain, optimizer, make_batch(8, seed=seed), groups)
+        assert_close(leaves(outputs), join(expected))
+        assert_same_state(model, plain)
+
+
+def test_other_threads_see_all_rows_while_a_model_is_captured():
+    class Looked(Rows):
+        def forward(self, *args):
+            thread = threading.Thread(target=lambda: shapes.append(self.weight.shape))
+            thread.start()
+            thread.join()
+            assert self.weight.shape == (4, 2)
+            return super().forward(*args)
+
+    shapes = []
+    model = seeded(lambda: Looked((2,)))
+    executor = poptorch.inferenceModel(model, with_replicas(4))
+    executor.weight.replicaGrouping(CommGroupType.Consecutive, 2, VariableRetrievalMode.OnePerGroup)
+    executor.compile(*make_batch(8))
+    assert set(shapes) == {(2, 4, 2)}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("schedule", ["grouped", "interleaved", "sequential", "serial", "parallel"])
+def test_parameters_of_groups_with_gradient_accumulation(schedule):
+    """In pipelines, and in phases."""
+    kind, size, groups, rows = GROUPS["Orthogonal"]
+    model = seeded(lambda: Rows(rows))
+    plain = copy.deepcopy(model)
+    optimizer = make_adam(plain.parameters())
+    options = with_replicas(4, 2, 4)
+    if schedule == "serial":
+        strategy = poptorch.SerialPhasedExecution("first", "rows")
+        options.setExecutionStrategy(strategy.setTensorsLiveness(poptorch.Liveness.OffChipAfterFwd))
+    elif schedule == "parallel":
+        options.setExecutionStrategy(poptorch.ParallelPhasedExecution("first", "rows"))
+    else:
+        options.setPipelineSchedule(schedule)
+    location = poptorch.TensorLocationSettings().useReplicatedTensorSharding(True)
+    options.TensorLocations.setWeightLocation(location)
+    executor = poptorch.trainingModel(model, options, make_adam(model.parameters()))
+    executor.weight.replicaGrouping(kind, size, VariableRetrievalMode.OnePerGroup)
+    for seed in range(2):
+        batch = make_batch(64, seed=seed)
+        outputs = executor(*batch)
+        expected = []
+        for update in zip(*(value.chunk(2) for value in batch), strict=True):
+            expected += train_rows(plain, optimizer, update, groups * 4)
+        assert_close(leaves(outputs), join(expected))
+        assert_same_state(model, plain)
+
+
+@pytest.mark.thorough
+def test_inference_with_weights_shared_out():
+    options = with_replicas(2, 3)
+    location = poptorch.TensorLocationSettings().useReplicatedTensorSharding(True)
+    options.TensorLocations.setWeightLocation(location).setOptimizerLocation(location)
+    model = make_model(hidden=6)
+    x = make_batch(12)[0]
+    with torch.no_grad():
+        assert_close([poptorch.inferenceModel(model, options)(x)], [model(x)])
+
+
+@pytest.mark.thorough
+def test_a_state_of_torchs_with_a_row_for_each_replica():
+    """torch's own optimizer goes on where the devices were, and they where it was."""
+    model = seeded(lambda: Rows((4,)))
+    plain = copy.deepcopy(model)
+    optimizer, plains = make_adam(model.parameters()), make_adam(plain.parameters())
+    for round_ in range(2):
+        executor = poptorch.trainingModel(model, with_replicas(4), optimizer)
+        executor.weight.replicaGrouping(CommGroupType.NoGrouping, 1, VariableRetrievalMode.AllReplicas)
+        executor(*make_batch(8, seed=round_))
+        train_rows(plain, plains, make_batch(8, seed=round_), range(4))
+        executor.destroy()
+        for known, chosen in ((optimizer, model), (plains, plain)):
+            train_rows(chosen, known, make_batch(8, seed=9), range(4))
+        assert_same_state(model, plain)
+
+
+def test_a_row_for_each_replica_on_the_host():
+    """With LAMB, whose steps depend on the norm of each row; saved, and gone on with by another wrapper."""
+    model = seeded(lambda: Rows((2,)))
+    plain = copy.deepcopy(model)
+    groups = [0, 1, 0, 1]
+    with torch.no_grad():
+        model.weight.data = model.weight[groups].clone()
+
+    def wrap(optimizer):
+        executor = poptorch.trainingModel(model, with_replicas(4), optimizer)
+        kind = (CommGroupType.Orthogonal, 2, VariableRetrievalMode.AllReplicas)
+        executor.per_replica_params["weight"] = kind
+        return executor
+
+    def check(executor, seed):
+        outputs = executor(*make_batch(8, seed=seed))
+        assert_close(leaves(outputs), join(train_rows(plain, plain_lamb, make_batch(8, seed=seed), groups)))
+        assert model.weight.shape == (4, 4, 2)
+        assert_close([model.weight[:2], model.weight[2:]], [plain.weight, plain.weight])
+
+    def lamb(parameters):
+        return poptorch.optim.LAMB(parameters, lr=0.1)
+
+    rows = [torch.nn.Parameter(row) for row in plain.weight.detach()]
+    plain_lamb = RowsOfLamb(plain, lamb([*plain.first.parameters(), *rows]), rows)
+    optimizer = lamb(model.parameters())
+    executor = wrap(optimizer)
+    check(executor, 0)
+    check(executor, 1)
+    saved = optimizer.state_dict()
+    assert saved["ipu_state"]["exp_avg___model/weight"].shape == (4, 4, 2)
+    executor.destroy()
+    optimizer = lamb(model.parameters())
+    optimizer.load_state_dict(saved)
+    executor = wrap(optimizer)
+    check(executor, 2)
+    with torch.no_grad():
+        model.weight[0] += 1
+    with pytest.raises(poptorch.Error, match=r"same values in the rows .* one group; .* \[0, 1, 0, 1\]"):
+        executor.copyWeightsToDevice()
+
+
+class RowsOfLamb:
+    """Plain torch's side of that: each row is a parameter of its own for the optimizer."""
+
+    def __init__(self, model, optimizer, rows):
+        self.model, self.optimizer, self.rows = model, optimizer, rows
+
+    def zero_grad(self):
+        self.model.zero_grad()
+
+    def step(self):
+        for number, row in enumerate(self.rows):
+            row.grad = self.model.weight.grad[number]
+        self.optimizer.step()
+        with torch.no_grad():
+            self.model.weight.copy_(torch.stack(self.rows))
+
+
+def test_wrong_groups():
+    kind, mode = CommGroupType.Consecutive, VariableRetrievalMode.OnePerGroup
+    model = seeded(lambda: Rows((3,)))
+    executor = poptorch.trainingModel(model, with_replicas(4))
+    with pytest.raises(AssertionError, match="comm_group_type must be one of CommGroupType.*; got 1"):
+        executor.weight.replicaGrouping(1, 2, mode)
+    with pytest.raises(ValueError, match="factor of the replicationFactor, 4; got 3"):
+        executor.weight.replicaGrouping(kind, 3, mode)
+    with pytest.raises(poptorch.Error, match="per_replica_params"):
+        model.first.to(torch.float32).weight.replicaGrouping(kind, 2, mode)
+    executor.weight.replicaGrouping(kind, 2, mode)
+    with pytest.raises(poptorch.Error, match=r"must be 2, a row for each group .* is \(3, 4, 2\)"):
+        executor(*make_batch(8))
+    executor.weight.replicaGrouping(kind, 2, VariableRetrievalMode.AllReplicas)
+    with pytest.raises(poptorch.Error, match=r"must be 4, a row for each replica .* is \(3, 4, 2\)"):
+        executor(*make_batch(8))
+    executor.per_replica_params = {"fc.weight": (kind, 2, mode)}
+    with pytest.raises(
+        poptorch.Error, match="names 'fc.weight', which is no parameter .* weight, first.weight"
+    ):
+        executor(*make_batch(8))
+    executor.per_replica_params = {}
+    executor.first.weight.replicaGrouping(CommGroupType.All, 1, mode)
+    assert executor.per_replica_params == {"first.weight": (CommGroupType.All, 1, mode)}
+    compiled = poptorch.inferenceModel(make_model(ipus=(0, 0)), with_replicas(2))
+    compiled(make_batch()[0])
+    tied = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
+    tied[1].weight = tied[0].weight
+    tied.forward = lambda x: tied[0](tied[1](x))
+    executor = poptorch.inferenceModel(tied, with_replicas(2))
+    executor.per_replica_params = {"0.weight": (kind, 1, mode), "1.weight": (kind, 2, mode)}
+    with pytest.raises(poptorch.Error, match="0.weight and 1.weight are one parameter, and have different"):
+        executor(torch.ones(2, 2))
+
+
+def test_grouping_comes_before_compiling():
+    model = torch.nn.Linear(3, 2)
+    executor = poptorch.inferenceModel(model, with_replicas(2))
+    executor(make_batch()[0])
+    with pytest.raises(
+        poptorch.Error, match="replicaGrouping of weight must be called before the model is"
+    ):
+        executor.weight.replicaGrouping(CommGroupType.All, 1, VariableRetrievalMode.OnePerGroup)
+
+
+# Buffers, and what is shared out.
+
+
+class Counting(torch.nn.Module):
+    """A batch norm, and a buffer that sums up what it saw."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(3)
+        self.second = torch.nn.Linear(3, 3)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x, target):
+        with poptorch.Block(ipu_id=0):
+            self.seen += x.sum()
+            x = self.norm(x)
+        with poptorch.Block(ipu_id=1):
+            x = self.second(x)
+            return x, self.seen.clone(), torch.nn.functional.mse_loss(x, target)
+
+
+def test_each_replica_has_its_buffers():
+    model = seeded(Counting)
+    copies = [copy.deepcopy(model) for _replica in range(2)]
+    for other in copies[1:]:  # one model with buffers apart
+        for name, parameter in copies[0].named_parameters():
+            owner, _dot, last = name.rpartition(".")
+            other.get_submodule(owner)._parameters[last] = parameter
+    optimizer = make_sgd(copies[0].parameters())
+    options = with_replicas(2, 2, 2)
+    options.broadcastBuffers(False)
+    executor = poptorch.trainingModel(model, options, make_sgd(model.parameters()))
+    for seed in range(2):
+        batch = make_batch(24, seed=seed)
+        outputs = executor(*batch)
+        expected = []
+        parts = list(zip(*(t.chunk(8) for t in batch), strict=True))
+        for update in (parts[:4], parts[4:]):
+            optimizer.zero_grad()
+            for number, part in enumerate(update):
+                expected.append(copies[number % 2](*part))
+                (expected[-1][2] / 4).backward()
+            optimizer.step()
+        assert_close(leaves(outputs), join(expected))
+    assert_same_state(model, copies[0])
+    assert relative_difference(copies[1].seen, copies[0].seen) > 0.1
+    executor.detachFromDevice()
+    executor.attachToDevice()  # all replicas get the host's
+    seen = executor(*make_batch(24))[1]
+    sums = [part.sum() for part in make_batch(24)[0].chunk(8)]
+    assert_close([seen[:2]], [copies[0].seen + torch.stack(sums[:2])])
+
+
+def test_buffers_that_are_written_are_refused():
+    batch = make_batch(4)
+    executor = poptorch.trainingModel(seeded(Counting), with_replicas(2))
+    with pytest.raises(
+        poptorch.Error, match=r"not support broadcasting buffers.*: norm.num_batches_tracked"
+    ):
+        executor(*batch)
+    model = seeded(Counting)
+    model.forward = lambda x: torch.relu(x)
+    poptorch.inferenceModel(model, with_replicas(2))(batch[0])
+
+
+def test_state_is_shared_out(caplog):
+    options = with_replicas(2, 2, 2)
+    settings = poptorch.TensorLocationSettings().useReplicatedTensorSharding(True)
+    options.TensorLocations.setWeightLocation(settings).setOptimizerLocation(settings)
+    model = make_model(size=4, hidden=6)
+    plain = reference(model, make_adam)
+    executor = poptorch.trainingModel(model, options, make_adam(model.parameters()))
+    for seed in range(2):
+        batch = make_batch(16, 4, seed=seed)
+        executor(*batch)
+        plain.train(batch, 2, 4, second)
+        assert_same_state(model, plain.model)
+    state = executor._compiled.state
+    shapes = {name: value.addressable_shards[0].data.shape for name, value in state.variables.items()}
+    assert shapes["model/first.weight"] == (3, 4)
+    assert "no effect" not in caplog.text
+
+
+def test_what_is_not_shared_out_is_told(caplog, monkeypatch):
+    monkeypatch.setattr(logs, "_said", set())
+    settings = poptorch.TensorLocationSettings().useReplicatedTensorSharding(True)
+    options = make_options()
+    options.TensorLocations.setWeightLocation(settings)
+    poptorch.inferenceModel(make_model(), options)
+    options = with_replicas(2)
+    options.TensorLocations.setAccumulatorLocation(settings)
+    poptorch.inferenceModel(make_model(), options)
+    assert "no effect: there is one replica" in caplog.text
+    assert "no effect in location_accumulator: activations and sums" in caplog.text
+
+
+# The rest of a wrapped model's life.
+
+
+def test_random_numbers_differ_between_replicas():
+    model = torch.nn.Dropout(0.5)
+    out = poptorch.inferenceModel(model, with_replicas(2).randomSeed(3))(torch.ones(2, 64))
+    assert not torch.equal(out[0], out[1])
+
+
+def test_a_data_loader_gives_what_a_call_takes():
+    options = with_replicas(4, 2, 3).inputReplicaGrouping(2, CommGroupType.Orthogonal)
+    data = torch.utils.data.TensorDataset(*make_batch(60))
+    loader = poptorch.DataLoader(options, data, batch_size=5)
+    assert loader.combinedBatchSize == 60
+    model = make_model()
+    plain = reference(model, make_sgd)
+    executor = poptorch.trainingModel(model, options, make_sgd(model.parameters()))
+    for batch in loader:
+        outputs = executor(*batch)
+        assert outputs[1].shape == (24,)
+        parts = [torch.cat([t.chunk(12)[k // 4 * 2 + k % 4 % 2] for k in range(24)]) for t in batch]
+        expected = plain.train(parts, 2, 12, second)
+        assert_close(leaves(outputs), join(expected))
+    assert_same_state(model, plain.model)
+
+
+def test_synthetic_data_and_anchors():
+    options = with_replicas(2, 2)
+    options.enableSyntheticData(True).anchorTensor("kept", "tanh", OutputMode.All)
+    executor = poptorch.inferenceModel(make_model(), options)
+    y = executor(make_batch(8)[0])
+    assert (y.shape, executor.getAnchoredTensor("kept").shape) == ((8, 3), (8, 5))
+    assert_close([y], [y[:1].expand(8, 3)])
+
+
+def test_numbers_of_ipus():
+    with pytest.raises(poptorch.Error, match="use of 6 IPUs, however PopTorch must reserve a minimum of 8"):
+        poptorch.inferenceModel(make_model(), with_replicas(3))(make_batch(3)[0])
+    options = with_replicas(3).autoRoundNumIPUs(True)
+    model = make_model()
+    output = poptorch.inferenceModel(model, options)(make_batch(3)[0])
+    with torch.no_grad():
+        assert_close([output], [model(make_batch(3)[0])])

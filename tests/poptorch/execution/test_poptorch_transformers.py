@@ -1,0 +1,381 @@
+"""Models of transformers equal plain torch; see `poptorch_hugging_face`."""
+
+import copy
+
+import jax
+import pytest
+import torch
+
+import ipu_pipeline.poptorch as poptorch
+from tests.support.poptorch_front import assert_close, leaves, make_options, relative_difference
+
+TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-12}
+OTHERS = [
+    "AlbertForQuestionAnswering",
+    "BartForConditionalGeneration",
+    "BertForMaskedLM",
+    "BertForPreTraining",
+    "BertForTokenClassification",
+    "DebertaV2ForQuestionAnswering",
+    "DistilBertForQuestionAnswering",
+    "ElectraForQuestionAnswering",
+    "GPT2LMHeadModel",
+    "LlamaForCausalLM",
+    "MixtralForCausalLM",
+    "MobileBertForQuestionAnswering",
+    "Qwen3MoeForCausalLM",
+    "ResNetForImageClassification",
+    "RobertaForSequenceClassification",
+    "T5ForConditionalGeneration",
+    "ViTForImageClassification",
+    "Wav2Vec2ForSequenceClassification",
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imported():
+    """Not where tests are collected, which each process does: to import transformers takes seconds."""
+    global transformers, hf
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    from tests.support import poptorch_hugging_face as hf
+
+
+def adamw():
+    return hf.make_adamw, hf.make_plain_adamw
+
+
+# Softmax takes away what moves all scores alike, of a query or of a position.
+WITHOUT_GRADIENT = ("attention.self.key.bias", "qa_outputs.bias")
+
+
+def assert_same_training(trained, num_steps):
+    """Outputs and losses of each step are equal; and after the last, all weights."""
+    tolerance = TOLERANCES[trained.dtype]
+    for seed in range(num_steps):
+        output, expected = trained.step(seed)
+        assert_close(leaves(output), expected, tolerance)
+    state, expected = trained.model.state_dict(), trained.plain.state_dict()
+    assert state.keys() == expected.keys()
+    for name, wanted in expected.items():
+        assert relative_difference(state[name], wanted) <= tolerance, name
+    return output
+
+
+def infer_as_torch(model, make_batch, num_micro_batches=4, **options):
+    """What an inference model returns is what the model does."""
+    model.eval()
+    batch = hf.cast(hf.inputs_of(make_batch(2 * num_micro_batches, 99)), next(model.parameters()).dtype)
+    inference = poptorch.inferenceModel(model, make_options(num_micro_batches, **options))
+    output = inference(**batch)
+    with torch.no_grad():
+        parts = [model(**part) for part in hf.of_micro_batches(batch, num_micro_batches)]
+    expected = [torch.cat(same) for same in zip(*map(leaves, parts), strict=True)]
+    assert type(output) is type(parts[0])
+    assert_close(leaves(output), expected, TOLERANCES[expected[0].dtype])
+    return inference, output
+
+
+def stages_of(executor):
+    return executor._compiled.stages
+
+
+# Question answering in four stages, listing 8.
+
+
+@pytest.mark.thorough
+def test_listing_8():
+    model = hf.make_bert(hf.PipelinedBert, hidden_size=8, intermediate_size=8)
+    inference, _output = infer_as_torch(model, hf.questions)
+    assert stages_of(inference).ipus == [0, 1, 2, 3]
+    names = [{str(node.target) for node in section.nodes} for section in stages_of(inference).sections]
+    assert "aten.embedding.default" in names[0]
+    assert not any("aten.embedding.default" in found for found in names[1:])
+    last = {name for node in stages_of(inference).sections[3].nodes for name in _modules_of(node)}
+    assert {"bert.encoder.layer.4", "bert.encoder.layer.5", "qa_outputs"} <= last
+    assert "bert.encoder.layer.3" not in last
+    assert inference.config.hidden_size == 8
+    assert inference.num_labels == 2
+
+
+def _modules_of(node):
+    return [path for path, _kind in node.meta.get("nn_module_stack", {}).values()]
+
+
+def test_two_layers_train():
+    """The quick one: an unmodified model, so that its outputs and its two losses are dealt with here."""
+    trained = hf.Trained(
+        hf.make_bert(num_hidden_layers=2, hidden_size=8, intermediate_size=8), hf.questions, accumulation=2
+    )
+    output = assert_same_training(trained, 2)
+    assert isinstance(output, transformers.modeling_outputs.QuestionAnsweringModelOutput)
+    assert output["loss"] is output.loss
+    assert output.loss.shape == (2,)
+    assert output.start_logits is output[1]
+    assert output.hidden_states is None
+    assert list(output) == ["loss", "start_logits", "end_logits"]
+    assert stages_of(trained.executor).ipus == [0, 1]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("strategy", "attention"), [(None, "sdpa"), (poptorch.ShardedExecution, "eager")], ids=str
+)
+def test_twenty_steps(strategy, attention):
+    model = hf.make_bert(hf.PipelinedBert, attn_implementation=attention)
+    trained = hf.Trained(model, hf.questions, strategy=strategy and strategy())
+    assert_same_training(trained, 20)
+    assert stages_of(trained.executor).ipus == [0, 1, 2, 3]
+    infer_as_torch(model, hf.questions, strategy=strategy and strategy())
+
+
+@pytest.mark.thorough
+def test_twenty_steps_of_adamw():
+    model = hf.make_bert(hf.PipelinedBert)
+    trained = hf.Trained(model, hf.questions, adamw())
+    assert_same_training(trained, 20)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("is_wrapped", "is_adam"), [(False, False), (True, True)])
+def test_twenty_steps_in_float64(is_wrapped, is_adam):
+    with jax.enable_x64(True):
+        kind = hf.PipelinedBert if is_wrapped else transformers.BertForQuestionAnswering
+        model = hf.make_bert(kind).double()
+        trained = hf.Trained(model, hf.questions, adamw() if is_adam else None)
+        assert_same_training(trained, 20)
+        infer_as_torch(model, hf.questions)
+
+
+@pytest.mark.thorough
+def test_gradients_in_float64():
+    """With a rate of 1 the first update of SGD subtracts the gradients."""
+
+    def make(optimizer):
+        return lambda model: optimizer(model.parameters(), lr=1.0)
+
+    with jax.enable_x64(True):
+        model = hf.make_bert(hf.PipelinedBert).double()
+        before = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+        trained = hf.Trained(model, hf.questions, (make(poptorch.optim.SGD), make(torch.optim.SGD)))
+        trained.step(0)
+        for name, parameter in model.named_parameters():
+            gradient = trained.plain.get_parameter(name).grad
+            if name.endswith(WITHOUT_GRADIENT):
+                assert gradient.norm() < 1e-15
+                assert (before[name] - parameter).norm() < 1e-14
+            else:
+                difference = (before[name] - parameter - gradient).norm()
+                assert difference <= 1e-12 * gradient.norm() + 2**-52 * before[name].norm(), name
+
+
+# The outputs of models.
+
+
+@pytest.mark.thorough
+def test_all_that_a_model_returns():
+    """Tuples within the data class, of values that several stages make."""
+    model = hf.make_bert(output_hidden_states=True, output_attentions=True, attn_implementation="eager")
+    trained = hf.Trained(model, hf.questions)
+    output = assert_same_training(trained, 2)
+    assert len(output.hidden_states) == 7
+    assert output.attentions[5].shape == (8, 2, hf.LENGTH, hf.LENGTH)
+    infer_as_torch(model, hf.questions)
+
+
+@pytest.mark.thorough
+def test_tuples_of_return_dict_false():
+    model = hf.make_bert(num_hidden_layers=2, return_dict=False)
+    output = assert_same_training(hf.Trained(model, hf.questions), 2)
+    assert type(output) is tuple
+    assert len(output) == 3
+
+
+@pytest.mark.thorough
+def test_exported_and_loaded(tmp_path):
+    model = hf.make_bert(num_hidden_layers=2, output_hidden_states=True)
+    plain = copy.deepcopy(model)
+    training = poptorch.trainingModel(model, make_options(1, 2), hf.make_adamw(model))
+    batch = hf.questions(4, 0)
+    training.compileAndExport(tmp_path / "bert.poptorch", **batch)
+    loaded = poptorch.load(tmp_path / "bert.poptorch")
+    for seed in range(2):
+        batch = hf.questions(4, seed)
+        output, again = training(**batch), loaded(**batch)
+        assert type(again) is type(output)
+        assert list(again) == list(output)
+        assert again["loss"] is again.loss
+        assert again.attentions is None
+        for one, other in zip(leaves(again), leaves(output), strict=True):
+            assert torch.equal(one, other)
+    assert output.loss.shape == (2,)
+    assert not torch.equal(model.qa_outputs.weight, plain.qa_outputs.weight)
+
+
+def test_a_cache_is_left_out(caplog):
+    config = transformers.GPT2Config(**{**hf._GPT2, "n_layer": 1, "use_cache": True})
+    model = transformers.GPT2Model(config).eval()
+    inference = poptorch.inferenceModel(model, make_options())
+    made = inference(torch.ones(1, 4, dtype=torch.long))
+    expected = model(torch.ones(1, 4, dtype=torch.long), use_cache=False)
+    assert type(made) is type(expected)
+    assert list(made) == list(expected) == ["last_hidden_state"]
+    assert_close(made.values(), [value.detach() for value in expected.values()])
+    assert "returns a cache of keys and values, which is left out" in caplog.text
+    (found,) = poptorch.inferenceModel(model, make_options())(torch.ones(1, 4).long(), return_dict=False)
+    assert_close([found], [made.last_hidden_state])
+
+
+# Other kinds of number, dropout, checkpoints.
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 2e-2), (torch.bfloat16, 1e-1)])
+def test_half_precision(dtype, tolerance):
+    model = hf.make_bert(num_hidden_layers=2).to(dtype)
+    trained = hf.Trained(model, hf.questions)
+    for seed in range(3):
+        output, expected = trained.step(seed)
+        for one, other in zip(leaves(output), expected, strict=True):
+            assert one.dtype == other.dtype == dtype
+            assert relative_difference(one.float(), other.float()) < tolerance
+    for parameter, other in zip(model.parameters(), trained.plain.parameters(), strict=True):
+        assert parameter.dtype == dtype
+        assert relative_difference(parameter.float(), other.float()) < tolerance
+
+
+@pytest.mark.thorough
+def test_dropout():
+    """What is dropped depends on the seed, the step and the layer; without it losses are others."""
+
+    def losses(seed, rate=0.1):
+        values = {"hidden_dropout_prob": rate, "attention_probs_dropout_prob": rate}
+        model = hf.make_bert(num_hidden_layers=2, **values)
+        options = make_options(1, 2).randomSeed(seed)
+        # The weights stay, so that nothing else differs from step to step.
+        training = poptorch.trainingModel(model, options, poptorch.optim.SGD(model.parameters(), lr=0.0))
+        return torch.stack([training(**hf.questions(4, 0)).loss for _step in range(3)])
+
+    found = losses(1)
+    assert found.isfinite().all()
+    assert torch.equal(found, losses(1))
+    assert len(set(found.flatten().tolist())) == 6
+    assert not torch.equal(found, losses(2))
+    assert len(set(losses(1, 0.0)[:, 0].tolist())) == 1
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("is_reentrant", [False, True])
+def test_activation_checkpointing(is_reentrant):
+    def make(is_on):
+        model = hf.make_bert(use_cache=False)
+        if is_on:
+            model.activation_checkpointing_enable({"use_reentrant": is_reentrant})
+        return hf.Trained(model, hf.questions)
+
+    def held(trained):
+        return sum(stage.num_held_bytes for stage in trained.executor._compiled.pipeline.plan_memory())
+
+    trained, other = make(True), make(False)
+    assert_same_training(trained, 3)
+    assert_same_training(other, 1)
+    assert 0 < held(trained) < held(other) / 2
+
+
+# Shared weights.
+
+
+@pytest.mark.thorough
+def test_tied_embeddings():
+    """The decoder of the last stage is the table of the first: one parameter, with both gradients."""
+    model = hf.make_bert(transformers.BertForMaskedLM)
+    assert model.cls.predictions.decoder.weight is model.bert.embeddings.word_embeddings.weight
+    trained = hf.Trained(model, hf.masked_tokens)
+    assert_same_training(trained, 20)
+    assert model.cls.predictions.decoder.weight is model.bert.embeddings.word_embeddings.weight
+    assert stages_of(trained.executor).ipus == [0, 1, 2, 3]
+    infer_as_torch(model, hf.masked_tokens)
+
+
+@pytest.mark.thorough
+def test_replicas():
+    model = hf.make_bert(num_hidden_layers=2)
+    plain = hf.Trained(model, hf.questions, accumulation=4)
+    own = copy.deepcopy(plain.plain)
+    options = make_options(1, 2).replicationFactor(2)
+    training = poptorch.trainingModel(own, options, hf.make_sgd(own))
+    for seed in range(3):
+        training(**hf.questions(8, seed))
+        plain.step(seed)
+    assert_close(own.parameters(), plain.plain.parameters())
+
+
+# Data.
+
+
+def make_encoding(items):
+    return transformers.BatchEncoding({name: torch.stack([i[name] for i in items]) for name in items[0]})
+
+
+@pytest.mark.thorough
+def test_data_loader_of_dicts():
+    """As the data sets of Hugging Face's programs are: an item is a dict, and a batch one with lists."""
+    whole = hf.questions(32, 0)
+
+    class Questions(torch.utils.data.Dataset):
+        def __len__(self):
+            return 32
+
+        def __getitem__(self, index):
+            return {name: tensor[index] for name, tensor in whole.items()}
+
+    model = hf.make_bert(num_hidden_layers=2)
+    options = make_options(2, 4)
+    training = poptorch.trainingModel(model, options, hf.make_sgd(model))
+    trained = hf.Trained(copy.deepcopy(model), hf.questions, accumulation=4)
+    loader = poptorch.DataLoader(options, Questions(), batch_size=2)
+    assert loader.combinedBatchSize == 16
+    batches = list(loader)
+    assert len(batches) == 2
+    losses = torch.cat([training(**batch).loss for batch in batches])
+    expected = []
+    for part in hf.of_micro_batches(whole, 4):
+        trained.make_batch = lambda _rows, _seed, part=part: part
+        expected.append(trained.step(0)[1][0])
+    assert_close([losses], [torch.cat(expected)])
+    # A tokenizer's own collators make a BatchEncoding, which is no dict.
+    for collate, kind in (
+        (transformers.default_data_collator, dict),
+        (make_encoding, transformers.BatchEncoding),
+    ):
+        again = list(poptorch.DataLoader(options, Questions(), batch_size=2, collate_fn=collate))
+        assert type(again[1]) is kind
+        assert again[1].keys() == whole.keys()
+        assert all(torch.equal(again[1][name], tensor[16:]) for name, tensor in whole.items())
+        assert training(**again[1]).loss.isfinite().all()
+
+
+# Other models.
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_models(name):
+    assert sorted(hf.OTHERS) == OTHERS
+    model, make_batch = hf.make_other(name)
+    trained = hf.Trained(model, make_batch)
+    assert_same_training(trained, 3)
+    assert len(stages_of(trained.executor).ipus) == 1 + len(hf.OTHERS[name][2])
+    infer_as_torch(model, make_batch)
+
+
+@pytest.mark.thorough
+def test_a_model_that_asks_for_values_is_refused_by_its_line():
+    """DeBERTa picks the rows that have a label, unless problem_type is set."""
+    config = hf._config("DebertaV2", **hf._DEBERTA, num_labels=3)
+    model = transformers.DebertaV2ForSequenceClassification(config)
+    training = poptorch.trainingModel(model, make_options())
+    with pytest.raises(poptorch.Error, match=r"modeling_deberta_v2.*asks for a value of a tensor"):
+        training(**hf.classes(2, 0))
+    model = hf.drawn(lambda: transformers.DebertaV2ForSequenceClassification(config))
+    model.config.problem_type = "single_label_classification"
+    assert_same_training(hf.Trained(model, hf.classes), 2)

@@ -1,0 +1,893 @@
+"""Models that are exported and loaded: training goes on as if it had never been interrupted.
+
+Listings 25, 26 and 27 of PopTorch's user guide are here.
+"""
+
+import collections
+import copy
+import dataclasses
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+import ipu_pipeline.poptorch as poptorch
+from ipu_pipeline.poptorch.files import archives
+from ipu_pipeline.poptorch.files.options_json import decode_options, encode_options
+from ipu_pipeline.poptorch.lowering import registry
+from tests.support.poptorch_front import (
+    TwoLayers,
+    assert_close,
+    assert_same_state,
+    join,
+    make_batch,
+    make_options,
+    reference,
+    seeded,
+)
+
+x, target = make_batch(8)
+
+
+class Everything(nn.Module):
+    """Dropout, batch norm, a buffer that is not saved, tied and unused weights, a tensor as attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(3, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.drop = nn.Dropout(0.5)
+        self.second = nn.Linear(4, 3)
+        self.third = nn.Linear(4, 3)
+        self.third.weight = self.second.weight
+        self.unused = nn.Linear(2, 2)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("hidden", torch.full((3,), 0.25), persistent=False)
+        self.shift = torch.full((3,), 0.5)
+
+    def forward(self, x, target, factor=2):
+        with poptorch.Block("first", ipu_id=0):
+            self.calls += 1
+            x = self.drop(self.norm(self.first(x)))
+        with poptorch.Block("second", ipu_id=1):
+            x = self.second(x) + self.third(x) * factor + self.hidden + self.shift
+            return {"x": x, "both": (x * 2, "text")}, nn.functional.mse_loss(x, target)
+
+
+def assert_same(first, second):
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        assert tensor.dtype == second[name].dtype
+        assert torch.equal(tensor, second[name]), name
+
+
+def assert_goes_on(executor, loaded, *inputs, calls=2):
+    """Both do the same, bit for bit."""
+    for _call in range(calls):
+        expected, actual = executor(*inputs), loaded(*inputs)
+        assert_equal_values(actual, expected)
+    executor.copyWeightsToHost()
+    loaded.copyWeightsToHost()
+    assert_same(executor.model.state_dict(), loaded.model.state_dict())
+
+
+def assert_equal_values(actual, expected):
+    assert type(actual) is type(expected)
+    if isinstance(expected, torch.Tensor):
+        assert torch.equal(actual, expected)
+        assert actual.dtype == expected.dtype
+    elif isinstance(expected, dict):
+        assert list(actual) == list(expected)
+        assert_equal_values(list(actual.values()), list(expected.values()))
+    elif isinstance(expected, (tuple, list)):
+        assert len(actual) == len(expected)
+        for one, other in zip(actual, expected, strict=True):
+            assert_equal_values(one, other)
+    else:
+        assert actual == expected
+
+
+OPTIMIZERS = {
+    "ours": lambda p: poptorch.optim.AdamW(p, lr=0.05, loss_scaling=4.0, max_grad_norm=1.0),
+    "torch's": lambda p: torch.optim.SGD(p, lr=0.002, momentum=0.9, nesterov=True),
+    "combined": lambda p: poptorch.optim.SGD(p, lr=0.002, momentum=0.9, use_combined_accum=True),
+    "Adam of torch": lambda p: torch.optim.Adam(p, lr=0.05),
+    "RMSprop of torch": lambda p: torch.optim.RMSprop(p, lr=0.005),
+    "LAMB": lambda p: poptorch.optim.LAMB(p, lr=0.05),
+    "RMSprop": lambda p: poptorch.optim.RMSprop(p, lr=0.05, centered=True, momentum=0.5),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[] if n in ("ours", "torch's") else pytest.mark.thorough) for n in OPTIMIZERS],
+)
+def test_training_goes_on(tmp_path, name):
+    file = tmp_path / "model.poptorch"
+    model = seeded(Everything)
+    optimizer = OPTIMIZERS[name](model.parameters())
+    training = poptorch.trainingModel(model, make_options(2, 2, random_seed=7), optimizer)
+    for _call in range(2):
+        training(x, target, factor=3)
+    training.save(file)
+    for group in optimizer.param_groups:
+        group["lr"] = 5.0  # of later; the file has the former one
+    loaded = poptorch.load(file)
+    assert type(loaded.model).__name__ != "Everything"
+    assert loaded.options == training.options
+    assert loaded.rng_state == training.rng_state
+    assert loaded.getTensorNames() == training.getTensorNames()
+    for _call in range(2):
+        expected, actual = training(x, target, factor=3), loaded(x, target, factor=3)
+        assert_equal_values(actual, expected)
+    assert_same(model.state_dict(), loaded.model.state_dict())
+    assert model.calls == 16
+    assert all(bool(tensor.isfinite().all()) for tensor in model.state_dict().values())
+    assert torch.equal(loaded.model.hidden, model.hidden)
+    assert loaded.model.third.weight is loaded.model.second.weight
+    training.destroy()
+    loaded.destroy()
+    if isinstance(optimizer, poptorch.optim.Optimizer):
+        states = [o.state_dict()["ipu_state"] for o in (optimizer, loaded._optimizer)]
+    else:
+        states = [
+            {
+                f"{name} {slot}": value
+                for name, p in m.named_parameters()
+                for slot, value in o.state[p].items()
+            }
+            for o, m in ((optimizer, model), (loaded._optimizer, loaded.model))
+        ]
+    assert len(states[0]) > 5
+    assert_same(*states)
+
+
+@pytest.mark.thorough
+def test_a_schedule_of_rates_goes_on(tmp_path):
+    def train(model, interrupted):
+        optimizer = poptorch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        executor = poptorch.trainingModel(model, make_options(), optimizer)
+        losses = []
+        for call in range(4):
+            losses.append(executor(x, target)[1])
+            scheduler.step()
+            executor.setOptimizer(optimizer)
+            if interrupted and call == 1:
+                executor.save(tmp_path / "model")
+                executor = poptorch.load(tmp_path / "model")
+                optimizer = executor._optimizer
+                saved, scheduler = (
+                    scheduler.state_dict(),
+                    torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
+                )
+                scheduler.load_state_dict(saved)
+        return losses, executor.model.state_dict()
+
+    expected, actual = train(seeded(TwoLayers), False), train(seeded(TwoLayers), True)
+    assert expected[0] == actual[0]
+    assert_same(expected[1], actual[1])
+
+
+def test_listing_25_exported_offline_and_loaded(tmp_path):
+    file = tmp_path / "training.poptorch"
+    model = seeded(TwoLayers)
+    plain = reference(model, lambda p: torch.optim.SGD(p, lr=0.1))
+    options = make_options(2, 2).useOfflineIpuTarget()
+    exporting = poptorch.trainingModel(model, options, poptorch.optim.SGD(model.parameters(), lr=0.1))
+    exporting.compileAndExport(str(file), x, target)
+    with pytest.raises(
+        AssertionError,
+        match=r"(?s)Trying to run a model on an offline device \(Conn.*useOfflineIpuTarget.*poptorch.load",
+    ):
+        exporting(x, target)
+    with pytest.raises(
+        AssertionError, match=r"Trying to attach to an offline device \(ConnectionType.Never"
+    ):
+        exporting.attachToDevice()
+    with torch.inference_mode():
+        loaded = poptorch.load(str(file))
+    assert loaded.isCompiled()
+    assert loaded.isAttachedToDevice()
+    actual = loaded(x, target)
+    expected = join(plain.train((x, target), 2, 2, lambda made: made[1]))
+    assert_close(actual, expected, 1e-5)
+    loaded.copyWeightsToHost()
+    assert_same_state(loaded.model, plain.model)
+
+
+def test_listing_25_options_edited(tmp_path):
+    file = tmp_path / "model"
+    model = seeded(TwoLayers)
+    poptorch.inferenceModel(model, make_options()).compileAndExport(file, x[:2])
+    seen = []
+
+    def edit(options):
+        seen.append(options.device_iterations)
+        options.deviceIterations(4).useIpuId(2).setExecutionStrategy(
+            poptorch.PipelinedExecution(poptorch.Stage("second").ipu(1), poptorch.Stage("first").ipu(0))
+        )
+
+    loaded = poptorch.load(file, edit_opts_fn=edit)
+    assert seen == [1]
+    assert loaded.options.ipu_id == 2
+    assert_close([loaded(x)], [model(x)], 1e-5)
+    offline = poptorch.load(file, lambda options: options.useOfflineIpuTarget())
+    with pytest.raises(AssertionError, match="offline device"):
+        offline(x[:2])
+    offline.save(tmp_path / "again")
+    assert torch.equal(poptorch.load(tmp_path / "again")(x[:2]), loaded(x)[:2])
+    with pytest.raises(TypeError, match="edit_opts_fn must be a function"):
+        poptorch.load(file, "edit")
+
+
+def test_listing_26_without_the_model(tmp_path):
+    file = tmp_path / "executable"
+    model = seeded(TwoLayers)
+    plain = copy.deepcopy(model)
+    first = poptorch.trainingModel(model, make_options(2, 2), torch.optim.SGD(model.parameters(), lr=0.1))
+    first.compileAndExport(file, x, target, export_model=False)
+    expected = first(x, target)
+    with pytest.raises(AssertionError, match="export_model=False"):
+        poptorch.load(file)
+    forward, plain.forward = plain.forward, None  # the graph of the file takes its place
+    plain.forward = forward
+    second = poptorch.trainingModel(plain, make_options(2, 2), torch.optim.SGD(plain.parameters(), lr=0.1))
+    second.loadExecutable(file)
+    assert second.isCompiled()
+    assert_equal_values(second(x, target), expected)
+    assert_goes_on(first, second, x, target)
+    with pytest.raises(poptorch.Error, match="compiled already"):
+        second.loadExecutable(file)
+    second.destroy()
+    with torch.inference_mode():
+        second.loadExecutable(file)
+    assert_goes_on(first, second, x, target)
+
+
+def test_listing_27_training_and_validation_apart(tmp_path):
+    model = seeded(TwoLayers)
+    options = make_options().useOfflineIpuTarget()
+    optimizer = poptorch.optim.SGD(model.parameters(), lr=0.1)
+    poptorch.trainingModel(model, options, optimizer).compileAndExport(tmp_path / "training", x, target)
+    poptorch.inferenceModel(model, options).compileAndExport(tmp_path / "validation", x)
+    # Weights copied by hand.
+    training, validation = poptorch.load(tmp_path / "training"), poptorch.load(tmp_path / "validation")
+    before = validation(x)
+    training(x, target)
+    validation.model.load_state_dict(training.model.state_dict())
+    validation.copyWeightsToDevice()
+    by_hand = validation(x)
+    assert not torch.allclose(by_hand, before)
+    # The validation of the model that trains.
+    training = poptorch.load(tmp_path / "training")
+    validation = poptorch.inferenceModel(training, make_options())
+    validation.loadExecutable(tmp_path / "validation")
+    assert torch.equal(validation(x), before)
+    training(x, target)
+    assert torch.equal(validation(x), by_hand)
+    # On the host, what was captured.
+    assert_close([training.model(x, target)[0]], [by_hand], 1e-5)
+
+
+def test_a_graph_for_another_use(tmp_path):
+    model = seeded(TwoLayers)
+    poptorch.inferenceModel(model, make_options()).compileAndExport(tmp_path / "validation", x)
+    training = poptorch.trainingModel(model, make_options())
+    with pytest.raises(poptorch.Error, match="captured for inference, which cannot be used for training"):
+        training.loadExecutable(tmp_path / "validation")
+    training.compileAndExport(tmp_path / "training", x, target)
+    again = poptorch.inferenceModel(poptorch.load(tmp_path / "training"), make_options())
+    with pytest.raises(poptorch.Error, match="captured for training, which cannot be used for inference"):
+        again(x, target)
+
+
+class Other(TwoLayers):
+    def forward(self, x, y=None):
+        return super().forward(x, y)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Other(), r"forward\(x, target=...*that of this one is forward\(x, y=None\)"),
+        (
+            lambda: TwoLayers(hidden=6),
+            r"first.weight is torch.float32 of shape \(5, 3\); that of .*\(6, 3\)",
+        ),
+        (lambda: TwoLayers().half(), "that of this one is torch.float16"),
+        (lambda: Renamed(), "a model with a parameter first.weight, which this one does not have"),
+    ],
+    ids=["forward", "shape", "dtype", "name"],
+)
+def test_an_executable_of_another_model(tmp_path, make, message):
+    model = seeded(TwoLayers)
+    poptorch.inferenceModel(model, make_options()).compileAndExport(tmp_path / "file", x)
+    other = poptorch.inferenceModel(make(), make_options())
+    with pytest.raises(poptorch.Error, match=message):
+        other.loadExecutable(tmp_path / "file")
+    assert not other.isCompiled()
+
+
+class Renamed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Linear(3, 3)
+
+    def forward(self, x, target=None):
+        return self.one(x) if target is None else target
+
+
+@pytest.mark.thorough
+def test_arguments_unlike_those_of_the_file(tmp_path):
+    training = poptorch.trainingModel(seeded(Everything), make_options())
+    training.compileAndExport(tmp_path / "file", x, target, factor=3)
+    loaded = poptorch.load(tmp_path / "file")
+    with pytest.raises(poptorch.Error, match="Shape mismatch for x"):
+        loaded(x[:4], target, factor=3)
+    loaded.destroy()
+    with pytest.raises(poptorch.Error, match=r"Keys mismatch: expected \['factor'\] but got \[\]"):
+        loaded(x, target)
+    with pytest.raises(poptorch.Error, match="Value mismatch for factor: expected 3 but got 4"):
+        loaded(x, target, factor=4)
+    with pytest.raises(poptorch.Error, match="Mandatory parameter target missing"):
+        loaded(x)
+    loaded(x, target, factor=3)  # compiled anew, of the same graph
+
+
+class Pair(NamedTuple):
+    first: torch.Tensor
+    second: int
+
+
+@dataclasses.dataclass
+class Result:
+    logits: torch.Tensor
+    parts: list
+
+
+@dataclasses.dataclass
+class Fields(collections.OrderedDict):
+    """A dict of its fields that are not None, as the outputs of transformers' models are."""
+
+    logits: torch.Tensor = None
+    loss: torch.Tensor = None
+
+    def __post_init__(self):
+        self.update({name: value for name, value in vars(self).items() if value is not None})
+
+    def __reduce__(self):
+        return Fields, (self.logits, self.loss)
+
+    def __setitem__(self, key, value):
+        super().__setitem__(key, value)
+        setattr(self, key, value)
+
+
+class Structured(nn.Module):
+    def forward(self, pair, **more):
+        ordered = collections.OrderedDict(a=pair.first * pair.second, b=(more["shift"], torch.Size([1])))
+        fields = Fields(pair.first * 2)
+        return Result(
+            pair.first + more["shift"], [ordered, Pair(pair.first, 3), None, 1.5, b"x", {1: True}, fields]
+        )
+
+
+def test_structures_come_back(tmp_path):
+    executor = poptorch.inferenceModel(Structured(), make_options())
+    given = Pair(x, 2), {"shift": target}
+    expected = executor(given[0], **given[1])
+    executor.save(tmp_path / "file")
+    actual = poptorch.load(tmp_path / "file")(given[0], **given[1])
+    assert type(actual) is Result
+    assert torch.equal(actual.logits, expected.logits)
+    assert_equal_values(actual.parts, expected.parts)
+    for fields in (actual.parts[-1], expected.parts[-1]):
+        assert type(fields) is Fields
+        assert list(fields) == ["logits"]
+        assert fields["logits"] is fields.logits
+        assert fields.loss is None
+        assert torch.equal(fields.logits, 2 * x)
+
+
+class Made:
+    """Known to registerCustomArgParser, and to no file."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+class MadeParser(poptorch.ICustomArgParser):
+    def yieldTensors(self, struct):
+        yield struct.tensor
+
+    def reconstruct(self, original_structure, tensor_iterator):  # noqa: ARG002  # PopTorch's name
+        return Made(next(tensor_iterator))
+
+
+def test_what_a_file_cannot_hold(tmp_path):
+    class ReturnsMade(nn.Module):
+        def forward(self, x):
+            return Made(x * 2)
+
+    poptorch.registerCustomArgParser(Made, MadeParser())
+    try:
+        executor = poptorch.inferenceModel(ReturnsMade(), make_options())
+        with pytest.raises(
+            poptorch.Error, match=r"What the model returns is a tests\..*Made, which a file"
+        ):
+            executor.compileAndExport(tmp_path / "file", x)
+    finally:
+        poptorch.registerCustomArgParser(Made, None)
+    options = make_options()
+    options.setPipelineSchedule(lambda *_args: [])
+    executor = poptorch.inferenceModel(nn.Identity(), options)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_schedule_that_is_a_function(tmp_path):
+    from ipu_pipeline.engine import schedules
+
+    options = make_options().setPipelineSchedule(schedules.grouped)
+    executor = poptorch.inferenceModel(seeded(TwoLayers), options)
+    with pytest.raises(poptorch.Error, match="a file of a model cannot hold a function. Name a schedule"):
+        executor.compileAndExport(tmp_path / "file", x)
+    assert os.listdir(tmp_path) == []
+
+
+def test_options_come_back(tmp_path, monkeypatch):
+    options = make_options(strategy=poptorch.PipelinedExecution(poptorch.Stage("first", "second").ipu(3)))
+    options.anchorTensor("hidden", "tanh", poptorch.OutputMode.Final).modelName("name")
+    options.TensorLocations.setOptimizerLocation(poptorch.TensorLocationSettings().useOnChipStorage(False))
+    options.setAvailableMemoryProportion({"IPU0": 0.5}).enableExecutableCaching(tmp_path / "cache")
+    options.Precision.setPartialsType(torch.float16)
+    options.autoRoundNumIPUs(True).updatableNamedBuffers(["a"]).setPipelineSchedule("interleaved")
+    executor = poptorch.inferenceModel(seeded(TwoLayers), options)
+    monkeypatch.setattr("ipu_pipeline.config.enable_executable_cache", lambda _path: None)
+    executor.compileAndExport(tmp_path / "file", x)
+    monkeypatch.setenv(
+        "POPTORCH_DEFAULT_OPTIONS", '{"deviceIterations": 3, "randomSeed": 4, "useIpuId": 1}'
+    )
+    loaded = poptorch.load(tmp_path / "file")
+    expected = options.clone()
+    expected.enableExecutableCaching(None)  # a path of the machine that wrote the file
+    assert loaded.options == expected
+    assert loaded.options.is_set("model_name")
+    assert not loaded.options.is_set("use_model")
+    assert_equal_values(loaded(x), executor(x))
+    assert torch.equal(loaded.getAnchoredTensor("hidden"), executor.getAnchoredTensor("hidden"))
+
+
+@pytest.mark.thorough
+class OddNames(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.größe = nn.Parameter(torch.ones(3))
+        self.parts = nn.ModuleDict({"a-b": nn.Linear(3, 3), "c d": nn.Sequential(nn.Linear(3, 3))})
+        self.register_buffer("name", torch.ones(3))
+        self.target = torch.ones(3)
+
+    def forward(self, x, target, name=None):  # noqa: ARG002  # a name that a dict may have
+        x = self.parts["c d"](self.parts["a-b"](x)) * self.größe + self.name + self.target
+        return {"name": x, "target": nn.functional.mse_loss(x, target)}
+
+
+def test_odd_names(tmp_path):
+    training = poptorch.trainingModel(seeded(OddNames), make_options())
+    training.compileAndExport(tmp_path / "file", x, target, name="größe")
+    loaded = poptorch.load(tmp_path / "file")
+    assert_equal_values(loaded(x, target, name="größe"), training(x, target, name="größe"))
+    training.copyWeightsToHost()
+    assert_same(training.model.state_dict(), loaded.model.state_dict())
+
+
+def test_a_loaded_model_is_copied_and_wrapped_anew(tmp_path):
+    model = seeded(TwoLayers)
+    first = poptorch.trainingModel(model, make_options(), torch.optim.SGD(model.parameters(), lr=0.1))
+    first.compileAndExport(tmp_path / "file", x, target)
+    loaded = poptorch.load(tmp_path / "file")
+    copied = copy.deepcopy(loaded.model)
+    expected = loaded(x, target)
+    second = poptorch.trainingModel(copied, make_options(), torch.optim.SGD(copied.parameters(), lr=0.1))
+    assert_equal_values(second(x, target), expected)
+    assert_same(copied.state_dict(), loaded.model.state_dict())
+    with pytest.raises(RuntimeError, match="already been wrapped"):
+        poptorch.trainingModel(loaded)
+    loaded.destroy()
+    third = poptorch.trainingModel(loaded, make_options(), torch.optim.SGD(loaded.parameters(), lr=0.1))
+    assert_equal_values(third(x, target), second(x, target))
+    third.save(tmp_path / "file")
+    assert_goes_on(third, poptorch.load(tmp_path / "file"), x, target)
+
+
+@pytest.mark.thorough
+def test_random_numbers(tmp_path):
+    model = nn.Dropout(0.5)
+    executor = poptorch.inferenceModel(model, make_options(random_seed=3))
+    ones = torch.ones(64)
+    executor(ones)
+    executor.save(tmp_path / "with")
+    executor.save(tmp_path / "without", save_rng_state=False)
+    expected = executor(ones)
+    assert torch.equal(poptorch.load(tmp_path / "with")(ones), expected)
+    assert not torch.equal(poptorch.load(tmp_path / "without")(ones), expected)
+    reseeded = [
+        poptorch.load(tmp_path / name, lambda options: options.randomSeed(4))(ones)
+        for name in ("with", "without")
+    ]
+    assert torch.equal(*reseeded)
+    assert not torch.equal(reseeded[0], expected)
+
+
+class Counts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(1, dtype=torch.int64))
+
+    def forward(self, x):
+        self.count += 1
+        return x + self.count
+
+
+def test_buffers_of_the_devices_are_saved(tmp_path):
+    model = Counts()
+    executor = poptorch.inferenceModel(model, make_options())
+    executor(x)
+    executor(x)
+    executor.save(tmp_path / "file")
+    assert model.count == 0  # they come to the host with copyWeightsToHost only
+    loaded = poptorch.load(tmp_path / "file")
+    assert torch.equal(loaded(x), executor(x))
+    assert torch.equal(loaded.model(x), x + 3)
+    assert loaded.model.count == 3
+
+
+def test_what_was_changed_and_not_copied_is_not_saved(tmp_path):
+    model = seeded(TwoLayers)
+    executor = poptorch.inferenceModel(model, make_options())
+    expected = executor(x)
+    with torch.no_grad():
+        model.first.weight.zero_()
+    executor.save(tmp_path / "file")
+    assert torch.equal(poptorch.load(tmp_path / "file")(x), expected)
+
+
+def test_detached(tmp_path):
+    model = seeded(TwoLayers)
+    training = poptorch.trainingModel(
+        model, make_options(), poptorch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    )
+    training(x, target)
+    training.detachFromDevice()
+    training.save(tmp_path / "file")
+    training.attachToDevice()
+    assert_goes_on(training, poptorch.load(tmp_path / "file"), x, target)
+
+
+@pytest.mark.thorough
+def test_float16_and_bfloat16(tmp_path):
+    for dtype in (torch.float16, torch.bfloat16):
+        model = seeded(lambda: nn.Linear(3, 4)).to(dtype)
+        executor = poptorch.inferenceModel(model, make_options())
+        expected = executor(x.to(dtype))
+        executor.save(tmp_path / "file")
+        actual = poptorch.load(tmp_path / "file")(x.to(dtype))
+        assert actual.dtype == dtype
+        assert torch.equal(actual, expected)
+
+
+@pytest.mark.thorough
+def test_control_flow(tmp_path):
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(3, 3)
+
+        def forward(self, x):
+            return torch.cond(x.sum() > 0, lambda x: self.fc(x), lambda x: x - 1, (x,))
+
+    model = seeded(Branches)
+    executor = poptorch.inferenceModel(model, make_options())
+    expected = executor(x), executor(-x)
+    executor.save(tmp_path / "file")
+    loaded = poptorch.load(tmp_path / "file")
+    assert_equal_values((loaded(x), loaded(-x)), expected)
+
+
+@torch.library.custom_op("test_poptorch_executables::scaled", mutates_args=())
+def scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
+    return x * factor
+
+
+@scaled.register_fake
+def scaled_fake(x, factor):  # the operation's
+    return torch.empty_like(x)
+
+
+class Scaled(nn.Module):
+    def forward(self, x):
+        return scaled(x, 2.5)
+
+
+def test_operations_of_the_users(tmp_path, monkeypatch):
+    poptorch.register_lowering("test_poptorch_executables::scaled", lambda x, factor: x * factor)
+    poptorch.inferenceModel(Scaled(), make_options()).compileAndExport(tmp_path / "file", x)
+    assert torch.equal(poptorch.load(tmp_path / "file")(x), x * 2.5)
+    monkeypatch.setattr(registry, "_registered", {})
+    with pytest.raises(
+        poptorch.Error, match=r"calls torch.ops.test.*scaled.default, which has no lowering"
+    ):
+        poptorch.load(tmp_path / "file")
+
+
+@pytest.mark.parametrize(("given", "restored"), [("name", "name"), ("../name", None), ("/name", None)])
+def test_names_that_are_paths_are_not_restored(given, restored):
+    options = decode_options(json.loads(json.dumps(encode_options(poptorch.Options().modelName(given)))))
+    assert options.values_by_name().get("model_name") == restored
+    assert options.is_set("model_name") is (restored is not None)
+
+
+STRATEGIES = [
+    poptorch.PipelinedExecution(poptorch.AutoStage.AutoIncrement),
+    poptorch.ShardedExecution(poptorch.Stage("a", "b"), poptorch.Stage("c").ipu(3)),
+    poptorch.SerialPhasedExecution(["a", "b"], "c").setTensorsLiveness(poptorch.Liveness.OffChipAfterFwd),
+    poptorch.ParallelPhasedExecution(
+        poptorch.Phase(poptorch.Stage("a"), poptorch.Stage("b")).ipus(0, 2), "c"
+    ).useSeparateBackwardPhase(),
+]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: type(strategy).__name__)
+def test_strategies_come_back(strategy):
+    options = poptorch.Options().setExecutionStrategy(strategy)
+    restored = decode_options(json.loads(json.dumps(encode_options(options))))
+    assert restored.execution_strategy == strategy
+    assert repr(restored.execution_strategy) == repr(strategy)
+
+
+def test_saving_needs_a_compiled_model(tmp_path):
+    executor = poptorch.inferenceModel(nn.Linear(3, 2), make_options())
+    with pytest.raises(poptorch.Error, match="Call it with its inputs first, or compile"):
+        executor.save(tmp_path / "file")
+    executor(x)
+    for wrong in ({"export_model": 1}, {"save_rng_state": "yes"}):
+        with pytest.raises(TypeError, match="must be True or False; got"):
+            executor.save(tmp_path / "file", **wrong)
+    for path, error in (
+        ("", poptorch.Error),
+        (7, TypeError),
+        (b"file", TypeError),
+        (tmp_path, poptorch.Error),
+    ):
+        with pytest.raises(error, match="filename must be"):
+            executor.save(path)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.fixture(scope="module")
+def executor():
+    """A small model that has run."""
+    made = poptorch.inferenceModel(seeded(TwoLayers), make_options())
+    made(x)
+    return made
+
+
+def test_directories_and_links(tmp_path, executor):
+    (tmp_path / "link").symlink_to(tmp_path / "new" / "file")
+    (tmp_path / "file").touch()
+    with pytest.raises(poptorch.Error, match=r"cannot be written: the directory .*file cannot be made"):
+        executor.save(tmp_path / "file" / "in_it")
+    (tmp_path / "file").unlink()
+    executor.save(tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert os.listdir(tmp_path / "new") == ["file"]
+    assert torch.equal(poptorch.load(tmp_path / "link")(x), executor(x))
+    (tmp_path / "plain").write_text("")
+    with pytest.raises(poptorch.Error, match="cannot be written"):
+        executor.save(tmp_path / "plain" / "file")
+
+
+@pytest.mark.parametrize("error", [OSError("disk full"), KeyboardInterrupt(), MemoryError()])
+def test_an_export_that_fails_leaves_the_old_file(tmp_path, monkeypatch, executor, error):
+    file = tmp_path / "file"
+    executor.save(file)
+    before = file.read_bytes()
+
+    def fail(self):
+        yield "tensors/0", b"half of it"
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr("ipu_pipeline.poptorch.files.tensors.TensorList.parts", fail)
+        with pytest.raises(poptorch.Error if isinstance(error, OSError) else type(error)):
+            executor.save(file)
+    assert file.read_bytes() == before
+    assert os.listdir(tmp_path) == ["file"]
+    executor.save(file)
+
+
+def test_files_are_readable_as_others_are(tmp_path, executor):
+    executor.save(tmp_path / "file")
+    executor.save(tmp_path / "again")
+    (tmp_path / "again").chmod(0o600)
+    executor.save(tmp_path / "again")
+    assert (tmp_path / "again").stat().st_mode & 0o777 == 0o600
+    mask = os.umask(0)
+    os.umask(mask)
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o666 & ~mask
+
+
+@pytest.mark.thorough
+def test_a_process_killed_as_it_writes_leaves_the_old_file(tmp_path):
+    """SIGKILL as it writes again and again: the file is always a whole one."""
+    program = """
+import sys, torch
+import ipu_pipeline.poptorch as poptorch
+model = torch.nn.Linear(400, 400)
+executor = poptorch.inferenceModel(model, poptorch.Options().showCompilationProgressBar(False))
+executor(torch.ones(1, 400))
+executor.save(sys.argv[1])
+print("begin", flush=True)
+while True:
+    executor.save(sys.argv[1])
+"""
+    file = tmp_path / "file"
+    with subprocess.Popen([sys.executable, "-c", program, file], stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"begin\n"
+        for _time in range(40):
+            time.sleep(0.005)
+            with archives.read_parts(file) as parts:  # as it is being replaced
+                assert parts.read("tensors/0")
+        process.send_signal(signal.SIGKILL)
+    poptorch.load(file)
+
+
+@pytest.mark.thorough
+def test_two_threads_write_and_read_at_once(tmp_path):
+    file = tmp_path / "file"
+    executors = [poptorch.inferenceModel(seeded(TwoLayers, seed), make_options()) for seed in (0, 1)]
+    expected = [executor(x) for executor in executors]
+    executors[0].save(file)
+
+    def write(executor):
+        for _time in range(3):
+            executor.save(file)
+
+    threads = [threading.Thread(target=write, args=(executor,)) for executor in executors]
+    for thread in threads:
+        thread.start()
+    found = []
+    threads.append(threading.Thread(target=lambda: found.append(poptorch.load(file)(x))))
+    threads[-1].start()
+    found += [poptorch.load(file)(x) for _time in range(2)]
+    for thread in threads:
+        thread.join()
+    assert len(found) == 3
+    assert all(any(torch.equal(one, other) for other in expected) for one in found)
+    assert os.listdir(tmp_path) == ["file"]
+
+
+LATER_PROCESS = """
+import sys, torch
+import ipu_pipeline.poptorch as poptorch
+assert not any(name.startswith("tests") for name in sys.modules)
+loaded = poptorch.load(sys.argv[1])
+x, target = torch.load(sys.argv[2])
+for _call in range(2):
+    result = loaded(x, target, factor=3)
+loaded.copyWeightsToHost()
+torch.save((result, loaded.model.state_dict()), sys.argv[3])
+"""
+
+
+@pytest.mark.thorough
+def test_in_another_process_that_knows_no_class_of_the_model(tmp_path):
+    model = seeded(Everything)
+    optimizer = poptorch.optim.AdamW(model.parameters(), lr=0.05)
+    training = poptorch.trainingModel(model, make_options(2, 2), optimizer)
+    training(x, target, factor=3)
+    training.save(tmp_path / "model")
+    torch.save((x, target), tmp_path / "inputs")
+    paths = [tmp_path / name for name in ("model", "inputs", "results")]
+    subprocess.run([sys.executable, "-c", LATER_PROCESS, *paths], check=True)
+    for _call in range(2):
+        expected = training(x, target, factor=3)
+    result, state = torch.load(tmp_path / "results")
+    assert_close([result[0]["x"], result[1]], [expected[0]["x"], expected[1]], 1e-6)
+    assert_close(state.values(), model.state_dict().values(), 1e-6)
+
+
+CACHING = """
+import sys, torch
+import ipu_pipeline.poptorch as poptorch
+from jax import monitoring
+torch.manual_seed(0)
+
+counts = dict.fromkeys(("hits", "misses"), 0)
+
+def note(event, **_more):
+    for kind in ("hits", "misses"):
+        counts[kind] += event == f"/jax/compilation_cache/cache_{kind}"
+
+monitoring.register_event_listener(note)
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 5), torch.nn.Linear(5, 2)
+
+    def forward(self, x, y):
+        with poptorch.Block(ipu_id=0):
+            x = torch.relu(self.first(x))
+        with poptorch.Block(ipu_id=1):
+            return torch.nn.functional.mse_loss(self.second(x), y)
+
+x, y = torch.ones(6, 4), torch.ones(6, 2)
+options = poptorch.Options().showCompilationProgressBar(False).randomSeed(1)
+options.Training.gradientAccumulation(3)
+{wrap}
+loss = executor(x, y)
+print(*counts.values(), float(loss))
+"""
+
+
+def count_compilations(wrap, **variables):
+    """Cache hits, misses, and the loss, of a process."""
+    environment = {**os.environ, **variables}
+    environment.pop("JAX_COMPILATION_CACHE_DIR", None)
+    program = CACHING.replace("{wrap}", wrap)
+    made = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    hits, misses, loss = made.stdout.split()
+    return int(hits), int(misses), float(loss)
+
+
+@pytest.mark.thorough
+def test_later_processes_find_the_model_compiled(tmp_path):
+    """By POPTORCH_CACHE_DIR and by the option; wrapped anew, and loaded without its class."""
+    cache, file = str(tmp_path / "cache"), str(tmp_path / "file")
+    environment = {"POPTORCH_CACHE_DIR": cache}
+    wrapped = "executor = poptorch.trainingModel(Model(), options); "
+    export = f"{wrapped}executor.compileAndExport({file!r}, x, y)"
+    hits, misses, loss = count_compilations(export, **environment)
+    assert hits == 0
+    assert misses > 3
+    wrap = f"executor = poptorch.trainingModel(Model(), options.enableExecutableCaching({cache!r}))"
+    load = f"del Model; executor = poptorch.load({file!r})"
+    for program, variables in ((wrap, {}), (load, environment)):
+        hits, misses, again = count_compilations(program, **variables)
+        assert hits > 3
+        assert (misses, again) == (0, loss)
+
+
+# The documentation.
+
+PAGE = Path(__file__).parents[3] / "docs" / "poptorch_executables.md"
+
+
+def test_the_pages_example(capsys):
+    for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL):
+        exec(compile(block, str(PAGE), "exec"), {"__name__": "example"})  # noqa: S102  # the page is ours
+    assert re.fullmatch(r"loss \d\.\d\d\nchanged: True\n", capsys.readouterr().out)
+
+
+def test_the_page_names_tests_that_exist():
+    rows = re.findall(r"^\| \d+ \| .* \| (.*) \|$", PAGE.read_text(), re.MULTILINE)
+    names = [name for row in rows for name in re.findall(r"`::(\w+)`", row)]
+    assert len(names) == 4
+    assert all(name in globals() for name in names)

@@ -1,0 +1,204 @@
+"""Blocks: which operations are on which IPU."""
+
+import functools
+
+import pytest
+import torch
+
+import ipu_pipeline.poptorch as poptorch
+from ipu_pipeline.poptorch.graphs.blocks import cut_into_sections
+from ipu_pipeline.poptorch.graphs.capture import capture
+from ipu_pipeline.poptorch.structures import flatten
+from tests.support.poptorch_front import assert_close, make_options
+
+
+def sections(forward, strategy=None, module=None):
+    """IPU, blocks and operations of each section of a model with that forward."""
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = module
+
+        def forward(self, x):
+            return forward(self, x)
+
+    tensors, structure = flatten(((torch.ones(4),), {}))
+    captured = capture(Model(), tensors, structure)
+    strategy = strategy or poptorch.PipelinedExecution()
+    found = cut_into_sections(
+        captured.program.graph, lambda blocks: [p.ipu for p in strategy.place(blocks)]
+    )
+    return [(s.ipu, s.name, [node.target._schema.name[6:] for node in s.nodes]) for s in found]
+
+
+def test_blocks_are_sections():
+    def forward(self, x):
+        with poptorch.Block("a", ipu_id=0):
+            x = x.sin()
+        with poptorch.Block("b", ipu_id=1):
+            x = x.cos()
+        return x.tan()
+
+    assert sections(forward) == [(0, "block a", ["sin"]), (1, "block b", ["cos", "tan"])]
+
+
+def test_what_is_before_the_first_block_is_on_ipu_0():
+    def forward(self, x):
+        x = x.sin()
+        with poptorch.Block("a", ipu_id=1):
+            return x.cos()
+
+    assert sections(forward) == [(0, "what is before the first block", ["sin"]), (1, "block a", ["cos"])]
+
+
+def test_blocks_of_one_ipu_that_follow_each_other_are_one_stage():
+    def forward(self, x):
+        for name, ipu in (("a", 0), ("b", 0), ("c", 1), ("empty", 2), ("d", 1), ("e", 0)):
+            with poptorch.Block(name, ipu_id=ipu):
+                if name != "empty":
+                    x = x.sin()
+        return x
+
+    assert sections(forward) == [
+        (0, "block a, block b", ["sin"] * 2),
+        (1, "block c, block d", ["sin"] * 2),
+        (0, "block e", ["sin"]),
+    ]
+
+
+def test_a_name_again_continues_its_block():
+    def forward(self, x):
+        with poptorch.Block("a", ipu_id=0):
+            x = x.sin()
+        with poptorch.Block("b", ipu_id=1):
+            x = x.cos()
+        with poptorch.Block("b"):
+            return x.tan()
+
+    assert sections(forward) == [(0, "block a", ["sin"]), (1, "block b", ["cos", "tan"])]
+
+
+def test_nested_blocks_and_starts():
+    def forward(self, x):
+        with poptorch.Block("outer", ipu_id=0):
+            x = x.sin()
+            with poptorch.Block("inner", ipu_id=1):
+                x = x.cos()
+            x = x.tan()
+        poptorch.Block.start("last", ipu_id=2)
+        return x.exp()
+
+    assert sections(forward) == [
+        (0, "block outer", ["sin"]),
+        (1, "block inner", ["cos"]),
+        (0, "block outer", ["tan"]),
+        (2, "block last", ["exp"]),
+    ]
+
+
+def test_ids_by_number():
+    def forward(self, x):
+        poptorch.Block.useAutoId()
+        for _number in range(3):
+            with poptorch.Block():
+                x = x.sin()
+        return x
+
+    strategy = poptorch.PipelinedExecution(poptorch.AutoStage.AutoIncrement)
+    assert sections(forward, strategy) == [(n, f"block {n}", ["sin"]) for n in range(3)]
+    strategy = poptorch.PipelinedExecution(poptorch.Stage("0", "1").ipu(1), poptorch.Stage("2").ipu(0))
+    assert sections(forward, strategy) == [(1, "block 0, block 1", ["sin"] * 2), (0, "block 2", ["sin"])]
+    with pytest.raises(AssertionError, match="SameAsIpu was selected but no IPU was specified for block 0"):
+        sections(forward)
+
+
+def test_functions_begin_blocks():
+    @poptorch.BlockFunction("cos", ipu_id=1)
+    def cosine(x):
+        return x.cos()
+
+    def forward(self, x):
+        x = poptorch.BeginBlock(torch.sin, "sin", ipu_id=0)(x)
+        return poptorch.BeginBlock(functools.partial(cosine), ipu_id=2)(x)
+
+    assert sections(forward) == [(0, "block sin", ["sin"]), (1, "block cos", ["cos"])]
+    assert cosine.__name__ == "cosine"
+    assert float(cosine(torch.zeros(()))) == 1
+
+
+def test_modules_begin_blocks():
+    layers = torch.nn.Sequential(torch.nn.Tanh(), torch.nn.Sigmoid(), torch.nn.ReLU())
+    assert poptorch.BeginBlock(layers[1], ipu_id=1) is layers[1]
+    poptorch.BeginBlock(layers[2], user_id="last", ipu_id=2)
+    expected = [
+        (0, "what is before the first block", ["tanh"]),
+        (1, "block on IPU 1", ["sigmoid"]),
+        (2, "block last", ["relu"]),
+    ]
+    assert sections(lambda self, x: self.inner(x), module=layers) == expected
+    with pytest.raises(poptorch.Error, match="module has already been assigned to a block."):
+        poptorch.BeginBlock(layers[1], ipu_id=0)
+    text = poptorch.module_repr(layers)
+    assert text.splitlines() == [
+        "Sequential(",
+        "  (0): Tanh()",
+        "  (1): BeginBlock(user_id=None, ipu_id=1) Sigmoid()",
+        "  (2): BeginBlock(user_id=last, ipu_id=2) ReLU()",
+        ")",
+    ]
+    assert repr(poptorch.inferenceModel(layers)) == f"PoplarExecutor({text})"
+    poptorch.removeBlocks(layers)
+    assert poptorch.module_repr(layers) == repr(layers)
+    assert sections(lambda self, x: self.inner(x), module=layers) == [
+        (0, "what is before the first block", ["tanh", "sigmoid", "relu"])
+    ]
+    poptorch.BeginBlock(layers[1], ipu_id=0)
+
+
+def test_wrong_blocks():
+    with pytest.raises(poptorch.Error, match="module is not an instance of torch.nn.Module. It is a int"):
+        poptorch.removeBlocks(3)
+    with pytest.raises(poptorch.Error, match="module is not an instance of torch.nn.Module or function"):
+        poptorch.BeginBlock("layer")
+    with pytest.raises(TypeError, match="Block: user_id must be a string, an integer or None; got 0.5"):
+        poptorch.Block(0.5)
+    with pytest.raises(TypeError, match="BlockFunction: ipu_id must be an integer or None; got '0'"):
+        poptorch.BlockFunction(ipu_id="0")
+    with pytest.raises(ValueError, match="Block.start: ipu_id must be at least 0; got -1"):
+        poptorch.Block.start(ipu_id=-1)
+
+    def forward(self, x):
+        def branch(x):
+            with poptorch.Block("a", ipu_id=1):
+                return x.sin()
+
+        return torch.cond(x.sum() > 0, branch, branch, (x,))
+
+    with pytest.raises(
+        poptorch.Error, match=r"(?s)control flow could not be captured: .* no block begins in them"
+    ):
+        sections(forward)
+
+
+def test_on_the_cpu_blocks_do_nothing():
+    poptorch.Block.useAutoId()
+    poptorch.Block.start("a", ipu_id=3)
+    with poptorch.Block("a", ipu_id=3):
+        assert not poptorch.isRunningOnIpu()
+
+
+def test_a_block_that_goes_back_to_an_earlier_ipu():
+    class Model(torch.nn.Module):
+        def forward(self, x):
+            for name, ipu in (("0", 0), ("1", 1), ("2", 0)):
+                with poptorch.Block(name, ipu_id=ipu):
+                    x = x.sin()
+            return x
+
+    x = torch.linspace(0, 1, 8)
+    for stage in (poptorch.AutoStage.SameAsIpu, poptorch.AutoStage.AutoIncrement):
+        executor = poptorch.inferenceModel(
+            Model(), make_options(4, strategy=poptorch.PipelinedExecution(stage))
+        )
+        assert_close([executor(x)], [x.sin().sin().sin()])

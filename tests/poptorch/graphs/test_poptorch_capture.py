@@ -1,0 +1,968 @@
+"""Capturing models: what would go wrong in silence, and what is refused by name."""
+
+import builtins
+import copy
+import io
+import re
+import signal
+import threading
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+import ipu_pipeline.poptorch as poptorch
+from ipu_pipeline.poptorch import logs, markers, thread_views
+from ipu_pipeline.poptorch.thread_views import changed_for_this_thread_alone
+from tests.support.poptorch_front import assert_close, assert_same_state, make_options, reference, seeded
+
+
+def model_of(forward, **attributes):
+    """A module with a linear layer, buffers or other attributes, and that forward."""
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(3, 3)
+            for name, value in attributes.items():
+                if name.startswith("buffer"):
+                    self.register_buffer(name, value.clone())
+                else:
+                    setattr(self, name, value)
+
+        def forward(self, *args):
+            return forward(self, *args)
+
+    return seeded(Model)
+
+
+def infer(forward, *args, **attributes):
+    return poptorch.inferenceModel(model_of(forward, **attributes), make_options())(*args)
+
+
+def train_as_torch(forward, updates=2, **attributes):
+    """Compares training with plain torch: the loss is what forward returns."""
+    x = torch.linspace(-1, 1, 12).reshape(4, 3)
+    model = model_of(forward, **attributes)
+    plain = reference(model, lambda parameters: torch.optim.SGD(parameters, lr=0.1, weight_decay=0.1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
+    executor = poptorch.trainingModel(model, make_options(1, 2), optimizer)
+    for _update in range(updates):
+        losses = executor(x)
+        expected = plain.train((x,), 1, 2, lambda loss: loss)
+        assert_close([losses], [torch.stack(expected).detach()])
+    assert_close(model.state_dict().values(), plain.model.state_dict().values())
+
+
+def loss(value):
+    return poptorch.identity_loss(value, reduction="mean")
+
+
+x = torch.linspace(-1, 1, 12).reshape(4, 3)
+
+
+# Regions without gradients.
+
+
+def without_gradient(self, x):
+    with torch.no_grad():
+        y = self.linear(x)
+    return loss(self.linear(x) * y)
+
+
+def in_inference_mode(self, x):
+    with torch.inference_mode(False):
+        y = self.linear(x)
+    return loss(y * torch.no_grad()(self.linear)(x))
+
+
+@torch.no_grad()
+def _target(self, x):
+    return self.linear(x)
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        without_gradient,
+        in_inference_mode,
+        lambda self, x: loss(self.linear(x) * _target(self, x)),
+        lambda self, x: loss(self.linear(x) * self.linear(x).detach()),
+    ],
+)
+def test_gradients_stop_where_they_stop_in_torch(forward):
+    train_as_torch(forward)
+
+
+def test_inference_mode_has_no_gradient():
+    """Plain torch refuses this; it means the same as no_grad."""
+
+    def inferred(self, x):
+        with torch.inference_mode():
+            y = self.linear(x)
+        return loss(self.linear(x) * y)
+
+    results = []
+    for forward in (inferred, without_gradient):
+        model = model_of(forward)
+        poptorch.trainingModel(model, make_options())(x)
+        results.append(model.linear.weight.detach().clone())
+    assert torch.equal(*results)
+
+
+def test_a_parameter_without_a_path_to_the_loss_is_left_alone():
+    """torch gives it no gradient, so that it does not decay."""
+
+    def forward(self, x):
+        y = self.linear(x)
+        return loss(y), torch.nn.functional.linear(x, self.other).sum()
+
+    model = model_of(forward, other=torch.nn.Parameter(torch.ones(2, 3)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5)
+    poptorch.trainingModel(model, make_options(), optimizer)(x)
+    assert torch.equal(model.other, torch.ones(2, 3))
+
+
+def test_parameters_that_are_not_trained():
+    model = model_of(lambda self, x: loss(self.linear(x)))
+    model.linear.bias.requires_grad_(False)
+    before = model.linear.bias.clone()
+    weight = model.linear.weight.detach().clone()
+    poptorch.trainingModel(model, make_options(), torch.optim.SGD(model.parameters(), lr=1.0))(x)
+    assert torch.equal(before, model.linear.bias)
+    assert not torch.equal(weight, model.linear.weight)
+    other = model_of(lambda self, x: loss(self.linear(x)))
+    poptorch.trainingModel(other, make_options(), torch.optim.SGD([other.linear.bias], lr=1.0))(x)
+    assert torch.equal(other.linear.weight, weight)
+
+
+# Buffers and attributes.
+
+
+def test_buffers_change_attributes_do_not():
+    def count(self, x):
+        self.buffer += 1
+        self.plain += 1
+        return self.linear(x), self.buffer, self.plain
+
+    plain = torch.tensor([0])
+    model = model_of(count, buffer=torch.tensor([0]), plain=plain)
+    executor = poptorch.inferenceModel(model, make_options())
+    for call in (1, 2, 3):
+        _y, buffer, attribute = executor(x)
+        assert (buffer.tolist(), attribute.tolist()) == ([call], [1])
+    assert (model.buffer.tolist(), plain.tolist()) == ([0], [0])
+    assert model.plain is plain
+    executor.copyWeightsToHost()
+    assert model.buffer.tolist() == [3]
+
+
+def test_an_attribute_that_is_assigned_is_as_before():
+    def assign(self, x):
+        self.plain = self.plain + 1
+        self.new = x
+        return self.plain * 1
+
+    plain = torch.tensor([5])
+    model = model_of(assign, plain=plain)
+    executor = poptorch.inferenceModel(model, make_options())
+    assert [executor(x).item(), executor(x).item()] == [6, 6]
+    assert model.plain is plain
+    assert not hasattr(model, "new")
+
+
+def test_a_counter_of_calls_is_buffered_in_training():
+    def forward(self, x):
+        self.buffer.mul_(2)
+        return loss(self.linear(x) * self.buffer)
+
+    train_as_torch(forward, buffer=torch.tensor(1.0))
+
+
+def test_named_buffers_are_copied_to_the_devices():
+    model = model_of(lambda self, x: x + self.buffer_a + self.buffer_b, buffer_a=x, buffer_b=x)
+    executor = poptorch.inferenceModel(model, make_options(updatable_named_buffers=["buffer_a"]))
+    with pytest.raises(poptorch.Error, match="Model has not been compiled"):
+        executor.copyNamedBuffersToDevice()
+    assert_close([executor(x)], [3 * x])
+    model.buffer_a.zero_()
+    model.buffer_b.zero_()
+    executor.copyNamedBuffersToDevice()
+    assert_close([executor(x)], [2 * x])
+    other = poptorch.inferenceModel(model, make_options())
+    with pytest.raises(poptorch.Error, match="No named buffers marked as updatable"):
+        other.copyNamedBuffersToDevice()
+    wrong = poptorch.inferenceModel(model, make_options(updatable_named_buffers=["nobody"]))
+    wrong(x)
+    with pytest.raises(poptorch.Error, match=r"names \['nobody'\], which the model does not have"):
+        wrong.copyNamedBuffersToDevice()
+
+
+def reassign(self, x):
+    self.buffer = self.buffer + 1
+    return x
+
+
+def remove(self, x):
+    del self.buffer
+    return x
+
+
+def change_parameter(self, x):
+    with torch.no_grad():
+        self.linear.weight.mul_(2)
+    return self.linear(x)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(context, gradient):
+        return 3 * gradient
+
+
+def change_constant(self, x):
+    self.table[0].add_(1)
+    return x + self.table[0]
+
+
+def differentiate_with_respect_to_a_leaf(self, x):
+    x = x.clone().requires_grad_()
+    return torch.autograd.grad(self.linear(x).pow(2).sum(), x)[0]
+
+
+REFUSED = {
+    "constant": (
+        change_constant,
+        "A tensor of a list or a closure, neither a buffer nor an input, is changed",
+    ),
+    "reassigned": (
+        reassign,
+        "Buffer buffer is reassigned within the model when calling the forward method",
+    ),
+    "removed": (remove, "Buffer buffer is removed from the model when calling the forward method"),
+    "parameter": (change_parameter, "Parameter linear.weight is changed by the model's forward"),
+    "if": (lambda self, x: x if x.sum() > 0 else -x, r"test_poptorch_capture.py:\d+.* asks for a value"),
+    "item": (lambda self, x: x * x.sum().item(), "asks for a value of a tensor"),
+    "mask": (lambda self, x: x[x > 0].sum(), "asks for a value of a tensor"),
+    "numpy": (lambda self, x: torch.from_numpy(x.numpy()), "asks for a value of a tensor"),
+    "nonzero": (lambda self, x: x.nonzero(), "asks for a value of a tensor"),
+    "leaf": (differentiate_with_respect_to_a_leaf, "takes a tensor out of torch's sight"),
+    "half complex": (lambda self, x: x.chalf().abs(), "makes or takes a tensor of torch.complex32"),
+    "lowering": (
+        lambda self, x: torch.special.airy_ai(x),
+        r"aten.special_airy_ai.default has no lowering: in module Model, .*test_poptorch_capture.py:\d+"
+        r"[\s\S]*poptorch.register_lowering\(",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals(name, capfd):
+    forward, message = REFUSED[name]
+    model = model_of(forward, buffer=torch.zeros(1), table=[torch.zeros(1)])
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises(poptorch.Error, match=message):
+        poptorch.inferenceModel(model, make_options())(x)
+    assert capfd.readouterr().err == ""
+    for key, value in model.state_dict().items():
+        assert torch.equal(before[key], value), f"{key} is as before"
+
+
+def test_a_buffer_within_another_that_is_written():
+    model = model_of(lambda self, x: self.part.add_(1) + self.buffer.sum(), buffer=torch.zeros(4))
+    model.register_buffer("part", model.buffer[:2])
+    with pytest.raises(poptorch.Error, match="buffer and part share memory, .* Register a copy"):
+        poptorch.inferenceModel(model, make_options())(x)
+
+
+def test_gradients_in_forward():
+    def penalize(self, x):
+        y = self.linear(x)
+        (gradient,) = torch.autograd.grad(y.pow(2).sum(), self.linear.weight, create_graph=True)
+        return loss(y.mean() + gradient.norm())
+
+    train_as_torch(penalize)
+
+
+def test_hooks_on_gradients():
+    def hooked(self, x):
+        y = self.linear(x)
+        y.register_hook(lambda gradient: 2 * gradient)
+        return loss(y)
+
+    with pytest.raises(poptorch.Error, match="forward calls register_hook of a tensor"):
+        poptorch.trainingModel(model_of(hooked), make_options())(x)
+    for add, message in [
+        (lambda m: m.linear.register_full_backward_hook(lambda *args: None), "module 'linear' has a hook"),
+        (lambda m: m.linear.weight.register_hook(lambda g: 2 * g), "parameter 'linear.weight' has a hook"),
+        (
+            lambda m: m.linear.bias.register_post_accumulate_grad_hook(lambda p: None),
+            "parameter 'linear.bias' has a hook",
+        ),
+    ]:
+        model = model_of(lambda self, x: loss(self.linear(x)))
+        handle = add(model)
+        executor = poptorch.trainingModel(model, make_options())
+        with pytest.raises(poptorch.Error, match=message):
+            executor(x)
+        handle.remove()
+        executor(x)
+
+
+def test_files_that_errors_pass_over():
+    def forward(self, x):
+        return torch.special.airy_ai(x)
+
+    options = make_options(source_location_excludes=["test_poptorch_capture"])
+    with pytest.raises(poptorch.Error, match="has no lowering: in module Model.\n"):
+        poptorch.inferenceModel(model_of(forward), options)(x)
+
+
+def test_errors_of_forward_are_the_users_own():
+    def fail(self, x):
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        infer(fail, x)
+    with pytest.raises(RuntimeError, match="must have same reduction dim"):
+        infer(lambda self, x: x @ x, x)
+
+
+def test_own_functions_work_outside_of_models():
+    """While a model is captured, another thread may use what is refused in it."""
+    results = []
+
+    def forward(self, x):
+        thread = threading.Thread(target=lambda: results.append(Doubled.apply(torch.ones(1)).item()))
+        thread.start()
+        thread.join()
+        return self.linear(x)
+
+    infer(forward, x)
+    assert results == [2]
+
+
+class LookedAt(torch.nn.Module):
+    """While its forward is captured, another thread does something with what is in it."""
+
+    def __init__(self, look):
+        super().__init__()
+        self.inner = inner = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
+        self.thread = threading.Thread(target=lambda: look(inner))
+
+    def forward(self, x):
+        y = self.inner(x)
+        if markers.current_capture() is not None and self.thread.ident is None:
+            self.thread.start()
+            self.thread.join()
+        return self.inner(y)
+
+
+def loaded(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [lambda model: model, copy.copy, copy.deepcopy, loaded],
+    ids=["itself", "copy", "deepcopy", "save"],
+)
+def test_other_threads_see_weights_while_a_model_is_captured(copied):
+    """Export puts tensors without values in their place, and did so for all threads."""
+    seen = {}
+    model = LookedAt(lambda inner: seen.update(copied(inner).state_dict())).eval()
+    poptorch.inferenceModel(model, make_options())(torch.ones(4, 3))
+    assert not {type(tensor) for tensor in seen.values()} & {FakeTensor}
+    expected = model.inner.state_dict()
+    assert seen.keys() == expected.keys()
+    assert_close(seen.values(), expected.values())
+    kept = [vars(module)[kind] for module in model.modules() for kind in ("_parameters", "_modules")]
+    assert {type(held) for held in kept} == {dict}
+
+
+def test_other_threads_train_a_model_while_it_is_captured():
+    def change(inner):
+        optimizer = torch.optim.SGD(inner.parameters(), 0.5)
+        inner(batch).square().sum().backward()
+        optimizer.step()
+        inner[1].register_buffer("mine", torch.ones(1))
+
+    torch.manual_seed(0)
+    batch = torch.randn(4, 3)
+    model = LookedAt(change).eval()
+    expected = copy.deepcopy(model.inner)
+    change(expected)
+    executor = poptorch.inferenceModel(model, make_options())
+    executor.compile(batch)
+    assert_same_state(model.inner, expected)
+    assert_close([executor(batch)], [expected.eval()(expected(batch)).detach()])
+
+
+def test_another_thread_replaces_a_parameter_while_a_model_is_captured():
+    def change(inner):
+        inner[0].bias = torch.nn.Parameter(torch.full((3,), 7.0))
+
+    model = LookedAt(change).eval()
+    executor = poptorch.inferenceModel(model, make_options())
+    with pytest.raises(poptorch.Error, match="inner.0.bias of the model was replaced in another thread"):
+        executor(torch.ones(4, 3))
+    assert model.inner[0].bias.tolist() == [7] * 3
+    assert_close([executor(torch.ones(4, 3))], [model(torch.ones(4, 3)).detach()])
+
+
+def test_an_interrupt_leaves_the_model_as_it_was(monkeypatch):
+    """In forward, and while the model gets back what it had."""
+
+    def forward(self, x):
+        raise KeyboardInterrupt
+
+    def interrupted(*columns, strict):
+        for number, row in enumerate(builtins.zip(*columns, strict=strict)):
+            if number == 1:
+                signal.raise_signal(signal.SIGINT)
+            yield row
+
+    model = model_of(forward)
+    before = model.state_dict()
+    with pytest.raises(KeyboardInterrupt):
+        poptorch.inferenceModel(model, make_options())(x)
+    monkeypatch.setattr(thread_views, "zip", interrupted, raising=False)
+    with pytest.raises(KeyboardInterrupt), thread_views.changed_for_this_thread_alone(model):
+        pass
+    kept = [vars(module)[kind] for module in model.modules() for kind in ("_parameters", "_modules")]
+    assert {type(held) for held in kept} == {dict}
+    assert_close(model.state_dict().values(), before.values())
+
+
+def test_one_thread_at_a_time_has_models_with_a_module_in_common():
+    def enter():
+        with changed_for_this_thread_alone(torch.nn.Sequential(common)):
+            entered.set()
+
+    common, entered = torch.nn.ReLU(), threading.Event()
+    before = vars(common)["_parameters"]
+    thread = threading.Thread(target=enter)
+    with changed_for_this_thread_alone(torch.nn.Sequential(common)):
+        thread.start()
+        assert not entered.wait(0.2)
+    thread.join(60)
+    assert entered.is_set()
+    assert vars(common)["_parameters"] is before
+
+
+OF_CLASSES = ["__new__", "__init__", "__getattribute__", "__class_getitem__", "__doc__", "__hash__"]
+
+
+@pytest.mark.parametrize("name", sorted(vars(dict).keys() - OF_CLASSES))
+def test_each_thread_has_the_methods_of_its_own_dictionary(name):
+    def call(held):
+        result = getattr(held, name)(*arguments.get(name, ()))
+        result = list(result) if name in ("__iter__", "__reversed__", "keys", "values", "items") else result
+        return None if name in ("__ior__", "__sizeof__") else result, dict(held.items())
+
+    arguments = {
+        **dict.fromkeys(["__or__", "__ror__", "__ior__", "update", "__eq__", "__ne__"], ({"c": 3},)),
+        **dict.fromkeys(["__contains__", "__getitem__", "__delitem__", "get", "pop"], ("b",)),
+        **dict.fromkeys(["__lt__", "__le__", "__gt__", "__ge__"], ({},)),
+        **dict.fromkeys(["__setitem__", "setdefault"], ("c", 4)),
+        "fromkeys": ("ab",),
+    }
+    model, results = torch.nn.Module(), []
+    others = vars(model)["_parameters"] = {"a": 1, "b": 2}
+    with changed_for_this_thread_alone(model):
+        held = vars(model)["_parameters"]
+        held.clear()
+        held.update({"x": 1, "b": 5})
+        thread = threading.Thread(target=lambda: results.append(call(held)))
+        thread.start()
+        thread.join()
+        assert call(held) == call({"x": 1, "b": 5})
+    assert results == [call({"a": 1, "b": 2})]
+    assert vars(model)["_parameters"] is others
+    assert others == results[0][1]
+
+
+def test_a_changed_input_is_told(caplog, monkeypatch):
+    monkeypatch.setattr(logs, "_said", set())
+    given = x.clone()
+    assert_close([infer(lambda self, x: x.mul_(2) + 1, given)], [2 * x + 1])
+    assert torch.equal(given, x)
+    assert "The model changes an input in place" in caplog.text
+
+
+# Gradients of what a region without gradients only looks at.
+
+
+def test_a_region_without_gradients_gives_on_what_it_was_given():
+    """torch's `float` of float32 and its broadcast of equal shapes are the tensor itself, with a gradient.
+
+    Export takes them for new ones, so that the loss of a model that measures something first had none.
+    """
+
+    def forward(self, x):
+        y = self.linear(x)
+        with torch.no_grad():
+            y.float().contiguous()
+            torch.nn.functional.l1_loss(y, x)
+            doubled = 2 * y
+        return loss((y - doubled) ** 2)
+
+    train_as_torch(forward)
+
+
+# Losses.
+
+
+def mse(self, x):
+    return torch.nn.functional.mse_loss(self.linear(x), x)
+
+
+def two_losses(self, x):
+    return mse(self, x), torch.nn.functional.l1_loss(self.linear(x), x)
+
+
+class Wrong(torch.nn.Module):
+    """Computes a loss and something of it, each on a line of its own."""
+
+    def __init__(self, compute):
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 3)
+        self.compute = compute
+
+    def forward(self, x):
+        found = torch.nn.functional.mse_loss(self.linear(x), x)
+        return self.compute(found, self.linear.weight)
+
+
+def changed_by_another_name(found, _weight):
+    found.view(1).mul_(2)
+    return found
+
+
+def scaled_in_place(found, weight):
+    found += weight.abs().sum()
+    return found
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda found, _weight: 2 * found,
+        lambda found, weight: found + 0.1 * weight.square().sum(),
+        lambda found, _weight: (found, found.exp()),
+        scaled_in_place,
+        changed_by_another_name,
+    ],
+)
+def test_what_is_computed_from_a_loss_and_returned_is_no_loss(compute):
+    with pytest.raises(poptorch.Error) as raised:
+        poptorch.trainingModel(seeded(lambda: Wrong(compute)), make_options())(x)
+    (line,) = re.findall(rf"The value is from module Wrong, {__file__}:(\d+):", str(raised.value))
+    assert 0 <= int(line) - compute.__code__.co_firstlineno < 4
+    for part in (
+        "The model returns a value that is computed from a loss",
+        "found = torch.nn.functional.mse_loss(self.linear(x), x)",
+        "wrap it in poptorch.identity_loss(loss, reduction='mean')",
+    ):
+        assert part in str(raised.value), part
+
+
+def focal(self, x):
+    losses = torch.nn.functional.cross_entropy(self.linear(x), x.argmax(1), reduction="none")
+    return ((1 - torch.exp(-losses)) ** 2 * losses).mean()
+
+
+def hidden(self, x):
+    y = self.linear(x)
+    made = torch.cond(y.sum() > 0, lambda y: torch.nn.functional.mse_loss(y, y + 1), lambda y: y.sum(), [y])
+    return made, torch.nn.functional.l1_loss(y, x)
+
+
+def test_losses_that_cannot_be_found():
+    for forward, message in [
+        (lambda self, x: self.linear(x).sum(), "Couldn't find a loss in graph!"),
+        (two_losses, "Multiple independent losses found in graph. Graph must have one final loss"),
+        (lambda self, x: tuple(map(loss, two_losses(self, x))), "Multiple independent losses"),
+        (
+            lambda self, x: torch.nn.functional.mse_loss(self.linear(x), x, reduction="none"),
+            r"The loss must be a floating-point scalar; that of .* is torch.float32 of shape \(4, 3\)",
+        ),
+        (focal, "computed from a loss.*cross_entropy_loss"),
+        (
+            lambda self, x: (mse(self, x), self.linear(x))[1],
+            "does not return its loss. The loss, mse",
+        ),
+        (lambda self, x: (2 * mse(self, x)).detach(), "only values that are computed from it without"),
+        (lambda self, x: 2 * loss(mse(self, x)), "identity_loss marks, but only what is computed from it"),
+        (lambda self, x: (loss(self.linear(x)), mse(self, x))[1], "identity_loss marks, but other values"),
+        (hidden, "within a branch, a loop or another region"),
+    ]:
+        with pytest.raises(poptorch.Error, match=message):
+            poptorch.trainingModel(model_of(forward), make_options())(x)
+    assert len(infer(two_losses, x)) == 2
+
+
+def trained(forward):
+    """The weights after an update, and what the model returned."""
+    model = model_of(forward)
+    made = poptorch.trainingModel(model, make_options())(x)
+    return list(model.state_dict().values()), made
+
+
+def test_what_is_returned_beside_a_loss():
+    """Copies of it, values without gradients, metrics; the loss is what alone has a way for gradients."""
+
+    def forward(self, x):
+        found = mse(self, x)
+        metric = torch.nn.functional.l1_loss(self.linear(x).detach(), x)
+        two_losses(self, x)  # which nothing uses
+        copies = [found.detach(), found.float(), found * 1.0, 0 + found, found.mean(), found.unsqueeze(0)]
+        metrics = [metric, found.detach().exp(), 3 * self.linear(x).sum()]
+        return {"found": (found, copies), "metrics": metrics}
+
+    weights, made = trained(forward)
+    expected, alone = trained(mse)
+    assert_close(weights, expected)
+    assert_close([*made["found"][1], made["found"][0]], 7 * [alone])
+    assert_close(made["metrics"][1:2], [alone.exp()])
+
+
+def test_a_mark_counts_whatever_else_is_computed():
+    def forward(self, x):
+        first, second = two_losses(self, x)
+        penalty = self.linear.weight.square().sum()
+        marked = poptorch.identity_loss(2 * first + 0.1 * penalty, reduction="sum")
+        return marked, 2 * marked, second, first.exp()
+
+    weights, _made = trained(forward)
+    plain = model_of(forward)
+    (2 * mse(plain, x) + 0.1 * plain.linear.weight.square().sum()).backward()
+    assert_close(weights, [p.detach() - 0.01 * p.grad for p in plain.parameters()])
+
+
+def test_the_result_that_several_losses_go_into_is_minimized():
+    """As question answering of transformers has it: half the sum of two. Parts may be returned."""
+
+    def forward(self, x):
+        first, second = two_losses(self, x)
+        return (first + 3 * second) / 2, first, second
+
+    weights, _made = trained(forward)
+    plain = model_of(forward)
+    forward(plain, x)[0].backward()
+    assert_close(weights, [p.detach() - 0.01 * p.grad for p in plain.parameters()])
+
+
+def test_several_results_that_losses_go_into():
+    def forward(self, x):
+        first, second = two_losses(self, x)
+        return first + second, first - second
+
+    with pytest.raises(poptorch.Error, match="one scalar that forward returns, and no other"):
+        poptorch.trainingModel(model_of(forward), make_options())(x)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_a_loss_of_ones_own(reduction):
+    train_as_torch(
+        lambda self, x: poptorch.identity_loss(5 * (self.linear(x) - x) ** 2, reduction=reduction)
+    )
+
+
+def test_wrong_reduction():
+    with pytest.raises(AssertionError, match="Unsupported reduction type!"):
+        poptorch.identity_loss(x, "max")
+
+
+# Structures, arguments and results.
+
+
+def test_structures_of_arguments_and_results():
+    def forward(self, pair, factor=2, *, scale=None):
+        y = pair["a"] * factor + pair["b"][0]
+        return {"y": y, "rest": [y if scale is None else y * scale, "text", None], "given": pair["a"]}
+
+    class Model(torch.nn.Module):
+        def forward(self, pair, factor=2, *, scale=None):
+            return forward(self, pair, factor, scale=scale)
+
+    executor = poptorch.inferenceModel(Model(), make_options(2))
+    a = torch.arange(4.0)
+    made = executor({"a": a, "b": (a + 1,)}, scale=a)
+    assert list(made) == ["y", "rest", "given"]
+    assert made["rest"][1:] == ["text", None]
+    assert_close([made["y"], made["rest"][0], made["given"]], [3 * a + 1, (3 * a + 1) * a, a])
+    with pytest.raises(poptorch.Error, match=r"Keys mismatch: expected \['scale'\] but got \[\]"):
+        executor({"a": a, "b": (a + 1,)})
+    with pytest.raises(poptorch.Error, match=r"Type mismatch for pair\['b'\]: expected <class 'tuple'>"):
+        executor({"a": a, "b": [a + 1]}, scale=a)
+    with pytest.raises(poptorch.Error, match="Shape mismatch for scale"):
+        executor({"a": a, "b": (a + 1,)}, scale=torch.ones(6))
+
+
+def test_constants_are_compiled_in():
+    executor = poptorch.inferenceModel(model_of(lambda self, x, factor: x * factor), make_options())
+    assert_close([executor(x, 5)], [5 * x])
+    with pytest.raises(poptorch.Error, match="Value mismatch for args.1.: expected 5 but got 3"):
+        executor(x, 3)
+
+
+def test_dtypes_come_back():
+    def forward(self, x):
+        return (
+            x.argmax(1),
+            (x > 0),
+            x.to(torch.int32),
+            x.half(),
+            x.to(torch.bfloat16),
+            torch.ones(1, dtype=torch.int64),
+        )
+
+    for made, expected in zip(infer(forward, x), forward(None, x), strict=True):
+        assert made.dtype == expected.dtype
+        assert torch.equal(made, expected)
+
+
+def test_large_integers_are_refused():
+    with pytest.raises(
+        ValueError, match="Input args.0. has integers from 1 to 4294967296, which do not fit int32"
+    ):
+        infer(lambda self, x: x + 1, torch.tensor([1, 2**32]))
+    assert infer(lambda self, x: x + 1, torch.tensor([1, 2**31 - 2])).tolist() == [2, 2**31 - 1]
+
+
+def test_float64_is_told(caplog, monkeypatch):
+    monkeypatch.setattr(logs, "_said", set())
+    made = infer(lambda self, x: x / 3, x.double())
+    assert made.dtype == torch.float64
+    assert_close([made], [x.double() / 3], 1e-6)
+    assert "Tensors of float64 are computed in float32" in caplog.text
+
+
+def test_inputs_that_require_gradients_are_detached(caplog, monkeypatch):
+    monkeypatch.setattr(logs, "_said", set())
+    made = infer(lambda self, x: self.linear(x), x.clone().requires_grad_())
+    assert not made.requires_grad
+    assert "Input args[0] requires a gradient" in caplog.text
+
+
+def test_no_tensor_at_all():
+    executor = poptorch.inferenceModel(model_of(lambda self: self.linear.weight * 2), make_options(3))
+    assert executor().shape == (9, 3)
+
+
+def test_nop():
+    train_as_torch(lambda self, x: loss(poptorch.nop(self.linear(x)).tanh()))
+
+
+def test_autocast_and_checkpoints():
+    def cast(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.linear(x)
+
+    made = infer(cast, x)
+    assert made.dtype == torch.bfloat16
+    assert_close([made.float()], [model_of(cast)(x).float()], 1e-2)
+
+    def checkpoint(self, x):
+        return loss(torch.utils.checkpoint.checkpoint(self.linear, x, use_reentrant=False))
+
+    train_as_torch(checkpoint)
+
+
+def test_tied_weights_over_stages():
+    class Tied(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = torch.nn.Linear(3, 5, bias=False)
+            self.head = torch.nn.Linear(3, 5, bias=False)
+            self.head.weight = self.embedding.weight
+
+        def forward(self, x):
+            with poptorch.Block("a", ipu_id=0):
+                y = self.embedding(x)
+            with poptorch.Block("b", ipu_id=1):
+                return loss(self.head(x) * y.tanh())
+
+    model = seeded(Tied)
+    plain = reference(model, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    executor = poptorch.trainingModel(
+        model, make_options(1, 2), torch.optim.SGD(model.parameters(), lr=0.1)
+    )
+    for _update in range(2):
+        executor(x)
+        plain.train((x,), 1, 2, lambda value: value)
+    assert model.head.weight is model.embedding.weight
+    assert_close([model.head.weight.detach()], [plain.model.head.weight.detach()])
+
+
+def test_a_buffer_that_a_later_stage_writes():
+    def forward(self, x):
+        with poptorch.Block("a", ipu_id=0):
+            y = x + self.buffer
+        with poptorch.Block("b", ipu_id=1):
+            self.buffer.copy_(y.mean())
+        return y * 2
+
+    with pytest.raises(poptorch.Error, match="Buffer buffer is read in block a and written in block b"):
+        infer(forward, x, buffer=torch.zeros(()))
+
+
+def test_a_lowering_of_the_users():
+    import jax.numpy as jnp
+
+    poptorch.register_lowering("aten::_linalg_eigh", lambda x, *rest: tuple(jnp.linalg.eigh(x)))
+    try:
+        made = infer(lambda self, x: torch.linalg.eigh(x.T @ x)[0], x)
+        assert_close([made], [torch.linalg.eigvalsh(x.T @ x)], 1e-4)
+    finally:
+        from ipu_pipeline.poptorch.lowering import (
+            registry,
+        )
+
+        del registry._registered["aten::_linalg_eigh"]
+
+
+def test_control_flow():
+    def forward(self, x):
+        return torch.cond(x.sum() > 0, lambda x: self.linear(x), lambda x: x * 2, (x,))
+
+    model = model_of(forward)
+    executor = poptorch.inferenceModel(model, make_options())
+    assert_close([executor(x + 1), executor(x - 1)], [model(x + 1), model(x - 1)])
+
+
+def test_control_flow_of_a_model_that_is_wrapped_twice():
+    """torch traces the branches, and would trace what watches the weights too."""
+
+    def forward(self, x):
+        return loss(torch.cond(x.sum() > 0, lambda x: self.linear(x), lambda x: x * 2, (x,)))
+
+    model = model_of(forward)
+    training = poptorch.trainingModel(model, make_options())
+    training(x + 1)
+    inference = poptorch.inferenceModel(model, make_options())
+    assert_close([inference(x + 1)], [model(x + 1).detach()[None]])
+    assert type(model.linear.weight) is not torch.nn.Parameter, "it is watched again"
+
+
+# What a review found.
+
+
+def in_autocast(self, x):
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+        y = self.linear(x)
+    return loss(self.linear(x) * y)
+
+
+def in_branch(self, x):
+    def branch(x):
+        with torch.no_grad():
+            y = self.linear(x)
+        return self.linear(x) * y
+
+    return loss(torch.cond(x.sum() > -100, branch, lambda x: self.linear(x), (x,)))
+
+
+def test_regions_without_gradients_within_others():
+    train_as_torch(in_branch)
+    with pytest.raises(poptorch.Error, match="switches gradients off within a region of torch.autocast"):
+        poptorch.trainingModel(model_of(in_autocast), make_options())(x)
+    assert infer(in_autocast, x).shape == (1,)
+
+
+def test_a_call_within_no_grad_and_inference_mode():
+    model = model_of(without_gradient)
+    other = model_of(without_gradient)
+    poptorch.trainingModel(other, make_options())(x)
+    with torch.no_grad():
+        poptorch.trainingModel(model, make_options())(x)
+    assert_close(model.state_dict().values(), other.state_dict().values())
+    linear = seeded(lambda: torch.nn.Linear(3, 3))
+    executor = poptorch.inferenceModel(linear, make_options())
+    with torch.inference_mode():
+        assert_close([executor(x)], [linear(x)])
+
+
+def test_a_buffer_that_keeps_anothers_old_value():
+    def forward(self, x):
+        self.buffer_old.copy_(self.buffer_new)
+        self.buffer_new.add_(1)
+        return x + self.buffer_old
+
+    model = model_of(forward, buffer_old=torch.zeros(()), buffer_new=torch.ones(()))
+    executor = poptorch.inferenceModel(model, make_options())
+    assert_close([executor(x), executor(x)], [x + 1, x + 2])
+    executor.copyWeightsToHost()
+    assert (model.buffer_old.item(), model.buffer_new.item()) == (2, 3)
+
+
+def test_a_buffer_whose_elements_share_memory():
+    model = model_of(lambda self, x: loss(self.linear(x) * self.mask))
+    model.register_buffer("mask", torch.ones(1, 3).expand(4, 3))
+    poptorch.trainingModel(model, make_options())(x)
+    assert model.state_dict()["mask"].shape == (4, 3)
+
+
+def test_a_loss_in_a_region_of_its_own():
+    def forward(self, x):
+        def branch(x):
+            return torch.nn.functional.mse_loss(self.linear(x), x)
+
+        return torch.cond(x.sum() > -100, branch, lambda x: x.sum(), (x,))
+
+    with pytest.raises(
+        poptorch.Error, match="The loss is computed in .*, within a branch, a loop or another"
+    ):
+        poptorch.trainingModel(model_of(forward), make_options())(x)
+
+
+class Boxed:
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+def test_objects_with_tensors_in_them():
+    with pytest.raises(poptorch.Error, match="is an object with tensors in it, in which nobody looks"):
+        infer(lambda self, box: box.tensor, Boxed(x))
+    with pytest.raises(
+        poptorch.Error, match=r"the result\[0\] of the model's forward is an object with tensors"
+    ):
+        infer(lambda self, x: (Boxed(x), x), x)
+
+
+def test_any_keyword_arguments_keep_their_order():
+    class Model(torch.nn.Module):
+        def forward(self, x, *, y=None, **others):
+            return torch.cat([x, y, *others.values()])
+
+    t = [torch.tensor([float(n)]) for n in range(4)]
+    made = poptorch.inferenceModel(Model(), make_options())(t[0], b=t[2], a=t[3], y=t[1])
+    assert made.tolist() == [0, 1, 2, 3]
+
+
+# What it costs.
+
+
+def test_operations_are_listed_once_when_decomposing(monkeypatch):
+    """torch would list them twice in each of its namespaces."""
+    from torch._export import utils
+
+    listed, find = [], utils._materialize_cpp_cia_ops
+
+    def counted():
+        listed.append(1)
+        find()
+
+    infer(lambda self, x: self.linear(x), x)  # what torch keeps by itself is there
+    monkeypatch.setattr(utils, "_materialize_cpp_cia_ops", counted)
+    infer(lambda self, x: self.linear(x), x)
+    assert len(listed) == 1
+    assert utils._materialize_cpp_cia_ops is counted

@@ -1,0 +1,107 @@
+"""torch's own list of module tests: each module, in training and evaluation, forward and backward.
+
+The list is that of torch.testing. Of each module, and of each mode where they differ, the cases at the
+ends of its inputs are taken, so that all of its modules are among them.
+"""
+
+import dataclasses
+import functools
+
+import pytest
+import torch
+
+from tests.support import lowered
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch warns of what is in its own list
+
+GROUP = 18  # so many are exported and compiled together
+REFUSED = {}  # name of a case -> a part of the error that it is refused with
+
+
+@dataclasses.dataclass
+class Case:
+    """A module of torch's list with arguments.
+
+    Attributes:
+      fixed: arguments that have no gradient: a loss is differentiated by what it is the loss of.
+    """
+
+    name: str
+    module: torch.nn.Module
+    args: tuple
+    kwargs: dict
+    fixed: list
+
+
+def make_case(info, training, given, name):
+    torch.manual_seed(0)
+    module = info.module_cls(*given.constructor_input.args, **given.constructor_input.kwargs)
+    module.train(training)
+    args, kwargs = given.forward_input.args, given.forward_input.kwargs
+    if "Lazy" in info.name:
+        module(*args, **kwargs)  # makes its parameters
+    samples = getattr(module, "_random_samples", None)
+    if samples is not None:  # torch's list has them in float64, which torch itself refuses
+        module._random_samples = samples.to(args[0].dtype)
+    fixed = list(args[1:]) if info.name.endswith("Loss") else []
+    return Case(name, module, args, kwargs, fixed)
+
+
+@functools.cache
+def cases():
+    # Not at the top: every process that runs tests would import a large part of torch and SciPy.
+    from torch.testing._internal.common_modules import module_db
+
+    found = []
+    for info in module_db:
+        for training in (True, False) if info.train_and_eval_differ else (True,):
+            torch.manual_seed(0)
+            inputs = list(
+                info.module_inputs_func(
+                    info, device="cpu", dtype=torch.float32, requires_grad=False, training=training
+                )
+            )
+            for number in sorted({0, len(inputs) - 1}):
+                name = f"{info.name} {'train' if training else 'eval'} {number}"
+                found.append(make_case(info, training, inputs[number], name))
+    return found
+
+
+def compare(some):
+    lowered.compare(
+        lowered.Group([case.module for case in some]),
+        [(case.args, case.kwargs) for case in some],
+        fixed=[tensor for case in some for tensor in case.fixed],
+        tolerance=1e-4,
+    )
+
+
+def failures_of(some):
+    """The errors of some cases by their names; one by one only if they fail together."""
+    try:
+        compare(some)
+    except Exception as error:
+        if len(some) == 1:
+            return {some[0].name: error}
+        half = len(some) // 2
+        return failures_of(some[:half]) | failures_of(some[half:])
+    return {}
+
+
+def check(some):
+    failures = failures_of(some)
+    assert failures.keys() == {case.name for case in some} & REFUSED.keys(), failures
+    for name, error in failures.items():
+        assert REFUSED[name] in str(error)
+
+
+def test_a_sample_of_the_list_is_computed_as_torch_does():
+    check(cases()[:: len(cases()) // 12])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("number", range(-(-252 // GROUP)))
+def test_the_list_is_computed_as_torch_does_except_what_is_refused_by_name(number):
+    assert len(cases()) == 252
+    assert len(cases()) - len(REFUSED) >= 225
+    check(cases()[number * GROUP : (number + 1) * GROUP])

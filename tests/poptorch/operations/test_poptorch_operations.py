@@ -1,0 +1,804 @@
+"""PopTorch's operations beside plain torch: on the CPU, on the devices, and differentiated."""
+
+import contextlib
+import copy
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import ipu_pipeline.poptorch as poptorch
+from ipu_pipeline.poptorch import logs
+from tests.support import lowered
+from tests.support.poptorch_front import assert_close, assert_same_state, make_options
+
+InputChannels, ReducingDim, OutputChannels, Disabled = poptorch.MatMulSerializationMode
+
+
+@pytest.fixture
+def log(monkeypatch):
+    """What was logged."""
+    lines = []
+    monkeypatch.setattr(logs.logger, "warning", lines.append)
+    monkeypatch.setattr(logs, "_said", set())
+    return lines
+
+
+def draw(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def infer(function, *args, model=None):
+    """What a function of tensors gives on the devices."""
+    return poptorch.inferenceModel(model or lowered.Call(function), make_options())(*args)
+
+
+class Trained(nn.Module):
+    """A linear layer, then a function of the module and its result, whose mean square is minimized."""
+
+    def __init__(self, function, blocks=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 4)
+        self.function, self.blocks = function, blocks
+
+    def forward(self, x):
+        with poptorch.Block("first", ipu_id=0):
+            x = torch.tanh(self.first(x))
+            if not self.blocks:
+                x = self.function(self, x)
+        with poptorch.Block("last", ipu_id=1):
+            if self.blocks:
+                x = self.function(self, x)
+            x = x.float()
+            return x, poptorch.identity_loss(x.square(), "mean")
+
+
+def train_as_torch(function, tolerance=1e-5, accumulation=2, blocks=False, calls=2):
+    """Trains on the devices and by plain torch, from the same weights, and compares all."""
+    model = Trained(function, blocks)
+    plain = copy.deepcopy(model)
+    x = draw(4 * accumulation, 4)
+    training = poptorch.trainingModel(
+        model, make_options(1, accumulation), torch.optim.SGD(model.parameters(), lr=0.1)
+    )
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _call in range(calls):
+        _made, losses = training(x)
+        optimizer.zero_grad()
+        expected = []
+        for part in x.chunk(accumulation):
+            loss = plain(part)[1]
+            expected.append(loss.detach())
+            (loss / accumulation).backward()
+        optimizer.step()
+        assert_close([losses], [torch.stack(expected)], tolerance)
+    assert_same_state(model, plain, tolerance)
+    return training
+
+
+# Slices
+
+
+@pytest.mark.parametrize("start", [0, 2, 5])
+@pytest.mark.parametrize(("dim", "size", "step"), [(0, 2, 1), (1, 5, 2), (-1, 4, 3)])
+def test_dynamic_slice_and_update_as_indices(dim, size, step, start):
+    shape = [3, 4]
+    shape[dim] = 10
+    x, place = draw(*shape), torch.tensor(start)
+    expected = x.index_select(dim, torch.arange(start, start + size, step))
+    assert torch.equal(poptorch.dynamic_slice(x, dim, place, size, step), expected)
+    source_shape = list(shape)
+    source_shape[dim] = size
+    source = draw(*source_shape, seed=1)
+    changed = x.index_copy(dim, torch.arange(start, start + size), source)
+    assert torch.equal(poptorch.dynamic_update(x, source, dim, place, size), changed)
+
+
+def test_dynamic_slices_on_the_devices_and_their_gradients():
+    def run(x, source, start, other):
+        return (
+            poptorch.dynamic_slice(x, 0, start, 5, 2),
+            poptorch.dynamic_slice(x, 1, other, 2, 1),
+            poptorch.dynamic_update(x, source, -2, start, 4),
+            poptorch.dynamic_slice(x.long(), 1, start.int(), 2, 1),
+        )
+
+    for start, other in ((0, [2]), (3, [0])):
+        lowered.compare(run, draw(8, 5), draw(4, 5, seed=1), torch.tensor(start), torch.tensor(other))
+
+
+def test_one_program_slices_wherever_the_tensor_says():
+    executor = poptorch.inferenceModel(
+        lowered.Call(lambda x, start: poptorch.dynamic_slice(x, 0, start[0], 3, 1)), make_options()
+    )
+    x = torch.arange(8.0)
+    for start in (0, 3, 5):
+        assert torch.equal(executor(x, torch.tensor([start])), x[start : start + 3])
+    assert torch.equal(executor(x, torch.tensor([7])), x[5:])  # it begins earlier, so that it fits
+    with pytest.raises(IndexError):
+        poptorch.dynamic_slice(x, 0, torch.tensor(7), 3, 1)
+
+
+@pytest.mark.thorough
+def test_a_slice_trains_as_in_torch():
+    train_as_torch(
+        lambda self, x: poptorch.dynamic_update(
+            x, poptorch.dynamic_slice(x, 1, (x.sum() > 0).long() + 1, 4, 2), 1, torch.tensor(3), 2
+        )
+    )
+
+
+X = torch.zeros(3, 4)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: poptorch.dynamic_slice(X, 0, 1, 2, 1), "Slice start argument to dynamic_slice must be a"),
+        (lambda: poptorch.dynamic_slice(X, 0, torch.tensor(1), 1.5, 1), "Size must be an integer."),
+        (lambda: poptorch.dynamic_slice(X, 0, torch.tensor(1), 2, 0), "Step must be an integer. .*got 0"),
+        (
+            lambda: poptorch.dynamic_slice(X, 2, torch.tensor(1), 2, 1),
+            "dim must be an integer from -2 to 1",
+        ),
+        (lambda: poptorch.dynamic_slice(X, 0, torch.tensor(1), 4, 1), "size 4 is larger than dimension 0"),
+        (lambda: poptorch.dynamic_slice(X, 0, torch.ones(2), 2, 1), "start must have one integer; got a"),
+        (
+            lambda: poptorch.dynamic_slice([1], 0, torch.tensor(0), 2, 1),
+            "must take a torch.tensor argument",
+        ),
+        (
+            lambda: poptorch.dynamic_update(X, X[0], 0, torch.tensor(1), 2),
+            "input and src tensors must have same dimensionality.",
+        ),
+        (
+            lambda: poptorch.dynamic_update(X, X.double(), 0, torch.tensor(1), 2),
+            "input and src tensor must have same dtype.",
+        ),
+        (lambda: poptorch.dynamic_update(X, X[:2], 0, torch.tensor(1), 1), "src must have the shape of"),
+        (lambda: poptorch.dynamic_update(X, X[:2], 0, 1, 2), "Slice start argument to dynamic_update"),
+    ],
+)
+def test_slices_that_are_refused(call, text):
+    with pytest.raises(poptorch.Error, match=text):
+        call()
+
+
+# Matrix products in parts
+
+OPERANDS = {
+    "matrices": ((4, 6), (6, 8)),
+    "a batch and a matrix": ((3, 4, 6), (6, 8)),
+    "two batches": ((2, 1, 4, 6), (5, 6, 8)),
+}
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param(Disabled, marks=pytest.mark.thorough),
+        pytest.param(InputChannels, marks=pytest.mark.thorough),
+        ReducingDim,
+        OutputChannels,
+    ],
+)
+def test_serialized_products_and_their_gradients(mode):
+    cases = {
+        name: (lambda a, b: poptorch.serializedMatMul(a, b, mode, 2), draw(*lhs), draw(*rhs, seed=1))
+        for name, (lhs, rhs) in OPERANDS.items()
+    }
+    if mode in (InputChannels, ReducingDim):
+        cases["a vector"] = (
+            lambda a, b: poptorch.serializedMatMul(a, b, mode, 2),
+            draw(4, 6),
+            draw(6, seed=1),
+        )
+    for name, (function, lhs, rhs) in cases.items():
+        assert torch.equal(function(lhs, rhs), lhs @ rhs), name
+    lowered.compare_all(cases)
+
+
+@pytest.mark.parametrize("keeps", [pytest.param(False, marks=pytest.mark.thorough), True])
+def test_parts_of_float16_are_added_in_float32_if_that_is_wanted(keeps):
+    # 2048 + 1 is 2048 in float16, so that adding one part after the other loses all that follow the first.
+    lhs, rhs = torch.ones(1, 8).half(), torch.ones(8, 1).half()
+    lhs[0, 0] = 2048
+    function = lambda a, b: poptorch.serializedMatMul(a, b, ReducingDim, 8, keeps)  # noqa: E731
+    (made,), _, _ = lowered.run_jax(lowered.Call(function), (lhs, rhs), {})
+    assert made.dtype == np.float16
+    assert float(made[0, 0]) == (2056 if keeps else 2048)
+
+    lhs, rhs = torch.ones(8, 1).half(), torch.ones(1, 1).half()
+    lhs[0] = 2048
+    function = lambda a, b: poptorch.serializedMatMul(a, b, InputChannels, 8, keeps)  # noqa: E731
+    _, _, gradients = lowered.run_jax(
+        lowered.Call(function), (lhs, rhs), {}, [jnp.ones((8, 1), jnp.float16)]
+    )
+    assert float(gradients["1"][0, 0]) == (2056 if keeps else 2048)
+
+
+def temporary_bytes(function, *args):
+    """What XLA's program needs beside its inputs and results."""
+    lowered_function, inputs = lowered.lower(function, *args)
+    arrays = [lowered.as_array(tensor) for tensor in inputs]
+
+    def forward(*arrays):
+        return lowered_function({}, arrays)[0][0]
+
+    def backward(*arrays):
+        made, transpose = jax.vjp(forward, *arrays)
+        return transpose(made)
+
+    return [
+        jax.jit(f).lower(*arrays).compile().memory_analysis().temp_size_in_bytes
+        for f in (forward, backward)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("mode", "shapes"),
+    [
+        pytest.param(InputChannels, ((4096, 64), (64, 128)), marks=pytest.mark.thorough),
+        pytest.param(ReducingDim, ((64, 4096), (4096, 128)), marks=pytest.mark.thorough),
+        (OutputChannels, ((64, 128), (128, 4096))),
+    ],
+)
+def test_serialized_products_need_less_memory(mode, shapes):
+    """In float16: XLA's product of float32 on a CPU needs none beside its operands and its result."""
+    operands = [draw(*shape, dtype=torch.float16) for shape in shapes]
+    whole = temporary_bytes(torch.matmul, *operands)
+    parts = temporary_bytes(lambda a, b: poptorch.serializedMatMul(a, b, mode, 16), *operands)
+    print(mode, whole, parts)
+    assert parts[0] < 0.8 * whole[0], (parts, whole)
+    assert parts[1] < 0.8 * whole[1], (parts, whole)
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param(InputChannels, marks=pytest.mark.thorough),
+        pytest.param(ReducingDim, marks=pytest.mark.thorough),
+        OutputChannels,
+    ],
+)
+def test_a_serialized_product_trains_as_in_torch(mode):
+    train_as_torch(lambda self, x: poptorch.serializedMatMul(x, self.last.weight.t(), mode, 2))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ((X, X.t(), "rows"), AssertionError, "mode must be one of MatMulSerializationMode.*; got 'rows'"),
+        ((X, X.t(), InputChannels, 2.0), AssertionError, "factor must be an integer; got 2.0"),
+        ((X, X.t(), InputChannels, 3, 1), AssertionError, "keep_precision must be a bool; got 1"),
+        ((X, X.t(), InputChannels), poptorch.Error, "factor is the number of parts. .* got 0"),
+        ((X, X.t(), InputChannels, 2), poptorch.Error, "InputChannels cuts, 3; got 2"),
+        ((X, X.t(), ReducingDim, 3), poptorch.Error, "ReducingDim cuts, 4; got 3"),
+        ((X, X.t(), OutputChannels, 2), poptorch.Error, "OutputChannels cuts, 3; got 2"),
+        ((X[0], X.t(), InputChannels, 2), poptorch.Error, "needs a matrix; lhs has 1 dim"),
+        ((X, X[0], OutputChannels, 2), poptorch.Error, "needs a matrix; rhs has 1 dim"),
+        ((X, 3, InputChannels, 3), poptorch.Error, "must take torch.tensor arguments. It got int"),
+    ],
+)
+def test_serialized_products_that_are_refused(arguments, error, text):
+    with pytest.raises(error, match=text):
+        poptorch.serializedMatMul(*arguments)
+
+
+# Printing
+
+
+def test_printing_on_the_cpu_prints_values_and_gradients(capfd):
+    x = torch.tensor([[1.0, 2.5], [-3.0, 0.0]], requires_grad=True)
+    printed = poptorch.ipu_print_tensor(x, "x")
+    assert torch.equal(printed, x)
+    (printed * 2).sum().backward()
+    assert torch.equal(x.grad, torch.full((2, 2), 2.0))
+    poptorch.ipu_print_tensor(torch.tensor(7))
+    poptorch.ipu_print_tensor(torch.tensor([True, False]), "flags", print_gradient=False)
+    assert capfd.readouterr().err == (
+        "x:\n[[ 1.0000  2.5000]\n [-3.0000  0.0000]]\n"
+        "x_gradient:\n[[2.0000 2.0000]\n [2.0000 2.0000]]\n"
+        "7\nflags: [ True False]\n"
+    )
+
+
+@pytest.mark.parametrize("blocks", [pytest.param(False, marks=pytest.mark.thorough), True])
+def test_printing_on_the_devices(capfd, blocks):
+    def show(self, x):
+        x = poptorch.ipu_print_tensor(x.sum(), "sum", digits=6)
+        return poptorch.ipu_print_tensor(x, "quiet", print_gradient=False, digits=6)
+
+    train_as_torch(show, accumulation=3, blocks=blocks, calls=1)
+    lines = capfd.readouterr().err.splitlines()
+    values, quiet, gradients = (
+        [float(line.split(": ")[1]) for line in lines if line.startswith(f"{title}: ")]
+        for title in ("sum", "quiet", "sum_gradient")
+    )
+    # First on the devices, where a loss is not divided by the number of micro-batches, then by plain torch.
+    assert (len(values), len(quiet), len(gradients)) == (6, 6, 6), lines
+    assert not [line for line in lines if line.startswith("quiet_gradient")]
+    np.testing.assert_allclose(sorted(values[:3]), sorted(values[3:]), atol=2e-6)
+    np.testing.assert_allclose(sorted(gradients[:3]), 3 * np.sort(gradients[3:]), atol=5e-6)
+
+
+def test_printing_keeps_order_and_dtypes_in_inference(capfd):
+    executor = poptorch.inferenceModel(
+        lowered.Call(
+            lambda x: (poptorch.ipu_print_tensor(x, "x"), poptorch.ipu_print_tensor(x.half(), "h"))
+        ),
+        make_options(3),
+    )
+    made, half = executor(torch.tensor([1, 2, 3]))
+    assert made.tolist() == [1, 2, 3]
+    assert half.dtype == torch.float16
+    lines = capfd.readouterr().err.splitlines()
+    assert [line for line in lines if line.startswith("x")] == ["x: [1]", "x: [2]", "x: [3]"]
+    assert "h: [1.0000]" in lines
+
+
+@pytest.mark.parametrize(
+    ("array", "values", "expected"),
+    [
+        ([1.0, 20.0], {}, "[ 1.0000 20.0000]"),
+        ([1.0, 20.0], {"digits": 1, "separator": ", "}, "[ 1.0, 20.0]"),
+        ([1.0, 1e10], {}, "[1.0000e+00 1.0000e+10]"),
+        ([1.5, float("nan"), float("inf")], {"digits": 1}, "[1.5 nan inf]"),
+        ([0.5, 1e6], {"float_format": "none"}, "[  0.5 1e+06]"),
+        ([0.5], {"float_format": "scientific", "digits": 2}, "[5.00e-01]"),
+        ([1e10], {"float_format": "fixed", "digits": 0}, "[10000000000]"),
+        (
+            [[1, 2], [30, 4]],
+            {"open_bracket": "{", "close_bracket": "}", "separator": ","},
+            "{{ 1, 2},\n {30, 4}}",
+        ),
+        (list(range(10)), {"summarise_threshold": 9, "edge_items": 2}, "[0 1 ... 8 9]"),
+        (list(range(6)), {"max_line_width": 7}, "[0 1 2\n 3 4 5]"),
+        ([], {}, "[]"),
+        ([[], []], {}, "[[]\n []]"),
+        (3, {}, "3"),
+    ],
+)
+def test_layouts(array, values, expected):
+    from ipu_pipeline.poptorch.operations.printing import Layout
+
+    assert Layout(**values).write(np.asarray(array)) == expected
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: poptorch.ipu_print_tensor(3), "ipu print tensor must take a torch.tensor argument."),
+        (lambda: poptorch.ipu_print_tensor(X, 3), "title must be a string; got 3"),
+        (lambda: poptorch.ipu_print_tensor(X, "x", 1), "print_gradient must be a bool; got 1"),
+        (lambda: poptorch.ipu_print_tensor(X, float_format="e"), "float_format must be one of auto, fixed"),
+        (lambda: poptorch.ipu_print_tensor(X, edge_items=0), "edge_items is a number. .* from 1; got 0"),
+        (lambda: poptorch.ipu_print_tensor(X, separator=None), "separator must be a string; got None"),
+    ],
+)
+def test_printing_that_is_refused(call, text):
+    with pytest.raises(poptorch.Error, match=text):
+        call()
+
+
+# What is kept for the backward
+
+
+def checkpointed(self, x, mark=poptorch.recomputationCheckpoint):
+    for _layer in range(4):
+        x = mark(torch.sin(x))
+        for _operation in range(4):
+            x = torch.tanh(x * self.last.weight.sum())
+    return x
+
+
+def bytes_held(mark):
+    """What the first stage holds of a micro-batch between its forward and its backward."""
+    model = Trained(lambda self, x: checkpointed(self, x, mark))
+    training = poptorch.trainingModel(model, make_options(1, 2))
+    training.compile(draw(8, 4))
+    return training._compiled.pipeline.plan_memory()[0].num_held_bytes
+
+
+def test_a_model_with_checkpoints_computes_the_rest_again():
+    train_as_torch(checkpointed, calls=1)
+    assert 0 < bytes_held(poptorch.recomputationCheckpoint) < bytes_held(lambda x: x) / 2
+    x, y = draw(2, 3), draw(3)
+    assert poptorch.recomputationCheckpoint(x) is x
+    assert poptorch.recomputationCheckpoint(x, y) == (x, y)
+    assert poptorch.recomputationCheckpoint([x, y]) == [x, y]
+    with pytest.raises(ValueError, match="takes tensors; got int"):
+        poptorch.recomputationCheckpoint(x, 3)
+    # Without training there is nothing to keep.
+    assert_close([infer(poptorch.recomputationCheckpoint, x)], [x])
+
+
+def in_torchs_regions(self, x, is_reentrant=False):
+    for _layer in range(4):
+
+        def region(x, shift):
+            for _operation in range(4):
+                x = torch.tanh(x * self.last.weight.sum()) + shift
+            return x
+
+        x = torch.utils.checkpoint.checkpoint(
+            region, torch.sin(x), torch.ones(()), use_reentrant=is_reentrant
+        )
+    return x
+
+
+@pytest.mark.parametrize("is_reentrant", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_regions_of_torchs_own_checkpoints_are_computed_again(is_reentrant):
+    def compute(self, x):
+        return in_torchs_regions(self, x, is_reentrant)
+
+    train_as_torch(compute, calls=1)
+
+    def held(forward):
+        training = poptorch.trainingModel(Trained(forward), make_options(1, 2))
+        training.compile(draw(8, 4))
+        return training._compiled.pipeline.plan_memory()[0].num_held_bytes
+
+    assert 0 < held(compute) < held(lambda self, x: checkpointed(self, x, lambda x: x)) / 2
+
+
+def test_an_error_in_a_region_of_torchs_checkpoints_is_the_users():
+    def region(x):
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        infer(lambda x: torch.utils.checkpoint.checkpoint(region, x, use_reentrant=False), draw(2, 3))
+
+
+def test_a_policy_of_torchs_checkpoints_has_no_effect_as_a_warning_says(log):
+    def forward(x):
+        contexts = contextlib.nullcontext(), contextlib.nullcontext()
+        return torch.utils.checkpoint.checkpoint(
+            torch.sin, x, use_reentrant=False, context_fn=lambda: contexts
+        )
+
+    value = draw(2, 3)
+    assert_close([infer(forward, value)], [torch.sin(value)])
+    assert "The context_fn of torch.utils.checkpoint has no effect" in log[0]
+
+
+# Names
+
+
+def test_name_scopes(log):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x):
+            with poptorch.NameScope("outer"):
+                x = torch.relu(self.linear(x))
+                with poptorch.NameScope("inner"):
+                    x = torch.relu(x)
+                x = torch.relu(x)
+            return torch.relu(x)
+
+    model = Model()
+    executor = poptorch.inferenceModel(model, make_options().anchorTensor("kept", "outer/inner/relu"))
+    x = draw(2, 3)
+    assert_close([executor(x)], [model(x).detach()])
+    names = [name for name in executor.getTensorNames() if "relu" in name]
+    assert names == ["outer/relu", "outer/inner/relu", "outer/relu_1", "relu"]
+    assert "outer/linear/linear" in executor.getTensorNames()
+    assert "linear.weight" in executor.getTensorNames()
+    assert_close([executor.getAnchoredTensor("kept")], [model(x).detach()])
+    assert not log
+    with pytest.raises(AssertionError, match="name must be a string; got 3"):
+        poptorch.NameScope(3)
+    with pytest.raises(ValueError, match="must not be empty"):
+        poptorch.NameScope("")
+
+
+# Hints
+
+
+def test_nop_and_set_available_memory(log):
+    def run(self, x):
+        return poptorch.set_available_memory(poptorch.nop(self.last(x)), 0.5)
+
+    train_as_torch(run)
+    assert log == [line for line in log if line.startswith("poptorch.set_available_memory has no effect")]
+    assert len(log) == 1
+    x = draw(3).requires_grad_()
+    poptorch.nop(x).sum().backward()
+    assert torch.equal(x.grad, torch.ones(3))
+
+
+# Convolutions side by side
+
+
+class Convolutions(nn.Module):
+    def __init__(self, change=lambda multi: multi, is_within=True):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Conv2d(2, 3, 3), nn.Conv2d(2, 3, 3)
+        self.change, self.is_within = change, is_within
+
+    def forward(self, x):
+        with self.change(poptorch.MultiConv()):
+            if self.is_within:
+                y, z = self.first(x), self.second(x)
+        if not self.is_within:
+            y, z = self.first(x), self.second(x)
+        return torch.cat([y, z]), poptorch.identity_loss((y * z).square(), "mean")
+
+
+def change_everything(multi):
+    return (
+        multi.availableMemoryProportions([0.5, 0.2])
+        .partialsTypes([torch.float32, torch.float16])
+        .planType(poptorch.MultiConvPlanType.Serial)
+        .perConvReservedTiles(120)
+        .cycleBackOff(0.3)
+        .enableConvDithering(True)
+    )
+
+
+def test_multi_conv_trains_as_torch(log):
+    model = Convolutions(change_everything)
+    plain = copy.deepcopy(model)
+    training = poptorch.trainingModel(model, make_options(), torch.optim.SGD(model.parameters(), lr=0.1))
+    x = draw(2, 2, 5, 5)
+    made, loss = training(x)
+    expected, plain_loss = plain(x)
+    plain_loss.backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    assert_close([made, loss.reshape(())], [expected.detach(), plain_loss.detach()])
+    assert_same_state(model, plain)
+    assert len([line for line in log if line.startswith("poptorch.MultiConv.")]) == 6
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        (
+            lambda: Convolutions(lambda multi: multi.availableMemoryProportions([0.1] * 3)),
+            "availableMemoryProportions was given 3 values, but there are 2 convolutions in it",
+        ),
+        (lambda: Convolutions(is_within=False), "The MultiConv in .* has no convolution in it"),
+    ],
+)
+def test_multi_convs_that_are_refused(model, text):
+    with pytest.raises(poptorch.Error, match=text):
+        infer(None, draw(2, 2, 5, 5), model=model())
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (
+            lambda m: m.availableMemoryProportions(1.5),
+            AssertionError,
+            "must be floats from 0 to 1; got 1.5",
+        ),
+        (lambda m: m.planType("Serial"), AssertionError, "must be one of MultiConvPlanType"),
+        (lambda m: m.partialsTypes([torch.float32, "half"]), ValueError, "must be torch.float32 or torch"),
+        (lambda m: m.enableConvDithering(1), ValueError, "must be booleans; got 1"),
+        (lambda m: m.perConvReservedTiles(-1), AssertionError, "must be an integer from 0; got -1"),
+        (lambda m: m.cycleBackOff(2), AssertionError, "must be from 0 to 1; got 2"),
+    ],
+)
+def test_options_of_multi_conv_that_are_refused(call, error, text):
+    with pytest.raises(error, match=text):
+        call(poptorch.MultiConv())
+
+
+# Loops and conditionals
+
+
+def looped(self, x):
+    def body(x, y):
+        return y, torch.tanh(functional.linear(x, self.last.weight @ self.first.weight)) + y
+
+    return poptorch.for_loop(5, lambda x, y: body(x, y), [x[:, :4], x[:, 2:]])[1]
+
+
+def branched(self, x):
+    return poptorch.cond(
+        x.sum() > 0,
+        lambda x, y: [self.last(x), y + 1],
+        [x, x],
+        lambda x: (x[:, :4] * 2, torch.relu(x)),
+        [x],
+    )[0]
+
+
+@pytest.mark.parametrize("function", [looped, branched], ids=["for_loop", "cond"])
+def test_control_flow_trains_as_torch(function):
+    train_as_torch(function)
+
+
+def test_transposed_results():
+    """Their strides differ from time to time, and between branches."""
+
+    def run(x):
+        (y,) = poptorch.for_loop(3, lambda y: [(y + 1).t()], [x])
+        return poptorch.cond(x.sum() > 0, lambda y: [y.t()], [y], lambda y: [y + 1], [y])[0]
+
+    x = draw(3, 3)
+    assert_close([infer(run, x), infer(run, -x)], [run(x), run(-x)])
+
+
+@pytest.mark.thorough
+def test_both_branches_and_loops_within_each_other():
+    def run(x, flag):
+        (y,) = poptorch.cond(flag, lambda x: x + 1, [x], torch.neg, [x])
+        loops = poptorch.for_loop(3, lambda y: poptorch.for_loop(2, lambda y: y * 2 + x, [y]), [y])
+        return y, loops[0], *poptorch.for_loop(0, lambda x: [x + 1], [x])
+
+    executor = poptorch.inferenceModel(lowered.Call(run), make_options())
+    for flag in (True, False):
+        x = draw(4)
+        flags = torch.tensor([flag])
+        assert_close(executor(x, flags), run(x, flags))
+
+
+def test_a_loop_draws_other_numbers_each_time():
+    def run(x):
+        def twice(x):
+            return poptorch.for_loop(2, lambda x, y: [torch.rand_like(x), x], [x, x])
+
+        outer = poptorch.for_loop(2, lambda a, b, c, d: [*twice(a), a, b], [x, x, x, x])
+        return torch.stack(outer)
+
+    made = infer(run, torch.zeros(3)).flatten().tolist()
+    assert len(set(made)) == 12
+    assert all(0 < value < 1 for value in made)
+
+
+@pytest.mark.thorough
+def test_what_a_body_asks_for_and_what_it_may_not_have():
+    def run(x):
+        return poptorch.for_loop(2, lambda x: x + 1 if poptorch.isRunningOnIpu() else x, [x])[0]
+
+    x = draw(3)
+    assert_close([infer(run, x)], [x + 2])
+    assert torch.equal(run(x), x)
+    for name, body in (
+        ("CPU", lambda x: poptorch.CPU(torch.neg, "neg")(x)),
+        ("custom_op", lambda x: poptorch.custom_op([x], "A", "a", 1, [x])[0]),
+    ):
+        with pytest.raises(poptorch.Error, match=f"poptorch.{name} cannot be used in a branch, or in the"):
+            infer(lambda x, body=body: poptorch.for_loop(2, body, [x])[0], x)
+
+
+def returns_nothing(x):
+    del x
+
+
+def test_branches_of_different_shapes():
+    with pytest.raises(ValueError, match="then_body and else_body must return tensors of the same shapes"):
+        infer(lambda x: poptorch.cond(x.sum() > 0, lambda x: x[:1], [x], lambda x: x, [x])[0], draw(3))
+
+
+def raises_key_error(x):
+    return [{"other": x}["mine"]]
+
+
+def multiplies_wrong_shapes(x):
+    return [x @ x]
+
+
+def asks_for_a_value(x):
+    return [x * 2] if x.sum() > 0 else [x]
+
+
+def returns_another_shape(x):
+    return [x[:1]]
+
+
+@pytest.mark.parametrize(
+    ("body", "line", "message"),
+    [
+        (multiplies_wrong_shapes, "return [x @ x]", "RuntimeError: a and b must have same reduction dim"),
+        pytest.param(
+            raises_key_error,
+            'return [{"other": x}["mine"]]',
+            "KeyError: 'mine'",
+            marks=pytest.mark.thorough,
+        ),
+        pytest.param(
+            asks_for_a_value, "if x.sum() > 0", "Data-dependent branching", marks=pytest.mark.thorough
+        ),
+        pytest.param(
+            returns_another_shape,
+            "",
+            "the body must return tensors of the shapes and dtypes that it takes",
+            marks=pytest.mark.thorough,
+        ),
+        pytest.param(
+            returns_nothing, "", "must return tensors in a list or a tuple", marks=pytest.mark.thorough
+        ),
+    ],
+)
+def test_an_error_in_a_body_is_told_first(body, line, message, caplog):
+    """Torch tells it after a page of its own frames."""
+    with pytest.raises(poptorch.Error) as caught:
+        infer(lambda x: poptorch.for_loop(2, body, [x])[0], draw(2, 3))
+    first = str(caught.value).splitlines()[0]
+    assert message in first
+    assert line in first
+    assert (__file__ in first) == bool(line)
+    assert not caplog.records
+    if body is multiplies_wrong_shapes:
+        with pytest.raises(poptorch.Error, match="test_poptorch_operations.py:.*RuntimeError: a and b"):
+            infer(lambda x: poptorch.cond(x.sum() > 0, body, [x], torch.sin, [x])[0], draw(2, 3))
+
+
+@pytest.mark.thorough
+def test_a_loop_is_not_unrolled():
+    def count(times):
+        executor = poptorch.inferenceModel(
+            lowered.Call(lambda x: poptorch.for_loop(times, lambda x: torch.sin(x), [x])[0]), make_options()
+        )
+        executor.compile(draw(3))
+        return len(executor._compiled.stages.sections[0].nodes)
+
+    assert count(3) == count(1000)
+
+
+def test_operations_in_a_loops_body(capfd):
+    def body(x):
+        with poptorch.NameScope("body"):
+            x = poptorch.ipu_print_tensor(poptorch.nop(x), "x", digits=1)
+        start = torch.zeros((), dtype=torch.int64)
+        x = poptorch.dynamic_update(x, poptorch.dynamic_slice(x, 0, start + 1, 1, 1), 0, start, 1)
+        return poptorch.serializedMatMul(x, torch.ones(2, 2), ReducingDim, 2)
+
+    x = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    (expected,) = poptorch.for_loop(2, body, [x])
+    (made,) = infer(lambda x: poptorch.for_loop(2, body, [x]), x)
+    assert_close([made], [expected])
+    jax.effects_barrier()
+    err = capfd.readouterr().err
+    assert err.count("[[1.0 2.0]\n [3.0 4.0]]") == 2
+    assert err.count("[[7.0 7.0]\n [7.0 7.0]]") == 2
+
+
+@pytest.mark.thorough
+def test_constants_in_a_body_are_told():
+    with pytest.raises(poptorch.Error, match="A tensor is made of numbers within a branch or a body"):
+        infer(lambda x: poptorch.for_loop(2, lambda x: x + torch.tensor([1.0, 2.0]), [x])[0], draw(2))
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: poptorch.for_loop(2, torch.neg, (X,)), r"to be a list of tensors. \(Object is not list\)"),
+        (
+            lambda: poptorch.for_loop(2, torch.add, [X, 3]),
+            r"\(Object contained in list at index 1 is not torch.tensor\)",
+        ),
+        (lambda: poptorch.for_loop(-1, torch.neg, [X]), "count is how often the body runs, .* got -1"),
+        (lambda: poptorch.for_loop(2, list, []), "at least one tensor in inputs; the list is empty"),
+        (lambda: poptorch.for_loop(2, lambda x: None, [X]), "it returned a NoneType"),
+        (lambda: poptorch.cond(torch.tensor(True), lambda: 3, [], lambda: 3, []), "it returned a int"),
+        (lambda: poptorch.for_loop(2, lambda x: x[0], [X]), "of the shapes and dtypes that it takes"),
+        (
+            lambda: poptorch.cond(torch.tensor(True), torch.neg, X, torch.neg, [X]),
+            r"then_inps to be a list of tensors. \(Object is not list\)",
+        ),
+        (
+            lambda: poptorch.cond(torch.tensor(True), torch.neg, [X], torch.neg, [1]),
+            r"else_inps .* \(Object contained in list at index 0 is not torch.tensor\)",
+        ),
+        (
+            lambda: poptorch.cond(True, torch.neg, [X], torch.neg, [X]),
+            "the condition to be a tensor of one",
+        ),
+    ],
+)
+def test_control_flow_that_is_refused(call, text):
+    with pytest.raises(ValueError, match=text):
+        call()

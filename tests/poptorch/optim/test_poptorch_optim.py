@@ -1,0 +1,563 @@
+"""The optimizers' formulas equal torch's own, step by step; hyperparameters change without compiling."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+import torch
+
+from ipu_pipeline.poptorch import optim
+from ipu_pipeline.poptorch.optim.compatibility import check_compatible
+from ipu_pipeline.poptorch.optim.describing import assign_groups, describe
+from ipu_pipeline.poptorch.optim.transformations import (
+    inner_state,
+    make_transformation,
+    with_hyperparameters,
+)
+from tests.support import models
+
+torch.set_num_threads(1)
+
+SHAPES = {"model/a.weight": (3, 4), "model/a.bias": (4,), "model/b": ()}
+NUM_STEPS = 25
+
+
+def make_parameters(dtype="float32", seed=0):
+    rng = np.random.default_rng(seed)
+    return {
+        name: torch.nn.Parameter(torch.from_numpy(np.asarray(rng.normal(size=shape), dtype)))
+        for name, shape in SHAPES.items()
+    }
+
+
+def make_gradients(dtype="float32", count=NUM_STEPS, seed=1):
+    rng = np.random.default_rng(seed)
+    return [
+        {name: np.asarray(rng.normal(size=shape), dtype) for name, shape in SHAPES.items()}
+        for _ in range(count)
+    ]
+
+
+def as_numpy(parameters):
+    return {name: np.array(parameter.detach().numpy()) for name, parameter in parameters.items()}
+
+
+def step_torch(optimizer, parameters, gradients, max_norm=None):
+    for name, parameter in parameters.items():
+        parameter.grad = torch.from_numpy(np.array(gradients[name]))
+    if max_norm is not None:
+        torch.nn.utils.clip_grad_norm_(parameters.values(), max_norm)
+    optimizer.step()
+
+
+class Ours:
+    """A transformation applied by itself, jitted once, to what a torch optimizer describes."""
+
+    def __init__(self, optimizer, parameters, **options):
+        self.spec = describe(optimizer, **options)
+        self.group_of = assign_groups(optimizer, parameters)
+        self.transformation = make_transformation(self.spec, self.group_of)
+        self.params = jax.tree.map(jax.numpy.array, as_numpy(parameters))
+        self.state = self.transformation.init(self.params)
+        self.update = jax.jit(self._update)
+        self.num_traces = 0
+
+    def _update(self, params, state, gradients):
+        self.num_traces += 1
+        changes, state = self.transformation.update(gradients, state, params)
+        return {
+            name: (value.astype(changes[name].dtype) + changes[name]).astype(value.dtype)
+            for name, value in params.items()
+        }, state
+
+    def step(self, gradients):
+        self.params, self.state = self.update(self.params, self.state, gradients)
+
+    def set_optimizer(self, optimizer):
+        self.spec = check_compatible(self.spec, describe(optimizer))
+        self.state = with_hyperparameters(self.state, self.spec)
+
+    @property
+    def values(self):
+        return jax.tree.map(np.asarray, self.params)
+
+
+def split(parameters):
+    """In two groups; a list, since torch takes sets and dicts for something else."""
+    values = list(parameters.values())
+    return values[:1], values[1:]
+
+
+def compare(make, dtype="float32", tolerance=1e-6, torchs=None, max_norm=None, **options):
+    """Runs ours and torch's from the same parameters, with the same gradients."""
+    parameters, references = make_parameters(dtype), make_parameters(dtype)
+    optimizer = make(parameters)
+    ours, reference = Ours(optimizer, parameters, **options), (torchs or make)(references)
+    for gradients in make_gradients(dtype):
+        ours.step(gradients)
+        step_torch(reference, references, gradients, max_norm)
+    models.assert_trees_close(ours.values, as_numpy(references), tolerance)
+    assert ours.num_traces == 1
+    return ours, references
+
+
+CASES = [
+    ("SGD", {"lr": 0.1}),
+    ("SGD", {"lr": 0.1, "weight_decay": 0.1, "maximize": True}),
+    ("SGD", {"lr": 0.1, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1}),
+    ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True, "maximize": True}),
+    ("SGD", {"lr": 0.1, "momentum": 0.0, "dampening": 0.3}),
+    ("Adam", {"lr": 0.1}),
+    ("Adam", {"lr": 0.01, "betas": (0.5, 0.99), "eps": 1e-3, "weight_decay": 0.1}),
+    ("Adam", {"lr": 0.01, "betas": (0.0, 0.9), "maximize": True}),
+    ("Adam", {"lr": 0.01, "decoupled_weight_decay": True, "weight_decay": 0.3}),
+    ("AdamW", {"lr": 0.1}),
+    ("AdamW", {"lr": 0.01, "betas": (0.8, 0.9), "weight_decay": 0.3, "maximize": True}),
+    ("RMSprop", {"lr": 0.01}),
+    ("RMSprop", {"lr": 0.01, "alpha": 0.9, "eps": 1e-3, "weight_decay": 0.1, "momentum": 0.5}),
+    ("RMSprop", {"lr": 0.01, "centered": True, "maximize": True}),
+    ("RMSprop", {"lr": 0.01, "centered": True, "momentum": 0.9, "alpha": 0.9}),
+    ("LAMB", {"lr": 0.1}),
+    ("LAMB", {"lr": 0.1, "betas": (0.8, 0.9), "weight_decay": 0.0, "bias_correction": False}),
+    ("LAMB", {"lr": 0.1, "eps": 1e-3, "max_weight_norm": 0.7}),
+]
+IDS = [f"{name}-{'-'.join(f'{k}={v}' for k, v in arguments.items())}" for name, arguments in CASES]
+# Of torch alone, with what is not the default.
+OF_TORCH = [
+    ("Adagrad", {"lr": 0.1, "lr_decay": 0.1, "weight_decay": 0.1, "initial_accumulator_value": 0.5}),
+    ("Adadelta", {"lr": 0.5, "rho": 0.8, "weight_decay": 0.1, "maximize": True}),
+    ("Adamax", {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.1}),
+    ("NAdam", {"lr": 0.1, "weight_decay": 0.1, "momentum_decay": 0.1}),
+    ("NAdam", {"lr": 0.1, "weight_decay": 0.1, "decoupled_weight_decay": True}),
+    ("RAdam", {"lr": 0.1, "weight_decay": 0.1}),
+    ("RAdam", {"lr": 0.1, "betas": (0.8, 0.99), "weight_decay": 0.1, "decoupled_weight_decay": True}),
+    ("ASGD", {"lr": 0.1, "lambd": 0.1, "t0": 5, "weight_decay": 0.1}),
+    ("Rprop", {"lr": 0.1, "etas": (0.4, 1.5), "step_sizes": (0.05, 0.2), "maximize": True}),
+    ("Adafactor", {"lr": 0.1, "weight_decay": 0.1}),
+    ("Adafactor", {"lr": 0.5, "beta2_decay": -0.5, "eps": (1e-4, 1e-2), "d": 1.5, "maximize": True}),
+]
+
+
+@pytest.mark.parametrize(("name", "arguments"), OF_TORCH)
+def test_equal_to_those_of_torch_alone(name, arguments):
+    ours = getattr(torch.optim, name)
+    compare(lambda parameters: ours(list(parameters.values()), **arguments))
+
+
+def test_whole_weights_are_needed():
+    parameters = make_parameters()
+    optimizer = torch.optim.Adafactor(list(parameters.values()))
+    groups = assign_groups(optimizer, parameters)
+    with pytest.raises(ValueError, match="Adafactor looks at whole weights, and cannot train model/b, of"):
+        make_transformation(describe(optimizer), groups, with_rows=["model/b"])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("name", "arguments"), OF_TORCH)
+def test_equal_to_those_of_torch_alone_in_float64(name, arguments):
+    ours = getattr(torch.optim, name)
+    with jax.enable_x64(True):
+        compare(lambda parameters: ours(list(parameters.values()), **arguments), "float64", 1e-12)
+
+
+@pytest.mark.parametrize(("name", "arguments"), CASES, ids=IDS)
+def test_equal_to_torch(name, arguments):
+    ours = getattr(optim, name)
+    compare(lambda parameters: ours(list(parameters.values()), **arguments))
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("SGD", {"lr": 0.1, "momentum": 0.9}),
+        pytest.param("AdamW", {"lr": 0.1, "betas": (0.9, 0.99)}, marks=pytest.mark.thorough),
+        pytest.param("RMSprop", {"lr": 0.1, "centered": True}, marks=pytest.mark.thorough),
+    ],
+)
+def test_the_classes_of_torch(name, arguments):
+    """What is constant and 0 is left out."""
+    torchs = getattr(torch.optim, name)
+    compare(lambda parameters: torchs(list(parameters.values()), **arguments))
+
+
+# Unmarked one of each formula.
+IN_FLOAT64 = [
+    case if number in (2, 6, 14, 17) else pytest.param(*case, marks=pytest.mark.thorough)
+    for number, case in enumerate(CASES)
+]
+
+
+@pytest.mark.parametrize(("name", "arguments"), IN_FLOAT64, ids=IDS)
+def test_equal_in_float64(name, arguments):
+    ours = getattr(optim, name)
+    with jax.enable_x64(True):
+        compare(lambda parameters: ours(list(parameters.values()), **arguments), "float64", 1e-12)
+
+
+def changes_of(name):
+    """Hyperparameters from update 5, 10, 15 and 20 on, all variable."""
+    if name == "SGD":
+        return [
+            {"lr": 0.1, "momentum": 0.0, "dampening": 0.2, "weight_decay": 0.0},
+            {"momentum": 0.9},  # the buffer starts here, as in torch
+            {"momentum": 0.0, "lr": 0.05},  # and rests here
+            {"momentum": 0.5, "weight_decay": 0.1},
+            {"dampening": 0.7, "lr": 0.2},
+        ]
+    if name == "RMSprop":
+        return [
+            {"lr": 0.01, "alpha": 0.9, "eps": 1e-6, "weight_decay": 0.0, "momentum": 0.5},
+            {"momentum": 0.0},
+            {"momentum": 0.9, "alpha": 0.5},
+            {"weight_decay": 0.1},
+            {"eps": 1e-2, "lr": 0.1},
+        ]
+    return [
+        {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.0},
+        {"lr": 0.1},
+        {"betas": (0.5, 0.9)},
+        {"weight_decay": 0.1},
+        {"eps": 1e-2},
+    ]
+
+
+@pytest.mark.parametrize(
+    "name", ["SGD", pytest.param("Adam", marks=pytest.mark.thorough), "AdamW", "RMSprop", "LAMB"]
+)
+def test_hyperparameters_change_and_compile_nothing(name):
+    first, *others = changes_of(name)
+    parameters, references = make_parameters(), make_parameters()
+    optimizer = getattr(optim, name)(list(parameters.values()), **first)
+    of_torch = optim.LAMB if name == "LAMB" else getattr(torch.optim, name)
+    reference = of_torch(list(references.values()), **first)
+    ours = Ours(optimizer, parameters)
+    for number, gradients in enumerate(make_gradients()):
+        if number and number % 5 == 0:
+            optimizer.param_groups[0].update(others[number // 5 - 1])
+            reference.param_groups[0].update(others[number // 5 - 1])
+            ours.set_optimizer(optimizer)
+        ours.step(gradients)
+        step_torch(reference, references, gradients)
+        models.assert_trees_close(ours.values, as_numpy(references), 1e-6)
+    assert ours.num_traces == 1
+
+
+def test_a_scheduler_of_torch():
+    parameters, references = make_parameters(), make_parameters()
+    optimizers = [torch.optim.AdamW(list(p.values()), lr=0.1) for p in (parameters, references)]
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8) for optimizer in optimizers]
+    ours = Ours(optimizers[0], parameters)
+    for gradients in make_gradients(count=10):
+        ours.step(gradients)
+        step_torch(optimizers[1], references, gradients)
+        optimizers[0].step()  # without gradients: only for the scheduler, which warns if there was none
+        for scheduler in schedulers:
+            scheduler.step()
+        ours.set_optimizer(optimizers[0])
+    models.assert_trees_close(ours.values, as_numpy(references), 1e-6)
+    assert optimizers[0].param_groups[0]["lr"] < 0.02
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "second"),
+    [
+        ("SGD", {"momentum": 0.9, "nesterov": True}, {"lr": torch.tensor(0.05), "maximize": True}),
+        ("Adam", {"weight_decay": 0.1, "betas": (torch.tensor(0.8), torch.tensor(0.9))}, {"lr": 0.02}),
+        pytest.param(
+            "RMSprop", {"centered": True}, {"momentum": 0.5, "lr": 0.02}, marks=pytest.mark.thorough
+        ),
+    ],
+)
+def test_groups(name, first, second):
+    def make(parameters):
+        ones, others = split(parameters)
+        groups = [{"params": ones, **first}, {"params": others, **second}]
+        return getattr(torch.optim, name)(groups, lr=0.01)
+
+    compare(make)
+
+
+@pytest.mark.parametrize("name", ["SGD", pytest.param("AdamW", marks=pytest.mark.thorough)])
+def test_clipping(name):
+    """By the norm over all groups; most of the gradients here have one between 3 and 6."""
+
+    def make(parameters, **arguments):
+        ones, others = split(parameters)
+        return getattr(optim, name)([{"params": ones}, {"params": others, "lr": 0.2}], lr=0.1, **arguments)
+
+    compare(lambda parameters: make(parameters, max_grad_norm=4.0), torchs=make, max_norm=4.0)
+
+
+def test_the_norm_changes_without_compiling():
+    parameters, references = make_parameters(), make_parameters()
+    optimizer = optim.SGD(list(parameters.values()), lr=0.1, max_grad_norm=100.0)
+    reference = torch.optim.SGD(list(references.values()), lr=0.1)
+    ours = Ours(optimizer, parameters)
+    for number, gradients in enumerate(make_gradients(count=5)):
+        ours.step(gradients)
+        step_torch(reference, references, gradients, optimizer.max_grad_norm)
+        optimizer.max_grad_norm = (1.0, 0.1, np.inf, 2.0, 1.0)[number]
+        ours.set_optimizer(optimizer)
+    models.assert_trees_close(ours.values, as_numpy(references), 1e-6)
+    assert ours.num_traces == 1
+
+
+@pytest.mark.parametrize("name", ["SGD", pytest.param("LAMB", marks=pytest.mark.thorough)])
+def test_a_scale_of_the_loss_changes_nothing(name):
+    """Gradients come in too large by it. It changes, too; 3 is no power of two."""
+    parameters = make_parameters()
+
+    def make(scale):
+        return getattr(optim, name)(list(parameters.values()), lr=0.1, loss_scaling=scale)
+
+    plain = Ours(getattr(optim, name)(list(parameters.values()), lr=0.1), parameters)
+    ours = Ours(make(1024.0), parameters)
+    assert jax.tree.leaves(ours.state)[0] == ours.transformation.initial_scale == 1024
+    scale = np.float32(1024)
+    for number, gradients in enumerate(make_gradients(count=6)):
+        if number == 3:
+            scale = np.float32(3)
+            ours.set_optimizer(make(3.0))
+        ours.step({key: gradient * scale for key, gradient in gradients.items()})
+        plain.step(gradients)
+        assert jax.tree.leaves(ours.state)[0] == scale
+    models.assert_trees_close(ours.values, plain.values, 1e-6)
+    assert ours.num_traces == 1
+
+
+def test_the_scale_is_a_float32_in_float64_too():
+    """Divided by what the loss was multiplied by: 3.7 is not the same in both."""
+    with jax.enable_x64(True):
+        parameters = make_parameters("float64")
+        values = list(parameters.values())
+        plain = Ours(optim.SGD(values, lr=0.1), parameters)
+        ours = Ours(optim.SGD(values, lr=0.1, loss_scaling=3.7), parameters)
+        scale = np.float64(ours.state.scale)
+        for gradients in make_gradients("float64", 3):
+            ours.step({key: gradient * scale for key, gradient in gradients.items()})
+            plain.step(gradients)
+        models.assert_trees_close(ours.values, plain.values, 1e-12)
+
+
+def test_what_is_not_finite_gets_through_a_manual_scale():
+    parameters = make_parameters()
+    ours = Ours(optim.SGD(list(parameters.values()), lr=0.1, loss_scaling=2.0), parameters)
+    (gradients,) = make_gradients(count=1)
+    gradients["model/b"] = np.float32(np.inf)
+    ours.step(gradients)
+    assert ours.values["model/b"] == -np.inf
+    assert np.all(np.isfinite(ours.values["model/a.bias"]))
+
+
+def test_an_automatic_scale():
+    parameters = make_parameters()
+    optimizer = optim.AdamW(list(parameters.values()), lr=0.1, loss_scaling=8.0)
+    ours = Ours(optimizer, parameters, automatic_loss_scaling=True)
+    ours.transformation = make_transformation(ours.spec, ours.group_of, growth_interval=2)
+    plain = Ours(optim.AdamW(list(parameters.values()), lr=0.1), parameters)
+    scales = []
+    for number, gradients in enumerate(make_gradients(count=6)):
+        scale = np.asarray(ours.state.scale)
+        scales.append(float(scale))
+        scaled = {key: gradient * scale for key, gradient in gradients.items()}
+        if number == 3:
+            scaled["model/b"] = np.float32(np.nan)
+        else:
+            plain.step(gradients)
+        ours.step(scaled)
+    assert scales == [8, 8, 16, 16, 8, 8]
+    assert ours.transformation.initial_scale == 8
+    models.assert_trees_close(ours.values, plain.values, 1e-6)
+    # It goes on from where it is, whatever the user sets.
+    optimizer.loss_scaling = 2.0
+    after = with_hyperparameters(ours.state, describe(optimizer, automatic_loss_scaling=True))
+    assert after.scale == ours.state.scale
+
+
+def by_hand(formula, parameters, count=NUM_STEPS):
+    """A formula in NumPy and float64: of parameter, gradient, step, and a dict to keep things."""
+    values = {name: value.astype("float64") for name, value in as_numpy(parameters).items()}
+    kept = {name: {} for name in values}
+    for number, gradients in enumerate(make_gradients(count=count), 1):
+        for name, gradient in gradients.items():
+            gradient = gradient.astype("float64")
+            values[name] = values[name] + formula(values[name], gradient, number, kept[name])
+    return {name: np.asarray(value, "float32") for name, value in values.items()}
+
+
+def averages(kept, gradient, betas):
+    kept["m"] = betas[0] * kept.get("m", 0) + (1 - betas[0]) * gradient
+    kept["v"] = betas[1] * kept.get("v", 0) + (1 - betas[1]) * gradient**2
+    return kept["m"], kept["v"]
+
+
+@pytest.mark.parametrize("bias_correction", [True, False])
+@pytest.mark.parametrize("max_weight_norm", [None, 0.5])
+@pytest.mark.each_value
+def test_lamb_by_hand(bias_correction, max_weight_norm):
+    def formula(w, g, step, kept):
+        m, v = averages(kept, g, (0.9, 0.999))
+        if bias_correction:
+            m, v = m / (1 - 0.9**step), v / (1 - 0.999**step)
+        update = m / (np.sqrt(v) + 1e-8) + 0.01 * w
+        size, norm = min(np.linalg.norm(w), max_weight_norm or 65500), np.linalg.norm(update)
+        return -0.1 * (size / norm if size and norm else 1) * update
+
+    parameters = make_parameters()
+    with torch.no_grad():
+        parameters["model/b"].zero_()  # the ratio is 1 at first
+    arguments = {"lr": 0.1, "bias_correction": bias_correction, "max_weight_norm": max_weight_norm}
+    optimizer = optim.LAMB(list(parameters.values()), **arguments)
+    expected = by_hand(formula, parameters)
+    ours = Ours(optimizer, parameters)
+    for gradients in make_gradients():
+        ours.step(gradients)
+        step_torch(optimizer, parameters, gradients)
+    models.assert_trees_close(ours.values, expected, 2e-6)
+    models.assert_trees_close(as_numpy(parameters), expected, 2e-6)
+
+
+def test_adamw_without_correction_by_hand():
+    def formula(w, g, _step, kept):
+        m, v = averages(kept, g, (0.9, 0.999))
+        return -0.01 * (m / (np.sqrt(v) + 1e-8) + 0.1 * w)
+
+    parameters = make_parameters()
+    arguments = {"lr": 0.01, "weight_decay": 0.1, "bias_correction": False}
+    ours = Ours(optim.AdamW(list(parameters.values()), **arguments), parameters)
+    for gradients in make_gradients():
+        ours.step(gradients)
+    models.assert_trees_close(ours.values, by_hand(formula, parameters), 1e-6)
+
+
+@pytest.mark.parametrize("momentum", [None, 0.9])
+@pytest.mark.parametrize("centered", [False, True])
+@pytest.mark.each_value
+def test_rmsprop_of_tensorflow_by_hand(momentum, centered):
+    def formula(w, g, _step, kept):
+        g = g + 0.1 * w
+        kept["s"] = 0.9 * kept.get("s", 1) + 0.1 * g**2
+        kept["a"] = 0.9 * kept.get("a", 0) + 0.1 * g
+        step = 0.05 * g / np.sqrt(kept["s"] - (kept["a"] ** 2 if centered else 0) + 1e-3)
+        kept["b"] = (momentum or 0) * kept.get("b", 0) + step
+        return -kept["b"]
+
+    parameters = make_parameters()
+    arguments = {"alpha": 0.9, "eps": 1e-3, "weight_decay": 0.1, "momentum": momentum, "centered": centered}
+    optimizer = optim.RMSprop(list(parameters.values()), lr=0.05, use_tf_variant=True, **arguments)
+    ours = Ours(optimizer, parameters)
+    for gradients in make_gradients():
+        ours.step(gradients)
+    models.assert_trees_close(ours.values, by_hand(formula, parameters), 1e-6)
+
+
+HALF = torch.float16
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "dtypes", "accumulators"),
+    [
+        ("SGD", {"momentum": 0.9}, {"momentum_buffer": "float32"}, "float32"),
+        ("SGD", {"momentum": 0.9, "velocity_accum_type": HALF}, {"momentum_buffer": "float16"}, "float32"),
+        ("SGD", {"momentum": 0.9, "accum_type": HALF}, {"momentum_buffer": "float32"}, "float16"),
+        ("SGD", {"momentum": 0.9, "use_combined_accum": True}, {"momentum_buffer": "float16"}, None),
+        ("Adam", {}, {"exp_avg": "float32", "exp_avg_sq": "float32"}, "float32"),
+        (
+            "AdamW",
+            {"first_order_momentum_accum_type": HALF},
+            {"exp_avg": "float16", "exp_avg_sq": "float32"},
+            "float32",
+        ),
+        (
+            "LAMB",
+            {"second_order_momentum_accum_type": HALF, "accum_type": HALF},
+            {"exp_avg": "float32", "exp_avg_sq": "float16"},
+            "float16",
+        ),
+        (
+            "RMSprop",
+            {"first_order_momentum_accum_type": HALF, "momentum": 0.5, "centered": True},
+            {"square_avg": "float32", "momentum_buffer": "float16", "grad_avg": "float16"},
+            "float32",
+        ),
+    ],
+)
+@pytest.mark.parametrize("scaling", [None, "manual", "automatic"])
+@pytest.mark.each_value
+def test_dtypes(name, arguments, dtypes, accumulators, scaling):
+    """What is kept has the dtypes that were asked for, and after an update still."""
+    parameters = make_parameters("float16")
+    if scaling == "manual":
+        arguments = {**arguments, "loss_scaling": 4.0}
+    optimizer = getattr(optim, name)(list(parameters.values()), lr=0.1, **arguments)
+    ours = Ours(optimizer, parameters, automatic_loss_scaling=scaling == "automatic")
+    variable = jax.ShapeDtypeStruct((), np.float16)
+    expected = None if accumulators is None else np.dtype(accumulators)
+    assert ours.spec.accumulator_dtype(variable) == expected
+    assert ours.spec.needs_running_mean is (accumulators == "float16")
+    (gradients,) = make_gradients("float32" if accumulators == "float32" else "float16", 1)
+    avals = jax.eval_shape(ours._update, ours.params, ours.state, gradients)[1]
+    for state in (ours.state, avals):
+        found = {slot: {v.dtype.name for v in of.values()} for slot, of in inner_state(state).slots.items()}
+        assert found == {slot: {dtype} for slot, dtype in dtypes.items()}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"), [("float32", None), ("float64", None), ("bfloat16", "float32")]
+)
+def test_accumulators_are_no_narrower_than_their_variables(dtype, expected):
+    spec = describe(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]))
+    with jax.enable_x64(True):
+        found = spec.accumulator_dtype(jax.ShapeDtypeStruct((), dtype))
+    assert found == (None if expected is None else np.dtype(expected))
+
+
+def test_a_scaled_velocity():
+    """In float16 small velocities are lost, unless they are kept scaled; the factor may change."""
+    parameters = make_parameters("float16")
+    values = list(parameters.values())
+    common = {"lr": 2.0**24, "momentum": 0.5}
+    plain = Ours(optim.SGD(values, **common), parameters)
+    lost = Ours(optim.SGD(values, **common, use_combined_accum=True), parameters)
+
+    def make(scaling):
+        return optim.SGD(values, **common, use_combined_accum=True, velocity_scaling=scaling)
+
+    kept = Ours(make(2.0**20), parameters)
+    tiny = {name: np.full(shape, 2.0**-27, "float32") for name, shape in SHAPES.items()}
+    for number in range(4):
+        if number == 2:
+            kept.set_optimizer(make(2.0**18))
+        for ours in (plain, lost, kept):
+            ours.step(tiny)
+    buffers = inner_state(kept.state).slots["momentum_buffer"]
+    np.testing.assert_array_equal(np.asarray(buffers["model/a.bias"]), 2.0**-9 * 1.875)
+    models.assert_trees_close(kept.values, plain.values, 1e-3)
+    assert not np.allclose(lost.values["model/a.bias"], plain.values["model/a.bias"], rtol=1e-1)
+    assert kept.num_traces == 1
+
+
+def test_a_variable_without_a_group():
+    parameters = make_parameters()
+    first, *others = parameters.values()
+    first.requires_grad_(False)
+    optimizer = torch.optim.SGD([first, others[0]])
+    groups = assign_groups(optimizer, parameters)
+    assert groups == {"model/a.bias": 0}
+    transformation = make_transformation(describe(optimizer), groups)
+    with pytest.raises(ValueError, match="Variable model/a.weight is in no group of the optimizer"):
+        transformation.init({"model/a.weight": np.zeros(3, "float32")})
+    with pytest.raises(ValueError, match="params must be given"):
+        transformation.update({}, None)
+
+
+def test_specs_are_values():
+    """Equal structures share an update; the values do not matter for that."""
+    parameters = list(make_parameters().values())
+    spec = describe(optim.Adam(parameters, lr=0.1))
+    other = describe(optim.Adam(parameters, lr=0.2))
+    assert spec.structure == other.structure
+    assert hash(spec.structure) == hash(other.structure)
+    assert dataclasses.replace(spec.structure, clips=True) != spec.structure
+    assert spec.with_values_of(other).values[0]["lr"] == 0.2

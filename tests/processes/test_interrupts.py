@@ -1,0 +1,362 @@
+"""Ctrl-C, in processes of their own."""
+
+import contextlib
+import gc
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import numpy as np
+import pytest
+
+import ipu_pipeline as ipu
+from ipu_pipeline.processes import interrupts
+from ipu_pipeline.tf1.session import turns
+from tests.support import front
+from tests.support.programs import ROOT, Started, environment
+from tests.support.resumable import Training
+
+INTERRUPTS = int(os.environ.get("INTERRUPTS", "12"))
+UPDATES = 20
+
+PROGRAM = """
+    import os, signal, sys, threading, time, traceback
+    import numpy as np
+    import ipu_pipeline as ipu
+    from tests.support import front
+    mapping = [int(ipu) for ipu in sys.argv[2]]
+    model = front.Model(
+        repeat_count=int(sys.argv[1]), gradient_accumulation_count=8, device_mapping=mapping
+    )
+    with ipu.Session() as session:
+        # JAX's own start, which this does, is no place for an interrupt.
+        session.run([model.initializer, ipu.global_variables_initializer()])
+        if sys.argv[1] == "100000":
+            def watch():
+                while session.update_count() == 0:
+                    time.sleep(0.02)
+                print("updated", flush=True)
+            threading.Thread(target=watch, daemon=True).start()
+        print("ready", flush=True)
+        try:
+            while True:
+                session.run(model.program, {model.rate: 0.01})
+                print("ran", flush=True)
+                session.run(model.outfeed.dequeue())
+        except KeyboardInterrupt as interrupt:
+            updates = session.update_count()
+            # Between the runs, and in the last lines of one, the infeed's thread may fetch ahead.
+            if "run_program" in [frame.name for frame in traceback.extract_tb(interrupt.__traceback__)]:
+                assert front.no_infeed_runs()
+            assert len(session.run(model.outfeed.dequeue())) % 8 == 0
+            assert all(np.isfinite(value).all() for value in session.variables.values())
+        # The session goes on where it was.
+        count = session.update_count()
+        model.options["infeed_queue"].stop()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        thread = threading.Timer(0, lambda: None)
+        thread.start()
+        model2 = front.Model(repeat_count=2, gradient_accumulation_count=8, device_mapping=mapping)
+        session.run(model2.initializer)
+        assert model2.run(session).shape == (16,)
+        assert session.update_count() == count + 2
+        print("updates", updates)
+    print("ended")
+"""
+
+
+@pytest.mark.parametrize(
+    ("moment", "mapping"),  # over two devices, and as one program
+    [
+        ("first compilation", "01"),
+        ("long run", "00"),
+        ("short runs", "01"),
+        *(
+            pytest.param(*case, marks=pytest.mark.thorough)
+            for case in [("first compilation", "00"), ("long run", "01"), ("short runs", "00")]
+        ),
+    ],
+)
+def test_ctrl_c(moment, mapping):
+    repeat_count = "100000" if moment == "long run" else "2"
+    process = Started(
+        [sys.executable, "-c", textwrap.dedent(PROGRAM), repeat_count, mapping],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+    try:
+        wait_for = {"first compilation": "ready", "long run": "updated", "short runs": "ran"}[moment]
+        for line in process.stdout:
+            if line.strip() == wait_for:
+                break
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=120)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 0, errors
+    assert output.splitlines()[-1] == "ended"
+    updates = int(output.splitlines()[-2].split()[1])
+    if moment != "first compilation":
+        assert updates > 0
+
+
+def test_deferred_lets_the_section_finish():
+    done = []
+    with pytest.raises(KeyboardInterrupt):
+        with interrupts.deferred():
+            signal.raise_signal(signal.SIGINT)
+            done.append("section")
+        done.append("after")
+    assert done == ["section"]
+    with interrupts.deferred():
+        pass
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_ctrl_c_while_a_program_calls_back():
+    """Where the callback is in the main thread, as it may be on a CPU, JAX makes another error of it."""
+
+    def interrupt(x):
+        if is_interrupting:
+            raise KeyboardInterrupt
+        return x
+
+    is_interrupting = False
+    x = ipu.placeholder(np.float32, [2])
+    program = front.compile_program(
+        lambda x: jax.pure_callback(interrupt, jax.ShapeDtypeStruct((2,), np.float32), x), inputs=[x]
+    )
+    with ipu.Session() as session:
+        for is_interrupting in (True, False, True):  # JAX starts programs by another way the second time
+            with pytest.raises(KeyboardInterrupt) if is_interrupting else contextlib.nullcontext():
+                session.run(program, {x: [1, 2]})
+        is_interrupting = False
+        np.testing.assert_array_equal(session.run(program, {x: [1, 2]})[0], [1, 2])
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, ValueError])
+@pytest.mark.parametrize(
+    ("last", "expected"),
+    [
+        ("KeyboardInterrupt: ", KeyboardInterrupt),
+        ("ipu_pipeline.processes.interrupts.StoppedAtOnce", interrupts.StoppedAtOnce),
+        ("ValueError: a KeyboardInterrupt", None),
+    ],
+)
+def test_what_handlers_raise_in_callbacks_is_raised_again(kind, last, expected):
+    error = kind(f"INTERNAL: CpuCallback error calling callback: Traceback:\n  File\n{last}\n")
+    with pytest.raises(expected or kind), interrupts.raised_if_wrapped():
+        raise error
+
+
+@contextlib.contextmanager
+def _interrupted_in_garbage_collection(is_time):
+    """Ctrl-C in a callback of the garbage collector, whose exceptions Python ignores; JAX has one, too."""
+    is_done = False
+
+    def interrupt(*_):
+        nonlocal is_done
+        if not is_done and threading.current_thread() is threading.main_thread() and is_time():
+            is_done = True
+            signal.raise_signal(signal.SIGINT)
+
+    was_enabled = gc.isenabled()
+    gc.enable()
+    gc.callbacks.append(interrupt)
+    try:
+        yield
+    finally:
+        gc.callbacks.remove(interrupt)
+        if not was_enabled:
+            gc.disable()
+
+
+@pytest.mark.parametrize("mapping", ["01", "00"])
+def test_ctrl_c_in_garbage_collection_ends_a_run(mapping):
+    model = front.Model(
+        repeat_count=100_000, gradient_accumulation_count=8, device_mapping=[int(ipu) for ipu in mapping]
+    )
+    before = sys.unraisablehook
+    with ipu.Session() as session:
+        session.run(model.initializer)
+        # However long the first compilation takes.
+        with (
+            _interrupted_in_garbage_collection(lambda: session.update_count() > 0),
+            pytest.raises(KeyboardInterrupt),
+        ):
+            session.run(model.program, {model.rate: 0.01})
+        assert 0 < session.update_count() < 100_000
+    assert sys.unraisablehook is before
+
+
+def test_ctrl_c_in_garbage_collection_ends_a_call_of_poptorch():
+    torch = pytest.importorskip("torch", reason="torch is not installed (extra torch)")
+    from ipu_pipeline import poptorch
+
+    class Interrupted(torch.nn.Module):
+        is_interrupted = False
+
+        def forward(self, rows):
+            if not self.is_interrupted:
+                type(self).is_interrupted = True
+                with _interrupted_in_garbage_collection(lambda: True):
+                    gc.collect()
+                    time.sleep(20)
+            return 2 * rows
+
+    model, rows = poptorch.inferenceModel(Interrupted()), torch.ones(1, 3)
+    with pytest.raises(KeyboardInterrupt):
+        model(rows)
+    assert torch.equal(model(rows), 2 * rows)
+
+
+class _OnItsEnd:
+    def __init__(self, function):
+        self._function = function
+
+    def __del__(self):
+        self._function()
+
+
+def test_what_a_handler_raises_is_raised_again_if_python_ignored_it():
+    def end(number, frame):
+        raise SystemExit(3)
+
+    def wait_for_end():
+        _OnItsEnd(lambda: signal.raise_signal(signal.SIGTERM))
+        time.sleep(20)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        with interrupts.sent_again_if_ignored(), pytest.raises(SystemExit):
+            wait_for_end()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_what_python_ignored_otherwise_is_told_as_before(monkeypatch):
+    told = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda ignored: told.append(ignored.exc_type))
+
+    def fail():
+        raise ValueError
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    def in_another_thread():
+        _OnItsEnd(interrupt)
+
+    with interrupts.sent_again_if_ignored():
+        _OnItsEnd(fail)
+        thread = threading.Thread(target=in_another_thread)
+        thread.start()
+        thread.join()
+        time.sleep(0.05)
+    assert told == [ValueError, KeyboardInterrupt]
+
+
+def test_ctrl_c_before_a_run_has_its_turn(monkeypatch):
+    """The infeed, which reads ahead for the next run, stops as it does after Ctrl-C in the run itself."""
+    model = front.Model(repeat_count=2, gradient_accumulation_count=8)
+    with ipu.Session() as session:
+        session.run(model.initializer)
+        session.run(model.program, {model.rate: 0.01})
+        begin = turns.Turns.alone
+
+        def interrupting(*arguments, **options):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(turns.Turns, "alone", interrupting)
+        with pytest.raises(KeyboardInterrupt):
+            session.run([model.initializer, {"program": model.program}], {model.rate: 0.01})
+        monkeypatch.setattr(turns.Turns, "alone", begin)
+        assert front.no_infeed_runs()
+        assert session.update_count() == 2
+        session.run(model.initializer)
+        session.run(model.program, {model.rate: 0.01})
+        assert session.update_count() == 4
+
+
+def interrupted(mapping, path, after=None):
+    """Runs tests.support.interrupted, with SIGINT after so many seconds.
+
+    Returns:
+      The process, its output and errors, and for how many seconds it ran.
+    """
+    begin = time.monotonic()
+    process = Started(
+        [sys.executable, "-m", "tests.support.interrupted", mapping, str(UPDATES), str(path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=environment(as_tests=True),
+    )
+    try:
+        if after is not None:
+            try:
+                process.wait(after)
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGINT)
+        out, errors = process.communicate(timeout=240)
+    finally:
+        process.kill()
+        process.communicate()
+    return process, out, errors, time.monotonic() - begin
+
+
+def states_after(mapping, counts):
+    """Variables and losses of training without interrupts, by the number of updates."""
+    training = Training(2, device_mapping=[int(ipu) for ipu in mapping])
+    found = {}
+    with ipu.Session(seed=3) as session:
+        training.start(session)
+        losses = []
+        for count in range(1, max(counts) + 1):
+            losses += list(training.run(session, 1))
+            if count in counts:
+                found[count] = session.variables | {"losses": np.array(losses)}
+    return found
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("mapping", ["01", "00"])
+def test_interrupted_at_random_moments(mapping, tmp_path):
+    """From the first line of a program to its end: it ends by it, or goes on exactly."""
+    expected = states_after(mapping, [UPDATES, UPDATES + 1])
+    seconds = max(interrupted(mapping, tmp_path / f"warm{number}.npz")[-1] for number in range(2))
+    generator = random.Random(INTERRUPTS)  # noqa: S311  # of moments
+    moments = [seconds * generator.random() for _ in range(INTERRUPTS // 2)]
+
+    def run(number):
+        path = tmp_path / f"{number}.npz"
+        process, out, errors, _seconds = interrupted(mapping, path, moments[number])
+        told = f"after {moments[number]} s: {process.returncode} {out}{errors}"
+        if process.returncode != 0 and "begins" not in out:
+            return True  # Python and jaxlib, while they start, tell it as they like: jaxlib by ImportError
+        if process.returncode == -signal.SIGINT:
+            return "interrupted in" not in out or told
+        if process.returncode != 0 or "done" not in out:
+            return told
+        found = dict(np.load(path))
+        wanted = expected[int(found.pop("count"))]
+        is_same = all(np.array_equal(found[name], value) for name, value in wanted.items())
+        return (is_same and found.keys() == wanted.keys()) or told
+
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(run, range(len(moments))))
+    faults = [result for result in results if result is not True]
+    assert not faults, "\n\n".join(faults)

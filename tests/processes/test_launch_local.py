@@ -1,0 +1,486 @@
+"""Real processes of scripts/launch_local.py: how they join, what they listen on, and how they end."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ipu_pipeline.processes.addresses import address_towards
+from tests.support.programs import Started, environment
+from tests.test_rooms import rooms
+
+ROOT = Path(rooms.__file__).resolve().parents[2]
+SCRIPT = ROOT / "scripts" / "launch_local.py"
+pytestmark = pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="needs Linux's /proc")
+
+BEGIN = """
+import os, signal, sys, time
+import ipu_pipeline.distributed as distributed
+from ipu_pipeline.processes import joining
+joining.join_by_environment()
+import jax, jax.numpy as jnp, numpy as np
+from ipu_pipeline.engine import peers
+from ipu_pipeline.engine.devices import action_log
+from ipu_pipeline.processes.launched import tell_results
+one = peers.current()
+index = one.index
+for number in range(3):
+    action_log.current().note(action_log.Action("forward", index, 0, number), [jnp.ones(4) * number])
+time.sleep(1.5)
+one.meet("begin")
+with open(f"{os.path.dirname(sys.argv[0])}/begun{index}", "w") as file:
+    file.write(str(time.time()))
+"""
+LISTENING = """
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+mesh = Mesh(np.array(jax.devices()), ("x",))
+ones = jax.make_array_from_process_local_data(NamedSharding(mesh, PartitionSpec("x")), np.ones(1), (2,))
+total = jax.jit(lambda x: x.sum(), out_shardings=NamedSharding(mesh, PartitionSpec()))(ones)
+assert float(total) == 2
+from ipu_pipeline.engine.devices.links import links
+links().warm([0, 1])
+def find_listening():
+    listening = {}
+    for name in ("tcp", "tcp6"):
+        if os.path.exists(f"/proc/net/{name}"):
+            for line in open(f"/proc/net/{name}").read().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == "0A":
+                    listening[f"socket:[{fields[9]}]"] = fields[1]
+    own = [os.getpid(), *map(int, open(f"/proc/self/task/{os.getpid()}/children").read().split())]
+    for pid in own:
+        for file in os.listdir(f"/proc/{pid}/fd"):
+            try:
+                yield listening[os.readlink(f"/proc/{pid}/fd/{file}")]
+            except (KeyError, OSError):
+                pass
+print("listening", index, *find_listening(), file=sys.stderr)
+one.meet("listed")
+"""
+LOOPBACK = ("0100007F", "00000000000000000000000001000000")
+MAPPED = "0000000000000000FFFF0000"  # in front of an address of IPv4
+
+
+def start(tmp_path, text, count=2, options=(), **environment):
+    program = tmp_path / "program.py"
+    program.write_text(BEGIN + text)
+    environment = {"PYTHONPATH": str(ROOT), **environment}
+    return Started(
+        [sys.executable, SCRIPT, "-n", str(count), "--death-timeout", "9", *options, program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={
+            **{name: os.environ[name] for name in os.environ if "IPU_PIPELINE" not in name},
+            **environment,
+        },
+    )
+
+
+def run(tmp_path, text, timeout=200, **arguments):
+    """The status, and what it wrote; the processes must not be there any more."""
+    started = start(tmp_path, text, **arguments)
+    try:
+        out, err = started.communicate(timeout=timeout)
+    finally:
+        started.kill()
+        started.communicate()
+    assert find_left(tmp_path) == []
+    return started.returncode, out, err
+
+
+def seconds_since_begin(tmp_path):
+    """Since the processes had met; before that they import JAX, on a busy machine for long."""
+    return time.time() - min(float(path.read_text()) for path in tmp_path.glob("begun*"))
+
+
+def find_left(tmp_path, seconds=6.0):
+    """Processes that are left, other than the test's, after some time."""
+    deadline = time.monotonic() + seconds
+    while True:
+        left = []
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            try:
+                text = path.read_bytes()
+            except OSError:
+                continue
+            if str(tmp_path).encode() in text:
+                left.append(text)
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.1)
+
+
+def test_a_death_while_another_process_is_stuck_and_no_port_beyond_loopback(tmp_path):
+    text = f"""
+{LISTENING}
+if index == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(1000)
+"""
+    status, out, err = run(tmp_path, text)
+    assert seconds_since_begin(tmp_path) < 60
+    assert status == 128 + signal.SIGKILL
+    assert out == ""
+    assert "launch_local: process 1 was ended by SIGKILL." in err
+    assert re.search(r"\[0\] ipu_pipeline: process 0 ends\. Process 1 \(pid \d+ on .*\) has died", err)
+    for process in range(2):
+        last = f"stage {process} forward of micro-batch 2 of step 0"
+        assert f"process {process}: the last action finished is {last}" in err
+    listed = dict(re.findall(r"listening (\d) (.*)", err))
+    assert sorted(listed) == ["0", "1"]
+    addresses = [one.split(":")[0].removeprefix(MAPPED) for text in listed.values() for one in text.split()]
+    assert len(addresses) >= 5  # collectives and transfers of each process, and the coordinator
+    assert set(addresses) <= set(LOOPBACK)
+
+
+def test_results_are_shown_once_and_nobody_waits_long_at_the_end(tmp_path):
+    text = """
+print("prepared by", index)
+tell_results(1)
+print("results of", index)
+print(f"{index} is told", file=sys.stderr)
+if index == 0:
+    time.sleep(3)
+    one.meet("a late meeting")
+else:
+    one.meet("a late meeting")
+one.exchange("clocks", "")
+print("ended", time.time())
+"""
+    status, out, err = run(tmp_path, text)
+    assert status == 0
+    assert re.fullmatch(r"prepared by 1\nresults of 1\nended (.*)\n", out)
+    assert time.time() - float(out.split()[-1]) < 20
+    assert sorted(err.splitlines()) == ["[0] 0 is told", "[1] 1 is told"]
+
+
+KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
+STOPPED = "os.kill(os.getpid(), signal.SIGSTOP)"
+STUCK, WAITS = "time.sleep(1000)", 'one.meet("end")'
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("does", "who", "other", "status", "message"),
+    [
+        pytest.param(KILLED, 0, STUCK, 137, "Process 0 .* has died: it is gone", id="0 killed"),
+        pytest.param(KILLED, 1, WAITS, 137, "ProcessError: Process 1 .* has died", id="1 killed"),
+        pytest.param(STOPPED, 0, STUCK, 1, "Process 0 .* no sign of it for", id="0 stopped"),
+        pytest.param(STOPPED, 1, WAITS, 1, "ProcessError: Process 1 .* no sign of it", id="1 stopped"),
+        pytest.param(
+            "raise ValueError('no data')", 1, WAITS, 1, "ended with ValueError: no data", id="error"
+        ),
+        pytest.param("sys.exit(7)", 1, WAITS, 1, "process 1 has ended, and process 0 cannot", id="ended"),
+        pytest.param(STUCK, 1, WAITS, 1, "process 1 does not go on, and process 0 cannot", id="stuck"),
+        pytest.param("one.meet('other')", 1, WAITS, 1, "they wait for each other", id="other places"),
+        pytest.param(
+            "one.agree('x', {'y': '1'})",
+            1,
+            "one.agree('x', {'y': '0'})",
+            1,
+            "y: '0' in process 0",
+            id="agree",
+        ),
+    ],
+)
+def test_ends_of_processes(tmp_path, does, who, other, status, message):
+    text = f"""
+if index == {who}:
+    {does}
+else:
+    {other}
+"""
+    found, _out, err = run(tmp_path, text)
+    assert seconds_since_begin(tmp_path) < 75
+    assert found == status
+    assert re.search(message, err)
+
+
+THREADS = """
+import threading
+import ipu_pipeline as ipu
+from tests.processes.test_session_processes import elements
+def train(name):
+    queue = ipu.ipu_infeed_queue.IPUInfeedQueue(elements)
+    outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+    def last(x, labels):
+        return jnp.mean(ipu.layers.Dense(1)(x))
+    def model():
+        return ipu.pipelining_ops.pipeline(
+            [lambda x, labels: (ipu.layers.Dense(12)(x), labels), last],
+            gradient_accumulation_count=2, infeed_queue=queue, outfeed_queue=outfeed, name=name,
+        )
+    with ipu.scopes.ipu_scope("/device:IPU:0"):
+        program = ipu.ipu_compiler.compile(model)
+    with ipu.Session(seed=3) as session:
+        session.run(queue.initializer)
+        while True:
+            session.run(program)
+            session.run(outfeed.dequeue())
+config = ipu.config.IPUConfig()
+config.auto_select_ipus = 2
+config.configure_ipu_system()
+names = ["first", "second"] if index else ["second", "first"]
+threads = [threading.Thread(target=train, args=(name,), name=name) for name in names]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
+
+
+@pytest.mark.thorough
+def test_two_threads_that_run_pipelines(tmp_path):
+    """They waited for the other process, where the other thread was first, and hung."""
+    status, _out, err = run(tmp_path, THREADS)
+    assert seconds_since_begin(tmp_path) < 60
+    assert status == 1
+    began = r"thread '(\w+)' began a run of a session while thread '(?!\1)\w+' was at a run of a session"
+    assert re.search(rf"RuntimeError: Process \d: {began}", err)
+    for process in range(2):
+        assert re.search(rf"process {process} ends. Process \d: {began}", err)
+
+
+@pytest.mark.thorough
+def test_a_coordinator_that_does_not_answer(tmp_path):
+    text = """
+if index == 0:
+    coordinator = int(open(f"/proc/self/task/{os.getpid()}/children").read().split()[0])
+    os.kill(coordinator, signal.SIGSTOP)
+    if os.fork() == 0:
+        os.setsid()  # the launcher ends the group
+        time.sleep(30)
+        os.kill(coordinator, signal.SIGKILL)
+        os._exit(0)
+one.meet("end")
+"""
+    started = start(tmp_path, text)
+    _out, err = started.communicate(timeout=200)
+    assert started.returncode == 1
+    assert len(re.findall("The coordinator, which process 0 started, has not answered", err)) >= 2
+
+
+@pytest.mark.thorough
+def test_a_checkpoint_is_written_whole_before_the_process_ends(tmp_path):
+    text = f"""
+import threading
+from ipu_pipeline.processes.ending import written_whole
+def write():
+    with written_whole("the checkpoint"):
+        time.sleep(8)
+        open({str(tmp_path / "written")!r}, "w").close()
+if index == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+threading.Thread(target=write, daemon=True).start()
+time.sleep(1000)
+"""
+    status, _out, err = run(tmp_path, text)
+    assert status == 137
+    assert "First the checkpoint is written." in err
+    assert (tmp_path / "written").exists()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda n: n.name)
+def test_signals_reach_all_and_nobody_survives_the_launcher(tmp_path, number):
+    text = """
+print(f"{index} is ready", file=sys.stderr, flush=True)
+time.sleep(1000)
+"""
+    started = start(tmp_path, text)
+    ready = {started.stderr.readline() for _process in range(2)}
+    assert ready == {"[0] 0 is ready\n", "[1] 1 is ready\n"}
+    started.send_signal(number)
+    _out, err = started.communicate(timeout=200)
+    assert find_left(tmp_path) == []
+    if number == signal.SIGKILL:
+        assert started.returncode == -signal.SIGKILL
+    else:
+        assert started.returncode == 128 + number
+        for process in range(2):
+            assert f"process {process} was ended by {number.name}" in err
+
+
+@pytest.mark.thorough
+def test_listening_at_an_address_that_was_given(tmp_path):
+    own = address_towards("192.0.2.77", 80)  # nobody's; nothing is sent
+    if own.startswith("127.") or ":" in own:
+        pytest.skip("this machine has no other address than the loopback one")
+    begin = BEGIN.replace(
+        "joining.join_by_environment()",
+        'distributed.initialize(os.environ["ADDRESS"], 2, int(sys.argv[1]), death_timeout=9)',
+    )
+    program = tmp_path / "program.py"
+    program.write_text(f"{begin}{LISTENING}")
+    with socket.create_server((own, 0)) as server:
+        port = server.getsockname()[1]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "ADDRESS": f"{own}:{port}"}
+    started = [
+        Started([sys.executable, program, str(index)], stderr=subprocess.PIPE, text=True, env=environment)
+        for index in range(2)
+    ]
+    texts = [one.communicate(timeout=200)[1] for one in started]
+    assert [one.returncode for one in started] == [0, 0]
+    listed = dict(re.findall(r"listening (\d) (.*)", "".join(texts)))
+    addresses = [one.split(":")[0].removeprefix(MAPPED) for text in listed.values() for one in text.split()]
+    expected = "".join(f"{int(part):02X}" for part in reversed(own.split(".")))
+    assert len(addresses) >= 5
+    assert set(addresses) == {expected}
+
+
+@pytest.mark.thorough
+def test_faults_at_the_beginning(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(BEGIN.partition("import jax,")[0].replace("joining.join_by", "eval(sys.argv[1])\n#"))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+
+    def run_alone(*calls):
+        started = [
+            Started(
+                [sys.executable, program, f"distributed.initialize({call})"],
+                stderr=subprocess.PIPE,
+                text=True,
+                env=environment,
+            )
+            for call in calls
+        ]
+        return [(one.communicate(timeout=200)[1], one.returncode) for one in started]
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        ((text, status),) = run_alone(f"'127.0.0.1:{port}', 2, 0")
+        assert "the coordinator cannot listen at 127.0.0.1" in text
+        assert status == 1
+    for index in range(2):  # process 0, and one that does not find it
+        ((text, status),) = run_alone(f"'127.0.0.1:{port}', 2, {index}, initialization_timeout=4")
+        assert "TimeoutError: distributed.initialize: the 2 processes of the run did not all come" in text
+        assert status == 1
+
+
+@pytest.mark.thorough
+def test_process_0_has_given_up_and_its_coordinator_is_there(tmp_path):
+    """It has come and gone, so that the next one is not alone by the coordinator's count."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys\nimport ipu_pipeline.distributed as distributed\n"
+        "address, index = sys.argv[1], int(sys.argv[2])\n"
+        "try:\n    distributed.initialize(address, 2, index, initialization_timeout=3)\n"
+        "except TimeoutError as error:\n    print('late', flush=True)\n"
+        "    sys.exit(str(error)) if index else sys.stdin.read()\n"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = [sys.executable, program, f"127.0.0.1:{port}"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with Started([*command, "0"], env=environment, **pipes) as first:
+        assert first.stdout.readline() == "late\n"
+        done = subprocess.run(
+            [*command, "1"], env=environment, capture_output=True, text=True, timeout=100, check=False
+        )
+        first.communicate()
+    assert "the 2 processes of the run did not all come" in done.stderr
+    assert done.returncode == 1
+
+
+def load_launcher():
+    sys.path.insert(0, str(SCRIPT.parent))
+    try:
+        import launch_local
+    finally:
+        sys.path.remove(str(SCRIPT.parent))
+    return launch_local
+
+
+def test_what_is_shown(capfdbinary):
+    launcher = load_launcher()
+
+    def show(*actions, shows_all=False, count=2):
+        output = launcher.Output(count, shows_all)
+        for name, *arguments in actions:
+            getattr(output, name)(*arguments)
+        output.end()
+        return capfdbinary.readouterr()
+
+    gloo = b"[Gloo] Rank 1 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1\n"
+    first, second = ("take", 0, False, b"a\nb"), ("take", 1, False, b"a\n" + gloo)
+    ends = [("take", process, False, b"") for process in range(2)]
+    assert show(first, second, ("know_results", 1), *ends) == (b"a\n", b"")
+    assert show(first, second, ("know_results", 0), ("take", 0, False, b"c\nd"), *ends) == (
+        b"a\nbc\nd",
+        b"",
+    )
+    assert show(second, ("take", 0, False, b"a\n")) == (b"a\n", b"")
+    assert show(first, second, *ends) == (b"[0] a\n[1] a\n[0] b\n", b"")
+    assert show(first, second, *ends, shows_all=True) == (b"[0] a\n[1] a\n[0] b\n", b"")
+    assert show(("take", 1, True, b"x\ny"), ("take", 1, True, b"")) == (b"", b"[1] x\n[1] y\n")
+    out, err = show(("know_results", 1), ("know_results", 0), ("add", 0, b"a\n"), ("add", 1, b"b\n"))
+    assert out == b"b\n"
+    assert b"process 0 has results too; what it prints is shown with --all only." in err
+
+
+def test_the_coordinators_port_is_nobody_elses():
+    """It was free for a moment, until process 0 had imported JAX, and another program might take it."""
+    with load_launcher().hold_port() as held:
+        address = held.getsockname()
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(address)
+        with socket.create_server(address):  # as the coordinator asks whether anybody listens there
+            pass
+        with socket.create_server(address, reuse_port=True):  # as gRPC listens
+            pass
+
+
+def test_wrong_arguments_of_the_launcher():
+    for given, message in [
+        (["-n", "0", SCRIPT], "-n must be 1 or more; it is 0"),
+        (["-n", "2", "--death-timeout", "1", SCRIPT], "--death-timeout must be 2 or more; it is 1"),
+        (["-n", "2"], "the program is missing"),
+        (["-n", "2", "nowhere.py"], "there is no program nowhere.py"),
+    ]:
+        done = subprocess.run(
+            [sys.executable, SCRIPT, *given], capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == 2
+        assert message in done.stderr
+
+
+@pytest.mark.thorough
+def test_a_process_that_ends_before_a_checkpoint(tmp_path):
+    text = """
+from ipu_pipeline.checkpointing.together import do_first
+if index == 0:
+    do_first(lambda: 1)
+"""
+    status, _out, err = run(tmp_path, text)
+    assert status == 1
+    assert "process 1 has ended, and process 0 cannot" in err
+
+
+@pytest.mark.thorough
+def test_the_estimator_of_the_tutorial():
+    """It trains, evaluates and predicts in two processes as in one; what it prints comes from one."""
+    answer = ROOT / "answers" / "ipu_pipeline_estimator.py"
+    alone = subprocess.run(
+        [sys.executable, answer, "--epochs", "1"],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env=environment(),
+    )
+    assert alone.returncode == 0, alone.stderr
+    launch = [sys.executable, ROOT / "scripts" / "launch_local.py", "-n", "2", answer, "--epochs", "1"]
+    made = subprocess.run(launch, capture_output=True, text=True, timeout=200, env=environment())
+    assert made.returncode == 0, made.stderr
+
+    def told(text):
+        return [line for line in text.splitlines() if not line.startswith("Elapsed")]
+
+    assert told(made.stdout) == told(alone.stdout)

@@ -1,0 +1,387 @@
+"""Pipelines whose stages are in several processes give what they give in one."""
+
+import functools
+import pathlib
+import re
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import ipu_pipeline as ipu
+from ipu_pipeline import engine
+from ipu_pipeline.engine.devices import links
+from ipu_pipeline.engine.updates.loss_scaling import scale_loss
+from tests.engine.tracing import test_shared_variables as shared
+from tests.engine.updates import test_updates_joined as updates
+from tests.support import joined, models
+
+NUM_STEPS, NUM_MICRO_BATCHES = 3, 4
+
+
+def make_mlp(num_stages=4, optimizer=None, **options):
+    given = {"num_micro_batches": NUM_MICRO_BATCHES, "loss": lambda loss: loss, **options}
+    return engine.Pipeline(
+        models.mlp_stages(num_stages),
+        optimizer=updates.clipped() if optimizer is None else optimizer,
+        **given,
+    )
+
+
+def make_mlp_steps():
+    rng = np.random.default_rng(0)
+    return [models.mlp_batches(rng, NUM_MICRO_BATCHES) for _step in range(NUM_STEPS)]
+
+
+def make_replicated_steps():
+    rng = np.random.default_rng(1)
+    return [models.mlp_batches(rng, 2 * NUM_MICRO_BATCHES) for _step in range(NUM_STEPS)]
+
+
+def make_normalized(**options):
+    """Statistics that stages assign, random keys, metrics, and an optimizer that reads the last outputs."""
+
+    def normalize(name, x):
+        with engine.variable_scope(name):
+            mean = engine.get_variable("mean", (x.shape[-1],), trainable=False)
+            engine.assign("mean", 0.9 * mean + 0.1 * jnp.mean(x, axis=0))
+        keep = jax.random.bernoulli(engine.next_rng_key(), 0.8, x.shape)
+        engine.metric(f"{name}_mean", jnp.mean(x))
+        return jnp.where(keep, x - jax.lax.stop_gradient(mean), 0)
+
+    def first(x, labels):
+        return normalize("first", models.layer(0)(x)), labels
+
+    def second(x, labels):
+        return normalize("second", models.layer(1)(x)), labels
+
+    def last(x, labels):
+        loss = models.cross_entropy(models.layer(3)(x), labels)
+        engine.metric("loss", loss)
+        return loss, jnp.max(x)
+
+    def optimizer(loss, largest):
+        return optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1 / (1 + jnp.abs(largest))))
+
+    return engine.Pipeline(
+        [first, second, last],
+        num_micro_batches=NUM_MICRO_BATCHES,
+        loss=lambda loss, largest: loss,
+        optimizer=optimizer,
+        **options,
+    )
+
+
+def make_inference(**options):
+    return engine.Pipeline(models.mlp_stages(4), num_micro_batches=NUM_MICRO_BATCHES, **options)
+
+
+def make_scaled(**options):
+    return make_mlp(optimizer=scale_loss(optax.sgd(0.1), 2.0**120, True, 2, 2.0**60), **options)
+
+
+def make_shared(**options):
+    return shared.make(**{"mapping": (0, 1, 3), "donate": True, **options})
+
+
+def make_shared_steps():
+    return shared.make_steps(np.random.default_rng(0))
+
+
+def make_replicated_shared_steps():
+    return shared.make_steps(np.random.default_rng(0), num_micro_batches=10)
+
+
+EVERYTHING_OFFLOADED = {
+    "offload": ["weights", "weight_update_variables", "activations", "gradient_accumulation_buffers"]
+}
+# name -> (what makes the pipeline, what makes the micro-batches of each step, options)
+CASES = {
+    "grouped": (make_mlp, make_mlp_steps, {"donate": True}),
+    "interleaved": (make_mlp, make_mlp_steps, {"schedule": "interleaved"}),
+    "sequential": (make_mlp, make_mlp_steps, {"schedule": "sequential", "donate": True}),
+    "chunks": (make_mlp, make_mlp_steps, {"dispatch_plan": engine.DispatchPlan(2), "donate": True}),
+    "folded": (make_mlp, make_mlp_steps, {"device_mapping": [0, 3, 3, 0], "donate": True}),
+    "one by one": (make_mlp, make_mlp_steps, {"device_mapping": [3, 2, 1, 0], "reduction": "mean"}),
+    "recomputed": (make_mlp, make_mlp_steps, {"recompute": "recompute_then_backpropagate", "donate": True}),
+    "summed": (make_mlp, make_mlp_steps, {"sum_collected": True, "dispatch_plan": engine.DispatchPlan(2)}),
+    "all on the last": (make_mlp, make_mlp_steps, {"device_mapping": [3, 3, 3, 3], "donate": True}),
+    "all on the first": (make_mlp, make_mlp_steps, {"device_mapping": [0, 0, 0, 0]}),
+    "scaled": (make_scaled, make_mlp_steps, {"donate": True}),
+    "flattened": (
+        make_mlp,
+        make_mlp_steps,
+        {"optimizer": optax.flatten(optax.adam(0.01)), "donate": True},
+    ),
+    "normalized": (make_normalized, make_mlp_steps, {"device_mapping": [0, 3, 1], "donate": True}),
+    "normalized in chunks": (
+        make_normalized,
+        make_mlp_steps,
+        {"device_mapping": [0, 1, 2], "dispatch_plan": engine.DispatchPlan(2)},
+    ),
+    "shared": (make_shared, make_shared_steps, {}),
+    "shared, running mean": (
+        make_shared,
+        make_shared_steps,
+        {"reduction": "running_mean", "schedule": "interleaved"},
+    ),
+    "shared, chunks": (
+        make_shared,
+        make_shared_steps,
+        {"mapping": (3, 2, 0), "dispatch_plan": engine.DispatchPlan(5)},
+    ),
+    "offloaded": (
+        make_mlp,
+        make_mlp_steps,
+        EVERYTHING_OFFLOADED,
+    ),
+    "inference": (make_inference, make_mlp_steps, {}),
+}
+
+
+TWO = {"num_replicas": 2}
+REPLICATED = {
+    "replicas": (make_mlp, make_replicated_steps, {**TWO, "donate": True}),
+    "replicas, interleaved": (make_mlp, make_replicated_steps, {**TWO, "schedule": "interleaved"}),
+    "replicas, sequential": (make_mlp, make_replicated_steps, {**TWO, "schedule": "sequential"}),
+    "replicas, chunks": (make_mlp, make_replicated_steps, {**TWO, "dispatch_plan": engine.DispatchPlan(2)}),
+    "replicas, summed": (make_mlp, make_replicated_steps, {**TWO, "sum_collected": True}),
+    "replicas, normalized": (
+        make_normalized,
+        make_replicated_steps,
+        {**TWO, "device_mapping": [0, 3, 1], "donate": True},
+    ),
+    "replicas, scaled": (make_scaled, make_replicated_steps, TWO),
+    "replicas, shared": (make_shared, make_replicated_shared_steps, TWO),
+    "replicas, offloaded": (make_mlp, make_replicated_steps, {**TWO, **EVERYTHING_OFFLOADED}),
+    "replicas, inference": (make_inference, make_replicated_steps, TWO),
+}
+
+
+def train(name):
+    """What a process has of the results of some steps, by what it is."""
+    make, make_steps, options = {**CASES, **REPLICATED}[name]
+    pipeline, steps = make(**options), make_steps()
+    state = pipeline.init(jax.random.key(7), steps[0][0])
+    made = {}
+    for number, step in enumerate(steps):
+        state, outputs = pipeline.step(state, step)
+        made |= {f"step {number}, {key}": value for key, value in outputs.metrics.items()}
+        if outputs.is_here:
+            made[f"step {number}, losses"] = [np.asarray(loss) for loss in outputs.losses]
+            made[f"step {number}, outputs"] = [jax.tree.map(np.asarray, one) for one in outputs.outputs]
+    for path, leaf in jax.tree_util.tree_leaves_with_path((state.variables, state.optimizer_state)):
+        for shard in leaf.addressable_shards:  # of replicas, each the whole
+            made.setdefault(jax.tree_util.keystr(path), []).append(np.asarray(shard.data))
+    return made
+
+
+train_here = functools.cache(train)
+
+
+def train_all(names):
+    made = {}
+    for name in names:
+        print(name, flush=True)  # for whoever reads why this failed
+        made[name] = train(name)
+    return made
+
+
+def run(names, num_processes, num_devices, *last):
+    """What each process has of each case, and what it returns of one more function.
+
+    Args:
+      names: of cases.
+      num_processes: how many.
+      num_devices: of all of them together.
+      *last: the function, and its arguments; none for nothing more.
+    """
+    made = joined.run(
+        do_all, num_processes, num_devices // num_processes, names, last, timeout=60 + 30 * len(names)
+    )
+    return [found for found, _more in made], [more for _found, more in made]
+
+
+def do_all(names, last):
+    found = train_all(names)
+    print(last, flush=True)
+    return found, last[0](*last[1:]) if last else None
+
+
+def check(names, made):
+    """Compares what the processes have of each case with the same in this one."""
+    for name in names:
+        expected = train_here(name)
+        found = {}
+        for one in made:
+            for key, value in one[name].items():
+                assert key not in found or isinstance(value, list), (name, key)
+                found[key] = [*found.get(key, []), *value] if isinstance(value, list) else value
+        assert found.keys() == expected.keys(), (name, found.keys() ^ expected.keys())
+        for key, value in expected.items():
+            models.assert_trees_close(found[key], value)
+
+
+def test_two_processes():
+    names = ["grouped", "shared"]
+    made, _nothing = run(names, 2, 4)
+    check(names, made)
+
+
+@pytest.mark.thorough
+def test_each_case_in_two_processes():
+    made, _nothing = run([*CASES], 2, 4)
+    check(CASES, made)
+
+
+@pytest.mark.thorough
+def test_four_processes():
+    """Each kind of schedule and mapping; and data that ends, which all hear of."""
+    names = ["grouped", "interleaved", "sequential", "folded", "one by one", "all on the last"]
+    names += ["normalized in chunks", "shared, chunks", "flattened", "offloaded"]
+    made, ends = run(names, 4, 4, end_of_data, "labels", 3)
+    check(names, made)
+    expected, losses = end_of_data("labels", 3)
+    assert expected[0] == "OutOfRangeError: The data ended after 3 of the 4 micro-batches of a step."
+    assert expected[1].startswith("ValueError: Micro-batch 1")
+    # The first stage reads the data in process 0, the last in process 3; the second and third do not.
+    for process, (raised, own) in enumerate(ends):
+        if process in (0, 3):
+            assert raised == expected
+        else:
+            told = [f"In process 0, which reads the micro-batches: {text}" for text in expected]
+            assert raised == [f"OutOfRangeError: {told[0]}", f"ProcessError: {told[1]}"]
+        assert own == (losses if process == 3 else [])
+
+
+@pytest.mark.thorough
+def test_replicas_in_two_processes():
+    made, _nothing = run([*REPLICATED], 2, 8)
+    check(REPLICATED, made)
+
+
+def train_and_look(num_steps):
+    """Trains replicas of one stage in processes of one device; one reads the losses of each step."""
+    ipu.distributed.initialize()
+    pipeline = make_mlp(1, num_replicas=2)
+    batch = models.mlp_batches(np.random.default_rng(0), 2 * NUM_MICRO_BATCHES)
+    state = pipeline.init(jax.random.key(7), batch[0])
+    losses = []
+    for _step in range(num_steps):
+        state, outputs = pipeline.step(state, batch)
+        if outputs.is_here:
+            losses += [np.asarray(loss) for loss in outputs.losses]
+    return len(losses)
+
+
+@pytest.mark.thorough
+def test_a_process_waits_for_others_and_sends_at_once(tmp_path):
+    """It had one thread for both, and the processes waited for each other for ever."""
+    processes = joined.start(train_and_look, 2, None, 100, directory=tmp_path, joins_itself=True)
+    made = joined.finish(processes, tmp_path, timeout=120)
+    assert sorted(made) == [0, 100 * NUM_MICRO_BATCHES]
+
+
+@pytest.mark.thorough
+def test_replicas_in_four_processes():
+    names = ["replicas, normalized", "replicas, shared"]
+    made, _nothing = run(names, 4, 8)
+    check(names, made)
+
+
+def end_of_data(kind, num_left):
+    """What steps raise whose micro-batches do not suffice, and what there is after the next step."""
+    if kind == "replicas":
+        pipeline, (first, second, *_rest) = make_unlabelled(), make_unlabelled_steps()
+    else:
+        pipeline, (first, second, *_rest) = make_mlp(), make_mlp_steps()
+    state = pipeline.init(jax.random.key(7), first[0])
+    state, _outputs = pipeline.step(state, first)
+    raised = []
+    for step in (second[:num_left], [second[0], jax.tree.map(lambda leaf: leaf[:2], second[1])]):
+        try:
+            pipeline.step(state, step)
+        except Exception as error:
+            raised.append(f"{type(error).__name__}: {error}")
+    state, outputs = pipeline.step(state, second)
+    return raised, [np.asarray(loss).tolist() for loss in outputs.losses]
+
+
+def make_unlabelled():
+    """Two replicas of three stages, of which only the first reads micro-batches."""
+    first, second, third = (models.layer(index) for index in range(3))
+    return engine.Pipeline(
+        [first, second, lambda x: jnp.mean(third(x) ** 2)],
+        num_micro_batches=NUM_MICRO_BATCHES,
+        loss=lambda loss: loss,
+        optimizer=optax.sgd(0.1),
+        num_replicas=2,
+    )
+
+
+def make_unlabelled_steps():
+    return [[x for x, _labels in step] for step in make_replicated_steps()]
+
+
+@pytest.mark.thorough
+def test_the_data_ends_in_all_processes_of_replicas():
+    """Process 1 has the last stage of a replica and the first of the other: it hears, and it is heard."""
+    expected, losses = end_of_data("replicas", 7)
+    found = joined.run(end_of_data, 3, 2, "replicas", 7)
+    for process, (raised, own) in enumerate(found):
+        assert [text.partition(":")[0] for text in raised] == (
+            ["OutOfRangeError", "ValueError" if process == 0 else "ProcessError"]
+        )
+        assert all(text.endswith(end) for text, end in zip(raised, expected, strict=True))
+        assert own == (losses if process == 1 else [])
+
+
+def die_in_step(process, directory):
+    """The error of a process while another one, killed in the middle of a step, owes it values."""
+    import os
+    import signal
+
+    def tell(x):
+        if jax.process_index() == process:
+            pathlib.Path(directory, "died").write_text(str(time.time()))
+            os.kill(os.getpid(), signal.SIGKILL)
+        return x
+
+    def make(index):
+        def stage(x):
+            x = models.layer(index)(x)
+            if index == 1:
+                shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+                x = jax.pure_callback(tell, shape, jax.lax.stop_gradient(x)) + x
+            return jnp.mean(x) if index == 2 else x
+
+        return stage
+
+    pipeline = engine.Pipeline(
+        [make(index) for index in range(3)],
+        num_micro_batches=2,
+        loss=lambda loss: loss,
+        optimizer=optax.sgd(0.1),
+    )
+    elements = [np.ones((4, 12), np.float32)] * 2
+    state = pipeline.init(jax.random.key(0), elements[0])
+    with pytest.raises(engine.ProcessError) as raised, links.naming_peers():
+        for _number in range(2):
+            state, outputs = pipeline.step(state, elements)
+            jax.block_until_ready((outputs.collected, state))
+    with pytest.raises(engine.ProcessError):  # it stays so
+        pipeline.step(state, elements)
+    return raised.value
+
+
+@pytest.mark.thorough
+def test_an_error_names_the_process_that_died(tmp_path):
+    found = joined.run(die_in_step, 3, 1, 1, str(tmp_path), dead=1)
+    for process in (0, 2):
+        assert re.match(
+            r"Process 1 did not send what .* needs in step \d+: it has ended", str(found[process])
+        )
+    assert time.time() - float((tmp_path / "died").read_text()) < 50

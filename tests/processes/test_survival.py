@@ -1,0 +1,284 @@
+"""Training that is killed, told to stop, or cannot write."""
+
+import contextlib
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import ipu_pipeline as ipu
+from ipu_pipeline.checkpointing.checkpoints import CheckpointSeries
+from tests.support.estimating import assert_same_variables, input_fn, make_estimator
+from tests.support.programs import ROOT, Started, environment
+from tests.support.resumable import Batches, Training, assert_same
+
+THREAD_RUNS = int(os.environ.get("THREAD_RUNS", "30"))
+KILLS = int(os.environ.get("KILLS", "5"))
+STEPS = 40 * KILLS
+
+
+def start(directory, max_steps, *options):
+    return Started(
+        [
+            sys.executable,
+            "-W",
+            "always",
+            "-m",
+            "tests.support.survivor",
+            str(directory),
+            str(max_steps),
+            *options,
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=environment(as_tests=True),
+    )
+
+
+def finish(process, code):
+    out, errors = process.communicate(timeout=240)
+    assert process.returncode == code, out + errors
+    return out, errors
+
+
+def steps_in(text):
+    return [int(step) for step in re.findall(r"^step (\d+)$", text, re.MULTILINE)]
+
+
+def final_step(directory):
+    return make_estimator(directory).get_variable_value("global_step")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """Estimators after so many steps, by their number."""
+    found = {}
+
+    def train(steps):
+        if steps not in found:
+            directory = tmp_path_factory.mktemp(f"uninterrupted{steps}")
+            found[steps] = make_estimator(directory).train(input_fn, max_steps=steps)
+            ipu.config.reset_ipu_configuration()
+        return found[steps]
+
+    return train
+
+
+def test_killed_after_a_checkpoint(tmp_path, uninterrupted):
+    """kill -9 once there is a checkpoint: the restart goes on from it."""
+    process = start(tmp_path, 40, "block_at=30")  # before the end, however late it is killed
+    wait_for_checkpoint(process, tmp_path)
+    process.kill()
+    process.communicate()
+    _out, errors = finish(start(tmp_path, 40, "block_at=99"), 0)  # of the same data: it comes to its end
+    assert "Training goes on from step" in errors
+    assert "Traceback" not in errors
+    assert_same_variables(make_estimator(tmp_path), uninterrupted(40))
+
+
+def wait_for_checkpoint(process, directory):
+    """Reads a process's steps until there is a checkpoint."""
+    while CheckpointSeries(directory / "checkpoints").latest() is None:
+        assert process.stdout.readline(), process.communicate()
+
+
+@pytest.mark.thorough
+def test_killed_at_random_moments(tmp_path, uninterrupted):
+    """kill -9 while it trains and saves: every restart goes on, and the end is that of other training."""
+    generator = random.Random(KILLS)  # noqa: S311  # of moments
+    kills = resumed = 0
+    while kills < KILLS:
+        process = start(tmp_path, STEPS, "pause=0.01")
+        begin = "created\n" if generator.random() < 0.1 else "step"
+        while not (line := process.stdout.readline()).startswith(begin):
+            assert line, process.communicate()
+        if kills == 0:  # on a slow machine every kill might come before the first checkpoint
+            wait_for_checkpoint(process, tmp_path)
+        # Some right away, and some so late that several checkpoints are written.
+        timer = threading.Timer(generator.choice([0.05, 0.3, 1.0]) * generator.random(), process.kill)
+        timer.start()
+        _out, errors = process.communicate(timeout=240)
+        timer.cancel()
+        assert process.returncode in (0, -signal.SIGKILL), errors
+        assert "Traceback" not in errors, errors
+        kills += process.returncode != 0
+        resumed += "Training goes on from step" in errors
+        if process.returncode == 0:  # it came to its end: from the beginning once more
+            assert_same_variables(make_estimator(tmp_path), uninterrupted(STEPS))
+            shutil.rmtree(tmp_path)
+    _out, errors = finish(start(tmp_path, STEPS), 0)
+    assert "Traceback" not in errors
+    assert_same_variables(make_estimator(tmp_path), uninterrupted(STEPS))
+    assert resumed > 0
+
+
+def compile_two():
+    """Two training programs that share no variable, one over two devices and one on one."""
+    return [
+        Training(2, dataset=Batches(seed=number), name=name, scope=name, device_mapping=mapping)
+        for number, (name, mapping) in enumerate({"one": [0, 1], "two": [0, 0]}.items())
+    ]
+
+
+@pytest.mark.thorough
+def test_two_threads_train_on_one_session(tmp_path):
+    """While a third one reads and saves: all is as if they had trained one after the other."""
+    together, apart = compile_two(), compile_two()
+    losses, errors, saved = [[], []], [], []
+    is_done = threading.Event()
+
+    def guarded(function, *arguments):
+        try:
+            function(*arguments)
+        except BaseException as error:
+            errors.append(error)
+
+    def work(session, number):
+        for _run in range(THREAD_RUNS):
+            losses[number] += list(together[number].run(session, 1))
+        while len(saved) < 2 and saver.is_alive():  # a session has no queue: its turn may come late
+            time.sleep(0.01)
+
+    def read_and_save(session):
+        while not is_done.is_set():
+            path = tmp_path / str(len(saved))
+            session.save(path)
+            saved.append(path)
+            assert all(np.isfinite(value).all() for value in session.variables.values())
+
+    with ipu.Session(seed=3) as session, ipu.Session(seed=3) as plain:
+        for both, one in ((together, session), (apart, plain)):
+            for training in both:
+                training.start(one)
+            one.run(ipu.global_variables_initializer())
+        threads = [threading.Thread(target=guarded, args=(work, session, number)) for number in (0, 1)]
+        saver = threading.Thread(target=guarded, args=(read_and_save, session))
+        for thread in (*threads, saver):
+            thread.start()
+        for thread in threads:
+            thread.join()
+        is_done.set()
+        saver.join()
+        assert errors == []
+        states = {name: [plain.variables] for name in ("one", "two")}
+        for training, name, found in zip(apart, states, losses, strict=True):
+            expected = []
+            for _run in range(THREAD_RUNS):
+                expected += list(training.run(plain, 1))
+                states[name].append(plain.variables)
+            np.testing.assert_array_equal(found, expected)
+        assert_same(session, plain)
+    assert len(saved) > 1
+    for path in random.Random(0).sample(saved, min(len(saved), 5)):  # noqa: S311  # of checkpoints
+        with ipu.Session() as session:
+            session.restore(path)
+            variables = session.variables
+            for name, known in states.items():
+                wanted = known[session.update_count(name)]
+                for full_name, value in variables.items():
+                    if full_name.startswith(f"{name}/"):
+                        np.testing.assert_array_equal(value, wanted[full_name])
+
+
+@pytest.mark.parametrize(
+    ("name", "code"), [("SIGTERM", 143), pytest.param("SIGINT", 130, marks=pytest.mark.thorough)]
+)
+def test_a_signal_ends_training_after_the_update(name, code, tmp_path, uninterrupted):
+    process = start(tmp_path, 400, "every=400", "pause=1", "loop=40")
+    assert process.stdout.readline() == "created\n"
+    assert process.stdout.readline() == "step 40\n"
+    process.send_signal(getattr(signal, name))
+    _out, errors = finish(process, code)
+    assert "Traceback" not in errors
+    step = final_step(tmp_path)
+    assert f"Training ends at step {step} by signal {code - 128}" in errors
+    assert 40 <= step < 400
+    make_estimator(tmp_path).train(input_fn, max_steps=200)
+    assert_same_variables(make_estimator(tmp_path), uninterrupted(200))
+
+
+def test_a_signal_within_a_run_of_many_updates(tmp_path, uninterrupted):
+    process = start(tmp_path, 200_000, "every=200000", "loop=200000")
+    assert process.stdout.readline() == "created\n"
+    time.sleep(2)  # the run takes minutes
+    process.send_signal(signal.SIGTERM)
+    _out, errors = finish(process, 143)
+    step = final_step(tmp_path)
+    assert f"Training ends at step {step} by signal 15" in errors
+    assert 0 < step < 200_000
+
+
+@pytest.mark.thorough
+def test_a_second_signal_does_not_wait_for_the_data(tmp_path, uninterrupted):
+    process = start(tmp_path, 40, "every=40", "block_at=14")
+    for line in iter(process.stdout.readline, "blocked\n"):
+        assert line
+    time.sleep(0.5)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.5)
+    assert process.poll() is None  # the update is not done
+    process.send_signal(signal.SIGTERM)
+    begin = time.monotonic()
+    finish(process, 143)
+    assert time.monotonic() - begin < 60
+    assert final_step(tmp_path) == 12
+    assert_same_variables(make_estimator(tmp_path), uninterrupted(12))
+
+
+@pytest.mark.thorough
+def test_files_that_cannot_be_written(tmp_path, uninterrupted):
+    """Training goes on, each save reports its error once, and the last good checkpoint stays."""
+    process = start(tmp_path, 40, "every=8", "keep=1", "limit_at=8", "limit=100", "lift_at=32", "pause=0.3")
+    _out, errors = finish(process, 0)
+    failed = re.findall(r"^ERROR The checkpoint of step (\d+) could not be saved", errors, re.MULTILINE)
+    # The limit comes into force after the run; the save of that step has not begun then.
+    assert failed == ["8", "16", "24"], errors
+    assert "never retrieved" not in errors
+    assert "Traceback" not in errors
+    assert errors.count("Training goes on; there is none yet") == 3
+    assert CheckpointSeries(tmp_path / "checkpoints").steps() == [40]
+    assert_same_variables(make_estimator(tmp_path), uninterrupted(40))
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 300 kB."""
+    path = tmp_path / "small"
+    path.mkdir()
+    mount = shutil.which("mount")
+    options = ["-t", "tmpfs", "-o", "size=300k", "tmpfs", str(path)]
+    if mount is None or subprocess.run([mount, *options], capture_output=True, check=False).returncode != 0:
+        pytest.skip("mounting a tmpfs is not permitted here; RLIMIT_FSIZE stands in for it above")
+    yield path
+    subprocess.run([shutil.which("umount"), "-l", str(path)], check=True)
+
+
+@pytest.mark.thorough
+def test_a_full_disk(small_disk, uninterrupted):
+    make_estimator(small_disk, save_checkpoints_steps=8, keep_checkpoint_max=1).train(input_fn, steps=16)
+    good = CheckpointSeries(small_disk / "checkpoints").latest()
+    filler = small_disk / "filler"
+    with filler.open("wb", buffering=0) as stream, contextlib.suppress(OSError):
+        while stream.write(bytes(1000)):
+            pass
+    ipu.config.reset_ipu_configuration()
+    out, errors = finish(start(small_disk, 32, "every=8", "keep=1"), 1)
+    assert steps_in(out)[-1] == 32
+    failed = re.findall(r"^ERROR The checkpoint of step (\d+) could not be saved", errors, re.MULTILINE)
+    assert failed == ["24", "32"]
+    assert f"the last good one is {good}" in errors
+    assert "CheckpointError: The last checkpoint of training, of step 32, could not be saved" in errors
+    assert CheckpointSeries(small_disk / "checkpoints").read_latest()[0] == 16
+    filler.unlink()
+    make_estimator(small_disk).train(input_fn, max_steps=32)
+    assert_same_variables(make_estimator(small_disk), uninterrupted(32))

@@ -1,0 +1,142 @@
+"""Processes that train together while one of them is killed: none hangs, and training goes on."""
+
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+import ipu_pipeline as ipu
+from ipu_pipeline.checkpointing.checkpoints import CheckpointSeries
+from tests.support.estimating import assert_same_variables, input_fn, make_estimator
+from tests.support.joined import hold_port
+from tests.support.programs import ROOT, Started, environment
+
+KILLS = int(os.environ.get("KILLS", "3"))
+STEPS, DEATH_TIMEOUT = 64 * KILLS, 6  # of which none is likely to take 64
+
+
+def start(directory, num_processes, *options):
+    """The processes, which train for `STEPS` together, or go on with that."""
+    held = hold_port()
+    address = f"127.0.0.1:{held.getsockname()[1]}"
+    processes = []
+    for number in range(num_processes):
+        joining = {
+            "IPU_PIPELINE_COORDINATOR_ADDRESS": address,
+            "IPU_PIPELINE_NUM_PROCESSES": str(num_processes),
+            "IPU_PIPELINE_PROCESS_ID": str(number),
+            "IPU_PIPELINE_DEATH_TIMEOUT": str(DEATH_TIMEOUT),
+            "PJRT_NPROC": "1",
+        }
+        processes.append(
+            Started(
+                [sys.executable, "-m", "tests.support.survivor", str(directory), str(STEPS), *options],
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                cwd=ROOT,
+                env={**environment(as_tests=True), **joining},
+            )
+        )
+    processes[0].held = held  # until the end
+    return processes
+
+
+def finish(processes, timeout):
+    """What each wrote to the standard error; none of them is left, however this ends."""
+    errors = [""] * len(processes)
+
+    def read(number):
+        errors[number] = processes[number].stderr.read()
+
+    threads = [threading.Thread(target=read, args=(number,)) for number in range(len(processes))]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + timeout
+    for process in processes:
+        try:
+            process.wait(max(0.1, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            errors[processes.index(process)] += "\nIT HANGS"
+    for process, thread in zip(processes, threads, strict=True):
+        thread.join(20)
+        process.stderr.close()
+    processes[0].held.close()
+    assert not any("IT HANGS" in text for text in errors), "\n---\n".join(errors)
+    return errors
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """The estimator of one process that nobody killed."""
+    estimator = make_estimator(tmp_path_factory.mktemp("uninterrupted"))
+    estimator.train(input_fn, max_steps=STEPS)
+    ipu.config.reset_ipu_configuration()
+    return estimator
+
+
+def go_on_alone(directory, uninterrupted):
+    """Another number of processes, one, comes to the end, with the variables that it would have had."""
+    estimator = make_estimator(directory)
+    estimator.train(input_fn, max_steps=STEPS)
+    assert_same_variables(estimator, uninterrupted)
+
+
+@pytest.mark.thorough
+def test_killed_at_random_moments(tmp_path, uninterrupted):
+    """kill -9 of one process in the middle of steps: the other ends, says why, and training goes on."""
+    generator = random.Random(KILLS)  # noqa: S311  # of moments
+    kills = resumed = num_saved = 0
+    for _attempt in range(3 * KILLS):
+        before = CheckpointSeries(tmp_path / "checkpoints").latest()
+        num_saved += before is not None
+        processes = start(tmp_path, 2, "pause=0.1")
+        victim = generator.randrange(2)
+        deadline = time.monotonic() + 120
+        while CheckpointSeries(tmp_path / "checkpoints").latest() == before:  # it trains
+            if time.monotonic() > deadline or any(process.poll() is not None for process in processes):
+                break
+            time.sleep(0.01)
+        time.sleep(0.5 * generator.random())
+        processes[victim].kill()
+        errors = finish(processes, 120)
+        codes = [process.returncode for process in processes]
+        resumed += "Training goes on from step" in errors[0]
+        if codes == [0, 0]:  # they came to their end before the kill: from the beginning once more
+            go_on_alone(tmp_path, uninterrupted)
+            ipu.config.reset_ipu_configuration()
+            shutil.rmtree(tmp_path)
+        elif codes[victim] == -signal.SIGKILL and codes[1 - victim] != 0:
+            kills += 1
+            named = rf"[Pp]rocess {victim} "
+            assert re.search(named, errors[1 - victim]), errors[1 - victim]
+            assert "the last action finished" in errors[1 - victim], errors[1 - victim]
+        if kills == KILLS:
+            break
+    assert kills == KILLS
+    assert resumed == num_saved
+    go_on_alone(tmp_path, uninterrupted)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("number", [signal.SIGTERM])
+def test_a_signal_to_one_ends_all_after_the_same_update(number, tmp_path, uninterrupted):
+    processes = start(tmp_path, 2, "pause=0.05")
+    while CheckpointSeries(tmp_path / "checkpoints").latest() is None:
+        assert all(process.poll() is None for process in processes)
+        time.sleep(0.01)
+    processes[0].send_signal(number)
+    errors = finish(processes, 120)
+    assert [process.returncode for process in processes] == [128 + number, 0], errors
+    assert not any("Traceback" in text for text in errors), errors
+    step = CheckpointSeries(tmp_path / "checkpoints").steps()[-1]
+    assert all(f"at step {step}" in text for text in errors), errors
+    go_on_alone(tmp_path, uninterrupted)

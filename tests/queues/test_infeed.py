@@ -1,0 +1,617 @@
+import gc
+import itertools
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ipu_pipeline as ipu
+from ipu_pipeline.errors import OutOfRangeError
+from ipu_pipeline.ground.values import as_own
+from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue
+from ipu_pipeline.ipu_outfeed_queue import IPUOutfeedMode, IPUOutfeedQueue
+from ipu_pipeline.pipelining_ops import DispatchPlan
+from ipu_pipeline.queues import feeder
+from ipu_pipeline.queues import outfeed as outfeed_module
+from tests.support import front
+
+
+def dequeue(queue):
+    value = queue.read()
+    queue.set_aside()
+    queue.drop()
+    return value
+
+
+def same(leaves):
+    return list(leaves)
+
+
+def take(queue, count):
+    take_some = queue.connect(same)
+    taken = [take_some(1)[0][0].item() for _ in range(count)]
+    queue.mark()
+    return taken
+
+
+def scalars(count):
+    return [np.float32(number) for number in range(count)]
+
+
+def test_the_element_looked_at_is_not_lost_and_iterables_start_over():
+    queue = IPUInfeedQueue(scalars(4))
+    assert queue.element.shape == ()
+    assert queue.number_of_tuple_elements == 1
+    queue.initialize()
+    assert take(queue, 4) == [0, 1, 2, 3]
+    with pytest.raises(OutOfRangeError, match="ended after 4 elements"):
+        take(queue, 1)
+    queue.initialize()
+    assert take(queue, 2) == [0, 1]
+    queue.delete()
+
+
+def test_callables_sequences_and_structures():
+    class Indexed:
+        def __len__(self):
+            return 3
+
+        def __getitem__(self, index):
+            if index >= 3:
+                raise IndexError
+            return {"a": np.float32(index), "b": [1, 2.0]}
+
+    queue = IPUInfeedQueue(Indexed())
+    assert queue.number_of_tuple_elements == 3
+    assert queue.element["b"][0].dtype == np.int32
+
+    class WithoutEnd(Indexed):
+        def __getitem__(self, index):
+            return np.float32(index)
+
+    queue = IPUInfeedQueue(WithoutEnd())
+    queue.initialize()
+    assert take(queue, 3) == [0, 1, 2]
+    with pytest.raises(OutOfRangeError, match="ended after 3 elements"):
+        take(queue, 1)
+    queue.delete()
+    queue = IPUInfeedQueue(lambda: iter(scalars(2)))
+    queue.initialize()
+    assert take(queue, 2) == [0, 1]
+    queue.delete()
+
+
+def test_classes_are_called():
+    class Numbers:
+        def __init__(self):
+            self.number = -1
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            self.number += 1
+            return np.float32(self.number)
+
+    class Iterable:
+        def __iter__(self):
+            return iter(scalars(9))
+
+    for dataset in (Numbers, Iterable):
+        queue = IPUInfeedQueue(dataset)
+        for _pass in range(2):
+            queue.initialize()
+            assert take(queue, 3) == [0, 1, 2]
+        queue.delete()
+    with pytest.raises(TypeError, match=r"it is an iterator \(Numbers\)"):
+        IPUInfeedQueue(Numbers())
+
+
+def test_prefetch_depth_bounds_what_is_read_ahead():
+    read = []
+
+    def iterate():
+        for number in range(100):
+            read.append(number)
+            yield np.float32(number)
+
+    queue = IPUInfeedQueue(iterate, prefetch_depth=5)
+    queue.initialize()
+    assert take(queue, 1) == [0]
+    deadline = time.monotonic() + 60
+    while len(read) < 6 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.05)
+    assert len(read) == 6  # one taken, five ahead
+    queue.stop()
+    assert take(queue, 8) == list(range(1, 9))  # nothing is lost by stopping
+    queue.delete()
+
+
+def test_an_infeed_that_is_dropped_ends_its_thread():
+    queue = IPUInfeedQueue(lambda: iter(scalars(100)))
+    queue.initialize()
+    take(queue, 1)
+    thread = next(t for t in threading.enumerate() if t.name == "ipu-infeed")
+    del queue
+    gc.collect()
+    thread.join(timeout=60)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("depth", [0, 256, 1.5, True, "3"])
+def test_prefetch_depth(depth):
+    with pytest.raises(ValueError, match=f"prefetch_depth must be an integer from 1 to 255; got {depth!r}"):
+        IPUInfeedQueue(scalars(1), prefetch_depth=depth)
+
+
+def test_wrong_data_sets():
+    with pytest.raises(TypeError, match="it is an iterator .*a callable that returns a new iterator"):
+        IPUInfeedQueue(iter(scalars(1)))
+    with pytest.raises(TypeError, match="must be iterable, or a callable.*got int"):
+        IPUInfeedQueue(3)
+    with pytest.raises(ValueError, match="The dataset of the infeed is empty"):
+        _shapes = IPUInfeedQueue([]).element
+    with pytest.raises(ValueError, match="leaf of type str"):
+        _shapes = IPUInfeedQueue(["text"]).element
+    with pytest.raises(ValueError, match=r"Element 0 .*its dtype is \[\('a', '<i4'\)\]"):
+        _shapes = IPUInfeedQueue([np.zeros(2, [("a", np.int32)])]).element
+    queue = IPUInfeedQueue([np.zeros(1), np.array(["text"])])
+    queue.initialize()
+    take_some = queue.connect(same)
+    take_some(1)
+    with pytest.raises(ValueError, match="element 1 .*leaf of type ndarray; .*its dtype is <U4"):
+        take_some(1)
+    queue.delete()
+
+
+def test_another_structure():
+    queue = IPUInfeedQueue([(np.float32(1), np.float32(1)), np.float32(1)])
+    queue.initialize()
+    take_some = queue.connect(same) if queue.element else None
+    take_some(1)
+    with pytest.raises(
+        ValueError,
+        match="element 1 of the dataset must be a tuple of 2 arrays, as the first one; got an array",
+    ):
+        take_some(1)
+    queue.delete()
+
+
+def test_the_initializer_is_read_once():
+    queue = IPUInfeedQueue(scalars(1))
+    assert queue.initializer
+    with pytest.raises(
+        ValueError, match="The IPUInfeedQueue `initializer` function can only be accessed once"
+    ):
+        assert queue.initializer
+
+
+@pytest.mark.parametrize("depth", [0, -1, 1.5, True])
+def test_outfeed_buffer_depth(depth):
+    with pytest.raises(ValueError, match="buffer_depth must be an integer of at least 1"):
+        IPUOutfeedQueue(buffer_depth=depth)
+
+
+def test_outfeed_mode():
+    with pytest.raises(
+        TypeError, match="outfeed_mode must be one of IPUOutfeedMode.ALL, IPUOutfeedMode.LAST; got 'all'"
+    ):
+        IPUOutfeedQueue(outfeed_mode="all")
+
+
+def test_outfeed_copies_to_the_host_beyond_its_depth():
+    import jax
+    import jax.numpy as jnp
+
+    queue = IPUOutfeedQueue(buffer_depth=2)
+    queue.bind(jax.tree.structure(0), [jax.ShapeDtypeStruct((), jnp.float32)])
+    for number in range(5):
+        queue.extend([jax.block_until_ready(jnp.float32(number))], None)
+    assert [type(part.leaves[0]) for part in queue._on_host] == [np.ndarray] * 3
+    assert len(queue._on_device) == 2
+    np.testing.assert_array_equal(dequeue(queue), range(5))
+    assert dequeue(queue).shape == (0,)
+
+
+@pytest.mark.parametrize("mode", list(IPUOutfeedMode))
+def test_outfeed_of_stacked_elements(mode):
+    import jax
+    import jax.numpy as jnp
+
+    queue = IPUOutfeedQueue(mode, buffer_depth=4)
+    queue.bind(jax.tree.structure((0, 0)), [jax.ShapeDtypeStruct((), jnp.float32)] * 2)
+    stack = jax.block_until_ready(jnp.arange(6.0))
+    queue.extend([stack, -stack], 4)  # what is beyond four means nothing
+    assert len(queue._on_device) == 1
+    queue.extend([stack[5], -stack[5]], None)
+    assert len(queue._on_device) == 1  # the four are on the host
+    queue.extend([stack, -stack], 0)
+    first, second = dequeue(queue)
+    expected = [0, 1, 2, 3, 5] if mode is IPUOutfeedMode.ALL else 5
+    np.testing.assert_array_equal(first, expected)
+    np.testing.assert_array_equal(second, np.negative(expected))
+
+
+def wait_until_ahead(queue, count):
+    """Until so many elements have been fetched that nobody has taken."""
+    deadline = time.monotonic() + 60
+    while queue._feeder._num_ahead < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_elements_given_back_come_again():
+    queue = IPUInfeedQueue(scalars(6))
+    queue.initialize()
+    take_some = queue.connect(same, num_taken=4, is_tentative=True)
+    found, most = [], 0
+    while len(found) < 6:
+        wait_until_ahead(queue, min(4, 6 - len(found)))  # as many are taken at once as there are just then
+        taken = [leaf.item() for (leaf,) in take_some(4)]
+        queue.mark(len(taken) - 1)
+        queue.give_back()
+        found += taken[:1]
+        most = max(most, len(taken))
+    assert found == [0, 1, 2, 3, 4, 5]
+    assert most == 4
+    with pytest.raises(OutOfRangeError, match="ended after 6 elements"):
+        take_some(4)
+
+
+@pytest.mark.parametrize("is_other_program", [False, True])
+def test_what_was_taken_and_not_used_comes_again(is_other_program):
+    queue = IPUInfeedQueue(scalars(8))
+    queue.initialize()
+    assert take(queue, 2) == [0, 1]
+    take_some = queue.connect(same)
+    assert [take_some(1)[0][0].item() for _ in range(3)] == [2, 3, 4]
+    assert queue.position.count == 2
+    other = queue.connect(list if is_other_program else same)  # the run that took them ended before `mark`
+    assert [other(2)[0][0].item() for _ in range(2)] == [2, 4]
+    queue.mark(1)
+    assert queue.position.count == 5
+    assert take(queue, 3) == [5, 6, 7]
+    with pytest.raises(OutOfRangeError, match="ended after 8 elements"):
+        take(queue, 1)
+    queue.delete()
+
+
+def test_of_very_large_updates_nothing_is_kept(monkeypatch):
+    monkeypatch.setattr(feeder, "_MAX_KEPT_BYTES", 12)  # three of these elements
+    queue = IPUInfeedQueue(scalars(20))
+    queue.initialize()
+    take_some = queue.connect(same)
+    assert [take_some(1)[0][0].item() for _ in range(5)] == [0, 1, 2, 3, 4]
+    queue.mark()
+    assert [take_some(1)[0][0].item() for _ in range(5)] == [5, 6, 7, 8, 9]
+    assert queue._feeder._entries[:5] == [feeder._LOST] * 5
+    assert queue.position.count == 5
+    with pytest.warns(UserWarning, match="The 5 elements of the data set .* are lost"):
+        assert take(queue, 2) == [10, 11]
+    assert queue.position.count == 12
+    queue.delete()
+
+
+@pytest.mark.parametrize("mapping", [[0, 1], [0, 0]])
+def test_a_run_that_fails_within_an_update_loses_nothing(mapping):
+    """It is as if it had not been: whatever called back raises, the run after it has the same elements."""
+    calls = []
+
+    def fail_once(x):
+        calls.append(float(x[0, 0]))
+        if len(calls) == 8:
+            raise RuntimeError("for once")
+        return x
+
+    def stage(rate, x, labels):
+        x = jax.pure_callback(fail_once, jax.ShapeDtypeStruct(x.shape, x.dtype), jax.lax.stop_gradient(x))
+        return front.first_stage(rate, x, labels)
+
+    stages = [stage, front.second_stage]
+    model = front.Model(computational_stages=stages, device_mapping=mapping, repeat_count=2)
+    plain = front.Model(device_mapping=mapping, repeat_count=2)
+    with ipu.Session(seed=1) as session, ipu.Session(seed=1) as other:
+        session.run(model.initializer)
+        with pytest.raises(Exception, match="for once"):
+            while True:
+                session.run(model.program, {model.rate: 0.1})
+        while session.update_count() < 6:
+            session.run(model.program, {model.rate: 0.1})
+        losses = session.run(model.outfeed.dequeue())
+        other.run(plain.initializer)
+        expected = [loss for _run in range(4) for loss in plain.run(other)]
+        np.testing.assert_allclose(losses, expected[: len(losses)], rtol=1e-6)
+    data = [x[0, 0] for x, _labels in itertools.islice(front.data()(), len(losses))]
+    assert set(calls) >= {float(value) for value in data}
+
+
+def test_a_slow_data_set_holds_up_nobody():
+    """A thread that is in the data set while it is stopped goes on when the infeed is wanted again."""
+    wake = threading.Event()
+
+    def iterate():
+        for number in range(50):
+            if number == 5:
+                wake.wait(20)
+            yield np.float32(number)
+
+    queue = IPUInfeedQueue(iterate)
+    queue.initialize()
+    assert take(queue, 5) == [0, 1, 2, 3, 4]
+    started = time.monotonic()
+    queue.stop()
+    queue.stop()
+    assert time.monotonic() - started < 10  # and not the 20 s that the data set takes
+    take_some = queue.connect(same)
+    threading.Timer(0.2, wake.set).start()
+    assert [take_some(1)[0][0].item() for _ in range(5)] == [5, 6, 7, 8, 9]
+    assert sum(thread.name == "ipu-infeed" for thread in threading.enumerate()) == 1
+    queue.delete()  # waits for the thread, which is healthy again
+    assert front.no_infeed_runs()
+    with pytest.raises(RuntimeError, match="The infeed was stopped"):
+        take_some(1)
+    queue.initialize()
+    assert take(queue, 2) == [0, 1]
+    queue.delete()
+
+
+def test_elements_that_are_random_keys():
+    with pytest.raises(ValueError, match="must be pytrees of numeric arrays"):
+        _shapes = IPUInfeedQueue([jax.random.key(0)]).element
+
+
+def refilling(count, as_jax):
+    """Elements of one array that is filled again for each, beside another one."""
+    buffer = np.empty(3, "float32")
+    for number in range(count):
+        buffer[...] = number
+        other = np.full((), number, "float32")
+        yield buffer, jnp.asarray(other) if as_jax else other
+        buffer[...] = -1
+
+
+@pytest.mark.parametrize("as_jax", [False, True])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"device_mapping": [0, 1]}, {"device_mapping": [1, 0]}),
+        ({"device_mapping": [0, 0]}, {"device_mapping": [0, 1]}),
+        ({"device_mapping": [0, 1], "dispatch_plan": DispatchPlan(2)}, {"device_mapping": [0, 0]}),
+        ({"device_mapping": [0, 1]}, {"device_mapping": [0, 1], "dispatch_plan": DispatchPlan(2)}),
+    ],
+)
+def test_a_refilled_buffer_is_shared_by_two_programs(first, second, as_jax):
+    """What was fetched ahead for one program goes to the other one as it was when it was fetched."""
+    infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(lambda: refilling(24, as_jax))
+
+    def compile_one(options):
+        outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+
+        def model():
+            return ipu.pipelining_ops.pipeline(
+                [lambda x, y: (x, y), lambda x, y: (x, y * 1.0)],
+                gradient_accumulation_count=4,
+                infeed_queue=infeed,
+                outfeed_queue=outfeed,
+                **options,
+            )
+
+        with ipu.scopes.ipu_scope("/device:IPU:0"):
+            return ipu.ipu_compiler.compile(model), outfeed.dequeue()
+
+    programs = [compile_one(options) for options in (first, second)]
+    found = []
+    with ipu.Session() as session:
+        session.run(infeed.initializer)
+        for turn in (0, 1, 1, 0, 1, 0):
+            program, dequeue = programs[turn]
+            time.sleep(0.02)  # for what is fetched ahead
+            session.run(program)
+            found.append(session.run(dequeue))
+    expected = np.arange(24, dtype="float32")
+    x, y = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    np.testing.assert_array_equal(y, expected)
+    np.testing.assert_array_equal(x, np.repeat(expected[:, None], 3, 1))
+
+
+def count_threads():
+    return sum(thread.name == "ipu-infeed" for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("has_started", [False, True])
+def test_ctrl_c_while_the_thread_starts(has_started, monkeypatch):
+    """The interrupt arrives as such, and the next connection goes on with the next element."""
+    queue = IPUInfeedQueue(lambda: iter([np.float32(number) for number in range(20)]))
+    queue.initialize()
+    start = threading.Thread.start
+
+    def interrupted(thread):
+        if has_started:
+            start(thread)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            queue.connect(same)
+    queue.stop()
+    take_some = queue.connect(same, num_taken=4)
+    for number in range(0, 20, 4):
+        assert [float(*one) for one in take_some(4)] == list(range(number, number + 4))
+    # The thread of the connection that was interrupted may still be ending.
+    deadline = time.monotonic() + 60
+    while count_threads() > 1 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert count_threads() <= 1
+
+
+@pytest.mark.parametrize("mode", list(IPUOutfeedMode))
+def test_what_nobody_got_is_dequeued_again(mode, monkeypatch):
+    """By a run that is interrupted while it dequeues, and by one in which something later fails."""
+    infeed = IPUInfeedQueue(lambda: iter([(np.full(2, number, "float32"),) for number in range(8)]))
+    outfeed = IPUOutfeedQueue(outfeed_mode=mode)
+
+    def model():
+        return ipu.pipelining_ops.pipeline(
+            [lambda x: x, lambda x: x * 2.0],
+            gradient_accumulation_count=4,
+            infeed_queue=infeed,
+            outfeed_queue=outfeed,
+        )
+
+    with ipu.scopes.ipu_scope("/device:IPU:0"):
+        program, other = ipu.ipu_compiler.compile(model), ipu.ipu_compiler.compile(model)
+    with ipu.Session() as session:
+        session.run([infeed.initializer, program])
+        with monkeypatch.context() as patch:
+            patch.setattr(outfeed_module._Part, "on_host", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                session.run(outfeed.dequeue())
+        with pytest.raises(OutOfRangeError):
+            session.run([outfeed.dequeue(), program, outfeed.dequeue(), other])
+        found = session.run(outfeed.dequeue())
+        expected = 2 * np.repeat(np.arange(8, dtype="float32")[:, None], 2, 1)
+        np.testing.assert_array_equal(found, expected if mode is IPUOutfeedMode.ALL else expected[-1])
+        if mode is IPUOutfeedMode.ALL:
+            found = session.run(outfeed.dequeue())
+            assert found.shape == (0, 2)
+
+
+def interrupt(*_arguments):
+    raise KeyboardInterrupt
+
+
+def test_advice_about_the_initializer_works():
+    """It said to read `initializer` again, which raises."""
+    queue = IPUInfeedQueue(scalars(1))
+    with pytest.raises(
+        RuntimeError, match=r"initializer first: session.run\(infeed_queue.initializer\)\.$"
+    ):
+        queue.check_initialized()
+    _kept = queue.initializer  # read here
+    for call in (queue.check_initialized, lambda: queue.initializer):
+        with pytest.raises((RuntimeError, ValueError)) as caught:
+            call()
+        assert "session.run(initializer)" in str(caught.value)
+        assert f" at {__file__}, line " in str(caught.value)
+        assert ": _kept = queue.initializer  # read here" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "told"),
+    [
+        (
+            (np.zeros((6, 2), "f4"), np.zeros(6, "i4")),
+            r"a tuple of 2 arrays \(float32\[6, 2\], int32\[6\]\)\..* be its arrays\.",
+        ),
+        ([np.zeros((6, 2), "f4"), np.zeros(6, "f4")], "a list of 2 arrays"),
+        ({"x": np.zeros((6, 2)), "y": np.zeros(6)}, r"a dict\..* be its keys\."),
+    ],
+)
+def test_arrays_of_all_samples_are_no_micro_batches(dataset, told):
+    with pytest.raises(TypeError, match=rf"dataset is {told}.*range\(0, num_samples, n\): yield"):
+        IPUInfeedQueue(dataset)
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        [np.zeros((6, 2), "f4"), np.ones((6, 2), "f4")],
+        (np.zeros((6, 2), "f4"), np.ones((6, 2), "f8")),
+        [np.zeros((6, 2), "f4"), np.ones((5, 2), "f4")],  # a smaller last one is told when it comes
+        [(np.zeros((6, 2), "f4"), np.zeros(6, "i4"))],
+    ],
+)
+def test_lists_of_micro_batches(dataset):
+    assert IPUInfeedQueue(dataset).element is not None
+
+
+def test_an_iterator_is_not_used_for_two_passes():
+    """The second pass went on where the first one had stopped."""
+    for iterator in ((x for x in scalars(8)), iter(scalars(8))):
+        queue = IPUInfeedQueue(lambda same=iterator: same)
+        queue.initialize()
+        with pytest.raises(TypeError, match="the same (generator|list_iterator) for a second pass"):
+            queue.initialize()
+        queue.delete()
+    queue = IPUInfeedQueue(lambda: iter(scalars(8)))
+    queue.initialize()
+    queue.initialize()
+    queue.delete()
+
+    class Own:  # may begin again when it is called
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            return np.float32(0)
+
+    own = Own()
+    queue = IPUInfeedQueue(lambda: own)
+    queue.initialize()
+    queue.initialize()
+    queue.delete()
+    Own.__call__ = lambda self: self
+    with pytest.raises(TypeError, match="makes a new one, .lambda: Own"):
+        IPUInfeedQueue(own)
+
+
+def take_all(dataset, number):
+    queue = IPUInfeedQueue(dataset)
+    queue.initialize()
+    take_some = queue.connect(same) if queue.element else None
+    try:
+        return [take_some(1)[0] for _ in range(number)]
+    finally:
+        queue.delete()
+
+
+def test_arrays_in_the_other_byte_order():
+    """JAX said that they were 'not a valid dtype for JAX type promotion', without naming the infeed."""
+    dataset = [
+        {"x": np.arange(3, dtype=order + kind)} for kind in ("f4", "f8", "i4", "i8") for order in "<>"
+    ]
+    for little, big in zip(dataset[::2], dataset[1::2], strict=True):
+        for (leaf,) in take_all([big, little, big], 3):
+            np.testing.assert_array_equal(leaf, np.arange(3))
+            assert leaf.dtype == little["x"].astype(f"{little['x'].dtype.kind}4").dtype
+
+
+def test_masked_arrays():
+    """Their masks were dropped."""
+    plain, masked = np.ma.masked_array(np.arange(3.0)), np.ma.masked_array(np.arange(3.0), [0, 1, 0])
+    ((leaf,),) = take_all([plain], 1)
+    assert type(leaf) is np.ndarray
+    for number in (0, 1):
+        with pytest.raises(
+            ValueError, match=rf"lement {number} of .*a leaf is a masked array: 1 of its 3 elements are"
+        ):
+            take_all([plain] * number + [masked], 2)
+
+
+def test_numbers_that_float32_does_not_have():
+    """They became inf."""
+    values = np.array([1.0, 1e300, np.inf])
+    with pytest.raises(
+        ValueError,
+        match=r"element 1 of the dataset, at \['x'\], of dtype float64, does not fit float32: .*1e\+300",
+    ):
+        take_all([{"x": np.ones(3)}, {"x": values}], 2)
+    with pytest.raises(ValueError, match="of dtype complex128, does not fit complex64"):
+        take_all([values.astype("c16")], 1)
+    ((leaf,),) = take_all([np.array([np.inf, np.nan, -np.inf])], 1)
+    np.testing.assert_array_equal(leaf, np.array([np.inf, np.nan, -np.inf], "f4"))
+    assert leaf.dtype == np.float32
+
+
+def test_arrays_of_the_right_dtype_are_not_looked_at(monkeypatch):
+    monkeypatch.setattr("ipu_pipeline.ground.values.cast_exactly", None)
+    array = np.array([1.0, np.inf], "f4")
+    assert as_own(array, "It") is array
+    assert as_own(jax.numpy.asarray(array), "It").dtype == np.float32
+    ((leaf,),) = take_all([array], 1)
+    assert leaf is array

@@ -1,0 +1,419 @@
+"""What a pipeline enqueues: masks, sums per weight update, and their errors."""
+
+import gc
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import ipu_pipeline as ipu
+from ipu_pipeline import engine
+from ipu_pipeline.engine.execution.runner import ColumnRunner
+from ipu_pipeline.ipu_outfeed_queue import IPUOutfeedMode, IPUOutfeedQueue
+from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput, pipeline
+from tests.support import front, models
+
+COUNT = 4
+
+
+def last_stage(kind):
+    """A last stage whose outputs are in a tuple, list or dict, or nested."""
+
+    def stage(rate, x, labels):
+        with ipu.variable_scope("second"):
+            logits = ipu.layers.Dense(10)(x)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+        named = {"loss": jnp.mean(losses), "logits": logits, "right": jnp.argmax(logits, 1) == labels}
+        if kind == "dict":
+            return named
+        if kind == "nested":
+            return named["loss"], {"pair": (logits, named["right"]), "labels": labels}, ()
+        return {"tuple": tuple, "list": list}[kind](named.values())
+
+    return stage
+
+
+def optimizer_function(*args, **named):
+    return OptimizerFunctionOutput(optax.sgd(0.1), named["loss"] if named else args[0])
+
+
+class Model:
+    """A program with this last stage, in training or not, and its outfeed."""
+
+    def __init__(self, kind="tuple", mode=IPUOutfeedMode.ALL, trains=True, stage=None, **options):
+        self.infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(front.data())
+        self.outfeed = IPUOutfeedQueue(mode)
+        options = {"outfeed_queue": self.outfeed, "gradient_accumulation_count": COUNT, **options}
+        self.program = front.compile_program(
+            lambda: pipeline(
+                [front.first_stage, stage or last_stage(kind)],
+                inputs=[np.float32(0)],
+                infeed_queue=self.infeed,
+                optimizer_function=optimizer_function if trains else None,
+                **options,
+            )
+        )
+
+    def run(self):
+        with ipu.Session(seed=1) as session:
+            session.run([self.infeed.initializer, self.program])
+            return session.run(self.outfeed.dequeue())
+
+
+@pytest.fixture(scope="module")
+def unmasked():
+    """What three weight updates enqueue without a mask: losses, logits, and what was right."""
+    return Model(repeat_count=3).run()
+
+
+def close(actual, expected):
+    models.assert_trees_close(actual, expected)
+
+
+# Masks.
+
+
+@pytest.mark.parametrize("mapping", [[0, 0], [0, 1]])
+@pytest.mark.each_value
+def test_masks(mapping, unmasked):
+    options = {"repeat_count": 3, "device_mapping": mapping}
+    for kind in ("tuple", "list"):  # a tuple is dequeued as a list
+        for mask in ([False, True, False], (np.bool_(0), True, True), [True, False, True]):
+            kept = [value for value, is_masked in zip(unmasked, mask, strict=True) if not is_masked]
+            close(Model(kind, outfeed_mask=mask, **options).run(), kept)
+    mask = {"loss": True, "logits": False, "right": False}
+    found = Model("dict", outfeed_mask=mask, **options).run()
+    close(found, {"logits": unmasked[1], "right": unmasked[2]})
+    found = Model("nested", outfeed_mask=[True, False, True], **options).run()
+    assert list(found[0]) == ["labels", "pair"]
+    close(found[0]["pair"], (unmasked[1], unmasked[2]))
+    found = Model("tuple", IPUOutfeedMode.LAST, outfeed_mask=[True, True, False], **options).run()
+    close(found, [unmasked[2][-1]])
+    found = Model("dict", IPUOutfeedMode.LAST, outfeed_mask=mask, **options).run()
+    close(found, {"logits": unmasked[1][-1], "right": unmasked[2][-1]})
+
+
+def test_a_mask_for_an_output_that_is_alone(unmasked):
+    def stage(rate, x, labels):
+        return last_stage("tuple")(rate, x, labels)[0]
+
+    close(Model(stage=stage, repeat_count=3, outfeed_mask=[False]).run(), unmasked[0])
+    with pytest.raises(ValueError, match=r"outfeed_mask leaves nothing to enqueue; got \[True\]"):
+        Model(stage=stage, outfeed_mask=[True])
+
+
+def block_jaxpr(made, state, element):
+    """The jaxpr of a block."""
+    program = made.prepare()
+    jaxprs = []
+    original = program._jit
+
+    def jit(*settings):
+        function = original(*settings)
+
+        def call(*arguments):
+            jaxprs.append(jax.make_jaxpr(function)(*arguments))
+            return function(*arguments)
+
+        call.lower = function.lower
+        return call
+
+    program._jit = jit
+    made.step(state, [element] * COUNT)
+    return str(jaxprs[-1])
+
+
+def wide_output(mapping, **options):
+    """A pipeline whose last stage returns a loss and something of a size that nothing else has."""
+
+    def first(x):
+        return x * engine.get_variable("weight", (), initializer=jax.nn.initializers.ones)
+
+    def last(x):
+        return jnp.sum(x), jnp.broadcast_to(jnp.sum(x), (7, 11))
+
+    made = engine.Pipeline(
+        [first, last],
+        num_micro_batches=COUNT,
+        loss=lambda loss, _wide: loss,
+        optimizer=optax.sgd(0.1),
+        device_mapping=mapping,
+        **options,
+    )
+    element = np.ones(3, np.float32)
+    return made, made.init(jax.random.key(0), element), element
+
+
+def test_what_is_masked_is_not_collected():
+    """Not stacked by a block, and not kept by the executor; nor is what is summed."""
+    stacked = f"f32[{COUNT},7,11]"
+    assert stacked in block_jaxpr(*wide_output([0, 0]))
+    assert stacked not in block_jaxpr(*wide_output([0, 0], collect_outputs=lambda _shapes: [True, False]))
+    assert stacked not in block_jaxpr(*wide_output([0, 0], sum_collected=True))
+    kept = [
+        ({}, [(), (7, 11)] * COUNT),
+        ({"collect_outputs": lambda _shapes: [True, False]}, [()] * COUNT),
+        ({"collect_outputs": False}, []),
+        ({"sum_collected": True}, [(), (7, 11)]),
+    ]
+    for options, expected in kept:
+        made, state, element = wide_output([0, 1], **options)
+        executor = made.prepare()
+        assert isinstance(executor, ColumnRunner)
+        pending = made.accumulate(state, lambda _wanted, e=executor, x=element: [e.place_element([x])], [])
+        pending = pending.stepped.columns[0]
+        assert [leaf.shape for part in pending.collected for leaf in part.outputs] == expected
+        assert pending.last_outputs == pending.first_outputs == [None, None]
+
+
+# Sums.
+
+
+@pytest.mark.parametrize("mapping", [[0, 0], [0, 1]])
+@pytest.mark.parametrize("method", ["sum", "mean", "running_mean"])
+@pytest.mark.each_value
+def test_the_sum_of_losses(mapping, method):
+    options = {"repeat_count": 3, "device_mapping": mapping, "reduction_method": method}
+    losses = Model(outfeed_loss=True, **options).run()
+    sums = Model(outfeed_loss=True, accumulate_outfeed=True, **options).run()
+    assert sums.shape == (3,)
+    close(sums, losses.reshape(3, COUNT).sum(1))
+
+
+@pytest.mark.parametrize("mapping", [[0, 0], [0, 1]])
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.each_value
+def test_the_sums_of_outputs(mapping, trains):
+    options = {"repeat_count": 3, "device_mapping": mapping, "trains": trains}
+    losses, logits, right = Model(**options).run()
+    seen = []
+
+    def choose(value):
+        seen.append((value.shape, value.dtype.name))
+        return jnp.int32 if value.dtype == bool else None
+
+    sums = Model(**options, accumulate_outfeed=True, accumulate_outfeed_dtype=choose).run()
+    assert set(seen) == {((), "float32"), ((4, 10), "float32"), ((4,), "bool")}
+    close(
+        sums, [np.asarray(v.reshape(3, COUNT, *v.shape[1:]).sum(1)) for v in (losses, logits)] + [sums[2]]
+    )
+    assert sums[2].dtype == np.int32
+    np.testing.assert_array_equal(sums[2], right.reshape(3, COUNT, 4).sum(1))
+    named = Model("dict", **options, accumulate_outfeed=True, accumulate_outfeed_dtype="float32").run()
+    assert list(named) == ["logits", "loss", "right"]
+    close([named["loss"], named["logits"]], sums[:2])
+    close(named["right"], sums[2].astype(np.float32))
+
+
+@pytest.mark.parametrize("mapping", [[0, 0], [0, 1]])
+def test_masked_sums(mapping, unmasked):
+    options = {"repeat_count": 3, "device_mapping": mapping, "accumulate_outfeed": True}
+    found = Model(**options, outfeed_mask=[False, True, True]).run()
+    close(found, [unmasked[0].reshape(3, COUNT).sum(1)])  # what is masked need not have a sum
+
+
+@pytest.mark.parametrize("block_bytes", [2**20, 1300])
+@pytest.mark.parametrize("options", [{}, {"num_serialized": 2}, {"count": None}])
+@pytest.mark.each_value
+def test_sums_survive_between_the_parts_of_an_update(block_bytes, options, rng):
+    """Also of groups, and with a count that is known at run."""
+    group = options.get("num_serialized", 1)
+    batches = models.mlp_batches(rng, 2 * 6)
+    found = []
+    for is_summed in (False, True):
+        made = engine.Pipeline(
+            models.mlp_stages(2),
+            num_micro_batches=options.get("count", 6 // group),
+            num_serialized=group,
+            loss=lambda loss: loss,
+            optimizer=optax.sgd(0.1),
+            schedule="sequential",
+            device_mapping=[0, 0],
+            sum_collected=is_summed,
+            block_bytes=block_bytes,
+        )
+        given = {"num_micro_batches": 6} if "count" in options else {}
+        state = made.init(jax.random.key(1), batches[0])
+        for step in range(2):
+            state, outputs = made.step(state, batches[step * 6 : step * 6 + 6], **given)
+            found.append((np.stack(outputs.outputs), np.stack(outputs.losses)))
+    for (each, losses), (total, total_loss) in zip(found[:2], found[2:], strict=True):
+        assert total.shape == total_loss.shape == (1,)
+        close(total[0], each.sum(0))
+        close(total_loss[0], losses.sum(0))
+
+
+def test_a_wider_sum():
+    """128 halves in bfloat16, whose sum in it stops growing."""
+
+    def stage(x):
+        return x
+
+    sums = []
+    for dtype in (None, jnp.float32):
+        infeed = ipu.ipu_infeed_queue.IPUInfeedQueue([jnp.bfloat16(1)] * 300)
+        outfeed = IPUOutfeedQueue()
+        program = front.compile_program(
+            lambda infeed=infeed, outfeed=outfeed, dtype=dtype: pipeline(
+                [stage],
+                gradient_accumulation_count=300,
+                infeed_queue=infeed,
+                outfeed_queue=outfeed,
+                accumulate_outfeed=True,
+                accumulate_outfeed_dtype=dtype,
+            )
+        )
+        with ipu.Session() as session:
+            session.run([infeed.initializer, program])
+            sums.append(session.run(outfeed.dequeue()))
+    assert [(total.dtype.name, *map(float, total)) for total in sums] == [
+        ("bfloat16", 256),
+        ("float32", 300),
+    ]
+
+
+def test_sums_stay_with_the_updates_that_are_complete():
+    infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(front.data(2 * COUNT + 1))
+    outfeed = IPUOutfeedQueue()
+    program = front.compile_program(
+        lambda: pipeline(
+            [front.first_stage, last_stage("tuple")],
+            gradient_accumulation_count=COUNT,
+            repeat_count=5,
+            inputs=[np.float32(0)],
+            infeed_queue=infeed,
+            outfeed_queue=outfeed,
+            optimizer_function=optimizer_function,
+            outfeed_loss=True,
+            accumulate_outfeed=True,
+        )
+    )
+    with ipu.Session() as session:
+        session.run(infeed.initializer)
+        with pytest.raises(ipu.errors.OutOfRangeError):
+            session.run(program)
+        assert session.run(outfeed.dequeue()).shape == (2,)
+
+
+# Errors.
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (
+            {"outfeed_loss": True, "outfeed_mask": [True, False, False]},
+            ValueError,
+            "Only one of `outfeed_loss` and `outfeed_mask` can be set.",
+        ),
+        (
+            {"outfeed_mask": [True, False, False], "trains": False},
+            ValueError,
+            "An optimizer_function must be provided when outfeed_mask is set.",
+        ),
+        (
+            {"outfeed_loss": True, "trains": False},
+            ValueError,
+            "An optimizer_function must be provided when outfeed_loss is True.",
+        ),
+        (
+            {"outfeed_mask": [True, False, False], "outfeed_queue": None},
+            ValueError,
+            "An outfeed_queue must be provided when outfeed_mask is set.",
+        ),
+        (
+            {"accumulate_outfeed": True, "outfeed_queue": None},
+            ValueError,
+            "An outfeed_queue must be provided when accumulate_outfeed is True.",
+        ),
+        (
+            {"accumulate_outfeed": True, "mode": IPUOutfeedMode.LAST},
+            ValueError,
+            "To accumulate the outfeed, it must be in IPUOutfeedMode ALL. outfeed_queue is in mode LAST",
+        ),
+        (
+            {"accumulate_outfeed_dtype": jnp.float32},
+            ValueError,
+            "accumulate_outfeed_dtype is only used when accumulate_outfeed is True",
+        ),
+        ({"accumulate_outfeed": 1}, TypeError, "accumulate_outfeed must be True or False; got 1"),
+        ({"outfeed_loss": None}, TypeError, "outfeed_loss must be True or False; got None"),
+        ({"outfeed_mask": "loss"}, TypeError, "outfeed_mask must be a list or tuple of booleans.*'loss'"),
+        ({"outfeed_mask": [0, 1, 1]}, TypeError, r"must have booleans; outfeed_mask\[0\] is 0"),
+        ({"outfeed_mask": [True, False]}, ValueError, "the last stage's 3 outputs; it has 2"),
+        ({"outfeed_mask": []}, ValueError, "the last stage's 3 outputs; it has 0"),
+        ({"outfeed_mask": [True] * 3}, ValueError, "outfeed_mask leaves nothing to enqueue"),
+        ({"outfeed_mask": {"loss": True}}, ValueError, "outfeed_mask must be a list of booleans"),
+        (
+            {"outfeed_mask": [True, False, False], "kind": "dict"},
+            ValueError,
+            "outfeed_mask must be a dict of booleans by name",
+        ),
+        (
+            {"outfeed_mask": {"loss": True, "logit": True}, "kind": "dict"},
+            ValueError,
+            "names of the last stage's outputs, 'logits', 'loss', 'right'; got 'loss', 'logit'",
+        ),
+        ({"outfeed_mask": {"loss": 1}, "kind": "dict"}, TypeError, r"outfeed_mask\['loss'\] is 1"),
+        (
+            {"accumulate_outfeed": True},
+            ValueError,
+            r"accumulate_outfeed_dtype: an output of the last stage, bool\[4\], has no sum",
+        ),
+        (
+            {"accumulate_outfeed": True, "accumulate_outfeed_dtype": jnp.int32},
+            ValueError,
+            r"an output of the last stage, float32\[\], is summed in a dtype that can hold it; got int32",
+        ),
+        (
+            {"accumulate_outfeed": True, "accumulate_outfeed_dtype": "wide"},
+            ValueError,
+            "accumulate_outfeed_dtype must be a dtype; got 'wide'",
+        ),
+        (
+            {"accumulate_outfeed": True, "accumulate_outfeed_dtype": lambda _value: np.bool_},
+            ValueError,
+            "is summed in a dtype that can hold it; got bool",
+        ),
+    ],
+)
+def test_wrong_calls(options, error, message):
+    with pytest.raises(error, match=message):
+        Model(**options)
+
+
+def test_keys_have_no_sum():
+    def stage():
+        return jax.random.key(0)
+
+    with pytest.raises(ValueError, match=r"key<fry>\[\], cannot be summed; do not collect it"):
+        front.compile_program(
+            lambda: pipeline(
+                [stage],
+                gradient_accumulation_count=1,
+                outfeed_queue=IPUOutfeedQueue(),
+                accumulate_outfeed=True,
+            )
+        )
+
+
+def test_a_function_that_chooses_outputs_must_fit():
+    made = engine.Pipeline([lambda x: (x, x)], num_micro_batches=1, collect_outputs=lambda _shapes: [True])
+    with pytest.raises(ValueError, match="one boolean for each of the 2 leaves.*it returned 1"):
+        made.trace(np.float32(1))
+
+
+def test_the_last_element_is_all_that_is_held():
+    """In mode LAST nobody can ask for what came before."""
+    queue = IPUOutfeedQueue(outfeed_mode=IPUOutfeedMode.LAST)
+    queue.bind(jax.tree.structure(0.0), [jax.ShapeDtypeStruct((), "float32")])
+    values = [jnp.float32(number) for number in range(3)]
+    dropped = [weakref.ref(value) for value in values]
+    while values:
+        queue.extend([values.pop(0)], None)
+    gc.collect()
+    assert [reference() is None for reference in dropped] == [True, True, False]
+    assert queue.read() == 2

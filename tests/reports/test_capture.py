@@ -1,0 +1,584 @@
+"""Traces of what runs: `ipu.reports.capture`, and what POPLAR_ENGINE_OPTIONS asks for."""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import ipu_pipeline as ipu
+from ipu_pipeline import engine
+from ipu_pipeline.engine import watching
+from ipu_pipeline.engine.execution import watched
+from ipu_pipeline.reports import device_profile
+from ipu_pipeline.reports.events import Event, EventKind, busy_time
+from ipu_pipeline.reports.files import check_directory, read_manifest, remove_reports, write_reports
+from ipu_pipeline.reports.profile import read_profile
+from tests.support import front
+from tests.support.programs import ROOT, environment
+
+COUNT, WIDTH = 8, 64
+COMPUTED = (EventKind.FORWARD, EventKind.BACKWARD)
+
+
+def make_pipeline(mapping=(0, 1, 2, 3), plan=1, num_stages=4, **options):
+    def make(index):
+        def stage(x, *rest):
+            weights = engine.get_variable(f"layer_{index}/weights", (WIDTH, WIDTH))
+            return (jnp.tanh(x @ weights), *rest)
+
+        stage.__name__ = f"stage_{index}"
+        return stage
+
+    def last(x, y):
+        return jnp.mean((make(num_stages - 1)(x)[0] - y) ** 2)
+
+    settings = {
+        "num_micro_batches": COUNT,
+        "loss": lambda loss: loss,
+        "optimizer": optax.sgd(0.1),
+        "device_mapping": list(mapping),
+        **({"dispatch_plan": engine.DispatchPlan(plan)} if len(set(mapping)) > 1 else {}),
+        **options,
+    }
+    pipeline = engine.Pipeline([*(make(index) for index in range(num_stages - 1)), last], **settings)
+    rng = np.random.default_rng(0)
+    data = [tuple(rng.normal(size=(2, 4, WIDTH)).astype("float32")) for _ in range(COUNT)]
+    return pipeline, data
+
+
+def run(pipeline, data, num_steps=2, state=None):
+    state = pipeline.init(jax.random.key(0), data[0]) if state is None else state
+    for _step in range(num_steps):
+        state, outputs = pipeline.step(state, data)
+    return state, outputs
+
+
+def actions_of(events):
+    return Counter((e.kind, e.stage, e.micro_batch, e.step) for e in events if e.kind in COMPUTED)
+
+
+def check_order(events):
+    """Nothing ran before what it depends on had ended, and nothing before it began."""
+    ends = {(e.kind, e.stage, e.micro_batch, e.step): e.end for e in events if e.kind in COMPUTED}
+    for event in events:
+        assert event.begin <= event.end
+        if event.kind is EventKind.FORWARD and event.stage:
+            assert ends[EventKind.FORWARD, event.stage - 1, event.micro_batch, event.step] <= event.begin
+        if event.kind is EventKind.BACKWARD:
+            others = [(EventKind.FORWARD, event.stage), (EventKind.BACKWARD, event.stage + 1)]
+            for kind, stage in others:
+                end = ends.get((kind, stage, event.micro_batch, event.step), 0.0)
+                assert end <= event.begin + 1e-6
+
+
+CASES = {
+    "one by one": {},
+    "chunks": {"plan": 4},
+    "interleaved": {"schedule": "interleaved"},
+    "sequential": {"schedule": "sequential"},
+    "two stages on each IPU": {"mapping": (0, 0, 1, 1)},
+    "one program": {"mapping": (0, 0, 0, 0)},
+    "one stage on the IPU of another": {"mapping": (0, 1, 0, 1)},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_action_has_one_event(case, tmp_path):
+    pipeline, data = make_pipeline(**CASES[case])
+    mapping = pipeline.device_mapping
+    state, _outputs = run(pipeline, data)  # what nobody traced is not in the trace
+    with ipu.reports.capture(tmp_path / "trace") as captured:
+        run(pipeline, data, 2, state)
+    profile = captured.profile
+    assert profile.num_lost == profile.num_dropped == 0
+    assert not profile.notes
+    expected = Counter(
+        (kind, stage, micro_batch, step)
+        for kind in COMPUTED
+        for stage in range(4)
+        for micro_batch in range(COUNT)
+        for step in (2, 3)
+    )
+    assert actions_of(profile.events) == expected
+    ipus = {event.stage: event.ipu for event in profile.events if event.kind in COMPUTED}
+    assert [ipus[stage] for stage in range(4)] == list(mapping)
+    updates = [event for event in profile.events if event.kind is EventKind.UPDATE]
+    assert sorted((event.ipu, event.step) for event in updates) == [
+        (number, step) for number in sorted(set(mapping)) for step in (2, 3)
+    ]
+    if case not in ("chunks", "one program"):  # whose parts of a program are reckoned
+        check_order(profile.events)
+    assert read_profile((tmp_path / "trace" / "profile.json").read_text()) == _rounded(profile)
+
+
+def test_replicas_have_ipus_and_micro_batches_of_their_own(tmp_path):
+    pipeline, data = make_pipeline((0, 2), num_stages=2, num_replicas=2)
+    state, _outputs = run(pipeline, 2 * data, 1)
+    with ipu.reports.capture(tmp_path) as captured:
+        run(pipeline, 2 * data, 2, state)
+    profile = captured.profile
+    assert profile.num_lost == profile.num_dropped == 0
+    found = {(e.stage, e.micro_batch, e.step): e.ipu for e in profile.events if e.kind in COMPUTED}
+    assert found == {
+        (stage, micro_batch, step): 3 * (micro_batch % 2) + (0, 2)[stage]
+        for stage in range(2)
+        for micro_batch in range(2 * COUNT)
+        for step in (1, 2)
+    }
+    assert set(actions_of(profile.events).values()) == {1}
+    check_order(profile.events)
+    updates = [(e.ipu, e.step) for e in profile.events if e.kind is EventKind.UPDATE]
+    assert sorted(updates) == [(ipu, step) for ipu in (0, 2, 3, 5) for step in (1, 2)]
+    sent = [e for e in profile.events if e.kind is EventKind.TRANSFER]
+    assert {(e.source, e.ipu, e.micro_batch % 2) for e in sent} == {
+        (first + source, first + target, replica)
+        for replica, first in ((0, 0), (1, 3))
+        for source, target in ((0, 2), (2, 0))
+    }
+    joined = [e for e in profile.events if e.name == "jit_join_parts"]
+    assert Counter(e.ipu for e in joined) == dict.fromkeys((0, 2, 3, 5), 2)
+    (facts,) = profile.pipelines
+    assert (facts.num_replicas, facts.num_micro_batches, facts.is_one_program) == (2, COUNT, False)
+    assert [device.ipu for device in profile.devices] == [0, 2, 3, 5]
+    assert read_profile((tmp_path / "profile.json").read_text()) == _rounded(profile)
+
+
+def _rounded(profile):
+    """A profile as its file holds it."""
+    return read_profile(profile.to_json())
+
+
+def test_shared_programs_are_marked(tmp_path):
+    pipeline, data = make_pipeline(plan=4)
+    with ipu.reports.capture(tmp_path) as captured:
+        run(pipeline, data, 1)
+    programs = {}
+    for event in captured.profile.events:
+        if event.kind in COMPUTED:
+            programs.setdefault(event.program, []).append(event)
+    assert Counter(map(len, programs.values())) == {4: 2 * (3 + 3), 8: 2}  # the last stage does both
+    for together in programs.values():
+        assert all(event.is_shared for event in together)
+        assert len({(event.stage, event.ipu) for event in together}) == 1
+        for before, after in itertools.pairwise(together):
+            assert after.begin == pytest.approx(before.end)
+    alone = make_pipeline()
+    with ipu.reports.capture(tmp_path) as captured:
+        run(*alone, 1)
+    shared = {event.stage for event in captured.profile.events if event.is_shared}
+    assert shared == {3}
+
+
+def test_what_is_sent_is_counted(tmp_path):
+    pipeline, data = make_pipeline(num_stages=2, mapping=(0, 1))
+    with ipu.reports.capture(tmp_path) as captured:
+        run(pipeline, data, 1)
+    sent = [event for event in captured.profile.events if event.kind is EventKind.TRANSFER]
+    assert {(e.source, e.ipu, e.stage) for e in sent} == {(0, 1, 0), (1, 0, 1)}
+    assert {event.num_bytes for event in sent} == {4 * WIDTH * 4}
+    assert len(sent) == 2 * COUNT
+    (facts,) = captured.profile.pipelines
+    edges = {(edge.source, edge.target): edge for edge in facts.edges}
+    assert edges[0, 1].num_forward_bytes == edges[1, 0].num_backward_bytes == 4 * WIDTH * 4
+
+
+def test_the_pipeline_is_described(tmp_path):
+    pipeline, data = make_pipeline(schedule="interleaved")
+    with ipu.reports.capture(tmp_path) as captured:
+        run(pipeline, data, 1)
+    (facts,) = captured.profile.pipelines
+    assert (facts.kind, facts.schedule, facts.num_micro_batches) == ("training", "interleaved", COUNT)
+    assert (facts.micro_batch_size, facts.chunk_size, facts.trains) == (4, 1, True)
+    assert [stage.name for stage in facts.stages][:2] == ["stage 0 (stage_0)", "stage 1 (stage_1)"]
+    assert [stage.in_flight for stage in facts.stages] == [4, 3, 2, 1]
+    for index, stage in enumerate(facts.stages):
+        (layer,) = stage.layers
+        assert (layer.name, layer.num_parameters) == (f"layer_{index}", WIDTH * WIDTH)
+        assert (stage.num_parameters, stage.num_parameter_bytes) == (WIDTH * WIDTH, 4 * WIDTH * WIDTH)
+        assert stage.forward_operations > 2 * 4 * WIDTH * WIDTH
+        assert stage.is_fused == (index == 3)
+    assert [ipu.num_variable_bytes for ipu in facts.memory] == [4 * WIDTH * WIDTH] * 4
+    assert len(captured.profile.devices) == 4
+
+
+@pytest.mark.parametrize("mapping", [(0, 1, 2, 3), (0, 0, 0, 0)], ids=["four IPUs", "one IPU"])
+def test_numbers_are_the_same_with_and_without(tmp_path, mapping):
+    expected, losses = run(*make_pipeline(mapping, optimizer=optax.adam(0.1)), 3)
+    pipeline, data = make_pipeline(mapping, optimizer=optax.adam(0.1))
+    with ipu.reports.capture(tmp_path):  # whose first step is rehearsed
+        state, traced = run(pipeline, data, 3)
+    for name, value in expected.variables.items():
+        np.testing.assert_array_equal(state.variables[name], value)
+    np.testing.assert_array_equal(traced.losses, losses.losses)
+
+
+@pytest.mark.parametrize("mapping", [(0, 1), (0, 0)], ids=["two IPUs", "one IPU"])
+def test_a_session_is_traced(tmp_path, mapping):
+    model = front.Model(repeat_count=2, gradient_accumulation_count=4, device_mapping=list(mapping))
+    with ipu.Session() as session:
+        session.run([model.initializer, ipu.global_variables_initializer()])
+        model.run(session)
+        with ipu.reports.capture(tmp_path) as captured:
+            model.run(session)  # and dequeues
+    (facts,) = captured.profile.pipelines
+    assert facts.name == model.program.calls[0].name
+    forwards = [event for event in captured.profile.events if event.kind is EventKind.FORWARD]
+    assert Counter((event.stage, event.step) for event in forwards) == {
+        (stage, step): 4 for stage in (0, 1) for step in (2, 3)
+    }
+    kinds = Counter(event.kind for event in captured.profile.events)
+    assert kinds[EventKind.OUTFEED] == 1
+    assert kinds[EventKind.INFEED_WAIT] >= 1
+    assert all(event.ipu is None for event in captured.profile.events if event.kind is EventKind.OUTFEED)
+
+
+def test_loops_are_traced(tmp_path):
+    def program():
+        def body(total, value):
+            with ipu.scopes.ipu_shard(0):
+                doubled = value * 2.0
+            with ipu.scopes.ipu_shard(1):
+                return total + jnp.sum(doubled), value
+
+        return ipu.loops.repeat(3, body, [jnp.float32(0), jnp.ones(4)])[0]
+
+    with ipu.scopes.ipu_scope("/device:IPU:0"):
+        compiled = ipu.ipu_compiler.compile(program, [])
+    with ipu.Session() as session, ipu.reports.capture(tmp_path) as captured:
+        assert session.run(compiled) == [24.0]
+    (facts,) = captured.profile.pipelines
+    assert facts.kind == "loop"
+    found = [
+        (event.stage, event.micro_batch) for event in captured.profile.events if event.stage is not None
+    ]
+    assert {(stage, number) for stage in (0, 1) for number in range(3)} <= set(found)
+
+
+def test_two_pipelines_that_are_called_the_same(tmp_path):
+    """Their programs have the same names, and run on the same devices."""
+    training, data = make_pipeline()
+    other, _data = make_pipeline()
+    states = [run(pipeline, data, 1)[0] for pipeline in (training, other)]
+    with ipu.reports.capture(tmp_path) as captured:
+        run(training, data, 1, states[0])
+        run(other, data, 2, states[1])
+    profile = captured.profile
+    assert profile.num_lost == 0
+    assert [facts.name for facts in profile.pipelines] == ["Pipeline", "Pipeline_1"]
+    for number, num_steps in enumerate([1, 2]):
+        own = [event for event in profile.events if event.pipeline == number]
+        assert set(actions_of(own).values()) == {1}
+        assert len(actions_of(own)) == 2 * 4 * COUNT * num_steps
+        check_order(own)
+
+
+def test_chrome_trace(tmp_path):
+    pipeline, data = make_pipeline()
+    with ipu.reports.capture(tmp_path) as captured:
+        run(pipeline, data, 1)
+    document = json.loads((tmp_path / "trace.json").read_text())
+    events = [event for event in document["traceEvents"] if event["ph"] == "X"]
+    assert len(events) == len(captured.profile.events)
+    assert Counter(event["cat"] for event in events) == Counter(
+        e.kind.value for e in captured.profile.events
+    )
+    tracks = {}
+    for event in events:
+        tracks.setdefault((event["pid"], event["tid"]), []).append(
+            (event["ts"], event["ts"] + event["dur"])
+        )
+    for spans in tracks.values():
+        spans.sort()
+        assert all(end <= begin + 0.01 for (_b, end), (begin, _e) in itertools.pairwise(spans))
+    names = {event["args"]["name"] for event in document["traceEvents"] if event["ph"] == "M"}
+    assert {"IPU 0", "IPU 1", "IPU 2", "IPU 3", "Host"} <= names
+    assert "forward of stage 1, micro-batch 2" in {event["name"] for event in events}
+
+
+def test_a_long_run_is_recorded_in_part(tmp_path, caplog):
+    pipeline, data = make_pipeline()
+    state, _outputs = run(pipeline, data, 1)
+    with ipu.reports.capture(tmp_path, max_actions=100) as captured:
+        run(pipeline, data, 3, state)
+    profile = captured.profile
+    assert len(actions_of(profile.events)) <= 100
+    assert profile.num_dropped > 50
+    assert "max_actions=100" in profile.notes[0]
+    assert profile.notes[0] in caplog.text
+
+
+def test_first_runs_are_rehearsed(tmp_path, monkeypatch):
+    """Also those of a pipeline that begins in the midst; and not where Python would see it."""
+    rehearsed = []
+    original = watched.rehearse
+
+    def rehearse(watcher, runner, state, request):
+        before = len(watcher.launched), runner.has_run
+        original(watcher, runner, state, request)
+        rehearsed.append((runner.has_run, len(watcher.launched) - before[0]))
+
+    monkeypatch.setattr("ipu_pipeline.engine.pipeline.rehearse", rehearse)
+    seen = []
+
+    def report(value):
+        seen.append(float(value))
+        return value
+
+    def printing(x, y):
+        return jnp.mean((jax.pure_callback(report, y[0, 0], y[0, 0]) + x - y) ** 2)
+
+    pipeline, data = make_pipeline()
+    other, _data = make_pipeline(num_stages=2, mapping=(0, 1))
+    calling = engine.Pipeline(
+        [lambda x, y: (x * engine.get_variable("w", ()), y), printing],
+        num_micro_batches=COUNT,
+        loss=lambda loss: loss,
+        optimizer=optax.sgd(0.1),
+    )
+    with ipu.reports.capture(tmp_path) as captured:
+        run(pipeline, data, 2)
+        run(other, data, 2)
+        run(calling, data, 1)
+    assert [has_run for has_run, _number in rehearsed] == [True, True, True, True, False]
+    assert [number > 0 for _has_run, number in rehearsed] == [False, False, True, False, False]
+    assert 0.0 not in seen
+    for number, (num_stages, num_steps) in enumerate([(4, 2), (2, 2), (2, 1)]):
+        own = [event for event in captured.profile.events if event.pipeline == number]
+        assert (
+            len([event for event in own if event.kind is EventKind.FORWARD])
+            == num_stages * num_steps * COUNT
+        )
+        check_order(own)
+
+
+def test_an_error_leaves_the_trace_of_what_ran(tmp_path):
+    pipeline, data = make_pipeline()
+    with pytest.raises(KeyError, match="mine"), ipu.reports.capture(tmp_path):
+        run(pipeline, data, 1)
+        raise KeyError("mine")
+    assert read_profile((tmp_path / "profile.json").read_text()).events
+    assert watching.current() is None
+    with ipu.reports.capture(tmp_path):  # and the next one can begin
+        run(pipeline, data, 1)
+
+
+def test_only_one_at_a_time(tmp_path):
+    pipeline, data = make_pipeline()
+    with ipu.reports.capture(tmp_path):
+        with pytest.raises(RuntimeError, match="recorded already"), ipu.reports.capture(tmp_path / "other"):
+            pass
+        run(pipeline, data, 1)
+
+
+def test_another_profiler(tmp_path):
+    pipeline, data = make_pipeline()
+    expected = pytest.raises(RuntimeError, match="JAX's profiler, which runs already")
+    with jax.profiler.trace(str(tmp_path / "other")), expected, ipu.reports.capture(tmp_path / "ours"):
+        run(pipeline, data, 1)
+
+
+def test_nothing_that_ran(tmp_path):
+    with pytest.warns(UserWarning, match="nothing was run"), ipu.reports.capture(tmp_path):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("max_actions", [0, -1, 1.5, True, "10"])
+def test_max_actions_is_checked(tmp_path, max_actions):
+    with pytest.raises(ValueError, match="max_actions must be an integer of at least 1"):  # noqa: SIM117
+        with ipu.reports.capture(tmp_path, max_actions=max_actions):
+            pass
+
+
+def test_threads_are_traced_together(tmp_path):
+    made = [make_pipeline() for _ in range(2)]
+    states = [run(pipeline, data, 1)[0] for pipeline, data in made]
+
+    def work(number):
+        run(*made[number], 2, states[number])
+
+    with ipu.reports.capture(tmp_path) as captured:
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    for number in range(2):
+        own = [event for event in captured.profile.events if event.pipeline == number]
+        assert len(actions_of(own)) == 2 * 4 * COUNT * 2
+        check_order(own)
+
+
+# Files.
+
+
+def test_somebody_elses_file_is_left_alone(tmp_path):
+    (tmp_path / "profile.json").write_text("mine")
+    with pytest.raises(ValueError, match="has a file 'profile.json' that is no report"):  # noqa: SIM117
+        with ipu.reports.capture(tmp_path):
+            pass
+    assert (tmp_path / "profile.json").read_text() == "mine"
+
+
+def test_a_directory_that_is_a_file(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(OSError, match="file"), ipu.reports.capture(tmp_path / "file"):
+        pass
+
+
+def test_reports_are_removed_by_their_manifest_only(tmp_path):
+    kept = tmp_path / "kept.txt"
+    kept.write_text("mine")
+    outside = tmp_path.parent / f"{tmp_path.name}_outside"
+    outside.mkdir()
+    (outside / "profile.json").write_text("mine")
+    write_reports(tmp_path, {"profile.json": "{}", "trace.json": "{}"})
+    os.unlink(tmp_path / "trace.json")
+    (tmp_path / "trace.json").symlink_to(outside / "profile.json")  # in the place of a report
+    assert set(read_manifest(tmp_path)) == {"manifest.json", "profile.json", "trace.json"}
+    link = tmp_path.parent / f"{tmp_path.name}_link"
+    link.symlink_to(tmp_path)
+    assert remove_reports(link) == ()
+    assert set(remove_reports(tmp_path)) == {"manifest.json", "profile.json"}
+    assert kept.read_text() == (outside / "profile.json").read_text() == "mine"
+    assert (tmp_path / "trace.json").is_symlink()
+
+
+@pytest.mark.parametrize("names", [["../victim"], ["/etc/victim"], [".."], [1], "victim"])
+def test_a_manifest_of_somebody_else(tmp_path, names):
+    directory = tmp_path / "reports"
+    directory.mkdir()
+    (tmp_path / "victim").write_text("mine")
+    for document in ({"format": "ipu_pipeline reports", "files": names}, {"files": ["x"]}, [], None):
+        (directory / "manifest.json").write_text(json.dumps(document))
+        remove_reports(directory)
+        directory.mkdir(exist_ok=True)
+    assert (tmp_path / "victim").read_text() == "mine"
+
+
+def test_an_empty_directory_goes_with_its_reports(tmp_path):
+    directory = tmp_path / "reports"
+    check_directory(directory, ["profile.json"])
+    write_reports(directory, {"profile.json": "{}"})
+    assert oct(os.stat(directory / "profile.json").st_mode & 0o777) == oct(0o666 & ~_umask())
+    remove_reports(directory)
+    assert not directory.exists()
+    assert remove_reports(directory) == ()
+
+
+def _umask():
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nothing", "no profile of ipu_pipeline"),
+        ("[]", "no profile of ipu_pipeline"),
+        ('{"format": "other", "version": 1}', "the format must be"),
+        ('{"format": "ipu_pipeline profile", "version": 4}', "a later ipu_pipeline"),
+        ('{"format": "ipu_pipeline profile", "version": 1}', "damaged"),
+    ],
+)
+def test_profiles_that_cannot_be_read(text, message):
+    with pytest.raises(ValueError, match=message):
+        read_profile(text)
+
+
+# Runs.
+
+
+def test_busy_time_counts_what_overlaps_once():
+    spans = [(0.0, 2.0), (1.0, 3.0), (5.0, 6.0), (5.5, 5.7)]
+    assert busy_time(Event(EventKind.FORWARD, *span, 0) for span in spans) == 4.0
+    assert busy_time([]) == 0.0
+
+
+def test_programs_of_one_name_are_told_apart():
+    def made(number, device=0):
+        return device_profile.ProgramRun("jit_stage", device, number, number, number + 1)
+
+    runs = [made(5), made(-2_000_000_000), made(4), made(-1_999_999_990), made(7_000_000), made(6, 1)]
+    groups = device_profile.group_runs(runs)
+    assert sorted([run.number for run in group] for group in groups) == [
+        [-2_000_000_000, -1_999_999_990],
+        [4, 5],
+        [6],
+        [7_000_000],
+    ]
+
+
+# Whole programs.
+
+PROGRAM = """
+import sys
+import ipu_pipeline as ipu
+from tests.support import front
+model = front.Model(repeat_count=1)
+with ipu.Session() as session:
+    session.run([model.initializer, ipu.global_variables_initializer()])
+    model.run(session)
+    losses = session.run(model.outfeed.dequeue())
+    print(len(losses), session.update_count())
+if len(sys.argv) > 1:
+    raise SystemExit(int(sys.argv[1]))
+"""
+
+
+def run_program(directory, *arguments, **variables):
+    (directory / "program.py").write_text(PROGRAM)
+    command = [sys.executable, str(directory / "program.py"), *arguments]
+    known = {**environment(), "PYTHONPATH": str(ROOT), **variables}
+    return subprocess.run(command, capture_output=True, text=True, cwd=directory, env=known)
+
+
+@pytest.mark.thorough
+def test_a_whole_program_is_traced_by_the_environment(tmp_path):
+    options = {"autoReport.all": "true", "autoReport.directory": "./reports"}
+    done = run_program(tmp_path, "3", POPLAR_ENGINE_OPTIONS=json.dumps(options))
+    assert done.returncode == 3, done.stderr
+    profile = read_profile((tmp_path / "reports" / "profile.json").read_text())
+    assert len(profile.pipelines) == 1
+    assert "program.py 3" in profile.program
+    assert actions_of(profile.events)
+
+
+@pytest.mark.thorough
+def test_synthetic_data(tmp_path):
+    done = run_program(tmp_path, TF_POPLAR_FLAGS="--use_synthetic_data --max_compilation_threads=1")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["0", "1"]  # `run` has dequeued them
+    assert "--max_compilation_threads=1 has no effect" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("nothing", "must be a JSON object"),
+        ("[]", "must be a JSON object"),
+        ('{"autoReport.all": "maybe"}', 'autoReport.all must be "true" or "false"; got \'maybe\''),
+    ],
+)
+def test_engine_options_are_checked(monkeypatch, options, message):
+    monkeypatch.setattr("ipu_pipeline.reports.capturing._has_read_environment", False)
+    monkeypatch.setenv("POPLAR_ENGINE_OPTIONS", options)
+    with pytest.raises(ValueError, match=message):
+        ipu.Session()
+
+
+def test_engine_options_without_effect_are_told(monkeypatch):
+    monkeypatch.setattr("ipu_pipeline.reports.capturing._has_read_environment", False)
+    monkeypatch.setenv("POPLAR_ENGINE_OPTIONS", '{"target.workerStackSizeInBytes": "0x1000"}')
+    with pytest.warns(UserWarning, match="'target.workerStackSizeInBytes' has no effect"), ipu.Session():
+        assert watching.current() is None

@@ -1,0 +1,189 @@
+"""Advice on what IPUs wait for the host for."""
+
+import dataclasses
+import time
+
+import numpy as np
+import pytest
+
+import ipu_pipeline as ipu
+from ipu_pipeline.reports.events import COMPILING, Event, EventKind
+from ipu_pipeline.reports.studies import study
+from tests.support import front
+from tests.support.traces import make_events, make_facts, make_profile
+
+
+def host(kind, begin, end, name=""):
+    return Event(kind, begin, end, None, name=name)
+
+
+def study_of(events, facts=None):
+    facts = facts or make_facts(2, 4)
+    (one,) = study(make_profile(facts, tuple(sorted(events, key=lambda event: event.begin))))
+    return one
+
+
+# Two steps of an IPU: (begin, end) of a forward each, in microseconds.
+def steps_of(*spans, ipu=0, pipeline=0):
+    return [
+        Event(EventKind.FORWARD, begin, end, ipu, pipeline, 0, 0, number)
+        for number, (begin, end) in enumerate(spans)
+    ]
+
+
+def test_what_the_host_did():
+    facts = make_facts(1, 1, kind="loop")
+    events = [
+        *steps_of((0, 10), (60, 70), (100, 110)),
+        Event(EventKind.BACKWARD, 120, 130, 0, 0, 0, 0, 2),
+        host(EventKind.INFEED_WAIT, 5, 30),
+        host(EventKind.INFEED_WAIT, 25, 35),
+        host(EventKind.OUTFEED, 30, 45),
+        host(EventKind.SPAN, 40, 60, "mine"),
+        host(EventKind.SPAN, 75, 85, COMPILING),
+        host(EventKind.INFEED_WAIT, 200, 300),  # after the last step
+    ]
+    found = study_of(events, facts).host
+    assert dataclasses.asdict(found) == {
+        "length": 120,
+        "data": 25,
+        "dequeuing": 10,
+        "between_steps": 15 + 20,
+        "within_steps": 10,
+        "others": 0,
+    }
+    assert found.idle == 80
+    assert found.sentence == (
+        "66.7% of the time from the start of the first step to the end of the last one (80.0 µs of 120 "
+        "µs) no IPU had work, because the host ran the program's own Python between steps for 35.0 "
+        "µs, waited for the data set for 25.0 µs, dequeued for 10.0 µs and started programs within "
+        "steps for 10.0 µs. Do more steps in a run (repeat_count of a pipeline, the count of a loop, "
+        "deviceIterations in PopTorch), and do what the program does between runs less often or in "
+        "another thread. Make the data set faster: prepare elements in several threads or processes, "
+        "or keep prepared ones. A larger prefetch_depth of the infeed helps if only some elements "
+        "take long."
+    )
+
+
+def test_other_pipelines_and_transfers_are_work():
+    facts = make_facts(1, 1, kind="loop")
+    events = [
+        *steps_of((0, 10), (90, 100)),
+        *steps_of((20, 60), ipu=1, pipeline=1),
+        Event(EventKind.OTHER, 60, 80, 0, name="mine"),
+        Event(EventKind.TRANSFER, 80, 85, 0, 0, 0, 0, 1, source=1),
+    ]
+    first, second = study(make_profile(facts, tuple(events), pipelines=(facts, facts)))
+    assert first.host.idle == 15
+    assert (second.host.idle, second.advice) == (0, ())
+
+
+@pytest.mark.parametrize(
+    ("gap", "is_first", "number"),
+    [
+        (0.0, None, 1),
+        (5_000.0, False, 2),  # a step takes 10.3 ms, in which each IPU waits for 3 ms
+        (100_000.0, True, 2),
+    ],
+)
+def test_the_largest_cause_comes_first(gap, is_first, number):
+    facts = make_facts(4, 8, schedule="sequential")
+    one = study_of(make_events(facts, 3, gap=gap), facts)
+    advice = [index for index, text in enumerate(one.advice) if "no IPU had work" in text]
+    assert len(one.advice) == number
+    assert advice == ([] if is_first is None else [0 if is_first else 1])
+    assert one.predictions.advice.sentence in one.advice
+
+
+# Programs that run.
+
+
+def slow_data(seconds):
+    def iterate():
+        for element in front.data()():
+            time.sleep(seconds)
+            yield element
+
+    return iterate
+
+
+def captured(tmp_path, dataset, pause, num_runs=4, repeat_count=1):
+    model = front.Model(dataset, repeat_count=repeat_count)
+    with ipu.Session() as session:
+        session.run([model.initializer, ipu.global_variables_initializer()])
+        with ipu.reports.capture(tmp_path / "reports") as found:
+            for _run in range(num_runs):
+                model.run(session)
+                time.sleep(pause)
+    (one,) = study(found.profile)
+    return one
+
+
+def test_a_data_set_that_is_slow(tmp_path):
+    one = captured(tmp_path, slow_data(0.05), 0.0)
+    assert one.host.share > 0.8
+    assert one.host.data > 0.8 * one.host.idle
+    assert "because the host waited for the data set for" in one.advice[0]
+    assert ". Make the data set faster" in one.advice[0]
+    assert "repeat_count" not in one.advice[0]
+
+
+def test_a_program_that_does_something_between_runs(tmp_path, capsys):
+    from ipu_pipeline.command_line.main import main
+
+    one = captured(tmp_path, None, 0.2)
+    assert one.host.share > 0.8
+    assert one.host.between_steps > 0.8 * one.host.idle
+    assert "because the host ran the program's own Python between steps for" in one.advice[0]
+    assert ". Do more steps in a run" in one.advice[0]
+    assert main(["report", str(tmp_path / "reports")]) == 0
+    advice = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  advice ")]
+    assert [line.split("advice")[1].strip() for line in advice] == list(one.advice)
+
+
+def test_what_compiles_meanwhile_does_not_count(tmp_path):
+    """A second program, which is compiled when the first one has run."""
+    first, second = front.Model(), front.Model()
+    with ipu.Session() as session:
+        session.run([first.initializer, second.initializer, ipu.global_variables_initializer()])
+        with ipu.reports.capture(tmp_path / "reports") as found:
+            first.run(session)
+            second.run(session)
+            first.run(session)
+    names = [event.name for event in found.profile.events if event.kind is EventKind.SPAN]
+    assert names.count(COMPILING) == 1
+    events = found.profile.events
+    (compiled,) = [event for event in events if event.name == COMPILING]
+    one, _other = study(found.profile)
+    whole = one.analysis.steps[-1].end - one.analysis.steps[0].begin
+    assert one.host.length < whole - 0.99 * compiled.length
+
+
+def test_a_program_whose_devices_are_busy(tmp_path):
+    def stage(x, y):
+        weights = ipu.get_variable("weights", (500, 500))
+        for _layer in range(3):
+            x = np.float32(1e-3) * (x @ weights)
+        return ((x - y) ** 2).mean()
+
+    infeed = ipu.ipu_infeed_queue.IPUInfeedQueue([(np.ones((300, 500), np.float32),) * 2] * 20)
+    outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+    program = front.compile_program(
+        lambda: ipu.pipelining_ops.pipeline(
+            [stage],
+            4,
+            repeat_count=2,
+            infeed_queue=infeed,
+            outfeed_queue=outfeed,
+            outfeed_loss=True,
+            optimizer_function=lambda loss: front.optimizer_function(0.1, loss),
+        )
+    )
+    with ipu.Session() as session:
+        session.run([infeed.initializer, ipu.global_variables_initializer()])
+        with ipu.reports.capture(tmp_path / "reports") as found:
+            for _run in range(2):
+                session.run(program)
+                session.run(outfeed.dequeue())
+    (one,) = study(found.profile)
+    assert not any("the host" in sentence for sentence in one.advice), one.host

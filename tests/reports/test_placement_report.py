@@ -1,0 +1,169 @@
+"""`Program.placement()`: what went where, and what crosses."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import ipu_pipeline as ipu
+from ipu_pipeline import loops
+from ipu_pipeline.engine.inspect import Edge, Part, Sent
+from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue
+from ipu_pipeline.scopes import ipu_shard
+from tests.support import front
+
+
+def sharded_body(outfeed):
+    def body(rate, x, labels):
+        with ipu_shard(0):
+            a = x @ ipu.get_variable("a", (12, 8))  # float32[4, 8]
+        with ipu_shard(2):
+            b = jnp.tanh(a) @ ipu.get_variable("b", (8, 8))
+        with ipu_shard(0):
+            c = jnp.sin(b)
+        with ipu_shard(1):
+            loss = jnp.mean((c + a) ** 2) + 0.0 * jnp.sum(labels.astype("float32"))
+        optimizer = ipu.optimizers.GradientAccumulationOptimizerV2(optax.sgd(rate), 1)
+        return rate, optimizer.minimize(loss), outfeed.enqueue(loss)
+
+    return body
+
+
+def test_of_a_sharded_loop():
+    outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+    infeed = IPUInfeedQueue(front.data())
+    program = front.compile_program(
+        lambda rate: loops.repeat(2, sharded_body(outfeed), [rate], infeed), inputs=[np.float32(0.1)]
+    )
+    (call,) = program.placement().calls
+    assert call.name == "GradientAccumulationOptimizerV2"
+    assert [(p.index, p.ipu, p.variables, p.num_variable_bytes) for p in call.parts] == [
+        (0, 0, ("a",), 12 * 8 * 4),
+        (1, 2, ("b",), 8 * 8 * 4),
+        (2, 0, (), 0),
+        (3, 1, (), 0),
+    ]
+    assert [p.num_operations for p in call.parts[:3]] == [1, 2, 1]
+    block = 4 * 8 * 4
+    assert call.edges == (
+        Edge(None, 0, 4 * 12 * 4, 0),  # x
+        Edge(None, 1, 4 * 4, 0),  # labels
+        Edge(0, 1, 2 * block, 0),  # a and c
+        Edge(0, 2, block, block),  # a; and the gradient of b
+        Edge(1, 0, 0, 2 * block),  # the gradients of a and c
+        Edge(2, 0, block, block),  # b; and the gradient of a
+    )
+    assert call.parts[1] == Part(1, 2, 2, ("b",), 256)
+
+
+def test_of_a_pipeline_and_a_loop_as_a_table():
+    model = front.Model()
+    placement = model.program.placement()
+    first, second = (f"{part.num_operations:<10}" for part in placement.calls[0].parts)
+    assert str(placement) == (
+        "Pipeline\n"
+        "  stage  IPU  device            operations  bytes of variables  variables\n"
+        f"  0      0    not selected yet  {first}  832                 first/dense/kernel\n"
+        "                                                                first/dense/bias\n"
+        f"  1      1    not selected yet  {second}  680                 second/dense/kernel\n"
+        "                                                                second/dense/bias\n"
+        "per micro-batch:\n"
+        "  from   to     bytes forwards  bytes backwards\n"
+        "  feed   IPU 0  192             0\n"
+        "  feed   IPU 1  16              0\n"
+        "  IPU 0  IPU 1  256             0\n"
+        "  IPU 1  IPU 0  0               256\n"
+        "per weight update:\n"
+        "  from   to     bytes  what      read by\n"
+        "  IPU 1  IPU 0  4      1 scalar\n"
+        "dispatch: one micro-batch per program: the longest program of one micro-batch "
+        "computes for about 0 us, and 3 micro-batches do not make 4 equal chunks of several"
+    )
+    with ipu.Session() as session:
+        session.run(model.initializer)
+        model.run(session)
+    assert model.program.placement().devices == tuple(map(str, jax.devices()[:2]))
+    assert str(jax.devices()[1]) in str(model.program.placement())
+    both = front.compile_program(lambda: [loops.repeat(1, lambda: None), loops.repeat(2, lambda: None)])
+    assert str(both.placement()).count("Loop\n") == 2
+    assert str(front.compile_program(lambda: 1.0).placement()) == (
+        "The program has no pipelines and no loops."
+    )
+
+
+def test_what_a_loop_carries_comes_from_the_last_shard():
+    def body(count, x, labels):
+        with ipu_shard(0):
+            a = x @ ipu.get_variable("a", (12, 8)) + count
+        with ipu_shard(1):
+            return count + jnp.sum(a)
+
+    infeed = IPUInfeedQueue(front.data())
+    program = front.compile_program(lambda: loops.repeat(2, body, [np.float32(0)], infeed))
+    (call,) = program.placement().calls
+    block = 4 * 8 * 4
+    assert call.edges == (Edge(None, 0, 4 * 12 * 4, 0), Edge(0, 1, block, 0), Edge(1, 0, 4, 0))
+    assert "per iteration:" in str(program.placement())
+    alone = front.compile_program(lambda: loops.repeat(2, lambda x: x + 1, [np.float32(0)]))
+    assert str(alone.placement()).endswith("per iteration:\n  nothing crosses")
+
+
+def test_it_neither_selects_devices_nor_minds_too_few():
+    config = ipu.config.IPUConfig()
+    config.auto_select_ipus = 1
+    config.configure_ipu_system()
+    placement = front.Model().program.placement()
+    assert len(placement.devices) == 1
+    assert "not selected yet" in str(placement)
+
+
+def test_one_ipu_needs_no_edges_but_the_feed():
+    model = front.Model(device_mapping=[0, 0])
+    (call,) = model.program.placement().calls
+    assert call.edges == (Edge(None, 0, 4 * 12 * 4 + 4 * 4, 0),)
+
+
+def test_of_variables_that_stages_share():
+    def first(x, labels):
+        with ipu.variable_scope("tied"):
+            return x @ ipu.get_variable("w", (12, 12)), labels
+
+    def middle(x, labels):
+        with ipu.variable_scope("middle"):
+            return x @ ipu.get_variable("w", (12, 12)), labels
+
+    def last(x, labels):
+        with ipu.variable_scope("tied", reuse=True):
+            x = x @ ipu.get_variable("w", (12, 12))
+        return jnp.mean(x**2) + 0.0 * jnp.sum(labels.astype("float32"))
+
+    infeed = IPUInfeedQueue(front.data())
+    outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+    size = 12 * 12 * 4
+    for mapping, copied in [([0, 1, 2], True), ([0, 1, 0], False)]:
+        program = front.compile_program(
+            lambda mapping=mapping: ipu.pipelining_ops.pipeline(
+                [first, middle, last],
+                gradient_accumulation_count=2,
+                infeed_queue=infeed,
+                outfeed_queue=outfeed,
+                device_mapping=mapping,
+                optimizer_function=lambda loss: ipu.pipelining_ops.OptimizerFunctionOutput(
+                    optax.sgd(0.1), loss
+                ),
+            )
+        )
+        (call,) = program.placement().calls
+        assert call.parts[0].variables == ("tied/w",)
+        assert call.parts[2].variables == (("tied/w (a copy)",) if copied else ())
+        assert call.parts[2].num_variable_bytes == (size if copied else 0)
+        expected = (
+            (
+                Sent(0, 2, "tied/w", size, "stage 2"),
+                Sent(2, 0, "gradient of tied/w", size, "the sum at its owner"),
+            )
+            if copied
+            else ()
+        )
+        assert call.sent == expected
+        assert ("gradient of tied/w" in str(program.placement())) == copied

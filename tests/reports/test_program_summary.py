@@ -1,0 +1,380 @@
+"""`Program.summary()` and `engine.Pipeline.summary()`: what a program will need and do, before it runs."""
+
+import functools
+import importlib.util
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import ipu_pipeline as ipu
+from examples import gpt
+from ipu_pipeline import engine, loops
+from ipu_pipeline.engine.inspect.layers import find_layers, select_layers
+from ipu_pipeline.engine.planning.dispatch_plans import ONE_BY_ONE, DispatchPlan
+from ipu_pipeline.engine.schedules.lock_step import interleaved
+from ipu_pipeline.engine.tracing.specs import VariableSpec
+from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue
+from ipu_pipeline.ipu_outfeed_queue import IPUOutfeedQueue
+from ipu_pipeline.pipelining_ops import (
+    OptimizerFunctionOutput,
+    PipelineSchedule,
+    RecomputationMode,
+    pipeline,
+)
+from tests.support import front
+from tests.support.programs import ROOT, environment
+
+SMALL = """\
+Pipeline: 2 stages on 2 IPUs, schedule grouped, 3 micro-batches per weight update
+  378 parameters, 1.48 KiB, all trained
+  stage  IPU  layers        parameters   size  sends  returns  holds  in flight  keeps     forward  \
+  backward
+  0      0    first/dense          208  832 B  256 B           256 B          3  768 B  3.62 kflop  \
+5.22 kflop
+  1      1    second/dense         170  680 B           256 B                           10.3 kflop
+per micro-batch: what it sends to other IPUs, returns to them as gradients, holds until its backward
+keeps: what it holds of all micro-batches in flight; forward, backward: estimated operations; \
+the last stage does both in its forward
+bubble: IPUs wait for 27.8% of a step, by these operations (25.0% if all actions took equally long)
+IPU 1 has most to do: 54% of all operations
+dispatch: one micro-batch per program: the longest program of one micro-batch computes for about 0 us, and \
+3 micro-batches do not make 4 equal chunks of several"""
+
+
+def test_of_a_small_model():
+    program = front.Model().program
+    assert str(program.summary()) == SMALL
+    (call,) = program.summary().calls
+    assert [stage.num_parameters for stage in call.stages] == [12 * 16 + 16, 16 * 10 + 10]
+    assert call.num_parameter_bytes == 4 * call.num_parameters == 4 * call.num_trained
+    plan = program.calls[0].pipeline.plan_memory()
+    assert [stage.num_held_bytes for stage in call.stages] == [stage.num_held_bytes for stage in plan]
+    assert [stage.num_live_bytes for stage in call.stages] == [stage.num_live_bytes for stage in plan]
+    # The products of the layers alone: 2 x batch x inputs x outputs.
+    assert call.stages[0].num_forward_flop >= 2 * 4 * 12 * 16
+
+
+CODE = """
+import jax
+from jax._src import xla_bridge
+from tests.support import front
+summary = front.Model().program.summary()
+print(summary)
+assert not xla_bridge.backends_are_initialized()
+"""
+
+
+def test_nothing_starts_and_nothing_compiles():
+    done = subprocess.run(
+        [sys.executable, "-c", CODE], capture_output=True, text=True, cwd=ROOT, env=environment(True)
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{SMALL}\n"
+
+
+def load_step4():
+    path = ROOT / "answers" / "step4_configurable_stages.py"
+    spec = importlib.util.spec_from_file_location("step4", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_of_the_tutorials_model():
+    step4 = load_step4()
+    stages = step4.move_layers_to_stages(step4.discover_layers(), ["dense128", "dense32"])
+    images = np.zeros((32, 28, 28), "float32")
+    infeed = IPUInfeedQueue(lambda: iter([(images, np.zeros(32, "int32"))] * 2))
+
+    def model(rate):
+        with ipu.variable_scope("FCModel"):
+            return pipeline(
+                [step4.make_stage(index, stage) for index, stage in enumerate(stages)],
+                gradient_accumulation_count=16,
+                inputs=[rate],
+                infeed_queue=infeed,
+                outfeed_queue=IPUOutfeedQueue(),
+                optimizer_function=step4.optimizer_function,
+                pipeline_schedule=PipelineSchedule.Interleaved,
+            )
+
+    program = front.compile_program(model, [ipu.placeholder(np.float32, [], name="rate")])
+    (call,) = program.summary().calls
+    named = [[layer.name for layer in stage.layers] for stage in call.stages]
+    assert named == [
+        ["FCModel/dense256/dense"],
+        ["FCModel/dense128", "FCModel/dense64"],
+        ["FCModel/dense32", "FCModel/logits"],
+    ]
+    assert call.num_parameters == sum(
+        n * m + m for n, m in [(784, 256), (256, 128), (128, 64), (64, 32), (32, 10)]
+    )
+    assert call.schedule == "interleaved"
+    assert [stage.in_flight for stage in call.stages[:2]] == [3, 2]
+    assert call.bubble.lock_step_share == pytest.approx(2 / 18)
+    # The first stage has 95% of what there is to do, and the others wait for it.
+    assert call.bubble.longest_ipu == 0
+    assert call.bubble.share > 0.5
+
+
+def trace_gpt(layers, schedule="grouped", count=64, plan=ONE_BY_ONE, **sizes):
+    config = gpt.Config(layers, **{"width": 8, "heads": 2, "context": 12, "vocabulary": 20, **sizes})
+    shapes = jax.eval_shape(functools.partial(gpt.init, config), jax.random.key(0))
+    made = engine.Pipeline(
+        gpt.make_stages(config, is_training=True),
+        parameters=shapes,
+        loss=lambda loss: loss,
+        optimizer=optax.adamw(1e-3),
+        num_micro_batches=count,
+        schedule=schedule,
+        dispatch_plan=plan,
+    )
+    made.trace((jax.ShapeDtypeStruct((2, config.context), np.int32),) * 2)
+    return made
+
+
+@pytest.mark.parametrize("layers", [(6,) * 4, pytest.param((1,) * 24, marks=pytest.mark.thorough)])
+def test_a_gpt_of_24_blocks_fits_40_lines(layers):
+    made = trace_gpt(layers)
+    summary = made.summary()
+    lines = str(summary).splitlines()
+    assert len(lines) <= 40
+    width, vocabulary, context = 8, 20, 12
+    block = 2 * width + 3 * width**2 + width**2 + 8 * width**2
+    assert summary.num_parameters == 24 * block + vocabulary * width + context * width + width
+    assert sum("characters" in line and line.startswith("shared") for line in lines) == 1
+    assert f"shared: characters ({vocabulary * width * 4} B) by stages 0, {len(layers) - 1}" in lines
+    num_waiting = len(layers) - 1
+    assert summary.bubble.lock_step_share == pytest.approx(num_waiting / (64 + num_waiting))
+    chunked = made.with_dispatch_plan(DispatchPlan(4)).summary()
+    assert chunked.bubble.lock_step_share == pytest.approx(num_waiting / (16 + num_waiting))
+    assert "64 micro-batches per weight update, 4 per program\n" in str(chunked)
+    assert len(str(chunked).splitlines()) <= 40
+
+
+def make_block_stage(numbers, name="block_{}"):
+    def stage(x, labels):
+        for number in numbers:
+            with ipu.variable_scope(name.format(number)):
+                with ipu.variable_scope("attention"):
+                    x = ipu.layers.Dense(12)(x)
+                with ipu.variable_scope("mlp"):
+                    x = ipu.layers.Dense(12)(ipu.layers.Dense(24)(x))
+        return x, labels
+
+    return stage
+
+
+def compile_stages(*stages, trains=True, **options):
+    def last(x, labels):
+        return jnp.mean(x**2)
+
+    def optimize(loss):
+        return OptimizerFunctionOutput(optax.adam(0.1), loss)
+
+    return front.compile_program(
+        lambda: pipeline(
+            [*stages, last],
+            **{"gradient_accumulation_count": 4, **options},
+            infeed_queue=IPUInfeedQueue(front.data()),
+            outfeed_queue=IPUOutfeedQueue(),
+            optimizer_function=optimize if trains else None,
+        )
+    )
+
+
+def test_equal_layers_and_equal_stages_are_told_once():
+    program = compile_stages(make_block_stage(range(3)), make_block_stage(range(3, 9)))
+    lines = str(program.summary()).splitlines()
+    sizes = {line.split()[0]: line.split()[1] for line in lines if line.strip().startswith("block_")}
+    assert sizes["block_{0..2}/attention/dense"] == f"{3 * (12 * 12 + 12)}"
+    assert sizes["block_{3..8}/mlp/dense"] == f"{6 * (12 * 24 + 24):,}"
+    stages = [make_block_stage([number]) for number in range(50)]
+    made = engine.Pipeline([*stages, lambda x, _labels: x], num_micro_batches=100)
+    made.trace((jax.ShapeDtypeStruct((4, 12), np.float32), jax.ShapeDtypeStruct((4,), np.int32)))
+    lines = str(made.summary()).splitlines()
+    assert len(lines) <= 40
+    (line,) = (line for line in lines if "0..49" in line)
+    assert line.split()[:3] == ["0..49", "0..49", "block_{0..49}"]
+    assert f"50 x {12 * 12 + 12 + 12 * 24 + 24 + 24 * 12 + 12}" in line
+    assert len(made.summary().stages) == 51
+
+
+def test_names_with_odd_characters(capsys):
+    odd = "\x1b[31m\n</script>\u202e {1..2} \N{PILE OF POO}" + "x" * 80
+
+    def stage(x, labels):
+        with ipu.variable_scope(odd):
+            x = x @ ipu.get_variable("w", (12, 12)) + ipu.get_variable("...9..", (12,))
+        return x * ipu.get_variable("." * 3000, ()), labels
+
+    text = str(compile_stages(stage).summary())
+    assert len(text.splitlines()) == 13
+    assert all(character.isprintable() for character in text.replace("\n", ""))
+    assert "\\x1b[31m\\n</scr" in text
+
+
+def test_variables_that_stages_share_and_parallel_stages():
+    def tied(x, labels):
+        with ipu.variable_scope("tied", reuse=True):
+            return x @ ipu.get_variable("w", (12, 12)), labels
+
+    def join(x, labels, other, _labels):
+        return tied(x + other, labels)
+
+    program = compile_stages(tied, [make_block_stage([0]), make_block_stage([1])], join)
+    (call,) = program.summary().calls
+    (shared,) = call.shared
+    assert shared.stages == (0, 3)
+    assert [spec.name for spec in shared.variables] == ["tied/w"]
+    assert [stage.num_parameters for stage in call.stages] == [144, 768, 768, 0, 0]
+    lines = str(call).splitlines()
+    assert "shared: tied/w (576 B) by stages 0, 3" in lines
+    assert "parallel: stages 1..2" in lines
+    assert [stage.level for stage in call.stages] == [0, 1, 1, 2, 3]
+
+
+def test_what_is_sent_agrees_with_the_placement():
+    program = compile_stages(make_block_stage([0]), make_block_stage([1]), make_block_stage([2]))
+    (call,), (placement,) = program.summary().calls, program.placement().calls
+    assert [stage.num_sent_bytes for stage in call.stages] == [192, 192, 192, 0]
+    assert [stage.num_returned_bytes for stage in call.stages] == [0, 192, 192, 192]
+    sent = sum(edge.num_forward_bytes for edge in placement.edges if edge.source is not None)
+    assert sum(stage.num_sent_bytes for stage in call.stages) == sent
+    assert sum(stage.num_returned_bytes for stage in call.stages) == sum(
+        edge.num_backward_bytes for edge in placement.edges
+    )
+
+
+def test_of_inference_several_pipelines_and_loops():
+    def body(count, x, labels):
+        with ipu.scopes.ipu_shard(0):
+            x = x @ ipu.get_variable("a", (12, 8))
+        with ipu.scopes.ipu_shard(1):
+            loss = jnp.sum(x @ ipu.get_variable("b", (8, 8)))
+        optimizer = ipu.optimizers.GradientAccumulationOptimizerV2(optax.sgd(0.1), 3)
+        return count + 1, optimizer.minimize(loss)
+
+    infeeds = [IPUInfeedQueue(front.data()) for _ in range(2)]
+
+    def several():
+        inference = pipeline(
+            [lambda x, labels: x @ ipu.get_variable("w", (12, 12))],
+            gradient_accumulation_count=2,
+            infeed_queue=infeeds[0],
+            outfeed_queue=IPUOutfeedQueue(),
+            name="evaluation",
+        )
+        return loops.repeat(6, body, [np.float32(0)], infeeds[1]), inference
+
+    inference, loop = front.compile_program(several).summary().calls
+    assert str(inference).splitlines()[0] == (
+        "evaluation: 1 stage on 1 IPU, schedule grouped, 2 micro-batches per execution, no training"
+    )
+    assert "backward" not in str(inference)
+    assert "keeps" not in str(inference)
+    assert "bubble: none, as everything is on one IPU" in str(inference)
+    assert str(loop).splitlines()[0] == (
+        "GradientAccumulationOptimizerV2: 2 parts on 2 IPUs, a weight update every 3 iterations"
+    )
+    assert [stage.num_parameters for stage in loop.stages] == [96, 64]
+    assert loop.bubble.lock_step_share == pytest.approx(0.5)
+    assert str(front.compile_program(lambda: 1.0).summary()) == "The program has no pipelines and no loops."
+
+
+def test_recomputation_counts_once_it_is_configured():
+    options = {"recomputation_mode": RecomputationMode.RecomputeAndBackpropagateInterleaved}
+    program = compile_stages(make_block_stage([0]), make_block_stage([1]), **options)
+    (before,) = program.summary().calls
+    config = ipu.config.IPUConfig()
+    config.auto_select_ipus, config.allow_recompute = 4, True
+    config.configure_ipu_system()
+    (after,) = program.summary().calls
+    assert after.stages[1].num_held_bytes < before.stages[1].num_held_bytes
+    assert after.stages[1].num_backward_flop > before.stages[1].num_backward_flop
+    held = [stage.num_held_bytes for stage in before.stages]
+    assert [stage.num_held_bytes for stage in program.calls[0].pipeline.plan_memory()] == held
+
+
+def test_weights_of_losses_are_nobodys():
+    def optimize(loss):
+        return OptimizerFunctionOutput(optax.sgd(0.1), loss, loss_weight=jnp.float32(2))
+
+    program = front.compile_program(
+        lambda: pipeline(
+            [lambda x, labels: jnp.sum(x @ ipu.get_variable("w", (12, 2)))],
+            gradient_accumulation_count=2,
+            infeed_queue=IPUInfeedQueue(front.data()),
+            outfeed_queue=IPUOutfeedQueue(),
+            optimizer_function=optimize,
+        )
+    )
+    assert program.summary().calls[0].num_parameters == 24
+
+
+def test_a_number_of_micro_batches_that_is_known_at_run_only():
+    made = trace_gpt((1, 1, 1), count=None)
+    unknown, known = made.summary(), made.summary(8)
+    assert unknown.bubble is None
+    assert "it depends on the number of micro-batches" in str(unknown)
+    assert "as many micro-batches as a run says per weight update" in str(unknown)
+    assert [s.in_flight for s in unknown.stages] == [s.in_flight for s in known.stages] == [5, 3, 1]
+    assert known.bubble.lock_step_share == pytest.approx(2 / 10)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    ["grouped", *(pytest.param(s, marks=pytest.mark.thorough) for s in ("interleaved", "sequential"))],
+)
+def test_long_steps_are_estimated_from_shorter_ones(schedule, monkeypatch):
+    made = trace_gpt((2, 1, 3), schedule, count=100)
+    whole = made.summary().bubble.share
+    monkeypatch.setattr("ipu_pipeline.engine.inspect.waiting._MAX_SIMULATED", 200)
+    assert made.summary().bubble.share == pytest.approx(whole, abs=1e-3)
+    assert 0 < whole < 1
+
+
+def test_a_schedule_of_ones_own():
+    made = trace_gpt((1, 1), schedule=interleaved, count=4)
+    assert "schedule of your own" in str(made.summary())
+
+
+def test_what_is_not_counted_is_said():
+    def first(x, labels):
+        return jax.pure_callback(np.sin, x, x) @ ipu.get_variable("w", (12, 12)), labels
+
+    program = compile_stages(first, trains=False)
+    assert "operations of pure_callback are not counted" in str(program.summary())
+    assert program.summary().calls[0].stages[0].uncounted == {"pure_callback"}
+
+
+def names(*given, limit=6):
+    specs = [VariableSpec(name, (2,), np.dtype("float32"), None, True) for name in given]
+    found = find_layers(specs)
+    assert sum(layer.num_parameters for layer in found) == 2 * len(given)
+    selected = select_layers(found, limit)
+    assert sum(layer.num_bytes for layer in selected) == 8 * len(given)
+    return [layer.name for layer in selected]
+
+
+def test_layers_by_name():
+    assert names() == []
+    assert names("w") == ["w"]
+    assert names("w", "b") == ["w, b"]
+    assert names("dense/kernel", "dense/bias") == ["dense"]
+    assert names("m/a/w", "m/b/w", "m/scale", "m/offset") == ["m/a", "m/b", "m/(scale, offset)"]
+    torch = [f"layers.{number}.{name}" for number in range(12) for name in ("weight", "bias")]
+    assert names(*torch) == ["layers.{0..11}"]
+    assert names("h/a_01/w", "h/a_02/w", "h/a_04/w", "h/b/w") == ["h/a_{01..02}", "h/a_04", "h/b"]
+    assert names("x1y1/w", "x1y2/w", "x1y3/v") == ["x1y{1..2}", "x1y3"]
+    assert names("x9/w", "x10/w", "x11/w/v", "x11/w") == ["x{9..10}", "x11/w", "x11/w"]
+    assert names("a.", "a.b") == ["a"]
+    assert names("\u0663/w", "\u0664/w") == ["\u0663", "\u0664"]  # digits that are not counted on
+    assert names("a/b/c", "a/d/e/f", "a/d/g/h", limit=2) == ["a/b", "a/d"]
+    assert names("a/b/c", "a/d/e/f", "a/d/g/h", limit=3) == ["a/b", "a/d/e", "a/d/g"]
+    assert names(*(f"w_{number}" for number in range(100))) == ["w_{0..99}"]

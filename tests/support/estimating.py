@@ -1,0 +1,99 @@
+"""The model of `resumable` for an estimator."""
+
+import functools
+import struct
+
+import numpy as np
+import optax
+from tensorboardX.proto.event_pb2 import Event
+
+import ipu_pipeline as ipu
+from ipu_pipeline.ipu_pipeline_estimator import IPUPipelineEstimator, IPUPipelineEstimatorSpec
+from ipu_pipeline.ipu_run_config import IPURunConfig, RunConfig
+from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput
+from tests.support.resumable import MICRO_BATCHES, Batches, loss_of, make_stages
+
+
+def model_fn(mode, params):
+    def optimizer_function(prediction, y):
+        return OptimizerFunctionOutput(optax.adam(1e-2), loss_of(prediction, y))
+
+    def metrics(prediction, y):
+        errors = (prediction - y) ** 2
+        return {"loss": errors.mean(axis=(1, 2, 3)[: errors.ndim - 1]), "largest": errors.max()}
+
+    stages = make_stages(params["num_stages"], params.get("width", 16))
+    if mode == ipu.ModeKeys.PREDICT:
+        last = stages[-1]
+        stages[-1] = lambda x, y: last(x, y)[0]
+    return IPUPipelineEstimatorSpec(
+        mode,
+        computational_stages=stages,
+        gradient_accumulation_count=MICRO_BATCHES,
+        optimizer_function=optimizer_function,
+        eval_metrics_fn=metrics,
+        training_hooks=params.get("training_hooks"),
+        **params.get("options", {}),
+    )
+
+
+def input_fn():
+    return Batches()
+
+
+def finite_input_fn(num_batches=10):
+    data = Batches(num_batches=num_batches)
+    return [(data.x[number], data.y[number]) for number in range(num_batches)]
+
+
+def make_config(num_stages=2, iterations_per_loop=8, **options):
+    ipu_options = None
+    if num_stages > 1:
+        ipu_options = ipu.config.IPUConfig()
+        ipu_options.auto_select_ipus = num_stages
+        ipu_options.require_power_of_two = False
+    run_config = IPURunConfig(
+        iterations_per_loop=iterations_per_loop, num_shards=num_stages, ipu_options=ipu_options
+    )
+    defaults = {"ipu_run_config": run_config, "tf_random_seed": 7, "log_step_count_steps": 16}
+    defaults["save_summary_steps"] = options.get("log_step_count_steps", 16)
+    return RunConfig(**(defaults | options))
+
+
+def make_estimator(model_dir, num_stages=2, params=None, warm_start_from=None, **options):
+    return IPUPipelineEstimator(
+        model_fn,
+        model_dir,
+        make_config(num_stages, **options),
+        {"num_stages": num_stages, **(params or {})},
+        warm_start_from,
+    )
+
+
+def variables_of(estimator):
+    return {
+        name: estimator.get_variable_value(name)
+        for name in estimator.get_variable_names()
+        if name != "global_step"
+    }
+
+
+def assert_same_variables(one, other):
+    mine, theirs = variables_of(one), variables_of(other)
+    assert mine.keys() == theirs.keys()
+    for name, value in mine.items():
+        np.testing.assert_array_equal(value, theirs[name], err_msg=name)
+
+
+finite_of = functools.partial(functools.partial, finite_input_fn)
+
+
+def read_events(path):
+    """(step, tag, value) of a TensorBoard event file: records of a length, its CRC, data and their CRC."""
+    content, found = path.read_bytes(), []
+    while content:
+        (length,) = struct.unpack("<Q", content[:8])
+        event = Event.FromString(content[12 : 12 + length])
+        found += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
+        content = content[16 + length :]
+    return found

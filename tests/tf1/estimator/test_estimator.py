@@ -1,0 +1,910 @@
+import contextlib
+import functools
+import json
+import logging
+import os
+import shutil
+import sys
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import ipu_pipeline as ipu
+from ipu_pipeline.checkpointing import checkpoints
+from ipu_pipeline.errors import CheckpointError
+from ipu_pipeline.ipu_pipeline_estimator import IPUPipelineEstimator, IPUPipelineEstimatorSpec
+from ipu_pipeline.ipu_run_config import IPURunConfig, RunConfig
+from ipu_pipeline.ipu_session_run_hooks import SessionRunArgs, SessionRunHook
+from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput
+from ipu_pipeline.tf1.estimator.scalars import ScalarWriter
+from tests.support.estimating import (
+    assert_same_variables,
+    finite_input_fn,
+    finite_of,
+    input_fn,
+    make_config,
+    make_estimator,
+    model_fn,
+    read_events,
+    variables_of,
+)
+from tests.support.resumable import Batches, Inference, loss_of, make_stages
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """An estimator of two stages after 32 steps."""
+    estimator = make_estimator(tmp_path_factory.mktemp("trained") / "model")
+    assert estimator.train(input_fn, steps=32) is estimator
+    ipu.config.reset_ipu_configuration()
+    return estimator
+
+
+def scalars_in(directory):
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line["name"], line["value"]) for line in lines]
+
+
+# Numbers.
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_training_equals_a_plain_loop(num_stages, tmp_path):
+    """Against jax.grad over the micro-batches, with SGD on the sums of the gradients."""
+    data = Batches(num_batches=12, size=5)
+    rate = 0.05
+
+    def first(x, y):
+        with ipu.variable_scope("one"):
+            return ipu.layers.Dense(7, activation=jnp.tanh)(x), y
+
+    def second(x, y):
+        with ipu.variable_scope("two"):
+            return jnp.mean((ipu.layers.Dense(3)(x) - y) ** 2)
+
+    def model(mode):
+        return IPUPipelineEstimatorSpec(
+            mode,
+            [first, second] if num_stages == 2 else [lambda x, y: second(*first(x, y))],
+            gradient_accumulation_count=3,
+            optimizer_function=lambda loss: OptimizerFunctionOutput(optax.sgd(rate), loss),
+        )
+
+    def dataset():
+        return [(data.x[number], data.y[number]) for number in range(12)]
+
+    config = make_config(
+        num_stages, iterations_per_loop=6, save_checkpoints_steps=6, log_step_count_steps=12
+    )
+    estimator = IPUPipelineEstimator(model, tmp_path, config)
+    estimator.train(dataset, steps=6)
+    found = variables_of(estimator)
+
+    def loss_of(variables, x, y):
+        x = jnp.tanh(x @ variables["one/dense/kernel"] + variables["one/dense/bias"])
+        return jnp.mean((x @ variables["two/dense/kernel"] + variables["two/dense/bias"] - y) ** 2)
+
+    estimator.train(dataset, steps=6)
+    expected, losses = dict(found), []
+    for update in range(2):
+        total = {name: jnp.zeros_like(value) for name, value in expected.items()}
+        for number in range(6 + 3 * update, 9 + 3 * update):
+            loss, gradient = jax.value_and_grad(loss_of)(expected, data.x[number], data.y[number])
+            losses.append(loss)
+            total = {name: total[name] + gradient[name] for name in total}
+        expected = {name: value - rate * total[name] for name, value in expected.items()}
+    for name, value in variables_of(estimator).items():
+        assert np.linalg.norm(value - expected[name]) <= 1e-5 * np.linalg.norm(expected[name]), name
+    reported = {(step, name): value for step, name, value in scalars_in(tmp_path)}
+    np.testing.assert_allclose(reported[12, "loss"], np.mean(losses), rtol=1e-5)
+
+
+def test_evaluation_and_prediction_equal_inference(trained):
+    data = Batches(num_batches=11)
+    inference = Inference(2)
+    with ipu.Session() as session:
+        session.restore(trained.latest_checkpoint())
+        first = inference.run(session)
+    predicted = list(trained.predict(finite_of(11)))
+    assert len(predicted) == 44
+    assert predicted[0].shape == (3,)
+    predictions = np.stack(predicted).reshape(11, 4, 3)
+    np.testing.assert_allclose(predictions[0], first, rtol=1e-5, atol=1e-6)
+    result = trained.evaluate(finite_of(11))
+    errors = (predictions - data.y) ** 2
+    assert result.keys() == {"loss", "largest", "global_step"}
+    assert result["global_step"] == 32
+    np.testing.assert_allclose(result["loss"], errors.mean(), rtol=1e-5)
+    largest = (errors[:8].max() * 8 + errors[8:].max() * 3) / 11  # a mean over runs of 8 and 3
+    np.testing.assert_allclose(result["largest"], largest, rtol=1e-5)
+    part = trained.evaluate(finite_of(11), steps=8)
+    np.testing.assert_allclose(part["loss"], errors[:8].mean(), rtol=1e-5)
+    endless = trained.evaluate(input_fn, steps=16)
+    assert np.isfinite(endless["loss"])
+
+
+@pytest.mark.parametrize("num_batches", [1, 3, 4, 7, 8, 9, 16])
+def test_data_sets_of_any_length(trained, num_batches):
+    batches = list(trained.predict(finite_of(num_batches), yield_single_examples=False))
+    assert [batch.shape for batch in batches] == [(4, 3)] * num_batches
+    result = trained.evaluate(finite_of(num_batches))
+    data = Batches(num_batches=num_batches)
+    np.testing.assert_allclose(result["loss"], np.mean((np.stack(batches) - data.y) ** 2), rtol=1e-5)
+
+
+def test_predictions_one_by_one(trained):
+    assert len(list(trained.predict(finite_of(10), num_predictions=5))) == 5
+    generator = trained.predict(input_fn)  # of data without end
+    first = [next(generator) for _number in range(40)]
+    generator.close()
+    np.testing.assert_array_equal(first[0], next(trained.predict(input_fn)))
+
+
+def predicting(last, mode_fn=None):
+    def model(mode):
+        *stages, end = make_stages(2)
+        return IPUPipelineEstimatorSpec(mode, [*stages, lambda x, y: last(end(x, y)[0])], 4)
+
+    return model
+
+
+@pytest.mark.parametrize(
+    ("last", "message"),
+    [
+        (lambda x: (x, x + 1), "must return exactly one prediction tensor, but got 2"),
+        (lambda x: {"a": x, "b": jnp.sum(x)}, "one first axis, over examples"),
+        (lambda x: {"a": x, "b": x[:2]}, "one first axis, over examples"),
+    ],
+)
+def test_predictions_that_are_none(trained, last, message):
+    estimator = IPUPipelineEstimator(predicting(last), trained.model_dir, make_config(2))
+    with pytest.raises(ValueError, match=message):
+        list(estimator.predict(finite_of(4)))
+
+
+def test_predictions_in_dicts_and_tuples(trained):
+    estimator = IPUPipelineEstimator(
+        predicting(lambda x: {"a": x, "b": x + 1}), trained.model_dir, make_config(2)
+    )
+    both = list(estimator.predict(finite_of(5)))
+    assert len(both) == 20
+    assert all(set(one) == {"a", "b"} for one in both)
+    np.testing.assert_allclose(both[3]["b"], both[3]["a"] + 1, rtol=1e-6)
+    assert set(next(estimator.predict(finite_of(5), predict_keys="b"))) == {"b"}
+    with pytest.raises(ValueError, match="Expected to run at least one output"):
+        next(estimator.predict(finite_of(5), predict_keys=["c"]))
+    single = IPUPipelineEstimator(predicting(lambda x: (x,)), trained.model_dir, make_config(2))
+    np.testing.assert_array_equal(next(single.predict(finite_of(5))), both[0]["a"])
+    with pytest.raises(ValueError, match="non-dict predictions"):
+        next(single.predict(finite_of(5), predict_keys=["a"]))
+
+
+@pytest.mark.parametrize("is_dict", [False, True])
+def test_a_scalar_of_each_micro_batch_is_one_prediction(trained, is_dict):
+    def last(x):
+        return {"sum": jnp.sum(x), "first": x[0, 0]} if is_dict else jnp.sum(x)
+
+    estimator = IPUPipelineEstimator(predicting(last), trained.model_dir, make_config(2))
+    found = list(estimator.predict(finite_of(5)))
+    batches = list(trained.predict(finite_of(5), yield_single_examples=False))
+    sums = [one["sum"] if is_dict else one for one in found]
+    np.testing.assert_allclose(sums, [batch.sum() for batch in batches], rtol=1e-5)
+    if is_dict:
+        firsts = [batch[0, 0] for batch in batches]
+        np.testing.assert_allclose([one["first"] for one in found], firsts, rtol=1e-5)
+
+
+# Going on.
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"save_checkpoints_steps": 12}, marks=pytest.mark.thorough),
+        {"save_checkpoints_secs": 1e-9},
+    ],
+)
+def test_training_in_parts_is_training_at_once(trained, tmp_path, options):
+    estimator = make_estimator(tmp_path, **options)
+    estimator.train(input_fn, steps=8).train(input_fn, steps=8)
+    assert estimator.get_variable_value("global_step") == 16
+    estimator.evaluate(finite_of(5))
+    make_estimator(tmp_path).train(input_fn, max_steps=32)
+    assert_same_variables(trained, make_estimator(tmp_path))
+
+
+def test_training_goes_on_in_another_split(trained, tmp_path):
+    expected = make_estimator(tmp_path / "two")
+    expected.train(input_fn, steps=48)
+    for num_stages in (1, 3, 4):
+        directory = tmp_path / str(num_stages)
+        shutil.copytree(trained.model_dir, directory)
+        estimator = make_estimator(directory, num_stages)
+        ipu.config.reset_ipu_configuration()
+        estimator.train(input_fn, max_steps=48)
+        reference = variables_of(expected)
+        for name, value in variables_of(estimator).items():
+            assert np.linalg.norm(value - reference[name]) <= 1e-5 * np.linalg.norm(reference[name])
+
+
+def test_max_steps(trained, tmp_path, caplog):
+    caplog.set_level(logging.INFO, "ipu_pipeline")
+    shutil.copytree(trained.model_dir, tmp_path / "model")
+    estimator = make_estimator(tmp_path / "model")
+    estimator.train(input_fn, max_steps=32)
+    assert "Skipping training since max_steps has already saved." in caplog.text
+    estimator.train(input_fn, max_steps=33)
+    assert estimator.get_variable_value("global_step") == 36  # whole weight updates
+    estimator.train(input_fn, max_steps=37)
+    assert estimator.get_variable_value("global_step") == 40
+    expected = make_estimator(tmp_path / "expected").train(input_fn, steps=40)
+    assert_same_variables(estimator, expected)
+
+
+def other_input_fn():
+    return Batches()
+
+
+def test_other_data_begin_at_their_beginning(trained, tmp_path):
+    shutil.copytree(trained.model_dir, tmp_path / "model")
+    estimator = make_estimator(tmp_path / "model").train(other_input_fn, steps=8)
+    session = ipu.Session()
+    session.restore(estimator.latest_checkpoint())
+    assert [feed.position.count for feed in session.take_snapshot().feeds] == [8]
+
+
+def test_training_ends_with_the_data_and_begins_again(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "ipu_pipeline")
+    estimator = make_estimator(tmp_path, save_checkpoints_steps=4)
+    estimator.train(finite_of(14), steps=80)
+    assert estimator.get_variable_value("global_step") == 12
+    assert "Training ends at step 12: The infeed's data ended after 14 elements" in caplog.text
+    estimator.train(finite_of(14), steps=80)
+    assert estimator.get_variable_value("global_step") == 24
+    names = [name for _step, name, _value in scalars_in(tmp_path)]
+    assert names[:3] == ["loss", "steps/s", "examples/s"]
+
+
+def test_a_data_set_that_fails_loses_no_update(tmp_path):
+    def failing():
+        for number, element in enumerate(Batches()):
+            if number == 13:
+                raise KeyError("broken record")
+            yield element
+
+    def failing_input_fn():
+        return failing
+
+    estimator = make_estimator(tmp_path)
+    with pytest.raises(KeyError, match="broken record"):
+        estimator.train(failing_input_fn, steps=80)
+    assert estimator.get_variable_value("global_step") == 12
+    make_estimator(tmp_path / "whole").train(input_fn, max_steps=12)
+    assert_same_variables(estimator, make_estimator(tmp_path / "whole"))
+
+
+def test_checkpoints_that_are_kept(tmp_path):
+    estimator = make_estimator(tmp_path, save_checkpoints_steps=4, keep_checkpoint_max=2)
+    estimator.train(input_fn, steps=16)
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["12", "16"]
+    estimator = make_estimator(tmp_path / "all", save_checkpoints_steps=4, keep_checkpoint_max=0)
+    estimator.train(input_fn, steps=32)
+    assert len(os.listdir(tmp_path / "all" / "checkpoints")) == 8
+
+
+def test_another_optimizer_is_told_what_to_do(trained, tmp_path):
+    shutil.copytree(trained.model_dir, tmp_path / "model")
+
+    def with_sgd(mode, params):
+        spec = model_fn(mode, params)
+        opt = optax.sgd(0.1, momentum=0.9)
+        spec.optimizer_function = lambda y, target: OptimizerFunctionOutput(opt, loss_of(y, target))
+        return spec
+
+    estimator = IPUPipelineEstimator(with_sgd, tmp_path / "model", make_config(2), {"num_stages": 2})
+    wanted = "another optimizer: its state differs in .*mu.*another model_dir, where warm_start_from"
+    with pytest.raises(CheckpointError, match=wanted):
+        estimator.train(input_fn, steps=8)
+    assert estimator.get_variable_value("global_step") == 32  # nothing was written
+
+
+def test_a_damaged_checkpoint_is_skipped(trained, tmp_path):
+    estimator = make_estimator(tmp_path, save_checkpoints_steps=8)
+    estimator.train(input_fn, steps=24)
+    newest = tmp_path / "checkpoints" / "24"
+    max(newest.rglob("d/*"), key=lambda path: path.stat().st_size).write_bytes(b"damaged")
+    (tmp_path / "checkpoints" / "99").mkdir()
+    with pytest.warns(UserWarning, match="step 16 restored: .*99 is not complete.* is damaged"):
+        assert estimator.evaluate(finite_of(4))["global_step"] == 16
+    with pytest.warns(UserWarning, match="step 16 restored"):
+        estimator.train(input_fn, max_steps=32)
+    assert_same_variables(estimator, trained)
+    for step in os.listdir(tmp_path / "checkpoints"):
+        (tmp_path / "checkpoints" / step / "checkpoint.json").write_text("damaged")
+    for use in (
+        lambda: estimator.train(input_fn, steps=8),
+        lambda: estimator.evaluate(finite_of(4)),
+        lambda: next(estimator.predict(finite_of(4))),
+    ):
+        with pytest.raises(CheckpointError, match="None of the checkpoints"):
+            use()
+
+
+def test_another_model_is_refused(trained):
+    estimator = make_estimator(trained.model_dir, params={"width": 8})
+    for use in (
+        lambda: estimator.train(input_fn, steps=8),
+        lambda: estimator.evaluate(finite_of(4)),
+        lambda: next(estimator.predict(finite_of(4))),
+    ):
+        with pytest.raises(
+            CheckpointError, match="of another shape or dtype: a/dense/bias is float32.16., not"
+        ):
+            use()
+
+
+def test_warm_start(trained, tmp_path):
+    values = variables_of(trained)
+    for source in (trained.model_dir, trained.latest_checkpoint()):
+        directory = tmp_path / os.path.basename(source)
+        estimator = make_estimator(directory, warm_start_from=source, save_checkpoints_steps=4)
+        seen = []
+        estimator.train(input_fn, hooks=[Watching(seen, "a/dense/kernel")], steps=8)
+        np.testing.assert_array_equal(seen[0], values["a/dense/kernel"])
+        assert estimator.get_variable_value("global_step") == 8
+        seen.clear()
+        estimator.train(input_fn, hooks=[Watching(seen, "a/dense/kernel")], steps=8)
+        assert not np.array_equal(seen[0], values["a/dense/kernel"])  # from its own checkpoint
+    wide = make_estimator(tmp_path / "wide", params={"width": 8}, warm_start_from=trained.model_dir)
+    with pytest.raises(CheckpointError, match="another shape"):
+        wide.train(input_fn, steps=8)
+
+
+class Watching(SessionRunHook):
+    """Notes a variable's value when there is a session."""
+
+    def __init__(self, seen, name):
+        self.seen, self.name = seen, name
+
+    def after_create_session(self, session, coord):
+        assert coord is None
+        self.seen.append(np.array(session.variable_value(self.name)))
+
+
+def test_without_a_checkpoint(tmp_path):
+    estimator = make_estimator(tmp_path)
+    assert estimator.latest_checkpoint() is None
+    with pytest.raises(ValueError, match="Couldn't find trained model at"):
+        estimator.get_variable_names()
+    with pytest.warns(UserWarning, match="the initial values of the variables are used"):
+        result = estimator.evaluate(finite_of(4))
+    assert result["global_step"] == 0
+    with pytest.warns(UserWarning, match="no checkpoint in"):
+        predictions = list(estimator.predict(finite_of(4)))
+    assert len(predictions) == 16
+
+
+def test_a_given_checkpoint(tmp_path):
+    estimator = make_estimator(tmp_path, save_checkpoints_steps=8).train(input_fn, steps=16)
+    early = tmp_path / "checkpoints" / "8"
+    assert estimator.evaluate(finite_of(4), checkpoint_path=early)["global_step"] == 8
+    one = next(estimator.predict(finite_of(4), checkpoint_path=str(early)))
+    assert not np.array_equal(one, next(estimator.predict(finite_of(4))))
+    with pytest.raises(CheckpointError, match="There is no checkpoint at"):
+        estimator.evaluate(finite_of(4), checkpoint_path=tmp_path / "nowhere")
+
+
+def test_variable_names_and_values(trained):
+    names = trained.get_variable_names()
+    assert names == sorted(names)
+    assert {"global_step", "a/dense/kernel", "norm/batch_normalization/moving_mean"} <= set(names)
+    assert trained.get_variable_value("a/dense/kernel").shape == (6, 16)
+    with pytest.raises(ValueError, match="there is no variable 'nothing'; there are a/dense/bias"):
+        trained.get_variable_value("nothing")
+
+
+def test_a_last_checkpoint_that_cannot_be_written_is_an_error(tmp_path):
+    (tmp_path / "checkpoints").touch()
+    with pytest.raises(CheckpointError, match="last checkpoint of training, of step 8, could not be"):
+        make_estimator(tmp_path).train(input_fn, steps=8)
+
+
+def test_a_snapshot_that_fails_does_not_end_training(trained, tmp_path, monkeypatch, caplog):
+    failures = [MemoryError("no room for the copies")]
+    take_snapshot = ipu.Session.take_snapshot
+
+    def fail_once(session, **options):
+        if failures:
+            raise failures.pop()
+        return take_snapshot(session, **options)
+
+    monkeypatch.setattr(ipu.Session, "take_snapshot", fail_once)
+    estimator = make_estimator(tmp_path, save_checkpoints_steps=16).train(input_fn, steps=32)
+    assert "The checkpoint of step 16 could not be taken. Training goes on." in caplog.text
+    assert os.listdir(tmp_path / "checkpoints") == ["32"]
+    assert_same_variables(estimator, trained)
+
+
+def test_checkpoints_that_change_between_calls(trained, tmp_path):
+    estimator = make_estimator(tmp_path, save_checkpoints_steps=16).train(input_fn, steps=32)
+    (tmp_path / "checkpoints" / "32" / "checkpoint.json").write_text("damaged")
+    with pytest.warns(UserWarning, match="step 16 restored"):
+        estimator.train(input_fn, steps=16)
+    assert_same_variables(estimator, trained)
+    shutil.rmtree(tmp_path)
+    estimator.train(input_fn, steps=32)
+    assert_same_variables(estimator, trained)
+
+
+def test_evaluating_an_older_checkpoint_drops_no_scalars(tmp_path):
+    estimator = make_estimator(tmp_path, save_checkpoints_steps=8).train(input_fn, steps=16)
+    estimator.evaluate(finite_of(4))
+    estimator.evaluate(finite_of(4), checkpoint_path=tmp_path / "checkpoints" / "8")
+    assert [step for step, _name, _value in scalars_in(tmp_path / "eval")] == [16, 16, 8, 8]
+
+
+def test_leaving_from_a_hook_saves(tmp_path):
+    class Leaving(SessionRunHook):
+        def after_run(self, *_arguments):
+            sys.exit(3)
+
+    with pytest.raises(SystemExit):
+        make_estimator(tmp_path).train(input_fn, hooks=[Leaving()], steps=16)
+    assert make_estimator(tmp_path).get_variable_value("global_step") == 8
+
+
+def test_partials_with_other_arguments_are_other_data(tmp_path):
+    estimator = make_estimator(tmp_path).train(finite_of(32), steps=32)
+    estimator.train(finite_of(16), steps=16)
+    assert estimator.get_variable_value("global_step") == 48
+
+
+def test_data_of_just_the_steps_begin_again(tmp_path):
+    estimator = make_estimator(tmp_path)
+    for number in range(1, 4):
+        estimator.train(finite_of(16), steps=16)
+        assert estimator.get_variable_value("global_step") == 16 * number
+
+
+def test_hooks_see_the_run_in_which_the_data_end(tmp_path):
+    recording = Recording("loss")
+    make_estimator(tmp_path).train(finite_of(14), hooks=[recording], steps=80)
+    assert [call[1] for call in recording.calls if call[0] == "after"] == [8, 12]
+    assert recording.calls[-1] == "end"
+
+
+def test_hooks_end_after_the_last_wanted_prediction(trained):
+    recording = Recording()
+    assert len(list(trained.predict(finite_of(10), hooks=[recording], num_predictions=5))) == 5
+    assert recording.calls[-1] == "end"
+
+
+# Hooks.
+
+
+class Recording(SessionRunHook):
+    """Notes what is called, and with what."""
+
+    def __init__(self, fetches=None, stop_after=None):
+        self.calls, self.fetches, self.stop_after = [], fetches, stop_after
+
+    def begin(self):
+        self.calls.append("begin")
+
+    def after_create_session(self, session, coord):
+        self.calls.append(("created", sorted(session.variables)[:1], coord))
+
+    def before_run(self, run_context):
+        self.calls.append(("before", run_context.global_step))
+        return None if self.fetches is None else SessionRunArgs(self.fetches)
+
+    def after_run(self, run_context, run_values):
+        self.calls.append(("after", run_context.global_step, run_values.results))
+        run_context.add_scalar("from the hook", 100 + run_context.global_step)
+        if run_context.global_step == self.stop_after:
+            run_context.request_stop()
+
+    def end(self, session):
+        self.calls.append("end")
+        assert session.variables
+
+
+def test_hooks_see_every_run(tmp_path):
+    in_spec = Recording()
+    given = Recording({"l": "loss", "s": ["global_step", "a/dense/bias"]}, stop_after=24)
+    estimator = IPUPipelineEstimator(
+        lambda mode: model_fn(mode, {"num_stages": 2, "training_hooks": [in_spec]}),
+        tmp_path,
+        make_config(2, log_step_count_steps=8),
+    )
+    estimator.train(input_fn, hooks=[given], steps=80)
+    assert estimator.get_variable_value("global_step") == 24
+    assert in_spec.calls == [
+        "begin",
+        ("created", ["a/dense/bias"], None),
+        *[call for step in (0, 8, 16) for call in (("before", step), ("after", step + 8, None))],
+        "end",
+    ]
+    results = [call[2] for call in given.calls if call[0] == "after"]
+    assert [result["s"][0] for result in results] == [8, 16, 24]
+    np.testing.assert_array_equal(results[-1]["s"][1], estimator.get_variable_value("a/dense/bias"))
+    found = {(step, name): value for step, name, value in scalars_in(tmp_path)}
+    assert found[24, "from the hook"] == 124
+    np.testing.assert_allclose(found[24, "loss"], results[-1]["l"])
+    recording = Recording("loss")
+    result = estimator.evaluate(finite_of(12), hooks=[recording])
+    losses = [call[2] for call in recording.calls if call[0] == "after"]
+    np.testing.assert_allclose((losses[0] * 8 + losses[1] * 4) / 12, result["loss"], rtol=1e-6)
+    recording = Recording(stop_after=24)
+    assert len(list(estimator.predict(finite_of(40), hooks=[recording]))) == 32
+    assert recording.calls[-1] == "end"
+
+
+def test_a_hook_that_fails_ends_training_without_end(tmp_path):
+    class Failing(Recording):
+        def after_run(self, *_arguments):
+            raise ZeroDivisionError("in the hook")
+
+    hook = Failing()
+    estimator = make_estimator(tmp_path)
+    with pytest.raises(ZeroDivisionError):
+        estimator.train(input_fn, hooks=[hook], steps=16)
+    assert "end" not in hook.calls
+    with pytest.raises(
+        ValueError, match='fetches must be "loss", "global_step" or names of variables; got'
+    ):
+        estimator.train(input_fn, hooks=[Recording("nothing")], steps=16)
+    with pytest.raises(TypeError, match="before_run must return SessionRunArgs"):
+        bad = Recording()
+        bad.before_run = lambda context: "loss"
+        estimator.train(input_fn, hooks=[bad], steps=16)
+
+
+# Scalars.
+
+
+def test_scalars_are_in_both_kinds_of_files(tmp_path):
+    estimator = make_estimator(tmp_path, log_step_count_steps=8).train(input_fn, steps=16)
+    estimator.evaluate(finite_of(4))
+    estimator.evaluate(finite_of(4), name="again")
+    for directory in (tmp_path, tmp_path / "eval", tmp_path / "eval_again"):
+        (events,) = directory.glob("events.out.tfevents.*")
+        found = read_events(events)
+        lines = scalars_in(directory)
+        assert [one[0] for one in found] == [one[0] for one in lines]
+        assert [one[1] for one in found] == [one[1] for one in lines]
+        np.testing.assert_allclose([one[2] for one in found], [one[2] for one in lines], rtol=1e-6)
+    assert [name for _step, name, _value in scalars_in(tmp_path)] == ["loss", "steps/s", "examples/s"] * 2
+    assert [name for _step, name, _value in scalars_in(tmp_path / "eval")] == ["loss", "largest"]
+
+
+def test_scalars_of_steps_that_come_again_are_dropped(tmp_path):
+    estimator = make_estimator(
+        tmp_path, log_step_count_steps=4, iterations_per_loop=4, save_checkpoints_steps=8
+    )
+    estimator.train(input_fn, steps=16)
+    before = scalars_in(tmp_path)
+    shutil.rmtree(tmp_path / "checkpoints" / "16")
+    with open(tmp_path / "metrics.jsonl", "a") as stream:
+        stream.write('{"step": 8, "name"')
+    estimator.train(input_fn, max_steps=16)
+    after = scalars_in(tmp_path)
+    assert [line[:2] for line in after] == [line[:2] for line in before]
+    assert [line[2] for line in after if line[1] == "loss"] == [
+        line[2] for line in before if line[1] == "loss"
+    ]
+
+
+def test_without_tensorboardx(tmp_path, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "tensorboardX.event_file_writer", None)
+    caplog.set_level(logging.INFO, "ipu_pipeline")
+    make_estimator(tmp_path).train(input_fn, steps=8)
+    assert "tensorboardX is not installed" in caplog.text
+    assert len(scalars_in(tmp_path)) == 3
+    assert not list(tmp_path.glob("events*"))
+
+
+def test_scalars_that_are_not_finite(tmp_path):
+    with contextlib.closing(ScalarWriter(tmp_path)) as writer:
+        writer.write(3, {"a": float("nan"), "b": float("inf"), "c": 1})
+    assert scalars_in(tmp_path) == [(3, "a", None), (3, "b", None), (3, "c", 1.0)]
+
+
+# Arguments.
+
+
+def spec(**options):
+    given = {"mode": "train", "computational_stages": make_stages(2), "gradient_accumulation_count": 4}
+    return IPUPipelineEstimatorSpec(**{**given, "optimizer_function": lambda *outputs: None, **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"optimizer_function": None}, ValueError, "must contain `optimizer_function` when training"),
+        ({"mode": "eval"}, ValueError, "must contain `eval_metrics_fn` when evaluating"),
+        ({"gradient_accumulation_count": None}, ValueError, "must contain `gradient_accumulation_count`"),
+        ({"gradient_accumulation_count": 0}, ValueError, "must contain `gradient_accumulation_count`"),
+        ({"gradient_accumulation_count": -1}, ValueError, "an integer of at least 1; got -1"),
+        ({"gradient_accumulation_count": 2.0}, ValueError, "an integer of at least 1; got 2.0"),
+        ({"mode": "test"}, ValueError, "mode must be one of train, eval, infer; got 'test'"),
+        ({"training_hooks": [1]}, TypeError, "All hooks must be SessionRunHook instances, given: 1"),
+        (
+            {"accumulate_outfeed": True},
+            ValueError,
+            "The `accumulate_outfeed` pipeline keyword argument cannot",
+        ),
+        ({"infeed_queue": None}, ValueError, "The `infeed_queue` pipeline keyword argument cannot"),
+        ({"shedule": 1}, TypeError, "pipelining_ops.pipeline has no argument 'shedule'"),
+    ],
+)
+def test_wrong_specifications(options, error, message):
+    with pytest.raises(error, match=message):
+        spec(**options)
+
+
+def test_mode_keys_are_strings():
+    assert (ipu.ModeKeys.TRAIN, ipu.ModeKeys.EVAL, ipu.ModeKeys.PREDICT) == ("train", "eval", "infer")
+
+
+def ipu_config(number):
+    options = ipu.config.IPUConfig()
+    options.auto_select_ipus = number
+    return options
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"num_shards": 2}, ValueError, "requires more than one device, but `ipu_options` is None"),
+        ({"ipu_options": 2}, TypeError, "ipu_options must be an IPUConfig instance"),
+        (
+            {"num_shards": 2, "ipu_options": ipu_config(4)},
+            ValueError,
+            r"`IPURunConfig` configured with 2 devices \(1 replicas times 2 shards\), but `ipu_options` "
+            "configured with 4 devices",
+        ),
+        (
+            {"ordinal": 1, "ipu_options": ipu_config(1)},
+            ValueError,
+            r"Only 1 device\(s\) available to choose",
+        ),
+        (
+            {"num_replicas": 2},
+            ValueError,
+            "more than one device, but `ipu_options` is None: .* auto_select_ipus = 2",
+        ),
+        (
+            {"num_replicas": 2, "num_shards": 2, "ipu_options": ipu_config(2)},
+            ValueError,
+            r"configured with 4 devices \(2 replicas times 2 shards\), but `ipu_options` configured with 2",
+        ),
+        ({"num_replicas": 0}, ValueError, "num_replicas must be an integer of at least 1; got 0"),
+        (
+            {"iterations_per_loop": 0},
+            ValueError,
+            "iterations_per_loop must be an integer of at least 1; got 0",
+        ),
+    ],
+)
+def test_wrong_run_configurations(options, error, message):
+    with pytest.raises(error, match=message):
+        IPURunConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"save_checkpoints_steps": 1, "save_checkpoints_secs": 1},
+            "Can not provide both save_checkpoints",
+        ),
+        ({"save_checkpoints_steps": 0}, "save_checkpoints_steps must be an integer of at least 1; got 0"),
+        ({"log_step_count_steps": 1.5}, "log_step_count_steps must be an integer"),
+        ({"save_summary_steps": 0}, "save_summary_steps must be an integer of at least 1; got 0"),
+        ({"keep_checkpoint_max": -1}, "keep_checkpoint_max must be an integer of at least 0"),
+        ({"save_checkpoints_secs": 0}, "save_checkpoints_secs must be a number above 0"),
+        ({"tf_random_seed": "1"}, "tf_random_seed must be an integer"),
+    ],
+)
+def test_wrong_configurations(options, message):
+    with pytest.raises(ValueError, match=message):
+        RunConfig(**options)
+    with pytest.raises(TypeError, match="ipu_run_config must be an IPURunConfig"):
+        RunConfig(1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"config": None}, "`config` must be provided with type `ipu_run_config.RunConfig`"),
+        ({"params": [1]}, "`params` is expected to be of type `dict`"),
+        ({"params": {"input_fn": 1}}, "are reserved keys but existed in params"),
+        ({"config": RunConfig(model_dir="x")}, "`model_dir` are set both in constructor and `RunConfig`"),
+        ({"model_fn": lambda features, labels: 1}, "must not have `features` or `labels` arguments"),
+        ({"model_fn": lambda mode, extra: 1}, r"has following not expected args: \['extra'\]"),
+    ],
+)
+def test_wrong_arguments_of_the_estimator(arguments, message, tmp_path):
+    given = {"model_fn": model_fn, "model_dir": tmp_path, "config": make_config(1), **arguments}
+    with pytest.raises(ValueError, match=message):
+        IPUPipelineEstimator(**given)
+    with pytest.raises(TypeError, match="model_fn must be a function"):
+        IPUPipelineEstimator(3, tmp_path, make_config(1))
+
+
+def test_the_model_dir(tmp_path, caplog):
+    assert IPUPipelineEstimator(model_fn, config=RunConfig(model_dir=tmp_path)).model_dir == str(tmp_path)
+    estimator = IPUPipelineEstimator(model_fn, config=make_config(1), params={"a": [1]})
+    assert "Using temporary folder as model directory" in caplog.text
+    assert os.path.isdir(estimator.model_dir)
+    os.rmdir(estimator.model_dir)
+    estimator.params["a"].append(2)
+    assert estimator.params == {"a": [1]}
+    assert estimator.model_fn is model_fn
+    assert estimator.config.keep_checkpoint_max == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "One of `steps` or `max_steps` must be specified"),
+        ({"steps": 8, "max_steps": 8}, "Can not provide both steps and max_steps"),
+        ({"steps": 0}, "Must specify steps > 0, given: 0"),
+        ({"max_steps": -1}, "Must specify max_steps > 0, given: -1"),
+        ({"max_steps": True}, "Must specify max_steps > 0, given: True"),
+        ({"steps": 12}, r"steps \(12\) must be a multiple of iterations_per_loop \(8\)"),
+    ],
+)
+def test_wrong_steps(arguments, message, trained):
+    with pytest.raises(ValueError, match=message):
+        trained.train(input_fn, **arguments)
+
+
+def test_what_does_not_fit_the_configuration(tmp_path):
+    def make(count=4, **options):
+        def fn(mode):
+            made = model_fn(mode, {"num_stages": 2, **options})
+            made.gradient_accumulation_count = count
+            return made
+
+        return fn
+
+    def train(fn, config):
+        IPUPipelineEstimator(fn, tmp_path, config).train(
+            input_fn, steps=config.ipu_run_config.iterations_per_loop
+        )
+
+    with pytest.raises(
+        ValueError, match=r"`IPURunConfig.iterations_per_loop` \(got 4\) cannot be less than "
+    ):
+        train(make(8), make_config(2, iterations_per_loop=4))
+    with pytest.raises(
+        ValueError, match=r"\(got 6\) must be divisible by `gradient_accumulation_count` \(got 4\)"
+    ):
+        train(make(4), make_config(2, iterations_per_loop=6))
+    with pytest.raises(
+        ValueError, match="This pipeline requires 2 devices, but `IPURunConfig.num_shards` was set to 4"
+    ):
+        train(make(), make_config(4))
+    with pytest.raises(
+        ValueError, match="This pipeline requires 2 devices, but `IPURunConfig.num_shards` was set to 1"
+    ):
+        train(make(), make_config(1))
+    with pytest.raises(TypeError, match="must return `IPUPipelineEstimatorSpec`; got int"):
+        train(lambda: 3, make_config(2))
+    with pytest.raises(ValueError, match="called with mode train, and returned a specification for infer"):
+        train(lambda: model_fn("infer", {"num_stages": 2}), make_config(2))
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_wrong_input_functions(trained):
+    with pytest.raises(TypeError, match="input_fn must be a function"):
+        trained.train(Batches(), steps=8)
+    with pytest.raises(ValueError, match="not expected args: .'extra'.. It may take mode, params, config"):
+        trained.evaluate(lambda extra: 1)
+    for use in (
+        lambda: trained.train(lambda: 3, steps=8),
+        lambda: trained.evaluate(lambda: None),
+        lambda: next(trained.predict(lambda: iter([1]))),
+    ):
+        with pytest.raises(ValueError, match="input_fn must return Dataset"):
+            use()
+    with pytest.raises(ValueError, match="The dataset of the infeed is empty"):
+        trained.evaluate(list)
+    seen = []
+    trained.evaluate(lambda mode, params, config: seen.append((mode, params, config)) or finite_of(4)())
+    assert seen == [("eval", {"num_stages": 2}, trained.config)]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "error", "message"),
+    [
+        (lambda *outputs: 3, TypeError, "The `eval_metrics_fn` must return a dict, but got <class 'int'>"),
+        (lambda *outputs: {"other": 3}, KeyError, "must contain 'loss'; it has 'other'"),
+    ],
+)
+def test_wrong_metrics(trained, metrics, error, message):
+    def model(mode):
+        return IPUPipelineEstimatorSpec(mode, make_stages(2), 4, eval_metrics_fn=metrics)
+
+    estimator = IPUPipelineEstimator(model, trained.model_dir, make_config(2))
+    with pytest.raises(error, match=message):
+        estimator.evaluate(finite_of(4))
+
+
+# The rest.
+
+
+def test_training_in_another_thread(trained, tmp_path):
+    """Signals are handled in the main thread only."""
+    estimator = make_estimator(tmp_path)
+    thread = threading.Thread(target=functools.partial(estimator.train, input_fn, steps=32))
+    thread.start()
+    thread.join()
+    assert_same_variables(estimator, trained)
+
+
+def test_other_pipeline_arguments(tmp_path):
+    """They reach the pipeline: batch serialization takes more elements per update."""
+    options = {"batch_serialization_iterations": 2, "device_mapping": [0, 0]}
+    estimator = make_estimator(tmp_path, params={"options": options})
+    config = make_config(1, iterations_per_loop=16)
+    estimator = IPUPipelineEstimator(model_fn, tmp_path, config, {"num_stages": 2, "options": options})
+    estimator.train(input_fn, steps=16)
+    with ipu.Session() as session:
+        session.restore(estimator.latest_checkpoint())
+        snapshot = session.take_snapshot()
+    assert snapshot.extra == {}
+    assert [feed.position.count for feed in snapshot.feeds] == [16]
+    assert session.update_count("ipu_pipeline_estimator_train") == 2
+
+
+def test_losses_accumulate_in_the_dtype_that_is_given(tmp_path):
+    def model(mode):
+        made = model_fn(mode, {"num_stages": 2})
+        made.loss_accumulator_dtype = jnp.float16
+        return made
+
+    IPUPipelineEstimator(model, tmp_path, make_config(2)).train(input_fn, steps=8)
+    make_estimator(tmp_path / "other").train(input_fn, steps=8)
+    (rough,) = [value for _step, name, value in scalars_in(tmp_path) if name == "loss"]
+    (fine,) = [value for _step, name, value in scalars_in(tmp_path / "other") if name == "loss"]
+    assert rough != fine
+    np.testing.assert_allclose(rough, fine, rtol=1e-2)  # the three digits of float16
+
+
+class Failing(SessionRunHook):
+    def before_run(self, run_context):
+        raise ArithmeticError(f"before the first update, at step {run_context.global_step}")
+
+
+def test_training_that_fails_at_once_leaves_the_checkpoint(tmp_path):
+    """Neither the name of its own data with the other's position, nor the other's as at an end."""
+    straight = make_estimator(tmp_path / "straight")
+    straight.train(input_fn, steps=64)
+    estimator = make_estimator(tmp_path / "model")
+    estimator.train(input_fn, steps=32)
+    document = checkpoints.read_document(estimator.latest_checkpoint())
+    with pytest.raises(ArithmeticError, match="before the first update"):
+        estimator.train(other_input_fn, hooks=[Failing()], steps=32)
+    assert checkpoints.read_document(estimator.latest_checkpoint()) == document
+    with pytest.raises(ArithmeticError, match="before the first update"):
+        estimator.train(input_fn, hooks=[Failing()], steps=32)
+    assert checkpoints.read_document(estimator.latest_checkpoint()) == document
+    with pytest.warns(UserWarning, match="nothing was trained, .* ended within the first weight update"):
+        estimator.train(functools.partial(finite_input_fn, 2), steps=32)
+    assert checkpoints.read_document(estimator.latest_checkpoint()) == document
+    estimator.train(input_fn, steps=32)  # goes on with its data
+    assert_same_variables(estimator, straight)
+
+
+def test_data_too_small_for_an_update_are_said(tmp_path):
+    estimator = make_estimator(tmp_path)
+    with pytest.warns(UserWarning, match="train: nothing was trained.*ended after 3.*Give more of them"):
+        estimator.train(functools.partial(finite_input_fn, 3), steps=80)
+    assert estimator.latest_checkpoint() is None

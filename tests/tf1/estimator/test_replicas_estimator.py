@@ -1,0 +1,214 @@
+"""Replicas of an estimator's pipelines: each trains, evaluates and predicts on its own micro-batches."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import ipu_pipeline as ipu
+from ipu_pipeline.ipu_pipeline_estimator import IPUPipelineEstimator, IPUPipelineEstimatorSpec
+from ipu_pipeline.ipu_run_config import IPURunConfig, RunConfig
+from ipu_pipeline.ipu_session_run_hooks import IPULoggingTensorHook
+from ipu_pipeline.optimizers import CrossReplicaOptimizer
+from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput
+from tests.support import joined
+from tests.support.estimating import variables_of
+from tests.support.models import assert_trees_close
+from tests.support.resumable import Batches
+from tests.tf1.estimator.test_estimator import scalars_in
+
+COUNT, RATE = 2, 0.05
+
+
+def first(x, y):
+    with ipu.variable_scope("one"):
+        return ipu.layers.Dense(7, activation=jnp.tanh)(x), y
+
+
+def second(x, y):
+    with ipu.variable_scope("two"):
+        return ipu.layers.Dense(3)(x), y
+
+
+def model_fn(mode, params):
+    hooks = params.get("hooks")
+
+    def last(x, y):
+        prediction, y = second(x, y)
+        if hooks:
+            hooks[0].log({"smallest": jnp.min(y)})
+        return prediction if mode == ipu.ModeKeys.PREDICT else (prediction, y)
+
+    def optimizer_function(prediction, y):
+        opt = optax.sgd(RATE)
+        return OptimizerFunctionOutput(
+            CrossReplicaOptimizer(opt) if params.get("averages", True) else opt,
+            jnp.mean((prediction - y) ** 2),
+        )
+
+    return IPUPipelineEstimatorSpec(
+        mode,
+        [first, last],
+        gradient_accumulation_count=COUNT,
+        optimizer_function=optimizer_function,
+        eval_metrics_fn=lambda prediction, y: {"loss": ((prediction - y) ** 2).mean(axis=(1, 2))},
+        training_hooks=hooks,
+    )
+
+
+def make(model_dir, num_replicas=2, num_shards=2, params=None, **options):
+    ipu_options = ipu.config.IPUConfig()
+    ipu_options.auto_select_ipus = num_replicas * num_shards
+    ipu_options.require_power_of_two = False
+    run_config = IPURunConfig(
+        iterations_per_loop=2 * COUNT,
+        num_shards=num_shards,
+        num_replicas=num_replicas,
+        ipu_options=ipu_options,
+    )
+    defaults = {"tf_random_seed": 7, "log_step_count_steps": 4, "save_summary_steps": 4}
+    config = RunConfig(ipu_run_config=run_config, **(defaults | options))
+    return IPUPipelineEstimator(model_fn, model_dir, config, params or {})
+
+
+def dataset(number):
+    data = Batches(num_batches=number)
+    return [(data.x[index], data.y[index]) for index in range(number)]
+
+
+def dataset_of(number):
+    return functools.partial(functools.partial, dataset, number)()
+
+
+def predict_plainly(variables, x):
+    x = jnp.tanh(x @ variables["one/dense/kernel"] + variables["one/dense/bias"])
+    return x @ variables["two/dense/kernel"] + variables["two/dense/bias"]
+
+
+def loss_of(variables, x, y):
+    return jnp.mean((predict_plainly(variables, x) - y) ** 2)
+
+
+def train_plainly(variables, elements, num_replicas):
+    """The mean loss, and the variables, after the elements k * R + r with plain jax.grad."""
+    per_update, losses = COUNT * num_replicas, []
+    for start in range(0, len(elements), per_update):
+        found = [
+            jax.value_and_grad(loss_of)(variables, *one) for one in elements[start : start + per_update]
+        ]
+        losses += [loss for loss, _gradient in found]
+        variables = {
+            name: value - RATE * sum(gradient[name] for _loss, gradient in found) / num_replicas
+            for name, value in variables.items()
+        }
+    return np.mean(losses), jax.tree.map(np.asarray, variables)
+
+
+@pytest.mark.parametrize("logs", [pytest.param(False, marks=pytest.mark.thorough), True])
+def test_training_equals_a_plain_loop(logs, tmp_path, caplog):
+    """A step is a micro-batch of each replica: 4 steps take 8 elements."""
+    elements = dataset(16)
+    params = {"hooks": [IPULoggingTensorHook(every_n_iter=1)]} if logs else {}
+    estimator = make(tmp_path, params=params)
+    with caplog.at_level("INFO", "ipu_pipeline.estimator"):
+        estimator.train(dataset_of(16), steps=4)
+    assert (
+        "from step 0 to 4: 2 micro-batches per weight update, up to 4 per run, in each of 2" in caplog.text
+    )
+    found = variables_of(estimator)
+    estimator.train(dataset_of(16), steps=4)
+    assert estimator.get_variable_value("global_step") == 8
+    mean, wanted = train_plainly(found, elements[8:], 2)
+    assert_trees_close(variables_of(estimator), wanted)
+    reported = {(step, name): value for step, name, value in scalars_in(tmp_path)}
+    np.testing.assert_allclose(reported[8, "loss"], mean, rtol=1e-5)
+    if logs:
+        smallest = np.min(elements[-1][1])
+        np.testing.assert_allclose(reported[8, "smallest"], smallest, rtol=1e-5)
+    estimator.train(dataset_of(16), max_steps=12)  # all elements were taken, and they begin again
+    _mean, wanted = train_plainly(wanted, elements[:8], 2)
+    assert_trees_close(variables_of(estimator), wanted)
+
+
+def test_evaluation_and_prediction_with_replicas(tmp_path):
+    estimator = make(tmp_path)
+    estimator.train(dataset_of(8), steps=4)
+    variables = variables_of(estimator)
+    elements = dataset(11)  # a run takes 8
+    losses = [loss_of(variables, *element) for element in elements]
+    result = estimator.evaluate(dataset_of(11))
+    np.testing.assert_allclose(result["loss"], np.mean(losses), rtol=1e-5)
+    part = estimator.evaluate(dataset_of(11), steps=4)  # 8 elements
+    np.testing.assert_allclose(part["loss"], np.mean(losses[:8]), rtol=1e-5)
+    predicted = np.stack(list(estimator.predict(dataset_of(11)))).reshape(11, 4, 3)
+    wanted = np.stack([predict_plainly(variables, x) for x, _y in elements])
+    assert_trees_close(predicted, wanted)
+    batches = list(estimator.predict(dataset_of(3), yield_single_examples=False))
+    assert_trees_close(np.stack(batches), wanted[:3])
+
+
+def test_training_goes_on_with_another_number(tmp_path):
+    elements = dataset(12)
+    make(tmp_path, num_replicas=2).train(dataset_of(12), steps=4)
+    before = variables_of(make(tmp_path))
+    single = make(tmp_path, num_replicas=1)
+    single.train(dataset_of(12), steps=4)
+    assert single.get_variable_value("global_step") == 8
+    _mean, wanted = train_plainly(before, elements[8:], 1)
+    assert_trees_close(variables_of(single), wanted)
+
+
+@pytest.mark.thorough
+def test_replicas_with_idle_ipus(tmp_path):
+    """Two stages on three IPUs each."""
+    estimator = make(tmp_path, num_shards=3)
+    estimator.train(dataset_of(16), steps=4)
+    found = variables_of(estimator)
+    estimator.train(dataset_of(16), steps=4)
+    _mean, wanted = train_plainly(found, dataset(16)[8:], 2)
+    assert_trees_close(variables_of(estimator), wanted)
+
+
+def test_several_replicas_need_an_optimizer_that_averages(tmp_path):
+    params = {"averages": False}
+    with pytest.raises(ValueError, match="num_replicas is 2, but no optimizer averages"):
+        make(tmp_path, params=params).train(dataset_of(8), steps=4)
+    make(tmp_path, num_replicas=1, params=params).train(dataset_of(8), steps=4)
+    make(tmp_path / "one", num_replicas=1).train(dataset_of(8), steps=4)  # averages over one
+    make(tmp_path, params=params).evaluate(dataset_of(8))  # nothing is averaged
+
+
+@pytest.mark.thorough
+def test_popdist_knows_the_replicas_of_an_estimator(tmp_path):
+    estimator = make(tmp_path, num_replicas=3)
+    seen = []
+
+    class Hook(ipu.ipu_session_run_hooks.SessionRunHook):
+        def begin(self):
+            seen.append((ipu.popdist.getNumTotalReplicas(), ipu.popdist.getNumLocalReplicas()))
+
+    estimator.train(dataset_of(12), [Hook()], steps=4)
+    assert seen == [(3, 3)]
+
+
+def infer(directory):
+    """What an estimator with replicas evaluates and predicts after it has trained."""
+    estimator = make(directory)
+    estimator.train(dataset_of(8), steps=4)
+    predicted = np.stack(list(estimator.predict(dataset_of(11))))
+    return estimator.evaluate(dataset_of(11)), predicted
+
+
+@pytest.mark.thorough
+def test_evaluation_and_prediction_with_replicas_in_two_processes(tmp_path):
+    """All processes get what the last stage of each replica gives."""
+    expected = infer(str(tmp_path / "alone"))
+    (tmp_path / "two").mkdir()
+    started = joined.start(
+        infer, 2, None, str(tmp_path / "model"), directory=tmp_path / "two", joins_itself=True
+    )
+    for found in joined.finish(started, tmp_path / "two", 120):
+        assert_trees_close(found, expected)

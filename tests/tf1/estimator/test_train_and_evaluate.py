@@ -1,0 +1,190 @@
+"""`train_and_evaluate`, and listeners of saves."""
+
+import json
+import os
+import pathlib
+import signal
+
+import numpy as np
+import pytest
+
+import ipu_pipeline as ipu
+from ipu_pipeline.ipu_session_run_hooks import CheckpointSaverListener, SessionRunHook
+from tests.support.estimating import (
+    assert_same_variables,
+    finite_input_fn,
+    finite_of,
+    input_fn,
+    make_estimator,
+)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """An estimator after 32 steps that nothing interrupted."""
+    return make_estimator(tmp_path_factory.mktemp("trained")).train(input_fn, steps=32)
+
+
+class Saves(CheckpointSaverListener):
+    def __init__(self, stop_at=None):
+        self.calls = []
+        self.stop_at = stop_at
+
+    def begin(self):
+        self.calls.append("begin")
+
+    def before_save(self, session, global_step):
+        assert session.run(ipu.get_global_step()) == global_step
+        self.calls.append(("before", global_step))
+
+    def after_save(self, session, global_step):
+        self.calls.append(("after", global_step, session.update_count("ipu_pipeline_estimator_train")))
+        return global_step == self.stop_at
+
+    def end(self, session, global_step):
+        assert session.variables
+        self.calls.append(("end", global_step))
+
+
+class Evaluations(SessionRunHook):
+    def __init__(self):
+        self.steps = []
+
+    def before_run(self, run_context):
+        self.steps.append(run_context.global_step)
+
+
+def evaluated_steps(estimator, folder="eval"):
+    lines = pathlib.Path(estimator.model_dir, folder, "metrics.jsonl").read_text().splitlines()
+    return sorted({json.loads(line)["step"] for line in lines})
+
+
+def test_every_checkpoint_is_evaluated_and_training_is_the_same(trained, tmp_path):
+    listener, hook = Saves(), Evaluations()
+    estimator = make_estimator(tmp_path, save_checkpoints_steps=12)
+    result, exported = ipu.train_and_evaluate(
+        estimator,
+        ipu.TrainSpec(input_fn, 32, saving_listeners=[listener]),
+        ipu.EvalSpec(finite_of(5), None, "test", hooks=[hook], throttle_secs=0),
+    )
+    assert exported == []
+    assert evaluated_steps(estimator, "eval_test") == [12, 24, 32]
+    assert hook.steps == [12, 24, 32]
+    assert result == estimator.evaluate(finite_of(5))
+    assert_same_variables(estimator, trained)
+    saves = [(("before", step), ("after", step, step // 4)) for step in (12, 24, 32)]
+    assert listener.calls == ["begin", *[call for pair in saves for call in pair], ("end", 32)]
+    again, _exported = ipu.train_and_evaluate(  # nothing is left to train
+        estimator, ipu.TrainSpec(input_fn, 32), ipu.EvalSpec(finite_of(5), None)
+    )
+    assert again == result
+
+
+def test_evaluations_that_are_throttled(tmp_path):
+    estimator = make_estimator(tmp_path, save_checkpoints_steps=4)
+    ipu.train_and_evaluate(estimator, ipu.TrainSpec(input_fn, 20), ipu.EvalSpec(input_fn, steps=8))
+    assert evaluated_steps(estimator) == [4, 20]
+
+
+def test_data_that_end(tmp_path):
+    estimator = make_estimator(tmp_path)
+    result, _exported = ipu.train_and_evaluate(
+        estimator, ipu.TrainSpec(finite_of(14), 80), ipu.EvalSpec(finite_of(5), None)
+    )
+    assert result["global_step"] == 12
+    with pytest.warns(UserWarning, match="nothing was trained"):
+        found = ipu.train_and_evaluate(
+            make_estimator(tmp_path / "none"),
+            ipu.TrainSpec(finite_of(3), 80),
+            ipu.EvalSpec(finite_of(5), None),
+        )
+    assert found == (None, [])
+
+
+def test_a_listener_ends_training(tmp_path):
+    listener = Saves(stop_at=8)
+    estimator = make_estimator(tmp_path, save_checkpoints_steps=4)
+    estimator.train(input_fn, steps=32, saving_listeners=[listener])
+    assert estimator.get_variable_value("global_step") == 8
+    assert listener.calls[-2:] == [("after", 8, 2), ("end", 8)]
+
+
+class Interrupting(CheckpointSaverListener):
+    def after_save(self, session, global_step):
+        del session, global_step
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+class Failing(CheckpointSaverListener):
+    def after_save(self, session, global_step):
+        del session
+        raise ArithmeticError(f"at step {global_step}")
+
+
+def test_interrupted_training_is_saved_and_not_evaluated(trained, tmp_path):
+    estimator = make_estimator(tmp_path, save_checkpoints_steps=8)
+    with pytest.raises(SystemExit) as end:
+        ipu.train_and_evaluate(
+            estimator,
+            ipu.TrainSpec(input_fn, 32, saving_listeners=[Interrupting()]),
+            ipu.EvalSpec(finite_of(5), None),
+        )
+    assert end.value.code == 128 + signal.SIGTERM
+    assert estimator.get_variable_value("global_step") == 8
+    with pytest.raises(ArithmeticError, match="at step 16"):
+        estimator.train(input_fn, max_steps=32, saving_listeners=[Failing()])
+    make_estimator(tmp_path).train(input_fn, max_steps=32)
+    assert_same_variables(estimator, trained)
+
+
+def test_evaluation_that_fails_leaves_the_checkpoint(trained, tmp_path):
+    def empty():
+        return []
+
+    estimator = make_estimator(tmp_path, save_checkpoints_steps=16)
+    with pytest.raises(ValueError, match="empty"):
+        ipu.train_and_evaluate(estimator, ipu.TrainSpec(input_fn, 32), ipu.EvalSpec(empty, None))
+    assert estimator.get_variable_value("global_step") == 16
+    estimator.train(input_fn, max_steps=32)
+    assert_same_variables(estimator, trained)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: ipu.TrainSpec(input_fn), ValueError, "max_steps must be an integer above 0; got None"),
+        (lambda: ipu.TrainSpec([1], 8), TypeError, "TrainSpec: input_fn must be a function"),
+        (lambda: ipu.TrainSpec(lambda x: x, 8), ValueError, "following not expected args: .'x'."),
+        (lambda: ipu.TrainSpec(input_fn, 8, [1]), TypeError, "must be SessionRunHook instances"),
+        (
+            lambda: ipu.TrainSpec(input_fn, 8, saving_listeners=[Evaluations()]),
+            TypeError,
+            "must be a list of CheckpointSaverListener instances",
+        ),
+        (lambda: ipu.EvalSpec(input_fn, 0), ValueError, "steps must be an integer above 0, or None; got 0"),
+        (
+            lambda: ipu.EvalSpec(input_fn, exporters=["best"]),
+            NotImplementedError,
+            "exporters must be None, since those of TensorFlow write its SavedModel. Call the estimator's",
+        ),
+        (lambda: ipu.EvalSpec(input_fn, throttle_secs=-1), ValueError, "throttle_secs must be a number of"),
+        (lambda: ipu.EvalSpec(None), TypeError, "EvalSpec: input_fn must be a function"),
+    ],
+)
+def test_wrong_specifications(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_what_cannot_be_evaluated_is_told_before_training(tmp_path):
+    estimator, train_spec = make_estimator(tmp_path), ipu.TrainSpec(input_fn, 32)
+    with pytest.raises(ValueError, match=r"steps \(100\) must be a multiple of iterations_per_loop \(8\)"):
+        ipu.train_and_evaluate(estimator, train_spec, ipu.EvalSpec(input_fn))
+    with pytest.raises(TypeError, match="eval_spec must be a EvalSpec; got TrainSpec"):
+        ipu.train_and_evaluate(estimator, train_spec, train_spec)
+    with pytest.raises(TypeError, match="estimator must be an IPUPipelineEstimator or IPUEstimator"):
+        ipu.train_and_evaluate(train_spec, train_spec, ipu.EvalSpec(finite_input_fn))
+    with pytest.warns(UserWarning, match="start_delay_secs has no effect"):
+        ipu.EvalSpec(input_fn, start_delay_secs=1)
+    assert not os.listdir(tmp_path)
+    assert np.isfinite(ipu.EvalSpec(input_fn).throttle_secs)

@@ -1,0 +1,533 @@
+"""Modules of Flax as layers, compared with Flax itself."""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+
+import ipu_pipeline as ipu
+from ipu_pipeline import engine, layers
+from ipu_pipeline.engine.tracing import scopes
+from tests.support import front, models
+
+NUM = 4  # micro-batches
+
+
+class Block(linen.Module):
+    size: int
+    rate: float = 0.0
+
+    @linen.compact
+    def __call__(self, x, train):
+        x = linen.Dense(self.size)(x)
+        x = linen.BatchNorm(use_running_average=not train, momentum=0.8)(x)
+        return linen.Dropout(self.rate, deterministic=not train)(jnp.tanh(x))
+
+
+class NnxBlock(nnx.Module):
+    def __init__(self, num_in, size, rngs, rate=0.0):
+        self.dense = nnx.Linear(num_in, size, rngs=rngs)
+        self.norm = nnx.BatchNorm(size, momentum=0.8, rngs=rngs)
+        self.drop = nnx.Dropout(rate, rngs=rngs)
+
+    def __call__(self, x):
+        return self.drop(jnp.tanh(self.norm(self.dense(x))))
+
+
+def make(kind, rate=0.0):
+    if kind == "linen":
+        return Block(6, rate), Block(5, rate)
+    rngs = nnx.Rngs(7)
+    return NnxBlock(12, 6, rngs, rate), NnxBlock(6, 5, rngs, rate)
+
+
+def loss_of(x):
+    return jnp.mean(x * np.arange(1, 6, dtype="float32"))
+
+
+def cut(blocks, num_stages):
+    """Two blocks in 1, 2 or 3 stages."""
+
+    def apply(number):
+        return lambda x: layers.Flax(blocks[number], name="ab"[number])(x)
+
+    first, second = apply(0), apply(1)
+    if num_stages == 1:
+        return [lambda x: loss_of(second(first(x)))]
+    if num_stages == 2:
+        return [first, lambda x: loss_of(second(x))]
+    return [first, second, loss_of]
+
+
+def batches(num=NUM):
+    rng = np.random.default_rng(5)
+    return [rng.normal(size=(8, 12)).astype("float32") for _ in range(num)]
+
+
+def pipeline_of(stages, training=True, **options):
+    return engine.Pipeline(
+        stages,
+        num_micro_batches=NUM,
+        loss=(lambda loss: loss) if training else None,
+        optimizer=optax.trace(decay=0.0) if training else None,  # its state is the gradient
+        **options,
+    )
+
+
+def run(pipeline, variables=None, key=3):
+    state = pipeline.init(jax.random.key(key), batches()[0])
+    if variables is not None:
+        state = engine.PipelineState(variables, None, state.update_count, state.execution_count, state.key)
+    return state, *pipeline.step(state, batches())
+
+
+def start_of(kind, blocks, variables):
+    """The blocks' variables as Flax has them, from ours at the start; and back from them to our names."""
+    if kind == "linen":
+
+        def gather(prefix):
+            tree = {"params": {}, "batch_stats": {}}
+            for name, value in variables.items():
+                scope, *path = name.split("/")
+                if scope == prefix:
+                    collection = path.pop(0) if path[0] == "batch_stats" else "params"
+                    tree[collection].setdefault(path[0], {})[path[1]] = np.asarray(value)
+            return tree
+
+        return [gather("a"), gather("b")]
+    return [nnx.split(block, nnx.Param, ...) for block in blocks]
+
+
+def reference(kind, blocks, variables):
+    """Losses, summed gradients and batch statistics after all micro-batches, by Flax, by our names."""
+    starts = start_of(kind, blocks, variables)
+    losses, sums = [], None
+    if kind == "linen":
+        parameters = [start["params"] for start in starts]
+        rest = [start["batch_stats"] for start in starts]
+    else:
+        parameters, rest = [start[1] for start in starts], [start[2] for start in starts]
+
+    def loss(parameters, rest, x):
+        new = []
+        for block, start, own, other in zip(blocks, starts, parameters, rest, strict=True):
+            if kind == "linen":
+                x, changed = block.apply(
+                    {"params": own, "batch_stats": other}, x, True, mutable="batch_stats"
+                )
+                new.append(changed["batch_stats"])
+            else:
+                module = nnx.merge(start[0], own, other, copy=True)
+                x = module(x)
+                new.append(nnx.split(module, nnx.Param, ...)[2])
+        return loss_of(x), new
+
+    with jax.numpy_dtype_promotion("standard"):
+        step = jax.jit(jax.value_and_grad(loss, has_aux=True))
+        for x in batches():
+            (value, rest), gradients = step(parameters, rest, x)
+            losses.append(value)
+            sums = gradients if sums is None else jax.tree.map(jnp.add, sums, gradients)
+
+    def by_name(trees, middle=""):
+        found = {}
+        for prefix, tree in zip("ab", trees, strict=True):
+            if kind == "nnx":
+                flat = [(path, v.get_value()) for path, v in nnx.to_flat_state(tree)]
+                flat = [(path, v) for path, v in flat if "rngs" not in path]
+            else:
+                flat = [
+                    (tuple(part.key for part in path), v)
+                    for path, v in jax.tree_util.tree_flatten_with_path(tree)[0]
+                ]
+            found.update({"/".join([prefix, *middle, *map(str, path)]): v for path, v in flat})
+        return found
+
+    return losses, by_name(sums), by_name(rest, ["batch_stats"] if kind == "linen" else [])
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+@pytest.mark.parametrize(
+    ("num_stages", "options"),
+    [
+        (1, {}),
+        (2, {"schedule": "grouped"}),
+        (3, {"schedule": "grouped"}),
+        (3, {"schedule": "interleaved"}),
+        (3, {"schedule": "sequential"}),
+        (3, {"device_mapping": [0, 1, 0]}),
+        (2, {"device_mapping": [0, 0]}),
+    ],
+)
+@pytest.mark.each_value
+def test_losses_gradients_and_batch_statistics_are_flaxs(kind, num_stages, options):
+    blocks = make(kind)
+    pipeline = pipeline_of(cut(blocks, num_stages), **options)
+    before, after, outputs = run(pipeline)
+    losses, gradients, statistics = reference(kind, blocks, before.variables)
+    models.assert_trees_close(models.on_one_device(list(outputs.losses)), losses)
+    trained = pipeline.updates.state_tree.unflatten(jax.tree.leaves(after.optimizer_state)).trace
+    models.assert_trees_close(models.on_one_device(trained), gradients)
+    ours = {name: value for name, value in after.variables.items() if name in statistics}
+    models.assert_trees_close(models.on_one_device(ours), statistics)
+    assert len(statistics) == 4
+    assert {*gradients, *statistics} == set(pipeline.variables)
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_dropout_does_not_depend_on_the_split(kind):
+    results = []
+    for num_stages in (1, 2, 3):
+        _before, after, outputs = run(pipeline_of(cut(make(kind, 0.5), num_stages)))
+        results.append(models.on_one_device((list(outputs.losses), after.variables)))
+    models.assert_trees_close(results[1], results[0])
+    models.assert_trees_close(results[2], results[0])
+    without = run(pipeline_of(cut(make(kind), 1)))[2].losses
+    assert not np.allclose(results[0][0], without)
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_masks_differ_between_layers_micro_batches_and_executions(kind):
+    drop = (lambda: linen.Dropout(0.5)) if kind == "linen" else (lambda: nnx.Dropout(0.5, rngs=nnx.Rngs(0)))
+
+    def stage(x):
+        return layers.Flax(drop())(jnp.ones_like(x), training=True), layers.Flax(drop())(
+            jnp.ones_like(x), training=True
+        )
+
+    pipeline = pipeline_of([stage], training=False)
+    _state, state_after, outputs = run(pipeline)
+    again = pipeline.step(state_after, batches())[1]
+    masks = [np.asarray(mask) for out in (*outputs.outputs, *again.outputs) for mask in out]
+    assert len({mask.tobytes() for mask in masks}) == len(masks) == 4 * NUM
+    assert {*np.unique(masks)} == {0, 2}
+
+
+def test_a_linen_mask_is_that_of_its_key():
+    def stage(x):
+        return layers.Flax(linen.Dropout(0.5), name="d")(x, training=True)
+
+    state, _after, outputs = run(pipeline_of([stage], training=False))
+    for index, (x, out) in enumerate(zip(batches(), outputs.outputs, strict=True)):
+        key = jax.random.fold_in(jax.random.fold_in(state.key, 0), index)
+        key = jax.random.fold_in(jax.random.fold_in(key, np.uint32(scopes.hash_name("d"))), np.uint32(0))
+        expected = linen.Dropout(0.5).apply({}, x, deterministic=False, rngs={"dropout": key})
+        np.testing.assert_array_equal(out, expected)
+
+
+def test_linens_initial_values_depend_on_seed_and_name_alone():
+    def init(stages, key=3):
+        return pipeline_of(stages).init(jax.random.key(key), batches()[0]).variables
+
+    variables = init(cut(make("linen"), 3))
+    models.assert_trees_close(
+        models.on_one_device(init(cut(make("linen"), 1))), models.on_one_device(variables)
+    )
+    assert not np.array_equal(
+        init(cut(make("linen"), 1), 4)["a/Dense_0/kernel"], variables["a/Dense_0/kernel"]
+    )
+    for name in ("a/Dense_0/kernel", "a/BatchNorm_0/scale", "a/batch_stats/BatchNorm_0/var"):
+        key = jax.random.fold_in(jax.random.key(3), scopes.hash_name(name))
+        with jax.numpy_dtype_promotion("standard"):
+            made = Block(6).init(key, batches()[0], train=False)
+        *_scope, module, leaf = name.split("/")
+        collection = "batch_stats" if "batch_stats" in name else "params"
+        np.testing.assert_array_equal(variables[name], made[collection][module][leaf])
+
+
+def test_nnx_starts_from_the_modules_values_and_leaves_it_alone():
+    blocks = make("nnx", 0.5)
+    before = [np.asarray(leaf) for leaf in jax.tree.leaves(nnx.state(blocks[0], nnx.Param))]
+    state, after, _outputs = run(pipeline_of(cut(blocks, 2)))
+    np.testing.assert_array_equal(state.variables["a/dense/kernel"], blocks[0].dense.kernel.get_value())
+    now = [np.asarray(leaf) for leaf in jax.tree.leaves(nnx.state(blocks[0], nnx.Param))]
+    models.assert_trees_close(now, before)
+    assert not np.array_equal(after.variables["a/norm/mean"], state.variables["a/norm/mean"])
+    assert not np.any(np.asarray(blocks[0].norm.mean.get_value()))
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_evaluation_uses_what_training_left(kind):
+    blocks = make(kind, 0.5)
+    _before, after, _outputs = run(pipeline_of(cut(blocks, 2)))
+    stages = cut(blocks, 2)
+    evaluation = pipeline_of([stages[0], lambda x: layers.Flax(blocks[1], name="b")(x)], training=False)
+    variables = models.on_one_device(after.variables)
+    _state, after_evaluation, outputs = run(evaluation, variables)
+    models.assert_trees_close(models.on_one_device(after_evaluation.variables), variables)
+    starts = start_of(kind, blocks, variables)
+    for x, out in zip(batches(), outputs.outputs, strict=True):
+        for prefix, block, start in zip("ab", blocks, starts, strict=True):
+            if kind == "linen":
+                x = block.apply(start, x, train=False)
+            else:
+                module = nnx.merge(*nnx.split(block))
+                module.eval()
+                for path, variable in nnx.iter_graph(module):
+                    if isinstance(variable, (nnx.Param, nnx.BatchStat)):
+                        variable.set_value(variables["/".join([prefix, *path])])
+                x = module(x)
+        np.testing.assert_allclose(out, x, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_in_the_body_of_a_loop(kind):
+    infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(lambda: ((x,) for x in batches()))
+    outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+    blocks = make(kind)
+
+    def body(x):
+        loss = cut(blocks, 1)[0](x)
+        optimizer = ipu.optimizers.GradientAccumulationOptimizerV2(optax.sgd(0.0), NUM)
+        return optimizer.minimize(loss), outfeed.enqueue(loss)
+
+    program = front.compile_program(lambda: ipu.loops.repeat(NUM, body, [], infeed))
+    with ipu.Session(seed=3) as session:
+        session.run(infeed.initializer)
+        session.run(ipu.global_variables_initializer())
+        start = session.variables
+        session.run(program)
+        losses, statistics = session.run(outfeed.dequeue()), session.variables
+    expected, _gradients, expected_statistics = reference(kind, blocks, start)
+    models.assert_trees_close(list(losses), expected)
+    ours = {name: statistics[name] for name in expected_statistics}
+    models.assert_trees_close(ours, expected_statistics)
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_one_layer_in_two_stages_shares_its_variables(kind):
+    module = linen.Dense(12) if kind == "linen" else nnx.Linear(12, 12, rngs=nnx.Rngs(1))
+
+    def train(mapping):
+        layer = layers.Flax(module, name="shared")
+        stages = [layer, layer, lambda x: jnp.mean(x**2)]
+        pipeline = pipeline_of(stages, device_mapping=mapping)
+        state, after, outputs = run(pipeline)
+        assert sorted(pipeline.variables) == ["shared/bias", "shared/kernel"]
+        return models.on_one_device((state.variables, after.optimizer_state.trace, list(outputs.losses)))
+
+    variables, gradients, losses = train([0, 1, 2])
+
+    def reference_loss(parameters, x):
+        for _time in range(2):
+            x = x @ parameters["shared/kernel"] + parameters["shared/bias"]
+        return jnp.mean(x**2)
+
+    step = jax.jit(jax.value_and_grad(reference_loss))
+    found = [step(variables, x) for x in batches()]
+    models.assert_trees_close(losses, [loss for loss, _gradients in found])
+    expected = jax.tree.map(lambda *parts: sum(parts), *(gradients for _loss, gradients in found))
+    models.assert_trees_close(gradients, expected)
+
+
+class Kinds(nnx.Module):
+    """A tied parameter, a list, a counter, and a value that is no Variable."""
+
+    def __init__(self):
+        self.first = nnx.Linear(12, 12, rngs=nnx.Rngs(0))
+        self.second = nnx.Linear(12, 12, rngs=nnx.Rngs(1))
+        self.second.kernel = self.first.kernel
+        self.rest = nnx.List([nnx.Linear(12, 2, use_bias=False, rngs=nnx.Rngs(2))])
+        self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x):
+        self.calls[...] += 1
+        return self.rest[0](self.second(self.first(x)))
+
+
+def test_kinds_of_nnx_variables():
+    module = Kinds()
+    pipeline = pipeline_of([layers.Flax(module), lambda x: jnp.mean(x)])
+    _before, after, _outputs = run(pipeline)
+    trained = {name: spec.trainable for name, spec in pipeline.variables.items()}
+    assert trained == {
+        "flax/calls": False,
+        "flax/first/bias": True,
+        "flax/first/kernel": True,
+        "flax/rest/0/kernel": True,
+        "flax/second/bias": True,
+    }
+    assert after.variables["flax/calls"] == NUM
+
+    def reference_loss(kernel, x):
+        hidden = (x @ kernel) @ kernel
+        return jnp.mean(hidden @ module.rest[0].kernel.get_value())
+
+    kernel = module.first.kernel.get_value()
+    expected = sum(jax.grad(reference_loss)(kernel, x) for x in batches())
+    gradients = models.on_one_device(after.optimizer_state.trace)
+    models.assert_trees_close(gradients["flax/first/kernel"], expected)
+
+
+def test_call_arguments():
+    class Module(linen.Module):
+        @linen.compact
+        def __call__(self, x, mask, *, deterministic, scale=1.0):
+            return {"out": jnp.where(mask, x * scale, 0.0), "deterministic": jnp.asarray(deterministic)}
+
+    def stage(x):
+        mask = jnp.arange(12) < 3
+        return (
+            layers.Flax(Module())(x, mask, scale=2.0),
+            layers.Flax(Module())(x, mask=mask, training=True),
+            layers.Flax(Module())(x, mask, deterministic=False),
+        )
+
+    outputs = run(pipeline_of([stage], training=False))[2].outputs[0]
+    assert [bool(out["deterministic"]) for out in outputs] == [True, False, False]
+    np.testing.assert_array_equal(outputs[0]["out"][:, :3], batches()[0][:, :3] * 2)
+    assert not np.any(np.asarray(outputs[1]["out"])[:, 3:])
+
+
+def test_an_attribute_of_the_module_is_not_given_again():
+    def stage(x):
+        return layers.Flax(linen.BatchNorm(use_running_average=True))(x)
+
+    def loss(x):
+        return jnp.mean(x)
+
+    pipeline = pipeline_of([stage, loss])
+    before, after, _outputs = run(pipeline)
+    name = "flax/batch_stats/mean"
+    np.testing.assert_array_equal(before.variables[name], after.variables[name])
+
+
+def trace(stage):
+    pipeline_of([stage], training=False).trace(batches()[0])
+
+
+def test_wrong_modules():
+    with pytest.raises(TypeError, match="module must be a module of flax.linen or flax.nnx, .*got <class"):
+        layers.Flax(linen.Dense)
+    with pytest.raises(ValueError, match="training=True was given, but Dense takes none of train"):
+        trace(lambda x: layers.Flax(linen.Dense(3))(x, training=True))
+    with pytest.raises(ValueError, match="Flax made: the nnx module has no value at .*make it outside"):
+        trace(lambda x: layers.Flax(nnx.Linear(12, 3, rngs=nnx.Rngs(0)), name="made")(x))
+
+    class Changes(nnx.Module):
+        def __init__(self):
+            self.weight = nnx.Param(jnp.zeros(()))
+
+        def __call__(self, x):
+            self.weight[...] += 1
+            return x
+
+    module = Changes()
+    with pytest.raises(ValueError, match="the module changes its parameter weight"):
+        trace(lambda x: layers.Flax(module)(x))
+
+
+def test_without_flax(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flax", None)
+    with pytest.raises(ImportError, match=r'pip install "ipu_pipeline\[flax\]"'):
+        layers.Flax(object())
+
+
+def test_an_error_in_a_module_names_the_scope():
+    class Wrong(linen.Module):
+        def __call__(self, x):
+            return x @ jnp.ones((7, 7))  # in a module
+
+    def encode(x):
+        with ipu.variable_scope("encoder"):
+            return layers.Flax(Wrong())(x)
+
+    with pytest.raises(TypeError) as caught:
+        trace(encode)
+    (note,) = (note for note in caught.value.__notes__ if note.startswith("This happened"))
+    assert "\n  in scope encoder/flax\n" in note
+    assert note.endswith("return x @ jnp.ones((7, 7))  # in a module")
+
+
+class Table(nnx.Module):
+    def __init__(self, rngs):
+        self.embedding = nnx.Param(rngs.normal((6, 5)))
+        self.first = self.second = nnx.Linear(5, 5, rngs=rngs)
+
+    def __call__(self, ids):
+        return self.second(self.first(self.embedding.get_value()[ids]))
+
+
+class Head(nnx.Module):
+    """Its kernel is the table's, its layer one of the table's layers."""
+
+    def __init__(self, table):
+        self.table = table.embedding
+        self.dense = table.first
+
+    def __call__(self, x):
+        return self.dense(x) @ self.table.get_value().T
+
+
+def tied_modules():
+    table = Table(nnx.Rngs(3))
+    return table, Head(table)
+
+
+@pytest.mark.parametrize("mapping", [(0, 1, 2), (0, 1, 0), (0, 0, 0)])
+def test_what_modules_share_is_one_variable(mapping):
+    """Over three stages. Each is what Flax itself makes of it: one array, and the sum of both gradients."""
+    table, head = tied_modules()
+    middle = nnx.Linear(5, 5, rngs=nnx.Rngs(4))
+
+    def last(x, labels):
+        return models.cross_entropy(layers.Flax(head, name="head")(x), labels)
+
+    pipeline = engine.Pipeline(
+        [
+            lambda ids, labels: (layers.Flax(table, name="table")(ids), labels),
+            lambda x, labels: (layers.Flax(middle, name="middle")(x), labels),
+            last,
+        ],
+        num_micro_batches=4,
+        loss=lambda loss: loss,
+        optimizer=optax.adam(0.1),
+        device_mapping=mapping,
+    )
+    rng = np.random.default_rng(0)
+    steps = [
+        [tuple(rng.integers(0, 6, 8).astype("int32") for _ in range(2)) for _ in range(4)] for _ in range(3)
+    ]
+    state = pipeline.init(jax.random.key(0), steps[0][0])
+    tied = {"table/embedding", "table/first/kernel", "table/first/bias"}
+    assert set(pipeline.variables) == tied | {"middle/kernel", "middle/bias"}
+
+    def total(module, step):
+        for ids, labels in step:
+            yield models.cross_entropy(module[2](module[1](module[0](ids))), labels)
+
+    first, tied_head = tied_modules()
+    module = nnx.List([first, nnx.clone(middle), tied_head])
+    optimizer = nnx.Optimizer(module, optax.adam(0.1), wrt=nnx.Param)
+    for step in steps:
+        state, outputs = pipeline.step(state, step)
+        expected = [float(loss) for loss in total(module, step)]
+        np.testing.assert_allclose([float(loss) for loss in outputs.losses], expected, rtol=1e-5)
+        with jax.numpy_dtype_promotion("standard"):
+            optimizer.update(module, nnx.grad(lambda module, step=step: sum(total(module, step)))(module))
+    found = {"table/embedding": module[0].embedding, "table/first/kernel": module[0].first.kernel}
+    for name, parameter in found.items():
+        models.assert_trees_close(np.asarray(state.variables[name]), np.asarray(parameter.get_value()))
+
+
+def test_modules_share_in_programs_of_their_own_only():
+    """In another program, the parameter is called after the first place there."""
+    table, head = tied_modules()
+
+    def variables(*stages):
+        pipeline = engine.Pipeline(stages, num_micro_batches=1)
+        pipeline.trace(np.zeros(3, "int32") if len(stages) == 2 else np.zeros((3, 5), "float32"))
+        return set(pipeline.variables)
+
+    def embed(ids):
+        return layers.Flax(table, name="table")(ids)
+
+    def project(x):
+        return layers.Flax(head, name="head")(x)
+
+    assert all(name.startswith("table/") for name in variables(embed, project))
+    assert variables(project) == {"head/table", "head/dense/kernel", "head/dense/bias"}

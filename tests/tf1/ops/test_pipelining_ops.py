@@ -1,0 +1,445 @@
+"""Wrong calls: the stated error, from Python, before anything compiles."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import ipu_pipeline as ipu
+from ipu_pipeline import pipelining_ops
+from ipu_pipeline.gradient_accumulation import GradientAccumulationReductionMethod
+from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput, PipelineSchedule, pipeline
+from tests.support import front, models
+
+
+def compile_with(**options):
+    """Compiles a program; whatever comes of it, XLA is not asked."""
+    events = []
+
+    def listen(event, _duration, **_details):
+        events.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        front.Model(**options)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+        assert not [event for event in events if "backend_compile" in event or "mlir" in event]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (
+            {"continuous_weight_updates": None},
+            TypeError,
+            "continuous_weight_updates must be False; got None",
+        ),
+        ({"name": ""}, TypeError, "name must be a non-empty string, or None; got ''"),
+        (
+            {"gradient_accumulation_dtype": "float8_e4m3fn"},
+            ValueError,
+            "JAX does not mix float8_e4m3fn with the float32 of variable first/dense/kernel",
+        ),
+        (
+            {"optimizer_function": lambda loss: loss},
+            TypeError,
+            r"the optimizer_function takes \(loss\), but what the last stage returns gives it",
+        ),
+        (
+            {"continuous_weight_updates": True},
+            NotImplementedError,
+            "Continuous weight updates are currently not supported.",
+        ),
+        (
+            {"gradient_accumulation_count": None},
+            ValueError,
+            "^gradient_accumulation_count must be specified.",
+        ),
+        ({"gradient_accumulation_count": 0}, ValueError, "gradient_accumulation_count must be .*got 0"),
+        ({"gradient_accumulation_count": 2**31}, ValueError, "gradient_accumulation_count must be"),
+        ({"gradient_accumulation_count": 2.5}, TypeError, "gradient_accumulation_count must be .*2.5"),
+        (
+            {"gradient_accumulation_count": ipu.placeholder(np.float32)},
+            TypeError,
+            r"gradient_accumulation_count must be an integer scalar; got float32\[\]",
+        ),
+        ({"repeat_count": 0}, ValueError, "repeat_count must be from 1.*got 0"),
+        (
+            {"computational_stages": front.first_stage},
+            TypeError,
+            "computational_stages argument needs to be a list or a tuple",
+        ),
+        ({"computational_stages": []}, ValueError, "at least one stage"),
+        ({"computational_stages": [1]}, TypeError, r"computational_stages\[0\] must be a function; got 1"),
+        (
+            {"computational_stages": [front.first_stage, [], front.second_stage]},
+            ValueError,
+            r"computational_stages\[1\] must have functions; the list is empty",
+        ),
+        (
+            {
+                "computational_stages": [[front.first_stage, abs], front.second_stage],
+                "device_mapping": [0, 1],
+            },
+            ValueError,
+            r"device_mapping\[0\] must be a list of 2 IPUs, as computational_stages\[0\] is; got 0",
+        ),
+        ({"infeed_queue": []}, TypeError, "infeed_queue is not an instance of ipu_infeed_queue"),
+        ({"outfeed_queue": []}, TypeError, "outfeed_queue is not an instance of ipu_outfeed_queue"),
+        ({"optimizer_function": optax.sgd(0.1)}, TypeError, "optimizer_function must be a function"),
+        (
+            {"optimizer_function": lambda rate, loss: loss},
+            TypeError,
+            "must return a pipelining_ops.OptimizerFunctionOutput",
+        ),
+        (
+            {"optimizer_function": lambda rate, loss: OptimizerFunctionOutput("sgd", loss)},
+            TypeError,
+            "opt must be an optax.GradientTransformation",
+        ),
+        (
+            {
+                "optimizer_function": lambda rate, loss: OptimizerFunctionOutput(
+                    optax.MultiSteps(optax.sgd(0.1), 2), loss
+                )
+            },
+            TypeError,
+            r"got MultiSteps, of which \.gradient_transformation\(\) gives one",
+        ),
+        (
+            {"optimizer_function": lambda rate, loss: OptimizerFunctionOutput(optax.sgd(1), loss[None])},
+            ValueError,
+            r"loss must be a scalar, but it has shape \(1,\)",
+        ),
+        ({"device_mapping": 0}, TypeError, "device_mapping argument needs to be a list or a tuple"),
+        ({"device_mapping": [0]}, ValueError, "Each stage must be mapped to an IPU: 1 mappings != 2"),
+        ({"device_mapping": [0, -1]}, ValueError, r"device_mapping\[1\] is -1"),
+        ({"pipeline_schedule": "Grouped"}, TypeError, "not a member of the PipelineSchedule enumeration"),
+        (
+            {"reduction_method": "MEDIAN"},
+            ValueError,
+            "Cannot parse 'MEDIAN' as one of GradientAccumulationReductionMethod",
+        ),
+        (
+            {"optimizer_function": None},
+            ValueError,
+            "An optimizer_function must be provided when outfeed_loss is True",
+        ),
+        (
+            {"outfeed_queue": None},
+            ValueError,
+            "An outfeed_queue must be provided when outfeed_loss is True",
+        ),
+        (
+            {"outfeed_queue": None, "outfeed_loss": False},
+            ValueError,
+            r"^The last computational stage has tensor outputs: float32\[\], float32\[\], but no",
+        ),
+        (
+            {"computational_stages": [lambda rate, x, y: (rate, jnp.mean(x))]},
+            ValueError,
+            "No variables to optimize",
+        ),
+        (
+            {"computational_stages": [front.first_stage, lambda rate, x: (rate, jnp.mean(x))]},
+            TypeError,
+            r"stage 1 \(<lambda>\) takes \(rate, x\), but what stage 0 \(first_stage\) returns gives it "
+            r"\(float32\[\], float32\[4, 16\], int32\[4\]\)",
+        ),
+    ],
+)
+def test_wrong_calls(options, error, message):
+    with pytest.raises(error, match=message):
+        compile_with(**options)
+
+
+def run(model, num_runs=1, rate=0.1):
+    """What each run enqueues, and the variables afterwards."""
+    with ipu.Session(seed=5) as session:
+        session.run(model.initializer)
+        return [model.run(session, rate) for _run in range(num_runs)], session.variables
+
+
+def right(rate, x, labels):
+    del rate, labels
+    with ipu.variable_scope("right"):
+        return ipu.layers.Dense(16, activation=jnp.tanh)(x)
+
+
+def join(rate, x, labels, y):
+    return front.second_stage(rate, x + y, labels)
+
+
+def both(rate, x, labels):
+    return *front.first_stage(rate, x, labels), right(rate, x, labels)
+
+
+def test_parallel_stages():
+    parallel = front.Model(computational_stages=[[front.first_stage, right], join])
+    assert parallel.program.num_ipus == 3
+    placed = {"device_mapping": [[2, 0], 1]}
+    mapped = front.Model(computational_stages=[(front.first_stage, right), join], **placed)
+    assert mapped.program.calls[0].pipeline.device_mapping == (2, 0, 1)
+    expected = run(front.Model(computational_stages=[both, join]), 2)
+    for model in (parallel, mapped):
+        models.assert_trees_close(run(model, 2), expected)
+
+
+def test_schedules():
+    """The same losses, with other numbers of micro-batches in flight."""
+    found, in_flight = [], {}
+    for schedule in (None, *PipelineSchedule):
+        model = front.Model(
+            computational_stages=[front.first_stage, lambda *values: values, front.second_stage],
+            gradient_accumulation_count=6,
+            pipeline_schedule=schedule,
+        )
+        found.append(run(model, 2))
+        in_flight[schedule] = model.program.calls[0].pipeline.timetable(6).in_flight
+    assert in_flight == {
+        None: (5, 3, 1),
+        PipelineSchedule.Grouped: (5, 3, 1),
+        PipelineSchedule.Interleaved: (3, 2, 1),
+        PipelineSchedule.Sequential: (1, 1, 1),
+    }
+    for other in found[1:]:
+        models.assert_trees_close(other, found[0])
+
+
+def test_the_loss_or_what_the_last_stage_returns():
+    ((losses,), variables) = run(front.Model(outfeed_loss=True), rate=0.25)
+    (((rates, beside),), others) = run(front.Model(outfeed_loss=False), rate=0.25)
+    np.testing.assert_array_equal(rates, np.full(3, 0.25, np.float32))
+    models.assert_trees_close((losses, variables), (beside, others), 0.0)
+
+
+def test_names_keep_optimizers_apart():
+    def compile_one(name, repeat_count):
+        queue = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+        return front.compile_program(
+            lambda: pipeline(
+                [lambda: jnp.square(ipu.get_variable("v", (), initializer=1.0))],
+                gradient_accumulation_count=1,
+                repeat_count=repeat_count,
+                outfeed_queue=queue,
+                optimizer_function=lambda loss: OptimizerFunctionOutput(optax.sgd(0.25, 0.5), loss),
+                name=name,
+            )
+        )
+
+    with ipu.Session() as session:
+        session.run(compile_one(None, 1))
+        assert session.variables["v"] == 0.5
+        session.run(compile_one("other", 2))
+        assert session.update_count() == session.update_count("Pipeline") == 1
+        assert session.update_count("other") == 2
+        assert session.variables["v"] == 0.0  # with the first one's momentum it would be -0.25
+
+
+def test_outside_of_scopes():
+    with pytest.raises(RuntimeError, match="not placed on an IPU device"):
+        ipu.ipu_compiler.compile(lambda: None)
+    with pytest.raises(RuntimeError, match="not placed on an IPU device"):
+        pipeline([lambda: 1], gradient_accumulation_count=1)
+    with pytest.raises(ValueError, match="must be like"), ipu.scopes.ipu_scope("/device:CPU:0"):
+        pass
+    with pytest.raises(TypeError, match=r"inputs\[0\] must be a placeholder or an array"):
+        front.compile_program(lambda x: x, inputs=["x"])
+
+
+def test_captured_values():
+    rate = ipu.placeholder(np.float32, name="rate")
+
+    def with_stage(stage):
+        front.compile_program(
+            lambda given: pipeline([lambda: stage(given)], gradient_accumulation_count=1), inputs=[rate]
+        )
+
+    message = r"Trying to capture the tensor rate \(float32\[\]\) in stage 0.*`inputs` or the infeed"
+    with pytest.raises(ValueError, match=message):
+        with_stage(lambda given: given * 2)
+    with pytest.raises(ValueError, match=r"Trying to capture the tensor float32"):
+        front.compile_program(
+            lambda given: pipeline([lambda given=given * 2: given + 1], gradient_accumulation_count=1),
+            inputs=[rate],
+        )
+    with pytest.raises(ValueError, match=r"explicitly convert your object using jax.numpy.array"):
+        with_stage(lambda given: jax.lax.mul(np.float32(1), rate))
+
+
+def test_a_pipeline_in_a_stage():
+    def stage(x):
+        pipeline([lambda x: None], gradient_accumulation_count=1, inputs=[x])
+        return x
+
+    with pytest.raises(RuntimeError, match="within a computational stage; pipelines do not nest"):
+        front.compile_program(lambda: pipeline([stage], gradient_accumulation_count=1, inputs=[1.0]))
+
+
+def test_two_structures_of_optimizer_state_under_one_name():
+    def train(optimizer, scope):
+        def stage():
+            with ipu.variable_scope(scope):
+                return jnp.sum(ipu.get_variable("v", (2,)))
+
+        pipeline(
+            [stage],
+            gradient_accumulation_count=1,
+            optimizer_function=lambda loss: OptimizerFunctionOutput(optimizer, loss),
+            outfeed_queue=ipu.ipu_outfeed_queue.IPUOutfeedQueue(),
+        )
+
+    def function():
+        train(optax.sgd(0.1), "a")
+        train(optax.adam(0.1), "b")
+
+    with pytest.raises(ValueError, match="Two pipelines of the program are named 'Pipeline'"):
+        front.compile_program(function)
+
+
+def test_an_outfeed_is_bound_by_what_compiled():
+    queue = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+
+    def compile_one(stages):
+        def function():
+            pipeline(stages, gradient_accumulation_count=1, inputs=[1.0], outfeed_queue=queue)
+            if len(stages) == 1:
+                raise KeyError("wrong")
+
+        return front.compile_program(function)
+
+    with pytest.raises(KeyError):
+        compile_one([lambda x: (x, x)])
+    compile_one([lambda x: x, lambda x: x])
+    with pytest.raises(ValueError, match="holds elements of one structure"):
+        compile_one([lambda x: x, lambda x: (x, x)])
+
+
+def test_a_pipeline_in_a_loop():
+    def function(x):
+        def body(carry, _element):
+            pipeline([lambda x: None], gradient_accumulation_count=1, inputs=[carry])
+            return carry, None
+
+        return jax.lax.scan(body, x, None, length=2)[0]
+
+    with pytest.raises(ValueError, match="a loop of ipu.loops is called inside the body of scan"):
+        front.compile_program(function, inputs=[np.float32(1)])
+
+
+def test_warnings_about_arguments_without_effect():
+    with pytest.warns(UserWarning, match="reduction_method will have no effect"):
+        compile_with(optimizer_function=None, outfeed_loss=False, reduction_method="mean")
+    queue = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+    with pytest.warns(UserWarning, match="outfeed_queue will stay empty"):
+        front.compile_program(
+            lambda: pipeline([lambda: None], gradient_accumulation_count=1, outfeed_queue=queue)
+        )
+
+
+def test_an_outfeed_enqueued_to_twice():
+    queue = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+
+    def function():
+        for _time in range(2):
+            pipeline([lambda: 1.0], gradient_accumulation_count=1, outfeed_queue=queue)
+
+    with pytest.raises(ValueError, match="enqueued to only once"):
+        front.compile_program(function)
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"compute_gradients_kwargs": {"var_list": ["first/dense/bias"]}},
+        {"compute_gradients_args": [["first/dense/bias"]]},
+    ],
+)
+def test_var_list_and_extra_arguments_of_the_update(chosen):
+    def trains_biases(rate, loss):
+        optimizer = optax.GradientTransformationExtraArgs(
+            lambda parameters: (),
+            lambda gradients, state, parameters, *, factor: (
+                {name: -factor * g for name, g in gradients.items()},
+                state,
+            ),
+        )
+        return OptimizerFunctionOutput(
+            optimizer,
+            loss,
+            apply_gradients_kwargs={"factor": rate},
+            **chosen,
+        )
+
+    model = front.Model(optimizer_function=trains_biases)
+    with ipu.Session() as session:
+        session.run(ipu.global_variables_initializer())
+        before = session.variables
+        session.run(model.initializer)
+        model.run(session)
+        after = session.variables
+    assert [n for n in before if not np.array_equal(before[n], after[n])] == ["first/dense/bias"]
+    with pytest.raises(ValueError, match="may only have `var_list`; got gate"):
+        OptimizerFunctionOutput(optax.sgd(1), 0.0, compute_gradients_kwargs={"gate": 1})
+    with pytest.raises(TypeError, match="apply_gradients_args must be empty, .* Got \\[1\\]"):
+        OptimizerFunctionOutput(optax.sgd(1), 0.0, apply_gradients_args=[1])
+    with pytest.raises(TypeError, match="one argument, `var_list`, once"):
+        OptimizerFunctionOutput(optax.sgd(1), 0.0, [["a"]], {"var_list": ["a"]})
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ({"apply_gradients_kwargs": ["factor"]}, TypeError, "apply_gradients_kwargs must be a dict"),
+        ({"compute_gradients_kwargs": ["var_list"]}, TypeError, "compute_gradients_kwargs must be a dict"),
+        ({"compute_gradients_kwargs": {3: 1}}, ValueError, "may only have `var_list`; got 3"),
+        ({"compute_gradients_kwargs": {"var_list": "a/b"}}, ValueError, "got the string 'a/b'"),
+        ({"compute_gradients_kwargs": {"var_list": []}}, ValueError, "var_list is empty"),
+        ({"compute_gradients_kwargs": {"var_list": 3}}, TypeError, "var_list must be a list of full names"),
+        ({"compute_gradients_args": "a/b"}, TypeError, "compute_gradients_args must be a list or tuple"),
+    ],
+)
+def test_wrong_fields_of_what_an_optimizer_function_returns(fields, error, message):
+    with pytest.raises(error, match=message):
+        OptimizerFunctionOutput(optax.sgd(1), 0.0, **fields)
+
+
+def test_a_var_list_by_position():
+    def function(rate, loss):
+        return OptimizerFunctionOutput(optax.sgd(rate), loss, compute_gradients_args=[["nope"]])
+
+    with pytest.raises(ValueError, match="'nope' to train does not exist"):
+        compile_with(optimizer_function=function)
+
+
+def test_reduction_methods_parse():
+    for method in GradientAccumulationReductionMethod:
+        assert GradientAccumulationReductionMethod.parse(method) is method
+        assert GradientAccumulationReductionMethod.parse(method.name.lower()) is method
+    assert [schedule.name for schedule in PipelineSchedule] == ["Grouped", "Interleaved", "Sequential"]
+    assert pipelining_ops.pipeline.__doc__
+
+
+@pytest.mark.parametrize("mapping", [[0, 1], [0, 0]])
+def test_gradient_maps_that_change_the_shape_or_capture(mapping):
+    def summed(rate, loss):
+        optimizer = ipu.optimizers.MapGradientOptimizer(optax.sgd(rate), lambda g, _v: g.sum())
+        return OptimizerFunctionOutput(optimizer, loss)
+
+    def captures(rate, loss):
+        optimizer = ipu.optimizers.MapGradientOptimizer(optax.sgd(rate), lambda g, _v: g * rate)
+        return OptimizerFunctionOutput(optimizer, loss)
+
+    for function, message in (
+        (summed, r"must return the gradient's shape.*first/dense/kernel.*it returned float32\[\]"),
+        (captures, "Trying to capture the tensor .* in the gradient_mapping_function"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            front.Model(optimizer_function=function, device_mapping=mapping)
+
+
+def test_a_count_in_an_array_is_checked_when_compiled():
+    with pytest.raises(ValueError, match="gradient_accumulation_count must be from 1.*got 0"):
+        front.Model(gradient_accumulation_count=jax.device_put(np.int32(0)))

@@ -1,0 +1,726 @@
+"""`rnn_ops` and the recurrent layers, compared with plain loops over the steps, and with torch."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+
+import ipu_pipeline as ipu
+from ipu_pipeline import engine, layers, rnn_ops
+from ipu_pipeline.ground import warned
+from ipu_pipeline.layers import recurrent_scans
+from tests.support import front, layer_cases, models
+from tests.support.recurrent_formulas import plain_gru, plain_lstm
+
+TIME, BATCH, FEATURES, UNITS = 4, 5, 3, 2
+LENGTHS = np.array([4, 0, 2, 1, 3], np.int32)
+TOLERANCES = {"float32": 1e-5, "float64": 1e-12, "bfloat16": 2e-2, "float16": 3e-3}
+
+
+@pytest.fixture(autouse=True)
+def nothing_warned(monkeypatch):
+    monkeypatch.setattr(warned, "_warned", set())
+
+
+def flat(xp, values):
+    return xp.concatenate([value.reshape(-1) for value in jax.tree.leaves(values)])
+
+
+# Each case: how a layer is called, with what it takes as variables, and the formula of these variables.
+
+
+def any_value(getter, name, **options):
+    """A custom getter that lets all variables start from random values, also those that begin with 1."""
+    return getter(name, **{**options, "initializer": jax.nn.initializers.normal(0.5)})
+
+
+def state(name, dtype):
+    return engine.get_variable(name, (BATCH, UNITS), dtype)
+
+
+def scores(shape, dtype):
+    return engine.get_variable("scores", shape, dtype)
+
+
+def lstm(x, dtype):
+    initial = rnn_ops.LSTMStateTuple(c=state("c", dtype), h=state("h", dtype))
+    return rnn_ops.PopnnLSTM(UNITS, dtype)(x, initial)
+
+
+def dynamic_lstm(x, dtype):
+    initial = rnn_ops.LSTMStateTuple(c=state("c", dtype), h=state("h", dtype))
+    return rnn_ops.PopnnDynamicLSTM(UNITS, dtype)(x, LENGTHS, initial)
+
+
+def gru(x, dtype):
+    return rnn_ops.PopnnGRU(UNITS, dtype)(x, state("h", dtype))
+
+
+def gru_that_resets_after(x, dtype):
+    return rnn_ops.PopnnGRU(UNITS, dtype, reset_after=True)(x, state("h", dtype), training=False)
+
+
+def dynamic_gru(x, dtype):
+    return rnn_ops.PopnnDynamicGRU(UNITS, dtype)(x, jnp.asarray(LENGTHS), state("h", dtype))
+
+
+def dynamic_gru_that_resets_after(x, dtype):
+    layer = rnn_ops.PopnnDynamicGRU(UNITS, dtype, reset_after=True)
+    x = jnp.swapaxes(x, 0, 1)
+    return layer(x, LENGTHS.astype("uint8"), state("h", dtype), time_major=False)
+
+
+def augru(x, dtype):
+    return rnn_ops.PopnnAUGRU(UNITS, dtype)(x, LENGTHS, scores((TIME, BATCH), dtype), state("h", dtype))
+
+
+def augru_that_resets_after(x, dtype):
+    layer = rnn_ops.PopnnAUGRU(UNITS, dtype, reset_after=True)
+    own_scores = scores((BATCH, TIME), dtype)
+    return layer(jnp.swapaxes(x, 0, 1), LENGTHS, own_scores, state("h", dtype), time_major=False)
+
+
+def augru_biases(xp, v):
+    return xp.concatenate([v["bias_r_u"], v["bias_c"]])
+
+
+def twice(xp, biases):
+    return xp.stack([biases, biases], axis=1)
+
+
+CASES = {
+    lstm: lambda xp, x, v: plain_lstm(xp, x, v["c"], v["h"], v["kernel"], v["biases"]),
+    dynamic_lstm: lambda xp, x, v: plain_lstm(xp, x, v["c"], v["h"], v["kernel"], v["biases"], LENGTHS),
+    gru: lambda xp, x, v: plain_gru(xp, x, v["h"], v["kernel"], v["biases"]),
+    gru_that_resets_after: lambda xp, x, v: plain_gru(xp, x, v["h"], v["kernel"], v["biases"]),
+    dynamic_gru: lambda xp, x, v: plain_gru(xp, x, v["h"], v["kernel"], v["biases"], LENGTHS),
+    dynamic_gru_that_resets_after: lambda xp, x, v: plain_gru(
+        xp, x, v["h"], v["kernel"], v["biases"], LENGTHS
+    ),
+    augru: lambda xp, x, v: plain_gru(
+        xp, x, v["h"], v["kernel"], augru_biases(xp, v), LENGTHS, v["scores"]
+    ),
+    augru_that_resets_after: lambda xp, x, v: plain_gru(
+        xp, x, v["h"], v["kernel"], twice(xp, augru_biases(xp, v)), LENGTHS, v["scores"].T
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
+@pytest.mark.parametrize("case", CASES, ids=[case.__name__ for case in CASES])
+@pytest.mark.each_value
+def test_a_layer(rng, case, dtype):
+    """Outputs and states by NumPy, and the gradient of every weight, state, input and score."""
+    formula, tolerance = CASES[case], TOLERANCES[dtype]
+    with jax.enable_x64(dtype == "float64"):
+        x = rng.normal(size=(TIME, BATCH, FEATURES)).astype(dtype)
+
+        def apply(x):
+            with ipu.variable_scope("case", custom_getter=any_value):
+                return flat(jnp, case(x, x.dtype))
+
+        outputs, variables, gradients = layer_cases.outputs_and_gradients(apply, x)
+        wide = {name: value.astype(np.float64) for name, value in variables.items()}
+        expected = flat(np, formula(np, wide["inputs"], wide))
+        models.assert_trees_close(outputs, expected.astype(dtype), tolerance)
+
+        def plain_loss(variables):
+            accurate = jnp.float64 if dtype == "float64" else jnp.float32
+            cast = {name: value.astype(accurate) for name, value in variables.items()}
+            return layer_cases.loss(flat(jnp, formula(jnp, cast["inputs"], cast)))
+
+        models.assert_trees_close(gradients, jax.jit(jax.grad(plain_loss))(variables), tolerance)
+
+
+# The layouts of torch
+
+
+def lay_out(blocks, order, axis):
+    """Blocks of torch's rows, in another order, along an axis of ours."""
+    parts = np.split(blocks.detach().numpy(), len(order))
+    return np.stack([parts[number] for number in order], axis=axis)
+
+
+def kernels(module, order):
+    of_inputs, of_state = (
+        np.concatenate(lay_out(weight, order, 0)).T for weight in (module.weight_ih_l0, module.weight_hh_l0)
+    )
+    return of_inputs, of_state
+
+
+def run(function, *inputs):
+    compiled = front.compile_program(function, [np.asarray(value) for value in inputs])
+    with ipu.Session(seed=3) as session:
+        return [np.asarray(value) for value in session.run(compiled)]
+
+
+def assert_close(found, expected):
+    models.assert_trees_close(found, [value.detach().numpy() for value in expected])
+
+
+def test_lstm_equals_torch(rng):
+    module = torch.nn.LSTM(FEATURES, UNITS)
+    x = rng.normal(size=(TIME, BATCH, FEATURES)).astype("float32")
+    order = [0, 1, 2, 3]  # torch, too, has i, f, candidate, o
+    of_inputs, of_state = kernels(module, order)
+    biases = lay_out(module.bias_ih_l0 + module.bias_hh_l0, order, 0)
+    h, c = (rng.normal(size=(BATCH, UNITS)).astype("float32") for _number in range(2))
+
+    def function(x, h, c):
+        layer = rnn_ops.PopnnLSTM(
+            UNITS, weights_initializer=np.concatenate([of_inputs, of_state]), bias_initializer=biases
+        )
+        outputs, state = layer(x, rnn_ops.LSTMStateTuple(c, h))
+        keras = layers.LSTM(
+            UNITS,
+            kernel_initializer=of_inputs,
+            recurrent_initializer=of_state,
+            bias_initializer=biases.reshape(-1),
+            unit_forget_bias=False,
+            return_sequences=True,
+            return_state=True,
+        )
+        sequence, keras_h, keras_c = keras(jnp.swapaxes(x, 0, 1), initial_state=[h, c])
+        return outputs, state.h, state.c, jnp.swapaxes(sequence, 0, 1), keras_h, keras_c
+
+    outputs, (h_n, c_n) = module(torch.tensor(x), (torch.tensor(h)[None], torch.tensor(c)[None]))
+    assert_close(run(function, x, h, c), [outputs, h_n[0], c_n[0]] * 2)
+
+
+def test_gru_equals_torch(rng):
+    module = torch.nn.GRU(FEATURES, UNITS)
+    x = rng.normal(size=(TIME, BATCH, FEATURES)).astype("float32")
+    order = [1, 0, 2]  # torch has r, z, candidate
+    of_inputs, of_state = kernels(module, order)
+    biases = np.stack([lay_out(b, order, 0) for b in (module.bias_ih_l0, module.bias_hh_l0)], axis=1)
+    h = rng.normal(size=(BATCH, UNITS)).astype("float32")
+
+    def function(x, h):
+        layer = rnn_ops.PopnnGRU(
+            UNITS,
+            weights_initializer=np.concatenate([of_inputs, of_state]),
+            bias_initializer=biases,
+            reset_after=True,
+        )
+        keras = layers.GRU(
+            UNITS,
+            kernel_initializer=of_inputs,
+            recurrent_initializer=of_state,
+            bias_initializer=np.swapaxes(biases, 0, 1).reshape(2, -1),
+            return_state=True,
+            time_major=True,
+        )
+        last, keras_h = keras(x, initial_state=h)
+        return *layer(x, h), last, keras_h
+
+    outputs, h_n = module(torch.tensor(x), torch.tensor(h)[None])
+    assert_close(run(function, x, h), [outputs, h_n[0], outputs[-1], h_n[0]])
+
+
+# In programs
+
+
+def pipelined_stages():
+    """An LSTM, and a GRU that gets its sequence and its last state, in two stages."""
+
+    def first(x, y):
+        with ipu.variable_scope("first"):
+            outputs, state = rnn_ops.PopnnLSTM(UNITS, bias_initializer="normal")(x)
+        return outputs, state, y
+
+    def second(outputs, state, y):
+        with ipu.variable_scope("second"):
+            run_gru = jax.checkpoint(rnn_ops.PopnnGRU(UNITS, return_state=False))
+            return jnp.mean((run_gru(outputs, state.h)[-1] - y) ** 2)
+
+    return [first, second]
+
+
+def plain_pipelined_loss(v, x, y):
+    zeros = jnp.zeros((BATCH, UNITS))
+    kernel, biases = v["first/popnn_lstm/kernel"], v["first/popnn_lstm/biases"]
+    outputs, _c, h = plain_lstm(jnp, x, zeros, zeros, kernel, biases)
+    outputs, _h = plain_gru(jnp, outputs, h, v["second/popnn_gru/kernel"], v["second/popnn_gru/biases"])
+    return jnp.mean((outputs[-1] - y) ** 2)
+
+
+@pytest.mark.parametrize("schedule", ["Grouped", pytest.param("Interleaved", marks=pytest.mark.thorough)])
+def test_training_in_two_stages(rng, schedule):
+    """Losses, and variables after three updates of four micro-batches."""
+    optimizer = optax.adam(0.05)
+    elements = [
+        (
+            rng.normal(size=(TIME, BATCH, FEATURES)).astype("float32"),
+            rng.normal(size=(BATCH, UNITS)).astype("float32"),
+        )
+        for _number in range(12)
+    ]
+    infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(lambda: iter(elements))
+    outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+    ipu.set_num_devices(2)
+    program = front.compile_program(
+        lambda: ipu.pipelining_ops.pipeline(
+            pipelined_stages(),
+            gradient_accumulation_count=4,
+            repeat_count=3,
+            infeed_queue=infeed,
+            outfeed_queue=outfeed,
+            optimizer_function=lambda loss: ipu.pipelining_ops.OptimizerFunctionOutput(optimizer, loss),
+            pipeline_schedule=ipu.pipelining_ops.PipelineSchedule[schedule],
+            outfeed_loss=True,
+        )
+    )
+    with ipu.Session(seed=5) as session:
+        session.create_variables(program)
+        variables = dict(session.variables)
+        session.run(infeed.initializer)
+        session.run(program)
+        losses, trained = session.run(outfeed.dequeue()), session.variables
+    assert {name: value.shape for name, value in variables.items()} == {
+        "first/popnn_lstm/kernel": (FEATURES + UNITS, 4 * UNITS),
+        "first/popnn_lstm/biases": (4, UNITS),
+        "second/popnn_gru/kernel": (2 * UNITS, 3 * UNITS),
+        "second/popnn_gru/biases": (3, UNITS),
+    }
+    optimizer_state, expected_losses = optimizer.init(variables), []
+    differentiate = jax.jit(jax.value_and_grad(plain_pipelined_loss))
+    for update in range(3):
+        found = [differentiate(variables, *element) for element in elements[4 * update : 4 * update + 4]]
+        expected_losses += [loss for loss, _gradients in found]
+        total = jax.tree.map(lambda *leaves: sum(leaves), *(gradients for _loss, gradients in found))
+        with jax.numpy_dtype_promotion("standard"):
+            changes, optimizer_state = optimizer.update(total, optimizer_state)
+            variables = optax.apply_updates(variables, changes)
+    models.assert_trees_close(losses, np.array(expected_losses))
+    models.assert_trees_close(trained, {name: np.asarray(value) for name, value in variables.items()})
+
+
+def test_sharing_variables():
+    """A layer called again, and another one of its name with reuse; a sequence may be cut."""
+    x = np.linspace(-1, 1, TIME * BATCH * FEATURES, dtype="float32").reshape(TIME, BATCH, FEATURES)
+
+    def function(x):
+        layer = rnn_ops.PopnnLSTM(UNITS, name="encoder")
+        whole, state = layer(x)
+        first, between = layer(x[:2])
+        with ipu.variable_scope(ipu.get_variable_scope(), reuse=True):
+            second, end = rnn_ops.PopnnLSTM(UNITS, name="encoder")(x[2:], between)
+        return whole, jnp.concatenate([first, second]), *state, *end
+
+    compiled = front.compile_program(function, [x])
+    assert sorted(compiled.variables) == ["encoder/biases", "encoder/kernel"]
+    with ipu.Session() as session:
+        whole, cut, *states = session.run(compiled)
+    np.testing.assert_array_equal(whole, cut)
+    np.testing.assert_array_equal(states[:2], states[2:])
+    np.testing.assert_array_equal(whole[-1], states[1])
+
+
+def test_loops_carry_states():
+    """The body of a loop calls a layer, with the state of the iteration before."""
+    x = np.linspace(-1, 1, TIME * BATCH * FEATURES, dtype="float32").reshape(TIME, BATCH, FEATURES)
+
+    def function(x):
+        layer = rnn_ops.PopnnGRU(UNITS)
+
+        def body(x, state):
+            _outputs, state = layer(x, state)
+            return x, state
+
+        _x, looped = ipu.loops.repeat(3, body, [x, jnp.zeros(layer.state_shape(BATCH))])
+        _outputs, once = layer(jnp.concatenate([x] * 3))
+        return looped, once
+
+    looped, once = run(function, x)
+    np.testing.assert_array_equal(looped, once)
+
+
+def test_building_ahead():
+    """Variables exist before the first call, and can be read, for a penalty on the weights."""
+    seen = {}
+
+    def function(x):
+        penalty = jnp.float32(0)
+        for layer in (
+            rnn_ops.PopnnLSTM(UNITS, seed=7),
+            rnn_ops.PopnnDynamicGRU(UNITS, reset_after=True),
+            rnn_ops.PopnnAUGRU(UNITS),
+        ):
+            assert (layer.num_layers, layer.num_units) == (1, UNITS)
+            with pytest.raises(ValueError, match="input_size is not known yet. Call the layer"):
+                _unknown = layer.canonical_weight_shape
+            layer.build((None, BATCH, FEATURES))
+            assert layer.input_size == FEATURES
+            assert list(layer.kernel.shape) == layer.canonical_weight_shape
+            assert list(layer.biases.shape) == layer.canonical_bias_shapes
+            seen[layer.kind] = layer.canonical_weight_shape, layer.canonical_bias_shapes
+            penalty += jnp.sum(layer.kernel**2) + jnp.sum(layer.biases)
+        outputs, _state = rnn_ops.PopnnLSTM(UNITS)(x)
+        return outputs, penalty
+
+    compiled = front.compile_program(function, [np.ones((TIME, BATCH, FEATURES), "float32")])
+    rows = FEATURES + UNITS
+    assert seen == {
+        "popnn_lstm": ([rows, 4 * UNITS], [4, UNITS]),
+        "popnn_dynamic_gru": ([rows, 3 * UNITS], [3, 2, UNITS]),
+        "popnn_augru": ([rows, 3 * UNITS], [3, UNITS]),
+    }
+    assert sorted(compiled.variables) == [
+        "popnn_augru/bias_c",
+        "popnn_augru/bias_r_u",
+        "popnn_augru/kernel",
+        "popnn_dynamic_gru/biases",
+        "popnn_dynamic_gru/kernel",
+        "popnn_lstm/biases",
+        "popnn_lstm/kernel",
+        "popnn_lstm_1/biases",
+        "popnn_lstm_1/kernel",
+    ]
+    kernels = []
+    for seed in (0, 1):
+        with ipu.Session(seed) as session:
+            session.create_variables(compiled)
+            found = session.variables
+            kernels.append((found["popnn_lstm/kernel"], found["popnn_lstm_1/kernel"]))
+            assert not found["popnn_lstm/biases"].any()
+            assert (found["popnn_augru/bias_r_u"] == 1).all()
+            assert not found["popnn_augru/bias_c"].any()
+    np.testing.assert_array_equal(kernels[0][0], kernels[1][0])  # which has a seed of its own
+    assert not np.array_equal(kernels[0][1], kernels[1][1])
+    limit = np.sqrt(6 / (rows + 4 * UNITS))  # Glorot's, of the whole kernel
+    assert 0.7 * limit < np.abs(kernels[0][1]).max() <= limit
+
+
+def test_mixed_precision():
+    """Computation in 16 bits, variables in 32."""
+
+    def stage(x):
+        with ipu.mixed_precision("mixed_bfloat16"):
+            outputs, state = rnn_ops.PopnnLSTM(UNITS)(x)
+            last = layers.GRU(UNITS)(outputs)
+        return outputs, state, last
+
+    dtypes, variables = layer_cases.dtypes_of(stage, np.ones((TIME, BATCH, FEATURES), "float32"))
+    assert set(dtypes) == {"bfloat16"}
+    assert set(variables.values()) == {"float32"}
+
+
+def test_weights_are_not_kept_for_each_step():
+    """What the backward needs of a step has the batch's size, also where weights are cast within it."""
+
+    def loss(kernel, recurrent_kernel, x):
+        zeros = jnp.zeros((BATCH, UNITS), jnp.bfloat16)
+        initial = rnn_ops.LSTMStateTuple(zeros, zeros)
+        outputs, _state = recurrent_scans.run_lstm(
+            x, initial, kernel, recurrent_kernel, None, jnp.tanh, jax.nn.sigmoid
+        )
+        return jnp.sum(outputs.astype(jnp.float32))
+
+    weights = jnp.ones((FEATURES, 4 * UNITS)), jnp.ones((UNITS, 4 * UNITS))
+    x = jnp.ones((TIME, BATCH, FEATURES), jnp.bfloat16)
+    program = str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(*weights, x))
+    kept = {shape.split(",")[0] for shape in re.findall(rf"\[{TIME},(\d+,\d+)\]", program)}
+    assert kept == {str(BATCH)}
+
+
+def hard_sigmoid(x):
+    return np.clip(0.2 * x + 0.5, 0, 1)
+
+
+def test_activations_and_what_is_returned(rng):
+    x = rng.normal(size=(1, BATCH, FEATURES)).astype("float32")
+    kernel = rng.normal(size=(FEATURES + UNITS, 4 * UNITS)).astype("float32")
+
+    def function(x):
+        lstm = rnn_ops.PopnnLSTM(
+            UNITS,
+            weights_initializer=kernel,
+            activation="relu",
+            recurrent_activation="hard_sigmoid",
+            return_state=False,
+        )
+        softmax = rnn_ops.PopnnLSTM(
+            UNITS,
+            weights_initializer=kernel,
+            activation=jnp.sin,
+            recurrent_activation="softmax",
+            return_state=False,
+        )
+        return lstm(x), softmax(x)
+
+    found, by_softmax = run(function, x)
+    i, _f, candidate, o = np.split(x[0] @ kernel[:FEATURES], 4, axis=1)
+    expected = hard_sigmoid(o) * np.maximum(hard_sigmoid(i) * np.maximum(candidate, 0), 0)
+    np.testing.assert_allclose(found[0], expected, rtol=1e-5, atol=1e-6)
+    gates = [np.exp(gate) / np.exp(gate).sum(axis=1, keepdims=True) for gate in (i, o)]
+    expected = gates[1] * np.sin(gates[0] * np.sin(candidate))
+    np.testing.assert_allclose(by_softmax[0], expected, rtol=1e-5, atol=1e-6)
+
+
+# Layers
+
+
+def test_keras_layers(rng):
+    """What arguments of LSTM and GRU do, by the layers without them."""
+    x = rng.normal(size=(BATCH, TIME, FEATURES)).astype("float32")
+
+    def function(x):
+        def called(kind, x, initial_state=None, **options):
+            with ipu.variable_scope("layers", reuse=True):
+                return kind(UNITS, name=kind.kind, **options)(x, initial_state=initial_state)
+
+        def whole(kind, x, **options):
+            return called(kind, x, return_sequences=True, return_state=True, **options)
+
+        pairs = []
+        for kind in (layers.LSTM, layers.GRU):
+            outputs, *states = whole(kind, x, bias_initializer="normal")
+            pairs += [(called(kind, x), outputs[:, -1]), (called(kind, x, return_sequences=True), outputs)]
+            pairs += [(states[0], outputs[:, -1]), (whole(kind, x, unroll=True), (outputs, *states))]
+            backwards = whole(kind, x, go_backwards=True)
+            pairs.append((backwards, whole(kind, x[:, ::-1])))
+            swapped, *same = whole(kind, jnp.swapaxes(x, 0, 1), time_major=True)
+            pairs += [(jnp.swapaxes(swapped, 0, 1), outputs), (same, states)]
+            first, *between = whole(kind, x[:, :2])
+            pairs.append((first, outputs[:, :2]))
+            second, *end = whole(kind, x[:, 2:], initial_state=between)
+            pairs += [(second, outputs[:, 2:]), (end, states)]
+            if kind is layers.LSTM:
+                h, c = between
+                by_name = whole(kind, x[:, 2:], initial_state=rnn_ops.LSTMStateTuple(c=c, h=h))
+                pairs.append((by_name[0], second))
+        return [jax.tree.leaves(side) for side in zip(*pairs, strict=True)]
+
+    compiled = front.compile_program(function, [x])
+    shapes = {name: spec.shape for name, spec in compiled.variables.items()}
+    assert shapes == {
+        "layers/lstm/kernel": (FEATURES, 4 * UNITS),
+        "layers/lstm/recurrent_kernel": (UNITS, 4 * UNITS),
+        "layers/lstm/bias": (4 * UNITS,),
+        "layers/gru/kernel": (FEATURES, 3 * UNITS),
+        "layers/gru/recurrent_kernel": (UNITS, 3 * UNITS),
+        "layers/gru/bias": (2, 3 * UNITS),
+    }
+    with ipu.Session() as session:
+        found, expected = session.run(compiled)
+        for value, same in zip(found, expected, strict=True):
+            np.testing.assert_allclose(value, same, rtol=1e-5, atol=1e-6)
+        bias = session.variables["layers/lstm/bias"].reshape(4, UNITS)
+        assert (bias[1] == 1).all()  # that of the forget gate
+        assert (bias[[0, 2, 3]] != 0).all()
+        columns = session.variables["layers/gru/recurrent_kernel"]
+        np.testing.assert_allclose(columns @ columns.T, np.eye(UNITS), atol=1e-5)
+
+
+def test_keras_layers_without_biases(rng):
+    x = rng.normal(size=(BATCH, TIME, FEATURES)).astype("float32")
+
+    def function(x):
+        return (
+            layers.LSTM(UNITS, use_bias=False)(x),
+            layers.GRU(UNITS, use_bias=False)(x),
+            layers.GRU(UNITS, use_bias=False, reset_after=False)(x),
+            layers.GRU(UNITS, reset_after=False)(x[:, :0], initial_state=[jnp.ones((BATCH, UNITS))]),
+        )
+
+    compiled = front.compile_program(function, [x])
+    with ipu.Session() as session:
+        lstm, after, before, unchanged = session.run(compiled)
+        v = session.variables
+    time_major, zeros = np.swapaxes(x, 0, 1), np.zeros((BATCH, UNITS))
+    kernel = {
+        name: np.concatenate([v[f"{name}/kernel"], v[f"{name}/recurrent_kernel"]])
+        for name in ("lstm", "gru", "gru_1")
+    }
+    _outputs, _c, expected = plain_lstm(np, time_major, zeros, zeros, kernel["lstm"], np.zeros((4, UNITS)))
+    np.testing.assert_allclose(lstm, expected, rtol=1e-5, atol=1e-6)
+    expected = plain_gru(np, time_major, zeros, kernel["gru"], np.zeros((3, 2, UNITS)))[1]
+    np.testing.assert_allclose(after, expected, rtol=1e-5, atol=1e-6)
+    expected = plain_gru(np, time_major, zeros, kernel["gru_1"], np.zeros((3, UNITS)))[1]
+    np.testing.assert_allclose(before, expected, rtol=1e-5, atol=1e-6)
+    assert v["gru_2/bias"].shape == (3 * UNITS,)
+    assert (unchanged == 1).all()
+
+
+def test_dropout_of_inputs():
+    """The same features of an example in all steps: then outputs are those of inputs that lack them."""
+
+    def stage(x):
+        drops = layers.LSTM(
+            UNITS,
+            activation=None,
+            recurrent_activation=jnp.ones_like,
+            dropout=0.5,
+            dropout_seed=1,
+            kernel_initializer="ones",
+            recurrent_initializer="zeros",
+            return_sequences=True,
+        )  # which sums the inputs up
+        return drops(x, training=True), drops(x), drops(x, training=False)
+
+    pipeline = engine.Pipeline([stage], num_micro_batches=1)
+    x = np.ones((64, TIME, 2), "float32")
+    _state, outputs = pipeline.step(pipeline.init(jax.random.key(0), x), [x])
+    dropped, *kept = (np.asarray(value)[..., 0] for value in outputs.outputs[0])
+    steps = np.arange(1, TIME + 1)
+    assert {tuple(row) for row in dropped} == {tuple(steps * total) for total in (0, 2, 4)}
+    for outputs in kept:
+        np.testing.assert_array_equal(outputs, np.broadcast_to(2 * steps, (64, TIME)))
+
+
+# What is not possible
+
+
+X = np.ones((TIME, BATCH, FEATURES), "float32")
+STATE = np.zeros((BATCH, UNITS), "float32")
+SCORES = np.zeros((TIME, BATCH), "float32")
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda: rnn_ops.PopnnLSTM(0),
+            ValueError,
+            "PopnnLSTM: num_units must be a positive integer; got 0",
+        ),
+        (lambda: rnn_ops.PopnnGRU(2, "int32"), ValueError, "PopnnGRU: dtype must be a floating-point one"),
+        (lambda: rnn_ops.PopnnGRU(2, partials_dtype=3), ValueError, "partials_dtype must be a floating"),
+        (lambda: rnn_ops.PopnnLSTM(2, seed="a"), TypeError, "seed must be an integer or None; got 'a'"),
+        (lambda: rnn_ops.PopnnLSTM(2, activation="tan"), ValueError, "no activation 'tan'"),
+        (lambda: rnn_ops.PopnnLSTM(2, weights_initializer="x"), ValueError, "no initializer 'x'"),
+        (lambda: rnn_ops.PopnnLSTM(2, return_state=1), TypeError, "return_state must be True or False"),
+        (lambda: rnn_ops.PopnnGRU(2, reset_after=1), TypeError, "reset_after must be True or False"),
+        (
+            lambda: rnn_ops.PopnnLSTM(2)(X[0]),
+            ValueError,
+            r"of rank 3, \[time, batch, features\]; got shape",
+        ),
+        (lambda: rnn_ops.PopnnLSTM(2)(X.astype("int32")), TypeError, "needs floating-point inputs"),
+        (lambda: rnn_ops.PopnnLSTM(2)(X, training=None), TypeError, "training must be True or False"),
+        (
+            lambda: rnn_ops.PopnnLSTM(2)(X, (STATE, STATE)),
+            TypeError,
+            r"PopnnLSTM popnn_lstm: initial_state must be an LSTMStateTuple; got a tuple. Give .*\(c, h\)",
+        ),
+        (
+            lambda: rnn_ops.PopnnLSTM(2)(X, rnn_ops.LSTMStateTuple(STATE, STATE[:1])),
+            ValueError,
+            r"initial_state.h must have shape \(5, 2\), \[batch, units\]; got \(1, 2\)",
+        ),
+        (
+            lambda: rnn_ops.PopnnGRU(2)(X, STATE.astype("int32")),
+            TypeError,
+            "initial_state must have floating-point numbers; got int32",
+        ),
+        (
+            lambda: rnn_ops.PopnnGRU(2)(X, [STATE]),
+            TypeError,
+            r"must be an array of shape \(5, 2\); got a list",
+        ),
+        (
+            lambda: rnn_ops.PopnnDynamicGRU(2)(X, None),
+            TypeError,
+            r"seq_len must be integers of shape \(5,\)",
+        ),
+        (
+            lambda: rnn_ops.PopnnDynamicGRU(2)(X, [0.5] * 5),
+            TypeError,
+            "seq_len must be integers; got float",
+        ),
+        (
+            lambda: rnn_ops.PopnnDynamicLSTM(2)(X, [1, 2]),
+            ValueError,
+            r"shape \(5,\), one length per example",
+        ),
+        (
+            lambda: rnn_ops.PopnnDynamicLSTM(2)(X, LENGTHS + 1),
+            ValueError,
+            r"must be from 0 to 4, the number of steps; got \[5, 1, 3, 2, 4\]",
+        ),
+        (lambda: rnn_ops.PopnnAUGRU(2)(X, LENGTHS, None), TypeError, "attention_score must be an array"),
+        (
+            lambda: rnn_ops.PopnnAUGRU(2)(X, LENGTHS, LENGTHS),
+            TypeError,
+            "attention_score must have floating-point numbers; got int32",
+        ),
+        (
+            lambda: rnn_ops.PopnnAUGRU(2)(X, LENGTHS, SCORES.T),
+            ValueError,
+            r"must have shape \(4, 5\), \[time, batch\] since time_major=True; got \(5, 4\)",
+        ),
+        (
+            lambda: rnn_ops.PopnnAUGRU(2)(X, LENGTHS[:4], SCORES.T, time_major=False),
+            ValueError,
+            r"must have shape \(4, 5\), \[batch, time\] since time_major=False; got \(5, 4\)",
+        ),
+        (lambda: rnn_ops.PopnnLSTM(2).build((4, 3)), ValueError, r"input_shape must be \[time, batch"),
+        (lambda: rnn_ops.PopnnLSTM(2).build((4, 3, None)), ValueError, "positive integer for features"),
+        (lambda: layers.LSTM(2.0), ValueError, "LSTM: units must be a positive integer; got 2.0"),
+        (lambda: layers.LSTM(2, stateful=True), ValueError, "LSTM: stateful=True is not possible, since a"),
+        (lambda: layers.GRU(2, unroll=1), TypeError, "GRU: unroll must be True or False"),
+        (lambda: layers.GRU(2, dropout=1.0), ValueError, "rate must be at least 0 and below 1"),
+        (
+            lambda: layers.GRU(2)(X[0]),
+            ValueError,
+            r"GRU gru needs inputs of rank 3, \[batch, time, features\]",
+        ),
+        (lambda: layers.LSTM(2)(X, initial_state=STATE), TypeError, r"must be two arrays, \[h, c\]"),
+        (
+            lambda: layers.LSTM(2, time_major=True)(X, initial_state=[STATE, STATE.T]),
+            ValueError,
+            r"initial_state's c must have shape \(5, 2\)",
+        ),
+    ],
+)
+def test_wrong_arguments(call, error, message):
+    with pytest.raises(error, match=message):
+        front.compile_program(call)
+
+
+def test_another_number_of_features():
+    layer = rnn_ops.PopnnGRU(2)
+
+    def function():
+        layer(X)
+        layer(X[..., :2])
+
+    with pytest.raises(ValueError, match="must have 3 features, for which the layer was built; got 2"):
+        front.compile_program(function)
+
+
+def test_outside_of_a_program():
+    with pytest.raises(RuntimeError, match="PopnnLSTM was called outside of a program"):
+        rnn_ops.PopnnLSTM(2)(X)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: rnn_ops.PopnnLSTM(2, partials_dtype=np.float16), "partials_dtype has no effect: products"),
+        (
+            lambda: rnn_ops.PopnnGRU(2, options={"a": 1}),
+            "PopnnGRU: options has no effect: it was for Poplar",
+        ),
+        (lambda: rnn_ops.PopnnGRU(2, options_bwd={"a": 1}), "options_bwd has no effect"),
+        (
+            lambda: rnn_ops.PopnnGRU(2, available_memory_proportion_fwd=0.2),
+            "available_memory_proportion_fwd has no effect",
+        ),
+        (
+            lambda: rnn_ops.PopnnAUGRU(2, bias_initializer="ones"),
+            "PopnnAUGRU: bias_initializer has no effect, as in Graphcore's",
+        ),
+        (lambda: layers.LSTM(2, partials_dtype="float16"), "LSTM: partials_dtype has no effect"),
+        (lambda: layers.GRU(2, options={"a": 1}), "GRU: options has no effect"),
+    ],
+)
+def test_arguments_for_poplar(make, message):
+    with pytest.warns(UserWarning, match=message):
+        make()
+    make()  # only the first time
+    rnn_ops.PopnnLSTM(2, np.float32, np.float32, options={}, options_bwd=None)  # what they were by default

@@ -1,0 +1,366 @@
+"""`get_global_step()`: weight updates in sessions, micro-batches in estimators, in checkpoints too."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import ipu_pipeline as ipu
+from ipu_pipeline.ipu_pipeline_estimator import IPUPipelineEstimator, IPUPipelineEstimatorSpec
+from ipu_pipeline.ipu_session_run_hooks import SessionRunArgs, SessionRunHook
+from ipu_pipeline.optimizers import tf1
+from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput, pipeline
+from tests.support.estimating import make_config, variables_of
+from tests.support.front import compile_program
+
+COUNT = 3
+RNG = np.random.default_rng(0)
+X, Y = RNG.normal(size=(24, 4, 5)).astype(np.float32), RNG.normal(size=(24, 4, 2)).astype(np.float32)
+
+
+def dataset():
+    return [(X[number], Y[number]) for number in range(len(X))]
+
+
+def first(x, y):
+    with ipu.variable_scope("one"):
+        return jnp.tanh(ipu.layers.Dense(6)(x)), y
+
+
+def second(x, y):
+    with ipu.variable_scope("two"):
+        return ipu.layers.Dense(2)(x), y
+
+
+def loss_of(prediction, y):
+    return jnp.mean((prediction - y) ** 2)
+
+
+def plain_loss(variables, x, y):
+    x = jnp.tanh(x @ variables["one/dense/kernel"] + variables["one/dense/bias"])
+    return loss_of(x @ variables["two/dense/kernel"] + variables["two/dense/bias"], y)
+
+
+def plain_loop(variables, rates, count=COUNT, begin=0):
+    """SGD on sums of gradients, with a learning rate for each weight update."""
+    for update, rate in enumerate(rates):
+        total = {name: jnp.zeros_like(value) for name, value in variables.items()}
+        for number in range(begin + update * count, begin + (update + 1) * count):
+            gradient = jax.grad(plain_loss)(variables, X[number], Y[number])
+            total = {name: total[name] + gradient[name] for name in total}
+        variables = {name: value - np.float32(rate) * total[name] for name, value in variables.items()}
+    return variables
+
+
+def assert_close(found, expected):
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        assert np.linalg.norm(value - expected[name]) <= 1e-5 * np.linalg.norm(expected[name]), name
+
+
+def decayed(step):
+    return tf1.exponential_decay(0.1, step, 6, 0.5)
+
+
+def by_operators(step):
+    return 0.1 * 0.5 ** (step.astype(jnp.float32) / 6)
+
+
+def in_closure(mode, count):
+    """The rate is computed in the model_fn, and used in the optimizer_function."""
+    rate = decayed(ipu.get_global_step())
+
+    def optimize(prediction, y):
+        return OptimizerFunctionOutput(optax.sgd(rate), loss_of(prediction, y))
+
+    return IPUPipelineEstimatorSpec(mode, [first, second], count, optimizer_function=optimize)
+
+
+def in_function(mode, count):
+    step = ipu.get_global_step()
+
+    def optimize(prediction, y):
+        return OptimizerFunctionOutput(optax.sgd(decayed(step)), loss_of(prediction, y))
+
+    return IPUPipelineEstimatorSpec(mode, [first, second], count, optimizer_function=optimize)
+
+
+def made_outside(mode, count):
+    optimizer = tf1.GradientDescentOptimizer(by_operators(ipu.get_global_step()))
+
+    def optimize(prediction, y):
+        return OptimizerFunctionOutput(optimizer, loss_of(prediction, y))
+
+    return IPUPipelineEstimatorSpec(mode, [first, second], count, optimizer_function=optimize)
+
+
+def through_inputs(mode, count):
+    """As Graphcore's documentation has it: a stage may not ask for the global step itself there."""
+
+    def optimize(prediction, y, step, rate):
+        del rate
+        return OptimizerFunctionOutput(optax.sgd(decayed(step)), loss_of(prediction, y))
+
+    return IPUPipelineEstimatorSpec(
+        mode,
+        [
+            lambda step, rate, x, y: (*first(x, y), step, rate["rate"]),
+            lambda x, y, step, rate: (*second(x, y), step, rate),
+        ],
+        count,
+        optimizer_function=optimize,
+        inputs=[ipu.get_global_step(), {"rate": decayed(ipu.get_global_step()), "one": np.float32(1)}],
+    )
+
+
+class Steps(SessionRunHook):
+    """Notes the global step by all ways that a hook has."""
+
+    def __init__(self):
+        self.before, self.after = [], []
+
+    def after_create_session(self, session, coord):
+        del coord
+        self.first = session.run(ipu.get_global_step())
+
+    def before_run(self, run_context):
+        self.before.append(run_context.global_step)
+        return SessionRunArgs([ipu.get_global_step(), "global_step"])
+
+    def after_run(self, run_context, run_values):
+        step = run_context.session.run(ipu.get_global_step())
+        assert run_values.results == [step, run_context.global_step]
+        self.after.append(int(step))
+
+
+def estimator_of(make_spec, directory, count=COUNT, per_loop=6, **options):
+    return IPUPipelineEstimator(
+        lambda mode: make_spec(mode, count),
+        directory,
+        make_config(2, iterations_per_loop=per_loop, **options),
+    )
+
+
+def initial_of(directory):
+    """The variables before training."""
+    estimator = estimator_of(in_function, directory, per_loop=COUNT)
+
+    def model(mode):
+        spec = in_function(mode, COUNT)
+        spec.optimizer_function = lambda p, y: OptimizerFunctionOutput(optax.sgd(0.0), loss_of(p, y))
+        return spec
+
+    estimator._model_fn = model
+    return variables_of(estimator.train(dataset, steps=COUNT))
+
+
+@pytest.fixture(scope="module")
+def initial(tmp_path_factory):
+    return initial_of(tmp_path_factory.mktemp("initial"))
+
+
+@pytest.mark.parametrize("make_spec", [in_closure, in_function, made_outside, through_inputs])
+def test_a_decay_in_an_estimator_goes_by_micro_batches(make_spec, initial, tmp_path):
+    hook = Steps()
+    estimator = estimator_of(make_spec, tmp_path)
+    estimator.train(dataset, steps=12, hooks=[hook])
+    assert (hook.first, hook.before, hook.after) == (0, [0, 6], [6, 12])
+    assert estimator.get_variable_value("global_step") == 12
+    rates = [0.1 * 0.5 ** (step / 6) for step in (0, 3, 6, 9)]
+    assert_close(variables_of(estimator), plain_loop(initial, rates))
+
+
+def test_training_goes_on_with_another_accumulation(initial, tmp_path):
+    """The global step goes on from the checkpoint's: updates before it were of three micro-batches."""
+    estimator_of(in_function, tmp_path).train(dataset, steps=6)
+    estimator = estimator_of(in_function, tmp_path, count=2)
+    estimator.train(dataset, steps=6)
+    assert estimator.get_variable_value("global_step") == 12
+    halfway = plain_loop(initial, [0.1 * 0.5 ** (step / 6) for step in (0, 3)])
+    rates = [0.1 * 0.5 ** (step / 6) for step in (6, 8, 10)]
+    assert_close(variables_of(estimator), plain_loop(halfway, rates, count=2, begin=6))
+
+
+def test_training_in_parts_and_in_short_runs_is_the_same(tmp_path):
+    whole = estimator_of(in_closure, tmp_path / "whole").train(dataset, steps=18)
+    parts = estimator_of(in_closure, tmp_path / "parts", save_checkpoints_steps=3)
+    parts.train(dataset, max_steps=3).train(dataset, max_steps=12)
+    parts.train(dataset, max_steps=18)
+    for name, value in variables_of(whole).items():
+        np.testing.assert_array_equal(variables_of(parts)[name], value)
+
+
+def test_evaluation_and_prediction_have_the_step_of_the_checkpoint(tmp_path):
+    def make_spec(mode, count):
+        step = ipu.get_global_step()
+        if mode is ipu.ModeKeys.TRAIN:
+            return in_function(mode, count)
+        stages = [first, lambda x, y: jnp.broadcast_to(step, (x.shape[0],))]
+
+        def metrics(steps):
+            return {"loss": np.mean(steps), "step": np.max(steps)}
+
+        return IPUPipelineEstimatorSpec(mode, stages, count, eval_metrics_fn=metrics)
+
+    estimator = estimator_of(make_spec, tmp_path)
+    with pytest.warns(UserWarning, match="There is no checkpoint"):
+        assert estimator.evaluate(dataset)["step"] == 0
+    estimator.train(dataset, steps=12)
+    hook = Steps()
+    found = estimator.evaluate(dataset, hooks=[hook])
+    assert found == {"loss": 12, "step": 12, "global_step": 12}
+    assert set(hook.before + hook.after) == {12}
+    assert next(estimator.predict(dataset)) == 12
+
+
+def test_metrics_and_scalars_tell_the_same_step(tmp_path):
+    def make_spec(mode, count):
+        spec = in_function(mode, count)
+
+        def optimize(prediction, y):
+            ipu.metric("step", ipu.get_global_step())
+            return OptimizerFunctionOutput(optax.sgd(0.1), loss_of(prediction, y))
+
+        spec.optimizer_function = optimize
+        return spec
+
+    estimator_of(make_spec, tmp_path, per_loop=3, log_step_count_steps=3).train(dataset, steps=9)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["value"]) for line in lines if line["name"] == "step"] == [
+        (3, 0),
+        (6, 3),
+        (9, 6),
+    ]
+
+
+def test_replicas_count_the_micro_batches_of_one(tmp_path):
+    def make_spec(mode, count):
+        def optimize(prediction, y):
+            ipu.metric("step", ipu.get_global_step())
+            return OptimizerFunctionOutput(
+                ipu.optimizers.CrossReplicaOptimizer(optax.sgd(0.1)), loss_of(prediction, y)
+            )
+
+        return IPUPipelineEstimatorSpec(
+            mode, [lambda x, y: second(*first(x, y))], count, optimizer_function=optimize
+        )
+
+    options = ipu.config.IPUConfig()
+    options.auto_select_ipus = 2
+    run_config = ipu.ipu_run_config.IPURunConfig(3, options, num_replicas=2)
+    config = ipu.ipu_run_config.RunConfig(run_config, save_summary_steps=3)
+    estimator = IPUPipelineEstimator(lambda mode: make_spec(mode, COUNT), tmp_path, config)
+    hook = Steps()
+    estimator.train(dataset, steps=6, hooks=[hook])
+    assert hook.after == [3, 6]
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["value"] for line in lines if line["name"] == "step"] == [0, 3]
+
+
+# Sessions.
+
+
+class Training:
+    """Sums of the losses of four weight updates, with a rate that decays by weight updates."""
+
+    def __init__(self, name=None, **options):
+        self.infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(dataset())
+        self.outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+
+        def model():
+            rate = decayed(ipu.get_global_step())  # as TensorFlow 1 code has it, before the pipeline
+            return pipeline(
+                [
+                    lambda rate, x, y: (rate, *first(x, y)),
+                    lambda rate, x, y: (rate, *second(x, y)),
+                ],
+                COUNT,
+                repeat_count=4,
+                inputs=[rate],
+                infeed_queue=self.infeed,
+                outfeed_queue=self.outfeed,
+                optimizer_function=lambda rate, p, y: OptimizerFunctionOutput(
+                    optax.sgd(rate), loss_of(p, y)
+                ),
+                name=name,
+                **options,
+            )
+
+        self.program = compile_program(model)
+
+    def run(self, session):
+        session.run(self.infeed.initializer)
+        session.run(self.program)
+
+
+def test_a_session_counts_weight_updates(initial, tmp_path):
+    step = ipu.get_global_step()
+    training = Training(outfeed_loss=True)
+    with ipu.Session(seed=7) as session:
+        assert session.run(step) == 0
+        training.run(session)
+        assert session.run({"step": step, "losses": training.outfeed.dequeue()})["step"] == 4
+        rates = [0.1 * 0.5 ** (update / 6) for update in range(4)]
+        assert_close(session.variables, plain_loop(initial, rates))
+        path = ipu.Saver().save(session, tmp_path, global_step=step)
+    assert path == str(tmp_path / "4")
+    with ipu.Session() as session:
+        session.restore(path)
+        assert session.run([step]) == [4]
+
+
+def test_inference_of_another_name_has_the_step_of_training(tmp_path):
+    """In TensorFlow 1 there is one variable; here a pipeline that never trained looks at those that did."""
+    training = Training("training", outfeed_loss=True)
+    outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+    program = compile_program(
+        lambda: pipeline(
+            [lambda step: step * 10], 1, inputs=ipu.get_global_step(), outfeed_queue=outfeed, name="other"
+        )
+    )
+    with ipu.Session(seed=7) as session:
+        training.run(session)
+        session.run(program)
+        assert session.run(outfeed.dequeue()).tolist() == [40]
+        session.export(tmp_path / "exported", program)
+    assert ipu.load_program(tmp_path / "exported").run().tolist() == [40]
+
+
+def test_a_loop_counts_its_weight_updates():
+    def body(x, y):
+        loss = loss_of(second(*first(x, y))[0], y)
+        return tf1.GradientDescentOptimizer(0.1).minimize(loss, global_step=ipu.get_global_step())
+
+    infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(dataset())
+    program = compile_program(lambda: ipu.loops.repeat(5, body, infeed_queue=infeed))
+    with ipu.Session(seed=7) as session:
+        session.run([infeed.initializer, program])
+        assert session.run(ipu.get_global_step()) == 5
+
+
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        (lambda step: jnp.exp(step), "outside of a program.*optimizers.tf1"),
+        (lambda step: float(step + 1), "outside of a program"),
+        (lambda step: bool(step < 3), "outside of a program"),
+        (lambda step: compile_program(lambda: 2 * step), "the compiled function, which has no such number"),
+        (
+            lambda step: compile_program(lambda: ipu.loops.repeat(2, lambda s: s, inputs=[step])),
+            "the compiled function, which has no such number",
+        ),
+    ],
+)
+def test_where_the_global_step_has_no_value(use, message):
+    with pytest.raises(RuntimeError, match=message):
+        use(ipu.get_global_step())
+
+
+def test_what_is_computed_from_it_says_so():
+    value = 1 - ipu.get_global_step() * 2
+    assert repr(value) == "a value computed from the global step"
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = value.nothing

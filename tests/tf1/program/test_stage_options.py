@@ -1,0 +1,265 @@
+"""XLA's options for the programs of stages: which program gets which, and what is refused."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+import ipu_pipeline as ipu
+from ipu_pipeline import engine
+from ipu_pipeline.pipelining_ops import PipelineStageOptions
+from tests.support import front, models
+
+FORWARD = "forward_propagation_stages_poplar_options"
+BACKWARD = "backward_propagation_stages_poplar_options"
+UPDATE = "weight_update_poplar_options"
+
+
+def make(mapping=None, trains=True, **options):
+    return engine.Pipeline(
+        models.mlp_stages(3),
+        num_micro_batches=2,
+        loss=(lambda loss: loss) if trains else None,
+        optimizer=optax.sgd(0.1) if trains else None,
+        device_mapping=mapping,
+        **options,
+    )
+
+
+def run(pipeline):
+    batches = models.mlp_batches(np.random.default_rng(0), 2)
+    state = pipeline.init(jax.random.key(3), batches[0])
+    state, outputs = pipeline.step(state, batches)
+    return models.on_one_device((state.variables, list(outputs.losses or outputs.outputs)))
+
+
+def dumped(folder):
+    """The programs of which XLA wrote something into a folder, without the trivial one."""
+    names = {re.match(r"module_\d+\.jit_(\w+)\.", path.name)[1] for path in folder.iterdir()}
+    return {name for name in names if "lambda" not in name}
+
+
+def dumping(tmp_path, name):
+    """An option that shows which programs are compiled with it."""
+    (tmp_path / name).mkdir()
+    return {"xla_dump_to": str(tmp_path / name)}
+
+
+def test_every_program_gets_its_options(tmp_path):
+    options = {
+        "forward_options": [dumping(tmp_path, f"forward{n}") for n in range(3)],
+        "backward_options": [dumping(tmp_path, "backward0"), dumping(tmp_path, "backward1"), {}],
+        "update_options": dumping(tmp_path, "update"),
+    }
+    actual = run(make(**options))
+    assert {path.name: dumped(path) for path in tmp_path.iterdir()} == {
+        "forward0": {"stage0_forward"},
+        "forward1": {"stage1_forward"},
+        "forward2": {"stage2_forward_backward"},
+        "backward0": {"stage0_backward"},
+        "backward1": {"stage1_backward"},
+        "update": {"stage0_update", "stage1_update", "stage2_update"},
+    }
+    models.assert_trees_close(actual, run(make()))
+
+
+@pytest.mark.parametrize("argument", ["forward_options", "backward_options"])
+def test_the_last_stage_gets_both(tmp_path, argument):
+    options = [{}, {}, dumping(tmp_path, "last")]
+    other = [{"xla_backend_optimization_level": 1}] * 3
+    (name,) = {"forward_options", "backward_options"} - {argument}
+    run(make(**{argument: options, name: other}))
+    assert dumped(tmp_path / "last") == {"stage2_forward_backward"}
+
+
+@pytest.mark.parametrize("argument", ["forward_options", "backward_options", "update_options"])
+def test_one_program_gets_all(tmp_path, argument):
+    options = dumping(tmp_path, "all")
+    given = options if argument == "update_options" else [{}, options, {}]
+    actual = run(make([0, 0, 0], **{argument: given}))
+    assert dumped(tmp_path / "all") == {"block"}
+    models.assert_trees_close(actual, run(make([0, 0, 0])))
+
+
+@pytest.mark.usefixtures("optimized")
+def test_an_option_changes_what_is_compiled(tmp_path):
+    """With fast math XLA may reorder sums: its code says so, in this stage's program only."""
+    found = {}
+    folders = [dumping(tmp_path, str(stage)) for stage in range(2)]
+    jax.config.update("jax_enable_compilation_cache", False)  # which would skip the compilation
+    compilation_cache.reset_cache()
+    try:
+        fast = {**folders[0], "xla_cpu_enable_fast_math": True}
+        emitters = {"xla_cpu_use_fusion_emitters": True}  # see conftest
+        actual = run(make(forward_options=[{**fast, **emitters}, {**folders[1], **emitters}, {}]))
+    finally:
+        jax.config.update("jax_enable_compilation_cache", True)
+        compilation_cache.reset_cache()
+    for stage in range(2):
+        code = [path.read_text() for path in (tmp_path / str(stage)).glob("*stage*ir-no-opt.ll")]
+        assert code
+        found[stage] = any("reassoc" in text for text in code)
+    assert found == {0: True, 1: False}
+    models.assert_trees_close(actual, run(make()))
+
+
+def test_forward_options_in_inference(tmp_path):
+    run(make(trains=False, forward_options=[dumping(tmp_path, "0"), {}, {}]))
+    assert dumped(tmp_path / "0") == {"stage0_forward"}
+    for name, value in (("backward_options", [{}] * 3), ("update_options", {})):
+        with pytest.raises(ValueError, match=f"{name} goes with an optimizer"):
+            make(trains=False, **{name: value})
+
+
+def test_options_that_contradict_each_other():
+    fast = {"xla_cpu_enable_fast_math": True}
+    slow = {"xla_cpu_enable_fast_math": False}
+    make(forward_options=[fast, slow, {}], backward_options=[slow, fast, {}], update_options=fast)
+    make(forward_options=[{}, {}, fast], backward_options=[{}, {}, fast])
+    text = (
+        r"xla_cpu_enable_fast_math is True in forward_options\[2\] and False in backward_options\[2\], but "
+        "forward and backward of the last stage are one program"
+    )
+    with pytest.raises(ValueError, match=text):
+        make(forward_options=[{}, {}, fast], backward_options=[{}, {}, slow])
+    text = r"is True in forward_options\[0\] and False in weights, but all stages are on one IPU"
+    with pytest.raises(ValueError, match=text):
+        make(
+            [0, 0, 0],
+            forward_options=[fast, {}, fast],
+            update_options=slow,
+            option_names={"update_options": "weights"},
+        )
+    with pytest.raises(ValueError, match="is 1 in .* and True in "):  # which are not the same to XLA
+        make([0, 0, 0], forward_options=[{"xla_x": 1}, {"xla_x": True}, {}])
+    with pytest.raises(ValueError, match="forward_options has 4 entries for 3 stages"):
+        make(forward_options=[{}] * 4)
+    with pytest.raises(TypeError, match=r"backward_options\[1\] must be a dict of compiler options; got 3"):
+        make(backward_options=[{}, 3, {}])
+
+
+def test_options_that_xla_refuses_are_found_before_anything_compiles(tmp_path):
+    stages = [
+        PipelineStageOptions(compiler_options={"xla_nonsense": 1, **dumping(tmp_path, "0")}),
+        PipelineStageOptions(compiler_options={"xla_cpu_enable_fast_math": "perhaps"}),
+    ]
+    model = front.Model(
+        **{FORWARD: stages, UPDATE: PipelineStageOptions(compiler_options={"xla_nonsense": 1})}
+    )
+    with ipu.Session() as session:
+        session.run(model.initializer)
+        for _time in range(2):
+            with pytest.raises(ValueError, match="^XLA refuses compiler options") as caught:
+                model.run(session)
+    lines = str(caught.value).splitlines()[1:]
+    assert len(lines) == 3
+    start = "the compiler option xla_nonsense with the value 1: "
+    assert lines[0].startswith(f"{FORWARD}[0]: {start}")
+    assert "No such compile option" in lines[0]
+    start_of_other = "the compiler option xla_cpu_enable_fast_math with the value 'perhaps': "
+    assert lines[1].startswith(f"{FORWARD}[1]: {start_of_other}")
+    assert lines[2].startswith(f"{UPDATE}: {start}")
+    assert dumped(tmp_path / "0") == set()
+
+
+@pytest.mark.parametrize(
+    ("argument", "expected"),
+    [
+        (FORWARD, {"stage0_forward"}),
+        (BACKWARD, {"stage0_backward"}),
+        (UPDATE, {"stage0_update", "stage1_update"}),
+    ],
+)
+def test_each_argument_of_the_front_reaches_its_programs(tmp_path, argument, expected):
+    options = PipelineStageOptions(compiler_options=dumping(tmp_path, "some"))
+    model = front.Model(
+        **{argument: options if argument == UPDATE else [options, PipelineStageOptions()]},
+    )
+    with ipu.Session() as session:
+        session.run(model.initializer)
+        model.run(session)
+    assert dumped(tmp_path / "some") == expected
+
+
+def test_through_the_front():
+    fast = [PipelineStageOptions(compiler_options={"xla_cpu_enable_fast_math": False})] * 2
+    with_options = front.Model(**{FORWARD: fast, BACKWARD: fast, UPDATE: fast[0]})
+    losses = []
+    for model in (with_options, front.Model()):
+        with ipu.Session(seed=1) as session:
+            session.run(model.initializer)
+            losses.append(np.concatenate([model.run(session) for _run in range(2)]))
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (
+            {FORWARD: PipelineStageOptions()},
+            TypeError,
+            f"{FORWARD} must be a list or a tuple of PipelineSt",
+        ),
+        ({BACKWARD: [{}, {}]}, TypeError, f"{BACKWARD} must be a list or a tuple of .*got one with {{}}"),
+        ({FORWARD: [PipelineStageOptions()]}, ValueError, f"{FORWARD} must have one .* 2 stages; it has 1"),
+        (
+            {UPDATE: [PipelineStageOptions()]},
+            TypeError,
+            f"{UPDATE} to be of type PipelineStageO.*list",
+        ),
+        (
+            {UPDATE: PipelineStageOptions(compiler_options={"xla_x": None})},
+            TypeError,
+            f"{UPDATE}: the compiler option xla_x must be .*; got None",
+        ),
+        (
+            {FORWARD: [PipelineStageOptions(compiler_options={3: 1}), PipelineStageOptions()]},
+            TypeError,
+            rf"{FORWARD}\[0\]: the names of compiler options are strings; got 3",
+        ),
+    ],
+)
+def test_wrong_options(options, error, message):
+    with pytest.raises(error, match=message):
+        front.Model(**options)
+
+
+def test_wrong_fields():
+    with pytest.raises(TypeError, match="PipelineStageOptions: matmul_options must be a dict; got 3"):
+        PipelineStageOptions(matmul_options=3)
+    with pytest.raises(TypeError, match="PipelineStageOptions: compiler_options must be a dict"):
+        PipelineStageOptions(compiler_options=[("a", 1)])
+
+
+def test_positions_are_graphcore_s():
+    options = PipelineStageOptions({"a": 1}, {"b": 2}, {"c": 3})
+    assert options.convolution_options == {"a": 1}
+    assert options.matmul_options == {"b": 2}
+    assert options.slice_options == {"c": 3}
+    assert options.compiler_options is None
+    with pytest.raises(
+        ValueError, match="convolution_options is for Poplar's options.* as compiler_options="
+    ):
+        PipelineStageOptions({"xla_cpu_enable_fast_math": False})
+
+
+def test_what_has_no_effect_warns():
+    poplar = PipelineStageOptions(convolution_options={"availableMemoryProportion": "0.1"})
+    with pytest.warns(UserWarning, match=f"of {FORWARD}, {UPDATE} will have no effect") as caught:
+        front.Model(**{FORWARD: [poplar, poplar], UPDATE: poplar})
+    assert len(caught) == 1
+    for argument, value in ((BACKWARD, [PipelineStageOptions()] * 2), (UPDATE, PipelineStageOptions())):
+        with pytest.warns(
+            UserWarning, match=f"{argument} will have no effect since .* in inference"
+        ) as caught:
+            front.Model(
+                computational_stages=[front.first_stage, lambda rate, x, labels: (jnp.sum(x), rate)],
+                optimizer_function=None,
+                outfeed_loss=False,
+                **{argument: value},
+            )
+        assert len(caught) == 1

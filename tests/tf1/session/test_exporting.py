@@ -1,0 +1,406 @@
+import json
+import shutil
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import ipu_pipeline as ipu
+from ipu_pipeline.checkpointing import checkpoints
+from ipu_pipeline.errors import CheckpointError
+from ipu_pipeline.pipelining_ops import pipeline
+from ipu_pipeline.tf1.session import loaded_program
+from tests.support import front
+from tests.support.programs import ROOT
+from tests.support.resumable import Batches, Training, loss_of, make_stages
+
+
+def compile_inference(last=None, num_stages=3, count=4, inputs=(), before=None, dataset=None, mapping=None):
+    """The model of `resumable` with an infeed; `last` changes what its last stage returns."""
+    infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(Batches() if dataset is None else dataset)
+    outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+    stages = make_stages(num_stages)
+    if last is not None:
+        end = stages[-1]
+        stages[-1] = lambda x, y: last(*end(x, y))
+    if inputs:
+        first = stages[0]
+        stages[0] = lambda *values: first(values[-2] * values[0], values[-1])
+
+    def model(*values):
+        if before is not None:
+            values = before(*values)
+        return pipeline(
+            stages,
+            gradient_accumulation_count=count,
+            inputs=list(values) if inputs else None,
+            infeed_queue=infeed,
+            outfeed_queue=outfeed,
+            device_mapping=mapping,
+        )
+
+    return front.compile_program(model, list(inputs) or None), infeed, outfeed
+
+
+def run(session, compiled, feed=None):
+    program, infeed, outfeed = compiled
+    session.run(infeed.initializer)
+    session.run(program, feed or {})
+    return session.run(outfeed.dequeue())
+
+
+def elements(count):
+    data = Batches()
+    return [element for element, _number in zip(data, range(count), strict=False)]
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """An exported program, its predictions for four micro-batches."""
+    path = tmp_path_factory.mktemp("exported") / "program"
+    training = Training(2)
+    compiled = compile_inference()
+    with ipu.Session(seed=3) as session:
+        training.start(session)
+        training.run(session, 3)
+        expected = run(session, compiled)
+        session.export(path, compiled[0])
+    return path, expected
+
+
+def assert_close(found, expected):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert one.dtype == other.dtype
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_a_loaded_program_gives_the_same(exported):
+    path, expected = exported
+    program = ipu.load_program(path)
+    assert program.num_ipus == 3
+    assert program.placeholders == {}
+    assert jax.tree.map(lambda leaf: leaf.shape, program.element) == ((4, 6), (4, 3))
+    found = program.run(elements(4))
+    assert isinstance(found, list)
+    assert_close(found, expected)
+    assert_close(program.run(iter(elements(4))), expected)
+    assert program.run(elements(9))[0].shape == (9, 4, 3)
+    assert program.run([])[0].shape == (0, 4, 3)
+
+
+def test_stages_run_on_their_devices(exported):
+    program = ipu.load_program(exported[0])
+    used = set()
+    for number, function in enumerate(program._functions):
+
+        def called(*arguments, number=number, function=function):
+            results = function(*arguments)
+            used.update((number, device.id) for result in results for device in result.devices())
+            return results
+
+        program._functions[number] = called
+    program.run(elements(2))
+    assert used == {(0, 0), (1, 1), (2, 2)}
+
+
+def test_without_the_users_code(exported, tmp_path):
+    """In a process that has nothing but the library, and never unpickles."""
+    path, expected = exported
+    np.savez(tmp_path / "data.npz", *[leaf for element in elements(4) for leaf in element])
+    script = f"""
+import pickle
+import numpy as np
+import orbax.checkpoint
+import ipu_pipeline as ipu
+from ipu_pipeline.tf1.session import loaded_program
+def refuse(*_arguments, **_options):
+    raise AssertionError("unpickled")
+pickle.load = pickle.loads = pickle.Unpickler = refuse
+data = np.load({str(tmp_path / "data.npz")!r})
+arrays = [data[name] for name in data.files]
+program = ipu.load_program({str(path)!r})
+found = program.run(list(zip(arrays[::2], arrays[1::2])))
+np.savez({str(tmp_path / "found.npz")!r}, *found)
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    found = np.load(tmp_path / "found.npz")
+    assert_close([found[name] for name in found.files], expected)
+
+
+def test_several_stages_on_an_ipu(tmp_path):
+    compiled = compile_inference(mapping=[1, 0, 1], num_stages=3)
+    single = compile_inference(num_stages=1)
+    with ipu.Session() as session:
+        expected = run(session, compiled)
+        for number, one in enumerate((compiled, single)):
+            session.export(tmp_path / str(number), one[0])
+            program = ipu.load_program(tmp_path / str(number))
+            assert program.num_ipus == 2 - number
+            assert_close(program.run(elements(4)), expected)
+
+
+def test_placeholders(tmp_path):
+    factor, unused = ipu.placeholder(np.float32, [], "factor"), ipu.placeholder(np.float32, [2], "other")
+    compiled = compile_inference(inputs=[factor, unused])
+    with ipu.Session() as session:
+        expected = run(session, compiled, {factor: 0.5, unused: [1, 2]})
+        session.export(tmp_path / "free", compiled[0])
+        session.export(tmp_path / "fixed", compiled[0], {factor: 0.5, unused: [1, 2]})
+        with pytest.raises(ValueError, match="is not an input of this program"):
+            session.export(tmp_path / "no", compiled[0], {ipu.placeholder(np.float32): 1})
+        with pytest.raises(ValueError, match="Cannot feed value of shape"):
+            session.export(tmp_path / "no", compiled[0], {factor: [1, 2]})
+    program = ipu.load_program(tmp_path / "free")
+    assert {name: shape.shape for name, shape in program.placeholders.items()} == {
+        "factor": (),
+        "other": (2,),
+    }
+    assert_close(program.run(elements(4), {"factor": 0.5, "other": [1, 2]}), expected)
+    other = program.run(elements(4), {"factor": 2.0, "other": [1, 2]})
+    assert not np.allclose(other[0], expected[0])
+    assert_close(ipu.load_program(tmp_path / "fixed").run(elements(4)), expected)
+    for feed, message in (
+        ({"factor": 1}, "a value for the placeholder 'other' is missing"),
+        ({"factor": 1, "other": [1]}, r"'other' has shape \(2,\); got \(1,\)"),
+        ({"rate": 1}, "there is no placeholder 'rate'; there are 'factor', 'other'"),
+        ({"factor": 1j, "other": [1, 2]}, "does not fit float32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            program.run(elements(1), feed)
+
+
+def test_what_is_computed_before_the_pipeline(tmp_path):
+    factor = ipu.placeholder(np.float32, [], "factor")
+
+    def before(value):
+        with ipu.variable_scope("before"):
+            return [value * ipu.get_variable("scale", [], initializer=np.float32(3))]
+
+    compiled = compile_inference(inputs=[factor], before=before)
+    with ipu.Session() as session:
+        expected = run(session, compiled, {factor: 0.5})
+        with pytest.raises(ValueError, match="something is computed from placeholder 'factor'.*before the"):
+            session.export(tmp_path / "no", compiled[0])
+        session.export(tmp_path / "program", compiled[0], {factor: 0.5})
+    assert_close(ipu.load_program(tmp_path / "program").run(elements(4)), expected)
+
+
+def test_random_keys_and_assigned_variables(tmp_path):
+    def noisy(x, y):
+        noise = jax.random.normal(ipu.next_rng_key(), x.shape)
+        count = ipu.get_variable("count", [], initializer=np.float32(0), trainable=False)
+        ipu.assign("count", count + 1)
+        return {"x": x + noise, "count": count, "y": (y, [y])}
+
+    compiled = compile_inference(noisy)
+    with ipu.Session(seed=9) as session:
+        session.export(tmp_path / "program", compiled[0])
+        first, second = run(session, compiled), None
+        session.run(compiled[0])
+        second = session.run(compiled[2].dequeue())
+    program = ipu.load_program(tmp_path / "program")
+    for expected in (first, second):
+        start = 0 if expected is first else 4
+        assert_close(program.run(elements(8)[start : start + 4]), expected)
+    np.testing.assert_array_equal(second["count"], [4, 5, 6, 7])
+
+
+def test_a_program_without_an_infeed(tmp_path):
+    data = Batches()
+    outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+    program = front.compile_program(
+        lambda: pipeline(
+            make_stages(2),
+            gradient_accumulation_count=3,
+            inputs=[data.x[0], data.y[0]],
+            outfeed_queue=outfeed,
+        )
+    )
+    with ipu.Session() as session:
+        session.run(program)
+        expected = session.run(outfeed.dequeue())
+        session.export(tmp_path / "program", program)
+    loaded = ipu.load_program(tmp_path / "program")
+    assert loaded.element is None
+    assert_close(loaded.run(), expected)
+    with pytest.raises(ValueError, match="this program takes no elements"):
+        loaded.run(elements(2))
+
+
+def test_random_keys_over_several_executions(tmp_path):
+    def noisy(x, y):
+        return x + jax.random.normal(ipu.next_rng_key(), x.shape), y
+
+    program, infeed, outfeed = compile_inference(noisy, count=2)
+    with ipu.Session(seed=9) as session:
+        session.export(tmp_path / "program", program)
+        session.run([infeed.initializer, program])
+        session.run(program)
+        expected = session.run(outfeed.dequeue())
+    assert_close(ipu.load_program(tmp_path / "program").run(elements(4)), expected)
+
+
+def test_placeholders_of_one_name(tmp_path):
+    one, other = ipu.placeholder(np.float32, [], "s"), ipu.placeholder(np.float32, [], "s")
+    program, _infeed, _outfeed = compile_inference(inputs=[one, other])
+    with ipu.Session() as session, pytest.raises(ValueError, match="known by their names afterwards"):
+        session.export(tmp_path / "program", program)
+
+
+def test_a_program_without_variables(tmp_path):
+    infeed = ipu.ipu_infeed_queue.IPUInfeedQueue([np.float32([1, 2])])
+    program = front.compile_program(
+        lambda: pipeline(
+            [lambda x: x * 2, lambda x: x + 1],
+            gradient_accumulation_count=1,
+            infeed_queue=infeed,
+            outfeed_queue=ipu.ipu_outfeed_queue.IPUOutfeedQueue(),
+        )
+    )
+    with ipu.Session() as session:
+        session.export(tmp_path / "program", program)
+    np.testing.assert_array_equal(
+        ipu.load_program(tmp_path / "program").run([np.float32([3, 4])]), [[7, 9]]
+    )
+
+
+def test_the_variables_can_be_restored(exported):
+    path, _expected = exported
+    session = ipu.Session()
+    session.restore(path, allow_partial=True)
+    assert "a/dense/kernel" in session.variables
+
+
+def test_what_cannot_be_exported(tmp_path):
+    training = Training(2)
+    returning = front.compile_program(lambda: jnp.ones(2))
+    both_outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+
+    def both():
+        operation = pipeline(
+            [lambda x: x], gradient_accumulation_count=1, inputs=[np.ones(2)], outfeed_queue=both_outfeed
+        )
+        return jnp.ones(2), operation
+
+    with ipu.Session() as session:
+        for program, message in (
+            (training.program, "must be one inference pipeline; it has a pipeline that trains"),
+            (returning, "neither a pipeline nor a loop"),
+            (front.compile_program(lambda: ipu.loops.repeat(2, lambda x: x + 1, [1.0])), "it has a loop"),
+            (front.compile_program(both), "returns values of its own"),
+        ):
+            with pytest.raises(NotImplementedError, match=message):
+                session.export(tmp_path / "program", program)
+    assert not (tmp_path / "program").exists()
+
+
+def test_structures_that_need_their_class(tmp_path):
+    compiled = compile_inference(lambda x, y: optax.EmptyState() if x is None else optax.TraceState(x))
+    message = "a TraceState needs its Python class"
+    with ipu.Session() as session, pytest.raises(NotImplementedError, match=message):
+        session.export(tmp_path / "program", compiled[0])
+
+
+# Loading.
+
+
+def test_wrong_elements(exported):
+    program = ipu.load_program(exported[0])
+    data = Batches()
+    with pytest.raises(ValueError, match="LoadedProgram.run: element 1 must have the shape and dtype"):
+        program.run([(data.x[0], data.y[0]), (data.x[0][:2], data.y[0])])
+    with pytest.raises(ValueError, match="needs elements"):
+        program.run()
+
+
+def changed(path, target, **changes):
+    shutil.copytree(path, target)
+    document = checkpoints.read_document(target)
+    document["extra"]["program"].update(changes)
+    document["sha256"] = checkpoints._digest_of(document)
+    (target / checkpoints.DOCUMENT).write_text(json.dumps(document))
+    return target
+
+
+def test_other_versions_and_devices(exported, tmp_path, monkeypatch):
+    path, _expected = exported
+    with pytest.raises(CheckpointError, match="has version 7 of the format.* reads versions 1 to 2"):
+        ipu.load_program(changed(path, tmp_path / "version", version=7))
+    program = ipu.load_program(changed(path, tmp_path / "platform", platform="cuda"))
+    with pytest.raises(
+        ValueError, match="for devices of the kind 'cuda'; those that are selected are 'cpu'"
+    ):
+        program.run(elements(1))
+    with pytest.raises(RuntimeError, match="64 IPUs are needed"):
+        ipu.load_program(changed(path, tmp_path / "many", num_ipus=64))
+    with pytest.raises(CheckpointError, match="was exported with jax_enable_x64 True"):
+        ipu.load_program(changed(path, tmp_path / "wide", has_wide_dtypes=True))
+    other = changed(path, tmp_path / "jax", jax="0.1.2")
+    monkeypatch.setattr(loaded_program.jax.export, "deserialize", lambda _content: 1 / 0)
+    with pytest.raises(
+        CheckpointError, match="stage0.jax_export, exported by JAX 0.1.2, cannot be read by JAX"
+    ):
+        ipu.load_program(other)
+
+
+def test_damage_is_found_before_anything_is_used(exported, tmp_path):
+    path, _expected = exported
+    shutil.copytree(path, tmp_path / "copy")
+    file = tmp_path / "copy" / "stage1.jax_export"
+    content = file.read_bytes()
+    file.write_bytes(content[:-7] + b"x" + content[-6:])
+    with pytest.raises(CheckpointError, match="stage1.jax_export is damaged"):
+        ipu.load_program(tmp_path / "copy")
+    file.unlink()
+    with pytest.raises(CheckpointError, match="stage1.jax_export of the checkpoint is missing"):
+        ipu.load_program(tmp_path / "copy")
+    with pytest.raises(CheckpointError, match="There is no checkpoint at"):
+        ipu.load_program(tmp_path / "nowhere")
+
+
+def test_a_checkpoint_is_no_program(tmp_path):
+    compiled = compile_inference()
+    with ipu.Session() as session:
+        run(session, compiled)
+        session.save(tmp_path / "checkpoint")
+    with pytest.raises(CheckpointError, match="is a checkpoint and no exported program"):
+        ipu.load_program(tmp_path / "checkpoint")
+
+
+def test_evaluating_with_a_loaded_program(exported):
+    """What it is for: predictions for data of any length, of which something is computed."""
+    program = ipu.load_program(exported[0])
+    predictions, targets = program.run(elements(12))
+    losses = [loss_of(one, other) for one, other in zip(predictions, targets, strict=True)]
+    assert np.all(np.isfinite(losses))
+    assert len(losses) == 12
+
+
+def test_before_any_run_it_makes_as_many_devices_as_the_program_needs(tmp_path):
+    script = f"""
+import numpy as np
+import ipu_pipeline as ipu
+infeed = ipu.ipu_infeed_queue.IPUInfeedQueue([np.zeros(3, np.float32)] * 8)
+outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+def model():
+    return ipu.pipelining_ops.pipeline(
+        [lambda x: x * 2, lambda x: x + 1], 2, infeed_queue=infeed, outfeed_queue=outfeed
+    )
+with ipu.scopes.ipu_scope("/device:IPU:0"):
+    program = ipu.ipu_compiler.compile(model)
+with ipu.Session(seed=1) as session:
+    session.export({str(tmp_path / "program")!r}, program)
+print(ipu.load_program({str(tmp_path / "program")!r}).num_ipus)
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert (result.returncode, result.stdout) == (0, "2\n"), result.stderr

@@ -1,0 +1,440 @@
+"""Variables in float32 and computation in 16 bits: layers, functions, blocks of `mixed_precision`, Flax."""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen
+
+import ipu_pipeline as ipu
+from ipu_pipeline import engine, layers, mixed_precision
+from ipu_pipeline.ops import normalization_ops
+from tests.support import layer_cases, models
+
+HALVES = ["bfloat16", "float16"]
+MIXED = {"dtype": jnp.bfloat16, "param_dtype": jnp.float32}
+EXACT = 1e-5  # the reference has the same casts and operations, so that nothing is rounded differently
+
+
+def wide(x):
+    return x.astype("float32")
+
+
+def normalized(x, axes):
+    """x in float32, with mean 0 and variance 1 over some axes."""
+    x = wide(x)
+    return (x - jnp.mean(x, axes, keepdims=True)) * jax.lax.rsqrt(jnp.var(x, axes, keepdims=True) + 1e-3)
+
+
+def convolution(x, kernel, axes="HW", padding="VALID", groups=1):
+    dimensions = (f"N{axes}C", f"{axes}IO", f"N{axes}C")
+    steps = (1,) * len(axes)
+    return jax.lax.conv_general_dilated(
+        x, kernel, steps, padding, dimension_numbers=dimensions, feature_group_count=groups
+    )
+
+
+def grouped(x):
+    return normalized(x.reshape(2, 5, 4, 2, 2), (1, 2, 4)).reshape(x.shape)
+
+
+def biased(v, y):
+    return y + jnp.broadcast_to(v["bias"], y.shape).astype(
+        y.dtype
+    )  # so that its gradient is summed in float32
+
+
+# The layer's arguments; and what it does, written out: `v` are its variables, `x` is cast.
+LAYERS = {
+    "Dense": (
+        {"units": 3, "activation": "tanh", "bias_initializer": "normal"},
+        lambda v, x: jnp.tanh(biased(v, x @ v["kernel"].astype(x.dtype))),
+    ),
+    "Embedding": (
+        {"input_dim": 7, "output_dim": 3},
+        lambda v, x: jnp.take(v["embeddings"], x, axis=0),
+    ),
+    "Conv1D": (
+        {"filters": 6, "kernel_size": 3, "padding": "causal", "groups": 2, "bias_initializer": "normal"},
+        lambda v, x: biased(v, convolution(x, v["kernel"].astype(x.dtype), "W", [(2, 0)], 2)),
+    ),
+    "Conv2D": (
+        {"filters": 6, "kernel_size": 3, "activation": "relu", "bias_initializer": "normal"},
+        lambda v, x: jax.nn.relu(biased(v, convolution(x, v["kernel"].astype(x.dtype)))),
+    ),
+    "DepthwiseConv2D": (
+        {"kernel_size": 3, "padding": "same", "bias_initializer": "normal"},
+        lambda v, x: biased(
+            v,
+            convolution(
+                x, v["depthwise_kernel"].astype(x.dtype).reshape(3, 3, 1, 4), padding="SAME", groups=4
+            ),
+        ),
+    ),
+    "Conv2DTranspose": (
+        {"filters": 3, "kernel_size": 2, "strides": 2, "bias_initializer": "normal"},
+        lambda v, x: biased(
+            v,
+            jax.lax.conv_transpose(
+                x,
+                v["kernel"].astype(x.dtype),
+                (2, 2),
+                "VALID",
+                dimension_numbers=("NHWC", "HWIO", "NHWC"),
+                transpose_kernel=True,
+            ),
+        ),
+    ),
+    "BatchNormalization": (
+        {"gamma_initializer": "normal", "beta_initializer": "normal"},
+        lambda v, x: normalized(x, (0, 1, 2)) * v["gamma"] + v["beta"],
+    ),
+    "LayerNormalization": (
+        {"gamma_initializer": "normal", "beta_initializer": "normal"},
+        lambda v, x: normalized(x, (-1,)) * v["gamma"] + v["beta"],
+    ),
+    "GroupNormalization": (
+        {"groups": 2, "gamma_initializer": "normal", "beta_initializer": "normal"},
+        lambda v, x: grouped(x) * v["gamma"] + v["beta"],
+    ),
+}
+
+
+def inputs_of(kind, rng):
+    if kind == "Embedding":
+        return rng.integers(0, 7, (2, 5)).astype("int32")
+    return rng.normal(size=(2, 5, 4) if kind == "Conv1D" else (2, 5, 4, 4)).astype("float32")
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.each_value
+def test_a_layer_equals_its_casts_written_out(rng, kind, dtype):
+    arguments, apply = LAYERS[kind]
+
+    def reference(variables, x):
+        assert {value.dtype.name for value in variables.values()} == {"float32"}
+        return apply(variables, x if kind == "Embedding" else x.astype(dtype)).astype(dtype)
+
+    layer = getattr(layers, kind)(dtype=dtype, param_dtype="float32", **arguments)
+    outputs = layer_cases.check(layer, inputs_of(kind, rng), reference, EXACT)
+    assert outputs.dtype == dtype
+
+
+def values_of(stage, x, key=0):
+    """What a stage returns, and its variables."""
+    pipeline = engine.Pipeline([stage], num_micro_batches=1)
+    state = pipeline.init(jax.random.key(key), x)
+    _state, outputs = pipeline.step(state, [x])
+    return outputs.outputs[0], state.variables
+
+
+def dtypes_of(stage):
+    return layer_cases.dtypes_of(stage, np.ones((2, 4), "float32"))
+
+
+@pytest.mark.parametrize("kind", ["Dense", "Embedding", "Conv2D", "BatchNormalization"])
+def test_a_block_is_as_arguments(rng, kind):
+    arguments, _reference = LAYERS[kind]
+    x = inputs_of(kind, rng)
+
+    def make(**dtypes):
+        return getattr(layers, kind)(**arguments, name="layer", **dtypes)
+
+    def in_a_block(x):
+        with mixed_precision("mixed_bfloat16"):
+            return make()(x)
+
+    expected, start = values_of(make(**MIXED), x)
+    outputs, variables = values_of(in_a_block, x)
+    assert outputs.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(wide(outputs), wide(expected))
+    models.assert_trees_close(variables, start, 0)
+    with mixed_precision("mixed_bfloat16"):
+        made = make()
+    np.testing.assert_array_equal(wide(values_of(made, x)[0]), wide(expected))
+
+
+def test_who_says_what():
+    """For each dtype an argument, then the blocks from within, then what was always so."""
+
+    def stage(x):
+        x = layers.Dense(4, name="always")(x)
+        with mixed_precision(dtype="bfloat16"):
+            yield layers.Dense(4, name="both")(x)
+            with mixed_precision(param_dtype="float32") as policy:
+                assert (policy.dtype, policy.param_dtype) == (jnp.bfloat16, jnp.float32)
+                yield layers.Dense(4, name="mixed")(x)
+                yield layers.Dense(4, name="own", dtype="float16")(x)
+                yield layers.Dense(4, name="stored", param_dtype="float16")(x)
+            with mixed_precision("mixed_float16"):
+                yield layers.Dense(4, name="inner")(x)
+                with mixed_precision("float32"):
+                    yield layers.Dense(4, name="whole")(x)
+                with mixed_precision(policy):
+                    yield layers.Dense(4, name="again")(x)
+            with mixed_precision(None):
+                yield layers.Dense(4, name="same")(x)
+        with mixed_precision(param_dtype="bfloat16"):
+            yield layers.Dense(4, name="narrow")(x)
+        yield x
+
+    outputs, variables = dtypes_of(lambda x: tuple(stage(x)))
+    of = {name.partition("/")[0]: dtype for name, dtype in variables.items() if name.endswith("kernel")}
+    assert {
+        name: pair for name, *pair in zip(list(of)[1:], outputs, list(of.values())[1:], strict=False)
+    } == {
+        "both": ["bfloat16", "bfloat16"],
+        "mixed": ["bfloat16", "float32"],
+        "own": ["float16", "float32"],
+        "stored": ["bfloat16", "float16"],
+        "inner": ["float16", "float32"],
+        "whole": ["float32", "float32"],
+        "again": ["bfloat16", "float32"],
+        "same": ["bfloat16", "bfloat16"],
+        "narrow": ["float32", "bfloat16"],
+    }
+    assert (outputs[-1], of["always"]) == ("float32", "float32")
+
+
+def test_what_has_no_variables_keeps_its_dtype():
+    x = np.ones((2, 4, 4, 1), "float32")
+
+    @mixed_precision("mixed_bfloat16")
+    def stage(x):
+        own = ipu.get_variable("own", (2,))
+        return (
+            layers.Activation("softmax")(x),
+            layers.MaxPooling2D()(x),
+            layers.AveragePooling2D()(x),
+            layers.GlobalAveragePooling2D()(x),
+            layers.Flatten()(x),
+            layers.Dropout(0.5)(x, training=True),
+            ipu.rand_ops.dropout(x),
+            own,
+        )
+
+    outputs, variables = layer_cases.dtypes_of(stage, x)
+    assert set(outputs) == {"float32"}
+    assert variables == {"own": "float32"}
+
+
+@pytest.mark.parametrize("function", ["group_norm", "layer_norm", "instance_norm"])
+def test_normalization_ops(rng, function):
+    normalize = getattr(normalization_ops, function)
+    x = rng.normal(size=(2, 3, 4)).astype("float32")
+
+    def stage(x):
+        with mixed_precision(**MIXED):
+            y = normalize(x)
+        with mixed_precision(param_dtype=jnp.float32):
+            z = normalize(x.astype("float16"))
+        return y, z, normalize(x.astype("bfloat16"))
+
+    (y, z, narrow), variables = values_of(stage, x)
+    assert [out.dtype.name for out in (y, z, narrow)] == ["bfloat16", "float16", "bfloat16"]
+    dtypes = [variables[name].dtype.name for name in variables if name.endswith("gamma")]
+    assert dtypes == ["float32", "float32", "bfloat16"]
+    np.testing.assert_array_equal(wide(y), wide(narrow))  # gamma is 1 and beta 0
+    np.testing.assert_allclose(wide(z), wide(y), atol=2e-2)
+
+
+@pytest.mark.parametrize(("dtype", "param_dtype"), [("bfloat16", "bfloat16"), ("float16", "float32")])
+def test_moving_statistics_are_never_narrow(dtype, param_dtype):
+    layer = layers.BatchNormalization(dtype=dtype, param_dtype=param_dtype, momentum=0.999)
+    pipeline = engine.Pipeline(
+        [lambda x: jnp.mean(wide(layer(x)))],
+        num_micro_batches=2,
+        loss=lambda loss: loss,
+        optimizer=optax.sgd(0.1),
+    )
+    x = np.full((4, 2), 1.5, "float32")
+    state, _outputs = pipeline.step(pipeline.init(jax.random.key(0), x), [x, x])
+    moved = state.variables["batch_normalization/moving_mean"]
+    assert state.variables["batch_normalization/gamma"].dtype == param_dtype
+    np.testing.assert_allclose(moved, 1.5 * (1 - 0.999**2), rtol=1e-3)  # in bfloat16 by 2**-9 at most
+    assert moved.dtype == np.float32
+
+
+def test_statistics_in_64_bits_beside_variables_in_32():
+    with jax.enable_x64(True):
+        layer = layers.BatchNormalization(dtype="float64", param_dtype="float32")
+        x = np.arange(8.0).reshape(4, 2)
+        outputs, variables, _gradients = layer_cases.outputs_and_gradients(layer, x)
+        assert outputs.dtype == np.float64
+        assert {variables[name].dtype.name for name in ("gamma", "moving_mean")} == {"float32"}
+        expected = (x - x.mean(0)) / np.sqrt(x.var(0) + 1e-3)
+        np.testing.assert_allclose(outputs, expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: layers.Dense(2, param_dtype="int8"),
+            "Dense: param_dtype must be a floating-point one; got int8",
+        ),
+        (
+            lambda: layers.Conv1D(2, 2, dtype="mixed_float16"),
+            "Conv1D: dtype .*got 'mixed_float16'.*param_dtype",
+        ),
+        (
+            lambda: layers.Flax(linen.Dense(2), dtype=bool),
+            "Flax: dtype must be a floating-point one; got bool",
+        ),
+        (lambda: mixed_precision(dtype=complex).__enter__(), "mixed_precision: dtype .*got complex128"),
+        (lambda: mixed_precision(param_dtype="x").__enter__(), "mixed_precision: param_dtype .*got 'x'"),
+        (lambda: mixed_precision("mixed").__enter__(), "policy must be 'mixed_bfloat16', .*got 'mixed'"),
+        (lambda: mixed_precision("int8").__enter__(), "policy must be .*got 'int8'"),
+        (lambda: mixed_precision(jnp.bfloat16).__enter__(), "policy must be .*dtype="),
+        (
+            lambda: mixed_precision("mixed_bfloat16", dtype="float16").__enter__(),
+            "policy must stand alone.*'mixed_bfloat16' with dtype='float16' and param_dtype=None",
+        ),
+    ],
+)
+def test_what_is_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+    assert layers.Dense(1).dtype == np.float32  # nothing is left of it
+
+
+def test_dtypes_that_need_64_bits(rng):
+    x = np.ones((2, 4), "float32")
+    with pytest.raises(ValueError, match="Dense dense: dtype float64 needs 64-bit mode"):
+        values_of(layers.Dense(2, dtype="float64", param_dtype="float32"), x)
+    with pytest.raises(ValueError, match="Variable dense/kernel: dtype float64 needs 64-bit mode"):
+        values_of(layers.Dense(2, dtype="float32", param_dtype="float64"), x)
+    with (
+        mixed_precision(dtype="float64"),
+        pytest.raises(ValueError, match="LayerNorm: dtype float64 needs 64-bit mode"),
+    ):
+        values_of(normalization_ops.layer_norm, x)
+
+
+def test_a_block_ends_with_an_error_and_is_its_threads_own():
+    layer = layers.Dense(1)
+    with pytest.raises(KeyError), mixed_precision("mixed_bfloat16"):
+        assert layer.dtype == jnp.bfloat16
+        raise KeyError
+    assert layer.dtype == np.float32
+    inside, go_on, seen = threading.Event(), threading.Event(), []
+
+    def other():
+        with mixed_precision("mixed_float16"):
+            inside.set()
+            go_on.wait(60)
+            seen.append(dtypes_of(layers.Dense(1)))
+
+    thread = threading.Thread(target=other)
+    with mixed_precision("mixed_bfloat16"):
+        thread.start()
+        assert inside.wait(60)
+        here = dtypes_of(layers.Dense(1))
+        go_on.set()
+        thread.join()
+    assert here[0] == ["bfloat16"]
+    assert seen == [(["float16"], here[1])]
+
+
+def test_a_layer_that_is_applied_again_in_another_block():
+    layer = layers.Dense(4)
+
+    def other_computation(x):
+        with mixed_precision("mixed_bfloat16"):
+            y = layer(x)
+        with mixed_precision("mixed_float16"):
+            return y, layer(x)
+
+    assert dtypes_of(other_computation) == (
+        ["bfloat16", "float16"],
+        {"dense/kernel": "float32", "dense/bias": "float32"},
+    )
+
+    def other_variables(x):
+        with mixed_precision("bfloat16"):
+            return layer(layers.Dense(4, name="first")(layer(x)).astype("float32"))
+
+    with pytest.raises(ValueError, match="share variable dense/kernel.*bfloat16.*float32"):
+        values_of(lambda x: (layer(x), other_variables(x)), np.ones((2, 4), "float32"))
+
+
+def test_jax_does_not_use_the_trace_of_another_block():
+    """A function within jax.jit is traced once for each block, though its arguments look the same."""
+    inner = jax.jit(lambda x: normalization_ops.layer_norm(x, center=False, scale=False))
+
+    def stage(x):
+        before = inner(x)
+        with mixed_precision(dtype="bfloat16"):
+            y = inner(x)
+            with mixed_precision(dtype="float16"):
+                z = inner(x)
+            again = inner(x)
+        return before, y, z, again, inner(x)
+
+    assert dtypes_of(stage)[0] == ["float32", "bfloat16", "float16", "bfloat16", "float32"]
+
+
+def test_inner_functions_of_jax():
+    """Bodies of loops, checkpoints, and functions within jax.jit, which are another layer in each block."""
+    x = np.ones((2, 4), "float32")
+    inner = jax.jit(lambda x: layers.Dense(4)(x))
+
+    def body(carry, _index):
+        with mixed_precision("mixed_bfloat16"):
+            return layers.Dense(4, name="body")(carry).astype("float32"), None
+
+    def stage(x):
+        y, _nothing = jax.lax.scan(body, x, None, length=3)
+        whole = inner(y)
+        with mixed_precision("mixed_bfloat16"):
+            return whole, inner(y), jax.checkpoint(layers.Dense(4, name="checkpoint"))(y)
+
+    outputs, variables = layer_cases.dtypes_of(stage, x)
+    assert outputs == ["float32", "bfloat16", "bfloat16"]
+    kernels = [name.partition("/")[0] for name in variables if name.endswith("kernel")]
+    assert kernels == ["body", "dense", "dense_1", "checkpoint"]
+    assert set(variables.values()) == {"float32"}
+    (whole, half, _checkpoint), values = values_of(stage, x)
+    y = x
+    for _ in range(3):
+        y = wide(y.astype(jnp.bfloat16) @ values["body/kernel"].astype(jnp.bfloat16))
+    np.testing.assert_allclose(whole, y @ values["dense/kernel"], rtol=2e-2, atol=2e-2)
+    np.testing.assert_allclose(wide(half), y @ values["dense_1/kernel"], rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_activations_keep_the_dtype(dtype):
+    names = ["elu", "exponential", "gelu", "leaky_relu", "linear", "relu", "relu6", "selu", "sigmoid"]
+    names += ["silu", "softmax", "softplus", "swish", "tanh"]
+
+    def stage(x):
+        return [layers.Dense(4, name, dtype=dtype, param_dtype="float32")(x) for name in names]
+
+    outputs, _variables = dtypes_of(stage)
+    assert outputs == [dtype] * len(names)
+
+
+def test_the_getter_that_programs_for_tensorflow_1_have(rng):
+    """It asks for float32 and casts, and so gives layers of half precision variables in 32 bits."""
+
+    def store_float32(
+        getter, name, shape=None, dtype=None, initializer=None, regularizer=None, trainable=True
+    ):
+        value = getter(name, shape=shape, dtype=jnp.float32, initializer=initializer, trainable=trainable)
+        return value.astype(dtype)
+
+    def stage(x):
+        with ipu.variable_scope("model", custom_getter=store_float32):
+            return layers.Dense(3, dtype=jnp.float16)(x)
+
+    x = rng.normal(size=(2, 4)).astype("float32")
+    outputs, variables = values_of(stage, x)
+    assert variables["model/dense/kernel"].dtype == np.float32
+    expected, _variables = values_of(
+        lambda x: layers.Dense(3, name="model/dense", dtype="float16", param_dtype="float32")(x), x
+    )
+    np.testing.assert_array_equal(outputs, expected)

@@ -1,0 +1,516 @@
+"""Training in mixed precision: equal to a plain loop of the same casts, in memory, kept, and by Flax."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+
+import ipu_pipeline as ipu
+from ipu_pipeline import engine, layers, mixed_precision
+from ipu_pipeline.engine.inspect import Edge
+from ipu_pipeline.optimizers import LossScalingOptimizer
+from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput
+from tests.support import front, layer_cases, models
+
+NUM = 4  # micro-batches
+# XLA otherwise leaves out casts to 16 bits and back within a program, so that results depend on where a
+# model is cut.
+AS_WRITTEN = {"xla_allow_excess_precision": False}
+WORDS, LENGTH, WIDTH = 11, 6, 8
+
+
+def mixed(function):
+    """A stage in mixed precision."""
+    return mixed_precision("mixed_bfloat16")(function)
+
+
+def attend(q, k, v):
+    """Causal attention, [batch, length, width]; its weights in float32."""
+    scores = jnp.einsum("bqc,bkc->bqk", q, k).astype("float32") / np.float32(np.sqrt(WIDTH))
+    is_seen = jnp.tril(jnp.ones((LENGTH, LENGTH), bool))
+    weights = jax.nn.softmax(jnp.where(is_seen, scores, np.float32(-1e9)))
+    return jnp.einsum("bqk,bkc->bqc", weights.astype(v.dtype), v)
+
+
+def block(x, name):
+    with ipu.variable_scope(name):
+        y = layers.LayerNormalization(name="norm1")(x)
+        parts = (layers.Dense(WIDTH, use_bias=False, name=part)(y) for part in "qkv")
+        x = x + layers.Dense(WIDTH, name="out")(attend(*parts))
+        y = layers.LayerNormalization(name="norm2")(x)
+        y = layers.Dense(2 * WIDTH, activation="gelu", name="up")(y)
+        return x + layers.Dense(WIDTH, name="down")(y)
+
+
+@mixed
+def first(tokens):
+    return layers.Embedding(WORDS, WIDTH, name="words")(tokens), tokens
+
+
+@mixed
+def second(x, tokens):
+    return block(x, "block"), tokens
+
+
+@mixed
+def third(x, tokens):
+    x = layers.LayerNormalization(name="norm")(x)
+    return cross_entropy(layers.Dense(WORDS, dtype=jnp.float32, name="head")(x), tokens)
+
+
+def cross_entropy(logits, tokens):
+    logits, wanted = logits[:, :-1].reshape(-1, WORDS), tokens[:, 1:].reshape(-1)
+    return models.cross_entropy(logits, wanted)
+
+
+def plain_loss(variables, tokens):
+    """The same model of its variables, with every cast written out."""
+    half = jnp.bfloat16
+
+    def norm(x, name):
+        x = x.astype("float32")
+        mean, variance = jnp.mean(x, -1, keepdims=True), jnp.var(x, -1, keepdims=True)
+        x = (x - mean) * jax.lax.rsqrt(variance + 1e-3)
+        return (x * variables[f"{name}/gamma"] + variables[f"{name}/beta"]).astype(half)
+
+    def dense(x, name, dtype=half):
+        y = x.astype(dtype) @ variables[f"{name}/kernel"].astype(dtype)
+        bias = variables.get(f"{name}/bias")
+        return y if bias is None else y + jnp.broadcast_to(bias, y.shape).astype(dtype)
+
+    x = jnp.take(variables["words/embeddings"], tokens, axis=0).astype(half)
+    y = norm(x, "block/norm1")
+    x = x + dense(attend(*(dense(y, f"block/{part}") for part in "qkv")), "block/out")
+    y = jax.nn.gelu(dense(norm(x, "block/norm2"), "block/up"), approximate=False)
+    x = x + dense(y, "block/down")
+    return cross_entropy(dense(norm(x, "norm"), "head", jnp.float32), tokens)
+
+
+@functools.cache
+def token_batches(num=NUM):
+    """Sequences that go up by one or two: there is something to learn."""
+    rng = np.random.default_rng(3)
+    starts, steps = rng.integers(0, WORDS, (num, 8, 1)), rng.integers(1, 3, (num, 8, 1))
+    return list(((starts + steps * np.arange(LENGTH)) % WORDS).astype("int32"))
+
+
+STAGES = [first, second, third]
+
+
+def make_pipeline(stages=STAGES, optimizer=None, **options):
+    return engine.Pipeline(
+        stages,
+        num_micro_batches=NUM,
+        loss=lambda loss: loss,
+        optimizer=optax.trace(decay=0.0) if optimizer is None else optimizer,  # its state is the gradient
+        forward_options=[AS_WRITTEN] * len(stages),
+        backward_options=[AS_WRITTEN] * len(stages),
+        **options,
+    )
+
+
+@functools.cache
+def by_hand():
+    """The variables at the start, and the losses and summed gradients of a plain loop."""
+    state = make_pipeline().init(jax.random.key(1), token_batches()[0])
+    variables = models.on_one_device(state.variables)
+    differentiate = jax.jit(jax.value_and_grad(plain_loss), compiler_options=AS_WRITTEN)
+    losses, sums = [], jax.tree.map(jnp.zeros_like, variables)
+    for tokens in token_batches():
+        loss, gradients = differentiate(variables, tokens)
+        losses.append(loss)
+        sums = jax.tree.map(jnp.add, sums, gradients)
+    return variables, losses, sums
+
+
+@pytest.mark.parametrize(
+    ("stages", "options"),
+    [
+        pytest.param(STAGES, {"schedule": "grouped"}, id="grouped"),
+        pytest.param(STAGES, {"device_mapping": [0, 0, 0]}, id="one device", marks=pytest.mark.thorough),
+        pytest.param(
+            STAGES,
+            {"schedule": "interleaved", "recompute": "auto"},
+            id="recomputed",
+            marks=pytest.mark.thorough,
+        ),
+        pytest.param(
+            [lambda tokens: third(*second(*first(tokens)))], {}, id="one stage", marks=pytest.mark.thorough
+        ),
+    ],
+)
+def test_a_transformer_equals_the_plain_loop(stages, options):
+    pipeline = make_pipeline(stages, **options)
+    state = pipeline.init(jax.random.key(1), token_batches()[0])
+    variables, losses, sums = by_hand()
+    assert {value.dtype.name for value in state.variables.values()} == {"float32"}
+    models.assert_trees_close(models.on_one_device(state.variables), variables, 0)
+    after, outputs = pipeline.step(state, token_batches())
+    models.assert_trees_close(models.on_one_device(list(outputs.losses)), losses)
+    trained = pipeline.updates.state_tree.unflatten(jax.tree.leaves(after.optimizer_state)).trace
+    models.assert_trees_close(models.on_one_device(trained), sums)
+
+
+def test_a_transformer_trains():
+    pipeline = make_pipeline(optimizer=optax.adam(3e-2))
+    state = pipeline.init(jax.random.key(1), token_batches()[0])
+    means = []
+    for _ in range(40):
+        state, outputs = pipeline.step(state, token_batches())
+        means.append(np.mean(models.on_one_device(list(outputs.losses))))
+    assert means[0] > 2
+    assert means[-1] < 0.5
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(state.optimizer_state)} == {"float32", "int32"}
+
+
+def test_gradients_are_added_in_float32():
+    """301 ones: in bfloat16, 256 + 1 is 256."""
+
+    @mixed
+    def stage(x):
+        return jnp.sum(layers.Dense(2, name="dense")(x).astype("float32"))
+
+    pipeline = engine.Pipeline(
+        [stage], num_micro_batches=301, loss=lambda loss: loss, optimizer=optax.trace(decay=0.0)
+    )
+    x = np.ones((1, 3), "float32")
+    state, _outputs = pipeline.step(pipeline.init(jax.random.key(0), x), [x] * 301)
+    for gradient in state.optimizer_state.trace.values():
+        np.testing.assert_array_equal(gradient, np.full(gradient.shape, 301, "float32"))
+
+
+def test_the_gradient_of_a_bias_is_added_in_float32():
+    """Of 301 examples within one micro-batch, too."""
+
+    def stage(x):
+        return jnp.sum(
+            layers.Dense(2, name="dense", dtype=jnp.bfloat16, param_dtype=jnp.float32)(x), axis=1
+        )
+
+    pipeline = engine.Pipeline(
+        [stage, lambda y: jnp.sum(y.astype("float32"))],
+        num_micro_batches=1,
+        loss=lambda loss: loss,
+        optimizer=optax.trace(decay=0.0),
+    )
+    x = np.ones((301, 3), "float32")
+    state, _outputs = pipeline.step(pipeline.init(jax.random.key(0), x), [x])
+    np.testing.assert_array_equal(state.optimizer_state.trace["dense/bias"], np.full(2, 301, "float32"))
+
+
+# Memory and transfers.
+
+BATCH, UNITS = 4, 64
+
+
+def make_dense(**dtypes):
+    """Three stages of dense layers, as a pipeline and as a program of the front."""
+
+    def hidden(x, name):
+        for number in range(2):
+            x = layers.Dense(UNITS, activation="tanh", name=f"{name}{number}", **dtypes)(x)
+        return x
+
+    stages = [
+        lambda x: hidden(x, "a"),
+        lambda x: hidden(x, "b"),
+        lambda x: jnp.mean(hidden(x, "c").astype("float32")),
+    ]
+    pipeline = engine.Pipeline(
+        stages, num_micro_batches=NUM, loss=lambda loss: loss, optimizer=optax.sgd(0.1)
+    )
+    pipeline.trace(np.zeros((BATCH, UNITS), "float32"))
+    program = front.compile_program(
+        lambda: ipu.pipelining_ops.pipeline(
+            stages,
+            gradient_accumulation_count=NUM,
+            infeed_queue=ipu.ipu_infeed_queue.IPUInfeedQueue([np.zeros((BATCH, UNITS), "float32")]),
+            outfeed_queue=ipu.ipu_outfeed_queue.IPUOutfeedQueue(),
+            optimizer_function=lambda loss: OptimizerFunctionOutput(optax.sgd(0.1), loss),
+            outfeed_loss=True,
+        )
+    )
+    return pipeline, program
+
+
+def test_half_the_bytes_are_held_and_sent_and_no_weight_is_held():
+    whole, whole_program = make_dense()
+    half, half_program = make_dense(dtype=jnp.bfloat16, param_dtype=jnp.float32)
+    activation = BATCH * UNITS * 4
+    for stage in (0, 1):
+        expected, held = whole.plan_memory()[stage], half.plan_memory()[stage]
+        assert 3 * activation <= expected.num_held_bytes < UNITS * UNITS * 4  # a weight's bytes
+        assert held.num_held_bytes == expected.num_held_bytes / 2
+        assert held.in_flight == expected.in_flight
+    edges = half_program.placement().calls[0].edges
+    feed, *between = edges
+    assert feed == Edge(None, 0, activation, 0)
+    assert between == [
+        Edge(sender, receiver, activation // 2 * (sender < receiver), activation // 2 * (sender > receiver))
+        for sender, receiver in ((0, 1), (1, 0), (1, 2), (2, 1))
+    ]
+    assert [part.num_variable_bytes for part in half_program.placement().calls[0].parts] == [
+        part.num_variable_bytes for part in whole_program.placement().calls[0].parts
+    ]
+
+
+# Through the front: float16 with a scale of the loss, loops, checkpoints.
+
+
+SMALL = 1e-8
+RATE = 0.05 / SMALL
+SCALE = 2.0**26
+
+
+def make_model(scale=None, policy="mixed_float16", **options):
+    def first_stage(rate, x, labels):
+        with mixed_precision(policy):
+            return front.first_stage(rate, x, labels)
+
+    def second_stage(rate, x, labels):
+        with ipu.variable_scope("second"), mixed_precision(policy):
+            logits = layers.Dense(10)(x).astype("float32")
+        loss = jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels))
+        return rate, loss * np.float32(SMALL)  # so that gradients are zero in float16 without a scale
+
+    def optimizer_function(rate, loss):
+        transformation = optax.sgd(rate, momentum=0.9)
+        if scale is not None:
+            transformation = LossScalingOptimizer(transformation, initial_scale=scale)
+        return OptimizerFunctionOutput(transformation, loss)
+
+    batches = list(front.data(3)())
+    return front.Model(
+        dataset=lambda: (batch for _ in range(1000) for batch in batches),
+        computational_stages=[first_stage, second_stage],
+        optimizer_function=optimizer_function,
+        **options,
+    )
+
+
+def values_after(model, num_runs, rate):
+    with ipu.Session(seed=1) as session:
+        session.run(model.initializer)
+        losses = [np.mean(model.run(session, rate)) for _ in range(num_runs)]
+        variables = {name: np.asarray(value) for name, value in session.variables.items()}
+    return np.array(losses) / SMALL, variables
+
+
+def test_float16_trains_with_a_scale_and_not_without():
+    losses, variables = values_after(make_model(SCALE, repeat_count=5), 8, RATE)
+    assert losses[0] > 1.5
+    assert losses[-1] < 0.2, losses
+    assert {value.dtype.name for value in variables.values()} == {"float32"}
+    _losses, start = values_after(make_model(repeat_count=1), 1, 0.0)
+    _losses, same = values_after(make_model(repeat_count=5), 1, RATE)
+    models.assert_trees_close(same, start, 0)
+    assert not np.array_equal(variables["first/dense/kernel"], start["first/dense/kernel"])
+
+
+def test_a_checkpoint_keeps_all_32_bits(tmp_path):
+    path = tmp_path / "checkpoint"
+    model = make_model(SCALE)
+    with ipu.Session(seed=1) as session:
+        session.run(model.initializer)
+        model.run(session, RATE)
+        session.save(path)
+        kept = {name: np.asarray(value) for name, value in session.variables.items()}
+        expected = [model.run(session, RATE) for _ in range(2)]
+    kernel = kept["first/dense/kernel"]
+    assert kernel.dtype == np.float32
+    assert not np.array_equal(kernel, kernel.astype(np.float16).astype(np.float32))
+    again = make_model(SCALE)
+    with ipu.Session(seed=2) as session:
+        session.restore(path)
+        session.run(again.initializer)
+        actual = [again.run(session, RATE) for _ in range(2)]
+    np.testing.assert_array_equal(actual, expected)
+    other = make_model(SCALE, policy="mixed_bfloat16")
+    with ipu.Session(seed=2) as session:
+        session.restore(path)
+        session.run(other.initializer)
+        close = other.run(session, RATE)
+    np.testing.assert_allclose(close, expected[0], rtol=2e-2)
+    assert not np.array_equal(close, expected[0])
+
+
+def test_an_exported_program(tmp_path):
+    """What goes between its stages, and what comes out, is in 16 bits."""
+
+    @mixed
+    def stage(x):
+        return layers.Dense(4)(x)
+
+    x = np.ones((2, 4), "float32")
+    infeed = ipu.ipu_infeed_queue.IPUInfeedQueue([x, 2 * x])
+    outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+    program = front.compile_program(
+        lambda: ipu.pipelining_ops.pipeline(
+            [stage, stage], gradient_accumulation_count=2, infeed_queue=infeed, outfeed_queue=outfeed
+        )
+    )
+    with ipu.Session(seed=1) as session:
+        session.run(infeed.initializer)
+        session.run(program)
+        expected = session.run(outfeed.dequeue())
+        session.export(tmp_path / "exported", program)
+    assert expected.dtype == jnp.bfloat16
+    loaded = ipu.load_program(tmp_path / "exported")
+    np.testing.assert_array_equal(loaded.run([x, 2 * x]), expected)
+
+
+def test_in_a_loop():
+    infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(front.data())
+    outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+
+    @mixed
+    def body(x, labels):
+        logits = layers.Dense(10)(layers.Dense(8, activation="relu")(x)).astype("float32")
+        loss = models.cross_entropy(logits, labels)
+        optimizer = ipu.optimizers.GradientAccumulationOptimizerV2(optax.sgd(0.1), 2)
+        return optimizer.minimize(loss), outfeed.enqueue((loss, logits.astype(jnp.bfloat16)))
+
+    program = front.compile_program(lambda: ipu.loops.repeat(4, body, [], infeed))
+    with ipu.Session(seed=1) as session:
+        session.run(infeed.initializer)
+        session.run(program)
+        losses, logits = session.run(outfeed.dequeue())
+        assert {value.dtype.name for value in session.variables.values()} == {"float32"}
+    assert (losses.dtype, logits.dtype) == (np.float32, jnp.bfloat16)
+    assert np.isfinite(losses).all()
+
+
+# Modules of Flax.
+
+
+ROWS = np.random.default_rng(5).normal(size=(8, 12)).astype("float32")
+
+
+class Block(linen.Module):
+    """With dtypes of its own, or without."""
+
+    dtype: str | None = None
+    param_dtype: str = "float32"
+    has_norm: bool = True
+
+    @linen.compact
+    def __call__(self, x, train=True):
+        dtypes = {"dtype": self.dtype, "param_dtype": self.param_dtype}
+        x = linen.Dense(6, **dtypes)(x)
+        if self.has_norm:
+            x = linen.BatchNorm(use_running_average=not train, momentum=0.8, **dtypes)(x)
+        return linen.Dense(3, **dtypes)(jnp.tanh(x))
+
+
+class NnxBlock(nnx.Module):
+    def __init__(self, rngs, dtype=None, param_dtype="float32"):
+        dtypes = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        self.dense = nnx.Linear(12, 6, **dtypes)
+        self.norm = nnx.BatchNorm(6, momentum=0.8, **dtypes)
+        self.out = nnx.Linear(6, 3, **dtypes)
+
+    def __call__(self, x):
+        return self.out(jnp.tanh(self.norm(self.dense(x))))
+
+
+def make_block(kind, **dtypes):
+    return Block(**dtypes) if kind == "linen" else NnxBlock(nnx.Rngs(7), **dtypes)
+
+
+def trained(layer):
+    """Outputs, variables and gradients of a layer that trains for one micro-batch."""
+
+    def stage(x):
+        y = layer(x)
+        return jnp.mean(y.astype("float32") ** 2), y
+
+    pipeline = engine.Pipeline(
+        [stage],
+        num_micro_batches=1,
+        loss=lambda loss, y: loss,
+        optimizer=optax.trace(decay=0.0),
+        forward_options=[AS_WRITTEN],
+        backward_options=[AS_WRITTEN],
+    )
+    state, outputs = pipeline.step(pipeline.init(jax.random.key(3), ROWS), [ROWS])
+    return outputs.outputs[0][1], state.variables, state.optimizer_state.trace
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.each_value
+def test_a_module_is_as_if_it_had_the_dtypes(kind, dtype):
+    """As Flax does it: its own `dtype` casts inputs and parameters in each module.
+
+    Those of linen's normalizations are not cast; the gradients that they get through our cast are rounded.
+    """
+    options = {"has_norm": False} if kind == "linen" else {}
+    expected, variables, gradients = trained(layers.Flax(make_block(kind, dtype=dtype, **options)))
+    actual, ours, our_gradients = trained(layers.Flax(make_block(kind, **options), dtype=dtype))
+    assert actual.dtype == dtype
+    models.assert_trees_close(actual, expected)
+    models.assert_trees_close(our_gradients, gradients)
+    models.assert_trees_close(ours, variables)
+    assert {value.dtype.name for value in ours.values()} == {"float32"}
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_parameters_of_a_module_have_the_param_dtype(kind):
+    layer = layers.Flax(make_block(kind), dtype=jnp.float32, param_dtype=jnp.bfloat16)
+    outputs, variables = layer_cases.dtypes_of(layer, ROWS)
+    assert outputs == ["float32"]
+    assert {name.rpartition("/")[2]: dtype for name, dtype in variables.items()} == {
+        "kernel": "bfloat16",
+        "bias": "bfloat16",
+        "scale": "bfloat16",
+        "mean": "float32",
+        "var": "float32",
+    }
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_a_module_in_a_block(kind):
+    plain, own = make_block(kind), make_block(kind, dtype="float32", param_dtype="float16")
+    outside = make_block(kind, param_dtype="float16")
+
+    def stage(x):
+        with mixed_precision(dtype=jnp.bfloat16):
+            a = layers.Flax(plain, name="a")(x)  # its parameters are as they were
+        with mixed_precision("mixed_bfloat16"):
+            b = layers.Flax(own, name="b")(x)  # whose own dtype comes last
+        return a, b, layers.Flax(outside, name="c")(x)
+
+    outputs, variables = layer_cases.dtypes_of(stage, ROWS)
+    assert outputs == ["bfloat16", "float32", "float32"]
+    kernels = {name[0]: dtype for name, dtype in variables.items() if name.endswith("kernel")}
+    assert kernels == {"a": "float32", "b": "float32", "c": "float16"}
+
+
+class Counting(linen.Module):
+    """Keeps something in float32, also when it is told to compute in another dtype."""
+
+    @linen.compact
+    def __call__(self, x):
+        scale = self.param("scale", jax.nn.initializers.ones, (), np.float32)
+        last = self.variable("kept", "last", jnp.zeros, x.shape, np.float32)
+        number = self.variable("kept", "number", jnp.zeros, (), np.int32)
+        last.value = x * scale
+        number.value = number.value + 1
+        return last.value
+
+
+def test_what_a_module_keeps_is_cast_back():
+    x = np.full((2,), 1.0, "float32")
+    layer = layers.Flax(Counting(), dtype=jnp.bfloat16)
+    pipeline = engine.Pipeline([layer], num_micro_batches=2)
+    state, outputs = pipeline.step(pipeline.init(jax.random.key(3), x), [x, 2 * x])
+    assert outputs.outputs[0].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(state.variables["flax/kept/last"], 2 * x)
+    assert (state.variables["flax/kept/last"].dtype, state.variables["flax/kept/number"]) == (
+        np.float32,
+        3,
+    )  # once in `init`

@@ -1,0 +1,916 @@
+"""Replicas through the front: optimizers, devices, outfeeds, sessions and checkpoints."""
+
+import functools
+import gc
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import ipu_pipeline as ipu
+from ipu_pipeline import datasets, optimizers
+from ipu_pipeline.ground import warned
+from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput, PipelineSchedule, pipeline
+from tests.engine.test_equality import plain_loss
+from tests.support import front, models
+from tests.support.programs import environment
+
+COUNT, UPDATES = 3, 2
+Queue = ipu.ipu_outfeed_queue.IPUOutfeedQueue
+
+
+@pytest.fixture(autouse=True)
+def nothing_warned(monkeypatch):
+    monkeypatch.setattr(warned, "_warned", set())
+
+
+def select(number, **settings):
+    """Configures so many IPUs."""
+    config = ipu.config.IPUConfig()
+    config.auto_select_ipus = number
+    config.require_power_of_two = False
+    for name, value in settings.items():
+        setattr(config, name, value)
+    config.configure_ipu_system()
+
+
+def elements_of(number, seed=0):
+    return models.mlp_batches(np.random.default_rng(seed), number)
+
+
+def average(opt):
+    return optimizers.CrossReplicaOptimizer(opt)
+
+
+class Model:
+    """The four dense layers of `models` in stages, with queues."""
+
+    def __init__(self, elements, num_stages=4, opt=None, stages=None, trains=True, **options):
+        self.infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(elements)
+        self.outfeed = Queue()
+        opt = average(optax.adam(0.01)) if opt is None else opt
+        given = {
+            "gradient_accumulation_count": COUNT,
+            "infeed_queue": self.infeed,
+            "outfeed_queue": self.outfeed,
+        }
+        if trains:
+            given["optimizer_function"] = lambda loss: OptimizerFunctionOutput(opt, loss)
+            given["outfeed_loss"] = True
+        stages = models.mlp_stages(num_stages) if stages is None else stages
+        self.program = front.compile_program(lambda: pipeline(stages, **(given | options)))
+        self.initializer = self.infeed.initializer
+
+    def run(self, session, times=1):
+        for _time in range(times):
+            session.run(self.program)
+        return session.run(self.outfeed.dequeue())
+
+
+def started(model, seed=3):
+    """A session in which a model's infeed is initialized, and its variables before anything ran."""
+    session = ipu.Session(seed=seed)
+    session.run(model.initializer)
+    session.create_variables(model.program)
+    return session, session.variables
+
+
+def loop(loss, variables, elements, num_replicas, optimizer, reduction="sum", count=COUNT):
+    """Plain jax.grad over the elements k * R + r: losses [updates * count, replicas], and variables."""
+    jax.config.update("jax_numpy_dtype_promotion", "standard")  # for Optax
+    try:
+        state, losses, taken = optimizer.init(variables), [], 0
+        while taken < len(elements):
+            gradients = []
+            for replica in range(num_replicas):
+                own = [elements[taken + k * num_replicas + replica] for k in range(count)]
+                found = [jax.value_and_grad(loss)(variables, *element) for element in own]
+                losses += [[value for value, _gradient in found]]
+                total = jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *(g for _v, g in found))
+                gradients.append(total)
+            divisor = num_replicas * (1 if reduction == "sum" else count)
+            total = jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *gradients)
+            mean = {name: value / divisor for name, value in total.items()}
+            changes, state = optimizer.update(mean, state, variables)
+            variables = optax.apply_updates(variables, changes)
+            taken += count * num_replicas
+    finally:
+        jax.config.update("jax_numpy_dtype_promotion", "strict")
+    stacked = np.array(losses).reshape(-1, num_replicas, count)
+    return stacked.swapaxes(1, 2).reshape(-1, num_replicas), variables
+
+
+# Numbers.
+
+
+def test_training_equals_a_plain_loop():
+    elements = elements_of(2 * COUNT * UPDATES)
+    model = Model(elements)
+    select(8)
+    session, variables = started(model)
+    with session:
+        losses = model.run(session, UPDATES)
+        expected, wanted = loop(plain_loss, variables, elements, 2, optax.adam(0.01))
+        assert losses.shape == (COUNT * UPDATES, 2)
+        models.assert_trees_close(losses, expected)
+        models.assert_trees_close(session.variables, jax.tree.map(np.asarray, wanted))
+        assert session.update_count() == UPDATES
+        empty = session.run(model.outfeed.dequeue())
+        assert (empty.shape, empty.dtype) == ((0, 2), np.float32)
+
+
+TUTORIAL_LAYERS = {"dense256": 256, "dense128": 128, "dense64": 64, "dense32": 32, "logits": 10}
+
+
+def tutorial_stages():
+    """The tutorial's model on images, in four stages through which a learning rate goes."""
+
+    def make(names, is_first, is_last):
+        def stage(rate, x, labels):
+            x = ipu.layers.Flatten()(x) if is_first else x
+            for name in names:
+                activation = None if name == "logits" else jax.nn.relu
+                with ipu.variable_scope("FCModel"), ipu.variable_scope(name):
+                    x = ipu.layers.Dense(TUTORIAL_LAYERS[name], activation=activation)(x)
+            if not is_last:
+                return rate, x, labels
+            return rate, jnp.mean(optax.softmax_cross_entropy_with_integer_labels(x, labels))
+
+        return stage
+
+    groups = [["dense256"], ["dense128"], ["dense64"], ["dense32", "logits"]]
+    return [make(names, names is groups[0], names is groups[-1]) for names in groups]
+
+
+def tutorial_loss(variables, images, labels):
+    x = images.reshape(len(images), -1)
+    for name in TUTORIAL_LAYERS:
+        x = x @ variables[f"FCModel/{name}/dense/kernel"] + variables[f"FCModel/{name}/dense/bias"]
+        x = x if name == "logits" else jax.nn.relu(x)
+    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(x, labels))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("schedule", PipelineSchedule)
+def test_the_tutorial_s_model_equals_a_plain_loop(schedule):
+    digits, updates, count = datasets.load_digits(), 4, 8
+    batches = iter(datasets.TrainingBatches(digits.train_images, digits.train_labels, batch_size=32))
+    elements = [next(batches) for _number in range(2 * count * updates)]
+    model = Model(
+        elements,
+        stages=tutorial_stages(),
+        inputs=[np.float32(0.01)],
+        gradient_accumulation_count=count,
+        pipeline_schedule=schedule,
+        optimizer_function=lambda rate, loss: OptimizerFunctionOutput(average(optax.sgd(rate)), loss),
+    )
+    select(8)
+    session, variables = started(model)
+    with session:
+        losses = model.run(session, updates)
+        expected, wanted = loop(tutorial_loss, variables, elements, 2, optax.sgd(0.01), count=count)
+        models.assert_trees_close(losses, expected)
+        models.assert_trees_close(session.variables, jax.tree.map(np.asarray, wanted))
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "num_replicas", "options"),
+    [
+        (1, 3, {"reduction_method": "running_mean"}),
+        pytest.param(
+            2, 4, {"reduction_method": "mean", "repeat_count": UPDATES}, marks=pytest.mark.thorough
+        ),
+        pytest.param(2, 2, {"gradient_accumulation_dtype": np.float32}, marks=pytest.mark.thorough),
+        pytest.param(4, 2, {"offload_weights": True}, marks=pytest.mark.thorough),
+        pytest.param(2, 3, {"device_mapping": [1, 0]}, marks=pytest.mark.thorough),
+        pytest.param(4, 4, {"device_mapping": [0, 1, 1, 0]}, marks=pytest.mark.thorough),
+    ],
+)
+def test_other_numbers_and_options_equal_a_plain_loop(num_stages, num_replicas, options):
+    elements = elements_of(num_replicas * COUNT * UPDATES)
+    model = Model(elements, num_stages, average(optax.sgd(0.1, momentum=0.9)), **options)
+    select(num_replicas * model.program.num_ipus)
+    session, variables = started(model)
+    with session:
+        losses = model.run(session, UPDATES // options.get("repeat_count", 1))
+        reduction = options.get("reduction_method", "sum")
+        optimizer = optax.sgd(0.1, momentum=0.9)
+        expected, wanted = loop(plain_loss, variables, elements, num_replicas, optimizer, reduction)
+        models.assert_trees_close(losses, expected)
+        models.assert_trees_close(session.variables, jax.tree.map(np.asarray, wanted))
+
+
+@pytest.mark.thorough
+def test_a_count_that_is_fed():
+    count = ipu.placeholder(np.int32, [], name="count")
+    elements = elements_of(2 * 5)
+    model = Model(elements, 2, average(optax.sgd(0.1)), gradient_accumulation_count=count)
+    select(4)
+    session, variables = started(model)
+    with session:
+        session.run(model.program, {count: 2})
+        session.run(model.program, {count: 3})
+        losses = session.run(model.outfeed.dequeue())
+        first, wanted = loop(plain_loss, variables, elements[:4], 2, optax.sgd(0.1), count=2)
+        second, wanted = loop(plain_loss, wanted, elements[4:], 2, optax.sgd(0.1), count=3)
+        models.assert_trees_close(losses, np.concatenate([first, second]))
+        models.assert_trees_close(session.variables, jax.tree.map(np.asarray, wanted))
+
+
+@pytest.mark.thorough
+def test_losses_with_weights_are_divided_by_those_of_all_replicas():
+    """Token-weighted losses: those of one large batch, of all micro-batches of all replicas."""
+    rng = np.random.default_rng(1)
+    elements = [(*element, (rng.random(4) < 0.6).astype("float32")) for element in elements_of(2 * COUNT)]
+
+    def first(x, labels, mask):
+        return models.layer(1)(models.layer(0)(x)), labels, mask
+
+    def second(x, labels, mask):
+        logits = models.layer(3)(models.layer(2)(x))
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+        return jnp.sum(losses * mask), jnp.sum(mask)
+
+    def optimizer_function(loss, weight):
+        return OptimizerFunctionOutput(average(optax.sgd(0.5)), loss, loss_weight=weight)
+
+    model = Model(elements, stages=[first, second], optimizer_function=optimizer_function)
+    select(4)
+    session, variables = started(model)
+    with session:
+        model.run(session)
+
+        def whole(variables):
+            x, labels, mask = (np.concatenate(part) for part in zip(*elements, strict=True))
+            for index in range(len(models.SIZES)):
+                x = x @ variables[f"dense{index}/kernel"] + variables[f"dense{index}/bias"]
+                x = x if index == len(models.SIZES) - 1 else jax.nn.relu(x)
+            losses = optax.softmax_cross_entropy_with_integer_labels(x, labels)
+            return jnp.sum(losses * mask) / jnp.sum(mask)
+
+        gradient = jax.grad(whole)(variables)
+        wanted = {name: value - 0.5 * np.asarray(gradient[name]) for name, value in variables.items()}
+        models.assert_trees_close(session.variables, wanted)
+
+
+# Optimizers.
+
+
+NESTS = {
+    "outside": lambda opt, queue: average(_mapped(_scaled(_watched(opt, queue)))),
+    "inside": lambda opt, queue: _watched(_scaled(_mapped(average(opt))), queue),
+    "between": lambda opt, queue: _mapped(average(_watched(_scaled(opt), queue))),
+}
+
+
+def _mapped(opt):
+    return optimizers.MapGradientOptimizer(opt, lambda gradient, variable: gradient * 0.5 + variable)
+
+
+def _scaled(opt):
+    return optimizers.LossScalingOptimizer(opt, initial_scale=2.0**10)
+
+
+def _watched(opt, queue):
+    after = optimizers.OutfeedOptimizerMode.AFTER_COMPUTE
+    return optimizers.OutfeedOptimizer(opt, queue, after, ["dense3/bias"])
+
+
+@pytest.mark.parametrize(
+    "nest", ["between", *(pytest.param(n, marks=pytest.mark.thorough) for n in ("outside", "inside"))]
+)
+def test_optimizers_in_any_order(nest):
+    elements, queue = elements_of(2 * COUNT), Queue()
+    model = Model(elements, 2, NESTS[nest](optax.sgd(0.1), queue))
+    select(4)
+    session, variables = started(model)
+    with session:
+        model.run(session)
+        gradients = session.run(queue.dequeue())["dense3/bias"]
+        each = [jax.grad(plain_loss)(variables, *element) for element in elements]
+        wanted = {
+            name: value - 0.1 * sum(0.5 * one[name] + value for one in each) / 2
+            for name, value in variables.items()
+        }
+        models.assert_trees_close(session.variables, jax.tree.map(np.asarray, wanted))
+        mapped = [0.5 * one["dense3/bias"] + variables["dense3/bias"] for one in each]
+        models.assert_trees_close(gradients, np.stack(mapped).reshape(COUNT, 2, -1))
+
+
+def test_gradients_that_the_optimizer_gets_are_means_over_replicas():
+    elements, queue = elements_of(2 * COUNT), Queue()
+    before = optimizers.OutfeedOptimizerMode.BEFORE_APPLY
+    opt = average(optimizers.OutfeedOptimizer(optax.sgd(0.1), queue, before, ["dense3/bias"]))
+    model = Model(elements, 2, opt)
+    select(4)
+    session, variables = started(model)
+    with session:
+        assert session.run(queue.dequeue())["dense3/bias"].shape == (0, 10)
+        model.run(session)
+        (gradient,) = session.run(queue.dequeue())["dense3/bias"]  # the same in all replicas
+        each = [jax.grad(plain_loss)(variables, *element)["dense3/bias"] for element in elements]
+        models.assert_trees_close(gradient, np.asarray(sum(each) / 2))
+
+
+def test_wrong_optimizers():
+    with pytest.raises(ValueError, match="average gradients over replicas only once; two are nested"):
+        Model(elements_of(1), 1, average(average(optax.sgd(0.1))))
+    with pytest.raises(TypeError, match="CrossReplicaOptimizer: the optimizer to wrap must be an optax"):
+        average(0.1)
+    accumulating = optimizers.CrossReplicaGradientAccumulationOptimizerV2(optax.sgd(0.1), 2)
+    with pytest.raises(ValueError, match="pipeline accumulates by itself. .* in a CrossReplicaOptimizer"):
+        Model(elements_of(1), 1, accumulating)
+    with pytest.raises(ValueError, match="num_mini_batches must be from 1"):
+        optimizers.CrossReplicaGradientAccumulationOptimizerV2(optax.sgd(0.1), 0)
+
+
+def loop_program(number):
+    """A program that accumulates over iterations of a loop, with a cross-replica optimizer."""
+    infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(elements_of(4))
+
+    def body(x, labels):
+        opt = optimizers.CrossReplicaGradientAccumulationOptimizerV2(optax.sgd(0.1), number)
+        return opt.minimize(models.mlp_stages(1)[0](x, labels))
+
+    def function():
+        return ipu.loops.repeat(4, body, [], infeed)
+
+    return front.compile_program(function), infeed.initializer
+
+
+def test_a_loop_of_one_replica():
+    program, initializer = loop_program(4)
+    select(1)
+    with ipu.Session(seed=3) as session:
+        session.run(initializer)
+        session.create_variables(program)
+        before = session.variables
+        session.run(program)
+        _losses, wanted = loop(plain_loss, before, elements_of(4), 1, optax.sgd(0.1), count=4)
+        models.assert_trees_close(session.variables, jax.tree.map(np.asarray, wanted))
+
+
+# How many replicas there are.
+
+
+def test_more_ipus_alone_make_no_replicas():
+    elements = elements_of(COUNT)
+    model = Model(elements, 2, optax.sgd(0.1))
+    select(8)
+    session, _variables = started(model)
+    with session:
+        assert model.run(session).shape == (COUNT,)
+
+
+def test_an_optimizer_alone_makes_no_replicas():
+    """Devices that nobody configured are as many as programs need, another one's too."""
+    larger = Model(elements_of(COUNT), 4, optax.sgd(0.1), name="other")
+    model = Model(elements_of(2 * COUNT), 2, average(optax.sgd(0.1)))
+    session, _variables = started(model)
+    with session:
+        assert model.run(session).shape == (COUNT,)
+        assert len(ipu.config.selected_devices(0)) == 4
+    del larger
+
+
+@pytest.mark.thorough
+def test_idle_ipus_are_of_no_replica():
+    """Six were asked for, eight are there."""
+    elements = elements_of(2 * COUNT)
+    model = Model(elements, 3)
+    select(6, require_power_of_two=True, auto_round_num_ipus=True)
+    session, variables = started(model)
+    with session:
+        losses = model.run(session)
+        expected, _wanted = loop(plain_loss, variables, elements, 2, optax.adam(0.01))
+        models.assert_trees_close(losses, expected)
+
+
+@pytest.mark.parametrize("number", [5, 7])
+def test_ipus_that_are_no_multiple(number):
+    model = Model(elements_of(COUNT), 4)
+    select(number)
+    session, _variables = started(model)
+    text = (
+        f"IPUConfig selects {number} IPUs for /device:IPU:0, but the pipeline or loop has 4 IPUs and a "
+        "cross-replica optimizer: the number must be a multiple of 4, .*auto_select_ipus to 4 or 8"
+    )
+    with session, pytest.raises(ValueError, match=text):
+        session.run(model.program)
+
+
+def test_too_few_ipus():
+    model = Model(elements_of(COUNT), 4)
+    select(2)
+    with ipu.Session() as session, pytest.raises(ValueError, match="needs 4 IPUs, but .* selected 2"):
+        session.run(model.initializer)
+        session.run(model.program)
+
+
+def test_not_with_batch_serialization():
+    opt = average(optax.sgd(0.1))
+    model = Model(elements_of(8), 2, opt, batch_serialization_iterations=2)
+    select(2)
+    session, _variables = started(model)
+    with session, pytest.raises(ValueError, match="replicas"):
+        session.run(model.program)
+
+
+def test_another_number_of_replicas_in_the_same_session():
+    elements = elements_of(5 * COUNT)
+    model = Model(elements, 2, average(optax.sgd(0.1)))
+    select(4)
+    session, variables = started(model)
+    with session:
+        session.run(model.program)
+        select(2)
+        with pytest.raises(ValueError, match=r"elements of 2 replica\(s\) .* has 1. Dequeue before"):
+            session.run(model.program)
+        losses = session.run(model.outfeed.dequeue())
+        first, wanted = loop(plain_loss, variables, elements[: 2 * COUNT], 2, optax.sgd(0.1))
+        models.assert_trees_close(losses, first)
+        losses = model.run(session)
+        second, wanted = loop(plain_loss, wanted, elements[2 * COUNT : 3 * COUNT], 1, optax.sgd(0.1))
+        models.assert_trees_close(losses, second[:, 0])
+        select(4)
+        third, wanted = loop(plain_loss, wanted, elements[3 * COUNT :], 2, optax.sgd(0.1))
+        models.assert_trees_close(model.run(session), third)
+        models.assert_trees_close(session.variables, jax.tree.map(np.asarray, wanted))
+
+
+def test_inference_beside_training():
+    """It has no cross-replica optimizer, and so one replica, with the weights of all."""
+    elements = elements_of(2 * COUNT)
+    model = Model(elements, 2, average(optax.sgd(0.1)))
+    inference = Model(elements, 2, trains=False, name="inference")
+    select(4)
+    session, _variables = started(model)
+    with session:
+        session.run(inference.initializer)
+        model.run(session)
+        losses = inference.run(session)
+        assert losses.shape == (COUNT,)
+        expected = [plain_loss(session.variables, *element) for element in elements[:COUNT]]
+        models.assert_trees_close(losses, np.array(expected))
+
+
+def test_what_replicas_share_out():
+    arguments = ("replicated_optimizer_state_sharding", "replicated_weight_sharding")
+    found = {}
+    for is_sharded in (False, True):
+        model = Model(elements_of(2 * COUNT), 1, **dict.fromkeys(arguments, is_sharded))
+        select(2)
+        session, _variables = started(model)
+        with session:
+            model.run(session)
+            found[is_sharded] = session.variables
+            state = session.take_snapshot(is_kept=False).state
+            sizes = [leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state.arrays)]
+            assert (
+                sum(sizes) < 0.6 * sum(leaf.nbytes for leaf in jax.tree.leaves(state.arrays))
+            ) is is_sharded
+    models.assert_trees_close(found[True], found[False])
+
+
+def test_one_replica_shares_nothing_out():
+    model = Model(elements_of(2 * COUNT), 1, replicated_weight_sharding=True)
+    select(1)
+    session, _variables = started(model)
+    with (
+        session,
+        pytest.warns(UserWarning, match="replicated_weight_sharding of .* has no effect"),
+    ):
+        model.run(session)
+
+
+@pytest.mark.thorough
+def test_data_that_end_within_an_update_keep_what_was_done():
+    """And the elements that the broken update took are dealt out again when there are more."""
+    elements = elements_of(4 * COUNT)
+    short = elements[: 2 * COUNT + 3]
+    model = Model(lambda: iter(short), 2, average(optax.sgd(0.1)), repeat_count=2)
+    select(4)
+    session, variables = started(model)
+    with session:
+        with pytest.raises(ipu.errors.OutOfRangeError):
+            session.run(model.program)
+        assert session.update_count() == 1
+        expected, wanted = loop(plain_loss, variables, elements[: 2 * COUNT], 2, optax.sgd(0.1))
+        models.assert_trees_close(session.run(model.outfeed.dequeue()), expected)
+        models.assert_trees_close(session.variables, jax.tree.map(np.asarray, wanted))
+        short = elements
+        session.run(model.initializer)
+        losses = model.run(session)
+        expected, wanted = loop(plain_loss, wanted, elements, 2, optax.sgd(0.1))
+        models.assert_trees_close(losses, expected)
+        models.assert_trees_close(session.variables, jax.tree.map(np.asarray, wanted))
+
+
+@pytest.mark.thorough
+def test_averages_of_weights_and_exports_of_what_replicas_trained(tmp_path):
+    elements = elements_of(2 * COUNT * UPDATES)
+    opt = average(optimizers.with_averaged_weights(optax.sgd(0.1), 0.5))
+    model = Model(elements, 2, opt)
+    inference = Model(elements, 2, trains=False, name="inference")
+    select(4)
+    session, variables = started(model)
+    with session:
+        session.run(inference.initializer)
+        model.run(session, UPDATES)
+        averages, weights = dict(variables), variables
+        for number in range(UPDATES):
+            own = elements[number * 2 * COUNT : (number + 1) * 2 * COUNT]
+            _losses, weights = loop(plain_loss, weights, own, 2, optax.sgd(0.1))
+            averages = {name: 0.5 * value + 0.5 * weights[name] for name, value in averages.items()}
+        with session.weights_of("average"):
+            losses = inference.run(session)
+        expected = [plain_loss(averages, *element) for element in elements[:COUNT]]
+        models.assert_trees_close(losses, np.array(expected))
+        session.export(tmp_path / "exported", inference.program)
+        found = ipu.load_program(tmp_path / "exported").run(elements[:COUNT])
+        expected = [plain_loss(session.variables, *element) for element in elements[:COUNT]]
+        models.assert_trees_close(np.asarray(found), np.array(expected))
+
+
+# Checkpoints.
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("numbers", [(2, 1), (1, 2)])
+def test_training_goes_on_with_another_number_of_replicas(numbers, tmp_path):
+    elements = elements_of(3 * COUNT)
+    first, second = numbers
+    select(2 * first)
+    model = Model(elements, 2)
+    session, variables = started(model)
+    with session:
+        model.run(session)
+        session.save(tmp_path / "checkpoint")
+    select(2 * second)
+    model = Model(elements, 2)
+    with ipu.Session() as session:
+        session.restore(tmp_path / "checkpoint")
+        session.run(model.initializer)
+        model.run(session)
+        found = session.variables
+    optimizer = optax.adam(0.01)
+    wanted, state = variables, optimizer.init(variables)
+    jax.config.update("jax_numpy_dtype_promotion", "standard")
+    try:
+        for start, number in ((0, first), (first * COUNT, second)):
+            own = elements[start : start + number * COUNT]
+            each = [jax.grad(plain_loss)(wanted, *element) for element in own]
+            mean = jax.tree.map(lambda *leaves, n=number: sum(leaves[1:], leaves[0]) / n, *each)
+            changes, state = optimizer.update(mean, state, wanted)
+            wanted = optax.apply_updates(wanted, changes)
+    finally:
+        jax.config.update("jax_numpy_dtype_promotion", "strict")
+    models.assert_trees_close(found, jax.tree.map(np.asarray, wanted))
+
+
+# What the last stage returns, sums and metrics.
+
+
+def test_outputs_and_sums_have_an_axis_for_replicas():
+    elements = elements_of(2 * COUNT)
+
+    def stage(x, labels):
+        loss = models.mlp_stages(1)[0](x, labels)
+        ipu.metric("largest", jnp.max(x), "max")
+        ipu.metric("mean", jnp.mean(x))
+        return loss, {"x": x, "labels": labels}
+
+    def optimizer_function(loss, values):
+        return OptimizerFunctionOutput(average(optax.sgd(0.1)), loss)
+
+    model = Model(elements, stages=[stage], optimizer_function=optimizer_function, outfeed_loss=False)
+    sums = Model(
+        elements,
+        stages=[stage],
+        optimizer_function=optimizer_function,
+        outfeed_loss=False,
+        outfeed_mask=[True, False],
+        accumulate_outfeed=True,
+        name="sums",
+    )
+    select(2)
+    session, _variables = started(model)
+    with session:
+        session.run(sums.initializer)
+        _loss, values = model.run(session)
+        xs, labels = (np.stack(part) for part in zip(*elements, strict=True))
+        np.testing.assert_array_equal(values["x"], xs.reshape(COUNT, 2, 4, 12))
+        np.testing.assert_array_equal(values["labels"], labels.reshape(COUNT, 2, 4))
+        metrics = session.metrics()
+        np.testing.assert_allclose(metrics["mean"], [xs.mean()], rtol=1e-5)
+        np.testing.assert_array_equal(metrics["largest"], [xs.max()])
+        (found,) = sums.run(session)
+        models.assert_trees_close(found["x"], xs.reshape(1, COUNT, 2, 4, 12).sum(axis=1))
+
+
+def test_a_queue_in_a_stage_and_mode_last():
+    elements, queue = elements_of(2 * COUNT), Queue()
+    last = Queue(ipu.ipu_outfeed_queue.IPUOutfeedMode.LAST)
+
+    def first(x, labels):
+        queue.enqueue(ipu.replication_ops.replication_index())
+        return x, labels
+
+    model = Model(elements, stages=[first, models.mlp_stages(1)[0]], outfeed_queue=last)
+    select(4)
+    session, variables = started(model)
+    with session:
+        assert session.run(queue.dequeue()).shape == (0, 2)  # by the devices, before anything ran
+        session.run(model.program)
+        np.testing.assert_array_equal(session.run(queue.dequeue()), [[0, 1]] * COUNT)
+        expected = [plain_loss(variables, *element) for element in elements[-2:]]
+        models.assert_trees_close(session.run(last.dequeue()), np.array(expected))
+
+
+def test_synthetic_data(monkeypatch):
+    monkeypatch.setenv("TF_POPLAR_FLAGS", "--use_synthetic_data")
+    model = Model(elements_of(1), 2, average(optax.sgd(0.1)))
+    select(4)
+    session, _variables = started(model)
+    with session:
+        losses = model.run(session, UPDATES)
+        assert (losses.shape, np.any(losses)) == ((COUNT * UPDATES, 2), False)
+        assert session.update_count() == UPDATES
+
+
+def test_placement_shows_the_devices_of_all_replicas():
+    model = Model(elements_of(1), 2)
+    assert "not selected yet" in str(model.program.placement())
+    select(4)
+    first, *rest = str(model.program.placement()).splitlines()
+    assert first == "Pipeline, in 2 replicas"
+    names = list(map(str, jax.devices()))
+    assert any(f"{names[0]}, {names[2]}" in line for line in rest)
+    assert any(f"{names[1]}, {names[3]}" in line for line in rest)
+    select(2)
+    assert str(model.program.placement()).splitlines()[0] == "Pipeline"
+
+
+@pytest.mark.thorough
+def test_the_page_s_example(capsys):
+    """docs/replicas.md: what its programs print, up to the last digit."""
+    text = (Path(__file__).parents[2] / "docs" / "replicas.md").read_text()
+    code, expected = (
+        "".join(re.findall(rf"```{kind}\n(.*?)```", text, re.DOTALL)) for kind in ("python", "text")
+    )
+    exec(code, {})  # noqa: S102
+    printed = capsys.readouterr().out
+    numbers = r"\d\.\d+"
+    assert re.sub(numbers, "#", printed) == re.sub(numbers, "#", expected)
+    for actual, written in zip(re.findall(numbers, printed), re.findall(numbers, expected), strict=True):
+        assert abs(float(actual) - float(written)) < 0.01
+
+
+# Within stages.
+
+
+def test_values_of_all_replicas_and_their_gradients():
+    """The loss of each replica depends on what all of them have."""
+    elements = [(np.float32(number),) for number in range(1, 2 * COUNT + 1)]
+    queue = Queue()
+
+    def stage(x):
+        weight = ipu.get_variable("weight", (), initializer=2.0)
+        mean = ipu.cross_replica_ops.cross_replica_mean(weight * x)
+        total = ipu.cross_replica_ops.cross_replica_sum(weight * x)
+        own = ipu.cross_replica_ops.cross_replica_sum(x, replica_group_size=1)
+        queue.enqueue((mean, total, own))
+        return (weight * x - mean) ** 2 + total
+
+    model = Model(elements, stages=[stage], opt=average(optax.sgd(1.0)))
+    for number in (2, 1):
+        select(number)
+        session, _variables = started(model) if number == 2 else (ipu.Session(seed=3), None)
+        if number == 1:
+            model = Model(elements, stages=[stage], opt=average(optax.sgd(1.0)))
+            session.run(model.initializer)
+        with session:
+            losses = model.run(session).reshape(COUNT, number)
+            found = [part.reshape(COUNT, number) for part in session.run(queue.dequeue())]
+            values = np.array(elements, np.float32)[: number * COUNT, 0].reshape(COUNT, number)
+
+            def total_loss(weight, values=values):
+                mean = (weight * values).mean(axis=1, keepdims=True)
+                total = (weight * values).sum(axis=1, keepdims=True)
+                return (weight * values - mean) ** 2 + total
+
+            models.assert_trees_close(losses, np.asarray(total_loss(np.float32(2))))
+            np.testing.assert_allclose(found[0], np.repeat(2 * values.mean(1, keepdims=True), number, 1))
+            np.testing.assert_allclose(found[1], np.repeat(2 * values.sum(1, keepdims=True), number, 1))
+            np.testing.assert_array_equal(found[2], values)
+            gradient = jax.grad(lambda weight, f=total_loss: jnp.sum(f(weight)))(jnp.float32(2)) / number
+            np.testing.assert_allclose(session.variables["weight"], 2 - gradient, rtol=1e-5)
+
+
+def test_synchronized_batch_normalization_is_that_of_one_large_batch():
+    """Against one replica with micro-batches of twice the size."""
+    elements = elements_of(2 * COUNT * UPDATES)
+    large = [
+        tuple(np.concatenate(pair) for pair in zip(*elements[start : start + 2], strict=True))
+        for start in range(0, len(elements), 2)
+    ]
+
+    def make(synchronized):
+        def first(x, labels):
+            x = models.dense("first", 16, x, jnp.tanh)
+            return ipu.layers.BatchNormalization(synchronized=synchronized, momentum=0.8)(x), labels
+
+        return [first, lambda x, labels: models.cross_entropy(models.dense("last", 10, x), labels)]
+
+    found = []
+    for number, data, synchronized in ((1, large, False), (2, elements, True), (2, elements, None)):
+        if synchronized is None:
+            config = ipu.config.IPUConfig()
+            config.auto_select_ipus = 4
+            config.norms.experimental.distributed_batch_norm_replica_group_size = 2
+            config.configure_ipu_system()
+        else:
+            select(2 * number)
+        model = Model(data, stages=make(synchronized), opt=average(optax.sgd(0.1)))
+        session, _variables = started(model)
+        with session:
+            losses = model.run(session, UPDATES).reshape(COUNT * UPDATES, number).mean(axis=1)
+            found.append((losses, session.variables))
+    models.assert_trees_close(found[1], found[0])
+    models.assert_trees_close(found[2], found[0])
+
+
+def test_batch_normalization_of_each_replica():
+    elements = elements_of(2 * COUNT)
+
+    def stage(x, labels):
+        x = ipu.layers.BatchNormalization(momentum=0.5)(x)
+        return models.cross_entropy(models.dense("last", 10, x), labels)
+
+    model = Model(elements, stages=[stage])
+    select(2)
+    session, _variables = started(model)
+    with session:
+        model.run(session)
+        means = []
+        for replica in range(2):
+            moving = np.zeros(12, np.float32)
+            for x, _labels in elements[replica::2]:
+                moving = moving * 0.5 + x.mean(axis=0) * 0.5
+            means.append(moving)
+        found = session.variables["batch_normalization/moving_mean"]
+        models.assert_trees_close(found, np.mean(means, axis=0))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_wrong_groups_of_batch_normalization(size):
+    def configure(number):
+        config = ipu.config.IPUConfig()
+        config.auto_select_ipus = number
+        config.norms.experimental.distributed_batch_norm_replica_group_size = size
+        config.configure_ipu_system()
+
+    if size == 2:
+        model = Model(elements_of(8), 1)
+        configure(2)
+        text = "is 2, but was 1 when the pipeline 'Pipeline' was compiled"
+    else:
+        configure(2)
+        model = Model(elements_of(8), 1)
+        text = "must be 1, for statistics of each replica, or the number of replicas, .* has 2. It is 3"
+    session, _variables = started(model)
+    with session, pytest.raises(ValueError, match=text):
+        session.run(model.program)
+
+
+def test_wrong_values_and_places():
+    ops = ipu.cross_replica_ops
+
+    def compile_with(function):
+        def stage(x, labels):
+            function(x, labels)
+            return models.mlp_stages(1)[0](x, labels)
+
+        return Model(elements_of(1), stages=[stage])
+
+    for function, error, text in (
+        (
+            lambda x, labels: ops.cross_replica_mean(labels),
+            TypeError,
+            "x must be floating-point numbers; got int",
+        ),
+        (lambda x, labels: ops.cross_replica_sum("x"), TypeError, "cross_replica_sum: x must be an array"),
+        (
+            lambda x, labels: ops.cross_replica_sum(x > 0),
+            TypeError,
+            "x must be an array of numbers; got bool",
+        ),
+        (
+            lambda x, labels: ops.cross_replica_sum(x, 2),
+            NotImplementedError,
+            "must be None, .* or 1; got 2",
+        ),
+        (
+            lambda x, labels: ops.cross_replica_sum(x, 1.5),
+            TypeError,
+            "must be an integer, or None; got 1.5",
+        ),
+    ):
+        with pytest.raises(error, match=text):
+            compile_with(function)
+    for function in (functools.partial(ops.cross_replica_sum, 1.0), ipu.replication_ops.replication_index):
+        with pytest.raises(RuntimeError):
+            function()
+
+
+# Random numbers.
+
+
+def test_random_numbers_differ_between_replicas_or_are_identical(monkeypatch):
+    monkeypatch.setattr(ipu.utils, "_seed", 0)
+    monkeypatch.setattr(ipu.utils, "_has_identical_replicas", False)
+    queue = Queue()
+
+    def stage(x, labels):
+        queue.enqueue(jax.random.uniform(ipu.next_rng_key()))
+        return models.mlp_stages(1)[0](x, labels)
+
+    model, found = Model(elements_of(5 * COUNT), stages=[stage]), []
+    for number, is_identical in ((1, False), (2, True), (2, False)):
+        select(number)
+        with ipu.Session() as session:
+            ipu.utils.reset_ipu_seed(7, experimental_identical_replicas=is_identical)
+            if not found:
+                initializer = model.initializer
+            session.run(initializer)
+            session.run(model.program)
+            found.append(session.run(queue.dequeue()).reshape(COUNT, number))
+            session.run(model.outfeed.dequeue())
+    np.testing.assert_array_equal(found[1], np.repeat(found[0], 2, axis=1))
+    assert len(np.unique(found[2])) == 2 * COUNT
+    with pytest.raises(TypeError, match="experimental_identical_replicas must be True or False; got 1"):
+        ipu.utils.reset_ipu_seed(7, experimental_identical_replicas=1)
+
+
+# popdist.
+
+
+POPDIST_PROGRAM = """
+import json, sys
+from tests.tf1.test_replicas_front import Model, elements_of, select
+import ipu_pipeline as ipu
+popdist = ipu.popdist
+index = popdist.getInstanceIndex()
+model = Model(elements_of(1), 2)
+select(8)
+found = [popdist.getNumInstances(), popdist.getNumTotalReplicas(), popdist.getNumLocalReplicas()]
+with open(f"{sys.argv[1]}/{index}.json", "w") as file:
+    json.dump([popdist.isPopdistEnvSet(), *found, popdist.getReplicaIndexOffset()], file)
+"""
+
+
+@pytest.mark.thorough
+def test_popdist_in_two_processes(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(POPDIST_PROGRAM)
+    root = Path(__file__).parents[2]
+    subprocess.run(
+        [sys.executable, root / "scripts" / "launch_local.py", "-n", "2", program, tmp_path],
+        check=True,
+        timeout=120,
+        env=environment(True) | {"PYTHONPATH": str(root)},
+    )
+    found = [json.loads((tmp_path / f"{index}.json").read_text()) for index in range(2)]
+    assert found == [[True, 2, 4, 2, 0], [True, 2, 4, 2, 2]]
+
+
+def test_popdist():
+    popdist = ipu.popdist
+    gc.collect()  # programs of other tests
+    assert not popdist.isPopdistEnvSet()
+    assert (popdist.getNumInstances(), popdist.getInstanceIndex()) == (1, 0)
+    plain = Model(elements_of(1), 2, optax.sgd(0.1), name="plain")
+    with pytest.raises(RuntimeError, match="there is none. Compile the program before"):
+        popdist.getNumTotalReplicas()
+    model = Model(elements_of(1), 2)
+    assert popdist.getNumIpusPerReplica() == 2
+    assert popdist.checkNumIpusPerReplica(2)
+    assert not popdist.checkNumIpusPerReplica(4)
+    assert popdist.getNumTotalReplicas() == 1
+    with pytest.raises(RuntimeError, match="once IPUs are selected"):
+        popdist.getNumLocalReplicas()
+    select(6)
+    assert popdist.getNumTotalReplicas() == popdist.getNumLocalReplicas() == 3
+    assert popdist.getReplicaIndexOffset() == 0
+    other = Model(elements_of(1), 4)
+    assert popdist.getNumIpusPerReplica() == 4  # that of the last one
+    with pytest.raises(ValueError, match="IPUConfig selects 6 IPUs .* must be a multiple of 4"):
+        popdist.getNumTotalReplicas()
+    del plain, model, other
