@@ -44,16 +44,7 @@ def describe_stages(
     crossings: Sequence[Crossing],
     left_out: Collection[str] = (),
 ) -> tuple[StageDetails, ...]:
-    """What is known of each stage.
-
-    Args:
-      traced: the pipeline, or the body of a loop.
-      programs: the programs of its stages.
-      memory: what the stages hold.
-      trained: full names of the variables that are trained; None without training.
-      crossings: what goes to other IPUs.
-      left_out: full names of variables that are nobody's.
-    """
+    """What is known of each stage, without variables in `left_out`; `trained` is None without training."""
     all_copies = find_copies(traced, [stage.ipu for stage in memory])
     sent: dict[int | None, list[Crossing]] = {}
     for crossing in crossings:
@@ -98,12 +89,7 @@ def describe_stages(
 
 
 def _find_operations(own: StagePrograms, equations: Iterable[Any] | None) -> tuple[float, float]:
-    """The operations of a stage's forward and backward.
-
-    Args:
-      own: the programs of the stage.
-      equations: those of the forward alone, if its program does the backward, too.
-    """
+    """The operations of forward and backward; `equations` are the forward's, if its program does both."""
     both = own.forward.num_operations
     if equations is None:
         backward = 0.0 if own.backward is None else max(own.backward.num_operations, 1.0)
@@ -132,12 +118,7 @@ def add_up_edges(crossings: Iterable[Crossing]) -> tuple[Edge, ...]:
 
 
 def find_shared(traced: TracedPipeline, left_out: Collection[str] = ()) -> tuple[SharedVariables, ...]:
-    """The variables that several stages have, by these stages.
-
-    Args:
-      traced: the pipeline.
-      left_out: full names of variables that are nobody's.
-    """
+    """The variables that several stages have, by these stages; those in `left_out` are not told."""
     having: dict[str, list[int]] = {}
     for index, stage in enumerate(traced.stages):
         for spec in stage.variables:
@@ -152,14 +133,7 @@ def find_shared(traced: TracedPipeline, left_out: Collection[str] = ()) -> tuple
 def find_shared_sends(
     traced: TracedPipeline, ipus: Sequence[int], extra: Mapping[str, Accumulator], dtypes: Mapping[str, Any]
 ) -> tuple[Sent, ...]:
-    """Describes what variables that stages share send, once per weight update.
-
-    Args:
-      traced: the pipeline.
-      ipus: the IPU of each stage.
-      extra: the accumulators that are not their variable's owner's.
-      dtypes: of accumulators, by the variable's full name.
-    """
+    """What shared variables send per weight update; `extra` are the accumulators besides the owners'."""
     sent = []
     for index, copies in enumerate(find_copies(traced, ipus)):
         for spec in copies:
@@ -175,15 +149,7 @@ def find_shared_sends(
 
 
 def find_update_sends(updates: Updates | None, ipus: Sequence[int]) -> tuple[Sent, ...]:
-    """Describes what a weight update sends.
-
-    Args:
-      updates: its programs; None without training.
-      ipus: the IPU of each stage.
-
-    Returns:
-      What is sent, by source and target: scalars first, then arrays in the order in which they are read.
-    """
+    """What a weight update sends, by source and target: scalars first, then arrays as they are read."""
     edges: dict[tuple[int, int], tuple[list[Any], list[Sent]]] = {}
     for move in () if updates is None else updates.moves:
         edge = (ipus[move.source], ipus[move.target])

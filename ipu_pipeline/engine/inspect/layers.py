@@ -41,14 +41,7 @@ class _Node:
 
 
 def find_layers(specs: Iterable[VariableSpec]) -> tuple[Layer, ...]:
-    """The layers of some variables.
-
-    Args:
-      specs: the variables, in their order.
-
-    Returns:
-      The outermost scopes among which there is a choice, in the order of their first variables.
-    """
+    """The outermost scopes among which there is a choice, in the order of their first variables."""
     root = _Node()
     for spec in specs:
         node = root
@@ -78,14 +71,9 @@ def find_innermost(specs: Iterable[VariableSpec]) -> tuple[LayerFacts, ...]:
 
 
 def select_layers(layers: Sequence[Layer], limit: int) -> list[Layer]:
-    """The layers in as much detail as fits a number of lines.
+    """Layers that have all variables together, at most so many where that is possible.
 
-    Args:
-      layers: from `find_layers`.
-      limit: how many there may be; if there are more already, they stay.
-
-    Returns:
-      Layers that have all variables together. The largest ones have been replaced by their parts.
+    The largest ones are replaced by their parts as long as there is room.
     """
     selected = list(layers)
     while True:

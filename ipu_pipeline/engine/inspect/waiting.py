@@ -44,17 +44,10 @@ def estimate_bubble(
     count: int,
     repeats: bool,
 ) -> Bubble | None:
-    """For how much of a step IPUs wait.
+    """For how much of a step IPUs wait; None if all stages are on one IPU.
 
-    Args:
-      stages: what is known of them.
-      make_timetable: the schedule of so many micro-batches, or chunks of them.
-      count: how many of them a step has.
-      repeats: whether in a long step the schedule does the same again and again, so that a shorter one says
-        how long it takes.
-
-    Returns:
-      What was estimated; None if all stages are on one IPU.
+    The step has `count` micro-batches, or chunks of them. If the schedule `repeats` what it does in a long
+    step, a shorter one says how long that takes.
     """
     ipus = sorted({stage.ipu for stage in stages})
     if len(ipus) == 1:
