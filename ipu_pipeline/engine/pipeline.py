@@ -32,15 +32,7 @@ from ipu_pipeline.engine.execution.blocks.runner import BlockRunner
 from ipu_pipeline.engine.execution.contract import Iterated, Pending, Request, Runner
 from ipu_pipeline.engine.execution.runner import ColumnRunner
 from ipu_pipeline.engine.execution.watched import rehearse
-from ipu_pipeline.engine.inspect.crossings import find_crossings, find_flows
-from ipu_pipeline.engine.inspect.describing import (
-    add_up_edges,
-    describe_stages,
-    find_batch_size,
-    find_shared,
-    find_shared_sends,
-    find_update_sends,
-)
+from ipu_pipeline.engine.inspect.describing import describe, find_shared_sends, find_update_sends
 from ipu_pipeline.engine.inspect.facts import PipelineDetails, Sent, select_fields
 from ipu_pipeline.engine.inspect.summary import PipelineSummary
 from ipu_pipeline.engine.inspect.waiting import estimate_bubble
@@ -369,12 +361,17 @@ class Pipeline:
         Raises:
           RuntimeError: the pipeline has not been traced; see `trace`.
         """
-        built, options, plan, ipus = self.built, self.options, self.dispatch_plan, self.device_mapping
+        built, options, plan = self.built, self.options, self.dispatch_plan
         count = self.num_micro_batches if num_micro_batches is None else num_micro_batches
         chunk_size, schedule = 1 if plan is None else plan.chunk_size, options.schedule
-        traced, dtypes, trains = built.traced, built.accumulator_dtypes, built.updates is not None
-        crossings = find_crossings(traced, self._programs, ipus, self.num_carried)
-        return PipelineDetails(
+        trains = built.updates is not None
+        return describe(
+            built.traced,
+            self._programs,
+            self._plan_memory(count or 1, chunk_size),
+            built.accumulator_dtypes if trains else None,
+            self.num_carried,
+            left_out,
             name="Pipeline",
             kind="training" if trains else "inference",
             schedule=schedule if isinstance(schedule, str) else getattr(schedule, "__name__", "a function"),
@@ -382,20 +379,7 @@ class Pipeline:
             num_serialized=self.num_serialized,
             chunk_size=chunk_size,
             is_one_program=self.is_one_program,
-            micro_batch_size=find_batch_size(traced.element),
-            stages=describe_stages(
-                traced,
-                self._programs,
-                self._plan_memory(count or 1, chunk_size),
-                dtypes if trains else None,
-                crossings,
-                left_out,
-            ),
-            edges=add_up_edges(crossings),
-            flows=find_flows(traced, self._programs, ipus),
-            memory=(),
             num_replicas=self._num_replicas,
-            shared=find_shared(traced, left_out),
             sent=self._find_sends(),
             dispatch="" if plan is None else str(plan),
             num_devices_per_ipu=options.num_devices_per_ipu,

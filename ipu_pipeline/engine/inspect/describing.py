@@ -11,8 +11,15 @@ from typing import Any
 
 import jax
 
-from ipu_pipeline.engine.inspect.crossings import Crossing
-from ipu_pipeline.engine.inspect.facts import Edge, Part, Sent, SharedVariables, StageDetails
+from ipu_pipeline.engine.inspect.crossings import Crossing, find_crossings, find_flows
+from ipu_pipeline.engine.inspect.facts import (
+    Edge,
+    Part,
+    PipelineDetails,
+    Sent,
+    SharedVariables,
+    StageDetails,
+)
 from ipu_pipeline.engine.inspect.layers import find_layers
 from ipu_pipeline.engine.jaxprs.costs import count_equations
 from ipu_pipeline.engine.planning.memory import find_copies
@@ -24,27 +31,46 @@ from ipu_pipeline.engine.updates.accumulators import Accumulator
 from ipu_pipeline.engine.updates.cutting import Updates
 from ipu_pipeline.ground.shapes import num_bytes
 
-__all__ = [
-    "add_up_edges",
-    "describe_stages",
-    "find_batch_size",
-    "find_shared",
-    "find_shared_sends",
-    "find_update_sends",
-]
+__all__ = ["describe", "find_shared_sends", "find_update_sends"]
 
 _BACKWARD_PER_FORWARD = 2.0  # of a stage whose operations cannot be counted: two products for each one
 
 
-def describe_stages(
+def describe(
+    traced: TracedPipeline,
+    programs: Sequence[StagePrograms],
+    memory: Sequence[StageMemory],
+    trained: Collection[str] | None,
+    num_carried: int,
+    left_out: Collection[str],
+    **known: Any,
+) -> PipelineDetails:
+    """What the stages and programs of a pipeline or loop say of it; the rest of the facts is `known`.
+
+    Without training `trained` is None; variables in `left_out` are not told.
+    """
+    ipus = [stage.ipu for stage in memory]
+    crossings = find_crossings(traced, programs, ipus, num_carried)
+    return PipelineDetails(
+        micro_batch_size=_find_batch_size(traced.element),
+        stages=_describe_stages(traced, programs, memory, trained, crossings, left_out),
+        edges=_add_up_edges(crossings),
+        flows=find_flows(traced, programs, ipus),
+        memory=(),
+        shared=_find_shared(traced, left_out),
+        **known,
+    )
+
+
+def _describe_stages(
     traced: TracedPipeline,
     programs: Sequence[StagePrograms],
     memory: Sequence[StageMemory],
     trained: Collection[str] | None,
     crossings: Sequence[Crossing],
-    left_out: Collection[str] = (),
+    left_out: Collection[str],
 ) -> tuple[StageDetails, ...]:
-    """What is known of each stage, without variables in `left_out`; `trained` is None without training."""
+    """What is known of each stage."""
     all_copies = find_copies(traced, [stage.ipu for stage in memory])
     sent: dict[int | None, list[Crossing]] = {}
     for crossing in crossings:
@@ -105,7 +131,7 @@ def _count(variables: Iterable[VariableSpec]) -> int:
     return sum(math.prod(spec.shape) for spec in variables)
 
 
-def add_up_edges(crossings: Iterable[Crossing]) -> tuple[Edge, ...]:
+def _add_up_edges(crossings: Iterable[Crossing]) -> tuple[Edge, ...]:
     """The edges with anything on them, by source and target, the feed first."""
     crossing: dict[tuple[int | None, int], tuple[list[Any], list[Any]]] = {}
     for found in crossings:
@@ -117,8 +143,8 @@ def add_up_edges(crossings: Iterable[Crossing]) -> tuple[Edge, ...]:
     )
 
 
-def find_shared(traced: TracedPipeline, left_out: Collection[str] = ()) -> tuple[SharedVariables, ...]:
-    """The variables that several stages have, by these stages; those in `left_out` are not told."""
+def _find_shared(traced: TracedPipeline, left_out: Collection[str]) -> tuple[SharedVariables, ...]:
+    """The variables that several stages have, by these stages."""
     having: dict[str, list[int]] = {}
     for index, stage in enumerate(traced.stages):
         for spec in stage.variables:
@@ -170,7 +196,7 @@ def find_update_sends(updates: Updates | None, ipus: Sequence[int]) -> tuple[Sen
     return tuple(sent)
 
 
-def find_batch_size(element: Any) -> int | None:
+def _find_batch_size(element: Any) -> int | None:
     """The first axis that all arrays of a micro-batch have in common."""
     leaves = jax.tree.leaves(element)
     sizes = {leaf.shape[0] if leaf.shape else None for leaf in leaves}
