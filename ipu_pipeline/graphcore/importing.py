@@ -46,10 +46,15 @@ _OPS = (
     "cross_replica_ops embedding_ops functional_ops nn_ops normalization_ops pipelining_ops rand_ops "
     "replication_ops rnn_ops"
 )
-# Where modules are that users import from the package itself.
+# Where modules are that users import by other paths.
 PATHS = {
     "datasets": "data.datasets",
     "errors": "ground.errors",
+    "executable_cache": "processes.executable_cache",
+    "optimizers.accumulating": f"{_FRONT}.optimizers.gradient_accumulation_optimizer",
+    "optimizers.cross_replica": f"{_FRONT}.optimizers.cross_replica_optimizer",
+    "optimizers.gradients": f"{_FRONT}.optimizers.map_gradient_optimizer",
+    "tables": "ground.tables",
     **{name: f"{_FRONT}.{name}" for name in _IN_FRONT.split()},
     **{name: f"{_FRONT}.ops.{name}" for name in _OPS.split()},
 }
@@ -130,15 +135,14 @@ class _PathFinder(importlib.abc.MetaPathFinder):
         if not fullname.startswith(f"{_ROOT}."):
             return None
         parent, _dot, child = fullname.rpartition(".")
-        own = sys.modules[parent].__name__
-        if parent == _ROOT:
-            real = f"{_ROOT}.{PATHS[child]}" if child in PATHS else None
-        elif own != parent:
+        own, wanted = sys.modules[parent].__name__, fullname.removeprefix(f"{_ROOT}.")
+        if wanted in PATHS:
+            real = f"{_ROOT}.{PATHS[wanted]}"
+        elif own != parent and importlib.machinery.PathFinder.find_spec(f"{own}.{child}", path):
             real = f"{own}.{child}"
-            real = real if importlib.machinery.PathFinder.find_spec(real, path) else None
         else:
-            real = None
-        return None if real is None else importlib.machinery.ModuleSpec(fullname, _RealLoader(real))
+            return None
+        return importlib.machinery.ModuleSpec(fullname, _RealLoader(real))
 
 
 class _RealLoader(importlib.abc.Loader):

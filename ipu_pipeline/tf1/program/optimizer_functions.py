@@ -19,7 +19,7 @@ from ipu_pipeline.engine.fronts import (
 )
 from ipu_pipeline.tf1.graph.internal_variables import is_internal
 from ipu_pipeline.tf1.optimizers.base import unwrap
-from ipu_pipeline.tf1.optimizers.gradients import choose_trained
+from ipu_pipeline.tf1.optimizers.map_gradient_optimizer import choose_trained
 from ipu_pipeline.tf1.program.loss_weights import divide_by_weight, weigh, weight_name
 
 __all__ = ["LossAndTransformation", "OptimizerFunction", "OptimizerFunctionOutput"]

@@ -10,6 +10,7 @@ from typing import Any
 import optax
 
 from ipu_pipeline.engine.fronts import GradientMap
+from ipu_pipeline.graphcore.importing import explain_missing
 from ipu_pipeline.ground.enumerations import list_members
 from ipu_pipeline.queues.outfeed import IPUOutfeedQueue
 from ipu_pipeline.tf1.graph.internal_variables import is_internal
@@ -164,3 +165,6 @@ def choose_trained(names: Sequence[str] | None, trained: Iterable[str]) -> list[
                 f"{', '.join(known)}."
             )
     return known if names is None else list(names)
+
+
+explain_missing(__name__)

@@ -1,16 +1,22 @@
-"""An optimizer for the bodies of loops that updates the weights once every so many iterations."""
+"""Optimizers for the bodies of loops that update the weights once every so many iterations."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
 
+from ipu_pipeline.graphcore.importing import explain_missing
 from ipu_pipeline.ground.checks import is_integer
 from ipu_pipeline.ground.shapes import check_float_dtype
 from ipu_pipeline.tf1.gradient_accumulation import GradientAccumulationReductionMethod
 from ipu_pipeline.tf1.optimizers.base import Accumulation, Optimizer, Unwrapped
+from ipu_pipeline.tf1.optimizers.cross_replica_optimizer import averaged
 
-__all__ = ["GradientAccumulationOptimizerV2"]
+__all__ = [
+    "CrossReplicaGradientAccumulationOptimizerV2",
+    "GradientAccumulationOptimizerV2",
+    "GradientAccumulationReductionMethod",
+]
 
 _MAX_INT32 = 2**31 - 1
 
@@ -33,7 +39,7 @@ class GradientAccumulationOptimizerV2(Optimizer):
         replicated_optimizer_state_sharding: bool = False,
         dtype: Any = None,
         reduction_method: Any = GradientAccumulationReductionMethod.SUM,
-        name: str = "GradientAccumulationOptimizerV2",
+        name: str | None = None,
     ) -> None:
         """Wraps an optimizer.
 
@@ -49,12 +55,12 @@ class GradientAccumulationOptimizerV2(Optimizer):
             wider of this dtype and the variable's, which its state has too: with float32, a float16 model
             gets a float32 Adam.
           reduction_method: SUM, MEAN or RUNNING_MEAN of the gradients, or its name.
-          name: the optimizer's state is kept under it.
+          name: the optimizer's state is kept under it; by default the name of the class.
 
         Raises:
           TypeError, ValueError: an argument is not usable.
         """
-        super().__init__(opt, name)
+        super().__init__(opt, name or type(self).__name__)
         if not is_integer(num_mini_batches):
             raise TypeError(f"num_mini_batches must be an integer; got {num_mini_batches!r}.")
         if not 1 <= num_mini_batches < _MAX_INT32:
@@ -73,21 +79,34 @@ class GradientAccumulationOptimizerV2(Optimizer):
             )
         if dtype is not None and not callable(dtype):
             check_float_dtype(dtype, "dtype")
-        self.num_mini_batches = int(num_mini_batches)
-        self.offloads_state = bool(offload_weight_update_variables)
-        self.shards_state = bool(replicated_optimizer_state_sharding)
-        self.dtype = dtype
-        self.reduction_method = GradientAccumulationReductionMethod.parse(reduction_method)
+        self._accumulation = Accumulation(
+            num_mini_batches=int(num_mini_batches),
+            dtype=dtype,
+            reduction_method=GradientAccumulationReductionMethod.parse(reduction_method),
+            offloads_state=bool(offload_weight_update_variables),
+            shards_state=bool(replicated_optimizer_state_sharding),
+        )
 
     def wrap(self, inner: Unwrapped) -> Unwrapped:
         """Adds the accumulation."""
         if inner.accumulation is not None:
             raise ValueError("An optimizer can accumulate gradients only once; two are nested.")
-        own = Accumulation(
-            self.num_mini_batches,
-            self.dtype,
-            self.reduction_method,
-            self.offloads_state,
-            self.shards_state,
-        )
-        return dataclasses.replace(inner, accumulation=own)
+        return dataclasses.replace(inner, accumulation=self._accumulation)
+
+
+class CrossReplicaGradientAccumulationOptimizerV2(GradientAccumulationOptimizerV2):
+    """A `GradientAccumulationOptimizerV2` that is a `CrossReplicaOptimizer` as well.
+
+    It is for the bodies of loops; a pipeline accumulates by itself, and takes a `CrossReplicaOptimizer`.
+
+    Example:
+      optimizer = CrossReplicaGradientAccumulationOptimizerV2(optax.sgd(0.01), num_mini_batches=16)
+      train_op = optimizer.minimize(loss)
+    """
+
+    def wrap(self, inner: Unwrapped) -> Unwrapped:
+        """Adds the accumulation, and the mean over replicas."""
+        return averaged(super().wrap(inner))
+
+
+explain_missing(__name__)
