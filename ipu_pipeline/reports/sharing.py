@@ -108,11 +108,10 @@ class Shares:
                 for number, step in named:
                     yield from self._forward(stage.index, number, step)
             for stage in reversed(stages):
-                if stage.backward_operations and not stage.is_fused:
+                weight = 0.0 if stage.is_fused else stage.backward_operations
+                if weight:
                     for number, step in named:
-                        yield _Part(
-                            EventKind.BACKWARD, stage.index, number, step, stage.backward_operations
-                        )
+                        yield _Part(EventKind.BACKWARD, stage.index, number, step, weight)
             if launch.updates and (launch.accumulated + places[-1] + 1) % launch.every == 0:
                 yield _Part(EventKind.UPDATE, None, None, named[-1][1], self.update)
 
