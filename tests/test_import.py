@@ -7,6 +7,7 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline import engine, reports
+from ipu_pipeline.engine import inspect
 from tests.support import traces
 
 HEAVY = ("ipu_pipeline.engine", "tensorflow_datasets", "flax", "orbax", "plotly", "tensorflow", "torch")
@@ -63,7 +64,7 @@ def test_what_is_imported_from_it():
 
 
 def test_the_engine_s_names_come_when_they_are_used():
-    for module in (engine, reports):
+    for module in (engine, inspect, reports):
         assert set(module.__all__) <= set(dir(module))
         for name in module.__all__:
             assert getattr(module, name) is getattr(module, name) is not None
@@ -74,6 +75,7 @@ def test_the_engine_s_names_come_when_they_are_used():
     program = """
 import sys
 from ipu_pipeline.engine import Costs, Scenario, schedules, simulate
+from ipu_pipeline.engine.inspect import IpuMemory, PipelineDetails, PipelineFacts
 from ipu_pipeline import engine
 print(engine.schedules is schedules, engine.simulate is simulate, "jax" in sys.modules)
 print(engine.pipeline.Pipeline is engine.Pipeline, "jax" in sys.modules)

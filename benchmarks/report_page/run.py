@@ -25,18 +25,12 @@ from typing import Any
 
 from benchmarks import harness
 from benchmarks.harness import Row
-from ipu_pipeline.engine.planning.memory import IpuMemory
+from ipu_pipeline.engine.inspect import IpuMemory, LayerFacts, PipelineFacts, StageFacts
 from ipu_pipeline.engine.schedules import Costs, Scenario, simulate
 from ipu_pipeline.reports.events import Event
 from ipu_pipeline.reports.page import write_page
 from ipu_pipeline.reports.predictions import timeline_events
-from ipu_pipeline.reports.profile import (
-    DeviceFacts,
-    LayerFacts,
-    PipelineFacts,
-    Profile,
-    StageFacts,
-)
+from ipu_pipeline.reports.profile import DeviceFacts, Profile
 
 QUESTION = "report_page"
 NUM_STAGES = 4
@@ -72,7 +66,7 @@ def make_profile(num_actions: int, num_steps: int) -> Profile:
     memory = tuple(
         IpuMemory(index, 1 << 20, 1 << 21, 1 << 20, 7 << 20, 1 << 16, 1 << 18, 0) for index in range(4)
     )
-    facts = PipelineFacts("Pipeline", "training", "grouped", count, 1, 1, False, 32, stages, (), memory)
+    facts = PipelineFacts("Pipeline", "training", "grouped", count, 1, 1, False, 32, stages, (), (), memory)
     costs = Costs.of(
         NUM_STAGES, forward=[1e-3, 1.3e-3, 1e-3, 0.9e-3], backward=2e-3, update=3e-4, transfer=5e-5
     )

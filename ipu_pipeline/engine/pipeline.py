@@ -32,8 +32,10 @@ from ipu_pipeline.engine.execution.blocks.runner import BlockRunner
 from ipu_pipeline.engine.execution.contract import Iterated, Pending, Request, Runner
 from ipu_pipeline.engine.execution.runner import ColumnRunner
 from ipu_pipeline.engine.execution.watched import rehearse
-from ipu_pipeline.engine.inspect.describing import estimate_bubble, find_shared, summarize_stages
+from ipu_pipeline.engine.inspect.describing import describe, find_shared_sends, find_update_sends
+from ipu_pipeline.engine.inspect.facts import PipelineDetails, Sent, select_fields
 from ipu_pipeline.engine.inspect.summary import PipelineSummary
+from ipu_pipeline.engine.inspect.waiting import estimate_bubble
 from ipu_pipeline.engine.pipeline_options import PipelineOptions, check_positive, check_replicas
 from ipu_pipeline.engine.planning.choosing import choose_dispatch_plan
 from ipu_pipeline.engine.planning.dispatch_plans import DispatchPlan, check_dispatch_plan
@@ -346,6 +348,51 @@ class Pipeline:
             raise ValueError("plan_memory: num_micro_batches must be given, as for `step`; it is None.")
         return count
 
+    def facts(
+        self, num_micro_batches: int | None = None, *, left_out: Collection[str] = ()
+    ) -> PipelineDetails:
+        """What is known of it before anything is compiled. It does not start JAX's backend.
+
+        Args:
+          num_micro_batches: of a step, where the pipeline has no fixed number. Without it, what stages hold
+            is that of a step of one micro-batch.
+          left_out: full names of variables that are not to be told.
+
+        Raises:
+          RuntimeError: the pipeline has not been traced; see `trace`.
+        """
+        built, options, plan = self.built, self.options, self.dispatch_plan
+        count = self.num_micro_batches if num_micro_batches is None else num_micro_batches
+        chunk_size, schedule = 1 if plan is None else plan.chunk_size, options.schedule
+        trains = built.updates is not None
+        return describe(
+            built.traced,
+            self._programs,
+            self._plan_memory(count or 1, chunk_size),
+            built.accumulator_dtypes if trains else None,
+            self.num_carried,
+            left_out,
+            name="Pipeline",
+            kind="training" if trains else "inference",
+            schedule=schedule if isinstance(schedule, str) else getattr(schedule, "__name__", "a function"),
+            num_micro_batches=count,
+            num_serialized=self.num_serialized,
+            chunk_size=chunk_size,
+            is_one_program=self.is_one_program,
+            num_replicas=self._num_replicas,
+            sent=self._find_sends(),
+            dispatch="" if plan is None else str(plan),
+            num_devices_per_ipu=options.num_devices_per_ipu,
+            divided=tuple(built.partitions),
+        )
+
+    def _find_sends(self) -> tuple[Sent, ...]:
+        """What crosses from IPU to IPU per weight update."""
+        traced, ipus = self.traced, self.device_mapping
+        extra = self.plan_accumulators().extra
+        shared = find_shared_sends(traced, ipus, extra, self.built.accumulator_dtypes)
+        return (*shared, *find_update_sends(self.updates, ipus))
+
     def summary(
         self, num_micro_batches: int | None = None, *, left_out: Collection[str] = ()
     ) -> PipelineSummary:
@@ -361,30 +408,15 @@ class Pipeline:
         Raises:
           RuntimeError: the pipeline has not been traced; see `trace`.
         """
-        built, options, plan = self.built, self.options, self.dispatch_plan
         count = self.num_micro_batches if num_micro_batches is None else num_micro_batches
-        chunk_size = 1 if plan is None else plan.chunk_size
-        stages = summarize_stages(
-            built.traced,
-            self._programs,
-            self._plan_memory(count or 2 * len(self.device_mapping), chunk_size),
-            built.accumulator_dtypes,
-            left_out,
-        )
-        has_name, num_chunks = isinstance(options.schedule, str), (count or 0) // chunk_size
-        return PipelineSummary(
-            name="Pipeline",
-            trains=built.updates is not None,
-            unit="micro-batch",
-            schedule=str(options.schedule) if has_name else "of your own",
+        facts = self.facts(count or 2 * len(self.device_mapping), left_out=left_out)
+        has_name, num_chunks = isinstance(self.options.schedule, str), (count or 0) // facts.chunk_size
+        return select_fields(
+            PipelineSummary,
+            facts,
+            schedule=facts.schedule if has_name else "of your own",
             num_micro_batches=count,
-            num_serialized=self.num_serialized,
-            chunk_size=chunk_size,
-            stages=stages,
-            shared=find_shared(built.traced, left_out),
-            bubble=estimate_bubble(stages, self.timetable, num_chunks, has_name) if count else None,
-            dispatch="" if plan is None else str(plan),
-            num_devices_per_ipu=options.num_devices_per_ipu,
+            bubble=estimate_bubble(facts.stages, self.timetable, num_chunks, has_name) if count else None,
         )
 
     @property

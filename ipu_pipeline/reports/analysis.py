@@ -12,8 +12,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from ipu_pipeline.engine.inspect import PipelineFacts
 from ipu_pipeline.reports.events import Event, EventKind, busy_time
-from ipu_pipeline.reports.profile import PipelineFacts, Profile
+from ipu_pipeline.reports.profile import Profile
 
 __all__ = [
     "IpuUse",
@@ -197,7 +198,7 @@ def _analyse(index: int, facts: PipelineFacts, events: Sequence[Event]) -> Pipel
     ipus = _find_use(facts, typical, by_step)
     stages = _find_stages(facts, typical, by_step)
     numbers = [step.num_micro_batches for step in typical]
-    num_micro_batches = facts.num_micro_batches * facts.num_replicas
+    num_micro_batches = (facts.num_micro_batches or 1) * facts.num_replicas
     if numbers:
         num_micro_batches = round(statistics.median(numbers))
     speed = num_micro_batches / step_time * 1e6 if step_time else 0.0

@@ -1,31 +1,21 @@
-"""What pipelines and loops are, as data for a profile."""
+"""What pipelines and loops are, and their devices, as a profile keeps it."""
 
 from __future__ import annotations
 
-import math
-import re
-from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
 
-import jax
-
-from ipu_pipeline.engine.inspect import Launch, LaunchKind
-from ipu_pipeline.engine.inspect.crossings import find_flows
-from ipu_pipeline.engine.tracing.specs import VariableSpec
-from ipu_pipeline.ground.shapes import num_bytes
-from ipu_pipeline.reports.profile import (
-    DeviceFacts,
-    EdgeFacts,
-    FlowFacts,
-    LayerFacts,
+from ipu_pipeline.engine.inspect import (
+    Launch,
+    LaunchKind,
     PipelineFacts,
     StageFacts,
+    find_innermost,
+    select_fields,
 )
+from ipu_pipeline.reports.profile import DeviceFacts
 from ipu_pipeline.reports.recorder import Introduced
-from ipu_pipeline.reports.summaries import summarize
 
-__all__ = ["describe_devices", "describe_layers", "describe_pipeline"]
+__all__ = ["describe_devices", "describe_pipeline"]
 
 
 def describe_devices(introduced: Sequence[Introduced]) -> tuple[DeviceFacts, ...]:
@@ -35,21 +25,6 @@ def describe_devices(introduced: Sequence[Introduced]) -> tuple[DeviceFacts, ...
     return tuple(sorted(facts, key=lambda device: (device.ipu, device.id)))
 
 
-def describe_layers(specs: Sequence[VariableSpec]) -> tuple[LayerFacts, ...]:
-    """The layers of some variables, in the order of their first variables.
-
-    The parts of a name are divided by slashes, or by the dots of torch's names.
-    """
-    layers: dict[str, list[VariableSpec]] = defaultdict(list)
-    for spec in specs:
-        ends = [0, *(match.start() for match in re.finditer(r"[/.]", spec.name))]
-        layers[spec.name[: ends[-1]]].append(spec)
-    return tuple(
-        LayerFacts(name, sum(math.prod(spec.shape) for spec in own), num_bytes(own))
-        for name, own in layers.items()
-    )
-
-
 def describe_pipeline(one: Introduced, launches: Sequence[Launch]) -> PipelineFacts:
     """A pipeline or loop that ran.
 
@@ -57,50 +32,26 @@ def describe_pipeline(one: Introduced, launches: Sequence[Launch]) -> PipelineFa
       one: the pipeline.
       launches: the programs of its that were started.
     """
-    runner, owner, shares = one.runner, one.owner, one.shares
-    traced = runner.residence.traced
-    is_loop = runner.iterated is not None
-    kind = "loop" if is_loop else "inference" if runner.residence.updates is None else "training"
-    schedule, plan = owner.options.schedule, owner.dispatch_plan
-    count = 1 if is_loop else _count_micro_batches(launches)
-    chunk_size = 1 if plan is None else plan.chunk_size
-    given = None if owner.num_micro_batches is not None else max(1, count // shares.num_serialized)
-    held, planned = owner.plan_memory(given), owner.plan_ipu_memory(given)
+    facts, owner = one.facts, one.owner
+    count = 1 if facts.kind == "loop" else _count_micro_batches(launches)
+    given = None if owner.num_micro_batches is not None else max(1, count // facts.num_serialized)
     stages = [
-        StageFacts(
-            index=index,
-            name=stage.place,
-            ipu=shares.ipus[index],
-            level=traced.levels[index],
-            layers=describe_layers([spec for spec in stage.variables if traced.owners[spec.name] == index]),
-            forward_operations=shares.forward[index],
-            backward_operations=shares.backward[index],
-            is_fused=shares.is_fused and index == len(traced.stages) - 1,
-            num_held_bytes=held[index].num_held_bytes,
-            in_flight=held[index].in_flight,
+        select_fields(
+            StageFacts,
+            stage,
+            layers=find_innermost(stage.variables),
+            num_held_bytes=held.num_held_bytes,
+            in_flight=held.in_flight,
         )
-        for index, stage in enumerate(traced.stages)
+        for stage, held in zip(facts.stages, owner.plan_memory(given), strict=True)
     ]
-    _parts, edges = summarize(traced, runner.programs, shares.ipus)
-    return PipelineFacts(
+    return select_fields(
+        PipelineFacts,
+        facts,
         name=one.name,
-        kind=kind,
-        schedule=schedule if isinstance(schedule, str) else getattr(schedule, "__name__", "a function"),
         num_micro_batches=count,
-        num_serialized=shares.num_serialized,
-        chunk_size=chunk_size,
-        is_one_program=owner.is_one_program,
-        micro_batch_size=_find_batch_size(traced.element),
         stages=tuple(stages),
-        edges=tuple(
-            EdgeFacts(edge.source, edge.target, edge.num_forward_bytes, edge.num_backward_bytes)
-            for edge in edges
-        ),
-        flows=tuple(
-            FlowFacts(**flow._asdict()) for flow in find_flows(traced, runner.programs, shares.ipus)
-        ),
-        memory=tuple(planned),
-        num_replicas=shares.num_replicas,
+        memory=tuple(owner.plan_ipu_memory(given)),
     )
 
 
@@ -109,10 +60,3 @@ def _count_micro_batches(launches: Sequence[Launch]) -> int:
     everies = [launch.every for launch in launches if launch.kind == LaunchKind.BLOCK]
     numbers = [launch.first + launch.count for launch in launches if launch.kind != LaunchKind.BLOCK]
     return max([*everies, *numbers], default=1)
-
-
-def _find_batch_size(element: Any) -> int | None:
-    """The first axis that all arrays of a micro-batch have in common."""
-    leaves = jax.tree.leaves(element)
-    sizes = {leaf.shape[0] if leaf.shape else None for leaf in leaves}
-    return sizes.pop() if len(sizes) == 1 else None

@@ -12,9 +12,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from ipu_pipeline.engine.inspect import PipelineFacts
 from ipu_pipeline.reports.analysis import PipelineAnalysis
 from ipu_pipeline.reports.events import COMPILING, REHEARSAL, EventKind
-from ipu_pipeline.reports.profile import PipelineFacts, Profile
+from ipu_pipeline.reports.profile import Profile
 from ipu_pipeline.reports.wording import describe_share, describe_time
 
 __all__ = ["HostTime", "find_host_time"]

@@ -209,7 +209,7 @@ def _transfers(
                 ipus[moved.device],
                 number,
                 launch.stage,
-                recorder.introduced[number].shares.element(launch.first, source),
+                recorder.introduced[number].facts.element(launch.first, source),
                 launch.step,
                 num_bytes=moved.num_bytes,
                 source=source,

@@ -161,23 +161,22 @@ def profile_memory_over_time(profile: Profile, pipeline: int) -> tuple[MemoryOve
         StageMemory(stage.index, stage.ipu, stage.in_flight, stage.num_held_bytes, 0)
         for stage in facts.stages
     ]
-    flows = [Flow(**vars(flow)) for flow in facts.flows]
     events = [
         event
         for event in profile.events
         if event.pipeline == pipeline and (event.stage is None or 0 <= event.stage < len(stages))
     ]
     if facts.num_replicas == 1:
-        return lay_out_memory(stages, facts.memory, flows, events)
+        return lay_out_memory(stages, facts.memory, facts.flows, events)
     made: list[MemoryOverTime] = []
     for replica in range(facts.num_replicas):
-        first = replica * facts.num_ipus
+        first = replica * facts.num_ipus_each
         own = [
             dataclasses.replace(event, ipu=event.ipu - first)
             for event in events
-            if event.ipu is not None and event.ipu // facts.num_ipus == replica
+            if event.ipu is not None and event.ipu // facts.num_ipus_each == replica
         ]
-        held = lay_out_memory(stages, facts.memory, flows, own)
+        held = lay_out_memory(stages, facts.memory, facts.flows, own)
         made += [dataclasses.replace(one, ipu=one.ipu + first) for one in held]
     return tuple(made)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ipu_pipeline.engine import Pipeline
-from ipu_pipeline.engine.inspect.crossings import find_flows
 from ipu_pipeline.reports.memory_over_time import MemoryOverTime, TimedAction, lay_out_memory
 
 __all__ = ["pipeline_memory_over_time"]
@@ -25,5 +24,5 @@ def pipeline_memory_over_time(
       ValueError: see `lay_out_memory`, and `Pipeline.plan_ipu_memory`.
     """
     stages = pipeline.plan_memory(num_micro_batches)
-    flows = find_flows(pipeline.traced, pipeline.programs, pipeline.device_mapping)
-    return lay_out_memory(stages, pipeline.plan_ipu_memory(num_micro_batches), flows, actions)
+    planned, flows = pipeline.plan_ipu_memory(num_micro_batches), pipeline.facts().flows
+    return lay_out_memory(stages, planned, flows, actions)

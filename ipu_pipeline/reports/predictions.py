@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ipu_pipeline.engine.inspect import PipelineFacts
 from ipu_pipeline.engine.schedules import (
     Advice,
     Cluster,
@@ -28,7 +29,7 @@ from ipu_pipeline.engine.schedules import (
 )
 from ipu_pipeline.reports.analysis import PipelineAnalysis
 from ipu_pipeline.reports.events import Event, EventKind
-from ipu_pipeline.reports.profile import PipelineFacts, Profile
+from ipu_pipeline.reports.profile import Profile
 from ipu_pipeline.reports.wording import describe_time
 
 __all__ = ["Predictions", "make_scenario", "predict", "predict_scenario", "timeline_events"]
@@ -246,7 +247,7 @@ def timeline_events(
             events.append(Event(EventKind(kind), *span, pipeline, of, micro_batch))
     sizes = {(source, target): size for source, target, size in links}
     for sending in timeline.transfers():
-        first = sending.micro_batch % num_replicas * facts.num_ipus
+        first = sending.micro_batch % num_replicas * facts.num_ipus_each
         events.append(
             Event(
                 EventKind.TRANSFER,

@@ -13,9 +13,9 @@ from typing import Any
 
 import jax
 
-from ipu_pipeline.engine.inspect import Launch
+from ipu_pipeline.engine.inspect import Launch, PipelineDetails
 from ipu_pipeline.reports.events import REHEARSAL, EventKind
-from ipu_pipeline.reports.sharing import Shares, find_shares
+from ipu_pipeline.reports.sharing import Shares
 
 __all__ = ["HostTime", "Introduced", "Launched", "Moved", "Recorder"]
 
@@ -77,13 +77,18 @@ class Introduced:
       runner: the runner.
       owner: its `Pipeline` or `Loop`.
       name: what people call it.
-      shares: what its actions take.
+      facts: what it is.
     """
 
     runner: Any
     owner: Any
     name: str
-    shares: Shares
+    facts: PipelineDetails
+
+    @property
+    def shares(self) -> Shares:
+        """What its actions take."""
+        return Shares(self.facts)
 
 
 class Recorder:
@@ -140,9 +145,7 @@ class Recorder:
             if place is None:
                 number = len(self.introduced)
                 name = name or ("Pipeline" if not number else f"Pipeline_{number}")
-                self.introduced.append(
-                    Introduced(runner, owner, name, find_shares(runner, owner.num_serialized))
-                )
+                self.introduced.append(Introduced(runner, owner, name, owner.facts()))
             elif name is not None:
                 self.introduced[place] = dataclasses.replace(self.introduced[place], name=name)
 

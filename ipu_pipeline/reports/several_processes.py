@@ -18,9 +18,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ipu_pipeline.engine.inspect import IpuMemory
+from ipu_pipeline.engine.inspect import IpuMemory, PipelineFacts
 from ipu_pipeline.engine.processes import Peers
-from ipu_pipeline.reports.profile import PipelineFacts, Profile, read_profile
+from ipu_pipeline.reports.profile import Profile, read_profile
 
 __all__ = ["Part", "exchange", "merge"]
 
@@ -131,6 +131,6 @@ def _merge_facts(own: Sequence[PipelineFacts]) -> PipelineFacts:
     memories: list[tuple[Any, ...]] = list(zip(*(facts.memory for facts in own), strict=False))
     return dataclasses.replace(
         own[0],
-        num_micro_batches=max(facts.num_micro_batches for facts in own),
+        num_micro_batches=max(facts.num_micro_batches or 1 for facts in own),
         memory=tuple(merge_memory(plans) for plans in memories),
     )

@@ -10,15 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from ipu_pipeline.engine.inspect import Launch, LaunchKind, Runner
-from ipu_pipeline.engine.jaxprs.costs import count_equations
+from ipu_pipeline.engine.inspect import Launch, LaunchKind, PipelineDetails
 from ipu_pipeline.reports.events import Event, EventKind
 
-__all__ = ["Shares", "find_shares"]
+__all__ = ["Shares"]
 
-_BACKWARD_PER_FORWARD = 2.0  # of a stage whose operations cannot be counted: two products for each one
 _PER_TRAINED = 10.0  # operations of a weight update for each element, as of functions element by element
 
 
@@ -34,36 +32,18 @@ class _Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Shares:
-    """What the actions of a runner take.
+    """What the actions of a pipeline's programs take.
 
     Attributes:
-      ipus: of the stages.
-      forward: operations of each stage's forward, for a micro-batch.
-      backward: likewise of its backward; 0 where there is none.
-      update: of a weight update, where one program does all.
-      is_fused: whether the last stage's forward and backward are one program.
-      num_serialized: of a block, micro-batches that a stage handles before the next one starts.
-      is_loop: whether micro-batches are iterations, which are counted on.
-      num_replicas: how many there are. Their micro-batches are numbered as the elements that they are.
+      facts: the pipeline.
     """
 
-    ipus: tuple[int, ...]
-    forward: tuple[float, ...]
-    backward: tuple[float, ...]
-    update: float
-    is_fused: bool
-    num_serialized: int
-    is_loop: bool
-    num_replicas: int = 1
+    facts: PipelineDetails
 
     @property
-    def num_ipus(self) -> int:
-        """How many IPUs a replica has, with those that have no stage."""
-        return max(self.ipus) + 1
-
-    def element(self, number: int, ipu: int) -> int:
-        """The number of a replica's micro-batch among those of all replicas, by an IPU of it."""
-        return number * self.num_replicas + ipu // self.num_ipus
+    def update(self) -> float:
+        """Operations of a weight update, where one program does all."""
+        return max(_PER_TRAINED * self.facts.num_trained, 1.0)
 
     def divide(
         self, launch: Launch, ipu: int, pipeline: int, program: int, begin: float, end: float
@@ -91,7 +71,7 @@ class Shares:
                 ipu,
                 pipeline,
                 part.stage,
-                None if part.micro_batch is None else self.element(part.micro_batch, ipu),
+                None if part.micro_batch is None else self.facts.element(part.micro_batch, ipu),
                 part.step,
                 program=program,
                 is_shared=len(parts) > 1,
@@ -114,57 +94,30 @@ class Shares:
 
     def _forward(self, stage: int, number: int, step: int) -> Iterator[_Part]:
         """What a stage's forward program does for a micro-batch."""
-        yield _Part(EventKind.FORWARD, stage, number, step, self.forward[stage])
-        if self.is_fused and stage == len(self.ipus) - 1:
-            yield _Part(EventKind.BACKWARD, stage, number, step, self.backward[stage])
+        own = self.facts.stages[stage]
+        yield _Part(EventKind.FORWARD, stage, number, step, own.forward_operations)
+        if own.is_fused:
+            yield _Part(EventKind.BACKWARD, stage, number, step, own.backward_operations)
 
     def _block(self, launch: Launch) -> Iterator[_Part]:
-        stages = range(len(self.ipus))
-        for begin in range(0, launch.count, self.num_serialized):
-            places = range(begin, min(begin + self.num_serialized, launch.count))
+        stages, size = self.facts.stages, self.facts.num_serialized
+        for begin in range(0, launch.count, size):
+            places = range(begin, min(begin + size, launch.count))
             named = [self._name(launch, place) for place in places]
             for stage in stages:
                 for number, step in named:
-                    yield from self._forward(stage, number, step)
+                    yield from self._forward(stage.index, number, step)
             for stage in reversed(stages):
-                if self.backward[stage] and not (self.is_fused and stage == stages[-1]):
+                weight = 0.0 if stage.is_fused else stage.backward_operations
+                if weight:
                     for number, step in named:
-                        yield _Part(EventKind.BACKWARD, stage, number, step, self.backward[stage])
+                        yield _Part(EventKind.BACKWARD, stage.index, number, step, weight)
             if launch.updates and (launch.accumulated + places[-1] + 1) % launch.every == 0:
                 yield _Part(EventKind.UPDATE, None, None, named[-1][1], self.update)
 
     def _name(self, launch: Launch, place: int) -> tuple[int, int]:
         """The number of a block's micro-batch, and its step."""
-        if self.is_loop:
+        if self.facts.kind == "loop":
             return launch.first + place, launch.step
         step, number = divmod(launch.accumulated + place, launch.every)
         return number, launch.step + step
-
-
-def find_shares(runner: Runner[Any], num_serialized: int) -> Shares:
-    """What the actions of a runner take, by the operations of its programs."""
-    residence, programs = runner.residence, runner.programs
-    traced, updates = residence.traced, residence.updates
-    forward = [max(own.forward.num_operations, 1.0) for own in programs]
-    backward = [0.0 if own.backward is None else max(own.backward.num_operations, 1.0) for own in programs]
-    # Where there is a loss, the last stage's forward goes on to its gradients.
-    is_fused = updates is not None and programs[-1].backward is None
-    if is_fused:
-        both = programs[-1].forward
-        alone = count_equations(traced.stages[-1].flat.equations)
-        if both.uncounted or alone >= both.num_operations:
-            forward[-1], backward[-1] = 1.0, _BACKWARD_PER_FORWARD
-        else:
-            forward[-1], backward[-1] = max(alone, 1.0), max(both.num_operations - alone, 1.0)
-    trained = {name for _stage, name in residence.accumulator_plan.keys} if updates is not None else set()
-    update = sum(_PER_TRAINED * math.prod(traced.variables[name].shape) for name in trained)
-    return Shares(
-        tuple(row.ipu for row in residence.rows),
-        tuple(forward),
-        tuple(backward),
-        max(update, 1.0),
-        is_fused,
-        num_serialized,
-        runner.iterated is not None,
-        residence.rows[0].num_replicas,
-    )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ipu_pipeline.engine.inspect import PipelineFacts
 from ipu_pipeline.engine.schedules import Scenario
 from ipu_pipeline.reports.analysis import PipelineAnalysis, analyse
 from ipu_pipeline.reports.host_time import HostTime, find_host_time
 from ipu_pipeline.reports.predictions import Predictions, make_scenario, predict
-from ipu_pipeline.reports.profile import PipelineFacts, Profile
+from ipu_pipeline.reports.profile import Profile
 
 __all__ = ["Study", "find_scenario", "study"]
 

@@ -25,7 +25,6 @@ from ipu_pipeline.engine import schedules
 from ipu_pipeline.engine.programs.stage_programs import ValueKind
 from ipu_pipeline.engine.schedules import staircases
 from ipu_pipeline.engine.tracing.traced import Source
-from ipu_pipeline.reports.summaries import summarize
 
 __all__ = [
     "Layer",
@@ -143,7 +142,7 @@ def _read_by(pipeline: engine.Pipeline, stage: int) -> list[Source]:
 
 def bytes_across(pipeline: engine.Pipeline, first: int, second: int) -> tuple[int, int]:
     """The bytes that cross the edge between two stages per micro-batch, forwards and backwards."""
-    edges = summarize(pipeline.traced, pipeline.programs, pipeline.device_mapping)[1]
+    edges = pipeline.facts().edges
     forwards = sum(
         edge.num_forward_bytes for edge in edges if (edge.source, edge.target) == (first, second)
     )

@@ -9,8 +9,7 @@ import optax
 import pytest
 
 from ipu_pipeline import engine
-from ipu_pipeline.engine.inspect.crossings import find_flows
-from ipu_pipeline.engine.planning.memory_plans import Flow, IpuMemory, StageMemory
+from ipu_pipeline.engine.inspect import Flow, IpuMemory, StageMemory
 from ipu_pipeline.engine.schedules.scenarios import Costs, Scenario
 from ipu_pipeline.engine.schedules.simulator import simulate
 from ipu_pipeline.reports.memory_over_time import CATEGORIES, lay_out_memory
@@ -188,7 +187,7 @@ def test_the_peak_of_a_simulated_step_is_the_planned_one(schedule, mapping):
     )
     x = jax.ShapeDtypeStruct((4, 8), np.float32)
     pipeline.trace(x)
-    flows = find_flows(pipeline.traced, pipeline.programs, mapping)
+    flows = pipeline.facts().flows
     assert [(flow.stage, flow.is_backward, flow.num_bytes) for flow in flows] == [
         (0, False, 128), (1, False, 128), (1, True, 128), (2, False, 128), (2, True, 128), (3, True, 128)
     ]  # fmt: skip

@@ -7,8 +7,8 @@ import optax
 
 import ipu_pipeline as ipu
 from ipu_pipeline import loops
+from ipu_pipeline.engine.inspect import Edge, Part, Sent
 from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue
-from ipu_pipeline.reports.summaries import Edge, Part, Sent
 from ipu_pipeline.scopes import ipu_shard
 from tests.support import front
 

@@ -334,7 +334,7 @@ def test_a_number_of_micro_batches_that_is_known_at_run_only():
 def test_long_steps_are_estimated_from_shorter_ones(schedule, monkeypatch):
     made = trace_gpt((2, 1, 3), schedule, count=100)
     whole = made.summary().bubble.share
-    monkeypatch.setattr("ipu_pipeline.engine.inspect.describing._MAX_SIMULATED", 200)
+    monkeypatch.setattr("ipu_pipeline.engine.inspect.waiting._MAX_SIMULATED", 200)
     assert made.summary().bubble.share == pytest.approx(whole, abs=1e-3)
     assert 0 < whole < 1
 

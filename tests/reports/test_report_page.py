@@ -13,6 +13,7 @@ import pytest
 
 from ipu_pipeline.command_line import main
 from ipu_pipeline.engine import Cluster
+from ipu_pipeline.engine.inspect import LayerFacts
 from ipu_pipeline.reports.analysis import analyse, balanced_utilisation
 from ipu_pipeline.reports.capturing import Capture
 from ipu_pipeline.reports.chrome_trace import to_chrome_trace
@@ -26,7 +27,7 @@ from ipu_pipeline.reports.page.memory import pack_measured
 from ipu_pipeline.reports.page.tables import table_of_ipus
 from ipu_pipeline.reports.page.writing import COLOURS, IDLE, INKS
 from ipu_pipeline.reports.predictions import make_scenario, timeline_events
-from ipu_pipeline.reports.profile import DeviceFacts, LayerFacts
+from ipu_pipeline.reports.profile import DeviceFacts
 from ipu_pipeline.reports.studies import study
 from tests.support.traces import ACTION, SENT, SLOT, TRANSFER, UPDATE, make_events, make_facts, make_profile
 

@@ -1,17 +1,10 @@
 """Profiles of pipelines that never ran: every action takes a time-step of its schedule."""
 
-from ipu_pipeline.engine.planning.memory_plans import IpuMemory
+from ipu_pipeline.engine.inspect import Edge, IpuMemory, LayerFacts, PipelineFacts, StageFacts
 from ipu_pipeline.engine.schedules.actions import ActionKind
 from ipu_pipeline.engine.schedules.timetables import timetable
 from ipu_pipeline.reports.events import Event, EventKind
-from ipu_pipeline.reports.profile import (
-    DeviceFacts,
-    EdgeFacts,
-    LayerFacts,
-    PipelineFacts,
-    Profile,
-    StageFacts,
-)
+from ipu_pipeline.reports.profile import DeviceFacts, Profile
 
 SLOT = 1000.0  # microseconds from one time-step to the next
 ACTION, TRANSFER, UPDATE = 900.0, 60.0, 300.0  # what is taken of them
@@ -45,7 +38,7 @@ def make_facts(num_stages=4, num_micro_batches=8, schedule="grouped", name="Pipe
         "is_one_program": num_stages == 1,
         "micro_batch_size": 32,
         "stages": stages,
-        "edges": tuple(EdgeFacts(index, index + 1, SENT, SENT) for index in range(num_stages - 1)),
+        "edges": tuple(Edge(index, index + 1, SENT, SENT) for index in range(num_stages - 1)),
         "flows": (),
         "memory": tuple(
             IpuMemory(index, 1600, 3200, 1600, stage.in_flight << 20, 512, 256, 0)

@@ -11,9 +11,9 @@ from flax import linen, nnx
 
 import ipu_pipeline as ipu
 from ipu_pipeline import engine, layers, mixed_precision
+from ipu_pipeline.engine.inspect import Edge
 from ipu_pipeline.optimizers import LossScalingOptimizer
 from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput
-from ipu_pipeline.reports.summaries import Edge
 from tests.support import front, layer_cases, models
 
 NUM = 4  # micro-batches

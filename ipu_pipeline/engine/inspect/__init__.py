@@ -1,4 +1,4 @@
-"""What fronts and reports may ask about a pipeline or loop: what it is, what it takes, and what it does.
+"""What may be asked about a pipeline or loop: what it is, what it takes, and what its runs do.
 
 Modules are imported when a name is first used, so that what is data is there without JAX.
 """
@@ -13,57 +13,72 @@ if TYPE_CHECKING:
     from ipu_pipeline.engine.devices.elsewhere import is_here
     from ipu_pipeline.engine.execution.contract import Runner
     from ipu_pipeline.engine.inspect.counting import Work, count_work
-    from ipu_pipeline.engine.inspect.layers import fold_names
+    from ipu_pipeline.engine.inspect.facts import (
+        Edge,
+        LayerFacts,
+        Part,
+        PipelineDetails,
+        PipelineFacts,
+        Sent,
+        StageDetails,
+        StageFacts,
+        select_fields,
+    )
+    from ipu_pipeline.engine.inspect.layers import find_innermost, fold_names
     from ipu_pipeline.engine.inspect.live_bytes import LiveBytes
-    from ipu_pipeline.engine.inspect.summary import PipelineSummary, StageSummary, describe_numbers
+    from ipu_pipeline.engine.inspect.summary import PipelineSummary, describe_numbers
     from ipu_pipeline.engine.planning.memory_plans import Flow, IpuMemory, StageMemory
     from ipu_pipeline.engine.watching import Launch, LaunchKind
 
 __all__ = [
+    "Edge",
     "Flow",
     "IpuMemory",
     "Launch",
     "LaunchKind",
+    "LayerFacts",
     "LiveBytes",
+    "Part",
+    "PipelineDetails",
+    "PipelineFacts",
     "PipelineSummary",
     "Runner",
+    "Sent",
+    "StageDetails",
+    "StageFacts",
     "StageMemory",
-    "StageSummary",
     "Work",
     "count_work",
     "describe_numbers",
+    "find_innermost",
     "fold_names",
     "is_here",
+    "select_fields",
     "watching",
 ]
 
+_FACTS = "Edge LayerFacts Part PipelineDetails PipelineFacts Sent StageDetails StageFacts select_fields"
 _HOMES = {
-    "Flow": "planning.memory_plans",
-    "IpuMemory": "planning.memory_plans",
-    "Launch": "watching",
-    "LaunchKind": "watching",
-    "LiveBytes": "inspect.live_bytes",
-    "PipelineSummary": "inspect.summary",
-    "Runner": "execution.contract",
-    "StageMemory": "planning.memory_plans",
-    "StageSummary": "inspect.summary",
-    "Work": "inspect.counting",
-    "count_work": "inspect.counting",
-    "describe_numbers": "inspect.summary",
-    "fold_names": "inspect.layers",
-    "is_here": "devices.elsewhere",
+    "": "watching",
+    ".devices.elsewhere": "is_here",
+    ".execution.contract": "Runner",
+    ".inspect.counting": "Work count_work",
+    ".inspect.facts": _FACTS,
+    ".inspect.layers": "find_innermost fold_names",
+    ".inspect.live_bytes": "LiveBytes",
+    ".inspect.summary": "PipelineSummary describe_numbers",
+    ".planning.memory_plans": "Flow IpuMemory StageMemory",
+    ".watching": "Launch LaunchKind",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name == "watching":
-        value = importlib.import_module("ipu_pipeline.engine.watching")
-    else:
-        value = getattr(importlib.import_module(f"ipu_pipeline.engine.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
+    for home, names in _HOMES.items():
+        if name in names.split():
+            value = getattr(importlib.import_module(f"ipu_pipeline.engine{home}"), name)
+            globals()[name] = value
+            return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

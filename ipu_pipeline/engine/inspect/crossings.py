@@ -15,35 +15,19 @@ __all__ = ["Crossing", "find_crossings", "find_flows"]
 
 
 class Crossing(NamedTuple):
-    """A value that goes to another IPU, once per micro-batch.
+    """A value that goes to another IPU, once per micro-batch."""
 
-    Attributes:
-      stage: the stage that sends it; None for a leaf of the micro-batch.
-      source: the IPU that sends it; None for the host's feed.
-      target: the IPU that gets it.
-      aval: its shape and dtype.
-      is_backward: whether it is a gradient on its way back.
-    """
-
-    stage: int | None
-    source: int | None
-    target: int
-    aval: Any
-    is_backward: bool
+    stage: int | None  # the stage that sends it; None for a leaf of the micro-batch
+    source: int | None  # the IPU that sends it; None for the host's feed
+    target: int  # the IPU that gets it
+    aval: Any  # its shape and dtype
+    is_backward: bool  # whether it is a gradient on its way back
 
 
 def find_crossings(
     traced: TracedPipeline, programs: Sequence[StagePrograms], ipus: Sequence[int], num_carried: int = 0
 ) -> list[Crossing]:
-    """Finds them.
-
-    Args:
-      traced: the pipeline, or the body of a loop.
-      programs: the programs of its stages.
-      ipus: the IPU of each stage.
-      num_carried: how many leaves at the beginning of a micro-batch are carried by a loop: they come from
-        the last stage's IPU.
-    """
+    """What crosses. The last stage's IPU sends the first `num_carried` leaves, which a loop carries."""
     forward: dict[tuple[Source, int], Crossing] = {}
     backward: list[Crossing] = []
 
@@ -75,13 +59,7 @@ def find_crossings(
 def find_flows(
     traced: TracedPipeline, programs: Sequence[StagePrograms], ipus: Sequence[int]
 ) -> tuple[Flow, ...]:
-    """Finds them, on one IPU as well; what has the same way is one.
-
-    Args:
-      traced: the pipeline, or the body of a loop.
-      programs: the programs of its stages.
-      ipus: the IPU of each stage.
-    """
+    """What goes from stage to stage, on one IPU as well; what has the same way is one."""
     used: dict[tuple[Source, int], tuple[set[int], set[int]]] = {}
     sizes: dict[tuple[int, bool, int, tuple[int, ...], tuple[int, ...]], int] = {}
     for index, (stage, own) in enumerate(zip(traced.stages, programs, strict=True)):

@@ -1,52 +1,80 @@
-"""Summarizes a pipeline or loop before it is compiled. It starts no backend.
+"""Describes the stages of a traced pipeline or loop, and what crosses between them. It starts no backend.
 
-Compute is counted from the jaxprs (`jaxprs.costs`), memory by `planning.memory`. The bubble is simulated,
-as if every action took as long as its operations say on a device of its own, and counted in time-steps of
-the schedule. With N stages, each on its own IPU, and G micro-batches, the latter is (N-1)/(G+N-1) for
-Grouped and Interleaved.
+Compute is counted from the jaxprs (`jaxprs.costs`), memory by `planning.memory`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
-from ipu_pipeline.engine.inspect.crossings import find_crossings
-from ipu_pipeline.engine.inspect.summary import Bubble, SharedVariables, StageSummary
+import jax
+
+from ipu_pipeline.engine.inspect.crossings import Crossing, find_crossings, find_flows
+from ipu_pipeline.engine.inspect.facts import (
+    Edge,
+    Part,
+    PipelineDetails,
+    Sent,
+    SharedVariables,
+    StageDetails,
+)
+from ipu_pipeline.engine.inspect.layers import find_layers
+from ipu_pipeline.engine.jaxprs.costs import count_equations
+from ipu_pipeline.engine.planning.memory import find_copies
 from ipu_pipeline.engine.planning.memory_plans import StageMemory
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms
-from ipu_pipeline.engine.schedules.checking import Timetable
-from ipu_pipeline.engine.schedules.scenarios import Costs, Scenario
-from ipu_pipeline.engine.schedules.simulator import predict_step_time
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.engine.tracing.traced import TracedPipeline
+from ipu_pipeline.engine.updates.accumulators import Accumulator
+from ipu_pipeline.engine.updates.cutting import Updates
 from ipu_pipeline.ground.shapes import num_bytes
 
-__all__ = ["estimate_bubble", "find_shared", "summarize_stages"]
+__all__ = ["describe", "find_shared_sends", "find_update_sends"]
 
-_MAX_SIMULATED = 2**15  # actions; of more micro-batches those in the middle take as long as each other
+_BACKWARD_PER_FORWARD = 2.0  # of a stage whose operations cannot be counted: two products for each one
 
 
-def summarize_stages(
+def describe(
     traced: TracedPipeline,
     programs: Sequence[StagePrograms],
     memory: Sequence[StageMemory],
-    trained: Collection[str],
-    left_out: Collection[str] = (),
-    num_carried: int = 0,
-) -> tuple[StageSummary, ...]:
-    """What is known of each stage.
+    trained: Collection[str] | None,
+    num_carried: int,
+    left_out: Collection[str],
+    **known: Any,
+) -> PipelineDetails:
+    """What the stages and programs of a pipeline or loop say of it; the rest of the facts is `known`.
 
-    Args:
-      traced: the pipeline, or the body of a loop.
-      programs: the programs of its stages.
-      memory: what the stages hold.
-      trained: full names of the variables that are trained.
-      left_out: full names of variables that are nobody's.
-      num_carried: how many leaves at the beginning of a micro-batch are carried by a loop.
+    Without training `trained` is None; variables in `left_out` are not told.
     """
     ipus = [stage.ipu for stage in memory]
     crossings = find_crossings(traced, programs, ipus, num_carried)
+    return PipelineDetails(
+        micro_batch_size=_find_batch_size(traced.element),
+        stages=_describe_stages(traced, programs, memory, trained, crossings, left_out),
+        edges=_add_up_edges(crossings),
+        flows=find_flows(traced, programs, ipus),
+        memory=(),
+        shared=_find_shared(traced, left_out),
+        **known,
+    )
+
+
+def _describe_stages(
+    traced: TracedPipeline,
+    programs: Sequence[StagePrograms],
+    memory: Sequence[StageMemory],
+    trained: Collection[str] | None,
+    crossings: Sequence[Crossing],
+    left_out: Collection[str],
+) -> tuple[StageDetails, ...]:
+    """What is known of each stage."""
+    all_copies = find_copies(traced, [stage.ipu for stage in memory])
+    sent: dict[int | None, list[Crossing]] = {}
+    for crossing in crossings:
+        sent.setdefault(crossing.stage, []).append(crossing)
     found = []
     for index, (stage, own, held) in enumerate(zip(traced.stages, programs, memory, strict=True)):
         variables = tuple(
@@ -54,20 +82,30 @@ def summarize_stages(
             for spec in stage.variables
             if traced.owners[spec.name] == index and spec.name not in left_out
         )
-        sent = [crossing for crossing in crossings if crossing.stage == index]
+        copies = all_copies[index]
+        names = (*(spec.name for spec in variables), *(f"{spec.name} (a copy)" for spec in copies))
+        num_operations, size = len(stage.flat.equations), num_bytes([*variables, *copies])
         both = [own.forward, *([] if own.backward is None else [own.backward])]
+        # Where there is a loss, the last stage's forward goes on to its gradients.
+        is_fused = trained is not None and own.backward is None and index == len(traced.stages) - 1
+        forward, backward = _find_operations(own, stage.flat.equations if is_fused else None)
         found.append(
-            StageSummary(
+            StageDetails(
                 index=index,
+                name=stage.place,
                 ipu=held.ipu,
                 level=traced.levels[index],
-                place=stage.place,
-                variables=variables,
-                num_trained=sum(math.prod(spec.shape) for spec in variables if spec.name in trained),
-                num_sent_bytes=num_bytes(one.aval for one in sent if not one.is_backward),
-                num_returned_bytes=num_bytes(one.aval for one in sent if one.is_backward),
+                layers=find_layers(variables),
+                forward_operations=forward,
+                backward_operations=backward,
+                is_fused=is_fused,
                 num_held_bytes=held.num_held_bytes,
                 in_flight=held.in_flight,
+                variables=variables,
+                num_trained=_count(spec for spec in variables if spec.name in (trained or ())),
+                part=Part(index, held.ipu, num_operations, names, size),
+                num_sent_bytes=num_bytes(one.aval for one in sent.get(index, ()) if not one.is_backward),
+                num_returned_bytes=num_bytes(one.aval for one in sent.get(index, ()) if one.is_backward),
                 num_forward_flop=own.forward.num_operations,
                 num_backward_flop=0.0 if own.backward is None else own.backward.num_operations,
                 uncounted=frozenset[str]().union(*(program.uncounted for program in both)),
@@ -76,13 +114,37 @@ def summarize_stages(
     return tuple(found)
 
 
-def find_shared(traced: TracedPipeline, left_out: Collection[str] = ()) -> tuple[SharedVariables, ...]:
-    """The variables that several stages have, by these stages.
+def _find_operations(own: StagePrograms, equations: Iterable[Any] | None) -> tuple[float, float]:
+    """The operations of forward and backward; `equations` are the forward's, if its program does both."""
+    both = own.forward.num_operations
+    if equations is None:
+        backward = 0.0 if own.backward is None else max(own.backward.num_operations, 1.0)
+        return max(both, 1.0), backward
+    alone = count_equations(equations)
+    if own.forward.uncounted or alone >= both:
+        return 1.0, _BACKWARD_PER_FORWARD
+    return max(alone, 1.0), max(both - alone, 1.0)
 
-    Args:
-      traced: the pipeline.
-      left_out: full names of variables that are nobody's.
-    """
+
+def _count(variables: Iterable[VariableSpec]) -> int:
+    """Elements of some variables."""
+    return sum(math.prod(spec.shape) for spec in variables)
+
+
+def _add_up_edges(crossings: Iterable[Crossing]) -> tuple[Edge, ...]:
+    """The edges with anything on them, by source and target, the feed first."""
+    crossing: dict[tuple[int | None, int], tuple[list[Any], list[Any]]] = {}
+    for found in crossings:
+        on_edge = crossing.setdefault((found.source, found.target), ([], []))
+        on_edge[found.is_backward].append(found.aval)
+    return tuple(
+        Edge(*edge, *map(num_bytes, crossing[edge]))
+        for edge in sorted(crossing, key=lambda edge: (edge[0] is not None, edge))
+    )
+
+
+def _find_shared(traced: TracedPipeline, left_out: Collection[str]) -> tuple[SharedVariables, ...]:
+    """The variables that several stages have, by these stages."""
     having: dict[str, list[int]] = {}
     for index, stage in enumerate(traced.stages):
         for spec in stage.variables:
@@ -94,59 +156,48 @@ def find_shared(traced: TracedPipeline, left_out: Collection[str] = ()) -> tuple
     return tuple(SharedVariables(stages, tuple(specs)) for stages, specs in groups.items())
 
 
-def estimate_bubble(
-    stages: Sequence[StageSummary],
-    make_timetable: Callable[[int], Timetable],
-    count: int,
-    repeats: bool,
-) -> Bubble | None:
-    """For how much of a step IPUs wait.
-
-    Args:
-      stages: what is known of them.
-      make_timetable: the schedule of so many micro-batches, or chunks of them.
-      count: how many of them a step has.
-      repeats: whether in a long step the schedule does the same again and again, so that a shorter one says
-        how long it takes.
-
-    Returns:
-      What was estimated; None if all stages are on one IPU.
-    """
-    ipus = sorted({stage.ipu for stage in stages})
-    if len(ipus) == 1:
-        return None
-    timetable = make_timetable(count)
-    num_slots = len(ipus) * timetable.num_time_steps
-    of_ipu = {ipu: sum(stage.num_flop for stage in stages if stage.ipu == ipu) for ipu in ipus}
-    total = sum(of_ipu.values())
-    length = _estimate_length(stages, make_timetable, count, repeats) if total else None
-    longest = max(ipus, key=lambda ipu: of_ipu[ipu])
-    return Bubble(
-        share=None if not length else max(0.0, 1 - count * total / (len(ipus) * length)),
-        lock_step_share=1 - len(timetable.order) / num_slots,
-        longest_ipu=longest,
-        longest_share=of_ipu[longest] / total if total else None,
-    )
+def find_shared_sends(
+    traced: TracedPipeline, ipus: Sequence[int], extra: Mapping[str, Accumulator], dtypes: Mapping[str, Any]
+) -> tuple[Sent, ...]:
+    """What shared variables send per weight update; `extra` are the accumulators besides the owners'."""
+    sent = []
+    for index, copies in enumerate(find_copies(traced, ipus)):
+        for spec in copies:
+            home = ipus[traced.owners[spec.name]]
+            sent.append(Sent(home, ipus[index], spec.name, num_bytes([spec]), f"stage {index}"))
+    for variable, index in extra.values():
+        spec, home = traced.variables[variable], ipus[traced.owners[variable]]
+        if ipus[index] != home:
+            aval = jax.ShapeDtypeStruct(spec.shape, dtypes[variable])
+            what = f"gradient of {variable}"
+            sent.append(Sent(ipus[index], home, what, num_bytes([aval]), "the sum at its owner"))
+    return tuple(sent)
 
 
-def _estimate_length(
-    stages: Sequence[StageSummary], make_timetable: Callable[[int], Timetable], count: int, repeats: bool
-) -> float | None:
-    """How long a step takes, in operations; None if it is too long to be simulated."""
+def find_update_sends(updates: Updates | None, ipus: Sequence[int]) -> tuple[Sent, ...]:
+    """What a weight update sends, by source and target: scalars first, then arrays as they are read."""
+    edges: dict[tuple[int, int], tuple[list[Any], list[Sent]]] = {}
+    for move in () if updates is None else updates.moves:
+        edge = (ipus[move.source], ipus[move.target])
+        if edge[0] == edge[1]:
+            continue
+        scalars, arrays = edges.setdefault(edge, ([], []))
+        if move.aval.size == 1:
+            scalars.append(move.aval)
+        else:
+            what = move.what or f"{move.aval.dtype.name}{list(move.aval.shape)}"
+            arrays.append(Sent(*edge, what, num_bytes([move.aval]), move.primitive))
+    sent = []
+    for edge, (scalars, arrays) in sorted(edges.items()):
+        if scalars:
+            what = f"{len(scalars)} scalar{'s' if len(scalars) > 1 else ''}"
+            sent.append(Sent(*edge, what, num_bytes(scalars), ""))
+        sent += arrays
+    return tuple(sent)
 
-    def simulated(number: int) -> float:
-        return predict_step_time(
-            Scenario(costs, make_timetable(number), number, ipus, levels, training=any(backward))
-        )
 
-    backward = [stage.num_backward_flop for stage in stages]
-    costs = Costs.of(len(stages), forward=[stage.num_forward_flop for stage in stages], backward=backward)
-    ipus, levels = tuple(stage.ipu for stage in stages), tuple(stage.level for stage in stages)
-    enough = max(4 * len(stages), _MAX_SIMULATED // (2 * len(stages)))
-    if count <= enough:
-        return simulated(count)
-    if not repeats:
-        return None
-    half = enough // 2
-    each = (simulated(enough) - simulated(half)) / (enough - half)
-    return simulated(enough) + (count - enough) * each
+def _find_batch_size(element: Any) -> int | None:
+    """The first axis that all arrays of a micro-batch have in common."""
+    leaves = jax.tree.leaves(element)
+    sizes = {leaf.shape[0] if leaf.shape else None for leaf in leaves}
+    return sizes.pop() if len(sizes) == 1 else None

@@ -10,42 +10,17 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from ipu_pipeline.engine.inspect.facts import Layer, LayerFacts
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.ground.shapes import num_bytes
 
-__all__ = ["Layer", "find_layers", "fold_names", "select_layers"]
+__all__ = ["find_innermost", "find_layers", "fold_names", "select_layers"]
 
 _NUMBER = re.compile(r"[0-9]+")
 _PART = re.compile(r"[^/.]+[/.]?|[/.]")
 _MAX_DEPTH = 50  # of scopes that are told apart; Python does not recurse without end
-
-
-@dataclass(frozen=True)
-class Layer:
-    """A scope of variables, or several equal ones.
-
-    Attributes:
-      name: its full name, with `{3..5}` in place of the number in which equal ones differ. Variables that
-        stand beside scopes are one layer, `scope/(one, other)`.
-      count: how many equal ones there are.
-      num_parameters: elements of the variables, of all equal ones together.
-      num_bytes: how much they take.
-      parts: what it consists of, of which the same holds: scopes, and variables without parts.
-    """
-
-    name: str
-    count: int
-    num_parameters: int
-    num_bytes: int
-    parts: tuple[Layer, ...] = ()
-
-    @property
-    def has_scopes(self) -> bool:
-        """Whether it has more in it than variables."""
-        return any(part.parts for part in self.parts)
 
 
 class _Node:
@@ -66,14 +41,7 @@ class _Node:
 
 
 def find_layers(specs: Iterable[VariableSpec]) -> tuple[Layer, ...]:
-    """The layers of some variables.
-
-    Args:
-      specs: the variables, in their order.
-
-    Returns:
-      The outermost scopes among which there is a choice, in the order of their first variables.
-    """
+    """The outermost scopes among which there is a choice, in the order of their first variables."""
     root = _Node()
     for spec in specs:
         node = root
@@ -90,15 +58,22 @@ def find_layers(specs: Iterable[VariableSpec]) -> tuple[Layer, ...]:
     return _make_parts(root, prefix, 1)
 
 
+def find_innermost(specs: Iterable[VariableSpec]) -> tuple[LayerFacts, ...]:
+    """The innermost scopes of some variables, in the order of their first variables."""
+    scopes: dict[str, list[VariableSpec]] = {}
+    for spec in specs:
+        ends = [0, *(match.start() for match in re.finditer(r"[/.]", spec.name))]
+        scopes.setdefault(spec.name[: ends[-1]], []).append(spec)
+    return tuple(
+        LayerFacts(name, sum(math.prod(spec.shape) for spec in own), num_bytes(own))
+        for name, own in scopes.items()
+    )
+
+
 def select_layers(layers: Sequence[Layer], limit: int) -> list[Layer]:
-    """The layers in as much detail as fits a number of lines.
+    """Layers that have all variables together, at most so many where that is possible.
 
-    Args:
-      layers: from `find_layers`.
-      limit: how many there may be; if there are more already, they stay.
-
-    Returns:
-      Layers that have all variables together. The largest ones have been replaced by their parts.
+    The largest ones are replaced by their parts as long as there is room.
     """
     selected = list(layers)
     while True:
@@ -125,14 +100,13 @@ def _make_parts(node: _Node, prefix: str, count: int) -> tuple[Layer, ...]:
             own = _describe(prefix + name, total, [child.spec])
             parts = (own, *parts)
         full_name = (prefix + name).rstrip("/.") or prefix + name
-        made.append(Layer(full_name, number, num_parameters, total * num_bytes(specs), parts))
+        made.append(Layer(full_name, num_parameters, total * num_bytes(specs), number, parts))
     variables = [layer for layer in made if not layer.parts]
     if len(variables) < 2 or (len(variables) == len(made) and prefix):
         return tuple(made)
     names = ", ".join(layer.name[len(prefix) :] for layer in variables)
     joined = Layer(
         f"{prefix}({names})" if prefix else names,
-        1,
         sum(layer.num_parameters for layer in variables),
         sum(layer.num_bytes for layer in variables),
     )
@@ -143,7 +117,7 @@ def _make_parts(node: _Node, prefix: str, count: int) -> tuple[Layer, ...]:
 
 def _describe(name: str, count: int, specs: Sequence[VariableSpec]) -> Layer:
     num_parameters = count * sum(math.prod(spec.shape) for spec in specs)
-    return Layer(name, 1, num_parameters, count * num_bytes(specs))
+    return Layer(name, num_parameters, count * num_bytes(specs))
 
 
 def _fold(children: dict[str, _Node]) -> list[tuple[str, int, _Node]]:

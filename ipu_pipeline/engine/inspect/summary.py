@@ -1,4 +1,4 @@
-"""What a pipeline or loop will need and do, per stage; `str` makes a table of it, of 40 lines at most.
+"""What a pipeline or loop will need and do, as a table with its stages, of 40 lines at most.
 
 If all layers of all stages do not fit, those of a stage are told together, and then equal stages as well;
 only stages that all differ, and are more than that, take more lines.
@@ -6,17 +6,16 @@ only stages that all differ, and are more than that, take more lines.
 
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ipu_pipeline.engine.inspect.layers import Layer, find_layers, select_layers
-from ipu_pipeline.engine.tracing.specs import VariableSpec
+from ipu_pipeline.engine.inspect.facts import Layer, PipelineDetails, StageDetails
+from ipu_pipeline.engine.inspect.layers import find_layers, select_layers
+from ipu_pipeline.engine.inspect.waiting import Bubble
 from ipu_pipeline.ground.shapes import num_bytes
 from ipu_pipeline.ground.tables import align, describe_bytes, describe_flop, printable, shorten
 
-__all__ = ["Bubble", "PipelineSummary", "SharedVariables", "StageSummary", "describe_numbers"]
+__all__ = ["PipelineSummary", "describe_numbers"]
 
 _MAX_LINES = 40
 _MAX_LAYERS = 6  # lines of a stage
@@ -29,149 +28,17 @@ _HEADINGS = (
 _NUMBERS = range(3, len(_HEADINGS))
 
 
-@dataclass(frozen=True, eq=False)
-class StageSummary:
-    """What is known of a stage; in a loop, of a run of operations of one shard.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PipelineSummary(PipelineDetails):
+    """What a pipeline or loop will need and do; `str` makes a table of it.
 
     Attributes:
-      index: its number.
-      ipu: the IPU that it runs on.
-      level: stages of the same one are parallel.
-      place: what errors call it, with the name of its function.
-      variables: that it owns. Those that it shares with a stage before are in that one's.
-      num_trained: elements of those that are trained.
-      num_sent_bytes: per micro-batch, what it sends to other IPUs forwards.
-      num_returned_bytes: likewise gradients, backwards.
-      num_held_bytes: per micro-batch, what it keeps between its forward and its backward.
-      in_flight: the largest number of micro-batches of which it keeps that.
-      num_forward_flop: estimated operations of its forward per micro-batch; of the last stage of a pipeline
-        that trains, those of its backward too.
-      num_backward_flop: likewise of its backward; 0 where the forward does it, or nothing is trained.
-      uncounted: what it calls whose operations are not known.
+      schedule: the schedule's name, in words if it is a function of the user's; empty for loops.
+      bubble: how long IPUs wait; None if everything is on one IPU, or the number of micro-batches is not
+        known.
     """
 
-    index: int
-    ipu: int
-    level: int
-    place: str
-    variables: tuple[VariableSpec, ...]
-    num_trained: int
-    num_sent_bytes: int
-    num_returned_bytes: int
-    num_held_bytes: int
-    in_flight: int
-    num_forward_flop: float
-    num_backward_flop: float
-    uncounted: frozenset[str]
-
-    @property
-    def num_parameters(self) -> int:
-        """Elements of its variables."""
-        return _count(self.variables)
-
-    @property
-    def num_parameter_bytes(self) -> int:
-        """How much its variables take."""
-        return num_bytes(self.variables)
-
-    @property
-    def num_live_bytes(self) -> int:
-        """What it keeps of all micro-batches in flight."""
-        return self.in_flight * self.num_held_bytes
-
-    @property
-    def num_flop(self) -> float:
-        """Operations of forward and backward."""
-        return self.num_forward_flop + self.num_backward_flop
-
-    @functools.cached_property
-    def layers(self) -> tuple[Layer, ...]:
-        """Its variables by layer."""
-        return find_layers(self.variables)
-
-
-@dataclass(frozen=True, eq=False)
-class SharedVariables:
-    """Variables that the same stages share; the first of these owns them.
-
-    Attributes:
-      stages: their numbers.
-      variables: what they share.
-    """
-
-    stages: tuple[int, ...]
-    variables: tuple[VariableSpec, ...]
-
-
-@dataclass(frozen=True)
-class Bubble:
-    """The share of their time in which IPUs wait for each other, within a step.
-
-    Attributes:
-      share: simulated with the operations of the stages, on devices of their own; None where there are none
-        to simulate with.
-      lock_step_share: in the schedule's time-steps, as if every forward and backward took equally long.
-      longest_ipu: the IPU that has most to do.
-      longest_share: its share of all operations; None without any.
-    """
-
-    share: float | None
-    lock_step_share: float
-    longest_ipu: int
-    longest_share: float | None
-
-
-@dataclass(frozen=True, eq=False)
-class PipelineSummary:
-    """What a pipeline or loop will need and do.
-
-    Attributes:
-      name: its name.
-      trains: whether it updates weights.
-      unit: what its stages handle: a "micro-batch", or of a loop an "iteration".
-      schedule: the schedule's name; empty for loops.
-      num_micro_batches: per weight update, or in a pipeline without training per execution; None if that is
-        known at run only.
-      num_serialized: how many of them a stage handles before the next stage starts.
-      chunk_size: how many micro-batches a program handles, one after another.
-      stages: in order.
-      shared: variables that several stages have.
-      bubble: None if everything is on one IPU, or the number of micro-batches is not known.
-      dispatch: over several IPUs, how many micro-batches a program handles, and why.
-    """
-
-    name: str
-    trains: bool
-    unit: str
-    schedule: str
-    num_micro_batches: int | None
-    num_serialized: int
-    chunk_size: int
-    stages: tuple[StageSummary, ...]
-    shared: tuple[SharedVariables, ...]
     bubble: Bubble | None
-    dispatch: str = ""
-    num_devices_per_ipu: int = 1
-
-    @property
-    def num_ipus(self) -> int:
-        """How many IPUs its stages are on."""
-        return len({stage.ipu for stage in self.stages})
-
-    @property
-    def num_parameters(self) -> int:
-        """Elements of all its variables."""
-        return sum(stage.num_parameters for stage in self.stages)
-
-    @property
-    def num_parameter_bytes(self) -> int:
-        """How much they take, each counted once."""
-        return sum(stage.num_parameter_bytes for stage in self.stages)
-
-    @property
-    def num_trained(self) -> int:
-        """Elements of those that are trained."""
-        return sum(stage.num_trained for stage in self.stages)
 
     def __str__(self) -> str:
         """The table."""
@@ -296,13 +163,13 @@ class PipelineSummary:
         return f"IPUs wait for {bubble.share:.1%} of a step, by these operations ({equal})"
 
 
-def _describe_stages(stages: Sequence[StageSummary], limit: int) -> list[tuple[str, ...]]:
+def _describe_stages(stages: Sequence[StageDetails], limit: int) -> list[tuple[str, ...]]:
     """The rows of the table, at most so many if that can be done."""
     for num_layers in range(_MAX_LAYERS, 0, -1):
         rows = [row for stage in stages for row in _describe_run([stage], num_layers)]
         if len(rows) <= limit:
             return rows
-    runs: list[list[StageSummary]] = []
+    runs: list[list[StageDetails]] = []
     for stage in stages:
         if runs and _looks(runs[-1][-1]) == _looks(stage):
             runs[-1].append(stage)
@@ -311,12 +178,12 @@ def _describe_stages(stages: Sequence[StageSummary], limit: int) -> list[tuple[s
     return [row for run in runs for row in _describe_run(run, 1)]
 
 
-def _looks(stage: StageSummary) -> tuple[str, ...]:
+def _looks(stage: StageDetails) -> tuple[str, ...]:
     """What stages have in common that are told together."""
     return (*_cells_of_size(stage.num_parameters, stage.num_parameter_bytes), *_cells_of_work(stage))
 
 
-def _describe_run(stages: Sequence[StageSummary], num_layers: int) -> list[tuple[str, ...]]:
+def _describe_run(stages: Sequence[StageDetails], num_layers: int) -> list[tuple[str, ...]]:
     """The rows of stages that are told together, which look the same."""
     first, last = stages[0], stages[-1]
     number = str(first.index) if first is last else f"{first.index}..{last.index}"
@@ -351,7 +218,7 @@ def _cells_of_size(num_parameters: int, size: int) -> tuple[str, str]:
     return f"{num_parameters:,}", describe_bytes(size)
 
 
-def _cells_of_work(stage: StageSummary) -> tuple[str, str, str, str, str]:
+def _cells_of_work(stage: StageDetails) -> tuple[str, str, str, str, str]:
     sent, returned, held = (
         describe_bytes(number) if number else ""
         for number in (stage.num_sent_bytes, stage.num_returned_bytes, stage.num_held_bytes)
@@ -396,7 +263,3 @@ def _counted(number: int, what: str) -> str:
 
 def _plural(what: str) -> str:
     return f"{what}es" if what.endswith("ch") else f"{what}s"
-
-
-def _count(variables: Sequence[VariableSpec]) -> int:
-    return sum(math.prod(spec.shape) for spec in variables)

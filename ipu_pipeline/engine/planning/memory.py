@@ -27,7 +27,7 @@ from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.engine.tracing.traced import Source, TracedPipeline
 from ipu_pipeline.ground.shapes import num_bytes
 
-__all__ = ["find_copied", "find_fed", "plan_ipus", "plan_stages"]
+__all__ = ["find_copies", "find_fed", "plan_ipus", "plan_stages"]
 
 
 def plan_stages(
@@ -56,19 +56,15 @@ def plan_stages(
     return tuple(plans)
 
 
-def find_copied(traced: TracedPipeline, ipus: Sequence[int], index: int) -> list[VariableSpec]:
-    """The variables that are copied to a stage's IPU, if it is the first one there that reads them."""
-    before = {
-        spec.name
-        for i, stage in enumerate(traced.stages[:index])
-        for spec in stage.variables
-        if ipus[i] == ipus[index]
-    }
-    return [
-        spec
-        for spec in traced.stages[index].variables
-        if ipus[traced.owners[spec.name]] != ipus[index] and spec.name not in before
-    ]
+def find_copies(traced: TracedPipeline, ipus: Sequence[int]) -> list[list[VariableSpec]]:
+    """Per stage, the variables that are copied to its IPU, if it is the first one there that reads them."""
+    known: set[tuple[str, int]] = set()
+    found = []
+    for stage, ipu in zip(traced.stages, ipus, strict=True):
+        new = [spec for spec in stage.variables if (spec.name, ipu) not in known]
+        found.append([spec for spec in new if ipus[traced.owners[spec.name]] != ipu])
+        known.update((spec.name, ipu) for spec in new)
+    return found
 
 
 def find_fed(
@@ -104,8 +100,8 @@ def plan_ipus(
 
     for name in traced.variables:
         add("variables", traced.owners[name], name in residence.offloaded, residence.part_of_variable(name))
-    for stage in range(len(ipus)):
-        for spec in find_copied(traced, ipus, stage):
+    for stage, copies in enumerate(find_copies(traced, ipus)):
+        for spec in copies:
             if spec.name not in residence.offloaded:
                 add("variables", stage, False, spec)
     if updates is not None:

@@ -116,7 +116,8 @@ class IpuMemory:
         )
 
 
-class Flow(NamedTuple):
+@dataclass(frozen=True)
+class Flow:
     """What a stage's forward or backward makes for other stages on an IPU, once per micro-batch.
 
     Attributes:

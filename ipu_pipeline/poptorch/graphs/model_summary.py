@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ipu_pipeline.engine.inspect import PipelineSummary, StageSummary, describe_numbers, fold_names
+from ipu_pipeline.engine.inspect import PipelineSummary, StageDetails, describe_numbers, fold_names
 from ipu_pipeline.ground.shapes import num_bytes
 from ipu_pipeline.ground.tables import align, describe_bytes, describe_flop, printable, shorten
 from ipu_pipeline.poptorch.graphs.modules import (
@@ -176,7 +176,7 @@ def _count_rows(stages: Sequence[StageModules]) -> int:
     return sum(1 if len(stage.modules) == 1 else 1 + len(stage.modules) for stage in stages)
 
 
-def _rows_of(stage: StageSummary, own: StageModules, is_long: bool) -> list[tuple[str, ...]]:
+def _rows_of(stage: StageDetails, own: StageModules, is_long: bool) -> list[tuple[str, ...]]:
     """The rows of a stage: itself, and if there are several and the table is not long its modules."""
     work = tuple(describe_flop(n) if n else "" for n in (stage.num_forward_flop, stage.num_backward_flop))
     size = (f"{stage.num_parameters:,}", describe_bytes(stage.num_parameter_bytes))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ipu_pipeline.engine.inspect import PipelineFacts
 from ipu_pipeline.reports.memory_over_time import profile_memory_over_time
 from ipu_pipeline.reports.page.escaping import as_html
 from ipu_pipeline.reports.page.tables import (
@@ -11,7 +12,7 @@ from ipu_pipeline.reports.page.tables import (
     table_of_predictions,
     table_of_stages,
 )
-from ipu_pipeline.reports.profile import PipelineFacts, Profile
+from ipu_pipeline.reports.profile import Profile
 from ipu_pipeline.reports.studies import Study
 from ipu_pipeline.reports.wording import describe_share, describe_speed, describe_time
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from ipu_pipeline.engine.inspect import IpuMemory
+from ipu_pipeline.engine.inspect import IpuMemory, PipelineFacts
 from ipu_pipeline.engine.schedules import Timeline
 from ipu_pipeline.reports.memory_over_time import profile_memory_over_time
 from ipu_pipeline.reports.page.columns import pack_column
-from ipu_pipeline.reports.profile import PipelineFacts, Profile
+from ipu_pipeline.reports.profile import Profile
 
 _NAMES = {"feed": "micro-batches"}
 
@@ -63,7 +63,7 @@ def pack_simulated(facts: PipelineFacts, timeline: Timeline) -> list[dict[str, A
     packed = []
     for ipu, (times, sizes) in sorted(timeline.memory.items()):
         parts: dict[str, Any] = {"all": sizes}
-        plan = plans.get(ipu % facts.num_ipus)
+        plan = plans.get(ipu % facts.num_ipus_each)
         if plan is not None:
             parts = _constant(plan)
             parts["activations"] = np.maximum(0, sizes - sum(parts.values()))

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import datetime
 
+from ipu_pipeline.engine.inspect import PipelineFacts, StageFacts
 from ipu_pipeline.engine.schedules import Costs, LinkSpeed, Scenario
 from ipu_pipeline.reports.analysis import analyse
 from ipu_pipeline.reports.page.writing import write_page
 from ipu_pipeline.reports.predictions import predict_scenario, timeline_events
-from ipu_pipeline.reports.profile import PipelineFacts, Profile, StageFacts
+from ipu_pipeline.reports.profile import Profile
 from ipu_pipeline.reports.studies import Study
 
 __all__ = ["write_simulation"]

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from ipu_pipeline.engine.inspect import PipelineFacts, StageFacts
 from ipu_pipeline.ground.tables import describe_bytes, describe_flop
 from ipu_pipeline.reports.analysis import PipelineAnalysis
 from ipu_pipeline.reports.memory_over_time import MemoryOverTime, Peak
 from ipu_pipeline.reports.page.escaping import as_html
 from ipu_pipeline.reports.predictions import Predictions
-from ipu_pipeline.reports.profile import PipelineFacts, Profile, StageFacts
+from ipu_pipeline.reports.profile import Profile
 from ipu_pipeline.reports.wording import describe_share, describe_speed, describe_time
 
 __all__ = ["table_of_bubble", "table_of_ipus", "table_of_memory", "table_of_predictions", "table_of_stages"]
@@ -138,7 +139,7 @@ def table_of_ipus(profile: Profile, facts: PipelineFacts, analysis: PipelineAnal
         width = f"{100 * use.utilisation:.1f}%"
         bar = f'<span class="track"><span class="bar" style="width:{width}"></span></span>'
         cells = [_number(use.ipu)]
-        cells += [_number(use.ipu // facts.num_ipus)] if facts.num_replicas > 1 else []
+        cells += [_number(use.ipu // facts.num_ipus_each)] if facts.num_replicas > 1 else []
         cells += [
             _text(", ".join(map(str, facts.stages_on(use.ipu)))),
             _Cell(describe_share(use.utilisation) + bar, is_text=True),

@@ -17,12 +17,10 @@ import numpy as np
 
 from ipu_pipeline.engine import Loop, Pipeline, Recomputation, VariableSpec
 from ipu_pipeline.engine.fronts import Enqueued, ProgramNames, Progress, find_leaves, mark_call
-from ipu_pipeline.engine.inspect import PipelineSummary
+from ipu_pipeline.engine.inspect import PipelineDetails, PipelineSummary
 from ipu_pipeline.processes import selection
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
 from ipu_pipeline.queues.outfeed import IPUOutfeedQueue
-from ipu_pipeline.reports.placement_report import CallPlacement
-from ipu_pipeline.reports.summaries import summarize, summarize_shared, summarize_update
 from ipu_pipeline.tf1.graph.internal_variables import is_internal
 from ipu_pipeline.tf1.graph.placeholders import Placeholder
 from ipu_pipeline.tf1.program.replication import Replication
@@ -221,28 +219,9 @@ class PipelineCall(_Call):
             )
         return None
 
-    def placement(self) -> CallPlacement:
+    def placement(self) -> PipelineDetails:
         """What went where."""
-        pipeline = self.pipeline
-        summary = summarize(pipeline.traced, pipeline.programs, pipeline.device_mapping)
-        sent = summarize_update(pipeline.updates, pipeline.device_mapping)
-        shared = summarize_shared(
-            pipeline.traced,
-            pipeline.device_mapping,
-            pipeline.plan_accumulators().extra,
-            pipeline.built.accumulator_dtypes,
-        )
-        plan = pipeline.dispatch_plan
-        return CallPlacement(
-            self.name,
-            *summary,
-            unit="micro-batch",
-            sent=(*shared, *sent),
-            dispatch="" if plan is None else str(plan),
-            replicas=self.replication.name_devices(),
-            num_devices_per_ipu=pipeline.options.num_devices_per_ipu,
-            divided=tuple(pipeline.built.partitions),
-        )
+        return dataclasses.replace(self.pipeline.facts(), name=self.name)
 
     def summary(self) -> PipelineSummary:
         """What its stages will need and do, as the configured system will have it run."""
@@ -313,14 +292,9 @@ class LoopCall(_Call):
         enqueued = self.loop.body.enqueued
         return [Outfed(entry.target, entry.tree, entry.avals) for entry, _places in enqueued]
 
-    def placement(self) -> CallPlacement:
+    def placement(self) -> PipelineDetails:
         """What went where."""
-        body = self.loop.body
-        summary = summarize(body.pipeline, self.loop.programs, body.shards, self.loop.num_carried)
-        sent = summarize_update(self.loop.updates, body.shards)
-        return CallPlacement(
-            self.name, *summary, unit="iteration", sent=sent, replicas=self.replication.name_devices()
-        )
+        return dataclasses.replace(self.loop.facts(), name=self.name)
 
     def summary(self) -> PipelineSummary:
         """What its parts will need and do."""

@@ -14,8 +14,7 @@ from ipu_pipeline.engine.fronts import CallStep, Segment, SegmentedFunction, Val
 from ipu_pipeline.processes import selection
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
 from ipu_pipeline.queues.operations import Operation
-from ipu_pipeline.reports.placement_report import Placement
-from ipu_pipeline.reports.program_summary import ProgramSummary
+from ipu_pipeline.reports.programs import Placement, ProgramSummary
 from ipu_pipeline.tf1.graph.internal_variables import is_internal
 from ipu_pipeline.tf1.graph.placeholders import Placeholder, live_placeholders, standing
 from ipu_pipeline.tf1.graph.symbols import Symbol
@@ -108,7 +107,11 @@ class Program:
           print(program.placement())
         """
         devices = tuple(map(str, selection.selected_devices(self._ipu_device)))
-        return Placement(tuple(call.placement() for call in self.calls), devices)
+        return Placement(
+            tuple(call.placement() for call in self.calls),
+            devices,
+            tuple(call.replication.name_devices() for call in self.calls),
+        )
 
     def summary(self) -> ProgramSummary:
         """What the program will need and do, before anything runs or is compiled.

@@ -710,3 +710,5 @@ def test_what_is_told_of_them(tmp_path):
         session.run(model.program)
     (facts,) = captured.profile.pipelines
     assert (facts.kind, facts.num_replicas) == ("loop", 2)
+    (placed,) = model.program.placement().calls
+    assert facts.edges == placed.edges  # what is carried comes from the last shard, not from the feed

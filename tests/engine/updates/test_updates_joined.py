@@ -11,11 +11,10 @@ import pytest
 import ipu_pipeline as ipu
 from ipu_pipeline import engine, loops, scopes
 from ipu_pipeline.engine import reference
+from ipu_pipeline.engine.inspect import Sent
 from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue
 from ipu_pipeline.ipu_outfeed_queue import IPUOutfeedQueue
 from ipu_pipeline.optimizers import GradientAccumulationOptimizerV2
-from ipu_pipeline.reports import summaries
-from ipu_pipeline.reports.summaries import Sent
 from tests.support import front, models
 
 NUM_UPDATES = 3
@@ -149,7 +148,7 @@ def test_splits_schedules_and_mappings(optimizer, num_stages, options):
 def programs_of(optimizer, **options):
     pipeline = make(4, optimizer, **options)
     pipeline.trace(batches()[0][0])
-    return pipeline.updates, summaries.summarize_update(pipeline.updates, pipeline.device_mapping)
+    return pipeline.updates, pipeline.facts().sent
 
 
 def test_a_global_norm_sends_scalars_only():

@@ -1,40 +1,16 @@
-"""`Program.placement()`: a table of what went where."""
+"""What `Program.placement()` and `Program.summary()` return, and print as tables."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ipu_pipeline.engine.inspect import PipelineDetails, PipelineSummary
 from ipu_pipeline.ground.tables import align
-from ipu_pipeline.reports.summaries import Edge, Part, Sent
 
-__all__ = ["CallPlacement", "Placement"]
+__all__ = ["Placement", "ProgramSummary"]
 
-
-@dataclass(frozen=True)
-class CallPlacement:
-    """What went where in one pipeline or loop.
-
-    Attributes:
-      name: its name.
-      parts: its stages; of a loop, the runs of operations of one shard.
-      edges: what crosses.
-      unit: per what: "micro-batch", or of a loop "iteration".
-      sent: what crosses per weight update.
-      dispatch: over several IPUs, how many micro-batches a program handles, and why.
-      replicas: the JAX devices of each replica, by IPU; empty for one replica.
-      num_devices_per_ipu: how many of them compute a stage together.
-      divided: variables of which each of these has a part.
-    """
-
-    name: str
-    parts: tuple[Part, ...]
-    edges: tuple[Edge, ...]
-    unit: str
-    sent: tuple[Sent, ...] = ()
-    dispatch: str = ""
-    replicas: tuple[tuple[str, ...], ...] = ()
-    num_devices_per_ipu: int = 1
-    divided: tuple[str, ...] = ()
+_NOTHING = "The program has no pipelines and no loops."
 
 
 @dataclass(frozen=True)
@@ -44,22 +20,24 @@ class Placement:
     Attributes:
       calls: its pipelines and loops, in order.
       devices: the JAX device of each IPU; empty as long as none are selected.
+      replicas: of each of `calls` the JAX devices of each replica, by IPU; empty for one replica.
     """
 
-    calls: tuple[CallPlacement, ...]
+    calls: tuple[PipelineDetails, ...]
     devices: tuple[str, ...]
+    replicas: tuple[tuple[tuple[str, ...], ...], ...]
 
     def __str__(self) -> str:
         """The tables, one after another."""
         if not self.calls:
-            return "The program has no pipelines and no loops."
-        return "\n\n".join(self._describe(call) for call in self.calls)
+            return _NOTHING
+        return "\n\n".join(map(self._describe, self.calls, self.replicas))
 
-    def _describe(self, call: CallPlacement) -> str:
+    def _describe(self, call: PipelineDetails, replicas: Sequence[Sequence[str]]) -> str:
         rows = [("stage", "IPU", "device", "operations", "bytes of variables", "variables")]
         for part in call.parts:
             first, *others = part.variables or ("none",)
-            known = call.replicas or (self.devices,)
+            known = replicas or (self.devices,)
             size = call.num_devices_per_ipu
             devices = [name for own in known for name in own[part.ipu * size : (part.ipu + 1) * size]]
             device = ", ".join(devices) or "not selected yet"
@@ -77,7 +55,7 @@ class Placement:
             for edge in call.edges
         ]
         crossing = align(edges) if call.edges else ["  nothing crosses"]
-        name = f"{call.name}, in {len(call.replicas)} replicas" if call.replicas else call.name
+        name = f"{call.name}, in {len(replicas)} replicas" if replicas else call.name
         lines = [name, *align(rows), f"per {call.unit}:", *crossing]
         if call.sent:
             sent = [("from", "to", "bytes", "what", "read by")]
@@ -94,3 +72,18 @@ class Placement:
         if call.dispatch:
             lines.append(f"dispatch: {call.dispatch}")
         return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class ProgramSummary:
+    """What the pipelines and loops of a program will need and do; `str` makes a table of each.
+
+    Attributes:
+      calls: its pipelines and loops, in order.
+    """
+
+    calls: tuple[PipelineSummary, ...]
+
+    def __str__(self) -> str:
+        """The tables, one after another."""
+        return "\n\n".join(map(str, self.calls)) or _NOTHING

@@ -1,0 +1,89 @@
+"""How long IPUs wait for each other, estimated before anything is compiled.
+
+A step is simulated as if every action took as long as its operations say on a device of its own, and
+counted in time-steps of the schedule. With N stages, each on its own IPU, and G micro-batches, the latter
+gives (N-1)/(G+N-1) for Grouped and Interleaved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ipu_pipeline.engine.inspect.facts import StageDetails
+from ipu_pipeline.engine.schedules.checking import Timetable
+from ipu_pipeline.engine.schedules.scenarios import Costs, Scenario
+from ipu_pipeline.engine.schedules.simulator import predict_step_time
+
+__all__ = ["Bubble", "estimate_bubble"]
+
+_MAX_SIMULATED = 2**15  # actions; of more micro-batches those in the middle take as long as each other
+
+
+@dataclass(frozen=True)
+class Bubble:
+    """The share of their time in which IPUs wait for each other, within a step.
+
+    Attributes:
+      share: simulated with the operations of the stages, on devices of their own; None where there are none
+        to simulate with.
+      lock_step_share: in the schedule's time-steps, as if every forward and backward took equally long.
+      longest_ipu: the IPU that has most to do.
+      longest_share: its share of all operations; None without any.
+    """
+
+    share: float | None
+    lock_step_share: float
+    longest_ipu: int
+    longest_share: float | None
+
+
+def estimate_bubble(
+    stages: Sequence[StageDetails],
+    make_timetable: Callable[[int], Timetable],
+    count: int,
+    repeats: bool,
+) -> Bubble | None:
+    """For how much of a step IPUs wait; None if all stages are on one IPU.
+
+    The step has `count` micro-batches, or chunks of them. If the schedule `repeats` what it does in a long
+    step, a shorter one says how long that takes.
+    """
+    ipus = sorted({stage.ipu for stage in stages})
+    if len(ipus) == 1:
+        return None
+    timetable = make_timetable(count)
+    num_slots = len(ipus) * timetable.num_time_steps
+    of_ipu = {ipu: sum(stage.num_flop for stage in stages if stage.ipu == ipu) for ipu in ipus}
+    total = sum(of_ipu.values())
+    length = _estimate_length(stages, make_timetable, count, repeats) if total else None
+    longest = max(ipus, key=lambda ipu: of_ipu[ipu])
+    return Bubble(
+        share=None if not length else max(0.0, 1 - count * total / (len(ipus) * length)),
+        lock_step_share=1 - len(timetable.order) / num_slots,
+        longest_ipu=longest,
+        longest_share=of_ipu[longest] / total if total else None,
+    )
+
+
+def _estimate_length(
+    stages: Sequence[StageDetails], make_timetable: Callable[[int], Timetable], count: int, repeats: bool
+) -> float | None:
+    """How long a step takes, in operations; None if it is too long to be simulated."""
+
+    def simulated(number: int) -> float:
+        return predict_step_time(
+            Scenario(costs, make_timetable(number), number, ipus, levels, training=any(backward))
+        )
+
+    backward = [stage.num_backward_flop for stage in stages]
+    costs = Costs.of(len(stages), forward=[stage.num_forward_flop for stage in stages], backward=backward)
+    ipus, levels = tuple(stage.ipu for stage in stages), tuple(stage.level for stage in stages)
+    enough = max(4 * len(stages), _MAX_SIMULATED // (2 * len(stages)))
+    if count <= enough:
+        return simulated(count)
+    if not repeats:
+        return None
+    half = enough // 2
+    each = (simulated(enough) - simulated(half)) / (enough - half)
+    return simulated(enough) + (count - enough) * each
