@@ -17,8 +17,10 @@ import jax
 import numpy as np
 import pytest
 from jax._src import lru_cache  # how JAX writes its cache; there is no public way to say it
+from jax.experimental.compilation_cache import compilation_cache
 
 import ipu_pipeline as ipu
+from ipu_pipeline.ground import messages
 from ipu_pipeline.processes import announcing, board
 from tests.support import front, programs
 
@@ -133,6 +135,23 @@ def optimized():
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", True)
+
+
+@pytest.fixture
+def no_cache():
+    """Without JAX's persistent cache, which takes the place of what some tests are about."""
+    directory = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_compilation_cache_dir", directory)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture
+def nothing_warned(monkeypatch):
+    """What is told once in a process is told again."""
+    monkeypatch.setattr(messages, "_warned", set())
 
 
 @pytest.fixture

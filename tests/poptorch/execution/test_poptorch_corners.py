@@ -30,15 +30,6 @@ class Model(nn.Module):
         return self.run(self, *args, **kwargs)
 
 
-@pytest.fixture
-def log(monkeypatch):
-    """What was logged."""
-    lines = []
-    monkeypatch.setattr(logs.logger, "warning", lines.append)
-    monkeypatch.setattr(logs, "_said", set())
-    return lines
-
-
 def infer(model, *args, **kwargs):
     return poptorch.inferenceModel(model, make_options())(*args, **kwargs)
 
