@@ -1,5 +1,6 @@
 """The tutorial's programs, run as a reader runs them."""
 
+import json
 import os
 import re
 import subprocess
@@ -101,6 +102,48 @@ def start(*arguments, as_tests=False):
         env=environment(as_tests),
         check=False,
     )
+
+
+# Each in a process of its own, which has what takes long to import from the one that started it.
+_EACH = """
+import json, os, sys
+import jax, jax.numpy, numpy, optax
+for folder, code in json.load(sys.stdin):
+    child = os.fork()
+    if child == 0:
+        os.makedirs(folder, exist_ok=True)
+        os.chdir(folder)
+        exec(compile(code, "<example>", "exec"), {"__name__": "__main__"})
+        sys.exit()
+    _, status = os.waitpid(child, 0)
+    if status:
+        sys.exit(f"This failed:\\n{code}")
+    print("\\f", end="", flush=True)
+"""
+
+
+def run_each(codes, folder, as_tests=False):
+    """What each of some programs prints; warnings are errors.
+
+    Args:
+      codes: their texts, by names.
+      folder: each runs in one within it, named as the program.
+      as_tests: see `environment`.
+    """
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-c", _EACH],
+        input=json.dumps([(str(folder / name), code) for name, code in codes.items()]),
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        timeout=400,
+        env=environment(as_tests) | {"PYTHONPATH": str(ROOT)},
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    *printed, rest = result.stdout.split("\f")
+    assert not rest
+    return dict(zip(codes, printed, strict=True))
 
 
 def run(program, *options, code=0, as_tests=False):
