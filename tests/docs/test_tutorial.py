@@ -205,6 +205,7 @@ def test_commands(command, expected):
     assert executable == "python"
     result = start(*arguments)
     assert result.returncode == 0, result.stdout + result.stderr
+    assert not re.search(r"Compil|\r|\d%", result.stderr)  # no bar, and no line about what compiles
     assert_printed(result.stdout, expected)
 
 

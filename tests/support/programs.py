@@ -1,6 +1,5 @@
 """The tutorial's programs, run as a reader runs them."""
 
-import json
 import os
 import re
 import subprocess
@@ -13,6 +12,7 @@ import pytest
 
 from ipu_pipeline import datasets
 from ipu_pipeline.processes import announcing, board
+from tests.support import forked
 
 ROOT = Path(__file__).parents[2]
 QUICK_COMPILATION = ("JAX_DISABLE_MOST_OPTIMIZATIONS", "XLA_FLAGS")  # see conftest
@@ -104,24 +104,6 @@ def start(*arguments, as_tests=False):
     )
 
 
-# Each in a process of its own, which has what takes long to import from the one that started it.
-_EACH = """
-import json, os, sys
-import jax, jax.numpy, numpy, optax
-for folder, code in json.load(sys.stdin):
-    child = os.fork()
-    if child == 0:
-        os.makedirs(folder, exist_ok=True)
-        os.chdir(folder)
-        exec(compile(code, "<example>", "exec"), {"__name__": "__main__"})
-        sys.exit()
-    _, status = os.waitpid(child, 0)
-    if status:
-        sys.exit(f"This failed:\\n{code}")
-    print("\\f", end="", flush=True)
-"""
-
-
 def run_each(codes, folder, as_tests=False):
     """What each of some programs prints; warnings are errors.
 
@@ -130,20 +112,13 @@ def run_each(codes, folder, as_tests=False):
       folder: each runs in one within it, named as the program.
       as_tests: see `environment`.
     """
-    result = subprocess.run(
-        [sys.executable, "-W", "error", "-c", _EACH],
-        input=json.dumps([(str(folder / name), code) for name, code in codes.items()]),
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        timeout=400,
-        env=environment(as_tests) | {"PYTHONPATH": str(ROOT)},
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    *printed, rest = result.stdout.split("\f")
-    assert not rest
-    return dict(zip(codes, printed, strict=True))
+    printed = {}
+    for name, code in codes.items():
+        (folder / name).mkdir()
+        result = forked.run(code, environment(as_tests), folder / name)
+        assert result.returncode == 0, f"{name}: {result.stderr}"
+        printed[name] = result.stdout
+    return printed
 
 
 def run(program, *options, code=0, as_tests=False):
@@ -151,6 +126,16 @@ def run(program, *options, code=0, as_tests=False):
     result = start(program, *options, as_tests=as_tests)
     assert result.returncode == code, result.stdout + result.stderr
     return result.stdout if code == 0 else result.stderr
+
+
+def run_forked(program, *options):
+    """As `run` as in the tests, of a program that starts at once; see `forked`."""
+    path = ROOT / program
+    arguments = [str(path), *map(str, options)]
+    code = f"import runpy, sys\nsys.argv = {arguments}\nrunpy.run_path(sys.argv[0], run_name='__main__')"
+    result = forked.run(code, environment(as_tests=True))
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
 
 
 def record(target, program, *options):

@@ -24,14 +24,10 @@ ILL_CONDITIONED = 1e-3
 
 # Those of `make test`, each once; `make thorough` has the others.
 FIRST = (
-    "mnist cnn",
     "resnet",
-    "unet",
     "gpt",
     "lstm tagger",
     "two heads",
-    "experts",
-    "recommender",
 )
 FIRST_SEEDS = (28, 35, 84)
 NUM_RANDOM = int(os.environ.get("POPTORCH_CASES", "3"))
