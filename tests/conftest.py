@@ -1,12 +1,14 @@
 """CPU devices, strict dtype promotion, little optimization, one compilation cache for the whole run."""
 
 import gc
+import itertools
 import os
 import pathlib
 import random
 import signal
 import sys
 import tempfile
+import threading
 
 # Nearly every program here runs once or twice: XLA's optimizations, and its newer code generator, which
 # compiles half as fast, would take longer than they save. Processes that tests start get the same.
@@ -17,8 +19,11 @@ import jax
 import numpy as np
 import pytest
 from jax._src import lru_cache  # how JAX writes its cache; there is no public way to say it
+from jax._src.interpreters import mlir  # nor how it makes contexts of MLIR
+from jax.experimental.compilation_cache import compilation_cache
 
 import ipu_pipeline as ipu
+from ipu_pipeline.ground import warned
 from ipu_pipeline.processes import announcing, board
 from tests.support import front, programs
 
@@ -36,6 +41,25 @@ def put(cache, key, value):
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
             file.write(value)
         os.replace(file.name, path)
+
+
+def share_contexts(make, programs=100):
+    """What makes a context of MLIR once for so many programs of a thread.
+
+    JAX makes one for each program, which takes longer than to write a small program in it.
+    """
+    own = threading.local()
+
+    def make_ir_context():
+        if getattr(own, "left", 0) == 0:
+            own.context, own.left = make(), programs
+        own.left -= 1
+        return own.context
+
+    return make_ir_context
+
+
+mlir.make_ir_context = share_contexts(mlir.make_ir_context)
 
 
 def pytest_configure(config):
@@ -136,21 +160,51 @@ def optimized():
 
 
 @pytest.fixture
+def no_cache():
+    """Without JAX's persistent cache, which takes the place of what some tests are about."""
+    directory = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_compilation_cache_dir", directory)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture
+def nothing_warned(monkeypatch):
+    """What is told once in a process is told again."""
+    monkeypatch.setattr(warned, "_warned", set())
+
+
+@pytest.fixture
 def rng():
     return np.random.default_rng(1234)
 
 
-def pytest_collection_modifyitems(items):
-    """Leaves to `make thorough` those cases of a test marked `each_value` that have no new argument."""
+# Of what a test marked `each_value` has as arguments, `make test` runs as few cases as have every value,
+# and `make thorough` as few more as have every pair of values. With this variable it runs all of them.
+EVERY_CASE = "EVERY_CASE" in os.environ
+
+
+def pytest_collection_modifyitems(config, items):
+    """Chooses the cases of tests marked `each_value`."""
     cases = {}
     for item in items:
         if item.get_closest_marker("each_value") is not None:
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left_out = set()
     for of_test in cases.values():
-        kept = cover_values([name_arguments(item.callspec) for item in of_test])
+        arguments = [name_arguments(item.callspec) for item in of_test]
+        kept = cover(arguments, 1)
+        more = range(len(of_test)) if EVERY_CASE else cover(arguments, 2, kept)
         for number, item in enumerate(of_test):
             if number not in kept:
                 item.add_marker(pytest.mark.thorough)
+                if number not in more:
+                    left_out.add(item)
+    if left_out:
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
 
 
 def name_arguments(callspec):
@@ -158,19 +212,21 @@ def name_arguments(callspec):
     return {name: repr(value) for name, value in callspec.params.items()}
 
 
-def cover_values(cases):
-    """The numbers of some cases in which every value of each argument stands.
+def cover(cases, size, begun=()):
+    """The numbers of some cases in which all the values stand that some `size` arguments have together.
 
-    Greedy: again and again the case with most values that have not been seen, of several the first.
+    Greedy: again and again the case with most combinations that have not been seen, of several the first.
 
     Args:
       cases: argument -> its value as text, for each case.
+      size: 1 for every value of each argument, 2 for every pair of values.
+      begun: numbers of cases that are taken in any case.
     """
-    values = [set(case.items()) for case in cases]
-    left = set().union(*values)
-    kept = set()
+    found = [set(itertools.combinations(case.items(), min(size, len(case)))) for case in cases]
+    kept = set(begun)
+    left = set().union(*found).difference(*(found[number] for number in kept))
     while left:
-        number = max(range(len(values)), key=lambda n: len(values[n] & left))
+        number = max(range(len(found)), key=lambda n: len(found[n] & left))
         kept.add(number)
-        left -= values[number]
+        left -= found[number]
     return kept

@@ -12,7 +12,7 @@ import pytest
 import ipu_pipeline as ipu
 from benchmarks import harness, page
 from ipu_pipeline.tf1.program.program import Program
-from tests.support.programs import AS_TESTS, environment
+from tests.support.programs import AS_TESTS, environment, run_each
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -21,15 +21,15 @@ from figures import rooms  # noqa: E402  # scripts are no package
 README = (ROOT / "README.md").read_text()
 
 
-def run(code, folder=ROOT, as_tests=False):
-    """What a snippet prints, run in a folder; see `environment`."""
+def run(code, folder):
+    """What a program prints, run in a folder."""
     result = subprocess.run(
         [sys.executable, "-W", "error", "-c", code],
         capture_output=True,
         text=True,
         timeout=120,
         cwd=folder,
-        env=environment(as_tests) | {"PYTHONPATH": str(ROOT)},
+        env=environment() | {"PYTHONPATH": str(ROOT)},
         check=False,
     )
     assert result.returncode == 0, result.stderr
@@ -116,27 +116,28 @@ PAGES = [
 ]
 
 
-@pytest.mark.parametrize("name", PAGES)
 @pytest.mark.parametrize("as_tests", AS_TESTS)
-def test_what_examples_of_pages_print(name, as_tests, tmp_path):
-    page = (ROOT / "docs" / name).read_text()
-    pairs = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", page, re.DOTALL)
-    printed = run("\n".join(code for code, _expected in pairs), tmp_path, as_tests)
+def test_what_examples_of_pages_print(as_tests, tmp_path):
+    """A page's blocks are one program; each of the porting page is complete in itself."""
+    codes, expected = {}, {}
+    for name in (*PAGES, "porting.md"):
+        page = (ROOT / "docs" / name).read_text()
+        pairs = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", page, re.DOTALL)
+        if name == "porting.md":
+            assert len(pairs) == page.count("```python") == 3
+            found = {f"{name} {number}": [pair] for number, pair in enumerate(pairs)}
+        else:
+            found = {name: pairs}
+        for key, blocks in found.items():
+            codes[key] = "\n".join(code for code, _text in blocks)
+            expected[key] = "".join(text for _code, text in blocks)
 
     def without_temporaries(text):  # XLA plans them for the machine
         return re.sub(r"\d+ (of temporaries)", r"\1", text)
 
-    assert without_temporaries(printed) == without_temporaries("".join(text for _code, text in pairs))
-
-
-@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.thorough), 2])
-def test_programs_of_the_porting_page(number):
-    """Each is complete in itself."""
-    page = (ROOT / "docs" / "porting.md").read_text()
-    pairs = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", page, re.DOTALL)
-    assert len(pairs) == page.count("```python") == 3
-    code, expected = pairs[number]
-    assert run(code, as_tests=True) == expected
+    printed = run_each(codes, tmp_path, as_tests)
+    for key, text in printed.items():
+        assert without_temporaries(text) == without_temporaries(expected[key]), key
 
 
 def test_links_lead_somewhere():

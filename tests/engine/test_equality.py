@@ -11,7 +11,7 @@ import pytest
 
 from ipu_pipeline import engine
 from ipu_pipeline.engine import reference
-from tests.support import models
+from tests.support import beside, models
 
 OPTIMIZERS = {
     "sgd": lambda: optax.sgd(0.1),
@@ -148,16 +148,8 @@ def test_float64(schedule, reduction, rng):
             reduction=reduction,
         )
         steps = [models.mlp_batches(rng, 5, dtype="float64") for _ in range(3)]
-        state = pipeline.init(jax.random.key(0), steps[0][0])
-        expected_state = models.on_one_device(state)
-        for step in steps:
-            state, outputs = pipeline.step(state, step)
-            expected_state, expected_outputs = reference.step(
-                pipeline.traced, expected_state, step, optimizer=optax.adam(0.01), reduction=reduction
-            )
-            assert outputs.losses[0].dtype == np.float64
-            models.assert_trees_close(outputs.losses, expected_outputs.losses, 1e-12)
-            models.assert_trees_close(state.variables, expected_state.variables, 1e-12)
+        _state, outputs = beside.train(pipeline, steps, bound=1e-12)
+        assert outputs.losses[0].dtype == np.float64
 
 
 @pytest.mark.parametrize("schedule", ["grouped", "interleaved", "sequential"])
@@ -187,17 +179,12 @@ def test_counts_beyond_32_bits(mapping, rng):
     options = {"loss": lambda loss: loss, "optimizer": optax.sgd(0.1)}
     pipeline = engine.Pipeline([first, last], num_micro_batches=3, device_mapping=mapping, **options)
     steps = [models.mlp_batches(rng, 3) for _ in range(3)]
-    state = pipeline.init(jax.random.key(0), steps[0][0])
-    expected = models.on_one_device(state)
     counts = {"update_count": 2**31 - 2, "execution_count": 2**32 - 2}
-    state, expected = dataclasses.replace(state, **counts), dataclasses.replace(expected, **counts)
-    for step in steps:
-        state, outputs = pipeline.step(state, step)
-        expected, wanted = reference.step(pipeline.traced, expected, step, optimizer=optax.sgd(0.1))
-        models.assert_trees_close(outputs.losses, wanted.losses)
-        models.assert_trees_close(state.variables, expected.variables)
+    state, _outputs = beside.train(
+        pipeline, steps, change=lambda state: dataclasses.replace(state, **counts)
+    )
     assert (state.update_count, state.execution_count) == (2**31 + 1, 2**32 + 1)
     # Keys begin again.
-    again = dataclasses.replace(expected, execution_count=1, optimizer_state=None)
-    wanted = reference.step(pipeline.traced, again, steps[0], optimizer=optax.sgd(0.1))[1]
+    again = dataclasses.replace(beside.copied(state), execution_count=1, optimizer_state=None)
+    wanted = beside.step_plainly(pipeline, again, steps[0])[1]
     models.assert_trees_close(pipeline.step(state, steps[0])[1].losses, wanted.losses)

@@ -9,8 +9,8 @@ import optax
 import pytest
 
 from ipu_pipeline import engine
-from ipu_pipeline.engine import Action, ActionKind, OutOfRangeError, reference
-from tests.support import models
+from ipu_pipeline.engine import Action, ActionKind, OutOfRangeError
+from tests.support import beside, models
 
 
 def first(x):
@@ -23,21 +23,8 @@ def make(stages, *, count=4, optimizer=None, loss=first, **options):
     )
 
 
-def run_both(pipeline, micro_batches, *inputs, optimizer=None, updates=2, **options):
-    """States and outputs of the pipeline, after comparing them with the reference's."""
-    optimizer = optimizer or optax.sgd(0.1)
-    state = pipeline.init(jax.random.key(0), micro_batches[0], *inputs)
-    expected = models.on_one_device(state)
-    for _update in range(updates):
-        state, outputs = pipeline.step(state, micro_batches, *inputs)
-        expected, expected_outputs = reference.step(
-            pipeline.traced, expected, micro_batches, *inputs, optimizer=optimizer, **options
-        )
-        models.assert_trees_close(outputs.losses, expected_outputs.losses)
-        models.assert_trees_close(outputs.outputs, expected_outputs.outputs)
-        models.assert_trees_close(state.variables, expected.variables)
-        models.assert_trees_close(state.optimizer_state, expected.optimizer_state)
-    return state, outputs
+def run_both(pipeline, micro_batches, *inputs, updates=2, **others):
+    return beside.train(pipeline, [micro_batches] * updates, *inputs, **others)
 
 
 def arrays(rng, count, *shapes):
@@ -342,8 +329,7 @@ def test_forwards_only(rng):
         pipeline = engine.Pipeline(stages, num_micro_batches=5, schedule=schedule)
         state = pipeline.init(jax.random.key(0), micro_batches[0])
         new_state, outputs = pipeline.step(state, micro_batches)
-        one_device = models.on_one_device(state)
-        _state, expected = reference.step(pipeline.traced, one_device, micro_batches)
+        _state, expected = beside.step_plainly(pipeline, beside.copied(state), micro_batches)
         models.assert_trees_close(outputs.outputs, expected.outputs)
         assert outputs.losses == []
         assert new_state.variables.keys() == state.variables.keys()
@@ -404,9 +390,7 @@ def test_too_few_micro_batches_leave_the_state_alone(rng):
     state = pipeline.init(jax.random.key(0), micro_batches[0])
     with pytest.raises(OutOfRangeError, match="ended after 3 of the 4 micro-batches"):
         pipeline.step(state, micro_batches[:3])
-    expected, _outputs = reference.step(
-        pipeline.traced, models.on_one_device(state), micro_batches, optimizer=optax.sgd(0.1)
-    )
+    expected, _outputs = beside.step_plainly(pipeline, beside.copied(state), micro_batches)
     state, _outputs = pipeline.step(state, micro_batches)  # the accumulators start from zero again
     models.assert_trees_close(state.variables, expected.variables)
 

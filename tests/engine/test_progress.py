@@ -15,16 +15,8 @@ from tqdm import tqdm
 import ipu_pipeline as ipu
 from ipu_pipeline.engine import progress
 from ipu_pipeline.poptorch.execution.progress import CompileProgress
-from tests.engine.execution.test_executables import no_cache  # noqa: F401  # a fixture
 from tests.support.front import Model
-from tests.support.terminals import shown
-
-
-class Screen(io.StringIO):
-    """A standard error that says it is a terminal."""
-
-    def isatty(self):
-        return True
+from tests.support.terminals import Screen, shown
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ import orbax.checkpoint  # noqa: F401  # by the package, at its first checkpoint
 import pytest
 
 from ipu_pipeline.ground import jax_compat, jax_processes
-from tests.engine.execution.test_executables import no_cache  # noqa: F401  # a fixture
 from tests.test_rooms import rooms
 
 NAMES = tuple(jax_compat.NAMES)
@@ -191,13 +190,13 @@ def test_stages_that_differentiate_by_themselves():
 
 
 @pytest.mark.parametrize("name", ["", *MOVING])
-def test_executables_are_moved_to_other_devices_only_with(name, no_cache):  # noqa: F811
+def test_executables_are_moved_to_other_devices_only_with(name, no_cache):
     with without(*filter(None, [name])) as import_module:
         executables = import_module("ipu_pipeline.engine.execution.executables")
         assert executables.is_portable(jax.devices("cpu")[:1]) == (not name)
 
 
-def test_a_cache_that_cannot_be_reset(tmp_path, no_cache):  # noqa: F811
+def test_a_cache_that_cannot_be_reset(tmp_path, no_cache):
     with without("jax.experimental.compilation_cache.compilation_cache:reset_cache") as import_module:
         import_module("ipu_pipeline").config.enable_executable_cache(tmp_path / "cache")
         assert jax.config.jax_compilation_cache_dir == str(tmp_path / "cache")

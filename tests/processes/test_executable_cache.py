@@ -2,25 +2,24 @@ import grp
 import os
 import pwd
 import stat
-import subprocess
-import sys
 
 import jax
 import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline.processes.own_directories import check_files, make_own
-from tests.support.programs import ROOT, STEP3
+from tests.support import forked
+from tests.support.programs import STEP3
 
 _COUNT = """
 import collections, runpy, sys
 import jax
 events = collections.Counter()
 jax.monitoring.register_event_listener(lambda event, **_rest: events.update([event]))
-sys.argv = sys.argv[1:]
+sys.argv = {program}
 runpy.run_path(sys.argv[0], run_name="__main__")
 for name in ("compile_requests_use_cache", "cache_hits", "cache_misses"):
-    print(name, events[f"/jax/compilation_cache/{name}"], file=sys.stderr)
+    print(name, events[f"/jax/compilation_cache/{{name}}"], file=sys.stderr)
 """
 
 _ENABLE = """
@@ -32,16 +31,9 @@ jax.jit(lambda x: x * 3)(1.0)
 """
 
 
-def start(*arguments, **environment):
+def start(code, **variables):
     known = {key: value for key, value in os.environ.items() if "CACHE" not in key}
-    result = subprocess.run(
-        [sys.executable, *arguments],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**known, **environment},
-        check=False,
-    )
+    result = forked.run(code, known | variables)
     assert result.returncode == 0, result.stderr
     return result
 
@@ -50,7 +42,7 @@ def test_the_second_start_of_step_3_compiles_nothing(tmp_path):
     counts = []
     for _start in range(2):
         program = [STEP3, "--dataset", "digits", "--steps", "2", "--repeat-count", "2"]
-        result = start("-c", _COUNT, *program, IPU_PIPELINE_CACHE_DIR=str(tmp_path / "cache"))
+        result = start(_COUNT.format(program=program), IPU_PIPELINE_CACHE_DIR=str(tmp_path / "cache"))
         assert "Program ran successfully" in result.stdout
         lines = dict(line.split() for line in result.stderr.splitlines() if line.count(" ") == 1)
         counts.append({name: int(lines[name]) for name in lines if "cache" in name})
@@ -61,7 +53,7 @@ def test_the_second_start_of_step_3_compiles_nothing(tmp_path):
 
 
 def test_enabled_after_the_first_compilation(tmp_path):
-    start("-c", _ENABLE.format(directory=str(tmp_path / "deep" / "cache")))
+    start(_ENABLE.format(directory=str(tmp_path / "deep" / "cache")))
     assert list((tmp_path / "deep" / "cache").iterdir())
 
 
@@ -77,10 +69,10 @@ def test_the_variable_is_read_by_the_first_session_only(tmp_path):
         f"ipu.config.enable_executable_cache({str(tmp_path / 'other')!r})\n"
         f"assert jax.config.jax_compilation_cache_dir == {str(tmp_path / 'other')!r}\n"
     )
-    start("-c", script, IPU_PIPELINE_CACHE_DIR=str(tmp_path))
+    start(script, IPU_PIPELINE_CACHE_DIR=str(tmp_path))
 
 
-@pytest.mark.parametrize("is_in_environment", [False, True])
+@pytest.mark.parametrize("is_in_environment", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_without_a_usable_directory_programs_are_compiled_all_the_same(tmp_path, is_in_environment):
     (tmp_path / "file").touch()
     directory = str(tmp_path / "file" / "cache")
@@ -99,7 +91,7 @@ def test_without_a_usable_directory_programs_are_compiled_all_the_same(tmp_path,
         "    print(len(model.run(session)), 'losses')\n"
     )
     environment = {"IPU_PIPELINE_CACHE_DIR": directory} if is_in_environment else {}
-    told = start("-c", script, **environment).stdout
+    told = start(script, **environment).stdout
     assert f"the directory {directory} of enable_executable_cache (or IPU_PIPELINE_CACHE_DIR)" in told
     assert "Not a directory" in told
     assert "3 losses" in told
@@ -204,6 +196,6 @@ print(*(warning.message for warning in caught), sep="\\n")
 
 def test_an_entry_under_anothers_name_is_not_used(tmp_path):
     """A swapped entry computed x * 3 for x * 2."""
-    told = start("-c", _SWAP.format(directory=str(tmp_path / "cache"))).stdout.splitlines()
+    told = start(_SWAP.format(directory=str(tmp_path / "cache"))).stdout.splitlines()
     assert len(told) == 1
     assert f"directory of compiled programs, {tmp_path / 'cache'}, is not what was written" in told[0]

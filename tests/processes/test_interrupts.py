@@ -77,10 +77,14 @@ PROGRAM = """
     [
         ("first compilation", "01"),
         ("long run", "00"),
-        ("short runs", "01"),
         *(
             pytest.param(*case, marks=pytest.mark.thorough)
-            for case in [("first compilation", "00"), ("long run", "01"), ("short runs", "00")]
+            for case in [
+                ("first compilation", "00"),
+                ("long run", "01"),
+                ("short runs", "00"),
+                ("short runs", "01"),
+            ]
         ),
     ],
 )

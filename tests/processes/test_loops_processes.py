@@ -171,9 +171,13 @@ def train_on_data_that_fail(ends, is_pipeline, index=None):
         return told, session.variables
 
 
-@pytest.mark.parametrize("is_pipeline", [False, True])
-@pytest.mark.parametrize("ends", [True, False])
-@pytest.mark.each_value
+@pytest.mark.parametrize(
+    ("ends", "is_pipeline"),
+    [
+        (False, True),
+        *(pytest.param(*case, marks=pytest.mark.thorough) for case in [(True, False), (True, True)]),
+    ],
+)
 def test_data_that_fail_in_one_process(ends, is_pipeline, tmp_path):
     """The others went on with the step, and waited for what never came."""
     arguments = (ends, is_pipeline)

@@ -207,6 +207,7 @@ def test_a_signal_ends_training_after_the_update(name, code, tmp_path, uninterru
     assert_same_variables(make_estimator(tmp_path), uninterrupted(200))
 
 
+@pytest.mark.thorough
 def test_a_signal_within_a_run_of_many_updates(tmp_path, uninterrupted):
     process = start(tmp_path, 200_000, "every=200000", "loop=200000")
     assert process.stdout.readline() == "created\n"

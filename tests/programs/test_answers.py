@@ -11,28 +11,19 @@ import optax
 import pytest
 
 from ipu_pipeline import datasets, tutorial_support
-from tests.support.programs import ESTIMATOR, STEP1, STEP2, STEP3, STEP4, printed_losses, record, run, start
+from tests.support.programs import (
+    ESTIMATOR,
+    STEP1,
+    STEP2,
+    STEP3,
+    STEP4,
+    printed_losses,
+    record,
+    run,
+    run_forked,
+)
 
 ELAPSED = r"Elapsed \d+\.\d\d s, [\d,]+ samples/sec"
-FOUR_STAGES = ("--splits", "dense256", "dense128", "dense64")
-
-
-def test_output_of_step_3():
-    result = start(STEP3, "--dataset", "digits", "--steps", "12", "--schedule", "grouped")
-    assert result.returncode == 0, result.stderr
-    assert not re.search(r"Compil|\r|\d%", result.stderr)  # no bar, and no line about what compiles
-    lines = result.stdout.splitlines()
-    assert lines[0] == "Data set: the embedded 8x8 digits, as --dataset digits asks"
-    assert lines[1] == (
-        "Steps 12 x examples per step 5120 (== 61440 training examples, 42.75574112734864 epochs of "
-        "1437 examples)"
-    )
-    assert re.fullmatch(r"Step 0, Epoch 0.0, Mean loss: 2\.\d{3}", lines[2])
-    assert re.fullmatch(r"Step 10, Epoch 35.6, Mean loss: 0\.\d{3}", lines[3])
-    assert re.fullmatch(r"Step 11, Epoch 39.2, Mean loss: 0\.\d{3}", lines[4])
-    assert re.fullmatch(ELAPSED, lines[5])
-    assert re.fullmatch(r"Test accuracy: 0\.9\d+ \(\d+ of 360 images\)", lines[6])
-    assert lines[7:] == ["Program ran successfully"]
 
 
 @pytest.mark.thorough
@@ -60,39 +51,11 @@ def test_the_estimator_trains_as_step_3_and_goes_on(tmp_path):
 @pytest.mark.parametrize("program", [pytest.param(STEP1, marks=pytest.mark.thorough), STEP2])
 def test_the_repeat_count_is_rounded_up(program):
     options = ("--dataset", "digits", "--steps", "1", "--repeat-count", "17")
-    lines = run(program, *options).splitlines()
+    lines = run_forked(program, *options).splitlines()
     assert lines[0] == "Rounding the repeat count up to a multiple of --batches-to-accumulate: 32"
     assert lines[2].startswith("Steps 1 x examples per step 1024 (")
-    lines = run(program, *options, "--batches-to-accumulate", "1").splitlines()
+    lines = run_forked(program, *options, "--batches-to-accumulate", "1").splitlines()
     assert lines[1].startswith("Steps 1 x examples per step 544 (")
-
-
-def test_output_of_step_4_with_four_stages():
-    output = run(STEP4, "--dataset", "digits", "--steps", "12", *FOUR_STAGES)
-    lines = output.splitlines()
-    assert lines[:7] == [
-        "Layers:",
-        " flatten, dense256, dense128, dense64, dense32, logits, cel",
-        "Stages:",
-        " 0. flatten",
-        " 1. dense256",
-        " 2. dense128",
-        " 3. dense64-dense32-logits-cel",
-    ]
-    issued = [line for line in lines if line.startswith("Issuing")]
-    assert issued == [
-        "Issuing stage 0 layer flatten",
-        "Issuing stage 1 layer dense256",
-        "Issuing stage 2 layer dense128",
-        "Issuing stage 3 layer dense64",
-        "Issuing stage 3 layer dense32",
-        "Issuing stage 3 layer logits",
-        "Issuing stage 3 layer cel",
-    ]
-    assert list(printed_losses(output)) == [0, 10, 11]
-    accuracy = re.search(r"Test accuracy: (\S+)", output)
-    assert float(accuracy.group(1)) >= 0.93
-    assert lines[-1] == "Program ran successfully"
 
 
 ERRORS = [

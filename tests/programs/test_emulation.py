@@ -14,10 +14,8 @@ import pytest
 from benchmarks import harness
 from benchmarks.emulation import run, stages, timing
 from ipu_pipeline import engine
-from ipu_pipeline.engine import reference
 from ipu_pipeline.engine.schedules import ActionKind
-from tests.engine.execution.test_executables import no_cache  # noqa: F401  # a fixture
-from tests.support import models
+from tests.support import beside, models
 
 pytestmark = pytest.mark.skipif(stages.find_compiler() is None, reason="there is no g++")
 
@@ -53,7 +51,7 @@ def time_steps(emulated, number):
     ],
     ids=str,
 )
-def test_equals_a_plain_loop(options, no_cache):  # noqa: F811
+def test_equals_a_plain_loop(options, no_cache):
     optimizer = optax.adam(0.01)
     pipeline, state, step = make(
         **{"forward_ms": 0.5, "backward_ms": 1.0, "optimizer": optimizer, **options}
@@ -61,7 +59,7 @@ def test_equals_a_plain_loop(options, no_cache):  # noqa: F811
     plain = models.on_one_device(state)
     for _update in range(2):
         state, outputs = pipeline.step(state, step)
-        plain, expected = reference.step(pipeline.traced, plain, step, optimizer=optimizer)
+        plain, expected = beside.step_plainly(pipeline, plain, step)
         models.assert_trees_close(outputs.losses, expected.losses)
         models.assert_trees_close(state.variables, plain.variables)
         models.assert_trees_close(state.optimizer_state, plain.optimizer_state)
@@ -69,7 +67,7 @@ def test_equals_a_plain_loop(options, no_cache):  # noqa: F811
 
 @pytest.mark.thorough
 @pytest.mark.alone
-def test_by_default_stages_overlap_and_are_not_chunked(no_cache):  # noqa: F811
+def test_by_default_stages_overlap_and_are_not_chunked(no_cache):
     """In chunks of two a step takes 1.27 of the ideal, and without overlap 2.9."""
     emulated = make(10.0, 20.0)
     plan = emulated.pipeline.dispatch_plan

@@ -50,6 +50,21 @@ def mlp_batches(rng, num_micro_batches, size=4, dtype="float32"):
     ]
 
 
+def elements_of(number, seed=0):
+    return mlp_batches(np.random.default_rng(seed), number)
+
+
+def as_float32(tree):
+    return jax.tree.map(lambda leaf: leaf.astype("float32"), tree)
+
+
+def assert_values_close(found, expected):
+    """As `assert_trees_close`, of arrays by name, whatever their dtypes are."""
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        assert np.linalg.norm(value - expected[name]) <= 1e-5 * np.linalg.norm(expected[name]), name
+
+
 def assert_trees_close(actual, expected, tolerance=1e-5):
     """Per leaf, the 2-norm of the difference at most `tolerance` of the reference's; same structure."""
     actual_leaves, actual_tree = jax.tree_util.tree_flatten_with_path(actual)

@@ -113,6 +113,19 @@ def join(outputs):
     return [torch.cat([p.detach().reshape(-1, *p.shape[1:]) for p in same]) for same in parts]
 
 
+def make_sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def second(outputs):
+    """Of what `TwoLayers` returns, the loss."""
+    return outputs[1]
+
+
+def norm(tensor):
+    return float(np.linalg.norm(np.asarray(tensor.detach(), np.float64)))
+
+
 def relative_difference(actual, expected):
     """The 2-norm of the difference, of that of what is expected."""
     actual, expected = (np.asarray(t.detach(), np.float64) for t in (actual, expected))

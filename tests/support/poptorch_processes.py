@@ -11,7 +11,7 @@ import torch
 import ipu_pipeline.poptorch as poptorch
 from ipu_pipeline import engine
 from tests.support import joined
-from tests.support.poptorch_front import TwoLayers, leaves, make_batch, make_options, seeded
+from tests.support.poptorch_front import TwoLayers, leaves, make_batch, make_options, make_sgd, seeded
 
 STRATEGIES = {
     "pipelined": poptorch.PipelinedExecution(),
@@ -31,10 +31,6 @@ class WithBuffers(TwoLayers):
 
     def forward(self, x, target=None):
         return super().forward(self.dropout(self.norm(x)), target)
-
-
-def make_sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
 def make_adam(parameters):

@@ -12,6 +12,7 @@ import pytest
 
 from ipu_pipeline import datasets
 from ipu_pipeline.processes import announcing, board
+from tests.support import forked
 
 ROOT = Path(__file__).parents[2]
 QUICK_COMPILATION = ("JAX_DISABLE_MOST_OPTIMIZATIONS", "XLA_FLAGS")  # see conftest
@@ -103,11 +104,38 @@ def start(*arguments, as_tests=False):
     )
 
 
+def run_each(codes, folder, as_tests=False):
+    """What each of some programs prints; warnings are errors.
+
+    Args:
+      codes: their texts, by names.
+      folder: each runs in one within it, named as the program.
+      as_tests: see `environment`.
+    """
+    printed = {}
+    for name, code in codes.items():
+        (folder / name).mkdir()
+        result = forked.run(code, environment(as_tests), folder / name)
+        assert result.returncode == 0, f"{name}: {result.stderr}"
+        printed[name] = result.stdout
+    return printed
+
+
 def run(program, *options, code=0, as_tests=False):
     """What a program prints; with another code than 0, its errors."""
     result = start(program, *options, as_tests=as_tests)
     assert result.returncode == code, result.stdout + result.stderr
     return result.stdout if code == 0 else result.stderr
+
+
+def run_forked(program, *options):
+    """As `run` as in the tests, of a program that starts at once; see `forked`."""
+    path = ROOT / program
+    arguments = [str(path), *map(str, options)]
+    code = f"import runpy, sys\nsys.argv = {arguments}\nrunpy.run_path(sys.argv[0], run_name='__main__')"
+    result = forked.run(code, environment(as_tests=True))
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
 
 
 def record(target, program, *options):

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import io
 import os
 import pty
 import select
@@ -12,6 +13,13 @@ import termios
 import time
 
 from tests.support.programs import ROOT, Started, environment
+
+
+class Screen(io.StringIO):
+    """A standard error that says it is a terminal."""
+
+    def isatty(self):
+        return True
 
 
 class Terminal:

@@ -1,8 +1,6 @@
 """Devices. What touches the backend runs in a process of its own."""
 
 import os
-import subprocess
-import sys
 import textwrap
 
 import jax
@@ -10,6 +8,7 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline.utils import SelectionOrder
+from tests.support import forked
 
 
 def run(code, **environment):
@@ -42,14 +41,7 @@ def run(code, **environment):
         assert not is_started()
     """
     source = textwrap.dedent(prelude) + textwrap.dedent(code)
-    result = subprocess.run(
-        [sys.executable, "-W", "error", "-c", source],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "JAX_PLATFORMS": "cpu", **environment},
-        check=False,
-    )
+    result = forked.run(source, {**os.environ, "JAX_PLATFORMS": "cpu", **environment})
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 
@@ -231,7 +223,6 @@ def test_the_estimator_selects_devices_before_it_calls_functions(tmp_path):
         raise AssertionError("it was not called")
         """,
         MODEL_DIR=str(tmp_path),
-        PYTHONPATH=os.getcwd(),
     )
 
 

@@ -10,13 +10,9 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline.config import IPUConfig, StochasticRoundingBehaviour
-from ipu_pipeline.ground import warned
 from ipu_pipeline.tf1 import config_categories
 
-
-@pytest.fixture(autouse=True)
-def nothing_warned(monkeypatch):
-    monkeypatch.setattr(warned, "_warned", set())
+pytestmark = pytest.mark.usefixtures("nothing_warned")
 
 
 def other_value(setting):

@@ -16,19 +16,16 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline import datasets, optimizers
-from ipu_pipeline.ground import warned
 from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput, PipelineSchedule, pipeline
 from tests.engine.test_equality import plain_loss
 from tests.support import front, models
 from tests.support.programs import environment
 
+pytestmark = pytest.mark.usefixtures("nothing_warned")
+
+
 COUNT, UPDATES = 3, 2
 Queue = ipu.ipu_outfeed_queue.IPUOutfeedQueue
-
-
-@pytest.fixture(autouse=True)
-def nothing_warned(monkeypatch):
-    monkeypatch.setattr(warned, "_warned", set())
 
 
 def select(number, **settings):
@@ -39,10 +36,6 @@ def select(number, **settings):
     for name, value in settings.items():
         setattr(config, name, value)
     config.configure_ipu_system()
-
-
-def elements_of(number, seed=0):
-    return models.mlp_batches(np.random.default_rng(seed), number)
 
 
 def average(opt):
@@ -111,7 +104,7 @@ def loop(loss, variables, elements, num_replicas, optimizer, reduction="sum", co
 
 
 def test_training_equals_a_plain_loop():
-    elements = elements_of(2 * COUNT * UPDATES)
+    elements = models.elements_of(2 * COUNT * UPDATES)
     model = Model(elements)
     select(8)
     session, variables = started(model)
@@ -194,7 +187,7 @@ def test_the_tutorial_s_model_equals_a_plain_loop(schedule):
     ],
 )
 def test_other_numbers_and_options_equal_a_plain_loop(num_stages, num_replicas, options):
-    elements = elements_of(num_replicas * COUNT * UPDATES)
+    elements = models.elements_of(num_replicas * COUNT * UPDATES)
     model = Model(elements, num_stages, average(optax.sgd(0.1, momentum=0.9)), **options)
     select(num_replicas * model.program.num_ipus)
     session, variables = started(model)
@@ -210,7 +203,7 @@ def test_other_numbers_and_options_equal_a_plain_loop(num_stages, num_replicas, 
 @pytest.mark.thorough
 def test_a_count_that_is_fed():
     count = ipu.placeholder(np.int32, [], name="count")
-    elements = elements_of(2 * 5)
+    elements = models.elements_of(2 * 5)
     model = Model(elements, 2, average(optax.sgd(0.1)), gradient_accumulation_count=count)
     select(4)
     session, variables = started(model)
@@ -228,7 +221,9 @@ def test_a_count_that_is_fed():
 def test_losses_with_weights_are_divided_by_those_of_all_replicas():
     """Token-weighted losses: those of one large batch, of all micro-batches of all replicas."""
     rng = np.random.default_rng(1)
-    elements = [(*element, (rng.random(4) < 0.6).astype("float32")) for element in elements_of(2 * COUNT)]
+    elements = [
+        (*element, (rng.random(4) < 0.6).astype("float32")) for element in models.elements_of(2 * COUNT)
+    ]
 
     def first(x, labels, mask):
         return models.layer(1)(models.layer(0)(x)), labels, mask
@@ -287,7 +282,7 @@ def _watched(opt, queue):
     "nest", ["between", *(pytest.param(n, marks=pytest.mark.thorough) for n in ("outside", "inside"))]
 )
 def test_optimizers_in_any_order(nest):
-    elements, queue = elements_of(2 * COUNT), Queue()
+    elements, queue = models.elements_of(2 * COUNT), Queue()
     model = Model(elements, 2, NESTS[nest](optax.sgd(0.1), queue))
     select(4)
     session, variables = started(model)
@@ -305,7 +300,7 @@ def test_optimizers_in_any_order(nest):
 
 
 def test_gradients_that_the_optimizer_gets_are_means_over_replicas():
-    elements, queue = elements_of(2 * COUNT), Queue()
+    elements, queue = models.elements_of(2 * COUNT), Queue()
     before = optimizers.OutfeedOptimizerMode.BEFORE_APPLY
     opt = average(optimizers.OutfeedOptimizer(optax.sgd(0.1), queue, before, ["dense3/bias"]))
     model = Model(elements, 2, opt)
@@ -321,19 +316,19 @@ def test_gradients_that_the_optimizer_gets_are_means_over_replicas():
 
 def test_wrong_optimizers():
     with pytest.raises(ValueError, match="average gradients over replicas only once; two are nested"):
-        Model(elements_of(1), 1, average(average(optax.sgd(0.1))))
+        Model(models.elements_of(1), 1, average(average(optax.sgd(0.1))))
     with pytest.raises(TypeError, match="CrossReplicaOptimizer: the optimizer to wrap must be an optax"):
         average(0.1)
     accumulating = optimizers.CrossReplicaGradientAccumulationOptimizerV2(optax.sgd(0.1), 2)
     with pytest.raises(ValueError, match="pipeline accumulates by itself. .* in a CrossReplicaOptimizer"):
-        Model(elements_of(1), 1, accumulating)
+        Model(models.elements_of(1), 1, accumulating)
     with pytest.raises(ValueError, match="num_mini_batches must be from 1"):
         optimizers.CrossReplicaGradientAccumulationOptimizerV2(optax.sgd(0.1), 0)
 
 
 def loop_program(number):
     """A program that accumulates over iterations of a loop, with a cross-replica optimizer."""
-    infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(elements_of(4))
+    infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(models.elements_of(4))
 
     def body(x, labels):
         opt = optimizers.CrossReplicaGradientAccumulationOptimizerV2(optax.sgd(0.1), number)
@@ -353,7 +348,7 @@ def test_a_loop_of_one_replica():
         session.create_variables(program)
         before = session.variables
         session.run(program)
-        _losses, wanted = loop(plain_loss, before, elements_of(4), 1, optax.sgd(0.1), count=4)
+        _losses, wanted = loop(plain_loss, before, models.elements_of(4), 1, optax.sgd(0.1), count=4)
         models.assert_trees_close(session.variables, jax.tree.map(np.asarray, wanted))
 
 
@@ -361,7 +356,7 @@ def test_a_loop_of_one_replica():
 
 
 def test_more_ipus_alone_make_no_replicas():
-    elements = elements_of(COUNT)
+    elements = models.elements_of(COUNT)
     model = Model(elements, 2, optax.sgd(0.1))
     select(8)
     session, _variables = started(model)
@@ -371,8 +366,8 @@ def test_more_ipus_alone_make_no_replicas():
 
 def test_an_optimizer_alone_makes_no_replicas():
     """Devices that nobody configured are as many as programs need, another one's too."""
-    larger = Model(elements_of(COUNT), 4, optax.sgd(0.1), name="other")
-    model = Model(elements_of(2 * COUNT), 2, average(optax.sgd(0.1)))
+    larger = Model(models.elements_of(COUNT), 4, optax.sgd(0.1), name="other")
+    model = Model(models.elements_of(2 * COUNT), 2, average(optax.sgd(0.1)))
     session, _variables = started(model)
     with session:
         assert model.run(session).shape == (COUNT,)
@@ -383,7 +378,7 @@ def test_an_optimizer_alone_makes_no_replicas():
 @pytest.mark.thorough
 def test_idle_ipus_are_of_no_replica():
     """Six were asked for, eight are there."""
-    elements = elements_of(2 * COUNT)
+    elements = models.elements_of(2 * COUNT)
     model = Model(elements, 3)
     select(6, require_power_of_two=True, auto_round_num_ipus=True)
     session, variables = started(model)
@@ -395,7 +390,7 @@ def test_idle_ipus_are_of_no_replica():
 
 @pytest.mark.parametrize("number", [5, 7])
 def test_ipus_that_are_no_multiple(number):
-    model = Model(elements_of(COUNT), 4)
+    model = Model(models.elements_of(COUNT), 4)
     select(number)
     session, _variables = started(model)
     text = (
@@ -407,7 +402,7 @@ def test_ipus_that_are_no_multiple(number):
 
 
 def test_too_few_ipus():
-    model = Model(elements_of(COUNT), 4)
+    model = Model(models.elements_of(COUNT), 4)
     select(2)
     with ipu.Session() as session, pytest.raises(ValueError, match="needs 4 IPUs, but .* selected 2"):
         session.run(model.initializer)
@@ -416,7 +411,7 @@ def test_too_few_ipus():
 
 def test_not_with_batch_serialization():
     opt = average(optax.sgd(0.1))
-    model = Model(elements_of(8), 2, opt, batch_serialization_iterations=2)
+    model = Model(models.elements_of(8), 2, opt, batch_serialization_iterations=2)
     select(2)
     session, _variables = started(model)
     with session, pytest.raises(ValueError, match="replicas"):
@@ -424,7 +419,7 @@ def test_not_with_batch_serialization():
 
 
 def test_another_number_of_replicas_in_the_same_session():
-    elements = elements_of(5 * COUNT)
+    elements = models.elements_of(5 * COUNT)
     model = Model(elements, 2, average(optax.sgd(0.1)))
     select(4)
     session, variables = started(model)
@@ -447,7 +442,7 @@ def test_another_number_of_replicas_in_the_same_session():
 
 def test_inference_beside_training():
     """It has no cross-replica optimizer, and so one replica, with the weights of all."""
-    elements = elements_of(2 * COUNT)
+    elements = models.elements_of(2 * COUNT)
     model = Model(elements, 2, average(optax.sgd(0.1)))
     inference = Model(elements, 2, trains=False, name="inference")
     select(4)
@@ -465,7 +460,7 @@ def test_what_replicas_share_out():
     arguments = ("replicated_optimizer_state_sharding", "replicated_weight_sharding")
     found = {}
     for is_sharded in (False, True):
-        model = Model(elements_of(2 * COUNT), 1, **dict.fromkeys(arguments, is_sharded))
+        model = Model(models.elements_of(2 * COUNT), 1, **dict.fromkeys(arguments, is_sharded))
         select(2)
         session, _variables = started(model)
         with session:
@@ -480,7 +475,7 @@ def test_what_replicas_share_out():
 
 
 def test_one_replica_shares_nothing_out():
-    model = Model(elements_of(2 * COUNT), 1, replicated_weight_sharding=True)
+    model = Model(models.elements_of(2 * COUNT), 1, replicated_weight_sharding=True)
     select(1)
     session, _variables = started(model)
     with (
@@ -493,7 +488,7 @@ def test_one_replica_shares_nothing_out():
 @pytest.mark.thorough
 def test_data_that_end_within_an_update_keep_what_was_done():
     """And the elements that the broken update took are dealt out again when there are more."""
-    elements = elements_of(4 * COUNT)
+    elements = models.elements_of(4 * COUNT)
     short = elements[: 2 * COUNT + 3]
     model = Model(lambda: iter(short), 2, average(optax.sgd(0.1)), repeat_count=2)
     select(4)
@@ -515,7 +510,7 @@ def test_data_that_end_within_an_update_keep_what_was_done():
 
 @pytest.mark.thorough
 def test_averages_of_weights_and_exports_of_what_replicas_trained(tmp_path):
-    elements = elements_of(2 * COUNT * UPDATES)
+    elements = models.elements_of(2 * COUNT * UPDATES)
     opt = average(optimizers.with_averaged_weights(optax.sgd(0.1), 0.5))
     model = Model(elements, 2, opt)
     inference = Model(elements, 2, trains=False, name="inference")
@@ -545,7 +540,7 @@ def test_averages_of_weights_and_exports_of_what_replicas_trained(tmp_path):
 @pytest.mark.thorough
 @pytest.mark.parametrize("numbers", [(2, 1), (1, 2)])
 def test_training_goes_on_with_another_number_of_replicas(numbers, tmp_path):
-    elements = elements_of(3 * COUNT)
+    elements = models.elements_of(3 * COUNT)
     first, second = numbers
     select(2 * first)
     model = Model(elements, 2)
@@ -579,7 +574,7 @@ def test_training_goes_on_with_another_number_of_replicas(numbers, tmp_path):
 
 
 def test_outputs_and_sums_have_an_axis_for_replicas():
-    elements = elements_of(2 * COUNT)
+    elements = models.elements_of(2 * COUNT)
 
     def stage(x, labels):
         loss = models.mlp_stages(1)[0](x, labels)
@@ -616,7 +611,7 @@ def test_outputs_and_sums_have_an_axis_for_replicas():
 
 
 def test_a_queue_in_a_stage_and_mode_last():
-    elements, queue = elements_of(2 * COUNT), Queue()
+    elements, queue = models.elements_of(2 * COUNT), Queue()
     last = Queue(ipu.ipu_outfeed_queue.IPUOutfeedMode.LAST)
 
     def first(x, labels):
@@ -636,7 +631,7 @@ def test_a_queue_in_a_stage_and_mode_last():
 
 def test_synthetic_data(monkeypatch):
     monkeypatch.setenv("TF_POPLAR_FLAGS", "--use_synthetic_data")
-    model = Model(elements_of(1), 2, average(optax.sgd(0.1)))
+    model = Model(models.elements_of(1), 2, average(optax.sgd(0.1)))
     select(4)
     session, _variables = started(model)
     with session:
@@ -646,7 +641,7 @@ def test_synthetic_data(monkeypatch):
 
 
 def test_placement_shows_the_devices_of_all_replicas():
-    model = Model(elements_of(1), 2)
+    model = Model(models.elements_of(1), 2)
     assert "not selected yet" in str(model.program.placement())
     select(4)
     first, *rest = str(model.program.placement()).splitlines()
@@ -716,7 +711,7 @@ def test_values_of_all_replicas_and_their_gradients():
 
 def test_synchronized_batch_normalization_is_that_of_one_large_batch():
     """Against one replica with micro-batches of twice the size."""
-    elements = elements_of(2 * COUNT * UPDATES)
+    elements = models.elements_of(2 * COUNT * UPDATES)
     large = [
         tuple(np.concatenate(pair) for pair in zip(*elements[start : start + 2], strict=True))
         for start in range(0, len(elements), 2)
@@ -748,7 +743,7 @@ def test_synchronized_batch_normalization_is_that_of_one_large_batch():
 
 
 def test_batch_normalization_of_each_replica():
-    elements = elements_of(2 * COUNT)
+    elements = models.elements_of(2 * COUNT)
 
     def stage(x, labels):
         x = ipu.layers.BatchNormalization(momentum=0.5)(x)
@@ -778,12 +773,12 @@ def test_wrong_groups_of_batch_normalization(size):
         config.configure_ipu_system()
 
     if size == 2:
-        model = Model(elements_of(8), 1)
+        model = Model(models.elements_of(8), 1)
         configure(2)
         text = "is 2, but was 1 when the pipeline 'Pipeline' was compiled"
     else:
         configure(2)
-        model = Model(elements_of(8), 1)
+        model = Model(models.elements_of(8), 1)
         text = "must be 1, for statistics of each replica, or the number of replicas, .* has 2. It is 3"
     session, _variables = started(model)
     with session, pytest.raises(ValueError, match=text):
@@ -798,7 +793,7 @@ def test_wrong_values_and_places():
             function(x, labels)
             return models.mlp_stages(1)[0](x, labels)
 
-        return Model(elements_of(1), stages=[stage])
+        return Model(models.elements_of(1), stages=[stage])
 
     for function, error, text in (
         (
@@ -842,7 +837,7 @@ def test_random_numbers_differ_between_replicas_or_are_identical(monkeypatch):
         queue.enqueue(jax.random.uniform(ipu.next_rng_key()))
         return models.mlp_stages(1)[0](x, labels)
 
-    model, found = Model(elements_of(5 * COUNT), stages=[stage]), []
+    model, found = Model(models.elements_of(5 * COUNT), stages=[stage]), []
     for number, is_identical in ((1, False), (2, True), (2, False)):
         select(number)
         with ipu.Session() as session:
@@ -864,11 +859,11 @@ def test_random_numbers_differ_between_replicas_or_are_identical(monkeypatch):
 
 POPDIST_PROGRAM = """
 import json, sys
-from tests.tf1.test_replicas_front import Model, elements_of, select
+from tests.tf1.test_replicas_front import Model, models.elements_of, select
 import ipu_pipeline as ipu
 popdist = ipu.popdist
 index = popdist.getInstanceIndex()
-model = Model(elements_of(1), 2)
+model = Model(models.elements_of(1), 2)
 select(8)
 found = [popdist.getNumInstances(), popdist.getNumTotalReplicas(), popdist.getNumLocalReplicas()]
 with open(f"{sys.argv[1]}/{index}.json", "w") as file:
@@ -896,10 +891,10 @@ def test_popdist():
     gc.collect()  # programs of other tests
     assert not popdist.isPopdistEnvSet()
     assert (popdist.getNumInstances(), popdist.getInstanceIndex()) == (1, 0)
-    plain = Model(elements_of(1), 2, optax.sgd(0.1), name="plain")
+    plain = Model(models.elements_of(1), 2, optax.sgd(0.1), name="plain")
     with pytest.raises(RuntimeError, match="there is none. Compile the program before"):
         popdist.getNumTotalReplicas()
-    model = Model(elements_of(1), 2)
+    model = Model(models.elements_of(1), 2)
     assert popdist.getNumIpusPerReplica() == 2
     assert popdist.checkNumIpusPerReplica(2)
     assert not popdist.checkNumIpusPerReplica(4)
@@ -909,7 +904,7 @@ def test_popdist():
     select(6)
     assert popdist.getNumTotalReplicas() == popdist.getNumLocalReplicas() == 3
     assert popdist.getReplicaIndexOffset() == 0
-    other = Model(elements_of(1), 4)
+    other = Model(models.elements_of(1), 4)
     assert popdist.getNumIpusPerReplica() == 4  # that of the last one
     with pytest.raises(ValueError, match="IPUConfig selects 6 IPUs .* must be a multiple of 4"):
         popdist.getNumTotalReplicas()

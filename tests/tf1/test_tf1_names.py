@@ -10,14 +10,10 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline import nn_ops, normalization_ops, rand_ops
-from ipu_pipeline.ground import warned
 from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput, pipeline
 from tests.support import front
 
-
-@pytest.fixture(autouse=True)
-def nothing_warned(monkeypatch):
-    monkeypatch.setattr(warned, "_warned", set())
+pytestmark = pytest.mark.usefixtures("nothing_warned")
 
 
 def variables_of(function):

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from ipu_pipeline import engine
 from ipu_pipeline.engine import reference
@@ -49,17 +48,6 @@ def make(scales=(1.0,) * (NUM_STAGES - 1), plan=PLANS[0], last=last_block, **opt
         dispatch_plan=plan,
         **options,
     )
-
-
-@pytest.fixture
-def no_cache():
-    """JAX's persistent cache, which other tests use, takes the place of what is tested here."""
-    directory = jax.config.jax_compilation_cache_dir
-    jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()
-    yield
-    jax.config.update("jax_compilation_cache_dir", directory)
-    compilation_cache.reset_cache()
 
 
 def run(pipeline, width=WIDTH, num_updates=3):

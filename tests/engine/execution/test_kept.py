@@ -9,11 +9,12 @@ import optax
 import pytest
 
 import ipu_pipeline as ipu
+from ipu_pipeline.engine.execution import executables
 from ipu_pipeline.engine.execution.kept import KeptPrograms, current, identify, text_of
 from ipu_pipeline.ground import jax_compat
 from ipu_pipeline.ipu_pipeline_estimator import IPUPipelineEstimator, IPUPipelineEstimatorSpec
 from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput
-from tests.engine.planning.test_dispatch_plans import compilations
+from tests.support.compilations import compilations
 from tests.support.estimating import (
     assert_same_variables,
     finite_of,
@@ -119,7 +120,13 @@ def test_training_again_compiles_nothing(num_stages, tmp_path, caplog):
     assert "kept from before)" in told
 
 
-def test_with_replicas(tmp_path):
+def test_with_replicas(tmp_path, monkeypatch):
+    """Without JAX's persistent cache, the second replica's programs are loaded, and those are kept too.
+
+    One that computes too little to be loaded is compiled for each replica, and again in the next training;
+    here all are large enough, whether there is a cache or not.
+    """
+    monkeypatch.setattr(executables, "_LEAST_OPERATIONS", 0)
     estimator = test_replicas_estimator.make(tmp_path)
     numbers = []
     for _time in range(2):

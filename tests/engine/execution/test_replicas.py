@@ -1,7 +1,5 @@
 """Replicas of a pipeline: equal to a plain loop over the micro-batches of all of them."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,11 +7,14 @@ import optax
 import pytest
 
 from ipu_pipeline import engine, layers
-from ipu_pipeline.engine import reference
 from ipu_pipeline.engine.execution.replicas import Dealt
-from tests.support import models
+from tests.support import beside, models
 
 COUNT, UPDATES = 4, 3
+
+
+def check(pipeline, steps, bound=1e-5):
+    return beside.train(pipeline, steps, seed=3, bound=bound)
 
 
 def make(stages, num_replicas, **options):
@@ -24,35 +25,6 @@ def make(stages, num_replicas, **options):
         "num_replicas": num_replicas,
     }
     return engine.Pipeline(stages, **{**given, **options})
-
-
-def check(pipeline, steps, bound=1e-5, *inputs):
-    """Trains a pipeline and the plain loop, and compares them after each update."""
-    state = pipeline.init(jax.random.key(3), steps[0][0], *inputs)
-    expected = copied(state)
-    for step in steps:
-        state, outputs = pipeline.step(state, step, *inputs)
-        expected, wanted = reference.step(
-            pipeline.traced,
-            expected,
-            step,
-            *inputs,
-            optimizer=pipeline.options.optimizer,
-            reduction=pipeline.options.reduction,
-            num_replicas=pipeline.num_replicas,
-        )
-        models.assert_trees_close(outputs.losses, wanted.losses, bound)
-        models.assert_trees_close(outputs.outputs, wanted.outputs, bound)
-        models.assert_trees_close(state.variables, expected.variables, bound)
-        models.assert_trees_close(state.optimizer_state, expected.optimizer_state, bound)
-    return state, outputs
-
-
-def copied(state):
-    """A state on one device, whose arrays share no memory with the other's."""
-    leaves, tree = jax.tree.flatten((state.variables, state.optimizer_state))
-    variables, optimizer_state = jax.tree.unflatten(tree, [jnp.array(np.asarray(leaf)) for leaf in leaves])
-    return dataclasses.replace(state, variables=variables, optimizer_state=optimizer_state)
 
 
 def make_steps(num_replicas, count=COUNT):
@@ -161,14 +133,7 @@ def test_sums_and_inputs():
     steps, scale = make_steps(2), np.float32(0.5)
     state = pipeline.init(jax.random.key(3), steps[0][0], scale)
     _after, outputs = pipeline.step(state, steps[0], scale)
-    _expected, wanted = reference.step(
-        pipeline.traced,
-        models.on_one_device(state),
-        steps[0],
-        scale,
-        optimizer=pipeline.options.optimizer,
-        num_replicas=2,
-    )
+    _expected, wanted = beside.step_plainly(pipeline, models.on_one_device(state), steps[0], scale)
     models.assert_trees_close(outputs.losses, [sum(wanted.losses)])
 
 
@@ -177,7 +142,7 @@ def test_inference():
     (step, *_rest) = make_steps(2)
     state = pipeline.init(jax.random.key(3), step[0])
     _after, outputs = pipeline.step(state, step)
-    _expected, wanted = reference.step(pipeline.traced, models.on_one_device(state), step, num_replicas=2)
+    _expected, wanted = beside.step_plainly(pipeline, models.on_one_device(state), step)
     models.assert_trees_close(outputs.outputs, wanted.outputs)
 
 
@@ -213,17 +178,13 @@ def test_another_number_later(offload):
     state = pipeline.init(jax.random.key(3), steps[0][0])
     state, _outputs = pipeline.step(state, steps[0][:COUNT])
     pipeline.set_replicas(2)
-    expected = copied(state)
+    expected = beside.copied(state)
     state, _outputs = pipeline.step(state, steps[1])
-    expected, _wanted = reference.step(
-        pipeline.traced, expected, steps[1], optimizer=pipeline.options.optimizer, num_replicas=2
-    )
+    expected, _wanted = beside.step_plainly(pipeline, expected, steps[1])
     models.assert_trees_close(state.variables, expected.variables)
     pipeline.set_replicas(1)
     state, _outputs = pipeline.step(state, steps[2][:COUNT])
-    expected, _wanted = reference.step(
-        pipeline.traced, expected, steps[2][:COUNT], optimizer=pipeline.options.optimizer
-    )
+    expected, _wanted = beside.step_plainly(pipeline, expected, steps[2][:COUNT])
     models.assert_trees_close(state.variables, expected.variables)
 
 
@@ -284,7 +245,7 @@ def test_replicas_that_compute_together(num_replicas, options):
     pipeline = make(together_stages(), num_replicas, optimizer=optax.sgd(0.1), **options)
     (step, *_rest) = make_steps(num_replicas)
     state = pipeline.init(jax.random.key(3), step[0])
-    variables = copied(state).variables
+    variables = beside.copied(state).variables
     state, outputs = pipeline.step(state, step)
     total = jax.tree.map(jnp.zeros_like, variables)
     for number in range(COUNT):

@@ -15,15 +15,14 @@ from jax.sharding import PartitionSpec as P
 
 import ipu_pipeline as ipu
 from ipu_pipeline import engine
-from ipu_pipeline.engine import reference
 from ipu_pipeline.engine.devices.everywhere import read_everywhere
 from ipu_pipeline.engine.schedules.actions import ActionKind
 from ipu_pipeline.ipu_pipeline_estimator import IPUPipelineEstimator, IPUPipelineEstimatorSpec
 from ipu_pipeline.ipu_run_config import IPURunConfig, RunConfig
 from ipu_pipeline.reports.events import EventKind
 from ipu_pipeline.reports.profile import read_profile
-from tests.engine.execution.test_replicas import COUNT, check, copied, make, make_steps
-from tests.support import front, joined, models
+from tests.engine.execution.test_replicas import COUNT, check, make, make_steps
+from tests.support import beside, front, joined, models
 from tests.support.estimating import variables_of
 
 SIZE = 16
@@ -292,13 +291,7 @@ def test_a_state_of_another_layout():
     state, _outputs = first.step(state, steps[0])
     for number, pipeline in enumerate(layouts):
         pipeline.trace(steps[0][0])
-        expected, _wanted = reference.step(
-            pipeline.traced,
-            copied(state),
-            steps[number % 3],
-            optimizer=pipeline.options.optimizer,
-            reduction="mean",
-        )
+        expected, _wanted = beside.step_plainly(pipeline, beside.copied(state), steps[number % 3])
         state, _outputs = pipeline.step(state, steps[number % 3])
         models.assert_trees_close(state.variables, expected.variables)
 
@@ -309,14 +302,7 @@ def test_replicas_come_and_go():
     for number_of, step in zip((1, 2, 1), steps, strict=True):
         pipeline.set_replicas(number_of)
         own = step[: COUNT * number_of]
-        expected, _wanted = reference.step(
-            pipeline.traced,
-            copied(state),
-            own,
-            optimizer=pipeline.options.optimizer,
-            reduction="mean",
-            num_replicas=number_of,
-        )
+        expected, _wanted = beside.step_plainly(pipeline, beside.copied(state), own)
         state, _outputs = pipeline.step(state, own)
         models.assert_trees_close(state.variables, expected.variables)
 

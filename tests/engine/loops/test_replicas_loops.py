@@ -13,20 +13,17 @@ import ipu_pipeline as ipu
 from ipu_pipeline import loops, optimizers
 from ipu_pipeline.engine.execution.runner import ColumnRunner
 from ipu_pipeline.errors import OutOfRangeError
-from ipu_pipeline.ground import warned
 from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue
 from ipu_pipeline.ipu_outfeed_queue import IPUOutfeedMode, IPUOutfeedQueue
 from tests.engine.test_equality import plain_loss
 from tests.support import front, models
 
+pytestmark = pytest.mark.usefixtures("nothing_warned")
+
+
 Accumulating = optimizers.CrossReplicaGradientAccumulationOptimizerV2
 OPTIMIZERS = {"sgd": lambda: optax.sgd(0.1), "adam": lambda: optax.adam(0.01)}
 HALVED = {"halved": lambda: optax.chain(optax.scale(0.5), optax.adam(0.01))}
-
-
-@pytest.fixture(autouse=True)
-def nothing_warned(monkeypatch):
-    monkeypatch.setattr(warned, "_warned", set())
 
 
 def select(number):
@@ -34,10 +31,6 @@ def select(number):
     config.auto_select_ipus = number
     config.require_power_of_two = False
     config.configure_ipu_system()
-
-
-def elements_of(number, seed=0):
-    return models.mlp_batches(np.random.default_rng(seed), number)
 
 
 def stages(is_sharded, x, labels):
@@ -95,7 +88,7 @@ def started(model):
 @pytest.mark.each_value
 def test_equals_a_plain_loop(count, every, optimizer, reduction, num_replicas, is_sharded):
     """Also where a run ends within an update: the next one goes on with what was accumulated."""
-    elements = elements_of(2 * count * num_replicas)
+    elements = models.elements_of(2 * count * num_replicas)
     model = Model(elements, count, every, optimizer, is_sharded, reduction_method=reduction)
     select(num_replicas * (1 + is_sharded))
     session, start = started(model)
@@ -143,7 +136,7 @@ def test_float64():
 
 def test_the_optimizers_state_is_shared_out():
     """ZeRO-1: the same numbers, and a part of the state on each IPU."""
-    elements = elements_of(12)
+    elements = models.elements_of(12)
     found = []
     for is_shared in (False, True):
         model = Model(elements, 6, 3, "adam", replicated_optimizer_state_sharding=is_shared)
@@ -167,7 +160,7 @@ def test_the_optimizers_state_is_shared_out():
 @pytest.mark.parametrize("is_sharded", [False, True])
 def test_nests_of_optimizers(is_sharded):
     """The scale of the loss, a map of gradients, and state in host memory, as with one replica."""
-    elements = elements_of(12)
+    elements = models.elements_of(12)
     infeed, outfeed = IPUInfeedQueue(elements), IPUOutfeedQueue()
 
     def body(x, labels):
@@ -490,7 +483,7 @@ def test_while_loops_of_at_most_so_many_iterations(number):
 
 
 def test_data_that_end_within_a_round_keep_what_was_done():
-    elements = elements_of(12)
+    elements = models.elements_of(12)
     short = elements[:7]
     model = Model(lambda: iter(short), 6, 1)
     select(2)
@@ -508,7 +501,7 @@ def test_data_that_end_within_a_round_keep_what_was_done():
 def test_a_checkpoint_within_an_update_goes_on_with_other_replicas(tmp_path, numbers):
     """What replicas accumulated is saved as their mean, from which any number of them goes on."""
     before, after = numbers
-    elements = elements_of(2 * before + 4 * after)
+    elements = models.elements_of(2 * before + 4 * after)
     found = []
     model = Model(elements, 2, 3, "adam")
     select(before)
@@ -541,7 +534,7 @@ def test_a_checkpoint_within_an_update_goes_on_with_other_replicas(tmp_path, num
 
 
 def test_a_restored_session_goes_on_in_the_data(tmp_path):
-    elements = elements_of(20)
+    elements = models.elements_of(20)
     model = Model(elements, 2, 1)
     select(2)
     session, start = started(model)
@@ -559,7 +552,7 @@ def test_a_restored_session_goes_on_in_the_data(tmp_path):
 
 
 def test_another_number_of_replicas_in_the_same_session():
-    elements = elements_of(10)
+    elements = models.elements_of(10)
     model = Model(elements, 2, 4, "adam")
     select(3)
     session, start = started(model)
@@ -582,7 +575,7 @@ def test_another_number_of_replicas_in_the_same_session():
 
 def test_synthetic_data(monkeypatch):
     monkeypatch.setenv("TF_POPLAR_FLAGS", "--use_synthetic_data")
-    model = Model(elements_of(4), 3, 1)
+    model = Model(models.elements_of(4), 3, 1)
     select(2)
     session, _start = started(model)
     with session:
@@ -592,7 +585,7 @@ def test_synthetic_data(monkeypatch):
 
 def test_an_interrupted_run_goes_on(monkeypatch):
     """What was done stands, and the elements of the iteration that was not come again."""
-    elements = elements_of(12)
+    elements = models.elements_of(12)
     model = Model(elements, 4, 3, "adam")
     select(2)
     session, start = started(model)
@@ -699,7 +692,7 @@ def test_more_ipus_alone_make_no_replicas():
 
 
 def test_what_is_told_of_them(tmp_path):
-    elements = elements_of(12)
+    elements = models.elements_of(12)
     model = Model(elements, 3, 3, is_sharded=True)
     select(4)
     text = str(model.program.placement())

@@ -1,6 +1,5 @@
 """Chunks of micro-batches: the numbers stay the same; what is chosen, and why."""
 
-import contextlib
 import dataclasses
 import functools
 import gc
@@ -20,6 +19,7 @@ from ipu_pipeline.engine.inspect import LiveBytes
 from ipu_pipeline.engine.planning import choosing
 from ipu_pipeline.errors import OutOfRangeError
 from tests.support import front, models
+from tests.support.compilations import compilations
 
 WIDTH, BATCH, NUM_CLASSES, COUNT, NUM_UPDATES = 6, 4, 5, 8, 3
 TOLERANCES = {"float32": 1e-5, "float64": 1e-12}
@@ -747,22 +747,6 @@ def test_two_hundredths_are_worth_chunks_and_less_is_not():
 
 
 # What is compiled and held.
-
-
-@contextlib.contextmanager
-def compilations():
-    """The number of compilations in the block, as a list of durations."""
-    found = []
-
-    def listen(event, duration, **_others):
-        if event == "/jax/core/compile/backend_compile_duration":
-            found.append(duration)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        yield found
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 @pytest.mark.parametrize("as_feed", [list, as_jax])

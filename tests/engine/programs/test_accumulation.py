@@ -12,7 +12,8 @@ from ipu_pipeline.engine import reference
 from ipu_pipeline.engine.execution.blocks.sizes import BlockSizes, block_sizes
 from ipu_pipeline.errors import OutOfRangeError
 from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput, PipelineSchedule, pipeline
-from tests.support import front, models
+from tests.support import beside, front, models
+from tests.support.compilations import compiled_in
 
 
 def stages_with_everything():
@@ -44,7 +45,7 @@ def make(mapping, reduction, **options):
     )
 
 
-def assert_equals_reference(made, counts, rng, reduction, factor=1, **options):
+def assert_equals_reference(made, counts, rng, factor=1, **options):
     """Steps with these counts, compared one by one with a plain loop.
 
     Returns:
@@ -58,14 +59,7 @@ def assert_equals_reference(made, counts, rng, reduction, factor=1, **options):
     for count, micro_batches in zip(counts, steps, strict=True):
         given = {"num_micro_batches": count} if options else {}
         state, outputs = made.step(state, micro_batches, rate, **given)
-        expected, expected_outputs = reference.step(
-            made.traced,
-            expected,
-            micro_batches,
-            rate,
-            optimizer=lambda rate, loss, labels: optax.sgd(rate, momentum=0.9),
-            reduction=reduction,
-        )
+        expected, expected_outputs = beside.step_plainly(made, expected, micro_batches, rate)
         models.assert_trees_close(outputs.outputs, expected_outputs.outputs)
         models.assert_trees_close(outputs.losses, expected_outputs.losses)
         models.assert_trees_close(state.variables, expected.variables)
@@ -91,15 +85,7 @@ def assert_equals_reference(made, counts, rng, reduction, factor=1, **options):
 @pytest.mark.each_value
 def test_counts_that_are_given_at_each_step(mapping, reduction, rng):
     made = make(mapping, reduction, num_micro_batches=None)
-    assert_equals_reference(made, [3, 5, 1], rng, reduction, given=True)
-
-
-def compiled_in(function, caplog):
-    """The names of what is compiled while a function runs."""
-    caplog.clear()
-    with jax.log_compiles():
-        function()
-    return [record.message for record in caplog.records if record.message.startswith("Compiling")]
+    assert_equals_reference(made, [3, 5, 1], rng, given=True)
 
 
 @pytest.mark.parametrize("mapping", [[0, 0], [0, 1]])
@@ -255,7 +241,7 @@ def test_an_unusable_count_is_found_before_anything_runs():
 def test_long_counts_known_at_run(rng):
     """An update that does not fit a block: its parts, with a count that is not compiled for."""
     made = make([0, 0], "running_mean", num_micro_batches=None, block_bytes=4 * 300)
-    assert_equals_reference(made, [10, 11, 2], rng, "running_mean", given=True)
+    assert_equals_reference(made, [10, 11, 2], rng, given=True)
     assert made.prepare().sizes(10, 10) == BlockSizes(1, 5, 5)
 
 
@@ -492,7 +478,7 @@ def test_groups_equal_the_reference(reduction, block_bytes, count, rng):
         block_bytes=block_bytes,
     )
     options = {} if count else {"given": True}
-    assert_equals_reference(made, [4, 4] if count else [4, 2, 5], rng, reduction, factor=3, **options)
+    assert_equals_reference(made, [4, 4] if count else [4, 2, 5], rng, factor=3, **options)
     sizes = made.prepare().sizes(12, 12)
     assert (sizes.unit, sizes.capacity) == {2**20: (12, 12), 2100: (3, 6), 1: (3, 3)}[block_bytes]
 
@@ -507,7 +493,7 @@ def test_groups_equal_the_reference(reduction, block_bytes, count, rng):
 @pytest.mark.each_value
 def test_groups_with_recomputation_and_offloading(options, rng):
     made = make([0, 0], "mean", num_micro_batches=2, num_serialized=3, schedule="sequential", **options)
-    assert_equals_reference(made, [2, 2], rng, "mean", factor=3)
+    assert_equals_reference(made, [2, 2], rng, factor=3)
 
 
 def test_groups_in_inference(rng):

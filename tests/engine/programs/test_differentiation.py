@@ -7,9 +7,8 @@ import optax
 import pytest
 
 from ipu_pipeline import engine
-from ipu_pipeline.engine import reference
 from ipu_pipeline.engine.programs.stage_programs import ValueKind
-from tests.support import models
+from tests.support import beside, models
 
 BATCH, WIDTH = 4, 6
 
@@ -25,13 +24,7 @@ def trace(stages, element=None, loss=lambda loss: loss, **options):
 def assert_step_equals_reference(pipeline, rng, tolerance=1e-5):
     """One update of a pipeline without labels; returns the new state."""
     micro_batches = [(rng.normal(size=(BATCH, WIDTH)).astype("float32"),) for _ in range(2)]
-    state = pipeline.init(jax.random.key(0), micro_batches[0])
-    expected, _outputs = reference.step(
-        pipeline.traced, models.on_one_device(state), micro_batches, optimizer=optax.sgd(0.1)
-    )
-    actual, _outputs = pipeline.step(state, micro_batches)
-    models.assert_trees_close(actual.variables, expected.variables, tolerance)
-    return actual
+    return beside.train(pipeline, [micro_batches], bound=tolerance)[0]
 
 
 def num_bytes(avals):

@@ -10,9 +10,8 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline import engine
-from ipu_pipeline.engine import reference
 from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput, RecomputationMode, pipeline
-from tests.support import front, models
+from tests.support import beside, front, models
 
 MODES = ["auto", "recompute_then_backpropagate", "recompute_and_backpropagate_interleaved"]
 WIDTH = 16
@@ -58,16 +57,7 @@ def make(mode, **options):
 @pytest.mark.each_value
 def test_equals_the_reference(mode, schedule, mapping, rng):
     pipeline = make(mode, schedule=schedule, device_mapping=mapping)
-    steps = [models.mlp_batches(rng, 4) for _ in range(2)]
-    state = pipeline.init(jax.random.key(0), steps[0][0])
-    expected = models.on_one_device(state)
-    for step in steps:
-        state, outputs = pipeline.step(state, step)
-        expected, expected_outputs = reference.step(
-            pipeline.traced, expected, step, optimizer=optax.adam(0.01)
-        )
-        models.assert_trees_close(outputs.losses, expected_outputs.losses)
-        models.assert_trees_close(state.variables, expected.variables)
+    beside.train(pipeline, [models.mlp_batches(rng, 4) for _ in range(2)])
 
 
 @pytest.mark.parametrize(("mode", "num_marks"), list(zip(MODES, [2, 0, 2], strict=True)))
@@ -111,13 +101,7 @@ def test_float64(rng):
             optimizer=optax.sgd(0.1),
             recompute="auto",
         )
-        step = models.mlp_batches(rng, 4, dtype="float64")
-        state = pipeline.init(jax.random.key(0), step[0])
-        expected, _outputs = reference.step(
-            pipeline.traced, models.on_one_device(state), step, optimizer=optax.sgd(0.1)
-        )
-        state, _outputs = pipeline.step(state, step)
-        models.assert_trees_close(state.variables, expected.variables, 1e-12)
+        beside.train(pipeline, [models.mlp_batches(rng, 4, dtype="float64")], bound=1e-12)
 
 
 def test_checkpoints_where_they_cannot_work(rng):
@@ -300,9 +284,7 @@ def test_effects_with_results_come_once(mode, mapping, rng):
     )
     step = models.mlp_batches(rng, 4)
     state = pipeline.init(jax.random.key(0), step[0])
-    expected, _outputs = reference.step(
-        pipeline.traced, models.on_one_device(state), step, optimizer=optax.sgd(0.1)
-    )
+    expected, _outputs = beside.step_plainly(pipeline, beside.copied(state), step)
     jax.effects_barrier()
     calls.clear()
     state, _outputs = pipeline.step(state, step)

@@ -122,7 +122,16 @@ def as_data(tree):
     return jax.tree.map(convert, tree)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+IN_RANDOM_MODELS = ("apply_if_finite", "multi_transform", "masked")
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        pytest.param(name, marks=[pytest.mark.thorough] if name in IN_RANDOM_MODELS else [])
+        for name in OPTIMIZERS
+    ],
+)
 def test_equals_reference(optimizer):
     check(optimizer, 4, device_mapping=(0, 1, 0, 2), donate=optimizer != "clip")
 

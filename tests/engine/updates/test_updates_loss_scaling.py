@@ -62,7 +62,7 @@ def by_hand(variables, dtype, scale, dynamic):
     """Per update the variables, the scale, and whether the gradients of each variable were finite."""
     optimizer = optax.sgd(0.1, momentum=0.9)
     variables = {name: jnp.array(np.asarray(variables[name])) for name in NAMES}
-    state, good, results = optimizer.init(as_float32(variables)), 0, []
+    state, good, results = optimizer.init(models.as_float32(variables)), 0, []
     for step in steps(dtype):
         total = {name: jnp.zeros(value.shape, "float32") for name, value in variables.items()}
         for x, labels in step:
@@ -70,7 +70,7 @@ def by_hand(variables, dtype, scale, dynamic):
             total = {name: total[name] + gradients[name].astype("float32") for name in NAMES}
         finite = {name: bool(np.all(np.isfinite(value))) for name, value in total.items()}
         if all(finite.values()):
-            wide = as_float32(variables)
+            wide = models.as_float32(variables)
             with jax.numpy_dtype_promotion("standard"):
                 changes, state = optimizer.update({n: g / scale for n, g in total.items()}, state, wide)
             variables = {name: (wide[name] + changes[name]).astype(dtype) for name in NAMES}
@@ -81,10 +81,6 @@ def by_hand(variables, dtype, scale, dynamic):
             scale, good = scale / np.float32(2), 0
         results.append((variables, scale, finite))
     return results
-
-
-def as_float32(tree):
-    return jax.tree.map(lambda leaf: leaf.astype("float32"), tree)
 
 
 def optimizer(**options):
@@ -122,7 +118,9 @@ def test_a_pipeline_equals_a_loop_by_hand(dtype, dynamic, mapping, options):
         state, outputs = pipeline.step(state, step)
         tolerance = 1e-5 if dtype == "float32" else 2e-3
         models.assert_trees_close(list(map(np.asarray, outputs.losses)), losses, tolerance)
-        models.assert_trees_close(as_float32(as_arrays(state.variables)), as_float32(variables), tolerance)
+        models.assert_trees_close(
+            models.as_float32(as_arrays(state.variables)), models.as_float32(variables), tolerance
+        )
         assert state.optimizer_state.scale == scale
         if not all(finite.values()):
             models.assert_trees_close(as_arrays(state.variables), as_arrays(before), 0)

@@ -61,10 +61,6 @@ def run(dtype, accumulator_dtype, reduction, elements):
             yield state.pipeline, expected, state.accumulators
 
 
-def as_float32(tree):
-    return jax.tree.map(lambda leaf: leaf.astype("float32"), tree)
-
-
 @pytest.mark.parametrize("reduction", ["SUM", "MEAN", "RUNNING_MEAN"])
 @pytest.mark.parametrize(
     ("dtype", "accumulator_dtype", "wide"),
@@ -87,7 +83,9 @@ def test_equals_reference(dtype, accumulator_dtype, wide, reduction, rng):
         tolerance = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-3}[
             "bfloat16" if "bfloat16" in (dtype, accumulator_dtype) else dtype
         ]
-        models.assert_trees_close(as_float32(state.variables), as_float32(expected.variables), tolerance)
         models.assert_trees_close(
-            as_float32(state.optimizer_state), as_float32(expected.optimizer_state), tolerance
+            models.as_float32(state.variables), models.as_float32(expected.variables), tolerance
+        )
+        models.assert_trees_close(
+            models.as_float32(state.optimizer_state), models.as_float32(expected.optimizer_state), tolerance
         )

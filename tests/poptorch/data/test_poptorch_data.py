@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 import torch
 
-from ipu_pipeline.poptorch import logs
 from ipu_pipeline.poptorch.data import AsynchronousDataAccessor, DataLoader
 from ipu_pipeline.poptorch.data.parcels import put_together, take_apart
 from ipu_pipeline.poptorch.data.rebatching import rebatch
@@ -58,15 +57,6 @@ def nothing_left():
         time.sleep(0.05)
         left &= list_shared_memory()
     assert left == set()
-
-
-@pytest.fixture
-def log(monkeypatch):
-    """What was logged."""
-    lines = []
-    monkeypatch.setattr(logs.logger, "warning", lines.append)
-    monkeypatch.setattr(logs, "_said", set())
-    return lines
 
 
 def make_options(iterations=2, accumulation=2, process=0, num_processes=1, seed=None):

@@ -9,13 +9,12 @@ import inspect
 import os
 
 import jax
-import numpy as np
 import pytest
 import torch
 
 import ipu_pipeline.poptorch as poptorch
 from tests.support.poptorch_cases import annotate, case_options, draw_case, make_optimizer
-from tests.support.poptorch_front import Reference, join, leaves, reference, seeded
+from tests.support.poptorch_front import Reference, join, leaves, norm, reference, seeded
 from tests.support.poptorch_models import WHOLE_MODELS, Draw
 
 NUM_CALLS = 2
@@ -25,21 +24,13 @@ ILL_CONDITIONED = 1e-3
 
 # Those of `make test`, each once; `make thorough` has the others.
 FIRST = (
-    "mnist cnn",
     "resnet",
-    "unet",
     "gpt",
     "lstm tagger",
     "two heads",
-    "experts",
-    "recommender",
 )
 FIRST_SEEDS = (28, 35, 84)
 NUM_RANDOM = int(os.environ.get("POPTORCH_CASES", "3"))
-
-
-def norm(tensor):
-    return float(np.linalg.norm(np.asarray(tensor.detach(), np.float64)))
 
 
 def largest_difference(tensors, others):

@@ -11,7 +11,6 @@ from benchmarks.phases.run import PeakBytes
 from ipu_pipeline.engine import watching
 from ipu_pipeline.engine.schedules import ActionKind
 from ipu_pipeline.poptorch import Liveness, ParallelPhasedExecution, Phase, SerialPhasedExecution, Stage
-from tests.poptorch.execution.test_poptorch_corners import log  # noqa: F401  # a fixture
 from tests.support.poptorch_front import (
     assert_close,
     assert_same_state,
@@ -474,12 +473,12 @@ def test_a_block_that_no_phase_has():
         run_blocks(lambda x: in_block("B", x), SerialPhasedExecution("A"))
 
 
-def test_a_phase_that_the_model_does_not_open(log):  # noqa: F811
+def test_a_phase_that_the_model_does_not_open(log):
     run_blocks(lambda x: in_block("C", in_block("A", x)), SerialPhasedExecution("A", "B", "C"))
     assert "opens no block 'B'" in " ".join(log)
 
 
-def test_a_schedule_has_no_effect(log):  # noqa: F811
+def test_a_schedule_has_no_effect(log):
     model = seeded(Skipping)
     options = make_options(strategy=SerialPhasedExecution("0", "1", "2")).setPipelineSchedule("interleaved")
     poptorch.inferenceModel(model, options)(torch.ones(2, 6))

@@ -13,16 +13,12 @@ from ipu_pipeline.engine import peers
 from ipu_pipeline.poptorch.execution import together
 from tests.support import joined
 from tests.support import poptorch_processes as processes
-from tests.support.poptorch_front import assert_close, join, make_options, reference, seeded
+from tests.support.poptorch_front import assert_close, join, make_options, reference, second, seeded
 from tests.support.poptorch_processes import ACCUMULATION, CALLS, ITERATIONS, make_call, own_part, run
 
 
 def first(outputs):
     return outputs
-
-
-def second(outputs):
-    return outputs[1]
 
 
 def make_plain_sgd(parameters):

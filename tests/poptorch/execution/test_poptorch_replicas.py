@@ -18,18 +18,12 @@ from tests.support.poptorch_front import (
     leaves,
     make_batch,
     make_options,
+    make_sgd,
     reference,
     relative_difference,
+    second,
     seeded,
 )
-
-
-def second(outputs):
-    return outputs[1]
-
-
-def make_sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
 def make_adam(parameters):

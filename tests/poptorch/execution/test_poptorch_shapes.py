@@ -22,12 +22,9 @@ from tests.support.poptorch_front import (
     make_batch,
     make_options,
     reference,
+    second,
     seeded,
 )
-
-
-def second(outputs):
-    return outputs[1]
 
 
 class Model(torch.nn.Module):

@@ -9,13 +9,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import ipu_pipeline.poptorch as poptorch
-from tests.support.poptorch_front import join, leaves, make_options, reference, seeded
+from tests.support.poptorch_front import join, leaves, make_options, norm, reference, seeded
 from tests.support.poptorch_models import Draw
 
 ROWS, ACCUMULATION = 2, 2
@@ -286,10 +285,6 @@ class SideBySide(nn.Module):
 
 def _weighted(result):
     return (result * torch.cos(torch.arange(result.numel()).view(result.shape).to(result.dtype))).sum()
-
-
-def norm(tensor):
-    return float(np.linalg.norm(np.asarray(tensor.detach(), np.float64)))
 
 
 def find_differences(actual, expected, tolerance, rooms=None):

@@ -12,20 +12,10 @@ from torch import nn
 from torch.nn import functional
 
 import ipu_pipeline.poptorch as poptorch
-from ipu_pipeline.poptorch import logs
 from tests.support import lowered
 from tests.support.poptorch_front import assert_close, assert_same_state, make_options
 
 InputChannels, ReducingDim, OutputChannels, Disabled = poptorch.MatMulSerializationMode
-
-
-@pytest.fixture
-def log(monkeypatch):
-    """What was logged."""
-    lines = []
-    monkeypatch.setattr(logs.logger, "warning", lines.append)
-    monkeypatch.setattr(logs, "_said", set())
-    return lines
 
 
 def draw(*shape, seed=0, dtype=torch.float32):

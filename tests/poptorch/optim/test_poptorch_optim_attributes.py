@@ -9,18 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from ipu_pipeline.poptorch import logs, optim
+from ipu_pipeline.poptorch import optim
 from ipu_pipeline.poptorch.errors import Error
 from ipu_pipeline.poptorch.optim.compatibility import check_compatible, check_same_groups
 from ipu_pipeline.poptorch.optim.describing import describe
 from ipu_pipeline.poptorch.optim.specs import LossScaling
 
+pytestmark = pytest.mark.usefixtures("nothing_said")
+
+
 NAMES = ("SGD", "Adam", "AdamW", "RMSprop", "LAMB")
-
-
-@pytest.fixture(autouse=True)
-def nothing_said(monkeypatch):
-    monkeypatch.setattr(logs, "_said", set())
 
 
 def parameters(count=1):

@@ -13,6 +13,7 @@ from ipu_pipeline.poptorch.optim.describing import assign_groups, describe
 from ipu_pipeline.poptorch.optim.saving import export_state, import_state
 from ipu_pipeline.poptorch.optim.transformations import make_transformation, with_hyperparameters
 from tests.support import models
+from tests.support.compilations import compiled_in
 
 torch.set_num_threads(1)
 
@@ -115,14 +116,6 @@ def step_torch(optimizer, parameters, batches, max_norm=None):
     if max_norm is not None:
         torch.nn.utils.clip_grad_norm_(parameters.values(), max_norm)
     optimizer.step()
-
-
-def compiled_in(function, caplog):
-    """The names of what is compiled while a function runs."""
-    caplog.clear()
-    with jax.log_compiles():
-        function()
-    return [record.message for record in caplog.records if record.message.startswith("Compiling")]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from ipu_pipeline.poptorch import logs, optim
+from ipu_pipeline.poptorch import optim
 from ipu_pipeline.poptorch.optim.describing import assign_groups, describe
 from ipu_pipeline.poptorch.optim.device_state import DeviceState, SavedState
 from ipu_pipeline.poptorch.optim.saving import export_state, import_state
@@ -17,10 +17,7 @@ from ipu_pipeline.poptorch.optim.transformations import inner_state
 from tests.poptorch.optim.test_poptorch_optim import Ours, make_gradients, make_parameters, step_torch
 from tests.support import models
 
-
-@pytest.fixture(autouse=True)
-def nothing_said(monkeypatch):
-    monkeypatch.setattr(logs, "_said", set())
+pytestmark = pytest.mark.usefixtures("nothing_said")
 
 
 class Executor(Ours):

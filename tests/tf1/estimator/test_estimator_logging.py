@@ -16,7 +16,7 @@ import ipu_pipeline as ipu
 from ipu_pipeline.checkpointing.writable import check_writable
 from ipu_pipeline.ipu_session_run_hooks import SessionRunArgs, SessionRunHook
 from tests.support.estimating import finite_input_fn, input_fn, make_estimator
-from tests.support.terminals import shown
+from tests.support.terminals import Screen, shown
 
 
 def test_an_estimator_says_what_it_does_and_orbax_nothing(tmp_path, caplog):
@@ -84,13 +84,6 @@ def test_save_summary_steps(every, steps, tmp_path, caplog):
         np.testing.assert_allclose(
             [float(loss) for loss, _step in logged], [losses[8], mean, losses[32]], 1e-5
         )
-
-
-class Screen(io.StringIO):
-    """A standard error that says it is a terminal."""
-
-    def isatty(self):
-        return True
 
 
 @pytest.mark.parametrize("is_disabled", [False, True])

@@ -15,6 +15,7 @@ from ipu_pipeline.ipu_estimator import IPUEstimator, IPUEstimatorSpec
 from ipu_pipeline.ipu_run_config import IPURunConfig, RunConfig
 from ipu_pipeline.ipu_session_run_hooks import IPULoggingTensorHook, SessionRunHook
 from ipu_pipeline.optimizers import GradientAccumulationOptimizerV2, tf1
+from tests.support import models
 
 RNG = np.random.default_rng(4)
 X = RNG.normal(size=(24, 4, 5)).astype(np.float32)
@@ -98,12 +99,6 @@ def plain_loop(variables, rates, count, is_mean=False):
     return variables
 
 
-def assert_close(found, expected):
-    assert found.keys() == expected.keys()
-    for name, value in found.items():
-        assert np.linalg.norm(value - expected[name]) <= 1e-5 * np.linalg.norm(expected[name]), name
-
-
 @pytest.fixture(scope="module")
 def initial(tmp_path_factory):
     """The variables before training."""
@@ -129,14 +124,14 @@ def test_training_equals_a_plain_loop(params, count, initial, tmp_path):
         0.1 * 0.5 ** (step / params["decay_steps"]) if "decay_steps" in params else 0.1 for step in steps
     ]
     is_mean = params.get("reduction") == "MEAN"
-    assert_close(variables_of(estimator), plain_loop(initial, rates, count, is_mean))
+    models.assert_values_close(variables_of(estimator), plain_loop(initial, rates, count, is_mean))
 
 
 def test_replicas_are_one_larger_batch(initial, tmp_path):
     params = {"count": 2, "reduction": "MEAN"}
     estimator = make_estimator(tmp_path, params=params, num_replicas=2)
     estimator.train(dataset(), steps=6)  # of each replica
-    assert_close(variables_of(estimator), plain_loop(initial, [0.1] * 3, 4, is_mean=True))
+    models.assert_values_close(variables_of(estimator), plain_loop(initial, [0.1] * 3, 4, is_mean=True))
     found = estimator.evaluate(dataset(11))
     single = make_estimator(tmp_path).evaluate(dataset(11))
     assert found.keys() == single.keys()

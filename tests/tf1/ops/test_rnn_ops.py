@@ -11,19 +11,16 @@ import torch
 
 import ipu_pipeline as ipu
 from ipu_pipeline import engine, layers, rnn_ops
-from ipu_pipeline.ground import warned
 from ipu_pipeline.layers import recurrent_scans
 from tests.support import front, layer_cases, models
 from tests.support.recurrent_formulas import plain_gru, plain_lstm
 
+pytestmark = pytest.mark.usefixtures("nothing_warned")
+
+
 TIME, BATCH, FEATURES, UNITS = 4, 5, 3, 2
 LENGTHS = np.array([4, 0, 2, 1, 3], np.int32)
 TOLERANCES = {"float32": 1e-5, "float64": 1e-12, "bfloat16": 2e-2, "float16": 3e-3}
-
-
-@pytest.fixture(autouse=True)
-def nothing_warned(monkeypatch):
-    monkeypatch.setattr(warned, "_warned", set())
 
 
 def flat(xp, values):

@@ -13,6 +13,7 @@ from ipu_pipeline.ipu_pipeline_estimator import IPUPipelineEstimator, IPUPipelin
 from ipu_pipeline.ipu_session_run_hooks import SessionRunArgs, SessionRunHook
 from ipu_pipeline.optimizers import tf1
 from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput, pipeline
+from tests.support import models
 from tests.support.estimating import make_config, variables_of
 from tests.support.front import compile_program
 
@@ -53,12 +54,6 @@ def plain_loop(variables, rates, count=COUNT, begin=0):
             total = {name: total[name] + gradient[name] for name in total}
         variables = {name: value - np.float32(rate) * total[name] for name, value in variables.items()}
     return variables
-
-
-def assert_close(found, expected):
-    assert found.keys() == expected.keys()
-    for name, value in found.items():
-        assert np.linalg.norm(value - expected[name]) <= 1e-5 * np.linalg.norm(expected[name]), name
 
 
 def decayed(step):
@@ -170,7 +165,7 @@ def test_a_decay_in_an_estimator_goes_by_micro_batches(make_spec, initial, tmp_p
     assert (hook.first, hook.before, hook.after) == (0, [0, 6], [6, 12])
     assert estimator.get_variable_value("global_step") == 12
     rates = [0.1 * 0.5 ** (step / 6) for step in (0, 3, 6, 9)]
-    assert_close(variables_of(estimator), plain_loop(initial, rates))
+    models.assert_values_close(variables_of(estimator), plain_loop(initial, rates))
 
 
 def test_training_goes_on_with_another_accumulation(initial, tmp_path):
@@ -181,7 +176,7 @@ def test_training_goes_on_with_another_accumulation(initial, tmp_path):
     assert estimator.get_variable_value("global_step") == 12
     halfway = plain_loop(initial, [0.1 * 0.5 ** (step / 6) for step in (0, 3)])
     rates = [0.1 * 0.5 ** (step / 6) for step in (6, 8, 10)]
-    assert_close(variables_of(estimator), plain_loop(halfway, rates, count=2, begin=6))
+    models.assert_values_close(variables_of(estimator), plain_loop(halfway, rates, count=2, begin=6))
 
 
 def test_training_in_parts_and_in_short_runs_is_the_same(tmp_path):
@@ -304,7 +299,7 @@ def test_a_session_counts_weight_updates(initial, tmp_path):
         training.run(session)
         assert session.run({"step": step, "losses": training.outfeed.dequeue()})["step"] == 4
         rates = [0.1 * 0.5 ** (update / 6) for update in range(4)]
-        assert_close(session.variables, plain_loop(initial, rates))
+        models.assert_values_close(session.variables, plain_loop(initial, rates))
         path = ipu.Saver().save(session, tmp_path, global_step=step)
     assert path == str(tmp_path / "4")
     with ipu.Session() as session:

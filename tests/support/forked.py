@@ -1,0 +1,72 @@
+"""Programs that start at once: forked from a process that has imported JAX, which takes long.
+
+Nothing of this library is imported there, and no backend runs. What is about the start of a process, as
+imports are, starts one of its own.
+"""
+
+import atexit
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+READ_AT_IMPORT = ("JAX_", "PYTHON")
+
+_SERVER = """
+import json, os, signal, sys
+import jax, jax.numpy, numpy, optax
+for line in sys.stdin:
+    code, folder, variables, files = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        for descriptor, path in enumerate([os.devnull, *files]):
+            opened = os.open(path, os.O_WRONLY if descriptor else os.O_RDONLY)
+            os.dup2(opened, descriptor)
+            os.close(opened)
+        signal.alarm(300)  # ends one that hangs
+        os.environ.clear()
+        os.environ.update(variables)
+        os.chdir(folder)
+        exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
+        sys.exit()
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+_servers = {}
+
+
+def run(code, variables, folder=ROOT):
+    """Runs a program to its end, with warnings as errors.
+
+    Args:
+      code: its text.
+      variables: its environment.
+      folder: where it runs.
+
+    Returns:
+      What `subprocess.run` would: the exit code, and what it wrote.
+    """
+    key = tuple(sorted(item for item in variables.items() if item[0].startswith(READ_AT_IMPORT)))
+    if key not in _servers:
+        _servers[key] = subprocess.Popen(
+            [sys.executable, "-W", "error", "-c", _SERVER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env=variables | {"PYTHONPATH": str(ROOT)},
+        )
+    server = _servers[key]
+    with tempfile.NamedTemporaryFile("r") as out, tempfile.NamedTemporaryFile("r") as errors:
+        server.stdin.write(f"{json.dumps([code, str(folder), variables, [out.name, errors.name]])}\n")
+        server.stdin.flush()
+        exit_code = int(server.stdout.readline())
+        return subprocess.CompletedProcess("forked", exit_code, out.read(), errors.read())
+
+
+@atexit.register
+def _end():
+    for server in _servers.values():
+        server.communicate()
+    _servers.clear()
