@@ -101,7 +101,7 @@ def draw_phases() -> Figure:
     figure = Figure("The phases of the Grouped schedule", grid.width, grid.height)
     brackets = [
         (name, f"{first} to {last}", grid.x(first), grid.x(last) + grid.cell_width)
-        for name, first, last in facts.find_phases(table)
+        for name, first, last in facts.find_ramps(table)
     ]
     for name, below, left, right in [*brackets, ("update", "of weights", *grid.update_edges)]:
         figure.line("line", (left + 2, MARGIN + 50), (left + 2, MARGIN + 42), (right - 2, MARGIN + 42))

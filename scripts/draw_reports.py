@@ -42,7 +42,7 @@ def emulate(schedule: str, directory: str) -> None:
         [BACKWARD_MS] * NUM_STAGES,
         NUM_MICRO_BATCHES,
         schedule=schedule,
-        dispatch_plan=engine.DispatchPlan(),
+        dispatch_plan=engine.Chunking(),
     )
     state, _outputs = pipeline.step(state, micro_batches)
     with ipu.reports.capture(directory):

@@ -65,7 +65,7 @@ def measure_side(side: str, case: str) -> dict[str, Any]:
             optimizer=(workload.make_optimizer or functools.partial(optax.sgd, models.RATE))(),
             donate=True,
             collect_outputs=False,
-            dispatch_plan=engine.DispatchPlan() if side == "one by one" else None,
+            dispatch_plan=engine.Chunking() if side == "one by one" else None,
         )
         state = pipeline.init(key, micro_batches[0])
 

@@ -67,7 +67,7 @@ def measure_case(num_stages: int, num_micro_batches: int, num_rounds: int) -> di
         optimizer=optax.sgd(1e-3),
         donate=True,
         collect_outputs=False,
-        dispatch_plan=engine.DispatchPlan(),
+        dispatch_plan=engine.Chunking(),
     )
     x = np.ones((), np.float32)
     state = pipeline.init(jax.random.key(0), x)

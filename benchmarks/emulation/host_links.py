@@ -92,7 +92,7 @@ def linked_to_host(pipeline: engine.Pipeline, speed: engine.LinkSpeed) -> Iterat
       ValueError: there are too few virtual devices for the links.
     """
     stages.register()
-    rows = list(dict.fromkeys(pipeline.prepare().residence.rows))
+    rows = list(dict.fromkeys(pipeline.prepare().placement.rows))
     taken = [row.devices[0] for row in rows]
     free = [device for device in jax.devices() if device not in taken]
     if len(free) < 2 * len(rows):

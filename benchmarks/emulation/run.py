@@ -82,7 +82,7 @@ def serve(case: Case, side: str) -> None:
         transfer_ms=transfer_ms,
         collect_outputs=False,
         schedule="grouped" if side == CHUNKED else SENT.get(side, side),
-        dispatch_plan=engine.DispatchPlan(4) if side == CHUNKED else None,
+        dispatch_plan=engine.Chunking(4) if side == CHUNKED else None,
     )
     placed = pipeline.place_micro_batches(micro_batches)
 

@@ -221,7 +221,7 @@ class _Links:
 
 
 def _add_links(pipeline: engine.Pipeline, transfer_ms: float) -> None:
-    rows = pipeline.prepare().residence.rows
+    rows = pipeline.prepare().placement.rows
     neighbours = list(itertools.pairwise(rows))
     senders: dict[Row, dict[Row, None]] = {row: {} for row in rows}
     for one, other in [*neighbours, *((b, a) for a, b in neighbours)]:

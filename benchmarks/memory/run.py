@@ -49,7 +49,7 @@ def measure(schedule: str, plan: str) -> Row:
         loss=lambda loss: loss,
         optimizer=optax.sgd(models.RATE),
         schedule=schedule,
-        dispatch_plan=engine.DispatchPlan(chunk_size),
+        dispatch_plan=engine.Chunking(chunk_size),
     )
     micro_batches = model.micro_batches(NUM_MICRO_BATCHES)
     state = pipeline.init(jax.random.key(0), micro_batches[0])

@@ -50,7 +50,7 @@ def make_pipeline(mode: str | None, schedule: str, mapping: list[int]) -> engine
         optimizer=optax.sgd(0.01),
         schedule=schedule,
         device_mapping=mapping,
-        dispatch_plan=None if len(set(mapping)) == 1 else engine.DispatchPlan(),
+        dispatch_plan=None if len(set(mapping)) == 1 else engine.Chunking(),
         recompute=mode,
     )
 

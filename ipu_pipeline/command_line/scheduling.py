@@ -11,7 +11,7 @@ from ipu_pipeline.command_line.scenario_options import add_pipeline, check_size,
 from ipu_pipeline.command_line.tables import show
 from ipu_pipeline.engine.schedules import (
     Action,
-    find_phases,
+    find_ramps,
     find_slots,
     format_staircase,
     timetable,
@@ -52,7 +52,7 @@ def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
     mapping = find_mapping(parser, parsed.device_mapping, num_stages)
     check_size(parser, num_stages, count, training)
     table = timetable(schedule, num_stages, count, mapping, training)
-    phases = find_phases(table, mapping)
+    phases = find_ramps(table, mapping)
     if parsed.json:
         slots = find_slots(table, mapping, range(1, table.num_time_steps + 1))
         show(

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ipu_pipeline.engine.loop import Loop
     from ipu_pipeline.engine.measuring import measure_dispatch_plan
     from ipu_pipeline.engine.pipeline import Pipeline
-    from ipu_pipeline.engine.planning.dispatch_plans import DispatchPlan
+    from ipu_pipeline.engine.planning.chunking import Chunking
     from ipu_pipeline.engine.programs.accumulation import Reduction
     from ipu_pipeline.engine.programs.recomputation import Recomputation
     from ipu_pipeline.engine.schedules.actions import Action, ActionKind, ScheduleError
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from ipu_pipeline.engine.schedules.simulator import simulate
     from ipu_pipeline.engine.schedules.variants import what_if
     from ipu_pipeline.engine.state import PipelineState, StepOutputs
-    from ipu_pipeline.engine.tracing.checkpoints import recomputation_checkpoint
     from ipu_pipeline.engine.tracing.counting import update_count
     from ipu_pipeline.engine.tracing.enqueuing import enqueue
     from ipu_pipeline.engine.tracing.keys import micro_batch_tag, next_rng_key
     from ipu_pipeline.engine.tracing.metrics import metric
+    from ipu_pipeline.engine.tracing.recomputation_marks import recomputation_checkpoint
     from ipu_pipeline.engine.tracing.replicas import cross_replica_sum, replica_count, replica_index
     from ipu_pipeline.engine.tracing.specs import VariableSpec
     from ipu_pipeline.engine.tracing.stage_lists import Stage
@@ -45,9 +45,9 @@ __all__ = [
     "AUTO_REUSE",
     "Action",
     "ActionKind",
+    "Chunking",
     "Cluster",
     "Costs",
-    "DispatchPlan",
     "ExecutionPhases",
     "HostMemory",
     "LinkSpeed",
@@ -93,7 +93,7 @@ _HOMES = {
     "ActionKind": "engine.schedules.actions",
     "Cluster": "engine.schedules.clusters",
     "Costs": "engine.schedules.scenarios",
-    "DispatchPlan": "engine.planning.dispatch_plans",
+    "Chunking": "engine.planning.chunking",
     "ExecutionPhases": "engine.schedules.execution_phases",
     "HostMemory": "engine.schedules.host_memory",
     "LinkSpeed": "engine.schedules.clusters",
@@ -123,7 +123,7 @@ _HOMES = {
     "metric": "engine.tracing.metrics",
     "micro_batch_tag": "engine.tracing.keys",
     "next_rng_key": "engine.tracing.keys",
-    "recomputation_checkpoint": "engine.tracing.checkpoints",
+    "recomputation_checkpoint": "engine.tracing.recomputation_marks",
     "replica_count": "engine.tracing.replicas",
     "replica_index": "engine.tracing.replicas",
     "simulate": "engine.schedules.simulator",
@@ -133,8 +133,11 @@ _HOMES = {
     "with_metrics": "engine.updates.reporting",
 }
 
+_FORMER = {"DispatchPlan": "Chunking"}  # names that users may still have in their programs
+
 
 def __getattr__(name: str) -> Any:
+    name = _FORMER.get(name, name)
     if name in _HOMES:
         value = getattr(importlib.import_module(f"ipu_pipeline.{_HOMES[name]}"), name)
         globals()[name] = value

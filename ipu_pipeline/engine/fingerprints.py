@@ -11,7 +11,7 @@ from ipu_pipeline.engine import peers
 from ipu_pipeline.engine.building import Built
 from ipu_pipeline.engine.execution.comparing import agree_on, describe_programs, digest
 from ipu_pipeline.engine.pipeline_options import PipelineOptions
-from ipu_pipeline.engine.planning.dispatch_plans import DispatchPlan
+from ipu_pipeline.engine.planning.chunking import Chunking
 from ipu_pipeline.engine.schedules.checking import Timetable
 
 __all__ = ["agree", "describe"]
@@ -22,7 +22,7 @@ def agree(
     options: PipelineOptions,
     mapping: Sequence[int],
     timetable: Timetable,
-    plan: DispatchPlan | None,
+    plan: Chunking | None,
     devices: Sequence[Any],
 ) -> None:
     """Compares a pipeline with that of the other processes, if there are any; all of them call it.
@@ -49,7 +49,7 @@ def describe(
     options: PipelineOptions,
     mapping: Sequence[int],
     timetable: Timetable,
-    plan: DispatchPlan | None,
+    plan: Chunking | None,
 ) -> dict[str, str]:
     """What a pipeline is, by what each text is about; arguments as in `agree`."""
     told = _describe_options(built, options, mapping, timetable, plan)
@@ -61,7 +61,7 @@ def _describe_options(
     options: PipelineOptions,
     mapping: Sequence[int],
     timetable: Timetable,
-    plan: DispatchPlan | None,
+    plan: Chunking | None,
 ) -> dict[str, str]:
     traced = built.traced
     return {

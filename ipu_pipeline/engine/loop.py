@@ -12,11 +12,11 @@ import numpy as np
 
 from ipu_pipeline.engine import peers, watching
 from ipu_pipeline.engine.building import Built, Recipe
-from ipu_pipeline.engine.devices.elsewhere import absent
 from ipu_pipeline.engine.devices.feeds import Take
 from ipu_pipeline.engine.devices.links import check_peers, naming_peers
 from ipu_pipeline.engine.devices.offloading import Offload
 from ipu_pipeline.engine.devices.placing import put_host_copies
+from ipu_pipeline.engine.devices.remote import absent
 from ipu_pipeline.engine.devices.sharding import Shard
 from ipu_pipeline.engine.execution import outsiders
 from ipu_pipeline.engine.execution.agreeing import answer_everywhere
@@ -30,7 +30,7 @@ from ipu_pipeline.engine.inspect.waiting import estimate_bubble
 from ipu_pipeline.engine.loops.bodies import TracedBody, trace_body, trace_condition
 from ipu_pipeline.engine.pipeline import Pipeline
 from ipu_pipeline.engine.pipeline_options import PipelineOptions
-from ipu_pipeline.engine.planning.dispatch_plans import ONE_BY_ONE, DispatchPlan
+from ipu_pipeline.engine.planning.chunking import ONE_BY_ONE, Chunking
 from ipu_pipeline.engine.programs import differentiation
 from ipu_pipeline.engine.programs.accumulation import Reduction
 from ipu_pipeline.engine.programs.collecting import make_collecting
@@ -174,7 +174,7 @@ class Loop(Pipeline):
         return Iterated(self.body.pipeline.outputs[first:last], condition)
 
     @property
-    def dispatch_plan(self) -> DispatchPlan | None:
+    def dispatch_plan(self) -> Chunking | None:
         """A program handles one iteration; None on one device."""
         return None if self.is_one_program else ONE_BY_ONE
 
@@ -365,12 +365,12 @@ class Loop(Pipeline):
             return True
         runner = self.prepare()
         asked, rows = [], [home.rows[0] for home in runner.homes]
-        for replica, (residence, row) in enumerate(zip(runner.homes, rows, strict=True)):
-            if residence.has_peers:
-                residence.begin_step()
+        for replica, (placement, row) in enumerate(zip(runner.homes, rows, strict=True)):
+            if placement.has_peers:
+                placement.begin_step()
             groups = ("inputs of the condition", inputs), ("carried values of the condition", changing)
             placed = [
-                put_host_copies([of_replica(one, replica) for one in own], row, tag=residence.tag(what))
+                put_host_copies([of_replica(one, replica) for one in own], row, tag=placement.tag(what))
                 for what, own in groups
             ]
             if row.is_here:
@@ -378,7 +378,7 @@ class Loop(Pipeline):
             else:
                 asked.append(absent((), np.dtype(bool), row.replicated))
         homes = [row.devices[0] for row in rows]
-        answers = answer_everywhere(runner.residence, asked, homes, "condition of a loop")
+        answers = answer_everywhere(runner.placement, asked, homes, "condition of a loop")
         if len(set(answers)) > 1:
             going_on = [replica for replica, answer in enumerate(answers) if answer]
             raise ValueError(

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from ipu_pipeline.engine.pipeline import Pipeline
 from ipu_pipeline.engine.planning.choosing import describe_seconds, possible_chunk_sizes
-from ipu_pipeline.engine.planning.dispatch_plans import DispatchPlan
+from ipu_pipeline.engine.planning.chunking import Chunking
 from ipu_pipeline.engine.state import PipelineState
 
 __all__ = ["measure_dispatch_plan"]
@@ -20,7 +20,7 @@ __all__ = ["measure_dispatch_plan"]
 
 def measure_dispatch_plan(
     pipeline: Pipeline, state: PipelineState, micro_batches: Sequence[Any], *inputs: Any, num_steps: int = 5
-) -> DispatchPlan:
+) -> Chunking:
     """The dispatch plan with which a pipeline's steps are fastest, on this machine and now.
 
     It compiles and runs every possible plan, which takes long. The result can be kept, and given to a
@@ -43,11 +43,11 @@ def measure_dispatch_plan(
         )
     medians: dict[int, float] = {}
     for chunk_size in possible_chunk_sizes(len(micro_batches)):
-        other = pipeline.with_dispatch_plan(DispatchPlan(chunk_size))
+        other = pipeline.with_dispatch_plan(Chunking(chunk_size))
         medians[chunk_size] = _time(other, state, micro_batches, inputs, num_steps)
     listed = ", ".join(f"{size} {describe_seconds(seconds)}" for size, seconds in medians.items())
     reason = f"measured, a step by micro-batches per program: {listed}"
-    return DispatchPlan(min(medians, key=medians.__getitem__), reason)
+    return Chunking(min(medians, key=medians.__getitem__), reason)
 
 
 def _time(

@@ -24,13 +24,13 @@ from ipu_pipeline.engine.devices.compiler_options import CompilerOptions, check_
 from ipu_pipeline.engine.devices.feeds import Element, PlacedMicroBatches, Take, take_nothing
 from ipu_pipeline.engine.devices.links import naming_peers
 from ipu_pipeline.engine.devices.offloading import parse_offload
-from ipu_pipeline.engine.devices.residence import Residence
 from ipu_pipeline.engine.devices.rows import Row, check_processes, make_rows
 from ipu_pipeline.engine.devices.sharding import parse_shard
+from ipu_pipeline.engine.devices.state_placement import StatePlacement
 from ipu_pipeline.engine.execution import kept
-from ipu_pipeline.engine.execution.blocks.runner import BlockRunner
 from ipu_pipeline.engine.execution.contract import Iterated, Pending, Request, Runner
 from ipu_pipeline.engine.execution.runner import ColumnRunner
+from ipu_pipeline.engine.execution.single_device.runner import BlockRunner
 from ipu_pipeline.engine.execution.watched import rehearse
 from ipu_pipeline.engine.inspect.describing import describe, find_shared_sends, find_update_sends
 from ipu_pipeline.engine.inspect.facts import PipelineDetails, Sent, select_fields
@@ -38,7 +38,7 @@ from ipu_pipeline.engine.inspect.summary import PipelineSummary
 from ipu_pipeline.engine.inspect.waiting import estimate_bubble
 from ipu_pipeline.engine.pipeline_options import PipelineOptions, check_positive, check_replicas
 from ipu_pipeline.engine.planning.choosing import choose_dispatch_plan
-from ipu_pipeline.engine.planning.dispatch_plans import DispatchPlan, check_dispatch_plan
+from ipu_pipeline.engine.planning.chunking import Chunking, check_dispatch_plan
 from ipu_pipeline.engine.planning.memory import plan_stages
 from ipu_pipeline.engine.planning.memory_plans import IpuMemory, StageMemory
 from ipu_pipeline.engine.programs.accumulation import Reduction
@@ -46,8 +46,8 @@ from ipu_pipeline.engine.programs.collecting import Collecting
 from ipu_pipeline.engine.programs.recomputation import Recomputation
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms
 from ipu_pipeline.engine.state import PipelineState, Progress, RunState, StepOutputs
-from ipu_pipeline.engine.tracing.checkpoints import has_marks
 from ipu_pipeline.engine.tracing.metrics import Metric, MetricReader
+from ipu_pipeline.engine.tracing.recomputation_marks import has_marks
 from ipu_pipeline.engine.tracing.replicas import uses_replicas
 from ipu_pipeline.engine.tracing.specs import VariableSpec, initial_value
 from ipu_pipeline.engine.tracing.stage_lists import StageEntry, flatten_stages
@@ -154,7 +154,7 @@ class Pipeline:
             else parse_member(Recomputation, options.recompute, "recompute, unless it is None,")
         )
         self._devices = options.devices
-        self._chosen_plan: DispatchPlan | None = None
+        self._chosen_plan: Chunking | None = None
         self._built: Built | None = None
         self._programs: tuple[StagePrograms, ...] = ()
         self._runner: Runner[Any] | None = None
@@ -420,7 +420,7 @@ class Pipeline:
         )
 
     @property
-    def dispatch_plan(self) -> DispatchPlan | None:
+    def dispatch_plan(self) -> Chunking | None:
         """How many micro-batches a program handles; None on one device.
 
         If none was given it is chosen, from the programs and the kind of the devices (a CPU's, as long as
@@ -446,7 +446,7 @@ class Pipeline:
             )
         return self._chosen_plan
 
-    def with_dispatch_plan(self, plan: DispatchPlan | None) -> Pipeline:
+    def with_dispatch_plan(self, plan: Chunking | None) -> Pipeline:
         """The same pipeline by another plan (None: the one that is chosen). It is not traced again."""
         if plan is not None:
             check_dispatch_plan(plan, self.num_micro_batches, self.is_one_program)
@@ -562,7 +562,7 @@ class Pipeline:
         self._agree(devices[:needed])
         if self.is_one_program:
             self._runner = BlockRunner(
-                self._make_residence(rows),
+                self._place_state(rows),
                 self._programs,
                 self.collecting,
                 donate=self.options.donate,
@@ -573,15 +573,15 @@ class Pipeline:
                 options=self._compiler_options.whole,
             )
         else:
-            residence, size, plan = self._make_residence(rows), self.num_devices, self.dispatch_plan
-            homes = [residence]
+            placement, size, plan = self._place_state(rows), self.num_devices, self.dispatch_plan
+            homes = [placement]
             if number > 1:
                 starts = range(0, size * number, size)
                 own = [make_rows(devices[start:], self.device_mapping, 1, each) for start in starts]
-                homes = list(map(self._make_residence, own))
+                homes = list(map(self._place_state, own))
             assert plan is not None
             self._runner = runner = ColumnRunner(
-                residence,
+                placement,
                 homes,
                 self._programs,
                 self._make_timetable,
@@ -605,8 +605,8 @@ class Pipeline:
         timetable = self.timetable(self.num_micro_batches or 1)
         fingerprints.agree(self.built, self.options, self.device_mapping, timetable, plan, devices)
 
-    def _make_residence(self, rows: Sequence[Row]) -> Residence:
-        return Residence(
+    def _place_state(self, rows: Sequence[Row]) -> StatePlacement:
+        return StatePlacement(
             self.traced,
             self.updates,
             rows,
@@ -650,8 +650,8 @@ class Pipeline:
         runner = self.prepare()
         variables: dict[str, Any] = {}
         for name, spec in self.variables.items():  # one at a time: together they may not fit one device
-            made = initial_value(spec, key) if runner.residence.has_variable(name) else spec
-            variables |= runner.residence.place_variables({name: made})
+            made = initial_value(spec, key) if runner.placement.has_variable(name) else spec
+            variables |= runner.placement.place_variables({name: made})
         return PipelineState(
             variables=variables,
             optimizer_state=self.init_optimizer_state(variables),
@@ -675,9 +675,9 @@ class Pipeline:
         updates = self.updates
         if updates is None or (updates.init_needs_outputs and outputs is None):
             return None
-        residence = self.prepare().residence
-        placed = residence.place_variables(variables)
-        return updates.state_tree.unflatten(residence.init_optimizer_state(placed, outputs))
+        placement = self.prepare().placement
+        placed = placement.place_variables(variables)
+        return updates.state_tree.unflatten(placement.init_optimizer_state(placed, outputs))
 
     def parameters(self, state: PipelineState) -> list[Any]:
         """The parameters of the stages as pytrees, in a list like that of the stages.

@@ -10,7 +10,7 @@ from ipu_pipeline.engine import schedules
 from ipu_pipeline.engine.devices.compiler_options import Options
 from ipu_pipeline.engine.devices.offloading import Offload
 from ipu_pipeline.engine.devices.sharding import Shard
-from ipu_pipeline.engine.planning.dispatch_plans import DispatchPlan
+from ipu_pipeline.engine.planning.chunking import Chunking
 from ipu_pipeline.engine.programs.accumulation import Reduction
 from ipu_pipeline.engine.programs.gradient_maps import GradientMap, GradientTarget
 from ipu_pipeline.engine.programs.recomputation import Recomputation
@@ -139,7 +139,7 @@ class PipelineOptions:
     backward_options: Sequence[Options] | None = None
     update_options: Options | None = None
     option_names: Mapping[str, str] = field(default_factory=dict)
-    dispatch_plan: DispatchPlan | None = None
+    dispatch_plan: Chunking | None = None
     max_chunked_bytes: int = 16 * 2**20
 
     def __post_init__(self) -> None:

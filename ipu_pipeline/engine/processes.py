@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from ipu_pipeline.engine.devices.action_log import current as current_log
 from ipu_pipeline.engine.devices.crossing import row_sharding
-from ipu_pipeline.engine.devices.elsewhere import is_here
-from ipu_pipeline.engine.devices.everywhere import only_if_written_here, read_everywhere, share_stacks
+from ipu_pipeline.engine.devices.gathered import only_if_written_here, read_gathered, share_stacks
 from ipu_pipeline.engine.devices.links import naming_peers
+from ipu_pipeline.engine.devices.remote import is_here
 from ipu_pipeline.engine.devices.threads import keep_one_free, num_cpu_devices_set
 from ipu_pipeline.engine.peers import (
     Peers,
@@ -32,7 +32,7 @@ __all__ = [
     "occupied",
     "one_thread",
     "only_if_written_here",
-    "read_everywhere",
+    "read_gathered",
     "row_sharding",
     "set_current",
     "share_stacks",

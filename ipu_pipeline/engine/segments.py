@@ -16,9 +16,9 @@ import numpy as np
 from jax.extend import core as jex_core
 
 from ipu_pipeline.engine import jaxprs, peers
-from ipu_pipeline.engine.devices.elsewhere import is_here
-from ipu_pipeline.engine.devices.everywhere import read_everywhere
+from ipu_pipeline.engine.devices.gathered import read_gathered
 from ipu_pipeline.engine.devices.placing import put_host_copies
+from ipu_pipeline.engine.devices.remote import is_here
 from ipu_pipeline.engine.devices.rows import make_rows
 from ipu_pipeline.engine.state import OfReplicas, of_replica
 from ipu_pipeline.engine.tracing import frames, hoisting
@@ -246,7 +246,7 @@ class Values:
         Raises:
           ValueError: it takes values of loops with different numbers of replicas.
         """
-        self._known.update(zip(step.reads, read_everywhere(variables), strict=True))
+        self._known.update(zip(step.reads, read_gathered(variables), strict=True))
         device = next(filter(is_here, devices), None) or jax.local_devices()[0]
         row = make_rows([device], (0,))[0]
         arguments = [self._known[var] for var in step.arguments]
@@ -326,7 +326,7 @@ def in_every_process(values: Sequence[Any]) -> list[Any]:
     if peers.current() is None:
         return list(values)
     leaves, tree = jax.tree.flatten(list(values))
-    read: list[Any] = jax.tree.unflatten(tree, list(map(_as_numpy, read_everywhere(leaves))))
+    read: list[Any] = jax.tree.unflatten(tree, list(map(_as_numpy, read_gathered(leaves))))
     return read
 
 

@@ -31,7 +31,7 @@ __all__ = [
     "bytes_across",
     "count_parameters",
     "defaults",
-    "find_phases",
+    "find_ramps",
     "layers_of_stages",
     "micro_batch",
     "model_layers",
@@ -162,7 +162,7 @@ def percent_idle(table: schedules.Timetable) -> int:
     return round(100 - 100 * len(table.order) / (len(table.rows) * table.num_time_steps))
 
 
-def find_phases(table: schedules.Timetable) -> list[tuple[str, int, int]]:
+def find_ramps(table: schedules.Timetable) -> list[tuple[str, int, int]]:
     """The phases as (name, first time-step, last one), each stage on an IPU of its own."""
-    phases = staircases.find_phases(table, range(len(table.rows)))
+    phases = staircases.find_ramps(table, range(len(table.rows)))
     return [(phase.name.replace("-", " "), phase.first, phase.last) for phase in phases]

@@ -366,7 +366,7 @@ def test_compile_counts(rng):
                 count=count,
                 donate=True,
                 reduction="running_mean",
-                dispatch_plan=engine.DispatchPlan(),
+                dispatch_plan=engine.Chunking(),
             )
             state = pipeline.init(jax.random.key(0), micro_batches[0])
             jax.block_until_ready(state)

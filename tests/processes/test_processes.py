@@ -103,11 +103,11 @@ CASES = {
     "grouped": (make_mlp, make_mlp_steps, {"donate": True}),
     "interleaved": (make_mlp, make_mlp_steps, {"schedule": "interleaved"}),
     "sequential": (make_mlp, make_mlp_steps, {"schedule": "sequential", "donate": True}),
-    "chunks": (make_mlp, make_mlp_steps, {"dispatch_plan": engine.DispatchPlan(2), "donate": True}),
+    "chunks": (make_mlp, make_mlp_steps, {"dispatch_plan": engine.Chunking(2), "donate": True}),
     "folded": (make_mlp, make_mlp_steps, {"device_mapping": [0, 3, 3, 0], "donate": True}),
     "one by one": (make_mlp, make_mlp_steps, {"device_mapping": [3, 2, 1, 0], "reduction": "mean"}),
     "recomputed": (make_mlp, make_mlp_steps, {"recompute": "recompute_then_backpropagate", "donate": True}),
-    "summed": (make_mlp, make_mlp_steps, {"sum_collected": True, "dispatch_plan": engine.DispatchPlan(2)}),
+    "summed": (make_mlp, make_mlp_steps, {"sum_collected": True, "dispatch_plan": engine.Chunking(2)}),
     "all on the last": (make_mlp, make_mlp_steps, {"device_mapping": [3, 3, 3, 3], "donate": True}),
     "all on the first": (make_mlp, make_mlp_steps, {"device_mapping": [0, 0, 0, 0]}),
     "scaled": (make_scaled, make_mlp_steps, {"donate": True}),
@@ -120,7 +120,7 @@ CASES = {
     "normalized in chunks": (
         make_normalized,
         make_mlp_steps,
-        {"device_mapping": [0, 1, 2], "dispatch_plan": engine.DispatchPlan(2)},
+        {"device_mapping": [0, 1, 2], "dispatch_plan": engine.Chunking(2)},
     ),
     "shared": (make_shared, make_shared_steps, {}),
     "shared, running mean": (
@@ -131,7 +131,7 @@ CASES = {
     "shared, chunks": (
         make_shared,
         make_shared_steps,
-        {"mapping": (3, 2, 0), "dispatch_plan": engine.DispatchPlan(5)},
+        {"mapping": (3, 2, 0), "dispatch_plan": engine.Chunking(5)},
     ),
     "offloaded": (
         make_mlp,
@@ -147,7 +147,7 @@ REPLICATED = {
     "replicas": (make_mlp, make_replicated_steps, {**TWO, "donate": True}),
     "replicas, interleaved": (make_mlp, make_replicated_steps, {**TWO, "schedule": "interleaved"}),
     "replicas, sequential": (make_mlp, make_replicated_steps, {**TWO, "schedule": "sequential"}),
-    "replicas, chunks": (make_mlp, make_replicated_steps, {**TWO, "dispatch_plan": engine.DispatchPlan(2)}),
+    "replicas, chunks": (make_mlp, make_replicated_steps, {**TWO, "dispatch_plan": engine.Chunking(2)}),
     "replicas, summed": (make_mlp, make_replicated_steps, {**TWO, "sum_collected": True}),
     "replicas, normalized": (
         make_normalized,

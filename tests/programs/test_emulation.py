@@ -42,8 +42,8 @@ def time_steps(emulated, number):
     "options",
     [
         {},  # equal stages are then one executable
-        {"dispatch_plan": engine.DispatchPlan(2)},
-        {"dispatch_plan": engine.DispatchPlan(1, True), "recompute": "auto"},
+        {"dispatch_plan": engine.Chunking(2)},
+        {"dispatch_plan": engine.Chunking(1, True), "recompute": "auto"},
         pytest.param({"device_mapping": [0] * NUM_STAGES}, marks=pytest.mark.thorough),
         pytest.param({"backward_ms": (0.5, 0.5), "schedule": "interleaved"}, marks=pytest.mark.thorough),
         {"num_stages": 3, "transfer_ms": 0.5, "num_bytes": 65536},

@@ -13,7 +13,7 @@ from ipu_pipeline.errors import OutOfRangeError
 from ipu_pipeline.ground.values import as_own
 from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue
 from ipu_pipeline.ipu_outfeed_queue import IPUOutfeedMode, IPUOutfeedQueue
-from ipu_pipeline.pipelining_ops import DispatchPlan
+from ipu_pipeline.pipelining_ops import Chunking
 from ipu_pipeline.queues import feeder
 from ipu_pipeline.queues import outfeed as outfeed_module
 from tests.support import front
@@ -380,8 +380,8 @@ def refilling(count, as_jax):
     [
         ({"device_mapping": [0, 1]}, {"device_mapping": [1, 0]}),
         ({"device_mapping": [0, 0]}, {"device_mapping": [0, 1]}),
-        ({"device_mapping": [0, 1], "dispatch_plan": DispatchPlan(2)}, {"device_mapping": [0, 0]}),
-        ({"device_mapping": [0, 1]}, {"device_mapping": [0, 1], "dispatch_plan": DispatchPlan(2)}),
+        ({"device_mapping": [0, 1], "dispatch_plan": Chunking(2)}, {"device_mapping": [0, 0]}),
+        ({"device_mapping": [0, 1]}, {"device_mapping": [0, 1], "dispatch_plan": Chunking(2)}),
     ],
 )
 def test_a_refilled_buffer_is_shared_by_two_programs(first, second, as_jax):

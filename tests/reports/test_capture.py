@@ -46,7 +46,7 @@ def make_pipeline(mapping=(0, 1, 2, 3), plan=1, num_stages=4, **options):
         "loss": lambda loss: loss,
         "optimizer": optax.sgd(0.1),
         "device_mapping": list(mapping),
-        **({"dispatch_plan": engine.DispatchPlan(plan)} if len(set(mapping)) > 1 else {}),
+        **({"dispatch_plan": engine.Chunking(plan)} if len(set(mapping)) > 1 else {}),
         **options,
     }
     pipeline = engine.Pipeline([*(make(index) for index in range(num_stages - 1)), last], **settings)

@@ -23,7 +23,7 @@ FORWARD_MS, BACKWARD_MS, STAGES, COUNT = 10.0, 20.0, 4, 16
 def trace(directory, schedule, forward_ms=FORWARD_MS):
     times = [forward_ms] * STAGES
     pipeline, state, data = emulation.make_pipeline(
-        times, [BACKWARD_MS] * STAGES, COUNT, schedule=schedule, dispatch_plan=engine.DispatchPlan()
+        times, [BACKWARD_MS] * STAGES, COUNT, schedule=schedule, dispatch_plan=engine.Chunking()
     )
     state, _outputs = pipeline.step(state, data)
     with ipu.reports.capture(directory) as captured:

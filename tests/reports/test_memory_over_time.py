@@ -183,7 +183,7 @@ def test_the_peak_of_a_simulated_step_is_the_planned_one(schedule, mapping):
         optimizer=optax.adam(0.1),
         schedule=schedule,
         device_mapping=mapping,
-        dispatch_plan=engine.DispatchPlan(),
+        dispatch_plan=engine.Chunking(),
     )
     x = jax.ShapeDtypeStruct((4, 8), np.float32)
     pipeline.trace(x)

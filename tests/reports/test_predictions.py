@@ -108,7 +108,7 @@ def assert_near_one(compare, bound, needs_cores):
         ([5, 5, 5], [10, 10, 10], {"transfer_ms": 6.0}),
         ([5, 5, 5, 5], [10, 10, 10, 10], {"device_mapping": [0, 1, 0, 1]}),
         ([5, 10, 5], [10, 15, 10], {"schedule": "sequential"}),
-        ([2, 5, 3], [4, 10, 6], {"dispatch_plan": engine.DispatchPlan(2)}),
+        ([2, 5, 3], [4, 10, 6], {"dispatch_plan": engine.Chunking(2)}),
     ],
     ids=str,
 )
@@ -249,7 +249,7 @@ def test_stages_on_shared_cores_within_fifteen_hundredths(parts, shape, options)
         num_micro_batches=8,
         loss=lambda loss: loss,
         optimizer=optax.sgd(1e-3),
-        dispatch_plan=engine.DispatchPlan(1),
+        dispatch_plan=engine.Chunking(1),
         **options,
     )
     rng = np.random.default_rng(0)
@@ -324,7 +324,7 @@ def test_phases_within_a_tenth(mapping, phases):
     def compare():
         times = timing.time_programs(*alone, num_rounds=2)
         with host_links.linked_to_host(pipeline, engine.LinkSpeed(0.5e-3, 4e6)):
-            link = host_links.time_link(pipeline.prepare().residence.rows[0])
+            link = host_links.time_link(pipeline.prepare().placement.rows[0])
             running = jax.block_until_ready(pipeline.place(state))
             taken = []
             for _step in range(NUM_ROUNDS):

@@ -15,7 +15,7 @@ import ipu_pipeline as ipu
 from examples import gpt
 from ipu_pipeline import engine, loops
 from ipu_pipeline.engine.inspect.layers import find_layers, select_layers
-from ipu_pipeline.engine.planning.dispatch_plans import ONE_BY_ONE, DispatchPlan
+from ipu_pipeline.engine.planning.chunking import ONE_BY_ONE, Chunking
 from ipu_pipeline.engine.schedules.lock_step import interleaved
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue
@@ -151,7 +151,7 @@ def test_a_gpt_of_24_blocks_fits_40_lines(layers):
     assert f"shared: characters ({vocabulary * width * 4} B) by stages 0, {len(layers) - 1}" in lines
     num_waiting = len(layers) - 1
     assert summary.bubble.lock_step_share == pytest.approx(num_waiting / (64 + num_waiting))
-    chunked = made.with_dispatch_plan(DispatchPlan(4)).summary()
+    chunked = made.with_dispatch_plan(Chunking(4)).summary()
     assert chunked.bubble.lock_step_share == pytest.approx(num_waiting / (16 + num_waiting))
     assert "64 micro-batches per weight update, 4 per program\n" in str(chunked)
     assert len(str(chunked).splitlines()) <= 40

@@ -96,7 +96,7 @@ class Run:
     num_serialized: int
     collected: str
     block_bytes: int
-    dispatch_plan: engine.DispatchPlan | None = None
+    dispatch_plan: engine.Chunking | None = None
 
 
 @dataclass(frozen=True)
@@ -570,18 +570,18 @@ def splits(draw: Any, model: Model) -> Split:
 
 
 @st.composite
-def dispatch_plans(draw: Any, training: Training, split: Split) -> engine.DispatchPlan | None:
+def dispatch_plans(draw: Any, training: Training, split: Split) -> engine.Chunking | None:
     """One for a training and a split, whose runs so have the same programs."""
     if _is_on_one_ipu(split):
         return None
     count = training.num_micro_batches
     sizes = [size for size in range(1, count + 1) if count % size == 0]
-    given = st.builds(engine.DispatchPlan, st.sampled_from(sizes))
+    given = st.builds(engine.Chunking, st.sampled_from(sizes))
     return draw(st.one_of(st.none(), given, given, given))
 
 
 @st.composite
-def runs(draw: Any, training: Training, split: Split, plan: engine.DispatchPlan | None) -> Run:
+def runs(draw: Any, training: Training, split: Split, plan: engine.Chunking | None) -> Run:
     schedule = draw(st.sampled_from(SCHEDULES))
     divisors = [n for n in (1, 2, 3) if training.num_micro_batches % n == 0]
     is_serialized = _is_on_one_ipu(split) and schedule == "sequential"

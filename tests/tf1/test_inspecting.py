@@ -16,7 +16,7 @@ from ipu_pipeline.optimizers import (
     OutfeedOptimizer,
     OutfeedOptimizerMode,
 )
-from ipu_pipeline.pipelining_ops import DispatchPlan, OptimizerFunctionOutput, PipelineSchedule, pipeline
+from ipu_pipeline.pipelining_ops import Chunking, OptimizerFunctionOutput, PipelineSchedule, pipeline
 from tests.support import front
 
 COUNT, UPDATES = 4, 2
@@ -121,7 +121,7 @@ def assert_close(found, wanted):
         pytest.param(
             [0, 1, 2], {"pipeline_schedule": PipelineSchedule.Sequential}, marks=pytest.mark.thorough
         ),
-        ([0, 1, 2], {"dispatch_plan": DispatchPlan(2)}),
+        ([0, 1, 2], {"dispatch_plan": Chunking(2)}),
         ([0, 0, 0], {"batch_serialization_iterations": 2, "count": 2}),
         ([0, 0, 0], {"accumulate_outfeed": True}),
         ([0, 1, 2], {"accumulate_outfeed": True}),
@@ -167,9 +167,7 @@ def test_gradients_are_those_of_a_plain_loop(mapping, mode, scale):
         assert_close(found[name], value)
 
 
-@pytest.mark.parametrize(
-    "options", [{"dispatch_plan": DispatchPlan(2)}, {"reduction_method": "running_mean"}]
-)
+@pytest.mark.parametrize("options", [{"dispatch_plan": Chunking(2)}, {"reduction_method": "running_mean"}])
 def test_gradients_of_some_variables_only(options):
     first, last = IPUOutfeedQueue(), IPUOutfeedQueue(IPUOutfeedMode.LAST)
     optimizer = OutfeedOptimizer(optax.sgd(0.1), first, MODES.AFTER_COMPUTE, ["second/b"])

@@ -19,14 +19,14 @@ from typing import Any, NamedTuple
 
 from ipu_pipeline.engine import peers
 
-__all__ = ["Action", "ActionLog", "Standing", "current"]
+__all__ = ["ActionLog", "Standing", "Started", "current"]
 
 _MAX_HELD_BYTES = 16 * 2**20  # by the log alone
 _LITTLE = 4096  # bytes of an array that is held in any case
 _LOOK_EVERY = 64  # actions
 
 
-class Action(NamedTuple):
+class Started(NamedTuple):
     """Something that was started.
 
     Attributes:
@@ -63,7 +63,7 @@ class Standing(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _Noted:
-    action: Action
+    action: Started
     seen: Callable[[], Any]  # gives one of the arrays that it makes; None once that is gone
     num_bytes: int
     awaited: Sequence[Any] = field(default_factory=tuple)
@@ -82,13 +82,13 @@ class ActionLog:
         """Nothing was started yet."""
         self._lock = threading.Lock()
         self._noted: collections.deque[_Noted] = collections.deque()
-        self._finished: Action | None = None
+        self._finished: Started | None = None
         self._smallest: dict[Any, tuple[int, int]] = {}  # of actions that are alike: place and bytes
         self._num_loose = 0  # that are not held
         self._held_bytes = 0
         self._number = 0
 
-    def note(self, action: Action, made: Sequence[Any], awaited: Sequence[Any] = ()) -> None:
+    def note(self, action: Started, made: Sequence[Any], awaited: Sequence[Any] = ()) -> None:
         """Notes an action that was just started.
 
         Raises:

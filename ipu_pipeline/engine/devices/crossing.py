@@ -13,8 +13,8 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
-from ipu_pipeline.engine.devices.elsewhere import absent_like, is_here
 from ipu_pipeline.engine.devices.links import Tag, links
+from ipu_pipeline.engine.devices.remote import absent_like, is_here
 from ipu_pipeline.engine.tracing.replicas import REPLICA
 from ipu_pipeline.engine.tracing.tensor_parallel import MODEL
 from ipu_pipeline.ground import jax_compat

@@ -16,9 +16,9 @@ from ipu_pipeline.engine.devices.crossing import (
     put_own,
     row_sharding,
 )
-from ipu_pipeline.engine.devices.elsewhere import absent_like, is_here
-from ipu_pipeline.engine.devices.everywhere import whole
+from ipu_pipeline.engine.devices.gathered import whole
 from ipu_pipeline.engine.devices.links import Tag
+from ipu_pipeline.engine.devices.remote import absent_like, is_here
 from ipu_pipeline.engine.devices.rows import HOST_MEMORY, WHOLE, Row, partition_of
 from ipu_pipeline.engine.state import is_readable
 from ipu_pipeline.engine.tracing.tensor_parallel import MODEL

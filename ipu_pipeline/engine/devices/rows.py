@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from ipu_pipeline.engine.devices.crossing import (
     row_sharding,
 )
-from ipu_pipeline.engine.devices.elsewhere import NotRun, absent, is_here
+from ipu_pipeline.engine.devices.remote import NotRun, absent, is_here
 from ipu_pipeline.engine.tracing.replicas import REPLICA
 from ipu_pipeline.engine.tracing.tensor_parallel import MODEL, normal_partition
 from ipu_pipeline.ground import jax_compat

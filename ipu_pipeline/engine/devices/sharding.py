@@ -10,7 +10,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ipu_pipeline.engine.devices.crossing import row_sharding
-from ipu_pipeline.engine.devices.elsewhere import NotRun
+from ipu_pipeline.engine.devices.remote import NotRun
 from ipu_pipeline.engine.devices.rows import Row, names_of, partition_of
 from ipu_pipeline.engine.tracing.replicas import REPLICA
 from ipu_pipeline.engine.tracing.tensor_parallel import normal_partition

@@ -18,17 +18,17 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from ipu_pipeline.engine import peers
-from ipu_pipeline.engine.devices.elsewhere import is_here
 from ipu_pipeline.engine.devices.feeds import Take, gather
 from ipu_pipeline.engine.devices.links import Tag, links, naming_peers
-from ipu_pipeline.engine.devices.residence import Residence
+from ipu_pipeline.engine.devices.remote import is_here
 from ipu_pipeline.engine.devices.rows import Row
+from ipu_pipeline.engine.devices.state_placement import StatePlacement
 from ipu_pipeline.ground.errors import OutOfRangeError, ProcessError
 
 __all__ = ["agree_on_elements", "answer_everywhere", "take_everywhere"]
 
 
-def take_everywhere(residence: Residence, readers: Sequence[Row], take: Take, wanted: int) -> Take:
+def take_everywhere(placement: StatePlacement, readers: Sequence[Row], take: Take, wanted: int) -> Take:
     """Gets the micro-batches of a step, or raises, in all processes of the pipeline.
 
     Raises:
@@ -36,16 +36,16 @@ def take_everywhere(residence: Residence, readers: Sequence[Row], take: Take, wa
       ProcessError: the process that reads them had another error.
       Others: `take` raised here.
     """
-    if not readers or not any(row.is_here for row in residence.rows):
+    if not readers or not any(row.is_here for row in placement.rows):
         return take
     first = readers[0].devices[0]
     reading = {device.process_index for row in readers for device in row.devices}
     others: dict[int, Any] = {}  # the processes that do not read -> a device of each
-    for row in residence.rows:
+    for row in placement.rows:
         for device in row.devices:
             if device.process_index not in reading:
                 others.setdefault(device.process_index, device)
-    tag = residence.tag("micro-batches")
+    tag = placement.tag("micro-batches")
     assert tag is not None
     for device in filter(is_here, others.values()):
         _hear(tag, first, device)
@@ -68,7 +68,7 @@ def take_everywhere(residence: Residence, readers: Sequence[Row], take: Take, wa
     return lambda number: list(itertools.islice(left, number))
 
 
-def agree_on_elements(residence: Residence, readers: Sequence[Any], error: Exception | None) -> None:
+def agree_on_elements(placement: StatePlacement, readers: Sequence[Any], error: Exception | None) -> None:
     """Raises, in all processes of a pipeline or loop, if one did not get the micro-batches of a step.
 
     Raises:
@@ -77,11 +77,11 @@ def agree_on_elements(residence: Residence, readers: Sequence[Any], error: Excep
       ProcessError: another process had another error.
     """
     own = [np.bool_(error is not None)] * len(readers)
-    failed = answer_everywhere(residence, own, readers, "micro-batches")
+    failed = answer_everywhere(placement, own, readers, "micro-batches")
     if not any(failed):
         return
     first = failed.index(True)
-    tag = residence.tag("micro-batches", first)
+    tag = placement.tag("micro-batches", first)
     assert tag is not None
     if not is_here(readers[first]):
         raise _read_error(tag, readers[first]) from error
@@ -91,23 +91,23 @@ def agree_on_elements(residence: Residence, readers: Sequence[Any], error: Excep
 
 
 def answer_everywhere(
-    residence: Residence, asked: Sequence[Any], homes: Sequence[Any], what: str
+    placement: StatePlacement, asked: Sequence[Any], homes: Sequence[Any], what: str
 ) -> list[bool]:
     """Boolean scalars, in all processes that have a part in a pipeline or loop. Waits for them.
 
     Raises:
       ProcessError: the process that has one has ended, or does not go on.
     """
-    if not residence.has_peers:
+    if not placement.has_peers:
         return list(map(bool, asked))
-    residence.begin_step()
+    placement.begin_step()
     devices: dict[int, Any] = {}  # one of each process
-    for row in residence.rows:
+    for row in placement.rows:
         for device in row.devices:
             devices.setdefault(device.process_index, device)
     own = next(device for device in devices.values() if is_here(device))
     told: list[Any] = [None] * len(homes)
-    tags = [residence.tag(f"answers about the {what}", number) for number in range(len(homes))]
+    tags = [placement.tag(f"answers about the {what}", number) for number in range(len(homes))]
     places = sorted(range(len(homes)), key=lambda place: not is_here(homes[place]))  # all is sent at first
     for place in places:
         home, tag = homes[place], tags[place]

@@ -51,7 +51,7 @@ def join_replicas(row: Row, parts: Parts, stage: int, step: int) -> Joined:
     log = action_log.current()
     if log is not None and row.is_here and row.is_joined:
         made = [*joined.means.values(), *joined.assigned.values()]
-        log.note(action_log.Action("all-reduce", stage, step), made, awaited=made)
+        log.note(action_log.Started("all-reduce", stage, step), made, awaited=made)
     return joined
 
 

@@ -12,11 +12,11 @@ import jax
 from ipu_pipeline.engine import watching
 from ipu_pipeline.engine.devices import action_log
 from ipu_pipeline.engine.devices.compiler_options import CompilerOptions
-from ipu_pipeline.engine.devices.elsewhere import absent
 from ipu_pipeline.engine.devices.feeds import Element, Feed, Take, gather
 from ipu_pipeline.engine.devices.placing import put, put_host_copies
-from ipu_pipeline.engine.devices.residence import Residence
+from ipu_pipeline.engine.devices.remote import absent
 from ipu_pipeline.engine.devices.rows import WHOLE, Row
+from ipu_pipeline.engine.devices.state_placement import StatePlacement
 from ipu_pipeline.engine.execution.contract import Request
 from ipu_pipeline.engine.execution.kept import jit_zeros
 from ipu_pipeline.engine.execution.outputs import Outputs, Wanted
@@ -64,7 +64,7 @@ class Column:
     """The programs of a replica.
 
     Attributes:
-      residence: where its part of the state lives.
+      placement: where its part of the state lives.
       plan: its programs, and what they exchange.
       feed: takes micro-batches; each on the devices that read it, of a chunk when that is whole.
       devices: the reading that runs a step when there is no watcher.
@@ -72,7 +72,7 @@ class Column:
 
     def __init__(
         self,
-        residence: Residence,
+        placement: StatePlacement,
         programs: Sequence[StagePrograms],
         chunk: ChunkForm,
         collecting: Collecting,
@@ -84,21 +84,21 @@ class Column:
         donates_accumulators: bool,
     ) -> None:
         """Jits the programs; XLA compiles each at its first call."""
-        traced = residence.traced
-        self.residence = residence
+        traced = placement.traced
+        self.placement = placement
         self.plan = make_plan(
             traced,
             programs,
-            residence.rows,
-            residence.accumulator_plan.keys,
+            placement.rows,
+            placement.accumulator_plan.keys,
             options,
-            residence.sharding_in_program,
+            placement.sharding_in_program,
             donates_accumulators,
         )
         self._chunk, self._collecting, self._phases = chunk, collecting, phases
-        lacking = residence.offloaded | gathered
+        lacking = placement.offloaded | gathered
         templates = list(self.plan.templates.values())
-        self._steady = [_find_steady(template, lacking, residence.partitions) for template in templates]
+        self._steady = [_find_steady(template, lacking, placement.partitions) for template in templates]
         last_row = self.plan.last_forward.row
         read_inputs = [(own.row, position) for own in self._steady for _place, position in own.inputs]
         read_inputs += [(last_row, position) for kind, position in self.plan.collected if kind == "input"]
@@ -109,7 +109,7 @@ class Column:
         self._all_fed = [feed_slot.slot for feed_slot in self.plan.feed_slots]
         self._fed_slots = [slot for slot in self.plan.feed_slots if slot.leaf >= len(carried)]
         self.feed = Feed(functools.partial(self._place_leaves, put, len(carried)), chunk.size)
-        self.devices = Devices(residence.constants)
+        self.devices = Devices(placement.constants)
         self._wanted = Wanted(
             self.plan,
             chunk,
@@ -170,12 +170,12 @@ class Column:
 
     def feed_iteration(self, elements: Sequence[Any], request: Request) -> Callable[[], Sequence[Any]]:
         """Returns a function that gives the placed carried values and micro-batch of an iteration."""
-        residence = self.residence
-        if residence.has_peers:
-            residence.begin_step()
+        placement = self.placement
+        if placement.has_peers:
+            placement.begin_step()
 
         def put_carried(arrays: Sequence[Any], row: Row) -> list[Any]:
-            return put_host_copies(arrays, row, tag=residence.tag(f"carried values to {row.ipu}"))
+            return put_host_copies(arrays, row, tag=placement.tag(f"carried values to {row.ipu}"))
 
         carried = iter(self._place_leaves(put_carried, 0, request.carried))
         if self._fed_slots and not self.is_fed_here:
@@ -191,7 +191,7 @@ class Column:
         places = range(first, first + len(leaves))
         feed_slots = [feed_slot for feed_slot in self.plan.feed_slots if feed_slot.leaf in places]
         placed: list[Any] = [None] * len(feed_slots)
-        for row in dict.fromkeys(self.residence.rows):
+        for row in dict.fromkeys(self.placement.rows):
             wanted = [p for p, feed_slot in enumerate(feed_slots) if feed_slot.row is row]
             if wanted:
                 arrays = [leaves[feed_slots[p].leaf - first] for p in wanted]
@@ -201,7 +201,7 @@ class Column:
 
     def _not_fed(self) -> list[Any]:
         """What stands for the leaves of a micro-batch or chunk in a process that has none of them."""
-        element = jax.tree.leaves(self.residence.traced.element)
+        element = jax.tree.leaves(self.placement.traced.element)
         return [
             absent((*self._chunk.axes, *element[leaf].shape), element[leaf].dtype, row.replicated)
             for leaf, row, _slot in self._fed_slots
@@ -222,13 +222,13 @@ class Column:
         step = int(as_int32(state.pipeline.execution_count))
         if (watcher := watching.current()) is not None:
             counting = Counting(step, request.iteration, self._chunk.size)
-            reading = WatchedDevices(self.residence.constants, watcher, runner, counting)
+            reading = WatchedDevices(self.placement.constants, watcher, runner, counting)
             next_chunk = watched_feed(watcher, step, self._chunk.size, next_chunk)
         prepared, inputs = self.prepare(state, request.inputs)
         sums = self._zero_sums() if self._collecting.is_summed else []
         outputs = Outputs(self._wanted, num_chunks, inputs, sums)
         run = self.run_of(reading, state, prepared, outputs, next_chunk, request.iteration, step)
-        run.log = action_log.current() if self.residence.has_peers else None
+        run.log = action_log.current() if self.placement.has_peers else None
         return run
 
     def run_of(
@@ -262,19 +262,19 @@ class Column:
     def _begin_phases(self, reading: Reading) -> PhaseRun | None:
         if self._phases is None:
             return None
-        return PhaseRun(self._phases, self.plan, self.residence.offloads_activations, reading)
+        return PhaseRun(self._phases, self.plan, self.placement.offloads_activations, reading)
 
     def prepare(
         self, state: RunState, inputs: Sequence[Any]
     ) -> tuple[list[list[Any]], dict[tuple[Row, int], Any]]:
         """Prepares the steady arguments of each program for a step, and places the inputs."""
-        residence, pipeline = self.residence, state.pipeline
-        loss_scale = residence.loss_scale(pipeline.optimizer_state)
-        if residence.has_peers:
-            residence.begin_step()
+        placement, pipeline = self.placement, state.pipeline
+        loss_scale = placement.loss_scale(pipeline.optimizer_state)
+        if placement.has_peers:
+            placement.begin_step()
         placed = {
             (row, position): put_host_copies(
-                [inputs[position]], row, tag=residence.tag(f"input {position} to {row.ipu}")
+                [inputs[position]], row, tag=placement.tag(f"input {position} to {row.ipu}")
             )[0]
             for row, position in self._placed_inputs
         }
@@ -283,7 +283,7 @@ class Column:
             row, index = steady.row, len(prepared)
             arguments: list[Any] = [None] * steady.num_arguments
             # A shared variable is copied from its home once per step.
-            shared = residence.tag("variables of others", index)
+            shared = placement.tag("variables of others", index)
             here = [pipeline.variables[name] for _place, name in steady.variables]
             read = put(here, row, False, shared, steady.partitions)
             for (place, _name), value in zip(steady.variables, read, strict=True):
@@ -292,9 +292,9 @@ class Column:
                 arguments[place] = placed[row, position]
             for place, kind in steady.scalars:
                 if kind is ValueKind.KEY:
-                    arguments[place] = residence.constants.key(pipeline.key, row)
+                    arguments[place] = placement.constants.key(pipeline.key, row)
                 elif kind is ValueKind.LOSS_SCALE:
-                    (arguments[place],) = put([loss_scale], row, tag=residence.tag("loss scale", index))
+                    (arguments[place],) = put([loss_scale], row, tag=placement.tag("loss scale", index))
                 elif kind is ValueKind.EXECUTION_COUNT:
                     (arguments[place],) = put([as_int32(pipeline.execution_count)], row)
                 elif kind is ValueKind.UPDATE_COUNT:

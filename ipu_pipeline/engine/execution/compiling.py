@@ -20,9 +20,9 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from ipu_pipeline.engine.devices.compiler_options import Options
-from ipu_pipeline.engine.devices.elsewhere import NotRun
-from ipu_pipeline.engine.devices.residence import Residence
+from ipu_pipeline.engine.devices.remote import NotRun
 from ipu_pipeline.engine.devices.rows import HOST_MEMORY, WHOLE, Row
+from ipu_pipeline.engine.devices.state_placement import StatePlacement
 from ipu_pipeline.engine.devices.underway import Underway
 from ipu_pipeline.engine.execution.columns import Column
 from ipu_pipeline.engine.execution.executables import Executable, is_portable
@@ -196,9 +196,9 @@ def note_temporaries(temporary_bytes: dict[int, int], row: Row, compiled: Any) -
 class Shapes:
     """The reading that compiles a step: values are shapes."""
 
-    def __init__(self, residence: Residence, programs: _Programs) -> None:
-        """Begins with a column, whose state lives at `residence` and whose programs go to `programs`."""
-        self._residence, self._programs = residence, programs
+    def __init__(self, placement: StatePlacement, programs: _Programs) -> None:
+        """Begins with a column, whose state lives at `placement` and whose programs go to `programs`."""
+        self._placement, self._programs = placement, programs
 
     def scalar(self, number: int, row: Row) -> Any:
         """Returns the shape of an int32 scalar."""
@@ -237,7 +237,7 @@ class Shapes:
         if not row.is_here:  # this process does not load what is in host memory
             for place, name in template.taken(BindingKind.VARIABLE):
                 if arguments[place] is None:
-                    arguments[place] = self._residence.struct_in_program(name, row)
+                    arguments[place] = self._placement.struct_in_program(name, row)
             arguments = [_on_row(value, row, WHOLE) for value in arguments]
         found = jax.eval_shape(template.jitted, *arguments)
         if not row.is_here:
@@ -287,7 +287,7 @@ class ShapesTogether:
 
     def gather(self, stage: int, names: Sequence[str]) -> list[list[Any]]:
         """Returns the shapes of whole variables of a stage."""
-        homes = [column.residence for column in self._replicas.columns]
+        homes = [column.placement for column in self._replicas.columns]
         return [[home.struct_in_program(name, home.rows[stage]) for name in names] for home in homes]
 
     def launch(self, calls: Sequence[Call], chunk: int) -> list[Sequence[Any]]:
@@ -318,23 +318,23 @@ def compile_ahead(
 
     Programs that several devices run the same, apart from where, are compiled once.
     """
-    updates = weight_update.residence.updates
+    updates = weight_update.placement.updates
     rows = [template.row for column in replicas.columns for template in column.plan.templates.values()]
     if updates is not None:
-        rows += [weight_update.residence.rows[program.stage] for program in updates.updates]
+        rows += [weight_update.placement.rows[program.stage] for program in updates.updates]
     with compiling(sum(row.is_here for row in rows)) as told:
         programs = _Programs(is_shared, told, kept)
         try:
             runs = [
                 column.run_of(
-                    Shapes(column.residence, programs), state, own, None, _make_fed(column, chunk)
+                    Shapes(column.placement, programs), state, own, None, _make_fed(column, chunk)
                 )
                 for column, state, own in zip(replicas.columns, states, prepared, strict=True)
             ]
             run = StepRun(runs, ShapesTogether(replicas))
             follow(order, run)
             if updates is not None:
-                outputs = list(weight_update.residence.traced.output_avals)
+                outputs = list(weight_update.placement.traced.output_avals)
                 _start_updates(states[0].accumulators, weight_update, outputs, update_options, programs)
             return programs.finish(chunk.size)
         finally:  # after an error or an interrupt, what has not begun is not waited for
@@ -343,7 +343,7 @@ def compile_ahead(
 
 def _make_fed(column: Column, chunk: ChunkForm) -> Callable[[], Sequence[Any]]:
     """What gives the shapes of a micro-batch or chunk, where it is read."""
-    element = jax.tree.leaves(column.residence.traced.element)
+    element = jax.tree.leaves(column.placement.traced.element)
     fed = [
         _struct((*chunk.axes, *element[leaf].shape), element[leaf].dtype, row)
         for leaf, row, _slot in column.plan.feed_slots
@@ -358,19 +358,19 @@ def _start_updates(
     options: Options,
     programs: _Programs,
 ) -> None:
-    residence = weight_update.residence
-    updates = residence.updates
+    placement = weight_update.placement
+    updates = placement.updates
     assert updates is not None
     leaves = [leaf.aval for leaf in updates.state_leaves]
     count = jax.ShapeDtypeStruct((), np.int32)
     known = UpdateEnvironment(
-        residence.traced.variables, accumulators, leaves, outputs, UpdateCounts(count, count)
+        placement.traced.variables, accumulators, leaves, outputs, UpdateCounts(count, count)
     )
     for number, (program, jitted) in enumerate(zip(updates.updates, weight_update.jitted, strict=True)):
-        row = residence.rows[program.stage]
+        row = placement.rows[program.stage]
         arguments = [
             jax.ShapeDtypeStruct(
-                known[value].shape, known[value].dtype, sharding=residence.sharding_in_update(value, row)
+                known[value].shape, known[value].dtype, sharding=placement.sharding_in_update(value, row)
             )
             for value in program.arguments
         ]

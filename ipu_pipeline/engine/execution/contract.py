@@ -18,7 +18,7 @@ import jax
 
 from ipu_pipeline.engine import jaxprs
 from ipu_pipeline.engine.devices.feeds import Take
-from ipu_pipeline.engine.devices.residence import Residence
+from ipu_pipeline.engine.devices.state_placement import StatePlacement
 from ipu_pipeline.engine.execution.kept import KeptPrograms
 from ipu_pipeline.engine.planning.memory import find_fed, plan_ipus
 from ipu_pipeline.engine.planning.memory_plans import Brought, IpuMemory, StageMemory
@@ -80,8 +80,8 @@ class Runner(abc.ABC, Generic[PendingT]):
     """Runs micro-batches and weight updates.
 
     Attributes:
-      residence: where the state lives.
-      homes: where each replica's part of it lives; with one replica, `residence` alone.
+      placement: where the state lives.
+      homes: where each replica's part of it lives; with one replica, `placement` alone.
       iterated: for the body of a loop; None for a pipeline.
       programs: of the stages, for one micro-batch.
       temporary_bytes: the most that a program takes besides its arguments and results, by IPU; empty as
@@ -101,21 +101,21 @@ class Runner(abc.ABC, Generic[PendingT]):
 
     def __init__(
         self,
-        residence: Residence,
+        placement: StatePlacement,
         programs: Sequence[StagePrograms],
         iterated: Iterated | None,
-        homes: Sequence[Residence] | None = None,
+        homes: Sequence[StatePlacement] | None = None,
     ) -> None:
         """Takes what all kinds have."""
-        self.residence = residence
-        self.homes = (residence,) if homes is None else tuple(homes)
-        platform = residence.rows[0].devices[0].platform
+        self.placement = placement
+        self.homes = (placement,) if homes is None else tuple(homes)
+        platform = placement.rows[0].devices[0].platform
         self.programs = tuple(own.on(platform) for own in programs)
         self.iterated = iterated
         self.temporary_bytes: dict[int, int] = {}
         self.residual_bytes: dict[int, int] = {}
         self.has_run = False
-        stages, updates = residence.traced.stages, residence.updates
+        stages, updates = placement.traced.stages, placement.updates
         self.assigned = frozenset(spec.name for stage in stages for spec in stage.assigned)
         self.needs_outputs = updates is not None and updates.init_needs_outputs
         # Python may raise within a program, so what goes into a step must outlive it.
@@ -156,8 +156,8 @@ class Runner(abc.ABC, Generic[PendingT]):
     def make_accumulators(
         self, dtypes: Mapping[str, Any], known: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Accumulators as `RunState` has them; see `Residence.make_accumulators`."""
-        return self.residence.make_accumulators(dtypes, known)
+        """Accumulators as `RunState` has them; see `StatePlacement.make_accumulators`."""
+        return self.placement.make_accumulators(dtypes, known)
 
     @abc.abstractmethod
     def compile(self, state: RunState, request: Request) -> None:
@@ -197,16 +197,16 @@ class Runner(abc.ABC, Generic[PendingT]):
           stages: what the stages hold of micro-batches in flight.
           every: micro-batches per weight update.
         """
-        ipus = [row.ipu for row in self.residence.rows]
+        ipus = [row.ipu for row in self.placement.rows]
         activations: Counter[int] = Counter()
         for stage in stages:
             activations[stage.ipu] += stage.num_live_bytes
         first = 0 if self.iterated is None else len(self.iterated.carried)
-        fed = find_fed(self.residence.traced, self.programs, ipus, first)
+        fed = find_fed(self.placement.traced, self.programs, ipus, first)
         feeds = {ipu: self.num_waiting(every, every) * num_bytes(leaves) for ipu, leaves in fed.items()}
         brought = self.find_brought(accumulator_dtypes, every)
         return plan_ipus(
-            self.residence, accumulator_dtypes, activations, feeds, self.temporary_bytes, brought
+            self.placement, accumulator_dtypes, activations, feeds, self.temporary_bytes, brought
         )
 
     def find_ipus(self) -> dict[Any, int]:
@@ -214,7 +214,7 @@ class Runner(abc.ABC, Generic[PendingT]):
 
         An IPU that is several devices is known by its first.
         """
-        rows = self.residence.rows
+        rows = self.placement.rows
         num_ipus = max(row.ipu for row in rows) + 1
         return {
             device: replica * num_ipus + row.ipu
@@ -256,20 +256,20 @@ class Runner(abc.ABC, Generic[PendingT]):
           accumulators: by key; those that are missing are zeros.
           num_accumulated: of how many micro-batches they are.
         """
-        is_trained = self.residence.updates is not None
+        is_trained = self.placement.updates is not None
         made = self.make_accumulators(dtypes, accumulators) if is_trained else {}
         return RunState(self.place_state(state), made, num_accumulated)
 
     def place_state(self, state: PipelineState) -> PipelineState:
         """Variables and optimizer state on the devices of their stages."""
-        residence, updates = self.residence, self.residence.updates
+        placement, updates = self.placement, self.placement.updates
         optimizer_state = state.optimizer_state
         if updates is not None and optimizer_state is not None:
-            leaves = residence.place_optimizer_state(jax.tree.leaves(optimizer_state))
+            leaves = placement.place_optimizer_state(jax.tree.leaves(optimizer_state))
             optimizer_state = updates.state_tree.unflatten(leaves)
         return dataclasses.replace(
             state,
-            variables=residence.place_variables(state.variables),
+            variables=placement.place_variables(state.variables),
             optimizer_state=optimizer_state,
         )
 
@@ -280,10 +280,10 @@ class Runner(abc.ABC, Generic[PendingT]):
           state: placed.
           outputs: the leaves of the last stage's outputs for the first micro-batch, where they are needed.
         """
-        pipeline, updates = state.pipeline, self.residence.updates
+        pipeline, updates = state.pipeline, self.placement.updates
         if updates is None or pipeline.optimizer_state is not None:
             return state
-        leaves = self.residence.init_optimizer_state(pipeline.variables, outputs)
+        leaves = self.placement.init_optimizer_state(pipeline.variables, outputs)
         pipeline = dataclasses.replace(pipeline, optimizer_state=updates.state_tree.unflatten(leaves))
         return dataclasses.replace(state, pipeline=pipeline)
 
@@ -306,7 +306,7 @@ class Runner(abc.ABC, Generic[PendingT]):
           count: how many micro-batches ran.
           every: micro-batches per weight update.
         """
-        pipeline, updates = state.pipeline, self.residence.updates
+        pipeline, updates = state.pipeline, self.placement.updates
         self.has_run = True
         num_updates, num_accumulated = divmod(state.num_accumulated + count, every)
         pipeline = dataclasses.replace(pipeline, variables={**pipeline.variables, **variables})

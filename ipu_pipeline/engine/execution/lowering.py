@@ -118,7 +118,7 @@ class Lowering:
             groups[key] += (Observe(observer, templates),)
         feeding = {key: (feed, *actions) for key, actions in groups.items()}
         order: list[tuple[tuple[StepAction, ...], int]] = []
-        levels = self._columns[0].residence.traced.levels
+        levels = self._columns[0].placement.traced.levels
         fed, now = set[int](), None
         for number, (kind, stage, chunk) in enumerate(scheduled):
             key = kind, stage
@@ -145,9 +145,9 @@ class Lowering:
 
     def _make_actions(self, key: tuple[ActionKind, int]) -> list[StepAction]:
         """A program with what goes before and behind it."""
-        columns, residence = self._columns, self._replicas.residence
+        columns, placement = self._columns, self._replicas.placement
         templates = tuple(column.plan.templates[key] for column in columns)
-        first, gathered = templates[0], residence.sharded
+        first, gathered = templates[0], placement.sharded
         found: list[StepAction] = []
         names = [name for _place, name in first.taken(BindingKind.VARIABLE) if name in gathered]
         if names:
@@ -156,21 +156,21 @@ class Lowering:
         found.append(
             kind(
                 tuple(
-                    make_dispatch(template, column.plan, column.residence, gathered, self._phases)
+                    make_dispatch(template, column.plan, column.placement, gathered, self._phases)
                     for template, column in zip(templates, columns, strict=True)
                 )
             )
         )
         for number in range(len(first.sends)):
             found.append(_make_send(columns, templates, number))
-        if self._phases is None and columns[0].residence.offloads_activations and first.kept:
+        if self._phases is None and columns[0].placement.offloads_activations and first.kept:
             found.append(Store(tuple(map(_find_kept, columns, templates))))
         return found
 
     def _find_reduced(self) -> dict[Row, set[tuple[ActionKind, int]]]:
         """All rows, each with the programs whose results are joined there, which may be none."""
         replicas = self._replicas
-        rows, owners = replicas.residence.rows, replicas.residence.traced.owners
+        rows, owners = replicas.placement.rows, replicas.placement.traced.owners
         found: dict[Row, set[tuple[ActionKind, int]]] = {row: set() for row in rows}
         for key, template in self._templates.items():
             stages = [replicas.stage_of(accumulator) for accumulator in template.accumulators]
@@ -184,7 +184,7 @@ def _make_send(columns: Sequence[Column], templates: Sequence[Template], number:
     sends = tuple(template.sends[number] for template in templates)
     kind, stage, target = templates[0].kind.name, templates[0].stage, sends[0].target.ipu
     edge = f"{kind} of stage {stage} to {target}"
-    homes = [column.residence for column in columns]
+    homes = [column.placement for column in columns]
     tags = tuple(functools.partial(home.tag, edge) if home.has_peers else None for home in homes)
     return SendOn(sends, tags)
 

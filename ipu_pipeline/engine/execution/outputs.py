@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from ipu_pipeline.engine.devices.elsewhere import absent
+from ipu_pipeline.engine.devices.remote import absent
 from ipu_pipeline.engine.devices.rows import Row
 from ipu_pipeline.engine.execution.plans import Plan
 from ipu_pipeline.engine.programs.chunks import ChunkForm

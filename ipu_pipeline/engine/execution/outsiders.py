@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ipu_pipeline.engine import peers
-from ipu_pipeline.engine.devices.elsewhere import absent
+from ipu_pipeline.engine.devices.remote import absent
 from ipu_pipeline.engine.execution.contract import Runner
 from ipu_pipeline.engine.state import RunState
 from ipu_pipeline.ground.errors import OutOfRangeError, ProcessError
@@ -33,11 +33,11 @@ class Done:
 
 def has_part(runner: Runner[Any]) -> bool:
     """Whether this process has a device of a loop; a process that runs alone does."""
-    return any(row.is_here for row in runner.residence.rows)
+    return any(row.is_here for row in runner.placement.rows)
 
 
 def _teller(runner: Runner[Any]) -> int:
-    return int(runner.residence.rows[0].devices[0].process_index)
+    return int(runner.placement.rows[0].devices[0].process_index)
 
 
 @contextlib.contextmanager
@@ -75,9 +75,9 @@ def hear_end(runner: Runner[Any], done: Done) -> None:
 
 def skip(runner: Runner[Any], state: RunState, count: int, every: int) -> RunState:
     """The state after so many iterations in other processes."""
-    if runner.residence.updates is None or not count:
+    if runner.placement.updates is None or not count:
         return state
-    row, avals = runner.residence.rows[-1], runner.residence.traced.output_avals
+    row, avals = runner.placement.rows[-1], runner.placement.traced.output_avals
     outputs = [absent(aval.shape, aval.dtype, row.replicated) for aval in avals]
     state = runner.with_optimizer(state, outputs)
     num_updates, num_accumulated = divmod(state.num_accumulated + count, every)

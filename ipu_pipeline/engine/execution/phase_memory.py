@@ -20,8 +20,8 @@ from typing import Any, TypeAlias
 import jax
 from jax.sharding import PartitionSpec
 
-from ipu_pipeline.engine.devices.residence import Residence
 from ipu_pipeline.engine.devices.rows import Row
+from ipu_pipeline.engine.devices.state_placement import StatePlacement
 from ipu_pipeline.engine.devices.underway import Underway
 from ipu_pipeline.engine.execution.columns import Column
 from ipu_pipeline.engine.execution.plans import Plan
@@ -52,7 +52,7 @@ class PhasedStep:
     phases: ExecutionPhases  # of the pipeline
     column: Column  # the programs of a replica
     # where the state lives that the weight update reads, for all replicas
-    updating: Residence
+    updating: StatePlacement
     programs: Sequence[StagePrograms]  # of the stages, for one micro-batch
     order: Callable[[int], Order]  # the actions of so many micro-batches, or chunks of them
     chunk_size: int  # how many micro-batches a program handles
@@ -63,19 +63,19 @@ class PhasedStep:
     donates_state: bool  # whether an update takes the memory of what it replaces
 
     @property
-    def residence(self) -> Residence:
+    def placement(self) -> StatePlacement:
         """Where the replica's state lives."""
-        return self.column.residence
+        return self.column.placement
 
     @property
     def leaves_devices(self) -> bool:
         """Whether there is anything to bring."""
-        return self.residence.offloads_anything or not self.phases.keeps_values
+        return self.placement.offloads_anything or not self.phases.keeps_values
 
 
 def _find_slot_bytes(
     plan: Plan,
-    residence: Residence,
+    placement: StatePlacement,
     programs: Sequence[StagePrograms],
     chunk_size: int,
     residual_bytes: Mapping[int, int],
@@ -91,7 +91,7 @@ def _find_slot_bytes(
                 size = round(size * residual_bytes[stage] / num_bytes(own))
         else:
             source = key if kind is BindingKind.VALUE else key[0]
-            size = num_bytes([residence.traced.aval(source)])
+            size = num_bytes([placement.traced.aval(source)])
         sizes.append(size * chunk_size)
     return sizes
 
@@ -112,7 +112,7 @@ def find_brought(step: PhasedStep, count: int) -> dict[int, Brought]:
             *_find_moments(micro_batches, updates, ahead),
             *_find_moments(updates, micro_batches, ahead),
         ]
-    ipus = {row.ipu for row in step.residence.rows}
+    ipus = {row.ipu for row in step.placement.rows}
     return {
         ipu: max((Brought(*(moment[ipu, name] for name in _CATEGORIES)) for moment in moments), key=sum)
         for ipu in ipus
@@ -135,7 +135,7 @@ def find_host_memory(step: PhasedStep, link: LinkSpeed) -> HostMemory | None:
             )
 
     def of(way: str, kind: str) -> tuple[float, ...]:
-        return tuple(moved[way, kind, stage] for stage in range(len(step.residence.rows)))
+        return tuple(moved[way, kind, stage] for stage in range(len(step.placement.rows)))
 
     return HostMemory(
         phases=step.phases,
@@ -352,17 +352,17 @@ class _GhostsTogether:
 
 def _go_through(step: PhasedStep, count: int) -> _Meter:
     """Goes through the micro-batches of a step."""
-    column, residence, meter = step.column, step.residence, _Meter()
-    plan, variables = column.plan, residence.traced.variables
-    slot_bytes = _find_slot_bytes(plan, residence, step.programs, step.chunk_size, step.residual_bytes)
+    column, placement, meter = step.column, step.placement, _Meter()
+    plan, variables = column.plan, placement.traced.variables
+    slot_bytes = _find_slot_bytes(plan, placement, step.programs, step.chunk_size, step.residual_bytes)
     sizes = {
-        name: num_bytes([residence.part_of_gradient(name, spec.dtype)]) for name, spec in variables.items()
+        name: num_bytes([placement.part_of_gradient(name, spec.dtype)]) for name, spec in variables.items()
     }
     accumulators = {}
     for template in plan.templates.values():
         for key in template.accumulators:
-            row = None if residence.offloads_accumulators else template.row
-            size = _accumulator_bytes(step, residence, key)
+            row = None if placement.offloads_accumulators else template.row
+            size = _accumulator_bytes(step, placement, key)
             accumulators[key] = _Ghost(meter, row, size, "accumulators", 0)
     stored = {name: _Ghost(meter, None, size, "variables") for name, size in sizes.items()}
 
@@ -376,38 +376,38 @@ def _go_through(step: PhasedStep, count: int) -> _Meter:
     state = RunState(PipelineState(stored, None, 0, 0, None), accumulators)
     run = StepRun(
         [column.run_of(reading, state, prepared, None, fed)],
-        _GhostsTogether(meter, sizes, residence.rows),
+        _GhostsTogether(meter, sizes, placement.rows),
     )
     del accumulators, state
     follow(step.order(count), run)
     return meter
 
 
-def _accumulator_bytes(given: PhasedStep, residence: Residence, key: str) -> int:
+def _accumulator_bytes(given: PhasedStep, placement: StatePlacement, key: str) -> int:
     name = variable_of(key)
-    return num_bytes([residence.part_of_gradient(name, given.accumulator_dtypes[name])])
+    return num_bytes([placement.part_of_gradient(name, given.accumulator_dtypes[name])])
 
 
 def _find_updates(given: PhasedStep) -> list[_Piece]:
     """The programs of the weight update."""
-    residence, pieces = given.updating, []
-    if residence.updates is None:
+    placement, pieces = given.updating, []
+    if placement.updates is None:
         return []
-    programs = residence.updates.updates
+    programs = placement.updates.updates
     last_read = {value: number for number, program in enumerate(programs) for value in program.arguments}
     # What was brought, until nobody reads it any more.
     there: dict[tuple[UpdateValue, int], int] = {}
-    merged, are_there = _find_merged(given), _has_replicas(residence)
+    merged, are_there = _find_merged(given), _has_replicas(placement)
     for number, program in enumerate(programs):
-        ipu, piece = residence.rows[program.stage].ipu, _Piece(kept=Counter(merged))
+        ipu, piece = placement.rows[program.stage].ipu, _Piece(kept=Counter(merged))
         for value in program.arguments:
             is_there = are_there and value.kind == UpdateKind.GRADIENT
-            if residence.is_offloaded(value) and not is_there:
+            if placement.is_offloaded(value) and not is_there:
                 there.setdefault((value, ipu), _size_in_update(given, value, program.stage))
         for value in program.results:
             is_donated = value.kind == UpdateKind.GRADIENT or given.donates_state
             takes_memory = is_donated and last_read.get(value) == number
-            if residence.is_offloaded(value) and not takes_memory:
+            if placement.is_offloaded(value) and not takes_memory:
                 piece.own[ipu, _category_of(value)] += _size_in_update(given, value, program.stage)
         for (value, place), size in list(there.items()):
             is_over = last_read[value] == number
@@ -425,23 +425,23 @@ def _find_merged(given: PhasedStep) -> Sizes:
 
     They stay for all of the update.
     """
-    residence, found = given.updating, Counter[tuple[int, str]]()
-    if not residence.offloads_accumulators:
+    placement, found = given.updating, Counter[tuple[int, str]]()
+    if not placement.offloads_accumulators:
         return found
-    owners, extra = residence.traced.owners, residence.accumulator_plan.extra
+    owners, extra = placement.traced.owners, placement.accumulator_plan.extra
     for key, (name, stage) in extra.items():
-        size = _accumulator_bytes(given, residence, key)
-        found[residence.rows[owners[name]].ipu, "accumulators"] += 2 * size
-        found[residence.rows[stage].ipu, "accumulators"] += size
-    if _has_replicas(residence):
+        size = _accumulator_bytes(given, placement, key)
+        found[placement.rows[owners[name]].ipu, "accumulators"] += 2 * size
+        found[placement.rows[stage].ipu, "accumulators"] += size
+    if _has_replicas(placement):
         for name in given.accumulator_dtypes:
-            size = _accumulator_bytes(given, residence, name)
-            found[residence.rows[owners[name]].ipu, "accumulators"] += size
+            size = _accumulator_bytes(given, placement, name)
+            found[placement.rows[owners[name]].ipu, "accumulators"] += size
     return found
 
 
-def _has_replicas(residence: Residence) -> bool:
-    return residence.rows[0].num_replicas > 1
+def _has_replicas(placement: StatePlacement) -> bool:
+    return placement.rows[0].num_replicas > 1
 
 
 def _category_of(value: UpdateValue) -> str:
@@ -451,14 +451,14 @@ def _category_of(value: UpdateValue) -> str:
 
 def _size_in_update(given: PhasedStep, value: UpdateValue, stage: int) -> int:
     """Bytes of a variable, gradient or leaf of the optimizer's state on a device that updates it."""
-    residence = given.updating
-    assert residence.updates is not None
+    placement = given.updating
+    assert placement.updates is not None
     if value.kind == UpdateKind.STATE:
-        aval = residence.updates.state_leaves[value.key].aval
+        aval = placement.updates.state_leaves[value.key].aval
         shape, dtype = aval.shape, aval.dtype
     else:
-        spec = residence.traced.variables[value.key]
+        spec = placement.traced.variables[value.key]
         is_gradient = value.kind == UpdateKind.GRADIENT
         shape, dtype = spec.shape, given.accumulator_dtypes[value.key] if is_gradient else spec.dtype
-    part = residence.sharding_in_update(value, residence.rows[stage]).shard_shape(shape)
+    part = placement.sharding_in_update(value, placement.rows[stage]).shard_shape(shape)
     return num_bytes([jax.ShapeDtypeStruct(part, dtype)])

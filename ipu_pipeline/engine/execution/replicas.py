@@ -22,9 +22,9 @@ import numpy as np
 from ipu_pipeline.engine.devices.crossing import move
 from ipu_pipeline.engine.devices.feeds import Take, gather
 from ipu_pipeline.engine.devices.placing import put
-from ipu_pipeline.engine.devices.residence import Residence
 from ipu_pipeline.engine.devices.rows import Row, join, split, stack_replicas
 from ipu_pipeline.engine.devices.sharding import gather_replicas
+from ipu_pipeline.engine.devices.state_placement import StatePlacement
 from ipu_pipeline.engine.execution.agreeing import agree_on_elements, take_everywhere
 from ipu_pipeline.engine.execution.all_reduce import Parts, join_replicas, take_first
 from ipu_pipeline.engine.execution.columns import Column
@@ -70,28 +70,28 @@ class Replicas:
     """The columns of a pipeline or loop.
 
     Attributes:
-      residence: where the state of all of them lives.
+      placement: where the state of all of them lives.
       columns: what runs the micro-batches of each.
       joint: by the index of the template, the programs that all columns start together.
       has_identical_keys: whether they draw the random numbers that one alone would.
       joins_assigned: whether variables that stages assign are the same in all of them after an update.
     """
 
-    def __init__(self, residence: Residence, columns: Sequence[Column]) -> None:
+    def __init__(self, placement: StatePlacement, columns: Sequence[Column]) -> None:
         """Jits what they have in common.
 
         Raises:
           ValueError: a stage computes with other replicas, and is divided over several devices.
         """
-        self.residence, self.columns, self.number = residence, tuple(columns), len(columns)
+        self.placement, self.columns, self.number = placement, tuple(columns), len(columns)
         self.has_identical_keys, self.joins_assigned = False, True
-        self._rows = {row.devices[0]: row for column in columns for row in column.residence.rows}
+        self._rows = {row.devices[0]: row for column in columns for row in column.placement.rows}
         self._key: tuple[Any, list[Any]] | None = None  # the last random key, and those of the replicas
         self.joint: dict[int, Joint] = {}
         for template in columns[0].plan.templates.values() if len(columns) > 1 else ():
-            stage = residence.traced.stages[template.stage]
+            stage = placement.traced.stages[template.stage]
             if uses_replicas(stage.flat):
-                row = residence.rows[template.stage]
+                row = placement.rows[template.stage]
                 if row.is_divided:
                     raise ValueError(
                         f"{stage.place} computes with other replicas (cross_replica_sum, replica_index or "
@@ -112,13 +112,13 @@ class Replicas:
             return [state]
         pipeline = state.pipeline
         variables: list[dict[str, Any]] = [{} for _column in self.columns]
-        for name in self.residence.traced.variables:
-            if name in self.residence.sharded:
+        for name in self.placement.traced.variables:
+            if name in self.placement.sharded:
                 continue
             for own, part in zip(variables, self.split(pipeline.variables[name]), strict=True):
                 own[name] = part
         scales = [pipeline.optimizer_state] * self.number
-        updates = self.residence.updates
+        updates = self.placement.updates
         if pipeline.optimizer_state is not None:
             assert updates is not None
             leaves: list[list[Any]] = [[0] * len(updates.state_leaves) for _column in self.columns]
@@ -164,7 +164,7 @@ class Replicas:
         """Variables that stages assigned, of each replica its own, by full name."""
         if self.number == 1:
             return dict(assigned[0])
-        rows, owners = self.residence.rows, self.residence.traced.owners
+        rows, owners = self.placement.rows, self.placement.traced.owners
         return {name: join([own[name] for own in assigned], rows[owners[name]]) for name in assigned[0]}
 
     def first_of(self, outputs: Sequence[Sequence[Any]], read: set[Any]) -> list[Any]:
@@ -172,7 +172,7 @@ class Replicas:
         if self.number == 1:
             return list(outputs[0])
         found: list[Any] = [None] * len(outputs[0])
-        row = self.residence.rows[-1]
+        row = self.placement.rows[-1]
         if read:
             parts = {place: [leaves[place] for leaves in outputs] for place in sorted(read)}
             for place, value in take_first(row, parts).items():
@@ -181,7 +181,7 @@ class Replicas:
 
     def stage_of(self, key: str) -> int:
         """The stage on whose row an accumulator lies."""
-        owners, extra = self.residence.traced.owners, self.residence.accumulator_plan.extra
+        owners, extra = self.placement.traced.owners, self.placement.accumulator_plan.extra
         return (extra.get(key) or Accumulator(key, owners[key])).stage
 
     def reduce(
@@ -193,15 +193,15 @@ class Replicas:
         reduced: Reduced,
     ) -> None:
         """Joins what the columns have accumulated and assigned on a row."""
-        rows, owners = self.residence.rows, self.residence.traced.owners
-        parts, offloads = Parts(), self.residence.offloads_accumulators
+        rows, owners = self.placement.rows, self.placement.traced.owners
+        parts, offloads = Parts(), self.placement.offloads_accumulators
         for key in accumulated[0]:
             stage = self.stage_of(key)
             if rows[stage] is not row:
                 continue
             own = [part[key] for part in accumulated]
             if offloads:
-                homes = [column.residence.rows[stage] for column in self.columns]
+                homes = [column.placement.rows[stage] for column in self.columns]
                 own = [put([array], home)[0] for array, home in zip(own, homes, strict=True)]
             parts.accumulators[key] = own
         for name in assigned[0]:
@@ -237,7 +237,7 @@ class TogetherRun:
         """Gathers the parts of variables that the replicas have."""
         replicas = self._replicas
         arrays = [self._variables[name] for name in names]
-        whole = gather_replicas(arrays, replicas.residence.rows[stage])
+        whole = gather_replicas(arrays, replicas.placement.rows[stage])
         return [list(own) for own in zip(*map(replicas.split, whole), strict=True)]
 
     def launch(self, calls: Sequence[Call], chunk: int) -> list[list[Any]]:
@@ -274,9 +274,9 @@ class Dealt:
 class Dealer:
     """Places micro-batches for columns, and deals them out."""
 
-    def __init__(self, residence: Residence, columns: Sequence[Column], chunk_size: int) -> None:
+    def __init__(self, placement: StatePlacement, columns: Sequence[Column], chunk_size: int) -> None:
         """Begins with the first column."""
-        self._residence, self._columns, self._chunk_size = residence, columns, chunk_size
+        self._placement, self._columns, self._chunk_size = placement, columns, chunk_size
         self._lock = threading.Lock()
         self._num_dealt = self._generation = 0
 
@@ -313,12 +313,12 @@ class Dealer:
 
     def take_everywhere(self, take: Take, count: int) -> list[Take]:
         """What gives each column so many micro-batches; in all processes of the pipeline, or in none."""
-        residence, columns = self._residence, self._columns
+        placement, columns = self._placement, self._columns
         if len(columns) == 1:
-            if not residence.has_peers:
+            if not placement.has_peers:
                 return [take]
-            residence.begin_step()
-            return [take_everywhere(residence, columns[0].fed_rows, take, count)]
+            placement.begin_step()
+            return [take_everywhere(placement, columns[0].fed_rows, take, count)]
         takes = self._deal(take)
         readers = {
             (replica, device.process_index): device
@@ -326,7 +326,7 @@ class Dealer:
             for row in column.fed_rows
             for device in row.devices
         }
-        if not residence.has_peers or not readers:
+        if not placement.has_peers or not readers:
             return takes
         error: Exception | None = None
         taken: list[Iterator[Any]] = []
@@ -338,7 +338,7 @@ class Dealer:
                 except Exception as raised:
                     error = error or raised
             taken.append(iter(elements))
-        agree_on_elements(residence, list(readers.values()), error)
+        agree_on_elements(placement, list(readers.values()), error)
         return [_take_from(elements) for elements in taken]
 
     def _deal(self, take: Take) -> list[Take]:
@@ -366,12 +366,12 @@ def _take_from(elements: Iterator[Any]) -> Take:
 # What replicas collect.
 
 
-def gather_outputs(residence: Residence, parts: Sequence[Accumulated]) -> list[Accumulated]:
+def gather_outputs(placement: StatePlacement, parts: Sequence[Accumulated]) -> list[Accumulated]:
     """What replicas collected and enqueued, each leaf in one process: that of the first replica's.
 
     Leaves whose replicas are in one process stay where they are.
     """
-    if not residence.has_peers:
+    if not placement.has_peers:
         return list(parts)
     first, tree = _flatten(parts[0])
     found: list[Accumulated] = [parts[0]]
@@ -383,7 +383,7 @@ def gather_outputs(residence: Residence, parts: Sequence[Accumulated]) -> list[A
         for number, ((source, target), places) in enumerate(groups.items()):
             if _process(source) == _process(target):
                 continue
-            tag = residence.tag(f"outputs of replica {replica} ({number})")
+            tag = placement.tag(f"outputs of replica {replica} ({number})")
             moved = move([leaves[place] for place in places], source, target, tag, is_kept=True)
             for place, leaf in zip(places, moved, strict=True):
                 leaves[place] = leaf

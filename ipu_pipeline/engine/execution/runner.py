@@ -20,7 +20,7 @@ import jax
 
 from ipu_pipeline.engine.devices.compiler_options import CompilerOptions
 from ipu_pipeline.engine.devices.feeds import Take
-from ipu_pipeline.engine.devices.residence import Residence
+from ipu_pipeline.engine.devices.state_placement import StatePlacement
 from ipu_pipeline.engine.devices.threads import warn_unless_one_is_free
 from ipu_pipeline.engine.execution import watched
 from ipu_pipeline.engine.execution.columns import Column
@@ -41,7 +41,7 @@ from ipu_pipeline.engine.execution.replicas import (
 )
 from ipu_pipeline.engine.execution.steps import Observer, StepAction, StepRun, follow
 from ipu_pipeline.engine.execution.weight_updates import WeightUpdate
-from ipu_pipeline.engine.planning.dispatch_plans import ONE_BY_ONE, DispatchPlan
+from ipu_pipeline.engine.planning.chunking import ONE_BY_ONE, Chunking
 from ipu_pipeline.engine.planning.memory_plans import Brought
 from ipu_pipeline.engine.programs.chunks import ChunkForm, chunk_programs
 from ipu_pipeline.engine.programs.collecting import Collecting
@@ -85,23 +85,23 @@ class ColumnRunner(Runner[PendingStep]):
 
     def __init__(
         self,
-        residence: Residence,
-        homes: Sequence[Residence],
+        placement: StatePlacement,
+        homes: Sequence[StatePlacement],
         programs: Sequence[StagePrograms],
         make_timetable: Callable[[int], Timetable],
         donate: bool,
         collecting: Collecting,
         options: CompilerOptions,
-        dispatch_plan: DispatchPlan = ONE_BY_ONE,
+        dispatch_plan: Chunking = ONE_BY_ONE,
         iterated: Iterated | None = None,
         phases: ExecutionPhases | None = None,
     ) -> None:
         """Jits the programs; XLA compiles each at its first call."""
-        super().__init__(residence, programs, iterated, homes)
-        traced, updates = residence.traced, residence.updates
+        super().__init__(placement, programs, iterated, homes)
+        traced, updates = placement.traced, placement.updates
         if iterated is None:  # of a pipeline, `fetch` waits for what stages call
             self.waits_for_python = updates is not None and updates.has_callbacks
-        self._weight_update = WeightUpdate(residence, donate, options.update, self.waits_for_python)
+        self._weight_update = WeightUpdate(placement, donate, options.update, self.waits_for_python)
         self._chunk, self._phases = ChunkForm(dispatch_plan.chunk_size), phases
         self._update_options = options.update
         carried = () if iterated is None else iterated.carried
@@ -115,22 +115,22 @@ class ColumnRunner(Runner[PendingStep]):
                 self._weight_update.read,
                 [traced.outputs.index(source) for source in carried],
                 options,
-                residence.sharded,
+                placement.sharded,
                 phases,
                 not self.has_callbacks,
             )
             for home in homes
         )
-        self.replicas, self._num_stacked = Replicas(residence, self.columns), self._chunk.num_stacked
+        self.replicas, self._num_stacked = Replicas(placement, self.columns), self._chunk.num_stacked
         self._lowering = Lowering(self.columns, self.replicas, make_timetable, phases, self.has_callbacks)
-        self._dealer = Dealer(residence, self.columns, self._chunk.size)
+        self._dealer = Dealer(placement, self.columns, self._chunk.size)
         alone = len(homes) == 1
         self._place_element = self.columns[0].feed.add if alone else self._dealer.place_element
         self._is_compiled = False
         self._told = list(range(len(homes)))  # the replicas whose outputs this process hands on
         self._gathers_outputs = True
         if len(homes) > 1:
-            warn_unless_one_is_free(residence.rows)
+            warn_unless_one_is_free(placement.rows)
 
     @property
     def weight_update(self) -> WeightUpdate:
@@ -163,7 +163,7 @@ class ColumnRunner(Runner[PendingStep]):
         Raises:
           ValueError: a replica is in several processes.
         """
-        homes = [column.residence.rows[0] for column in self.columns]
+        homes = [column.placement.rows[0] for column in self.columns]
         for replica, row in enumerate(homes):
             if processes := row.processes[1:]:
                 raise ValueError(
@@ -197,7 +197,7 @@ class ColumnRunner(Runner[PendingStep]):
         del total
         if self.iterated is not None:
             return 1
-        return max(4 * self._chunk.size, every if self.columns[0].residence.has_peers else 0)
+        return max(4 * self._chunk.size, every if self.columns[0].placement.has_peers else 0)
 
     def num_fetched(self, total: int, every: int) -> int:
         """The number of waiting micro-batches of all columns."""
@@ -277,10 +277,10 @@ class ColumnRunner(Runner[PendingStep]):
             ]
             stepped = self._follow(state, request, feeds, 1, is_full)
         parts = stepped.columns
-        if self.residence.has_peers and replicas.number > 1:
-            self.residence.begin_step()
+        if self.placement.has_peers and replicas.number > 1:
+            self.placement.begin_step()
             if self._gathers_outputs:
-                parts = gather_outputs(self.residence, parts)
+                parts = gather_outputs(self.placement, parts)
         read_first, read_last = self._weight_update.read
         first: Sequence[Any] | None = None
         if self.needs_outputs and state.pipeline.optimizer_state is None:
@@ -295,7 +295,7 @@ class ColumnRunner(Runner[PendingStep]):
             variables = replicas.join_assigned([part.assigned for part in parts])
             means = accumulators = replicas.pack([part.accumulators for part in parts])
         updated: list[Handed] = []
-        if is_full and self.residence.updates is not None:
+        if is_full and self.placement.updates is not None:
             made = self._weight_update.run(
                 before.variables,
                 leaves,
@@ -334,10 +334,10 @@ class ColumnRunner(Runner[PendingStep]):
         numbers = range(replicas.number)
         assigned = [{name: own[number] for name, own in parts.items()} for number in numbers]
         accumulated = [{key: own[number] for key, own in state.accumulators.items()} for number in numbers]
-        if self.residence.has_peers:
-            self.residence.begin_step()
+        if self.placement.has_peers:
+            self.placement.begin_step()
         reduced, step = Reduced(), int(as_int32(pipeline.execution_count))
-        for row in dict.fromkeys(self.residence.rows):
+        for row in dict.fromkeys(self.placement.rows):
             replicas.reduce(row, accumulated, assigned, step, reduced)
         pipeline = dataclasses.replace(pipeline, variables={**pipeline.variables, **reduced.assigned})
         return RunState(pipeline, reduced.means, state.num_accumulated)
@@ -350,9 +350,9 @@ class ColumnRunner(Runner[PendingStep]):
         if replicas.number == 1:
             return super().make_accumulators(dtypes, known)
         if known:
-            placed = self.residence.make_accumulators(dtypes, known)
+            placed = self.placement.make_accumulators(dtypes, known)
             return {key: tuple(replicas.split(value)) for key, value in placed.items()}
-        return replicas.pack([column.residence.make_accumulators(dtypes) for column in self.columns])
+        return replicas.pack([column.placement.make_accumulators(dtypes) for column in self.columns])
 
     # Memory.
 
@@ -372,7 +372,7 @@ class ColumnRunner(Runner[PendingStep]):
         return PhasedStep(
             self._phases,
             self.columns[0],
-            self.residence,
+            self.placement,
             self.programs,
             self._lowering.planned,
             self.chunk_size,

@@ -22,12 +22,12 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import jax
 from jax.sharding import PartitionSpec
 
-from ipu_pipeline.engine.devices.action_log import Action, ActionLog
+from ipu_pipeline.engine.devices.action_log import ActionLog, Started
 from ipu_pipeline.engine.devices.constants import Constants
 from ipu_pipeline.engine.devices.links import Tag
 from ipu_pipeline.engine.devices.placing import copy_to, put
-from ipu_pipeline.engine.devices.residence import Residence
 from ipu_pipeline.engine.devices.rows import WHOLE, Row
+from ipu_pipeline.engine.devices.state_placement import StatePlacement
 from ipu_pipeline.engine.devices.underway import Underway
 from ipu_pipeline.engine.execution.outputs import Accumulated, Outputs
 from ipu_pipeline.engine.execution.plans import Plan
@@ -548,7 +548,7 @@ def log(template: Template, plan: Plan) -> After:
 
     def take(run: ColumnRun, chunk: int, results: Sequence[Any]) -> None:
         if run.log is not None:
-            action = Action(kind, stage, run.step, run.first + chunk * run.size, run.size)
+            action = Started(kind, stage, run.step, run.first + chunk * run.size, run.size)
             run.log.note(action, results, [run.slots[chunk][slot] for slot in awaited])
 
     return take
@@ -557,7 +557,7 @@ def log(template: Template, plan: Plan) -> After:
 def make_dispatch(
     template: Template,
     plan: Plan,
-    residence: Residence,
+    placement: StatePlacement,
     gathered: frozenset[str],
     phases: ExecutionPhases | None,
 ) -> Dispatch:
@@ -568,11 +568,11 @@ def make_dispatch(
     if asked:
         before.append(take_gathered(asked))
     empties_devices = phases is not None and not phases.keeps_values
-    if (residence.offloads_in_micro_batches or empties_devices) and template.row.is_here:
-        before.append(load(template, residence.offloaded - gathered, residence.partitions))
-    if residence.has_peers and template.row.is_here:
+    if (placement.offloads_in_micro_batches or empties_devices) and template.row.is_here:
+        before.append(load(template, placement.offloaded - gathered, placement.partitions))
+    if placement.has_peers and template.row.is_here:
         after.append(log(template, plan))
-    if residence.offloads_accumulators and template.accumulators:
+    if placement.offloads_accumulators and template.accumulators:
         after.append(store_accumulators(template))
     if template.given(BindingKind.ASSIGNED):
         after.append(assign(template, plan))

@@ -104,7 +104,7 @@ def rehearse(watcher: Watcher, runner: Runner[Any], state: RunState, request: Re
         if runner.has_run or runner.has_callbacks:
             return
         num_carried = 0 if runner.iterated is None else len(runner.iterated.carried)
-        fed = jax.tree.leaves(runner.residence.traced.element)[num_carried:]
+        fed = jax.tree.leaves(runner.placement.traced.element)[num_carried:]
         zeros = [np.zeros(leaf.shape, leaf.dtype) for leaf in fed]
 
         def take(wanted: int) -> list[Any]:
@@ -147,13 +147,13 @@ def watched_updates(
     runner: Runner[Any], weight_update: WeightUpdate, step: int
 ) -> list[Callable[..., list[Any]]] | None:
     """What starts the programs of a weight update with the watcher told; None if nobody watches."""
-    watcher, updates = watching.current(), runner.residence.updates
+    watcher, updates = watching.current(), runner.placement.updates
     if watcher is None or updates is None:
         return None
 
     def run(watcher: Watcher, number: int, stage: int, *arguments: Any) -> list[Any]:
         function, jitted = weight_update.functions[number], weight_update.jitted[number]
-        if not runner.residence.rows[stage].is_here:
+        if not runner.placement.rows[stage].is_here:
             return list(function(*arguments))
         launch = Launch(
             runner=runner,
@@ -162,7 +162,7 @@ def watched_updates(
             step=step,
             first=0,
             count=0,
-            devices=runner.residence.rows[stage].first_devices,
+            devices=runner.placement.rows[stage].first_devices,
             name=jitted.__name__,
             is_moved=function is not jitted,
         )

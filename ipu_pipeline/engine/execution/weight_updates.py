@@ -12,8 +12,8 @@ import jax.numpy as jnp
 
 from ipu_pipeline.engine.devices.compiler_options import Options
 from ipu_pipeline.engine.devices.placing import put
-from ipu_pipeline.engine.devices.residence import Residence
 from ipu_pipeline.engine.devices.rows import divided_in_replica
+from ipu_pipeline.engine.devices.state_placement import StatePlacement
 from ipu_pipeline.engine.execution.templates import jit_update
 from ipu_pipeline.engine.updates.accumulators import Accumulator
 from ipu_pipeline.engine.updates.cutting import UpdateProgram
@@ -37,7 +37,7 @@ class WeightUpdate:
     """Runs the weight updates of one traced pipeline on given devices.
 
     Attributes:
-      residence: where the pipeline's state lives.
+      placement: where the pipeline's state lives.
       donates: whether an update reuses the memory of the variables and optimizer state before it.
       jitted: its programs, jitted; none without training.
       functions: what is called: these, or what was loaded in their place.
@@ -46,18 +46,18 @@ class WeightUpdate:
     """
 
     def __init__(
-        self, residence: Residence, donate: bool, options: Options, may_raise: bool = False
+        self, placement: StatePlacement, donate: bool, options: Options, may_raise: bool = False
     ) -> None:
         """Jits the programs."""
-        self.residence = residence
+        self.placement = placement
         self.may_raise = may_raise
         self.donates = donate and not may_raise
         self.read: tuple[set[Any], set[Any]] = (set(), set())
         self.jitted: tuple[Any, ...] = ()
         programs: Sequence[UpdateProgram] = ()
-        if residence.updates is not None:
-            programs = residence.updates.updates
-            self.read = (_find_read(residence.updates.inits), _find_read(programs))
+        if placement.updates is not None:
+            programs = placement.updates.updates
+            self.read = (_find_read(placement.updates.inits), _find_read(programs))
             self.jitted = tuple(
                 jit_update(
                     program,
@@ -65,13 +65,13 @@ class WeightUpdate:
                     donate,
                     may_raise,
                     options,
-                    residence.results_of(program),
+                    placement.results_of(program),
                 )
                 for number, program in enumerate(programs)
             )
         self.functions: list[Callable[..., list[Any]]] = [
-            residence.rows[program.stage].program(
-                jitted, residence.results_of(program).get("out_shardings")
+            placement.rows[program.stage].program(
+                jitted, placement.results_of(program).get("out_shardings")
             )
             for program, jitted in zip(programs, self.jitted, strict=True)
         ]
@@ -86,15 +86,15 @@ class WeightUpdate:
         functions: Sequence[Callable[..., list[Any]]] | None = None,
     ) -> Updated:
         """Runs the weight update."""
-        residence = self.residence
-        assert residence.updates is not None
-        plan = residence.accumulator_plan
-        if residence.has_peers:
-            residence.begin_step()
+        placement = self.placement
+        assert placement.updates is not None
+        plan = placement.accumulator_plan
+        if placement.has_peers:
+            placement.begin_step()
         merged = plan.merge(accumulators, self._add_to_home)
         zeros = {key: self._clear(key, accumulators[key]) for key in plan.extra}
         environment = UpdateEnvironment(variables, merged, state_leaves, outputs, counts)
-        residence.run_update(residence.updates.updates, functions or self.functions, environment)
+        placement.run_update(placement.updates.updates, functions or self.functions, environment)
         made = Updated(
             environment.variables,
             environment.state_leaves,
@@ -108,18 +108,18 @@ class WeightUpdate:
         return made
 
     def _add_to_home(self, accumulator: Accumulator, total: Any, part: Any) -> Any:
-        home = self.residence.rows[self.residence.traced.owners[accumulator.variable]]
-        tag = self.residence.tag(f"{accumulator.variable} of stage {accumulator.stage}")
-        partition = divided_in_replica(self.residence.sharding_in_program(accumulator.variable, home))
+        home = self.placement.rows[self.placement.traced.owners[accumulator.variable]]
+        tag = self.placement.tag(f"{accumulator.variable} of stage {accumulator.stage}")
+        partition = divided_in_replica(self.placement.sharding_in_program(accumulator.variable, home))
         total, part = put([total, part], home, tag=tag, partitions=[partition] * 2)
         return home.program(_adding(total.sharding), total.sharding)(total, part)
 
     def _clear(self, key: str, accumulator: Any) -> Any:
-        residence = self.residence
-        row = residence.rows[residence.accumulator_plan.extra[key].stage]
+        placement = self.placement
+        row = placement.rows[placement.accumulator_plan.extra[key].stage]
         (accumulator,) = put([accumulator], row)
         zeros = row.program(_clearing(accumulator.sharding), accumulator.sharding)(accumulator)
-        return put([zeros], row, residence.offloads_accumulators)[0]
+        return put([zeros], row, placement.offloads_accumulators)[0]
 
 
 def _find_read(programs: Sequence[UpdateProgram]) -> set[Any]:

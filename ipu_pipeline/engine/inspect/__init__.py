@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ipu_pipeline.engine import watching
-    from ipu_pipeline.engine.devices.elsewhere import is_here
+    from ipu_pipeline.engine.devices.remote import is_here
     from ipu_pipeline.engine.execution.contract import Runner
     from ipu_pipeline.engine.inspect.counting import Work, count_work
     from ipu_pipeline.engine.inspect.facts import (

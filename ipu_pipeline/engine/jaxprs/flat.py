@@ -20,9 +20,9 @@ __all__ = [
     "Atom",
     "Equation",
     "EquationRule",
+    "ExtractedJaxpr",
     "FlatJaxpr",
     "InlineFunction",
-    "Program",
     "Var",
     "aval_struct",
     "calls_back",
@@ -33,7 +33,7 @@ __all__ = [
     "has_primitive",
     "is_inlined",
     "lift_captures",
-    "make_program",
+    "make_extracted",
     "map_atoms",
     "substitute",
     "take_out_constants",
@@ -66,7 +66,7 @@ class FlatJaxpr:
 
 
 @dataclass(frozen=True, eq=False)
-class Program:
+class ExtractedJaxpr:
     """A jaxpr cut out of another one.
 
     Attributes:
@@ -141,7 +141,7 @@ def lift_captures(closed_jaxpr: Any) -> tuple[Any, list[Any]]:
     constants = list(zip(jaxpr.constvars, closed_jaxpr.consts, strict=True))
     captured = {var: value for var, value in constants if jax_compat.is_traced(value)}
     kept = [(var, value) for var, value in constants if var not in captured]
-    lifted = make_program(dict(kept), [*captured, *jaxpr.invars], jaxpr.eqns, jaxpr.outvars)
+    lifted = make_extracted(dict(kept), [*captured, *jaxpr.invars], jaxpr.eqns, jaxpr.outvars)
     return lifted.closed_jaxpr, list(captured.values())
 
 
@@ -155,9 +155,9 @@ def take_out_constants(
     return FlatJaxpr([*flat.inputs, *numbers], flat.equations, flat.outputs, kept), numbers
 
 
-def close(flat: FlatJaxpr) -> Program:
+def close(flat: FlatJaxpr) -> ExtractedJaxpr:
     """All of a flat jaxpr as a program, with all its inputs."""
-    return make_program(flat.constants, flat.inputs, flat.equations, flat.outputs)
+    return make_extracted(flat.constants, flat.inputs, flat.equations, flat.outputs)
 
 
 def has_callbacks(flat: FlatJaxpr) -> bool:
@@ -197,16 +197,16 @@ def substitute(flat: FlatJaxpr, replaced: Mapping[Var, Var]) -> FlatJaxpr:
     )
 
 
-def make_program(
+def make_extracted(
     constants: dict[Var, Any], inputs: list[Var], equations: list[Equation], outputs: Sequence[Atom]
-) -> Program:
+) -> ExtractedJaxpr:
     """A program of these equations."""
     effects = frozenset().union(*(equation.effects for equation in equations))
     debug_info = jex_core.DebugInfo(
         traced_for="jit", func_src_info="ipu_pipeline", arg_names=None, result_paths=None
     )
     jaxpr = jex_core.Jaxpr(list(constants), inputs, list(outputs), equations, effects, debug_info)
-    return Program(jex_core.ClosedJaxpr(jaxpr, list(constants.values())), inputs)
+    return ExtractedJaxpr(jex_core.ClosedJaxpr(jaxpr, list(constants.values())), inputs)
 
 
 def fresh(variables: Iterable[Var]) -> list[Var]:

@@ -30,8 +30,8 @@ import jax
 from jax.extend import core as jex_core
 
 from ipu_pipeline.engine.jaxprs.flat import (
+    ExtractedJaxpr,
     FlatJaxpr,
-    Program,
     aval_struct,
     calls_back,
     flatten,
@@ -219,7 +219,7 @@ class Piece:
     home: Home  # where it runs
     round: int  # how many hops its arguments have behind them
     # the program. Its inputs are inputs of the jaxpr, or variables that earlier pieces return.
-    program: Program
+    program: ExtractedJaxpr
     results: tuple[int, ...]  # positions among the results that were asked for, which it returns first
     sent: tuple[Any, ...]  # the variables that it returns next, for other pieces
     readers: dict[Any, str]  # the primitive that first reads an input here that another home has or made

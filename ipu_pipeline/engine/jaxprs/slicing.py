@@ -11,12 +11,12 @@ from jax.extend import core as jex_core
 from ipu_pipeline.engine.jaxprs.flat import (
     Atom,
     Equation,
+    ExtractedJaxpr,
     FlatJaxpr,
-    Program,
     Var,
     flatten,
     fresh,
-    make_program,
+    make_extracted,
 )
 from ipu_pipeline.ground import jax_compat
 
@@ -75,7 +75,7 @@ def extract(
     outputs: Sequence[Atom],
     given: Iterable[Var] = (),
     keep_effects_of: Callable[[Equation], bool] | None = None,
-) -> Program:
+) -> ExtractedJaxpr:
     """The smallest program that computes `outputs`."""
     given = set(given)
     needed = {atom for atom in outputs if not isinstance(atom, jex_core.Literal)}
@@ -105,7 +105,7 @@ def extract(
     inputs = [var for var in flat.inputs if var in needed]
     inputs += [var for var in reversed(computed) if var in given and var in needed]
     constants = {var: value for var, value in flat.constants.items() if var in needed}
-    return make_program(constants, inputs, renamed, outputs)
+    return make_extracted(constants, inputs, renamed, outputs)
 
 
 def split_results(closed_jaxpr: Any) -> list[Callable[..., Any]]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ipu_pipeline.engine.planning.dispatch_plans import DispatchPlan
+from ipu_pipeline.engine.planning.chunking import Chunking
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms
 from ipu_pipeline.engine.schedules.actions import ActionKind
 from ipu_pipeline.engine.schedules.checking import Timetable
@@ -64,7 +64,7 @@ def choose_dispatch_plan(
     *,
     is_grouped: bool,
     saves_memory: bool,
-) -> DispatchPlan:
+) -> Chunking:
     """The plan with which a step is estimated to be shortest.
 
     A step keeps at least four chunks, and larger chunks are taken only if they save 2% of its time.
@@ -92,7 +92,7 @@ def choose_dispatch_plan(
     }
     for reason, holds in reasons.items():
         if holds:
-            return DispatchPlan(reason=reason)
+            return Chunking(reason=reason)
     assert num_micro_batches is not None
     speed = _SPEEDS.get(platform, _OTHER_SPEED)
     operations = {}
@@ -143,7 +143,7 @@ def choose_dispatch_plan(
         reason += f"and a step is estimated to take {best / alone:.0%} of its time one by one"
     if held_back:
         reason += f"; larger chunks would hold more than {max_live_bytes:,} bytes on a stage"
-    return DispatchPlan(chosen, reason)
+    return Chunking(chosen, reason)
 
 
 def describe_seconds(seconds: float) -> str:

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from ipu_pipeline.engine.devices.residence import Residence
+from ipu_pipeline.engine.devices.state_placement import StatePlacement
 from ipu_pipeline.engine.planning.memory_plans import Brought, IpuMemory, StageMemory
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms, read_sources
 from ipu_pipeline.engine.tracing.specs import VariableSpec
@@ -83,7 +83,7 @@ def find_fed(
 
 
 def plan_ipus(
-    residence: Residence,
+    placement: StatePlacement,
     accumulator_dtypes: Mapping[str, Any],
     activations: Mapping[int, int],
     feeds: Mapping[int, int],
@@ -91,26 +91,26 @@ def plan_ipus(
     brought: Mapping[int, Brought] = MappingProxyType({}),
 ) -> tuple[IpuMemory, ...]:
     """What each IPU takes."""
-    traced, updates = residence.traced, residence.updates
-    ipus = [row.ipu for row in residence.rows]
+    traced, updates = placement.traced, placement.updates
+    ipus = [row.ipu for row in placement.rows]
     held: dict[tuple[str, int, bool], list[Any]] = {}  # by kind, IPU, and whether it is in host memory
 
     def add(kind: str, stage: int, is_offloaded: bool, aval: Any) -> None:
         held.setdefault((kind, ipus[stage], is_offloaded), []).append(aval)
 
     for name in traced.variables:
-        add("variables", traced.owners[name], name in residence.offloaded, residence.part_of_variable(name))
+        add("variables", traced.owners[name], name in placement.offloaded, placement.part_of_variable(name))
     for stage, copies in enumerate(find_copies(traced, ipus)):
         for spec in copies:
-            if spec.name not in residence.offloaded:
+            if spec.name not in placement.offloaded:
                 add("variables", stage, False, spec)
     if updates is not None:
         for number, leaf in enumerate(updates.state_leaves):
-            add("state", leaf.stage, residence.offloads_state, residence.part_of_leaf(number))
+            add("state", leaf.stage, placement.offloads_state, placement.part_of_leaf(number))
         owned = [(name, traced.owners[name]) for name in accumulator_dtypes]
-        for name, stage in (*owned, *residence.accumulator_plan.extra.values()):
-            aval = residence.part_of_gradient(name, accumulator_dtypes[name])
-            add("accumulators", stage, residence.offloads_accumulators, aval)
+        for name, stage in (*owned, *placement.accumulator_plan.extra.values()):
+            aval = placement.part_of_gradient(name, accumulator_dtypes[name])
+            add("accumulators", stage, placement.offloads_accumulators, aval)
 
     def size(kind: str, ipu: int, is_offloaded: bool = False) -> int:
         return num_bytes(held.get((kind, ipu, is_offloaded), ()))

@@ -32,7 +32,7 @@ from ipu_pipeline.engine.programs.cutting import Joint, fuse, is_literal, split
 from ipu_pipeline.engine.programs.gradient_maps import GradientMap
 from ipu_pipeline.engine.programs.recomputation import Recomputation
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms, Value, ValueKind
-from ipu_pipeline.engine.tracing import checkpoints, keys
+from ipu_pipeline.engine.tracing import keys, recomputation_marks
 from ipu_pipeline.engine.tracing.faults import add_derivative_note
 from ipu_pipeline.engine.tracing.traced import Source, TracedPipeline, TracedStage
 from ipu_pipeline.ground import jax_compat
@@ -141,7 +141,7 @@ def _evaluation(
     """The stage as a function of `_stage_arguments`, to be differentiated."""
     is_cut = recompute is not Recomputation.RECOMPUTE_THEN_BACKPROPAGATE
     # Nothing is kept between the last stage's forward and backward, so one segment would save nothing.
-    if recompute is None or (is_last and not (is_cut and checkpoints.has_marks(stage.flat))):
+    if recompute is None or (is_last and not (is_cut and recomputation_marks.has_marks(stage.flat))):
         return functools.partial(_call_stage, stage)
     return recomputation.in_segments(_flatten_stage(stage), is_cut)
 

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax.extend import core as jex_core
 
 from ipu_pipeline.engine import jaxprs
-from ipu_pipeline.engine.tracing.checkpoints import mark_of
+from ipu_pipeline.engine.tracing.recomputation_marks import mark_of
 
 __all__ = ["Recomputation", "in_segments", "isolate"]
 

@@ -16,7 +16,7 @@ from ipu_pipeline.engine.schedules.host_memory import HostMemory
 from ipu_pipeline.engine.schedules.lock_step import grouped, interleaved, named_schedules, sequential
 from ipu_pipeline.engine.schedules.scenarios import Costs, Memory, Scenario
 from ipu_pipeline.engine.schedules.simulator import Simulation, predict_step_time, simulate
-from ipu_pipeline.engine.schedules.staircases import find_phases, find_slots, format_staircase
+from ipu_pipeline.engine.schedules.staircases import find_ramps, find_slots, format_staircase
 from ipu_pipeline.engine.schedules.timelines import Bubble, Interval, Peak, Sending, Timeline
 from ipu_pipeline.engine.schedules.timetables import MAX_ACTIONS, timetable
 from ipu_pipeline.engine.schedules.variants import Layer, Variant, what_if
@@ -47,7 +47,7 @@ __all__ = [
     "Variant",
     "advise",
     "check",
-    "find_phases",
+    "find_ramps",
     "find_slots",
     "format_rows",
     "format_staircase",

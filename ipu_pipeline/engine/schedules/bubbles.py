@@ -29,7 +29,7 @@ import numpy as np
 from ipu_pipeline.engine.schedules.actions import ActionKind
 from ipu_pipeline.engine.schedules.checking import Timetable
 from ipu_pipeline.engine.schedules.clusters import LinkSpeed
-from ipu_pipeline.engine.schedules.free_running import Program, Programs, wire
+from ipu_pipeline.engine.schedules.free_running import Programs, ProgramTiming, wire
 from ipu_pipeline.engine.schedules.in_phases import run_step
 from ipu_pipeline.engine.schedules.scenarios import Scenario
 from ipu_pipeline.engine.schedules.timelines import Array, Bubble
@@ -105,7 +105,7 @@ def find_bubble(scenario: Scenario, timetable: Timetable, programs: Programs, st
 def _find_ramps(scenario: Scenario, programs: Programs, step_time: float) -> tuple[float, float]:
     """Idle time before the first backwards and after the last forwards of the IPUs."""
     up = down = 0.0
-    by_ipu: dict[int, list[list[Program]]] = {
+    by_ipu: dict[int, list[list[ProgramTiming]]] = {
         ipu: [[] for _kind in programs] for ipu in scenario.ipus_of_replicas
     }
     for kind, programs_of_kind in enumerate(programs):

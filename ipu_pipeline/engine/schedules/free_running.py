@@ -30,7 +30,7 @@ __all__ = [
     "UPDATE",
     "Host",
     "Link",
-    "Program",
+    "ProgramTiming",
     "Programs",
     "follow",
     "in_order",
@@ -65,7 +65,7 @@ class Link:
 
 
 @dataclass(eq=False)
-class Program:
+class ProgramTiming:
     """What a stage does in one direction, or its update.
 
     Attributes:
@@ -86,7 +86,7 @@ class Program:
     cores: float = 1.0
     inputs: list[list[float]] = field(default_factory=list)
     links: list[Link] = field(default_factory=list)
-    readers: list[Program] = field(default_factory=list)
+    readers: list[ProgramTiming] = field(default_factory=list)
     process: int = 0
     is_started: bool = True
     begins: list[float] = field(default_factory=list)
@@ -95,7 +95,7 @@ class Program:
 
 # Forwards, backwards, updates, and with several replicas what replicas do together. Each list has the
 # programs of all stages of replica 0, then those of replica 1, and so on.
-Programs: TypeAlias = "tuple[list[Program], ...]"
+Programs: TypeAlias = "tuple[list[ProgramTiming], ...]"
 
 
 def wire(scenario: Scenario) -> Programs:
@@ -114,8 +114,8 @@ def _wire_replica(scenario: Scenario, replica: int) -> Programs:
     ipus = [scenario.ipu_of(replica, ipu) for ipu in scenario.device_mapping]
     processes = [scenario.cluster.process_of(ipu) for ipu in ipus]
 
-    def make(stage: int, cost: float, cores: float = 1.0) -> Program:
-        return Program(ipus[stage], cost, cores, process=processes[stage])
+    def make(stage: int, cost: float, cores: float = 1.0) -> ProgramTiming:
+        return ProgramTiming(ipus[stage], cost, cores, process=processes[stage])
 
     forwards = [make(i, costs.forward[i] * size, costs.forward_cores[i]) for i in stages]
     backwards, updates = [], []
@@ -128,7 +128,7 @@ def _wire_replica(scenario: Scenario, replica: int) -> Programs:
             if not (forward.cost and backward.cost):  # else the order on their IPU sees to it
                 _connect(forward, backward, Link((0, 0), 0.0, forward.ends))
 
-    def send(programs: list[Program], edge: Edge) -> None:
+    def send(programs: list[ProgramTiming], edge: Edge) -> None:
         source, target = (programs[stage] for stage in edge)
         time = scenario.transfer(replica, edge)
         _connect(source, target, Link(edge, time, [] if time else source.ends))
@@ -155,17 +155,19 @@ def _join(scenario: Scenario, programs: Programs) -> Programs:
     updates, places = programs[UPDATE], range(len(programs[UPDATE]))
     halves = {mapping.index(ipu): scenario.half_ring(ipu) for ipu in scenario.ipus}
 
-    def make(place: int, num_halves: int) -> Program:
+    def make(place: int, num_halves: int) -> ProgramTiming:
         time = num_halves * halves.get(place % number, 0.0)  # once per IPU, with its first stage
-        return Program(updates[place].ipu, time, 0.0, process=updates[place].process)
+        return ProgramTiming(updates[place].ipu, time, 0.0, process=updates[place].process)
 
     is_sharded = scenario.cluster.shards_optimizer_state
     reductions = [make(place, 1 if is_sharded else 2) for place in places]
     gatherings = [make(place, 1 if is_sharded else 0) for place in places]
-    meetings: list[Program] = []
+    meetings: list[ProgramTiming] = []
 
-    def meet(stage: int, sources: list[Program], num_skipped: int, targets: list[Program]) -> None:
-        meeting = Program(targets[0].ipu, 0.0)
+    def meet(
+        stage: int, sources: list[ProgramTiming], num_skipped: int, targets: list[ProgramTiming]
+    ) -> None:
+        meeting = ProgramTiming(targets[0].ipu, 0.0)
         for source in sources:
             _connect(source, meeting, Link((stage, stage), 0.0, [], num_skipped), is_kept=True)
         for target in targets:
@@ -189,7 +191,7 @@ def _join(scenario: Scenario, programs: Programs) -> Programs:
     return reductions, gatherings, meetings
 
 
-def _fuse(forward: Program, backward: Program) -> None:
+def _fuse(forward: ProgramTiming, backward: ProgramTiming) -> None:
     """Makes a forward do what the backward does."""
     together = forward.cost + backward.cost
     if together:
@@ -199,7 +201,7 @@ def _fuse(forward: Program, backward: Program) -> None:
     forward.cost, backward.cost = together, 0.0
 
 
-def _connect(source: Program, target: Program, link: Link, *, is_kept: bool = False) -> None:
+def _connect(source: ProgramTiming, target: ProgramTiming, link: Link, *, is_kept: bool = False) -> None:
     """Makes a program read another one's results; a link that only passes on what ends is not kept."""
     target.inputs.append(link.arrivals)
     source.readers.append(target)
@@ -253,7 +255,7 @@ class Host:
         self._cost = cost
         self._now = [0.0] * (1 + max(program.process for program in itertools.chain(*programs)))
 
-    def start(self, program: Program) -> float:
+    def start(self, program: ProgramTiming) -> float:
         """Starts a program that takes time; returns when the host of its process has done so."""
         if program.is_started:
             self._now[program.process] += self._cost

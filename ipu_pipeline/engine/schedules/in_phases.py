@@ -19,8 +19,8 @@ from ipu_pipeline.engine.schedules.actions import ActionKind
 from ipu_pipeline.engine.schedules.checking import Timetable
 from ipu_pipeline.engine.schedules.free_running import (
     UPDATE,
-    Program,
     Programs,
+    ProgramTiming,
     follow,
     last_end,
     run_freely,
@@ -71,7 +71,7 @@ class _Run:
         self._link_from: dict[int, float] = {}
         self._in_host: dict[int, float] = {}  # by stage, when all that it left is there
 
-    def follow(self, program: Program, kind: int, stage: int, chunk: int) -> None:
+    def follow(self, program: ProgramTiming, kind: int, stage: int, chunk: int) -> None:
         """Runs a program, after those that were started before."""
         arrivals = [own[chunk] for own in program.inputs]
         to_ipu, from_ipu = self._memory.time_to(kind, stage), self._memory.time_from(kind, stage)

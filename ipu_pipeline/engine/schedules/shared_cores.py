@@ -17,8 +17,8 @@ from ipu_pipeline.engine.schedules.actions import ActionKind
 from ipu_pipeline.engine.schedules.checking import Timetable
 from ipu_pipeline.engine.schedules.free_running import (
     Host,
-    Program,
     Programs,
+    ProgramTiming,
     follow,
     in_order,
     last_end,
@@ -26,7 +26,9 @@ from ipu_pipeline.engine.schedules.free_running import (
 
 __all__ = ["run_sharing", "share"]
 
-Entry: TypeAlias = "tuple[Program, int, float]"  # a program, its chunk, and when the host has started it
+Entry: TypeAlias = (
+    "tuple[ProgramTiming, int, float]"  # a program, its chunk, and when the host has started it
+)
 
 
 def share(costs: list[float], demands: list[float], cores: float) -> list[float]:
@@ -65,7 +67,7 @@ class _Run:
         self._demand = 0.0
         self._running: list[tuple[float, int]] = []  # what is served when it ends, and the IPU
         self._timers: list[tuple[float, int]] = []  # when to look at an IPU again
-        self._free: list[Program] = []  # what costs nothing and reads nothing, once per chunk
+        self._free: list[ProgramTiming] = []  # what costs nothing and reads nothing, once per chunk
         hosts = Host(programs, host)
         for kind, place, chunk in in_order(timetable, programs):
             program = programs[kind][place]
@@ -117,11 +119,11 @@ class _Run:
         program.begins.append(self._now)
         heapq.heappush(self._running, (self._served + program.cost, ipu))
 
-    def _end(self, program: Program) -> None:
+    def _end(self, program: ProgramTiming) -> None:
         program.ends.append(self._now)
         self._hand_on(program)
 
-    def _hand_on(self, program: Program) -> None:
+    def _hand_on(self, program: ProgramTiming) -> None:
         for link in program.links:
             follow(link, program.ends[-1])
         for reader in program.readers:
@@ -130,7 +132,7 @@ class _Run:
             else:
                 self._pass_through(reader)
 
-    def _pass_through(self, reader: Program) -> None:
+    def _pass_through(self, reader: ProgramTiming) -> None:
         """What is no program is done as soon as its inputs are there, which may be later than now."""
         while all(len(arrivals) > len(reader.ends) for arrivals in reader.inputs):
             chunk = len(reader.ends)

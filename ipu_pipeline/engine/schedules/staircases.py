@@ -9,12 +9,12 @@ from typing import NamedTuple
 from ipu_pipeline.engine.schedules.actions import Action
 from ipu_pipeline.engine.schedules.checking import Timetable
 
-__all__ = ["Phase", "find_phases", "find_slots", "format_staircase"]
+__all__ = ["Ramp", "find_ramps", "find_slots", "format_staircase"]
 
 _GAP = "..."
 
 
-class Phase(NamedTuple):
+class Ramp(NamedTuple):
     """A part of a timetable.
 
     Attributes:
@@ -28,7 +28,7 @@ class Phase(NamedTuple):
     last: int
 
 
-def find_phases(timetable: Timetable, device_mapping: Sequence[int]) -> tuple[Phase, Phase, Phase]:
+def find_ramps(timetable: Timetable, device_mapping: Sequence[int]) -> tuple[Ramp, Ramp, Ramp]:
     """The phases of a timetable.
 
     Main lasts from the time-step in which the last IPU begins its first action to the one in which the
@@ -49,9 +49,9 @@ def find_phases(timetable: Timetable, device_mapping: Sequence[int]) -> tuple[Ph
     begin = max(firsts.values())
     end = max(min(lasts.values()), begin - 1)
     return (
-        Phase("ramp-up", 1, begin - 1),
-        Phase("main", begin, end),
-        Phase("ramp-down", end + 1, timetable.num_time_steps),
+        Ramp("ramp-up", 1, begin - 1),
+        Ramp("main", begin, end),
+        Ramp("ramp-down", end + 1, timetable.num_time_steps),
     )
 
 
@@ -82,7 +82,7 @@ def format_staircase(timetable: Timetable, device_mapping: Sequence[int], width:
         last time-step are there.
     """
     has_stages = len(set(device_mapping)) < len(device_mapping)
-    phases = find_phases(timetable, device_mapping)
+    phases = find_ramps(timetable, device_mapping)
     total = timetable.num_time_steps
     most = max(action.micro_batch for action in timetable.order)
     longest = f"F{len(device_mapping) - 1}.{most}" if has_stages else f"F{most}"

@@ -18,9 +18,9 @@ from jax.extend import core as jex_core
 from ipu_pipeline.engine import jaxprs
 from ipu_pipeline.engine.tracing import frames, hoisting
 from ipu_pipeline.engine.tracing.captures import Captures
-from ipu_pipeline.engine.tracing.checkpoints import check_marks
 from ipu_pipeline.engine.tracing.enqueuing import first_leaves
 from ipu_pipeline.engine.tracing.faults import Faults, describe_arguments, find_signature_fault, name_of
+from ipu_pipeline.engine.tracing.recomputation_marks import check_marks
 from ipu_pipeline.engine.tracing.traced import Source, TracedPipeline, TracedStage, share_variables
 from ipu_pipeline.ground import jax_compat
 from ipu_pipeline.ground.shapes import describe

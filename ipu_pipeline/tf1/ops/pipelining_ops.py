@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from ipu_pipeline.engine import DispatchPlan, Pipeline, TensorParallel, constrain, recomputation_checkpoint
+from ipu_pipeline.engine import Chunking, Pipeline, TensorParallel, constrain, recomputation_checkpoint
 from ipu_pipeline.engine.fronts import Captures, InsideOfBodyError, Shard, find_sum_dtype, is_in_stage
 from ipu_pipeline.graphcore.importing import explain_missing
 from ipu_pipeline.processes import selection
@@ -48,7 +48,7 @@ from ipu_pipeline.tf1.program.replication import make_replication
 from ipu_pipeline.tf1.program.stage_options import PipelineStageOptions, compiler_options
 
 __all__ = [
-    "DispatchPlan",
+    "Chunking",
     "OptimizerFunctionOutput",
     "PipelineSchedule",
     "PipelineStageOptions",
@@ -95,7 +95,7 @@ def pipeline(
     outfeed_mask: Any = None,
     reduction_method: Any = GradientAccumulationReductionMethod.SUM,
     name: str | None = None,
-    dispatch_plan: DispatchPlan | None = None,
+    dispatch_plan: Chunking | None = None,
     tensor_parallel: TensorParallel | None = None,
     *,
     pipeline_depth: Any = None,

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ipu_pipeline.engine import DispatchPlan, VariableSpec
+from ipu_pipeline.engine import Chunking, VariableSpec
 from ipu_pipeline.engine.fronts import CallStep, Segment, SegmentedFunction, Values, segment
 from ipu_pipeline.processes import selection
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
@@ -126,7 +126,7 @@ class Program:
         return ProgramSummary(tuple(call.summary() for call in self.calls))
 
     @property
-    def dispatch_plans(self) -> dict[str, DispatchPlan]:
+    def dispatch_plans(self) -> dict[str, Chunking]:
         """How pipelines over several IPUs are dispatched, by the pipeline's name.
 
         `dataclasses.asdict` makes a dict of a plan, which can be kept as JSON.

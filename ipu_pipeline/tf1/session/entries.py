@@ -11,14 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from ipu_pipeline.checkpointing.session_state import KeptOptimizer
-from ipu_pipeline.engine.processes import read_everywhere
+from ipu_pipeline.engine.processes import read_gathered
 
 __all__ = ["find_weights", "read_state"]
 
 
 def read_state(optimizer: KeptOptimizer) -> dict[str, np.ndarray[Any, Any]]:
     """Copies of all leaves, by path."""
-    leaves = read_everywhere(jax.tree.leaves(optimizer.tree))
+    leaves = read_gathered(jax.tree.leaves(optimizer.tree))
     return {path: _as_numbers(leaf) for path, leaf in zip(optimizer.shapes, leaves, strict=True)}
 
 

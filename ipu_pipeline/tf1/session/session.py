@@ -17,7 +17,7 @@ from ipu_pipeline.checkpointing import checkpoints
 from ipu_pipeline.checkpointing.snapshots import Snapshot
 from ipu_pipeline.engine import processes
 from ipu_pipeline.engine.fronts import keep, read_outfeed
-from ipu_pipeline.engine.processes import only_if_written_here, read_everywhere
+from ipu_pipeline.engine.processes import only_if_written_here, read_gathered
 from ipu_pipeline.processes import executable_cache, interrupts, selection
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
 from ipu_pipeline.queues.outfeed import OutfeedOperation
@@ -111,7 +111,7 @@ class Session:
         store = self._store
         with store.lock:
             names = sorted(name for name in store.state.variables if not is_internal(name))
-            values = read_everywhere([store.state.variables[name] for name in names])
+            values = read_gathered([store.state.variables[name] for name in names])
             return {name: np.array(value) for name, value in zip(names, values, strict=True)}
 
     def most_updates(self) -> int:
@@ -130,7 +130,7 @@ class Session:
         """
         store = self._store
         with store.lock:
-            return np.array(*read_everywhere([store.state.variables[name]]))
+            return np.array(*read_gathered([store.state.variables[name]]))
 
     def execution_count(self, name: str = "Pipeline") -> int:
         """How often the pipelines of this name have run: weight updates, or executions in inference."""

@@ -11,7 +11,7 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline import engine
-from ipu_pipeline.engine.execution.blocks.runner import BlockRunner
+from ipu_pipeline.engine.execution.single_device.runner import BlockRunner
 from ipu_pipeline.engine.schedules.actions import ActionKind
 from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput, pipeline
 from tests.support import front, models

@@ -12,7 +12,7 @@ import ipu_pipeline as ipu
 from ipu_pipeline import engine
 from ipu_pipeline.engine import reference
 from ipu_pipeline.engine.devices.feeds import Feed
-from ipu_pipeline.engine.execution.blocks.sizes import BlockSizes, block_sizes
+from ipu_pipeline.engine.execution.single_device.sizes import BlockSizes, block_sizes
 from ipu_pipeline.engine.pipeline_options import PipelineOptions
 from ipu_pipeline.errors import OutOfRangeError
 from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput

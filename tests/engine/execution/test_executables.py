@@ -13,7 +13,7 @@ from ipu_pipeline.engine.execution.executables import Executable
 from tests.support import models
 
 WIDTH, COUNT, NUM_STAGES = 16, 8, 5
-PLANS = [engine.DispatchPlan(), engine.DispatchPlan(2)]
+PLANS = [engine.Chunking(), engine.Chunking(2)]
 
 
 def block(scale=1.0):

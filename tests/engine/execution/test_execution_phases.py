@@ -101,7 +101,7 @@ def test_chunks_where_one_ipu_has_several_programs(options):
     options = {"num_micro_batches": 6, **options}
     num_replicas = options.get("num_replicas", 1)
     _state, one_by_one = run(make(**options), 1, 2 * num_replicas)
-    in_chunks = make(**options, dispatch_plan=engine.DispatchPlan(3))
+    in_chunks = make(**options, dispatch_plan=engine.Chunking(3))
     _state, found = run(in_chunks, 1, 2 * num_replicas)
     assert str(in_chunks.dispatch_plan) == "3 micro-batches per program: given"
     jax.tree.map(np.testing.assert_array_equal, found, one_by_one)

@@ -73,7 +73,7 @@ def test_random_keys_and_assigned_variables(reduction):
 
 
 OPTIONS = {
-    "chunks": {"dispatch_plan": engine.DispatchPlan(2)},
+    "chunks": {"dispatch_plan": engine.Chunking(2)},
     "donate": {"donate": True},
     "recompute": {"recompute": "auto"},
     "clipped": {"optimizer": optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1))},
@@ -147,7 +147,7 @@ def test_inference():
 
 
 def test_micro_batches_placed_once():
-    pipeline = make(models.mlp_stages(2), 2, dispatch_plan=engine.DispatchPlan(2))
+    pipeline = make(models.mlp_stages(2), 2, dispatch_plan=engine.Chunking(2))
     (step, *_rest) = make_steps(2)
     state = pipeline.init(jax.random.key(3), step[0])
     placed = pipeline.place_micro_batches(step)
@@ -239,7 +239,7 @@ def plain_together(variables, x, labels):
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2, 4])
-@pytest.mark.parametrize("options", [{}, {"dispatch_plan": engine.DispatchPlan(2)}, {"recompute": "auto"}])
+@pytest.mark.parametrize("options", [{}, {"dispatch_plan": engine.Chunking(2)}, {"recompute": "auto"}])
 @pytest.mark.each_value
 def test_replicas_that_compute_together(num_replicas, options):
     pipeline = make(together_stages(), num_replicas, optimizer=optax.sgd(0.1), **options)
@@ -282,7 +282,7 @@ SHARDED = [["optimizer_state"], ["weights"], ["optimizer_state", "weights"]]
     [
         {},
         {"optimizer": optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.01)), "donate": True},
-        {"dispatch_plan": engine.DispatchPlan(2), "schedule": "grouped"},
+        {"dispatch_plan": engine.Chunking(2), "schedule": "grouped"},
         {"offload": ["weight_update_variables", "weights"]},
         {"device_mapping": [0, 0], "recompute": "auto"},
     ],

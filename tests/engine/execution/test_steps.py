@@ -28,7 +28,7 @@ def make(num_stages=3, num_micro_batches=2, **options):
         num_micro_batches=num_micro_batches,
         loss=lambda loss: loss,
         optimizer=optax.sgd(0.1),
-        dispatch_plan=engine.DispatchPlan(),
+        dispatch_plan=engine.Chunking(),
         **options,
     )
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import ipu_pipeline as ipu
 from ipu_pipeline import engine
-from ipu_pipeline.engine.devices.everywhere import read_everywhere
+from ipu_pipeline.engine.devices.gathered import read_gathered
 from ipu_pipeline.engine.schedules.actions import ActionKind
 from ipu_pipeline.ipu_pipeline_estimator import IPUPipelineEstimator, IPUPipelineEstimatorSpec
 from ipu_pipeline.ipu_run_config import IPURunConfig, RunConfig
@@ -78,7 +78,7 @@ OPTIONS = {
     "two replicas": {"num_replicas": 2},
     "shared out": {"num_replicas": 2, "shard": ["optimizer_state", "weights"]},
     "one IPU": {"device_mapping": [0, 0]},
-    "chunks": {"dispatch_plan": engine.DispatchPlan(2)},
+    "chunks": {"dispatch_plan": engine.Chunking(2)},
     "donate": {"donate": True},
     "recompute": {"recompute": "auto"},
     "running mean": {"reduction": "running_mean"},
@@ -608,7 +608,7 @@ def change_layouts(num_devices, *layouts):
         else:
             pipeline.trace(step[0])
         state, _outputs = pipeline.step(state, step)
-    values = read_everywhere(list(state.variables.values()))
+    values = read_gathered(list(state.variables.values()))
     return {name: np.asarray(value) for name, value in zip(state.variables, values, strict=True)}
 
 

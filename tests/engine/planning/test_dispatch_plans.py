@@ -23,12 +23,12 @@ from tests.support.compilations import compilations
 
 WIDTH, BATCH, NUM_CLASSES, COUNT, NUM_UPDATES = 6, 4, 5, 8, 3
 TOLERANCES = {"float32": 1e-5, "float64": 1e-12}
-ONE_BY_ONE = engine.DispatchPlan()
-CHUNKS = [engine.DispatchPlan(2), engine.DispatchPlan(4)]
+ONE_BY_ONE = engine.Chunking()
+CHUNKS = [engine.Chunking(2), engine.Chunking(4)]
 
 
 def name_of(value):
-    if isinstance(value, engine.DispatchPlan):
+    if isinstance(value, engine.Chunking):
         return f"{value.chunk_size}"
     return None
 
@@ -403,7 +403,7 @@ def test_data_that_end_within_a_chunk_leave_the_state():
     ("mapping", "plan"),
     [
         ([0, 0, 0, 0], None),
-        ([0, 1, 0, 1], engine.DispatchPlan()),
+        ([0, 1, 0, 1], engine.Chunking()),
         ([0, 1, 2, 3], CHUNKS[0]),
     ],
     ids=name_of,
@@ -432,7 +432,7 @@ def test_placed_micro_batches_serve_twice(mapping, plan, as_feed):
 
 @pytest.mark.parametrize(
     ("mapping", "plan"),
-    [([0, 0, 0, 0], None), ([0, 1, 0, 1], engine.DispatchPlan()), ([0, 1, 2, 3], CHUNKS[1])],
+    [([0, 0, 0, 0], None), ([0, 1, 0, 1], engine.Chunking()), ([0, 1, 2, 3], CHUNKS[1])],
 )
 def test_errors_of_placed_micro_batches(mapping, plan):
     (step,) = make_steps(num_steps=1)
@@ -521,14 +521,14 @@ def test_data_that_nobody_reads(plan):
     ],
 )
 def test_errors_of_a_plan(arguments, message):
-    with pytest.raises(ValueError, match=f"DispatchPlan: {message}"):
-        engine.DispatchPlan(**arguments)
+    with pytest.raises(ValueError, match=f"Chunking: {message}"):
+        engine.Chunking(**arguments)
 
 
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"dispatch_plan": 2}, TypeError, "must be a DispatchPlan, or None to have it chosen; got 2"),
+        ({"dispatch_plan": 2}, TypeError, "must be a Chunking, or None to have it chosen; got 2"),
         ({"device_mapping": [0] * 4}, ValueError, "all stages are on one IPU.*Leave it out"),
         ({"num_micro_batches": 6}, ValueError, "must divide the number.*which is 6; got 4"),
         ({"num_micro_batches": None}, ValueError, "which is known at run only; got 4"),
@@ -544,7 +544,7 @@ def test_errors_of_the_argument(options, error, message):
 def test_a_plan_can_be_stored(plan):
     stored = dataclasses.asdict(plan)
     assert stored == {"chunk_size": plan.chunk_size, "reason": "given"}
-    assert engine.DispatchPlan(**stored) == plan
+    assert engine.Chunking(**stored) == plan
     assert str(plan).endswith(": given")
 
 
@@ -606,7 +606,7 @@ def printing(scale, x, labels):
     ids=str,
 )
 def test_where_every_action_stays_a_program(options, reason):
-    assert traced(**options).dispatch_plan == engine.DispatchPlan(reason=reason)
+    assert traced(**options).dispatch_plan == engine.Chunking(reason=reason)
 
 
 def test_stages_that_print_stay_programs_of_their_own():
@@ -614,7 +614,7 @@ def test_stages_that_print_stay_programs_of_their_own():
     (step,) = make_steps(num_steps=1)
     pipeline.trace(step[0], make_scale())
     reason = "stages print or call back into Python"
-    assert pipeline.dispatch_plan == engine.DispatchPlan(reason=reason)
+    assert pipeline.dispatch_plan == engine.Chunking(reason=reason)
 
 
 @jax.custom_vjp
@@ -648,7 +648,7 @@ def calling(function, is_trained=True, **options):
 def test_programs_of_unknown_cost_stay_programs_of_their_own(function, name, is_trained):
     reason = f"no cost is known of {name}; engine.measure_dispatch_plan measures"
     assert calling(jnp.sin, is_trained).dispatch_plan.chunk_size > 2
-    assert calling(function, is_trained).dispatch_plan == engine.DispatchPlan(reason=reason)
+    assert calling(function, is_trained).dispatch_plan == engine.Chunking(reason=reason)
 
 
 def test_programs_of_unknown_cost_may_be_measured(monkeypatch):

@@ -77,7 +77,7 @@ def held(mode):
 )
 @pytest.mark.each_value
 def test_live_bytes_are_those_of_the_formula(schedule, num_stages, mode):
-    pipeline = make(num_stages, schedule, mode, dispatch_plan=engine.DispatchPlan())
+    pipeline = make(num_stages, schedule, mode, dispatch_plan=engine.Chunking())
     step = make_step()
     state = pipeline.init(jax.random.key(0), step[0])
     live_bytes = LiveBytes(pipeline.prepare())
@@ -98,7 +98,7 @@ def test_live_bytes_are_those_of_the_formula(schedule, num_stages, mode):
     [
         {"num_replicas": 2},
         pytest.param(
-            {"num_replicas": 3, "schedule": "interleaved", "dispatch_plan": engine.DispatchPlan(2)},
+            {"num_replicas": 3, "schedule": "interleaved", "dispatch_plan": engine.Chunking(2)},
             marks=pytest.mark.thorough,
         ),
     ],
@@ -127,7 +127,7 @@ def test_live_bytes_are_those_between_programs():
 
 @pytest.mark.parametrize("mode", MODES)
 def test_compiled_forwards_return_what_the_plan_says(mode):
-    pipeline = make(3, "grouped", mode, dispatch_plan=engine.DispatchPlan())
+    pipeline = make(3, "grouped", mode, dispatch_plan=engine.Chunking())
     step = make_step()
     state = pipeline.init(jax.random.key(0), step[0])
     executor = pipeline.prepare()
@@ -293,7 +293,7 @@ def test_an_ipu_that_only_infers_has_its_variables_alone():
 def test_the_temporaries_are_those_of_the_largest_program(monkeypatch):
     # Else, without a persistent cache of JAX, a program that two IPUs share is compiled for one of them.
     monkeypatch.setattr(compiling, "is_portable", lambda _devices: False)
-    pipeline = make(3, "grouped", None, dispatch_plan=engine.DispatchPlan())
+    pipeline = make(3, "grouped", None, dispatch_plan=engine.Chunking())
     before = pipeline.plan_ipu_memory()
     assert [plan.num_temporary_bytes for plan in before] == [None] * 3
     compiled = {0: [], 1: [], 2: []}
@@ -314,7 +314,7 @@ def test_the_temporaries_are_those_of_the_largest_program(monkeypatch):
         assert plan.num_device_bytes == known.num_device_bytes + plan.num_temporary_bytes
 
 
-@pytest.mark.parametrize("plan", [engine.DispatchPlan(), engine.DispatchPlan(2)])
+@pytest.mark.parametrize("plan", [engine.Chunking(), engine.Chunking(2)])
 def test_what_is_fed_waits_where_it_is_read(plan):
     pipeline = make(3, "grouped", None, dispatch_plan=plan)
     run(pipeline, 1)

@@ -106,7 +106,7 @@ def make(mapping, phases, offload=ALL, **options):
         device_mapping=mapping,
         execution_phases=phases,
         offload=offload,
-        dispatch_plan=engine.DispatchPlan() if len(set(mapping)) > 1 else None,
+        dispatch_plan=engine.Chunking() if len(set(mapping)) > 1 else None,
         **options,
     )
 

@@ -171,7 +171,7 @@ def check(found, reduction="sum"):
         ([0, 1, 2], {}),
         ([0, 1, 2], {"pipeline_schedule": PipelineSchedule.Interleaved}),
         pytest.param([0, 1, 0], {"reduction_method": "mean"}, marks=pytest.mark.thorough),
-        ([0, 1, 2], {"dispatch_plan": ipu.pipelining_ops.DispatchPlan(2)}),
+        ([0, 1, 2], {"dispatch_plan": ipu.pipelining_ops.Chunking(2)}),
         ([0, 0, 0], {"batch_serialization_iterations": 2, "count": 2}),
         ([0, 0, 0], {"accumulate_outfeed": True}),
         pytest.param(

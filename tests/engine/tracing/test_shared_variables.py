@@ -103,7 +103,7 @@ def test_one_accumulator_on_one_ipu(rng):
     for mapping, reduction in [((0, 1, 0), "mean"), ((0, 1, 0), "running_mean"), ((0, 1, 2), "mean")]:
         pipeline = make(mapping=mapping, reduction=reduction)
         pipeline.trace(step[0])
-        keys[mapping, reduction] = set(pipeline.prepare().residence.accumulator_plan.extra)
+        keys[mapping, reduction] = set(pipeline.prepare().placement.accumulator_plan.extra)
     assert keys[(0, 1, 0), "mean"] == {"middle/kernel of stage 2"}
     both = {"middle/kernel of stage 2", "embedding/table of stage 2"}
     assert keys[(0, 1, 0), "running_mean"] == keys[(0, 1, 2), "mean"] == both

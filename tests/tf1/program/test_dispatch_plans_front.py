@@ -10,7 +10,7 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline import engine
-from ipu_pipeline.pipelining_ops import DispatchPlan, PipelineSchedule
+from ipu_pipeline.pipelining_ops import Chunking, PipelineSchedule
 from tests.support import front, models
 
 
@@ -23,7 +23,7 @@ def train(**options):
         return model.program, np.concatenate(losses), dict(session.variables)
 
 
-@pytest.mark.parametrize("plan", [DispatchPlan(), DispatchPlan(4), None])
+@pytest.mark.parametrize("plan", [Chunking(), Chunking(4), None])
 def test_plans_of_the_front(plan):
     program, losses, variables = train(dispatch_plan=plan)
     _program, expected, wanted = train(device_mapping=[0, 0])
@@ -39,7 +39,7 @@ def test_a_chosen_plan_is_kept_and_given_again():
     chosen = program.dispatch_plans["Pipeline"]
     assert chosen.chunk_size == 2  # of eight micro-batches, with four chunks; the programs are tiny
     kept = json.loads(json.dumps(dataclasses.asdict(chosen)))
-    again, same_losses, _variables = train(dispatch_plan=DispatchPlan(**kept))
+    again, same_losses, _variables = train(dispatch_plan=Chunking(**kept))
     assert again.dispatch_plans["Pipeline"] == chosen
     assert np.array_equal(losses, same_losses)
 
@@ -56,10 +56,10 @@ def test_what_has_no_choice_says_why():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"dispatch_plan": "fast"}, TypeError, "dispatch_plan must be a DispatchPlan, or None"),
-        ({"dispatch_plan": DispatchPlan(3)}, ValueError, "chunk_size must divide .* is 8; got 3"),
+        ({"dispatch_plan": "fast"}, TypeError, "dispatch_plan must be a Chunking, or None"),
+        ({"dispatch_plan": Chunking(3)}, ValueError, "chunk_size must divide .* is 8; got 3"),
         (
-            {"dispatch_plan": DispatchPlan(2), "device_mapping": [0, 0]},
+            {"dispatch_plan": Chunking(2), "device_mapping": [0, 0]},
             ValueError,
             "all stages are on one IPU, where everything is one program",
         ),

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from ipu_pipeline.ground.checks import is_int
 
-__all__ = ["ONE_BY_ONE", "DispatchPlan", "check_dispatch_plan"]
+__all__ = ["ONE_BY_ONE", "Chunking", "check_dispatch_plan"]
 
 
 @dataclass(frozen=True)
-class DispatchPlan:
-    """How actions become dispatches; `dataclasses.asdict` and `DispatchPlan(**...)` store and restore it.
+class Chunking:
+    """How actions become dispatches; `dataclasses.asdict` and `Chunking(**...)` store and restore it.
 
     Attributes:
       chunk_size: micro-batches that one program handles, one after another; a divisor of those of a step.
@@ -26,7 +26,7 @@ class DispatchPlan:
         """Checks the fields."""
         if not is_int(self.chunk_size, 1):
             raise ValueError(
-                f"DispatchPlan: chunk_size must be an integer of at least 1; got {self.chunk_size!r}."
+                f"Chunking: chunk_size must be an integer of at least 1; got {self.chunk_size!r}."
             )
 
     def __str__(self) -> str:
@@ -35,10 +35,10 @@ class DispatchPlan:
         return f"{chunk} per program: {self.reason}"
 
 
-ONE_BY_ONE = DispatchPlan(reason="every action is a program of its own")
+ONE_BY_ONE = Chunking(reason="every action is a program of its own")
 
 
-def check_dispatch_plan(plan: DispatchPlan, num_micro_batches: int | None, is_one_program: bool) -> None:
+def check_dispatch_plan(plan: Chunking, num_micro_batches: int | None, is_one_program: bool) -> None:
     """Raises if a plan that was given does not fit the pipeline.
 
     Raises:
@@ -46,8 +46,8 @@ def check_dispatch_plan(plan: DispatchPlan, num_micro_batches: int | None, is_on
       ValueError: everything is one program on one device, or the size of its chunks does not divide the
         number of micro-batches.
     """
-    if not isinstance(plan, DispatchPlan):
-        raise TypeError(f"dispatch_plan must be a DispatchPlan, or None to have it chosen; got {plan!r}.")
+    if not isinstance(plan, Chunking):
+        raise TypeError(f"dispatch_plan must be a Chunking, or None to have it chosen; got {plan!r}.")
     if is_one_program:
         raise ValueError(
             "dispatch_plan: all stages are on one IPU, where everything is one program. Leave it out."

@@ -17,9 +17,16 @@ import jax.numpy as jnp
 
 from ipu_pipeline.engine import jaxprs
 from ipu_pipeline.engine.devices.offloading import load, store
-from ipu_pipeline.engine.devices.residence import Residence
-from ipu_pipeline.engine.execution.blocks.micro_batches import Environment, MicroBatches
-from ipu_pipeline.engine.execution.blocks.state import BlockKind, Carry, Given, Left, Position, Totals
+from ipu_pipeline.engine.devices.state_placement import StatePlacement
+from ipu_pipeline.engine.execution.single_device.micro_batches import Environment, MicroBatches
+from ipu_pipeline.engine.execution.single_device.state import (
+    BlockKind,
+    Carry,
+    Given,
+    Left,
+    Position,
+    Totals,
+)
 from ipu_pipeline.engine.programs.bindings import Binding, BindingKind
 from ipu_pipeline.engine.programs.collecting import Collecting
 from ipu_pipeline.engine.programs.stage_programs import ValueKind
@@ -45,21 +52,21 @@ class BlockProgram:
     condition: Callable[[list[Any], list[Any]], Any] | None = None
 
     @property
-    def residence(self) -> Residence:
+    def placement(self) -> StatePlacement:
         """Where state lies."""
-        return self.micro_batches.residence
+        return self.micro_batches.placement
 
     @functools.cached_property
     def update(self) -> UpdateProgram | None:
         """The weight update; None without training."""
-        updates = self.residence.updates
+        updates = self.placement.updates
         return None if updates is None else updates.updates[0]
 
     @functools.cached_property
     def read(self) -> dict[int, Source]:
         """The outputs that the update reads, by their number."""
         wanted = () if self.update is None else self.update.arguments
-        outputs = self.residence.traced.outputs
+        outputs = self.placement.traced.outputs
         return {value.key: outputs[value.key] for value in wanted if value.kind == UpdateKind.OUTPUT}
 
     def make_sums(self, axes: tuple[int, ...] = ()) -> list[Any]:
@@ -90,7 +97,7 @@ class BlockProgram:
             carried,
             self._make_latest(),
             self._make_stacks(kind),
-            _make_zeros(kind.room, self.residence.traced.enqueued_avals),
+            _make_zeros(kind.room, self.placement.traced.enqueued_avals),
             _make_zeros(kind.num_updates, self.updated_avals) if kind.num_updates else [],
         )
 
@@ -135,11 +142,11 @@ class BlockProgram:
     @property
     def updated_avals(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shapes and dtypes of the leaves of what a weight update enqueues."""
-        updates = self.residence.updates
+        updates = self.placement.updates
         return () if updates is None else updates.enqueued_avals
 
     def _make_latest(self) -> dict[int, Any]:
-        avals = self.residence.traced.output_avals
+        avals = self.placement.traced.output_avals
         return {number: jnp.zeros(avals[number].shape, avals[number].dtype) for number in self.read}
 
     def _make_stacks(self, kind: BlockKind) -> list[Any]:
@@ -148,12 +155,12 @@ class BlockProgram:
         return _make_zeros(kind.room, self.collecting.avals)
 
     def _find_loss_scale(self, kind: BlockKind, carry: Carry, given: Given) -> Any:
-        updates = self.residence.updates
+        updates = self.placement.updates
         known = None if updates is None else updates.loss_scale
         if known is None or not kind.updates:
             return given.loss_scale
         scale = carry.state_leaves[known.leaf]
-        return load(scale, self.residence.rows[0]) if self.residence.offloads_state else scale
+        return load(scale, self.placement.rows[0]) if self.placement.offloads_state else scale
 
     def _run_micro_batches(self, given: Given, position: Position, loss_scale: Any, carry: Carry) -> Carry:
         """One micro-batch, or as many as are serialized."""
@@ -237,10 +244,10 @@ class BlockProgram:
         return known
 
     def _update(self, program: UpdateProgram, position: Position, carry: Carry) -> Carry:
-        residence = self.residence
-        row, plan = residence.rows[0], residence.accumulator_plan
+        placement = self.placement
+        row, plan = placement.rows[0], placement.accumulator_plan
         accumulators = carry.totals.accumulators
-        if residence.offloads_accumulators:
+        if placement.offloads_accumulators:
             accumulators = {key: load(value, row) for key, value in accumulators.items()}
         merged = plan.merge(accumulators, lambda _accumulator, total, part: total + part)
         before = position.updates + (position.accumulated + carry.done) // position.every - 1
@@ -253,14 +260,14 @@ class BlockProgram:
         )
 
         def read(value: UpdateValue) -> Any:
-            is_away = residence.is_offloaded(value) and value.kind != UpdateKind.GRADIENT
+            is_away = placement.is_offloaded(value) and value.kind != UpdateKind.GRADIENT
             return load(environment[value], row) if is_away else environment[value]
 
         results = program.function(*map(read, program.arguments))
         for value, result in zip(program.results, results, strict=True):
-            environment[value] = store(result, row) if residence.is_offloaded(value) else result
+            environment[value] = store(result, row) if placement.is_offloaded(value) else result
         zeros = {key: jnp.zeros_like(accumulators[key]) for key in plan.extra}
-        if residence.offloads_accumulators:
+        if placement.offloads_accumulators:
             zeros = {key: store(value, row) for key, value in zeros.items()}
         return dataclasses.replace(
             carry,
@@ -278,10 +285,10 @@ class BlockProgram:
         """What the last stage returns for the first micro-batch of a block, without any effects."""
         position = Position.unpack(given.position)
         index = position.accumulated if self.carried is None else position.iteration
-        traced = self.residence.traced
+        traced = self.placement.traced
         specs = traced.variables
         keys = {name: name for name in specs}
-        extra = self.residence.accumulator_plan.extra
+        extra = self.placement.accumulator_plan.extra
         keys |= {key: accumulator.variable for key, accumulator in extra.items()}
         accumulators = {key: jnp.zeros(specs[name].shape, specs[name].dtype) for key, name in keys.items()}
         scalars = (

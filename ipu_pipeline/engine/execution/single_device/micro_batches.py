@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 import jax.numpy as jnp
 
 from ipu_pipeline.engine.devices.offloading import load, store
-from ipu_pipeline.engine.devices.residence import Residence
 from ipu_pipeline.engine.devices.rows import Row
+from ipu_pipeline.engine.devices.state_placement import StatePlacement
 from ipu_pipeline.engine.programs.bindings import Binding, BindingKind, Bindings
 from ipu_pipeline.engine.programs.chunks import chunk_programs
 from ipu_pipeline.engine.programs.stage_programs import StageProgram, StagePrograms
@@ -25,16 +25,16 @@ Environment: TypeAlias = dict[Binding, Any]
 class MicroBatches:
     """Forwards and backwards, to be called within a trace."""
 
-    residence: Residence  # says what lies in host memory, and which accumulators there are
+    placement: StatePlacement  # says what lies in host memory, and which accumulators there are
     programs: Sequence[StagePrograms]  # the programs of the pipeline's stages
 
     def run(self, environment: Environment, size: int = 1) -> Environment:
         """Forward and backward of one micro-batch, or of several, each program on all of them in turn."""
         known = dict(environment)
-        programs = chunk_programs(self.residence.traced, self.programs, size)
+        programs = chunk_programs(self.placement.traced, self.programs, size)
         for index, own in enumerate(programs):
             self._call(index, own.forward, known)
-            if own.backward is not None and self.residence.offloads_activations:
+            if own.backward is not None and self.placement.offloads_activations:
                 self._store_inputs(index, own.backward, known)
         for index, own in reversed(list(enumerate(programs))):
             if own.backward is not None:
@@ -50,10 +50,10 @@ class MicroBatches:
 
     @property
     def _row(self) -> Row:
-        return self.residence.rows[0]
+        return self.placement.rows[0]
 
     def _bindings(self) -> Bindings:
-        return Bindings(self.residence.traced, self.residence.accumulator_plan.keys)
+        return Bindings(self.placement.traced, self.placement.accumulator_plan.keys)
 
     def _call(
         self, index: int, program: StageProgram, known: Environment, is_backward: bool = False
@@ -61,7 +61,7 @@ class MicroBatches:
         bindings = self._bindings()
         arguments = []
         for binding in bindings.arguments(index, program):
-            if is_backward and self.residence.offloads_activations and binding.kind is BindingKind.VALUE:
+            if is_backward and self.placement.offloads_activations and binding.kind is BindingKind.VALUE:
                 binding = _stored(index, binding)
             value = known[binding]
             arguments.append(load(value, self._row) if self._is_offloaded(binding) else value)
@@ -78,13 +78,13 @@ class MicroBatches:
 
     def _is_offloaded(self, binding: Binding) -> bool:
         """Whether a value lies in host memory while no program uses it."""
-        residence = self.residence
+        placement = self.placement
         if binding.kind is BindingKind.VARIABLE:
-            return binding.key in residence.offloaded
+            return binding.key in placement.offloaded
         if binding.kind is BindingKind.ACCUMULATOR:
-            return residence.offloads_accumulators
+            return placement.offloads_accumulators
         is_activation = binding.kind in (BindingKind.RESIDUAL, BindingKind.STORED)
-        return is_activation and residence.offloads_activations
+        return is_activation and placement.offloads_activations
 
 
 def _stored(index: int, binding: Binding) -> Binding:

@@ -21,17 +21,17 @@ import numpy as np
 
 from ipu_pipeline.engine import watching
 from ipu_pipeline.engine.devices.compiler_options import Options
-from ipu_pipeline.engine.devices.elsewhere import absent
 from ipu_pipeline.engine.devices.feeds import Element, Feed, Take, gather, take_nothing
 from ipu_pipeline.engine.devices.placing import put, put_host_copies
-from ipu_pipeline.engine.devices.residence import NO_LOSS_SCALE, Residence
-from ipu_pipeline.engine.execution.blocks.micro_batches import MicroBatches
-from ipu_pipeline.engine.execution.blocks.program import BlockProgram
-from ipu_pipeline.engine.execution.blocks.sizes import BlockSizes, block_sizes
-from ipu_pipeline.engine.execution.blocks.state import BlockKind, Given, Left, Position, Totals
+from ipu_pipeline.engine.devices.remote import absent
+from ipu_pipeline.engine.devices.state_placement import NO_LOSS_SCALE, StatePlacement
 from ipu_pipeline.engine.execution.compiling import note_temporaries
 from ipu_pipeline.engine.execution.contract import Iterated, Request, Runner
 from ipu_pipeline.engine.execution.kept import identify, jit_zeros, text_of
+from ipu_pipeline.engine.execution.single_device.micro_batches import MicroBatches
+from ipu_pipeline.engine.execution.single_device.program import BlockProgram
+from ipu_pipeline.engine.execution.single_device.sizes import BlockSizes, block_sizes
+from ipu_pipeline.engine.execution.single_device.state import BlockKind, Given, Left, Position, Totals
 from ipu_pipeline.engine.execution.watched import watched_take
 from ipu_pipeline.engine.planning.memory_plans import IpuMemory, StageMemory
 from ipu_pipeline.engine.programs.collecting import Collecting
@@ -84,7 +84,7 @@ class BlockRunner(Runner[PendingBlock]):
 
     def __init__(
         self,
-        residence: Residence,
+        placement: StatePlacement,
         programs: Sequence[StagePrograms],
         collecting: Collecting,
         *,
@@ -96,20 +96,20 @@ class BlockRunner(Runner[PendingBlock]):
         options: Options | None = None,
     ) -> None:
         """Nothing is compiled yet."""
-        super().__init__(residence, programs, iterated)
+        super().__init__(placement, programs, iterated)
         self._collecting = collecting
         self._donate = donate
         self._block_bytes = block_bytes
         self._has_fixed_room = has_fixed_room
         self._options = dict(options or {})
         self.program = BlockProgram(
-            MicroBatches(residence, self.programs),
+            MicroBatches(placement, self.programs),
             collecting,
             num_serialized,
             None if iterated is None else iterated.carried,
             None if iterated is None else iterated.condition,
         )
-        traced = residence.traced
+        traced = placement.traced
         num_carried = 0 if iterated is None else len(iterated.carried)
         self._fed = jax.tree.leaves(traced.element)[num_carried:]
         self._bytes_each = num_bytes([*collecting.avals, *traced.enqueued_avals, *self._fed])
@@ -117,10 +117,10 @@ class BlockRunner(Runner[PendingBlock]):
         update = self.program.update
         results = () if update is None else update.results
         self._trained = {value.key for value in results if value.kind == UpdateKind.PARAMETER}
-        self._feed = Feed(functools.partial(put, row=residence.rows[0]), is_block=True)
+        self._feed = Feed(functools.partial(put, row=placement.rows[0]), is_block=True)
         self._in_flight: collections.deque[Any] = collections.deque()
         self._functions: dict[tuple[BlockKind, bool], Any] = {}
-        row = residence.rows[0]
+        row = placement.rows[0]
         peek = jax.jit(self.program.peek, compiler_options=self._options, **row.results)
         self._peek = row.program(peek)
         self._make_sums = row.program(jit_zeros(collecting.avals, row.replicated))
@@ -128,7 +128,7 @@ class BlockRunner(Runner[PendingBlock]):
     @property
     def takes_elements(self) -> bool:
         """Whether its device is of this process."""
-        return self.residence.rows[0].is_here
+        return self.placement.rows[0].is_here
 
     def place_element(self, leaves: Sequence[Any]) -> Element:
         """A micro-batch on the host."""
@@ -178,7 +178,7 @@ class BlockRunner(Runner[PendingBlock]):
     def compile(self, state: RunState, request: Request) -> None:
         """Compiles the program of a block; for an update that does not fit a block, those of its parts."""
         sizes = self.sizes(request.total, request.every)
-        element = jax.tree.leaves(self.residence.traced.element)
+        element = jax.tree.leaves(self.placement.traced.element)
         zeros = [np.zeros(leaf.shape, leaf.dtype) for leaf in element]
         begun = Begun(Totals(state.accumulators, self._zero_sums()), {}, [], [])
         block = self._make_block(state, request, begun, [self._feed.add(zeros)], sizes.room)
@@ -193,7 +193,7 @@ class BlockRunner(Runner[PendingBlock]):
         """Gets a block's micro-batches; of an update that does not fit a block, runs all but the last."""
         every, sizes = request.every, self.sizes(request.total, request.every)
         wanted = min(request.limit, sizes.capacity)
-        if not self.residence.rows[0].is_here:
+        if not self.placement.rows[0].is_here:
             take = take_nothing
         take = watched_take(take, int(as_int32(state.pipeline.execution_count)), request.iteration)
         begun = Begun(Totals(state.accumulators, self._zero_sums()), {}, [], [])
@@ -232,7 +232,7 @@ class BlockRunner(Runner[PendingBlock]):
             count=len(elements),
             every=request.every,
         )
-        row = self.residence.rows[0]
+        row = self.placement.rows[0]
         if row.is_here:
             feed = self._feed.place(elements, room) if self._fed else []
         else:
@@ -302,10 +302,10 @@ class BlockRunner(Runner[PendingBlock]):
             first=position.accumulated if self.iterated is None else position.iteration,
             count=position.count,
             accumulated=position.accumulated,
-            devices=self.residence.rows[0].devices,
+            devices=self.placement.rows[0].devices,
             name="block",
             every=position.every,
-            updates=updates and self.residence.updates is not None,
+            updates=updates and self.placement.updates is not None,
         )
 
     def _compile(
@@ -323,7 +323,7 @@ class BlockRunner(Runner[PendingBlock]):
         variables = {**state.pipeline.variables, **block.begun.assigned}
         kept = {name: value for name, value in variables.items() if name not in changed}
         # With updates the scale is in the optimizer's state, and changes with it.
-        loss_scale = NO_LOSS_SCALE if updates else self.residence.loss_scale(state.pipeline.optimizer_state)
+        loss_scale = NO_LOSS_SCALE if updates else self.placement.loss_scale(state.pipeline.optimizer_state)
         arguments = (
             block.begun.totals,
             {name: variables[name] for name in changed},
@@ -332,7 +332,7 @@ class BlockRunner(Runner[PendingBlock]):
             self._make_given(state, kept, block, loss_scale),
         )
         function = self._functions.get((kind, donate))
-        row = self.residence.rows[0]
+        row = self.placement.rows[0]
         if function is None and not row.is_here:
             function = self._functions[kind, donate] = row.program(self._jit(kind, donate))
         elif function is None:
@@ -361,13 +361,13 @@ class BlockRunner(Runner[PendingBlock]):
     def _make_given(
         self, state: RunState, variables: dict[str, Any], block: PendingBlock, loss_scale: Any
     ) -> Given:
-        row = self.residence.rows[0]
+        row = self.placement.rows[0]
         *inputs, loss_scale = put_host_copies([*block.request.inputs, loss_scale], row)
-        key = self.residence.constants.key(state.pipeline.key, row)
+        key = self.placement.constants.key(state.pipeline.key, row)
         return Given(variables, inputs, loss_scale, key, block.position.pack(), block.feed)
 
     def _place_carried(self, request: Request) -> list[Any]:
-        return put_host_copies(list(request.carried), self.residence.rows[0])
+        return put_host_copies(list(request.carried), self.placement.rows[0])
 
     def _jit(self, kind: BlockKind, donate: bool) -> Any:
         def block(*arguments: Any) -> Left:
@@ -384,9 +384,9 @@ class BlockRunner(Runner[PendingBlock]):
 
     def _out_shardings(self, kind: BlockKind) -> Any:
         """Where what a block returns goes."""
-        residence = self.residence
-        row = residence.rows[0]
-        if not residence.offloads_anything:
+        placement = self.placement
+        row = placement.rows[0]
+        if not placement.offloads_anything:
             return row.replicated
 
         def sharding(is_offloaded: bool) -> Any:
@@ -394,9 +394,9 @@ class BlockRunner(Runner[PendingBlock]):
 
         return Left(
             done=row.replicated,
-            totals=Totals(sharding(residence.offloads_accumulators), row.replicated),
-            variables={name: sharding(name in residence.offloaded) for name in self._changed(kind)},
-            state_leaves=sharding(residence.offloads_state),
+            totals=Totals(sharding(placement.offloads_accumulators), row.replicated),
+            variables={name: sharding(name in placement.offloaded) for name in self._changed(kind)},
+            state_leaves=sharding(placement.offloads_state),
             carried=row.replicated,
             stacks=row.replicated,
             enqueued=row.replicated,

@@ -14,10 +14,10 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from ipu_pipeline.engine import peers
 from ipu_pipeline.engine.devices.crossing import row_sharding
-from ipu_pipeline.engine.devices.elsewhere import absent, is_here
 from ipu_pipeline.engine.devices.links import Tag, links, naming_peers
+from ipu_pipeline.engine.devices.remote import absent, is_here
 
-__all__ = ["only_if_written_here", "read_everywhere", "share_stacks", "whole"]
+__all__ = ["only_if_written_here", "read_gathered", "share_stacks", "whole"]
 
 _numbers = itertools.count()
 _lock = threading.Lock()
@@ -60,7 +60,7 @@ def _same(array: Any) -> Any:
 
 
 @peers.one_thread("reading what other processes have")
-def read_everywhere(arrays: Sequence[Any]) -> list[Any]:
+def read_gathered(arrays: Sequence[Any]) -> list[Any]:
     """The arrays, such that this process can read them. All processes call it, in the same order.
 
     Args:

@@ -15,11 +15,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ipu_pipeline.engine.devices import action_log
 from ipu_pipeline.engine.devices.constants import Constants
 from ipu_pipeline.engine.devices.crossing import row_sharding
-from ipu_pipeline.engine.devices.elsewhere import absent
-from ipu_pipeline.engine.devices.everywhere import read_everywhere
+from ipu_pipeline.engine.devices.gathered import read_gathered
 from ipu_pipeline.engine.devices.links import Tag, links
 from ipu_pipeline.engine.devices.offloading import Offload
 from ipu_pipeline.engine.devices.placing import put, put_host_copies
+from ipu_pipeline.engine.devices.remote import absent
 from ipu_pipeline.engine.devices.rows import WHOLE, Row, divided_in_replica
 from ipu_pipeline.engine.devices.sharding import (
     Shard,
@@ -36,7 +36,7 @@ from ipu_pipeline.engine.updates.cutting import StateLeaf, UpdateProgram, Update
 from ipu_pipeline.engine.updates.environment import UpdateCounts, UpdateEnvironment
 from ipu_pipeline.engine.updates.optimizer_tracing import UpdateKind, UpdateValue
 
-__all__ = ["NO_LOSS_SCALE", "Residence"]
+__all__ = ["NO_LOSS_SCALE", "StatePlacement"]
 
 
 NO_LOSS_SCALE = np.float32(1)
@@ -44,7 +44,7 @@ NO_LOSS_SCALE = np.float32(1)
 _numbers: collections.defaultdict[tuple[int, ...], Iterator[int]] = collections.defaultdict(itertools.count)
 
 
-class Residence:
+class StatePlacement:
     """Puts variables, optimizer state and accumulators on the rows of their stages."""
 
     def __init__(
@@ -148,7 +148,7 @@ class Residence:
         found = list(arrays)
         brought = [place for place, array in enumerate(found) if self._is_elsewhere(array)]
         if brought:  # by all processes, as their own may not count steps as those of the rows do
-            read = read_everywhere([found[place] for place in brought])
+            read = read_gathered([found[place] for place in brought])
             for place, array in zip(brought, read, strict=True):
                 found[place] = array if row.is_here else absent(array.shape, array.dtype, wanted[place])
         away = [
@@ -366,7 +366,7 @@ class Residence:
         results = function(*arguments)
         log = action_log.current() if self.has_peers else None
         if log is not None and row.is_here:
-            action = action_log.Action("weight update", program.stage, int(environment.updates))
+            action = action_log.Started("weight update", program.stage, int(environment.updates))
             awaited = [array for array, old in zip(arguments, found, strict=True) if array is not old]
             log.note(action, results, awaited)
         leaving = [place for place, value in enumerate(program.results) if self.is_offloaded(value)]
