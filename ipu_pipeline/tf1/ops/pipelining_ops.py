@@ -59,6 +59,8 @@ __all__ = [
     "recomputation_checkpoint",
 ]
 
+DispatchPlan = Chunking  # its name in earlier versions
+
 
 _SHARDED = {
     "replicated_optimizer_state_sharding": Shard.OPTIMIZER_STATE,
