@@ -39,7 +39,7 @@ __all__ = [
     "with_arguments",
 ]
 
-ActivationFunction: TypeAlias = "Callable[[jax.Array], jax.Array] | str | None"
+ActivationFunction: TypeAlias = Callable[[jax.Array], jax.Array] | str | None
 # What is kept, of the layer's class and the argument's name, which are for errors, and the value.
 Check: TypeAlias = Callable[[str, str, Any], Any]
 ClassT = TypeVar("ClassT")
@@ -106,7 +106,10 @@ def function(of: str = "", *, default: Any = dataclasses.MISSING) -> Any:
 
 @dataclass_transform(field_specifiers=(argument, initializer, function))
 def with_arguments(cls: type[ClassT]) -> type[ClassT]:
-    """Gives a class of layers its `__init__`, which takes the inherited arguments and the class's own."""
+    """Gives a class of layers its `__init__`, which takes the inherited arguments and the class's own.
+
+    The class's module imports `annotations` from `__future__`.
+    """
     own = [
         (name, re.sub(r"^InitVar\[(.*)\]$", r"\1", annotation), vars(cls).get(name, dataclasses.field()))
         for name, annotation in inspect.get_annotations(cls).items()

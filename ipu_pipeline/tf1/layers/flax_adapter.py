@@ -101,7 +101,10 @@ class Flax(VariableLayer):
 
     kind = "flax"
 
-    module: Any = argument("an unbound flax.linen module, or a flax.nnx module.", _check_module)
+    module: Any = argument(
+        "an unbound flax.linen module, or a flax.nnx module; an ImportError says how to install Flax.",
+        _check_module,
+    )
     _: KW_ONLY
     dtype: InitVar[Any] = common(
         "of parameters and inputs when the module is applied; None: see `mixed_precision`, by default as "
