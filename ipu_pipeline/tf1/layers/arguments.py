@@ -117,7 +117,12 @@ def with_arguments(cls: type[ClassT]) -> type[ClassT]:
     # A class of the arguments alone has the __init__ that takes them, with Python's own errors.
     inherited = [_arguments[base] for base in cls.__mro__ if base in _arguments][:1]
     arguments = _arguments[cls] = dataclasses.make_dataclass(
-        cls.__name__, own, bases=(*inherited,), namespace={"__module__": cls.__module__}
+        cls.__name__,
+        own,
+        bases=(*inherited,),
+        namespace={"__module__": cls.__module__},
+        eq=False,
+        repr=False,
     )
     fields = dataclasses.fields(arguments)
 
