@@ -82,18 +82,16 @@ class IPUConfig:
       config.configure_ipu_system()
     """
 
-    auto_select_ipus: int | list[int] | None
-    select_ipus: list[int] | None
-    selection_order: SelectionOrder
+    auto_select_ipus: int | list[int] | None = None
+    select_ipus: list[int] | None = None
+    selection_order: SelectionOrder = SelectionOrder.AUTO
     ipu_model: IPUModel
-    auto_round_num_ipus: bool
-    require_power_of_two: bool
-    allow_recompute: bool
+    auto_round_num_ipus: bool = False
+    require_power_of_two: bool = True
+    allow_recompute: bool = False
 
     def __init__(self) -> None:
         """Starts with nothing selected."""
-        for name, value in _DEFAULTS.items():
-            object.__setattr__(self, name, value)
         for name in CATEGORIES:
             object.__setattr__(self, name, IPUModel() if name == "ipu_model" else Category(name))
         object.__setattr__(self, "_others", Category(""))
@@ -105,7 +103,7 @@ class IPUConfig:
             return
         if name in CATEGORIES and name != "ipu_model":
             raise TypeError(f"IPUConfig.{name} is a category: set what it has. Got {value!r}.")
-        if name not in _DEFAULTS:
+        if name not in IPUConfig.__annotations__:
             raise AttributeError(_describe_unknown(name))
         if name in ("auto_select_ipus", "select_ipus"):
             _check_numbers(name, value)
@@ -201,17 +199,6 @@ class IPUConfig:
         )
 
 
-_DEFAULTS: dict[str, Any] = {
-    "auto_select_ipus": None,
-    "select_ipus": None,
-    "selection_order": SelectionOrder.AUTO,
-    "ipu_model": False,
-    "auto_round_num_ipus": False,
-    "require_power_of_two": True,
-    "allow_recompute": False,
-}
-
-
 def configure_ipu_system(config: IPUConfig, device: str = "cpu", reset_configuration: bool = True) -> None:
     """As `IPUConfig.configure_ipu_system`.
 
@@ -250,7 +237,7 @@ def _check_numbers(name: str, value: Any) -> None:
 
 
 def _describe_unknown(name: str) -> str:
-    near = find_near(name, [*_DEFAULTS, *CATEGORIES, *SETTINGS, "configure_ipu_system"])
+    near = find_near(name, [*IPUConfig.__annotations__, *CATEGORIES, *SETTINGS, "configure_ipu_system"])
     return f"IPUConfig has no attribute {name!r}.{near}"
 
 

@@ -117,17 +117,16 @@ class Setting:
     Attributes:
       default: its value.
       reason: why nothing follows from another one; "" if something does.
-      kinds: the types that it takes; by default that of the default.
     """
 
     default: Any
     reason: str
-    kinds: tuple[type, ...] = ()
 
     @property
     def types(self) -> tuple[type, ...]:
-        """The types that it takes."""
-        return self.kinds or (type(self.default),)
+        """The types that it takes: that of the default, and integers for a fraction."""
+        kind = type(self.default)
+        return (float, int) if kind is float else (kind,)
 
 
 _POPLAR = (
@@ -183,7 +182,7 @@ SETTINGS: Mapping[str, Setting] = {
     "floating_point_behaviour.set_all": Setting(False, _EXCEPTIONS),
     "io_tiles.num_io_tiles": Setting(0, _TILES),
     "io_tiles.place_ops_on_io_tiles": Setting(False, _TILES),
-    "io_tiles.available_memory_proportion": Setting(0.9, _TILES, (float, int)),
+    "io_tiles.available_memory_proportion": Setting(0.9, _TILES),
     "ipu_model.compile_ipu_code": Setting(True, _MODEL),
     "ipu_model.tiles_per_ipu": Setting(0, _MODEL),
     "ipu_model.version": Setting("ipu2", _MODEL),

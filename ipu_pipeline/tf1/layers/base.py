@@ -5,8 +5,9 @@ from __future__ import annotations
 import abc
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import KW_ONLY, Field, InitVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,43 +18,24 @@ from ipu_pipeline.engine.fronts import (
     ProgramNames,
     absolute_scope,
     current_scope,
-    find_initializer,
     is_training,
     program_names,
 )
-from ipu_pipeline.ground.checks import is_integer
 from ipu_pipeline.ground.names import join
 from ipu_pipeline.tf1.layers import policies
+from ipu_pipeline.tf1.layers.arguments import ActivationFunction, argument, check_flag, with_arguments
 
 __all__ = [
     "ActivationFunction",
     "Layer",
+    "PlainLayer",
+    "VariableLayer",
     "at_least_float32",
     "check_flag",
-    "check_positive_integer",
-    "find_activation",
-    "find_initializer",
+    "common",
 ]
 
-ActivationFunction: TypeAlias = "Callable[[jax.Array], jax.Array] | str | None"
-
-_ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
-    "elu": jax.nn.elu,
-    "exponential": jnp.exp,
-    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
-    "hard_sigmoid": lambda x: jnp.clip(0.2 * x + 0.5, 0, 1),  # TensorFlow 1's and IPUs'; Keras 3 has x / 6
-    "leaky_relu": lambda x: jax.nn.leaky_relu(x, 0.2),
-    "linear": lambda x: x,
-    "relu": jax.nn.relu,
-    "relu6": jax.nn.relu6,
-    "selu": jax.nn.selu,
-    "sigmoid": jax.nn.sigmoid,
-    "silu": jax.nn.silu,
-    "softmax": jax.nn.softmax,
-    "softplus": jax.nn.softplus,
-    "swish": jax.nn.silu,
-    "tanh": jnp.tanh,
-}
+_COMMON = ("name", "dtype", "param_dtype", "trainable")
 
 
 class Layer(abc.ABC):
@@ -64,6 +46,7 @@ class Layer(abc.ABC):
     """
 
     kind = "layer"
+    _activation: Callable[[Any], Any]
 
     def __init__(
         self,
@@ -95,6 +78,21 @@ class Layer(abc.ABC):
         )
         self._made_with = given.within(policies.current())
         self._scopes: weakref.WeakKeyDictionary[ProgramNames, str] = weakref.WeakKeyDictionary()
+
+    def _take(self, fields: Sequence[Field[Any]], given: dict[str, Any]) -> None:
+        """Checks and keeps the arguments of a class `with_arguments`."""
+        Layer.__init__(self, **{name: given[name] for name in _COMMON if name in given})
+        for field in fields:
+            check, attribute = field.metadata["check"], field.metadata["attribute"]
+            if check is not None:
+                given[field.name] = check(type(self).__name__, field.name, given[field.name])
+            if attribute:
+                setattr(self, attribute.format(field.name), given[field.name])
+        self._complete(given)
+
+    def _complete(self, given: dict[str, Any]) -> None:
+        """What a class makes of several of its arguments, which have been checked one by one."""
+        del given
 
     @property
     def _policy(self) -> policies.Policy:
@@ -161,13 +159,20 @@ class Layer(abc.ABC):
         self._check_floating(inputs)
         return self._cast(inputs)
 
-    def _own_variable(self, name: str, shape: tuple[int, ...], initializer: Any) -> jax.Array:
-        """A variable of the layer, in the dtype that the layer computes in."""
-        return self._cast(get_variable(name, shape, self.param_dtype, initializer))
+    def _get_variable(
+        self, name: str, shape: tuple[int, ...], dtype: Any = None, trainable: bool = True
+    ) -> jax.Array:
+        """A variable that starts as the layer's argument `initializer` of that name says."""
+        dtype = self.param_dtype if dtype is None else dtype
+        return get_variable(name, shape, dtype, getattr(self, f"_{name}_initializer"), trainable)
 
-    def _add_bias(self, outputs: jax.Array, initializer: Any) -> jax.Array:
+    def _own_variable(self, name: str, shape: tuple[int, ...]) -> jax.Array:
+        """Such a variable in the dtype that the layer computes in."""
+        return self._cast(self._get_variable(name, shape))
+
+    def _add_bias(self, outputs: jax.Array) -> jax.Array:
         """Adds the variable `bias`, along the last axis."""
-        bias = get_variable("bias", outputs.shape[-1:], self.param_dtype, initializer)
+        bias = self._get_variable("bias", outputs.shape[-1:])
         if bias.dtype != self.dtype:
             # The cast comes behind the broadcast, so that the gradient is summed in the variable's dtype.
             bias = self._cast(jnp.broadcast_to(bias, outputs.shape))
@@ -177,56 +182,32 @@ class Layer(abc.ABC):
         return values.astype(self.dtype)
 
 
+def common(meaning: str, *, default: Any = None) -> Any:
+    """An argument that `Layer` checks and keeps."""
+    return argument(meaning, default=default, attribute="")
+
+
+@with_arguments
+class PlainLayer(Layer):
+    """A layer without variables."""
+
+    _: KW_ONLY
+    name: str | None = common("the layer's scope.")
+
+
+@with_arguments
+class VariableLayer(PlainLayer):
+    """A layer with variables."""
+
+    _: KW_ONLY
+    name: str | None = common("the scope of its variables.")
+    dtype: InitVar[Any] = common(
+        "of the computation and the outputs; None: see `mixed_precision`, by default float32."
+    )
+    param_dtype: InitVar[Any] = common("of its variables; None: likewise, by default `dtype`.")
+    trainable: bool = common("whether an optimizer trains its variables.", default=True)
+
+
 def at_least_float32(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """The dtype for means over many values: a wider one than 32 bits stays, others become float32."""
     return dtype if dtype.itemsize > 4 else np.dtype(np.float32)
-
-
-def check_positive_integer(layer: str, argument: str, value: Any) -> int:
-    """The value of an argument that must be a positive integer.
-
-    Args:
-      layer: the class of the layer, for the error.
-      argument: what the argument is called.
-      value: what was given for it.
-
-    Raises:
-      ValueError: it is not a positive integer.
-    """
-    if not is_integer(value, 1):
-        raise ValueError(f"{layer}: {argument} must be a positive integer; got {value!r}.")
-    return int(value)
-
-
-def check_flag(layer: str, argument: str, value: Any) -> bool:
-    """The value of an argument that must be True or False.
-
-    Args:
-      layer: the class of the layer, for the error.
-      argument: what the argument is called.
-      value: what was given for it.
-
-    Raises:
-      TypeError: it is neither.
-    """
-    if not isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{layer}: {argument} must be True or False; got {value!r}.")
-    return bool(value)
-
-
-def find_activation(activation: ActivationFunction) -> Callable[[Any], Any]:
-    """The function of that name, or the function itself; None is the identity.
-
-    Raises:
-      ValueError: there is no activation of that name.
-    """
-    if activation is None:
-        return _ACTIVATIONS["linear"]
-    if callable(activation):
-        return activation
-    if activation not in _ACTIVATIONS:
-        raise ValueError(
-            f"There is no activation {activation!r}; there are {', '.join(_ACTIVATIONS)}, or give a "
-            "function."
-        )
-    return _ACTIVATIONS[activation]

@@ -2,48 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import InitVar
 from typing import Any
 
 import jax
 
 from ipu_pipeline.tf1.layers import spatial
-from ipu_pipeline.tf1.layers.base import (
+from ipu_pipeline.tf1.layers.arguments import (
     ActivationFunction,
-    Layer,
+    argument,
     check_flag,
     check_positive_integer,
-    find_activation,
-    find_initializer,
+    function,
+    initializer,
+    with_arguments,
 )
+from ipu_pipeline.tf1.layers.base import VariableLayer
 
 __all__ = ["Conv1D", "Conv2D", "Conv2DTranspose", "DepthwiseConv2D"]
 
 
-class _Convolution(Layer):
+class _Convolution(spatial.Windowed, VariableLayer):
     """What convolutions share: a kernel that moves over some axes, a bias, and an activation."""
 
     axes = "HW"  # that the kernel moves over
-
-    def _find_window(
-        self, kernel_size: Any, strides: Any, padding: Any, data_format: Any, dilation_rate: Any
-    ) -> None:
-        """Checks and keeps what says where the kernel goes."""
-        layer = type(self).__name__
-        find_sizes = spatial.find_one if len(self.axes) == 1 else spatial.find_pair
-        self.kernel_size = find_sizes(layer, "kernel_size", kernel_size)
-        self.strides = find_sizes(layer, "strides", strides)
-        self.dilation_rate = find_sizes(layer, "dilation_rate", dilation_rate)
-        self.padding = spatial.find_padding(layer, padding)
-        spatial.check_data_format(layer, data_format)
-
-    def _find_rest(
-        self, activation: ActivationFunction, use_bias: Any, kernel_initializer: Any, bias_initializer: Any
-    ) -> None:
-        """Checks and keeps what says what is done with it."""
-        self.use_bias = check_flag(type(self).__name__, "use_bias", use_bias)
-        self._activation = find_activation(activation)
-        self._kernel_initializer = find_initializer(kernel_initializer)
-        self._bias_initializer = find_initializer(bias_initializer)
+    padding: str
+    use_bias: bool
 
     @property
     def _reach(self) -> tuple[int, ...]:
@@ -55,25 +39,6 @@ class _Convolution(Layer):
     def _dimensions(self) -> tuple[str, str, str]:
         """What the axes of inputs, kernel and outputs are, as JAX calls them."""
         return f"N{self.axes}C", f"{self.axes}IO", f"N{self.axes}C"
-
-    def _find_filters(self, filters: Any, groups: Any) -> None:
-        """Checks and keeps two arguments."""
-        layer = type(self).__name__
-        self.filters = check_positive_integer(layer, "filters", filters)
-        self.groups = check_positive_integer(layer, "groups", groups)
-        if self.filters % self.groups:
-            raise ValueError(f"{layer}: groups must divide filters; got {groups=} and {filters=}.")
-
-    def _grouped_kernel(self, inputs: jax.Array) -> jax.Array:
-        """The variable `kernel` of a convolution of `groups` groups of channels."""
-        channels = inputs.shape[-1]
-        if channels % self.groups:
-            raise ValueError(
-                f"{self._full_name()}: groups must divide the channels of the inputs; got "
-                f"groups={self.groups} and inputs of shape {inputs.shape}."
-            )
-        shape = (*self.kernel_size, channels // self.groups, self.filters)
-        return self._own_variable("kernel", shape, self._kernel_initializer)
 
     def _convolve(self, inputs: jax.Array, kernel: jax.Array, padding: Any, groups: int) -> jax.Array:
         outputs: jax.Array = jax.lax.conv_general_dilated(
@@ -90,11 +55,65 @@ class _Convolution(Layer):
     def _finish(self, outputs: jax.Array) -> jax.Array:
         """Adds the bias, and applies the activation."""
         if self.use_bias:
-            outputs = self._add_bias(outputs, self._bias_initializer)
+            outputs = self._add_bias(outputs)
         return self._activation(outputs)
 
 
-class Conv2D(_Convolution):
+@with_arguments
+class _GroupedConvolution(_Convolution):
+    """What convolutions of groups of channels share."""
+
+    filters: int = argument("the channels of the outputs.", check_positive_integer)
+    kernel_size: InitVar[spatial.Pair] = argument(
+        "the height and width of the kernel, or one integer for both.", spatial.find_pair
+    )
+    strides: InitVar[spatial.Pair] = argument(
+        "how far the kernel moves along height and width.", spatial.find_pair, default=(1, 1)
+    )
+    padding: str = argument(
+        '"valid" (none), or "same": zeros around the inputs, so that the outputs have the size of the '
+        "inputs divided by the strides and rounded up. An odd zero stands below and on the right.",
+        spatial.find_padding,
+        default="valid",
+    )
+    data_format: InitVar[str | None] = spatial.data_format()
+    dilation_rate: InitVar[spatial.Pair] = argument(
+        "the distance of the kernel's points along height and width.", spatial.find_pair, default=(1, 1)
+    )
+    groups: int = argument(
+        "the channels of inputs and outputs are split into so many groups, each convolved by itself. "
+        "Divides `filters` and the channels of the inputs.",
+        check_positive_integer,
+        default=1,
+    )
+    activation: InitVar[ActivationFunction] = function(default=None)
+    use_bias: bool = argument("whether there is a `bias`.", check_flag, default=True)
+    kernel_initializer: InitVar[Any] = initializer(
+        "kernel", "[*kernel_size, channels / groups, filters]", default="glorot_uniform"
+    )
+    bias_initializer: InitVar[Any] = initializer("bias", "[filters]", default="zeros")
+
+    def _complete(self, given: dict[str, Any]) -> None:
+        filters, groups = given["filters"], given["groups"]
+        if filters % groups:
+            raise ValueError(
+                f"{type(self).__name__}: groups must divide filters; got {groups=} and {filters=}."
+            )
+
+    def _grouped_kernel(self, inputs: jax.Array) -> jax.Array:
+        """The variable `kernel` of a convolution of `groups` groups of channels."""
+        channels = inputs.shape[-1]
+        if channels % self.groups:
+            raise ValueError(
+                f"{self._full_name()}: groups must divide the channels of the inputs; got "
+                f"groups={self.groups} and inputs of shape {inputs.shape}."
+            )
+        shape = (*self.kernel_size, channels // self.groups, self.filters)
+        return self._own_variable("kernel", shape)
+
+
+@with_arguments
+class Conv2D(_GroupedConvolution):
     """`activation(convolution of inputs with kernel + bias)`, over height and width.
 
     Inputs are [batch, height, width, channels]. Strides and dilation may go together, which Keras does not
@@ -103,55 +122,6 @@ class Conv2D(_Convolution):
 
     kind = "conv2d"
 
-    def __init__(
-        self,
-        filters: int,
-        kernel_size: spatial.Pair,
-        strides: spatial.Pair = (1, 1),
-        padding: str = "valid",
-        data_format: str | None = None,
-        dilation_rate: spatial.Pair = (1, 1),
-        groups: int = 1,
-        activation: ActivationFunction = None,
-        use_bias: bool = True,
-        kernel_initializer: Any = "glorot_uniform",
-        bias_initializer: Any = "zeros",
-        *,
-        name: str | None = None,
-        dtype: Any = None,
-        param_dtype: Any = None,
-        trainable: bool = True,
-    ) -> None:
-        """Describes the layer.
-
-        Args:
-          filters: the channels of the outputs.
-          kernel_size: the height and width of the kernel, or one integer for both.
-          strides: how far the kernel moves along height and width.
-          padding: "valid" (none), or "same": zeros around the inputs, so that the outputs have the size
-            of the inputs divided by the strides and rounded up. An odd zero stands below and on the right.
-          data_format: only "channels_last", which None stands for.
-          dilation_rate: the distance of the kernel's points along height and width.
-          groups: the channels of inputs and outputs are split into so many groups, each convolved by
-            itself. Divides `filters` and the channels of the inputs.
-          activation: a function, or its name in Keras.
-          use_bias: whether there is a `bias`.
-          kernel_initializer: of `kernel`, [height, width, channels / groups, filters]: a name in Keras, or
-            as for `get_variable`.
-          bias_initializer: of `bias`, [filters].
-          name: the scope of its variables.
-          dtype: of the computation and the outputs; None: see `mixed_precision`, by default float32.
-          param_dtype: of its variables; None: likewise, by default `dtype`.
-          trainable: whether an optimizer trains its variables.
-
-        Raises:
-          ValueError: an argument is not usable.
-        """
-        super().__init__(name, dtype, param_dtype, trainable)
-        self._find_window(kernel_size, strides, padding, data_format, dilation_rate)
-        self._find_rest(activation, use_bias, kernel_initializer, bias_initializer)
-        self._find_filters(filters, groups)
-
     def _apply(self, inputs: jax.Array) -> jax.Array:
         inputs = self._as_own_dtype(inputs)
         spatial.check_images(self._full_name(), inputs, self._reach, self.padding)
@@ -159,7 +129,14 @@ class Conv2D(_Convolution):
         return self._finish(self._convolve(inputs, kernel, self.padding.upper(), self.groups))
 
 
-class Conv1D(_Convolution):
+def _find_padding(layer: str, argument: str, value: Any) -> str:
+    """The padding along one axis, in lower case."""
+    is_causal = isinstance(value, str) and value.lower() == "causal"
+    return "causal" if is_causal else spatial.find_padding(layer, argument, value)
+
+
+@with_arguments
+class Conv1D(_GroupedConvolution):
     """`activation(convolution of inputs with kernel + bias)`, over one axis.
 
     Inputs are [batch, length, channels].
@@ -168,58 +145,17 @@ class Conv1D(_Convolution):
     kind = "conv1d"
     axes = "W"
 
-    def __init__(
-        self,
-        filters: int,
-        kernel_size: int,
-        strides: int = 1,
-        padding: str = "valid",
-        data_format: str | None = None,
-        dilation_rate: int = 1,
-        groups: int = 1,
-        activation: ActivationFunction = None,
-        use_bias: bool = True,
-        kernel_initializer: Any = "glorot_uniform",
-        bias_initializer: Any = "zeros",
-        *,
-        name: str | None = None,
-        dtype: Any = None,
-        param_dtype: Any = None,
-        trainable: bool = True,
-    ) -> None:
-        """Describes the layer.
-
-        Args:
-          filters: the channels of the outputs.
-          kernel_size: the length of the kernel.
-          strides: how far the kernel moves.
-          padding: "valid" (none), "same" (zeros around the inputs, as in `Conv2D`), or "causal": all zeros
-            before the inputs, so that no output depends on later inputs.
-          data_format: only "channels_last", which None stands for.
-          dilation_rate: the distance of the kernel's points.
-          groups: the channels of inputs and outputs are split into so many groups, each convolved by
-            itself. Divides `filters` and the channels of the inputs.
-          activation: a function, or its name in Keras.
-          use_bias: whether there is a `bias`.
-          kernel_initializer: of `kernel`, [length, channels / groups, filters]: a name in Keras, or as for
-            `get_variable`.
-          bias_initializer: of `bias`, [filters].
-          name: the scope of its variables.
-          dtype: of the computation and the outputs; None: see `mixed_precision`, by default float32.
-          param_dtype: of its variables; None: likewise, by default `dtype`.
-          trainable: whether an optimizer trains its variables.
-
-        Raises:
-          ValueError: an argument is not usable.
-        """
-        is_causal = isinstance(padding, str) and padding.lower() == "causal"
-        super().__init__(name, dtype, param_dtype, trainable)
-        padding = "valid" if is_causal else padding
-        self._find_window(kernel_size, strides, padding, data_format, dilation_rate)
-        self._find_rest(activation, use_bias, kernel_initializer, bias_initializer)
-        self._find_filters(filters, groups)
-        if is_causal:
-            self.padding = "causal"
+    kernel_size: InitVar[int] = argument("the length of the kernel.", spatial.find_one)
+    strides: InitVar[int] = argument("how far the kernel moves.", spatial.find_one, default=1)
+    padding: str = argument(
+        '"valid" (none), "same" (zeros around the inputs, as in `Conv2D`), or "causal": all zeros before '
+        "the inputs, so that no output depends on later inputs.",
+        _find_padding,
+        default="valid",
+    )
+    dilation_rate: InitVar[int] = argument(
+        "the distance of the kernel's points.", spatial.find_one, default=1
+    )
 
     def _apply(self, inputs: jax.Array) -> jax.Array:
         inputs = self._as_own_dtype(inputs)
@@ -233,6 +169,7 @@ class Conv1D(_Convolution):
         return self._finish(self._convolve(inputs, self._grouped_kernel(inputs), padding, self.groups))
 
 
+@with_arguments
 class DepthwiseConv2D(_Convolution):
     """Each channel convolved with kernels of its own: `activation(convolution + bias)`.
 
@@ -241,63 +178,44 @@ class DepthwiseConv2D(_Convolution):
 
     kind = "depthwise_conv2d"
 
-    def __init__(
-        self,
-        kernel_size: spatial.Pair,
-        strides: spatial.Pair = (1, 1),
-        padding: str = "valid",
-        depth_multiplier: int = 1,
-        data_format: str | None = None,
-        dilation_rate: spatial.Pair = (1, 1),
-        activation: ActivationFunction = None,
-        use_bias: bool = True,
-        depthwise_initializer: Any = "glorot_uniform",
-        bias_initializer: Any = "zeros",
-        *,
-        name: str | None = None,
-        dtype: Any = None,
-        param_dtype: Any = None,
-        trainable: bool = True,
-    ) -> None:
-        """Describes the layer.
-
-        Args:
-          kernel_size: the height and width of the kernels, or one integer for both.
-          strides: how far they move along height and width.
-          padding: "valid" or "same", as in `Conv2D`.
-          depth_multiplier: how many kernels each channel has.
-          data_format: only "channels_last", which None stands for.
-          dilation_rate: the distance of the kernels' points along height and width.
-          activation: a function, or its name in Keras.
-          use_bias: whether there is a `bias`.
-          depthwise_initializer: of `depthwise_kernel`, [height, width, channels, multiplier]: a name in
-            Keras, or as for `get_variable`.
-          bias_initializer: of `bias`, [channels x multiplier].
-          name: the scope of its variables.
-          dtype: of the computation and the outputs; None: see `mixed_precision`, by default float32.
-          param_dtype: of its variables; None: likewise, by default `dtype`.
-          trainable: whether an optimizer trains its variables.
-
-        Raises:
-          ValueError: an argument is not usable.
-        """
-        super().__init__(name, dtype, param_dtype, trainable)
-        self._find_window(kernel_size, strides, padding, data_format, dilation_rate)
-        self._find_rest(activation, use_bias, depthwise_initializer, bias_initializer)
-        self.depth_multiplier = check_positive_integer(
-            "DepthwiseConv2D", "depth_multiplier", depth_multiplier
-        )
+    kernel_size: InitVar[spatial.Pair] = argument(
+        "the height and width of the kernels, or one integer for both.", spatial.find_pair
+    )
+    strides: InitVar[spatial.Pair] = argument(
+        "how far they move along height and width.", spatial.find_pair, default=(1, 1)
+    )
+    padding: str = argument('"valid" or "same", as in `Conv2D`.', spatial.find_padding, default="valid")
+    depth_multiplier: int = argument("how many kernels a channel has.", check_positive_integer, default=1)
+    data_format: InitVar[str | None] = spatial.data_format()
+    dilation_rate: InitVar[spatial.Pair] = argument(
+        "the distance of the kernels' points along height and width.", spatial.find_pair, default=(1, 1)
+    )
+    activation: InitVar[ActivationFunction] = function(default=None)
+    use_bias: bool = argument("whether there is a `bias`.", check_flag, default=True)
+    depthwise_initializer: InitVar[Any] = initializer(
+        "depthwise_kernel", "[height, width, channels, multiplier]", default="glorot_uniform"
+    )
+    bias_initializer: InitVar[Any] = initializer("bias", "[channels x multiplier]", default="zeros")
 
     def _apply(self, inputs: jax.Array) -> jax.Array:
         inputs = self._as_own_dtype(inputs)
         spatial.check_images(self._full_name(), inputs, self._reach, self.padding)
         channels = inputs.shape[-1]
         shape = (*self.kernel_size, channels, self.depth_multiplier)
-        kernel = self._own_variable("depthwise_kernel", shape, self._kernel_initializer)
+        kernel = self._own_variable("depthwise_kernel", shape)
         kernel = kernel.reshape(*self.kernel_size, 1, channels * self.depth_multiplier)
         return self._finish(self._convolve(inputs, kernel, self.padding.upper(), channels))
 
 
+def _check_output_padding(layer: str, argument: str, value: Any) -> None:
+    if value is not None:
+        raise NotImplementedError(
+            f"{layer}: {argument} must be None, for the usual sizes; got {value!r}. "
+            "jnp.pad makes images larger."
+        )
+
+
+@with_arguments
 class Conv2DTranspose(_Convolution):
     """The transpose of a convolution, which makes images larger: `activation(it + bias)`.
 
@@ -306,59 +224,34 @@ class Conv2DTranspose(_Convolution):
     """
 
     kind = "conv2d_transpose"
+    dilation_rate = (1, 1)
 
-    def __init__(
-        self,
-        filters: int,
-        kernel_size: spatial.Pair,
-        strides: spatial.Pair = (1, 1),
-        padding: str = "valid",
-        output_padding: spatial.Pair | None = None,
-        data_format: str | None = None,
-        activation: ActivationFunction = None,
-        use_bias: bool = True,
-        kernel_initializer: Any = "glorot_uniform",
-        bias_initializer: Any = "zeros",
-        *,
-        name: str | None = None,
-        dtype: Any = None,
-        param_dtype: Any = None,
-        trainable: bool = True,
-    ) -> None:
-        """Describes the layer.
-
-        Args:
-          filters: the channels of the outputs.
-          kernel_size: the height and width of the kernel, or one integer for both.
-          strides: how many times larger the outputs are along height and width.
-          padding: "same": the outputs are of the inputs' size times the strides; "valid": of
-            `(size - 1) * strides + kernel_size`, or `size * strides` if that is more.
-          output_padding: only None, which stands for these sizes.
-          data_format: only "channels_last", which None stands for.
-          activation: a function, or its name in Keras.
-          use_bias: whether there is a `bias`.
-          kernel_initializer: of `kernel`, [height, width, filters, channels]: a name in Keras, or as for
-            `get_variable`.
-          bias_initializer: of `bias`, [filters].
-          name: the scope of its variables.
-          dtype: of the computation and the outputs; None: see `mixed_precision`, by default float32.
-          param_dtype: of its variables; None: likewise, by default `dtype`.
-          trainable: whether an optimizer trains its variables.
-
-        Raises:
-          NotImplementedError: `output_padding` is given.
-          ValueError: an argument is not usable.
-        """
-        layer = "Conv2DTranspose"
-        if output_padding is not None:
-            raise NotImplementedError(
-                f"{layer}: output_padding must be None, for the usual sizes; got {output_padding!r}. "
-                "jnp.pad makes images larger."
-            )
-        super().__init__(name, dtype, param_dtype, trainable)
-        self._find_window(kernel_size, strides, padding, data_format, 1)
-        self._find_rest(activation, use_bias, kernel_initializer, bias_initializer)
-        self.filters = check_positive_integer(layer, "filters", filters)
+    filters: int = argument("the channels of the outputs.", check_positive_integer)
+    kernel_size: InitVar[spatial.Pair] = argument(
+        "the height and width of the kernel, or one integer for both.", spatial.find_pair
+    )
+    strides: InitVar[spatial.Pair] = argument(
+        "how many times larger the outputs are along height and width.", spatial.find_pair, default=(1, 1)
+    )
+    padding: str = argument(
+        '"same": the outputs are of the inputs\' size times the strides; "valid": of '
+        "`(size - 1) * strides + kernel_size`, or `size * strides` if that is more.",
+        spatial.find_padding,
+        default="valid",
+    )
+    output_padding: InitVar[spatial.Pair | None] = argument(
+        "only None, which stands for these sizes; another one raises NotImplementedError.",
+        _check_output_padding,
+        default=None,
+        attribute="",
+    )
+    data_format: InitVar[str | None] = spatial.data_format()
+    activation: InitVar[ActivationFunction] = function(default=None)
+    use_bias: bool = argument("whether there is a `bias`.", check_flag, default=True)
+    kernel_initializer: InitVar[Any] = initializer(
+        "kernel", "[height, width, filters, channels]", default="glorot_uniform"
+    )
+    bias_initializer: InitVar[Any] = initializer("bias", "[filters]", default="zeros")
 
     def _apply(self, inputs: jax.Array) -> jax.Array:
         inputs = self._as_own_dtype(inputs)
@@ -366,7 +259,7 @@ class Conv2DTranspose(_Convolution):
         shape = (*self.kernel_size, self.filters, inputs.shape[-1])
         outputs: jax.Array = jax.lax.conv_transpose(
             inputs,
-            self._own_variable("kernel", shape, self._kernel_initializer),
+            self._own_variable("kernel", shape),
             self.strides,
             self.padding.upper(),
             dimension_numbers=self._dimensions,

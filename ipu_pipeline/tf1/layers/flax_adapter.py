@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from dataclasses import KW_ONLY, InitVar
 from typing import Any
 
 import jax
@@ -24,7 +25,8 @@ from ipu_pipeline.engine.fronts import (
 from ipu_pipeline.ground import jax_compat
 from ipu_pipeline.ground.names import hash_name, join
 from ipu_pipeline.tf1.layers import policies
-from ipu_pipeline.tf1.layers.base import Layer
+from ipu_pipeline.tf1.layers.arguments import argument, with_arguments
+from ipu_pipeline.tf1.layers.base import VariableLayer, common
 
 __all__ = ["Flax"]
 
@@ -38,7 +40,24 @@ _TRAINING_ARGUMENTS = {
 }
 
 
-class Flax(Layer):
+def _check_module(_layer: str, _argument: str, value: Any) -> Any:
+    try:
+        from flax import linen, nnx
+    except ImportError as error:
+        raise ImportError(
+            "ipu.layers.Flax needs Flax, which is not installed. It is the extra `flax` of this "
+            'package: pip install "ipu_pipeline[flax]".'
+        ) from error
+    if not isinstance(value, (linen.Module, nnx.Module)):
+        raise TypeError(
+            "ipu.layers.Flax: module must be a module of flax.linen or flax.nnx, not a class or a "
+            f"function; got {value!r}."
+        )
+    return value
+
+
+@with_arguments
+class Flax(VariableLayer):
     """A module of flax.linen or flax.nnx as a layer within a stage.
 
     Variables are called after their paths in the module, within the scope `flax` (`flax_1`, ... for others
@@ -82,45 +101,24 @@ class Flax(Layer):
 
     kind = "flax"
 
-    def __init__(
-        self,
-        module: Any,
-        *,
-        name: str | None = None,
-        dtype: Any = None,
-        param_dtype: Any = None,
-        trainable: bool = True,
-    ) -> None:
-        """Describes the layer.
+    module: Any = argument(
+        "an unbound flax.linen module, or a flax.nnx module; an ImportError says how to install Flax.",
+        _check_module,
+    )
+    _: KW_ONLY
+    dtype: InitVar[Any] = common(
+        "of parameters and inputs when the module is applied; None: see `mixed_precision`, by default as "
+        "they are."
+    )
+    param_dtype: InitVar[Any] = common(
+        "of the parameters' variables; None: likewise, by default the module's own."
+    )
+    trainable: bool = common("whether an optimizer trains its parameters.", default=True)
 
-        Args:
-          module: an unbound flax.linen module, or a flax.nnx module.
-          name: the scope of its variables.
-          dtype: of parameters and inputs when the module is applied; None: see `mixed_precision`, by
-            default as they are.
-          param_dtype: of the parameters' variables; None: likewise, by default the module's own.
-          trainable: whether an optimizer trains its parameters.
+    def _complete(self, given: dict[str, Any]) -> None:
+        from flax import linen
 
-        Raises:
-          ImportError: Flax is not installed.
-          TypeError: it is no such module.
-          ValueError: a dtype is not a floating-point one.
-        """
-        super().__init__(name, dtype, param_dtype, trainable)
-        try:
-            from flax import linen, nnx
-        except ImportError as error:
-            raise ImportError(
-                "ipu.layers.Flax needs Flax, which is not installed. It is the extra `flax` of this "
-                'package: pip install "ipu_pipeline[flax]".'
-            ) from error
-        if not isinstance(module, (linen.Module, nnx.Module)):
-            raise TypeError(
-                "ipu.layers.Flax: module must be a module of flax.linen or flax.nnx, not a class or a "
-                f"function; got {module!r}."
-            )
-        self.module: Any = module
-        self._is_linen = isinstance(module, linen.Module)
+        self._is_linen = isinstance(given["module"], linen.Module)
 
     def __call__(self, *inputs: Any, training: bool | None = None, **options: Any) -> Any:
         """Applies the module, in a stage.

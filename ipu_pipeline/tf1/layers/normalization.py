@@ -13,6 +13,7 @@ its `param_dtype`; the outputs have the layer's dtype.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, InitVar
 from typing import Any
 
 import jax
@@ -20,43 +21,51 @@ import jax.numpy as jnp
 import numpy as np
 
 from ipu_pipeline import engine
-from ipu_pipeline.engine import assign, get_variable
+from ipu_pipeline.engine import assign
 from ipu_pipeline.ground.checks import is_integer
 from ipu_pipeline.processes import selection
-from ipu_pipeline.tf1.layers.base import (
-    Layer,
-    at_least_float32,
+from ipu_pipeline.tf1.layers.arguments import (
+    argument,
     check_flag,
+    check_number,
     check_positive_integer,
-    find_initializer,
+    initializer,
+    optional,
+    with_arguments,
 )
+from ipu_pipeline.tf1.layers.base import VariableLayer, at_least_float32, common
 
 __all__ = ["BatchNormalization", "GroupNormalization", "LayerNormalization"]
 
 
-class _Normalization(Layer):
+_check_epsilon = check_number("at least 0", lambda value: value >= 0)
+
+
+def _check_axis(layer: str, argument: str, value: Any) -> int:
+    if not is_integer(value):
+        raise ValueError(f"{layer}: {argument} must be an integer; got {value!r}.")
+    return int(value)
+
+
+def _find_axes(layer: str, argument: str, value: Any) -> tuple[int, ...]:
+    axes = tuple(value) if isinstance(value, Sequence) else (value,)
+    if not axes:
+        raise ValueError(f"{layer}: {argument} must name at least one axis; got none.")
+    return tuple(_check_axis(layer, argument, axis) for axis in axes)
+
+
+def _check_groups(layer: str, argument: str, value: Any) -> int:
+    is_each = not isinstance(value, bool) and value == -1
+    return -1 if is_each else check_positive_integer(layer, argument, value)
+
+
+class _Normalization(VariableLayer):
     """What the three share: epsilon, `gamma` and `beta`, and the dtype of the statistics."""
 
-    def __init__(
-        self,
-        epsilon: float,
-        center: bool,
-        scale: bool,
-        beta_initializer: Any,
-        gamma_initializer: Any,
-        name: str | None,
-        dtype: Any,
-        param_dtype: Any,
-        trainable: bool,
-    ) -> None:
-        super().__init__(name, dtype, param_dtype, trainable)
-        if not epsilon >= 0:
-            raise ValueError(f"{type(self).__name__}: epsilon must be at least 0; got {epsilon!r}.")
-        self.epsilon = float(epsilon)
-        self.center = check_flag(type(self).__name__, "center", center)
-        self.scale = check_flag(type(self).__name__, "scale", scale)
-        self._beta_initializer = find_initializer(beta_initializer)
-        self._gamma_initializer = find_initializer(gamma_initializer)
+    axis: Any  # an index, or in LayerNormalization a tuple of them
+    epsilon: float
+    center: bool
+    scale: bool
 
     @property
     def _statistics_dtype(self) -> np.dtype[Any]:
@@ -84,14 +93,15 @@ class _Normalization(Layer):
         """Applies `gamma` and `beta`, which have the given axes; the result has the outputs' dtype."""
         size = tuple(normalized.shape[axis] for axis in axes)
         if self.scale:
-            gamma = get_variable("gamma", size, self.param_dtype, self._gamma_initializer)
+            gamma = self._get_variable("gamma", size)
             normalized *= _along(axes, normalized, gamma.astype(self._statistics_dtype))
         if self.center:
-            beta = get_variable("beta", size, self.param_dtype, self._beta_initializer)
+            beta = self._get_variable("beta", size)
             normalized += _along(axes, normalized, beta.astype(self._statistics_dtype))
         return self._cast(normalized)
 
 
+@with_arguments
 class BatchNormalization(_Normalization):
     """Normalizes each index of an axis over all other axes.
 
@@ -114,67 +124,51 @@ class BatchNormalization(_Normalization):
 
     kind = "batch_normalization"
 
-    def __init__(
-        self,
-        axis: int = -1,
-        momentum: float = 0.99,
-        epsilon: float = 1e-3,
-        center: bool = True,
-        scale: bool = True,
-        beta_initializer: Any = "zeros",
-        gamma_initializer: Any = "ones",
-        moving_mean_initializer: Any = "zeros",
-        moving_variance_initializer: Any = "ones",
-        *,
-        synchronized: bool | None = None,
-        name: str | None = None,
-        dtype: Any = None,
-        param_dtype: Any = None,
-        trainable: bool = True,
-    ) -> None:
-        """Describes the layer.
-
-        Args:
-          axis: the axis that the statistics and the variables have, of the size `features`.
-          momentum: how much of the moving statistics stays at each micro-batch, from 0 to 1.
-          epsilon: added to the variance.
-          center: whether there is a `beta`.
-          scale: whether there is a `gamma`.
-          beta_initializer: of `beta`, [features]: a name in Keras, or as for `get_variable`.
-          gamma_initializer: of `gamma`, [features].
-          moving_mean_initializer: of `moving_mean`, [features], which is not trained.
-          moving_variance_initializer: of `moving_variance`, [features], which is not trained.
-          synchronized: whether replicas share the statistics by which they normalize in training. None: as
-            `IPUConfig.norms.experimental.distributed_batch_norm_replica_group_size` says when the program
-            is compiled, by default not.
-          name: the scope of its variables.
-          dtype: of the outputs; None: see `mixed_precision`, by default float32.
-          param_dtype: of `beta` and `gamma`, and if it is at least float32, of the moving statistics; None:
-            likewise, by default `dtype`.
-          trainable: whether an optimizer trains `beta` and `gamma`. The moving statistics move either way.
-
-        Raises:
-          ValueError: an argument is not usable.
-        """
-        super().__init__(
-            epsilon, center, scale, beta_initializer, gamma_initializer, name, dtype, param_dtype, trainable
-        )
-        if not 0 <= momentum <= 1:
-            raise ValueError(f"BatchNormalization: momentum must be from 0 to 1; got {momentum!r}.")
-        self.axis = _check_axis("BatchNormalization", axis)
-        self.momentum = float(momentum)
-        if synchronized is not None:
-            check_flag("BatchNormalization", "synchronized", synchronized)
-        self.synchronized = synchronized
-        self._moving_mean_initializer = find_initializer(moving_mean_initializer)
-        self._moving_variance_initializer = find_initializer(moving_variance_initializer)
+    axis: int = argument(
+        "the axis that the statistics and the variables have, of the size `features`.",
+        _check_axis,
+        default=-1,
+    )
+    momentum: float = argument(
+        "how much of the moving statistics stays at each micro-batch, from 0 to 1.",
+        check_number("from 0 to 1", lambda value: 0 <= value <= 1),
+        default=0.99,
+    )
+    epsilon: float = argument("added to the variance.", _check_epsilon, default=1e-3)
+    center: bool = argument("whether there is a `beta`.", check_flag, default=True)
+    scale: bool = argument("whether there is a `gamma`.", check_flag, default=True)
+    beta_initializer: InitVar[Any] = initializer("beta", "[features]", default="zeros")
+    gamma_initializer: InitVar[Any] = initializer("gamma", "[features]", default="ones")
+    moving_mean_initializer: InitVar[Any] = initializer(
+        "moving_mean", "[features], which is not trained", default="zeros"
+    )
+    moving_variance_initializer: InitVar[Any] = initializer(
+        "moving_variance", "[features], which is not trained", default="ones"
+    )
+    _: KW_ONLY
+    synchronized: bool | None = argument(
+        "whether replicas share the statistics by which they normalize in training. None: as "
+        "`IPUConfig.norms.experimental.distributed_batch_norm_replica_group_size` says when the program is "
+        "compiled, by default not.",
+        optional(check_flag),
+        default=None,
+    )
+    dtype: InitVar[Any] = common("of the outputs; None: see `mixed_precision`, by default float32.")
+    param_dtype: InitVar[Any] = common(
+        "of `beta` and `gamma`, and if it is at least float32, of the moving statistics; None: likewise, "
+        "by default `dtype`."
+    )
+    trainable: bool = common(
+        "whether an optimizer trains `beta` and `gamma`. The moving statistics move either way.",
+        default=True,
+    )
 
     def _apply(self, inputs: jax.Array, training: bool | None = None) -> jax.Array:
         """`training` None: True in a program that trains, False in others."""
         inputs = self._as_statistics_dtype(inputs)
         axes = self._find_axes(inputs, [self.axis])
-        mean = self._moving("moving_mean", inputs.shape[axes[0]], self._moving_mean_initializer)
-        variance = self._moving("moving_variance", inputs.shape[axes[0]], self._moving_variance_initializer)
+        mean = self._moving("moving_mean", inputs.shape[axes[0]])
+        variance = self._moving("moving_variance", inputs.shape[axes[0]])
         if self._is_training(training):
             moving_mean, moving_variance = mean, variance
             is_shared = selection.norm_group_size() > 1 if self.synchronized is None else self.synchronized
@@ -185,58 +179,31 @@ class BatchNormalization(_Normalization):
         normalized = self._normalize(inputs, _along(axes, inputs, mean), _along(axes, inputs, variance))
         return self._scale_and_center(normalized, axes)
 
-    def _moving(self, name: str, features: int, initializer: Any) -> jax.Array:
-        dtype = at_least_float32(self.param_dtype)
-        return get_variable(name, (features,), dtype, initializer, trainable=False)
+    def _moving(self, name: str, features: int) -> jax.Array:
+        return self._get_variable(name, (features,), at_least_float32(self.param_dtype), trainable=False)
 
     def _move(self, name: str, moving: jax.Array, new: jax.Array) -> None:
         assign(name, moving * self.momentum + new.astype(moving.dtype) * (1 - self.momentum))
 
 
+@with_arguments
 class LayerNormalization(_Normalization):
     """Normalizes over the given axes, for each index of the others."""
 
     kind = "layer_normalization"
 
-    def __init__(
-        self,
-        axis: int | Sequence[int] = -1,
-        epsilon: float = 1e-3,
-        center: bool = True,
-        scale: bool = True,
-        beta_initializer: Any = "zeros",
-        gamma_initializer: Any = "ones",
-        *,
-        name: str | None = None,
-        dtype: Any = None,
-        param_dtype: Any = None,
-        trainable: bool = True,
-    ) -> None:
-        """Describes the layer.
-
-        Args:
-          axis: the axis or axes to normalize over; in any order.
-          epsilon: added to the variance.
-          center: whether there is a `beta`.
-          scale: whether there is a `gamma`.
-          beta_initializer: of `beta`, which has the sizes of those axes, in the order of the inputs: a
-            name in Keras, or as for `get_variable`.
-          gamma_initializer: of `gamma`, likewise.
-          name: the scope of its variables.
-          dtype: of the outputs; None: see `mixed_precision`, by default float32.
-          param_dtype: of its variables; None: likewise, by default `dtype`.
-          trainable: whether an optimizer trains its variables.
-
-        Raises:
-          ValueError: an argument is not usable.
-        """
-        super().__init__(
-            epsilon, center, scale, beta_initializer, gamma_initializer, name, dtype, param_dtype, trainable
-        )
-        axes = tuple(axis) if isinstance(axis, Sequence) else (axis,)
-        if not axes:
-            raise ValueError("LayerNormalization: axis must name at least one axis; got none.")
-        self.axis = tuple(_check_axis("LayerNormalization", one) for one in axes)
+    axis: InitVar[int | Sequence[int]] = argument(
+        "the axis or axes to normalize over; in any order.", _find_axes, default=-1
+    )
+    epsilon: float = argument("added to the variance.", _check_epsilon, default=1e-3)
+    center: bool = argument("whether there is a `beta`.", check_flag, default=True)
+    scale: bool = argument("whether there is a `gamma`.", check_flag, default=True)
+    beta_initializer: InitVar[Any] = initializer(
+        "beta", "which has the sizes of those axes, in the order of the inputs", default="zeros"
+    )
+    gamma_initializer: InitVar[Any] = initializer("gamma", "likewise", default="ones")
+    _: KW_ONLY
+    dtype: InitVar[Any] = common("of the outputs; None: see `mixed_precision`, by default float32.")
 
     def _apply(self, inputs: jax.Array) -> jax.Array:
         inputs = self._as_statistics_dtype(inputs)
@@ -246,51 +213,28 @@ class LayerNormalization(_Normalization):
         return self._scale_and_center(self._normalize(inputs, mean, variance), axes)
 
 
+@with_arguments
 class GroupNormalization(_Normalization):
     """Normalizes each example over groups of channels and all axes other than batch and channels."""
 
     kind = "group_normalization"
 
-    def __init__(
-        self,
-        groups: int = 32,
-        axis: int = -1,
-        epsilon: float = 1e-3,
-        center: bool = True,
-        scale: bool = True,
-        beta_initializer: Any = "zeros",
-        gamma_initializer: Any = "ones",
-        *,
-        name: str | None = None,
-        dtype: Any = None,
-        param_dtype: Any = None,
-        trainable: bool = True,
-    ) -> None:
-        """Describes the layer.
-
-        Args:
-          groups: how many groups of neighbouring channels there are; divides the channels. -1: each
-            channel is a group (instance normalization).
-          axis: the axis of the channels; not the first one, which is the batch.
-          epsilon: added to the variance.
-          center: whether there is a `beta`.
-          scale: whether there is a `gamma`.
-          beta_initializer: of `beta`, [channels]: a name in Keras, or as for `get_variable`.
-          gamma_initializer: of `gamma`, [channels].
-          name: the scope of its variables.
-          dtype: of the outputs; None: see `mixed_precision`, by default float32.
-          param_dtype: of its variables; None: likewise, by default `dtype`.
-          trainable: whether an optimizer trains its variables.
-
-        Raises:
-          ValueError: an argument is not usable.
-        """
-        super().__init__(
-            epsilon, center, scale, beta_initializer, gamma_initializer, name, dtype, param_dtype, trainable
-        )
-        is_each = not isinstance(groups, bool) and groups == -1
-        self.groups = -1 if is_each else check_positive_integer("GroupNormalization", "groups", groups)
-        self.axis = _check_axis("GroupNormalization", axis)
+    groups: int = argument(
+        "how many groups of neighbouring channels there are; divides the channels. -1: each channel is a "
+        "group (instance normalization).",
+        _check_groups,
+        default=32,
+    )
+    axis: int = argument(
+        "the axis of the channels; not the first one, which is the batch.", _check_axis, default=-1
+    )
+    epsilon: float = argument("added to the variance.", _check_epsilon, default=1e-3)
+    center: bool = argument("whether there is a `beta`.", check_flag, default=True)
+    scale: bool = argument("whether there is a `gamma`.", check_flag, default=True)
+    beta_initializer: InitVar[Any] = initializer("beta", "[channels]", default="zeros")
+    gamma_initializer: InitVar[Any] = initializer("gamma", "[channels]", default="ones")
+    _: KW_ONLY
+    dtype: InitVar[Any] = common("of the outputs; None: see `mixed_precision`, by default float32.")
 
     def _apply(self, inputs: jax.Array) -> jax.Array:
         inputs = self._as_statistics_dtype(inputs)
@@ -327,12 +271,6 @@ def _moments(inputs: jax.Array, axis: int, is_shared: bool) -> tuple[jax.Array, 
     mean = engine.cross_replica_sum(mean) / number
     squares = jnp.square(inputs - _along((axis,), inputs, mean))
     return mean, engine.cross_replica_sum(jnp.mean(squares, others)) / number
-
-
-def _check_axis(layer: str, axis: Any) -> int:
-    if not is_integer(axis):
-        raise ValueError(f"{layer}: axis must be an integer; got {axis!r}.")
-    return int(axis)
 
 
 def _along(axes: tuple[int, ...], inputs: jax.Array, values: jax.Array) -> jax.Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import InitVar
 from typing import Any
 
 import jax
@@ -10,43 +11,35 @@ import jax.numpy as jnp
 import numpy as np
 
 from ipu_pipeline.tf1.layers import spatial
-from ipu_pipeline.tf1.layers.base import Layer, at_least_float32, check_flag
+from ipu_pipeline.tf1.layers.arguments import argument, check_flag, optional, with_arguments
+from ipu_pipeline.tf1.layers.base import PlainLayer, at_least_float32
 
 __all__ = ["AveragePooling2D", "GlobalAveragePooling2D", "MaxPooling2D"]
 
 
-class _Pooling2D(Layer):
+@with_arguments
+class _Pooling2D(spatial.Windowed, PlainLayer):
     """What the two share: a window, how far it moves, and padding."""
 
-    def __init__(
-        self,
-        pool_size: spatial.Pair = (2, 2),
-        strides: spatial.Pair | None = None,
-        padding: str = "valid",
-        data_format: str | None = None,
-        *,
-        name: str | None = None,
-    ) -> None:
-        """Describes the layer; it has no variables and keeps the dtype, a floating-point one.
+    pool_size: InitVar[spatial.Pair] = argument(
+        "the height and width of the window, or one integer for both.", spatial.find_pair, default=(2, 2)
+    )
+    strides: InitVar[spatial.Pair | None] = argument(
+        "how far the window moves along height and width; None: `pool_size`.",
+        optional(spatial.find_pair),
+        default=None,
+    )
+    padding: str = argument(
+        '"valid" (windows that do not fit are left out), or "same": windows may reach over the edges, so '
+        "that the outputs have the size of the inputs divided by the strides and rounded up. What lies "
+        "outside of the inputs does not count.",
+        spatial.find_padding,
+        default="valid",
+    )
+    data_format: InitVar[str | None] = spatial.data_format()
 
-        Args:
-          pool_size: the height and width of the window, or one integer for both.
-          strides: how far the window moves along height and width; None: `pool_size`.
-          padding: "valid" (windows that do not fit are left out), or "same": windows may reach over the
-            edges, so that the outputs have the size of the inputs divided by the strides and rounded up.
-            What lies outside of the inputs does not count.
-          data_format: only "channels_last", which None stands for.
-          name: the layer's scope.
-
-        Raises:
-          ValueError: an argument is not usable.
-        """
-        super().__init__(name)
-        layer = type(self).__name__
-        self.pool_size = spatial.find_pair(layer, "pool_size", pool_size)
-        self.strides = self.pool_size if strides is None else spatial.find_pair(layer, "strides", strides)
-        self.padding = spatial.find_padding(layer, padding)
-        spatial.check_data_format(layer, data_format)
+    def _complete(self, given: dict[str, Any]) -> None:
+        self.strides = given["strides"] or self.pool_size
 
     def _check(self, inputs: jax.Array) -> None:
         self._check_floating(inputs)
@@ -78,7 +71,8 @@ class _Pooling2D(Layer):
 class MaxPooling2D(_Pooling2D):
     """The largest value in each window of [batch, height, width, channels].
 
-    The gradient goes to the largest value, among equal ones to the first.
+    The gradient goes to the largest value, among equal ones to the first. It keeps the dtype, a
+    floating-point one.
     """
 
     kind = "max_pooling2d"
@@ -92,7 +86,7 @@ class AveragePooling2D(_Pooling2D):
     """The mean of each window of [batch, height, width, channels].
 
     With padding "same" it is the mean of those of the window's values that lie within the inputs. Sums
-    are at least in float32.
+    are at least in float32. It keeps the dtype, a floating-point one.
     """
 
     kind = "average_pooling2d"
@@ -109,27 +103,19 @@ class AveragePooling2D(_Pooling2D):
         return means.astype(inputs.dtype)
 
 
-class GlobalAveragePooling2D(Layer):
-    """The mean over height and width of [batch, height, width, channels]. Sums are at least in float32."""
+@with_arguments
+class GlobalAveragePooling2D(PlainLayer):
+    """The mean over height and width of [batch, height, width, channels].
+
+    Sums are at least in float32. It keeps the dtype, a floating-point one.
+    """
 
     kind = "global_average_pooling2d"
 
-    def __init__(
-        self, data_format: str | None = None, keepdims: bool = False, *, name: str | None = None
-    ) -> None:
-        """Describes the layer; it has no variables and keeps the dtype, a floating-point one.
-
-        Args:
-          data_format: only "channels_last", which None stands for.
-          keepdims: whether outputs are [batch, 1, 1, channels], and not [batch, channels].
-          name: the layer's scope.
-
-        Raises:
-          ValueError: the data_format is another one.
-        """
-        super().__init__(name)
-        spatial.check_data_format("GlobalAveragePooling2D", data_format)
-        self.keepdims = check_flag("GlobalAveragePooling2D", "keepdims", keepdims)
+    data_format: InitVar[str | None] = spatial.data_format()
+    keepdims: bool = argument(
+        "whether outputs are [batch, 1, 1, channels], and not [batch, channels].", check_flag, default=False
+    )
 
     def _apply(self, inputs: jax.Array) -> jax.Array:
         self._check_floating(inputs)

@@ -9,11 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from ipu_pipeline.engine import get_variable
-from ipu_pipeline.engine.fronts import glorot_uniform
+from ipu_pipeline.engine.fronts import find_initializer, glorot_uniform
 from ipu_pipeline.ground.checks import is_integer
 from ipu_pipeline.ground.warned import warn_once
-from ipu_pipeline.tf1.layers.base import ActivationFunction, check_flag, find_initializer
-from ipu_pipeline.tf1.layers.recurrent_base import Recurrent
+from ipu_pipeline.tf1.layers.arguments import (
+    ActivationFunction,
+    check_flag,
+    check_positive_integer,
+    find_activation,
+)
+from ipu_pipeline.tf1.layers.recurrent_base import Recurrent, check_is_without_effect
 
 __all__ = ["Popnn"]
 
@@ -40,8 +45,11 @@ class Popnn(Recurrent):
         **for_poplar: Any,
     ) -> None:
         """Checks the shared arguments, which `rnn_ops.PopnnLSTM` describes."""
-        super().__init__("num_units", num_units, activation, recurrent_activation, name, dtype, param_dtype)
+        super().__init__(name, dtype, param_dtype)
         layer = type(self).__name__
+        self._units = check_positive_integer(layer, "num_units", num_units)
+        self._activation = find_activation(activation)
+        self._recurrent_activation = find_activation(recurrent_activation)
         self._return_state = check_flag(layer, "return_state", return_state)
         self._weights_initializer = find_initializer(weights_initializer)
         if weights_initializer is None:
@@ -54,7 +62,8 @@ class Popnn(Recurrent):
                 "start from 1, and those of the candidate from 0.",
             )
         self._input_size: int | None = None
-        self._warn_of_poplar(partials_dtype, **for_poplar)
+        for argument, value in {**for_poplar, "partials_dtype": partials_dtype}.items():
+            check_is_without_effect(layer, argument, value)
 
     @property
     def num_layers(self) -> int:

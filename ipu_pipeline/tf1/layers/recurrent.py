@@ -7,70 +7,105 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable
-from typing import Any
+from dataclasses import KW_ONLY, InitVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
-from ipu_pipeline.engine import get_variable
-from ipu_pipeline.tf1.layers.base import ActivationFunction, check_flag, find_initializer
+from ipu_pipeline.tf1.layers.arguments import (
+    ActivationFunction,
+    argument,
+    check_flag,
+    check_positive_integer,
+    function,
+    initializer,
+    with_arguments,
+)
+from ipu_pipeline.tf1.layers.base import VariableLayer, common
 from ipu_pipeline.tf1.layers.core import Dropout
-from ipu_pipeline.tf1.layers.recurrent_base import Recurrent
+from ipu_pipeline.tf1.layers.recurrent_base import Recurrent, without_effect
 from ipu_pipeline.tf1.layers.recurrent_scans import LSTMStateTuple, run_gru, run_lstm
 
 __all__ = ["GRU", "LSTM"]
 
 
-class _KerasRecurrent(Recurrent):
+def _check_stateful(layer: str, argument: str, value: Any) -> None:
+    if check_flag(layer, argument, value):
+        raise ValueError(
+            f"{layer}: stateful=True is not possible, since a pipeline's micro-batches are independent "
+            "of each other. Use return_state=True, and pass the state on as initial_state: to the next "
+            "call, or as a value that ipu.loops.repeat carries."
+        )
+
+
+@with_arguments
+class _KerasRecurrent(Recurrent, VariableLayer):
     """What LSTM and GRU share: variables as Keras has them, dropout, and what is returned."""
 
-    num_gates: int
+    num_gates: ClassVar[int]
 
-    def __init__(
-        self,
-        units: int,
-        activation: ActivationFunction,
-        recurrent_activation: ActivationFunction,
-        use_bias: bool,
-        kernel_initializer: Any,
-        recurrent_initializer: Any,
-        bias_initializer: Any,
-        dropout: float,
-        dropout_seed: int | None,
-        return_sequences: bool,
-        return_state: bool,
-        go_backwards: bool,
-        stateful: bool,
-        unroll: bool,
-        time_major: bool,
-        name: str | None,
-        dtype: Any,
-        param_dtype: Any,
-        trainable: bool,
-    ) -> None:
-        super().__init__(
-            "units", units, activation, recurrent_activation, name, dtype, param_dtype, trainable
-        )
-        self.units = self._units
-        layer = type(self).__name__
-        self.use_bias = check_flag(layer, "use_bias", use_bias)
-        self.return_sequences = check_flag(layer, "return_sequences", return_sequences)
-        self.return_state = check_flag(layer, "return_state", return_state)
-        self.go_backwards = check_flag(layer, "go_backwards", go_backwards)
-        self.unroll = check_flag(layer, "unroll", unroll)
-        self.time_major = check_flag(layer, "time_major", time_major)
-        if check_flag(layer, "stateful", stateful):
-            raise ValueError(
-                f"{layer}: stateful=True is not possible, since a pipeline's micro-batches are independent "
-                "of each other. Use return_state=True, and pass the state on as initial_state: to the next "
-                "call, or as a value that ipu.loops.repeat carries."
-            )
-        self._kernel_initializer = find_initializer(kernel_initializer)
-        self._recurrent_initializer = find_initializer(recurrent_initializer)
-        self._bias_initializer = find_initializer(bias_initializer)
+    units: int = argument(
+        "the size of the state, and of the last axis of the outputs.", check_positive_integer
+    )
+    activation: InitVar[ActivationFunction] = function(
+        "of the candidate, and of an LSTM's cell state: ", default="tanh"
+    )
+    recurrent_activation: InitVar[ActivationFunction] = function("of the gates: ", default="sigmoid")
+    use_bias: bool = argument("whether there is a `bias`.", check_flag, default=True)
+    kernel_initializer: InitVar[Any] = initializer(
+        "kernel", "[features, gates * units]", default="glorot_uniform"
+    )
+    recurrent_initializer: InitVar[Any] = initializer(
+        "recurrent_kernel", "[units, gates * units]", default="orthogonal"
+    )
+    bias_initializer: InitVar[Any] = initializer("bias", "[gates * units]", default="zeros")
+    _: KW_ONLY
+    dropout: InitVar[float] = argument(
+        "the fraction of the inputs' features that is set to 0 in training, the same ones in all steps of "
+        "an example.",
+        default=0.0,
+        attribute="",
+    )
+    dropout_seed: InitVar[int | None] = argument(
+        "an integer, folded into the random key of the dropout.", default=None, attribute=""
+    )
+    return_sequences: bool = argument(
+        "whether the outputs of all steps are returned rather than the last one.", check_flag, default=False
+    )
+    return_state: bool = argument(
+        "whether the state after the last step is returned too.", check_flag, default=False
+    )
+    go_backwards: bool = argument(
+        "whether the sequence is processed from its end; outputs come in that order.",
+        check_flag,
+        default=False,
+    )
+    stateful: InitVar[bool] = argument(
+        "only False is possible.", _check_stateful, default=False, attribute=""
+    )
+    unroll: bool = argument(
+        "whether the program contains every step in turn, rather than a loop.", check_flag, default=False
+    )
+    time_major: bool = argument(
+        "whether inputs and outputs have time as their first axis, and not the batch.",
+        check_flag,
+        default=False,
+    )
+    partials_dtype: InitVar[Any] = without_effect(
+        "has no effect: sums are computed in float32 or wider. Any other dtype warns."
+    )
+    options: InitVar[Any] = without_effect("has no effect, and warns: it was for Poplar's libraries.")
+    options_bwd: InitVar[Any] = without_effect("likewise.")
+    dtype: InitVar[Any] = common(
+        "of the outputs and the state; None: see `mixed_precision`, by default float32."
+    )
+
+    def _complete(self, given: dict[str, Any]) -> None:
+        self._units = self.units
         # One mask for all steps of an example.
-        noise_shape = (1, None, None) if time_major else (None, 1, None)
-        self._dropout = Dropout(dropout, noise_shape, dropout_seed, name="dropout")
+        noise_shape = (1, None, None) if self.time_major else (None, 1, None)
+        self._dropout = Dropout(given["dropout"], noise_shape, given["dropout_seed"], name="dropout")
 
     def __call__(  # type: ignore[override]  # no other options
         self, inputs: Any, *, initial_state: Any = None, training: bool | None = None
@@ -104,12 +139,8 @@ class _KerasRecurrent(Recurrent):
         if self.go_backwards:
             inputs = jnp.flip(inputs, 0)
         columns = self.num_gates * self.units
-        kernel = get_variable(
-            "kernel", (inputs.shape[-1], columns), self.param_dtype, self._kernel_initializer
-        )
-        recurrent_kernel = get_variable(
-            "recurrent_kernel", (self.units, columns), self.param_dtype, self._recurrent_initializer
-        )
+        kernel = self._get_variable("kernel", (inputs.shape[-1], columns))
+        recurrent_kernel = self._get_variable("recurrent_kernel", (self.units, columns))
         outputs, states = self._run(inputs, states, kernel, recurrent_kernel)
         result = states[0]  # the output of the last step; with no step at all, the initial state
         if self.return_sequences:
@@ -131,6 +162,7 @@ class _KerasRecurrent(Recurrent):
         """The outputs, and the final states, of which h comes first."""
 
 
+@with_arguments
 class LSTM(_KerasRecurrent):
     """A long short-term memory, with its gates in the order input, forget, candidate, output.
 
@@ -141,90 +173,18 @@ class LSTM(_KerasRecurrent):
     kind = "lstm"
     num_gates = 4
 
-    def __init__(
-        self,
-        units: int,
-        activation: ActivationFunction = "tanh",
-        recurrent_activation: ActivationFunction = "sigmoid",
-        use_bias: bool = True,
-        kernel_initializer: Any = "glorot_uniform",
-        recurrent_initializer: Any = "orthogonal",
-        bias_initializer: Any = "zeros",
-        unit_forget_bias: bool = True,
-        *,
-        dropout: float = 0.0,
-        dropout_seed: int | None = None,
-        return_sequences: bool = False,
-        return_state: bool = False,
-        go_backwards: bool = False,
-        stateful: bool = False,
-        unroll: bool = False,
-        time_major: bool = False,
-        partials_dtype: Any = None,
-        options: Any = None,
-        options_bwd: Any = None,
-        name: str | None = None,
-        dtype: Any = None,
-        param_dtype: Any = None,
-        trainable: bool = True,
-    ) -> None:
-        """Describes the layer.
+    unit_forget_bias: InitVar[bool] = argument(
+        "whether the forget gate's part of `bias` starts from 1, whatever `bias_initializer` says.",
+        check_flag,
+        default=True,
+        attribute="",
+    )
 
-        Args:
-          units: the size of the state, and of the last axis of the outputs.
-          activation: of the candidate and the cell state: a function, or its name in Keras.
-          recurrent_activation: of the gates; likewise.
-          use_bias: whether there is a `bias`.
-          kernel_initializer: of `kernel`: a name in Keras, or as for `get_variable`.
-          recurrent_initializer: of `recurrent_kernel`.
-          bias_initializer: of `bias`.
-          unit_forget_bias: whether the forget gate's part of `bias` starts from 1, whatever
-            `bias_initializer` says.
-          dropout: the fraction of the inputs' features that is set to 0 in training, the same ones in all
-            steps of an example.
-          dropout_seed: an integer, folded into the random key of the dropout.
-          return_sequences: whether the outputs of all steps are returned rather than the last one.
-          return_state: whether the state after the last step is returned too.
-          go_backwards: whether the sequence is processed from its end; outputs come in that order.
-          stateful: only False is possible.
-          unroll: whether the program contains every step in turn, rather than a loop.
-          time_major: whether inputs and outputs have time as their first axis, and not the batch.
-          partials_dtype: has no effect: sums are computed in float32 or wider. Any other dtype warns.
-          options: has no effect, and warns: it was for Poplar's libraries.
-          options_bwd: likewise.
-          name: the scope of its variables.
-          dtype: of the outputs and the state; None: see `mixed_precision`, by default float32.
-          param_dtype: of its variables; None: likewise, by default `dtype`.
-          trainable: whether an optimizer trains its variables.
-
-        Raises:
-          TypeError: a flag is neither True nor False.
-          ValueError: an argument is not usable.
-        """
-        super().__init__(
-            units,
-            activation,
-            recurrent_activation,
-            use_bias,
-            kernel_initializer,
-            recurrent_initializer,
-            bias_initializer,
-            dropout,
-            dropout_seed,
-            return_sequences,
-            return_state,
-            go_backwards,
-            stateful,
-            unroll,
-            time_major,
-            name,
-            dtype,
-            param_dtype,
-            trainable,
-        )
-        if check_flag("LSTM", "unit_forget_bias", unit_forget_bias):
-            self._bias_initializer = _with_ones(self._bias_initializer, slice(self.units, 2 * self.units))
-        self._warn_of_poplar(partials_dtype, options=options, options_bwd=options_bwd)
+    def _complete(self, given: dict[str, Any]) -> None:
+        super()._complete(given)
+        if given["unit_forget_bias"]:
+            start = _with_ones(given["bias_initializer"], slice(self.units, 2 * self.units))
+            self._bias_initializer = start
 
     def _as_states(self, given: Any, batch: int) -> tuple[jax.Array, ...]:
         if isinstance(given, LSTMStateTuple):
@@ -249,7 +209,7 @@ class LSTM(_KerasRecurrent):
         h, c = states
         bias = None
         if self.use_bias:
-            bias = get_variable("bias", (4 * self.units,), self.param_dtype, self._bias_initializer)
+            bias = self._get_variable("bias", (4 * self.units,))
         outputs, state = run_lstm(
             inputs,
             LSTMStateTuple(c, h),
@@ -263,6 +223,7 @@ class LSTM(_KerasRecurrent):
         return outputs, (state.h, state.c)
 
 
+@with_arguments
 class GRU(_KerasRecurrent):
     """A gated recurrent unit, with its gates in the order update, reset, candidate.
 
@@ -274,89 +235,13 @@ class GRU(_KerasRecurrent):
     kind = "gru"
     num_gates = 3
 
-    def __init__(
-        self,
-        units: int,
-        activation: ActivationFunction = "tanh",
-        recurrent_activation: ActivationFunction = "sigmoid",
-        use_bias: bool = True,
-        kernel_initializer: Any = "glorot_uniform",
-        recurrent_initializer: Any = "orthogonal",
-        bias_initializer: Any = "zeros",
-        *,
-        dropout: float = 0.0,
-        dropout_seed: int | None = None,
-        return_sequences: bool = False,
-        return_state: bool = False,
-        go_backwards: bool = False,
-        stateful: bool = False,
-        unroll: bool = False,
-        reset_after: bool = True,
-        time_major: bool = False,
-        partials_dtype: Any = None,
-        options: Any = None,
-        options_bwd: Any = None,
-        name: str | None = None,
-        dtype: Any = None,
-        param_dtype: Any = None,
-        trainable: bool = True,
-    ) -> None:
-        """Describes the layer.
-
-        Args:
-          units: the size of the state, and of the last axis of the outputs.
-          activation: of the candidate: a function, or its name in Keras.
-          recurrent_activation: of the gates; likewise.
-          use_bias: whether there is a `bias`.
-          kernel_initializer: of `kernel`: a name in Keras, or as for `get_variable`.
-          recurrent_initializer: of `recurrent_kernel`.
-          bias_initializer: of `bias`.
-          dropout: the fraction of the inputs' features that is set to 0 in training, the same ones in all
-            steps of an example.
-          dropout_seed: an integer, folded into the random key of the dropout.
-          return_sequences: whether the outputs of all steps are returned rather than the last one.
-          return_state: whether the state after the last step is returned too.
-          go_backwards: whether the sequence is processed from its end; outputs come in that order.
-          stateful: only False is possible.
-          unroll: whether the program contains every step in turn, rather than a loop.
-          reset_after: whether the reset gate is applied after the product with `recurrent_kernel`, as in
-            Keras, or to the state before it.
-          time_major: whether inputs and outputs have time as their first axis, and not the batch.
-          partials_dtype: has no effect: sums are computed in float32 or wider. Any other dtype warns.
-          options: has no effect, and warns: it was for Poplar's libraries.
-          options_bwd: likewise.
-          name: the scope of its variables.
-          dtype: of the outputs and the state; None: see `mixed_precision`, by default float32.
-          param_dtype: of its variables; None: likewise, by default `dtype`.
-          trainable: whether an optimizer trains its variables.
-
-        Raises:
-          TypeError: a flag is neither True nor False.
-          ValueError: an argument is not usable.
-        """
-        super().__init__(
-            units,
-            activation,
-            recurrent_activation,
-            use_bias,
-            kernel_initializer,
-            recurrent_initializer,
-            bias_initializer,
-            dropout,
-            dropout_seed,
-            return_sequences,
-            return_state,
-            go_backwards,
-            stateful,
-            unroll,
-            time_major,
-            name,
-            dtype,
-            param_dtype,
-            trainable,
-        )
-        self.reset_after = check_flag("GRU", "reset_after", reset_after)
-        self._warn_of_poplar(partials_dtype, options=options, options_bwd=options_bwd)
+    _: KW_ONLY
+    reset_after: bool = argument(
+        "whether the reset gate is applied after the product with `recurrent_kernel`, as in Keras, or to "
+        "the state before it.",
+        check_flag,
+        default=True,
+    )
 
     def _as_states(self, given: Any, batch: int) -> tuple[jax.Array, ...]:
         if isinstance(given, (tuple, list)) and len(given) == 1:  # as Keras takes it, too
@@ -373,7 +258,7 @@ class GRU(_KerasRecurrent):
         bias = recurrent_bias = None
         if self.use_bias:
             shape = (2, 3 * self.units) if self.reset_after else (3 * self.units,)
-            bias = get_variable("bias", shape, self.param_dtype, self._bias_initializer)
+            bias = self._get_variable("bias", shape)
             if self.reset_after:
                 bias, recurrent_bias = bias[0], bias[1]
         outputs, state = run_gru(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,43 +11,36 @@ import numpy as np
 
 from ipu_pipeline.ground.warned import warn_once
 from ipu_pipeline.tf1.layers import policies
-from ipu_pipeline.tf1.layers.base import ActivationFunction, Layer, check_positive_integer, find_activation
+from ipu_pipeline.tf1.layers.arguments import argument
+from ipu_pipeline.tf1.layers.base import Layer
 
-__all__ = ["Recurrent"]
+__all__ = ["Recurrent", "check_is_without_effect", "without_effect"]
+
+
+def without_effect(meaning: str) -> Any:
+    """An argument that was for Poplar. Who gives it is told, once, that it has no effect."""
+    return argument(meaning, check_is_without_effect, default=None, attribute="")
+
+
+def check_is_without_effect(layer: str, argument: str, value: Any) -> None:
+    """Warns, once per argument, if something is given for it.
+
+    Raises:
+      ValueError: `partials_dtype` is no floating-point dtype.
+    """
+    reason = "it was for Poplar's libraries, and XLA compiles here"
+    if argument == "partials_dtype":
+        reason = "products of matrices are summed in float32, or in float64 if the layer computes in it"
+        value = None if policies.check_dtype(layer, argument, value) == np.float32 else value
+    if value not in (None, {}):
+        warn_once(f"{layer}.{argument}", f"{layer}: {argument} has no effect: {reason}.")
 
 
 class Recurrent(Layer):
     """What recurrent layers share: the number of units, activations, and checks of inputs and states."""
 
-    def __init__(
-        self,
-        argument: str,
-        units: int,
-        activation: ActivationFunction,
-        recurrent_activation: ActivationFunction,
-        name: str | None,
-        dtype: Any,
-        param_dtype: Any,
-        trainable: bool = True,
-    ) -> None:
-        """Checks the shared arguments; `argument` is the name of the one that gives the number of units."""
-        super().__init__(name, dtype, param_dtype, trainable)
-        self._units = check_positive_integer(type(self).__name__, argument, units)
-        self._activation = find_activation(activation)
-        self._recurrent_activation = find_activation(recurrent_activation)
-
-    def _warn_of_poplar(self, partials_dtype: Any, **arguments: Any) -> None:
-        """Warns, once per argument, that arguments for Poplar have no effect."""
-        layer, reason = type(self).__name__, "it was for Poplar's libraries, and XLA compiles here"
-        if policies.check_dtype(layer, "partials_dtype", partials_dtype) not in (None, np.float32):
-            arguments["partials_dtype"] = partials_dtype
-        for argument, value in arguments.items():
-            if argument == "partials_dtype":
-                reason = (
-                    "products of matrices are summed in float32, or in float64 if the layer computes in it"
-                )
-            if value not in (None, {}):
-                warn_once(f"{layer}.{argument}", f"{layer}: {argument} has no effect: {reason}.")
+    _units: int
+    _recurrent_activation: Callable[[Any], Any]
 
     def _as_sequence(self, inputs: jax.Array, layout: str) -> jax.Array:
         """The inputs in the layer's dtype, if they have three axes."""

@@ -1,4 +1,4 @@
-"""What layers with a window that moves over height and width share: arguments and checks."""
+"""What layers with a window that moves over height and width share: attributes, arguments and checks."""
 
 from __future__ import annotations
 
@@ -8,22 +8,28 @@ from typing import Any, TypeAlias
 import jax
 
 from ipu_pipeline.ground.checks import is_integer
+from ipu_pipeline.tf1.layers.arguments import argument
+from ipu_pipeline.tf1.layers.base import Layer
 
-__all__ = ["Pair", "check_data_format", "check_images", "find_one", "find_padding", "find_pair"]
+__all__ = ["Pair", "Windowed", "check_images", "data_format", "find_one", "find_padding", "find_pair"]
 
 Pair: TypeAlias = int | Sequence[int]
+
+
+class Windowed(Layer):
+    """A layer with a window, whose sizes are kept as tuples, whatever they were given as."""
+
+    kernel_size: tuple[int, ...]
+    pool_size: tuple[int, ...]
+    strides: tuple[int, ...]
+    dilation_rate: tuple[int, ...]
 
 
 def find_pair(layer: str, argument: str, value: Any) -> tuple[int, int]:
     """The sizes along height and width.
 
-    Args:
-      layer: the class of the layer, for the error.
-      argument: what the argument is called.
-      value: two positive integers, or one for both.
-
     Raises:
-      ValueError: it is something else.
+      ValueError: the value is neither two positive integers, nor one for both.
     """
     sizes = tuple(value) if isinstance(value, Sequence) else (value, value)
     is_usable = len(sizes) == 2 and all(is_integer(size, 1) for size in sizes)
@@ -38,52 +44,39 @@ def find_pair(layer: str, argument: str, value: Any) -> tuple[int, int]:
 def find_one(layer: str, argument: str, value: Any) -> tuple[int]:
     """The size along one axis.
 
-    Args:
-      layer: the class of the layer, for the error.
-      argument: what the argument is called.
-      value: a positive integer, or one in a sequence.
-
     Raises:
-      ValueError: it is something else.
+      ValueError: the value is neither a positive integer nor one in a sequence.
     """
     sizes = tuple(value) if isinstance(value, Sequence) else (value,)
-    if len(sizes) != 1 or not is_integer(sizes[0]):
-        raise ValueError(f"{layer}: {argument} must be a positive integer; got {value!r}.")
-    if sizes[0] < 1:
+    if len(sizes) != 1 or not is_integer(sizes[0], 1):
         raise ValueError(f"{layer}: {argument} must be a positive integer; got {value!r}.")
     return (int(sizes[0]),)
 
 
-def find_padding(layer: str, padding: Any) -> str:
+def find_padding(layer: str, argument: str, value: Any) -> str:
     """The padding in lower case.
 
-    Args:
-      layer: the class of the layer, for the error.
-      padding: "valid" or "same", in any case.
-
     Raises:
-      ValueError: it is something else.
+      ValueError: the value is neither "valid" nor "same", in any case.
     """
-    if not isinstance(padding, str) or padding.lower() not in ("valid", "same"):
-        raise ValueError(f"{layer}: padding must be 'valid' or 'same'; got {padding!r}.")
-    return padding.lower()
+    if not isinstance(value, str) or value.lower() not in ("valid", "same"):
+        raise ValueError(f"{layer}: {argument} must be 'valid' or 'same'; got {value!r}.")
+    return value.lower()
 
 
-def check_data_format(layer: str, data_format: Any) -> None:
-    """Lets None and "channels_last" pass.
+def data_format() -> Any:
+    """The argument `data_format`, which is None or "channels_last", in any case."""
+    return argument(
+        'only "channels_last", which None stands for.', _check_data_format, default=None, attribute=""
+    )
 
-    Args:
-      layer: the class of the layer, for the error.
-      data_format: in any case.
 
-    Raises:
-      ValueError: it is something else.
-    """
-    is_known = data_format is None or str(data_format).lower() == "channels_last"
+def _check_data_format(layer: str, argument: str, value: Any) -> None:
+    is_known = value is None or str(value).lower() == "channels_last"
     if not is_known:
         raise ValueError(
-            f"{layer}: data_format must be 'channels_last' (or None, which is the same); got "
-            f"{data_format!r}. jnp.moveaxis(x, 1, -1) puts the channels last."
+            f"{layer}: {argument} must be 'channels_last' (or None, which is the same); got "
+            f"{value!r}. jnp.moveaxis(x, 1, -1) puts the channels last."
         )
 
 
