@@ -1,4 +1,4 @@
-"""What is known of memory, as data: of stages, IPUs, and values on their way. No JAX.
+"""What is known of the memory of stages, IPUs and values in transit, as data. Imports no JAX.
 
 `memory` and `crossings` fill it in.
 """
@@ -16,13 +16,13 @@ class StageMemory:
     """What a stage holds between forwards and backwards. All sizes are in bytes.
 
     Attributes:
-      stage: its number.
+      stage: the stage's number.
       ipu: the IPU that it runs on.
       in_flight: the largest number of micro-batches that have gone forward and not come back.
       num_residual_bytes: per micro-batch, what the forward returns for the backward. Where several devices
-        compute a stage together, what each has of it, once that has been compiled; before, the whole.
-      num_input_bytes: per micro-batch, the inputs that the backward takes. Those of a value that several
-        stages on the IPU take are counted in each.
+        compute a stage together, each device's part once that has been compiled; before, the whole.
+      num_input_bytes: per micro-batch, the inputs that the backward takes. A value that several stages on
+        the IPU take counts in each.
     """
 
     stage: int
@@ -33,7 +33,7 @@ class StageMemory:
 
     @property
     def num_held_bytes(self) -> int:
-        """Per micro-batch, what is held."""
+        """What is held per micro-batch."""
         return self.num_residual_bytes + self.num_input_bytes
 
     @property
