@@ -136,7 +136,7 @@ def _struct_of_numbers(array: Any, shape: Sequence[int], sharding: Any) -> Any:
 
 
 def _like(received: Any, array: Any) -> Any:
-    """What was received, in the form of the array that was sent: random keys where that has random keys."""
+    """Gives a received array the form of the one that was sent: random keys where that has random keys."""
     if jax_compat.is_device_array(array):
         return received
     return jax.random.wrap_key_data(received, impl=jax.random.key_impl(array))

@@ -191,7 +191,7 @@ class PlacedMicroBatches:
             )
         if self._number != every:
             raise ValueError(
-                f"micro_batches: {self._number} were placed, but a step has {every}. Place as many."
+                f"micro_batches: {self._number} were placed, but a step has {every}. Place that many."
             )
         left = iter(self._elements)
 

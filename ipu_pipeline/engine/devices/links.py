@@ -222,7 +222,7 @@ class Links:
             except jax.errors.JaxRuntimeError as error:
                 if time.monotonic() > deadline or not str(error).startswith("DEADLINE_EXCEEDED"):
                     raise ProcessError(
-                        f"No process has told {key} within {_PATIENCE:g} s: {error}"
+                        f"No process has published {key} within {_PATIENCE:g} s: {error}"
                     ) from error
 
     def _connect(self, peer: int) -> Any:

@@ -21,7 +21,7 @@ __all__ = ["Accumulated", "Outputs", "Wanted"]
 
 @dataclass(frozen=True, eq=False)
 class Accumulated:
-    """What a column's micro-batches give before a weight update."""
+    """The results of a column's micro-batches before a weight update."""
 
     # the last stage's leaves for the first micro-batch; None where the optimizer does not read them
     first_outputs: list[Any]

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 __all__ = ["Convolution", "Layout", "Windows", "in_order"]
 
-_MAX_TAPS = 64  # a window is so many equations; one of more taps stays a convolution
+_MAX_TAPS = 64  # each tap adds equations; a convolution with more taps stays as it is
 
 
 @dataclass(frozen=True)

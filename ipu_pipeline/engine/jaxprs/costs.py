@@ -54,8 +54,7 @@ def count_operations(jaxpr: Any) -> float:
     """Estimates how long a jaxpr takes, in floating-point operations of a product of matrices.
 
     A product, or a convolution, has 2 x (elements of the result) x (elements that are summed up for each).
-    A conditional counts as its longest branch, and a loop without a known number of turns as
-    one turn.
+    A conditional counts as its longest branch, and a loop without a known number of turns as one turn.
     """
     return count_equations(jaxpr.eqns)
 

@@ -67,8 +67,8 @@ def trace_body(
     """Traces a body. Does not start a JAX backend.
 
     Raises:
-      TypeError, ValueError: a carried value comes back with another shape or dtype, or they come in another
-        number; a shard scope, training step or enqueue stands where it cannot be reached.
+      TypeError, ValueError: the carried values come back with another shape, dtype or number, or a shard
+        scope, training step or enqueue stands where it cannot be reached.
     """
     try:
         with frames.unchanged_on_error(program_names):
