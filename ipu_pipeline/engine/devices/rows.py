@@ -5,7 +5,7 @@ devices that compute a stage together, mostly one. State is `replicated` over th
 whole or `divided` over the devices of each. Micro-batches run in columns, one per replica, whose rows have
 the devices of that replica.
 
-Rows may be on devices of other processes: what is put there has no content here (`elsewhere`), and what
+Rows may be on devices of other processes: what is put there has no content here (`remote`), and what
 goes from process to process is sent (`crossing`).
 """
 

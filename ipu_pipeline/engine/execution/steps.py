@@ -265,7 +265,7 @@ class StepRun:
 
 
 StepAction: TypeAlias = "Callable[[StepRun, int], None]"  # takes the number of the micro-batch or chunk
-Order: TypeAlias = "Sequence[tuple[tuple[StepAction, ...], int]]"  # a program's actions, and their number
+Order: TypeAlias = "Sequence[tuple[tuple[StepAction, ...], int]]"  # a program's actions, and that number
 Before: TypeAlias = "Callable[[ColumnRun, list[Any]], None]"  # changes a program's arguments
 After: TypeAlias = "Callable[[ColumnRun, int, Sequence[Any]], None]"  # takes its results
 Observer: TypeAlias = "Callable[[int, Template, int, Mapping[int, Sequence[Any]]], None]"  # see `Observe`

@@ -143,7 +143,7 @@ class _Hosts:
         return self._cost * found
 
     def start(self, costs: Mapping[int, float]) -> float:
-        """Starts one more program per process for each stage that takes time. Returns when that is done."""
+        """Starts one more program per process for each stage that takes time. Returns the time of that."""
         stages = [stage for stage, cost in costs.items() if cost]
         if not stages:
             return 0.0

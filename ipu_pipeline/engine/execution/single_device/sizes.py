@@ -15,7 +15,7 @@ class BlockSizes(NamedTuple):
 
     unit: int  # micro-batches that stay together
     capacity: int  # the most micro-batches in a block, a multiple of `unit`
-    room: int  # the size of a block's stack, at least the capacity. Each room is compiled for.
+    room: int  # the size of a block's stack, at least the capacity; compiled once per size
 
 
 def block_sizes(
