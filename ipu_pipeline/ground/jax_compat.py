@@ -119,7 +119,7 @@ def is_device_array(value: Any) -> bool:
 
 
 def make_copy(devices: Sequence[Any], sharding: Any) -> Callable[[Sequence[Any]], list[Any]]:
-    """Makes a function that copies arrays (see `is_device_array`) to other devices of the same client."""
+    """What copies arrays for which `is_device_array` holds to other devices of the same client."""
     if _batched_copy is None or _DeviceList is None or _ArrayCopySemantics is None:
 
         def put(arrays: Sequence[Any]) -> list[Any]:
