@@ -39,7 +39,7 @@ class Recipe:
     Attributes:
       functions: the stages, level by level.
       mapping: the IPU of each stage.
-      options: what else was said.
+      options: the other arguments of the pipeline.
     """
 
     functions: Sequence[Sequence[stages.StageFunction]]
@@ -48,7 +48,7 @@ class Recipe:
 
     @property
     def reduction(self) -> Reduction:
-        """Of the gradients over the micro-batches."""
+        """The reduction of the gradients over the micro-batches."""
         return Reduction(self.options.reduction)
 
 
@@ -60,9 +60,9 @@ class Built:
       traced: the stages.
       updates: the optimizer's programs; None without training.
       accumulator_dtypes: dtype of each trained variable's accumulators.
-      collecting: what of the last stage is wanted.
+      collecting: which outputs of the last stage are wanted.
       programs: the programs of the stages.
-      make_programs: makes them for something else to keep for the backward.
+      make_programs: makes the programs for another choice of what stages keep for their backward.
       metrics: what stages and the optimizer report.
       partitions: how variables are divided over the devices of an IPU.
     """
@@ -89,7 +89,7 @@ def build(recipe: Recipe, element: Any, inputs: tuple[Any, ...], recompute: Reco
 
     Raises:
       ValueError, TypeError: something is wrong with the stages, reported in one error as far as it can be
-        found; or with the optimizer, a dtype, or what is to be summed.
+        found, or with the optimizer, a dtype, or what is to be summed.
     """
     options = recipe.options
     parallel = options.tensor_parallel or TensorParallel(1)
@@ -135,7 +135,7 @@ def build(recipe: Recipe, element: Any, inputs: tuple[Any, ...], recompute: Reco
         targets = () if options.gradient_targets is None else options.gradient_targets()
         if gradient_map is not None:
             check_gradient_map(gradient_map, trained.values())
-        if gradient_map is not None or targets:  # they are to see the whole gradient of a micro-batch
+        if gradient_map is not None or targets:  # both see the whole gradient of a micro-batch
             shared = traced.shared() & trained.keys()
             _check_mapped(recipe, traced, shared)
             sending = send_variables(traced.stages, traced.owners, shared)
@@ -159,7 +159,7 @@ def _make_updates(
     trained: Mapping[str, VariableSpec],
     dtypes: Mapping[str, Any],
 ) -> tuple[Updates | None, TracedPipeline]:
-    """The programs of the weight update; what the optimizer captured is an output of the pipeline then."""
+    """The programs of the weight update. What the optimizer captured becomes an output of the pipeline."""
     if recipe.options.optimizer is None:
         return None, traced
     optimizer = optimizer_tracing.trace_optimizer(
@@ -174,7 +174,7 @@ def _make_updates(
     captures = recipe.options.captures
     for flat in (optimizer.init, optimizer.update):
         captures.check(flat.constants.values(), "the optimizer")
-    read: list[int] = []  # of what was captured
+    read: list[int] = []  # positions of what was captured
 
     def find_position(value: Any) -> int | None:
         number = captures.find_number(value)
@@ -186,7 +186,8 @@ def _make_updates(
 
     optimizer = optimizer_tracing.lift_captures(optimizer, find_position)
     extended = traced.with_captured(list(map(jaxprs.aval_struct, captures.values)), read)
-    # What is on one IPU is updated together, by its first stage; but phases do not fit it together.
+    # All variables of one IPU are updated together, by its first stage, except in execution phases, whose
+    # memory does not hold them all.
     mapping = recipe.mapping
     homes = {name: mapping.index(mapping[stage]) for name, stage in traced.owners.items()}
     if recipe.options.execution_phases is not None:
@@ -229,7 +230,7 @@ def _enqueue_gradients(
 
 def _find_trained(recipe: Recipe, traced: TracedPipeline) -> dict[str, VariableSpec]:
     wanted = recipe.options.trained() if callable(recipe.options.trained) else recipe.options.trained
-    # As they were first asked for: stages that conflict about one are reported elsewhere.
+    # The specs as first asked for: conflicts between stages are reported elsewhere.
     known = {name: recipe.options.program_names.variables[name] for name in traced.variables}
     if wanted is not None:
         for name in wanted:

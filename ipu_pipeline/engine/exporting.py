@@ -1,4 +1,4 @@
-"""The forwards of stages as files that `jax.export` made, and micro-batches run through them.
+"""Exports the forwards of stages as files of `jax.export`, and runs micro-batches through them.
 
 What the arguments and results of each forward stand for is described in JSON, so that running them needs
 none of the code that they were made from.
@@ -27,9 +27,9 @@ __all__ = ["ExportedStages", "StageRunner", "export_stages"]
 
 @dataclass(frozen=True, eq=False)
 class ExportedStages:
-    """What a pipeline in inference is when it has been exported."""
+    """An exported pipeline, in inference."""
 
-    files: Mapping[str, bytes]  # by name
+    files: Mapping[str, bytes]  # the files' contents, by name
     stages: Sequence[Mapping[str, Any]]  # each with its file, place, IPU, arguments and results
     outputs: Sequence[Mapping[str, Any]]  # where each leaf of what is collected comes from
 
@@ -41,7 +41,7 @@ def export_stages(pipeline: Pipeline, inputs: Sequence[Any], key: Any, platform:
       pipeline: traced, in inference, with a device for each stage.
       inputs: the leaves of its inputs, or their shapes and dtypes.
       key: a random key like the one that it gets.
-      platform: of the devices that it will run on, as JAX calls it.
+      platform: JAX's name of the platform that it will run on.
     """
     traced, data, implementation = pipeline.traced, jax.random.key_data(key), str(jax.random.key_impl(key))
     bindings = Bindings(traced, {})
@@ -63,7 +63,7 @@ def export_stages(pipeline: Pipeline, inputs: Sequence[Any], key: Any, platform:
                 "ipu": pipeline.device_mapping[number],
                 "arguments": [_describe(binding) for binding in arguments],
                 "results": [
-                    # What is enqueued on the way to the outfeed goes to nobody.
+                    # Values enqueued on the way to the outfeed are dropped.
                     [_describe(one) for one in bound if one.kind is not BindingKind.ENQUEUED]
                     for bound in bindings.results(number, own.forward)
                 ],
@@ -75,7 +75,7 @@ def export_stages(pipeline: Pipeline, inputs: Sequence[Any], key: Any, platform:
 def _with_key_data(
     function: Callable[..., Any], takes_key: Sequence[bool], implementation: str
 ) -> Callable[..., Any]:
-    """The function with the data of random keys in place of the keys, which files cannot hold."""
+    """Makes a function take the data of random keys in place of the keys, which files cannot hold."""
 
     def wrapped(*arguments: Any) -> Any:
         return function(
@@ -102,7 +102,7 @@ def _aval(binding: Binding, traced: TracedPipeline, inputs: Sequence[Any], key: 
 
 
 def _describe(binding: Binding) -> dict[str, Any]:
-    """What an argument or result of a forward stands for, as JSON."""
+    """Describes what an argument or result of a forward stands for, as JSON."""
     if binding.kind in (BindingKind.VARIABLE, BindingKind.ASSIGNED):
         return {"kind": binding.kind.name.lower(), "name": binding.key}
     if binding.kind is BindingKind.INPUT:
@@ -134,10 +134,10 @@ class StageRunner:
         """Takes what `export_stages` described.
 
         Args:
-          stages: likewise.
-          outputs: likewise.
+          stages: as in `ExportedStages`.
+          outputs: as in `ExportedStages`.
           functions: the forwards.
-          variables: by full name.
+          variables: the variables, by full name.
           key: the random key that all others are folded from.
           update_count: the number of weight updates that the variables have had.
         """
@@ -159,11 +159,11 @@ class StageRunner:
         """Starts all stages for a micro-batch.
 
         Args:
-          leaves: of the micro-batch.
+          leaves: the leaves of the micro-batch.
           inputs: the leaves of the inputs.
-          devices: of the IPUs.
-          execution: how many times the pipeline has run.
-          micro_batch: the number of the micro-batch in it.
+          devices: the devices of the IPUs.
+          execution: the number of times that the pipeline has run.
+          micro_batch: the number of the micro-batch in this run.
 
         Returns:
           The leaves of what is collected, still being computed.

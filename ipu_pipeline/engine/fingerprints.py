@@ -1,4 +1,4 @@
-"""What a pipeline is, in a few texts that several processes compare before its first step."""
+"""Describes a pipeline in a few texts that several processes compare before its first step."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def agree(
     plan: Chunking | None,
     devices: Sequence[Any],
 ) -> None:
-    """Compares a pipeline with that of the other processes, if there are any; all of them call it.
+    """Compares a pipeline with the other processes' pipelines, if there are any; all processes call it.
 
     Args:
       built: its stages and optimizer.
-      options: what else was said.
+      options: the other arguments of the pipeline.
       mapping: the IPU of each stage.
-      timetable: of a step.
+      timetable: the timetable of a step.
       plan: how actions become dispatches; None where everything is one program.
-      devices: of the IPUs of all replicas.
+      devices: the devices of the IPUs of all replicas.
 
     Raises:
       ValueError: it is not the same in all processes.
@@ -51,7 +51,7 @@ def describe(
     timetable: Timetable,
     plan: Chunking | None,
 ) -> dict[str, str]:
-    """What a pipeline is, by what each text is about; arguments as in `agree`."""
+    """Describes a pipeline in texts, by subject; arguments as in `agree`."""
     told = _describe_options(built, options, mapping, timetable, plan)
     return {**told, **describe_programs(built.traced, built.updates)}
 

@@ -1,7 +1,7 @@
 """What fronts are built on, besides what `engine` gives every user.
 
-A front has an interface of its own, and gives what it is told to pipelines and loops: it traces functions
-that call them, has layers that ask the function being traced, keeps state, and hands on what comes out.
+A front has an interface of its own and passes what it is told on to pipelines and loops: it traces
+functions that call them, has layers that ask the function being traced, keeps state, and hands on results.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Loops on devices: a body, again and again, with a training step every so many iterations."""
+"""Loops on devices: a body that runs again and again, with a training step after several iterations."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ _NEVER = 2**31 - 1  # iterations per weight update of a loop that does not train
 
 
 class Loop(Pipeline):
-    """A traced body as a pipeline whose micro-batches are iterations, and hand values on.
+    """A traced body as a pipeline whose micro-batches are iterations that hand values on.
 
     With all its operations on one device, its runner runs a block of iterations as one program. With
-    several shards, it runs one iteration, shard after shard, and with several replicas one of each. State
-    that goes in is gone afterwards: its memory is reused.
+    several shards, it runs one iteration, shard after shard; with several replicas, one iteration of each.
+    State that goes in is gone afterwards: its memory is reused.
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class Loop(Pipeline):
         condition: Callable[[list[Any]], Any] | None = None,
         block_bytes: int = 64 * 2**20,
     ) -> None:
-        """Builds the programs. It does not start JAX's backend.
+        """Builds the programs. Does not start JAX's backend.
 
         Args:
           body: the body.
-          condition: of a loop that ends by itself: whether it goes on, from the carried values.
+          condition: for a loop that ends by itself: whether it goes on, from the carried values.
           block_bytes: how much of the device a block's feed and what it enqueues may take.
         """
         self.body, training, shards = body, body.training, body.shards
@@ -83,7 +83,7 @@ class Loop(Pipeline):
             shard=[Shard.OPTIMIZER_STATE] if training and training.shards_state else [],
         )
         self._begin(Recipe((), shards, options), range(len(shards)), training is not None)
-        # However many iterations run, they run one after the other.
+        # Iterations run one after the other, however many there are.
         one = self._make_timetable(1)
         self._make_timetable = lambda _count: one
         self._built = self._build()
@@ -105,16 +105,16 @@ class Loop(Pipeline):
 
         Args:
           body: takes the inputs, and then the feed's micro-batch.
-          inputs: pytrees of shapes and dtypes: those of the first iteration, and so of all.
+          inputs: pytrees of shapes and dtypes of the inputs of the first iteration, and so of all.
           element: a pytree of shapes and dtypes, a micro-batch of the feed; None without a feed.
-          names: those that the program gives out that the loop is part of.
+          names: the names of the program that the loop is part of.
           place: what errors call the body.
-          returned: the leaves of the next iteration's inputs, of what the body returns.
-          condition: takes the inputs, returns a boolean scalar; None: the loop is told how often it runs.
+          returned: takes what the body returns, returns the leaves of the next iteration's inputs.
+          condition: takes the inputs, returns a boolean scalar; None: each run is given a count.
           what: what errors call the loop.
 
         Raises:
-          TypeError, ValueError: the body does not take or return its inputs; or the condition is unusable.
+          TypeError, ValueError: the body does not take or return its inputs, or the condition is unusable.
         """
         avals, tree = jax.tree.flatten(tuple(inputs))
         fed_args, fed_kwargs = as_arguments(element)
@@ -140,7 +140,7 @@ class Loop(Pipeline):
         ]
 
         def make_programs(recompute: Recomputation | None) -> tuple[StagePrograms, ...]:
-            del recompute  # an iteration is all that is on its way
+            del recompute  # only one iteration is in flight
             if training is None:
                 return differentiation.build(traced, (), Reduction.SUM)
             return differentiation.build(
@@ -164,7 +164,7 @@ class Loop(Pipeline):
 
     @property
     def has_condition(self) -> bool:
-        """Whether it ends by itself."""
+        """Whether the loop ends by itself."""
         return self._condition is not None
 
     @property
@@ -175,11 +175,11 @@ class Loop(Pipeline):
 
     @property
     def dispatch_plan(self) -> Chunking | None:
-        """A program handles one iteration; None on one device."""
+        """The dispatch plan, of one iteration per program; None on one device."""
         return None if self.is_one_program else ONE_BY_ONE
 
     def updated_every(self, num_micro_batches: int | None = None) -> int:
-        """Iterations per weight update; without training more than there are."""
+        """Iterations per weight update; without training, more than any run has."""
         del num_micro_batches
         return _NEVER if self.body.training is None else self.body.training.num_mini_batches
 
@@ -203,7 +203,7 @@ class Loop(Pipeline):
     def facts(
         self, num_micro_batches: int | None = None, *, left_out: Collection[str] = ()
     ) -> PipelineDetails:
-        """What is known of it before anything is compiled; see `Pipeline.facts`."""
+        """What is known of the loop before anything is compiled; see `Pipeline.facts`."""
         del num_micro_batches
         training = self.body.training
         return dataclasses.replace(
@@ -229,18 +229,18 @@ class Loop(Pipeline):
     def place_run(
         self, state: PipelineState, accumulators: Mapping[str, Any], num_accumulated: int
     ) -> RunState:
-        """A state on the devices of the loop's shards.
+        """Puts a state on the devices of the loop's shards.
 
         Args:
           state: variables, optimizer state, counts and key.
           accumulators: sums or means of gradients; those that are missing are zeros.
-          num_accumulated: of how many iterations.
+          num_accumulated: the number of iterations that these hold.
         """
         dtypes = self.built.accumulator_dtypes
         return self.prepare().place(state, dtypes, accumulators, num_accumulated)
 
     def split_carried(self, carried: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """The carried values that stay the same, and those that change."""
+        """Splits the carried values into those that stay the same and those that change."""
         changing = set(self.body.changing)
         constant = [value for number, value in enumerate(carried) if number not in changing]
         return constant, [carried[number] for number in self.body.changing]
@@ -252,7 +252,7 @@ class Loop(Pipeline):
         return [next(changed if number in self.body.changing else rest) for number in numbers]
 
     def absent_carried(self) -> list[Any]:
-        """What stands for carried values that iterations gave, in a process without devices of the loop."""
+        """Stand-ins for the carried values after iterations, in a process without devices of the loop."""
         runner, first = self.prepare(), self.body.num_read
         avals = self.body.pipeline.output_avals[first : first + len(self.body.changing)]
         rows = [home.rows[-1] for home in runner.homes]
@@ -267,7 +267,7 @@ class Loop(Pipeline):
         return outsiders.has_part(self.prepare())
 
     def num_fetched_by(self, total: int) -> int:
-        """How many elements all replicas fetch ahead at least, if so many iterations run together."""
+        """The least number of elements that all replicas fetch ahead if `total` iterations run together."""
         return self.prepare().num_fetched(total, self.updated_every())
 
     def iterate(
@@ -286,26 +286,26 @@ class Loop(Pipeline):
     ) -> list[Any]:
         """Runs iterations, several together where that is possible.
 
-        Whatever is raised leaves the state of the last iterations, which was told.
+        After an error, the state is the one last passed to `on_iterations`.
 
         Args:
           state: placed, see `place_run`.
           take: as for `Pipeline.accumulate`.
-          captured: the values of what the body captured, of each replica its own where it has one.
-          carried: those that the first iteration gets, likewise.
-          on_iterations: told what there is after some iterations, and how many of the elements that were
-            fetched for them they did not need.
-          on_settled: told the state at the end, in which what replicas have apart is joined.
-          count: how many iterations, at most if there is a condition; None: as long as that holds.
-          total: how many may be run together.
+          captured: the values that the body captured, with each replica's own where these differ.
+          carried: the carried values of the first iteration, with each replica's own where these differ.
+          on_iterations: called after some iterations with the progress, and the number of elements that
+            were fetched for them and not needed.
+          on_settled: called with the state at the end, in which the replicas' separate values are joined.
+          count: the number of iterations, at most if there is a condition; None: as long as that holds.
+          total: the number that may be run together.
           replacing: as for `Pipeline.run`.
           give_back: called after iterations that did not need all that was fetched.
 
         Returns:
-          The carried values after the last iteration, such that each process has them.
+          The carried values after the last iteration, readable in each process.
 
         Raises:
-          ValueError: the condition holds in some replicas only.
+          ValueError: the condition holds only in some replicas.
           OutOfRangeError: the feed has ended.
           ProcessError: another process has ended, or does not go on.
         """
@@ -318,7 +318,7 @@ class Loop(Pipeline):
             rehearse(watcher, runner, state, Request(inputs, every, limit, total, changing))
 
         def settle(state: RunState) -> RunState:
-            """Joins what is still apart in replicas."""
+            """Joins what the replicas still have separately."""
             if done.count:
                 with replacing():
                     state = runner.settle(state)
@@ -348,7 +348,7 @@ class Loop(Pipeline):
             except BaseException as error:
                 if not peers.is_of_collective(error):
                     with contextlib.suppress(Exception):  # the first error is the one to tell
-                        check_peers()  # who has ended does not settle
+                        check_peers()  # a process that has ended does not settle
                         settle(state)
                 raise
             state = settle(state)
@@ -359,7 +359,7 @@ class Loop(Pipeline):
         """Whether the condition holds; True without one. Waits for the values.
 
         Raises:
-          ValueError: it holds in some replicas only.
+          ValueError: it holds only in some replicas.
         """
         if self._goes_on is None:
             return True
@@ -394,7 +394,7 @@ class Loop(Pipeline):
         return self._condition(self.join_carried(inputs[len(self.body.captured) :], changing))
 
     def split_enqueued(self, collected: Collected) -> list[list[Any]]:
-        """What is enqueued, per entry of the body's `enqueued`."""
+        """Splits what is collected into what is enqueued, per entry of the body's `enqueued`."""
         first = self.body.num_read + len(self.body.changing)
         return [
             [collected.outputs[place - first] for place in places] for _entry, places in self.body.enqueued

@@ -1,4 +1,4 @@
-"""The fastest dispatch plan of a pipeline, measured instead of estimated."""
+"""Measures the fastest dispatch plan of a pipeline, instead of estimating it."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ __all__ = ["measure_dispatch_plan"]
 def measure_dispatch_plan(
     pipeline: Pipeline, state: PipelineState, micro_batches: Sequence[Any], *inputs: Any, num_steps: int = 5
 ) -> Chunking:
-    """The dispatch plan with which a pipeline's steps are fastest, on this machine and now.
+    """Finds the dispatch plan with which a pipeline's steps are fastest, on this machine and now.
 
     It compiles and runs every possible plan, which takes long. The result can be kept, and given to a
     pipeline as `dispatch_plan`. Chunks are tried without regard to the memory that they take.
 
     Args:
-      pipeline: with a fixed number of micro-batches, over several devices.
+      pipeline: a pipeline with a fixed number of micro-batches, over several devices.
       state: as for `Pipeline.step`; it stays as it is.
-      micro_batches: those of one step.
+      micro_batches: the micro-batches of one step.
       *inputs: as for `Pipeline.step`.
-      num_steps: how many steps are timed with each plan, after one that compiles; the median counts.
+      num_steps: the number of steps timed with each plan, after one that compiles; the median counts.
 
     Raises:
       ValueError: all stages are on one device.
@@ -57,7 +57,7 @@ def _time(
     inputs: Sequence[Any],
     num_steps: int,
 ) -> float:
-    """The median of the seconds of a step."""
+    """The median of the seconds that a step takes."""
     pipeline.prepare()
     running = jax.tree.map(jnp.copy, pipeline.place(state))
     placed = pipeline.place_micro_batches(micro_batches)

@@ -1,11 +1,11 @@
-"""The other processes of a run: how many there are, and what they tell each other.
+"""The other processes of a run: their number, and what they tell each other.
 
-They tell it through the store of keys and values of JAX's coordination service. A process that runs alone
-has no peers: `current()` is None, and nothing is told, noted or waited for.
+They use the key-value store of JAX's coordination service. A process that runs alone has no peers:
+`current()` is None, and nothing is told, noted or waited for.
 
-Whoever waits here waits for as long as the others live, since they may be compiling for minutes; that one
-has ended, or does not go on, is found by who watches (`ipu_pipeline.processes.watching_peers`), who calls
-`fail`.
+A thread that waits here waits for as long as the others live, since they may be compiling for minutes. The
+watcher (`ipu_pipeline.processes.watching_peers`) finds out that a process has ended or does not go on, and
+calls `fail`.
 """
 
 from __future__ import annotations
@@ -37,33 +37,33 @@ __all__ = [
 ]
 
 _PREFIX = "ipu_pipeline/told"
-_SLICE = 500  # milliseconds of waiting until somebody looks again whether the others live
+_SLICE = 500  # milliseconds of waiting between checks that the others live
 _SHOWN = 120  # characters of a value that differs
 
 
 class Store(Protocol):
-    """What the processes share: texts by key."""
+    """The store that the processes share: texts by key."""
 
     def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
-        """Enters a text; an error if there is one, unless it may be overwritten."""
+        """Enters a text. An error if the key has one, unless it may be overwritten."""
 
     def key_value_delete(self, key: str) -> None:
-        """Removes it."""
+        """Removes a text."""
 
     def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
-        """All whose keys begin so, with their keys."""
+        """All texts whose keys begin with `key`, with their keys."""
 
     def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
         """The text of a key, once there is one; an error after the time."""
 
 
 def is_of_collective(error: BaseException) -> bool:
-    """Whether an error is of what several processes compute together, which JAX raises as a ValueError."""
+    """Whether an error comes from a computation of several processes, for which JAX raises a ValueError."""
     return isinstance(error, jax.errors.JaxRuntimeError | ValueError) and "Gloo" in str(error)
 
 
 def may_come_from(error: BaseException) -> bool:
-    """Whether an error may be what this process notices of the end of another one."""
+    """Whether an error may be a consequence of another process's end."""
     is_known = isinstance(error, jax.errors.JaxRuntimeError | ProcessError)
     return is_known or is_of_collective(error)
 
@@ -73,35 +73,35 @@ class Peers:
 
     Attributes:
       index: the number of this process.
-      count: how many there are, 2 or more.
-      address: the one of this machine that this process listens at.
-      store: what they share.
-      failure: what has happened to another one, so that this one cannot go on; None if nothing has.
-      occupied: by thread, what takes this process long, and is no reason to give it up.
+      count: the number of processes, 2 or more.
+      address: the address of this machine at which this process listens.
+      store: the store that they share.
+      failure: what has happened to another process, so that this one cannot go on; None if nothing has.
+      occupied: by thread, what takes this process long and is no reason to give it up.
     """
 
     def __init__(self, index: int, count: int, address: str, store: Store) -> None:
-        """Made by whoever joins the processes."""
+        """Made by the function that joins the processes."""
         self.index = index
         self.count = count
         self.address = address
         self.store = store
         self.failure: str | None = None
-        self._waits_at: dict[int, str] = {}  # by thread
+        self._waits_at: dict[int, str] = {}  # thread -> where it waits
         self.occupied: dict[int, str] = {}
         self._lock = threading.Lock()
-        self._turn = threading.RLock()  # of the thread that does what all processes do
-        self._doing: tuple[str, str] | None = None  # its name, and what that is
-        self._numbers: Counter[str] = Counter()  # how often the processes have met, by where
+        self._turn = threading.RLock()  # held by the thread that does what all processes do
+        self._doing: tuple[str, str] | None = None  # this thread's name, and what it does
+        self._numbers: Counter[str] = Counter()  # place -> how often the processes have met there
 
     @property
     def waits_at(self) -> str | None:
-        """Where a thread waits for the others just now; None if none does."""
+        """What a thread now waits for from other processes; None if no thread waits."""
         return next(iter(list(self._waits_at.values())), None)
 
     @contextlib.contextmanager
     def waiting(self, where: str) -> Iterator[None]:
-        """Tells whoever watches the processes that this thread waits for others.
+        """Tells the watcher of the processes that this thread waits for others.
 
         Args:
           where: what it waits for.
@@ -118,7 +118,7 @@ class Peers:
                 self._waits_at[thread] = before
 
     def fail(self, message: str) -> None:
-        """Says that this process cannot go on; what was said first stays."""
+        """Says that this process cannot go on. The first message stays."""
         self.failure = self.failure or message
 
     def check(self) -> None:
@@ -128,14 +128,14 @@ class Peers:
 
     @contextlib.contextmanager
     def one_thread(self, what: str) -> Iterator[None]:
-        """For what all processes do, in one order: of several threads nobody knows which one is first.
+        """Admits one thread at a time to what all processes do, since the order of threads may differ.
 
         Args:
-          what: what it is, such as "a run of a session", for the error.
+          what: what is done, such as "a run of a session", for the error.
 
         Raises:
           RuntimeError: another thread is within such a block. As other processes may have begun with either
-            of the two, none can go on.
+            of the two, no process can go on.
         """
         own = threading.current_thread().name
         if not self._turn.acquire(blocking=False):
@@ -155,11 +155,11 @@ class Peers:
             self._turn.release()
 
     def exchange(self, what: str, text: str, deadline: float = math.inf) -> list[str]:
-        """Tells all others a text, and waits for theirs. Every process calls it, in the same order.
+        """Tells all others a text, and waits for their texts. Every process calls it, in the same order.
 
         Args:
-          what: what it is, such as "pipeline"; the processes meet for each in an order of its own.
-          text: of this process.
+          what: the subject, such as "pipeline"; the order of calls only matters within a subject.
+          text: the text of this process.
           deadline: until when it waits, by `time.monotonic`.
 
         Returns:
@@ -167,7 +167,7 @@ class Peers:
 
         Raises:
           ProcessError: another process has ended, or does not go on.
-          TimeoutError: somebody has not come in time.
+          TimeoutError: a process has not come in time.
         """
         with self._lock:
             number = self._numbers[what]
@@ -176,7 +176,7 @@ class Peers:
         self.check()
         with self._calling():
             self.store.key_value_set(f"{place}/{self.index}", text)
-            if number >= 2:  # all have come here, so that all have read what was told the time before last
+            if number >= 2:  # all have come here, so all have read the texts of the time before last
                 self.store.key_value_delete(f"{_PREFIX}/{what}/{number - 2}/{self.index}")
         told = []
         with self.waiting(f"{what}, time {number + 1}"):
@@ -185,13 +185,13 @@ class Peers:
         return told
 
     def tell(self, what: str, teller: int, text: str = "", is_read: bool = True) -> str:
-        """What one process tells others, without waiting. Every process calls it, in the same order.
+        """Lets one process tell others a text, without waiting. Every process calls it, in the same order.
 
         Args:
-          what: what it is; as in `exchange`.
+          what: the subject, as in `exchange`.
           teller: the number of the process that tells.
-          text: of that process.
-          is_read: whether this process waits for it; of the one that tells it means nothing.
+          text: the text of that process.
+          is_read: whether this process waits for the text; ignored in the process that tells.
 
         Returns:
           The text; "" if it is not read.
@@ -213,20 +213,20 @@ class Peers:
             return self._read(place, math.inf)
 
     def meet(self, what: str) -> None:
-        """Waits until all processes are there; as `exchange`."""
+        """Waits until all processes are there, like `exchange`."""
         self.exchange(what, "")
 
     def agree(self, what: str, document: Mapping[str, str], deadline: float = math.inf) -> None:
         """Compares what all processes say, before they rely on it. All call it, in the same order.
 
         Args:
-          what: what it is about, such as "pipeline"; as in `exchange`.
-          document: by what each is, such as "the schedule"; what differs is shown shortened.
+          what: the subject, such as "pipeline", as in `exchange`.
+          document: texts by name, such as "the schedule"; those that differ are shown shortened.
           deadline: as in `exchange`.
 
         Raises:
-          ValueError: something differs, with the values of all processes.
-          ProcessError, TimeoutError: as `exchange`.
+          ValueError: something differs; the error has the values of all processes.
+          ProcessError, TimeoutError: as for `exchange`.
         """
         told = [json.loads(text) for text in self.exchange(what, json.dumps(dict(document)), deadline)]
         names = dict.fromkeys(itertools.chain(*told))
@@ -253,7 +253,7 @@ class Peers:
 
     @contextlib.contextmanager
     def _calling(self) -> Iterator[None]:
-        """Around calls of the store."""
+        """Turns errors of calls of the store into ours."""
         try:
             yield
         except jax.errors.JaxRuntimeError as error:
@@ -264,7 +264,7 @@ class Peers:
 
 
 def _describe(values: Sequence[str]) -> str:
-    """The values and who has them; of long ones, what is around the first difference."""
+    """Describes values and the processes that have them; long ones only around the first difference."""
     processes: dict[str, list[int]] = {}
     for process, value in enumerate(values):
         processes.setdefault(value, []).append(process)
@@ -289,14 +289,14 @@ def current() -> Peers | None:
 
 
 def set_current(peers: Peers | None) -> None:
-    """Says which processes this one has joined; None that it runs alone again."""
+    """Sets the processes that this one has joined; None: it runs alone again."""
     global _current
     _current = peers
 
 
 @contextlib.contextmanager
 def occupied(what: str) -> Iterator[None]:
-    """For what takes long while other processes wait, such as compiling: they go on waiting.
+    """Wraps what takes long while other processes wait, such as compiling: they go on waiting.
 
     Args:
       what: what is done, for their messages.
@@ -314,13 +314,13 @@ def occupied(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def waiting(where: str) -> Iterator[None]:
-    """What `Peers.waiting` does; nothing in a process that runs alone."""
+    """Does what `Peers.waiting` does; nothing in a process that runs alone."""
     with contextlib.nullcontext() if _current is None else _current.waiting(where):
         yield
 
 
 @contextlib.contextmanager
 def one_thread(what: str) -> Iterator[None]:
-    """For what all processes do, as `Peers.one_thread`; nothing in a process that runs alone."""
+    """Does what `Peers.one_thread` does; nothing in a process that runs alone."""
     with contextlib.nullcontext() if _current is None else _current.one_thread(what):
         yield

@@ -1,6 +1,6 @@
 """The engine's public call: a pipeline of stage functions, with the state going in and coming out.
 
-It offers building, running and questions, and hands all on.
+It offers building, running and questions, and delegates all of them.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _with_options(
 ) -> Callable[
     [Callable[[Pipeline, Any, PipelineOptions], None]], Callable[Concatenate[Pipeline, Any, P], None]
 ]:
-    """Lets `__init__` take an options object by its fields, for people, editors and type checkers alike."""
+    """Lets `__init__` take an options object's fields as arguments, which type checkers understand, too."""
 
     def decorate(
         init: Callable[[Pipeline, Any, PipelineOptions], None],
@@ -110,7 +110,7 @@ class Pipeline:
           options: given as keyword arguments, the fields of `PipelineOptions`.
 
         Raises:
-          TypeError: a compiler option has not the type of one; or there is no such argument.
+          TypeError: a compiler option's type is not usable, or there is no such argument.
           ValueError: an argument is not usable.
         """
         functions, mapping, self._parameters = flatten_stages(
@@ -127,16 +127,16 @@ class Pipeline:
         if options.execution_phases is not None:
             options.execution_phases.check(levels[-1] + 1, schedule, options.num_serialized)
         self._begin(Recipe(functions, mapping, options), levels, options.loss is not None)
-        # One program needs no timetable, but a schedule of the user's is checked all the same.
+        # One program needs no timetable, but a user's schedule is checked all the same.
         known = 1 if count is None else count
         self.timetable(min(known, 64) if self.is_one_program else known)
 
     def _begin(self, recipe: Recipe, levels: Sequence[int], trains: bool) -> None:
-        """Checks what is said of a pipeline, and takes it.
+        """Checks a recipe, and takes it.
 
         Args:
-          recipe: what it is made of.
-          levels: of its stages.
+          recipe: what the pipeline is made of.
+          levels: the levels of its stages.
           trains: whether it goes backward.
         """
         self._recipe, options, mapping = recipe, recipe.options, recipe.mapping
@@ -161,8 +161,8 @@ class Pipeline:
         self._kept = kept.current()
         self._accumulators: dict[str, Any] | None = None  # the zeros that the last update left
         self._placed: weakref.ref[PipelineState] | None = None  # the last state that is known to be placed
-        # A function by itself, so that what calls it does not hold the pipeline: an infeed holds the
-        # runner, and the pipeline's program the infeed.
+        # A function by itself, so that its callers do not hold the pipeline: an infeed holds the runner,
+        # and the pipeline's program the infeed.
         self._make_timetable: Callable[[int], schedules.Timetable] = functools.partial(
             _make_timetable, schedule, mapping, trains, tuple(levels)
         )
@@ -180,29 +180,29 @@ class Pipeline:
         )
 
     def timetable(self, num_micro_batches: int) -> schedules.Timetable:
-        """The checked timetable of a step with so many micro-batches, or groups of `num_serialized`."""
+        """The checked timetable of a step with this many micro-batches, or groups of `num_serialized`."""
         return self._make_timetable(num_micro_batches)
 
     # What is known about the pipeline.
 
     @property
     def num_ipus(self) -> int:
-        """How many IPUs each replica needs."""
+        """The number of IPUs that each replica needs."""
         return max(self.device_mapping) + 1
 
     @property
     def num_devices(self) -> int:
-        """How many devices each replica needs."""
+        """The number of devices that each replica needs."""
         return self.num_ipus * self.options.num_devices_per_ipu
 
     @property
     def num_replicas(self) -> int:
-        """How many copies of it run at the same time."""
+        """The number of copies of the pipeline that run at the same time."""
         return self._num_replicas
 
     @property
     def options(self) -> PipelineOptions:
-        """What was said of it."""
+        """The options that were given."""
         return self._recipe.options
 
     @property
@@ -220,22 +220,22 @@ class Pipeline:
 
     @property
     def _iterated(self) -> Iterated | None:
-        """What makes it the body of a loop."""
+        """What makes the pipeline the body of a loop; None if it is none."""
         return None
 
     @property
     def is_loop(self) -> bool:
-        """Whether its micro-batches are iterations."""
+        """Whether the micro-batches are iterations of a loop."""
         return self._iterated is not None
 
     @property
     def num_carried(self) -> int:
-        """How many leaves at the beginning of a micro-batch come from the one before; 0 but in a loop."""
+        """The number of a micro-batch's first leaves that come from the one before; 0 except in a loop."""
         return 0 if self._iterated is None else len(self._iterated.carried)
 
     @property
     def built(self) -> Built:
-        """What there is once it has been traced."""
+        """The traced pipeline and its programs."""
         if self._built is None:
             raise RuntimeError("The pipeline has not been traced; call trace, init or step first.")
         return self._built
@@ -247,7 +247,7 @@ class Pipeline:
 
     @property
     def programs(self) -> tuple[StagePrograms, ...]:
-        """The programs of each stage, as they were before XLA."""
+        """The programs of each stage, before XLA."""
         return self._programs or self.built.programs
 
     @property
@@ -257,22 +257,22 @@ class Pipeline:
 
     @property
     def num_micro_batches(self) -> int | None:
-        """Micro-batches per step, or groups of `num_serialized`; None if each step says how many."""
+        """Micro-batches per step, or groups of `num_serialized`; None if each step is given the number."""
         return self.options.num_micro_batches
 
     @property
     def num_serialized(self) -> int:
-        """How many micro-batches a stage handles before the next stage starts."""
+        """The number of micro-batches that a stage handles before the next stage starts."""
         return self.options.num_serialized
 
     @property
     def collecting(self) -> Collecting:
-        """What is collected of the last stage."""
+        """What is collected from the last stage."""
         return self.built.collecting
 
     @property
     def metrics(self) -> MetricReader:
-        """What its stages and its optimizer report."""
+        """Reads what the stages and the optimizer report."""
         return self.built.metrics
 
     @property
@@ -281,19 +281,19 @@ class Pipeline:
         return self.traced.variables
 
     def plan_memory(self, num_micro_batches: int | None = None) -> tuple[StageMemory, ...]:
-        """What each stage will hold between forwards and backwards, by the programs and the schedule.
+        """Plans what each stage will hold between forwards and backwards, by the programs and the schedule.
 
         Args:
-          num_micro_batches: of a step, where the pipeline has no fixed number.
+          num_micro_batches: micro-batches of a step, if the pipeline has no fixed number.
 
         Raises:
-          ValueError: nobody says how many micro-batches a step has.
+          ValueError: the number of micro-batches is given neither here nor to the pipeline.
         """
         plan = self.dispatch_plan
         return self._plan_memory(self._count(num_micro_batches), 1 if plan is None else plan.chunk_size)
 
     def _plan_memory(self, count: int, chunk_size: int) -> tuple[StageMemory, ...]:
-        if self.is_one_program:  # which ends a micro-batch before the next one starts
+        if self.is_one_program:  # it ends a micro-batch before the next one starts
             in_flight: Sequence[int] = (self.num_serialized,) * len(self.device_mapping)
         else:
             in_flight = [chunk_size * chunks for chunks in self.timetable(count // chunk_size).in_flight]
@@ -301,19 +301,20 @@ class Pipeline:
         return plan_stages(self.traced, self._programs, self.device_mapping, in_flight, known)
 
     def plan_ipu_memory(self, num_micro_batches: int | None = None) -> tuple[IpuMemory, ...]:
-        """What each IPU needs while steps run: state, accumulators, micro-batches, and the programs.
+        """Plans what each IPU needs while steps run: state, accumulators, micro-batches and programs.
 
-        What the programs take is known once they have been compiled, in the first step; on one device this
-        is where its micro-batches are, too.
+        What the programs take is known once they have been compiled, in the first step. On one device this
+        includes the micro-batches.
 
         Args:
-          num_micro_batches: of a step, where the pipeline has no fixed number.
+          num_micro_batches: micro-batches of a step, if the pipeline has no fixed number.
 
         Returns:
           One entry per IPU, in their order.
 
         Raises:
-          ValueError: nobody says how many micro-batches a step has; or see `prepare`.
+          ValueError: the number of micro-batches is given neither here nor to the pipeline; or see
+            `prepare`.
         """
         count = self._count(num_micro_batches)
         runner, stages = self.prepare(), self.plan_memory(count)
@@ -323,7 +324,7 @@ class Pipeline:
         """What execution phases bring to the devices and take away, for `Scenario.host_memory`.
 
         Args:
-          link: between each IPU and host memory, likewise in either direction.
+          link: the link between each IPU and host memory, with the same speed in either direction.
 
         Returns:
           The bytes of each program; None if there are no phases, or nothing leaves the devices.
@@ -351,12 +352,12 @@ class Pipeline:
     def facts(
         self, num_micro_batches: int | None = None, *, left_out: Collection[str] = ()
     ) -> PipelineDetails:
-        """What is known of it before anything is compiled. It does not start JAX's backend.
+        """What is known of the pipeline before anything is compiled. Does not start JAX's backend.
 
         Args:
-          num_micro_batches: of a step, where the pipeline has no fixed number. Without it, what stages hold
-            is that of a step of one micro-batch.
-          left_out: full names of variables that are not to be told.
+          num_micro_batches: micro-batches of a step, if the pipeline has no fixed number. Without it, what
+            stages hold is that of a step of one micro-batch.
+          left_out: full names of variables to leave out.
 
         Raises:
           RuntimeError: the pipeline has not been traced; see `trace`.
@@ -398,12 +399,12 @@ class Pipeline:
     ) -> PipelineSummary:
         """What each stage will need and do, and how long IPUs will wait, before anything is compiled.
 
-        It does not start JAX's backend. `print` shows it as a table.
+        Does not start JAX's backend. `print` shows it as a table.
 
         Args:
-          num_micro_batches: of a step, where the pipeline has no fixed number. Without it, what stages hold
-            is that of a long step.
-          left_out: full names of variables that are not to be told.
+          num_micro_batches: micro-batches of a step, if the pipeline has no fixed number. Without it, what
+            stages hold is that of a long step.
+          left_out: full names of variables to leave out.
 
         Raises:
           RuntimeError: the pipeline has not been traced; see `trace`.
@@ -423,9 +424,9 @@ class Pipeline:
     def dispatch_plan(self) -> Chunking | None:
         """How many micro-batches a program handles; None on one device.
 
-        If none was given it is chosen, from the programs and the kind of the devices (a CPU's, as long as
-        none are known). With another schedule than "grouped", with recomputation or offloading and with a
-        number of micro-batches that is known at run only, every action stays a program of its own.
+        If none was given, it is chosen from the programs and the kind of the devices (CPUs, as long as none
+        are known). With another schedule than "grouped", with recomputation or offloading, and with a
+        number of micro-batches that is known only at run time, every action stays a program of its own.
         """
         if self.is_one_program:
             return None
@@ -447,7 +448,7 @@ class Pipeline:
         return self._chosen_plan
 
     def with_dispatch_plan(self, plan: Chunking | None) -> Pipeline:
-        """The same pipeline by another plan (None: the one that is chosen). It is not traced again."""
+        """The same pipeline with another plan (None: the one that is chosen). It is not traced again."""
         if plan is not None:
             check_dispatch_plan(plan, self.num_micro_batches, self.is_one_program)
         other = copy.copy(self)
@@ -457,17 +458,17 @@ class Pipeline:
         return other
 
     def plan_accumulators(self) -> AccumulatorPlan:
-        """Which program accumulates where."""
+        """Plans which program accumulates where."""
         return plan_accumulators(self.traced, self._programs, self.device_mapping, self._reduction)
 
     # Building.
 
     def trace(self, micro_batch: Any, *inputs: Any) -> None:
-        """Traces the stages and the optimizer and checks them. It does not start a JAX backend.
+        """Traces the stages and the optimizer and checks them. Does not start a JAX backend.
 
         Args:
           micro_batch: a micro-batch, or the same pytree of `jax.ShapeDtypeStruct`s; None for no feed.
-          *inputs: the inputs that are constant during a step, likewise.
+          *inputs: the inputs that are constant during a step, or their shapes and dtypes.
 
         Raises:
           ValueError: the pipeline was traced before, with other shapes or dtypes.
@@ -490,13 +491,13 @@ class Pipeline:
         self._programs = self._built.programs
 
     def with_recomputation(self, recompute: Recomputation | None) -> Pipeline:
-        """The same pipeline with something else kept for the backward; see `set_recomputation`."""
+        """The same pipeline with another choice of what the backward gets; see `set_recomputation`."""
         other = copy.copy(self)
         other.set_recomputation(recompute)
         return other
 
     def set_recomputation(self, recompute: Recomputation | None) -> None:
-        """Says what stages keep for their backward. If that is new, everything is compiled again."""
+        """Sets what stages keep for their backward. If that is new, everything is compiled again."""
         if recompute is self._recompute:
             return
         self._recompute, self._runner = recompute, None
@@ -505,11 +506,11 @@ class Pipeline:
             self._programs = self._built.make_programs(recompute)
 
     def set_replicas(self, num_replicas: int, identical_keys: bool = False) -> None:
-        """Says how many replicas there are. If that is new, everything is compiled again.
+        """Sets the number of replicas. If that is new, everything is compiled again.
 
         Args:
           num_replicas: see `PipelineOptions`.
-          identical_keys: whether all of them draw the random numbers that one alone would.
+          identical_keys: whether all replicas draw the same random numbers as a single one would.
 
         Raises:
           ValueError: the number is not usable.
@@ -524,11 +525,11 @@ class Pipeline:
         self._compiler_options = self._plan_compiler_options()
 
     def prepare(self, devices: Sequence[Any] | None = None) -> Runner[Any]:
-        """What runs the pipeline; made at the first call, which starts JAX's backend.
+        """Returns the runner of the pipeline, made at the first call, which starts JAX's backend.
 
         Args:
-          devices: the JAX device of each IPU; by default those of the call before, or those given to the
-            pipeline. With other devices than before everything is compiled again, for them.
+          devices: the JAX device of each IPU; by default those of the previous call, or those given to the
+            pipeline. For other devices than before, everything is compiled again.
 
         Raises:
           ValueError: there are too few devices, or XLA refuses a compiler option.
@@ -631,12 +632,12 @@ class Pipeline:
 
     @peers.one_thread("the initial state of a pipeline")
     def init(self, key: Any, micro_batch: Any, *inputs: Any) -> PipelineState:
-        """The state at the start of training.
+        """Makes the state at the start of training.
 
         Args:
           key: a scalar random key, from `jax.random.key`.
           micro_batch: an example, or its shapes and dtypes.
-          *inputs: likewise, the inputs that are constant during a step.
+          *inputs: the inputs that are constant during a step, or their shapes and dtypes.
 
         Returns:
           The state, its leaves on the devices of their stages.
@@ -649,7 +650,7 @@ class Pipeline:
         self.trace(micro_batch, *inputs)
         runner = self.prepare()
         variables: dict[str, Any] = {}
-        for name, spec in self.variables.items():  # one at a time: together they may not fit one device
+        for name, spec in self.variables.items():  # one at a time: all of them may not fit one device
             made = initial_value(spec, key) if runner.placement.has_variable(name) else spec
             variables |= runner.placement.place_variables({name: made})
         return PipelineState(
@@ -663,11 +664,11 @@ class Pipeline:
     def init_optimizer_state(
         self, variables: Mapping[str, Any], outputs: Sequence[Any] | None = None
     ) -> Any:
-        """The optimizer's state at the start.
+        """Makes the optimizer's state at the start.
 
         Args:
-          variables: by full name.
-          outputs: the leaves of what the last stage returned for the first micro-batch.
+          variables: the variables, by full name.
+          outputs: the leaves that the last stage returned for the first micro-batch.
 
         Returns:
           The state; None without training, and if it depends on outputs that are not given.
@@ -686,24 +687,24 @@ class Pipeline:
           state: from `init` or a step; its arrays are not copied.
 
         Returns:
-          What `parameters` was given, with the values of the state; in place of a `Shared` its value. None
-          for stages that are functions without a pytree of parameters.
+          The pytrees that the pipeline was given as `parameters`, with the state's values; a `Shared` is
+          replaced by its value. None for stages that are functions without a pytree of parameters.
 
         Raises:
-          ValueError: the state has not all of them.
+          ValueError: the state lacks some of them.
         """
         return self._parameters.read(state.variables)
 
     def with_parameters(self, state: PipelineState, parameters: Sequence[Any]) -> PipelineState:
-        """The state with other values of parameters. What else it has stays, the optimizer's state too.
+        """Replaces the values of parameters in a state. The rest stays, including the optimizer's state.
 
         Args:
           state: from `init` or a step.
-          parameters: as `parameters` returns them; arrays of JAX or NumPy, on whatever device. They are not
+          parameters: as `parameters` returns them; arrays of JAX or NumPy, on any device. They are not
             copied, so with `donate` a step destroys them.
 
         Raises:
-          ValueError: number, structure, shape or dtype is another one, or what is shared has two values.
+          ValueError: number, structure, shape or dtype differs, or a shared parameter has two values.
         """
         variables = {**state.variables, **self._parameters.write(parameters)}
         return dataclasses.replace(state, variables=variables)
@@ -722,10 +723,10 @@ class Pipeline:
 
         Args:
           state: from `init` or the step before; with `donate` it must not be used afterwards.
-          micro_batches: yields pytrees of arrays, at least as many as the step has micro-batches, of all
-            replicas; what is left stays there. Or what `place_micro_batches` returned.
+          micro_batches: yields pytrees of arrays, at least one for each of the step's micro-batches in all
+            replicas; the rest is not consumed. Or what `place_micro_batches` returned.
           *inputs: pytrees of arrays that are constant during the step.
-          num_micro_batches: if the pipeline was given None, how many.
+          num_micro_batches: the number of micro-batches, if the pipeline was given None.
 
         Returns:
           The new state and the outputs, still being computed.
@@ -762,15 +763,15 @@ class Pipeline:
         return self._step(state, take if has_feed else take_nothing, inputs, num_micro_batches)
 
     def place_micro_batches(self, micro_batches: Sequence[Any]) -> PlacedMicroBatches:
-        """The micro-batches of a step, put on the devices that read them, for `step`; once or again.
+        """Puts the micro-batches of a step on the devices that read them, for one or several `step`s.
 
         Args:
-          micro_batches: pytrees of arrays, as many as a step has. Their memory is not shared.
+          micro_batches: pytrees of arrays, all those of a step. Their memory is not shared.
 
         Raises:
           RuntimeError: the pipeline has not been traced.
-          ValueError: a micro-batch has another shape, dtype or structure than the pipeline was traced for;
-            or a program handles several, and there is another number than these make.
+          ValueError: a micro-batch has another shape, dtype or structure than the pipeline was traced for,
+            or a program handles several micro-batches, and these do not make whole groups.
         """
         runner = self.prepare()
         elements: list[Any] = [
@@ -802,7 +803,7 @@ class Pipeline:
 
     @property
     def places_with_marks(self) -> list[str]:
-        """The stages that mark values for recomputation to keep, as errors call them."""
+        """The stages that mark values to be kept in recomputation, as errors call them."""
         return [stage.place for stage in self.traced.stages if has_marks(stage.flat)]
 
     @property
@@ -817,42 +818,42 @@ class Pipeline:
 
     @property
     def waits_for_python(self) -> bool:
-        """Whether its programs call functions of the host, which wait for Python."""
+        """Whether the programs call functions of the host, which wait for Python."""
         return self.prepare().waits_for_python
 
     @property
     def place_element(self) -> Callable[[Sequence[Any]], Element]:
-        """Puts the leaves of a micro-batch on the devices that read them, for `accumulate`.
+        """A function that puts the leaves of a micro-batch on the devices that read them, for `accumulate`.
 
-        On other devices it is another function. It may be called from another thread.
+        With other devices it is another function. It may be called from another thread.
         """
         return self.prepare().place_element
 
     def place_ahead(self, elements: Sequence[Element]) -> list[Element]:
-        """The micro-batches of an update, from `place_element`, put together as programs take them."""
+        """Groups the micro-batches of an update, from `place_element`, as programs take them."""
         return list(self.prepare().place_ahead(elements))
 
     def introduce(self, name: str) -> None:
-        """Says who is about to run, if somebody watches.
+        """Tells the watcher, if there is one, that this pipeline is about to run.
 
         Args:
-          name: what people call it.
+          name: the name that people know it by.
         """
         if (watcher := watching.current()) is not None:
             watcher.introduce(self.prepare(), self, name)
 
     def num_fetched(self, num_updates: int, num_micro_batches: int | None = None) -> int:
-        """How many micro-batches to fetch ahead at least; `accumulate` takes no more at once.
+        """The least number of micro-batches to fetch ahead; `accumulate` takes no more at once.
 
         Args:
-          num_updates: how many weight updates are to be done.
+          num_updates: the number of weight updates to do.
           num_micro_batches: as for `step`.
         """
         every = self.updated_every(num_micro_batches)
         return self.prepare().num_fetched(num_updates * every, every)
 
     def updated_every(self, num_micro_batches: int | None) -> int:
-        """How many micro-batches a step has in each replica, those of a group counted one by one."""
+        """The number of a step's micro-batches in each replica; those of a group count one by one."""
         known = self.num_micro_batches
         if (known is None) == (num_micro_batches is None):
             raise ValueError(
@@ -865,20 +866,22 @@ class Pipeline:
         return int(count) * self.num_serialized
 
     def compile(self, state: PipelineState, num_updates: int = 1) -> None:
-        """Compiles what steps run, before the first one. It runs nothing, and leaves the state as it is.
+        """Compiles what steps run, before the first one. Runs nothing, and leaves the state as it is.
 
         Args:
           state: from `init` or a step.
-          num_updates: how many steps may be done together, see `accumulate`.
+          num_updates: the number of steps that may be done together, see `accumulate`.
 
         Raises:
-          ValueError: a variable is missing; or each step says how many micro-batches it has, or the
-            optimizer's state depends on what the last stage returns, so that they are compiled in the first
-            step.
+          ValueError: a variable is missing. Or each step is given its number of micro-batches, or the
+            optimizer's state depends on what the last stage returns: then the first step compiles.
         """
         every = self.updated_every(None)
         if self.updates is not None and state.optimizer_state is None:
-            raise ValueError("compile: the optimizer's state depends on the first step, which compiles.")
+            raise ValueError(
+                "compile() is not available here: the optimizer state is made from the first step's "
+                "outputs, so that step compiles."
+            )
         runner = self.prepare()
         state = self.place(state)
         accumulators = self._accumulators
@@ -902,22 +905,22 @@ class Pipeline:
         replacing: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
         should_stop: Callable[[], bool] | None = None,
     ) -> PipelineState:
-        """Does weight updates, or executions without training, one after another or several together.
+        """Runs weight updates, or executions without training, one after another or several together.
 
-        What is raised before an update has begun leaves the state of the last one, which was told.
+        After an error before an update has begun, the state is the one last passed to `on_update`.
 
         Args:
           state: placed, see `place`.
-          take: as for `accumulate`, and the next two.
+          take: as for `accumulate`.
           input_leaves: the leaves of the inputs.
-          on_update: told what there is after some updates, and how many these were.
-          num_updates: how many are to be done.
-          num_total: how many there are in the run that they are a part of; None: as many.
+          on_update: called after some updates, with the progress and the number of these updates.
+          num_updates: the number of updates to do.
+          num_total: the number of updates of the whole run; None: `num_updates`.
           num_micro_batches: as for `step`.
-          one_by_one: whether each is told before the next one begins.
-          replacing: gives a context for while the old state may be gone (its memory is given to the new
-            one) and the new one has not been told.
-          should_stop: asked after each time that `on_update` was told; True ends the run.
+          one_by_one: whether `on_update` is called for each update before the next one begins.
+          replacing: returns a context for the time when the old state may be gone (its memory is given to
+            the new one) and `on_update` does not have the new one yet.
+          should_stop: called after each call of `on_update`; True ends the run.
 
         Returns:
           The state after the last update, still being computed.
@@ -946,15 +949,15 @@ class Pipeline:
         num_total: int = 1,
         num_micro_batches: int | None = None,
     ) -> Pending:
-        """The first part of `step`: all that leaves the state as it is.
+        """Does the first part of `step`: all that leaves the state as it is.
 
         Args:
           state: placed, see `place`.
-          take: returns the leaves of up to so many micro-batches, and of one at least, as `place_element`
-            of what `prepare` returns left them.
+          take: takes a number, and returns that many micro-batches or fewer, at least one, as returned by
+            the `place_element` of what `prepare` returns.
           input_leaves: the leaves of the inputs.
-          num_updates: how many weight updates may be done together.
-          num_total: how many there are in the run, which the sizes of blocks depend on.
+          num_updates: the number of weight updates that may be done together.
+          num_total: the number of updates of the run, which the sizes of blocks depend on.
           num_micro_batches: as for `step`.
 
         Returns:
@@ -974,13 +977,13 @@ class Pipeline:
         return pending
 
     def update(self, state: PipelineState, pending: Pending) -> Progress:
-        """The second part of `step`. With `donate` it destroys the old state.
+        """Does the second part of `step`. With `donate` it destroys the old state.
 
         Returns:
           The new state, and what there is to read.
         """
         self._check_optimizer_state(state)
-        # The accumulators went into what is pending.
+        # The accumulators are part of what is pending.
         with naming_peers():
             progress = self.prepare().run(RunState(state, {}), pending)
         self._accumulators = progress.state.accumulators
@@ -988,7 +991,7 @@ class Pipeline:
         return progress
 
     def place(self, state: PipelineState) -> PipelineState:
-        """The state with its leaves on the devices of their stages.
+        """Puts the leaves of a state on the devices of their stages.
 
         Raises:
           ValueError: a variable is missing, or has another shape or dtype.
@@ -1010,7 +1013,7 @@ class Pipeline:
     def take_accumulators(self, other: Pipeline) -> None:
         """Takes over the accumulators of another pipeline: zeros, between two steps.
 
-        So pipelines that have the same state in turn, each for its shape of micro-batches, need them once.
+        Pipelines that use the same state in turn, each for its shape of micro-batches, then need one set.
         Where they do not fit, both pipelines make their own again in their next steps.
 
         Args:
@@ -1021,7 +1024,7 @@ class Pipeline:
             self._accumulators = found
 
     def _find_accumulators(self) -> Any:
-        """What says which accumulators there are, and where."""
+        """A value that identifies the accumulators and their places."""
         extra, ipus, owners = self.plan_accumulators().extra, self.device_mapping, self.traced.owners
         dtypes = self.built.accumulator_dtypes
         homes = {name: ipus[owners[name]] for name in dtypes}
@@ -1029,7 +1032,7 @@ class Pipeline:
         return dtypes, homes, self._devices, self._num_replicas, self._offload
 
     def check_element(self, element: Any, number: int) -> list[Any]:
-        """The leaves of a micro-batch, checked against the first one.
+        """Checks a micro-batch against the first one. Returns its leaves.
 
         Raises:
           ValueError: structure, shape or dtype differ.
@@ -1037,7 +1040,7 @@ class Pipeline:
         return check_like(element, self.traced.element, f"Micro-batch {number}")
 
     def check_inputs(self, inputs: Sequence[Any]) -> list[Any]:
-        """The leaves of the inputs, checked likewise."""
+        """Checks the inputs in the same way. Returns their leaves."""
         return check_like(tuple(inputs), self.traced.inputs, "The inputs")
 
     def _check_optimizer_state(self, state: PipelineState) -> None:
@@ -1072,7 +1075,7 @@ def _chain(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
 
 
 def _check_targets(traced: TracedPipeline, updates: Updates | None) -> None:
-    """Raises if something is enqueued for anybody but the metrics, which a step would not give it."""
+    """Raises if something is enqueued for another target than the metrics, which a step does not serve."""
     entries = (*traced.enqueued, *(() if updates is None else updates.enqueued))
     for entry in entries:
         if not isinstance(entry.target, Metric):

@@ -1,4 +1,4 @@
-"""What a caller says of a pipeline besides its stages."""
+"""The arguments of a pipeline besides its stages."""
 
 from __future__ import annotations
 
@@ -26,32 +26,33 @@ __all__ = ["PipelineOptions", "check_positive", "check_replicas"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PipelineOptions:
-    """The keyword arguments of `Pipeline`, checked as far as that needs no stages.
+    """The keyword arguments of `Pipeline`, checked as far as possible without the stages.
 
     Attributes:
-      num_micro_batches: micro-batches per step, at least 1. None: each step says how many; another
-        number than before is not compiled for.
+      num_micro_batches: micro-batches per step, at least 1. None: each step is given the number, and a
+        new number does not compile again.
       parameters: a pytree of arrays for each stage, which its function takes before its inputs,
         `stage(parameters, *inputs)`; as for `Stage`. None: the stages are as they are given.
       loss: takes what the last stage returns, returns a scalar; goes with `optimizer`. Without both
         the pipeline only runs forwards.
       optimizer: an Optax transformation; or a function of what the last stage returned for the last
-        micro-batch (for the state at the start: the first) which returns one, or a pair of one and
-        a dict of extra arguments for its `update`.
+        micro-batch (for the state at the start: the first). The function returns a transformation, or a
+        pair of a transformation and a dict of extra arguments for its `update`.
       schedule: "grouped", "interleaved", "sequential" or a function like `schedules.grouped`.
       device_mapping: the IPU of each stage, a number from 0; a list of numbers for parallel stages. By
-        default each has its own.
+        default each stage has its own.
       devices: the JAX device of each IPU; by default the first of `jax.devices()`.
       reduction: "sum", "mean" or "running_mean" of the gradients over the micro-batches.
       donate: whether `step` may destroy the state that it is given. False makes it a pure function.
       trained: full names of the variables to train, or a function that returns them once the
         stages have been traced; None: all trainable ones.
       program_names: the names of the program that the pipeline is part of; by default its own.
-      captures: which traced values from outside the stages and the optimizer may use, and takes them up.
-        They are further inputs of the pipeline, after those that are given. By default none may be used.
+      captures: collects traced values from outside that the stages and the optimizer may use. They are
+        further inputs of the pipeline, after those that are given. By default none may be used.
       gradient_map: returns, once the stages have been traced, None or a function of a gradient and its
         variable; it is applied to each micro-batch's gradients, before accumulation.
-      gradient_targets: returns, likewise, who gets each micro-batch's gradients (see `GradientTarget`).
+      gradient_targets: returns, once the stages have been traced, the targets that get each micro-batch's
+        gradients (see `GradientTarget`).
       execution_phases: which stages run as one phase, and what leaves the devices from phase to phase; with
         the schedule "sequential" and in one process only. None: there are no phases.
       recompute: "auto", "recompute_then_backpropagate" or "recompute_and_backpropagate_interleaved"
@@ -60,50 +61,49 @@ class PipelineOptions:
         "weights" (see `Offload`), which then lie in host memory while no program uses them.
       accumulator_dtype: of the gradients' sums or means: None for the variable's dtype, a dtype, or a
         function from a variable (`VariableSpec`, with `name`, `shape`, `dtype`) to one of these.
-      num_serialized: how many micro-batches a stage handles, one after another, before the next stage
-        starts. With k a step has `num_micro_batches` times k of them. Above 1 only with the schedule
+      num_serialized: the number of micro-batches that a stage handles, one after another, before the next
+        stage starts. With k, a step has `num_micro_batches` times k of them. Above 1 only with the schedule
         "sequential" and all stages on one device.
       collect_outputs: False leaves what the last stage returns out of `StepOutputs`, which saves
-        memory. A function, from what it returns as a pytree of `jax.ShapeDtypeStruct`s to one boolean
-        per leaf, leaves out those with False; `StepOutputs.outputs` then has lists of the other leaves.
-      collect_losses: False likewise leaves out losses.
+        memory. A function, from these outputs as a pytree of `jax.ShapeDtypeStruct`s to one boolean per
+        leaf, leaves out leaves with False; `StepOutputs.outputs` then has lists of the other leaves.
+      collect_losses: False leaves losses out of `StepOutputs`.
       sum_collected: whether what is collected is summed over the micro-batches of a step, as they
         finish. `StepOutputs` then has one entry, the sums.
-      sum_dtype: of sums: None for that of the value, a dtype, or a function from the value's
-        `jax.ShapeDtypeStruct` (of one micro-batch) to one of these. Booleans need one, and
+      sum_dtype: of sums: None for the value's dtype, a dtype, or a function from the value's
+        `jax.ShapeDtypeStruct` (of one micro-batch) to one of these. Booleans need a dtype, and
         floating-point numbers are not summed as integers.
-      block_bytes: with all stages on one device, how much of it the micro-batches that are handled by
-        one call, and their outputs, may take.
+      block_bytes: with all stages on one device, how much of it the micro-batches of one call, and their
+        outputs, may take.
       forward_options: per stage, XLA's options for its forward program, by name, as for the
         `compiler_options` of `jax.jit`. The last stage's forward and backward are one program, which
         gets the options of both; with all stages on one device everything is one, which gets all.
-      backward_options: likewise for the backward programs; only with an optimizer.
-      update_options: for the programs of the weight update; only with an optimizer.
+      backward_options: per stage, XLA's options for its backward program; only with an optimizer.
+      update_options: XLA's options for the programs of the weight update; only with an optimizer.
       option_names: what errors call these three arguments, by their names here.
       dispatch_plan: over several devices, how many micro-batches a program handles. None: chosen so that
         a step is short, for the schedule "grouped" (see `Pipeline.dispatch_plan`). With all stages on one
         device everything is one program, and a plan is an error.
-      num_replicas: how many copies of the pipeline run at the same time, each with micro-batches and
-        devices of its own: micro-batch k of replica r is number k * num_replicas + r of what `step` is
-        given, and IPU i of it device r * (IPUs of a replica) + i. Gradients, accumulated in each, are
-        averaged over the replicas once per weight update. So are floating-point variables that stages
-        assign (see `joins_assigned`); of others the first replica's count, and of outputs that the
-        optimizer reads. Values that
-        are collected have an axis of size num_replicas in front, if that is above 1. Random keys differ
-        between replicas. Not with `num_serialized` above 1.
+      num_replicas: the number of copies of the pipeline that run at the same time, each with its own
+        micro-batches and devices: micro-batch k of replica r is number k * num_replicas + r of what `step`
+        is given, and IPU i of replica r is device r * (IPUs of a replica) + i. Gradients, accumulated in
+        each, are averaged over the replicas once per weight update. So are floating-point variables that
+        stages assign (see `joins_assigned`). Of other variables, and of outputs that the optimizer reads,
+        the first replica's values count. Values that are collected have a leading axis of size num_replicas
+        if that is above 1. Random keys differ between replicas. Not with `num_serialized` above 1.
       joins_assigned: False leaves each replica its own values of variables that stages assign, from update
-        to update. Whoever reads the state's arrays then gets the first replica's; whoever puts others there
-        gives them to all.
+        to update. Reading the state's arrays then gives the first replica's values; writing them gives the
+        new values to all replicas.
       gathers_outputs: with replicas in several processes, whether what all of them collect comes to the
-        process of the first one. False leaves each process that of its own replicas, with an axis of their
+        process of the first one. False leaves each process its own replicas' part, with an axis of their
         number if that is above 1; each replica must then be in one process.
       shard: any of "optimizer_state" and "weights" (see `Shard`), of which each replica then has a part, as
         far as sizes can be divided by the number of replicas.
       tensor_parallel: how many devices compute each stage together, and what they divide. IPU i of replica
         r then has `size` devices, from number (r * (IPUs of a replica) + i) * size on. What goes from stage
         to stage is whole on each of them. Not with `num_serialized` above 1. None: one device.
-      max_chunked_bytes: what is chosen may not make a stage hold more than this between forwards and
-        backwards by handling several micro-batches at once.
+      max_chunked_bytes: the chosen dispatch plan may not make a stage hold more than this between forwards
+        and backwards by handling several micro-batches at once.
     """
 
     num_micro_batches: int | None
@@ -146,7 +146,7 @@ class PipelineOptions:
         """Checks the fields that can be checked alone.
 
         Raises:
-          ValueError: one is not usable.
+          ValueError: a field is not usable.
         """
         if self.num_micro_batches is not None:
             check_positive("num_micro_batches", self.num_micro_batches)
@@ -166,16 +166,16 @@ class PipelineOptions:
                 f"trained must be a collection of full names; got the string {self.trained!r}."
             )
         if (self.loss is None) != (self.optimizer is None):
-            raise ValueError("loss and optimizer go together: give both to train, none for forwards only.")
+            raise ValueError("Pass both loss and optimizer to train, or neither for inference only.")
 
     @property
     def num_devices_per_ipu(self) -> int:
-        """How many devices compute each stage together."""
+        """The number of devices that compute each stage together."""
         return 1 if self.tensor_parallel is None else self.tensor_parallel.size
 
 
 def check_replicas(num_replicas: Any, num_serialized: int) -> None:
-    """Raises a ValueError if a pipeline cannot have so many replicas."""
+    """Raises a ValueError if a pipeline cannot have this number of replicas."""
     check_positive("num_replicas", num_replicas)
     if num_replicas > 1 and num_serialized > 1:
         raise ValueError(

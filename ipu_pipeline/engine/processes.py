@@ -1,4 +1,4 @@
-"""The processes of a run: what they tell each other, and which devices are whose."""
+"""The processes of a run: what they tell each other, and which devices each has."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""What a terminal shows while programs compile, and what the log says once they have.
+"""Shows progress on a terminal while programs compile, and logs once they have.
 
 On a terminal, one line on the standard error counts programs and seconds; it is cleared when they have
-compiled, so that whatever follows stands where it stood. The logger "ipu_pipeline" gets one line, of level
-INFO. There is no line on a standard error that is no terminal, or where the environment variable
-TQDM_DISABLE is set to anything, as for all bars of tqdm.
+compiled, so that later output takes its place. The logger "ipu_pipeline" gets one line, of level INFO. No
+line is shown if the standard error is not a terminal, or if the environment variable TQDM_DISABLE is set to
+anything, as for all bars of tqdm.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ def is_shown_on(stream: Any) -> bool:
         return False
     try:
         return bool(stream.isatty())
-    except (AttributeError, ValueError):  # there is none, or it is closed
+    except (AttributeError, ValueError):  # there is no stream, or it is closed
         return False
 
 
 @contextlib.contextmanager
 def between_bars() -> Iterator[None]:
-    """For what is printed or logged while there may be bars of tqdm: these are drawn again below it.
+    """Wraps printing or logging while there may be bars of tqdm: these are drawn again below the text.
 
     Without bars tqdm is not asked, as its lock would fix the start method of the user's multiprocessing.
     """
@@ -62,16 +62,16 @@ class Compilation:
     """Counts programs that are being compiled, from any thread.
 
     Attributes:
-      total: how many there are to be.
-      num_done: how many are compiled.
+      total: the number of programs to compile.
+      num_done: the number of programs compiled so far.
     """
 
     def __init__(self, total: int, observer: Callable[[int, int], None] | None) -> None:
-        """Begins.
+        """Begins to count.
 
         Args:
-          total: how many there are to be.
-          observer: called with `num_done` and `total` whenever there is one more.
+          total: the number of programs to compile.
+          observer: called with `num_done` and `total` after each program.
         """
         self.total = total
         self.num_done = 0
@@ -91,7 +91,7 @@ class Compilation:
         self._add(1)
 
     def note_loaded(self, number: int) -> None:
-        """Notes programs that needed no compiling, as one like them was compiled for another device."""
+        """Notes programs that needed no compiling, as an equal one was compiled for another device."""
         self._num_loaded += number
         self._add(number)
 
@@ -112,12 +112,12 @@ class Compilation:
                 self._observer(self.num_done, self.total)
 
     def line(self) -> str:
-        """What the terminal shows now."""
+        """The line that the terminal shows now."""
         seconds = time.perf_counter() - self._begin
         return f"Compiling: {self.num_done} of {_count(self.total)}, {seconds:.1f} s"
 
     def log(self) -> None:
-        """Says what was compiled, if anything was, and if anybody listens."""
+        """Logs what was compiled, if anything was, and if the logger is enabled."""
         if not self.num_done or not _logger.isEnabledFor(logging.INFO):
             return
         parts = []
@@ -139,12 +139,12 @@ def _count(number: int) -> str:
 
 @contextlib.contextmanager
 def compiling(total: int) -> Iterator[Compilation]:
-    """Surrounds the compilation of programs; within another one, it counts with that.
+    """Surrounds the compilation of programs. Within another such block, it counts with that one.
 
     However the block ends, the terminal's line is gone afterwards. After an error nothing is logged.
 
     Args:
-      total: how many programs there are.
+      total: the number of programs.
     """
     outer = _current.get()
     if outer is not None:
@@ -168,10 +168,10 @@ def compiling(total: int) -> Iterator[Compilation]:
 
 @contextlib.contextmanager
 def watched_by(observer: Callable[[int, int], None]) -> Iterator[None]:
-    """What compiles in the block shows no line, as an observer shows it.
+    """Compilations in the block show no line, because an observer shows them.
 
     Args:
-      observer: called with how many programs are compiled and how many there are, from any thread.
+      observer: called with the numbers of compiled programs and of all programs, from any thread.
     """
     token = _observer.set(observer)
     try:

@@ -39,16 +39,16 @@ def gradients(
     trained: Sequence[str],
     loss_scale: Any = None,
 ) -> tuple[Any, Gradients, list[Any], dict[str, Any]]:
-    """One micro-batch.
+    """Computes one micro-batch.
 
     Args:
       traced: the pipeline's stages.
       state: the variables, key and execution count.
       micro_batch: a pytree of arrays.
-      index: the micro-batch's.
+      index: the micro-batch's index.
       inputs: pytrees of arrays that are constant during the step.
       trained: full names of the variables to differentiate.
-      loss_scale: what the gradients, but not the loss, are multiplied by; None: 1.
+      loss_scale: the factor of the gradients, but not of the loss; None: 1.
 
     Returns:
       The loss, its gradients, the leaves of the last stage's outputs, and the variables afterwards.
@@ -95,7 +95,7 @@ def _compile_gradients(traced: TracedPipeline, trained: tuple[str, ...]) -> Call
 
 
 class Accumulated(NamedTuple):
-    """What the micro-batches of a replica give: variables, gradients, and per micro-batch the rest."""
+    """The results of a replica's micro-batches: variables, gradients, and per micro-batch the rest."""
 
     variables: dict[str, Any]
     accumulated: Gradients
@@ -104,7 +104,7 @@ class Accumulated(NamedTuple):
 
 
 def _mean(parts: Sequence[Any]) -> Any:
-    """Over replicas, of floating-point numbers; else that of the first."""
+    """The mean over replicas of floating-point numbers; of others, the first replica's value."""
     is_floating = jnp.issubdtype(parts[0].dtype, jnp.floating)
     return parts[0] if len(parts) == 1 or not is_floating else sum(parts[1:], parts[0]) / len(parts)
 
@@ -120,11 +120,11 @@ def step(
     accumulator_dtypes: Mapping[str, Any] | None = None,
     num_replicas: int = 1,
 ) -> tuple[PipelineState, StepOutputs]:
-    """The counterpart of `Pipeline.step`, on whatever device the arrays are on.
+    """The counterpart of `Pipeline.step`, on the device of the arrays.
 
     Args:
       traced: the pipeline's stages, `Pipeline.traced`.
-      state: the state before; not changed. All its leaves on one device.
+      state: the state before, with all leaves on one device; not changed.
       micro_batches: all micro-batches of the step.
       *inputs: pytrees of arrays that are constant during the step.
       optimizer: as given to the pipeline.
@@ -132,7 +132,7 @@ def step(
       trained: as given to the pipeline.
       accumulator_dtypes: dtype of each trained variable's accumulator, by full name; None: the variables'
         own. The optimizer runs in the wider of the two.
-      num_replicas: as given to the pipeline; the micro-batches are those of all replicas.
+      num_replicas: as given to the pipeline; `micro_batches` has those of all replicas.
 
     Returns:
       The new state and the outputs.
@@ -159,7 +159,7 @@ def step(
         all_outputs, losses = [], []
         for index, micro_batch in enumerate(micro_batches[replica::num_replicas]):
             differentiated = tuple(trained) if optimizer is not None else ()
-            execution_count: Any = keys.as_int32(state.execution_count)  # as any other traced value
+            execution_count: Any = keys.as_int32(state.execution_count)  # traced like any other value
             stateless = dataclasses.replace(
                 running, optimizer_state=None, update_count=0, execution_count=execution_count
             )

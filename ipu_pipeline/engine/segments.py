@@ -1,7 +1,7 @@
-"""A function that calls pipelines and loops, traced once and cut into what is computed between the calls.
+"""Cuts a function that calls pipelines and loops, traced once, into what is computed between the calls.
 
 `mark_call` leaves a marker where a pipeline or loop is called. The equations between two markers are a
-segment, which is jitted. It reads the variables anew that it uses, since a call may have trained them.
+segment, which is jitted. It reads its variables anew, since a call may have trained them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = [
 
 _PLACE = "the compiled function"  # what errors call it
 _MEND_REPLICAS = (
-    "Let all of them have as many replicas; or return what is the same for all, such as what "
+    "Give all of them the same number of replicas, or return what is the same for all, such as what "
     "cross_replica_ops.cross_replica_mean gives, and feed it to another program."
 )
 
@@ -59,12 +59,12 @@ def mark_call(number: int, operands: Sequence[Any], results: Sequence[jax.ShapeD
     """Marks a call at this point of the function that is being traced.
 
     Args:
-      number: of the call, from 0.
+      number: the number of the call, from 0.
       operands: traced values and arrays that it takes.
-      results: shapes and dtypes of what it returns.
+      results: shapes and dtypes of its results.
 
     Returns:
-      What it returns, traced.
+      Its results, traced.
     """
     avals = tuple(jax_compat.shaped_array(aval.shape, aval.dtype) for aval in results)
     values: list[Any]
@@ -75,7 +75,7 @@ def mark_call(number: int, operands: Sequence[Any], results: Sequence[jax.ShapeD
 class CallStep(NamedTuple):
     """A pipeline or loop that is called."""
 
-    number: int  # of the call
+    number: int  # the number of the call
     operands: list[Any]  # the atoms that it takes
     results: list[Any]  # the jaxpr variables that it returns
 
@@ -87,7 +87,7 @@ class Segment:
     function: Callable[..., list[Any]]  # the equations, jitted
     arguments: list[Any]  # the jaxpr variables that it takes
     results: list[Any]  # the jaxpr variables that it returns
-    reads: dict[Any, VariableSpec]  # those of the arguments that are variables, read just before
+    reads: dict[Any, VariableSpec]  # the arguments that are variables, read just before the segment
 
 
 Step: TypeAlias = CallStep | Segment
@@ -95,7 +95,7 @@ Step: TypeAlias = CallStep | Segment
 
 @dataclass(frozen=True, eq=False)
 class SegmentedFunction:
-    """A function, cut."""
+    """A function cut into segments and calls."""
 
     steps: Sequence[Step]  # in the order in which they run
     inputs: Sequence[Any]  # jaxpr variables
@@ -103,7 +103,7 @@ class SegmentedFunction:
     constants: Mapping[Any, Any]  # the jaxpr variables that stand for constant arrays, with their values
 
     def with_inputs(self, numbers: Sequence[int]) -> SegmentedFunction:
-        """The function of some of its inputs only, of which the others are not used."""
+        """The function with only some of its inputs; the others must be unused."""
         return SegmentedFunction(
             self.steps, [self.inputs[number] for number in numbers], self.outputs, self.constants
         )
@@ -112,12 +112,12 @@ class SegmentedFunction:
 def segment(
     function: Callable[..., Any], avals: Sequence[jax.ShapeDtypeStruct], names: frames.ProgramNames
 ) -> SegmentedFunction:
-    """Traces a function that calls `mark_call`. It does not start JAX's backend.
+    """Traces a function that calls `mark_call`. Does not start JAX's backend.
 
     Args:
       function: takes one array per input, returns a list of arrays.
       avals: shapes and dtypes of the inputs.
-      names: those that its program gives out.
+      names: the names that its program gives out.
 
     Raises:
       ValueError: a pipeline or loop is called inside the body of another transformation.
@@ -172,7 +172,7 @@ def _make_steps(flat: jaxprs.FlatJaxpr, reads: Sequence[dict[VariableSpec, Any]]
         wanted = [atom for equation in later for atom in equation.invars] + list(flat.outputs)
         used = {atom for atom in wanted if not isinstance(atom, jex_core.Literal)}
         results = [var for equation in run for var in equation.outvars if var in used]
-        # A variable that is returned, or given to a pipeline, as it is still has to be read.
+        # A variable that is returned or given to a pipeline unchanged still has to be read.
         read_here = {var: spec for spec, var in reads[index].items()}
         results += [var for var in read_here if var in used]
         if results or any(equation.effects for equation in run):
@@ -208,26 +208,26 @@ def _make_segment(
 
 
 class Values:
-    """What the steps of a function have been given, and what they have made so far."""
+    """The inputs of a function's steps, and the results so far."""
 
     def __init__(self, function: SegmentedFunction, inputs: Sequence[Any]) -> None:
         self._function = function
         self._known = {**function.constants, **dict(zip(function.inputs, inputs, strict=True))}
 
     def find(self, atom: Any) -> Any:
-        """The value of an atom; None as long as it has not been made."""
+        """The value of an atom; None if it has not been made yet."""
         return np.asarray(atom.val) if isinstance(atom, jex_core.Literal) else self._known.get(atom)
 
     def operands(self, step: CallStep) -> list[Any]:
-        """What a call takes, once the steps before it have run."""
+        """The operands of a call, once the steps before it have run."""
         return [self._read(atom) for atom in step.operands]
 
     def arguments(self, step: Segment) -> list[Any]:
-        """What a segment takes, besides variables None."""
+        """The arguments of a segment, with None for variables."""
         return [None if var in step.reads else self._known[var] for var in step.arguments]
 
     def set_results(self, step: Step, results: Sequence[Any]) -> None:
-        """Says what a step has made."""
+        """Sets the results of a step."""
         self._known.update(zip(step.results, results, strict=True))
 
     def compute(
@@ -235,12 +235,12 @@ class Values:
     ) -> None:
         """Runs a segment on the first device of this process.
 
-        Of what replicas have apart it computes each replica's own.
+        Where its values differ between replicas, it computes each replica's own.
 
         Args:
           step: the segment.
-          variables: the values of those that it reads, in the order of `reads`.
-          devices: the program's.
+          variables: the values of the variables that it reads, in the order of `reads`.
+          devices: the program's devices.
           waits: whether to wait for the results.
 
         Raises:
@@ -276,7 +276,7 @@ class Values:
         self.set_results(step, step.function(*arguments))
 
     def outputs(self) -> list[Any]:
-        """What the function returns, of replicas the first one's: arrays of NumPy, and random keys."""
+        """The function's results, the first replica's if they differ: arrays of NumPy, and random keys."""
         returned = [of_replica(self._read(atom), 0) for atom in self._function.outputs]
         return [one if _is_key(one) else np.array(one) for one in returned]
 
@@ -285,7 +285,7 @@ class Values:
 
 
 def fit_replicas(name: str, operands: Sequence[Any], num_replicas: int) -> list[Any]:
-    """Operands of a call with so many replicas; without replicas the first one's of those that have them.
+    """Fits operands to a call's number of replicas; a call without replicas takes the first replica's.
 
     Raises:
       ValueError: a loop with another number of replicas gave one of them.
@@ -319,9 +319,9 @@ def read_count(name: str, value: Any) -> int:
 
 
 def in_every_process(values: Sequence[Any]) -> list[Any]:
-    """Values that a segment or a loop gave, such that each process has them; of one process as they are.
+    """Makes values of a segment or loop readable in each process; with one process, they stay as they are.
 
-    Of several processes they are arrays of NumPy, which a pipeline or loop takes wherever its devices are.
+    With several processes they become arrays of NumPy, which a pipeline or loop takes on any devices.
     """
     if peers.current() is None:
         return list(values)

@@ -23,7 +23,7 @@ __all__ = [
 
 
 def is_readable(array: Any) -> bool:
-    """Whether this process has all of an array, which may be on devices of several."""
+    """Whether this process has all of an array, which may be on devices of several processes."""
     if getattr(array, "is_fully_addressable", True):
         return True
     return bool(array.is_fully_replicated and array.addressable_shards)
@@ -32,17 +32,17 @@ def is_readable(array: Any) -> bool:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
 class OfReplicas:
-    """A value of which each replica has its own, as what a replicated loop carries; a pytree.
+    """A value that differs between replicas, as what a replicated loop carries does; a pytree.
 
     Attributes:
-      values: in the order of the replicas.
+      values: the values, in the order of the replicas.
     """
 
     values: tuple[Any, ...]
 
 
 def of_replica(value: Any, replica: int) -> Any:
-    """What a replica has: its own value, or the one that is the same for all."""
+    """A replica's own value, or the one that is the same for all."""
     return value.values[replica] if isinstance(value, OfReplicas) else value
 
 
@@ -56,7 +56,7 @@ class PipelineState:
       optimizer_state: what the optimizer's `init` returns for the trained variables, a flat dict. None
         without training, and until the first step if it depends on what the last stage returns.
       update_count: an int, weight updates so far.
-      execution_count: an int, steps so far, those without training included; random keys are folded from
+      execution_count: an int, steps so far, including steps without training; random keys are folded from
         it, modulo 2**32.
       key: the random key that all others are folded from.
     """
@@ -73,8 +73,8 @@ class StepOutputs:
     """What a step returns besides the new state.
 
     Attributes:
-      collected: the leaves, as they were made: stacked where one program handled several micro-batches.
-      unflatten: makes an output of its leaves; None where outputs are not collected.
+      collected: the leaves as they were made: stacked where one program handled several micro-batches.
+      unflatten: makes an output from its leaves; None where outputs are not collected.
       read_metrics: reads what stages and the optimizer reported, by full name, one value each.
     """
 
@@ -84,7 +84,7 @@ class StepOutputs:
 
     @property
     def is_here(self) -> bool:
-        """Whether this process has what was collected: the one of the last stage does, of several."""
+        """Whether this process has what was collected, as the process of the last stage does."""
         return all(
             map(is_readable, jax.tree.leaves([(part.outputs, part.loss) for part in self.collected]))
         )
@@ -105,7 +105,7 @@ class StepOutputs:
 
     @functools.cached_property
     def losses(self) -> list[Any]:
-        """The loss of each micro-batch, scalars; empty without training, and likewise."""
+        """The loss of each micro-batch, scalars; empty without training, or without the last stage here."""
         found: list[Any] = []
         if not self.is_here:
             return found
@@ -122,13 +122,13 @@ class StepOutputs:
 
 @dataclass(frozen=True, eq=False)
 class Collected:
-    """What the last stage gave for one micro-batch, or for several in a row.
+    """The results of the last stage for one micro-batch, or for several in a row.
 
     Attributes:
-      outputs: the leaves of what it returned.
+      outputs: the leaves of the stage's outputs.
       loss: the loss; None without training.
-      size: None for one micro-batch. For several, how many: the others are then stacked on a first axis,
-        which may be longer; what is beyond `size` means nothing.
+      size: None for one micro-batch. For several, their number: outputs and loss are then stacked on a
+        first axis, which may be longer; entries beyond `size` are meaningless.
     """
 
     outputs: list[Any]
@@ -141,8 +141,8 @@ class Handed:
     """What was enqueued at once, for one micro-batch or weight update or for several in a row.
 
     Attributes:
-      leaves: by the number of the leaf.
-      size: as of `Collected`.
+      leaves: the values, by the number of the leaf.
+      size: as in `Collected`.
     """
 
     leaves: list[Any]
@@ -156,7 +156,7 @@ class RunState:
     Attributes:
       pipeline: variables, optimizer state, counts and key.
       accumulators: sums or means of gradients, by key; empty without training.
-      num_accumulated: of how many micro-batches they are.
+      num_accumulated: the number of micro-batches in the accumulators.
     """
 
     pipeline: PipelineState
@@ -170,10 +170,10 @@ class Progress:
 
     Attributes:
       state: the new state.
-      carried: of a loop, the values that the next iteration takes.
+      carried: in a loop, the values that the next iteration takes.
       collected: what was to be collected, in the order of the micro-batches.
-      count: how many micro-batches ran.
-      enqueued: what stages enqueued, likewise.
+      count: the number of micro-batches that ran.
+      enqueued: what stages enqueued, in the same order.
       updated: what weight updates enqueued, in their order.
     """
 
@@ -186,5 +186,5 @@ class Progress:
 
 
 def _unstack(stack: Any, size: int) -> list[Any]:
-    # All of the stack, whose length does not depend on the number of micro-batches: that compiles once.
+    # The whole stack, whose length does not depend on the number of micro-batches, so it compiles once.
     return list(stack)[:size]

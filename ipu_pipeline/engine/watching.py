@@ -1,7 +1,7 @@
-"""What runs tell whoever watches them: the programs that they start, what they move, what they wait for.
+"""What runs tell a watcher: the programs that they start, what they move, what they wait for.
 
-Nobody watches unless somebody asks for a trace; then there is one watcher in the process. A runner asks
-for it once a step, so that steps which nobody watches take no longer.
+There is no watcher unless a trace is asked for; then there is one in the process. A runner asks for it once
+a step, so that unwatched steps take no longer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Launch", "LaunchKind", "Watcher", "current", "read_outfeed", "spanni
 
 
 class LaunchKind:
-    """What a program does."""
+    """The kinds of programs."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -31,21 +31,20 @@ class Launch:
     """A program that the host starts.
 
     Attributes:
-      runner: the runner whose it is.
+      runner: the runner that it belongs to.
       kind: one of `LaunchKind`.
-      stage: whose; of an update the first stage of its IPU; 0 of a block.
-      step: the number of the weight update, or execution in inference, that it belongs to; of a block, the
+      stage: its stage; for an update, the first stage of its IPU; 0 for a block.
+      step: the number of the weight update, or execution in inference, that it belongs to; for a block, the
         first one.
-      first: the number of its first micro-batch within the step; of a loop, the iteration;
-        0 of updates.
-      count: how many micro-batches it handles.
-      accumulated: of a block, how many micro-batches its first weight update has before it.
-      every: of a block, micro-batches per weight update.
-      updates: of a block, whether it does weight updates.
-      devices: where it runs.
-      name: of the program, as it was jitted.
-      is_moved: whether it was loaded for its device in place of being compiled for it; then XLA knows it
-        by the name that it had where it was compiled.
+      first: the number of its first micro-batch within the step; in a loop, the iteration; 0 for updates.
+      count: the number of micro-batches that it handles.
+      accumulated: for a block, how many micro-batches of its first weight update come before it.
+      every: for a block, micro-batches per weight update.
+      updates: for a block, whether it does weight updates.
+      devices: the devices where it runs.
+      name: the name of the program, as jitted.
+      is_moved: whether it was loaded for its device instead of being compiled for it; then XLA knows it by
+        the name that it had where it was compiled.
     """
 
     runner: Any
@@ -63,29 +62,29 @@ class Launch:
 
 
 class Watcher(Protocol):
-    """Whoever watches."""
+    """The contract of watchers."""
 
     def introduce(self, runner: Any, owner: Any, name: str | None = None) -> None:
-        """Says what a runner is, before it runs.
+        """Introduces a runner before it runs.
 
         Args:
           runner: the runner.
           owner: the `Pipeline` or `Loop` that it runs.
-          name: what people call that; None: what it was called before.
+          name: the name that people know it by; None: the name that it had before.
         """
 
     def rehearsing(self, runner: Any) -> contextlib.AbstractContextManager[bool]:
-        """For before a runner's first step that is watched.
+        """Returns a context for the time before a runner's first watched step.
 
-        The first time that a program runs on a device it takes longer, often by far. Within the context the
-        runner may run what counts for nothing. It gives whether this is the first step.
+        The first run of a program on a device takes longer, often by far. Within the context the runner may
+        run programs that do not count. The context yields whether this is the first step.
         """
 
     def run(self, launch: Launch, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
         """Calls the function, which starts the program, and returns what it returns."""
 
     def moved(self, launch: Launch, target: Sequence[Any], arrays: Sequence[Any]) -> None:
-        """Results of a program were sent to other devices.
+        """Notes that results of a program were sent to other devices.
 
         Args:
           launch: the program.
@@ -94,22 +93,22 @@ class Watcher(Protocol):
         """
 
     def waiting(self, step: int, first: int, count: int) -> contextlib.AbstractContextManager[None]:
-        """For while the host waits for micro-batches of a feed; arguments as in `Launch`."""
+        """Returns a context for the host's wait for micro-batches of a feed; arguments as in `Launch`."""
 
     def outfed(self, begin: int, end: int, num_bytes: int) -> None:
-        """The host has taken what was enqueued.
+        """Notes that the host has taken what was enqueued.
 
         Args:
-          begin: when it began, in nanoseconds since the epoch.
-          end: when it had it.
-          num_bytes: how much it was.
+          begin: when it began to take it, in nanoseconds since the epoch.
+          end: when it had taken it.
+          num_bytes: its size.
         """
 
     def spanned(self, name: str, begin: int, end: int) -> None:
-        """The program has done something that its author named; or has been "compiling".
+        """Notes that the program did something that its author named, or was "compiling".
 
         Args:
-          name: what people call it.
+          name: the name that people know it by.
           begin: when it began, in nanoseconds since the epoch.
           end: when it ended.
         """
@@ -119,12 +118,12 @@ _watcher: Watcher | None = None
 
 
 def current() -> Watcher | None:
-    """Who watches; None if nobody does."""
+    """The watcher; None if there is none."""
     return _watcher
 
 
 def read_outfeed(read: Callable[[], Any]) -> Any:
-    """What `read` takes from an outfeed, with the watcher told."""
+    """Reads an outfeed by `read`, and tells the watcher."""
     watcher = current()
     if watcher is None:
         return read()
@@ -137,7 +136,7 @@ def read_outfeed(read: Callable[[], Any]) -> Any:
 
 @contextlib.contextmanager
 def spanning(name: str) -> Iterator[None]:
-    """For while something named is done; see `Watcher.spanned`."""
+    """Wraps something that has a name; see `Watcher.spanned`."""
     begin = time.time_ns()
     try:
         yield
@@ -148,10 +147,10 @@ def spanning(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def watching(watcher: Watcher) -> Iterator[None]:
-    """Has somebody watch the runs in the block, those of other threads too.
+    """Makes a watcher watch the runs inside the `with` block, also in other threads.
 
     Raises:
-      RuntimeError: somebody watches already.
+      RuntimeError: there is a watcher already.
     """
     global _watcher
     if _watcher is not None:

@@ -1,1 +1,1 @@
-"""What every room may use: it knows no pipelines, and imports nothing of the package."""
+"""What every room may use. It knows no pipelines, and imports nothing from the package."""

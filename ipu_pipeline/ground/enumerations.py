@@ -1,4 +1,4 @@
-"""Members of enumerations that users name, and errors that list what there is."""
+"""Members of enumerations that users name, and errors that list the members."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def parse_member(kind: type[Member], value: Any, argument: str) -> Member:
     """The member that a member or its value stands for.
 
     Raises:
-      ValueError: it stands for none; the error lists those that there are.
+      ValueError: it stands for none; the error lists all members.
     """
     try:
         return kind(value)

@@ -1,4 +1,4 @@
-"""Exceptions of the library, and what they show of those of JAX."""
+"""Exceptions of the library, and what they show of JAX's exceptions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class OutOfRangeError(Exception):
     Weight updates that were complete by then remain; the one that was being accumulated is dropped.
     """
 
-    __module__ = "ipu_pipeline.errors"  # where users have it from, as tracebacks show it
+    __module__ = "ipu_pipeline.errors"  # where users import it from, and what tracebacks show
 
 
 class CheckpointError(ValueError):
@@ -40,7 +40,7 @@ class ProcessError(RuntimeError):
 
 @contextlib.contextmanager
 def without_traceback_note() -> Iterator[None]:
-    """Drops JAX's note about removed frames from the error that a `with` block, or a function, ends in.
+    """Drops JAX's note about removed frames from an error that ends a `with` block or a function.
 
     The last lines of the traceback are then the error and our note about where it happened.
     """

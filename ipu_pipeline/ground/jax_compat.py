@@ -5,8 +5,8 @@ reference documentation describes it. `jax.extend.core`, on which the engine is 
 sense; `jax.core` is not, nor is anything in jaxlib. The names are looked up once, when this module is
 imported. If one is missing, everything still works, only more slowly or with more memory: arrays are moved
 by `jax.device_put`, loops are not reduced to the outputs that are needed, equal programs are compiled one
-by one, some are not kept for the next pipeline, what JAX traced for a program stays when the program is
-gone, and what is found in JAX's cache counts as compiled.
+by one, some are not kept for the next pipeline, JAX's traces of a program stay when the program is gone,
+and programs found in JAX's cache count as compiled.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ NAMES: list[str] = []  # each as "module:name"; `find` adds them
 
 
 def find(path: str) -> Any:
-    """What a name stands for; None if there is no such name."""
+    """The object that a name stands for; None if there is no such name."""
     NAMES.append(path)
     module, _, names = path.partition(":")
     try:
@@ -70,13 +70,13 @@ def find(path: str) -> Any:
     return found
 
 
-# The persistent compilation cache. Without the name, what was in it counts as compiled.
+# The persistent compilation cache. Without the name, programs found in it count as compiled.
 
 _register_event_listener = find("jax.monitoring:register_event_listener")
 
 
 def notify_of_cache_hits(callback: Callable[[], None]) -> None:
-    """Has a function called whenever a program is found in JAX's cache, in the thread that asks for it."""
+    """Calls a function whenever a program is found in JAX's cache, in the thread that asks for it."""
 
     def listen(event: str, **_details: Any) -> None:
         if event == "/jax/compilation_cache/cache_hits":
@@ -86,13 +86,13 @@ def notify_of_cache_hits(callback: Callable[[], None]) -> None:
         _register_event_listener(listen)
 
 
-# Programs before XLA. Without the name, those that do not read all their arguments are compiled each time.
+# Programs before XLA. Without the name, programs with unread arguments are compiled each time.
 
 _lowering = find("jax.stages:Lowered._lowering")
 
 
 def kept_arguments(lowered: jax.stages.Lowered) -> tuple[int, ...] | None:
-    """Which of its arguments a program before XLA reads (JAX leaves out the others); None if not known."""
+    """The arguments that a program before XLA reads (JAX leaves out the others); None if not known."""
     try:
         return tuple(sorted(_lowering.__get__(lowered).compile_args["kept_var_idx"]))
     except (AttributeError, KeyError, TypeError):
@@ -110,7 +110,7 @@ _batched_put = find("jaxlib.xla_client:batched_device_put")
 
 
 def is_device_array(value: Any) -> bool:
-    """Whether it is an array of JAX with numbers in it: neither random keys nor traced."""
+    """Whether a value is a JAX array of numbers: neither of random keys nor traced."""
     if _ArrayImpl is not None:
         return type(value) is _ArrayImpl
     if not isinstance(value, jax.Array) or is_traced(value):
@@ -142,7 +142,7 @@ def make_copy(devices: Sequence[Any], sharding: Any) -> Callable[[Sequence[Any]]
 
 
 def make_send(device: Any, sharding: Any) -> Callable[[np.ndarray[Any, Any] | np.generic, bool], Any]:
-    """What puts an array of NumPy on a device; with True, a copy that shares no memory with it."""
+    """Makes a function that puts an array of NumPy on a device; with True, a copy without shared memory."""
     if _batched_put is None or _HostBufferSemantics is None:
 
         def put(array: np.ndarray[Any, Any] | np.generic, is_copied: bool) -> Any:
@@ -163,7 +163,7 @@ def make_send(device: Any, sharding: Any) -> Callable[[np.ndarray[Any, Any] | np
 
 
 def make_array(shape: Sequence[int], sharding: Any, parts: Sequence[Any]) -> Any:
-    """The array of a sharding, from what each of its devices has; nothing is copied or checked."""
+    """Makes the array of a sharding from its devices' parts; nothing is copied or checked."""
     first = parts[0]
     if _ArrayImpl is None or not all(map(is_device_array, parts)):
         return jax.make_array_from_single_device_arrays(tuple(shape), sharding, list(parts))
@@ -208,7 +208,7 @@ def is_traced(value: Any) -> bool:
 def lines_of(value: Any) -> list[tuple[str, int]]:
     """Files and lines of the calls in which a traced value was computed, the innermost one first.
 
-    It is empty if the value is none, or JAX does not know.
+    The list is empty if the value is not traced, or JAX does not know.
     """
     try:
         return [(frame.file_name, frame.line_num) for frame in value._line_info.traceback.frames]  # noqa: SLF001
@@ -227,10 +227,10 @@ _trace_caches = [
 
 
 def _drop_traces(mark: object) -> None:
-    """Takes the traces of a context, which nobody will look for again, out of JAX's caches.
+    """Removes the traces of a context, which are never looked up again, from JAX's caches.
 
     A cache keeps a trace for as long as the traced function lives, and functions of `jax.numpy` live for
-    ever. It forgets all traces of a function at once; those of other contexts are made again when needed.
+    ever. It forgets all traces of a function at once; traces of other contexts are made again when needed.
     """
     for cache in _trace_caches:
         for function in [key[0]() for key in cache.cache_keys() if mark in key[1]]:
@@ -249,7 +249,7 @@ def fresh_trace() -> Iterator[None]:
         finally:
             _drop_traces(mark)
         return
-    jax.clear_caches()  # which drops compiled programs, too; they are compiled again when called
+    jax.clear_caches()  # this drops compiled programs, too; they are compiled again when called
     try:
         yield
     finally:
@@ -281,7 +281,7 @@ _DEBUG_INFO = jex_core.DebugInfo("jit", "ipu_pipeline", None, None)
 
 
 def within_scopes(caller: Any, equation: Any) -> Any:
-    """The equation with the scopes of the call that it was inlined from around its own."""
+    """Puts the scopes of the call that an equation was inlined from around its own."""
     info = equation.source_info
     if _has_name_stacks:
         stack = caller.source_info.name_stack + info.name_stack
@@ -301,7 +301,7 @@ def within_scopes(caller: Any, equation: Any) -> Any:
 
 
 def in_place_of(replaced: Any, equation: Any) -> Any:
-    """The equation with the scopes and the lines of the one that it replaces."""
+    """Gives an equation the scopes and the lines of the one that it replaces."""
     return equation.replace(source_info=replaced.source_info)
 
 
@@ -310,13 +310,13 @@ dce_rules: Mapping[Any, Callable[[list[bool], Any], tuple[Any, Any]]] = (
     find("jax.interpreters.partial_eval:dce_rules") or {}
 )
 
-# Primitives that nothing is differentiated through.
+# Primitives without derivatives.
 
 _derivatives = find("jax.interpreters.ad:primitive_jvps")
 
 
 def end_derivatives(primitive: Any) -> None:
-    """Lets a primitive stand in functions that are differentiated; its one result is an integer."""
+    """Allows a primitive in functions that are differentiated; its one result is an integer."""
 
     def derivative(operands: Any, tangents: Any, **params: Any) -> Any:
         del tangents
@@ -335,7 +335,7 @@ _batching_rules = find("jax.interpreters.batching:primitive_batchers")
 def lower_by_axis(
     primitive: Any, axis: str, alone: Callable[..., Any], together: Callable[..., Any]
 ) -> None:
-    """Has a primitive with one result mean one function, and another one where `shard_map` has an axis.
+    """Makes a primitive with one result mean a function, and another one where `shard_map` has an axis.
 
     Without the names a program with the primitive does not compile, and JAX says so.
     """
@@ -346,7 +346,7 @@ def lower_by_axis(
         return _lower_function(function, multiple_results=False)(context, *arguments)
 
     if _register_lowering is not None and _lower_function is not None:
-        # Each time anew: what is lowered once and called twice would be one collective for XLA.
+        # Lowered anew each time: lowered once and called twice, it would be one collective for XLA.
         _register_lowering(primitive, lower, cacheable=False)
 
 
@@ -365,7 +365,7 @@ def make_own_transpose(primitive: Any) -> None:
 
 
 def as_operand(value: Any) -> Any:
-    """A value as an operand of such a primitive; without that name it takes one more operation."""
+    """Makes a value an operand of such a primitive; without that name it takes one more operation."""
     is_smooth = jnp.issubdtype(value.dtype, jnp.inexact)
     return jax.lax.stop_gradient(value) if _derivatives is None and is_smooth else value
 
@@ -387,9 +387,9 @@ def reset_persistent_cache() -> None:
 
 
 def find_persistent_cache() -> Any:
-    """What JAX keeps its persistent cache with, by `get(key)` and `put(key, value)`, until it is reset.
+    """JAX's persistent cache, with `get(key)` and `put(key, value)`, until it is reset.
 
-    None if there is none, or without the name.
+    None if there is none, or if the name is missing.
     """
     return None if _find_cache is None else _find_cache(types.SimpleNamespace(runtime_type=""))
 
@@ -397,8 +397,8 @@ def find_persistent_cache() -> Any:
 def can_move_executables(client: Any) -> bool:
     """Whether what was compiled for one device of a client can be loaded for others.
 
-    Not with JAX's persistent compilation cache: what XLA's CPU client has itself loaded from there, and is
-    written out again, fails when it is called (jax 0.10.2).
+    It cannot with JAX's persistent compilation cache: a program that XLA's CPU client loaded from there and
+    that is written out again fails when it is called (jax 0.10.2).
     """
     needed = (_find_cache, _serialize, _deserialize, _CompileOptions, _DeviceAssignment)
     return None not in needed and _find_cache(client) is None
@@ -422,10 +422,10 @@ def write_executable(compiled: jax.stages.Compiled) -> WrittenExecutable:
 
 
 def read_executable(executable: WrittenExecutable, device: Any) -> jax.stages.Compiled:
-    """The program for a device of the kind that it was compiled for.
+    """Loads the program for a device of the kind that it was compiled for.
 
     Raises:
-      Exception: JAX or XLA does not take it; the types are theirs.
+      Exception: JAX or XLA refuses it; the types are theirs.
     """
     unloaded, leaves, no_kwargs = _Reader(executable.written, device).load()
     arguments = executable.in_tree.unflatten(leaves)
@@ -433,7 +433,7 @@ def read_executable(executable: WrittenExecutable, device: Any) -> jax.stages.Co
 
 
 class _Reader(pickle.Unpickler):
-    """Reads what JAX wrote for one device as for another; its own reader insists on the same device."""
+    """Reads what JAX wrote for one device for another one; JAX's own reader insists on the same device."""
 
     def __init__(self, written: bytes, device: Any) -> None:
         super().__init__(io.BytesIO(written))

@@ -1,7 +1,7 @@
-"""Names of JAX for several processes that are not public, looked up and listed as those of `jax_compat`.
+"""Names of JAX for several processes that are not public, looked up and listed as in `jax_compat`.
 
-Those of the first part have no public substitute that tells transfers apart by what they are: if one is
-missing, pipelines over several processes are refused. Without those of the second, JAX serves the
+The names of the first part have no public substitute that tells transfers apart by what they are. If one is
+missing, pipelines over several processes are refused. Without the names of the second part, JAX serves the
 coordination in process 0, clusters are not recognised, and collectives listen where the host's name leads.
 """
 
@@ -33,18 +33,18 @@ _start_transfer_server = find("jax.experimental.transfer:start_transfer_server")
 
 
 def key_value_store() -> Any:
-    """What processes that were joined by `jax.distributed` share; None without it."""
+    """The store that processes joined by `jax.distributed` share; None without it."""
     return None if _distributed_state is None else _distributed_state.client
 
 
 def start_transfers(client: Any, host: str) -> Any:
-    """A server at free ports of an address, from which others pull a client's arrays; None without one."""
+    """Starts a server at free ports of an address, from which others pull a client's arrays; else None."""
     if _start_transfer_server is None:
         return None
     return _start_transfer_server(client, f"{host}:0", [f"{host}:0"])
 
 
-# What joining them needs.
+# What joining processes needs.
 
 coordination_service = "jaxlib._jax:get_distributed_runtime_service"  # called in a process without JAX
 _backends_are_initialized = find("jax._src.xla_bridge:backends_are_initialized")
@@ -56,12 +56,12 @@ _register_backend_factory = find("jax._src.xla_bridge:register_backend_factory")
 
 
 def backends_run() -> bool:
-    """Whether JAX has looked at its devices, and can join no others any more; False if nobody knows."""
+    """Whether JAX has looked at its devices, and can join no others any more; False if not known."""
     return _backends_are_initialized is not None and bool(_backends_are_initialized())
 
 
 def detect_cluster(seconds: int) -> tuple[str | None, int | None, int | None, list[int] | None]:
-    """Of a cluster the coordinator's address, the number of processes, this one's number, its devices."""
+    """A cluster's coordinator address, its number of processes, this one's number, and its devices."""
     if _detect_cluster is None:
         return None, None, None, None
     address, count, index, devices = _detect_cluster(None, None, None, None, None, seconds)
@@ -70,7 +70,7 @@ def detect_cluster(seconds: int) -> tuple[str | None, int | None, int | None, li
 
 @contextlib.contextmanager
 def coordinated_elsewhere(start: Callable[[], Any]) -> Iterator[None]:
-    """While processes are joined: has something else serve the coordination, in place of process 0."""
+    """While processes are joined, makes `start`'s service coordinate them, in place of process 0."""
     if _get_service is None:
         yield
         return
@@ -88,9 +88,9 @@ def coordinated_elsewhere(start: Callable[[], Any]) -> Iterator[None]:
 
 
 def listen_for_collectives(address: str) -> bool:
-    """Has collectives of CPU devices listen at an address of this machine only; False where they cannot.
+    """Makes collectives of CPU devices listen only at an address of this machine; False if they cannot.
 
-    Processes have been joined, and the CPU backend does not run yet.
+    It is called after processes have been joined, and before the CPU backend runs.
     """
     if None in (_make_cpu_client, _make_gloo, _register_backend_factory):
         return False

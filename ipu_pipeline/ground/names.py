@@ -1,4 +1,4 @@
-"""Names: joined, hashed, and those that are near."""
+"""Joins and hashes names, and finds near ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["find_near", "hash_name", "join"]
 
 
 def find_near(name: str, known: list[str], prefix: str = "") -> str:
-    """What to say to somebody who may have meant another name; an empty text if none is near."""
+    """A hint at a name that may have been meant; an empty text if none is near."""
     near = difflib.get_close_matches(name, known, n=1)
     return f" Did you mean {prefix + near[0]!r}?" if near else ""
 

@@ -26,7 +26,7 @@ __all__ = [
 
 
 def as_shape(value: Any) -> jax.ShapeDtypeStruct:
-    """The shape and dtype that a value has as a JAX array; likewise for a `ShapeDtypeStruct`."""
+    """The shape and dtype that a value or a `ShapeDtypeStruct` has as a JAX array."""
     if not hasattr(value, "dtype"):
         value = np.asarray(value)
     dtype = value.dtype
@@ -36,10 +36,10 @@ def as_shape(value: Any) -> jax.ShapeDtypeStruct:
 
 
 def check_dtype(dtype: Any, argument: str) -> np.dtype[Any]:
-    """A dtype that was given for an argument.
+    """Checks a dtype that was given for an argument, and returns it.
 
     Raises:
-      ValueError: it is none, or needs JAX's 64-bit mode.
+      ValueError: it is not a dtype, or needs JAX's 64-bit mode.
     """
     try:
         checked: np.dtype[Any] = np.dtype(dtype)
@@ -51,7 +51,7 @@ def check_dtype(dtype: Any, argument: str) -> np.dtype[Any]:
 
 
 def check_float_dtype(dtype: Any, argument: str) -> np.dtype[Any]:
-    """Likewise a floating-point dtype."""
+    """Does the same as `check_dtype` for a floating-point dtype."""
     checked = check_dtype(dtype, argument)
     if not jnp.issubdtype(checked, jnp.floating):
         raise ValueError(f"{argument} must be a floating-point dtype; got {checked.name}.")
@@ -59,19 +59,19 @@ def check_float_dtype(dtype: Any, argument: str) -> np.dtype[Any]:
 
 
 class _Bare(str):
-    """A text that has no quotes in the text of a tree."""
+    """A text that is shown without quotes in the text of a tree."""
 
     def __repr__(self) -> str:
         return str(self)
 
 
 def describe(value: Any) -> str:
-    """Shapes and dtypes of a pytree for errors, for example `{'x': float32[4, 12]}`."""
+    """Describes shapes and dtypes of a pytree for errors, for example `{'x': float32[4, 12]}`."""
     return str(jax.tree.map(lambda leaf: _Bare(f"{leaf.dtype.name}{list(leaf.shape)}"), value))
 
 
 def describe_structure(tree: Any) -> str:
-    """The structure of a pytree for errors, for example "a tuple of 2 arrays"."""
+    """Describes the structure of a pytree for errors, for example "a tuple of 2 arrays"."""
     node, children = tree.node_data(), tree.children()
     if node is None:
         return "an array" if tree.num_leaves else "None"
@@ -96,13 +96,13 @@ def describe_structure(tree: Any) -> str:
 
 
 def describe_structures(*trees: Any) -> list[str]:
-    """Likewise several structures that differ, each so that the difference shows."""
+    """Describes several structures that differ, such that the difference shows."""
     described = [describe_structure(tree) for tree in trees]
     return described if len(set(described)) > 1 else [str(tree) for tree in trees]
 
 
 def num_bytes(shapes: Iterable[Any]) -> int:
-    """How many bytes arrays of these shapes and dtypes take together."""
+    """The number of bytes that arrays of these shapes and dtypes take together."""
     return sum(math.prod(shape.shape) * shape.dtype.itemsize for shape in shapes)
 
 
@@ -112,10 +112,10 @@ def trees_equal(first: Any, second: Any) -> bool:
 
 
 def check_like(value: Any, expected: Any, what: str) -> list[Any]:
-    """The leaves of a value, if it is like another one; NumPy's arrays with the dtypes that JAX has.
+    """Checks that a value is like another one. Returns its leaves, NumPy arrays with JAX's dtypes.
 
     Raises:
-      ValueError: structure, shape or dtype differ, and it names the paths of all leaves that do; or a
+      ValueError: structure, shape or dtype differ; the error names the paths of all leaves that do. Or a
         value does not fit, or is masked.
     """
     leaves, tree = jax.tree.flatten(value)
@@ -131,7 +131,7 @@ def check_like(value: Any, expected: Any, what: str) -> list[Any]:
         parts = [f"{what} must be {right}, as the first one; got {wrong}."]
         is_one = (
             "" in wanted or "" in found
-        )  # one array, whose path is empty: all of the other would be named
+        )  # one array, whose path is empty: all leaves of the other would be named
         missing = [path for path in wanted if path not in found and not is_one]
         unexpected = [path for path in found if path not in wanted and not is_one]
         parts += [f"Missing: {', '.join(missing)}."] if missing else []

@@ -8,7 +8,7 @@ __all__ = ["align", "describe_bytes", "describe_flop", "printable", "shorten"]
 
 
 def align(rows: Sequence[Sequence[str]], numbers: Sequence[int] = ()) -> list[str]:
-    """The lines of a table, each two spaces to the right."""
+    """Makes the lines of a table, indented by two spaces."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
 
     def pad(cell: str, place: int) -> str:
@@ -18,7 +18,7 @@ def align(rows: Sequence[Sequence[str]], numbers: Sequence[int] = ()) -> list[st
 
 
 def describe_bytes(number: float) -> str:
-    """A size in bytes, in three digits: `1.25 MiB`."""
+    """Describes a size in bytes, in three digits: `1.25 MiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if number < 999.5:
             return _three_digits(number, unit)
@@ -27,7 +27,7 @@ def describe_bytes(number: float) -> str:
 
 
 def describe_flop(number: float) -> str:
-    """A number of floating-point operations, in three digits: `1.25 Gflop`."""
+    """Describes a number of floating-point operations, in three digits: `1.25 Gflop`."""
     for prefix in ("", "k", "M", "G", "T"):
         if number < 999.5:
             return _three_digits(number, f"{prefix}flop")
@@ -41,12 +41,12 @@ def _three_digits(number: float, unit: str) -> str:
 
 
 def printable(text: str) -> str:
-    """A text of a user's with escapes in place of what a terminal would obey, or not show."""
+    """Puts escapes in place of what a terminal would obey or not show in a user's text."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def shorten(text: str, width: int) -> str:
-    """A text of at most so many characters: of a longer one, its beginning and its end."""
+    """Shortens a text to at most `width` characters: its beginning and its end."""
     if len(text) <= width:
         return text
     left = width - 3

@@ -1,4 +1,4 @@
-"""Values that users give, as NumPy arrays of dtypes that JAX has; what would change them is an error."""
+"""Makes users' values NumPy arrays of dtypes that JAX has; if that would change them, it is an error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["as_own", "as_plain", "cast_exactly", "is_of_numbers"]
 
 
 def as_plain(value: Any, what: str) -> np.ndarray[Any, Any]:
-    """A value as an array without a mask, in the byte order of this machine.
+    """Makes a value an array without a mask, in the byte order of this machine.
 
     Raises:
       ValueError: elements of it are masked.
@@ -31,9 +31,9 @@ def as_plain(value: Any, what: str) -> np.ndarray[Any, Any]:
 
 
 def as_own(value: Any, what: str) -> Any:
-    """A value as an array of the dtype that it has in JAX, or the JAX array that it is.
+    """Makes a value an array of the dtype that it has in JAX. A JAX array is returned as it is.
 
-    Nothing is copied, nor looked at, if it is such an array already.
+    An array that has this dtype already is neither copied nor looked at.
 
     Raises:
       ValueError: it does not fit that dtype, or elements of it are masked.
@@ -46,12 +46,12 @@ def as_own(value: Any, what: str) -> Any:
 
 
 def cast_exactly(array: np.ndarray[Any, Any], dtype: Any, what: str) -> np.ndarray[Any, Any]:
-    """The array in another dtype, if that holds its values.
+    """Casts an array to another dtype, if that holds its values.
 
     Args:
       array: any array.
-      dtype: to cast to. Integers and booleans must be kept exactly; floating-point numbers are rounded,
-        and take integers; complex numbers fit complex dtypes only.
+      dtype: the dtype to cast to. Integers and booleans must be kept exactly; floating-point numbers are
+        rounded, and integers fit floating-point dtypes; complex numbers fit only complex dtypes.
       what: what errors call the array.
 
     Raises:

@@ -1,1 +1,1 @@
-"""What a process shares with its machine: signals, and whoever asks what is running."""
+"""What a process shares with its machine: signals, other processes, and answers to what is running."""

@@ -1,4 +1,4 @@
-"""Which processes a run has, and where: from arguments, the environment, or what JAX recognises."""
+"""Finds a run's processes and where they are: from arguments, the environment, or what JAX recognises."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Place:
     """The place of a process among the others."""
 
     coordinator: str  # where the coordinator listens, as "host:port"
-    count: int  # how many processes there are
-    index: int  # the number of this one, from 0
-    local_devices: list[int] | None  # which accelerators of its machine it takes; None for all
+    count: int  # the number of processes
+    index: int  # this process's number, from 0
+    local_devices: list[int] | None  # the accelerators of its machine that it takes; None for all
 
 
 def is_in_environment() -> bool:
@@ -50,7 +50,7 @@ def find_place(
     local_device_ids: list[int] | None,
     seconds: int,
 ) -> Place:
-    """What was given; else what the environment says; else the cluster that JAX recognises.
+    """Finds this process's place: from arguments, else the environment, else the cluster JAX recognises.
 
     Raises:
       TypeError, ValueError: something is missing, of the wrong type, or out of range.
@@ -88,7 +88,7 @@ def _complete(
     environment: list[str | None],
     seconds: int,
 ) -> tuple[list[str | int | None], list[int] | None]:
-    """What was found, with what JAX knows of the cluster."""
+    """Completes what was found by what JAX knows of the cluster."""
     missing = [number for number, value in enumerate(found) if value is None]
     names = " and ".join(f"{_ARGUMENTS[number]} ({_VARIABLES[number]})" for number in missing)
     if any(environment):
@@ -129,10 +129,10 @@ def _read(name: str, text: str) -> str | int:
 
 
 def split_address(address: str, name: str = "coordinator_address") -> tuple[str, int]:
-    """The host and the port.
+    """Splits an address into host and port.
 
     Raises:
-      ValueError: it is no address with a port.
+      ValueError: it is not an address with a port.
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16 or (":" in host and host[0] != "["):
@@ -144,7 +144,7 @@ def split_address(address: str, name: str = "coordinator_address") -> tuple[str,
 
 
 def address_towards(host: str, port: int) -> str:
-    """The address of this machine by which it reaches a host; nothing is sent.
+    """Finds the address of this machine by which it reaches a host; nothing is sent.
 
     Raises:
       ValueError: the host is not known, or cannot be reached.

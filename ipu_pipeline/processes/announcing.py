@@ -1,10 +1,11 @@
 """Says what this process is running, for `ipu-pipeline monitor`.
 
-Whoever runs a pipeline or loop counts what is done, which takes a microsecond and writes nothing. A thread
-looks at the counts once a second, and writes them if they have changed. Nothing of it raises: a full disk
-or a directory that cannot be written is tried again a minute later. IPU_PIPELINE_ANNOUNCE=0 turns it off.
+Code that runs a pipeline or loop counts what is done, which takes a microsecond and writes nothing. A
+thread looks at the counts once a second, and writes them if they have changed. None of this raises: if the
+disk is full or the directory cannot be written, it tries again a minute later. IPU_PIPELINE_ANNOUNCE=0
+turns it off.
 
-Signals may interrupt counting at any place, so that nothing of it holds a lock.
+Signals may interrupt counting at any place, so counting holds no lock.
 """
 
 from __future__ import annotations
@@ -31,21 +32,21 @@ from ipu_pipeline.processes import board, interrupts, launched
 __all__ = ["SWITCH_VARIABLE", "Run", "running"]
 
 SWITCH_VARIABLE = "IPU_PIPELINE_ANNOUNCE"
-_INTERVAL = 1.0  # seconds between two writes at least
+_INTERVAL = 1.0  # the least seconds between two writes
 _AFTER_ERROR = 60.0  # seconds
-_WINDOW = 10.0  # seconds that a speed is measured over
-_PAUSE = 2.0  # seconds between runs that are told as one
-_MAX_RUNS = 16  # that are told
+_WINDOW = 10.0  # seconds over which a speed is measured
+_PAUSE = 2.0  # seconds between runs that are announced as one
+_MAX_RUNS = 16  # runs that are announced
 
 _logger = logging.getLogger("ipu_pipeline")
 
 
 class Run:
-    """A pipeline or loop that has been run, and may be again; a context manager for while it runs."""
+    """A pipeline or loop that has been run, and may run again; a context manager around its runs."""
 
     def __init__(self, name: str, model: Pipeline, devices: Sequence[Any], count: int) -> None:
         """Made by `running`."""
-        self._size = model.num_ipus  # of each replica
+        self._size = model.num_ipus  # IPUs of each replica
         starts = range(0, self._size * model.num_replicas, self._size)
         ipus = {start + ipu for start in starts for ipu in model.device_mapping}
         self._facts = {
@@ -70,7 +71,7 @@ class Run:
         self.handled = 0
         self._next = 0.0
         self._ended = -_PAUSE
-        self._points: tuple[tuple[float, int], ...] = ()  # when, and how much had been handled then
+        self._points: tuple[tuple[float, int], ...] = ()  # times, and how much had been handled by then
 
     def __enter__(self) -> Run:
         """Begins a run."""
@@ -78,7 +79,7 @@ class Run:
         if now - self._ended > _PAUSE:
             self.since = time.time()
         if self._points and now - self._points[-1][0] > _WINDOW:
-            self._points = ()  # what was handled long ago says nothing of the speed
+            self._points = ()  # what was handled long ago says nothing about the speed
         self.is_running = True
         return self
 
@@ -88,7 +89,7 @@ class Run:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Ends it."""
+        """Ends a run."""
         now = time.monotonic()
         if now < self._next and len(self._points) > 1:
             self._points = (*self._points[:-1], (now, self.handled))
@@ -107,15 +108,15 @@ class Run:
     def _note(self, now: float) -> None:
         self._next = now + 0.5
         recent = [point for point in self._points if now - point[0] <= _WINDOW]
-        # Of slow ones the last but one is needed, however old it is.
+        # Slow runs need the last but one point, however old it is.
         self._points = (*(recent or self._points[-1:]), (now, self.handled))
 
     def is_known(self) -> bool:
-        """Whether what ran is still there."""
+        """Whether the pipeline or loop still exists."""
         return self.runner is not None and self.runner() is not None
 
     def describe(self) -> dict[str, Any]:
-        """What is told of it."""
+        """Describes the run as it is announced."""
         now, planned = time.monotonic(), self._find_planned()
         is_waiting = not self.is_running and now - self._ended > _PAUSE
         return {
@@ -138,7 +139,7 @@ class Run:
         }
 
     def _find_rate(self, now: float) -> float | None:
-        """How much is handled per second; None if too little is known, or nothing was done for long."""
+        """How much is handled per second; None if too little is known, or if nothing was done for long."""
         points = self._points
         if len(points) < 2 or points[-1][1] == points[0][1]:
             return None
@@ -148,7 +149,7 @@ class Run:
         return (points[-1][1] - points[0][1]) / seconds
 
     def _find_planned(self) -> dict[int, int]:
-        """What the IPUs take, once it is known what the programs do."""
+        """Finds what the IPUs take, once the programs' memory is known."""
         if self._planned is None and self.handled and self.runner is not None:
             runner = self.runner()
             self._planned = {}
@@ -206,8 +207,8 @@ class _Announcer:
         atexit.register(self._end)
 
     def _end(self) -> None:
-        """Takes down what this process has announced. It does not wait long for a disk."""
-        if self is not _announcer or self._thread is None:  # of a process that this one was forked off
+        """Removes what this process has announced. Does not wait long for a disk."""
+        if self is not _announcer or self._thread is None:  # the parent's, in a fork
             return
         self._has_ended.set()
         self._thread.join(timeout=1)
@@ -217,7 +218,7 @@ class _Announcer:
         if process is None:
             return
         with contextlib.suppress(OSError):
-            board.read_all()  # what others left is removed
+            board.read_all()  # this removes what ended processes left
         delay = 0.0
         while not self._has_ended.wait(delay):
             delay = _INTERVAL
@@ -238,7 +239,7 @@ _announcer = _Announcer()
 
 
 def _begin_anew() -> None:
-    """In a forked process: what its parent runs is not its own."""
+    """Forgets in a forked process what its parent runs."""
     global _announcer
     _announcer = _Announcer()
 
@@ -255,7 +256,7 @@ def running(
     count: int,
 ) -> contextlib.AbstractContextManager[Run]:
     """Announces that a pipeline or loop runs, for a `with` block."""
-    devices = devices[:: model.options.num_devices_per_ipu]  # an IPU is known by its first device
+    devices = devices[:: model.options.num_devices_per_ipu]  # an IPU is identified by its first device
     launched.tell_results(devices[model.device_mapping[-1]].process_index)
     if os.environ.get(SWITCH_VARIABLE) == "0":
         return _unannounced
@@ -275,12 +276,12 @@ def running(
 
 
 def _program() -> str:
-    """The program's file, as it was called."""
+    """The program's file, as it was started."""
     return (sys.argv[0] if getattr(sys, "argv", None) else "") or "python"
 
 
 def _find_batch_size(model: Pipeline) -> int | None:
-    """How many samples a micro-batch has: the first size of all that is fed; None if it has no such."""
+    """The number of samples of a micro-batch: the first size of all that is fed; None if there is none."""
     leaves = jax.tree.leaves(model.traced.element)[model.num_carried :]
     sizes = {leaf.shape[0] for leaf in leaves if leaf.shape}
     return sizes.pop() if len(sizes) == 1 else None

@@ -1,9 +1,10 @@
-"""Where programs say what they are running: a directory of the user's own, with a file for each process.
+"""Where programs announce what they run: a directory of the user's own, with a file for each process.
 
-It is made with mode 0700, and used only if it belongs to the user, is no link, and nobody else can write to
-it. Files are written beside and renamed, so that a reader finds a whole one or none. A file is of a process
-that has its pid, and began when it says: pids are used again. Files of processes that are gone are removed
-by whoever finds them. All of it works with Linux's /proc; elsewhere nothing is announced.
+It is made with mode 0700, and used only if it belongs to the user, is not a link, and no other user can
+write to it. Files are written under another name and renamed, so that a reader finds a whole file or none.
+A file belongs to the process that has its pid and its start time, because pids are used again. Files of
+processes that are gone are removed by the next reader. All of this needs Linux's /proc; elsewhere nothing
+is announced.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ __all__ = [
 DIRECTORY_VARIABLE = "IPU_PIPELINE_ANNOUNCE_DIR"
 _PROC = Path("/proc")
 _MAX_BYTES = 2**20  # of a file
-_MAX_SECONDS = 60  # of writing one
+_MAX_SECONDS = 60  # of writing a file
 _NUMBER = (int, float)
 _OF_PROGRAM: dict[str, Any] = {
     "process": dict,
@@ -73,17 +74,17 @@ _OF_IPU: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Process:
-    """A process that can be told from any other one."""
+    """A process, such that it can be told apart from any other."""
 
     pid: int  # its number, in its namespace
-    start: int  # when it began, in ticks since the machine did
+    start: int  # when it began, in ticks since the machine's start
     boot: str  # when the machine began, as an identifier
-    namespace: str  # that of its number: a container has its own
+    namespace: str  # the namespace of its pid: a container has its own
     host: str  # the machine's name
 
     @property
     def file_name(self) -> str:
-        """Of its file."""
+        """The name of its file."""
         return f"{self.pid}-{self.start}.json"
 
 
@@ -96,14 +97,14 @@ class Found:
 
 
 def this_process() -> Process | None:
-    """The process that asks; None where there is no /proc."""
+    """The current process; None where there is no /proc."""
     return find_process(os.getpid())
 
 
 def find_process(pid: int) -> Process | None:
     """The process of a pid, if there is one that has not ended."""
     try:
-        # The name in parentheses may have any characters in it.
+        # The name in parentheses may contain any characters.
         fields = (_PROC / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()
         state, start = fields[0], int(fields[19])
     except (OSError, IndexError, ValueError):
@@ -119,7 +120,7 @@ def find_process(pid: int) -> Process | None:
 
 
 def resident_bytes(pid: int) -> int | None:
-    """How much of the machine's memory a process has."""
+    """The bytes of the machine's memory that a process has."""
     try:
         return int((_PROC / str(pid) / "statm").read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, IndexError, ValueError):
@@ -132,9 +133,9 @@ def directories() -> list[Path]:
     if given:
         return [Path(given)]
     uid = os.geteuid()
-    # Services and jobs often lack the variables of a login, whose monitor is to find them all the same.
+    # Services and jobs often lack a login's variables, but a monitor in a login must find them, too.
     runtime = [os.environ.get("XDG_RUNTIME_DIR"), f"/run/user/{uid}"]
-    temporary = ["/tmp", os.environ.get("TMPDIR")]  # noqa: S108  # what `opened` checks
+    temporary = ["/tmp", os.environ.get("TMPDIR")]  # noqa: S108  # `opened` checks it
     found = [Path(parent) / "ipu_pipeline" for parent in runtime if parent]
     found += [Path(parent) / f"ipu_pipeline-{uid}" for parent in temporary if parent]
     return list(dict.fromkeys(path for path in found if path.is_absolute()))
@@ -142,15 +143,15 @@ def directories() -> list[Path]:
 
 @contextlib.contextmanager
 def opened(path: Path, is_made: bool = False) -> Iterator[int]:
-    """A directory, open for a `with` block.
+    """Opens a directory for a `with` block.
 
     Args:
       path: its path.
-      is_made: whether it is made if it does not exist, with mode 0700.
+      is_made: whether to make it, with mode 0700, if it does not exist.
 
     Raises:
       OSError: it does not exist, or cannot be opened or made.
-      PermissionError: somebody else may write to it, or put another one in its place.
+      PermissionError: another user may write to it, or put another one in its place.
     """
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
     parent = os.open(path.parent, flags)
@@ -183,7 +184,7 @@ def write(process: Process, announced: Any) -> None:
     """Writes what a process announces, in the first directory that can be used.
 
     Raises:
-      OSError: there is none, or it cannot be written.
+      OSError: no directory can be used, or the file cannot be written.
     """
     text = json.dumps({"process": vars(process), **announced}).encode()
     beside = f".{process.pid}-{process.start}.new"
@@ -212,14 +213,14 @@ def _put(directory: int, beside: str, name: str, text: bytes) -> None:
 
 
 def remove(process: Process) -> None:
-    """Removes what a process announced, if it has."""
+    """Removes what a process announced, if anything."""
     for path in directories():
         with contextlib.suppress(OSError), opened(path) as directory:
             os.unlink(process.file_name, dir_fd=directory)
 
 
 def read_all() -> Found:
-    """What all processes of the user announce that are alive. What others left is removed."""
+    """Reads what all live processes of the user announce. Removes what others left."""
     here = this_process()
     announced: dict[tuple[int, int], dict[str, Any]] = {}
     refused: list[str] = []
@@ -229,7 +230,7 @@ def read_all() -> Found:
                 for one in _read(directory, here):
                     key = (one["process"]["pid"], one["process"]["start"])
                     if key not in announced or announced[key]["written"] < one["written"]:
-                        announced[key] = one  # it may have had to change directories
+                        announced[key] = one  # a process may have had to change directories
         except FileNotFoundError:
             continue
         except OSError as error:
@@ -241,7 +242,7 @@ def read_all() -> Found:
 
 def _read(directory: int, here: Process | None) -> Iterator[dict[str, Any]]:
     for name in sorted(os.listdir(directory)):
-        if name.endswith(".new"):  # what is left of somebody who was killed while writing
+        if name.endswith(".new"):  # left by a process that was killed while writing
             _forget_if_old(directory, name)
             continue
         found = _load(directory, name)
@@ -255,8 +256,8 @@ def _read(directory: int, here: Process | None) -> Iterator[dict[str, Any]]:
             elif here.namespace:
                 _forget(directory, name)
         elif process["boot"] != here.boot and process["host"] == here.host:
-            _forget(directory, name)  # before this machine was started anew
-        # Others are in containers, or on machines that see the same directory: nobody here knows of them.
+            _forget(directory, name)  # from before this machine's last start
+        # Others are in containers, or on machines that see the same directory. They are not visible here.
 
 
 def _forget_if_old(directory: int, name: str) -> None:
@@ -272,7 +273,7 @@ def _forget(directory: int, name: str) -> None:
 
 
 def _load(directory: int, name: str) -> dict[str, Any] | None:
-    """What a file says; None if it is none of ours."""
+    """The content of a file; None if it is not one of ours."""
     try:
         file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)
         with open(file, "rb") as opened_file:

@@ -1,15 +1,14 @@
 """The program that serves JAX's coordination of several processes, beside process 0.
 
 JAX would serve it in process 0. If that died, JAX would end all others in the same moment, in the middle of
-the checkpoints that they write, and none could say what had happened. From here, process 0 is one like the
-others.
+the checkpoints that they write, and none could say what had happened. With this program, process 0 is like
+the others.
 
-Process 0 starts the program with a JSON object: the `address` to listen at, the `count` of processes, after
-  how
-many seconds JAX gives up one that is silent (`heartbeat_timeout`), and the `service` of jaxlib, as
+Process 0 starts the program with a JSON object: the `address` to listen at, the `count` of processes, the
+seconds after which JAX gives up a silent process (`heartbeat_timeout`), and the `service` of jaxlib, as
 "module:name". It answers with a line, a JSON object with the port or an error. When process 0 has ended,
-and nobody is connected any more, it ends. Signals that ask for an end go to the processes: it serves them
-meanwhile.
+and no process is connected any more, it ends. Signals that ask for an end go to the processes, which it
+serves meanwhile.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ def main(text: str) -> None:
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
     try:
-        # gRPC would share a port with whoever listens there already, and each would get some of the
-        # processes.
+        # gRPC would share a port with a program that listens there already, and each would get some of
+        # the processes.
         with socket.create_server(
             (host.strip("[]"), int(port)), family=socket.AF_INET6 if ":" in host else socket.AF_INET
         ):
@@ -57,28 +56,28 @@ def main(text: str) -> None:
         recoverable=True,
     )
     _answer({"port": int(port)})
-    sys.stdin.buffer.read()  # until process 0 has ended, however
+    sys.stdin.buffer.read()  # until process 0 has ended, for any reason
     begin = time.monotonic()
     num_alone = 0
     while num_alone < 2 and time.monotonic() < begin + _MOST_SECONDS:
         time.sleep(_LOOK_EVERY)
         connections = _count_connections(int(port))
-        if connections is None:  # no /proc: whoever is left notices within the time of silence
+        if connections is None:  # no /proc: processes that are left notice within the time of silence
             time.sleep(settings["heartbeat_timeout"])
             break
         num_alone = 0 if connections else num_alone + 1
     del service
-    os._exit(0)  # the service would wait for those that are gone
+    os._exit(0)  # the service would wait for processes that are gone
 
 
 def _answer(answer: dict[str, Any]) -> None:
     sys.stdout.write(f"{json.dumps(answer)}\n")
     sys.stdout.flush()
-    os.dup2(2, 1)  # whoever reads it may go on
+    os.dup2(2, 1)  # the reader of the output may go on
 
 
 def _count_connections(port: int) -> int | None:
-    """How many are connected with a port of this machine; None if nobody knows."""
+    """The number of connections to a port of this machine; None if not known."""
     count = 0
     try:
         for name in ("tcp", "tcp6"):

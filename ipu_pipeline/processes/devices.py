@@ -1,7 +1,7 @@
-"""The devices of all processes of a run; and the virtual ones of a CPU.
+"""The devices of all processes of a run, and the virtual devices of a CPU.
 
-A process can have as many virtual ones as it likes, until JAX's backend runs. Of several processes, each
-makes an equal part of them, after it has joined the others.
+A process can have any number of virtual devices, until JAX's backend runs. Of several processes, each makes
+an equal part of them, after it has joined the others.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["check_num_cpu_devices", "have_cpu_devices", "spread", "want_cpu_devi
 
 
 def spread(devices: Sequence[Any], number: int) -> list[Any]:
-    """The devices, with those first that are taken if so many are: an equal part of each process's."""
+    """Orders devices such that the first `number` are an equal part of each process's."""
     others = processes.current()
     if others is None:
         return list(devices)
@@ -35,7 +35,7 @@ def spread(devices: Sequence[Any], number: int) -> list[Any]:
 
 
 def want_cpu_devices(number: int) -> None:
-    """Makes so many virtual CPU devices, also if more were asked for.
+    """Makes `number` virtual CPU devices, even if more were asked for.
 
     Raises:
       RuntimeError: the backend runs already, with fewer devices.
@@ -48,7 +48,7 @@ def want_cpu_devices(number: int) -> None:
 
 
 def have_cpu_devices(number: int) -> bool:
-    """Makes so many virtual CPU devices, unless more were asked for; False if the backend runs already."""
+    """Makes `number` virtual CPU devices, unless more were asked for; False if the backend runs already."""
     join_by_environment()
     if num_cpu_devices_set() < _own_part(number):
         try:
@@ -65,7 +65,7 @@ def _make(number: int) -> None:
 
 
 def _own_part(number: int) -> int:
-    """How many of so many CPU devices this process makes; all make the same number."""
+    """The part of `number` CPU devices that this process makes; all processes make the same number."""
     others = processes.current()
     return number if others is None else -(-number // others.count)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 __all__ = ["STATUS", "end_process", "written_whole"]
 
-STATUS = 1  # as that of an exception
+STATUS = 1  # the same as after an exception
 _FLUSHING_SECONDS = 1.0
 _MOST_SECONDS = 600.0  # that something may take to be written
 _writing: dict[int, str] = {}
@@ -20,7 +20,7 @@ _writing: dict[int, str] = {}
 
 @contextlib.contextmanager
 def written_whole(what: str) -> Iterator[None]:
-    """For while something is written that `end_process` must not break off."""
+    """Wraps writing something that `end_process` must not break off."""
     key = threading.get_ident()
     before = _writing.get(key)
     _writing[key] = what
@@ -34,14 +34,14 @@ def written_whole(what: str) -> Iterator[None]:
 
 
 def end_process(message: str) -> None:
-    """Ends this process, from any thread: nothing of Python's runs any more."""
+    """Ends this process, from any thread: no Python code runs any more."""
     waited_for = sorted(set(_writing.values()))
     _write(message + (f"First {', '.join(waited_for)} is written.\n" if waited_for else ""))
     deadline = time.monotonic() + _MOST_SECONDS
     while _writing and time.monotonic() < deadline:
         time.sleep(0.05)
     for stream in (sys.stdout, sys.stderr):
-        # Whoever is stuck may hold the lock of the stream.
+        # A stuck thread may hold the lock of the stream.
         flushing = threading.Thread(target=_flush, args=(stream,), daemon=True)
         flushing.start()
         flushing.join(_FLUSHING_SECONDS)
@@ -54,5 +54,5 @@ def _write(text: str) -> None:
 
 
 def _flush(stream: Any) -> None:
-    with contextlib.suppress(Exception):  # it is closed, or a pipe that nobody reads
+    with contextlib.suppress(Exception):  # it is closed, or a pipe without a reader
         stream.flush()

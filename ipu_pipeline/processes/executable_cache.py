@@ -27,17 +27,17 @@ _has_read_environment = False
 def enable_executable_cache(directory: str | os.PathLike[str]) -> None:
     """Keeps compiled programs in a directory, for later processes: these need not compile them again.
 
-    It is JAX's persistent compilation cache, set up to keep small and quickly compiled programs too.
-    Programs are known by what they compute, the versions and the kind of device; nothing is ever deleted.
-    Without it, programs that are the same on several CPU devices are compiled once per process; with it,
-    once for each device.
+    It is JAX's persistent compilation cache, set up to keep small and quickly compiled programs, too.
+    Programs are identified by what they compute, the versions and the kind of device. Nothing is deleted.
+    Without the cache, programs that are the same on several CPU devices are compiled once per process; with
+    it, once for each device.
 
     The environment variable IPU_PIPELINE_CACHE_DIR does the same, when the first `Session` is made.
 
-    The directory must be the user's own: what is in it is machine code that this process runs. It may
-    neither belong to another user nor be one that others can write to, and the same holds for its files and
-    for the directories above it; these may also be root's, or have the sticky bit as /tmp has. An entry
-    that stands under another one's name, or was changed, is not used, with a warning.
+    The directory must be the user's own, because it contains machine code that this process runs. It must
+    neither belong to another user nor be writable by others, and the same holds for its files and for the
+    directories above it; these may also be root's, or have the sticky bit, like /tmp. An entry that stands
+    under another entry's name, or was changed, is not used, with a warning.
 
     If the directory cannot be used, there is a warning, and programs are compiled without it.
     """
@@ -51,9 +51,9 @@ def enable_executable_cache(directory: str | os.PathLike[str]) -> None:
             pass
     except OSError as error:
         mend = "Later processes compile them again."
-        if isinstance(error, PermissionError) and error.errno is None:  # of `make_own` or `check_files`
+        if isinstance(error, PermissionError) and error.errno is None:  # from `make_own` or `check_files`
             mend = (
-                "What is in it is run as machine code, so nobody else may be able to write it. Name a "
+                "What is in it is run as machine code, so no other user may be able to write it. Name a "
                 "directory of your own, for example one in your home directory that does not exist yet: it "
                 "is made so that only you can write to it."
             )
@@ -71,7 +71,7 @@ def enable_executable_cache(directory: str | os.PathLike[str]) -> None:
 
 
 def enable_executable_cache_of_environment() -> None:
-    """Does what IPU_PIPELINE_CACHE_DIR says, the first time it is called."""
+    """Enables the cache of IPU_PIPELINE_CACHE_DIR, the first time it is called."""
     global _has_read_environment
     if not _has_read_environment and (directory := os.environ.get(CACHE_DIR_VARIABLE)):
         enable_executable_cache(directory)
@@ -79,7 +79,7 @@ def enable_executable_cache_of_environment() -> None:
 
 
 def _check_entries(cache: Any, directory: Path) -> None:
-    """Has entries hold only for the keys under which they were written: each begins with a digest.
+    """Makes entries valid only for the keys under which they were written: each begins with a digest.
 
     Entries that JAX wrote by itself have other names; they are neither used nor replaced.
     """

@@ -1,4 +1,4 @@
-"""Signals: sections that wait them out, none that is lost, and training that ends after an update."""
+"""Signals: sections that defer them, none that is lost, and training that ends after an update."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ __all__ = [
 ]
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM)
-# Those that people handle in Python: to save, to stop, to give up waiting. Some systems lack some of them.
+# Signals that people handle in Python: to save, to stop, to give up waiting. Some systems lack some.
 _DEFERRED = tuple(
     getattr(signal, name)
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGXCPU")
     if hasattr(signal, name)
 )
-_UNTIL_SENT_AGAIN = 0.01  # seconds, in which the callback ends where an exception was ignored
+_UNTIL_SENT_AGAIN = 0.01  # seconds in which the callback that ignored an exception ends
 
 
 @contextlib.contextmanager
 def deferred() -> Iterator[None]:
-    """Lets signals wait until the end of the `with` block, where their handlers find everything whole.
+    """Defers signals to the end of the `with` block, where their handlers find everything consistent.
 
-    Signal handlers run in the main thread only, so elsewhere there is nothing to do; nor where Python
-    does not handle the signal. Of signals that came several times the last one is handled.
+    Signal handlers run only in the main thread, so there is nothing to do elsewhere, nor where Python does
+    not handle the signal. If a signal came several times, the last one is handled.
     """
     handlers = {number: signal.getsignal(number) for number in _DEFERRED}
     handled = {number: handler for number, handler in handlers.items() if callable(handler)}
@@ -56,7 +56,7 @@ def deferred() -> Iterator[None]:
     finally:
         for number, handler in handled.items():
             signal.signal(number, handler)
-        with contextlib.ExitStack() as handling:  # all of them, also if one raises
+        with contextlib.ExitStack() as handling:  # all are handled, even if one raises
             for number, handler in reversed(handled.items()):
                 if number in received:
                     handling.callback(handler, number, received[number])
@@ -66,9 +66,9 @@ def deferred() -> Iterator[None]:
 def sent_again_if_ignored() -> Iterator[None]:
     """Sends a signal again, during the `with` block, where Python ignored what its handler raised.
 
-    A handler is called wherever the main thread is just then. Python has nobody to raise an exception to
-    in a callback of the garbage collector (JAX has one), of a weak reference, or in `__del__`: it
-    prints "Exception ignored in", and Ctrl-C would be without effect.
+    A handler is called wherever the main thread is just then. In a callback of the garbage collector (JAX
+    has one), of a weak reference, or in `__del__`, an exception has no caller that could get it: Python
+    prints "Exception ignored in", and Ctrl-C would have no effect.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -93,10 +93,10 @@ def sent_again_if_ignored() -> Iterator[None]:
 
 @contextlib.contextmanager
 def raised_if_wrapped() -> Iterator[None]:
-    """Raises what the handlers of signals raise, where JAX made an error of its own of it.
+    """Raises what the handlers of signals raise, where JAX turned that into an error of its own.
 
-    It does where a signal comes while a program calls back into Python, which on a CPU may be in the thread
-    that started the program.
+    JAX does so if a signal comes while a program calls back into Python, which on a CPU may happen in the
+    thread that started the program.
     """
     try:
         yield
@@ -129,7 +129,7 @@ def _send_again(number: int) -> None:
     time.sleep(_UNTIL_SENT_AGAIN)
     main = threading.main_thread().ident
     assert main is not None
-    signal.pthread_kill(main, number)  # what the thread waits for ends, too
+    signal.pthread_kill(main, number)  # this also ends what the thread waits for
 
 
 class StoppedAtOnce(BaseException):
@@ -137,10 +137,10 @@ class StoppedAtOnce(BaseException):
 
 
 class StopRequest:
-    """Whether a signal came.
+    """Notes whether a signal came.
 
     Attributes:
-      number: of the signal; None if none came.
+      number: the signal's number; None if none came.
       is_final: whether what runs now is the last thing to do, so that further signals are ignored.
     """
 
@@ -148,15 +148,15 @@ class StopRequest:
     is_final: bool = False
 
     def is_made(self) -> bool:
-        """Whether one came."""
+        """Whether a signal came."""
         return self.number is not None
 
 
 @contextlib.contextmanager
 def stopping_on_signals() -> Iterator[StopRequest]:
-    """Notes SIGINT and SIGTERM, instead of what they do otherwise; a second one raises.
+    """Notes SIGINT and SIGTERM instead of handling them as usual; a second one raises.
 
-    In another thread than the main one, where Python handles no signals, it does nothing.
+    Outside of the main thread, where Python handles no signals, it does nothing.
 
     Raises:
       StoppedAtOnce: in the block, at the second signal.

@@ -1,4 +1,4 @@
-"""Joins the processes of a run, by JAX's distributed runtime, and leaves them when this one ends."""
+"""Joins the processes of a run by JAX's distributed runtime, and leaves them when this one ends."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def is_joined() -> bool:
 
 
 def join_by_environment() -> None:
-    """Joins the processes that the environment tells of, if it does and this has not been done."""
+    """Joins the processes that the environment names, if it names any and this has not been done."""
     if not _is_joined and is_in_environment() and not jax.distributed.is_initialized():
         join()
 
@@ -93,7 +93,7 @@ def join(
     own = listen_address or towards
     if place.index == 0 and bound is None:
         bound = f"[{towards}]:{port}" if ":" in towards else f"{towards}:{port}"
-    # JAX's own limit comes later: what it does then is to abort.
+    # JAX's own limit comes later, because JAX then aborts.
     heartbeat_timeout = math.ceil(death_timeout) + 60
     _initialize(place, bound, heartbeat_timeout, patience)
     _is_joined = True
@@ -114,15 +114,15 @@ def join(
     PeerWatch(others, death_timeout, stall_timeout).start()
     try:
         others.agree("joining", _describe_versions(), time.monotonic() + patience)
-    except TimeoutError:  # process 0 went before it said anything, and its coordinator is still there
+    except TimeoutError:  # process 0 ended before it said anything, and its coordinator is still there
         others.fail(_describe_absence(place, patience))
         raise TimeoutError(others.failure) from None
 
 
 def _find_own_address(host: str, port: int, patience: float) -> str:
-    """The address of this machine by which it reaches a host, as soon as that is known.
+    """Finds the address of this machine by which it reaches a host, as soon as the host is known.
 
-    Kubernetes knows the name of a pod only when that runs, which may be after this one.
+    Kubernetes knows the name of a pod only when the pod runs, which may be after this one.
     """
     deadline, is_told = time.monotonic() + patience, False
     while True:
@@ -138,7 +138,7 @@ def _find_own_address(host: str, port: int, patience: float) -> str:
 
 
 def _read_seconds(name: str, variable: str, given: float | None, default: float) -> float:
-    """A time in seconds."""
+    """Reads a time in seconds."""
     value: Any = given if given is not None else os.environ.get(variable) or default
     try:
         seconds = float(value) if not isinstance(value, bool) else math.nan
@@ -154,7 +154,7 @@ def _read_seconds(name: str, variable: str, given: float | None, default: float)
 
 
 def _initialize(place: Place, bound: str | None, heartbeat_timeout: int, patience: float) -> None:
-    """Calls JAX in a thread, since it would abort the process when the others do not come."""
+    """Calls JAX in a thread, because it would abort the process if the others did not come."""
     faults: list[BaseException] = []
     kept = {
         name: getattr(jax.config, name)
@@ -182,8 +182,8 @@ def _initialize(place: Place, bound: str | None, heartbeat_timeout: int, patienc
         except BaseException as error:
             faults.append(error)
 
-    # The others live on when one dies, until they have said what happened. JAX's service of preemptions
-    # would take SIGTERM for itself, so that nobody could stop a program by it.
+    # The others live on when one dies, until they have said what happened. JAX's preemption service would
+    # take SIGTERM for itself, so that it could not stop a program.
     jax.config.update("jax_enable_recoverability", True)
     jax.config.update("jax_enable_preemption_service", False)
     try:
@@ -214,7 +214,7 @@ class _Coordinator:
     """The program that serves the coordination, as JAX's handle of its service."""
 
     def __init__(self, address: str, count: int, heartbeat_timeout: int) -> None:
-        """Starts it.
+        """Starts the program.
 
         Raises:
           RuntimeError: it cannot listen there.
@@ -249,17 +249,17 @@ class _Coordinator:
             )
 
     def shutdown(self) -> None:
-        """Says that this process needs it no longer. It ends when the others have left too."""
+        """Says that this process no longer needs it. It ends when the others have left, too."""
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.returncode = 0  # nobody waits for it
+        self._process.returncode = 0  # no process waits for it
 
 
 def _claim(store: processes.Store, place: Place) -> None:
     """Takes the number of this process.
 
     Raises:
-      ValueError: another process has it.
+      ValueError: another process has this number.
     """
     try:
         store.key_value_set(f"ipu_pipeline/claimed/{place.index}", uuid.uuid4().hex)
@@ -273,7 +273,7 @@ def _claim(store: processes.Store, place: Place) -> None:
 
 
 def _describe_versions() -> dict[str, str]:
-    """What must be the same in all processes."""
+    """The versions that must be the same in all processes."""
     found = {"the version of Python": platform.python_version()}
     for name in ("jax", "jaxlib", "ipu_pipeline"):
         try:

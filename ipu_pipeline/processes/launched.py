@@ -1,4 +1,4 @@
-"""What a process tells the program that has started it with others: who has the results."""
+"""Tells the program that started this process, with others, which process has the results."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ LAUNCHER_VARIABLE = "IPU_PIPELINE_LAUNCHER_FD"  # the number of a file that is o
 
 @functools.cache  # told once
 def tell_results(process: int) -> None:
-    """Says that a process has what the last stage of a pipeline returns; nothing if nobody asks for it."""
+    """Says that a process has the results of a pipeline's last stage, if a launcher asks for that."""
     number = os.environ.get(LAUNCHER_VARIABLE, "")
     if number.isdecimal():
-        with contextlib.suppress(OSError):  # whoever started it is gone
+        with contextlib.suppress(OSError):  # the launcher is gone
             os.write(int(number), f"results {process}\n".encode())

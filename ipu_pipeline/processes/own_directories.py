@@ -1,8 +1,8 @@
-"""Directories that only their owner can change, for files that a process believes.
+"""Directories that only their owner can change, for files that a process trusts.
 
-A directory is the user's own if it belongs to the user, and nobody else can write to it. It stays so if
+A directory is the user's own if it belongs to the user, and no other user can write to it. It stays so if
 the directories above it belong to the user or to root, and others cannot write to those either, or only
-with the sticky bit, as in /tmp: then nobody can put another directory in its place.
+with the sticky bit, as in /tmp. Then no other user can put another directory in its place.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def others_can_write(found: os.stat_result, path: Path | None = None) -> bool:
-    """Whether somebody other than its owner can write to a file or directory.
+    """Whether a user other than its owner can write to a file or directory.
 
     Args:
-      found: what `os.stat` says of it.
-      path: its path. With it, the group that a user is alone in does not count: many systems give each user
-        one, and let it write to whatever the user makes. None: any group counts.
+      found: what `os.stat` returned for it.
+      path: its path. With it, a group whose only member is the user does not count: many systems give each
+        user such a group, and let it write to whatever the user makes. None: any group counts.
     """
     if not found.st_mode & _OTHERS_WRITE:
         return False
@@ -44,11 +44,11 @@ def _is_private_group(found: os.stat_result, path: Path) -> bool:
 
 
 def make_own(path: Path) -> Path:
-    """A directory of the user's own, made if it does not exist.
+    """Makes a directory of the user's own, if it does not exist.
 
     Raises:
-      OSError: it cannot be made, or is no directory.
-      PermissionError: somebody else may write to it, or put another one in its place.
+      OSError: it cannot be made, or is not a directory.
+      PermissionError: another user may write to it, or put another one in its place.
     """
     path = path.resolve()
     for folder in (*reversed(path.parents), path):

@@ -1,12 +1,13 @@
 """Watches the other processes of a run, so that none waits for one that has died or does not go on.
 
-Each process tells in JAX's store, twice a second, that it lives and how far it has come. One has died if it
-is gone from this machine, or has been silent for long. The processes have stopped if nothing was started or
-finished anywhere for long, while one waits for another, no device is at work, and nobody does what takes
-long (compiling). Then each says what it knows and ends: by a ProcessError where its program next starts or
-awaits something, or after a few seconds as a whole, since a main thread that is stuck in XLA hears nothing.
+Each process writes to JAX's store, twice a second, that it lives and how far it has come. A process has
+died if it is gone from this machine, or has been silent for long. The processes have stopped if nothing was
+started or finished anywhere for long, while one waits for another, no device is at work, and none does what
+takes long (compiling). Then each says what it knows and ends: by a ProcessError where its program next
+starts or awaits something, or after a few seconds as a whole, since a main thread that is stuck in XLA
+hears nothing.
 
-Two threads: one talks with the store, and may be kept waiting if that is gone; the other one judges.
+There are two threads: one talks with the store, and may be kept waiting if that is gone; the other judges.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ from ipu_pipeline.processes.ending import end_process
 __all__ = ["Judge", "PeerWatch", "Status"]
 
 _STATUSES = "ipu_pipeline/status"
-_INTERVAL = 0.5  # seconds between two looks, at most
-_GRACE = 10.0  # seconds that the program has to end by itself, at most
-_MORE_AT_WORK = 10  # so many times as long may a device be at work
-_AFTER_END = 5.0  # seconds that one may wait for data when all others have ended their programs
-_LOOKS_AFTER_ERROR = 4  # until somebody is found to be the cause of an error of this process
+_INTERVAL = 0.5  # the most seconds between two looks
+_GRACE = 10.0  # the most seconds that the program has to end by itself
+_MORE_AT_WORK = 10  # a device may be at work this many times as long
+_AFTER_END = 5.0  # seconds that a process may wait for data when all others have ended their programs
+_LOOKS_AFTER_ERROR = 4  # until the process that caused an error of this one is found
 
 
 @dataclass(frozen=True)
@@ -50,19 +51,19 @@ class Status:
     lacks_data: bool = False  # whether that waits for another process
     number: int = 0  # rises with what is started and finished
     waits_at: str | None = None  # where its program waits for the others; None if it does not
-    occupied_with: str | None = None  # what takes it long; None if nothing does
+    occupied_with: str | None = None  # what takes it a long time; None if nothing does
     # None while its program runs; "" once it has ended, an error if it ended by that
     end: str | None = None
-    verdict: str | None = None  # why the run cannot go on, if it has found that; None otherwise
-    pid: int = 0  # its own, and by `start`, `boot` and `namespace` which one of those with this pid it is
-    start: int = 0  # as in `board.Process`.
-    boot: str = ""  # likewise
-    namespace: str = ""  # likewise
+    verdict: str | None = None  # why the run cannot go on, if it has found out; None otherwise
+    pid: int = 0  # its pid; `start`, `boot` and `namespace` tell it from others with this pid
+    start: int = 0  # as in `board.Process`
+    boot: str = ""  # as in `board.Process`
+    namespace: str = ""  # as in `board.Process`
     host: str = ""  # the name of its machine
 
     @property
     def waits(self) -> bool:
-        """Whether it can do nothing until others have."""
+        """Whether it can do nothing until others have acted."""
         return self.end is None and (self.lacks_data or self.waits_at is not None)
 
     @property
@@ -71,7 +72,7 @@ class Status:
         return self.end is None and self.next is not None and not self.lacks_data
 
     def describe(self) -> str:
-        """How far it has come, for people."""
+        """Describes how far it has come, for people."""
         parts = [f"the last action finished is {self.finished or 'none'}"]
         if self.next is not None:
             parts.append(f"{self.next} {'waits for data' if self.lacks_data else 'is unfinished'}")
@@ -85,18 +86,18 @@ class Status:
 
 
 class Judge:
-    """Finds from what processes tell whether the run can go on. It has no threads, and is told the time."""
+    """Finds from the processes' statuses whether the run can go on. Has no threads; is told the time."""
 
     def __init__(self, index: int, count: int, silence: float, stall: float, most_step: float) -> None:
-        """Knows of nothing yet."""
+        """Begins without any reports."""
         self._index = index
         self._count = count
         self._silence = silence
         self._stall = stall
         self._most_step = most_step
         self._looked: float | None = None
-        self._clock = 0.0  # seconds, without those in which this process was stopped
-        self._heard = 0.0  # those of them in which the store answered
+        self._clock = 0.0  # seconds, without the time in which this process was stopped
+        self._heard = 0.0  # the last of these seconds in which the store answered
         self._beats: dict[int, tuple[int, float]] = {}
         self._counted: tuple[tuple[Any, ...], float] = ((), 0.0)
         self._answered = 0.0
@@ -104,7 +105,7 @@ class Judge:
     def judge(
         self, statuses: dict[int, Status], now: float, is_answered: bool, dead: Sequence[int]
     ) -> str | None:
-        """Why the run cannot go on; None if it can."""
+        """Finds why the run cannot go on; None if it can."""
         step = 0.0 if self._looked is None else min(now - self._looked, self._most_step)
         self._looked = now
         self._clock += step
@@ -123,7 +124,7 @@ class Judge:
         return None if what is None else f"{what}{self.describe(statuses)}"
 
     def describe(self, statuses: dict[int, Status]) -> str:
-        """How far each process has come, a line for each."""
+        """Describes how far each process has come, a line for each."""
         lines = []
         for process in range(self._count):
             status = statuses.get(process)
@@ -184,7 +185,7 @@ def _name(processes: Sequence[int]) -> str:
 
 
 def _may_come_from_others(error: BaseException | None) -> bool:
-    """Whether an error may be what this process notices of the end of another one."""
+    """Whether an error may be a consequence of another process's end."""
     while error is not None:
         if may_come_from(error):
             return True
@@ -193,10 +194,10 @@ def _may_come_from_others(error: BaseException | None) -> bool:
 
 
 class PeerWatch:
-    """The threads that watch the other processes, and what is done when this one ends."""
+    """Runs the threads that watch the other processes, and what is done when this one ends."""
 
     def __init__(self, peers: Peers, death_timeout: float, stall_timeout: float) -> None:
-        """Begins nothing yet."""
+        """Starts no threads yet."""
         self._peers = peers
         self._interval = min(_INTERVAL, death_timeout / 10)
         self._grace = min(_GRACE, death_timeout / 6)
@@ -206,8 +207,8 @@ class PeerWatch:
         facts = {} if here is None else dataclasses.asdict(here)
         self._status = dataclasses.replace(Status(pid=os.getpid()), **facts)
         self._statuses: dict[int, Status] = {}
-        self._asked = 0.0  # when they were asked for
-        self._gone: dict[int, float] = {}  # processes that are there no more -> since when this is known
+        self._asked = 0.0  # when the statuses were asked for
+        self._gone: dict[int, float] = {}  # process that is gone -> since when this is known
         self._num_answers = 0
         self._lock = threading.Lock()
         self._looking = threading.Condition()
@@ -231,7 +232,7 @@ class PeerWatch:
 
     def _tell_and_hear(self) -> None:
         while not self._is_over.wait(self._interval if self._num_answers else 0.0):
-            with contextlib.suppress(jax.errors.JaxRuntimeError):  # it is tried again; the judge knows
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # this is tried again; the judge decides
                 self._tell()
                 self._hear()
 
@@ -281,14 +282,14 @@ class PeerWatch:
                 return
 
     def _find_silent(self, gone: Sequence[int], asked: float, now: float) -> list[int]:
-        """The processes with nothing more to say: what one tells at its end is heard before judging it."""
+        """The processes with nothing more to say: a process's last report is read before judging it."""
         for process in gone:
             self._gone.setdefault(process, now)
-        # Where the store does not answer, they are not waited for.
+        # If the store does not answer, they are not waited for.
         return [p for p in gone if asked > self._gone[p] or now - self._gone[p] > self._grace]
 
     def _find_gone(self, statuses: dict[int, Status]) -> list[int]:
-        """Processes of this machine that there are no more."""
+        """Finds processes of this machine that are gone."""
         gone = []
         for process, status in statuses.items():
             own = self._status
@@ -304,7 +305,7 @@ class PeerWatch:
     def _note_exception(
         self, kind: type[BaseException], value: BaseException, traceback: TracebackType | None
     ) -> None:
-        """In place of `sys.excepthook`: tells the others, and finds who is the cause."""
+        """Replaces `sys.excepthook`: tells the others, and finds the process that is the cause."""
         self._former_hook(kind, value, traceback)
         if self._end is not None or not issubclass(kind, Exception):
             self._end = self._end or kind.__name__
@@ -331,12 +332,12 @@ class PeerWatch:
             )
 
     def _leave(self, pid: int) -> None:
-        """What the process does at its end: one without an error waits until the others need it no more."""
-        if os.getpid() != pid:  # a fork of it
+        """Ends the process's part: without an error, waits until the others no longer need it."""
+        if os.getpid() != pid:  # this is a fork of it
             return
         if self._end is None:
             self._await_others()
-        else:  # JAX may wait at its end for what never comes
+        else:  # at its end, JAX may wait for what never comes
             message = f"Its end took more than {self._grace:.0f} s."
             limit = threading.Timer(self._grace, self._end_process, [message])
             limit.daemon = True
@@ -351,7 +352,7 @@ class PeerWatch:
         log = current_log()
         while log is not None and log.standing().next is not None and self._peers.failure is None:
             time.sleep(0.01)
-        if self._peers.failure is not None:  # what it had started will never be finished
+        if self._peers.failure is not None:  # what this process had started will never be finished
             self._end_process(self._peers.failure)
         self._end = ""
         with contextlib.suppress(jax.errors.JaxRuntimeError):

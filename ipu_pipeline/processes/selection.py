@@ -1,8 +1,8 @@
-"""Which JAX devices are the IPUs of this program.
+"""Selects the JAX devices that are the IPUs of this program.
 
-An IPU is one JAX device. A configuration selects them; without one the first run selects as many as the
-programs compiled so far need. Where several processes run the program (`ipu_pipeline.distributed`), devices
-are those of all, and each process makes its part of the CPU's.
+An IPU is one JAX device. A configuration selects them; without one, the first run selects the number that
+the programs compiled so far need. Where several processes run the program (`ipu_pipeline.distributed`),
+devices are those of all processes, and each process makes its part of the CPU's.
 """
 
 from __future__ import annotations
@@ -36,38 +36,38 @@ __all__ = [
 
 @dataclass
 class System:
-    """The selected devices, and what a configuration says of all programs on them."""
+    """The selected devices, and a configuration's settings for all programs on them."""
 
     groups: list[list[Any]]  # per TensorFlow device (`/device:IPU:<n>`), in the order that stages take them
-    is_automatic: bool  # no configuration selected them, so their number grows with what programs need
+    is_automatic: bool  # no configuration selected them, so their number grows with the programs' needs
     allow_recompute: bool = False  # pipelines that train recompute
-    wanted: Sequence[int] = ()  # how many IPUs a configuration asked for, per group; the rest is idle
-    norm_group_size: int = 1  # how many replicas share the statistics of batch normalization
+    wanted: Sequence[int] = ()  # numbers of IPUs that a configuration asked for, per group; others are idle
+    norm_group_size: int = 1  # the number of replicas that share the statistics of batch normalization
 
 
 _system: System | None = None
 
 
 def select(system: System) -> None:
-    """Selects what a configuration found, in place of what was selected."""
+    """Selects what a configuration found, replacing the previous selection."""
     global _system
     _system = system
 
 
 def set_num_devices(number: int) -> None:
-    """Makes JAX's CPU so many devices, each of which can be an IPU. Call it at the top of a program.
+    """Makes JAX's CPU `number` devices, each of which can be an IPU. Call it at the top of a program.
 
-    JAX fixes the number when it is first used: when an array is made (`jnp.float32(2)`, a module of Flax),
-    a random key, or when somebody looks at `jax.devices()`. Without this function, and without
-    `IPUConfig.configure_ipu_system`, there are as many as the programs need that are compiled before.
-    Accelerators are as many as there are.
+    JAX fixes the number when it is first used: when an array (`jnp.float32(2)`, a module of Flax) or a
+    random key is made, or `jax.devices()` is called. Without this function, and without
+    `IPUConfig.configure_ipu_system`, there are as many devices as the programs compiled before then need.
+    The number of accelerators is fixed.
 
     Args:
-      number: from 1. Where JAX runs already, so many or more must be there.
+      number: the number of devices, from 1. Where JAX runs already, at least this many must be there.
 
     Raises:
       RuntimeError: JAX's CPU backend is running already, with fewer devices.
-      ValueError: it is no number from 1.
+      ValueError: it is not a number from 1.
     """
     if not is_int(number, 1):
         raise ValueError(f"set_num_devices: number must be an integer from 1; got {number!r}.")
@@ -75,10 +75,10 @@ def set_num_devices(number: int) -> None:
 
 
 def select_automatically(needs: Iterable[tuple[int, int]]) -> None:
-    """Selects devices for programs, unless a system was configured; what is selected already stays.
+    """Selects devices for programs, unless a system was configured. Devices selected before stay selected.
 
     Raises:
-      ValueError: there are fewer accelerators.
+      ValueError: there are too few accelerators.
       RuntimeError: JAX's CPU backend is running already, with fewer devices.
     """
     global _system
@@ -100,9 +100,9 @@ def select_automatically(needs: Iterable[tuple[int, int]]) -> None:
 
 
 def reserve(needs: Iterable[tuple[int, int]]) -> None:
-    """Sees to it that the CPU will have devices enough for programs, unless a system was configured.
+    """Ensures that the CPU will have enough devices for programs, unless a system was configured.
 
-    It does not start JAX's backend.
+    Does not start JAX's backend.
 
     Raises:
       RuntimeError: the CPU backend is running already, with fewer devices.
@@ -115,7 +115,7 @@ def reserve(needs: Iterable[tuple[int, int]]) -> None:
 
 
 def _group_sizes(groups: Sequence[Sequence[Any]], needs: Iterable[tuple[int, int]]) -> list[int]:
-    """How many IPUs each `/device:IPU:<n>` is to have."""
+    """The number of IPUs that each `/device:IPU:<n>` is to have."""
     wanted = [len(group) for group in groups]
     for ordinal, number in needs:
         wanted += [1] * (ordinal + 1 - len(wanted))
@@ -124,7 +124,7 @@ def _group_sizes(groups: Sequence[Sequence[Any]], needs: Iterable[tuple[int, int
 
 
 def is_selected() -> bool:
-    """Whether devices have been selected, in whatever way."""
+    """Whether devices have been selected, in any way."""
     return _system is not None
 
 
@@ -134,19 +134,19 @@ def allows_recomputation() -> bool:
 
 
 def num_configured(ordinal: int) -> int | None:
-    """How many IPUs a configuration asked for `/device:IPU:<ordinal>`; None if none did."""
+    """The number of IPUs that a configuration wants for `/device:IPU:<ordinal>`; None without one."""
     if _system is None or ordinal >= len(_system.wanted):
         return None
     return _system.wanted[ordinal]
 
 
 def norm_group_size() -> int:
-    """How many replicas the configured system has share statistics of batch normalization; 1 by default."""
+    """The number of replicas that share statistics of batch normalization, as configured; 1 by default."""
     return 1 if _system is None else _system.norm_group_size
 
 
 def selected_devices(ordinal: int) -> list[Any]:
-    """The JAX devices of `/device:IPU:<ordinal>` as selected so far; selects none."""
+    """The JAX devices of `/device:IPU:<ordinal>` selected so far; selects none."""
     if _system is None or ordinal >= len(_system.groups):
         return []
     return _system.groups[ordinal]
@@ -182,7 +182,7 @@ def reset_ipu_configuration() -> None:
 
 
 def running_on_ipu_model() -> bool:
-    """Whether the IPUs that were selected are virtual, devices of the CPU."""
+    """Whether the selected IPUs are virtual: devices of the CPU."""
     return any(device.platform == "cpu" for device in selected_devices(0))
 
 

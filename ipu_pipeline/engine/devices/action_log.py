@@ -1,11 +1,11 @@
 """Which actions this process has started, and which of them it has finished.
 
-Where there are several processes, and one dies or does not go on, the others say how far each had come. The
+When one of several processes dies or stalls, the others say how far each had come. The
 host starts actions long before devices do them, so each is noted with what it makes, and counts as finished
-when that is ready. Held are a few arrays, of few bytes: of others nobody knows, once whoever uses them has
-let go of them, and such actions count as finished when a later one is.
+when that is ready. The log holds only a few small arrays. It cannot tell whether others are ready once
+their users have let go of them, so such actions count as finished when a later one is.
 
-A process alone notes nothing.
+A process that runs alone notes nothing.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from ipu_pipeline.engine import peers
 
 __all__ = ["ActionLog", "Standing", "Started", "current"]
 
-_MAX_HELD_BYTES = 16 * 2**20  # by the log alone
-_LITTLE = 4096  # bytes of an array that is held in any case
+_MAX_HELD_BYTES = 16 * 2**20  # held by the log alone
+_LITTLE = 4096  # bytes; an array this small is held in any case
 _LOOK_EVERY = 64  # actions
 
 
@@ -31,10 +31,10 @@ class Started(NamedTuple):
 
     Attributes:
       kind: such as "forward", "backward" or "weight update".
-      stage: whose.
+      stage: the stage's number.
       step: the number of the weight update, or execution in inference, that it belongs to.
-      first: the number of its first micro-batch within the step; None of weight updates.
-      size: of how many micro-batches.
+      first: the number of its first micro-batch within the step; None for weight updates.
+      size: the number of its micro-batches.
     """
 
     kind: str
@@ -57,20 +57,20 @@ class Standing(NamedTuple):
 
     finished: str | None  # the last action that it has finished; None if it has not finished any
     next: str | None  # the oldest one that it has started and not finished; None if there is none
-    lacks_data: bool  # whether that waits for what another process sends
-    number: int  # a number that rises with whatever is finished or started
+    lacks_data: bool  # whether `next` waits for what another process sends
+    number: int  # rises whenever an action is started or finished
 
 
 @dataclass(eq=False, slots=True)
 class _Noted:
     action: Started
-    seen: Callable[[], Any]  # gives one of the arrays that it makes; None once that is gone
+    seen: Callable[[], Any]  # gives one of the arrays that the action makes; None once that is gone
     num_bytes: int
     awaited: Sequence[Any] = field(default_factory=tuple)
     held: Any = None
 
     def is_known(self) -> bool:
-        """Whether it can be told if it is finished."""
+        """Whether the log can still tell if the action is finished."""
         array = self.seen()
         return array is not None and not array.is_deleted()
 
@@ -79,12 +79,12 @@ class ActionLog:
     """The actions of this process, in the order in which they were started."""
 
     def __init__(self) -> None:
-        """Nothing was started yet."""
+        """Makes an empty log."""
         self._lock = threading.Lock()
         self._noted: collections.deque[_Noted] = collections.deque()
         self._finished: Started | None = None
-        self._smallest: dict[Any, tuple[int, int]] = {}  # of actions that are alike: place and bytes
-        self._num_loose = 0  # that are not held
+        self._smallest: dict[Any, tuple[int, int]] = {}  # per kind: place and bytes
+        self._num_loose = 0  # actions of which no array is held
         self._held_bytes = 0
         self._number = 0
 
@@ -100,7 +100,7 @@ class ActionLog:
         if not made:
             return
         known = (action.kind, action.stage, len(made), made[0].shape, made[-1].shape)
-        if known not in self._smallest:  # to ask all arrays each time would take longer than the rest
+        if known not in self._smallest:  # asking all arrays each time would take longer than the rest
             sizes = [array.nbytes for array in made]
             self._smallest[known] = (sizes.index(min(sizes)), min(sizes))
         place, num_bytes = self._smallest[known]
@@ -134,7 +134,7 @@ class ActionLog:
                 self._num_loose -= 1
 
     def _look(self) -> None:
-        """Takes out what is finished, and what nobody can tell of any more."""
+        """Removes actions that are finished, or of which that can no longer be told."""
         while self._noted:
             oldest = self._noted[0]
             if oldest.is_known():
@@ -156,7 +156,7 @@ class ActionLog:
 def _is_ready(array: Any) -> bool:
     try:
         return bool(array.is_ready())
-    except RuntimeError:  # it was deleted: whoever took its memory had it
+    except RuntimeError:  # it was deleted: the program that took its memory had it
         return True
 
 

@@ -17,7 +17,7 @@ Options: TypeAlias = "Mapping[str, bool | int | float | str]"
 
 
 class _Given(NamedTuple):
-    """Options as they were given: by which argument, for which stage (None: for all) and the options."""
+    """Options as they were given: the argument's name, the stage (None: all stages) and the options."""
 
     argument: str
     stage: int | None
@@ -31,21 +31,21 @@ class _Given(NamedTuple):
 class CompilerOptions:
     """The options of each program."""
 
-    # per stage; those of the last one are for forward and backward if the pipeline trains. Stages behind
-    # those that are here have none.
+    # per stage; if the pipeline trains, the last stage's are for its forward and backward. Stages behind
+    # the last entry have none.
     forward: tuple[Options, ...]
-    backward: tuple[Options, ...]  # likewise; the last stage has none
-    update: Options  # of the weight update's programs
-    whole: Options  # of everything as one program, where all stages are on one device
+    backward: tuple[Options, ...]  # per stage, too; the last stage has none
+    update: Options  # for the weight update's programs
+    whole: Options  # for the one program of all stages, where they are on one device
     # the options as they were given, with the stage that each is checked on
     given: tuple[tuple[_Given, int], ...]
 
     def of_forward(self, stage: int) -> Options:
-        """Those of a stage's forward program."""
+        """The options of a stage's forward program."""
         return self.forward[stage] if stage < len(self.forward) else {}
 
     def of_backward(self, stage: int) -> Options:
-        """Those of a stage's backward program."""
+        """The options of a stage's backward program."""
         return self.backward[stage] if stage < len(self.backward) else {}
 
 
@@ -67,11 +67,11 @@ def plan_options(
       num_stages: how many stages the pipeline has.
       is_one_program: whether all of them are on one device.
       trains: whether there is an optimizer.
-      forward: options per stage; None for none. Stages behind those that are given have none.
-      backward: likewise.
-      update: of the weight update.
+      forward: options of the forwards, per stage; None for none. Stages behind the last entry have none.
+      backward: options of the backwards, per stage; None for none.
+      update: options of the weight update.
       argument_names: what errors call `forward_options`, `backward_options` and `update_options`; those
-        that are not named keep their names.
+        that are missing keep their names.
 
     Raises:
       TypeError: an option's name or value is not usable.
@@ -145,7 +145,7 @@ def check_compiles(options: CompilerOptions, rows: Sequence[Row]) -> None:
     """Compiles trivial programs with the options that were given.
 
     Raises:
-      ValueError: XLA does not know an option, or refuses its value. It names all such options.
+      ValueError: XLA does not know an option, or refuses its value. The error names all such options.
     """
     known: dict[tuple[Any, ...], str | None] = {}
     faults = []

@@ -19,10 +19,10 @@ class Constants:
 
     def __init__(self) -> None:
         self._scalars: dict[tuple[int, int], Any] = {}  # (IPU, integer) -> int32 scalar there
-        self._keys: dict[int, tuple[Any, Any]] = {}  # IPU -> the last random key, and the same there
+        self._keys: dict[int, tuple[Any, Any]] = {}  # IPU -> the last random key, and its copy there
 
     def key(self, key: Any, row: Row) -> Any:
-        """A random key on a row. The last one is remembered: steps have the same, and placing is slow."""
+        """A random key on a row. The last one is kept: steps use the same key, and placing is slow."""
         known = self._keys.get(row.ipu)
         if known is None or known[0] is not key:
             (placed,) = put([key], row)

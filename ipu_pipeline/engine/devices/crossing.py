@@ -1,8 +1,8 @@
 """Arrays from row to row in several processes: which one sends, receives, copies, or does nothing.
 
-All processes do the same calls. An array that lies on a row is moved by the processes that have its
-devices, and by those that have the ones it goes to. Any other array is one that every process has, such as
-what a user gives, and each puts it on its own devices.
+All processes make the same calls. An array that lies on a row is moved by the processes that have its
+devices and by the processes that have the target's. Any other array is one that every process has, such as
+a user's, and each process puts it on its own devices.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["can_move_parts", "is_all_here", "join_parts", "move", "put_own", "ro
 
 
 def row_sharding(array: Any) -> NamedSharding | None:
-    """The sharding of an array that lies on a row; None of one that every process has."""
+    """The sharding of an array that lies on a row; None for an array that every process has."""
     sharding = array.sharding if isinstance(array, jax.Array) else None
     if isinstance(sharding, NamedSharding) and sharding.mesh.axis_names == (REPLICA, MODEL):
         return sharding
@@ -31,12 +31,12 @@ def row_sharding(array: Any) -> NamedSharding | None:
 
 
 def is_all_here(sharding: NamedSharding) -> bool:
-    """Whether all devices of a sharding are of this process."""
+    """Whether all devices of a sharding belong to this process."""
     return all(map(is_here, sharding.mesh.devices.flat))
 
 
 def put_own(arrays: Sequence[Any], target: NamedSharding) -> list[Any]:
-    """Arrays that every process has, on those devices of a row that are of this process."""
+    """Puts arrays that every process has on this process's devices of a row."""
     own = [device for device in target.mesh.devices.flat if is_here(device)]
     parts = [
         jax.device_put(list(arrays), SingleDeviceSharding(device, memory_kind=target.memory_kind))
@@ -50,14 +50,14 @@ def put_own(arrays: Sequence[Any], target: NamedSharding) -> list[Any]:
 
 
 def can_move_parts(source: NamedSharding, target: NamedSharding) -> bool:
-    """Whether a row divides arrays as another one does: then each device sends its part to its like."""
+    """Whether two rows divide arrays alike, so that each device sends its part to its counterpart."""
     return source.spec == target.spec and source.mesh.devices.shape == target.mesh.devices.shape
 
 
 def move(
     arrays: Sequence[Any], source: NamedSharding, target: NamedSharding, tag: Tag | None, is_kept: bool
 ) -> list[Any]:
-    """Arrays of one row on another; each device gets them from one of the row that they are on.
+    """Moves arrays of one row to another; each device gets them from one device of the row they are on.
 
     Raises:
       ValueError: there is no tag, or what the row's devices have is not the same.
@@ -98,12 +98,12 @@ def move(
 
 
 def join_parts(parts: Sequence[Any], sharding: Any) -> Any:
-    """The array of a replicated sharding, of what this process's devices have of it; nothing is copied."""
+    """Makes an array with a replicated sharding from this process's parts, without copying."""
     return jax_compat.make_array(parts[0].shape, sharding, parts)
 
 
 def _pair(sources: list[Any], targets: list[Any]) -> list[tuple[Any, Any]]:
-    """The device that each target gets its arrays from: of its replica; else one of its process."""
+    """The device that each target gets its arrays from: one of its replica, else one of its process."""
     if len(sources) == len(targets):
         return list(zip(sources, targets, strict=True))
 
@@ -115,7 +115,7 @@ def _pair(sources: list[Any], targets: list[Any]) -> list[tuple[Any, Any]]:
 
 
 def _part_on(array: Any, device: Any) -> Any:
-    """What a device has of an array."""
+    """The part of an array that a device has."""
     if len(array.sharding.device_set) == 1:
         return array
     return next(shard.data for shard in array.addressable_shards if shard.device == device)
@@ -136,7 +136,7 @@ def _struct_of_numbers(array: Any, shape: Sequence[int], sharding: Any) -> Any:
 
 
 def _like(received: Any, array: Any) -> Any:
-    """What was received, as the array that it is a copy of: random keys again where that has some."""
+    """Gives a received array the form of the one that was sent: random keys where that has random keys."""
     if jax_compat.is_device_array(array):
         return received
     return jax.random.wrap_key_data(received, impl=jax.random.key_impl(array))

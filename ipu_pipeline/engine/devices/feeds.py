@@ -1,7 +1,7 @@
 """Micro-batches on their way to the devices: each an `Element`, stacked as the programs take them.
 
-Elements are made by the thread that fetches micro-batches, and placed together: as many as a program
-handles. An element has memory of its own: a data set may give the same arrays again, with other values.
+The thread that fetches micro-batches makes the elements. The elements of one program's call are placed
+together. An element has memory of its own: a data set may give the same arrays again, with other values.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ class Stack:
     # on the host, with a first axis of rows; the leaves of micro-batches
     arrays: list[np.ndarray[Any, Any]]
     placed: list[Any] | None  # the same on the devices; None if they are not there yet
-    num_rows: int  # how many there is room for
+    num_rows: int  # the number of micro-batches that there is room for
 
 
 @dataclass(frozen=True, eq=False)
 class Element:
-    """A micro-batch: a row of a stack; or with JAX arrays, which stay where they are until stacked.
+    """A micro-batch: a row of a stack, or JAX arrays, which stay where they are until stacked.
 
     Attributes:
-      stack: None for one with JAX arrays that is to be stacked.
-      row: in the stack.
-      arrays: the leaves, if they are not those of the stack's row.
+      stack: the stack; None for JAX arrays that are still to be stacked.
+      row: the row in the stack.
+      arrays: the leaves, if they are not in the stack's row.
     """
 
     stack: Stack | None
@@ -64,12 +64,12 @@ class Feed:
         """Makes an empty feed.
 
         Args:
-          place: puts stacked leaves, whose memory nobody changes any more, on the devices that read them.
+          place: puts stacked leaves on the devices that read them; their memory does not change any more.
             Where stacks have one row, it is given the leaves of a micro-batch as they are.
-          size: micro-batches in a stack.
-          is_block: whether stacks are large and of changing size (`set_size`): they have a first axis
-            always, JAX arrays are copied to them, and they are placed when they are asked for. Else that is
-            done as soon as one is full.
+          size: the number of micro-batches in a stack.
+          is_block: whether stacks are large and of changing size (`set_size`). Such stacks always have a
+            first axis, JAX arrays are copied to them, and they are placed on demand. Other stacks are
+            placed as soon as they are full.
         """
         self._place = place
         self._size = size
@@ -79,7 +79,7 @@ class Feed:
         self._lock = threading.Lock()
 
     def set_size(self, size: int) -> None:
-        """Gives stacks that are begun from now on room for so many."""
+        """Sets the size of the stacks that are begun from now on."""
         with self._lock:
             if size != self._size:
                 self._size, self._stack, self._row = size, None, 0
@@ -95,7 +95,7 @@ class Feed:
                 self._stack, self._row = _make_stack(arrays, self._size), 0
             stack, row = self._stack, self._row
             self._row += 1
-            if not self._is_block:  # a stack is placed when it is full, and not while a thread fills it
+            if not self._is_block:  # a stack is placed when it is full, not while a thread still fills it
                 _fill(stack, row, arrays)
                 if row == stack.num_rows - 1 and arrays:
                     stack.placed = self._place(stack.arrays)
@@ -104,7 +104,7 @@ class Feed:
         return Element(stack, row)
 
     def place(self, elements: Sequence[Element], size: int | None = None) -> list[Any]:
-        """Micro-batches from `add` on the devices, stacked in their order."""
+        """Puts micro-batches from `add` on the devices, stacked in their order."""
         size = self._size if size is None else size
         stack = elements[0].stack
         is_whole = stack is not None and all(
@@ -113,7 +113,7 @@ class Feed:
         if stack is not None and is_whole and stack.num_rows == size:
             if stack.placed is None:
                 with self._lock:
-                    if stack is self._stack:  # what follows must not be written into it
+                    if stack is self._stack:  # later micro-batches must not be written into it
                         self._stack = None
                 return self._place(stack.arrays)
             return stack.placed
@@ -126,7 +126,7 @@ class Feed:
         return self._place(gathered.arrays)
 
     def place_ahead(self, elements: Sequence[Element], count: int, size: int) -> list[Element]:
-        """Elements for `place` that are on their devices already."""
+        """Puts elements on their devices ahead of time. Returns elements for `place`."""
         ahead = []
         for first in range(0, len(elements), count):
             some = elements[first : first + count]
@@ -182,7 +182,7 @@ class PlacedMicroBatches:
         """A function that takes them.
 
         Raises:
-          ValueError: they are for another pipeline, or other devices; or too few or too many.
+          ValueError: they are for another pipeline or other devices, or their number is wrong.
         """
         if runner is not self._runner:
             raise ValueError(
@@ -191,7 +191,7 @@ class PlacedMicroBatches:
             )
         if self._number != every:
             raise ValueError(
-                f"micro_batches: {self._number} were placed, but a step has {every}. Place as many."
+                f"micro_batches: {self._number} were placed, but a step has {every}. Place that many."
             )
         left = iter(self._elements)
 

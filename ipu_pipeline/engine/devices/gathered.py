@@ -1,4 +1,4 @@
-"""Arrays of a run of several processes, read in all of them."""
+"""Reads arrays of a run of several processes in all of them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def only_if_written_here(array: Any) -> Any:
 
 
 def whole(array: Any) -> Any:
-    """An array that each device of its row has; of those of which devices have parts, a copy.
+    """The array, whole on each device of its row: a copy if the devices have only parts of it.
 
     All processes that have a part call it, in the same order.
     """
@@ -61,13 +61,13 @@ def _same(array: Any) -> Any:
 
 @peers.one_thread("reading what other processes have")
 def read_gathered(arrays: Sequence[Any]) -> list[Any]:
-    """The arrays, such that this process can read them. All processes call it, in the same order.
+    """Makes arrays readable in this process. All processes call it, in the same order.
 
     Args:
       arrays: the same in all processes, some of them on devices of other processes only.
 
     Returns:
-      Those that this process has, as they are; copies of the others, on a device of this process.
+      The arrays that this process has, as they are; copies of the others, on a device of this process.
 
     Raises:
       ProcessError: a process that was to send something has ended.
@@ -89,7 +89,7 @@ def read_gathered(arrays: Sequence[Any]) -> list[Any]:
             tag = Tag("a read by all processes", next(_numbers))
             own = [found[place] for place in places]
             if is_here(home):
-                # Copies: the next step may take the memory of these.
+                # Copies, because the next step may take the originals' memory.
                 copies = [jnp.copy(_as_data(_part_on(array, home))) for array in own]
                 for process, device in devices.items():
                     if process != others.index:
@@ -109,10 +109,10 @@ def read_gathered(arrays: Sequence[Any]) -> list[Any]:
 
 @peers.one_thread("reading what other processes have")
 def share_stacks(stacks: Sequence[np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
-    """What one process has of some results, in all of them. All call it, in the same order.
+    """Shares the results that one process has with all of them. All call it, in the same order.
 
     Args:
-      stacks: with a first axis of one size, which is 0 in all processes but one.
+      stacks: arrays whose first axes have one size, which is 0 in all processes but one.
 
     Raises:
       ProcessError: a process has ended.

@@ -1,12 +1,12 @@
 """Transfers between processes, from a device of one to a device of another.
 
 Each process has a server (`jax.experimental.transfer`) from which others pull arrays. A transfer has a tag,
-which both sides derive from what it is: which edge, in which step, which number within the step. What
-arrives is therefore what was meant, in whatever order the two sides come to it; if they disagree, the
-receiver waits for something that never comes, instead of taking something else.
+which both sides derive from its edge, its step, and its number within the step. What arrives is therefore
+what was meant, in whatever order the two sides come to it. If they disagree, the receiver waits for
+something that never comes, instead of taking something else.
 
-An array that is to be pulled must be neither donated nor deleted before that (it may well be forgotten):
-who sends something whose memory others take sends a copy.
+An array that is to be pulled must be neither donated nor deleted before that (though it may go out of
+scope). If a program is to take an array's memory, a copy is sent.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ __all__ = ["Links", "Tag", "check_peers", "links", "naming_peers"]
 _LOOPBACK = "127.0.0.1"
 _KEY = "ipu_pipeline/links"
 _PATIENCE = 300.0  # seconds until a process must have come as far as this one, at the beginning
-_AFTER_ERROR = 4.0  # seconds until what came from another process has failed, if that is the cause
-_SLICE = 0.5  # seconds of waiting until somebody looks whether the others live
+_AFTER_ERROR = 4.0  # seconds until another process's transfer has failed, if that is the cause
+_SLICE = 0.5  # seconds of waiting between checks that the others live
 
 
 class Tag(NamedTuple):
-    """What a transfer is."""
+    """Identifies a transfer."""
 
-    edge: str  # from what to what, unique among the edges of the process's pipelines
+    edge: str  # its two ends, unique among the edges of the process's pipelines
     step: int  # the number of the step, counted by both sides
     number: int = 0  # within the edge and step
 
 
 @functools.cache
 def links() -> Links:
-    """Those of this process; the first call starts its server.
+    """The links of this process. The first call starts its server.
 
     Raises:
       RuntimeError: `jax.distributed` has not been initialized, or this JAX has no transfers.
@@ -68,7 +68,7 @@ def check_peers() -> None:
 
 @contextlib.contextmanager
 def naming_peers() -> Iterator[None]:
-    """For where arrays are waited for: has an error that comes from another process name that process.
+    """While arrays are waited for: an error that comes from another process then names that process.
 
     Raises:
       ProcessError: something that another process was to send has failed, or one has ended.
@@ -118,7 +118,7 @@ class Links:
                 "This JAX has no jax.experimental.transfer, so a pipeline cannot be in several processes."
             )
         self._lock = threading.Lock()
-        self._connections: dict[int, Any] = {}  # by process
+        self._connections: dict[int, Any] = {}  # process -> connection
         self._received: collections.deque[tuple[int, Tag, Any]] = collections.deque()
         self._failure: ProcessError | None = None
         told = {"address": self._server.address(), "machine": socket.gethostname()}
@@ -164,11 +164,11 @@ class Links:
             try:
                 array.block_until_ready()
             except RuntimeError as error:
-                if not array.is_deleted():  # else it had come, and was then donated
+                if not array.is_deleted():  # else it had arrived, and was then donated
                     raise self._fail(peer, tag, error) from error
 
     def _fail(self, peer: int, tag: Tag, error: Exception) -> ProcessError:
-        _check_others()  # who watches the processes may know more
+        _check_others()  # the watcher of the processes may know more
         self._failure = ProcessError(
             f"Process {peer} did not send what {tag.edge} needs in step {tag.step}: it has ended, or had "
             f"an error of its own ({error})."
@@ -176,10 +176,10 @@ class Links:
         return self._failure
 
     def warm(self, peers: Collection[int]) -> None:
-        """Connects with other processes, each of which must do the same; not again with those it knows.
+        """Connects with other processes, each of which must do the same. Known connections are kept.
 
         Raises:
-          ProcessError: one has not come as far, or its address is that of another machine.
+          ProcessError: a process has not come as far, or its address belongs to another machine.
         """
         device = jax.local_devices()[0]
         new = [peer for peer in sorted(peers) if peer != self.process and peer not in self._connections]
@@ -209,7 +209,7 @@ class Links:
         self._store.key_value_set(f"{_KEY}/{key}", text)
 
     def read(self, key: str) -> str:
-        """What another process has left, or will leave soon.
+        """Returns the text that another process has left, or will leave soon.
 
         Raises:
           ProcessError: nothing is left there.
@@ -222,7 +222,7 @@ class Links:
             except jax.errors.JaxRuntimeError as error:
                 if time.monotonic() > deadline or not str(error).startswith("DEADLINE_EXCEEDED"):
                     raise ProcessError(
-                        f"No process has told {key} within {_PATIENCE:g} s: {error}"
+                        f"No process has published {key} within {_PATIENCE:g} s: {error}"
                     ) from error
 
     def _connect(self, peer: int) -> Any:
@@ -253,7 +253,7 @@ def _check_others() -> None:
 def _is_ready(array: Any) -> bool:
     try:
         return bool(array.is_ready())
-    except RuntimeError:  # it was deleted, after it had come
+    except RuntimeError:  # it was deleted after it had arrived
         return True
 
 

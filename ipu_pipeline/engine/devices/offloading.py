@@ -17,10 +17,10 @@ __all__ = ["Offload", "load", "parse_offload", "store"]
 class Offload(enum.Enum):
     """What may lie in host memory (memory kind `pinned_host`) while no program uses it.
 
-    WEIGHT_UPDATE_VARIABLES: the optimizer's state, but for the weight update. ACTIVATIONS: what a stage
-    keeps between its forward and its backward. GRADIENT_ACCUMULATION_BUFFERS: the accumulators, but for the
-    backward and the update of their stage. WEIGHTS: the variables, but those that stages assign, but
-    for the programs that use them.
+    WEIGHT_UPDATE_VARIABLES: the optimizer's state, except during the weight update. ACTIVATIONS: what a
+    stage keeps between its forward and its backward. GRADIENT_ACCUMULATION_BUFFERS: the accumulators,
+    except during the backward and the update of their stage. WEIGHTS: the variables, apart from those that
+    stages assign, except during the programs that use them.
     """
 
     WEIGHT_UPDATE_VARIABLES = "weight_update_variables"
@@ -33,7 +33,7 @@ def parse_offload(values: Collection[str | Offload]) -> frozenset[Offload]:
     """A collection of members or of their values.
 
     Raises:
-      ValueError: one is none of them.
+      ValueError: an entry is not one of them.
     """
     if isinstance(values, str):
         raise ValueError(f"offload must be a collection of names; got the string {values!r}.")

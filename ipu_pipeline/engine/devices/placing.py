@@ -1,4 +1,4 @@
-"""Arrays put on rows: the only module that moves arrays from outside of compiled programs."""
+"""Puts arrays on rows: the only module that moves arrays outside of compiled programs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["copy_to", "is_offloaded", "keep", "put", "put_host_copies"]
 
 
 def is_offloaded(array: Any) -> bool:
-    """Whether it is in host memory for its row."""
+    """Whether an array is in host memory for its row."""
     return bool(array.sharding.memory_kind == HOST_MEMORY)
 
 
@@ -39,13 +39,13 @@ def put(
     tag: Tag | None = None,
     partitions: Sequence[PartitionSpec] | None = None,
 ) -> list[Any]:
-    """The arrays on a row, or in host memory for it. Those that are there already stay the same objects.
+    """Puts arrays on a row, or in host memory for it. Those already there stay the same objects.
 
-    What lies divided over the devices of a replica stays so on its own row, and comes to another one
-    divided where that is what is wanted there. Everything else is whole on each device.
+    What lies divided over the devices of a replica stays so on its own row, and is divided on another row
+    where it is wanted so there. Everything else is whole on each device.
 
     JAX arrays are transferred without waiting for them. NumPy arrays may be shared instead of copied
-    on a CPU: whoever can change them afterwards uses `put_host_copies`.
+    on a CPU: callers that may change them afterwards use `put_host_copies`.
     """
     return _put(arrays, row, offloaded, False, tag, partitions)
 
@@ -57,7 +57,7 @@ def put_host_copies(
     tag: Tag | None = None,
     partitions: Sequence[PartitionSpec] | None = None,
 ) -> list[Any]:
-    """The arrays where `put` puts them, sharing no memory with NumPy arrays of the caller's."""
+    """Puts arrays where `put` does, sharing no memory with the caller's NumPy arrays."""
     return _put(arrays, row, offloaded, True, tag, partitions)
 
 
@@ -97,7 +97,7 @@ def _partition_on(array: Any, row: Row, wanted: PartitionSpec) -> PartitionSpec:
 def _put_as(
     arrays: Sequence[Any], row: Row, sharding: NamedSharding, is_copied: bool, tag: Tag | None
 ) -> list[Any]:
-    """The arrays with a sharding of the row."""
+    """Puts arrays on a row with one of its shardings."""
     offloaded = sharding.memory_kind == HOST_MEMORY
     placed = list(arrays)
     away = [
@@ -109,7 +109,7 @@ def _put_as(
         sources = {place: row_sharding(arrays[place]) for place in away}
         for number, source in enumerate(dict.fromkeys(sources.values())):
             if is_all_here(sharding) and (source is None or is_all_here(source)):
-                continue  # as in a process alone, below
+                continue  # done below, as in a process that runs alone
             places = [place for place in away if sources[place] == source]
             found = [arrays[place] for place in places]
             own = None if tag is None else tag._replace(edge=f"{tag.edge} ({number})")
@@ -136,7 +136,7 @@ def _is_partly_elsewhere(array: Any) -> bool:
 def _bring(
     arrays: Sequence[Any], source: NamedSharding | None, row: Row, sharding: NamedSharding, tag: Tag | None
 ) -> list[Any]:
-    """Arrays in several processes: from where all of them are to a sharding of a row."""
+    """Moves arrays in several processes from where all of them are to a sharding of a row."""
     if source is None:
         return put_own(arrays, sharding)
     if source.mesh == sharding.mesh:
@@ -149,7 +149,7 @@ def _bring(
 
 
 def _relocate(arrays: Sequence[Any], sharding: NamedSharding) -> list[Any]:
-    """Arrays of a row with another sharding of the same row."""
+    """Gives arrays of a row another sharding of the same row."""
     if not any(map(is_here, sharding.mesh.devices.flat)):
         return absent_like(arrays, sharding)
     found = list(arrays)
@@ -165,7 +165,7 @@ def _same(arrays: list[Any]) -> list[Any]:
 
 
 def _is_plain(array: Any) -> bool:
-    """Whether it is an array of NumPy whose dtype JAX takes as it is, in every mode."""
+    """Whether a value is an array of NumPy whose dtype JAX takes as it is, in every mode."""
     if type(array) is not np.ndarray and not isinstance(array, np.generic):
         return False
     dtype = array.dtype
@@ -173,11 +173,11 @@ def _is_plain(array: Any) -> bool:
 
 
 def keep(arrays: Sequence[Any]) -> list[Any]:
-    """What arrays hold now, for when their memory is given to others; does not wait for accelerators.
+    """Keeps what arrays hold before their memory is given away; does not wait for accelerators.
 
-    On a CPU that is the memory itself, as arrays of NumPy: while these are referred to, XLA gives what is
-    to take it other memory. Elsewhere it is a copy on the device. NumPy arrays stay the same objects, and
-    what stands for arrays in other processes.
+    On a CPU it returns the memory itself, as arrays of NumPy: while these are referred to, XLA gives the
+    program that is to take it other memory. Elsewhere it returns copies on the device. NumPy arrays, and
+    stand-ins for arrays in other processes, stay the same objects.
     """
     result: list[Any] = [np.asarray(array) if _is_on_host(array) else array for array in arrays]
     away = [
@@ -200,7 +200,7 @@ def _is_on_host(array: Any) -> bool:
 
 
 def copy_to(arrays: Sequence[Any], row: Row, tag: Tag | None = None) -> list[Any]:
-    """Transfers JAX arrays that are known to be together on another row of the same pipeline."""
+    """Transfers JAX arrays, which are known to be on one row of the same pipeline, to another row."""
     if row.has_peers and not (is_all_here(arrays[0].sharding) and is_all_here(row.replicated)):
         return move(arrays, arrays[0].sharding, row.replicated, tag, is_kept=True)
     if row.copy is not None:

@@ -1,8 +1,8 @@
 """What is in other processes: arrays without content, and programs that are not run here.
 
-Every process runs the same Python. What lies only on devices of other processes is a JAX array all the
-same, with shape, dtype and sharding, but without a shard. A program whose devices are all elsewhere gives
-such arrays.
+Every process runs the same Python. What lies only on devices of other processes is a JAX array here, too,
+with shape, dtype and sharding, but without a shard. A program whose devices are all elsewhere gives such
+arrays.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ __all__ = ["NotRun", "absent", "absent_like", "is_here"]
 
 
 def is_here(device: Any) -> bool:
-    """Whether a device is one of this process."""
+    """Whether a device belongs to this process."""
     return bool(device.process_index == device.client.process_index())
 
 
 @functools.lru_cache(maxsize=4096)
 def absent(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Any:
-    """The array that stands for one on devices of other processes."""
+    """The array that stands in for one on devices of other processes."""
     return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
 
 
 class NotRun:
-    """In place of a function that other processes run: gives what stands for its results."""
+    """Stands in for a function that other processes run: returns stand-ins for its results."""
 
     def __init__(self, function: Callable[..., Any], sharding: Any, results: Any = None) -> None:
-        """Nothing is traced yet."""
+        """Traces nothing yet."""
         self._function = function
         self._sharding = sharding
         self._known: dict[Any, Any] = {}
         self._results = None if results is None else self._make(results)
 
     def __call__(self, *arguments: Any) -> Any:
-        """What stands for the results; the shapes and dtypes of the arguments say what that is."""
+        """Returns stand-ins for the results, found from the shapes and dtypes of the arguments."""
         if self._results is not None:
             return self._results
         leaves, tree = jax.tree.flatten(arguments)
@@ -53,5 +53,5 @@ class NotRun:
 
 
 def absent_like(arrays: Sequence[Any], sharding: Any) -> list[Any]:
-    """What stands for arrays, or for what has their shapes and dtypes."""
+    """Stand-ins for arrays, or for structs with shapes and dtypes."""
     return [absent(tuple(array.shape), array.dtype, sharding) for array in arrays]

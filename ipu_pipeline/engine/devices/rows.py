@@ -1,11 +1,11 @@
 """Where stages live.
 
-A stage lives on a row of devices, a mesh with the axes `replica` and `model`: each replica has as many
-devices as compute its stages together, mostly one. State is `replicated` over the replicas of a row, and
-whole or `divided` over the others. Micro-batches run in columns, one per replica, whose rows have the
-devices of that replica.
+A stage lives on a row of devices, a mesh with the axes `replica` and `model`: along `model` are the
+devices that compute a stage together, mostly one. State is `replicated` over the replicas of a row, and
+whole or `divided` over the devices of each. Micro-batches run in columns, one per replica, whose rows have
+the devices of that replica.
 
-Rows may be on devices of other processes: what is put there has no content here (`elsewhere`), and what
+Rows may be on devices of other processes: what is put there has no content here (`remote`), and what
 goes from process to process is sent (`crossing`).
 """
 
@@ -53,9 +53,9 @@ class Row:
 
     Attributes:
       ipu: the IPU's number in the pipeline.
-      replicated: the sharding of what each device has the whole of, as scalars.
+      replicated: the sharding of what each device has whole, such as scalars.
       has_one_client: whether all rows of the pipeline have devices of one kind.
-      processes: those whose devices the rows of the pipeline are on, in order.
+      processes: the processes that have devices of the pipeline's rows, in order.
     """
 
     ipu: int
@@ -70,7 +70,7 @@ class Row:
 
     @functools.cached_property
     def is_joined(self) -> bool:
-        """Whether the row itself is in several processes, which its programs join."""
+        """Whether the row itself spans several processes, whose parts its programs join."""
         return len({device.process_index for device in self.devices}) > 1
 
     @functools.cached_property
@@ -80,15 +80,15 @@ class Row:
 
     @property
     def results(self) -> dict[str, Any]:
-        """Arguments of `jax.jit` that say that results are on the row; none where all is here."""
+        """Arguments of `jax.jit` that place results on the row; empty where all devices are here."""
         return {"out_shardings": self.replicated} if self.has_peers else {}
 
     def program(self, function: Callable[..., Any], shardings: Any = None) -> Callable[..., Any]:
-        """The function, if it is run on the row by this process; else what stands for its results.
+        """The function, if this process runs it on the row; else one that gives stand-ins for its results.
 
         Args:
           function: the program.
-          shardings: those of its results, as a prefix of their pytree; None: all are whole on each device.
+          shardings: of its results, as a prefix of their pytree; None: all are whole on each device.
         """
         return function if self.is_here else NotRun(function, shardings or self.replicated)
 
@@ -110,17 +110,17 @@ class Row:
 
     @functools.cached_property
     def copy(self) -> Callable[[Sequence[Any]], list[Any]] | None:
-        """Copies arrays that lie on other rows here, random keys excepted; None where it cannot."""
+        """Copies arrays from other rows here, except random keys; None if that is impossible."""
         return jax_compat.make_copy(self.devices, self.replicated) if self.has_one_client else None
 
     @functools.cached_property
     def send(self) -> Callable[[np.ndarray[Any, Any] | np.generic, bool], Any] | None:
-        """Puts an array of NumPy here, or a copy; None where it cannot."""
+        """Puts an array of NumPy here, or a copy; None if that is impossible."""
         return jax_compat.make_send(self.devices[0], self.replicated) if len(self.devices) == 1 else None
 
     @property
     def devices(self) -> tuple[Any, ...]:
-        """The row's devices, those of one replica after those of the other."""
+        """The row's devices, replica by replica."""
         return tuple(self.replicated.mesh.devices.flat)
 
     @functools.cached_property
@@ -130,7 +130,7 @@ class Row:
 
     @functools.cached_property
     def num_replicas(self) -> int:
-        """How many replicas it has devices of."""
+        """The number of replicas that have devices in the row."""
         return int(self.replicated.mesh.shape[REPLICA])
 
     @functools.cached_property
@@ -180,9 +180,9 @@ def check_processes(rows: Sequence[Row]) -> None:
 
 
 def split(array: Any, rows: Sequence[Row]) -> list[Any]:
-    """What each replica has of an array of a row, on the rows of the columns; nothing is copied.
+    """Splits an array of a row into each replica's part, on the rows of the columns; nothing is copied.
 
-    Of replicas in other processes it is an array without content.
+    The parts of replicas in other processes are arrays without content.
     """
     found = {shard.device: shard.data for shard in array.addressable_shards}
     kind, partition = array.sharding.memory_kind, array.sharding.spec
@@ -198,7 +198,7 @@ def split(array: Any, rows: Sequence[Row]) -> list[Any]:
 
 
 def join(parts: Sequence[Any], row: Row) -> Any:
-    """The array of a row of which the replicas have these parts, in their order; nothing is copied.
+    """Joins the replicas' parts, in their order, to an array of a row; nothing is copied.
 
     They need not be equal: programs under `jax.shard_map` see each replica's own.
     """
@@ -215,7 +215,7 @@ def join(parts: Sequence[Any], row: Row) -> Any:
 
 
 def _own_parts(array: Any) -> list[Any]:
-    """What each device of this process has of an array, in the order of the devices."""
+    """The parts of an array on this process's devices, in the order of the devices."""
     if len(array.sharding.device_set) == 1:
         return [array] if array.is_fully_addressable else []
     found = {shard.device: shard.data for shard in array.addressable_shards}
@@ -228,7 +228,7 @@ WHOLE = PartitionSpec()
 def over_replicas(
     mesh: Any, function: Callable[..., Any], arguments: Any = WHOLE, results: Any = WHOLE
 ) -> Callable[..., Any]:
-    """The function on each device of a mesh, of what `join` put there; its results are for `split`."""
+    """Runs a function on each device of a mesh, on what `join` put there; `split` takes its results."""
     # Without check_vma JAX asks for no proof that values are the same where the sharding says so.
     return jax.shard_map(function, mesh=mesh, in_specs=arguments, out_specs=results, check_vma=False)
 
@@ -238,7 +238,7 @@ def stack_replicas(parts: Sequence[Any], axis: int) -> Any:
     parts = [_first_copy(part) for part in parts]
     (first, *rest) = parts
     if len({device for part in parts for device in part.devices()}) < len(parts):
-        # Those of other processes were brought to the first one's device, so the others go there, too.
+        # Parts of other processes were brought to the first one's device, so the others go there, too.
         parts = [first, *(_beside(part, first) for part in rest)]
     if len({device for part in parts for device in part.devices()}) == 1:  # they were brought together
         if not first.is_fully_addressable:
@@ -268,7 +268,7 @@ def _beside(array: Any, other: Any) -> Any:
 
 
 def _first_copy(array: Any) -> Any:
-    """What the first of the devices has that have the whole."""
+    """The first device's copy of an array that each device has whole."""
     if len(array.sharding.device_set) == 1:
         return array
     own = _own_parts(array)
@@ -289,7 +289,7 @@ def _expand(part: jax.Array, axis: int) -> jax.Array:
 
 
 def divided_in_replica(sharding: NamedSharding) -> PartitionSpec:
-    """How a sharding of a row divides what a replica has over its devices."""
+    """How a sharding of a row divides a replica's part over its devices."""
     return normal_partition([MODEL if MODEL in names_of(entry) else None for entry in sharding.spec])
 
 

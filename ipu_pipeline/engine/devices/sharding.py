@@ -1,4 +1,4 @@
-"""What replicas may share out among them, instead of each having the whole."""
+"""What replicas may share out among themselves, instead of each having the whole."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Shard(enum.Enum):
     """What each replica has a part of (Rajbhandari et al., "ZeRO", 2020, sections 5 and 6).
 
     OPTIMIZER_STATE: the optimizer's state; each replica updates its part. WEIGHTS: the trainable variables
-    that one stage has; they are gathered for each program that reads them, and let go of afterwards.
+    that only one stage has; they are gathered for each program that reads them, and released afterwards.
     """
 
     OPTIMIZER_STATE = "optimizer_state"
@@ -34,7 +34,7 @@ def parse_shard(values: Collection[str | Shard]) -> frozenset[Shard]:
     """A collection of members or of their values.
 
     Raises:
-      ValueError: one is none of them.
+      ValueError: an entry is not one of them.
     """
     if isinstance(values, str):
         raise ValueError(f"shard must be a collection of names; got the string {values!r}.")
@@ -55,7 +55,7 @@ def sharding_of(row: Row, shape: Sequence[int], partition: PartitionSpec) -> Nam
 
 
 def share_out(arrays: Sequence[Any], shardings: Sequence[NamedSharding], row: Row) -> list[Any]:
-    """Arrays that lie on a row, or in host memory for it, with other shardings there, in that memory."""
+    """Gives arrays on a row, or in host memory for it, other shardings in the same memory."""
     found = list(arrays)
     places = [
         place
@@ -71,7 +71,7 @@ def share_out(arrays: Sequence[Any], shardings: Sequence[NamedSharding], row: Ro
 
 
 def gather_replicas(arrays: Sequence[Any], row: Row) -> list[Any]:
-    """Arrays of which the replicas have parts, whole in each, in the memory of the row's devices.
+    """Gathers arrays of which the replicas have parts: whole in each, in the memory of the row's devices.
 
     Within a replica they stay divided.
     """

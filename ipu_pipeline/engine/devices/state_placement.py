@@ -40,7 +40,7 @@ __all__ = ["NO_LOSS_SCALE", "StatePlacement"]
 
 
 NO_LOSS_SCALE = np.float32(1)
-# Processes -> numbers of what lives in these; all of them make it in the same order.
+# Processes -> numbers of the pipelines in them, which all of these processes make in the same order.
 _numbers: collections.defaultdict[tuple[int, ...], Iterator[int]] = collections.defaultdict(itertools.count)
 
 
@@ -96,26 +96,26 @@ class StatePlacement:
         )
         self._step = 0
 
-    # Several processes.
+    # What only matters with several processes.
 
     def has_variable(self, name: str) -> bool:
         """Whether a variable is on a device of this process."""
         return self.rows[self.traced.owners[name]].is_here
 
     def begin_step(self) -> None:
-        """Begins what `tag` counts as a step; all processes do so at the same places."""
+        """Begins the next step in the sense of `tag`; all processes do so at the same places."""
         if self._step == 0 and any(row.is_here for row in self.rows):
             links().warm(self.rows[0].processes)
         self._step += 1
 
     def tag(self, edge: str, number: int = 0) -> Tag | None:
-        """What a transfer between processes is; None if there are no others."""
+        """The tag of a transfer between processes; None if there are no others."""
         return Tag(f"{self._name}, {edge}", self._step, number) if self.has_peers else None
 
     def place_variables(self, variables: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of the variables that the pipeline has, each on its home's row.
+        """Places the variables that the pipeline has, each on its home's row.
 
-        They share no memory with NumPy arrays that are given.
+        The results share no memory with NumPy arrays that are given.
         """
         placed: dict[str, Any] = {}
         if self.has_peers:
@@ -142,12 +142,12 @@ class StatePlacement:
         is_offloaded: bool,
         tag: Tag | None,
     ) -> list[Any]:
-        """Arrays on a row, shared out as they are to be; those that are so stay the same objects."""
+        """Puts arrays on a row, with shardings; those already there stay the same objects."""
         kind = str((row.host if is_offloaded else row.replicated).memory_kind)
         wanted = [sharding.with_memory_kind(kind) for sharding in shardings]
         found = list(arrays)
         brought = [place for place, array in enumerate(found) if self._is_elsewhere(array)]
-        if brought:  # by all processes, as their own may not count steps as those of the rows do
+        if brought:  # by all processes: those without a part in the rows may count steps differently
             read = read_gathered([found[place] for place in brought])
             for place, array in zip(brought, read, strict=True):
                 found[place] = array if row.is_here else absent(array.shape, array.dtype, wanted[place])
@@ -183,12 +183,12 @@ class StatePlacement:
         return row.divided(self.partitions[name]) if name in self.partitions else row.replicated
 
     def struct_in_program(self, name: str, row: Row) -> jax.ShapeDtypeStruct:
-        """A variable's shape, dtype and sharding there."""
+        """A variable's shape, dtype and sharding while a program of a stage on a row uses it."""
         spec, sharding = self.traced.variables[name], self.sharding_in_program(name, row)
         return jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=sharding)
 
     def _partition_of_leaf(self, leaf: StateLeaf) -> PartitionSpec:
-        """That of the variable that a leaf of the optimizer's state belongs to, if it has its shape."""
+        """The partition of the variable that an optimizer-state leaf belongs to, if their shapes match."""
         name = leaf.variable
         if (
             name is None
@@ -205,19 +205,19 @@ class StatePlacement:
         return sharding_of(row, leaf.aval.shape, partition) if self.shards_state else row.divided(partition)
 
     def part_of_variable(self, name: str) -> jax.ShapeDtypeStruct:
-        """Shape and dtype of what each replica has of a variable."""
+        """Shape and dtype of each replica's part of a variable."""
         spec = self.traced.variables[name]
         shape = self._sharding_of_variable(name).shard_shape(spec.shape)
         return jax.ShapeDtypeStruct(shape, spec.dtype)
 
     def part_of_leaf(self, number: int) -> jax.ShapeDtypeStruct:
-        """Shape and dtype of what each replica has of a leaf of the optimizer's state."""
+        """Shape and dtype of each replica's part of a leaf of the optimizer's state."""
         assert self.updates is not None
         aval = self.updates.state_leaves[number].aval
         return jax.ShapeDtypeStruct(self._sharding_of_leaf(number).shard_shape(aval.shape), aval.dtype)
 
     def part_of_gradient(self, name: str, dtype: Any) -> jax.ShapeDtypeStruct:
-        """Shape and dtype of what each device has of an accumulator of a variable's gradients."""
+        """Shape and dtype of each device's part of an accumulator of a variable's gradients."""
         home = self.rows[self.traced.owners[name]]
         shape = self.sharding_in_program(name, home).shard_shape(self.traced.variables[name].shape)
         return jax.ShapeDtypeStruct(shape, dtype)
@@ -228,7 +228,7 @@ class StatePlacement:
         return self.shards_state or bool(self.sharded)
 
     def sharding_in_update(self, value: UpdateValue, row: Row) -> NamedSharding:
-        """How what an update reads and makes lies on the row of the program."""
+        """The sharding of a value that an update reads or makes, on the row of the program."""
         if value.kind == UpdateKind.GRADIENT:
             return self.sharding_in_program(value.key, row)
         if value.kind == UpdateKind.PARAMETER:
@@ -247,7 +247,7 @@ class StatePlacement:
         return [divided_in_replica(self.sharding_in_update(value, row)) for value in values]
 
     def place_accumulators(self, accumulators: Mapping[str, Any]) -> dict[str, Any]:
-        """Accumulators by key, each on its row."""
+        """Places accumulators, each on its row; returns them by key."""
         placed = {}
         if self.has_peers:
             self.begin_step()
@@ -261,12 +261,12 @@ class StatePlacement:
     def make_accumulators(
         self, dtypes: Mapping[str, Any], known: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Accumulators of the variables' gradients, placed, by key; zeros where nothing is known.
+        """Makes the accumulators of the variables' gradients, placed, by key; zeros where none is known.
 
         Args:
-          dtypes: of each variable's accumulators, by the variable's full name.
-          known: accumulators by key, also of stages that share a variable only elsewhere, where the same
-            operations are cut otherwise: these are added to the variable's own.
+          dtypes: the dtype of each variable's accumulators, by the variable's full name.
+          known: accumulators by key. Some may be of stages that share a variable only in a pipeline that
+            cuts the same operations differently: these are added to the variable's own.
         """
         variables = self.traced.variables
         keys = {key: self._accumulator(key).variable for key in (*dtypes, *self.accumulator_plan.extra)}
@@ -283,7 +283,7 @@ class StatePlacement:
         return self.accumulator_plan.extra.get(key) or Accumulator(key, self.traced.owners[key])
 
     def place_optimizer_state(self, leaves: Sequence[Any]) -> list[Any]:
-        """The leaves of the optimizer's state, each on its stage's row."""
+        """Places the leaves of the optimizer's state, each on its stage's row."""
         updates = self.updates
         assert updates is not None
         if self.has_peers:
@@ -326,7 +326,7 @@ class StatePlacement:
         environment: UpdateEnvironment,
     ) -> None:
         """Runs the programs of an update, each on the row of its stage."""
-        copies: dict[tuple[UpdateValue, int], Any] = {}  # on another IPU than the value's own
+        copies: dict[tuple[UpdateValue, int], Any] = {}  # copies of values on other IPUs than their own
         last_read = {
             value: number for number, program in enumerate(programs) for value in program.arguments
         }
@@ -335,7 +335,7 @@ class StatePlacement:
             self.begin_step()
         for number, (program, function) in enumerate(zip(programs, functions, strict=True)):
             made = self._run_update_program(program, function, environment, copies)
-            # What was brought from host memory does not stay.
+            # Copies from host memory are released after their last use.
             copies = {key: copy for key, copy in copies.items() if last_read[key[0]] > number}
             underway.add(made)
             underway.wait()
@@ -347,7 +347,7 @@ class StatePlacement:
         environment: UpdateEnvironment,
         copies: dict[tuple[UpdateValue, int], Any],
     ) -> list[Any]:
-        """Returns what it made, where that is to be; arguments as of `run_update` and its variables."""
+        """Runs one of an update's programs. Returns its results, placed."""
         row = self.rows[program.stage]
         found = [
             self.constants.scalar(environment[value], row)
@@ -392,7 +392,7 @@ class StatePlacement:
     def _find_shared_out(
         self, program: UpdateProgram, found: Sequence[Any], row: Row
     ) -> tuple[list[Any], list[Any]]:
-        """What a program reads, whole where it lies on another row; and that as the program takes it."""
+        """A program's inputs, gathered where they lie on another row; then as the program takes them."""
         whole = [
             gather_replicas([array], self._row_of(array))[0]
             if is_apart(array) and array.sharding.mesh != row.replicated.mesh

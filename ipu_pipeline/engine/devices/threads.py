@@ -1,8 +1,8 @@
 """The threads of XLA's CPU backend, one of which must be free for what other processes ask for.
 
-A program that joins what several processes have, as an all-reduce does, keeps a thread until all of them
-have come to it. What other processes pull meanwhile goes through a thread, too. If all threads were kept,
-two processes could wait for each other for ever: one for what it pulls, the other for the one.
+A program that joins what several processes have, as an all-reduce does, occupies a thread until all of
+them have come to it. What other processes pull meanwhile goes through a thread, too. If all threads were
+occupied, two processes could wait for each other for ever: one for what it pulls, the other for the first.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _VARIABLE = "PJRT_NPROC"
 
 
 def num_cpu_devices_set() -> int:
-    """How many virtual CPU devices this process has or will have; 1 if nobody asked for more."""
+    """How many virtual CPU devices this process has or will have; 1 by default."""
     flag = re.search(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
     configured = int(jax.config.jax_num_cpu_devices)  # type: ignore[attr-defined]  # made at run time
     return configured if configured >= 1 else int(flag.group(1)) if flag else 1
 
 
 def keep_one_free() -> None:
-    """Has XLA's CPU backend, which does not run yet, make a thread more than there are devices, or more."""
+    """Makes XLA's CPU backend, which must not have started yet, create more threads than devices."""
     wanted = num_cpu_devices_set() + 1
     if _num_threads() < wanted:
         os.environ[_VARIABLE] = f"{wanted}"
@@ -53,7 +53,7 @@ def warn_unless_one_is_free(rows: Sequence[Row]) -> None:
 
 
 def _num_threads() -> int:
-    """As many as XLA makes, unless there are more devices."""
+    """The number of threads that XLA makes, unless there are more devices."""
     for name in (_VARIABLE, "NPROC"):
         try:
             return int(os.environ[name])

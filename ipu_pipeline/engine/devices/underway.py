@@ -1,4 +1,4 @@
-"""What devices have been given to do, limited: whoever would give them more waits first."""
+"""Limits the work that devices have been given: a thread that would give them more waits first."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Underway:
     """Pieces of work that devices may not have done yet, each known by the arrays that it makes."""
 
     def __init__(self, limit: int | None) -> None:
-        """Begins without any."""
+        """Begins without any work."""
         self._limit = limit
         self._pieces: collections.deque[list[Any]] = collections.deque()
 

@@ -2,8 +2,8 @@
 
 Only processes with stages that read the feed take micro-batches. Where the data ends they end the step,
 while the others would wait for values that never come. So a step begins when all its micro-batches are
-there: the first of the processes that read them tells those that do not. Of replicas, whose processes each
-read their own, all of these tell all others.
+there: the first of the processes that read them tells those that do not. With replicas, whose processes
+each read their own micro-batches, every process that reads tells all others.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ def take_everywhere(placement: StatePlacement, readers: Sequence[Row], take: Tak
     Raises:
       OutOfRangeError: there are too few, here or in the process that reads them.
       ProcessError: the process that reads them had another error.
-      Others: `take` raised here.
+      Others: what `take` raised here.
     """
     if not readers or not any(row.is_here for row in placement.rows):
         return take
     first = readers[0].devices[0]
     reading = {device.process_index for row in readers for device in row.devices}
-    others: dict[int, Any] = {}  # the processes that do not read -> a device of each
+    others: dict[int, Any] = {}  # process that does not read -> one of its devices
     for row in placement.rows:
         for device in row.devices:
             if device.process_index not in reading:
@@ -72,7 +72,7 @@ def agree_on_elements(placement: StatePlacement, readers: Sequence[Any], error: 
     """Raises, in all processes of a pipeline or loop, if one did not get the micro-batches of a step.
 
     Raises:
-      error: as given; of several processes that have one, in the first.
+      error: as given; with several such processes, in the first of them.
       OutOfRangeError: there were too few in another process.
       ProcessError: another process had another error.
     """
@@ -93,7 +93,7 @@ def agree_on_elements(placement: StatePlacement, readers: Sequence[Any], error: 
 def answer_everywhere(
     placement: StatePlacement, asked: Sequence[Any], homes: Sequence[Any], what: str
 ) -> list[bool]:
-    """Boolean scalars, in all processes that have a part in a pipeline or loop. Waits for them.
+    """Reads boolean scalars in all processes that have a part in a pipeline or loop. Waits for them.
 
     Raises:
       ProcessError: the process that has one has ended, or does not go on.
@@ -108,7 +108,7 @@ def answer_everywhere(
     own = next(device for device in devices.values() if is_here(device))
     told: list[Any] = [None] * len(homes)
     tags = [placement.tag(f"answers about the {what}", number) for number in range(len(homes))]
-    places = sorted(range(len(homes)), key=lambda place: not is_here(homes[place]))  # all is sent at first
+    places = sorted(range(len(homes)), key=lambda place: not is_here(homes[place]))  # sends come first
     for place in places:
         home, tag = homes[place], tags[place]
         assert tag is not None
@@ -143,7 +143,7 @@ def _describe(error: Exception) -> tuple[bool, str]:
 
 
 def _read_error(tag: Tag, device: Any) -> Exception:
-    """What keeps the process of a device from reading micro-batches, as it has told."""
+    """The error that a device's process reported, which keeps it from reading micro-batches."""
     is_end, text = json.loads(links().read(_key(tag)))
     kind = OutOfRangeError if is_end else ProcessError
     return kind(f"In process {device.process_index}, which reads the micro-batches: {text}")

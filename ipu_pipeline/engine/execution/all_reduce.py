@@ -1,4 +1,4 @@
-"""What the replicas of a pipeline have apart, joined once per weight update: one program per row."""
+"""Joins the replicas' separate values once per weight update, with one program per row."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["Joined", "Parts", "join_replicas", "take_first"]
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """What each replica has on a row, one array per replica."""
+    """The replicas' values on a row, one array per replica."""
 
     accumulators: dict[str, Sequence[Any]] = field(default_factory=dict)  # by key; their memory is taken
     # new values of variables that stages assign, by full name
@@ -32,16 +32,16 @@ class Parts:
 
 @dataclass(frozen=True, eq=False)
 class Joined:
-    """The same for all replicas."""
+    """The joined values, the same for all replicas."""
 
     means: dict[str, Any]  # of the accumulators, by key
     zeros: dict[str, Any]  # in the memory of the accumulators, by key
-    # the means of floating-point numbers, and else what the first replica has, by full name
+    # means of floating-point numbers, else the first replica's values, by full name
     assigned: dict[str, Any]
 
 
 def join_replicas(row: Row, parts: Parts, stage: int, step: int) -> Joined:
-    """Joins what the replicas have on a row, without waiting for it where devices do not."""
+    """Joins the replicas' values on a row, without waiting where the devices do not make it wait."""
     accumulators, assigned = _join_all(row, parts.accumulators), _join_all(row, parts.assigned)
     divided, kept = _partitions(accumulators), _partitions(assigned)
     joining = _joining(row.replicated.mesh, divided, kept)
@@ -56,7 +56,7 @@ def join_replicas(row: Row, parts: Parts, stage: int, step: int) -> Joined:
 
 
 def take_first(row: Row, parts: Mapping[Any, Sequence[Any]]) -> dict[Any, Any]:
-    """What the first replica has on a row, for all of them."""
+    """Gives the first replica's values on a row to all replicas."""
     program = row.program(_taking_first(row.replicated.mesh))
     with _waiting(row):
         values: list[Any] = program(list(_join_all(row, parts).values()))
@@ -64,7 +64,7 @@ def take_first(row: Row, parts: Mapping[Any, Sequence[Any]]) -> dict[Any, Any]:
 
 
 def _waiting(row: Row) -> contextlib.AbstractContextManager[None]:
-    """For starting what several processes do together: on a CPU that may be to wait for all of them."""
+    """While a joint program of several processes is started; on a CPU, that may wait for all of them."""
     return peers.waiting("the weight update") if row.is_joined else contextlib.nullcontext()
 
 
@@ -81,7 +81,7 @@ def _partitions(arrays: Mapping[str, Any]) -> _Partitions:
 
 
 class _Joining(NamedTuple):
-    """A program that joins what replicas have, and how its results lie."""
+    """A program that joins the replicas' values, and the partitions of its results."""
 
     program: Callable[..., Any]
     shardings: Any
@@ -113,7 +113,7 @@ def _taking_first(mesh: Mesh) -> Callable[..., Any]:
 
 
 def _mean(value: jax.Array) -> jax.Array:
-    """In 32 bits at least: the sum of what 16 bits hold may be too large for them."""
+    """The mean, in at least 32 bits: a sum of 16-bit values may overflow 16 bits."""
     mean: jax.Array = jax.lax.pmean(value.astype(count_dtype(value.dtype)), REPLICA)
     return mean.astype(value.dtype)
 

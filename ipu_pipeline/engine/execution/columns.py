@@ -40,7 +40,7 @@ class Steady:
     """The arguments of a program that stay the same during a step."""
 
     row: Row  # where it runs
-    num_arguments: int  # how many it has in all
+    num_arguments: int  # the number of all its arguments
     variables: tuple[tuple[int, str], ...]  # (argument, full name)
     partitions: list[Any]  # how these are divided over the devices of the row
     inputs: tuple[tuple[int, int], ...]  # (argument, position among the pipeline's inputs)
@@ -66,7 +66,7 @@ class Column:
     Attributes:
       placement: where its part of the state lives.
       plan: its programs, and what they exchange.
-      feed: takes micro-batches; each on the devices that read it, of a chunk when that is whole.
+      feed: puts micro-batches on the devices that read them, a whole chunk at a time.
       devices: the reading that runs a step when there is no watcher.
     """
 
@@ -104,7 +104,7 @@ class Column:
         read_inputs += [(last_row, position) for kind, position in self.plan.collected if kind == "input"]
         self._placed_inputs = tuple(dict.fromkeys(read_inputs))
         self._num_carried = len(carried)
-        # What each step asks for.
+        # Used in each step.
         self._num_slots, self._enqueued = self.plan.num_slots, traced.enqueued_avals
         self._all_fed = [feed_slot.slot for feed_slot in self.plan.feed_slots]
         self._fed_slots = [slot for slot in self.plan.feed_slots if slot.leaf >= len(carried)]
@@ -124,7 +124,7 @@ class Column:
     # Micro-batches.
 
     def place_ahead(self, elements: Sequence[Element]) -> list[Element]:
-        """Micro-batches on the devices that read them.
+        """Puts micro-batches on the devices that read them.
 
         Raises:
           ValueError: they do not make whole chunks.
@@ -139,7 +139,7 @@ class Column:
 
     @property
     def fed_rows(self) -> list[Row]:
-        """The rows of the stages that read micro-batches, one for each thing that they read."""
+        """The rows of the stages that read micro-batches, one for each value read."""
         return [slot.row for slot in self._fed_slots]
 
     @functools.cached_property
@@ -149,7 +149,7 @@ class Column:
 
     @property
     def takes_elements(self) -> bool:
-        """Whether this process has a stage that reads micro-batches; or there is nothing to read."""
+        """Whether this process has a stage that reads micro-batches, or there is nothing to read."""
         return not self._fed_slots or self.is_fed_here
 
     def feed_from(self, take: Take) -> Callable[[], Sequence[Any]]:
@@ -165,7 +165,7 @@ class Column:
         return next_chunk
 
     def take_iteration(self, take: Take) -> Sequence[Any]:
-        """What an iteration of a loop takes of the feed."""
+        """Takes an iteration's elements from the feed of a loop."""
         return [] if self._fed_slots and not self.is_fed_here else take(1)
 
     def feed_iteration(self, elements: Sequence[Any], request: Request) -> Callable[[], Sequence[Any]]:
@@ -187,7 +187,7 @@ class Column:
         return lambda: chunk
 
     def _place_leaves(self, put: Callable[..., list[Any]], first: int, leaves: Sequence[Any]) -> list[Any]:
-        """Leaves of a micro-batch or chunk where they are needed, in the order of `feed_slots`."""
+        """Puts the leaves of a micro-batch or chunk where they are needed, in the order of `feed_slots`."""
         places = range(first, first + len(leaves))
         feed_slots = [feed_slot for feed_slot in self.plan.feed_slots if feed_slot.leaf in places]
         placed: list[Any] = [None] * len(feed_slots)
@@ -200,7 +200,7 @@ class Column:
         return placed
 
     def _not_fed(self) -> list[Any]:
-        """What stands for the leaves of a micro-batch or chunk in a process that has none of them."""
+        """Stand-ins for the leaves of a micro-batch or chunk in a process that has none of them."""
         element = jax.tree.leaves(self.placement.traced.element)
         return [
             absent((*self._chunk.axes, *element[leaf].shape), element[leaf].dtype, row.replicated)

@@ -1,7 +1,7 @@
-"""What several processes compare of the programs of a pipeline or loop before they run them.
+"""Checks that several processes have the same programs of a pipeline or loop before they run them.
 
-Functions cannot be compared, but what was traced of them: which operations, in which order, on which
-shapes. What differs only in numbers that functions hold, as a learning rate, is not found.
+Functions cannot be compared, but their traces can: which operations, in which order, on which shapes.
+A difference only in numbers that functions hold, such as a learning rate, is not found.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def agree_on(
     told: Mapping[str, str],
     devices: Sequence[Any],
 ) -> None:
-    """Compares stages with those of the other processes, if there are any; all of them call it.
+    """Compares stages with the other processes' stages, if there are any; all processes call it.
 
     Raises:
       ValueError: something is not the same in all processes.
@@ -39,7 +39,7 @@ def agree_on(
 
 
 def describe_programs(traced: TracedPipeline, updates: Updates | None) -> dict[str, str]:
-    """What stages and an optimizer are, by what each text is about."""
+    """Descriptions of stages and an optimizer, by subject."""
     found = {}
     for stage in traced.stages:
         found[f"the variables of {stage.place}"] = ", ".join(map(repr, stage.variables)) or "none"

@@ -2,8 +2,8 @@
 
 A jitted function compiles at its first call, one after another as the step goes along. Here each is lowered
 with the shapes that it will be called with, and XLA compiles them in threads; the calls find them compiled
-(JAX keeps an executable with what was lowered). Programs that are the same but for their device are
-compiled once; for the others a loaded executable takes the place of the jitted function.
+(JAX keeps an executable with what was lowered). Programs that differ only in their device are compiled
+once; on the other devices, a loaded executable takes the place of the jitted function.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ class Compiled(NamedTuple):
 
     # by IPU, the most that a program takes besides its arguments and results
     temporary_bytes: dict[int, int]
-    # by stage, what a device holds of what the forward leaves for the backward of a micro-batch; only of
-    # stages that several devices compute together
+    # by stage, what a device holds of a micro-batch's residuals; only for stages that several devices
+    # compute together
     residual_bytes: dict[int, int]
 
 
 class _Lowered(NamedTuple):
-    """A program before XLA, where it runs, and what puts the compiled one in its place."""
+    """A program before XLA, where it runs, and a function that puts the compiled one in its place."""
 
     lowered: Any
     row: Row
     install: Callable[[Any], None]
-    key: Key | None = None  # to keep it by
+    key: Key | None = None  # the key to keep it by
 
 
 class _Divided(NamedTuple):
@@ -70,26 +70,26 @@ class _Divided(NamedTuple):
     place: int
 
     def wait(self) -> jax.ShapeDtypeStruct:
-        """Its shape, dtype and sharding."""
+        """Waits for XLA's choice. Returns the result's shape, dtype and sharding."""
         sharding = self.compiled.result().output_shardings[self.place]
         return jax.ShapeDtypeStruct(self.struct.shape, self.struct.dtype, sharding=sharding)
 
     @property
     def num_bytes(self) -> int:
-        """How much a device has of it."""
+        """The size of a device's part of it."""
         known = self.wait()
         return num_bytes([jax.ShapeDtypeStruct(known.sharding.shard_shape(known.shape), known.dtype)])
 
 
 class _Programs:
-    """Compiles programs in threads; one of those that are the same."""
+    """Compiles programs in threads; equal programs only once."""
 
     def __init__(self, is_shared: bool, told: Compilation, kept: KeptPrograms | None) -> None:
         self._told = told
         self._kept = kept
         self.threads = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="ipu-compile")
         self._is_shared = is_shared
-        self._started: list[tuple[Future[Any], list[_Lowered]]] = []  # each, and the same elsewhere
+        self._started: list[tuple[Future[Any], list[_Lowered]]] = []  # each and its equals elsewhere
         self._known: dict[Any, list[_Lowered]] = {}
         self._joint: set[Joint] = set()
         self.divided: dict[int, list[_Divided]] = {}  # by stage
@@ -121,7 +121,7 @@ class _Programs:
             return future
         if is_portable_here:
             digest = hashlib.sha256(text.encode()).digest()  # texts hold constants, which may be large
-            read = jax_compat.kept_arguments(program)  # which the text does not say
+            read = jax_compat.kept_arguments(program)  # the text does not say which these are
             same = self._known.setdefault((digest, read, tuple(sorted(options.items()))), same)
             if same[0] is not lowered:
                 same.append(lowered)
@@ -131,7 +131,7 @@ class _Programs:
         return future
 
     def start_joint(self, joint: Joint, arguments: Sequence[Any], options: Options) -> None:
-        """Starts to compile a program for all replicas at once, unless a column of theirs did."""
+        """Starts to compile a program for all replicas at once, unless one of their columns did."""
         if joint not in self._joint and joint.row.is_here:
             self._joint.add(joint)
             structs = [_struct(value.shape, value.dtype, joint.row) for value in arguments]
@@ -142,7 +142,7 @@ class _Programs:
             return program.lowered.compile()
 
     def finish(self, chunk_size: int) -> Compiled:
-        """Waits for what was started, and puts the same on other devices."""
+        """Waits for what was started, and loads equal programs for other devices."""
         temporary_bytes: dict[int, int] = {}
         compiled = [(future.result(), same) for future, same in self._started]
         waiting = [
@@ -155,7 +155,7 @@ class _Programs:
                 note_temporaries(temporary_bytes, lowered.row, one)
             self._keep(same[0], one)
         loaded = [(programs, future.result()) for programs, future in waiting]
-        for programs, functions in loaded:  # when all is there: what came before can be done again
+        for programs, functions in loaded:  # only when all is there: until here it can be repeated
             for program, function in zip(programs, functions, strict=False):
                 program.install(function)
                 self._keep(program, function)
@@ -170,14 +170,14 @@ class _Programs:
             self._kept.keep(program.key, compiled)
 
     def _load(self, compiled: Any, programs: Sequence[_Lowered]) -> list[Any]:
-        """A compiled program, loaded for the others' devices.
+        """Loads a compiled program for the other programs' devices.
 
-        Where that cannot be done, they are compiled; then nothing is returned, as JAX finds them.
+        Where that cannot be done, they are compiled. Then it returns nothing, as JAX finds them.
         """
         try:
             executable = Executable(compiled)
             loaded = [executable.load(program.row.devices[0]) for program in programs]
-        except Exception:  # of JAX or XLA, whatever it is: loading only saves time
+        except Exception:  # any error of JAX or XLA: loading only saves time
             for program in programs:
                 self._compile(program)
             return []
@@ -187,7 +187,7 @@ class _Programs:
 
 def note_temporaries(temporary_bytes: dict[int, int], row: Row, compiled: Any) -> None:
     """Enters by IPU the most that a compiled program takes besides its arguments and results."""
-    analysis = compiled.memory_analysis()  # of some backends None
+    analysis = compiled.memory_analysis()  # None on some backends
     if analysis is not None:
         known = temporary_bytes.get(row.ipu, 0)
         temporary_bytes[row.ipu] = max(known, int(analysis.temp_size_in_bytes))
@@ -269,7 +269,7 @@ class Shapes:
         return self._place(template, jax.eval_shape(template.jitted, *arguments))
 
     def _place(self, template: Template, found: Sequence[Any]) -> list[Any]:
-        """Results with where they lie, as far as that is known."""
+        """Results with their shardings, as far as these are known."""
         row, given = template.row, template.shardings
         known = given if isinstance(given, list) else [given] * len(found)
         return [
@@ -314,9 +314,9 @@ def compile_ahead(
     is_shared: bool,
     kept: KeptPrograms | None,
 ) -> Compiled:
-    """Compiles all programs of a step; returns when that has been done.
+    """Compiles all programs of a step; returns when all are compiled.
 
-    Programs that several devices run the same, apart from where, are compiled once.
+    Programs that differ only in their device are compiled once.
     """
     updates = weight_update.placement.updates
     rows = [template.row for column in replicas.columns for template in column.plan.templates.values()]
@@ -337,12 +337,12 @@ def compile_ahead(
                 outputs = list(weight_update.placement.traced.output_avals)
                 _start_updates(states[0].accumulators, weight_update, outputs, update_options, programs)
             return programs.finish(chunk.size)
-        finally:  # after an error or an interrupt, what has not begun is not waited for
+        finally:  # after an error or an interrupt, compilations that have not begun are not waited for
             programs.threads.shutdown(wait=False, cancel_futures=True)
 
 
 def _make_fed(column: Column, chunk: ChunkForm) -> Callable[[], Sequence[Any]]:
-    """What gives the shapes of a micro-batch or chunk, where it is read."""
+    """Returns a function that gives the shapes of a micro-batch or chunk where it is read."""
     element = jax.tree.leaves(column.placement.traced.element)
     fed = [
         _struct((*chunk.axes, *element[leaf].shape), element[leaf].dtype, row)
@@ -383,7 +383,7 @@ def _start_updates(
 
 
 def _on_row(value: Any, row: Row, partition: PartitionSpec) -> Any:
-    """The shape of what is in host memory, on a row; others are there already."""
+    """The shape of a value on a row, for values in host memory; other values are on their row already."""
     if isinstance(value, _Divided) or value.sharding.memory_kind != HOST_MEMORY:
         return value
     sharding = row.divided(partition)

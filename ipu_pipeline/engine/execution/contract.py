@@ -1,8 +1,8 @@
-"""The contract of runners: what `Pipeline`, `Loop` and the session know of whatever runs a step.
+"""The contract of runners: all that `Pipeline`, `Loop` and the session know of what runs a step.
 
 A runner is made for one traced pipeline or loop and its devices. It takes a state and gives a new one, in
 two calls: `fetch` gets micro-batches and does all that leaves the state as it is, `run` does the rest.
-Whoever has a state that must survive an interrupt lets interrupts wait during the second.
+A caller whose state must survive an interrupt holds interrupts back during `run`.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class Iterated:
 class Request:
     """What is to be run."""
 
-    # the leaves of the inputs that stay the same. Here and in `carried`, what each replica has of its own
-    # is an `OfReplicas`.
+    # the leaves of the inputs that stay the same. Here and in `carried`, a value that differs between
+    # replicas is an `OfReplicas`.
     inputs: Sequence[Any]
     every: int  # micro-batches per weight update
-    limit: int  # micro-batches to run in this call at most; of a pipeline those of whole updates
+    limit: int  # micro-batches to run in this call at most; a pipeline runs whole updates
     total: int  # micro-batches of the run, which the sizes of blocks depend on
-    carried: Sequence[Any] = ()  # of a loop, the values that the first iteration takes
-    iteration: int = 0  # of a loop, iterations of the run before
+    carried: Sequence[Any] = ()  # in a loop, the values that the first iteration takes
+    iteration: int = 0  # in a loop, the iterations of the run so far
 
     def of_replica(self, replica: int) -> Request:
         """The request as a replica has it."""
@@ -83,11 +83,11 @@ class Runner(abc.ABC, Generic[PendingT]):
       placement: where the state lives.
       homes: where each replica's part of it lives; with one replica, `placement` alone.
       iterated: for the body of a loop; None for a pipeline.
-      programs: of the stages, for one micro-batch.
+      programs: the programs of the stages, for one micro-batch.
       temporary_bytes: the most that a program takes besides its arguments and results, by IPU; empty as
         long as nothing is compiled.
-      residual_bytes: what each device holds of what a forward leaves for its backward, per micro-batch, by
-        stage; only of stages that several devices compute together, and likewise.
+      residual_bytes: what each device holds of a micro-batch's residuals, by stage; only for stages that
+        several devices compute together, and empty as long as nothing is compiled.
       assigned: full names of the variables that stages assign.
       needs_outputs: whether the optimizer's state at the start depends on the last stage's outputs.
       has_callbacks: whether a program calls back into Python.
@@ -106,7 +106,7 @@ class Runner(abc.ABC, Generic[PendingT]):
         iterated: Iterated | None,
         homes: Sequence[StatePlacement] | None = None,
     ) -> None:
-        """Takes what all kinds have."""
+        """Takes what all kinds of runners have."""
         self.placement = placement
         self.homes = (placement,) if homes is None else tuple(homes)
         platform = placement.rows[0].devices[0].platform
@@ -118,7 +118,7 @@ class Runner(abc.ABC, Generic[PendingT]):
         stages, updates = placement.traced.stages, placement.updates
         self.assigned = frozenset(spec.name for stage in stages for spec in stage.assigned)
         self.needs_outputs = updates is not None and updates.init_needs_outputs
-        # Python may raise within a program, so what goes into a step must outlive it.
+        # Python may raise within a program, so the values that go into a step must outlive it.
         self.has_callbacks = any(jaxprs.has_callbacks(stage.flat) for stage in stages) or (
             updates is not None and updates.has_callbacks
         )
@@ -126,23 +126,23 @@ class Runner(abc.ABC, Generic[PendingT]):
 
     @property
     def takes_elements(self) -> bool:
-        """Whether this process gives it micro-batches: of several, those whose stages read some do."""
+        """Whether this process gives it micro-batches, which it does if its stages read some."""
         return True
 
     @abc.abstractmethod
     def place_element(self, leaves: Sequence[Any]) -> Any:
-        """Makes a micro-batch what `fetch` takes. Of a loop, the leaves behind the carried ones.
+        """Makes a micro-batch into what `fetch` takes; in a loop, from the leaves behind the carried ones.
 
         Safe to call from another thread; shares no memory with NumPy arrays that are given.
         """
 
     @abc.abstractmethod
     def place_ahead(self, elements: Sequence[Any]) -> list[Any]:
-        """The micro-batches of one update, from `place_element`, on the devices that read them."""
+        """Puts the micro-batches of one update, from `place_element`, on the devices that read them."""
 
     @abc.abstractmethod
     def num_fetched(self, total: int, every: int) -> int:
-        """How many micro-batches to fetch ahead at least; `fetch` takes no more at once.
+        """The least number of micro-batches to fetch ahead; `fetch` takes no more at once.
 
         Args:
           total: micro-batches of the run.
@@ -151,17 +151,17 @@ class Runner(abc.ABC, Generic[PendingT]):
 
     @abc.abstractmethod
     def num_waiting(self, total: int, every: int) -> int:
-        """How many micro-batches are on the devices before their turn; arguments as of `num_fetched`."""
+        """The number of micro-batches on the devices before their turn; arguments as for `num_fetched`."""
 
     def make_accumulators(
         self, dtypes: Mapping[str, Any], known: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Accumulators as `RunState` has them; see `StatePlacement.make_accumulators`."""
+        """Makes accumulators for a `RunState`; see `StatePlacement.make_accumulators`."""
         return self.placement.make_accumulators(dtypes, known)
 
     @abc.abstractmethod
     def compile(self, state: RunState, request: Request) -> None:
-        """Compiles what `fetch` and `run` will call for a request. It runs nothing.
+        """Compiles what `fetch` and `run` will call for a request. Runs nothing.
 
         Args:
           state: placed, see `place`; it stays as it is.
@@ -175,25 +175,25 @@ class Runner(abc.ABC, Generic[PendingT]):
         Args:
           state: placed, see `place`.
           request: what is to be run.
-          take: returns up to so many micro-batches, from `place_element`, and at least one; what it raises
-            ends the run.
+          take: returns micro-batches from `place_element`, at least one and at most the number asked for;
+            what it raises ends the run.
         """
 
     @abc.abstractmethod
     def run(self, state: RunState, pending: PendingT) -> Progress:
-        """The rest. It takes the memory of accumulators, and if that was allowed of all the state."""
+        """Does the rest. Takes the memory of accumulators, and of all the state if that was allowed."""
 
     def settle(self, state: RunState) -> RunState:
-        """The state at the end of a loop's run, with what replicas have apart joined."""
+        """The state at the end of a loop's run, with the replicas' separate values joined."""
         return state
 
     def plan_memory(
         self, accumulator_dtypes: Mapping[str, Any], stages: Sequence[StageMemory], every: int
     ) -> tuple[IpuMemory, ...]:
-        """What each IPU takes while weight updates are done.
+        """Plans the memory that each IPU takes while weight updates are done.
 
         Args:
-          accumulator_dtypes: of each trained variable's accumulators, by full name.
+          accumulator_dtypes: the dtype of each trained variable's accumulators, by full name.
           stages: what the stages hold of micro-batches in flight.
           every: micro-batches per weight update.
         """
@@ -210,9 +210,9 @@ class Runner(abc.ABC, Generic[PendingT]):
         )
 
     def find_ipus(self) -> dict[Any, int]:
-        """The IPU of each device: those of the second replica come after those of the first.
+        """The number of each device's IPU; the second replica's IPUs are numbered after the first's.
 
-        An IPU that is several devices is known by its first.
+        Of an IPU that is several devices, only the first device is listed.
         """
         rows = self.placement.rows
         num_ipus = max(row.ipu for row in rows) + 1
@@ -237,7 +237,7 @@ class Runner(abc.ABC, Generic[PendingT]):
         )
 
     def find_brought(self, accumulator_dtypes: Mapping[str, Any], every: int) -> Mapping[int, Brought]:
-        """What execution phases bring, by IPU; arguments as of `plan_memory`."""
+        """What execution phases bring, by IPU; arguments as for `plan_memory`."""
         del accumulator_dtypes, every
         return {}
 
@@ -248,20 +248,20 @@ class Runner(abc.ABC, Generic[PendingT]):
         accumulators: Mapping[str, Any],
         num_accumulated: int,
     ) -> RunState:
-        """A state with its leaves on the devices of their stages.
+        """Puts the leaves of a state on the devices of their stages.
 
         Args:
           state: variables, optimizer state, counts and key.
-          dtypes: of each trained variable's accumulators, by full name.
+          dtypes: the dtype of each trained variable's accumulators, by full name.
           accumulators: by key; those that are missing are zeros.
-          num_accumulated: of how many micro-batches they are.
+          num_accumulated: the number of micro-batches that they hold.
         """
         is_trained = self.placement.updates is not None
         made = self.make_accumulators(dtypes, accumulators) if is_trained else {}
         return RunState(self.place_state(state), made, num_accumulated)
 
     def place_state(self, state: PipelineState) -> PipelineState:
-        """Variables and optimizer state on the devices of their stages."""
+        """Puts variables and optimizer state on the devices of their stages."""
         placement, updates = self.placement, self.placement.updates
         optimizer_state = state.optimizer_state
         if updates is not None and optimizer_state is not None:
@@ -274,11 +274,11 @@ class Runner(abc.ABC, Generic[PendingT]):
         )
 
     def with_optimizer(self, state: RunState, outputs: Sequence[Any] | None) -> RunState:
-        """The state with an optimizer's state.
+        """Adds the optimizer's state to a state.
 
         Args:
           state: placed.
-          outputs: the leaves of the last stage's outputs for the first micro-batch, where they are needed.
+          outputs: the leaves of the last stage's outputs for the first micro-batch, if they are needed.
         """
         pipeline, updates = state.pipeline, self.placement.updates
         if updates is None or pipeline.optimizer_state is not None:
@@ -296,21 +296,21 @@ class Runner(abc.ABC, Generic[PendingT]):
         count: int,
         every: int,
     ) -> RunState:
-        """The state after some micro-batches.
+        """Makes the state after some micro-batches.
 
         Args:
-          state: before them.
-          variables: those that changed, by full name.
-          state_leaves: of the optimizer's state.
-          accumulators: by key.
-          count: how many micro-batches ran.
+          state: the state before them.
+          variables: the variables that changed, by full name.
+          state_leaves: the leaves of the optimizer's state.
+          accumulators: the accumulators, by key.
+          count: the number of micro-batches that ran.
           every: micro-batches per weight update.
         """
         pipeline, updates = state.pipeline, self.placement.updates
         self.has_run = True
         num_updates, num_accumulated = divmod(state.num_accumulated + count, every)
         pipeline = dataclasses.replace(pipeline, variables={**pipeline.variables, **variables})
-        if self.iterated is None:  # of a loop, whole runs are counted
+        if self.iterated is None:  # a loop counts whole runs
             pipeline = dataclasses.replace(
                 pipeline, execution_count=int(pipeline.execution_count) + num_updates
             )

@@ -1,8 +1,8 @@
 """Compiled programs, loaded for other devices than they were compiled for.
 
-XLA compiles a program anew for each device, also where stages compute the same, as the blocks of a
-transformer do. Here what it made for one device is written out, and read in for another in about a tenth of
-the time or less.
+XLA compiles a program anew for each device, even where stages compute the same, as the blocks of a
+transformer do. This module writes out what XLA made for one device and reads it in for another, in about a
+tenth of the time or less.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ _LEAST_OPERATIONS = 1000  # XLA's own bound: `cheap_computation` of its CPU clie
 def is_portable(devices: Sequence[Any]) -> bool:
     """Whether what is compiled for such devices can be loaded for others.
 
-    Not with JAX's persistent compilation cache, which spares as much. Other kinds of devices than CPUs were
-    not tried.
+    It cannot with JAX's persistent compilation cache, which saves as much. Only CPUs have been tried.
     """
     if len(devices) > 1:
         return False
@@ -35,11 +34,11 @@ class Executable:
     """A compiled program, written out."""
 
     def __init__(self, compiled: jax.stages.Compiled) -> None:
-        """Writes it out.
+        """Writes a compiled program out.
 
         Raises:
           ValueError: it computes so little that XLA's CPU client runs it within the thread that starts it,
-            which it does not do with what it has loaded.
+            which the client does not do with loaded programs.
           Exception: it cannot be written, as with callbacks; the types are JAX's.
         """
         costs = compiled.cost_analysis() or {}
@@ -51,6 +50,6 @@ class Executable:
         """The program for a device of the same kind, where its arguments must lie.
 
         Raises:
-          Exception: JAX or XLA does not take it; the types are theirs.
+          Exception: JAX or XLA refuses it; the types are theirs.
         """
         return jax_compat.read_executable(self._written, device)

@@ -1,4 +1,4 @@
-"""What stages hold of micro-batches in flight, measured from the buffers of a replica."""
+"""Measures what stages hold of micro-batches in flight, from the buffers of a replica."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Held:
     """
 
     def __init__(self, column: Column) -> None:
-        """Nothing has run yet."""
+        """Begins before anything has run."""
         templates = column.plan.templates
         num_stages = 1 + max(stage for _kind, stage in templates)
         self.peaks = [0] * num_stages
         self._running: list[set[int]] = [set() for _ in range(num_stages)]  # chunks in flight
-        # A cotangent comes from the stage behind: it is sent, not held.
+        # A cotangent comes from the stage behind, so it is sent, not held.
         sent = {slot for known in templates.values() for send in known.sends for slot in send.targets}
         self._held: dict[int, list[int]] = {}
         for (kind, stage), template in templates.items():
@@ -35,7 +35,7 @@ class Held:
                 self._held[stage] = [slot for slot in read if slot in forward or slot not in sent]
 
     def look(self, template: Template, chunk: int, slots: Mapping[int, Sequence[Any]]) -> None:
-        """After a program and what follows it."""
+        """Measures after a program and what follows it."""
         own = self._running[template.stage]
         if template.kind is ActionKind.FORWARD:
             own.add(chunk)

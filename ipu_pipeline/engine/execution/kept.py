@@ -1,8 +1,8 @@
 """Compiled programs that outlive their pipeline, for the next one that has the same.
 
-Whoever builds a pipeline anew, as an estimator does at each call, cannot know that it is the same: its
-functions may have closed over other values. So it is traced again, and what is compared is what XLA would
-compile: the text of the program, constants included, where it runs, and with which options.
+Code that builds a pipeline anew, as an estimator does at each call, cannot know that it is the same: its
+functions may have closed over other values. So it is traced again, and the comparison is between what XLA
+would compile: the program's text, constants included, its devices and its options.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _current: contextvars.ContextVar[KeptPrograms | None] = contextvars.ContextVar("
 
 
 class KeptPrograms:
-    """The compiled programs of one pipeline after another; it lets go of what the last one did not use."""
+    """The compiled programs of successive pipelines, without those that the last one did not use."""
 
     def __init__(self) -> None:
-        """There are none yet."""
+        """Begins without any programs."""
         self._used: dict[Key, Any] = {}
         self._earlier: dict[Key, Any] = {}
 
     @contextlib.contextmanager
     def building(self) -> Iterator[None]:
-        """Has the pipelines that are built in the block take programs from here, whenever they compile."""
-        if self._used:  # else the one before ended without compiling anything
+        """Makes pipelines built inside the `with` block take programs from here, whenever they compile."""
+        if self._used:  # else the last block ended without compiling anything
             self._earlier, self._used = self._used, {}
         token = _current.set(self)
         try:
@@ -56,13 +56,13 @@ class KeptPrograms:
         return found
 
     def keep(self, key: Key | None, compiled: Any) -> None:
-        """Keeps a program that was compiled; without a key it does nothing."""
+        """Keeps a compiled program. Without a key it does nothing."""
         if key is not None:
             self._used[key] = compiled
 
 
 def current() -> KeptPrograms | None:
-    """Where a pipeline that is being built takes programs from."""
+    """The programs that a pipeline being built may take; None outside of `KeptPrograms.building`."""
     return _current.get()
 
 
@@ -73,13 +73,13 @@ def text_of(lowered: Any) -> str:
 
 
 def identify(lowered: Any, text: str, devices: Sequence[Any], options: Options) -> Key | None:
-    """What two programs have in common that are the same."""
+    """The key of a program: equal programs have equal keys."""
     if "callback" in text:
         return None
     read = jax_compat.kept_arguments(lowered)
     if read is None:
         begin = text.find("@main(")
-        read = tuple(range(text.count("%arg", begin, text.find("\n", begin))))  # of its first line
+        read = tuple(range(text.count("%arg", begin, text.find("\n", begin))))  # its first line's
         if len(read) != len(jax.tree.leaves(lowered.in_avals)):
             return None
     digest = hashlib.sha256(text.encode()).digest()  # texts hold constants, which may be large
@@ -88,7 +88,7 @@ def identify(lowered: Any, text: str, devices: Sequence[Any], options: Options) 
 
 
 def jit_zeros(avals: Sequence[Any], sharding: Any) -> Callable[[], list[jax.Array]]:
-    """What makes zeros of these shapes and dtypes; the same for all pipelines, so that it compiles once."""
+    """A function that makes zeros of these shapes and dtypes; all pipelines share it: it compiles once."""
     return _jit_zeros(tuple((aval.shape, aval.dtype) for aval in avals), sharding)
 
 

@@ -1,8 +1,8 @@
-"""From a schedule to the actions of a step.
+"""Lowers a schedule to the actions of a step.
 
 The schedule is a checked list of forwards and backwards. Each becomes the program's `Compute`, with what
-must come before it and behind it; the last stage's forward and backward are one program, which stands where
-the schedule has the forward, and a backward with nothing to compute is left out.
+must come before and after it. The last stage's forward and backward are one program, which stands where the
+schedule has the forward. A backward with nothing to compute is left out.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from ipu_pipeline.engine.schedules.execution_phases import ExecutionPhases
 
 __all__ = ["Lowering"]
 
-_MAX_ORDERS = 8  # that are kept, where the number of micro-batches is known at run only
+_MAX_ORDERS = 8  # orders kept, where the number of micro-batches is only known when the pipeline runs
 
 
 class Lowering:
@@ -86,12 +86,12 @@ class Lowering:
 
     def _make(self, num_chunks: int, reduces: bool) -> Order:
         scheduled, rows = self._make_timetable(num_chunks).order, self._rows if reduces else {}
-        # What Python may raise comes before memory is taken; and where several processes join what they
-        # have, starting that may be to wait for all of them, so that all else is started before.
+        # Programs in which Python may raise come before memory is taken. Where several processes join their
+        # values, starting that may wait for all of them, so everything else is started first.
         is_late = self._waits or self._phases is not None
         left = [row for row, keys in rows.items() if is_late or row.is_joined or not keys]
         waiting = {row: keys for row, keys in rows.items() if row not in left}
-        ends: dict[int, tuple[StepAction, ...]] = {}  # behind which action of the schedule rows are joined
+        ends: dict[int, tuple[StepAction, ...]] = {}  # number of a scheduled action -> joins behind it
         for number in reversed(range(len(scheduled) if waiting else 0)):
             key = scheduled[number].kind, scheduled[number].stage
             if ended := [row for row, keys in waiting.items() if key in keys]:
@@ -110,7 +110,7 @@ class Lowering:
         observer: Observer | None = None,
         ends: Mapping[int, tuple[StepAction, ...]] = MappingProxyType({}),
     ) -> list[tuple[tuple[StepAction, ...], int]]:
-        """The actions for a schedule. `ends` are further actions behind some of them, by their number."""
+        """The actions for a schedule. `ends`: by an action's number, further actions that follow it."""
         groups = dict(self._groups)
         for key in groups if observer is not None else ():
             assert observer is not None
@@ -129,7 +129,7 @@ class Lowering:
                 fed.add(chunk)
                 group = feeding[key]
             if phases is not None:
-                if group is feeding[key]:  # while the phase before still runs
+                if group is feeding[key]:  # while the previous phase still runs
                     order.append(((feed,), chunk))
                     group = groups[key]
                 phase = chunk, *phases.find(kind, levels[stage])
@@ -144,7 +144,7 @@ class Lowering:
         return order
 
     def _make_actions(self, key: tuple[ActionKind, int]) -> list[StepAction]:
-        """A program with what goes before and behind it."""
+        """A program with what goes before and after it."""
         columns, placement = self._columns, self._replicas.placement
         templates = tuple(column.plan.templates[key] for column in columns)
         first, gathered = templates[0], placement.sharded

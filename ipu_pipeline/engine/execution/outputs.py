@@ -1,4 +1,4 @@
-"""What the last stage returns: what was to be collected, and what the optimizer and a loop read."""
+"""The last stage's results: what was to be collected, and what the optimizer and a loop read."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ __all__ = ["Accumulated", "Outputs", "Wanted"]
 
 @dataclass(frozen=True, eq=False)
 class Accumulated:
-    """What a column's micro-batches give before a weight update."""
+    """The results of a column's micro-batches before a weight update."""
 
     # the last stage's leaves for the first micro-batch; None where the optimizer does not read them
     first_outputs: list[Any]
     last_outputs: list[Any]  # the same for the last micro-batch
     carried: list[Any]  # in a loop, what the next iteration takes
-    collected: list[Collected]  # what was to be collected, per micro-batch or chunk; or one entry, the sums
+    collected: list[Collected]  # what was to be collected, per micro-batch or chunk; or one entry: sums
     enqueued: list[Handed]  # what stages enqueued, per micro-batch or chunk
     assigned: dict[str, Any]  # new values of the variables that stages assign, by full name
-    accumulators: dict[str, Any]  # by key; empty without training. Once joined their memory is gone
+    accumulators: dict[str, Any]  # by key; empty without training. Joining them takes their memory
 
 
 @dataclass(frozen=True, eq=False)
 class Wanted:
-    """What is wanted of the last stage's outputs."""
+    """Which of the last stage's outputs are wanted."""
 
     plan: Plan  # the programs of the column
     chunk: ChunkForm
     collecting: Collecting
-    read: tuple[Collection[int], Collection[int]]  # places that are read of the first and last micro-batch
+    read: tuple[Collection[int], Collection[int]]  # places read in the first and last micro-batch's outputs
     carried: Sequence[int]  # in a loop, the places of what the next iteration takes
     num_outputs: int  # without the loss, which comes after them
     empties_devices: bool  # whether outputs may be in host memory
@@ -52,7 +52,7 @@ class Wanted:
 
     @functools.cached_property
     def num_stacked(self) -> int | None:
-        """How many micro-batches of a chunk are stacked."""
+        """The number of micro-batches stacked in a chunk."""
         return self.chunk.num_stacked
 
     @functools.cached_property
@@ -62,10 +62,10 @@ class Wanted:
 
 
 class Outputs:
-    """Takes what a step's micro-batches give, one after another.
+    """Collects the results of a step's micro-batches, one after another.
 
     Attributes:
-      first: the leaves of what the last stage returned for the first one; None where they are not read.
+      first: the leaves that the last stage returned for the first micro-batch; None where not read.
       last: the same for the last micro-batch.
       carried: in a loop, what the next iteration takes.
     """
@@ -103,7 +103,7 @@ class Outputs:
 
     @property
     def collected(self) -> list[Collected]:
-        """What was collected, per micro-batch or chunk; or one entry, the sums."""
+        """What was collected, per micro-batch or chunk; or one entry with the sums."""
         collecting, number = self._wanted.collecting, self._wanted.num_stacked
         if collecting.is_summed:
             return [collecting.collect(self._sums, None)]

@@ -1,7 +1,7 @@
-"""What processes without any device of a loop learn of its run: how it ended, and how much was done.
+"""Tells processes without any device of a loop how its run ended, and how much was done.
 
-They cannot go through the iterations beside the others: how many there are depends on data and conditions
-that they do not have. So they wait for the end, of which the process of the first device tells them.
+They cannot go through the iterations beside the others, because the number of iterations depends on data
+and conditions that they do not have. So they wait until the process of the first device reports the end.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _WHAT = "the end of a loop"
 
 @dataclass
 class Done:
-    """How many iterations a run has done so far."""
+    """Counts the iterations that a run has done so far."""
 
     count: int = 0
 
@@ -42,7 +42,7 @@ def _teller(runner: Runner[Any]) -> int:
 
 @contextlib.contextmanager
 def telling_end(runner: Runner[Any], done: Done) -> Iterator[None]:
-    """For a run in a process that has a part in it: tells the others how it ends."""
+    """Wraps a run in a process that has a part in it: tells the others how it ends."""
     others = peers.current()
     if others is None:
         yield
@@ -74,7 +74,7 @@ def hear_end(runner: Runner[Any], done: Done) -> None:
 
 
 def skip(runner: Runner[Any], state: RunState, count: int, every: int) -> RunState:
-    """The state after so many iterations in other processes."""
+    """The state after `count` iterations in other processes."""
     if runner.placement.updates is None or not count:
         return state
     row, avals = runner.placement.rows[-1], runner.placement.traced.output_avals

@@ -1,13 +1,13 @@
 """What execution phases have on the devices: brought from host memory, or on its way there.
 
-A piece of work is a phase of a micro-batch, or a program of the weight update. Nobody waits within a
-piece: all that its programs are brought, and all that leaves at its end, may be on the devices at once, and
+A piece of work is a phase of a micro-batch, or a program of the weight update. Nothing waits within a
+piece: all that is brought for its programs, and all that leaves at its end, may be on the devices at once,
 until the piece has ended. A piece begins when all but `num_ahead` of those before it have ended.
-Micro-batches and updates are counted apart, so that at the begin of either the last pieces of the other may
+Micro-batches and updates are counted apart, so when one of them begins, the last pieces of the other may
 still be there.
 
-The actions of a step are gone through with ghosts in place of arrays (`Ghosts`): what they take of the
-devices, and when they are let go of, falls out of it.
+This module replays the actions of a step with ghosts in place of arrays (`Ghosts`), which shows how much
+of the devices they take and when they are released.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class PhasedStep:
     # where the state lives that the weight update reads, for all replicas
     updating: StatePlacement
     programs: Sequence[StagePrograms]  # of the stages, for one micro-batch
-    order: Callable[[int], Order]  # the actions of so many micro-batches, or chunks of them
-    chunk_size: int  # how many micro-batches a program handles
-    # by stage, what a device has of all its residuals, where devices have parts
+    order: Callable[[int], Order]  # the actions of a number of micro-batches, or of chunks
+    chunk_size: int  # the number of micro-batches that a program handles
+    # by stage, a device's part of the residuals, where devices have parts
     residual_bytes: Mapping[int, int]
     accumulator_dtypes: Mapping[str, Any]  # of each trained variable's accumulators, by full name
     donates_accumulators: bool  # whether a program takes the memory of the accumulators that it adds to
@@ -102,10 +102,10 @@ def find_brought(step: PhasedStep, count: int) -> dict[int, Brought]:
         return {}
     ahead = step.phases.num_ahead
     if ahead is not None:
-        count = min(count, 2 + ahead)  # which have all moments that there are
+        count = min(count, 2 + ahead)  # more micro-batches have no other moments
     micro_batches = _go_through(step, count).pieces
     updates = _find_updates(step)
-    if ahead is None:  # all of a step may be there
+    if ahead is None:  # everything of a step may be there
         moments = [_add([piece.own for piece in (*micro_batches, *updates)])]
     else:
         moments = [
@@ -120,7 +120,7 @@ def find_brought(step: PhasedStep, count: int) -> dict[int, Brought]:
 
 
 def find_host_memory(step: PhasedStep, link: LinkSpeed) -> HostMemory | None:
-    """What is brought and taken away, for the simulator."""
+    """What is brought to the devices and taken away, for the simulator."""
     if not step.leaves_devices:
         return None
     moved = _go_through(step, 2).moved[1]
@@ -153,12 +153,12 @@ def find_host_memory(step: PhasedStep, link: LinkSpeed) -> HostMemory | None:
 class _Piece:
     """A piece of work."""
 
-    own: Sizes = field(default_factory=Counter)  # what is there until it has ended
+    own: Sizes = field(default_factory=Counter)  # what is on the devices until it has ended
     kept: Sizes = field(default_factory=Counter)  # what stays beyond that, when all of it has been started
 
 
 def _find_moments(pieces: Sequence[_Piece], before: Sequence[_Piece], ahead: int) -> list[Sizes]:
-    """What is there while each piece is on its way, those before the first one being of the other kind."""
+    """What is on the devices during each piece; `before`: earlier pieces, of the other kind."""
     moments = []
     for number, piece in enumerate(pieces):
         there = list(pieces[max(0, number - ahead) : number + 1])
@@ -176,63 +176,63 @@ def _add(parts: Sequence[Sizes]) -> Sizes:
 
 
 class _Meter:
-    """What ghosts take of the devices, and where they go.
+    """Measures how much of the devices ghosts take, and where they go.
 
     Attributes:
       pieces: phases that have ended.
-      moved: what programs are brought ("to") and leave ("from"), by the number of the micro-batch or chunk;
-        then by the direction, the kind of the program and its stage.
+      moved: bytes that are brought for programs ("to") and that they leave ("from"), by the number of the
+        micro-batch or chunk, then by the direction, the kind of the program and its stage.
     """
 
     def __init__(self) -> None:
         self.pieces: list[_Piece] = []
         self.moved: dict[int, Counter[tuple[str, str, int]]] = {}
-        self._last: Template | None = None  # the program that was started last
+        self._last: Template | None = None  # the last program started
         self._live: Sizes = Counter()
         self._own: Sizes = Counter()
-        self._brought = 0  # for the program that is next
+        self._brought = 0  # bytes for the next program
         self._now: Counter[tuple[str, str, int]] = Counter()
 
     def change(self, ghost: _Ghost, sign: int) -> None:
-        """A ghost has come, or is gone: it may be on the device until the phase has ended."""
+        """Notes that a ghost has come or gone; it may be on the device until the phase has ended."""
         self._live[ghost.ipu, ghost.category] += sign * ghost.here
         if sign < 0:
             self._own[ghost.ipu, ghost.category] += ghost.here
 
     def forget(self, ghost: _Ghost) -> None:
-        """A ghost's memory is another one's from now on."""
+        """Notes that another ghost has taken a ghost's memory."""
         self._live[ghost.ipu, ghost.category] -= ghost.here
 
     def bring(self, size: int) -> None:
-        """So much comes to the program that is next."""
+        """Notes bytes that are brought for the next program."""
         self._brought += size
 
     def start(self, template: Template, chunk: int) -> None:
-        """A program is started, for a micro-batch or chunk."""
+        """Notes that a program is started for a micro-batch or chunk."""
         self._last, self._now = template, self.moved.setdefault(chunk, Counter())
         self._now["to", template.kind.name.lower(), template.stage] += self._brought
         self._brought = 0
 
     def leave(self, size: int, leaver: Template | None) -> None:
-        """So much goes to host memory, which a program leaves: that, or the one that was started last."""
+        """Notes bytes that go to host memory, left by a program: `leaver`, or the last one started."""
         template = leaver or self._last
         assert template is not None
         self._now["from", template.kind.name.lower(), template.stage] += size
 
     def close(self) -> None:
-        """A phase has ended."""
+        """Notes that a phase has ended."""
         self.pieces.append(_Piece(+self._own, +self._live))
         self._own = Counter()
 
 
 class _Ghost:
-    """In place of an array: how large it is.
+    """Stands in for an array: has only its size.
 
     Attributes:
       row: the row that it lies on; None in host memory.
-      size: in bytes, on each device.
+      size: the bytes on each device.
       category: one of `_CATEGORIES`.
-      here: how much of the device it takes, besides what is planned elsewhere.
+      here: the bytes that it takes of the device, besides what is planned elsewhere.
     """
 
     def __init__(
@@ -244,7 +244,7 @@ class _Ghost:
         meter.change(self, 1)
 
     def give(self) -> int:
-        """Gives its memory to another one."""
+        """Gives its memory to another ghost. Returns the bytes that it took of the device."""
         here = self.here
         self.meter.forget(self)
         self.here = 0
@@ -300,7 +300,7 @@ class Ghosts:
         return _Pieces(limit, self._meter)
 
     def launch(self, template: Template, arguments: list[Any], chunk: int) -> list[Any]:
-        """What a program leaves."""
+        """Returns ghosts of a program's results."""
         meter = self._meter
         meter.start(template, chunk)
         results: list[Any] = [None] * len(template.results)
@@ -316,7 +316,7 @@ class Ghosts:
 
 
 class _Pieces(Underway):
-    """Says when a piece of work has been started."""
+    """Tells a meter when all of a piece of work has been started."""
 
     def __init__(self, limit: int | None, meter: _Meter) -> None:
         super().__init__(limit)
@@ -326,18 +326,18 @@ class _Pieces(Underway):
         """Keeps nothing."""
 
     def wait(self) -> None:
-        """All that the phase let go of has been."""
+        """Ends the piece: the phase has released all that it will."""
         self._meter.close()
 
 
 class _GhostsTogether:
-    """What columns do at the same time, with ghosts; see `steps.Together`."""
+    """Does with ghosts what columns do at the same time; see `steps.Together`."""
 
     def __init__(self, meter: _Meter, sizes: Mapping[str, int], rows: Sequence[Row]) -> None:
         self._meter, self._sizes, self._rows = meter, sizes, rows
 
     def gather(self, stage: int, names: Sequence[str]) -> list[list[Any]]:
-        """Brings them."""
+        """Counts the gathered variables as brought."""
         self._meter.bring(sum(self._sizes[name] for name in names))
         row = self._rows[stage]
         return [[_Ghost(self._meter, row, self._sizes[name], "variables") for name in names]]
@@ -347,7 +347,7 @@ class _GhostsTogether:
         return [call.column.reading.launch(call.template, call.arguments, chunk) for call in calls]
 
     def reduce(self, row: Row, columns: Sequence[ColumnRun]) -> None:
-        """Does nothing: this is counted with the update."""
+        """Does nothing: the join is counted with the update."""
 
 
 def _go_through(step: PhasedStep, count: int) -> _Meter:
@@ -366,7 +366,7 @@ def _go_through(step: PhasedStep, count: int) -> _Meter:
             accumulators[key] = _Ghost(meter, row, size, "accumulators", 0)
     stored = {name: _Ghost(meter, None, size, "variables") for name, size in sizes.items()}
 
-    def fed() -> list[Any]:  # micro-batches that are fed are in the plan of the feed
+    def fed() -> list[Any]:  # fed micro-batches are counted in the plan of the feed
         return [
             _Ghost(meter, slot.row, slot_bytes[slot.slot], "activations", 0) for slot in plan.feed_slots
         ]
@@ -395,7 +395,7 @@ def _find_updates(given: PhasedStep) -> list[_Piece]:
         return []
     programs = placement.updates.updates
     last_read = {value: number for number, program in enumerate(programs) for value in program.arguments}
-    # What was brought, until nobody reads it any more.
+    # What was brought, until its last reader.
     there: dict[tuple[UpdateValue, int], int] = {}
     merged, are_there = _find_merged(given), _has_replicas(placement)
     for number, program in enumerate(programs):
@@ -415,7 +415,7 @@ def _find_updates(given: PhasedStep) -> list[_Piece]:
             if is_over:
                 del there[value, place]
         pieces.append(piece)
-    if are_there:  # zeros that were made in the memory of what was added up, on their way
+    if are_there:  # zeros, made in the memory of the sums, on their way
         pieces[0].own.update(merged)
     return pieces
 

@@ -2,8 +2,8 @@
 
 A program is a `Template`, which is the same for all micro-batches: arguments that stay the same during a
 step are filled in once a step, the others are numbers of slots. A micro-batch's values live in a list of
-slots, from the program that makes them to the last one that reads them; what goes to another row has a slot
-on either. Where programs handle chunks of micro-batches, a chunk takes a micro-batch's place.
+slots, from the program that makes them to the last one that reads them. A value that goes to another row
+has a slot on each row. Where programs handle chunks of micro-batches, a chunk takes a micro-batch's place.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["FeedSlot", "Plan", "make_plan"]
 
 
 class FeedSlot(NamedTuple):
-    """Where a leaf of a micro-batch goes: on which stage's row, into which slot."""
+    """Where a leaf of a micro-batch goes: the stage whose row it is put on, and the slot."""
 
     leaf: int
     row: Row
@@ -48,7 +48,7 @@ class Plan:
 
     @property
     def num_slots(self) -> int:
-        """How many slots a micro-batch has."""
+        """The number of slots of a micro-batch."""
         return len(self.slot_rows)
 
 
@@ -68,8 +68,8 @@ def make_plan(
             order.append(Work(ActionKind.BACKWARD, index, stage.backward))
     slots, bindings = SlotNumbers(), Bindings(traced, accumulator_keys)
 
-    # Who reads which value where. Within a micro-batch the programs run in this order, whatever the
-    # schedule, so a slot is free after the last program here that reads it.
+    # Within a micro-batch the programs run in this order, whatever the schedule, so a slot is free after
+    # the last program here that reads it.
     last_use: dict[int, int] = {}
     for number, work in enumerate(order):
         for binding in bindings.arguments(work.stage, work.program):

@@ -1,9 +1,9 @@
-"""What the columns of a pipeline or loop have apart, and how it becomes one again.
+"""Splits state between the columns of a pipeline or loop, and joins their results.
 
 State is one for all replicas, on the rows of their devices. Each column reads its part of it, without a
 copy; what the columns accumulate and assign is joined by one program per row. Micro-batches are dealt out
-to them in turn. What they collect is stacked, and brought to the first replica's process.
-With one column everything is as the column has it.
+to the columns in turn. What they collect is stacked, and brought to the first replica's process. With one
+column nothing is split or joined.
 """
 
 from __future__ import annotations
@@ -51,34 +51,34 @@ __all__ = [
 class Joint:
     """A program that runs on all replicas at once."""
 
-    jitted: Any  # the program; its arguments and results are one for all, see `rows.join`.
+    jitted: Any  # the program; its arguments and results span all replicas, see `rows.join`.
     row: Row  # where it runs
 
 
 @dataclass(frozen=True, eq=False)
 class Reduced:
-    """What has been joined of the columns."""
+    """What the columns made, joined."""
 
     # variables that stages assign, by full name: means of floating-point ones and the first replica's
     # others, or each replica's own if they are not joined
     assigned: dict[str, Any] = field(default_factory=dict)
     means: dict[str, Any] = field(default_factory=dict)  # of the accumulators, by key
-    zeros: dict[str, Any] = field(default_factory=dict)  # in their memory, of each replica, by key
+    zeros: dict[str, Any] = field(default_factory=dict)  # each replica's, in their memory, by key
 
 
 class Replicas:
     """The columns of a pipeline or loop.
 
     Attributes:
-      placement: where the state of all of them lives.
+      placement: where the state of all columns lives.
       columns: what runs the micro-batches of each.
-      joint: by the index of the template, the programs that all columns start together.
-      has_identical_keys: whether they draw the random numbers that one alone would.
-      joins_assigned: whether variables that stages assign are the same in all of them after an update.
+      joint: the programs that all columns start together, by the index of the template.
+      has_identical_keys: whether all columns draw the same random numbers as a single one would.
+      joins_assigned: whether variables that stages assign are the same in all columns after an update.
     """
 
     def __init__(self, placement: StatePlacement, columns: Sequence[Column]) -> None:
-        """Jits what they have in common.
+        """Jits the programs that the columns share.
 
         Raises:
           ValueError: a stage computes with other replicas, and is divided over several devices.
@@ -86,7 +86,7 @@ class Replicas:
         self.placement, self.columns, self.number = placement, tuple(columns), len(columns)
         self.has_identical_keys, self.joins_assigned = False, True
         self._rows = {row.devices[0]: row for column in columns for row in column.placement.rows}
-        self._key: tuple[Any, list[Any]] | None = None  # the last random key, and those of the replicas
+        self._key: tuple[Any, list[Any]] | None = None  # the last random key, and the replicas' keys
         self.joint: dict[int, Joint] = {}
         for template in columns[0].plan.templates.values() if len(columns) > 1 else ():
             stage = placement.traced.stages[template.stage]
@@ -101,13 +101,13 @@ class Replicas:
                 self.joint[template.index] = Joint(template.jit_jointly(row), row)
 
     def split(self, array: Any) -> list[Any]:
-        """An array as each column has it."""
+        """Each column's part of an array."""
         if self.number == 1:
             return [array]
         return split(array, [self._rows[device] for device in array.sharding.mesh.devices[:, 0]])
 
     def split_state(self, state: RunState) -> list[RunState]:
-        """The state as each column has it. Of the optimizer's state it has the loss scale only."""
+        """Each column's part of the state. Of the optimizer's state it has only the loss scale."""
         if self.number == 1:
             return [state]
         pipeline = state.pipeline
@@ -145,7 +145,7 @@ class Replicas:
         ]
 
     def _fold(self, key: Any) -> list[Any]:
-        """The key of each replica. The last ones are remembered: steps have the same."""
+        """The key of each replica. The last ones are remembered: steps use the same."""
         if self.has_identical_keys:
             return [key] * self.number
         known = self._key
@@ -155,20 +155,20 @@ class Replicas:
         return known[1]
 
     def pack(self, accumulators: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """The accumulators of the columns as `RunState` has them: of several a tuple per key."""
+        """The accumulators of the columns as `RunState` has them: of several columns, a tuple per key."""
         if self.number == 1:
             return dict(accumulators[0])
         return {key: tuple(own[key] for own in accumulators) for key in accumulators[0]}
 
     def join_assigned(self, assigned: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Variables that stages assigned, of each replica its own, by full name."""
+        """Joins the variables that stages assigned, by full name; each replica keeps its own values."""
         if self.number == 1:
             return dict(assigned[0])
         rows, owners = self.placement.rows, self.placement.traced.owners
         return {name: join([own[name] for own in assigned], rows[owners[name]]) for name in assigned[0]}
 
     def first_of(self, outputs: Sequence[Sequence[Any]], read: set[Any]) -> list[Any]:
-        """The first replica's leaves of what the last stage returned, on its row, where they are read."""
+        """The first replica's leaves of the last stage's outputs, on its row, where they are read."""
         if self.number == 1:
             return list(outputs[0])
         found: list[Any] = [None] * len(outputs[0])
@@ -222,10 +222,10 @@ class Replicas:
 
 
 class TogetherRun:
-    """What the columns do together in a step.
+    """Does what the columns do together in a step.
 
     Attributes:
-      reduced: what has been joined.
+      reduced: what has been joined so far.
     """
 
     def __init__(self, replicas: Replicas, variables: Mapping[str, Any], step: int) -> None:
@@ -259,15 +259,15 @@ class TogetherRun:
         self._replicas.reduce(row, accumulated, assigned, self._step, self.reduced)
 
 
-# Which replica gets which micro-batch.
+# Dealing out micro-batches.
 
 
 @dataclass(frozen=True, eq=False)
 class Dealt:
     """A micro-batch that was placed for a replica."""
 
-    replica: int  # which one
-    generation: int  # of the guesses which replica is next
+    replica: int  # the replica's number
+    generation: int  # the generation of guesses of which replica is next
     element: Any  # the micro-batch, as that replica's column takes it
 
 
@@ -281,14 +281,14 @@ class Dealer:
         self._num_dealt = self._generation = 0
 
     def place_element(self, leaves: Sequence[Any]) -> Any:
-        """A micro-batch, placed for the replica whose turn it seems to be."""
+        """Places a micro-batch for the replica whose turn it seems to be."""
         with self._lock:
             replica, generation = self._num_dealt % len(self._columns), self._generation
             self._num_dealt += 1
         return Dealt(replica, generation, self._columns[replica].feed.add(leaves))
 
     def place_ahead(self, elements: Sequence[Any]) -> list[Any]:
-        """The micro-batches of one update, of all replicas, on the devices that read them."""
+        """Puts the micro-batches of one update, of all replicas, on the devices that read them."""
         number = len(self._columns)
         if number == 1:
             return self._columns[0].place_ahead(elements)
@@ -300,7 +300,7 @@ class Dealer:
         return placed
 
     def _of_replica(self, dealt: Any, replica: int) -> Any:
-        """What a replica's column takes; placed again if it was placed for another one."""
+        """A micro-batch for a replica's column; placed again if it was placed for another one."""
         if not isinstance(dealt, Dealt):
             return dealt  # there is no feed
         if dealt.replica == replica:
@@ -312,7 +312,7 @@ class Dealer:
         return self._columns[replica].feed.add(dealt.element.leaves)
 
     def take_everywhere(self, take: Take, count: int) -> list[Take]:
-        """What gives each column so many micro-batches; in all processes of the pipeline, or in none."""
+        """Returns a take of `count` micro-batches per column, or raises; all processes do the same."""
         placement, columns = self._placement, self._columns
         if len(columns) == 1:
             if not placement.has_peers:
@@ -342,7 +342,7 @@ class Dealer:
         return [_take_from(elements) for elements in taken]
 
     def _deal(self, take: Take) -> list[Take]:
-        """What gives each replica its micro-batches, dealt out in turn."""
+        """A take per replica, of its micro-batches, dealt out in turn."""
         number, size = len(self._columns), self._chunk_size
         waiting: list[collections.deque[Any]] = [collections.deque() for _column in self._columns]
 
@@ -363,11 +363,11 @@ def _take_from(elements: Iterator[Any]) -> Take:
     return lambda wanted: list(itertools.islice(elements, wanted))
 
 
-# What replicas collect.
+# Joining what replicas collect.
 
 
 def gather_outputs(placement: StatePlacement, parts: Sequence[Accumulated]) -> list[Accumulated]:
-    """What replicas collected and enqueued, each leaf in one process: that of the first replica's.
+    """Brings what replicas collected and enqueued to the process that has the first replica's leaf.
 
     Leaves whose replicas are in one process stay where they are.
     """
@@ -377,7 +377,7 @@ def gather_outputs(placement: StatePlacement, parts: Sequence[Accumulated]) -> l
     found: list[Accumulated] = [parts[0]]
     for replica, part in enumerate(parts[1:], 1):
         leaves, _tree = _flatten(part)
-        groups: dict[Any, list[int]] = {}  # by where from and where to
+        groups: dict[Any, list[int]] = {}  # (source, target) -> numbers
         for place, (leaf, target) in enumerate(zip(leaves, first, strict=True)):
             groups.setdefault((leaf.sharding, target.sharding), []).append(place)
         for number, ((source, target), places) in enumerate(groups.items()):
@@ -393,7 +393,7 @@ def gather_outputs(placement: StatePlacement, parts: Sequence[Accumulated]) -> l
 
 
 def _process(sharding: Any) -> int:
-    """That of the devices of a replica's row, which are in one process."""
+    """The process of a replica's row, whose devices are all in one."""
     return int(next(iter(sharding.device_set)).process_index)
 
 
@@ -414,7 +414,7 @@ def _unflatten(part: Accumulated, tree: Any, leaves: list[Any]) -> tuple[list[An
 
 
 def join_collected(parts: Sequence[Collected]) -> Collected:
-    """Stacks what replicas collected at once, with an axis for them in front if there are several."""
+    """Stacks what replicas collected together, with a leading axis for replicas if there are several."""
     if len(parts) == 1:
         return parts[0]
     axis = 0 if parts[0].size is None else 1
@@ -427,7 +427,7 @@ def join_collected(parts: Sequence[Collected]) -> Collected:
 
 
 def join_handed(parts: Sequence[Handed]) -> Handed:
-    """Stacks what replicas enqueued at once, with an axis for them in front if there are several."""
+    """Stacks what replicas enqueued together, with a leading axis for replicas if there are several."""
     if len(parts) == 1:
         return parts[0]
     axis = 0 if parts[0].size is None else 1

@@ -1,9 +1,9 @@
 """Runs a pipeline or loop over several devices: its stages are programs of their own, in columns.
 
 A column is a replica's part: its programs on its devices, and its micro-batches; micro-batch k of replica r
-is element k * R + r of the data. All of a step is a list of actions (`steps`), made of the schedule once
-and gone through with each step. Dispatch is asynchronous: the host runs ahead of the devices, which wait
-for data only. A weight update ends the step, on the rows of all replicas.
+is element k * R + r of the data. A step is a list of actions (`steps`), made from the schedule once and
+followed in each step. Dispatch is asynchronous: the host runs ahead of the devices, which wait only for
+data. A weight update ends the step, on the rows of all replicas.
 
 A loop runs one iteration at a time. Each replica has its own carried values; what it accumulates, and the
 variables that its stages assign, stay its own until the next weight update, or the end of the run.
@@ -59,9 +59,9 @@ __all__ = ["ColumnRunner"]
 
 @dataclass(frozen=True, eq=False)
 class Stepped:
-    """What the micro-batches of a step give."""
+    """The results of a step's micro-batches."""
 
-    columns: list[Accumulated]  # of each replica
+    columns: list[Accumulated]  # one per replica
     reduced: Reduced  # what has been joined; empty with one replica
 
 
@@ -69,9 +69,9 @@ class Stepped:
 class PendingStep:
     """Micro-batches that a pipeline has run, or that a loop is about to run."""
 
-    request: Request  # what they are a part of
-    count: int  # how many there are per replica
-    stepped: Stepped | None  # what they gave; None in a loop, which has not run yet
+    request: Request  # the request that they are a part of
+    count: int  # the number of micro-batches per replica
+    stepped: Stepped | None  # their results; None in a loop, which has not run yet
     elements: Sequence[Sequence[Any]] = ()  # in a loop, what each replica takes from the feed
 
 
@@ -79,8 +79,8 @@ class ColumnRunner(Runner[PendingStep]):
     """Runs a pipeline or loop over several devices.
 
     Attributes:
-      columns: what runs the micro-batches of each replica.
-      replicas: what they have apart.
+      columns: each runs the micro-batches of a replica.
+      replicas: splits state between the columns, and joins their results.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class ColumnRunner(Runner[PendingStep]):
         """Jits the programs; XLA compiles each at its first call."""
         super().__init__(placement, programs, iterated, homes)
         traced, updates = placement.traced, placement.updates
-        if iterated is None:  # of a pipeline, `fetch` waits for what stages call
+        if iterated is None:  # in a pipeline, `fetch` waits for what stages call
             self.waits_for_python = updates is not None and updates.has_callbacks
         self._weight_update = WeightUpdate(placement, donate, options.update, self.waits_for_python)
         self._chunk, self._phases = ChunkForm(dispatch_plan.chunk_size), phases
@@ -134,12 +134,12 @@ class ColumnRunner(Runner[PendingStep]):
 
     @property
     def weight_update(self) -> WeightUpdate:
-        """What follows the micro-batches."""
+        """The weight update that follows the micro-batches."""
         return self._weight_update
 
     @property
     def chunk_size(self) -> int:
-        """How many micro-batches a program handles."""
+        """The number of micro-batches that a program handles."""
         return self._chunk.size
 
     def observe(self, observer: Observer | None) -> None:
@@ -153,7 +153,7 @@ class ColumnRunner(Runner[PendingStep]):
         return [one.peaks for one in held]
 
     def order(self, num_chunks: int) -> list[tuple[StepAction, int]]:
-        """The actions of a step of so many micro-batches, or chunks of them."""
+        """The actions of a step of `num_chunks` micro-batches, or chunks of them."""
         order = self._lowering.find(num_chunks)
         return [(action, chunk) for actions, chunk in order for action in actions]
 
@@ -181,17 +181,17 @@ class ColumnRunner(Runner[PendingStep]):
         return any(column.takes_elements for column in self.columns)
 
     def place_element(self, leaves: Sequence[Any]) -> Any:
-        """A micro-batch, placed for the replica whose turn it seems to be; `fetch` knows."""
+        """Places a micro-batch for the replica whose turn it seems to be; `fetch` decides."""
         return self._place_element(leaves)
 
     def place_ahead(self, elements: Sequence[Any]) -> list[Any]:
-        """The micro-batches of one update, of all replicas, on the devices that read them."""
+        """Puts the micro-batches of one update, of all replicas, on the devices that read them."""
         return self._dealer.place_ahead(elements)
 
     def num_waiting(self, total: int, every: int) -> int:
         """Four chunks, as the host takes several before devices are busy, or one iteration of a loop.
 
-        Where a replica is in several processes, all of a step, which are there before it begins
+        Where a replica is in several processes, it is all of a step's, which are there before it begins
         (`agreeing`).
         """
         del total
@@ -206,7 +206,7 @@ class ColumnRunner(Runner[PendingStep]):
     # Running.
 
     def compile(self, state: RunState, request: Request) -> None:
-        """Compiles the programs of all columns, and those of the weight update."""
+        """Compiles the programs of all columns and of the weight update."""
         if self._is_compiled:
             return
         states = self.replicas.split_state(state)
@@ -229,11 +229,11 @@ class ColumnRunner(Runner[PendingStep]):
         self._is_compiled = True
 
     def fetch(self, state: RunState, request: Request, take: Take) -> PendingStep:
-        """Runs the micro-batches of an update. In a loop it only takes those of an iteration."""
+        """Runs the micro-batches of an update. In a loop it only takes an iteration's micro-batches."""
         self.compile(state, request)
         if self.iterated is not None:
             takes = self._dealer.take_everywhere(take, 1)
-            # All are tried before the first error is raised: other processes wait for each of them.
+            # All takes are tried before the first error is raised: other processes wait for each of them.
             return PendingStep(request, 1, None, _of_each(Column.take_iteration, self.columns, takes))
         takes = self._dealer.take_everywhere(take, request.every)
         feeds = _of_each(Column.feed_from, self.columns, takes)
@@ -250,7 +250,7 @@ class ColumnRunner(Runner[PendingStep]):
         num_chunks: int,
         is_full: bool,
     ) -> Stepped:
-        """Goes through the actions of a step."""
+        """Follows the actions of a step."""
         states = self.replicas.split_state(state)
         columns = [
             column.begin(own, request.of_replica(replica), next_chunk, num_chunks, self)
@@ -265,7 +265,7 @@ class ColumnRunner(Runner[PendingStep]):
         return Stepped([column.finish(self._num_stacked) for column in columns], together.reduced)
 
     def run(self, state: RunState, pending: PendingStep) -> Progress:
-        """Runs the weight update on what the replicas gave. In a loop it runs the iteration first."""
+        """Runs the weight update on the replicas' results. In a loop it runs the iteration first."""
         request, stepped, replicas = pending.request, pending.stepped, self.replicas
         is_full = state.num_accumulated + pending.count == request.every
         if stepped is None:
@@ -345,7 +345,7 @@ class ColumnRunner(Runner[PendingStep]):
     def make_accumulators(
         self, dtypes: Mapping[str, Any], known: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Accumulators, per replica: zeros, or what `settle` left."""
+        """Makes accumulators, per replica: zeros, or what `settle` left."""
         replicas = self.replicas
         if replicas.number == 1:
             return super().make_accumulators(dtypes, known)
@@ -357,7 +357,7 @@ class ColumnRunner(Runner[PendingStep]):
     # Memory.
 
     def find_brought(self, accumulator_dtypes: Mapping[str, Any], every: int) -> Mapping[int, Brought]:
-        """What execution phases bring, by IPU, the same in each replica; arguments as of `plan_memory`."""
+        """What execution phases bring, by IPU, the same in each replica; arguments as for `plan_memory`."""
         step = self._find_phased(accumulator_dtypes)
         return {} if step is None else find_brought(step, every // self.chunk_size)
 
@@ -386,9 +386,9 @@ class ColumnRunner(Runner[PendingStep]):
 def _of_each(
     function: Callable[[Column, Take], Any], columns: Sequence[Column], takes: Sequence[Take]
 ) -> list[Any]:
-    """What a function of a column and its take gives for each.
+    """Calls a function for each column and its take. Returns the results.
 
-    It raises the first error once all were tried, since other processes wait for each of them.
+    Raises the first error once all were tried, since other processes wait for each of them.
     """
     found, errors = [], []
     for column, take in zip(columns, takes, strict=True):

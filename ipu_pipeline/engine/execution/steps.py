@@ -1,15 +1,15 @@
-"""A step as a list of actions, which whoever reads it goes through one after another.
+"""A step as a list of actions, which each of its readings follows one after another.
 
-The schedule says when which stage handles which micro-batch. Here that becomes all that is done for it: the
+The schedule says when each stage handles each micro-batch. Here that becomes a list of all actions: a
 micro-batch comes from the feed (`feed`), parts of variables are gathered (`Gather`), a program is started
-(`Compute`), what it made goes to other devices (`SendOn`) or to host memory (`Store`), an execution phase
-ends (`end_phase`), and what the replicas accumulated is joined (`Reduce`). What a pipeline does not use has
-no action and no part of one, so no code asks whether it does.
+(`Compute`), its results go to other devices (`SendOn`) or to host memory (`Store`), an execution phase ends
+(`end_phase`), and what the replicas accumulated is joined (`Reduce`). A feature that a pipeline does not
+use has no action and no part of one, so no code asks whether it is used.
 
-An action is the same for all micro-batches and all columns. What it works on, a column's micro-batches on
-their way, is a `ColumnRun`; what is done with values there, whether they are arrays or only shapes or
-sizes, says its `Reading`: `Devices` runs a step, `compiling.Shapes` compiles it, and `phase_memory.Ghosts`
-finds what it takes of the devices.
+An action is the same for all micro-batches and all columns. It works on a `ColumnRun`: a column's
+micro-batches on their way. The run's `Reading` says what is done with values, whether these are arrays or
+only shapes or sizes: `Devices` runs a step, `compiling.Shapes` compiles it, and `phase_memory.Ghosts` finds
+what it takes of the devices.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ __all__ = [
 
 
 class Reading(Protocol):
-    """What the actions of a step do with the values of a column."""
+    """The contract of readings: what the actions of a step do with the values of a column."""
 
     def launch(self, template: Template, arguments: list[Any], chunk: int) -> Sequence[Any]:
         """Starts a program for a micro-batch or chunk. Returns its results."""
@@ -86,7 +86,7 @@ class Reading(Protocol):
     ) -> list[Any]:
         """Puts values into host memory for a row.
 
-        `leavers` are the programs that leave them; None stands for the program that was started last.
+        `leavers` are the programs that leave them; None stands for the last program started.
         """
 
     def underway(self, limit: int | None) -> Underway:
@@ -134,7 +134,7 @@ class Devices:
 
 
 class PhaseRun:
-    """The phase that runs now, of a column.
+    """The phase that a column runs now.
 
     Attributes:
       weights: (IPU, full name) -> what was brought from host memory for it.
@@ -143,22 +143,22 @@ class PhaseRun:
     def __init__(
         self, phases: ExecutionPhases, plan: Plan, offloads_activations: bool, reading: Reading
     ) -> None:
-        """Begins the first one."""
+        """Begins the first phase."""
         self.weights: dict[tuple[int, str], Any] = {}
         self._keeps_values, self._plan = phases.keeps_values, plan
         self._offloads_activations = offloads_activations
         self._underway, self._reading = reading.underway(phases.num_ahead), reading
-        self._kept: dict[int, Template] = {}  # slots that only backwards read, and since which program
+        self._kept: dict[int, Template] = {}  # slots that only backwards read -> since which program
         self._made: list[Any] = []
 
     def note(self, made: Sequence[Any], template: Template | None = None) -> None:
-        """Notes what is made in the phase, and by a program, what only backwards read after it."""
+        """Notes what is made in the phase, and, after a program, what only backwards read from then on."""
         self._made += made
         if template is not None:
             self._kept.update(dict.fromkeys(template.kept, template))
 
     def end(self, slots: list[Any]) -> None:
-        """Ends the phase, sends on its way what leaves the devices, and waits until another may begin."""
+        """Ends the phase, sends off what leaves the devices, and waits until another phase may begin."""
         leaving: Iterable[int] = ()
         if not self._keeps_values:
             leaving = range(len(slots))
@@ -195,32 +195,32 @@ def store_slots(
 class ColumnRun:
     """The micro-batches of a replica, on their way."""
 
-    reading: Reading  # what values are
+    reading: Reading  # what is done with values
     # the arguments of each program that stay the same, by its index; None for the others
     prepared: list[list[Any]]
     accumulators: dict[str, Any]  # by key; each program leaves new ones
     # returns what the feed brings next, in the order of `feed_slots`
     next_chunk: Callable[[], Sequence[Any]]
-    outputs: Outputs | None  # takes what the last stage returns, if that is wanted
-    feed_slots: Sequence[int]  # where that goes
-    num_slots: int  # of a micro-batch or chunk
+    outputs: Outputs | None  # takes the last stage's outputs, if they are wanted
+    feed_slots: Sequence[int]  # the slots that `next_chunk` fills
+    num_slots: int  # the slots of a micro-batch or chunk
     size: int  # micro-batches of a chunk
     step: int  # the number of the step, or of the run of a loop
     first: int  # the number of the first micro-batch, or of the iteration
-    num_accumulated: int  # micro-batches in the accumulators before
+    num_accumulated: int  # micro-batches in the accumulators before the step
     phase: PhaseRun | None  # the execution phase that runs now; None without phases
-    enqueued: list[list[Any]]  # by the number of the leaf, of each micro-batch or chunk
+    enqueued: list[list[Any]]  # by the number of the leaf, for each micro-batch or chunk
     stored: Mapping[str, Any]  # variables in host memory, by full name
     # the log of what this process starts, if there is one
     log: ActionLog | None = None
-    slots: dict[int, list[Any]] = field(default_factory=dict)  # of each micro-batch or chunk, by its number
+    slots: dict[int, list[Any]] = field(default_factory=dict)  # by number of the micro-batch or chunk
     # variables that stages have assigned, by full name
     assigned: dict[str, Any] = field(default_factory=dict)
     # gathered variables for the next program, by full name
     gathered: dict[str, Any] = field(default_factory=dict)
 
     def finish(self, num_stacked: int | None) -> Accumulated:
-        """What the micro-batches gave. `num_stacked` says how many of a chunk are stacked."""
+        """Returns the micro-batches' results. `num_stacked` says how many of a chunk are stacked."""
         outputs = self.outputs
         assert outputs is not None
         handed = [Handed(list(leaves), num_stacked) for leaves in zip(*self.enqueued, strict=True)]
@@ -244,10 +244,10 @@ class Call(NamedTuple):
 
 
 class Together(Protocol):
-    """What is done for all columns at once."""
+    """The contract of what is done for all columns at once."""
 
     def gather(self, stage: int, names: Sequence[str]) -> list[list[Any]]:
-        """Returns, for each column, whole variables of a stage of which each replica has a part."""
+        """Returns for each column whole variables of a stage; each replica has a part of these."""
 
     def launch(self, calls: Sequence[Call], chunk: int) -> Sequence[Sequence[Any]]:
         """Starts one program for all replicas. Returns the results of each column."""
@@ -260,26 +260,26 @@ class Together(Protocol):
 class StepRun:
     """A step on its way."""
 
-    columns: Sequence[ColumnRun]  # what each replica has of it
-    together: Together  # what they do at the same time
+    columns: Sequence[ColumnRun]  # each replica's part of it
+    together: Together  # what the columns do at the same time
 
 
-StepAction: TypeAlias = "Callable[[StepRun, int], None]"  # the number is that of the micro-batch or chunk
-Order: TypeAlias = "Sequence[tuple[tuple[StepAction, ...], int]]"  # what is done for a program together
+StepAction: TypeAlias = "Callable[[StepRun, int], None]"  # takes the number of the micro-batch or chunk
+Order: TypeAlias = "Sequence[tuple[tuple[StepAction, ...], int]]"  # a program's actions, and that number
 Before: TypeAlias = "Callable[[ColumnRun, list[Any]], None]"  # changes a program's arguments
 After: TypeAlias = "Callable[[ColumnRun, int, Sequence[Any]], None]"  # takes its results
 Observer: TypeAlias = "Callable[[int, Template, int, Mapping[int, Sequence[Any]]], None]"  # see `Observe`
 
 
 def follow(order: Order, run: StepRun) -> None:
-    """Goes through the actions of a step."""
+    """Follows the actions of a step."""
     for actions, chunk in order:
         for action in actions:
             action(run, chunk)
 
 
 def feed(run: StepRun, chunk: int) -> None:
-    """A micro-batch or chunk comes from the feed."""
+    """Takes a micro-batch or chunk from the feed."""
     for column in run.columns:
         slots = column.slots[chunk] = [None] * column.num_slots
         for slot, value in zip(column.feed_slots, column.next_chunk(), strict=True):
@@ -288,13 +288,13 @@ def feed(run: StepRun, chunk: int) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Gather:
-    """Variables of which replicas have parts come to all of them, for the program that is next."""
+    """Gathers variables of which replicas have parts in all of them, for the next program."""
 
     stage: int
     names: tuple[str, ...]
 
     def __call__(self, run: StepRun, chunk: int) -> None:
-        """For all columns."""
+        """Gathers them for all columns."""
         del chunk
         found = run.together.gather(self.stage, self.names)
         for column, values in zip(run.columns, found, strict=True):
@@ -302,10 +302,10 @@ class Gather:
 
 
 class Dispatch:
-    """A program of a column, and what is done around it."""
+    """Starts a program of a column, and does what belongs before and after it."""
 
     def __init__(self, template: Template, before: Sequence[Before], after: Sequence[After]) -> None:
-        """Keeps what is asked for with each micro-batch where it is found at once."""
+        """Looks up beforehand what each micro-batch needs."""
         scalars = template.taken(BindingKind.SCALAR)
         self.template = template
         self._index, self._row, self._keys = template.index, template.row, template.accumulators
@@ -315,7 +315,7 @@ class Dispatch:
         self._before, self._after = before, after
 
     def bind(self, run: ColumnRun, chunk: int) -> list[Any]:
-        """The arguments."""
+        """Returns the arguments of the program."""
         slots, accumulators = run.slots[chunk], run.accumulators
         arguments = run.prepared[self._index].copy()
         for place, key in enumerate(self._keys):
@@ -331,7 +331,7 @@ class Dispatch:
         return arguments
 
     def take(self, run: ColumnRun, chunk: int, results: Sequence[Any]) -> None:
-        """Takes the results."""
+        """Takes the results of the program."""
         slots, accumulators = run.slots[chunk], run.accumulators
         for place, key in enumerate(self._keys):
             accumulators[key] = results[place]
@@ -345,7 +345,7 @@ class Dispatch:
 
 @dataclass(frozen=True, eq=False)
 class Compute:
-    """Each column starts a program."""
+    """Starts a program in each column."""
 
     dispatches: tuple[Dispatch, ...]
 
@@ -355,18 +355,18 @@ class Compute:
         return self.dispatches[0].template
 
     def __call__(self, run: StepRun, chunk: int) -> None:
-        """In turn."""
-        # Each keyword of a call takes a fiftieth of what the library takes for a program.
+        """Starts the programs one after another."""
+        # Each keyword of a call takes a fiftieth of the library's time for a program.
         for column, own in zip(run.columns, self.dispatches):  # noqa: B905
             own.take(column, chunk, column.reading.launch(own.template, own.bind(column, chunk), chunk))
 
 
 @dataclass(frozen=True, eq=False)
 class ComputeTogether(Compute):
-    """All columns start a program together, which computes with what the others have."""
+    """Starts a program in all columns together, which computes with the other columns' values."""
 
     def __call__(self, run: StepRun, chunk: int) -> None:
-        """At once."""
+        """Starts the programs at once."""
         pairs = list(zip(self.dispatches, run.columns, strict=False))
         calls = [Call(column, own.template, own.bind(column, chunk)) for own, column in pairs]
         for (own, column), results in zip(pairs, run.together.launch(calls, chunk), strict=True):
@@ -375,9 +375,9 @@ class ComputeTogether(Compute):
 
 @dataclass(frozen=True, eq=False)
 class SendOn:
-    """What a program made goes to another row, in each column."""
+    """Sends results of a program to another row, in each column."""
 
-    sends: tuple[Send, ...]  # what goes where, by column
+    sends: tuple[Send, ...]  # the transfer, by column
     # by column, makes the tag of a transfer between processes; None within one process
     tags: tuple[Callable[[int], Tag | None] | None, ...]
 
@@ -396,24 +396,24 @@ class SendOn:
 
 @dataclass(frozen=True, eq=False)
 class Store:
-    """What only backwards read from now on goes to host memory."""
+    """Moves what only backwards read from now on to host memory."""
 
     kept: tuple[Mapping[Row, Sequence[int]], ...]  # by column, the slots of each row
 
     def __call__(self, run: StepRun, chunk: int) -> None:
-        """Each in the host memory of its row."""
+        """Moves the values to the host memory of their rows."""
         for kept, column in zip(self.kept, run.columns, strict=False):
             store_slots(column.reading, column.slots[chunk], kept)
 
 
 @dataclass(frozen=True, eq=False)
 class Reduce:
-    """What the columns have accumulated and assigned on a row is joined."""
+    """Joins what the columns have accumulated and assigned on a row."""
 
     row: Row
 
     def __call__(self, run: StepRun, chunk: int) -> None:
-        """For all columns."""
+        """Joins the values of all columns."""
         del chunk
         run.together.reduce(self.row, run.columns)
 
@@ -426,7 +426,7 @@ def end_phase(run: StepRun, chunk: int) -> None:
 
 
 def wait(run: StepRun, chunk: int) -> None:
-    """Waits for what the programs give, as Python that they call may raise."""
+    """Waits for the programs' results, because Python that they call may raise."""
     del chunk
     for column in run.columns:
         outputs = column.outputs
@@ -443,7 +443,7 @@ class Observe:
     templates: tuple[Template, ...]  # the program, by column
 
     def __call__(self, run: StepRun, chunk: int) -> None:
-        """Of each column."""
+        """Tells the observer about each column."""
         for number, (template, column) in enumerate(zip(self.templates, run.columns, strict=False)):
             self.observer(number, template, chunk, column.slots)
 
@@ -452,7 +452,7 @@ class Observe:
 
 
 def take_gathered(places: Sequence[tuple[int, str]]) -> Before:
-    """Variables come from those that were gathered, which are let go of; `places` has (argument, name)."""
+    """Takes variables from the gathered ones, which are then released; `places` has (argument, name)."""
 
     def prepare(run: ColumnRun, arguments: list[Any]) -> None:
         for place, name in places:
@@ -463,7 +463,7 @@ def take_gathered(places: Sequence[tuple[int, str]]) -> Before:
 
 
 def load(template: Template, away: Collection[str], divided: Mapping[str, Any]) -> Before:
-    """Those of a program's arguments that are in host memory come to its row, the variables `away` too.
+    """Brings a program's arguments from host memory to its row, including the variables `away`.
 
     A phase keeps these for its other programs. `divided` says how variables lie on the row.
     """
@@ -483,7 +483,7 @@ def load(template: Template, away: Collection[str], divided: Mapping[str, Any]) 
 
 
 def store_accumulators(template: Template) -> After:
-    """Accumulators go back to host memory, which the end of a phase waits for."""
+    """Moves accumulators back to host memory, which the end of a phase waits for."""
     keys, row = template.accumulators, template.row
 
     def take(run: ColumnRun, _chunk: int, results: Sequence[Any]) -> None:
@@ -496,7 +496,7 @@ def store_accumulators(template: Template) -> After:
 
 
 def note_in_phase(template: Template) -> After:
-    """The execution phase notes what it makes, and what it leaves for backwards."""
+    """Notes in the execution phase what a program makes, and what it leaves for backwards."""
 
     def take(run: ColumnRun, _chunk: int, results: Sequence[Any]) -> None:
         assert run.phase is not None
@@ -506,7 +506,7 @@ def note_in_phase(template: Template) -> After:
 
 
 def assign(template: Template, plan: Plan) -> After:
-    """Variables have new values, for the step's other programs of the stage too."""
+    """Gives variables their new values, also for the step's other programs of the stage."""
     own = [other for other in plan.templates.values() if other.stage == template.stage]
     assigned = [
         (place, name, [(one.index, argument) for one in own for argument in one.reads(name)])
@@ -523,7 +523,7 @@ def assign(template: Template, plan: Plan) -> After:
 
 
 def enqueue(template: Template) -> After:
-    """What a stage enqueues is kept, in the order of the micro-batches."""
+    """Keeps what a stage enqueues, in the order of the micro-batches."""
     enqueued = template.given(BindingKind.ENQUEUED)
 
     def take(run: ColumnRun, _chunk: int, results: Sequence[Any]) -> None:
@@ -534,16 +534,16 @@ def enqueue(template: Template) -> After:
 
 
 def collect(run: ColumnRun, chunk: int, _results: Sequence[Any]) -> None:
-    """What the last stage returns is kept."""
+    """Keeps what the last stage returns."""
     if run.outputs is not None:
         run.outputs.take(run.reading.put, run.slots[chunk], chunk)
 
 
 def log(template: Template, plan: Plan) -> After:
-    """What this process has started is told others that wait for it."""
+    """Logs what this process has started, for processes that wait for it."""
     kind, stage = template.kind.name.lower(), template.stage
     sends = [send for other in plan.templates.values() if not other.row.is_here for send in other.sends]
-    received = {slot for send in sends for slot in send.targets}  # from other processes
+    received = {slot for send in sends for slot in send.targets}  # slots filled by other processes
     awaited = [slot for _place, slot in template.loads if slot in received]
 
     def take(run: ColumnRun, chunk: int, results: Sequence[Any]) -> None:
@@ -561,7 +561,7 @@ def make_dispatch(
     gathered: frozenset[str],
     phases: ExecutionPhases | None,
 ) -> Dispatch:
-    """A program of a column with the parts that the pipeline uses."""
+    """Makes the dispatch of a column's program, with the parts that the pipeline uses."""
     before: list[Before] = []
     after: list[After] = []
     asked = [one for one in template.taken(BindingKind.VARIABLE) if one[1] in gathered]

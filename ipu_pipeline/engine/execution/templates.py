@@ -31,7 +31,7 @@ __all__ = [
 
 
 class Send(NamedTuple):
-    """What goes from a program's row to another one, once the program has been started."""
+    """A transfer from a program's row to another one, once the program has been started."""
 
     target: Row  # the other row
     sources: tuple[int, ...]  # slots on the program's row
@@ -47,28 +47,29 @@ class Template:
     kind: ActionKind  # forward or backward
     stage: int  # the stage that it belongs to
     row: Row  # where it runs
-    options: Options  # XLA's, that it is compiled with
+    options: Options  # XLA's options that it is compiled with
     jitted: Any  # the jitted program
-    # of its results; where an IPU is several devices a list, with None for what the partitioner decides on
+    # its results' shardings; where an IPU is several devices, a list with None for those left to the
+    # partitioner
     shardings: Any
-    function: Callable[..., list[Any]]  # what is called: that, or what was loaded in its place
+    function: Callable[..., list[Any]]  # the function to call: `jitted`, or what was loaded in its place
     # jits it for all replicas at once, for a row with their devices
     jit_jointly: Callable[[Row], Callable[..., list[Any]]]
-    arguments: tuple[Binding, ...]  # what they stand for; accumulators come first
-    results: tuple[tuple[Binding, ...], ...]  # what each stands for, accumulators first again
+    arguments: tuple[Binding, ...]  # what the arguments stand for; accumulators come first
+    results: tuple[tuple[Binding, ...], ...]  # what each result stands for, accumulators first again
     loads: tuple[tuple[int, int], ...]  # (argument, slot)
     stores: tuple[tuple[int, int], ...]  # (result, slot)
     sends: tuple[Send, ...]  # what goes to other rows
-    # slots that are not read after it; those that it sends are in `sends`
+    # slots that are not read after it, without the slots that it sends: these are in `sends`
     releases: tuple[int, ...] = ()
     kept: tuple[int, ...] = ()  # slots that only backwards read once it and its sends have been started
 
     def taken(self, kind: BindingKind) -> tuple[tuple[int, Any], ...]:
-        """The arguments of a kind, each as its place and the binding's key."""
+        """The arguments of a kind, as (place, the binding's key)."""
         return tuple((place, own.key) for place, own in enumerate(self.arguments) if own.kind is kind)
 
     def given(self, kind: BindingKind) -> tuple[tuple[int, Any], ...]:
-        """The results of a kind, each as its place and the binding's key."""
+        """The results of a kind, as (place, the binding's key)."""
         return tuple(
             (place, own.key)
             for place, bound in enumerate(self.results)
@@ -77,12 +78,12 @@ class Template:
         )
 
     def reads(self, name: str) -> tuple[int, ...]:
-        """The arguments that are a variable."""
+        """The places of the arguments that are a given variable."""
         return tuple(place for place, read in self.taken(BindingKind.VARIABLE) if read == name)
 
     @functools.cached_property
     def accumulators(self) -> tuple[str, ...]:
-        """The keys of what it adds to, in the order of its first arguments and first results."""
+        """The keys of the accumulators that it adds to, in the order of its first arguments and results."""
         return tuple(key for _place, key in self.taken(BindingKind.ACCUMULATOR))
 
 
@@ -98,7 +99,7 @@ Slot: TypeAlias = "tuple[Binding, Row]"  # a value of a micro-batch, on the row 
 
 
 class SlotNumbers:
-    """Numbers for slots, given out as they are asked for."""
+    """Numbers slots as they are asked for."""
 
     def __init__(self) -> None:
         self.numbers: dict[Slot, int] = {}
@@ -111,7 +112,7 @@ class SlotNumbers:
 
 
 def slot_of(binding: Binding, row: Row) -> Slot | None:
-    """What names the slot of a value on a row; None if it is in no slot."""
+    """The slot of a value on a row; None if it is in no slot."""
     return (binding, row) if binding.is_of_micro_batch else None
 
 
@@ -121,12 +122,12 @@ class TemplateMaker:
 
     bindings: Bindings  # what the programs' values stand for
     rows: Sequence[Row]  # where the stages live
-    slots: SlotNumbers  # the numbers of the slots that somebody reads
+    slots: SlotNumbers  # the numbers of the slots that are read
     # how a variable and its gradient lie on a row, by its full name
     sharding_of: Callable[[str, Row], NamedSharding]
 
     def make(self, index: int, work: Work, options: Options, donate_accumulators: bool) -> Template:
-        """The template of a program, which it jits."""
+        """Jits a program. Returns its template."""
         row = self.rows[work.stage]
         arguments = self.bindings.arguments(work.stage, work.program)
         results = self.bindings.results(work.stage, work.program)
@@ -157,7 +158,7 @@ class TemplateMaker:
         )
 
     def _shardings(self, results: Sequence[Sequence[Binding]], row: Row) -> Any:
-        """Where the results of a program lie; None where the partitioner decides, of what only it reads."""
+        """The shardings of a program's results; None where they are left to the partitioner."""
         if not row.is_divided:
             return row.replicated
 
@@ -174,7 +175,7 @@ class TemplateMaker:
     def _find_stored(
         self, results: Sequence[Sequence[Binding]], row: Row
     ) -> tuple[tuple[tuple[int, int], ...], tuple[Send, ...]]:
-        """Which results go to slots, and what of these then goes to other rows."""
+        """Finds the results that go to slots, and the transfers from these slots to other rows."""
         stores: list[tuple[int, int]] = []
         sent: dict[Row, list[tuple[int, int]]] = {}
         for place, bound in enumerate(results):
@@ -205,7 +206,7 @@ def _jit(
     shardings: Any,
     is_joint: bool = False,
 ) -> Callable[..., list[Any]]:
-    """Jits a stage's program, which may destroy its first arguments; if it is joint, for all of a row."""
+    """Jits a stage's program, which may destroy its first arguments; a joint one for all of a row."""
     called = over_replicas(row.replicated.mesh, program.function) if is_joint else program.function
 
     def function(*arguments: Any) -> list[Any]:

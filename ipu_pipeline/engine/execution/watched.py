@@ -1,4 +1,4 @@
-"""What runners tell whoever watches them; see `engine.watching`."""
+"""What runners tell a watcher; see `engine.watching`."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Counting:
-    """What micro-batches are called by whoever watches."""
+    """The numbers by which a watcher knows micro-batches."""
 
     step: int  # the number of the step, or of the run of a loop
     first: int  # the number of the first micro-batch, or of the iteration
-    size: int  # how many micro-batches a program handles
+    size: int  # the number of micro-batches that a program handles
 
 
 class WatchedDevices(Devices):
@@ -74,11 +74,11 @@ class WatchedDevices(Devices):
         return self._watcher.run(launch, program, arguments)
 
     def forget(self) -> None:
-        """Leaves the transfers that follow unreported: they are of a program of all replicas."""
+        """Leaves the transfers that follow unreported: they belong to a program of all replicas."""
         self._launch = None
 
     def describe(self, template: Template, chunk: int) -> Launch:
-        """What the watcher is told of a program."""
+        """Describes a program to the watcher."""
         counting = self._counting
         first = counting.first + chunk * counting.size
         return launch_of(self._runner, template, counting.step, first, counting.size)
@@ -92,10 +92,10 @@ class WatchedDevices(Devices):
 
 
 def rehearse(watcher: Watcher, runner: Runner[Any], state: RunState, request: Request) -> None:
-    """Before the first step that is watched: waits for those before, or has each program run once.
+    """Before the first watched step, waits for earlier steps or, if there are none, runs each program once.
 
-    It runs on copies of the state and on micro-batches of zeros, and what it makes or raises is dropped.
-    Nothing is run if a program calls Python, which would see it.
+    The programs run on copies of the state and on micro-batches of zeros. What they make or raise is
+    dropped. Nothing is run if a program calls Python, which would notice.
     """
     with watcher.rehearsing(runner) as is_first:
         if not is_first:
@@ -129,7 +129,7 @@ def _copy(state: RunState) -> RunState:
 
 
 def launch_of(runner: Runner[Any], template: Template, step: int, first: int, count: int) -> Launch:
-    """A dispatch of a template; arguments as in `Launch`."""
+    """Describes a dispatch of a template; arguments as in `Launch`."""
     return Launch(
         runner=runner,
         kind=LaunchKind.FORWARD if template.kind is ActionKind.FORWARD else LaunchKind.BACKWARD,
@@ -146,7 +146,7 @@ def launch_of(runner: Runner[Any], template: Template, step: int, first: int, co
 def watched_updates(
     runner: Runner[Any], weight_update: WeightUpdate, step: int
 ) -> list[Callable[..., list[Any]]] | None:
-    """What starts the programs of a weight update with the watcher told; None if nobody watches."""
+    """A function that starts a weight update's programs and tells the watcher; None without a watcher."""
     watcher, updates = watching.current(), runner.placement.updates
     if watcher is None or updates is None:
         return None
@@ -178,7 +178,7 @@ def watched_updates(
 def watched_feed(
     watcher: Watcher, step: int, size: int, next_chunk: Callable[[], Sequence[Any]]
 ) -> Callable[[], Sequence[Any]]:
-    """What returns the next chunk of so many micro-batches, with the watcher told how long that takes."""
+    """Makes `next_chunk`, of `size` micro-batches, tell the watcher how long it takes."""
     numbers = itertools.count(step=size)
 
     def watched() -> Sequence[Any]:
@@ -189,7 +189,7 @@ def watched_feed(
 
 
 def watched_take(take: Take, step: int, first: int) -> Take:
-    """A take of micro-batches from the first one on, likewise; the same if nobody watches."""
+    """Makes a take, of micro-batches from `first` on, tell a watcher how long it takes."""
     watcher = watching.current()
     if watcher is None:
         return take

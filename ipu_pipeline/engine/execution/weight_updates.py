@@ -25,9 +25,9 @@ __all__ = ["Updated", "WeightUpdate"]
 
 @dataclass(frozen=True, eq=False)
 class Updated:
-    """What a weight update makes."""
+    """The results of a weight update."""
 
-    variables: dict[str, Any]  # the new values of those that it updates, by full name
+    variables: dict[str, Any]  # the new values of the variables that it updates, by full name
     state_leaves: list[Any]  # of the optimizer's state
     accumulators: dict[str, Any]  # zeroed, by key
     enqueued: list[Any]  # the leaves of what it enqueues
@@ -40,9 +40,9 @@ class WeightUpdate:
       placement: where the pipeline's state lives.
       donates: whether an update reuses the memory of the variables and optimizer state before it.
       jitted: its programs, jitted; none without training.
-      functions: what is called: these, or what was loaded in their place.
-      read: positions of the last stage's outputs that are read, by what makes the optimizer's state at the
-        start, and by the update.
+      functions: the functions to call: these, or what was loaded in their place.
+      read: positions of the last stage's outputs that are read to make the optimizer's state at the start,
+        and by the update.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ def _find_read(programs: Sequence[UpdateProgram]) -> set[Any]:
     return {v.key for program in programs for v in program.arguments if v.kind == UpdateKind.OUTPUT}
 
 
-# Results lie as what they replace, whose memory they take.
+# Results have the shardings of what they replace, whose memory they take.
 
 
 @functools.lru_cache(maxsize=256)

@@ -1,6 +1,6 @@
-"""What may be asked about a pipeline or loop: what it is, what it takes, and what its runs do.
+"""What can be asked about a pipeline or loop: what it is, what it takes, and what its runs do.
 
-Modules are imported when a name is first used, so that what is data is there without JAX.
+Modules are imported when a name is first used, so that the data classes are there without JAX.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a function does, counted from its jaxpr."""
+"""Counts what a function does, from its jaxpr."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Work(NamedTuple):
     """What a function does.
 
     Attributes:
-      num_primitives: of JAX, before XLA joins any.
+      num_primitives: JAX primitives, before XLA joins any.
       num_flop: estimated floating-point operations, see `jaxprs.costs.count_operations`.
     """
 
@@ -26,11 +26,11 @@ class Work(NamedTuple):
 
 
 def count_work(function: Callable[..., Any], *arguments: Any) -> Work:
-    """Traces a function as a part of a stage, and counts. It runs nothing.
+    """Traces a function as a part of a stage, and counts. Runs nothing.
 
     Args:
       function: the function, which may ask for variables and keys.
-      *arguments: what it takes, or shapes and dtypes of that.
+      *arguments: its arguments, or their shapes and dtypes.
     """
     stage = frames.Frame(frames.ProgramNames(), training=False, place="an operation", is_stage=True)
     with frames.frame(stage):

@@ -1,4 +1,4 @@
-"""What goes from stage to stage, and what of it crosses from IPU to IPU, while micro-batches run."""
+"""Finds what goes from stage to stage, and from IPU to IPU, while micro-batches run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Crossing(NamedTuple):
 def find_crossings(
     traced: TracedPipeline, programs: Sequence[StagePrograms], ipus: Sequence[int], num_carried: int = 0
 ) -> list[Crossing]:
-    """What crosses. The last stage's IPU sends the first `num_carried` leaves, which a loop carries."""
+    """Finds the crossings. The last stage's IPU sends the `num_carried` first leaves, carried by a loop."""
     forward: dict[tuple[Source, int], Crossing] = {}
     backward: list[Crossing] = []
 
@@ -51,7 +51,7 @@ def find_crossings(
                 if ipu_of(source) not in (None, ipus[index]):
                     target, aval = ipus[source.stage], traced.aval(source)
                     backward.append(Crossing(index, ipus[index], target, aval, True))
-    for source in traced.outputs:  # they are collected where the last stage is
+    for source in traced.outputs:  # outputs are collected where the last stage is
         read(source, ipus[-1])
     return [*forward.values(), *backward]
 
@@ -59,7 +59,7 @@ def find_crossings(
 def find_flows(
     traced: TracedPipeline, programs: Sequence[StagePrograms], ipus: Sequence[int]
 ) -> tuple[Flow, ...]:
-    """What goes from stage to stage, on one IPU as well; what has the same way is one."""
+    """Finds the flows from stage to stage, also on one IPU; values with the same ends are one flow."""
     used: dict[tuple[Source, int], tuple[set[int], set[int]]] = {}
     sizes: dict[tuple[int, bool, int, tuple[int, ...], tuple[int, ...]], int] = {}
     for index, (stage, own) in enumerate(zip(traced.stages, programs, strict=True)):

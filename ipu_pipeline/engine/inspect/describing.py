@@ -1,4 +1,4 @@
-"""Describes the stages of a traced pipeline or loop, and what crosses between them. It starts no backend.
+"""Describes the stages of a traced pipeline or loop, and what crosses between them. Starts no backend.
 
 Compute is counted from the jaxprs (`jaxprs.costs`), memory by `planning.memory`.
 """
@@ -33,7 +33,7 @@ from ipu_pipeline.ground.shapes import num_bytes
 
 __all__ = ["describe", "find_shared_sends", "find_update_sends"]
 
-_BACKWARD_PER_FORWARD = 2.0  # of a stage whose operations cannot be counted: two products for each one
+_BACKWARD_PER_FORWARD = 2.0  # if a stage's operations cannot be counted: two products for each one
 
 
 def describe(
@@ -45,9 +45,9 @@ def describe(
     left_out: Collection[str],
     **known: Any,
 ) -> PipelineDetails:
-    """What the stages and programs of a pipeline or loop say of it; the rest of the facts is `known`.
+    """Makes the facts of a pipeline or loop from its stages and programs; the other facts are `known`.
 
-    Without training `trained` is None; variables in `left_out` are not told.
+    Without training `trained` is None. Variables in `left_out` are not listed.
     """
     ipus = [stage.ipu for stage in memory]
     crossings = find_crossings(traced, programs, ipus, num_carried)
@@ -70,7 +70,7 @@ def _describe_stages(
     crossings: Sequence[Crossing],
     left_out: Collection[str],
 ) -> tuple[StageDetails, ...]:
-    """What is known of each stage."""
+    """Makes the details of each stage."""
     all_copies = find_copies(traced, [stage.ipu for stage in memory])
     sent: dict[int | None, list[Crossing]] = {}
     for crossing in crossings:
@@ -86,7 +86,7 @@ def _describe_stages(
         names = (*(spec.name for spec in variables), *(f"{spec.name} (a copy)" for spec in copies))
         num_operations, size = len(stage.flat.equations), num_bytes([*variables, *copies])
         both = [own.forward, *([] if own.backward is None else [own.backward])]
-        # Where there is a loss, the last stage's forward goes on to its gradients.
+        # Where there is a loss, the last stage's forward program also computes its gradients.
         is_fused = trained is not None and own.backward is None and index == len(traced.stages) - 1
         forward, backward = _find_operations(own, stage.flat.equations if is_fused else None)
         found.append(
@@ -127,7 +127,7 @@ def _find_operations(own: StagePrograms, equations: Iterable[Any] | None) -> tup
 
 
 def _count(variables: Iterable[VariableSpec]) -> int:
-    """Elements of some variables."""
+    """The number of elements of some variables."""
     return sum(math.prod(spec.shape) for spec in variables)
 
 
@@ -144,7 +144,7 @@ def _add_up_edges(crossings: Iterable[Crossing]) -> tuple[Edge, ...]:
 
 
 def _find_shared(traced: TracedPipeline, left_out: Collection[str]) -> tuple[SharedVariables, ...]:
-    """The variables that several stages have, by these stages."""
+    """The variables that several stages have, grouped by these stages."""
     having: dict[str, list[int]] = {}
     for index, stage in enumerate(traced.stages):
         for spec in stage.variables:
@@ -159,7 +159,7 @@ def _find_shared(traced: TracedPipeline, left_out: Collection[str]) -> tuple[Sha
 def find_shared_sends(
     traced: TracedPipeline, ipus: Sequence[int], extra: Mapping[str, Accumulator], dtypes: Mapping[str, Any]
 ) -> tuple[Sent, ...]:
-    """What shared variables send per weight update; `extra` are the accumulators besides the owners'."""
+    """What is sent for shared variables per weight update; `extra`: accumulators besides the owners'."""
     sent = []
     for index, copies in enumerate(find_copies(traced, ipus)):
         for spec in copies:
@@ -197,7 +197,7 @@ def find_update_sends(updates: Updates | None, ipus: Sequence[int]) -> tuple[Sen
 
 
 def _find_batch_size(element: Any) -> int | None:
-    """The first axis that all arrays of a micro-batch have in common."""
+    """The size of the first axis, if all arrays of a micro-batch have the same."""
     leaves = jax.tree.leaves(element)
     sizes = {leaf.shape[0] if leaf.shape else None for leaf in leaves}
     return sizes.pop() if len(sizes) == 1 else None

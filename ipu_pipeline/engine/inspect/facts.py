@@ -1,8 +1,8 @@
-"""What is known of a pipeline or loop, as data. It imports no JAX.
+"""What is known of a pipeline or loop, as data. Imports no JAX.
 
-`StageFacts` and `PipelineFacts` are what a profile keeps, so that they may come from a file as well. The
-details are known besides of a pipeline that is at hand: `Pipeline.facts` makes them. Tables, profiles and
-pages are made of these classes, and of nothing else that the engine knows.
+`StageFacts` and `PipelineFacts` are what a profile keeps, so they may also come from a file. The details
+are known only of a pipeline that is at hand: `Pipeline.facts` makes them. Tables, profiles and pages are
+made from these classes, and from nothing else that the engine knows.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class LayerFacts:
     """The variables of a layer.
 
     Attributes:
-      name: what their names have in common up to a slash or a dot; empty of variables outside of any scope.
-      num_parameters: elements of the variables.
-      num_bytes: how much they take.
+      name: the common beginning of their names, up to a slash or dot; empty for variables in no scope.
+      num_parameters: the number of elements of the variables.
+      num_bytes: the bytes that they take.
     """
 
     name: str
@@ -56,10 +56,10 @@ class Layer(LayerFacts):
     Attributes:
       name: its full name, with `{3..5}` in place of the number in which equal ones differ. Variables that
         stand beside scopes are one layer, `scope/(one, other)`.
-      num_parameters: elements of the variables, of all equal ones together.
-      num_bytes: how much they take.
-      count: how many equal ones there are.
-      parts: what it consists of, of which the same holds: scopes, and variables without parts.
+      num_parameters: the number of elements of the variables, of all equal layers together.
+      num_bytes: the bytes that they take.
+      count: the number of equal layers.
+      parts: the layers that it consists of: scopes, and variables without parts.
     """
 
     count: int = 1
@@ -67,7 +67,7 @@ class Layer(LayerFacts):
 
     @property
     def has_scopes(self) -> bool:
-        """Whether it has more in it than variables."""
+        """Whether it contains more than variables."""
         return any(part.parts for part in self.parts)
 
 
@@ -98,8 +98,8 @@ class Sent:
       target: the IPU that receives.
       what: in words: the variable, gradient or leaf of the optimizer's state; dtype and shape of a value
         that the update makes. Scalars are counted together.
-      num_bytes: how much it is.
-      primitive: what reads it there: a JAX primitive, or a stage; empty for scalars.
+      num_bytes: its size in bytes.
+      primitive: its reader there: a JAX primitive or a stage; empty for scalars.
     """
 
     source: int
@@ -111,11 +111,11 @@ class Sent:
 
 @dataclass(frozen=True)
 class SharedVariables:
-    """Variables that the same stages share; the first of these owns them.
+    """Variables that the same stages share; the first of these stages owns them.
 
     Attributes:
-      stages: their numbers.
-      variables: what they share.
+      stages: the stages' numbers.
+      variables: the variables that they share.
     """
 
     stages: tuple[int, ...]
@@ -131,7 +131,7 @@ class Part:
       ipu: the IPU that it runs on.
       num_operations: JAX operations of its forward, those inside loops and conditionals not counted.
       variables: full names of the variables that live there, and of shared ones that are copied there.
-      num_variable_bytes: how much they take.
+      num_variable_bytes: the bytes that these take.
     """
 
     index: int
@@ -149,13 +149,13 @@ class StageFacts:
       index: its number.
       name: what errors call it, with the name of its function.
       ipu: the IPU that it runs on.
-      level: stages of the same one are parallel.
-      layers: its variables; those that it shares with an earlier stage are that one's.
+      level: its level; stages of the same level are parallel.
+      layers: its variables, without those that it shares with an earlier stage.
       forward_operations: estimated floating-point operations of its forward for a micro-batch.
-      backward_operations: likewise of its backward; 0 without one.
+      backward_operations: the same estimate for its backward; 0 without one.
       is_fused: whether one program does both.
       num_held_bytes: what it holds of a micro-batch between its forward and its backward.
-      in_flight: of how many micro-batches it does so at most.
+      in_flight: the most micro-batches of which it does so at a time.
     """
 
     index: int
@@ -171,12 +171,12 @@ class StageFacts:
 
     @property
     def num_parameters(self) -> int:
-        """Elements of its variables."""
+        """The number of elements of its variables."""
         return sum(layer.num_parameters for layer in self.layers)
 
     @property
     def num_parameter_bytes(self) -> int:
-        """How much its variables take."""
+        """The bytes that its variables take."""
         return sum(layer.num_bytes for layer in self.layers)
 
     @property
@@ -193,19 +193,20 @@ class PipelineFacts:
       name: its name.
       kind: "training", "inference" or "loop".
       schedule: the name of the schedule, or of the user's function.
-      num_micro_batches: of each replica per weight update, or without training per execution; None if that
-        is known at run only. In a profile it is the number that was seen, and 1 for a loop.
-      num_serialized: how many of them a stage handles before the next one starts.
+      num_micro_batches: micro-batches of each replica per weight update, or without training per execution;
+        None if the number is known only at run time. In a profile it is the number that was seen, and 1
+        for a loop.
+      num_serialized: the number of micro-batches that a stage handles before the next one starts.
       chunk_size: micro-batches per program.
       is_one_program: whether all stages are on one device.
       micro_batch_size: samples in a micro-batch; None if its arrays have no first axis in common.
       stages: its stages.
-      edges: what goes from IPU to IPU, those with anything on them.
+      edges: what goes from IPU to IPU, without empty edges.
       flows: what goes from stage to stage, also on one IPU.
-      memory: what the IPUs of each replica take by the plan; empty where that was not asked for, or could
-        not be found.
-      num_replicas: how many there are; a file without it has one. IPUs are those of the first replica
-        here. In events IPU i of replica r is r times `num_ipus_each` plus i, and micro-batches are the
+      memory: what the IPUs of each replica take by the plan; empty if not asked for, or if it could not be
+        found.
+      num_replicas: the number of replicas; a file without it has one. The IPUs here are those of the first
+        replica. In events, IPU i of replica r is r times `num_ipus_each` plus i, and micro-batches are the
         elements of all replicas: the k-th one of replica r is number k times `num_replicas` plus r.
     """
 
@@ -225,7 +226,7 @@ class PipelineFacts:
 
     @functools.cached_property
     def num_ipus_each(self) -> int:
-        """How many IPUs a replica has, with those that have no stage."""
+        """The number of IPUs of a replica, including those without a stage."""
         return max(stage.ipu for stage in self.stages) + 1
 
     @property
@@ -239,7 +240,7 @@ class PipelineFacts:
         return [stage.index for stage in self.stages if stage.ipu == ipu % self.num_ipus_each]
 
     def element(self, number: int, ipu: int) -> int:
-        """The number of a replica's micro-batch among those of all replicas, by an IPU of it."""
+        """The number of a replica's micro-batch among all replicas', given an IPU of the replica."""
         return number * self.num_replicas + ipu // self.num_ipus_each
 
     @property
@@ -253,16 +254,17 @@ class StageDetails(StageFacts):
     """A stage of a pipeline at hand.
 
     Attributes:
-      layers: its variables as a tree, in which neighbours that are equal stand once.
-      variables: those that it owns.
-      num_trained: elements of those that are trained.
+      layers: its variables as a tree, in which equal neighbours stand once.
+      variables: the variables that it owns.
+      num_trained: the number of elements of its trained variables.
       part: what lies where it runs.
-      num_sent_bytes: per micro-batch, what it sends to other IPUs forwards.
-      num_returned_bytes: likewise gradients, backwards.
-      num_forward_flop: estimated operations of its forward program per micro-batch; that of the last stage
-        of a pipeline that trains does its backward, too.
-      num_backward_flop: likewise of its backward; 0 where the forward does it, or nothing is trained.
-      uncounted: what it calls whose operations are not known.
+      num_sent_bytes: the bytes that it sends forwards to other IPUs per micro-batch.
+      num_returned_bytes: the bytes of gradients that it sends backwards to other IPUs per micro-batch.
+      num_forward_flop: estimated operations of its forward program per micro-batch. If the pipeline
+        trains, the last stage's includes its backward.
+      num_backward_flop: estimated operations of its backward program per micro-batch; 0 where the forward
+        does it, or nothing is trained.
+      uncounted: calls whose operations are not known.
     """
 
     layers: tuple[Layer, ...]
@@ -277,7 +279,7 @@ class StageDetails(StageFacts):
 
     @property
     def num_flop(self) -> float:
-        """Operations of forward and backward."""
+        """The number of operations of forward and backward."""
         return self.num_forward_flop + self.num_backward_flop
 
 
@@ -289,9 +291,9 @@ class PipelineDetails(PipelineFacts):
       stages: its stages.
       shared: variables that several stages have.
       sent: what crosses from IPU to IPU per weight update.
-      dispatch: over several IPUs, how many micro-batches a program handles, and why.
-      num_devices_per_ipu: how many devices compute a stage together.
-      divided: full names of the variables of which each of these has a part.
+      dispatch: over several IPUs, the number of micro-batches that a program handles, and why.
+      num_devices_per_ipu: the number of devices that compute a stage together.
+      divided: full names of the variables of which each of these devices has a part.
     """
 
     stages: tuple[StageDetails, ...]
@@ -303,7 +305,7 @@ class PipelineDetails(PipelineFacts):
 
     @property
     def unit(self) -> str:
-        """What its stages handle: a "micro-batch", or of a loop an "iteration"."""
+        """What its stages handle: a "micro-batch" or, in a loop, an "iteration"."""
         return "iteration" if self.kind == "loop" else "micro-batch"
 
     @property
@@ -313,26 +315,26 @@ class PipelineDetails(PipelineFacts):
 
     @property
     def num_ipus(self) -> int:
-        """How many IPUs its stages are on."""
+        """The number of IPUs that its stages are on."""
         return len({stage.ipu for stage in self.stages})
 
     @property
     def num_parameters(self) -> int:
-        """Elements of all its variables."""
+        """The number of elements of all its variables."""
         return sum(stage.num_parameters for stage in self.stages)
 
     @property
     def num_parameter_bytes(self) -> int:
-        """How much they take, each counted once."""
+        """The bytes that its variables take, each counted once."""
         return sum(stage.num_parameter_bytes for stage in self.stages)
 
     @property
     def num_trained(self) -> int:
-        """Elements of those that are trained."""
+        """The number of elements of its trained variables."""
         return sum(stage.num_trained for stage in self.stages)
 
 
 def select_fields(kind: type[FactsT], facts: Any, **changed: Any) -> FactsT:
-    """What one kind of facts has of another kind, with some of it changed or added."""
+    """Makes facts of another kind from the fields that it shares with `facts`, some changed or added."""
     names = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     return kind(**{**{name: value for name, value in vars(facts).items() if name in names}, **changed})

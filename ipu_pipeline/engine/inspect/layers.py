@@ -1,7 +1,7 @@
-"""Variables by layer: a tree of their scopes, in which neighbours that are equal stand once.
+"""Variables by layer: a tree of their scopes, in which equal neighbours stand once.
 
 The parts of a full name are divided by slashes, or by the dots of torch's names. Neighbours are equal if
-their names differ in one number only, which counts on, and what is in them has the same names, shapes and
+their names differ only in one number, which counts up, and their contents have the same names, shapes and
 dtypes: block_3, block_4 and block_5 are `block_{3..5}`.
 """
 
@@ -20,7 +20,7 @@ __all__ = ["find_innermost", "find_layers", "fold_names", "select_layers"]
 
 _NUMBER = re.compile(r"[0-9]+")
 _PART = re.compile(r"[^/.]+[/.]?|[/.]")
-_MAX_DEPTH = 50  # of scopes that are told apart; Python does not recurse without end
+_MAX_DEPTH = 50  # scopes below are not told apart; Python's recursion is limited
 
 
 class _Node:
@@ -31,7 +31,7 @@ class _Node:
         self.spec: VariableSpec | None = None
 
     def signature(self) -> Any:
-        """Equal for what looks the same inside."""
+        """A value that is equal for nodes that look the same inside."""
         own = None if self.spec is None else (self.spec.shape, self.spec.dtype)
         return own, tuple((name, child.signature()) for name, child in self.children.items())
 
@@ -41,7 +41,7 @@ class _Node:
 
 
 def find_layers(specs: Iterable[VariableSpec]) -> tuple[Layer, ...]:
-    """The outermost scopes among which there is a choice, in the order of their first variables."""
+    """The outermost scopes, below any single scope around all, in the order of their first variables."""
     root = _Node()
     for spec in specs:
         node = root
@@ -71,7 +71,7 @@ def find_innermost(specs: Iterable[VariableSpec]) -> tuple[LayerFacts, ...]:
 
 
 def select_layers(layers: Sequence[Layer], limit: int) -> list[Layer]:
-    """Layers that have all variables together, at most so many where that is possible.
+    """Selects layers that together have all variables, at most `limit` where that is possible.
 
     The largest ones are replaced by their parts as long as there is room.
     """
@@ -87,7 +87,7 @@ def select_layers(layers: Sequence[Layer], limit: int) -> list[Layer]:
 
 
 def _make_parts(node: _Node, prefix: str, count: int) -> tuple[Layer, ...]:
-    """The children of a scope, equal neighbours as one; variables beside scopes are one as well."""
+    """The children of a scope, with equal neighbours as one, and variables beside scopes as one, too."""
     made: list[Layer] = []
     for name, number, child in _fold(node.children):
         total = count * number
@@ -96,7 +96,7 @@ def _make_parts(node: _Node, prefix: str, count: int) -> tuple[Layer, ...]:
         parts: tuple[Layer, ...] = ()
         if child.children:
             parts = _make_parts(child, prefix + name, total)
-        if child.spec is not None and child.children:  # a variable whose name another one's begins with
+        if child.spec is not None and child.children:  # a variable whose name is the beginning of another's
             own = _describe(prefix + name, total, [child.spec])
             parts = (own, *parts)
         full_name = (prefix + name).rstrip("/.") or prefix + name
@@ -121,22 +121,22 @@ def _describe(name: str, count: int, specs: Sequence[VariableSpec]) -> Layer:
 
 
 def _fold(children: dict[str, _Node]) -> list[tuple[str, int, _Node]]:
-    """The children in order, equal neighbours as one: the name, how many, and the first of them."""
+    """The children in order, equal neighbours as one: the name, the count, and the first child."""
     nodes = list(children.values())
     folded = fold_names(list(children), [child.signature() for child in nodes])
     return [(name, count, nodes[first]) for name, count, first in folded]
 
 
 def fold_names(names: Sequence[str], signatures: Sequence[Any]) -> list[tuple[str, int, int]]:
-    """Equal neighbours as one.
+    """Folds equal neighbours into one.
 
     Args:
-      names: of some things.
-      signatures: of the same; equal for what is the same inside.
+      names: the names of some things.
+      signatures: their signatures; equal for things that are the same inside.
 
     Returns:
-      A name, with `{3..5}` in place of the number in which equal ones differ, how many there are, and the
-      place of the first of them.
+      For each: a name, with `{3..5}` in place of the number in which equal things differ, their count, and
+      the place of the first.
     """
     found: list[tuple[str, int, int]] = []
     begin = 0

@@ -1,4 +1,4 @@
-"""What pipelines hold of micro-batches in flight, measured from their buffers."""
+"""Measures what pipelines hold of micro-batches in flight, from their buffers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ class LiveBytes:
     """Finds the peak of what each stage holds between forwards and backwards, in bytes.
 
     Attributes:
-      by_replica: per replica and stage; 0 for a stage without a backward of its own, or of another process.
+      by_replica: the peaks per replica and stage; 0 for a stage without its own backward, or of another
+        process.
     """
 
     def __init__(self, runner: Runner[Any]) -> None:
         """Begins to observe.
 
         Args:
-          runner: whose buffers are looked at after each program; what `Pipeline.prepare` returns.
+          runner: what `Pipeline.prepare` returns. Its buffers are looked at after each program.
 
         Raises:
           TypeError: it runs all stages as one program, on one device, and has no buffers between them.
@@ -29,5 +30,5 @@ class LiveBytes:
 
     @property
     def peaks(self) -> list[int]:
-        """Per stage, of the replica that holds most."""
+        """The peak per stage, in the replica that holds most."""
         return [max(peaks) for peaks in zip(*self.by_replica, strict=True)]

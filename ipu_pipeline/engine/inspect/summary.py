@@ -1,7 +1,7 @@
-"""What a pipeline or loop will need and do, as a table with its stages, of 40 lines at most.
+"""What a pipeline or loop will need and do, as a table of its stages with at most 40 lines.
 
-If all layers of all stages do not fit, those of a stage are told together, and then equal stages as well;
-only stages that all differ, and are more than that, take more lines.
+If all layers of all stages do not fit, each stage's layers share a line, and then equal stages do, too.
+The table has more lines only if that many stages all differ.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ipu_pipeline.ground.tables import align, describe_bytes, describe_flop, pri
 __all__ = ["PipelineSummary", "describe_numbers"]
 
 _MAX_LINES = 40
-_MAX_LAYERS = 6  # lines of a stage
+_MAX_LAYERS = 6  # lines per stage
 _MAX_NAME = 36  # characters
 _MAX_SHARED = 4  # lines
 _HEADINGS = (
@@ -33,7 +33,7 @@ class PipelineSummary(PipelineDetails):
     """What a pipeline or loop will need and do; `str` makes a table of it.
 
     Attributes:
-      schedule: the schedule's name, in words if it is a function of the user's; empty for loops.
+      schedule: the schedule's name, in words if it is a user's function; empty for loops.
       bubble: how long IPUs wait; None if everything is on one IPU, or the number of micro-batches is not
         known.
     """
@@ -41,7 +41,7 @@ class PipelineSummary(PipelineDetails):
     bubble: Bubble | None
 
     def __str__(self) -> str:
-        """The table."""
+        """Makes the table."""
         ending = [*self._describe_shared(), *self._describe_rest()]
         rows = _describe_stages(self.stages, _MAX_LINES - len(ending) - 3)
         columns = [
@@ -54,7 +54,7 @@ class PipelineSummary(PipelineDetails):
         return "\n".join([self.describe_run(), self.describe_total(), *align(table, numbers), *ending])
 
     def describe_run(self) -> str:
-        """How it runs: stages, IPUs, the schedule, and how many micro-batches there are."""
+        """Describes how it runs: stages, IPUs, the schedule, and the number of micro-batches."""
         stages = _counted(len(self.stages), "stage" if self.unit == "micro-batch" else "part")
         each = f" of {self.num_devices_per_ipu} devices" if self.num_devices_per_ipu > 1 else ""
         parts = [f"{stages} on {_counted(self.num_ipus, 'IPU')}{each}"]
@@ -79,7 +79,7 @@ class PipelineSummary(PipelineDetails):
         return f"{printable(self.name)}: {', '.join(parts)}"
 
     def describe_total(self) -> str:
-        """How many parameters there are, and what they take."""
+        """Describes the number of parameters and the memory that they take."""
         total, trained = self.num_parameters, self.num_trained
         text = f"  {_counted(total, 'parameter')}, {describe_bytes(self.num_parameter_bytes)}"
         if not self.trains:
@@ -131,7 +131,7 @@ class PipelineSummary(PipelineDetails):
         return lines
 
     def explain_work(self) -> list[str]:
-        """What the operations of stages are, in parts of a line."""
+        """Explains the operations of stages, in parts of a line."""
         if any(stage.num_backward_flop for stage in self.stages):
             ending = "the last stage does both in its forward"
             is_fused = not self.stages[-1].num_backward_flop
@@ -140,7 +140,7 @@ class PipelineSummary(PipelineDetails):
         return ["forward: estimated operations"] * has_work
 
     def describe_waiting(self) -> list[str]:
-        """How long IPUs wait for each other, and what that does not count; in lines."""
+        """Describes in lines how long IPUs wait for each other, and which operations that leaves out."""
         lines = []
         uncounted = sorted(frozenset[str]().union(*(stage.uncounted for stage in self.stages)))
         if uncounted:
@@ -164,7 +164,7 @@ class PipelineSummary(PipelineDetails):
 
 
 def _describe_stages(stages: Sequence[StageDetails], limit: int) -> list[tuple[str, ...]]:
-    """The rows of the table, at most so many if that can be done."""
+    """The rows of the table, at most `limit` if possible."""
     for num_layers in range(_MAX_LAYERS, 0, -1):
         rows = [row for stage in stages for row in _describe_run([stage], num_layers)]
         if len(rows) <= limit:
@@ -179,12 +179,12 @@ def _describe_stages(stages: Sequence[StageDetails], limit: int) -> list[tuple[s
 
 
 def _looks(stage: StageDetails) -> tuple[str, ...]:
-    """What stages have in common that are told together."""
+    """What stages that share a row have in common."""
     return (*_cells_of_size(stage.num_parameters, stage.num_parameter_bytes), *_cells_of_work(stage))
 
 
 def _describe_run(stages: Sequence[StageDetails], num_layers: int) -> list[tuple[str, ...]]:
-    """The rows of stages that are told together, which look the same."""
+    """The rows of stages that look the same and are shown as one."""
     first, last = stages[0], stages[-1]
     number = str(first.index) if first is last else f"{first.index}..{last.index}"
     ipus = describe_numbers(list(dict.fromkeys(stage.ipu for stage in stages)))
@@ -231,7 +231,7 @@ def _cells_of_work(stage: StageDetails) -> tuple[str, str, str, str, str]:
 
 
 def _name_layers(layers: Sequence[Layer], width: int) -> str:
-    """The names of layers, what they begin with once; in more detail where there is but one."""
+    """The names of layers, with their common beginning once; a single layer in more detail."""
     names = [layer.name for layer in select_layers(layers, 1)]
     ends = [place + 1 for place, character in enumerate(min(names, default="")) if character in "/."]
     begins = [names[0][:end] for end in reversed(ends) if all(n[:end] == names[0][:end] for n in names)]
@@ -246,7 +246,7 @@ def _shown(name: str, width: int) -> str:
 
 
 def describe_numbers(numbers: Sequence[int]) -> str:
-    """Ascending numbers, those that follow each other as one: `0, 2..5`."""
+    """Describes ascending numbers, with consecutive ones as a range: `0, 2..5`."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:

@@ -1,8 +1,8 @@
-"""How long IPUs wait for each other, estimated before anything is compiled.
+"""Estimates how long IPUs wait for each other, before anything is compiled.
 
-A step is simulated as if every action took as long as its operations say on a device of its own, and
-counted in time-steps of the schedule. With N stages, each on its own IPU, and G micro-batches, the latter
-gives (N-1)/(G+N-1) for Grouped and Interleaved.
+A step is simulated as if every action took as long as its operations suggest, on a device of its own; it
+is also counted in time-steps of the schedule. With N stages, each on its own IPU, and G micro-batches, the
+latter gives (N-1)/(G+N-1) for Grouped and Interleaved.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ipu_pipeline.engine.schedules.simulator import predict_step_time
 
 __all__ = ["Bubble", "estimate_bubble"]
 
-_MAX_SIMULATED = 2**15  # actions; of more micro-batches those in the middle take as long as each other
+_MAX_SIMULATED = 2**15  # actions; with more, those in the middle are taken to be equally long
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,12 @@ class Bubble:
     """The share of their time in which IPUs wait for each other, within a step.
 
     Attributes:
-      share: simulated with the operations of the stages, on devices of their own; None where there are none
-        to simulate with.
-      lock_step_share: in the schedule's time-steps, as if every forward and backward took equally long.
+      share: the share, simulated from the stages' operations, on devices of their own; None if there are no
+        operations.
+      lock_step_share: the share of the schedule's time-steps, as if every forward and backward took equally
+        long.
       longest_ipu: the IPU that has most to do.
-      longest_share: its share of all operations; None without any.
+      longest_share: its share of all operations; None if there are no operations.
     """
 
     share: float | None
@@ -44,10 +45,10 @@ def estimate_bubble(
     count: int,
     repeats: bool,
 ) -> Bubble | None:
-    """For how much of a step IPUs wait; None if all stages are on one IPU.
+    """Estimates how much of a step IPUs wait; None if all stages are on one IPU.
 
-    The step has `count` micro-batches, or chunks of them. If the schedule `repeats` what it does in a long
-    step, a shorter one says how long that takes.
+    The step has `count` micro-batches, or chunks of them. If the schedule `repeats` itself in a long step,
+    the length is found from a shorter one.
     """
     ipus = sorted({stage.ipu for stage in stages})
     if len(ipus) == 1:
@@ -69,7 +70,7 @@ def estimate_bubble(
 def _estimate_length(
     stages: Sequence[StageDetails], make_timetable: Callable[[int], Timetable], count: int, repeats: bool
 ) -> float | None:
-    """How long a step takes, in operations; None if it is too long to be simulated."""
+    """Estimates how long a step takes, in operations; None if it is too long to be simulated."""
 
     def simulated(number: int) -> float:
         return predict_step_time(

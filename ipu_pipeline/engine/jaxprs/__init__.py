@@ -1,7 +1,7 @@
 """Jaxprs as data: flattened, sliced, counted, partitioned.
 
 Everything in `flat` and `slicing` rewrites equations and never evaluates or retraces them, so names, source
-lines and custom rules stay with the equations that they belong to.
+lines and custom rules stay with their equations.
 """
 
 from ipu_pipeline.engine.jaxprs.flat import (

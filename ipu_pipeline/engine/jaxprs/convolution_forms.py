@@ -17,14 +17,14 @@ from ipu_pipeline.engine.jaxprs.convolution_layouts import Convolution, Layout, 
 
 __all__ = ["canonical", "correlated", "dilate", "gathered", "scattered"]
 
-_BLOCK_BYTES = 3 * 2**20  # of columns at a time: what a core's share of the last cache holds, about
-_MAX_SUMMED = 8  # images whose products are summed in one go; each is so many equations
-_FEW_TAPS = 9  # of a sum that may as well be computed several times
-_FEW_PLACES = 256  # with fewer places of an image the images of a block go into one product
+_BLOCK_BYTES = 3 * 2**20  # of columns at a time: about a core's share of the last-level cache
+_MAX_SUMMED = 8  # images whose products are summed in one go; each adds equations
+_FEW_TAPS = 9  # in a sum of so few, computing it several times does no harm
+_FEW_PLACES = 256  # if an image has fewer places, a block's images go into one product
 
 
 def dilate(own: Convolution, image: Any) -> Any:
-    """The image with its holes in it."""
+    """Puts the image's holes into it."""
     config = [(0, 0, 0)] * image.ndim
     for axis, holes in zip(own.numbers.lhs_spec[2:], own.holes, strict=True):
         config[axis] = (0, 0, holes - 1)
@@ -52,7 +52,7 @@ def canonical(own: Convolution, image: Any, kernel: Any) -> Any:
 
 
 def gathered(own: Convolution, image: Any, kernel: Any) -> Any:
-    """Windows of images, as columns, times the kernel: a convolution of an image without holes."""
+    """Windows of images, as columns, times the kernel. Convolves an image without holes."""
     spec, groups = own.numbers.lhs_spec, own.feature_groups
     layout = Layout.of(spec, spec[1])
     images = layout.split(image, spec[0], spec[1], spec[2:], groups)
@@ -91,17 +91,17 @@ def gathered(own: Convolution, image: Any, kernel: Any) -> Any:
 
 
 def scattered(own: Convolution, image: Any, kernel: Any) -> Any:
-    """Each element of an image times all taps, added where the products belong: one without strides."""
+    """Each element of an image times all taps, added where they belong. It must have no strides."""
     spec, groups = own.numbers.lhs_spec, own.feature_groups
     layout = Layout.of(spec, spec[1])
     if kernel.size > image.size:
-        # With images on the left of products XLA takes a kernel as it lies, with kernels not.
+        # With images on the left of products, XLA takes a kernel as it lies; with kernels, not.
         layout = layout._replace(is_last=True)
     images = layout.split(image, spec[0], spec[1], spec[2:], groups)
     is_plain = not layout.is_last and math.prod(own.lengths) >= _FEW_PLACES
 
     def place(parts: Sequence[Any]) -> Any:
-        """The sum of what each tap gives, each where it belongs."""
+        """Sums the taps' products, each where it belongs."""
         total = None
         taps = list(itertools.product(*map(range, own.taps)))
         for tap, part in zip(taps[::-1] if own.is_reversed else taps, parts, strict=True):
@@ -117,7 +117,7 @@ def scattered(own: Convolution, image: Any, kernel: Any) -> Any:
     if own.num_channels == groups > 1:
         made = place([_widen(images) * weights for weights in _by_tap(own, kernel, layout)])
         return layout.join(made, own.numbers.out_spec)
-    # The order is that of the kernels of forwards, whose gradients have their inputs for outputs.
+    # The order is that of forwards' kernels: a gradient's outputs are the forward's inputs.
     has_taps_first = own.numbers.rhs_spec[2] == 0
     weights = _split_kernel(own, kernel, "TOI" if has_taps_first else "IOT")
     parted, tap_axis = (weights.shape[1:3], 0) if has_taps_first else (weights.shape[2:], 1)
@@ -139,7 +139,7 @@ def scattered(own: Convolution, image: Any, kernel: Any) -> Any:
 
 
 def correlated(own: Convolution, image: Any, kernel: Any) -> Any:
-    """The kernel, as columns, times windows of images: one with few places, or with groups of the batch."""
+    """The kernel, as columns, times windows of images. For few places, or groups of the batch."""
     (batch, channels, *lengths), (outputs, inputs, *taps) = own.numbers.lhs_spec, own.numbers.rhs_spec
     groups = own.batch_groups
     by_kernel = max(own.holes) > 1
@@ -189,8 +189,8 @@ def _correlate(own: Convolution, layout: Layout, windows: Windows, images: Any, 
 def _correlate_each(_own: Convolution, layout: Layout, windows: Windows, images: Any, kernels: Any) -> Any:
     """`_correlate` where each group has one image, with channels before lengths.
 
-    XLA's sums are over one element after another. Vectorized are sums of a few arrays, here one of each
-    image, and products with vectors. A loop over windows along the first axis keeps the program small.
+    XLA sums one element after another. It vectorizes sums of a few arrays, here one of each image, and
+    products with vectors. A loop over windows along the first axis keeps the program small.
     """
     images, kernels = _widen(images), _widen(kernels)
     num_groups, num_kernels = kernels.shape[1:3]
@@ -210,7 +210,7 @@ def _correlate_each(_own: Convolution, layout: Layout, windows: Windows, images:
 
 
 def _split_kernel(own: Convolution, kernel: Any, order: str) -> Any:
-    """(groups, *order): outputs O and channels I of a group, and taps T."""
+    """The kernel as (groups, *order): outputs O and channels I of a group, and taps T."""
     outputs, channels, *taps = own.numbers.rhs_spec
     groups = own.feature_groups
     axes: dict[str, Sequence[int]] = {"O": (outputs,), "I": (channels,), "T": taps}
@@ -229,7 +229,7 @@ def _by_tap(own: Convolution, kernel: Any, layout: Layout) -> list[Any]:
 
 
 def _stack(layout: Layout, windows: Sequence[Any]) -> Any:
-    """Windows, their inner axes as one: window by window where that is the last, else windows inside."""
+    """Joins windows' inner axes into one: window by window if that is the last, else windows inside."""
     axis = layout.groups + 1
     if len(windows) == 1:
         return windows[0]
@@ -265,7 +265,7 @@ def _multiply(
 
 
 def _sum_dtype(dtype: Any) -> Any:
-    """Of sums of products: those of narrow floats are wide, and rounded once."""
+    """The dtype of sums of products: sums of narrow floats are wide, and are rounded once."""
     return jnp.float32 if dtype.itemsize < 4 else dtype
 
 
@@ -278,15 +278,15 @@ def _concatenate(parts: Sequence[Any], axis: int) -> Any:
 
 
 def _block_size(number: int, num_bytes: int) -> int:
-    """How many of `number` images, each of so many bytes as columns, go into a product."""
+    """The number of images, of `number`, that go into a product; each takes `num_bytes` as columns."""
     return _largest_divisor(number, max(1, _BLOCK_BYTES // num_bytes))
 
 
 def _sum_size(own: Convolution, number: int) -> int:
-    """How many of `number` images are summed over the taps at a time.
+    """The number of images, of `number`, that are summed over the taps at a time.
 
-    With many taps not all, since a sum that is not the result of a loop XLA computes again for each
-    operation that takes it.
+    With many taps it is not all of them, because XLA computes a sum that is not the result of a loop again
+    for each operation that takes it.
     """
     return _largest_divisor(number, max(1, number // 2) if own.num_taps > _FEW_TAPS else number)
 
@@ -296,7 +296,7 @@ def _largest_divisor(number: int, most: int) -> int:
 
 
 def _map_blocks(product: Callable[[Any], Any], images: Any, size: int) -> Any:
-    """The product of all images, made of so many at a time."""
+    """The product of all images, computed for `size` of them at a time."""
     if size == images.shape[0]:
         return product(images)
     made = jax.lax.map(product, _cut(images, size))
@@ -304,7 +304,7 @@ def _map_blocks(product: Callable[[Any], Any], images: Any, size: int) -> Any:
 
 
 def _sum_blocks(product: Callable[[Any, Any], Any], images: Any, kernels: Any, size: int) -> Any:
-    """The product of all images and kernels, summed over blocks of so many."""
+    """The product of all images and kernels, summed over blocks of `size`."""
     if size == images.shape[0]:
         return product(images, kernels)
     blocks = (_cut(images, size), _cut(kernels, size))

@@ -1,4 +1,4 @@
-"""What a convolution is, and how its arrays lie.
+"""The description of a convolution, and the layouts of its arrays.
 
 `convolutions` reads these from programs, and `convolution_forms` computes them.
 """
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 __all__ = ["Convolution", "Layout", "Windows", "in_order"]
 
-_MAX_TAPS = 64  # a window is so many equations; one of more taps stays a convolution
+_MAX_TAPS = 64  # each tap adds equations; a convolution with more taps stays as it is
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Convolution:
     """
 
     numbers: jax.lax.ConvDimensionNumbers  # which axis of images, kernel and result is what
-    stride: tuple[int, ...]  # by axis of the lengths, as all that follows
+    stride: tuple[int, ...]  # by axis of the lengths, like all fields up to `places`
     padding: tuple[tuple[int, int], ...]  # low and high; negative where the image is cut
     holes: tuple[int, ...]  # the image's dilation
     dilation: tuple[int, ...]  # the kernel's
@@ -38,19 +38,19 @@ class Convolution:
     places: tuple[int, ...]  # lengths of the result
     num_channels: int  # of the image
     num_outputs: int  # channels of the result
-    feature_groups: int  # channels and outputs are in so many groups, of which each goes with one
-    batch_groups: int  # the batch and the outputs are, and the groups' results are beside each other
-    precision: Any  # of products
+    feature_groups: int  # the number of groups of channels, each with its own group of outputs
+    batch_groups: int  # the same for groups of the batch; the groups' results lie side by side
+    precision: Any  # the precision of products
     is_reversed: bool = False  # whether the kernel that is given has its taps in reverse
 
     @property
     def num_taps(self) -> int:
-        """Of the kernel, over all axes."""
+        """The number of the kernel's taps, over all axes."""
         return math.prod(self.taps)
 
     @property
     def num_places(self) -> int:
-        """Of the result, over all axes."""
+        """The number of the result's places, over all axes."""
         return math.prod(self.places)
 
     @property
@@ -60,7 +60,7 @@ class Convolution:
 
     @property
     def has_many_windows(self) -> bool:
-        """Whether it stays a convolution, as so many windows would make too large a program."""
+        """Whether it stays a convolution, because its windows would make too large a program."""
         return (self.num_places if self.is_correlation else self.num_taps) > _MAX_TAPS
 
     def can_reverse(self, axes: Sequence[int]) -> bool:
@@ -69,15 +69,15 @@ class Convolution:
         return is_all and not self.is_correlation and not self.has_many_windows
 
     def without_holes(self) -> Convolution:
-        """That of the image that `dilate` gives."""
+        """The same convolution of the image that `dilate` returns."""
         lengths = ((n - 1) * holes + 1 for n, holes in zip(self.lengths, self.holes, strict=True))
         return dataclasses.replace(self, lengths=tuple(lengths), holes=(1,) * len(self.holes))
 
     def is_better_scattered(self, image: Any, kernel: Any) -> bool:
         """Whether products of each element take less time than windows, where both are possible.
 
-        What counts is how much larger than the image columns and products are; and that windows go with a
-        transposed kernel if that is reversed, which takes long in the first layout. Limits are measured.
+        It depends on how much larger than the image the columns and the products are. Also, windows need a
+        transposed kernel if it is reversed, which takes long in the first layout. The limits are measured.
         """
         if self.num_channels == self.feature_groups > 1:
             return False
@@ -94,13 +94,13 @@ class Windows:
     """Equal windows of an array, by axis."""
 
     low: tuple[int, ...]  # zeros before the array
-    num: tuple[int, ...]  # how many windows there are
+    num: tuple[int, ...]  # the number of windows
     apart: tuple[int, ...]  # from one window's beginning to the next one's
-    size: tuple[int, ...]  # how many elements a window has
-    step: tuple[int, ...]  # from one of them to the next one
+    size: tuple[int, ...]  # the number of elements of a window
+    step: tuple[int, ...]  # from one element to the next one
 
     def of(self, array: Any, first_axis: int) -> list[Any]:
-        """The windows in order, along as many axes from `first_axis` on."""
+        """Returns the windows in order; their axes are those from `first_axis` on."""
         padded = self._pad(array, first_axis)
         found = []
         for place in itertools.product(*map(range, self.num)):
@@ -113,7 +113,7 @@ class Windows:
         return found
 
     def map_rows(self, function: Callable[[list[Any]], Any], array: Any, first_axis: int) -> Any:
-        """What a function gives of the windows in each place of the first axis, stacked."""
+        """Applies a function to the windows in each place of the first axis, and stacks the results."""
         padded = self._pad(array, first_axis)
         row = Windows((0,) * len(self.num), (1, *self.num[1:]), self.apart, self.size, self.step)
 
@@ -126,11 +126,11 @@ class Windows:
 
     @property
     def _spans(self) -> list[int]:
-        """How many elements there are from the first to the last one of a window."""
+        """The number of elements from a window's first one to its last one."""
         return [(size - 1) * step + 1 for size, step in zip(self.size, self.step, strict=True)]
 
     def _pad(self, array: Any, first_axis: int) -> Any:
-        """The array with zeros around, as long as the windows reach."""
+        """Pads the array with zeros, as far as the windows reach."""
         config = [(0, 0, 0)] * array.ndim
         for i, span in enumerate(self._spans):
             length = (self.num[i] - 1) * self.apart[i] + span
@@ -139,14 +139,14 @@ class Windows:
 
 
 class Layout(NamedTuple):
-    """How arrays of (outer, groups, inner, *lengths) lie: so, or as (outer, *lengths, groups, inner)."""
+    """The order of axes: (outer, groups, inner, *lengths) or (outer, *lengths, groups, inner)."""
 
     is_last: bool
     num_axes: int
 
     @classmethod
     def of(cls, spec: Sequence[int], inner: int) -> Layout:
-        """That in which an array is transposed least, of which an axis is to be the inner one."""
+        """The layout that needs the least transposing of an array, given the axis that is to be inner."""
         return cls(inner > min(spec[2:]), len(spec) - 2)
 
     @property
@@ -160,7 +160,7 @@ class Layout(NamedTuple):
         return 1 + self.num_axes if self.is_last else 1
 
     def split(self, array: Any, outer: int, inner: int, lengths: Sequence[int], num_groups: int) -> Any:
-        """An array in this layout, from axes of one that has groups and inner together."""
+        """Brings an array, in which groups and inner share an axis, into this layout."""
         order = (outer, *lengths, inner) if self.is_last else (outer, inner, *lengths)
         array = array.transpose(order)
         axis = self.groups
@@ -168,7 +168,7 @@ class Layout(NamedTuple):
         return array.reshape(*array.shape[:axis], *grouped, *array.shape[axis + 1 :])
 
     def join(self, array: Any, spec: Sequence[int]) -> Any:
-        """The inverse, where a spec says in which order outer, groups with inner, and lengths are."""
+        """The inverse; `spec` gives the positions of outer, of groups with inner, and of the lengths."""
         axis = self.groups
         joined = array.reshape(*array.shape[:axis], -1, *array.shape[axis + 2 :])
         last = joined.ndim - 1
@@ -177,7 +177,7 @@ class Layout(NamedTuple):
 
 
 def in_order(array: Any, spec: Sequence[int], wanted: Sequence[int]) -> Any:
-    """An array transposed so that what `spec` says of its axes holds of those of `wanted`."""
+    """Transposes an array so that the axes at `spec` come to be those at `wanted`."""
     order = [0] * array.ndim
     for source, target in zip(spec, wanted, strict=True):
         order[target] = source

@@ -1,18 +1,18 @@
 """Convolutions as products of matrices, for a CPU.
 
-XLA's CPU compiler has fast kernels for convolutions of one layout only. It brings others into it in the
+XLA's CPU compiler has fast kernels for convolutions of one layout only. It converts others to it in the
 entry computation of a program, but not in the bodies of loops (JAX issue 12868), where a gradient of a
 kernel, and everything that has channels before lengths, takes 10 to 80 times as long. Groups are slow
 everywhere. Products of matrices are fast in any layout and place, so each convolution becomes one: of its
 windows as columns (Chellapilla et al. 2006, "High performance convolutional neural networks for document
 processing"), made block by block, so that they stay in the processor's cache.
-benchmarks/against_torch_models has what it is worth.
+benchmarks/against_torch_models shows the gain.
 
 This comes after differentiation, so that each of a layer's three convolutions gets the form that suits it:
 
 * Few taps (`gathered`; forwards, and gradients of inputs without strides): columns are windows of images.
 * A dilated image (`scattered`; gradients of inputs with strides, and transposed convolutions): each
-  element is multiplied by all taps, and the products are added where they belong. None is with a zero.
+  element is multiplied by all taps, and the products are added where they belong. No product has a zero.
 * Few results (`correlated`; gradients of kernels): columns are windows, and the sum goes over places.
 """
 
@@ -38,12 +38,12 @@ _NAME = "conv_general_dilated"
 
 
 def has_convolutions(jaxpr: Any) -> bool:
-    """Whether there is a convolution in a `Jaxpr`, or in one within it."""
+    """Whether there is a convolution in a `Jaxpr`, or in a jaxpr within it."""
     return any(has_primitive(equation, _NAME) for equation in jaxpr.eqns)
 
 
 def with_fast_convolutions(function: Callable[..., Any]) -> Callable[..., list[Any]]:
-    """A function that computes its convolutions as products of matrices, also in loops and branches."""
+    """Makes a function compute its convolutions as products of matrices, also in loops and branches."""
 
     def called(*arguments: Any) -> list[Any]:
         closed_jaxpr = jax.make_jaxpr(function)(*arguments)
@@ -54,13 +54,13 @@ def with_fast_convolutions(function: Callable[..., Any]) -> Callable[..., list[A
 
 
 def _rewrite(closed_jaxpr: Any) -> Any:
-    """A `ClosedJaxpr` with the convolutions in it as products."""
+    """Rewrites the convolutions of a `ClosedJaxpr` as products."""
     return closed_jaxpr.replace(jaxpr=_rewrite_open(closed_jaxpr.jaxpr))
 
 
 def _rewrite_open(jaxpr: Any) -> Any:
     equations: list[Any] = []
-    reversals: dict[Any, Any] = {}  # what is reversed along axes -> the equation
+    reversals: dict[Any, Any] = {}  # result of a reversal -> its equation
     for equation in jaxpr.eqns:
         if equation.primitive.name == "rev":
             reversals[equation.outvars[0]] = equation
@@ -89,7 +89,7 @@ def _rewrite_parameter(value: Any) -> Any:
 
 
 def _inline(convolution: Convolution, equation: Any, inputs: tuple[Any, Any]) -> list[Any]:
-    """The equations of a convolution of an image and a kernel, in the place of its own."""
+    """The equations that replace the equation of a convolution of an image and a kernel."""
     structs = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in inputs]
     # No part of it is a call: a computation of its own would be one in the compiled program, too.
     traced = jax.make_jaxpr(functools.partial(_compute, convolution))(*structs)
@@ -111,10 +111,10 @@ def _inline(convolution: Convolution, equation: Any, inputs: tuple[Any, Any]) ->
 
 
 def _compute(own: Convolution, image: Any, kernel: Any) -> Any:
-    """The result, in the form that suits it."""
+    """Computes a convolution in the form that suits it."""
     if own.has_many_windows:
         return canonical(own, image, kernel)
-    # Sums of narrow floats are wide, and rounded once: here, where XLA sees what the result is cast to.
+    # Sums of narrow floats are wide, and are rounded once: here, where XLA sees the result's cast.
     return _product(own, image, kernel).astype(image.dtype)
 
 
@@ -131,7 +131,7 @@ def _product(own: Convolution, image: Any, kernel: Any) -> Any:
 
 
 def _read(equation: Any) -> Convolution | None:
-    """The convolution of an equation; None if it is none, or better stays as it is."""
+    """The convolution of an equation; None if there is none, or if it had better stay as it is."""
     if equation.primitive.name != _NAME:
         return None
     image, kernel, result = (var.aval for var in (*equation.invars, *equation.outvars))

@@ -1,10 +1,10 @@
-"""What programs cost, counted from their equations. Nothing is compiled or measured.
+"""Counts what programs cost, from their equations. Nothing is compiled or measured.
 
 XLA's own analysis (`cost_analysis` of a lowered or compiled program) counts the body of a loop once,
 whatever its number of turns: 524,290 flops for a scan of ten products of 64 x 64 matrices (jax 0.10.2,
 CPU), where there are ten times as many. Stages that scan over layers would look cheap.
 
-What a foreign function takes is not in its equation: `jax.ffi.ffi_call`, a Pallas kernel, a callback into
+The cost of a foreign function is not in its equation: `jax.ffi.ffi_call`, a Pallas kernel, a callback into
 Python, a factorization of LAPACK's, a primitive that JAX does not have. It may be anything, so it is named
 and not counted.
 """
@@ -19,8 +19,8 @@ from jax.extend import core as jex_core
 
 __all__ = ["count_equations", "count_operations", "count_primitives", "find_uncounted"]
 
-# A product of matrices does many operations per element that it reads; anything else is bound by memory,
-# where an element takes about as long as so many operations of a product.
+# A product of matrices does many operations per element that it reads. Anything else is bound by memory,
+# where an element takes about as long as this number of a product's operations.
 _PER_ELEMENT = 10.0
 
 
@@ -28,7 +28,7 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Of JAX's own primitives those whose work is not one of elements: most are calls of LAPACK on a CPU.
+# JAX's own primitives whose work is not proportional to elements: most are calls of LAPACK on a CPU.
 _UNCOUNTED = _words(
     "cholesky eig eigh hessenberg householder_product lu qr schur svd triangular_solve tridiagonal "
     "tridiagonal_solve"
@@ -51,22 +51,21 @@ _UNLISTED = _words(
 
 
 def count_operations(jaxpr: Any) -> float:
-    """How long a jaxpr takes, in floating-point operations of a product of matrices.
+    """Estimates how long a jaxpr takes, in floating-point operations of a product of matrices.
 
-    A product has 2 x (elements of the result) x (elements that are summed up for each), and so has a
-    convolution. A conditional counts as its longest branch, and a loop without a known number of turns as
-    one turn.
+    A product, or a convolution, has 2 x (elements of the result) x (elements that are summed up for each).
+    A conditional counts as its longest branch, and a loop without a known number of turns as one turn.
     """
     return count_equations(jaxpr.eqns)
 
 
 def count_equations(equations: Iterable[Any]) -> float:
-    """Likewise, of the equations of a jaxpr."""
+    """The same as `count_operations`, for equations of a jaxpr."""
     return sum((_count(equation) for equation in equations), 0.0)
 
 
 def count_primitives(jaxpr: Any) -> int:
-    """The number of equations in a jaxpr and in those within it, without those that only wrap one."""
+    """The number of equations in a jaxpr and its inner jaxprs, without equations that only wrap a jaxpr."""
     number = 0
     for equation in jaxpr.eqns:
         inner = _inner(equation)
@@ -76,7 +75,7 @@ def count_primitives(jaxpr: Any) -> int:
 
 
 def find_uncounted(jaxpr: Any) -> frozenset[str]:
-    """What in a jaxpr, or in one within it, takes a time that `count_operations` does not know."""
+    """Names of what takes an unknown time for `count_operations`, in a jaxpr or in one within it."""
     found: set[str] = set()
     for equation in jaxpr.eqns:
         name = equation.primitive.name

@@ -1,7 +1,7 @@
 """Flat jaxprs: calls of `jax.jit` inlined, and programs made of equations.
 
 Everything here rewrites equations and never evaluates or retraces them, so names, source lines and
-custom rules stay with the equations that they belong to.
+custom rules stay with their equations.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class ExtractedJaxpr:
     """A jaxpr cut out of another one.
 
     Attributes:
-      closed_jaxpr: what to evaluate.
-      inputs: the variables of the jaxpr that it was cut out of, which the program's arguments stand for.
+      closed_jaxpr: the jaxpr to evaluate.
+      inputs: the original jaxpr's variables that the program's arguments stand for.
     """
 
     closed_jaxpr: Any
@@ -98,10 +98,10 @@ def flatten(closed_jaxpr: Any, rule: EquationRule | None = None) -> FlatJaxpr:
 
     Args:
       closed_jaxpr: a `ClosedJaxpr`.
-      rule: asked about every equation that is not inlined, which has its whole name stack (that of the
-        calls around it included), with its inputs in the result's variables
-        and a function that inlines a `ClosedJaxpr` on given atoms in the equation's place. It returns
-        None to keep the equation, or the atoms that stand for its outputs.
+      rule: called for every equation that is not inlined, with the equation (its name stack has that of the
+        calls around it, too), its inputs in the result's variables, and a function that inlines a
+        `ClosedJaxpr` on given atoms in the equation's place. It returns None to keep the equation, or the
+        atoms that stand for its outputs.
     """
     equations: list[Equation] = []
     constants: dict[Var, Any] = {}
@@ -136,7 +136,7 @@ def flatten(closed_jaxpr: Any, rule: EquationRule | None = None) -> FlatJaxpr:
 
 
 def lift_captures(closed_jaxpr: Any) -> tuple[Any, list[Any]]:
-    """The jaxpr with the traced values that it captured as its first inputs."""
+    """Makes the traced values that a jaxpr captured its first inputs."""
     jaxpr = closed_jaxpr.jaxpr
     constants = list(zip(jaxpr.constvars, closed_jaxpr.consts, strict=True))
     captured = {var: value for var, value in constants if jax_compat.is_traced(value)}
@@ -148,7 +148,7 @@ def lift_captures(closed_jaxpr: Any) -> tuple[Any, list[Any]]:
 def take_out_constants(
     flat: FlatJaxpr, find_number: Callable[[Any], int | None]
 ) -> tuple[FlatJaxpr, dict[Var, int]]:
-    """A flat jaxpr with some of its constants as further inputs."""
+    """Makes some of a flat jaxpr's constants further inputs."""
     found = {var: find_number(value) for var, value in flat.constants.items()}
     numbers = {var: number for var, number in found.items() if number is not None}
     kept = {var: value for var, value in flat.constants.items() if var not in numbers}
@@ -156,12 +156,12 @@ def take_out_constants(
 
 
 def close(flat: FlatJaxpr) -> ExtractedJaxpr:
-    """All of a flat jaxpr as a program, with all its inputs."""
+    """Makes all of a flat jaxpr a program, with all its inputs."""
     return make_extracted(flat.constants, flat.inputs, flat.equations, flat.outputs)
 
 
 def has_callbacks(flat: FlatJaxpr) -> bool:
-    """Whether a jaxpr calls back into Python, at any depth; what Python raises then ends the program."""
+    """Whether a jaxpr calls back into Python, at any depth. An error raised there ends the program."""
     return any(map(calls_back, flat.equations))
 
 
@@ -171,7 +171,7 @@ def calls_back(equation: Equation) -> bool:
 
 
 def has_primitive(equation: Equation, name: str) -> bool:
-    """Whether an equation is of a primitive with some text in its name, or has one inside, at any depth."""
+    """Whether an equation's primitive, or one inside at any depth, has a given text in its name."""
     if name in equation.primitive.name:
         return True
     bodies = jex_core.jaxprs_in_params(equation.params)
@@ -184,7 +184,7 @@ def map_atoms(known: dict[Var, Atom], atoms: Iterable[Atom]) -> list[Atom]:
 
 
 def substitute(flat: FlatJaxpr, replaced: Mapping[Var, Var]) -> FlatJaxpr:
-    """The jaxpr with variables read in place of others."""
+    """Makes a jaxpr read other variables in place of some."""
 
     def read(atoms: Iterable[Atom]) -> list[Atom]:
         return [a if isinstance(a, jex_core.Literal) else replaced.get(a, a) for a in atoms]
@@ -200,7 +200,7 @@ def substitute(flat: FlatJaxpr, replaced: Mapping[Var, Var]) -> FlatJaxpr:
 def make_extracted(
     constants: dict[Var, Any], inputs: list[Var], equations: list[Equation], outputs: Sequence[Atom]
 ) -> ExtractedJaxpr:
-    """A program of these equations."""
+    """Makes a program of equations."""
     effects = frozenset().union(*(equation.effects for equation in equations))
     debug_info = jex_core.DebugInfo(
         traced_for="jit", func_src_info="ipu_pipeline", arg_names=None, result_paths=None
@@ -210,5 +210,5 @@ def make_extracted(
 
 
 def fresh(variables: Iterable[Var]) -> list[Var]:
-    """New variables with the same abstract values."""
+    """Makes new variables with the same abstract values."""
     return [var if isinstance(var, jex_core.DropVar) else jex_core.Var(var.aval) for var in variables]

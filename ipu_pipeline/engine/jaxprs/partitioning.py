@@ -1,4 +1,4 @@
-"""A jaxpr whose inputs live in several places, cut into programs per place and round.
+"""Cuts a jaxpr whose inputs live in several places into programs per place and round.
 
 Every place that has inputs is a home. Values that depend on the inputs of one home are computed there.
 Values that depend only on inputs that every home can have (a step counter) are computed wherever they are
@@ -6,18 +6,18 @@ needed. An equation that joins several homes runs where most of the bytes that i
 only scalars, it runs in a home of its own, the joint home. A global norm therefore sends a scalar from each
 home to the joint home, and one back.
 
-When another home needs a value, either the value is sent or what it is made of, whichever is smaller: not a
+When another home needs a value, either the value or its ingredients are sent, whichever is smaller: not a
 broadcast scalar, but the scalar. The number of hops on a value's way is its round. A home has one program
 per round for what others need of it, and computes all its results in the last one. It computes again, from
 its own inputs, what an earlier round computed, so that nothing large is kept between rounds.
 
-What has effects (debugging prints) and no result that anybody needs runs with the last program of its home,
-that of the values that it reads.
+An equation with effects (a debugging print) whose results nothing needs runs with the last program of its
+home, which is that of the values that it reads.
 
 A conditional or scan that joins homes is first cut by outputs. If an output of a conditional still joins
 arrays of several homes, the conditional is replaced by both branches and a selection between their results.
-An optimizer that steps every so often, around one that clips by the global norm, is then partitioned like
-the latter.
+An optimizer that steps only every few updates, around one that clips by the global norm, is then
+partitioned like the latter.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _CALLS = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr", "che
 class Places:
     """A jaxpr with the home of each of its values."""
 
-    flat: FlatJaxpr  # the jaxpr; its inputs are those of the one that it was made from
+    flat: FlatJaxpr  # the jaxpr; its inputs are those of the original jaxpr
     # by variable; None: every home has it or computes it
     homes: dict[Any, Home | None] = field(default_factory=dict)
     # the bytes that it takes to send a variable; none for scalars
@@ -66,7 +66,7 @@ class Places:
         return None if isinstance(atom, jex_core.Literal) else self.homes.get(atom)
 
     def home_of_equation(self, equation: Any) -> Home | None:
-        """Where an equation runs."""
+        """The home in which an equation runs."""
         weights: dict[Home, int] = {}
         for var in self.placed_inputs(equation):
             home = self.homes[var]
@@ -80,7 +80,7 @@ class Places:
         return next(home for home, weight in sorted(weights.items()) if weight == heaviest)
 
     def joins_arrays(self, equation: Any) -> bool:
-        """Whether an equation reads more than scalars of more than one home."""
+        """Whether an equation reads values larger than scalars from more than one home."""
         return len({self.homes[v] for v in self.placed_inputs(equation) if self.costs[v]}) > 1
 
     def placed_inputs(self, equation: Any) -> list[Any]:
@@ -92,12 +92,12 @@ class Places:
         ]
 
     def _is_made_again(self, var: Any) -> bool:
-        """Whether a home that needs a variable of another home makes it of what is sent."""
+        """Whether a home that needs a variable of another home recomputes it from what is sent."""
         maker, whole = self.makers[var], _cost_of_array(var)
         return self.costs[var] < whole or (whole > 0 and maker.primitive.name in _SAME_ELEMENTS)
 
     def sent_for(self, var: Any) -> dict[Any, None]:
-        """What is sent to a home that needs a variable of another home, as the keys of a dict."""
+        """The variables sent to a home that needs a variable of another home, as the keys of a dict."""
         found: dict[Any, None] = {}
         seen = {var}
         pending = [var]
@@ -159,7 +159,7 @@ def place(flat: FlatJaxpr, input_homes: Mapping[Any, Home | None]) -> Places:
 
 
 def _split(places: Places, equation: Any) -> FlatJaxpr | None:
-    """The equation once per set of homes that it joins, each time with the outputs that join these."""
+    """Repeats an equation for each set of homes that it joins, with the outputs that join these."""
     if len(equation.outvars) < 2 or not can_reduce(equation):
         return None
     groups: dict[Any, list[int]] = {}
@@ -176,14 +176,14 @@ def _split(places: Places, equation: Any) -> FlatJaxpr | None:
         kept = {equation.outvars[number] for number in numbers}
         reduced = reduce(equation, numbers)
         assert reduced is not None
-        # A scan keeps the carried values that others need: here under names that nothing reads.
+        # A scan keeps carried values that others need; here they get names that nothing reads.
         outputs = [v if v in kept else jex_core.Var(v.aval) for v in reduced.outvars]
         parts.append(reduced.replace(outvars=outputs))
     return FlatJaxpr([], parts, [], {})
 
 
 def _inline(places: Places, equation: Any) -> FlatJaxpr | None:
-    """What an equation that joins arrays has inside, in its place."""
+    """Replaces an equation that joins arrays by its contents."""
     if not places.joins_arrays(equation):
         return None
     name = equation.primitive.name
@@ -191,7 +191,7 @@ def _inline(places: Places, equation: Any) -> FlatJaxpr | None:
         body = equation.params[_CALLS[name]]
         body = body if isinstance(body, jex_core.ClosedJaxpr) else jex_core.ClosedJaxpr(body, ())
         return _instantiate(body, equation.invars)
-    if name != "cond" or has_primitive(equation, "while"):  # one that is not taken may not end
+    if name != "cond" or has_primitive(equation, "while"):  # a branch that is not taken may not end
         return None
     index, *operands = equation.invars
     bodies = [_instantiate(branch, operands) for branch in equation.params["branches"]]
@@ -217,12 +217,12 @@ class Piece:
     """A program of a home."""
 
     home: Home  # where it runs
-    round: int  # how many hops its arguments have behind them
+    round: int  # the number of hops that its arguments have behind them
     # the program. Its inputs are inputs of the jaxpr, or variables that earlier pieces return.
     program: ExtractedJaxpr
-    results: tuple[int, ...]  # positions among the results that were asked for, which it returns first
+    results: tuple[int, ...]  # which of the results asked for it returns, first, by position
     sent: tuple[Any, ...]  # the variables that it returns next, for other pieces
-    readers: dict[Any, str]  # the primitive that first reads an input here that another home has or made
+    readers: dict[Any, str]  # input that another home has or made -> the primitive that first reads it
 
 
 def cut(places: Places, results: Sequence[tuple[Any, Home]]) -> list[Piece]:
@@ -234,9 +234,9 @@ class _Cutter:
     def __init__(self, places: Places, results: Sequence[tuple[Any, Home]]) -> None:
         self._places = places
         self._results = results
-        self._effects: dict[int, Home] = {}  # by the identity of an equation with effects: where it runs
+        self._effects: dict[int, Home] = {}  # identity of an equation with effects -> its home
         self._rounds: dict[Any, int] = {}
-        self._receivers: dict[Any, dict[Home, str]] = {}  # by variable that is sent: who gets it, who reads
+        self._receivers: dict[Any, dict[Home, str]] = {}  # variable sent -> receiver -> its reader
         for equation in places.flat.equations:
             home = places.home_of_equation(equation)
             inputs = places.placed_inputs(equation)
@@ -252,7 +252,7 @@ class _Cutter:
             return 0
         if places.homes[atom] == home:
             return self._rounds.get(atom, 0)
-        # Inputs need no program that sends them.
+        # No program is needed to send inputs.
         return max(
             self._rounds[var] + (places.homes[var] != home) if var in places.makers else 0
             for var in places.sent_for(atom)
@@ -287,7 +287,7 @@ class _Cutter:
         return sorted(pieces, key=lambda piece: piece.round)
 
     def _read_by_effects(self) -> list[tuple[Any, Home, str]]:
-        """What is read by equations with effects, where these run, and what they are."""
+        """The values that equations with effects read, the equations' homes, and their primitives."""
         return [
             (var, self._effects[id(equation)], equation.primitive.name)
             for equation in self._places.flat.equations

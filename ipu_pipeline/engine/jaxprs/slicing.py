@@ -1,4 +1,4 @@
-"""What of a jaxpr depends on what, and programs cut out of a larger one."""
+"""Finds dependencies in a jaxpr, and cuts programs out of a larger one."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ __all__ = ["any_equation", "can_reduce", "dependents", "extract", "reduce", "spl
 
 
 def any_equation(equation: Equation) -> bool:
-    """For `extract`: keep all effects."""
+    """Returns True; makes `extract` keep all effects."""
     del equation
     return True
 
 
 def dependents(flat: FlatJaxpr, roots: Iterable[Var]) -> set[Var]:
-    """All variables whose value depends on one of `roots`, the roots included.
+    """All variables whose value depends on one of `roots`, including the roots.
 
-    A scan's outputs are looked at one by one: those that its body computes without the roots do not
+    A scan's outputs are looked at one by one: an output that its body computes without the roots does not
     depend on them.
     """
     found = set(roots)
@@ -59,9 +59,9 @@ def can_reduce(equation: Equation) -> bool:
 
 
 def reduce(equation: Equation, places: Collection[int]) -> Equation | None:
-    """The equation without the outputs that are not at `places`, and without what only they need.
+    """Drops an equation's outputs that are not at `places`, and what only they need.
 
-    Where it cannot be reduced, it stays as it is.
+    An equation that cannot be reduced stays as it is.
     """
     rule = jax_compat.dce_rules.get(equation.primitive)
     if rule is None:
@@ -96,8 +96,8 @@ def extract(
             kept.append(equation)
             needed.update(atom for atom in equation.invars if not isinstance(atom, jex_core.Literal))
     kept.reverse()
-    # An equation with several outputs may be kept for one of them while another one is given: the
-    # given one is then renamed where it is made, so that the argument is what is read.
+    # An equation with several outputs may be kept for one of them while another one is given. The given
+    # one is then renamed where it is made, so that readers take the argument.
     renamed = [
         equation.replace(outvars=[fresh([v])[0] if v in given else v for v in equation.outvars])
         for equation in kept
@@ -109,7 +109,7 @@ def extract(
 
 
 def split_results(closed_jaxpr: Any) -> list[Callable[..., Any]]:
-    """For each result of a jaxpr a function, jitted, that takes all arguments and computes nothing else."""
+    """For each result of a jaxpr, a jitted function that takes all arguments and computes nothing else."""
     flat = flatten(closed_jaxpr)
 
     def split(output: Atom) -> Callable[..., Any]:

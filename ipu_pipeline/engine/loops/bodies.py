@@ -1,7 +1,7 @@
 """The body of a loop: a function that is traced once, and then cut into stages like a pipeline.
 
-What it returns for the next iteration, what it enqueues and what its optimizer reads are its outputs; what
-it is given by the iteration before and by the feed is its micro-batch.
+Its outputs are what it returns for the next iteration, what it enqueues and what its optimizer reads. Its
+micro-batch is what the previous iteration and the feed give it.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ BodyFunction: TypeAlias = "Callable[[list[Any], Any], list[Any]]"
 class TracedBody:
     """A body as a pipeline whose micro-batches are iterations."""
 
-    # its outputs are what the optimizer reads, then the carried values that change, then what is enqueued;
-    # its inputs what the body captured, then the carried values that stay the same; its micro-batch the
-    # carried values that change, then the feed's leaves
+    # Outputs: what the optimizer reads, then the carried values that change, then what is enqueued.
+    # Inputs: what the body captured, then the carried values that stay the same.
+    # Micro-batch: the carried values that change, then the feed's leaves.
     pipeline: TracedPipeline
     shards: tuple[int, ...]  # the IPU of each stage
     training: TrainingStep | None  # the recorded training step
-    # with the positions of the leaves among the outputs
+    # what is enqueued, with the positions of its leaves among the outputs
     enqueued: tuple[tuple[Enqueued, tuple[int, ...]], ...]
     captured: tuple[Any, ...]  # traced values from outside, the first inputs
     changing: tuple[int, ...]  # which of the carried values change
-    num_carried: int  # how many carried values there are
+    num_carried: int  # the number of carried values
 
     @property
     def num_read(self) -> int:
-        """How many of the outputs only the optimizer reads; they come first."""
+        """The number of outputs that only the optimizer reads; they come first."""
         num_enqueued = sum(len(places) for _enqueued, places in self.enqueued)
         return len(self.pipeline.outputs) - len(self.changing) - num_enqueued
 
@@ -64,17 +64,17 @@ def trace_body(
     place: str,
     given: str = "",
 ) -> TracedBody:
-    """Traces a body. It does not start a JAX backend.
+    """Traces a body. Does not start a JAX backend.
 
     Raises:
-      TypeError, ValueError: a carried value comes back with another shape or dtype, or they come in another
-        number; a shard scope, training step or enqueue stands where it cannot be reached.
+      TypeError, ValueError: the carried values come back with another shape, dtype or number, or a shard
+        scope, training step or enqueue stands where it cannot be reached.
     """
     try:
         with frames.unchanged_on_error(program_names):
             return _trace(function, carried, element, program_names, place, given, training=True)
     except _NoTrainingStepError:
-        pass  # layers that ask are told so the second time
+        pass  # the second trace tells layers that there is none
     with frames.unchanged_on_error(program_names):
         return _trace(function, carried, element, program_names, place, given, training=False)
 
@@ -152,7 +152,7 @@ def _trace(
         enqueued.append((entry, tuple(range(len(outputs), len(outputs) + len(atoms)))))
         outputs += atoms
     sharded = shards.split(hoisted, outputs, loss, sources, place)
-    owners: dict[str, int] = {}  # a later stage that has a variable too only assigns it
+    owners: dict[str, int] = {}  # a later stage that has the variable, too, only assigns it
     for index, stage in enumerate(sharded.stages):
         for spec in stage.variables:
             owners.setdefault(spec.name, index)
@@ -201,11 +201,11 @@ def _check_carried(before: Sequence[Any], after: Sequence[Any], place: str) -> N
 
 
 def look_at_body(function: Callable[[], Any], names: frames.ProgramNames, place: str) -> None:
-    """Calls a function as the body of a loop, and takes back all that it named.
+    """Calls a function as the body of a loop, then forgets all names that it took.
 
     Args:
-      function: what a body does.
-      names: those of the program that the loop is part of.
+      function: what the body does.
+      names: the names of the program that the loop is part of.
       place: what errors call the body.
     """
 
@@ -220,7 +220,7 @@ def look_at_body(function: Callable[[], Any], names: frames.ProgramNames, place:
 def trace_condition(
     cond: Callable[..., Any], tree: Any, avals: Sequence[jax.ShapeDtypeStruct], what: str
 ) -> Callable[[list[Any]], Any]:
-    """The condition as a function of the carried values, traced once."""
+    """Traces the condition once. Returns it as a function of the carried values."""
     frame = frames.Frame(frames.ProgramNames(), False, f"the condition of {what}", is_stage=False)
 
     def call(*values: Any) -> Any:

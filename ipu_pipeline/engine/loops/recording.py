@@ -1,4 +1,4 @@
-"""What a looped body does besides computing: it trains, and it enqueues.
+"""Records what a looped body does besides computing: it trains, and it enqueues.
 
 `record_training_step` leaves a marker in the jaxpr being traced, as variables and `enqueue` do, and notes
 what it marks in the body's `Recorder`. What traces the body (`bodies`) turns the markers into outputs.
@@ -37,10 +37,10 @@ __all__ = [
 class TrainingStep:
     """A recorded training step."""
 
-    name: str  # its optimizer state is kept under it
-    optimizer: TracedOptimizer  # traced; what it captured of the body counts as outputs
+    name: str  # the optimizer's state is kept under this name
+    optimizer: TracedOptimizer  # traced; what it captured from the body counts as outputs
     num_mini_batches: int  # iterations per weight update
-    reduction: Reduction  # of the gradients over these
+    reduction: Reduction  # of the gradients over the mini-batches
     gradient_map: GradientMap | None  # applied to each iteration's gradients, before accumulation
     accumulator_dtypes: Mapping[str, Any]  # by full name of the variable
     offloads_state: bool  # whether the optimizer's state lies in host memory between updates
@@ -50,9 +50,9 @@ class TrainingStep:
 
 @dataclass(eq=False)
 class Recorder:
-    """What a body did while it was traced."""
+    """Records what a body does while it is traced."""
 
-    # those that it asked for, by full name
+    # the variables that it asked for, by full name
     variables: dict[str, VariableSpec] = field(default_factory=dict)
     training_step: TrainingStep | None = None  # the recorded one
     asks_for_training: bool = False  # whether a layer asked whether the program trains
@@ -66,21 +66,21 @@ class BodyFrame(frames.Frame):
 
     @property
     def has_metrics(self) -> bool:
-        """Loops have none: their iterations enqueue."""
+        """Returns False: loops have no metrics, as their iterations enqueue."""
         return False
 
     @property
     def may_recompute(self) -> bool:
-        """Loops do not recompute."""
+        """Returns False: loops do not recompute."""
         return False
 
     def is_training(self) -> bool:
-        """Whether it is traced as one that trains; that a layer asked is noted."""
+        """Whether the body is traced as one that trains. Notes that a layer asked."""
         self.recorder.asks_for_training = True
         return self.training
 
     def note_variable(self, spec: VariableSpec) -> None:
-        """Notes it."""
+        """Notes that the body asked for a variable."""
         self.recorder.variables[spec.name] = spec
 
 
@@ -90,7 +90,7 @@ minimize_p = jex_core.Primitive("minimize")
 @minimize_p.def_abstract_eval  # type: ignore[untyped-decorator]  # jax.extend has no annotations
 def _minimize_abstract(*values: Any) -> Any:
     del values  # the loss, and what the optimizer captured
-    return jax_compat.shaped_array((), np.dtype(np.int32))  # nobody reads it; a marker needs a result
+    return jax_compat.shaped_array((), np.dtype(np.int32))  # never read; a marker needs a result
 
 
 def current_body(what: str, advice_in_stage: str) -> BodyFrame:
@@ -98,7 +98,7 @@ def current_body(what: str, advice_in_stage: str) -> BodyFrame:
 
     Args:
       what: the public function that asks, for the error.
-      advice_in_stage: what the error tells who calls it in a stage of a pipeline.
+      advice_in_stage: the error's advice for a call in a stage of a pipeline.
 
     Raises:
       RuntimeError: no body of a loop is being traced.
@@ -131,12 +131,12 @@ def record_training_step(
 
     Args:
       body: see `current_body`.
-      loss: what it makes small, a scalar.
-      transformation: of the gradients.
+      loss: the scalar to minimize.
+      transformation: the Optax transformation of the gradients.
       var_list: full names of the variables to train; None: all trainable ones that the body has asked for.
-      name: the optimizer's state is kept under it, and a number if the program has a step of that name.
+      name: the optimizer's state is kept under it, with a number if the program has a step of that name.
       num_mini_batches: iterations per weight update.
-      reduction: of the gradients over these.
+      reduction: of the gradients over these iterations.
       accumulator_dtype: see `find_accumulator_dtype`.
       gradient_maps: applied to each iteration's gradients, before accumulation.
       offloads_state: whether the optimizer's state lies in host memory between updates.
@@ -144,7 +144,7 @@ def record_training_step(
       averages_replicas: whether gradients are averaged over replicas.
 
     Returns:
-      The name that it has.
+      The name of the training step.
 
     Raises:
       NotImplementedError: there is one already.

@@ -5,8 +5,9 @@ within functions that `jax.jit` has cached. Equations outside of any scope stay 
 A run of equations of one shard is a stage on that shard's IPU. A shard may come again (0, 1, 0), and a
 value goes straight from the run that makes it to those that read it, however far apart they are.
 
-A variable that is asked for within a scope lives on that shard, one that is asked for outside of all scopes
-where it is first used. Elsewhere its value is a value like others: it crosses, and its gradient comes back.
+A variable that is asked for within a scope lives on that shard. One that is asked for outside of all scopes
+lives where it is first used. On other shards its value is like any other: it crosses, and its gradient
+comes back.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ def ipu_shard(index: int) -> Iterator[None]:
     """Puts the operations of the `with` block on an IPU.
 
     Operations outside of any `ipu_shard` stay with the shard before them. Values cross from IPU to IPU by
-    themselves, and the backward of an operation runs where the operation does. Of nested scopes the
-    innermost counts. One micro-batch is handled at a time: for overlap see pipelines.
+    themselves, and the backward of an operation runs where the operation does. Of nested scopes, the
+    innermost counts. One micro-batch is handled at a time; for overlap, see pipelines.
 
     Args:
       index: the number of the IPU, from 0.
@@ -79,7 +80,7 @@ def ipu_shard(index: int) -> Iterator[None]:
 
 
 def read_shard(equation: Any) -> int | None:
-    """The shard whose scope an equation is in; None outside of all."""
+    """The shard whose scope an equation is in; None outside of all scopes."""
     for name in reversed(jax_compat.scope_names(equation)):
         if name.startswith(_PREFIX):
             return int(name.removeprefix(_PREFIX))
@@ -90,7 +91,7 @@ def refuse_inner_scopes(equation: Any, place: str) -> None:
     """Raises if a shard scope is opened within the body of an equation.
 
     Raises:
-      ValueError: it is, and by which body.
+      ValueError: it is; the error names the body.
     """
     found = _find_inner_scope(equation)
     if found is not None:
@@ -117,7 +118,7 @@ class ShardedFunction:
     """A function in stages."""
 
     stages: tuple[TracedStage, ...]  # one per run of equations of the same shard
-    shards: tuple[int, ...]  # the shard of each
+    shards: tuple[int, ...]  # the shard of each stage
     outputs: tuple[Source, ...]  # where the function's outputs come from
     # where the loss comes from, the last output of the last stage; None without training
     loss: Source | None
@@ -142,7 +143,7 @@ def split(
     """Cuts a function into runs of equal shard.
 
     Raises:
-      ValueError: a variable is assigned on another shard than that where it lives.
+      ValueError: a variable is assigned on another shard than its own.
     """
     flat = hoisted.flat
     runs = _make_runs(hoisted)
@@ -154,12 +155,12 @@ def split(
     for index, run in enumerate(runs):
         made_in.update((var, index) for equation in run.equations for var in equation.outvars)
     if loss is not None and (_is_literal(loss) or made_in.get(loss) != last):
-        # The last stage's program starts the backward, so it has to make the loss.
+        # The last stage's program starts the backward, so it has to compute the loss.
         copy = jaxprs.flatten(jax.make_jaxpr(jnp.copy)(jaxprs.aval_struct(loss.aval))).equations[0]
         runs[last].equations.append(copy.replace(invars=[loss]))
         (loss,) = copy.outvars
 
-    returned: list[dict[Any, int]] = [{} for _run in runs]  # what a run gives to others -> its position
+    returned: list[dict[Any, int]] = [{} for _run in runs]  # value for other runs -> its position
 
     def source_of(var: Any) -> Source:
         if var in sources:
@@ -183,7 +184,7 @@ def split(
         read = [atom for equation in run.equations for atom in equation.invars]
         read += [value for spec, value in new_values.items() if assigned_in[spec] == index]
         inputs.append({atom: source_of(atom) for atom in read if is_elsewhere(atom, index)})
-    # The last stage returns what it makes itself, and constants; the rest goes straight from its maker.
+    # The last stage returns its own values, and constants; the rest goes straight from its maker.
     own = [atom for atom in outputs if not is_elsewhere(atom, last)]
     output_sources = [source_of(atom) if is_elsewhere(atom, last) else None for atom in outputs]
     first_own = len(returned[last])
@@ -195,7 +196,7 @@ def split(
         assigned = [spec for spec in new_values if assigned_in[spec] == index]
         extra = [spec for spec in assigned if spec not in run.variables]
         stage_variables = [*run.variables, *extra]
-        # A variable that lives in another run of this shard is an input here that nobody reads.
+        # A variable that lives in another run of this shard is an unread input here.
         variable_vars = [variables[spec] for spec in run.variables]
         variable_vars += [hoisting.variable_input(spec) for spec in extra]
         uses_key = key is not None and any(key in equation.invars for equation in run.equations)
@@ -230,7 +231,7 @@ def _is_literal(atom: Any) -> bool:
 
 
 def _make_runs(hoisted: hoisting.Hoisted) -> list[_Run]:
-    """The equations in runs, and every variable in one of them."""
+    """Groups the equations into runs, and assigns every variable to one of them."""
     flat = hoisted.flat
     scoped = {}  # variable -> the shard in whose scope it was asked for
     items: list[tuple[int | None, Any]] = [(read_shard(equation), equation) for equation in flat.equations]
@@ -253,7 +254,7 @@ def _make_runs(hoisted: hoisting.Hoisted) -> list[_Run]:
             for atom in equation.invars:
                 if not _is_literal(atom) and atom in unscoped:
                     run.variables.append(unscoped.pop(atom))
-    runs[0].variables.extend(unscoped.values())  # those that no equation uses
+    runs[0].variables.extend(unscoped.values())  # variables that no equation uses
     return runs
 
 

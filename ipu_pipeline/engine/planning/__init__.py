@@ -1,1 +1,1 @@
-"""Memory, costs and what is chosen by them."""
+"""Plans memory and costs, and chooses by them."""

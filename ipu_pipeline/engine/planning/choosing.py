@@ -1,4 +1,4 @@
-"""The choice of a dispatch plan, by estimates of how long a step takes.
+"""Chooses a dispatch plan, by estimates of how long a step takes.
 
 Every dispatch costs the host and the device some time, however little it computes. Chunks of micro-batches
 have fewer dispatches, but a pipeline of chunks takes longer to fill and to drain, and has more
@@ -6,9 +6,9 @@ micro-batches in flight. Which is better is estimated from the programs' operati
 below, so the choice depends on the pipeline and on the kind of device alone, and is the same everywhere.
 Foreign functions have no estimate: programs that call one stay as they are.
 
-Devices of their own are simulated. The virtual devices of a CPU share its cores, and XLA's programs use all
-cores that are idle: while one stage waits, the others are faster. So there a step takes what its programs
-and its dispatches take together.
+Physical devices are simulated. The virtual devices of a CPU share its cores, and XLA's programs use all
+cores that are idle: while one stage waits, the others are faster. So there a step takes the sum of its
+programs' and dispatches' times.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ipu_pipeline.engine.schedules.simulator import predict_step_time
 __all__ = ["choose_dispatch_plan", "describe_seconds", "possible_chunk_sizes"]
 
 _MAX_CHUNK_SIZE = 16
-_LEAST_CHUNKS = 4  # in a step: with fewer, stages would hardly overlap
+_LEAST_CHUNKS = 4  # in a step; with fewer, stages would hardly overlap
 _MAX_SIMULATED = 64  # micro-batches; more only repeat what these do
 _LEAST_GAIN = 0.02  # of the step's time; for less, chunks are not worth what they hold
 
@@ -40,7 +40,7 @@ class _Speed(NamedTuple):
     shares_cores: bool
 
 
-# Measured on two cores of a CPU (see benchmarks/against_plain_jax), and rounded; of others, orders of
+# Measured on two cores of a CPU (see benchmarks/against_plain_jax), and rounded. The others are orders of
 # magnitude.
 _SPEEDS = {"cpu": _Speed(5e-12, 60e-6, 20e-6, shares_cores=True)}
 _OTHER_SPEED = _Speed(1e-13, 10e-6, 20e-6, shares_cores=False)
@@ -65,18 +65,19 @@ def choose_dispatch_plan(
     is_grouped: bool,
     saves_memory: bool,
 ) -> Chunking:
-    """The plan with which a step is estimated to be shortest.
+    """Chooses the plan with which a step is estimated to be shortest.
 
     A step keeps at least four chunks, and larger chunks are taken only if they save 2% of its time.
 
     Args:
-      programs: of the stages, for one micro-batch.
-      levels: of the stages.
-      make_timetable: the schedule for so many chunks.
-      num_micro_batches: of a step; None if it is known at run only.
+      programs: the programs of the stages, for one micro-batch.
+      levels: the levels of the stages.
+      make_timetable: returns the timetable for a number of chunks.
+      num_micro_batches: micro-batches of a step; None if known only at run time.
       platform: the devices' kind, as in `jax.Device.platform`.
-      live_bytes: what the stage that holds most holds between forwards and backwards, by the chunks' size.
-      max_live_bytes: chunks may not make it hold more.
+      live_bytes: returns what the stage that holds most holds between forwards and backwards, from the
+        chunks' size.
+      max_live_bytes: chunks may not make that stage hold more.
       is_grouped: whether the schedule is "grouped". Another one was chosen for its order or its memory, and
         is followed action by action.
       saves_memory: whether recomputation or offloading is on, which chunks would counter.
@@ -100,7 +101,7 @@ def choose_dispatch_plan(
         operations[ActionKind.FORWARD, stage] = own.forward.num_operations
         if own.backward is not None:
             operations[ActionKind.BACKWARD, stage] = own.backward.num_operations
-    # Of more micro-batches only so many are simulated; every possible chunk size divides that number, too.
+    # At most this number of micro-batches is simulated; every possible chunk size divides it, too.
     num_simulated = min(num_micro_batches, _MAX_SIMULATED)
 
     def seconds(chunk_size: int) -> float:
@@ -147,5 +148,5 @@ def choose_dispatch_plan(
 
 
 def describe_seconds(seconds: float) -> str:
-    """A time in words."""
+    """Describes a time."""
     return f"{seconds * 1e6:.0f} us" if seconds < 1e-3 else f"{seconds * 1e3:.1f} ms"

@@ -14,9 +14,9 @@ class Chunking:
     """How actions become dispatches; `dataclasses.asdict` and `Chunking(**...)` store and restore it.
 
     Attributes:
-      chunk_size: micro-batches that one program handles, one after another; a divisor of those of a step.
-        A stage then has so many times as many of them in flight.
-      reason: why, for people.
+      chunk_size: micro-batches that one program handles, one after another; a divisor of a step's number.
+        A stage then has `chunk_size` times as many of them in flight.
+      reason: the reason for this size, for people.
     """
 
     chunk_size: int = 1
@@ -30,7 +30,7 @@ class Chunking:
             )
 
     def __str__(self) -> str:
-        """In words."""
+        """Describes the plan in words."""
         chunk = "one micro-batch" if self.chunk_size == 1 else f"{self.chunk_size} micro-batches"
         return f"{chunk} per program: {self.reason}"
 
@@ -39,10 +39,10 @@ ONE_BY_ONE = Chunking(reason="every action is a program of its own")
 
 
 def check_dispatch_plan(plan: Chunking, num_micro_batches: int | None, is_one_program: bool) -> None:
-    """Raises if a plan that was given does not fit the pipeline.
+    """Raises if a given plan does not fit the pipeline.
 
     Raises:
-      TypeError: it is no plan.
+      TypeError: it is not a plan.
       ValueError: everything is one program on one device, or the size of its chunks does not divide the
         number of micro-batches.
     """

@@ -1,4 +1,4 @@
-"""How much memory a pipeline or loop takes: the only place where that is added up.
+"""Adds up how much memory a pipeline or loop takes: the only place that does.
 
 Between its forward and its backward of a micro-batch a stage holds what the backward reads: the residuals
 that its forward returns, and those of its inputs that the backward takes. The formula for a stage is
@@ -6,12 +6,12 @@ that its forward returns, and those of its inputs that the backward takes. The f
     live activation bytes = micro-batches in flight x bytes that are held per micro-batch
 
 where a stage has 2(N-i)-1 micro-batches in flight with Grouped, N-i with Interleaved and 1 with Sequential
-(stage i of N, never more than there are micro-batches; see `schedules`), or so many chunks of them. The
-last stage holds nothing: its forward and backward are one program.
+(stage i of N, never more than there are micro-batches; see `schedules`), or the same number of chunks of
+them. The last stage holds nothing: its forward and backward are one program.
 
-What an IPU takes is that of its stages, and the state that lives there, its accumulators, the micro-batches
-that wait there, and the temporary memory of the program that runs. Where execution phases bring what lies
-in host memory, that is counted as it is at the fullest moment (`execution.phase_memory`).
+An IPU takes what its stages hold, the state that lives there, its accumulators, the micro-batches that wait
+there, and the temporary memory of the program that runs. What execution phases bring from host memory
+counts as it is at the fullest moment (`execution.phase_memory`).
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ def plan_stages(
     in_flight: Sequence[int],
     residual_bytes: Mapping[int, int] = MappingProxyType({}),
 ) -> tuple[StageMemory, ...]:
-    """What each stage holds of micro-batches in flight.
+    """Plans what each stage holds of micro-batches in flight.
 
     Args:
       traced: the pipeline.
       programs: the programs of its stages.
       ipus: the IPU of each stage.
       in_flight: the largest number of micro-batches that each stage has in flight.
-      residual_bytes: by stage, what a device has of what the forward returns for the backward, where it is
-        known that the devices of an IPU have parts.
+      residual_bytes: by stage, a device's part of what the forward returns for the backward, where the
+        devices of an IPU are known to have parts.
     """
     plans = []
     for index, (stage, own) in enumerate(zip(traced.stages, programs, strict=True)):
@@ -57,7 +57,7 @@ def plan_stages(
 
 
 def find_copies(traced: TracedPipeline, ipus: Sequence[int]) -> list[list[VariableSpec]]:
-    """Per stage, the variables that are copied to its IPU, if it is the first one there that reads them."""
+    """Per stage, the variables copied to its IPU, if the stage is the first one there that reads them."""
     known: set[tuple[str, int]] = set()
     found = []
     for stage, ipu in zip(traced.stages, ipus, strict=True):
@@ -70,9 +70,9 @@ def find_copies(traced: TracedPipeline, ipus: Sequence[int]) -> list[list[Variab
 def find_fed(
     traced: TracedPipeline, programs: Sequence[StagePrograms], ipus: Sequence[int], first: int = 0
 ) -> dict[int, list[Any]]:
-    """Shapes and dtypes of a micro-batch's leaves, by the IPU that reads them."""
+    """Finds shapes and dtypes of a micro-batch's leaves, by the IPU that reads them."""
     read: dict[int, set[Source]] = {ipu: set() for ipu in ipus}
-    read[ipus[-1]].update(traced.outputs)  # they are collected where the last stage is
+    read[ipus[-1]].update(traced.outputs)  # outputs are collected where the last stage is
     for ipu, stage, own in zip(ipus, traced.stages, programs, strict=True):
         read[ipu] |= read_sources(stage, own.forward, own.backward)
 
@@ -90,7 +90,7 @@ def plan_ipus(
     temporaries: Mapping[int, int],
     brought: Mapping[int, Brought] = MappingProxyType({}),
 ) -> tuple[IpuMemory, ...]:
-    """What each IPU takes."""
+    """Plans what each IPU takes."""
     traced, updates = placement.traced, placement.updates
     ipus = [row.ipu for row in placement.rows]
     held: dict[tuple[str, int, bool], list[Any]] = {}  # by kind, IPU, and whether it is in host memory

@@ -1,4 +1,4 @@
-"""What is known of memory, as data: of stages, IPUs, and values on their way. No JAX.
+"""What is known of the memory of stages, IPUs and values in transit, as data. Imports no JAX.
 
 `memory` and `crossings` fill it in.
 """
@@ -16,13 +16,13 @@ class StageMemory:
     """What a stage holds between forwards and backwards. All sizes are in bytes.
 
     Attributes:
-      stage: its number.
+      stage: the stage's number.
       ipu: the IPU that it runs on.
       in_flight: the largest number of micro-batches that have gone forward and not come back.
       num_residual_bytes: per micro-batch, what the forward returns for the backward. Where several devices
-        compute a stage together, what each has of it, once that has been compiled; before, the whole.
-      num_input_bytes: per micro-batch, the inputs that the backward takes. Those of a value that several
-        stages on the IPU take are counted in each.
+        compute a stage together, each device's part once that has been compiled; before, the whole.
+      num_input_bytes: per micro-batch, the inputs that the backward takes. A value that several stages on
+        the IPU take counts in each.
     """
 
     stage: int
@@ -33,7 +33,7 @@ class StageMemory:
 
     @property
     def num_held_bytes(self) -> int:
-        """Per micro-batch, what is held."""
+        """What is held per micro-batch."""
         return self.num_residual_bytes + self.num_input_bytes
 
     @property
@@ -63,16 +63,16 @@ class IpuMemory:
       num_accumulator_bytes: the accumulators of its stages.
       num_activation_bytes: what its stages hold of micro-batches in flight (`StageMemory.num_live_bytes`);
         0 where all stages are on one device, as the program has them among its temporaries. Where execution
-        phases bring anything from host memory, what there is of micro-batches at the fullest moment.
+        phases bring anything from host memory, what is there of micro-batches at the fullest moment.
       num_feed_bytes: micro-batches that have been placed there and wait, or are stacked for the program.
       num_temporary_bytes: the most that one of its programs takes besides its arguments and results, by
         XLA; None as long as they have not been compiled.
-      num_host_bytes: of variables, optimizer state and accumulators, what is offloaded and lies in host
-        memory while no program uses it. It is in none of those above.
-      num_brought_variable_bytes: what execution phases have brought there of variables at the fullest
-        moment, for all phases and programs of updates that may be on the device at once.
-      num_brought_optimizer_bytes: likewise of the optimizer's state.
-      num_brought_accumulator_bytes: likewise of the accumulators.
+      num_host_bytes: offloaded variables, optimizer state and accumulators, which lie in host memory while
+        no program uses them. They are in none of the numbers above.
+      num_brought_variable_bytes: variables that execution phases have brought there at the fullest moment,
+        for all phases and programs of updates that may be on the device at once.
+      num_brought_optimizer_bytes: brought leaves of the optimizer's state, at that moment.
+      num_brought_accumulator_bytes: brought accumulators, at that moment.
     """
 
     ipu: int
@@ -89,7 +89,7 @@ class IpuMemory:
 
     @property
     def num_brought_bytes(self) -> int:
-        """What execution phases have brought there of the state; that of micro-batches is in flight."""
+        """The state that execution phases have brought there; micro-batches count as in flight."""
         return (
             self.num_brought_variable_bytes
             + self.num_brought_optimizer_bytes
@@ -98,7 +98,7 @@ class IpuMemory:
 
     @property
     def num_state_bytes(self) -> tuple[int, int, int]:
-        """Variables, optimizer state and accumulators, with what is brought."""
+        """The bytes of variables, optimizer state and accumulators, including what is brought."""
         return (
             self.num_variable_bytes + self.num_brought_variable_bytes,
             self.num_optimizer_bytes + self.num_brought_optimizer_bytes,
@@ -107,7 +107,7 @@ class IpuMemory:
 
     @property
     def num_device_bytes(self) -> int:
-        """All that is on the device, without temporaries that are not known."""
+        """All that is on the device, without temporaries if these are not known."""
         return (
             sum(self.num_state_bytes)
             + self.num_activation_bytes
@@ -122,12 +122,12 @@ class Flow:
 
     Attributes:
       stage: the stage that makes it.
-      is_backward: whether it is gradients, on their way back.
-      target: the IPU where it is read, which may be that of the stage.
+      is_backward: whether it consists of gradients, on their way back.
+      target: the IPU where it is read, which may be the stage's own.
       readers: the stages there that read it, in the same direction, and do not hold it any longer.
       holders: the stages there that hold it from their forward to their backward: from then on it is
         counted with what they hold (`StageMemory.num_input_bytes`).
-      num_bytes: how much it is.
+      num_bytes: its size.
     """
 
     stage: int

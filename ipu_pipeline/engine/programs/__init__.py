@@ -1,1 +1,1 @@
-"""What a stage's programs are, and how they are made."""
+"""The programs of stages, and how they are made."""

@@ -1,4 +1,4 @@
-"""How the gradients of a weight update's micro-batches become one."""
+"""Accumulates the gradients of a weight update's micro-batches."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __all__ = ["Reduction", "accumulate", "count_dtype", "find_accumulator_dtype"]
 
 
 class Reduction(enum.Enum):
-    """How the gradients of a weight update's micro-batches become one.
+    """How the gradients of a weight update's micro-batches are combined.
 
     SUM adds them. MEAN divides the sum by their number at the update. RUNNING_MEAN keeps the mean of
-    those seen so far, `a * n/(n+1) + g * 1/(n+1)` for the n-th from 0, which no long sum can overflow.
+    those seen so far, `a * n/(n+1) + g * 1/(n+1)` for the n-th from 0, so that no long sum overflows.
     """
 
     SUM = "sum"
@@ -30,7 +30,7 @@ class Reduction(enum.Enum):
 
 
 def count_dtype(dtype: Any) -> Any:
-    """The dtype to divide gradients of some dtype by counts in: 16 bits do not hold these."""
+    """The dtype in which to divide gradients of some dtype by counts, which 16 bits do not hold."""
     return dtype if np.dtype(dtype).itemsize >= 4 else np.dtype(np.float32)
 
 
@@ -43,7 +43,7 @@ def find_accumulator_dtype(spec: VariableSpec, wanted: Any, argument: str) -> np
       argument: what errors call `wanted`.
 
     Raises:
-      ValueError: it is no floating-point dtype, or JAX does not mix it with the variable's.
+      ValueError: it is not a floating-point dtype, or JAX does not mix it with the variable's.
     """
     if callable(wanted) and not isinstance(wanted, type):
         wanted = wanted(spec)
@@ -62,7 +62,7 @@ def find_accumulator_dtype(spec: VariableSpec, wanted: Any, argument: str) -> np
 
 
 def accumulate(program: StageProgram, reduction: Reduction) -> StageProgram:
-    """The program with accumulators."""
+    """Adds accumulators to a program."""
     places = [
         (place, value)
         for place, values in enumerate(program.results)
@@ -71,7 +71,7 @@ def accumulate(program: StageProgram, reduction: Reduction) -> StageProgram:
     ]
     if not places:
         return program
-    # A result that stands for two values is returned twice where one of them is a gradient.
+    # A result that stands for two values is returned twice if one of them is a gradient.
     kept = [
         (place, tuple(v for v in values if v.kind is not ValueKind.ACCUMULATOR))
         for place, values in enumerate(program.results)

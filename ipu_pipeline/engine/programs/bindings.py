@@ -1,8 +1,8 @@
 """What the arguments and results of stage programs stand for, across stages.
 
 A program names its values by their position in its own stage (`stage_programs.Value`). Here they get the
-names by which everybody else knows them: a variable its full name, an accumulator its key, a value
-between stages its source. What one program returns under a name is what another one takes under it.
+names that are used outside: a variable its full name, an accumulator its key, a value between stages its
+source. What one program returns under a name is what another one takes under it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["Binding", "BindingKind", "Bindings"]
 
 
 class BindingKind(enum.Enum):
-    """The kinds of names; `Binding.key` is what is given behind each."""
+    """The kinds of names; the comment behind each says what `Binding.key` is."""
 
     SCALAR = enum.auto()  # the ValueKind: a random key, a count, or the scale of the loss
     VARIABLE = enum.auto()  # the full name
@@ -41,7 +41,7 @@ class Binding(NamedTuple):
 
     @property
     def is_of_micro_batch(self) -> bool:
-        """Whether each micro-batch has a value of its own that a program makes or the feed brings."""
+        """Whether each micro-batch has its own value, made by a program or brought by the feed."""
         return self.kind in _OF_MICRO_BATCH
 
 
@@ -54,7 +54,7 @@ _NAMED = {
 
 @dataclass(frozen=True, eq=False)
 class Bindings:
-    """Finds what values stand for."""
+    """Finds what values of programs stand for."""
 
     traced: TracedPipeline  # the pipeline
     # (stage, full name of a variable) -> the key of what that stage accumulates into
@@ -89,9 +89,9 @@ class Bindings:
         return Binding(BindingKind.SCALAR, kind)
 
     def arguments(self, index: int, program: StageProgram) -> list[Binding]:
-        """What a program of stage `index` takes."""
+        """What the arguments of a program of stage `index` stand for."""
         return [self.find(index, value) for value in program.arguments]
 
     def results(self, index: int, program: StageProgram) -> list[list[Binding]]:
-        """What it returns; one result may stand for several values."""
+        """What the results of the program stand for; one result may stand for several values."""
         return [[self.find(index, value) for value in values] for values in program.results]

@@ -1,7 +1,7 @@
 """A stage program for several micro-batches, which it handles one after another.
 
 Nothing is merged into one batch. The program is a scan, in which each micro-batch takes over the
-accumulators and assigned variables that the one before it has left.
+accumulators and assigned variables from the one before it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _COUNTS = (ValueKind.MICRO_BATCH, ValueKind.ACCUMULATED)
 
 @dataclass(frozen=True)
 class ChunkForm:
-    """How the values of a chunk's micro-batches lie: several on a first axis, one as it is."""
+    """The layout of a chunk's values: several micro-batches on a first axis, a single one as it is."""
 
-    size: int  # how many micro-batches a chunk has
+    size: int  # the number of micro-batches of a chunk
 
     @property
     def axes(self) -> tuple[int, ...]:
@@ -36,7 +36,7 @@ class ChunkForm:
 
     @property
     def num_stacked(self) -> int | None:
-        """How many values are stacked; None if there is only one, as it is."""
+        """The number of stacked values; None if there is only one, as it is."""
         return self.axes[0] if self.axes else None
 
     def pick(self, value: Any, number: int) -> Any:
@@ -44,7 +44,7 @@ class ChunkForm:
         return _pick(value, number) if self.axes else value
 
     def spread(self, value: Any) -> Any:
-        """A value that all micro-batches have, as if each had its own."""
+        """Repeats a value that all micro-batches have, as if each had its own."""
         return _spread(value, self.axes) if self.axes else value
 
 
@@ -61,10 +61,10 @@ def _spread(value: jax.Array, axes: tuple[int, ...]) -> jax.Array:
 def chunk_programs(
     traced: TracedPipeline, programs: Sequence[StagePrograms], size: int
 ) -> tuple[StagePrograms, ...]:
-    """The programs for `size` micro-batches at once.
+    """Makes the programs for `size` micro-batches at once.
 
     Values of a micro-batch (those between stages, residuals, cotangents) are stacked on a first axis.
-    MICRO_BATCH and ACCUMULATED are those of the first one; new values of variables and accumulators are
+    MICRO_BATCH and ACCUMULATED are the first micro-batch's. New values of variables and accumulators are
     those after the last one.
     """
     if size == 1:
@@ -88,7 +88,7 @@ def _chunk(program: StageProgram, stage: TracedStage, size: int) -> StageProgram
         if value.kind in (ValueKind.RESIDUAL, ValueKind.COTANGENT)
         or (value.kind is ValueKind.INPUT and stage.inputs[value.index].is_of_micro_batch)
     ]
-    kept, last = [], []  # what is returned of all, and state that is not carried but made anew each time
+    kept, last = [], []  # results returned for all, and state that is not carried but made anew
     for place, values in enumerate(program.results):
         state = tuple(value for value in values if _is_state(value))
         others = tuple(value for value in values if not _is_state(value))
@@ -134,7 +134,7 @@ def _is_state(value: Value) -> bool:
 
 
 def _carried(program: StageProgram) -> dict[int, int]:
-    """Arguments that have another value in the next micro-batch -> the results that give it."""
+    """Arguments that have another value in the next micro-batch -> the results that are this value."""
     places = {value: place for place, value in enumerate(program.arguments)}
     carried = {}
     for place, values in enumerate(program.results):

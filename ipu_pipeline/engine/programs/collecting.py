@@ -19,16 +19,16 @@ __all__ = ["Collecting", "find_sum_dtype", "make_collecting"]
 
 @dataclass(frozen=True, eq=False)
 class Collecting:
-    """What is collected."""
+    """What is collected from the last stage."""
 
     places: tuple[int, ...]  # positions among the leaves of what the last stage returns
-    has_loss: bool  # whether the loss is collected too, behind them
+    has_loss: bool  # whether the loss is collected, too, behind them
     sources: tuple[Source, ...]  # the values
     avals: tuple[jax.ShapeDtypeStruct, ...]  # shapes and dtypes; where values are summed, those of the sums
     is_summed: bool  # whether they are summed over the micro-batches of an execution
 
     def collect(self, values: Sequence[Any], size: int | None) -> Collected:
-        """The values of one micro-batch or sum (size None), or stacked of so many."""
+        """Makes a `Collected` of the values of one micro-batch or sum (size None), or of `size` stacked."""
         num_outputs = len(self.places)
         return Collected(list(values[:num_outputs]), values[num_outputs] if self.has_loss else None, size)
 
@@ -44,10 +44,10 @@ def make_collecting(
 
     Args:
       traced: the pipeline.
-      outputs: whether what the last stage returns is; or a function of its shapes and dtypes which returns
-        a boolean per leaf.
-      losses: whether the loss is, if there is one.
-      is_summed: whether that is summed over the micro-batches of an execution.
+      outputs: whether the last stage's outputs are collected, or a function of their shapes and dtypes that
+        returns a boolean per leaf.
+      losses: whether the loss is collected, if there is one.
+      is_summed: whether these are summed over the micro-batches of an execution.
       sum_dtype: see `find_sum_dtype`.
 
     Raises:
@@ -85,7 +85,7 @@ def find_sum_dtype(aval: jax.ShapeDtypeStruct, wanted: Any, argument: str) -> np
       argument: what errors call `wanted`.
 
     Raises:
-      ValueError: the output is no number, or the dtype does not take it.
+      ValueError: the output is not a number, or the dtype cannot hold it.
     """
     what = f"an output of the last stage, {aval.dtype.name}{list(aval.shape)}"
     is_boolean = aval.dtype == np.bool_

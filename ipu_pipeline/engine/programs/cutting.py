@@ -1,7 +1,7 @@
-"""A stage's joint jaxpr of forward and backward, cut into the programs that run.
+"""Cuts a stage's joint jaxpr of forward and backward into the programs that run.
 
 Equations that depend on a cotangent are the backward. What crosses is a residual, with two exceptions: the
-runner holds the inputs of the stage anyway, and what depends on variables and constants alone is computed
+runner holds the inputs of the stage anyway, and what depends only on variables and constants is computed
 again in the backward.
 """
 
@@ -25,7 +25,7 @@ __all__ = ["Joint", "fuse", "is_literal", "split"]
 class Joint:
     """A stage's forward and backward in one jaxpr."""
 
-    index: int  # the stage's
+    index: int  # the stage's number
     stage: TracedStage  # the stage
     flat: jaxprs.FlatJaxpr  # the jaxpr
     labels: dict[Any, Value]  # what its inputs are
@@ -35,7 +35,7 @@ class Joint:
     trained: tuple[int, ...]  # positions in the stage's variables
 
     def is_backward(self, equation: Any) -> bool:
-        """Whether an equation is of the backward."""
+        """Whether an equation belongs to the backward."""
         atoms = (*equation.outvars, *equation.invars)
         return any(not is_literal(atom) and atom in self.backward_vars for atom in atoms)
 
@@ -46,7 +46,7 @@ def is_literal(atom: Any) -> bool:
 
 
 def fuse(joint: Joint, reduction: Reduction, is_scaled: bool) -> StagePrograms:
-    """Forward and backward as one program that starts from the loss."""
+    """Makes forward and backward one program that starts from the loss."""
     fused, residuals = stage_programs.cut(
         f"stage{joint.index}_forward_backward",
         joint.flat,
@@ -61,9 +61,9 @@ def fuse(joint: Joint, reduction: Reduction, is_scaled: bool) -> StagePrograms:
 
 
 def split(joint: Joint, reduction: Reduction) -> StagePrograms:
-    """Forward and backward as two programs."""
-    # The value that an assigned variable has in the forward is gone by the backward, so it counts as
-    # data: stored if the backward needs it.
+    """Makes forward and backward two programs."""
+    # An assigned variable's value in the forward is gone by the backward, so it counts as data: it is
+    # stored if the backward needs it.
     assigned = {joint.stage.variables.index(spec) for spec in joint.stage.assigned}
     constant = {
         var
@@ -76,7 +76,7 @@ def split(joint: Joint, reduction: Reduction) -> StagePrograms:
         for equation in joint.flat.equations
         if not joint.is_backward(equation)
         for var in equation.outvars
-        if var in data_vars or equation.effects  # what prints is not done again
+        if var in data_vars or equation.effects  # printing is not repeated
     }
     backward_labels = {
         var: value

@@ -1,17 +1,17 @@
-"""Forward and backward programs of all stages.
+"""Builds forward and backward programs of all stages.
 
 A stage's jaxpr is differentiated once, by `jax.vjp`, which gives a joint jaxpr of its forward and its
 backward. What depends on a cotangent is the backward, the rest is the forward, and what crosses from
 one to the other is a residual, unless the backward can have it without storing it:
 
 1. inputs of the stage are held by the runner anyway;
-2. what depends on variables and constants alone is computed again in the backward;
+2. what depends only on variables and constants is computed again in the backward;
 3. with recomputation the stage is differentiated in segments (see `recomputation`), and only their
    beginnings cross.
 
 The last stage is not cut: its forward and backward are one program that starts from the loss. Gradients
-are computed for what depends on trained variables only, and those that are zero whatever the cotangents
-are not computed at all.
+are computed only for what depends on trained variables. Those that are zero whatever the cotangents are not
+computed at all.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def build(
     Args:
       traced: the pipeline; it trains if it has a loss.
       trained: full names of the variables to take gradients of.
-      reduction: how the accumulators take a gradient in.
+      reduction: how accumulators take in a gradient.
       gradient_map: `f(gradient, variable) -> gradient`, applied to each micro-batch's gradients.
       recompute: what stages keep for their backward; None: all that it needs.
       is_scaled: whether the backward starts from LOSS_SCALE. A gradient map gets gradients without it.
@@ -76,7 +76,7 @@ def build(
             joint = _differentiate(
                 traced, index, evaluate, trained, differentiable, senders, gradient_map, is_scaled, enqueued
             )
-        except Exception as error:  # of a derivative rule, or of an operation that has no derivative
+        except Exception as error:  # from a derivative rule, or an operation without a derivative
             if not str(error).startswith(stage.place):
                 add_derivative_note(error, stage.place)
             raise
@@ -110,7 +110,7 @@ def _find_differentiable(traced: TracedPipeline, trained: Collection[str]) -> se
 
 
 def _stage_arguments(stage: TracedStage) -> list[Value]:
-    """What `_call_stage` takes."""
+    """The arguments of `_call_stage`."""
     values = [Value(ValueKind.VARIABLE, index) for index in range(len(stage.variables))]
     values += _RANDOM if stage.uses_key else ()
     values += [Value(ValueKind.INPUT, index) for index in range(len(stage.inputs))]
@@ -138,7 +138,7 @@ def _call_stage(stage: TracedStage, *arguments: Any) -> list[Any]:
 def _evaluation(
     stage: TracedStage, is_last: bool, recompute: Recomputation | None
 ) -> Callable[..., list[Any]]:
-    """The stage as a function of `_stage_arguments`, to be differentiated."""
+    """Makes the stage a function of `_stage_arguments`, to be differentiated."""
     is_cut = recompute is not Recomputation.RECOMPUTE_THEN_BACKPROPAGATE
     # Nothing is kept between the last stage's forward and backward, so one segment would save nothing.
     if recompute is None or (is_last and not (is_cut and recomputation_marks.has_marks(stage.flat))):
@@ -147,12 +147,12 @@ def _evaluation(
 
 
 def _flatten_stage(stage: TracedStage) -> jaxprs.FlatJaxpr:
-    """The stage as a jaxpr that takes `_stage_arguments`."""
+    """Makes the stage a jaxpr that takes `_stage_arguments`."""
     return jaxprs.flatten(jax.make_jaxpr(functools.partial(_call_stage, stage))(*_stage_avals(stage)))
 
 
 def _own_results(index: int, stage: TracedStage, atoms: Sequence[Any]) -> list[tuple[Value, Any]]:
-    """What a stage makes itself, of what `_call_stage` returns: outputs, new values, what is enqueued."""
+    """The results of `_call_stage` that the stage makes itself: outputs, new values, enqueued leaves."""
     num_outputs, num_assigned = len(stage.outputs), len(stage.assigned)
     results = [
         (Value(ValueKind.OUTPUT, position), atom)
@@ -187,7 +187,7 @@ def _differentiate(
     is_scaled: bool,
     enqueued: Mapping[str, Sequence[int]],
 ) -> Joint:
-    """Differentiates one stage, as `evaluate`. Enters the cotangents that it sends into `senders`."""
+    """Differentiates one stage, given as `evaluate`. Enters the cotangents that it sends into `senders`."""
     stage = traced.stages[index]
     received = _received_cotangents(traced, index, senders)
     arguments = _stage_arguments(stage)
@@ -208,7 +208,7 @@ def _differentiate(
         if source in differentiable
     ]
     places = [arguments.index(of) for _value, of in wanted]
-    shown = [  # a place in `wanted`, and the number of the leaf that is that gradient
+    shown = [  # the gradient's place in `wanted`, and the number of its leaf
         (place, number)
         for place, (value, _of) in enumerate(wanted)
         if value.kind is ValueKind.ACCUMULATOR
@@ -273,13 +273,13 @@ def _differentiate(
 def _map_gradient(
     gradient_map: GradientMap, gradient: jax.Array, variable: jax.Array, scale: jax.Array | None = None
 ) -> jax.Array:
-    """The mapped gradient, `scale` times as large if there is a scale, as the gradient is before."""
+    """Maps a gradient. If there is a scale, the gradient and the result are `scale` times as large."""
     if scale is None:
         return gradient_map(gradient, variable)
     mapped = gradient_map(_unscale(gradient, scale), variable)
     wide = accumulation.count_dtype(gradient.dtype)
     scaled = (mapped.astype(wide) * scale.astype(wide)).astype(gradient.dtype)
-    # A map such as a clip makes infinity finite, and the update is to see that there was an overflow.
+    # A map such as a clip makes infinity finite, but the update must see that there was an overflow.
     return jnp.where(jnp.all(jnp.isfinite(gradient)), scaled, jnp.full_like(scaled, jnp.nan))
 
 

@@ -1,4 +1,4 @@
-"""Functions of the user's that are applied to each micro-batch's gradients, before accumulation."""
+"""User functions that are applied to each micro-batch's gradients, before accumulation."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ GradientMap: TypeAlias = "Callable[[jax.Array, jax.Array], jax.Array]"
 
 @dataclass(frozen=True, eq=False)
 class GradientTarget:
-    """Somebody who gets each micro-batch's gradients, as they are accumulated.
+    """A target that gets each micro-batch's gradients, as they are accumulated.
 
     Attributes:
-      target: whom they are enqueued for, a dict by full name.
+      target: the target that they are enqueued for, as a dict by full name.
       choose: takes the full names of all trained variables, returns those whose gradients are wanted.
     """
 
@@ -30,7 +30,7 @@ class GradientTarget:
 
 
 def join_gradient_maps(gradient_maps: Sequence[GradientMap]) -> GradientMap | None:
-    """Several maps as one, which applies them in their order; None if there are none."""
+    """Joins several maps into one, which applies them in their order; None if there are none."""
     if not gradient_maps:
         return None
 
@@ -46,7 +46,7 @@ def check_gradient_map(gradient_map: GradientMap, trained: Iterable[VariableSpec
     """Raises if a gradient map does not keep shapes and dtypes.
 
     Raises:
-      ValueError: it does not; or it uses a traced value that is not among its arguments.
+      ValueError: it does not, or it uses a traced value that is not among its arguments.
     """
     what = "the gradient_mapping_function"
     for spec in trained:

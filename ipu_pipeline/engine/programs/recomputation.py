@@ -1,12 +1,12 @@
-"""Recomputation: a stage in segments; the backward gets what they begin with, and computes the rest again.
+"""Recomputation: a stage in segments. The backward gets their inputs, and computes the rest again.
 
 Without checkpoints a stage is one segment, and only its inputs are kept. `recomputation_checkpoint` marks
 more values to keep; in the mode RecomputeAndBackpropagateInterleaved the stage is cut there. The backward
 then goes through the segments from the last to the first. It recomputes each one when the gradients of what
 the segment returns have arrived, so the values that two segments need are never in memory at the same time.
 
-What has effects and results (`io_callback`, a loop that prints) is done once: it is differentiated as
-without recomputation, and its results are kept.
+An equation with effects and results (`io_callback`, a loop that prints) runs only once: it is
+differentiated as without recomputation, and its results are kept.
 
 A segment is `jax.checkpoint` of a jaxpr. This puts barriers into the backward, so that XLA does not use
 values of the forward instead where both are in one program. On a CPU, XLA drops these barriers before it
@@ -36,8 +36,8 @@ class Recomputation(enum.Enum):
 
     RECOMPUTE_THEN_BACKPROPAGATE: its inputs; the backward begins with the whole forward.
     RECOMPUTE_AND_BACKPROPAGATE_INTERLEAVED: its inputs and what `recomputation_checkpoint` marks; the
-    backward goes from one of these to the one before. AUTO is the second, which is the first in a stage
-    without marks.
+    backward goes from one of these to the one before. AUTO is the second; in a stage without marks, the two
+    are the same.
     """
 
     AUTO = "auto"
@@ -46,7 +46,7 @@ class Recomputation(enum.Enum):
 
 
 def isolate(equation: Any, inputs: list[Any], inline: jaxprs.InlineFunction) -> list[Any] | None:
-    """A rule for `jaxprs.flatten` that keeps what is recomputed apart from the forward on CPUs too."""
+    """A rule for `jaxprs.flatten` that separates what is recomputed from the forward, also on CPUs."""
     if equation.primitive.name not in jaxprs.CHECKPOINTS or not equation.params["differentiated"]:
         return None
     avals = [jaxprs.aval_struct(atom.aval) for atom in equation.invars]
@@ -85,13 +85,13 @@ class _Segment:
     """A part of a stage."""
 
     function: Callable[..., list[Any]]  # takes the values of `inputs`, returns those of `outputs`
-    inputs: Sequence[Any]  # inputs of the stage, and what the segments before have kept
-    outputs: Sequence[Any]  # what the stage returns of what this segment computes, and what it keeps
+    inputs: Sequence[Any]  # inputs of the stage, and values kept by earlier segments
+    outputs: Sequence[Any]  # the stage's outputs that this segment computes, and what it keeps
     kept: Sequence[Any]  # what later segments take instead of computing it
 
 
 def in_segments(flat: jaxprs.FlatJaxpr, is_cut: bool) -> Callable[..., list[Any]]:
-    """A stage that computes its values again when it is differentiated."""
+    """Makes a stage compute its values again when it is differentiated."""
     marks = _find_marks(flat) if is_cut else []
     segments = _cut(flat, sorted([*marks, *_find_effects(flat)], key=lambda mark: mark.end))
     kept = {var for segment in segments for var in segment.kept}
@@ -111,7 +111,7 @@ def in_segments(flat: jaxprs.FlatJaxpr, is_cut: bool) -> Callable[..., list[Any]
 class _Mark(NamedTuple):
     """A place where a stage is cut."""
 
-    end: int  # how many equations stand before it
+    end: int  # the number of equations before it
     kept: list[Any]  # variables that segments behind it take instead of computing them
     is_recomputed: bool = True  # whether the segment that it ends is computed again
 
@@ -130,7 +130,7 @@ def _find_marks(flat: jaxprs.FlatJaxpr) -> list[_Mark]:
 
 
 def _find_effects(flat: jaxprs.FlatJaxpr) -> list[_Mark]:
-    """Cuts around each equation that has effects and results: it must not be done again."""
+    """Cuts around each equation that has effects and results, which must not run again."""
     read = {id(atom) for equation in flat.equations for atom in equation.invars}
     read |= {id(atom) for atom in flat.outputs}
     made: set[Any] = set()

@@ -28,13 +28,13 @@ class ValueKind(enum.Enum):
     ASSIGNED = enum.auto()  # position in the stage's variables: its new value
     KEY = enum.auto()
     EXECUTION_COUNT = enum.auto()
-    UPDATE_COUNT = enum.auto()  # weight updates before, int32
+    UPDATE_COUNT = enum.auto()  # the number of weight updates so far, int32
     MICRO_BATCH = enum.auto()  # the micro-batch's index, int32; in loops the iteration
-    ACCUMULATED = enum.auto()  # how many micro-batches the accumulators have taken in, int32
+    ACCUMULATED = enum.auto()  # the number of micro-batches in the accumulators, int32
     INPUT = enum.auto()  # position in the stage's inputs
     OUTPUT = enum.auto()  # position in the stage's outputs
     RESIDUAL = enum.auto()  # counted per stage
-    LOSS_SCALE = enum.auto()  # what the backward starts from, float32
+    LOSS_SCALE = enum.auto()  # the scale that the backward starts from, float32
     COTANGENT = enum.auto()  # position in the stage's outputs, one for each consumer
     INPUT_COTANGENT = enum.auto()  # position in the stage's inputs
     ENQUEUED = enum.auto()  # the number of the leaf in the pipeline
@@ -42,7 +42,7 @@ class ValueKind(enum.Enum):
 
 @dataclass(frozen=True)
 class Value:
-    """An argument or a result of a stage program; `consumer` is the stage that a cotangent is from."""
+    """An argument or a result of a stage program; `consumer` is the stage that a cotangent comes from."""
 
     kind: ValueKind
     index: int = 0
@@ -58,41 +58,41 @@ class StageProgram:
     arguments: tuple[Value, ...]  # what they are; accumulators, which may be donated, come first
     results: tuple[tuple[Value, ...], ...]  # what they are. One result may stand for several values.
     num_operations: float  # what it costs, see `costs.count_operations`.
-    uncounted: frozenset[str]  # what it calls besides, whose cost is not known, see `costs.find_uncounted`.
+    uncounted: frozenset[str]  # calls whose cost is not known, see `costs.find_uncounted`.
     has_effects: bool  # whether it prints or calls back into Python
     has_convolutions: bool  # whether it has convolutions
 
     def on(self, platform: str) -> StageProgram:
-        """The program as it is fastest on a kind of device, as in `jax.Device.platform`."""
+        """The program in the form that is fastest on a kind of device, as in `jax.Device.platform`."""
         if platform != "cpu" or not self.has_convolutions:
             return self
         return dataclasses.replace(self, function=with_fast_convolutions(self.function))
 
     @property
     def num_accumulators(self) -> int:
-        """How many arguments at the beginning are accumulators."""
+        """The number of arguments at the beginning that are accumulators."""
         return sum(value.kind is ValueKind.ACCUMULATOR for value in self.arguments)
 
 
 @dataclass(frozen=True, eq=False)
 class StagePrograms:
-    """What one stage runs per micro-batch."""
+    """The programs that one stage runs per micro-batch."""
 
     forward: StageProgram  # the forward; on the last stage of a pipeline that trains, forward and backward
     backward: StageProgram | None  # None if the forward does it, or if nothing needs a gradient
-    # shapes and dtypes of what is stored between the two; the stage's inputs, which the runner holds
-    # anyway, are not among them
+    # shapes and dtypes of what is stored between the two, without the stage's inputs, which the runner
+    # holds anyway
     residuals: tuple[jax.ShapeDtypeStruct, ...]
-    trained: tuple[int, ...]  # positions in the stage's variables of those that have an accumulator
+    trained: tuple[int, ...]  # the variables with an accumulator, as positions in the stage's
 
     def on(self, platform: str) -> StagePrograms:
-        """The programs as they are fastest on a kind of device; see `StageProgram.on`."""
+        """The programs in the form that is fastest on a kind of device; see `StageProgram.on`."""
         backward = None if self.backward is None else self.backward.on(platform)
         return dataclasses.replace(self, forward=self.forward.on(platform), backward=backward)
 
 
 def read_sources(stage: TracedStage, *programs: StageProgram | None) -> set[Source]:
-    """Where the values between stages come from that some programs of a stage read."""
+    """The sources of the values between stages that some programs of a stage read."""
     arguments = [value for program in programs if program is not None for value in program.arguments]
     return {stage.inputs[value.index] for value in arguments if value.kind is ValueKind.INPUT}
 
@@ -109,7 +109,7 @@ def cut(
 
     Args:
       name: the program's name.
-      flat: where to cut it out of.
+      flat: the jaxpr to cut it out of.
       results: what the program returns, each with its atom in `flat`.
       labels: what the inputs of `flat` are. An input that is not in it, and any variable in `stored`,
         becomes a RESIDUAL argument.
@@ -145,7 +145,7 @@ def cut(
 
 
 def seed(program: StageProgram, dtype: Any, is_scaled: bool) -> StageProgram:
-    """The program with the loss's COTANGENT argument set to 1, or to a LOSS_SCALE argument."""
+    """Sets a program's COTANGENT argument of the loss to 1, or to a LOSS_SCALE argument."""
     is_seed = [value.kind is ValueKind.COTANGENT for value in program.arguments]
 
     def seeded(*arguments: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Who does what when, the checker that proves it, and how long it takes; no JAX."""
+"""Schedules, the checker that proves them, and simulations of how long they take. No JAX."""
 
 from ipu_pipeline.engine.schedules.actions import (
     Action,

@@ -1,4 +1,4 @@
-"""What a schedule is made of: actions, rows of them, and the grid that shows them."""
+"""The parts of a schedule: actions, rows of actions, and the grid that shows them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Action", "ActionKind", "Row", "Rows", "ScheduleError", "ScheduleFunc
 
 
 class ActionKind(enum.IntEnum):
-    """What an action does. Input gradients and weight gradients of their own, and updates, come later."""
+    """The kinds of actions. Separate input and weight gradients, and updates, come later."""
 
     FORWARD = 0
     BACKWARD = 1
@@ -38,7 +38,7 @@ class ScheduleError(ValueError):
 
 
 def format_rows(rows: Rows, marked: tuple[int, int] | None = None) -> str:
-    """A grid of a schedule: an IPU per line, a slot per column.
+    """Formats a schedule as a grid: an IPU per line, a slot per column.
 
     `F0.3` is the forward of stage 0 for micro-batch 3, `B` a backward, `.` a time-step of waiting.
 

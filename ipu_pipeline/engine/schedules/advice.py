@@ -1,4 +1,4 @@
-"""What to change about a pipeline, in a sentence, with what it would gain. No JAX."""
+"""Advises in a sentence what to change about a pipeline, and what that would gain. No JAX."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from ipu_pipeline.engine.schedules.variants import Layer, Variant, what_if
 __all__ = ["Advice", "advise"]
 
 _LEAST_GAIN = 0.02  # in samples per second; less is not worth a change
-_ALIKE = 0.005  # of gains: of two such changes the one of one thing is advised
+_ALIKE = 0.005  # of gains: among changes this close, one that changes a single thing is advised
 
 
 @dataclass(frozen=True)
 class Advice:
-    """What to change.
+    """Advice on what to change.
 
     Attributes:
-      sentence: for people.
-      gain: how many more samples per second it is predicted to give, as a share; 0 if nothing is worth it.
-      variant: the change; None if nothing is worth it.
+      sentence: the advice, for people.
+      gain: the predicted gain in samples per second, as a share; 0 if no change is worth it.
+      variant: the change; None if no change is worth it.
       limiting_stage: the stage that takes longest, on the IPU that has most to do.
     """
 
@@ -38,19 +38,19 @@ def advise(
     variants: Sequence[Variant] | None = None,
     describe: Callable[[float], str] = "{:.4g}".format,
 ) -> Advice:
-    """Says what to change: the schedule, the split or the chunks, and if that gains nothing the count.
+    """Advises what to change: the schedule, the split or the chunks, or if these gain nothing, the count.
 
     A larger gradient accumulation count always helps the pipeline, but it changes the training: weights are
     updated less often. So it comes last.
 
     Args:
-      scenario: as it is.
+      scenario: the pipeline as it is.
       layers: as for `what_if`.
       variants: what `what_if` returned; None: it is called.
-      describe: a time of the costs' unit as the sentence has it.
+      describe: formats a time, in the costs' unit, for the sentence.
 
     Returns:
-      The change that is predicted to give most, from 2% more samples per second.
+      The change with the largest predicted gain, if that is at least 2% more samples per second.
     """
     variants = what_if(scenario, layers) if variants is None else variants
     limiting = _find_limiting(scenario)

@@ -1,21 +1,22 @@
-"""Why IPUs that wait for data only are idle in a step. No JAX.
+"""Finds why IPUs that wait only for data are idle in a step. No JAX.
 
-An idle moment seldom has a cause of its own: an IPU waits for another one, which waited for a transfer. So
-a cause is what a step would be shorter without it, times the number of IPUs. One cause after the other is
-taken away, and what is left in the end are the ramps:
+An idle moment seldom has a single cause: an IPU waits for another one, which waited for a transfer. So a
+cause counts as the time by which a step would be shorter without it, times the number of IPUs. One cause
+after the other is taken away, and in the end only the ramps are left:
 
 * shared cores: each program has the cores that it needs.
 * host: the host takes no time.
-* transfers: they take no time, nor do all-reduces: links are infinitely fast, those to host memory too.
-* imbalance: the work is spread evenly, that of forwards, that of backwards and that of updates, over the
-  IPUs, and there over the stages. 0 where that makes the step longer, which happens with few micro-batches.
-* ramps: what is idle then. Before the first backward of an IPU it is ramp-up, after its last forward
-  ramp-down; what is both or neither is half of each. Without backwards, the first forward.
+* transfers: they take no time, nor do all-reduces: links are infinitely fast, also those to host memory.
+* imbalance: the work of forwards, of backwards and of updates is each spread evenly over the IPUs, and
+  there over the stages. 0 where that makes the step longer, which happens with few micro-batches.
+* ramps: the idle time that is left. Before the first backward of an IPU it is ramp-up, after its last
+  forward ramp-down; time that is both or neither is half of each. Without backwards, the first forward
+  counts.
 
 None can be negative: an end of a program is the latest of sums of costs (a "max-plus" system: Baccelli et
 al., "Synchronization and Linearity", 1992), so it does not come later when a cost gets less.
 
-With N stages on N IPUs that all take the same, and M micro-batches, only the ramps are left with Grouped
+With N stages on N IPUs that take equally long, and M micro-batches, only the ramps are left with Grouped
 and Interleaved, (N-1)/(M+N-1) of the step (Narayanan et al., "Efficient Large-Scale Language Model Training
 on GPU Clusters", 2021, have it as (N-1)/M of the rest); with Sequential they are (N-1)/N.
 """
@@ -38,7 +39,7 @@ __all__ = ["balanced", "find_bubble"]
 
 
 def balanced(scenario: Scenario) -> Scenario:
-    """The scenario with all work spread evenly over the IPUs, and there over the stages."""
+    """Spreads all work of a scenario evenly over the IPUs, and there over the stages."""
     ipus = scenario.device_mapping
     num_there = [ipus.count(ipu) for ipu in ipus]
 
@@ -57,13 +58,13 @@ def balanced(scenario: Scenario) -> Scenario:
 
 
 def find_bubble(scenario: Scenario, timetable: Timetable, programs: Programs, step_time: float) -> Bubble:
-    """The idle time by cause.
+    """Finds the idle time by cause.
 
     Args:
       scenario: what was simulated.
       timetable: its timetable.
-      programs: when they ran.
-      step_time: when the last one ended.
+      programs: the programs, with the times when they ran.
+      step_time: when the last program ended.
     """
     num_ipus = len(scenario.ipus_of_replicas)
     work = sum(scenario.work_of_ipus().values())
@@ -103,7 +104,7 @@ def find_bubble(scenario: Scenario, timetable: Timetable, programs: Programs, st
 
 
 def _find_ramps(scenario: Scenario, programs: Programs, step_time: float) -> tuple[float, float]:
-    """Idle time before the first backwards and after the last forwards of the IPUs."""
+    """Finds the idle time before the first backwards and after the last forwards of the IPUs."""
     up = down = 0.0
     by_ipu: dict[int, list[list[ProgramTiming]]] = {
         ipu: [[] for _kind in programs] for ipu in scenario.ipus_of_replicas
@@ -129,7 +130,7 @@ def _find_ramps(scenario: Scenario, programs: Programs, step_time: float) -> tup
 
 
 def _split_gaps(begins: Array, ends: Array, filled: float, last: float) -> tuple[float, float]:
-    """What of some gaps is before `filled`, and what after `last`; both or neither is half of each."""
+    """Splits the time of gaps before `filled` from that after `last`; both or neither is half of each."""
     lengths = np.maximum(ends - begins, 0.0)
     is_up = np.where(ends <= filled, 1.0, 0.0)
     is_down = np.where(begins >= last, 1.0, 0.0)

@@ -20,7 +20,7 @@ class Timetable:
     """A checked schedule.
 
     Attributes:
-      rows: one row of slots per IPU, as they were given.
+      rows: one row of slots per IPU, as given.
       order: all actions in the order of their time-steps; within one time-step by IPU. No action comes
         before one that it depends on.
       time_steps: the time-step (from 1) of the action at the same position in `order`.
@@ -52,7 +52,7 @@ def check(
 
     Args:
       rows: one row per IPU; None is a time-step in which the IPU waits.
-      num_stages: how many stages there are.
+      num_stages: the number of stages.
       num_micro_batches: micro-batches per weight update.
       device_mapping: the IPU of each stage.
       training: whether there are backwards.
@@ -63,8 +63,8 @@ def check(
 
     Raises:
       ScheduleError: an action is missing, unknown, doubled, on another IPU than its stage, or before an
-        earlier micro-batch of the same stage and direction; or the IPUs wait for each other, in which
-        case the message holds the grid up to there.
+        earlier micro-batch of the same stage and direction. Or the IPUs wait for each other; then the
+        message has the grid up to there.
     """
     frozen: Rows = tuple(tuple(row) for row in rows)
     _check_complete(frozen, num_stages, num_micro_batches, device_mapping, training)
@@ -73,7 +73,7 @@ def check(
     # What a stage waits for: in a forward the level before, in a backward the level after.
     before = [_stages_of(levels, level - 1) for level in levels]
     after = [_stages_of(levels, level + 1) for level in levels]
-    num_forwards = [0] * num_stages  # done, per stage: the next forward's micro-batch
+    num_forwards = [0] * num_stages  # number done per stage, which is the next forward's micro-batch
     num_backwards = [0] * num_stages
     in_flight = [0] * num_stages
     positions = [0] * len(frozen)
@@ -98,7 +98,7 @@ def check(
             positions[ipu] += 1
         if not done and not num_idle:
             raise ScheduleError(_describe_deadlock(frozen, positions, time_step))
-        for action in done:  # only now: what a time-step produces is there for the next one
+        for action in done:  # only now: results of a time-step are there for the next one
             if action.kind is ActionKind.FORWARD:
                 num_forwards[action.stage] += 1
             else:

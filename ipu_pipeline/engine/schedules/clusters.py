@@ -29,7 +29,7 @@ class LinkSpeed:
     """How fast a link is.
 
     Attributes:
-      latency: until the first byte arrives, in the unit of the costs.
+      latency: the time until the first byte arrives, in the unit of the costs.
       bandwidth: bytes per unit of time.
     """
 
@@ -50,7 +50,7 @@ class LinkSpeed:
             )
 
     def time(self, num_bytes: float) -> float:
-        """How long it takes to send so many bytes; 0 if there are none."""
+        """The time that it takes to send `num_bytes`; 0 if there are none."""
         return self.latency + num_bytes / self.bandwidth if num_bytes else 0.0
 
 
@@ -60,7 +60,7 @@ class Cluster:
 
     Attributes:
       num_replicas: copies of the pipeline, each with IPUs and micro-batches of its own.
-      processes: of each device the process that starts its programs, from 0. The devices of replica 0 come
+      processes: the process that starts each device's programs, from 0. The devices of replica 0 come
         first, by IPU, then those of replica 1, and so on. Empty: one process has all.
       within: the links between devices of one process.
       between: the links between devices of different processes.
@@ -105,12 +105,12 @@ class Cluster:
         between: LinkSpeed | None = None,
         shards_optimizer_state: bool = False,
     ) -> Cluster:
-        """A cluster whose processes have equally many devices, one after another.
+        """Makes a cluster whose processes have equally many devices, one after another.
 
         Args:
           num_replicas: copies of the pipeline.
-          num_ipus: of each.
-          num_processes: how many processes there are; they divide the number of all devices.
+          num_ipus: the number of IPUs of each replica.
+          num_processes: the number of processes; it divides the number of all devices.
           within: see the fields.
           between: see the fields.
           shards_optimizer_state: see the fields.
@@ -136,7 +136,7 @@ class Cluster:
 
     @property
     def num_processes(self) -> int:
-        """How many processes there are."""
+        """The number of processes."""
         return max(self.processes, default=0) + 1
 
     def process_of(self, device: int) -> int:
@@ -144,16 +144,16 @@ class Cluster:
         return self.processes[device] if self.processes else 0
 
     def speed_between(self, devices: set[int]) -> LinkSpeed:
-        """The slowest kind of link that joins these devices."""
+        """The slowest link between any of these devices."""
         return self.within if len({self.process_of(device) for device in devices}) == 1 else self.between
 
     def half_ring(self, devices: set[int], num_bytes: float) -> float:
-        """How long a reduce-scatter or an all-gather takes among these devices, one of each replica."""
+        """The time of a reduce-scatter or an all-gather among these devices, one of each replica."""
         number = len(devices)
         return (number - 1) * self.speed_between(devices).time(num_bytes / number)
 
     def as_dict(self) -> dict[str, Any]:
-        """What JSON can hold, for `from_dict`; an infinite bandwidth is None."""
+        """The fields as JSON can hold them, for `from_dict`; an infinite bandwidth is None."""
 
         def describe(speed: LinkSpeed) -> dict[str, float | None]:
             bandwidth = speed.bandwidth if math.isfinite(speed.bandwidth) else None
@@ -169,7 +169,7 @@ class Cluster:
 
     @classmethod
     def from_dict(cls, entries: Mapping[str, Any]) -> Cluster:
-        """A cluster from what `as_dict` returned; what is missing has its default."""
+        """Makes a cluster from what `as_dict` returned; missing entries get their defaults."""
         entries = dict(entries)
         for name in ("within", "between"):
             speed = dict(entries.pop(name, {}))

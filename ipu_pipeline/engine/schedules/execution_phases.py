@@ -1,8 +1,8 @@
-"""Execution phases: the levels of a pipeline that run as one, and what leaves the devices between them.
+"""Execution phases: the levels of a pipeline that run as one, and what leaves the devices between phases.
 
 A micro-batch goes through all phases before the next one begins: forwards phase by phase, and then
-backwards in the opposite order. The last phase's backwards belong to the phase of its forwards, or are one
-of their own. With two phases: forward 0, forward and backward 1, backward 0; or forward 0, forward 1,
+backwards in the opposite order. The last phase's backwards belong to the phase of its forwards, or are a
+phase of their own. With two phases: forward 0, forward and backward 1, backward 0; or forward 0, forward 1,
 backward 1, backward 0.
 
 Source: what PopTorch calls phased execution, and PopART execution phases.
@@ -19,17 +19,17 @@ __all__ = ["ExecutionPhases"]
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutionPhases:
-    """Which levels of a pipeline make which phase.
+    """The phases of a pipeline's levels.
 
     Attributes:
       of_levels: the phase of each entry of `stages`, ascending from 0 without gaps.
       shares_last: whether the last phase's backwards belong to the phase of its forwards. False needs a
-        last entry that is alone in its level and has nothing to keep, as the last stage's forward and
-        backward are one program, which begins the backwards then.
-      num_ahead: how many phases may be on the devices before the one that is about to begin has what it
-        needs brought there: 0 waits for the one before to end, 1 for the one before that. None: no limit.
+        last entry that is alone in its level and has nothing to keep, because the last stage's forward and
+        backward are one program, which then begins the backwards.
+      num_ahead: the number of earlier phases that may still be on the devices when a phase's needs are
+        brought there: 0 waits for the previous phase to end, 1 for the one before that. None: no limit.
       keeps_values: whether what goes from phase to phase stays on the devices. False: it waits in host
-        memory, as everything else of a micro-batch does.
+        memory, like everything else of a micro-batch.
     """
 
     of_levels: tuple[int, ...]
@@ -41,7 +41,7 @@ class ExecutionPhases:
         """Checks the fields.
 
         Raises:
-          ValueError: one is not usable.
+          ValueError: a field is not usable.
         """
         object.__setattr__(self, "of_levels", tuple(self.of_levels))
         steps = [
@@ -65,7 +65,7 @@ class ExecutionPhases:
             )
 
     def check(self, num_levels: int, schedule: object, num_serialized: int) -> None:
-        """Checks them against the rest of a pipeline.
+        """Checks the phases against the rest of a pipeline.
 
         Raises:
           ValueError: they do not go together.
@@ -82,7 +82,7 @@ class ExecutionPhases:
             )
 
     def find(self, kind: ActionKind, level: int) -> tuple[ActionKind, int]:
-        """The phase in which a stage of a level has its forward or backward, and its direction."""
+        """The direction and number of the phase in which a stage of a level has its forward or backward."""
         phase, last = self.of_levels[level], len(self.of_levels) - 1
         if phase < self.of_levels[-1]:
             return kind, phase

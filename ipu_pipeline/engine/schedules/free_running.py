@@ -1,12 +1,12 @@
-"""IPUs that wait for data only: when each program of a step runs. No JAX.
+"""Finds when each program of a step runs, if IPUs wait only for data. No JAX.
 
 The host starts the programs one after another, in the order of the timetable, and runs ahead of the IPUs,
-as the engine's runner does. A program begins as soon as it has been started, its IPU is done with the one
-before, and all that it reads has arrived. So it begins at the latest of three times, and one pass in the
-order of the timetable finds them all.
+as the engine's runner does. A program begins as soon as it has been started, its IPU has finished the
+previous one, and all that it reads has arrived. So it begins at the latest of three times, and one pass in
+the order of the timetable finds them all.
 
-Replicas are columns of programs beside each other. The host of each process starts what its devices do: of
-each action that of one replica after the other. After the last action the replicas of an IPU meet, average
+Replicas are columns of programs beside each other. The host of each process starts what its devices do,
+each action for one replica after the other. After the last action the replicas of an IPU meet, average
 their gradients and update, and a host starts each of these programs once for all of its replicas.
 
 Where IPUs share cores, `shared_cores` follows the programs in the order of time instead.
@@ -41,21 +41,21 @@ __all__ = [
 
 # The places of programs among a scenario's, behind the kinds of actions.
 UPDATE = 2
-REDUCE = 3  # of an IPU's gradients over the replicas: an all-reduce, or a reduce-scatter
-GATHER = 4  # of what replicas that share the optimizer's state have updated
-_MEET = 5  # no program: all replicas of an IPU are so far
+REDUCE = 3  # an IPU's gradients are reduced over the replicas: an all-reduce, or a reduce-scatter
+GATHER = 4  # replicas that share the optimizer's state gather what they have updated
+_MEET = 5  # not a program: all replicas of an IPU have come this far
 
 
 @dataclass(eq=False)
 class Link:
-    """What sends the results of a program to another stage.
+    """Sends the results of a program to another stage.
 
     Attributes:
       edge: the stage that sends, and the one that receives.
       time: how long it takes for a chunk; 0: results are there at once, and `arrivals` are the ends of the
         program itself.
       arrivals: when the result of each chunk was there.
-      num_skipped: of how many chunks the result is not sent; then come those that are.
+      num_skipped: the number of first chunks whose results are not sent.
     """
 
     edge: Edge
@@ -66,19 +66,19 @@ class Link:
 
 @dataclass(eq=False)
 class ProgramTiming:
-    """What a stage does in one direction, or its update.
+    """The program of a stage in one direction, or its update, and when it runs.
 
     Attributes:
-      ipu: where, by its number among those of all replicas.
-      cost: how long it takes alone; 0: it is no program, and passes on when its inputs are there.
-      cores: how many it keeps busy.
-      inputs: for each thing that it reads the arrivals, by chunk.
-      links: what it sends.
-      readers: the programs that read what it makes.
-      process: the one whose host starts it.
-      is_started: whether the host takes time to start it; not if it has done so with another one's.
+      ipu: the IPU where it runs, by its number among those of all replicas.
+      cost: how long it takes alone; 0: it is not a program, and passes results on once inputs are there.
+      cores: the number of cores that it keeps busy.
+      inputs: for each value that it reads, the arrivals by chunk.
+      links: the links over which it sends.
+      readers: the programs that read its results.
+      process: the process whose host starts it.
+      is_started: whether the host takes time to start it; False if it starts together with another one.
       begins: when it began, by chunk.
-      ends: when it ended.
+      ends: when it ended, by chunk.
     """
 
     ipu: int
@@ -93,13 +93,13 @@ class ProgramTiming:
     ends: list[float] = field(default_factory=list)
 
 
-# Forwards, backwards, updates, and with several replicas what replicas do together. Each list has the
-# programs of all stages of replica 0, then those of replica 1, and so on.
+# Forwards, backwards, updates, and with several replicas their joint programs. Each list has the programs
+# of all stages of replica 0, then those of replica 1, and so on.
 Programs: TypeAlias = "tuple[list[ProgramTiming], ...]"
 
 
 def wire(scenario: Scenario) -> Programs:
-    """The programs of a scenario, connected; none has run."""
+    """Makes the programs of a scenario, connected. None has run."""
     columns = [_wire_replica(scenario, replica) for replica in range(scenario.cluster.num_replicas)]
     programs = tuple([one for own in kind for one in own] for kind in zip(*columns, strict=True))
     if len(columns) > 1 and scenario.training:
@@ -108,7 +108,7 @@ def wire(scenario: Scenario) -> Programs:
 
 
 def _wire_replica(scenario: Scenario, replica: int) -> Programs:
-    """The forwards, backwards and updates of a replica."""
+    """Makes the forwards, backwards and updates of a replica."""
     costs, levels, size = scenario.costs, scenario.levels, scenario.chunk_size
     stages = range(costs.num_stages)
     ipus = [scenario.ipu_of(replica, ipu) for ipu in scenario.device_mapping]
@@ -125,7 +125,7 @@ def _wire_replica(scenario: Scenario, replica: int) -> Programs:
         if scenario.is_fused:
             _fuse(forwards[-1], backwards[-1])
         for forward, backward in zip(forwards, backwards, strict=True):
-            if not (forward.cost and backward.cost):  # else the order on their IPU sees to it
+            if not (forward.cost and backward.cost):  # else the order on their IPU ensures it
                 _connect(forward, backward, Link((0, 0), 0.0, forward.ends))
 
     def send(programs: list[ProgramTiming], edge: Edge) -> None:
@@ -140,7 +140,7 @@ def _wire_replica(scenario: Scenario, replica: int) -> Programs:
             send(forwards, (source, target))
             if scenario.training:
                 send(backwards, (target, source))
-    # Values may skip stages: what is sent over other edges than those between neighbours.
+    # Values may skip stages, over other edges than those between neighbours.
     for source, target in dict.fromkeys([*costs.transfers, *costs.num_sent_bytes]):
         if levels[target] - levels[source] > 1:
             send(forwards, (source, target))
@@ -150,7 +150,7 @@ def _wire_replica(scenario: Scenario, replica: int) -> Programs:
 
 
 def _join(scenario: Scenario, programs: Programs) -> Programs:
-    """What replicas do together: they reduce gradients, gather what they updated, and meet before each."""
+    """Adds what replicas do together: reduce gradients, gather what they updated, and meet before each."""
     mapping, number = scenario.device_mapping, scenario.costs.num_stages
     updates, places = programs[UPDATE], range(len(programs[UPDATE]))
     halves = {mapping.index(ipu): scenario.half_ring(ipu) for ipu in scenario.ipus}
@@ -197,12 +197,12 @@ def _fuse(forward: ProgramTiming, backward: ProgramTiming) -> None:
     if together:
         forward.cores = (
             forward.cost * forward.cores + backward.cost * backward.cores
-        ) / together  # on the average
+        ) / together  # on average
     forward.cost, backward.cost = together, 0.0
 
 
 def _connect(source: ProgramTiming, target: ProgramTiming, link: Link, *, is_kept: bool = False) -> None:
-    """Makes a program read another one's results; a link that only passes on what ends is not kept."""
+    """Makes a program read another one's results. A link that only passes on ends is not kept."""
     target.inputs.append(link.arrivals)
     source.readers.append(target)
     if link.time or is_kept:
@@ -210,9 +210,9 @@ def _connect(source: ProgramTiming, target: ProgramTiming, link: Link, *, is_kep
 
 
 def in_order(timetable: Timetable, programs: Programs) -> Iterator[tuple[int, int, int]]:
-    """What hosts start as (kind, place among the programs of that kind, chunk), in that order.
+    """What hosts start, in order, as (kind, place among the programs of that kind, chunk).
 
-    The actions come first, of one replica after the other, then what ends the step.
+    The actions come first, for one replica after the other, then what ends the step.
     """
     if len(programs) <= UPDATE + 1:
         updates = ((UPDATE, place, 0) for place, update in enumerate(programs[UPDATE]) if update.cost)
@@ -251,7 +251,7 @@ class Host:
     """The hosts of all processes: each starts one program after the other."""
 
     def __init__(self, programs: Programs, cost: float) -> None:
-        """Notes how long a host takes to start a program, and the processes."""
+        """Takes the time in which a host starts a program, and the processes."""
         self._cost = cost
         self._now = [0.0] * (1 + max(program.process for program in itertools.chain(*programs)))
 
@@ -266,12 +266,12 @@ def run_freely(programs: Programs, timetable: Timetable, host: float) -> float:
     """Finds when each program runs if no IPU takes cores from another.
 
     Args:
-      programs: fresh from `wire`; their begins, ends and arrivals are entered.
-      timetable: the order.
-      host: how long a host takes to start one.
+      programs: the programs, fresh from `wire`; their begins, ends and arrivals are entered.
+      timetable: the order of their starts.
+      host: how long a host takes to start a program.
 
     Returns:
-      When all is done.
+      The time when all is done.
     """
     num_ipus = 1 + max(program.ipu for program in programs[ActionKind.FORWARD])
     free = [0.0] * num_ipus
@@ -308,5 +308,5 @@ def run_freely(programs: Programs, timetable: Timetable, host: float) -> float:
 
 
 def last_end(programs: Programs) -> float:
-    """When all programs have ended."""
+    """The time when all programs have ended."""
     return max((own.ends[-1] for own in itertools.chain(*programs) if own.ends), default=0.0)

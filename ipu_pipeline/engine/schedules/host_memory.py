@@ -22,20 +22,20 @@ _SIZES = tuple(f"num_bytes_{way}_{kind}" for way in ("to", "from") for kind in _
 class HostMemory:
     """What execution phases move between IPUs and host memory; `Pipeline.plan_host_memory` finds it.
 
-    Sizes are those of a program, which handles a micro-batch or a chunk of them; one per stage, or none for
-    zeros.
+    Sizes are per program, which handles a micro-batch or a chunk of them. There is one per stage, or none
+    for zeros.
 
     Attributes:
-      phases: of the pipeline.
-      link: between an IPU and host memory, likewise in either direction. What a program needs is sent at
-        once, and so is what it leaves.
-      num_bytes_to_forward: of each stage, what is brought before its forward; the weights only if its phase
-        does not have them yet.
-      num_bytes_to_backward: likewise its backward.
-      num_bytes_to_update: likewise what is brought for its update.
-      num_bytes_from_forward: of each stage, what its forward leaves to host memory.
-      num_bytes_from_backward: likewise its backward.
-      num_bytes_from_update: likewise its update.
+      phases: the execution phases of the pipeline.
+      link: the link between an IPU and host memory, with the same speed in either direction. What a program
+        needs is sent at once, and so is what it leaves.
+      num_bytes_to_forward: what is brought before each stage's forward; the weights only if its phase does
+        not have them yet.
+      num_bytes_to_backward: what is brought before each stage's backward, in the same way.
+      num_bytes_to_update: what is brought before each stage's update.
+      num_bytes_from_forward: what each stage's forward leaves to host memory.
+      num_bytes_from_backward: what each stage's backward leaves to host memory.
+      num_bytes_from_update: what each stage's update leaves to host memory.
     """
 
     phases: ExecutionPhases
@@ -60,7 +60,7 @@ class HostMemory:
                     )
 
     def check(self, num_stages: int, num_levels: int, schedule: object) -> None:
-        """Checks it against the rest of a scenario.
+        """Checks the phases and sizes against the rest of a scenario.
 
         Raises:
           ValueError: they do not go together.
@@ -71,14 +71,14 @@ class HostMemory:
                     f"HostMemory: {name} must have a number for each of the {num_stages} stages, or none; "
                     f"got {len(getattr(self, name))}."
                 )
-        # A timetable or function of one's own may be anything, as long as phases come in their order.
+        # A user's timetable or function may be anything, as long as phases come in their order.
         self.phases.check(num_levels, schedule if isinstance(schedule, str) else "sequential", 1)
 
     def check_devices(self, cores: float | None, num_replicas: int) -> None:
-        """Checks it against the IPUs of a scenario: of one replica, and with cores of their own.
+        """Checks that a scenario has one replica, and IPUs with cores of their own.
 
         Raises:
-          ValueError: they are others.
+          ValueError: it has not.
         """
         if cores is not None or num_replicas > 1:
             raise ValueError(
@@ -87,21 +87,21 @@ class HostMemory:
             )
 
     def time_to(self, kind: int, stage: int) -> float:
-        """How long it takes to bring what a program needs; kinds are forward, backward and update."""
+        """The time to bring what a program needs; kinds are forward, backward and update."""
         return self._time(_SIZES[kind], stage)
 
     def time_from(self, kind: int, stage: int) -> float:
-        """How long it takes to take away what a program leaves."""
+        """The time to take away what a program leaves."""
         return self._time(_SIZES[len(_KINDS) + kind], stage)
 
     def time_of(self, kind: int, stage: int) -> float:
-        """How long both take, one after the other."""
+        """The time of both, one after the other."""
         return self.time_to(kind, stage) + self.time_from(kind, stage)
 
     def time_beside(self, moving: float, computing: float) -> float:
-        """How much longer it takes to move something and compute than to compute alone.
+        """The time that moving something adds to computing.
 
-        With phases that are brought while the one before runs both go on at the same time.
+        If a phase is brought while the one before runs, both go on at the same time.
         """
         return moving if self.phases.num_ahead == 0 else max(0.0, moving - computing)
 
@@ -110,7 +110,7 @@ class HostMemory:
         return self.link.time(values[stage]) if values else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """What JSON can hold, for `from_dict`; an infinite bandwidth is None."""
+        """The fields as JSON can hold them, for `from_dict`; an infinite bandwidth is None."""
         bandwidth = self.link.bandwidth
         return {
             "phases": {**dataclasses.asdict(self.phases), "of_levels": list(self.phases.of_levels)},
@@ -123,7 +123,7 @@ class HostMemory:
 
     @classmethod
     def from_dict(cls, entries: Mapping[str, Any]) -> HostMemory:
-        """From what `as_dict` returned; what is missing has its default."""
+        """Makes one from what `as_dict` returned; missing entries get their defaults."""
         entries = dict(entries)
         link = dict(entries.pop("link", {}))
         if link.get("bandwidth") is None:

@@ -1,13 +1,13 @@
-"""IPUs that wait for data only, in execution phases: when each program of a step runs. No JAX.
+"""Finds when each program of a step runs in execution phases, if IPUs wait only for data. No JAX.
 
-Each IPU has a link from host memory and one to it, and each carries one thing at a time. The host asks for
-what a program needs right before it starts the program, as the engine's runner does, and it waits where
-another phase begins, until all but `num_ahead` of those before have ended and what they leave has arrived
-in host memory. Weight updates follow behind the last phase, and each is waited for likewise.
+Each IPU has a link from host memory and one to it, and each carries one transfer at a time. The host asks
+for what a program needs right before it starts the program, as the engine's runner does. Where another
+phase begins, it waits until all but `num_ahead` of the phases before have ended and what they leave has
+arrived in host memory. Weight updates follow the last phase, and the host waits for each in the same way.
 
 A program begins when it has been started, its IPU is free, and all that it reads has arrived. What a stage
-leaves in host memory must have arrived there before anything of the stage is brought again; where all of a
-micro-batch goes through host memory, that holds for what any stage leaves.
+leaves in host memory must have arrived there before anything of the stage is brought again. Where all of a
+micro-batch goes through host memory, this holds for what any stage leaves.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ __all__ = ["run_step"]
 
 
 def run_step(scenario: Scenario, timetable: Timetable, programs: Programs, host: float) -> float:
-    """Finds when each program runs if no IPU takes cores from another; in phases, if the scenario has them.
+    """Finds when each program runs if IPUs share no cores; in phases, if the scenario has them.
 
     Args:
       scenario: what is simulated.
-      timetable: the order.
-      programs: fresh from `wire`; their begins, ends and arrivals are entered.
-      host: how long a host takes to start one.
+      timetable: the order of the starts.
+      programs: the programs, fresh from `wire`; their begins, ends and arrivals are entered.
+      host: how long a host takes to start a program.
 
     Returns:
-      When all is done.
+      The time when all is done.
     """
     if scenario.host_memory is None:
         return run_freely(programs, timetable, host)
@@ -53,30 +53,30 @@ def run_step(scenario: Scenario, timetable: Timetable, programs: Programs, host:
 
 
 class _Run:
-    """A step.
+    """The run of a step.
 
     Attributes:
-      left: when all that was left has arrived in host memory.
+      left: when all that programs left has arrived in host memory.
     """
 
     def __init__(self, memory: HostMemory, levels: tuple[int, ...], host: float) -> None:
         self.left = 0.0
         self._memory, self._levels, self._host = memory, levels, host
-        self._now = 0.0  # of the host
+        self._now = 0.0  # the host's time
         self._phase: object = None
-        self._end = 0.0  # of the phase, with what it leaves
+        self._end = 0.0  # the end of the phase, with what it leaves
         self._before: collections.deque[float] = collections.deque()  # ends of phases that may not be over
-        self._free: dict[int, float] = {}  # by IPU
-        self._link_to: dict[int, float] = {}  # likewise, when its link has time again
+        self._free: dict[int, float] = {}  # IPU -> when it is free
+        self._link_to: dict[int, float] = {}  # IPU -> when its link is free
         self._link_from: dict[int, float] = {}
-        self._in_host: dict[int, float] = {}  # by stage, when all that it left is there
+        self._in_host: dict[int, float] = {}  # stage -> when all that it left is there
 
     def follow(self, program: ProgramTiming, kind: int, stage: int, chunk: int) -> None:
-        """Runs a program, after those that were started before."""
+        """Runs a program, after those started before."""
         arrivals = [own[chunk] for own in program.inputs]
         to_ipu, from_ipu = self._memory.time_to(kind, stage), self._memory.time_from(kind, stage)
         if not program.cost and (kind != UPDATE or not (to_ipu or from_ipu)):
-            begin = end = max(arrivals, default=0.0)  # it is no program
+            begin = end = max(arrivals, default=0.0)  # it is not a program
         else:
             self._enter(kind, stage, chunk)
             ipu = program.ipu
@@ -100,7 +100,7 @@ class _Run:
             follow(link, end)
 
     def _enter(self, kind: int, stage: int, chunk: int) -> None:
-        """Has the host wait if another phase begins, or another update."""
+        """Makes the host wait if another phase or update begins."""
         if kind == UPDATE:
             phase: object = stage
         else:
@@ -113,5 +113,5 @@ class _Run:
         while ahead is not None and len(self._before) > ahead:
             self._now = max(self._now, self._before.popleft())
         if kind == UPDATE and isinstance(before, tuple):
-            self._before.clear()  # updates are counted apart
+            self._before.clear()  # updates are counted separately
         self._phase, self._end = phase, 0.0

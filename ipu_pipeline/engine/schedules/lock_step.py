@@ -45,7 +45,7 @@ def grouped(
     """Rows of the Grouped schedule.
 
     Args:
-      num_stages: how many stages there are.
+      num_stages: the number of stages.
       num_micro_batches: micro-batches per weight update.
       device_mapping: the IPU of each stage, from 0.
       training: whether there are backwards.
@@ -66,7 +66,7 @@ def grouped(
 
     def backward(level: int, micro_batch: int) -> int:
         hops = num_levels - 1 - level
-        start = num_levels + 1 + 2 * micro_batch  # on the last level
+        start = num_levels + 1 + 2 * micro_batch  # the time-step on the last level
         slow_hops = min(hops, num_micro_batches - 1 - micro_batch)  # while forward time-steps remain
         assert start + 2 * slow_hops <= last_forward + 1
         return start + 2 * slow_hops + (hops - slow_hops)
@@ -139,10 +139,10 @@ def _rows(
     backward: StageTimes,
     inference: StageTimes = lambda level, micro_batch: level + micro_batch + 1,
 ) -> Rows:
-    """Rows from the time-steps that actions of a level have when every stage has an IPU of its own.
+    """Makes rows from the time-steps that actions of a level have when every stage has its own IPU.
 
     An IPU with one stage keeps those time-steps. An IPU with several stages does their actions in that
-    order, one after another, and then no IPU has a fixed time-step: it waits for data only.
+    order, one after another, and then no IPU has fixed time-steps: each waits only for data.
     """
     counts = range(num_micro_batches)
     has_own_ipu = len(set(device_mapping)) == len(levels)

@@ -1,4 +1,4 @@
-"""What is simulated: a schedule, and what its actions cost in time and memory."""
+"""What is simulated: a schedule, and the time and memory that its actions cost."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ Edge: TypeAlias = "tuple[int, int]"  # the stage that sends, and the one that re
 
 @dataclass(frozen=True)
 class Costs:
-    """How long the parts of a step take, all in one unit of time; `Costs.of` makes them from less.
+    """How long the parts of a step take, all in one unit of time; `Costs.of` makes them from fewer numbers.
 
-    An action that takes no time is no program: nothing is dispatched for it.
+    An action that takes no time is not a program: nothing is dispatched for it.
 
     Attributes:
-      forward: of each stage, for one micro-batch.
-      backward: likewise.
-      update: of each stage, once a step.
+      forward: the time of each stage's forward, for one micro-batch.
+      backward: the time of each stage's backward, for one micro-batch.
+      update: the time of each stage's update, once a step.
       transfers: (sending stage, receiving stage) -> how long it takes to send what a micro-batch sends
-        there. Forwards send to later stages, backwards to earlier ones; 0 for what is not named. A link
-        sends one thing at a time, while the IPUs compute.
-      host: how long the host takes to start a program; each process has one.
-      forward_cores: how many cores the forward of each stage keeps busy while it runs alone (its time on
-        the processors over its time on the clock). It matters only where IPUs share cores.
-      backward_cores: likewise.
+        there. Forwards send to later stages, backwards to earlier ones; pairs that are missing take 0. A
+        link sends one result at a time, while the IPUs compute.
+      host: how long the host takes to start a program; each process has one host.
+      forward_cores: the number of cores that the forward of each stage keeps busy while it runs alone (its
+        time on the processors over its time on the clock). It matters only where IPUs share cores.
+      backward_cores: the same for the backward of each stage.
       is_fused: whether forward and backward of the last stage are one program, which runs where the
         schedule has the forward. The engine does so.
       num_sent_bytes: edge -> the bytes that a micro-batch sends there. They take the time of the cluster's
         link, on top of `transfers`; nothing where both stages are on one IPU.
-      num_gradient_bytes: of each stage, which replicas average once a step.
+      num_gradient_bytes: the gradients of each stage, which replicas average once a step.
     """
 
     forward: tuple[float, ...]
@@ -57,7 +57,7 @@ class Costs:
     num_gradient_bytes: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        """Checks the fields; no cores given means one each, and no bytes none."""
+        """Checks the fields. Without cores, each is one; without bytes, each is zero."""
         for name, default in (("forward_cores", 1.0), ("backward_cores", 1.0), ("num_gradient_bytes", 0.0)):
             if not getattr(self, name):
                 object.__setattr__(self, name, (default,) * len(self.forward))
@@ -88,7 +88,7 @@ class Costs:
 
     @property
     def num_stages(self) -> int:
-        """How many stages there are."""
+        """The number of stages."""
         return len(self.forward)
 
     @classmethod
@@ -107,10 +107,10 @@ class Costs:
         num_sent_bytes: float | Sequence[float] | Mapping[Edge, float] = 0.0,
         num_gradient_bytes: float | Sequence[float] = 0.0,
     ) -> Costs:
-        """Costs, from one number for all stages or one per stage.
+        """Makes costs from one number for all stages or one per stage.
 
         Args:
-          num_stages: how many stages there are.
+          num_stages: the number of stages.
           forward: see the fields.
           backward: see the fields.
           update: see the fields.
@@ -120,12 +120,12 @@ class Costs:
           forward_cores: see the fields.
           backward_cores: see the fields.
           is_fused: see the fields.
-          num_sent_bytes: given as `transfer` is.
+          num_sent_bytes: given in the same forms as `transfer`.
           num_gradient_bytes: see the fields.
 
         Raises:
-          ValueError: there are not as many numbers as stages (or pairs of neighbours), or a number is
-            negative or not finite.
+          ValueError: there is not one number per stage (or pair of neighbours), or a number is negative or
+            not finite.
         """
 
         def spread(name: str, given: float | Sequence[float], number: int) -> tuple[float, ...]:
@@ -166,10 +166,10 @@ class Memory:
     """What IPUs hold, in bytes.
 
     Attributes:
-      num_constant_bytes: on each IPU, by its number: variables, optimizer state and accumulators; the same
+      num_constant_bytes: for each IPU, by its number: variables, optimizer state and accumulators; the same
         in each replica.
-      num_held_bytes: of each stage, what it holds of a micro-batch from the begin of its forward to the end
-        of its backward.
+      num_held_bytes: what each stage holds of a micro-batch from the begin of its forward to the end of its
+        backward.
     """
 
     num_constant_bytes: tuple[int, ...]
@@ -178,21 +178,21 @@ class Memory:
 
 @dataclass(frozen=True)
 class Scenario:
-    """What is simulated: a step of a pipeline, or of replicas of it, each of which is as said here.
+    """What is simulated: a step of a pipeline, or of several replicas of it.
 
     Attributes:
-      costs: of its actions.
+      costs: the costs of its actions.
       schedule: a name, a function as for `Pipeline`, or a checked timetable.
-      num_micro_batches: per weight update, of each replica.
-      device_mapping: the IPU of each stage, from 0; by default that of the timetable, or each has its own.
+      num_micro_batches: micro-batches of each replica per weight update.
+      device_mapping: the IPU of each stage, from 0; by default the timetable's, or each stage has its own.
       levels: the level of each stage, ascending from 0; stages of one level are parallel. By default each
-        has its own.
+        stage has its own.
       training: whether there are backwards and an update.
       chunk_size: micro-batches that a program handles, one after another. The schedule is then one of
         chunks.
-      cores: how many cores the IPUs share; None: each has what it needs.
+      cores: the number of cores that the IPUs share; None: each has what it needs.
       memory: what IPUs hold; None: not known.
-      micro_batch_size: samples of a micro-batch.
+      micro_batch_size: samples in a micro-batch.
       cluster: replicas, processes and links; by default there is one replica in one process.
       host_memory: what execution phases bring to the IPUs and take away, with "sequential"; None: nothing.
     """
@@ -273,7 +273,7 @@ class Scenario:
 
     @property
     def num_ipus(self) -> int:
-        """How many IPUs a replica has, with those that have no stage."""
+        """The number of IPUs of a replica, including those without a stage."""
         return max(self.device_mapping) + 1
 
     @property
@@ -292,27 +292,27 @@ class Scenario:
 
     @property
     def num_samples(self) -> int:
-        """Samples of a step."""
+        """The number of samples of a step."""
         return self.cluster.num_replicas * self.num_micro_batches * self.micro_batch_size
 
     @property
     def num_actions(self) -> int:
-        """Actions of the schedule, in all replicas."""
+        """The number of actions of the schedule, in all replicas."""
         num_chunks = self.num_micro_batches // self.chunk_size
         return self.cluster.num_replicas * self.costs.num_stages * num_chunks * (2 if self.training else 1)
 
     def work(self, kind: ActionKind, stage: int) -> float:
-        """How long all micro-batches of a stage take in one direction."""
+        """The time of all micro-batches of a stage in one direction."""
         one = self.costs.forward if kind is ActionKind.FORWARD else self.costs.backward
         return one[stage] * self.num_micro_batches if kind is ActionKind.FORWARD or self.training else 0.0
 
     def update(self, stage: int) -> float:
-        """How long a replica's update of a stage takes: of all of it, or of the replica's share."""
+        """The time of a replica's update of a stage: of all of it, or of the replica's share."""
         sharing = self.cluster.num_replicas if self.cluster.shards_optimizer_state else 1
         return self.costs.update[stage] / sharing if self.training else 0.0
 
     def transfer(self, replica: int, edge: Edge) -> float:
-        """How long it takes to send what a program sends to another stage, for all its micro-batches."""
+        """The time to send a program's results to another stage, for all its micro-batches."""
         devices = {self.ipu_of(replica, self.device_mapping[stage]) for stage in edge}
         time = self.costs.transfers.get(edge, 0.0) * self.chunk_size
         if len(devices) > 1:
@@ -321,14 +321,14 @@ class Scenario:
         return time
 
     def half_ring(self, ipu: int) -> float:
-        """How long a reduce-scatter of an IPU's gradients takes; an all-gather takes as long again."""
+        """The time of a reduce-scatter of an IPU's gradients; an all-gather takes as long again."""
         mapping, gradients = self.device_mapping, self.costs.num_gradient_bytes
         num_bytes = sum(own for own, there in zip(gradients, mapping, strict=True) if there == ipu)
         devices = {self.ipu_of(replica, ipu) for replica in range(self.cluster.num_replicas)}
         return self.cluster.half_ring(devices, num_bytes) if self.training else 0.0
 
     def work_of_ipus(self) -> dict[int, float]:
-        """How long each IPU's programs of a step take if nothing keeps them waiting, in all replicas."""
+        """The time of each IPU's programs of a step without any waiting, in all replicas."""
         total = dict.fromkeys(self.ipus, 0.0)
         for stage, ipu in enumerate(self.device_mapping):
             total[ipu] += sum(self.work(kind, stage) for kind in ActionKind) + self.update(stage)
@@ -339,8 +339,8 @@ class Scenario:
         """The checked timetable.
 
         Raises:
-          ScheduleError: what `check` finds.
-          ValueError: there are too many actions, or the timetable that was given has not as many as the
+          ScheduleError: `check` finds a fault.
+          ValueError: there are too many actions, or the given timetable has another number than the
             scenario.
         """
         num_chunks = self.num_micro_batches // self.chunk_size
@@ -364,7 +364,7 @@ class Scenario:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """What JSON can hold, for `from_dict`.
+        """Returns the fields as JSON can hold them, for `from_dict`.
 
         Raises:
           ValueError: the schedule has no name.
@@ -407,7 +407,7 @@ class Scenario:
 
     @classmethod
     def from_dict(cls, entries: Mapping[str, Any]) -> Scenario:
-        """A scenario from what `as_dict` returned; only the costs of forwards must be there.
+        """Makes a scenario from what `as_dict` returned; only the costs of forwards are required.
 
         Raises:
           ValueError: an entry is missing, unknown or wrong.

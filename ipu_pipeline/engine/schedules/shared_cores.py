@@ -1,11 +1,12 @@
-"""IPUs that share cores, as the virtual devices of a CPU do: when each program of a step runs. No JAX.
+"""Finds when each program of a step runs if IPUs share cores, as a CPU's virtual devices do. No JAX.
 
 A program that runs alone keeps some cores busy (`Costs.forward_cores`). While the running programs would
-keep more busy than there are, all are slowed down by the same factor: cores over what they would keep busy.
+keep more busy than there are, all are slowed down by the same factor: the cores there are over the cores
+that they would keep busy.
 That is egalitarian processor sharing (Kleinrock, "Time-shared Systems: A theoretical treatment", 1967),
-with programs that may be wider than a core. As all that run are served at the same rate, what has been
-served since the beginning, of a program that never ended, is a clock for all of them: each ends when that
-clock shows what it showed at the begin plus the cost.
+with programs that may be wider than a core. As all running programs are served at the same rate, the
+service since the beginning of a program that never ends is a clock for all of them: each ends when that
+clock shows what it showed at the program's begin, plus its cost.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ from ipu_pipeline.engine.schedules.free_running import (
 __all__ = ["run_sharing", "share"]
 
 Entry: TypeAlias = (
-    "tuple[ProgramTiming, int, float]"  # a program, its chunk, and when the host has started it
+    "tuple[ProgramTiming, int, float]"  # a program, its chunk, and the time when the host has started it
 )
 
 
 def share(costs: list[float], demands: list[float], cores: float) -> list[float]:
-    """When programs end that begin together at 0.
+    """Finds when programs end that begin together at 0.
 
     Args:
       costs: how long each takes alone.
-      demands: how many cores it keeps busy then.
-      cores: how many there are.
+      demands: the number of cores that each keeps busy then.
+      cores: the number of cores.
     """
     ends = [0.0] * len(costs)
     now = served = 0.0
@@ -51,7 +52,7 @@ def share(costs: list[float], demands: list[float], cores: float) -> list[float]
 
 
 def run_sharing(programs: Programs, timetable: Timetable, host: float, cores: float) -> float:
-    """Finds when each program runs on so many cores; otherwise as `run_freely`."""
+    """Finds when each program runs if IPUs share `cores`; otherwise like `run_freely`."""
     _Run(programs, timetable, host).run(cores)
     return last_end(programs)
 
@@ -65,9 +66,9 @@ class _Run:
         self._now = 0.0
         self._served = 0.0
         self._demand = 0.0
-        self._running: list[tuple[float, int]] = []  # what is served when it ends, and the IPU
+        self._running: list[tuple[float, int]] = []  # the service clock when it ends, and the IPU
         self._timers: list[tuple[float, int]] = []  # when to look at an IPU again
-        self._free: list[ProgramTiming] = []  # what costs nothing and reads nothing, once per chunk
+        self._free: list[ProgramTiming] = []  # programs without cost and inputs, once per chunk
         hosts = Host(programs, host)
         for kind, place, chunk in in_order(timetable, programs):
             program = programs[kind][place]
@@ -102,14 +103,14 @@ class _Run:
             self._begin(ipu)
 
     def _begin(self, ipu: int) -> None:
-        """Begins what is next on an IPU, if all is there; if only some time is missing, sets a timer."""
+        """Begins the next program of an IPU if all is there; if only time is missing, sets a timer."""
         queue, position = self._queues[ipu], self._positions[ipu]
         if self._is_busy[ipu] or position == len(queue):
             return
         program, chunk, ready = queue[position]
         for arrivals in program.inputs:
             if len(arrivals) <= chunk:
-                return  # whoever makes it will look here again
+                return  # the program that makes it looks here again
             ready = max(ready, arrivals[chunk])
         if ready > self._now:
             heapq.heappush(self._timers, (ready, ipu))
@@ -133,7 +134,7 @@ class _Run:
                 self._pass_through(reader)
 
     def _pass_through(self, reader: ProgramTiming) -> None:
-        """What is no program is done as soon as its inputs are there, which may be later than now."""
+        """Finishes what is not a program as soon as its inputs are there, which may be later than now."""
         while all(len(arrivals) > len(reader.ends) for arrivals in reader.inputs):
             chunk = len(reader.ends)
             time = max(arrivals[chunk] for arrivals in reader.inputs)

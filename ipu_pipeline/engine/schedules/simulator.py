@@ -25,13 +25,14 @@ _COLUMNS = ("kinds", "stages", "micro_batches", "ipus", "begins", "ends")
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """What was simulated.
+    """The result of a simulation.
 
     Attributes:
-      scenario: of what.
+      scenario: what was simulated.
       timetable: the checked schedule; of chunks, where the scenario has them.
-      free_running: IPUs wait for data only, as the engine's do. See `free_running` and `bubbles`.
-      lock_step: IPUs begin each time-step together, as real ones do. See `time_steps`.
+      free_running: the timeline if IPUs wait only for data, as the engine's do. See `free_running` and
+        `bubbles`.
+      lock_step: the timeline if IPUs begin each time-step together, as real ones do. See `time_steps`.
     """
 
     scenario: Scenario
@@ -69,7 +70,7 @@ def simulate(scenario: Scenario) -> Simulation:
 
 
 def predict_step_time(scenario: Scenario) -> float:
-    """When all is done, if IPUs wait for data only; as `simulate(scenario).free_running.step_time`."""
+    """The time of a step if IPUs wait only for data: `simulate(scenario).free_running.step_time`."""
     return _run(scenario, scenario.timetable(), wire(scenario))
 
 
@@ -138,7 +139,7 @@ def _sending(scenario: Scenario, replica: int, link: Link, begins: Array, ends: 
 
 
 def _elements(scenario: Scenario, replica: int, number: int, size: int = 1) -> Array:
-    """Which elements of the infeed a replica's micro-batches are; of larger chunks the first ones."""
+    """The infeed elements that a replica's micro-batches are; for larger chunks, the first of each."""
     return np.arange(number, dtype=np.int32) * size * scenario.cluster.num_replicas + replica
 
 
@@ -151,13 +152,13 @@ def _timeline(
     *,
     is_fused: bool,
 ) -> Timeline:
-    """A timeline.
+    """Makes a timeline.
 
     Args:
       scenario: what was simulated.
       runs: (kind, replica, stage) -> begins and ends by chunk.
       sendings: the columns of `Sending`, by link.
-      step_time: when all is done.
+      step_time: the time when all is done.
       bubble: idle time by cause.
       is_fused: whether the last stage's forwards are its backwards, too.
     """
@@ -195,7 +196,7 @@ def _timeline(
 
 
 def _parts(begins: Array, ends: Array, size: int, first: float, behind: float) -> tuple[Array, Array]:
-    """Parts of programs: of each micro-batch of a chunk what is between two shares of its time."""
+    """The part of each micro-batch of a chunk between two shares of its time: begins and ends."""
     numbers = np.arange(size)
     lengths = (ends - begins)[:, None] / size
     part_begins = begins[:, None] + lengths * (numbers + first)
@@ -208,7 +209,7 @@ def _parts(begins: Array, ends: Array, size: int, first: float, behind: float) -
 def _find_memory(
     scenario: Scenario, runs: Mapping[tuple[int, int, int], tuple[Array, Array]]
 ) -> dict[int, tuple[Array, Array]]:
-    """What each IPU holds over time; empty if that is not known."""
+    """Finds what each IPU holds over time; empty if that is not known."""
     memory = scenario.memory
     if memory is None:
         return {}

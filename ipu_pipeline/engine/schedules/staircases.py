@@ -20,7 +20,7 @@ class Ramp(NamedTuple):
     Attributes:
       name: "ramp-up", "main" or "ramp-down".
       first: its first time-step, from 1.
-      last: its last one; before `first` if there is none.
+      last: its last time-step; less than `first` if it has none.
     """
 
     name: str
@@ -29,15 +29,15 @@ class Ramp(NamedTuple):
 
 
 def find_ramps(timetable: Timetable, device_mapping: Sequence[int]) -> tuple[Ramp, Ramp, Ramp]:
-    """The phases of a timetable.
+    """Finds the phases of a timetable.
 
     Main lasts from the time-step in which the last IPU begins its first action to the one in which the
     first IPU to finish does its last action, both included. What comes before is ramp-up (some IPU has not
-    begun), what comes after is ramp-down (some IPU has finished). Forwards alone can be so few that there
-    is no main phase.
+    begun), what comes after is ramp-down (some IPU has finished). With only a few forwards there may be no
+    main phase.
 
     Args:
-      timetable: of a schedule.
+      timetable: the timetable of a schedule.
       device_mapping: the IPU of each stage.
     """
     firsts: dict[int, int] = {}
@@ -58,7 +58,7 @@ def find_ramps(timetable: Timetable, device_mapping: Sequence[int]) -> tuple[Ram
 def find_slots(
     timetable: Timetable, device_mapping: Sequence[int], time_steps: Sequence[int]
 ) -> list[list[Action | None]]:
-    """What each IPU does in some time-steps; None where it waits."""
+    """Finds what each IPU does in some time-steps; None where it waits."""
     columns = {time_step: column for column, time_step in enumerate(time_steps)}
     slots: list[list[Action | None]] = [[None] * len(columns) for _row in timetable.rows]
     for action, time_step in zip(timetable.order, timetable.time_steps, strict=True):
@@ -69,17 +69,17 @@ def find_slots(
 
 
 def format_staircase(timetable: Timetable, device_mapping: Sequence[int], width: int | None = None) -> str:
-    """A timetable as lines of text.
+    """Formats a timetable as lines of text.
 
-    `F3` is the forward of micro-batch 3, `B3` its backward; where an IPU has several stages `F2.3` is that
-    of stage 2. A dot is a time-step of waiting, and a bar separates the phases. What does not fit is left
-    out in the middle, which the last line says.
+    `F3` is the forward of micro-batch 3, `B3` its backward; where an IPU has several stages, `F2.3` is the
+    forward of stage 2. A dot is a time-step of waiting, and a bar separates the phases. What does not fit
+    is left out in the middle, and the last line says so.
 
     Args:
-      timetable: of a schedule.
+      timetable: the timetable of a schedule.
       device_mapping: the IPU of each stage.
-      width: how many characters a line has at most; None: as many as it takes. At least the first and the
-        last time-step are there.
+      width: the most characters of a line; None: no limit. At least the first and the last time-step are
+        there.
     """
     has_stages = len(set(device_mapping)) < len(device_mapping)
     phases = find_ramps(timetable, device_mapping)

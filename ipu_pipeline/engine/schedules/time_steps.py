@@ -1,22 +1,23 @@
-"""IPUs in lock-step, as real ones are: when each action of a step runs, and why IPUs are idle. No JAX.
+"""Finds when each action runs and why IPUs are idle, in lock-step, as real IPUs are. No JAX.
 
 A time-step lasts as long as its slowest action. What its actions send is sent between it and the next one,
 which takes as long as the slowest of these transfers. A time-step begins when the one before is over and
-the host, which runs ahead, has started all its programs. Updates have a time-step of their own at the end.
-Forwards and backwards have their own time-steps, on the last stage too. Replicas keep step, too; what they
-send each other, they send before the updates and behind them. In execution phases, what the actions of a
-time-step need from host memory and leave there is moved with what they send; while they compute, where
-phases are brought ahead.
+the host, which runs ahead, has started all programs of it. Updates have their own time-step at the end.
+Forwards and backwards have their own time-steps, also on the last stage. Replicas keep step, too. They send
+to each other before and after the updates. In execution phases, what the actions of a time-step need from
+host memory and leave there is moved together with what they send or, where phases are brought ahead, while
+they compute.
 
 Source: the execution of an IPU in steps of compute, sync and exchange ("Bulk Synchronous Parallel") in
 Graphcore's IPU Programmer's Guide. Every idle moment has one cause:
 
 * host: all IPUs, from the end of a time-step to the begin of the next one.
-* transfers: all IPUs, while what a time-step sent is on its way, and while replicas send to each other.
-* imbalance: IPUs that act in a time-step, when they have finished; in the time-step of updates all IPUs.
+* transfers: all IPUs, while what a time-step sent is in transit, and while replicas send to each other.
+* imbalance: IPUs that act in a time-step, after they have finished; in the time-step of updates, all IPUs.
 * ramps: IPUs that do not act in a time-step. Before the first backward of an IPU it is ramp-up, after its
-  last forward ramp-down; what is both or neither is half of each. Without backwards, the first forward.
-* shared cores: what a time-step takes longer than its slowest action alone.
+  last forward ramp-down; time that is both or neither is half of each. Without backwards, the first forward
+  counts.
+* shared cores: the time by which a time-step is longer than its slowest action alone.
 
 With N stages on N IPUs, M micro-batches and forwards that take as long as backwards, Grouped and
 Interleaved have 2(M+N-1) time-steps, in 2M of which an IPU acts: the ramps are (N-1)/(M+N-1) of the time
@@ -47,12 +48,12 @@ class LockStep:
     """When actions run.
 
     Attributes:
-      begins: of the actions in the order of the timetable; the same in each replica.
-      ends: likewise.
-      sent: likewise, when what an action sends begins to be sent.
-      closing: (kind, stage) -> begin and end of what ends the step and takes time, by the places of kinds
-        that `free_running` has.
-      step_time: when all is done.
+      begins: the begin of each action, in the order of the timetable; the same in each replica.
+      ends: the end of each action, in the same order.
+      sent: when the results of each action begin to be sent, in the same order.
+      closing: (kind, stage) -> begin and end of what ends the step and takes time; kinds are numbered as in
+        `free_running`.
+      step_time: the time when all is done.
       bubble: idle time by cause, of all replicas.
     """
 
@@ -69,12 +70,12 @@ class _Steps:
     """Time-steps of actions: an entry per action, and an entry per time-step.
 
     Attributes:
-      places: of an action, the time-step, from 0.
-      costs: of an action, alone.
-      ends: of an action, counted from the begin of its time-step.
-      slowest: of a time-step, the longest of its actions' costs.
-      lasts: of a time-step, until its last action ends.
-      transfers: of a time-step, how long sending takes.
+      places: the time-step of each action, from 0.
+      costs: the time of each action alone.
+      ends: the end of each action, counted from the begin of its time-step.
+      slowest: the longest of the costs of each time-step's actions.
+      lasts: the time of each time-step until its last action ends.
+      transfers: how long sending takes after each time-step.
     """
 
     places: Array
@@ -91,8 +92,8 @@ def run_in_lock_step(scenario: Scenario, timetable: Timetable, kinds: Array, sta
     Args:
       scenario: what is simulated.
       timetable: its timetable.
-      kinds: of the actions in the order of the timetable.
-      stages: likewise.
+      kinds: the kinds of the actions, in the order of the timetable.
+      stages: the stages of the actions, in the same order.
     """
     steps = _make_steps(scenario, timetable, kinds, stages)
     hosts = _Hosts(scenario)
@@ -128,11 +129,11 @@ class _Hosts:
             counts[cluster.process_of(device), device % number] += 1
         self._cost = scenario.costs.host
         self._mapping = np.array(scenario.device_mapping)
-        self._counts = np.unique(counts, axis=0)  # processes that start the same are one here
+        self._counts = np.unique(counts, axis=0)  # processes that start the same count once
         self._started = np.zeros(len(self._counts))
 
     def start_actions(self, steps: _Steps, stages: Array) -> Array:
-        """When the programs of each time-step have been started, by the host that takes longest."""
+        """The times when the programs of each time-step have been started, by the slowest host."""
         found = np.zeros(len(steps.lasts))
         for place, of_ipus in enumerate(self._counts):
             weights = (steps.costs > 0) * of_ipus[self._mapping[stages]]
@@ -142,7 +143,7 @@ class _Hosts:
         return self._cost * found
 
     def start(self, costs: Mapping[int, float]) -> float:
-        """When more programs have been started, of so many stages that take time, each once per process."""
+        """Starts one more program per process for each stage that takes time. Returns the time of that."""
         stages = [stage for stage, cost in costs.items() if cost]
         if not stages:
             return 0.0
@@ -151,15 +152,15 @@ class _Hosts:
 
 
 class _Closing:
-    """What ends a step: replicas reduce gradients, update, and gather what each has updated.
+    """The end of a step: replicas reduce gradients, update, and gather what each has updated.
 
     Attributes:
       intervals: see `LockStep.closing`.
-      now: when all is done.
+      now: the time when all is done.
       waited: how long IPUs wait for the host.
       transfers: how long replicas send to each other.
-      imbalance: how long the IPUs of a replica wait for the one that updates longest, summed over them.
-      shared: how much longer that takes as they share cores, likewise.
+      imbalance: how long the IPUs of a replica wait for the one that updates longest, summed over the IPUs.
+      shared: how much longer the updates take because IPUs share cores, summed over the IPUs.
     """
 
     def __init__(self, scenario: Scenario, hosts: _Hosts, now: float) -> None:
@@ -211,7 +212,7 @@ def _make_steps(scenario: Scenario, timetable: Timetable, kinds: Array, stages: 
     places = np.array(timetable.time_steps, np.int64) - 1
     own = np.array([costs.forward, costs.backward])[kinds, stages] * size
     sending = np.zeros((2, costs.num_stages))
-    # In the replica whose links take longest: the others wait.
+    # The replica whose links take longest counts: the others wait.
     for source, target in dict.fromkeys([*costs.transfers, *costs.num_sent_bytes]):
         time = max(scenario.transfer(r, (source, target)) for r in range(scenario.cluster.num_replicas))
         kind = int(scenario.levels[source] > scenario.levels[target])
@@ -228,7 +229,7 @@ def _make_steps(scenario: Scenario, timetable: Timetable, kinds: Array, stages: 
         transfers = transfers + np.array(list(longer))
     ends, lasts = own, slowest
     if scenario.cores is not None:
-        # Replicas do the same at the same time, and each takes as much of the cores.
+        # Replicas do the same at the same time, and each takes the same share of the cores.
         cores = np.array([costs.forward_cores, costs.backward_cores])[kinds, stages]
         cores = cores * scenario.cluster.num_replicas
         bounds = np.searchsorted(places, np.arange(len(slowest) + 1))
@@ -242,7 +243,7 @@ def _make_steps(scenario: Scenario, timetable: Timetable, kinds: Array, stages: 
 
 
 def _begin(lengths: Array, started: Array) -> Array:
-    """When each time-step begins: after the one before, and not before the host has started it."""
+    """The begin of each time-step: after the one before, and not before the host has started it."""
     before = np.concatenate([[0.0], np.cumsum(lengths)[:-1]])
     return before + np.maximum.accumulate(np.maximum(started - before, 0.0))
 
@@ -250,9 +251,9 @@ def _begin(lengths: Array, started: Array) -> Array:
 def _update(
     scenario: Scenario, updates: Mapping[int, float], begin: float
 ) -> tuple[list[float], list[float], float]:
-    """The time-step of updates: begins and ends by stage, and how long it takes an IPU at most, alone.
+    """The time-step of updates: begins and ends by stage, and the longest time of an IPU alone.
 
-    Those of one IPU follow each other.
+    The updates of one IPU follow each other.
     """
     alone = dict.fromkeys(scenario.ipus, 0.0)
     for stage, cost in updates.items():
@@ -274,7 +275,7 @@ def _update(
 
 
 def _find_ramps(scenario: Scenario, steps: _Steps, kinds: Array, stages: Array) -> tuple[float, float]:
-    """Idle time in the ramps, up and down."""
+    """Finds the idle time in the ramps, up and down."""
     where = np.array(scenario.device_mapping)[stages]
     up = down = 0.0
     for ipu in scenario.ipus:
@@ -285,7 +286,7 @@ def _find_ramps(scenario: Scenario, steps: _Steps, kinds: Array, stages: Array) 
         last = int(forwards[-1]) + 1
         active = np.zeros(len(steps.slowest))
         active[places] = steps.slowest[places]
-        idle = np.concatenate([[0.0], np.cumsum(steps.slowest - active)])  # until a time-step
+        idle = np.concatenate([[0.0], np.cumsum(steps.slowest - active)])  # sums until a time-step
         inner = sorted((filled, last))
         between = idle[inner[1]] - idle[inner[0]]
         up += idle[inner[0]] + between / 2

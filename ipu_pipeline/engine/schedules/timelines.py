@@ -1,4 +1,4 @@
-"""When everything of a simulated step happens, and what follows from it. No JAX."""
+"""The times of all events of a simulated step, and what follows from them. No JAX."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Interval(NamedTuple):
 
     Attributes:
       kind: "forward", "backward" or "update"; or what replicas do together, in which no IPU computes:
-        "reduce" (average gradients) and "gather" (hand each other what they have updated).
-      stage: whose; of what replicas do together, the first one on the IPU.
-      micro_batch: which; of several replicas, which element of the infeed: their micro-batches alternate.
-        None of what ends the step.
-      ipu: where; with several replicas counted through all of them.
+        "reduce" (average gradients) and "gather" (exchange what they have updated).
+      stage: the stage; for what replicas do together, the first one on the IPU.
+      micro_batch: the number of the micro-batch; with several replicas, of the infeed's element, as their
+        micro-batches alternate. None for what ends the step.
+      ipu: the IPU; with several replicas counted through all of them.
       begin: when it begins, in the unit of the costs; the step begins at 0.
       end: when it ends.
     """
@@ -50,7 +50,7 @@ class Interval(NamedTuple):
 
 
 class Sending(NamedTuple):
-    """What a program's results take over a link; attributes as of `Interval`.
+    """The transfer of a program's results over a link; attributes as in `Interval`.
 
     Attributes:
       source: the stage that sends.
@@ -71,8 +71,8 @@ class Sending(NamedTuple):
 class Bubble:
     """How long IPUs are idle, by cause: summed over the IPUs, in the unit of the costs.
 
-    `bubbles` has the definitions. They add up to `total`, which is the number of IPUs times the step's
-    time, less what their programs take.
+    `bubbles` has the definitions. The causes add up to `total`: the number of IPUs times the step's time,
+    less the time of their programs.
 
     Attributes:
       ramp_up: until the pipeline is full.
@@ -92,7 +92,7 @@ class Bubble:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """The idle time of all causes."""
         return sum(self.by_cause().values())
 
     def by_cause(self) -> dict[str, float]:
@@ -104,9 +104,9 @@ class Peak(NamedTuple):
     """The most that an IPU holds.
 
     Attributes:
-      ipu: which.
-      num_bytes: how much.
-      time: when that is first so.
+      ipu: the IPU.
+      num_bytes: the bytes that it holds.
+      time: when it first holds them.
     """
 
     ipu: int
@@ -120,13 +120,13 @@ class Timeline:
 
     Attributes:
       kinds: places in `KINDS`, int8.
-      stages: whose action it is.
-      micro_batches: of which micro-batch; -1 of what ends the step.
-      ipus: where it runs.
-      begins: when it begins, in the unit of the costs. Actions that take no time are there, too.
+      stages: the stage of the action.
+      micro_batches: the micro-batch; -1 for what ends the step.
+      ipus: the IPU where it runs.
+      begins: when it begins, in the unit of the costs. Actions that take no time are included.
       ends: when it ends.
       sendings: arrays with an entry per transfer that takes time, by the names of `Sending`'s attributes.
-      step_time: when all is done.
+      step_time: the time when all is done.
       work: how long the programs of each IPU that has stages take alone, by its number.
       bubble: the idle time of all IPUs together, by cause.
       memory: the bytes that each IPU holds, as (times, bytes from then on); empty if not known.
@@ -153,12 +153,12 @@ class Timeline:
 
     @property
     def utilisation_of_ipus(self) -> dict[int, float]:
-        """Likewise of each IPU."""
+        """The share of the step in which each IPU computes."""
         return {ipu: work / self.step_time if self.step_time else 0.0 for ipu, work in self.work.items()}
 
     @property
     def samples_per_second(self) -> float:
-        """With costs in seconds, if one step follows the other."""
+        """Samples per second if steps follow each other, with costs in seconds."""
         return self.num_samples / self.step_time if self.step_time else float("inf")
 
     @property
@@ -200,7 +200,7 @@ def concatenate(columns: Sequence[Mapping[str, Array]], names: Sequence[str], *b
 
     Args:
       columns: tables, as arrays by name.
-      names: of the columns.
+      names: the names of the columns.
       *by: the columns to sort by, the first one first.
     """
     if not columns:
@@ -211,14 +211,14 @@ def concatenate(columns: Sequence[Mapping[str, Array]], names: Sequence[str], *b
 
 
 def memory_of(constant: int, held: Sequence[tuple[Array, Array, int]]) -> tuple[Array, Array]:
-    """What an IPU holds over time.
+    """Finds what an IPU holds over time.
 
     Args:
       constant: bytes that it always holds.
-      held: of each stage there, when it begins to hold something of each chunk, when that ends, and bytes.
+      held: for each stage there: when it begins to hold each chunk, when that ends, and the bytes.
 
     Returns:
-      Times, the first one 0, and the bytes from then on. What ends at a time is gone before anything
+      Times, the first one 0, and the bytes from then on. What ends at a time is gone before anything else
       begins.
     """
     times, changes = [np.zeros(1)], [np.array([constant])]

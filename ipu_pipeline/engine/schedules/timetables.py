@@ -1,4 +1,4 @@
-"""From a schedule's name, or the user's function, to a checked timetable."""
+"""Makes a checked timetable from a schedule's name or the user's function."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ipu_pipeline.engine.schedules.lock_step import named_schedules
 
 __all__ = ["MAX_ACTIONS", "timetable"]
 
-MAX_ACTIONS = 2**22  # they are all written down and checked beforehand: half a minute, a gigabyte
+MAX_ACTIONS = 2**22  # all of them are written down and checked beforehand: half a minute, a gigabyte
 
 
 @functools.lru_cache(maxsize=64)
@@ -22,13 +22,13 @@ def timetable(
     training: bool,
     levels: tuple[int, ...] | None = None,
 ) -> Timetable:
-    """The checked timetable of a schedule.
+    """Makes the checked timetable of a schedule.
 
     Args:
       schedule: a name of `named_schedules`, or a function with the arguments of `grouped` that returns
         one sequence of actions (None: wait one time-step) per IPU. It gets `levels` only where there are
         parallel stages.
-      num_stages: how many stages there are.
+      num_stages: the number of stages.
       num_micro_batches: micro-batches per weight update.
       device_mapping: the IPU of each stage, from 0.
       training: whether there are backwards.
@@ -38,7 +38,7 @@ def timetable(
       The timetable; the same object for the same arguments.
 
     Raises:
-      ScheduleError: what `check` finds.
+      ScheduleError: `check` finds a fault.
       ValueError: no schedule has that name, or there are too many actions.
     """
     num_actions = num_stages * num_micro_batches * (2 if training else 1)

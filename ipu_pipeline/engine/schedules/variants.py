@@ -1,8 +1,8 @@
-"""What another schedule, gradient accumulation count or split would give. No JAX.
+"""Simulates other schedules, gradient accumulation counts and splits. No JAX.
 
-Each is simulated with IPUs that wait for data only, which is what the engine's do. The costs of a
-micro-batch are those that are known: another count changes how many there are, another split moves work
-between neighbouring stages. Another cluster has the same devices.
+Each is simulated with IPUs that wait only for data, as the engine's do. The costs of a micro-batch are
+those that are known: another count changes the number of micro-batches, another split moves work between
+neighbouring stages. Another cluster has the same devices.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from ipu_pipeline.engine.schedules.timetables import MAX_ACTIONS
 
 __all__ = ["Layer", "Variant", "what_if"]
 
-_MOVED = 0.1  # of a mean stage, where no layers are known
-_LEAST_CHUNKS = 4  # of a step: with fewer, stages would hardly overlap
-_MAX_SLOTS = 2**24  # of Sequential, whose IPUs mostly wait: each has a slot for every time-step
+_MOVED = 0.1  # share of a mean stage, where no layers are known
+_LEAST_CHUNKS = 4  # in a step; with fewer, stages would hardly overlap
+_MAX_SLOTS = 2**24  # for Sequential, whose IPUs mostly wait: each has a slot for every time-step
 _COUNTS = (0.5, 2.0, 4.0)  # times the gradient accumulation count
 
 
@@ -33,11 +33,11 @@ class Layer:
     """A part of a stage that another stage could have.
 
     Attributes:
-      name: for people.
-      forward: what it takes of the stage's forward, in the unit of the costs.
-      backward: likewise.
-      num_constant_bytes: what it takes of its IPU's memory all the time.
-      num_held_bytes: what is held of it for each micro-batch in flight.
+      name: its name, for people.
+      forward: its part of the stage's forward, in the unit of the costs.
+      backward: its part of the stage's backward, in the unit of the costs.
+      num_constant_bytes: what it always takes of its IPU's memory.
+      num_held_bytes: what it holds for each micro-batch in flight.
     """
 
     name: str
@@ -49,20 +49,20 @@ class Layer:
 
 @dataclass(frozen=True)
 class Variant:
-    """A row of the table of what would be.
+    """A variant of a scenario: a row of the table of predictions.
 
     Attributes:
       change: what differs: "" for nothing, "schedule", "gradient accumulation count", "schedule and
         gradient accumulation count", "micro-batches per program", "cluster" or "split".
-      schedule: its name, or that of its function.
+      schedule: the name of the schedule, or of its function.
       num_micro_batches: the gradient accumulation count.
       chunk_size: micro-batches that a program handles.
-      split: what moves from which stage to which; "" for nothing.
-      step_time: in the unit of the costs.
-      samples_per_second: with costs in seconds.
+      split: what moves, from which stage to which; "" for nothing.
+      step_time: the time of a step, in the unit of the costs.
+      samples_per_second: samples per second, with costs in seconds.
       utilisation: the share of the step in which IPUs compute.
       num_peak_bytes: the most that an IPU holds; None if that is not known.
-      gain: how many more samples per second than with nothing changed, as a share: 0.1 for a tenth more.
+      gain: the gain in samples per second over the unchanged scenario, as a share: 0.1 for a tenth more.
       scenario: what was simulated.
       cluster: what is different about the cluster; "" for nothing.
     """
@@ -86,29 +86,30 @@ def what_if(
     layers: Sequence[Sequence[Layer]] | None = None,
     counts: Sequence[int] | None = None,
 ) -> list[Variant]:
-    """Simulates what is like a scenario but for one thing, or for the schedule and the count.
+    """Simulates variants of a scenario that differ in one thing, or in the schedule and the count.
 
-    Larger chunks are simulated if the host takes time to start programs; so are half, twice and four times
-    as many processes, where there are replicas or processes, and all have equally many devices in a row.
-    Where execution phases bring what lies in host memory, only other counts are simulated: what would be
-    brought otherwise is not known here.
-    Replicas are simulated with shared optimizer state, too, or without if it is shared; what that does to
-    the memory is not known here.
+    Larger chunks are simulated if the host takes time to start programs. Half, twice and four times the
+    number of processes are simulated where there are replicas or processes, and all have equally many
+    devices in a row.
+    Where execution phases bring anything from host memory, only other counts are simulated: what the other
+    variants would bring is not known here.
+    Replicas are also simulated with shared optimizer state, or without if it is shared. The effect on
+    memory is not known here.
 
     Args:
-      scenario: as it is.
-      layers: of each stage, in order; then a neighbouring split moves the last layer of a stage to the next
-        one, or the first layer to the one before. None: it moves a tenth of what a stage takes on the mean.
-      counts: gradient accumulation counts; None: half as many as there are, twice and four times.
+      scenario: the pipeline as it is.
+      layers: the layers of each stage, in order. Then a neighbouring split moves the last layer of a stage
+        to the next one, or the first layer to the one before. None: it moves a tenth of a mean stage.
+      counts: gradient accumulation counts; None: half, twice and four times the present one.
 
     Returns:
       The scenario itself first, then other counts and schedules, then larger chunks, then other clusters,
       then other splits.
-      Left out is what has more actions than a schedule may have, what a schedule function or a timetable
-      cannot do, and Sequential where writing it down takes long.
+      Variants are left out that have more actions than a schedule may have, or that a schedule function or
+      timetable cannot do, and Sequential where writing it down takes long.
 
     Raises:
-      ValueError: there are not as many lists of layers as stages, or a layer takes more than its stage.
+      ValueError: there is not one list of layers per stage, or a layer takes more than its stage.
     """
     if layers is not None and len(layers) != scenario.costs.num_stages:
         raise ValueError(
@@ -122,7 +123,7 @@ def what_if(
     own = _simulate(scenario, "", "", None)
     rows = [own]
     schedules = [scenario.schedule]
-    if scenario.host_memory is None:  # phases come one after another
+    if scenario.host_memory is None:  # execution phases run one after another
         schedules += [name for name in named_schedules() if name != scenario.schedule]
     for schedule in schedules:
         for other in dict.fromkeys([count, *counts]):
@@ -171,7 +172,7 @@ def _simulate(scenario: Scenario, change: str, split: str, before: Variant | Non
 
 
 def _other_clusters(scenario: Scenario) -> Iterator[tuple[str, Cluster]]:
-    """Clusters of the same devices that differ in one thing, and what that is."""
+    """Clusters of the same devices that differ in one thing, each with a name for it."""
     cluster, costs = scenario.cluster, scenario.costs
     num_replicas, number = cluster.num_replicas, cluster.num_processes
     num_devices = num_replicas * scenario.num_ipus
@@ -197,7 +198,7 @@ def _other_clusters(scenario: Scenario) -> Iterator[tuple[str, Cluster]]:
 
 
 def _find_peak(scenario: Scenario) -> int | None:
-    """The most that an IPU holds if all its stages hold at the same time what each holds at most."""
+    """The most that an IPU holds if all its stages hold their maximum at the same time."""
     if scenario.memory is None:
         return None
     held = dict.fromkeys(scenario.ipus, 0)
@@ -210,7 +211,7 @@ def _find_peak(scenario: Scenario) -> int | None:
 def _neighbours(
     scenario: Scenario, layers: Sequence[Sequence[Layer]] | None
 ) -> Iterator[tuple[str, Scenario]]:
-    """Splits that differ from a scenario's in what is moved over one edge."""
+    """Splits that move one layer of a scenario over one edge."""
     levels, ipus = scenario.levels, scenario.device_mapping
     for stage in range(scenario.costs.num_stages - 1):
         is_alone = levels.count(levels[stage]) == levels.count(levels[stage + 1]) == 1
@@ -226,7 +227,7 @@ def _neighbours(
 def _to_move(
     scenario: Scenario, layers: Sequence[Sequence[Layer]] | None, source: int, target: int
 ) -> Layer | None:
-    """What leaves a stage; None if it would be left without layers, or without work."""
+    """The layer that leaves a stage; None if the stage would be left without layers or work."""
     costs = scenario.costs
     if layers is not None:
         if len(layers[source]) < 2:

@@ -1,4 +1,4 @@
-"""Traced values from around a program that its functions capture: which they may, and what errors say."""
+"""Traced values from around a program that its functions capture, and errors about those they may not."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Captures:
     """What the functions of one pipeline captured.
 
     Attributes:
-      values: those traced values that may be captured and were, each once. The pipeline takes them as
-        inputs, after those that it was given.
+      values: the captured traced values, each once. The pipeline takes them as inputs, after those that it
+        was given.
     """
 
     def __init__(
@@ -27,18 +27,18 @@ class Captures:
         may_capture: Callable[[Any], bool] | None = None,
         find_name: Callable[[Any], str | None] | None = None,
     ) -> None:
-        """Nothing has been captured yet.
+        """Begins without any.
 
         Args:
-          may_capture: whether a traced value is that of a placeholder, and may be captured; None: none may.
-          find_name: the name of a value that may not, for the error about it.
+          may_capture: says whether a traced value is a placeholder's, and may be captured; None: none may.
+          find_name: returns the name of a value that may not be captured, for the error about it.
         """
         self._may_capture = may_capture
         self._find_name = find_name
         self.values: list[Any] = []
 
     def find_number(self, value: Any) -> int | None:
-        """The position of a constant of a traced function among `values`; None if it is no traced value."""
+        """The position of a traced function's constant among `values`; None if it is not a traced value."""
         if not jax_compat.is_traced(value):
             return None
         for number, known in enumerate(self.values):
@@ -53,12 +53,12 @@ class Captures:
         place: str,
         reads: Mapping[int, tuple[object, VariableSpec]] = MappingProxyType({}),
     ) -> None:
-        """Raises if a traced function captured what it may not.
+        """Raises if a traced function captured a value that it may not capture.
 
         Args:
           constants: the constants of the function's jaxpr.
           place: what errors call it.
-          reads: what functions of the same program got for variables, see `frames.ProgramNames`.
+          reads: the values of variables that functions of the same program got, see `frames.ProgramNames`.
 
         Raises:
           ValueError: it did.

@@ -1,4 +1,4 @@
-"""How many weight updates there were: a number that stages and optimizers can compute with."""
+"""The number of weight updates so far, with which stages and optimizers can compute."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def count_aval() -> Any:
 def update_count() -> jax.Array:
     """The number of weight updates before the one that is being computed, in a stage or an optimizer.
 
-    It is that of the pipeline's name, and goes on where a checkpoint is restored.
+    It is counted per pipeline name, and goes on where a checkpoint is restored.
 
     Returns:
       An int32 scalar, modulo 2**32.

@@ -1,4 +1,4 @@
-"""Values that a traced function hands out while its program runs, to somebody outside of the program.
+"""Values that a traced function hands out of its program while the program runs.
 
 `enqueue` leaves a marker in the jaxpr being traced, as variables do, and notes in the function's frame what
 it marks. What traces the function turns the markers into outputs.
@@ -26,7 +26,7 @@ enqueue_p = jex_core.Primitive("enqueue")
 @enqueue_p.def_abstract_eval  # type: ignore[untyped-decorator]  # jax.extend has no annotations
 def _enqueue_abstract(*leaves: Any, index: int, serial: int) -> Any:
     del leaves, index, serial
-    return jax_compat.shaped_array((), np.dtype(np.int32))  # nobody reads it; a marker needs a result
+    return jax_compat.shaped_array((), np.dtype(np.int32))  # never read; a marker needs a result
 
 
 jax_compat.end_derivatives(enqueue_p)
@@ -36,8 +36,8 @@ def enqueue(frame: Frame, target: Any, value: Any) -> None:
     """Records what the function being traced enqueues, at this point of its trace.
 
     Args:
-      frame: the function's, which may enqueue. If it is traced again, nothing is recorded.
-      target: whom it is for.
+      frame: the function's frame, which may enqueue. If it is traced again, nothing is recorded.
+      target: the receiver, such as a queue.
       value: a pytree of arrays. Nothing is differentiated through it.
     """
     if frame.is_traced_again:
@@ -51,16 +51,16 @@ def enqueue(frame: Frame, target: Any, value: Any) -> None:
 
 
 def enqueue_to(target: Any, value: Any, what: str, as_array: Callable[[Any], jax.Array]) -> None:
-    """Enqueues to somebody who takes one element of each stage, iteration or weight update.
+    """Enqueues to a target that takes one element of each stage, iteration or weight update.
 
     Args:
-      target: whom it is for.
+      target: the receiver, such as a queue.
       value: a pytree of arrays. Nothing is differentiated through it.
       what: the public function that asks, for the error.
-      as_array: gives a leaf as an array, or raises.
+      as_array: returns a leaf as an array, or raises.
 
     Raises:
-      RuntimeError: nobody takes what the function being traced enqueues.
+      RuntimeError: the function being traced cannot enqueue.
       ValueError: something is enqueued to the target already, or there is nothing to enqueue.
     """
     frame = current_frame(what)
@@ -81,7 +81,7 @@ def enqueue_to(target: Any, value: Any, what: str, as_array: Callable[[Any], jax
 
 
 def find_leaves(entries: Sequence[Enqueued], kind: type) -> list[tuple[Enqueued, slice]]:
-    """The entries for targets of a kind, and where their leaves are among those of all entries."""
+    """The entries for targets of a kind, and the places of their leaves among those of all entries."""
     return [
         (entry, slice(first, first + len(entry.avals)))
         for entry, first in zip(entries, first_leaves(entries), strict=False)
@@ -90,5 +90,5 @@ def find_leaves(entries: Sequence[Enqueued], kind: type) -> list[tuple[Enqueued,
 
 
 def first_leaves(entries: Sequence[Enqueued]) -> list[int]:
-    """The number of each entry's first leaf, if leaves are numbered through; and at the end how many."""
+    """The number of each entry's first leaf, if leaves are numbered through; last, the number of leaves."""
     return list(itertools.accumulate((len(entry.avals) for entry in entries), initial=0))

@@ -1,7 +1,7 @@
-"""What is wrong with the stages of a pipeline: where it happened, and all of it in one error.
+"""Collects the faults of a pipeline's stages, with where they happened, in one error.
 
 If the shapes of what a stage returns are known in spite of a fault, the fault is noted and tracing goes on.
-One error therefore reports what can be found, and nothing that would only follow from another fault.
+One error therefore reports every fault that can be found, and none that would only follow from another.
 """
 
 from __future__ import annotations
@@ -57,12 +57,11 @@ class Faults:
     """The faults of a pipeline that have been found so far; false if there are none.
 
     Attributes:
-      stand_ins: variables with which tracing goes on, in place of those that they conflict with, by full
-        name.
+      stand_ins: variables with which tracing goes on, in place of conflicting ones, by full name.
     """
 
     def __init__(self) -> None:
-        """There are none yet."""
+        """Begins without any."""
         self.stand_ins: dict[str, VariableSpec] = {}
         self._found: list[_Fault] = []
         self._failure: Exception | None = None  # what ended the trace of a stage
@@ -74,17 +73,17 @@ class Faults:
         """Notes an error that ended something.
 
         Args:
-          place: what it belongs to, for example "stage 0 (encoder)".
+          place: the stage or other part that it belongs to, for example "stage 0 (encoder)".
           error: the error, as it was caught.
-          given: what the function was given whose trace it ended, for example "x: float32[4, 12]"; None if
-            the error itself says where it happened.
+          given: the arguments of the function whose trace it ended, for example "x: float32[4, 12]"; None
+            if the error itself says where it happened.
         """
         if given is not None:
             self._failure = error
         self._found.append(_Fault(place, error, [] if given is None else _where_it_ended(error, given)))
 
     def add_known(self, place: str, error: Exception | None) -> None:
-        """Notes an error that has not been raised; None is no error."""
+        """Notes an error that has not been raised; None means no error."""
         if error is not None:
             self._found.append(_Fault(place, error, []))
 
@@ -98,14 +97,14 @@ class Faults:
 
     @contextlib.contextmanager
     def collecting(self, place: str) -> Iterator[None]:
-        """Notes the error that a `with` block ends in, and goes on behind it."""
+        """Notes an error that ends a `with` block, and goes on behind the block."""
         try:
             yield
         except Exception as error:
             self.add(place, error)
 
     def as_error(self) -> Exception:
-        """What to raise."""
+        """The error to raise."""
         if len(self._found) == 1:
             (fault,) = self._found
             if fault.where:
@@ -128,15 +127,15 @@ class Faults:
 
 
 def add_note(error: BaseException, place: str, given: str) -> None:
-    """Adds to an error that ended a function's trace where that happened."""
+    """Adds a note to an error that ended a function's trace: where that happened."""
     error.add_note(_note(place, _where_it_ended(error, given)))
 
 
 def add_derivative_note(error: BaseException, place: str) -> None:
-    """Adds to an error that ended the differentiation of a stage which one, and where."""
+    """Adds a note to an error that ended a stage's differentiation: the stage, and where that happened."""
     entries = reversed(list(traceback.walk_tb(error.__traceback__)))
     line = _user_line(itertools.takewhile(lambda entry: _module_of(entry[0]) != _DIFFERENTIATES, entries))
-    if not line and error.__cause__ is not None:  # JAX's: where the operation was traced
+    if not line and error.__cause__ is not None:  # JAX's error: where the operation was traced
         line = _user_line(reversed(list(traceback.walk_tb(error.__cause__.__traceback__))))
     drop_traceback_note(error)
     error.add_note(f"This happened while differentiating {place}" + (f"\n  at {line}" if line else ""))
@@ -148,7 +147,7 @@ def find_calling_line() -> str:
 
 
 def find_computing_line(value: Any) -> str:
-    """File, line and source text of what computed a traced value; "" if that is not known."""
+    """File, line and source text that computed a traced value; "" if not known."""
     standard = os.path.dirname(os.__file__)
     for name, line_number in jax_compat.lines_of(value):
         top = pathlib.PurePath(name).parts
@@ -164,14 +163,14 @@ def find_computing_line(value: Any) -> str:
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """What errors call a function; `functools.partial` has the name of what it wraps."""
+    """What errors call a function; a `functools.partial` has the name of the function that it wraps."""
     while isinstance(function, functools.partial):
         function = function.func
     return str(getattr(function, "__name__", type(function).__name__))
 
 
 def describe_arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """What a function is given, for errors: `x: float32[4, 12], labels: int32[4]`."""
+    """Describes a function's arguments, for errors: `x: float32[4, 12], labels: int32[4]`."""
     named = [(str(position), value) for position, value in enumerate(args)]
     try:
         signature = inspect.signature(function)
@@ -190,7 +189,7 @@ def describe_arguments(function: Callable[..., Any], args: tuple[Any, ...], kwar
 
 
 def find_signature_fault(function: Callable[..., Any], place: str) -> TypeError | None:
-    """Why a stage after the first one cannot be called, whatever the stage before it returns."""
+    """The reason why a later stage cannot be called, whatever the stage before it returns; else None."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # a function without a Python signature
@@ -222,7 +221,7 @@ def _where_it_ended(error: BaseException, given: str) -> list[str]:
 
 
 def _mends(error: BaseException) -> list[str]:
-    """What to do about an error that a library raised which does not know of pipelines."""
+    """Advice on an error that was raised by a library that does not know of pipelines."""
     if not isinstance(error, AttributeError) or error.name not in _TF1_OPTIMIZER_METHODS:
         return []
     if not type(error.obj).__module__.startswith("optax."):
@@ -235,7 +234,7 @@ def _mends(error: BaseException) -> list[str]:
 
 
 def _user_line(entries: Iterable[tuple[Any, int]]) -> str:
-    """File, line and source text of the first frame that is the user's; "" if none is."""
+    """File, line and source text of the first frame of the user's code; "" if there is none."""
     for frame, line_number in entries:
         name = frame.f_code.co_filename
         if _module_of(frame).partition(".")[0] in _NOT_THE_USERS or name.startswith(_PACKAGE):

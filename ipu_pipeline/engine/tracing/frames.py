@@ -1,6 +1,6 @@
-"""The function being traced, and the names that its program gives out meanwhile.
+"""The function being traced, and the names that its program gives out during the trace.
 
-A program is what is traced together: all stages of a pipeline and what surrounds them. `ProgramNames`
+A program is all that is traced together: all stages of a pipeline and what surrounds them. `ProgramNames`
 holds what must be unique or counted within it, so that neither variable names, nor automatic layer
 names, nor random keys depend on how layers are split into stages.
 """
@@ -41,7 +41,7 @@ __all__ = [
 
 
 class OutsideOfBodyError(RuntimeError):
-    """What only a stage, or the body of a loop, may call was called elsewhere."""
+    """A function that only a stage, or the body of a loop, may call was called elsewhere."""
 
 
 class InsideOfBodyError(RuntimeError):
@@ -50,17 +50,17 @@ class InsideOfBodyError(RuntimeError):
 
 @dataclass(eq=False)
 class ProgramNames:
-    """What one program has named so far.
+    """The names that one program has given out so far.
 
     Attributes:
       variables: full name -> the variable's specification.
-      layer_counts: (scope, kind of layer) -> how many there are.
-      key_counts: scope -> how many random keys were drawn in it.
+      layer_counts: (scope, kind of layer) -> the number of such layers.
+      key_counts: scope -> the number of random keys drawn in it.
       markers: serial numbers of the variables and keys that were found in traced functions.
-      reads: what was returned for variables, and these, by its identity; while functions are traced.
+      reads: identity of a value -> the value and the variable that it was returned for, during traces.
       opened_scopes: full names of the variable scopes that were opened.
-      holders: objects outside of the program that hold the values of its variables, by their identity:
-        the object, which so stays alive, and the full name that stands for it.
+      holders: identity of an object outside of the program that holds a variable's value -> the object,
+        which is thus kept alive, and the full name that stands for it.
       host_tables: full name -> a table in host memory; its `marker` is the full name of a variable that is
         trained where the table is.
     """
@@ -75,11 +75,11 @@ class ProgramNames:
     host_tables: dict[str, Any] = field(default_factory=dict)
 
     def name_of_holder(self, holder: object, full_name: str) -> str:
-        """The full name that stands for an object; at first the given one."""
+        """The full name that stands for an object: the one given at the first call."""
         return self.holders.setdefault(id(holder), (holder, full_name))[1]
 
     def trained_name(self, name: str) -> str:
-        """The variable that is trained if a name is to be: of a table in host memory its marker."""
+        """The variable that is trained in order to train a name: for a table in host memory, its marker."""
         table = self.host_tables.get(name)
         return name if table is None else str(table.marker)
 
@@ -112,7 +112,7 @@ def unchanged_on_error(program_names: ProgramNames) -> Iterator[None]:
 
 
 def _keep(program_names: ProgramNames) -> Callable[[], None]:
-    """What makes the names be those that they are now."""
+    """Returns a function that restores the names as they are now."""
     kept = [
         (collection, collection.copy())
         for collection in (
@@ -136,7 +136,7 @@ def _keep(program_names: ProgramNames) -> Callable[[], None]:
 
 @dataclass(frozen=True, eq=False)
 class Enqueued:
-    """What a function enqueues each time: whom it is for, its structure, shapes and dtypes."""
+    """What a function enqueues each time: its target, structure, shapes and dtypes."""
 
     target: Any
     tree: Any
@@ -151,8 +151,8 @@ class Frame:
     training: bool  # whether the program trains
     place: str  # what errors call the function, for example "stage 0 (encoder)"
     is_stage: bool  # whether the function is a stage, so that it may assign variables and draw keys
-    given: str = ""  # what errors say that it was given, for example "x: float32[4, 12]"
-    faults: Faults | None = None  # where faults are noted that let its trace go on; None: they end it
+    given: str = ""  # its arguments in errors, for example "x: float32[4, 12]"
+    faults: Faults | None = None  # notes faults that let its trace go on; None: they end it
     # what the functions of its program enqueue; None: it may not enqueue anything
     enqueued: list[Enqueued] | None = None
     # whether the function was traced before, and what it enqueues was recorded then
@@ -165,15 +165,15 @@ class Frame:
 
     @property
     def may_recompute(self) -> bool:
-        """Whether the function is one that may be recomputed for its backward."""
+        """Whether the function may be recomputed for its backward."""
         return self.is_stage
 
     def is_training(self) -> bool:
-        """Whether the program trains; for layers that then behave differently."""
+        """Whether the program trains, for layers that then behave differently."""
         return self.training
 
     def note_variable(self, spec: VariableSpec) -> None:
-        """Told each variable that the function asks for."""
+        """Called with each variable that the function asks for."""
 
 
 _frame: contextvars.ContextVar[Frame | None] = contextvars.ContextVar("frame", default=None)
@@ -191,7 +191,7 @@ def frame(new_frame: Frame) -> Iterator[Frame]:
 
 
 def find_frame() -> Frame | None:
-    """The frame of the function being traced; None outside of all."""
+    """The frame of the function being traced; None if there is none."""
     return _frame.get()
 
 
@@ -211,12 +211,12 @@ def current_frame(wanted_by: str) -> Frame:
 
 
 def program_names(wanted_by: str) -> ProgramNames:
-    """The names that the program of the function being traced gives out; raises as `current_frame`."""
+    """The names that the program of the function being traced gives out; raises like `current_frame`."""
     return current_frame(wanted_by).names
 
 
 def is_training(wanted_by: str) -> bool:
-    """Whether the program of the function being traced trains; raises as `current_frame`."""
+    """Whether the program of the function being traced trains; raises like `current_frame`."""
     return current_frame(wanted_by).is_training()
 
 
@@ -232,21 +232,21 @@ def is_in_stage() -> bool:
 
 
 def is_traced_again() -> bool:
-    """Whether a function is being traced that was traced before, for another part of its program."""
+    """Whether the function being traced was traced before, for another part of its program."""
     current = _frame.get()
     return current is not None and current.is_traced_again
 
 
 def has_update_count() -> bool:
-    """Whether the number of weight updates is known to the function being traced; not in a loop."""
+    """Whether the function being traced knows the number of weight updates; False in a loop."""
     current = _frame.get()
     return current is not None and (current.has_metrics or current.is_traced_again)
 
 
 def tracing_again(place: str) -> contextlib.AbstractContextManager[Frame]:
-    """For while a function is traced that was traced before: its variables may be asked for again.
+    """Traces a function again inside a `with` block: it may ask for its variables again.
 
     Args:
-      place: what errors call it.
+      place: what errors call the function.
     """
     return frame(Frame(ProgramNames(), training=True, place=place, is_stage=True, is_traced_again=True))

@@ -1,4 +1,4 @@
-"""Marker equations of a traced function turned into inputs and outputs.
+"""Turns marker equations of a traced function into inputs and outputs.
 
 `get_variable`, `next_rng_key`, `assign` and what enqueues leave markers in a jaxpr (`variables`, `keys`,
 `enqueuing`). `hoist` takes them out: what they read becomes inputs, what they assign or enqueue outputs.
@@ -41,11 +41,11 @@ class Hoisted:
     flat: jaxprs.FlatJaxpr
     variables: tuple[VariableSpec, ...]  # what the function reads or assigns
     assigned: tuple[VariableSpec, ...]  # the variables that it assigns, in the order of the outputs
-    # the numbers of what it enqueues, each with how many leaves that has, likewise
+    # number of what it enqueues -> its number of leaves, in the order of the outputs
     enqueued: dict[int, int]
     uses_key: bool  # whether it draws random keys
     uses_count: bool  # whether it computes with the number of weight updates
-    # per variable, in the order of asking, how many equations of `flat` stand before the place where it was
+    # per variable, in the order of asking: the number of equations of `flat` before the place where it was
     # asked for, and the marker that stood there
     asked: dict[VariableSpec, tuple[int, Any]]
 
@@ -59,8 +59,8 @@ def hoist(
     """Takes the markers out of a traced function.
 
     Raises:
-      ValueError: a marker stands where it cannot be reached: anything inside a function with custom
-        derivatives or another primitive with a body, an assignment inside a loop or conditional. Or a
+      ValueError: a marker stands where it cannot be reached: any marker inside a function with custom
+        derivatives or another primitive with a body, or an assignment inside a loop or conditional. Or a
         variable or key stands in a function whose trace JAX has used twice.
     """
     reads: dict[VariableSpec, Any] = {}  # the input that holds the value at the start
@@ -122,7 +122,7 @@ def hoist(
 
 
 def variable_input(spec: VariableSpec) -> Any:
-    """A new jaxpr variable for a variable's value."""
+    """Makes a new jaxpr variable for a variable's value."""
     return jex_core.Var(jax_compat.shaped_array(spec.shape, spec.dtype))
 
 
@@ -183,7 +183,7 @@ def marker_rule(
 
 
 def contains(equation: Any, primitives: Collection[Any]) -> bool:
-    """Whether one of the primitives stands anywhere in an equation's bodies."""
+    """Whether an equation's bodies contain one of the primitives anywhere."""
     return any(
         inner.primitive in primitives or contains(inner, primitives)
         for jaxpr in jex_core.jaxprs_in_params(equation.params)

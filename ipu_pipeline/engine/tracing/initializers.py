@@ -1,4 +1,4 @@
-"""Initializers by the names that Keras gives them."""
+"""Initializers by their names in Keras."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _INITIALIZERS: dict[str, Callable[[], Any]] = {
 
 
 def find_initializer(initializer: Any) -> Any:
-    """The initializer of that name; what is not a string is left to `get_variable`.
+    """Finds an initializer by its name; anything but a string is left to `get_variable`.
 
     Raises:
       ValueError: there is no initializer of that name.

@@ -38,7 +38,7 @@ def _key_abstract(*, serial: int) -> Any:
 
 
 def next_rng_key() -> jax.Array:
-    """A fresh random key for the stage being traced: another one for every call and micro-batch.
+    """A fresh random key for the stage being traced: a different one for every call and micro-batch.
 
     Returns:
       A scalar key as `jax.random.key` makes it.
@@ -54,7 +54,7 @@ def draw_key(wanted_by: str, mend: str = "") -> jax.Array:
 
     Args:
       wanted_by: the public function, for the error.
-      mend: a sentence that the error ends with: what else may be done.
+      mend: a sentence at the end of the error: what else may be done.
 
     Raises:
       RuntimeError: not called within a stage.
@@ -74,7 +74,7 @@ def draw_key(wanted_by: str, mend: str = "") -> jax.Array:
 
 
 def micro_batch_tag() -> jax.Array:
-    """What tells the micro-batch that a stage computes from others: the same in all stages and replicas.
+    """A tag of the micro-batch that a stage computes, unique and the same in all stages and replicas.
 
     Returns:
       uint32 numbers, the data of a random key.
@@ -93,7 +93,7 @@ def key_aval() -> Any:
 
 
 def as_int32(count: Any) -> np.int32:
-    """A count on the host as programs take it: modulo 2**32, by the bits of which keys are folded."""
+    """A count on the host as programs take it: modulo 2**32, whose bits keys are folded with."""
     return np.uint32(int(count) % 2**32).astype(np.int32)
 
 

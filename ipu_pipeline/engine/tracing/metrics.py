@@ -1,7 +1,7 @@
 """Metrics: scalars with names that stages and weight updates report while a model trains.
 
-They stay on the devices until somebody reads them. What a stage reports for each micro-batch is then
-reduced to one value per weight update.
+They stay on the devices until they are read. What a stage reports for each micro-batch is then reduced to
+one value per weight update.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ipu_pipeline.engine.tracing.frames import Enqueued
 
 __all__ = ["NUMBERS", "Metric", "MetricReader", "Reported", "metric", "metric_names"]
 
-NUMBERS = "update"  # what the numbers of weight updates are called beside metrics
+NUMBERS = "update"  # the name of the numbers of weight updates, beside metrics
 
 # Each takes an array [weight updates, micro-batches of each].
 _REDUCTIONS: dict[str, Callable[[Any], Any]] = {
@@ -42,24 +42,24 @@ class Metric:
 
 
 def metric(name: str, value: Any, reduction: str = "mean") -> None:
-    """Reports a scalar, to be read per weight update (of a pipeline that only infers, per execution).
+    """Reports a scalar, to be read per weight update (in inference, per execution).
 
     It may be called in a stage, in the function that gives the loss, and in the `update` of an Optax
-    transformation. Nothing is differentiated through it, and no micro-batch waits for it. It may stand
-    within `jax.jit`, `jax.checkpoint` and `jax.grad`, not within loops, conditionals, `jax.vmap` and
+    transformation. Nothing is differentiated through it, and no micro-batch waits for it. It may be called
+    within `jax.jit`, `jax.checkpoint` and `jax.grad`, but not within loops, conditionals, `jax.vmap` and
     functions with custom derivatives.
 
     Args:
-      name: its full name is that of the variable scopes around, and this.
+      name: the full name is that of the variable scopes around it, followed by this.
       value: a scalar, real number or boolean. It is reported as float32; as float64 if it has 64 bits.
       reduction: how the values of an update's micro-batches become one: "mean", "sum", "min", "max" or
-        "last". Of what a weight update reports there is only one.
+        "last". A weight update reports only one value.
 
     Raises:
       RuntimeError: not called in one of these.
-      TypeError: the name is no string, or the value no array.
-      ValueError: the name is empty or "update", or another metric of the program has it; the value is no
-        scalar of numbers; or there is no such reduction.
+      TypeError: the name is not a string, or the value not an array.
+      ValueError: the name is empty or "update", or another metric of the program has it; the value is not a
+        numeric scalar; or the reduction is unknown.
     """
     frame = frames.current_frame("metric")
     if not frame.has_metrics and not frame.is_traced_again:
@@ -110,7 +110,7 @@ def metric_names(entries: Sequence[Enqueued]) -> list[str]:
 
 @dataclass(frozen=True, eq=False)
 class Reported:
-    """Values of metrics that nobody has read yet, in parts.
+    """Values of metrics that have not been read yet, in parts.
 
     Attributes:
       by_stages: per micro-batch, in the order of `MetricReader.of_stages`.
@@ -131,8 +131,8 @@ class MetricReader:
     """The metrics of a pipeline.
 
     Attributes:
-      of_stages: the number of the enqueued leaf of each, and the metric.
-      of_updates: likewise.
+      of_stages: the metrics of stages, each with the number of its enqueued leaf.
+      of_updates: the metrics of weight updates, each with the number of its enqueued leaf.
     """
 
     of_stages: tuple[tuple[int, Metric], ...]
@@ -140,7 +140,7 @@ class MetricReader:
 
     @classmethod
     def find(cls, of_stages: Sequence[Enqueued], of_updates: Sequence[Enqueued]) -> MetricReader:
-        """Those among what stages and weight updates enqueue."""
+        """Finds the metrics among what stages and weight updates enqueue."""
 
         def numbered(entries: Sequence[Enqueued]) -> tuple[tuple[int, Metric], ...]:
             with_leaves = zip(first_leaves(entries), entries, strict=False)
@@ -149,31 +149,31 @@ class MetricReader:
         return cls(numbered(of_stages), numbered(of_updates))
 
     def __bool__(self) -> bool:
-        """Whether there are any."""
+        """Whether there are any metrics."""
         return bool(self.of_stages or self.of_updates)
 
     def select(self, progress: Progress) -> Reported:
-        """The metrics of what a pipeline gave."""
+        """Selects the metrics from a pipeline's progress."""
         return Reported(
             _only(progress.enqueued, [leaf for leaf, _metric in self.of_stages]),
             _only(progress.updated, [leaf for leaf, _metric in self.of_updates]),
         )
 
     def read(self, reported: Reported, num_updates: int) -> dict[str, np.ndarray[Any, Any]]:
-        """The values of some weight updates, by full name; waits for what is still being computed.
+        """Reads the values of some weight updates, by full name; waits for what is still being computed.
 
         Where stages are in several processes, each has the metrics of its own.
 
         Args:
           reported: what `select` returned.
-          num_updates: how many weight updates these are; executions, in inference.
+          num_updates: the number of these weight updates; in inference, of executions.
         """
         found = {}
         for number, (_leaf, one) in enumerate(self.of_stages):
             if not _are_here(reported.by_stages, number):
                 continue
             values = _join(reported.by_stages, number)
-            with np.errstate(all="ignore"):  # a sum may be infinite, and what is not a number no number
+            with np.errstate(all="ignore"):  # a sum may be infinite, and NaN stays NaN
                 reduced = _REDUCTIONS[one.reduction](values.reshape(num_updates, -1))
                 found[one.name] = reduced.astype(values.dtype)
         for number, (_leaf, one) in enumerate(self.of_updates):

@@ -18,14 +18,14 @@ _MARK = "ipu_pipeline.recomputation_checkpoint."
 
 
 def recomputation_checkpoint(tree: Any, name: str | None = None) -> Any:
-    """Marks values that a stage keeps for its backward where it would compute them again.
+    """Marks values that a stage keeps for its backward instead of computing them again.
 
     Without recomputation, and in the mode RecomputeThenBackpropagate, it does nothing. A value that is used
     before and after a checkpoint, and is not marked itself, is computed again on both sides.
 
     Args:
       tree: a pytree of arrays in the stage being traced.
-      name: of an operation in TensorFlow; nothing is called so here.
+      name: an operation's name in TensorFlow; not used here.
 
     Returns:
       The same values, which are to be used from here on.

@@ -1,8 +1,8 @@
-"""What stages know of the replicas of their pipeline, and compute with them together.
+"""What stages know of the replicas of their pipeline, and compute together with them.
 
-These are primitives of JAX that mean what they do for one replica, unless they are lowered within the
-program of several (`jax.shard_map` over the axis `replica`): so nothing has to be known about replicas
-when a stage is traced. A program that has any of them runs on all replicas at once.
+These are primitives of JAX. They are lowered for one replica, unless they are within the program of
+several (`jax.shard_map` over the axis `replica`), so nothing has to be known about replicas when a stage is
+traced. A program that has any of them runs on all replicas at once.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ _PRIMITIVES = (cross_replica_sum_p, replica_index_p, replica_count_p)
 
 
 def cross_replica_sum(x: T) -> T:
-    """The sum of what the replicas have at this point of a stage, the same for all.
+    """The sum of the replicas' values at this point of a stage, the same for all.
 
-    Its derivative is the sum of the replicas' derivatives: what a replica gives here is part of the losses
-    of all of them, whose gradients are averaged.
+    Its derivative is the sum of the replicas' derivatives, because a replica's value here is part of the
+    losses of all of them, whose gradients are averaged.
 
     Args:
-      x: an array, or a pytree of arrays, of numbers. Each replica gives its own.
+      x: an array, or a pytree of arrays, of numbers. Each replica passes its own.
 
     Returns:
-      The like of x; with one replica, x.
+      The sums, with the structure of x; with one replica, x.
 
     Raises:
       RuntimeError: not called in a stage of a pipeline.
@@ -62,7 +62,7 @@ def replica_index() -> jax.Array:
 
 
 def replica_count() -> jax.Array:
-    """How many replicas there are; an int32 scalar.
+    """The number of replicas; an int32 scalar.
 
     Raises:
       RuntimeError: not called in a stage of a pipeline.
@@ -93,12 +93,12 @@ def uses_replicas(flat: jaxprs.FlatJaxpr) -> bool:
     return any(find(flat.equations))
 
 
-# The rules of JAX.
+# The primitives' rules in JAX.
 
 
 def _sum(x: jax.Array) -> jax.Array:
     # XLA's client for CPUs crashes on the sum of a constant in an executable from JAX's cache (seen with
-    # jaxlib 0.10.2), so the operand is made something that is no constant: no index is negative.
+    # jaxlib 0.10.2), so the operand is made non-constant: no index is negative.
     x = jnp.where(jax.lax.axis_index(REPLICA) < 0, jnp.zeros_like(x), x)
     total: jax.Array = jax.lax.psum(x, REPLICA)
     return total

@@ -1,7 +1,7 @@
-"""Variable scopes: what stands before the names of the variables that are asked for within them.
+"""Variable scopes: prefixes of the names of the variables that are asked for within them.
 
-They also carry what `get_variable` takes where it is not told: a dtype, an initializer, and functions
-that ask in its place.
+They also carry defaults of `get_variable`: a dtype, an initializer, and functions that are called in its
+place.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ __all__ = [
     "start_reusing",
 ]
 
-_SCOPE_ATTRIBUTE = "_ipu_pipeline_scope"  # of an error
+_SCOPE_ATTRIBUTE = "_ipu_pipeline_scope"  # attribute of an error
 
 
 @dataclass(frozen=True)
 class Scope:
-    """What a scope says to the variables that are asked for within it.
+    """A variable scope, with the defaults for variables that are asked for within it.
 
     Attributes:
       name: its full name, without a slash at the end; "" outside of all.
-      reuse: whether it, or one around it, was opened with `reuse=True`.
-      dtype: of variables that are asked for without one; None: float32.
-      initializer: likewise; None: that of `get_variable`.
-      custom_getters: of it and those around it, the outermost first.
+      reuse: whether it, or a scope around it, was opened with `reuse=True`.
+      dtype: the dtype of variables that are asked for without one; None: float32.
+      initializer: the initializer of variables that are asked for without one; None: `get_variable`'s.
+      custom_getters: the custom getters of this scope and those around it, the outermost first.
       trainable: whether variables within may be trained.
     """
 
@@ -63,7 +63,7 @@ def current_scope() -> str:
 
 
 def is_reusing() -> bool:
-    """Whether the innermost scope, or one around it, was opened with `reuse=True`."""
+    """Whether the innermost scope, or a scope around it, was opened with `reuse=True`."""
     return _scope.get().reuse
 
 
@@ -74,7 +74,7 @@ def start_reusing() -> None:
 
 @contextlib.contextmanager
 def isolated() -> Iterator[None]:
-    """In a `with` block, what happens to the innermost scope is forgotten at its end."""
+    """Restores the innermost scope at the end of a `with` block."""
     token = _scope.set(_scope.get())
     try:
         yield
@@ -98,7 +98,7 @@ def opened(scope: Scope) -> Iterator[None]:
 def absolute_scope(
     full_name: str, reuse: bool, trainable: bool = True
 ) -> contextlib.AbstractContextManager[None]:
-    """A variable scope by its full name, wherever it is opened."""
+    """Opens a variable scope by its full name, whatever the scope around it."""
     around = _scope.get()
     return opened(
         dataclasses.replace(
@@ -116,4 +116,4 @@ def failed_scope(error: BaseException) -> str:
 
 
 def _record_scope(error: BaseException, full_name: str) -> None:
-    vars(error).setdefault(_SCOPE_ATTRIBUTE, full_name)  # the innermost one comes first
+    vars(error).setdefault(_SCOPE_ATTRIBUTE, full_name)  # the innermost scope comes first

@@ -1,4 +1,4 @@
-"""What a variable is before it has a value, and the value that it starts with."""
+"""The specification of a variable before it has a value, and its initial value."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Initializer: TypeAlias = "Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 
 @dataclass(frozen=True, eq=False)
 class VariableSpec:
-    """What a variable is before it has a value.
+    """The specification of a variable before it has a value.
 
     Attributes:
       name: the full name.
@@ -39,7 +39,7 @@ class VariableSpec:
       dtype: its dtype.
       initializer: `init(key, shape, dtype) -> array`.
       trainable: whether it has a gradient; always False for dtypes that have none.
-      is_on_host: whether it stays in host memory, as an array of NumPy's.
+      is_on_host: whether it stays in host memory, as an array of NumPy.
     """
 
     name: str
@@ -65,17 +65,17 @@ def initial_value(spec: VariableSpec, key: jax.Array) -> Any:
     Args:
       spec: the variable.
       key: the session's random key; the variable's own is `fold_in(key, hash_name(name))`, so that the
-        value depends on the seed and the name alone.
+        value depends only on the seed and the name.
 
     Returns:
-      An array of the variable's shape and dtype, of NumPy's if it stays on the host.
+      An array of the variable's shape and dtype; a NumPy array if it stays on the host.
 
     Raises:
       ValueError: the initializer returns another shape or dtype.
     """
     if not spec.is_on_host:
         made = _make_initial(spec, key)
-        # A copy, since updates take its memory. That of a NumPy array compiles nothing.
+        # A copy, since updates take its memory. Copying a NumPy array compiles nothing.
         value = jax.device_put(made.copy()) if isinstance(made, np.ndarray) else jnp.array(made)
     else:
         with jax.default_device(_find_cpu()):
@@ -89,7 +89,7 @@ def initial_value(spec: VariableSpec, key: jax.Array) -> Any:
 
 
 def _find_cpu() -> Any:
-    """JAX's CPU, where big arrays can be made; None if only other platforms are enabled."""
+    """JAX's CPU device, where big arrays can be made; None if only other platforms are enabled."""
     try:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError:
@@ -129,7 +129,7 @@ _DTYPES_OF_PYTHON = {kind: np.dtype(dtype) for kind, dtype in {"i": "i4", "f": "
 
 
 def make_spec(full_name: str, shape: Any, dtype: Any, initializer: Any, trainable: bool) -> VariableSpec:
-    """The specification of a variable that was asked for; see `get_variable`."""
+    """Makes the specification of a variable that was asked for; see `get_variable`."""
     given = dtype
     try:
         dtype = np.dtype(dtype)
@@ -173,7 +173,7 @@ def _cast_constant(full_name: str, constant: Any, dtype: np.dtype[Any]) -> np.nd
     found = np.asarray(constant)
     is_inexact = bool(jnp.issubdtype(dtype, jnp.inexact))
     with np.errstate(all="ignore"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # NumPy's, of what is an error here
+        warnings.simplefilter("ignore")  # NumPy's warnings, about what is an error here
         cast = found.astype(dtype)
         is_exact = is_inexact or np.array_equal(cast, found)
     if not is_exact or (np.iscomplexobj(found) and not np.issubdtype(dtype, np.complexfloating)):

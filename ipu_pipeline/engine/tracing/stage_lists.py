@@ -1,4 +1,4 @@
-"""The stages as a user gives them: functions, `Stage`s, lists of parallel ones; and the IPU of each."""
+"""The stages as a user gives them: functions, `Stage`s, lists of parallel stages; and the IPU of each."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ipu_pipeline.ground.errors import without_traceback_note
 
 __all__ = ["Mapping", "Stage", "StageEntry", "as_level", "flatten_stages"]
 
-_MAX_IPU = 2**16 - 1  # more than any system has; every one has a row in the schedule
+_MAX_IPU = 2**16 - 1  # more than any system has; every IPU has a row in the schedule
 
 StageEntry: TypeAlias = "StageFunction | Stage"
 Mapping: TypeAlias = "Sequence[int | Sequence[int]]"
@@ -43,8 +43,9 @@ class Stage:
         Args:
           function: `function(parameters, *inputs) -> outputs`.
           parameters: a pytree of arrays, the values at the start, in which parts may be `Shared` with other
-            stages; or a function from a random key to one; or the shapes of one (`jax.ShapeDtypeStruct`),
-            with which `Pipeline.init` is not possible. Integers and booleans are not trained.
+            stages; or a function from a random key to such a pytree; or its shapes
+            (`jax.ShapeDtypeStruct`), with which `Pipeline.init` is not possible. Integers and booleans are
+            not trained.
           name: the scope of its variables, one per leaf, named by the leaf's path. None: `stage<index>`.
         """
         self.function = function
@@ -59,7 +60,7 @@ class Stage:
         return callable(self.parameters) and jax.tree_util.all_leaves([self.parameters])
 
     def layout(self, index: int) -> Layout:
-        """What variables its parameters become.
+        """The variables that its parameters become.
 
         Raises:
           ValueError: see `make_layout`.
@@ -72,18 +73,18 @@ class Stage:
         return make_layout(given, self.name or f"stage{index}", what)
 
     def with_variables(self, layout: Layout, shared: set[str]) -> StageFunction:
-        """The stage as a function whose parameters are variables.
+        """Makes the stage a function whose parameters are variables.
 
         Args:
-          layout: of the parameters.
-          shared: names of variables that are shared and that earlier stages have; its own are added.
+          layout: the layout of the parameters.
+          shared: names of shared variables that earlier stages have; the stage's own are added.
         """
         # JAX's caches keep an initializer for long; they should not keep a model's weights with it.
         reference = weakref.ref(self)
 
         def initializer(place: int) -> Any:
             def initialize(key: Any, shape: Any, dtype: Any) -> Any:
-                del shape, dtype  # they are those of the leaf
+                del shape, dtype  # they are the leaf's
                 stage = reference()
                 assert stage is not None
                 made = stage.parameters(key) if stage.makes_parameters else stage.parameters
@@ -121,9 +122,9 @@ def flatten_stages(
     device_mapping: Mapping | None,
     parameters: Sequence[Any] | None = None,
 ) -> tuple[list[list[StageFunction]], tuple[int, ...], StageParameters]:
-    """The stage functions level by level, the IPU of each of all stages, and their parameters.
+    """Flattens stages into the stage functions level by level, the IPU of each stage, and their parameters.
 
-    Parallel stages at the end are followed by one that only joins what they return, on the first one's IPU.
+    Parallel stages at the end are followed by a stage on the first one's IPU that only joins their results.
 
     Raises:
       ValueError: there are no stages, or the mapping or the parameters do not fit them.
@@ -183,12 +184,12 @@ def flatten_stages(
 
 
 def as_level(entry: Any) -> list[Any]:
-    """An entry of a list of stages as a list of parallel ones."""
+    """Makes an entry of a list of stages a list of parallel stages."""
     return list(entry) if isinstance(entry, (list, tuple)) else [entry]
 
 
 def _with_parameters(stages: Any, parameters: Any, what: str, what_parameters: str) -> list[Any]:
-    """Functions and their parameters as `Stage`s."""
+    """Makes `Stage`s of functions and their parameters."""
     check_length(what_parameters, parameters, len(stages))
     found: list[Any] = []
     for number, (entry, own) in enumerate(zip(stages, parameters, strict=True)):
@@ -210,5 +211,5 @@ def _known(stage: Stage) -> Any:
 
 
 def _join(*args: Any, **kwargs: Any) -> Any:
-    """What parallel stages at the end of a pipeline return."""
+    """Joins the results of parallel stages at the end of a pipeline."""
     return kwargs or args

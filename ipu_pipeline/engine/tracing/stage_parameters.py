@@ -1,4 +1,4 @@
-"""Pytrees of parameters as variables: their names, their leaves, and the way there and back."""
+"""Converts pytrees of parameters to variables and back: their names and their leaves."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ __all__ = ["Layout", "Leaf", "Shared", "StageParameters", "check_length", "check
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["value"], meta_fields=["name"])
 @dataclass(frozen=True, eq=False)
 class Shared:
-    """A part of a stage's parameters that other stages have as well: one variable for all of them.
+    """A part of a stage's parameters that other stages have, too: one variable for all of them.
 
-    It stands in the parameters only: stage functions get the value. The gradients of all stages are added.
+    It occurs only in the parameters: stage functions get the value. The gradients of all stages are added.
 
     Example:
       table = engine.Shared("embedding", jnp.zeros((100, 16)))
       parameters = [{"table": table, "w": w0}, {"w": w1, "table": table}]
 
     Attributes:
-      name: the full name of its variable; those of the same name are one. If the value is a pytree, the
-        leaves have their paths behind it.
-      value: an array or a pytree of arrays, the same wherever the name stands.
+      name: the full name of its variable; all `Shared` of the same name are one. If the value is a pytree,
+        the leaves' paths follow the name.
+      value: an array or a pytree of arrays, the same wherever the name occurs.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Shared:
         """Checks the name.
 
         Raises:
-          ValueError: it is no name of a variable.
+          ValueError: it cannot be the name of a variable.
         """
         if not isinstance(self.name, str) or not all(self.name.split("/")):
             raise ValueError(
@@ -64,15 +64,15 @@ class Layout:
     """The parameters of a stage without their values."""
 
     leaves: Sequence[Leaf]  # in the order of the pytree
-    tree: Any  # its structure, in which the value stands in place of a `Shared`
+    tree: Any  # its structure, with the value in place of a `Shared`
     what: str  # what errors call it
 
 
 def make_layout(parameters: Any, scope: str, what: str) -> Layout:
-    """What variables a pytree of parameters becomes.
+    """Finds the variables that a pytree of parameters becomes.
 
     Raises:
-      ValueError: a leaf is no array of numbers or booleans, or a `Shared` stands within another.
+      ValueError: a leaf is not an array of numbers or booleans, or a `Shared` is within another.
     """
     leaves: list[Leaf] = []
     for path, node in jax.tree_util.tree_flatten_with_path(parameters, is_leaf=_is_shared)[0]:
@@ -92,7 +92,7 @@ def make_layout(parameters: Any, scope: str, what: str) -> Layout:
 
 
 def check_names(stages: Iterable[tuple[Layout, Any]]) -> None:
-    """Checks that leaves of the same name are one `Shared`, and the same wherever it stands.
+    """Checks that leaves of the same name are one `Shared`, the same wherever it occurs.
 
     Raises:
       ValueError: they are not.
@@ -124,11 +124,11 @@ class StageParameters:
     """The parameters of a pipeline's stages: how a list of pytrees becomes variables, and the way back."""
 
     def __init__(self, layouts: Sequence[Any]) -> None:
-        """Takes the layout of each stage; a list of those of parallel ones; None for stages without one."""
+        """Takes the layout of each stage, a list of layouts for parallel stages, None for none."""
         self._layouts = layouts
 
     def read(self, variables: Mapping[str, Any]) -> list[Any]:
-        """The pytrees, in a list like that of the stages; None for stages without parameters.
+        """Makes the pytrees, in a list like that of the stages; None for stages without parameters.
 
         Raises:
           ValueError: a variable is missing.
@@ -147,13 +147,13 @@ class StageParameters:
         return [read(entry) for entry in self._layouts]
 
     def write(self, parameters: Any) -> dict[str, Any]:
-        """The variables by full name; the inverse of `read`.
+        """Makes the variables, by full name; the inverse of `read`.
 
         Raises:
-          ValueError: number, structure, shape or dtype differ, a leaf is no array, or what is shared has
-            two values.
+          ValueError: number, structure, shape or dtype differ, a leaf is not an array, or a shared variable
+            has two values.
         """
-        found: dict[str, tuple[str, Any]] = {}  # with the place that it came from
+        found: dict[str, tuple[str, Any]] = {}  # name -> the place where it was found, and the value
 
         def write(entry: Any, given: Any, what: str) -> None:
             if isinstance(entry, Layout):
@@ -170,7 +170,7 @@ class StageParameters:
 
 
 def check_length(what: str, given: Any, number: int) -> None:
-    """Raises a ValueError if what is given is no list of so many pytrees, one for each stage."""
+    """Raises a ValueError if `given` is not a list of `number` pytrees, one for each stage."""
     if not isinstance(given, (list, tuple)) or len(given) != number:
         got = f"a {type(given).__name__}" + (
             f" of {len(given)}" if isinstance(given, (list, tuple)) else ""
@@ -190,7 +190,7 @@ def _write_stage(layout: Layout, parameters: Any, what: str, found: dict[str, tu
         shape = as_shape(value)
         if shape != leaf.shape:
             raise ValueError(f"{place} must be {describe(leaf.shape)}; got {describe(shape)}.")
-        # JAX makes float32 of NumPy's float64 by itself, but a state has the dtypes that it says.
+        # JAX converts NumPy's float64 to float32 by itself, but a state must have the dtypes of its specs.
         own = value.astype(leaf.shape.dtype) if isinstance(value, np.ndarray) else value
         known_place, known = found.setdefault(leaf.name, (place, own))
         _check_same(leaf.name, (known_place, known), (place, own))
@@ -214,8 +214,8 @@ def _words(path: tuple[Any, ...]) -> str:
 def _check_leaf(leaf: Any, what: str) -> None:
     if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
         raise ValueError(
-            f"{what} must be an array; got {type(leaf).__name__} {leaf!r}. What is no array belongs to the "
-            "function (functools.partial), a number that is to be trained into an array."
+            f"{what} must be an array; got {type(leaf).__name__} {leaf!r}. Bind what is not an array "
+            "to the function (functools.partial); make a number that is to be trained an array."
         )
     if not is_of_numbers(leaf.dtype):
         raise ValueError(
@@ -225,11 +225,11 @@ def _check_leaf(leaf: Any, what: str) -> None:
 
 
 def _check_same(name: str, first: tuple[str, Any], second: tuple[str, Any]) -> None:
-    """Raises if a shared variable has two values; what has none yet (None, shapes) differs from nothing."""
+    """Raises if a shared variable has two values. No value yet (None, shapes) does not count as one."""
     (place, value), (other_place, other) = first, second
     if value is other or any(v is None or isinstance(v, jax.ShapeDtypeStruct) for v in (value, other)):
         return
-    if np.asarray(value).tobytes() != np.asarray(other).tobytes():  # NaN is as good as any
+    if np.asarray(value).tobytes() != np.asarray(other).tobytes():  # NaN counts as equal to itself
         raise ValueError(
-            f"{name} is shared, so it must have one value; those of {place} and {other_place} differ."
+            f"{name} is shared, so it must have one value; the values in {place} and {other_place} differ."
         )

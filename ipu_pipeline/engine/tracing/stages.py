@@ -1,6 +1,6 @@
-"""Stage functions traced, one after another.
+"""Traces stage functions, one after another.
 
-Every function is traced once, to a jaxpr, on the shapes of what the one before returns. Values that a
+Every function is traced once, to a jaxpr, on the shapes of what the previous one returns. Values that a
 stage only passes on are not part of its program.
 """
 
@@ -37,7 +37,7 @@ Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def as_arguments(value: Any) -> Arguments:
-    """How a stage's result, or a micro-batch, is passed to the next function.
+    """Makes arguments for the next function from a stage's result or a micro-batch.
 
     Args:
       value: a tuple or list becomes positional arguments, a dict keyword arguments, None no argument,
@@ -61,25 +61,25 @@ def trace(
     faults: Faults,
     captures: Captures,
 ) -> TracedPipeline:
-    """Traces all stages of a pipeline. It does not start a JAX backend.
+    """Traces all stages of a pipeline. Does not start a JAX backend.
 
     Args:
-      functions: the stage functions, level by level; those of one level are parallel. The last level has
-        one.
+      functions: the stage functions, level by level; functions of one level are parallel. The last level
+        has one.
       element: a pytree of `ShapeDtypeStruct`s, one micro-batch; None if there is no feed.
       inputs: pytrees of `ShapeDtypeStruct`s, the first stage's first arguments.
       loss: takes what the last stage returns, returns a scalar. None: no training.
       program_names: the names of the program that the pipeline is part of.
-      faults: takes up the faults with which tracing could go on. If there are any, the caller raises them,
-        and what is returned is of use only for finding more.
-      captures: takes up the traced values from outside that the stages use.
+      faults: collects the faults with which tracing could go on. If there are any, the caller raises them,
+        and the result is of use only for finding more.
+      captures: collects the traced values from outside that the stages use.
 
     Raises:
       TypeError: a stage does not take what the one before returns, or parallel stages return tuples and
         dicts.
-      ValueError: a stage captures a traced value, or uses a variable that another one assigns later; or
+      ValueError: a stage captures a traced value, or uses a variable that another one assigns later, or
         the loss is not a floating-point scalar.
-      Others: what a stage raises; or several faults in one, see `Faults.as_error`.
+      Others: what a stage raises, or several faults in one, see `Faults.as_error`.
     """
     assert len(functions[-1]) == 1
     element_args, element_kwargs = as_arguments(element)
@@ -98,7 +98,7 @@ def trace(
     enqueued: list[frames.Enqueued] = []
     all_places = _places(functions)
     for level, (parallel, places) in enumerate(zip(functions, all_places, strict=True)):
-        results = []  # per stage of the level, what it returns, with the sources as leaves
+        results = []  # per stage of the level, its results, with the sources as leaves
         arguments = jax.tree.map(avals.__getitem__, sources)
         is_last = level == len(functions) - 1
         for function, place in zip(parallel, places, strict=True):
@@ -131,7 +131,7 @@ def trace(
             levels.append(level)
             avals.update(zip(stage.outputs, stage.output_avals, strict=True))
             results.append(jax.tree.unflatten(tree, stage.outputs[: tree.num_leaves]))
-        if len(results) < len(parallel):  # what later stages would get is not known
+        if len(results) < len(parallel):  # the inputs of later stages are not known
             for later, other_places in zip(functions[level + 1 :], all_places[level + 1 :], strict=True):
                 for function, place in zip(later, other_places, strict=True):
                     faults.add_known(place, find_signature_fault(function, place))
@@ -170,7 +170,7 @@ def _places(functions: Sequence[Sequence[StageFunction]]) -> list[list[str]]:
 
 
 def _concatenate(results: Sequence[Arguments], places: Sequence[str]) -> Arguments:
-    """What parallel stages return as the arguments of the next level."""
+    """Makes the arguments of the next level from what parallel stages return."""
     if len(results) == 1:
         return results[0]
     args = tuple(value for positional, _keywords in results for value in positional)
@@ -203,7 +203,7 @@ def _trace_stage(
     captures: Captures,
     num_inputs: int,
 ) -> tuple[TracedStage, Any] | None:
-    """The stage, and the structure of what it returns; None if a fault leaves that unknown."""
+    """Traces a stage. Returns it and the structure of its results; None if a fault leaves that unknown."""
     try:
         check_signature(function, arguments, given, frame.place)
     except TypeError as error:
@@ -295,7 +295,7 @@ def check_signature(
     Args:
       function: the function.
       arguments: positional and keyword arguments, pytrees of shapes and dtypes.
-      given: what errors call where they come from.
+      given: what errors call the origin of the arguments.
       place: what errors call the function.
 
     Raises:
@@ -303,7 +303,7 @@ def check_signature(
     """
     try:
         signature = inspect.signature(function)
-    except ValueError:  # a function without a Python signature: calling it will tell
+    except ValueError:  # a function without a Python signature: calling it will show
         return
     args, kwargs = arguments
     try:

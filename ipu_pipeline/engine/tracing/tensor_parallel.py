@@ -1,8 +1,8 @@
-"""Stages that several devices compute together: what of a stage is divided over the axis `model`.
+"""Stages that several devices compute together: what is divided over the axis `model`.
 
 Each IPU of the pipeline then is a row of devices. Variables and intermediate values carry a
-`jax.sharding.PartitionSpec` that says which of their axes is divided; XLA's partitioner makes of that which
-device computes what, and where they exchange results (Xu et al., "GSPMD", 2021).
+`jax.sharding.PartitionSpec` that says which of their axes is divided. XLA's partitioner decides from these
+which device computes what, and where devices exchange results (Xu et al., "GSPMD", 2021).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["MODEL", "Partitions", "TensorParallel", "constrain", "dividing", "no
 
 MODEL = "model"  # the axis of the devices that compute a stage together
 
-# Full name of a variable -> how it is divided. Those that are missing are whole on each device.
+# Full name of a variable -> how it is divided. Variables that are missing are whole on each device.
 Partitions: TypeAlias = "Mapping[str, PartitionSpec]"
 
 
@@ -40,7 +40,7 @@ class TensorParallel:
       variables: full name -> the `PartitionSpec` of a variable, whose only axis name is "model", at most
         once; or a function from each variable (`VariableSpec`, with `name`, `shape`, `dtype`) to one, or to
         None. Other variables are whole on each device. Gradients, their accumulators and the optimizer's
-        state of a variable are divided as it is.
+        state of a variable are divided like it.
     """
 
     size: int
@@ -50,7 +50,7 @@ class TensorParallel:
         """Checks the fields.
 
         Raises:
-          ValueError: one is not usable.
+          ValueError: a field is not usable.
         """
         if not is_integer(self.size, 1):
             raise ValueError(f"TensorParallel: size must be an integer of at least 1; got {self.size!r}.")
@@ -59,17 +59,17 @@ class TensorParallel:
                 "TensorParallel: variables must be a dict from full names to PartitionSpecs, or a "
                 f"function; got {self.variables!r}."
             )
-        if isinstance(self.variables, Mapping):  # what the caller does with it later does not count
+        if isinstance(self.variables, Mapping):  # later changes by the caller do not count
             object.__setattr__(self, "variables", dict(self.variables))
 
     def resolve(self, variables: Mapping[str, VariableSpec]) -> dict[str, PartitionSpec]:
-        """How each variable that is divided is divided; none if there is one device.
+        """Finds the partitions of all divided variables; none if there is one device.
 
         Args:
-          variables: all of the pipeline, by full name.
+          variables: all variables of the pipeline, by full name.
 
         Raises:
-          ValueError: there is no variable of a name, or one cannot be divided so.
+          ValueError: a name is no variable's, or a variable cannot be divided like that.
         """
         given = self.variables
         if callable(given):
@@ -101,7 +101,7 @@ class TensorParallel:
 
 
 def normal_partition(names: Sequence[str | None]) -> PartitionSpec:
-    """A `PartitionSpec` in the form that JAX gives back, without None at the end; others are not equal."""
+    """Makes a `PartitionSpec` as JAX returns it, without None at the end; other forms are not equal."""
     found = list(names)
     while found and found[-1] is None:
         found.pop()
@@ -121,7 +121,7 @@ _tracing: contextvars.ContextVar[_Tracing | None] = contextvars.ContextVar("tens
 
 @contextlib.contextmanager
 def dividing(size: int) -> Iterator[_Tracing]:
-    """While stages are traced: so many devices compute each of them."""
+    """Sets the number of devices that compute each stage, while stages are traced."""
     tracing = _Tracing(size)
     token = _tracing.set(tracing)
     try:
@@ -133,12 +133,12 @@ def dividing(size: int) -> Iterator[_Tracing]:
 def constrain(x: Any, partition: PartitionSpec) -> Any:
     """Says how a value within a stage is divided over the devices that compute the stage together.
 
-    Where nothing is said the partitioner decides, from how variables are divided. Outside of stages, as in
-    optimizers, and where an IPU is one device, this returns the value as it is.
+    Without it the partitioner decides, from how variables are divided. Outside of stages, as in optimizers,
+    and where an IPU is one device, this returns the value as it is.
 
     Args:
       x: an array.
-      partition: "model" in the place of the axis that is divided, None for others;
+      partition: has "model" in the place of the axis that is divided, None for others;
         `PartitionSpec()` for a value that is whole on each device.
 
     Returns:
@@ -163,15 +163,15 @@ def constrain(x: Any, partition: PartitionSpec) -> Any:
 
 
 def _check(partition: Any, shape: Sequence[int], what: str) -> int | None:
-    """The axis that a partition divides.
+    """Checks a partition. Returns the axis that it divides.
 
     Raises:
-      ValueError: it is no partition for an array of that shape.
+      ValueError: it does not fit an array of that shape.
     """
     if not isinstance(partition, PartitionSpec):
         raise ValueError(f"{what}: its partition must be a jax.sharding.PartitionSpec; got {partition!r}.")
     is_summed = getattr(partition, "unreduced", None) or getattr(partition, "reduced", None)
-    entries = () if is_summed else tuple(partition)  # JAX warns of those that are summed
+    entries = () if is_summed else tuple(partition)  # JAX warns of summed axes
     names = [
         tuple(name or ()) if isinstance(name, (tuple, type(None))) else (str(name),) for name in entries
     ]

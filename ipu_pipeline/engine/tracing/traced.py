@@ -1,6 +1,6 @@
 """Stages as jaxprs, and the routes of the values between them.
 
-Every value is identified by its `Source`, which says where it is made, and goes from there straight to
+Every value is identified by its `Source`, the place where it is made, and goes straight from there to
 where it is used. A variable that several stages share belongs to the first of them, its owner.
 """
 
@@ -35,7 +35,7 @@ class Source:
 
     @property
     def is_of_micro_batch(self) -> bool:
-        """Whether each micro-batch has a value of its own."""
+        """Whether each micro-batch has its own value."""
         return self.kind in ("element", "output")
 
 
@@ -47,10 +47,10 @@ class TracedStage:
     # takes `[*variables, key if uses_key, *inputs]`, returns `[*outputs, *assigned values, *enqueued]`
     flat: jaxprs.FlatJaxpr
     variables: tuple[VariableSpec, ...]  # the variables that it reads or assigns
-    assigned: tuple[VariableSpec, ...]  # those that it assigns
+    assigned: tuple[VariableSpec, ...]  # the variables that it assigns
     uses_key: bool  # whether it draws random keys
     inputs: tuple[Source, ...]  # where its inputs come from, each source once
-    # where its outputs come from; those of kind "output" with its own index are its own
+    # where its outputs come from; it makes those of kind "output" with its own index itself
     outputs: tuple[Source, ...]
     output_avals: tuple[jax.ShapeDtypeStruct, ...]  # their shapes and dtypes
     enqueued: tuple[int, ...] = ()  # what it enqueues, by the number of the leaf in the pipeline
@@ -70,24 +70,24 @@ class TracedPipeline:
     # shapes and dtypes of the inputs that are constant during a step; what was captured comes last
     inputs: tuple[Any, ...]
     output_tree: Any  # the structure of what the last stage returns
-    # where the leaves of that come from, the loss not among them; after them, what only the optimizer reads
+    # where the leaves of that come from, without the loss; then, what only the optimizer reads
     outputs: tuple[Source, ...]
     output_avals: tuple[jax.ShapeDtypeStruct, ...]  # their shapes and dtypes
     loss: Source | None  # where the loss comes from; None without training
     loss_avals: tuple[jax.ShapeDtypeStruct, ...]  # its shape and dtype; empty without training
-    # full name of every variable -> its owner, the first stage that has it. Stages that share a variable
-    # all have it; only its owner assigns it.
+    # full name of every variable -> its owner, the first stage that has it. All stages that share it have
+    # it; only its owner assigns it.
     owners: dict[str, int]
     # the level of each stage, ascending from 0. Stages of one level are parallel: they take the same
     # values, and what they return is concatenated.
     levels: tuple[int, ...]
-    num_captured: int = 0  # how many of the inputs were captured, not given
+    num_captured: int = 0  # the number of inputs that were captured, not given
     enqueued: tuple[Enqueued, ...] = ()  # what stages enqueue, whose leaves are numbered through
 
     def with_captured(
         self, captured: Sequence[jax.ShapeDtypeStruct], read: Sequence[int]
     ) -> TracedPipeline:
-        """The pipeline with more inputs, some of which are outputs as well."""
+        """Adds inputs to the pipeline, some of which are outputs, too."""
         given = self.inputs[: len(self.inputs) - self.num_captured]
         first = len(jax.tree.leaves(given))
         return dataclasses.replace(
@@ -100,12 +100,12 @@ class TracedPipeline:
 
     @property
     def returned_avals(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Shapes and dtypes of the leaves of what the last stage returns."""
+        """Shapes and dtypes of the leaves that the last stage returns."""
         return self.output_avals[: self.output_tree.num_leaves]
 
     @property
     def enqueued_avals(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Shapes and dtypes of the leaves of what is enqueued."""
+        """Shapes and dtypes of the leaves that are enqueued."""
         return tuple(aval for entry in self.enqueued for aval in entry.avals)
 
     @property
@@ -134,7 +134,7 @@ class TracedPipeline:
 def share_variables(
     stages: Sequence[TracedStage], levels: Sequence[int]
 ) -> tuple[list[TracedStage], dict[str, int]]:
-    """The owner of every variable.
+    """Finds the owner of every variable.
 
     If the owner assigns a variable, later stages get it as a value between stages, because the owner may
     have gone on to other micro-batches by then. They no longer have that variable.
@@ -163,12 +163,12 @@ def share_variables(
 def send_variables(
     stages: Sequence[TracedStage], owners: Mapping[str, int], sent: Collection[str]
 ) -> list[TracedStage]:
-    """The stages with shared variables as values between stages, instead of one in each of them.
+    """Makes shared variables values between stages, instead of a variable in each of them.
 
     Args:
-      stages: in order.
+      stages: the stages, in order.
       owners: the owner of every variable.
-      sent: full names of the variables that their owner returns, after what it assigns, as one more output,
+      sent: full names of the variables that their owner returns as one more output, after what it assigns,
         and that the other stages take as one more input.
     """
     changed = list(stages)

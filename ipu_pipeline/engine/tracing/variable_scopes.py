@@ -1,4 +1,4 @@
-"""`variable_scope`: opens a scope for variables, as TensorFlow 1 does."""
+"""`variable_scope` opens a scope for variables, as in TensorFlow 1."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ class _Reuse(enum.Enum):
     AUTO_REUSE = 1
 
 
-AUTO_REUSE = _Reuse.AUTO_REUSE  # which True means, too
+AUTO_REUSE = _Reuse.AUTO_REUSE  # the same as True
 
 
 class VariableScope(str):
-    """A scope's full name. `variable_scope` takes it to open the scope again, from wherever it is."""
+    """A scope's full name. `variable_scope` takes it to open the scope again, from anywhere."""
 
     _scope: scopes.Scope
 
     @staticmethod
     def of(scope: scopes.Scope) -> VariableScope:
-        """That of a scope."""
+        """Makes the full name of a scope."""
         made = VariableScope(scope.name)
         made._scope = scope
         return made
 
     @property
     def scope(self) -> scopes.Scope:
-        """What it says to variables."""
+        """The scope itself, with the defaults for variables."""
         return self._scope
 
     @property
@@ -86,25 +86,25 @@ def variable_scope(
     again with `reuse=True`, which inner scopes inherit; one that does not exist yet is then created.
 
     Args:
-      name: one or more names joined by "/"; or what another `variable_scope` gave, which is opened again as
-        it is. None: `default_name`.
-      default_name: where there is no `name`: it, or with `_1`, `_2`, ... the first that is new in the scope
+      name: one or more names joined by "/"; or what another `variable_scope` yielded, which is opened again
+        as it is. None: `default_name`.
+      default_name: used without a `name`: this, or with `_1`, `_2`, ... the first that is new in the scope
         around.
-      initializer: of variables within that are asked for without one, see `get_variable`.
-      custom_getter: is called in place of `get_variable` within, as
+      initializer: for variables within that are asked for without one, see `get_variable`.
+      custom_getter: called in place of `get_variable` within, as
         `custom_getter(getter, full_name, shape=, dtype=, initializer=, regularizer=, trainable=)`, and
-        gives what that gives. `getter` takes the same, but for itself, and makes or finds the variable.
-        An inner scope's is called first, with the outer's as its getter.
+        returns what that returns. `getter` takes the same arguments except itself, and makes or finds the
+        variable. An inner scope's is called first, with the outer's as its getter.
       reuse: True or `AUTO_REUSE` lets the block share variables that exist; None or False leaves that to
         the scopes around it.
-      dtype: of variables within that are asked for without one.
+      dtype: for variables within that are asked for without one.
       use_resource: only True (or None) is possible; there for TensorFlow 1 code.
 
     Yields:
       The scope.
 
     Raises:
-      TypeError: `custom_getter` cannot be called, or the dtype is none of numbers.
+      TypeError: `custom_getter` cannot be called, or the dtype is not one of numbers or booleans.
       ValueError: the name is empty or has an empty part, `reuse` is something else, there is no
         initializer of that name, or `use_resource` is False.
       RuntimeError: `default_name` is used, and nothing is being traced.

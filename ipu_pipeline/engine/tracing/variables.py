@@ -1,4 +1,4 @@
-"""Variables: asked for by name while a function is traced, collected from its jaxpr afterwards.
+"""Variables are asked for by name while a function is traced, and collected from its jaxpr afterwards.
 
 `get_variable` leaves a marker equation in the jaxpr that is being traced, and `assign` another. What traces
 the function (`stages`) turns the markers into inputs and outputs. A function is therefore traced only once.
@@ -37,7 +37,7 @@ def _read_abstract(*, spec: VariableSpec, serial: int) -> Any:
 @assign_variable_p.def_abstract_eval  # type: ignore[untyped-decorator]  # jax.extend has no annotations
 def _assign_abstract(value: Any, *, spec: VariableSpec) -> Any:
     del value, spec
-    return jax_compat.shaped_array((), np.dtype(np.int32))  # nobody reads it; a marker needs a result
+    return jax_compat.shaped_array((), np.dtype(np.int32))  # never read; a marker needs a result
 
 
 def get_variable(
@@ -50,16 +50,16 @@ def get_variable(
     regularizer: Any = None,
     use_resource: bool | None = True,
 ) -> jax.Array:
-    """The value of a variable in the function being traced.
+    """Returns the value of a variable in the function being traced.
 
     Args:
       name: the name within the current scope.
       shape: its shape; None if `initializer` is an array, or if the variable exists.
-      dtype: its dtype; None: that of the scope, if it was opened with one; else that of `initializer`, if
+      dtype: its dtype; None: the scope's, if it was opened with one; else the dtype of `initializer`, if
         this is a constant (int32 for `initializer=1`, as in TensorFlow 1); else float32.
       initializer: `init(key, shape, dtype)` as in `jax.nn.initializers`, its name in Keras
-        ("glorot_uniform"), or a constant array or scalar. None: that of the scope, by default Glorot
-        uniform for floating-point variables of any rank, as in TensorFlow 1, and zeros for others.
+        ("glorot_uniform"), or a constant array or scalar. None: the scope's, by default Glorot uniform for
+        floating-point variables of any rank, as in TensorFlow 1, and zeros for others.
       trainable: whether a pipeline with an optimizer trains it. Integers and booleans are never trained.
       regularizer: warns: TensorFlow 1 collects what it gives, for programs that add it to their loss. Add
         it where the loss is computed, or use `optax.add_decayed_weights`.
@@ -69,7 +69,7 @@ def get_variable(
       The value, a traced array of that shape and dtype. Within a stage, after `assign`, the new value.
 
     Raises:
-      ValueError: the name, shape, dtype or initializer is not usable, or `use_resource` is False; or the
+      ValueError: the name, shape, dtype or initializer is not usable, or `use_resource` is False. Or the
         variable exists, and neither its scope nor one around it was opened with `reuse=True`; or it
         exists with another shape or dtype.
       RuntimeError: nothing is being traced.
@@ -118,8 +118,8 @@ def _get(
     regularizer: Any = None,
     trainable: bool = True,
 ) -> jax.Array:
-    """The value of a variable, after what scopes say to it; custom getters call it."""
-    del regularizer  # of which `get_variable` has warned
+    """Returns the value of a variable, after the scopes' defaults; custom getters call it."""
+    del regularizer  # `get_variable` has warned about it
     current = frames.current_frame("get_variable")
     existing = current.names.variables.get(full_name)
     if existing is None:
@@ -131,7 +131,7 @@ def _get(
         if conflict is not None:
             if current.faults is None:
                 raise conflict
-            # What else is wrong shows with the shape that was asked for.
+            # Other faults show with the shape that was asked for.
             current.faults.add_here(current.place, conflict, current.given)
             shape = spec.shape if shape is None else shape
             spec = make_spec(full_name, shape, dtype, initializer, trainable)
@@ -143,7 +143,7 @@ def _get(
 
 
 def _find_conflict(spec: VariableSpec, shape: Any, dtype: Any) -> ValueError | None:
-    """Why a variable that exists cannot be asked for in this way."""
+    """The error if a variable that exists cannot be asked for in this way; else None."""
     if not scopes.is_reusing():
         return ValueError(
             f"Variable {spec.name} already exists, disallowed. Did you mean to set reuse=True in "
@@ -163,7 +163,7 @@ def assign(name: str, value: Any) -> None:
 
     Args:
       name: the variable's name within the current scope, or its full name.
-      value: the new value; the variable's shape and dtype. No gradient flows through it.
+      value: the new value, of the variable's shape and dtype. No gradient flows through it.
 
     Raises:
       ValueError: there is no such variable, it is trainable, or the shape or dtype differs.

@@ -18,7 +18,7 @@ from ipu_pipeline.engine.tracing.traced import TracedPipeline
 
 __all__ = ["Accumulator", "AccumulatorPlan", "plan_accumulators", "variable_of"]
 
-_OF_STAGE = " of stage "  # in the keys of those that are not the owner's
+_OF_STAGE = " of stage "  # in the keys of accumulators that are not the owner's
 
 
 class Accumulator(NamedTuple):
@@ -39,7 +39,7 @@ class AccumulatorPlan:
     def merge(
         self, accumulators: Mapping[str, Any], add: Callable[[Accumulator, Any, Any], Any]
     ) -> dict[str, Any]:
-        """One accumulator per variable."""
+        """Merges the accumulators into one per variable."""
         merged = {key: value for key, value in accumulators.items() if key not in self.extra}
         for key, accumulator in self.extra.items():
             name = accumulator.variable
@@ -48,7 +48,7 @@ class AccumulatorPlan:
 
 
 def variable_of(key: str) -> str:
-    """The variable that the accumulator of a key belongs to, in whatever pipeline."""
+    """The variable that a key's accumulator belongs to, in any pipeline."""
     return key.rpartition(_OF_STAGE)[0] or key
 
 
@@ -58,7 +58,7 @@ def plan_accumulators(
     ipus: Sequence[int],
     reduction: Reduction,
 ) -> AccumulatorPlan:
-    """Says which program accumulates where."""
+    """Plans which program accumulates where."""
     keys: dict[tuple[int, str], str] = {}
     extra: dict[str, Accumulator] = {}
     holders: dict[tuple[str, int], str] = {}  # (variable, IPU) -> the key there

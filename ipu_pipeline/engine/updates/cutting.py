@@ -1,4 +1,4 @@
-"""Weight updates: an optimizer that was traced over all variables, partitioned into programs per IPU.
+"""Weight updates: partitions an optimizer that was traced over all variables into programs per IPU.
 
 Everything that one IPU updates is updated together, by the first of its stages, which is the home of its
 variables in the partition. `partitioning` says where values that join several homes are made; those that
@@ -40,7 +40,7 @@ _COUNTS = (UpdateKind.COUNT, UpdateKind.UPDATE_COUNT)
 
 @dataclass(frozen=True, eq=False)
 class UpdateProgram:
-    """What one stage's IPU runs per weight update, or once to make its part of the optimizer's state."""
+    """A program that a stage's IPU runs per weight update, or once to make its part of the state."""
 
     name: str  # for profiles, for example "stage0_update"
     stage: int  # it runs where this stage lives
@@ -52,7 +52,7 @@ class UpdateProgram:
 class StateLeaf(NamedTuple):
     """A leaf of the optimizer's state: its path, shape and dtype, and the stage where it lives.
 
-    The variable is the full name of the one that it belongs to; None if there is none.
+    `variable` is the full name of the variable that it belongs to; None if there is none.
     """
 
     path: str
@@ -62,13 +62,13 @@ class StateLeaf(NamedTuple):
 
 
 class Move(NamedTuple):
-    """What an update sends from one stage's place to another's."""
+    """A value that an update sends from one stage's place to another's."""
 
     source: int  # the stage that has or makes it
     target: int  # the stage whose program reads it
     what: str  # in words; empty for a value that is neither a variable nor a gradient nor state
     aval: Any  # its shape and dtype
-    primitive: str  # what reads it there
+    primitive: str  # the primitive that reads it there
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,9 +78,9 @@ class Updates:
     state_tree: Any  # structure of the optimizer's state
     state_leaves: tuple[StateLeaf, ...]  # its leaves
     inits: tuple[UpdateProgram, ...]  # the programs that make the state, in the order in which they run
-    # the programs of a weight update, likewise; one, if one IPU has all trained variables
+    # the programs of a weight update, in that order, too; one, if one IPU has all trained variables
     updates: tuple[UpdateProgram, ...]
-    moves: tuple[Move, ...]  # what these send
+    moves: tuple[Move, ...]  # the values that these send
     init_needs_outputs: bool  # whether the state at the start depends on the last stage's outputs
     loss_scale: LossScale | None  # where the scale of the loss is; None without loss scaling
     has_callbacks: bool  # whether a weight update calls back into Python, which may raise
@@ -88,7 +88,7 @@ class Updates:
 
     @property
     def enqueued_avals(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Shapes and dtypes of the leaves of that."""
+        """Shapes and dtypes of the leaves that a weight update enqueues."""
         return tuple(aval for entry in self.enqueued for aval in entry.avals)
 
 
@@ -110,7 +110,7 @@ def cut_updates(traced: TracedOptimizer, variable_homes: Mapping[str, int], last
 
     states = [UpdateValue(UpdateKind.STATE, index) for index in range(len(owners))]
     placed = place(traced.update)
-    while len(stages) > 1:  # a leaf that nobody owns yet lives where its new value is made
+    while len(stages) > 1:  # a leaf without an owner yet lives where its new value is made
         made = [placed.home_of(atom) for atom in placed.flat.outputs[len(traced.results) :]]
         found = [made_at if owner is None else owner for owner, made_at in zip(owners, made, strict=True)]
         if found == owners:
@@ -122,7 +122,7 @@ def cut_updates(traced: TracedOptimizer, variable_homes: Mapping[str, int], last
         values: Sequence[UpdateValue], places: partitioning.Places
     ) -> list[tuple[Any, partitioning.Home]]:
         owned = [
-            # What is enqueued stays where it is made.
+            # Enqueued values stay where they are made.
             places.home_of(atom) if value.kind == UpdateKind.ENQUEUED else home_of(value)
             for value, atom in zip(values, places.flat.outputs, strict=True)
         ]
@@ -216,7 +216,7 @@ def _make_programs(
 
 
 def _with_result(program: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    """A program that has no result, with one to wait for: what Python raises within it is raised there."""
+    """Gives a program without results one to wait for: what Python raises within it is raised there."""
 
     def function(*arguments: Any) -> list[Any]:
         return [*program(*arguments), jnp.zeros((), bool)]

@@ -1,4 +1,4 @@
-"""What the programs of a weight update read and make, by what it stands for."""
+"""The values that the programs of a weight update read and make, by what they stand for."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ class UpdateCounts(NamedTuple):
     """The numbers that a weight update can compute with."""
 
     micro_batches: Any  # per weight update
-    updates: Any  # weight updates before
+    updates: Any  # the number of weight updates before
 
 
 class UpdateEnvironment:
     """The values of one weight update: arrays, traced values, or shapes and dtypes.
 
-    Programs read what there was before the update, and what they make for each other.
+    Programs read the values before the update, and what they make for each other.
 
     Attributes:
-      variables: those that were updated, by full name.
-      accumulators: the zeroed ones, by full name.
-      state_leaves: of the optimizer's state; those that no program makes are as they were.
+      variables: the updated variables, by full name.
+      accumulators: the zeroed accumulators, by full name.
+      state_leaves: the leaves of the optimizer's state; those that no program makes are as they were.
       sent: what programs made for others, by number.
       enqueued: the leaves of what the update enqueues, by number.
     """
@@ -38,7 +38,7 @@ class UpdateEnvironment:
         outputs: Mapping[int, Any] | Sequence[Any],
         counts: UpdateCounts,
     ) -> None:
-        """Before the update."""
+        """Begins with the values before the update."""
         self.sent: dict[int, Any] = {}
         self.enqueued: dict[int, Any] = {}
         self._counts = counts
@@ -62,11 +62,11 @@ class UpdateEnvironment:
 
     @property
     def updates(self) -> Any:
-        """How many weight updates there were before."""
+        """The number of weight updates before."""
         return self._counts.updates
 
     def __getitem__(self, value: UpdateValue) -> Any:
-        """What a program reads."""
+        """Returns a value that a program reads."""
         if value.kind == UpdateKind.COUNT:
             return self._counts.micro_batches
         if value.kind == UpdateKind.UPDATE_COUNT:
@@ -74,5 +74,5 @@ class UpdateEnvironment:
         return self._known[value.kind][value.key]
 
     def __setitem__(self, value: UpdateValue, result: Any) -> None:
-        """Takes what a program made."""
+        """Takes a result of a program."""
         self._made[value.kind][value.key] = result

@@ -19,7 +19,7 @@ __all__ = ["LossScale", "LossScaleState", "LossScaled", "scale_loss"]
 
 
 class LossScale(NamedTuple):
-    """Where the scale is: its position among the leaves of the optimizer's state; and the first one."""
+    """The position of the scale among the leaves of the optimizer's state, and the first scale."""
 
     leaf: int
     initial: float
@@ -56,14 +56,15 @@ def scale_loss(
     growth_interval: int,
     factor: float,
 ) -> LossScaled:
-    """The transformation for gradients of a scaled loss. It runs in 32 bits at least.
+    """Makes a transformation for gradients of a scaled loss. It runs in at least 32 bits.
 
     Args:
-      transformation: for the gradients themselves.
+      transformation: the transformation for the unscaled gradients.
       initial_scale: the first scale.
       dynamic: whether the scale changes.
-      growth_interval: after so many updates with finite gradients it is multiplied by the factor.
-      factor: gradients that are not finite divide it by this, down to 1 at least.
+      growth_interval: after this number of updates with finite gradients, the scale is multiplied by the
+        factor.
+      factor: gradients that are not finite divide the scale by this, down to at least 1.
     """
     inner = optax.with_extra_args_support(transformation)
 

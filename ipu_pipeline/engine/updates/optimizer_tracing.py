@@ -1,4 +1,4 @@
-"""An Optax transformation traced over all trained variables, as jaxprs whose inputs are labelled.
+"""Traces an Optax transformation over all trained variables, as jaxprs whose inputs are labelled.
 
 Traced values that the optimizer captured from around it, as `optax.sgd(learning_rate)` does, are found
 among the jaxprs' constants.
@@ -43,7 +43,7 @@ _PLACE = "the weight update"  # what errors call it
 
 
 def describe_other_optimizer(value: object) -> str:
-    """What errors call an object that is no `optax.GradientTransformation`, and how to get one from it."""
+    """What errors call an object that is not an `optax.GradientTransformation`, and how to get one."""
     name = type(value).__name__
     if not callable(getattr(value, "gradient_transformation", None)):
         return name
@@ -54,7 +54,7 @@ Optimizer: TypeAlias = "optax.GradientTransformation | OptimizerFunction"
 
 
 class UpdateKind:
-    """What an argument or a result of an update program is."""
+    """The kind of an argument or a result of an update program."""
 
     PARAMETER = "parameter"  # key: full name
     GRADIENT = "gradient"  # full name: the accumulator as an argument, zeros of its shape as a result
@@ -63,7 +63,7 @@ class UpdateKind:
     COUNT = "count"  # number of micro-batches, int32
     UPDATE_COUNT = "update_count"  # number of weight updates before, int32
     ENQUEUED = "enqueued"  # a leaf of what the update enqueues, counted
-    SENT = "sent"  # what one update program makes for another, counted over all of them
+    SENT = "sent"  # a value that one update program makes for another, counted over all programs
 
 
 class UpdateValue(NamedTuple):
@@ -79,7 +79,7 @@ class TracedOptimizer:
 
     init: jaxprs.FlatJaxpr  # makes the state; its outputs are the state's leaves
     update: jaxprs.FlatJaxpr  # its outputs are `results` and then the state's leaves
-    labels: dict[Any, UpdateValue]  # what the inputs of both are
+    labels: dict[Any, UpdateValue]  # what the inputs of `init` and `update` are
     results: tuple[UpdateValue, ...]  # the new parameters, zeroed accumulators, and what is enqueued
     trained: Mapping[str, VariableSpec]  # the variables, by full name
     state_tree: Any  # structure of the state
@@ -98,23 +98,23 @@ def trace_optimizer(
     accumulator_dtypes: Mapping[str, Any],
     may_enqueue: bool = False,
 ) -> TracedOptimizer:
-    """Traces an optimizer. It does not start a JAX backend.
+    """Traces an optimizer. Does not start a JAX backend.
 
     Args:
       optimizer: an Optax transformation; or a function of the last stage's outputs (see
-        `stages.as_arguments`) that returns one, or a pair of one and a dict of extra arguments for its
-        `update`.
+        `stages.as_arguments`) that returns a transformation, or a pair of a transformation and a dict of
+        extra arguments for its `update`.
       trained: the variables to update, by full name.
       output_tree: structure of what the last stage returns.
       output_avals: shapes and dtypes of its leaves.
       reduction: MEAN divides the accumulators by the number of micro-batches.
       accumulator_dtypes: dtype of each variable's accumulator. The optimizer gets the variable and its
-        gradient in the wider of the two dtypes, so its state is in that; the new value is cast back.
-      may_enqueue: whether there is somebody for what the update enqueues.
+        gradient in the wider of the two dtypes, so its state has that dtype; the new value is cast back.
+      may_enqueue: whether the update may enqueue.
 
     Raises:
-      TypeError: the optimizer is no Optax transformation.
-      RuntimeError, ValueError: it enqueues something where nobody takes it, or where it cannot be reached.
+      TypeError: the optimizer is not an Optax transformation.
+      RuntimeError, ValueError: it enqueues something although it may not, or where it cannot be reached.
     """
     current = frames.find_frame()
     program_names = frames.ProgramNames() if current is None else current.names
@@ -233,7 +233,7 @@ def trace_optimizer(
 
 
 def _flatten(closed_jaxpr: Any, num_results: int = 0) -> tuple[jaxprs.FlatJaxpr, list[Any]]:
-    """An `init` or `update` without markers."""
+    """Flattens an `init` or `update`, without markers."""
     found: dict[int, list[Any]] = {}
     counts: list[Any] = []
 
@@ -270,7 +270,7 @@ def _divide(accumulator: jax.Array, count: jax.Array) -> jax.Array:
 
 
 def lift_captures(traced: TracedOptimizer, find_number: Callable[[Any], int | None]) -> TracedOptimizer:
-    """The optimizer with the traced values that it captured as outputs of the last stage."""
+    """Makes the traced values that an optimizer captured outputs of the last stage."""
     labels = dict(traced.labels)
 
     def lift(flat: jaxprs.FlatJaxpr) -> jaxprs.FlatJaxpr:

@@ -18,25 +18,25 @@ __all__ = ["with_metrics"]
 def with_metrics(
     inner: optax.GradientTransformation, learning_rate: Any = None
 ) -> optax.GradientTransformationExtraArgs:
-    """An optimizer that reports `gradient_norm`, `update_norm` and `learning_rate`, see `metric`.
+    """Makes an optimizer report `gradient_norm`, `update_norm` and `learning_rate`, see `metric`.
 
     The norms are 2-norms over all trained variables together, in at least float32: of the gradients as the
-    optimizer gets them, after accumulation, and of the change that it gives. (Where loss scaling skips an
+    optimizer gets them, after accumulation, and of the change that it makes. (Where loss scaling skips an
     update, they are not finite.) Computing them reads both once more; the update itself and the optimizer's
-    state are as without.
+    state do not change.
 
     Args:
       inner: the optimizer.
-      learning_rate: what it was given: a number, a placeholder, or a schedule of Optax, which is called
-        with the optimizer's own count of updates (or, if it has none or several, with that of all weight
-        updates before). None: that of `optax.inject_hyperparams`, where the state has it; without, no
-        learning rate is reported.
+      learning_rate: the optimizer's learning rate: a number, a placeholder, or a schedule of Optax, which
+        is called with the optimizer's own count of updates (or, if it has none or several, with the number
+        of all weight updates before). None: the rate of `optax.inject_hyperparams`, where the state has
+        it; otherwise no learning rate is reported.
 
     Returns:
       The optimizer. Outside of a pipeline its update raises RuntimeError.
 
     Raises:
-      TypeError: `inner` is no `optax.GradientTransformation`.
+      TypeError: `inner` is not an `optax.GradientTransformation`.
 
     Example:
       optimizer = with_metrics(optax.inject_hyperparams(optax.adamw)(learning_rate=schedule))
@@ -80,7 +80,7 @@ def _find_learning_rate(state: Any) -> Any:
 
 
 def _find(state: Any, kind: Any) -> list[Any]:
-    """The parts of a state that are of some class, those within them not."""
+    """The parts of a state that are of a class, without parts inside of these."""
 
     def is_wanted(part: Any) -> bool:
         return isinstance(part, kind)

@@ -443,7 +443,7 @@ def test_errors_of_placed_micro_batches(mapping, plan):
     other.init(jax.random.key(5), step[0], make_scale())
     with pytest.raises(ValueError, match="micro_batches: they were placed by another pipeline"):
         pipeline.step(state, other.place_micro_batches(step), make_scale())
-    with pytest.raises(ValueError, match="micro_batches: 4 were placed, but a step has 8. Place as many."):
+    with pytest.raises(ValueError, match="4 were placed, but a step has 8. Place that many."):
         pipeline.step(state, pipeline.place_micro_batches(step[:4]), make_scale())
     with pytest.raises(ValueError, match="Micro-batch 1"):
         pipeline.place_micro_batches([step[0], (step[0][0][:2], step[0][1])])

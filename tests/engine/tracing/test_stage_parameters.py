@@ -313,7 +313,7 @@ FAULTS = {
     ),
     "values": (
         [engine.Shared("a", W), engine.Shared("a", W + 1)],
-        "a is shared, so it must have one value; those of parameters of stage 0 (stage) and ",
+        "a is shared, so it must have one value; the values in parameters of stage 0 (stage) and ",
     ),
     "one name": (
         [{"a/b": W, "a": {"b": W}}, W],

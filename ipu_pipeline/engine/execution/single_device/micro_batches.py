@@ -25,11 +25,11 @@ Environment: TypeAlias = dict[Binding, Any]
 class MicroBatches:
     """Forwards and backwards, to be called within a trace."""
 
-    placement: StatePlacement  # says what lies in host memory, and which accumulators there are
+    placement: StatePlacement  # knows what lies in host memory, and which accumulators there are
     programs: Sequence[StagePrograms]  # the programs of the pipeline's stages
 
     def run(self, environment: Environment, size: int = 1) -> Environment:
-        """Forward and backward of one micro-batch, or of several, each program on all of them in turn."""
+        """Runs forward and backward of one or several micro-batches, program by program."""
         known = dict(environment)
         programs = chunk_programs(self.placement.traced, self.programs, size)
         for index, own in enumerate(programs):
@@ -42,7 +42,7 @@ class MicroBatches:
         return known
 
     def find(self, environment: Environment, source: Source, size: int = 1) -> Any:
-        """A value between stages after `run`; of several micro-batches stacked, inputs too."""
+        """A value between stages after `run`; stacked for several micro-batches, inputs too."""
         if source.kind != "input":
             return environment[Binding(BindingKind.VALUE, source)]
         value = environment[Binding(BindingKind.INPUT, source.index)]
@@ -71,7 +71,7 @@ class MicroBatches:
                 known[binding] = store(result, self._row) if self._is_offloaded(binding) else result
 
     def _store_inputs(self, index: int, backward: StageProgram, known: Environment) -> None:
-        """Puts those values into host memory that a stage's backward takes again."""
+        """Puts the values that a stage's backward takes again into host memory."""
         for binding in self._bindings().arguments(index, backward):
             if binding.kind is BindingKind.VALUE:
                 known[_stored(index, binding)] = store(known[binding], self._row)

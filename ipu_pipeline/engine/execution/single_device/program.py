@@ -1,7 +1,7 @@
 """What the single program of a block computes: micro-batches, accumulation and weight updates, traced.
 
 Loops run until the next weight update, then update, then start over. The update stands in a loop of one
-turn or none, which works in place; a conditional would copy what it may change.
+turn or none, which works in place; a conditional would copy whatever it may change.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class BlockProgram:
     """The functions that a block's runner compiles."""
 
     micro_batches: MicroBatches  # forwards and backwards
-    collecting: Collecting  # what is wanted of the last stage
-    num_serialized: int = 1  # how many micro-batches each stage handles before the next one starts
-    # of a loop, the values that are the first leaves of the next micro-batch. None: a pipeline, whose
+    collecting: Collecting  # which outputs of the last stage are wanted
+    num_serialized: int = 1  # micro-batches that each stage handles before the next one starts
+    # in a loop, the values that are the first leaves of the next micro-batch. None: a pipeline, whose
     # micro-batches are counted from each weight update.
     carried: Sequence[Source] | None = None
-    # of a loop that ends by itself, whether it goes on, from the inputs' leaves and the carried values
+    # in a loop that ends by itself, whether it goes on, from the inputs' leaves and the carried values
     condition: Callable[[list[Any], list[Any]], Any] | None = None
 
     @property
@@ -70,7 +70,7 @@ class BlockProgram:
         return {value.key: outputs[value.key] for value in wanted if value.kind == UpdateKind.OUTPUT}
 
     def make_sums(self, axes: tuple[int, ...] = ()) -> list[Any]:
-        """Zeros for sums, stacked over some axes."""
+        """Makes zeros for sums, stacked over some axes."""
         if not self.collecting.is_summed:
             return []
         return [jnp.zeros((*axes, *aval.shape), aval.dtype) for aval in self.collecting.avals]
@@ -84,7 +84,7 @@ class BlockProgram:
         carried: list[Any],
         given: Given,
     ) -> Left:
-        """A block."""
+        """Computes a block."""
         position = Position.unpack(given.position)
         zero = jnp.int32(0)
         first = Carry(
@@ -141,7 +141,7 @@ class BlockProgram:
 
     @property
     def updated_avals(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Shapes and dtypes of the leaves of what a weight update enqueues."""
+        """Shapes and dtypes of the leaves that a weight update enqueues."""
         updates = self.placement.updates
         return () if updates is None else updates.enqueued_avals
 
@@ -163,7 +163,7 @@ class BlockProgram:
         return load(scale, self.placement.rows[0]) if self.placement.offloads_state else scale
 
     def _run_micro_batches(self, given: Given, position: Position, loss_scale: Any, carry: Carry) -> Carry:
-        """One micro-batch, or as many as are serialized."""
+        """Runs one micro-batch, or the `num_serialized` of a group."""
         size = self.num_serialized
         num_updates = (position.accumulated + carry.done) // position.every
         execution, index = position.execution, position.iteration + carry.done
@@ -230,7 +230,7 @@ class BlockProgram:
         inputs: Sequence[Any],
         element: Sequence[Any],
     ) -> Environment:
-        """What `MicroBatches.run` takes; `scalars` in the order of `_SCALARS`."""
+        """Makes what `MicroBatches.run` takes; `scalars` are in the order of `_SCALARS`."""
         known = {Binding(BindingKind.VARIABLE, name): value for name, value in variables.items()}
         known |= {Binding(BindingKind.ACCUMULATOR, key): value for key, value in accumulators.items()}
         known |= {
@@ -282,7 +282,7 @@ class BlockProgram:
         )
 
     def peek(self, variables: dict[str, Any], carried: list[Any], given: Given) -> list[Any]:
-        """What the last stage returns for the first micro-batch of a block, without any effects."""
+        """Computes the last stage's outputs for the first micro-batch of a block, without any effects."""
         position = Position.unpack(given.position)
         index = position.accumulated if self.carried is None else position.iteration
         traced = self.placement.traced
@@ -338,12 +338,12 @@ def _end_update(carry: Carry) -> Carry:
 
 
 def _make_zeros(size: int, avals: Sequence[jax.ShapeDtypeStruct]) -> list[Any]:
-    """Stacks of so many values each."""
+    """Makes stacks of `size` values each."""
     return [jnp.zeros((size, *aval.shape), aval.dtype) for aval in avals]
 
 
 def _write(stacks: Sequence[Any], values: Sequence[Any], place: Any) -> list[Any]:
-    """The stacks with values, which are stacked too, from a place on."""
+    """Writes values, which are stacked too, into the stacks from a place on."""
     return [
         jax.lax.dynamic_update_slice_in_dim(stack, value, place, 0)
         for stack, value in zip(stacks, values, strict=True)

@@ -2,8 +2,8 @@
 
 The stage programs of a micro-batch are called one after another within it, so there is no dispatch per
 micro-batch, and XLA sees them together. A call handles a block, a stack of micro-batches. A block of a
-pipeline is as many whole weight updates as fit a given size. An update that does not fit by itself is
-cut: the parts before its last one leave the state as it is, so that it can still be dropped. A block of a
+pipeline holds all whole weight updates that fit a given size. An update that does not fit by itself is
+cut: all parts but its last leave the state as it is, so that the update can still be dropped. A block of a
 loop may begin and end anywhere.
 """
 
@@ -47,18 +47,18 @@ __all__ = ["BlockRunner", "PendingBlock"]
 
 # Blocks that the host runs ahead; XLA's CPU client has no more in flight than the most.
 _LEAST_IN_FLIGHT, _MOST_IN_FLIGHT = 2, 32
-_IN_FLIGHT_BYTES = 64 * 2**20  # of their feeds, where they are more than the least
+_IN_FLIGHT_BYTES = 64 * 2**20  # the most that the feeds of more than the least may take
 
 
 @dataclass(frozen=True, eq=False)
 class Begun:
-    """What the parts of an update before this one left."""
+    """What the earlier parts of an update left."""
 
     totals: Totals  # accumulators and sums; the next part will take their memory
     assigned: Mapping[str, Any]  # values that stages assigned, by full name
     collected: list[Collected]  # what was collected
     enqueued: list[Handed]  # what stages enqueued
-    count: int = 0  # how many micro-batches ran
+    count: int = 0  # the number of micro-batches that ran
     # what the last stage returns for the first micro-batch, if that is needed
     first_outputs: list[Any] | None = None
 
@@ -67,15 +67,15 @@ class Begun:
 class PendingBlock:
     """A block, or the last part of an update that does not fit one, that is ready to run."""
 
-    request: Request  # what it is a part of
-    begun: Begun  # what is before it
+    request: Request  # the request that it is a part of
+    begun: Begun  # the earlier parts of its update
     position: Position  # where it begins
     room: int  # the size of its stacks
     feed: list[Any]  # its micro-batches, stacked, on the device
 
     @property
     def count(self) -> int:
-        """How many micro-batches there are, those of earlier parts included."""
+        """The number of micro-batches, including those of earlier parts."""
         return self.begun.count + self.position.count
 
 
@@ -95,7 +95,7 @@ class BlockRunner(Runner[PendingBlock]):
         iterated: Iterated | None = None,
         options: Options | None = None,
     ) -> None:
-        """Nothing is compiled yet."""
+        """Compiles nothing yet."""
         super().__init__(placement, programs, iterated)
         self._collecting = collecting
         self._donate = donate
@@ -127,38 +127,38 @@ class BlockRunner(Runner[PendingBlock]):
 
     @property
     def takes_elements(self) -> bool:
-        """Whether its device is of this process."""
+        """Whether its device belongs to this process."""
         return self.placement.rows[0].is_here
 
     def place_element(self, leaves: Sequence[Any]) -> Element:
-        """A micro-batch on the host."""
+        """Takes a micro-batch on the host."""
         return self._feed.add(leaves)
 
     def place_ahead(self, elements: Sequence[Element]) -> list[Element]:
-        """The micro-batches of one update on the device."""
+        """Puts the micro-batches of one update on the device."""
         if not elements or not self._fed:
             return list(elements)
         sizes = self.sizes(len(elements), len(elements))
         return self._feed.place_ahead(elements, sizes.capacity, sizes.room)
 
     def num_fetched(self, total: int, every: int) -> int:
-        """A block."""
+        """The size of a block."""
         return self.sizes(total, every).capacity
 
     def num_waiting(self, total: int, every: int) -> int:
-        """Those of the blocks that the host runs ahead."""
+        """The number of micro-batches in the blocks that the host runs ahead."""
         room = self._find_sizes(total, every).room
         return room * _max_in_flight(room * num_bytes(self._fed))
 
     def plan_memory(
         self, accumulator_dtypes: Mapping[str, Any], stages: Sequence[StageMemory], every: int
     ) -> tuple[IpuMemory, ...]:
-        """What the IPU takes. What stages hold is within the program, among its temporaries."""
+        """Plans what the IPU takes. What stages hold counts among the program's temporaries."""
         del stages
         return super().plan_memory(accumulator_dtypes, (), every)
 
     def sizes(self, total: int, every: int) -> BlockSizes:
-        """The blocks into which so many micro-batches are cut; the feed then fills such blocks."""
+        """The sizes of blocks into which `total` micro-batches are cut; the feed then fills such blocks."""
         sizes = self._find_sizes(total, every)
         self._feed.set_size(sizes.room)
         return sizes
@@ -176,7 +176,7 @@ class BlockRunner(Runner[PendingBlock]):
         )
 
     def compile(self, state: RunState, request: Request) -> None:
-        """Compiles the program of a block; for an update that does not fit a block, those of its parts."""
+        """Compiles a block's program, or the programs of an update's parts if it does not fit a block."""
         sizes = self.sizes(request.total, request.every)
         element = jax.tree.leaves(self.placement.traced.element)
         zeros = [np.zeros(leaf.shape, leaf.dtype) for leaf in element]
@@ -190,7 +190,7 @@ class BlockRunner(Runner[PendingBlock]):
             self._compile(state, leaves, block, updates=True)
 
     def fetch(self, state: RunState, request: Request, take: Take) -> PendingBlock:
-        """Gets a block's micro-batches; of an update that does not fit a block, runs all but the last."""
+        """Gets a block's micro-batches; of an update that fits no block, runs all parts but the last."""
         every, sizes = request.every, self.sizes(request.total, request.every)
         wanted = min(request.limit, sizes.capacity)
         if not self.placement.rows[0].is_here:
@@ -201,7 +201,7 @@ class BlockRunner(Runner[PendingBlock]):
             return self._make_block(state, request, begun, take(wanted), sizes.room)
         if sizes.unit == every:
             elements = gather(take, wanted, every)
-            elements = elements[: len(elements) // every * every]  # the rest is of an update that ends
+            elements = elements[: len(elements) // every * every]  # the rest is an incomplete update's
             return self._make_block(state, request, begun, elements, sizes.room)
         while True:
             size = min(sizes.capacity, every - begun.count)
@@ -279,7 +279,7 @@ class BlockRunner(Runner[PendingBlock]):
         return zeros
 
     def _call(self, state: RunState, state_leaves: list[Any], block: PendingBlock, updates: bool) -> Left:
-        """Runs a block. It takes the memory of accumulators and sums, and may take that of all state."""
+        """Runs a block. Takes the memory of accumulators and sums, and possibly of all state."""
         function, arguments = self._compile(state, state_leaves, block, updates)
         watcher = watching.current()
         if watcher is None:
@@ -311,7 +311,7 @@ class BlockRunner(Runner[PendingBlock]):
     def _compile(
         self, state: RunState, state_leaves: list[Any], block: PendingBlock, updates: bool
     ) -> tuple[Any, tuple[Any, ...]]:
-        """The function of a block, compiled, and what it is to be called with."""
+        """Compiles the function of a block. Returns it, and the arguments to call it with."""
         num_updates = 0
         if updates and (self._collecting.is_summed or self.program.updated_avals):
             # With a fixed room an update may be as short as a group.
@@ -322,7 +322,7 @@ class BlockRunner(Runner[PendingBlock]):
         changed = self._changed(kind)
         variables = {**state.pipeline.variables, **block.begun.assigned}
         kept = {name: value for name, value in variables.items() if name not in changed}
-        # With updates the scale is in the optimizer's state, and changes with it.
+        # With updates, the scale is in the optimizer's state, and changes with it.
         loss_scale = NO_LOSS_SCALE if updates else self.placement.loss_scale(state.pipeline.optimizer_state)
         arguments = (
             block.begun.totals,
@@ -373,7 +373,7 @@ class BlockRunner(Runner[PendingBlock]):
         def block(*arguments: Any) -> Left:
             return self.program.run(kind, *arguments)
 
-        # The carried values are not donated: the first ones are the caller's.
+        # The carried values are not donated, because the first ones are the caller's.
         donated = () if self.has_callbacks else (0, 1, 2) if donate else (0,)
         return jax.jit(
             block,
@@ -383,7 +383,7 @@ class BlockRunner(Runner[PendingBlock]):
         )
 
     def _out_shardings(self, kind: BlockKind) -> Any:
-        """Where what a block returns goes."""
+        """The shardings of a block's results."""
         placement = self.placement
         row = placement.rows[0]
         if not placement.offloads_anything:

@@ -1,4 +1,4 @@
-"""Into which blocks micro-batches are cut."""
+"""Cuts micro-batches into blocks."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import NamedTuple
 __all__ = ["BlockSizes", "block_sizes"]
 
 _MAX_MICRO_BATCHES = 1024  # in a block, so that Ctrl-C does not wait long
-_MAX_FIXED = 64  # in a block that is to have one size whatever the count, since it is allocated whole
+_MAX_FIXED = 64  # in a block of one size whatever the count, since it is allocated whole
 
 
 class BlockSizes(NamedTuple):
-    """Into which blocks micro-batches are cut."""
+    """The sizes of the blocks into which micro-batches are cut."""
 
     unit: int  # micro-batches that stay together
-    capacity: int  # micro-batches in a block at most, a multiple of `unit`
-    room: int  # the size of a block's stack, at least the capacity. A compilation serves one.
+    capacity: int  # the most micro-batches in a block, a multiple of `unit`
+    room: int  # the size of a block's stack, at least the capacity; compiled once per size
 
 
 def block_sizes(

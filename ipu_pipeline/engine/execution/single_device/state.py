@@ -1,4 +1,4 @@
-"""What goes into the single program of a block, what it carries, and what it leaves."""
+"""The arguments of a block's single program, the state of its loops, and its results."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ __all__ = ["BlockKind", "Carry", "Given", "Left", "Position", "Totals"]
 
 @dataclass(frozen=True)
 class BlockKind:
-    """What a compilation is for."""
+    """The kind of block that a compilation is for."""
 
     room: int  # the size of the block's stacks
-    num_updates: int  # the size of the stacks of what there is per weight update; 0 where nothing is kept
+    num_updates: int  # the size of the stacks with an entry per weight update; 0 if none is kept
     updates: bool  # whether weight updates may fall into the block
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where a block is, all int32."""
+    """The position of a block in the run; all are int32."""
 
     accumulated: int  # micro-batches in the accumulators where it begins
     execution: int  # executions of the pipeline so far, or runs of the loop
-    updates: int  # weight updates before
-    iteration: int  # of a loop, iterations of the run before
+    updates: int  # weight updates before the block
+    iteration: int  # in a loop, iterations of the run so far
     count: int  # micro-batches to run
     every: int  # micro-batches per weight update
 
@@ -42,17 +42,17 @@ class Position:
 
     @classmethod
     def unpack(cls, numbers: Any) -> Position:
-        """The inverse of `pack`, also of a traced array."""
+        """The inverse of `pack`, also for a traced array."""
         return cls(*(numbers[place] for place in range(len(dataclasses.fields(cls)))))
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Totals:
-    """What grows with each micro-batch until the next weight update."""
+    """The sums that grow with each micro-batch until the next weight update."""
 
-    accumulators: Any  # by key, a dict
-    sums: Any  # of what is collected in sums, a list
+    accumulators: Any  # a dict, by key
+    sums: Any  # a list: the sums of what is collected in sums
 
 
 @jax.tree_util.register_dataclass
@@ -62,7 +62,7 @@ class Given:
 
     variables: dict[str, Any]  # those that the block does not change, by full name
     inputs: list[Any]  # the leaves of the pipeline's inputs
-    loss_scale: Any  # what the backward starts from, unless it is in the optimizer's state
+    loss_scale: Any  # the scale that the backward starts from, unless it is in the optimizer's state
     key: Any  # the session's random key
     position: Any  # packed
     feed: list[Any]  # stacked micro-batches
@@ -74,12 +74,12 @@ class Carry:
     """What a block changes; the state of its loops."""
 
     done: Any  # micro-batches that ran
-    num_kept: Any  # weight updates of which something is in the stacks
+    num_kept: Any  # weight updates with an entry in the stacks
     accumulated: Any  # micro-batches in the accumulators
     totals: Totals  # accumulators and sums
     variables: dict[str, Any]  # by full name
     state_leaves: list[Any]  # of the optimizer's state
-    carried: list[Any]  # of a loop, the values that the next iteration takes
+    carried: list[Any]  # in a loop, the values that the next iteration takes
     latest: dict[int, Any]  # the outputs of the last micro-batch that the update reads, by their number
     stacks: list[Any]  # what was collected
     enqueued: list[Any]  # what stages enqueued, stacked
@@ -89,16 +89,16 @@ class Carry:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Left:
-    """What a block leaves: of its `Carry` what somebody reads; or the shardings of that.
+    """What a block leaves: the parts of its `Carry` that are read; or their shardings.
 
     JAX gives the memory of donated arguments to results of the same shape, in order, whatever memory they
-    are in. So what is taken comes first, in the order in which it is taken.
+    are in. So results that take memory come first, in the order of the arguments.
     """
 
     totals: Totals  # accumulators and sums
-    variables: dict[str, Any]  # those that it changed, by full name
+    variables: dict[str, Any]  # the variables that it changed, by full name
     state_leaves: Any  # of the optimizer's state
-    carried: Any  # of a loop
+    carried: Any  # in a loop, the carried values
     # what was collected, stacked over micro-batches, or the sums over weight updates; a stack may be longer
     stacks: Any
     enqueued: Any  # what stages enqueued, stacked over micro-batches; may be longer
