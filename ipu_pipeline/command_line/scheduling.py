@@ -32,7 +32,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--width",
         type=_width,
         metavar="N",
-        help="characters of a line, 0 for as many as it takes; by default the terminal's",
+        help="characters per line, 0 for no limit; by default the terminal's width",
     )
     parser.set_defaults(call=lambda parsed: _run(parser, parsed))
 
