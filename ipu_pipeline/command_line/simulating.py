@@ -53,7 +53,10 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--forward-cost", type=numbers, metavar="LIST", help="cost of a micro-batch's forward; by default 1"
     )
     parser.add_argument(
-    "--backward-cost", type=numbers, metavar="LIST", help="cost of a micro-batch's backward; by default 2"
+        "--backward-cost",
+        type=numbers,
+        metavar="LIST",
+        help="cost of a micro-batch's backward; by default 2",
     )
     parser.add_argument(
         "--update-cost", type=numbers, metavar="LIST", help="cost of a stage's update; by default 0"
@@ -65,7 +68,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="cost of what a micro-batch sends; a list is per pair of neighbouring stages; by default 0",
     )
     parser.add_argument(
-    "--host-cost", type=number, metavar="T", help="cost of starting a program; by default 0"
+        "--host-cost", type=number, metavar="T", help="cost of starting a program; by default 0"
     )
     parser.add_argument(
         "--sent-bytes",
@@ -80,7 +83,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="gradients of a stage, which replicas average once a step; by default 0",
     )
     parser.add_argument(
-    "--replicas", type=at_least_one, metavar="N", help="replicas of the pipeline; by default 1"
+        "--replicas", type=at_least_one, metavar="N", help="replicas of the pipeline; by default 1"
     )
     parser.add_argument(
         "--processes",
@@ -106,7 +109,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="each replica keeps and updates its share of the optimizer's state",
     )
     parser.add_argument(
-    "--cores", type=_cores, metavar="N", help="cores that the IPUs share; by default none"
+        "--cores", type=_cores, metavar="N", help="cores that the IPUs share; by default none"
     )
     parser.add_argument(
         "--chunk-size", type=at_least_one, metavar="N", help="micro-batches per program; by default 1"

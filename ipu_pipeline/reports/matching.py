@@ -178,7 +178,8 @@ def _transfers(
 
     A transfer begins when the program that makes its data has ended, or when the host asks for it. It ends
     with the first copy from then on that belongs to no other transfer. Without one, it ends at the latest
-    when the next program of its target that waits for it begins. That is not known here, so it has no length.
+    when the next program of its target that waits for it begins; as that is not known here, it has no
+    length.
     """
     copies = [copy for copy in profile.copies if copy[1] - copy[0] >= _LEAST_COPY]
     begins = [begin for begin, _end in copies]

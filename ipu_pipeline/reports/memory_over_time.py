@@ -5,8 +5,8 @@ rest comes and goes with actions:
 
 * **activations**: what a stage holds of a micro-batch, from the beginning of its forward to the end of its
   backward; and what goes from stage to stage on one IPU, until it has been read;
-* **transfers**: what goes to another IPU. The sender holds it from when its program begins until it has been
-  sent; the receiver from when it is sent until it has been read, or is held by a stage;
+* **transfers**: what goes to another IPU. The sender holds it from the beginning of its program until it
+  has been sent; the receiver from when it is sent until it has been read, or is held by a stage;
 * **temporaries**: while an IPU computes, the most that one of its programs takes besides.
 
 On one IPU, all stages are one program, whose temporaries include what they hold. If execution phases bring
