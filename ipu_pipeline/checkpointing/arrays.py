@@ -20,7 +20,7 @@ from ipu_pipeline.engine import processes
 
 __all__ = ["ARRAYS", "read_arrays", "with_empty_ones", "write_arrays"]
 
-ARRAYS = "default"  # what Orbax's CheckpointManager calls its only item
+ARRAYS = "default"  # the name of the only item of Orbax's CheckpointManager
 _OF_PROCESS = "process"  # then its number: the file of the arrays of a process other than 0
 
 

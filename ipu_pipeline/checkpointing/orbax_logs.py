@@ -1,7 +1,7 @@
 """Keeps only new warnings and errors of what Orbax logs while it works for the package.
 
 Orbax logs with absl, whose logger other code uses too, for example users who call Orbax themselves. So no
-level is changed; the only messages dropped are those of Orbax's own modules while the package calls them.
+level is changed; only messages of Orbax's own modules are dropped, while the package calls them.
 """
 
 from __future__ import annotations

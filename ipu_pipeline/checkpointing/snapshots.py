@@ -53,7 +53,7 @@ class Snapshot:
     # does not write an array, its shape and dtype.
     state: SessionState
     seed: int  # the session's
-    key_implementation: str  # of its random keys
+    key_implementation: str  # the kind of its random keys
     feeds: tuple[FeedPosition, ...] = ()  # the positions of the data sets
     extra: dict[str, Any] = field(default_factory=dict)  # other data that belongs to it, as JSON
 
@@ -168,7 +168,7 @@ def from_numpy(stored: Any, described: str) -> Any:
 
 
 def find_differences(known: Mapping[str, str], wanted: Mapping[str, str]) -> list[str]:
-    """Says, in sentences, how the variables of a checkpoint differ from those of programs."""
+    """Says, in sentences, how a checkpoint's variables differ from the programs'."""
     missing = sorted(name for name in wanted if name not in known)
     surplus = sorted(name for name in known if name not in wanted)
     other = [

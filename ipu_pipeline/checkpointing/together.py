@@ -54,7 +54,7 @@ def do_each(function: Callable[[], T]) -> list[T]:
 
 @contextlib.contextmanager
 def beside(what: str) -> Iterator[None]:
-    """Keeps this thread's meetings with other processes apart from those of another thread that saves."""
+    """Keeps this thread's exchanges with other processes apart from another saving thread's."""
     token = _place.set(what)
     try:
         yield

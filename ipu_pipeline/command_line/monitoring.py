@@ -144,8 +144,8 @@ def _describe_ipus(ipus: Sequence[Mapping[str, Any]], number: str) -> str:
 
     Args:
       ipus: as they are announced.
-      number: which of their numbers is shown: that of the "device" or, if each of several processes counts
-        its own devices, that of the "ipu".
+      number: the number that is shown: the "device" or, if each of several processes counts its own
+        devices, the "ipu".
     """
     by_kind: dict[str, list[int]] = {}
     for ipu in ipus:

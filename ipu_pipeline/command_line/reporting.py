@@ -118,7 +118,7 @@ def _as_lines(one: Study, processes: Mapping[int, int]) -> list[str]:
 
 
 def _describe_uses(analysis: PipelineAnalysis, processes: Mapping[int, int]) -> list[str]:
-    """How busy each IPU is, with a column for its process if there are several."""
+    """Describes how busy each IPU is, with a column for its process if there are several."""
     busy = [f"busy {describe_share(use.utilisation)}" for use in analysis.ipus]
     if not any(processes.values()):
         return busy

@@ -1,4 +1,4 @@
-"""Imports modules by paths other than those of their files, with errors that say what to use instead.
+"""Imports modules by paths other than their files', with errors that say what to use instead.
 
 `install` adds a finder before Python's own finders and one behind them. The first one gives modules under
 other paths than their own:

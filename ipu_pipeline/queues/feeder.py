@@ -243,7 +243,7 @@ class Feeder:
     def _check(self, element: Any) -> list[Any]:
         leaves, tree = jax.tree.flatten(element)
         if trees_equal(tree, self._expected_tree) and all(map(_is_expected, leaves, self._expected)):
-            return leaves  # what follows takes longer than copying a small element
+            return leaves  # the check below takes longer than copying a small element
         what = f"IPUInfeedQueue: element {self._number} of the dataset"
         return check_like(jax.tree.map(lambda leaf: as_array(leaf, what), element), self._element, what)
 

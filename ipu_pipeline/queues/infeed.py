@@ -106,7 +106,7 @@ class IPUInfeedQueue:
         if hasattr(dataset, "__next__") and not isinstance(dataset, type):
             kind = type(dataset).__name__
             called = (
-                " It can be called, which may give itself: pass a function that makes a new one, "
+                " Calling it may return the iterator itself: pass a function that makes a new one, "
                 f"`lambda: {kind}(...)`."
                 if callable(dataset)
                 else " Pass what it was made from, or a callable that returns a new iterator, for "

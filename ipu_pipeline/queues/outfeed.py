@@ -161,7 +161,7 @@ class IPUOutfeedQueue:
         self._num_replicas: int | None = None  # in the last run
         self._on_device: collections.deque[_Part] = collections.deque()
         self._on_host: list[_Part] = []
-        self._is_elsewhere = False  # what is enqueued is in another process
+        self._is_elsewhere = False  # whether the enqueued elements are in another process
         self._read: list[_Part] = []  # by a run that has not returned yet
 
     @property
@@ -225,7 +225,7 @@ class IPUOutfeedQueue:
         if is_kept and self._num_replicas not in (None, number):
             raise ValueError(
                 f"The {self._name} has elements of {self._num_replicas} replica(s) that were not "
-                f"dequeued, and the program that is to run has {number}. Dequeue before."
+                f"dequeued, and the program that is to run has {number}. Dequeue them first."
             )
         self._num_replicas = number
 
@@ -374,8 +374,8 @@ def _as_array(leaf: Any) -> jax.Array:
         ) from error
     if jnp.issubdtype(array.dtype, jax.dtypes.extended):
         raise TypeError(
-            "IPUOutfeedQueue.enqueue: value must have arrays only; got a random key, of which "
-            "jax.random.key_data is one."
+            "IPUOutfeedQueue.enqueue: value must have arrays only; got a random key. "
+            "jax.random.key_data makes an array of it."
         )
     return array
 

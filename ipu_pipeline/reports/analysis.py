@@ -98,7 +98,7 @@ class LinkUse:
       source: the stage that sends.
       target: the stage that receives; if several stages on that IPU do, the nearest one.
       length: how long sending a program's results takes, in microseconds; None if no end was seen.
-      num_bytes: how much that is.
+      num_bytes: the size of these results.
     """
 
     source: int

@@ -155,7 +155,7 @@ def capture(directory: str | os.PathLike[str], *, max_actions: int = MAX_ACTIONS
     if watching.current() is not None:
         raise RuntimeError(
             "reports.capture: a trace is recorded already, in this or another thread, or for "
-            f"{VARIABLE}. Only one can be at a time."
+            f"{VARIABLE}. Only one trace can be recorded at a time."
         )
     check_directory(Path(directory), REPORTS)
     captured = Capture(directory, max_actions)

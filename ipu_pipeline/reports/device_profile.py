@@ -66,7 +66,7 @@ class DeviceProfiler:
 
     @property
     def is_running(self) -> bool:
-        """Whether it has started and not stopped."""
+        """Whether the profiler is running."""
         return self._directory is not None
 
     def start(self) -> None:

@@ -24,7 +24,7 @@ __all__ = [
 
 MANIFEST = "manifest.json"
 PAGE = "report.html"
-REPORTS = ("profile.json", "trace.json", PAGE)  # of a trace
+REPORTS = ("profile.json", "trace.json", PAGE)  # the files of a trace
 _FORMAT = "ipu_pipeline reports"
 
 
@@ -46,8 +46,8 @@ def check_directory(directory: Path, names: Iterable[str]) -> None:
     for name in names:
         if name not in own and os.path.lexists(directory / name):
             raise ValueError(
-                f"The directory {str(directory)!r} has a file {name!r} that is no report, by its "
-                f"{MANIFEST}. Give a directory of its own, or move the file."
+                f"The directory {str(directory)!r} has a file {name!r} that its {MANIFEST} does not list "
+                "as a report. Give a directory of its own, or move the file."
             )
 
 

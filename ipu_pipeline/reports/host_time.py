@@ -20,8 +20,8 @@ from ipu_pipeline.reports.wording import describe_share, describe_time
 
 __all__ = ["HostTime", "find_host_time"]
 
-_LEAST_SHARE = 0.1  # of the time: from there on it is reported
-_LEAST_PART = 0.25  # of the waiting time: from there on there is advice for the cause
+_LEAST_SHARE = 0.1  # of the time; from this share on, waiting is reported
+_LEAST_PART = 0.25  # of the waiting time; from this share on, a cause gets advice
 _LEAST_TOLD = 0.01
 # By the attribute of `HostTime`: what the host did, and what to do about it.
 _CAUSES = {

@@ -24,7 +24,7 @@ _LEAST_COPY = 500.0  # shorter ones are XLA's bookkeeping
 _LATEST_COPY = 2e6  # after it could begin; one that begins later is another copy
 _CLOCKS_DIFFER = 100e3  # the accuracy of the profiler's clock
 
-_MOST_FUNCTIONS = 6  # that have the same program
+_MOST_FUNCTIONS = 6  # functions with the same program that are distinguished
 
 
 @dataclass(frozen=True)

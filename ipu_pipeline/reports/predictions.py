@@ -48,7 +48,7 @@ class Predictions:
     Attributes:
       simulation: the simulation of the pipeline as it is.
       even: the result if all stages took equally long; None if they cannot, because IPUs have several.
-      variants: other settings, after the present one; of the other splits only the best few.
+      variants: other settings, after the present one; only the best few of the other splits.
       advice: what to change.
       notes: remarks, in sentences.
     """
@@ -139,17 +139,17 @@ def predict(profile: Profile, facts: PipelineFacts, analysis: PipelineAnalysis) 
     notes = []
     if {device.platform for device in profile.devices} == {"cpu"} and len(scenario.ipus) > 1:
         notes.append(
-            f"These IPUs are virtual devices, which share {profile.num_cores} cores of the host. What is "
-            "predicted is for devices that take as long as was measured here, whatever the others do."
+            f"These IPUs are virtual devices, which share {profile.num_cores} cores of the host. The "
+            "predictions are for devices that take as long as was measured here, whatever the others do."
         )
     if any(plan.num_brought_bytes for plan in facts.memory):
         notes.append(
-            "What execution phases bring from host memory is not in a trace, and taken to need no time: "
-            "the simulated step is shorter than the measured one. In a Scenario, host_memory is for that."
+            "The time in which phases bring state from host memory is not in a trace, and taken to be 0: "
+            "the simulated step is shorter than the measured one. In a Scenario, host_memory sets it."
         )
     if any(row.split for row in found.variants):
         notes.append(
-            "What a layer takes is estimated: the part of its stage's time that it has of its parameters."
+            "The time of a layer is estimated: its stage's time is divided in proportion to parameters."
             if layers is not None
             else "No stage has several layers, so what moves between stages is a share of their time."
         )
@@ -161,7 +161,7 @@ def predict_scenario(scenario: Scenario, layers: list[list[Layer]] | None = None
 
     Args:
       scenario: the present scenario.
-      layers: as for `what_if`.
+      layers: same as for `what_if`.
     """
     num_splits = 2 * (scenario.costs.num_stages - 1)
     is_dear = scenario.num_actions * num_splits > _MAX_SIMULATED
@@ -228,7 +228,7 @@ def _make_even(scenario: Scenario) -> Variant | None:
 def timeline_events(
     timeline: Timeline, facts: PipelineFacts, pipeline: int, links: Sequence[tuple[int, int, float]] = ()
 ) -> list[Event]:
-    """Converts a simulated step to events like those of a trace.
+    """Converts a simulated step to events, as a trace has them.
 
     Args:
       timeline: the step, in seconds.

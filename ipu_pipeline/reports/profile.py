@@ -24,7 +24,7 @@ _COLUMNS = (
     "kind", "begin", "end", "ipu", "pipeline", "stage", "micro_batch", "step", "num_bytes", "source",
     "program", "is_shared", "is_bounded", "name", "process",
 )  # fmt: skip
-_DECIMALS = 3  # of microseconds, down to nanoseconds
+_DECIMALS = 3  # in microseconds, so the last one is nanoseconds
 
 
 @dataclass(frozen=True)

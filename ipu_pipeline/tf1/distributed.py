@@ -1,7 +1,7 @@
 """Several processes that run one program together, on one machine or many: see docs/distributed.md.
 
 Every process runs the same program. `initialize`, at its top, joins them; from then on the IPUs that
-`IPUConfig` selects are those of all processes, one after another.
+`IPUConfig` selects are in all processes, one process after another.
 
 Example:
   import ipu_pipeline as ipu

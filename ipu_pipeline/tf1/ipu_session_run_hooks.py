@@ -173,8 +173,8 @@ class IPULoggingTensorHook(SessionRunHook):
             `at_end`.
           at_end: whether to log at the end.
           formatter: turns a dict of names and values into the text; by default "name = value, ...".
-          logging_mode: LAST for the last micro-batch's values; ALL for those of all micro-batches since the
-            hook logged before, stacked on a new first axis.
+          logging_mode: LAST for the last micro-batch's values; ALL for the values of all micro-batches
+            since the hook logged last, stacked on a new first axis.
 
         Raises:
           TypeError: `logging_mode` is not an `IPUOutfeedMode`.

@@ -334,7 +334,7 @@ def _check_alike(what: str, labels: Array, predictions: Array) -> tuple[Array, A
     if labels.shape != predictions.shape:
         raise ValueError(
             f"metrics.{what}: labels and predictions must have the same shape; got {labels.shape} and "
-            f"{predictions.shape}. Of logits, take the argmax first."
+            f"{predictions.shape}. For logits, take the argmax first."
         )
     return labels, predictions
 

@@ -1,8 +1,7 @@
 """The numbers of processes and replicas, by the names of Graphcore's `popdist`.
 
-An instance is a process that runs the program together with others (`ipu.distributed`).
-Replicas are those of the last compiled pipeline that has a cross-replica optimizer or is an estimator's, on
-the IPUs that are configured.
+An instance is a process that runs the program together with others (`ipu.distributed`). Replicas belong to
+the last compiled pipeline that has a cross-replica optimizer or is an estimator's, on the configured IPUs.
 """
 
 from __future__ import annotations
@@ -106,9 +105,8 @@ def _find_call() -> Call:
     calls = [call for program in compiled_programs() for call in program.calls if call.replication.is_said]
     if not calls:
         raise RuntimeError(
-            "popdist: the number of replicas is known by the pipelines and loops that are compiled and "
-            "have a cross-replica optimizer, or are an estimator's; there is none. Compile the program "
-            "before."
+            "popdist: the number of replicas comes from compiled pipelines and loops that have a "
+            "cross-replica optimizer, or are an estimator's; there is none. Compile the program first."
         )
     return calls[-1]
 
@@ -120,7 +118,7 @@ def _local_replicas() -> list[int]:
     if not devices:
         raise RuntimeError(
             "popdist: which replicas are in this process is known once IPUs are selected: call "
-            "IPUConfig.configure_ipu_system() before."
+            "IPUConfig.configure_ipu_system() first."
         )
     chosen = replication.choose_devices(devices, number)
     index, size = getInstanceIndex(), replication.num_ipus

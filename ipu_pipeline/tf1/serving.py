@@ -308,7 +308,7 @@ def _name_outputs(what: str, last: Any, names: Sequence[str]) -> Any:
     """Makes the last stage return a dict."""
     if isinstance(last, (list, tuple)):
         raise ValueError(
-            f"{what}: output_names does not go with a last stage that is a list of parallel stages."
+            f"{what}: output_names cannot be used if the last stage is a list of parallel stages."
         )
 
     @functools.wraps(last)

@@ -326,7 +326,7 @@ def evaluate(
       program: runs all micro-batches in one `run`.
       infeed_queue: its infeed, not yet initialized.
       outfeed_queue: its outfeed.
-      num_examples: how many images there are.
+      num_examples: the number of images.
 
     Returns:
       The accuracy. With synthetic data, which bring nothing back, nothing is run and it is not a number.

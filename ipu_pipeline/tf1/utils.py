@@ -165,7 +165,7 @@ def get_num_of_ipus_in_device(ipu_device: str, device: str = "cpu") -> int:
       device: the host's name.
 
     Raises:
-      ValueError: the name is not that of an IPU device.
+      ValueError: the name does not belong to an IPU device.
     """
     del device
     start, _separator, number = ipu_device.rpartition(":")

@@ -31,7 +31,7 @@ def pack(events: Iterable[Event]) -> Columns:
 
     Returns:
       A value for JSON: "count", and columns with an entry for each event, by begin: "kind" (a place in
-      "kinds"), "begin" and "length" (in nanoseconds, the begin from that of the entry before), "ipu",
+      "kinds"), "begin" and "length" (in nanoseconds, the begin from the last entry's), "ipu",
       "pipeline", "stage", "batch" (the micro-batch), "step", "source" (all of them -1 for None; the host of
       process n is IPU -1 - n), "bytes",
       "flags" (1: shared, 2: bounded) and "name" (a place in "names").

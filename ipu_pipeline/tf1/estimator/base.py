@@ -264,7 +264,7 @@ class Estimator(abc.ABC):
         """Yields predictions for all of a data set.
 
         Args:
-          input_fn: as for `train`.
+          input_fn: same as for `train`.
           predict_keys: the entries to yield, if the last stage returns a dict; None for all.
           hooks: called around each run, after those of the specification.
           checkpoint_path: same as for `evaluate`.

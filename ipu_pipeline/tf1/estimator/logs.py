@@ -25,7 +25,7 @@ def with_logs(
     def wrap(index: int, stage: Any) -> Any:
         if isinstance(stage, (list, tuple)):
             raise NotImplementedError(
-                "IPULoggingTensorHook does not go with parallel stages; "
+                "IPULoggingTensorHook does not support parallel stages; "
                 f"computational_stages[{index}] is a list "
                 "of them. Leave the hook out."
             )

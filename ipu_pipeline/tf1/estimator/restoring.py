@@ -73,7 +73,7 @@ def take_weights(session: Session, path: Path, snapshot: Snapshot, program: Prog
     Raises:
       CheckpointError: it is of another model.
     """
-    _logger.info("The variables are those of %s.", path)
+    _logger.info("The variables come from %s.", path)
     check_program(snapshot, path, program, allow_extra=True)
     session.take_over(snapshot, path, fits=False, feeds=False)
     return int(snapshot.extra.get(GLOBAL_STEP, 0))

@@ -109,7 +109,7 @@ class SummaryWriter:
             raise TypeError(f"SummaryWriter.write_metrics: metrics must be a dict; got {metrics!r}.")
         if "update" not in metrics:
             raise ValueError(
-                'SummaryWriter.write_metrics: metrics must have "update", as those of Session.metrics; got '
+                'SummaryWriter.write_metrics: metrics must have "update", as from Session.metrics; got '
                 f"{', '.join(metrics) or 'none'}."
             )
         values = {name: np.atleast_1d(np.asarray(value)) for name, value in metrics.items()}

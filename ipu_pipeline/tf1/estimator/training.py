@@ -143,7 +143,7 @@ class Training:
         self._is_complete = False  # whether all steps were done that were asked for
         self._logged = _Since(config.log_step_count_steps, global_step)
         self._written = _Since(config.save_summary_steps, global_step)
-        self._last_loss = 0.0  # of the last run
+        self._last_loss = 0.0  # the last run's
         self._extra_scalars: dict[str, float] = {}
         self._begun_at = self._saved_at = time.monotonic()
 

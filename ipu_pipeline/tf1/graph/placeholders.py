@@ -68,7 +68,7 @@ class Placeholder(Symbol):
         return self.traced() == other
 
     def __ne__(self, other: object) -> Any:
-        """Likewise."""
+        """The inverse of `__eq__`."""
         if isinstance(other, Placeholder) or other is None or _standing.get() is None:
             return self is not other
         return self.traced() != other

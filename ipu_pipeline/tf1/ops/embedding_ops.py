@@ -119,7 +119,7 @@ class HostEmbeddingOptimizerSpec:
         return self._learning_rate
 
     def get_accumulation_factor(self) -> int:
-        """How many mini-batches give the gradients of an update."""
+        """The number of mini-batches whose gradients an update takes."""
         return 1
 
 
@@ -154,7 +154,7 @@ class HostEmbeddingSGDGAOptimizerSpec(HostEmbeddingOptimizerSpec):
         self._accumulation_factor = int(accumulation_factor)
 
     def get_accumulation_factor(self) -> int:
-        """How many mini-batches give the gradients of an update."""
+        """The number of mini-batches whose gradients an update takes."""
         return self._accumulation_factor
 
 

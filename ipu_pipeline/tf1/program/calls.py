@@ -158,7 +158,7 @@ class PipelineCall(_Call):
 
     @property
     def accumulated(self) -> set[str]:
-        """Those with accumulators."""
+        """The full names of the variables with accumulators."""
         return set(self.pipeline.built.accumulator_dtypes)
 
     @property
@@ -173,12 +173,12 @@ class PipelineCall(_Call):
 
     @functools.cached_property
     def _enqueued(self) -> list[tuple[Enqueued, slice]]:
-        """What stages enqueue to outfeeds, with the positions of its leaves."""
+        """The values that stages enqueue to outfeeds, with the positions of their leaves."""
         return find_leaves(self.pipeline.traced.enqueued, IPUOutfeedQueue)
 
     @functools.cached_property
     def _updated(self) -> list[tuple[Enqueued, slice]]:
-        """What weight updates enqueue to outfeeds, with the positions of its leaves."""
+        """The values that weight updates enqueue to outfeeds, with the positions of their leaves."""
         updates = self.pipeline.updates
         return [] if updates is None else find_leaves(updates.enqueued, IPUOutfeedQueue)
 
@@ -208,7 +208,7 @@ class PipelineCall(_Call):
         return count
 
     def find_recomputation(self) -> Recomputation | None:
-        """What stages keep in the configured system. Warns if the user's mode has no effect."""
+        """Finds what stages keep in the configured system. Warns if the user's mode has no effect."""
         if selection.allows_recomputation():
             return self.recompute
         if self.asks_for_recomputation:
@@ -220,7 +220,7 @@ class PipelineCall(_Call):
         return None
 
     def placement(self) -> PipelineDetails:
-        """What went where."""
+        """The placement of its parts."""
         return dataclasses.replace(self.pipeline.facts(), name=self.name)
 
     def summary(self) -> PipelineSummary:
@@ -263,7 +263,7 @@ class LoopCall(_Call):
 
     @property
     def accumulated(self) -> set[str]:
-        """Those with accumulators."""
+        """The full names of the variables with accumulators."""
         training = self.loop.body.training
         return set() if training is None else set(training.accumulator_dtypes)
 
@@ -293,7 +293,7 @@ class LoopCall(_Call):
         return [Outfed(entry.target, entry.tree, entry.avals) for entry, _places in enqueued]
 
     def placement(self) -> PipelineDetails:
-        """What went where."""
+        """The placement of its parts."""
         return dataclasses.replace(self.loop.facts(), name=self.name)
 
     def summary(self) -> PipelineSummary:
@@ -381,7 +381,7 @@ class ProgramBuilder:
         if placeholder not in self.placeholders:
             raise ValueError(
                 f"Trying to capture the tensor {placeholder.name} ({placeholder!r}), which was made by the "
-                "function that is being compiled. Make placeholders before."
+                "function that is being compiled. Make placeholders outside of it."
             )
         self.captured[placeholder] = None
         return self.placeholders[placeholder]

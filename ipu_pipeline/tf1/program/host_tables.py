@@ -177,7 +177,7 @@ def check_tables(tables: Sequence[HostTable], call: Call, count: int | None) -> 
         if count is None or own == count or (own == 1 and isinstance(call, LoopCall)):
             continue
         raise ValueError(
-            f"{name} has the gradients of {own} mini-batches in an update, and {call.name!r} those of "
-            f"{count}. Give it optimizer_spec=HostEmbeddingSGDGAOptimizerSpec("
+            f"{name} has the gradients of {own} mini-batches in an update, but {call.name!r} has {count}. "
+            "Give it optimizer_spec=HostEmbeddingSGDGAOptimizerSpec("
             f"{table.learning_rate!r}, {count})."
         )

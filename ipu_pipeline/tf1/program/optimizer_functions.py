@@ -93,8 +93,8 @@ class OptimizerFunctionOutput:
         unwrapped = unwrap(self.opt)
         if self.loss_weight is not None and unwrapped.gradient_map is not None:
             raise ValueError(
-                "OptimizerFunctionOutput: loss_weight and a MapGradientOptimizer do not go together: "
-                "gradients are divided by the weights after they were accumulated, and mapped before."
+                "OptimizerFunctionOutput: loss_weight and a MapGradientOptimizer cannot be combined: "
+                "gradients are mapped before they are accumulated, and divided by the weights afterwards."
             )
         if not isinstance(unwrapped.transformation, optax.GradientTransformation):
             raise TypeError(

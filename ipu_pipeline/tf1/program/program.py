@@ -98,7 +98,7 @@ class Program:
         return max((call.num_ipus for call in self.calls), default=1)
 
     def placement(self) -> Placement:
-        """What went where: stages or shards, their devices, operations and variables, and what crosses.
+        """Describes stages or shards, their devices, operations and variables, and what goes between them.
 
         It does not start JAX's backend: devices are named once they have been selected, by
         `IPUConfig.configure_ipu_system` or the first run.

@@ -193,8 +193,8 @@ class Replication:
             )
         if configured not in (1, num_replicas):
             raise ValueError(
-                f"{setting} must be 1, for statistics of each replica, or the number of replicas, for those"
-                f" of all; the pipeline {name!r} has {num_replicas}. It is {configured}."
+                f"{setting} must be 1, for statistics of each replica, or the number of replicas, for "
+                f"statistics of all; the pipeline {name!r} has {num_replicas}. It is {configured}."
             )
 
     def name_devices(self) -> tuple[tuple[str, ...], ...]:

@@ -1,4 +1,4 @@
-"""The arguments of `Session`, and those of TensorFlow's own session."""
+"""The arguments of `Session`, and of TensorFlow's own session."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def export(
     if call.pipeline.options.num_devices_per_ipu > 1:
         raise NotImplementedError(
             "export: an exported program has one device for each stage, and this pipeline has "
-            f"{call.pipeline.options.num_devices_per_ipu} (tensor_parallel). Compile it without; its "
+            f"{call.pipeline.options.num_devices_per_ipu} (tensor_parallel). Compile it without that; its "
             "variables are the same."
         )
     for placeholder in inputs:

@@ -81,10 +81,10 @@ class HostRows:
                 continue
             if num_accumulated:
                 raise RuntimeError(
-                    f"{call.name!r} is to go on within a weight update, of which {num_accumulated} "
-                    f"iterations are done. The gradients of the host embedding {name!r} are there for "
-                    f"{known} of them: checkpoints do not have them. Save where an update is complete, "
-                    "after a multiple of its mini-batches."
+                    f"{call.name!r} is to go on within a weight update, after {num_accumulated} of its "
+                    f"iterations. The gradients of the host embedding {name!r} are known for {known} of "
+                    "them: checkpoints do not have these. Save where an update is complete, after a "
+                    "multiple of its mini-batches."
                 )
             del self.store.row_gradients[call.name, name]
 

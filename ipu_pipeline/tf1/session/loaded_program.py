@@ -63,8 +63,8 @@ def load_program(path: str | os.PathLike[str]) -> LoadedProgram:
     if program["has_wide_dtypes"] is not bool(jax.config.jax_enable_x64):  # type: ignore[attr-defined]
         raise CheckpointError(
             f"The program in {directory} was exported with jax_enable_x64 "
-            f"{program['has_wide_dtypes']}; set JAX's "
-            "option so before it is loaded."
+            f"{program['has_wide_dtypes']}; give "
+            "JAX's option this value before loading it."
         )
     selection.select_automatically([(0, program["num_ipus"])])  # Orbax starts JAX's backend
     snapshot = checkpoints.read_checkpoint(directory)
@@ -144,7 +144,7 @@ class LoadedProgram:
         """Runs micro-batches through the stages.
 
         Args:
-          elements: pytrees of arrays, like those of the infeed; any number of them. None if the program has
+          elements: pytrees of arrays, like the infeed's; any number of them. None if the program has
             no infeed: then it runs the same number of micro-batches as its pipeline did.
           feed: the placeholders' values by name.
 

@@ -98,7 +98,7 @@ class MetricLog:
                 known = dict.fromkeys(other for other, _training in self._logs)
                 if known and name not in known:
                     raise KeyError(
-                        f"metrics: no pipeline named {name!r} has reported anything; there is: "
+                        f"metrics: no pipeline named {name!r} has reported anything; these have: "
                         f"{', '.join(known)}."
                     )
                 return {NUMBERS: np.zeros(0, np.int64)}

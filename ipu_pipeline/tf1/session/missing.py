@@ -20,7 +20,7 @@ def make_missing(store: Store, select_devices: Callable[[], None]) -> None:
     """Makes the variables that no run has made yet, for a session that is about to be saved.
 
     After `global_variables_initializer()` these are the variables of all programs in use; after
-    `Session.load` those of programs that share a variable with the session.
+    `Session.load`, the variables of programs that share one with the session.
 
     Raises:
       RuntimeError: the weights are lent, see `Session.weights_of`.

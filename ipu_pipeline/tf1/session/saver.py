@@ -105,8 +105,8 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
 
     Args:
       directory: the directory that `Saver.save` or an estimator wrote them to. If it has none, the
-        directories within it are searched, so "logs" finds those of `saver.save(session,
-        "logs/model.ckpt")`; among several of these, the newest is the one written last.
+        directories within it are searched, so "logs" finds what `saver.save(session, "logs/model.ckpt")`
+        wrote; among several of these, the newest is the one written last.
     """
     found: Path | None = CheckpointSeries(directory).latest()
     if found is None and os.path.isdir(directory):

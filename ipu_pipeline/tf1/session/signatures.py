@@ -72,7 +72,7 @@ def split_rows(arguments: Sequence[Any], named: Mapping[str, Any], element: Any)
         arrays.append(array)
     if len(set(counts.values())) > 1:
         described = ", ".join(f"{what} has {count}" for what, count in counts.items())
-        raise ValueError(f"All inputs must have as many micro-batches: {described}.")
+        raise ValueError(f"All inputs must have the same number of micro-batches: {described}.")
     count = next(iter(counts.values()), 1)
 
     def cut(number: int) -> Any:

@@ -295,7 +295,7 @@ class Store:
             records = self.state.pipelines.items()
             known = [other for other, record in records if record.optimizer is not None]
             raise KeyError(
-                f"There is no optimizer state under the name {name!r}; there is under: "
+                f"There is no optimizer state under the name {name!r}; the names are: "
                 f"{', '.join(known) or 'none'}."
             )
         return kept
@@ -327,8 +327,8 @@ class Store:
         """Raises a RuntimeError if the weights are not the session's own."""
         if self._lent is not None:
             raise RuntimeError(
-                f"{what}: the weights are {self._lent!r} of an optimizer's state, within a block of "
-                "Session.weights_of. Leave the block before."
+                f"{what}: the weights are {self._lent!r} of an optimizer's state, inside "
+                "`with session.weights_of(...)`. Leave that block first."
             )
 
     def keep(self, call: Call, state: PipelineState, accumulated: KeptGradients | None = None) -> None:

@@ -255,7 +255,7 @@ def test_runs_and_checkpoints_within_an_update(tmp_path):
     models.assert_trees_close(found, jax.tree.map(np.asarray, expected))
     with ipu.Session() as session:
         session.restore(tmp_path / "within", infeeds=False)
-        with pytest.raises(RuntimeError, match="gradients of the host embedding 'words' are there for 0"):
+        with pytest.raises(RuntimeError, match="gradients of the host embedding 'words' are known for 0"):
             model.run(session)
     with ipu.Session() as session:
         session.restore(tmp_path / "complete", infeeds=False)
