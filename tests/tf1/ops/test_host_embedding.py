@@ -628,7 +628,7 @@ def refuse_row():
         (refuse_row, Exception, "'words' has 20 rows, and row 20 was looked up"),
         (lambda: Pipelined(optimizer=LossScalingOptimizer(optax.sgd(RATE))), NotImplementedError, "scales"),
         (lambda: Pipelined(table=make_table(2)), ValueError, r"HostEmbeddingSGDGAOptimizerSpec\(0.4, 3\)"),
-        (lambda: Pipelined(table=make_table(1)), ValueError, "those of 3"),
+        (lambda: Pipelined(table=make_table(1)), ValueError, "mini-batches in an update, but .* has 3"),
         (lambda: Looped(4, 2, factor=4), ValueError, r"HostEmbeddingSGDGAOptimizerSpec\(0.4, 2\)"),
         (lambda: make_table().register().__enter__(), ValueError, "requires an ipu_pipeline.Session"),
         (lambda: make_table()(None), NotImplementedError, "register"),
