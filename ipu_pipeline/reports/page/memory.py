@@ -45,7 +45,7 @@ def pack_memory(ipu: int, times: Any, parts: dict[str, Any]) -> dict[str, Any]:
 def pack_measured(profile: Profile, pipeline: int) -> list[dict[str, Any]]:
     """Packs the memory of each IPU while a pipeline ran, by the plan and the measured times.
 
-    It is empty without a plan.
+    The list is empty without a plan.
 
     Args:
       profile: the trace.
