@@ -128,7 +128,7 @@ __all__ = [
     "variable_scope",
 ]
 
-_HOMES = {  # of what is not a module itself
+_HOMES = {  # the modules of names that are not modules themselves
     "trainable_variables": "tf1.program.registry",
     "outlined_function": "tf1.ops.functional_ops",
     "latest_checkpoint": "tf1.session.saver",
@@ -163,7 +163,7 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
         globals()[name] = value
         return value
-    return importlib.import_module(f"{__name__}.{name}")  # which enters it here
+    return importlib.import_module(f"{__name__}.{name}")  # the import sets the attribute
 
 
 def __dir__() -> list[str]:

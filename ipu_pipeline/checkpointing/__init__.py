@@ -1,1 +1,1 @@
-"""What a session keeps, and how it is written."""
+"""The state that a session keeps, and its checkpoints on disk."""

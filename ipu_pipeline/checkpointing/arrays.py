@@ -1,7 +1,7 @@
 """The arrays of a checkpoint on disk, as each process writes its own.
 
-Process 0 writes them with Orbax, and other processes of a run theirs as files of NumPy's, since of NumPy's
-arrays Orbax writes only those of process 0.
+Process 0 writes its arrays with Orbax. The other processes of a run write theirs as NumPy files, because
+Orbax writes NumPy arrays in process 0 only.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ipu_pipeline.engine import processes
 
 __all__ = ["ARRAYS", "read_arrays", "with_empty_ones", "write_arrays"]
 
-ARRAYS = "default"  # what Orbax's CheckpointManager calls its only item
-_OF_PROCESS = "process"  # and its number: the arrays that it wrote, if it is not the first
+ARRAYS = "default"  # the name of the only item of Orbax's CheckpointManager
+_OF_PROCESS = "process"  # then its number: the file of the arrays of a process other than 0
 
 
 def write_arrays(directory: Path, snapshot: Snapshot) -> list[dict[str, Any]]:
@@ -30,7 +30,7 @@ def write_arrays(directory: Path, snapshot: Snapshot) -> list[dict[str, Any]]:
     if arrays and own == 0:
         with quiet_orbax(), _open_orbax() as checkpointer:
             _save(checkpointer, directory / ARRAYS, arrays)
-    elif arrays:  # of NumPy's arrays, Orbax writes those of process 0 only
+    elif arrays:  # Orbax writes NumPy arrays in process 0 only
         leaves = list(_flatten(arrays))
         names = np.frombuffer(json.dumps([path for path, _leaf in leaves]).encode(), np.uint8)
         numbered = {str(number): leaf for number, (_path, leaf) in enumerate(leaves)}
@@ -39,7 +39,7 @@ def write_arrays(directory: Path, snapshot: Snapshot) -> list[dict[str, Any]]:
 
 
 def _open_orbax() -> Any:
-    """What writes and reads arrays for this process alone."""
+    """Returns a checkpointer that writes and reads arrays for this process alone."""
     import orbax.checkpoint as ocp
 
     own = process_index()
@@ -77,7 +77,7 @@ def read_arrays(directory: Path) -> dict[str, Any]:
 
 
 def _flatten(tree: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """The leaves of nested dicts, and where they are."""
+    """The leaves of nested dicts, with their paths."""
     for key, part in tree.items():
         if isinstance(part, dict):
             yield from _flatten(part, (*path, key))
@@ -105,7 +105,7 @@ def _storable(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def with_empty_ones(described: dict[str, Any], stored: dict[str, Any]) -> dict[str, Any]:
-    """The inverse of `_storable`: what is described as of size 0 is made anew."""
+    """The inverse of `_storable`: arrays that are described as having size 0 are created again."""
     found: dict[str, Any] = {}
     for key, part in described.items():
         if isinstance(part, dict):

@@ -1,8 +1,8 @@
 """Checkpoints on disk: directories that Orbax writes, and a document that makes them complete.
 
-A checkpoint is a directory with what Orbax wrote, the arrays, and `checkpoint.json`: everything else, and
-the SHA-256 of each file. The document is written last, under another name that is then changed, so a
-checkpoint that has it is complete, and one without it was being written when the process ended.
+A checkpoint is a directory with the arrays, which Orbax writes, and the document `checkpoint.json`, which
+has everything else and the SHA-256 of each file. The document is written last, under another name, and then
+renamed. So a checkpoint that has it is complete; one without it was being written when the process ended.
 
 Orbax is imported when it is first needed.
 """
@@ -40,14 +40,14 @@ __all__ = [
 ]
 
 DOCUMENT = "checkpoint.json"
-# What there is of a checkpoint without its document.
+# The possible contents of a checkpoint without its document.
 _PARTS = {ARRAYS, "_CHECKPOINT_METADATA", "commit_success.txt", f"{DOCUMENT}.being-written"}
 _numbers = itertools.count()
-_MAX_REPLACEMENTS = 10  # before a save gives up against processes that put the old checkpoint back
+_MAX_REPLACEMENTS = 10  # before a save gives up because other processes put the old checkpoint back
 _WRITTEN, _REPLACED = "being-written", "being-replaced"  # in the names of directories beside a checkpoint
-# What processes that ended leave in a series; the last is CheckpointManager's, of earlier versions.
+# Left in a series by processes that ended; the last one is from CheckpointManager, of earlier versions.
 _LEFT_OVER = (f".*.{_WRITTEN}-*", "*.orbax-checkpoint-tmp*")
-_MOST_READS = 10  # of a series that others write meanwhile
+_MOST_READS = 10  # attempts to read a series that other processes are writing
 _NONE_READS = (
     "None of the checkpoints in {directory} can be read: {reasons} Training does not begin anew over "
     "them: give another directory, or remove these."
@@ -58,7 +58,7 @@ _logger = logging.getLogger("ipu_pipeline")
 def write_checkpoint(
     path: str | os.PathLike[str], snapshot: Snapshot, files: Mapping[str, bytes] | None = None
 ) -> None:
-    """Writes a checkpoint; if there is one, it is replaced when the new one is complete.
+    """Writes a checkpoint. An existing one is replaced when the new one is complete.
 
     Raises:
       OSError, ValueError: it cannot be written. What was there stays.
@@ -101,7 +101,7 @@ def _begin(target: Path) -> Path:
 
 
 def _furthest(feeds: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Where data sets stand, by what each process says: only those that read one know."""
+    """The furthest position of each data set that any process reports; only processes that read it know."""
     found: dict[tuple[str, ...], dict[str, Any]] = {}
     for feed in itertools.chain(*feeds):
         known = found.setdefault(tuple(feed["pipelines"]), feed)
@@ -111,10 +111,10 @@ def _furthest(feeds: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]
 
 
 def _replace(target: Path, started: Path, old: Path) -> None:
-    """Puts a checkpoint in its place; the one that was there goes to `old`."""
+    """Moves a checkpoint into its place, and the one that was there to `old`."""
     for is_last in [*[False] * _MAX_REPLACEMENTS, True]:
         if target.exists():
-            # A save that was interrupted may have left one.
+            # An interrupted save may have left one.
             for left in target.parent.glob(f".{target.name}.{_REPLACED}-*"):
                 shutil.rmtree(left, ignore_errors=True)
             target.rename(old)
@@ -127,7 +127,7 @@ def _replace(target: Path, started: Path, old: Path) -> None:
 
 
 def read_document(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What a checkpoint has besides arrays: see `Snapshot.document`. The files are not verified.
+    """Reads what a checkpoint has besides arrays; see `Snapshot.document`. The files are not verified.
 
     Raises:
       CheckpointError: there is no checkpoint, it is not complete, or its document is damaged.
@@ -155,10 +155,10 @@ def read_document(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> Snapshot:
-    """Reads a checkpoint, after all its files were compared with their digests.
+    """Reads a checkpoint, after comparing all its files with their digests.
 
     Raises:
-      CheckpointError: there is none, it is not complete, a file of it is missing or damaged, or it has
+      CheckpointError: there is none, it is not complete, one of its files is missing or damaged, or it has
         another format.
     """
     directory = _find_directory(path)
@@ -223,7 +223,7 @@ def _list(told: Sequence[str]) -> str:
 
 
 class IncompleteCheckpointError(CheckpointError):
-    """What there is was being written when the process ended."""
+    """The checkpoint was still being written when the process ended."""
 
 
 class CheckpointSeries:
@@ -236,29 +236,29 @@ class CheckpointSeries:
     """
 
     def __init__(self, directory: str | os.PathLike[str], max_to_keep: int | None = None) -> None:
-        """Makes nothing yet."""
+        """Does not create the directory yet."""
         self.directory = Path(directory).absolute()
         self._max_to_keep = max_to_keep
         self._thread: threading.Thread | None = None
 
     def steps(self) -> list[int]:
-        """The steps of which there is a directory, from the oldest to the newest."""
+        """The steps that have a directory, from the oldest to the newest."""
         if not self.directory.is_dir():
             return []
         names = [entry.name for entry in self.directory.iterdir() if entry.is_dir()]
         return sorted(int(name) for name in names if name.isdecimal() and str(int(name)) == name)
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint of a step is."""
+        """The path of a step's checkpoint."""
         return self.directory / str(step)
 
     def latest(self) -> Path | None:
-        """The newest one that is complete; its files are not verified."""
+        """The newest complete checkpoint; its files are not verified."""
         complete = [step for step in self.steps() if (self.path(step) / DOCUMENT).exists()]
         return self.path(complete[-1]) if complete else None
 
     def read_latest(self, set_aside: bool = False) -> tuple[int, Snapshot] | None:
-        """The newest checkpoint that can be read, and its step; None if none was ever complete.
+        """The step and contents of the newest checkpoint that can be read; None if none was ever complete.
 
         Args:
           set_aside: whether newer ones, which cannot be read, get other names, or are deleted if they were
@@ -274,7 +274,7 @@ class CheckpointSeries:
             found = self._read_latest(set_aside)
             return None if found is None else found[0]
 
-        step = do_first(read)  # others hear of an error of it, instead of waiting
+        step = do_first(read)  # other processes get its error, instead of waiting
         if step is None:
             return found
         return step, read_same_checkpoint(self.path(step), None if found is None else found[1])
@@ -323,7 +323,7 @@ class CheckpointSeries:
             self._thread = None
 
     def save(self, step: int, snapshot: Snapshot) -> Path:
-        """Writes a checkpoint, and deletes the oldest ones. One of this step that is complete stays.
+        """Writes a checkpoint, and deletes the oldest ones. A complete checkpoint of this step is kept.
 
         Raises:
           OSError, ValueError: it cannot be written.
@@ -348,9 +348,9 @@ class CheckpointSeries:
         return path
 
     def delete_old(self, newest: int) -> None:
-        """Deletes the oldest checkpoints beyond the number that is kept, but never that of a step."""
+        """Deletes the oldest checkpoints beyond the number that is kept, but never step `newest`'s."""
         for old in self.steps()[: -self._max_to_keep] if self._max_to_keep is not None else ():
-            if old == newest or not self._is_checkpoint(old):  # numbered below others; or somebody's folder
+            if old == newest or not self._is_checkpoint(old):  # numbered below others; or a user's folder
                 continue
             try:
                 _delete(self.path(old))
@@ -362,7 +362,7 @@ class CheckpointSeries:
         return (path / DOCUMENT).exists() or {entry.name for entry in path.iterdir()} <= _PARTS
 
     def amend(self, step: int, extra: dict[str, Any]) -> None:
-        """Replaces what else belongs to a checkpoint, see `Snapshot.extra`; it stays complete meanwhile."""
+        """Replaces a checkpoint's `Snapshot.extra`. The checkpoint stays complete meanwhile."""
         document = read_document(self.path(step))
         _write_document(self.path(step), {**document, "extra": extra})
 
@@ -381,7 +381,7 @@ class CheckpointSeries:
             )
 
     def _set_aside(self, step: int) -> None:
-        """Renames what cannot be read; what was being written when a process ended is deleted."""
+        """Renames an unreadable checkpoint; deletes one that was being written when a process ended."""
         path = self.path(step)
         if not path.is_symlink() and path.is_dir() and {e.name for e in path.iterdir()} <= _PARTS:
             shutil.rmtree(path)
@@ -393,12 +393,12 @@ class CheckpointSeries:
 
 
 def _find_directory(path: str | os.PathLike[str]) -> Path:
-    """Where a checkpoint lies: of a link, where it leads."""
+    """The directory of a checkpoint; if the path is a symbolic link, its target."""
     return Path(os.path.realpath(path)) if os.path.islink(path) else Path(path).absolute()
 
 
 def _delete(path: Path) -> None:
-    """Deletes a checkpoint; of a link, the link."""
+    """Deletes a checkpoint. If the path is a symbolic link, only the link is removed."""
     if path.is_symlink():
         path.unlink()
         return
@@ -407,12 +407,12 @@ def _delete(path: Path) -> None:
 
 
 def _beside(target: Path, what: str) -> Path:
-    """A name that no other save has: after Ctrl-C Orbax's threads go on writing for a while."""
+    """A path that no other save uses: after Ctrl-C, Orbax's threads go on writing for a while."""
     return target.with_name(f".{target.name}.{what}-{os.getpid()}-{next(_numbers)}")
 
 
 def _recover(target: Path) -> None:
-    """Puts back what was being replaced when a process ended."""
+    """Puts back a checkpoint that was being replaced when a process ended."""
     if target.exists() or not target.parent.is_dir():
         return
     for old in target.parent.glob(f".{target.name}.{_REPLACED}-*"):

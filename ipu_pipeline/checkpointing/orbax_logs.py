@@ -1,7 +1,7 @@
-"""What Orbax logs while it writes and reads checkpoints for the package: warnings and errors that are news.
+"""Keeps only new warnings and errors of what Orbax logs while it works for the package.
 
-Orbax logs with absl, whose logger others use too: also users who call Orbax themselves. No level is
-changed, and what is dropped is only what Orbax's own modules log while the package has called them.
+Orbax logs with absl, whose logger other code uses too, for example users who call Orbax themselves. So no
+level is changed; only messages of Orbax's own modules are dropped, while the package calls them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ORBAX = os.path.join("", "orbax", "checkpoint", "")  # in the paths of its modu
 
 @contextlib.contextmanager
 def quiet_orbax() -> Iterator[None]:
-    """For a call of Orbax: drops what it tells below warnings, about thirty lines for a checkpoint."""
+    """Drops what Orbax logs below warnings during a call, about thirty lines for a checkpoint."""
     _drop_repeated_errors()
     absl = logging.getLogger("absl")
 
@@ -35,9 +35,9 @@ def quiet_orbax() -> Iterator[None]:
 
 @functools.cache
 def _drop_repeated_errors() -> None:
-    """Keeps Orbax's threads and coroutines from logging the errors that it raises as well.
+    """Keeps Orbax's threads and coroutines from logging errors that it also raises.
 
-    They may do so after the call, so this stays.
+    They may do so after the call, so the filter stays.
     """
 
     def is_kept(record: logging.LogRecord) -> bool:

@@ -20,7 +20,7 @@ class KeptOptimizer:
     tree: Any
 
     def find_differences(self, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> list[str]:
-        """Paths at which the state of another optimizer, given like `shapes`, is not like this one."""
+        """The paths at which another optimizer's state, given by its `shapes`, differs from this one."""
         paths = shapes.keys() | self.shapes.keys()
         return sorted(path for path in paths if shapes.get(path) != self.shapes.get(path))
 
@@ -36,7 +36,7 @@ class KeptGradients:
 
 @dataclass(frozen=True, eq=False)
 class Record:
-    """What the session keeps under the name of a pipeline, or of a loop's optimizer."""
+    """The state that the session keeps under the name of a pipeline, or of a loop's optimizer."""
 
     optimizer: KeptOptimizer | None = None
     update_count: int = 0
@@ -57,7 +57,7 @@ class SessionState:
         return self.variables, [_arrays_of(record) for record in self.pipelines.values()]
 
     def with_arrays(self, arrays: Any) -> SessionState:
-        """The same with other arrays, in the structure of `arrays`."""
+        """A copy with other arrays, in the structure of `arrays`."""
         variables, kept = arrays
         records = map(_with_arrays, self.pipelines.values(), kept)
         return SessionState(variables, dict(zip(self.pipelines, records, strict=True)))

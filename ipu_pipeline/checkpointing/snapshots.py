@@ -39,7 +39,7 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class FeedPosition:
-    """Where the data set of some pipelines stands: of those that share an infeed, by name."""
+    """The position of a data set, with the names of the pipelines that share its infeed."""
 
     pipelines: tuple[str, ...]
     position: Position
@@ -47,18 +47,18 @@ class FeedPosition:
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """What a session has, and where its data sets are."""
+    """The state of a session, and the positions of its data sets."""
 
-    # variables and optimizer states; NumPy arrays, or JAX arrays that nobody else holds. In a process that
-    # does not write one, its shape and dtype.
+    # Variables and optimizer states: NumPy arrays, or JAX arrays that nothing else holds. In a process that
+    # does not write an array, its shape and dtype.
     state: SessionState
     seed: int  # the session's
-    key_implementation: str  # of its random keys
-    feeds: tuple[FeedPosition, ...] = ()  # where the data sets stand
-    extra: dict[str, Any] = field(default_factory=dict)  # what else belongs to it, JSON
+    key_implementation: str  # the kind of its random keys
+    feeds: tuple[FeedPosition, ...] = ()  # the positions of the data sets
+    extra: dict[str, Any] = field(default_factory=dict)  # other data that belongs to it, as JSON
 
     def arrays(self) -> dict[str, Any]:
-        """All arrays, in nested dicts: variables, optimizer (by pipeline) and accumulated (likewise)."""
+        """All arrays, in nested dicts: variables; optimizer and accumulated, both by pipeline."""
         pipelines = self.state.pipelines.items()
         optimizers = {
             name: dict(zip(kept.shapes, jax.tree.leaves(kept.tree), strict=True))
@@ -77,13 +77,13 @@ class Snapshot:
         }
 
     def describe_feeds(self) -> list[dict[str, Any]]:
-        """Where the data sets stand, as JSON has it."""
+        """The positions of the data sets, as JSON."""
         return [
             {"pipelines": list(feed.pipelines), **dataclasses.asdict(feed.position)} for feed in self.feeds
         ]
 
     def document(self) -> dict[str, Any]:
-        """Everything else, as JSON has it."""
+        """Everything else, as JSON."""
         return {
             "format": FORMAT,
             "version": VERSION,
@@ -100,7 +100,7 @@ class Snapshot:
         """The inverse of `document` and `arrays`.
 
         Raises:
-          ValueError: it is not from this library, or from a later version of it.
+          ValueError: it is from another library, or from a later version of this one.
         """
         if document.get("format") != FORMAT:
             raise ValueError(
@@ -130,32 +130,32 @@ class Snapshot:
 
 
 def is_own(value: Any) -> bool:
-    """Whether this process has an array and writes it; of several, one does."""
+    """Whether this process has an array and writes it. If several processes have it, one writes it."""
     return not isinstance(value, jax.ShapeDtypeStruct) and is_readable(value)
 
 
 def describe_array(value: Any) -> str:
-    """Dtype and shape, such as float32[3, 4]; of random keys their kind, such as "key threefry2x32[]"."""
+    """Dtype and shape, such as float32[3, 4]; for random keys their kind, such as "key threefry2x32[]"."""
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         return f"{_KEY}{jax.random.key_impl(value)}{list(value.shape)}"
     return f"{np.dtype(value.dtype).name}{list(value.shape)}"
 
 
 def parse_array(text: str) -> jax.ShapeDtypeStruct:
-    """The inverse of `describe_array`, of arrays that are no random keys."""
+    """The inverse of `describe_array`, for arrays other than random keys."""
     dtype, _bracket, shape = text.partition("[")
     return jax.ShapeDtypeStruct(tuple(json.loads("[" + shape)), np.dtype(dtype))
 
 
 def to_numpy(value: Any) -> np.ndarray[Any, Any]:
-    """An array as files have it: of random keys their data."""
+    """An array as it is stored in files; for random keys, their data."""
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         value = jax.random.key_data(value)
     return np.asarray(value)
 
 
 def from_numpy(stored: Any, described: str) -> Any:
-    """The inverse of `to_numpy` and `describe_array`; what is not stored has size 0."""
+    """The inverse of `to_numpy` and `describe_array`; an array that is not stored has size 0."""
     if stored is None:
         shape = parse_array(described)
         return np.zeros(shape.shape, shape.dtype)
@@ -168,7 +168,7 @@ def from_numpy(stored: Any, described: str) -> Any:
 
 
 def find_differences(known: Mapping[str, str], wanted: Mapping[str, str]) -> list[str]:
-    """What is different between the variables of a checkpoint and those of programs, in sentences."""
+    """Says, in sentences, how a checkpoint's variables differ from the programs'."""
     missing = sorted(name for name in wanted if name not in known)
     surplus = sorted(name for name in known if name not in wanted)
     other = [

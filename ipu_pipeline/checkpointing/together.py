@@ -1,7 +1,7 @@
-"""Processes of a run that write a checkpoint together: who does what, and that all hear of an error.
+"""Calls functions in the processes that write a checkpoint together, and tells all of them of an error.
 
-All processes call the same functions in the same order. In a process that runs alone they only call what
-they are given.
+All processes call the functions of this module in the same order. In a process that runs alone, these only
+call the function that they are given.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def process_index() -> int:
 
 
 def is_first() -> bool:
-    """Whether this process does what one of them does for all."""
+    """Whether this is the process that acts for all of them."""
     return process_index() == 0
 
 
 def do_first(function: Callable[[], T]) -> T:
-    """Has process 0 call a function, and waits for it.
+    """Calls a function in process 0; the other processes wait for it.
 
     Raises:
       OSError: it raised, in another process.
@@ -43,7 +43,7 @@ def do_first(function: Callable[[], T]) -> T:
 
 
 def do_each(function: Callable[[], T]) -> list[T]:
-    """Has each process call a function, and waits for all.
+    """Calls a function in each process, and waits for all of them.
 
     Raises:
       OSError: it raised, in another process.
@@ -54,7 +54,7 @@ def do_each(function: Callable[[], T]) -> list[T]:
 
 @contextlib.contextmanager
 def beside(what: str) -> Iterator[None]:
-    """For a thread that writes checkpoints while another one may: the processes meet for its own apart."""
+    """Keeps this thread's exchanges with other processes apart from another saving thread's."""
     token = _place.set(what)
     try:
         yield
@@ -63,7 +63,7 @@ def beside(what: str) -> Iterator[None]:
 
 
 def is_any(value: bool, what: str) -> bool:
-    """Whether it is so in any process; waits for all."""
+    """Whether `value` is True in any process; waits for all."""
     others = processes.current()
     return value if others is None else "1" in others.exchange(what, str(int(value)))
 

@@ -1,4 +1,4 @@
-"""Whether files can be written somewhere, found out before the work whose result they are to hold."""
+"""Checks whether files can be written somewhere, before doing the work whose result they are to hold."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ __all__ = ["check_writable"]
 
 
 def check_writable(path: Path, what: str, may_be_full: bool = False) -> None:
-    """Makes a file without a name where a directory is, or where it could be made, and drops it.
+    """Creates an unnamed file in a directory, or where that could be created, and drops it.
 
     Permissions alone do not tell: root has them all, and a disk may be read-only. Nothing is left behind,
-    and no directory is made.
+    and no directory is created.
 
     Args:
-      path: of a directory that may not exist yet.
-      what: is to be written, for the message.
-      may_be_full: whether a full disk is left alone, as it may have room by the time that something is
-        written; what cannot be written is then reported then.
+      path: the directory, which may not exist yet.
+      what: what is to be written, for the message.
+      may_be_full: whether a full disk is accepted, because it may have room when something is written. If
+        it does not, that is reported then.
 
     Raises:
-      OSError: nothing can be written there. It is of the class of the system's own error.
+      OSError: nothing can be written there. Its class is that of the system's own error.
     """
     existing = next(folder for folder in (path, *path.parents) if folder.exists() or folder.is_symlink())
     try:

@@ -79,7 +79,7 @@ def _describe(device: Any) -> dict[str, Any]:
 
 
 def _describe_virtual(devices: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What there is of virtual devices: how many a program gets depends on its pipelines."""
+    """Facts about virtual devices: how many a program gets depends on its pipelines."""
     return {
         "can_make_virtual": devices[0]["platform"] == "cpu",
         "num_virtual": sum(device["platform"] == "cpu" for device in devices),

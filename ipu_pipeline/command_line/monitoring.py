@@ -40,7 +40,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "Tells which of your programs run pipelines on this machine: their IPUs, the weight "
         "updates that they have done (executions, in inference), samples or micro-batches per second, the "
         "most memory that is planned for one IPU, and the memory of the process. Programs that run with "
-        "IPU_PIPELINE_ANNOUNCE=0 are not told."
+        "IPU_PIPELINE_ANNOUNCE=0 are not shown."
     )
     parser.add_argument("--json", action="store_true", help="as JSON")
     parser.add_argument(
@@ -49,7 +49,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         type=_seconds,
         const=2.0,
         metavar="SECONDS",
-        help="again every so many seconds (2), until Ctrl-C",
+        help="repeat every SECONDS (2), until Ctrl-C",
     )
     parser.set_defaults(call=lambda parsed: _monitor(parsed.json, parsed.watch))
 
@@ -97,7 +97,7 @@ def _describe(as_json: bool) -> str:
 
 
 def _complete(announced: Mapping[str, Any]) -> dict[str, Any]:
-    """What a program announced, with what is asked of the system; what identifies it is left out."""
+    """Completes a program's announcement with facts from the system; leaves out what identifies it."""
     process = announced["process"]
     return {
         "pid": process["pid"],
@@ -144,8 +144,8 @@ def _describe_ipus(ipus: Sequence[Mapping[str, Any]], number: str) -> str:
 
     Args:
       ipus: as they are announced.
-      number: which of their numbers is told: that of the "device" or, where several processes count theirs
-        each, that of the "ipu".
+      number: the number that is shown: the "device" or, if each of several processes counts its own
+        devices, the "ipu".
     """
     by_kind: dict[str, list[int]] = {}
     for ipu in ipus:
@@ -174,7 +174,7 @@ def _describe_rate(run: Mapping[str, Any]) -> str:
 
 
 def _describe_planned(ipus: Sequence[Mapping[str, Any]]) -> str:
-    """The IPU that takes most."""
+    """The memory of the IPU that takes most."""
     planned = [(ipu["planned_bytes"], ipu["ipu"]) for ipu in ipus if ipu["planned_bytes"] is not None]
     if not planned:
         return ""

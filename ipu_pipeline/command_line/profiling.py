@@ -34,7 +34,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         f"Runs PROGRAM with {flags} (flags that its --help lacks, and those that ARGS have, "
         "are left out) and writes report.html, trace.json and profile.json to "
-        "./profile_PROGRAM. Reports that are there are removed first."
+        "./profile_PROGRAM. Older reports there are removed first."
     )
     parser.usage = "ipu-pipeline profile [-h] [-m] [--synthetic] [--directory DIRECTORY] PROGRAM [ARGS ...]"
     parser.add_argument(
@@ -42,7 +42,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="synthetic data in place of the program's own: zeros that are on the devices already",
     )
-    parser.add_argument("--data", action="store_true", help=argparse.SUPPRESS)  # once in place of synthetic
+    parser.add_argument("--data", action="store_true", help=argparse.SUPPRESS)  # an older flag
     parser.add_argument("--directory", help="where the reports go; by default ./profile_PROGRAM")
     add_script(parser)
     parser.set_defaults(call=lambda parsed: _run(parser, parsed))
@@ -104,9 +104,9 @@ def profile(
 
 
 def _find_flags(command: Sequence[str], arguments: Sequence[str]) -> list[str]:
-    """Those of `_FLAGS` that a program's help has and its arguments lack."""
+    """The entries of `_FLAGS` that a program's help mentions and its arguments lack."""
     try:
-        shown = subprocess.run(  # noqa: S603  # likewise
+        shown = subprocess.run(  # noqa: S603  # the user's, too
             [*command, "--help"],
             stdin=subprocess.DEVNULL,
             capture_output=True,

@@ -1,4 +1,4 @@
-"""`ipu-pipeline report`: makes the page of a trace anew, and says what a first look at it would."""
+"""`ipu-pipeline report`: rebuilds the page of a trace, and prints what a first look at it would tell."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _read(folder: Path) -> str:
     """The text of a directory's profile.
 
     Raises:
-      ValueError: there is none, or it is no text.
+      ValueError: there is none, or it is not text.
     """
     if not folder.is_dir():
         raise ValueError(f"there is no directory {str(folder)!r}")
@@ -118,7 +118,7 @@ def _as_lines(one: Study, processes: Mapping[int, int]) -> list[str]:
 
 
 def _describe_uses(analysis: PipelineAnalysis, processes: Mapping[int, int]) -> list[str]:
-    """How busy each IPU is; of several processes, with a column of those that have it."""
+    """Describes how busy each IPU is, with a column for its process if there are several."""
     busy = [f"busy {describe_share(use.utilisation)}" for use in analysis.ipus]
     if not any(processes.values()):
         return busy
@@ -132,7 +132,7 @@ def _describe_uses(analysis: PipelineAnalysis, processes: Mapping[int, int]) -> 
 def _as_entries(one: Study, processes: Mapping[int, int]) -> dict[str, Any]:
     """The summary of a pipeline for programs; times are in microseconds, the scenario's in seconds.
 
-    Arguments are those of `_as_lines`.
+    Takes the same arguments as `_as_lines`.
     """
     facts, analysis, predicted = one.facts, one.analysis, one.predictions
     return {

@@ -17,13 +17,13 @@ __all__ = ["add", "add_script", "run"]
 
 SHIMS = Path(__file__).parent / "shims"  # packages with other libraries' names
 
-# What scripts for IPUs import and is not here, with what to do.
+# Modules that scripts for IPUs import and that are not here, with what to do.
 _MISSING = {
     "horovod": "leave it out: processes that are launched together average their gradients by themselves, "
     "compare their weights, and are numbered by popdist",
-    "popart": "leave it out: poptorch.Options has what is set through it; operations of one's own have "
+    "popart": "leave it out: poptorch.Options has what is set through it; for operations of your own, use "
     "torch.library and poptorch.register_lowering",
-    "poplar": "leave it out: its graphs are Graphcore's devices' own",
+    "poplar": "leave it out: its graphs run on Graphcore's devices only",
     "popxl": "write the model with torch, or with ipu_pipeline's pipelining_ops",
     "pva": "ipu-pipeline report reads the profiles that are written here",
 }
@@ -41,7 +41,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def add_script(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments that name a script. What follows it is the script's, whatever it is."""
+    """Adds the arguments that name a script. Everything after the script's name belongs to the script."""
     parser.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is the name of a module")
     parser.add_argument("script", metavar="SCRIPT", help="a file; its arguments follow")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -91,7 +91,7 @@ def _run(script: str, arguments: Sequence[str], is_module: bool) -> int:
 
 def _is_source(path: Path) -> bool:
     with path.open("rb") as file:
-        return file.read(2) != b"PK"  # as archives begin
+        return file.read(2) != b"PK"  # the first bytes of archives
 
 
 def _refuse(kind: str, script: str) -> int:
@@ -101,7 +101,7 @@ def _refuse(kind: str, script: str) -> int:
 
 def _extend_path(first: str) -> None:
     sys.path.insert(0, first)
-    sys.path.insert(1, str(SHIMS))  # before a PopTorch that is installed; processes that are spawned get it
+    sys.path.insert(1, str(SHIMS))  # before an installed PopTorch; spawned processes get it
     inherited = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(SHIMS), *([inherited] if inherited else [])])
 

@@ -1,4 +1,4 @@
-"""Options that say which pipeline is meant, for commands that run none."""
+"""Options that describe a pipeline, for commands that run none."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["add_pipeline", "at_least_one", "check_size", "find_mapping", "number
 
 
 def add_pipeline(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that both a schedule and its simulation have. None means that it is not given."""
+    """Adds the options that a schedule and its simulation share. None means not given."""
     parser.add_argument("--stages", type=at_least_one, metavar="N", help="how many stages there are")
     parser.add_argument(
         "--micro-batches",
@@ -95,7 +95,7 @@ def _mapping(text: str) -> list[int]:
 def spread(
     parser: argparse.ArgumentParser, option: str, given: Sequence[float], count: int, of: str
 ) -> float | list[float]:
-    """One number, or a list of as many as there must be; ends the program if it is neither."""
+    """One number, or a list of `count` numbers; ends the program if it is neither."""
     if len(given) == 1:
         return given[0]
     if len(given) != count:

@@ -24,15 +24,15 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Adds a description and arguments to the command's parser; see `main`."""
     parser.description = (
         "Prints the staircase of a schedule: an IPU per line, a time-step per column. F3 is "
-        "the forward of micro-batch 3, B3 its backward; with several stages on an IPU F2.3 is that of "
-        "stage 2. A dot is a time-step of waiting."
+        "the forward of micro-batch 3, B3 its backward; with several stages on an IPU, F2.3 is the "
+        "forward in stage 2. A dot is a time-step of waiting."
     )
     add_pipeline(parser)
     parser.add_argument(
         "--width",
         type=_width,
         metavar="N",
-        help="characters of a line, 0 for as many as it takes; by default the terminal's",
+        help="characters per line, 0 for no limit; by default the terminal's width",
     )
     parser.set_defaults(call=lambda parsed: _run(parser, parsed))
 

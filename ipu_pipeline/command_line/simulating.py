@@ -38,7 +38,7 @@ from ipu_pipeline.reports.studies import find_scenario
 
 __all__ = ["add"]
 
-_MOST_ACTIONS = 2**15  # with which what-ifs are simulated unasked: some seconds
+_MOST_ACTIONS = 2**15  # up to which what-ifs are simulated without --what-if: some seconds
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -50,19 +50,26 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     add_pipeline(parser)
     parser.add_argument(
-        "--forward-cost", type=numbers, metavar="LIST", help="of a micro-batch; by default 1"
+        "--forward-cost", type=numbers, metavar="LIST", help="cost of a micro-batch's forward; by default 1"
     )
-    parser.add_argument("--backward-cost", type=numbers, metavar="LIST", help="likewise; by default 2")
     parser.add_argument(
-        "--update-cost", type=numbers, metavar="LIST", help="of a stage's update; by default 0"
+        "--backward-cost",
+        type=numbers,
+        metavar="LIST",
+        help="cost of a micro-batch's backward; by default 2",
+    )
+    parser.add_argument(
+        "--update-cost", type=numbers, metavar="LIST", help="cost of a stage's update; by default 0"
     )
     parser.add_argument(
         "--transfer-cost",
         type=numbers,
         metavar="LIST",
-        help="of what a micro-batch sends; a list is per pair of neighbouring stages; by default 0",
+        help="cost of what a micro-batch sends; a list is per pair of neighbouring stages; by default 0",
     )
-    parser.add_argument("--host-cost", type=number, metavar="T", help="to start a program; by default 0")
+    parser.add_argument(
+        "--host-cost", type=number, metavar="T", help="cost of starting a program; by default 0"
+    )
     parser.add_argument(
         "--sent-bytes",
         type=numbers,
@@ -73,33 +80,37 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--gradient-bytes",
         type=numbers,
         metavar="LIST",
-        help="of a stage, which replicas average once a step; by default 0",
+        help="gradients of a stage, which replicas average once a step; by default 0",
     )
-    parser.add_argument("--replicas", type=at_least_one, metavar="N", help="of the pipeline; by default 1")
+    parser.add_argument(
+        "--replicas", type=at_least_one, metavar="N", help="replicas of the pipeline; by default 1"
+    )
     parser.add_argument(
         "--processes",
         type=at_least_one,
         metavar="N",
-        help="that have the devices of all replicas, equally many in a row; by default 1",
+        help="processes that the devices of all replicas are divided among evenly, in order; by default 1",
     )
     parser.add_argument(
         "--latency",
         type=numbers,
         metavar="LIST",
-        help="of the links: one number, or within a process and between processes; by default 0",
+        help="latency of the links: one number, or within a process and between processes; by default 0",
     )
     parser.add_argument(
         "--bandwidth",
         type=_bandwidths,
         metavar="LIST",
-        help="of the links, in bytes per unit of time, likewise; by default infinite",
+        help="bandwidth of the links, in bytes per unit of time, as for --latency; by default infinite",
     )
     parser.add_argument(
         "--share-optimizer-state",
         action="store_true",
         help="each replica keeps and updates its share of the optimizer's state",
     )
-    parser.add_argument("--cores", type=_cores, metavar="N", help="that the IPUs share; by default none")
+    parser.add_argument(
+        "--cores", type=_cores, metavar="N", help="cores that the IPUs share; by default none"
+    )
     parser.add_argument(
         "--chunk-size", type=at_least_one, metavar="N", help="micro-batches per program; by default 1"
     )
@@ -107,15 +118,15 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--costs-from",
         type=Path,
         metavar="FILE",
-        help="take everything that is not given from a profile.json, or a file as Scenario.as_dict has it",
+        help="take everything that is not given from a profile.json, or from a file of Scenario.as_dict",
     )
     parser.add_argument(
-        "--html", type=Path, metavar="FILE", help="write a page of it, which opens offline, too"
+        "--html", type=Path, metavar="FILE", help="write a page about it, which also opens offline"
     )
     parser.add_argument(
         "--what-if",
         action="store_true",
-        help=f"what other schedules, counts and splits give, also above {_MOST_ACTIONS:,} actions",
+        help=f"show what other schedules, counts and splits give, also above {_MOST_ACTIONS:,} actions",
     )
     parser.set_defaults(call=lambda parsed: _run(parser, parsed))
 
@@ -165,7 +176,7 @@ def _write_page(parser: argparse.ArgumentParser, scenario: Scenario, file: Path)
 
 
 def _make_scenario(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> Scenario:
-    """What the options say, over what the file says; ends the program if they do not fit."""
+    """Makes the scenario of the file, changed by the options; ends the program if they do not fit."""
     base = None if parsed.costs_from is None else _read(parser, parsed.costs_from)
     if base is None:
         for option in ("stages", "micro_batches"):
@@ -216,7 +227,7 @@ def _make_scenario(parser: argparse.ArgumentParser, parsed: argparse.Namespace) 
 def _make_cluster(
     parser: argparse.ArgumentParser, parsed: argparse.Namespace, base: Cluster, num_ipus: int
 ) -> Cluster:
-    """A cluster with what is given in place of what another one has."""
+    """A copy of a cluster, with the options that are given in place of its own values."""
     num_replicas: int = parsed.replicas or base.num_replicas
     num_processes: int = parsed.processes or base.num_processes
     if num_replicas * num_ipus % num_processes:
@@ -251,7 +262,7 @@ def _make_cluster(
 
 
 def _make_costs(parser: argparse.ArgumentParser, parsed: argparse.Namespace, base: Costs) -> Costs:
-    """Costs with those that are given in place of others."""
+    """A copy of costs, with the options that are given in place of its own values."""
     given: dict[str, Any] = {}
     options = {f"{name}-cost": name for name in ("forward", "backward", "update", "transfer")}
     options |= {f"{name}-bytes": f"num_{name}_bytes" for name in ("sent", "gradient")}

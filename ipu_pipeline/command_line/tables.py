@@ -1,4 +1,4 @@
-"""What commands print: plain tables for a terminal."""
+"""Prints what commands have found: plain tables for a terminal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["format_table", "show"]
 
 
 def show(text: str) -> None:
-    """Prints what a command was asked for. Whoever reads it may stop reading, as `head` does."""
+    """Prints what a command was asked for. The program that reads it may stop reading, as `head` does."""
     try:
         print(text, flush=True)  # noqa: T201  # a program
     except BrokenPipeError:

@@ -1,4 +1,4 @@
-"""MNIST in the forms in which it is read, and the embedded digits."""
+"""MNIST, in the forms that can be read, and the embedded digits."""
 
 from ipu_pipeline.graphcore.importing import explain_missing
 

@@ -45,7 +45,7 @@ _WAYS_TO_FASHION = (
     f"Give --data-dir, or set {FASHION_DIR_VARIABLE}, to a folder with Fashion-MNIST's four files "
     f"{', '.join(mnist_idx.FILES)}, with or without .gz; or use --dataset digits, which needs no files."
 )
-_SHUFFLE_SEED = 0  # of the embedded digits' split, which is part of the data set
+_SHUFFLE_SEED = 0  # seed of the embedded digits' split, which is part of the data set
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +86,7 @@ class TrainingBatches:
           images: float32 [examples, ...].
           labels: int32 [examples].
           batch_size: examples per batch.
-          seed: of the order, at least 0.
+          seed: seed of the order, at least 0.
 
         Raises:
           ValueError: there are fewer examples than one batch needs, or an argument is too
@@ -109,7 +109,7 @@ class TrainingBatches:
 
 
 class _TrainingIterator:
-    """Iterates over training batches, from any of them on."""
+    """Iterates over training batches, starting at any of them."""
 
     def __init__(
         self, images: NDArray[np.float32], labels: NDArray[np.int32], batch_size: int, seed: int
@@ -162,7 +162,7 @@ class EvaluationBatches:
         self._batch_size = batch_size
 
     def __len__(self) -> int:
-        """How many batches there are."""
+        """The number of batches."""
         return -(-len(self._images) // self._batch_size)
 
     def __iter__(
@@ -182,7 +182,7 @@ def load(selection: str, data_dir: str | None = None) -> tuple[ImageData, str]:
 
     Args:
       selection: "auto": MNIST if there is one, else the embedded digits; "mnist" or "digits".
-      data_dir: MNIST's folder, in one of the two forms of `load_mnist`. None: that of the environment
+      data_dir: MNIST's folder, in one of the two forms of `load_mnist`. None: the folder in the environment
         variable IPU_PIPELINE_DATA_DIR; without it, the folder in which tensorflow-datasets keeps data
         (TFDS_DATA_DIR, else ~/tensorflow_datasets), if MNIST in array_record form is there.
 
@@ -191,7 +191,7 @@ def load(selection: str, data_dir: str | None = None) -> tuple[ImageData, str]:
 
     Raises:
       ValueError: `selection` is none of the three; it is "digits", and a folder is given; MNIST is wanted,
-        and there is none; or what the given folder has is not as it should be.
+        and there is none; or the contents of the given folder are not as they should be.
       FileNotFoundError: the given folder has no MNIST.
     """
     if selection not in ("auto", "mnist", "digits"):
@@ -208,7 +208,7 @@ def load(selection: str, data_dir: str | None = None) -> tuple[ImageData, str]:
     folder = mnist_tfds.default_folder()
     try:
         data = _as_image_data(mnist_tfds.read(folder))
-    except (ValueError, OSError) as error:  # nobody pointed there: what is wrong with it stops no program
+    except (ValueError, OSError) as error:  # not the user's choice: a fault there stops no program
         if selection == "mnist":
             raise ValueError(
                 f"--dataset mnist: no folder was given, and tensorflow-datasets' {error} {_WAYS_TO_MNIST}"
@@ -219,11 +219,11 @@ def load(selection: str, data_dir: str | None = None) -> tuple[ImageData, str]:
 
 
 def load_fashion(selection: str, data_dir: str | None = None) -> tuple[ImageData, str]:
-    """The data set of a program's `--dataset` and `--data-dir`, where that is about clothes.
+    """The data set of a program's `--dataset` and `--data-dir`, for programs about clothes.
 
     Args:
       selection: "auto": Fashion-MNIST if a folder is given, else the embedded digits; "fashion"; "digits".
-      data_dir: the folder with Fashion-MNIST's four idx files. None: that of the environment variable
+      data_dir: the folder with Fashion-MNIST's four idx files. None: the folder in the environment variable
         IPU_PIPELINE_FASHION_DIR.
 
     Returns:
@@ -231,7 +231,7 @@ def load_fashion(selection: str, data_dir: str | None = None) -> tuple[ImageData
 
     Raises:
       ValueError: `selection` is none of the three; it is "digits", and a folder is given; Fashion-MNIST is
-        wanted, and there is no folder; or what the folder has is not as it should be.
+        wanted, and there is no folder; or the folder's contents are not as they should be.
       FileNotFoundError: the folder lacks a file.
     """
     if selection not in ("auto", "fashion", "digits"):
@@ -256,7 +256,7 @@ def load_fashion(selection: str, data_dir: str | None = None) -> tuple[ImageData
 
 
 def _digits_as_asked(data_dir: str | None) -> tuple[ImageData, str]:
-    """What `--dataset digits` is."""
+    """The data of `--dataset digits`."""
     if data_dir is not None:
         raise ValueError(
             f"--data-dir {data_dir} has no use with --dataset digits, as the digits are embedded: "
@@ -306,7 +306,7 @@ def load_mnist(data_dir: str | os.PathLike[str]) -> ImageData:
 
 
 def _load_mnist(folder: Path) -> tuple[ImageData, str]:
-    """The data, and in which form the folder has it."""
+    """The data, and the form in which the folder has it."""
     missing = mnist_idx.missing_files(folder)
     if not missing:
         return _as_image_data(mnist_idx.read(folder)), "its idx files"

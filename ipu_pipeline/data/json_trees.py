@@ -11,7 +11,7 @@ import numpy as np
 
 __all__ = ["decode", "encode", "encode_plain"]
 
-# What JSON lacks is a dict with one of these keys.
+# A value that JSON lacks becomes a dict with one of these keys.
 _BYTES, _ARRAY, _TUPLE, _DICT = "bytes in base64", "array as npy in base64", "tuple", "items"
 
 
@@ -61,4 +61,4 @@ def decode(encoded: Any, decode_leaf: Callable[[Any], Any] = lambda leaf: leaf) 
     parts = [decode(part, decode_leaf) for part in content]
     if kind == _TUPLE:
         return tuple(parts)
-    return None if kind == "none" else parts  # or "list", likewise
+    return None if kind == "none" else parts  # "list" is such an earlier kind, too

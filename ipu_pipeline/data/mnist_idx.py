@@ -31,7 +31,7 @@ Splits = dict[str, tuple[NDArray[np.uint8], NDArray[np.uint8]]]
 
 
 def missing_files(folder: Path) -> list[str]:
-    """Those of the four files that the folder has neither gzipped nor plain."""
+    """Returns which of the four files the folder has neither gzipped nor plain."""
     return [name for name in FILES if not _path_of(folder, name).is_file()]
 
 

@@ -32,7 +32,7 @@ _WAY_OUT = (
 
 
 def default_folder() -> Path:
-    """Where tfds keeps data if nobody says otherwise."""
+    """The folder in which tfds keeps data by default."""
     return Path(os.path.expanduser(os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"))
 
 
@@ -57,7 +57,7 @@ def read(folder: Path) -> Splits:
         builder = tfds.builder_from_directory(path)
         formats = sorted(form.value for form in builder.info.available_file_formats())
         shapes = dict(builder.info.features.shape)
-    except Exception as error:  # of json, protobuf and tfds: there is no common class
+    except Exception as error:  # json, protobuf and tfds have no common class of errors
         raise ValueError(f"{path} is damaged ({_first_line(error)}); {_WAY_OUT}.") from error
     if _FORMAT not in formats:
         raise ValueError(
@@ -67,7 +67,7 @@ def read(folder: Path) -> Splits:
         raise ValueError(f"{path} has the features {shapes} instead of {_SHAPES}; {_WAY_OUT}.")
     try:
         return {split: _read_split(builder.as_data_source(split)) for split in ("train", "test")}
-    except Exception as error:  # of tfds, array_record and the decoder of images
+    except Exception as error:  # raised by tfds, array_record or the decoder of images
         raise ValueError(f"{path} is incomplete or damaged ({_first_line(error)}); {_WAY_OUT}.") from error
 
 
@@ -87,7 +87,7 @@ def _first_line(error: Exception) -> str:
 
 
 def write(splits: Splits, folder: Path, overwrite: bool = False) -> Path:
-    """Writes MNIST the way `read` wants it.
+    """Writes MNIST in the form that `read` expects.
 
     Raises:
       FileExistsError: there is a mnist/3.0.1, and `overwrite` is False.

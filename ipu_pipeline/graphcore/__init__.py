@@ -1,1 +1,1 @@
-"""The names of Graphcore's SDK: where each is here, and what to use in place of those that are not."""
+"""The names of Graphcore's SDK: where each one is here, or what to use in its place."""

@@ -1,21 +1,21 @@
-"""How modules are imported by paths that are not those of their files, and errors that say what to use.
+"""Imports modules by paths other than their files', with errors that say what to use instead.
 
 `install` adds a finder before Python's own finders and one behind them. The first one gives modules under
 other paths than their own:
 
 1. Users import the TF1 front without its folders: `ipu_pipeline.pipelining_ops` is
    `ipu_pipeline.tf1.ops.pipelining_ops`. `PATHS` is the table.
-2. What is within such a module is within it under both paths: `ipu_pipeline.ops.rand_ops`.
+2. A module within such a module can be imported by both paths: `ipu_pipeline.ops.rand_ops`.
 
 The second one is only asked for modules of this package that have no file:
 
-3. A path of Graphcore's without a module here some of whose names are here, such as
+3. A path of Graphcore's that has no module here, but some of whose names are here, such as
    `ipu_pipeline.optimizers.cross_replica_optimizer`, gives a module of these names. Each is looked up
    when it is used.
 4. Any other path or name of Graphcore's raises an error that says what to use, from the table of names.
 
 `from m import x` replaces an AttributeError of `m` by an ImportError with Python's own text. But if `m`
-has a `__path__`, Python first looks for a module `m.x`. So each module that Graphcore has, too, calls
+has a `__path__`, Python first looks for a module `m.x`. So each module that Graphcore also has calls
 `explain_missing`: it gets an empty `__path__`, and the finder raises the error.
 """
 
@@ -46,7 +46,7 @@ _OPS = (
     "cross_replica_ops embedding_ops functional_ops nn_ops normalization_ops pipelining_ops rand_ops "
     "replication_ops rnn_ops"
 )
-# Where modules are that users import by other paths.
+# The locations of modules that users import by other paths.
 PATHS = {
     "datasets": "data.datasets",
     "errors": "ground.errors",
@@ -68,14 +68,14 @@ def install() -> None:
 
 
 def explain_missing(module_name: str) -> None:
-    """Has a module answer for Graphcore's names that it does not have. Called at the module's end."""
+    """Makes a module explain Graphcore's names that it does not have. Called at the module's end."""
     attributes = vars(sys.modules[module_name])
     attributes.setdefault("__getattr__", functools.partial(find_attribute, module_name))
     attributes.setdefault("__path__", [])
 
 
 def find_attribute(module_name: str, name: str) -> Any:
-    """What a module's `__getattr__` returns for a name that the module does not have.
+    """Finds a name that a module does not have; called by the module's `__getattr__`.
 
     Raises:
       AttributeError: there is none. The text says what to use in its place, or which name is near.
@@ -103,7 +103,7 @@ def _path_of(module_name: str) -> str:
 
 
 def _suggest(module_name: str, name: str) -> str:
-    """Says where a name of Graphcore's is, or which one is near that the module has here or had there."""
+    """Says where one of Graphcore's names is, or which similar name the module has here or in the SDK."""
     own = _path_of(module_name)
     known_names = table.read_sdk_names().items()
     places = sorted({table.shorten(path) for path, names in known_names if name in names})
@@ -162,7 +162,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """The module of a path. Only called for what no file has.
+        """The module of a path. Only called for modules that have no file.
 
         Raises:
           ModuleNotFoundError: the table says what to use in its place, or a name is near.
@@ -181,7 +181,7 @@ class _Finder(importlib.abc.MetaPathFinder):
             text = f"cannot import name {child!r} from {parent!r}{near}" if near else None
         if text is None:
             return None
-        # The name is not that of the module: `from m import x` would drop the error for Python's own.
+        # With the module's own name, `from m import x` would replace the error by Python's.
         raise ModuleNotFoundError(text, name=f"ipu.{wanted}")
 
 
@@ -190,7 +190,7 @@ class _Loader(importlib.abc.Loader):
 
     def __init__(self, path: str, names: Mapping[str, str]) -> None:
         self._path = path  # behind `ipu.`
-        self._names = names  # what the module has, and where that is here
+        self._names = names  # the module's names, and where each one is here
 
     def exec_module(self, module: ModuleType) -> None:
         """Fills the module."""

@@ -33,12 +33,12 @@ _SDK = "of Graphcore's TensorFlow"
 
 @dataclass(frozen=True)
 class Row:
-    """What a name is here.
+    """A row of the table: what a name stands for here.
 
     Attributes:
       name: Graphcore's, or TensorFlow's.
       status: "same", "renamed", "no effect" or "not there".
-      here: the name here, of what is the same or renamed.
+      here: the name here, if it is the same or renamed.
       why: sentences for a user.
     """
 
@@ -102,7 +102,7 @@ def find_row(module: str, name: str) -> Row | None:
 
 
 def find_names(path: str) -> Mapping[str, str] | None:
-    """What a module of Graphcore's holds here."""
+    """The names of a module of Graphcore's that are here, and where; None if there are none."""
     module = find_module(path)
     if not module:
         return None
@@ -114,7 +114,7 @@ def find_names(path: str) -> Mapping[str, str] | None:
 
 
 def describe_missing(path: str) -> str | None:
-    """What to say about a name of Graphcore's, or of TensorFlow's, that is not here."""
+    """The error text for a name of Graphcore's, or of TensorFlow's, that is not here."""
     module = find_module(path) if path else None
     if module:
         return _describe_several(path, _rows_of(module))
@@ -130,7 +130,7 @@ def describe_missing(path: str) -> str | None:
 
 
 def _short_name(row: Row, path: str) -> str:
-    """The name that an error calls what a path leads to."""
+    """The name that errors use for a path."""
     if "*" not in row.name:
         return row.name
     parent, _dot, name = path.rpartition(".")
@@ -138,7 +138,7 @@ def _short_name(row: Row, path: str) -> str:
 
 
 def _rows_of(module: str) -> list[Row]:
-    """Of the names that are not here, those with a row of their own first."""
+    """The rows of a module's names that are not here; names with a row of their own come first."""
     found = (find_row(module, name) for name in read_sdk_names()[module])
     rows = [row for row in dict.fromkeys(found) if row is not None and not row.is_here]
     return sorted(rows, key=lambda row: "*" in row.name)
@@ -165,7 +165,7 @@ def _describe_several(path: str, rows: Sequence[Row], whose: str = _SDK) -> str 
 
 
 def _describe_tensorflow(path: str) -> str | None:
-    """As `describe_missing`, of TensorFlow's own names, which stand under `tf.` or a module of it."""
+    """Same as `describe_missing`, for TensorFlow's own names, which are under `tf.` or a module of it."""
     rows = [row for row in read_rows().values() if row.name.startswith("tf.")]
     for row in rows:
         if row.name == f"tf.{path}" or ("." not in path and row.name.endswith(f".{path}")):

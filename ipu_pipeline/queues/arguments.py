@@ -1,6 +1,6 @@
 """The arguments of Graphcore's queues, in the positions that they have had, and what they mean here.
 
-The first argument was a queue's name until SDK 2.0; what follows it then was in another order. Source:
+Until SDK 2.0 the first argument was a queue's name, and the others followed in another order. Source:
 `ipu_infeed_queue` and `ipu_outfeed_queue` of Graphcore's TensorFlow 1, SDK 1.4 to 3.0.
 """
 
@@ -55,7 +55,7 @@ def join_arguments(
 
 
 def warn_of_arguments(queue: str, arguments: Mapping[str, Any], stacklevel: int = 3) -> None:
-    """Warns of each argument that has no effect here and is not what it is by default."""
+    """Warns of each argument that has no effect here and differs from its default."""
     for name, reason in _REASONS.items():
         value = arguments.get(name)
         if value not in _DEFAULTS[name]:
@@ -63,6 +63,6 @@ def warn_of_arguments(queue: str, arguments: Mapping[str, Any], stacklevel: int 
 
 
 def check_replication_factor(queue: str, value: Any) -> None:
-    """Raises a ValueError if a number of replicas is not usable; None is."""
+    """Raises a ValueError if a number of replicas cannot be used; None can."""
     if value is not None and not is_int(value, 1):
         raise ValueError(f"{queue}: replication_factor must be an integer of at least 1; got {value!r}.")

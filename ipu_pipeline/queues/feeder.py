@@ -23,13 +23,13 @@ from ipu_pipeline.queues.positions import DataPass, Position
 __all__ = ["Feeder", "Place", "as_array", "is_feeding"]
 
 _JOIN_SECONDS = 0.5
-_MAX_KEPT_BYTES = 2**30  # of elements that are kept until their weight update is done
+_MAX_KEPT_BYTES = 2**30  # the most that is kept of elements until their weight update is done
 _THREAD_NAME = "ipu-infeed"
 Place = Callable[[Sequence[Any]], Any]
 
 
 class _Entry(NamedTuple):
-    """An element that was fetched: its leaves, what `place` made of them; or an error, after the last."""
+    """A fetched element: its leaves and what `place` made of them. After the last element, an error."""
 
     leaves: Sequence[Any]
     placed: Any
@@ -44,9 +44,9 @@ _LOST = _Entry((), None, None, None)
 class Feeder:
     """The thread and its buffer, for one pass over the data.
 
-    Whether a thread runs is known from `_is_running`, which the thread itself clears, under the lock that
-    everyone takes to read it. It is never joined for long: a data set that hangs holds up nobody else, and
-    the thread, a daemon, ends when it wakes up or goes on if it is wanted again.
+    `_is_running` says whether a thread runs. The thread itself clears it, under the lock that is also taken
+    to read it. The thread is never joined for long, so a data set that hangs holds up nothing else. It is a
+    daemon: when it wakes up, it ends, or goes on if it is wanted again.
 
     What is taken stays among the entries until `mark` says that it was used. A run that ends before that,
     by Ctrl-C or an error, loses nothing: the next one gets the same elements.
@@ -69,7 +69,7 @@ class Feeder:
         self._has_wide_dtypes = False
         self._place: Place | None = None
         self._thread: threading.Thread | None = None  # the last one that was started
-        self._turn: object = None  # of the thread that is to run; another one ends
+        self._turn: object = None  # identifies the thread that is to run; any other one ends
         self._is_running = False
         self._is_stopping = False
         self._is_given_up = False
@@ -98,7 +98,7 @@ class Feeder:
                     raise
 
     def stop(self) -> None:
-        """Ends the thread, and waits for it half a second."""
+        """Ends the thread, and waits for it at most half a second."""
         with self._condition:
             self._is_stopping = True
             self._condition.notify_all()
@@ -116,7 +116,7 @@ class Feeder:
             self._data = DataPass(())
 
     def take(self, wanted: int) -> list[Any]:
-        """Up to so many elements; see `IPUInfeedQueue.connect`."""
+        """Takes up to `wanted` elements; see `IPUInfeedQueue.connect`."""
         with self._condition:
             at_least = 1 if self._is_tentative else wanted
             while self._num_ahead < at_least and not self._has_ended():
@@ -127,7 +127,7 @@ class Feeder:
                 self._condition.wait()
             first = self._num_taken
             error = self._entries[first].error
-            if error is not None:  # it stays: whoever asks again gets the same answer
+            if error is not None:  # it stays: the next call gets the same answer
                 self._has_raised_end = isinstance(error, OutOfRangeError)
                 raise error.with_traceback(
                     self._entries[first].traceback
@@ -144,7 +144,7 @@ class Feeder:
         return [entry.placed if entry.place == place else place(entry.leaves) for entry in taken]
 
     def _let_go(self, first: int, end: int) -> None:
-        """Keeps of what is taken only what is on the host, and nothing if that is very much."""
+        """Keeps only the taken elements' arrays on the host, or nothing if they are very large."""
         if end <= self._max_kept:
             for number in range(first, end):
                 self._entries[number] = self._entries[number]._replace(placed=None, place=None)
@@ -153,7 +153,7 @@ class Feeder:
             self._entries[first:end] = [_LOST] * (end - first)
 
     def give_back(self) -> None:
-        """What was taken since the last `mark`, and what that was told is not needed, comes again."""
+        """Gives back the elements taken since the last `mark`, and those that it left as not needed."""
         with self._condition:
             self._give_back()
 
@@ -163,7 +163,7 @@ class Feeder:
             warnings.warn(
                 f"A run was interrupted, or failed, within a weight update. The {self._num_taken} elements "
                 "of the data set that it had taken for this update were too many to be kept, and are lost: "
-                "the next run goes on behind them.",
+                "the next run goes on after them.",
                 stacklevel=2,
             )
             del self._entries[: self._num_taken]
@@ -171,7 +171,7 @@ class Feeder:
         self._num_taken = 0
 
     def mark(self, num_unneeded: int) -> None:
-        """Notes that what was taken so far has been used, except the last ones. Not to be interrupted."""
+        """Notes that the taken elements have been used, except the last ones. Must not be interrupted."""
         with self._condition:
             num_used = self._num_taken - num_unneeded
             del self._entries[:num_used]
@@ -181,13 +181,13 @@ class Feeder:
 
     @property
     def position(self) -> Position:
-        """Where the data set stood at the last `mark`."""
+        """The position of the data set at the last `mark`."""
         position = self._data.position(self._num_used)
         return dataclasses.replace(position, has_ended=self._has_raised_end)
 
     @property
     def _num_ahead(self) -> int:
-        """Of entries that are not taken; the error at the end is one."""
+        """The number of entries that are not taken; the error at the end counts as one."""
         return len(self._entries) - self._num_taken
 
     def _has_ended(self) -> bool:
@@ -210,7 +210,7 @@ class Feeder:
             if has_wide_dtypes == jax.config.jax_enable_x64:  # type: ignore[attr-defined]
                 entry = self._fetch(place)
             else:
-                with jax.enable_x64(has_wide_dtypes):  # of the thread that wants the elements
+                with jax.enable_x64(has_wide_dtypes):  # as in the thread that wants the elements
                     entry = self._fetch(place)
             with self._condition:
                 self._entries.append(entry)
@@ -243,7 +243,7 @@ class Feeder:
     def _check(self, element: Any) -> list[Any]:
         leaves, tree = jax.tree.flatten(element)
         if trees_equal(tree, self._expected_tree) and all(map(_is_expected, leaves, self._expected)):
-            return leaves  # what follows takes longer than copying a small element
+            return leaves  # the check below takes longer than copying a small element
         what = f"IPUInfeedQueue: element {self._number} of the dataset"
         return check_like(jax.tree.map(lambda leaf: as_array(leaf, what), element), self._element, what)
 
@@ -261,7 +261,7 @@ def as_array(leaf: Any, what: str) -> Any:
     """A leaf of an element as a NumPy array in this machine's byte order, or the JAX array that it is.
 
     Raises:
-      ValueError: it is no array of numbers, or elements of it are masked.
+      ValueError: it is not an array of numbers, or some of its elements are masked.
     """
     problem = f"{what} has a leaf of type {type(leaf).__name__}; elements must be pytrees of numeric arrays"
     try:

@@ -30,7 +30,7 @@ _OLDER_POSITIONS = (
 
 
 class InfeedOperation:
-    """What `Session.run` runs to start an infeed over, or to end it."""
+    """An operation for `Session.run`, which starts an infeed over or ends it."""
 
     def __init__(self, queue: IPUInfeedQueue, starts: bool) -> None:
         """Made by `IPUInfeedQueue`."""
@@ -61,26 +61,26 @@ class IPUInfeedQueue:
         """Takes the data set; nothing is read from it yet.
 
         Args:
-          dataset: whatever can be iterated over again and again, or indexed from 0 to its length, and
+          dataset: anything that can be iterated over again and again, or indexed from 0 to its length, and
             yields pytrees of arrays that all have the same shapes; or a callable that returns an
-            iterator. A data source of tensorflow-datasets, a grain data set or loader, a
-            tf.data.Dataset and a torch DataLoader are such; an array is what NumPy can make one of.
+            iterator. Examples: a data source of tensorflow-datasets, a grain data set or loader, a
+            tf.data.Dataset, a torch DataLoader. An array is anything that NumPy can make one of.
             A tuple or list becomes positional arguments of the first stage, a dict keyword arguments.
           *positions: Graphcore's: `device_ordinal`, `prefetch_depth`, `optimise_latency`; or, if the first
             is a string, those of its first SDKs: `feed_name`, `device_ordinal`, `replication_factor`,
             `data_to_prefetch`, `prefetch_depth`.
           prefetch_depth: how many elements are fetched ahead, 1..255; None: 3. A program on one device
-            takes blocks of elements, and of these one is fetched ahead where it is larger; programs that
+            takes blocks of elements; if a block is larger, one block is fetched ahead. Programs that
             handle chunks of several elements have four chunks fetched ahead.
-          feed_name: what errors call it.
+          feed_name: the queue's name in errors.
           device_ordinal: other than 0 has no effect and warns.
-          replication_factor: how many replicas the programs that use it have; None: that of the program.
+          replication_factor: how many replicas the programs that use it have; None: the program's number.
           data_to_prefetch: the older name of `prefetch_depth`.
           optimise_latency: True has no effect and warns.
 
         Raises:
           TypeError: the data set cannot be iterated over, or only once; it is a dict, or a tuple of arrays
-            of different shapes, which are no elements; or an argument is given twice.
+            of different shapes, which are not elements; or an argument is given twice.
           ValueError: `prefetch_depth` or `replication_factor` is out of range.
         """
         arguments = join_arguments(
@@ -106,7 +106,7 @@ class IPUInfeedQueue:
         if hasattr(dataset, "__next__") and not isinstance(dataset, type):
             kind = type(dataset).__name__
             called = (
-                " It can be called, which may give itself: pass a function that makes a new one, "
+                " Calling it may return the iterator itself: pass a function that makes a new one, "
                 f"`lambda: {kind}(...)`."
                 if callable(dataset)
                 else " Pass what it was made from, or a callable that returns a new iterator, for "
@@ -132,17 +132,17 @@ class IPUInfeedQueue:
         self._feeder: Feeder | None = None
         self._started: object = None
         self._finalizer: weakref.finalize[..., IPUInfeedQueue] | None = None
-        self._initializer_line: str | None = None  # where the initializer was read; None: nowhere yet
+        self._initializer_line: str | None = None  # where the initializer was read; None: it was not
         self._deleted = False
 
     @property
     def prefetch_depth(self) -> int:
-        """How many elements are fetched ahead."""
+        """The number of elements that are fetched ahead."""
         return self._prefetch_depth
 
     @property
     def replication_factor(self) -> int | None:
-        """How many replicas the programs that use it must have; None: any number."""
+        """The number of replicas that programs using it must have; None: any number."""
         return self._replication_factor
 
     @property
@@ -152,7 +152,7 @@ class IPUInfeedQueue:
 
     @property
     def initializer(self) -> InfeedOperation:
-        """The operation that starts the infeed, at the beginning of the data set; to be read once.
+        """The operation that starts the infeed, at the beginning of the data set. It can be read only once.
 
         Raises:
           ValueError: it was read before.
@@ -169,15 +169,15 @@ class IPUInfeedQueue:
 
     @property
     def deleter(self) -> InfeedOperation:
-        """The operation that ends the infeed and lets go of what it holds."""
+        """The operation that ends the infeed and releases what it holds."""
         return InfeedOperation(self, starts=False)
 
     @property
     def element(self) -> Any:
-        """Shapes and dtypes of an element. The first access reads the first one, which is not lost.
+        """Shapes and dtypes of an element. The first access reads the first element, which is not lost.
 
         Raises:
-          ValueError: the data set is empty, or an element's leaf is no array.
+          ValueError: the data set is empty, or a leaf of an element is not an array.
         """
         if self._element is None:
             # A program may be traced meanwhile; what the data set does with JAX is no part of it.
@@ -194,11 +194,11 @@ class IPUInfeedQueue:
 
     @property
     def number_of_tuple_elements(self) -> int:
-        """How many arrays an element has."""
+        """The number of arrays of an element."""
         return len(jax.tree.leaves(self.element))
 
     def initialize(self) -> object:
-        """Starts over at the beginning of the data set. Returns what `delete` knows this pass by."""
+        """Starts over at the beginning of the data set. Returns what identifies this pass for `delete`."""
         element = self.element
         data, self._peeked = self._peeked or self._begin_pass(), None
         self._start(Feeder(data, element))
@@ -235,7 +235,7 @@ class IPUInfeedQueue:
         """Ends the infeed; it can be initialized again.
 
         Args:
-          only: from `initialize`: nothing happens if it was initialized again since.
+          only: what `initialize` returned: nothing happens if the infeed was initialized again since.
         """
         if only is not None and only is not self._started:
             return
@@ -247,7 +247,7 @@ class IPUInfeedQueue:
             self._last_pass = None
 
     def stop(self) -> None:
-        """Ends the thread. What was fetched is kept, and the next `connect` goes on from there."""
+        """Ends the thread. Fetched elements are kept, and the next `connect` goes on from there."""
         if self._feeder is not None:
             self._feeder.stop()
 
@@ -277,13 +277,13 @@ class IPUInfeedQueue:
 
         Args:
           place: puts the leaves of an element on devices. Called in the thread.
-          num_taken: how many elements will be taken at once; so many at least are fetched ahead.
-          is_tentative: whether not all that is taken may be needed: then what has been fetched is taken
-            without waiting for more, and kept for `give_back`.
+          num_taken: how many elements will be taken at once; at least this number is fetched ahead.
+          is_tentative: whether some of the elements taken may not be needed. Then the fetched elements are
+            taken without waiting for more, and kept for `give_back`.
 
         Returns:
-          A function that takes up to so many elements, and one at least: it returns what `place` made of
-          them. It waits for as many as were asked for, unless the data end. It raises OutOfRangeError at
+          A function that takes up to a given number of elements, at least one, and returns what `place`
+          made of them. It waits for the whole number, unless the data end. It raises OutOfRangeError at
           the end of the data, and what the data set raised.
 
         Raises:
@@ -295,18 +295,18 @@ class IPUInfeedQueue:
         return self._feeder.take
 
     def give_back(self) -> None:
-        """What `mark` was told is not needed comes again."""
+        """Gives back the elements that `mark` was told are not needed: they come again."""
         if self._feeder is not None:
             self._feeder.give_back()
 
     def mark(self, num_unneeded: int = 0) -> None:
-        """Notes that what was taken so far has been used, except the last ones; see `position`."""
+        """Notes that the elements taken so far have been used, except the last ones; see `position`."""
         if self._feeder is not None:
             self._feeder.mark(num_unneeded)
 
     @property
     def position(self) -> Position | None:
-        """Where the data set stood at the last `mark`; None if the infeed is not initialized."""
+        """The position of the data set at the last `mark`; None if the infeed is not initialized."""
         return None if self._feeder is None else self._feeder.position
 
 
@@ -323,7 +323,7 @@ def _check_columns(dataset: Any) -> None:
         sizes = {shape.shape[0] for shape in shapes}
         are_alike = len({(shape.shape, shape.dtype) for shape in shapes}) == 1
         if are_alike or len(sizes) > 1 or sizes == {1}:
-            return  # micro-batches, of which the last may be smaller, which is told when it comes
+            return  # micro-batches; the last may be smaller, which raises an error when it is read
         found = f"a {type(dataset).__name__} of {len(dataset)} arrays ({', '.join(map(describe, shapes))})"
         elements, row = "arrays", "tuple(array[i : i + n] for array in data)"
     else:

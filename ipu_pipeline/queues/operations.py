@@ -6,7 +6,7 @@ __all__ = ["Operation"]
 
 
 class Operation:
-    """What `pipeline`, `minimize` and `enqueue` return: something that runs, without a value."""
+    """The result of `pipeline`, `minimize` and `enqueue`: it can be run, and has no value."""
 
     def __init__(self, name: str) -> None:
         """Names the operation."""

@@ -1,4 +1,4 @@
-"""The outfeed: what programs enqueue, copied to the host until it is dequeued."""
+"""The outfeed: copies what programs enqueue to the host, and keeps it until it is dequeued."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ _OLDER_POSITIONS = (
 
 
 class IPUOutfeedMode(enum.Enum):
-    """ALL keeps every element until it is dequeued, LAST the last one only."""
+    """ALL keeps every element until it is dequeued; LAST keeps only the last one."""
 
     ALL = "all"
     LAST = "get_last"
 
 
 class OutfeedOperation:
-    """What `Session.run` runs to dequeue."""
+    """An operation for `Session.run`, which dequeues."""
 
     def __init__(self, queue: IPUOutfeedQueue) -> None:
         """Made by `IPUOutfeedQueue.dequeue`."""
@@ -51,7 +51,7 @@ class OutfeedOperation:
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """What was enqueued at once; see `IPUOutfeedQueue.extend`."""
+    """Elements that were enqueued together; see `IPUOutfeedQueue.extend`."""
 
     leaves: list[Any]
     size: int | None
@@ -72,7 +72,7 @@ class _Part:
         return _Part([np.asarray(leaf) for leaf in self.leaves], self.size)
 
     def stacked(self) -> list[Any]:
-        """The leaves, of one element too, with a first axis over elements."""
+        """The leaves with a first axis over elements, even if there is only one."""
         if self.size is None:
             return [leaf[np.newaxis] for leaf in self.leaves]
         return [leaf[: self.size] for leaf in self.leaves]
@@ -105,16 +105,16 @@ class IPUOutfeedQueue:
             `device_ordinal`, `replication_factor`, `io_batch_size`.
           outfeed_mode: see `IPUOutfeedMode`; None: ALL.
           buffer_depth: how many enqueued elements stay on the device before they are copied to the host;
-            None: 3. Those of a weight update that is not complete stay there, too.
-          feed_name: what errors call it.
+            None: 3. Elements of an incomplete weight update stay there, too.
+          feed_name: the queue's name in errors.
           device_ordinal: other than 0 has no effect and warns.
-          outfeed_all: the older way to say the mode: True for ALL, False for LAST.
-          replication_factor: how many replicas the programs that use it have; None: that of the program.
+          outfeed_all: the older way to give the mode: True for ALL, False for LAST.
+          replication_factor: how many replicas the programs that use it have; None: the program's number.
           io_batch_size: other than 1 has no effect and warns.
           optimise_latency: True has no effect and warns.
 
         Raises:
-          TypeError: the mode is none, or an argument is given twice.
+          TypeError: the mode is not an `IPUOutfeedMode`, or an argument is given twice.
           ValueError: `buffer_depth` or `replication_factor` is below 1.
         """
         arguments = join_arguments(
@@ -157,11 +157,11 @@ class IPUOutfeedQueue:
         self._replication_factor: int | None = arguments["replication_factor"]
         self._name = "outfeed" if arguments["feed_name"] is None else f"outfeed {arguments['feed_name']!r}"
         self._structure: tuple[Any, tuple[jax.ShapeDtypeStruct, ...]] | None = None
-        self._count_replicas: Callable[[], int] | None = None  # of the program that was compiled last
-        self._num_replicas: int | None = None  # of what ran last
+        self._count_replicas: Callable[[], int] | None = None  # for the program that was compiled last
+        self._num_replicas: int | None = None  # in the last run
         self._on_device: collections.deque[_Part] = collections.deque()
         self._on_host: list[_Part] = []
-        self._is_elsewhere = False  # what is enqueued is in another process
+        self._is_elsewhere = False  # whether the enqueued elements are in another process
         self._read: list[_Part] = []  # by a run that has not returned yet
 
     @property
@@ -171,7 +171,7 @@ class IPUOutfeedQueue:
 
     @property
     def replication_factor(self) -> int | None:
-        """How many replicas the programs that use it must have; None: any number."""
+        """The number of replicas that programs using it must have; None: any number."""
         return self._replication_factor
 
     @property
@@ -180,7 +180,7 @@ class IPUOutfeedQueue:
         return self._structure is not None
 
     def check(self, tree: Any, avals: Sequence[jax.ShapeDtypeStruct]) -> None:
-        """Called before `bind`, with the same, for all queues of a program.
+        """Called before `bind`, with the same arguments, for all queues of a program.
 
         Args:
           tree: the structure of an element.
@@ -207,8 +207,8 @@ class IPUOutfeedQueue:
         Args:
           tree: the structure of an element.
           avals: shapes and dtypes of its leaves, in a replica.
-          count_replicas: how many there will be, by the devices that are selected when it is called; None:
-            an element is not of replicas.
+          count_replicas: returns the number of replicas, by the devices that are selected when it is
+            called; None: elements do not come from replicas.
         """
         self._structure = (tree, tuple(avals))
         self._count_replicas = count_replicas
@@ -216,16 +216,16 @@ class IPUOutfeedQueue:
             self._num_replicas = None
 
     def expect_replicas(self, number: int) -> None:
-        """Called before a program runs: how many replicas enqueue.
+        """Sets how many replicas enqueue. Called before a program runs.
 
         Raises:
-          ValueError: there are elements of another number of replicas, with which they cannot be stacked.
+          ValueError: there are elements of another number of replicas, which cannot be stacked with these.
         """
         is_kept = self._mode is IPUOutfeedMode.ALL and not self._is_empty
         if is_kept and self._num_replicas not in (None, number):
             raise ValueError(
                 f"The {self._name} has elements of {self._num_replicas} replica(s) that were not "
-                f"dequeued, and the program that is to run has {number}. Dequeue before."
+                f"dequeued, and the program that is to run has {number}. Dequeue them first."
             )
         self._num_replicas = number
 
@@ -245,9 +245,9 @@ class IPUOutfeedQueue:
         """Enqueues one element, or several in a row, which may still be computed; does not wait for them.
 
         Args:
-          leaves: those of an element; of several, stacked on a first axis, which may be longer. With
-            synthetic data zeros take their place, and they stay where they are.
-          size: None for one element, else how many.
+          leaves: the leaves of one element, or of several, stacked on a first axis, which may be longer.
+            With synthetic data zeros take their place, and they stay where they are.
+          size: the number of elements; None for one element that is not stacked.
         """
         if size == 0:
             return
@@ -275,7 +275,7 @@ class IPUOutfeedQueue:
 
         In the body of a loop it enqueues for every iteration, and in the `update` of an Optax
         transformation for every weight update. It runs whether the compiled function returns its operation
-        or not; a stage returns arrays only. What the last stage of a pipeline returns, or the loss, goes to
+        or not; a stage returns arrays only. The results of a pipeline's last stage, or the loss, go to
         the pipeline's own `outfeed_queue`; each place needs a queue of its own.
 
         Args:
@@ -287,24 +287,25 @@ class IPUOutfeedQueue:
 
         Raises:
           RuntimeError: not called in one of these places.
-          TypeError: a leaf is no array.
+          TypeError: a leaf is not an array.
           ValueError: something is enqueued to this queue already, or there is nothing to enqueue.
         """
         enqueue_to(self, value, "IPUOutfeedQueue.enqueue", _as_array)
         return Operation("enqueue")
 
     def dequeue(self, wait_for_completion: bool = False) -> OutfeedOperation:
-        """The operation that empties the queue; may be asked for before the program is compiled.
+        """Returns the operation that empties the queue, also before the program is compiled.
 
         Args:
           wait_for_completion: True has no effect and warns: `run` has completed when it returns.
 
         Returns:
-          The operation. Run, it returns the element's structure, with a list for a tuple: in mode ALL
-          each leaf has a new first axis, over the elements since the last dequeue, which has size 0 if
-          there were none; in mode LAST it is the last element. With several replicas an element has one
-          value of each: the next axis is theirs (in mode LAST the first one). With synthetic data there
-          are as many elements, of the same shapes, but they are zeros: nothing comes back from devices.
+          The operation. When it runs, it returns the element's structure, with a list for a tuple. In
+          mode ALL each leaf has a new first axis, over the elements since the last dequeue, which has
+          size 0 if there were none; in mode LAST it returns the last element. With several replicas an
+          element has one value per replica, on the next axis (in mode LAST the first one). With synthetic
+          data the number and shapes of elements are the same, but they are zeros: nothing comes back
+          from devices.
         """
         if wait_for_completion:
             warnings.warn(
@@ -315,7 +316,7 @@ class IPUOutfeedQueue:
         return OutfeedOperation(self)
 
     def read(self) -> Any:
-        """What the operation returns; waits for what is still being computed. It changes nothing.
+        """Returns the operation's result; waits for what is still being computed. It changes nothing.
 
         Raises:
           ValueError: no program enqueues to the queue; or, in mode LAST, nothing was enqueued yet.
@@ -350,17 +351,17 @@ class IPUOutfeedQueue:
         return list(value) if isinstance(value, tuple) else value
 
     def set_aside(self) -> None:
-        """Sets aside what `read` returned, so that the next one does not; in mode LAST it comes again."""
+        """Sets aside what `read` returned, so that the next `read` does not; in mode LAST it does again."""
         if self._mode is IPUOutfeedMode.ALL:
             self._read += [*self._on_host, *self._on_device]
             self._on_host, self._on_device = [], collections.deque()
 
     def put_back(self) -> None:
-        """Takes `set_aside` back: nobody got what was read."""
+        """Undoes `set_aside`: what was read did not reach the caller."""
         self._on_host, self._read = [*self._read, *self._on_host], []
 
     def drop(self) -> None:
-        """Lets go of what was set aside."""
+        """Releases what was set aside."""
         self._read = []
 
 
@@ -373,8 +374,8 @@ def _as_array(leaf: Any) -> jax.Array:
         ) from error
     if jnp.issubdtype(array.dtype, jax.dtypes.extended):
         raise TypeError(
-            "IPUOutfeedQueue.enqueue: value must have arrays only; got a random key, of which "
-            "jax.random.key_data is one."
+            "IPUOutfeedQueue.enqueue: value must have arrays only; got a random key. "
+            "jax.random.key_data makes an array of it."
         )
     return array
 

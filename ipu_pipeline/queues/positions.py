@@ -1,8 +1,8 @@
 """Passes over a data set that know where they are, and can begin there again.
 
 A position is a number of elements. An iterator with `get_state` and `set_state`, as grain's have, goes to
-one by its own state; of what can only be indexed the elements before it are not read; anything else is
-iterated over from its beginning. The data set must give the same elements again.
+one by its own state; in a data set that can only be indexed, the elements before it are not read; anything
+else is iterated over from its beginning. The data set must give the same elements again.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _STATES_EVERY = 16  # elements; asking an iterator for its state takes time
 
 @dataclass(frozen=True)
 class Position:
-    """Where a pass over a data set is."""
+    """The position of a pass over a data set."""
 
     count: int  # how many elements were taken
     state: str | None = None  # the iterator's own state, as JSON; None if it has none
-    state_count: int = 0  # after how many elements it was so, at most `count`
+    state_count: int = 0  # the number of elements it belongs to, at most `count`
     has_ended: bool = False  # whether more was asked for and there was none
 
 
 class _State(NamedTuple):
-    """An iterator's state after so many elements."""
+    """An iterator's state after a number of elements."""
 
     num_read: int
     state: Any
@@ -73,7 +73,7 @@ class DataPass:
         return self
 
     def peek(self) -> Any:
-        """The next element, which comes again.
+        """Returns the next element, which comes again.
 
         Raises:
           StopIteration: there is none.
@@ -83,7 +83,7 @@ class DataPass:
         return self._peeked[0]
 
     def __next__(self) -> Any:
-        """The next element.
+        """Returns the next element.
 
         Raises:
           StopIteration: there is none; `is_skipping` says whether the beginning was not reached either.
@@ -96,7 +96,7 @@ class DataPass:
 
     @property
     def reference(self) -> Callable[[], Any] | None:
-        """What knows the iterator by its identity; None if it may begin again, as a class's own can.
+        """Returns a reference to the iterator; None if it may begin again, as a class's own can.
 
         It keeps the iterator alive only where Python has no weak references to it.
         """
@@ -115,11 +115,11 @@ class DataPass:
 
     @property
     def start(self) -> int:
-        """How many elements lie before the beginning of the pass."""
+        """The number of elements before the beginning of the pass."""
         return self._skip_to
 
     def position(self, count: int) -> Position:
-        """The position after so many elements, which must not be before one that was asked for earlier."""
+        """The position after `count` elements, which must not be before one that was asked for earlier."""
         self.forget_before(count)
         if not self._states or self._states[0].num_read > count:
             return Position(count)
@@ -138,7 +138,7 @@ class DataPass:
             return Position(count)
 
     def forget_before(self, count: int) -> None:
-        """Says that no position before this one will be asked for."""
+        """Notes that no position before `count` will be asked for."""
         while len(self._states) > 1 and self._states[1].num_read <= count:
             self._states.popleft()
 

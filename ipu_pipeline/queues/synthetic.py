@@ -1,4 +1,4 @@
-"""Synthetic data: values that stay on the devices in place of an infeed's, and zeros instead of results.
+"""Synthetic data: values that stay on the devices replace an infeed's, and zeros replace results.
 
 On IPUs TF_POPLAR_FLAGS=--use_synthetic_data did this, to see what a program takes without its host, and
 --synthetic_data_initializer said which values. IPU_PIPELINE_SYNTHETIC_DATA says both in one word.
@@ -30,7 +30,7 @@ VARIABLE, FLAGS = "IPU_PIPELINE_SYNTHETIC_DATA", "TF_POPLAR_FLAGS"
 _WORDS = ("zeros", "random")
 _FLAG, _INITIALIZER = "--use_synthetic_data", "--synthetic_data_initializer"
 _DRAWN = ("random", "normal", "uniform")
-_NUM_DRAWN = 1 << 16  # values; larger arrays repeat them, since drawing takes the host's time
+_NUM_DRAWN = 1 << 16  # values; larger arrays repeat them, because drawing takes the host's time
 
 
 def uses_synthetic_data() -> bool:
@@ -46,8 +46,8 @@ def uses_synthetic_data() -> bool:
 def make_values(leaf: jax.ShapeDtypeStruct) -> np.ndarray[Any, Any]:
     """The values of a leaf of a micro-batch, by the environment; 0 if that asks for no synthetic data.
 
-    Floating-point numbers are finite. Integers, which may be labels or indices, are 0 where they are not
-    asked for by number; `normal` makes them 1, as on IPUs.
+    Floating-point numbers are finite. Integers, which may be labels or indices, are 0 unless a number is
+    asked for; `normal` makes them 1, as on IPUs.
 
     Raises:
       ValueError: see `uses_synthetic_data`; or the number does not fit the leaf's dtype.
@@ -71,7 +71,7 @@ def make_values(leaf: jax.ShapeDtypeStruct) -> np.ndarray[Any, Any]:
 
 
 def make_synthetic(pipeline: Pipeline, leaves: Sequence[jax.ShapeDtypeStruct], count: int) -> Take:
-    """A take of micro-batches that are on the devices from now on; all have the same values."""
+    """Returns a function that takes micro-batches of equal values, which are on the devices from now on."""
     values = list(map(make_values, leaves))
     place = pipeline.place_element
     elements = pipeline.place_ahead([place(values) for _number in range(count)])

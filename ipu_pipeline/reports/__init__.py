@@ -1,6 +1,6 @@
-"""What a person wants to know of a program: placements, and traces of runs.
+"""Reports about programs for people: placements, and traces of runs.
 
-What records a trace is imported when it is first used: to read one takes no JAX.
+The code that records a trace is imported when it is first used: reading one takes no JAX.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a first look at a trace answers: how busy IPUs were, how fast steps went, which stage limits them.
+"""A first look at a trace: how busy the IPUs were, how fast steps went, which stage limits them.
 
-Figures are medians over steps, and those of actions medians of the means of steps, so that a step during
-which something else happened (a compilation, an evaluation) does not count for more than another one.
+Figures are medians over steps; figures of actions are medians of the means of steps. So a step during which
+something else happened (a compilation, an evaluation) does not count for more than another one.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class StepTime:
     """A step. Times are in microseconds.
 
     Attributes:
-      number: of the weight update, or of the execution in inference.
-      begin: of its first action.
-      end: of its last one.
+      number: the number of the weight update, or of the execution in inference.
+      begin: when its first action begins.
+      end: when its last action ends.
       length: from its begin, or from the end of the step before if that is later, to its end.
       num_micro_batches: how many micro-batches were seen.
-      is_whole: whether it has as many actions as any other step; one at the edge of a trace may have fewer.
+      is_whole: whether no other step has more actions; a step at the edge of a trace may have fewer.
     """
 
     number: int
@@ -53,7 +53,7 @@ class StepTime:
 
 @dataclass(frozen=True)
 class IpuUse:
-    """What an IPU did in a step.
+    """The work of an IPU in a step.
 
     Attributes:
       ipu: its number.
@@ -70,13 +70,13 @@ class IpuUse:
 
 @dataclass(frozen=True)
 class StageUse:
-    """What a stage does for a micro-batch.
+    """The work of a stage for a micro-batch.
 
     Attributes:
       stage: its number.
       forward: how long its forward takes on the mean, in microseconds; None if none was seen.
-      backward: likewise of its backward.
-      num_sent_bytes: what its results and gradients sent to other IPUs take.
+      backward: the same for its backward.
+      num_sent_bytes: the size of the results and gradients that it sends to other IPUs.
     """
 
     stage: int
@@ -86,19 +86,19 @@ class StageUse:
 
     @property
     def length(self) -> float:
-        """Forward and backward together."""
+        """The time of forward and backward together."""
         return (self.forward or 0.0) + (self.backward or 0.0)
 
 
 @dataclass(frozen=True)
 class LinkUse:
-    """What a stage sends to another one on another IPU.
+    """The data that a stage sends to another one on another IPU.
 
     Attributes:
       source: the stage that sends.
-      target: the stage that receives; of those on that IPU the nearest one.
-      length: how long it takes for a program's results, in microseconds; None if no end was seen.
-      num_bytes: how much that is.
+      target: the stage that receives; if several stages on that IPU do, the nearest one.
+      length: how long sending a program's results takes, in microseconds; None if no end was seen.
+      num_bytes: the size of these results.
     """
 
     source: int
@@ -109,26 +109,26 @@ class LinkUse:
 
 @dataclass(frozen=True)
 class PipelineAnalysis:
-    """What is to be known of a pipeline or loop that ran.
+    """The figures of a pipeline or loop that ran.
 
     Attributes:
       pipeline: its number in the profile.
       steps: in the order of their begins.
       step_time: how long a step takes, in microseconds; 0 without a step.
       time_between: how long nothing ran between two steps, in microseconds.
-      utilisation: the mean of its IPUs'.
-      balanced_utilisation: what it would be if all stages took equally long and nothing else took time;
+      utilisation: the mean utilisation of its IPUs.
+      balanced_utilisation: the utilisation if all stages took equally long and nothing else took time;
         None if there is no formula for it.
-      ipus: those that it has stages on, of all replicas.
+      ipus: the IPUs that it has stages on, of all replicas.
       stages: all of them.
       links: between stages, by source and target.
-      num_micro_batches: in a step of all replicas, as they were seen.
-      micro_batches_per_second: while steps run.
-      samples_per_second: likewise; None if it is not known how many samples a micro-batch has.
+      num_micro_batches: micro-batches in a step of all replicas, as they were seen.
+      micro_batches_per_second: the speed while steps run.
+      samples_per_second: the same in samples; None if it is not known how many samples a micro-batch has.
       limiting_ipu: the busiest IPU.
-      limiting_stage: of its stages the one that takes longest.
+      limiting_stage: the stage that takes longest on that IPU.
       num_shared: how many actions shared a program with others, so that their times are estimates.
-      num_actions: of how many.
+      num_actions: the number of all actions.
     """
 
     pipeline: int
@@ -170,7 +170,7 @@ def analyse(profile: Profile) -> tuple[PipelineAnalysis, ...]:
     """Analyses each pipeline and loop of a profile, in their order.
 
     Raises:
-      ValueError: it has an event of a pipeline or stage that there is not.
+      ValueError: it has an event of a pipeline or stage that does not exist.
     """
     events: dict[int, list[Event]] = defaultdict(list)
     counts = [len(facts.stages) for facts in profile.pipelines]
@@ -270,7 +270,7 @@ def _find_use(
 def _find_stages(
     facts: PipelineFacts, steps: Sequence[StepTime], by_step: Mapping[int, Sequence[Event]]
 ) -> tuple[StageUse, ...]:
-    means: dict[tuple[EventKind, int], list[float]] = defaultdict(list)  # of the steps
+    means: dict[tuple[EventKind, int], list[float]] = defaultdict(list)  # means of the steps
     sent: dict[int, list[float]] = defaultdict(list)
     for step in steps:
         lengths: dict[tuple[EventKind, int], list[float]] = defaultdict(list)
@@ -323,7 +323,7 @@ def balanced_utilisation(facts: PipelineFacts, num_micro_batches: int) -> float 
     M / (M + N - 1) under Grouped and Interleaved, and 1 / N under Sequential.
 
     Source: the bubble of Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters",
-    2021, which is (N - 1) / M of the rest.
+    2021, which is (N - 1) / M of the remaining time.
 
     Returns:
       A number from 0 to 1; None if an IPU has several stages among several IPUs, or the schedule is the

@@ -41,15 +41,15 @@ _logger = logging.getLogger(__name__)
 
 
 class Capture:
-    """A trace that is recorded, see `capture`.
+    """A trace that is being recorded; see `capture`.
 
     Attributes:
-      directory: where the reports are, or will be; of several processes, in the first one.
-      profile: what was recorded; None until the end, and if nothing ran.
+      directory: where the reports are, or will be; with several processes, in the first one.
+      profile: the recorded trace; None until the end, and if nothing ran.
     """
 
     def __init__(self, directory: str | os.PathLike[str], max_actions: int) -> None:
-        """Nothing is recorded yet; arguments as of `capture`."""
+        """Records nothing yet. Takes the same arguments as `capture`."""
         self.directory = Path(directory).absolute()  # wherever the program goes
         self.profile: Profile | None = None
         self._max_actions = max_actions
@@ -74,10 +74,10 @@ class Capture:
                 self._noted = self._profiler.stop()
 
     def finish(self, *, is_whole: bool = True) -> None:
-        """Ends the recording, and writes the reports: of several processes the first one those of all.
+        """Ends the recording, and writes the reports; with several processes, the first one writes for all.
 
         Args:
-          is_whole: whether the others come here, too. If not, this one writes what it has recorded.
+          is_whole: whether the other processes come here, too. If not, this one writes its own recording.
         """
         self._end_recording()
         recorder, origin = self._recorder, 0.0
@@ -113,7 +113,7 @@ class Capture:
         _logger.info("The reports are in %s.", self.directory)
 
     def _write_page(self, profile: Profile) -> None:
-        """Writes the page for people, if Plotly is there; else no older one is left."""
+        """Writes the page for people, if Plotly is installed; otherwise removes an older one."""
         try:
             write_reports(self.directory, {PAGE: write_page(profile)})
         except RuntimeError as error:
@@ -125,10 +125,10 @@ class Capture:
 def capture(directory: str | os.PathLike[str], *, max_actions: int = MAX_ACTIONS) -> Iterator[Capture]:
     """Records what runs in the block, and writes the reports at its end, also after an error.
 
-    The first program that runs starts the recording; what it takes to compile is not in it. Programs run as
-    they do otherwise: docs/profiling.md says how much longer they take. The environment variable
-    POPLAR_ENGINE_OPTIONS='{"autoReport.all": "true", "autoReport.directory": "./directory"}' has a whole
-    program recorded.
+    The first program that runs starts the recording, without the time it takes to compile. Programs run as
+    they do otherwise: docs/profiling.md says how much longer they take. To record a whole program, set the
+    environment variable
+    POPLAR_ENGINE_OPTIONS='{"autoReport.all": "true", "autoReport.directory": "./directory"}'.
 
     Example:
       with ipu.reports.capture("profile_run"):
@@ -137,17 +137,17 @@ def capture(directory: str | os.PathLike[str], *, max_actions: int = MAX_ACTIONS
     Args:
       directory: where the reports go: `report.html` (with the extra `reports`), `trace.json` for Perfetto
         or chrome://tracing, `profile.json` (docs/profiling.md has its schema), and `manifest.json`, which
-        lists them. It is made if it does not exist; reports that are there are replaced.
-      max_actions: after so many actions (a forward or backward of a micro-batch, a weight update) the
-        recording ends, and programs run on.
+        lists them. It is created if it does not exist; older reports in it are replaced.
+      max_actions: after this number of actions (a forward or backward of a micro-batch, a weight update)
+        the recording ends, and programs run on.
 
     Yields:
       The `Capture`; its `profile` is there after the block.
 
     Raises:
-      RuntimeError: something is recorded already, or another profiler of JAX runs.
-      ValueError: `max_actions` is below 1, or the directory has a file of somebody else under the name of a
-        report.
+      RuntimeError: something is being recorded already, or another profiler of JAX runs.
+      ValueError: `max_actions` is below 1, or the directory has a file with the name of a report that this
+        library did not write.
       OSError: the directory cannot be written to.
     """
     if not is_int(max_actions, 1):
@@ -155,7 +155,7 @@ def capture(directory: str | os.PathLike[str], *, max_actions: int = MAX_ACTIONS
     if watching.current() is not None:
         raise RuntimeError(
             "reports.capture: a trace is recorded already, in this or another thread, or for "
-            f"{VARIABLE}. Only one can be at a time."
+            f"{VARIABLE}. Only one trace can be recorded at a time."
         )
     check_directory(Path(directory), REPORTS)
     captured = Capture(directory, max_actions)
@@ -208,10 +208,10 @@ _has_read_environment = False
 
 
 def start_automatic_report() -> None:
-    """Does what POPLAR_ENGINE_OPTIONS says, the first time it is called.
+    """Follows POPLAR_ENGINE_OPTIONS, the first time it is called.
 
     Raises:
-      ValueError: it is no JSON object, or a value in it is not "true" or "false".
+      ValueError: it is not a JSON object, or a value in it is not "true" or "false".
       OSError: see `capture`.
     """
     global _has_read_environment
@@ -236,7 +236,7 @@ def start_automatic_report() -> None:
 
 
 def _read_options(text: str | None) -> Path | None:
-    """Where reports are to go; None if there are to be none. Warns of what has no effect."""
+    """The directory for reports; None if there are to be none. Warns of options that have no effect."""
     if not text:
         return None
     try:

@@ -81,7 +81,7 @@ def _complete(profile: Profile, event: Event, process: int, thread: int) -> dict
 
 
 def describe_event(event: Event) -> str:
-    """What people call an event, such as "forward of stage 1, micro-batch 2"."""
+    """The name of an event for people, such as "forward of stage 1, micro-batch 2"."""
     words = event.name or event.kind.value
     if event.stage is not None:
         words += f" of stage {event.stage}"
@@ -91,7 +91,7 @@ def describe_event(event: Event) -> str:
 
 
 def _lanes(events: Sequence[Event]) -> list[list[Event]]:
-    """Events in lanes within which none overlaps another one, as tracks cannot show that."""
+    """Sorts events into lanes without overlaps, because tracks cannot show those."""
     lanes: list[list[Event]] = [[]]
     ends: list[tuple[float, int]] = [(float("-inf"), 0)]
     for event in sorted(events, key=lambda event: (event.begin, event.end)):

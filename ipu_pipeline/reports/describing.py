@@ -1,4 +1,4 @@
-"""What pipelines and loops are, and their devices, as a profile keeps it."""
+"""Describes pipelines, loops and their devices for a profile."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def describe_devices(introduced: Sequence[Introduced]) -> tuple[DeviceFacts, ...
 
 
 def describe_pipeline(one: Introduced, launches: Sequence[Launch]) -> PipelineFacts:
-    """A pipeline or loop that ran.
+    """Describes a pipeline or loop that ran.
 
     Args:
       one: the pipeline.
-      launches: the programs of its that were started.
+      launches: its programs that were started.
     """
     facts, owner = one.facts, one.owner
     count = 1 if facts.kind == "loop" else _count_micro_batches(launches)

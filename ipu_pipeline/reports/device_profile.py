@@ -1,10 +1,10 @@
-"""When programs ran on the devices, read from what JAX's profiler noted.
+"""Reads from the notes of JAX's profiler when programs ran on the devices.
 
 XLA notes every operation that a device carries out, with the module, the device and the number of the run.
-A program runs from the begin of its first operation to the end of its last one.
+A program runs from the beginning of its first operation to the end of its last one.
 
 Source of the names: XLA's tsl/profiler (`hlo_module`, `run_id`, `device_ordinal`, `profile_start_time`), as
-seen with jaxlib 0.10.2. What a device's profiler does not name this way is not found, and said to be lost.
+seen with jaxlib 0.10.2. Runs that a device's profiler does not name this way are reported as lost.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import jax
 
 __all__ = ["DeviceProfile", "DeviceProfiler", "ProgramRun", "group_runs"]
 
-_FARTHEST = 1 << 14  # runs of one counter on a device have numbers nearer than this, others' are between
+_FARTHEST = 1 << 14  # runs of one counter on a device have closer numbers; others' may be between
 _COPY_THREADS = "tf_XLAPjRt"  # threads of XLA's CPU client, which copy between devices
 
 
@@ -32,9 +32,9 @@ class ProgramRun:
     Attributes:
       module: XLA's name of the program.
       device: the id of the device.
-      number: of the run; it rises with each start of the same program.
-      begin: of the first operation, in nanoseconds since the epoch.
-      end: of the last one.
+      number: the number of the run; it rises with each start of the same program.
+      begin: when the first operation began, in nanoseconds since the epoch.
+      end: when the last one ended.
     """
 
     module: str
@@ -46,10 +46,10 @@ class ProgramRun:
 
 @dataclass(frozen=True)
 class DeviceProfile:
-    """What a profiler noted.
+    """The notes of a profiler.
 
     Attributes:
-      runs: of programs, in no order.
+      runs: runs of programs, in no order.
       copies: (begin, end) of what may have been copies between devices, in nanoseconds since the epoch.
     """
 
@@ -61,12 +61,12 @@ class DeviceProfiler:
     """JAX's profiler, from `start` to `stop`."""
 
     def __init__(self) -> None:
-        """It has not started."""
+        """Does not start it."""
         self._directory: Path | None = None
 
     @property
     def is_running(self) -> bool:
-        """Whether it has started and not stopped."""
+        """Whether the profiler is running."""
         return self._directory is not None
 
     def start(self) -> None:
@@ -93,7 +93,7 @@ class DeviceProfiler:
         self._directory = directory
 
     def stop(self) -> DeviceProfile:
-        """Stops it, and reads what it noted; there is nothing if it did not run."""
+        """Stops it, and reads what it noted: nothing if it did not run."""
         directory, self._directory = self._directory, None
         if directory is None:
             return DeviceProfile((), ())
@@ -109,7 +109,7 @@ class DeviceProfiler:
 
 @dataclass
 class _Thread:
-    """What a thread did, in the order of time."""
+    """The work of a thread, in the order of time."""
 
     operations: list[tuple[float, float]] = field(default_factory=list)
     marks: list[tuple[float, bool]] = field(default_factory=list)  # where regions begin (True) and end
@@ -134,7 +134,7 @@ def _read(data: Any) -> DeviceProfile:
                     if is_copier and name.endswith(("StartRegion", "StopRegion")):
                         thread.marks.append((begin, name.endswith("StartRegion")))
                     continue
-                if "Memcpy" in name:  # of an accelerator
+                if "Memcpy" in name:  # on an accelerator
                     copies.append((origin + begin, origin + end))
                     continue
                 run = _find_run(event, plane.name)
@@ -154,7 +154,7 @@ def _read(data: Any) -> DeviceProfile:
 
 
 def _find_run(event: Any, plane: str) -> tuple[int, str, int] | None:
-    """(device, module, number) of the run that an operation is of; None if it is of none."""
+    """(device, module, number) of the run that an operation belongs to; None if it belongs to none."""
     module = number = device = None
     for name, value in event.stats:
         if name == "hlo_module":
@@ -164,7 +164,7 @@ def _find_run(event: Any, plane: str) -> tuple[int, str, int] | None:
         elif name == "device_ordinal":
             device = value
             if module is not None and number is not None:
-                break  # what follows takes as long to read, and is not needed
+                break  # the rest takes as long to read, and is not needed
     if module is None or number is None:
         return None
     if device is None:  # accelerators have a plane for each device, such as /device:GPU:0
@@ -176,7 +176,7 @@ def _find_run(event: Any, plane: str) -> tuple[int, str, int] | None:
 
 
 def _find_idle_regions(thread: _Thread) -> Iterator[tuple[float, float]]:
-    """Regions of a thread of XLA's CPU client without any operation in them: those are copies."""
+    """Regions of a thread of XLA's CPU client without any operation in them: these are copies."""
     operations = sorted(thread.operations)
     place, opened = 0, None
     for time, begins in sorted(thread.marks):
@@ -191,10 +191,10 @@ def _find_idle_regions(thread: _Thread) -> Iterator[tuple[float, float]]:
 
 
 def group_runs(runs: Sequence[ProgramRun]) -> list[list[ProgramRun]]:
-    """Runs of one counter on one device each, in the order in which they were started.
+    """Groups runs by counter and device, in the order in which they were started.
 
-    XLA numbers the runs of programs that are the same together, from a random number on, also where they
-    were compiled or loaded several times. Other programs of the same name have another counter.
+    XLA numbers the runs of equal programs together, starting at a random number, even if they were compiled
+    or loaded several times. Other programs of the same name have another counter.
     """
     named: dict[tuple[int, str], list[ProgramRun]] = defaultdict(list)
     for run in runs:

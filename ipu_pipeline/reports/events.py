@@ -1,4 +1,4 @@
-"""What was measured of a run: an event for each action, with its true begin and end on the device."""
+"""The measurements of a run: an event for each action, with its true begin and end on the device."""
 
 from __future__ import annotations
 
@@ -8,48 +8,48 @@ from dataclasses import dataclass
 
 __all__ = ["COMPILING", "REHEARSAL", "Event", "EventKind", "busy_time"]
 
-# Spans that are none of the user's: what runs would not do again, or do because they are recorded.
+# Spans that are not the user's: work that is done only once, or only because a trace is recorded.
 COMPILING, REHEARSAL = "compiling", "rehearsal for the trace"
 
 
 class EventKind(enum.StrEnum):
-    """What an event is."""
+    """The kinds of events."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
     UPDATE = "update"
     TRANSFER = "transfer"  # from IPU to IPU
-    INFEED_WAIT = "infeed wait"  # of the host, for micro-batches
-    OUTFEED = "outfeed"  # of the host, which takes or copies what was enqueued
-    SPAN = "span"  # of the host: what the user's program named, as with poptorch.profiling.Channel
-    OTHER = "other"  # a program that is none of a stage's, such as one of the user's own
+    INFEED_WAIT = "infeed wait"  # the host waits for micro-batches
+    OUTFEED = "outfeed"  # the host takes or copies what was enqueued
+    SPAN = "span"  # on the host: named by the user's program, as with poptorch.profiling.Channel
+    OTHER = "other"  # a program that belongs to no stage, such as one of the user's own
 
     @property
     def is_computation(self) -> bool:
-        """Whether an IPU is busy with it."""
+        """Whether the event keeps an IPU busy."""
         return self in (EventKind.FORWARD, EventKind.BACKWARD, EventKind.UPDATE, EventKind.OTHER)
 
 
 @dataclass(frozen=True)
 class Event:
-    """Something that an IPU or the host did. Times are in microseconds from the trace's begin.
+    """An activity of an IPU or the host. Times are in microseconds from the beginning of the trace.
 
     Attributes:
       kind: what it was.
       begin: when it began.
       end: when it ended.
-      ipu: which IPU; of a transfer, the one that received; None of the host's.
-      pipeline: the number of the pipeline in the trace; None if it is of none.
-      stage: whose; of a transfer, the stage that made what was sent; None if it is of none.
-      micro_batch: its number within the step, of a loop the iteration; None of updates and the like.
-      step: the number of the weight update, or execution in inference; None if it is of none.
-      num_bytes: what a transfer moved, or the host took; 0 of computations.
-      source: of a transfer, the IPU that sent.
+      ipu: the IPU; for a transfer, the one that received; None for the host's events.
+      pipeline: the number of the pipeline in the trace; None if it belongs to none.
+      stage: the stage; for a transfer, the one that made what was sent; None if it belongs to none.
+      micro_batch: its number within the step, or a loop's iteration; None for updates and the like.
+      step: the number of the weight update, or execution in inference; None if it belongs to none.
+      num_bytes: the bytes that a transfer moved, or the host took; 0 for computations.
+      source: for a transfer, the IPU that sent.
       program: the number of the program's run. Events of one number are shared: one program did them all.
-      is_shared: whether its begin or its end within the program was not seen by itself: it is reckoned from
-        the estimated operations of the events that share the program.
-      is_bounded: of a transfer, whether its end was not seen: it is the latest that it can have been.
-      name: of a program that is no stage's, and of a span.
+      is_shared: whether its begin or its end within the program was not observed, but computed from the
+        estimated operations of the events that share the program.
+      is_bounded: for a transfer, whether its end was not observed: it is then the latest possible time.
+      name: the name of a program that belongs to no stage, or of a span.
       process: the process whose host or device it was.
     """
 
@@ -71,12 +71,12 @@ class Event:
 
     @property
     def length(self) -> float:
-        """How long it took."""
+        """The time that it took."""
         return self.end - self.begin
 
 
 def busy_time(events: Iterable[Event]) -> float:
-    """How long at least one of some events lasted, in microseconds: what overlaps counts once."""
+    """The time, in microseconds, in which at least one of the events went on: overlaps count once."""
     total, reached = 0.0, float("-inf")
     for begin, end in sorted((event.begin, event.end) for event in events):
         if end > reached:

@@ -1,4 +1,4 @@
-"""The files of a report: written whole, listed in a manifest, and removed only where that lists them."""
+"""The files of a report: written whole, listed in a manifest, and removed only if listed there."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ __all__ = [
 
 MANIFEST = "manifest.json"
 PAGE = "report.html"
-REPORTS = ("profile.json", "trace.json", PAGE)  # of a trace
+REPORTS = ("profile.json", "trace.json", PAGE)  # the files of a trace
 _FORMAT = "ipu_pipeline reports"
 
 
 def check_directory(directory: Path, names: Iterable[str]) -> None:
-    """Makes a directory for reports, if there is none.
+    """Creates a directory for reports, if there is none.
 
     Args:
       directory: the directory.
-      names: of the files that will be written.
+      names: the names of the files that will be written.
 
     Raises:
-      OSError: it cannot be made or written to; or something else is in its place.
-      ValueError: it has a file of one of the names that no manifest lists, so it is somebody else's.
+      OSError: it cannot be created or written to; or something else is in its place.
+      ValueError: it has a file of one of the names that no manifest lists, so it is not a report of ours.
     """
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=directory):
@@ -46,13 +46,13 @@ def check_directory(directory: Path, names: Iterable[str]) -> None:
     for name in names:
         if name not in own and os.path.lexists(directory / name):
             raise ValueError(
-                f"The directory {str(directory)!r} has a file {name!r} that is no report, by its "
-                f"{MANIFEST}. Give a directory of its own, or move the file."
+                f"The directory {str(directory)!r} has a file {name!r} that its {MANIFEST} does not list "
+                "as a report. Give a directory of its own, or move the file."
             )
 
 
 def read_manifest(directory: Path) -> tuple[str, ...]:
-    """The names of the reports in a directory; nothing if there is no manifest, or it is not ours."""
+    """The names of the reports in a directory; empty if there is no manifest, or it is not ours."""
     path = directory / MANIFEST
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), encoding="utf-8") as file:
@@ -66,11 +66,11 @@ def read_manifest(directory: Path) -> tuple[str, ...]:
 
 
 def write_reports(directory: Path, texts: dict[str, str]) -> None:
-    """Writes files, each whole or not at all, and enters them into the manifest.
+    """Writes files, each whole or not at all, and adds them to the manifest.
 
     Args:
       directory: see `check_directory`.
-      texts: file name -> what it is to hold.
+      texts: file name -> its text.
     """
     own = dict.fromkeys([MANIFEST, *read_manifest(directory)])
     for name, text in texts.items():
@@ -80,7 +80,7 @@ def write_reports(directory: Path, texts: dict[str, str]) -> None:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Puts a file in its place at once. A link in its place is replaced, not followed."""
+    """Puts a file in its place in one step. A link in its place is replaced, not followed."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with open(handle, "w", encoding="utf-8") as file:
@@ -96,7 +96,7 @@ def write_file(path: Path, text: str) -> None:
 
 
 def remove_report(directory: Path, name: str) -> None:
-    """Removes a report that a directory's manifest lists, if it is there and no link."""
+    """Removes a report that a directory's manifest lists, if it exists and is not a link."""
     path = directory / name
     with contextlib.suppress(FileNotFoundError):
         if name in read_manifest(directory) and stat.S_ISREG(os.lstat(path).st_mode):
@@ -106,7 +106,7 @@ def remove_report(directory: Path, name: str) -> None:
 def remove_reports(directory: Path) -> tuple[str, ...]:
     """Removes the reports that a directory's manifest lists, and the directory if nothing is left.
 
-    Only plain files that are in the directory itself: nothing is removed through a link, and a directory
+    Only plain files in the directory itself are removed: nothing is removed through a link, and a directory
     that is a link is left alone.
 
     Returns:

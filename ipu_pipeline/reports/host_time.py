@@ -1,9 +1,9 @@
-"""How long all IPUs waited for the host, what it did meanwhile, and what to do about it.
+"""Measures how long all IPUs waited for the host, and says what it did meanwhile and what to do about it.
 
-The time that counts goes from the start of a pipeline's first step to the end of its last one, without what
-compiled or was rehearsed for the trace. In it, the host is what IPUs waited for whenever no IPU computed,
-whatever it computed for, and nothing was on its way between IPUs. What waits for another IPU is the
-pipeline's own affair: `predictions` has advice on that.
+The time that counts goes from the start of a pipeline's first step to the end of its last one, without
+compilations and rehearsals for the trace. In it, IPUs waited for the host whenever no IPU computed, for any
+pipeline, and nothing was on its way between IPUs. Waiting for another IPU is the pipeline's own affair:
+`predictions` has advice on that.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ipu_pipeline.reports.wording import describe_share, describe_time
 
 __all__ = ["HostTime", "find_host_time"]
 
-_LEAST_SHARE = 0.1  # of the time, of which people are told
-_LEAST_PART = 0.25  # of the time for the host, for which there is advice
+_LEAST_SHARE = 0.1  # of the time; from this share on, waiting is reported
+_LEAST_PART = 0.25  # of the waiting time; from this share on, a cause gets advice
 _LEAST_TOLD = 0.01
 # By the attribute of `HostTime`: what the host did, and what to do about it.
 _CAUSES = {
@@ -47,20 +47,20 @@ _CAUSES = {
     ),
 }
 
-_Spans: TypeAlias = "list[tuple[float, float]]"  # apart from each other, in the order of time
+_Spans: TypeAlias = "list[tuple[float, float]]"  # without overlaps, in the order of time
 
 
 @dataclass(frozen=True)
 class HostTime:
-    """How long IPUs waited for the host. Times are in microseconds.
+    """The time that IPUs waited for the host, in microseconds.
 
     Attributes:
       length: from the start of the first step to the end of the last one, without compiling.
-      data: of it, how long no IPU had work, and the host waited for micro-batches.
-      dequeuing: likewise, and it took what was enqueued.
-      between_steps: likewise, and it did something else between steps.
-      within_steps: likewise, and it did something else while a step was under way.
-      others: how long an IPU of the pipeline waited while another one had work, on the mean of its IPUs.
+      data: the part in which no IPU had work, and the host waited for micro-batches.
+      dequeuing: the part in which no IPU had work, and the host took what was enqueued.
+      between_steps: the part in which no IPU had work, and the host did something else between steps.
+      within_steps: the part in which no IPU had work, and the host did something else during a step.
+      others: how long an IPU of the pipeline waited while another one had work; the mean of its IPUs.
     """
 
     length: float
@@ -72,7 +72,7 @@ class HostTime:
 
     @property
     def idle(self) -> float:
-        """How long no IPU had work."""
+        """The time in which no IPU had work."""
         return self.data + self.dequeuing + self.between_steps + self.within_steps
 
     @property
@@ -82,17 +82,17 @@ class HostTime:
 
     @property
     def is_told(self) -> bool:
-        """Whether it is worth a change."""
+        """Whether the waiting is long enough to be reported."""
         return self.share >= _LEAST_SHARE
 
     @property
     def is_first(self) -> bool:
-        """Whether it is what IPUs wait for most."""
+        """Whether the host is what IPUs wait for most."""
         return self.is_told and self.idle >= self.others
 
     @property
     def sentence(self) -> str:
-        """What was measured, and what to do."""
+        """A sentence about what was measured, and what to do."""
         parts = sorted(((getattr(self, name), name) for name in _CAUSES), key=lambda part: -part[0])
         did = [
             f"{_CAUSES[name][0]} for {describe_time(time)}"
@@ -109,14 +109,14 @@ class HostTime:
 
 
 def find_host_time(profile: Profile, analyses: Sequence[PipelineAnalysis]) -> tuple[HostTime | None, ...]:
-    """How long the IPUs waited for the host, for each pipeline and loop of a profile.
+    """Measures how long the IPUs waited for the host, for each pipeline and loop of a profile.
 
     Args:
       profile: the profile.
-      analyses: of its pipelines, in their order.
+      analyses: the analyses of its pipelines, in their order.
 
     Returns:
-      None where no step was recorded.
+      One entry per pipeline; None where no step was recorded.
     """
     working, data, dequeuing, passed_over = [], [], [], []
     for event in profile.events:
@@ -160,7 +160,7 @@ def find_host_time(profile: Profile, analyses: Sequence[PipelineAnalysis]) -> tu
 
 
 def _mean_use(profile: Profile, facts: PipelineFacts, counted: _Spans) -> float:
-    """How long an IPU of a pipeline computed, on the mean."""
+    """The mean time that an IPU of a pipeline computed."""
     by_ipu: dict[int, list[tuple[float, float]]] = {ipu: [] for ipu in facts.ipus}
     for event in profile.events:
         if event.kind.is_computation and event.ipu in by_ipu:
@@ -170,7 +170,7 @@ def _mean_use(profile: Profile, facts: PipelineFacts, counted: _Spans) -> float:
 
 
 def _join(spans: Iterable[tuple[float, float]]) -> _Spans:
-    """Spans without overlaps."""
+    """Joins spans that overlap."""
     found: _Spans = []
     for begin, end in sorted(spans):
         if found and begin <= found[-1][1]:
@@ -181,7 +181,7 @@ def _join(spans: Iterable[tuple[float, float]]) -> _Spans:
 
 
 def _without(spans: _Spans, taken: _Spans) -> _Spans:
-    """What is left of spans without others."""
+    """Removes the times of other spans from spans."""
     found: _Spans = []
     place = 0
     for begin, end in spans:

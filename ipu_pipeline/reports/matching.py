@@ -1,7 +1,7 @@
-"""Events from what the host started and what the devices ran.
+"""Makes events by matching what the host started with what the devices ran.
 
-Which run is which launch is found per device and program: both are in the order in which they were started.
-What ran before the trace began, and is noted by the devices only, comes first and is skipped.
+Runs are matched with launches per device and program: both are in the order in which they were started.
+Runs from before the trace began, which only the devices noted, come first and are skipped.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from ipu_pipeline.reports.recorder import Launched, Recorder
 __all__ = ["Matched", "match"]
 
 # In nanoseconds.
-_LEAST_COPY = 500.0  # what is shorter is bookkeeping of XLA's
-_LATEST_COPY = 2e6  # from when it could begin; what begins later is another one
-_CLOCKS_DIFFER = 100e3  # how exactly the profiler's clock is known
+_LEAST_COPY = 500.0  # shorter ones are XLA's bookkeeping
+_LATEST_COPY = 2e6  # after it could begin; one that begins later is another copy
+_CLOCKS_DIFFER = 100e3  # the accuracy of the profiler's clock
 
-_MOST_FUNCTIONS = 6  # with programs that are the same
+_MOST_FUNCTIONS = 6  # functions with the same program that are distinguished
 
 
 @dataclass(frozen=True)
 class Matched:
-    """Events, and what could not be found.
+    """Events, and the number of programs that were not found.
 
     Attributes:
       events: in the order of their begins.
-      num_lost: programs that the host started, and whose runs the devices' profiler did not note.
-      origin: when the times of the events begin, in nanoseconds since the epoch.
+      num_lost: programs that the host started, but whose runs the devices' profiler did not note.
+      origin: the time 0 of the events, in nanoseconds since the epoch.
     """
 
     events: tuple[Event, ...]
@@ -102,7 +102,7 @@ def _number_devices(recorder: Recorder) -> dict[int, int]:
 def _find_runs(
     recorder: Recorder, profile: DeviceProfile
 ) -> tuple[dict[Launched, list[ProgramRun]], list[ProgramRun], int]:
-    """The runs of each launch, one per device; those that are of none; and how many launches have none."""
+    """The runs of each launch, one per device; runs without a launch; how many launches have no runs."""
     wanted: dict[tuple[int, str], dict[int, list[Launched]]] = defaultdict(lambda: defaultdict(list))
     modules: dict[int, str] = {}
     for launched in recorder.launched:
@@ -134,7 +134,7 @@ def _find_runs(
 
 
 def _choose(lists: Sequence[list[Launched]], runs: Sequence[ProgramRun]) -> list[list[Launched]]:
-    """The launches that these runs are of, by function: as few functions as fit their number best.
+    """Chooses the launches of these runs, by function: the fewest functions that fit their number best.
 
     There are more runs than launches if some were started before the trace, and fewer if the last ones had
     not run at its end.
@@ -162,7 +162,7 @@ def _module_of(launched: Launched) -> str:
 
 
 def _fits(launches: Sequence[Launched], runs: Sequence[ProgramRun]) -> bool:
-    """Whether no program ran before it was started, if the runs are those of the launches."""
+    """Whether, if these runs are the launches', no program ran before it was started."""
     skipped = max(0, len(runs) - len(launches))
     pairs = zip(launches, runs[skipped:], strict=False)
     return all(run.begin >= launched.begin - _CLOCKS_DIFFER for launched, run in pairs)
@@ -175,11 +175,12 @@ def _transfers(
     ipus: Mapping[int, int],
     since: Callable[[float], float],
 ) -> list[Event]:
-    """What was sent from IPU to IPU.
+    """Makes the events of transfers between IPUs.
 
-    It begins when the program has ended that makes it, or when the host asks for it. Its end is that of the
-    first copy from then on that nobody else had; where there is none, it ends when the next program of its
-    target that waits for it can have begun at the latest: that is not known here, so it has no length.
+    A transfer begins when the program that makes its data has ended, or when the host asks for it. It ends
+    with the first copy from then on that belongs to no other transfer. Without one, it ends at the latest
+    when the next program of its target that waits for it begins; as that is not known here, it has no
+    length.
     """
     copies = [copy for copy in profile.copies if copy[1] - copy[0] >= _LEAST_COPY]
     begins = [begin for begin, _end in copies]

@@ -1,16 +1,16 @@
-"""What each IPU holds over time: a plan of memory, laid along the times of actions, measured or simulated.
+"""The memory of each IPU over time: a plan laid along the times of measured or simulated actions.
 
-What is there all the time is the plan's: variables, optimizer state, accumulators, and micro-batches that
-wait. The rest comes and goes with actions:
+The permanent part is the plan's: variables, optimizer state, accumulators, and micro-batches that wait. The
+rest comes and goes with actions:
 
-* **activations**: what a stage holds of a micro-batch, from the begin of its forward to the end of its
+* **activations**: what a stage holds of a micro-batch, from the beginning of its forward to the end of its
   backward; and what goes from stage to stage on one IPU, until it has been read;
-* **transfers**: what goes to another IPU: where it is made from when its program begins until it has been
-  sent, and where it is read from when it is sent until it has been read, or is held by a stage;
+* **transfers**: what goes to another IPU. The sender holds it from the beginning of its program until it
+  has been sent; the receiver from when it is sent until it has been read, or is held by a stage;
 * **temporaries**: while an IPU computes, the most that one of its programs takes besides.
 
-On one IPU, all stages are one program: what they hold is among its temporaries. Where execution phases
-bring state from host memory, the plan of the fullest moment stands for all the time: state and activations.
+On one IPU, all stages are one program, whose temporaries include what they hold. If execution phases bring
+state from host memory, the plan of the fullest moment is taken for all the time: state and activations.
 """
 
 from __future__ import annotations
@@ -54,23 +54,23 @@ _Key: TypeAlias = "tuple[int | None, int | None]"  # micro-batch, step
 
 
 class TimedAction(Protocol):
-    """What is known of an action. `reports.events.Event` and `schedules.timelines.Interval` are such.
+    """An action and its times. `reports.events.Event` and `schedules.timelines.Interval` are such actions.
 
-    A transfer has besides the `ipu` that received, and an update that is of no stage the one that did it.
+    A transfer also has the `ipu` that received, and an update of no stage has the one that did it.
     An action may have the number of its `step`.
     """
 
     @property
     def kind(self) -> str:
-        """One of "forward", "backward", "update" and "transfer"; others are passed over."""
+        """One of "forward", "backward", "update" and "transfer"; others are ignored."""
 
     @property
     def stage(self) -> int | None:
-        """Whose it is; of a transfer, the stage that made what was sent."""
+        """The stage that did it; for a transfer, the stage that made what was sent."""
 
     @property
     def micro_batch(self) -> int | None:
-        """Which one; None of an update."""
+        """The number of the micro-batch; None for an update."""
 
     @property
     def begin(self) -> float:
@@ -86,13 +86,13 @@ class Peak:
     """The most that an IPU holds.
 
     Attributes:
-      time: when that is first so.
-      num_bytes: how much.
-      parts: how much of each category.
+      time: when the IPU first holds it.
+      num_bytes: the bytes of all categories.
+      parts: the bytes of each category.
       kind: what the IPU is doing then: "forward", "backward" or "update"; None if it waits.
       stage: the stage that is doing it; if the IPU waits, the one that holds most; None without any, and
-        of an update of all that the IPU has.
-      micro_batch: of which micro-batch; None of an update, and if it waits.
+        for an update of everything that the IPU has.
+      micro_batch: its micro-batch; None for an update, and if the IPU waits.
     """
 
     time: float
@@ -105,15 +105,15 @@ class Peak:
 
 @dataclass(frozen=True, eq=False)
 class MemoryOverTime:
-    """What an IPU holds over time.
+    """The memory of an IPU over time.
 
     Attributes:
       ipu: its number.
-      times: when something changes, ascending, in the unit of the actions.
-      parts: bytes of each category of `CATEGORIES` from the time at the same position on, until the next.
+      times: the times at which something changes, ascending, in the unit of the actions.
+      parts: bytes of each category of `CATEGORIES`, each from the time at its position until the next.
       peak: the most that it holds.
-      planned_bytes: what the plan says for it (`IpuMemory.num_device_bytes`), which knows of no transfers
-        between IPUs.
+      planned_bytes: its bytes in the plan (`IpuMemory.num_device_bytes`), which has no transfers between
+        IPUs.
       knows_temporaries: whether the programs had been compiled, so that their temporaries are known.
     """
 
@@ -130,7 +130,7 @@ class MemoryOverTime:
         return np.sum(list(self.parts.values()), axis=0)
 
     def num_bytes_at(self, time: float) -> int:
-        """What the IPU holds at a time."""
+        """The bytes that the IPU holds at a time."""
         return int(self.total[max(0, bisect.bisect_right(self.times, time) - 1)])
 
 
@@ -145,14 +145,14 @@ class _Span(NamedTuple):
 
 
 def profile_memory_over_time(profile: Profile, pipeline: int) -> tuple[MemoryOverTime, ...]:
-    """What each IPU held while a pipeline of a trace ran, by the plan and the times of its events.
+    """The memory of each IPU while a pipeline of a trace ran, by the plan and the times of its events.
 
     Args:
       profile: the trace.
       pipeline: the pipeline's number in it.
 
     Returns:
-      One entry per IPU of the pipeline; times are in microseconds. Nothing if there is no plan.
+      One entry per IPU of the pipeline, with times in microseconds; empty if there is no plan.
     """
     facts = profile.pipelines[pipeline]
     if not facts.memory:
@@ -193,15 +193,15 @@ def lay_out_memory(
       stages: what each stage holds.
       ipus: what each IPU takes.
       flows: what goes from stage to stage.
-      actions: when stages did what. Of a stage and micro-batch that come several times without a `step`,
-        the first backward belongs to the first forward, and so on. What has no backward, as in a trace that
-        was cut off, is held until the end.
+      actions: when stages did what. If a stage and micro-batch come several times without a `step`, the
+        first backward belongs to the first forward, and so on. Activations without a backward, as in a
+        trace that was cut off, are held until the end.
 
     Returns:
       One entry per IPU, in the order of `ipus`.
 
     Raises:
-      ValueError: an action is of no stage, or ends before it begins.
+      ValueError: an action belongs to no stage, or ends before it begins.
     """
     timed = _Times(stages, actions)
     spans: dict[int, list[_Span]] = {memory.ipu: [] for memory in ipus}
@@ -213,7 +213,7 @@ def lay_out_memory(
                 spans[ipu].append(found)
     else:
         for memory in ipus:
-            number = memory.num_activation_bytes  # of one program 0
+            number = memory.num_activation_bytes  # 0 if all is one program
             spans[memory.ipu] += [_Span(timed.begin, timed.end, _ACTIVATIONS, number, None)] * bool(number)
     made = []
     for memory in ipus:
@@ -230,13 +230,13 @@ _Doing: TypeAlias = "tuple[float, float, str, int | None, int | None]"
 
 
 class _Times:
-    """When actions were."""
+    """The times of actions."""
 
     def __init__(self, stages: Sequence[StageMemory], actions: Iterable[TimedAction]) -> None:
         self.stages = stages
         self._found: dict[tuple[str, int], dict[_Key, list[tuple[float, float]]]] = {}
         self._transfers: dict[tuple[int, int], dict[_Key, list[tuple[float, float]]]] = {}
-        self._updates: dict[int, list[tuple[float, float]]] = {}  # of an IPU's stages together
+        self._updates: dict[int, list[tuple[float, float]]] = {}  # for an IPU's stages together
         self.begin, self.end = math.inf, -math.inf
         for action in actions:
             kind, stage = str(action.kind), action.stage
@@ -264,7 +264,7 @@ class _Times:
             self.begin = self.end = 0.0
 
     def computing(self, ipu: int) -> list[_Doing]:
-        """What an IPU does, by begin."""
+        """The actions of an IPU, by begin."""
         doing: list[_Doing] = [(*span, "update", None, None) for span in self._updates.get(ipu, ())]
         doing += [
             (begin, end, kind, stage, micro_batch)
@@ -276,7 +276,7 @@ class _Times:
         return sorted(doing, key=lambda one: one[:2])
 
     def held(self, stage: StageMemory) -> list[_Span]:
-        """What a stage holds from forwards to backwards."""
+        """The memory that a stage holds from forwards to backwards."""
         size = stage.num_held_bytes
         if not size:
             return []
@@ -288,7 +288,7 @@ class _Times:
         ]
 
     def flowing(self, flow: Flow, source: int) -> list[tuple[int, _Span]]:
-        """What goes from stage to stage: the IPU, and when it is there."""
+        """The data that goes from stage to stage: the IPU, and when the data is there."""
         found = []
         all_sent = self._transfers.get((flow.stage, flow.target), {})
         size, stage = flow.num_bytes, flow.stage
@@ -306,13 +306,13 @@ class _Times:
         return found
 
     def _last_read(self, flow: Flow, which: _Key, number: int) -> float:
-        """When all have read it, or others hold it."""
+        """The time when all stages have read a flow's data, or others hold it."""
         read = [self._nth(self._of(one, flow.is_backward), which, number)[1] for one in flow.readers]
         held = [self._nth(self._of(one, flow.is_backward), which, number)[0] for one in flow.holders]
         return max((*read, *held), default=self.begin)
 
     def _of(self, stage: int, is_backward: bool) -> dict[_Key, list[tuple[float, float]]]:
-        """A stage's actions of a direction: one that has no backwards does all in its forwards."""
+        """A stage's actions in a direction; a stage without backwards does everything in its forwards."""
         backwards = self._found.get(("backward", stage)) if is_backward else None
         return backwards or self._found.get(("forward", stage), {})
 
@@ -324,7 +324,7 @@ class _Times:
 
 
 def _joined(doing: Sequence[_Doing]) -> list[_Doing]:
-    """Actions without overlaps, as of events that share a program: temporaries are counted once."""
+    """Joins actions that overlap, such as events that share a program: temporaries are counted once."""
     found: list[_Doing] = []
     for begin, end, *rest in doing:
         if found and begin < found[-1][1]:
@@ -365,7 +365,7 @@ def _lay_out(
 def _find_doing(
     doing: Sequence[_Doing], spans: Sequence[_Span], time: float
 ) -> tuple[str | None, int | None, int | None]:
-    """What an IPU does at a time, or whose memory is most of it."""
+    """The action of an IPU at a time; if there is none, the stage that holds most memory."""
     for begin, end, kind, stage, micro_batch in doing:
         if begin <= time < end:
             return kind, stage, micro_batch

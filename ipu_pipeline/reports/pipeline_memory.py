@@ -1,4 +1,4 @@
-"""What each IPU of a pipeline that is at hand holds over time; `memory_over_time` says what that is."""
+"""The memory over time (see `memory_over_time`) of each IPU of a pipeline that is at hand."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["pipeline_memory_over_time"]
 def pipeline_memory_over_time(
     pipeline: Pipeline, actions: Iterable[TimedAction], num_micro_batches: int | None = None
 ) -> tuple[MemoryOverTime, ...]:
-    """What each IPU of a pipeline holds over time.
+    """The memory of each IPU of a pipeline over time.
 
     Args:
-      pipeline: traced. What its programs take besides is known once they have been compiled.
-      actions: of it, in any order.
-      num_micro_batches: of a step, where the pipeline has no fixed number.
+      pipeline: a traced pipeline. The temporaries of its programs are known once they have been compiled.
+      actions: its actions, in any order.
+      num_micro_batches: micro-batches in a step, if the pipeline has no fixed number.
 
     Raises:
       ValueError: see `lay_out_memory`, and `Pipeline.plan_ipu_memory`.

@@ -1,8 +1,8 @@
-"""What the simulator says of a pipeline that was measured: the same step, and other settings.
+"""Simulates a pipeline that was measured: the same step, and other settings.
 
-The costs are those of the analysis: of forwards, backwards, weight updates and transfers. How long the host
-takes to start programs is not in a trace, and taken to be nothing. A layer that moves to another stage
-takes along the part of its stage's time that it has of the stage's parameters, which is an estimate.
+The costs of forwards, backwards, weight updates and transfers are the analysis's. The time that the host
+takes to start programs is not in a trace, and taken to be 0. A layer that moves to another stage takes a
+part of its stage's time along, equal to its part of the stage's parameters, which is an estimate.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from ipu_pipeline.reports.wording import describe_time
 
 __all__ = ["Predictions", "make_scenario", "predict", "predict_scenario", "timeline_events"]
 
-_MAX_ACTIONS = 200_000  # of a step that is simulated
-_MAX_SIMULATED = 500_000  # actions of all counts, and of all splits: some seconds
-_MOST_SPLITS = 6  # that are told
+_MAX_ACTIONS = 200_000  # in a step that is simulated
+_MAX_SIMULATED = 500_000  # actions of all counts, and of all splits: this takes some seconds
+_MOST_SPLITS = 6  # the number that is shown
 _MICROSECONDS = 1e6
 _TOGETHER = {"reduce": "averaging of gradients", "gather": "gathering of what was updated"}
 
 
 @dataclass(frozen=True)
 class Predictions:
-    """What was simulated. Times are in seconds.
+    """The results of simulations. Times are in seconds.
 
     Attributes:
-      simulation: of the pipeline as it is.
-      even: what it would be if all stages took equally long; None if they cannot, as IPUs have several.
-      variants: other settings, the present one first; of other splits the best few.
+      simulation: the simulation of the pipeline as it is.
+      even: the result if all stages took equally long; None if they cannot, because IPUs have several.
+      variants: other settings, after the present one; only the best few of the other splits.
       advice: what to change.
-      notes: what is to be known of it, in sentences.
+      notes: remarks, in sentences.
     """
 
     simulation: Simulation
@@ -61,10 +61,10 @@ class Predictions:
 
 
 def make_scenario(facts: PipelineFacts, analysis: PipelineAnalysis) -> Scenario | None:
-    """A pipeline as it was measured, for the simulator; costs are in seconds.
+    """Makes a scenario for the simulator of a pipeline as it was measured; costs are in seconds.
 
     Returns:
-      The scenario; None of a loop, of a schedule that is the user's own, and where the trace lacks the
+      The scenario; None for a loop, for a schedule that is the user's own, and if the trace lacks the
       times of a stage.
     """
     if facts.kind == "loop" or facts.schedule not in named_schedules() or not analysis.step_time:
@@ -108,7 +108,7 @@ def _make_memory(facts: PipelineFacts) -> Memory | None:
     if not facts.memory:
         return None
     constant = [0] * (1 + max(stage.ipu for stage in facts.stages))
-    # What phases bring is known of the fullest moment, with what is there of micro-batches then.
+    # The bytes that phases bring are known for the fullest moment, with the micro-batches held then.
     is_brought = any(plan.num_brought_bytes for plan in facts.memory)
     for plan in facts.memory:
         if plan.ipu < len(constant):
@@ -125,7 +125,7 @@ def predict(profile: Profile, facts: PipelineFacts, analysis: PipelineAnalysis) 
     Args:
       profile: the profile.
       facts: the pipeline.
-      analysis: of the pipeline.
+      analysis: the pipeline's analysis.
 
     Returns:
       The predictions; None where there is no scenario (see `make_scenario`), or its step has too many
@@ -139,17 +139,17 @@ def predict(profile: Profile, facts: PipelineFacts, analysis: PipelineAnalysis) 
     notes = []
     if {device.platform for device in profile.devices} == {"cpu"} and len(scenario.ipus) > 1:
         notes.append(
-            f"These IPUs are virtual devices, which share {profile.num_cores} cores of the host. What is "
-            "predicted is for devices that take as long as was measured here, whatever the others do."
+            f"These IPUs are virtual devices, which share {profile.num_cores} cores of the host. The "
+            "predictions are for devices that take as long as was measured here, whatever the others do."
         )
     if any(plan.num_brought_bytes for plan in facts.memory):
         notes.append(
-            "What execution phases bring from host memory is not in a trace, and taken to need no time: "
-            "the simulated step is shorter than the measured one. In a Scenario, host_memory is for that."
+            "The time in which phases bring state from host memory is not in a trace, and taken to be 0: "
+            "the simulated step is shorter than the measured one. In a Scenario, host_memory sets it."
         )
     if any(row.split for row in found.variants):
         notes.append(
-            "What a layer takes is estimated: the part of its stage's time that it has of its parameters."
+            "The time of a layer is estimated: its stage's time is divided in proportion to parameters."
             if layers is not None
             else "No stage has several layers, so what moves between stages is a share of their time."
         )
@@ -160,15 +160,15 @@ def predict_scenario(scenario: Scenario, layers: list[list[Layer]] | None = None
     """Simulates a scenario whose costs are in seconds.
 
     Args:
-      scenario: as it is.
-      layers: as for `what_if`.
+      scenario: the present scenario.
+      layers: same as for `what_if`.
     """
     num_splits = 2 * (scenario.costs.num_stages - 1)
     is_dear = scenario.num_actions * num_splits > _MAX_SIMULATED
     none: list[list[Layer]] = [[] for _stage in scenario.costs.forward]
     given = none if is_dear or len(scenario.ipus) == 1 else layers
     variants = what_if(scenario, given, () if 23 * scenario.num_actions > _MAX_SIMULATED else None)
-    if len(scenario.ipus) == 1:  # one after another in any order
+    if len(scenario.ipus) == 1:  # actions run one after another, whatever their order
         variants = [row for row in variants if "schedule" not in row.change]
     splits = sorted((row for row in variants if row.split), key=lambda row: -row.gain)[:_MOST_SPLITS]
     kept = [row for row in variants if not row.split] + splits
@@ -188,7 +188,7 @@ def _layers(facts: PipelineFacts, scenario: Scenario) -> list[list[Layer]] | Non
     for stage in facts.stages:
         total = stage.num_parameters
         plan = plans.get(stage.ipu)
-        per_byte = 1.0  # of what a variable takes: with its optimizer's state and accumulators
+        per_byte = 1.0  # for each byte of a variable, with its optimizer's state and accumulators
         if plan is not None and plan.num_variable_bytes:
             with_state = plan.num_variable_bytes + plan.num_optimizer_bytes + plan.num_accumulator_bytes
             per_byte = with_state / plan.num_variable_bytes
@@ -209,7 +209,7 @@ def _layers(facts: PipelineFacts, scenario: Scenario) -> list[list[Layer]] | Non
 
 
 def _make_even(scenario: Scenario) -> Variant | None:
-    """The same work spread over all stages, which no split can beat."""
+    """The same work spread evenly over all stages, which no split can beat."""
     costs, number = scenario.costs, scenario.costs.num_stages
     if len(set(scenario.device_mapping)) < number or number == 1:
         return None
@@ -228,7 +228,7 @@ def _make_even(scenario: Scenario) -> Variant | None:
 def timeline_events(
     timeline: Timeline, facts: PipelineFacts, pipeline: int, links: Sequence[tuple[int, int, float]] = ()
 ) -> list[Event]:
-    """A simulated step as events, as they would be in a trace.
+    """Converts a simulated step to events, as a trace has them.
 
     Args:
       timeline: the step, in seconds.

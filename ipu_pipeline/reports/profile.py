@@ -1,4 +1,4 @@
-"""A trace as data: the events, and the pipelines that they are of; `profile.json` holds the same.
+"""A trace as data: the events, and the pipelines that they belong to; `profile.json` holds the same.
 
 docs/profiling.md describes the file.
 """
@@ -19,12 +19,12 @@ __all__ = ["FORMAT", "DeviceFacts", "Profile", "read_profile"]
 
 FORMAT, VERSION = "ipu_pipeline profile", 3  # 1 had no replicas and processes, 2 no spans
 
-# Of an event in the file: the names of its fields.
+# The names of an event's fields in the file.
 _COLUMNS = (
     "kind", "begin", "end", "ipu", "pipeline", "stage", "micro_batch", "step", "num_bytes", "source",
     "program", "is_shared", "is_bounded", "name", "process",
 )  # fmt: skip
-_DECIMALS = 3  # of microseconds: nanoseconds
+_DECIMALS = 3  # in microseconds, so the last one is nanoseconds
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ class DeviceFacts:
 
     Attributes:
       ipu: the number of the IPU that it is.
-      id: JAX's.
+      id: JAX's id.
       kind: what JAX calls the kind, such as "cpu".
-      platform: JAX's.
-      process: the number of the process whose it is.
+      platform: JAX's platform.
+      process: the number of the process that it belongs to.
     """
 
     ipu: int
@@ -48,19 +48,19 @@ class DeviceFacts:
 
 @dataclass(frozen=True)
 class Profile:
-    """A trace, with what it is of.
+    """A trace, with the program, packages and devices that it was recorded with.
 
     Attributes:
       program: the program that was traced, as it was started.
-      created: when, in ISO 8601.
-      versions: of packages.
-      num_cores: of the host's processor.
-      devices: those that ran something.
-      pipelines: those that ran; events name them by their numbers.
+      created: when it was recorded, in ISO 8601.
+      versions: the versions of packages.
+      num_cores: the number of the host's processor cores.
+      devices: the devices that ran something.
+      pipelines: the pipelines that ran; events refer to them by their numbers.
       events: in the order of their begins.
       num_lost: programs whose runs the profiler of the devices did not note.
-      num_dropped: actions that were not recorded, since there were too many.
-      notes: what else is to be known, in sentences.
+      num_dropped: actions that were not recorded, because there were too many.
+      notes: other remarks, in sentences.
     """
 
     program: str
@@ -98,10 +98,10 @@ def _row(event: Event) -> list[Any]:
 
 
 def read_profile(text: str) -> Profile:
-    """A profile from the text of `profile.json`.
+    """Reads a profile from the text of `profile.json`.
 
     Raises:
-      ValueError: it is none, or one of a later version.
+      ValueError: it is not a profile, or one of a later version.
     """
     try:
         document = json.loads(text)

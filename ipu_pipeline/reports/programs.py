@@ -1,4 +1,4 @@
-"""What `Program.placement()` and `Program.summary()` return, and print as tables."""
+"""The results of `Program.placement()` and `Program.summary()`, which print as tables."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _NOTHING = "The program has no pipelines and no loops."
 
 @dataclass(frozen=True)
 class Placement:
-    """What went where in a program; `str` makes a table of it.
+    """The placement of a program's parts; `str` makes a table of it.
 
     Attributes:
       calls: its pipelines and loops, in order.
       devices: the JAX device of each IPU; empty as long as none are selected.
-      replicas: of each of `calls` the JAX devices of each replica, by IPU; empty for one replica.
+      replicas: for each of `calls`, the JAX devices of each replica, by IPU; empty for one replica.
     """
 
     calls: tuple[PipelineDetails, ...]
@@ -76,7 +76,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class ProgramSummary:
-    """What the pipelines and loops of a program will need and do; `str` makes a table of each.
+    """The needs and work of a program's pipelines and loops; `str` makes a table of each.
 
     Attributes:
       calls: its pipelines and loops, in order.

@@ -1,4 +1,4 @@
-"""What the host notes while a trace is recorded: the programs that it starts, and what it waits for."""
+"""Notes, while a trace is recorded, the programs that the host starts, and what it waits for."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Launched:
     """A program that the host started. Times are in nanoseconds since the epoch.
 
     Attributes:
-      launch: what it was.
-      function: what was called.
+      launch: the program.
+      function: the function that was called.
       begin: when the host began to start it.
       end: when the host went on.
-      is_rehearsal: whether it counts for nothing.
+      is_rehearsal: whether it is a rehearsal, which does not count.
     """
 
     launch: Launch
@@ -41,12 +41,12 @@ class Launched:
 
 @dataclass(frozen=True)
 class Moved:
-    """What was sent from one device to another.
+    """Data that was sent from one device to another.
 
     Attributes:
-      launch: the program whose results they are.
+      launch: the program whose results the data are.
       device: the id of the device that it went to.
-      num_bytes: how much.
+      num_bytes: the size of the data.
       time: when the host had asked for it, in nanoseconds since the epoch.
     """
 
@@ -58,7 +58,7 @@ class Moved:
 
 @dataclass(frozen=True)
 class HostTime:
-    """What the host did itself; attributes as of an `Event`, times in nanoseconds since the epoch."""
+    """The host's own work; attributes are as in `Event`, times in nanoseconds since the epoch."""
 
     kind: EventKind
     begin: int
@@ -71,13 +71,13 @@ class HostTime:
 
 @dataclass(frozen=True)
 class Introduced:
-    """Who runs.
+    """A pipeline or loop that runs.
 
     Attributes:
       runner: the runner.
       owner: its `Pipeline` or `Loop`.
-      name: what people call it.
-      facts: what it is.
+      name: its name for people.
+      facts: its description.
     """
 
     runner: Any
@@ -87,31 +87,31 @@ class Introduced:
 
     @property
     def shares(self) -> Shares:
-        """What its actions take."""
+        """The shares of its actions."""
         return Shares(self.facts)
 
 
 class Recorder:
-    """A watcher that notes everything, up to a number of actions. Safe to be told from several threads.
+    """A watcher that notes everything, up to a number of actions. Several threads may call it.
 
     Attributes:
-      introduced: who ran, in the order of appearance.
+      introduced: the pipelines and loops that ran, in the order of appearance.
       launched: the programs, in the order in which they were started.
-      moved_arrays: what was sent.
-      host: what the host did.
-      num_actions: how many actions were noted: of a program, one per micro-batch.
-      num_dropped: how many were not, as there were too many.
+      moved_arrays: the data that was sent.
+      host: the host's work.
+      num_actions: how many actions were noted: one per micro-batch of a program.
+      num_dropped: how many were not noted, because there were too many.
     """
 
     def __init__(
         self, max_actions: int, on_first: Callable[[], None], on_full: Callable[[], None] = lambda: None
     ) -> None:
-        """Nothing is noted yet.
+        """Starts with nothing noted.
 
         Args:
-          max_actions: how many actions are noted. A program that is the first one beyond that is not.
+          max_actions: how many actions are noted. The first program beyond that is not noted.
           on_first: called before the first program is started.
-          on_full: called before the first one that is not noted.
+          on_full: called before the first program that is not noted.
         """
         self.introduced: list[Introduced] = []
         self.launched: list[Launched] = []
@@ -130,12 +130,12 @@ class Recorder:
 
     @property
     def _rehearses(self) -> bool:
-        """Whether this thread rehearses."""
+        """Whether this thread is rehearsing."""
         return getattr(self._local, "rehearses", False)
 
     @property
     def is_full(self) -> bool:
-        """Whether something was not noted."""
+        """Whether something was left out because there was too much."""
         return self.num_dropped > 0
 
     def introduce(self, runner: Any, owner: Any, name: str | None = None) -> None:
@@ -173,7 +173,7 @@ class Recorder:
         """See `engine.watching.Watcher`."""
         is_rehearsal = self._rehearses
         with self._lock:
-            # What is rehearsed while the devices' profiler runs must be known, so as to be left out.
+            # Rehearsals while the devices' profiler runs must be known, so that they can be left out.
             is_noted = self._has_begun if is_rehearsal else self._has_room(launch)
             if is_noted and not self._has_begun:
                 self._on_first()
@@ -230,22 +230,22 @@ class Recorder:
             self.host.append(HostTime(EventKind.OUTFEED, begin, end, num_bytes=num_bytes))
 
     def spanned(self, name: str, begin: int, end: int) -> None:
-        """See `engine.watching.Watcher`. What goes on after the recording is noted up to its end."""
+        """See `engine.watching.Watcher`. A span that outlasts the recording is noted up to its end."""
         end = end if self._full_at is None else min(end, self._full_at)
         if self.launched and begin <= end:
             self.host.append(HostTime(EventKind.SPAN, begin, end, name=name))
 
     def forget(self) -> None:
-        """Lets go of everything."""
+        """Releases everything."""
         with self._lock:
             self.introduced, self.launched, self.moved_arrays, self.host = [], [], [], []
             self._noted, self._rehearsed, self._last = set(), set(), {}
 
     def wait(self) -> None:
-        """Waits until the programs that were started have run, as far as somebody has their results."""
+        """Waits until the started programs have run, as far as their results are still held."""
         with self._lock:
             arrays = [reference() for references in self._last.values() for reference in references]
         for array in arrays:
             if array is not None and not array.is_deleted():
-                with contextlib.suppress(Exception):  # what a program raised is for those who read it
+                with contextlib.suppress(Exception):  # the error is raised where its results are read
                     jax.block_until_ready(array)

@@ -1,8 +1,8 @@
-"""The traces of all processes of a run as one: what each recorded is told to the others at the end.
+"""Merges the traces of all processes of a run: at the end, each process sends its trace to the others.
 
-Clocks of processes on one machine are the same. Those of others are compared once, when all processes have
-met: they go on within about a millisecond of each other, and the clocks are as far apart as what they show
-then.
+Processes on one machine have the same clock. Clocks of different machines are compared once, when all
+processes have met: these go on within about a millisecond of each other, so the difference between the
+clocks is the difference between the times that they show then.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from ipu_pipeline.reports.profile import Profile, read_profile
 
 __all__ = ["Part", "exchange", "merge"]
 
-_PIECE = 1 << 19  # characters that are told at once; the store's messages have a limit
+_PIECE = 1 << 19  # characters that are sent at once; the store's messages have a limit
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What a process recorded.
+    """The recording of a process.
 
     Attributes:
       profile: its trace; None if nothing ran.
       origin: when its times begin, in nanoseconds since the epoch by its clock.
-      clock: which clock that is: the same text, the same clock.
-      now: what that clock showed when all processes had met.
+      clock: identifies the clock: equal texts are the same clock.
+      now: the time of that clock when all processes had met.
     """
 
     profile: Profile | None
@@ -45,7 +45,7 @@ class Part:
 
 
 def exchange(peers: Peers, profile: Profile | None, origin: float) -> list[Part]:
-    """The parts of all processes, by their numbers. Every process calls it.
+    """Returns the parts of all processes, by their numbers. Every process calls it.
 
     Raises:
       ProcessError: another process has ended, or does not go on.
@@ -67,7 +67,7 @@ def _read(text: str) -> Part:
 
 
 def _name_clock() -> str:
-    """What processes have in common that share a clock: the machine, since it was started."""
+    """Identifies the clock: the machine, since it was started."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:
@@ -75,10 +75,10 @@ def _name_clock() -> str:
 
 
 def merge(parts: Sequence[Part]) -> Profile | None:
-    """The traces of all processes as one, by the clock of the first; None if nothing ran in any.
+    """Merges the traces of all processes, by the clock of the first; None if nothing ran in any.
 
     Args:
-      parts: of all processes, by their numbers. All have had the same pipelines, in the same order.
+      parts: the parts of all processes, by their numbers. All had the same pipelines, in the same order.
     """
     known = [(number, part.profile, _begin(part, parts[0])) for number, part in enumerate(parts)]
     recorded = [(number, profile, begin) for number, profile, begin in known if profile is not None]
@@ -113,19 +113,19 @@ def merge(parts: Sequence[Part]) -> Profile | None:
 
 
 def _begin(part: Part, first: Part) -> float:
-    """When the times of a part begin, by the clock of another one."""
+    """The origin of a part, by the clock of another one."""
     return part.origin if part.clock == first.clock else part.origin - part.now + first.now
 
 
 def _alike(profiles: Sequence[Profile]) -> Iterator[list[PipelineFacts]]:
-    """Each pipeline as the processes have it that have it."""
+    """Yields, for each pipeline, the facts of each process that has it."""
     for together in itertools.zip_longest(*(one.pipelines for one in profiles)):
         yield [facts for facts in together if facts is not None]
 
 
 def _merge_facts(own: Sequence[PipelineFacts]) -> PipelineFacts:
     def merge_memory(plans: Sequence[IpuMemory]) -> IpuMemory:
-        """Temporaries are known in the process that compiled the programs."""
+        """Merges plans of one IPU: only the process that compiled the programs knows the temporaries."""
         return next((plan for plan in plans if plan.num_temporary_bytes is not None), plans[0])
 
     memories: list[tuple[Any, ...]] = list(zip(*(facts.memory for facts in own), strict=False))

@@ -1,8 +1,8 @@
-"""How the actions of one program share its time.
+"""Divides the time of a program among its actions.
 
 A program may hold several actions: the last stage's forward and backward, the micro-batches of a chunk, or
-all of a block on one device. XLA does not say where one ends and the next begins, so each gets the part of
-the program's time that its estimated operations (`engine/jaxprs/costs`) are of the program's.
+all of a block on one device. XLA does not say where one ends and the next begins, so the program's time is
+divided in proportion to the actions' estimated operations (`engine/jaxprs/costs`).
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from ipu_pipeline.reports.events import Event, EventKind
 
 __all__ = ["Shares"]
 
-_PER_TRAINED = 10.0  # operations of a weight update for each element, as of functions element by element
+_PER_TRAINED = 10.0  # operations of a weight update per element, counted as elementwise functions
 
 
 class _Part(NamedTuple):
-    """An action, and what it takes in comparison with the others of its program."""
+    """An action, and its cost relative to the others of its program."""
 
     kind: EventKind
     stage: int | None
@@ -32,7 +32,7 @@ class _Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Shares:
-    """What the actions of a pipeline's programs take.
+    """The costs of the actions of a pipeline's programs.
 
     Attributes:
       facts: the pipeline.
@@ -42,7 +42,7 @@ class Shares:
 
     @property
     def update(self) -> float:
-        """Operations of a weight update, where one program does all."""
+        """The operations of a weight update, if one program does everything."""
         return max(_PER_TRAINED * self.facts.num_trained, 1.0)
 
     def divide(
@@ -55,8 +55,8 @@ class Shares:
           ipu: where it ran.
           pipeline: the number of the pipeline.
           program: the number of the run.
-          begin: of the run, in microseconds.
-          end: of the run.
+          begin: when the run began, in microseconds.
+          end: when the run ended.
         """
         parts = self._parts(launch)
         total = math.fsum(part.weight for part in parts)
@@ -78,7 +78,7 @@ class Shares:
             )
 
     def count(self, launch: Launch) -> int:
-        """How many actions a program does."""
+        """The number of actions of a program."""
         return len(self._parts(launch))
 
     def _parts(self, launch: Launch) -> list[_Part]:
@@ -93,7 +93,7 @@ class Shares:
         return [part for number in numbers for part in self._forward(stage, number, launch.step)]
 
     def _forward(self, stage: int, number: int, step: int) -> Iterator[_Part]:
-        """What a stage's forward program does for a micro-batch."""
+        """The actions of a stage's forward program for a micro-batch."""
         own = self.facts.stages[stage]
         yield _Part(EventKind.FORWARD, stage, number, step, own.forward_operations)
         if own.is_fused:

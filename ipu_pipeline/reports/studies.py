@@ -1,4 +1,4 @@
-"""What is computed from a profile for people to read: of each pipeline what was measured and simulated."""
+"""Studies of the pipelines of a profile, for people to read: what was measured and simulated of each."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Study:
     """A pipeline or loop.
 
     Attributes:
-      facts: what it is.
-      analysis: what was measured.
-      predictions: what was simulated; None where it cannot be.
+      facts: its description.
+      analysis: its measurements.
+      predictions: its simulations; None if it cannot be simulated.
       host: how long it waited for the host; None if nothing was measured.
     """
 
@@ -32,7 +32,7 @@ class Study:
 
     @property
     def advice(self) -> tuple[str, ...]:
-        """What to change, in sentences: first what IPUs wait for most."""
+        """Advice on what to change, in sentences, beginning with what IPUs wait for most."""
         found = [] if self.predictions is None else [self.predictions.advice.sentence]
         if self.host is not None and self.host.is_told:
             found.insert(0 if self.host.is_first else len(found), self.host.sentence)
@@ -51,7 +51,7 @@ def study(profile: Profile) -> tuple[Study, ...]:
 
 
 def find_scenario(profile: Profile) -> Scenario:
-    """The pipeline of a profile that has most actions, for the simulator; costs are in seconds.
+    """Makes a scenario of the pipeline of a profile that has most actions; costs are in seconds.
 
     Raises:
       ValueError: none can be simulated.

@@ -16,7 +16,7 @@ def describe_time(microseconds: float | None) -> str:
 
 
 def describe_speed(per_second: float) -> str:
-    """A number per second, in three digits or all those before the point: `1,250`."""
+    """A number per second, in three digits, or in all digits before the point: `1,250`."""
     return _three_digits(per_second)
 
 

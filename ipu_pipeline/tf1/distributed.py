@@ -1,7 +1,7 @@
 """Several processes that run one program together, on one machine or many: see docs/distributed.md.
 
 Every process runs the same program. `initialize`, at its top, joins them; from then on the IPUs that
-`IPUConfig` selects are those of all processes, one after another.
+`IPUConfig` selects are in all processes, one process after another.
 
 Example:
   import ipu_pipeline as ipu
@@ -33,9 +33,9 @@ def initialize(
 ) -> None:
     """Joins this process with the others of a run, by `jax.distributed.initialize`, and waits for them.
 
-    What is not given is taken from the environment variables IPU_PIPELINE_COORDINATOR_ADDRESS,
-    IPU_PIPELINE_NUM_PROCESSES and IPU_PIPELINE_PROCESS_ID, of which all or none are set. Without them, JAX
-    recognises SLURM, Open MPI, Kubernetes and Cloud TPU. Where the three variables are set, as by
+    Arguments that are not given are taken from the environment variables IPU_PIPELINE_COORDINATOR_ADDRESS,
+    IPU_PIPELINE_NUM_PROCESSES and IPU_PIPELINE_PROCESS_ID; set all three or none. Without them, JAX
+    recognises SLURM, Open MPI, Kubernetes and Cloud TPU. If the three variables are set, for example by
     `scripts/launch_local.py`, `IPUConfig.configure_ipu_system` calls this function.
 
     A process listens only at the address by which it reaches the coordinator: on one machine that is the
@@ -43,21 +43,21 @@ def initialize(
 
     Args:
       coordinator_address: "host:port" of process 0, the same in all processes.
-      num_processes: how many there are, the same in all.
-      process_id: the number of this one, from 0.
+      num_processes: the number of processes, the same in all of them.
+      process_id: the number of this process, from 0.
       local_device_ids: which accelerators of its machine this process takes; None for all, or for what the
-        cluster says.
+        cluster assigns.
       coordinator_bind_address: "host:port" where the coordinator listens, in process 0, if not at
         `coordinator_address`. Or the environment variable JAX_COORDINATOR_BIND_ADDRESS.
       listen_address: the address of this machine, without a port, where this process listens for data of
-        the others, if not that by which it reaches the coordinator.
+        the others, if not the address by which it reaches the coordinator.
       death_timeout: within how many seconds of the death of a process the others end, with an error that
         names it. Checkpoints that are being written are finished first. From 2; by default the environment
         variable IPU_PIPELINE_DEATH_TIMEOUT, or 60.
-      stall_timeout: for how many seconds processes wait for one that lives, but does nothing; likewise, or
-        IPU_PIPELINE_STALL_TIMEOUT. By default `death_timeout`. Give more if a program does something on its
-        own for longer, such as reading, between two runs.
-      initialization_timeout: for how many seconds this process waits for the others to come.
+      stall_timeout: how many seconds processes wait for one that lives, but does nothing, from 2; by
+        default the environment variable IPU_PIPELINE_STALL_TIMEOUT, or `death_timeout`. Give more if a
+        program does something on its own for longer, such as reading, between two runs.
+      initialization_timeout: how many seconds this process waits for the others to join.
 
     Raises:
       TypeError, ValueError: an argument or variable is missing or wrong; or processes have other versions.

@@ -1,4 +1,4 @@
-"""How the gradients of a weight update's micro-batches become one."""
+"""Reduction of the gradients of a weight update's micro-batches to one gradient."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class GradientAccumulationReductionMethod(enum.Enum):
 
     @classmethod
     def parse(cls, value: Any) -> GradientAccumulationReductionMethod:
-        """The member that a member or its name, in any case, stands for.
+        """Returns the member for a member, or for its name in upper or lower case.
 
         Raises:
-          ValueError: it stands for none.
+          ValueError: there is no such member.
         """
         if isinstance(value, cls):
             return value

@@ -24,17 +24,18 @@ __all__ = ["compile"]
 def compile(computation: Callable[..., Any], inputs: Sequence[Any] | None = None) -> Program:
     """Traces a function and checks all that can be checked without running it.
 
-    It does not start JAX's backend; XLA compiles when the program first runs. If the devices are a CPU's,
-    there will be as many as the programs need that were compiled before the backend starts.
+    It does not start JAX's backend; XLA compiles when the program first runs. On a CPU, the backend then
+    gets the number of devices that the programs compiled before it starts need.
 
     Args:
       computation: a function that takes one array per input. It calls `pipelining_ops.pipeline` or
         `loops.repeat`, may compute before, between and after them, and returns what `Session.run` is to
-        return. One without pipelines and loops may do what the body of a loop does: train by `minimize`,
-        enqueue, use `ipu_shard`, draw random keys. It then becomes the body of a loop that runs once.
-      inputs: placeholders, or values that are the same in every run. One alone need not be in a list. A
-        placeholder that the function, a stage or an optimizer function uses as an array need not be among
-        them.
+        return. A function without pipelines and loops may do what the body of a loop does: train by
+        `minimize`, enqueue, use `ipu_shard`, draw random keys. It then becomes the body of a loop that
+        runs once.
+      inputs: placeholders, or values that are the same in every run. A single input need not be in a
+        list. A placeholder that the function, a stage or an optimizer function uses as an array need not be
+        among them.
 
     Returns:
       The program, for `Session.run`, which gives the values that the function returns as a list, even if
@@ -42,7 +43,7 @@ def compile(computation: Callable[..., Any], inputs: Sequence[Any] | None = None
       If the function returns only operations, or nothing, the result is None. Operations that follow
       values are left out of the list.
       The program is also the sequence of these values, each of which can be run: `(loss,) = compile(...)`,
-      `compiled[0]`. So can what operators of Python make of them, which is computed on the host:
+      `compiled[0]`. Results of Python's operators on them can be run, too; they are computed on the host:
       `session.run([total / 100 for total in compiled])`.
 
     Raises:
@@ -50,7 +51,7 @@ def compile(computation: Callable[..., Any], inputs: Sequence[Any] | None = None
         fewer devices than the programs need (see `set_num_devices`).
       TypeError: `computation` is not callable, or an input is neither a placeholder nor an array.
       ValueError: the function returns an operation before a value.
-      Others: what is wrong with the function; see `pipelining_ops.pipeline`.
+      Others: errors of the function; see `pipelining_ops.pipeline`.
     """
     if not callable(computation):
         raise TypeError(f"ipu_compiler.compile: computation must be a function; got {computation!r}.")
@@ -74,7 +75,7 @@ def compile(computation: Callable[..., Any], inputs: Sequence[Any] | None = None
 
 
 def _build(computation: Callable[..., Any], inputs: Sequence[Any], device: int) -> Program:
-    """The program; of a function that does what only the body of a loop does, one that loops once."""
+    """Builds the program; if the function does what only a loop's body may do, one that loops once."""
     with contextlib.suppress(OutsideOfBodyError):
         return build_program(computation, inputs, device)
     with contextlib.suppress(InsideOfBodyError):
@@ -86,7 +87,7 @@ def _check_input(index: int, value: Any) -> Placeholder | np.ndarray[Any, Any]:
     if isinstance(value, Placeholder):
         return value
     try:
-        array = np.asanyarray(value)  # a masked array as it is
+        array = np.asanyarray(value)  # keeps a masked array as it is
     except (TypeError, ValueError):
         array = np.asarray(None)
     if array.dtype.kind in "OUSMm":

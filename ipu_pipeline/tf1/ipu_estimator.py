@@ -39,8 +39,8 @@ class IPUEstimator(Estimator):
       estimator.train(input_fn, steps=1000)
 
     The `model_fn` is traced, so it computes with `jax.numpy` and the layers of `ipu.layers`. A step is a
-    micro-batch of each replica, and `global_step` counts them. Checkpoints, data sets, hooks and what is
-    logged are as for `IPUPipelineEstimator`.
+    micro-batch of each replica, and `global_step` counts them. Checkpoints, data sets, hooks and logs are
+    the same as for `IPUPipelineEstimator`.
     """
 
     def __init__(
@@ -54,25 +54,27 @@ class IPUEstimator(Estimator):
         eval_batch_size: int | None = None,
         predict_batch_size: int | None = None,
     ) -> None:
-        """Checks the arguments. It calls nothing, and makes no folder but a temporary `model_dir`.
+        """Checks the arguments. It calls no function, and creates no folder but a temporary `model_dir`.
 
         Args:
           model_fn: takes `features` and any of `labels`, `mode`, `params` and `config`, returns an
             `IPUEstimatorSpec`. Elements of the data set are tuples of features and labels, or features
-            alone; then labels are None, as they always are in prediction. Features that are a dict come as
-            one. Variables that have the same names for all modes are shared by way of checkpoints.
-          model_dir: where checkpoints and scalars go; None for that of `config`, and if that is None too, a
-            temporary folder.
+            alone; then labels are None, as they always are in prediction. Features that are a dict are
+            passed as one. Variables that have the same names for all modes are shared by way of
+            checkpoints.
+          model_dir: where checkpoints and scalars go. None: the `model_dir` of `config`; if that is None
+            too, a temporary folder.
           config: a `RunConfig`, whose `num_shards` is 1; required.
-          params: for `model_fn` and the `input_fn`s.
-          warm_start_from: as for `IPUPipelineEstimator`.
-          train_batch_size: examples in a step, over all replicas. In training, `params["batch_size"]` is
-            this number divided by `num_replicas`; it is for the `input_fn`, which makes the batches.
-          eval_batch_size: likewise in evaluation.
-          predict_batch_size: likewise in prediction.
+          params: parameters for `model_fn` and the `input_fn`s.
+          warm_start_from: same as for `IPUPipelineEstimator`.
+          train_batch_size: examples in a training step, over all replicas. In training,
+            `params["batch_size"]` is this number divided by `num_replicas`; it is for the `input_fn`, which
+            makes the batches.
+          eval_batch_size: the same for evaluation.
+          predict_batch_size: the same for prediction.
 
         Raises:
-          TypeError: `model_fn` is no function.
+          TypeError: `model_fn` is not a function.
           ValueError: an argument is not usable.
         """
         check_model_function(model_fn)

@@ -39,7 +39,7 @@ class IPUPipelineEstimator(Estimator):
       print(estimator.evaluate(test_input_fn))
 
     A step is a micro-batch of each replica, and `global_step` counts them. Messages go to the logger
-    "ipu_pipeline.estimator", and what a terminal shows is in `train`.
+    "ipu_pipeline.estimator"; `train` says what a terminal shows.
     """
 
     def __init__(
@@ -50,21 +50,21 @@ class IPUPipelineEstimator(Estimator):
         params: Mapping[str, Any] | None = None,
         warm_start_from: str | os.PathLike[str] | None = None,
     ) -> None:
-        """Checks the arguments. It calls nothing, and makes no folder but a temporary `model_dir`.
+        """Checks the arguments. It calls no function, and creates no folder but a temporary `model_dir`.
 
         Args:
           model_fn: takes any of `mode`, `params` and `config`, returns an `IPUPipelineEstimatorSpec`.
             Variables that have the same names for all modes are shared by way of checkpoints.
-          model_dir: where checkpoints and scalars go; None for that of `config`, and if that is None too, a
-            temporary folder.
+          model_dir: where checkpoints and scalars go. None: the `model_dir` of `config`; if that is None
+            too, a temporary folder.
           config: a `RunConfig`; required.
-          params: for `model_fn` and the `input_fn`s.
+          params: parameters for `model_fn` and the `input_fn`s.
           warm_start_from: a checkpoint, or another estimator's `model_dir`, whose variables training begins
-            with if there is no checkpoint in `model_dir`. It has all that the model has; the rest of it
-            (optimizer state, steps, the data's position) is not taken.
+            with if there is no checkpoint in `model_dir`. It must have all variables of the model; the rest
+            of it (optimizer state, steps, the data's position) is not taken.
 
         Raises:
-          TypeError: `model_fn` is no function.
+          TypeError: `model_fn` is not a function.
           ValueError: an argument is not usable.
         """
         check_model_fn(model_fn)

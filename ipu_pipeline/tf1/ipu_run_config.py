@@ -1,4 +1,4 @@
-"""How an estimator runs: `IPURunConfig` for what concerns the IPUs, `RunConfig` for the rest."""
+"""The configuration of an estimator: `IPURunConfig` for the IPUs, `RunConfig` for the rest."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _SECONDS_BETWEEN_CHECKPOINTS = 600
 
 @dataclass(frozen=True)
 class IPURunConfig:
-    """What an estimator does on the IPUs.
+    """The part of an estimator's configuration about the IPUs.
 
     Attributes:
       iterations_per_loop: micro-batches that each replica takes in one `Session.run`, a multiple of the
-        pipeline's `gradient_accumulation_count`. `global_step` goes up by as many.
+        pipeline's `gradient_accumulation_count`. `global_step` goes up by this number.
       ipu_options: an `IPUConfig`, which the estimator configures; needed for more than one IPU. It selects
         `num_replicas` times `num_shards` IPUs.
       num_replicas: how many replicas of the pipeline train, evaluate and predict, each with micro-batches
-        of its own. Several of them train with an `optimizers.CrossReplicaOptimizer` only.
-      num_shards: how many IPUs a replica has for the pipeline's stages; less than twice as many as it uses.
+        of its own. Several replicas can train only with an `optimizers.CrossReplicaOptimizer`.
+      num_shards: how many IPUs a replica has for the pipeline's stages; less than twice the number it uses.
       ordinal: the n of `/device:IPU:<n>`.
-      prefetch_depth: of the infeed; None for its default.
+      prefetch_depth: the infeed's `prefetch_depth`; None for its default.
     """
 
     iterations_per_loop: int = 1
@@ -41,7 +41,7 @@ class IPURunConfig:
         """Checks the fields.
 
         Raises:
-          TypeError: `ipu_options` is no `IPUConfig`.
+          TypeError: `ipu_options` is not an `IPUConfig`.
           ValueError: a number is out of range, or differs from what `ipu_options` selects.
         """
         for name, least in (
@@ -78,21 +78,22 @@ class IPURunConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """What an estimator does besides. Where it counts micro-batches they are those of one replica.
+    """The rest of an estimator's configuration. Counts of micro-batches are per replica.
 
     Attributes:
       ipu_run_config: an `IPURunConfig`.
       model_dir: where checkpoints and scalars go.
-      tf_random_seed: of initial values and random keys; None is 0.
+      tf_random_seed: the seed of initial values and random keys; None is 0.
       save_checkpoints_steps: micro-batches between checkpoints, which are saved after the weight update
-        that reaches them. None, without the next one too: a checkpoint every ten minutes.
+        that reaches them. If this and `save_checkpoints_secs` are None, there is a checkpoint every ten
+        minutes.
       save_checkpoints_secs: seconds between checkpoints, instead.
-      keep_checkpoint_max: how many checkpoints stay; None or 0 for all.
-      log_step_count_steps: micro-batches between lines about the loss and the speed, which there are at the
-        first run and at the end too; None for none.
+      keep_checkpoint_max: how many checkpoints are kept; None or 0 for all.
+      log_step_count_steps: micro-batches between lines about the loss and the speed, which are also
+        logged at the first run and at the end; None for none.
       save_summary_steps: micro-batches between scalars that training writes (the loss, the speed, and the
-        means of what `ipu.metric` reported), which there are at the first run and at the end too; None for
-        none.
+        means of what `ipu.metric` reported), which are also written at the first run and at the end; None
+        for none.
     """
 
     ipu_run_config: IPURunConfig = field(default_factory=IPURunConfig)
@@ -109,7 +110,7 @@ class RunConfig:
         """Checks the fields.
 
         Raises:
-          TypeError: `ipu_run_config` is no `IPURunConfig`.
+          TypeError: `ipu_run_config` is not an `IPURunConfig`.
           ValueError: another field is not usable.
         """
         if not isinstance(self.ipu_run_config, IPURunConfig):
@@ -131,7 +132,7 @@ class RunConfig:
 
     @property
     def seconds_between_checkpoints(self) -> float | None:
-        """None where steps count."""
+        """The seconds between checkpoints; None if steps decide."""
         if self.save_checkpoints_steps is not None:
             return None
         return self.save_checkpoints_secs or _SECONDS_BETWEEN_CHECKPOINTS

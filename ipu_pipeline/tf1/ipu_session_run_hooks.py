@@ -1,4 +1,4 @@
-"""Hooks: what is called around the runs of an estimator, and one that logs values of its stages."""
+"""Hooks, which are called around the runs of an estimator; one logs values of its stages."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _logger = logging.getLogger("ipu_pipeline.estimator")
 
 @dataclass(frozen=True)
 class SessionRunArgs:
-    """What a hook asks of a run.
+    """The values that a hook asks of a run.
 
     Attributes:
       fetches: "loss", "global_step" (or `get_global_step()`), the full name of a variable, or lists,
@@ -48,10 +48,10 @@ class SessionRunArgs:
 
 @dataclass(frozen=True)
 class SessionRunValues:
-    """What a hook gets of a run.
+    """The values that a hook gets of a run.
 
     Attributes:
-      results: the values of what its `before_run` asked for, in the same structure; None if for nothing.
+      results: the values that its `before_run` asked for, in the same structure; None if it asked for none.
     """
 
     results: Any
@@ -76,12 +76,12 @@ class SessionRunContext:
         self.stop_requested = True
 
     def add_scalar(self, name: str, value: Any) -> None:
-        """Adds a scalar to those that training writes; the last value until then counts."""
+        """Adds a scalar to those that training writes; the last value before it writes counts."""
         self.scalars[name] = float(value)
 
 
 class SessionRunHook:
-    """What a hook can do; subclasses have some of it."""
+    """The base of hooks; subclasses override some of its methods."""
 
     def begin(self) -> None:
         """Called once, when the program is compiled and before there is a session."""
@@ -100,7 +100,7 @@ class SessionRunHook:
 
 
 class CheckpointSaverListener:
-    """What can be done around each save while an estimator trains; subclasses have some of it."""
+    """The base of listeners to an estimator's saves; subclasses override some of its methods."""
 
     def begin(self) -> None:
         """Called once, when the program is compiled and before there is a session."""
@@ -115,14 +115,14 @@ class CheckpointSaverListener:
         """Called once, after the last save; not after an error."""
 
 
-# What was logged, and who may; by `id`. None: all may. No dict: what is logged is not wanted again.
+# The logged values, and the hooks that may log, by `id`. None: all may. No dict: values are dropped.
 _Logs: TypeAlias = "tuple[dict[int, Any] | None, frozenset[int] | None]"
 _logs: contextvars.ContextVar[_Logs | None] = contextvars.ContextVar("logged values", default=None)
 
 
 @contextlib.contextmanager
 def collecting_logs(hooks: Sequence[SessionRunHook] | None) -> Iterator[dict[int, Any]]:
-    """While a stage is traced: a dict that gets what hooks log, by their `id`; None: any of them."""
+    """Collects, while a stage is traced, what these hooks log (None: all hooks), by their `id`."""
     found: dict[int, Any] = {}
     token = _logs.set((found, None if hooks is None else frozenset(map(id, hooks))))
     try:
@@ -133,7 +133,7 @@ def collecting_logs(hooks: Sequence[SessionRunHook] | None) -> Iterator[dict[int
 
 @contextlib.contextmanager
 def dropping_logs() -> Iterator[None]:
-    """While a function is traced once more: hooks log nothing."""
+    """Keeps hooks from logging while a function is traced once more."""
     token = _logs.set((None, None))
     try:
         yield
@@ -165,19 +165,20 @@ class IPULoggingTensorHook(SessionRunHook):
         formatter: Callable[[dict[str, Any]], str] | None = None,
         logging_mode: IPUOutfeedMode = IPUOutfeedMode.LAST,
     ) -> None:
-        """Says when to log.
+        """Sets when to log.
 
         Args:
-          every_n_iter: every so many runs, of `iterations_per_loop` micro-batches each.
-          every_n_secs: every so many seconds, after a run. Exactly one of the two, unless `at_end`.
-          at_end: at the end.
-          formatter: from a dict of names and values to the text; by default "name = value, ...".
-          logging_mode: LAST for the last micro-batch's values; ALL for those of all micro-batches since the
-            hook logged before, stacked on a new first axis.
+          every_n_iter: logs after each `every_n_iter` runs, of `iterations_per_loop` micro-batches each.
+          every_n_secs: logs every `every_n_secs` seconds, after a run. Give exactly one of the two, unless
+            `at_end`.
+          at_end: whether to log at the end.
+          formatter: turns a dict of names and values into the text; by default "name = value, ...".
+          logging_mode: LAST for the last micro-batch's values; ALL for the values of all micro-batches
+            since the hook logged last, stacked on a new first axis.
 
         Raises:
-          TypeError: `logging_mode` is none.
-          ValueError: it is not said when, or twice.
+          TypeError: `logging_mode` is not an `IPUOutfeedMode`.
+          ValueError: no argument says when to log, or both do.
         """
         if every_n_iter is not None and every_n_secs is not None:
             raise ValueError("Cannot provide both every_n_iter and every_n_secs")
@@ -202,7 +203,7 @@ class IPULoggingTensorHook(SessionRunHook):
         self._logged_at: float | None = None
 
     def log(self, tensors: Any) -> None:
-        """Says what is logged; called in a stage, once.
+        """Logs values; called in a stage, once.
 
         Args:
           tensors: a dict of names and arrays, an array, or a list or tuple of arrays, which are then named
@@ -211,7 +212,7 @@ class IPULoggingTensorHook(SessionRunHook):
         Raises:
           RuntimeError: it was called before, or not in a stage of an estimator's pipeline; or the hook is
             not among the specification's.
-          TypeError: there is something else than arrays.
+          TypeError: a value is not an array.
         """
         found, allowed = _logs.get() or ({}, frozenset())
         if found is None:
@@ -240,7 +241,7 @@ class IPULoggingTensorHook(SessionRunHook):
         found[id(self)] = {str(name): jnp.asarray(tensor) for name, tensor in tensors.items()}
 
     def forget_record(self) -> None:
-        """Called before the stages are traced anew."""
+        """Called before the stages are traced again."""
         self._is_recorded = False
 
     def receive(self, stacks: Mapping[str, np.ndarray[Any, Any]]) -> None:
@@ -281,7 +282,7 @@ class IPULoggingTensorHook(SessionRunHook):
             self._log_values(now)
 
     def end(self, session: Any) -> None:
-        """Logs once more if that was asked for."""
+        """Logs once more if `at_end` asks for it."""
         del session
         if self._at_end and self._parts:
             self._log_values(time.monotonic())
@@ -306,10 +307,10 @@ class IPULoggingTensorHook(SessionRunHook):
 
 
 def check_listeners(listeners: Any, what: str) -> tuple[CheckpointSaverListener, ...]:
-    """Listeners that were given, as a tuple.
+    """Checks listeners, and returns them as a tuple.
 
     Raises:
-      TypeError: one is no listener.
+      TypeError: one is not a listener.
     """
     found = () if listeners is None else tuple(listeners)
     for listener in found:
@@ -322,10 +323,10 @@ def check_listeners(listeners: Any, what: str) -> tuple[CheckpointSaverListener,
 
 
 def check_hooks(hooks: Any, what: str) -> tuple[SessionRunHook, ...]:
-    """Hooks that were given, as a tuple.
+    """Checks hooks, and returns them as a tuple.
 
     Raises:
-      TypeError: one is no hook.
+      TypeError: one is not a hook.
     """
     found = () if hooks is None else tuple(hooks)
     for hook in found:

@@ -37,26 +37,26 @@ def repeat(
     On one device the loop is one compiled program, which handles blocks of iterations. A body with
     `scopes.ipu_shard` runs one iteration at a time, shard after shard.
 
-    A body whose optimizer is a `CrossReplicaOptimizer` has as many replicas as there are times its IPUs in
-    what `IPUConfig` selects, and runs one iteration of each at a time. Each replica has elements of the
-    infeed, carried values and random numbers of its own; docs/replicas.md says what they share. What the
-    loop returns is then of each replica its own for what follows in the program, and `Session.run` gives
-    that of the first one.
+    A body whose optimizer is a `CrossReplicaOptimizer` has replicas: the number of IPUs that `IPUConfig`
+    selects, divided by the number that the body uses. One iteration of each runs at a time. Each replica
+    has elements of the infeed, carried values and random numbers of its own; docs/replicas.md says what
+    they share. The rest of the program then has each replica's own results of the loop, and `Session.run`
+    returns the first replica's.
 
     Args:
-      n: how many times, from 0: an integer, or a traced integer scalar.
+      n: the number of iterations, from 0: an integer, or a traced integer scalar.
       body: takes the inputs and then the infeed's element, returns the inputs of the next iteration, with
         the same structure, shapes and dtypes. Training steps (`minimize`) and `enqueue` operations may be
         returned anywhere among them, or not at all: what was recorded runs. It may read values from
         outside.
-      inputs: the inputs of the first iteration: arrays, or pytrees of them, in a list; one alone need not
-        be in a list.
-      infeed_queue: dequeued once an iteration, by each replica.
-      use_while_v1: has no effect, as both kinds of loop are one here; there for TensorFlow 1 code.
+      inputs: the inputs of the first iteration: arrays, or pytrees of them, in a list; a single input need
+        not be in a list.
+      infeed_queue: dequeued once per iteration, by each replica.
+      use_while_v1: has no effect, because both kinds of loop are one here; it exists for TensorFlow 1 code.
 
     Returns:
-      The inputs that the next iteration would get, in a list; a single one bare; an operation if there are
-      none.
+      The inputs that the next iteration would get, in a list; a single one without a list; an operation if
+      there are none.
 
     Raises:
       TypeError, ValueError: an argument is not usable, or the body does not return its inputs.
@@ -85,20 +85,21 @@ def while_loop(
 
     Args:
       condition: takes the inputs of an iteration, without the infeed's element, and returns a boolean
-        scalar; asked before each iteration. It may use no variables, random keys or values from outside.
-        With several replicas it must give the same in all of them.
-      body: as for `repeat`.
-      inputs: those of the first iteration, at least one, as for `repeat`.
-      infeed_queue: dequeued once an iteration. On one device, elements that its `prefetch_depth` has
+        scalar; called before each iteration. It may use no variables, random keys or values from outside.
+        With several replicas it must return the same in all of them.
+      body: same as for `repeat`.
+      inputs: the inputs of the first iteration, at least one, as for `repeat`.
+      infeed_queue: dequeued once per iteration. On one device, elements that its `prefetch_depth` has
         fetched ahead are handled together; those that the loop did not need come first in the next run.
-      maximum_iterations: how many iterations there are at most, as `n` of `repeat`; None: any number.
-      use_while_v1: as for `repeat`.
+      maximum_iterations: the largest number of iterations, in the form of `n` of `repeat`; None: any
+        number.
+      use_while_v1: same as for `repeat`.
 
     Returns:
       The inputs that the next iteration would get, as `repeat` does.
 
     Raises:
-      As `repeat`; and ValueError if the condition does not return a boolean scalar.
+      The errors of `repeat`; and ValueError if the condition does not return a boolean scalar.
     """
     del use_while_v1
     if not callable(condition):
@@ -118,11 +119,11 @@ def run_once(function: Callable[..., Any], *arguments: Any) -> Any:
       *arguments: traced values.
 
     Returns:
-      What it returns, without operations.
+      The function's result, without operations.
 
     Raises:
       InsideOfBodyError: the function calls a pipeline or a loop.
-      Others: as for a body of `repeat`.
+      Others: the errors of a body of `repeat`.
     """
     place = f"the compiled function {name_of(function)}"
     trees: list[Any] = []
@@ -220,7 +221,7 @@ def _new_inputs(returned: Any, tree: Any, place: str) -> list[Any]:
     """The leaves of what a body returned, without operations.
 
     Raises:
-      ValueError: the rest has not the structure of the inputs.
+      ValueError: the rest does not have the structure of the inputs.
     """
     values = list(returned) if isinstance(returned, (tuple, list)) else [returned]
     kept = [value for value in map(_without_operations, values) if value is not _REMOVED]

@@ -1,9 +1,9 @@
 """Metrics of evaluation over a whole data set, in place of TensorFlow 1's `tf.metrics`.
 
-Each function returns a pair (value, update), as there. The value is that of the arrays that were given. The
-update holds sums, from which an estimator computes the value over everything that it evaluates: over all
-micro-batches, runs and replicas, weighted as one large batch would be. Formulas, defaults and the
-thresholds of `auc` are those of the documentation of `tf.metrics` in TensorFlow 1.15.
+Each function returns a pair (value, update), as in TensorFlow. The value is the metric of the given arrays.
+The update holds sums, from which an estimator computes the value over everything that it evaluates: over
+all micro-batches, runs and replicas, weighted as one large batch would be. Formulas, defaults and the
+thresholds of `auc` are from the documentation of `tf.metrics` in TensorFlow 1.15.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from ipu_pipeline.ground import jax_compat
 
 __all__ = ["Metric", "Update", "accuracy", "auc", "mean", "precision", "recall"]
 
-Array = Any  # of NumPy, in float64; or of JAX, where a function is traced, in float32
-_EPSILON = 1e-6  # of TensorFlow's auc: no rate is 0 / 0
+Array = Any  # NumPy's, in float64; or JAX's, where a function is traced, in float32
+_EPSILON = 1e-6  # as in TensorFlow's auc, so that no rate is 0 / 0
 
 
 @dataclass(frozen=True, eq=False)
 class Update:
-    """Sums of a metric, to be added to those of other data.
+    """Sums of a metric, to be added to the sums of other data.
 
     Attributes:
       kind: which metric, with its settings; only sums of one kind are added.
-      sums: by name.
-      finish: makes the metric's value of them.
+      sums: the sums by name.
+      finish: computes the metric's value from them.
     """
 
     kind: str
@@ -40,7 +40,7 @@ class Update:
     finish: Callable[[Mapping[str, Array]], Array]
 
     def __add__(self, other: Update) -> Update:
-        """The sums over the data of both.
+        """Returns the sums over the data of both.
 
         Raises:
           ValueError: they are of different metrics.
@@ -57,12 +57,12 @@ class Update:
         )
 
     def result(self) -> Array:
-        """The metric over all data whose sums it has."""
+        """Returns the metric over all data whose sums it has."""
         return self.finish(self.sums)
 
 
 class Metric(NamedTuple):
-    """A metric of some data: its value, and what adds it up with others."""
+    """A metric of some data: its value, and the update that is added to others."""
 
     value: Array
     update: Update
@@ -81,7 +81,7 @@ def mean(
       values: numbers, of any shape.
       weights: None for 1; of the shape of `values`, or one that is broadcast to it.
       metrics_collections: only None, there for TensorFlow 1 code.
-      updates_collections: likewise.
+      updates_collections: only None, there for TensorFlow 1 code.
       name: of no meaning here.
 
     Returns:
@@ -106,7 +106,7 @@ def accuracy(
     updates_collections: None = None,
     name: str | None = None,
 ) -> Metric:
-    """How often predictions equal labels.
+    """The share of predictions that equal their labels.
 
     Args:
       labels: the right classes.
@@ -141,11 +141,11 @@ def precision(
     updates_collections: None = None,
     name: str | None = None,
 ) -> Metric:
-    """Which share of what was predicted positive is positive.
+    """The share of positive examples among those that were predicted positive.
 
     Args:
       labels: true or false; of numbers, all but 0 are true.
-      predictions: likewise, of the same shape.
+      predictions: the same, of the same shape.
       weights: see `mean`, as are the other arguments.
       metrics_collections: only None.
       updates_collections: only None.
@@ -171,7 +171,7 @@ def recall(
     updates_collections: None = None,
     name: str | None = None,
 ) -> Metric:
-    """Which share of what is positive was predicted positive; arguments as for `precision`.
+    """The share of positive examples that were predicted positive; same arguments as `precision`.
 
     Returns:
       The pair (value, update). The value is 0 where nothing is positive.
@@ -202,9 +202,9 @@ def auc(
       labels: true or false; of numbers, all but 0 are true.
       predictions: probabilities, from 0 to 1, of the same shape.
       weights: see `mean`.
-      num_thresholds: how many; more of them come closer to the exact area.
+      num_thresholds: the number of thresholds; more of them come closer to the exact area.
       metrics_collections: only None, there for TensorFlow 1 code.
-      updates_collections: likewise.
+      updates_collections: only None, there for TensorFlow 1 code.
       curve: "ROC" or "PR".
       name: of no meaning here.
       summation_method: "trapezoidal", "minoring" or "majoring".
@@ -229,7 +229,7 @@ def auc(
     inner = np.arange(1, num_thresholds - 1, dtype=np.float32) / np.float32(num_thresholds - 1)
     edge = np.float32(1e-7)
     thresholds = np.concatenate([[-edge], inner, [1 + edge]]).astype(np.float32)
-    # How many thresholds each prediction is above: it counts as positive for so many.
+    # The number of thresholds that each prediction is above: it counts as positive for these.
     numbers = xp.searchsorted(xp.asarray(thresholds), predictions, side="left")
     if xp is np and predictions.size and not (predictions.min() >= 0 and predictions.max() <= 1):
         raise ValueError(
@@ -287,7 +287,7 @@ def _total_by_count(sums: Mapping[str, Array]) -> Array:
 def _count_positives(
     what: str, labels: Array, predictions: Array, weights: Array
 ) -> tuple[Array, Array, Array]:
-    """How many are positive and predicted so, how many are predicted so, and how many are."""
+    """The numbers of examples that are positive and predicted so, that are predicted so, and that are."""
     xp, (labels, predictions) = _as_arrays(labels, predictions, weights, number=2)
     labels, predictions = _check_alike(what, labels, predictions)
     is_true, is_predicted = (value.astype(bool).astype(_float(xp)) for value in (labels, predictions))
@@ -298,7 +298,7 @@ def _count_positives(
 
 
 def _as_arrays(*values: Array, number: int = 1) -> tuple[Any, list[Array]]:
-    """NumPy or jax.numpy, whichever the values need, and so many of them as its arrays."""
+    """NumPy or jax.numpy, whichever the values need, and the values as its arrays."""
     xp: Any = jnp if any(jax_compat.is_traced(value) for value in values) else np
     return xp, [xp.asarray(value) for value in values[:number]]
 
@@ -334,7 +334,7 @@ def _check_alike(what: str, labels: Array, predictions: Array) -> tuple[Array, A
     if labels.shape != predictions.shape:
         raise ValueError(
             f"metrics.{what}: labels and predictions must have the same shape; got {labels.shape} and "
-            f"{predictions.shape}. Of logits, take the argmax first."
+            f"{predictions.shape}. For logits, take the argmax first."
         )
     return labels, predictions
 

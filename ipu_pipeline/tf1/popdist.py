@@ -1,8 +1,7 @@
-"""How many processes and replicas there are, by the names of Graphcore's `popdist`.
+"""The numbers of processes and replicas, by the names of Graphcore's `popdist`.
 
-An instance is a process that runs the program together with others (`ipu.distributed`).
-Replicas are those of the pipeline that was compiled last, of those with a cross-replica optimizer or of an
-estimator, on the IPUs that are configured.
+An instance is a process that runs the program together with others (`ipu.distributed`). Replicas belong to
+the last compiled pipeline that has a cross-replica optimizer or is an estimator's, on the configured IPUs.
 """
 
 from __future__ import annotations
@@ -28,24 +27,24 @@ __all__ = [
 ]
 
 
-def isPopdistEnvSet() -> bool:  # noqa: N802  # Graphcore's name, as those below
+def isPopdistEnvSet() -> bool:  # noqa: N802  # Graphcore's name, as are the ones below
     """Whether this process runs the program together with others; see `ipu.distributed`."""
     join_by_environment()
     return bool(jax.distributed.is_initialized())
 
 
 def getNumInstances() -> int:  # noqa: N802
-    """How many processes there are."""
+    """The number of processes."""
     return _process_numbers()[1]
 
 
 def getInstanceIndex() -> int:  # noqa: N802
-    """Which of the processes this is, from 0."""
+    """The number of this process, from 0."""
     return _process_numbers()[0]
 
 
 def getNumIpusPerReplica() -> int:  # noqa: N802
-    """How many IPUs a replica has.
+    """The number of IPUs of a replica.
 
     Raises:
       RuntimeError: no such pipeline is compiled.
@@ -54,29 +53,29 @@ def getNumIpusPerReplica() -> int:  # noqa: N802
 
 
 def checkNumIpusPerReplica(numIpusPerReplica: int) -> bool:  # noqa: N802, N803
-    """Whether a replica has so many IPUs.
+    """Whether a replica has this number of IPUs.
 
     Args:
-      numIpusPerReplica: how many.
+      numIpusPerReplica: the number.
 
     Raises:
-      RuntimeError: as `getNumIpusPerReplica`.
+      RuntimeError: same as for `getNumIpusPerReplica`.
     """
     return getNumIpusPerReplica() == numIpusPerReplica
 
 
 def getNumTotalReplicas() -> int:  # noqa: N802
-    """How many replicas there are in all processes.
+    """The number of replicas in all processes.
 
     Raises:
-      RuntimeError: as `getNumIpusPerReplica`, or no IPUs are configured.
-      ValueError: their number is not a multiple of those of a replica.
+      RuntimeError: same as for `getNumIpusPerReplica`; or no IPUs are configured.
+      ValueError: the number of IPUs is not a multiple of a replica's.
     """
     return _find_call().replication.count()
 
 
 def getNumLocalReplicas() -> int:  # noqa: N802
-    """How many replicas have IPUs of this process.
+    """The number of replicas that have IPUs of this process.
 
     Raises:
       RuntimeError, ValueError: as `getNumTotalReplicas`.
@@ -94,7 +93,7 @@ def getReplicaIndexOffset() -> int:  # noqa: N802
 
 
 def _process_numbers() -> tuple[int, int]:
-    """Which process this is, and how many there are."""
+    """The number of this process, and the number of processes."""
     if not isPopdistEnvSet():
         return 0, 1
     others = processes.current()
@@ -102,13 +101,12 @@ def _process_numbers() -> tuple[int, int]:
 
 
 def _find_call() -> Call:
-    """The pipeline or loop that may have replicas and was compiled last."""
+    """The last compiled pipeline or loop that may have replicas."""
     calls = [call for program in compiled_programs() for call in program.calls if call.replication.is_said]
     if not calls:
         raise RuntimeError(
-            "popdist: the number of replicas is known by the pipelines and loops that are compiled and "
-            "have a cross-replica optimizer, or are an estimator's; there is none. Compile the program "
-            "before."
+            "popdist: the number of replicas comes from compiled pipelines and loops that have a "
+            "cross-replica optimizer, or are an estimator's; there is none. Compile the program first."
         )
     return calls[-1]
 
@@ -120,7 +118,7 @@ def _local_replicas() -> list[int]:
     if not devices:
         raise RuntimeError(
             "popdist: which replicas are in this process is known once IPUs are selected: call "
-            "IPUConfig.configure_ipu_system() before."
+            "IPUConfig.configure_ipu_system() first."
         )
     chosen = replication.choose_devices(devices, number)
     index, size = getInstanceIndex(), replication.num_ipus

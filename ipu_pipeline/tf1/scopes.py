@@ -1,4 +1,4 @@
-"""Where operations go: `ipu_scope` and `ipu_shard`."""
+"""The placement of operations: `ipu_scope` and `ipu_shard`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def ipu_scope(device: str) -> Iterator[None]:
 
 
 def current_ipu_device() -> int | None:
-    """The number in the innermost `ipu_scope`'s device; None outside of all."""
+    """The device number of the innermost `ipu_scope`; None outside of all scopes."""
     return _device.get()
 
 

@@ -46,14 +46,14 @@ def export_single_step(
 ) -> LoadedProgram:
     """Exports a function that predicts, as a program for one IPU.
 
-    Arguments are those of `export_pipeline`, with `predict_step` as the only stage.
+    Takes the same arguments as `export_pipeline`, with `predict_step` as the only stage.
 
     Returns:
       The exported program, loaded.
 
     Raises:
       TypeError, ValueError: an argument is not usable.
-      Others: of `export_pipeline`.
+      Others: the errors of `export_pipeline`.
     """
     if not callable(predict_step):
         raise TypeError(f"export_single_step: predict_step must be a function; got {predict_step!r}.")
@@ -94,8 +94,8 @@ def export_pipeline(
     """Exports stages as a pipeline that predicts, with the values of its variables.
 
     Args:
-      computational_stages: as for `pipelining_ops.pipeline`, as are `inputs`, `device_mapping`,
-        `pipeline_schedule` and `name`. Placeholders among `inputs` are given to the loaded program in
+      computational_stages: same as for `pipelining_ops.pipeline`, as are `inputs`, `device_mapping`,
+        `pipeline_schedule` and `name`. The loaded program takes values of placeholders among `inputs` in
         `feed`, by their names.
       export_dir: the folder to write; it must not exist, or be empty.
       iterations: micro-batches that the pipeline takes in an execution. The loaded program takes any
@@ -105,29 +105,29 @@ def export_pipeline(
       pipeline_schedule: see there.
       poplar_options: `PipelineStageOptions` for each stage.
       name: see there.
-      predict_step_signature: what the first stage takes for a micro-batch, besides `inputs`: a list of
-        `jax.ShapeDtypeStruct`s, placeholders or arrays.
-      input_dataset: a data set whose first element says it instead.
-      variable_initializer: takes a `Session` and gives its variables their values: it restores a
+      predict_step_signature: the arguments of the first stage for a micro-batch, besides `inputs`: a list
+        of `jax.ShapeDtypeStruct`s, placeholders or arrays.
+      input_dataset: a data set whose first element is an example of them instead.
+      variable_initializer: takes a `Session` and sets the values of its variables: it restores a
         checkpoint, or calls `session.load`.
       output_names: names for what the last stage returns, in order: then the program gives a dict.
       preprocessing_step: a function of arrays before the first stage, on the same IPU. The program takes
         its arguments, and the first stage what it returns.
-      preprocessing_step_signature: what it takes, described like `predict_step_signature`, which is then
-        compared with what it returns; or `input_dataset` says it.
-      purge_export_dir: whether what is in `export_dir` is removed, when everything else is ready.
-      checkpoint_restore_dir: a checkpoint, or a folder of which the newest is taken, with the values of
-        the variables.
+      preprocessing_step_signature: its arguments, described like `predict_step_signature`, which is then
+        compared with what it returns; or `input_dataset` has an example of them.
+      purge_export_dir: whether the contents of `export_dir` are removed when everything else is ready.
+      checkpoint_restore_dir: a checkpoint with the values of the variables, or a folder whose newest one
+        is taken.
 
     Returns:
-      The exported program, as `ipu.load_program` gives it. It can be called with arrays, whose rows may be
-      any multiple of those of a micro-batch.
+      The exported program, as `ipu.load_program` returns it. It can be called with arrays whose number of
+      rows is any multiple of a micro-batch's.
 
     Raises:
       CheckpointError: the checkpoint cannot be read, or is of another model.
       OSError: nothing can be written.
       TypeError, ValueError: an argument is not usable, or `export_dir` is not empty.
-      Others: of `pipelining_ops.pipeline`.
+      Others: the errors of `pipelining_ops.pipeline`.
     """
     return _export(
         "export_pipeline",
@@ -227,7 +227,7 @@ def _export(
 
 
 def _choose(what: str, name: str, signature: Any, dataset: Any) -> tuple[Any, ...] | dict[str, Any]:
-    """An example of what is taken for a micro-batch, by one of two arguments."""
+    """An example of the arguments for a micro-batch, from one of two arguments."""
     if (signature is None) is (dataset is None):
         how = "Neither is" if signature is None else "Both are"
         raise ValueError(
@@ -267,7 +267,7 @@ def _call_with(function: Callable[..., Any], element: Any) -> Any:
 
 
 def _check_preprocessing(what: str, step: Any, example: Any, wanted: Any) -> None:
-    """Compares what a preprocessing step returns with what the first stage is said to take."""
+    """Compares the results of a preprocessing step with the signature of the first stage."""
     if wanted is None:
         return
     if not isinstance(wanted, (list, tuple)):
@@ -289,7 +289,7 @@ def _check_preprocessing(what: str, step: Any, example: Any, wanted: Any) -> Non
 
 
 def _precede(first: Any, step: Callable[..., Any], num_inputs: int) -> Any:
-    """The first stage, or its parallel ones, after a preprocessing step."""
+    """Puts a preprocessing step before the first stage, or before its parallel ones."""
     if isinstance(first, (list, tuple)):
         return [_precede(one, step, num_inputs) for one in first]
 
@@ -305,10 +305,10 @@ def _precede(first: Any, step: Callable[..., Any], num_inputs: int) -> Any:
 
 
 def _name_outputs(what: str, last: Any, names: Sequence[str]) -> Any:
-    """The last stage, which returns a dict."""
+    """Makes the last stage return a dict."""
     if isinstance(last, (list, tuple)):
         raise ValueError(
-            f"{what}: output_names does not go with a last stage that is a list of parallel stages."
+            f"{what}: output_names cannot be used if the last stage is a list of parallel stages."
         )
 
     @functools.wraps(last)
@@ -330,7 +330,7 @@ def _name_outputs(what: str, last: Any, names: Sequence[str]) -> Any:
 def _give_values(
     what: str, session: Session, program: Program, initializer: Any, checkpoint_restore_dir: Any
 ) -> None:
-    """Gives a session the values of the variables that are exported."""
+    """Sets the exported variables of a session."""
     if initializer is not None:
         initializer(session)
     elif checkpoint_restore_dir is not None:

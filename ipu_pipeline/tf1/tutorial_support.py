@@ -1,4 +1,4 @@
-"""What the tutorial's programs share: arguments, data, the training loop and the evaluation."""
+"""The shared parts of the tutorial's programs: arguments, data, the training loop and the evaluation."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ __all__ = [
 _PRINT_EVERY = 10  # steps
 _INTERRUPTED = 130  # the exit code of programs that Ctrl-C ends: 128 and the signal's number
 _ERRNO = re.compile(r"^\[Errno \d+\] ")
-_FLAGS = {  # for what messages about the number of IPUs advise
+_FLAGS = {  # of this program, for the advice of messages about the number of IPUs
     "IPUConfig.auto_round_num_ipus = True": "--auto-round-num-ipus",
     "IPUConfig.ipu_model = True": "--ipu-model",
 }
@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser, repeat_count: int) -> None:
     """Adds the arguments that all programs have.
 
     Args:
-      parser: to add them to.
+      parser: the parser.
       repeat_count: the default of `--repeat-count`.
     """
     parser.add_argument("--batch-size", type=positive_int, default=32, help="Examples per micro-batch.")
@@ -173,19 +173,19 @@ def schedule_of(arguments: argparse.Namespace) -> pipelining_ops.PipelineSchedul
 
 
 def exit_on_error(main: Callable[[], None]) -> None:
-    """Runs a program, and ends it without a traceback where its user knows better than its author.
+    """Runs a program, and ends it without a traceback if the user, not the author, can mend the error.
 
-    An error in what it was given, a file that cannot be written or a loss that is not finite is printed
-    on the standard error, and the exit code is 1. Ctrl-C prints one line, and the exit code is 130.
+    An error in its arguments, a file that cannot be written or a loss that is not finite is printed on the
+    standard error, and the exit code is 1. Ctrl-C prints one line, and the exit code is 130.
     """
     try:
         main()
     except KeyboardInterrupt as interrupt:
-        # Programs that XLA compiles are waited for; a second Ctrl-C does not wait, and needs no words.
+        # Python waits for XLA's running compilations; a second Ctrl-C does not wait, and needs no message.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         print(" ".join(["Interrupted", *map(str, interrupt.args)]) + ".", file=sys.stderr)
         sys.exit(_INTERRUPTED)
-    except BrokenPipeError:  # whoever read the output has ended
+    except BrokenPipeError:  # the program that read the output has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would try again
         sys.exit(1)
     except (ValueError, OSError, FloatingPointError) as error:
@@ -196,12 +196,12 @@ def exit_on_error(main: Callable[[], None]) -> None:
 
 
 def count_steps(arguments: argparse.Namespace, examples_per_step: int, num_examples: int) -> int:
-    """How long to train, also printed.
+    """Computes how long to train, and prints it.
 
     Args:
-      arguments: the program's.
+      arguments: the program's arguments.
       examples_per_step: how many examples a step trains on.
-      num_examples: of the training data, an epoch.
+      num_examples: the number of training examples, which are an epoch.
 
     Returns:
       The number of steps.
@@ -226,9 +226,9 @@ def train(
 
     Args:
       run_step: trains for one step, returns its losses.
-      steps: how many steps.
-      examples_per_step: in each.
-      num_examples: of the training data, an epoch.
+      steps: the number of steps.
+      examples_per_step: the number of examples in each.
+      num_examples: the number of training examples, which are an epoch.
 
     Raises:
       FloatingPointError: a loss is not finite.
@@ -255,11 +255,11 @@ def print_step(step: int, steps: int, examples_per_step: int, num_examples: int,
     """Prints the mean loss of every tenth step and of the last one.
 
     Args:
-      step: which, from 0.
-      steps: how many there are.
-      examples_per_step: in each.
-      num_examples: of the training data, an epoch.
-      losses: of the step.
+      step: the number of the step, from 0.
+      steps: the number of steps.
+      examples_per_step: the number of examples in each.
+      num_examples: the number of training examples, which are an epoch.
+      losses: the losses of the step.
 
     Raises:
       FloatingPointError: one is not finite, whatever step it is.
@@ -274,14 +274,14 @@ def print_step(step: int, steps: int, examples_per_step: int, num_examples: int,
 
 
 def check_loss(when: str, losses: Any) -> None:
-    """Ends training whose losses are no numbers any more.
+    """Ends training if its losses are no longer finite.
 
     Args:
-      when: they are of, for the message.
-      losses: an array, or one.
+      when: when the losses were computed, for the message.
+      losses: an array of losses, or one loss.
 
     Raises:
-      FloatingPointError: one is infinite or no number.
+      FloatingPointError: one is infinite or not a number.
     """
     values = np.ravel(np.asarray(losses))
     wrong = values[~np.isfinite(values)]
@@ -299,10 +299,10 @@ def print_speed(num_examples: int, seconds: float) -> None:
 def make_evaluation_feeds(
     data: datasets.ImageData, batch_size: int
 ) -> tuple[int, IPUInfeedQueue, IPUOutfeedQueue]:
-    """The queues of a pipeline that evaluates: in go images, labels and a mask, out comes a count.
+    """The queues of a pipeline that evaluates: it takes images, labels and a mask, and returns a count.
 
     Args:
-      data: its held-out images.
+      data: the data; its held-out images are used.
       batch_size: examples per micro-batch.
 
     Returns:
@@ -326,10 +326,10 @@ def evaluate(
       program: runs all micro-batches in one `run`.
       infeed_queue: its infeed, not yet initialized.
       outfeed_queue: its outfeed.
-      num_examples: how many images there are.
+      num_examples: the number of images.
 
     Returns:
-      The accuracy; not a number, and nothing is run, with synthetic data, as these bring nothing back.
+      The accuracy. With synthetic data, which bring nothing back, nothing is run and it is not a number.
     """
     if uses_synthetic_data():
         print("Test accuracy: none, as synthetic data bring nothing back")

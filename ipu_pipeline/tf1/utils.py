@@ -1,6 +1,6 @@
-"""Small things that scripts for IPUs expect under `ipu.utils`.
+"""Small functions that scripts for IPUs expect under `ipu.utils`.
 
-Names of Graphcore's that have nothing to do here are there, too: they warn, once, and say why.
+Graphcore's functions that have nothing to do here also exist: they warn, once, and say why.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ __all__ = [
     "set_recomputation_options",
 ]
 
-# What it did, and why there is nothing to do. Those that took options as their first argument return them.
+# What each did, and why it does nothing here. Functions whose first argument was options return them.
 _ON_HOST = (
     "initial values are computed where a program first needs them, and no variable lives on IPUs before"
 )
@@ -115,10 +115,10 @@ def _without_effect(name: str) -> Callable[..., Any]:
 
 
 def create_ipu_config(**options: Any) -> IPUConfig:
-    """An `IPUConfig`, which scripts before SDK 2.1 made by this function.
+    """Makes an `IPUConfig`, as scripts before SDK 2.1 did.
 
     Args:
-      **options: `selection_order`; what else there was, was for Poplar's profiles, and warns.
+      **options: `selection_order`. Other options were for Poplar's profiles, and warn.
     """
     made = IPUConfig()
     if (order := options.pop("selection_order", None)) is not None:
@@ -149,7 +149,7 @@ def set_recomputation_options(opts: IPUConfig, allow_recompute: bool = True, **o
     Args:
       opts: the configuration.
       allow_recompute: the value.
-      **options: what else there was: it warns.
+      **options: other options, which warn.
     """
     opts.allow_recompute = allow_recompute
     for name in options:
@@ -158,14 +158,14 @@ def set_recomputation_options(opts: IPUConfig, allow_recompute: bool = True, **o
 
 
 def get_num_of_ipus_in_device(ipu_device: str, device: str = "cpu") -> int:
-    """How many IPUs a device such as "/device:IPU:0" has; 0 if none were selected.
+    """The number of IPUs of a device such as "/device:IPU:0"; 0 if none were selected.
 
     Args:
       ipu_device: the device's name.
-      device: the host's.
+      device: the host's name.
 
     Raises:
-      ValueError: the name is not that of an IPU device.
+      ValueError: the name does not belong to an IPU device.
     """
     del device
     start, _separator, number = ipu_device.rpartition(":")
@@ -175,10 +175,10 @@ def get_num_of_ipus_in_device(ipu_device: str, device: str = "cpu") -> int:
 
 
 class Seeded(Protocol):
-    """What `reset_ipu_seed` reaches: a session."""
+    """A session, for `reset_ipu_seed`."""
 
     def reset_seed(self, seed: int) -> None:
-        """Has random numbers depend on another seed from now on."""
+        """Makes random numbers depend on another seed from now on."""
 
 
 _seed = 0
@@ -201,12 +201,12 @@ def reset_ipu_seed(
     Args:
       seed: an integer of 64 bits.
       device: an IPU device; all have the same seed.
-      cpu_device: the host's.
-      experimental_identical_replicas: whether the replicas of a program draw the same numbers, those that
-        one alone would, from now on until this is called again.
+      cpu_device: the host's name.
+      experimental_identical_replicas: whether the replicas of a program draw the same numbers, the ones
+        that a single replica would, from now on until this is called again.
 
     Raises:
-      TypeError, ValueError: the seed is none.
+      TypeError, ValueError: the seed is not usable.
     """
     global _seed, _has_identical_replicas
     del device, cpu_device
@@ -223,14 +223,14 @@ def reset_ipu_seed(
 
 
 def check_seed(seed: Any, what: str) -> None:
-    """Raises if something is no seed.
+    """Raises if a value is not a seed.
 
     Args:
       seed: the value.
-      what: what the error calls the function that was given it.
+      what: the name of the function for the error.
 
     Raises:
-      TypeError: it is no integer.
+      TypeError: it is not an integer.
       ValueError: it does not fit 64 bits.
     """
     if isinstance(seed, bool) or not hasattr(type(seed), "__index__"):
@@ -240,7 +240,7 @@ def check_seed(seed: Any, what: str) -> None:
 
 
 def current_seed() -> int:
-    """The seed of a session that is made without one."""
+    """The seed of sessions that are made without one."""
     return _seed
 
 
@@ -250,7 +250,7 @@ def replicas_are_identical() -> bool:
 
 
 def reach(session: Seeded) -> None:
-    """Has `reset_ipu_seed` reach a session."""
+    """Registers a session with `reset_ipu_seed`."""
     with _seeding:
         _seeded.add(session)
 

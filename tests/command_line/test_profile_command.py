@@ -117,7 +117,7 @@ def test_a_users_program(tmp_path):
     os.replace(directory / "trace.json", tmp_path / "kept.json")
     (directory / "trace.json").symlink_to(tmp_path / "kept.json")
     done = run(SCRIPT, program, cwd=tmp_path)
-    assert (done.returncode, "'trace.json' that is no report" in done.stderr) == (2, True)
+    assert (done.returncode, "'trace.json' that its manifest.json" in done.stderr) == (2, True)
     assert "Removed" in done.stdout
     (directory / "trace.json").unlink()
     done = run(SCRIPT, "--synthetic", program, "--steps=2", cwd=tmp_path)

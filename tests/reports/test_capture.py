@@ -423,7 +423,7 @@ def test_threads_are_traced_together(tmp_path):
 
 def test_somebody_elses_file_is_left_alone(tmp_path):
     (tmp_path / "profile.json").write_text("mine")
-    with pytest.raises(ValueError, match="has a file 'profile.json' that is no report"):  # noqa: SIM117
+    with pytest.raises(ValueError, match="has a file 'profile.json' that its manifest.json does not list"):  # noqa: SIM117
         with ipu.reports.capture(tmp_path):
             pass
     assert (tmp_path / "profile.json").read_text() == "mine"

@@ -197,7 +197,7 @@ def test_a_split_is_advised_where_a_stage_holds_the_others_back():
     assert after.forward[1] == pytest.approx(0.75 * before.forward[1])
     assert after.forward[0] == pytest.approx(before.forward[0] + 0.25 * before.forward[1])
     assert one.predictions.even.step_time < one.predictions.variants[0].step_time
-    assert "What a layer takes is estimated" in one.predictions.notes[-1]
+    assert "The time of a layer is estimated" in one.predictions.notes[-1]
 
 
 def test_without_layers_a_share_of_the_time_moves():
@@ -683,7 +683,7 @@ def test_report_writes_neither_over_strange_files_nor_through_links(tmp_path, ca
     mine.write_text("mine")
     os.symlink(mine, directory / "report.html")
     assert main.main(["report", str(directory)]) == 2
-    assert "'report.html' that is no report" in capsys.readouterr().err
+    assert "'report.html' that its manifest.json does not list" in capsys.readouterr().err
     (directory / "report.html").unlink()
     assert main.main(["report", str(directory)]) == 0
     (directory / "report.html").unlink()

@@ -426,7 +426,7 @@ def test_another_number_of_replicas_in_the_same_session():
     with session:
         session.run(model.program)
         select(2)
-        with pytest.raises(ValueError, match=r"elements of 2 replica\(s\) .* has 1. Dequeue before"):
+        with pytest.raises(ValueError, match=r"elements of 2 replica\(s\) .* has 1. Dequeue them first"):
             session.run(model.program)
         losses = session.run(model.outfeed.dequeue())
         first, wanted = loop(plain_loss, variables, elements[: 2 * COUNT], 2, optax.sgd(0.1))
@@ -892,7 +892,7 @@ def test_popdist():
     assert not popdist.isPopdistEnvSet()
     assert (popdist.getNumInstances(), popdist.getInstanceIndex()) == (1, 0)
     plain = Model(models.elements_of(1), 2, optax.sgd(0.1), name="plain")
-    with pytest.raises(RuntimeError, match="there is none. Compile the program before"):
+    with pytest.raises(RuntimeError, match="there is none. Compile the program first"):
         popdist.getNumTotalReplicas()
     model = Model(models.elements_of(1), 2)
     assert popdist.getNumIpusPerReplica() == 2

@@ -24,14 +24,14 @@ _PER_MICROSECOND = 1000
 
 
 def pack(events: Iterable[Event]) -> Columns:
-    """Events as columns.
+    """Packs events as columns.
 
     Args:
       events: in any order.
 
     Returns:
-      What JSON can hold: "count", and columns with an entry for each event, by begin: "kind" (a place in
-      "kinds"), "begin" and "length" (in nanoseconds, the begin from that of the entry before), "ipu",
+      A value for JSON: "count", and columns with an entry for each event, by begin: "kind" (a place in
+      "kinds"), "begin" and "length" (in nanoseconds, the begin from the last entry's), "ipu",
       "pipeline", "stage", "batch" (the micro-batch), "step", "source" (all of them -1 for None; the host of
       process n is IPU -1 - n), "bytes",
       "flags" (1: shared, 2: bounded) and "name" (a place in "names").
@@ -68,7 +68,7 @@ def _number(value: int | None) -> int:
 
 
 def pack_column(values: Sequence[int]) -> int | str:
-    """Integers as text, or as the one that all of them are."""
+    """Integers as text, or as one integer if all are equal."""
     if values and all(value == values[0] for value in values):
         return values[0]
     written = bytearray()

@@ -1,4 +1,4 @@
-"""Text that users gave, such as names of stages, inside HTML and scripts."""
+"""Escapes text from users, such as names of stages, for HTML and scripts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def as_html(value: object) -> str:
 
 
 def as_script(value: Any) -> str:
-    """A value as JSON that may stand in a script element.
+    """A value as JSON that can be put in a script element.
 
     Raises:
       ValueError: it has a number that JSON lacks.

@@ -1,4 +1,4 @@
-"""What the page says of a pipeline in figures and words, as HTML."""
+"""The figures and words about a pipeline on the page, as HTML."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def summarise(one: Study) -> str:
 
 
 def make_tables(profile: Profile, one: Study) -> str:
-    """Stages, IPUs, and what was simulated."""
+    """The tables of stages, IPUs and simulations."""
     predicted = one.predictions
     tables = "<h2>Stages and IPUs</h2>\n" + table_of_stages(one.facts, one.analysis)
     tables += table_of_ipus(profile, one.facts, one.analysis)
@@ -63,7 +63,7 @@ def _title(one: Study) -> str:
 
 
 def _cards(one: Study) -> list[tuple[str, str, list[str]]]:
-    """What is asked first: title, figure, and lines below."""
+    """The most important figures: title, figure, and lines below."""
     facts, analysis, predicted = one.facts, one.analysis, one.predictions
     balanced = analysis.balanced_utilisation
     used = [] if balanced is None else [f"{describe_share(balanced)} if all stages took equally long"]

@@ -1,4 +1,4 @@
-"""What IPUs hold over time, as columns that `page.js` draws."""
+"""The memory of IPUs over time, as columns that `page.js` draws."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ __all__ = ["pack_measured", "pack_memory", "pack_simulated"]
 
 
 def pack_memory(ipu: int, times: Any, parts: dict[str, Any]) -> dict[str, Any]:
-    """What an IPU holds.
+    """Packs the memory of an IPU.
 
     Args:
       ipu: its number.
-      times: in microseconds, ascending.
-      parts: name -> bytes from each time on, or one number for all the time. Those that are 0 are left out.
+      times: times in microseconds, ascending.
+      parts: name -> bytes from each time on, or one number for all the time. Parts that are 0 are left out.
 
     Returns:
-      What JSON can hold: "ipu", "count" of times, "times" (in nanoseconds, each from the one before) and
-      "parts" with "name" and "values"; columns are as of `pack_column`.
+      A value for JSON: "ipu", "count" of times, "times" (in nanoseconds, each from the one before) and
+      "parts" with "name" and "values"; columns are as `pack_column` makes them.
     """
     rounded = np.round(np.asarray(times, np.float64) * 1000).astype(np.int64)
     return {
@@ -43,7 +43,9 @@ def pack_memory(ipu: int, times: Any, parts: dict[str, Any]) -> dict[str, Any]:
 
 
 def pack_measured(profile: Profile, pipeline: int) -> list[dict[str, Any]]:
-    """What each IPU held while a pipeline ran, by the plan and the measured times; empty without a plan.
+    """Packs the memory of each IPU while a pipeline ran, by the plan and the measured times.
+
+    The list is empty without a plan.
 
     Args:
       profile: the trace.
@@ -58,7 +60,7 @@ def pack_measured(profile: Profile, pipeline: int) -> list[dict[str, Any]]:
 
 
 def pack_simulated(facts: PipelineFacts, timeline: Timeline) -> list[dict[str, Any]]:
-    """What each IPU holds in a simulated step, whose times are in seconds; empty if that is not known."""
+    """Packs the memory of each IPU in a simulated step, with times in seconds; empty if it is not known."""
     plans = {plan.ipu: plan for plan in facts.memory}
     packed = []
     for ipu, (times, sizes) in sorted(timeline.memory.items()):
@@ -72,7 +74,7 @@ def pack_simulated(facts: PipelineFacts, timeline: Timeline) -> list[dict[str, A
 
 
 def _constant(plan: IpuMemory) -> dict[str, int]:
-    """What an IPU holds all the time, by the plan."""
+    """The memory that an IPU holds all the time, by the plan."""
     variables, optimizer_state, accumulators = plan.num_state_bytes
     return {
         "variables": variables,

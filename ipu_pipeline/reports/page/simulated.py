@@ -23,7 +23,7 @@ def write_simulation(scenario: Scenario, title: str) -> str:
 
     Args:
       scenario: what is simulated; its costs may be in any unit, which the page shows as a millisecond.
-      title: of the page.
+      title: the title of the page.
 
     Raises:
       RuntimeError: Plotly is not installed (the extra `reports`).
@@ -58,7 +58,7 @@ def write_simulation(scenario: Scenario, title: str) -> str:
 
 
 def _scale(costs: Costs) -> Costs:
-    """Costs in seconds."""
+    """Converts costs to seconds."""
 
     def scale(values: tuple[float, ...]) -> tuple[float, ...]:
         return tuple(value * _SECONDS_PER_UNIT for value in values)
@@ -74,12 +74,12 @@ def _scale(costs: Costs) -> Costs:
 
 
 def _scale_speed(speed: LinkSpeed) -> LinkSpeed:
-    """In seconds."""
+    """Converts a link's speed to seconds."""
     return LinkSpeed(speed.latency * _SECONDS_PER_UNIT, speed.bandwidth / _SECONDS_PER_UNIT)
 
 
 def _describe(scenario: Scenario, in_flight: tuple[int, ...]) -> PipelineFacts:
-    """A scenario as if it had been a pipeline."""
+    """Describes a scenario as if it had been a pipeline."""
     schedule = scenario.schedule
     held = None if scenario.memory is None else scenario.memory.num_held_bytes
     number = scenario.costs.num_stages

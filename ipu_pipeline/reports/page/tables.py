@@ -1,4 +1,4 @@
-"""The tables of a page, as HTML. Whatever a user named goes through `as_html`."""
+"""The tables of a page, as HTML. Names from users go through `as_html`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ipu_pipeline.reports.wording import describe_share, describe_speed, describ
 
 __all__ = ["table_of_bubble", "table_of_ipus", "table_of_memory", "table_of_predictions", "table_of_stages"]
 
-_MOST_LAYERS = 3  # that are listed before the others are folded away
+_MOST_LAYERS = 3  # listed before the others are folded away
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ def _table(caption: str, headings: Sequence[_Cell], rows: Iterable[tuple[bool, S
     """A table; the first cell of a row is its heading.
 
     Args:
-      caption: what it shows.
-      headings: of the columns.
-      rows: whether each is marked, and its cells.
+      caption: the caption.
+      headings: the headings of the columns.
+      rows: for each row, whether it is marked, and its cells.
     """
 
     def put(tag: str, cell: _Cell, more: str = "") -> str:
@@ -62,7 +62,7 @@ def _table(caption: str, headings: Sequence[_Cell], rows: Iterable[tuple[bool, S
 
 
 def table_of_stages(facts: PipelineFacts, analysis: PipelineAnalysis) -> str:
-    """What each stage has, takes and sends, but for what none of them has. The limiting one is marked."""
+    """The figures of each stage, without columns that none of them has. The limiting stage is marked."""
     both = list(zip(facts.stages, analysis.stages, strict=True))
     columns: list[tuple[_Cell, list[_Cell]]] = [
         (_number("stage"), [_number(stage.index) for stage in facts.stages]),
@@ -125,7 +125,7 @@ def _layers(stage: StageFacts) -> _Cell:
 
 
 def table_of_ipus(profile: Profile, facts: PipelineFacts, analysis: PipelineAnalysis) -> str:
-    """How busy each IPU was. The busiest is marked."""
+    """The utilisation of each IPU. The busiest IPU is marked."""
     kinds = {device.ipu: f"{device.kind} {device.id}" for device in profile.devices}
     if any(device.process for device in profile.devices):
         kinds = {device.ipu: f"{kinds[device.ipu]}, process {device.process}" for device in profile.devices}
@@ -152,11 +152,11 @@ def table_of_ipus(profile: Profile, facts: PipelineFacts, analysis: PipelineAnal
 
 
 def table_of_memory(facts: PipelineFacts, held: Sequence[MemoryOverTime]) -> str:
-    """What each IPU holds by the plan, and at most by the times of the trace; nothing without a plan.
+    """The memory of each IPU, by the plan and at its peak in the trace; empty without a plan.
 
     Args:
       facts: the pipeline.
-      held: what its IPUs held over time.
+      held: the memory of its IPUs over time.
     """
     if not facts.memory:
         return ""
@@ -184,7 +184,7 @@ def table_of_memory(facts: PipelineFacts, held: Sequence[MemoryOverTime]) -> str
 
 
 def _describe_peak(peak: Peak) -> str:
-    """What an IPU does when it holds most."""
+    """Describes what an IPU is doing when it holds most."""
     words = peak.kind or "waiting"
     if peak.stage is not None:
         words += f" of stage {peak.stage}" if peak.kind else f", stage {peak.stage} holds most"
@@ -192,7 +192,7 @@ def _describe_peak(peak: Peak) -> str:
 
 
 def table_of_predictions(facts: PipelineFacts, predictions: Predictions) -> str:
-    """What other settings would give; what was measured is marked."""
+    """The results of other settings; the setting that was measured is marked."""
     what = "samples/s" if facts.micro_batch_size is not None else "micro-batches/s"
     headings = [
         _text("what changes"), _text("schedule"), _number("micro-batches per update"), _number("step"),

@@ -1,4 +1,4 @@
-"""The page as a whole: what is computed here, and what `trace.js` and `page.js` draw of it."""
+"""The page as a whole: its text, and the data that `trace.js` and `page.js` draw."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["COLOURS", "INKS", "NO_PLOTLY", "write_page"]
 
 NO_PLOTLY = "report.html needs Plotly, which is not installed: pip install ipu_pipeline[reports]"
 
-# Green and red as in Graphcore's pictures; the red is so much darker that nobody needs to see its hue.
+# Green and red as in Graphcore's pictures; the red is dark enough to be told apart without seeing its hue.
 COLOURS = {
     EventKind.FORWARD: "#6cc19b",
     EventKind.BACKWARD: "#b3261e",
@@ -34,7 +34,7 @@ COLOURS = {
     EventKind.OTHER: "#98a2ae",
 }
 IDLE = "#dfe5ec"
-# Of numbers in the bars.
+# The colours of numbers in the bars.
 INKS = dict.fromkeys(EventKind, "#ffffff") | {EventKind.FORWARD: "#0b2117", EventKind.OTHER: "#111111"}
 _TITLES = {EventKind.TRANSFER: "transfer (to this IPU)", EventKind.OTHER: "other programs"}
 _LINES = ("#2458a6", "#b3261e", "#1f7a55", "#a86f00", "#7040a0", "#5b4630", "#007c91", "#4a5561")
@@ -53,12 +53,12 @@ _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inl
 
 
 def write_page(profile: Profile, studies: Sequence[Study] | None = None, is_simulated: bool = False) -> str:
-    """The text of `report.html`: it has all that it needs in itself, and fetches nothing.
+    """Returns the text of `report.html`, which contains all that it needs and fetches nothing.
 
     Args:
-      profile: what was recorded.
-      studies: of its pipelines; None: they are made.
-      is_simulated: whether its events were not measured.
+      profile: the profile.
+      studies: the studies of its pipelines; None: they are made here.
+      is_simulated: whether its events were simulated, not measured.
 
     Raises:
       RuntimeError: Plotly is not installed (the extra `reports`).
@@ -97,7 +97,7 @@ def _read(name: str) -> str:
 
 
 def _make_data(profile: Profile, studies: Sequence[Study]) -> dict[str, Any]:
-    """What the scripts draw."""
+    """The data that the scripts draw."""
     pipelines = []
     for index, one in enumerate(studies):
         typical = one.analysis.typical_step
@@ -129,7 +129,7 @@ def _make_data(profile: Profile, studies: Sequence[Study]) -> dict[str, Any]:
 
 
 def _make_simulated(index: int, one: Study) -> dict[str, Any]:
-    """The simulated timelines, by what the page calls them."""
+    """The simulated timelines, by their names on the page."""
     if one.predictions is None:
         return {}
     links = [(link.source, link.target, link.num_bytes) for link in one.analysis.links]
@@ -141,7 +141,7 @@ def _make_simulated(index: int, one: Study) -> dict[str, Any]:
 
 
 def _make_memory(profile: Profile, index: int, one: Study) -> dict[str, Any]:
-    """What IPUs hold, by what is shown."""
+    """The memory of IPUs, for each timeline on the page."""
     found: dict[str, Any] = {"measured": pack_measured(profile, index)}
     if one.predictions is not None:
         found["free"] = pack_simulated(one.facts, one.predictions.simulation.free_running)
@@ -150,7 +150,7 @@ def _make_memory(profile: Profile, index: int, one: Study) -> dict[str, Any]:
 
 
 def _describe_trace(profile: Profile) -> str:
-    """The heading: what was traced, on what, and what is to be known of it."""
+    """The heading: what was traced, on which devices, and remarks."""
     versions = ", ".join(f"{name} {version}" for name, version in profile.versions.items())
     kinds = ", ".join(sorted({device.kind for device in profile.devices}))
     number = len(profile.devices)
@@ -178,7 +178,7 @@ def _title(program: str) -> str:
 
 
 def _choose_pipeline(profile: Profile, first: int) -> str:
-    """A choice between pipelines, where there are several."""
+    """A menu of the pipelines, if there are several."""
     if len(profile.pipelines) < 2:
         return ""
     options = "".join(
@@ -193,5 +193,5 @@ def _choose_pipeline(profile: Profile, first: int) -> str:
 
 
 def _section(index: int, markup: str) -> str:
-    """What is shown if a pipeline is chosen."""
+    """The part of the page that is shown if a pipeline is chosen."""
     return f'<section data-pipeline="{index}">\n{markup}</section>\n'

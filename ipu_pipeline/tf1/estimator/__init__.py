@@ -1,4 +1,4 @@
-"""What IPUPipelineEstimator is made of."""
+"""The parts of the estimators."""
 
 from ipu_pipeline.graphcore.importing import explain_missing
 

@@ -1,4 +1,4 @@
-"""What all estimators do: training, evaluation and prediction around a `model_fn`, with checkpoints."""
+"""The base of estimators: training, evaluation and prediction around a `model_fn`, with checkpoints."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Estimator(abc.ABC):
     """Trains, evaluates and predicts.
 
     A step is a micro-batch of each replica, and `global_step` counts them. Messages go to the logger
-    "ipu_pipeline.estimator", and what a terminal shows is in `train`.
+    "ipu_pipeline.estimator"; `train` says what a terminal shows.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Estimator(abc.ABC):
 
     @property
     def model_dir(self) -> str:
-        """Where checkpoints and scalars are."""
+        """The folder of checkpoints and scalars."""
         return str(self._model_dir)
 
     @property
@@ -121,31 +121,32 @@ class Estimator(abc.ABC):
         """Trains, from the last checkpoint in `model_dir` if there is one.
 
         The data set goes on where it stood at the checkpoint, if that was trained by an `input_fn` of the
-        same name and the data had not ended: so training that was interrupted, or done in parts, gives the
-        same as all of it at once. It has to give the same elements again.
+        same name and the data had not ended. So training that was interrupted, or done in parts, gives the
+        same result as all of it at once. The data set has to give the same elements again.
 
         Checkpoints are saved as `config` says and at the end, unless a hook ends training with a
         FloatingPointError because the loss is not finite. SIGINT and SIGTERM end training after the
         running weight update: it saves a checkpoint, and the process exits with 130 or 143. A second one
         does not wait for the update.
 
-        A terminal shows a bar. The logger is told where training begins and ends, of every checkpoint, and
-        as `config` says the loss and the speed. What cannot be written is found before anything compiles.
+        A terminal shows a bar. The logger gets the steps at which training begins and ends, every
+        checkpoint, and, as often as `config` says, the loss and the speed. Files that cannot be written are
+        found before anything compiles.
 
         Args:
           input_fn: takes any of `mode`, `params` and `config`, returns a data set as `IPUInfeedQueue`
             takes it. Training ends at its end.
           hooks: called around each run, after those of the specification.
           steps: how many micro-batches each replica is to train on, a multiple of `iterations_per_loop`.
-          max_steps: until which `global_step` to train, instead. The last weight update may go beyond it.
-          saving_listeners: called around each save of a checkpoint, which training waits for then.
+          max_steps: the `global_step` to train until, instead. The last weight update may go beyond it.
+          saving_listeners: called around each save of a checkpoint; training then waits for the save.
 
         Returns:
           The estimator.
 
         Raises:
-          CheckpointError: no checkpoint in `model_dir` can be read, or the newest that can be is of another
-            model; the data set is shorter than it was; or the last checkpoint cannot be written.
+          CheckpointError: no checkpoint in `model_dir` can be read, or the newest readable one is of
+            another model; the data set is shorter than it was; or the last checkpoint cannot be written.
           OSError: nothing can be written to `model_dir`.
           SystemExit: a signal came.
           TypeError, ValueError: an argument, or what `model_fn` or `input_fn` returns, is not usable.
@@ -220,20 +221,20 @@ class Estimator(abc.ABC):
         """Evaluates the variables of a checkpoint.
 
         Args:
-          input_fn: as for `train`.
-          steps: how many micro-batches of each replica, a multiple of `iterations_per_loop`; None for all
-            of the data set. All of them count, also where there are fewer than a run takes.
+          input_fn: same as for `train`.
+          steps: the number of micro-batches of each replica, a multiple of `iterations_per_loop`; None for
+            the whole data set. All of them count, also if there are fewer than a run takes.
           hooks: called around each run, after those of the specification.
-          checkpoint_path: which checkpoint; None for the newest in `model_dir`. If there is none, the
+          checkpoint_path: the checkpoint; None for the newest in `model_dir`. If there is none, the
             initial values are evaluated, with a warning.
-          name: of this evaluation, if there are several: scalars go to the folder eval_<name>.
+          name: the name of this evaluation, if there are several: scalars go to the folder eval_<name>.
 
         Returns:
           The means of the metrics over micro-batches, by name, with "loss"; and "global_step".
 
         Raises:
           CheckpointError: the checkpoint cannot be read, or is of another model.
-          KeyError, TypeError: `eval_metrics_fn` returns no dict with "loss".
+          KeyError, TypeError: `eval_metrics_fn` does not return a dict with "loss".
           ValueError: an argument is not usable, or the data set is empty.
         """
         given = check_hooks(hooks, "hooks")
@@ -263,13 +264,13 @@ class Estimator(abc.ABC):
         """Yields predictions for all of a data set.
 
         Args:
-          input_fn: as for `train`.
-          predict_keys: which entries, where the last stage returns a dict; None for all.
+          input_fn: same as for `train`.
+          predict_keys: the entries to yield, if the last stage returns a dict; None for all.
           hooks: called around each run, after those of the specification.
-          checkpoint_path: as for `evaluate`.
+          checkpoint_path: same as for `evaluate`.
           yield_single_examples: False yields what the last stage returns for each micro-batch, not example
             by example along the first axis. A scalar for each micro-batch is one example.
-          num_predictions: how many to yield at most.
+          num_predictions: the largest number of predictions to yield.
 
         Yields:
           An array, or a dict of arrays.
@@ -305,20 +306,20 @@ class Estimator(abc.ABC):
         checkpoint_path: str | os.PathLike[str] | None = None,
         experimental_mode: ModeKeys | str = ModeKeys.PREDICT,
     ) -> str:
-        """Writes the prediction with a checkpoint's variables, to run without its Python code.
+        """Exports the prediction, with a checkpoint's variables, so that it runs without its Python code.
 
         Args:
-          export_dir_base: where; the folder in it is named by the time, in seconds.
-          serving_input_receiver_fn: takes nothing, returns what a micro-batch is like, which goes to the
-            first stage, or as features to the `model_fn`: a pytree of `jax.ShapeDtypeStruct`s, placeholders
-            or arrays; or an object with such `features`.
-          assets_extra: only None; `as_text` only False, `experimental_mode` only PREDICT.
-          as_text: see there.
-          checkpoint_path: which checkpoint; None for the newest in `model_dir`.
-          experimental_mode: see there.
+          export_dir_base: the folder in which a new folder is written, named by the time, in seconds.
+          serving_input_receiver_fn: takes nothing, returns a description of a micro-batch, which goes to
+            the first stage, or as features to the `model_fn`: a pytree of `jax.ShapeDtypeStruct`s,
+            placeholders or arrays; or an object with such `features`.
+          assets_extra: only None.
+          as_text: only False.
+          checkpoint_path: the checkpoint; None for the newest in `model_dir`.
+          experimental_mode: only PREDICT.
 
         Returns:
-          The folder, for `ipu.load_program`, whose programs take any multiple of a micro-batch's rows.
+          The new folder, for `ipu.load_program`, whose programs take any multiple of a micro-batch's rows.
 
         Raises:
           CheckpointError: the checkpoint cannot be read, or is of another model.
@@ -375,10 +376,10 @@ class Estimator(abc.ABC):
         return path
 
     def check_steps(self, steps: int | None) -> None:
-        """Raises if so many steps cannot be evaluated, or trained.
+        """Raises if this number of steps cannot be evaluated, or trained.
 
         Raises:
-          ValueError: they are no multiple of `iterations_per_loop`.
+          ValueError: it is not a multiple of `iterations_per_loop`.
         """
         if steps is None:
             return
@@ -391,16 +392,16 @@ class Estimator(abc.ABC):
 
     @abc.abstractmethod
     def _build(self, mode: ModeKeys, dataset: Any, is_exported: bool = False) -> EstimatorProgram:
-        """Calls the `model_fn` and compiles what it gives. It does not start JAX's backend.
+        """Calls the `model_fn` and compiles what it returns. It does not start JAX's backend.
 
         Args:
-          mode: what for.
+          mode: the mode.
           dataset: the data set.
-          is_exported: whether it is to be exported: one replica, whose hooks log nothing.
+          is_exported: whether the program is to be exported: it has one replica, whose hooks log nothing.
         """
 
     def _params_of(self, mode: ModeKeys) -> dict[str, Any]:
-        """What the `model_fn` and the `input_fn` of a mode get."""
+        """The parameters for the `model_fn` and the `input_fn` in a mode."""
         del mode
         return self.params
 
@@ -408,7 +409,7 @@ class Estimator(abc.ABC):
         return call_input_fn(input_fn, mode, self._params_of(mode), self._config)
 
     def _select_devices(self) -> None:
-        """To be called before the user's functions and before a checkpoint is read: both may start JAX."""
+        """Called before the user's functions and before a checkpoint is read, as both may start JAX."""
         run_config = self._config.ipu_run_config
         if run_config.ipu_options is not None:
             run_config.ipu_options.configure_ipu_system()
@@ -423,7 +424,7 @@ class Estimator(abc.ABC):
         hooks: Sequence[SessionRunHook],
         checkpoint_path: str | os.PathLike[str] | None,
     ) -> Iterator[tuple[Inference, int]]:
-        """What evaluates or predicts, and the step of its variables."""
+        """Yields the `Inference` that evaluates or predicts, and the step of its variables."""
         self._select_devices()
         data = PaddedData(self._call_input_fn(input_fn, mode))
         with self._kept[mode].building():

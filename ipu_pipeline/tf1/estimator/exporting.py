@@ -26,7 +26,7 @@ def check_export(
     """Checks the arguments of `export_saved_model`. Returns a function that makes an example micro-batch.
 
     Raises:
-      NotImplementedError, TypeError: one is not.
+      NotImplementedError, TypeError: an argument is not usable.
     """
     if not callable(serving_input_receiver_fn):
         raise TypeError(
@@ -55,13 +55,13 @@ def check_export(
 def export_prediction(
     session: Session, made: EstimatorProgram, global_step: int, base: str | os.PathLike[str]
 ) -> str:
-    """Exports a program into a folder that is named by the time.
+    """Exports a program to a folder that is named by the time.
 
     Args:
-      session: with the variables.
-      made: predicts.
-      global_step: of the variables.
-      base: where the folder is made.
+      session: a session with the variables.
+      made: a program that predicts.
+      global_step: the step of the variables.
+      base: the directory in which the folder is created.
 
     Returns:
       The folder.

@@ -1,7 +1,7 @@
 """Evaluation and prediction of an estimator, over data sets of any length.
 
-A pipeline runs whole executions. After its end, a data set therefore goes on with copies of its last
-element, and the results for these are dropped.
+A pipeline runs whole executions. So after its end, a data set goes on with copies of its last element, and
+the results for these are dropped.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class PaddedData:
         self._has_ended = False
 
     def __iter__(self) -> Iterator[Any]:
-        """The elements, for the infeed's thread."""
+        """Yields the elements, for the infeed's thread."""
         data = DataPass(self._dataset)
         last = None
         while True:
@@ -49,7 +49,7 @@ class PaddedData:
             except StopIteration:
                 break
             except BaseException:
-                self._note(num_read=1)  # whoever asks whether there is more gets the error with it
+                self._note(num_read=1)  # the thread that asks whether there is more gets the error with it
                 raise
             self._note(num_read=1)
             yield last
@@ -64,9 +64,9 @@ class PaddedData:
             self._condition.notify_all()
 
     def num_left(self, done: int, wanted: int) -> int:
-        """How many of so many elements after the first ones are to be run.
+        """Returns how many of the `wanted` elements after the first `done` are to be run.
 
-        Waits until it is known whether there is one. While the end is not known, all are.
+        Waits until it is known whether there is one. While the end is not known, all of them are to be run.
         """
         with self._condition:
             while not self._has_ended and self._num_read <= done:
@@ -74,7 +74,7 @@ class PaddedData:
             return self._num_real(done, wanted)
 
     def num_real(self, done: int, count: int) -> int:
-        """How many of so many elements after the first ones, all of which have been run, are no copies."""
+        """Returns how many of the `count` elements run after the first `done` are not copies."""
         with self._condition:
             return self._num_real(done, count)
 
@@ -97,10 +97,10 @@ class Inference:
 
         Args:
           made: the program.
-          data: what its infeed feeds.
-          session: with the variables; the infeed is initialized.
-          hooks: all of them.
-          global_step: of the variables.
+          data: the data of its infeed.
+          session: a session with the variables; the infeed is initialized.
+          hooks: all hooks.
+          global_step: the step of the variables.
         """
         self._made = made
         self._data = data
@@ -111,16 +111,16 @@ class Inference:
         self._reads: bool | None = None  # whether this process reads the data; None: not known yet
 
     def stop(self) -> None:
-        """Ends `predictions` after what it yielded last."""
+        """Ends `predictions` after the last element that it yielded."""
         self._is_stopped = True
 
     def evaluate(self, steps: int | None, iterations_per_loop: int) -> dict[str, float]:
-        """The metrics over so many micro-batches of each replica, or over all.
+        """Returns the metrics over `steps` micro-batches of each replica, or over all.
 
-        What `ipu.metrics` gave is added up; of other numbers means are taken.
+        Updates of `ipu.metrics` are added up; the means of other numbers are taken.
 
         Raises:
-          KeyError, TypeError: of what `eval_metrics_fn` returns.
+          KeyError, TypeError: what `eval_metrics_fn` returns is not usable.
           ValueError: the data set is empty, or the function does not return the same metrics each time.
         """
         updates: dict[str, Update] = {}
@@ -143,7 +143,7 @@ class Inference:
         return {name: float(total.result()) for name, total in totals.items()}
 
     def predictions(self, iterations_per_loop: int) -> Iterator[Any]:
-        """What the last stage returns, per micro-batch: an array, or a dict of arrays.
+        """Yields the last stage's results, per micro-batch: an array, or a dict of arrays.
 
         Raises:
           ValueError: it returns something else.
@@ -186,13 +186,13 @@ class Inference:
                     break
 
     def _read_for_run(self, count: int) -> None:
-        """With synthetic data, reads what a run would, to know how many elements there are."""
+        """With synthetic data, reads the elements that a run would, to know how many there are."""
         if uses_synthetic_data() and (processes.current() is None or reads_data(self._made.program)):
             self._made.infeed.connect(lambda leaves: leaves, count)(count)
             self._made.infeed.mark()
 
     def _agree(self, count: Callable[[int, int], int], wanted: int) -> int:
-        """What a method of the data counts from here on; of several processes, in those that read it."""
+        """Returns what a method of the data counts from here on, in the processes that read the data."""
         others = processes.current()
         if others is None:
             return count(self._done, wanted)
@@ -219,7 +219,7 @@ _PLAIN = "a mean of runs"
 
 
 def _as_update(name: str, value: Any) -> Update:
-    """What `ipu.metrics` gave for a run; another number as something to take the mean of."""
+    """Returns the update that `ipu.metrics` gave for a run; makes one of a mean for other numbers."""
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Update):
         return value[1]
     try:
@@ -233,5 +233,5 @@ def _as_update(name: str, value: Any) -> Update:
 
 
 def _weigh(update: Update, count: int) -> Update:
-    """The sums of a mean over so many micro-batches."""
+    """The sums of a mean over `count` micro-batches."""
     return replace(update, sums={name: value * count for name, value in update.sums.items()})

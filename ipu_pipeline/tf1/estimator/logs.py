@@ -1,4 +1,4 @@
-"""Values that hooks log in stages, passed on to the last stage, which enqueues them."""
+"""Passes values that hooks log in stages on to the last stage, which enqueues them."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ __all__ = ["apply_to", "with_logs"]
 def with_logs(
     stages: Sequence[Any], optimizer_function: Any, hooks: Sequence[SessionRunHook]
 ) -> dict[str, Any]:
-    """Arguments of a pipeline whose stages also pass on what hooks log.
+    """Returns arguments of a pipeline whose stages also pass on what hooks log.
 
-    The last stage returns a dict of `outputs`, what it returned before; `logs`, by the `id` of the hook;
-    and in training the `loss`. What a stage passes on costs nothing.
+    The last stage returns a dict of `outputs`, its own results; `logs`, by the `id` of the hook; and in
+    training the `loss`. Passing values on costs nothing.
     """
     last = len(stages) - 1
 
     def wrap(index: int, stage: Any) -> Any:
         if isinstance(stage, (list, tuple)):
             raise NotImplementedError(
-                "IPULoggingTensorHook does not go with parallel stages; "
+                "IPULoggingTensorHook does not support parallel stages; "
                 f"computational_stages[{index}] is a list "
                 "of them. Leave the hook out."
             )
@@ -62,7 +62,7 @@ def with_logs(
 
 
 def apply_to(function: Any, outputs: Any) -> Any:
-    """Calls a function with what a stage returned, as the next stage would be."""
+    """Calls a function with what a stage returned, as the next stage would be called."""
     if isinstance(outputs, dict):
         return function(**outputs)
     return function(*outputs) if isinstance(outputs, (list, tuple)) else function(outputs)

@@ -1,7 +1,7 @@
 """The model of an `IPUEstimator` as a pipeline, whose only stage is the `model_fn`.
 
-The `model_fn` is traced as that stage, and in training once more in the weight update, for its optimizer:
-so what a learning rate depends on has its value there. What else it computes there is dropped.
+The `model_fn` is traced as that stage, and in training once more in the weight update, for its optimizer.
+So the values that a learning rate depends on are known there. Everything else it computes there is dropped.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _ARGUMENTS = ("features", "labels", "mode", "params", "config")
 
 
 class IPUEstimatorSpec:
-    """What the `model_fn` of an `IPUEstimator` returns.
+    """The result of the `model_fn` of an `IPUEstimator`.
 
     Attributes are the arguments, with hooks as tuples.
     """
@@ -74,17 +74,17 @@ class IPUEstimatorSpec:
         """Checks the arguments. A mode needs its own; those of other modes may be given, and are not used.
 
         Args:
-          mode: what the `model_fn` was called for.
-          predictions: to predict: an array [examples, ...], or a dict of such.
+          mode: the mode that the `model_fn` was called with.
+          predictions: to predict: an array [examples, ...], or a dict of such arrays.
           loss: to train and evaluate: a scalar. Its means are logged.
-          train_op: to train: what an optimizer's `minimize` returned, of `ipu.optimizers` or its `tf1`.
+          train_op: to train: the result of an optimizer's `minimize`, of `ipu.optimizers` or its `tf1`.
             With a `GradientAccumulationOptimizerV2` a weight update takes its `num_mini_batches`
             micro-batches, by which `iterations_per_loop` must be divisible.
-          eval_metric_ops: to evaluate: by name, what functions of `ipu.metrics` return for traced arrays.
+          eval_metric_ops: to evaluate: results of functions of `ipu.metrics` for traced arrays, by name.
             Their sums are computed on the IPU.
           eval_metrics: to evaluate, instead: a function and its arguments, arrays in a list or a dict. It
-            is called on the host, with NumPy arrays stacked over micro-batches on a new first axis; what
-            it returns is as of an `eval_metrics_fn` (see `IPUPipelineEstimatorSpec`), without "loss".
+            is called on the host, with NumPy arrays stacked over micro-batches on a new first axis. It
+            returns the same as an `eval_metrics_fn` (see `IPUPipelineEstimatorSpec`), without "loss".
           host_call: only None.
           training_hooks: called when training.
           evaluation_hooks: called when evaluating.
@@ -148,8 +148,8 @@ def check_model_function(model_fn: Any) -> None:
     """Raises if a function cannot be the `model_fn` of an `IPUEstimator`.
 
     Raises:
-      TypeError: it is no function.
-      ValueError: it does not take `features`, or takes something that nobody gives it.
+      TypeError: it is not a function.
+      ValueError: it does not take `features`, or has an argument that is not passed.
     """
     if not callable(model_fn):
         raise TypeError(f"IPUEstimator: model_fn must be a function; got {model_fn!r}.")
@@ -162,7 +162,7 @@ def check_model_function(model_fn: Any) -> None:
 
 
 class _AccumulationError(Exception):
-    """The optimizer accumulates otherwise than the pipeline that is being traced."""
+    """The optimizer accumulates in another way than the pipeline that is being traced."""
 
     def __init__(self, accumulation: Accumulation) -> None:
         super().__init__(accumulation)
@@ -176,12 +176,12 @@ class _WithoutAccumulation(Optimizer):
         super().__init__(opt, opt.name)
 
     def wrap(self, inner: Unwrapped) -> Unwrapped:
-        """All of it but the accumulation."""
+        """Applies everything of it but the accumulation."""
         return dataclasses.replace(inner, accumulation=None)
 
 
 class _Model:
-    """A `model_fn` as the functions that a pipeline takes, and what it returned when it was traced."""
+    """A `model_fn` as the functions that a pipeline takes, and its results from when it was traced."""
 
     def __init__(
         self,
@@ -197,10 +197,10 @@ class _Model:
         self._config = config
         self._accumulation = accumulation
         self._step: Minimized | None = None
-        self._updates: dict[str, Update] = {}  # of eval_metric_ops, without their sums
+        self._updates: dict[str, Update] = {}  # the updates of eval_metric_ops, without their sums
         self._metrics_function: Callable[..., Any] | None = None
         self.hooks: tuple[SessionRunHook, ...] = ()
-        self.logged: list[int] = []  # by the `id` of the hook
+        self.logged: list[int] = []  # the `id`s of the hooks
 
     def stage(self, *arguments: Any, **named: Any) -> dict[str, Any]:
         """The only stage."""
@@ -220,14 +220,14 @@ class _Model:
         return {**returned, **own, "loss": loss}
 
     def predict(self, *arguments: Any, **named: Any) -> Any:
-        """The only stage of a program that is exported."""
+        """The only stage of an exported program."""
         spec, _step = self._call(*_unpack(arguments, named))
         return spec.predictions
 
     def optimizer_function(
         self, features: Any, labels: Any, minimized: Any, **_others: Any
     ) -> OptimizerFunctionOutput:
-        """The optimizer; in the weight update, with what its rate depends on there."""
+        """Returns the optimizer; in the weight update, with the values that its rate depends on there."""
         step = self._step
         if is_traced_again():
             with dropping_logs():
@@ -239,7 +239,7 @@ class _Model:
         )
 
     def metrics(self, loss: Any, values: Any) -> dict[str, Any]:
-        """What an `eval_metrics_fn` returns, of what the stage enqueued."""
+        """Computes the metrics, as an `eval_metrics_fn` does, from what the stage enqueued."""
         found: dict[str, Any] = {"loss": mean(loss)}
         if self._metrics_function is None:
             for name, known in self._updates.items():
@@ -319,7 +319,7 @@ class _Model:
             )
 
     def _find_values(self, spec: IPUEstimatorSpec) -> Any:
-        """What evaluation needs on the host, and notes what it makes of that."""
+        """Returns the values that evaluation needs on the host, and notes what it computes from them."""
         if spec.eval_metrics is not None:
             self._metrics_function, values = spec.eval_metrics
             return values
@@ -381,9 +381,9 @@ def build_model_program(
     """Traces the `model_fn` of an `IPUEstimator` and compiles it. It does not start JAX's backend.
 
     Raises:
-      TypeError, ValueError, NotImplementedError: of what it returns.
-      ValueError: `num_shards` is not 1; or of `compile_spec`.
-      Others: of `pipelining_ops.pipeline`.
+      TypeError, ValueError, NotImplementedError: what it returns is not usable.
+      ValueError: `num_shards` is not 1; or an error of `compile_spec`.
+      Others: the errors of `pipelining_ops.pipeline`.
     """
     if config.ipu_run_config.num_shards != 1:
         raise ValueError(

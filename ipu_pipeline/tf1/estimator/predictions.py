@@ -14,7 +14,7 @@ def choose_entries(batch: Any, keys: Sequence[str] | None) -> Any:
     """Chooses entries of a dict of predictions; None for all.
 
     Raises:
-      ValueError: one is missing, or the predictions are no dict.
+      ValueError: one is missing, or the predictions are not a dict.
     """
     if keys is None:
         return batch
@@ -30,7 +30,7 @@ def split_examples(batch: Any, into_examples: bool) -> Iterator[Any]:
     """Yields the examples of a micro-batch, along the first axis, or the micro-batch as it is.
 
     Raises:
-      ValueError: the predictions have not all the same first axis.
+      ValueError: the predictions do not all have the same first axis.
     """
     if not into_examples:
         yield batch

@@ -1,4 +1,4 @@
-"""What a `model_fn` gives, checked, and the program that an estimator makes of it."""
+"""Checks what a `model_fn` returns, and makes an estimator's program of it."""
 
 from __future__ import annotations
 
@@ -47,19 +47,19 @@ __all__ = [
 
 
 class ModeKeys(enum.StrEnum):
-    """What a `model_fn` is called for."""
+    """The modes that a `model_fn` is called with."""
 
     TRAIN = "train"
     EVAL = "eval"
     PREDICT = "infer"
 
 
-_NAMES = {  # of the pipelines
+_NAMES = {  # the names of the pipelines
     ModeKeys.TRAIN: "ipu_pipeline_estimator_train",
     ModeKeys.EVAL: "ipu_pipeline_estimator_eval",
     ModeKeys.PREDICT: "ipu_pipeline_estimator_predict",
 }
-# Arguments of `pipeline` that the estimator gives itself, or the specification has under its own name.
+# Arguments of `pipeline` that the estimator passes itself, or that the specification has by other names.
 _OWN_ARGUMENTS = (
     "accumulate_outfeed",
     "accumulate_outfeed_dtype",
@@ -73,7 +73,7 @@ _OWN_ARGUMENTS = (
 
 
 class IPUPipelineEstimatorSpec:
-    """What a `model_fn` returns: a pipeline, and what is needed around it.
+    """The result of a `model_fn`: a pipeline, and what is needed around it.
 
     Attributes are the arguments, with hooks as tuples.
     """
@@ -93,32 +93,32 @@ class IPUPipelineEstimatorSpec:
         reduction_method: Any = GradientAccumulationReductionMethod.SUM,
         **pipeline_op_kwargs: Any,
     ) -> None:
-        """Checks the arguments; what concerns the pipeline itself is checked by `pipelining_ops.pipeline`.
+        """Checks the arguments. `pipelining_ops.pipeline` checks those of the pipeline itself.
 
         Args:
-          mode: what the `model_fn` was called for.
+          mode: the mode that the `model_fn` was called with.
           computational_stages: the stages. The first one takes `inputs`, then an element of the data set.
             In training the last one's outputs go to `optimizer_function`, in evaluation to
-            `eval_metrics_fn`, and in prediction they are one array [examples, ...], or a dict of such.
+            `eval_metrics_fn`; in prediction they are one array [examples, ...], or a dict of such arrays.
           gradient_accumulation_count: micro-batches per weight update; in evaluation and prediction, how
             many overlap.
           eval_metrics_fn: takes the last stage's outputs as NumPy arrays, stacked over micro-batches (of
             all replicas, in the order of the data) on a new first axis, and returns a dict with "loss". It
             is called for each run. Pairs (value, update) of `ipu.metrics` are added up over the whole
-            evaluation; of numbers and arrays the mean over runs is taken, weighted by micro-batches.
+            evaluation; for numbers and arrays, the mean over runs is taken, weighted by micro-batches.
           optimizer_function: see `pipelining_ops.pipeline`. With an `IPULoggingTensorHook` it is traced
             once more.
-          device_mapping: see there.
-          loss_accumulator_dtype: of the sum of the losses of a weight update; None for the loss's.
+          device_mapping: see `pipelining_ops.pipeline`.
+          loss_accumulator_dtype: the dtype of a weight update's sum of losses; None for the loss's own.
           training_hooks: called when training.
           evaluation_hooks: called when evaluating.
           prediction_hooks: called when predicting.
-          reduction_method: see `pipelining_ops.pipeline`. It has no effect but in training.
+          reduction_method: see `pipelining_ops.pipeline`. It has an effect in training only.
           **pipeline_op_kwargs: other arguments of `pipelining_ops.pipeline`. `inputs` may have
             `get_global_step()` and what is computed from it.
 
         Raises:
-          TypeError: a hook is none, or there is another argument than `pipeline` has.
+          TypeError: a hook is not one, or `pipeline` does not have an argument.
           ValueError: what the mode needs is missing, or an argument is the estimator's own.
         """
         try:
@@ -164,7 +164,7 @@ class IPUPipelineEstimatorSpec:
 
     @property
     def micro_batches_per_update(self) -> int:
-        """How many elements a replica takes in a weight update, or in an execution of the pipeline."""
+        """The number of elements that a replica takes in a weight update, or in an execution."""
         serialized: int = self.pipeline_op_kwargs.get("batch_serialization_iterations", 1)
         return self.gradient_accumulation_count * serialized
 
@@ -183,13 +183,13 @@ class EstimatorProgram:
     """A compiled program of an estimator.
 
     Attributes:
-      mode: what it does.
+      mode: its mode.
       program: the program.
-      spec: what it was made of.
-      infeed: its queue.
-      outfeed: its queue: of training, sums of losses per weight update; of evaluation and prediction, what
-        the last stage returns.
-      hooks_that_log: those that get values from its stages.
+      spec: the specification that it was made of.
+      infeed: its infeed.
+      outfeed: its outfeed: in training, with sums of losses per weight update; in evaluation and
+        prediction, with what the last stage returns.
+      hooks_that_log: the hooks that get values from its stages.
       has_logs: whether the outfeed's elements are dicts of "logs", by the `id` of the hook, and of
         "outputs"; in training, of the "loss" of each micro-batch.
       num_replicas: how many replicas of the pipeline run.
@@ -215,12 +215,12 @@ class EstimatorProgram:
 
     @property
     def name(self) -> str:
-        """The pipeline's."""
+        """The pipeline's name."""
         return _NAMES[self.mode]
 
     @property
     def num_examples(self) -> int:
-        """Examples in a step: in a micro-batch the first axis of the first array that has one."""
+        """The number of examples in a micro-batch: the first axis of the first array that has one."""
         leaves = jax.tree.leaves(self.infeed.element)
         return self.num_replicas * next((leaf.shape[0] for leaf in leaves if leaf.ndim > 0), 1)
 
@@ -229,8 +229,8 @@ def check_model_fn(model_fn: Any) -> None:
     """Raises if a function cannot be a `model_fn`.
 
     Raises:
-      TypeError: it is no function.
-      ValueError: it takes `features`, `labels`, or something else that nobody gives it.
+      TypeError: it is not a function.
+      ValueError: it takes `features`, `labels`, or another argument that is not passed.
     """
     if not callable(model_fn):
         raise TypeError(f"IPUPipelineEstimator: model_fn must be a function; got {model_fn!r}.")
@@ -245,11 +245,11 @@ def check_model_fn(model_fn: Any) -> None:
 
 
 def call_input_fn(input_fn: Any, mode: ModeKeys, params: Mapping[str, Any], config: RunConfig) -> Any:
-    """The data set that an `input_fn` returns.
+    """Returns the data set of an `input_fn`.
 
     Raises:
-      TypeError: it is no function.
-      ValueError: it takes something that nobody gives it, or returns no data set.
+      TypeError: it is not a function.
+      ValueError: it has an argument that is not passed, or does not return a data set.
     """
     if not callable(input_fn):
         raise TypeError(f"input_fn must be a function that returns a data set; got {input_fn!r}.")
@@ -273,9 +273,9 @@ def build_estimator_program(
     """Calls the `model_fn` of an `IPUPipelineEstimator` and compiles its pipeline.
 
     Raises:
-      TypeError: the `model_fn` returns no specification.
-      ValueError: `num_shards` does not fit; or of `compile_spec`.
-      Others: of `pipelining_ops.pipeline`.
+      TypeError: the `model_fn` does not return a specification.
+      ValueError: `num_shards` does not fit; or an error of `compile_spec`.
+      Others: the errors of `pipelining_ops.pipeline`.
     """
     spec = call_with(model_fn, mode=mode, params=dict(params), config=config)
     if not isinstance(spec, IPUPipelineEstimatorSpec):
@@ -310,7 +310,7 @@ def build_estimator_program(
 
 
 def make_infeed(dataset: Any, config: RunConfig) -> IPUInfeedQueue:
-    """The queue of an estimator's data set."""
+    """The infeed of an estimator's data set."""
     depth = config.ipu_run_config.prefetch_depth
     return IPUInfeedQueue(dataset) if depth is None else IPUInfeedQueue(dataset, prefetch_depth=depth)
 
@@ -326,10 +326,10 @@ def compile_spec(
 
     Args:
       spec: the specification.
-      config: the estimator's.
-      infeed: the pipeline's.
+      config: the estimator's configuration.
+      infeed: the pipeline's infeed.
       options: arguments of the pipeline besides those that every estimator's has.
-      is_exported: whether it is to be exported: then there is one replica, and hooks log nothing.
+      is_exported: whether the program is to be exported: then there is one replica, and hooks log nothing.
 
     Returns:
       The program, without hooks that log.
@@ -337,7 +337,7 @@ def compile_spec(
     Raises:
       ValueError: `iterations_per_loop` does not fit; or there are to be several replicas, and no optimizer
         averages gradients over them.
-      Others: of `pipelining_ops.pipeline`.
+      Others: the errors of `pipelining_ops.pipeline`.
     """
     mode, run_config = spec.mode, config.ipu_run_config
     repeat_count = _repeat_count(run_config.iterations_per_loop, spec)
@@ -411,26 +411,26 @@ _GIVEN = ("mode", "params", "config")
 
 
 def call_with(function: Any, **given: Any) -> Any:
-    """Calls a function with those of the arguments that it takes."""
+    """Calls a function with the given arguments that it takes."""
     names = argument_names(function)
     return function(**{name: value for name, value in given.items() if name in names})
 
 
 def argument_names(function: Any) -> list[str]:
-    """Names of the arguments that a function takes."""
+    """The names of the arguments that a function takes."""
     return list(inspect.signature(function).parameters)
 
 
 def check_known(function: Any, what: str, given: Sequence[str] = _GIVEN) -> None:
-    """Raises if a function needs arguments that nobody gives it.
+    """Raises if a function needs arguments that are not passed.
 
     Args:
       function: the function.
-      what: what errors call it.
-      given: names of the arguments that it may have.
+      what: its name in errors.
+      given: the names of the arguments that it may have.
 
     Raises:
-      ValueError: it does.
+      ValueError: it needs one.
     """
     unknown = [
         name

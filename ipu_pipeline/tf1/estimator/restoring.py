@@ -1,4 +1,4 @@
-"""Where an estimator's checkpoints are, and the weights that programs take from them."""
+"""Finds an estimator's checkpoints, and takes weights for programs from them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _logger = logging.getLogger("ipu_pipeline.estimator")
 
 
 def agree_on_directory(own: str | None) -> str:
-    """The model_dir, a temporary one if there is none; of several processes that of the first."""
+    """The model_dir, or a temporary one if there is none; the same in all processes: the first's."""
     join_by_environment()
 
     def choose() -> str:
@@ -51,7 +51,7 @@ def agree_on_directory(own: str | None) -> str:
 def find_checkpoint(
     series: CheckpointSeries, path: str | os.PathLike[str] | None
 ) -> tuple[Path, Snapshot] | None:
-    """A checkpoint and where it is: that at a path, or the newest of a series, or None if it has none."""
+    """The checkpoint at a path, or the newest of a series, and its path; None if the series has none."""
     if path is not None:
         return Path(path), checkpoints.read_checkpoint(path)
     found = series.read_latest()
@@ -59,13 +59,13 @@ def find_checkpoint(
 
 
 def take_weights(session: Session, path: Path, snapshot: Snapshot, program: Program) -> int:
-    """Gives a session that infers the variables of a checkpoint.
+    """Loads the variables of a checkpoint into a session that infers.
 
     Args:
       session: the session.
-      path: where the checkpoint is.
+      path: the checkpoint's path.
       snapshot: the checkpoint.
-      program: what the session is to run.
+      program: the program that the session is to run.
 
     Returns:
       The global step of the variables.
@@ -73,14 +73,14 @@ def take_weights(session: Session, path: Path, snapshot: Snapshot, program: Prog
     Raises:
       CheckpointError: it is of another model.
     """
-    _logger.info("The variables are those of %s.", path)
+    _logger.info("The variables come from %s.", path)
     check_program(snapshot, path, program, allow_extra=True)
     session.take_over(snapshot, path, fits=False, feeds=False)
     return int(snapshot.extra.get(GLOBAL_STEP, 0))
 
 
 def find_warm_variables(warm_start_from: str | os.PathLike[str], program: Program) -> dict[str, Any]:
-    """The variables of a checkpoint, or of the newest one of a `model_dir`, that a program has.
+    """A program's variables from a checkpoint, or from the newest one in a `model_dir`.
 
     Raises:
       CheckpointError: it is of another model.

@@ -1,4 +1,4 @@
-"""What training, evaluation and prediction share: a program with its session, run by run, and the hooks."""
+"""Runs a program for training, evaluation and prediction, with its session and hooks."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Run:
     """One `Session.run` of an estimator's program.
 
     Attributes:
-      outputs: what its outfeed has, without logs, stacked over micro-batches in the order of the data, or
-        over weight updates and, of each, the replicas.
+      outputs: the outfeed's elements, without logs, stacked over micro-batches in the order of the data, or
+        over weight updates and, within each, the replicas.
       num_updates: weight updates, or executions, that it did.
-      context: as hooks left it.
+      context: the context, as hooks left it.
       data_end: the error with which the data ended in the run, if they did.
     """
 
@@ -44,12 +44,12 @@ class Run:
 
 
 class Runs:
-    """Runs a program for the hooks to see."""
+    """Runs a program and calls the hooks."""
 
     def __init__(
         self, made: EstimatorProgram, session: Session, hooks: Sequence[SessionRunHook], global_step: int
     ) -> None:
-        """Takes a session that has its variables.
+        """Takes a session that has the program's variables.
 
         Args:
           made: the program.
@@ -60,7 +60,7 @@ class Runs:
         self.made = made
         self.session = session
         self.hooks = hooks
-        # Training counts on from where it begins; what was before may have had other counts per update.
+        # Training counts on from where it begins; earlier updates may have had other counts per update.
         per_update = made.spec.micro_batches_per_update if made.mode is ModeKeys.TRAIN else 0
         offset = global_step - per_update * session.update_count(made.name)
         session.count_steps(per_update, offset)
@@ -85,14 +85,14 @@ class Runs:
         should_stop: Callable[[], bool] = lambda: False,
         num_real: Callable[[int], int] = lambda count: count,
     ) -> Run:
-        """Runs once; at the end of the data, as far as they go.
+        """Runs the program once; if the data end, as far as they go.
 
         Args:
-          global_step: steps before.
-          max_updates: how many updates, or executions, at most.
-          loss_of: from what the outfeed has to the loss that hooks ask for.
-          should_stop: asked after each update.
-          num_real: from how many micro-batches there are in what the outfeed has to how many count.
+          global_step: the steps before the run.
+          max_updates: the largest number of updates, or executions.
+          loss_of: computes the loss that hooks ask for from the outfeed's elements.
+          should_stop: called after each update.
+          num_real: returns how many of a number of micro-batches from the outfeed count.
 
         Raises:
           OutOfRangeError: the data ended before the first update.
@@ -130,7 +130,7 @@ class Runs:
         return Run(outputs, num_updates, context, data_end)
 
     def _join_replicas(self, stack: Any) -> Any:
-        """What an outfeed has, with one axis for micro-batches and replicas, in the order of the data."""
+        """Joins an outfeed's axes of micro-batches and replicas, in the order of the data."""
         if self.made.num_replicas == 1:
             return stack
         return stack.reshape(stack.shape[0] * stack.shape[1], *stack.shape[2:])

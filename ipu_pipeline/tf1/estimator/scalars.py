@@ -23,15 +23,15 @@ class ScalarWriter:
     """Appends to `metrics.jsonl`, a line per scalar, and to an event file, if tensorboardX is installed.
 
     A line is an object with `step`, `time` (seconds since 1970), `name` and `value` (null where it is not
-    finite). What cannot be written is logged as an error, and work goes on.
+    finite). If a scalar cannot be written, an error is logged and work goes on.
     """
 
     def __init__(self, directory: str | os.PathLike[str], step: int | None = None) -> None:
         """Opens the files.
 
         Args:
-          directory: where they are; it is made.
-          step: where training goes on: what was written for later steps is dropped. None drops nothing.
+          directory: the directory of the files; it is created.
+          step: the step that training goes on from: scalars of later steps are dropped. None drops nothing.
         """
         self._directory = Path(directory)
         self._path = self._directory / FILE
@@ -47,15 +47,15 @@ class ScalarWriter:
 
     @property
     def is_open(self) -> bool:
-        """Whether the file of lines could be opened, and lines of later steps be dropped from it."""
+        """Whether the file of lines could be opened, and lines of later steps could be dropped from it."""
         return self._stream is not None
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Writes scalars. The event file has them a few seconds later.
 
         Args:
-          step: of all of them.
-          scalars: by name.
+          step: the step of all of them.
+          scalars: the scalars by name.
         """
         now = time.time()
         with self._reporting("written"):
@@ -96,7 +96,7 @@ class ScalarWriter:
 
 
 def _open_events(directory: Path, step: int | None) -> Any:
-    """An event file, or None. Its class writes in the calling thread, where `SummaryWriter` has its own.
+    """An event file, or None. Its class writes in the calling thread; `SummaryWriter` uses its own thread.
 
     If a full disk ended that thread, `SummaryWriter.flush` would wait forever.
     """
@@ -116,7 +116,7 @@ def _open_events(directory: Path, step: int | None) -> Any:
 
 
 def _drop_later(path: Path, step: int) -> None:
-    """Takes out lines of steps after this one, and one that was not written to its end."""
+    """Removes lines of steps after this one, and an incomplete last line."""
     if not path.exists():
         return
     kept, num_lines = [], 0

@@ -34,19 +34,19 @@ class SummaryWriter:
         """Opens the files.
 
         Args:
-          directory: where they are; it is made. One writer at a time uses it.
-          step: where training goes on, for example `session.update_count()` after a restore: what an
-            earlier run wrote for later steps is dropped. None keeps everything.
+          directory: the directory of the files; it is created. One writer at a time uses it.
+          step: the step from which training goes on, for example `session.update_count()` after a restore:
+            scalars that an earlier run wrote for later steps are dropped. None keeps everything.
 
         Raises:
           OSError: they cannot be opened.
-          ValueError: the step is no integer from 0.
+          ValueError: the step is not an integer from 0.
         """
         if step is not None:
             _check_step(step)
         os.makedirs(directory, exist_ok=True)
         with open(os.path.join(directory, FILE), "a", encoding="utf-8"):
-            pass  # what cannot be opened raises here; later errors are logged, and training goes on
+            pass  # errors in opening are raised here; later errors are logged, and training goes on
         self._writer: ScalarWriter | None = ScalarWriter(directory, step)
         if not self._writer.is_open:
             raise OSError(
@@ -55,7 +55,7 @@ class SummaryWriter:
             )
 
     def __enter__(self) -> SummaryWriter:
-        """The writer itself."""
+        """Returns the writer itself."""
         return self
 
     def __exit__(
@@ -74,15 +74,15 @@ class SummaryWriter:
         self._writer = None
 
     def write(self, step: int, scalars: Mapping[str, Any]) -> None:
-        """Writes scalars of one step. What cannot be written is logged as an error.
+        """Writes scalars of one step. If they cannot be written, an error is logged.
 
         Args:
           step: an integer from 0, such as `session.update_count()`.
-          scalars: by name, real numbers or arrays of one element.
+          scalars: real numbers, or arrays of one element, by name.
 
         Raises:
-          TypeError: there is no dict, a name is no string, or a value no such number.
-          ValueError: the step is no integer from 0, or the writer was closed.
+          TypeError: `scalars` is not a dict, a name is not a string, or a value is not such a number.
+          ValueError: the step is not an integer from 0, or the writer was closed.
         """
         if self._writer is None:
             raise ValueError("SummaryWriter: write was called after close.")
@@ -109,7 +109,7 @@ class SummaryWriter:
             raise TypeError(f"SummaryWriter.write_metrics: metrics must be a dict; got {metrics!r}.")
         if "update" not in metrics:
             raise ValueError(
-                'SummaryWriter.write_metrics: metrics must have "update", as those of Session.metrics; got '
+                'SummaryWriter.write_metrics: metrics must have "update", as from Session.metrics; got '
                 f"{', '.join(metrics) or 'none'}."
             )
         values = {name: np.atleast_1d(np.asarray(value)) for name, value in metrics.items()}

@@ -27,11 +27,11 @@ _START_DELAY = 120
 
 @dataclass(frozen=True)
 class TrainSpec:
-    """What `train_and_evaluate` trains with.
+    """The settings of the training in `train_and_evaluate`.
 
     Attributes:
-      input_fn: as for an estimator's `train`.
-      max_steps: until which `global_step` to train; required, as of Graphcore's estimators.
+      input_fn: same as for an estimator's `train`.
+      max_steps: the `global_step` until which to train; required, as in Graphcore's estimators.
       hooks: called around each run, after those of the model's specification.
       saving_listeners: called around each save of a checkpoint.
     """
@@ -45,8 +45,8 @@ class TrainSpec:
         """Checks the fields.
 
         Raises:
-          TypeError: a hook or listener is none, or `input_fn` is no function.
-          ValueError: `max_steps` is no number above 0, or `input_fn` takes something that nobody gives it.
+          TypeError: a hook or listener is not one, or `input_fn` is not a function.
+          ValueError: `max_steps` is not a number above 0, or `input_fn` has an argument that is not passed.
         """
         _check_input_fn("TrainSpec", self.input_fn)
         number = self.max_steps
@@ -61,16 +61,16 @@ class TrainSpec:
 
 @dataclass(frozen=True)
 class EvalSpec:
-    """What `train_and_evaluate` evaluates with.
+    """The settings of the evaluations in `train_and_evaluate`.
 
     Attributes:
-      input_fn: as for an estimator's `evaluate`.
-      steps: how many micro-batches of each replica, a multiple of `iterations_per_loop`; None for all of
-        the data set.
-      name: of the evaluation, see `evaluate`.
+      input_fn: same as for an estimator's `evaluate`.
+      steps: the number of micro-batches of each replica, a multiple of `iterations_per_loop`; None for the
+        whole data set.
+      name: the name of the evaluation; see `evaluate`.
       hooks: called around each run of an evaluation.
       exporters: only None.
-      start_delay_secs: of no effect: it was for an evaluating process beside the training one.
+      start_delay_secs: has no effect: it was for an evaluating process beside the training one.
       throttle_secs: seconds from the end of an evaluation until a checkpoint is evaluated again. The first
         checkpoint and the last one are evaluated in any case.
     """
@@ -88,8 +88,8 @@ class EvalSpec:
 
         Raises:
           NotImplementedError: there are exporters.
-          TypeError: a hook is none, or `input_fn` is no function.
-          ValueError: a number is out of range, or `input_fn` takes something that nobody gives it.
+          TypeError: a hook is not one, or `input_fn` is not a function.
+          ValueError: a number is out of range, or `input_fn` has an argument that is not passed.
         """
         _check_input_fn("EvalSpec", self.input_fn)
         if self.exporters:
@@ -119,23 +119,23 @@ def train_and_evaluate(
 ) -> tuple[dict[str, float] | None, list[Any]]:
     """Trains an estimator, and evaluates it at the first checkpoint, at later ones, and at the end.
 
-    Checkpoints are saved as the estimator's `RunConfig` says. One is evaluated when it is complete, and
-    `throttle_secs` have passed since the last evaluation; training waits for it, and goes on with the same
-    numbers as without.
+    Checkpoints are saved as the estimator's `RunConfig` says. A checkpoint is evaluated when it is complete
+    and `throttle_secs` have passed since the last evaluation. Training waits for the evaluation, and goes
+    on with the same numbers as without it.
 
     Args:
       estimator: an `IPUPipelineEstimator` or `IPUEstimator`.
-      train_spec: what to train with.
-      eval_spec: what to evaluate with.
+      train_spec: the settings of the training.
+      eval_spec: the settings of the evaluations.
 
     Returns:
-      What the last evaluation gave, None if nothing was trained and there is no checkpoint; and an empty
-      list, as there are no exporters.
+      The result of the last evaluation, None if nothing was trained and there is no checkpoint; and an
+      empty list, because there are no exporters.
 
     Raises:
-      SystemExit: a signal came: after an evaluation that is going on, training ends with its state saved.
+      SystemExit: a signal came: after an evaluation that is running, training ends with its state saved.
       TypeError, ValueError: an argument is not usable.
-      Others: of `train` and `evaluate`.
+      Others: the errors of `train` and `evaluate`.
     """
     if not isinstance(estimator, Estimator):
         raise TypeError(
@@ -166,7 +166,7 @@ class _Evaluator(CheckpointSaverListener):
 
     def __init__(self, estimator: Estimator, spec: EvalSpec) -> None:
         self.result: dict[str, float] | None = None
-        self.step = 0  # that the result is of
+        self.step = 0  # the step of the result
         self._estimator = estimator
         self._spec = spec
         self._evaluated_at = -math.inf

@@ -34,7 +34,7 @@ _logger = logging.getLogger("ipu_pipeline.estimator")
 
 
 def describe_function(function: Any) -> str:
-    """What an `input_fn` is known by in checkpoints: module, name, plain arguments of a partial."""
+    """Identifies an `input_fn` in checkpoints: module, name, plain arguments of a partial."""
     bound: list[str] = []
     while isinstance(function, functools.partial):
         given = [*function.args, *sorted(function.keywords.items())]
@@ -52,19 +52,19 @@ def _is_plain(value: Any) -> bool:
 
 
 def _is_stopped(request: StopRequest) -> bool:
-    """Whether a signal has come, to any process; asked by all of them at the same places."""
+    """Whether a signal has come to any process; all processes call it at the same places."""
     return is_any(request.is_made(), "stopping by a signal")
 
 
 class _Since:
-    """What there was since a moment: losses, and how long it took."""
+    """The losses since a moment, and the time that has passed."""
 
     def __init__(self, every: int | None, step: int) -> None:
         """Begins now.
 
         Args:
-          every: after so many steps it is due; None never.
-          step: where it begins.
+          every: the number of steps after which it is due; None: never.
+          step: the step at which it begins.
         """
         self._every = every
         self._begin_anew(step)
@@ -74,16 +74,16 @@ class _Since:
         self._total, self._count = 0.0, 0
 
     def add(self, total: float, count: int) -> None:
-        """Adds the sum of the losses of so many micro-batches."""
+        """Adds the sum of the losses of `count` micro-batches."""
         self._total += total
         self._count += count
 
     def take(self, step: int, is_due: bool) -> tuple[float, float] | None:
-        """The mean loss and the steps per second, and begins anew; None if that is not due.
+        """Returns the mean loss and the steps per second, and begins anew; None if that is not due.
 
         Args:
-          step: where it ends.
-          is_due: whether it is, however few steps there were.
+          step: the step at which it ends.
+          is_due: whether it is due, however few steps there were.
         """
         every = self._every
         if every is None or not self._count or not (is_due or step // every != self._step // every):
@@ -94,7 +94,7 @@ class _Since:
 
 
 class Training:
-    """Trains until a step, from where a session is."""
+    """Trains from the state of a session until a step."""
 
     def __init__(
         self,
@@ -115,16 +115,16 @@ class Training:
 
         Args:
           made: the program.
-          session: with the state to go on from; its infeed is initialized.
-          hooks: all of them.
-          config: the estimator's.
+          session: a session with the state to go on from; its infeed is initialized.
+          hooks: all hooks.
+          config: the estimator's configuration.
           series: where checkpoints go.
           scalars: where scalars go.
-          input_fn: where the data came from.
-          global_step: where it begins.
-          initializer: of the infeed.
-          is_same_data: whether the session's checkpoint is of training on what this `input_fn` returns.
-          begins_anew: whether, if there are no more data right away, they are to begin again.
+          input_fn: the function that returned the data.
+          global_step: the step at which training begins.
+          initializer: the infeed's initializer.
+          is_same_data: whether the session's checkpoint is from training on this `input_fn`'s data.
+          begins_anew: whether the data are to begin again if there are no more of them right away.
           listeners: called around saves.
         """
         self._runs = Runs(made, session, hooks, global_step)
@@ -139,19 +139,19 @@ class Training:
         self._begins_anew = begins_anew
         self._listeners = listeners
         self._initializer = initializer
-        self._has_ended = False  # the data
+        self._has_ended = False  # whether the data have ended
         self._is_complete = False  # whether all steps were done that were asked for
         self._logged = _Since(config.log_step_count_steps, global_step)
         self._written = _Since(config.save_summary_steps, global_step)
-        self._last_loss = 0.0  # of the last run
+        self._last_loss = 0.0  # the last run's
         self._extra_scalars: dict[str, float] = {}
         self._begun_at = self._saved_at = time.monotonic()
 
     def run_until(self, final_step: int) -> None:
-        """Trains until a number of steps, or until the data end, a hook stops it or a signal comes.
+        """Trains until step `final_step`, or until the data end, a hook stops it or a signal comes.
 
-        Whatever ends it, completed weight updates are saved; but not if a hook raises FloatingPointError,
-        and the loss is no finite number.
+        Whatever ends it, completed weight updates are saved, unless a hook raises FloatingPointError and
+        the loss is not finite.
 
         Raises:
           CheckpointError: the last checkpoint cannot be saved.
@@ -175,7 +175,7 @@ class Training:
                 pass
             except BaseException as error:
                 if isinstance(error, FloatingPointError) and not math.isfinite(self._last_loss):
-                    self._series.wait()  # from such a state no training goes on
+                    self._series.wait()  # such a state is of no use for more training
                     text = "The state after step %d is not saved, since the loss is %s."
                     _logger.error(text, self._step, self._last_loss)
                 else:
@@ -192,7 +192,7 @@ class Training:
             seconds = time.monotonic() - self._begun_at
             _logger.info("Training ended at step %d, after %.1f s.", self._step, seconds)
         if not is_saved:
-            self._tell_listeners()  # what they do may be interrupted
+            self._tell_listeners()  # listeners may be interrupted
         for listener in self._listeners:
             listener.end(self._session, self._step)
 
@@ -200,7 +200,7 @@ class Training:
     def _showing(self, final_step: int) -> Iterator[tqdm | None]:
         """A bar on the standard error, if that is a terminal.
 
-        Elsewhere there is none at all: a process's first one fixes the start method of multiprocessing.
+        Elsewhere no bar is created: a process's first bar fixes the start method of multiprocessing.
         """
         if not is_shown_on(sys.stderr):
             yield None
@@ -225,7 +225,7 @@ class Training:
                 stops = functools.partial(_is_stopped, request)
                 run = self._runs.run(self._step, wanted, self._mean_loss, stops)
             except OutOfRangeError as error:
-                if is_first and self._begins_anew:  # the call before ended where the data do
+                if is_first and self._begins_anew:  # the last call ended at the end of the data
                     self._begins_anew = False
                     self._session.run(self._initializer)
                     continue
@@ -267,20 +267,20 @@ class Training:
         return self._last_loss
 
     def _sum_losses(self, outputs: Any) -> tuple[float, int]:
-        """The sum of the losses of a run, and of how many micro-batches."""
-        per_update = self._made.spec.micro_batches_per_update  # of each replica
+        """The sum of the losses of a run, and the number of micro-batches."""
+        per_update = self._made.spec.micro_batches_per_update  # per replica
         sums = outputs
-        if self._made.has_logs:  # a loss per micro-batch, to be summed as the pipeline would
+        if self._made.has_logs:  # one loss per micro-batch, which are summed as the pipeline would do
             dtype = self._made.spec.loss_accumulator_dtype or outputs.dtype
             replicas = outputs.reshape(-1, per_update, self._made.num_replicas)
             sums = np.sum(replicas, axis=1, dtype=dtype)
         return float(np.sum(np.asarray(sums, np.float64))), sums.size * per_update
 
     def _report(self, is_due: bool) -> None:
-        """Logs, and writes scalars, whichever is due.
+        """Logs, and writes scalars, if these are due.
 
         Args:
-          is_due: whether both are, as at the first run and at the end.
+          is_due: whether both are due in any case, as at the first run and at the end.
         """
         if (found := self._logged.take(self._step, is_due)) is not None:
             loss, speed = found
@@ -296,12 +296,12 @@ class Training:
             self._extra_scalars = {}
 
     def _mean_metrics(self) -> dict[str, float]:
-        """The means of what the pipeline reported since this was last asked for."""
+        """The means of the metrics that the pipeline reported since the last call."""
         metrics = self._session.metrics(self._made.name)
         return {name: float(np.nanmean(values)) for name, values in metrics.items() if name != "update"}
 
     def _save_if_due(self) -> bool:
-        """Whether a listener asks to stop."""
+        """Saves a checkpoint if it is due. Returns whether a listener asks to stop."""
         every, seconds = self._config.save_checkpoints_steps, self._config.seconds_between_checkpoints
         if every is not None:
             is_due = self._step // every > self._saved_step // every
@@ -312,7 +312,7 @@ class Training:
         return is_due and self._save()
 
     def _save(self) -> bool:
-        """Whether a listener asks to stop."""
+        """Saves a checkpoint. Returns whether a listener asks to stop."""
         for listener in self._listeners:
             listener.before_save(self._session, self._step)
         try:
@@ -326,7 +326,7 @@ class Training:
         return self._tell_listeners()
 
     def _tell_listeners(self) -> bool:
-        """Tells listeners of a checkpoint when it is complete. Whether one of them asks to stop."""
+        """Tells listeners of a checkpoint when it is complete. Returns whether one of them asks to stop."""
         if not self._listeners:
             return False
         self._series.wait()
@@ -347,8 +347,8 @@ class Training:
         """Saves what has been done since the last checkpoint, in this thread.
 
         Args:
-          request: further signals are ignored.
-          is_error: whether training ends by an error or a signal, which an error of this must not hide.
+          request: the request to stop; further signals are ignored.
+          is_error: whether training ends by an error or a signal, which an error in saving must not hide.
         """
         request.is_final = True
         self._series.wait()
@@ -356,7 +356,7 @@ class Training:
             return
         try:
             if (self._series.path(self._step) / DOCUMENT).exists():
-                # That of an earlier training is about its own data, unless these are the same ones.
+                # An earlier training's checkpoint is about its own data, unless the data are the same.
                 if self._step > self._first_step or (self._is_same_data and not is_error):
                     do_first(lambda: self._series.amend(self._step, self._extra()))
             else:

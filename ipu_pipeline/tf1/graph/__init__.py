@@ -1,1 +1,1 @@
-"""What stands for a value before it has one: placeholders and operations."""
+"""Objects that stand for a value before it exists: placeholders and operations."""

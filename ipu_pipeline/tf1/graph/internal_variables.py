@@ -4,10 +4,10 @@ from __future__ import annotations
 
 __all__ = ["HOST_TABLES", "LOSS_WEIGHTS", "is_internal"]
 
-LOSS_WEIGHTS = "_loss_weight"  # the scope of those whose gradients are the weights of losses
-HOST_TABLES = "_host_table"  # and of those that make programs compute gradients of a table's rows
+LOSS_WEIGHTS = "_loss_weight"  # the scope of variables whose gradients are the weights of losses
+HOST_TABLES = "_host_table"  # the scope of variables that make programs compute gradients of a table's rows
 
 
 def is_internal(name: str) -> bool:
-    """Whether a full name is that of such a variable."""
+    """Whether a full name belongs to such a variable."""
     return name.startswith((f"{LOSS_WEIGHTS}/", f"{HOST_TABLES}/"))

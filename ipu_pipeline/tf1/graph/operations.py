@@ -1,4 +1,4 @@
-"""What `Session.run` runs beside a program's operations: it sets variables, and reads those on the host."""
+"""Operations for `Session.run` that belong to no program: they set variables, or read those on the host."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ __all__ = ["HostVariable", "InitializerOperation", "global_variables_initializer
 
 @dataclass(frozen=True, eq=False)
 class HostVariable:
-    """What `Session.run` runs to read a variable that stays in host memory."""
+    """An operation for `Session.run`, which reads a variable that stays in host memory."""
 
     spec: VariableSpec  # the variable
 
 
 class InitializerOperation:
-    """What `Session.run` runs to set all variables to their initial values."""
+    """An operation for `Session.run`, which sets all variables to their initial values."""
 
 
 def global_variables_initializer() -> InitializerOperation:

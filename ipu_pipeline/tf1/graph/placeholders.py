@@ -38,11 +38,11 @@ class Placeholder(Symbol):
 
     @property
     def aval(self) -> jax.ShapeDtypeStruct:
-        """Shape and dtype, as JAX will have them."""
+        """The shape and dtype that it has in JAX."""
         return jax.ShapeDtypeStruct(self.shape, jax.dtypes.canonicalize_dtype(self.dtype))
 
     def traced(self) -> Any:
-        """What stands for its value in the function that is being compiled: it is then an input of that.
+        """Returns its traced value in the function that is being compiled, and makes it an input of that.
 
         Raises:
           ValueError: nothing is being compiled, or the placeholder was made by the function itself.
@@ -56,19 +56,19 @@ class Placeholder(Symbol):
         return known(self)
 
     def __getattr__(self, name: str) -> Any:
-        """What an array has, such as `astype`."""
+        """Returns an attribute of arrays, such as `astype`."""
         if name in ("dtype", "shape", "name"):  # while it is being made
             raise AttributeError(name)
         return super().__getattr__(name)
 
     def __eq__(self, other: object) -> Any:
-        """Where something is compiled, compares values; with placeholders, and elsewhere, identities."""
+        """Compares values while something is compiled; otherwise, and with placeholders, identities."""
         if isinstance(other, Placeholder) or other is None or _standing.get() is None:
             return self is other
         return self.traced() == other
 
     def __ne__(self, other: object) -> Any:
-        """Likewise."""
+        """The inverse of `__eq__`."""
         if isinstance(other, Placeholder) or other is None or _standing.get() is None:
             return self is not other
         return self.traced() != other
@@ -76,17 +76,17 @@ class Placeholder(Symbol):
     __hash__ = object.__hash__
 
     def __copy__(self) -> Placeholder:
-        return self  # it is known by what it is: a copy could not be fed
+        return self  # it is known by its identity: a copy could not be fed
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Placeholder:
         return self
 
     def check_value(self, value: Any) -> np.ndarray[Any, Any]:
-        """A value that was fed, as an array of the placeholder's dtype.
+        """Returns a fed value as an array of the placeholder's dtype.
 
         Raises:
-          ValueError: it has another shape, its kind of number does not fit the dtype, or elements of it are
-            masked.
+          ValueError: it has another shape, its kind of number does not fit the dtype, or some of its
+            elements are masked.
         """
         try:
             array = np.asanyarray(value)
@@ -101,7 +101,7 @@ class Placeholder(Symbol):
 
 
 class _Unfed:
-    """Stands for a placeholder among the leaves of a tree, where nothing is being compiled."""
+    """Stands for a placeholder among the leaves of a tree while nothing is being compiled."""
 
     def __init__(self, placeholder: Placeholder) -> None:
         self.placeholder = placeholder
@@ -119,15 +119,15 @@ def _unflatten(_nothing: None, values: Any) -> Any:
     return value.placeholder if isinstance(value, _Unfed) else value
 
 
-# So functions that JAX traces take them as arguments, and stages may return them.
+# This lets functions that JAX traces take placeholders as arguments, and stages return them.
 jax.tree_util.register_pytree_node(Placeholder, _flatten, _unflatten)
 
 
 def as_traced_inputs(inputs: Any, what: str = "inputs") -> tuple[list[Any], Any]:
-    """The `inputs` argument of a pipeline or loop.
+    """Flattens the `inputs` argument of a pipeline or loop.
 
     Raises:
-      TypeError: a leaf is no array.
+      TypeError: a leaf is not an array.
       ValueError: an integer does not fit.
     """
     if inputs is None:
@@ -148,7 +148,7 @@ def _as_array(what: str, leaf: Any) -> Any:
 
 
 _count = 0
-_live: weakref.WeakValueDictionary[int, Placeholder] = weakref.WeakValueDictionary()  # by order of making
+_live: weakref.WeakValueDictionary[int, Placeholder] = weakref.WeakValueDictionary()  # by order of creation
 _numbers = itertools.count()
 _standing: contextvars.ContextVar[Callable[[Placeholder], Any] | None] = contextvars.ContextVar(
     "standing", default=None
@@ -156,14 +156,14 @@ _standing: contextvars.ContextVar[Callable[[Placeholder], Any] | None] = context
 
 
 def live_placeholders() -> list[Placeholder]:
-    """All placeholders that there are, in the order in which they were made."""
+    """All existing placeholders, in the order in which they were made."""
     found = [reference() for reference in _live.valuerefs()]
     return [known for known in found if known is not None]
 
 
 @contextlib.contextmanager
 def standing(find: Callable[[Placeholder], Any]) -> Iterator[None]:
-    """For a `with` block, says what stands for the value of a placeholder."""
+    """Sets, for a `with` block, how the traced value of a placeholder is found."""
     token = _standing.set(find)
     try:
         yield
@@ -172,20 +172,20 @@ def standing(find: Callable[[Placeholder], Any]) -> Iterator[None]:
 
 
 def placeholder(dtype: Any, shape: Any = None, name: str | None = None) -> Placeholder:
-    """A symbolic input of a program.
+    """Makes a symbolic input of a program.
 
     Args:
       dtype: its dtype.
       shape: its static shape. None: a scalar.
-      name: what errors call it. None: Placeholder, Placeholder_1, ...
+      name: its name in errors. None: Placeholder, Placeholder_1, ...
 
     Returns:
-      The placeholder. It is a key of `feed_dict`; `ipu_compiler.compile(fn, inputs=[...])` takes it as an
-      input, and functions that are compiled, stages and optimizer functions among them, may use it as an
-      array, which makes it an input, too.
+      The placeholder. It is a key of `feed_dict`, and `ipu_compiler.compile(fn, inputs=[...])` takes it as
+      an input. Compiled functions, including stages and optimizer functions, may also use it as an array,
+      which makes it an input, too.
 
     Raises:
-      TypeError: the dtype is none, or not one of numbers or booleans.
+      TypeError: the dtype is not a dtype, or not one of numbers or booleans.
       ValueError: the shape is not static.
     """
     global _count

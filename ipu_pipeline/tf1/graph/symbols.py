@@ -29,24 +29,24 @@ __all__ = [
 
 
 class Symbol(abc.ABC):
-    """Whatever an array can do, what stands for a symbol's value does."""
+    """An object that stands for an array: its traced value does everything that an array can do."""
 
     @abc.abstractmethod
     def traced(self) -> Any:
-        """What stands for its value in the function that is being traced."""
+        """Returns its traced value in the function that is being traced."""
 
     def __jax_array__(self) -> Any:
-        """JAX calls it when the symbol itself is used as an array."""
+        """Called by JAX when the symbol itself is used as an array."""
         return self.traced()
 
     def __array__(self, *arguments: Any, **options: Any) -> Any:
-        """NumPy calls it likewise; JAX then says that a traced value is no NumPy array."""
+        """Called by NumPy in the same case; JAX then says that a traced value is no NumPy array."""
         return np.asarray(self.traced(), *arguments, **options)
 
     __array_priority__ = 100  # NumPy's arrays and scalars leave operators to it, as to JAX's arrays
 
     def __getattr__(self, name: str) -> Any:
-        """What an array has, such as `astype`."""
+        """Returns an attribute of arrays, such as `astype`."""
         if name.startswith("_") or not hasattr(jax.Array, name):
             raise AttributeError(f"{self!r} has no attribute {name!r}")
         return getattr(self.traced(), name)
@@ -71,15 +71,15 @@ for _operator in _OPERATORS.split():
 class StepSymbol(Symbol):
     """The global step, or a value computed from it, which differs from weight update to weight update.
 
-    It has a value in stages, optimizer functions and the `update` of optimizers. Elsewhere, in a `model_fn`
-    for example, Python's operators, the methods of arrays and what `waits_for_step` decorates give another
-    such symbol, which is computed where it is used.
+    It has a value in stages, optimizer functions and the `update` of optimizers. Elsewhere, for example in
+    a `model_fn`, Python's operators, the methods of arrays and functions that `waits_for_step` decorates
+    return another such symbol, which is computed where it is used.
     """
 
     __hash__ = object.__hash__
 
     def __getattr__(self, name: str) -> Any:
-        """What an array has; a method waits for the value."""
+        """Returns an attribute of arrays; a method waits for the value."""
         if has_step() or name.startswith("_") or not callable(getattr(jax.Array, name, None)):
             return super().__getattr__(name)
         return lambda *arguments, **options: ComputedStep(
@@ -97,20 +97,20 @@ def _waiting(name: str) -> Callable[..., Any]:
     return operator
 
 
-_AT_ONCE = ("bool", "int", "float", "complex", "index", "len", "iter")  # Python wants a value, or nothing
+_AT_ONCE = ("bool", "int", "float", "complex", "index", "len", "iter")  # Python needs the value itself
 for _operator in _OPERATORS.split():
     if _operator not in _AT_ONCE:
         setattr(StepSymbol, f"__{_operator}__", _waiting(f"__{_operator}__"))
 
 
 class GlobalStep(StepSymbol):
-    """What `get_global_step` returns, an int32 scalar."""
+    """The symbol that `get_global_step` returns, an int32 scalar."""
 
     def __repr__(self) -> str:
         return "the global step"
 
     def traced(self) -> Any:
-        """The number, in a stage or an optimizer.
+        """Returns the number, in a stage or an optimizer.
 
         Raises:
           RuntimeError: it is used elsewhere.
@@ -130,14 +130,14 @@ class ComputedStep(StepSymbol):
     """A value computed from the global step, at the place where it is used."""
 
     def __init__(self, compute: Callable[[], Any]) -> None:
-        """Takes what computes it; nothing is computed yet."""
+        """Takes the function that computes it; computes nothing yet."""
         self._compute = compute
 
     def __repr__(self) -> str:
         return "a value computed from the global step"
 
     def traced(self) -> Any:
-        """The value, in a stage or an optimizer.
+        """Returns the value, in a stage or an optimizer.
 
         Raises:
           RuntimeError: it is used elsewhere.
@@ -166,7 +166,7 @@ def counting_steps(count: Callable[[], Any]) -> Iterator[None]:
 
 
 def has_step() -> bool:
-    """Whether the function being traced is one in which the global step has a value."""
+    """Whether the global step has a value in the function being traced."""
     return has_update_count()
 
 
@@ -180,7 +180,7 @@ def waits_for_step(function: _Function) -> _Function:
             return function(*arguments, **options)
         return ComputedStep(lambda: function(*arguments, **options))
 
-    return waiting  # type: ignore[return-value]  # it takes and gives the same, or symbols of it
+    return waiting  # type: ignore[return-value]  # it takes and returns the same types, or symbols for them
 
 
 def _flatten(symbol: StepSymbol) -> tuple[tuple[Any], None]:
@@ -192,7 +192,7 @@ def _unflatten(_nothing: None, values: Any) -> Any:
     return value
 
 
-# So functions that JAX traces take them as arguments, and stages may return them.
+# This lets functions that JAX traces take symbols as arguments, and stages return them.
 for _kind in (GlobalStep, ComputedStep):
     jax.tree_util.register_pytree_node(_kind, _flatten, _unflatten)
 
@@ -219,22 +219,22 @@ def split_steps(inputs: Any) -> tuple[Any, int, Callable[[Sequence[Any]], list[A
 
 
 def get_global_step() -> GlobalStep:
-    """The global step, for learning rates and the like that depend on it.
+    """Returns the global step, for learning rates and the like that depend on it.
 
-    It counts weight updates: it is the number of those before the one that is being computed. In an
-    estimator it counts the micro-batches of a replica, as the estimator's checkpoints and hooks do: it goes
-    up by `gradient_accumulation_count` with each weight update. It goes on where a
-    checkpoint is restored; in evaluation and prediction it is the step of the weights.
+    It counts weight updates: it is the number of weight updates before the one that is being computed. In
+    an estimator it counts the micro-batches of a replica, as the estimator's checkpoints and hooks do: it
+    goes up by `gradient_accumulation_count` with each weight update. After a checkpoint is restored, it
+    goes on from there; in evaluation and prediction it is the step of the weights.
 
-    It may be asked for anywhere, in a `model_fn` for example. It is an array in a stage of a pipeline, in
-    its optimizer_function, and in the `update` of its optimizer: there it has another value for every
-    weight update. Elsewhere Python's operators and the decays of `optimizers.tf1` take it, and give what
-    is computed where it is used. It and what is computed from it may be among the `inputs` of a pipeline.
-    Of several pipelines that train, each counts by its name (`Session.update_count`). Optax's own
-    schedules count weight updates by themselves and do not need it.
+    This function may be called anywhere, for example in a `model_fn`. The step is an array in a stage of a
+    pipeline, in its optimizer_function, and in the `update` of its optimizer: there it has another value
+    for every weight update. Elsewhere Python's operators and the decays of `optimizers.tf1` take it, and
+    return symbols that are computed where they are used. The step and such symbols may be among the
+    `inputs` of a pipeline. If several pipelines train, each has a count under its name
+    (`Session.update_count`). Optax's own schedules count weight updates by themselves and do not need it.
 
     Returns:
-      What stands for an int32 scalar.
+      A symbol for an int32 scalar.
 
     Example:
       rate = ipu.optimizers.tf1.exponential_decay(0.1, ipu.get_global_step(), 1000, 0.96)

@@ -1,4 +1,4 @@
-"""Modules of operations. A user may import each from the package itself: `ipu_pipeline.rand_ops`."""
+"""Modules of operations. Each can be imported from the package itself: `ipu_pipeline.rand_ops`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Sums and means over replicas within stages, as Graphcore's `ipu.cross_replica_ops` has them.
 
-Micro-batch k of a replica is joined with micro-batch k of the others. Gradients are those of one large
-model: what a replica gets is differentiated with respect to what every replica gave.
+Micro-batch k of a replica is joined with micro-batch k of the others. Gradients are the same as in one
+  large
+model: each replica's result is differentiated with respect to every replica's value.
 """
 
 from __future__ import annotations
@@ -19,23 +20,23 @@ __all__ = ["cross_replica_mean", "cross_replica_sum"]
 
 
 def cross_replica_sum(x: Any, replica_group_size: int | None = None, name: str | None = None) -> jax.Array:
-    """The sum of the values that the replicas have; `x` itself if there is one replica.
+    """Returns the sum of the replicas' values; `x` itself if there is one replica.
 
-    All replicas have to come to it, for the same micro-batches: it must not stand under a condition that
-    differs between them.
+    All replicas have to call it, for the same micro-batches: it must not be under a condition that differs
+    between them.
 
     Args:
       x: numbers, of the same shape and dtype in each replica.
       replica_group_size: None for one group of all replicas; 1 makes each a group, and returns `x`.
-      name: of an operation in TensorFlow; nothing is called so here.
+      name: the name of an operation in TensorFlow; not used here.
 
     Returns:
       The shape and dtype of `x`, the same values in each replica.
 
     Raises:
-      NotImplementedError: groups of another size.
+      NotImplementedError: groups have another size.
       RuntimeError: not called within a stage.
-      TypeError: `x` is no array of numbers.
+      TypeError: `x` is not an array of numbers.
     """
     del name
     value = _as_numbers(x, "cross_replica_sum")
@@ -43,20 +44,20 @@ def cross_replica_sum(x: Any, replica_group_size: int | None = None, name: str |
 
 
 def cross_replica_mean(x: Any, replica_group_size: int | None = None, name: str | None = None) -> jax.Array:
-    """The mean of the values that the replicas have; `x` itself if there is one replica.
+    """Returns the mean of the replicas' values; `x` itself if there is one replica.
 
     Args:
       x: floating-point numbers, of the same shape and dtype in each replica.
       replica_group_size: see `cross_replica_sum`.
-      name: likewise.
+      name: the name of an operation in TensorFlow; not used here.
 
     Returns:
       The shape and dtype of `x`, the same values in each replica.
 
     Raises:
-      NotImplementedError: groups of another size than one or all.
+      NotImplementedError: groups have a size other than one or all.
       RuntimeError: not called within a stage.
-      TypeError: `x` is no array of floating-point numbers.
+      TypeError: `x` is not an array of floating-point numbers.
     """
     del name
     value = _as_numbers(x, "cross_replica_mean")

@@ -1,4 +1,4 @@
-"""Rows of tables by their numbers, on devices or on the host, as in Graphcore's `ipu.embedding_ops`."""
+"""Looks up rows of tables by number, on devices or on the host, as in Graphcore's `ipu.embedding_ops`."""
 
 from __future__ import annotations
 
@@ -37,23 +37,23 @@ def embedding_lookup(
     one_hot_threshold: int | None = None,
     min_encoding_size: int | None = None,
 ) -> jax.Array:
-    """The rows of a table.
+    """Looks up rows of a table.
 
     Args:
       params: [rows, ...], the table.
-      ids: integers of any shape, each from 0 and less than the number of rows. Beyond, what comes is
+      ids: integers of any shape, from 0 and less than the number of rows. The result for other numbers is
         undefined.
-      name: of an operation in TensorFlow; nothing is called so here.
+      name: the name of an operation in TensorFlow; not used here.
       serialization_factor: into how many parts IPUs cut the lookup to save memory; above 1 warns.
       indices_are_sorted: whether the numbers ascend, which XLA may use.
-      one_hot_threshold: of SDKs before 2.0: how IPUs looked rows up; warns.
-      min_encoding_size: likewise.
+      one_hot_threshold: how IPUs looked rows up, in SDKs before 2.0; warns.
+      min_encoding_size: same as `one_hot_threshold`.
 
     Returns:
       [*ids.shape, *params.shape[1:]].
 
     Raises:
-      TypeError: the numbers are no integers.
+      TypeError: the numbers are not integers.
       ValueError: the factor does not divide the number of rows.
     """
     del name
@@ -86,17 +86,17 @@ def embedding_lookup(
 
 
 class HostEmbeddingOptimizerSpec:
-    """How a table in host memory is trained: by SGD, after every mini-batch."""
+    """The training of a table in host memory: by SGD, after every mini-batch."""
 
     def __init__(self, learning_rate: float, optimizer_name: str | None = None) -> None:
-        """Takes what it is trained with.
+        """Takes the settings of the training.
 
         Args:
           learning_rate: at least 0; 0 does not train it.
           optimizer_name: None or "SGD", the only one.
 
         Raises:
-          TypeError, ValueError: the rate is no such number, or there is another optimizer's name.
+          TypeError, ValueError: the rate is not such a number, or the name is another optimizer's.
         """
         own = type(self).__name__
         is_number = isinstance(learning_rate, (int, float, np.floating, np.integer))
@@ -119,26 +119,26 @@ class HostEmbeddingOptimizerSpec:
         return self._learning_rate
 
     def get_accumulation_factor(self) -> int:
-        """How many mini-batches give the gradients of an update."""
+        """The number of mini-batches whose gradients an update takes."""
         return 1
 
 
 class HostEmbeddingSGDGAOptimizerSpec(HostEmbeddingOptimizerSpec):
-    """How a table in host memory is trained where gradients are accumulated: by SGD, with their sum.
+    """The training of a table in host memory with accumulated gradients: by SGD, with their sum.
 
-    A pipeline's table needs it, with the pipeline's `gradient_accumulation_count`.
+    A table that a pipeline uses needs it, with the pipeline's `gradient_accumulation_count`.
     """
 
     def __init__(self, learning_rate: float, accumulation_factor: int) -> None:
-        """Takes what it is trained with.
+        """Takes the settings of the training.
 
         Args:
           learning_rate: at least 0. It is multiplied with the sum of the gradients of all mini-batches and
             replicas, whatever `reduction_method` the optimizer of the other variables has.
-          accumulation_factor: how many mini-batches an update has, as for that optimizer.
+          accumulation_factor: the number of mini-batches in an update, the same as for that optimizer.
 
         Raises:
-          TypeError, ValueError: the rate or the factor is no such number.
+          TypeError, ValueError: the rate or the factor is not such a number.
         """
         super().__init__(learning_rate)
         if not is_integer(accumulation_factor):
@@ -154,7 +154,7 @@ class HostEmbeddingSGDGAOptimizerSpec(HostEmbeddingOptimizerSpec):
         self._accumulation_factor = int(accumulation_factor)
 
     def get_accumulation_factor(self) -> int:
-        """How many mini-batches give the gradients of an update."""
+        """The number of mini-batches whose gradients an update takes."""
         return self._accumulation_factor
 
 
@@ -192,11 +192,11 @@ class _Registration:
 
 
 class HostEmbedding:
-    """A table in host memory, of which devices only get the rows that they look up.
+    """A table in host memory: devices only get the rows that they look up.
 
-    A session has the table among its variables, as an array of NumPy's under the embedding's name: it is
-    saved, restored and loaded with them. It is trained on the host, by SGD, once a step is done on the
-    devices; so all lookups of a step see the same values. It is in one process.
+    A session has the table among its variables, as a NumPy array under the embedding's name: it is saved,
+    restored and loaded with them. It is trained on the host, by SGD, once a step is done on the devices, so
+    all lookups of a step see the same values. It is in one process.
 
     Example:
       embedding = create_host_embedding(
@@ -223,9 +223,9 @@ class HostEmbedding:
         Args:
           name: the full name of the table among the session's variables.
           embedding_tensor: [rows, columns], its initial values, of a floating-point dtype.
-          partition_strategy: "TOKEN" or "ENCODING", how IPUs shared out a table that is in their remote
+          partition_strategy: "TOKEN" or "ENCODING", the way in which IPUs divided a table in their remote
             memory; the latter warns.
-          optimizer_spec: how it is trained. None: it is not.
+          optimizer_spec: how it is trained. None: it is not trained.
 
         Raises:
           ValueError: an argument is not usable.
@@ -270,7 +270,7 @@ class HostEmbedding:
         )
 
     def get_embedding_tensor(self) -> HostVariable:
-        """What `Session.run` runs to get a copy of the table."""
+        """Returns an operation for `Session.run`, which gets a copy of the table."""
         return HostVariable(self._table.spec)
 
     def register(self, session: Session | None = None) -> _Registration:
@@ -280,38 +280,38 @@ class HostEmbedding:
           session: the session.
 
         Returns:
-          What the `with` statement takes, and gives the embedding. A hook of an estimator enters it by
-          `__enter__()` in `after_create_session`; it then lasts as long as the session, or until its
+          A context manager for a `with` statement, which gives the embedding. A hook of an estimator enters
+          it by `__enter__()` in `after_create_session`; it then lasts as long as the session, or until its
           `__exit__`.
 
         Raises:
-          ValueError: there is no session. Where it is entered, RuntimeError if the embedding is registered
-            with the session already.
+          ValueError: `session` is not a session. Entering raises RuntimeError if the embedding is
+            registered with the session already.
         """
         if not isinstance(session, Session):
             raise ValueError(f"HostEmbedding.register requires an ipu_pipeline.Session; got {session!r}.")
         return _Registration(self, self._table, session)
 
     def lookup(self, indices: Any, clip_indices: bool = True) -> jax.Array:
-        """Rows of the table, in a function that is being compiled.
+        """Looks up rows of the table, in a function that is being compiled.
 
         Args:
           indices: integers of any shape.
           clip_indices: whether numbers below 0 or beyond the last row stand for the first and last row. If
-            not, one ends the run with an error that names it.
+            not, such a number ends the run with an error that names it.
 
         Returns:
           [*indices.shape, columns].
 
         Raises:
           RuntimeError: nothing is being compiled.
-          TypeError: the indices are no integers.
+          TypeError: the indices are not integers.
           ValueError: another host embedding or variable of the program has the name.
         """
         return self._table.lookup(indices, clip_indices)
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        """Not there; the first SDKs had it.
+        """Not available; the first SDKs had it.
 
         Raises:
           NotImplementedError: always.
@@ -338,8 +338,8 @@ def create_host_embedding(
       shape: [rows, columns].
       dtype: a floating-point dtype.
       partition_strategy: see `HostEmbedding`.
-      optimizer_spec: how it is trained. None: it is not.
-      initializer: as for `get_variable`; None: Glorot uniform. It runs on the CPU.
+      optimizer_spec: how it is trained. None: it is not trained.
+      initializer: same as for `get_variable`; None: Glorot uniform. It runs on the CPU.
 
     Raises:
       ValueError: an argument is not usable.

@@ -1,4 +1,4 @@
-"""`outlined_function`: what it did on IPUs, XLA and JAX do by themselves."""
+"""`outlined_function`: XLA and JAX do by themselves what it did on IPUs."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ def outlined_function(
     keep_input_layouts: bool | None = None,
     name: str | None = None,
 ) -> Any:
-    """Returns the function as it is. On IPUs its code was there once, for all the places that call it.
+    """Returns the function as it is. On IPUs its code existed once, for all the places that call it.
 
-    What it computes is the same without that. `jax.jit` around a function has JAX trace it once.
+    Its results are the same without that. `jax.jit` around a function makes JAX trace it once.
 
     Args:
       func: a function; None: the result is a decorator.
-      unique_sharding: for IPUs.
-      keep_input_layouts: for IPUs.
-      name: for IPUs.
+      unique_sharding: for IPUs; not used here.
+      keep_input_layouts: for IPUs; not used here.
+      name: for IPUs; not used here.
 
     Raises:
       TypeError: it cannot be called.

@@ -18,7 +18,7 @@ def gelu(x: Any, approximate: bool = True, name: str | None = None) -> jax.Array
     Args:
       x: floating-point numbers, of any shape.
       approximate: True, as on IPUs: by tanh; False: by erf, as in `layers.Activation("gelu")`.
-      name: of an operation in TensorFlow; nothing is called so here.
+      name: the name of an operation in TensorFlow; not used here.
 
     Raises:
       TypeError: `approximate` is neither True nor False.
@@ -33,11 +33,11 @@ def gelu(x: Any, approximate: bool = True, name: str | None = None) -> jax.Array
 
 
 def hard_sigmoid(x: Any, name: str | None = None) -> jax.Array:
-    """0.2 x + 0.5 between 0 and 1, as in Keras.
+    """Returns 0.2 x + 0.5, clipped to 0 and 1, as in Keras.
 
     Args:
       x: floating-point numbers, of any shape.
-      name: of an operation in TensorFlow; nothing is called so here.
+      name: the name of an operation in TensorFlow; not used here.
     """
     del name
     x = jnp.asarray(x)

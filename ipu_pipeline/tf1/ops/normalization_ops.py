@@ -2,8 +2,8 @@
 
     outputs = (inputs - mean) / sqrt(variance + epsilon) * gamma + beta
 
-Means and (biased) variances are those of each example, over groups of channels and all other axes; they are
-computed in float32 at least. `gamma` and `beta` have one number for each channel. Source: Y. Wu and K. He,
+Means and (biased) variances are per example, over groups of channels and all other axes; they are computed
+in float32 at least. `gamma` and `beta` have one number for each channel. Source: Y. Wu and K. He,
 Group Normalization, arXiv:1803.08494.
 """
 
@@ -43,28 +43,29 @@ def group_norm(
 
     Args:
       inputs: [batch, ...], floating-point, of rank 2 or more.
-      groups: how many groups there are; divides the channels.
+      groups: the number of groups; divides the number of channels.
       channels_axis: the axis of the channels, not the first one.
       center: whether there is a `beta`.
       scale: whether there is a `gamma`.
-      epsilon: added to the variance. The default is that of older SDKs; that of newer ones is 1.53e-5: pass
-        it to go on with a model that was trained with them.
-      param_initializers: of "beta" and "gamma", as for `get_variable`; by default zeros and ones.
-      reuse: as for `variable_scope`.
+      epsilon: added to the variance. The default is from older SDKs; newer ones have 1.53e-5: pass that to
+        go on with a model that was trained with them.
+      param_initializers: the initializers of "beta" and "gamma", as for `get_variable`; by default zeros
+        and ones.
+      reuse: same as for `variable_scope`.
       variables_collections: only None: there are no collections.
-      training: either: the statistics are those of the inputs in inference, too.
+      training: True or False: the statistics are computed from the inputs in inference, too.
       trainable: whether `beta` and `gamma` are trained.
-      scope: of the variables; None: "GroupNorm", the next one "GroupNorm_1".
+      scope: the scope of the variables; None: "GroupNorm", the next one "GroupNorm_1".
       strided_channel_grouping: True: channel c is in group c modulo `groups`, as on IPUs by default; False:
-        groups are of neighbouring channels, as in `layers.GroupNormalization`.
+        groups consist of neighbouring channels, as in `layers.GroupNormalization`.
 
     Returns:
       The shape and dtype of the inputs; within `mixed_precision`, its dtype. `beta` and `gamma` have the
       dtype of the outputs, or the `param_dtype` of `mixed_precision`.
 
     Raises:
-      TypeError: the inputs are no floating-point numbers; or `center` or `scale` is neither True nor False,
-        as where a program passes `reduction_axes`, which SDKs before 2.0 had before `center`.
+      TypeError: the inputs are not floating-point numbers; or `center` or `scale` is neither True nor
+        False, for example if a program passes `reduction_axes`, which SDKs before 2.0 had before `center`.
       ValueError: an argument does not fit the inputs.
     """
     del training
@@ -98,7 +99,7 @@ def layer_norm(
     trainable: bool = True,
     scope: str | None = None,
 ) -> jax.Array:
-    """Normalizes each example over all of its axes: `group_norm` with one group. In scope "LayerNorm".
+    """Normalizes each example over all of its axes: `group_norm` with one group, in scope "LayerNorm".
 
     For the arguments, see `group_norm`.
     """
@@ -133,7 +134,7 @@ def instance_norm(
     trainable: bool = True,
     scope: str | None = None,
 ) -> jax.Array:
-    """Normalizes each channel of each example: `group_norm` with a group for each. In scope "InstanceNorm".
+    """Normalizes each channel of each example: `group_norm` with a group for each, in scope "InstanceNorm".
 
     For the arguments, see `group_norm`.
     """
@@ -204,7 +205,7 @@ def _normalize(
     wide = jnp.moveaxis(inputs, axis, -1).astype(at_least_float32(inputs.dtype))
     sizes = (channels // number, number) if is_strided else (number, channels // number)
     grouped = wide.reshape(*wide.shape[:-1], *sizes)
-    own = wide.ndim if is_strided else wide.ndim - 1  # the axis that says the group
+    own = wide.ndim if is_strided else wide.ndim - 1  # the axis of the groups
     others = tuple(other for other in range(1, grouped.ndim) if other != own)
     mean = jnp.mean(grouped, others, keepdims=True)
     variance = jnp.var(grouped, others, keepdims=True)

@@ -107,82 +107,82 @@ def pipeline(
     Args:
       computational_stages: the stages, Python functions. Each takes what the one before returns (a
         tuple or list as positional arguments, a dict as keyword arguments). A list of functions in place of
-        one: parallel stages, which run at the same time on the same values; what they return is
+        one makes parallel stages, which run at the same time on the same values; their results are
         concatenated. Stages may share variables (`variable_scope(..., reuse=True)`), on one IPU or on
         several; their gradients are added once per weight update.
       gradient_accumulation_count: micro-batches per weight update, 1..2**31-1; required. An integer; or a
         traced integer scalar, or one of the program's placeholders: then each run may have another value,
-        which is not compiled for, and ValueError is raised when it runs with one that is not usable. Over
-        several IPUs an update has up to 2**22 forwards and backwards, which are all planned beforehand.
-      gradient_accumulation_dtype: of the sums or means of gradients: None for the variable's dtype, a
-        floating-point dtype, or a function from a variable (with `name`, `shape` and `dtype`) to one of
-        these.
+        without another compilation, and raises ValueError if its value is not usable. Over several IPUs an
+        update has up to 2**22 forwards and backwards, which are all planned beforehand.
+      gradient_accumulation_dtype: the dtype of the sums or means of gradients: None for the variable's
+        dtype, a floating-point dtype, or a function from a variable (with `name`, `shape` and `dtype`) to
+        one of these.
       repeat_count: how often the pipeline, with its weight update, runs in one `Session.run`.
       batch_serialization_iterations: how many elements of the infeed a stage handles, one after another,
         before the next stage starts. With k an update takes k times `gradient_accumulation_count` elements,
         which are all accumulated and all enqueued. Above 1 it needs all stages on one IPU and the schedule
         Sequential, which are the defaults then, and the reduction SUM.
       inputs: the first arguments of the first stage: arrays, which stay the same during a run; or
-        `get_global_step()` and what is computed from it, whose value is that of the weight update.
+        `get_global_step()` and what is computed from it, with the value at the weight update.
       infeed_queue: gives the first stage its other arguments, micro-batch by micro-batch.
       outfeed_queue: takes what the last stage returns, or the loss.
       optimizer_function: takes what the last stage returns, returns an `OptimizerFunctionOutput`. With an
-        `optimizers.CrossReplicaOptimizer` there are as many replicas of the pipeline as the IPUs that are
-        selected make. It is traced twice, for the loss in the last stage, and for the optimizer in the
-        weight update, there on what the last stage returned for the last micro-batch. None: the pipeline
-        only runs forwards.
+        `optimizers.CrossReplicaOptimizer` there are as many replicas of the pipeline as the selected IPUs
+        have room for. It is traced twice: for the loss in the last stage, and for the optimizer in the
+        weight update, on what the last stage returned for the last micro-batch. None: the pipeline only
+        runs forwards.
       device_mapping: the IPU of each stage, a list of IPUs for parallel stages; by default each has its
         own, in order.
       pipeline_schedule: by default Grouped.
-      recomputation_mode: a `RecomputationMode`, by default Auto. It applies where
-        `IPUConfig.allow_recompute` is set when the program runs, and warns where it is not.
+      recomputation_mode: a `RecomputationMode`, by default Auto. It applies if
+        `IPUConfig.allow_recompute` is set when the program runs, and warns if it is not.
       forward_propagation_stages_poplar_options: XLA's options for the forward program of each stage. The
         last stage's forward and backward are one program, which gets the options of both; with all stages
-        on one IPU everything is one program, which gets all options. So they must not contradict.
-      backward_propagation_stages_poplar_options: likewise for the backward programs.
-      weight_update_poplar_options: likewise for the programs of the weight update.
-      offload_weight_update_variables: whether the optimizer's state lies in host memory between weight
+        on one IPU everything is one program, which gets all options. So options must not be contradictory.
+      backward_propagation_stages_poplar_options: XLA's options for the backward program of each stage.
+      weight_update_poplar_options: XLA's options for the programs of the weight update.
+      offload_weight_update_variables: whether the optimizer's state is in host memory between weight
         updates. None is False, here and below.
       replicated_optimizer_state_sharding: whether each replica keeps and updates a part of the optimizer's
         state (ZeRO-1), where the size of an axis is a multiple of the number of replicas. With one replica,
         True warns.
       offload_activations: whether what stages keep between the forward and the backward of a micro-batch
-        lies in host memory.
-      offload_gradient_accumulation_buffers: whether accumulators lie in host memory while no backward and
+        is in host memory.
+      offload_gradient_accumulation_buffers: whether accumulators are in host memory while no backward and
         no weight update uses them.
-      replicated_weight_sharding: whether each replica keeps a part of the trainable variables likewise,
-        and gathers those of a stage before each of its programs; in inference too. Variables of several
+      replicated_weight_sharding: whether each replica also keeps only a part of the trainable variables,
+        and gathers a stage's variables before each of its programs; in inference too. Variables of several
         stages stay whole. With one replica, True warns.
-      offload_weights: whether variables, but those that stages assign, lie in host memory while no
+      offload_weights: whether variables, except those that stages assign, are in host memory while no
         program uses them; in inference too.
       continuous_weight_updates: only False.
       outfeed_loss: whether the loss is enqueued, instead of what the last stage returns.
       accumulate_outfeed: whether the outfeed gets one element per weight update (or execution): the sum
         over its micro-batches of what would be enqueued, whatever the `reduction_method`. The outfeed must
         be in mode ALL.
-      accumulate_outfeed_dtype: of these sums: None for the value's dtype, a dtype, or a function from the
-        `jax.ShapeDtypeStruct` of a micro-batch's value to one of these. Booleans need one; floating-point
-        numbers are not summed as integers.
+      accumulate_outfeed_dtype: the dtype of these sums: None for the value's dtype, a dtype, or a function
+        from the `jax.ShapeDtypeStruct` of a micro-batch's value to one of these. Booleans need one;
+        floating-point numbers are not summed as integers.
       outfeed_mask: which of the values that the last stage returns are not enqueued: booleans in a list, or
-        in a dict if it returns a dict; True leaves a value out. It needs an `optimizer_function`, and does
-        not go with `outfeed_loss`.
+        in a dict if it returns a dict; True leaves a value out. It needs an `optimizer_function`, and
+        cannot be combined with `outfeed_loss`.
       reduction_method: SUM, MEAN or RUNNING_MEAN of the gradients over the micro-batches, or its name.
-      name: optimizer state is kept under it; by default "Pipeline".
+      name: the name under which optimizer state is kept; by default "Pipeline".
       dispatch_plan: over several IPUs, how many micro-batches a program handles, and whether a backward and
-        the forward that follows it are one program. None: chosen for speed where the schedule is Grouped,
-        and described in `Program.summary()`; `Program.dispatch_plans` has it, to be kept and given again.
+        the forward that follows it are one program. None: chosen for speed if the schedule is Grouped, and
+        described in `Program.summary()`; `Program.dispatch_plans` has it, to be kept and given again.
       tensor_parallel: how many IPUs compute each stage together, and how they divide its variables. With
-        a size of T the pipeline needs T times as many IPUs: those of `device_mapping` number i are T * i to
-        T * i + T - 1. What goes from stage to stage is whole on each of them. None: one.
-      pipeline_depth: what Graphcore's first SDKs called `gradient_accumulation_count`; only one is given.
+        a size of T the pipeline needs T times as many IPUs: number i in `device_mapping` stands for IPUs
+        T * i to T * i + T - 1. Values that go from stage to stage are whole on each of them. None: one.
+      pipeline_depth: the name of `gradient_accumulation_count` in Graphcore's first SDKs; give only one.
 
     Returns:
       An operation, to be returned from the compiled function.
 
     Raises:
       TypeError, ValueError: an argument is not usable, or the stages do not fit together.
-      NotImplementedError: `continuous_weight_updates` is True; or batch serialization is to be done with
-        another schedule, or on several IPUs.
+      NotImplementedError: `continuous_weight_updates` is True; or batch serialization is combined with
+        another schedule, or with several IPUs.
       RuntimeError: not called in a function that `ipu_compiler.compile` traces.
     """
     if not isinstance(continuous_weight_updates, bool):
@@ -278,7 +278,7 @@ def pipeline(
     inputs, computational_stages = give_steps(inputs, computational_stages)
     input_leaves, input_tree = as_traced_inputs(inputs)
 
-    outfeed_tree: Any = jax.tree.structure(0)  # that of the loss
+    outfeed_tree: Any = jax.tree.structure(0)  # the loss's
 
     def collect_outputs(outputs: Any) -> list[bool]:
         nonlocal outfeed_tree
@@ -349,7 +349,7 @@ def pipeline(
     check_recomputation_checkpoints(call)
     check_sharding(call)
     builder.add(call, [*([count] if has_count_operand else []), *input_leaves, *captures.values])
-    captures.values.clear()  # traced values, which nobody needs any more
+    captures.values.clear()  # traced values, which are no longer needed
     return Operation(call.name)
 
 

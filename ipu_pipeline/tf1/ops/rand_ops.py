@@ -31,28 +31,28 @@ def dropout(
 ) -> jax.Array:
     """Sets elements to 0 with the probability `rate`, and divides the others by `1 - rate`.
 
-    It does so in every program: leave it out where a program infers, or use `layers.Dropout`.
+    It does so in every program: leave it out of programs that infer, or use `layers.Dropout`.
 
     Args:
       x: floating-point numbers.
       rate: from 0, less than 1.
-      noise_shape: of what is drawn, which is broadcast to the inputs: 1 where elements share a draw, None
-        for the size of the inputs.
-      seed: None: a key of the stage's, another one for each micro-batch. Or one or two integers, traced or
-        not: the same ones draw the same.
-      name: of an operation in TensorFlow; nothing is called so here.
+      noise_shape: the shape of the draws, which are broadcast to the inputs: 1 where elements share a draw,
+        None for the size of the inputs.
+      seed: None: a key of the stage, another one for each micro-batch. Or one or two integers, traced or
+        not: equal seeds give equal draws.
+      name: the name of an operation in TensorFlow; not used here.
       ref: for IPUs; False warns.
-      seed_modifier: of older SDKs: another integer than 1 makes `seed` another seed.
+      seed_modifier: from older SDKs: an integer other than 1 makes another seed of `seed`.
 
-    Older SDKs had the positions (x, seed, rate, seed_modifier, noise_shape, name). A seed that stands where
-    the rate belongs is an error.
+    Older SDKs had the positions (x, seed, rate, seed_modifier, noise_shape, name). A seed in the rate's
+    position is an error.
 
     Returns:
       The shape and dtype of the inputs.
 
     Raises:
       RuntimeError: `seed` is None, and no stage is being traced.
-      TypeError: the inputs are no floating-point numbers.
+      TypeError: the inputs are not floating-point numbers.
       ValueError: the rate, noise_shape or seed is not usable.
     """
     del name

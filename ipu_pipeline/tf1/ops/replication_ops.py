@@ -1,4 +1,4 @@
-"""Which replica runs a stage, as Graphcore's `ipu.replication_ops` has it."""
+"""The number of the replica that runs a stage, as in Graphcore's `ipu.replication_ops`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["replication_index"]
 
 
 def replication_index(name: str | None = None) -> jax.Array:
-    """The number of the replica that runs the stage being traced.
+    """Returns the number of the replica that runs the stage being traced.
 
     Args:
-      name: of an operation in TensorFlow; nothing is called so here.
+      name: the name of an operation in TensorFlow; not used here.
 
     Returns:
       An int32 scalar from 0; 0 if there is one replica.

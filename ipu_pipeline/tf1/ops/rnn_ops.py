@@ -4,9 +4,9 @@
 layouts of the variables are Graphcore's. With `u` units and inputs of `f` features:
 
     kernel    [f + u, gates * u]: the rows for the inputs, then the rows for the state
-    biases    [gates, u]; of a GRU with `reset_after` [gates, 2, u]: of the inputs, then of the state
+    biases    [gates, u]; for a GRU with `reset_after` [gates, 2, u]: the inputs' row, then the state's
 
-The gates of an LSTM are in the order input, forget, candidate, output, and those of a GRU in the order
+The gates of an LSTM are in the order input, forget, candidate, output, and the gates of a GRU in the order
 update, reset, candidate, as in Keras and in newer Poplar SDKs. (Older SDKs had forget, input, candidate,
 output, and reset, update, candidate: permute the blocks of their checkpoints.)
 
@@ -74,16 +74,17 @@ class PopnnLSTM(Popnn):
           partials_dtype: has no effect: sums are computed in float32 or wider. Any other dtype warns.
           seed: an integer that determines the initial `kernel`, whatever the session's seed, if there is no
             `weights_initializer`; None: the session's seed and the variable's name determine it.
-          weights_initializer: of `kernel`: a name in Keras, or as for `get_variable`; None: Glorot uniform.
-          bias_initializer: of `biases`; None: zeros.
-          activation: of the candidate and the cell state: a function, or its name in Keras.
-          recurrent_activation: of the gates; likewise.
+          weights_initializer: the initializer of `kernel`: a name in Keras, or as for `get_variable`; None:
+            Glorot uniform.
+          bias_initializer: the initializer of `biases`; None: zeros.
+          activation: the activation of the candidate and the cell state: a function, or its name in Keras.
+          recurrent_activation: the activation of the gates, a function or name in the same way.
           return_state: whether a call returns the state beside the outputs.
           name: the scope of its variables.
           options: has no effect, and warns: it was for Poplar's libraries.
-          options_bwd: likewise.
-          available_memory_proportion_fwd: likewise.
-          available_memory_proportion_bwd: likewise.
+          options_bwd: same as `options`.
+          available_memory_proportion_fwd: same as `options`.
+          available_memory_proportion_bwd: same as `options`.
           param_dtype: the dtype of its variables; None: see `mixed_precision`, by default `dtype`.
 
         Raises:
@@ -168,7 +169,7 @@ class PopnnLSTM(Popnn):
 
 
 class PopnnDynamicLSTM(PopnnLSTM):
-    """A time-major LSTM over sequences of different lengths. Its arguments are those of `PopnnLSTM`."""
+    """A time-major LSTM over sequences of different lengths. It has the same arguments as `PopnnLSTM`."""
 
     kind = "popnn_dynamic_lstm"
 
@@ -236,22 +237,22 @@ class PopnnGRU(Popnn):
 
         Args:
           num_units: the size of the state, and of the last axis of the outputs.
-          dtype: as for `PopnnLSTM`, like all arguments but `reset_after`.
-          partials_dtype: likewise.
-          seed: likewise.
-          weights_initializer: likewise.
-          bias_initializer: likewise.
-          activation: likewise, of the candidate.
-          recurrent_activation: likewise.
-          return_state: likewise.
-          name: likewise.
+          dtype: same as for `PopnnLSTM`.
+          partials_dtype: same as for `PopnnLSTM`.
+          seed: same as for `PopnnLSTM`.
+          weights_initializer: same as for `PopnnLSTM`.
+          bias_initializer: same as for `PopnnLSTM`.
+          activation: the activation of the candidate: a function, or its name in Keras.
+          recurrent_activation: same as for `PopnnLSTM`.
+          return_state: same as for `PopnnLSTM`.
+          name: same as for `PopnnLSTM`.
           reset_after: whether the reset gate is applied after the product with the state's rows of
             `kernel`; False: to the state before it, as in TensorFlow 1's GRU.
-          options: likewise.
-          options_bwd: likewise.
-          available_memory_proportion_fwd: likewise.
-          available_memory_proportion_bwd: likewise.
-          param_dtype: likewise.
+          options: same as for `PopnnLSTM`.
+          options_bwd: same as for `PopnnLSTM`.
+          available_memory_proportion_fwd: same as for `PopnnLSTM`.
+          available_memory_proportion_bwd: same as for `PopnnLSTM`.
+          param_dtype: same as for `PopnnLSTM`.
 
         Raises:
           TypeError: a flag is neither True nor False, or `seed` is not an integer.
@@ -341,7 +342,7 @@ class PopnnGRU(Popnn):
 
 
 class PopnnDynamicGRU(PopnnGRU):
-    """A GRU over sequences of different lengths. Its arguments are those of `PopnnGRU`."""
+    """A GRU over sequences of different lengths. It has the same arguments as `PopnnGRU`."""
 
     kind = "popnn_dynamic_gru"
 
@@ -360,7 +361,7 @@ class PopnnDynamicGRU(PopnnGRU):
           seq_len: the number of steps of each example, integers [batch], from 0 to `time`.
           initial_state: the state before the first step, [batch, num_units]; None: zeros.
           training: True or False; both compute the same, and have gradients.
-          time_major: whether the inputs have time as their first axis. The outputs always have, as in
+          time_major: whether the inputs have time as their first axis. The outputs always do, as in
             Graphcore's.
 
         Returns:
@@ -386,7 +387,7 @@ class PopnnDynamicGRU(PopnnGRU):
 class PopnnAUGRU(PopnnGRU):
     """A GRU with attention scores, over sequences of different lengths.
 
-    Its arguments are those of `PopnnGRU`; `bias_initializer` has no effect, as in Graphcore's, and warns.
+    It has the same arguments as `PopnnGRU`; `bias_initializer` has no effect, as in Graphcore's, and warns.
     """
 
     kind = "popnn_augru"
@@ -410,11 +411,11 @@ class PopnnAUGRU(PopnnGRU):
             floating-point.
           initial_state: the state before the first step, [batch, num_units]; None: zeros.
           training: True or False; both compute the same, and have gradients.
-          time_major: whether inputs and scores have time as their first axis. The outputs always have, as
+          time_major: whether inputs and scores have time as their first axis. The outputs always do, as
             in Graphcore's.
 
         Returns:
-          The outputs and the state, as of `PopnnDynamicGRU`.
+          The outputs and the state, the same as for `PopnnDynamicGRU`.
 
         Raises:
           TypeError: an argument has the wrong kind of numbers.

@@ -1,4 +1,4 @@
-"""What a program calls, pipelines and loops, and the program while it is being built."""
+"""The pipelines and loops that a program calls, and the program while it is being built."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Outfed(NamedTuple):
       queue: the queue.
       tree: the structure of an element.
       avals: shapes and dtypes of its leaves, in a replica.
-      is_of_replicas: whether each replica enqueues; not in a weight update, which is the same in all.
+      is_of_replicas: whether each replica enqueues; False in a weight update, which is the same in all.
     """
 
     queue: IPUOutfeedQueue
@@ -56,7 +56,7 @@ class Outfed(NamedTuple):
 
 
 class _Call(abc.ABC):
-    """What pipelines and loops share in a program."""
+    """The base of pipelines and loops in a program."""
 
     @property
     @abc.abstractmethod
@@ -65,7 +65,7 @@ class _Call(abc.ABC):
 
     @property
     def num_ipus(self) -> int:
-        """How many IPUs it needs."""
+        """The number of IPUs that it needs."""
         return self.runner.num_devices
 
     @property
@@ -86,32 +86,32 @@ class _Call(abc.ABC):
     @property
     @abc.abstractmethod
     def accumulated(self) -> set[str]:
-        """Full names of the variables whose gradients it takes, internal ones included."""
+        """The full names of the variables whose gradients it takes, internal ones included."""
 
     @property
     def internal(self) -> list[str]:
-        """Full names of its internal variables."""
+        """The full names of its internal variables."""
         return [name for name in self.variables if is_internal(name)]
 
     @property
     def trained(self) -> set[str]:
-        """Full names of the variables that it trains."""
+        """The full names of the variables that it trains."""
         return {name for name in self.accumulated if not is_internal(name)}
 
     @property
     @abc.abstractmethod
     def updated_every(self) -> int | None:
-        """How many micro-batches of a replica a weight update has; None if a run says so."""
+        """The number of a replica's micro-batches in a weight update; None if each run gives it."""
 
     @property
     def state_tree(self) -> Any:
-        """The structure of the optimizer's state; only with training."""
+        """The structure of the optimizer's state; only available with training."""
         assert self.runner.updates is not None
         return self.runner.updates.state_tree
 
     @functools.cached_property
     def optimizer_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes and dtypes of the optimizer's state by path; empty without training."""
+        """The shapes and dtypes of the optimizer's state by path; empty without training."""
         updates = self.runner.updates
         return {} if updates is None else {leaf.path: leaf.aval for leaf in updates.state_leaves}
 
@@ -121,16 +121,16 @@ class PipelineCall(_Call):
     """A pipeline in a program.
 
     Attributes:
-      name: the pipeline's; optimizer state is kept under it.
-      pipeline: the engine's.
+      name: the pipeline's name, under which optimizer state is kept.
+      pipeline: the engine's pipeline.
       repeat_count: how often it runs in one `run`.
       infeed_queue: its feed.
       outfeed_queue: where its outputs or losses go.
-      outfeeds_loss: which of the two.
+      outfeeds_loss: whether the loss is enqueued, not the outputs.
       outfeed_tree: the structure of what is enqueued.
       has_count_operand: whether the first operand is the number of micro-batches per weight update.
-      recompute: what stages keep where recomputation is allowed.
-      asks_for_recomputation: whether the user said so, and would expect it.
+      recompute: what stages keep if recomputation is allowed.
+      asks_for_recomputation: whether the user asked for recomputation, and so expects it.
       replication: how many replicas it has, and where.
     """
 
@@ -153,12 +153,12 @@ class PipelineCall(_Call):
 
     @property
     def updated_every(self) -> int | None:
-        """Its micro-batches, if they are not an operand."""
+        """The number of its micro-batches, if that is not an operand."""
         return None if self.has_count_operand else self.pipeline.updated_every(None)
 
     @property
     def accumulated(self) -> set[str]:
-        """Those with accumulators."""
+        """The full names of the variables with accumulators."""
         return set(self.pipeline.built.accumulator_dtypes)
 
     @property
@@ -173,17 +173,17 @@ class PipelineCall(_Call):
 
     @functools.cached_property
     def _enqueued(self) -> list[tuple[Enqueued, slice]]:
-        """What stages enqueue to outfeeds, and where its leaves are."""
+        """The values that stages enqueue to outfeeds, with the positions of their leaves."""
         return find_leaves(self.pipeline.traced.enqueued, IPUOutfeedQueue)
 
     @functools.cached_property
     def _updated(self) -> list[tuple[Enqueued, slice]]:
-        """What weight updates enqueue to outfeeds, likewise."""
+        """The values that weight updates enqueue to outfeeds, with the positions of their leaves."""
         updates = self.pipeline.updates
         return [] if updates is None else find_leaves(updates.enqueued, IPUOutfeedQueue)
 
     def hand_out(self, progress: Progress) -> None:
-        """Enqueues what a pipeline gave for some weight updates."""
+        """Enqueues the results of a pipeline for some weight updates."""
         if self.outfeed_queue is not None:
             for part in progress.collected:
                 leaves = [part.loss] if self.outfeeds_loss else part.outputs
@@ -194,7 +194,7 @@ class PipelineCall(_Call):
                     entry.target.extend(handed.leaves[places], handed.size)
 
     def check_count(self, value: Any) -> int:
-        """A number of micro-batches per weight update that is known at run only.
+        """Checks a number of micro-batches per weight update that is only known when the program runs.
 
         Raises:
           ValueError: it is not usable.
@@ -208,7 +208,7 @@ class PipelineCall(_Call):
         return count
 
     def find_recomputation(self) -> Recomputation | None:
-        """What stages keep, by the configured system. Warns if the user's mode has no effect."""
+        """Finds what stages keep in the configured system. Warns if the user's mode has no effect."""
         if selection.allows_recomputation():
             return self.recompute
         if self.asks_for_recomputation:
@@ -220,11 +220,11 @@ class PipelineCall(_Call):
         return None
 
     def placement(self) -> PipelineDetails:
-        """What went where."""
+        """The placement of its parts."""
         return dataclasses.replace(self.pipeline.facts(), name=self.name)
 
     def summary(self) -> PipelineSummary:
-        """What its stages will need and do, as the configured system will have it run."""
+        """The needs and work of its stages, as it will run in the configured system."""
         pipeline = self.pipeline
         if self.trains:
             allowed = selection.allows_recomputation()
@@ -234,13 +234,13 @@ class PipelineCall(_Call):
 
 @dataclass(frozen=True, eq=False)
 class LoopCall(_Call):
-    """A loop in a program. Its operands are the count if it has that, then inputs as `Loop` takes them.
+    """A loop in a program. Its operands are the count, if there is one, then inputs as `Loop` takes them.
 
     Attributes:
-      loop: the engine's.
-      count: how many iterations, at most if it has a condition; None if an operand says so, or only the
-        condition.
-      has_count_operand: whether the first operand does.
+      loop: the engine's loop.
+      count: the number of iterations, or the largest number if it has a condition; None if an operand, or
+        only the condition, determines it.
+      has_count_operand: whether the first operand is the count.
       infeed_queue: its feed.
       replication: how many replicas it has, and where.
     """
@@ -258,24 +258,24 @@ class LoopCall(_Call):
 
     @property
     def updated_every(self) -> int:
-        """Its mini-batches per weight update."""
+        """The number of its mini-batches per weight update."""
         return self.loop.updated_every()
 
     @property
     def accumulated(self) -> set[str]:
-        """Those with accumulators."""
+        """The full names of the variables with accumulators."""
         training = self.loop.body.training
         return set() if training is None else set(training.accumulator_dtypes)
 
     @property
     def name(self) -> str:
-        """What counts and optimizer state are kept under."""
+        """The name under which counts and optimizer state are kept."""
         training = self.loop.body.training
         return "Loop" if training is None else training.name
 
     @functools.cached_property
     def settings(self) -> str:
-        """How which gradients are accumulated: iterations with other settings cannot go on with them."""
+        """Describes which gradients are accumulated, and how; other settings cannot go on with them."""
         training = self.loop.body.training
         if training is None:
             return "no training"
@@ -293,11 +293,11 @@ class LoopCall(_Call):
         return [Outfed(entry.target, entry.tree, entry.avals) for entry, _places in enqueued]
 
     def placement(self) -> PipelineDetails:
-        """What went where."""
+        """The placement of its parts."""
         return dataclasses.replace(self.loop.facts(), name=self.name)
 
     def summary(self) -> PipelineSummary:
-        """What its parts will need and do."""
+        """The needs and work of its parts."""
         return dataclasses.replace(self.loop.summary(left_out=self.internal), name=self.name)
 
 
@@ -305,10 +305,10 @@ Call: TypeAlias = PipelineCall | LoopCall
 
 
 def find_num_replicas(call: Call) -> int:
-    """How many replicas a pipeline or loop has on the devices that are selected.
+    """The number of replicas of a pipeline or loop on the selected devices.
 
     Raises:
-      ValueError: these do not fit, or its outfeeds still have elements of another number of replicas.
+      ValueError: the devices do not fit, or its outfeeds still have elements of another number of replicas.
     """
     number = call.replication.settle(call.name)
     for outfed in call.outfeeds:
@@ -323,9 +323,9 @@ class ProgramBuilder:
     Attributes:
       ipu_device: the number in `/device:IPU:<n>`.
       names: the names that the program gives out.
-      inputs: what the function was given, as (value, name).
-      placeholders: all that there are, each with what stands for it where it is used as an array.
-      captured: those that were used so.
+      inputs: the function's arguments, as (value, name).
+      placeholders: all existing placeholders, each with the traced value that it is used as.
+      captured: the placeholders that were used as arrays.
       calls: the pipelines and loops.
     """
 
@@ -344,14 +344,14 @@ class ProgramBuilder:
         Args:
           call: the pipeline or loop.
           operands: traced values and arrays that it takes.
-          results: shapes and dtypes of what it returns.
+          results: the shapes and dtypes of its results.
 
         Returns:
-          What it returns, traced.
+          Its results, traced.
 
         Raises:
-          ValueError: it enqueues to the outfeed of another one, or twice to one; or it has the name of
-            another one and another structure of optimizer state.
+          ValueError: it enqueues to the outfeed of another call, or twice to one; or it has the name of
+            another call and another structure of optimizer state.
         """
         queues = [outfed.queue for other in self.calls for outfed in other.outfeeds]
         for outfed in call.outfeeds:
@@ -373,21 +373,21 @@ class ProgramBuilder:
         return mark_call(len(self.calls) - 1, operands, results)
 
     def capture(self, placeholder: Placeholder) -> Any:
-        """The traced value that stands for a placeholder, which is an input of the program from now on.
+        """Returns the traced value of a placeholder, which is an input of the program from now on.
 
         Raises:
-          ValueError: it was made after compiling began.
+          ValueError: the placeholder was made after compiling began.
         """
         if placeholder not in self.placeholders:
             raise ValueError(
                 f"Trying to capture the tensor {placeholder.name} ({placeholder!r}), which was made by the "
-                "function that is being compiled. Make placeholders before."
+                "function that is being compiled. Make placeholders outside of it."
             )
         self.captured[placeholder] = None
         return self.placeholders[placeholder]
 
     def forget_values(self) -> None:
-        """Lets go of the placeholders that there were, and of traced values: pipelines keep the builder."""
+        """Releases placeholders and traced values, because pipelines keep the builder."""
         self.inputs.clear()
         self.placeholders.clear()
         self.captured.clear()
@@ -397,7 +397,7 @@ class ProgramBuilder:
         return any(self.placeholders[known] is value for known in self.captured)
 
     def describe_input(self, value: Any) -> str | None:
-        """The name of a value that the function was given."""
+        """The name of an argument of the function; None if the value is not one."""
         return next((name for known, name in self.inputs if known is value), None)
 
 

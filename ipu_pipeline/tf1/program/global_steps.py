@@ -1,4 +1,4 @@
-"""The global step among the `inputs` of a pipeline: the first stage asks for it, as it is no constant."""
+"""The global step among the `inputs` of a pipeline: not a constant, so the first stage asks for it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["give_steps"]
 
 
 def give_steps(inputs: Any, stages: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
-    """Makes the first stage ask for the global step, and what is computed from it, that `inputs` has."""
+    """Makes the first stage ask for the global step, and values computed from it, in `inputs`."""
     rest, number, put_back = split_steps(inputs)
     if put_back is None:
         return inputs, stages

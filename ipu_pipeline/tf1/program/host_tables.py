@@ -1,9 +1,9 @@
-"""Tables that stay in host memory: programs look rows up there, and give back the rows' gradients.
+"""Tables that stay in host memory: programs look rows up there, and return the rows' gradients.
 
 A lookup is a callback from the program into Python, and so is its derivative, which hands over the rows'
-gradients. A table therefore is as large as the host's memory lets it be; a device has only the rows that a
-micro-batch asked for. What the gradients do to the table is done between steps (`session.host_rows`), so
-all lookups of a step see the same values, recomputed ones too.
+gradients. So a table can be as large as the host's memory; a device has only the rows that a micro-batch
+asked for. The gradients are applied to the table between steps (`session.host_rows`), so all lookups of a
+step see the same values, recomputed ones too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["HostTable", "RowGradients", "check_tables"]
 
 
 class RowGradients(NamedTuple):
-    """What the backward of one lookup hands over."""
+    """The gradients that the backward of one lookup hands over."""
 
     rows: np.ndarray[Any, Any]  # [n], the numbers of the rows
     gradients: np.ndarray[Any, Any]  # [n, columns], in the table's dtype
@@ -40,23 +40,23 @@ class HostTable:
     """A table in host memory."""
 
     spec: VariableSpec  # its name, shape, dtype and initial value; a session has it among its variables
-    learning_rate: float  # of its SGD; 0 if it is not trained
-    num_mini_batches: int  # how many of them give the gradients of an update
-    # those that it is registered with
+    learning_rate: float  # its SGD's; 0 if it is not trained
+    num_mini_batches: int  # the number whose gradients an update takes
+    # the sessions that it is registered with
     sessions: weakref.WeakSet[Any] = dataclasses.field(default_factory=weakref.WeakSet)
-    # Programs, which JAX keeps for long, have the table: what it refers to is not to stay with them.
-    _array: weakref.ref[np.ndarray[Any, Any]] | None = None  # of the last run
-    _user: weakref.ref[Any] | None = None  # the run
+    # JAX keeps programs, which have the table, for long: so the table has weak references only.
+    _array: weakref.ref[np.ndarray[Any, Any]] | None = None  # the last run's
+    _user: weakref.ref[Any] | None = None  # the last run
     _taken: list[RowGradients] = dataclasses.field(default_factory=list)
     _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     @property
     def marker(self) -> str:
-        """The full name of the internal variable that is trained where the table is."""
+        """The full name of the internal variable that is trained wherever the table is."""
         return f"{HOST_TABLES}/{self.spec.name}"
 
     def lookup(self, indices: Any, clips: bool) -> jax.Array:
-        """Rows, in the function that is being traced; see `HostEmbedding.lookup`."""
+        """Looks up rows, in the function that is being traced; see `HostEmbedding.lookup`."""
         tables = program_names("HostEmbedding.lookup").host_tables
         known = tables.setdefault(self.spec.name, self)
         if known is not self:
@@ -67,7 +67,7 @@ class HostTable:
         if not jnp.issubdtype(ids.dtype, jnp.integer):
             raise TypeError(f"HostEmbedding.lookup: indices must be integers; got {ids.dtype.name}.")
         if ids.dtype.itemsize < np.dtype(np.int32).itemsize:
-            ids = ids.astype(np.int32)  # the narrow dtype may not have the number of the last row
+            ids = ids.astype(np.int32)  # a narrow dtype may not hold the number of the last row
         if clips:
             ids = jnp.clip(ids, 0, self.spec.shape[0] - 1)
         if self.learning_rate == 0:
@@ -142,24 +142,24 @@ class HostTable:
             yield
         except BaseException:
             with contextlib.suppress(Exception):
-                jax.effects_barrier()  # what is on its way would come in the next run
+                jax.effects_barrier()  # callbacks that are still running would come in the next run
             raise
         finally:
             self._user = None
 
     def take(self) -> list[RowGradients]:
-        """What came since this was last called."""
+        """Returns the gradients since the last call."""
         with self._lock:
             taken, self._taken = self._taken, []
         return taken
 
 
 def check_tables(tables: Sequence[HostTable], call: Call, count: int | None) -> None:
-    """Raises if a pipeline or loop cannot train tables in host memory as they say.
+    """Raises if a pipeline or loop cannot train tables in host memory as these specify.
 
     Raises:
-      NotImplementedError: the loss is scaled, and so were the rows' gradients.
-      ValueError: the table has its updates at other times than the weights.
+      NotImplementedError: the loss is scaled, so the rows' gradients would be, too.
+      ValueError: a table is updated at other times than the weights.
     """
     if not tables or not call.trains:
         return
@@ -177,7 +177,7 @@ def check_tables(tables: Sequence[HostTable], call: Call, count: int | None) -> 
         if count is None or own == count or (own == 1 and isinstance(call, LoopCall)):
             continue
         raise ValueError(
-            f"{name} has the gradients of {own} mini-batches in an update, and {call.name!r} those of "
-            f"{count}. Give it optimizer_spec=HostEmbeddingSGDGAOptimizerSpec("
+            f"{name} has the gradients of {own} mini-batches in an update, but {call.name!r} has {count}. "
+            "Give it optimizer_spec=HostEmbeddingSGDGAOptimizerSpec("
             f"{table.learning_rate!r}, {count})."
         )

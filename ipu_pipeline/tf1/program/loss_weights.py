@@ -1,7 +1,7 @@
-"""Losses that are sums with weights: gradients are divided by the weights of all micro-batches.
+"""Losses that are weighted sums: gradients are divided by the weights of all micro-batches.
 
-The weights are summed like gradients. A variable, which is always 0, is added to the loss, times the
-weight: that is its gradient.
+The weights are summed like gradients: a variable that is always 0, times the weight, is added to the loss.
+So the variable's gradient is the weight.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def _is_weight(name: str) -> bool:
 
 
 def weigh(loss: Any, weight: Any) -> jax.Array:
-    """The loss, with a gradient that is its weight.
+    """Adds to the loss a term whose gradient is the loss's weight.
 
     Raises:
-      ValueError: the weight is no real scalar.
+      ValueError: the weight is not a real scalar.
     """
     loss, weight = jnp.asarray(loss), jnp.asarray(weight)
     if weight.shape != () or not (
@@ -55,9 +55,9 @@ def _dtype_for(loss: jax.Array) -> np.dtype[Any]:
 
 
 def divide_by_weight(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """A transformation of gradients that were accumulated, divided by the accumulated weight."""
+    """Makes a transformation divide accumulated gradients by the accumulated weight first."""
     wrapped = optax.with_extra_args_support(inner)
-    is_scaled = isinstance(inner, LossScaled)  # then all gradients are, that of the weight too
+    is_scaled = isinstance(inner, LossScaled)  # then all gradients are scaled, the weight's too
 
     def without_weight(values: Any) -> Any:
         return None if values is None else {name: v for name, v in values.items() if not _is_weight(name)}
@@ -84,7 +84,7 @@ def divide_by_weight(inner: optax.GradientTransformation) -> optax.GradientTrans
 
 
 def at_least_float32_for_weights(accumulator_dtype: Any) -> Any:
-    """The dtype of accumulators, but for the weights, which are counted in that of their variable."""
+    """The dtype of accumulators; weights are accumulated in the dtype of their variable."""
     if accumulator_dtype is None:
         return None
 

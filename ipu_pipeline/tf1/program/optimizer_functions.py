@@ -1,4 +1,4 @@
-"""What an `optimizer_function` returns, and how the engine takes it."""
+"""The result of an `optimizer_function`, and its conversion for the engine."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ OptimizerFunction: TypeAlias = "Callable[..., OptimizerFunctionOutput]"
 
 @dataclass
 class OptimizerFunctionOutput:
-    """What an `optimizer_function` returns.
+    """The result of an `optimizer_function`.
 
     Attributes:
       opt: an `optax.GradientTransformation`, or `optimizers.MapGradientOptimizer` around one.
       loss: a scalar.
       compute_gradients_args: [names] trains only those variables (full names).
-      compute_gradients_kwargs: {"var_list": names} likewise.
-      apply_gradients_args: only empty, since Optax takes extra arguments by keyword.
+      compute_gradients_kwargs: {"var_list": names} does the same.
+      apply_gradients_args: only empty, because Optax takes extra arguments by keyword.
       apply_gradients_kwargs: extra arguments of the optimizer's `update`.
-      loss_weight: None, or a number: what the loss is a sum over, such as tokens. The gradients of all
-        micro-batches of a weight update are then divided by the sum of their weights, whatever the
-        reduction, so that they are those of one large batch: with lengths that differ, the mean of the
-        micro-batches' means would not be. Where that sum is 0, gradients are 0.
+      loss_weight: None, or the number of items that the loss is a sum over, such as tokens. The gradients
+        of all micro-batches of a weight update are then divided by the sum of their weights, whatever the
+        reduction. So they equal the gradients of one large batch; if lengths differ, the mean of the
+        micro-batches' means would not. If the sum is 0, gradients are 0.
 
     Raises:
-      TypeError: a field has not its type, or an argument is given by position that has none.
+      TypeError: a field does not have its type, or an argument that has no position is given by position.
       ValueError: the optimizer accumulates, or gets an argument that it does not have; or there
         is nothing to train.
     """
@@ -93,8 +93,8 @@ class OptimizerFunctionOutput:
         unwrapped = unwrap(self.opt)
         if self.loss_weight is not None and unwrapped.gradient_map is not None:
             raise ValueError(
-                "OptimizerFunctionOutput: loss_weight and a MapGradientOptimizer do not go together: "
-                "gradients are divided by the weights after they were accumulated, and mapped before."
+                "OptimizerFunctionOutput: loss_weight and a MapGradientOptimizer cannot be combined: "
+                "gradients are mapped before they are accumulated, and divided by the weights afterwards."
             )
         if not isinstance(unwrapped.transformation, optax.GradientTransformation):
             raise TypeError(
@@ -110,7 +110,7 @@ class OptimizerFunctionOutput:
 
     @property
     def var_list(self) -> Sequence[str] | None:
-        """Full names of the variables to train; None: all."""
+        """The full names of the variables to train; None: all."""
         if self.compute_gradients_args:
             names: Sequence[str] = self.compute_gradients_args[0]
             return names
@@ -118,10 +118,10 @@ class OptimizerFunctionOutput:
 
 
 class LossAndTransformation:
-    """An `optimizer_function` as the engine takes it: a loss and a transformation."""
+    """An `optimizer_function`, split for the engine into a loss and a transformation."""
 
     def __init__(self, function: OptimizerFunction) -> None:
-        """Takes the function; it is not called yet."""
+        """Takes the function; does not call it yet."""
         self._function = function
         self._var_list: Sequence[str] | None = None
         self._gradient_map: GradientMap | None = None
@@ -129,7 +129,7 @@ class LossAndTransformation:
         self._averages_replicas = False
 
     def loss(self, *args: Any, **kwargs: Any) -> Any:
-        """The loss, from what the last stage returns."""
+        """Returns the loss, computed from what the last stage returns."""
         output = self._call(*args, **kwargs)
         names = program_names("the optimizer_function")
         given = output.var_list
@@ -148,7 +148,7 @@ class LossAndTransformation:
         return weigh(output.loss, output.loss_weight)
 
     def transformation(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        """The Optax transformation and extra arguments of its `update`, likewise."""
+        """Returns the Optax transformation and extra arguments of its `update`, from the same values."""
         # The loss is traced again and dropped, so its variables may be asked for again.
         with tracing_again("the optimizer_function"):
             output = self._call(*args, **kwargs)
@@ -162,11 +162,11 @@ class LossAndTransformation:
         return self._var_list
 
     def gradient_map(self) -> GradientMap | None:
-        """What maps each micro-batch's gradients, once the loss has been traced."""
+        """The function that maps each micro-batch's gradients, once the loss has been traced."""
         return self._gradient_map
 
     def gradient_targets(self) -> Sequence[GradientTarget]:
-        """What each micro-batch's gradients are enqueued to, once the loss has been traced."""
+        """The queues that each micro-batch's gradients are enqueued to, once the loss has been traced."""
         return self._gradient_targets
 
     @property

@@ -1,4 +1,4 @@
-"""The values that a program returns, one by one, and what is computed from them on the host."""
+"""The values that a program returns, one by one, and values computed from them on the host."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Computed", "Fetched", "Output"]
 
 
 class Fetched:
-    """Something for `Session.run`. Operators of Python give another such thing, computed on the host."""
+    """A value for `Session.run`. Python's operators on it give another such value, computed on the host."""
 
     __array_ufunc__ = None  # NumPy's arrays and scalars leave operators to it
     __iter__ = None  # it has no length before it is run
@@ -31,10 +31,10 @@ class Output(Fetched):
 
 @dataclass(frozen=True, eq=False)
 class Computed(Fetched):
-    """What is computed of values when they have been fetched."""
+    """A value that is computed from other values when these have been fetched."""
 
     function: Callable[..., Any]  # computes it
-    parts: tuple[Any, ...]  # its arguments: what is fetched, or what it takes as it is
+    parts: tuple[Any, ...]  # its arguments: values to fetch, or plain values
 
 
 def _forward(name: str, is_reflected: bool = False) -> Callable[..., Computed]:
@@ -50,7 +50,7 @@ def _forward(name: str, is_reflected: bool = False) -> Callable[..., Computed]:
 
 
 def _check_operand(value: Any, name: str) -> None:
-    """Raises if what the host is to compute with is no number, array or index."""
+    """Raises if an operand for the host is not a number, array or index."""
     if isinstance(value, Fetched):
         return
     is_usable = isinstance(value, (numbers.Number, np.generic, np.ndarray, jax.Array))

@@ -1,4 +1,4 @@
-"""Checks of the arguments of `pipeline`, which come before anything is traced."""
+"""Checks the arguments of `pipeline`, before anything is traced."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class PipelineSchedule(enum.Enum):
 
     Grouped: all IPUs run forwards together, then all backwards; stages of one kind overlap best, and
     the early stages hold most micro-batches. Interleaved: neighbours alternate, and about half as many
-    micro-batches are held. Sequential: one micro-batch at a time, nothing overlaps, the least is held.
+    micro-batches are held. Sequential: one micro-batch at a time; nothing overlaps, and the least is held.
     """
 
     Grouped = "grouped"
@@ -60,11 +60,11 @@ class PipelineSchedule(enum.Enum):
 
 
 class RecomputationMode(enum.Enum):
-    """What a stage keeps between forward and backward, with `IPUConfig.allow_recompute`.
+    """The values that a stage keeps between forward and backward, with `IPUConfig.allow_recompute`.
 
     RecomputeThenBackpropagate: its inputs; the backward begins with the whole forward.
-    RecomputeAndBackpropagateInterleaved: besides these what `recomputation_checkpoint` marks, and the
-    backward goes from one mark to the one before. Auto: the second, which without marks is the first.
+    RecomputeAndBackpropagateInterleaved: its inputs and the values that `recomputation_checkpoint` marks;
+    the backward goes from one mark to the one before. Auto: the second, which without marks is the first.
     """
 
     Auto = "auto"
@@ -73,7 +73,7 @@ class RecomputationMode(enum.Enum):
 
 
 def check_count(count: Any) -> Any:
-    """The gradient_accumulation_count: an integer, or a traced scalar or placeholder as it is."""
+    """Checks the gradient_accumulation_count: an integer, or a traced scalar or placeholder."""
     if count is None:
         raise ValueError("gradient_accumulation_count must be specified.")
     if not isinstance(count, (jax.Array, Placeholder)):
@@ -91,7 +91,7 @@ def check_count(count: Any) -> Any:
 def check_batch_serialization(
     iterations: int, count: Any, schedule: PipelineSchedule, mapping: Sequence[Any], reduction_method: Any
 ) -> None:
-    """Raises if batch_serialization_iterations does not go with the other arguments."""
+    """Raises if batch_serialization_iterations cannot be combined with the other arguments."""
     check_integer("batch_serialization_iterations", iterations)
     if iterations == 1:
         return
@@ -118,7 +118,7 @@ def check_batch_serialization(
 
 
 def check_integer(argument: str, value: Any) -> int:
-    """An integer from 1 that fits int32."""
+    """Checks an integer from 1 that fits int32."""
     if not is_integer(value):
         raise TypeError(f"{argument} must be an integer; got {value!r}.")
     if not 1 <= value <= _MAX_INT32:
@@ -133,7 +133,7 @@ def check_arguments(
     optimizer_function: Any,
     pipeline_schedule: Any,
 ) -> None:
-    """Raises if one of these arguments is not what it should be."""
+    """Raises if one of these arguments is not usable."""
     if not isinstance(pipeline_schedule, PipelineSchedule):
         raise TypeError(
             "The given pipeline_schedule is not a member of the PipelineSchedule enumeration "
@@ -167,7 +167,7 @@ def check_arguments(
 
 
 def check_accumulator_dtype(wanted: Any) -> Any:
-    """The gradient_accumulation_dtype as the engine takes it, checked as far as possible."""
+    """Converts the gradient_accumulation_dtype for the engine, checked as far as possible."""
     argument = "gradient_accumulation_dtype"
     if wanted is None:
         return None
@@ -177,7 +177,7 @@ def check_accumulator_dtype(wanted: Any) -> Any:
 
 
 def check_replication(is_inference: bool, **arguments: Any) -> list[str]:
-    """The names of the arguments that are True; warns of what inference has none of."""
+    """Returns the names of the arguments that are True; warns of those without effect in inference."""
     chosen = []
     for argument, value in arguments.items():
         if value is not None and not isinstance(value, (bool, np.bool_)):
@@ -193,9 +193,9 @@ def check_replication(is_inference: bool, **arguments: Any) -> list[str]:
 
 
 def check_sharding(call: PipelineCall) -> None:
-    """Warns of arguments that would spread something over replicas, where there can be only one."""
+    """Warns of arguments that spread something over replicas, if there can be only one replica."""
     if call.replication.may_be_several:
-        return  # the number of replicas is known at run: `PipelineCall.find_num_replicas`
+        return  # a run finds the number of replicas: `PipelineCall.find_num_replicas`
     for argument in call.replication.sharded:
         warnings.warn(
             f"{argument} will have no effect since there is one replica: nothing is sharded.", stacklevel=3
@@ -203,7 +203,7 @@ def check_sharding(call: PipelineCall) -> None:
 
 
 def check_recomputation(mode: Any, is_inference: bool) -> Recomputation:
-    """The recomputation_mode as the engine takes it; warns where it has no effect."""
+    """Converts the recomputation_mode for the engine; warns if it has no effect."""
     if mode is None:
         return Recomputation.AUTO
     if not isinstance(mode, RecomputationMode):
@@ -219,7 +219,7 @@ def check_recomputation(mode: Any, is_inference: bool) -> Recomputation:
 
 
 def check_offloading(is_inference: bool, **arguments: Any) -> list[Offload]:
-    """The offload arguments that are True, as the engine takes them; warns where they have no effect."""
+    """Converts the offload arguments that are True for the engine; warns if they have no effect."""
     chosen = []
     for argument, value in arguments.items():
         if value is not None and not isinstance(value, (bool, np.bool_)):
@@ -237,7 +237,7 @@ def check_offloading(is_inference: bool, **arguments: Any) -> list[Offload]:
 
 
 def check_mapping(device_mapping: Any, stages: Sequence[Any]) -> list[int | list[int]]:
-    """The device_mapping, checked; by default each stage has its own IPU."""
+    """Checks the device_mapping; by default each stage has its own IPU."""
     num_stages = len(stages)
     if device_mapping is None:
         numbers = itertools.count()
@@ -281,7 +281,7 @@ def check_outfeed_arguments(
     accumulate_outfeed: Any,
     accumulate_outfeed_dtype: Any,
 ) -> None:
-    """Raises if the arguments about the outfeed do not go together."""
+    """Raises if the arguments about the outfeed cannot be combined."""
     _check_mask(outfeed_mask)
     for argument, value in (("outfeed_loss", outfeed_loss), ("accumulate_outfeed", accumulate_outfeed)):
         if not isinstance(value, (bool, np.bool_)):
@@ -332,7 +332,7 @@ def _check_mask(mask: Any) -> None:
 
 
 def apply_mask(mask: Any, outputs: Any) -> tuple[Any, list[bool]]:
-    """Leaves out what an `outfeed_mask` says.
+    """Leaves out the outputs that an `outfeed_mask` selects.
 
     Raises:
       ValueError: the mask does not fit the outputs, or leaves nothing.
@@ -373,7 +373,7 @@ def apply_mask(mask: Any, outputs: Any) -> tuple[Any, list[bool]]:
 
 
 def check_outfeed(call: PipelineCall) -> None:
-    """Raises if there are outputs and no outfeed; warns if there is one and no outputs."""
+    """Raises if there are outputs and no outfeed; warns if there is an outfeed and no outputs."""
     avals = call.pipeline.traced.returned_avals
     if call.outfeed_queue is None and avals:
         described = ", ".join(f"{aval.dtype.name}{list(aval.shape)}" for aval in avals)

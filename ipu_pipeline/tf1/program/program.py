@@ -26,14 +26,14 @@ __all__ = ["Program", "build_program", "returned_values"]
 
 
 class Program:
-    """What `ipu_compiler.compile` returns, for `Session.run`. It is data; `session.running` runs it.
+    """The result of `ipu_compiler.compile`, for `Session.run`. It is data; `session.running` runs it.
 
     It is also the sequence of the values that the compiled function returns, each of which can be run, as
     in TensorFlow 1: `(loss,) = compile(...)`, `session.run(compiled[0])`. If the function returns a dict,
     the values are found by its keys.
 
     Attributes:
-      function: what was compiled, cut into segments, pipelines and loops.
+      function: the compiled function, cut into segments, pipelines and loops.
       calls: the pipelines and loops, in the order in which they run.
       result_tree: the structure of what `Session.run` returns: a list, a dict or another pytree of leaves;
         without leaves if the function returns operations or nothing.
@@ -72,19 +72,19 @@ class Program:
         return self.outputs
 
     def __iter__(self) -> Iterator[Any]:
-        """Goes through the values; through the keys, if the function returns a dict."""
+        """Iterates over the values; over the keys, if the function returns a dict."""
         return iter(self._known_outputs())
 
     def __getitem__(self, key: Any) -> Any:
-        """A value, or what was returned in its place."""
+        """Returns a value, or what the function returned in its place."""
         return self._known_outputs()[key]
 
     def __len__(self) -> int:
-        """How many values there are."""
+        """The number of values."""
         return len(self._known_outputs())
 
     def __bool__(self) -> bool:
-        """True, whatever the function returns."""
+        """Returns True, whatever the function returns."""
         return True
 
     @property
@@ -94,11 +94,11 @@ class Program:
 
     @property
     def num_ipus(self) -> int:
-        """How many IPUs the program needs."""
+        """The number of IPUs that the program needs."""
         return max((call.num_ipus for call in self.calls), default=1)
 
     def placement(self) -> Placement:
-        """What went where: stages or shards, their devices, operations and variables, and what crosses.
+        """Describes stages or shards, their devices, operations and variables, and what goes between them.
 
         It does not start JAX's backend: devices are named once they have been selected, by
         `IPUConfig.configure_ipu_system` or the first run.
@@ -114,11 +114,12 @@ class Program:
         )
 
     def summary(self) -> ProgramSummary:
-        """What the program will need and do, before anything runs or is compiled.
+        """Summarizes the program's needs and work, before anything runs or is compiled.
 
-        Per stage: parameters by layer, what goes to other IPUs and what is held per micro-batch, memory of
-        micro-batches in flight, and operations; then the share of their time in which IPUs will wait, and
-        how each pipeline over several IPUs is dispatched, and why. It does not start JAX's backend.
+        For each stage it has parameters by layer, what goes to other IPUs and what is held per micro-batch,
+        memory of micro-batches in flight, and operations; then the share of their time in which IPUs will
+        wait, and how each pipeline over several IPUs is dispatched, and why. It does not start JAX's
+        backend.
 
         Example:
           print(program.summary())
@@ -127,7 +128,7 @@ class Program:
 
     @property
     def dispatch_plans(self) -> dict[str, Chunking]:
-        """How pipelines over several IPUs are dispatched, by the pipeline's name.
+        """The dispatch plans of pipelines over several IPUs, by the pipeline's name.
 
         `dataclasses.asdict` makes a dict of a plan, which can be kept as JSON.
         """
@@ -152,15 +153,15 @@ class Program:
     def find_operands(
         self, call: Call, known: Mapping[Placeholder, Any], read: Callable[[VariableSpec], Any]
     ) -> list[Any]:
-        """What a pipeline takes, with some placeholders known: arrays, or the placeholders themselves.
+        """Finds a pipeline's operands if some placeholders are known: arrays, or the other placeholders.
 
         Args:
-          call: the pipeline, before which there is no other one.
+          call: the pipeline; there is no other one before it.
           known: placeholder -> value.
-          read: gives the value of a variable.
+          read: returns the value of a variable.
 
         Raises:
-          NotImplementedError: something that another pipeline or loop returns is taken.
+          NotImplementedError: the pipeline takes a result of another pipeline or loop.
           ValueError: a value would be computed from a placeholder that is not known.
         """
         given = [
@@ -188,7 +189,7 @@ class Program:
         return [call.infeed_queue for call in self.calls if call.infeed_queue is not None]
 
     def feed(self, feed_dict: Mapping[Placeholder, Any]) -> list[Any]:
-        """The values of its inputs.
+        """Returns the values of its inputs.
 
         Raises:
           ValueError: one is missing, or does not fit.
@@ -264,7 +265,7 @@ def build_program(
 
 
 def _check_tables(builder: ProgramBuilder, steps: Sequence[Segment | CallStep]) -> list[HostTable]:
-    """The tables in host memory that a program looks up, checked against what else it has."""
+    """Finds the tables in host memory that a program looks up, and checks them against its other parts."""
     tables: list[HostTable] = list(builder.names.host_tables.values())
     for table in tables:
         if table.spec.name in builder.names.variables:
@@ -287,13 +288,13 @@ def _check_tables(builder: ProgramBuilder, steps: Sequence[Segment | CallStep]) 
 
 
 def returned_values(values: Any) -> Any:
-    """What a program returns of what its function returns, as TensorFlow 1's `xla.compile` has it.
+    """Finds the results of a program among its function's, as TensorFlow 1's `xla.compile` does.
 
-    Values are returned in a list, a single one too. Operations, which have no values, follow them and are
+    Values are returned in a list, even a single one. Operations, which have no values, follow them and are
     left out; within other structures None takes their places.
 
     Raises:
-      ValueError: an operation stands before a value.
+      ValueError: an operation comes before a value.
     """
     if isinstance(values, tuple):
         values = list(values)

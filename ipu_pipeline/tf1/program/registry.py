@@ -26,7 +26,7 @@ _numbers = itertools.count()
 
 
 def register(program: Program) -> None:
-    """Enters a program, for as long as somebody else refers to it."""
+    """Adds a program, for as long as it is referred to elsewhere."""
     _programs[next(_numbers)] = program
 
 
@@ -36,7 +36,7 @@ def compiled_programs() -> list[Program]:
 
 
 def find_trained(name: str, optimizer: KeptOptimizer) -> set[str] | None:
-    """Full names of the variables that an optimizer's state is of; None if no such program is in use."""
+    """The full names of the variables that an optimizer's state is for; None if no such program is used."""
     for program in compiled_programs():
         for call in program.calls:
             is_its = call.trains and not optimizer.find_differences(call.optimizer_shapes)
@@ -46,10 +46,11 @@ def find_trained(name: str, optimizer: KeptOptimizer) -> set[str] | None:
 
 
 def global_variables() -> list[VariableSpec]:
-    """What is known of all variables: `name` (the full one), `shape`, `dtype`, `trainable`.
+    """Returns specifications of all variables: `name` (the full one), `shape`, `dtype`, `trainable`.
 
-    In a function that is being compiled, those that it has asked for so far; elsewhere those of all
-    compiled programs that are still in use. In the order in which they were asked for first.
+    In a function that is being compiled, these are the variables that it has asked for so far; elsewhere,
+    the variables of all compiled programs that are still in use. They are in the order in which they were
+    first asked for.
     """
     builder = current_builder()
     if builder is not None:
@@ -64,12 +65,12 @@ def global_variables() -> list[VariableSpec]:
 
 
 def trainable_variables() -> list[VariableSpec]:
-    """Those of `global_variables` that pipelines with an optimizer train."""
+    """Returns the variables of `global_variables` that pipelines with an optimizer train."""
     return [spec for spec in global_variables() if spec.trainable]
 
 
 def reserve_ipus(ipu_device: int, number: int) -> None:
-    """Sees to it that there will be IPUs for a program that is being compiled, beside those of the others.
+    """Reserves IPUs for a program that is being compiled, in addition to those of other programs.
 
     Raises:
       RuntimeError: JAX's CPU backend is running already, with fewer devices.

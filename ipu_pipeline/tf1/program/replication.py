@@ -1,8 +1,9 @@
-"""How many replicas a pipeline or loop has, and on which IPUs: known when devices are selected.
+"""The number of replicas of a pipeline or loop, and their IPUs, which are known when devices are selected.
 
-There is more than one only where something says so: an optimizer that averages over replicas, or without an
-optimizer what computes with other replicas, and then as many as fit the IPUs that `IPUConfig` selects; the
-`replication_factor` of a queue; or `IPURunConfig.num_replicas`. That more IPUs are selected does not do it.
+There are several replicas only if something asks for them: the `replication_factor` of a queue;
+`IPURunConfig.num_replicas`; an optimizer that averages over replicas; or, without an optimizer, a
+computation with other replicas. In the last two cases there are as many as fit the IPUs that `IPUConfig`
+selects. Selecting more IPUs does not create replicas by itself.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ __all__ = ["Asked", "Replication", "asking_for", "make_replication"]
 
 @dataclass(frozen=True)
 class Asked:
-    """What an estimator is told."""
+    """The numbers that an estimator is given."""
 
     num_replicas: int  # how many replicas
     num_ipus: int  # how many IPUs each of them has, some of which may be idle
@@ -34,7 +35,7 @@ _asked: contextvars.ContextVar[Asked | None] = contextvars.ContextVar("asked", d
 
 @contextlib.contextmanager
 def asking_for(num_replicas: int, num_ipus: int) -> Iterator[None]:
-    """Has pipelines that are compiled in a `with` block have so many replicas; see `Asked`."""
+    """Sets the number of replicas of pipelines compiled inside this `with` block; see `Asked`."""
     token = _asked.set(Asked(num_replicas, num_ipus))
     try:
         yield
@@ -52,7 +53,7 @@ def make_replication(
     averages: bool,
     sharded: Sequence[str] = (),
 ) -> Replication:
-    """The replication of a pipeline or loop that has been traced.
+    """Makes the replication of a pipeline or loop that has been traced.
 
     Raises:
       ValueError: see `Replication.check`.
@@ -74,36 +75,36 @@ def make_replication(
 
 @dataclass(frozen=True)
 class Replication:
-    """What decides how many replicas a pipeline or loop has."""
+    """The facts that decide how many replicas a pipeline or loop has."""
 
     ipu_device: int  # the n of its `/device:IPU:<n>`
     num_ipus: int  # how many IPUs one replica uses
     trains: bool  # whether it has an optimizer
-    averages: bool = False  # whether that averages gradients over replicas
-    # whether its stages compute with other replicas, or with their number among them
+    averages: bool = False  # whether the optimizer averages gradients over replicas
+    # whether its stages compute with other replicas, or with the number of their own
     communicates: bool = False
-    factors: tuple[int, ...] = ()  # what its queues say the number of replicas is
-    asked: Asked | None = field(default_factory=_asked.get)  # what an estimator was told
-    # how many replicas share statistics of batch normalization, by the configuration when it was traced
+    factors: tuple[int, ...] = ()  # the numbers of replicas that its queues give
+    asked: Asked | None = field(default_factory=_asked.get)  # an estimator's numbers
+    # how many replicas share statistics of batch normalization, in the configuration when it was traced
     norm_group_size: int = field(default_factory=selection.norm_group_size)
     sharded: tuple[str, ...] = ()  # names of the arguments by which something is spread over replicas
 
     @property
     def may_be_several(self) -> bool:
-        """Whether the IPUs that are selected may make more than one replica."""
+        """Whether there may be more than one replica on the selected IPUs."""
         return self.averages or (self.communicates and not self.trains)
 
     @property
     def is_said(self) -> bool:
-        """Whether something says how many replicas there are."""
+        """Whether an estimator or a queue gives the number of replicas."""
         return self.may_be_several or self.asked is not None or bool(self.factors)
 
     def check(self) -> None:
         """Raises if the number of replicas is contradictory, or their gradients would not be averaged.
 
         Raises:
-          ValueError: two queues have different numbers, or an estimator another one; or there would be
-            several replicas, and the optimizer does not average over them.
+          ValueError: queues, or a queue and an estimator, give different numbers; or there would be several
+            replicas, and the optimizer does not average over them.
         """
         said = {*self.factors, *([] if self.asked is None else [self.asked.num_replicas])}
         if len(said) > 1:
@@ -121,11 +122,11 @@ class Replication:
             )
 
     def count(self) -> int:
-        """How many replicas there are, by the devices that are selected now.
+        """The number of replicas on the devices that are selected now.
 
         Raises:
-          ValueError: the number of IPUs that were configured is not a multiple of those of a replica, or
-            makes another number of replicas than queues have.
+          ValueError: the number of configured IPUs is not a multiple of a replica's, or makes another
+            number of replicas than queues give.
         """
         if self.asked is not None:
             return self.asked.num_replicas
@@ -155,11 +156,12 @@ class Replication:
         return wanted
 
     def settle(self, name: str) -> int:
-        """How many replicas a pipeline or loop that is to run has; warns of arguments without effect.
+        """The number of replicas of a pipeline or loop that is to run; warns of arguments without effect.
 
         Raises:
-          ValueError: as `count`; replicas would share statistics otherwise than was traced; or the stages
-            use other replicas, and there would be several without an optimizer that averages over them.
+          ValueError: same as for `count`; replicas would share statistics in another way than was traced;
+            or the stages use other replicas, and there would be several without an optimizer that averages
+            over them.
         """
         number = self.count()
         configured = selection.num_configured(self.ipu_device)
@@ -191,15 +193,15 @@ class Replication:
             )
         if configured not in (1, num_replicas):
             raise ValueError(
-                f"{setting} must be 1, for statistics of each replica, or the number of replicas, for those"
-                f" of all; the pipeline {name!r} has {num_replicas}. It is {configured}."
+                f"{setting} must be 1, for statistics of each replica, or the number of replicas, for "
+                f"statistics of all; the pipeline {name!r} has {num_replicas}. It is {configured}."
             )
 
     def name_devices(self) -> tuple[tuple[str, ...], ...]:
-        """What the devices of each replica are called; nothing for one replica.
+        """The names of each replica's devices; empty for one replica.
 
         Raises:
-          ValueError: as `count` and `choose_devices`.
+          ValueError: same as for `count` and `choose_devices`.
         """
         number, devices = self.count(), selection.selected_devices(self.ipu_device)
         if number == 1 or not devices:
@@ -209,7 +211,7 @@ class Replication:
         return tuple(tuple(chosen[start : start + size]) for start in range(0, len(chosen), size))
 
     def choose_devices(self, devices: Sequence[Any], num_replicas: int) -> list[Any]:
-        """The devices of the replicas, one replica's after the other's.
+        """The devices of the replicas, replica by replica.
 
         Raises:
           ValueError: there are too few.

@@ -23,15 +23,15 @@ _NAMES = {
 class PipelineStageOptions:
     """Options for compiling programs of one stage.
 
-    Graphcore's arguments stand at Graphcore's positions; `compiler_options` is given by name.
+    Graphcore's arguments have Graphcore's positions; `compiler_options` is given by name.
 
     Example:
       PipelineStageOptions(compiler_options={"xla_backend_optimization_level": 3})
 
     Attributes:
-      convolution_options: of Poplar; XLA has no use for it, and a pipeline that gets it warns.
-      matmul_options: likewise.
-      slice_options: likewise.
+      convolution_options: Poplar's options; XLA has no use for them, and a pipeline that gets them warns.
+      matmul_options: same as `convolution_options`.
+      slice_options: same as `convolution_options`.
       compiler_options: XLA's options, as for the `compiler_options` of `jax.jit`: names, such as
         "xla_backend_optimization_level", with booleans, integers, floats or strings.
 
@@ -61,7 +61,7 @@ class PipelineStageOptions:
 def compiler_options(
     stages: Sequence[Any], trains: bool, forward: Any, backward: Any, weight_update: Any
 ) -> dict[str, Any]:
-    """The three arguments of `pipeline`, checked.
+    """Checks the three arguments of `pipeline`.
 
     Raises:
       TypeError: an argument is not of its type.

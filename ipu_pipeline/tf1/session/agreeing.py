@@ -1,8 +1,8 @@
-"""What the processes of a run compare before a session runs, so that none goes on with other values.
+"""Compares values between the processes of a run before a session runs, so that all have the same.
 
-All of them run the same programs, with the same feeds, on variables that were set in the same way. What
-each process makes for itself, initial values and what was loaded or restored, is compared once, by digests;
-what runs have made lies on devices, and is the same for all.
+All of them run the same programs, with the same feeds, on variables that were set in the same way. Values
+that each process makes for itself (initial, loaded or restored values) are compared once, by digests;
+values from runs are on devices, and the same for all.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def agree_on_run(
     changes: Mapping[str, int],
     fault: Exception | None = None,
 ) -> None:
-    """Compares what is about to run with the other processes, if there are any; all of them call it.
+    """Compares the next run with the other processes', if there are any; all of them call it.
 
     Raises:
       ValueError: the processes differ; nothing has run.
@@ -55,7 +55,7 @@ def agree_on_run(
 
 
 def _agree(others: processes.Peers, what: str, told: Mapping[str, str], fault: Exception | None) -> None:
-    """Compares also what keeps this process from going on, and raises that if it is the same for all."""
+    """Also compares this process's fault, and raises it if it is the same for all."""
     described = "nothing" if fault is None else f"{type(fault).__name__}: {fault}"
     try:
         others.agree(what, {"what keeps it from running": described, **told})
@@ -70,12 +70,12 @@ def _describe_fed(placeholder: Placeholder, feeds: Mapping[Placeholder, Any]) ->
         return "nothing"
     try:
         return _describe(placeholder.check_value(feeds[placeholder]))
-    except ValueError:  # which the run raises, where all processes feed it
+    except ValueError:  # the run raises it, if all processes feed it
         return "a value that does not fit"
 
 
 def agree_on_values(state: SessionState, fault: Exception | None = None) -> None:
-    """Compares the values that each process has by itself with the others', if there are any; all call it.
+    """Compares the values that each process has made by itself, if there are others; all call it.
 
     Raises:
       ValueError: a value differs between processes.
@@ -100,7 +100,7 @@ def agree_on_values(state: SessionState, fault: Exception | None = None) -> None
 
 
 def _own_arrays(state: SessionState) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
-    """The arrays that this process made or read by itself, by what errors call them."""
+    """The arrays that this process made or read by itself, with their names in errors."""
     for name, value in state.variables.items():
         if row_sharding(value) is None:
             yield f"variable {name}", _as_numpy(value)

@@ -1,4 +1,4 @@
-"""The arguments of `Session`, those of TensorFlow's own session among them."""
+"""The arguments of `Session`, and of TensorFlow's own session."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _OF_TENSORFLOW = {"config": "tf.ConfigProto", "graph": "tf.Graph"}
 
 
 def choose_seed(seed: int | None, others: Collection[str]) -> int:
-    """The seed of a session.
+    """Checks the arguments, and returns the seed of a session.
 
     Raises:
       TypeError: the seed is not an integer, or there are other arguments.

@@ -1,4 +1,4 @@
-"""Entries of an optimizer's state, by name: to be read, or to stand in for the weights."""
+"""Entries of an optimizer's state, by name: to be read, or used as weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["find_weights", "read_state"]
 
 
 def read_state(optimizer: KeptOptimizer) -> dict[str, np.ndarray[Any, Any]]:
-    """Copies of all leaves, by path."""
+    """Returns copies of all leaves, by path."""
     leaves = read_gathered(jax.tree.leaves(optimizer.tree))
     return {path: _as_numbers(leaf) for path, leaf in zip(optimizer.shapes, leaves, strict=True)}
 
@@ -30,7 +30,7 @@ def _as_numbers(leaf: Any) -> np.ndarray[Any, Any]:
 def find_weights(
     optimizer: KeptOptimizer, entry: str, variables: Mapping[str, Any], trained: Collection[str] | None
 ) -> dict[str, Any]:
-    """The arrays of an entry that has one for each trained variable, in the variables' dtypes.
+    """Returns the arrays of an entry that has one for each trained variable, in the variables' dtypes.
 
     Raises:
       ValueError: there is no such entry, or several.

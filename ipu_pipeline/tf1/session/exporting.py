@@ -1,8 +1,8 @@
-"""Inference pipelines exported as a directory, to run without their Python code; see `loaded_program`.
+"""Exports inference pipelines as directories, to run without their Python code; see `loaded_program`.
 
 The directory is a checkpoint of the variables, with one file per stage, which `jax.export` made, and a
-description of the routes between them in the checkpoint's document. Nothing in it is code of Python, and
-nothing is unpickled.
+description of the routes between them in the checkpoint's document. It has no Python code, and nothing in
+it is unpickled.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from ipu_pipeline.tf1.program.program import Program
 
 __all__ = ["FORMAT_VERSION", "PROGRAM", "Exported", "export", "input_name"]
 
-PROGRAM = "program"  # in the document's extra
-FORMAT_VERSION = 2  # 1 encoded trees otherwise, and is still read
+PROGRAM = "program"  # its key in the document's extra
+FORMAT_VERSION = 2  # 1 encoded trees in another way, and is still read
 
 
 @dataclass(frozen=True, eq=False)
 class Exported:
-    """What a session gives to an export."""
+    """The parts of a session that an export needs."""
 
-    variable: Callable[[VariableSpec], Any]  # gives the value of a variable
-    key: Callable[[], Any]  # gives the random key that all others are folded from, and starts JAX's backend
-    seed: int  # what that was made from
-    execution_count: Callable[[str], int]  # says how often the pipelines of a name have run
-    update_count: Callable[[str], int]  # says which global step their weights are of
+    variable: Callable[[VariableSpec], Any]  # returns the value of a variable
+    key: Callable[[], Any]  # returns the key that all random keys are folded from; starts JAX's backend
+    seed: int  # the seed that the key was made from
+    execution_count: Callable[[str], int]  # returns how often the pipelines of a name have run
+    update_count: Callable[[str], int]  # returns the global step of their weights
 
 
 def export(
@@ -68,7 +68,7 @@ def export(
     if call.pipeline.options.num_devices_per_ipu > 1:
         raise NotImplementedError(
             "export: an exported program has one device for each stage, and this pipeline has "
-            f"{call.pipeline.options.num_devices_per_ipu} (tensor_parallel). Compile it without; its "
+            f"{call.pipeline.options.num_devices_per_ipu} (tensor_parallel). Compile it without that; its "
             "variables are the same."
         )
     for placeholder in inputs:
@@ -141,7 +141,7 @@ def _describe(call: Any) -> str:
 
 
 def input_name(number: int) -> str:
-    """What an input of the program is called among its variables."""
+    """The name of an input of the program among its variables."""
     return f"input {number} of the program"
 
 

@@ -1,4 +1,4 @@
-"""What `Session.run` can be given to run."""
+"""The argument `fetch` of `Session.run`: what it runs, and the structure of its results."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _OF_THE_HOST = (InfeedOperation, OutfeedOperation, GlobalStep)
 
 
 def find_runs(fetch: Any) -> list[Any]:
-    """The programs and operations that are to be run, in order; each once, however often it is there.
+    """Finds the programs and operations to run, in order; each once, however often it occurs.
 
     Raises:
-      TypeError: something there is nothing that can be run.
+      TypeError: a leaf cannot be run.
     """
     runs: list[Any] = []
     for one in _leaves(fetch):
@@ -39,12 +39,12 @@ def find_runs(fetch: Any) -> list[Any]:
 
 
 def give_results(fetch: Any, values: dict[int, Any]) -> Any:
-    """What `Session.run` returns: the results in the place of what was run.
+    """Makes the result of `Session.run`: the results in the places of what was run.
 
     Args:
       fetch: what was run.
-      values: what each of `find_runs` gave, by its `id`; a program the leaves of its results. What is
-        computed from them is added.
+      values: the results of each of `find_runs`, by its `id`; for a program, the leaves of its results.
+        Values computed from them are added.
     """
     if isinstance(fetch, dict):
         return {key: give_results(one, values) for key, one in fetch.items()}
@@ -66,13 +66,13 @@ def give_results(fetch: Any, values: dict[int, Any]) -> Any:
 
 
 def find_infeeds(fetch: Any) -> list[IPUInfeedQueue]:
-    """The infeeds of all programs of it."""
+    """The infeeds of all programs in a fetch."""
     programs = [one.program if isinstance(one, Output) else one for one in _leaves(fetch)]
     return [infeed for one in programs if isinstance(one, Program) for infeed in one.infeeds]
 
 
 def concerns_devices(fetch: Any) -> bool:
-    """Whether something of it runs on devices; queues and the global step do not."""
+    """Whether a part of a fetch runs on devices; queues and the global step do not."""
     return not all(isinstance(one, _OF_THE_HOST) for one in _leaves(fetch))
 
 
@@ -81,7 +81,7 @@ def _leaves(fetch: Any) -> list[Any]:
 
 
 def _find_leaves(fetch: Any, known: set[int]) -> Iterator[Any]:
-    """The leaves; of what is computed from values, these, and each such thing once."""
+    """The leaves; for computed values, the values that they are computed from, each computed value once."""
     if isinstance(fetch, dict):
         fetch = list(fetch.values())
     if isinstance(fetch, Computed):

@@ -1,4 +1,4 @@
-"""What a run does to tables in host memory: the gradients of rows, taken in and applied."""
+"""Updates tables in host memory during a run: takes the gradients of rows, and applies them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["HostRows", "check_registered", "connected"]
 
 
 def check_registered(program: Program, session: Any) -> None:
-    """Raises if a program, about to run, looks up what it may not in this session.
+    """Raises if a program that is about to run looks up tables that it may not in this session.
 
     Raises:
       NotImplementedError: there are several processes.
@@ -42,10 +42,10 @@ def check_registered(program: Program, session: Any) -> None:
 
 @contextlib.contextmanager
 def connected(tables: Sequence[HostTable], store: Store) -> Iterator[HostRows]:
-    """Lets the tables of a program be looked up, for a `with` block.
+    """Lets a program look up its tables, for a `with` block.
 
     Raises:
-      RuntimeError: another session's run uses one.
+      RuntimeError: another session's run uses one of them.
     """
     rows = HostRows(tables, store)
     with contextlib.ExitStack() as stack:
@@ -58,8 +58,8 @@ def connected(tables: Sequence[HostTable], store: Store) -> Iterator[HostRows]:
 class HostRows:
     """The tables that a run uses."""
 
-    tables: Sequence[HostTable]  # the program's
-    store: Store  # what the session has
+    tables: Sequence[HostTable]  # the program's tables
+    store: Store  # the session's store
 
     def trained_by(self, call: Call) -> list[HostTable]:
         """The tables that a pipeline or loop trains."""
@@ -72,7 +72,7 @@ class HostRows:
         """Begins a loop's run, which may go on within a weight update.
 
         Raises:
-          RuntimeError: the gradients that the rows had in them are not there.
+          RuntimeError: the gradients that the rows had in that update are missing.
         """
         for table in self.trained_by(call):
             name = table.spec.name
@@ -81,15 +81,15 @@ class HostRows:
                 continue
             if num_accumulated:
                 raise RuntimeError(
-                    f"{call.name!r} is to go on within a weight update, of which {num_accumulated} "
-                    f"iterations are done. The gradients of the host embedding {name!r} are there for "
-                    f"{known} of them: checkpoints do not have them. Save where an update is complete, "
-                    "after a multiple of its mini-batches."
+                    f"{call.name!r} is to go on within a weight update, after {num_accumulated} of its "
+                    f"iterations. The gradients of the host embedding {name!r} are known for {known} of "
+                    "them: checkpoints do not have these. Save where an update is complete, after a "
+                    "multiple of its mini-batches."
                 )
             del self.store.row_gradients[call.name, name]
 
     def keep(self, call: Call, is_update: bool) -> None:
-        """Takes in what a step gave."""
+        """Takes the gradients of a step."""
         for table in self.trained_by(call):
             place = call.name, table.spec.name
             before = self.store.row_gradients.get(place, []) if isinstance(call, LoopCall) else []
@@ -103,7 +103,7 @@ class HostRows:
 
 
 def _descend(table: HostTable, array: np.ndarray[Any, Any], gradients: Sequence[RowGradients]) -> None:
-    """SGD on those rows that have gradients, with their sum: in float64, as they come in any order."""
+    """Does SGD on the rows that have gradients, with their sum: in float64, as they come in any order."""
     if not gradients:
         return
     rows, places = np.unique(np.concatenate([one.rows for one in gradients]), return_inverse=True)

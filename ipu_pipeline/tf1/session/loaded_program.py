@@ -1,6 +1,6 @@
-"""Exported programs, loaded: inference pipelines that run without their Python code.
+"""Loads exported programs: inference pipelines that run without their Python code.
 
-`exporting` writes them. Nothing in their directories is code of Python, and nothing is unpickled.
+`exporting` writes them. Their directories have no Python code, and nothing in them is unpickled.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _IN_FLIGHT_PER_STAGE = 2  # micro-batches
 
 
 def load_program(path: str | os.PathLike[str]) -> LoadedProgram:
-    """Loads what `Session.export` wrote. It selects the devices that it needs, if none have been.
+    """Loads what `Session.export` wrote. It selects the devices that it needs, if none have been selected.
 
     Args:
       path: the directory.
@@ -44,7 +44,7 @@ def load_program(path: str | os.PathLike[str]) -> LoadedProgram:
 
     Raises:
       CheckpointError: it cannot be read, is damaged, is a checkpoint without a program, or has another
-        version of the format or of what JAX exports.
+        version of this format or of JAX's export format.
     """
     executable_cache.enable_executable_cache_of_environment()
     directory = Path(path).absolute()
@@ -63,8 +63,8 @@ def load_program(path: str | os.PathLike[str]) -> LoadedProgram:
     if program["has_wide_dtypes"] is not bool(jax.config.jax_enable_x64):  # type: ignore[attr-defined]
         raise CheckpointError(
             f"The program in {directory} was exported with jax_enable_x64 "
-            f"{program['has_wide_dtypes']}; set JAX's "
-            "option so before it is loaded."
+            f"{program['has_wide_dtypes']}; give "
+            "JAX's option this value before loading it."
         )
     selection.select_automatically([(0, program["num_ipus"])])  # Orbax starts JAX's backend
     snapshot = checkpoints.read_checkpoint(directory)
@@ -72,7 +72,7 @@ def load_program(path: str | os.PathLike[str]) -> LoadedProgram:
     for stage in program["stages"]:
         try:
             exported = jax.export.deserialize(bytearray((directory / stage["file"]).read_bytes()))
-        except Exception as error:  # whatever JAX raises for another version's
+        except Exception as error:  # JAX may raise anything for another version's file
             raise CheckpointError(
                 f"The file {directory / stage['file']}, exported by JAX {program['jax']}, cannot be "
                 "read by JAX "
@@ -100,35 +100,35 @@ class LoadedProgram:
 
     @property
     def num_ipus(self) -> int:
-        """How many devices it needs."""
+        """The number of devices that it needs."""
         return int(self._program["num_ipus"])
 
     @property
     def element(self) -> Any:
-        """Shapes and dtypes of a micro-batch; None if it takes none."""
+        """The shapes and dtypes of a micro-batch; None if it takes none."""
         described = self._program["element"]
         return json_trees.decode(described, parse_array)
 
     @property
     def placeholders(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """What `run` takes by name besides."""
+        """The shapes and dtypes of the placeholders that `run` also takes, by name."""
         return {name: parse_array(text) for name, text in self._program["placeholders"].items()}
 
     def __call__(self, *inputs: Any, feed: Mapping[str, Any] | None = None, **named: Any) -> Any:
         """Predicts for a batch, which may be several micro-batches.
 
         Args:
-          *inputs: arrays, in the order of the first stage's arguments; or all that it takes in one.
+          *inputs: arrays, in the order of the first stage's arguments; or one pytree of all of them.
           feed: the placeholders' values by name.
           **named: arrays by name instead, if a micro-batch is a dict. Each has as many rows as a
-            micro-batch has, or a multiple of that: then it is cut along the first axis.
+            micro-batch, or a multiple of that: then it is cut along the first axis.
 
         Returns:
-          The last stage's outputs, NumPy arrays, a list for a tuple. Those with a row for each row of the
-          inputs have that; others have a first axis over micro-batches.
+          The last stage's outputs, NumPy arrays, a list for a tuple. Outputs with a row for each row of a
+          micro-batch have a row for each row of the inputs; others have a first axis over micro-batches.
 
         Raises:
-          TypeError, ValueError: an input does not fit; or of `run`.
+          TypeError, ValueError: an input does not fit; or an error of `run`.
         """
         element = self.element
         if element is None and (inputs or named):
@@ -144,16 +144,16 @@ class LoadedProgram:
         """Runs micro-batches through the stages.
 
         Args:
-          elements: pytrees of arrays, like those of the infeed; any number of them. None if the program has
-            no infeed: then it runs as many micro-batches as its pipeline did.
+          elements: pytrees of arrays, like the infeed's; any number of them. None if the program has
+            no infeed: then it runs the same number of micro-batches as its pipeline did.
           feed: the placeholders' values by name.
 
         Returns:
-          What the outfeed's `dequeue` would: the last stage's outputs with a new first axis over
+          The same as the outfeed's `dequeue`: the last stage's outputs with a new first axis over
           micro-batches, NumPy arrays; a list for a tuple.
 
         Raises:
-          NotImplementedError: of several processes, not all devices are of this one.
+          NotImplementedError: not all devices belong to this process.
           RuntimeError, ValueError: there are too few devices, or they are of another kind than the program
             was exported for.
           ValueError: a micro-batch or a placeholder's value does not fit.
@@ -213,7 +213,7 @@ class LoadedProgram:
     def _run_one(
         self, leaves: Sequence[Any], inputs: Sequence[Any], devices: Sequence[Any], number: int
     ) -> list[Any]:
-        """Starts all stages for one micro-batch; returns the outputs, still being computed."""
+        """Starts all stages for one micro-batch; returns the outputs, which are still being computed."""
         execution, micro_batch = divmod(number, self._program["num_micro_batches"])
         return self._runner.run(leaves, inputs, devices, self._execution_count + execution, micro_batch)
 

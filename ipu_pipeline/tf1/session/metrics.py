@@ -1,4 +1,4 @@
-"""The metrics of a session: what its pipelines reported, until it is read."""
+"""The metrics of a session: it keeps what pipelines reported until it is read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ipu_pipeline.tf1.program.calls import PipelineCall
 
 __all__ = ["MetricLog"]
 
-_MAX_UPDATES = 10_000  # of one pipeline that are kept for somebody who has not read any yet
+_MAX_UPDATES = 10_000  # the updates of one pipeline that are kept unread
 _MAX_PENDING = 4  # entries that stay on the devices
 
 
@@ -33,7 +33,7 @@ class _Entry:
         return reported is None or reported.is_ready()
 
     def read(self) -> Mapping[str, np.ndarray[Any, Any]]:
-        """The values by name; waits for the devices, which need not keep them any longer."""
+        """Returns the values by name; waits for the devices, which need not keep them any longer."""
         reported = self._reported
         if reported is not None:
             self._values = self._reader.read(reported, len(self.numbers))
@@ -42,12 +42,12 @@ class _Entry:
 
 
 class _Log:
-    """What one pipeline reported and nobody has read, the oldest first.
+    """The unread reports of one pipeline, the oldest first.
 
     Attributes:
-      entries: all of it.
-      on_device: those of them that have not been read, but for some after an interrupt.
-      num_updates: of how many weight updates.
+      entries: all entries.
+      on_device: the entries that are still on the devices; after an interrupt, some may be missing.
+      num_updates: the number of their weight updates.
     """
 
     def __init__(self, entries: Sequence[_Entry] = ()) -> None:
@@ -56,7 +56,7 @@ class _Log:
         self.num_updates = sum(len(entry.numbers) for entry in entries)
 
     def add(self, entry: _Entry) -> None:
-        """Takes one more, moves to the host what has been computed, and lets go of what is too old."""
+        """Takes one more, moves computed entries to the host, and drops those that are too old."""
         self.entries.append(entry)
         self.on_device.append(entry)
         self.num_updates += len(entry.numbers)
@@ -67,19 +67,20 @@ class _Log:
 
 
 class MetricLog:
-    """What the pipelines of a session reported.
+    """The reports of a session's pipelines.
 
-    It may be read while another thread runs them, and by a signal's handler: nobody waits for the devices
-    while holding the lock, and whoever is interrupted while holding it has it.
+    It may be read while another thread runs them, and by a signal's handler: no thread waits for the
+    devices while it holds the lock, and a handler that interrupts the thread that holds the lock has it,
+    too.
     """
 
     def __init__(self) -> None:
-        """Nothing was reported yet."""
+        """Starts without reports."""
         self._lock = threading.RLock()
         self._logs: dict[tuple[str, bool], _Log] = {}
 
     def add(self, call: PipelineCall, num_updates: int, last: int, progress: Progress) -> None:
-        """Takes what a pipeline reported; does not wait for it."""
+        """Takes a report of a pipeline; does not wait for its values."""
         reader = call.pipeline.metrics
         if not reader:
             return
@@ -88,7 +89,7 @@ class MetricLog:
             self._logs.setdefault((call.name, call.trains), _Log()).add(entry)
 
     def read(self, name: str, training: bool) -> dict[str, np.ndarray[Any, Any]]:
-        """What a pipeline reported since the last time; see `Session.metrics`."""
+        """Returns what a pipeline reported since the last call; see `Session.metrics`."""
         if not isinstance(name, str):
             raise TypeError(f"metrics: name must be the name of a pipeline; got {name!r}.")
         key = (name, training)
@@ -97,21 +98,21 @@ class MetricLog:
                 known = dict.fromkeys(other for other, _training in self._logs)
                 if known and name not in known:
                     raise KeyError(
-                        f"metrics: no pipeline named {name!r} has reported anything; there is: "
+                        f"metrics: no pipeline named {name!r} has reported anything; these have: "
                         f"{', '.join(known)}."
                     )
                 return {NUMBERS: np.zeros(0, np.int64)}
             log, self._logs[key] = self._logs[key], _Log()
         try:
             return _join(log.entries)
-        except BaseException:  # nobody got it, so the next one does
+        except BaseException:  # it was not returned, so the next call returns it
             with self._lock:
                 self._logs[key] = _Log([*log.entries, *self._logs[key].entries])
             raise
 
 
 def _join(entries: Collection[_Entry]) -> dict[str, np.ndarray[Any, Any]]:
-    """The values of entries one after another; NaN where a program of that name reports something else."""
+    """Joins the values of entries; NaN where a program of that name reports other metrics."""
     parts = [(len(entry.numbers), entry.read()) for entry in entries]
     numbers = [np.asarray(entry.numbers, np.int64) for entry in entries]
     found = {NUMBERS: np.concatenate([np.zeros(0, np.int64), *numbers])}

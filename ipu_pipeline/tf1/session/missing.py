@@ -20,7 +20,7 @@ def make_missing(store: Store, select_devices: Callable[[], None]) -> None:
     """Makes the variables that no run has made yet, for a session that is about to be saved.
 
     After `global_variables_initializer()` these are the variables of all programs in use; after
-    `Session.load` those of programs that share a variable with the session.
+    `Session.load`, the variables of programs that share one with the session.
 
     Raises:
       RuntimeError: the weights are lent, see `Session.weights_of`.
@@ -31,7 +31,7 @@ def make_missing(store: Store, select_devices: Callable[[], None]) -> None:
         known, takes_all = store.state.variables, store.is_initialized
         missing = find_missing(known, compiled_programs(), takes_all=takes_all)
         if missing:
-            gc.collect()  # programs that nobody uses any more may be among them
+            gc.collect()  # programs that are no longer used may be among them
             missing = find_missing(known, compiled_programs(), takes_all=takes_all)
         if missing:
             select_devices()
@@ -53,14 +53,15 @@ def find_missing(
 ) -> list[VariableSpec]:
     """Finds the variables to make before a session is saved.
 
-    Where programs have variables of one name in different shapes, the one compiled last has replaced the
+    If programs have variables of one name in different shapes, the program compiled last has replaced the
     others.
 
     Args:
       known: the session's variables, by full name.
-      programs: those in use, in the order in which they were compiled.
+      programs: the programs in use, in the order in which they were compiled.
       takes_all: whether the session has the variables of all programs, as after
-        `global_variables_initializer()`. If not, a program that shares none with it is another model's.
+        `global_variables_initializer()`. If not, a program that shares none with it belongs to another
+        model.
     """
     found: dict[str, VariableSpec] = {}
     for program in reversed(programs):
@@ -73,7 +74,7 @@ def find_missing(
 
 
 def _fits(spec: VariableSpec, value: Any) -> bool:
-    """Whether a variable may have a value, or be the same as another specification says."""
+    """Whether a value, or another specification, fits a variable."""
     if value is None:
         return True
     is_loaded = isinstance(value, np.ndarray)  # it is cast when it is first used

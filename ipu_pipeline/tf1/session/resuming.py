@@ -1,4 +1,4 @@
-"""What a session notes for its checkpoints while it runs, and what a restored one still has to put back."""
+"""Notes positions in data sets for a session's checkpoints, and puts them back in a restored session."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ __all__ = ["Resumption", "check_optimizers", "check_program", "check_snapshot"]
 
 
 class Resumption:
-    """Where the data sets of what trains stand.
+    """The positions of the data sets of pipelines and loops that train.
 
-    Data sets of inference have no positions here: they are started over for each evaluation.
+    Data sets for inference have no positions here: they are started over for each evaluation.
     """
 
     def __init__(self) -> None:
-        """Of a session that was not restored."""
+        """Starts without positions, for a session that was not restored."""
         self._fed: weakref.WeakKeyDictionary[IPUInfeedQueue, list[str]] = weakref.WeakKeyDictionary()
-        self._pending: list[FeedPosition] = []  # of feeds that have not run since
+        self._pending: list[FeedPosition] = []  # the positions of feeds that have not run since
         self._source = ""
-        self._names: Mapping[str, str] | None = None  # of the checkpoint, if programs must fit it
+        self._names: Mapping[str, str] | None = None  # the checkpoint's, if programs must fit it
         self._checked: weakref.WeakSet[Program] = weakref.WeakSet()
 
     @classmethod
     def of(cls, snapshot: Snapshot, path: str | os.PathLike[str], *, fits: bool, feeds: bool) -> Resumption:
-        """Of a session that takes a snapshot."""
+        """Makes the resumption of a session that takes a snapshot."""
         resumption = cls()
         resumption._pending = list(snapshot.feeds) if feeds else []
         resumption._source = os.fspath(path)
@@ -46,10 +46,10 @@ class Resumption:
         return resumption
 
     def check(self, programs: Iterable[Program]) -> None:
-        """Raises if programs, about to run, have variables that the checkpoint lacks or has otherwise.
+        """Raises if programs that are about to run have variables that differ from the checkpoint's.
 
         Raises:
-          CheckpointError: they do.
+          CheckpointError: the checkpoint lacks variables, or has them with other shapes or dtypes.
         """
         if self._names is None:
             return
@@ -62,7 +62,7 @@ class Resumption:
             self._checked.add(program)
 
     def before_run(self, call: Call) -> None:
-        """Puts the data set of a pipeline or loop where it was."""
+        """Restores the position of the data set of a pipeline or loop."""
         queue = call.infeed_queue
         if queue is None or not call.trains:
             return
@@ -80,13 +80,13 @@ class Resumption:
                 break
 
     def hold(self) -> None:
-        """Notes where the data sets stand, before their infeeds are ended."""
+        """Notes the positions of the data sets, before their infeeds are ended."""
         self._pending = list(self.feeds)
         self._fed.clear()
 
     @property
     def feeds(self) -> tuple[FeedPosition, ...]:
-        """Where the data sets stand, for a snapshot."""
+        """The positions of the data sets, for a snapshot."""
         running = [
             FeedPosition(tuple(names), position)
             for queue, names in self._fed.items()
@@ -98,17 +98,17 @@ class Resumption:
 def check_snapshot(
     snapshot: Snapshot, path: str | os.PathLike[str], programs: Callable[[], Sequence[Program]]
 ) -> None:
-    """Raises if a checkpoint is not of the model that programs have.
+    """Raises if a checkpoint is not of the programs' model.
 
-    Programs that share no variable with it are taken for another model's, of another session; and those
-    that have a variable otherwise than a later one for what that one has replaced.
+    A program that shares no variable with the checkpoint is taken for another session's model. A program
+    with a variable that differs from a later program's is taken for one that the later one has replaced.
 
     Raises:
-      CheckpointError: it lacks variables, has more than all programs together, or has others.
+      CheckpointError: it lacks variables, has more than all programs together, or has different ones.
     """
     known = _describe_variables(snapshot)
     if _compare(known, programs()):
-        gc.collect()  # programs that nobody uses any more may be among them
+        gc.collect()  # programs that are no longer used may be among them
         _refuse(path, _compare(known, programs()))
 
 
@@ -131,7 +131,7 @@ def check_optimizers(snapshot: Snapshot, path: str | os.PathLike[str], program: 
     """Raises if a program's optimizers cannot go on from a checkpoint's.
 
     Raises:
-      CheckpointError: the state of one has another structure.
+      CheckpointError: the state of an optimizer has another structure.
     """
     for call in program.calls:
         record = snapshot.state.pipelines.get(call.name)

@@ -1,4 +1,4 @@
-"""Runs a program: its segments, pipelines and loops, on the state of a session.
+"""Runs the segments, pipelines and loops of a program on the state of a session.
 
 The state changes after each weight update of a pipeline, and after each iteration of a loop, or block of
 iterations.
@@ -39,12 +39,12 @@ from ipu_pipeline.tf1.session.store import Store
 
 __all__ = ["Limit", "check_feeds", "reads_data", "run_program"]
 
-_BLIND_ITERATIONS = 64  # of a while_loop without a feed, before the host looks at its condition
+_BLIND_ITERATIONS = 64  # of a while_loop without a feed, before the host checks its condition
 
 
 @dataclass(frozen=True)
 class Limit:
-    """Where pipelines end before their `repeat_count`; see `Session.run_part`."""
+    """The point at which pipelines end before their `repeat_count`; see `Session.run_part`."""
 
     max_updates: int | None = None
     should_stop: Callable[[], bool] | None = None
@@ -59,7 +59,7 @@ def run_program(
 ) -> list[np.ndarray[Any, Any]]:
     """Runs a program; see `Session.run`."""
     values = Values(program.function, program.feed(feed_dict))
-    for step in program.function.steps:  # a count that is fed is checked before anything runs
+    for step in program.function.steps:  # checks a fed count before anything runs
         call = program.calls[step.number] if isinstance(step, CallStep) else None
         if isinstance(step, CallStep) and isinstance(call, PipelineCall) and call.has_count_operand:
             value = values.find(step.operands[0])
@@ -97,7 +97,7 @@ def _run_steps(
 
 
 def check_feeds(programs: Sequence[Program], feed_dict: Mapping[Any, Any]) -> None:
-    """Raises if something is fed that is no placeholder of the programs."""
+    """Raises if a key of the feed is not a placeholder of the programs."""
     known = dict.fromkeys(placeholder for program in programs for placeholder in program.placeholders)
     for key in feed_dict:
         if not isinstance(key, Placeholder):
@@ -173,7 +173,7 @@ def _run_pipeline(
 
 
 def _prepare(call: Call, devices: Sequence[Any]) -> tuple[Runner[Any], Sequence[Any]]:
-    """What runs a pipeline or loop, and the devices that it takes of those that are selected."""
+    """Returns the runner of a pipeline or loop, and the selected devices that it uses."""
     num_replicas = find_num_replicas(call)
     call.runner.set_replicas(num_replicas, utils.replicas_are_identical())
     devices = call.replication.choose_devices(devices, num_replicas)
@@ -181,7 +181,7 @@ def _prepare(call: Call, devices: Sequence[Any]) -> tuple[Runner[Any], Sequence[
 
 
 def reads_data(program: Program) -> bool:
-    """Whether this process gives a pipeline of the program micro-batches; of several, some do not."""
+    """Whether this process reads micro-batches for a pipeline of the program; not all processes do."""
     devices = selection.devices_for(program.ipu_device, program.num_ipus)
     calls = [call for call in program.calls if isinstance(call, PipelineCall)]
     return any(_takes_elements(call, devices) for call in calls)
@@ -258,9 +258,10 @@ def _run_loop(
 
 @contextlib.contextmanager
 def _replacing(store: Store, pipeline: Pipeline) -> Iterator[None]:
-    """For while a state is replaced by the next one: interrupts wait, and `Store.lock` is held.
+    """Delays interrupts and holds `Store.lock` while a state is replaced by the next one.
 
-    What waits for Python must not keep that from reading the session. Its arrays then stay readable anyway.
+    A program that calls back into Python must not keep that code from reading the session, so for it the
+    lock is not held. Its arrays stay readable anyway.
     """
     lock = contextlib.nullcontext() if pipeline.waits_for_python else store.lock
     with interrupts.deferred(), lock:
@@ -268,10 +269,10 @@ def _replacing(store: Store, pipeline: Pipeline) -> Iterator[None]:
 
 
 def _block_limit(call: LoopCall, count: int | None) -> int:
-    """How many iterations of a loop may be run together."""
-    if call.loop.has_condition:  # no more than have been fetched ahead
+    """The number of iterations of a loop that may be run together."""
+    if call.loop.has_condition:  # at most those that have been fetched ahead
         most = _BLIND_ITERATIONS if call.infeed_queue is None else call.infeed_queue.prefetch_depth
         return most if count is None else min(most, max(1, count))
     assert count is not None
-    # A count that is known when the program runs should not be compiled for.
+    # A count that is only known when the program runs must not need a compilation of its own.
     return 1 << (count - 1).bit_length() if call.has_count_operand and count > 0 else count

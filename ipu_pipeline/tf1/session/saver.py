@@ -1,4 +1,4 @@
-"""`Saver`: checkpoints of a session in a directory, of which the newest are kept."""
+"""`Saver`: keeps the newest checkpoints of a session in a directory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Saver", "latest_checkpoint"]
 class Saver:
     """Writes checkpoints one after another, named by the count of weight updates.
 
-    A directory is for one run at a time: the newest checkpoint is that with the greatest number.
+    A directory is for one run at a time: the newest checkpoint is the one with the greatest number.
 
     Example:
       saver = ipu.Saver(max_to_keep=3)
@@ -34,7 +34,7 @@ class Saver:
           max_to_keep: the oldest checkpoints beyond this number are deleted; None or 0 keeps all.
 
         Raises:
-          ValueError: `max_to_keep` is no such number, or there is a `var_list`.
+          ValueError: `max_to_keep` is not such a number, or there is a `var_list`.
         """
         if var_list is not None:
             raise ValueError(
@@ -53,25 +53,26 @@ class Saver:
         save_path: str | os.PathLike[str],
         global_step: int | GlobalStep | None = None,
     ) -> str:
-        """Writes a checkpoint, and deletes the oldest ones. One of the same step is replaced.
+        """Writes a checkpoint, and deletes the oldest ones. A checkpoint of the same step is replaced.
 
-        Variables that no run has made yet have their initial values in it: after
-        `global_variables_initializer()` those of all compiled programs that are still referred to, after
-        `Session.load` those of programs that share a variable with the session.
+        It also has the initial values of variables that no run has made yet: after
+        `global_variables_initializer()`, of all compiled programs that are still referred to; after
+        `Session.load`, of programs that share a variable with the session.
 
         Args:
-          session: whose variables and optimizer states, counts and positions in data sets it has.
-          save_path: the directory where the checkpoints are; it is made. What TensorFlow 1 code gives, such
-            as "logs/model.ckpt", is a directory here, too, and `latest_checkpoint("logs")` finds it.
+          session: the session whose variables, optimizer states, counts and positions in data sets are
+            saved.
+          save_path: the directory of the checkpoints; it is created. A path from TensorFlow 1 code, such as
+            "logs/model.ckpt", is a directory here, too, and `latest_checkpoint("logs")` finds it.
           global_step: the number that is its name; None, or `get_global_step()`: the count of weight
-            updates, that of the pipeline with the most.
+            updates of the pipeline with the most.
 
         Returns:
           The checkpoint's path.
 
         Raises:
           OSError: it cannot be written.
-          ValueError: there are no variables yet, or the step is no number from 0.
+          ValueError: there are no variables yet, or the step is not an integer from 0.
         """
         step: Any = session.most_updates() if global_step is None else global_step
         if isinstance(step, GlobalStep):
@@ -86,10 +87,10 @@ class Saver:
         return str(path)
 
     def restore(self, session: Session, save_path: str | os.PathLike[str]) -> None:
-        """Has a session go on from a checkpoint; see `Session.restore`.
+        """Makes a session go on from a checkpoint; see `Session.restore`.
 
         Raises:
-          ValueError: the path is None, as `latest_checkpoint` returns it where there is no checkpoint.
+          ValueError: the path is None, which `latest_checkpoint` returns if there is no checkpoint.
         """
         if save_path is None:
             raise ValueError(
@@ -100,12 +101,12 @@ class Saver:
 
 
 def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
-    """The path of the newest checkpoint in a directory that is complete; None if there is none.
+    """Returns the path of the newest complete checkpoint in a directory; None if there is none.
 
     Args:
-      directory: where `Saver.save` or an estimator wrote them. If there are none, those in the directories
-        within it are looked at, as those of `saver.save(session, "logs/model.ckpt")` are for "logs"; of
-        several the newest is that which was written last.
+      directory: the directory that `Saver.save` or an estimator wrote them to. If it has none, the
+        directories within it are searched, so "logs" finds what `saver.save(session, "logs/model.ckpt")`
+        wrote; among several of these, the newest is the one written last.
     """
     found: Path | None = CheckpointSeries(directory).latest()
     if found is None and os.path.isdir(directory):

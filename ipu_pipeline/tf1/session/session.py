@@ -57,8 +57,8 @@ class Session:
         """Makes an empty session. It does not start JAX's backend.
 
         Args:
-          seed: initial values and random keys depend on it. None: that of `utils.reset_ipu_seed`, or 0.
-          **of_tensorflow: none; an error says what takes the place of `tf.Session`'s `config` and `graph`.
+          seed: initial values and random keys depend on it. None: the seed of `utils.reset_ipu_seed`, or 0.
+          **of_tensorflow: none; an error says what replaces the `config` and `graph` of `tf.Session`.
 
         Raises:
           TypeError, ValueError: the seed is not usable, or there are other arguments.
@@ -68,7 +68,7 @@ class Session:
         start_automatic_report()
         self._store = Store(seed)
         self._resumption = Resumption()
-        self._limit = Limit()  # of the run, see `run_part`
+        self._limit = Limit()  # the run's, see `run_part`
         self._infeeds: dict[IPUInfeedQueue, object] = {}
         self._is_closed = False
         self._changes: Counter[str] = Counter()  # how often variables were set, by what sets them
@@ -76,7 +76,7 @@ class Session:
         utils.reach(self)
 
     def __enter__(self) -> Session:
-        """The session itself."""
+        """Returns the session itself."""
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -102,12 +102,12 @@ class Session:
         return self._store.seed
 
     def reset_seed(self, seed: int) -> None:
-        """Has random numbers depend on another seed from now on; see `utils.reset_ipu_seed`."""
+        """Makes random numbers depend on another seed from now on; see `utils.reset_ipu_seed`."""
         self._store.reset_seed(seed)
 
     @property
     def variables(self) -> dict[str, np.ndarray[Any, Any]]:
-        """Copies of all variables, by full name. Of several processes, all must read them."""
+        """Copies of all variables, by full name. If there are several processes, all must read them."""
         store = self._store
         with store.lock:
             names = sorted(name for name in store.state.variables if not is_internal(name))
@@ -115,7 +115,7 @@ class Session:
             return {name: np.array(value) for name, value in zip(names, values, strict=True)}
 
     def most_updates(self) -> int:
-        """How many weight updates the pipeline or loop with the most has done."""
+        """The number of weight updates of the pipeline or loop with the most."""
         return self._store.most_updates()
 
     def count_steps(self, per_update: int, offset: int) -> None:
@@ -123,47 +123,47 @@ class Session:
         self._store.step_counting = (per_update, offset)
 
     def variable_value(self, name: str) -> np.ndarray[Any, Any]:
-        """A copy of a variable's value.
+        """Returns a copy of a variable's value.
 
         Raises:
-          KeyError: there is none of this full name.
+          KeyError: there is no variable with this full name.
         """
         store = self._store
         with store.lock:
             return np.array(*read_gathered([store.state.variables[name]]))
 
     def execution_count(self, name: str = "Pipeline") -> int:
-        """How often the pipelines of this name have run: weight updates, or executions in inference."""
+        """The number of runs of the pipelines of this name: weight updates, or executions in inference."""
         return self._store.record(name).execution_count
 
     def update_count(self, name: str = "Pipeline") -> int:
-        """How many weight updates the pipelines of this name have done."""
+        """The number of weight updates of the pipelines of this name."""
         return self._store.record(name).update_count
 
     def metrics(self, name: str = "Pipeline", *, training: bool = True) -> dict[str, np.ndarray[Any, Any]]:
-        """What a pipeline reported since this was last called (`ipu.metric`, `optimizers.with_metrics`).
+        """Returns what a pipeline reported since the last call (`ipu.metric`, `optimizers.with_metrics`).
 
-        It may be called while another thread runs the pipeline. Of what nobody reads, the last 10,000
-        weight updates are kept. None of it is saved; restoring or initializing the session forgets it.
+        It may be called while another thread runs the pipeline. Unread reports are kept for the last 10,000
+        weight updates. They are not saved; restoring or initializing the session forgets them.
 
         Args:
-          name: the pipeline's.
-          training: whether that of the pipelines which train, or which only infer.
+          name: the pipeline's name.
+          training: True for pipelines that train, False for those that only infer.
 
         Returns:
           Arrays with one entry per weight update (per execution, in inference): "update", its number,
           int64, counted from 1; and the metrics by full name, float32 or float64.
 
         Raises:
-          KeyError: pipelines have reported something, but none of this name has.
+          KeyError: pipelines have reported metrics, but none of this name has.
         """
         return self._store.metrics.read(name, training)
 
     def optimizer_state(self, name: str = "Pipeline") -> dict[str, np.ndarray[Any, Any]]:
-        """Copies of the leaves of an optimizer's state, by path, such as "[0].mu['encoder/dense/kernel']".
+        """Returns copies of an optimizer state's leaves, by path, such as "[0].mu['encoder/dense/kernel']".
 
         Args:
-          name: the pipeline's, or that of a loop's optimizer.
+          name: the name of the pipeline, or of a loop's optimizer.
 
         Raises:
           KeyError: nothing of this name has trained.
@@ -173,17 +173,16 @@ class Session:
 
     @contextlib.contextmanager
     def weights_of(self, entry: str, name: str = "Pipeline") -> Iterator[None]:
-        """Has programs use an entry of an optimizer's state as weights, for a `with` block.
+        """Makes programs use an entry of an optimizer's state as weights, for a `with` block.
 
         It is for evaluating with averages (`optimizers.with_averaged_weights`). Variables that are not
-        trained stay. Within the block nothing trains, and the session is not saved, restored or loaded; it
-        may be exported. Other threads wait with what they run until it ends; `variables` are the entry's,
-        for them too.
+        trained stay. Within the block, training, saving, restoring and loading are errors; exporting is
+        allowed. Runs of other threads wait until the block ends; `variables` are the entry's for them, too.
 
         Args:
-          entry: one with an array for each trained variable: its last name, such as "average", or its path
-            where several have that, such as "[1].ema" (see `optimizer_state`).
-          name: the pipeline's, or that of a loop's optimizer.
+          entry: an entry with an array for each trained variable: its last name, such as "average", or, if
+            several have that name, its path, such as "[1].ema" (see `optimizer_state`).
+          name: the name of the pipeline, or of a loop's optimizer.
 
         Raises:
           KeyError: nothing of this name has trained.
@@ -199,10 +198,10 @@ class Session:
                 yield
 
     def create_variables(self, program: Program) -> None:
-        """Gives those of a program's variables that do not exist yet their initial values.
+        """Creates the variables of a program that do not exist yet, with their initial values.
 
         Raises:
-          ValueError: one exists with another shape or dtype.
+          ValueError: a variable exists with another shape or dtype.
         """
         with self._turns.alone():
             for spec in program.variables.values():
@@ -216,9 +215,10 @@ class Session:
             value when it comes into being.
 
         Raises:
-          TypeError: a key is no string, or a value no such array.
+          TypeError: a key is not a string, or a value is not such an array.
           ValueError: a variable exists with another shape, or a dtype that the value does not fit; or the
-            model has been compiled and has no such variable. Where it has not, the next run raises this.
+            model has been compiled and has no such variable. If the model has not been compiled, the next
+            run raises this.
         """
         with self._turns.alone():
             self._store.check_weights("load")
@@ -228,16 +228,17 @@ class Session:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes everything that training goes on from as a checkpoint, and returns when it is complete.
 
-        That is all variables, those that `Saver.save` names included, optimizer states, counts, gradients
-        that are being accumulated, the seed, and where the data sets stand of what trains. None of it
+        That is all variables, including those that `Saver.save` describes, optimizer states, counts,
+        gradients that are being accumulated, the seed, and the positions of data sets for training. None of
+        it
         depends on cut, schedule or devices: any program with the same variables can use it.
 
         Args:
-          path: a directory to make. A checkpoint that is there is replaced once the new one is complete.
+          path: a directory to create. An existing checkpoint is replaced once the new one is complete.
 
         Raises:
           OSError: it cannot be written.
-          ValueError: there are no variables yet, or `path` exists and is no checkpoint.
+          ValueError: there are no variables yet, or `path` exists and is not a checkpoint.
         """
         with self._turns.alone(changes=False, together="saving a session"):
             make_missing(self._store, self._select_devices)
@@ -249,21 +250,21 @@ class Session:
         program: Program,
         inputs: Mapping[Placeholder, Any] | None = None,
     ) -> None:
-        """Writes an inference pipeline as a directory that `ipu.load_program` runs without its Python code.
+        """Exports an inference pipeline as a directory for `ipu.load_program`, without its Python code.
 
-        It has the variables that the program uses, as they are now, and its stages as JAX exports them, for
-        the kind of device that the program runs on. Metrics, and what stages enqueue to outfeeds of their
-        own, are left out.
+        The directory has the present values of the program's variables, and its stages as JAX exports them,
+        for the kind of device that the program runs on. Metrics, and what stages enqueue to outfeeds of
+        their own, are left out.
 
         Args:
-          path: a directory to make; an exported program or checkpoint that is there is replaced.
+          path: a directory to create; an existing exported program or checkpoint is replaced.
           program: one inference pipeline, whose results go to its outfeed.
-          inputs: placeholder -> value, for those that are to have this value for ever. The other ones are
-            given to the loaded program by their names; before the pipeline nothing may be computed from
-            them.
+          inputs: placeholder -> value, for placeholders that always have this value from then on. The
+            loaded program takes values of the others by their names; nothing may be computed from these
+            before the pipeline.
 
         Raises:
-          NotImplementedError: the program is something else than one inference pipeline.
+          NotImplementedError: the program is not a single inference pipeline.
           OSError: it cannot be written.
           ValueError: a placeholder has no value and is computed with, or `path` is something else.
         """
@@ -284,22 +285,22 @@ class Session:
     def restore(
         self, path: str | os.PathLike[str], *, allow_partial: bool = False, infeeds: bool = True
     ) -> None:
-        """Takes over a checkpoint, in place of all that the session has; also its seed.
+        """Takes over a checkpoint, which replaces everything in the session, including its seed.
 
-        The infeeds of what trains go on where they stood when it was saved, at the next run, if their
-        pipeline or loop has the same name: they are initialized as always, before this or after, and their
-        data sets must give the same elements in the same order.
+        At the next run, infeeds for training go on where they stood when it was saved, if their pipeline or
+        loop has the same name. They are initialized as always, before this or after, and their data sets
+        must give the same elements in the same order.
 
         Args:
-          path: from `save`, or from `IPUPipelineEstimator.latest_checkpoint`.
-          allow_partial: whether it may lack variables that programs have, which then get their initial
-            values, and have others.
+          path: a path from `save`, or from `IPUPipelineEstimator.latest_checkpoint`.
+          allow_partial: whether it may lack variables of the programs, which then get their initial values,
+            and have variables that the programs lack.
           infeeds: whether data sets go on where they stood; False leaves them where they are.
 
         Raises:
           CheckpointError: it cannot be read; or, without `allow_partial`, it is of another model than the
-            programs that are compiled. Programs that are compiled later raise this when they run. The
-            session stays as it was.
+            compiled programs. Programs that are compiled later raise this when they run. The session stays
+            as it was.
           RuntimeError: the session is closed.
         """
         if self._is_closed:
@@ -309,11 +310,11 @@ class Session:
         self.take_over(checkpoints.read_same_checkpoint(path), path, fits=not allow_partial, feeds=infeeds)
 
     def take_snapshot(self, is_kept: bool = True, extra: Mapping[str, Any] | None = None) -> Snapshot:
-        """What `save` writes, as it is now; not while a program runs.
+        """Takes a snapshot of what `save` writes; not while a program runs.
 
         Args:
           is_kept: whether programs may run before it is used.
-          extra: what else belongs to it, JSON.
+          extra: other data that belongs to it, as JSON.
         """
         with self._turns.alone(changes=False, together="saving a session"):
             self._store.check_weights("save")
@@ -331,7 +332,7 @@ class Session:
             return Snapshot(state, self._store.seed, str(implementation), feeds, dict(extra or {}))
 
     def _warn_of_row_gradients(self) -> None:
-        """Warns if there is something that training goes on from and a snapshot does not have."""
+        """Warns if a snapshot lacks something that training needs to go on."""
         names = {table for (_loop, table), steps in self._store.row_gradients.items() if steps}
         if names:
             warnings.warn(
@@ -344,7 +345,7 @@ class Session:
     def take_over(
         self, snapshot: Snapshot, path: str | os.PathLike[str], *, fits: bool = True, feeds: bool = True
     ) -> None:
-        """What `restore` does with a snapshot that was read from a path."""
+        """Takes over a snapshot that was read from a path; see `restore`."""
         if fits:
             check_snapshot(snapshot, path, compiled_programs)
         with self._turns.alone(together="restoring a session"):
@@ -354,32 +355,32 @@ class Session:
             self._store = Store(snapshot.seed, snapshot.key_implementation, snapshot.state)
 
     def run(self, fetch: Any, feed_dict: Mapping[Any, Any] | None = None) -> Any:
-        """Runs something, and returns when it has completed.
+        """Runs programs and operations, and returns when they have completed.
 
-        Safe to call from several threads: they run one after another. Meanwhile `variables` and the counts
-        can be read.
+        It is safe to call from several threads, which run one after another. Meanwhile `variables` and the
+        counts can be read.
 
         Args:
           fetch: a program or one of its values (`program[0]`), an infeed's `initializer` or `deleter`, what
             an outfeed's `dequeue` returned, `global_variables_initializer()`, `get_global_step()`, or a
-            list, tuple or dict of them. They are run in that order, each once: a program once for all its
-            values that are there.
+            list, tuple or dict of them. They are run in that order, each once: a program once for all of
+            its values.
           feed_dict: placeholder -> value, for programs.
 
         Returns:
           For a program, the values that the compiled function returns, as NumPy arrays: a list, even of one
           value; a dict or another pytree if the function returns that; None if it returns only operations,
-          such as a pipeline's, or nothing. For one of a program's values, the array. For a dequeue the
+          such as a pipeline's, or nothing. For one of a program's values, the array. For a dequeue, the
           elements (see `IPUOutfeedQueue.dequeue`); None for initializers. For a list, tuple or dict, the
           same structure with these results.
 
         Raises:
-          OutOfRangeError: an infeed's data ended; completed weight updates stand.
+          OutOfRangeError: an infeed's data ended; completed weight updates are kept.
           RuntimeError: the session is closed, or an infeed was not initialized; or there are several
             processes, and another thread runs something, too.
-          TypeError: `fetch` is nothing that can be run.
+          TypeError: `fetch` cannot be run.
           ValueError: `feed_dict` does not fit the program.
-          KeyboardInterrupt: on Ctrl-C; completed weight updates stand.
+          KeyboardInterrupt: on Ctrl-C; completed weight updates are kept.
         """
         with (
             interrupts.sent_again_if_ignored(),
@@ -399,7 +400,7 @@ class Session:
         try:
             values = self._run_all(runs, programs, feed_dict)
         except BaseException:
-            with interrupts.deferred():  # what was dequeued before it failed goes to nobody
+            with interrupts.deferred():  # elements dequeued before it failed are not returned
                 for outfeed in outfeeds:
                     outfeed.put_back()
             for program in programs:
@@ -431,8 +432,8 @@ class Session:
         Args:
           program: the program.
           feed_dict: placeholder -> value.
-          max_updates: how many each pipeline does at most; executions, in inference.
-          should_stop: asked after each update, or block of updates: whether the pipeline ends there.
+          max_updates: the largest number of weight updates of each pipeline; executions, in inference.
+          should_stop: called after each update, or block of updates: whether the pipeline ends there.
         """
         with self._turns.alone(together="a run of a session"):
             self._limit = Limit(max_updates, should_stop)
@@ -463,7 +464,7 @@ class Session:
     def _find_fault(
         self, runs: Sequence[Any], programs: Sequence[Program], feeds: Mapping[Any, Any]
     ) -> Exception | None:
-        """What is wrong with a run, before it begins; other processes are to hear of it."""
+        """Returns the fault of a run before it begins, so that it can be sent to other processes."""
         try:
             check_feeds(programs, feeds)
             self._resumption.check(programs)

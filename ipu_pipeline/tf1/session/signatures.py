@@ -1,4 +1,4 @@
-"""What an exported program takes: examples of micro-batches, and larger batches cut into such."""
+"""The inputs of an exported program: examples of micro-batches, and larger batches, which are cut."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["join_rows", "make_example", "split_rows"]
 
 
 def make_example(described: Any, what: str) -> Any:
-    """Arrays of zeros, with the shapes and dtypes that something describes.
+    """Makes arrays of zeros, with the described shapes and dtypes.
 
     Raises:
-      TypeError: there is something else in it.
+      TypeError: a leaf is not a description of an array.
       ValueError: a size is not known.
     """
 
@@ -72,7 +72,7 @@ def split_rows(arguments: Sequence[Any], named: Mapping[str, Any], element: Any)
         arrays.append(array)
     if len(set(counts.values())) > 1:
         described = ", ".join(f"{what} has {count}" for what, count in counts.items())
-        raise ValueError(f"All inputs must have as many micro-batches: {described}.")
+        raise ValueError(f"All inputs must have the same number of micro-batches: {described}.")
     count = next(iter(counts.values()), 1)
 
     def cut(number: int) -> Any:
@@ -87,7 +87,7 @@ def split_rows(arguments: Sequence[Any], named: Mapping[str, Any], element: Any)
 
 
 def _arrange(arguments: Sequence[Any], named: Mapping[str, Any], element: Any) -> Any:
-    """The inputs in the structure of an element."""
+    """Arranges the inputs in the structure of an element."""
     if isinstance(element, dict) and not arguments:
         if named.keys() != element.keys():
             raise TypeError(
@@ -106,7 +106,7 @@ def _arrange(arguments: Sequence[Any], named: Mapping[str, Any], element: Any) -
 
 
 def join_rows(stacks: Any, shapes: Any, rows: int | None) -> Any:
-    """What a loaded program gives, without the axis of micro-batches where there are rows."""
+    """Joins the results of a loaded program: outputs with rows lose the axis of micro-batches."""
 
     def join(stack: Any, shape: Any) -> Any:
         has_rows = rows is not None and shape.shape[:1] == (rows,)

@@ -1,4 +1,4 @@
-"""What a session keeps: its state, which is replaced whole, and the key that random numbers come from."""
+"""The store of a session: its state, which is replaced whole, and the key that random numbers come from."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Store:
     Attributes:
       state: everything that runs change. It is replaced whole.
       lock: held from when the memory of a state may be given to the next one until that is in its place;
-        and by those who read arrays of the state meanwhile, in another thread.
+        and by other threads that read arrays of the state meanwhile.
       seed: initial values and random keys depend on it.
-      metrics: what pipelines reported, until it is read.
-      step_counting: by how much the global step goes up with a weight update, and what is added to it.
+      metrics: the reports of pipelines, until they are read.
+      step_counting: the steps that the global step goes up by in a weight update, and an offset.
       row_gradients: (name of a loop, full name of a table in host memory) -> the gradients of its rows in
         each iteration of a weight update that is not complete; see `host_rows`.
       is_initialized: whether `global_variables_initializer()` was run, so that all variables count as made.
@@ -49,8 +49,8 @@ class Store:
 
         Args:
           seed: the seed.
-          key_implementation: how random keys are made, as JAX calls it; None: JAX's default.
-          state: what it has.
+          key_implementation: JAX's name for the kind of random keys; None: JAX's default.
+          state: its state.
         """
         self.state = SessionState() if state is None else state
         self.lock = threading.RLock()
@@ -59,21 +59,19 @@ class Store:
         self.row_gradients: dict[tuple[str, str], list[list[RowGradients]]] = {}
         self.is_initialized = False
         self.step_counting = (1, 0)
-        self._host_arrays: dict[str, np.ndarray[Any, Any]] = {}  # those that updates write into
-        self._lent: str | None = None  # whose values the weights are, see `lending`
+        self._host_arrays: dict[str, np.ndarray[Any, Any]] = {}  # the arrays that updates write into
+        self._lent: str | None = None  # the entry whose values the weights are; see `lending`
         self._key: Any = None
-        self._agreed: int | None = None  # the seed that all processes have
+        self._agreed: int | None = None  # the seed that all processes have agreed on
         self._is_own = True  # whether this process has set values that it has not compared with others
         self._key_implementation = key_implementation
-        self._unclaimed: set[str] = (
-            set()
-        )  # full names that were loaded, and that no program is known to have
+        self._unclaimed: set[str] = set()  # full names that were loaded, and that no known program has
 
     def agree_on_seed(self) -> None:
-        """Sees that all processes of the run, if there are others, have the same seed; all of them call it.
+        """Checks that all processes of the run, if there are several, have the same seed; all call it.
 
         Raises:
-          ValueError: they have not.
+          ValueError: they do not.
           ProcessError: another process has ended, or does not go on.
         """
         others = processes.current()
@@ -84,13 +82,13 @@ class Store:
             self._agreed = self.seed
 
     def agree_on_values(self, programs: Sequence[Program]) -> None:
-        """Sees that all processes of the run have the same values for what programs begin with.
+        """Checks that all processes of the run have the same initial values for programs.
 
         Args:
-          programs: about to run; their variables come into being.
+          programs: the programs that are about to run; their variables are created.
 
         Raises:
-          ValueError: they have not.
+          ValueError: they do not.
           ProcessError: another process has ended, or does not go on.
         """
         if processes.current() is None:
@@ -114,24 +112,24 @@ class Store:
     def key(self) -> Any:
         """The random key that all others are folded from; starts JAX's backend."""
         if self._key is None:
-            with interrupts.deferred():  # what JAX imports and caches when it begins must be whole
+            with interrupts.deferred():  # JAX's imports and caches at its start must be whole
                 self._key = jax.random.key(self.seed, impl=self._key_implementation)
         return self._key
 
     def record(self, name: str) -> Record:
-        """What is kept under the name of a pipeline, or of a loop's optimizer."""
+        """Returns what is kept under the name of a pipeline, or of a loop's optimizer."""
         return self.state.pipelines.get(name, Record())
 
     def most_updates(self) -> int:
-        """How many weight updates the pipeline or loop with the most has done."""
+        """The number of weight updates of the pipeline or loop with the most."""
         return max((record.update_count for record in self.state.pipelines.values()), default=0)
 
     def step_of_weights(self, name: str) -> int:
-        """The global step in inference: the weight updates under its name, or if none, the most."""
+        """Returns the global step in inference: the weight updates under its name, or if none, the most."""
         return self.record(name).update_count or self.most_updates()
 
     def global_step(self) -> int:
-        """The global step of the session as a whole: weight updates, unless `step_counting` says more."""
+        """The global step of the session as a whole: weight updates, unless `step_counting` changes it."""
         per_update, offset = self.step_counting
         return self.most_updates() * per_update + offset
 
@@ -177,7 +175,7 @@ class Store:
         self.state = dataclasses.replace(self.state, variables=variables)
 
     def check_loaded(self, programs: Sequence[Program]) -> None:
-        """Raises if no program has a variable that was loaded, and takes back what was.
+        """Raises if no program has a variable that was loaded, and undoes that load.
 
         Args:
           programs: all that are known.
@@ -203,7 +201,7 @@ class Store:
         )
 
     def variable(self, spec: VariableSpec) -> Any:
-        """The value of a variable, which comes into being if it does not exist.
+        """Returns the value of a variable, which is created if it does not exist.
 
         Raises:
           ValueError: it exists with another shape or dtype.
@@ -214,7 +212,7 @@ class Store:
                 value = initial_value(spec, self.key)
             self._is_own = True
             self._set_variables({spec.name: value})
-        is_loaded = isinstance(value, np.ndarray) and value.shape == spec.shape  # and not used yet
+        is_loaded = isinstance(value, np.ndarray) and value.shape == spec.shape  # not used yet
         if is_loaded and not (spec.is_on_host and value.dtype == spec.dtype):
             is_cast = value.dtype != spec.dtype
             value = cast_exactly(value, spec.dtype, f"The value loaded for variable {spec.name}")
@@ -228,18 +226,18 @@ class Store:
         return value
 
     def host_array(self, spec: VariableSpec) -> np.ndarray[Any, Any]:
-        """A variable that stays in host memory, to be written into."""
+        """Returns a variable that stays in host memory, to be written into."""
         own, known = self._host_arrays.get(spec.name), self.state.variables.get(spec.name)
         if own is None or known is not own:
             value = self.variable(spec)
-            if known is not None:  # it was loaded or restored: others may have it
+            if known is not None:  # it was loaded or restored: other code may hold it
                 value = np.array(value)
                 self._set_variables({spec.name: value})
             self._host_arrays[spec.name] = value
         return self._host_arrays[spec.name]
 
     def with_host_copies(self, variables: Mapping[str, Any]) -> dict[str, Any]:
-        """Variables, with copies of those that updates write into."""
+        """Returns variables, with copies of those that updates write into."""
         own = self._host_arrays
         return {
             name: np.array(value) if name in own and own[name] is value else value
@@ -247,7 +245,7 @@ class Store:
         }
 
     def make_pipeline_state(self, call: Call) -> PipelineState:
-        """The state of a pipeline or loop, its optimizer's None where it is to be made."""
+        """Makes the state of a pipeline or loop; the optimizer's is None if it is still to be made."""
         record = self.record(call.name)
         known = record.optimizer
         optimizer_state = None
@@ -272,7 +270,7 @@ class Store:
         )
 
     def place_loop_state(self, call: LoopCall) -> RunState:
-        """The state of a loop on its devices; what an earlier run accumulated is in it."""
+        """Places the state of a loop on its devices, with the gradients that an earlier run accumulated."""
         kept = self.record(call.name).accumulated
         if not call.trains or (kept is not None and kept.count == 0):
             kept = None
@@ -287,7 +285,7 @@ class Store:
         return call.loop.place_run(self.make_pipeline_state(call), accumulators, count)
 
     def optimizer(self, name: str) -> KeptOptimizer:
-        """The optimizer's state under a name.
+        """Returns the optimizer's state under a name.
 
         Raises:
           KeyError: there is none.
@@ -297,7 +295,7 @@ class Store:
             records = self.state.pipelines.items()
             known = [other for other, record in records if record.optimizer is not None]
             raise KeyError(
-                f"There is no optimizer state under the name {name!r}; there is under: "
+                f"There is no optimizer state under the name {name!r}; the names are: "
                 f"{', '.join(known) or 'none'}."
             )
         return kept
@@ -307,8 +305,8 @@ class Store:
         """Puts values in the places of variables, for a `with` block.
 
         Args:
-          entry: where they are from.
-          values: by full name.
+          entry: the entry of the optimizer's state that they are from.
+          values: the values by full name.
         """
         own = {name: self.state.variables[name] for name in values}
         try:
@@ -329,12 +327,12 @@ class Store:
         """Raises a RuntimeError if the weights are not the session's own."""
         if self._lent is not None:
             raise RuntimeError(
-                f"{what}: the weights are {self._lent!r} of an optimizer's state, within a block of "
-                "Session.weights_of. Leave the block before."
+                f"{what}: the weights are {self._lent!r} of an optimizer's state, inside "
+                "`with session.weights_of(...)`. Leave that block first."
             )
 
     def keep(self, call: Call, state: PipelineState, accumulated: KeptGradients | None = None) -> None:
-        """Takes the state that a pipeline left."""
+        """Keeps the state that a pipeline left."""
         record = self.record(call.name)
         record = dataclasses.replace(record, execution_count=int(state.execution_count))
         if call.trains:
@@ -351,8 +349,8 @@ class Store:
         )
 
     def keep_loop(self, call: LoopCall, state: RunState) -> None:
-        """Takes the state that iterations of a loop left."""
-        # The count of runs goes up with the first iterations: a run that is broken off counts too.
+        """Keeps the state that iterations of a loop left."""
+        # The count of runs goes up with the first iterations, so an aborted run counts, too.
         counted = dataclasses.replace(
             state.pipeline, execution_count=int(state.pipeline.execution_count) + 1
         )
@@ -362,10 +360,10 @@ class Store:
         self.keep(call, counted, accumulated)
 
     def initialize(self, specs: Iterable[VariableSpec]) -> None:
-        """Starts over, with the initial values of variables.
+        """Starts over with the initial values of variables.
 
         Args:
-          specs: the variables. A name that stands for different ones is left out: what runs first says.
+          specs: the variables. A name of different variables is left out: the first run decides.
         """
         known: dict[str, VariableSpec] = {}
         unclear = set()

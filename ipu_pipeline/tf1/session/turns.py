@@ -1,4 +1,4 @@
-"""Who may use a session: one thread after another, and nobody who would have to wait for himself."""
+"""Lets threads use a session one after another, and rejects a call that would have to wait for itself."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _in_order(together: str | None) -> contextlib.AbstractContextManager[None]:
 
 
 class _Stopping:
-    """A `with` block after whose interruption no thread reads data ahead, also if it had hardly begun."""
+    """A `with` block. After Ctrl-C in it no thread reads data ahead, even if the block had hardly begun."""
 
     def __init__(self, lock: threading.RLock, fetch: Any) -> None:
         self._lock = lock
@@ -40,7 +40,7 @@ class _Stopping:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, *_error: object) -> None:
-        # Where another thread has its turn, its data go on.
+        # If it is another thread's turn, its data go on.
         if kind is not None and issubclass(kind, KeyboardInterrupt) and self._lock.acquire(blocking=False):
             try:
                 for infeed in find_infeeds(self._fetch):
@@ -50,35 +50,35 @@ class _Stopping:
 
 
 class Turns:
-    """Held by whoever runs something, or takes or gives the whole state; the others wait."""
+    """A lock for running something, or reading or replacing the whole state; other threads wait."""
 
     def __init__(self) -> None:
-        """Nobody holds it."""
+        """Starts without a holder."""
         self._lock = threading.RLock()
         self._running_in: int | None = None  # the thread of a run; Ctrl-C may leave it behind
 
     def stopping(self, fetch: Any) -> contextlib.AbstractContextManager[None]:
-        """For a run: where Ctrl-C ends the block, the infeeds of what is run are stopped."""
+        """Returns a block for a run: if Ctrl-C ends it, the infeeds of `fetch` are stopped."""
         return _Stopping(self._lock, fetch)
 
     @contextlib.contextmanager
     def alone(self, changes: bool = True, together: str | None = None) -> Iterator[None]:
-        """Waits for what other threads do with the session, and lets them wait.
+        """Waits until other threads are done with the session, and makes them wait.
 
         Args:
-          changes: whether the session's state may be another one afterwards. What only reads it may be
-            called by a signal's handler, during a run.
-          together: what it is, if all processes of a run do it; None if it is this one's own affair.
+          changes: whether the session's state may change. A signal's handler may call methods that only
+            read it, during a run.
+          together: a description, if all processes of a run do it; None if only this process does.
 
         Raises:
-          RuntimeError: a data set, or a function that JAX calls back, asks for it while a run may be
-            waiting for it; or, of several processes, another thread is at something that all do.
+          RuntimeError: a data set, or a function that JAX calls back, asks for a turn while a run may be
+            waiting for it; or another thread is doing something that all processes of a run do together.
         """
-        # As threading.Condition asks; a note of our own would be wrong after Ctrl-C.
+        # threading.Condition asks in the same way; a note of our own would be wrong after Ctrl-C.
         is_within = self._lock._is_owned()  # type: ignore[attr-defined]  # noqa: SLF001
         if changes and is_within and self._running_in == threading.get_ident():
             raise RuntimeError(_CALLED_BACK)
-        # Threads of JAX are not Python's, which calls them "Dummy-1" and so on.
+        # JAX's threads were not started by Python, which calls them "Dummy-1" and so on.
         is_called_back = threading.current_thread().name.startswith("Dummy-")
         may_wait = not (is_feeding() or is_called_back)
         with _in_order(together if may_wait else None):
@@ -87,14 +87,14 @@ class Turns:
             try:
                 if not is_within:
                     self._running_in = None
-                with _in_order(together):  # of those who did not wait, too
+                with _in_order(together):  # also of threads that did not wait
                     yield
             finally:
                 self._lock.release()
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Notes that the thread runs something, during a turn of its."""
+        """Notes that the thread runs something, during its turn."""
         try:
             self._running_in = threading.get_ident()
             yield

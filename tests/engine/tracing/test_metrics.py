@@ -435,7 +435,7 @@ def test_names_that_nobody_has(tmp_path):
     with ipu.Session() as session:
         assert list(session.metrics("Other")) == ["update"]
         Model([0, 1, 2]).run(session)
-        with pytest.raises(KeyError, match="named 'Other' has reported anything; there is: Pipeline"):
+        with pytest.raises(KeyError, match="named 'Other' has reported anything; these have: Pipeline"):
             session.metrics("Other")
         with pytest.raises(TypeError, match="name must be the name of a pipeline; got 3"):
             session.metrics(3)

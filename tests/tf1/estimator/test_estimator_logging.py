@@ -35,7 +35,7 @@ def test_an_estimator_says_what_it_does_and_orbax_nothing(tmp_path, caplog):
         *[r"loss = \S+, step = 32", r"global_step/sec: \S+, examples/sec: \S+"],
         rf"The checkpoint of step 32 is saved in {tmp_path}/checkpoints/32\.",
         r"Training ended at step 32, after \S+ s\.",
-        rf"The variables are those of {tmp_path}/checkpoints/32\.",
+        rf"The variables come from {tmp_path}/checkpoints/32\.",
         r"Compiled \d+ programs in \S+ s.*",
         r"Evaluation at step 32: loss = \S+, largest = \S+",
     ]

@@ -147,7 +147,7 @@ def test_wrong_weights():
         with pytest.raises(ValueError, match="loss_weight must be a scalar, an integer or floating-point"):
             Model(np.float32, lambda: optax.sgd(0.1), [0, 1, 2], weigh=weigh)
     mapped = lambda: MapGradientOptimizer(optax.sgd(0.1), lambda gradient, variable: gradient)  # noqa: E731
-    with pytest.raises(ValueError, match="loss_weight and a MapGradientOptimizer do not go together"):
+    with pytest.raises(ValueError, match="loss_weight and a MapGradientOptimizer cannot be combined"):
         Model(np.float32, mapped, [0, 1, 2])
 
 

@@ -210,7 +210,7 @@ def test_wrong_names():
         with pytest.raises(KeyError, match="no optimizer state under the name 'Pipeline'"):
             session.optimizer_state()
         Model(optimizer).run(session)
-        with pytest.raises(KeyError, match="under the name 'Other'; there is under: Pipeline"):
+        with pytest.raises(KeyError, match="under the name 'Other'; the names are: Pipeline"):
             session.weights_of("ema", "Other").__enter__()
         with pytest.raises(ValueError, match=r"'ema' is the last name of several.*'\[0\].ema'"):
             session.weights_of("ema").__enter__()

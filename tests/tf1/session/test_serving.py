@@ -143,7 +143,7 @@ def test_inputs_and_features_by_name(tmp_path):
     np.testing.assert_allclose(program({"a": X[:4], "b": X[4:8]}, feed={"factor": 0}), -X[4:8])
     with pytest.raises(TypeError, match="the inputs must be 'a', 'b'; got 'a'"):
         program(a=X[:4])
-    with pytest.raises(ValueError, match="All inputs must have as many micro-batches"):
+    with pytest.raises(ValueError, match="All inputs must have the same number of micro-batches"):
         program(a=X[:4], b=X[4:])
 
 

@@ -1,8 +1,8 @@
 """`import popdist` under `ipu-pipeline run`, for models of PopTorch.
 
 An instance is a process that trains together with others. A process that was not launched with others is
-one of one. Each has a replica until `replicationFactor` says otherwise, and a model says how many IPUs
-a replica has.
+the only instance. Each instance has one replica until `replicationFactor` says otherwise, and a model says
+how many IPUs a replica has.
 """
 
 from ipu_pipeline.tf1.popdist import getInstanceIndex, getNumInstances, isPopdistEnvSet
@@ -23,13 +23,13 @@ def init() -> None:
     isPopdistEnvSet()
 
 
-def getNumLocalReplicas() -> int:  # noqa: N802  # Graphcore's name, as those below
-    """How many replicas this process has: 1."""
+def getNumLocalReplicas() -> int:  # noqa: N802  # Graphcore's name, as are the ones below
+    """The number of replicas of this process: 1."""
     return 1
 
 
 def getNumTotalReplicas() -> int:  # noqa: N802
-    """How many replicas all processes have."""
+    """The number of replicas of all processes together."""
     return getNumInstances() * getNumLocalReplicas()
 
 

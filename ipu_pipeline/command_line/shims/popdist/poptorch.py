@@ -8,13 +8,13 @@ __all__ = ["Options"]
 
 
 class Options(ipu_pipeline.poptorch.Options):
-    """PopTorch's options, which know by themselves which process this is, and how many there are."""
+    """PopTorch's options, which know by themselves which process this is and how many there are."""
 
     def __init__(self, ipus_per_replica: int | None = None) -> None:
-        """Makes them.
+        """Makes the options.
 
         Args:
-          ipus_per_replica: has no effect, as a warning says.
+          ipus_per_replica: has no effect and warns.
         """
         super().__init__()
         if ipus_per_replica is not None:
