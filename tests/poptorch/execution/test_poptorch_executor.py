@@ -470,7 +470,7 @@ def test_values_within_the_model():
     with pytest.raises(AssertionError, match="Model has not been compiled"):
         executor.getTensorNames()
     with pytest.raises(
-        poptorch.Error, match="anchorTensor names 'mse_loss', which is no value of the model"
+        poptorch.Error, match="anchorTensor names 'mse_loss', which is not a value of the model"
     ):
         executor(x, target)
     with pytest.raises(
