@@ -118,8 +118,8 @@ def choose_loss(program: torch.export.ExportedProgram, trainable: Set[torch.fx.N
     value = loss.meta["val"]
     if value.dim() != 0 or not value.dtype.is_floating_point:
         raise Error(
-            f"The loss must be a floating-point scalar. The loss in {describe_place(loss)} is {value.dtype} "
-            f"of shape {tuple(value.shape)}. To minimize its mean, {_MEND}"
+            f"The loss must be a floating-point scalar. The loss in {describe_place(loss)} is "
+            f"{value.dtype} of shape {tuple(value.shape)}. To minimize its mean, {_MEND}"
         )
     with graph.inserting_after(loss):
         final = graph.call_function(markers.mark_final_loss(), (loss,))

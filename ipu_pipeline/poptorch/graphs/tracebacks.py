@@ -28,7 +28,7 @@ _MAX_REPR = 80  # characters of a module
 
 
 def without_proxy(module: Any) -> torch.nn.Module:
-    """Returns the original of a module, which torch's tracing replaces if a model has it under two names."""
+    """Returns the original of a module that torch's tracing replaced, as it does if it has two names."""
     found: torch.nn.Module = getattr(module, "get_base")() if isinstance(module, _AttrProxy) else module  # noqa: B009
     return found
 

@@ -63,7 +63,7 @@ def find_values(names: Mapping[str, torch.fx.Node], wanted: Sequence[str]) -> li
         if name not in names:
             near = difflib.get_close_matches(name, names, n=3)
             raise Error(
-                f"Options.anchorTensor names {name!r}, which is not a value of the model. Similar names are "
-                f"{near}; getTensorNames() of the compiled model has all names."
+                f"Options.anchorTensor names {name!r}, which is not a value of the model. Similar names "
+                f"are {near}; getTensorNames() of the compiled model has all names."
             )
     return [names[name] for name in wanted]
