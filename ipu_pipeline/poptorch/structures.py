@@ -54,7 +54,7 @@ def registerCustomArgParser(class_type: type, arg_parser: ICustomArgParser | Non
 
 @dataclass(frozen=True, eq=False)
 class Structure:
-    """What a value is besides its tensors."""
+    """A value without its tensors."""
 
     type: type  # its type
     # the parts, by the paths to them: "[0]", ".name"; empty for a tensor and a constant

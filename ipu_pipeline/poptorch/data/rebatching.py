@@ -52,8 +52,8 @@ def _count_rows(batch: Any) -> int:
     if len(counts) != 1 or 0 in counts:
         shapes = [tuple(array.shape) for array in _arrays_of(batch)]
         raise TypeError(
-            "Rebatching: all tensors of a batch must have as many rows, in their first dimension; "
-            f"got a {type(batch).__name__} with tensors of the shapes {shapes}."
+            "Rebatching: all tensors of a batch must have the same number of rows, in their first "
+            f"dimension; got a {type(batch).__name__} with tensors of the shapes {shapes}."
         )
     return counts.pop()
 

@@ -157,7 +157,7 @@ def _lamb(case: Case) -> Update:
 
 
 def _norm(value: jax.Array, has_rows: bool) -> jax.Array:
-    """Returns the norm as a scalar, or that of each row with the axes of the value."""
+    """Returns the norm as a scalar, or each row's norm with the axes of the value."""
     axes = tuple(range(1, value.ndim)) if has_rows else None
     return jnp.sqrt(jnp.sum(value * value, axes, keepdims=has_rows))
 

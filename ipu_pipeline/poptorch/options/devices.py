@@ -96,8 +96,8 @@ class DeviceOptions(OptionGroup):
         """Whether replicas must have the same buffers. It returns nothing.
 
         With True, the default, models with several replicas refuse to write a buffer. With False, each
-        replica keeps its own buffers from call to call. They start from the host's, and the host gets
-        those of the first replica.
+        replica keeps its own buffers from call to call. They start from the host's, and the host gets the
+        first replica's.
 
         Raises:
           AssertionError: it is not a boolean.
