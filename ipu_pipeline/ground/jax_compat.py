@@ -119,18 +119,21 @@ def is_device_array(value: Any) -> bool:
 
 
 def make_copy(devices: Sequence[Any], sharding: Any) -> Callable[[Sequence[Any]], list[Any]]:
-    """What copies arrays for which `is_device_array` holds to other devices of the same client."""
+    """Returns a function that copies arrays to other devices of the same client."""
+
+    def put(arrays: Sequence[Any]) -> list[Any]:
+        copies: list[Any] = jax.device_put(list(arrays), sharding)
+        return copies
+
     if _batched_copy is None or _DeviceList is None or _ArrayCopySemantics is None:
-
-        def put(arrays: Sequence[Any]) -> list[Any]:
-            copies: list[Any] = jax.device_put(list(arrays), sharding)
-            return copies
-
         return put
 
     listed, reuse = _DeviceList(tuple(devices)), _ArrayCopySemantics.REUSE_INPUT
 
     def copy(arrays: Sequence[Any]) -> list[Any]:
+        # Random keys are arrays of arrays, which only the public function knows.
+        if not all(map(is_device_array, arrays)):
+            return put(arrays)
         number = len(arrays)
         copies: list[Any] = _batched_copy(arrays, [listed] * number, [sharding] * number, [reuse] * number)
         return copies

@@ -12,7 +12,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ipu_pipeline.engine.inspect import Launch, is_here
+from ipu_pipeline.engine.inspect import Launch
+from ipu_pipeline.engine.processes import is_here
 from ipu_pipeline.reports.device_profile import DeviceProfile, ProgramRun, group_runs
 from ipu_pipeline.reports.events import Event, EventKind
 from ipu_pipeline.reports.recorder import Launched, Recorder

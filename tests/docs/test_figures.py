@@ -111,7 +111,7 @@ def test_numbers_from_the_model():
 )
 def test_phases_and_share_of_waiting(name, num_micro_batches, phases, percent):
     table = timetable(name, 4, num_micro_batches, (0, 1, 2, 3), True)
-    assert facts.find_phases(table) == [
+    assert facts.find_ramps(table) == [
         (phase, *span) for phase, span in zip(("ramp up", "main", "ramp down"), phases, strict=True)
     ]
     assert facts.percent_idle(table) == percent

@@ -101,18 +101,15 @@ def test_replicas_accumulation_and_seeds(train, classifier, here, monkeypatch, o
     for name, options in {
         "joined": ["--batch-size", 32],
         "parts": ["--batch-size", 8, "--replicas", 2, "--gradient-accumulation", 2],
-        "three": ["--batch-size", 8, "--replicas", 3],
-        "seed": ["--batch-size", 32, "--seed", 1],
+        "other": ["--batch-size", 8, "--replicas", 3, "--seed", 1],
     }.items():
         run_main(train, monkeypatch, "--epochs", 1, "--weights", f"{name}.pth", *options)
         found[name] = classifier.load_weights(here / f"{name}.pth")
     first = dict(found["joined"].named_parameters())
     for name, value in found["parts"].named_parameters():
         assert (value - first[name]).norm() <= 1e-5 * first[name].norm(), name
-    for other in ("three", "seed"):
-        assert (found[other].fc1.weight - first["fc1.weight"]).norm() > 0.1 * first[
-            "fc1.weight"
-        ].norm() / 10
+    weight = first["fc1.weight"]
+    assert (found["other"].fc1.weight - weight).norm() > 0.01 * weight.norm()
     assert found["joined"].classes == datasets.DIGITS
 
 
@@ -368,13 +365,10 @@ def test_a_copy_of_the_programs_somewhere_else(here):
     )
     assert float(re.search(r"Test accuracy: (\S+)%", printed)[1]) > 95
     digits = datasets.load_digits()
-    right = 0
-    for number in range(3):
-        pixels = 255 - (digits.test_images[number] * 255).astype(np.uint8)  # ink on paper
-        Image.fromarray(pixels).resize((300, 300)).convert("RGBA").save(here / "digit.webp", lossless=True)
-        printed = run_in(here, copy / "classify.py", "digit.webp")
-        right += printed.startswith(f"On the device: {digits.test_labels[number]} (")
-    assert right >= 2
+    pixels = 255 - (digits.test_images[0] * 255).astype(np.uint8)  # ink on paper
+    Image.fromarray(pixels).resize((300, 300)).convert("RGBA").save(here / "digit.webp", lossless=True)
+    printed = run_in(here, copy / "classify.py", "digit.webp")
+    assert printed.startswith(f"On the device: {digits.test_labels[0]} (")
 
 
 @pytest.mark.thorough

@@ -277,13 +277,13 @@ class Array:
 
 
 def forward(number, size=1):
-    return action_log.Action("forward", 2, 17, number, size)
+    return action_log.Started("forward", 2, 17, number, size)
 
 
 def test_names_of_actions():
     assert str(forward(5)) == "stage 2 forward of micro-batch 5 of step 17"
     assert str(forward(4, 4)) == "stage 2 forward of micro-batches 4 to 7 of step 17"
-    assert str(action_log.Action("weight update", 0, 3)) == "stage 0 weight update of step 3"
+    assert str(action_log.Started("weight update", 0, 3)) == "stage 0 weight update of step 3"
 
 
 def test_the_last_finished_action_and_the_oldest_unfinished():

@@ -31,7 +31,7 @@ from ipu_pipeline.processes.launched import tell_results
 one = peers.current()
 index = one.index
 for number in range(3):
-    action_log.current().note(action_log.Action("forward", index, 0, number), [jnp.ones(4) * number])
+    action_log.current().note(action_log.Started("forward", index, 0, number), [jnp.ones(4) * number])
 time.sleep(1.5)
 one.meet("begin")
 with open(f"{os.path.dirname(sys.argv[0])}/begun{index}", "w") as file:

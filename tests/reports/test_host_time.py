@@ -120,7 +120,7 @@ def captured(tmp_path, dataset, pause, num_runs=4, repeat_count=1):
 
 
 def test_a_data_set_that_is_slow(tmp_path):
-    one = captured(tmp_path, slow_data(0.05), 0.0)
+    one = captured(tmp_path, slow_data(0.1), 0.0)
     assert one.host.share > 0.8
     assert one.host.data > 0.8 * one.host.idle
     assert "because the host waited for the data set for" in one.advice[0]
@@ -131,7 +131,7 @@ def test_a_data_set_that_is_slow(tmp_path):
 def test_a_program_that_does_something_between_runs(tmp_path, capsys):
     from ipu_pipeline.command_line.main import main
 
-    one = captured(tmp_path, None, 0.2)
+    one = captured(tmp_path, None, 0.4)
     assert one.host.share > 0.8
     assert one.host.between_steps > 0.8 * one.host.idle
     assert "because the host ran the program's own Python between steps for" in one.advice[0]

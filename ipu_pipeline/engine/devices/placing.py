@@ -203,8 +203,7 @@ def copy_to(arrays: Sequence[Any], row: Row, tag: Tag | None = None) -> list[Any
     """Transfers JAX arrays that are known to be together on another row of the same pipeline."""
     if row.has_peers and not (is_all_here(arrays[0].sharding) and is_all_here(row.replicated)):
         return move(arrays, arrays[0].sharding, row.replicated, tag, is_kept=True)
-    # Random keys are arrays of arrays, which only the public function knows.
-    if row.copy is not None and all(map(jax_compat.is_device_array, arrays)):
+    if row.copy is not None:
         return row.copy(arrays)
     copies: list[Any] = jax.device_put(list(arrays), row.replicated)
     return copies

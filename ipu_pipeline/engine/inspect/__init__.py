@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ipu_pipeline.engine import watching
-    from ipu_pipeline.engine.devices.remote import is_here
     from ipu_pipeline.engine.execution.contract import Runner
     from ipu_pipeline.engine.inspect.counting import Work, count_work
     from ipu_pipeline.engine.inspect.facts import (
@@ -52,7 +51,6 @@ __all__ = [
     "describe_numbers",
     "find_innermost",
     "fold_names",
-    "is_here",
     "select_fields",
     "watching",
 ]
@@ -60,7 +58,6 @@ __all__ = [
 _FACTS = "Edge LayerFacts Part PipelineDetails PipelineFacts Sent StageDetails StageFacts select_fields"
 _HOMES = {
     "": "watching",
-    ".devices.elsewhere": "is_here",
     ".execution.contract": "Runner",
     ".inspect.counting": "Work count_work",
     ".inspect.facts": _FACTS,

@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any
+from datetime import timedelta
+from typing import Any, NoReturn
 
+import jax
+import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from ipu_pipeline.engine import PipelineState
-from ipu_pipeline.poptorch.enums import ConnectionType
+from ipu_pipeline.poptorch.annotations import module_repr
+from ipu_pipeline.poptorch.enums import CommGroupType, ConnectionType, VariableRetrievalMode
 from ipu_pipeline.poptorch.errors import Error
-from ipu_pipeline.poptorch.execution.arguments import Arguments, Signature, split
+from ipu_pipeline.poptorch.execution.anchored import AnchoredValues
+from ipu_pipeline.poptorch.execution.arguments import (
+    OF_FILE,
+    Arguments,
+    Signature,
+    check_like_first,
+    check_shapes,
+    shapes_of,
+    split,
+)
 from ipu_pipeline.poptorch.execution.building import (
     Wrapped,
     batching_of,
@@ -21,38 +34,55 @@ from ipu_pipeline.poptorch.execution.building import (
     num_compiled,
 )
 from ipu_pipeline.poptorch.execution.compiled import CompiledModel
-from ipu_pipeline.poptorch.execution.exporting import NOT_COMPILED, Exported
-from ipu_pipeline.poptorch.execution.grouped import Grouped
 from ipu_pipeline.poptorch.execution.hooks import after_compiling, before_compiling
 from ipu_pipeline.poptorch.execution.jax_errors import translating
+from ipu_pipeline.poptorch.execution.measured import CallTimes, Latency, Profile
 from ipu_pipeline.poptorch.execution.outputs import join_outputs
-from ipu_pipeline.poptorch.execution.parts.anchored import Anchored, AnchoredValues
-from ipu_pipeline.poptorch.execution.parts.described import Described
-from ipu_pipeline.poptorch.execution.parts.measured import CallTimes, Measured, Profile
-from ipu_pipeline.poptorch.execution.parts.refused import Refused
 from ipu_pipeline.poptorch.execution.progress import CompileProgress
-from ipu_pipeline.poptorch.execution.recalled import RestoredModel, signature_of
+from ipu_pipeline.poptorch.execution.recalled import (
+    RestoredModel,
+    bind,
+    make_arguments,
+    signature_of,
+    to_graph,
+)
 from ipu_pipeline.poptorch.execution.shapes import tell_shapes, use_program
-from ipu_pipeline.poptorch.execution.together import compare_state
+from ipu_pipeline.poptorch.execution.together import check_alone, compare_state
 from ipu_pipeline.poptorch.execution.training import ModelOptimizer, call_before_saving
-from ipu_pipeline.poptorch.execution.weights import HostWeights, host_weights_of, register
-from ipu_pipeline.poptorch.logs import logger
+from ipu_pipeline.poptorch.execution.weights import HostWeights, host_weights_of, on_host, register
+from ipu_pipeline.poptorch.files import contents
+from ipu_pipeline.poptorch.files.contents import Contents, SavedModel, SavedTensor
+from ipu_pipeline.poptorch.files.tensor_files import PathLike, find_target
+from ipu_pipeline.poptorch.graphs.model_summary import ModelSummary, summarize_module, summarize_stages
+from ipu_pipeline.poptorch.logs import logger, warn_once
 from ipu_pipeline.poptorch.optim import Optimizer
 from ipu_pipeline.poptorch.optim.describing import describe
 from ipu_pipeline.poptorch.optim.device_state import SavedState
 from ipu_pipeline.poptorch.options import Options
+from ipu_pipeline.poptorch.replica_groups import ReplicaGrouping
 from ipu_pipeline.processes import interrupts
 from ipu_pipeline.queues.synthetic import uses_synthetic_data
 
 __all__ = ["PoplarExecutor"]
 
+NOT_COMPILED = (
+    "Model has not been compiled or has been destroyed. Call it with its inputs first, or "
+    "compile(*inputs), which runs nothing."
+)
 
-class PoplarExecutor(Exported, Anchored, Described, Grouped, Refused, Measured):
+
+class PoplarExecutor:
     """What `trainingModel` and `inferenceModel` return.
 
     Attributes and methods that are not here are those of the user's model.
 
     It may be used from several threads, which take turns; models that share a user's model share the turns.
+
+    Attributes:
+      per_replica_params: by the names of parameters: how groups of replicas are chosen, how many
+        replicas are in one, and whether the parameter has a row (along a dimension in front of its own) for
+        each group or for each replica. `executor.weight.replicaGrouping(kind, size, mode)` sets that of
+        "weight". Forward sees the row of its replica. It is read when the model is compiled.
     """
 
     def __init__(self, wrapped: Wrapped, optimizer: torch.optim.Optimizer | None) -> None:
@@ -62,7 +92,6 @@ class PoplarExecutor(Exported, Anchored, Described, Grouped, Refused, Measured):
           wrapped: the model, and how it is to run.
           optimizer: of a model that trains.
         """
-        super().__init__()
         self._wrapped = wrapped
         self._optimizer = optimizer
         self._signature = Signature(signature_of(wrapped.model))
@@ -76,8 +105,11 @@ class PoplarExecutor(Exported, Anchored, Described, Grouped, Refused, Measured):
         self._groupings: Mapping[str, Any] = {}  # those that it was compiled with
         self._seen_version = 0
         self._anchored = AnchoredValues(wrapped.options)
-        self.per_replica_params = {}
+        self.per_replica_params: dict[str, tuple[CommGroupType, int, VariableRetrievalMode]] = {}
         self._profile = Profile(wrapped.options, wrapped.trains)
+        self._progress: CompileProgress | None = None
+        self._times = CallTimes()
+        self._call_ns: int | None = None
 
     # Calls.
 
@@ -421,6 +453,383 @@ class PoplarExecutor(Exported, Anchored, Described, Grouped, Refused, Measured):
                 self._host.release(self)
                 self._host.unregister(self, self._wrapped.model)
 
+    # Files.
+
+    @translating
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compiles the model for arguments like these, and runs nothing.
+
+        Args:
+          *args: as for a call.
+          **kwargs: likewise.
+
+        Raises:
+          Error: as for a call.
+        """
+        with self._host.lock:
+            self._compile(self._signature.bind(args, kwargs))
+
+    def compileAndExport(
+        self, filename: PathLike, *args: Any, export_model: bool = True, **kwargs: Any
+    ) -> None:
+        """Compiles the model for arguments like these, and writes it to a file, for `poptorch.load`.
+
+        Args:
+          filename: where to; see `save`.
+          *args: as for a call.
+          export_model: see `save`.
+          **kwargs: as for a call.
+
+        Raises:
+          Error: as for a call; or see `save`.
+          NotImplementedError: there are several processes (`Options.Distributed`).
+        """
+        _check_flag("export_model", export_model)
+        check_alone(self._wrapped.options, "compileAndExport")
+        find_target(filename)  # before the work whose result it is to hold
+        with self._host.lock:
+            self.compile(*args, **kwargs)
+            self.save(filename, export_model)
+
+    def save(self, filename: PathLike, export_model: bool = True, save_rng_state: bool = True) -> None:
+        """Writes the compiled model to a file.
+
+        The file has the model as torch.export captured it: its graph, and tensors; no code of its classes,
+        and no machine code, which XLA makes when the file is loaded (or takes from
+        `Options.enableExecutableCaching`). docs/poptorch_executables.md says what it has and has not. With
+        `Options.allowNewShapes` it has the graph for the shapes that were called or compiled last.
+
+        Args:
+          filename: where to; its directory is made if there is none. A file that is there is replaced when
+            the new one is whole.
+          export_model: whether `poptorch.load` can make the model of the file: with its parameters and
+            buffers, the options, and the optimizer with its state. Without them `loadExecutable` needs the
+            model to be wrapped as it was.
+          save_rng_state: whether random numbers go on from where they are. Without it they start from
+            `Options.randomSeed`, or torch's seed, when the file is loaded.
+
+        Raises:
+          Error: the model has not been compiled; or parameters have `replicaGrouping`; or it cannot be
+            written; or its arguments, results, options or optimizer have what no file can hold.
+          NotImplementedError: there are several processes (`Options.Distributed`).
+          TypeError: `filename` is no path, or a flag is no boolean.
+        """
+        _check_flag("export_model", export_model)
+        _check_flag("save_rng_state", save_rng_state)
+        check_alone(self._wrapped.options, "save")
+        with self._host.lock:
+            compiled, wrapped = self._compiled, self._wrapped
+            if compiled is None:
+                raise Error(NOT_COMPILED)
+            if compiled.stages.group_rows:
+                raise Error(
+                    f"{', '.join(compiled.stages.group_rows)} have values for each group of replicas "
+                    "(replicaGrouping), and a file has one of each. Save the weights with torch.save."
+                )
+            compiled.check_same_tensors()
+            if compiled.state is None:
+                self._host.refresh()
+            else:
+                self._bring_newer()
+            program = compiled.program
+            graph = to_graph(program.captured, program.arguments.structure, wrapped.model, wrapped.trains)
+            rng_state = self._read_rng_state() if save_rng_state else None
+            model = self._save_model() if export_model else None
+            contents.write(filename, Contents(graph, model, rng_state))
+
+    def loadExecutable(self, filename: PathLike) -> None:
+        """Takes over a model as it was captured for a file, and compiles it.
+
+        Weights, options and the optimizer stay those of this wrapper: of the file are the graph, what it
+        was compiled for, tensors that are constants, and the random numbers' state. The model's own forward
+        is not used any more.
+
+        Args:
+          filename: of `compileAndExport` or `save`, of a model like this one.
+
+        Raises:
+          Error: the model is compiled already; or there is no such file, it is damaged, or of another
+            model.
+          NotImplementedError: there are several processes (`Options.Distributed`).
+          TypeError: `filename` is no path.
+        """
+        check_alone(self._wrapped.options, "loadExecutable")
+        with self._host.lock:
+            if self._compiled is not None:
+                raise Error(
+                    "The model has been compiled already. Call destroy() first, or loadExecutable before "
+                    "the first call."
+                )
+            with torch.inference_mode(False):
+                loaded = contents.read(filename)
+            bind(loaded.graph, self._wrapped.model, self._wrapped.trains)
+            before, self._graph = self._graph, loaded.graph
+            try:
+                self.go_on_from(loaded)
+            except BaseException:
+                if self.isCompiled():
+                    self.destroy()
+                self._graph = before
+                raise
+
+    def go_on_from(self, loaded: Contents) -> None:
+        """Compiles the graph of a file, and goes on where the file ends; `poptorch.load` calls it."""
+        assert self._graph is not None
+        self._compile(make_arguments(self._graph, self._signature, batching_of(self.options)))
+        if loaded.rng_state is not None:
+            if len(loaded.rng_state) != len(self._read_rng_state()):
+                raise Error(
+                    "The file has the state of another kind of random numbers than JAX makes here: set "
+                    "jax_default_prng_impl as it was when the model was exported, or export it with "
+                    "save_rng_state=False."
+                )
+            self._write_rng_state(loaded.rng_state)
+
+    def _check_like_graph(self, arguments: Arguments) -> None:
+        """Checks the arguments of a call against those of a file's graph, if there is one.
+
+        Raises:
+          Error: something differs.
+        """
+        if self._graph is not None:
+            first = make_arguments(self._graph, self._signature, batching_of(self.options))
+            check_like_first(self._signature, first, arguments, OF_FILE)
+            check_shapes(arguments, shapes_of(first), OF_FILE)
+
+    def _save_model(self) -> SavedModel:
+        assert self._compiled is not None
+        model, state = self._wrapped.model, self._compiled.state
+        values = {} if state is None else self._compiled.current_values()
+        persistent = model.state_dict(keep_vars=True).keys()
+        named: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+        named |= dict(model.named_buffers(remove_duplicate=False))
+        with on_host(*named.values()):
+            for tensor in named.values():
+                if id(tensor) not in values:
+                    values[id(tensor)] = tensor.detach().clone()
+        return SavedModel(
+            class_name=type(model).__name__ if not isinstance(model, RestoredModel) else model.class_name,
+            is_training=self._wrapped.modes[model],
+            tensors=[
+                SavedTensor(name, tensor, values[id(tensor)], name in persistent)
+                for name, tensor in named.items()
+            ],
+            options=self.options,
+            optimizer=self._optimizer,
+        )
+
+    @property
+    def rng_state(self) -> list[int]:
+        """Where the model's random numbers are: words of the key, and how often they were drawn from."""
+        self._attached()
+        return self._read_rng_state()
+
+    @rng_state.setter
+    def rng_state(self, state: list[int]) -> None:
+        if len(state) != len(self.rng_state):
+            raise ValueError(f"rng_state must have the numbers that it was read with; got {state!r}.")
+        with self._host.lock:
+            self._attached()
+            self._write_rng_state(state)
+
+    def _read_rng_state(self) -> list[int]:
+        assert self._compiled is not None
+        state = self._compiled.state
+        kept: Any = self._detached if state is None else vars(state)
+        return [*map(int, jax.random.key_data(kept["key"]).ravel()), kept["execution_count"]]
+
+    def _write_rng_state(self, state: list[int]) -> None:
+        assert self._compiled is not None
+        words: Any = np.asarray(state[:-1], np.uint32)  # NumPy's, as making JAX's compiles a program
+        key = jax.random.wrap_key_data(words)
+        found = {"key": key, "execution_count": int(state[-1])}
+        if self._compiled.state is not None:
+            self._compiled.replace(**found)
+        else:
+            assert self._detached is not None
+            self._detached = {**self._detached, **found}
+
+    # Groups of replicas.
+
+    def group_replicas(
+        self, parameter: torch.Tensor, values: tuple[CommGroupType, int, VariableRetrievalMode]
+    ) -> None:
+        """Sets an entry of `per_replica_params`.
+
+        Args:
+          parameter: of the model.
+          values: the entry.
+
+        Raises:
+          AssertionError: a value is of a wrong type.
+          Error: the model is compiled.
+          ValueError: the replicas cannot be divided into such groups.
+        """
+        (name, *_others) = [
+            name
+            for name, known in self.model.named_parameters(remove_duplicate=False)
+            if known is parameter
+        ]
+        if self.isCompiled():
+            raise Error(
+                f"replicaGrouping of {name} must be called before the model is compiled. Call destroy() on "
+                "the wrapped model first."
+            )
+        ReplicaGrouping.check(f"replicaGrouping of {name}", values, self.options.replication_factor)
+        self.per_replica_params[name] = values
+
+    # Values within the model.
+
+    def getTensorNames(self) -> list[str]:
+        """The names of the model's values, for `Options.anchorTensor`.
+
+        Raises:
+          AssertionError: the model has not been compiled.
+        """
+        assert self._compiled is not None, (
+            "Model has not been compiled or has been destroyed. Call it first, or compile(*inputs)."
+        )
+        return list(self._compiled.stages.value_names)
+
+    def getAnchoredTensor(self, short_name: str) -> torch.Tensor:
+        """The value of the last call that `Options.anchorTensor` kept.
+
+        Args:
+          short_name: the first argument there.
+
+        Raises:
+          AssertionError: there is none of that name, or no call was made.
+        """
+        return self._anchored.find(short_name)
+
+    # Times.
+
+    def compilationTime(self) -> timedelta:
+        """How long compiling took.
+
+        Raises:
+          Error: the model has not been compiled; or `Options.showCompilationProgressBar` is off.
+        """
+        if not self.options.show_compilation_progress_bar:
+            raise Error("Please set showCompilationProgressBar option to obtain compilation time.")
+        if self._progress is None or self._progress.time is None:
+            raise Error("Please compile the model before obtaining compilation time.")
+        return self._progress.time
+
+    def getLatency(self) -> Latency:
+        """Least, greatest and mean seconds of the last call's micro-batches, from input to output."""
+        return self._times.latency("input", "output_complete")
+
+    def getHostIpuLatency(self) -> Latency:
+        """The same until a micro-batch was handed to the devices."""
+        return self._times.latency("input", "input_complete")
+
+    def getComputeLatency(self) -> Latency:
+        """The same from there until outputs were asked for."""
+        return self._times.latency("input_complete", "output")
+
+    def getIpuHostLatency(self) -> Latency:
+        """The same from there until outputs were there."""
+        return self._times.latency("output", "output_complete")
+
+    def getPerfCounters(self) -> dict[str, list[float]]:
+        """Seconds at which the micro-batches of the last call were at four points."""
+        return {name: list(times) for name, times in vars(self._times).items()}
+
+    def cycleCount(self) -> int:
+        """Nanoseconds that the last call took: JAX devices count no cycles.
+
+        Raises:
+          Error: `Options.logCycleCount` is off, or there was no call.
+        """
+        if not self.options.log_cycle_count:
+            raise Error(
+                "Cycle count logging is disabled. Please set option logCycleCount to True to enable."
+            )
+        if self._call_ns is None:
+            raise Error("Please run the model at least once before obtaining cycle count.")
+        return self._call_ns
+
+    # What it is made of.
+
+    def summary(self, lines: bool = False) -> ModelSummary:
+        """What the model is made of: its stages with their modules, parameters, bytes and operations.
+
+        Before it is compiled, its modules and how it is to run. Of several shapes, it is about those that
+        were called or compiled last.
+
+        Args:
+          lines: whether to tell, too, what each line of the user's becomes: its operations of torch, how
+            many primitives of JAX these are, and in which stage. All operations are traced for it.
+
+        Returns:
+          What is known; `str` and `print` make tables of it, 100 columns wide.
+
+        Raises:
+          TypeError: `lines` is no boolean.
+        """
+        if not isinstance(lines, bool):
+            raise TypeError(f"lines must be True or False; got {lines!r}.")
+        compiled, wrapped = self._compiled, self._wrapped  # another thread may destroy the model
+        facts = self._describe_options()
+        if compiled is None:
+            name = type(wrapped.model).__name__
+            use = "training" if wrapped.trains else "inference"
+            text = (
+                f"{name}, wrapped for {use}: stages are known once it is compiled, by a call or compile()"
+            )
+            with on_host():
+                return summarize_module(wrapped.model, [text, *facts])
+        program = compiled.program
+        if len(compiled.programs) > 1:
+            facts.append(f"for {program.describe()}, one of {len(compiled.programs)} shapes")
+        name = type(wrapped.model).__name__
+        return summarize_stages(program.stages, program.pipeline.summary(), name, facts, lines)
+
+    def _describe_options(self) -> list[str]:
+        wrapped = self._wrapped
+        options, batching = wrapped.options, batching_of(wrapped.options)
+        text = f"a call has {batching.num_micro_batches} micro-batches"
+        if wrapped.trains:
+            updates, each = batching.device_iterations, batching.gradient_accumulation
+            text += f": {updates} weight {'update' if updates == 1 else 'updates'} of {each}"
+        if options.replication_factor > 1:
+            text += f", on {options.replication_factor} replicas"
+        return [text]
+
+    def __repr__(self) -> str:
+        """The model with its blocks, as PopTorch shows it; once it is compiled, its stages too."""
+        with on_host():
+            text = f"{type(self).__name__}({module_repr(self._wrapped.model)})"
+        return text if self._compiled is None else f"{text}\n{self.summary()}"
+
+    # What it does not do.
+
+    def train(self, mode: bool = True) -> torch.nn.Module:
+        """Changes the user's model, not what was compiled, which keeps the modes of when it was wrapped."""
+        if any(was != mode for was in self._wrapped.modes.values()):
+            warn_once(
+                "train() and eval() of a wrapped model change the user's model. On the devices its modules "
+                "keep the modes that they had when it was wrapped: wrap it again for others."
+            )
+        return self.model.train(mode)
+
+    def eval(self) -> torch.nn.Module:
+        """See `train`."""
+        return self.train(False)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuses `copy`, `pickle` and `torch.save`: what is compiled, and on devices, cannot be copied.
+
+        Raises:
+          TypeError: always.
+        """
+        raise TypeError(
+            "A wrapped model cannot be copied, pickled or given to torch.save. That works with the user's "
+            "model, which is its attribute `model`, and with its state_dict(); its method "
+            "save(filename) writes what poptorch.load(filename) wraps again."
+        )
+
     # What is known.
 
     @property
@@ -448,3 +857,8 @@ class PoplarExecutor(Exported, Anchored, Described, Grouped, Refused, Measured):
 def _put_saved(compiled: CompiledModel, training: ModelOptimizer, saved: SavedState) -> None:
     assert compiled.state is not None
     compiled.replace(optimizer_state=training.put_saved(compiled.state.optimizer_state, saved))
+
+
+def _check_flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False; got {value!r}.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
@@ -10,68 +9,12 @@ from typing import Any
 
 import torch
 
-from ipu_pipeline.poptorch.enums import CommGroupType, VariableRetrievalMode
 from ipu_pipeline.poptorch.errors import Error
 from ipu_pipeline.poptorch.graphs.capture import Captured
-from ipu_pipeline.poptorch.options import Options
 from ipu_pipeline.poptorch.replica_groups import GroupRows, ReplicaGrouping
 from ipu_pipeline.poptorch.thread_views import changed_for_this_thread_alone
 
-__all__ = ["Grouped", "check_groupings", "one_row_each"]
-
-
-class Grouped(abc.ABC):
-    """The part of a wrapped model that is told of groups of replicas.
-
-    Attributes:
-      per_replica_params: by the names of parameters: how groups of replicas are chosen, how many
-        replicas are in one, and whether the parameter has a row (along a dimension in front of its own) for
-        each group or for each replica. `executor.weight.replicaGrouping(kind, size, mode)` sets that of
-        "weight". Forward sees the row of its replica. It is read when the model is compiled.
-    """
-
-    per_replica_params: dict[str, tuple[CommGroupType, int, VariableRetrievalMode]]
-
-    @property
-    @abc.abstractmethod
-    def model(self) -> torch.nn.Module:
-        """The user's model."""
-
-    @property
-    @abc.abstractmethod
-    def options(self) -> Options:
-        """The model's options, frozen."""
-
-    @abc.abstractmethod
-    def isCompiled(self) -> bool:
-        """Whether the model is compiled."""
-
-    def group_replicas(
-        self, parameter: torch.Tensor, values: tuple[CommGroupType, int, VariableRetrievalMode]
-    ) -> None:
-        """Sets an entry of `per_replica_params`.
-
-        Args:
-          parameter: of the model.
-          values: the entry.
-
-        Raises:
-          AssertionError: a value is of a wrong type.
-          Error: the model is compiled.
-          ValueError: the replicas cannot be divided into such groups.
-        """
-        (name, *_others) = [
-            name
-            for name, known in self.model.named_parameters(remove_duplicate=False)
-            if known is parameter
-        ]
-        if self.isCompiled():
-            raise Error(
-                f"replicaGrouping of {name} must be called before the model is compiled. Call destroy() on "
-                "the wrapped model first."
-            )
-        ReplicaGrouping.check(f"replicaGrouping of {name}", values, self.options.replication_factor)
-        self.per_replica_params[name] = values
+__all__ = ["check_groupings", "one_row_each"]
 
 
 def check_groupings(

@@ -73,7 +73,7 @@ class _Call(abc.ABC):
         """All its variables by full name."""
         return self.runner.variables
 
-    @property
+    @functools.cached_property
     def trains(self) -> bool:
         """Whether there is an optimizer."""
         return self.runner.updates is not None

@@ -226,7 +226,7 @@ class LoadedProgram:
             self._functions,
             snapshot.state.variables,
             jax.random.key(snapshot.seed, impl=snapshot.key_implementation),
-            program["update_count"],
+            program.get("update_count", 0),  # which only later versions write, and ask for
         )
 
     def _check_feed(self, feed: dict[str, Any]) -> dict[str, Any]:

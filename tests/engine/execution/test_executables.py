@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from ipu_pipeline import engine
 from ipu_pipeline.engine import reference
@@ -116,7 +117,9 @@ def test_options_of_the_compiler_keep_stages_apart(no_cache):
     assert compiled == sorted([*SHARED, "stage1_forward", "stage2_forward"])
 
 
-def test_with_a_persistent_cache_each_is_compiled():
+def test_with_a_persistent_cache_each_is_compiled(no_cache, tmp_path):
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    compilation_cache.reset_cache()
     assert len(run(make())) == 3 * NUM_STAGES - 1
 
 

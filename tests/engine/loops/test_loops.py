@@ -731,7 +731,7 @@ def test_a_while_loop_waits_for_no_more_than_it_needs():
         for number in itertools.count(1):
             asked.append(number)
             if number > 3:
-                wake.wait(20)
+                wake.wait(200)
             yield np.float32(number)
 
     infeed = IPUInfeedQueue(data, prefetch_depth=2)
@@ -742,7 +742,7 @@ def test_a_while_loop_waits_for_no_more_than_it_needs():
         session.run(infeed.initializer)
         started = time.monotonic()
         assert session.run(program) == [6]
-        assert time.monotonic() - started < 15  # and not the 20 s that the fourth element takes
+        assert time.monotonic() - started < 100  # and not the 200 s that the fourth element takes
         assert len(asked) <= 3 + 2 + 1
         wake.set()
 

@@ -41,6 +41,11 @@ F0 F1 F2
 .  F0 F1 F2
 .  .  F0 F1 F2
 """)
+FORWARDS_ONE_BY_ONE = table("""
+F0 .  .  F1
+.  F0 .  .  F1
+.  .  F0 .  .  F1
+""")
 
 
 @pytest.mark.parametrize(
@@ -51,6 +56,7 @@ F0 F1 F2
         ("sequential", 2, True, SEQUENTIAL),
         ("grouped", 3, False, FORWARDS),
         ("interleaved", 3, False, FORWARDS),
+        ("sequential", 2, False, FORWARDS_ONE_BY_ONE),
     ],
 )
 def test_staircases(name, num_micro_batches, training, expected):

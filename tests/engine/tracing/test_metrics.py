@@ -169,11 +169,13 @@ def check(found, reduction="sum"):
     [
         ([0, 0, 0], {}),
         ([0, 1, 2], {}),
-        ([0, 1, 2], {"pipeline_schedule": PipelineSchedule.Interleaved}),
+        pytest.param(
+            [0, 1, 2], {"pipeline_schedule": PipelineSchedule.Interleaved}, marks=pytest.mark.thorough
+        ),
         pytest.param([0, 1, 0], {"reduction_method": "mean"}, marks=pytest.mark.thorough),
         ([0, 1, 2], {"dispatch_plan": ipu.pipelining_ops.Chunking(2)}),
         ([0, 0, 0], {"batch_serialization_iterations": 2, "count": 2}),
-        ([0, 0, 0], {"accumulate_outfeed": True}),
+        pytest.param([0, 0, 0], {"accumulate_outfeed": True}, marks=pytest.mark.thorough),
         pytest.param(
             [0, 1, 2],
             {"accumulate_outfeed": True, "offload_weight_update_variables": True},

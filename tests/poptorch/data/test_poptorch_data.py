@@ -585,7 +585,7 @@ def test_ended_while_it_loads(monkeypatch):
     assert len(multiprocessing.active_children()) == 1
     started = time.monotonic()
     del iterator
-    assert time.monotonic() - started < 4  # of the 1000 seconds
+    assert time.monotonic() - started < 100  # of the 1000 seconds
 
 
 def test_what_cannot_be_pickled():

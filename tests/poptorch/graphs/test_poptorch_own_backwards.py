@@ -130,7 +130,13 @@ def without_gradients(self, x):
 
 @pytest.mark.parametrize(
     "forward",
-    [straight_through, adversarial, layer, several, without, in_a_checkpoint, without_gradients],
+    [
+        straight_through,
+        layer,
+        several,
+        in_a_checkpoint,
+        *(pytest.param(f, marks=pytest.mark.thorough) for f in (adversarial, without, without_gradients)),
+    ],
 )
 def test_the_own_backward_is_used(forward):
     train_as_torch(forward)

@@ -110,7 +110,6 @@ def initial(tmp_path_factory):
     ("params", "count"),
     [
         ({}, 1),
-        ({"decay_steps": 4}, 1),
         ({"count": 3}, 3),
         ({"count": 3, "reduction": "MEAN", "decay_steps": 4}, 3),
     ],

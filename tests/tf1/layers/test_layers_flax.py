@@ -468,7 +468,7 @@ def tied_modules():
     return table, Head(table)
 
 
-@pytest.mark.parametrize("mapping", [(0, 1, 2), (0, 1, 0), (0, 0, 0)])
+@pytest.mark.parametrize("mapping", [(0, 1, 0), (0, 0, 0)])
 def test_what_modules_share_is_one_variable(mapping):
     """Over three stages. Each is what Flax itself makes of it: one array, and the sum of both gradients."""
     table, head = tied_modules()

@@ -145,7 +145,7 @@ def initial(_model):
     "options",
     [
         {},
-        {"pipeline_schedule": PipelineSchedule.Interleaved},
+        pytest.param({"pipeline_schedule": PipelineSchedule.Interleaved}, marks=pytest.mark.thorough),
         {"pipeline_schedule": PipelineSchedule.Sequential, "is_mean": True},
         {"device_mapping": [0, 0]},
         {"recomputation_mode": RecomputationMode.RecomputeThenBackpropagate},

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Sequence
 
 import torch
 
 from ipu_pipeline.engine.fronts import Collected
 from ipu_pipeline.poptorch.enums import OutputMode
-from ipu_pipeline.poptorch.execution.compiled import CompiledModel
 from ipu_pipeline.poptorch.execution.outputs import join_outputs
 from ipu_pipeline.poptorch.graphs.anchored_gradients import is_gradient
 from ipu_pipeline.poptorch.options import Options
 
-__all__ = ["Anchored", "AnchoredValues"]
+__all__ = ["AnchoredValues"]
 
 
 class AnchoredValues:
@@ -55,32 +53,3 @@ class AnchoredValues:
         assert short_name in known, f"No tensor is anchored as {short_name!r}. There are: {known}."
         assert short_name in self._kept, "Run the model before asking for an anchored tensor."
         return self._kept[short_name]
-
-
-class Anchored(abc.ABC):
-    """The part of a wrapped model that tells of values within it."""
-
-    _compiled: CompiledModel | None
-    _anchored: AnchoredValues
-
-    def getTensorNames(self) -> list[str]:
-        """The names of the model's values, for `Options.anchorTensor`.
-
-        Raises:
-          AssertionError: the model has not been compiled.
-        """
-        assert self._compiled is not None, (
-            "Model has not been compiled or has been destroyed. Call it first, or compile(*inputs)."
-        )
-        return list(self._compiled.stages.value_names)
-
-    def getAnchoredTensor(self, short_name: str) -> torch.Tensor:
-        """The value of the last call that `Options.anchorTensor` kept.
-
-        Args:
-          short_name: the first argument there.
-
-        Raises:
-          AssertionError: there is none of that name, or no call was made.
-        """
-        return self._anchored.find(short_name)

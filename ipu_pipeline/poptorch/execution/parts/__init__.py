@@ -1,1 +1,0 @@
-"""Parts of a wrapped model, which the executor is made of."""
