@@ -1,9 +1,10 @@
 """PopTorch on JAX devices: `import ipu_pipeline.poptorch as poptorch`.
 
-A torch module whose forward says by blocks which IPU computes what is wrapped by `trainingModel` or
+A torch module whose forward assigns its parts to IPUs by blocks is wrapped by `trainingModel` or
 `inferenceModel`, and runs as a pipeline. It needs torch.
 
-What it has is imported when it is first used: processes that load data import the package, and need little.
+Its names are imported when they are first used, because processes that load data import the package and
+need little of it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 try:
-    import safetensors  # noqa: F401  # to say what is missing
+    import safetensors  # noqa: F401  # checked to name what is missing
     import torch  # noqa: F401
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
@@ -163,7 +164,7 @@ __all__ = [
     "trainingModel",
 ]
 
-_HOMES = {  # of what is not a module itself
+_HOMES = {  # modules of the names that are not modules themselves
     "AnchorMode": "enums",
     "Attribute": "operations.hints",
     "AsynchronousDataAccessor": "data",
@@ -251,7 +252,7 @@ def __getattr__(name: str) -> Any:
         return value
     if name == "__version__":
         return importlib.import_module("ipu_pipeline").__version__
-    return importlib.import_module(f"{__name__}.{name}")  # which enters it here
+    return importlib.import_module(f"{__name__}.{name}")  # this also makes it an attribute of this package
 
 
 def __dir__() -> list[str]:

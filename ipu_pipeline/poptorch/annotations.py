@@ -1,6 +1,6 @@
-"""Which operations of a model are on which IPU: blocks.
+"""Blocks, which assign a model's operations to IPUs.
 
-Outside of the devices, in a forward on the CPU, all of this does nothing.
+In a forward on the CPU, all of this does nothing.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _HOOK = "_ipu_pipeline_block"
 
 
 class Block:
-    """A context manager: what is computed within it belongs to a block.
+    """A context manager that puts what is computed within it into a block.
 
-    What follows it, up to the next block, stays with it.
+    What follows it, up to the next block, belongs to it, too.
 
     Example:
       with poptorch.Block("encoder", ipu_id=0):
@@ -37,18 +37,18 @@ class Block:
         """Names the block.
 
         Args:
-          user_id: its name, by which strategies know it. The same name again continues the block.
-          ipu_id: its IPU, from 0, for strategies that do not say.
+          user_id: its name in strategies. The same name again continues the block.
+          ipu_id: its IPU, from 0, for strategies that do not set one.
 
         Raises:
-          TypeError: the name is no string, or the IPU no integer.
+          TypeError: the name is not a string, or the IPU not an integer.
           ValueError: the IPU is negative.
         """
         self._user_id, self._ipu_id = _check_ids("Block", user_id, ipu_id)
 
     @staticmethod
     def useAutoId() -> None:
-        """Names the blocks without a name that follow "0", "1", ... Called at the start of `forward`."""
+        """Names the following unnamed blocks "0", "1", ... Called at the start of `forward`."""
         capture = markers.current_capture()
         if capture is not None:
             capture.next_auto_id = 0
@@ -75,7 +75,7 @@ class Block:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Goes back to the block around this one, if there is one."""
+        """Returns to the block around this one, if there is one."""
         capture = markers.current_capture()
         if capture is not None and capture.open_blocks:
             capture.open_blocks.pop()
@@ -102,15 +102,15 @@ def BeginBlock(layer_to_call: Any, user_id: str | None = None, ipu_id: int | Non
     """Begins a block where a module or a function is called.
 
     Args:
-      layer_to_call: a module, which gets a hook; or a function.
+      layer_to_call: a module, which gets a hook, or a function.
       user_id: as for `Block`.
       ipu_id: as for `Block`.
 
     Returns:
-      The same module; or a function that calls the given one.
+      The same module, or a function that calls the given one.
 
     Raises:
-      Error: the module begins a block already; or it is neither a module nor a function.
+      Error: the module begins a block already, or it is neither a module nor a function.
     """
     name, ipu = _check_ids("BeginBlock", user_id, ipu_id)
     if isinstance(layer_to_call, torch.nn.Module):
@@ -136,7 +136,7 @@ def BeginBlock(layer_to_call: Any, user_id: str | None = None, ipu_id: int | Non
 def BlockFunction(
     user_id: str | None = None, ipu_id: int | None = None
 ) -> Callable[[CallableT], CallableT]:
-    """A decorator: what a function or method computes belongs to a block.
+    """Makes a decorator that puts what a function or method computes into a block.
 
     Args:
       user_id: as for `Block`.
@@ -156,10 +156,10 @@ def BlockFunction(
 
 
 def removeBlocks(module: torch.nn.Module) -> None:
-    """Takes the blocks of `BeginBlock` from a module and all modules in it.
+    """Removes the blocks of `BeginBlock` from a module and all modules in it.
 
     Raises:
-      Error: it is no module.
+      Error: it is not a module.
     """
     if not isinstance(module, torch.nn.Module):
         raise Error(f"module is not an instance of torch.nn.Module. It is a {type(module).__name__}.")
@@ -170,7 +170,7 @@ def removeBlocks(module: torch.nn.Module) -> None:
 
 
 def module_repr(module: torch.nn.Module) -> str:
-    """A module as text, as `repr` gives it, with the blocks of `BeginBlock` before the modules' names."""
+    """Returns a module's `repr` with the blocks of `BeginBlock` before the modules' names."""
     lines = [(f"({name}): " if name else "", inner) for name, inner in module.named_children()]
     text = _own_repr(module)
     hook, _handle = vars(module).get(_HOOK, (None, None))

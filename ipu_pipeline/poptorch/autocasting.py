@@ -1,4 +1,4 @@
-"""PopTorch's names for mixed precision. Here `torch.autocast` chooses the types, by torch's own lists."""
+"""PopTorch's names for mixed precision. Here `torch.autocast` chooses dtypes, by torch's own lists."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["Policy", "autocast"]
 
 @dataclass(frozen=True)
 class Policy:
-    """Which operations compute in which type. It is taken, and has no effect.
+    """The dtypes that operations compute in. It is accepted, but has no effect.
 
     Attributes:
       fp16: operations that compute in float16.
       fp32: operations that compute in float32.
-      promote: operations that compute in the widest type among their inputs.
-      demote: operations that compute in the narrowest.
+      promote: operations that compute in the widest dtype of their inputs.
+      demote: operations that compute in the narrowest one.
     """
 
     fp16: Iterable[Any] = ()
@@ -30,7 +30,7 @@ class Policy:
 
 
 class autocast(contextlib.ContextDecorator):
-    """A context manager and decorator without effect, as a warning says once: types stay what they are."""
+    """A context manager and decorator without effect, which warns once: dtypes do not change."""
 
     def __init__(self, enabled: bool = True) -> None:
         """Warns, if it is enabled."""

@@ -1,6 +1,6 @@
-"""torch's dtypes and tensors as JAX's and NumPy's, and back.
+"""Converts torch's dtypes and tensors to JAX's and NumPy's, and back.
 
-Without `jax_enable_x64` JAX computes 64-bit numbers in 32 bits. Integers are then checked to fit.
+Without `jax_enable_x64`, JAX computes 64-bit numbers in 32 bits. Integers are then checked to fit.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _DTYPES: dict[torch.dtype, Any] = {
 
 
 def jax_dtype(dtype: torch.dtype) -> np.dtype[Any]:
-    """The dtype that JAX computes in for one of torch's.
+    """Returns the dtype that JAX computes in for one of torch's dtypes.
 
     Raises:
-      TypeError: there is none, as for quantized numbers.
+      TypeError: there is none, for example for quantized numbers.
     """
     if dtype not in _DTYPES:
         raise TypeError(
@@ -44,7 +44,7 @@ def jax_dtype(dtype: torch.dtype) -> np.dtype[Any]:
 
 
 def to_numpy(tensor: torch.Tensor, name: str = "a tensor") -> np.ndarray[Any, Any]:
-    """A tensor as an array of the dtype that JAX computes in; it shares the tensor's memory if it can.
+    """Converts a tensor to an array of JAX's dtype, which shares the tensor's memory if it can.
 
     Raises:
       TypeError: the dtype is not supported.
@@ -70,7 +70,7 @@ def to_numpy(tensor: torch.Tensor, name: str = "a tensor") -> np.ndarray[Any, An
 
 
 def to_torch(array: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """An array as a tensor with memory of its own."""
+    """Converts an array to a tensor with memory of its own."""
     copy = np.array(array)
     if copy.dtype == ml_dtypes.bfloat16:
         tensor = torch.from_numpy(copy.view(np.int16)).view(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""PopTorch's enumerations, by its names and values."""
+"""PopTorch's enumerations, with its names and values."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ __all__ = [
 
 
 class OutputMode(enum.IntEnum):
-    """Which of a call's outputs are returned.
+    """The outputs of a call that are returned.
 
     Attributes:
-      Final: those of the last micro-batch.
-      EveryN: those of every N-th micro-batch.
-      All: those of all micro-batches.
-      Sum: their sums over the micro-batches.
+      Final: the outputs of the last micro-batch.
+      EveryN: the outputs of every N-th micro-batch.
+      All: the outputs of all micro-batches.
+      Sum: the sums of the outputs over the micro-batches.
       Default: `Final` in training, `All` in inference.
     """
 
@@ -42,16 +42,16 @@ class OutputMode(enum.IntEnum):
     Default = 4
 
 
-AnchorMode = OutputMode  # as PopTorch called it at first
+AnchorMode = OutputMode  # PopTorch's first name for it
 
 
 class HalfFloatCastingBehavior(enum.IntEnum):
-    """In which type float16 and float32 meet. Here they meet as torch has them, in float32.
+    """The dtype of operations on float16 with float32. Here it is float32, as in torch.
 
     Attributes:
-      FloatDowncastToHalf: in float16.
-      HalfUpcastToFloat: in float32.
-      Default: as PopTorch does by itself.
+      FloatDowncastToHalf: float16.
+      HalfUpcastToFloat: float32.
+      Default: PopTorch's default.
     """
 
     FloatDowncastToHalf = 0
@@ -60,7 +60,7 @@ class HalfFloatCastingBehavior(enum.IntEnum):
 
 
 class ReductionType(enum.IntEnum):
-    """How gradients of several micro-batches, and of several replicas, become one."""
+    """How gradients of several micro-batches and replicas are reduced to one."""
 
     Sum = 0
     Mean = 1
@@ -101,7 +101,7 @@ class ConnectionType(enum.IntEnum):
 
 
 class SyncPattern(enum.IntEnum):
-    """How IPUs wait for each other; without a meaning here."""
+    """How IPUs wait for each other; without effect here."""
 
     Full = 0
     SinglePipeline = 1
@@ -109,7 +109,7 @@ class SyncPattern(enum.IntEnum):
 
 
 class AutoStage(enum.IntEnum):
-    """How blocks without a stage become stages: one for each IPU, or each the next."""
+    """How blocks without a stage become stages: one per IPU, or each block the next one."""
 
     SameAsIpu = 0
     AutoIncrement = 1
@@ -125,7 +125,7 @@ class Liveness(enum.IntEnum):
 
 
 class CommGroupType(enum.IntEnum):
-    """Which replicas make a group."""
+    """How replicas are grouped."""
 
     All = 0
     Consecutive = 1
@@ -134,7 +134,7 @@ class CommGroupType(enum.IntEnum):
 
 
 class VariableRetrievalMode(enum.IntEnum):
-    """From which replicas of a group a variable is read."""
+    """The replicas of a group that a variable is read from."""
 
     OnePerGroup = 0
     AllReplicas = 2
@@ -148,7 +148,7 @@ class MultiConvPlanType(enum.IntEnum):
 
 
 class MatMulSerializationMode(enum.Enum):
-    """Along which dimension a matrix product is done in parts."""
+    """The dimension along which a matrix product is computed in parts."""
 
     InputChannels = "input_channels"
     ReducingDim = "reducing_dim"
@@ -157,7 +157,7 @@ class MatMulSerializationMode(enum.Enum):
 
 
 class OverlapMode(enum.Enum):
-    """With what the transfer of an input or output overlaps."""
+    """The computation that the transfer of an input or output overlaps with."""
 
     NoOverlap = "no_overlap"
     OverlapAccumulationLoop = "overlap_accumulation_loop"

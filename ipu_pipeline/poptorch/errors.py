@@ -6,16 +6,16 @@ __all__ = ["Error", "RecoverableError", "UnrecoverableError"]
 
 
 class Error(Exception):
-    """What went wrong in a model, or in how it is used.
+    """An error in a model, or in how it is used.
 
     Attributes:
       message: what happened, and what to do.
       type: the kind of error.
-      location: where in the front it was noticed; empty where that says nothing.
+      location: where in the front it was noticed; empty where that is of no use.
     """
 
     def __init__(self, message: str, type: str = "poptorch_error", location: str = "") -> None:
-        """Takes what the attributes are."""
+        """Takes the attributes."""
         super().__init__(message)
         self.message = message
         self.type = type
@@ -23,7 +23,7 @@ class Error(Exception):
 
 
 class RecoverableError(Error):
-    """What running again may mend.
+    """An error that running again may fix.
 
     Attributes:
       recovery_action: "IPU_RESET", "PARTITION_RESET" or "FULL_RESET".
@@ -36,10 +36,10 @@ class RecoverableError(Error):
         location: str = "",
         recovery_action: str = "IPU_RESET",
     ) -> None:
-        """Takes what the attributes are."""
+        """Takes the attributes."""
         super().__init__(message, type, location)
         self.recovery_action = recovery_action
 
 
 class UnrecoverableError(Error):
-    """What running again does not mend."""
+    """An error that running again does not fix."""

@@ -1,4 +1,4 @@
-"""The logger of PopTorch's front, and how much it says."""
+"""The logger of PopTorch's front, and its level."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _said: set[str] = set()
 
 
 def setLogLevel(level: str | int) -> None:
-    """Says how much is logged.
+    """Sets how much is logged.
 
     Args:
-      level: TRACE, DEBUG, INFO, WARN, ERR or OFF; or 0 to 4 for the first five.
+      level: TRACE, DEBUG, INFO, WARN, ERR or OFF, or 0 to 4 for the first five.
 
     Raises:
       ValueError: it is none of these.
@@ -42,7 +42,7 @@ def setLogLevel(level: str | int) -> None:
 
 
 def warn_once(message: str) -> None:
-    """Logs a warning, unless the same was logged before in this process."""
+    """Logs a warning, unless the same one was logged before in this process."""
     if message not in _said:
         _said.add(message)
         logger.warning(message)

@@ -1,7 +1,7 @@
 """Operations of torch that mark places in a graph. On the CPU they do nothing, or what they stand for.
 
-They survive `torch.export` and its decompositions: those without a result are registered as having a side
-effect, and those with one have no decomposition.
+They survive `torch.export` and its decompositions: markers without a result are registered as having a side
+effect, and markers with a result have no decomposition.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ NAMESPACE = "ipu_poptorch"
 class Capturing:
     """A model is being captured: its forward runs for the graph."""
 
-    # name and IPU of the blocks that are open as context managers, the innermost last
+    # the name and IPU of each block that is open as a context manager, the innermost last
     open_blocks: list[tuple[str | None, int | None]] = field(default_factory=list)
-    next_auto_id: int | None = None  # of `Block.useAutoId`; None if that was not called.
-    # what the graph names, and must be there for as long as the graph is
+    next_auto_id: int | None = None  # for `Block.useAutoId`; None if it was not called
+    # objects that the graph refers to, which must live as long as the graph
     held: list[Any] = field(default_factory=list)
 
 
@@ -60,7 +60,7 @@ _capturing: contextvars.ContextVar[Capturing | None] = contextvars.ContextVar("c
 
 @contextlib.contextmanager
 def capturing() -> Iterator[Capturing]:
-    """In the `with` block a model's forward runs as on IPUs, in this thread."""
+    """Makes a model's forward run as on IPUs in the `with` block, in this thread."""
     token = _capturing.set(Capturing())
     try:
         made = _capturing.get()
@@ -71,44 +71,44 @@ def capturing() -> Iterator[Capturing]:
 
 
 def current_capture() -> Capturing | None:
-    """The capture that runs in this thread; None outside of one."""
+    """Returns the capture that runs in this thread; None if there is none."""
     return _capturing.get()
 
 
 def is_traced() -> bool:
-    """Whether what runs makes a graph: a model is being captured, or a branch or body of control flow."""
+    """Whether a graph is being made: of a model, or of a branch or body of control flow."""
     return torch.compiler.is_dynamo_compiling() or current_capture() is not None
 
 
 def begin_block(name: str | None, ipu: int | None) -> None:
-    """What follows belongs to this block."""
+    """Begins a block, which everything that follows belongs to."""
     _OPERATIONS.begin_block(name, ipu)
 
 
 def is_block(node: torch.fx.Node) -> bool:
-    """Whether a node of a graph begins a block; its arguments are the name and the IPU."""
+    """Whether a node of a graph begins a block. Its arguments are the name and the IPU."""
     return node.target is _OPERATIONS.begin_block.default
 
 
 def is_marker(node: torch.fx.Node) -> bool:
-    """Whether a node of a graph computes nothing: it says where something begins, ends, or is."""
+    """Whether a node of a graph computes nothing, but marks where something begins, ends, or is."""
     return node.target in _PLACES or node.target is mark_final_loss()
 
 
 def begin_scope(name: str) -> None:
-    """What follows has a name before its own."""
+    """Begins a scope: what follows has this name before its own."""
     _OPERATIONS.begin_scope(name)
 
 
 def end_scope() -> None:
-    """The scope that began last ends."""
+    """Ends the scope that began last."""
     _OPERATIONS.end_scope()
 
 
 def read_scope(node: torch.fx.Node) -> tuple[str | None] | None:
-    """Of a node that begins a scope, its name; of one that ends it, None; both in a tuple.
+    """Returns a scope's name for a node that begins it, None for one that ends it, both in a tuple.
 
-    None for every other node.
+    Returns None for every other node.
     """
     if node.target is _OPERATIONS.end_scope.default:
         return (None,)
@@ -116,12 +116,12 @@ def read_scope(node: torch.fx.Node) -> tuple[str | None] | None:
 
 
 def begin_multi_conv() -> None:
-    """What follows is within a `MultiConv`."""
+    """Begins a `MultiConv`."""
     _OPERATIONS.begin_multi_conv()
 
 
 def end_multi_conv(counts: Mapping[str, int]) -> None:
-    """The `MultiConv` ends."""
+    """Ends the `MultiConv`."""
     _OPERATIONS.end_multi_conv(list(counts), list(counts.values()))
 
 
@@ -129,11 +129,11 @@ def end_multi_conv(counts: Mapping[str, int]) -> None:
 class MultiConvPart:
     """A node of a graph that begins or ends a `MultiConv`."""
 
-    counts: Mapping[str, int] | None  # as for `end_multi_conv`; None where one begins
+    counts: Mapping[str, int] | None  # as for `end_multi_conv`; None where a `MultiConv` begins
 
 
 def read_multi_conv(node: torch.fx.Node) -> MultiConvPart | None:
-    """What a node says of a `MultiConv`; None if nothing."""
+    """Returns the part of a `MultiConv` that a node marks; None if it marks none."""
     if node.target is _OPERATIONS.begin_multi_conv.default:
         return MultiConvPart(None)
     if node.target is not _OPERATIONS.end_multi_conv.default:
@@ -144,52 +144,52 @@ def read_multi_conv(node: torch.fx.Node) -> MultiConvPart | None:
 
 
 def is_checkpoint(node: torch.fx.Node) -> bool:
-    """Whether a node of a graph is a value that is kept where others are computed again."""
+    """Whether a node of a graph is a value that is kept where others are recomputed."""
     return node.target is keep_operation()
 
 
 def reduce_loss(value: torch.Tensor, reduction: str) -> torch.Tensor:
-    """A value as a loss: its "sum" or "mean", or with "none" itself."""
+    """Reduces a value to a loss: its "sum" or "mean", or with "none" itself."""
     loss: torch.Tensor = _OPERATIONS.identity_loss(value, reduction)
     return loss
 
 
 def copy_opaquely(value: torch.Tensor) -> torch.Tensor:
-    """A value that compiled programs know nothing of."""
+    """Copies a value in a way that compiled programs cannot see through."""
     copied: torch.Tensor = _OPERATIONS.nop(value)
     return copied
 
 
 def keep_for_backward(value: torch.Tensor) -> torch.Tensor:
-    """A value that is kept where others are computed again."""
+    """Marks a value that is kept where others are recomputed."""
     kept: torch.Tensor = _OPERATIONS.recomputation_checkpoint(value)
     return kept
 
 
 def keep_operation() -> torch._ops.OpOverload:
-    """The operation of `keep_for_backward`."""
+    """Returns the operation of `keep_for_backward`."""
     operation: torch._ops.OpOverload = _OPERATIONS.recomputation_checkpoint.default
     return operation
 
 
 def keep_inputs(values: Sequence[torch.Tensor]) -> None:
-    """What follows is given these values, which are to be kept where others are computed again."""
+    """Marks these inputs of what follows, which are kept where others are recomputed."""
     _OPERATIONS.keep_inputs(list(values))
 
 
 def is_keep_inputs(node: torch.fx.Node) -> bool:
-    """Whether a node of a graph is of `keep_inputs`."""
+    """Whether a node of a graph was made by `keep_inputs`."""
     return node.target is _OPERATIONS.keep_inputs.default
 
 
 def mark_final_loss() -> torch._ops.OpOverload:
-    """The operation that marks the value to be minimized, and returns it."""
+    """Returns the operation that marks the value to be minimized, and returns it."""
     operation: torch._ops.OpOverload = _OPERATIONS.final_loss.default
     return operation
 
 
 def mark_found_loss() -> torch._ops.OpOverload:
-    """The operation that marks a loss, by the name of its operation, and returns it."""
+    """Returns the operation that marks a loss, with the name of its operation, and returns it."""
     operation: torch._ops.OpOverload = _OPERATIONS.found_loss.default
     return operation
 
@@ -209,14 +209,14 @@ _library.define("end_scope() -> ()")
 _library.define("begin_multi_conv() -> ()")
 _library.define("end_multi_conv(str[] names, int[] counts) -> ()")
 _library.define("keep_inputs(Tensor[] values) -> ()")
-# Decomposed by autograd's key as what it stands for, so that it has a gradient on the CPU.
+# Autograd's key decomposes it into what it stands for, so that it has a gradient on the CPU.
 _library.define("identity_loss(Tensor value, str reduction) -> Tensor")
 _library.impl("identity_loss", _reduce, "CompositeImplicitAutograd")
 _library.define("final_loss(Tensor value) -> Tensor")
 _library.impl("final_loss", torch.clone, "CompositeExplicitAutograd")
 _library.define("found_loss(Tensor value, str operation) -> Tensor")
 _library.impl("found_loss", lambda value, _operation: value.clone(), "CompositeExplicitAutograd")
-# These are copies, with the gradient of one.
+# These are copies, with the gradient of a copy.
 _library.define("nop(Tensor value) -> Tensor")
 _library.impl("nop", torch.clone, "CompositeImplicitAutograd")
 _library.define("recomputation_checkpoint(Tensor value) -> Tensor")

@@ -1,4 +1,4 @@
-"""PopTorch's operations, which are in `poptorch` itself, as programs also find them in `poptorch.ops`."""
+"""`poptorch.ops`: PopTorch's operations, which are also in `poptorch` itself."""
 
 from __future__ import annotations
 

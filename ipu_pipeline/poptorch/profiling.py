@@ -1,6 +1,6 @@
 """Named spans in the programs of users: `poptorch.profiling.Channel`.
 
-They are logged, at level INFO, and are in the execution report (docs/profiling.md) if one is recorded.
+They are logged at level INFO, and are in the execution report (docs/profiling.md) if one is recorded.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ class Channel:
     """
 
     def __init__(self, name: str) -> None:
-        """Takes the name that comes before those of its spans."""
+        """Takes the name that comes before the names of its spans."""
         self._name = name
 
     @contextlib.contextmanager
     def tracepoint(self, name: str) -> Iterator[None]:
-        """A span as long as the `with` block.
+        """Records the `with` block as a span.
 
         Args:
-          name: of the span.
+          name: the span's name.
         """
         begin, begin_ns = time.perf_counter(), time.time_ns()
         try:
@@ -51,7 +51,7 @@ class Channel:
                 watcher.spanned(f"{self._name}: {name}", begin_ns, begin_ns + round(1e6 * milliseconds))
 
     def instrument(self, obj: ObjectT, *methods: str) -> ObjectT:
-        """Makes each call of some methods of an object a span.
+        """Records each call of some methods of an object as a span.
 
         Args:
           obj: the object, which is changed; it may be a class.

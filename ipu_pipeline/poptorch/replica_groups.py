@@ -1,4 +1,4 @@
-"""Groups of replicas: which get the same inputs, or have the same value of a parameter."""
+"""Groups of replicas that get the same inputs, or have the same value of a parameter."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ __all__ = ["GroupRows", "ReplicaGrouping", "find_groups"]
 
 
 def find_groups(kind: CommGroupType, size: int, num_replicas: int) -> tuple[int, ...]:
-    """The number of the group of each replica, from 0.
+    """Returns the number of each replica's group, from 0.
 
     Args:
-      kind: `All` is one group, `NoGrouping` as many groups as replicas. Of n groups, `Consecutive` puts the
-        first `size` replicas into the first, `Orthogonal` replicas 0, n, 2n and so on.
-      size: how many replicas are in a group; a factor of `num_replicas`. `All` and `NoGrouping` do not
-        look at it.
-      num_replicas: how many replicas there are.
+      kind: `All` makes one group, `NoGrouping` one for each replica. With n groups, `Consecutive` puts the
+        first `size` replicas into the first group, `Orthogonal` replicas 0, n, 2n and so on.
+      size: the number of replicas in a group; a factor of `num_replicas`. `All` and `NoGrouping` ignore it.
+      num_replicas: the number of replicas.
     """
     if kind is CommGroupType.All:
         return (0,) * num_replicas
@@ -37,11 +36,11 @@ def find_groups(kind: CommGroupType, size: int, num_replicas: int) -> tuple[int,
 
 @dataclass(frozen=True)
 class ReplicaGrouping:
-    """What `replicaGrouping` of a parameter was told.
+    """The arguments of a parameter's `replicaGrouping`.
 
     Attributes:
-      kind: how groups are chosen; `All` is as without groups.
-      size: of a group, see `find_groups`.
+      kind: how groups are chosen; `All` is the same as no groups.
+      size: the size of a group, see `find_groups`.
       mode: whether the parameter on the host has a row for each group, or for each replica.
     """
 
@@ -51,12 +50,12 @@ class ReplicaGrouping:
 
     @staticmethod
     def check(name: str, values: Any, num_replicas: int) -> ReplicaGrouping:
-        """A grouping of the values that a user gave.
+        """Makes a grouping from a user's arguments.
 
         Args:
-          name: what errors call it.
+          name: its name in errors.
           values: kind, size and mode.
-          num_replicas: how many replicas there are.
+          num_replicas: the number of replicas.
 
         Raises:
           AssertionError: a value is of a wrong type.
@@ -78,7 +77,7 @@ class ReplicaGrouping:
         return ReplicaGrouping(kind, size, mode)
 
     def rows(self, num_replicas: int) -> GroupRows | None:
-        """The rows of the parameter; None if it has none, since all replicas have the same value."""
+        """Returns the parameter's rows; None if it has none because all replicas have the same value."""
         if self.kind is CommGroupType.All:
             return None
         groups = find_groups(self.kind, self.size, num_replicas)
@@ -89,11 +88,11 @@ class ReplicaGrouping:
 class GroupRows:
     """The rows of a parameter that differs between groups of replicas.
 
-    On the devices it has one for each group.
+    On the devices it has one row for each group.
 
     Attributes:
       group_of: the group of each replica.
-      has_all: whether it has, on the host, one for each replica.
+      has_all: whether it has one row for each replica on the host.
     """
 
     group_of: tuple[int, ...]
@@ -101,33 +100,33 @@ class GroupRows:
 
     @property
     def number(self) -> int:
-        """How many there are on the host."""
+        """The number of rows on the host."""
         return len(self.group_of) if self.has_all else self.num_groups
 
     @property
     def num_groups(self) -> int:
-        """How many groups there are."""
+        """The number of groups."""
         return max(self.group_of) + 1
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
         """Checks the shape of a parameter.
 
         Raises:
-          Error: its first dimension is another.
+          Error: its first dimension is not the number of rows.
         """
         if not shape or shape[0] != self.number:
             whose = "replica (VariableRetrievalMode.AllReplicas)" if self.has_all else "group of replicas"
             raise Error(
-                f"Parameter {name} has a replicaGrouping, so that its first dimension must be "
+                f"Parameter {name} has a replicaGrouping, so its first dimension must be "
                 f"{self.number}, a row for each {whose}; its shape is {shape}."
             )
 
     def to_device(self, name: str, value: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """The rows of the groups.
+        """Returns the rows of the groups.
 
         Args:
-          name: of the parameter.
-          value: as the host has it.
+          name: the parameter's name.
+          value: its value on the host.
 
         Raises:
           Error: replicas of one group have different rows.

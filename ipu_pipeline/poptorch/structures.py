@@ -1,4 +1,4 @@
-"""Arguments and results of models: nested structures of tensors, flattened and put together again."""
+"""Flattens and rebuilds arguments and results of models: nested structures of tensors."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["ICustomArgParser", "Structure", "compare", "flatten", "registerCusto
 
 
 class ICustomArgParser:
-    """How tensors are found in objects of a class of the user's, and put back."""
+    """Finds tensors in objects of a user's class, and puts them back."""
 
     def yieldTensors(self, struct: Any) -> Iterator[torch.Tensor]:
         """Yields the tensors of an object, always in the same order."""
         raise NotImplementedError(f"{type(self).__name__} must define yieldTensors(struct).")
 
     def reconstruct(self, original_structure: Any, tensor_iterator: Iterator[torch.Tensor]) -> Any:
-        """An object like another one, with the tensors that the iterator yields."""
+        """Returns an object like the original, with the tensors that the iterator yields."""
         raise NotImplementedError(
             f"{type(self).__name__} must define reconstruct(original_structure, tensor_iterator)."
         )
@@ -35,14 +35,14 @@ _parsers: dict[type, ICustomArgParser] = {}
 
 
 def registerCustomArgParser(class_type: type, arg_parser: ICustomArgParser | None) -> None:
-    """Says how objects of a class, and of classes derived from it, are taken apart.
+    """Sets how objects of a class, and of classes derived from it, are taken apart.
 
     Args:
       class_type: the class.
-      arg_parser: None takes back what was said.
+      arg_parser: the parser; None removes it.
 
     Raises:
-      Error: it is no `ICustomArgParser`.
+      Error: it is not an `ICustomArgParser`.
     """
     if arg_parser is None:
         _parsers.pop(class_type, None)
@@ -54,16 +54,16 @@ def registerCustomArgParser(class_type: type, arg_parser: ICustomArgParser | Non
 
 @dataclass(frozen=True, eq=False)
 class Structure:
-    """What a value is besides its tensors."""
+    """A value without its tensors."""
 
     type: type  # its type
-    # the parts, by what leads to them: "[0]", ".name"; empty for a tensor and a constant.
+    # the parts, by the paths to them: "[0]", ".name"; empty for a tensor and a constant
     children: tuple[tuple[str, Structure], ...]
-    # makes the value of its rebuilt parts; None for a tensor, which is the part itself
+    # makes the value from its rebuilt parts; None for a tensor, which is the part itself
     rebuild: Callable[[list[Any]], Any] | None
     num_tensors: int  # how many tensors are in it
-    # the value, if it is no tensor and has none; the attributes that are numbers and text, if it has a
-    # parser of `registerCustomArgParser`
+    # the value, if it is not a tensor and has none; the attributes that are numbers and text, if it has
+    # a parser of `registerCustomArgParser`
     constant: Any = None
 
     @property
@@ -72,7 +72,7 @@ class Structure:
         return self.rebuild is None
 
     def name_hidden(self, name: str) -> list[str]:
-        """The paths of constants that have tensors in them, in a value that is called `name`."""
+        """Returns the paths of constants that have tensors in them, in a value called `name`."""
         if self.is_tensor:
             return []
         if not self.children and _has_tensors(self.constant):
@@ -80,7 +80,7 @@ class Structure:
         return [path for part, child in self.children for path in child.name_hidden(name + part)]
 
     def name_constants(self, name: str) -> list[tuple[str, Any]]:
-        """The paths of what is no tensor, and these values, in a value that is called `name`."""
+        """Returns the paths and values of everything that is not a tensor, in a value called `name`."""
         if self.is_tensor:
             return []
         if not self.children:
@@ -88,14 +88,14 @@ class Structure:
         return [found for part, child in self.children for found in child.name_constants(name + part)]
 
     def unflatten(self, tensors: Iterable[Any]) -> Any:
-        """The value with other tensors, or with what stands for them."""
+        """Rebuilds the value with other tensors, or with what stands for them."""
         left = iter(tensors)
         if self.rebuild is None:
             return next(left)
         return self.rebuild([child.unflatten(left) for _name, child in self.children])
 
     def name_tensors(self, name: str) -> list[str]:
-        """The paths of the tensors, in their order, in a value that is called `name`."""
+        """Returns the paths of the tensors, in their order, in a value called `name`."""
         if self.is_tensor:
             return [name]
         return [path for part, child in self.children for path in child.name_tensors(name + part)]
@@ -105,10 +105,10 @@ _TENSOR = Structure(torch.Tensor, (), None, 1)
 
 
 def flatten(value: Any) -> tuple[list[torch.Tensor], Structure]:
-    """The tensors of a value, and the rest.
+    """Returns the tensors of a value, and the rest as a structure.
 
-    Taken apart are tuples, named tuples, lists, dicts, and their subclasses; data classes; and classes
-    with a parser of `registerCustomArgParser`. Everything else is a constant.
+    Tuples, named tuples, lists, dicts and their subclasses are taken apart, and so are data classes and
+    classes with a parser of `registerCustomArgParser`. Everything else is a constant.
     """
     tensors: list[torch.Tensor] = []
     return tensors, _flatten(value, tensors)
@@ -149,7 +149,7 @@ def _flatten(value: Any, tensors: list[torch.Tensor]) -> Structure:
         del parts
         return value
 
-    # Later values are compared with it, and it may be changed until then.
+    # Later values are compared with it, and the user may change it until then.
     kept = copy.copy(value) if isinstance(value, (set, bytearray, np.ndarray)) else value
     return Structure(kind, (), same, 0, kept)
 
@@ -184,7 +184,7 @@ def _list_maker(value: list[Any]) -> Callable[[list[Any]], Any]:
 
 def _tuple_maker(value: tuple[Any, ...]) -> Callable[[list[Any]], Any]:
     kind = type(value)
-    if hasattr(kind, "_make"):  # of named tuples
+    if hasattr(kind, "_make"):  # a named tuple
         make: Callable[[list[Any]], Any] = kind._make
         return make
     if not isinstance(kind.__new__, types.FunctionType):  # a tuple, torch.Size, torch.return_types.max
@@ -232,7 +232,7 @@ def _field_setter(value: Any, fields: Sequence[str]) -> Callable[[list[Any]], An
 
 
 def compare(expected: Structure, given: Structure, name: str) -> str | None:
-    """What differs between two structures; None if nothing does."""
+    """Describes the difference between two structures; None if there is none."""
     if expected.is_tensor and given.is_tensor:
         return None
     if expected.type is not given.type:
@@ -258,7 +258,7 @@ def compare(expected: Structure, given: Structure, name: str) -> str | None:
 
 
 def _has_tensors(value: Any) -> bool:
-    """Whether an object that is not taken apart has tensors: in its attributes, and in what these hold."""
+    """Whether an object that is not taken apart has tensors, in its attributes or inside these."""
     seen: set[int] = set()
     left = [value]
     while left:
@@ -280,7 +280,7 @@ def _are_equal(first: Any, second: Any) -> bool:
     try:
         is_nan = bool(first != first) and bool(second != second)  # float("nan")
         return first is second or bool(first == second) or is_nan
-    except Exception:  # such as arrays, whose comparison is one of elements
+    except Exception:  # such as arrays, which compare by element
         is_array = isinstance(first, np.ndarray) and isinstance(second, np.ndarray)
         if not is_array or first.dtype != second.dtype:
             return False

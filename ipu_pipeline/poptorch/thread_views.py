@@ -1,7 +1,7 @@
-"""What capturing does to a model's modules, kept from other threads.
+"""Hides what capturing does to a model's modules from other threads.
 
-While a model is captured, tensors without values are in the place of its parameters and buffers. Another
-thread may save the model meanwhile, or give its parameters to an optimizer: it sees them as they are.
+While a model is captured, tensors without values replace its parameters and buffers. Another thread may
+save the model meanwhile, or give its parameters to an optimizer: it sees the real ones.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ __all__ = ["changed_for_this_thread_alone", "seeing_as_here"]
 _KINDS = ("_parameters", "_buffers", "_modules")
 _lock = threading.RLock()  # models may have modules in common
 _numbers = itertools.count(1)
-_current: contextvars.ContextVar[int] = contextvars.ContextVar("view", default=0)  # a thread begins without
+_current: contextvars.ContextVar[int] = contextvars.ContextVar(
+    "view", default=0
+)  # a thread begins with none
 
 
 def _is_current(number: int) -> bool:
@@ -30,7 +32,7 @@ def _is_current(number: int) -> bool:
 
 
 class _Views(dict[str, Any]):
-    """One dictionary for the thread that makes it, a copy; and for all others the one that it is given."""
+    """A dictionary that is a copy for the thread that makes it, and the given one for all other threads."""
 
     def __init__(self, for_others: dict[str, Any]) -> None:
         super().__init__()
@@ -62,10 +64,10 @@ for _name in vars(dict).keys() - vars(_Views).keys() - {"__new__", "__getattribu
 
 @contextlib.contextmanager
 def changed_for_this_thread_alone(model: torch.nn.Module) -> Iterator[None]:
-    """In the `with` block only this thread sees what it registers in a model's modules, or puts in a place.
+    """Hides what this thread registers or replaces in a model's modules in the `with` block from others.
 
-    What others register stays. Other attributes, as `training`, are the same for all threads. One
-    thread at a time is in such a block.
+    What other threads register stays. Other attributes, such as `training`, are the same for all threads.
+    Only one thread at a time may be in such a block.
     """
     torch.compiler.assume_constant_result(_is_current)
     with _lock:
@@ -84,7 +86,7 @@ def changed_for_this_thread_alone(model: torch.nn.Module) -> Iterator[None]:
 
 
 def seeing_as_here(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that sees a model in another thread as this one does."""
+    """Wraps a function so that it sees a model as this thread does, even in another thread."""
     number = _current.get()
 
     def call(*args: Any) -> Any:

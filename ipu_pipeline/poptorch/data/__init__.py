@@ -1,4 +1,4 @@
-"""Loading data, here or in another process."""
+"""Loading of data, in this process or in another one."""
 
 from ipu_pipeline.poptorch.data.accessor import AsynchronousDataAccessor
 from ipu_pipeline.poptorch.data.loader import DataLoader

@@ -1,4 +1,4 @@
-"""Data loaded in another process, while this one uses those that were loaded before."""
+"""Loading of data in another process, while this one uses earlier data."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _MISS_SLEEP_TIME = 0.1
 class AsynchronousDataAccessor:
     """Iterates over a data set that another process loads ahead, into a ring of shared memory.
 
-    Tensors and arrays of a batch lie in that memory. They are valid until the next batch is taken; what is
-    to stay must be copied. Iterating again before the end starts over and ends the iteration before.
+    A batch's tensors and arrays are in that memory. They are valid until the next batch is taken: copy what
+    you need longer. Iterating again before the end starts over and ends the previous iteration.
 
-    The data set's random numbers, as for shuffling, go on from this process's generators, as they are when
-    the first batch is asked for. So seeds give the same order as without another process.
+    The data set's random numbers, for example for shuffling, continue from this process's generators at the
+    time when the first batch is asked for. So seeds give the same order as without another process.
 
-    A data set is sent to the process by pickling it, unless `SharingStrategy.Fork` is used. The program is
-    imported there; what it does must stand under `if __name__ == "__main__":`.
+    The data set is pickled and sent to the process, unless `SharingStrategy.Fork` is used. The process
+    imports the program, so code that runs must stand under `if __name__ == "__main__":`.
     """
 
     def __init__(
@@ -45,27 +45,26 @@ class AsynchronousDataAccessor:
         """Starts the process.
 
         Args:
-          dataset: whatever can be iterated over, a `DataLoader` for example, or indexed up to its length.
-          buffer_size: how many batches the ring has, that which is being used included; 1 counts as 2, or
-            the last one of an iteration would be overwritten by the first one of the next.
-          miss_sleep_time_in_ms: without effect: the processes do not look for each other's progress from
-            time to time, they wake each other.
+          dataset: an object that can be iterated over, such as a `DataLoader`, or indexed up to its length.
+          buffer_size: the number of batches in the ring, including the one in use. 1 counts as 2, because
+            otherwise the first batch of an iteration would overwrite the last one of the iteration before.
+          miss_sleep_time_in_ms: has no effect: the processes wake each other, and do not poll.
           load_indefinitely: whether the next iteration's batches are loaded as soon as one has ended; else
             when it begins.
           early_preload: whether the first iteration's batches are loaded at once; else when it begins.
           sharing_strategy: how the process is started. `ForkServer`: by another process, without threads,
             that has imported torch; the second and later ones start fast. `SharedMemory`: afresh. Both get
             the data set's tensors in shared memory. `FileSystem`: afresh, with the tensors in a temporary
-            file. `Fork`: as a copy of this one, with the data set as it is; JAX warns of that, since a lock
-            that one of its threads holds stays locked in the copy: use it where the data set cannot be
-            pickled, best before the first model runs, and do not use JAX in the data set.
-          rebatched_size: joins the data set's batches to batches of so many rows. Rows that are left over
-            at the end are dropped, unless the data set is a `DataLoader` with drop_last=False.
+            file. `Fork`: as a copy of this process, with the data set as it is. JAX warns of that, because
+            a lock that one of its threads holds stays locked in the copy. Use it where the data set cannot
+            be pickled, best before the first model runs, and do not use JAX in the data set.
+          rebatched_size: the number of rows of the batches that the data set's batches are joined to. Rows
+            left over at the end are dropped, unless the data set is a `DataLoader` with drop_last=False.
 
         Raises:
           AssertionError: incomplete batches are neither dropped nor rebatched, or `rebatched_size` is less
             than 2.
-          Error: the data set is a DataLoader that loads in another process; or the program that starts the
+          Error: the data set is a DataLoader that loads in another process, or the program that starts the
             process has no `if __name__ == "__main__":`.
           TypeError: the data set cannot be iterated over, or cannot be pickled.
           ValueError: `buffer_size` is less than 1.
@@ -88,7 +87,7 @@ class AsynchronousDataAccessor:
             )
         if rebatched_size is not None and rebatched_size < 2:
             raise AssertionError(f"rebatched_size must be None or greater than 1; got {rebatched_size}.")
-        is_loaders = hasattr(dataset, "rebatched_drop_last")  # whose last batch may be smaller
+        is_loaders = hasattr(dataset, "rebatched_drop_last")  # its last batch may be smaller
         if rebatched_size is None and not is_loaders and _may_leave_rows(dataset):
             raise AssertionError(
                 "The 'drop_last=False' option from the DataLoader only works if 'rebatched_size' is "
@@ -114,10 +113,10 @@ class AsynchronousDataAccessor:
         self._process.stop()
 
     def __len__(self) -> int:
-        """How many batches an iteration has.
+        """Returns the number of batches in an iteration.
 
         Raises:
-          TypeError: that is not known.
+          TypeError: it is not known.
         """
         if self._loading.rebatched_size is None:
             return len(self._dataset)
@@ -162,7 +161,7 @@ class _Iteration:
 
 
 def _count_rows(dataset: Any) -> int | None:
-    """How many rows a data set yields; None if that is not known."""
+    """Returns the number of rows that a data set yields; None if it is not known."""
     if not isinstance(dataset, torch.utils.data.DataLoader) or dataset.batch_size is None:
         return None
     rows = (

@@ -1,4 +1,4 @@
-"""torch's DataLoader, whose batches are those of all micro-batches of a call."""
+"""torch's DataLoader, with batches that hold all micro-batches of a call."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     The rows of a batch are in the order of the data set: device iteration outermost, then accumulation
     step, then replica, then the row in its micro-batch.
 
-    Workers (`num_workers`) are forked, as torch does it. In the modes other than Sync they are forked from
-    the process that loads the data, which has no JAX in it.
+    Workers (`num_workers`) are forked, as in torch. In modes other than Sync they are forked from the
+    process that loads the data, which has no JAX in it.
 
     Attributes:
       mode: where batches are made.
@@ -58,33 +58,33 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         batch_sampler: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Freezes the options. In the modes other than Sync, starts the process that loads the data.
+        """Freezes the options. In modes other than Sync, starts the process that loads the data.
 
         Args:
-          options: those of the model; they say how many micro-batches a call has.
-          dataset: torch's, with an index or iterable.
-          batch_size: rows of a micro-batch. None: the data set's elements are taken as they are.
-          shuffle: whether rows come in another order in each iteration; None for not.
-          num_workers: how many processes load rows; 0: none but that which makes batches.
-          drop_last: whether rows that are left over at the end, fewer than those of a call, are dropped.
-          persistent_workers: whether workers stay from one iteration to the next; None: they do.
+          options: the model's options, which set the number of micro-batches in a call.
+          dataset: a data set of torch, with an index or iterable.
+          batch_size: rows of a micro-batch. With None, the data set's elements are taken as they are.
+          shuffle: whether rows come in a new order in each iteration; None means no.
+          num_workers: the number of processes that load rows. With 0, the process that makes batches does.
+          drop_last: whether rows left over at the end, too few for a call, are dropped.
+          persistent_workers: whether workers stay from one iteration to the next; None means yes.
           auto_distributed_partitioning: whether each of several processes (`options.Distributed`) gets its
-            part of the data: contiguous and equal parts, of a permutation that all have in common if rows
-            are shuffled. Otherwise the data set or the sampler sees to that.
+              part of the data: contiguous and equal parts, of a permutation that all have in common if rows
+              are shuffled. Otherwise the data set or the sampler must do this.
           mode: where batches are made. Sync: in this process; Async: in another one, see
             `AsynchronousDataAccessor`; AsyncRebatched: in another one, from smaller batches of the workers.
           async_options: arguments of `AsynchronousDataAccessor`, by name.
-          rebatched_worker_size: rows of the workers' batches in mode AsyncRebatched; None for as many as
-            are yielded.
-          batch_sampler: torch's, in place of `batch_size`; it yields the indices of the rows of each
+          rebatched_worker_size: rows of the workers' batches in mode AsyncRebatched; None for the number
+            that is yielded.
+          batch_sampler: torch's, in place of `batch_size`. It yields the indices of the rows of each
             micro-batch.
           **kwargs: torch's other arguments.
 
         Raises:
           AssertionError: an argument does not fit mode, data set or number of processes.
-          Error: `options` are none; `batch_sampler` comes with arguments that it replaces; or see
-            `AsynchronousDataAccessor`.
-          TypeError: there is no such argument; or see `AsynchronousDataAccessor`.
+          Error: `options` are not options, or `batch_sampler` comes with arguments that it replaces; see
+            also `AsynchronousDataAccessor`.
+          TypeError: there is no such argument; see also `AsynchronousDataAccessor`.
           ValueError: torch, or the partition, does not take these arguments together.
         """
         # Options import JAX, which the process that loads data does not need.
@@ -137,7 +137,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             )
 
     def __iter__(self) -> Any:
-        """Iterates over the data once. In modes other than Sync, this ends an iteration that goes on."""
+        """Iterates over the data once. In modes other than Sync, this ends an unfinished iteration."""
         if self._accessor is not None:
             return iter(self._accessor)
         with warnings.catch_warnings():
@@ -148,21 +148,21 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     def __getstate__(self) -> dict[str, Any]:
         if self._accessor is not None:
             raise TypeError(f"A DataLoader in mode {self.mode.name} has a process, and cannot be pickled.")
-        # Who loads data does not need the options, nor what they import.
+        # The process that loads data does not need the options, nor what they import.
         return {**vars(self), "_options": None, "_iterator": None}
 
     @property
     def combinedBatchSize(self) -> int | None:
-        """How many rows one call takes; None for the data set's elements as they are."""
+        """The number of rows that a call takes; None if the data set's elements are taken as they are."""
         return self._combined_batch_size
 
     @property
     def options(self) -> Options | None:
-        """Those of the model; None in a copy, and in one that was pickled."""
+        """The model's options; None in a copy or an unpickled one."""
         return self._options
 
     def terminate(self) -> None:
-        """Ends the process that loads data, and the workers. Iterating again starts others."""
+        """Ends the process that loads data, and the workers. Iterating again starts new ones."""
         self._iterator = None
         if self._accessor is not None:
             self._accessor.terminate()
@@ -174,7 +174,7 @@ def _count_micro_batches(options: Options) -> int:
 
 
 def _partition(options: Options, dataset: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """What is to be given to torch instead, for the part of this process."""
+    """Returns the arguments to give to torch instead, for the part of this process."""
     if isinstance(dataset, torch.utils.data.IterableDataset):
         raise AssertionError(
             "IterableDatasets not supported for distributed execution, unless the data set itself yields "
@@ -236,7 +236,7 @@ def _warn_if_empty(dataset: Any, combined: int | None, arguments: Mapping[str, A
     if 0 < len(dataset) < combined:
         logs.warn_once(
             f"DataLoader: the data set has {len(dataset)} rows, fewer than the {combined} of one call, so "
-            "that nothing is loaded: lower batch_size, or deviceIterations or gradientAccumulation of the "
+            "nothing is loaded: lower batch_size, or deviceIterations or gradientAccumulation of the "
             "options."
         )
 
@@ -249,7 +249,7 @@ def _warn(
     async_options: Mapping[str, Any] | None,
     rebatched_worker_size: int | None,
 ) -> None:
-    """Logs what has no effect, or an unexpected one."""
+    """Warns of arguments without effect, or with an unexpected one."""
     if async_options and mode == DataLoaderMode.Sync:
         logs.warn_once("DataLoader: async_options has no effect in mode Sync.")
     if rebatched_worker_size is not None and mode != DataLoaderMode.AsyncRebatched:

@@ -1,4 +1,4 @@
-"""Memory that processes share. It has no name in any file system: nothing of it can be left behind."""
+"""Memory that processes share. It has no name in any file system, so nothing can be left behind."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["allocate", "map_bytes"]
 
 
 def allocate(num_bytes: int, on_disk: bool = False) -> int:
-    """Makes memory. Returns its file descriptor, to be closed by the caller.
+    """Makes memory. Returns its file descriptor, which the caller must close.
 
     Raises:
-      OSError: there is not enough.
+      OSError: there is not enough memory.
     """
     if on_disk:
         with tempfile.TemporaryFile() as file:
@@ -23,7 +23,7 @@ def allocate(num_bytes: int, on_disk: bool = False) -> int:
     else:
         descriptor = os.memfd_create("poptorch-data", os.MFD_CLOEXEC)
     try:
-        # Now, since where it is missing later a write to the mapped memory kills the process.
+        # Allocated now, because a write to mapped memory that cannot be had later kills the process.
         os.posix_fallocate(descriptor, 0, num_bytes)
     except BaseException:
         os.close(descriptor)
@@ -32,5 +32,5 @@ def allocate(num_bytes: int, on_disk: bool = False) -> int:
 
 
 def map_bytes(descriptor: int, num_bytes: int) -> torch.Tensor:
-    """The memory of a file descriptor, which may then be closed, as a one-dimensional tensor of bytes."""
+    """Maps a file descriptor's memory to a 1-D tensor of bytes. The descriptor may then be closed."""
     return torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)

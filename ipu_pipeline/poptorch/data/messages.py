@@ -1,4 +1,4 @@
-"""What the process that loads the data, and the one that uses them, tell each other.
+"""The messages between the process that loads data and the one that uses them.
 
 Slots are pieces of shared memory, numbered from 0. The iterations over the data are counted from 1.
 """
@@ -15,23 +15,23 @@ __all__ = ["Ended", "Failed", "Free", "Loaded", "Loading", "Ready", "Renewed", "
 
 @dataclass(frozen=True)
 class Loading:
-    """How data are loaded."""
+    """The settings of loading."""
 
-    num_slots: int  # how many batches are kept in shared memory
+    num_slots: int  # the number of batches in shared memory
     load_indefinitely: bool  # whether the next iteration's batches are loaded before they are asked for
-    rebatched_size: int | None  # how many rows batches are joined to; None for none
-    drop_last: bool  # whether what is left over of that, at the end, is dropped
+    rebatched_size: int | None  # the number of rows that batches are joined to; None to leave them
+    drop_last: bool  # whether rows left over at the end are dropped
 
 
 class Want(NamedTuple):
-    """To the loader: an iteration is wanted, and none before it any more."""
+    """To the loader: an iteration is wanted, and earlier ones no longer."""
 
     iteration: int
     randomness: Randomness | None
 
 
 class Free(NamedTuple):
-    """To the loader: the batch in a slot is not needed any more."""
+    """To the loader: the batch in a slot is no longer needed."""
 
     slot: int
 
@@ -45,7 +45,7 @@ class Ready(NamedTuple):
 
 
 class Renewed(NamedTuple):
-    """From the loader: a slot has other memory. The file descriptor follows."""
+    """From the loader: a slot has new memory. The file descriptor follows."""
 
     slot: int
     num_bytes: int
@@ -71,5 +71,5 @@ class Failed(NamedTuple):
 
     iteration: int  # its number
     error: bytes  # pickled; empty if it cannot be
-    name: str  # that of its class
+    name: str  # the name of its class
     text: str  # its traceback

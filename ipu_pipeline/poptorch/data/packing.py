@@ -14,13 +14,13 @@ __all__ = ["Packed"]
 
 
 class Packed:
-    """A data set that is pickled as a process is started with it, its tensors in memory that is shared.
+    """A data set that is pickled when a process is started with it, with its tensors in shared memory.
 
-    torch's way of sending tensors takes one open file for each: a fork server accepts 254, a process 1,024.
+    torch's way of sending tensors needs an open file for each: a fork server accepts 254, a process 1,024.
     """
 
     def __init__(self, dataset: Iterable[Any], on_disk: bool) -> None:
-        """Pickles nothing yet, and where a process is forked never does."""
+        """Pickles nothing yet, and nothing at all if the process is forked."""
         self._dataset = dataset
         self._on_disk = on_disk
         self._descriptor: int | None = None
@@ -45,7 +45,7 @@ class Packed:
         self._state = state
 
     def unpack(self) -> Iterable[Any]:
-        """The data set, in the process to which it was sent; once."""
+        """Unpacks the data set in the process that it was sent to; only once."""
         if not hasattr(self, "_state"):
             return self._dataset
         pickled, buffers, num_bytes, duplicate = self._state
@@ -59,7 +59,7 @@ class Packed:
         return dataset
 
     def close(self) -> None:
-        """Lets go of what was made for sending, once the process is started."""
+        """Releases what was made for sending, once the process is started."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None

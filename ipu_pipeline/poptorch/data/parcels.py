@@ -1,4 +1,4 @@
-"""Values taken apart: a pickle, and beside it the contents of tensors and arrays, for shared memory."""
+"""Takes values apart for shared memory: into a pickle, and the contents of tensors and arrays."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PROTOCOL = 5  # the first with buffers beside the pickle
 
 
 class _Placed(NamedTuple):
-    """Where a tensor's contents are, in bytes from the beginning, and how to read them; None: in a row."""
+    """A tensor's contents: the offset in bytes, and how to read them; None if they are contiguous."""
 
     offset: int
     num_bytes: int
@@ -30,12 +30,12 @@ class _Placed(NamedTuple):
 class Parcel:
     """A value that was taken apart."""
 
-    pickled: bytes = b""  # all of it but the contents
-    # offset and number of bytes, for each that NumPy's arrays and the like gave away
+    pickled: bytes = b""  # everything but the contents
+    # offset and number of bytes of each buffer that NumPy's arrays and the like gave
     buffers: list[tuple[int, int]] = field(default_factory=list)
     # what is to be copied to each offset
     contents: list[tuple[int, torch.Tensor]] = field(default_factory=list)
-    num_bytes: int = 0  # how much memory the contents need
+    num_bytes: int = 0  # the memory that the contents need
 
     def add(self, content: torch.Tensor) -> int:
         """Finds a place for a content. Returns its offset."""
@@ -70,12 +70,12 @@ class _Pickler(ForkingPickler):
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is torch.Generator and obj.device.type == "cpu":
-            # torch takes its state from where a storage begins, whatever the tensor's offset.
+            # torch reads a state from the beginning of a storage, whatever the tensor's offset is.
             return _make_generator, (bytes(obj.get_state().numpy()),)
         return NotImplemented
 
     def persistent_id(self, obj: Any) -> _Placed | None:
-        # What is special about other tensors is for torch's own ways of sending them.
+        # Other kinds of tensors are left to torch's own ways of sending them.
         if type(obj) is not torch.Tensor or obj.layout != torch.strided or obj.device.type != "cpu":
             return None
         if obj.is_quantized or obj.is_conj() or obj.is_neg():
@@ -121,10 +121,10 @@ def take_apart(value: Any, whole_storages: bool = False) -> Parcel:
     """Pickles a value, except for the contents of its tensors and arrays.
 
     Args:
-      value: of any structure. Tensors in it on the CPU and of the usual kind are placed beside the pickle,
-        without gradients; so is what pickles of NumPy's arrays can leave out.
-      whole_storages: tensors that share memory do so afterwards, and all of the memory comes along;
-        otherwise each tensor comes by itself and contiguous.
+      value: of any structure. Its ordinary tensors on the CPU are placed beside the pickle, without
+        gradients, and so are the buffers that pickles of NumPy's arrays can leave out.
+      whole_storages: if True, tensors that share memory still do afterwards, and all of the memory comes
+        along. Otherwise each tensor comes by itself and contiguous.
     """
     parcel = Parcel()
     stream = io.BytesIO()
@@ -134,6 +134,6 @@ def take_apart(value: Any, whole_storages: bool = False) -> Parcel:
 
 
 def put_together(pickled: bytes, buffers: list[tuple[int, int]], memory: torch.Tensor) -> Any:
-    """The inverse of `take_apart`. Tensors and arrays lie in the memory, which they keep alive."""
+    """Inverts `take_apart`. Tensors and arrays are in the memory, which they keep alive."""
     views = [memory[offset : offset + num_bytes].numpy() for offset, num_bytes in buffers]
     return _Unpickler(pickled, views, memory).load()

@@ -1,4 +1,4 @@
-"""Which rows of a data set are those of a call, or of one of several processes."""
+"""Chooses the rows of a data set for a call, or for one of several processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["CombiningSampler", "PartSampler", "find_part"]
 
 
 class CombiningSampler(torch.utils.data.Sampler[list[int]]):
-    """Joins the batches of a sampler, those of micro-batches, to those of calls."""
+    """Joins a sampler's batches, which are micro-batches, to the batches of calls."""
 
     def __init__(self, batches: Iterable[list[int]], number: int, drop_last: bool) -> None:
         """Takes the sampler."""
@@ -34,7 +34,7 @@ class PartSampler(torch.utils.data.Sampler[int]):
     """Samples one of several equal parts, each contiguous: of the data set, or of a permutation of it."""
 
     def __init__(self, num_rows: int, part: range, seed: int | None) -> None:
-        """Takes what is the same in all processes, and the part."""
+        """Takes arguments that are the same in all processes, and this process's part."""
         self._num_rows = num_rows
         self._part = part
         self._generator = None if seed is None else torch.Generator().manual_seed(seed)
@@ -50,7 +50,7 @@ class PartSampler(torch.utils.data.Sampler[int]):
 
 
 def find_part(num_rows: int, combined_batch_size: int, drop_last: bool, index: int, count: int) -> range:
-    """The positions of one part.
+    """Returns the positions of one part.
 
     Raises:
       AssertionError: no row may be dropped, and the parts would not be equal.

@@ -1,4 +1,4 @@
-"""The process that loads data, seen from the one that uses them: started, asked, ended in every case."""
+"""The user's side of the process that loads data: starts it, asks for data, and always ends it."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ class LoadingProcess:
     """A process that loads data, the connection to it, and the memory shared with it."""
 
     def __init__(self, dataset: Iterable[Any], loading: Loading, strategy: SharingStrategy) -> None:
-        """Starts it; it loads nothing before `begin` or `preload`.
+        """Starts the process. It loads nothing before `begin` or `preload`.
 
         Raises:
-          Error: this process is itself such a one, and just importing the program.
+          Error: this process was itself started to load data, and is still importing the program.
           TypeError: the data set cannot be sent.
         """
         self._process: multiprocessing.process.BaseProcess | None = None
@@ -72,18 +72,18 @@ class LoadingProcess:
         self._events = select.poll()  # each call of multiprocessing's `wait` would make another one
         self._events.register(self._connection, select.POLLIN)
         self._events.register(self._process.sentinel, select.POLLIN)
-        # At its end a process waits for those that it has started, but calls this before. Python's own
-        # `atexit` would come too late, or never in a process that was itself started by multiprocessing.
+        # At its end, a process waits for its child processes, but calls this before. Python's own `atexit`
+        # would come too late, or never in a process that was itself started by multiprocessing.
         reference = weakref.ref(self)
         self._at_exit = util.Finalize(None, _stop_if_there, (reference,), exitpriority=10)
 
     @property
     def has_ended(self) -> bool:
-        """Whether there is no process any more."""
+        """Whether the process has ended."""
         return self._process is None
 
     def preload(self) -> None:
-        """Lets it load the batches of the first iteration."""
+        """Tells it to load the batches of the first iteration."""
         self._is_preloading = True
         with self._stopping_if_interrupted():
             self._send(Want(1, Randomness.take()))
@@ -97,12 +97,12 @@ class LoadingProcess:
         return self._iteration
 
     def take(self, iteration: int) -> Any:
-        """The next batch of an iteration. That before it is given back; not at the end, if there is space.
+        """Returns the next batch. Gives back the one before, except at the end if there is space.
 
         Raises:
-          StopIteration: there is none.
+          StopIteration: there is no next batch.
           Error: another iteration has begun, or the process has ended.
-          Exception: what the data set raised.
+          Exception: an error that the data set raised.
         """
         if self._process is None:
             raise Error("The process that loads the data was ended. Iterate again to start another one.")
@@ -129,7 +129,7 @@ class LoadingProcess:
     def stop(self) -> None:
         """Ends the process, whatever it is doing."""
         process = self._process
-        if process is None or self._owner != os.getpid():  # the latter in a process that was forked
+        if process is None or self._owner != os.getpid():  # the latter is so in a forked process
             return
         try:
             self._send(Stop())
@@ -151,7 +151,7 @@ class LoadingProcess:
 
     @contextlib.contextmanager
     def _stopping_if_interrupted(self) -> Iterator[None]:
-        """Around what is said and heard, which half done would leave the other side mistaken."""
+        """Stops the process if an exchange of messages is interrupted: the sides would disagree."""
         try:
             yield
         except BaseException:  # Ctrl-C, or the process has ended
@@ -159,7 +159,7 @@ class LoadingProcess:
             raise
 
     def _hold(self, slot: int) -> None:
-        """Gives back the slot that was held before."""
+        """Holds a slot, and gives back the one that was held before."""
         if self._held is not None:
             self._send(Free(self._held))
         self._held = slot
@@ -224,7 +224,7 @@ def _start(
     here, there = context.Pipe()
     try:
         arguments = (there, here if method == "fork" else None, packed, loading)
-        # A daemon could have no workers of torch's.
+        # A daemon could not have workers of torch.
         process = context.Process(target=worker.serve, args=arguments, name="poptorch-data", daemon=False)
         process.start()
     except BaseException:
@@ -237,19 +237,19 @@ def _start(
 
 
 def _import_in_server(context: Any) -> None:
-    """Has the fork server import torch once, instead of every process that it forks."""
+    """Makes the fork server import torch once, instead of in every process that it forks."""
     imported = getattr(getattr(forkserver, "_forkserver", None), "_preload_modules", None)
     if imported is not None and worker.__name__ not in imported:
         context.set_forkserver_preload([*imported, worker.__name__])
 
 
 def _raise(failure: Failed) -> None:
-    """Raises what the data set raised, with the traceback that it had."""
+    """Raises the data set's error, with its traceback as a note."""
     try:
         error = pickle.loads(failure.error)  # noqa: S301  # from our own process
     except Exception:
         error = None
-    if not isinstance(error, Exception):  # it does not pickle
+    if not isinstance(error, Exception):  # it could not be pickled
         error = RuntimeError(failure.name)
     error.add_note(f"Raised in the process that loads the data:\n{failure.text}")
     raise error

@@ -1,4 +1,4 @@
-"""Random numbers of another process that go on from this one's, so that seeds have an effect there."""
+"""Lets another process continue this one's random numbers, so that seeds have an effect there."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Randomness"]
 class Randomness(NamedTuple):
     """The states of the generators of Python, NumPy and torch.
 
-    A data set's shuffling and transformations then draw the same in the other process as they would here.
+    A data set's shuffling and transformations then draw the same numbers in the other process as here.
     """
 
     of_python: Any
@@ -23,14 +23,14 @@ class Randomness(NamedTuple):
 
     @classmethod
     def take(cls) -> Randomness:
-        """That of this process. torch's generator is moved on: the next to take it gets another one."""
+        """Returns this process's states, and advances torch's generator, so that the next call differs."""
         of_torch = torch.get_rng_state().numpy().tobytes()
         taken = cls(random.getstate(), np.random.get_state(), of_torch)  # noqa: NPY002
         torch.empty((), dtype=torch.int64).random_()
         return taken
 
     def use(self) -> None:
-        """Continues with it in this process."""
+        """Sets this process's generators to the states."""
         random.setstate(self.of_python)
         np.random.set_state(self.of_numpy)  # noqa: NPY002  # the user's data sets may use this one
         torch.set_rng_state(torch.frombuffer(bytearray(self.of_torch), dtype=torch.uint8))

@@ -1,4 +1,4 @@
-"""Batches joined, and cut, into batches of another number of rows."""
+"""Joins and cuts batches into batches of another number of rows."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ __all__ = ["rebatch"]
 
 
 def rebatch(batches: Iterable[Any], num_rows: int, drop_last: bool) -> Iterator[Any]:
-    """Yields the rows of some batches in their order, so many at a time.
+    """Yields the rows of some batches in their order, `num_rows` at a time.
 
     Args:
-      batches: tensors, or tuples, lists and dicts of them, whose first dimension is that of the rows. Lists
-        of other things, one for each row, are joined too.
-      num_rows: of each batch that is yielded.
-      drop_last: whether fewer rows than that, at the end, are left out.
+      batches: tensors, or tuples, lists and dicts of them, with rows as the first dimension. Lists of other
+        things, one for each row, are joined, too.
+      num_rows: the number of rows of each batch that is yielded.
+      drop_last: whether fewer rows at the end are left out.
 
     Raises:
-      TypeError: a batch has no rows, or something in it that cannot be joined.
+      TypeError: a batch has no rows, or it has something that cannot be joined.
     """
     kept: list[Any] = []
     missing = num_rows
@@ -52,19 +52,19 @@ def _count_rows(batch: Any) -> int:
     if len(counts) != 1 or 0 in counts:
         shapes = [tuple(array.shape) for array in _arrays_of(batch)]
         raise TypeError(
-            "Rebatching: all tensors of a batch must have as many rows, in their first dimension; "
-            f"got a {type(batch).__name__} with tensors of the shapes {shapes}."
+            "Rebatching: all tensors of a batch must have the same number of rows, in their first "
+            f"dimension; got a {type(batch).__name__} with tensors of the shapes {shapes}."
         )
     return counts.pop()
 
 
 def _rebuild(like: Any, parts: Sequence[Any]) -> Any:
-    """A tuple or list of the same type."""
+    """Makes a tuple or list of the same type."""
     return type(like)(*parts) if hasattr(like, "_fields") else type(like)(parts)
 
 
 def _is_by_row(value: Any, num_rows: int) -> bool:
-    """Whether a tuple or list has something for each row, which is no tensor: as strings come."""
+    """Whether a tuple or list has one item per row that is not a tensor, such as strings."""
     return len(value) == num_rows and next(_arrays_of(value), None) is None
 
 

@@ -1,4 +1,4 @@
-"""What the process that loads data runs. It needs torch and the data set, and never JAX."""
+"""The main function of the process that loads data. It needs torch and the data set, never JAX."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ __all__ = ["serve"]
 
 
 def serve(connection: Connection, unneeded: Connection | None, packed: Packed, loading: Loading) -> None:
-    """Loads data until it is told to stop, or the other process is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the other process, which ends this
+    """Loads data until told to stop, or until the other process is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the other process, which ends this one
     signal.signal(signal.SIGTERM, _exit)
     torch.set_num_threads(1)  # more would compete with the model, and hang after a fork
-    # torch's workers, and what else the data set starts. This process has one thread, and would otherwise
-    # start others as it was started itself.
+    # For torch's workers, and other processes of the data set. This process has one thread, and would
+    # otherwise start others in the way that it was started itself.
     multiprocessing.set_start_method("fork", force=True)
     if unneeded is not None:
         unneeded.close()
@@ -51,19 +51,19 @@ def serve(connection: Connection, unneeded: Connection | None, packed: Packed, l
 
 
 def _exit(number: int, _frame: FrameType | None) -> None:
-    """Ends at once. An exception might come where Python only reports it, as in a weak reference's call."""
+    """Ends at once. Python would only report an exception in some places, such as weak references."""
     for child in multiprocessing.active_children():
         child.kill()
     os._exit(128 + number)
 
 
 class _Stopped(SystemExit):
-    """Nothing is wanted any more."""
+    """Nothing is wanted any longer."""
 
 
 @contextlib.contextmanager
 def _ending() -> Iterator[None]:
-    """Around what is done with the connection: if it fails, the other process is gone."""
+    """Stops if the connection fails, because the other process is gone then."""
     try:
         yield
     except (EOFError, OSError):
@@ -71,7 +71,7 @@ def _ending() -> Iterator[None]:
 
 
 class _Outdated(Exception):  # noqa: N818  # no error
-    """The iteration whose batches are being loaded is not wanted any more."""
+    """The iteration whose batches are being loaded is no longer wanted."""
 
 
 class _Loader:
@@ -87,7 +87,7 @@ class _Loader:
         self._wanted = 0
 
     def run(self, packed: Packed) -> None:
-        """Loads iteration after iteration; never returns but for a data set that cannot be had."""
+        """Loads iteration after iteration. Returns only if the data set cannot be unpacked."""
         try:
             dataset = packed.unpack()
         except Exception as error:
@@ -102,7 +102,7 @@ class _Loader:
             iteration = max(iteration + 1, self._wanted)
 
     def _load(self, dataset: Iterable[Any], iteration: int) -> bool:
-        """Loads the batches of an iteration. Returns whether the next may follow before it is wanted."""
+        """Loads an iteration's batches. Returns whether the next one may follow before it is wanted."""
         num_loaded = 0
         try:
             for batch in self._iterate(dataset):
@@ -114,12 +114,12 @@ class _Loader:
             self._report(iteration, error)
             return False
         self._send(Ended(iteration))
-        return num_loaded > 0  # or one empty iteration would follow another without end
+        return num_loaded > 0  # or empty iterations would follow each other without end
 
     def _iterate(self, dataset: Any) -> Iterator[Any]:
         if hasattr(dataset, "__iter__"):
             batches = iter(dataset)
-        else:  # torch's data sets with an index need not raise at their end
+        else:  # torch's indexed data sets need not raise at their end
             batches = (dataset[index] for index in range(len(dataset)))
         if self._loading.rebatched_size is None:
             return batches
@@ -170,7 +170,7 @@ class _Loader:
     def _report(self, iteration: int, error: Exception) -> None:
         try:
             pickled = pickle.dumps(error)
-            pickle.loads(pickled)  # noqa: S301  # what takes other arguments than it has pickles, but does not load
+            pickle.loads(pickled)  # noqa: S301  # some errors can be pickled but not unpickled
         except Exception:
             pickled = b""
         self._send(Failed(iteration, pickled, f"{type(error).__name__}: {error}", traceback.format_exc()))

@@ -1,4 +1,4 @@
-"""What a model is called with: bound to its forward's parameters, checked, and cut into micro-batches."""
+"""Binds a call's arguments to forward's parameters, checks them, and cuts them into micro-batches."""
 
 from __future__ import annotations
 
@@ -29,19 +29,16 @@ __all__ = [
     "split",
 ]
 
-# Where differences are from what a file was captured for.
-OF_FILE = (
-    " The file has the model as it was captured for such inputs, and no other: export the model again, for "
-    "these."
-)
+# Added where arguments differ from those that a file's model was captured for.
+OF_FILE = " The file has a model that was captured for such inputs only: export the model again, for these."
 _WRAP = "wrap it again in a new trainingModel or inferenceModel, or call destroy() on this one first."
 _MEND = f" The model was compiled for other inputs: {_WRAP}"
 OTHER_THAN_SHAPES = (
     f"{_MEND} Options.allowNewShapes(True) allows other shapes of tensors, but no other dtypes, structures "
-    "or values that are no tensors."
+    "or values that are not tensors."
 )
 _MEND_SHAPES = (
-    " The model was compiled for other inputs: Options.allowNewShapes(True) has it compiled for these, "
+    " The model was compiled for other inputs: Options.allowNewShapes(True) compiles it for these, "
     f"too; or {_WRAP}"
 )
 
@@ -50,32 +47,32 @@ _MEND_SHAPES = (
 class Arguments:
     """The arguments of a call."""
 
-    tensors: list[torch.Tensor]  # those in them, of all micro-batches
-    structure: Structure  # of the pair of positional and keyword arguments
-    names: list[str]  # of the tensors, by the parameters of forward
+    tensors: list[torch.Tensor]  # the tensors in them, of all micro-batches
+    structure: Structure  # the structure of the pair of positional and keyword arguments
+    names: list[str]  # the names of the tensors, by the parameters of forward
 
 
 @dataclass(frozen=True)
 class Batching:
     """How a call's tensors are cut along their first dimension."""
 
-    device_iterations: int  # weight updates of a call, or micro-batches of an inference
-    gradient_accumulation: int  # micro-batches per weight update, of each replica
-    input_groups: tuple[int, ...] = (0,)  # of each replica, the group whose inputs it gets
+    device_iterations: int  # weight updates in a call, or micro-batches in inference
+    gradient_accumulation: int  # micro-batches per weight update and replica
+    input_groups: tuple[int, ...] = (0,)  # for each replica, the group whose inputs it gets
 
     @property
     def num_rounds(self) -> int:
-        """How many micro-batches each replica has in a call."""
+        """The number of micro-batches of each replica in a call."""
         return self.device_iterations * self.gradient_accumulation
 
     @property
     def num_groups(self) -> int:
-        """How many groups of replicas with the same inputs there are."""
+        """The number of groups of replicas with the same inputs."""
         return max(self.input_groups) + 1
 
     @property
     def num_micro_batches(self) -> int:
-        """How many a call's tensors are cut into."""
+        """The number of micro-batches that a call's tensors are cut into."""
         return self.num_rounds * self.num_groups
 
 
@@ -83,7 +80,7 @@ class Signature:
     """The parameters of a model's forward."""
 
     def __init__(self, signature: inspect.Signature) -> None:
-        """Reads them."""
+        """Reads the parameters."""
         self._signature = signature
         kinds = inspect.Parameter
         parameters = self._signature.parameters.values()
@@ -122,13 +119,13 @@ class Signature:
         tensors, structure = flatten((tuple(args), by_name))
         for hidden in structure.name_hidden("arguments"):
             raise Error(
-                f"{hidden} is an object with tensors in it, in which nobody looks for them. Pass tuples, "
+                f"{hidden} is an object with tensors in it, which are not found there. Pass tuples, "
                 "lists or dicts; or say by poptorch.registerCustomArgParser how it is taken apart."
             )
         return Arguments(tensors, structure, self.name_tensors(structure))
 
     def name_tensors(self, structure: Structure) -> list[str]:
-        """What errors call the tensors of a call."""
+        """Returns the names of a call's tensors in errors."""
         (_zero, positional), (_one, named) = structure.children
         names = []
         for number, (_label, child) in enumerate(positional.children):
@@ -136,11 +133,11 @@ class Signature:
             name = self._positional[number] if is_known else f"args[{number - len(self._positional)}]"
             names += child.name_tensors(name)
         for label, child in named.children:
-            names += child.name_tensors(label[2:-2])  # of "['name']"
+            names += child.name_tensors(label[2:-2])  # the name in "['name']"
         return names
 
     def compare(self, expected: Structure, given: Structure) -> str | None:
-        """What differs between the arguments of two calls, besides the tensors; None if nothing does."""
+        """Describes the difference between two calls' arguments, besides tensors; None if there is none."""
         (_zero, first), (_one, first_named) = expected.children
         (_zero, second), (_one, second_named) = given.children
         if len(first.children) != len(second.children):
@@ -181,12 +178,12 @@ def check_like_first(signature: Signature, first: Arguments, given: Arguments, m
 
 
 def shapes_of(arguments: Arguments) -> tuple[torch.Size, ...]:
-    """The shapes of a call's tensors, all micro-batches together."""
+    """Returns the shapes of a call's tensors, all micro-batches together."""
     return tuple(tensor.shape for tensor in arguments.tensors)
 
 
 def describe_shapes(names: Sequence[str], shapes: Sequence[torch.Size]) -> str:
-    """Shapes by the names of their arguments, for people."""
+    """Describes shapes by the names of their arguments, for people to read."""
     named = zip(names, shapes, strict=True)
     return ", ".join(f"{name} {list(shape)}" for name, shape in named) or "no tensors"
 
@@ -206,7 +203,7 @@ def check_batches(arguments: Arguments, batching: Batching) -> None:
     """Checks that the tensors can be cut.
 
     Raises:
-      AssertionError: the first dimension of one is no multiple of the number of micro-batches.
+      AssertionError: the first dimension of one is not a multiple of the number of micro-batches.
     """
     number = batching.num_micro_batches
     if number == 1:
@@ -227,16 +224,16 @@ def check_batches(arguments: Arguments, batching: Batching) -> None:
 
 
 def _describe_fitting(size: int, number: int) -> str:
-    """Which numbers of rows near one that does not fit could be cut."""
+    """Names the nearest numbers of rows that could be cut, for one that cannot."""
     below, above = size // number * number, (size // number + 1) * number
     fitting = f"{below} rows would fit, or {above}" if below else f"{above} rows would fit"
-    return f"{fitting}: all micro-batches of a call have as many."
+    return f"{fitting}: all micro-batches of a call have the same number."
 
 
 def split(arguments: Arguments, batching: Batching) -> tuple[list[Any], int]:
-    """The micro-batches of a call, in the order in which they run.
+    """Cuts a call's arguments into micro-batches, in the order in which they run.
 
-    That is: device iterations outermost, then accumulation steps, then replicas.
+    The order is device iterations outermost, then accumulation steps, then replicas.
 
     Raises:
       AssertionError: see `check_batches`.
@@ -265,7 +262,7 @@ def split(arguments: Arguments, batching: Batching) -> tuple[list[Any], int]:
 
 
 def first_micro_batch(arguments: Arguments, batching: Batching) -> list[torch.Tensor]:
-    """The tensors of the first micro-batch, for which a model is compiled.
+    """Returns the tensors of the first micro-batch, for which a model is compiled.
 
     Raises:
       AssertionError: see `check_batches`.
@@ -277,7 +274,7 @@ def first_micro_batch(arguments: Arguments, batching: Batching) -> list[torch.Te
             to_numpy(tensor, f"Input {name}")
     number = batching.num_micro_batches
     with torch.inference_mode(False):
-        # Those that were made in inference mode cannot be captured; copies can.
+        # Tensors that were made in inference mode cannot be captured, but copies can.
         tensors = [t.clone() if t.is_inference() else t.detach() for t in arguments.tensors]
         if number == 1:
             return tensors

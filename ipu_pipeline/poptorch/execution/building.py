@@ -1,4 +1,4 @@
-"""Compiles a model: captured, cut into stages, and made a pipeline of the engine."""
+"""Compiles a model: captures it, cuts it into stages, and makes a pipeline of the engine."""
 
 from __future__ import annotations
 
@@ -60,16 +60,16 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class Wrapped:
-    """What a wrapper was given."""
+    """The arguments of a wrapper."""
 
-    model: torch.nn.Module  # the user's
-    modes: Modes  # which of its modules were in training mode
-    options: Options  # of the model, frozen; the output mode is never `Default`
+    model: torch.nn.Module  # the user's model
+    modes: Modes  # the training mode of each of its modules
+    options: Options  # the model's options, frozen; the output mode is never `Default`
     trains: bool  # whether it is a `trainingModel`
 
 
 def batching_of(options: Options) -> Batching:
-    """How the options cut a call's tensors."""
+    """Returns how the options cut a call's tensors."""
     groups = find_groups(options.input_cgt, options.input_group_size, options.replication_factor)
     return Batching(options.device_iterations, options.Training.gradient_accumulation, groups)
 
@@ -86,9 +86,9 @@ def compile_model(
     """Compiles a model for the arguments of a call.
 
     Raises:
-      Error: the model cannot be captured, placed or computed; or it has no single loss; or the graph is
-        that of another model.
-      Others: what the model raises, and what `engine.Pipeline` does.
+      Error: the model cannot be captured, placed or computed, it has no single loss, or the graph is of
+        another model.
+      Others: errors of the model and of `engine.Pipeline`.
     """
     options = wrapped.options
     seed = _find_seed(options)
@@ -117,10 +117,10 @@ def compile_shapes(
     progress: CompileProgress,
     groupings: Mapping[str, Any],
 ) -> None:
-    """Compiles a model for arguments of other shapes too, whose program goes on with the state as it is.
+    """Compiles a model for arguments of other shapes, too, with a program that uses the same state.
 
     Raises:
-      Error: as for `compile_model`; or what the model trains, or where it has it, depends on shapes.
+      Error: as for `compile_model`, or the trained variables or their IPUs depend on shapes.
       Others: as for `compile_model`.
     """
 
@@ -137,7 +137,7 @@ def compile_shapes(
 
 
 def num_compiled(wrapped: Wrapped) -> int:
-    """How many weight updates a call has, which programs are compiled for; without training 1."""
+    """Returns the number of weight updates that a call's programs are compiled for; 1 in inference."""
     return batching_of(wrapped.options).device_iterations if wrapped.trains else 1
 
 
@@ -153,7 +153,7 @@ def _make_program(
     groupings: Mapping[str, Any],
     graph: SavedGraph | None = None,
 ) -> tuple[Program, ModelOptimizer | None]:
-    """A program that has not been traced yet, and what trains it; arguments and errors as above."""
+    """Makes an untraced program, and the optimizer that trains it. Arguments and errors are as above."""
     options, trains = wrapped.options, wrapped.trains
     num_replicas = options.replication_factor * Processes.of(options).count
     batching = batching_of(options)
@@ -170,8 +170,8 @@ def _make_program(
     if graph is not None:
         if group_rows:
             raise Error(
-                "A model of a file cannot have parameters with replicaGrouping: it was captured without. "
-                "Compile the model itself."
+                "A model from a file cannot have parameters with replicaGrouping: it was captured "
+                "without it. Compile the model itself."
             )
         captured = bind(graph, wrapped.model, trains)
     else:
@@ -226,8 +226,8 @@ def _make_program(
         schedule=_schedule(options),
         device_mapping=[[section.ipu for section in level] for level in stages.levels],
         execution_phases=_find_phases(stages, options, trains),
-        # With a number that is not finite, or an index that there is not, a run ends after it has begun:
-        # the state of before must be there.
+        # A number that is not finite, or an index out of range, ends a run after it has begun: the old
+        # state must still be there.
         donate=not checks and not options.index_checks,
         collect_outputs=_all_but_last if trains else True,
         sum_collected=options.output_mode is OutputMode.Sum and not anchored,
@@ -251,7 +251,7 @@ def _tell_of_sections(stages: ModelStages) -> None:
 
 
 def _see_that_all_agree(wrapped: Wrapped, arguments: Arguments, seed: int) -> None:
-    """Compares, of several processes, what each was given: an Error names what differs."""
+    """Compares the arguments of several processes. An Error names what differs."""
     options = wrapped.options
     named = zip(arguments.names, arguments.tensors, strict=True)
     given = [f"{name}: {tensor.dtype}{list(tensor.shape)}" for name, tensor in named]
@@ -267,7 +267,7 @@ def _see_that_all_agree(wrapped: Wrapped, arguments: Arguments, seed: int) -> No
 
 
 def _check_buffers(stages: ModelStages, options: Options) -> None:
-    """Raises an Error if replicas write buffers, and nobody has said that these may differ."""
+    """Raises an Error if replicas write buffers, and the options do not let these differ."""
     num_replicas = options.replication_factor * options.Distributed.numProcesses
     if num_replicas > 1 and options.broadcast_buffers and stages.assigned:
         names = ", ".join(sorted(name.partition("/")[2] for name in stages.assigned))
@@ -279,7 +279,7 @@ def _check_buffers(stages: ModelStages, options: Options) -> None:
 
 
 def _tell_of_training_mode(modes: Modes) -> None:
-    """Warns where inference draws random numbers or changes statistics, as somebody may not want."""
+    """Warns if inference draws random numbers or changes statistics, which may be a mistake."""
     kinds = (torch.nn.modules.dropout._DropoutNd, torch.nn.modules.batchnorm._NormBase)  # noqa: SLF001
     names = {type(m).__name__ for m, is_training in modes.items() if is_training and isinstance(m, kinds)}
     if names:
@@ -290,7 +290,7 @@ def _tell_of_training_mode(modes: Modes) -> None:
 
 
 def _cut(graph: torch.fx.Graph, options: Options, trains: bool) -> Sequence[Sequence[Section]]:
-    """The sections of a model, level by level."""
+    """Cuts a model into sections, level by level."""
     strategy = options.execution_strategy
 
     def place(blocks: Sequence[BlockId]) -> list[Placement]:
@@ -305,7 +305,7 @@ def _cut(graph: torch.fx.Graph, options: Options, trains: bool) -> Sequence[Sequ
 
 
 def _find_phases(stages: ModelStages, options: Options, trains: bool) -> engine.ExecutionPhases | None:
-    """The phases of a model, if it runs in phases."""
+    """Returns the phases of a model, if it runs in phases."""
     strategy = options.execution_strategy
     if not isinstance(strategy, PhasedExecution):
         return None
@@ -320,7 +320,7 @@ def _find_phases(stages: ModelStages, options: Options, trains: bool) -> engine.
 
 
 def _is_live(options: Options) -> bool:
-    """Whether what has no location stays on the devices."""
+    """Whether tensors without a location stay on the devices."""
     strategy = options.execution_strategy
     return not isinstance(strategy, PhasedExecution) or strategy.liveness is Liveness.AlwaysLive
 
@@ -339,7 +339,7 @@ def _schedule(options: Options) -> str | schedules.ScheduleFunction:
 
 
 def _tell_of_idle_stages(stages: ModelStages, batching: Batching, options: Options) -> None:
-    """Warns where PopTorch has an error, since it cannot run such a pipeline."""
+    """Warns where PopTorch raises an error, because it cannot run such a pipeline."""
     number = (
         batching.gradient_accumulation if batching.gradient_accumulation > 1 else batching.num_micro_batches
     )
@@ -348,7 +348,7 @@ def _tell_of_idle_stages(stages: ModelStages, batching: Batching, options: Optio
         return
     warn_once(
         f"There are {len(stages.sections)} pipeline stages, and only {number} micro-batches for them at a "
-        "time, so that some are always idle. Raise poptorch.Options().Training.gradientAccumulation, or "
+        "time, so some are always idle. Raise poptorch.Options().Training.gradientAccumulation, or "
         "for inference poptorch.Options().deviceIterations."
     )
 

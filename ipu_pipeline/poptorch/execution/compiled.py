@@ -29,19 +29,19 @@ __all__ = ["CompiledModel"]
 
 
 class CompiledModel:
-    """A model's state on the devices or, while detached, nowhere; and the programs that run with it.
+    """A model's state, on the devices unless detached, and the programs that run with it.
 
     Attributes:
-      program: the one in use.
-      programs: all of them, by the shapes that they are for.
+      program: the program in use.
+      programs: all programs, by the shapes that they are for.
       tensors: the user's parameters and buffers that they use, by the variables' full names.
-      state: on the devices, of the program in use; None while detached.
-      is_lost: whether an error took the state with it.
+      state: the state on the devices, for the program in use; None while detached.
+      is_lost: whether the state was lost by an error.
     """
 
     LOST = (
-        "The weights and the optimizer's state on the devices were lost with it. Those of the host are "
-        "from when they were last read: call destroy(), which keeps them, and wrap the model again."
+        "The weights and the optimizer's state on the devices were lost with it. The host has those "
+        "that were last read: call destroy(), which keeps them, and wrap the model again."
     )
 
     def __init__(
@@ -67,7 +67,7 @@ class CompiledModel:
         self._name, self._devices = type(model).__name__, list(devices)
         self._checks_numbers, self._processes = checks_numbers, processes
         own = set() if processes.keep_buffers else {id(buffer) for buffer in model.buffers()}
-        self._alike = own | {id(parameter) for parameter in model.parameters()}  # in all processes
+        self._alike = own | {id(parameter) for parameter in model.parameters()}  # the same in all processes
         self._unused: dict[str, Any] = {}  # variables of other programs than the one in use
         self.is_lost = False
         start_automatic_report()
@@ -78,12 +78,12 @@ class CompiledModel:
 
     @property
     def stages(self) -> ModelStages:
-        """Those of the program in use."""
+        """The stages of the program in use."""
         return self.program.stages
 
     @property
     def pipeline(self) -> engine.Pipeline:
-        """That of the program in use."""
+        """The pipeline of the program in use."""
         return self.program.pipeline
 
     @property
@@ -93,12 +93,12 @@ class CompiledModel:
         return {**self._unused, **self.state.variables}
 
     def add(self, program: Program, num_updates: int) -> None:
-        """Compiles a program for other shapes, and uses it from now on. The state goes on as it is.
+        """Compiles a program for other shapes, and uses it from now on with the same state.
 
-        What is raised leaves everything as it was.
+        An error leaves everything as it was.
 
         Raises:
-          Error: the state was lost; or the program cannot have the same state, see `Program.check_trained`.
+          Error: the state was lost, or the program cannot have the same state, see `Program.check_trained`.
         """
         self.check_not_lost()
         program.check_trained(self.program)
@@ -123,7 +123,7 @@ class CompiledModel:
                 self.pipeline.take_accumulators(pipeline)
 
     def use(self, shapes: tuple[torch.Size, ...]) -> bool:
-        """Uses the program for some shapes from now on, if there is one; says whether there is."""
+        """Uses the program for these shapes from now on, if there is one. Returns whether there is."""
         program = self.programs.get(shapes)
         if program is None:
             return False
@@ -137,7 +137,7 @@ class CompiledModel:
         return True
 
     def _use(self, program: Program, variables: Mapping[str, Any]) -> None:
-        """Nothing is copied: each variable is on the same devices for all programs."""
+        """Uses a program. Copies nothing, because each variable is on the same devices for all programs."""
         assert self.state is not None
         state = program.pipeline.place(dataclasses.replace(self.state, variables=dict(variables)))
         self.program, self.state = program, state
@@ -154,13 +154,13 @@ class CompiledModel:
         is_synthetic: bool = False,
         note_placed: Callable[[], None] = lambda: None,
     ) -> list[Collected]:
-        """Runs micro-batches, and a weight update after every so many if the model trains.
+        """Runs micro-batches, with weight updates if the model trains.
 
-        An interrupt, or a number that is not finite where that is checked, leaves the state of the last
-        update that was done.
+        An interrupt, or a number that is not finite where this is checked, leaves the state after the last
+        completed update.
 
         Raises:
-          Error: an error took the state with it before; or an index is out of range, where that is checked.
+          Error: the state was lost before, or an index is out of range, where this is checked.
         """
         pipeline = self.pipeline
         every = self.program.num_taken
@@ -169,7 +169,7 @@ class CompiledModel:
         self._changes.tell(self.tensors)
         checks = self.stages.index_checks
         if checks is not None:
-            checks.take()  # of a call that was interrupted
+            checks.take()  # from a call that was interrupted
         gradients = self.stages.gradients
         if gradients is not None:
             gradients.forget()
@@ -199,12 +199,12 @@ class CompiledModel:
                 if self._checks_numbers:
                     _check_numbers(after, progress.collected)
                 if checks is not None and (wrong := checks.take()) is not None:
-                    raise Error(f"{wrong} The weights and buffers are those of before this step.")
+                    raise Error(f"{wrong} The weights and buffers are as before this step.")
                 self.state = after
                 told.done(num_done * every, after.update_count or after.execution_count)
                 collected.extend(progress.collected)
 
-            # Synthetic data are those of one update, on the devices as it takes them.
+            # Synthetic data are the inputs of one update, already on the devices.
             state = pipeline.run(
                 pipeline.place(self.state),
                 take,
@@ -214,21 +214,21 @@ class CompiledModel:
                 one_by_one=synthetic is not None,
                 replacing=self._replacing,
             )
-        if self._processes.count > 1:  # an error of another process is one of this call
+        if self._processes.count > 1:  # an error of another process belongs to this call
             with self._waiting():
                 jax.block_until_ready((state.variables, state.optimizer_state))
         if self.stages.prints:
-            jax.effects_barrier()  # what a call prints stands there when it returns
+            jax.effects_barrier()  # everything that a call prints is out when it returns
         return collected if gradients is None else gradients.join(collected, pipeline.num_replicas > 1)
 
     @contextlib.contextmanager
     def _replacing(self) -> Iterator[None]:
-        """For while the old state may be gone before the new one is in its place: interrupts wait."""
+        """Defers interrupts while the old state may be gone and the new one not yet in its place."""
         with interrupts.deferred(), self._waiting():
             yield
 
     def _waiting(self) -> contextlib.AbstractContextManager[None]:
-        """For where gradients of other processes are waited for, if the model trains."""
+        """Returns a context for waiting for other processes' gradients, if the model trains."""
         return (
             contextlib.nullcontext()
             if self.pipeline.updates is None
@@ -236,7 +236,7 @@ class CompiledModel:
         )
 
     def _deal(self, micro_batches: Sequence[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
-        """The micro-batches of all replicas in turn; something in place of those of other processes."""
+        """Yields the micro-batches of all replicas in turn, with stand-ins for those of other processes."""
         processes = self._processes
         if processes.count == 1:
             yield from micro_batches
@@ -251,7 +251,7 @@ class CompiledModel:
             yield from itertools.repeat(elsewhere, after)
 
     def note_loss(self) -> bool:
-        """After an error of JAX: finds out whether it took the state with it. A weight update does."""
+        """Determines whether an error of JAX lost the state, as one in a weight update does."""
         try:
             jax.block_until_ready(self.state)
         except RuntimeError:
@@ -280,13 +280,13 @@ class CompiledModel:
         values = jax.device_get({name: variables[name] for name in changing})
         with on_host():
             for name, value in values.items():
-                rows = self.stages.group_rows.get(name)  # of what is trained, which all programs have
+                rows = self.stages.group_rows.get(name)  # of trained variables, which all programs have
                 tensor = self.tensors[name]
                 with writing(tensor):
                     tensor.copy_(to_torch(value if rows is None else rows.to_host(value)))
 
     def current_values(self) -> dict[int, torch.Tensor]:
-        """Copies of the parameters and buffers on the devices, by the `id` of the user's tensor."""
+        """Returns copies of the parameters and buffers on the devices, by the `id` of the user's tensor."""
         values = jax.device_get(self.variables)
         return {id(tensor): to_torch(values[name], tensor.dtype) for name, tensor in self.tensors.items()}
 
@@ -294,17 +294,17 @@ class CompiledModel:
         """Copies the user's parameters and buffers to the devices.
 
         Raises:
-          Error: one of its tensors is another object than when it was compiled.
+          Error: one of its tensors is not the object that it was when the model was compiled.
         """
         self.check_same_tensors()
         self.replace(variables=self._host_values(self.tensors))
         self._changes.note(self.tensors)
 
     def check_same_tensors(self) -> None:
-        """Looks for what the user's model held when it was compiled, and has been replaced since then.
+        """Checks that nothing in the user's model has been replaced since it was compiled.
 
         Raises:
-          Error: a parameter, buffer or module is another one now.
+          Error: a parameter, buffer or module has been replaced.
         """
         self._holding.check()
 
@@ -334,7 +334,7 @@ class CompiledModel:
         return found
 
     def _read_host(self, program: Program, names: Iterable[str]) -> dict[str, Any]:
-        """What some of a program's variables have on the host."""
+        """Returns the host's values of some of a program's variables."""
         tensors = {name: program.stages.tensors[name] for name in names}
         if not tensors:
             return {}
@@ -356,7 +356,7 @@ class CompiledModel:
                 self._note_unused(changes["variables"])
 
     def detach(self) -> Mapping[str, Any]:
-        """Takes the state from the devices."""
+        """Removes the state from the devices."""
         self.check_not_lost()
         assert self.state is not None
         kept = {
@@ -379,10 +379,10 @@ class CompiledModel:
 
 
 def _check_numbers(state: PipelineState, collected: Sequence[Collected]) -> None:
-    """Looks for values that are not finite.
+    """Checks that all values are finite.
 
     Raises:
-      Error: there is one.
+      Error: one is not.
     """
     values: list[tuple[str, Any]] = [(f"variable {name}", value) for name, value in state.variables.items()]
     for part in collected:
@@ -392,6 +392,6 @@ def _check_numbers(state: PipelineState, collected: Sequence[Collected]) -> None
         if jax.numpy.issubdtype(value.dtype, jax.numpy.floating) and not jax.numpy.isfinite(value).all():
             raise Error(
                 f"A floating-point exception: {name} has a value that is not finite. The weights are "
-                "those of before the weight update. Precision.enableFloatingPointExceptions(False) lets "
+                "as before the weight update. Precision.enableFloatingPointExceptions(False) lets "
                 "the model compute on."
             )

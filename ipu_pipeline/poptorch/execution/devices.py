@@ -1,4 +1,4 @@
-"""Which JAX devices are a model's IPUs."""
+"""Selects the JAX devices that are a model's IPUs."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from ipu_pipeline.processes.devices import have_cpu_devices
 
 __all__ = ["select_devices"]
 
-# Virtual CPU devices: a model that is compiled later may need more than the first. XLA has as many threads
-# as devices at least, and with many more threads than cores its matrix products take twice as long.
+# Virtual CPU devices: a model that is compiled later may need more than the first one. XLA has at least one
+# thread per device, and with many more threads than cores its matrix products take twice as long.
 _USUAL_NUMBER = min(16, 2 * (os.cpu_count() or 1))
 
 
 def select_devices(num_ipus: int, options: Options) -> list[Any]:
-    """The JAX devices of a model, one per IPU, process by process; it starts JAX's backend.
+    """Returns a model's JAX devices, one per IPU, process by process. Starts JAX's backend.
 
     Raises:
-      Error: the number is no power of two, and `autoRoundNumIPUs` is off.
+      Error: the number is not a power of two, and `autoRoundNumIPUs` is off.
       ValueError: there are fewer accelerators.
       RuntimeError: JAX's CPU backend is running already, with fewer devices.
     """
@@ -48,7 +48,7 @@ def select_devices(num_ipus: int, options: Options) -> list[Any]:
 
 
 def _of_each_process(devices: Sequence[Any], number: int, places: range) -> list[Any]:
-    """Some of the devices of each process.
+    """Selects some devices of each process.
 
     Raises:
       ValueError: a process has fewer.
@@ -59,8 +59,8 @@ def _of_each_process(devices: Sequence[Any], number: int, places: range) -> list
         if len(own) < places.stop:
             raise ValueError(
                 f"Each process needs {places.stop} IPUs for its replicas of the model, but process "
-                f"{process} has {len(own)} of the {len(devices)}. Give each process as many devices, or "
-                "use fewer replicas (replicationFactor counts those of one process)."
+                f"{process} has {len(own)} of the {len(devices)}. Give each process that many devices, or "
+                "use fewer replicas (replicationFactor is per process)."
             )
         chosen += own[places.start : places.stop]
     return chosen

@@ -1,4 +1,4 @@
-"""What is called before and after a model is compiled."""
+"""Hooks that are called before and after a model is compiled."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Hook: TypeAlias = "Callable[[], Any]"
 
 
 class RemovableHandle:
-    """Takes a hook away again."""
+    """Removes a hook."""
 
     def __init__(self, hooks: dict[int, Hook], number: int) -> None:
         self._hooks = hooks
         self._number = number
 
     def remove(self) -> None:
-        """Takes the hook away; a second time does nothing."""
+        """Removes the hook; a second call does nothing."""
         self._hooks.pop(self._number, None)
 
 
@@ -34,13 +34,13 @@ class Hooks:
     """Functions of a wrapped model, called in the order in which they were registered."""
 
     def __init__(self, name: str) -> None:
-        """Starts without any."""
+        """Starts without hooks."""
         self._name = name
         self._hooks: dict[int, Hook] = {}
         self._numbers = itertools.count()
 
     def register(self, hook: Hook) -> RemovableHandle:
-        """Adds one.
+        """Adds a hook.
 
         Raises:
           RuntimeError: it cannot be called.
@@ -52,7 +52,7 @@ class Hooks:
         return RemovableHandle(self._hooks, number)
 
     def call(self) -> None:
-        """Calls them."""
+        """Calls the hooks."""
         for hook in list(self._hooks.values()):
             hook()
 
@@ -62,13 +62,13 @@ after_compiling = Hooks("Post-compile")
 
 
 def registerPreCompileHook(hook: Hook) -> RemovableHandle:
-    """Has a function called before each model is compiled.
+    """Registers a function to call before each model is compiled.
 
     Args:
-      hook: is called without arguments; what it returns is not used.
+      hook: the function, called without arguments; its result is not used.
 
     Returns:
-      A handle, whose `remove()` takes the hook away.
+      A handle, whose `remove()` removes the hook.
 
     Raises:
       RuntimeError: the hook cannot be called.
@@ -77,13 +77,13 @@ def registerPreCompileHook(hook: Hook) -> RemovableHandle:
 
 
 def registerPostCompileHook(hook: Hook) -> RemovableHandle:
-    """Has a function called after each model is compiled.
+    """Registers a function to call after each model is compiled.
 
     Args:
-      hook: is called without arguments; what it returns is not used.
+      hook: the function, called without arguments; its result is not used.
 
     Returns:
-      A handle, whose `remove()` takes the hook away.
+      A handle, whose `remove()` removes the hook.
 
     Raises:
       RuntimeError: the hook cannot be called.

@@ -1,7 +1,7 @@
-"""What changes on the host while a compiled model has its own on the devices: told, not passed over.
+"""Warns of changes on the host while a compiled model has its own values on the devices.
 
-Weights are looked at by the counters that torch has of writes to a tensor's memory. `Tensor.data` gives a
-tensor with a counter of its own, so that it is kept and looked at, too. What NumPy writes is not counted.
+Changed weights are found by torch's counters of writes to a tensor's memory. `Tensor.data` returns a tensor
+with its own counter, so it is kept and watched, too. Writes by NumPy are not counted.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from ipu_pipeline.poptorch.logs import logger, warn_once
 
 __all__ = ["HostChanges", "OptimizerChanges", "note_data", "tell_of_clipping", "writing"]
 
-_MOST_ALIASES = 8  # of a tensor that are looked at; older ones were written to long ago, or never
+_MOST_ALIASES = 8  # watched per tensor; older ones were written to long ago, or never
 _MOST_NAMES = 5
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 _CLIPPING = "torch.nn.utils.clip_grad"
-_plainly = torch._C.DisableTorchFunctionSubclass  # noqa: SLF001  # torch's documentation of subclasses has it
+_plainly = torch._C.DisableTorchFunctionSubclass  # noqa: SLF001  # documented with torch's subclasses
 _version_of = operator.attrgetter("_version")
 
 
 @dataclass
 class _Writes:
-    """What is known of the writes to a tensor besides its own count of them."""
+    """The writes to a tensor besides those in its own counter."""
 
-    tensor: weakref.ref[torch.Tensor]  # which it is
-    offset: int = 0  # to add to the count: less those of ours, and more those by aliases that are let go of
-    aliases: list[torch.Tensor] = field(default_factory=list)  # what `Tensor.data` gave of it.
+    tensor: weakref.ref[torch.Tensor]  # the tensor
+    offset: int = 0  # to add to the counter: minus our own writes, plus those by aliases dropped since
+    aliases: list[torch.Tensor] = field(default_factory=list)  # tensors that `Tensor.data` returned
 
 
-_writes: dict[int, _Writes] = {}  # by the tensor's id, for as long as it is there
+_writes: dict[int, _Writes] = {}  # by the tensor's id, for as long as it lives
 
 
 def _writes_of(tensor: torch.Tensor) -> _Writes:
@@ -50,21 +50,21 @@ def _writes_of(tensor: torch.Tensor) -> _Writes:
 
 
 def _forget(key: int, gone: weakref.ref[torch.Tensor]) -> None:
-    """Another tensor may have the same id by now."""
+    """Forgets a tensor that is gone, unless another one has the same id by now."""
     if (known := _writes.get(key)) is not None and known.tensor is gone:
         del _writes[key]
 
 
 @contextmanager
 def writing(tensor: torch.Tensor) -> Iterator[None]:
-    """In the `with` block the library writes to a tensor, which is no change by the user."""
+    """Marks writes to a tensor in the `with` block as the library's own, not the user's."""
     before = _version(tensor)
     yield
     _writes_of(tensor).offset -= _version(tensor) - before
 
 
 def note_data(tensor: torch.Tensor, alias: Any) -> None:
-    """Notes what `Tensor.data` gave of a tensor, which may be written to by it."""
+    """Notes a tensor that `Tensor.data` returned, through which the original may be written to."""
     if not alias.is_inference():
         known = _writes_of(tensor)
         known.aliases.append(alias)
@@ -73,16 +73,16 @@ def note_data(tensor: torch.Tensor, alias: Any) -> None:
 
 
 def tell_of_clipping(gradient: Any) -> None:
-    """Warns where torch's functions that clip gradients ask a parameter for its own, and it has none."""
+    """Warns if torch's functions that clip gradients ask a parameter for its gradient, and it has none."""
     frame: Any = sys._getframe(1)  # noqa: SLF001  # as `inspect.currentframe`
     for _number in range(8):
         if gradient is not None or frame is None:
             return
         if frame.f_globals.get("__name__") == _CLIPPING:
             warn_once(
-                "torch.nn.utils.clip_grad_norm_ and the like find no gradients, and clip nothing: those of "
-                "a wrapped model are on the devices, where they are used within the call. Have them "
-                "clipped there, as by poptorch.optim.SGD(..., max_grad_norm=1.0), Adam or AdamW."
+                "torch.nn.utils.clip_grad_norm_ and similar functions find no gradients, and clip nothing: "
+                "a wrapped model's gradients are on the devices, where they are used within the call. Clip "
+                "them there, for example by poptorch.optim.SGD(..., max_grad_norm=1.0), Adam or AdamW."
             )
             return
         frame = frame.f_back
@@ -91,16 +91,16 @@ def tell_of_clipping(gradient: Any) -> None:
 class _OfModule(NamedTuple):
     """The attributes of a module that are plain values or tensors."""
 
-    path: str  # of the module, with a dot behind it; empty for the model
+    path: str  # the module's path, with a dot behind it; empty for the model
     of: Mapping[str, Any]  # all its attributes
-    names: tuple[str, ...]  # of those
-    read: Callable[[Any], Any]  # gets them
-    values: Any  # what they were
-    versions: tuple[tuple[torch.Tensor, int], ...]  # of the tensors among them
+    names: tuple[str, ...]  # the names of the plain ones
+    read: Callable[[Any], Any]  # reads them
+    values: Any  # their earlier values
+    versions: tuple[tuple[torch.Tensor, int], ...]  # the tensors among them, and their counts of writes
 
 
 class HostChanges:
-    """What a model was when the devices got it: its weights, and what is compiled in."""
+    """A model's weights, and values that are compiled in, at the time when the devices got them."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         """Notes the attributes of a user's model that are compiled in."""
@@ -113,12 +113,12 @@ class HostChanges:
         self._told: set[str] = set()
 
     def note(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Notes that the devices have what these tensors have now; by the names of their variables."""
+        """Notes that the devices have the current values of these tensors, by names of variables."""
         with _plainly():
             self._weights |= {name: _state(tensor) for name, tensor in tensors.items()}
 
     def tell(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Warns of what has changed since then, once of weights and once of attributes."""
+        """Warns of changes since then, once of weights and once of attributes."""
         with _plainly():
             states = {name: _state(tensor) for name, tensor in tensors.items()}
         if weights := [n for n, state in states.items() if self._weights.get(n, state) != state]:
@@ -126,35 +126,35 @@ class HostChanges:
                 self._told,
                 "weights",
                 f"{_join([n.partition('/')[2] for n in weights])} of the model changed on the host (by "
-                "load_state_dict, by hand, or by a run of the plain model). The devices have others, with "
-                "which the model runs on. To use the host's, call copyWeightsToDevice() of the wrapped "
-                "model after each change; load_state_dict of the wrapped model does that itself.",
+                "load_state_dict, by hand, or by a run of the plain model). The model continues with the "
+                "devices' values. To use the host's, call copyWeightsToDevice() of the wrapped model after "
+                "each change; load_state_dict of the wrapped model does that itself.",
             )
         self._weights |= states
         if changed := [name for part in self._attributes for name in _find_changed(part)]:
             _warn(
                 self._told,
                 "attributes",
-                f"{_join(changed)} of the model changed since it was compiled. If forward reads that, it "
-                "still has the value of then. Call destroy() on the model and wrap it again; or make it an "
+                f"{_join(changed)} of the model changed since it was compiled. If forward reads this, it "
+                "still gets the old value. Call destroy() on the model and wrap it again; or make it an "
                 "input, or a buffer (register_buffer), which copyWeightsToDevice() copies.",
             )
 
 
 class OptimizerChanges:
-    """What an optimizer was when the devices got it."""
+    """An optimizer's values at the time when the devices got them."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        """Notes its values."""
+        """Notes the optimizer's values."""
         self._told: set[str] = set()
         self.note(optimizer)
 
     def note(self, optimizer: torch.optim.Optimizer) -> None:
-        """Notes that the devices have an optimizer's values as they are now."""
+        """Notes that the devices have an optimizer's current values."""
         self._values, self._state = _read_optimizer(optimizer), optimizer.state
 
     def tell(self, optimizer: torch.optim.Optimizer) -> None:
-        """Warns of what has changed since then, once of values and once of a state."""
+        """Warns of changes since then, once of values and once of a loaded state."""
         now = _read_optimizer(optimizer)
         names = [
             name
@@ -168,15 +168,15 @@ class OptimizerChanges:
             _warn(
                 self._told,
                 "values",
-                f"{_join(names)} of the optimizer changed since the devices got it. They go on with what "
-                "it was. After each change, also that of a scheduler, call setOptimizer(optimizer) of "
+                f"{_join(names)} of the optimizer changed since the devices got it. They continue with the "
+                "old value. After each change, including a scheduler's, call setOptimizer(optimizer) of "
                 "the wrapped model.",
             )
         if optimizer.state is not self._state and not hasattr(optimizer, "device_state"):
             _warn(
                 self._told,
                 "state",
-                "The optimizer has loaded a state since the model was compiled. The devices go on with "
+                "The optimizer has loaded a state since the model was compiled. The devices continue with "
                 "their own. Call destroy() on the model, load the state, and wrap it again.",
             )
         self._values, self._state = now, optimizer.state
@@ -189,13 +189,13 @@ def _warn(told: set[str], kind: str, message: str) -> None:
 
 
 def _version(tensor: torch.Tensor) -> int:
-    """How often something wrote to a tensor; what is made in inference mode does not know."""
+    """Returns the count of writes to a tensor. Tensors made in inference mode have none."""
     with _plainly():
         return 0 if tensor.is_inference() else int(_version_of(tensor))
 
 
 def _state(tensor: torch.Tensor) -> tuple[int, int]:
-    """Something else after each write that is not ours, and in other memory."""
+    """Returns a value that changes with each write that is not ours, and with other memory."""
     count = 0 if tensor.is_inference() else int(_version_of(tensor))
     if (known := _writes.get(id(tensor))) is not None and known.tensor() is tensor:
         count += known.offset + sum(map(_version_of, known.aliases))
@@ -221,7 +221,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _find_changed(part: _OfModule) -> list[str]:
-    """The names of attributes that are others now, from the model on."""
+    """Returns the full names of attributes that have changed."""
     try:
         now = part.read(part.of)
     except KeyError:  # one was removed
@@ -244,7 +244,7 @@ def _is_same(value: Any, was: Any) -> bool:
 
 
 def _read_optimizer(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Of each group, and last of all, the values by what they are called."""
+    """Reads the values of each group, and last those of the whole optimizer, by their names in warnings."""
     found: list[dict[str, Any]] = [
         {f"{name} of group {number}": _as_value(value) for name, value in group.items()}
         for number, group in enumerate(optimizer.param_groups)
@@ -258,7 +258,7 @@ def _read_optimizer(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def _as_value(value: Any) -> Any:
-    """Something that can be compared: of the list of parameters how many there are."""
+    """Returns a value that can be compared: for the list of parameters, its length."""
     if isinstance(value, list):
         return len(value)
     return value.tolist() if isinstance(value, torch.Tensor) else value

@@ -1,9 +1,9 @@
-"""JAX's errors of running programs, as PopTorch's: what may be mended by running again, and how.
+"""Translates JAX's errors of running programs to PopTorch's: whether running again may help, and how.
 
-JAX has one class for them, `jax.errors.JaxRuntimeError`. Its text begins with a status code of XLA's, whose
-meanings are those of gRPC (https://grpc.github.io/grpc/core/md_doc_statuscodes.html); an error that another
-one led to often has the code INTERNAL and the first one's text. CUDA's errors are named in the text. Where
-NumPy reads what a failed program was to make, the same text comes in a `ValueError`.
+JAX has one class for them, `jax.errors.JaxRuntimeError`. Its text begins with a status code of XLA, with
+gRPC's meanings (https://grpc.github.io/grpc/core/md_doc_statuscodes.html). An error that another one led
+to often has the code INTERNAL and the first one's text. CUDA's errors are named in the text. Where NumPy
+reads the result of a failed program, the same text comes in a `ValueError`.
 docs/poptorch.md has the table.
 """
 
@@ -34,18 +34,19 @@ _RECOVERY_ACTIONS = {
 _MENDS = {
     "IPU_RESET": "Call the model again.",
     "PARTITION_RESET": "Call destroy() on all wrapped models, wrap them again, and go on.",
-    "FULL_RESET": "The process cannot use its devices any more: go on in a new one, from saved weights.",
+    "FULL_RESET": "The process can no longer use its devices: go on in a new one, from saved weights.",
 }
 _CODES = (*_RECOVERY_ACTIONS, "DATA_LOSS", "INTERNAL", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "UNKNOWN")
 _DEFECTS = ("CUDA_ERROR_ECC_UNCORRECTABLE", "CUDA_ERROR_NVLINK_UNCORRECTABLE")
 _NO_MEMORY = (
-    "The devices have not enough memory. Make micro-batches smaller (with gradientAccumulation there are "
-    "more of them), spread the model over more IPUs, or keep less on the devices: Options.TensorLocations."
+    "The devices do not have enough memory. Make micro-batches smaller (with gradientAccumulation there "
+    "are more of them), spread the model over more IPUs, or keep less on the devices: "
+    "Options.TensorLocations."
 )
 
 
 def translate(error: jax.errors.JaxRuntimeError | ValueError, location: str) -> Error:
-    """The error of PopTorch that stands for one of JAX's."""
+    """Returns PopTorch's error for one of JAX's."""
     text = str(error)
     coded = re.match(r"([A-Z_]+): ", text)
     code = coded[1] if coded else "UNKNOWN"
@@ -54,7 +55,7 @@ def translate(error: jax.errors.JaxRuntimeError | ValueError, location: str) -> 
     if code == "RESOURCE_EXHAUSTED" or "out of memory" in text.lower() or kind.endswith("out_of_memory"):
         return Error(f"{text} {_NO_MEMORY}", "out_of_memory", location)
     if code == "DATA_LOSS" or any(defect in text for defect in _DEFECTS):
-        mend = "Running again does not mend that: the devices, or what connects them, have a defect."
+        mend = "Running again does not help: the devices, or their connections, have a defect."
         return UnrecoverableError(f"{text} {mend}", kind, location)
     action = "FULL_RESET" if cuda else _RECOVERY_ACTIONS.get(code)
     if action is None:
@@ -76,10 +77,8 @@ def translating(
 ) -> Callable[Concatenate[ModelT, P], T]:
     """Makes a method of a wrapped model raise PopTorch's errors in place of JAX's.
 
-    Where another process is the cause, it is a ProcessError that names that.
-
-    If the weights on the devices went with the program that failed, the error says so, and the model knows
-    it.
+    If another process is the cause, it is a ProcessError that names that process. If the failed program
+    lost the weights on the devices, the error says so, and the model knows it.
     """
 
     @functools.wraps(method)

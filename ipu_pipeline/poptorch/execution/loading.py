@@ -1,4 +1,4 @@
-"""`load`: a wrapped model out of a file."""
+"""`load`: makes a wrapped model from a file."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ __all__ = ["load"]
 
 
 def load(filename: PathLike, edit_opts_fn: Callable[[Options], Any] | None = None) -> PoplarExecutor:
-    """Makes a wrapped model of a file, which goes on where it was when the file was written.
+    """Makes a wrapped model from a file. It continues from where it was when the file was written.
 
-    Nothing of the file is run or unpickled, and it needs no class of the model. XLA compiles the model
-    anew, unless `Options.enableExecutableCaching` has it.
+    Nothing in the file is run or unpickled, and the model's class is not needed. XLA compiles the model
+    again, unless the cache of `Options.enableExecutableCaching` has it.
 
     Args:
-      filename: of `compileAndExport` or `save`, with `export_model=True`.
-      edit_opts_fn: is called with the options before the model is wrapped, and may change them: other
-        devices, another strategy, more device iterations, a new random seed (random numbers then start from
-        it).
+      filename: a file of `compileAndExport` or `save`, with `export_model=True`.
+      edit_opts_fn: a function that is called with the options before the model is wrapped, and may change
+        them: other devices, another strategy, more device iterations, a new random seed (random numbers
+        then start from it).
 
     Returns:
       What `trainingModel` or `inferenceModel` returned when the model was exported, compiled. Its `model`
-      has the parameters and buffers by their names, and computes what was captured.
+      has the parameters and buffers by their names, and computes the captured graph.
 
     Raises:
       AssertionError: the file was written with `export_model=False`.
       Error: there is no such file; it is damaged, of another version, or something else; or it needs a
         class or an operation that does not exist here.
       NotImplementedError: there are several processes (`Options.Distributed`).
-      TypeError: `filename` is no path, or `edit_opts_fn` no function.
+      TypeError: `filename` is not a path, or `edit_opts_fn` is not a function.
     """
     if edit_opts_fn is not None and not callable(edit_opts_fn):
         raise TypeError(f"edit_opts_fn must be a function of the options; got {edit_opts_fn!r}.")
-    with torch.inference_mode(False):  # the model's tensors are to train
+    with torch.inference_mode(False):  # the model's tensors must be trainable
         loaded = contents.read(filename)
     saved = loaded.model
     assert saved is not None, (

@@ -1,4 +1,4 @@
-"""What a call returns of what its micro-batches gave: joined, summed, or only some of them."""
+"""Makes a call's results from its micro-batches' outputs: joined, summed, or only some of them."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ def join_outputs(
     first: int = 0,
     has_replicas: bool = False,
 ) -> list[torch.Tensor]:
-    """The tensors that a call returns.
+    """Makes the tensors that a call returns.
 
     Args:
-      collected: what the last stage gave, in the order of the micro-batches; with `OutputMode.Sum`, the
+      collected: the last stage's results, in the order of the micro-batches; with `OutputMode.Sum`, the
         sums of each weight update.
-      dtypes: of the outputs.
-      mode: which micro-batches' outputs are wanted, of each replica. Those of several are joined along
-        dimension 0; scalars make a vector.
-      period: of `OutputMode.EveryN`.
+      dtypes: the dtypes of the outputs.
+      mode: which micro-batches' outputs are wanted, for each replica. The outputs of several are joined
+        along dimension 0; scalars make a vector.
+      period: the N of `OutputMode.EveryN`.
       first: the position of the first output that is wanted.
-      has_replicas: whether there are several, for which outputs have an axis in front. Theirs are joined
-        likewise, those of one micro-batch after another.
+      has_replicas: whether there are several replicas, for which outputs have an axis in front. Their
+        outputs are joined in the same way, one micro-batch after another.
     """
     joined = []
     for place, dtype in enumerate(dtypes, first):
@@ -61,7 +61,7 @@ def join_outputs(
 
 
 def _stack(collected: Sequence[Collected], place: int) -> np.ndarray[Any, Any]:
-    """An output of all micro-batches, with an axis of them in front."""
+    """Stacks an output of all micro-batches along a new first axis."""
     parts = []
     for part in collected:
         leaf = np.asarray(part.outputs[place])
@@ -70,7 +70,7 @@ def _stack(collected: Sequence[Collected], place: int) -> np.ndarray[Any, Any]:
 
 
 def _join_first_axes(value: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The first two axes as one; scalars have only the first."""
+    """Joins the first two axes. Scalars have only the first one."""
     if value.ndim < 2:
         return value
     first, second, *others = value.shape
@@ -78,9 +78,9 @@ def _join_first_axes(value: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 class _NoBackward:
-    """Stands for `backward` of a returned tensor, which has no graph of torch's behind it."""
+    """Replaces `backward` of a returned tensor, which has no graph of torch."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002  # as torch's takes
+    def __call__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002  # torch's arguments
         raise Error(
             "backward() cannot be called explicitly on outputs of a PopTorch model. If you're using a "
             "trainingModel, the backwards pass is performed automatically when invoking the model. If "
@@ -88,7 +88,7 @@ class _NoBackward:
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return collections.OrderedDict, ()  # torch.load must know what is saved with a tensor
+        return collections.OrderedDict, ()  # torch.load must know the classes that are saved with a tensor
 
     def __deepcopy__(self, memo: Any) -> _NoBackward:
         return self

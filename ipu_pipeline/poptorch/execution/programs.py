@@ -1,6 +1,6 @@
-"""A model compiled for arguments of certain shapes: what of it depends on these.
+"""A model compiled for arguments of certain shapes: the parts that depend on the shapes.
 
-What does not, as the weights, is of the `CompiledModel`, which has one program or several.
+The other parts, such as the weights, belong to the `CompiledModel`, which has one program or several.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class Program:
     """A model for some shapes, as the engine runs it.
 
     Attributes:
-      arguments: what it was made for; their tensors have a dtype, and no elements.
-      shapes: of these tensors, all micro-batches together.
+      arguments: the arguments that it was made for. Their tensors have a dtype, and no elements.
+      shapes: the shapes of these tensors, for all micro-batches together.
       captured: the model as a graph.
       stages: the graph as stages.
-      pipeline: made of the stages.
-      micro_batch: an example.
+      pipeline: the stages as a pipeline.
+      micro_batch: an example of a micro-batch.
     """
 
     def __init__(
@@ -53,24 +53,24 @@ class Program:
 
     @property
     def num_taken(self) -> int:
-        """How many micro-batches a weight update takes, those of all replicas."""
+        """The number of micro-batches in a weight update, for all replicas together."""
         assert self.pipeline.num_micro_batches is not None
         return self.pipeline.num_micro_batches * self.pipeline.num_replicas
 
     @functools.cached_property
     def synthetic(self) -> list[Any]:
-        """What stays on the devices in place of the micro-batches of a weight update: zeros by default."""
+        """The values kept on the devices instead of a weight update's micro-batches: zeros by default."""
         leaves = self.pipeline.traced.element
         return list(make_synthetic(self.pipeline, leaves, self.num_taken)(self.num_taken))
 
     @functools.cached_property
     def elsewhere(self) -> tuple[Any, ...]:
-        """What stands for the micro-batches of other processes: arrays of JAX, which nobody copies."""
+        """The stand-ins for micro-batches of other processes: JAX arrays, which are never copied."""
         element = self.pipeline.traced.element
         return tuple(jax.numpy.zeros(leaf.shape, leaf.dtype) for leaf in element)
 
     def check_trained(self, other: Program) -> None:
-        """Checks that this program trains what another one of the same model does, on as many IPUs.
+        """Checks that this program trains the same as another one of the model, on the same number of IPUs.
 
         Raises:
           Error: it trains other parameters, or needs another number of IPUs.
@@ -80,8 +80,8 @@ class Program:
             changes = {"no longer ": before - trained, "": trained - before}
             told = [f"{when}on {_name(names)}" for when, names in changes.items() if names]
             raise Error(
-                f"With these shapes ({self.describe()}) the loss depends {' and '.join(told)}, other than "
-                f"with {other.describe()}, so that they cannot be trained by one optimizer. Let forward "
+                f"With these shapes ({self.describe()}) the loss depends {' and '.join(told)}, unlike "
+                f"with {other.describe()}, so they cannot be trained by one optimizer. Let forward "
                 "use the same parameters for all shapes; or wrap another model for these."
             )
         if self.pipeline.num_ipus != other.pipeline.num_ipus:
@@ -91,7 +91,7 @@ class Program:
             )
 
     def check_homes(self, other: Program) -> None:
-        """Checks that variables are where another program of the same model has them. Both are traced.
+        """Checks that variables are on the same IPUs as in another program of the model. Both are traced.
 
         Raises:
           Error: one is on another IPU.
@@ -105,12 +105,12 @@ class Program:
             )
 
     def find_homes(self) -> dict[str, int]:
-        """The IPU of each variable."""
+        """Returns the IPU of each variable."""
         owners = self.pipeline.traced.owners
         return {name: self.pipeline.device_mapping[stage] for name, stage in owners.items()}
 
     def describe(self) -> str:
-        """Its shapes, by the names of the arguments."""
+        """Describes its shapes, by the names of the arguments."""
         return describe_shapes(self.arguments.names, self.shapes)
 
 
@@ -119,10 +119,10 @@ def _name(variables: Iterable[str]) -> str:
 
 
 class Holding:
-    """Which modules, parameters and buffers a model held when it was compiled."""
+    """The modules, parameters and buffers that a model held when it was compiled."""
 
     def __init__(self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Looks at the model.
+        """Notes what the model holds.
 
         Raises:
           Error: another thread has replaced a tensor of the model since it was captured.
@@ -139,10 +139,10 @@ class Holding:
                 )
 
     def check(self) -> None:
-        """Looks for what has been replaced since then.
+        """Checks that nothing has been replaced since then.
 
         Raises:
-          Error: a parameter, buffer or module is another one now.
+          Error: a parameter, buffer or module has been replaced.
         """
         for held, name, value in self._held:
             if held.get(name) is not value:
@@ -158,7 +158,7 @@ class Holding:
 def _find_held(
     model: torch.nn.Module, tensors: Iterable[torch.Tensor]
 ) -> Sequence[tuple[Mapping[str, Any], str, Any]]:
-    """Where modules hold each other and some tensors: the dict, the key there, and what it has."""
+    """Finds where modules hold each other and some tensors: the dict, its key, and the value."""
     wanted = set(map(id, tensors))
     return [
         (vars(module)[kind], name, value)

@@ -1,4 +1,4 @@
-"""The progress bar of compiling, and how long that took."""
+"""The progress bar of compiling, and its duration."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ipu_pipeline.engine.fronts import watched_by
 
 __all__ = ["CompileProgress"]
 
-_ENDS = {"capture": 30, "trace": 60, "compile": 100}  # of 100, roughly as their times
+_ENDS = {"capture": 30, "trace": 60, "compile": 100}  # of 100, roughly in proportion to their times
 
 
 class CompileProgress:
     """Counts the parts of compiling.
 
     Attributes:
-      time: how long all of it took; None before its end.
+      time: how long compiling took; None before its end.
     """
 
     def __init__(self, shows_bar: bool, told: str = "") -> None:
@@ -37,7 +37,7 @@ class CompileProgress:
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
-        """Counts the programs that the engine compiles in the block, in place of its own line."""
+        """Counts the programs that the engine compiles in the block, instead of the engine's own line."""
         begin, end = _ENDS["trace"], _ENDS["compile"]
 
         def show(num_done: int, total: int) -> None:
@@ -60,5 +60,5 @@ class CompileProgress:
         return self
 
     def __exit__(self, *_error: object) -> None:
-        """Ends the bar, also after an error."""
+        """Ends the bar, even after an error."""
         self._bar.close()

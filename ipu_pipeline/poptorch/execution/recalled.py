@@ -1,4 +1,4 @@
-"""Models as they were captured for a file, without the code of their forward: for devices and the host."""
+"""Models captured for a file, used on devices and the host without the code of their forward."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from ipu_pipeline.poptorch.structures import Structure
 
 __all__ = ["RestoredModel", "bind", "make_arguments", "signature_of", "to_graph"]
 
-_PREFIX = "model."  # of the targets: the program is that of a module that calls the model
+_PREFIX = "model."  # of the targets: the captured program is a module that calls the model
 _TENSORS = (InputKind.PARAMETER, InputKind.BUFFER)
 
 Specs: TypeAlias = "list[tuple[torch.fx.Node, Any]]"
 
 
 def signature_of(model: torch.nn.Module) -> inspect.Signature:
-    """The signature of a model's forward."""
+    """Returns the signature of a model's forward."""
     return (
         model.saved_graph.signature
         if isinstance(model, RestoredModel)
@@ -40,12 +40,12 @@ def signature_of(model: torch.nn.Module) -> inspect.Signature:
 
 
 def to_graph(captured: Captured, arguments: Structure, model: torch.nn.Module, trains: bool) -> SavedGraph:
-    """A captured model, for a file.
+    """Turns a captured model into a graph for a file.
 
     Args:
       captured: the model.
-      arguments: the structure of what it was captured for.
-      model: the user's.
+      arguments: the structure of the arguments that it was captured for.
+      model: the user's model.
       trains: whether it was captured with a loss.
     """
     constants = {
@@ -61,24 +61,24 @@ def bind(graph: SavedGraph, model: torch.nn.Module, trains: bool) -> Captured:
     """Puts a model's tensors into a graph of a file.
 
     Args:
-      graph: of the file.
-      model: the user's.
+      graph: the file's graph.
+      model: the user's model.
       trains: whether the wrapper of the model trains it.
 
     Raises:
-      Error: the graph is that of another model, or for another use.
+      Error: the graph is of another model, or for another use.
     """
     if graph.trains is not trains:
         have, want = ("inference", "training")[graph.trains], ("inference", "training")[trains]
         raise Error(
-            f"The file has the model as it was captured for {have}, which cannot be used for {want}. Load "
+            f"The file has a model that was captured for {have}, which cannot be used for {want}. Load "
             f"one that was exported from a poptorch.{want}Model, by loadExecutable."
         )
     given, expected = signature_of(model), graph.signature
     if [(p.name, p.kind) for p in given.parameters.values()] != [
         (p.name, p.kind) for p in expected.parameters.values()
     ]:
-        raise Error(f"The file is of a model with forward{expected}; that of this one is forward{given}.")
+        raise Error(f"The file is of a model with forward{expected}; this model has forward{given}.")
     parameters = dict(model.named_parameters(remove_duplicate=False))
     known = {**parameters, **dict(model.named_buffers(remove_duplicate=False))}
     tensors: dict[str, torch.Tensor] = dict(graph.constants)
@@ -95,17 +95,17 @@ def bind(graph: SavedGraph, model: torch.nn.Module, trains: bool) -> Captured:
         if (held.shape, held.dtype) != (wanted.shape, wanted.dtype):
             raise Error(
                 f"The file is of a model whose {name} is {wanted.dtype} of shape {tuple(wanted.shape)}; "
-                f"that of this one is {held.dtype} of shape {tuple(held.shape)}."
+                f"this model's is {held.dtype} of shape {tuple(held.shape)}."
             )
         tensors[target] = held
     return Captured(graph.program, graph.outputs, tensors)
 
 
 def make_arguments(graph: SavedGraph, signature: Signature, batching: Batching) -> Arguments:
-    """Arguments like those that a graph was captured for, of zeros, for all micro-batches of a call.
+    """Makes arguments of zeros like those that a graph was captured for, for all micro-batches of a call.
 
     Raises:
-      Error: a tensor has no dimension along which there could be several micro-batches.
+      Error: a tensor has no dimension to cut into micro-batches.
     """
     number = batching.num_micro_batches
     names = signature.name_tensors(graph.arguments)
@@ -130,25 +130,25 @@ def _inputs(program: FunctionalProgram) -> Specs:
 
 
 class RestoredModel(torch.nn.Module):
-    """What `poptorch.load` made of a model: parameters and buffers by their names, and forward's graph.
+    """A model made by `poptorch.load`: parameters and buffers by their names, and forward's graph.
 
-    Called on the host, it computes what was captured: in the train or eval mode, and for the shapes, of
-    then, for one micro-batch. Its results have no gradients.
+    Called on the host, it computes what was captured, in the train or eval mode and for the shapes of that
+    time, for one micro-batch. Its results have no gradients.
 
     Attributes:
-      saved_graph: as it was captured.
-      class_name: of the user's model.
+      saved_graph: the captured graph.
+      class_name: the name of the user's class.
     """
 
     def __init__(self, graph: SavedGraph, saved: SavedModel) -> None:
-        """Puts it together.
+        """Builds the model.
 
         Args:
-          graph: of the forward.
-          saved: the tensors, which the model has from now on.
+          graph: the graph of forward.
+          saved: the tensors, which belong to the model from now on.
 
         Raises:
-          Error: a name is none of a tensor.
+          Error: a name is not valid for a tensor.
         """
         super().__init__()
         self.saved_graph = graph
@@ -170,7 +170,7 @@ class RestoredModel(torch.nn.Module):
         self.train(saved.is_training)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the user's forward returned for arguments like these.
+        """Returns what the user's forward returned for arguments like these.
 
         Raises:
           Error: the arguments are not like those that the model was captured for.

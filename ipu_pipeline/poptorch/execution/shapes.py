@@ -1,4 +1,4 @@
-"""Which program of a model a call runs, by the shapes of its arguments: `Options.allowNewShapes`."""
+"""Chooses the program that a call runs, by the shapes of its arguments: `Options.allowNewShapes`."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _MAX_TOLD = 60  # characters
 def use_program(
     compiled: CompiledModel, signature: Signature, arguments: Arguments, options: Options
 ) -> bool:
-    """Has a call run the program that is for its arguments; says whether there is one.
+    """Uses the program that is for a call's arguments. Returns whether there is one.
 
     Raises:
       AssertionError: the tensors cannot be cut into micro-batches.
-      Error: the arguments differ in more than shapes; or in shapes, of which the options allow no others,
-        or no more; or the model is detached.
+      Error: the arguments differ in more than shapes, the options allow no other shapes or no more of
+        them, or the model is detached.
     """
     known, shapes = compiled.program, shapes_of(arguments)
     if not options.allow_new_shapes:
@@ -42,17 +42,17 @@ def use_program(
         return True
     check_like_first(signature, known.arguments, arguments, OTHER_THAN_SHAPES)
     compiled.check_same_tensors()
-    if compiled.pipeline.updates is not None:  # of several processes all train, and compile, together
+    if compiled.pipeline.updates is not None:  # several processes train, and compile, together
         agree("a call of a PopTorch model", {"the shapes": describe_shapes(arguments.names, shapes)})
     if compiled.use(shapes):
         return True
     check_batches(arguments, batching_of(options))
     if len(compiled.programs) >= options.max_shapes:
         raise Error(
-            f"The model is compiled for {len(compiled.programs)} shapes, as many as "
-            f"Options.allowNewShapes(True, max_shapes={options.max_shapes}) allows, and these are others: "
+            f"The model is compiled for {len(compiled.programs)} shapes, which is the limit of "
+            f"Options.allowNewShapes(True, max_shapes={options.max_shapes}), and these are new ones: "
             f"{describe_shapes(arguments.names, shapes)}. Raise max_shapes, or give inputs fewer shapes, "
-            "as by padding to a few lengths. It was compiled for: "
+            "for example by padding to a few lengths. It was compiled for: "
             f"{'; '.join(program.describe() for program in compiled.programs.values())}."
         )
     compiled.check_not_lost()
@@ -62,7 +62,7 @@ def use_program(
 
 
 def tell_shapes(compiled: CompiledModel | None, arguments: Arguments, options: Options) -> str:
-    """What is compiled next, for whom waits for it; empty if the options allow no other shapes."""
+    """Describes what is compiled next, for the progress bar; empty if no other shapes are allowed."""
     if not options.allow_new_shapes:
         return ""
     described = describe_shapes(arguments.names, shapes_of(arguments))

@@ -1,7 +1,7 @@
 """Several processes that run one model together: `Options.Distributed`.
 
-Each has whole replicas of the model, and its own part of the data. What all must have alike is compared
-before it is relied on: the program is the same everywhere, but what it reads may not be.
+Each has whole replicas of the model, and its own part of the data. Values that must be the same in all are
+compared before they are used: the program is the same everywhere, but what it reads may not be.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _OWN = {
 }
 _MEND = (
     "Give all processes the same: torch.manual_seed with one number before the model is made, or one state "
-    "dict for all. Buffers of which each process keeps its own, as those of batch normalization, need "
+    "dict for all. Buffers that each process keeps for itself, such as those of batch normalization, need "
     "Options.broadcastBuffers(False)."
 )
 _SHOWN = 5  # names in an error
@@ -65,13 +65,13 @@ _SHOWN = 5  # names in an error
 class Processes:
     """The processes that run a model."""
 
-    index: int = 0  # which one this is, from 0
-    count: int = 1  # how many there are
-    keep_buffers: bool = False  # whether each may have values of its own of buffers
+    index: int = 0  # the number of this process, from 0
+    count: int = 1  # the number of processes
+    keep_buffers: bool = False  # whether each may have its own values of buffers
 
     @classmethod
     def of(cls, options: Options) -> Processes:
-        """What options say."""
+        """Reads the processes from options."""
         distributed = options.Distributed
         return cls(distributed.processId, distributed.numProcesses, not options.broadcast_buffers)
 
@@ -80,11 +80,11 @@ ALONE = Processes()
 
 
 def join(options: Options) -> None:
-    """Joins the processes that the environment tells of, and sees that they are those of the options.
+    """Joins the processes that the environment names, and checks that they are those of the options.
 
     Raises:
-      Error: they are others, or this process has joined none.
-      NotImplementedError: the options ask for what several processes cannot do.
+      Error: they are not, or this process has joined none.
+      NotImplementedError: the options ask for something that several processes cannot do.
       Others: as `ipu_pipeline.distributed.initialize`.
     """
     asked = Processes.of(options)
@@ -130,7 +130,7 @@ def _check_supported(options: Options) -> None:
 
 
 def check_alone(options: Options, what: str) -> None:
-    """For what one process does only.
+    """Refuses several processes.
 
     Raises:
       NotImplementedError: there are several.
@@ -144,7 +144,7 @@ def check_alone(options: Options, what: str) -> None:
 
 
 def describe_options(options: Options) -> dict[str, str]:
-    """What options all processes must have alike, by name."""
+    """Returns the options that must be the same in all processes, by name."""
     groups = {"": options, **{name: getattr(options, name) for name in options.groups}}
     del groups["Distributed"]
     return {
@@ -156,11 +156,11 @@ def describe_options(options: Options) -> dict[str, str]:
 
 
 def agree(what: str, document: Mapping[str, str]) -> None:
-    """Compares what all processes say; all call it, in the same order. Nothing in a process alone.
+    """Compares documents of all processes, which must call it in the same order. A single one does nothing.
 
     Raises:
       Error: something differs, with the values of all processes.
-      ProcessError: another process has ended, or does not go on.
+      ProcessError: another process has ended, or is stuck.
     """
     others = current_peers()
     if others is None:
@@ -172,7 +172,7 @@ def agree(what: str, document: Mapping[str, str]) -> None:
 
 
 def compare_arrays(what: str, arrays: Mapping[str, Any], mend: str = _MEND) -> None:
-    """Compares values that all processes are to have alike; as `agree`.
+    """Compares values that must be the same in all processes, like `agree`.
 
     Raises:
       Error: some differ, with their names.
@@ -194,7 +194,7 @@ def compare_arrays(what: str, arrays: Mapping[str, Any], mend: str = _MEND) -> N
 
 
 def compare_weights(model: torch.nn.Module, processes: Processes) -> None:
-    """Compares the parameters of a model on the host, and buffers that are not each's own; as `agree`.
+    """Compares a model's parameters on the host, and buffers that processes share, like `agree`.
 
     Raises:
       Error: some differ, with their names.
@@ -210,7 +210,7 @@ def compare_weights(model: torch.nn.Module, processes: Processes) -> None:
 
 
 def compare_state(saved: SavedState | None) -> None:
-    """Compares the state that an optimizer brings along, if it does; as `agree`.
+    """Compares the state that an optimizer has from before, if any, like `agree`.
 
     Raises:
       Error: it differs.

@@ -40,7 +40,7 @@ class ModelOptimizer:
     """An optimizer as a compiled model uses it.
 
     Attributes:
-      spec: what it is, with the values in use.
+      spec: its description, with the values in use.
       group_of: the group of each variable that it trains.
     """
 
@@ -56,7 +56,7 @@ class ModelOptimizer:
         """Reads an optimizer.
 
         Raises:
-          Error: it trains nothing that the loss depends on; or other processes have another one.
+          Error: it trains nothing that the loss depends on, or other processes have another one.
           TypeError: it is not supported, see `describe`.
           ValueError: a value is not usable.
         """
@@ -65,21 +65,20 @@ class ModelOptimizer:
         self._is_automatic = options.Training.automatic_loss_scaling
         self.spec = describe(optimizer, self._is_automatic)
         self._tensors = {name: tensors[name] for name in sorted(trainable)}
-        self._counts = dict.fromkeys(self._tensors, 0.0)  # updates before this model's
+        self._counts = dict.fromkeys(self._tensors, 0.0)  # updates before those of this model
         self._required = [(name, p, p.requires_grad) for name, p in model.named_parameters()]
         self.group_of = assign_groups(optimizer, self._tensors)
         parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if strangers := len(parameters - {id(tensor) for tensor in model.parameters()}):
             warn_once(
-                f"The optimizer has {strangers} parameters that are none of the model's. They are not "
-                "trained."
+                f"The optimizer has {strangers} parameters that are not the model's. They are not trained."
             )
         if not self.group_of:
             raise Error(
                 "There is nothing to train: the loss depends on "
                 f"{', '.join(self._tensors) or 'no parameter that requires a gradient'}, and the "
-                "optimizer's groups have none of these parameters. Give the optimizer those of this model: "
-                "model.parameters()."
+                "optimizer's groups have none of these parameters. Give the optimizer this model's "
+                "parameters: model.parameters()."
             )
         if complex_ones := [name for name in self.group_of if self._tensors[name].is_complex()]:
             raise Error(
@@ -92,7 +91,7 @@ class ModelOptimizer:
 
     @property
     def reduction(self) -> Reduction:
-        """How gradients of micro-batches become one."""
+        """How gradients of micro-batches are reduced to one."""
         training = self._options.Training
         if training.accumulation_and_replication_reduction_type is ReductionType.Sum:
             return Reduction.SUM
@@ -101,7 +100,7 @@ class ModelOptimizer:
         return Reduction.RUNNING_MEAN if runs else Reduction.MEAN
 
     def pipeline_options(self) -> dict[str, Any]:
-        """What `engine.Pipeline` is told of it."""
+        """Returns the optimizer's options for `engine.Pipeline`."""
         options = self._options
         num_replicas = options.replication_factor * options.Distributed.numProcesses
         num_summed = num_replicas if self.reduction is Reduction.SUM else 1
@@ -115,10 +114,10 @@ class ModelOptimizer:
         }
 
     def tell_of_changes(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Warns of what has no effect on the devices.
+        """Warns of changes that have no effect on the devices.
 
-        That is what has changed in the optimizer in use, and parameters that were frozen, or are no longer,
-        since the model was compiled.
+        These are changes in the optimizer in use, and parameters that were frozen or unfrozen since the
+        model was compiled.
         """
         assert optimizer is not None
         self._changes.tell(optimizer)
@@ -129,15 +128,15 @@ class ModelOptimizer:
             )
 
     def check_same_frozen(self) -> None:
-        """Sees that what trains is known: for other shapes the model is captured as it is now.
+        """Checks that the same parameters train, because the model is captured anew for other shapes.
 
         Raises:
-          Error: parameters were frozen, or are no longer, since the model was compiled.
+          Error: parameters were frozen or unfrozen since the model was compiled.
         """
         if changed := self._find_changed():
             raise Error(
-                f"requires_grad of {', '.join(changed)} has changed since the model was compiled, so that "
-                "it cannot be compiled for other shapes. Call destroy() on the model and wrap it again."
+                f"requires_grad of {', '.join(changed)} has changed since the model was compiled, so it "
+                "cannot be compiled for other shapes. Call destroy() on the model and wrap it again."
             )
 
     def _find_changed(self) -> list[str]:
@@ -148,7 +147,7 @@ class ModelOptimizer:
         """Takes the values of another optimizer.
 
         Raises:
-          Error: something else would have to be compiled for it; or other processes have other values.
+          Error: something else would have to be compiled for it, or other processes have other values.
         """
         spec = describe(optimizer, self._is_automatic)
         relaxed = self._options.relax_optimizer_attributes_checks
@@ -159,7 +158,7 @@ class ModelOptimizer:
         self._changes.note(optimizer)
 
     def _agree(self, spec: OptimizerSpec) -> None:
-        """Sees that all processes have the same optimizer."""
+        """Checks that all processes have the same optimizer."""
         values = [dict(sorted(group.items())) for group in spec.values]
         agree(
             "an optimizer of PopTorch",
@@ -171,11 +170,11 @@ class ModelOptimizer:
         )
 
     def put_values(self, optimizer_state: Any) -> Any:
-        """An optimizer's state with the values in use."""
+        """Returns an optimizer's state with the values in use."""
         return with_hyperparameters(optimizer_state, self.spec)
 
     def put_saved(self, optimizer_state: Any, saved: SavedState) -> Any:
-        """An optimizer's state with what was saved."""
+        """Returns an optimizer's state with the saved one put in."""
         found = {
             key: tensor if rows is None else to_torch(rows.to_device(key, to_numpy(tensor, key)))
             for key, tensor, rows in self._with_rows(saved)
@@ -183,7 +182,7 @@ class ModelOptimizer:
         return import_state(optimizer_state, saved._replace(ipu_state=found), self.spec, self.group_of)
 
     def save(self, state: PipelineState | Mapping[str, Any]) -> SavedState:
-        """The optimizer's state for its `state_dict`."""
+        """Returns the optimizer's state for its `state_dict`."""
         inner = state.optimizer_state if isinstance(state, PipelineState) else state["optimizer_state"]
         saved = export_state(inner, self.spec, self.group_of)
         found = {
@@ -193,13 +192,13 @@ class ModelOptimizer:
         return saved._replace(ipu_state=found)
 
     def _with_rows(self, saved: SavedState) -> Iterator[tuple[str, torch.Tensor, GroupRows | None]]:
-        """What is kept of variables, with their rows if they have any; counts have none."""
+        """Yields what is kept for variables, with their rows if they have any. Counts have none."""
         for key, tensor in saved.ipu_state.items():
             rows = self._group_rows.get(variable_of(key))
             yield key, tensor, rows if tensor.dim() else None
 
     def take_saved(self, optimizer: torch.optim.Optimizer) -> SavedState | None:
-        """The state that an optimizer brings along when a model begins to use it; None if it has none."""
+        """Returns the state that an optimizer has when a model begins to use it; None if it has none."""
         if isinstance(optimizer, optim.Optimizer):
             return optimizer.device_state.take()
         with on_host(*self._tensors.values()):
@@ -212,7 +211,7 @@ class ModelOptimizer:
     def leave_saved(
         self, optimizer: torch.optim.Optimizer, state: PipelineState | Mapping[str, Any]
     ) -> None:
-        """Gives torch's optimizer its state when a model no longer uses it; ours keep it themselves."""
+        """Gives torch's optimizer its state when a model no longer uses it. Ours keep it themselves."""
         if isinstance(optimizer, optim.Optimizer):
             return
         done = state.update_count if isinstance(state, PipelineState) else state["update_count"]
@@ -224,7 +223,7 @@ class ModelOptimizer:
 def call_before_saving(
     optimizer: torch.optim.Optimizer, leave_state: Callable[[], None]
 ) -> RemovableHandle:
-    """Has a method called whenever somebody asks an optimizer for its state; it is held weakly."""
+    """Calls a method, held weakly, whenever an optimizer's `state_dict` is called."""
     leave = weakref.WeakMethod(leave_state)
 
     def hook(_optimizer: torch.optim.Optimizer) -> None:

@@ -1,7 +1,8 @@
 """Weights on the host and on the devices, kept as PopTorch keeps them.
 
-After training, the weights on the devices are newer than those of the user's model. They come to the host
-when the user looks at a parameter or buffer: these get, while their model is wrapped, a class that notices.
+After training, the weights on the devices are newer than those of the user's model. They are copied to the
+host when the user reads a parameter or buffer: while their model is wrapped, these have a class that
+notices.
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ from ipu_pipeline.poptorch.logs import warn_once
 
 __all__ = ["HostWeights", "host_weights_of", "on_host", "register"]
 
-_plain = torch._C.DisableTorchFunctionSubclass  # noqa: SLF001  # torch's documentation of subclasses has it
+_plain = torch._C.DisableTorchFunctionSubclass  # noqa: SLF001  # documented with torch's subclasses
 _inside = threading.local()  # whether this thread copies weights itself
 _owners: Any = WeakIdKeyDictionary()  # tensor -> weak reference to its HostWeights
 _asked: Any = WeakIdKeyDictionary()  # parameter -> weak reference to the executor it was read from
-_stale: weakref.WeakSet[HostWeights] = weakref.WeakSet()  # those whose tensors are older than a device's
+_stale: weakref.WeakSet[HostWeights] = weakref.WeakSet()  # those with tensors older than a device's
 _lock = threading.RLock()  # held while owners are found
 _HOLDER = "_ipu_pipeline_weights"  # the attribute of a model that keeps its HostWeights alive
 
-# Asking for these needs no values.
+# Reading these needs no values.
 _WITHOUT_VALUES = {
     getattr(torch.Tensor, name).__get__
     for name in ("dtype", "device", "is_leaf", "layout", "ndim", "requires_grad", "shape")
 } | {torch.Tensor.dim, torch.Tensor.is_floating_point, torch.Tensor.numel, torch.Tensor.size}
 
-# What is watched for changes that would be passed over.
+# Attributes that are watched for changes without effect.
 _DATA, _GRADIENT = (getattr(torch.Tensor, name).__get__ for name in ("data", "grad"))
 _TOLD = {_DATA, _GRADIENT}
 
@@ -71,7 +72,7 @@ def _find_tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 class _Watched:
-    """Mixed into the class of a wrapped model's tensors. What torch makes of them is as without it."""
+    """A mixin for the class of a wrapped model's tensors. Results that torch makes do not have it."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -84,10 +85,10 @@ class _Watched:
         size_of_group: int,
         retrieval_mode: VariableRetrievalMode,
     ) -> None:
-        """Gives groups of replicas values of their own; see `PoplarExecutor.per_replica_params`.
+        """Gives groups of replicas their own values; see `PoplarExecutor.per_replica_params`.
 
         Raises:
-          Error: it was not read as an attribute of a wrapped model; or that is compiled.
+          Error: it was not read as an attribute of a wrapped model, or the model is compiled.
           Others: see `ReplicaGrouping.check`.
         """
         reference = _asked.get(self)
@@ -125,15 +126,15 @@ def _unwatched_copy(tensor: Any, shares_memory: bool) -> Any:
 
 @functools.cache
 def _watched_class(plain: type) -> type | None:
-    """The class that stands for another one while its tensors are watched.
+    """Returns the class that replaces another one while its tensors are watched.
 
-    None if torch's functions are the other one's own already.
+    Returns None if the other class has its own `__torch_function__`.
     """
     own = (torch.Tensor.__torch_function__, torch.nn.Parameter.__torch_function__)
     if not any(plain.__torch_function__ == known for known in own):  # type: ignore[attr-defined]
         warn_once(
-            f"Tensors of class {plain.__name__} have a __torch_function__ of their own. Newer weights do "
-            "not come to them by themselves: call copyWeightsToHost() of the wrapped model."
+            f"Tensors of class {plain.__name__} have a __torch_function__ of their own. They do not get "
+            "newer weights automatically: call copyWeightsToHost() of the wrapped model."
         )
         return None
     return type(f"Watched{plain.__name__}", (_Watched, plain), {"plain": plain})
@@ -141,7 +142,7 @@ def _watched_class(plain: type) -> type | None:
 
 @contextlib.contextmanager
 def on_host(*tensors: torch.Tensor) -> Iterator[None]:
-    """In the `with` block this thread reads and writes tensors of the host as they are."""
+    """Lets this thread read and write tensors of the host unwatched in the `with` block."""
     for tensor in tensors:
         reference = _owners.get(tensor)
         owner = None if reference is None else reference()
@@ -157,17 +158,17 @@ def on_host(*tensors: torch.Tensor) -> Iterator[None]:
 
 
 class HostWeights:
-    """The parameters and buffers of a user's model, and who has newer ones.
+    """The parameters and buffers of a user's model, and the executor that has newer ones.
 
-    Models that share a tensor, as one within another does, share this.
+    Models that share a tensor, such as a model and its submodule, share this.
 
     Attributes:
-      version: counts how often they were read back from a device, or given to one by a model that trains.
+      version: the number of times they were read from a device, or given to one by a training model.
       lock: held while weights are copied, or the newer ones are replaced.
     """
 
     def __init__(self) -> None:
-        """Starts with the host's as the newest."""
+        """Starts with the host's weights as the newest."""
         self.version = 0
         self.lock = threading.RLock()
         self._read_back: Callable[[], None] | None = None
@@ -175,11 +176,11 @@ class HostWeights:
         self._watched: list[weakref.ref[torch.Tensor]] = []
         self._executors: weakref.WeakSet[Any] = weakref.WeakSet()
         self._trainers: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._newest: weakref.ref[Any] | None = None  # who has newer weights
+        self._newest: weakref.ref[Any] | None = None  # the executor with newer weights
 
     def find_trainer(self, model: torch.nn.Module) -> Any:
-        """Who trains a model; None if nobody does. A wrapper that nobody has any more does not count."""
-        self.refresh()  # which is what holds it
+        """Returns the wrapper that trains a model, or None. Wrappers that are not in use do not count."""
+        self.refresh()  # otherwise newer weights keep a wrapper alive
         return next((trainer for trainer in self._trainers if trainer.model is model), None)
 
     def register(self, executor: Any, model: torch.nn.Module, trains: bool) -> None:
@@ -191,7 +192,7 @@ class HostWeights:
             vars(model)["destroy"] = vars(model)[_HOLDER]
 
     def unregister(self, executor: Any, model: torch.nn.Module) -> None:
-        """Takes that back."""
+        """Undoes `register`."""
         self._executors.discard(executor)
         self._trainers.discard(executor)
         if not any(other.model is model for other in self._executors):
@@ -205,7 +206,7 @@ class HostWeights:
             executor.destroy()
 
     def watch(self, executor: Any, model: torch.nn.Module) -> None:
-        """Begins to notice who looks at the tensors, for as long as an executor needs it."""
+        """Watches for reads of the tensors, for as long as an executor needs it."""
         self._watchers.add(executor)
         for tensor in _tensors_of(model):
             if hasattr(type(tensor), "plain"):
@@ -218,12 +219,12 @@ class HostWeights:
                 self._watched.append(weakref.ref(tensor))
 
     def ask(self, executor: Any, model: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
-        """Notes by which executor of a model somebody got a parameter, for its `replicaGrouping`."""
+        """Notes the executor that a parameter was read from, for the parameter's `replicaGrouping`."""
         self.watch(executor, model)
         _asked[parameter] = weakref.ref(executor)
 
     def release(self, executor: Any) -> None:
-        """Ends it, when no executor needs it any more."""
+        """Stops watching when no executor needs it any longer."""
         self._watchers.discard(executor)
         if not self._watchers:
             for tensor in self._find_watched():
@@ -232,7 +233,7 @@ class HostWeights:
 
     @contextlib.contextmanager
     def unwatched(self) -> Iterator[None]:
-        """In the `with` block the tensors are plain, for what looks into their classes. Needs the lock."""
+        """Makes the tensors plain in the `with` block, for code that inspects classes. Needs the lock."""
         self.refresh()
         tensors: list[tuple[Any, Any]] = [(tensor, type(tensor)) for tensor in self._find_watched()]
         for tensor, kind in tensors:
@@ -257,7 +258,7 @@ class HostWeights:
         return self._read_back is not None and self._newest is not None and self._newest() is executor
 
     def refresh(self) -> bool:
-        """Copies newer weights to the host, if there are any; says whether there were."""
+        """Copies newer weights to the host, if there are any. Returns whether there were."""
         if self not in _stale:
             return False
         with self.lock:
@@ -269,13 +270,13 @@ class HostWeights:
         return True
 
     def mark_fresh(self) -> None:
-        """Notes that the host's weights are those of the device."""
+        """Notes that the host's weights are as new as the device's."""
         self.version += 1
         _stale.discard(self)
         self._read_back = None
 
     def take_over(self, other: HostWeights) -> None:
-        """Makes this stand for another one too, whose model shares tensors with this one's from now on."""
+        """Merges another one into this one, because their models share tensors from now on."""
         with self.lock, other.lock:
             other.refresh()
             self.version += other.version + 1
@@ -306,7 +307,7 @@ class _Destroy:
 
 
 def host_weights_of(model: torch.nn.Module) -> HostWeights:
-    """The one of a user's model, and of all models that share tensors with it."""
+    """Returns the `HostWeights` of a user's model and of all models that share tensors with it."""
     with _lock:
         tensors = _tensors_of(model)
         found: dict[int, HostWeights] = {}
@@ -335,7 +336,7 @@ def register(executor: Any, model: torch.nn.Module, trains: bool) -> None:
     """Notes that a model is wrapped.
 
     Raises:
-      RuntimeError: it is wrapped for training already.
+      RuntimeError: it is already wrapped for training.
     """
     host = host_weights_of(model)
     with host.lock:

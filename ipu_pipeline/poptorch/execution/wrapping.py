@@ -31,19 +31,19 @@ def trainingModel(
     """Makes a model train on its devices: each call of the result is one or more weight updates.
 
     Args:
-      model: its forward computes and returns the loss. Its modules keep the training mode that they have
-        now. An executor stands for its model.
-      options: frozen from now on; a copy is kept. None: the defaults.
-      optimizer: of `poptorch.optim` or `torch.optim`. None: SGD with a learning rate of 0.01.
+      model: a model whose forward computes and returns the loss. Its modules keep the training mode that
+        they have now. An executor stands for its model.
+      options: the options, frozen from now on; a copy is kept. None for the defaults.
+      optimizer: from `poptorch.optim` or `torch.optim`. None for SGD with a learning rate of 0.01.
 
     Returns:
       The model to call.
 
     Raises:
-      Error: `options` is something else; or its processes (`Options.Distributed`) are not those of the run.
-      NotImplementedError: the options ask for what does not exist yet, or not for several processes.
+      Error: `options` is something else, or its processes (`Options.Distributed`) are not the run's.
+      NotImplementedError: the options ask for something that does not exist (for several processes) yet.
       RuntimeError: the model has been wrapped for training before.
-      TypeError: the model or the optimizer is none.
+      TypeError: the model or the optimizer is not one.
     """
     module = _module_of(model)
     checked = _check_options(options, OutputMode.Final)
@@ -61,17 +61,18 @@ def inferenceModel(
     """Makes a model run forwards on its devices.
 
     Args:
-      model: its modules keep the training mode that they have now. An executor stands for its model.
-      options: frozen from now on; a copy is kept. None: the defaults.
+      model: the model. Its modules keep the training mode that they have now. An executor stands for its
+        model.
+      options: the options, frozen from now on; a copy is kept. None for the defaults.
 
     Returns:
       The model to call.
 
     Raises:
-      Error: `options` is something else, or asks for gradient accumulation; or its processes
-        (`Options.Distributed`) are not those of the run.
-      NotImplementedError: the options ask for what does not exist yet, or not for several processes.
-      TypeError: the model is none.
+      Error: `options` is something else or asks for gradient accumulation, or its processes
+        (`Options.Distributed`) are not the run's.
+      NotImplementedError: the options ask for something that does not exist (for several processes) yet.
+      TypeError: the model is not a module.
     """
     module = _module_of(model)
     checked = _check_options(options, OutputMode.All)
@@ -117,7 +118,7 @@ def _module_of(model: torch.nn.Module | PoplarExecutor) -> torch.nn.Module:
 
 
 def _check_options(options: Options | None, default_mode: OutputMode) -> Options:
-    """A copy of the options, both frozen; in the copy `OutputMode.Default` is what it stands for."""
+    """Freezes the options, and returns a frozen copy with `OutputMode.Default` resolved."""
     if options is None:
         options = Options()
     if not isinstance(options, Options):
@@ -145,7 +146,7 @@ def _check_options(options: Options | None, default_mode: OutputMode) -> Options
 
 
 def _tell_of_sharding(options: Options) -> None:
-    """Warns of replicated tensor sharding that does not happen."""
+    """Warns of replicated tensor sharding that has no effect."""
     locations = options.TensorLocations
     asked = locations.asked_to_shard
     if asked and options.replication_factor == 1:

@@ -1,1 +1,1 @@
-"""Wrapped models as files: what is in one, written whole, and read without trusting it."""
+"""Wrapped models as files, which are written whole and read without being trusted."""

@@ -1,4 +1,4 @@
-"""What a file of a model holds, as objects."""
+"""The contents of a model's file, as objects."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ _KINDS = (
 
 @dataclass(frozen=True, eq=False)
 class SavedGraph:
-    """A model as it was captured: what `Captured` has, without weights.
+    """A captured model: what `Captured` has, without weights.
 
     Attributes:
       trains: whether it was captured for training, and has a loss.
       program: the graph.
       constants: tensors that are neither parameters nor buffers, by the targets of the program.
-      arguments: the structure of what it was compiled for: positional arguments, keyword arguments.
-      outputs: the structure of what it returns.
-      signature: of the model's forward. Defaults are not kept: `...` stands for each.
+      arguments: the structure of the arguments that it was compiled for: positional, keyword.
+      outputs: the structure of its results.
+      signature: the signature of the model's forward. Defaults are not kept: `...` stands for each.
     """
 
     trains: bool
@@ -54,7 +54,7 @@ class SavedGraph:
     signature: inspect.Signature
 
     def __deepcopy__(self, memo: Any) -> SavedGraph:
-        return self  # of copies of a model, which have tensors of their own
+        return self  # copies of a model share it, and have their own tensors
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,9 +62,9 @@ class SavedTensor:
     """A parameter or a buffer of a model; one tensor may have several names.
 
     Attributes:
-      name: in the model.
-      tensor: the model's; a `torch.nn.Parameter` if it is one.
-      value: what it holds, on the devices or here.
+      name: its name in the model.
+      tensor: the model's tensor; a `torch.nn.Parameter` if it is one.
+      value: its value, on the devices or here.
       is_persistent: whether the model's state dict has it.
     """
 
@@ -76,14 +76,14 @@ class SavedTensor:
 
 @dataclass(frozen=True, eq=False)
 class SavedModel:
-    """What a wrapper was given, and what training made of it.
+    """The state of a wrapper: what it was given, and the result of training.
 
     Attributes:
-      class_name: of the model.
+      class_name: the name of the model's class.
       is_training: the model's train flag.
       tensors: its parameters and buffers.
-      options: of the wrapper.
-      optimizer: with its state; None without training.
+      options: the wrapper's options.
+      optimizer: the optimizer with its state; None without training.
     """
 
     class_name: str
@@ -95,12 +95,12 @@ class SavedModel:
 
 @dataclass(frozen=True, eq=False)
 class Contents:
-    """A file.
+    """The contents of a file.
 
     Attributes:
-      graph: the model as it was captured.
-      model: None with `export_model=False`.
-      rng_state: as `PoplarExecutor.rng_state`; None if it was not saved.
+      graph: the captured model.
+      model: the wrapper's state; None with `export_model=False`.
+      rng_state: `PoplarExecutor.rng_state`; None if it was not saved.
     """
 
     graph: SavedGraph
@@ -112,8 +112,8 @@ def write(filename: PathLike, contents: Contents) -> None:
     """Writes a file.
 
     Raises:
-      Error: it cannot be written; or something is in it that no file can hold.
-      TypeError: `filename` is no path.
+      Error: it cannot be written, or it has something that no file can hold.
+      TypeError: `filename` is not a path.
     """
     tensors = TensorList()
     graph, model = contents.graph, contents.model
@@ -136,11 +136,11 @@ def write(filename: PathLike, contents: Contents) -> None:
 
 
 def read(filename: PathLike) -> Contents:
-    """Reads a file. Nothing in it is run or unpickled.
+    """Reads a file without running or unpickling anything in it.
 
     Raises:
-      Error: there is no such file; or it is damaged, something else, or of another version.
-      TypeError: `filename` is no path.
+      Error: there is no such file, or it is damaged, not such a file, or of another version.
+      TypeError: `filename` is not a path.
     """
     with read_file(filename) as (manifest, tensors):
         _check_version(manifest)
@@ -160,7 +160,7 @@ def read(filename: PathLike) -> Contents:
 
 
 def _find_versions() -> dict[str, str]:
-    """Of what makes and reads files."""
+    """Returns the versions of the packages that make and read files."""
     return {name: importlib.metadata.version(name).partition("+")[0] for name in ("ipu_pipeline", "torch")}
 
 
@@ -189,7 +189,7 @@ def _decode_program(data: Any, made_by: Mapping[str, str]) -> FunctionalProgram:
 
 
 def _check_graph(graph: SavedGraph) -> None:
-    """Checks that a graph has the constants, the arguments and the results that the manifest says."""
+    """Checks that a graph has the constants, arguments and results that the manifest lists."""
     signature = graph.program.graph_signature
     num_tensors = (len(signature.user_inputs), len(signature.user_outputs))
     if num_tensors != (graph.arguments.num_tensors, graph.outputs.num_tensors):

@@ -1,7 +1,7 @@
-"""The graph of a model as JSON, and back: its nodes one after another.
+"""Turns the graph of a model into JSON and back: its nodes one after another.
 
-Reading makes nodes and nothing else: nothing is run or imported, no Python code is made of the graph, and
-a node calls only what this library computes.
+Reading only makes nodes: nothing is run or imported, the graph does not become Python code, and a node can
+only call operations that this library computes.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ _OUTPUTS = {name: OutputKind[name] for name in ("USER_OUTPUT", "BUFFER_MUTATION"
 
 
 class _Interpreted(torch.fx.GraphModule):
-    """A graph that is computed node by node, while torch would make Python code of it."""
+    """A graph that is computed node by node, and not turned into Python code as in torch."""
 
     def recompile(self) -> Any:
-        """Makes none."""
+        """Makes no Python code."""
 
     def forward(self, *values: Any) -> Any:
-        """Computes it, as an operand of torch's control flow."""
+        """Computes the graph, as an operand of torch's control flow."""
         return torch.fx.Interpreter(self).run(*values)
 
 
 def encode_program(program: FunctionalProgram) -> Any:
-    """A model's graph as what JSON has.
+    """Encodes a model's graph as JSON.
 
     Raises:
-      Error: there is something in it that no file can hold.
+      Error: it has something that no file can hold.
     """
     signature = program.graph_signature
     return {
@@ -110,11 +110,11 @@ def _encode(value: Any) -> Any:
 
 
 def decode_program(data: Any) -> FunctionalProgram:
-    """The graph of what `encode_program` made.
+    """Decodes the graph that `encode_program` encoded.
 
     Raises:
-      Error: it calls an operation that does not exist here, or has no lowering.
-      Others: it is nothing that `encode_program` makes.
+      Error: it calls an operation that does not exist here or has no lowering.
+      Others: it is not something that `encode_program` makes.
     """
     module = _decode_graph(data["nodes"])
     inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
@@ -160,7 +160,7 @@ def _decode_graph(data: Any) -> torch.fx.GraphModule:
         elif op not in ("placeholder", "output"):
             raise ValueError(f"its graph has a node {name} of kind {op!r}")
         node = graph.create_node(op, target, args, kwargs, name)
-        node.name = name  # in which torch may have replaced a character
+        node.name = name  # torch may have replaced a character
         node.meta = {
             "val": _decode(one.get("value"), None),
             "nn_module_stack": {
@@ -173,7 +173,7 @@ def _decode_graph(data: Any) -> torch.fx.GraphModule:
 
 
 def _find_operation(name: str) -> Any:
-    """What a node calls: an operation with a lowering, and never something else."""
+    """Finds what a node calls: an operation with a lowering, and never anything else."""
     if name in _OPERATORS:
         return _OPERATORS[name]
     parts = _OPERATION.fullmatch(name)
@@ -197,7 +197,7 @@ def _find_operation(name: str) -> Any:
 
 
 def _check_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Checks that an operation is given what it has arguments for."""
+    """Checks that an operation accepts these arguments."""
     if target is operator.getitem:
         is_right = len(args) == 2 and isinstance(args[0], torch.fx.Node) and type(args[1]) is int
     elif isinstance(target, OpOverload):
@@ -213,7 +213,7 @@ def _check_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 def _decode(data: Any, nodes: Mapping[str, torch.fx.Node] | None) -> Any:
-    """An argument of a node, made of nodes before it; without them, what a node says of its value."""
+    """Decodes an argument of a node, which may use earlier nodes; without nodes, a node's metadata."""
     if isinstance(data, list):
         return [_decode(part, nodes) for part in data]
     if not isinstance(data, dict):

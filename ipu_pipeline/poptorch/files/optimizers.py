@@ -1,4 +1,4 @@
-"""Optimizers of torch and PopTorch with their states, as JSON and tensors, and back."""
+"""Turns optimizers of torch and PopTorch, with their states, into JSON and tensors and back."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def encode_optimizer(
     names: Mapping[int, str],
     keep: Callable[[torch.Tensor], int],
 ) -> Any:
-    """An optimizer as what JSON has.
+    """Encodes an optimizer as JSON.
 
     Args:
-      optimizer: one that `describe` takes. One of a subclass of the user's becomes one of the class that it
-        inherits from, which is what runs.
-      names: of the model's parameters, by their `id`. Others are left out: they are not trained.
-      keep: takes a tensor of its state, and gives the number of it.
+      optimizer: one that `describe` takes. An optimizer of the user's subclass becomes one of the base
+        class, which is the one that runs.
+      names: the names of the model's parameters, by their `id`. Others are left out: they are not trained.
+      keep: takes a tensor of its state, and returns its number.
 
     Raises:
       Error: a group has a value that is neither a number nor text.
@@ -78,15 +78,15 @@ def encode_optimizer(
 def decode_optimizer(
     data: Any, parameters: Mapping[str, torch.nn.Parameter], find: Callable[[Any], torch.Tensor]
 ) -> torch.optim.Optimizer:
-    """The optimizer of what `encode_optimizer` made.
+    """Decodes the optimizer that `encode_optimizer` encoded.
 
     Args:
-      data: of JSON.
-      parameters: of the model.
-      find: gives a tensor by its number.
+      data: the JSON.
+      parameters: the model's parameters.
+      find: returns a tensor by its number.
 
     Raises:
-      Others: it is something else.
+      Others: `data` is not an optimizer.
     """
     kind: Any = _CLASSES[data["class"]]
     made: torch.optim.Optimizer = kind(

@@ -1,4 +1,4 @@
-"""Options as JSON and back."""
+"""Turns options into JSON and back."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ipu_pipeline.poptorch.options.base import UNSET, OptionGroup
 
 __all__ = ["decode_options", "encode_options"]
 
-# What is about the machine and the run, and not about the model: a loaded one has what its process says.
+# Options of the machine and the run, not of the model: a loaded model has its own process's.
 _OF_THE_MACHINE = {"executable_cache_path", "log_dir", "profiling", "profile_dir", "ipu_version"}
 _OF_THE_RUN = "Distributed"
 
 
 def encode_options(options: Options) -> Any:
-    """Options as what JSON has.
+    """Encodes options as JSON.
 
     Raises:
       Error: the schedule is a function.
@@ -41,13 +41,13 @@ def _encode_group(path: str, group: OptionGroup) -> Any:
 
 
 def decode_options(data: Any) -> Options:
-    """The options of what `encode_options` made, not frozen.
+    """Decodes the options that `encode_options` encoded, not frozen.
 
-    What is about the machine, and processes, is as for new options; so is a `modelName` that is a path.
-    `ConnectionType.Never`, of a model that was compiled for another machine, becomes `Always`.
+    Options of the machine and of processes are as in new options, and so is a `modelName` that is a path.
+    `ConnectionType.Never`, from a model that was compiled for another machine, becomes `Always`.
 
     Raises:
-      Others: it is something else, or a value is out of its range.
+      Others: `data` is not options, or a value is out of range.
     """
     options = Options()
     for path, group in _groups(options).items():
@@ -67,7 +67,7 @@ def decode_options(data: Any) -> Options:
 
 
 def _is_plain(name: Any) -> bool:
-    """Whether a model's name, in which a directory is called, leads to no other one."""
+    """Whether a model's name, which names a directory, leads to no other directory."""
     return isinstance(name, str) and name == PurePath(name).name
 
 
@@ -76,7 +76,7 @@ def _groups(options: Options) -> dict[str, OptionGroup]:
 
 
 def _as_given(name: str, value: Any) -> Any:
-    """What sets an option to a value, where it is not the value itself."""
+    """Returns what to pass to an option's setter for a value, where it is not the value itself."""
     if name == "available_memory_proportion":
         return {f"IPU{number}": proportion for number, proportion in value.items()}
     if name.startswith("location_"):

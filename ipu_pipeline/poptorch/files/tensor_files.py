@@ -1,7 +1,7 @@
-"""Files of tensors and JSON, as safetensors: written whole or not at all, and read without trusting them.
+"""Files of tensors and JSON in safetensors' format, written whole or not at all, and read without trust.
 
-The JSON is in the metadata, and the tensors are called by their numbers. A check sum finds what has been
-damaged; it is no protection against somebody who writes a file by hand.
+The JSON is in the metadata, and the tensors are named by their numbers. A checksum finds damage. It does
+not protect against files that are forged.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _HEADER_BEGIN = 8  # behind the header's length
 
 
 class TensorList:
-    """The tensors of a file, each once."""
+    """The tensors of a file, each of them once."""
 
     def __init__(self) -> None:
         """Starts empty."""
@@ -39,7 +39,7 @@ class TensorList:
         self._tensors: list[torch.Tensor] = []
 
     def add(self, tensor: torch.Tensor) -> int:
-        """The number of a tensor in the list, where it is put if it is not there yet.
+        """Adds a tensor to the list if it is not there yet. Returns its number.
 
         Raises:
           Error: it is of complex128, which safetensors does not have.
@@ -52,7 +52,7 @@ class TensorList:
         return number
 
     def by_name(self) -> dict[str, torch.Tensor]:
-        """The tensors as a file has them: contiguous, and none in the memory of another."""
+        """Returns the tensors as a file has them: contiguous, and without shared memory."""
         found, storages = {}, set()
         for number, tensor in enumerate(self._tensors):
             tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
@@ -63,13 +63,13 @@ class TensorList:
 
 
 def find_target(filename: PathLike) -> str:
-    """The path that a file is to be written to, in a directory that is made if there is none.
+    """Finds the path to write a file to. Makes its directory if there is none.
 
-    A link stands for what it leads to.
+    A link is followed.
 
     Raises:
-      Error: the path is empty, or that of something that is no file; or the directory cannot be made.
-      TypeError: it is no path.
+      Error: the path is empty, it is not a file, or the directory cannot be made.
+      TypeError: it is not a path.
     """
     if not isinstance(filename, (str, os.PathLike)) or not isinstance(os.fspath(filename), str):
         raise TypeError(f"filename must be a path; got {filename!r}.")
@@ -93,16 +93,16 @@ def find_target(filename: PathLike) -> str:
 def write_file(filename: PathLike, manifest: Any, tensors: TensorList) -> None:
     """Writes a file.
 
-    It gets its name when it is whole: whatever happens before leaves what was there. Who may read it is as
-    for the file that it replaces, or as for any new file.
+    It gets its name when it is complete, so an earlier failure leaves the old file. It has the permissions
+    of the file that it replaces, or of any new file.
 
     Args:
-      filename: where to.
-      manifest: what JSON has.
-      tensors: those that the manifest gives the numbers of.
+      filename: its path.
+      manifest: the JSON.
+      tensors: the tensors whose numbers are in the manifest.
 
     Raises:
-      Error: see `find_target`; or the system cannot write it.
+      Error: the system cannot write it, or see `find_target`.
     """
     target = find_target(filename)
     directory, name = os.path.split(target)
@@ -110,7 +110,7 @@ def write_file(filename: PathLike, manifest: Any, tensors: TensorList) -> None:
     try:
         with tempfile.TemporaryDirectory(".part", f"{name}.", directory) as beside:
             whole = os.path.join(beside, name)
-            with open(whole, "xb"):  # with the mode of any new file
+            with open(whole, "xb"):  # with the permissions of any new file
                 mode = os.stat(target if os.path.exists(target) else whole).st_mode
             save_file(named, whole, {_MANIFEST: text, _CHECK_SUM: _check_sum(text, named)})
             with open(whole, "rb") as file:
@@ -135,17 +135,17 @@ def _check_sum(manifest: str, tensors: Mapping[str, torch.Tensor]) -> str:
 def read_file(filename: PathLike) -> Iterator[tuple[Any, Mapping[int, torch.Tensor]]]:
     """Reads a file: the manifest, and the tensors by number.
 
-    Whatever they turn out not to be in the `with` block is an error of the file.
+    Any error in the `with` block counts as an error of the file.
 
     Raises:
-      Error: there is no such file; or it is damaged, or something else.
-      TypeError: `filename` is no path.
+      Error: there is no such file, or it is damaged or something else.
+      TypeError: `filename` is not a path.
     """
     if not isinstance(filename, (str, os.PathLike)) or not isinstance(path := os.fspath(filename), str):
         raise TypeError(f"filename must be a path; got {filename!r}.")
     _check_begin(path)
     try:
-        # The tensors get memory of their own: nobody can change, or cut off, what was read.
+        # The tensors get memory of their own, so that later changes to the file cannot reach them.
         with safe_open(path, "pt", backend="pread") as file:
             metadata = file.metadata() or {}
             if _MANIFEST not in metadata:
@@ -153,7 +153,7 @@ def read_file(filename: PathLike) -> Iterator[tuple[Any, Mapping[int, torch.Tens
             named = {name: file.get_tensor(name) for name in map(str, range(len(file.keys())))}
         text = metadata[_MANIFEST]
         if metadata.get(_CHECK_SUM) != _check_sum(text, named):
-            raise ValueError("its check sum is another one than that of what it holds")
+            raise ValueError("its check sum does not match its contents")
         yield json.loads(text), {int(name): tensor for name, tensor in named.items()}
     except (Error, MemoryError):
         raise
@@ -166,7 +166,7 @@ def read_file(filename: PathLike) -> Iterator[tuple[Any, Mapping[int, torch.Tens
 
 def _check_begin(path: str) -> None:
     try:
-        # Opening a pipe would wait for who writes to it.
+        # Opening a pipe would wait for its writer.
         mode = os.stat(path).st_mode
         if not stat.S_ISREG(mode):
             raise Error(f"{path} is {'a directory' if stat.S_ISDIR(mode) else 'no regular file'}.")
@@ -174,7 +174,7 @@ def _check_begin(path: str) -> None:
             begin = file.read(_HEADER_BEGIN + 1)
     except FileNotFoundError:
         raise Error(f"There is no file {path}. compileAndExport and save write such files.") from None
-    except (OSError, ValueError) as error:  # a path may have a character that none can have
+    except (OSError, ValueError) as error:  # a path may have an invalid character
         raise Error(f"{path!r} cannot be read: {error}.") from error
     if not begin:
         raise Error(f"{path} is empty. compileAndExport writes it anew.")

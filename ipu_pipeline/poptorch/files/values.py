@@ -1,8 +1,8 @@
-"""Values as JSON and back: structures of tensors, numbers and text, and what options hold.
+"""Turns values into JSON and back: structures of tensors, numbers and text, and values of options.
 
-Decoding makes objects of Python's and torch's plain types, and of ours. Of other classes it makes named
-tuples and data classes (those that are dicts of their fields, too, as the outputs of transformers' models),
-without calling anything of theirs, if they have been imported already: a name in a file imports nothing.
+Decoding makes objects of Python's and torch's plain types, and of ours. It also makes named tuples and data
+classes (including dicts of their fields, such as the outputs of transformers' models) of other classes, if
+these have been imported already. It calls none of their code, and a name in a file imports nothing.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ _MAPPINGS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "OrderedDict": colle
 
 
 def encode(value: Any, name: str, keep: Callable[[torch.Tensor], Any]) -> Any:
-    """A value as what JSON has.
+    """Encodes a value as JSON.
 
     Args:
       value: tensors in tuples, lists, dicts, named tuples and data classes; numbers, text, dtypes, members
         of PopTorch's enumerations, strategies.
-      name: what errors call it.
-      keep: gives what stands for a tensor.
+      name: its name in errors.
+      keep: takes a tensor, and returns what stands for it in JSON.
 
     Raises:
-      Error: there is something else in it.
+      Error: it has something else in it.
     """
 
     def inner(part: Any, label: str) -> Any:
@@ -89,15 +89,15 @@ def encode(value: Any, name: str, keep: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def decode(data: Any, find: Callable[[Any], torch.Tensor]) -> Any:
-    """The value of what `encode` made.
+    """Decodes the value that `encode` encoded.
 
     Args:
-      data: of JSON.
-      find: gives the tensor for what `keep` gave.
+      data: the JSON.
+      find: returns the tensor for what `keep` returned.
 
     Raises:
       Error: a class in it has not been imported.
-      Others: it is nothing that `encode` makes.
+      Others: it is not something that `encode` makes.
     """
 
     def inner(part: Any) -> Any:
@@ -169,7 +169,7 @@ def _imported_class(path: str) -> Any:
 
 
 def _find_class(path: str) -> Any:
-    """A class that has been imported, of "module:name"; None if it has not."""
+    """Finds an imported class by "module:name"; None if it has not been imported."""
     module, _colon, name = path.partition(":")
     found: Any = sys.modules.get(module)
     for part in name.split("."):
@@ -186,7 +186,7 @@ def _is_data_class(kind: Any) -> bool:
 
 
 def _is_dict_of_fields(value: Any) -> bool:
-    """Whether a value is a data class and a dict of the same; fields that the dict has not are None."""
+    """Whether a value is both a data class and a dict of its fields, where missing fields are None."""
     if not isinstance(value, dict) or not dataclasses.is_dataclass(type(value)):
         return False
     fields = _fields_of(type(value))
@@ -198,7 +198,7 @@ def _is_named_tuple(kind: Any) -> bool:
 
 
 def _take_apart(strategy: PipelinedExecution | PhasedExecution) -> tuple[list[Any], dict[str, Any]]:
-    """What a strategy is made of: an AutoStage, stages, or phases; and what was set afterwards."""
+    """Returns a strategy's parts (an AutoStage, stages or phases) and what was set afterwards."""
     if isinstance(strategy, PhasedExecution):
         made: list[Any] = [[_pack(stage) for stage in phase.stages] for phase in strategy.phases]
         return made, {name: value for name, value in vars(strategy).items() if not name.startswith("_")}

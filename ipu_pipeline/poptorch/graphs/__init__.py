@@ -1,1 +1,1 @@
-"""A module of torch as a graph, and the graph as stages."""
+"""Turns a module of torch into a graph, and the graph into stages."""

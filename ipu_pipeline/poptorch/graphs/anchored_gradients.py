@@ -1,7 +1,7 @@
-"""Gradients of values within a model, by micro-batch: what `Options.anchorTensor` takes as Gradient___name.
+"""Gradients of inner values of a model, by micro-batch: "Gradient___name" in `Options.anchorTensor`.
 
-A backward has no results but gradients of variables, summed over micro-batches. So it passes those that are
-wanted to the host while it runs, which keeps them by micro-batch until the call ends.
+A backward's only results are gradients of variables, summed over micro-batches. So it passes the wanted
+gradients to the host while it runs. The host keeps them by micro-batch until the call ends.
 """
 
 from __future__ import annotations
@@ -26,37 +26,37 @@ PREFIX = "Gradient___"
 
 
 def is_gradient(name: str) -> bool:
-    """Whether the name of a value is that of a gradient."""
+    """Whether a value's name is the name of a gradient."""
     return name.startswith(PREFIX)
 
 
 def name_gradients(
     names: Mapping[str, torch.fx.Node], reaching: Collection[torch.fx.Node]
 ) -> dict[str, torch.fx.Node]:
-    """The values whose gradients can be looked at, by the gradients' names."""
+    """Returns the values whose gradients can be looked at, by the gradients' names."""
     return {f"{PREFIX}{name}": node for name, node in names.items() if node in reaching}
 
 
 class AnchoredGradients:
-    """The gradients that are kept of a call: of each micro-batch's loss, before they are averaged.
+    """The gradients that are kept from a call: of each micro-batch's loss, before averaging.
 
     Attributes:
       nodes: the values that they are gradients of.
     """
 
     def __init__(self, nodes: Sequence[torch.fx.Node]) -> None:
-        """Nothing has been kept yet."""
+        """Starts without any kept gradient."""
         self.nodes = nodes
         self._lock = threading.Lock()  # devices pass theirs from several threads
         self._found: dict[tuple[torch.fx.Node, int, bytes], np.ndarray[Any, Any]] = {}
 
     @property
     def dtypes(self) -> list[torch.dtype]:
-        """Those of the gradients, in the order of `nodes`."""
+        """The gradients' dtypes, in the order of `nodes`."""
         return [node.meta["val"].dtype for node in self.nodes]
 
     def pass_on(self, node: torch.fx.Node, value: Any) -> Any:
-        """The same value; its gradient goes to the host too, if it is wanted."""
+        """Returns the same value. Its gradient also goes to the host, if it is wanted."""
         if node not in self.nodes:
             return value
         note = functools.partial(self._note, node)
@@ -79,7 +79,7 @@ class AnchoredGradients:
     def _note(self, node: torch.fx.Node, replica: Any, tag: Any, gradient: Any) -> None:
         key = (node, int(replica), np.asarray(tag).tobytes())
         found = np.array(gradient)
-        with self._lock:  # a variable of several stages has a gradient in each
+        with self._lock:  # a variable in several stages has a gradient in each
             self._found[key] = self._found[key] + found if key in self._found else found
 
     def forget(self) -> None:
@@ -88,7 +88,7 @@ class AnchoredGradients:
         self._found.clear()
 
     def join(self, collected: Sequence[Collected], has_replicas: bool) -> list[Collected]:
-        """What the last stage gave, with gradients in place of its last leaf; it waits for them."""
+        """Waits for gradients, and puts them in place of the last leaf of the last stage's results."""
         jax.effects_barrier()
         joined = []
         for part in collected:
@@ -100,9 +100,11 @@ class AnchoredGradients:
         return joined
 
     def _stack(self, node: torch.fx.Node, tags: Any, has_replicas: bool) -> np.ndarray[Any, Any]:
-        """A gradient of as many micro-batches and replicas as there are tags."""
+        """Stacks the gradients of a value, one for each micro-batch and replica in `tags`."""
         value = node.meta["val"]
-        zeros = np.zeros(tuple(value.shape), jax_dtype(value.dtype))  # for where it has no way to the loss
+        zeros = np.zeros(
+            tuple(value.shape), jax_dtype(value.dtype)
+        )  # where the loss does not depend on the value
         stacked = np.empty((*tags.shape[:-1], *zeros.shape), zeros.dtype)
         for place in np.ndindex(*tags.shape[:-1]):
             replica = place[-1] if has_replicas else 0

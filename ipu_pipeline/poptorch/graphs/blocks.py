@@ -1,4 +1,4 @@
-"""A graph cut at the markers of its blocks: which operations make which stage."""
+"""Cuts a graph into stages at the markers of its blocks."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ __all__ = [
     "is_check_operation",
 ]
 
-# Checks of torch's that hold for a graph of fixed shapes and dtypes.
+# torch's checks that always hold for a graph of fixed shapes and dtypes.
 _CHECKS = frozenset(("_assert_async", "_assert_scalar", "_assert_tensor_metadata", "sym_constrain_range"))
 
 
 class BlockId(NamedTuple):
-    """What a model says of a block: its name and its IPU, if it says them."""
+    """A block's name and IPU, where the model sets them."""
 
     user_id: str | None
     ipu_id: int | None
 
     @property
     def name(self) -> str:
-        """Of the block, for errors."""
+        """The name of the block, for errors."""
         return f"block on IPU {self.ipu_id}" if self.user_id is None else f"block {self.user_id}"
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a block is: its stage, its IPU, and in phased executions its phase, all from 0."""
+    """The stage of a block, its IPU, and in phased executions its phase, all from 0."""
 
     stage: int
     ipu: int
@@ -49,18 +49,18 @@ class Placement:
 class Section:
     """Operations that make a stage."""
 
-    name: str  # of its blocks, for errors
+    name: str  # the names of its blocks, for errors
     ipu: int  # its IPU
     nodes: tuple[torch.fx.Node, ...]  # in the graph's order
-    phase: int = 0  # in which it runs, from 0; 0 without phases
+    phase: int = 0  # the phase that it runs in, from 0; 0 without phases
 
 
 def cut_into_sections(
     graph: torch.fx.Graph, find_ipus: Callable[[Sequence[BlockId]], Sequence[int]]
 ) -> list[Section]:
-    """Cuts a graph. Blocks on the same IPU that follow each other become one section.
+    """Cuts a graph. Consecutive blocks on the same IPU become one section.
 
-    Operations after a block belong to it. Those before the first block are on IPU 0.
+    Operations after a block belong to it. Operations before the first block are on IPU 0.
     """
     nodes, blocks = find_blocks(graph)
     ipus = dict(zip(blocks, find_ipus(list(blocks.values())), strict=True)) if blocks else {}
@@ -69,7 +69,7 @@ def cut_into_sections(
     for node in nodes:
         if node in ipus:
             ipu, name = ipus[node], blocks[node].name
-            continue  # a block without operations is nobody's work
+            continue  # no stage is needed for a block without operations
         if not parts or parts[-1][0] != ipu:
             parts.append((ipu, [], []))
         names, inside = parts[-1][1:]
@@ -85,17 +85,17 @@ def cut_into_sections(
 
 
 def find_blocks(graph: torch.fx.Graph) -> tuple[list[torch.fx.Node], dict[torch.fx.Node, BlockId]]:
-    """The nodes that compute, with the markers; and the blocks by the markers that begin them."""
+    """Returns the nodes that compute, with the markers, and the blocks by the markers that begin them."""
     nodes = [node for node in graph.nodes if node.op == "call_function" and not is_check(node)]
     return nodes, {node: BlockId(*node.args) for node in nodes if markers.is_block(node)}
 
 
 def is_check(node: torch.fx.Node) -> bool:
-    """Whether a node is a check of torch's, which no stage makes."""
+    """Whether a node is one of torch's checks, which no stage runs."""
     return is_check_operation(node.target)
 
 
 def is_check_operation(operation: Any) -> bool:
-    """Whether a node that calls this is a check of torch's."""
+    """Whether a node that calls this operation is one of torch's checks."""
     schema = getattr(operation, "_schema", None)
     return schema is not None and schema.name.split("::")[-1] in _CHECKS

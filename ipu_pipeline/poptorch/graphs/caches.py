@@ -1,4 +1,4 @@
-"""Caches of keys and values, which decoders of transformers return beside what a program wants."""
+"""Leaves out caches of keys and values, which decoders of transformers return besides their results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["leave_out_caches"]
 
 
 def leave_out_caches(result: Any, trains: bool) -> Any:
-    """What a model returned, as transformers' models return it with `use_cache=False`."""
+    """Returns a model's results as transformers' models return them with `use_cache=False`."""
     library = sys.modules.get("transformers.cache_utils")
     if library is None or not isinstance(result, (dict, tuple)) or hasattr(result, "_fields"):
         return result

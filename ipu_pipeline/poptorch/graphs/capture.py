@@ -1,8 +1,8 @@
-"""A module of torch as a graph of core ATen operations, by `torch.export`.
+"""Captures a module of torch as a graph of core ATen operations, by `torch.export`.
 
-What export does not say by itself is dealt with here: regions without gradients, the loss, the train and
-eval flags of the time of wrapping, tensors that are plain attributes, and functions with a backward of
-their own, which export would lose.
+This module handles what export leaves out: regions without gradients, the loss, the train and eval flags
+at the time of wrapping, tensors that are plain attributes, and functions with their own backward, which
+export would lose.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class FunctionalProgram:
     """A model's graph: functional, in core ATen, with the markers of blocks.
 
     Attributes:
-      graph_module: the graph, and those of branches and bodies.
-      graph_signature: what its inputs and outputs are.
+      graph_module: the graph, and the graphs of branches and bodies.
+      graph_signature: the meaning of its inputs and outputs.
     """
 
     graph_module: torch.fx.GraphModule
@@ -52,7 +52,7 @@ class FunctionalProgram:
 
     @property
     def graph(self) -> torch.fx.Graph:
-        """The graph of the whole."""
+        """The graph of the whole model."""
         return self.graph_module.graph
 
 
@@ -61,10 +61,10 @@ class Captured:
     """A model as a graph.
 
     Attributes:
-      program: what it computes.
+      program: the graph.
       outputs: the structure of what the model returned.
-      tensors: what the graph's parameters, buffers and constants are, by the targets of the program.
-      held: what operations of the graph name, and must be there for as long as the graph is.
+      tensors: the graph's parameters, buffers and constants, by the targets of the program.
+      held: objects that operations of the graph refer to, which must live as long as the graph.
     """
 
     program: FunctionalProgram
@@ -77,12 +77,12 @@ Modes = dict[torch.nn.Module, bool]
 
 
 def modes_of(model: torch.nn.Module) -> Modes:
-    """Which modules of a model are in training mode."""
+    """Returns the training mode of each module of a model."""
     return {module: module.training for module in model.modules()}
 
 
 class _Flat(torch.nn.Module):
-    """Calls a model with tensors one after another, and returns those of its result likewise."""
+    """Calls a model with a flat sequence of tensors, and returns the tensors of its result flat, too."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class _Flat(torch.nn.Module):
         super().__init__()
         self.model = model
         self.arguments, self.trains = arguments, trains
-        self.note = note  # export takes back what forward assigns to attributes
+        self.note = note  # export undoes what forward assigns to attributes
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         args, kwargs = self.arguments.unflatten(tensors)
@@ -115,25 +115,25 @@ def capture(
     trains: bool = False,
     excluded_files: Sequence[str] = (),
 ) -> Captured:
-    """Runs a model's forward once, on tensors without values, and keeps what it computes.
+    """Runs a model's forward once, on tensors without values, and records what it computes.
 
     Args:
-      model: the user's.
-      tensors: of the arguments, for one micro-batch.
-      arguments: structure of a pair: the positional arguments, the keyword arguments.
-      modes: which modules are in training mode; None: as they are.
-      trains: whether there is to be a loss.
-      excluded_files: parts of paths of files that are never the line of the user's that errors name.
+      model: the user's model.
+      tensors: the tensors of the arguments, for one micro-batch.
+      arguments: the structure of a pair: the positional arguments, the keyword arguments.
+      modes: the training mode of each module; None to leave them as they are.
+      trains: whether there must be a loss.
+      excluded_files: parts of paths of files whose lines errors never name as the user's.
 
     Raises:
-      Error: the model does what cannot be captured, or has no single loss; see `refusals` and `losses`.
-      Others: what the model raises.
+      Error: the model cannot be captured, or has no single loss; see `refusals` and `losses`.
+      Others: errors that the model raises.
     """
     noted: list[Structure] = []
     flat = _Flat(model, arguments, trains, noted.append)
     with changed_for_this_thread_alone(model), contextlib.ExitStack() as stack:
-        # One thread at a time is here, since export changes torch's global state.
-        # What the caller of the model has switched off is nothing that forward does.
+        # One thread at a time runs this, because export changes torch's global state.
+        # What the caller of the model has switched off is not part of forward.
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         capturing = stack.enter_context(markers.capturing())
@@ -159,7 +159,7 @@ def capture(
         keep_inputs_of_checkpoints(program.graph_module)
         if trains:
             if _has_autocast(program):
-                # Its regions become a part of the graph, with the casts, and losses stay single operations.
+                # Its regions and casts become a part of the graph, and losses stay single operations.
                 with refusals.explained(model):
                     program = program.run_decompositions({})
             mark_losses(program.graph_module.graph)
@@ -178,7 +178,7 @@ def capture(
 
 
 def _mark_regions_without_gradients(module: torch.fx.GraphModule) -> None:
-    """Puts a `detach` behind what `torch.no_grad` computed; decomposing inlines it without a trace."""
+    """Puts a `detach` behind what `torch.no_grad` computed. Decomposing would lose such regions."""
     for inner in module.modules():
         assert isinstance(inner, torch.fx.GraphModule)
         _mark_regions_of_graph(inner.graph)
@@ -206,10 +206,10 @@ def _mark_regions_of_graph(graph: torch.fx.Graph) -> None:
 
 
 def _find_given(region: torch.fx.Node, number: Any) -> torch.fx.Node | None:
-    """The operand that a region gives as one of its results: the same tensor, with its way for gradients.
+    """Finds the operand that a region returns as one of its results, still with a way for gradients.
 
-    Operations without anything to do return what they were given, as `float` of a float32 tensor. Export
-    takes their results for new ones, which were made without gradients.
+    Operations with nothing to do return their operand, such as `float` of a float32 tensor. Export treats
+    their results as new tensors that were made without gradients.
     """
     module = getattr(region.graph.owning_module, str(region.args[1].target))  # type: ignore[union-attr]
     node: Any = module.graph.output_node().args[0][number]
@@ -243,7 +243,7 @@ def _in_modes(modes: Modes) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _held_as_before(model: torch.nn.Module) -> Iterator[None]:
-    """What forward registers or removes is as it was afterwards: what it made has no values."""
+    """Undoes what forward registers or removes in the `with` block: what it made has no values."""
     names = ("_parameters", "_buffers", "_modules")
     kept = [(vars(module)[name], dict(vars(module)[name])) for module in model.modules() for name in names]
     attributes = [(module, set(vars(module))) for module in model.modules()]
@@ -261,7 +261,7 @@ def _held_as_before(model: torch.nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _attributes_copied(model: torch.nn.Module) -> Iterator[None]:
-    """What forward does to tensors that are attributes is done to copies, and assigned to nobody for long.
+    """Makes forward change copies of tensors that are attributes, and restores the attributes afterwards.
 
     In the graph such tensors are constants.
     """
@@ -285,7 +285,7 @@ def _attributes_copied(model: torch.nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _inference_mode_without_gradients() -> Iterator[None]:
-    """Makes `torch.inference_mode` leave the same mark as `torch.no_grad`; export has none for it."""
+    """Makes `torch.inference_mode` leave the mark of `torch.no_grad`, because export has none for it."""
     kind = torch.inference_mode
     enter, leave = kind.__enter__, kind.__exit__
     opened: list[torch.no_grad] = []
@@ -311,7 +311,7 @@ def _inference_mode_without_gradients() -> Iterator[None]:
 
 
 def _exclude_files(module: torch.fx.GraphModule, excluded: Sequence[str]) -> None:
-    """Takes lines of code in some files from what the nodes say of where they come from."""
+    """Removes lines of the excluded files from the nodes' stack traces."""
     if not excluded:
         return
     for inner in module.modules():
@@ -323,7 +323,7 @@ def _exclude_files(module: torch.fx.GraphModule, excluded: Sequence[str]) -> Non
 
 
 def _name_modules(program: torch.export.ExportedProgram) -> None:
-    """Calls modules in the nodes' notes as the user's model does, without the one that calls it."""
+    """Names modules in the nodes' metadata as in the user's model, without the module that calls it."""
     for node in program.graph.nodes:
         stack = node.meta.get("nn_module_stack")
         if stack:
@@ -335,9 +335,9 @@ def _name_modules(program: torch.export.ExportedProgram) -> None:
 
 @contextlib.contextmanager
 def _composites_listed_once() -> Iterator[None]:
-    """Decomposing looks for all composite operations there are twice in each of torch's 26 namespaces.
+    """Lists composite operations once; decomposing lists all twice in each of torch's 26 namespaces.
 
-    Each time it finds the same, in a fifth of the time that a small model takes.
+    Each time it finds the same ones, which takes a fifth of the time for a small model.
     """
     from torch._export import utils
 
@@ -351,8 +351,8 @@ def _composites_listed_once() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _checks_without_effects() -> Iterator[None]:
-    """Lets checks of factorizations be operations like others; torch keeps their order by tokens."""
-    from torch._higher_order_ops import effects  # noqa: F401  # which says that they have effects
+    """Makes checks of factorizations ordinary operations. torch keeps their order by tokens."""
+    from torch._higher_order_ops import effects  # noqa: F401  # it says that they have effects
     from torch._library.simple_registry import singleton
 
     holder = singleton.find("aten::_linalg_check_errors").effect
@@ -362,14 +362,14 @@ def _checks_without_effects() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what torch says about its own business while it exports."""
-    from torch.export import _trace  # with torch.export's modules, which take seconds to load
+    """Silences torch's own messages while it exports."""
+    from torch.export import _trace  # loads torch.export's modules, which takes seconds
 
     names = ("torch.export", "torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
     loud = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loud]
     for logger in loud:
-        logger.setLevel(logging.CRITICAL)  # what is wrong is raised as well
+        logger.setLevel(logging.CRITICAL)  # errors are raised as well
     try:
         # When it fails, export prints the graph so far to the standard error.
         silent = unittest.mock.patch.object(_trace, "print", create=True)
@@ -385,7 +385,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _find_tensors(flat: _Flat, program: torch.export.ExportedProgram) -> dict[str, torch.Tensor]:
-    """The tensors by the targets of the program."""
+    """Returns the tensors by the targets of the program."""
     found: dict[str, torch.Tensor] = dict(program.constants)
     found |= dict(flat.named_parameters(remove_duplicate=False))
     found |= dict(flat.named_buffers(remove_duplicate=False))
@@ -395,7 +395,7 @@ def _find_tensors(flat: _Flat, program: torch.export.ExportedProgram) -> dict[st
 def _find_trainable(
     program: torch.export.ExportedProgram, tensors: Mapping[str, torch.Tensor]
 ) -> set[torch.fx.Node]:
-    """The placeholders of parameters that require gradients."""
+    """Finds the placeholders of parameters that require gradients."""
     placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
     specs = zip(placeholders, program.graph_signature.input_specs, strict=True)
     return {

@@ -1,7 +1,7 @@
-"""`torch.utils.checkpoint` in a model: what a region is given is kept, as by `recomputationCheckpoint`.
+"""Captures `torch.utils.checkpoint`: a region's inputs are kept, as by `recomputationCheckpoint`.
 
-While a model is captured, a checkpointed function is called as any other; a marker says before it what it
-was given. In the graph each of these values then goes through `recomputationCheckpoint`.
+While a model is captured, a checkpointed function is called like any other. A marker before it records its
+inputs. In the graph, each of these values then goes through `recomputationCheckpoint`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NAME = "_checkpoint_without_reentrant_generator"
 
 @contextlib.contextmanager
 def marking_checkpoints() -> Iterator[None]:
-    """Makes `torch.utils.checkpoint.checkpoint` call its function, in models that are captured."""
+    """Makes `torch.utils.checkpoint.checkpoint` just call its function while a model is captured."""
     utils: Any = torch.utils.checkpoint
     generator, apply = getattr(utils, _NAME), utils.CheckpointFunction.apply
 
@@ -42,8 +42,8 @@ def marking_checkpoints() -> Iterator[None]:
             return generator(function, preserve, context_fn, determinism, debug, early, *args, **kwargs)
         if context_fn is not utils.noop_context_fn:
             warn_once(
-                "The context_fn of torch.utils.checkpoint has no effect: of what is computed in the "
-                "region, the backward keeps what goes through poptorch.recomputationCheckpoint."
+                "The context_fn of torch.utils.checkpoint has no effect: the backward keeps only those "
+                "values of the region that go through poptorch.recomputationCheckpoint."
             )
         _mark((args, kwargs))
         return _one_step()
@@ -62,12 +62,12 @@ def marking_checkpoints() -> Iterator[None]:
 
 
 def _one_step() -> Iterator[None]:
-    """What torch begins before it calls a function; it ends it afterwards, or throws an error into it."""
+    """A context that does nothing, in place of the one that torch runs a function in."""
     yield
 
 
 def _mark(given: Any) -> None:
-    leaves = torch.utils._pytree.tree_leaves(given)  # noqa: SLF001  # what export takes apart
+    leaves = torch.utils._pytree.tree_leaves(given)  # noqa: SLF001  # export takes arguments apart like this
     markers.keep_inputs([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
 
 

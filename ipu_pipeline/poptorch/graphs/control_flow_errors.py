@@ -1,4 +1,4 @@
-"""What goes wrong in a branch or a body of control flow, told shortly; torch tells it at length."""
+"""Short descriptions of errors in branches and bodies of control flow. torch's are long."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from ipu_pipeline.poptorch.lowering.unsupported import find_users_frames
 
 __all__ = ["describe_control_flow_error"]
 
-_CONSTANT = re.compile(r"ConstantVariable\(\w+: (.+)\)")  # as torch has the arguments of an exception
+_CONSTANT = re.compile(r"ConstantVariable\(\w+: (.+)\)")  # torch's form of an exception's arguments
 _OBSERVED = re.compile(r"Observed(?P<name>\w*(?:Error|Exception|Iteration))(?:Error)?")
 
 
 def describe_control_flow_error(error: BaseException) -> str:
-    """The error of the user's branch or body and its line, in one line."""
+    """Describes the error of the user's branch or body, and its line, in one line."""
     return f"{_find_place(str(error))}: {_find_reason(error)}"
 
 
 def _find_place(text: str) -> str:
-    """The innermost line that is neither torch's nor ours, of a text with frames."""
+    """Finds the innermost line that is neither torch's nor ours in a text with frames."""
     users = find_users_frames(text)
     if not users:
         return "A branch or a body"
@@ -26,7 +26,7 @@ def _find_place(text: str) -> str:
 
 
 def _find_reason(error: BaseException) -> str:
-    """What the first error says, of those that led to one."""
+    """Returns the message of the first error in the chain that led to one."""
     from torch._dynamo.exc import TorchDynamoException
 
     causes = [error]

@@ -1,11 +1,12 @@
-"""The loss of a model: a value that forward returns, and nothing else.
+"""Finds the loss of a model: always a value that forward returns.
 
-What `identity_loss` marks wins. Elsewhere it is the one of torch's losses, if that is what is returned. A
-value that is computed from it and returned may be meant instead, so that it is an error. Where there are
-several losses, it is the one scalar result from which gradients lead to all, as half the sum of two.
+A value marked by `identity_loss` wins. Without it, the loss is the single one of torch's losses, if it is
+returned. If a value computed from it is returned, that value may be meant instead, so this is an error. If
+there are several losses, it is the one scalar result from which gradients lead to all, such as half the sum
+of two.
 
-Losses are found before the graph is decomposed, while they are single operations, and get a mark. Which one
-counts is decided when the graph is functional: only there an operation in place makes a node of its own.
+Losses are found before the graph is decomposed, while they are single operations, and get a mark. The
+choice between them is made when the graph is functional: only there do in-place operations make nodes.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ipu_pipeline.poptorch.lowering.unsupported import describe_place
 __all__ = ["choose_loss", "find_marked_loss", "mark_losses", "ways_of_gradients"]
 
 _OURS = "identity_loss"
-# What torch.nn's losses are in a graph before it is decomposed.
+# The operations of torch.nn's losses in a graph before it is decomposed.
 _LOSSES = frozenset(
     (
         "binary_cross_entropy",
@@ -49,7 +50,7 @@ _LOSSES = frozenset(
         "triplet_margin_loss",
     )
 )
-# Operations whose result is their operand again, in another shape or floating-point type.
+# Operations that return their operand in another shape or floating-point dtype.
 _COPIES = frozenset(
     (
         "_to_copy",
@@ -75,7 +76,7 @@ def mark_losses(graph: torch.fx.Graph) -> None:
     """Puts a mark behind each loss.
 
     Raises:
-      Error: there is none, or one in a region where it cannot be marked.
+      Error: there is none, or one is in a region where it cannot be marked.
     """
     found = [node for node in graph.nodes if _operation(node) == _OURS]
     losses = found or [node for node in graph.nodes if _operation(node) in _LOSSES]
@@ -88,7 +89,7 @@ def mark_losses(graph: torch.fx.Graph) -> None:
         )
     if not losses:
         raise Error(
-            "Couldn't find a loss in graph! What is to be minimized is one of torch's losses that forward "
+            "Couldn't find a loss in graph! The loss must be one of torch's losses that forward "
             f"returns; or {_MEND}"
         )
     for loss in losses:
@@ -100,10 +101,10 @@ def mark_losses(graph: torch.fx.Graph) -> None:
 
 
 def choose_loss(program: torch.export.ExportedProgram, trainable: Set[torch.fx.Node]) -> None:
-    """Leaves, of the marks of all losses, one behind what is minimized: that of the final loss.
+    """Removes the marks of all losses but the final one, which is minimized.
 
     Raises:
-      Error: no value that is returned is the loss; or more than one may be; or it is no scalar of floats.
+      Error: no returned value is the loss, more than one may be, or it is not a floating-point scalar.
     """
     graph = program.graph_module.graph
     found = [node for node in graph.nodes if node.target is markers.mark_found_loss()]
@@ -117,8 +118,8 @@ def choose_loss(program: torch.export.ExportedProgram, trainable: Set[torch.fx.N
     value = loss.meta["val"]
     if value.dim() != 0 or not value.dtype.is_floating_point:
         raise Error(
-            f"The loss must be a floating-point scalar; that of {describe_place(loss)} is {value.dtype} of "
-            f"shape {tuple(value.shape)}. To minimize its mean, {_MEND}"
+            f"The loss must be a floating-point scalar. The loss in {describe_place(loss)} is "
+            f"{value.dtype} of shape {tuple(value.shape)}. To minimize its mean, {_MEND}"
         )
     with graph.inserting_after(loss):
         final = graph.call_function(markers.mark_final_loss(), (loss,))
@@ -136,7 +137,7 @@ def choose_loss(program: torch.export.ExportedProgram, trainable: Set[torch.fx.N
 def _choose(
     found: Sequence[torch.fx.Node], results: Sequence[torch.fx.Node], trainable: Set[torch.fx.Node]
 ) -> torch.fx.Node:
-    """The loss among those that were found, or the result that they go into."""
+    """Chooses the loss from those that were found, or the result that they go into."""
     ways = {node: ways_of_gradients(node) for node in {*found, *results}}
     returned = {_original(node, even_detached=True) for node in results}
     is_ours = _name_of(found[0]) == _OURS
@@ -186,7 +187,7 @@ def _complain_of_unused(loss: torch.fx.Node, results: Sequence[torch.fx.Node]) -
 
 
 def _joined(losses: Sequence[torch.fx.Node], results: Iterable[torch.fx.Node]) -> torch.fx.Node:
-    """The one scalar result that gradients lead from to several losses."""
+    """Finds the one scalar result from which gradients lead to several losses."""
     scalars = {_original(node): node for node in results if _is_floating_scalar(node)}
     made_of_all = [node for node in scalars.values() if set(losses) <= ways_of_gradients(node)]
     if len(made_of_all) == 1:
@@ -205,14 +206,14 @@ def _is_floating_scalar(node: torch.fx.Node) -> bool:
 
 
 def find_marked_loss(graph: torch.fx.Graph) -> torch.fx.Node:
-    """The final loss in a graph, after `choose_loss`."""
+    """Finds the final loss in a graph, after `choose_loss`."""
     (marked,) = (node for node in graph.nodes if node.target is markers.mark_final_loss())
     found: torch.fx.Node = marked
     return found
 
 
 def ways_of_gradients(loss: torch.fx.Node) -> set[torch.fx.Node]:
-    """The nodes of a functional graph that a gradient of one gets to, that one included."""
+    """Finds the nodes of a functional graph that a gradient of `loss` reaches, including itself."""
     found: set[torch.fx.Node] = set()
     left = [loss]
     while left:
@@ -239,7 +240,7 @@ def _ancestors(node: torch.fx.Node) -> set[torch.fx.Node]:
 
 
 def _original(node: torch.fx.Node, even_detached: bool = False) -> torch.fx.Node:
-    """What a node is a copy of; itself if of nothing."""
+    """Returns the node that a node is a copy of, or the node itself."""
     while _is_copy(node) or (even_detached and node.target is torch.ops.aten.detach.default):
         node = node.all_input_nodes[0]
     return node
@@ -259,7 +260,7 @@ def _is_copy(node: torch.fx.Node) -> bool:
 
 
 def _find_hidden(graph: torch.fx.Graph, even_without_gradients: bool) -> list[torch.fx.Node]:
-    """The losses in regions that are graphs of their own."""
+    """Finds the losses in regions that are graphs of their own."""
     whole = graph.owning_module
     parts = [] if whole is None else [m for m in whole.modules() if isinstance(m, torch.fx.GraphModule)]
     left_out = {whole}
@@ -273,7 +274,7 @@ def _find_hidden(graph: torch.fx.Graph, even_without_gradients: bool) -> list[to
 
 
 def _with_batch_mean(loss: torch.fx.Node) -> torch.fx.Node:
-    """For reduction="batchmean" of `kl_div`, torch itself divides the sum: that is the loss then."""
+    """Returns the mean if the loss is `kl_div`'s sum for reduction="batchmean", which torch divides."""
     users = list(loss.users)
     if _operation(loss) != "kl_div" or [user.target for user in users] != [torch.ops.aten.div.Tensor]:
         return loss
@@ -282,12 +283,12 @@ def _with_batch_mean(loss: torch.fx.Node) -> torch.fx.Node:
 
 
 def _put_behind(node: torch.fx.Node, mark: torch.fx.Node) -> None:
-    """Has a mark used wherever its operand was."""
+    """Makes all users of a mark's operand use the mark."""
     node.replace_all_uses_with(mark, delete_user_cb=lambda user: user is not mark)
 
 
 def _name_of(mark: torch.fx.Node) -> str:
-    """The operation of a loss that was found."""
+    """Returns the operation of a loss that was found."""
     return str(mark.args[1])
 
 

@@ -1,4 +1,4 @@
-"""What a wrapped model is and does, for people: `str` makes tables of it, of 100 columns."""
+"""The summary of a wrapped model, for people to read: `str` makes tables of 100 columns."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from ipu_pipeline.poptorch.graphs.stages import ModelStages
 __all__ = ["ModelSummary", "StageModules", "summarize_module", "summarize_stages"]
 
 _WIDTH = 100
-_MAX_ROWS = 30  # of stages and their modules
+_MAX_ROWS = 30  # for stages and their modules
 _MAX_MODULES = 6  # rows of a stage
 _MAX_OPERATIONS = 22  # characters
 
 
 @dataclass(frozen=True)
 class StageModules:
-    """What a stage is made of.
+    """The blocks and modules of a stage.
 
     Attributes:
-      blocks: as the model calls them.
-      modules: those within it.
+      blocks: the model's names of its blocks.
+      modules: the modules in it.
     """
 
     blocks: str
@@ -47,13 +47,13 @@ class StageModules:
 
 @dataclass(frozen=True)
 class ModelSummary:
-    """What is known of a wrapped model.
+    """The facts about a wrapped model.
 
     Attributes:
-      facts: what it is and how it is to run, in lines.
-      modules: the model's, as long as it is not compiled; else those of `stages` are them.
-      pipeline: the engine's summary; None as long as it is not compiled.
-      stages: likewise; none as long as it is not compiled.
+      facts: what it is and how it is going to run, in lines.
+      modules: the model's modules until it is compiled; then `stages` has them.
+      pipeline: the engine's summary; None until it is compiled.
+      stages: the stages' blocks and modules; empty until it is compiled.
       lines: the user's lines, if they were asked for.
     """
 
@@ -64,7 +64,7 @@ class ModelSummary:
     lines: tuple[LineUse, ...] = ()
 
     def __str__(self) -> str:
-        """The tables."""
+        """Makes the tables."""
         if self.pipeline is None:
             return "\n".join([*_wrap(self.facts), *self._describe_modules()])
         before = [self.pipeline.describe_run(), *self.facts, self.pipeline.describe_total().strip()]
@@ -110,14 +110,14 @@ class ModelSummary:
 def summarize_stages(
     stages: ModelStages, pipeline: PipelineSummary, class_name: str, facts: Sequence[str], has_lines: bool
 ) -> ModelSummary:
-    """What is known of a model that is compiled.
+    """Summarizes a compiled model.
 
     Args:
-      stages: the model's.
+      stages: the model's stages.
       pipeline: the engine's summary of these.
-      class_name: of the model.
-      facts: more that is known, in lines.
-      has_lines: whether the user's lines are told, too: all operations are traced for it.
+      class_name: the name of the model's class.
+      facts: further facts, in lines.
+      has_lines: whether the user's lines are included. All operations are traced for this.
     """
     used = [modules_of_nodes(section.nodes) for section in stages.sections]
     spread = find_spread(used)
@@ -144,7 +144,7 @@ def summarize_stages(
 
 
 def summarize_module(model: torch.nn.Module, facts: Sequence[str]) -> ModelSummary:
-    """What is known of a model before it is compiled; arguments as of `summarize_stages`."""
+    """Summarizes a model before it is compiled. The arguments are as in `summarize_stages`."""
     classes = {path: type(module).__name__ for path, module in model.named_modules()}
     used = []
     for path, module in model.named_modules():
@@ -160,7 +160,7 @@ def summarize_module(model: torch.nn.Module, facts: Sequence[str]) -> ModelSumma
 
 
 def _name_blocks(name: str) -> str:
-    """The name of a section, what is the same in those of its blocks once: "blocks a, layer{0..2}"."""
+    """Shortens a section's name: common parts of its blocks' names stand once, "blocks a, layer{0..2}"."""
     prefix = "block "
     names = [part.removeprefix(prefix) for part in name.split(", ") if part.startswith(prefix)]
     if len(names) < 2 or len(names) < len(name.split(", ")):
@@ -177,7 +177,7 @@ def _count_rows(stages: Sequence[StageModules]) -> int:
 
 
 def _rows_of(stage: StageDetails, own: StageModules, is_long: bool) -> list[tuple[str, ...]]:
-    """The rows of a stage: itself, and if there are several and the table is not long its modules."""
+    """Makes the rows of a stage: itself, and its modules if there are several and the table is short."""
     work = tuple(describe_flop(n) if n else "" for n in (stage.num_forward_flop, stage.num_backward_flop))
     size = (f"{stage.num_parameters:,}", describe_bytes(stage.num_parameter_bytes))
     first = (str(stage.index), str(stage.ipu))
@@ -193,7 +193,7 @@ def _rows_of(stage: StageDetails, own: StageModules, is_long: bool) -> list[tupl
 
 
 def _fit(rows: Sequence[Sequence[str]], column: int, numbers: Sequence[int]) -> list[str]:
-    """A table of which one column is as wide as the others leave room for."""
+    """Makes a table in which one column gets all the width that the others leave."""
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     room = max(8, _WIDTH - 2 * len(widths) - sum(widths) + widths[column])
     fitted = [[*row[:column], shorten(printable(row[column]), room), *row[column + 1 :]] for row in rows]
@@ -201,7 +201,7 @@ def _fit(rows: Sequence[Sequence[str]], column: int, numbers: Sequence[int]) -> 
 
 
 def _wrap(lines: Sequence[str]) -> list[str]:
-    """Lines of at most as many characters as there are columns; all but the first are indented."""
+    """Wraps lines at the number of columns. All but the first are indented."""
     return [
         part
         for number, line in enumerate(lines)

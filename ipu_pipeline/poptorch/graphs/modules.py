@@ -1,7 +1,7 @@
-"""Which modules operations and variables belong to, and at which of the user's lines they stand.
+"""Finds the modules that operations and variables belong to, and the user's lines that they come from.
 
-Modules are a tree. What is shown are some of them that have everything together: of a model that is spread
-over stages, those that are within one.
+Modules are a tree. The modules that are shown cover everything together: if a model is spread over stages,
+they are the modules that lie within one stage.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ Stack = Sequence[tuple[str, str]]
 class ModuleUse:
     """A module, or several equal ones that follow each other, in a stage."""
 
-    # its full name, with `{3..5}` in place of the number in which equal ones differ; empty for the whole
-    # model.
+    # its full name, with `{3..5}` in place of the number in which equal modules differ; empty for the
+    # whole model
     name: str
-    class_name: str  # of its class
+    class_name: str  # the name of its class
     count: int  # how many equal ones there are
     num_operations: int  # core operations of torch that all of them together have in the stage
-    num_parameters: int  # elements of the variables that belong to them; of shared ones where they live
+    num_parameters: int  # elements of the variables that belong to them; shared ones count where they live
     num_bytes: int  # how much these take
-    is_rest: bool = False  # whether it stands for what the module does itself, and those within it do not
+    is_rest: bool = False  # whether it stands for what the module does outside of its inner modules
 
     def __str__(self) -> str:
-        """The name and the class."""
+        """Returns the name and the class."""
         if self.is_rest:
             return f"{self.name or self.class_name} itself"
         return f"{self.name} ({self.class_name})" if self.name else self.class_name
@@ -56,26 +56,26 @@ class ModuleUse:
 
 @dataclass(frozen=True)
 class LineUse:
-    """A line of the user's, and what became of it."""
+    """A line of the user's code, and the operations that it became."""
 
-    file: str  # its file; empty where the line is not known
+    file: str  # its file; empty if the line is not known
     line: int  # its number there
     text: str  # what it says
-    stages: tuple[int, ...]  # the numbers of those that it is in
-    operations: Mapping[str, int]  # core operations of torch, by name, and how many there are
-    num_primitives: int  # of JAX that these become
+    stages: tuple[int, ...]  # the numbers of the stages that it is in
+    operations: Mapping[str, int]  # the number of core operations of torch, by name
+    num_primitives: int  # how many of JAX's primitives these become
     num_flop: float  # estimated floating-point operations of the forward, per micro-batch
 
 
 @dataclass(eq=False)
 class _Module:
-    """A module of the tree, or (without children) what one does itself."""
+    """A module of the tree, or (without children) the part that a module does itself."""
 
     path: str
     class_name: str
     children: dict[str, _Module] = field(default_factory=dict)
     operations: list[str] = field(default_factory=list)
-    # of its own variables: name within the module, elements and bytes
+    # for each of its own variables: name within the module, elements and bytes
     sizes: list[tuple[str, int, int]] = field(default_factory=list)
     is_rest: bool = False
 
@@ -101,9 +101,9 @@ class _Module:
         return self.class_name, self.is_rest, tuple(self.operations), tuple(self.sizes), inner
 
     def parts(self) -> list[_Module]:
-        """What it consists of: what it does itself, if that is anything, and the modules within it."""
+        """Returns its parts: what it does itself, if anything, and its inner modules."""
         own = _Module(self.path, self.class_name, {}, self.operations, self.sizes, is_rest=True)
-        firsts: dict[str, int] = {}  # those of a list stand together, also if others are called in between
+        firsts: dict[str, int] = {}  # modules of a list stay together, even if others are called in between
         for path in self.children:
             firsts.setdefault(self._list_of(path), len(firsts))
         ordered = sorted(self.children, key=lambda path: firsts[self._list_of(path)])
@@ -115,7 +115,7 @@ class _Module:
 
 
 def modules_of_nodes(nodes: Iterable[torch.fx.Node]) -> list[tuple[Stack, str]]:
-    """The modules around each operation, from the outermost, and the operation's name; without markers."""
+    """Returns each operation's modules, from the outermost, and its name. Markers are left out."""
     return [(_read_stack(node), _name(node)) for node in nodes if _computes(node)]
 
 
@@ -146,7 +146,7 @@ def find_modules(
     spread: Collection[str] = (),
     limit: int = 6,
 ) -> tuple[ModuleUse, ...]:
-    """The modules of a stage, in the order in which they are used first, equal neighbours as one."""
+    """Finds the modules of a stage, in the order of their first use. Equal neighbours count as one."""
     root = _Module("", class_name)
     for stack, operation in used:
         module = root
@@ -191,7 +191,7 @@ def _fold(modules: Sequence[_Module]) -> list[tuple[str, int, int]]:
 
 
 def find_spread(stages: Sequence[Sequence[tuple[Stack, str]]]) -> set[str]:
-    """The names of modules that are used in several stages; arguments as of `find_modules`, for each."""
+    """Finds the names of modules that are used in several stages. Takes `find_modules`' nodes of each."""
     where: dict[str, set[int]] = collections.defaultdict(set)
     for number, used in enumerate(stages):
         for stack, _operation in used:
@@ -201,13 +201,13 @@ def find_spread(stages: Sequence[Sequence[tuple[Stack, str]]]) -> set[str]:
 
 
 def name_parts(modules: Sequence[ModuleUse]) -> str:
-    """Modules by name in a line."""
+    """Lists modules by name in a line."""
     named = [m.name for m in modules if m.name and not m.is_rest]
     return ", ".join(named or dict.fromkeys(map(str, modules)))
 
 
 def find_lines(stages: Sequence[Sequence[torch.fx.Node]]) -> tuple[LineUse, ...]:
-    """The user's lines, in the order in which they are run first."""
+    """Finds the user's lines, in the order of their first run."""
     nodes = [(number, node) for number, stage in enumerate(stages) for node in stage if _computes(node)]
     lowered = count_lowered(node for _number, node in nodes)
     lines: dict[tuple[str, int, str], list[tuple[int, torch.fx.Node]]] = {}

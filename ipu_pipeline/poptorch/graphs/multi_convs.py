@@ -1,4 +1,4 @@
-"""Checks of what models say of convolutions side by side (`MultiConv`)."""
+"""Checks of convolutions side by side (`MultiConv`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def check_multi_convs(graph: torch.fx.Graph) -> None:
     """Counts the convolutions in each `MultiConv`.
 
     Raises:
-      Error: one has none; or it was given a list with another number of values.
+      Error: one has none, or was given a list with another number of values.
     """
     opened: list[list[torch.fx.Node]] = []
     for node in graph.nodes:

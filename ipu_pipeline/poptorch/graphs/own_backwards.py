@@ -1,4 +1,4 @@
-"""The user's `torch.autograd.Function`s, whose backward export would lose."""
+"""Keeps the backwards of the user's `torch.autograd.Function`s, which export would lose."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ __all__ = ["capture_own_backwards", "keeping_own_backwards"]
 
 @contextlib.contextmanager
 def keeping_own_backwards() -> Iterator[None]:
-    """While a model is captured, functions that are applied keep their backward in the graph.
+    """Makes applied functions keep their backward in the graph while a model is captured.
 
-    Functions of torch itself are as torch has them.
+    Functions of torch itself are not changed.
     """
     plain: Any = vars(torch.autograd.Function)["apply"].__func__
 
@@ -51,7 +51,7 @@ def capture_own_backwards(model: torch.nn.Module, capturing: markers.Capturing) 
     """Captures the backwards of the functions that a model's forward applied.
 
     Raises:
-      Error: one does what cannot be captured, or uses a parameter that the function is not given.
+      Error: one cannot be captured, or uses a parameter that is not an argument of the function.
     """
     held = {value.untyped_storage().data_ptr() for value in (*model.parameters(), *model.buffers())} - {0}
     for backward in [one for one in capturing.held if isinstance(one, own_backwards.OwnBackward)]:

@@ -1,4 +1,4 @@
-"""A graph cut into phases: which operations run in which phase, and which of these at the same time."""
+"""Cuts a graph into phases, and finds the stages of a phase that run at the same time."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ def cut_into_phases(
 ) -> list[list[Section]]:
     """Cuts a graph. All blocks of a stage are one section, wherever the model opens them.
 
-    Operations after a block belong to it. Those before the first block belong to that.
+    Operations after a block belong to it. Operations before the first block belong to the first block.
 
     Args:
-      graph: functional, with markers.
+      graph: a functional graph with markers.
       place: gives the stage, IPU and phase of each block, in the order in which the model opens them.
-      needs_last_alone: whether there is a last level that computes nothing, for phases whose backwards do
-        not belong to their forwards.
+      needs_last_alone: whether there must be a last level that computes nothing, for phases whose backwards
+        do not belong to their forwards.
 
     Raises:
-      Error: there are no blocks; or a phase reads what a later one makes; or stages of a phase need each
+      Error: there are no blocks, a phase reads what a later one makes, or stages of a phase need each
         other's values.
     """
     nodes, blocks = find_blocks(graph)
@@ -69,7 +69,7 @@ def cut_into_phases(
 def _find_reads(
     stage_of: Mapping[torch.fx.Node, Placement], sections: Mapping[int, Section]
 ) -> dict[int, set[int]]:
-    """The stages whose values each stage reads."""
+    """Finds the stages whose values each stage reads."""
     reads: dict[int, set[int]] = {stage: set() for stage in sections}
     for node, where in stage_of.items():
         for read in node.all_input_nodes:
@@ -92,7 +92,7 @@ def _find_generations(
     sections: Mapping[int, Section],
     phase: int,
 ) -> list[list[int]]:
-    """The stages of a phase in groups, each of which reads only what those before make."""
+    """Sorts the stages of a phase into groups that read only what earlier groups make."""
     known = set(stages)
     sorter = graphlib.TopologicalSorter({stage: known.intersection(reads[stage]) for stage in stages})
     try:
@@ -116,7 +116,7 @@ def _merge(
     sections: Mapping[int, Section],
     stage_of: Mapping[torch.fx.Node, Placement],
 ) -> list[Section]:
-    """Sections of independent stages, with those on one IPU in one, as that runs them one by one."""
+    """Makes sections of independent stages. Stages on one IPU, which runs them in turn, are merged."""
     merged = []
     for ipu in dict.fromkeys(sections[stage].ipu for stage in stages):
         own = [stage for stage in stages if sections[stage].ipu == ipu]
@@ -131,7 +131,7 @@ def _merge(
 
 
 def _without_gaps(levels: Sequence[Sequence[Section]]) -> list[list[Section]]:
-    """The same with phases numbered anew, as a model may not open the blocks of one."""
+    """Renumbers the phases without gaps, because a model may not open the blocks of a phase."""
     numbers = {phase: number for number, phase in enumerate(sorted({level[0].phase for level in levels}))}
     return [
         [dataclasses.replace(section, phase=numbers[section.phase]) for section in level]

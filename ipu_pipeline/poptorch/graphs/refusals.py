@@ -1,4 +1,4 @@
-"""What cannot be captured of a model, told by name; export would say it in other words, or get it wrong."""
+"""Clear errors for what cannot be captured. Export's are unclear, or it captures wrongly."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ __all__ = [
 ]
 
 _WITHOUT_VALUES = (
-    "The model is compiled once for all values, so that it may not ask for one on the way: no `if` or loop "
-    "over a tensor's values, no .item(), no .numpy(), no boolean mask as an index. Use torch.where, or "
-    "torch.cond; a mask multiplies."
+    "The model is compiled once for all values, so it cannot ask for one while it runs: no `if` or loop "
+    "over a tensor's values, no .item(), no .numpy(), no boolean mask as an index. Use torch.where or "
+    "torch.cond, or multiply by a mask."
 )
 
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """What a model holds, by name."""
+    """The modules and tensors that a model holds, by name."""
 
-    modules: Mapping[str, torch.nn.Module]  # within it
-    parameters: Mapping[str, torch.Tensor]  # of all of them
-    buffers: Mapping[str, torch.Tensor]  # likewise
+    modules: Mapping[str, torch.nn.Module]  # in it
+    parameters: Mapping[str, torch.Tensor]  # of all modules
+    buffers: Mapping[str, torch.Tensor]  # of all modules
 
     @staticmethod
     def of(model: torch.nn.Module) -> Held:
-        """What a model holds now."""
+        """Returns what a model holds now."""
         return Held(
             {n: without_proxy(m) for n, m in model.named_modules(remove_duplicate=False)},
             dict(model.named_parameters(remove_duplicate=False)),
@@ -65,12 +65,12 @@ _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 @contextlib.contextmanager
 def explained(model: torch.nn.Module) -> Iterator[None]:
-    """Turns errors of torch's export about what a model's forward does into ours; others pass as they are.
+    """Turns errors of torch's export about a model's forward into ours. Other errors pass unchanged.
 
     Raises:
-      Error: the model's forward asked for the value of a tensor; or torch lost sight of one.
+      Error: the model's forward asked for the value of a tensor, or torch lost track of one.
     """
-    # These modules take seconds to load; export needs them too.
+    # These modules take seconds to load, but export needs them, too.
     from torch._dynamo.exc import TorchDynamoException
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
     from torch.fx.experimental.symbolic_shapes import (
@@ -132,7 +132,7 @@ def explained(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _sharing_memory(model: torch.nn.Module) -> list[str]:
-    """The names of different buffers and parameters in the same memory."""
+    """Finds the names of different buffers and parameters that share memory."""
     by_memory: dict[int, list[str]] = {}
     for name, tensor in itertools.chain(
         model.named_parameters(), model.named_buffers(remove_duplicate=False)
@@ -142,10 +142,10 @@ def _sharing_memory(model: torch.nn.Module) -> list[str]:
 
 
 def check_values(program: torch.export.ExportedProgram) -> None:
-    """Looks for values of tensors that the model asks for.
+    """Checks that the model asks for no value of a tensor.
 
     Raises:
-      Error: there is one.
+      Error: it does.
     """
     for module in program.graph_module.modules():
         assert isinstance(module, torch.fx.GraphModule)
@@ -155,7 +155,7 @@ def check_values(program: torch.export.ExportedProgram) -> None:
 
 
 def tell_of_generators(program: torch.export.ExportedProgram) -> None:
-    """Warns of random numbers from a generator of the user's."""
+    """Warns of random numbers from a generator of the user."""
     for node in program.graph.nodes:
         if node.op == "call_function" and node.kwargs.get("generator") is not None:
             warn_once(
@@ -165,10 +165,10 @@ def tell_of_generators(program: torch.export.ExportedProgram) -> None:
 
 
 def check_functional(program: torch.export.ExportedProgram) -> None:
-    """Looks at what a model writes to, and at where its blocks are.
+    """Checks what a model writes to, and where its blocks begin.
 
     Raises:
-      Error: a parameter is changed; or a block begins within a branch or body of torch's control flow.
+      Error: a parameter is changed, or a block begins within a branch or body of torch's control flow.
     """
     for output in program.graph_signature.output_specs:
         if output.kind is OutputKind.PARAMETER_MUTATION:
@@ -194,7 +194,7 @@ def check_functional(program: torch.export.ExportedProgram) -> None:
 
 
 def check_hooks(model: torch.nn.Module) -> None:
-    """Looks for hooks on gradients, which are computed by JAX, and call nothing.
+    """Checks that there are no hooks on gradients. JAX computes gradients, and calls no hooks.
 
     Raises:
       Error: a module or a parameter has one.
@@ -241,12 +241,12 @@ def refusing_gradient_hooks() -> Iterator[None]:
 
 @contextlib.contextmanager
 def with_detached_data() -> Iterator[None]:
-    """In a model's forward `.data` is `.detach()`, which export can follow; to assign it is refused.
+    """Makes `.data` in forward a `.detach()`, which export can follow, and refuses to assign it.
 
     Raises:
       Error: it is assigned.
     """
-    original: Any = torch._C.TensorBase.data  # noqa: SLF001  # where torch.Tensor has it from
+    original: Any = torch._C.TensorBase.data  # noqa: SLF001  # torch.Tensor inherits it from here
 
     def is_users() -> bool:
         caller = sys._getframe(2).f_globals.get("__name__", "")  # noqa: SLF001  # torch uses it itself
@@ -311,15 +311,15 @@ def refusing_no_grad_in_autocast() -> Iterator[None]:
 
 
 def check_results(structure: Structure) -> None:
-    """Looks for tensors in results that are not taken apart.
+    """Checks that results hide no tensors in objects that are not taken apart.
 
     Raises:
-      Error: there are some: they would have no values.
+      Error: they do: such tensors would have no values.
     """
     for name in structure.name_hidden("the result"):
         raise Error(
-            f"{name} of the model's forward is an object with tensors in it, in which nobody looks for "
-            "them. Return tuples, lists or dicts; or say by poptorch.registerCustomArgParser how it is "
+            f"{name} of the model's forward is an object with tensors in it, which are not found "
+            "there. Return tuples, lists or dicts; or say by poptorch.registerCustomArgParser how it is "
             "taken apart."
         )
     for name, constant in structure.name_constants("the result"):
@@ -329,10 +329,10 @@ def check_results(structure: Structure) -> None:
 
 
 def check_tensors(before: Held, after: Held) -> None:
-    """Looks at what a model holds before and after its forward.
+    """Compares what a model holds before and after its forward.
 
     Raises:
-      Error: a buffer, parameter or module is gone, is another one, or is new.
+      Error: a buffer, parameter or module is gone, replaced, or new.
     """
     for kind, known, now in (
         ("Parameter", before.parameters, after.parameters),

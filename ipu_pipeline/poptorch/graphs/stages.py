@@ -1,6 +1,6 @@
 """The stage functions of a captured model, for `engine.Pipeline`.
 
-Parameters and buffers are variables by torch's names; what forward writes to a buffer is an `assign`.
+Parameters and buffers are variables with torch's names. A write to a buffer in forward is an `assign`.
 """
 
 from __future__ import annotations
@@ -48,21 +48,21 @@ class ModelStages:
     """A model as stages.
 
     Attributes:
-      functions: of the stages, level by level; those of one level are parallel. The first level takes the
-        tensors of the inputs; the last is one stage, which returns those of the outputs, then the values
-        that are anchored, then the micro-batch's tag if gradients are, and then, if the model trains, the
-        loss.
-      levels: what the stages are made of, likewise.
+      functions: the stages' functions, level by level; the stages of a level are parallel. The first level
+        takes the tensors of the inputs. The last is one stage, which returns the tensors of the outputs,
+        then the anchored values, then the micro-batch's tag if gradients are anchored, and then, if the
+        model trains, the loss.
+      levels: the sections that the stages are made of, level by level.
       tensors: the user's parameters and buffers by the variables' full names.
       trained: the variables that the loss depends on and that require gradients.
       assigned: the variables that forward writes to.
-      output_dtypes: torch's dtypes of the outputs, of the values that are anchored, and of the gradients.
-      value_names: of all values, see `name_values`, and of their gradients.
-      has_checkpoints: whether the model says what its backward keeps, by `recomputationCheckpoint`.
+      output_dtypes: torch's dtypes of the outputs, of the anchored values, and of the anchored gradients.
+      value_names: the names of all values, see `name_values`, and of their gradients.
+      has_checkpoints: whether the model chooses what its backward keeps, by `recomputationCheckpoint`.
       prints: whether the model prints tensors.
-      group_rows: by the variables' full names, those of which groups of replicas have values of their own.
+      group_rows: by full name, the rows of the variables that differ between groups of replicas.
       index_checks: where a run notes indices that are out of range, if they are checked.
-      gradients: where a run leaves the gradients that are anchored; None without any.
+      gradients: where a run leaves the anchored gradients; None without any.
     """
 
     functions: tuple[tuple[Callable[..., tuple[Any, ...]], ...], ...]
@@ -80,7 +80,7 @@ class ModelStages:
 
     @property
     def sections(self) -> list[Section]:
-        """What each stage is made of."""
+        """The section that each stage is made of."""
         return [section for level in self.levels for section in level]
 
     @property
@@ -89,10 +89,10 @@ class ModelStages:
         return [section.ipu for section in self.sections]
 
     def read_tensor(self, name: str) -> np.ndarray[Any, Any]:
-        """What a variable has on the host, as the devices take it; it may share the tensor's memory.
+        """Returns a variable's value on the host, as devices take it; it may share the tensor's memory.
 
         Args:
-          name: its full name.
+          name: the variable's full name.
 
         Raises:
           Error: replicas of one group have different values.
@@ -102,18 +102,18 @@ class ModelStages:
 
 @dataclass(frozen=True, eq=False)
 class _Parts:
-    """What the nodes of a graph stand for.
+    """The meaning of the nodes of a graph.
 
     Attributes:
-      inputs: those of the user.
+      inputs: the placeholders of the user's inputs.
       variables: placeholder -> name within `SCOPE`.
       constants: placeholder -> tensor.
       tensors: name within `SCOPE` -> the user's tensor.
-      group_rows: name within `SCOPE` -> its rows, if groups of replicas have values of their own.
+      group_rows: name within `SCOPE` -> its rows, if groups of replicas have their own values.
       assigned: node -> names of the variables that get its value.
-      results: what is returned, with the loss at the end if there is one.
-      held: of the captured model.
-      gradients: those that are anchored; None without any.
+      results: the nodes that are returned, with the loss at the end if there is one.
+      held: `Captured.held` of the model.
+      gradients: the anchored gradients; None without any.
     """
 
     inputs: list[torch.fx.Node]
@@ -140,18 +140,18 @@ def make_stages(
     """Cuts a captured model into stages.
 
     Args:
-      captured: the model.
-      model: the user's, whose names the variables get; a tensor with several names gets the first.
-      cut: cuts its graph into sections, level by level; the last level has one.
-      trains: whether it was captured with a loss.
+      captured: the captured model.
+      model: the user's model, whose names the variables get. A tensor with several names gets the first.
+      cut: cuts the graph into sections, level by level; the last level has one.
+      trains: whether the model was captured with a loss.
       anchors: names of values to return behind the outputs, see `name_values`, and of gradients.
       has_module_names: see `name_values`.
-      group_rows: by the ids of the user's parameters, of which each stage sees one row.
-      checks: where indices that are out of range are noted while the model runs; None: nowhere.
+      group_rows: by the id of a parameter of the user's, its rows. Each stage sees one row.
+      checks: where indices that are out of range are noted while the model runs; None for nowhere.
 
     Raises:
-      Error: an operation has no lowering; or there is no value that is to be anchored; or a buffer is read
-        in one stage and written in another.
+      Error: an operation has no lowering, a value that is to be anchored does not exist, or a buffer is
+        read in one stage and written in another.
     """
     graph = captured.program.graph
     dropped = {node for node in graph.nodes if markers.is_marker(node) or is_check(node)}
@@ -216,8 +216,8 @@ def _find_parts(captured: Captured, model: torch.nn.Module, group_rows: Mapping[
             parts.inputs.append(node)
         elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
             tensor = captured.tensors[str(spec.target)]
-            if node.users or spec.target in written:  # others are no variables
-                # It is called so only if another thread has replaced it, which is an error later.
+            if node.users or spec.target in written:  # others are not variables
+                # This name is used only if another thread has replaced the tensor, which is an error later.
                 name = names.setdefault(id(tensor), str(spec.target).removeprefix("model."))
                 parts.variables[node] = name
                 parts.tensors[name] = tensor
@@ -243,12 +243,12 @@ def _make_functions(
 ) -> list[tuple[Callable[..., tuple[Any, ...]], ...]]:
     number_of = _number(levels)
     titles = _name_stages(list(number_of))
-    # What a buffer had before it is written comes from the stage that writes it.
+    # The stage that writes a buffer also passes on the value before the write.
     old = {node: writers[name] for node, name in parts.variables.items() if name in writers}
     owners = {**{node: section for section in number_of for node in section.nodes}, **old}
     made = {node: number_of[section] for node, section in owners.items()}
     fixed = (parts.variables.keys() - old.keys()) | parts.constants.keys()
-    passed = [*parts.inputs, *made]  # what may go from stage to stage, in an order
+    passed = [*parts.inputs, *made]  # what may go from stage to stage, in a fixed order
     last_read: dict[torch.fx.Node, int] = {}
     for node, number in made.items():
         for read in node.all_input_nodes:
@@ -270,7 +270,7 @@ def _make_functions(
         ]
         stages = []
         for place, section in enumerate(level):
-            # The first of parallel stages also returns what comes from levels before.
+            # The first of parallel stages also returns the values of earlier levels.
             others = set().union(*made_here[:place], *made_here[place + 1 :]) if place == 0 else None
             own = [n for n in wanted if (n in made_here[place] if others is None else n not in others)]
             returned = parts.results if number == last else own
@@ -334,7 +334,7 @@ def _make_function(
 
 
 def _name_stages(sections: Sequence[Section]) -> dict[Section, str]:
-    """The names of stages, for errors and reports: those of their modules, or else of their blocks."""
+    """Names stages for errors and reports, after their modules or else their blocks."""
     used = [modules_of_nodes(section.nodes) for section in sections]
     spread = find_spread(used)
     names = {}
@@ -365,18 +365,18 @@ def _read_tensor(name: str, tensor: torch.Tensor, rows: GroupRows | None) -> np.
 
 
 def _see_through(node: torch.fx.Node, read: Callable[[torch.fx.Node], Any]) -> Any:
-    """The value of a marker: what it marks; that of a block is none."""
+    """Returns the value of a marker: the value that it marks, or None for a block's marker."""
     return read(node.all_input_nodes[0]) if node.all_input_nodes else None
 
 
 def _find_writers(levels: Sequence[Sequence[Section]], parts: _Parts) -> dict[str, Section]:
-    """The section that writes each buffer which the model writes, by the buffer's name.
+    """Finds the section that writes each written buffer, by the buffer's name.
 
-    What is written without being computed, as an input, is written where the buffer is read, else in the
-    first section; and another buffer that is written itself, where that is.
+    A value that is not computed, such as an input, is written where the buffer is read, else in the first
+    section. If it is another buffer that is written itself, it is written where that one is.
 
     Raises:
-      Error: a section before, or one at the same time, reads what the buffer had.
+      Error: an earlier or a parallel section reads the old value of the buffer.
     """
     sections = [section for level in levels for section in level]
     number_of = _number(levels)

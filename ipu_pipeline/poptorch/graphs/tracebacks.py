@@ -1,7 +1,7 @@
-"""What a user is shown of an error that a model's forward raises while it is captured.
+"""Shortens tracebacks of errors that a model's forward raises while it is captured.
 
-Between the user's lines torch's export has some 80 of its own. They are taken out, and a note says in which
-module of the model it happened.
+Between the user's lines, torch's export has some 80 of its own. They are removed, and a note names the
+module of the model in which the error happened.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ __all__ = ["Shortened", "innermost_user_line", "without_proxy"]
 
 _TORCH, _OURS = Path(torch.__file__).parent, Path(__file__).parent.parent
 _LAYERS = f"{_TORCH / 'nn'}{os.sep}"
-_CALLS = str(_TORCH / "nn" / "modules" / "module.py")  # what each call of a module goes through
+_CALLS = str(_TORCH / "nn" / "modules" / "module.py")  # each call of a module goes through this
 _EXPORT = tuple(f"{folder}{os.sep}" for folder in (_TORCH, _OURS / "graphs", _OURS / "lowering"))
 _MAX_REPR = 80  # characters of a module
 
 
 def without_proxy(module: Any) -> torch.nn.Module:
-    """The module that one stands for, where torch traces a model that has it under two names."""
+    """Returns the original of a module that torch's tracing replaced, as it does if it has two names."""
     found: torch.nn.Module = getattr(module, "get_base")() if isinstance(module, _AttrProxy) else module  # noqa: B009
     return found
 
 
 def innermost_user_line(error: BaseException) -> str:
-    """The last line of an error's traceback that is neither torch's nor ours."""
+    """Returns the last line of an error's traceback that is neither torch's nor ours."""
     place = "The model"
     for traceback in _each(error.__traceback__):
         code = traceback.tb_frame.f_code
@@ -45,10 +45,10 @@ def innermost_user_line(error: BaseException) -> str:
 
 
 class Shortened:
-    """In the `with` block errors lose what torch's export has in their tracebacks, and are told the module.
+    """Removes torch's export from the tracebacks of errors in the `with` block, and notes the module.
 
-    With JAX's option `jax_traceback_filtering` set to "off" they are left whole. No `contextmanager`, which
-    would give an error its traceback back.
+    With JAX's option `jax_traceback_filtering` set to "off", tracebacks stay whole. This is not a
+    `contextmanager`, because that would restore an error's traceback.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -64,7 +64,7 @@ class Shortened:
             return
         if not isinstance(error, Error):
             error.add_note(_describe(error, self._model))
-        is_whole = getattr(jax.config, "jax_traceback_filtering") == "off"  # noqa: B009  # mypy has it not
+        is_whole = getattr(jax.config, "jax_traceback_filtering") == "off"  # noqa: B009  # mypy does not know it
         linked: BaseException | None = error
         while linked is not None and not is_whole:
             linked.__traceback__ = _without_export(linked.__traceback__)
@@ -83,7 +83,7 @@ def _describe(error: BaseException, model: torch.nn.Module) -> str:
 
 
 def _without_export(traceback: types.TracebackType | None) -> types.TracebackType | None:
-    """A traceback of the frames that are the user's, or a layer's, or of another library."""
+    """Returns a traceback with only the frames of the user, of layers and of other libraries."""
     kept = None
     for one in reversed(list(_each(traceback))):
         name = one.tb_frame.f_code.co_filename

@@ -1,4 +1,4 @@
-"""The values within a model, by name."""
+"""The inner values of a model, by name."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["find_values", "name_values"]
 def name_values(
     graph: torch.fx.Graph, variables: Mapping[torch.fx.Node, str], has_module_names: bool
 ) -> dict[str, torch.fx.Node]:
-    """The values that can be looked at, by name.
+    """Names the values that can be looked at.
 
-    Parameters and buffers have torch's names, inputs those in the graph. What an operation computes is
-    called by the module that it is in and the operation: "layers.0/relu", "layers.0/relu_1". Before that
-    stand the `NameScope`s around it: "scope/layers.0/relu".
+    Parameters and buffers have torch's names, inputs their names in the graph. An operation's result is
+    named after its module and the operation: "layers.0/relu", "layers.0/relu_1". The `NameScope`s around
+    it come first: "scope/layers.0/relu".
     """
     names: dict[str, torch.fx.Node] = {}
     scopes: list[str] = []
@@ -54,16 +54,16 @@ def _name(node: torch.fx.Node, variables: Mapping[torch.fx.Node, str], has_modul
 
 
 def find_values(names: Mapping[str, torch.fx.Node], wanted: Sequence[str]) -> list[torch.fx.Node]:
-    """The values of some names.
+    """Finds values by name.
 
     Raises:
-      Error: there is none of a name.
+      Error: a name has no value.
     """
     for name in wanted:
         if name not in names:
             near = difflib.get_close_matches(name, names, n=3)
             raise Error(
-                f"Options.anchorTensor names {name!r}, which is no value of the model. Near are {near}; "
-                "getTensorNames() of the compiled model has all."
+                f"Options.anchorTensor names {name!r}, which is not a value of the model. Similar names "
+                f"are {near}; getTensorNames() of the compiled model has all names."
             )
     return [names[name] for name in wanted]

@@ -1,6 +1,6 @@
-"""Core ATen operations of torch as jax.numpy.
+"""Computes core ATen operations of torch by jax.numpy.
 
-One module for each family of operations; importing them fills the registry.
+There is one module for each family of operations. Importing them fills the registry.
 """
 
 from ipu_pipeline.poptorch.lowering import (

@@ -25,7 +25,7 @@ def _leaky_relu(x: Array, negative_slope: float = 0.01) -> Array:
 
 @lowers("hardtanh")
 def _hardtanh(x: Array, min_val: float = -1, max_val: float = 1) -> Array:
-    """Unlike that of clamp, the gradient at a bound is 0."""
+    """Clamps to bounds. Unlike clamp's, the gradient at a bound is 0."""
     low, high = (jnp.asarray(bound, x.dtype) for bound in (min_val, max_val))
     return jnp.where(x <= low, low, jnp.where(x >= high, high, x))
 
@@ -66,7 +66,7 @@ def _silu(x: Array) -> Array:
 
 @lowers("softplus", keep=True)
 def _softplus(x: Array, beta: float = 1, threshold: float = 20) -> Array:
-    """The identity above the threshold. torch's decomposition has the gradient NaN where exp overflows."""
+    """Softplus, the identity above the threshold. torch's decomposition gives NaN where exp overflows."""
     x = widen(x)
     scaled = x * beta
     is_linear = scaled > threshold
@@ -86,7 +86,7 @@ def _log_sigmoid(x: Array) -> Array:
 
 @lowers("_softmax")
 def _softmax(x: Array, dim: int, half_to_float: bool = False) -> Array:
-    del half_to_float  # the graph's dtype says it
+    del half_to_float  # the graph's dtype decides it
     return jax.nn.softmax(to_float(x), as_axis(dim, x.ndim)) if x.ndim else jnp.ones_like(x)
 
 
@@ -98,7 +98,7 @@ def _log_softmax(x: Array, dim: int, half_to_float: bool = False) -> Array:
 
 @lowers("_safe_softmax", keep=True)
 def _safe_softmax(x: Array, dim: int, *, dtype: Any = None) -> Array:
-    """A softmax that is 0 where all elements are minus infinity."""
+    """Computes a softmax that is 0 where all elements are minus infinity."""
     del dtype
     is_empty = jnp.all(x == -jnp.inf, as_axis(dim, x.ndim), keepdims=True)
     return jnp.where(is_empty, 0, _softmax(jnp.where(is_empty, 0, to_float(x)), dim))

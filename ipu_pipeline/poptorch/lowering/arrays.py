@@ -1,4 +1,4 @@
-"""What several families of lowerings need: precision, dimensions, casts."""
+"""Helpers of several families of lowerings: precision, dimensions, casts."""
 
 from __future__ import annotations
 
@@ -55,17 +55,17 @@ def is_half(x: Array) -> bool:
 
 
 def widen(x: Array) -> Array:
-    """An array of float16 or bfloat16 in float32, as torch computes with it; everything else as it is."""
+    """Converts float16 and bfloat16 to float32, as torch computes with them. Others are unchanged."""
     return x.astype(jnp.float32) if isinstance(x, jax.Array) and is_half(x) else x
 
 
 def to_float(x: Array) -> Array:
-    """Floats widened, complex numbers as they are; integers and booleans in float32."""
+    """Widens floats, and converts integers and booleans to float32. Complex numbers are unchanged."""
     return widen(x) if is_inexact(x) else x.astype(jnp.float32)
 
 
 def in_float32(function: Callable[..., Array]) -> Callable[..., Array]:
-    """The same function of arrays, in 32 bits at least: the result is cast to the graph's dtype later."""
+    """Makes a function compute in at least 32 bits. The result is cast to the graph's dtype later."""
 
     @functools.wraps(function)
     def compute(*args: Array, **kwargs: Any) -> Array:
@@ -75,10 +75,10 @@ def in_float32(function: Callable[..., Array]) -> Callable[..., Array]:
 
 
 def operands(a: Array, b: Array) -> tuple[Array, Array]:
-    """Two operands, one of which may be a number of Python.
+    """Prepares two operands, one of which may be a Python number.
 
-    A number is exact beside numbers of 16 bits, which are widened: 1e5 is not infinite beside float16.
-    Beside short integers it wraps around, as in torch.
+    A number stays exact with arrays of 16-bit floats, which are widened: 1e5 is not infinite with float16.
+    With short integers it wraps around, as in torch.
     """
     if isinstance(a, jax.Array) and isinstance(b, jax.Array):
         return a, b
@@ -88,7 +88,7 @@ def operands(a: Array, b: Array) -> tuple[Array, Array]:
 
 
 def beside(array: Array, number: Any) -> Any:
-    """A number to compute with an array: wrapped around if the array has short integers."""
+    """Prepares a number to compute with an array: wraps it around if the array has short integers."""
     dtype = array.dtype
     if isinstance(number, int) and dtype.kind in "iu" and dtype.itemsize < 4:
         return np.asarray(number).astype(dtype)
@@ -96,10 +96,10 @@ def beside(array: Array, number: Any) -> Any:
 
 
 def cast(x: Array, dtype: Any) -> Array:
-    """An array in another dtype, as torch converts.
+    """Converts an array to another dtype as torch does.
 
     Floating-point numbers become integers of 8 and 16 bits by way of 32 bits, so that they wrap around
-    (XLA's conversion saturates). Complex numbers become real by leaving out the imaginary part.
+    (XLA's conversion saturates). Complex numbers become real by dropping the imaginary part.
     """
     dtype = np.dtype(dtype)
     if is_complex(x) and dtype.kind != "c":
@@ -110,29 +110,29 @@ def cast(x: Array, dtype: Any) -> Array:
 
 
 def as_axis(dim: int, ndim: int) -> int:
-    """A dimension counted from the front. A scalar has one dimension of one element, as torch sees it."""
+    """Counts a dimension from the front. A scalar has one dimension of one element, as in torch."""
     return dim % max(ndim, 1)
 
 
 def as_axes(dims: Dims, ndim: int) -> tuple[int, ...]:
-    """Dimensions counted from the front. None, and none at all, stand for every dimension."""
+    """Counts dimensions from the front. None and an empty sequence stand for all dimensions."""
     if dims is None or (not isinstance(dims, int) and len(dims) == 0) or ndim == 0:
         return tuple(range(ndim))
     return tuple(as_axis(dim, ndim) for dim in ([dims] if isinstance(dims, int) else dims))
 
 
 def per_dim(values: int | Sequence[int], count: int) -> tuple[int, ...]:
-    """One number for each of some dimensions: a single one stands for all."""
+    """Returns one number for each of `count` dimensions; a single one stands for all."""
     values = [values] if isinstance(values, int) else list(values)
     return tuple(values * count if len(values) == 1 else values)
 
 
 def absolute(x: Array) -> Array:
-    """The absolute value, with the gradient 0 at 0 (JAX's is 1)."""
+    """Computes the absolute value, with the gradient 0 at 0 (JAX's is 1)."""
     return jnp.where(x == 0, 0, jnp.abs(x)) if is_float(x) else jnp.abs(x)
 
 
 def safe_sqrt(x: Array) -> Array:
-    """The square root, with the gradient 0 at 0, as torch gives norms and deviations."""
+    """Computes the square root with the gradient 0 at 0, as torch does for norms and deviations."""
     is_zero = x == 0
     return jnp.where(is_zero, 0, jax.lax.sqrt(jnp.where(is_zero, 1, x)))

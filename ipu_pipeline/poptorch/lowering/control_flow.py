@@ -1,4 +1,4 @@
-"""torch.cond, while_loop, scan and map as JAX's; their bodies are sub-graphs."""
+"""Computes torch's cond, while_loop, scan and map by JAX's. Their bodies are sub-graphs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _sub_graph(node: torch.fx.Node, attribute: Any) -> torch.fx.GraphModule:
 
 
 def _values(args: Any, read: Read) -> list[Any]:
-    """The operands: nodes' values, numbers as they are."""
+    """Reads the operands: nodes' values, and numbers unchanged."""
     return [read(arg) if isinstance(arg, torch.fx.Node) else arg for arg in args]
 
 
@@ -91,7 +91,7 @@ def _map(node: torch.fx.Node, read: Read, run_graph: RunGraph) -> Any:
 
 
 def _numbered(rows: list[Any]) -> tuple[Any, tuple[Any, ...]]:
-    """What a loop goes over, with the number of each time."""
+    """Returns the rows that a loop goes over, with the number of each iteration."""
     return jnp.arange(rows[0].shape[0], dtype=jnp.int32), tuple(rows)
 
 
@@ -103,7 +103,7 @@ def _invoke(node: torch.fx.Node, read: Read, run_graph: RunGraph) -> Any:
 
 _operators = torch.ops.higher_order
 
-# Their operations, each with a function of the node, a reader of values, and what runs a sub-graph.
+# The operations, each with a function of the node, a reader of values, and a runner of sub-graphs.
 CONTROL_FLOW: dict[Any, Callable[[torch.fx.Node, Read, RunGraph], Any]] = {
     _operators.cond: _cond,
     _operators.while_loop: _while_loop,

@@ -1,4 +1,4 @@
-"""What operations of torch become in JAX, in numbers."""
+"""Counts what operations of torch become in JAX."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["count_lowered"]
 
 
 def count_lowered(nodes: Iterable[torch.fx.Node]) -> dict[torch.fx.Node, Work]:
-    """Traces the forwards of operations one by one; those that are equal once."""
+    """Traces the forwards of operations one by one, equal ones only once."""
     known: dict[Any, Work] = {}
     found = {}
     for node in nodes:
@@ -38,7 +38,7 @@ def _count(node: torch.fx.Node) -> Work:
 
 
 def _signature(node: torch.fx.Node) -> Any:
-    """Equal for operations that become the same; graphs within are their own."""
+    """Returns a key that is equal for operations that become the same. Inner graphs are never equal."""
 
     def describe(value: Any) -> Any:
         if isinstance(value, torch.fx.Node):
@@ -58,7 +58,7 @@ def _shape(tensor: torch.Tensor) -> jax.ShapeDtypeStruct:
 
 
 def _map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
-    """What stands for a node's value: of tensors, what the function makes of them."""
+    """Applies a function to the tensors in a node's value."""
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""New arrays. Their dtypes are those of the graph's results; memory that torch leaves unset is 0 here."""
+"""Makes arrays. The graph's results decide their dtypes. Memory that torch leaves unset is 0 here."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _ones_like(x: Array, *, dtype: Any = None) -> Array:
 
 @lowers("arange.start_step")
 def _arange(start: float, end: float, step: float = 1, *, dtype: Any = None) -> Array:
-    """`start + number * step`, which is how torch rounds, too."""
+    """Computes `start + number * step`, which rounds as in torch."""
     if isinstance(start, int) and isinstance(end, int) and isinstance(step, int):
         count = len(range(start, end, step))
     else:

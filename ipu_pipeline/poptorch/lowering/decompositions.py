@@ -1,7 +1,7 @@
-"""Operations as others of torch's: torch's decompositions, and a few of our own.
+"""Decompositions into other operations of torch: torch's own, and a few of ours.
 
-torch.export decomposes into what it calls the core operations. Here also those are decomposed that have no
-lowering, where torch has a decomposition at all.
+torch.export decomposes into what it calls the core operations. Here, operations without a lowering are also
+decomposed if torch has a decomposition for them.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ __all__ = ["decompositions"]
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """What the operations of a captured model are made of, by the operations."""
-    from torch._decomp import decomposition_table  # takes seconds to load; export needs it too
+    """Returns the decompositions of a captured model's operations, by operation."""
+    from torch._decomp import decomposition_table  # takes seconds to load, but export needs it, too
 
     table: Any = torch.export.default_decompositions()
     more = {
@@ -36,10 +36,10 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 
 
 def _storage(x: torch.Tensor, name: str) -> torch.Tensor:
-    """The elements of a tensor in the order in which they lie in memory.
+    """Returns the elements of a tensor in the order of its memory.
 
     Raises:
-      Error: they are a part of the memory only, or some of them the same.
+      Error: they are only a part of the memory, or some of them are the same.
     """
     order = sorted(range(x.dim()), key=lambda dim: (x.stride(dim), x.shape[dim]), reverse=True)
     dense = x.permute(order)
@@ -54,7 +54,7 @@ def _storage(x: torch.Tensor, name: str) -> torch.Tensor:
 def _places(
     x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None
 ) -> torch.Tensor:
-    """Where the elements of a strided view are in the memory of its base."""
+    """Returns the places of a strided view's elements in the memory of its base."""
     start = int((0 if offset is None else offset) - x.storage_offset())
     places = torch.full(tuple(size), start, dtype=torch.int64)
     for dim, (length, step) in enumerate(zip(size, stride, strict=True)):

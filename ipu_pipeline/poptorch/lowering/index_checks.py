@@ -1,7 +1,7 @@
-"""Indices that a tensor does not have, found while a model runs: `Options.checkIndices`.
+"""Finds indices out of range while a model runs: `Options.checkIndices`.
 
 A compiled program cannot raise. It passes the least and the greatest index of each operation to the host,
-which keeps those that are out of range until somebody asks.
+which keeps those out of range until `take` is called.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ipu_pipeline.poptorch.lowering.unsupported import describe_place
 __all__ = ["IndexChecks", "check_node"]
 
 # Operations that take (tensor, indices of rows), (tensor, dimension, indices), and (tensor, indices by
-# dimension), which may count from the end.
+# dimension), where indices may count from the end.
 _OF_ROWS = frozenset(("embedding", "_embedding_bag", "_embedding_bag_forward_only"))
 _ALONG_DIMENSION = frozenset(
     (
@@ -42,15 +42,15 @@ _current: contextvars.ContextVar[IndexChecks | None] = contextvars.ContextVar("i
 
 
 class IndexChecks:
-    """The indices of a model that were out of range."""
+    """The indices out of range of a model's runs."""
 
     def __init__(self) -> None:
         """Starts with none."""
-        self._found: dict[str, None] = {}  # the first of all, in the order in which they came
+        self._found: dict[str, None] = {}  # texts of errors, in the order in which they came
 
     @contextlib.contextmanager
     def made(self) -> Iterator[None]:
-        """In the `with` block operations are traced with their checks."""
+        """Makes operations traced in the `with` block check their indices."""
         token = _current.set(self)
         try:
             yield
@@ -58,13 +58,13 @@ class IndexChecks:
             _current.reset(token)
 
     def take(self) -> str | None:
-        """What was found since it was asked for last, as the text of an error; waits for all checks."""
+        """Waits for all checks. Returns an error's text for what was found since the last call, or None."""
         jax.effects_barrier()
         found, self._found = self._found, {}
         return next(iter(found), None)
 
     def note(self, what: str, size: int, lowest: int, least: Any, greatest: Any) -> None:
-        """Keeps an index that is out of range, if there is one."""
+        """Notes an index if it is out of range."""
         has = f"indices from {lowest} to {size - 1}" if size else "no elements"
         for index in (int(least), int(greatest)):
             if not lowest <= index < size:
@@ -73,7 +73,7 @@ class IndexChecks:
 
 
 def check_node(node: torch.fx.Node, args: Sequence[Any]) -> None:
-    """Has the indices of an operation checked when it runs, if that is wanted."""
+    """Makes an operation's indices be checked when it runs, if checks are on."""
     checks = _current.get()
     if checks is None:
         return
@@ -85,7 +85,7 @@ def check_node(node: torch.fx.Node, args: Sequence[Any]) -> None:
 
 
 def _find_indices(name: str, args: Sequence[Any]) -> Iterator[tuple[int, int, jax.Array]]:
-    """The size of a dimension, the lowest index that it has, and its indices."""
+    """Yields a dimension's size, its lowest valid index, and the indices into it."""
     if name == "_linear_cross_entropy_batch_chunked":
         _x, weight, target, _bias, _weight, _reduction, ignored = args[:7]
         yield weight.shape[0], 0, jnp.where(target == ignored, 0, target)

@@ -1,7 +1,7 @@
-"""Elements read and written at places that arrays of integers say.
+"""Reads and writes elements at places given by arrays of integers.
 
-An index out of range, which is an error in torch, cannot be one in a compiled program: reading there
-gives NaN (the smallest number for integers), writing there is left out.
+An index out of range is an error in torch, but cannot be one in a compiled program: reading there gives NaN
+(the smallest number for integers), and writing there does nothing.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ __all__ = ["pick"]
 
 
 def pick(x: Array, index: Array, axis: int) -> Array:
-    """Elements along an axis: `index` has the result's shape, and no axis longer than x's but that one."""
+    """Picks elements along an axis. `index` has the result's shape; only that axis may exceed x's."""
     lengths = (*index.shape[:axis], x.shape[axis], *index.shape[axis + 1 :])
     x = x if lengths == x.shape else jax.lax.slice(x, (0,) * x.ndim, lengths)
     return jnp.take_along_axis(x, index, axis, mode="fill", wrap_negative_indices=False)
 
 
 def _along(index: Array, axis: int) -> tuple[Array, ...]:
-    """The index of each element of `index`: itself on the axis, its own place on the others."""
+    """Returns the full index for each element of `index`: itself on the axis, its place on the others."""
     places = jnp.indices(index.shape, index.dtype, sparse=True)
     return (*places[:axis], index, *places[axis + 1 :])
 
 
 def _lift(x: Array, index: Array) -> tuple[Array, Array]:
-    """Scalars as vectors of one element."""
+    """Turns scalars into vectors of one element."""
     return x.reshape(x.shape or (1,)), index.reshape(index.shape or (1,))
 
 
@@ -79,7 +79,7 @@ def _index_put(x: Array, indices: Sequence[Array | None], values: Array, accumul
 
 
 def _put_by_mask(x: Array, indices: Sequence[Array | None], values: Array, accumulate: bool) -> Array:
-    """One mask, which may have several dimensions, and the same values wherever it is true."""
+    """Puts the same values wherever a single mask, of one or more dimensions, is true."""
     axis = next(number for number, index in enumerate(indices) if index is not None)
     mask = indices[axis]
     assert mask is not None
@@ -91,8 +91,8 @@ def _put_by_mask(x: Array, indices: Sequence[Array | None], values: Array, accum
         or (values.ndim > after and values.shape[0] != 1)
     ):
         raise NotImplementedError(
-            "index_put with a boolean mask takes one mask, and values that are the same wherever it is "
-            "true: otherwise their number depends on values. Use torch.where."
+            "index_put with a boolean mask takes one mask, and the same values wherever it is true: "
+            "otherwise their number depends on values. Use torch.where."
         )
     values = values.reshape(values.shape[1:]) if values.ndim > after else values
     mask = mask.reshape(mask.shape + (1,) * after)
@@ -102,7 +102,7 @@ def _put_by_mask(x: Array, indices: Sequence[Array | None], values: Array, accum
 
 @lowers("masked_scatter", keep=True)
 def _masked_scatter(x: Array, mask: Array, source: Array) -> Array:
-    """The n-th true element of the mask takes the source's n-th."""
+    """Puts the source's n-th element at the mask's n-th true element."""
     x, mask = jnp.broadcast_arrays(x, mask)
     order = jnp.cumsum(mask.reshape(-1)) - 1
     taken = source.reshape(-1).at[order].get(mode="fill", wrap_negative_indices=False)
@@ -110,7 +110,7 @@ def _masked_scatter(x: Array, mask: Array, source: Array) -> Array:
 
 
 def _source(source: Array, index: Array, x: Array) -> Array:
-    """The part of the source that the index speaks of."""
+    """Returns the part of the source that has the index's shape."""
     source = source.reshape(source.shape or (1,))
     return source[tuple(slice(length) for length in index.shape)].astype(x.dtype)
 
@@ -166,7 +166,7 @@ def _scatter_reduce(
 def _index_reduce(
     x: Array, dim: int, index: Array, source: Array, reduce: str, *, include_self: bool = True
 ) -> Array:
-    """Slices of the source go to places along one dimension."""
+    """Reduces slices of the source into places along one dimension."""
     wide, values = (array.reshape(array.shape or (1,)) for array in (x, source))
     shape = [1] * wide.ndim
     shape[as_axis(dim, wide.ndim)] = -1
@@ -190,7 +190,7 @@ def _limits(dtype: Any) -> tuple[int, int]:
 
 
 def _scatter_product(x: Array, at: tuple[Array, ...], source: Array) -> Array:
-    """A product with the gradient of one, also where factors are 0: the product of the others."""
+    """Multiplies, with the right gradient even where factors are 0: the product of the others."""
     return _product(x, at, source) if is_inexact(x) else x.at[at].multiply(source)
 
 
@@ -211,9 +211,9 @@ def _product_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
 
 
 def _scatter_extremum(x: Array, at: tuple[Array, ...], source: Array, reduce: str, counted: Array) -> Array:
-    """An extremum, whose gradient is divided among equal elements.
+    """Takes an extremum, whose gradient is divided among equal elements.
 
-    As in torch, an element of `counted` is one of them even where it was replaced in x.
+    As in torch, an element of `counted` counts as one of them even where it was replaced in x.
     """
     made = jax.lax.stop_gradient(x.at[at].max(source) if reduce == "amax" else x.at[at].min(source))
     if not is_float(x):
@@ -227,7 +227,7 @@ def _scatter_extremum(x: Array, at: tuple[Array, ...], source: Array, reduce: st
 def _share(
     made: Array, x: Array, source: Array, at: Any, x_equal: Array, equal: Array, counts: Array
 ) -> Array:
-    """What was made, with a share of its gradient for each equal element."""
+    """Returns the result unchanged, with a share of its gradient for each equal element."""
     del x, source, at, x_equal, equal, counts
     return made
 
@@ -241,7 +241,7 @@ def _share_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
 
 @lowers("scatter.reduce", "scatter.value_reduce")
 def _scatter_by(x: Array, dim: int, index: Array, source: Any, *, reduce: str) -> Array:
-    """The older form of `scatter_reduce`, in which the source may be a number."""
+    """Computes the older form of `scatter_reduce`, in which the source may be a number."""
     if not isinstance(source, jax.Array):
         source = jnp.full(index.shape, source, x.dtype)
     return _scatter_reduce(x, dim, index, source, {"add": "sum", "multiply": "prod"}[reduce])
@@ -249,6 +249,6 @@ def _scatter_by(x: Array, dim: int, index: Array, source: Any, *, reduce: str) -
 
 @lowers("put", keep=True)
 def _put(x: Array, index: Array, source: Array, accumulate: bool = False) -> Array:
-    """Elements at places in the flattened array; negative ones count from its end."""
+    """Puts elements at places in the flattened array. Negative places count from its end."""
     at, values = x.reshape(-1).at[index.reshape(-1)], source.reshape(-1).astype(x.dtype)
     return (at.add(values) if accumulate else at.set(values)).reshape(x.shape)

@@ -1,7 +1,7 @@
-"""The nodes of a functional graph of torch, one by one, by JAX.
+"""Computes a functional graph of torch by JAX, node by node.
 
-torch worked out shape and dtype of every result when it made the graph. They are the last word: results
-are cast to the dtype, and their shapes checked.
+torch determined the shape and dtype of every result when it made the graph. These are final: results are
+cast to the dtype, and their shapes are checked.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ipu_pipeline.poptorch.lowering.unsupported import (
 
 __all__ = ["describe_unsupported", "find_unsupported", "run_node"]
 
-# They say where a tensor lies, or whose random numbers are drawn; here JAX decides both.
+# They set where a tensor is kept, or the generator of random numbers; here JAX decides both.
 _DROPPED = frozenset(
     ("layout", "device", "pin_memory", "memory_format", "generator", "non_blocking", "requires_grad")
 )
@@ -38,8 +38,8 @@ Read = Callable[[torch.fx.Node], Any]
 def run_node(node: torch.fx.Node, read: Read) -> Any:
     """Computes one node of kind "call_function".
 
-    Dtypes are promoted as `jax.numpy_dtype_promotion("standard")` says, whatever the caller's setting is.
-    Random numbers come from `engine.next_rng_key`.
+    Dtypes are promoted by `jax.numpy_dtype_promotion("standard")`, whatever the caller's setting is. Random
+    numbers come from `engine.next_rng_key`.
 
     Raises:
       NotImplementedError: the operation has no lowering, or none for these arguments.
@@ -90,7 +90,7 @@ def _as_jax(value: Any, read: Read) -> Any:
 
 
 def _fit(result: Any, meta: Any, node: torch.fx.Node, lowering: Lowering | None) -> Any:
-    """The results with torch's dtypes, after a check of their shapes."""
+    """Returns the results in torch's dtypes, after checking their shapes."""
     if isinstance(meta, (tuple, list)):
         if not isinstance(result, (tuple, list)) or len(result) != len(meta):
             _complain(node, lowering, f"{_describe(result)}, not {len(meta)} results")

@@ -1,8 +1,8 @@
-"""Packed sequences of torch, as recurrent layers take them, in a model that is captured.
+"""torch's packed sequences, the inputs of recurrent layers, in a captured model.
 
-torch packs the steps of sequences of different lengths into one tensor, whose shape depends on the
-lengths. A model is compiled once for all of these. There a packed sequence holds the padded steps and the
-lengths, which `recurrent` looks at: what comes after the end of a sequence changes nothing.
+torch packs the steps of sequences of different lengths into one tensor, whose shape depends on the lengths.
+A model is compiled once for all lengths. In it, a packed sequence holds the padded steps and the lengths,
+which `recurrent` reads: steps after the end of a sequence change nothing.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ class _Opaque:
 
 def _refuse() -> NoReturn:
     raise Error(
-        "The model looks into a packed sequence, whose shape depends on the lengths, while the model is "
-        "compiled once for all of these. Give it to recurrent layers and to pad_packed_sequence only."
+        "The model looks into a packed sequence, whose shape depends on the lengths, but the model is "
+        "compiled once for all lengths. Give it to recurrent layers and to pad_packed_sequence only."
     )
 
 
 class Steps(_Opaque):
-    """The padded steps, in place of those that are packed.
+    """The padded steps, in place of the packed ones.
 
     Attributes:
-      tensor: of shape (time, batch, ...).
+      tensor: the steps, of shape (time, batch, ...).
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -55,32 +55,32 @@ class Steps(_Opaque):
 
 
 class Lengths(_Opaque):
-    """The lengths, in place of the numbers of sequences that have each step.
+    """The lengths, in place of the number of sequences that have each step.
 
     Attributes:
-      tensor: of shape (batch,), of integers.
+      tensor: the lengths: integers of shape (batch,).
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
 
     def __getitem__(self, step: int) -> int:
-        """The number of sequences that have the first step: all of them."""
+        """Returns the number of sequences that have the first step: all of them."""
         return self.tensor.shape[0] if step == 0 else _refuse()
 
     def size(self, dim: int) -> int:
-        """How long the longest sequence is, as `pad_packed_sequence` asks: nobody knows."""
+        """Returns 0: `pad_packed_sequence` asks for the longest length, which is not known."""
         del dim
         return 0
 
 
 def pack(input: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> tuple[Steps, Lengths]:
-    """Stands for torch's function of the name `_pack_padded_sequence`."""
+    """Replaces torch's function `_pack_padded_sequence`."""
     return Steps(input.transpose(0, 1) if batch_first else input), Lengths(lengths)
 
 
 def padder(original: Callable[..., Any]) -> Callable[..., Any]:
-    """What stands for torch's function of the name `_pad_packed_sequence`, the original."""
+    """Makes a function that replaces torch's original `_pad_packed_sequence`."""
 
     def pad(data: Any, sizes: Any, batch_first: bool, value: float, length: int) -> Any:
         if not isinstance(data, Steps):
@@ -88,9 +88,9 @@ def padder(original: Callable[..., Any]) -> Callable[..., Any]:
         steps, lengths = data.tensor, sizes.tensor
         if not length:
             warn_once(
-                f"pad_packed_sequence gives as many steps as were packed, {len(steps)}, whatever the "
-                "lengths; in plain torch it gives as many as the longest sequence has. Its argument "
-                "total_length says how many."
+                f"pad_packed_sequence returns all {len(steps)} steps that were packed, whatever the "
+                "lengths are. In plain torch it returns the steps of the longest sequence. Set their "
+                "number by its argument total_length."
             )
         is_over = torch.arange(len(steps))[:, None] >= lengths
         steps = steps.masked_fill(is_over.reshape(*is_over.shape, *[1] * (steps.dim() - 2)), value)
@@ -106,12 +106,12 @@ def padder(original: Callable[..., Any]) -> Callable[..., Any]:
 def call_recurrent(
     name: str, steps: torch.Tensor, lengths: torch.Tensor, hx: Any, params: Sequence[Any], *settings: Any
 ) -> tuple[Any, ...]:
-    """What torch's function `lstm`, `gru`, `rnn_tanh` or `rnn_relu` of packed sequences returns.
+    """Computes torch's `lstm`, `gru`, `rnn_tanh` or `rnn_relu` of packed sequences.
 
     Args:
-      name: of the function.
-      steps: of shape (time, batch, features).
-      lengths: of shape (batch,).
+      name: the name of the function.
+      steps: the steps, of shape (time, batch, features).
+      lengths: the lengths, of shape (batch,).
       hx: the initial state, a tuple of two tensors or one.
       params: the weights.
       *settings: whether there are biases, the number of layers, the dropout between them, whether the
@@ -130,7 +130,7 @@ def _compute(
     name: str,
     *settings: Any,
 ) -> list[torch.Tensor]:
-    """By torch, for captured models that are called on the host."""
+    """Computes it by torch, for captured models that are called on the host."""
     packed = rnn.pack_padded_sequence(x, lengths, enforce_sorted=False)
     data, sizes, order, back = packed
     assert order is not None

@@ -1,4 +1,4 @@
-"""Arithmetic, element by element."""
+"""Elementwise arithmetic."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__: list[str] = []
 _function: Callable[..., Array]
 
 
-# Each rounds once, also in 16 bits.
+# These round once, even in 16 bits.
 for _name, _function in {
     "abs": absolute,
     "atan": jnp.arctan,
@@ -74,7 +74,7 @@ for _name, _function in {
 
 
 def _rounding(function: Callable[[Array], Array]) -> Callable[[Array], Array]:
-    """Integers stay what they are."""
+    """Makes a rounding function leave integers unchanged."""
     return lambda x: function(x) if is_float(x) else x
 
 
@@ -103,12 +103,12 @@ def _sign(x: Array) -> Array:
 
 
 def _binary(function: Callable[[Array, Array], Array]) -> Callable[[Array, Array], Array]:
-    """A function of two operands, each of which may be a number."""
+    """Makes a function of two operands, each of which may be a number."""
     return lambda a, b: function(*operands(a, b))
 
 
 def _nextafter(a: Array, b: Array) -> Array:
-    """Differentiated as what it nearly is: a, or b where they are equal."""
+    """Computes nextafter, with the gradient of what it nearly is: a, or b where they are equal."""
     near = jnp.where(a == b, b, a)
     fixed = jax.lax.stop_gradient((a, b, near))
     return near - fixed[2] + jnp.nextafter(*fixed[:2])
@@ -148,7 +148,7 @@ lowers("xlogy", keep=True)(_binary(in_float32(jax.scipy.special.xlogy)))
 
 
 def _comparison(function: Callable[[Array, Array], Array]) -> Callable[[Array, Array], Array]:
-    """A comparison, in which a number is rounded to the array's dtype first."""
+    """Makes a comparison that rounds a number to the array's dtype first."""
     return lambda a, b: function(a, b if isinstance(b, jax.Array) else beside(a, b))
 
 
@@ -164,7 +164,7 @@ for _name, _function in {
 
 
 def _scaled(a: Array, b: Array, alpha: Any) -> tuple[Array, Array]:
-    """The operands of `a + alpha * b`."""
+    """Returns the operands of `a + alpha * b`."""
     a, b = operands(a, b)
     return (a, b) if alpha == 1 else (widen(a), widen(b) * alpha)
 
@@ -194,7 +194,7 @@ def _div(a: Array, b: Array, *, rounding_mode: str | None = None) -> Array:
     a, b = (jax.lax.stop_gradient(jnp.asarray(value, wide)) for value in (a, b))
     if rounding_mode == "floor":
         return jnp.floor_divide(a, b)
-    # torch rounds a quotient to 16 bits before it cuts.
+    # torch rounds a quotient to 16 bits before it truncates.
     return jnp.trunc((a / b).astype(narrow)) if is_float(a) else jax.lax.div(*jnp.broadcast_arrays(a, b))
 
 
@@ -213,7 +213,7 @@ def _pow(base: Array, exponent: Array) -> Array:
 
 @lowers("clamp")
 def _clamp(x: Array, min: Array = None, max: Array = None) -> Array:
-    """At a bound the gradient is that of x. If the bounds cross, the upper one counts."""
+    """Clamps x. At a bound the gradient goes to x. If the bounds cross, the upper one counts."""
     if min is not None:
         x, low = jnp.broadcast_arrays(x, min) if isinstance(min, jax.Array) else (x, min)
         below = (x < low) | (jnp.isnan(low) & ~jnp.isnan(x))
@@ -237,7 +237,7 @@ def _masked_fill(x: Array, mask: Array, value: Any) -> Array:
 
 @lowers("clone", "alias", "_to_copy", "lift_fresh_copy", "lift_fresh", "contiguous")
 def _same(x: Array, *, dtype: Any = None) -> Array:
-    del dtype  # that of the graph's result
+    del dtype  # the graph's result decides it
     return x
 
 
@@ -253,9 +253,9 @@ def _copy(x: Array, source: Array) -> Array:
 
 @lowers("_assert_tensor_metadata", "_assert_async")
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """What the first checks was known when the graph was made; the others look at values.
+    """Leaves out checks: of facts that were known when the graph was made, and of values.
 
-    A compiled program cannot raise errors: `torch.nn.functional.one_hot`, which has such a check, gives
+    A compiled program cannot raise errors: `torch.nn.functional.one_hot`, which checks values, gives
     zeros for a class that is out of range.
     """
     del args, kwargs
@@ -263,7 +263,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 @lowers("frexp.Tensor")
 def _frexp(x: Array) -> tuple[Array, Array]:
-    """The mantissa is differentiated as a multiple of x."""
+    """Computes frexp, whose mantissa is differentiated as a multiple of x."""
     fixed = jax.lax.stop_gradient(x)
     mantissa, exponent = jnp.frexp(widen(fixed))
     return mantissa + (x - fixed) * jnp.exp2(-exponent.astype(mantissa.dtype)), exponent

@@ -1,6 +1,6 @@
-"""Random numbers from `engine.next_rng_key`: others in each call, micro-batch, and iteration of a loop.
+"""Random numbers from `engine.next_rng_key`: new ones in each call, micro-batch, and loop iteration.
 
-They have torch's distributions, not its numbers.
+They have the distributions of torch's numbers, but are not the same numbers.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from ipu_pipeline.poptorch.lowering.registry import lowers
 
 __all__ = ["draw_key", "drop", "keep_mask", "repeated"]
 
-# Of the loops around what is being traced the number of the iteration, the outermost first.
+# The iteration number of each loop around what is being traced, the outermost first.
 _iterations: contextvars.ContextVar[tuple[Array, ...]] = contextvars.ContextVar("iterations", default=())
 
 
 @contextlib.contextmanager
 def repeated(iteration: Array) -> Iterator[None]:
-    """In the `with` block the body of a loop is traced, which draws other numbers each time."""
+    """Makes a loop's body, traced in the `with` block, draw new numbers in each iteration."""
     token = _iterations.set((*_iterations.get(), iteration))
     try:
         yield
@@ -34,7 +34,7 @@ def repeated(iteration: Array) -> Iterator[None]:
 
 
 def draw_key() -> Array:
-    """A random key that nothing else gets."""
+    """Returns a random key that nothing else gets."""
     key = next_rng_key()
     for iteration in _iterations.get():
         key = jax.random.fold_in(key, iteration)
@@ -42,12 +42,12 @@ def draw_key() -> Array:
 
 
 def keep_mask(p: float, shape: tuple[int, ...]) -> Array:
-    """Which elements a dropout keeps, each with the probability 1 - p."""
+    """Draws which elements a dropout keeps, each with the probability 1 - p."""
     return jax.random.bernoulli(draw_key(), 1 - p, shape)
 
 
 def drop(x: Array, p: float) -> tuple[Array, Array]:
-    """Dropout of a part p of the elements, and which ones are kept."""
+    """Drops elements with the probability p. Returns the result, and which elements are kept."""
     if p == 0:
         return x, jnp.ones(x.shape, bool)
     if p == 1:
@@ -62,7 +62,7 @@ def _native_dropout(x: Array, p: float, train: bool | None) -> tuple[Array, Arra
 
 
 def _wide(dtype: Any) -> Any:
-    """The dtype to draw in: float32 at least."""
+    """Returns the dtype to draw in: float32 at least."""
     return jnp.result_type(dtype or jnp.float32, jnp.float32)
 
 
@@ -88,17 +88,17 @@ def _randn_like(x: Array, *, dtype: Any = None) -> Array:
 
 @lowers("randint", "randint.low")
 def _randint(*args: Any, dtype: Any = None) -> Array:
-    """(high, size) or (low, high, size)."""
+    """Takes (high, size) or (low, high, size)."""
     *bounds, size = args
     low, high = bounds if len(bounds) == 2 else (0, *bounds)
-    del dtype  # that of the graph's result
+    del dtype  # the graph's result decides it
     return jax.random.randint(draw_key(), tuple(size), low, high)
 
 
 @lowers("randint_like")
 def _randint_like(x: Array, *bounds: int, dtype: Any = None) -> Array:
-    """(x, high) or (x, low, high)."""
-    del dtype  # that of the graph's result
+    """Takes (x, high) or (x, low, high)."""
+    del dtype  # the graph's result decides it
     low, high = bounds if len(bounds) == 2 else (0, *bounds)
     return jax.random.randint(draw_key(), x.shape, low, high)
 
@@ -111,7 +111,7 @@ def _randperm(n: int, *, dtype: Any = None) -> Array:
 
 @lowers("bernoulli.default", "bernoulli.Tensor", "bernoulli.p")
 def _bernoulli(x: Array, p: Any = None) -> Array:
-    """Ones with the probability x, or p where it is given."""
+    """Draws ones with the probability p, or x if p is not given."""
     chance = x if p is None else jnp.broadcast_to(jnp.asarray(p), x.shape)
     return jax.random.bernoulli(draw_key(), jax.lax.stop_gradient(to_float(chance))).astype(x.dtype)
 
@@ -155,7 +155,7 @@ def _multinomial(x: Array, num_samples: int, replacement: bool = False) -> Array
 def _rrelu(
     x: Array, noise: Array, lower: float = 0.125, upper: float = 1 / 3, training: bool = False
 ) -> Any:
-    """Negative elements get random slopes in training, which are the second result; else the mean slope."""
+    """Gives negative elements random slopes in training, also returned second; else the mean slope."""
     if not training:
         made, noise = jnp.where(x > 0, x, widen(x) * ((lower + upper) / 2)), noise
     else:

@@ -27,7 +27,7 @@ __all__ = ["variance", "vector_norm"]
 
 
 def _accumulating(x: Array, dtype: Any) -> Array:
-    """Widened; and converted first, if a dtype is asked for."""
+    """Widens an array, after converting it if a dtype is asked for."""
     return widen(x if dtype is None else x.astype(dtype))
 
 
@@ -58,7 +58,7 @@ def _all(x: Array, dim: Dims = None, keepdim: bool = False) -> Array:
 
 @lowers("amax", "max.default")
 def _amax(x: Array, dim: Dims = None, keepdim: bool = False) -> Array:
-    """The gradient is divided among equal elements, here and in torch."""
+    """Takes the maximum. Its gradient is divided among equal elements, as in torch."""
     return jnp.max(x, as_axes(dim, x.ndim), keepdims=keepdim)
 
 
@@ -68,7 +68,7 @@ def _amin(x: Array, dim: Dims = None, keepdim: bool = False) -> Array:
 
 
 def _position(function: Callable[..., Array], x: Array, dim: int | None, keepdim: bool) -> Array:
-    """Of several equal elements the first; NaN counts as the largest, and as the smallest."""
+    """Returns the first position of an extremum. NaN counts as the largest, and as the smallest."""
     if dim is None:
         position = function(x.reshape(-1), 0)
         return position.reshape((1,) * x.ndim) if keepdim else position
@@ -90,7 +90,7 @@ def _argmin(x: Array, dim: int | None = None, keepdim: bool = False) -> Array:
 def _with_position(
     function: Callable[..., Array], x: Array, dim: int, keepdim: bool
 ) -> tuple[Array, Array]:
-    """An extremum and its position. The gradient goes to that position alone."""
+    """Returns an extremum and its position, which alone gets the gradient."""
     if x.ndim == 0:
         return x, jnp.zeros((), int)
     axis = as_axis(dim, x.ndim)
@@ -110,12 +110,12 @@ def _min(x: Array, dim: int, keepdim: bool = False) -> tuple[Array, Array]:
 
 
 def _squared(x: Array) -> Array:
-    """The square of each element, or of its absolute value if it is complex."""
+    """Squares each element, or its absolute value if it is complex."""
     return jnp.square(x.real) + jnp.square(x.imag) if is_complex(x) else jnp.square(x)
 
 
 def variance(x: Array, axes: tuple[int, ...], correction: float, keepdim: bool) -> tuple[Array, Array]:
-    """Variance and mean, with torch's infinity or NaN where too few elements are there for a correction."""
+    """Returns variance and mean, with torch's infinity or NaN if there are too few elements to correct."""
     x = to_float(x)
     mean = jnp.mean(x, axes, keepdims=True)
     squares = jnp.sum(_squared(x - mean), axes, keepdims=keepdim)
@@ -124,7 +124,7 @@ def variance(x: Array, axes: tuple[int, ...], correction: float, keepdim: bool) 
 
 
 def _variance(x: Array, dim: Any, unbiased: Any, keepdim: bool, correction: Any) -> tuple[Array, Array]:
-    """Torch's overloads: (x, unbiased), (x, dim, unbiased, keepdim), (x, dim, correction=, keepdim=)."""
+    """Handles overloads: (x, unbiased), (x, dim, unbiased, keepdim), (x, dim, correction=, keepdim=)."""
     if isinstance(dim, bool):
         dim, unbiased = None, dim
     by = (1 if unbiased else 0) if unbiased is not None else 1 if correction is None else correction
@@ -169,7 +169,7 @@ def _logsumexp(x: Array, dim: Dims, keepdim: bool = False) -> Array:
 def vector_norm(
     x: Array, ord: float = 2, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Array:
-    """Where the norm is 0 its gradient is 0."""
+    """Computes a vector norm. Where it is 0, its gradient is 0."""
     axes = as_axes(dim, x.ndim)
     x = _accumulating(x, dtype)
     if ord == 0:

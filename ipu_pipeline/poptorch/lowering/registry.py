@@ -1,13 +1,13 @@
-"""Which function stands for which operation of torch.
+"""The functions that compute operations of torch.
 
-A lowering takes what the operation takes: JAX arrays for tensors, NumPy dtypes for dtypes, everything else
-as torch gives it; without the arguments that say where or how a tensor lies in memory. It returns an array,
-or a tuple of them if the operation has several results. In a tuple of ours a function without arguments
-may stand for an array; it is called if that result is used. Shapes and dtypes of the results are the
-operation's: `interpreter.run_node` casts, so a lowering may compute in whatever precision is right.
+A lowering takes the operation's arguments: JAX arrays for tensors, NumPy dtypes for dtypes, everything else
+as in torch. Arguments about a tensor's place or layout in memory are left out. A lowering returns an array,
+or a tuple of arrays if the operation has several results. In our own tuples, a function without arguments
+may stand for an array; it is called if that result is used. The operation decides the shapes and dtypes of
+the results: `interpreter.run_node` casts, so a lowering may compute in whatever precision is right.
 
 Lowerings are found by name, first "namespace::name.overload", then "namespace::name" for all overloads.
-Those that users register come before ours.
+Lowerings that users register take precedence over ours.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 @dataclasses.dataclass(frozen=True)
 class Lowering:
-    """What stands for an operation.
+    """The implementation of an operation.
 
     Attributes:
       function: computes it with JAX.
-      is_registered: whether a user gave it.
+      is_registered: whether a user registered it.
     """
 
     function: Callable[..., Any]
@@ -56,8 +56,8 @@ def lowers(*names: str, keep: bool = False) -> Callable[[_F], _F]:
     """Makes the decorated function the lowering of operations of ATen.
 
     Args:
-      names: "name" or "name.overload", without "aten::"; other namespaces are written out.
-      keep: torch has a decomposition for them, which is not applied.
+      names: "name" or "name.overload", without "aten::". Other namespaces are written out.
+      keep: whether torch has a decomposition for them, which must not be applied.
     """
 
     def decorate(function: _F) -> _F:
@@ -73,16 +73,16 @@ def lowers(*names: str, keep: bool = False) -> Callable[[_F], _F]:
 
 
 def lowers_without_gradient(name: str, function: Callable[..., Any]) -> None:
-    """Makes a function of arrays and numbers the lowering of an operation that torch has no derivative of.
+    """Makes a function of arrays and numbers the lowering of an operation without a derivative in torch.
 
-    Differentiating it raises a NotImplementedError, as torch does; its gradient is never 0 in silence.
+    Differentiating it raises a NotImplementedError, as torch does, so its gradient is never silently 0.
     """
     compute = jax.custom_jvp(function)
 
     def refuse(primals: Any, tangents: Any) -> Any:
         del primals, tangents
         raise NotImplementedError(
-            f"torch.{name.replace('special_', 'special.')} has no derivative, in torch neither: nothing "
+            f"torch.{name.replace('special_', 'special.')} has no derivative in torch, nor here: nothing "
             "can be trained through it. Call detach() on its input."
         )
 
@@ -94,18 +94,18 @@ def lowers_without_gradient(name: str, function: Callable[..., Any]) -> None:
 
 
 def register_lowering(operation: Any, function: Callable[..., Any] | None = None) -> Any:
-    """Says how JAX computes an operation of torch, in place of torch's decomposition or of our lowering.
+    """Sets how JAX computes an operation of torch, in place of torch's decomposition or our lowering.
 
-    It holds for models that are compiled afterwards. Gradients are those of the function: `jax.custom_vjp`
-    gives it others.
+    It applies to models that are compiled afterwards. Gradients are the function's: `jax.custom_vjp` gives
+    it others.
 
     Args:
       operation: `torch.ops.namespace.name.overload`, or "namespace::name.overload"; for all overloads
-        `torch.ops.namespace.name`, or "namespace::name". It exists: `torch.library` defines new ones.
+        `torch.ops.namespace.name`, or "namespace::name". It must exist: `torch.library` defines new ones.
       function: takes the operation's arguments: JAX arrays for tensors, NumPy dtypes for dtypes, everything
-        else as torch gives it; but no layout, device, memory format and generator. Returns an array of the
-        shape of the operation's result, or a tuple of them; they are cast to the result's dtype.
-        None: `register_lowering(operation)` is a decorator.
+        else as in torch, but without layout, device, memory format and generator. Returns an array of the
+        shape of the operation's result, or a tuple of arrays; they are cast to the result's dtype. If None,
+        `register_lowering(operation)` is a decorator.
 
     Returns:
       The function, or the decorator.
@@ -135,7 +135,7 @@ def register_lowering(operation: Any, function: Callable[..., Any] | None = None
 
 
 def find_lowering(target: Any) -> Lowering | None:
-    """The lowering of what a node of a graph calls, or None."""
+    """Finds the lowering of what a node of a graph calls, or None."""
     if not isinstance(target, OpOverload):
         return None
     full = full_name(target)
@@ -147,13 +147,13 @@ def find_lowering(target: Any) -> Lowering | None:
 
 
 def kept_operations() -> list[OpOverload]:
-    """The operations that are not to be decomposed, since they have a lowering as a whole."""
+    """Returns the operations that must not be decomposed, because they have a lowering as a whole."""
     found = {overload: None for key in [*_kept, *_registered] for overload in _overloads(key)}
     return list(found)
 
 
 def full_name(overload: OpOverload) -> str:
-    """Namespace::name.overload; torch leaves an overload "default" out."""
+    """Returns "namespace::name.overload", where torch leaves an overload "default" out."""
     name = overload.name()
     return name if "." in name else f"{name}.default"
 
@@ -177,7 +177,7 @@ def _key_of(operation: Any) -> str:
 
 
 def _overloads(key: str) -> list[OpOverload]:
-    """The overloads with that name that do not write to their arguments."""
+    """Returns the overloads with that name that do not write to their arguments."""
     namespace, name = key.split("::")
     name, dot, overload = name.partition(".")
     try:

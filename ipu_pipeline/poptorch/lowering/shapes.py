@@ -1,4 +1,4 @@
-"""What moves elements, or takes a part of them, at places known when a program is compiled."""
+"""Moves or selects elements at places that are known when a program is compiled."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _repeat(x: Array, repeats: Sequence[int]) -> Array:
 
 @lowers("cat")
 def _cat(tensors: Sequence[Array], dim: int = 0) -> Array:
-    """Torch leaves out vectors of no elements, whatever the others' shape is."""
+    """Concatenates arrays. As in torch, vectors of no elements are left out, whatever the others' shape."""
     joined = [x for x in tensors if x.shape != (0,)] or [tensors[0]]
     return jnp.concatenate(joined, as_axis(dim, joined[0].ndim))
 
@@ -164,7 +164,7 @@ def _diagonal_scatter(x: Array, source: Array, offset: int = 0, dim1: int = 0, d
 
 @lowers("unfold", keep=True)
 def _unfold(x: Array, dimension: int, size: int, step: int) -> Array:
-    """Windows along a dimension become the last one: joined slices of windows, or of places in them."""
+    """Makes windows along a dimension the last one, by joining slices of windows, or of places in them."""
     if x.ndim == 0:
         return x.reshape(1)[:size]
     axis = as_axis(dimension, x.ndim)
@@ -178,7 +178,7 @@ def _unfold(x: Array, dimension: int, size: int, step: int) -> Array:
 
 @lowers("view.dtype")
 def _view_dtype(x: Array, dtype: Any) -> Array:
-    """The same bits as numbers of another dtype; the last dimension takes what the sizes differ in."""
+    """Reinterprets bits as another dtype. The last dimension makes up for different sizes."""
     old, new = x.dtype.itemsize, np.dtype(dtype).itemsize
     if x.dtype == dtype:
         return x
@@ -195,6 +195,6 @@ def _view_dtype(x: Array, dtype: Any) -> Array:
 
 @lowers("resize")
 def _resize(x: Array, size: Sequence[int]) -> Array:
-    """The first elements; those that there are not, which torch leaves unset, are 0."""
+    """Takes the first elements. Missing ones, which torch leaves unset, are 0."""
     flat = x.reshape(-1)[: math.prod(size)]
     return jnp.pad(flat, (0, math.prod(size) - flat.size)).reshape(tuple(size))

@@ -1,4 +1,4 @@
-"""Sorting, and what is found by it. Values are read at sorted places, where their gradients go.
+"""Sorting, and operations that use it. Values are read at sorted places, where their gradients go.
 
 NaN is larger than all numbers.
 """
@@ -17,7 +17,7 @@ __all__: list[str] = []
 
 
 def _sorted(x: Array, axis: int, descending: bool) -> tuple[Array, Array]:
-    """Values and places; equal elements keep their order."""
+    """Returns sorted values and their places. Equal elements keep their order."""
     places = jax.lax.broadcasted_iota(jnp.result_type(int), x.shape, axis)
     if descending:
         x, places = (jnp.flip(array, axis) for array in (x, places))
@@ -26,7 +26,7 @@ def _sorted(x: Array, axis: int, descending: bool) -> tuple[Array, Array]:
 
 
 def _with_scalars(function: Any) -> Any:
-    """A scalar is its own result."""
+    """Makes a function return a scalar as its own result."""
 
     def compute(x: Array, *args: Any, **kwargs: Any) -> tuple[Array, Array]:
         return function(x, *args, **kwargs) if x.ndim else (x, jnp.zeros((), int))
@@ -54,7 +54,7 @@ def _sort_stable(
 def _topk(
     x: Array, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
 ) -> tuple[Array, Array]:
-    del sorted  # they are
+    del sorted  # they always are
     axis = as_axis(dim, x.ndim)
     if largest:
         values, places = jax.lax.top_k(jnp.moveaxis(x, axis, -1), k)
@@ -64,7 +64,7 @@ def _topk(
 
 
 def _at_rank(x: Array, axis: int, rank: Array, keepdim: bool) -> tuple[Array, Array]:
-    """The element of a rank from 0, which has the length 1 along the axis, and its place."""
+    """Returns the element of a rank from 0, with length 1 along the axis, and its place."""
     values, places = _sorted(x, axis, descending=False)
     found = [jnp.take_along_axis(array, rank, axis, mode="clip") for array in (values, places)]
     value, place = found if keepdim else [array.squeeze(axis) for array in found]
@@ -79,7 +79,7 @@ def _kthvalue(x: Array, k: int, dim: int = -1, keepdim: bool = False) -> tuple[A
 
 
 def _median_rank(x: Array, axis: int, ignores_nan: bool) -> Array:
-    """Of the lower of two medians; of a NaN if there is one, unless it is ignored."""
+    """Returns the rank of the lower median, or of a NaN if there is one and it is not ignored."""
     count = x.shape[axis]
     if not is_float(x):
         return jnp.full((1,) * x.ndim, (count - 1) // 2)
@@ -104,7 +104,7 @@ def _nanmedian(x: Array, dim: int = -1, keepdim: bool = False) -> tuple[Array, A
 
 
 def _of_all(x: Array, ignores_nan: bool) -> Array:
-    """The gradient is divided among the elements that equal the median."""
+    """Takes the median of all elements. Its gradient is divided among equal elements."""
     flat = x.reshape(-1)
     value = _at_rank(jax.lax.stop_gradient(flat), 0, _median_rank(flat, 0, ignores_nan), False)[0]
     if not is_float(x):
@@ -153,7 +153,7 @@ def _bucketize(x: Array, boundaries: Array, *, out_int32: bool = False, right: b
 
 
 def _running(x: Array, dim: int, is_better: Any) -> tuple[Array, Array]:
-    """The extremum so far, and the last place where it was."""
+    """Returns the extremum so far, and its last place."""
     if x.ndim == 0:
         return x, jnp.zeros((), int)
     axis = as_axis(dim, x.ndim)
@@ -180,13 +180,13 @@ def _cummin(x: Array, dim: int) -> tuple[Array, Array]:
 @lowers("mode")
 @_with_scalars
 def _mode(x: Array, dim: int = -1, keepdim: bool = False) -> tuple[Array, Array]:
-    """The most frequent element, of several the smallest, and the last place where it is."""
+    """Returns the most frequent element (of several, the smallest) and its last place."""
     axis = as_axis(dim, x.ndim)
     values, _places = _sorted(jax.lax.stop_gradient(x), axis, descending=False)
     number = jax.lax.broadcasted_iota(jnp.result_type(int), x.shape, axis)
     differs = values != jnp.roll(values, 1, axis)
     begins = jax.lax.cummax(jnp.where(differs, number, 0), axis)
-    best = jnp.argmax(number - begins, axis, keepdims=True)  # the first of the longest runs ends there
+    best = jnp.argmax(number - begins, axis, keepdims=True)  # the end of the first of the longest runs
     found = jnp.take_along_axis(values, best, axis)
     place = jnp.max(jnp.where(x == found, number, 0), axis, keepdims=True)
     value = jnp.take_along_axis(x, place, axis)
@@ -195,7 +195,7 @@ def _mode(x: Array, dim: int = -1, keepdim: bool = False) -> tuple[Array, Array]
 
 @lowers("histc")
 def _histc(x: Array, bins: int = 100, min: float = 0, max: float = 0) -> Array:
-    """Bins of equal widths, the last with its upper end. By default they hold all elements."""
+    """Counts in bins of equal widths, the last including its upper end. By default they hold everything."""
     flat = jax.lax.stop_gradient(x).reshape(-1)
     low, high = jnp.asarray(min, x.dtype), jnp.asarray(max, x.dtype)
     if min == max and x.size:

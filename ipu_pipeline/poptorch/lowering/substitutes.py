@@ -1,20 +1,20 @@
-"""What torch's own functions must be replaced by, so that models that call them can be exported.
+"""Substitutes for torch's own functions, so that models that call them can be exported.
 
-- `torch.ctc_loss` has no shape inference: an operation of ours stands for it.
+- `torch.ctc_loss` has no shape inference: an operation of ours replaces it.
 - `multilabel_margin_loss` of one row, not reduced, is a scalar; by torch's shape inference it is a vector.
-- `gaussian_nll_loss` looks for negative variances, and raises an error; here they give NaN.
+- `gaussian_nll_loss` checks for negative variances, and raises an error; here they give NaN.
 - Batch normalization with momentum None divides by a count that it reads from a tensor.
-- Two losses are written as other operations, which nobody would take for losses.
+- Two losses are made of other operations, which would not be recognized as losses.
 - Layers compute in the dtype of their input: weights of float32 are cast to an input of float16 or
   bfloat16, and weights of these to an input of float32. Normalizations of float32 take narrow inputs as
   they do in torch.
-- `torch.autocast` for any kind of device is for the devices that there are.
-- Random numbers come from the options' seed: a seed or a generator within forward would be without effect.
+- `torch.autocast` for any kind of device applies to the devices that are used.
+- Random numbers come from the options' seed: a seed or a generator within forward would have no effect.
 - Packed sequences have shapes that depend on values: see `packed_sequences`.
 - Of the lines that an operation comes from, torch keeps those in functions called "forward"; here all of
   the user's are kept.
-- `torch.distributions` looks whether its parameters and samples are valid; that is left out, unless the
-  model asks for it (`validate_args=True`).
+- `torch.distributions` checks whether its parameters and samples are valid; here this is left out, unless
+  the model asks for it (`validate_args=True`).
 - Encoder and decoder layers compare the mask with a causal one, as a hint for faster code; here the mask
   is used as it is, which computes the same.
 """
@@ -104,7 +104,7 @@ def _gaussian_nll_loss(
             length for length, wanted in zip(var.shape, input.shape, strict=True) if length != wanted
         ] != [1]:
             raise ValueError("var is of incorrect size")
-    # As torch: where the variance is raised to eps, the gradient passes.
+    # As in torch, the gradient passes where the variance is raised to eps.
     raised = var + (var.clamp(min=eps) - var).detach()
     raised = torch.where(var < 0, math.nan, raised)
     loss = 0.5 * (torch.log(raised) + (input - target) ** 2 / raised)
@@ -113,7 +113,7 @@ def _gaussian_nll_loss(
     return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
 
 
-_functions: Any = torch._C._nn  # noqa: SLF001  # what torch.nn.functional calls
+_functions: Any = torch._C._nn  # noqa: SLF001  # torch.nn.functional calls these
 _margin_loss = _functions.multilabel_margin_loss
 
 
@@ -122,7 +122,7 @@ def _multilabel_margin_loss(input: torch.Tensor, target: torch.Tensor, reduction
     return loss.reshape(input.shape[:-1]) if reduction == 0 else loss
 
 
-# What all batch normalizations derive from.
+# The base class of all batch normalizations.
 _BatchNorm: type[torch.nn.Module] = vars(batchnorm)["_BatchNorm"]
 _normalize = _BatchNorm.forward
 
@@ -132,7 +132,7 @@ def _batch_norm(self: Any, input: torch.Tensor) -> torch.Tensor:
     if self.momentum is not None or not self.training or mean is None or var is None or count is None:
         return _normalize(self, input)
     self._check_input_dim(input)
-    # With the momentum 1 the running statistics become the batch's. Then they move by one part of all.
+    # With momentum 1 the running statistics become the batch's. Then they move by 1 / count.
     of_batch = mean.clone(), var.clone()
     result = torch.nn.functional.batch_norm(input, *of_batch, self.weight, self.bias, True, 1.0, self.eps)
     count.add_(1)
@@ -142,7 +142,7 @@ def _batch_norm(self: Any, input: torch.Tensor) -> torch.Tensor:
 
 
 def _as_loss(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A loss of torch's that is made of other operations, marked as a loss."""
+    """Marks a loss of torch that is made of other operations as a loss."""
 
     @functools.wraps(function)
     def marked(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -155,9 +155,9 @@ _NARROW = (torch.float16, torch.bfloat16)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """A weight in the dtype of an input, where one of both is narrow and the other float32.
+    """Casts a weight to the dtype of an input, if one of them is narrow and the other float32.
 
-    Other values are returned as they are.
+    Other values are returned unchanged.
     """
     if not isinstance(value, torch.Tensor):
         return value
@@ -168,7 +168,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _in_dtype_of_input(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A layer's function whose other arguments are cast to its first one's dtype."""
+    """Makes a layer's function cast its other arguments to the dtype of its first one."""
 
     @functools.wraps(function)
     def call(input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -179,7 +179,7 @@ def _in_dtype_of_input(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _recurrent_in_dtype_of_input(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same of a recurrent layer, some of whose arguments are lists, and whose input may be packed."""
+    """Does the same for a recurrent layer, which also has lists as arguments, and maybe packed input."""
 
     @functools.wraps(function)
     def call(input: Any, *args: Any) -> Any:
@@ -195,9 +195,9 @@ def _recurrent_in_dtype_of_input(name: str, function: Callable[..., Any]) -> Cal
 
 
 def _normalizing_in_dtype_of_input(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A normalization whose narrow weights are cast to an input of float32; running statistics stay narrow.
+    """Makes a normalization cast narrow weights to an input of float32. Running statistics stay narrow.
 
-    torch itself takes a narrow input with weights of float32.
+    torch itself accepts a narrow input with weights of float32.
     """
     names = list(inspect.signature(function).parameters)
 
@@ -245,13 +245,13 @@ def _make_autocast(
 
 
 def _telling_autocast(enter: Callable[[torch.autocast], Any]) -> Callable[[torch.autocast], Any]:
-    """`torch.autocast.__enter__`, which warns of what is for no device that there is."""
+    """Makes `torch.autocast.__enter__` warn if it is for a device that is not used."""
 
     def begin(self: torch.autocast) -> Any:
         if self.device != "cpu":
             warn_once(
-                f"torch.autocast({self.device!r}) has no effect on the model where it was made outside of "
-                "its forward, as a decorator is. Make it in forward; or for the device 'cpu', which stands "
+                f"torch.autocast({self.device!r}) has no effect on the model if it was made outside of "
+                "its forward, as a decorator is. Make it in forward, or for the device 'cpu', which stands "
                 "for any here."
             )
         return enter(self)
@@ -296,7 +296,7 @@ def _is_causal(mask: Any, is_causal: bool | None = None, size: int | None = None
 
 
 def _replaced(owner: Any, name: str, substitute: Callable[..., Any]) -> Any:
-    """A patch that counts where a model is being captured, and not in other threads."""
+    """Makes a patch that acts where a model is being captured, and not in other threads."""
     original = getattr(owner, name)
 
     @functools.wraps(original)
@@ -327,13 +327,13 @@ _RECURRENT = [
 
 @contextlib.contextmanager
 def exportable() -> Iterator[None]:
-    """In the `with` block the functions are replaced, where a model is being captured."""
+    """Replaces the functions in the `with` block, where a model is being captured."""
     functional, recurrent = torch.nn.functional, getattr(torch, "_VF")  # noqa: B009
     with contextlib.ExitStack() as stack:
         for name in ("multilabel_soft_margin_loss", "triplet_margin_with_distance_loss"):
             stack.enter_context(_replaced(functional, name, _as_loss(getattr(functional, name))))
-        # These are so for all threads: they differ from torch's only where torch refuses. What torch.cond
-        # traces may call them, and could not ask whether a model is being captured.
+        # These apply to all threads: they differ from torch's only where torch refuses. Code that
+        # torch.cond traces may call them, and could not ask whether a model is being captured.
         patch = unittest.mock.patch.object
         for name in _WITH_WEIGHTS:
             cast = _in_dtype_of_input(getattr(functional, name))

@@ -1,4 +1,4 @@
-"""What a graph has that cannot be computed, found before anything runs, and told with its place."""
+"""Finds what cannot be computed in a graph before anything runs, and reports its place."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _FRAME = re.compile(
 _NOT_THE_USERS = (
     os.path.dirname(torch.__file__),
     os.path.dirname(os.path.dirname(__file__)),
-    "<",  # code without a file, as what torch makes of a branch
+    "<",  # code without a file, such as what torch makes of a branch
 )
 
 
 def find_unsupported(graph: torch.fx.Graph) -> list[torch.fx.Node]:
-    """The nodes that have no lowering, or values that JAX does not have, in sub-graphs too."""
+    """Finds nodes without a lowering, or with values that JAX does not have, in sub-graphs, too."""
     found = []
     for node in graph.nodes:
         if node.op == "get_attr":
@@ -39,7 +39,7 @@ def find_unsupported(graph: torch.fx.Graph) -> list[torch.fx.Node]:
 
 
 def describe_unsupported(nodes: list[torch.fx.Node]) -> str:
-    """The text of an error: each operation once, with the reason and all its places."""
+    """Returns the text of an error: each operation once, with the reason and all its places."""
     places: dict[tuple[str, str], list[str]] = {}
     for node in nodes:
         key = str(node.target), _reason(node) or "has no lowering for these arguments"
@@ -59,7 +59,7 @@ def describe_unsupported(nodes: list[torch.fx.Node]) -> str:
 
 
 def describe_place(node: torch.fx.Node) -> str:
-    """In which module, and at which line of the user's code, a node was made."""
+    """Returns the module, and the line of the user's code, in which a node was made."""
     stack = node.meta.get("nn_module_stack") or {}
     modules = [(path, getattr(kind, "__name__", None) or str(kind)) for path, kind in stack.values()]
     path, kind = modules[-1] if modules else ("", "the model")
@@ -79,7 +79,7 @@ def is_users(file: str) -> bool:
 
 
 def find_users_frames(text: str) -> list[re.Match[str]]:
-    """The frames of a traceback that are neither torch's nor ours, with `file`, `line` and `text`."""
+    """Finds frames of a traceback that are neither torch's nor ours, with `file`, `line` and `text`."""
     return [frame for frame in _FRAME.finditer(text) if is_users(frame["file"])]
 
 
@@ -87,7 +87,7 @@ _NO_LOWERING = "has no lowering"
 
 
 def _reason(node: torch.fx.Node) -> str | None:
-    """Why a node cannot be computed, or None if it can."""
+    """Returns why a node cannot be computed, or None if it can."""
     target = node.target
     if target is operator.getitem or target in CONTROL_FLOW:
         return None
@@ -120,6 +120,6 @@ def _tensors(node: torch.fx.Node) -> list[torch.Tensor]:
 
 
 def _public_name(name: str) -> str:
-    """Of "aten.add.Tensor" makes "aten::add.Tensor"."""
+    """Turns "aten.add.Tensor" into "aten::add.Tensor"."""
     namespace, dot, rest = name.partition(".")
     return f"{namespace}::{rest}" if dot else name

@@ -1,8 +1,8 @@
-"""Functions of torch that look at values of tensors on the way, though their results need none.
+"""Replaces functions of torch that read values of tensors, though their results do not need this.
 
-Covariances warn of too few observations, least squares find out whether the matrix has full rank, slices at
-a place that is in a tensor read it, combinations count the true elements of a mask. In a model that is
-captured, functions of ours that compute the same stand for them.
+Covariances warn of too few observations, least squares determine whether the matrix has full rank, slices
+read a place from a tensor, and combinations count the true elements of a mask. In a captured model,
+functions of ours that compute the same replace them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _cov(
     fweights: torch.Tensor | None = None,
     aweights: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As the documentation of torch.cov says; the weights must be right, which nobody checks here."""
+    """Computes covariances as in torch.cov's documentation. The weights are not checked."""
     x = input.reshape(1, -1) if input.dim() < 2 else input
     weights = fweights
     if aweights is not None:
@@ -67,7 +67,7 @@ def _combinations(input: torch.Tensor, r: int = 2, with_replacement: bool = Fals
 def _lstsq(
     input: torch.Tensor, b: torch.Tensor, rcond: float | None = None, *, driver: str | None = None
 ) -> Any:
-    """The solution of least norm, by the pseudo-inverse; residuals as for a matrix of full rank."""
+    """Finds the solution of least norm by the pseudo-inverse. Residuals are as for full rank."""
     is_vector = b.dim() == 1 or (b.dim() == input.dim() - 1 and b.shape == input.shape[:-1])
     wide = b.unsqueeze(-1) if is_vector else b
     rows, columns = input.shape[-2:]
@@ -103,7 +103,7 @@ _SUBSTITUTES: dict[Any, Callable[..., Any]] = {
 
 
 class WithoutValues(TorchFunctionMode):
-    """In the `with` block the functions are ours."""
+    """Uses our functions in the `with` block."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _SUBSTITUTES.get(func, func)(*args, **(kwargs or {}))

@@ -1,8 +1,8 @@
 """Prefix beam search for CTC, by JAX: a scan over time that keeps the most probable label sequences.
 
 Source: Graves and Jaitly, Towards End-To-End Speech Recognition with Recurrent Neural Networks, 2014,
-algorithm 1, without a language model. A prefix keeps the probabilities of all alignments that end in a
-blank and of those that do not, apart; an extension that is a prefix already in the beam is added to it.
+algorithm 1, without a language model. A prefix has separate probabilities for all alignments that end in a
+blank and for those that do not. An extension that is already a prefix in the beam is added to it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ Array = Any
 
 
 class _Beam(NamedTuple):
-    """Prefixes, the most probable first. Those that do not exist have the probability 0.
+    """Prefixes, the most probable first. Prefixes that do not exist have the probability 0.
 
     Attributes:
-      labels: of shape (width, time), blank behind the end.
-      lengths: of shape (width,).
-      blank: logarithm of the probability of all alignments that end in a blank, of shape (width,).
-      label: of those that end in the last label, likewise.
+      labels: the labels, of shape (width, time), blank behind the end.
+      lengths: the numbers of labels, of shape (width,).
+      blank: logarithms of the probability of all alignments that end in a blank, of shape (width,).
+      label: the same for all alignments that end in the last label.
     """
 
     labels: Array
@@ -38,19 +38,19 @@ class _Beam(NamedTuple):
 def beam_search(
     log_probs: Array, lengths: Array, blank: int, width: int, num_paths: int
 ) -> tuple[Array, Array, Array]:
-    """The most probable label sequences of several inputs.
+    """Finds the most probable label sequences of several inputs.
 
     Args:
       log_probs: logarithms of probabilities, of shape (time, batch, classes).
-      lengths: how many time steps count, of shape (batch,).
+      lengths: the numbers of time steps that count, of shape (batch,).
       blank: the class that stands for no label.
-      width: how many prefixes are kept.
-      num_paths: how many sequences are returned, at most `width`.
+      width: the number of prefixes that are kept.
+      num_paths: the number of sequences that are returned, at most `width`.
 
     Returns:
       Logarithms of their probabilities, of shape (batch, num_paths), the most probable first, -inf where
-      there are fewer; their lengths, likewise; their labels, of shape (batch, num_paths, time), blank
-      behind the end. Integers are int32.
+      there are fewer; their lengths, of the same shape; their labels, of shape (batch, num_paths, time),
+      blank behind the end. Integers are int32.
     """
     search = functools.partial(_search, blank=blank, width=width, num_paths=num_paths)
     found: tuple[Array, Array, Array] = jax.vmap(search, in_axes=(1, 0))(log_probs, lengths)
@@ -85,10 +85,10 @@ def _search(
 
 
 def _advance(beam: _Beam, emitted: Array, blank: int) -> _Beam:
-    """One time step.
+    """Makes one time step.
 
     Args:
-      beam: before it.
+      beam: the beam before it.
       emitted: logarithms of probabilities of the classes, of shape (classes,).
       blank: the class that stands for no label.
     """
@@ -97,14 +97,14 @@ def _advance(beam: _Beam, emitted: Array, blank: int) -> _Beam:
     rows = jnp.arange(width)
     total = jnp.logaddexp(beam.blank, beam.label)
     last = beam.labels[rows, jnp.maximum(beam.lengths - 1, 0)]
-    # 1. What stays the same prefix: by a blank, or by its last label once more.
+    # 1. Prefixes that stay the same: by a blank, or by their last label once more.
     stays_blank = total + emitted[blank]
     stays_label = jnp.where(beam.lengths > 0, beam.label + emitted[last], -jnp.inf)
-    # 2. What becomes longer: (width, classes). The last label again is another one only after a blank.
+    # 2. Longer prefixes: (width, classes). The last label counts as a new one only after a blank.
     is_repeated = (jnp.arange(num_classes) == last[:, None]) & (beam.lengths > 0)[:, None]
     longer = jnp.where(is_repeated, beam.blank[:, None], total[:, None]) + emitted
     longer = longer.at[:, blank].set(-jnp.inf)
-    # 3. Prefix j may be prefix i and one label more: then that extension of i is j.
+    # 3. Prefix j may be prefix i and one more label: then that extension of i is j.
     within = jnp.arange(num_times) < beam.lengths[:, None]
     begins = jnp.all(~within[:, None] | (beam.labels[:, None] == beam.labels[None]), -1)
     extends = begins & (beam.lengths[None] == beam.lengths[:, None] + 1) & (total > -jnp.inf)

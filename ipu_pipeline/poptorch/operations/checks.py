@@ -1,7 +1,7 @@
-"""Checks of what users give: of values, such as those of options, and of the arguments of operations.
+"""Checks of users' input: of values, such as options, and of the arguments of operations.
 
-A `Check` takes a value's name, for errors, and the value, and returns what is kept. As in PopTorch, a wrong
-type is an AssertionError for it, and a number out of range is a ValueError.
+A `Check` takes a value's name, for errors, and the value, and returns the value to keep. As in PopTorch, it
+raises an AssertionError for a wrong type, and a ValueError for a number out of range.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ MemberT = TypeVar("MemberT", bound=enum.Enum)
 
 
 def fail(name: str, rule: str, value: Any) -> AssertionError:
-    """The error for a value of a wrong type."""
+    """Makes the error for a value of a wrong type."""
     return AssertionError(f"{name} must be {rule}; got {value!r}.")
 
 
 def _keep(_name: str, value: Any) -> Any:
-    """What a check keeps that changes nothing."""
+    """Returns the value unchanged, for checks that keep it so."""
     return value
 
 
@@ -59,8 +59,8 @@ class Check(Generic[T_co]):
     Attributes:
       rule: what a value must be, in words.
       accepts: whether a value is of the right type.
-      keep: takes the name and a value of the right type, and returns what is kept.
-      refuses: which values `keep` raises a ValueError for, in words.
+      keep: takes the name and a value of the right type, and returns the value to keep.
+      refuses: the values that `keep` raises a ValueError for, in words.
       is_optional: whether None is let through.
     """
 
@@ -85,24 +85,24 @@ class Check(Generic[T_co]):
 
     @property
     def raises(self) -> str:
-        """The errors, for the documentation of what is checked."""
+        """The errors, for the documentation of the checked value."""
         wrong = "neither None nor" if self.is_optional else "not"
         text = f"AssertionError: the value is {wrong} {self.rule}."
         return f"{text}\n  ValueError: the value is {self.refuses}." if self.refuses else text
 
 
 def instance(kind: type[T], rule: str) -> Check[T]:
-    """An instance of a class; the rule says which in words."""
+    """Checks for an instance of a class. The rule describes it in words."""
     return Check(rule, lambda value: isinstance(value, kind))
 
 
 def member(kind: type[MemberT]) -> Check[MemberT]:
-    """A member of an enumeration."""
+    """Checks for a member of an enumeration."""
     return instance(kind, f"one of {list_members(kind)}")
 
 
 def integer(minimum: int | None = None) -> Check[int]:
-    """An integer that is not below a minimum, if there is one."""
+    """Checks for an integer that is not below a minimum, if there is one."""
 
     def accepts(value: Any) -> bool:
         return isinstance(value, numbers.Integral) and not isinstance(value, bool)
@@ -116,7 +116,7 @@ def integer(minimum: int | None = None) -> Check[int]:
 
 
 def optional(check: Check[T]) -> Check[T | None]:
-    """None, or what another check lets through."""
+    """Accepts None, and what another check accepts."""
     return dataclasses.replace(check, is_optional=True)
 
 
@@ -144,36 +144,36 @@ list_of_strings: Check[list[str]] = Check(
 
 
 def check_tensor(value: Any, message: str) -> None:
-    """Raises if a value is no tensor.
+    """Raises if a value is not a tensor.
 
     Args:
       value: anything.
-      message: begins the error's text.
+      message: the beginning of the error's text.
 
     Raises:
-      Error: it is none.
+      Error: it is not a tensor.
     """
     if not isinstance(value, torch.Tensor):
         raise Error(f"{message} It got {type(value).__name__}.")
 
 
 def check_int(value: Any, message: str, minimum: int = 1) -> None:
-    """Raises if a value is no integer, or too small.
+    """Raises if a value is not an integer, or too small.
 
     Raises:
-      Error: so it is.
+      Error: it is not an integer from `minimum`.
     """
     if not is_int(value) or value < minimum:
         raise Error(f"{message} It must be an integer from {minimum}; got {value!r}.")
 
 
 def check_dim(dim: Any, ndim: int, name: str) -> int:
-    """A dimension, counted from the front.
+    """Returns a dimension counted from the front.
 
     Args:
-      dim: counted from the front, or if it is negative from the end.
-      ndim: of the tensor, which is no scalar.
-      name: of the operation.
+      dim: the dimension, counted from the end if it is negative.
+      ndim: the number of dimensions of the tensor, which must not be a scalar.
+      name: the name of the operation.
 
     Raises:
       Error: the tensor is a scalar, or it has no such dimension.
@@ -187,7 +187,7 @@ def check_dim(dim: Any, ndim: int, name: str) -> int:
 
 
 def check_outside(name: str) -> None:
-    """Raises within a branch or the body of a loop, where torch cannot capture everything.
+    """Raises in a branch or the body of a loop, where torch cannot capture everything.
 
     Raises:
       RuntimeError: it is called there.

@@ -1,6 +1,6 @@
 """Loops and conditionals within a model, compiled once and not unrolled.
 
-They are torch's own, which `lowering/control_flow` has in JAX. In plain torch they are Python's.
+They are torch's own, which `lowering/control_flow` computes by JAX. In plain torch they are Python's.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ __all__ = ["cond", "for_loop"]
 
 
 def for_loop(count: int, body: Callable[..., Any], inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Applies a function to tensors again and again. On the devices it is compiled once.
+    """Applies a function to tensors `count` times. On the devices it is compiled once.
 
     Args:
-      count: how often; a Python number.
-      body: takes as many tensors as `inputs` has, one after another, and returns as many of the same shapes
-        and dtypes, in a list or a tuple, or a single one.
-      inputs: of the first time; a list.
+      count: the number of times; a Python number.
+      body: takes the tensors as separate arguments, and returns the same number of tensors, of the same
+        shapes and dtypes, in a list or a tuple, or a single one.
+      inputs: the list of tensors for the first time.
 
     Returns:
-      What the last time returned; for a count of 0 copies of `inputs`.
+      What `body` returned the last time; for a count of 0 copies of `inputs`.
 
     Raises:
-      ValueError: `inputs` is no list of tensors, or empty, `count` no number, or the body returns something
-        else.
+      ValueError: `inputs` is not a list of tensors or is empty, `count` is not a number, or the body
+        returns something else.
 
     Example:
       (x,) = poptorch.for_loop(10, lambda x: [torch.tanh(self.layer(x))], [x])
@@ -53,7 +53,7 @@ def for_loop(count: int, body: Callable[..., Any], inputs: list[torch.Tensor]) -
         carried: list[torch.Tensor], row: torch.Tensor
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         del row
-        # torch allows no result that is an input, nor two that are one.
+        # torch does not allow a result that is an input, or the same result twice.
         made = _as_list(body(*_copied(carried)), "for_loop")
         return _copied(_check_body(made, carried)), []
 
@@ -69,22 +69,22 @@ def cond(
     else_body: Callable[..., Any],
     else_inps: list[torch.Tensor],
 ) -> list[torch.Tensor]:
-    """One of two functions of tensors, as a tensor says.
+    """Calls one of two functions of tensors, chosen by a tensor.
 
     Args:
       condition: a boolean scalar.
-      then_body: takes as many tensors as `then_inps` has, and returns tensors in a list or a tuple, or a
-        single one.
-      then_inps: a list.
-      else_body: likewise; its results have the shapes and dtypes of the other one's.
-      else_inps: a list.
+      then_body: takes the tensors of `then_inps`, and returns tensors in a list or a tuple, or a single
+        one.
+      then_inps: a list of tensors.
+      else_body: the same for `else_inps`. Its results have the shapes and dtypes of the other one's.
+      else_inps: a list of tensors.
 
     Returns:
       What the function returned.
 
     Raises:
-      ValueError: the inputs are no lists of tensors, the condition is no boolean scalar, or a body returns
-        something else; on the devices also if the results of the two differ in their shapes.
+      ValueError: the inputs are not lists of tensors, the condition is not a boolean scalar, or a body
+        returns something else; on the devices also if the two bodies' results differ in their shapes.
     """
     for name, inputs in (("then_inps", then_inps), ("else_inps", else_inps)):
         _check_tensors(inputs, f"poptorch.cond expects {name} to be a list of tensors.")
@@ -100,11 +100,11 @@ def cond(
         lambda *operands: tuple(_copied(_as_list(else_body(*operands[number:]), "cond"))),
         tuple(_copied([*then_inps, *else_inps])),
     )
-    # Where the bodies' shapes differ, torch takes them for ones that depend on values.
-    is_inner = torch.compiler.is_dynamo_compiling()  # whose shapes need not be numbers
+    # Where the bodies' shapes differ, torch makes them depend on values.
+    is_inner = torch.compiler.is_dynamo_compiling()  # then shapes need not be numbers
     if not is_inner and any(isinstance(size, torch.SymInt) for tensor in made for size in tensor.shape):
         raise ValueError(
-            "poptorch.cond: then_body and else_body must return tensors of the same shapes, since the "
+            "poptorch.cond: then_body and else_body must return tensors of the same shapes, because the "
             "model is compiled once for both."
         )
     return list(made)
@@ -119,7 +119,7 @@ def _check_tensors(values: Any, message: str) -> None:
 
 
 def _as_list(result: Any, name: str) -> list[torch.Tensor]:
-    """What a body returned."""
+    """Returns a body's result as a list."""
     made = list(result) if isinstance(result, (list, tuple)) else [result]
     for value in made:
         if not isinstance(value, torch.Tensor):
@@ -131,7 +131,7 @@ def _as_list(result: Any, name: str) -> list[torch.Tensor]:
 
 
 def _copied(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies with their elements in order, as torch wants them from every time and both branches."""
+    """Returns contiguous copies, which torch requires in each iteration and branch."""
     return [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
 
 

@@ -1,4 +1,4 @@
-"""Label sequences out of what a network trained with the CTC loss gives."""
+"""Decodes the results of a network trained with the CTC loss into label sequences."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ DECODE = f"{markers.NAMESPACE}::ctc_beam_search_decoder"
 def ctc_beam_search_decoder(
     probs: torch.Tensor, lengths: torch.Tensor, blank: int = 0, beam_width: int = 100, top_paths: int = 1
 ) -> list[torch.Tensor]:
-    """The most probable label sequences, by a prefix beam search. It has no gradient.
+    """Finds the most probable label sequences by a prefix beam search. It has no gradient.
 
     Args:
       probs: logarithms of probabilities, of shape (time, batch, classes).
-      lengths: how many time steps count: integers of shape (batch,), from 0 to time.
+      lengths: the numbers of time steps that count: integers of shape (batch,), from 0 to time.
       blank: the class that stands for no label.
-      beam_width: how many prefixes the search keeps.
-      top_paths: how many sequences are returned, at most `beam_width`.
+      beam_width: the number of prefixes that the search keeps.
+      top_paths: the number of sequences that are returned, at most `beam_width`.
 
     Returns:
       A list: logarithms of the sequences' probabilities, of shape (batch, top_paths), the most probable
-      first, -inf where there are not as many; their lengths, int32 of that shape; their labels, int32 of
-      shape (batch, top_paths, time), `blank` behind the end.
+      first, -inf where there are fewer; their lengths, int32 of that shape; their labels, int32 of shape
+      (batch, top_paths, time), `blank` behind the end.
 
     Raises:
-      Error: an argument is none of these.
+      Error: an argument is not as described.
     """
     check_tensor(probs, "ctc_beam_search_decoder: probs must be a torch.tensor argument.")
     check_tensor(lengths, "ctc_beam_search_decoder: lengths must be a torch.tensor argument.")

@@ -32,22 +32,22 @@ def custom_op(
     example_outputs: Sequence[torch.Tensor],
     attributes: dict[str, Any] | None = None,
 ) -> list[torch.Tensor]:
-    """What an operation computes that `register_custom_op` named. On the CPU JAX computes it there.
+    """Computes an operation of `register_custom_op`. In a forward on the CPU, JAX computes it there.
 
     Args:
-      inputs: at least one.
-      name: of the operation.
-      domain: in which the name counts.
-      domain_version: of the domain.
+      inputs: a list of at least one tensor.
+      name: the name of the operation.
+      domain: the domain of the name.
+      domain_version: the version of the domain.
       example_outputs: tensors of the shapes and dtypes of the results; their values do not matter.
-      attributes: floats, integers, strings, and lists of one of these, by name. Tuples get there as lists.
+      attributes: floats, integers, strings, and lists of one of these, by name. Tuples become lists.
 
     Returns:
       The results.
 
     Raises:
       Error: no such operation is registered, or it returns something else.
-      ValueError: an argument is none of these.
+      ValueError: an argument is not as described.
     """
     check_outside("custom_op")
     whole: dict[str, Any] = {"inputs": inputs, "example_outputs": example_outputs}
@@ -95,10 +95,10 @@ class CustomCall:
     """A call of a custom operation, without its inputs.
 
     Attributes:
-      operation: what is called.
-      results: shapes of what it returns.
-      dtypes: likewise.
-      attributes: by name.
+      operation: the operation.
+      results: the shapes of its results.
+      dtypes: the dtypes of its results.
+      attributes: the attributes, by name.
     """
 
     operation: CustomOperation
@@ -115,7 +115,7 @@ class CustomCall:
         return cls(find_custom_op(*json.loads(key)), shapes, dtypes, json.loads(attributes))
 
     def compute(self, inputs: Sequence[Array]) -> list[Array]:
-        """The results, by JAX, with the gradient that was registered."""
+        """Computes the results by JAX, with the gradient that was registered."""
         if self.operation.vjp is None and not self.operation.is_foreign:
             return self._compute_plainly(*inputs)
 
@@ -159,8 +159,8 @@ class CustomCall:
         vjp, label = self.operation.vjp, self.operation.label
         if vjp is None:
             raise Error(
-                f"Custom operation {label} is a library's, and has no gradient. Give register_custom_op "
-                "vjp=, a function that computes it; or detach what goes in."
+                f"Custom operation {label} is from a library, and has no gradient. Give register_custom_op "
+                "vjp=, a function that computes it; or detach the inputs."
             )
         found = vjp(inputs, results, gradients, **self.attributes)
         found = tuple(found) if isinstance(found, (list, tuple)) else (found,)

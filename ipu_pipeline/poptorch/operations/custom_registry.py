@@ -1,4 +1,4 @@
-"""Operations of the user's: functions of JAX, or functions of a shared library that XLA calls."""
+"""The user's operations: functions of JAX, or functions of a shared library that XLA calls."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ Compute = Callable[..., Any]
 
 @dataclass(frozen=True)
 class CustomOperation:
-    """An operation that was registered.
+    """A registered operation.
 
     Attributes:
-      domain: in which its name counts.
-      name: of the operation.
-      version: of the domain.
-      compute: from inputs, shapes and dtypes of the results, and attributes, to an array or several.
-      vjp: its gradient, see `register_custom_op`; None: that of `compute`.
+      domain: the domain of its name.
+      name: the name of the operation.
+      version: the version of the domain.
+      compute: takes inputs, the results' shapes and dtypes, and attributes; returns one array or several.
+      vjp: its gradient, see `register_custom_op`; None for the gradient of `compute`.
       is_foreign: whether JAX cannot differentiate `compute`.
     """
 
@@ -44,7 +44,7 @@ class CustomOperation:
 
     @property
     def label(self) -> str:
-        """What errors call it."""
+        """Its name in errors."""
         return f"{self.name!r} of domain {self.domain!r}, version {self.version}"
 
 
@@ -64,32 +64,32 @@ def register_custom_op(
     symbol: str | None = None,
     platform: str = "cpu",
 ) -> Any:
-    """Says what `custom_op` computes for a name: a function of JAX, or one of a shared library.
+    """Sets what `custom_op` computes for a name: a function of JAX, or one of a shared library.
 
-    It holds for models that are compiled afterwards. The same name again replaces it.
+    It applies to models that are compiled afterwards. The same name again replaces it.
 
     Args:
-      domain: as in `custom_op`.
-      name: likewise.
-      version: likewise.
+      domain: the domain, as in `custom_op`.
+      name: the operation's name, as in `custom_op`.
+      version: the version of the domain, `domain_version` in `custom_op`.
       function: takes the inputs as JAX arrays, one after another, and the attributes as keywords; returns
         an array or several in a tuple or list, of the shapes of `example_outputs`. They are cast to its
-        dtypes. None without a library: `register_custom_op(domain, name, version)` is a decorator.
+        dtypes. If None without a library, `register_custom_op(domain, name, version)` is a decorator.
       vjp: its gradient: takes a tuple of the inputs, a tuple of the results, a tuple of the gradients by
         the results, and the attributes as keywords; returns a tuple of the gradients by the inputs, None
-        for those that have none. None: JAX differentiates the function; one of a library has no gradient.
+        for inputs without one. If None, JAX differentiates the function; a library's has no gradient.
       library: a shared library, in place of `function`, with a handler of XLA's foreign function
-        interface. Attributes get there as float, std::int64_t, xla::ffi::Span of these, std::string_view,
+        interface. Attributes arrive as float, std::int64_t, xla::ffi::Span of these, std::string_view,
         and lists of strings as dictionaries with the keys "0", "1", ...
-      symbol: of the handler in the library; None: `name`.
+      symbol: the name of the handler in the library; None for `name`.
       platform: the JAX platform that the handler is for.
 
     Returns:
-      The function, None for one of a library, or the decorator.
+      The function, None for a library's, or the decorator.
 
     Raises:
       TypeError: an argument is of a wrong type.
-      ValueError: both or parts of both are given, or the library has no such symbol.
+      ValueError: arguments for both a function and a library are given, or the library has no such symbol.
       OSError: there is no such library.
 
     Example:
@@ -119,7 +119,7 @@ def register_custom_op(
 
 
 def find_custom_op(domain: str, name: str, version: int) -> CustomOperation:
-    """The operation of a name.
+    """Finds the operation of a name.
 
     Raises:
       Error: there is none.
@@ -135,7 +135,7 @@ def find_custom_op(domain: str, name: str, version: int) -> CustomOperation:
 
 
 def _load(domain: str, name: str, library: Path, symbol: str, platform: str) -> str:
-    """The target of XLA's that calls a function of a library."""
+    """Makes an XLA target that calls a function of a library, and returns its name."""
     loaded = ctypes.CDLL(str(library))
     try:
         handler = getattr(loaded, symbol)
@@ -145,7 +145,7 @@ def _load(domain: str, name: str, library: Path, symbol: str, platform: str) -> 
             "XLA_FFI_DEFINE_HANDLER_SYMBOL, and visible."
         ) from None
     _libraries.append(loaded)
-    target = f"ipu_pipeline.{domain}.{name}.{next(_targets)}"  # XLA lets no target be replaced
+    target = f"ipu_pipeline.{domain}.{name}.{next(_targets)}"  # XLA does not allow a target to be replaced
     jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(handler), platform=platform)
     return target
 
@@ -171,7 +171,7 @@ def _foreign(target: str) -> Any:
 
 
 def _encode(name: str, value: Any) -> Any:
-    """An attribute as XLA's interface takes it: PopTorch's are float32 and int64."""
+    """Encodes an attribute for XLA's interface. PopTorch's numbers are float32 and int64."""
     if isinstance(value, str):
         return value
     if isinstance(value, (int, float)):

@@ -1,4 +1,4 @@
-"""Hints to a compiler: some say what is kept or not merged, the others have no effect, and say so."""
+"""Hints to a compiler. Some choose what is kept or not merged; the others warn that they have no effect."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ __all__ = [
 
 
 class Attribute:
-    """A context manager without effect, as a warning says once: its hints are PopTorch's compiler's."""
+    """A context manager without effect, which warns once. Its hints are for PopTorch's compiler."""
 
     def __init__(self, **attributes: Any) -> None:
-        """Takes hints, as `__outline={"layer": "embedding"}`."""
+        """Takes hints, such as `__outline={"layer": "embedding"}`."""
         warn_once(f"poptorch.Attribute has no effect: XLA takes no hints ({', '.join(attributes)}).")
 
     def __enter__(self) -> Attribute:
@@ -39,34 +39,34 @@ class Attribute:
 
 
 def nop(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of a tensor. When a model is compiled, XLA may not simplify across it.
+    """Copies a tensor. When a model is compiled, XLA may not simplify across the copy.
 
     Args:
-      tensor: of any shape and dtype.
+      tensor: the tensor, of any shape and dtype.
 
     Raises:
-      Error: it is no tensor.
+      Error: it is not a tensor.
     """
     check_tensor(tensor, "nop must take a torch.tensor argument.")
     return markers.copy_opaquely(tensor)
 
 
 def recomputationCheckpoint(*tensors: Any) -> Any:
-    """Says what the backward of a stage keeps of its forward. Everything else is then computed again.
+    """Chooses what a stage's backward keeps of its forward. Everything else is then recomputed.
 
-    A model that calls it, and trains, holds of each micro-batch in flight what goes into its stages and
-    these values; their backward computes the rest anew from them. A model that does not call it holds
-    everything that its backward needs. Numbers are the same.
+    A training model that calls it holds, for each micro-batch in flight, the inputs of its stages and these
+    values, from which the backward recomputes the rest. A model that does not call it holds everything that
+    its backward needs. The numbers are the same.
 
     Args:
-      *tensors: of any shape and dtype, not within the body of a loop or a conditional. One list or tuple of
-        them may stand for several.
+      *tensors: tensors of any shape and dtype, not within the body of a loop or a conditional. One list or
+        tuple of them may stand for several.
 
     Returns:
-      The tensor, or a tuple of several, or the like of the list. They are to be used from here on.
+      The tensor, a tuple of several, or a list or tuple like the given one. Use these from here on.
 
     Raises:
-      ValueError: one is no tensor.
+      ValueError: one is not a tensor.
     """
     if len(tensors) == 1 and isinstance(tensors[0], (list, tuple)):
         return type(tensors[0])([recomputationCheckpoint(tensor) for tensor in tensors[0]])
@@ -78,16 +78,16 @@ def recomputationCheckpoint(*tensors: Any) -> Any:
 
 
 class NameScope:
-    """A context manager: the values that are computed within have its name before theirs.
+    """A context manager that puts its name before the names of values computed within.
 
-    `getTensorNames` has them as "name/layers.0/relu". Scopes within each other give "outer/inner/...".
+    `getTensorNames` has them as "name/layers.0/relu". Nested scopes give "outer/inner/...".
     """
 
     def __init__(self, name: str) -> None:
         """Takes the name.
 
         Raises:
-          AssertionError: it is no string.
+          AssertionError: it is not a string.
           ValueError: it is empty.
         """
         string("NameScope: name", name)
@@ -101,20 +101,20 @@ class NameScope:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Ends it."""
+        """Ends the scope."""
         markers.end_scope()
 
 
 def set_available_memory(tensor: torch.Tensor, available_memory_proportion: float) -> torch.Tensor:
-    """Returns the tensor as it is: JAX devices have no memory to be divided. Warns, once.
+    """Returns the tensor unchanged, because JAX devices have no memory to divide. Warns once.
 
     Args:
-      tensor: what a matrix product or convolution gave.
-      available_memory_proportion: from 0 to 1.
+      tensor: the result of a matrix product or convolution.
+      available_memory_proportion: a number from 0 to 1.
 
     Raises:
-      Error: it is no tensor.
-      ValueError: the proportion is none.
+      Error: it is not a tensor.
+      ValueError: the proportion is not such a number.
     """
     check_tensor(tensor, "You may only set available memory for torch.tensor values.")
     if not 0 <= available_memory_proportion <= 1:
@@ -131,12 +131,12 @@ def set_available_memory(tensor: torch.Tensor, available_memory_proportion: floa
 
 
 def set_overlap_for_input(input_tensors: Any, mode: OverlapMode) -> Any:
-    """Returns the tensors as they are: inputs are always put on the devices ahead. Warns, once."""
+    """Returns the tensors unchanged, because inputs are always put on the devices ahead. Warns once."""
     return _overlap("set_overlap_for_input", input_tensors, mode)
 
 
 def set_overlap_for_output(output_tensors: Any, mode: OverlapMode) -> Any:
-    """Returns the tensors as they are: no device waits for its outputs to be read. Warns, once."""
+    """Returns the tensors unchanged, because no device waits for its outputs to be read. Warns once."""
     return _overlap("set_overlap_for_output", output_tensors, mode)
 
 

@@ -25,10 +25,10 @@ HOST_CALL = f"{markers.NAMESPACE}::host_call"
 class CPU:
     """A function or module that runs on the host, in plain torch, amid a model that runs on devices.
 
-    It may do what cannot be compiled: ask for values, use NumPy. What it returns depends on its arguments
-    only, and always has the same shapes: it may be called again, or once for two equal calls, and it is
-    called on ones when the model is compiled. Gradients are torch's. A module's weights are the model's,
-    and are trained if the module is a part of it; buffers that it changes stay as they are.
+    It may do what cannot be compiled, such as reading values or using NumPy. Its results must depend only
+    on its arguments, and always have the same shapes: it may be called again, or once for two equal calls,
+    and it is called on ones when the model is compiled. Gradients are torch's. A module's weights are the
+    model's, and are trained if the module is a part of it. Changes that it makes to buffers are lost.
 
     Example:
       self.sort = poptorch.CPU(lambda x: torch.from_numpy(np.sort(x.numpy())), "sort")
@@ -39,11 +39,11 @@ class CPU:
         """Takes the function.
 
         Args:
-          layer_to_call: takes what a call is given; returns tensors, in any structure.
-          ID: what it is called in errors.
+          layer_to_call: takes a call's arguments; returns tensors, in any structure.
+          ID: its name in errors.
 
         Raises:
-          TypeError: it cannot be called, or the ID is no string.
+          TypeError: it cannot be called, or the ID is not a string.
         """
         if not callable(layer_to_call):
             raise TypeError(f"CPU: layer_to_call must be callable; got {type(layer_to_call).__name__}.")
@@ -52,7 +52,7 @@ class CPU:
         self.layer_to_call, self.ID = layer_to_call, ID
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the function returns.
+        """Calls the function on the host.
 
         Raises:
           Error: while a model is compiled, the function fails on ones, or is given no tensor.
@@ -67,7 +67,7 @@ class CPU:
         if not inputs:
             raise Error(f"poptorch.CPU {self.ID!r} must be given at least one tensor.")
         kinds = [Kind.of(tensor) for tensor in inputs]
-        # In this thread tensors have no values while the model is captured.
+        # Tensors have no values in this thread while the model is captured.
         with concurrent.futures.ThreadPoolExecutor(1) as thread:
             make = seeing_as_here(HostFunction)
             function = thread.submit(make, self.ID, call, kinds, call.num_buffers).result()
@@ -77,7 +77,7 @@ class CPU:
 
 
 class _Call:
-    """A call as a function of a list of tensors: those given, then the weights and buffers of a module."""
+    """A call as a function of a list of tensors: its arguments', then a module's weights and buffers."""
 
     def __init__(self, function: Any, arguments: Structure) -> None:
         self.state: dict[str, torch.Tensor] = {}
@@ -85,22 +85,22 @@ class _Call:
         self.results: Structure | None = None
         self._arguments = arguments
         if isinstance(function, _AttrProxy):
-            function = getattr(function, "get_base")()  # noqa: B009  # what stands for a module while torch traces its parent
+            function = getattr(function, "get_base")()  # noqa: B009  # it stands for a module while torch traces its parent
         self._function = function
         if isinstance(function, torch.nn.Module):
             buffers = dict(function.named_buffers())
             self.state, self.num_buffers = {**dict(function.named_parameters()), **buffers}, len(buffers)
-            # A copy, whose tensors are put in for a call: other threads may use the module.
+            # A copy, which gets its tensors for each call, because other threads may use the module.
             tensors = [*function.parameters(), *function.buffers()]
             self._function = copy.deepcopy(function, {id(tensor): tensor for tensor in tensors})
 
     def __call__(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The tensors of what the call returns."""
+        """Returns the tensors in the call's result."""
         number = self._arguments.num_tensors
         args, kwargs = self._arguments.unflatten(tensors[:number])
         function = self._function
         if isinstance(function, torch.nn.Module):
-            # Buffers that it writes to, and arguments, are copies.
+            # Arguments, and buffers that it may write to, are copies.
             state = {n: t.clone() for n, t in zip(self.state, tensors[number:], strict=True)}
             made = torch.func.functional_call(function, state, args, kwargs)
         else:

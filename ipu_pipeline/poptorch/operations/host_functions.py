@@ -1,4 +1,4 @@
-"""Functions of the host that devices call in the middle of a model, and their gradients by torch."""
+"""Host functions that devices call in the middle of a model, with gradients by torch."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ class Kind:
 
     @staticmethod
     def of(tensor: torch.Tensor) -> Kind:
-        """Those of a tensor."""
+        """Returns the kind of a tensor."""
         return Kind(tuple(tensor.shape), tensor.dtype)
 
     @property
     def array(self) -> jax.ShapeDtypeStruct:
-        """Those of an array on a device."""
+        """Returns the shape and dtype of an array on a device."""
         return jax.ShapeDtypeStruct(self.shape, jax_dtype(self.dtype))
 
 
 class HostFunction:
-    """A function from tensors to tensors, of known shapes.
+    """A function from tensors to tensors of known shapes.
 
     Attributes:
-      name: what errors call it.
-      inputs: what it takes.
-      varied: by which of these it is differentiated.
-      results: what it returns.
+      name: its name in errors.
+      inputs: the kinds of its arguments.
+      varied: the arguments that it is differentiated by.
+      results: the kinds of its results.
       obstacle: why its gradients cannot be computed; None if they can.
     """
 
@@ -56,16 +56,16 @@ class HostFunction:
         inputs: Sequence[Kind],
         num_buffers: int = 0,
     ) -> None:
-        """Calls the function on ones: for its results, whether they vary, and for its gradients.
+        """Calls the function on ones, to learn its results, whether they vary, and its gradients.
 
         Args:
-          name: what errors call it.
+          name: its name in errors.
           function: takes a list of tensors, and returns one.
-          inputs: what it takes.
-          num_buffers: so many of the last inputs have no gradient.
+          inputs: the kinds of its arguments.
+          num_buffers: the number of inputs at the end that have no gradient.
 
         Raises:
-          Error: it fails.
+          Error: the function fails.
         """
         self.name, self._function, self.inputs = name, function, list(inputs)
         last = len(self.inputs) - num_buffers
@@ -82,13 +82,13 @@ class HostFunction:
                 jax_dtype(kind.dtype)
         except Exception as error:
             raise Error(
-                f"poptorch.CPU {name!r} fails on tensors of ones, on which it is called when a model is "
-                f"compiled, to learn what it returns: {type(error).__name__}: {error}. It may use what it "
-                "is given, and if it is a module, its own weights; others must be arguments."
+                f"poptorch.CPU {name!r} fails on tensors of ones, with which it is called when a model is "
+                f"compiled, to learn what it returns: {type(error).__name__}: {error}. It may use its "
+                "arguments and, if it is a module, its own weights; others must be arguments."
             ) from error
         self.obstacle: str | None = None
         if varies:
-            self.obstacle = "its results differ where its arguments do not, as those of dropout"
+            self.obstacle = "its results differ for equal arguments, as with dropout"
             return
         try:
             self.differentiate(ones, [torch.ones(kind.shape, dtype=kind.dtype) for kind in self.results])
@@ -96,17 +96,17 @@ class HostFunction:
             self.obstacle = f"{type(error).__name__}: {error}"
 
     def call(self, inputs: Tensors) -> Tensors:
-        """The results, of plain tensors."""
+        """Computes the results from plain tensors."""
         # Tensors of a wrapped model would fetch newer weights, and wait for the model that waits for this.
         with self._lock, torch._C.DisableTorchFunctionSubclass(), torch.no_grad():  # noqa: SLF001
             return self._function(inputs)
 
     def differentiate(self, inputs: Tensors, gradients: Tensors) -> Tensors:
-        """The gradients by the inputs that vary.
+        """Computes the gradients by the inputs that vary.
 
         Args:
           inputs: plain tensors.
-          gradients: by the results.
+          gradients: the gradients by the results.
         """
         leaves = [t.detach().requires_grad_(v) for t, v in zip(inputs, self.varied, strict=True)]
         with self._lock, torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():  # noqa: SLF001
@@ -123,15 +123,15 @@ class HostFunction:
         ]
 
     def check(self, results: Tensors) -> Tensors:
-        """The same results.
+        """Checks results, and returns them.
 
         Raises:
-          Error: they have other shapes or dtypes than they had.
+          Error: they have other shapes or dtypes than before.
         """
         if [Kind.of(tensor) for tensor in results] != self.results:
             raise Error(
-                f"poptorch.CPU {self.name!r} returns tensors of other shapes or dtypes than it did when "
-                f"the model was compiled: {[Kind.of(tensor) for tensor in results]}, not {self.results}."
+                f"poptorch.CPU {self.name!r} returns tensors of other shapes or dtypes than when the "
+                f"model was compiled: {[Kind.of(tensor) for tensor in results]}, not {self.results}."
             )
         return results
 
@@ -140,17 +140,17 @@ _functions: weakref.WeakValueDictionary[str, HostFunction] = weakref.WeakValueDi
 
 
 def keep(function: HostFunction) -> str:
-    """A key by which a function is found for as long as it lives."""
+    """Returns a key that finds a function for as long as it lives."""
     key = f"{function.name}#{id(function):x}"
     _functions[key] = function
     return key
 
 
 def find(key: str) -> HostFunction:
-    """The function of a key.
+    """Finds the function of a key.
 
     Raises:
-      Error: it is gone, or is another process's.
+      Error: it is gone, or in another process.
     """
     function = _functions.get(key)
     if function is None:
@@ -159,7 +159,7 @@ def find(key: str) -> HostFunction:
 
 
 def call_from_device(key: str, inputs: Sequence[Array]) -> list[Array]:
-    """The results of a function, in a program of JAX. Gradients are those of torch."""
+    """Computes the results of a function in a program of JAX. Gradients are torch's."""
     function = find(key)
     if not function.results:
         return []
@@ -183,8 +183,8 @@ def call_from_device(key: str, inputs: Sequence[Array]) -> list[Array]:
     def backward(saved: tuple[Array, ...], gradients: Sequence[Array]) -> tuple[Any, ...]:
         if function.obstacle is not None:
             raise Error(
-                f"poptorch.CPU {function.name!r} has no gradient, which torch would compute: "
-                f"{function.obstacle}. Detach what goes in (tensor.detach()), or use it for inference."
+                f"poptorch.CPU {function.name!r} has no gradient, because torch cannot compute it: "
+                f"{function.obstacle}. Detach its inputs (tensor.detach()), or use it for inference."
             )
         given = [
             jax.numpy.zeros(kind.shape, jax_dtype(kind.dtype))

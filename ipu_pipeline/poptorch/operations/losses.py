@@ -1,4 +1,4 @@
-"""A loss of the user's own."""
+"""The user's own losses."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _REDUCTIONS = ("sum", "mean", "none")
 
 
 def identity_loss(x: torch.Tensor, reduction: str) -> torch.Tensor:
-    """Makes a value the loss of a model. Where models run without devices, it is only reduced.
+    """Makes a value the loss of a model. Without devices, it only reduces the value.
 
     Args:
-      x: of any shape.
+      x: the value, of any shape.
       reduction: "sum" or "mean" over all elements; "none" only for a scalar, or within another loss.
 
     Returns:

@@ -16,11 +16,11 @@ __all__ = ["MultiConv"]
 
 
 class MultiConv:
-    """A context manager: the convolutions within are one operation of PopTorch's.
+    """A context manager whose convolutions are one operation in PopTorch.
 
-    On JAX devices XLA plans them, and they are computed as without it. What is said by the methods is
-    checked, against the number of convolutions too, and a warning says that it has no effect. On the CPU
-    nothing happens.
+    On JAX devices XLA plans the convolutions, and they are computed as without it. The methods' arguments
+    are checked, also against the number of convolutions, and warn that they have no effect. On the CPU it
+    does nothing.
 
     Example:
       with poptorch.MultiConv().planType(poptorch.MultiConvPlanType.Parallel):
@@ -28,17 +28,17 @@ class MultiConv:
     """
 
     def __init__(self) -> None:
-        """Says nothing."""
+        """Starts without settings."""
         self._counts: dict[str, int] = {}
 
     def availableMemoryProportions(self, value: float | list[float]) -> Self:
         """Has no effect.
 
         Args:
-          value: of all convolutions, or one for each, from 0 to 1.
+          value: one number for all convolutions, or one for each, from 0 to 1.
 
         Raises:
-          AssertionError: it is none.
+          AssertionError: it is not such a number.
         """
         for one in self._note("availableMemoryProportions", value):
             if not is_real(one) or not 0 <= one <= 1:
@@ -49,10 +49,10 @@ class MultiConv:
         """Has no effect.
 
         Args:
-          value: `torch.float32` or `torch.float16`, of all convolutions, or one for each.
+          value: `torch.float32` or `torch.float16`, for all convolutions, or one for each.
 
         Raises:
-          ValueError: it is none of these.
+          ValueError: it is neither.
         """
         for one in self._note("partialsTypes", value):
             if one not in (torch.float32, torch.float16):
@@ -65,10 +65,10 @@ class MultiConv:
         """Has no effect.
 
         Args:
-          value: whether they run at a time.
+          value: whether they run at the same time.
 
         Raises:
-          AssertionError: it is no plan.
+          AssertionError: it is not a plan.
         """
         member(MultiConvPlanType)("MultiConv.planType:", value)
         return self._tell("planType")
@@ -80,7 +80,7 @@ class MultiConv:
           value: a number of tiles.
 
         Raises:
-          AssertionError: it is none.
+          AssertionError: it is not such a number.
         """
         if not is_int(value) or value < 0:
             raise fail("MultiConv.perConvReservedTiles:", "an integer from 0", value)
@@ -93,7 +93,7 @@ class MultiConv:
           value: a proportion, from 0 to 1.
 
         Raises:
-          AssertionError: it is none.
+          AssertionError: it is not such a number.
         """
         if not is_real(value) or not 0 <= value <= 1:
             raise fail("MultiConv.cycleBackOff:", "from 0 to 1", value)
@@ -103,10 +103,10 @@ class MultiConv:
         """Has no effect.
 
         Args:
-          value: of all convolutions, or one for each.
+          value: one boolean for all convolutions, or one for each.
 
         Raises:
-          ValueError: it is no boolean.
+          ValueError: it is not a boolean.
         """
         for one in self._note("enableConvDithering", value):
             if not isinstance(one, bool):
@@ -114,13 +114,13 @@ class MultiConv:
         return self
 
     def __enter__(self) -> Self:
-        """Begins it."""
+        """Begins the `MultiConv`."""
         if markers.is_traced():
             markers.begin_multi_conv()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
-        """Ends it."""
+        """Ends the `MultiConv`."""
         if markers.is_traced() and kind is None:
             markers.end_multi_conv(self._counts)
 

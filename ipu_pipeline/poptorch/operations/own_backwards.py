@@ -1,7 +1,7 @@
-"""A `torch.autograd.Function` in a graph: its forward's operations, then one that has its backward.
+"""Puts a `torch.autograd.Function` into a graph: its forward's operations, then one with its backward.
 
-The operation returns the forward's results. Its gradients by the function's arguments are what `backward`
-computes, which is a graph of its own; by everything else there are none.
+That operation returns the forward's results. Its gradients by the function's arguments are computed by
+`backward`, which is a graph of its own. It has no other gradients.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ __all__ = ["WITH_BACKWARD", "Context", "OwnBackward", "apply", "find"]
 
 WITH_BACKWARD = f"{markers.NAMESPACE}::with_backward"
 
-# That of a function which leaves it to `setup_context` what is kept.
+# `setup_context` of a function that does not define it: its forward takes the context.
 _LEFT_OUT = torch.autograd.Function.setup_context
 
 
 class Context:
-    """What a function's `forward` and `backward` are given: torch's names, and the user's.
+    """The context of a function's `forward` and `backward`, with torch's attributes and the user's.
 
     Attributes:
       needs_input_grad: for each argument, whether it is a tensor that has a gradient.
-      saved_tensors: what `save_for_backward` was given.
+      saved_tensors: the arguments of `save_for_backward`.
     """
 
     def __init__(self, name: str, needs_input_grad: tuple[bool, ...]) -> None:
-        """Takes the function's name and what it is given."""
+        """Takes the function's name, and which of its arguments have gradients."""
         self._name = name
         self._constant_results: tuple[Any, ...] = ()
         self.needs_input_grad = needs_input_grad
@@ -49,29 +49,29 @@ class Context:
         """Does nothing: gradients are computed backwards."""
 
     def mark_non_differentiable(self, *results: torch.Tensor) -> None:
-        """Says which results have no gradient: `backward` is given zeros for them."""
+        """Marks results without a gradient: `backward` gets zeros for them."""
         self._constant_results = results
 
     def set_materialize_grads(self, value: bool) -> None:
-        """Does nothing: `backward` is given zeros where there is no gradient, as JAX has no other."""
+        """Does nothing: `backward` always gets zeros where there is no gradient, as in JAX."""
 
     def mark_dirty(self, *_args: torch.Tensor) -> None:
-        """Raises an Error: arguments are not written to."""
+        """Raises an Error, because functions may not write to arguments."""
         raise Error(
             f"{self._name} is a torch.autograd.Function that changes its arguments (mark_dirty). Compute "
             "on a copy (argument.clone()), and return that."
         )
 
     def has_gradient(self, result: torch.Tensor) -> bool:
-        """Whether a result has one."""
+        """Whether a result has a gradient."""
         return result.is_floating_point() and all(result is not one for one in self._constant_results)
 
     def take_apart(self) -> tuple[list[torch.Tensor], Structure]:
-        """The tensors that are kept, and the rest; see `with_parts`."""
+        """Returns the tensors that are kept, and the rest; see `with_parts`."""
         return flatten({name: value for name, value in vars(self).items() if name != "_constant_results"})
 
     def with_parts(self, parts: dict[str, Any]) -> Context:
-        """A context that has other tensors."""
+        """Returns a context with other tensors."""
         made = copy.copy(self)
         vars(made).update(parts)
         return made
@@ -81,10 +81,10 @@ class OwnBackward(torch.nn.Module):
     """The backward of one call of a function, as a module from tensors to tensors.
 
     Attributes:
-      name: the function's.
-      examples: what `forward` takes: the tensors that were kept, then the gradients by the results.
+      name: the function's name.
+      examples: example arguments of `forward`: the kept tensors, then the gradients by the results.
       differentiable: which of the results have a gradient.
-      program: what `forward` computes, as a functional graph; None before capture, and for inference.
+      program: `forward` as a functional graph; None before capture, and for inference.
     """
 
     def __init__(
@@ -100,11 +100,11 @@ class OwnBackward(torch.nn.Module):
 
         Args:
           function: the class.
-          context: after the forward.
-          args: the call's.
-          results: the tensors of what the forward returned.
-          num_results: how many values it returned, None and numbers too.
-          places: where the results are among these.
+          context: the context after the forward.
+          args: the call's arguments.
+          results: the tensors that the forward returned.
+          num_results: the number of all values that it returned, including None and numbers.
+          places: the places of the tensors among these.
         """
         super().__init__()
         self.name = function.__name__
@@ -118,12 +118,12 @@ class OwnBackward(torch.nn.Module):
         self.program: torch.export.ExportedProgram | None = None
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The gradients by the arguments that are tensors of floating-point numbers.
+        """Computes the gradients by the arguments that are floating-point tensors.
 
         Raises:
           Error: the backward returns a wrong number of gradients, or one of a wrong shape.
         """
-        own = [tensor.clone() for tensor in tensors]  # which backward may write to
+        own = [tensor.clone() for tensor in tensors]  # the backward may write to them
         context = self._context.with_parts(self._structure.unflatten(own[: self.num_kept]))
         gradients: list[Any] = [None] * self._num_results
         for place, gradient in zip(self._places, own[self.num_kept :], strict=True):
@@ -160,10 +160,10 @@ class OwnBackward(torch.nn.Module):
 
 
 def apply(function: type[torch.autograd.Function], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What `function.apply(*args, **kwargs)` returns, while a model is captured.
+    """Computes `function.apply(*args, **kwargs)` while a model is captured.
 
     Raises:
-      Error: the function writes to its arguments, or returns no tensor.
+      Error: the function writes to its arguments, or does not return a tensor.
     """
     has_setup = function.setup_context is not _LEFT_OUT
     given = () if has_setup else (None,)
@@ -193,7 +193,7 @@ def apply(function: type[torch.autograd.Function], args: Sequence[Any], kwargs: 
 
 
 def find(key: str) -> OwnBackward:
-    """The backward of a key, for as long as the captured model lives."""
+    """Finds the backward of a key, which lives as long as the captured model."""
     return _backwards[key]
 
 
@@ -212,7 +212,7 @@ def _refuse(context: Any, *gradients: Any) -> Any:
     del gradients
     raise Error(
         f"{context.name} is a torch.autograd.Function, and forward itself computes gradients through it "
-        "(torch.autograd.grad). Write what it does with torch's operations."
+        "(torch.autograd.grad). Write it with torch's operations instead."
     )
 
 

@@ -1,4 +1,4 @@
-"""Tensors printed while a model runs, on the standard error, and so are their gradients."""
+"""Prints tensors and their gradients on the standard error while a model runs."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _FORMATS = ("auto", "fixed", "scientific", "none")
 
 @dataclass(frozen=True)
 class Layout:
-    """How arrays are written.
+    """The format of printed arrays.
 
     Attributes:
       summarise_threshold: arrays with more elements are abridged.
-      edge_items: how many elements of each dimension an abridged array has at both ends.
-      max_line_width: in characters; 0 for no limit.
-      digits: behind the decimal point, or if `float_format` is "none", significant ones.
+      edge_items: the number of elements that an abridged array has at both ends of each dimension.
+      max_line_width: the number of characters in a line; 0 for no limit.
+      digits: digits behind the decimal point, or significant ones if `float_format` is "none".
       float_format: "auto" (fixed, or scientific where numbers are very large or very different), "fixed",
-        "scientific", "none" (of each number what is shorter).
-      separator: between elements.
-      open_bracket: before the elements of a dimension.
-      close_bracket: behind them.
+        "scientific", "none" (the shorter one for each number).
+      separator: text between elements.
+      open_bracket: text before the elements of a dimension.
+      close_bracket: text behind them.
     """
 
     summarise_threshold: int = 1000
@@ -60,7 +60,7 @@ class Layout:
                 raise Error(f"ipu_print_tensor: {name} must be a string; got {getattr(self, name)!r}.")
 
     def write(self, array: np.ndarray[Any, Any]) -> str:
-        """An array as text; a scalar is a number."""
+        """Writes an array as text; a scalar as a number."""
         array = array.astype(np.float32) if array.dtype.kind == "V" else array  # bfloat16
         shown = array.size > self.summarise_threshold
         kept = _edges(array, self.edge_items) if shown else array
@@ -121,13 +121,15 @@ def print_array(title: str, layout: Layout, array: Any) -> None:
     """Prints an array on the standard error.
 
     Args:
-      title: stands before it, if it is not empty.
-      layout: how it is written.
-      array: of NumPy or JAX.
+      title: text before it, if it is not empty.
+      layout: its format.
+      array: an array of NumPy or JAX.
     """
     text = layout.write(np.asarray(array))
     before = f"{title}:{chr(10) if chr(10) in text else ' '}" if title else ""
-    sys.stderr.write(f"{before}{text}\n")  # in one piece: several devices may print at a time
+    sys.stderr.write(
+        f"{before}{text}\n"
+    )  # in one piece, because several devices may print at the same time
     sys.stderr.flush()
 
 
@@ -144,28 +146,28 @@ def ipu_print_tensor(
     open_bracket: str = "[",
     close_bracket: str = "]",
 ) -> torch.Tensor:
-    """Prints a tensor on the standard error, once for each micro-batch, and in training its gradient.
+    """Prints a tensor on the standard error, once per micro-batch, and in training its gradient.
 
-    On several devices lines come in the order in which these compute them.
+    With several devices, lines come in the order in which the devices compute them.
 
     Args:
-      tensor: of any shape and dtype.
-      title: stands before it; "<title>_gradient" before its gradient.
+      tensor: the tensor, of any shape and dtype.
+      title: text before it; "<title>_gradient" stands before its gradient.
       print_gradient: whether the gradient is printed.
       summarise_threshold: tensors with more elements are abridged.
-      edge_items: how many elements of each dimension an abridged tensor has at both ends.
-      max_line_width: in characters; 0 for no limit.
-      digits: behind the decimal point.
+      edge_items: the number of elements that an abridged tensor has at both ends of each dimension.
+      max_line_width: the number of characters in a line; 0 for no limit.
+      digits: digits behind the decimal point.
       float_format: "auto", "fixed", "scientific" or "none", see `Layout`.
-      separator: between elements.
-      open_bracket: before the elements of a dimension.
-      close_bracket: behind them.
+      separator: text between elements.
+      open_bracket: text before the elements of a dimension.
+      close_bracket: text behind them.
 
     Returns:
-      The same values. They are to be used from here on: what nobody uses is not printed.
+      The same values. Use these from here on: values that are not used are not printed.
 
     Raises:
-      Error: it is no tensor, or the layout is none.
+      Error: it is not a tensor, or an argument of the layout is invalid.
     """
     check_tensor(tensor, "ipu print tensor must take a torch.tensor argument.")
     if not isinstance(title, str):

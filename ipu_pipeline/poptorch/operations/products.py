@@ -1,4 +1,4 @@
-"""Matrix products in parts, one after the other."""
+"""Matrix products that are computed part by part."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ def serializedMatMul(
     factor: int = 0,
     keep_precision: bool = False,
 ) -> torch.Tensor:
-    """`torch.matmul(lhs, rhs)`, on the devices in parts, which needs less memory while it runs.
+    """Computes `torch.matmul(lhs, rhs)`, on the devices in parts, which needs less memory.
 
-    The backward is done in the same parts. On the CPU it is the product in one piece.
+    The backward has the same parts. On the CPU the product is computed in one piece.
 
     Args:
-      lhs: of shape (..., m, n).
-      rhs: of shape (..., n, p).
-      mode: along what is cut: `InputChannels` m, `ReducingDim` n, `OutputChannels` p; `Disabled` nothing.
-      factor: number of parts; divides the dimension. Without a meaning for `Disabled`.
-      keep_precision: whether parts of float16 and bfloat16 that are added up, by `ReducingDim` and in the
-        backward, are added in float32.
+      lhs: a tensor of shape (..., m, n).
+      rhs: a tensor of shape (..., n, p).
+      mode: the dimension to cut: `InputChannels` m, `ReducingDim` n, `OutputChannels` p; `Disabled` none.
+      factor: the number of parts, which must divide the dimension. Not used for `Disabled`.
+      keep_precision: whether parts of float16 and bfloat16 are added in float32 where they are added up,
+        by `ReducingDim` and in the backward.
 
     Returns:
       A tensor of shape (..., m, p).
@@ -81,17 +81,17 @@ class SerializedLinear(torch.nn.Linear):
         """Makes the layer.
 
         Args:
-          in_features: size of the last dimension of what goes in.
-          out_features: likewise of what comes out.
-          factor: number of parts; see `serializedMatMul`.
-          bias: whether one is added.
-          mode: along what is cut.
+          in_features: the size of the input's last dimension.
+          out_features: the size of the output's last dimension.
+          factor: the number of parts; see `serializedMatMul`.
+          bias: whether a bias is added.
+          mode: the dimension to cut.
         """
         super().__init__(in_features, out_features, bias)
         self.mode, self.factor = mode, factor
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The product, of shape (..., out_features), plus the bias.
+        """Computes the product, of shape (..., out_features), plus the bias.
 
         Raises:
           AssertionError, Error: as `serializedMatMul`.

@@ -1,4 +1,4 @@
-"""Where a model's forward runs, and on what."""
+"""Queries of where a model's forward runs."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def isRunningOnIpu() -> bool:
 
 
 def ipuHardwareIsAvailable(num_ipus: int = 1) -> bool:
-    """Whether there are so many IPUs of Graphcore's: never. Models run on JAX devices in their place."""
+    """Whether there are `num_ipus` of Graphcore's IPUs: never. Models run on JAX devices instead."""
     if not isinstance(num_ipus, int) or num_ipus < 1:
         raise ValueError(f"ipuHardwareIsAvailable: num_ipus must be an integer from 1; got {num_ipus!r}.")
     return False
 
 
 def ipuHardwareVersion() -> int:
-    """The version of Graphcore's IPUs: 0, there are none."""
+    """Returns the version of Graphcore's IPUs: 0, because there are none."""
     return 0

@@ -1,8 +1,8 @@
-"""Slices that begin where a tensor says.
+"""Slices that begin at a place given by a tensor.
 
-In plain torch they are selections by indices; on the devices XLA's slices. What would reach over the end of
-the tensor is an IndexError in plain torch; on the devices, which raise nothing, the slice begins earlier,
-so that it fits.
+In plain torch they are selections by indices, on the devices XLA's slices. A slice beyond the end of the
+tensor is an IndexError in plain torch. On the devices, which cannot raise, the slice begins earlier, so
+that it fits.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ SLICE, UPDATE = f"{markers.NAMESPACE}::dynamic_slice", f"{markers.NAMESPACE}::dy
 def dynamic_slice(
     tensor: torch.Tensor, dim: int, start: torch.Tensor, size: int, step: int
 ) -> torch.Tensor:
-    """Every `step`-th element of a part of a tensor, along one dimension.
+    """Returns every `step`-th element of a part of a tensor, along one dimension.
 
     Args:
-      tensor: of any shape but a scalar's.
+      tensor: the tensor, which is not a scalar.
       dim: the dimension.
       start: where the part begins, from 0: one integer.
-      size: of the part.
-      step: from one element to the next one.
+      size: the size of the part.
+      step: the step from one element to the next.
 
     Returns:
       A tensor of `tensor`'s shape, with ceil(size / step) along `dim`.
 
     Raises:
-      Error: `start` is no tensor of one integer; or the part is larger than the tensor; or a number is
-        none.
+      Error: `start` is not a tensor of one integer, the part is larger than the tensor, or a number is
+        not an integer.
       IndexError: in plain torch, where the part is not within the tensor.
     """
     check_tensor(tensor, "dynamic_slice must take a torch.tensor argument.")
@@ -56,17 +56,17 @@ def dynamic_slice(
 def dynamic_update(
     input: torch.Tensor, src: torch.Tensor, dim: int, start: torch.Tensor, size: int
 ) -> torch.Tensor:
-    """A copy of a tensor, with a part of it replaced.
+    """Returns a copy of a tensor with a part of it replaced.
 
     Args:
-      input: of any shape but a scalar's.
-      src: what takes the part's place, of the shape of `input`, with `size` along `dim`.
+      input: the tensor, which is not a scalar.
+      src: the new part, of the shape of `input`, with `size` along `dim`.
       dim: the dimension.
       start: where the part begins, from 0: one integer.
-      size: of the part.
+      size: the size of the part.
 
     Raises:
-      Error: `start` is no tensor of one integer; or the tensors do not go together.
+      Error: `start` is not a tensor of one integer, or the tensors do not fit each other.
       IndexError: in plain torch, where the part is not within the tensor.
     """
     check_tensor(input, "dynamic_update must take a torch.tensor argument.")

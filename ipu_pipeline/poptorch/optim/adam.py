@@ -49,25 +49,25 @@ class Adam(AveragingOptimizer, torch.optim.Adam):
 
         Args:
           params: parameters, or dicts with groups of them.
-          lr: as for `torch.optim.Adam`, like the other arguments up to `fused`, and the last.
-          betas: likewise.
-          eps: likewise.
-          weight_decay: likewise.
-          amsgrad: likewise; a model can only be trained without.
-          foreach: likewise.
-          maximize: likewise.
-          capturable: likewise.
-          differentiable: likewise.
-          fused: likewise.
+          lr: as in `torch.optim.Adam`.
+          betas: as in torch.
+          eps: as in torch.
+          weight_decay: as in torch.
+          amsgrad: as in torch. A model can only be trained without it.
+          foreach: as in torch.
+          maximize: as in torch.
+          capturable: as in torch.
+          differentiable: as in torch.
+          fused: as in torch.
           loss_scaling: the loss is multiplied by it and the gradients are divided; by default 1.
-          accum_type: torch.float32, the default, or torch.float16, in which gradients are accumulated.
-          first_order_momentum_accum_type: likewise, of the averages of gradients.
-          second_order_momentum_accum_type: likewise, of the averages of their squares.
+          accum_type: the dtype that gradients accumulate in: torch.float32, the default, or torch.float16.
+          first_order_momentum_accum_type: the same choice, for the averages of gradients.
+          second_order_momentum_accum_type: the same choice, for the averages of squared gradients.
           max_grad_norm: gradients are scaled down to this norm over all of them; by default infinite.
-          decoupled_weight_decay: likewise.
+          decoupled_weight_decay: as in torch.
 
         Raises:
-          AssertionError: a type is neither.
+          AssertionError: a type is neither torch.float32 nor torch.float16.
           ValueError: torch refuses a value.
         """
         of_torch, own = self.sort_given(locals())
@@ -112,25 +112,25 @@ class AdamW(AveragingOptimizer, torch.optim.AdamW):
 
         Args:
           params: parameters, or dicts with groups of them.
-          lr: as for `torch.optim.AdamW`, like the other arguments up to `fused`.
-          betas: likewise.
-          eps: likewise.
-          weight_decay: likewise.
-          amsgrad: likewise; a model can only be trained without.
-          maximize: likewise.
-          foreach: likewise.
-          capturable: likewise.
-          differentiable: likewise.
-          fused: likewise.
+          lr: as in `torch.optim.AdamW`.
+          betas: as in torch.
+          eps: as in torch.
+          weight_decay: as in torch.
+          amsgrad: as in torch. A model can only be trained without it.
+          maximize: as in torch.
+          foreach: as in torch.
+          capturable: as in torch.
+          differentiable: as in torch.
+          fused: as in torch.
           loss_scaling: the loss is multiplied by it and the gradients are divided; by default 1.
-          bias_correction: whether averages are corrected for having begun at 0; by default True.
-          accum_type: torch.float32, the default, or torch.float16, in which gradients are accumulated.
-          first_order_momentum_accum_type: likewise, of the averages of gradients.
-          second_order_momentum_accum_type: likewise, of the averages of their squares.
+          bias_correction: whether averages are corrected for starting at 0; by default True.
+          accum_type: the dtype that gradients accumulate in: torch.float32, the default, or torch.float16.
+          first_order_momentum_accum_type: the same choice, for the averages of gradients.
+          second_order_momentum_accum_type: the same choice, for the averages of squared gradients.
           max_grad_norm: gradients are scaled down to this norm over all of them; by default infinite.
 
         Raises:
-          AssertionError: a type is neither.
+          AssertionError: a type is neither torch.float32 nor torch.float16.
           ValueError: torch refuses a value.
         """
         of_torch, own = self.sort_given(locals())

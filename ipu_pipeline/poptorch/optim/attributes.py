@@ -1,4 +1,4 @@
-"""Which hyperparameters of an optimizer may change once a model is compiled."""
+"""The hyperparameters of an optimizer that may change once a model is compiled."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ __all__ = ["VariableAttributes"]
 
 
 class VariableAttributes:
-    """Which attributes are constant and which variable. An optimizer has one, as `variable_attrs`.
+    """Knows which attributes are constant and which variable. An optimizer has one, as `variable_attrs`.
 
-    What was given to the optimizer is variable, and so is the learning rate; other attributes are constant,
-    with their defaults. `setOptimizer` changes variable ones and compiles nothing.
+    Arguments given to the optimizer are variable, and so is the learning rate. Other attributes are
+    constant at their defaults. `setOptimizer` changes variable attributes and compiles nothing.
     """
 
     def __init__(self, variable_attributes: Iterable[str], allowed_attributes: Iterable[str]) -> None:
         """Takes names.
 
         Args:
-          variable_attributes: the variable ones.
-          allowed_attributes: all.
+          variable_attributes: the names of the variable attributes.
+          allowed_attributes: the names of all attributes.
         """
         self._allowed = tuple(allowed_attributes)
         self._variable = frozenset(variable_attributes)
 
     @property
     def variable(self) -> list[str]:
-        """The variable ones, sorted."""
+        """The names of the variable attributes, sorted."""
         return sorted(self._variable)
 
     def isConstant(self, attr: str) -> bool:
         """Whether an attribute is constant.
 
         Raises:
-          AssertionError: there is no such attribute, as for the other methods.
+          AssertionError: there is no such attribute. The other methods raise this, too.
         """
         self._check(attr)
         return attr not in self._variable

@@ -1,4 +1,4 @@
-"""What the optimizers of `poptorch.optim` have in common."""
+"""The base class of the optimizers of `poptorch.optim`."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Optimizer(torch.optim.Optimizer):
     Attributes:
       variable_attrs: which attributes `setOptimizer` may change.
       device_state: the state on the devices, or what is left of it.
-      loss_scaling: the loss is multiplied by it, and gradients divided; may be set.
+      loss_scaling: the loss is multiplied by it and gradients are divided by it; may be set.
     """
 
-    # What PopTorch adds and all groups share: its attributes, and their defaults.
+    # The attributes that PopTorch adds and all groups share, with their defaults.
     own_defaults: ClassVar[Mapping[str, Any]] = {}
 
     variable_attrs: VariableAttributes
@@ -33,7 +33,7 @@ class Optimizer(torch.optim.Optimizer):
     loss_scaling: float
 
     def sort_given(self, arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Sorts what a constructor was given; an argument that is None stands for its default.
+        """Sorts a constructor's arguments; None stands for an argument's default.
 
         Args:
           arguments: the constructor's local variables, before it makes any of its own.
@@ -47,14 +47,14 @@ class Optimizer(torch.optim.Optimizer):
         return given, own
 
     def set_up(self, of_groups: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-        """The part of construction that follows torch's.
+        """Completes construction after torch's constructor.
 
         Args:
           of_groups: the arguments that were given for all groups.
-          own: those that set attributes, as `sort_given` returned them.
+          own: the arguments that set attributes, as `sort_given` returned them.
 
         Raises:
-          AssertionError: an accumulation type is not usable.
+          AssertionError: an accumulation type is neither torch.float32 nor torch.float16.
         """
         for name, value in {**self.own_defaults, **own}.items():
             if name.endswith("accum_type") and value not in _ACCUMULATION_TYPES:
@@ -65,11 +65,11 @@ class Optimizer(torch.optim.Optimizer):
         self.device_state = DeviceState()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that torch keeps, and that on the devices.
+        """Returns the state that torch keeps, and the state on the devices.
 
         Returns:
-          torch's keys, and `ipu_state` and `ipu_param`, see `SavedState`; both None if no model has been
-          compiled with the optimizer.
+          torch's keys, and `ipu_state` and `ipu_param`, see `SavedState`. Both are None if no model has
+          been compiled with the optimizer.
         """
         saved = self.device_state.read()
         if saved is None:
@@ -81,7 +81,7 @@ class Optimizer(torch.optim.Optimizer):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes what `state_dict` returned. The state goes to the devices before the next call of a model.
+        """Loads what `state_dict` returned. The state goes to the devices before the next call of a model.
 
         Raises:
           RuntimeError: it has no `ipu_state`.
@@ -110,7 +110,7 @@ AVERAGES_TYPES: Mapping[str, Any] = {
 
 
 class AveragingOptimizer(Optimizer):
-    """An optimizer that averages gradients and their squares, in the types that `AVERAGES_TYPES` has."""
+    """An optimizer that averages gradients and their squares, in the dtypes of `AVERAGES_TYPES`."""
 
     accum_type: torch.dtype
     first_order_momentum_accum_type: torch.dtype

@@ -12,7 +12,7 @@ from ipu_pipeline.poptorch.optim.specs import LossScaling, OptimizerSpec, Struct
 
 __all__ = ["check_compatible", "check_same_groups"]
 
-# These follow from which attributes are constant, and from the values of those.
+# These follow from which attributes are constant and from their values.
 _FROM_CONSTANTS = ("decays", "has_momentum")
 _WORDS = {
     "kind": "its class",
@@ -30,15 +30,15 @@ def check_compatible(old: OptimizerSpec, new: OptimizerSpec, relaxed: bool = Fal
 
     Args:
       old: the optimizer that the model was compiled with.
-      new: the one in its place.
-      relaxed: attributes that mean nothing are only logged for debugging, see
+      new: the optimizer that takes its place.
+      relaxed: whether unused attributes are only logged for debugging, see
         `Options.relaxOptimizerAttributesChecks`.
 
     Returns:
-      What the model has then: the structure of the old one with the values of the new one.
+      The spec that the model uses from then on: the old structure with the new values.
 
     Raises:
-      Error: another program would have to be compiled, or an attribute that is constant has another value.
+      Error: another program would have to be compiled, or a constant attribute has another value.
     """
     _check_structures(old.structure, new.structure)
     _check_constants(old, new)
@@ -56,7 +56,7 @@ def check_same_groups(old: Mapping[str, int], new: Mapping[str, int]) -> None:
     """Checks that two optimizers have the same variables in the same groups, see `assign_groups`.
 
     Raises:
-      Error: they have not.
+      Error: a variable is in another group.
     """
     moved = sorted(name for name in {*old, *new} if old.get(name) != new.get(name))
     if moved:

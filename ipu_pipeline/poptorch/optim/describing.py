@@ -39,7 +39,7 @@ _TORCHS_ALONE: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.Adafactor,
     torch.optim.Muon,
 )
-# The class in torch (LAMB: ours), ours, and the formula; classes before those that they inherit from.
+# torch's class (for LAMB: ours), our class, and the formula. Subclasses come before their base classes.
 _SUPPORTED: tuple[tuple[type[torch.optim.Optimizer], type[torch.optim.Optimizer], Kind], ...] = (
     (LAMB, LAMB, Kind.LAMB),
     (torch.optim.AdamW, AdamW, Kind.ADAM),
@@ -48,7 +48,7 @@ _SUPPORTED: tuple[tuple[type[torch.optim.Optimizer], type[torch.optim.Optimizer]
     (torch.optim.SGD, SGD, Kind.SGD),
     *((own, own, Kind(own.__name__)) for own in _TORCHS_ALONE),
 )
-# By the name of the class in torch and of the argument. Reading signatures takes a while.
+# Keyed by the name of torch's class and of the argument. Kept here because reading signatures is slow.
 _DEFAULTS = {
     torchs_class.__name__: {
         name: argument.default for name, argument in inspect.signature(torchs_class).parameters.items()
@@ -74,7 +74,7 @@ _VALUES = {
 _DECOUPLED = (Kind.ADAFACTOR, Kind.MUON)  # weights always decay apart from the gradients
 _FLAGS = ("nesterov", "maximize", "centered", "decoupled_weight_decay", "amsgrad", "differentiable")
 _COMPILED = ("ns_steps", "adjust_lr_fn")  # Muon's
-# How torch computes, which changes nothing here.
+# These say how torch computes, and change nothing here.
 _IMPLEMENTATIONS = ("foreach", "fused", "capturable")
 
 
@@ -82,12 +82,12 @@ def describe(optimizer: torch.optim.Optimizer, automatic_loss_scaling: bool = Fa
     """Reads an optimizer.
 
     Args:
-      optimizer: one of `poptorch.optim`, or of `torch.optim` but for those that need more than gradients of
+      optimizer: from `poptorch.optim`, or from `torch.optim` except those that need more than gradients of
         dense weights (SparseAdam, LBFGS).
-      automatic_loss_scaling: whether the loss is scaled by a factor that is found, from `loss_scaling` on.
+      automatic_loss_scaling: whether the loss's factor adapts, starting at `loss_scaling`.
 
     Raises:
-      TypeError: the optimizer is of another class, or a value is no number.
+      TypeError: the optimizer is of another class, or a value is not a number.
       ValueError: a group has `amsgrad` or `differentiable`, or a value is out of its range.
     """
     torchs_class, kind = _find_class(optimizer)
@@ -139,14 +139,14 @@ def describe(optimizer: torch.optim.Optimizer, automatic_loss_scaling: bool = Fa
 def assign_groups(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]
 ) -> dict[str, int]:
-    """The group of each variable that the optimizer trains.
+    """Returns the group of each variable that the optimizer trains.
 
     Args:
-      optimizer: its groups hold parameters.
-      parameters: by the names of their variables.
+      optimizer: the optimizer, whose groups hold parameters.
+      parameters: the parameters by the names of their variables.
 
     Returns:
-      The number of the group, by name; without what is in no group, or needs no gradient.
+      The number of the group by name, without parameters that are in no group or need no gradient.
     """
     numbers = {
         id(parameter): number
@@ -213,7 +213,7 @@ def _read_values(group: Mapping[str, Any], names: Iterable[str], number: int) ->
     for name in names:
         where = f"{name} of group {number}"
         if isinstance(group[name], (tuple, list)):
-            # Adafactor's epsilon is None for that of the weights' dtype, which is no number that it may be.
+            # Adafactor's epsilon may be None, for the weights' dtype's epsilon. -1 stands for it here.
             found[name] = tuple(-1.0 if part is None else _number(where, part) for part in group[name])
         else:
             read = _positive if name == "velocity_scaling" else _number
@@ -256,7 +256,7 @@ def _find_constants(
     values: tuple[Mapping[str, Value], ...],
     scale: float,
 ) -> frozenset[tuple[int | None, str]]:
-    """What is marked as constant; of torch's own optimizers what has its default value, but the rate."""
+    """Finds what is marked as constant; in torch's own optimizers, every default value but the rate."""
     found: set[tuple[int | None, str]] = set()
     if isinstance(optimizer, Optimizer):
         is_constant = optimizer.variable_attrs.isConstant

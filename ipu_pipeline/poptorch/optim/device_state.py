@@ -1,7 +1,7 @@
 """The state that an optimizer has on the devices, as the optimizer on the host knows it.
 
-While a model is wrapped with the optimizer, the executor has the state, and is asked for it. Before and
-afterwards the optimizer keeps it: from one executor for the next, or from `load_state_dict`.
+While a model is wrapped with the optimizer, the executor has the state and is asked for it. Before and
+after that, the optimizer keeps the state: from one executor to the next, or from `load_state_dict`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class SavedState(NamedTuple):
     """An optimizer's state on the host.
 
     Attributes:
-      ipu_state: what the formulas keep. "exp_avg___model/fc.weight" is the state that torch calls exp_avg,
-        of that variable.
+      ipu_state: what the formulas keep. "exp_avg___model/fc.weight" is the state of that variable which
+        torch calls exp_avg.
       ipu_param: the values of the hyperparameters in use. "lr___0" is the learning rate of group 0.
     """
 
@@ -29,10 +29,10 @@ class SavedState(NamedTuple):
 
 
 class DeviceState:
-    """Where an optimizer's state is: with the executor that uses it, or here."""
+    """Finds an optimizer's state: the executor that uses it has it, or this object keeps it."""
 
     def __init__(self, saved: SavedState | None = None, is_loaded: bool = False) -> None:
-        """Takes what is known.
+        """Takes the state, if it is known.
 
         Args:
           saved: the state; None if there has been none yet.
@@ -43,22 +43,22 @@ class DeviceState:
         self._source: Callable[[], Callable[[], SavedState | None] | None] | None = None
 
     def connect(self, fetch: Callable[[], SavedState | None]) -> None:
-        """Says who has the state from now on.
+        """Sets which executor has the state from now on.
 
         Args:
-          fetch: returns it, or None if there is none yet. A method is held weakly, like a function: with
-            its object gone, what was last known counts.
+          fetch: returns it, or None if there is none yet. A method is held weakly, like a function: once
+            its object is gone, the last known state is used.
         """
         is_method = hasattr(fetch, "__self__")
         self._source = weakref.WeakMethod(fetch) if is_method else weakref.ref(fetch)
 
     def disconnect(self) -> None:
-        """Fetches the state a last time and keeps it here."""
+        """Fetches the state one last time and keeps it here."""
         self.read()
         self._source = None
 
     def read(self) -> SavedState | None:
-        """The state now: what was loaded and not taken yet, else the executor's, else what is kept."""
+        """Returns the state: the loaded one if not yet taken, else the executor's, else the kept one."""
         fetch = None if self._source is None else self._source()
         if fetch is not None and not self._is_loaded:
             fetched = fetch()
@@ -66,16 +66,16 @@ class DeviceState:
         return self._saved
 
     def load(self, saved: SavedState) -> None:
-        """Keeps what the user loads, for the next call of a model."""
+        """Keeps a state that the user loads, for the next call of a model."""
         self._saved, self._is_loaded = saved, True
 
     def take(self) -> SavedState | None:
-        """What a model that is wrapped with the optimizer starts from; None: from nothing."""
+        """Returns the state that a newly wrapped model starts from; None if it starts from nothing."""
         saved, self._is_loaded = self.read(), False
         return saved
 
     def take_loaded(self) -> SavedState | None:
-        """What was loaded since it was last asked for, for an executor that runs already; else None."""
+        """For a running executor: returns the state loaded since the last call of this, or None."""
         return self.take() if self._is_loaded else None
 
     def snapshot(self) -> DeviceState:

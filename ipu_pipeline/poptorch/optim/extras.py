@@ -1,7 +1,8 @@
-"""Attributes of optimizers, and keys of their groups, that mean nothing; they are told of.
+"""Warnings of attributes of optimizers, and keys of their groups, that have no effect.
 
-What an optimizer has when a model is wrapped with it may be somebody's own, and is not told of. What comes
-later may be meant to change something, and so may an attribute of the optimizer that stands in a group.
+An unknown attribute that an optimizer has when a model is wrapped with it may be for the user's own use:
+there is no warning. One that is added later may be meant to change something, and so may an attribute of
+the optimizer that stands in a group.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ _KEYS = {"params", "param_names"}
 def find_extras(
     optimizer: torch.optim.Optimizer, optimizer_name: str, keys: Iterable[str]
 ) -> frozenset[Extra]:
-    """What means nothing. Tells of what would mean something elsewhere.
+    """Finds extras. Warns of those in a group that would have an effect as attributes.
 
     Args:
       optimizer: the optimizer.
       optimizer_name: what warnings call it.
-      keys: of groups, those that mean something.
+      keys: the keys of groups that have an effect.
     """
     own = set(optimizer.own_defaults) if isinstance(optimizer, Optimizer) else set()
     found: set[Extra] = {
@@ -52,7 +53,7 @@ def _is_known(name: str, value: Any) -> bool:
 
 
 def tell_of_extras(extras: Iterable[Extra], optimizer_name: str, relaxed: bool = False) -> None:
-    """Warns of what means nothing, once; relaxed: only logs it for debugging."""
+    """Warns of extras, once; if `relaxed`, only logs them for debugging."""
     names: dict[int | None, list[str]] = {}
     for number, name in sorted(extras, key=str):
         names.setdefault(number, []).append(name)

@@ -1,7 +1,7 @@
 """torch's formulas, for one variable.
 
-Sources: the algorithms in the documentation of torch.optim.SGD, Adam, AdamW and RMSprop; of
-tf.keras.optimizers.RMSprop for its variant; LAMB: arXiv:1904.00962, algorithm 2. As in torch, SGD's
+Sources: the algorithms in the documentation of torch.optim.SGD, Adam, AdamW and RMSprop, and of
+tf.keras.optimizers.RMSprop for its variant. LAMB: arXiv:1904.00962, algorithm 2. As in torch, SGD's
 dampening does not apply to the first gradient.
 """
 
@@ -21,13 +21,13 @@ __all__ = ["FORMULAS", "Case", "Formula", "Slot", "SlotsOf", "Update", "average"
 
 
 class Slot(NamedTuple):
-    """What is kept of a variable.
+    """An array that is kept for a variable.
 
     Attributes:
-      name: torch's.
+      name: torch's name for it.
       is_second_order: whether it has the dtype of averages of squares.
-      initial: where it starts: a number, or the name of a hyperparameter.
-      shape: None for that of the variable; scalars are kept in float32, as in torch.
+      initial: the value it starts at: a number, or the name of a hyperparameter.
+      shape: its shape; None for the variable's. Scalars are kept in float32, as in torch.
     """
 
     name: str
@@ -38,16 +38,16 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """A variable that is updated. All arrays have one dtype, of 32 bits or more.
+    """The update of one variable. All arrays have one dtype, of 32 bits or more.
 
     Attributes:
-      gradient: its gradient.
+      gradient: the variable's gradient.
       parameter: its value.
-      slots: what was kept of it, by name.
-      numbers: its group's, by column; STEP counts this update.
+      slots: what was kept for it, by name.
+      numbers: its group's numbers, by column; STEP counts this update.
       group: what its group is compiled for.
       structure: what the optimizer is compiled for.
-      has_rows: whether each of its rows is a parameter by itself.
+      has_rows: whether each of its rows is a separate parameter.
     """
 
     gradient: jax.Array
@@ -60,7 +60,7 @@ class Case:
 
     @property
     def direction(self) -> jax.Array:
-        """The gradient of what is minimized, with the decay that is part of it."""
+        """The gradient of what is minimized, with weight decay if that is part of it."""
         gradient = -self.gradient if self.group.maximize else self.gradient
         if self.group.decays and not self.group.decouples_decay and self.structure.kind is not Kind.LAMB:
             gradient = gradient + self.numbers["weight_decay"] * self.parameter
@@ -72,11 +72,11 @@ SlotsOf = Callable[[Structure, GroupStructure, tuple[int, ...]], tuple[Slot, ...
 
 
 class Formula(NamedTuple):
-    """A formula.
+    """A formula for updates.
 
     Attributes:
-      slots: what it keeps of a variable of a shape.
-      update: what is added to the variable, and what is kept now.
+      slots: returns what it keeps for a variable of a given shape.
+      update: returns what is added to the variable, and the new slots.
     """
 
     slots: SlotsOf
@@ -97,8 +97,8 @@ def _sgd(case: Case) -> Update:
     if scales:
         buffer = buffer / numbers[STORED_SCALING]
     one, zero = jnp.ones_like(momentum), jnp.zeros_like(momentum)
-    # Momentum may be variable, and 0 for a while: then torch leaves the buffer alone. Where that and the
-    # first update differ is in these scalars; selecting among arrays takes almost twice as long.
+    # Momentum may be variable, and 0 for a while: then torch leaves the buffer alone. These scalars cover
+    # that case and the first update, because selecting among arrays takes almost twice as long.
     is_on, is_first = momentum != 0, numbers[STEP] == 1
     kept = jnp.where(is_on, jnp.where(is_first, zero, momentum), one)
     taken = jnp.where(is_on, jnp.where(is_first, one, numbers["one_minus_dampening"]), zero)
@@ -115,11 +115,11 @@ def _adam_slots(structure: Structure, group: GroupStructure, shape: tuple[int, .
 
 
 def average(case: Case, corrects_mean: bool = True) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-    """Adam's averages, corrected, the second one's root; and as they are.
+    """Returns Adam's averages: corrected, with the root of the second one; and uncorrected.
 
     Args:
-      case: with slots `exp_avg` and `exp_avg_sq`.
-      corrects_mean: whether the first one is corrected, too.
+      case: a case with the slots `exp_avg` and `exp_avg_sq`.
+      corrects_mean: whether the first average is corrected, too.
     """
     gradient, numbers = case.direction, case.numbers
     mean, square = case.slots["exp_avg"], case.slots["exp_avg_sq"]
@@ -157,7 +157,7 @@ def _lamb(case: Case) -> Update:
 
 
 def _norm(value: jax.Array, has_rows: bool) -> jax.Array:
-    """A scalar; or of each row, with the axes of the value."""
+    """Returns the norm as a scalar, or each row's norm with the axes of the value."""
     axes = tuple(range(1, value.ndim)) if has_rows else None
     return jnp.sqrt(jnp.sum(value * value, axes, keepdims=has_rows))
 

@@ -1,8 +1,8 @@
 """The numbers of an optimizer as one array, a row per group.
 
-One array, and not one per number, since each that another device reads is sent there at every update.
-What a formula needs of a number beside the number itself (1 - beta, the logarithm of beta) is computed here
-in 64 bits: in float32, 1 - 0.999 has lost five digits.
+There is one array, and not one per number, because each array that another device reads is sent there at
+every update. What a formula derives from a number (1 - beta, the logarithm of beta) is computed here in 64
+bits: in float32, 1 - 0.999 has lost five digits.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from ipu_pipeline.poptorch.optim.specs import Kind, LossScaling, OptimizerSpec, 
 
 __all__ = ["STEP", "STORED_SCALING", "Hyperparameters"]
 
-# Columns that updates write: how many there were (of SGD: with momentum), and what momentum buffers are
-# multiplied by.
+# Columns that updates write: the number of updates (for SGD: of those with momentum), and the factor that
+# momentum buffers are multiplied by.
 STEP = "step"
 STORED_SCALING = "stored_scaling"
 
@@ -28,8 +28,8 @@ class Hyperparameters:
     """Packs the numbers of specs of one structure.
 
     Attributes:
-      columns: what the columns of the array are.
-      kept: those that updates write.
+      columns: the names of the array's columns.
+      kept: the columns that updates write.
     """
 
     def __init__(self, spec: OptimizerSpec) -> None:
@@ -38,11 +38,11 @@ class Hyperparameters:
         self.columns = (*self.kept, *_derive_all(spec)[0])
 
     def pack(self, spec: OptimizerSpec, before: Any = None) -> np.ndarray[Any, Any]:
-        """The array.
+        """Makes the array.
 
         Args:
-          spec: with the values.
-          before: the array before, of which what updates write is kept; None at the start.
+          spec: the spec with the values.
+          before: the array before, from which the columns that updates write are kept; None at the start.
         """
         rows = _derive_all(spec)
         packed = np.zeros((len(rows), len(self.columns)), jax.dtypes.canonicalize_dtype(np.float64))
@@ -55,7 +55,7 @@ class Hyperparameters:
         return packed
 
     def index(self, column: str) -> int:
-        """The position of a column."""
+        """Returns the position of a column."""
         return self.columns.index(column)
 
 
@@ -79,7 +79,7 @@ def _derive_all(spec: OptimizerSpec) -> list[dict[str, float]]:
 
 
 def _derive_rectified(values: Mapping[str, Any]) -> dict[str, float]:
-    """RAdam's rho of infinitely many updates, and by how much it is above -2 / log(beta2)."""
+    """Returns RAdam's rho for infinitely many updates, and how far it is above -2 / log(beta2)."""
     beta = values["betas"][1]
     limit = 2 / (1 - beta) - 1
     return {"rho_limit": limit, "rho_difference": limit + 2 / math.log(beta) if beta > 0 else limit}

@@ -19,7 +19,7 @@ __all__ = ["LAMB"]
 
 
 class LAMB(AveragingOptimizer):
-    """LAMB. `step` does it on the CPU, for comparisons."""
+    """LAMB. `step` computes an update on the CPU, for comparisons."""
 
     own_defaults: ClassVar[Mapping[str, Any]] = {
         "loss_scaling": 1.0,
@@ -52,15 +52,15 @@ class LAMB(AveragingOptimizer):
             default.
           eps: added to the denominator; by default 1e-8.
           weight_decay: the share of the weights that is added to the update; by default 0.01.
-          bias_correction: whether averages are corrected for having begun at 0; by default True.
+          bias_correction: whether averages are corrected for starting at 0; by default True.
           loss_scaling: the loss is multiplied by it and the gradients are divided; by default 1.
           max_weight_norm: a parameter counts as no larger than this; by default 65500.
-          accum_type: torch.float32, the default, or torch.float16, in which gradients are accumulated.
-          first_order_momentum_accum_type: likewise, of the averages of gradients.
-          second_order_momentum_accum_type: likewise, of the averages of their squares.
+          accum_type: the dtype that gradients accumulate in: torch.float32, the default, or torch.float16.
+          first_order_momentum_accum_type: the same choice, for the averages of gradients.
+          second_order_momentum_accum_type: the same choice, for the averages of squared gradients.
 
         Raises:
-          AssertionError: a type is neither.
+          AssertionError: a type is neither torch.float32 nor torch.float16.
           ValueError: a value is out of its range.
         """
         of_groups, own = self.sort_given(locals())
@@ -81,7 +81,7 @@ class LAMB(AveragingOptimizer):
         self.set_up(of_groups, own)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """An update on the CPU.
+        """Makes an update on the CPU.
 
         Args:
           closure: computes the loss and the gradients again.

@@ -48,25 +48,25 @@ class RMSprop(AveragingOptimizer, torch.optim.RMSprop):
 
         Args:
           params: parameters, or dicts with groups of them.
-          lr: as for `torch.optim.RMSprop`, like the other arguments up to `differentiable`, and the last.
-          alpha: likewise.
-          eps: likewise.
-          weight_decay: likewise.
-          momentum: likewise.
-          centered: likewise.
-          foreach: likewise.
-          maximize: likewise.
-          differentiable: likewise.
+          lr: as in `torch.optim.RMSprop`.
+          alpha: as in torch.
+          eps: as in torch.
+          weight_decay: as in torch.
+          momentum: as in torch.
+          centered: as in torch.
+          foreach: as in torch.
+          maximize: as in torch.
+          differentiable: as in torch.
           loss_scaling: the loss is multiplied by it and the gradients are divided; by default 1.
-          accum_type: torch.float32, the default, or torch.float16, in which gradients are accumulated.
-          first_order_momentum_accum_type: likewise, of momentum buffers and averages of gradients.
-          second_order_momentum_accum_type: likewise, of averages of squared gradients.
-          use_tf_variant: True: TensorFlow's formula. The average of squares starts at 1, `eps` is inside
+          accum_type: the dtype that gradients accumulate in: torch.float32, the default, or torch.float16.
+          first_order_momentum_accum_type: the same choice, for momentum buffers and averages of gradients.
+          second_order_momentum_accum_type: the same choice, for averages of squared gradients.
+          use_tf_variant: if True, TensorFlow's formula. The average of squares starts at 1, `eps` is inside
             the root, and the momentum buffer takes in the learning rate. By default False.
-          capturable: likewise.
+          capturable: as in torch.
 
         Raises:
-          AssertionError: a type is neither.
+          AssertionError: a type is neither torch.float32 nor torch.float16.
           ValueError: torch refuses a value.
         """
         of_torch, own = self.sort_given(locals())

@@ -25,10 +25,10 @@ _SCALE, _GOOD = "loss_scale", "loss_scale_good_updates"  # of automatic loss sca
 
 
 def export_state(state: Any, spec: OptimizerSpec, group_of: Mapping[str, int]) -> SavedState:
-    """The state for an optimizer's `state_dict`.
+    """Returns the state for an optimizer's `state_dict`.
 
     Args:
-      state: of `make_transformation(spec, group_of)`.
+      state: the state of `make_transformation(spec, group_of)`.
       spec: the optimizer, with the values in use.
       group_of: variable -> the number of its group.
     """
@@ -71,20 +71,20 @@ def _export_values(spec: OptimizerSpec) -> dict[str, torch.Tensor]:
 
 
 def import_state(state: Any, saved: SavedState, spec: OptimizerSpec, group_of: Mapping[str, int]) -> Any:
-    """The state with what was exported.
+    """Returns a state with what was exported put in.
 
     Args:
-      state: of `make_transformation(spec, group_of)`, for example as it starts.
-      saved: from `export_state`. Hyperparameters are the spec's all the same.
+      state: the state of `make_transformation(spec, group_of)`, for example its initial state.
+      saved: from `export_state`. Its hyperparameters are not used: the spec's are.
       spec: the optimizer.
       group_of: variable -> the number of its group.
 
     Returns:
-      The state, with leaves on the host in place of some. What was not saved stays, with a warning.
+      The state, with some leaves replaced by arrays on the host. What was not saved stays, with a warning.
 
     Raises:
-      RuntimeError: nothing that was saved belongs to the state.
-      ValueError: a tensor has another shape than its place, or variables of one group were updated
+      RuntimeError: nothing in `saved` belongs to the state.
+      ValueError: a tensor has a different shape than its place, or variables of one group were updated
         different numbers of times.
     """
     inner = inner_state(state)
@@ -130,10 +130,10 @@ def import_state(state: Any, saved: SavedState, spec: OptimizerSpec, group_of: M
 def read_torch_state(
     optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor]
 ) -> SavedState | None:
-    """The state that an optimizer of torch's has, for `import_state`; None if it has none.
+    """Reads the state of one of torch's optimizers, for `import_state`; None if it has none.
 
     Args:
-      optimizer: for example one that trained on the CPU, or loaded its state.
+      optimizer: the optimizer, for example one that trained on the CPU or loaded its state.
       tensors: the parameters that it is to train, by the names of their variables.
     """
     found = {
@@ -152,13 +152,13 @@ def write_torch_state(
     tensors: Mapping[str, torch.Tensor],
     counts: Mapping[str, float],
 ) -> None:
-    """Gives an optimizer of torch's the state that a model had for it.
+    """Gives one of torch's optimizers the state that a model had for it.
 
     Args:
-      optimizer: what it had is replaced.
+      optimizer: the optimizer, whose state is replaced.
       saved: from `export_state`.
       tensors: the parameters, by the names of their variables.
-      counts: how often each was updated, for optimizers whose formulas do not need to know it.
+      counts: how often each was updated, for optimizers whose formulas do not need the count.
     """
     is_counted = not isinstance(optimizer, (torch.optim.SGD, torch.optim.Muon))
     changed = set()
@@ -173,7 +173,7 @@ def write_torch_state(
 
 
 def _check_names(places: Set[str], saved: Set[str], unmade: Set[str]) -> None:
-    """Checks that what was saved and what it is for agree, but for what need not be there; or overlap."""
+    """Checks that saved names and places agree; an error if none match, else a warning."""
     unknown, missing = sorted(saved - places), sorted(places - saved - unmade)
     if saved and places and not saved & places:
         raise RuntimeError(
@@ -192,14 +192,14 @@ def _some(names: list[str]) -> str:
 
 
 def _find_counts(steps: Mapping[str, int], group_of: Mapping[str, int]) -> dict[int, int]:
-    """How many updates each group had that anything is known of."""
+    """Returns how many updates each group had, for groups whose count was saved."""
     found: dict[int, int] = {}
     for name, number in group_of.items():
         count = steps.get(name)
         if count is not None and found.setdefault(number, count) != count:
             raise ValueError(
                 f"The optimizer's state has variables of group {number} that were updated {found[number]} "
-                f"and {count} times ({name}); those of one group must have been updated equally often. "
+                f"and {count} times ({name}). Variables of one group must have been updated equally often. "
                 "Give them groups of their own."
             )
     return found

@@ -58,27 +58,27 @@ class SGD(Optimizer, torch.optim.SGD):
 
         Args:
           params: parameters, or dicts with groups of them.
-          lr: as for `torch.optim.SGD`, like the other arguments up to `differentiable`, and `fused`.
-          momentum: likewise.
-          dampening: likewise.
-          weight_decay: likewise.
-          nesterov: likewise.
-          maximize: likewise.
-          foreach: likewise.
-          differentiable: likewise.
+          lr: as in `torch.optim.SGD`.
+          momentum: as in torch.
+          dampening: as in torch.
+          weight_decay: as in torch.
+          nesterov: as in torch.
+          maximize: as in torch.
+          foreach: as in torch.
+          differentiable: as in torch.
           loss_scaling: the loss is multiplied by it and the gradients are divided, so that small gradients
             survive float16; by default 1.
-          velocity_scaling: the momentum buffers are kept multiplied by it, in the combined variant; by
+          velocity_scaling: in the combined variant, the momentum buffers are kept multiplied by it; by
             default 1. It may differ per group.
-          use_combined_accum: True: gradients are accumulated, and momentum buffers kept, in the dtype of
-            the parameter, and the two types that follow are ignored. By default False.
-          accum_type: torch.float32, the default, or torch.float16, in which gradients are accumulated.
-          velocity_accum_type: likewise, of the momentum buffers.
+          use_combined_accum: if True, gradients are accumulated and momentum buffers kept in the dtype of
+            the parameter, and the next two types are ignored. By default False.
+          accum_type: the dtype that gradients accumulate in: torch.float32, the default, or torch.float16.
+          velocity_accum_type: the same choice, for the momentum buffers.
           max_grad_norm: gradients are scaled down to this norm over all of them; by default infinite.
-          fused: likewise.
+          fused: as in torch.
 
         Raises:
-          AssertionError: a type is neither.
+          AssertionError: a type is neither torch.float32 nor torch.float16.
           ValueError: torch refuses a value.
         """
         of_groups, own = self.sort_given(locals())

@@ -1,4 +1,4 @@
-"""What is known of an optimizer: what its update is compiled for, and the values that may change."""
+"""The description of an optimizer: what its update is compiled for, and the values that may change."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Value: TypeAlias = "float | tuple[float, ...]"
 
 
 class Kind(enum.Enum):
-    """The formula of an update. AdamW's is Adam's with decoupled weight decay."""
+    """The formula of an update. AdamW is Adam with decoupled weight decay."""
 
     SGD = "SGD"
     ADAM = "Adam"
@@ -34,7 +34,7 @@ class Kind(enum.Enum):
 
 
 class LossScaling(enum.Enum):
-    """Whether the loss is scaled: not at all, by a factor that the user gives, or by one that is found."""
+    """How the loss is scaled: not at all, by a factor that the user gives, or by one that adapts."""
 
     NONE = "none"
     MANUAL = "manual"
@@ -43,17 +43,17 @@ class LossScaling(enum.Enum):
 
 @dataclass(frozen=True)
 class GroupStructure:
-    """What the update of a group's variables is compiled for.
+    """The properties that the update of a group's variables is compiled for.
 
     Attributes:
       nesterov: whether momentum is Nesterov's.
       maximize: whether the loss is maximized.
-      centered: whether the mean of the gradients is subtracted from that of their squares.
+      centered: whether the squared mean of the gradients is subtracted from the mean of their squares.
       decouples_decay: whether weights decay apart from the gradients.
       decays: whether weights may decay.
       has_momentum: whether there may be momentum.
-      num_iterations: Muon's, of Newton and Schulz.
-      adjustment: how Muon's rate depends on a matrix's shape.
+      num_iterations: the number of Muon's Newton-Schulz iterations.
+      adjustment: how Muon's learning rate depends on a matrix's shape.
     """
 
     nesterov: bool
@@ -68,19 +68,19 @@ class GroupStructure:
 
 @dataclass(frozen=True)
 class Structure:
-    """What an update is compiled for.
+    """The properties that an update is compiled for.
 
     Attributes:
       kind: the formula.
-      groups: of parameters.
-      corrects_bias: whether averages are corrected for having begun at 0.
+      groups: the structures of the groups of parameters.
+      corrects_bias: whether averages are corrected for starting at 0.
       uses_tf_variant: whether RMSprop's formula is TensorFlow's.
       scales_velocity: whether momentum buffers are kept multiplied by a factor.
       clips: whether gradients are scaled down to a norm.
       loss_scaling: how the loss is scaled.
-      accum_type: "float32", "float16", or None for that of the variable: in which gradients accumulate.
-      first_order_type: likewise, of averages of gradients and of momentum.
-      second_order_type: likewise, of averages of squares.
+      accum_type: the dtype that gradients accumulate in: "float32", "float16", or None for the variable's.
+      first_order_type: the same for averages of gradients and for momentum.
+      second_order_type: the same for averages of squares.
     """
 
     kind: Kind
@@ -100,13 +100,13 @@ class OptimizerSpec:
     """An optimizer as it was when it was described.
 
     Attributes:
-      name: of its class, among those of torch and PopTorch.
+      name: the name of its class in torch or PopTorch.
       structure: what an update is compiled for. Specs with equal structures share it.
-      values: of each group's hyperparameters, by torch's names.
-      loss_scaling: the factor; the first one if it is found.
-      max_grad_norm: infinite without clipping.
+      values: the values of each group's hyperparameters, by torch's names.
+      loss_scaling: the factor; the initial one if it adapts.
+      max_grad_norm: the limit of the gradients' norm; infinite without clipping.
       constants: which hyperparameters of which group are constant; group None for the two above.
-      extras: the attributes and keys of groups that mean nothing: `(group, name)`, or `(None, name)`.
+      extras: the unused attributes and keys of groups: `(group, name)`, or `(None, name)` for an attribute.
     """
 
     name: str
@@ -119,7 +119,7 @@ class OptimizerSpec:
 
     @property
     def accumulator_dtype(self) -> Callable[[Any], np.dtype[Any] | None]:
-        """For the engine: the dtype that a variable's gradients accumulate in; None for its own."""
+        """For the engine: finds the dtype that a variable's gradients accumulate in; None for its own."""
         wanted = self.structure.accum_type
 
         def find(variable: Any) -> np.dtype[Any] | None:
@@ -132,11 +132,11 @@ class OptimizerSpec:
 
     @property
     def needs_running_mean(self) -> bool:
-        """Whether a mean is kept in place of a sum of gradients, which float16 may not hold."""
+        """Whether a mean of gradients is kept, because float16 may not hold their sum."""
         return self.structure.accum_type == "float16"
 
     def with_values_of(self, other: OptimizerSpec) -> OptimizerSpec:
-        """This structure with the values of another spec."""
+        """Returns this spec's structure with the values of another spec."""
         return dataclasses.replace(
             self, values=other.values, loss_scaling=other.loss_scaling, max_grad_norm=other.max_grad_norm
         )

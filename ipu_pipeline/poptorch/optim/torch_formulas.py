@@ -1,8 +1,8 @@
-"""The formulas of torch's optimizers that PopTorch has not, for one variable.
+"""The formulas, for one variable, of torch's optimizers that PopTorch lacks.
 
 Source: the algorithms in the documentation of torch.optim.Adagrad, Adadelta, Adamax, NAdam, RAdam, ASGD,
-Rprop, Adafactor and Muon. Optax has most of them by other formulas (where epsilon is, how rates decay), and
-with rates that are compiled in.
+Rprop, Adafactor and Muon. Optax has most of them with other formulas (where epsilon is added, how rates
+decay), and with rates that are compiled in.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MEAN, _SQUARES = Slot("exp_avg"), Slot("exp_avg_sq", is_second_order=True)
 
 
 def _with_decay(case: Case, change: jax.Array) -> jax.Array:
-    """A change with that of weights that decay apart from the gradients."""
+    """Adds the decay of weights that decay apart from the gradients to a change."""
     if case.group.decays and case.group.decouples_decay:
         return change - case.numbers["lr"] * case.numbers["weight_decay"] * case.parameter
     return change
@@ -73,8 +73,8 @@ def _radam(case: Case) -> Update:
     mean, root, kept = average(case)
     numbers = case.numbers
     # torch's rho of update t is rho_inf - 2 t beta2^t / (1 - beta2^t), the difference of two large numbers.
-    # With x = -t log(beta2) that is rho_inf - 2 t / x + 2 t / x * (1 - x / expm1(x)); the last factor by
-    # its series (with Bernoulli's numbers) where x is small.
+    # With x = -t log(beta2) that is rho_inf - 2 t / x + 2 t / x * (1 - x / expm1(x)). Where x is small, the
+    # last factor is computed by its series (with Bernoulli's numbers).
     x = -numbers[STEP] * numbers["log_beta2"]
     scale = -2 / numbers["log_beta2"]
     series, square = jnp.full_like(x, 1 / 47900160), x * x
@@ -87,7 +87,7 @@ def _radam(case: Case) -> Update:
     is_rectified = rho > 5
     known, limit = jnp.where(is_rectified, rho, 6 * jnp.ones_like(rho)), numbers["rho_limit"]
     factor = jnp.sqrt((known - 4) * (known - 2) * limit / ((limit - 4) * (limit - 2) * known))
-    # The root is corrected, and epsilon is added before that in torch.
+    # The root is corrected here already; torch adds epsilon before the correction.
     correction = jnp.sqrt(-jnp.expm1(-x))
     rectified = factor * mean / (root + numbers["eps"] / correction)
     change = -numbers["lr"] * jnp.where(is_rectified, rectified, mean)
@@ -131,7 +131,7 @@ def _adafactor_slots(
 def _adafactor(case: Case) -> Update:
     gradient, numbers = case.direction, case.numbers
     share = numbers[STEP] ** numbers["beta2_decay"]
-    # A None is a negative number here: then it is the dtype's.
+    # A negative number stands for None: the dtype's epsilon.
     of_dtype = jnp.full_like(share, jnp.finfo(case.parameter.dtype).eps)
     least = jnp.where(numbers["eps1"] < 0, of_dtype, numbers["eps1"])
     squares = gradient * gradient
@@ -171,7 +171,7 @@ def _muon(case: Case) -> Update:
 
 
 def _orthogonalize(update: jax.Array, case: Case) -> jax.Array:
-    """Newton and Schulz's iteration; torch's rounds each step to bfloat16."""
+    """Runs the Newton-Schulz iteration, rounding each step to bfloat16 as torch does."""
     numbers, rows = case.numbers, update.shape[0]
     found = _round(update if rows <= update.shape[1] else update.T)
     norm = _round(jnp.sqrt(jnp.sum(found * found)))
@@ -193,7 +193,7 @@ def _multiply(left: jax.Array, right: jax.Array) -> jax.Array:
 
 
 def _always(*slots: Slot) -> SlotsOf:
-    """What is kept of each variable, whatever it is compiled for."""
+    """Returns a function that gives these slots for every structure, group and shape."""
 
     def find(_structure: Structure, _group: GroupStructure, _shape: tuple[int, ...]) -> tuple[Slot, ...]:
         return slots

@@ -1,7 +1,7 @@
 """A described optimizer as one Optax transformation over all trained variables.
 
-Its hyperparameters are a leaf of its state: other values compile nothing. With loss scaling the gradients
-that it gets are too large by the scale, which is the state's first leaf, as the engine wants it.
+Its hyperparameters are a leaf of its state, so new values compile nothing. With loss scaling, the gradients
+it gets are too large by the scale, which is the state's first leaf, as the engine requires.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ __all__ = [
 
 _CLIPPING_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it
 _GROWTH_FACTOR = 2.0
-# Scaling starts from the user's factor, by default 1, so it has to grow faster than where it starts high.
+# Scaling starts at the user's factor, by default 1, so it must grow faster than if it started high.
 _GROWTH_INTERVAL = 100
 
 
 class OptimizerState(NamedTuple):
-    """The state.
+    """The state of the optimizer.
 
     Attributes:
       numbers: the hyperparameters and counts, see `Hyperparameters`.
-      slots: what is kept of variables: torch's name for it -> name of the variable -> array.
+      slots: what is kept for variables: torch's name of the slot -> name of the variable -> array.
     """
 
     numbers: Any
@@ -48,7 +48,7 @@ class OptimizerState(NamedTuple):
 
 
 class ManualScaleState(NamedTuple):
-    """The state with a scale that the user gives: the scale, a float32 scalar, and the optimizer's."""
+    """The state with a scale that the user gives: a float32 scalar, and the optimizer's state."""
 
     scale: Any
     inner: OptimizerState
@@ -62,29 +62,29 @@ def make_transformation(
     num_summed: int = 1,
     with_rows: Collection[str] = (),
 ) -> optax.GradientTransformation:
-    """The transformation.
+    """Makes the transformation.
 
     Args:
       spec: the optimizer.
-      group_of: variables that it may be asked to train -> the number of their group.
-      growth_interval: with automatic loss scaling, after so many updates with finite gradients the scale is
-        doubled; it is halved, and the update left out, if one is not finite.
-      num_summed: gradients are multiplied by it: by the number of replicas where their sum is wanted, and
-        there is their mean.
-      with_rows: variables each of whose rows is a parameter by itself.
+      group_of: each variable that it may be asked to train -> the number of its group.
+      growth_interval: with automatic loss scaling, the number of updates with finite gradients after which
+        the scale is doubled. If a gradient is not finite, the scale is halved and the update skipped.
+      num_summed: the factor that gradients are multiplied by. It is the number of replicas where the sum of
+        their gradients is wanted and the mean is given.
+      with_rows: the variables whose rows are each a separate parameter.
 
     Returns:
-      A transformation of flat dicts, name of the variable -> array. It computes in 32 bits at least. What
-      it keeps has the dtypes that the spec says. Its `init` raises a ValueError for a variable in no group.
+      A transformation of flat dicts, name of the variable -> array. It computes in at least 32 bits. What
+      it keeps has the dtypes of the spec. Its `init` raises a ValueError for a variable in no group.
 
     Raises:
-      ValueError: there are variables with rows, and the formula is of whole weights.
+      ValueError: there are variables with rows, and the formula needs whole weights.
     """
     if with_rows and spec.structure.kind in (Kind.ADAFACTOR, Kind.MUON):
         names = ", ".join(sorted(with_rows))
         raise ValueError(
-            f"{spec.name} looks at whole weights, and cannot train {names}, of which groups of replicas "
-            "have values of their own. Take another optimizer, or leave replicaGrouping out."
+            f"{spec.name} needs whole weights, and cannot train {names}: groups of replicas have their own "
+            "values of these. Take another optimizer, or leave replicaGrouping out."
         )
     inner = _make_inner(spec, dict(group_of), num_summed, frozenset(with_rows))
     scaling = spec.structure.loss_scaling
@@ -106,7 +106,7 @@ def make_transformation(
         def init_dynamic(params: Any) -> LossScaleState:
             return LossScaleState(jnp.float32(spec.loss_scaling), jnp.int32(0), inner.init(params))
 
-        # Its own init would widen the variables, whose dtypes may say what is kept in which dtype.
+        # Its own init would widen the variables, whose dtypes may decide the dtypes of the slots.
         scaled = LossScaled(init_dynamic, dynamic.update)
     scaled.initial_scale = spec.loss_scaling
     return scaled
@@ -191,14 +191,14 @@ def _make_inner(
 
 
 def _slot_dtype(wanted: str | None, dtype: Any) -> Any:
-    """The dtype of something kept of a variable: float32 is what is wanted at least, None is its own."""
+    """Returns a slot's dtype: "float32" means at least float32, None the variable's own dtype."""
     if wanted == "float16":
         return np.dtype(np.float16)
     return dtype if wanted is None else count_dtype(dtype)
 
 
 def _count(numbers: jax.Array, packing: Hyperparameters, kind: Kind) -> jax.Array:
-    """The numbers with this update counted."""
+    """Returns the numbers with this update counted."""
     if STEP not in packing.kept:
         return numbers
     one = jnp.ones(numbers.shape[0], numbers.dtype)
@@ -208,7 +208,7 @@ def _count(numbers: jax.Array, packing: Hyperparameters, kind: Kind) -> jax.Arra
 
 
 def _store(numbers: jax.Array, packing: Hyperparameters) -> jax.Array:
-    """The numbers with what momentum buffers are multiplied by now."""
+    """Returns the numbers with the factor that momentum buffers are multiplied by now."""
     if STORED_SCALING not in packing.kept:
         return numbers
     return numbers.at[:, packing.index(STORED_SCALING)].set(numbers[:, packing.index("velocity_scaling")])
@@ -217,7 +217,7 @@ def _store(numbers: jax.Array, packing: Hyperparameters) -> jax.Array:
 def _split(
     numbers: jax.Array, packing: Hyperparameters, wanted: set[tuple[int, Any]]
 ) -> dict[tuple[int, Any], dict[str, jax.Array]]:
-    """The numbers of each group in each dtype that is wanted, by column."""
+    """Returns the numbers of each wanted group and dtype, by column."""
     return {
         (number, dtype): {
             column: numbers[number, place].astype(dtype) for place, column in enumerate(packing.columns)
@@ -227,7 +227,7 @@ def _split(
 
 
 def _clip(gradients: Mapping[str, jax.Array], max_norm: jax.Array) -> dict[str, jax.Array]:
-    """Gradients scaled down to a norm over all of them, as torch.nn.utils.clip_grad_norm_ does."""
+    """Scales gradients down to a norm over all of them, as torch.nn.utils.clip_grad_norm_ does."""
     dtype = np.result_type(*(gradient.dtype for gradient in gradients.values()))
     total = jnp.zeros((), dtype)
     for gradient in gradients.values():
@@ -239,25 +239,25 @@ def _clip(gradients: Mapping[str, jax.Array], max_norm: jax.Array) -> dict[str, 
 
 
 def inner_state(state: Any) -> OptimizerState:
-    """The state of the formulas within a state."""
+    """Returns the formulas' state inside a state."""
     found: OptimizerState = state if isinstance(state, OptimizerState) else state.inner
     return found
 
 
 def replace_inner_state(state: Any, inner: OptimizerState) -> Any:
-    """The state with another one of the formulas."""
+    """Returns the state with another formulas' state inside."""
     return inner if isinstance(state, OptimizerState) else state._replace(inner=inner)
 
 
 def with_hyperparameters(state: Any, spec: OptimizerSpec) -> Any:
-    """The state with the hyperparameters of a spec.
+    """Returns the state with the hyperparameters of a spec.
 
     Args:
-      state: of the transformation.
-      spec: with the same structure as that of the transformation, see `check_compatible`.
+      state: the state of the transformation.
+      spec: the spec, with the same structure as the transformation's, see `check_compatible`.
 
     Returns:
-      The state, with leaves on the host in place of some. With automatic scaling the scale stays.
+      The state, with some leaves replaced by arrays on the host. With automatic scaling the scale stays.
     """
     inner = inner_state(state)
     numbers = Hyperparameters(spec).pack(spec, inner.numbers)

@@ -1,4 +1,4 @@
-"""What is said of a model besides its layers: options and strategies."""
+"""The settings of a model besides its layers: options and strategies."""
 
 from ipu_pipeline.poptorch.options.config_file import ConfigFileError
 from ipu_pipeline.poptorch.options.options import Options

@@ -23,14 +23,14 @@ UNSET: Final = object()
 
 
 class Option(Generic[T]):
-    """An option of a group: an attribute to read and to set, and the method that sets it.
+    """An option of a group: an attribute that can be read and set, and the method that sets it.
 
     Attributes:
-      name: under which the option is read.
-      check: checks a value, and returns what is kept.
-      default: the first value. UNSET: there is none, and reading the option is an error until it is set.
+      name: the name that the option is read by.
+      check: checks a value, and returns the value that is kept.
+      default: the first value. UNSET: none, and reading the option before it is set is an error.
       no_effect: why the option changes nothing on JAX devices; empty if it does change something.
-      neutral: the value that asks for nothing, so that nobody need be told; by default the default.
+      neutral: the value that asks for nothing, and so needs no warning; by default the default.
 
     Example:
       device_iterations = Option(checks.integer(1), 1)
@@ -62,13 +62,13 @@ class Option(Generic[T]):
         """Makes the method that sets the option and returns the group.
 
         Args:
-          method: its name, argument and documentation. It does nothing itself. An option that is no
-            attribute of its group is read under the name of the method.
+          method: gives the setter its name, argument and documentation. It does nothing itself. An option
+            that is not an attribute of its group is read by the name of the method.
         """
 
         @functools.wraps(method)
         def set_option(*args: Any, **kwargs: Any) -> Any:
-            method(*args, **kwargs)  # raises for other arguments than its own
+            method(*args, **kwargs)  # raises for arguments that are not its own
             group, value, *_ = *args, *kwargs.values(), *(method.__defaults__ or ())
             return group.set(**{self.name: value})
 
@@ -83,7 +83,7 @@ class Option(Generic[T]):
         return configurable(set_option)
 
     def asks_in_vain(self, value: Any) -> bool:
-        """Whether a value asks for something that does not happen."""
+        """Whether a value asks for something that has no effect."""
         return bool(self.no_effect) and value != self.neutral
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -123,8 +123,8 @@ class OptionGroup:
 
     Attributes:
       path: how a program names the group, for messages.
-      settings: the options, by the names under which they are read: a subclass's own, then its bases'.
-      groups: the groups within, by the names under which they are read.
+      settings: the options, by the names that they are read by: a subclass's own, then its bases'.
+      groups: the inner groups, by the names that they are read by.
     """
 
     path: ClassVar[str]
@@ -156,7 +156,7 @@ class OptionGroup:
         vars(self).update({name: group() for name, group in self.groups.items()})
 
     def set(self, **values: Any) -> Self:
-        """Sets options by the names under which they are read.
+        """Sets options by the names that they are read by.
 
         Raises:
           AttributeError: the options are frozen.
@@ -176,31 +176,31 @@ class OptionGroup:
         return self
 
     def is_set(self, name: str) -> bool:
-        """Whether an option was set, be it to its default."""
+        """Whether an option was set, even to its default."""
         return name in self._explicit
 
     def values_by_name(self) -> dict[str, Any]:
-        """The options that have a value, without those of the groups within."""
+        """Returns the options that have a value, without those of inner groups."""
         return dict(self._values)
 
     def restore(self, name: str, value: Any, is_explicit: bool) -> None:
-        """Sets an option to what it was, without telling anybody that it has no effect.
+        """Sets an option back to an earlier value, without a warning that it has no effect.
 
         Args:
-          name: under which it is read.
-          value: as for `set`.
+          name: the name that it is read by.
+          value: the value, as for `set`.
           is_explicit: whether it had been set.
         """
         self._values[name] = self.settings[name].check(f"{self.path}.{name}", value)
         (self._explicit.add if is_explicit else self._explicit.discard)(name)
 
     def unset(self, name: str) -> None:
-        """Takes away the value of an option that has none at first."""
+        """Removes the value of an option that has none at first."""
         self._values.pop(name, None)
         self._explicit.discard(name)
 
     def freeze(self) -> None:
-        """Lets nothing be changed any more, here and in the groups within."""
+        """Forbids further changes, here and in the inner groups."""
         self._frozen = True
         for name in self.groups:
             vars(self)[name].freeze()
@@ -211,11 +211,11 @@ class OptionGroup:
             raise AttributeError("Can't modify frozen Options")
 
     def clone(self) -> Self:
-        """A copy that shares nothing with the original, and is not frozen."""
+        """Returns a copy that shares nothing with the original and is not frozen."""
         return copy.deepcopy(self)
 
     def __getattr__(self, name: str) -> Any:
-        """Refuses to read what is no option, or an option without a value."""
+        """Refuses to read an unknown option, or an option without a value."""
         if name in self.settings:
             raise AttributeError(f"{self.path}.{name} has no value yet: nothing has set it.")
         raise AttributeError(self._describe_unknown(name))

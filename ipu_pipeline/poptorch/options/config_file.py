@@ -1,10 +1,10 @@
 """Config files: a call on the options on each line. They are parsed, never executed.
 
-A line is what comes after `options.`: a chain of setters, as
+A line is what follows `options.`: a chain of setters, such as
 `Training.gradientAccumulation(4).setAutomaticLossScaling(True)`. Arguments are literals, members of
-PopTorch's enumerations, dtypes of torch, and objects of PopTorch's classes, as
+PopTorch's enumerations, dtypes of torch, and objects of PopTorch's classes, such as
 `setExecutionStrategy(poptorch.PipelinedExecution(poptorch.Stage("B1").ipu(0)))`. Blank lines, comments and
-indents are passed over.
+indents are ignored.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def load(options: OptionGroup, path: str | os.PathLike[str]) -> None:
     """Sets options line by line.
 
     Args:
-      options: what to set.
+      options: the options to set.
       path: a text file in UTF-8.
 
     Raises:
-      ConfigFileError: a line is wrong. Those before it are set.
+      ConfigFileError: a line is wrong. The lines before it are set.
       OSError: the file cannot be read.
     """
     file = pathlib.Path(path)
@@ -59,7 +59,7 @@ def _set(options: OptionGroup, text: str) -> None:
 
 
 def _call(options: OptionGroup, node: ast.Call) -> Any:
-    """Calls a setter, after what comes before it in its chain. Arguments are read first."""
+    """Calls a setter, after the setters before it in its chain. Arguments are read first."""
     if not isinstance(node.func, ast.Attribute):
         raise SyntaxError(f"{ast.unparse(node.func)} is no setter")
     args = [_argument(arg) for arg in node.args]
@@ -69,7 +69,7 @@ def _call(options: OptionGroup, node: ast.Call) -> Any:
 
 
 def _target(options: OptionGroup, node: ast.expr) -> Any:
-    """What a setter is called on: the options, a group of them, or what a setter before it returned."""
+    """Returns what a setter is called on: the options, a group of them, or an earlier setter's result."""
     if isinstance(node, ast.Name) and node.id == _ROOT:
         return options
     if isinstance(node, ast.Call):
@@ -82,7 +82,7 @@ def _target(options: OptionGroup, node: ast.expr) -> Any:
 
 
 def _argument(node: ast.expr) -> Any:
-    """The value of an argument."""
+    """Reads the value of an argument."""
     match node:
         case ast.Constant(value=value):
             return value
@@ -111,7 +111,7 @@ def _argument(node: ast.expr) -> Any:
 
 
 def _make(node: ast.Call) -> Any:
-    """An object of one of PopTorch's classes, or what its setter returns."""
+    """Makes an object of one of PopTorch's classes, or returns what its setter returns."""
     args = [_argument(arg) for arg in node.args]
     kwargs = _keywords(node)
     if isinstance(node.func, ast.Attribute):

@@ -1,4 +1,4 @@
-"""Options of devices and replicas: which there are, how many, and when they are taken."""
+"""Options of devices and replicas: which, how many, and when devices are taken."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _check_proportions(name: str, value: Any) -> dict[int, float]:
 
 
 class DeviceOptions(OptionGroup):
-    """The part of `Options` that is about devices."""
+    """The part of `Options` about devices."""
 
     path = "poptorch.Options()"
 
@@ -44,11 +44,11 @@ class DeviceOptions(OptionGroup):
 
     @configurable
     def replicationFactor(self, replication_factor: int) -> Self:
-        """How many copies of the model run together, each on devices and with micro-batches of its own.
+        """Sets how many copies of the model run together, each with its own devices and micro-batches.
 
         Raises:
-          AssertionError: it is no integer.
-          ValueError: it is below 1, or no multiple of the group size of `inputReplicaGrouping`.
+          AssertionError: it is not an integer.
+          ValueError: it is below 1, or not a multiple of the group size of `inputReplicaGrouping`.
         """
         number = checks.integer(1)(f"{self.path}.replicationFactor", replication_factor)
         if number % self.input_group_size:
@@ -61,16 +61,16 @@ class DeviceOptions(OptionGroup):
 
     @configurable
     def inputReplicaGrouping(self, input_group_size: int, input_group_type: CommGroupType) -> Self:
-        """Gives groups of replicas the same inputs. It has a meaning with `replicationFactor` above 1.
+        """Gives groups of replicas the same inputs. It matters only with `replicationFactor` above 1.
 
         Args:
-          input_group_size: how many replicas are a group.
-          input_group_type: how they are chosen: `Consecutive` or `Orthogonal`; or `NoGrouping`, with
-            groups of 1.
+          input_group_size: the number of replicas in a group.
+          input_group_type: how they are chosen: `Consecutive`, `Orthogonal`, or `NoGrouping` with groups
+            of 1.
 
         Raises:
           AssertionError: an argument is of a wrong type.
-          ValueError: the type is `All`; or the size is no factor of the replication factor.
+          ValueError: the type is `All`, or the size is not a factor of the replication factor.
         """
         name = f"{self.path}.inputReplicaGrouping"
         size = checks.integer(1)(f"{name}: input_group_size", input_group_size)
@@ -93,14 +93,14 @@ class DeviceOptions(OptionGroup):
 
     @configurable
     def broadcastBuffers(self, broadcast_buffers: bool = True) -> None:
-        """Whether replicas have to have the same buffers. It returns nothing.
+        """Whether replicas must have the same buffers. It returns nothing.
 
-        True, the default, makes models with several replicas refuse to write a buffer. With False each
-        replica has its own from call to call, which start from the host's; the host gets the first
-        replica's.
+        With True, the default, models with several replicas refuse to write a buffer. With False, each
+        replica keeps its own buffers from call to call. They start from the host's, and the host gets the
+        first replica's.
 
         Raises:
-          AssertionError: it is no boolean.
+          AssertionError: it is not a boolean.
         """
         self.set(broadcast_buffers=broadcast_buffers)
 
@@ -124,7 +124,7 @@ class DeviceOptions(OptionGroup):
 
     @sync_pattern.setter
     def syncPattern(self, sync_pattern: SyncPattern) -> None:
-        """Has no effect: devices wait only for the values that they need. Others than `Full` warn."""
+        """Has no effect: devices wait only for values that they need. Patterns other than `Full` warn."""
 
     available_memory_proportion = Option(
         _check_proportions, {}, no_effect="XLA decides how much memory an operation takes while it runs."
@@ -132,13 +132,13 @@ class DeviceOptions(OptionGroup):
 
     @available_memory_proportion.setter
     def setAvailableMemoryProportion(self, available_memory_proportion: dict[str, float]) -> None:
-        """Has no effect: XLA decides how much memory an operation takes. A dict that is not empty warns.
+        """Has no effect: XLA decides how much memory an operation takes. Non-empty dicts warn.
 
         Args:
           available_memory_proportion: as {"IPU0": 0.5}; it is kept as {0: 0.5}.
 
         Raises:
-          AssertionError: it is no dict of numbers with such keys.
+          AssertionError: it is not a dict of numbers with such keys.
           ValueError: a number is not from 0 to 1.
         """
 
@@ -146,13 +146,13 @@ class DeviceOptions(OptionGroup):
 
     @use_model.setter
     def useIpuModel(self, use_model: bool) -> None:
-        """Whether CPU devices are the IPUs, whatever accelerators there are."""
+        """Whether CPU devices stand for the IPUs, even if there are accelerators."""
 
     ipu_id = Option(checks.integer(0))
 
     @ipu_id.setter
     def useIpuId(self, ipu_id: int) -> None:
-        """Which device is the model's first."""
+        """The number of the model's first device."""
 
     ipu_version = Option(
         checks.integer(1),
@@ -166,10 +166,10 @@ class DeviceOptions(OptionGroup):
         """Compiles without devices: sets `ConnectionType.Never`.
 
         Args:
-          ipu_version: has no effect. Other values than 2 warn.
+          ipu_version: has no effect. Values other than 2 warn.
 
         Raises:
-          AssertionError: the version is no integer.
+          AssertionError: the version is not an integer.
           ValueError: it is below 1.
         """
         return self.set(ipu_version=ipu_version, connection_type=ConnectionType.Never)

@@ -1,4 +1,4 @@
-"""Options of what a model tells: logs, names, profiles, and values from within."""
+"""Options of what a model reports: logs, names, profiles, and inner values."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["AnchoredTensor", "DiagnosticOptions", "check_output_mode"]
 
 
 class AnchoredTensor(NamedTuple):
-    """A value from within a model that is to be kept.
+    """An inner value of a model that is kept.
 
     Attributes:
-      long_name: of the value, as `getTensorNames` has it.
-      output_mode: which micro-batches it is kept for; None: those that outputs are returned for.
+      long_name: the name of the value in `getTensorNames`.
+      output_mode: which micro-batches it is kept for; None for those whose outputs are returned.
       output_return_period: the N of `OutputMode.EveryN`.
     """
 
@@ -35,10 +35,10 @@ _anchored: checks.Check[dict[str, AnchoredTensor]] = checks.Check(
 
 
 def check_output_mode(name: str, output_mode: Any, period: Any) -> int:
-    """The period of an output mode: it is needed for `EveryN`, and 1 elsewhere, with a warning.
+    """Returns the period of an output mode: required for `EveryN`, else 1. Warns if it is given in vain.
 
     Raises:
-      AssertionError: one is of a wrong type, or the period is missing.
+      AssertionError: an argument is of a wrong type, or the period is missing.
       ValueError: the period is below 1.
     """
     mode = checks.member(OutputMode)(f"{name}: output_mode", output_mode)
@@ -52,7 +52,7 @@ def check_output_mode(name: str, output_mode: Any, period: Any) -> int:
 
 
 class DiagnosticOptions(OptionGroup):
-    """The part of `Options` that is about what a model tells."""
+    """The part of `Options` about what a model reports."""
 
     path = "poptorch.Options()"
 
@@ -64,7 +64,7 @@ class DiagnosticOptions(OptionGroup):
 
     @log_dir.setter
     def logDir(self, log_dir: str) -> None:
-        """Has no effect: no files of logs are written. Other directories than "." warn."""
+        """Has no effect: no files of logs are written. Directories other than "." warn."""
 
     max_repeat_logs = Option(
         checks.optional(checks.integer(0)),
@@ -74,10 +74,10 @@ class DiagnosticOptions(OptionGroup):
 
     @max_repeat_logs.setter
     def maxRepeatLogs(self, max_lines: int | None) -> None:
-        """Has no effect: it is about Poplar's log. Others than 4 warn.
+        """Has no effect: it is about Poplar's log. Values other than 4 warn.
 
         Args:
-          max_lines: None: any number.
+          max_lines: the number; None for no limit.
         """
 
     anchored_tensors = Option(_anchored, {}, doc="Values to keep, by their short names.")
@@ -90,12 +90,12 @@ class DiagnosticOptions(OptionGroup):
         output_mode: OutputMode | None = None,
         output_return_period: int = 1,
     ) -> Self:
-        """Keeps a value from within the model at each call, for `getAnchoredTensor`.
+        """Keeps an inner value of the model at each call, for `getAnchoredTensor`.
 
         Args:
-          short_name: what to ask for it by.
+          short_name: the name that `getAnchoredTensor` takes.
           long_name: one of `getTensorNames`.
-          output_mode: which micro-batches it is kept for; None: those that outputs are returned for.
+          output_mode: which micro-batches it is kept for; None for those whose outputs are returned.
           output_return_period: the N of `OutputMode.EveryN`.
 
         Raises:
@@ -124,18 +124,18 @@ class DiagnosticOptions(OptionGroup):
     def enableProfiling(self, profile_dir: str | None = None) -> Self:
         """Writes a profile of the model's first call after it was compiled.
 
-        It is JAX's: TensorBoard's profiler shows it, and Perfetto. It is in a directory that is called by
+        It is JAX's profile: TensorBoard's profiler and Perfetto show it. Its directory is named after
         `modelName`, or else "training" or "inference".
 
         Args:
-          profile_dir: where to; None: in the directory where the program runs.
+          profile_dir: the directory to write in; None for the directory where the program runs.
 
         Raises:
-          AssertionError: it is no path.
+          AssertionError: it is not a path.
         """
         return self.set(profile_dir=profile_dir, profiling=True)
 
-    module_namescope = Option(checks.boolean, True, doc="Whether names of values have those of modules.")
+    module_namescope = Option(checks.boolean, True, doc="Whether names of values contain modules' names.")
 
     @configurable
     def disableModuleNamescope(self) -> Self:
@@ -146,7 +146,7 @@ class DiagnosticOptions(OptionGroup):
 
     @source_location_excludes.setter
     def sourceLocationExcludes(self, excludes: list[str]) -> None:
-        """Which files are passed over when an error names the line of the model that it comes from.
+        """The files that are passed over when an error names the line of the model that it comes from.
 
         Args:
           excludes: parts of their paths. torch and this package are always passed over.
@@ -157,7 +157,7 @@ class DiagnosticOptions(OptionGroup):
         """Adds to what `sourceLocationExcludes` set.
 
         Raises:
-          AssertionError: one is no string.
+          AssertionError: one is not a string.
         """
         return self.set(source_location_excludes=[*self.source_location_excludes, *excludes])
 
@@ -165,7 +165,7 @@ class DiagnosticOptions(OptionGroup):
 
     @show_compilation_progress_bar.setter
     def showCompilationProgressBar(self, show: bool = True) -> None:
-        """Whether a bar shows how far compiling is."""
+        """Whether a bar shows the progress of compiling."""
 
     model_name = Option(checks.string)
 

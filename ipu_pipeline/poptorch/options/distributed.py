@@ -1,4 +1,4 @@
-"""Options of several processes that train one model: which one this is."""
+"""Options of several processes that train one model: their number, and which one this is."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["DistributedOptions"]
 class DistributedOptions(OptionGroup):
     """`Options.Distributed`.
 
-    At first they are those of the run that this process has joined (`ipu_pipeline.distributed`), or that
-    the environment variables IPU_PIPELINE_NUM_PROCESSES and IPU_PIPELINE_PROCESS_ID tell of; else what Open
-    MPI's say: one process, if there are none.
+    At first they describe the run that this process has joined (`ipu_pipeline.distributed`), or the run in
+    the environment variables IPU_PIPELINE_NUM_PROCESSES and IPU_PIPELINE_PROCESS_ID, or else in Open MPI's
+    variables. Without any of these there is one process.
     """
 
     path = "poptorch.Options().Distributed"
@@ -27,10 +27,10 @@ class DistributedOptions(OptionGroup):
     distributed_process_id = Option(checks.integer(0), 0, doc="Which process this is, from 0.")
 
     def __init__(self) -> None:
-        """Finds out which process this is.
+        """Determines which process this is.
 
         Raises:
-          ValueError: environment variables are no numbers that fit each other.
+          ValueError: the environment variables are not numbers that fit each other.
         """
         super().__init__()
         others = processes.current()
@@ -44,24 +44,24 @@ class DistributedOptions(OptionGroup):
 
     @property
     def processId(self) -> int:
-        """Which process this is, from 0."""
+        """Returns the number of this process, from 0."""
         return self.distributed_process_id
 
     @property
     def numProcesses(self) -> int:
-        """How many processes there are."""
+        """Returns the number of processes."""
         return self.num_distributed_processes
 
     @configurable
     def configureProcessId(self, process_id: int, num_processes: int) -> Self:
-        """Says which process this is.
+        """Sets the number of processes, and which one this is.
 
         Args:
-          process_id: from 0.
-          num_processes: how many there are.
+          process_id: the number of this process, from 0.
+          num_processes: the number of processes.
 
         Raises:
-          AssertionError: one is no integer.
+          AssertionError: one is not an integer.
           ValueError: one is out of range.
         """
         number = checks.integer(1)(f"{self.path}.configureProcessId: num_processes", num_processes)
@@ -75,20 +75,20 @@ class DistributedOptions(OptionGroup):
 
     @configurable
     def disable(self) -> Self:
-        """One process, whatever the environment says."""
+        """Sets a single process, whatever the environment says."""
         return self.configureProcessId(0, 1)
 
     @configurable
     def setEnvVarNames(self, var_num_processes: str, var_process_id: str) -> Self:
-        """Reads from environment variables which process this is; without them it is the only one.
+        """Reads from environment variables which process this is. Without them it is the only one.
 
         Args:
           var_num_processes: the variable with the number of processes.
-          var_process_id: the variable with the number of this one.
+          var_process_id: the variable with the number of this process.
 
         Raises:
-          AssertionError: a name is no string.
-          ValueError: they are no numbers that fit each other.
+          AssertionError: a name is not a string.
+          ValueError: they are not numbers that fit each other.
         """
         numbers = []
         for name, missing in ((var_num_processes, "1"), (var_process_id, "0")):

@@ -20,12 +20,12 @@ DEFAULTS_VARIABLE = "POPTORCH_DEFAULT_OPTIONS"
 
 
 def apply(options: OptionGroup) -> None:
-    """Sets what the environment variables say.
+    """Sets options from the environment variables.
 
     Raises:
-      AttributeError: a name is no setter.
+      AttributeError: a name is not a setter.
       AssertionError: a value is of a wrong type.
-      ValueError: it is no JSON object, or a value is out of range.
+      ValueError: it is not a JSON object, or a value is out of range.
     """
     if directory := os.environ.get(CACHE_VARIABLE):
         options.set(executable_cache_path=directory)
@@ -37,14 +37,14 @@ def load_json(options: OptionGroup, text: str, what: str = "from_json: the strin
     """Sets options from JSON; see `Options.from_json`.
 
     Args:
-      options: what to set.
+      options: the options to set.
       text: the JSON.
-      what: what errors call it.
+      what: the name of the text in errors.
 
     Raises:
-      AttributeError: a name is no setter.
+      AttributeError: a name is not a setter.
       AssertionError: a value is of a wrong type.
-      ValueError: it is no JSON object, or a value is out of range.
+      ValueError: it is not a JSON object, or a value is out of range.
     """
     try:
         calls = json.loads(text)
@@ -74,6 +74,6 @@ def _find(options: OptionGroup, name: str) -> Any:
 
 
 def _as_member(value: Any) -> Any:
-    """The member of an enumeration, or dtype, that a string names; other values as they are."""
+    """Returns the enumeration's member or dtype that a string names; other values unchanged."""
     found = find_value(value) if isinstance(value, str) else None
     return value if found is None else found

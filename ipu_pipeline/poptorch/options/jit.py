@@ -27,7 +27,7 @@ class JitOptions(OptionGroup):
 
     @trace_model.setter
     def traceModel(self, trace_model: bool) -> None:
-        """Whether torch.jit.trace captures the model; only False, as in PopTorch's last versions.
+        """Whether torch.jit.trace captures the model. It must be False, as in PopTorch's last versions.
 
         Raises:
           AssertionError: it is not a boolean.

@@ -1,4 +1,4 @@
-"""What a config file, or JSON, may name: setters, PopTorch's enumerations and classes, torch's dtypes."""
+"""The names in config files and JSON: setters, PopTorch's enumerations and classes, torch's dtypes."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _CLASSES: dict[str, type] = {
 
 
 def find_class(name: str) -> type | None:
-    """A class, as "poptorch.Stage", that a file may make an object of."""
+    """Finds a class that a file may make objects of, such as "poptorch.Stage"."""
     return _CLASSES.get(name.removeprefix("poptorch.")) if name.startswith("poptorch.") else None
 
 
 def find_value(name: str) -> Any:
-    """A member of an enumeration, as "poptorch.OutputMode.All", or a dtype; None if it is neither.
+    """Finds an enumeration's member, such as "poptorch.OutputMode.All", or a dtype; None if it is neither.
 
     "poptorch." and "poptorch.enums." may be left out.
     """
@@ -53,7 +53,7 @@ def find_value(name: str) -> Any:
 
 
 def find_setter(target: Any, name: str) -> Callable[..., Any]:
-    """A method of options, stages or strategies that a file may call.
+    """Finds a method of options, stages or strategies that a file may call.
 
     Raises:
       AttributeError: there is none of that name.

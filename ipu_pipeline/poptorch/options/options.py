@@ -1,4 +1,4 @@
-"""All that is said of a model besides its layers."""
+"""`Options`: all settings of a model besides its layers."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ def _check_schedule(name: str, value: Any) -> str | schedules.ScheduleFunction:
 
 
 class Options(DeviceOptions, DiagnosticOptions):
-    """Options of a model: how often it runs per call, on which devices, how, and what comes back.
+    """Options of a model: how often it runs per call, on which devices and how, and what it returns.
 
-    Setters return the options, so that they can be chained. docs/poptorch_options.md has them all in a
-    table. At first options are as the environment variables POPTORCH_DEFAULT_OPTIONS and POPTORCH_CACHE_DIR
-    say; see `environment`. A data loader and a wrapped model freeze the options that they are given.
+    Setters return the options, so that calls can be chained. docs/poptorch_options.md has them all in a
+    table. New options take the values in the environment variables POPTORCH_DEFAULT_OPTIONS and
+    POPTORCH_CACHE_DIR; see `environment`. A data loader and a wrapped model freeze their options.
 
     Attributes:
       Training: accumulation and reduction of gradients.
@@ -87,7 +87,7 @@ class Options(DeviceOptions, DiagnosticOptions):
     }
 
     def __init__(self) -> None:
-        """Starts with the defaults, and what the environment says.
+        """Starts with the defaults and the values from the environment.
 
         Raises:
           ValueError: an environment variable is malformed.
@@ -97,7 +97,7 @@ class Options(DeviceOptions, DiagnosticOptions):
         environment.apply(self)
 
     def freeze(self) -> None:
-        """Lets nothing be changed any more, here and in the groups within."""
+        """Forbids further changes, here and in the inner groups."""
         super().freeze()
         self._Popart.freeze()
 
@@ -105,16 +105,16 @@ class Options(DeviceOptions, DiagnosticOptions):
 
     @device_iterations.setter
     def deviceIterations(self, device_iterations: int) -> None:
-        """How many weight updates, or in inference micro-batches, there are per call."""
+        """The number of weight updates per call, or in inference of micro-batches."""
 
     execution_strategy = Option(_check_strategy, PipelinedExecution())
 
     @execution_strategy.setter
     def setExecutionStrategy(self, strategy: Strategy | AutoStage) -> None:
-        """Which stage each block is in, and whether stages work at the same time.
+        """The stage of each block, and whether stages work at the same time.
 
         Args:
-          strategy: it is copied, so that changing it afterwards changes nothing here. An `AutoStage`
+          strategy: the strategy. It is copied, so later changes to it have no effect here. An `AutoStage`
             stands for `PipelinedExecution` with it.
 
         Raises:
@@ -125,7 +125,7 @@ class Options(DeviceOptions, DiagnosticOptions):
 
     @pipeline_schedule.setter
     def setPipelineSchedule(self, schedule: str | schedules.ScheduleFunction) -> None:
-        """In which order stages take forwards and backwards, if pipelined. Ours, not PopTorch's.
+        """The order in which pipelined stages run forwards and backwards. Not in PopTorch.
 
         Args:
           schedule: "grouped", the default, "interleaved" or "sequential"; or a function like
@@ -134,7 +134,7 @@ class Options(DeviceOptions, DiagnosticOptions):
 
         Raises:
           ValueError: there is no such schedule.
-          TypeError: it is no function of the four arguments of `grouped`.
+          TypeError: it is not a function of the four arguments of `grouped`.
         """
 
     output_mode = Option(
@@ -144,11 +144,11 @@ class Options(DeviceOptions, DiagnosticOptions):
 
     @configurable
     def outputMode(self, output_mode: OutputMode, output_return_period: int | None = None) -> Self:
-        """Which micro-batches' outputs are returned.
+        """Sets which micro-batches' outputs are returned.
 
         Args:
           output_mode: the default is `Final` in training, `All` in inference.
-          output_return_period: the N of `OutputMode.EveryN`; only for it.
+          output_return_period: the N of `OutputMode.EveryN`, for this mode only.
 
         Raises:
           AssertionError: an argument is of a wrong type, or the period is missing.
@@ -161,14 +161,14 @@ class Options(DeviceOptions, DiagnosticOptions):
         """Whether the output mode is `OutputMode.Default`."""
         return self.output_mode == OutputMode.Default
 
-    random_seed = Option(checks.integer(0), doc="Where the model's random numbers start.")
+    random_seed = Option(checks.integer(0), doc="The seed of the model's random numbers.")
 
     @configurable
     def randomSeed(self, random_seed: int) -> Self:
-        """Where random numbers start: the model's, and torch's in this process.
+        """Sets the seed of random numbers: the model's, and torch's in this process.
 
         Raises:
-          AssertionError: it is no integer.
+          AssertionError: it is not an integer.
           ValueError: it is negative.
         """
         self.set(random_seed=random_seed)
@@ -182,7 +182,7 @@ class Options(DeviceOptions, DiagnosticOptions):
         """Keeps compiled programs in a directory, so that later processes need not compile them.
 
         Args:
-          path: it is made if it does not exist; None: nothing is kept.
+          path: the directory, made if it does not exist; None to keep nothing.
         """
 
     synthetic_data = Option(checks.boolean, False)
@@ -191,7 +191,7 @@ class Options(DeviceOptions, DiagnosticOptions):
     def enableSyntheticData(self, enabled: bool) -> None:
         """Whether the model's inputs are made up on the devices, to measure a model without its data.
 
-        Tensors that a call is given are looked at only for their shapes and dtypes.
+        Only the shapes and dtypes of a call's tensors are used.
         """
 
     stable_norm = Option(
@@ -212,15 +212,15 @@ class Options(DeviceOptions, DiagnosticOptions):
 
     @configurable
     def allowNewShapes(self, allow: bool = True, max_shapes: int = 8) -> Self:
-        """Lets calls have other shapes than the first. Ours, not PopTorch's.
+        """Lets calls have other shapes than the first. Not in PopTorch.
 
-        The model is compiled for each when it comes. All programs have the same weights, buffers, random
-        numbers and optimizer state: shapes may change from call to call as they do in plain torch. Each
-        call still has the same number of micro-batches, which are of one shape.
+        The model is compiled for each new shape. All programs share weights, buffers, random numbers and
+        optimizer state, so shapes may change from call to call as in plain torch. Each call still has the
+        same number of micro-batches, all of one shape.
 
         Args:
-          allow: False: another shape is an error, as in PopTorch.
-          max_shapes: how many shapes there may be, with the first; one more is an error.
+          allow: whether they may. If False, another shape is an error, as in PopTorch.
+          max_shapes: the largest number of shapes, including the first. One more is an error.
 
         Raises:
           AssertionError: an argument is of a wrong type.
@@ -233,7 +233,7 @@ class Options(DeviceOptions, DiagnosticOptions):
 
     @updatable_named_buffers.setter
     def updatableNamedBuffers(self, buffers: list[str]) -> None:
-        """Which buffers `copyNamedBuffersToDevice` copies."""
+        """The buffers that `copyNamedBuffersToDevice` copies."""
 
     relax_optimizer_attributes_checks = Option(checks.boolean, False)
 
@@ -245,16 +245,16 @@ class Options(DeviceOptions, DiagnosticOptions):
 
     @index_checks.setter
     def checkIndices(self, enabled: bool = True) -> None:
-        """Whether an index that a tensor does not have is an error, for debugging. Ours, not PopTorch's.
+        """Whether an index out of range is an error, for debugging. Not in PopTorch.
 
-        Without it reading there gives NaN (of integers the least one), and nothing is written there. With
-        it the host looks at the indices of each embedding, gather, scatter, index_select and advanced
-        index, and at the classes of losses, which takes time; and the weights are there twice while they
-        are updated. It is for one process.
+        Without it, reading out of range gives NaN (for integers the least value), and nothing is written
+        there. With it, the host checks the indices of each embedding, gather, scatter, index_select and
+        advanced index, and the classes of losses. This takes time, and there are two copies of the weights
+        while they are updated. It is for one process.
         """
 
     def loadFromFile(self, filepath: str | os.PathLike[str]) -> Self:
-        """Sets options from a file with a call on each line, as `deviceIterations(4)`.
+        """Sets options from a file with a call on each line, such as `deviceIterations(4)`.
 
         Args:
           filepath: the file; see `config_file`.
@@ -272,14 +272,14 @@ class Options(DeviceOptions, DiagnosticOptions):
         """Sets options from JSON.
 
         Args:
-          string: an object as {"deviceIterations": 4, "Precision.enableStochasticRounding": false}: names
-            of setters, each with its argument, or a list of its arguments. "OutputMode.All" and the like
-            stand for members of enumerations.
+          string: an object such as {"deviceIterations": 4, "Precision.enableStochasticRounding": false}:
+            names of setters, each with its argument or a list of its arguments. Strings such as
+            "OutputMode.All" stand for members of enumerations.
 
         Raises:
           AttributeError: the options are frozen, or a setter does not exist.
           AssertionError: a value is of a wrong type.
-          ValueError: it is no such object, or a value is out of range.
+          ValueError: it is not such an object, or a value is out of range.
         """
         self.check_not_frozen()
         environment.load_json(self, string)

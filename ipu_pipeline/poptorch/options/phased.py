@@ -1,4 +1,4 @@
-"""Strategies with phases: a model runs phase by phase, and what a phase needs is brought to the devices."""
+"""Strategies with phases: a model runs phase by phase, and each phase's tensors move to the devices."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["ParallelPhasedExecution", "PhasedExecution", "SerialPhasedExecution"
 
 
 class PhasedExecution(Strategy):
-    """What the two strategies with phases have in common.
+    """The base class of the two strategies with phases.
 
     Attributes:
       separate_backward_phase: whether the last phase's backward is a phase of its own.
@@ -28,7 +28,7 @@ class PhasedExecution(Strategy):
         """Takes the phases.
 
         Args:
-          phases: each a `Phase`, or what makes one: a list of stages, which run at the same time; or a
+          phases: each is a `Phase` or what makes one: a list of stages, which run at the same time; or a
             stage, a block's name or a list of names, which make one stage.
 
         Raises:
@@ -47,10 +47,10 @@ class PhasedExecution(Strategy):
         return list(self._phases)
 
     def phase(self, index: int) -> Phase:
-        """One of the phases, by its position.
+        """Returns a phase by its position.
 
         Raises:
-          AssertionError: it is no integer.
+          AssertionError: it is not an integer.
           ValueError: it is negative.
           IndexError: there are fewer phases.
         """
@@ -80,15 +80,15 @@ class PhasedExecution(Strategy):
         raise NotImplementedError
 
     def _default_ipu(self, phase: int, position: int) -> int:
-        """The IPU of a phase's stage where nobody says it."""
+        """Returns the IPU of a phase's stage if neither the stage nor its blocks set it."""
         raise NotImplementedError
 
     @configurable
     def useSeparateBackwardPhase(self, use: bool = True) -> Self:
-        """Whether the last phase's backward is a phase of its own, and not of one with its forward.
+        """Sets whether the last phase's backward is a phase of its own, separate from its forward.
 
         Raises:
-          AssertionError: it is no boolean.
+          AssertionError: it is not a boolean.
         """
         self.separate_backward_phase = checks.boolean("useSeparateBackwardPhase: use", use)
         return self
@@ -125,10 +125,10 @@ class SerialPhasedExecution(PhasedExecution):
 
     @configurable
     def setTensorsLiveness(self, liveness: Liveness) -> Self:
-        """Says when tensors of a phase are off the device.
+        """Sets when tensors of a phase are off the device.
 
         Raises:
-          AssertionError: it is no `Liveness`.
+          AssertionError: it is not a `Liveness`.
         """
         self.tensors_liveness = checks.member(Liveness)("setTensorsLiveness: liveness", liveness)
         return self
@@ -158,10 +158,10 @@ class ParallelPhasedExecution(PhasedExecution):
 
     @configurable
     def sendTensorsOffChipAfterFwd(self, off_chip: bool = True) -> Self:
-        """Says whether tensors leave the device after a phase's forward.
+        """Sets whether tensors leave the device after a phase's forward.
 
         Raises:
-          AssertionError: it is no boolean.
+          AssertionError: it is not a boolean.
         """
         self.tensors_off_chip_after_fwd = checks.boolean("sendTensorsOffChipAfterFwd: off_chip", off_chip)
         return self

@@ -1,4 +1,4 @@
-"""`Options._Popart`: what scripts say to PopTorch's compiler, which is not here."""
+"""`Options._Popart`: settings of PopTorch's compiler, which is not used here."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ __all__ = ["PopartOptions"]
 
 
 class PopartOptions:
-    """Takes any option of PopART. Each warns once: XLA compiles in its place."""
+    """Accepts any option of PopART. Each warns once, because XLA compiles instead."""
 
     def __init__(self) -> None:
-        """Not frozen."""
+        """Starts unfrozen."""
         self._frozen = False
 
     def freeze(self) -> None:
-        """Lets nothing be said any more."""
+        """Forbids further settings."""
         self._frozen = True
 
     def set(self, key: str, value: Any) -> Self:
@@ -38,7 +38,7 @@ class PopartOptions:
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PopartOptions:
-        return PopartOptions()  # of a copy of the options, which is not frozen
+        return PopartOptions()  # a copy of the options is not frozen
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other)

@@ -1,4 +1,4 @@
-"""Options of arithmetic: exceptions, rounding, and the type of partial results."""
+"""Options of arithmetic: exceptions, rounding, and the dtype of partial results."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class PrecisionOptions(OptionGroup):
 
     @partials_type.setter
     def setPartialsType(self, dtype: torch.dtype) -> None:
-        """Has no effect: XLA decides in which type matrix products and convolutions are summed up. Warns.
+        """Has no effect, and warns: XLA decides the dtype that matrix products and convolutions sum up in.
 
         Args:
           dtype: torch.float16 or torch.float32.
@@ -58,10 +58,10 @@ class PrecisionOptions(OptionGroup):
         """
 
     def autocastEnabled(self, enabled: bool) -> Self:
-        """Has no effect: `torch.autocast` in forward casts, nothing else. Warns, unless it is True.
+        """Has no effect: only `torch.autocast` in forward casts. False warns.
 
         Raises:
-          AssertionError: it is no boolean.
+          AssertionError: it is not a boolean.
         """
         if not checks.boolean("autocastEnabled", enabled):
             _warn(
@@ -71,16 +71,16 @@ class PrecisionOptions(OptionGroup):
         return self
 
     def autocastPolicy(self, policy: Any) -> Self:
-        """Has no effect: `torch.autocast` goes by torch's own lists of operations. Warns."""
+        """Has no effect, and warns: `torch.autocast` uses torch's own lists of operations."""
         del policy
         _warn("autocastPolicy", "torch.autocast goes by torch's own lists of operations.")
         return self
 
     def halfFloatCasting(self, half_float_casting: HalfFloatCastingBehavior) -> Self:
-        """Has no effect: float16 and float32 together are float32, as torch has it. Others warn.
+        """Has no effect: float16 with float32 gives float32, as in torch. `FloatDowncastToHalf` warns.
 
         Raises:
-          AssertionError: it is no `HalfFloatCastingBehavior`.
+          AssertionError: it is not a `HalfFloatCastingBehavior`.
         """
         rule = f"given one of {list_members(HalfFloatCastingBehavior)}"
         checks.instance(HalfFloatCastingBehavior, rule)("halfFloatCasting", half_float_casting)

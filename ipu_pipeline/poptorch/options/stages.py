@@ -11,7 +11,7 @@ __all__ = ["EqualByValue", "Phase", "Stage", "associate", "pick"]
 
 
 class EqualByValue:
-    """What can be changed, and equals another of its class with the same attributes."""
+    """A mutable object that equals another of its class with the same attributes."""
 
     def __eq__(self, other: object) -> bool:
         return vars(self) == vars(other) if type(self) is type(other) else NotImplemented
@@ -30,7 +30,7 @@ class Stage(EqualByValue):
         """Takes the blocks by their `user_id`.
 
         Raises:
-          AssertionError: there is none, or one is no string.
+          AssertionError: there is none, or one is not a string.
         """
         if not block_ids:
             raise AssertionError("poptorch.Stage needs at least one block.")
@@ -51,10 +51,10 @@ class Stage(EqualByValue):
 
     @configurable
     def ipu(self, ipu: int) -> Self:
-        """Says which IPU the stage is on.
+        """Sets the IPU that the stage is on.
 
         Raises:
-          AssertionError: it is no integer.
+          AssertionError: it is not an integer.
           ValueError: it is negative.
         """
         self._ipu = checks.integer(0)(f"{self!r}: ipu", ipu)
@@ -69,10 +69,10 @@ class Phase(EqualByValue):
     """Stages that run at the same time, for phased executions."""
 
     def __init__(self, *stages: Stage | str) -> None:
-        """Takes the stages; or the names of blocks, which make one stage.
+        """Takes stages, or names of blocks that make one stage.
 
         Raises:
-          AssertionError: there is nothing, something else, or both kinds.
+          AssertionError: there are none, one is something else, or both kinds are given.
         """
         if not stages:
             raise AssertionError("poptorch.Phase needs at least one stage, or the names of blocks.")
@@ -89,20 +89,20 @@ class Phase(EqualByValue):
         return list(self._stages)
 
     def stage(self, index: int) -> Stage:
-        """One of the stages, by its position.
+        """Returns a stage by its position.
 
         Raises:
-          AssertionError: it is no integer.
+          AssertionError: it is not an integer.
           IndexError: there are fewer stages.
         """
         return pick("Phase.stage", self._stages, index)
 
     @configurable
     def ipus(self, *ipus: int) -> Self:
-        """Says which IPU each stage is on.
+        """Sets the IPU that each stage is on.
 
         Raises:
-          AssertionError: there are not as many as stages, or one is no integer.
+          AssertionError: their number is not the number of stages, or one is not an integer.
           ValueError: one is negative.
         """
         if len(ipus) != len(self._stages):
@@ -118,7 +118,7 @@ class Phase(EqualByValue):
 
 
 def pick(what: str, values: tuple[Any, ...], index: int) -> Any:
-    """A value by its position, from the end if it is negative; what asks is for errors."""
+    """Returns a value by its position, from the end if negative. `what` names the caller in errors."""
     number = checks.integer()(f"{what}: the index", index)
     if not -len(values) <= number < len(values):
         raise IndexError(
@@ -128,7 +128,7 @@ def pick(what: str, values: tuple[Any, ...], index: int) -> Any:
 
 
 def associate(stages: list[Stage]) -> dict[str, int]:
-    """The position of each block's stage.
+    """Returns the position of each block's stage.
 
     Raises:
       AssertionError: a block is in two stages.

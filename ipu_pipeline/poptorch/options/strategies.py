@@ -1,4 +1,4 @@
-"""Strategies without phases: which stage, on which IPU, each block of a model is."""
+"""Strategies without phases: the stage and the IPU of each block of a model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Strategy(EqualByValue):
     """How a model is executed on its IPUs."""
 
     def __init__(self, stages: Sequence[Stage]) -> None:
-        """Takes all stages there are.
+        """Takes all stages.
 
         Raises:
           AssertionError: a block is in two of them.
@@ -28,11 +28,11 @@ class Strategy(EqualByValue):
 
     @property
     def stages(self) -> list[Stage]:
-        """All stages there are; none where blocks become stages by themselves."""
+        """Returns all stages; none where blocks become stages by themselves."""
         return list(self._stages)
 
     def stage(self, block_id: str) -> Stage:
-        """The stage of a block.
+        """Returns the stage of a block.
 
         Raises:
           AssertionError: no stage has it.
@@ -40,11 +40,11 @@ class Strategy(EqualByValue):
         return self._stages[self._find(block_id)]
 
     def place(self, blocks: Iterable[tuple[str | None, int | None]]) -> list[Placement]:
-        """Says where each block is.
+        """Places each block.
 
         Args:
-          blocks: name and IPU of each block, None where there is none, in the order in which the model
-            opens them. The same name again is the same block.
+          blocks: the name and IPU of each block, None where it has none, in the order in which the model
+            opens them. A repeated name means the same block.
 
         Returns:
           A placement for each.
@@ -63,7 +63,7 @@ class Strategy(EqualByValue):
         return placements
 
     def find_unused(self, blocks: Iterable[tuple[str | None, int | None]]) -> list[str]:
-        """Names of blocks in its stages that a model does not open.
+        """Finds the names of blocks in its stages that a model does not open.
 
         Args:
           blocks: as for `place`.
@@ -72,11 +72,11 @@ class Strategy(EqualByValue):
         return [name for stage in self._stages for name in stage.blocks if name not in opened]
 
     def _placing(self) -> Callable[[str | None, int | None], Placement]:
-        """What places the blocks of a model, in their order, by name and IPU."""
+        """Returns a function that places a model's blocks, called in their order, by name and IPU."""
         raise NotImplementedError
 
     def clone(self) -> Self:
-        """A copy that shares nothing with the original."""
+        """Returns a copy that shares nothing with the original."""
         return copy.deepcopy(self)
 
     def _find(self, block_id: str | None) -> int:
@@ -91,7 +91,7 @@ class Strategy(EqualByValue):
 
 
 class PipelinedExecution(Strategy):
-    """Stages work at the same time, each on another micro-batch.
+    """Stages work at the same time, each on a different micro-batch.
 
     Attributes:
       auto_stage: how blocks become stages; None if the stages were given.
@@ -103,7 +103,7 @@ class PipelinedExecution(Strategy):
     auto_stage: AutoStage | None
 
     def __init__(self, *args: AutoStage | Stage | str | Sequence[str]) -> None:
-        """Takes the stages, or how they are made of blocks.
+        """Takes the stages, or the way they are made from blocks.
 
         Args:
           args: one `AutoStage`, by default `AutoStage.SameAsIpu`; or the stages, each a `Stage`, the name
@@ -162,7 +162,7 @@ def _place_by_ipu(name: str | None, ipu: int | None) -> Placement:
 
 
 class _Counter:
-    """Gives each new block the next stage; blocks without a name are always new."""
+    """Gives each new block the next stage. Blocks without a name are always new."""
 
     def __init__(self) -> None:
         self._stages: dict[object, int] = {}

@@ -1,4 +1,4 @@
-"""Options of where tensors lie: in a device's memory, or in the host's."""
+"""Options of where tensors are kept: in a device's memory or in the host's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _flag = checks.Check(checks.boolean.rule, checks.boolean.accepts, lambda _name, 
 
 
 class TensorLocationSettings(OptionGroup):
-    """Where tensors of one kind lie.
+    """The place where tensors of one kind are kept.
 
     Example:
       options.TensorLocations.setOptimizerLocation(
@@ -31,26 +31,25 @@ class TensorLocationSettings(OptionGroup):
 
     @onChip.setter
     def useOnChipStorage(self, use: bool) -> None:
-        """Whether they always lie in the device's memory; False: in the host's while nothing uses them."""
+        """Whether they stay in the device's memory; if False, they are in the host's while unused."""
 
     @Option(
         checks.integer(0), no_effect="all tensors of a kind lie off the device, or none.", neutral=0
     ).setter
     def minElementsForOffChip(self, min_elements: int) -> None:
-        """Has no effect: all tensors of a kind lie off the device, or none. Above 0 it warns."""
+        """Has no effect: all tensors of a kind are off the device, or none. Values above 0 warn."""
 
     @Option(checks.integer(0), no_effect=_ALL_SHARED_OUT, neutral=0).setter
     def minElementsForReplicatedTensorSharding(self, min_elements: int) -> None:
-        """Has no effect: what can be divided is shared out, whatever its size. Above 0 it warns."""
+        """Has no effect: tensors that can be divided are, whatever their size. Values above 0 warn."""
 
     @Option(_flag).setter
     def useReplicatedTensorSharding(self, use: bool) -> None:
-        """Whether each of several replicas keeps a part of them: of the optimizer's state, and of weights.
+        """Whether each replica keeps only a part of them, for the optimizer's state and for weights.
 
-        A tensor is divided along the first dimension whose size is a multiple of the number of replicas;
-        one without such a dimension stays whole. With one replica it has no effect, and for activations and
-        sums of gradients, which are each replica's own, it has none either: models that are wrapped with it
-        warn.
+        A tensor is divided along the first dimension whose size is a multiple of the number of replicas. A
+        tensor without such a dimension stays whole. It has no effect with one replica, nor for activations
+        and sums of gradients, which are each replica's own: models that are wrapped with it warn.
         """
 
     @Option(_flag, no_effect=_IO_TILES, neutral=0).setter
@@ -62,7 +61,7 @@ class TensorLocationSettings(OptionGroup):
         """Has no effect: other devices have no such tiles. True warns."""
 
     def to_dict(self) -> dict[str, int]:
-        """What was set, by PopTorch's names of the keys; booleans are 0 and 1."""
+        """Returns what was set, by PopTorch's names of the keys. Booleans are 0 and 1."""
         return dict(self._values)
 
 
@@ -91,31 +90,31 @@ class TensorLocationOptions(OptionGroup):
 
     @location_activation.setter
     def setActivationLocation(self, location: TensorLocationSettings) -> None:
-        """The place of what a stage keeps between its forward and its backward."""
+        """Where a stage's tensors between its forward and its backward are kept."""
 
     location_weight = Option(_location, {})
 
     @location_weight.setter
     def setWeightLocation(self, location: TensorLocationSettings) -> None:
-        """Where parameters lie while no stage uses them."""
+        """Where parameters are kept while no stage uses them."""
 
     location_optimizer = Option(_location, {})
 
     @location_optimizer.setter
     def setOptimizerLocation(self, location: TensorLocationSettings) -> None:
-        """Where the optimizer's state lies between weight updates."""
+        """Where the optimizer's state is kept between weight updates."""
 
     location_accumulator = Option(_location, {})
 
     @location_accumulator.setter
     def setAccumulatorLocation(self, location: TensorLocationSettings) -> None:
-        """Where the sums of gradients lie while no stage uses them."""
+        """Where the sums of gradients are kept while no stage uses them."""
 
     num_io_tiles = Option(_check_tiles, no_effect=_IO_TILES)
 
     @num_io_tiles.setter
     def numIOTiles(self, num_tiles: int) -> None:
-        """Has no effect: other devices have no tiles for input and output. Warns.
+        """Has no effect, and warns: other devices have no tiles for input and output.
 
         Raises:
           AssertionError: it is not an even number from 32 to 192.
@@ -123,7 +122,7 @@ class TensorLocationOptions(OptionGroup):
 
     @property
     def shard(self) -> list[str]:
-        """What replicas are to share out, as the argument `shard` of `engine.Pipeline`."""
+        """Returns what replicas divide among them, as the argument `shard` of `engine.Pipeline`."""
         return [kind for name, kind in _SHARED_OUT.items() if name in self.asked_to_shard]
 
     @property
@@ -136,10 +135,10 @@ class TensorLocationOptions(OptionGroup):
         ]
 
     def find_offloaded(self, is_on_chip: bool) -> list[str]:
-        """What is to lie in the host's memory, as the argument `offload` of `engine.Pipeline`.
+        """Returns what is kept in the host's memory, as the argument `offload` of `engine.Pipeline`.
 
         Args:
-          is_on_chip: whether what has no location of its own lies in the devices' memory.
+          is_on_chip: whether tensors without a location of their own are kept in the devices' memory.
         """
         kinds = {
             "location_activation": "activations",

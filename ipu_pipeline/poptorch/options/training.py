@@ -1,4 +1,4 @@
-"""Options of training: accumulation of gradients, and how they become one."""
+"""Options of training: how gradients are accumulated and reduced."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TrainingOptions(OptionGroup):
 
     @accumulation_and_replication_reduction_type.setter
     def accumulationAndReplicationReductionType(self, reduction_type: ReductionType) -> None:
-        """How the gradients of micro-batches, and of replicas, become one.
+        """How the gradients of micro-batches and of replicas are reduced to one.
 
         Args:
           reduction_type: `ReductionType.Sum` or `Mean`.
@@ -53,7 +53,7 @@ class TrainingOptions(OptionGroup):
     ) -> None:
         """When a mean of gradients is divided.
 
-        If this is not called, it is `Post`; or `Running` if the optimizer accumulates in float16 (its
+        If this is not called, it is `Post`, or `Running` if the optimizer accumulates in float16 (its
         `accum_type`) without combined accumulation.
 
         Args:

@@ -927,7 +927,10 @@ def test_rebatch():
 @pytest.mark.parametrize(
     ("batches", "text"),
     [
-        ([torch.tensor(1.0)], r"all tensors of a batch must have as many rows.* a Tensor .*\[\(\)\]"),
+        (
+            [torch.tensor(1.0)],
+            r"all tensors of a batch must have the same number of rows.* a Tensor .*\[\(\)\]",
+        ),
         ([(torch.ones(2), torch.ones(3, 1))], r"shapes \[\(2,\), \(3, 1\)\]"),
         ([["a", "b"]], r"a list with tensors of the shapes \[\]"),
         (

@@ -91,7 +91,7 @@ def test_weights_that_an_error_takes_with_it(caplog):
     optimizer = poptorch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     executor = poptorch.trainingModel(model, make_options(), optimizer)
     x = make_batch(1)[0]
-    with pytest.raises(poptorch.Error, match="Out of memory .* were lost with it. Those of the host are"):
+    with pytest.raises(poptorch.Error, match="Out of memory .* were lost with it. The host has"):
         executor(x)
     with pytest.raises(poptorch.Error, match="An error came before this call. The weights and the optim"):
         executor(x)

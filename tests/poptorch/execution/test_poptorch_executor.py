@@ -470,7 +470,7 @@ def test_values_within_the_model():
     with pytest.raises(AssertionError, match="Model has not been compiled"):
         executor.getTensorNames()
     with pytest.raises(
-        poptorch.Error, match="anchorTensor names 'mse_loss', which is no value of the model"
+        poptorch.Error, match="anchorTensor names 'mse_loss', which is not a value of the model"
     ):
         executor(x, target)
     with pytest.raises(
@@ -801,4 +801,4 @@ def test_more_that_is_told(trained, caplog, monkeypatch):
     other = make_model()
     optimizer = torch.optim.SGD([*other.parameters(), torch.nn.Parameter(torch.ones(1))], lr=0.1)
     poptorch.trainingModel(other, make_options(), optimizer)(*make_batch())
-    assert "The optimizer has 1 parameters that are none of the model's" in caplog.text
+    assert "The optimizer has 1 parameters that are not the model's" in caplog.text

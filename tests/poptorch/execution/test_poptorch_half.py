@@ -200,7 +200,7 @@ def test_autocast_that_is_for_no_device_is_told(caplog, monkeypatch):
         *make_data()
     )
     assert output.dtype is torch.float32
-    assert "torch.autocast('cuda') has no effect on the model where it was made outside" in caplog.text
+    assert "torch.autocast('cuda') has no effect on the model if it was made outside" in caplog.text
 
 
 # Automatic loss scaling.

@@ -124,7 +124,7 @@ def test_shapes_in_turn_train_as_in_torch(monkeypatch, caplog):
     assert len(captured) == 2
     x, target = make_batch(24)
     with pytest.raises(
-        poptorch.Error, match=r"for 2 shapes, as many as .*max_shapes=2\) allows.*x \[24, 3\]"
+        poptorch.Error, match=r"for 2 shapes, which is the limit of .*max_shapes=2\), .*x \[24, 3\]"
     ):
         executor(x, target)
     with pytest.raises(
@@ -295,7 +295,7 @@ def test_files_have_the_shapes_of_the_last_call(tmp_path):
     trained = Trained(make_options().allowNewShapes(), lambda: Model((0, 0)))
     trained.call(8, 16, 8)
     trained.executor.save(tmp_path / "model.pt")
-    with pytest.raises(poptorch.Error, match="such inputs, and no other"):
+    with pytest.raises(poptorch.Error, match="such inputs only"):
         poptorch.load(tmp_path / "model.pt")(*make_batch(16))
     loaded = poptorch.load(tmp_path / "model.pt")
     batch = make_batch(8, seed=7)
@@ -341,9 +341,7 @@ def test_shapes_that_cannot_have_the_same_state():
     model = seeded(Choosy)
     executor = poptorch.trainingModel(model, make_options().allowNewShapes(), make_sgd(model.parameters()))
     first = executor(*make_batch(4))
-    text = (
-        r"With these shapes \(x \[2, 3\], .* no longer on other.bias, other.weight, other than with x \[4"
-    )
+    text = r"With these shapes \(x \[2, 3\], .* no longer on other.bias, other.weight, unlike with x \[4"
     with pytest.raises(poptorch.Error, match=text):
         executor(*make_batch(2))
     with pytest.raises(poptorch.Error, match=r"one.bias, .* would be on another IPU than with x \[4"):

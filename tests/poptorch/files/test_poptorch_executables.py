@@ -301,12 +301,12 @@ class Other(TwoLayers):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Other(), r"forward\(x, target=...*that of this one is forward\(x, y=None\)"),
+        (lambda: Other(), r"forward\(x, target=...*this model has forward\(x, y=None\)"),
         (
             lambda: TwoLayers(hidden=6),
-            r"first.weight is torch.float32 of shape \(5, 3\); that of .*\(6, 3\)",
+            r"first.weight is torch.float32 of shape \(5, 3\); this model's is .*\(6, 3\)",
         ),
-        (lambda: TwoLayers().half(), "that of this one is torch.float16"),
+        (lambda: TwoLayers().half(), "this model's is torch.float16"),
         (lambda: Renamed(), "a model with a parameter first.weight, which this one does not have"),
     ],
     ids=["forward", "shape", "dtype", "name"],

@@ -592,7 +592,7 @@ def test_losses_that_cannot_be_found():
         (lambda self, x: tuple(map(loss, two_losses(self, x))), "Multiple independent losses"),
         (
             lambda self, x: torch.nn.functional.mse_loss(self.linear(x), x, reduction="none"),
-            r"The loss must be a floating-point scalar; that of .* is torch.float32 of shape \(4, 3\)",
+            r"The loss must be a floating-point scalar. The loss in .* is torch.float32 of shape \(4, 3\)",
         ),
         (focal, "computed from a loss.*cross_entropy_loss"),
         (
@@ -930,7 +930,7 @@ class Boxed:
 
 
 def test_objects_with_tensors_in_them():
-    with pytest.raises(poptorch.Error, match="is an object with tensors in it, in which nobody looks"):
+    with pytest.raises(poptorch.Error, match="is an object with tensors in it, which are not found"):
         infer(lambda self, box: box.tensor, Boxed(x))
     with pytest.raises(
         poptorch.Error, match=r"the result\[0\] of the model's forward is an object with tensors"

@@ -128,7 +128,7 @@ def test_an_initial_state_and_the_length_of_the_result(monkeypatch, caplog):
     model = seeded(lambda: Calls(run))
     x, lengths, _target = draw()
     assert_close(poptorch.inferenceModel(model, make_options())(x, lengths), model(x, lengths))
-    assert "gives as many steps as were packed, 6, whatever the lengths" in caplog.text
+    assert "returns all 6 steps that were packed, whatever the lengths" in caplog.text
 
 
 @pytest.mark.thorough

@@ -1,4 +1,4 @@
-"""Attention as one operation: what torch makes of it depends on the device that it runs on."""
+"""Attention as one operation, because torch's decomposition depends on the device that it runs on."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Array:
-    """Queries (..., heads, targets, features), keys and values (..., heads, sources, features).
+    """Takes queries (..., heads, targets, features), keys and values (..., heads, sources, features).
 
-    Scores and their softmax have 32 bits at least. A target whose sources are all masked gets zeros.
+    Scores and their softmax have at least 32 bits. A target whose sources are all masked gets zeros.
     """
     if enable_gqa:
         repeats = query.shape[-3] // key.shape[-3]

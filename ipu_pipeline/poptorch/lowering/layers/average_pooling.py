@@ -17,7 +17,7 @@ __all__: list[str] = []
 
 
 def _counts(windows: Windows, include_padding: bool) -> np.ndarray[Any, Any]:
-    """By what the sum of each window is divided: its elements, with those of the padding or without."""
+    """Returns the divisor of each window's sum: its number of elements, with or without padding."""
     counts = np.ones((1,) * windows.num_dims)
     for i in range(windows.num_dims):
         length, padding = windows.lengths[i], windows.padding[i]
@@ -67,7 +67,7 @@ lowers("avg_pool3d")(_average_pool(3))
 
 
 def _average_axis(x: Array, axis: int, size: int) -> Array:
-    """Means of `size` parts of an axis, which overlap where its length is no multiple."""
+    """Takes means of `size` parts of an axis. They overlap if its length is not a multiple of `size`."""
     length = x.shape[axis]
     if length % size == 0:
         return jnp.mean(x.reshape(*x.shape[:axis], size, length // size, *x.shape[axis + 1 :]), axis + 1)

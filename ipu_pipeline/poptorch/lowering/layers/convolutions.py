@@ -30,9 +30,9 @@ def _convolution(
     output_padding: Sequence[int],
     groups: int,
 ) -> Array:
-    """Of (batch, channels, *lengths), by weights (out, in / groups, *kernel).
+    """Convolves (batch, channels, *lengths) by weights (out, in / groups, *kernel).
 
-    A transposed one has weights (in, out / groups, *kernel).
+    A transposed convolution has weights (in, out / groups, *kernel).
     """
     count = x.ndim - 2
     stride, padding, dilation = (per_dim(values, count) for values in (stride, padding, dilation))
@@ -69,7 +69,7 @@ def _im2col(
     padding: Sequence[int],
     stride: Sequence[int],
 ) -> Array:
-    """(batch, channels, height, width) to (batch, channels * kernel, windows)."""
+    """Turns (batch, channels, height, width) into (batch, channels * kernel, windows)."""
     batched = x if x.ndim == 4 else x[None]
     kernel, dilation, padding, stride = (per_dim(v, 2) for v in (kernel_size, dilation, padding, stride))
     padded = jax.lax.pad(
@@ -97,7 +97,7 @@ def _col2im(
     padding: Sequence[int],
     stride: Sequence[int],
 ) -> Array:
-    """The transpose of `_im2col`: overlapping windows are summed."""
+    """Computes the transpose of `_im2col`: overlapping windows are summed."""
     kernel = per_dim(kernel_size, 2)
     batched = columns if columns.ndim == 3 else columns[None]
     channels = batched.shape[1] // (kernel[0] * kernel[1])

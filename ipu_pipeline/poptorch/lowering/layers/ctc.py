@@ -4,8 +4,9 @@ Source: Graves et al., Connectionist Temporal Classification, 2006, section 4.1.
 blank, label, blank, ..., blank; `alpha` is the logarithm of the probability of all beginnings of
 alignments that end at each of these.
 
-torch's gradient by the logarithms is that by the unnormalized scores of which they are the softmax, and
-so is ours: through log_softmax both give the same, and only a caller who skips it sees a difference.
+torch's gradient with respect to the logarithms is the gradient with respect to the unnormalized scores
+behind their softmax, and so is ours. Through log_softmax both give the same: only a caller that skips it
+sees a difference.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ __all__: list[str] = []
 
 
 def _log_add(*values: Array) -> Array:
-    """log(sum(exp(values))), with the gradient 0 where all are -inf."""
+    """Computes log(sum(exp(values))), with the gradient 0 where all are -inf."""
     largest = jax.lax.stop_gradient(jnp.stack(values).max(0))
     shift = jnp.where(largest == -jnp.inf, 0, largest)
     total = sum(jnp.exp(value - shift) for value in values)
@@ -34,7 +35,7 @@ def _log_add(*values: Array) -> Array:
 def _negative_log_likelihood(
     log_probs: Array, targets: Array, input_lengths: Array, target_lengths: Array, blank: int
 ) -> Array:
-    """log_probs (time, batch, classes), targets (batch, labels), lengths (batch). Returns (batch)."""
+    """Takes log_probs (time, batch, classes), targets (batch, labels), lengths (batch). Returns (batch)."""
     num_times, batch = log_probs.shape[:2]
     extended = jnp.full((batch, 2 * targets.shape[1] + 1), blank, targets.dtype).at[:, 1::2].set(targets)
     skips = jnp.pad((extended[:, 2:] != extended[:, :-2]) & (extended[:, 2:] != blank), ((0, 0), (2, 0)))
@@ -81,7 +82,7 @@ _loss.defvjp(_loss_forward, _loss_backward)
 
 
 def _padded(targets: Array, target_lengths: Array) -> Array:
-    """Labels (batch, labels); torch also takes those of all sequences one after the other."""
+    """Returns labels (batch, labels). torch also accepts the labels of all sequences in a row."""
     if targets.ndim == 2:
         return targets
     starts = jnp.cumsum(target_lengths) - target_lengths

@@ -16,7 +16,7 @@ __all__: list[str] = []
 
 
 def _length(difference: Array, p: float) -> Array:
-    """The norm over the last dimension. As in torch, the gradient of the largest is not divided here."""
+    """Takes the norm over the last dimension. As in torch, a maximum's gradient is not divided here."""
     if not math.isinf(p):
         return vector_norm(difference, p, -1)
     sizes = absolute(difference)
@@ -27,19 +27,19 @@ def _length(difference: Array, p: float) -> Array:
 
 @lowers("_cdist_forward")
 def _cdist(a: Array, b: Array, p: float, compute_mode: int | None = None) -> Array:
-    """Between all rows of a and all of b. torch multiplies matrices if there are many, and rounds more."""
+    """Takes distances between all rows of a and of b. torch multiplies large matrices, and rounds more."""
     del compute_mode
     return _length(a[..., :, None, :] - b[..., None, :, :], p)
 
 
 @lowers("_pdist_forward")
 def _pdist(x: Array, p: float = 2) -> Array:
-    """Between each row and those after it."""
+    """Takes distances between each row and the later ones."""
     first, second = np.triu_indices(x.shape[0], 1)
     return _length(x[first] - x[second], p)
 
 
 @lowers("dist", keep=True)
 def _dist(a: Array, b: Array, p: float = 2) -> Array:
-    """Between two arrays as a whole."""
+    """Takes the distance between two arrays as a whole."""
     return vector_norm(a - b, p)

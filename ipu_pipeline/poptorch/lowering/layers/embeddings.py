@@ -14,7 +14,7 @@ __all__: list[str] = []
 
 
 def _rows(weight: Array, indices: Array, padding_idx: int, scale_grad_by_freq: bool) -> Array:
-    """Rows; the gradient of the padding row is 0, that of others divided by how often they are taken."""
+    """Takes rows. The padding row's gradient is 0; others may be divided by how often they are taken."""
     rows = weight.at[indices].get(mode="fill", wrap_negative_indices=False)
     if padding_idx >= 0:
         rows = jnp.where((indices == padding_idx)[..., None], jax.lax.stop_gradient(rows), rows)
@@ -57,7 +57,7 @@ def _embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int = -1,
 ) -> tuple[Any, ...]:
-    """Bags are runs of `indices` that begin at `offsets`. Mode 0 takes sums, 1 means, 2 maxima."""
+    """Reduces bags: runs of `indices` that begin at `offsets`. Mode 0 takes sums, 1 means, 2 maxima."""
     del sparse
     num_bags = offsets.shape[0] - (1 if include_last_offset else 0)
     places = jnp.arange(indices.shape[0], dtype=offsets.dtype)
@@ -80,7 +80,7 @@ def _embedding_bag(
 
 
 def _maxima(rows: Array, bags: Array, counted: Array, empty: Array) -> tuple[Array, Array]:
-    """The largest element of each bag and column, and which row has it first; 0 and -1 for empty bags."""
+    """Returns each bag's and column's maximum and the first row that has it; 0 and -1 for empty bags."""
     lowest = jnp.full_like(empty, -jnp.inf)
     values = jax.lax.stop_gradient(jnp.where(counted[:, None], rows, -jnp.inf))
     largest = lowest.at[bags].max(values, mode="drop")

@@ -1,4 +1,4 @@
-"""Images read at the places that a grid says: from -1 to 1 along each dimension, the last one first.
+"""Reads images at places given by a grid: from -1 to 1 along each dimension, the last one first.
 
 Beyond the image there are zeros, the edge, or a reflection.
 """
@@ -24,7 +24,7 @@ _ZEROS, _BORDER, _REFLECTION = range(3)
 
 @lowers("grid_sampler_2d", "grid_sampler_3d", keep=True)
 def _grid_sampler(x: Array, grid: Array, mode: int, padding: int, align_corners: bool) -> Array:
-    """X (batch, channels, *lengths), grid (batch, *places, dimensions)."""
+    """Takes x (batch, channels, *lengths) and grid (batch, *places, dimensions)."""
     lengths = x.shape[2:]
     image = widen(x).reshape(*x.shape[:2], -1)
     grid = widen(grid)
@@ -36,7 +36,7 @@ def _grid_sampler(x: Array, grid: Array, mode: int, padding: int, align_corners:
         return _bound(coordinate, length, padding, align_corners)
 
     def read(places: tuple[Array, ...]) -> Array:
-        """Pixels, 0 outside."""
+        """Reads pixels, 0 outside of the image."""
         inside: Any = True
         flat: Any = 0
         for place, length in zip(places, lengths, strict=True):
@@ -89,7 +89,7 @@ def _bound(coordinate: Array, length: int, padding: int, align_corners: bool) ->
 
 
 def _reflect(coordinate: Array, low: float, span: float) -> Array:
-    """Back and forth between `low` and `low + span`."""
+    """Reflects coordinates back and forth between `low` and `low + span`."""
     if span == 0:
         return jnp.zeros_like(coordinate)
     distance = jnp.abs(coordinate - low)

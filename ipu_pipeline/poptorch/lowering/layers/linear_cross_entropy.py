@@ -1,6 +1,6 @@
-"""The cross entropy of a linear layer's results, for some rows at a time: only so many results are kept.
+"""The cross entropy of a linear layer's results, a chunk of rows at a time: only its results are kept.
 
-torch computes gradients in the forward and keeps them; here the backward computes the rows' results again.
+torch computes gradients in the forward and keeps them; here the backward recomputes the rows' results.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _loss_of_rows(
     ignore_index: int,
     label_smoothing: float,
 ) -> tuple[Array, Array]:
-    """Losses, and by what their sum is divided for the mean: of (rows, features) and targets (rows)."""
+    """Returns losses, and the divisor of their sum for the mean, for (rows, features), targets (rows)."""
     x, target = rows
     scores = x @ weight.T.astype(x.dtype)
     scores = widen(scores if bias is None else scores + bias.astype(x.dtype))
@@ -42,7 +42,7 @@ def _loss_of_rows(
 
 
 def _losses(x: Array, target: Array, batch_chunk_size: int, *rest: Any) -> tuple[Array, Array]:
-    """Of all rows; what is behind the last one, up to a whole chunk, is cut off."""
+    """Returns the same for all rows. The rows that fill up the last chunk are cut off."""
     count = -(-x.shape[0] // batch_chunk_size)
     missing = count * batch_chunk_size - x.shape[0]
     rows = jnp.pad(x, ((0, missing), (0, 0))).reshape(count, batch_chunk_size, -1)
@@ -70,7 +70,7 @@ def _chunked(
     batch_chunk_size: int,
     *policies: Any,
 ) -> tuple[Any, ...]:
-    """The loss, and what only torch's backward reads."""
+    """Returns the loss, and results that only torch's backward reads."""
     del policies  # how torch accumulates, and which gradients it computes: here float32, and those needed
     losses, parts = _losses(
         x, target, batch_chunk_size, linear_weight, linear_bias, weight, ignore_index, label_smoothing

@@ -1,4 +1,4 @@
-"""Losses that torch's decomposition would give wrong gradients, or none."""
+"""Losses for which torch's decomposition has wrong gradients, or none."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NONE, MEAN, SUM = range(3)
 
 
 def reduce_loss(losses: Array, reduction: int) -> Array:
-    """Torch's numbers of reductions: 0 none, 1 mean, 2 sum."""
+    """Reduces losses by torch's numbers: 0 none, 1 mean, 2 sum."""
     if reduction == NONE:
         return losses
     return jnp.mean(losses) if reduction == MEAN else jnp.sum(losses)
@@ -22,14 +22,14 @@ def reduce_loss(losses: Array, reduction: int) -> Array:
 
 @jax.custom_jvp
 def _cross_entropy(x: Array, target: Array) -> Array:
-    """Logarithms are at least -100, so that no loss is infinite."""
+    """Computes binary cross entropy with logarithms of at least -100, so that no loss is infinite."""
     log, log_rest = jnp.maximum(jnp.log(x), -100), jnp.maximum(jnp.log1p(-x), -100)
     return (target - 1) * log_rest - target * log
 
 
 @_cross_entropy.defjvp
 def _cross_entropy_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Torch's gradient is finite everywhere, too."""
+    """Computes torch's gradient, which is also finite everywhere."""
     x, target = primals
     log, log_rest = jnp.maximum(jnp.log(x), -100), jnp.maximum(jnp.log1p(-x), -100)
     by_x = (x - target) / jnp.maximum(x * (1 - x), jnp.asarray(1e-12, x.dtype))

@@ -1,7 +1,7 @@
-"""Maxima over windows, and where they were.
+"""Maxima over windows, and their positions.
 
-The gradient goes to the first of equal elements. Where an element was is counted in its plane, that is
-in the pooled dimensions together. It is computed only if something reads it.
+The gradient goes to the first of equal elements. Positions are counted in a plane, which is all pooled
+dimensions together. They are computed only if something reads them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ lowers("max_pool3d_with_indices")(_max_pool(3))
 
 
 def _largest(x: Array, windows: Windows) -> Array:
-    if any(step != 1 for step in windows.dilation):  # whose gradient JAX does not have for `reduce_window`
+    if any(step != 1 for step in windows.dilation):  # JAX has no gradient of `reduce_window` for this
         return _take(x, _positions(x, windows), windows.num_dims)
     if are_fast_tiles(x, windows):
         return largest_of_tiles(x, windows)
@@ -63,7 +63,7 @@ def _largest(x: Array, windows: Windows) -> Array:
 
 
 def _positions(x: Array, windows: Windows) -> Array:
-    """Where the first largest element of each window is: windows are slices of padded planes."""
+    """Returns each window's first position of the maximum. Windows are slices of padded planes."""
     num_dims, before = windows.num_dims, x.ndim - windows.num_dims
     pads = windows.pads(x.ndim)
     plane = math.prod(windows.lengths)
@@ -86,9 +86,9 @@ def _positions(x: Array, windows: Windows) -> Array:
 
 
 def _first_largest(values: Array, places: Array) -> Array:
-    """Of each window, its elements along the last dimension, the smallest place of a largest value.
+    """Returns the smallest place of the maximum in each window, whose elements are the last dimension.
 
-    Places beyond the plane are no elements; NaN is larger than all numbers.
+    Places beyond the plane do not count. NaN is larger than all numbers.
     """
     largest = jnp.max(values, -1, keepdims=True)
     is_largest = (values == largest) | jnp.isnan(values) if is_float(values) else values == largest
@@ -96,7 +96,7 @@ def _first_largest(values: Array, places: Array) -> Array:
 
 
 def _take(x: Array, positions: Array, num_dims: int) -> Array:
-    """The elements at positions in the planes."""
+    """Takes the elements at positions in the planes."""
     flat = x.reshape(*x.shape[: x.ndim - num_dims], -1)
     at = positions.reshape(*flat.shape[:-1], -1)
     return jnp.take_along_axis(flat, at, -1, mode="clip").reshape(positions.shape)
@@ -128,7 +128,7 @@ lowers("adaptive_max_pool3d")(_adaptive_max_pool(3))
 
 
 def _gathered(x: Array, indices: list[Any], valid: list[Any] | None = None) -> Array:
-    """Positions of maxima over windows of unequal steps."""
+    """Returns positions of maxima over windows with unequal steps."""
     num_dims = len(indices)
     lengths = x.shape[x.ndim - num_dims :]
     places: Any = 0
@@ -153,7 +153,7 @@ def _gathered(x: Array, indices: list[Any], valid: list[Any] | None = None) -> A
 
 
 def _starts(samples: Array, length: int, size: int, kernel: int) -> Array:
-    """Where windows of a fractional pooling begin: in steps of two lengths, ordered as a sample says."""
+    """Returns where fractional pooling's windows begin: in steps of two lengths, in a sample's order."""
     if size == 1:
         return jnp.full((*samples.shape, 1), length - kernel)
     alpha = jnp.asarray((length - kernel) / (size - 1), samples.dtype)
@@ -173,7 +173,7 @@ def _fractional_max_pool(num_dims: int) -> Callable[..., Any]:
         for i in range(num_dims):
             sample = samples[
                 ..., num_dims - 1 - i if num_dims == 2 else i
-            ]  # in two dimensions width is first
+            ]  # in two dimensions, width comes first
             starts = _starts(sample, x.shape[x.ndim - num_dims + i], sizes[i], kernel[i])
             indices.append(starts[..., None] + jnp.arange(kernel[i]))
         positions = _gathered(x, indices)
@@ -188,9 +188,9 @@ lowers("fractional_max_pool3d", keep=True)(_fractional_max_pool(3))
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _put(x: Array, at: Array, length: int) -> Array:
-    """Elements (planes, elements) at places of planes of that length, 0 elsewhere.
+    """Puts elements (planes, elements) at places in planes of that length, with 0 elsewhere.
 
-    Windows that overlap give the same element several times: torch's gradient is then that of one each.
+    Overlapping windows give the same element several times: in torch, each then has the gradient of one.
     """
     return jnp.zeros((x.shape[0], length), x.dtype).at[jnp.arange(x.shape[0])[:, None], at].set(x)
 
@@ -209,7 +209,7 @@ _put.defvjp(_put_forward, _put_backward)
 
 def _max_unpool(num_dims: int) -> Callable[..., Any]:
     def unpool(x: Array, indices: Array, output_size: Sequence[int], *rest: Any) -> Array:
-        del rest  # stride and padding, of which the output's size was made
+        del rest  # stride and padding; the output's size was made from them
         leading = x.shape[: x.ndim - num_dims]
         flat = x.reshape(math.prod(leading), -1)
         made = _put(flat, indices.reshape(flat.shape), math.prod(output_size))

@@ -1,4 +1,4 @@
-"""Normalizations. Statistics are computed in 32 bits at least."""
+"""Normalizations. Statistics are computed in at least 32 bits."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ def _scaled(x: Array, weight: Array | None, bias: Array | None) -> Array:
 
 
 def _by_channel(x: Array, values: Array | None) -> Array | None:
-    """One value for each channel, dimension 1, in the shape that broadcasts."""
+    """Reshapes one value for each channel (dimension 1) so that it broadcasts."""
     return None if values is None else values.reshape(1, -1, *(1,) * (x.ndim - 2))
 
 
 def _normalize(x: Array, weight: Array | None, bias: Array | None, mean: Array, inverse: Array) -> Array:
-    """`(x - mean) * inverse`, then weight and bias; all of them one value for each channel."""
+    """Computes `(x - mean) * inverse`, then weight and bias, each with one value per channel."""
     scale = inverse if weight is None else inverse * widen(weight)
     return _scaled(widen(x) - _by_channel(x, mean), _by_channel(x, scale), _by_channel(x, bias))
 
 
 def _statistics(x: Array, eps: float) -> tuple[Array, Array, Array]:
-    """Mean, variance and the inverse of the deviation, of each channel."""
+    """Returns the mean, the variance and the inverse deviation of each channel."""
     squares, mean = variance(x, (0, *range(2, x.ndim)), 0, keepdim=False)
     return mean, squares, jax.lax.rsqrt(squares + eps)
 
 
 def _constant(mean: Array, inverse: Array) -> tuple[Array, Array]:
-    """The statistics as results, which have no gradient in torch (those of groups have)."""
+    """Returns the statistics as results, which have no gradient in torch (group statistics have)."""
     return jax.lax.stop_gradient(mean), jax.lax.stop_gradient(inverse)
 
 
@@ -54,7 +54,7 @@ def _batch_norm(
     momentum: float,
     eps: float,
 ) -> tuple[Any, ...]:
-    """In training by the batch's statistics; the running ones move to them, with the unbiased variance."""
+    """Uses the batch's statistics in training, and moves the running ones towards them, unbiased."""
     if not training:
         return (
             *_batch_norm_inference(x, weight, bias, running_mean, running_var, momentum, eps),
@@ -90,7 +90,7 @@ def _batch_norm_inference(
     momentum: float,
     eps: float,
 ) -> tuple[Any, ...]:
-    """By the running statistics alone. What a backward would read of the batch's has no elements."""
+    """Uses only the running statistics. The batch statistics for a backward have no elements."""
     del momentum
     inverse = jax.lax.rsqrt(widen(running_var) + eps)
     nothing = jnp.zeros((0,), jnp.float32)
@@ -101,7 +101,7 @@ def _batch_norm_inference(
 def _layer_norm(
     x: Array, normalized_shape: Sequence[int], weight: Array | None, bias: Array | None, eps: float
 ) -> tuple[Any, ...]:
-    """Over the last dimensions."""
+    """Normalizes over the last dimensions."""
     axes = tuple(range(x.ndim - len(normalized_shape), x.ndim))
     squares, mean = variance(x, axes, 0, keepdim=True)
     inverse = jax.lax.rsqrt(squares + eps)
@@ -119,7 +119,7 @@ def _group_norm(
     groups: int,
     eps: float,
 ) -> tuple[Any, ...]:
-    """Over the channels of a group, and their planes."""
+    """Normalizes over the channels of a group and their planes."""
     grouped = x.reshape(batch, groups, channels // groups * plane)
     squares, mean = variance(grouped, (2,), 0, keepdim=True)
     inverse = jax.lax.rsqrt(squares + eps)

@@ -17,14 +17,14 @@ _MODES = {"reflect": "reflect", "replicate": "edge", "circular": "wrap"}
 
 
 def _by_dimension(x: Array, pad: Sequence[int]) -> list[tuple[int, int]]:
-    """Torch's list begins with the last dimension."""
+    """Sorts padding by dimension: torch's list begins with the last one."""
     pairs = [(pad[i], pad[i + 1]) for i in range(0, len(pad), 2)][::-1]
     return [(0, 0)] * (x.ndim - len(pairs)) + pairs
 
 
 @lowers("constant_pad_nd")
 def _constant_pad(x: Array, pad: Sequence[int], value: Any = 0) -> Array:
-    """A negative number takes elements away."""
+    """Pads by a constant. A negative number removes elements."""
     return jax.lax.pad(
         x, jnp.asarray(value, x.dtype), [(low, high, 0) for low, high in _by_dimension(x, pad)]
     )

@@ -19,7 +19,7 @@ from ipu_pipeline.poptorch.lowering.registry import lowers
 __all__: list[str] = []
 
 Carry = tuple[Array, ...]
-# Computes the new carry of the inputs' part of the gates, the carry, and what `_prepare` makes of weights.
+# Computes the new carry from the inputs' part of the gates, the carry, and the weights from `_prepare`.
 Cell = Callable[[Array, Carry, dict[str, Array]], Carry]
 
 
@@ -49,7 +49,7 @@ def _rnn_cell(function: Callable[[Array], Array]) -> Cell:
 def _prepare(
     params: Sequence[Array], has_biases: bool, is_gru: bool
 ) -> tuple[dict[str, Array], Array, Array | None]:
-    """What a cell needs at each step; the weights of the inputs, and their bias."""
+    """Returns the weights that a cell needs at each step, the weights of the inputs, and their bias."""
     input_weights, hidden_weights, *rest = params
     weights = {"hidden": hidden_weights}
     bias = None
@@ -73,9 +73,9 @@ def _run_direction(
     reverse: bool,
     is_there: Array | None,
 ) -> tuple[Array, Carry]:
-    """The hidden states of all times, and the last carry.
+    """Returns the hidden states of all times, and the last carry.
 
-    `is_there` (time, batch, 1) says which steps the sequences have; others leave the carry, and give 0.
+    `is_there` (time, batch, 1) marks the steps that the sequences have. Others keep the carry, and give 0.
     """
     weights, input_weights, bias = _prepare(params, has_biases, cell is _gru_cell)
     gates = x @ input_weights.T
@@ -105,7 +105,7 @@ def _run(
     bidirectional: bool,
     is_there: Array | None = None,
 ) -> tuple[Array, Carry]:
-    """All layers: `initial` and the last carry have one row for each layer and direction."""
+    """Runs all layers. `initial` and the last carry have one row for each layer and direction."""
     num_directions = 2 if bidirectional else 1
     per_run = len(params) // (num_layers * num_directions)
     lasts = []

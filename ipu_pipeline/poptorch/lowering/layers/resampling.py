@@ -1,7 +1,7 @@
-"""Images in other sizes: nearest neighbours, linear and cubic interpolation.
+"""Resizes images: nearest neighbours, linear and cubic interpolation.
 
-Along each dimension the sources and weights are known when a program is compiled. Linear and cubic
-interpolation are products with a matrix of weights, as in `jax.image.resize`; nearest neighbours are a
+The sources and weights along each dimension are known when a program is compiled. Linear and cubic
+interpolation are products with a matrix of weights, as in `jax.image.resize`. Nearest neighbours are a
 slice or a repetition where the sizes allow it.
 """
 
@@ -23,13 +23,13 @@ __all__ = ["CUBIC_TAPS", "cubic_weight"]
 Matrix = np.ndarray[Any, Any]
 
 CUBIC_TAPS = (-1, 0, 1, 2)
-_CUBIC = -0.75  # the parameter of the cubic kernel, as torch has it
+_CUBIC = -0.75  # torch's parameter of the cubic kernel
 
 
 def _targets(
     x: Array, size: Sequence[int] | None, scales: Sequence[Any], num_dims: int
 ) -> list[tuple[int, Any]]:
-    """Each dimension's new length, and its factor or None. The factors come as one list, or one by one."""
+    """Returns each dimension's new length, and its factor or None. `scales` is one list, or numbers."""
     if len(scales) == 1 and isinstance(scales[0], (list, tuple)):
         scales = scales[0]
     factors = list(scales) if scales and scales[0] is not None else [None] * num_dims
@@ -40,7 +40,7 @@ def _targets(
 
 
 def _nearest_sources(length: int, target: int, factor: float | None, is_exact: bool) -> Matrix:
-    """The source of each target, rounded in 32 bits as torch does."""
+    """Returns the source of each target, rounded in 32 bits as in torch."""
     step = np.float32(1 / factor if factor else np.float32(length) / np.float32(target))
     places = np.arange(target, dtype=np.float32)
     sources = np.floor((places + np.float32(0.5)) * step if is_exact else places * step)
@@ -73,7 +73,7 @@ for _number in (1, 2, 3):
 
 
 def _step(length: int, target: int, factor: float | None, align_corners: bool, dtype: Any) -> Any:
-    """How many sources a target is wide, in the precision of the result."""
+    """Returns a target's width in sources, in the precision of the result."""
     real = np.dtype(dtype).type
     if align_corners:
         return real(length - 1) / real(target - 1) if target > 1 else real(0)
@@ -81,14 +81,14 @@ def _step(length: int, target: int, factor: float | None, align_corners: bool, d
 
 
 def _coordinates(target: int, step: Any, align_corners: bool) -> Matrix:
-    """Where the centre of each target lies between the centres of the sources."""
+    """Returns the place of each target's centre between the sources' centres."""
     places = np.arange(target, dtype=step.dtype)
     half = step.dtype.type(0.5)
     return places * step if align_corners else step * (places + half) - half
 
 
 def _matrix(sources: list[tuple[Matrix, Matrix]], length: int) -> Matrix:
-    """Weights (target, source), of pairs of the targets' sources and weights; beyond the ends, the ends."""
+    """Makes weights (target, source) from pairs of sources and weights. Beyond the ends are the ends."""
     rows = np.arange(len(sources[0][0]))
     matrix = np.zeros((len(rows), length), sources[0][1].dtype)
     for places, weights in sources:
@@ -112,7 +112,7 @@ def _cubic_matrix(coordinates: Matrix, length: int, step: Any) -> Matrix:
 
 
 def cubic_weight(fraction: Any, tap: int) -> Any:
-    """What a pixel weighs for a place between pixels, by the kernel of Keys, 1981."""
+    """Returns a pixel's weight for a place between pixels, by the kernel of Keys, 1981."""
     distance = fraction - tap if tap <= 0 else tap - fraction
     if tap in (0, 1):
         return ((_CUBIC + 2) * distance - (_CUBIC + 3)) * distance * distance + 1
@@ -120,13 +120,13 @@ def cubic_weight(fraction: Any, tap: int) -> Any:
 
 
 def _smooth_matrix(coordinates: Matrix, length: int, step: Any, is_cubic: bool = False) -> Matrix:
-    """Weights of an antialiasing filter: it is as wide as the sources that make one target."""
+    """Makes the weights of an antialiasing filter as wide as the sources that make one target."""
     coordinates = _coordinates(
         len(coordinates), step, align_corners=False
-    )  # whatever is asked for, as torch
+    )  # whatever is asked for, as in torch
     width = max(step, 1)
     distances = np.abs(np.arange(length) - coordinates[:, None]) / width
-    if is_cubic:  # of Keys, with the parameter -0.5, as in Pillow
+    if is_cubic:  # Keys' kernel with the parameter -0.5, as in Pillow
         near = (1.5 * distances - 2.5) * distances * distances + 1
         far = ((-0.5 * distances + 2.5) * distances - 4) * distances + 2
         weights = np.where(distances < 1, near, np.where(distances < 2, far, 0))

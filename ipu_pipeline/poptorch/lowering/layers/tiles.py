@@ -1,6 +1,6 @@
-"""Maxima over windows that lie side by side, with a gradient that is fast on CPUs.
+"""Maxima over windows side by side, with a gradient that is fast on CPUs.
 
-XLA computes the gradient of `jax.lax.reduce_window` one element after another on a CPU. For small windows,
+On a CPU, XLA computes the gradient of `jax.lax.reduce_window` one element after another. For small windows,
 whole arrays are compared instead: one for each place in a window.
 """
 
@@ -18,7 +18,7 @@ from ipu_pipeline.poptorch.lowering.layers.windows import Windows
 
 __all__ = ["are_fast_tiles", "largest_of_tiles"]
 
-_MOST_ELEMENTS = 16  # of a window: with more, `reduce_window` is as fast
+_MOST_ELEMENTS = 16  # in a window: with more, `reduce_window` is as fast
 
 
 def are_fast_tiles(x: Array, windows: Windows) -> bool:
@@ -28,12 +28,12 @@ def are_fast_tiles(x: Array, windows: Windows) -> bool:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def largest_of_tiles(x: Array, windows: Windows) -> Array:
-    """The largest element of each window; its gradient goes to the first of equal ones."""
+    """Returns the largest element of each window. Its gradient goes to the first of equal ones."""
     return functools.reduce(jnp.maximum, _elements_by_place(x, windows))
 
 
 def _elements_by_place(x: Array, windows: Windows) -> list[Array]:
-    """For each place in a window (row by row) the elements there, (..., *counts)."""
+    """Returns the elements (..., *counts) at each place in a window, row by row."""
     sizes = windows.kernel
     ends = [count * size for count, size in zip(windows.counts, sizes, strict=True)]
     offsets = itertools.product(*map(range, sizes))
@@ -41,8 +41,8 @@ def _elements_by_place(x: Array, windows: Windows) -> list[Array]:
 
 
 def _forward(x: Array, windows: Windows) -> tuple[Array, tuple[Array, tuple[int, ...]]]:
-    # The place is kept, not the elements to be compared with the largest: XLA may compute the same element
-    # twice, and round it in two ways.
+    # The place is kept, not the elements to be compared with the largest, because XLA may compute the same
+    # element twice, and round it in two ways.
     largest, *others = _elements_by_place(x, windows)
     place = jnp.zeros(largest.shape, jnp.int8)
     for number, elements in enumerate(others, 1):

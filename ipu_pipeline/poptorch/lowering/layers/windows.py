@@ -1,4 +1,4 @@
-"""Where the windows of a pooling lie.
+"""The windows of a pooling.
 
 Dimensions that come before the pooled ones (batch, channels) have windows of one element.
 """
@@ -15,29 +15,29 @@ __all__ = ["Windows", "make_windows"]
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
-    """Windows along the pooled dimensions, which are an array's last ones; one number for each of them."""
+    """Windows along the pooled dimensions, which are an array's last ones, with one number for each."""
 
-    lengths: tuple[int, ...]  # of the array
+    lengths: tuple[int, ...]  # the array's lengths
     kernel: tuple[int, ...]  # elements in a window
     stride: tuple[int, ...]  # from one window to the next
-    # elements before the array; after it there may be fewer, or, rounding up, more
+    # elements before the array; after it there may be fewer or, when rounding up, more
     padding: tuple[int, ...]
     dilation: tuple[int, ...]  # from one element of a window to the next
-    counts: tuple[int, ...]  # how many windows there are
+    counts: tuple[int, ...]  # the numbers of windows
 
     @property
     def num_dims(self) -> int:
-        """How many dimensions are pooled."""
+        """The number of pooled dimensions."""
         return len(self.kernel)
 
     @property
     def are_tiles(self) -> bool:
-        """Whether they lie side by side, all within the array."""
+        """Whether the windows are side by side, all within the array."""
         inside = not any(before or after for before, after in self.pads(self.num_dims))
         return inside and self.stride == self.kernel and set(self.dilation) == {1}
 
     def pads(self, ndim: int) -> list[tuple[int, int]]:
-        """Padding before and after, for all dimensions of an array."""
+        """Returns the padding before and after, for all dimensions of an array."""
         pads = []
         for i in range(self.num_dims):
             reach = (self.counts[i] - 1) * self.stride[i] + self.dilation[i] * (self.kernel[i] - 1) + 1
@@ -45,7 +45,7 @@ class Windows:
         return [(0, 0)] * (ndim - self.num_dims) + pads
 
     def spread(self, values: tuple[int, ...], ndim: int) -> tuple[int, ...]:
-        """Numbers of the pooled dimensions, for all dimensions of an array: 1 for those before."""
+        """Extends numbers of the pooled dimensions to all of an array's, with 1 for those before."""
         return (1,) * (ndim - self.num_dims) + values
 
 
@@ -58,7 +58,7 @@ def make_windows(
     ceil_mode: bool,
     num_dims: int,
 ) -> Windows:
-    """Windows of an array of that shape."""
+    """Makes the windows of an array of that shape."""
     kernel = per_dim(kernel, num_dims)
     stride = per_dim(stride, num_dims) if stride else kernel
     padding, dilation = per_dim(padding, num_dims), per_dim(dilation, num_dims)

@@ -24,12 +24,12 @@ _ASYMPTOTIC_FROM = 25
 _ANGLES = np.pi * (np.arange(_NUM_NODES) + 0.5) / _NUM_NODES
 _SINES = np.sin(_ANGLES)
 _ORDERS = np.arange(1, 33)
-# At each angle the sum over k of (-1)^k cos(2 k angle) / k.
+# The sum over k of (-1)^k cos(2 k angle) / k, at each angle.
 _LOGARITHMS = np.cos(2 * np.outer(_ANGLES, _ORDERS)) @ ((-1.0) ** _ORDERS / _ORDERS)
 
 
 def _integral(order: int, weights: np.ndarray, x: Array) -> Array:
-    """The mean over angles of J's integrand with weights."""
+    """Returns the mean over angles of J's integrand with weights."""
     sines, factors = (jnp.asarray(values, x.dtype) for values in (_SINES, weights / _NUM_NODES))
 
     def add(number: Array, total: Array) -> Array:
@@ -41,13 +41,13 @@ def _integral(order: int, weights: np.ndarray, x: Array) -> Array:
 
 
 def _expansion(order: int, x: Array, wave: tuple[str, str]) -> Array:
-    """Hankel's expansion, with `wave` ("cos", "sin") for J and ("sin", "cos") for Y."""
+    """Computes Hankel's expansion, with `wave` ("cos", "sin") for J and ("sin", "cos") for Y."""
     even, odd, term = jnp.ones_like(x), jnp.zeros_like(x), jnp.ones_like(x)
     for number in range(1, 11):
         term = term * (4 * order**2 - (2 * number - 1) ** 2) / (8 * number * x)
         sign = -1 if number % 4 in (2, 3) else 1
         even, odd = (even, odd + sign * term) if number % 2 else (even + sign * term, odd)
-    # The angle is x less (2 order + 1) pi / 4: its cosine and sine are made of those of x.
+    # The angle is x - (2 order + 1) pi / 4: its cosine and sine are computed from x's.
     shift = (2 * order + 1) * np.pi / 4
     cosine = jnp.cos(x) * np.cos(shift) + jnp.sin(x) * np.sin(shift)
     sine = jnp.sin(x) * np.cos(shift) - jnp.cos(x) * np.sin(shift)
@@ -73,7 +73,7 @@ def _bessel_y(order: int, x: Array) -> Array:
     small = jnp.where(is_large | ~(x > 0), 1, x)
     logarithm = jnp.log(small / 2) + np.euler_gamma
     near = logarithm * _bessel_j(order, small) - 2 * _integral(order, _LOGARITHMS, small)
-    if order:  # the derivative of that of order 0, with the other sign
+    if order:  # the derivative of the function of order 0, with the other sign
         near = near - _bessel_j(0, small) / small
     far = _expansion(order, jnp.where(is_large, x, _ASYMPTOTIC_FROM), ("sin", "cos"))
     made = jnp.where(is_large, far, 2 / np.pi * near)

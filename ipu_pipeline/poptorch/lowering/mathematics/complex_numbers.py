@@ -35,7 +35,7 @@ def _polar(length: Array, angle: Array) -> Array:
 
 @lowers("angle")
 def _angle(x: Array) -> Array:
-    """Of real numbers 0 or pi, without a gradient, and NaN for NaN. At 0 the gradient is 0."""
+    """Computes angles: for reals 0 or pi (NaN for NaN), without a gradient. At 0 the gradient is 0."""
     if is_complex(x):
         safe = jnp.where(x == 0, 1, x)
         return jnp.where(x == 0, jnp.angle(jax.lax.stop_gradient(x)), jnp.arctan2(safe.imag, safe.real))

@@ -1,8 +1,8 @@
-"""Factorizations of matrices, and what is computed with them.
+"""Factorizations of matrices, and operations that use them.
 
-An input that torch refuses with an error, as a matrix without a Cholesky factor, gives NaN or infinities,
-since a compiled program cannot raise one. The functions that return a number that says whether they failed
-(`cholesky_ex`, `inv_ex`) return 1 then, and 0 otherwise.
+An input that is an error in torch, such as a matrix without a Cholesky factor, gives NaN or infinities,
+because a compiled program cannot raise. Functions that also return whether they failed (`cholesky_ex`,
+`inv_ex`) return 1 then, and 0 otherwise.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ def _adjoint(x: Array) -> Array:
 
 
 def _failure(made: Array) -> Array:
-    """A number for each matrix that was made: 1 if it has elements that are not finite, else 0."""
+    """Returns a number for each result matrix: 1 if it has elements that are not finite, else 0."""
     return jnp.any(~jnp.isfinite(_stop(made)), (-2, -1)).astype(jnp.int32)
 
 
 def _singular(lu: Array) -> Array:
-    """For each matrix the number of the first 0 on the diagonal, counted from 1, or 0 without any."""
+    """Returns the number, from 1, of each matrix's first 0 on the diagonal; 0 without any."""
     is_zero = jnp.diagonal(_stop(lu), axis1=-2, axis2=-1) == 0
     if is_zero.shape[-1] == 0:
         return jnp.zeros(lu.shape[:-2], jnp.int32)
@@ -38,7 +38,7 @@ def _singular(lu: Array) -> Array:
 
 
 def _hermitian(x: Array, upper: bool) -> Array:
-    """The matrix of which one triangle is read, with a gradient for both triangles, as torch has it."""
+    """Makes a matrix from one triangle, with a gradient for both triangles, as in torch."""
     read = jnp.triu(x) if upper else jnp.tril(x)
     other = _adjoint(jnp.triu(x, 1) if upper else jnp.tril(x, -1))
     halves = (x + _adjoint(x)) / 2
@@ -64,7 +64,7 @@ def _cholesky_ex(x: Array, *, upper: bool = False, check_errors: bool = False) -
 
 
 def _triangular(a: Array, b: Array, *, upper: bool, adjoint: bool = False, unit: bool = False) -> Array:
-    """Solves `a x = b`, or with the adjoint of a, for matrices whose batches are broadcast."""
+    """Solves `a x = b`, or the same with a's adjoint. Batches of matrices are broadcast."""
     batch = jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     a, b = (jnp.broadcast_to(x, (*batch, *x.shape[-2:])) for x in (a, b))
     if 0 in b.shape:
@@ -117,7 +117,7 @@ def _cholesky_inverse(factor: Array, upper: bool = False) -> Array:
 
 @lowers("linalg_qr")
 def _qr(x: Array, mode: str = "reduced") -> tuple[Array, Array]:
-    """Of a wide matrix the factors of its square part, which JAX differentiates, and the rest of R."""
+    """Factors a wide matrix's square part, which JAX can differentiate, and computes the rest of R."""
     rows, columns = x.shape[-2:]
     if mode == "complete" and rows > columns:
         q, r = jnp.linalg.qr(x, "complete")
@@ -129,7 +129,7 @@ def _qr(x: Array, mode: str = "reduced") -> tuple[Array, Array]:
 
 
 def _completed(q: Array, size: int) -> Array:
-    """Orthonormal columns, and others without a gradient that make them a square matrix."""
+    """Completes orthonormal columns to a square matrix by others without a gradient."""
     missing = size - q.shape[-1]
     if missing == 0:
         return q
@@ -172,7 +172,7 @@ lowers("linalg_eigvals", "_linalg_eigvals", keep=True)(_eigenvalues)
 
 @lowers("linalg_eig")
 def _eig(x: Array) -> tuple[Array, Array]:
-    """Eigenvectors have the length 1: so their gradient leaves out what would change it."""
+    """Eigenvectors have length 1, so their gradient leaves out what would change it."""
     if x.size == 0:
         return _as_complex(x.reshape(x.shape[:-1])), _as_complex(x)
     values, vectors = jax.lax.linalg.eig(
@@ -325,10 +325,10 @@ def _geqrf(x: Array) -> tuple[Array, Array]:
 def _pinv(
     x: Array, *, atol: Array | None = None, rtol: Array | None = None, hermitian: bool = False
 ) -> Array:
-    """Singular values at most the larger tolerance count as 0."""
+    """Computes a pseudo-inverse. Singular values up to the larger tolerance count as 0."""
     if x.size == 0:
         return _transposed(jnp.zeros_like(x))
-    if hermitian:  # one triangle is read, but both have gradients of their own
+    if hermitian:  # one triangle is read, but both have their own gradients
         x = x + _stop(_hermitian(x, upper=False) - x)
     largest = jnp.linalg.svd(_stop(x), compute_uv=False)[..., 0]
     floor = jnp.finfo(x.dtype).eps * max(x.shape[-2:])

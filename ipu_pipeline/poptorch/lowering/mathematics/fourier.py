@@ -1,7 +1,7 @@
-"""Fourier transforms. torch's others are made of these three.
+"""Fourier transforms. torch's other ones are made of these three.
 
-Each goes over its dimensions one by one, since XLA's own transforms take three at most. `normalization` is
-0 for none, 1 to divide by the root of the number of elements, 2 to divide by that number.
+Each goes over its dimensions one by one, because XLA's own transforms take at most three. `normalization`
+is 0 for none, 1 to divide by the root of the number of elements, 2 to divide by that number.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ipu_pipeline.poptorch.lowering.registry import lowers
 
 __all__: list[str] = []
 
-_FORWARD, _INVERSE = "backward", "forward"  # NumPy's names of the scaling that leaves each without a factor
+_FORWARD, _INVERSE = "backward", "forward"  # NumPy's names of the scalings that give each no factor
 
 
 def _scaled(x: Array, shape: Sequence[int], dim: Sequence[int], normalization: int) -> Array:

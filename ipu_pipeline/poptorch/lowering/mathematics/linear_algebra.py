@@ -20,19 +20,19 @@ def _product(a: Array, b: Array) -> Array:
     return jnp.matmul(a, b)
 
 
-@lowers("linear", keep=True)  # likewise
+@lowers("linear", keep=True)  # for the same reason
 def _linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
-    # Not `x @ weight.T`, where what is kept for the backward is the transposed weights, a copy.
+    # Not `x @ weight.T`, which keeps a copy for the backward: the transposed weights.
     made = jax.lax.dot_general(x, weight, (((x.ndim - 1,), (weight.ndim - 1,)), ((), ())))
     return made if bias is None else made + bias
 
 
 def _added(product: Callable[[Array, Array], Array]) -> Callable[..., Array]:
-    """`beta * c + alpha * product(a, b)`; c is not read where beta is 0, so NaN there says nothing."""
+    """Makes `beta * c + alpha * product(a, b)`. If beta is 0, c is not read, and its NaNs do not count."""
 
     def compute(c: Array, a: Array, b: Array, *, beta: Any = 1, alpha: Any = 1) -> Array:
         made = product(a, b)
-        if not is_inexact(made):  # torch cuts the factors, too
+        if not is_inexact(made):  # torch truncates the factors, too
             alpha, beta = int(alpha), int(beta)
         if beta == 1 and alpha == 1:
             return made + c
@@ -44,7 +44,7 @@ def _added(product: Callable[[Array, Array], Array]) -> Callable[..., Array]:
 
 @lowers("transformers::grouped_mm_fallback")
 def _grouped_product(rows: Array, matrices: Array, ends: Array) -> Array:
-    """Products of groups of rows with a matrix each, as of experts; `ends` says where each group ends."""
+    """Multiplies groups of rows by a matrix each, as for experts. `ends` is where each group ends."""
     sizes = jnp.diff(ends, prepend=jnp.zeros(1, ends.dtype)).astype(jnp.int32)
     return jax.lax.ragged_dot(rows, matrices, sizes)
 
@@ -83,7 +83,7 @@ def _trilinear(
     sumdim: list[int],
     unroll_dim: int = 1,
 ) -> Array:
-    """Products of three arrays, each with dimensions of 1 put in, summed over some dimensions."""
+    """Multiplies three arrays, each with dimensions of 1 put in, and sums over some dimensions."""
     del unroll_dim  # only an order of computation
     ndim = a.ndim + len(expand1)
     terms = []

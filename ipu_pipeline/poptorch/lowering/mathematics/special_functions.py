@@ -1,7 +1,7 @@
 """Special functions: JAX's, and orthogonal polynomials by their recurrences.
 
 Sources: the recurrences are in Abramowitz and Stegun, Handbook of Mathematical Functions (1964), chapter
-22. The sum for erfcx is that of Matta and Reichel, Mathematics of Computation 25 (1971).
+22. The sum for erfcx is from Matta and Reichel, Mathematics of Computation 25 (1971).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _stop = jax.lax.stop_gradient
 
 
 def _floats(function: Callable[..., Array]) -> Callable[..., Array]:
-    """A function of arrays or numbers, all of which become floating-point."""
+    """Makes a function convert its arrays and numbers to floating point."""
     return lambda *args: function(*(to_float(jnp.asarray(arg)) for arg in args))
 
 
@@ -53,7 +53,7 @@ def _digamma(x: Array) -> Array:
 
 @lowers("polygamma")
 def _polygamma(n: int, x: Array) -> Array:
-    """Negative numbers are reflected: JAX's values, or gradients, are wrong there."""
+    """Computes polygamma. Negative numbers are reflected, as JAX's values or gradients are wrong there."""
     x = to_float(x)
     is_negative = x < 0
     positive = jnp.where(is_negative, 1 - x, x)
@@ -66,19 +66,19 @@ def _polygamma(n: int, x: Array) -> Array:
 
 
 def _cotangent(x: Array) -> Array:
-    """The function pi / tan(pi x), whose period is 1."""
+    """Computes pi / tan(pi x), whose period is 1."""
     return jnp.pi / jnp.tan(jnp.pi * (x - _stop(jnp.round(x))))
 
 
 def _derivative(function: Callable[[Array], Array]) -> Callable[[Array], Array]:
-    """The derivative of a function of each element by itself."""
+    """Returns the derivative of an elementwise function."""
     return lambda x: jax.jvp(function, (x,), (jnp.ones_like(x),))[1]
 
 
 @lowers("special_erfcx")
 @_floats
 def _erfcx(x: Array) -> Array:
-    """exp(x²) erfc(x). From 1 on a sum of exp(-t²) / (x² + t²), less the residue at the pole."""
+    """exp(x²) erfc(x): from x = 1 on a sum of exp(-t²) / (x² + t²), minus the residue at the pole."""
     is_large, step = x >= 1, 0.5
     large = jnp.where(is_large, x, 1)
     squares = [(number * step) ** 2 for number in range(1, 13)]
@@ -109,7 +109,7 @@ _POLYNOMIALS: dict[str, tuple[float, float, Coefficients]] = {
 
 
 def _polynomial(factor: float, number: float, coefficients: Coefficients, x: Array, n: Array) -> Array:
-    """The polynomial of each degree in n, which is cut to an integer; 0 for negative degrees."""
+    """Computes polynomials of the degrees n, which are truncated; 0 for negative degrees."""
     x, degree = jnp.broadcast_arrays(x, jnp.trunc(n))
 
     def step(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:

@@ -1,1 +1,1 @@
-"""PopTorch's operations by JAX."""
+"""Computes PopTorch's operations by JAX."""

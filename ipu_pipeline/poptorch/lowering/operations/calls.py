@@ -1,4 +1,4 @@
-"""What is computed elsewhere: searches, functions of the host, operations of the user's."""
+"""Operations that are computed elsewhere: searches, functions of the host, operations of the user."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values that XLA may not see through, that are kept, that are printed; and places in bodies of loops."""
+"""Values that XLA may not see through, that are kept or printed, and places in bodies of loops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A matrix product in parts: a loop that makes one part at a time, forward and backward."""
+"""Computes a matrix product in a loop that makes one part at a time, forward and backward."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ __all__: list[str] = []
 
 @dataclass(frozen=True)
 class _Cut:
-    """The axes that operands and result are cut along; None: each part has all, and results are added."""
+    """The axes that operands and result are cut along. None: each part has all, and results are added."""
 
-    lhs: int | None  # of (..., m, n).
-    rhs: int | None  # of (..., n, p).
-    result: int | None  # of (..., m, p).
+    lhs: int | None  # an axis of (..., m, n)
+    rhs: int | None  # an axis of (..., n, p)
+    result: int | None  # an axis of (..., m, p)
 
 
 def _cut_of(mode: str, rhs: Array) -> _Cut:
@@ -90,7 +90,7 @@ def _loop(count: int, body: Callable[[Array, Any], Any], start: Any) -> Any:
 
 
 def _start(like: Array, axis: int | None, widened: Callable[[Array], Array]) -> Array:
-    """What parts are put into or added to: wider in the second case, if that is wanted."""
+    """Makes the zeros that parts are put into or added to; in the second case wider, if wanted."""
     zeros = jnp.zeros(like.shape, like.dtype)
     return widened(zeros) if axis is None else zeros
 

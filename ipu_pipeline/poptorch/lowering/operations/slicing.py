@@ -1,4 +1,4 @@
-"""Slices that begin where a tensor says. One that does not fit begins earlier."""
+"""Slices that begin at a place given by a tensor. A slice that does not fit begins earlier."""
 
 from __future__ import annotations
 
