@@ -13,7 +13,7 @@ import ipu_pipeline as ipu
 from ipu_pipeline import distributed
 from ipu_pipeline.checkpointing.checkpoints import DOCUMENT, CheckpointSeries
 from ipu_pipeline.checkpointing.together import beside, do_each
-from ipu_pipeline.engine import Pipeline, get_variable, peers
+from ipu_pipeline.engine import Pipeline, get_variable, peers, processes
 from ipu_pipeline.engine.devices import action_log
 from ipu_pipeline.engine.fingerprints import describe
 from ipu_pipeline.errors import CheckpointError
@@ -109,7 +109,8 @@ def test_who_waits_hears_of_the_death_of_another():
 def read_latest(directory, monkeypatch):
     """What each of three processes gets of a series of checkpoints."""
     own = threading.local()
-    monkeypatch.setattr(peers, "current", lambda: own.peers)
+    for module in (peers, processes):
+        monkeypatch.setattr(module, "current", lambda: own.peers)
 
     def act(one):
         own.peers = one
@@ -216,7 +217,8 @@ def test_what_processes_do_alone_may_be_done_in_another_thread(two):
 def test_saving_in_two_threads_has_two_orders(monkeypatch):
     """A thread writes checkpoints of a series; what is saved meanwhile meets the others elsewhere."""
     own = threading.local()
-    monkeypatch.setattr(peers, "current", lambda: own.peers)
+    for module in (peers, processes):
+        monkeypatch.setattr(module, "current", lambda: own.peers)
 
     def act(one):
         own.peers, saved = one, []

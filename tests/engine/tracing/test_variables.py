@@ -8,6 +8,7 @@ import ipu_pipeline as ipu
 from ipu_pipeline import engine, layers
 from ipu_pipeline.engine.tracing import scopes
 from ipu_pipeline.engine.tracing.specs import initial_value
+from ipu_pipeline.ground import names
 from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput
 from tests.support import front
 
@@ -78,7 +79,7 @@ def test_initial_values():
     counter, spec = value_of("i", (), jnp.int32)
     assert (counter, counter.dtype) == (0, jnp.int32)
     assert not spec.trainable
-    key = jax.random.fold_in(jax.random.key(0), scopes.hash_name("u"))
+    key = jax.random.fold_in(jax.random.key(0), names.hash_name("u"))
     np.testing.assert_array_equal(
         value_of("u", (3,), initializer=jax.nn.initializers.normal())[0],
         jax.nn.initializers.normal()(key, (3,), jnp.float32),

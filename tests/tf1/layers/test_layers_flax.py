@@ -11,7 +11,7 @@ from flax import linen, nnx
 
 import ipu_pipeline as ipu
 from ipu_pipeline import engine, layers
-from ipu_pipeline.engine.tracing import scopes
+from ipu_pipeline.ground import names
 from tests.support import front, models
 
 NUM = 4  # micro-batches
@@ -214,7 +214,7 @@ def test_a_linen_mask_is_that_of_its_key():
     state, _after, outputs = run(pipeline_of([stage], training=False))
     for index, (x, out) in enumerate(zip(batches(), outputs.outputs, strict=True)):
         key = jax.random.fold_in(jax.random.fold_in(state.key, 0), index)
-        key = jax.random.fold_in(jax.random.fold_in(key, np.uint32(scopes.hash_name("d"))), np.uint32(0))
+        key = jax.random.fold_in(jax.random.fold_in(key, np.uint32(names.hash_name("d"))), np.uint32(0))
         expected = linen.Dropout(0.5).apply({}, x, deterministic=False, rngs={"dropout": key})
         np.testing.assert_array_equal(out, expected)
 
@@ -231,7 +231,7 @@ def test_linens_initial_values_depend_on_seed_and_name_alone():
         init(cut(make("linen"), 1), 4)["a/Dense_0/kernel"], variables["a/Dense_0/kernel"]
     )
     for name in ("a/Dense_0/kernel", "a/BatchNorm_0/scale", "a/batch_stats/BatchNorm_0/var"):
-        key = jax.random.fold_in(jax.random.key(3), scopes.hash_name(name))
+        key = jax.random.fold_in(jax.random.key(3), names.hash_name(name))
         with jax.numpy_dtype_promotion("standard"):
             made = Block(6).init(key, batches()[0], train=False)
         *_scope, module, leaf = name.split("/")

@@ -12,8 +12,8 @@ import pytest
 import ipu_pipeline as ipu
 from ipu_pipeline.engine import reference
 from ipu_pipeline.engine.state import PipelineState
-from ipu_pipeline.engine.tracing import scopes
 from ipu_pipeline.errors import OutOfRangeError
+from ipu_pipeline.ground import names
 from ipu_pipeline.ipu_outfeed_queue import IPUOutfeedMode, IPUOutfeedQueue
 from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput, pipeline
 from ipu_pipeline.tf1.session.store import Store
@@ -64,7 +64,7 @@ def test_initial_values_depend_on_seed_and_name_alone():
     models.assert_trees_close(one, two, 0.0)
     assert sorted(one) == [f"{s}/dense/{v}" for s in ("first", "second") for v in ("bias", "kernel")]
     assert not np.array_equal(one["first/dense/kernel"], other["first/dense/kernel"])
-    key = jax.random.fold_in(jax.random.key(1), scopes.hash_name("first/dense/kernel"))
+    key = jax.random.fold_in(jax.random.key(1), names.hash_name("first/dense/kernel"))
     by_hand = jax.nn.initializers.glorot_uniform()(key, (12, 16), jnp.float32)
     np.testing.assert_array_equal(one["first/dense/kernel"], by_hand)
 
