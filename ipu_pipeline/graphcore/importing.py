@@ -26,6 +26,7 @@ import functools
 import importlib
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import sys
 from collections.abc import Mapping, Sequence
 from types import ModuleType
@@ -52,7 +53,7 @@ PATHS = {
     "errors": "ground.errors",
     "executable_cache": "processes.executable_cache",
     "optimizers.accumulating": f"{_FRONT}.optimizers.gradient_accumulation_optimizer",
-    "optimizers.cross_replica": f"{_FRONT}.optimizers.cross_replica_optimizer",
+    "optimizers.cross_replica": f"{_FRONT}.optimizers",
     "optimizers.gradients": f"{_FRONT}.optimizers.map_gradient_optimizer",
     "tables": "ground.tables",
     **{name: f"{_FRONT}.{name}" for name in _IN_FRONT.split()},
@@ -135,25 +136,60 @@ class _PathFinder(importlib.abc.MetaPathFinder):
         if not fullname.startswith(f"{_ROOT}."):
             return None
         parent, _dot, child = fullname.rpartition(".")
-        own, wanted = sys.modules[parent].__name__, fullname.removeprefix(f"{_ROOT}.")
+        wanted, known = fullname.removeprefix(f"{_ROOT}."), sys.modules.get(parent)
         if wanted in PATHS:
             real = f"{_ROOT}.{PATHS[wanted]}"
-        elif own != parent and importlib.machinery.PathFinder.find_spec(f"{own}.{child}", path):
-            real = f"{own}.{child}"
+        elif known is not None and known.__name__ != parent:
+            real = f"{known.__name__}.{child}"
+            if importlib.machinery.PathFinder.find_spec(real, path) is None:
+                return None
         else:
             return None
-        return importlib.machinery.ModuleSpec(fullname, _RealLoader(real))
+        own = importlib.util.find_spec(real)
+        assert own is not None
+        spec = importlib.machinery.ModuleSpec(fullname, _RealLoader(own), origin=own.origin)
+        spec.submodule_search_locations = own.submodule_search_locations
+        spec.has_location = own.has_location
+        return spec
 
 
-class _RealLoader(importlib.abc.Loader):
-    """Puts the module of another path in a module's place."""
+class _RealLoader(importlib.abc.InspectLoader):
+    """Gives the module of another path, which is whole before another thread can see it under this one."""
 
-    def __init__(self, real: str) -> None:
-        self._real = real
+    def __init__(self, own: importlib.machinery.ModuleSpec) -> None:
+        self._own = own  # of the module by its own path
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        """Imports the module by its own path."""
+        del spec
+        module = importlib.import_module(self._own.name)
+        self._own = module.__spec__ or self._own
+        return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Imports the module by its own path."""
-        sys.modules[module.__name__] = importlib.import_module(self._real)
+        """Gives the module its own specification again."""
+        module.__spec__ = self._own
+
+    def get_code(self, fullname: str) -> Any:
+        """The code that `python -m` runs."""
+        del fullname
+        return self._loader.get_code(self._own.name)
+
+    def get_source(self, fullname: str) -> str | None:
+        """The text of the file."""
+        del fullname
+        return self._loader.get_source(self._own.name)
+
+    def is_package(self, fullname: str) -> bool:
+        """Whether the module is a folder."""
+        del fullname
+        return self._own.submodule_search_locations is not None
+
+    @property
+    def _loader(self) -> importlib.abc.InspectLoader:
+        loader = self._own.loader
+        assert isinstance(loader, importlib.abc.InspectLoader)
+        return loader
 
 
 class _Finder(importlib.abc.MetaPathFinder):

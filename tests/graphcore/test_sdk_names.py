@@ -146,6 +146,31 @@ print(len({id(m) for name, m in sys.modules.items() if name.endswith(".fetches")
     assert (done.stdout.strip(), done.stderr) == ("1", "")
 
 
+def test_paths_that_are_not_those_of_files_in_threads_and_for_tools():
+    program = """
+import importlib.util
+from concurrent.futures import ThreadPoolExecutor
+import jax, ipu_pipeline
+
+def use(_number):
+    from ipu_pipeline.serving import export_single_step
+    from ipu_pipeline.session.fetches import __all__
+    return export_single_step
+
+spec = importlib.util.find_spec("ipu_pipeline.serving")
+assert spec.origin.endswith("tf1/serving.py") and spec.loader.get_source("x").startswith('"')
+with ThreadPoolExecutor(8) as pool:
+    assert len(set(pool.map(use, range(8)))) == 1
+import ipu_pipeline.serving as serving
+assert serving.__spec__.name == "ipu_pipeline.tf1.serving"
+assert importlib.reload(serving) is serving
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    run = [sys.executable, "-m", "ipu_pipeline.errors"]
+    assert subprocess.run(run, check=False).returncode == 0
+
+
 def test_modules_are_those_that_there_are():
     assert importlib.import_module("ipu_pipeline.ops.pipelining_ops") is ipu.pipelining_ops
     assert ipu.ops.rand_ops is ipu.rand_ops

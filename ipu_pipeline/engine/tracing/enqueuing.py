@@ -72,7 +72,7 @@ def enqueue_to(target: Any, value: Any, what: str, as_array: Callable[[Any], jax
         )
     if any(entry.target is target for entry in frame.enqueued or ()):
         raise ValueError(
-            f"An {type(target).__name__} can be enqueued to only once in a program: enqueue a tuple or "
+            f"An {what.partition('.')[0]} can be enqueued to only once in a program: enqueue a tuple or "
             "dict, or use a queue for each value."
         )
     if not jax.tree.leaves(value):

@@ -224,8 +224,12 @@ def _run_loop(
         infeed = None
     if infeed is not None:
         take = infeed.connect(loop.place_element, num_fetched, is_tentative=loop.has_condition)
-    announced = announcing.running(store, call.name, loop, runner, devices, total)
-    with announced if loop.has_part else contextlib.nullcontext() as told:
+    has_part = loop.has_part  # a process without any device of the loop announces nothing
+    with (
+        announcing.running(store, call.name, loop, runner, devices, total)
+        if has_part
+        else contextlib.nullcontext() as told
+    ):
 
         def keep(progress: Progress, num_unneeded: int) -> None:
             state = progress.state
