@@ -859,7 +859,8 @@ def test_random_numbers_differ_between_replicas_or_are_identical(monkeypatch):
 
 POPDIST_PROGRAM = """
 import json, sys
-from tests.tf1.test_replicas_front import Model, models.elements_of, select
+from tests.support import models
+from tests.tf1.test_replicas_front import Model, select
 import ipu_pipeline as ipu
 popdist = ipu.popdist
 index = popdist.getInstanceIndex()
