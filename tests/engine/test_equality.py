@@ -1,4 +1,4 @@
-"""Every schedule, stage count, micro-batch count, reduction and optimizer equals the reference."""
+"""Every schedule, number of stages and of micro-batches equals the reference; which equals plain JAX."""
 
 import dataclasses
 import functools
@@ -55,13 +55,7 @@ def expected(num_micro_batches, reduction, optimizer):
 
 @pytest.mark.parametrize(
     ("num_micro_batches", "reduction", "optimizer"),
-    [
-        *itertools.product([5], ["sum", "mean", "running_mean"], OPTIMIZERS),
-        (1, "sum", "momentum"),
-        (1, "running_mean", "adam"),
-        (16, "mean", "adam"),
-        (16, "running_mean", "sgd"),
-    ],
+    [(1, "sum", "momentum"), (5, "mean", "adam"), (16, "running_mean", "sgd")],
 )
 @pytest.mark.parametrize(
     ("schedule", "num_stages"),
@@ -125,36 +119,10 @@ def test_gradients_on_one_device_equal_a_plain_loop(rng):
     models.assert_trees_close(state.optimizer_state.trace, total)
 
 
-@pytest.mark.parametrize("reduction", ["sum", "mean", "running_mean"])
-@pytest.mark.parametrize("schedule", ["grouped", "interleaved", "sequential"])
-@pytest.mark.each_value
-def test_float64(schedule, reduction, rng):
-    def stage(index, is_last):
-        def call(x, labels):
-            with engine.variable_scope(f"dense{index}"):
-                kernel = engine.get_variable("kernel", (x.shape[-1], 10), "float64")
-            x = jax.numpy.tanh(x @ kernel)
-            return models.cross_entropy(x, labels) if is_last else (x, labels)
-
-        return call
-
-    with jax.enable_x64(True):
-        pipeline = engine.Pipeline(
-            [stage(index, index == 2) for index in range(3)],
-            num_micro_batches=5,
-            loss=lambda loss: loss,
-            optimizer=optax.adam(0.01),
-            schedule=schedule,
-            reduction=reduction,
-        )
-        steps = [models.mlp_batches(rng, 5, dtype="float64") for _ in range(3)]
-        _state, outputs = beside.train(pipeline, steps, bound=1e-12)
-        assert outputs.losses[0].dtype == np.float64
-
-
-@pytest.mark.parametrize("schedule", ["grouped", "interleaved", "sequential"])
-@pytest.mark.parametrize("mapping", [(0, 1, 0, 1), (0, 0, 0, 0), (2, 1, 0, 3)])
-@pytest.mark.each_value
+@pytest.mark.parametrize(
+    ("schedule", "mapping"),
+    [("grouped", (0, 1, 0, 1)), ("interleaved", (2, 1, 0, 3)), ("sequential", (0, 0, 0, 0))],
+)
 def test_device_mappings(schedule, mapping):
     pipeline = make(4, 5, "sum", "adam", schedule, device_mapping=mapping)
     steps = batches(5)

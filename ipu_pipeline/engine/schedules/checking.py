@@ -48,7 +48,9 @@ def check(
 
     Each IPU follows its own row, one slot per time-step, and waits at an action whose inputs are not
     there yet: a forward needs the stages of the level before to have gone forward, a backward needs the
-    stage's own forward and the backwards of the level after, all in earlier time-steps.
+    stage's own forward and the backwards of the level after, all in earlier time-steps. Parallel stages of
+    one IPU go forward in the order of their numbers and back in the opposite order, so that it is known
+    which of them reads a value last.
 
     Args:
       rows: one row per IPU; None is a time-step in which the IPU waits.
@@ -63,13 +65,14 @@ def check(
 
     Raises:
       ScheduleError: an action is missing, unknown, doubled, on another IPU than its stage, or before an
-        earlier micro-batch of the same stage and direction. Or the IPUs wait for each other; then the
-        message has the grid up to there.
+        earlier micro-batch of the same stage and direction, or on the wrong side of a parallel stage of
+        its IPU. Or the IPUs wait for each other; then the message has the grid up to there.
     """
     frozen: Rows = tuple(tuple(row) for row in rows)
     _check_complete(frozen, num_stages, num_micro_batches, device_mapping, training)
 
     levels = range(num_stages) if levels is None else levels
+    _check_parallel(frozen, levels)
     # What a stage waits for: in a forward the level before, in a backward the level after.
     before = [_stages_of(levels, level - 1) for level in levels]
     after = [_stages_of(levels, level + 1) for level in levels]
@@ -159,6 +162,25 @@ def _check_complete(
             raise ScheduleError(
                 f"Schedule: the {Action(kind, stage, micro_batch)} is missing.\n{format_rows(rows)}"
             )
+
+
+def _check_parallel(rows: Rows, levels: Sequence[int]) -> None:
+    if len(set(levels)) == len(levels):
+        return
+    for ipu, row in enumerate(rows):
+        last: dict[tuple[ActionKind, int, int], int] = {}  # direction, level, micro-batch -> stage
+        for position, action in enumerate(row):
+            if action is None:
+                continue
+            key = action.kind, levels[action.stage], action.micro_batch
+            before = last.setdefault(key, action.stage)
+            if before != action.stage and (before < action.stage) != (action.kind is ActionKind.FORWARD):
+                raise ScheduleError(
+                    f"Schedule: the {action} comes after that of stage {before}. Parallel stages of one IPU "
+                    "go forward in the order of their numbers, and back in the opposite order.\n"
+                    f"{format_rows(rows, (ipu, position))}"
+                )
+            last[key] = action.stage
 
 
 def _stages_of(levels: Sequence[int], level: int) -> range:

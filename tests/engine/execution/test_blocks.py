@@ -97,37 +97,6 @@ def injected(rate, loss, labels):
     return optax.inject_hyperparams(optax.sgd)(learning_rate=rate)
 
 
-@pytest.mark.parametrize("optimizer", [sgd, injected])
-@pytest.mark.parametrize("reduction", ["sum", "mean", "running_mean"])
-@pytest.mark.parametrize(("donate", "parts"), [(False, 1), (True, 2), (False, 3)])
-@pytest.mark.each_value
-def test_equals_several_devices(donate, parts, reduction, optimizer, rng):
-    """Also where a weight update is cut into parts: with the same random keys, statistics and outputs."""
-    count = 5
-    block_bytes = 2**20 if parts == 1 else -(-count // parts) * (ELEMENT_BYTES + 4 + 4 + 16)
-    one = make([0, 0], count, reduction, optimizer, donate=donate, block_bytes=block_bytes)
-    two = make([0, 1], count, reduction, optimizer)
-    rate = np.float32(0.1)
-    steps = [models.mlp_batches(rng, count) for _ in range(3)]
-    states = [pipeline.init(jax.random.key(2), steps[0][0], rate) for pipeline in (one, two)]
-    if parts > 1:
-        capacity = -(-count // parts)
-        assert one.prepare().sizes(count, count) == BlockSizes(1, capacity, capacity)
-    for step in steps:
-        results = [p.step(s, step, rate) for p, s in zip((one, two), states, strict=True)]
-        if not donate:  # the old state can be read, and stepped from again
-            again, _outputs = one.step(states[0], step, rate)
-            models.assert_trees_close(again.variables, results[0][0].variables, 0)
-        states = [state for state, _outputs in results]
-        models.assert_trees_close(
-            *(models.on_one_device((o.losses, o.outputs)) for _state, o in results), 1e-5
-        )
-        for part in ("variables", "optimizer_state"):
-            models.assert_trees_close(*(models.on_one_device(getattr(s, part)) for s in states), 1e-5)
-        assert states[0].update_count == states[1].update_count
-        assert states[0].execution_count == states[1].execution_count
-
-
 @pytest.mark.parametrize("repeat_count", [1, 4])
 def test_a_run_in_blocks(repeat_count, monkeypatch):
     """Blocks of whole weight updates: what they are cut into changes nothing."""

@@ -69,14 +69,16 @@ def without_phases(mapping, num_replicas=1):
     return run(make(mapping=mapping, num_replicas=num_replicas), num_replicas=num_replicas)[1]
 
 
-@pytest.mark.parametrize("mapping", [(0, 0, 0, 0), (0, 1, 0, 0), (0, 1, 2, 2)])
 @pytest.mark.parametrize(
-    ("of_levels", "shares_last"),
-    [((0, 1, 2, 2), True), ((0, 1, 2, 2), False), ((0, 0, 1, 1), False), ((0, 1, 2, 3), True)],
-    ids=str,
+    ("mapping", "of_levels", "shares_last", "num_ahead", "keeps_values"),
+    [
+        ((0, 0, 0, 0), (0, 1, 2, 2), True, None, True),
+        ((0, 1, 0, 0), (0, 1, 2, 2), False, 1, True),
+        ((0, 1, 2, 2), (0, 0, 1, 1), False, 0, True),
+        ((0, 0, 0, 0), (0, 1, 2, 3), True, 0, False),
+        ((0, 1, 0, 0), (0, 0, 1, 1), False, 0, False),
+    ],
 )
-@pytest.mark.parametrize(("num_ahead", "keeps_values"), [(None, True), (1, True), (0, True), (0, False)])
-@pytest.mark.each_value
 def test_the_numbers_are_the_same(mapping, of_levels, shares_last, num_ahead, keeps_values):
     found = engine.ExecutionPhases(
         of_levels=of_levels, shares_last=shares_last, num_ahead=num_ahead, keeps_values=keeps_values
@@ -86,42 +88,6 @@ def test_the_numbers_are_the_same(mapping, of_levels, shares_last, num_ahead, ke
     jax.tree.map(np.testing.assert_array_equal, arrays, without_phases(mapping))
     trained = [value for name, value in state.variables.items() if not name.endswith("total")]
     assert memory_kinds(trained) == {"device" if num_ahead is None else "pinned_host"}
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"mapping": (0, 1, 0, 0), "execution_phases": engine.ExecutionPhases(of_levels=(0, 1, 2, 2))},
-        {"execution_phases": engine.ExecutionPhases(of_levels=(0, 1, 2, 2), num_ahead=0), "offload": ALL},
-        {"num_replicas": 2},
-    ],
-    ids=["phases", "phases_on_one_ipu", "replicas_on_one_ipu"],
-)
-def test_chunks_where_one_ipu_has_several_programs(options):
-    options = {"num_micro_batches": 6, **options}
-    num_replicas = options.get("num_replicas", 1)
-    _state, one_by_one = run(make(**options), 1, 2 * num_replicas)
-    in_chunks = make(**options, dispatch_plan=engine.Chunking(3))
-    _state, found = run(in_chunks, 1, 2 * num_replicas)
-    assert str(in_chunks.dispatch_plan) == "3 micro-batches per program: given"
-    jax.tree.map(np.testing.assert_array_equal, found, one_by_one)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("shard", [(), ("optimizer_state", "weights")], ids=str)
-def test_replicas(shard):
-    stages = [
-        *(
-            lambda x, labels, number=number: (models.dense(f"layer{number}", 16, x, jnp.tanh), labels)
-            for number in range(3)
-        ),
-        to_loss,
-    ]
-    mapping, options = (0, 1, 0, 0), {"num_replicas": 2, "shard": shard}
-    in_phases = engine.ExecutionPhases(of_levels=(0, 1, 2, 2), num_ahead=0, keeps_values=False)
-    _state, expected = run(make(stages=stages, mapping=mapping, **options), num_replicas=2)
-    _state, found = run(make(in_phases, ALL, stages, mapping, **options), num_replicas=2)
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 def test_which_phase_is_where():

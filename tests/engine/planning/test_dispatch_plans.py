@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import gc
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -146,32 +145,6 @@ def check(pipeline, reduction="sum", dtype="float32", as_feed=iter):
 
 # The numbers.
 
-RUNS = [
-    *itertools.product(["grouped"], [[0, 1, 2, 3], [0, 1, 0, 1]], [ONE_BY_ONE, *CHUNKS]),
-    *itertools.product(["interleaved", "sequential"], [[0, 1, 2, 3], [1, 0, 0, 2]], CHUNKS),
-]
-REDUCTIONS = ("sum", "mean", "running_mean")
-
-
-@pytest.mark.parametrize(
-    ("schedule", "mapping", "plan", "reduction"),
-    # Every plan meets every reduction, as their numbers have no common divisor.
-    [(*run, REDUCTIONS[number % 3]) for number, run in enumerate(RUNS)],
-    ids=name_of,
-)
-@pytest.mark.each_value
-def test_equals_a_plain_loop(schedule, mapping, plan, reduction):
-    pipeline = make(plan, schedule=schedule, device_mapping=mapping, reduction=reduction)
-    check(pipeline, reduction)
-    assert pipeline.dispatch_plan is plan
-
-
-@pytest.mark.parametrize("reduction", ["sum", "running_mean"])
-@pytest.mark.parametrize("plan", [CHUNKS[0]], ids=name_of)
-@pytest.mark.each_value
-def test_float64(plan, reduction):
-    check(make(plan, reduction=reduction), reduction, "float64")
-
 
 @pytest.mark.parametrize("plan", [ONE_BY_ONE, CHUNKS[0]], ids=name_of)
 @pytest.mark.each_value
@@ -223,37 +196,6 @@ def test_feeds(plan, as_feed):
     check(make(plan), as_feed=as_feed)
 
 
-@pytest.mark.parametrize(
-    ("mapping", "plan"),
-    [
-        *itertools.product([[0, 1, 0, 1]], [ONE_BY_ONE, CHUNKS[0]]),
-        ([0, 1, 2, 3], CHUNKS[0]),
-    ],
-    ids=name_of,
-)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"offload": ["activations", "weights"]},
-        {"offload": ["gradient_accumulation_buffers", "weight_update_variables"]},
-        {"recompute": "recompute_then_backpropagate"},
-        {"recompute": "recompute_and_backpropagate_interleaved", "offload": ["activations"]},
-        {"donate": True},
-    ],
-    ids=str,
-)
-@pytest.mark.each_value
-def test_with_what_saves_memory(options, mapping, plan):
-    check(make(plan, device_mapping=mapping, **options))
-
-
-@pytest.mark.parametrize("schedule", ["grouped", "interleaved", "sequential"])
-@pytest.mark.parametrize("plan", [ONE_BY_ONE, *CHUNKS], ids=name_of)
-@pytest.mark.each_value
-def test_inference(plan, schedule):
-    check(make(plan, loss=None, optimizer=None, schedule=schedule))
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("plan", [ONE_BY_ONE, CHUNKS[0]], ids=name_of)
 @pytest.mark.each_value
@@ -296,41 +238,6 @@ def test_an_optimizer_from_outputs_reads_one_micro_batch(plan):
         plain, _outputs = reference.step(pipeline.traced, plain, step, make_scale(), optimizer=optimizer)
         models.assert_trees_close(state.variables, plain.variables)
         models.assert_trees_close(state.optimizer_state, plain.optimizer_state)
-
-
-@pytest.mark.parametrize("plan", [ONE_BY_ONE, CHUNKS[0]], ids=name_of)
-@pytest.mark.each_value
-def test_parallel_stages(plan, rng):
-    def first(x, labels):
-        return {"x": models.dense("first", 16, x), "labels": labels}
-
-    def left(x, labels):
-        return {"left": models.dense("left", 16, x), "labels": labels}
-
-    def right(x, labels):
-        return {"right": models.dense("right", 16, x, jnp.tanh)}
-
-    def last(left, right, labels):
-        return models.cross_entropy(models.dense("last", 10, left * right, lambda x: x), labels)
-
-    found = []
-    steps = [models.mlp_batches(rng, COUNT) for _ in range(2)]
-    for given, mapping in [(None, [0, [0, 0], 0]), (plan, [0, [1, 2], 0])]:
-        pipeline = engine.Pipeline(
-            [first, [left, right], last],
-            num_micro_batches=COUNT,
-            loss=lambda loss: loss,
-            optimizer=optax.adam(0.01),
-            device_mapping=mapping,
-            dispatch_plan=given,
-        )
-        state = pipeline.init(jax.random.key(0), steps[0][0])
-        losses = []
-        for step in steps:
-            state, outputs = pipeline.step(state, step)
-            losses.append(outputs.losses)
-        found.append(models.on_one_device((losses, state.variables, state.optimizer_state)))
-    models.assert_trees_close(found[1], found[0])
 
 
 # Feeds.

@@ -38,13 +38,6 @@ def run(stages, mapping, schedule, rng, loss=lambda loss: loss, training=True):
     return pipeline, beside.train(pipeline, [models.mlp_batches(rng, 5) for _ in range(3)])[1]
 
 
-@pytest.mark.parametrize("schedule", ["grouped", "interleaved", "sequential"])
-@pytest.mark.parametrize("mapping", [None, [0, [1, 0], 1], [0, [0, 0], 0]])
-@pytest.mark.each_value
-def test_equal_the_reference(mapping, schedule, rng):
-    run([first, [left, right], join], mapping, schedule, rng)
-
-
 def test_equal_one_stage_that_does_both(rng):
     def both(x, labels):
         return *left(x, labels), right(x, labels)
@@ -103,6 +96,23 @@ def test_a_level_waits_for_all_of_the_one_before():
     ]
     table = schedules.check(rows, 4, 1, (0, 1, 2, 3), False, (0, 1, 1, 2))
     assert dict(zip(table.order, table.time_steps, strict=True))[Action(F, 3, 0)] == 4
+
+
+@pytest.mark.parametrize("wrong", [(F, 2, 1), (B, 1, 2)])
+def test_the_order_of_those_on_one_ipu(wrong):
+    """Built-in schedules have it, also where replicas need a program for each stage; others are refused."""
+    kind, before, after = wrong
+    order = [(F, 0), (F, 1), (F, 2), (F, 3), (B, 3), (B, 2), (B, 1), (B, 0)]
+    places = order.index((kind, before)), order.index((kind, after))
+    rows = [[Action(kind, stage, 0) for kind, stage in order]]
+    assert schedules.check(rows, 4, 1, (0,) * 4, True, (0, 1, 1, 2)).num_time_steps == 8
+    table = schedules.timetable("interleaved", 4, 1, (0,) * 4, True, (0, 1, 1, 2))
+    assert [(action.kind, action.stage) for action in table.order] == order
+    rows[0][places[0]], rows[0][places[1]] = rows[0][places[1]], rows[0][places[0]]
+    with pytest.raises(
+        schedules.ScheduleError, match=f"comes after that of stage {before}. Parallel stages"
+    ):
+        schedules.check(rows, 4, 1, (0,) * 4, True, (0, 1, 1, 2))
 
 
 @pytest.mark.parametrize(

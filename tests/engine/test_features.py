@@ -1,0 +1,317 @@
+"""Every way to run a model, by models that have what models have: equal to a plain loop of `jax.grad`.
+
+A new option of the engine is a row of FEATURES, and what stages may contain one of MODELS. What else there
+is to check of an option (where arrays lie, what is compiled, errors) stands in the tests of its room.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from ipu_pipeline import engine, layers
+from tests.support import beside, models
+
+COUNT, BATCH, WIDTH, NUM_CLASSES, NUM_UPDATES = 4, 4, 8, 6, 2
+TOLERANCES = {"float32": 1e-5, "float64": 1e-12}
+
+
+def weight(name, x, reuse=False, size=WIDTH):
+    with engine.variable_scope(name, reuse=reuse):
+        return engine.get_variable("kernel", (x.shape[-1], size), x.dtype)
+
+
+# Models of four stages. Each takes a scale that is an input of the step, and an element (x, labels).
+
+
+def with_everything():
+    """Statistics, random numbers, a count, a variable of two stages, values that skip stages, and marks."""
+
+    def first(scale, x, labels):
+        h = jnp.tanh(x @ weight("first", x))
+        h = layers.BatchNormalization(name="norm", dtype=h.dtype, momentum=0.8, epsilon=0.01)(h)
+        return scale, h, x, labels, labels % 2 == 0
+
+    def second(scale, h, x, labels, is_even):
+        h = layers.Dropout(0.25, name="dropout")(h)
+        h = engine.recomputation_checkpoint(h)
+        h = jnp.tanh(h @ weight("shared", h) * scale)
+        count = engine.get_variable("count", (), "int32", trainable=False)
+        engine.assign("count", count + 1)
+        return scale, h * (1 + 0.02 * count.astype(h.dtype)), x, labels, is_even
+
+    def third(scale, h, x, labels, is_even):
+        h = jax.checkpoint(lambda h: jnp.sin(h @ weight("third", h)))(h)
+        h = engine.constrain(h, P(None, "model")) + x
+        return scale, jnp.where(is_even[:, None], h, jnp.sin(h)), labels, is_even
+
+    def last(scale, h, labels, is_even):
+        h = jnp.tanh(h @ weight("shared", h, reuse=True))
+        logits = h @ weight("last", h, size=NUM_CLASSES)
+        return {"loss": models.cross_entropy(logits, labels), "logits": logits, "even": is_even.sum()}
+
+    return {"stages": [first, second, third, last], "loss": lambda loss, **_others: loss}
+
+
+def with_branches():
+    """Two parallel stages between two others; one branch draws random numbers."""
+
+    def first(scale, x, labels):
+        return {"x": jnp.tanh(x @ weight("first", x) * scale), "labels": labels}
+
+    def left(x, labels):
+        return {"a": jnp.tanh(x @ weight("left", x)), "labels": labels}
+
+    def right(x, labels):
+        h = jnp.sin(x @ weight("right", x))
+        return {"b": h * jax.random.uniform(engine.next_rng_key(), h.shape, h.dtype)}
+
+    def last(a, b, labels):
+        return models.cross_entropy((a - b) @ weight("last", a, size=NUM_CLASSES), labels)
+
+    return {"stages": [first, [left, right], last], "loss": lambda loss: loss}
+
+
+def with_parameters(dtype):
+    """Stages that are functions of a pytree, whose first and last share a table; scanned layers."""
+    rng = np.random.default_rng(5)
+
+    def normal(*shape):
+        return (0.5 * rng.normal(size=shape)).astype(dtype)
+
+    def embed(p, scale, x, labels):
+        return jnp.tanh(x @ p["table"]["kernel"]) * scale, labels
+
+    def scanned(p, x, labels):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, p)[0], labels
+
+    def project(p, x, labels):
+        logits = x @ p[1]["kernel"].T @ p[0] + p[1]["bias"]
+        return models.cross_entropy(logits, labels)
+
+    table = engine.Shared("words", {"kernel": normal(WIDTH, WIDTH), "bias": normal(NUM_CLASSES)})
+    parameters = [
+        *({"table": table}, normal(2, WIDTH, WIDTH), normal(1, WIDTH, WIDTH)),
+        [normal(WIDTH, NUM_CLASSES), table],
+    ]
+    return {
+        "stages": [embed, scanned, scanned, project],
+        "parameters": parameters,
+        "loss": lambda loss: loss,
+    }
+
+
+MODELS: dict[str, Callable[[str], dict[str, Any]]] = {
+    "everything": lambda _dtype: with_everything(),
+    "branches": lambda _dtype: with_branches(),
+    "parameters": with_parameters,
+}
+
+
+# Ways to run them.
+
+
+def adam():
+    # Without decay the trace is the gradient that the optimizer was given.
+    return optax.chain(optax.trace(decay=0.0), optax.adam(0.01, eps=1e-2))
+
+
+def of_loss(loss, **_others):
+    return optax.chain(optax.trace(decay=0.0), optax.sgd(0.1 * jnp.minimum(loss, 1.0)))
+
+
+def of_output(loss, **_others):
+    return optax.inject_hyperparams(optax.sgd)(learning_rate=0.1 * loss)
+
+
+def divide(spec):
+    """Kernels by columns, or by rows where the columns are odd."""
+    if spec.name.endswith("kernel"):
+        return P(None, "model") if spec.shape[1] % 4 == 0 else P("model")
+    return None
+
+
+def divided(size):
+    return engine.TensorParallel(size, divide)
+
+
+@dataclasses.dataclass(frozen=True)
+class Feature:
+    """Options of a pipeline.
+
+    Attributes:
+      options: those of `engine.Pipeline`.
+      mapping: the IPU of each of the four stages; None: one each.
+      num_replicas: how many.
+      of_levels: the phase of each of four levels; None: no phases.
+      given: whether each step is told its number of micro-batches.
+    """
+
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    mapping: tuple[int, ...] | None = None
+    num_replicas: int = 1
+    of_levels: tuple[int, ...] | None = None
+    given: bool = False
+
+
+MEMORY = ["weight_update_variables", "activations", "gradient_accumulation_buffers", "weights"]
+ONE, LOOPED, MIXED = (0, 0, 0, 0), (0, 1, 0, 1), (1, 0, 2, 0)
+THEN, INTERLEAVED = "recompute_then_backpropagate", "recompute_and_backpropagate_interleaved"
+CHUNKS = {"dispatch_plan": engine.Chunking(2)}
+SHARED_OUT = {"shard": ["optimizer_state", "weights"]}
+ONE_GROUP = {"num_serialized": 2, "schedule": "sequential"}
+
+FEATURES = {
+    # Schedules and places.
+    "grouped": Feature({"schedule": "grouped"}),
+    "interleaved": Feature({"schedule": "interleaved", "reduction": "mean"}),
+    "sequential": Feature({"schedule": "sequential", "reduction": "running_mean"}),
+    "grouped, looped": Feature({"schedule": "grouped", "donate": True}, LOOPED),
+    "interleaved, mixed": Feature({"schedule": "interleaved"}, MIXED),
+    "sequential, mixed": Feature({"schedule": "sequential", "donate": True}, MIXED),
+    "one IPU": Feature({"donate": True}, ONE),
+    "one IPU, mean": Feature({"reduction": "mean"}, ONE),
+    "one IPU, running mean": Feature({"reduction": "running_mean"}, ONE),
+    "one IPU, in parts": Feature({"block_bytes": 1200}, ONE),
+    # Programs.
+    "chunks": Feature(CHUNKS),
+    "chunks of all": Feature({"dispatch_plan": engine.Chunking(4), "reduction": "mean"}, LOOPED),
+    "chunks, interleaved": Feature({**CHUNKS, "schedule": "interleaved", "reduction": "running_mean"}),
+    "count given": Feature({"reduction": "mean"}, given=True),
+    "count given, one IPU": Feature({"reduction": "running_mean"}, ONE, given=True),
+    "groups": Feature(ONE_GROUP, ONE),
+    "groups, in parts": Feature({**ONE_GROUP, "block_bytes": 1, "reduction": "mean"}, ONE),
+    "groups, recomputed": Feature({**ONE_GROUP, "recompute": THEN, "offload": MEMORY}, ONE),
+    # Memory.
+    "recomputed": Feature({"recompute": "auto"}),
+    "recomputed at once": Feature({"recompute": THEN, **CHUNKS}, LOOPED),
+    "recomputed in turn": Feature({"recompute": INTERLEAVED, "schedule": "interleaved"}),
+    "recomputed, one IPU": Feature({"recompute": "auto"}, ONE),
+    "recomputed in turn, one IPU": Feature({"recompute": INTERLEAVED}, ONE),
+    "state offloaded": Feature({"offload": MEMORY[:1], "donate": True}),
+    "activations offloaded": Feature({"offload": MEMORY[1:2], **CHUNKS}),
+    "accumulators offloaded": Feature({"offload": MEMORY[2:3]}, LOOPED),
+    "all offloaded": Feature({"offload": MEMORY, "recompute": "auto"}),
+    "all offloaded, one IPU": Feature({"offload": MEMORY, "donate": True}, ONE),
+    "phases": Feature({"schedule": "sequential"}, of_levels=(0, 1, 2, 2)),
+    "phases, one IPU": Feature({"schedule": "sequential", "offload": MEMORY}, ONE, of_levels=(0, 1, 2, 3)),
+    "phases, replicas": Feature(
+        {"schedule": "sequential", "offload": MEMORY, **SHARED_OUT}, MIXED, 2, (0, 1, 2, 2)
+    ),
+    "phases, chunks": Feature({"schedule": "sequential", **CHUNKS}, MIXED, of_levels=(0, 0, 1, 1)),
+    # Replicas and devices of an IPU.
+    "two replicas": Feature({"reduction": "mean"}, num_replicas=2),
+    "two replicas, sequential": Feature({"schedule": "sequential", "donate": True}, MIXED, 2),
+    "replicas, chunks": Feature({**CHUNKS, "reduction": "running_mean"}, num_replicas=2),
+    "three replicas, one IPU": Feature({}, ONE, 3),
+    "replicas, one IPU, chunks": Feature(CHUNKS, ONE, 2),
+    "replicas, offloaded": Feature({"offload": MEMORY, "recompute": "auto"}, LOOPED, 2),
+    "replicas, state shared out": Feature({"shard": ["optimizer_state"]}, num_replicas=2),
+    "replicas, shared out": Feature({**SHARED_OUT, **CHUNKS}, num_replicas=2),
+    "replicas, shared out, one IPU": Feature({**SHARED_OUT, "recompute": "auto"}, ONE, 4),
+    "replicas, shared out and offloaded": Feature({**SHARED_OUT, "offload": MEMORY}, LOOPED, 2),
+    "tensor parallel": Feature({"tensor_parallel": divided(2), "reduction": "mean"}),
+    "tensor parallel, one IPU": Feature({"tensor_parallel": divided(4), "donate": True}, ONE),
+    "tensor parallel, chunks": Feature({"tensor_parallel": divided(2), **CHUNKS, "recompute": "auto"}),
+    "tensor parallel, replicas": Feature({"tensor_parallel": divided(2), "offload": MEMORY}, LOOPED, 2),
+    "tensor parallel, shared out": Feature({"tensor_parallel": divided(2), **SHARED_OUT}, LOOPED, 2),
+    # Optimizers.
+    "of the loss": Feature({"optimizer": of_loss}),
+    "of the loss, replicas": Feature({"optimizer": of_loss}, LOOPED, 2),
+    "of an output, one IPU": Feature({"optimizer": of_output}, ONE),
+    "of the norm": Feature({"optimizer": optax.chain(optax.clip_by_global_norm(0.1), adam())}, LOOPED),
+    "of the norm, shared out": Feature(
+        {"optimizer": optax.chain(optax.clip_by_global_norm(0.1), adam()), **SHARED_OUT}, LOOPED, 2
+    ),
+    "of the norm, tensor parallel": Feature(
+        {"optimizer": optax.chain(optax.clip_by_global_norm(0.1), adam()), "tensor_parallel": divided(2)}
+    ),
+    "sums": Feature({"sum_collected": True}),
+    # Forwards only.
+    "inference": Feature({"optimizer": None}),
+    "inference, chunks": Feature({"optimizer": None, **CHUNKS}, LOOPED),
+    "inference, groups": Feature({"optimizer": None, **ONE_GROUP}, ONE),
+    "inference, replicas": Feature({"optimizer": None, "schedule": "sequential"}, num_replicas=2),
+    "inference, tensor parallel": Feature({"optimizer": None, "tensor_parallel": divided(2)}),
+}  # fmt: skip
+
+
+def make(model, dtype, feature):
+    """The pipeline, and how many micro-batches a step has."""
+    built = MODELS[model](dtype)
+    options = {"optimizer": adam(), "num_replicas": feature.num_replicas, **feature.options}
+    if options["optimizer"] is None:
+        built["loss"] = None
+    levels, mapping = len(built["stages"]), feature.mapping
+    if mapping is not None and levels == 3:
+        mapping = (mapping[0], list(mapping[1:3]), mapping[3])
+    if feature.of_levels is not None:
+        of_levels = feature.of_levels[4 - levels :]
+        options["execution_phases"] = engine.ExecutionPhases(
+            of_levels=[level - of_levels[0] for level in of_levels],
+            num_ahead=0 if "offload" in options else None,
+            keeps_values="offload" not in options,
+        )
+    count = COUNT * feature.num_replicas
+    num_micro_batches = COUNT // options.get("num_serialized", 1)
+    stages = built.pop("stages")
+    pipeline = engine.Pipeline(
+        stages,
+        num_micro_batches=None if feature.given else num_micro_batches,
+        device_mapping=mapping,
+        **built,
+        **options,
+    )
+    return pipeline, count
+
+
+@functools.cache
+def make_steps(dtype, count):
+    rng = np.random.default_rng(count)
+
+    def micro_batch():
+        x = rng.normal(size=(BATCH, WIDTH)).astype(dtype)
+        return x, rng.integers(0, NUM_CLASSES, BATCH).astype("int32")
+
+    return [[micro_batch() for _ in range(count)] for _ in range(NUM_UPDATES)]
+
+
+def add(*values):
+    return sum(values[1:], values[0])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.each_value
+def test_equals_a_plain_loop(feature, model, dtype):
+    """Losses, outputs, gradients, variables and the optimizer's state after each update."""
+    feature = FEATURES[feature]
+    with jax.enable_x64(dtype == "float64"):
+        pipeline, count = make(model, dtype, feature)
+        steps, scale = make_steps(dtype, count), np.asarray(0.9, dtype)
+        state = pipeline.init(jax.random.key(3), steps[0][0], scale)
+        expected, bound = beside.copied(state), TOLERANCES[dtype]
+        given = {"num_micro_batches": COUNT} if feature.given else {}
+        for step in steps:
+            before = state
+            state, outputs = pipeline.step(before, step, scale, **given)
+            expected, wanted = beside.step_plainly(pipeline, expected, step, scale)
+            losses, collected = wanted.losses, wanted.outputs
+            if pipeline.options.sum_collected:
+                losses, collected = ([jax.tree.map(add, *values)] for values in (losses, collected))
+            models.assert_trees_close(outputs.losses, losses, bound)
+            models.assert_trees_close(outputs.outputs, collected, bound)
+            models.assert_trees_close(state.variables, expected.variables, bound)
+            models.assert_trees_close(state.optimizer_state, expected.optimizer_state, bound)
+        assert state.execution_count == NUM_UPDATES
+        if not pipeline.options.donate:  # the state before is whole, and gives the same again
+            again, _outputs = pipeline.step(before, steps[-1], scale, **given)
+            models.assert_trees_close(again.variables, state.variables, 0.0)
