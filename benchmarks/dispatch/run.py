@@ -139,7 +139,7 @@ def make_bare_loops(
     numbers = Counter(template.index for template in computed)
     calls, copies = [], []
     for template in column.plan.templates.values():
-        arguments = jax.device_put([jnp.ones(())] * len(template.arguments), template.row.replicated)
+        arguments = jax.device_put([jnp.ones(())] * len(template.arguments), template.group.replicated)
         stored = {result for result, _slot in template.stores}
         num_results = len(template.accumulators) + len(stored)
 

@@ -22,7 +22,7 @@ import numpy as np
 from benchmarks.emulation import stages
 from ipu_pipeline import engine
 from ipu_pipeline.engine.devices import placing
-from ipu_pipeline.engine.devices.rows import Row
+from ipu_pipeline.engine.devices.device_groups import DeviceGroup
 
 __all__ = ["linked_to_host", "time_link"]
 
@@ -55,7 +55,7 @@ def _sleeper(milliseconds: float) -> Callable[[list[Any], Any], list[Any]]:
     return jax.jit(sleep)
 
 
-def time_link(row: Row, num_rounds: int = 5) -> engine.LinkSpeed:
+def time_link(row: DeviceGroup, num_rounds: int = 5) -> engine.LinkSpeed:
     """What it takes to bring something to a row from host memory; within `linked_to_host` its link.
 
     Args:
@@ -92,7 +92,7 @@ def linked_to_host(pipeline: engine.Pipeline, speed: engine.LinkSpeed) -> Iterat
       ValueError: there are too few virtual devices for the links.
     """
     stages.register()
-    rows = list(dict.fromkeys(pipeline.prepare().placement.rows))
+    rows = list(dict.fromkeys(pipeline.prepare().placement.groups))
     taken = [row.devices[0] for row in rows]
     free = [device for device in jax.devices() if device not in taken]
     if len(free) < 2 * len(rows):
@@ -105,7 +105,7 @@ def linked_to_host(pipeline: engine.Pipeline, speed: engine.LinkSpeed) -> Iterat
     links = {way: _HostLink(device, speed) for way, device in zip(ways, free, strict=False)}
     plain = vars(placing)["_put_as"]
 
-    def put_as(arrays: Sequence[Any], row: Row, sharding: Any, *rest: Any) -> list[Any]:
+    def put_as(arrays: Sequence[Any], row: DeviceGroup, sharding: Any, *rest: Any) -> list[Any]:
         link = links.get((row.devices[0], sharding.memory_kind))
         placed = list(arrays)
         moved = [] if link is None else [n for n, a in enumerate(arrays) if _crosses(a, row, sharding)]
@@ -121,7 +121,7 @@ def linked_to_host(pipeline: engine.Pipeline, speed: engine.LinkSpeed) -> Iterat
         vars(placing)["_put_as"] = plain
 
 
-def _crosses(array: Any, row: Row, sharding: Any) -> bool:
+def _crosses(array: Any, row: DeviceGroup, sharding: Any) -> bool:
     """Whether an array of a row goes to the other memory there."""
     if not isinstance(array, jax.Array) or array.devices() != {row.devices[0]}:
         return False

@@ -30,7 +30,7 @@ import numpy as np
 
 from benchmarks.emulation import values
 from ipu_pipeline import engine
-from ipu_pipeline.engine.devices.rows import Row
+from ipu_pipeline.engine.devices.device_groups import DeviceGroup
 from ipu_pipeline.ground import jax_compat
 
 __all__ = [
@@ -191,7 +191,7 @@ def sleep(x: jax.Array, milliseconds: float) -> jax.Array:
 class _Links:
     """What copies arrays to a row, over the links from the others."""
 
-    def __init__(self, row: Row, devices: dict[Any, Any], transfer_ms: float) -> None:
+    def __init__(self, row: DeviceGroup, devices: dict[Any, Any], transfer_ms: float) -> None:
         """Notes which link comes from which device.
 
         Args:
@@ -221,9 +221,9 @@ class _Links:
 
 
 def _add_links(pipeline: engine.Pipeline, transfer_ms: float) -> None:
-    rows = pipeline.prepare().placement.rows
+    rows = pipeline.prepare().placement.groups
     neighbours = list(itertools.pairwise(rows))
-    senders: dict[Row, dict[Row, None]] = {row: {} for row in rows}
+    senders: dict[DeviceGroup, dict[DeviceGroup, None]] = {row: {} for row in rows}
     for one, other in [*neighbours, *((b, a) for a, b in neighbours)]:
         if one is not other:
             senders[other][one] = None

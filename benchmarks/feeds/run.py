@@ -46,11 +46,11 @@ def measure_queued(batches: Any) -> float:
     """Examples per second of an infeed queue that places them on a device."""
     import jax
 
+    from ipu_pipeline.engine.devices.device_groups import make_groups
     from ipu_pipeline.engine.devices.placing import put_host_copies
-    from ipu_pipeline.engine.devices.rows import make_rows
     from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue
 
-    (row,) = make_rows(jax.devices(), [0])
+    (row,) = make_groups(jax.devices(), [0])
     queue = IPUInfeedQueue(batches)
     queue.initialize()
     take = queue.connect(lambda leaves: put_host_copies(leaves, row))

@@ -14,8 +14,8 @@ import jax
 import jax.export
 import numpy as np
 
+from ipu_pipeline.engine.devices.device_groups import DeviceGroup, make_groups
 from ipu_pipeline.engine.devices.placing import put
-from ipu_pipeline.engine.devices.rows import Row, make_rows
 from ipu_pipeline.engine.pipeline import Pipeline
 from ipu_pipeline.engine.programs.bindings import Binding, BindingKind, Bindings
 from ipu_pipeline.engine.programs.stage_programs import ValueKind
@@ -145,7 +145,7 @@ class StageRunner:
         self._variables = dict(variables)
         self._placed: dict[tuple[str, int], Any] = {}  # by full name and IPU
         self._devices: list[Any] = []
-        self._rows: Sequence[Row] = ()
+        self._groups: Sequence[DeviceGroup] = ()
         self._key, self._update_count = jax.random.key_data(key), update_count
 
     def run(
@@ -177,10 +177,10 @@ class StageRunner:
                 return inputs[source["index"]]
             return outputs[source["stage"], source["index"]]
 
-        def find(argument: Mapping[str, Any], row: Row) -> Any:
+        def find(argument: Mapping[str, Any], group: DeviceGroup) -> Any:
             match argument["kind"]:
                 case "variable":
-                    return self._variable(argument["name"], row)
+                    return self._variable(argument["name"], group)
                 case "key":
                     return self._key
                 case "execution_count":
@@ -193,10 +193,10 @@ class StageRunner:
 
         if self._devices != devices:
             self._devices = list(devices)
-            self._rows = make_rows(devices, [stage["ipu"] for stage in self._stages])
+            self._groups = make_groups(devices, [stage["ipu"] for stage in self._stages])
         for number, (stage, function) in enumerate(zip(self._stages, self._functions, strict=True)):
-            row = self._rows[number]
-            arguments = put([find(argument, row) for argument in stage["arguments"]], row)
+            group = self._groups[number]
+            arguments = put([find(argument, group) for argument in stage["arguments"]], group)
             for places, result in zip(stage["results"], function(*arguments), strict=True):
                 for place in places:
                     if place["kind"] == "output":
@@ -205,10 +205,10 @@ class StageRunner:
                         self._assign(place["name"], result)
         return [read(source) for source in self._outputs]
 
-    def _variable(self, name: str, row: Row) -> Any:
-        place = name, row.ipu
+    def _variable(self, name: str, group: DeviceGroup) -> Any:
+        place = name, group.ipu
         if place not in self._placed:
-            (self._placed[place],) = put([self._variables[name]], row)
+            (self._placed[place],) = put([self._variables[name]], group)
         return self._placed[place]
 
     def _assign(self, name: str, value: Any) -> None:

@@ -255,9 +255,9 @@ class Loop(Pipeline):
         """Stand-ins for the carried values after iterations, in a process without devices of the loop."""
         runner, first = self.prepare(), self.body.num_read
         avals = self.body.pipeline.output_avals[first : first + len(self.body.changing)]
-        rows = [home.rows[-1] for home in runner.homes]
-        carried = [[absent(aval.shape, aval.dtype, row.replicated) for row in rows] for aval in avals]
-        if len(rows) == 1:
+        groups = [home.groups[-1] for home in runner.homes]
+        carried = [[absent(aval.shape, aval.dtype, group.replicated) for group in groups] for aval in avals]
+        if len(groups) == 1:
             return [value for (value,) in carried]
         return [OfReplicas(tuple(values)) for values in carried]
 
@@ -364,20 +364,20 @@ class Loop(Pipeline):
         if self._goes_on is None:
             return True
         runner = self.prepare()
-        asked, rows = [], [home.rows[0] for home in runner.homes]
-        for replica, (placement, row) in enumerate(zip(runner.homes, rows, strict=True)):
+        asked, groups = [], [home.groups[0] for home in runner.homes]
+        for replica, (placement, group) in enumerate(zip(runner.homes, groups, strict=True)):
             if placement.has_peers:
                 placement.begin_step()
-            groups = ("inputs of the condition", inputs), ("carried values of the condition", changing)
+            passed = ("inputs of the condition", inputs), ("carried values of the condition", changing)
             placed = [
-                put_host_copies([of_replica(one, replica) for one in own], row, tag=placement.tag(what))
-                for what, own in groups
+                put_host_copies([of_replica(one, replica) for one in own], group, tag=placement.tag(what))
+                for what, own in passed
             ]
-            if row.is_here:
-                asked.append(jax.device_put(self._goes_on(*placed), row.replicated))
+            if group.is_here:
+                asked.append(jax.device_put(self._goes_on(*placed), group.replicated))
             else:
-                asked.append(absent((), np.dtype(bool), row.replicated))
-        homes = [row.devices[0] for row in rows]
+                asked.append(absent((), np.dtype(bool), group.replicated))
+        homes = [group.devices[0] for group in groups]
         answers = answer_everywhere(runner.placement, asked, homes, "condition of a loop")
         if len(set(answers)) > 1:
             going_on = [replica for replica, answer in enumerate(answers) if answer]

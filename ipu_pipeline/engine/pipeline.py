@@ -21,10 +21,10 @@ import numpy as np
 from ipu_pipeline.engine import fingerprints, peers, schedules, watching
 from ipu_pipeline.engine.building import Built, Recipe, build
 from ipu_pipeline.engine.devices.compiler_options import CompilerOptions, check_compiles, plan_options
+from ipu_pipeline.engine.devices.device_groups import DeviceGroup, check_processes, make_groups
 from ipu_pipeline.engine.devices.feeds import Element, PlacedMicroBatches, Take, take_nothing
 from ipu_pipeline.engine.devices.links import naming_peers
 from ipu_pipeline.engine.devices.offloading import parse_offload
-from ipu_pipeline.engine.devices.rows import Row, check_processes, make_rows
 from ipu_pipeline.engine.devices.sharding import parse_shard
 from ipu_pipeline.engine.devices.state_placement import StatePlacement
 from ipu_pipeline.engine.execution import kept
@@ -548,14 +548,14 @@ class Pipeline:
                 f"there are {len(devices)}. On a CPU, before the first use of JAX, "
                 f'jax.config.update("jax_num_cpu_devices", {needed}) makes more.'
             )
-        rows = make_rows(devices, self.device_mapping, number, each)
-        check_processes(rows)
-        if self.options.execution_phases is not None and rows[0].processes[1:]:
+        groups = make_groups(devices, self.device_mapping, number, each)
+        check_processes(groups)
+        if self.options.execution_phases is not None and groups[0].processes[1:]:
             raise ValueError(
                 "execution_phases need all devices in one process; those given are of the processes "
-                f"{list(rows[0].processes)}."
+                f"{list(groups[0].processes)}."
             )
-        check_compiles(self._compiler_options, rows)
+        check_compiles(self._compiler_options, groups)
         if self._devices is None or [d.platform for d in self._devices] != [d.platform for d in devices]:
             self._chosen_plan = None
         self._devices = list(devices)
@@ -563,7 +563,7 @@ class Pipeline:
         self._agree(devices[:needed])
         if self.is_one_program:
             self._runner = BlockRunner(
-                self._place_state(rows),
+                self._place_state(groups),
                 self._programs,
                 self.collecting,
                 donate=self.options.donate,
@@ -574,11 +574,11 @@ class Pipeline:
                 options=self._compiler_options.whole,
             )
         else:
-            placement, size, plan = self._place_state(rows), self.num_devices, self.dispatch_plan
+            placement, size, plan = self._place_state(groups), self.num_devices, self.dispatch_plan
             homes = [placement]
             if number > 1:
                 starts = range(0, size * number, size)
-                own = [make_rows(devices[start:], self.device_mapping, 1, each) for start in starts]
+                own = [make_groups(devices[start:], self.device_mapping, 1, each) for start in starts]
                 homes = list(map(self._place_state, own))
             assert plan is not None
             self._runner = runner = ColumnRunner(
@@ -606,11 +606,11 @@ class Pipeline:
         timetable = self.timetable(self.num_micro_batches or 1)
         fingerprints.agree(self.built, self.options, self.device_mapping, timetable, plan, devices)
 
-    def _place_state(self, rows: Sequence[Row]) -> StatePlacement:
+    def _place_state(self, groups: Sequence[DeviceGroup]) -> StatePlacement:
         return StatePlacement(
             self.traced,
             self.updates,
-            rows,
+            groups,
             self.plan_accumulators(),
             self._offload,
             self._shard,

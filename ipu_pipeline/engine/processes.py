@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ipu_pipeline.engine.devices.action_log import current as current_log
-from ipu_pipeline.engine.devices.crossing import row_sharding
+from ipu_pipeline.engine.devices.crossing import group_sharding
 from ipu_pipeline.engine.devices.gathered import only_if_written_here, read_gathered, share_stacks
 from ipu_pipeline.engine.devices.links import naming_peers
 from ipu_pipeline.engine.devices.remote import is_here
@@ -24,6 +24,7 @@ __all__ = [
     "Store",
     "current",
     "current_log",
+    "group_sharding",
     "is_here",
     "keep_one_free",
     "may_come_from",
@@ -33,7 +34,6 @@ __all__ = [
     "one_thread",
     "only_if_written_here",
     "read_gathered",
-    "row_sharding",
     "set_current",
     "share_stacks",
     "waiting",

@@ -16,10 +16,10 @@ import numpy as np
 from jax.extend import core as jex_core
 
 from ipu_pipeline.engine import jaxprs, peers
+from ipu_pipeline.engine.devices.device_groups import make_groups
 from ipu_pipeline.engine.devices.gathered import read_gathered
 from ipu_pipeline.engine.devices.placing import put_host_copies
 from ipu_pipeline.engine.devices.remote import is_here
-from ipu_pipeline.engine.devices.rows import make_rows
 from ipu_pipeline.engine.state import OfReplicas, of_replica
 from ipu_pipeline.engine.tracing import frames, hoisting
 from ipu_pipeline.engine.tracing.specs import VariableSpec
@@ -248,7 +248,7 @@ class Values:
         """
         self._known.update(zip(step.reads, read_gathered(variables), strict=True))
         device = next(filter(is_here, devices), None) or jax.local_devices()[0]
-        row = make_rows([device], (0,))[0]
+        group = make_groups([device], (0,))[0]
         arguments = [self._known[var] for var in step.arguments]
         sizes = {len(value.values) for value in arguments if isinstance(value, OfReplicas)}
         if len(sizes) > 1:
@@ -258,10 +258,10 @@ class Values:
             )
         made: list[Any]
         if not sizes:
-            made = step.function(*put_host_copies(arguments, row))
+            made = step.function(*put_host_copies(arguments, group))
         else:
             each = [
-                step.function(*put_host_copies([of_replica(value, replica) for value in arguments], row))
+                step.function(*put_host_copies([of_replica(value, replica) for value in arguments], group))
                 for replica in range(sizes.pop())
             ]
             made = [OfReplicas(values) for values in zip(*each, strict=True)]

@@ -324,7 +324,7 @@ def test_phases_within_a_tenth(mapping, phases):
     def compare():
         times = timing.time_programs(*alone, num_rounds=2)
         with host_links.linked_to_host(pipeline, engine.LinkSpeed(0.5e-3, 4e6)):
-            link = host_links.time_link(pipeline.prepare().placement.rows[0])
+            link = host_links.time_link(pipeline.prepare().placement.groups[0])
             running = jax.block_until_ready(pipeline.place(state))
             taken = []
             for _step in range(NUM_ROUNDS):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import numpy as np
 
-from ipu_pipeline.engine.devices.rows import Row
+from ipu_pipeline.engine.devices.device_groups import DeviceGroup
 
 __all__ = ["NO_OPTIONS", "CompilerOptions", "Options", "check_compiles", "plan_options"]
 
@@ -141,7 +141,7 @@ def _merge(parts: Iterable[_Given], why: str) -> dict[str, Any]:
     return merged
 
 
-def check_compiles(options: CompilerOptions, rows: Sequence[Row]) -> None:
+def check_compiles(options: CompilerOptions, groups: Sequence[DeviceGroup]) -> None:
     """Compiles trivial programs with the options that were given.
 
     Raises:
@@ -151,9 +151,9 @@ def check_compiles(options: CompilerOptions, rows: Sequence[Row]) -> None:
     faults = []
     for given, stage in options.given:
         for name, value in given.options.items():
-            key = (rows[stage].devices[0].platform, name, type(value), value)
-            if key not in known and rows[stage].is_here:
-                known[key] = _compile_trivial({name: value}, rows[stage])
+            key = (groups[stage].devices[0].platform, name, type(value), value)
+            if key not in known and groups[stage].is_here:
+                known[key] = _compile_trivial({name: value}, groups[stage])
             error = known.get(key)
             if error is not None:
                 faults.append(f"{given}: the compiler option {name} with the value {value!r}: {error}")
@@ -161,9 +161,9 @@ def check_compiles(options: CompilerOptions, rows: Sequence[Row]) -> None:
         raise ValueError("XLA refuses compiler options.\n" + "\n".join(faults))
 
 
-def _compile_trivial(options: Options, row: Row) -> str | None:
+def _compile_trivial(options: Options, group: DeviceGroup) -> str | None:
     """What XLA says about the options; None if a trivial program compiles."""
-    trivial = jax.jit(lambda x: x, in_shardings=row.replicated, compiler_options=dict(options))
+    trivial = jax.jit(lambda x: x, in_shardings=group.replicated, compiler_options=dict(options))
     try:
         trivial.lower(np.int32(0)).compile()
     except jax.errors.JaxRuntimeError as error:

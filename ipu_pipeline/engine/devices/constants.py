@@ -6,34 +6,34 @@ from typing import Any
 
 import numpy as np
 
+from ipu_pipeline.engine.devices.device_groups import DeviceGroup
 from ipu_pipeline.engine.devices.placing import put
-from ipu_pipeline.engine.devices.rows import Row
 
 __all__ = ["Constants"]
 
-_MAX_SCALARS = 4096  # per row; loops count their iterations without end
+_MAX_SCALARS = 4096  # per group; loops count their iterations without end
 
 
 class Constants:
-    """Integers and random keys on rows."""
+    """Integers and random keys on groups."""
 
     def __init__(self) -> None:
         self._scalars: dict[tuple[int, int], Any] = {}  # (IPU, integer) -> int32 scalar there
         self._keys: dict[int, tuple[Any, Any]] = {}  # IPU -> the last random key, and its copy there
 
-    def key(self, key: Any, row: Row) -> Any:
-        """A random key on a row. The last one is kept: steps use the same key, and placing is slow."""
-        known = self._keys.get(row.ipu)
+    def key(self, key: Any, group: DeviceGroup) -> Any:
+        """A random key on a group. The last one is kept: steps use the same key, and placing is slow."""
+        known = self._keys.get(group.ipu)
         if known is None or known[0] is not key:
-            (placed,) = put([key], row)
-            known = self._keys[row.ipu] = (key, placed)
+            (placed,) = put([key], group)
+            known = self._keys[group.ipu] = (key, placed)
         return known[1]
 
-    def scalar(self, number: int, row: Row) -> Any:
-        """An int32 scalar on a row; small ones are made once."""
-        known = self._scalars.get((row.ipu, number))
+    def scalar(self, number: int, group: DeviceGroup) -> Any:
+        """An int32 scalar on a group; small ones are made once."""
+        known = self._scalars.get((group.ipu, number))
         if known is None:
-            (known,) = put([np.int32(number)], row)
+            (known,) = put([np.int32(number)], group)
             if number < _MAX_SCALARS:
-                self._scalars[row.ipu, number] = known
+                self._scalars[group.ipu, number] = known
         return known

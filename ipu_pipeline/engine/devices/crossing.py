@@ -1,6 +1,6 @@
-"""Arrays from row to row in several processes: which one sends, receives, copies, or does nothing.
+"""Arrays from group to group in several processes: which one sends, receives, copies, or does nothing.
 
-All processes make the same calls. An array that lies on a row is moved by the processes that have its
+All processes make the same calls. An array that lies on a group is moved by the processes that have its
 devices and by the processes that have the target's. Any other array is one that every process has, such as
 a user's, and each process puts it on its own devices.
 """
@@ -19,11 +19,11 @@ from ipu_pipeline.engine.tracing.replicas import REPLICA
 from ipu_pipeline.engine.tracing.tensor_parallel import MODEL
 from ipu_pipeline.ground import jax_compat
 
-__all__ = ["can_move_parts", "is_all_here", "join_parts", "move", "put_own", "row_sharding"]
+__all__ = ["can_move_parts", "group_sharding", "is_all_here", "join_parts", "move", "put_own"]
 
 
-def row_sharding(array: Any) -> NamedSharding | None:
-    """The sharding of an array that lies on a row; None for an array that every process has."""
+def group_sharding(array: Any) -> NamedSharding | None:
+    """The sharding of an array that lies on a group; None for an array that every process has."""
     sharding = array.sharding if isinstance(array, jax.Array) else None
     if isinstance(sharding, NamedSharding) and sharding.mesh.axis_names == (REPLICA, MODEL):
         return sharding
@@ -36,7 +36,7 @@ def is_all_here(sharding: NamedSharding) -> bool:
 
 
 def put_own(arrays: Sequence[Any], target: NamedSharding) -> list[Any]:
-    """Puts arrays that every process has on this process's devices of a row."""
+    """Puts arrays that every process has on this process's devices of a group."""
     own = [device for device in target.mesh.devices.flat if is_here(device)]
     parts = [
         jax.device_put(list(arrays), SingleDeviceSharding(device, memory_kind=target.memory_kind))
@@ -50,17 +50,17 @@ def put_own(arrays: Sequence[Any], target: NamedSharding) -> list[Any]:
 
 
 def can_move_parts(source: NamedSharding, target: NamedSharding) -> bool:
-    """Whether two rows divide arrays alike, so that each device sends its part to its counterpart."""
+    """Whether two groups divide arrays alike, so that each device sends its part to its counterpart."""
     return source.spec == target.spec and source.mesh.devices.shape == target.mesh.devices.shape
 
 
 def move(
     arrays: Sequence[Any], source: NamedSharding, target: NamedSharding, tag: Tag | None, is_kept: bool
 ) -> list[Any]:
-    """Moves arrays of one row to another; each device gets them from one device of the row they are on.
+    """Moves arrays of one group to another; each device gets them from one device of the group they are on.
 
     Raises:
-      ValueError: there is no tag, or what the row's devices have is not the same.
+      ValueError: there is no tag, or what the group's devices have is not the same.
     """
     pairs = _pair(list(source.mesh.devices.flat), list(target.mesh.devices.flat))
     crosses = any(one.process_index != other.process_index for one, other in pairs)

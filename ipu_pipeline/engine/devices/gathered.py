@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from ipu_pipeline.engine import peers
-from ipu_pipeline.engine.devices.crossing import row_sharding
+from ipu_pipeline.engine.devices.crossing import group_sharding
 from ipu_pipeline.engine.devices.links import Tag, links, naming_peers
 from ipu_pipeline.engine.devices.remote import absent, is_here
 
@@ -34,7 +34,7 @@ def only_if_written_here(array: Any) -> Any:
     if others is None:
         return array
     array = whole(array)
-    sharding = row_sharding(array)
+    sharding = group_sharding(array)
     is_written = others.index == 0 if sharding is None else is_here(sharding.mesh.devices.flat[0])
     if is_written or others.index == 0:
         return array
@@ -42,11 +42,11 @@ def only_if_written_here(array: Any) -> Any:
 
 
 def whole(array: Any) -> Any:
-    """The array, whole on each device of its row: a copy if the devices have only parts of it.
+    """The array, whole on each device of its group: a copy if the devices have only parts of it.
 
     All processes that have a part call it, in the same order.
     """
-    sharding = row_sharding(array)
+    sharding = group_sharding(array)
     if sharding is None or sharding.is_fully_replicated:
         return array
     replicated = NamedSharding(sharding.mesh, PartitionSpec())
@@ -78,7 +78,7 @@ def read_gathered(arrays: Sequence[Any]) -> list[Any]:
     found = list(map(whole, found))
     by_home: dict[Any, list[int]] = {}  # the device that has them -> positions
     for place, array in enumerate(found):
-        sharding = row_sharding(array)
+        sharding = group_sharding(array)
         if sharding is not None:
             by_home.setdefault(sharding.mesh.devices.flat[0], []).append(place)
     with _lock:  # in the same order in all processes

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from ipu_pipeline.engine.devices.rows import Row
+from ipu_pipeline.engine.devices.device_groups import DeviceGroup
 from ipu_pipeline.ground.enumerations import parse_member
 
 __all__ = ["Offload", "load", "parse_offload", "store"]
@@ -40,11 +40,11 @@ def parse_offload(values: Collection[str | Offload]) -> frozenset[Offload]:
     return frozenset(parse_member(Offload, value, "offload: each entry") for value in values)
 
 
-def load(value: Any, row: Row) -> Any:
-    """A traced value in the memory of the row's device."""
-    return jax.device_put(value, row.replicated)
+def load(value: Any, group: DeviceGroup) -> Any:
+    """A traced value in the memory of the group's device."""
+    return jax.device_put(value, group.replicated)
 
 
-def store(value: Any, row: Row) -> Any:
+def store(value: Any, group: DeviceGroup) -> Any:
     """A traced value in the host's memory."""
-    return jax.device_put(value, row.host)
+    return jax.device_put(value, group.host)

@@ -1,4 +1,4 @@
-"""Puts arrays on rows: the only module that moves arrays outside of compiled programs."""
+"""Puts arrays on groups: the only module that moves arrays outside of compiled programs."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ipu_pipeline.engine.devices.crossing import (
     can_move_parts,
+    group_sharding,
     is_all_here,
     move,
     put_own,
-    row_sharding,
 )
+from ipu_pipeline.engine.devices.device_groups import HOST_MEMORY, WHOLE, DeviceGroup, partition_of
 from ipu_pipeline.engine.devices.gathered import whole
 from ipu_pipeline.engine.devices.links import Tag
 from ipu_pipeline.engine.devices.remote import absent_like, is_here
-from ipu_pipeline.engine.devices.rows import HOST_MEMORY, WHOLE, Row, partition_of
 from ipu_pipeline.engine.state import is_readable
 from ipu_pipeline.engine.tracing.tensor_parallel import MODEL
 from ipu_pipeline.ground import jax_compat
@@ -28,76 +28,76 @@ __all__ = ["copy_to", "is_offloaded", "keep", "put", "put_host_copies"]
 
 
 def is_offloaded(array: Any) -> bool:
-    """Whether an array is in host memory for its row."""
+    """Whether an array is in host memory for its group."""
     return bool(array.sharding.memory_kind == HOST_MEMORY)
 
 
 def put(
     arrays: Sequence[Any],
-    row: Row,
+    group: DeviceGroup,
     offloaded: bool = False,
     tag: Tag | None = None,
     partitions: Sequence[PartitionSpec] | None = None,
 ) -> list[Any]:
-    """Puts arrays on a row, or in host memory for it. Those already there stay the same objects.
+    """Puts arrays on a group, or in host memory for it. Those already there stay the same objects.
 
-    What lies divided over the devices of a replica stays so on its own row, and is divided on another row
-    where it is wanted so there. Everything else is whole on each device.
+    What lies divided over the devices of a replica stays so on its own group, and is divided on another
+    one where it is wanted so there. Everything else is whole on each device.
 
     JAX arrays are transferred without waiting for them. NumPy arrays may be shared instead of copied
     on a CPU: callers that may change them afterwards use `put_host_copies`.
     """
-    return _put(arrays, row, offloaded, False, tag, partitions)
+    return _put(arrays, group, offloaded, False, tag, partitions)
 
 
 def put_host_copies(
     arrays: Sequence[Any],
-    row: Row,
+    group: DeviceGroup,
     offloaded: bool = False,
     tag: Tag | None = None,
     partitions: Sequence[PartitionSpec] | None = None,
 ) -> list[Any]:
     """Puts arrays where `put` does, sharing no memory with the caller's NumPy arrays."""
-    return _put(arrays, row, offloaded, True, tag, partitions)
+    return _put(arrays, group, offloaded, True, tag, partitions)
 
 
 def _put(
     arrays: Sequence[Any],
-    row: Row,
+    group: DeviceGroup,
     offloaded: bool,
     is_copied: bool,
     tag: Tag | None,
     partitions: Sequence[PartitionSpec] | None,
 ) -> list[Any]:
-    whole_there = row.host if offloaded else row.replicated
-    if not row.is_divided:
-        return _put_as(arrays, row, whole_there, is_copied, tag)
-    placed, groups = list(arrays), dict[PartitionSpec, list[int]]()
+    whole_there = group.host if offloaded else group.replicated
+    if not group.is_divided:
+        return _put_as(arrays, group, whole_there, is_copied, tag)
+    placed, by_partition = list(arrays), dict[PartitionSpec, list[int]]()
     for place, array in enumerate(arrays):
         wanted = WHOLE if partitions is None else partitions[place]
-        groups.setdefault(_partition_on(array, row, wanted), []).append(place)
-    for partition, places in groups.items():
+        by_partition.setdefault(_partition_on(array, group, wanted), []).append(place)
+    for partition, places in by_partition.items():
         sharding = NamedSharding(whole_there.mesh, partition, memory_kind=whole_there.memory_kind)
         own = None if tag is None or not partition else tag._replace(edge=f"{tag.edge}, {partition}")
-        moved = _put_as([arrays[place] for place in places], row, sharding, is_copied, own or tag)
+        moved = _put_as([arrays[place] for place in places], group, sharding, is_copied, own or tag)
         for place, array in zip(places, moved, strict=True):
             placed[place] = array
     return placed
 
 
-def _partition_on(array: Any, row: Row, wanted: PartitionSpec) -> PartitionSpec:
-    """How an array is to be divided over the devices of a replica when it comes to a row."""
-    source, partition = row_sharding(array), partition_of(array)
-    if source is None or source.mesh == row.replicated.mesh:
+def _partition_on(array: Any, group: DeviceGroup, wanted: PartitionSpec) -> PartitionSpec:
+    """How an array is to be divided over the devices of a replica when it comes to a group."""
+    source, partition = group_sharding(array), partition_of(array)
+    if source is None or source.mesh == group.replicated.mesh:
         return partition
-    is_alike = partition == wanted and source.mesh.shape[MODEL] == row.replicated.mesh.shape[MODEL]
+    is_alike = partition == wanted and source.mesh.shape[MODEL] == group.replicated.mesh.shape[MODEL]
     return wanted if is_alike else WHOLE
 
 
 def _put_as(
-    arrays: Sequence[Any], row: Row, sharding: NamedSharding, is_copied: bool, tag: Tag | None
+    arrays: Sequence[Any], group: DeviceGroup, sharding: NamedSharding, is_copied: bool, tag: Tag | None
 ) -> list[Any]:
-    """Puts arrays on a row with one of its shardings."""
+    """Puts arrays on a group with one of its shardings."""
     offloaded = sharding.memory_kind == HOST_MEMORY
     placed = list(arrays)
     away = [
@@ -105,20 +105,20 @@ def _put_as(
         for place, array in enumerate(arrays)
         if not (isinstance(array, jax.Array) and array.sharding == sharding)
     ]
-    if row.has_peers or any(_is_partly_elsewhere(arrays[place]) for place in away):
-        sources = {place: row_sharding(arrays[place]) for place in away}
+    if group.has_peers or any(_is_partly_elsewhere(arrays[place]) for place in away):
+        sources = {place: group_sharding(arrays[place]) for place in away}
         for number, source in enumerate(dict.fromkeys(sources.values())):
             if is_all_here(sharding) and (source is None or is_all_here(source)):
                 continue  # done below, as in a process that runs alone
             places = [place for place in away if sources[place] == source]
             found = [arrays[place] for place in places]
             own = None if tag is None else tag._replace(edge=f"{tag.edge} ({number})")
-            for place, array in zip(places, _bring(found, source, row, sharding, own), strict=True):
+            for place, array in zip(places, _bring(found, source, group, sharding, own), strict=True):
                 placed[place] = array
                 away.remove(place)
-    if not offloaded and row.send is not None and all(_is_plain(arrays[place]) for place in away):
+    if not offloaded and group.send is not None and all(_is_plain(arrays[place]) for place in away):
         for place in away:
-            placed[place] = row.send(arrays[place], is_copied)
+            placed[place] = group.send(arrays[place], is_copied)
     elif away:
         found = [arrays[place] for place in away]
         if is_copied:
@@ -134,9 +134,13 @@ def _is_partly_elsewhere(array: Any) -> bool:
 
 
 def _bring(
-    arrays: Sequence[Any], source: NamedSharding | None, row: Row, sharding: NamedSharding, tag: Tag | None
+    arrays: Sequence[Any],
+    source: NamedSharding | None,
+    group: DeviceGroup,
+    sharding: NamedSharding,
+    tag: Tag | None,
 ) -> list[Any]:
-    """Moves arrays in several processes from where all of them are to a sharding of a row."""
+    """Moves arrays in several processes from where all of them are to a sharding of a group."""
     if source is None:
         return put_own(arrays, sharding)
     if source.mesh == sharding.mesh:
@@ -144,12 +148,12 @@ def _bring(
     target = NamedSharding(sharding.mesh, sharding.spec)
     if not source.is_fully_replicated and not can_move_parts(source, target):
         arrays = list(map(whole, arrays))
-        source, target = NamedSharding(source.mesh, WHOLE), row.replicated
+        source, target = NamedSharding(source.mesh, WHOLE), group.replicated
     return _relocate(move(arrays, source, target, tag, is_kept=False), sharding)
 
 
 def _relocate(arrays: Sequence[Any], sharding: NamedSharding) -> list[Any]:
-    """Gives arrays of a row another sharding of the same row."""
+    """Gives arrays of a group another sharding of the same group."""
     if not any(map(is_here, sharding.mesh.devices.flat)):
         return absent_like(arrays, sharding)
     found = list(arrays)
@@ -199,11 +203,11 @@ def _is_on_host(array: Any) -> bool:
     return jax_compat.is_device_array(array) and all(device.platform == "cpu" for device in array.devices())
 
 
-def copy_to(arrays: Sequence[Any], row: Row, tag: Tag | None = None) -> list[Any]:
-    """Transfers JAX arrays, which are known to be on one row of the same pipeline, to another row."""
-    if row.has_peers and not (is_all_here(arrays[0].sharding) and is_all_here(row.replicated)):
-        return move(arrays, arrays[0].sharding, row.replicated, tag, is_kept=True)
-    if row.copy is not None:
-        return row.copy(arrays)
-    copies: list[Any] = jax.device_put(list(arrays), row.replicated)
+def copy_to(arrays: Sequence[Any], group: DeviceGroup, tag: Tag | None = None) -> list[Any]:
+    """Transfers JAX arrays, which are known to be on one group of the same pipeline, to another group."""
+    if group.has_peers and not (is_all_here(arrays[0].sharding) and is_all_here(group.replicated)):
+        return move(arrays, arrays[0].sharding, group.replicated, tag, is_kept=True)
+    if group.copy is not None:
+        return group.copy(arrays)
+    copies: list[Any] = jax.device_put(list(arrays), group.replicated)
     return copies

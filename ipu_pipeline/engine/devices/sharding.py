@@ -9,9 +9,9 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ipu_pipeline.engine.devices.crossing import row_sharding
+from ipu_pipeline.engine.devices.crossing import group_sharding
+from ipu_pipeline.engine.devices.device_groups import DeviceGroup, names_of, partition_of
 from ipu_pipeline.engine.devices.remote import NotRun
-from ipu_pipeline.engine.devices.rows import Row, names_of, partition_of
 from ipu_pipeline.engine.tracing.replicas import REPLICA
 from ipu_pipeline.engine.tracing.tensor_parallel import normal_partition
 from ipu_pipeline.ground.enumerations import parse_member
@@ -41,21 +41,21 @@ def parse_shard(values: Collection[str | Shard]) -> frozenset[Shard]:
     return frozenset(parse_member(Shard, value, "shard: each entry") for value in values)
 
 
-def sharding_of(row: Row, shape: Sequence[int], partition: PartitionSpec) -> NamedSharding:
-    """How an array lies on a row of which each replica has a part.
+def sharding_of(group: DeviceGroup, shape: Sequence[int], partition: PartitionSpec) -> NamedSharding:
+    """How an array lies on a group of which each replica has a part.
 
     It is divided along the first axis whose size is a multiple of the number of replicas; without one, each
     replica has the whole.
     """
-    number, names = row.num_replicas, [*partition, *[None] * (len(shape) - len(partition))]
+    number, names = group.num_replicas, [*partition, *[None] * (len(shape) - len(partition))]
     for axis, size in enumerate(shape):
         if size and size % number == 0 and names[axis] is None:
-            return row.divided(normal_partition([*names[:axis], REPLICA, *names[axis + 1 :]]))
-    return row.divided(partition)
+            return group.divided(normal_partition([*names[:axis], REPLICA, *names[axis + 1 :]]))
+    return group.divided(partition)
 
 
-def share_out(arrays: Sequence[Any], shardings: Sequence[NamedSharding], row: Row) -> list[Any]:
-    """Gives arrays on a row, or in host memory for it, other shardings in the same memory."""
+def share_out(arrays: Sequence[Any], shardings: Sequence[NamedSharding], group: DeviceGroup) -> list[Any]:
+    """Gives arrays on a group, or in host memory for it, other shardings in the same memory."""
     found = list(arrays)
     places = [
         place
@@ -64,32 +64,32 @@ def share_out(arrays: Sequence[Any], shardings: Sequence[NamedSharding], row: Ro
     ]
     targets = [shardings[place].with_memory_kind(found[place].sharding.memory_kind) for place in places]
     if places:
-        moved = _reshard([found[place] for place in places], targets, row)
+        moved = _reshard([found[place] for place in places], targets, group)
         for place, array in zip(places, moved, strict=True):
             found[place] = array
     return found
 
 
-def gather_replicas(arrays: Sequence[Any], row: Row) -> list[Any]:
-    """Gathers arrays of which the replicas have parts: whole in each, in the memory of the row's devices.
+def gather_replicas(arrays: Sequence[Any], group: DeviceGroup) -> list[Any]:
+    """Gathers arrays of which the replicas have parts: whole in each, in the memory of the group's devices.
 
     Within a replica they stay divided.
     """
-    return _reshard(arrays, [row.divided(partition_of(array)) for array in arrays], row)
+    return _reshard(arrays, [group.divided(partition_of(array)) for array in arrays], group)
 
 
 def is_apart(array: Any) -> bool:
-    """Whether each replica of a row has a part of an array."""
-    sharding = row_sharding(array)
+    """Whether each replica of a group has a part of an array."""
+    sharding = group_sharding(array)
     return sharding is not None and any(REPLICA in names_of(entry) for entry in sharding.spec)
 
 
-def _reshard(arrays: Sequence[Any], targets: Sequence[NamedSharding], row: Row) -> list[Any]:
-    if not row.has_peers:
+def _reshard(arrays: Sequence[Any], targets: Sequence[NamedSharding], group: DeviceGroup) -> list[Any]:
+    if not group.has_peers:
         moved: list[Any] = jax.device_put(list(arrays), list(targets))
         return moved
     copied: Callable[..., list[Any]] = jax.jit(_same, out_shardings=list(targets))
-    if not row.is_here:
+    if not group.is_here:
         return [NotRun(_one, target)(array) for array, target in zip(arrays, targets, strict=True)]
     return copied(list(arrays))
 

@@ -14,13 +14,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ipu_pipeline.engine.devices import action_log
 from ipu_pipeline.engine.devices.constants import Constants
-from ipu_pipeline.engine.devices.crossing import row_sharding
+from ipu_pipeline.engine.devices.crossing import group_sharding
+from ipu_pipeline.engine.devices.device_groups import WHOLE, DeviceGroup, divided_in_replica
 from ipu_pipeline.engine.devices.gathered import read_gathered
 from ipu_pipeline.engine.devices.links import Tag, links
 from ipu_pipeline.engine.devices.offloading import Offload
 from ipu_pipeline.engine.devices.placing import put, put_host_copies
 from ipu_pipeline.engine.devices.remote import absent
-from ipu_pipeline.engine.devices.rows import WHOLE, Row, divided_in_replica
 from ipu_pipeline.engine.devices.sharding import (
     Shard,
     gather_replicas,
@@ -45,13 +45,13 @@ _numbers: collections.defaultdict[tuple[int, ...], Iterator[int]] = collections.
 
 
 class StatePlacement:
-    """Puts variables, optimizer state and accumulators on the rows of their stages."""
+    """Puts variables, optimizer state and accumulators on the groups of their stages."""
 
     def __init__(
         self,
         traced: TracedPipeline,
         updates: Updates | None,
-        rows: Sequence[Row],
+        groups: Sequence[DeviceGroup],
         accumulator_plan: AccumulatorPlan,
         offload: Collection[Offload] = (),
         shard: Collection[Shard] = (),
@@ -69,7 +69,7 @@ class StatePlacement:
             known = traced.variables.items()
             self.offloaded = frozenset(n for n, spec in known if spec.trainable or n not in assigned)
         self.partitions = partitions
-        has_replicas = rows[0].num_replicas > 1
+        has_replicas = groups[0].num_replicas > 1
         self.shards_state = has_replicas and Shard.OPTIMIZER_STATE in shard
         self.sharded: frozenset[str] = frozenset()  # full names of variables
         if has_replicas and Shard.WEIGHTS in shard:
@@ -79,7 +79,7 @@ class StatePlacement:
         self.accumulator_plan = accumulator_plan
         self.traced = traced
         self.updates = updates
-        self.rows = tuple(rows)
+        self.groups = tuple(groups)
         self.constants = Constants()
         self._init_functions: list[Callable[..., list[Any]]] = []
         self._leaf_partitions: tuple[PartitionSpec, ...] = ()
@@ -88,11 +88,11 @@ class StatePlacement:
             for program in updates.inits:
                 results = self.results_of(program)
                 jitted = jax.jit(program.function, **results)
-                row = self.rows[program.stage]
-                self._init_functions.append(row.program(jitted, results.get("out_shardings")))
-        self.has_peers = any(row.has_peers for row in self.rows)
+                group = self.groups[program.stage]
+                self._init_functions.append(group.program(jitted, results.get("out_shardings")))
+        self.has_peers = any(group.has_peers for group in self.groups)
         self._name = (
-            f"pipeline {next(_numbers[self.rows[0].processes])} of processes {self.rows[0].processes}"
+            f"pipeline {next(_numbers[self.groups[0].processes])} of processes {self.groups[0].processes}"
         )
         self._step = 0
 
@@ -100,12 +100,12 @@ class StatePlacement:
 
     def has_variable(self, name: str) -> bool:
         """Whether a variable is on a device of this process."""
-        return self.rows[self.traced.owners[name]].is_here
+        return self.groups[self.traced.owners[name]].is_here
 
     def begin_step(self) -> None:
         """Begins the next step in the sense of `tag`; all processes do so at the same places."""
-        if self._step == 0 and any(row.is_here for row in self.rows):
-            links().warm(self.rows[0].processes)
+        if self._step == 0 and any(group.is_here for group in self.groups):
+            links().warm(self.groups[0].processes)
         self._step += 1
 
     def tag(self, edge: str, number: int = 0) -> Tag | None:
@@ -113,14 +113,14 @@ class StatePlacement:
         return Tag(f"{self._name}, {edge}", self._step, number) if self.has_peers else None
 
     def place_variables(self, variables: Mapping[str, Any]) -> dict[str, Any]:
-        """Places the variables that the pipeline has, each on its home's row.
+        """Places the variables that the pipeline has, each on its home's group.
 
         The results share no memory with NumPy arrays that are given.
         """
         placed: dict[str, Any] = {}
         if self.has_peers:
             self.begin_step()
-        for index, row in enumerate(self.rows):
+        for index, group in enumerate(self.groups):
             for is_offloaded in (False, True):
                 names = [
                     name
@@ -130,61 +130,61 @@ class StatePlacement:
                 arrays = [variables[name] for name in names]
                 tag = self.tag(f"variables of stage {index} ({is_offloaded})")
                 shardings = [self._sharding_of_variable(name) for name in names]
-                arrays = self._place_as(arrays, row, shardings, is_offloaded, tag)
+                arrays = self._place_as(arrays, group, shardings, is_offloaded, tag)
                 placed.update(zip(names, arrays, strict=True))
         return placed
 
     def _place_as(
         self,
         arrays: Sequence[Any],
-        row: Row,
+        group: DeviceGroup,
         shardings: Sequence[NamedSharding],
         is_offloaded: bool,
         tag: Tag | None,
     ) -> list[Any]:
-        """Puts arrays on a row, with shardings; those already there stay the same objects."""
-        kind = str((row.host if is_offloaded else row.replicated).memory_kind)
+        """Puts arrays on a group, with shardings; those already there stay the same objects."""
+        kind = str((group.host if is_offloaded else group.replicated).memory_kind)
         wanted = [sharding.with_memory_kind(kind) for sharding in shardings]
         found = list(arrays)
         brought = [place for place, array in enumerate(found) if self._is_elsewhere(array)]
-        if brought:  # by all processes: those without a part in the rows may count steps differently
+        if brought:  # by all processes: those without a part in the groups may count steps differently
             read = read_gathered([found[place] for place in brought])
             for place, array in zip(brought, read, strict=True):
-                found[place] = array if row.is_here else absent(array.shape, array.dtype, wanted[place])
+                found[place] = array if group.is_here else absent(array.shape, array.dtype, wanted[place])
         away = [
             place
             for place, (array, sharding) in enumerate(zip(arrays, wanted, strict=True))
             if not (isinstance(array, jax.Array) and array.sharding == sharding)
         ]
         partitions = [divided_in_replica(wanted[place]) for place in away]
-        moved = put_host_copies([found[place] for place in away], row, is_offloaded, tag, partitions)
-        moved = share_out(moved, [wanted[place] for place in away], row)
+        moved = put_host_copies([found[place] for place in away], group, is_offloaded, tag, partitions)
+        moved = share_out(moved, [wanted[place] for place in away], group)
         for place, array in zip(away, moved, strict=True):
             found[place] = array
         return found
 
     def _is_elsewhere(self, array: Any) -> bool:
         """Whether an array lies only in processes in which the pipeline has no device."""
-        sharding = row_sharding(array)
+        sharding = group_sharding(array)
         if sharding is None:
             return False
         return {device.process_index for device in sharding.mesh.devices.flat}.isdisjoint(
-            self.rows[0].processes
+            self.groups[0].processes
         )
 
     def _sharding_of_variable(self, name: str) -> NamedSharding:
-        row = self.rows[self.traced.owners[name]]
+        group = self.groups[self.traced.owners[name]]
         if name not in self.sharded:
-            return self.sharding_in_program(name, row)
-        return sharding_of(row, self.traced.variables[name].shape, self.partitions.get(name, WHOLE))
+            return self.sharding_in_program(name, group)
+        return sharding_of(group, self.traced.variables[name].shape, self.partitions.get(name, WHOLE))
 
-    def sharding_in_program(self, name: str, row: Row) -> NamedSharding:
-        """How a variable and its gradient lie on a row while a program of a stage there uses them."""
-        return row.divided(self.partitions[name]) if name in self.partitions else row.replicated
+    def sharding_in_program(self, name: str, group: DeviceGroup) -> NamedSharding:
+        """How a variable and its gradient lie on a group while a program of a stage there uses them."""
+        return group.divided(self.partitions[name]) if name in self.partitions else group.replicated
 
-    def struct_in_program(self, name: str, row: Row) -> jax.ShapeDtypeStruct:
-        """A variable's shape, dtype and sharding while a program of a stage on a row uses it."""
-        spec, sharding = self.traced.variables[name], self.sharding_in_program(name, row)
+    def struct_in_program(self, name: str, group: DeviceGroup) -> jax.ShapeDtypeStruct:
+        """A variable's shape, dtype and sharding while a program of a stage on a group uses it."""
+        spec, sharding = self.traced.variables[name], self.sharding_in_program(name, group)
         return jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=sharding)
 
     def _partition_of_leaf(self, leaf: StateLeaf) -> PartitionSpec:
@@ -201,8 +201,12 @@ class StatePlacement:
     def _sharding_of_leaf(self, number: int) -> NamedSharding:
         assert self.updates is not None
         leaf, partition = self.updates.state_leaves[number], self._leaf_partitions[number]
-        row = self.rows[leaf.stage]
-        return sharding_of(row, leaf.aval.shape, partition) if self.shards_state else row.divided(partition)
+        group = self.groups[leaf.stage]
+        return (
+            sharding_of(group, leaf.aval.shape, partition)
+            if self.shards_state
+            else group.divided(partition)
+        )
 
     def part_of_variable(self, name: str) -> jax.ShapeDtypeStruct:
         """Shape and dtype of each replica's part of a variable."""
@@ -218,7 +222,7 @@ class StatePlacement:
 
     def part_of_gradient(self, name: str, dtype: Any) -> jax.ShapeDtypeStruct:
         """Shape and dtype of each device's part of an accumulator of a variable's gradients."""
-        home = self.rows[self.traced.owners[name]]
+        home = self.groups[self.traced.owners[name]]
         shape = self.sharding_in_program(name, home).shard_shape(self.traced.variables[name].shape)
         return jax.ShapeDtypeStruct(shape, dtype)
 
@@ -227,35 +231,37 @@ class StatePlacement:
         """Whether replicas share out anything."""
         return self.shards_state or bool(self.sharded)
 
-    def sharding_in_update(self, value: UpdateValue, row: Row) -> NamedSharding:
-        """The sharding of a value that an update reads or makes, on the row of the program."""
+    def sharding_in_update(self, value: UpdateValue, group: DeviceGroup) -> NamedSharding:
+        """The sharding of a value that an update reads or makes, on the group of the program."""
         if value.kind == UpdateKind.GRADIENT:
-            return self.sharding_in_program(value.key, row)
+            return self.sharding_in_program(value.key, group)
         if value.kind == UpdateKind.PARAMETER:
             own = self._sharding_of_variable(value.key)
             partition = self.partitions.get(value.key, WHOLE)
         elif value.kind == UpdateKind.STATE:
             own, partition = self._sharding_of_leaf(value.key), self._leaf_partitions[value.key]
         else:
-            return row.replicated
-        return own if own.mesh == row.replicated.mesh else row.divided(partition)
+            return group.replicated
+        return own if own.mesh == group.replicated.mesh else group.divided(partition)
 
-    def _partitions_in_update(self, values: Sequence[UpdateValue], row: Row) -> list[PartitionSpec] | None:
+    def _partitions_in_update(
+        self, values: Sequence[UpdateValue], group: DeviceGroup
+    ) -> list[PartitionSpec] | None:
         """How values are divided over the devices of a replica while an update's program uses them."""
-        if not row.is_divided:
+        if not group.is_divided:
             return None
-        return [divided_in_replica(self.sharding_in_update(value, row)) for value in values]
+        return [divided_in_replica(self.sharding_in_update(value, group)) for value in values]
 
     def place_accumulators(self, accumulators: Mapping[str, Any]) -> dict[str, Any]:
-        """Places accumulators, each on its row; returns them by key."""
+        """Places accumulators, each on its group; returns them by key."""
         placed = {}
         if self.has_peers:
             self.begin_step()
         for key, value in accumulators.items():
             known, tag = self._accumulator(key), self.tag(f"accumulator {key}")
-            row = self.rows[known.stage]
-            sharding = self.sharding_in_program(known.variable, row)
-            (placed[key],) = self._place_as([value], row, [sharding], self.offloads_accumulators, tag)
+            group = self.groups[known.stage]
+            sharding = self.sharding_in_program(known.variable, group)
+            (placed[key],) = self._place_as([value], group, [sharding], self.offloads_accumulators, tag)
         return placed
 
     def make_accumulators(
@@ -283,7 +289,7 @@ class StatePlacement:
         return self.accumulator_plan.extra.get(key) or Accumulator(key, self.traced.owners[key])
 
     def place_optimizer_state(self, leaves: Sequence[Any]) -> list[Any]:
-        """Places the leaves of the optimizer's state, each on its stage's row."""
+        """Places the leaves of the optimizer's state, each on its stage's group."""
         updates = self.updates
         assert updates is not None
         if self.has_peers:
@@ -291,7 +297,7 @@ class StatePlacement:
         return [
             self._place_as(
                 [leaf],
-                self.rows[known.stage],
+                self.groups[known.stage],
                 [self._sharding_of_leaf(number)],
                 self.offloads_state,
                 self.tag("optimizer state", number),
@@ -325,7 +331,7 @@ class StatePlacement:
         functions: Sequence[Callable[..., list[Any]]],
         environment: UpdateEnvironment,
     ) -> None:
-        """Runs the programs of an update, each on the row of its stage."""
+        """Runs the programs of an update, each on the group of its stage."""
         copies: dict[tuple[UpdateValue, int], Any] = {}  # copies of values on other IPUs than their own
         last_read = {
             value: number for number, program in enumerate(programs) for value in program.arguments
@@ -348,34 +354,34 @@ class StatePlacement:
         copies: dict[tuple[UpdateValue, int], Any],
     ) -> list[Any]:
         """Runs one of an update's programs. Returns its results, placed."""
-        row = self.rows[program.stage]
+        group = self.groups[program.stage]
         found = [
-            self.constants.scalar(environment[value], row)
+            self.constants.scalar(environment[value], group)
             if value.kind in (UpdateKind.COUNT, UpdateKind.UPDATE_COUNT)
-            else copies.get((value, row.ipu), environment[value])
+            else copies.get((value, group.ipu), environment[value])
             for value in program.arguments
         ]
         if self.shards_anything:
-            found, arguments = self._find_shared_out(program, found, row)
+            found, arguments = self._find_shared_out(program, found, group)
         else:
-            partitions = self._partitions_in_update(program.arguments, row)
-            arguments = put(found, row, tag=self.tag(program.name), partitions=partitions)
+            partitions = self._partitions_in_update(program.arguments, group)
+            arguments = put(found, group, tag=self.tag(program.name), partitions=partitions)
         for value, before, after in zip(program.arguments, found, arguments, strict=True):
             if after is not before:
-                copies[value, row.ipu] = after
+                copies[value, group.ipu] = after
         results = function(*arguments)
         log = action_log.current() if self.has_peers else None
-        if log is not None and row.is_here:
+        if log is not None and group.is_here:
             action = action_log.Started("weight update", program.stage, int(environment.updates))
             awaited = [array for array, old in zip(arguments, found, strict=True) if array is not old]
             log.note(action, results, awaited)
         leaving = [place for place, value in enumerate(program.results) if self.is_offloaded(value)]
         stored = [results[place] for place in leaving]
-        if stored and self.shards_anything and row.is_here:
-            kind = row.host.memory_kind
+        if stored and self.shards_anything and group.is_here:
+            kind = group.host.memory_kind
             stored = jax.device_put(stored, [array.sharding.with_memory_kind(kind) for array in stored])
         elif stored:
-            stored = put(stored, row, offloaded=True)
+            stored = put(stored, group, offloaded=True)
         left = dict(zip(leaving, stored, strict=True))
         made = [left.get(place, result) for place, result in enumerate(results)]
         for value, array in zip(program.results, made, strict=True):
@@ -384,40 +390,40 @@ class StatePlacement:
 
     def results_of(self, program: UpdateProgram) -> dict[str, Any]:
         """Arguments of `jax.jit` that say where the results of an update's program lie."""
-        row = self.rows[program.stage]
-        if not self.shards_anything and not row.is_divided:
-            return row.results
-        return {"out_shardings": [self.sharding_in_update(value, row) for value in program.results]}
+        group = self.groups[program.stage]
+        if not self.shards_anything and not group.is_divided:
+            return group.results
+        return {"out_shardings": [self.sharding_in_update(value, group) for value in program.results]}
 
     def _find_shared_out(
-        self, program: UpdateProgram, found: Sequence[Any], row: Row
+        self, program: UpdateProgram, found: Sequence[Any], group: DeviceGroup
     ) -> tuple[list[Any], list[Any]]:
-        """A program's inputs, gathered where they lie on another row; then as the program takes them."""
+        """A program's inputs, gathered where they lie on another group; then as the program takes them."""
         whole = [
-            gather_replicas([array], self._row_of(array))[0]
-            if is_apart(array) and array.sharding.mesh != row.replicated.mesh
+            gather_replicas([array], self._group_of(array))[0]
+            if is_apart(array) and array.sharding.mesh != group.replicated.mesh
             else array
             for array in found
         ]
         apart = [place for place, array in enumerate(whole) if is_apart(array)]
         rest = [place for place in range(len(whole)) if place not in apart]
         arguments = list(whole)
-        partitions = self._partitions_in_update([program.arguments[place] for place in rest], row)
+        partitions = self._partitions_in_update([program.arguments[place] for place in rest], group)
         placed = put(
-            [whole[place] for place in rest], row, tag=self.tag(program.name), partitions=partitions
+            [whole[place] for place in rest], group, tag=self.tag(program.name), partitions=partitions
         )
         for place, array in zip(rest, placed, strict=True):
             arguments[place] = array
-        kind = row.replicated.memory_kind
+        kind = group.replicated.memory_kind
         for place in apart:
-            if whole[place].sharding.memory_kind != kind and row.is_here:
+            if whole[place].sharding.memory_kind != kind and group.is_here:
                 wanted = whole[place].sharding.with_memory_kind(kind)
                 arguments[place] = jax.device_put(whole[place], wanted)
         return whole, arguments
 
-    def _row_of(self, array: Any) -> Row:
+    def _group_of(self, array: Any) -> DeviceGroup:
         mesh = array.sharding.mesh
-        return next(row for row in self.rows if row.replicated.mesh == mesh)
+        return next(group for group in self.groups if group.replicated.mesh == mesh)
 
     @property
     def offloads_in_micro_batches(self) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import jax
 
-from ipu_pipeline.engine.devices.rows import Row
+from ipu_pipeline.engine.devices.device_groups import DeviceGroup
 
 __all__ = ["keep_one_free", "num_cpu_devices_set", "warn_unless_one_is_free"]
 
@@ -35,10 +35,10 @@ def keep_one_free() -> None:
         os.environ[_VARIABLE] = f"{wanted}"
 
 
-def warn_unless_one_is_free(rows: Sequence[Row]) -> None:
-    """Warns if programs of rows that are in several processes may keep all threads of this one."""
-    joined = [row for row in rows if row.is_joined]
-    if not joined or any(device.platform != "cpu" for row in joined for device in row.devices):
+def warn_unless_one_is_free(groups: Sequence[DeviceGroup]) -> None:
+    """Warns if programs of groups that are in several processes may keep all threads of this one."""
+    joined = [group for group in groups if group.is_joined]
+    if not joined or any(device.platform != "cpu" for group in joined for device in group.devices):
         return
     num_devices = len(jax.local_devices(backend="cpu"))
     if _num_threads() <= num_devices:

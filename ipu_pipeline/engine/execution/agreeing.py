@@ -18,17 +18,19 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from ipu_pipeline.engine import peers
+from ipu_pipeline.engine.devices.device_groups import DeviceGroup
 from ipu_pipeline.engine.devices.feeds import Take, gather
 from ipu_pipeline.engine.devices.links import Tag, links, naming_peers
 from ipu_pipeline.engine.devices.remote import is_here
-from ipu_pipeline.engine.devices.rows import Row
 from ipu_pipeline.engine.devices.state_placement import StatePlacement
 from ipu_pipeline.ground.errors import OutOfRangeError, ProcessError
 
 __all__ = ["agree_on_elements", "answer_everywhere", "take_everywhere"]
 
 
-def take_everywhere(placement: StatePlacement, readers: Sequence[Row], take: Take, wanted: int) -> Take:
+def take_everywhere(
+    placement: StatePlacement, readers: Sequence[DeviceGroup], take: Take, wanted: int
+) -> Take:
     """Gets the micro-batches of a step, or raises, in all processes of the pipeline.
 
     Raises:
@@ -36,13 +38,13 @@ def take_everywhere(placement: StatePlacement, readers: Sequence[Row], take: Tak
       ProcessError: the process that reads them had another error.
       Others: what `take` raised here.
     """
-    if not readers or not any(row.is_here for row in placement.rows):
+    if not readers or not any(group.is_here for group in placement.groups):
         return take
     first = readers[0].devices[0]
-    reading = {device.process_index for row in readers for device in row.devices}
+    reading = {device.process_index for group in readers for device in group.devices}
     others: dict[int, Any] = {}  # process that does not read -> one of its devices
-    for row in placement.rows:
-        for device in row.devices:
+    for group in placement.groups:
+        for device in group.devices:
             if device.process_index not in reading:
                 others.setdefault(device.process_index, device)
     tag = placement.tag("micro-batches")
@@ -102,8 +104,8 @@ def answer_everywhere(
         return list(map(bool, asked))
     placement.begin_step()
     devices: dict[int, Any] = {}  # one of each process
-    for row in placement.rows:
-        for device in row.devices:
+    for group in placement.groups:
+        for device in group.devices:
             devices.setdefault(device.process_index, device)
     own = next(device for device in devices.values() if is_here(device))
     told: list[Any] = [None] * len(homes)

@@ -1,4 +1,4 @@
-"""Joins the replicas' separate values once per weight update, with one program per row."""
+"""Joins the replicas' separate values once per weight update, with one program per group."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ipu_pipeline.engine import peers
 from ipu_pipeline.engine.devices import action_log
-from ipu_pipeline.engine.devices.rows import Row, join, over_replicas, partition_of
+from ipu_pipeline.engine.devices.device_groups import DeviceGroup, join, over_replicas, partition_of
 from ipu_pipeline.engine.programs.accumulation import count_dtype
 from ipu_pipeline.engine.tracing.replicas import REPLICA
 
@@ -23,7 +23,7 @@ __all__ = ["Joined", "Parts", "join_replicas", "take_first"]
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """The replicas' values on a row, one array per replica."""
+    """The replicas' values on a group, one array per replica."""
 
     accumulators: dict[str, Sequence[Any]] = field(default_factory=dict)  # by key; their memory is taken
     # new values of variables that stages assign, by full name
@@ -40,36 +40,36 @@ class Joined:
     assigned: dict[str, Any]
 
 
-def join_replicas(row: Row, parts: Parts, stage: int, step: int) -> Joined:
-    """Joins the replicas' values on a row, without waiting where the devices do not make it wait."""
-    accumulators, assigned = _join_all(row, parts.accumulators), _join_all(row, parts.assigned)
+def join_replicas(group: DeviceGroup, parts: Parts, stage: int, step: int) -> Joined:
+    """Joins the replicas' values on a group, without waiting where the devices do not make it wait."""
+    accumulators, assigned = _join_all(group, parts.accumulators), _join_all(group, parts.assigned)
     divided, kept = _partitions(accumulators), _partitions(assigned)
-    joining = _joining(row.replicated.mesh, divided, kept)
-    program = row.program(joining.program, joining.shardings)
-    with _waiting(row):
+    joining = _joining(group.replicated.mesh, divided, kept)
+    program = group.program(joining.program, joining.shardings)
+    with _waiting(group):
         joined = Joined(*program(accumulators, assigned))
     log = action_log.current()
-    if log is not None and row.is_here and row.is_joined:
+    if log is not None and group.is_here and group.is_joined:
         made = [*joined.means.values(), *joined.assigned.values()]
         log.note(action_log.Started("all-reduce", stage, step), made, awaited=made)
     return joined
 
 
-def take_first(row: Row, parts: Mapping[Any, Sequence[Any]]) -> dict[Any, Any]:
-    """Gives the first replica's values on a row to all replicas."""
-    program = row.program(_taking_first(row.replicated.mesh))
-    with _waiting(row):
-        values: list[Any] = program(list(_join_all(row, parts).values()))
+def take_first(group: DeviceGroup, parts: Mapping[Any, Sequence[Any]]) -> dict[Any, Any]:
+    """Gives the first replica's values on a group to all replicas."""
+    program = group.program(_taking_first(group.replicated.mesh))
+    with _waiting(group):
+        values: list[Any] = program(list(_join_all(group, parts).values()))
     return dict(zip(parts, values, strict=True))
 
 
-def _waiting(row: Row) -> contextlib.AbstractContextManager[None]:
+def _waiting(group: DeviceGroup) -> contextlib.AbstractContextManager[None]:
     """While a joint program of several processes is started; on a CPU, that may wait for all of them."""
-    return peers.waiting("the weight update") if row.is_joined else contextlib.nullcontext()
+    return peers.waiting("the weight update") if group.is_joined else contextlib.nullcontext()
 
 
-def _join_all(row: Row, parts: Mapping[Any, Sequence[Any]]) -> dict[Any, Any]:
-    return {key: join(some, row) for key, some in parts.items()}
+def _join_all(group: DeviceGroup, parts: Mapping[Any, Sequence[Any]]) -> dict[Any, Any]:
+    return {key: join(some, group) for key, some in parts.items()}
 
 
 _Partitions: TypeAlias = "tuple[tuple[str, PartitionSpec], ...]"

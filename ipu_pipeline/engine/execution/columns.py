@@ -12,10 +12,10 @@ import jax
 from ipu_pipeline.engine import watching
 from ipu_pipeline.engine.devices import action_log
 from ipu_pipeline.engine.devices.compiler_options import CompilerOptions
+from ipu_pipeline.engine.devices.device_groups import WHOLE, DeviceGroup
 from ipu_pipeline.engine.devices.feeds import Element, Feed, Take, gather
 from ipu_pipeline.engine.devices.placing import put, put_host_copies
 from ipu_pipeline.engine.devices.remote import absent
-from ipu_pipeline.engine.devices.rows import WHOLE, Row
 from ipu_pipeline.engine.devices.state_placement import StatePlacement
 from ipu_pipeline.engine.execution.contract import Request
 from ipu_pipeline.engine.execution.kept import jit_zeros
@@ -39,10 +39,10 @@ __all__ = ["Column"]
 class Steady:
     """The arguments of a program that stay the same during a step."""
 
-    row: Row  # where it runs
+    group: DeviceGroup  # where it runs
     num_arguments: int  # the number of all its arguments
     variables: tuple[tuple[int, str], ...]  # (argument, full name)
-    partitions: list[Any]  # how these are divided over the devices of the row
+    partitions: list[Any]  # how these are divided over the devices of the group
     inputs: tuple[tuple[int, int], ...]  # (argument, position among the pipeline's inputs)
     scalars: tuple[tuple[int, ValueKind], ...]  # (argument, kind)
 
@@ -51,7 +51,7 @@ def _find_steady(template: Template, lacking: Collection[str], partitions: Mappi
     """Finds the steady arguments of a program. Variables in `lacking` are loaded for each call instead."""
     variables = tuple(one for one in template.taken(BindingKind.VARIABLE) if one[1] not in lacking)
     return Steady(
-        template.row,
+        template.group,
         len(template.arguments),
         variables,
         [partitions.get(name, WHOLE) for _place, name in variables],
@@ -89,7 +89,7 @@ class Column:
         self.plan = make_plan(
             traced,
             programs,
-            placement.rows,
+            placement.groups,
             placement.accumulator_plan.keys,
             options,
             placement.sharding_in_program,
@@ -99,9 +99,9 @@ class Column:
         lacking = placement.offloaded | gathered
         templates = list(self.plan.templates.values())
         self._steady = [_find_steady(template, lacking, placement.partitions) for template in templates]
-        last_row = self.plan.last_forward.row
-        read_inputs = [(own.row, position) for own in self._steady for _place, position in own.inputs]
-        read_inputs += [(last_row, position) for kind, position in self.plan.collected if kind == "input"]
+        last_group = self.plan.last_forward.group
+        read_inputs = [(own.group, position) for own in self._steady for _place, position in own.inputs]
+        read_inputs += [(last_group, position) for kind, position in self.plan.collected if kind == "input"]
         self._placed_inputs = tuple(dict.fromkeys(read_inputs))
         self._num_carried = len(carried)
         # Used in each step.
@@ -119,7 +119,7 @@ class Column:
             len(traced.outputs),
             phases is not None and not phases.keeps_values,
         )
-        self._zero_sums = last_row.program(jit_zeros(collecting.avals, last_row.replicated))
+        self._zero_sums = last_group.program(jit_zeros(collecting.avals, last_group.replicated))
 
     # Micro-batches.
 
@@ -138,14 +138,14 @@ class Column:
         return self.feed.place_ahead(elements, size, size) if self.plan.feed_slots else list(elements)
 
     @property
-    def fed_rows(self) -> list[Row]:
-        """The rows of the stages that read micro-batches, one for each value read."""
-        return [slot.row for slot in self._fed_slots]
+    def fed_groups(self) -> list[DeviceGroup]:
+        """The groups of the stages that read micro-batches, one for each value read."""
+        return [slot.group for slot in self._fed_slots]
 
     @functools.cached_property
     def is_fed_here(self) -> bool:
         """Whether this process puts micro-batches on devices."""
-        return any(feed_slot.row.is_here for feed_slot in self._fed_slots)
+        return any(feed_slot.group.is_here for feed_slot in self._fed_slots)
 
     @property
     def takes_elements(self) -> bool:
@@ -174,8 +174,8 @@ class Column:
         if placement.has_peers:
             placement.begin_step()
 
-        def put_carried(arrays: Sequence[Any], row: Row) -> list[Any]:
-            return put_host_copies(arrays, row, tag=placement.tag(f"carried values to {row.ipu}"))
+        def put_carried(arrays: Sequence[Any], group: DeviceGroup) -> list[Any]:
+            return put_host_copies(arrays, group, tag=placement.tag(f"carried values to {group.ipu}"))
 
         carried = iter(self._place_leaves(put_carried, 0, request.carried))
         if self._fed_slots and not self.is_fed_here:
@@ -191,11 +191,11 @@ class Column:
         places = range(first, first + len(leaves))
         feed_slots = [feed_slot for feed_slot in self.plan.feed_slots if feed_slot.leaf in places]
         placed: list[Any] = [None] * len(feed_slots)
-        for row in dict.fromkeys(self.placement.rows):
-            wanted = [p for p, feed_slot in enumerate(feed_slots) if feed_slot.row is row]
+        for group in dict.fromkeys(self.placement.groups):
+            wanted = [p for p, feed_slot in enumerate(feed_slots) if feed_slot.group is group]
             if wanted:
                 arrays = [leaves[feed_slots[p].leaf - first] for p in wanted]
-                for p, array in zip(wanted, put(arrays, row), strict=True):
+                for p, array in zip(wanted, put(arrays, group), strict=True):
                     placed[p] = array
         return placed
 
@@ -203,8 +203,8 @@ class Column:
         """Stand-ins for the leaves of a micro-batch or chunk in a process that has none of them."""
         element = jax.tree.leaves(self.placement.traced.element)
         return [
-            absent((*self._chunk.axes, *element[leaf].shape), element[leaf].dtype, row.replicated)
-            for leaf, row, _slot in self._fed_slots
+            absent((*self._chunk.axes, *element[leaf].shape), element[leaf].dtype, group.replicated)
+            for leaf, group, _slot in self._fed_slots
         ]
 
     # A step.
@@ -266,38 +266,38 @@ class Column:
 
     def prepare(
         self, state: RunState, inputs: Sequence[Any]
-    ) -> tuple[list[list[Any]], dict[tuple[Row, int], Any]]:
+    ) -> tuple[list[list[Any]], dict[tuple[DeviceGroup, int], Any]]:
         """Prepares the steady arguments of each program for a step, and places the inputs."""
         placement, pipeline = self.placement, state.pipeline
         loss_scale = placement.loss_scale(pipeline.optimizer_state)
         if placement.has_peers:
             placement.begin_step()
         placed = {
-            (row, position): put_host_copies(
-                [inputs[position]], row, tag=placement.tag(f"input {position} to {row.ipu}")
+            (group, position): put_host_copies(
+                [inputs[position]], group, tag=placement.tag(f"input {position} to {group.ipu}")
             )[0]
-            for row, position in self._placed_inputs
+            for group, position in self._placed_inputs
         }
         prepared: list[list[Any]] = []
         for steady in self._steady:
-            row, index = steady.row, len(prepared)
+            group, index = steady.group, len(prepared)
             arguments: list[Any] = [None] * steady.num_arguments
             # A shared variable is copied from its home once per step.
             shared = placement.tag("variables of others", index)
             here = [pipeline.variables[name] for _place, name in steady.variables]
-            read = put(here, row, False, shared, steady.partitions)
+            read = put(here, group, False, shared, steady.partitions)
             for (place, _name), value in zip(steady.variables, read, strict=True):
                 arguments[place] = value
             for place, position in steady.inputs:
-                arguments[place] = placed[row, position]
+                arguments[place] = placed[group, position]
             for place, kind in steady.scalars:
                 if kind is ValueKind.KEY:
-                    arguments[place] = placement.constants.key(pipeline.key, row)
+                    arguments[place] = placement.constants.key(pipeline.key, group)
                 elif kind is ValueKind.LOSS_SCALE:
-                    (arguments[place],) = put([loss_scale], row, tag=placement.tag("loss scale", index))
+                    (arguments[place],) = put([loss_scale], group, tag=placement.tag("loss scale", index))
                 elif kind is ValueKind.EXECUTION_COUNT:
-                    (arguments[place],) = put([as_int32(pipeline.execution_count)], row)
+                    (arguments[place],) = put([as_int32(pipeline.execution_count)], group)
                 elif kind is ValueKind.UPDATE_COUNT:
-                    (arguments[place],) = put([as_int32(pipeline.update_count)], row)
+                    (arguments[place],) = put([as_int32(pipeline.update_count)], group)
             prepared.append(arguments)
         return prepared, placed

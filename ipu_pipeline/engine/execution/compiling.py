@@ -20,8 +20,8 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from ipu_pipeline.engine.devices.compiler_options import Options
+from ipu_pipeline.engine.devices.device_groups import HOST_MEMORY, WHOLE, DeviceGroup
 from ipu_pipeline.engine.devices.remote import NotRun
-from ipu_pipeline.engine.devices.rows import HOST_MEMORY, WHOLE, Row
 from ipu_pipeline.engine.devices.state_placement import StatePlacement
 from ipu_pipeline.engine.devices.underway import Underway
 from ipu_pipeline.engine.execution.columns import Column
@@ -57,7 +57,7 @@ class _Lowered(NamedTuple):
     """A program before XLA, where it runs, and a function that puts the compiled one in its place."""
 
     lowered: Any
-    row: Row
+    group: DeviceGroup
     install: Callable[[Any], None]
     key: Key | None = None  # the key to keep it by
 
@@ -98,19 +98,19 @@ class _Programs:
         self,
         function: Any,
         arguments: Sequence[Any],
-        row: Row,
+        group: DeviceGroup,
         options: Options,
         install: Callable[[Any], None] | None,
     ) -> Future[Any] | None:
         """Starts to compile a program, unless the same one was started for another device, or is kept."""
         program = function.lower(*arguments)
-        is_portable_here = self._is_shared and install is not None and is_portable(row.devices)
+        is_portable_here = self._is_shared and install is not None and is_portable(group.devices)
         key, text = None, ""
         if is_portable_here or (self._kept is not None and install is not None):
             text = text_of(program)
         if self._kept is not None and install is not None:
-            key = identify(program, text, row.devices, options)
-        lowered = _Lowered(program, row, install or (lambda _loaded: None), key)
+            key = identify(program, text, group.devices, options)
+        lowered = _Lowered(program, group, install or (lambda _loaded: None), key)
         same = [lowered]
         if self._kept is not None and (known := self._kept.find(key)) is not None:
             future: Future[Any] = Future()
@@ -132,10 +132,10 @@ class _Programs:
 
     def start_joint(self, joint: Joint, arguments: Sequence[Any], options: Options) -> None:
         """Starts to compile a program for all replicas at once, unless one of their columns did."""
-        if joint not in self._joint and joint.row.is_here:
+        if joint not in self._joint and joint.group.is_here:
             self._joint.add(joint)
-            structs = [_struct(value.shape, value.dtype, joint.row) for value in arguments]
-            self.start(joint.jitted, structs, joint.row, options, None)
+            structs = [_struct(value.shape, value.dtype, joint.group) for value in arguments]
+            self.start(joint.jitted, structs, joint.group, options, None)
 
     def _compile(self, program: _Lowered) -> Any:
         with self._told.program():
@@ -152,7 +152,7 @@ class _Programs:
         ]
         for one, same in compiled:
             for lowered in same:
-                note_temporaries(temporary_bytes, lowered.row, one)
+                note_temporaries(temporary_bytes, lowered.group, one)
             self._keep(same[0], one)
         loaded = [(programs, future.result()) for programs, future in waiting]
         for programs, functions in loaded:  # only when all is there: until here it can be repeated
@@ -176,7 +176,7 @@ class _Programs:
         """
         try:
             executable = Executable(compiled)
-            loaded = [executable.load(program.row.devices[0]) for program in programs]
+            loaded = [executable.load(program.group.devices[0]) for program in programs]
         except Exception:  # any error of JAX or XLA: loading only saves time
             for program in programs:
                 self._compile(program)
@@ -185,12 +185,12 @@ class _Programs:
         return loaded
 
 
-def note_temporaries(temporary_bytes: dict[int, int], row: Row, compiled: Any) -> None:
+def note_temporaries(temporary_bytes: dict[int, int], group: DeviceGroup, compiled: Any) -> None:
     """Enters by IPU the most that a compiled program takes besides its arguments and results."""
     analysis = compiled.memory_analysis()  # None on some backends
     if analysis is not None:
-        known = temporary_bytes.get(row.ipu, 0)
-        temporary_bytes[row.ipu] = max(known, int(analysis.temp_size_in_bytes))
+        known = temporary_bytes.get(group.ipu, 0)
+        temporary_bytes[group.ipu] = max(known, int(analysis.temp_size_in_bytes))
 
 
 class Shapes:
@@ -200,29 +200,29 @@ class Shapes:
         """Begins with a column, whose state lives at `placement` and whose programs go to `programs`."""
         self._placement, self._programs = placement, programs
 
-    def scalar(self, number: int, row: Row) -> Any:
+    def scalar(self, number: int, group: DeviceGroup) -> Any:
         """Returns the shape of an int32 scalar."""
         del number
-        return _struct((), np.int32, row)
+        return _struct((), np.int32, group)
 
     def put(
-        self, values: Sequence[Any], row: Row, partitions: Sequence[PartitionSpec] | None = None
+        self, values: Sequence[Any], group: DeviceGroup, partitions: Sequence[PartitionSpec] | None = None
     ) -> list[Any]:
-        """Returns the shapes of values on a row."""
+        """Returns the shapes of values on a group."""
         given = [WHOLE] * len(values) if partitions is None else partitions
-        return [_on_row(value, row, partition) for value, partition in zip(values, given, strict=True)]
+        return [_on_group(value, group, partition) for value, partition in zip(values, given, strict=True)]
 
     def store(
-        self, values: Sequence[Any], row: Row, leavers: Sequence[Template | None] | None = None
+        self, values: Sequence[Any], group: DeviceGroup, leavers: Sequence[Template | None] | None = None
     ) -> list[Any]:
-        """Returns the values as they are: programs take them on their row only."""
-        del row, leavers
+        """Returns the values as they are: programs take them on their group only."""
+        del group, leavers
         return list(values)
 
-    def copy_to(self, values: Sequence[Any], row: Row, tag: Any = None) -> list[Any]:
-        """Returns the shapes of values on another row."""
+    def copy_to(self, values: Sequence[Any], group: DeviceGroup, tag: Any = None) -> list[Any]:
+        """Returns the shapes of values on another group."""
         del tag
-        return [_struct(value.shape, value.dtype, row) for value in values]
+        return [_struct(value.shape, value.dtype, group) for value in values]
 
     def underway(self, limit: int | None) -> Underway:
         """Returns a counter that does not wait."""
@@ -232,26 +232,26 @@ class Shapes:
     def launch(self, template: Template, arguments: list[Any], chunk: int) -> Sequence[Any]:
         """Starts to compile a program."""
         del chunk
-        row = template.row
+        group = template.group
         arguments = [value.wait() if isinstance(value, _Divided) else value for value in arguments]
-        if not row.is_here:  # this process does not load what is in host memory
+        if not group.is_here:  # this process does not load what is in host memory
             for place, name in template.taken(BindingKind.VARIABLE):
                 if arguments[place] is None:
-                    arguments[place] = self._placement.struct_in_program(name, row)
-            arguments = [_on_row(value, row, WHOLE) for value in arguments]
+                    arguments[place] = self._placement.struct_in_program(name, group)
+            arguments = [_on_group(value, group, WHOLE) for value in arguments]
         found = jax.eval_shape(template.jitted, *arguments)
-        if not row.is_here:
+        if not group.is_here:
             shardings = jax.tree.map(
-                lambda own, whole=row.replicated: whole if own is None else own,
+                lambda own, whole=group.replicated: whole if own is None else own,
                 template.shardings,
                 is_leaf=lambda own: own is None,
             )
             template.function = NotRun(template.jitted, shardings, found)
             return self._place(template, found)
         install = functools.partial(setattr, template, "function")
-        compiled = self._programs.start(template.jitted, arguments, row, template.options, install)
+        compiled = self._programs.start(template.jitted, arguments, group, template.options, install)
         results = self._place(template, found)
-        if not row.is_divided or compiled is None:
+        if not group.is_divided or compiled is None:
             return results
         chosen = [place for place, sharding in enumerate(template.shardings) if sharding is None]
         for place in chosen:
@@ -270,10 +270,10 @@ class Shapes:
 
     def _place(self, template: Template, found: Sequence[Any]) -> list[Any]:
         """Results with their shardings, as far as these are known."""
-        row, given = template.row, template.shardings
+        group, given = template.group, template.shardings
         known = given if isinstance(given, list) else [given] * len(found)
         return [
-            result.update(sharding=row.replicated if sharding is None else sharding)
+            result.update(sharding=group.replicated if sharding is None else sharding)
             for result, sharding in zip(found, known, strict=True)
         ]
 
@@ -288,7 +288,7 @@ class ShapesTogether:
     def gather(self, stage: int, names: Sequence[str]) -> list[list[Any]]:
         """Returns the shapes of whole variables of a stage."""
         homes = [column.placement for column in self._replicas.columns]
-        return [[home.struct_in_program(name, home.rows[stage]) for name in names] for home in homes]
+        return [[home.struct_in_program(name, home.groups[stage]) for name in names] for home in homes]
 
     def launch(self, calls: Sequence[Call], chunk: int) -> list[Sequence[Any]]:
         """Starts to compile one program for all replicas."""
@@ -299,7 +299,7 @@ class ShapesTogether:
             for column, template, arguments in calls
         ]
 
-    def reduce(self, row: Row, columns: Sequence[ColumnRun]) -> None:
+    def reduce(self, group: DeviceGroup, columns: Sequence[ColumnRun]) -> None:
         """Does nothing: what joins the columns is compiled in the first step."""
 
 
@@ -319,10 +319,10 @@ def compile_ahead(
     Programs that differ only in their device are compiled once.
     """
     updates = weight_update.placement.updates
-    rows = [template.row for column in replicas.columns for template in column.plan.templates.values()]
+    groups = [template.group for column in replicas.columns for template in column.plan.templates.values()]
     if updates is not None:
-        rows += [weight_update.placement.rows[program.stage] for program in updates.updates]
-    with compiling(sum(row.is_here for row in rows)) as told:
+        groups += [weight_update.placement.groups[program.stage] for program in updates.updates]
+    with compiling(sum(group.is_here for group in groups)) as told:
         programs = _Programs(is_shared, told, kept)
         try:
             runs = [
@@ -345,8 +345,8 @@ def _make_fed(column: Column, chunk: ChunkForm) -> Callable[[], Sequence[Any]]:
     """Returns a function that gives the shapes of a micro-batch or chunk where it is read."""
     element = jax.tree.leaves(column.placement.traced.element)
     fed = [
-        _struct((*chunk.axes, *element[leaf].shape), element[leaf].dtype, row)
-        for leaf, row, _slot in column.plan.feed_slots
+        _struct((*chunk.axes, *element[leaf].shape), element[leaf].dtype, group)
+        for leaf, group, _slot in column.plan.feed_slots
     ]
     return lambda: fed
 
@@ -367,30 +367,30 @@ def _start_updates(
         placement.traced.variables, accumulators, leaves, outputs, UpdateCounts(count, count)
     )
     for number, (program, jitted) in enumerate(zip(updates.updates, weight_update.jitted, strict=True)):
-        row = placement.rows[program.stage]
+        group = placement.groups[program.stage]
         arguments = [
             jax.ShapeDtypeStruct(
-                known[value].shape, known[value].dtype, sharding=placement.sharding_in_update(value, row)
+                known[value].shape, known[value].dtype, sharding=placement.sharding_in_update(value, group)
             )
             for value in program.arguments
         ]
         install = functools.partial(weight_update.functions.__setitem__, number)
-        if row.is_here:
-            programs.start(jitted, arguments, row, options, install)
+        if group.is_here:
+            programs.start(jitted, arguments, group, options, install)
         for value, result in zip(program.results, jax.eval_shape(jitted, *arguments), strict=True):
             if value.kind == UpdateKind.SENT:
                 known[value] = result
 
 
-def _on_row(value: Any, row: Row, partition: PartitionSpec) -> Any:
-    """The shape of a value on a row, for values in host memory; other values are on their row already."""
+def _on_group(value: Any, group: DeviceGroup, partition: PartitionSpec) -> Any:
+    """The shape of a value on a group, if it is in host memory; other values are on their group already."""
     if isinstance(value, _Divided) or value.sharding.memory_kind != HOST_MEMORY:
         return value
-    sharding = row.divided(partition)
-    if value.sharding.mesh == row.replicated.mesh:
-        sharding = value.sharding.with_memory_kind(row.replicated.memory_kind)
+    sharding = group.divided(partition)
+    if value.sharding.mesh == group.replicated.mesh:
+        sharding = value.sharding.with_memory_kind(group.replicated.memory_kind)
     return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
 
 
-def _struct(shape: Sequence[int], dtype: Any, row: Row) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=row.replicated)
+def _struct(shape: Sequence[int], dtype: Any, group: DeviceGroup) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=group.replicated)

@@ -109,7 +109,7 @@ class Runner(abc.ABC, Generic[PendingT]):
         """Takes what all kinds of runners have."""
         self.placement = placement
         self.homes = (placement,) if homes is None else tuple(homes)
-        platform = placement.rows[0].devices[0].platform
+        platform = placement.groups[0].devices[0].platform
         self.programs = tuple(own.on(platform) for own in programs)
         self.iterated = iterated
         self.temporary_bytes: dict[int, int] = {}
@@ -197,7 +197,7 @@ class Runner(abc.ABC, Generic[PendingT]):
           stages: what the stages hold of micro-batches in flight.
           every: micro-batches per weight update.
         """
-        ipus = [row.ipu for row in self.placement.rows]
+        ipus = [group.ipu for group in self.placement.groups]
         activations: Counter[int] = Counter()
         for stage in stages:
             activations[stage.ipu] += stage.num_live_bytes
@@ -214,12 +214,12 @@ class Runner(abc.ABC, Generic[PendingT]):
 
         Of an IPU that is several devices, only the first device is listed.
         """
-        rows = self.placement.rows
-        num_ipus = max(row.ipu for row in rows) + 1
+        groups = self.placement.groups
+        num_ipus = max(group.ipu for group in groups) + 1
         return {
-            device: replica * num_ipus + row.ipu
-            for row in rows
-            for replica, device in enumerate(row.first_devices)
+            device: replica * num_ipus + group.ipu
+            for group in groups
+            for replica, device in enumerate(group.first_devices)
         }
 
     def observe_held(self) -> Sequence[list[int]]:

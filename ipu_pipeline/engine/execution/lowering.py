@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
-from ipu_pipeline.engine.devices.rows import Row
+from ipu_pipeline.engine.devices.device_groups import DeviceGroup
 from ipu_pipeline.engine.execution.columns import Column
 from ipu_pipeline.engine.execution.replicas import Replicas
 from ipu_pipeline.engine.execution.steps import (
@@ -57,8 +57,8 @@ class Lowering:
         self._make_timetable = make_timetable
         self._templates = columns[0].plan.templates
         self._observer: Observer | None = None
-        self._groups = {key: tuple(self._make_actions(key)) for key in self._templates}
-        self._rows = self._find_reduced() if len(columns) > 1 else {}
+        self._actions = {key: tuple(self._make_actions(key)) for key in self._templates}
+        self._groups = self._find_reduced() if len(columns) > 1 else {}
         self._known: dict[tuple[int, bool], Order] = {}
 
     @property
@@ -85,18 +85,18 @@ class Lowering:
         return self._order(self._make_timetable(num_chunks).order, self._phases)
 
     def _make(self, num_chunks: int, reduces: bool) -> Order:
-        scheduled, rows = self._make_timetable(num_chunks).order, self._rows if reduces else {}
+        scheduled, groups = self._make_timetable(num_chunks).order, self._groups if reduces else {}
         # Programs in which Python may raise come before memory is taken. Where several processes join their
         # values, starting that may wait for all of them, so everything else is started first.
         is_late = self._waits or self._phases is not None
-        left = [row for row, keys in rows.items() if is_late or row.is_joined or not keys]
-        waiting = {row: keys for row, keys in rows.items() if row not in left}
+        left = [group for group, keys in groups.items() if is_late or group.is_joined or not keys]
+        waiting = {group: keys for group, keys in groups.items() if group not in left}
         ends: dict[int, tuple[StepAction, ...]] = {}  # number of a scheduled action -> joins behind it
         for number in reversed(range(len(scheduled) if waiting else 0)):
             key = scheduled[number].kind, scheduled[number].stage
-            if ended := [row for row, keys in waiting.items() if key in keys]:
+            if ended := [group for group, keys in waiting.items() if key in keys]:
                 ends[number] = tuple(map(Reduce, ended))
-                waiting = {row: keys for row, keys in waiting.items() if row not in ended}
+                waiting = {group: keys for group, keys in waiting.items() if group not in ended}
                 if not waiting:
                     break
         order = self._order(scheduled, self._phases, self._observer, ends)
@@ -111,32 +111,32 @@ class Lowering:
         ends: Mapping[int, tuple[StepAction, ...]] = MappingProxyType({}),
     ) -> list[tuple[tuple[StepAction, ...], int]]:
         """The actions for a schedule. `ends`: by an action's number, further actions that follow it."""
-        groups = dict(self._groups)
-        for key in groups if observer is not None else ():
+        actions_of = dict(self._actions)
+        for key in actions_of if observer is not None else ():
             assert observer is not None
             templates = tuple(column.plan.templates[key] for column in self._columns)
-            groups[key] += (Observe(observer, templates),)
-        feeding = {key: (feed, *actions) for key, actions in groups.items()}
+            actions_of[key] += (Observe(observer, templates),)
+        feeding = {key: (feed, *actions) for key, actions in actions_of.items()}
         order: list[tuple[tuple[StepAction, ...], int]] = []
         levels = self._columns[0].placement.traced.levels
         fed, now = set[int](), None
         for number, (kind, stage, chunk) in enumerate(scheduled):
             key = kind, stage
-            if key not in groups:
+            if key not in actions_of:
                 continue
-            group = groups[key]
+            actions = actions_of[key]
             if chunk not in fed:
                 fed.add(chunk)
-                group = feeding[key]
+                actions = feeding[key]
             if phases is not None:
-                if group is feeding[key]:  # while the previous phase still runs
+                if actions is feeding[key]:  # while the previous phase still runs
                     order.append(((feed,), chunk))
-                    group = groups[key]
+                    actions = actions_of[key]
                 phase = chunk, *phases.find(kind, levels[stage])
                 if now is not None and now != phase:
                     order.append(((end_phase,), now[0]))
                 now = phase
-            order.append((group, chunk))
+            order.append((actions, chunk))
             if number in ends:
                 order.append((ends[number], 0))
         if now is not None:
@@ -167,16 +167,16 @@ class Lowering:
             found.append(Store(tuple(map(_find_kept, columns, templates))))
         return found
 
-    def _find_reduced(self) -> dict[Row, set[tuple[ActionKind, int]]]:
-        """All rows, each with the programs whose results are joined there, which may be none."""
+    def _find_reduced(self) -> dict[DeviceGroup, set[tuple[ActionKind, int]]]:
+        """All groups, each with the programs whose results are joined there, which may be none."""
         replicas = self._replicas
-        rows, owners = replicas.placement.rows, replicas.placement.traced.owners
-        found: dict[Row, set[tuple[ActionKind, int]]] = {row: set() for row in rows}
+        groups, owners = replicas.placement.groups, replicas.placement.traced.owners
+        found: dict[DeviceGroup, set[tuple[ActionKind, int]]] = {group: set() for group in groups}
         for key, template in self._templates.items():
             stages = [replicas.stage_of(accumulator) for accumulator in template.accumulators]
             stages += [owners[name] for _place, name in template.given(BindingKind.ASSIGNED)]
             for stage in stages:
-                found[rows[stage]].add(key)
+                found[groups[stage]].add(key)
         return found
 
 
@@ -189,8 +189,8 @@ def _make_send(columns: Sequence[Column], templates: Sequence[Template], number:
     return SendOn(sends, tags)
 
 
-def _find_kept(column: Column, template: Template) -> dict[Row, list[int]]:
-    of_rows: dict[Row, list[int]] = {}
+def _find_kept(column: Column, template: Template) -> dict[DeviceGroup, list[int]]:
+    of_groups: dict[DeviceGroup, list[int]] = {}
     for slot in template.kept:
-        of_rows.setdefault(column.plan.slot_rows[slot], []).append(slot)
-    return of_rows
+        of_groups.setdefault(column.plan.slot_groups[slot], []).append(slot)
+    return of_groups

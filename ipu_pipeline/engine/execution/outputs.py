@@ -9,8 +9,8 @@ from typing import Any
 
 import jax
 
+from ipu_pipeline.engine.devices.device_groups import DeviceGroup
 from ipu_pipeline.engine.devices.remote import absent
-from ipu_pipeline.engine.devices.rows import Row
 from ipu_pipeline.engine.execution.plans import Plan
 from ipu_pipeline.engine.programs.chunks import ChunkForm
 from ipu_pipeline.engine.programs.collecting import Collecting
@@ -58,7 +58,7 @@ class Wanted:
     @functools.cached_property
     def spread(self) -> Callable[[Any], Any]:
         """Repeats an input of the pipeline for each micro-batch of a chunk."""
-        return self.plan.last_forward.row.program(self.chunk.spread)
+        return self.plan.last_forward.group.program(self.chunk.spread)
 
 
 class Outputs:
@@ -71,7 +71,11 @@ class Outputs:
     """
 
     def __init__(
-        self, wanted: Wanted, num_chunks: int, inputs: Mapping[tuple[Row, int], Any], sums: list[Any]
+        self,
+        wanted: Wanted,
+        num_chunks: int,
+        inputs: Mapping[tuple[DeviceGroup, int], Any],
+        sums: list[Any],
     ) -> None:
         """Begins a step."""
         self.first: list[Any] = []
@@ -82,11 +86,11 @@ class Outputs:
 
     def take(self, put: Callable[..., list[Any]], slots: Sequence[Any], chunk: int) -> None:
         """Takes what is in the slots of a micro-batch or chunk."""
-        wanted, row = self._wanted, self._wanted.plan.last_forward.row
+        wanted, group = self._wanted, self._wanted.plan.last_forward.group
         collected, number = wanted.plan.collected, wanted.num_outputs
-        leaves = [slots[key] if kind == "slot" else self._inputs[row, key] for kind, key in collected]
+        leaves = [slots[key] if kind == "slot" else self._inputs[group, key] for kind, key in collected]
         if wanted.empties_devices:
-            leaves = put(leaves, row)
+            leaves = put(leaves, group)
         if chunk == 0:
             self.first = self._only(leaves[:number], wanted.read[0], 0)
         if chunk == self._last_chunk:
@@ -98,7 +102,7 @@ class Outputs:
         ]
         if not wanted.collecting.is_summed:
             self._collected.append(own)
-        elif row.is_here:
+        elif group.is_here:
             self._sums = _add(self._sums, own)
 
     @property
@@ -112,12 +116,12 @@ class Outputs:
     def _only(self, leaves: Sequence[Any], places: Collection[int], number: int) -> list[Any]:
         """The leaves of one micro-batch of a chunk, None in other places."""
         only: list[Any] = [None] * len(leaves)
-        row, chunk = self._wanted.plan.last_forward.row, self._wanted.chunk
+        group, chunk = self._wanted.plan.last_forward.group, self._wanted.chunk
         for place in places:
             is_stacked = self._wanted.plan.collected[place][0] == "slot"
-            if is_stacked and not row.is_here:
+            if is_stacked and not group.is_here:
                 shape = leaves[place].shape[len(chunk.axes) :]
-                only[place] = absent(shape, leaves[place].dtype, row.replicated)
+                only[place] = absent(shape, leaves[place].dtype, group.replicated)
                 continue
             only[place] = chunk.pick(leaves[place], number) if is_stacked else leaves[place]
         return only

@@ -33,11 +33,11 @@ class Done:
 
 def has_part(runner: Runner[Any]) -> bool:
     """Whether this process has a device of a loop; a process that runs alone does."""
-    return any(row.is_here for row in runner.placement.rows)
+    return any(group.is_here for group in runner.placement.groups)
 
 
 def _teller(runner: Runner[Any]) -> int:
-    return int(runner.placement.rows[0].devices[0].process_index)
+    return int(runner.placement.groups[0].devices[0].process_index)
 
 
 @contextlib.contextmanager
@@ -77,8 +77,8 @@ def skip(runner: Runner[Any], state: RunState, count: int, every: int) -> RunSta
     """The state after `count` iterations in other processes."""
     if runner.placement.updates is None or not count:
         return state
-    row, avals = runner.placement.rows[-1], runner.placement.traced.output_avals
-    outputs = [absent(aval.shape, aval.dtype, row.replicated) for aval in avals]
+    group, avals = runner.placement.groups[-1], runner.placement.traced.output_avals
+    outputs = [absent(aval.shape, aval.dtype, group.replicated) for aval in avals]
     state = runner.with_optimizer(state, outputs)
     num_updates, num_accumulated = divmod(state.num_accumulated + count, every)
     pipeline = dataclasses.replace(

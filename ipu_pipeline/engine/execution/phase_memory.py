@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 import jax
 from jax.sharding import PartitionSpec
 
-from ipu_pipeline.engine.devices.rows import Row
+from ipu_pipeline.engine.devices.device_groups import DeviceGroup
 from ipu_pipeline.engine.devices.state_placement import StatePlacement
 from ipu_pipeline.engine.devices.underway import Underway
 from ipu_pipeline.engine.execution.columns import Column
@@ -112,7 +112,7 @@ def find_brought(step: PhasedStep, count: int) -> dict[int, Brought]:
             *_find_moments(micro_batches, updates, ahead),
             *_find_moments(updates, micro_batches, ahead),
         ]
-    ipus = {row.ipu for row in step.placement.rows}
+    ipus = {group.ipu for group in step.placement.groups}
     return {
         ipu: max((Brought(*(moment[ipu, name] for name in _CATEGORIES)) for moment in moments), key=sum)
         for ipu in ipus
@@ -135,7 +135,7 @@ def find_host_memory(step: PhasedStep, link: LinkSpeed) -> HostMemory | None:
             )
 
     def of(way: str, kind: str) -> tuple[float, ...]:
-        return tuple(moved[way, kind, stage] for stage in range(len(step.placement.rows)))
+        return tuple(moved[way, kind, stage] for stage in range(len(step.placement.groups)))
 
     return HostMemory(
         phases=step.phases,
@@ -229,18 +229,18 @@ class _Ghost:
     """Stands in for an array: has only its size.
 
     Attributes:
-      row: the row that it lies on; None in host memory.
+      group: the group that it lies on; None in host memory.
       size: the bytes on each device.
       category: one of `_CATEGORIES`.
       here: the bytes that it takes of the device, besides what is planned elsewhere.
     """
 
     def __init__(
-        self, meter: _Meter, row: Row | None, size: int, category: str, here: int | None = None
+        self, meter: _Meter, group: DeviceGroup | None, size: int, category: str, here: int | None = None
     ) -> None:
-        self.meter, self.row, self.size, self.category = meter, row, size, category
-        self.ipu = -1 if row is None else row.ipu
-        self.here = 0 if row is None else size if here is None else here
+        self.meter, self.group, self.size, self.category = meter, group, size, category
+        self.ipu = -1 if group is None else group.ipu
+        self.here = 0 if group is None else size if here is None else here
         meter.change(self, 1)
 
     def give(self) -> int:
@@ -261,28 +261,31 @@ class Ghosts:
         """Begins."""
         self._step, self._meter, self._slot_bytes = step, meter, slot_bytes
 
-    def scalar(self, number: int, row: Row) -> None:
+    def scalar(self, number: int, group: DeviceGroup) -> None:
         """Returns None: scalars are not counted."""
 
     def put(
-        self, values: Sequence[Any], row: Row, partitions: Sequence[PartitionSpec] | None = None
+        self, values: Sequence[Any], group: DeviceGroup, partitions: Sequence[PartitionSpec] | None = None
     ) -> list[Any]:
-        """Returns ghosts on a row, and counts what is brought there."""
+        """Returns ghosts on a group, and counts what is brought there."""
         del partitions
-        return [value if value is None or value.row is row else self._bring(value, row) for value in values]
+        return [
+            value if value is None or value.group is group else self._bring(value, group)
+            for value in values
+        ]
 
-    def _bring(self, ghost: _Ghost, row: Row) -> _Ghost:
+    def _bring(self, ghost: _Ghost, group: DeviceGroup) -> _Ghost:
         self._meter.bring(ghost.size)
-        return _Ghost(self._meter, row, ghost.size, ghost.category)
+        return _Ghost(self._meter, group, ghost.size, ghost.category)
 
     def store(
-        self, values: Sequence[Any], row: Row, leavers: Sequence[Template | None] | None = None
+        self, values: Sequence[Any], group: DeviceGroup, leavers: Sequence[Template | None] | None = None
     ) -> list[Any]:
         """Returns ghosts in host memory, and counts what is taken there."""
-        del row
+        del group
         of_each = [None] * len(values) if leavers is None else leavers
         return [
-            ghost if ghost.row is None else self._leave(ghost, leaver)
+            ghost if ghost.group is None else self._leave(ghost, leaver)
             for ghost, leaver in zip(values, of_each, strict=True)
         ]
 
@@ -290,10 +293,10 @@ class Ghosts:
         self._meter.leave(ghost.size, leaver)
         return _Ghost(self._meter, None, ghost.size, ghost.category)
 
-    def copy_to(self, values: Sequence[Any], row: Row, tag: Any = None) -> list[Any]:
-        """Returns ghosts on another row."""
+    def copy_to(self, values: Sequence[Any], group: DeviceGroup, tag: Any = None) -> list[Any]:
+        """Returns ghosts on another group."""
         del tag
-        return [_Ghost(self._meter, row, ghost.size, ghost.category) for ghost in values]
+        return [_Ghost(self._meter, group, ghost.size, ghost.category) for ghost in values]
 
     def underway(self, limit: int | None) -> Underway:
         """Returns a counter that ends a piece in place of waiting."""
@@ -307,10 +310,10 @@ class Ghosts:
         for place, _key in enumerate(template.accumulators):
             before = arguments[place]
             here = before.give() if self._step.donates_accumulators else before.here
-            results[place] = _Ghost(meter, template.row, before.size, "accumulators", here)
+            results[place] = _Ghost(meter, template.group, before.size, "accumulators", here)
         for place, slot in template.stores:
             results[place] = results[place] or _Ghost(
-                meter, template.row, self._slot_bytes[slot], "activations"
+                meter, template.group, self._slot_bytes[slot], "activations"
             )
         return results
 
@@ -333,20 +336,20 @@ class _Pieces(Underway):
 class _GhostsTogether:
     """Does with ghosts what columns do at the same time; see `steps.Together`."""
 
-    def __init__(self, meter: _Meter, sizes: Mapping[str, int], rows: Sequence[Row]) -> None:
-        self._meter, self._sizes, self._rows = meter, sizes, rows
+    def __init__(self, meter: _Meter, sizes: Mapping[str, int], groups: Sequence[DeviceGroup]) -> None:
+        self._meter, self._sizes, self._groups = meter, sizes, groups
 
     def gather(self, stage: int, names: Sequence[str]) -> list[list[Any]]:
         """Counts the gathered variables as brought."""
         self._meter.bring(sum(self._sizes[name] for name in names))
-        row = self._rows[stage]
-        return [[_Ghost(self._meter, row, self._sizes[name], "variables") for name in names]]
+        group = self._groups[stage]
+        return [[_Ghost(self._meter, group, self._sizes[name], "variables") for name in names]]
 
     def launch(self, calls: Sequence[Call], chunk: int) -> list[Sequence[Any]]:
         """Does what each column would do by itself."""
         return [call.column.reading.launch(call.template, call.arguments, chunk) for call in calls]
 
-    def reduce(self, row: Row, columns: Sequence[ColumnRun]) -> None:
+    def reduce(self, group: DeviceGroup, columns: Sequence[ColumnRun]) -> None:
         """Does nothing: the join is counted with the update."""
 
 
@@ -361,14 +364,14 @@ def _go_through(step: PhasedStep, count: int) -> _Meter:
     accumulators = {}
     for template in plan.templates.values():
         for key in template.accumulators:
-            row = None if placement.offloads_accumulators else template.row
+            group = None if placement.offloads_accumulators else template.group
             size = _accumulator_bytes(step, placement, key)
-            accumulators[key] = _Ghost(meter, row, size, "accumulators", 0)
+            accumulators[key] = _Ghost(meter, group, size, "accumulators", 0)
     stored = {name: _Ghost(meter, None, size, "variables") for name, size in sizes.items()}
 
     def fed() -> list[Any]:  # fed micro-batches are counted in the plan of the feed
         return [
-            _Ghost(meter, slot.row, slot_bytes[slot.slot], "activations", 0) for slot in plan.feed_slots
+            _Ghost(meter, slot.group, slot_bytes[slot.slot], "activations", 0) for slot in plan.feed_slots
         ]
 
     reading = Ghosts(step, meter, slot_bytes)
@@ -376,7 +379,7 @@ def _go_through(step: PhasedStep, count: int) -> _Meter:
     state = RunState(PipelineState(stored, None, 0, 0, None), accumulators)
     run = StepRun(
         [column.run_of(reading, state, prepared, None, fed)],
-        _GhostsTogether(meter, sizes, placement.rows),
+        _GhostsTogether(meter, sizes, placement.groups),
     )
     del accumulators, state
     follow(step.order(count), run)
@@ -399,7 +402,7 @@ def _find_updates(given: PhasedStep) -> list[_Piece]:
     there: dict[tuple[UpdateValue, int], int] = {}
     merged, are_there = _find_merged(given), _has_replicas(placement)
     for number, program in enumerate(programs):
-        ipu, piece = placement.rows[program.stage].ipu, _Piece(kept=Counter(merged))
+        ipu, piece = placement.groups[program.stage].ipu, _Piece(kept=Counter(merged))
         for value in program.arguments:
             is_there = are_there and value.kind == UpdateKind.GRADIENT
             if placement.is_offloaded(value) and not is_there:
@@ -431,17 +434,17 @@ def _find_merged(given: PhasedStep) -> Sizes:
     owners, extra = placement.traced.owners, placement.accumulator_plan.extra
     for key, (name, stage) in extra.items():
         size = _accumulator_bytes(given, placement, key)
-        found[placement.rows[owners[name]].ipu, "accumulators"] += 2 * size
-        found[placement.rows[stage].ipu, "accumulators"] += size
+        found[placement.groups[owners[name]].ipu, "accumulators"] += 2 * size
+        found[placement.groups[stage].ipu, "accumulators"] += size
     if _has_replicas(placement):
         for name in given.accumulator_dtypes:
             size = _accumulator_bytes(given, placement, name)
-            found[placement.rows[owners[name]].ipu, "accumulators"] += size
+            found[placement.groups[owners[name]].ipu, "accumulators"] += size
     return found
 
 
 def _has_replicas(placement: StatePlacement) -> bool:
-    return placement.rows[0].num_replicas > 1
+    return placement.groups[0].num_replicas > 1
 
 
 def _category_of(value: UpdateValue) -> str:
@@ -460,5 +463,5 @@ def _size_in_update(given: PhasedStep, value: UpdateValue, stage: int) -> int:
         spec = placement.traced.variables[value.key]
         is_gradient = value.kind == UpdateKind.GRADIENT
         shape, dtype = spec.shape, given.accumulator_dtypes[value.key] if is_gradient else spec.dtype
-    part = placement.sharding_in_update(value, placement.rows[stage]).shard_shape(shape)
+    part = placement.sharding_in_update(value, placement.groups[stage]).shard_shape(shape)
     return num_bytes([jax.ShapeDtypeStruct(part, dtype)])

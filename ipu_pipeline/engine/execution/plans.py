@@ -2,8 +2,8 @@
 
 A program is a `Template`, which is the same for all micro-batches: arguments that stay the same during a
 step are filled in once a step, the others are numbers of slots. A micro-batch's values live in a list of
-slots, from the program that makes them to the last one that reads them. A value that goes to another row
-has a slot on each row. Where programs handle chunks of micro-batches, a chunk takes a micro-batch's place.
+slots, from the program that makes them to the last one that reads them. A value that goes to another group
+has a slot on each. Where programs handle chunks of micro-batches, a chunk takes a micro-batch's place.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 from jax.sharding import NamedSharding
 
 from ipu_pipeline.engine.devices.compiler_options import CompilerOptions
-from ipu_pipeline.engine.devices.rows import Row
+from ipu_pipeline.engine.devices.device_groups import DeviceGroup
 from ipu_pipeline.engine.execution.templates import SlotNumbers, Template, TemplateMaker, Work, slot_of
 from ipu_pipeline.engine.programs.bindings import Binding, BindingKind, Bindings
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms
@@ -26,10 +26,10 @@ __all__ = ["FeedSlot", "Plan", "make_plan"]
 
 
 class FeedSlot(NamedTuple):
-    """Where a leaf of a micro-batch goes: the stage whose row it is put on, and the slot."""
+    """Where a leaf of a micro-batch goes: the stage whose group it is put on, and the slot."""
 
     leaf: int
-    row: Row
+    group: DeviceGroup
     slot: int
 
 
@@ -43,22 +43,22 @@ class Plan:
     # position)
     collected: tuple[tuple[str, int], ...]
     feed_slots: tuple[FeedSlot, ...]  # where a micro-batch's leaves go
-    slot_rows: tuple[Row, ...]  # the row that each of a micro-batch's slots is on
+    slot_groups: tuple[DeviceGroup, ...]  # the group that each of a micro-batch's slots is on
     slot_values: tuple[Binding, ...]  # what each of them holds
 
     @property
     def num_slots(self) -> int:
         """The number of slots of a micro-batch."""
-        return len(self.slot_rows)
+        return len(self.slot_groups)
 
 
 def make_plan(
     traced: TracedPipeline,
     programs: Sequence[StagePrograms],
-    rows: Sequence[Row],
+    groups: Sequence[DeviceGroup],
     accumulator_keys: Mapping[tuple[int, str], str],
     options: CompilerOptions,
-    sharding_of: Callable[[str, Row], NamedSharding],
+    sharding_of: Callable[[str, DeviceGroup], NamedSharding],
     donate_accumulators: bool = True,
 ) -> Plan:
     """Works out the templates of a step's dispatches, and jits the programs."""
@@ -73,7 +73,7 @@ def make_plan(
     last_use: dict[int, int] = {}
     for number, work in enumerate(order):
         for binding in bindings.arguments(work.stage, work.program):
-            read = slot_of(binding, rows[work.stage])
+            read = slot_of(binding, groups[work.stage])
             if read is not None:
                 last_use[slots[read]] = number
     last_stage = len(programs) - 1
@@ -82,11 +82,11 @@ def make_plan(
         if source.kind == "input":
             collected.append(("input", source.index))
             continue
-        slot = slots[Binding(BindingKind.VALUE, source), rows[last_stage]]
+        slot = slots[Binding(BindingKind.VALUE, source), groups[last_stage]]
         collected.append(("slot", slot))
         last_use[slot] = max(last_use.get(slot, 0), last_stage)
 
-    make = TemplateMaker(bindings, rows, slots, sharding_of).make
+    make = TemplateMaker(bindings, groups, slots, sharding_of).make
     templates: dict[tuple[ActionKind, int], Template] = {}
     for number, work in enumerate(order):
         own = options.of_forward if work.kind is ActionKind.FORWARD else options.of_backward
@@ -100,12 +100,12 @@ def make_plan(
         last_forward=last_forward,
         collected=tuple(collected),
         feed_slots=tuple(
-            FeedSlot(binding.key.index, row, number)
-            for (binding, row), number in slots.numbers.items()
+            FeedSlot(binding.key.index, group, number)
+            for (binding, group), number in slots.numbers.items()
             if binding.kind is BindingKind.VALUE and binding.key.kind == "element"
         ),
-        slot_rows=tuple(row for _binding, row in slots.numbers),
-        slot_values=tuple(binding for binding, _row in slots.numbers),
+        slot_groups=tuple(group for _binding, group in slots.numbers),
+        slot_values=tuple(binding for binding, _group in slots.numbers),
     )
 
 

@@ -1,7 +1,7 @@
 """Splits state between the columns of a pipeline or loop, and joins their results.
 
-State is one for all replicas, on the rows of their devices. Each column reads its part of it, without a
-copy; what the columns accumulate and assign is joined by one program per row. Micro-batches are dealt out
+State is one for all replicas, on the groups of their devices. Each column reads its part of it, without a
+copy; what the columns accumulate and assign is joined by one program per group. Micro-batches are dealt out
 to the columns in turn. What they collect is stacked, and brought to the first replica's process. With one
 column nothing is split or joined.
 """
@@ -20,9 +20,9 @@ import jax
 import numpy as np
 
 from ipu_pipeline.engine.devices.crossing import move
+from ipu_pipeline.engine.devices.device_groups import DeviceGroup, join, split, stack_replicas
 from ipu_pipeline.engine.devices.feeds import Take, gather
 from ipu_pipeline.engine.devices.placing import put
-from ipu_pipeline.engine.devices.rows import Row, join, split, stack_replicas
 from ipu_pipeline.engine.devices.sharding import gather_replicas
 from ipu_pipeline.engine.devices.state_placement import StatePlacement
 from ipu_pipeline.engine.execution.agreeing import agree_on_elements, take_everywhere
@@ -51,8 +51,8 @@ __all__ = [
 class Joint:
     """A program that runs on all replicas at once."""
 
-    jitted: Any  # the program; its arguments and results span all replicas, see `rows.join`.
-    row: Row  # where it runs
+    jitted: Any  # the program; its arguments and results span all replicas, see `groups.join`.
+    group: DeviceGroup  # where it runs
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,26 +85,26 @@ class Replicas:
         """
         self.placement, self.columns, self.number = placement, tuple(columns), len(columns)
         self.has_identical_keys, self.joins_assigned = False, True
-        self._rows = {row.devices[0]: row for column in columns for row in column.placement.rows}
+        self._groups = {group.devices[0]: group for column in columns for group in column.placement.groups}
         self._key: tuple[Any, list[Any]] | None = None  # the last random key, and the replicas' keys
         self.joint: dict[int, Joint] = {}
         for template in columns[0].plan.templates.values() if len(columns) > 1 else ():
             stage = placement.traced.stages[template.stage]
             if uses_replicas(stage.flat):
-                row = placement.rows[template.stage]
-                if row.is_divided:
+                group = placement.groups[template.stage]
+                if group.is_divided:
                     raise ValueError(
                         f"{stage.place} computes with other replicas (cross_replica_sum, replica_index or "
                         "synchronized batch normalization), which does not go with tensor_parallel and "
                         "num_replicas both above 1. Leave one of the three out."
                     )
-                self.joint[template.index] = Joint(template.jit_jointly(row), row)
+                self.joint[template.index] = Joint(template.jit_jointly(group), group)
 
     def split(self, array: Any) -> list[Any]:
         """Each column's part of an array."""
         if self.number == 1:
             return [array]
-        return split(array, [self._rows[device] for device in array.sharding.mesh.devices[:, 0]])
+        return split(array, [self._groups[device] for device in array.sharding.mesh.devices[:, 0]])
 
     def split_state(self, state: RunState) -> list[RunState]:
         """Each column's part of the state. Of the optimizer's state it has only the loss scale."""
@@ -164,60 +164,60 @@ class Replicas:
         """Joins the variables that stages assigned, by full name; each replica keeps its own values."""
         if self.number == 1:
             return dict(assigned[0])
-        rows, owners = self.placement.rows, self.placement.traced.owners
-        return {name: join([own[name] for own in assigned], rows[owners[name]]) for name in assigned[0]}
+        groups, owners = self.placement.groups, self.placement.traced.owners
+        return {name: join([own[name] for own in assigned], groups[owners[name]]) for name in assigned[0]}
 
     def first_of(self, outputs: Sequence[Sequence[Any]], read: set[Any]) -> list[Any]:
-        """The first replica's leaves of the last stage's outputs, on its row, where they are read."""
+        """The first replica's leaves of the last stage's outputs, on its group, where they are read."""
         if self.number == 1:
             return list(outputs[0])
         found: list[Any] = [None] * len(outputs[0])
-        row = self.placement.rows[-1]
+        group = self.placement.groups[-1]
         if read:
             parts = {place: [leaves[place] for leaves in outputs] for place in sorted(read)}
-            for place, value in take_first(row, parts).items():
+            for place, value in take_first(group, parts).items():
                 found[place] = value
         return found
 
     def stage_of(self, key: str) -> int:
-        """The stage on whose row an accumulator lies."""
+        """The stage on whose group an accumulator lies."""
         owners, extra = self.placement.traced.owners, self.placement.accumulator_plan.extra
         return (extra.get(key) or Accumulator(key, owners[key])).stage
 
     def reduce(
         self,
-        row: Row,
+        group: DeviceGroup,
         accumulated: Sequence[Mapping[str, Any]],
         assigned: Sequence[Mapping[str, Any]],
         step: int,
         reduced: Reduced,
     ) -> None:
-        """Joins what the columns have accumulated and assigned on a row."""
-        rows, owners = self.placement.rows, self.placement.traced.owners
+        """Joins what the columns have accumulated and assigned on a group."""
+        groups, owners = self.placement.groups, self.placement.traced.owners
         parts, offloads = Parts(), self.placement.offloads_accumulators
         for key in accumulated[0]:
             stage = self.stage_of(key)
-            if rows[stage] is not row:
+            if groups[stage] is not group:
                 continue
             own = [part[key] for part in accumulated]
             if offloads:
-                homes = [column.placement.rows[stage] for column in self.columns]
+                homes = [column.placement.groups[stage] for column in self.columns]
                 own = [put([array], home)[0] for array, home in zip(own, homes, strict=True)]
             parts.accumulators[key] = own
         for name in assigned[0]:
-            if rows[owners[name]] is row:
+            if groups[owners[name]] is group:
                 own = [part[name] for part in assigned]
                 if self.joins_assigned:
                     parts.assigned[name] = own
                 else:
-                    reduced.assigned[name] = join(own, row)
+                    reduced.assigned[name] = join(own, group)
         if not parts.accumulators and not parts.assigned:
             return
-        made = join_replicas(row, parts, rows.index(row), step)
+        made = join_replicas(group, parts, groups.index(group), step)
         reduced.assigned.update(made.assigned)
         reduced.means.update(made.means)
         for key, zero in made.zeros.items():
-            (zero,) = put([zero], row, offloads)
+            (zero,) = put([zero], group, offloads)
             reduced.zeros[key] = tuple(self.split(zero))
 
 
@@ -237,26 +237,28 @@ class TogetherRun:
         """Gathers the parts of variables that the replicas have."""
         replicas = self._replicas
         arrays = [self._variables[name] for name in names]
-        whole = gather_replicas(arrays, replicas.placement.rows[stage])
+        whole = gather_replicas(arrays, replicas.placement.groups[stage])
         return [list(own) for own in zip(*map(replicas.split, whole), strict=True)]
 
     def launch(self, calls: Sequence[Call], chunk: int) -> list[list[Any]]:
         """Starts one program for all replicas."""
         replicas, template = self._replicas, calls[0].template
         joint = replicas.joint[template.index]
-        joined = [join(parts, joint.row) for parts in zip(*(call.arguments for call in calls), strict=True)]
+        joined = [
+            join(parts, joint.group) for parts in zip(*(call.arguments for call in calls), strict=True)
+        ]
         first, *others = [cast(Devices, call.column.reading) for call in calls]
-        program = joint.row.program(joint.jitted)
-        made = first.launch_jointly(template, joint.row, program, joined, chunk)
+        program = joint.group.program(joint.jitted)
+        made = first.launch_jointly(template, joint.group, program, joined, chunk)
         for reading in others:
             reading.forget()
         return [list(results) for results in zip(*map(replicas.split, made), strict=True)]
 
-    def reduce(self, row: Row, columns: Sequence[ColumnRun]) -> None:
-        """Joins what the columns have accumulated and assigned on a row."""
+    def reduce(self, group: DeviceGroup, columns: Sequence[ColumnRun]) -> None:
+        """Joins what the columns have accumulated and assigned on a group."""
         accumulated = [column.accumulators for column in columns]
         assigned = [column.assigned for column in columns]
-        self._replicas.reduce(row, accumulated, assigned, self._step, self.reduced)
+        self._replicas.reduce(group, accumulated, assigned, self._step, self.reduced)
 
 
 # Dealing out micro-batches.
@@ -318,13 +320,13 @@ class Dealer:
             if not placement.has_peers:
                 return [take]
             placement.begin_step()
-            return [take_everywhere(placement, columns[0].fed_rows, take, count)]
+            return [take_everywhere(placement, columns[0].fed_groups, take, count)]
         takes = self._deal(take)
         readers = {
             (replica, device.process_index): device
             for replica, column in enumerate(columns)
-            for row in column.fed_rows
-            for device in row.devices
+            for group in column.fed_groups
+            for device in group.devices
         }
         if not placement.has_peers or not readers:
             return takes
@@ -377,10 +379,10 @@ def gather_outputs(placement: StatePlacement, parts: Sequence[Accumulated]) -> l
     found: list[Accumulated] = [parts[0]]
     for replica, part in enumerate(parts[1:], 1):
         leaves, _tree = _flatten(part)
-        groups: dict[Any, list[int]] = {}  # (source, target) -> numbers
+        by_transfer: dict[Any, list[int]] = {}  # (source, target) -> numbers
         for place, (leaf, target) in enumerate(zip(leaves, first, strict=True)):
-            groups.setdefault((leaf.sharding, target.sharding), []).append(place)
-        for number, ((source, target), places) in enumerate(groups.items()):
+            by_transfer.setdefault((leaf.sharding, target.sharding), []).append(place)
+        for number, ((source, target), places) in enumerate(by_transfer.items()):
             if _process(source) == _process(target):
                 continue
             tag = placement.tag(f"outputs of replica {replica} ({number})")
@@ -393,7 +395,7 @@ def gather_outputs(placement: StatePlacement, parts: Sequence[Accumulated]) -> l
 
 
 def _process(sharding: Any) -> int:
-    """The process of a replica's row, whose devices are all in one."""
+    """The process of a replica's group, whose devices are all in one."""
     return int(next(iter(sharding.device_set)).process_index)
 
 

@@ -3,7 +3,7 @@
 A column is a replica's part: its programs on its devices, and its micro-batches; micro-batch k of replica r
 is element k * R + r of the data. A step is a list of actions (`steps`), made from the schedule once and
 followed in each step. Dispatch is asynchronous: the host runs ahead of the devices, which wait only for
-data. A weight update ends the step, on the rows of all replicas.
+data. A weight update ends the step, on the groups of all replicas.
 
 A loop runs one iteration at a time. Each replica has its own carried values; what it accumulates, and the
 variables that its stages assign, stay its own until the next weight update, or the end of the run.
@@ -130,7 +130,7 @@ class ColumnRunner(Runner[PendingStep]):
         self._told = list(range(len(homes)))  # the replicas whose outputs this process hands on
         self._gathers_outputs = True
         if len(homes) > 1:
-            warn_unless_one_is_free(placement.rows)
+            warn_unless_one_is_free(placement.groups)
 
     @property
     def weight_update(self) -> WeightUpdate:
@@ -163,14 +163,14 @@ class ColumnRunner(Runner[PendingStep]):
         Raises:
           ValueError: a replica is in several processes.
         """
-        homes = [column.placement.rows[0] for column in self.columns]
-        for replica, row in enumerate(homes):
-            if processes := row.processes[1:]:
+        homes = [column.placement.groups[0] for column in self.columns]
+        for replica, group in enumerate(homes):
+            if processes := group.processes[1:]:
                 raise ValueError(
                     f"gathers_outputs=False needs each replica in one process; replica {replica} is in "
                     f"{1 + len(processes)}. Give each process the devices of whole replicas."
                 )
-        self._told = [n for n, row in enumerate(homes) if row.is_here] or self._told
+        self._told = [n for n, group in enumerate(homes) if group.is_here] or self._told
         self._gathers_outputs = False
 
     # Micro-batches.
@@ -337,8 +337,8 @@ class ColumnRunner(Runner[PendingStep]):
         if self.placement.has_peers:
             self.placement.begin_step()
         reduced, step = Reduced(), int(as_int32(pipeline.execution_count))
-        for row in dict.fromkeys(self.placement.rows):
-            replicas.reduce(row, accumulated, assigned, step, reduced)
+        for group in dict.fromkeys(self.placement.groups):
+            replicas.reduce(group, accumulated, assigned, step, reduced)
         pipeline = dataclasses.replace(pipeline, variables={**pipeline.variables, **reduced.assigned})
         return RunState(pipeline, reduced.means, state.num_accumulated)
 

@@ -24,9 +24,9 @@ from jax.sharding import PartitionSpec
 
 from ipu_pipeline.engine.devices.action_log import ActionLog, Started
 from ipu_pipeline.engine.devices.constants import Constants
+from ipu_pipeline.engine.devices.device_groups import WHOLE, DeviceGroup
 from ipu_pipeline.engine.devices.links import Tag
 from ipu_pipeline.engine.devices.placing import copy_to, put
-from ipu_pipeline.engine.devices.rows import WHOLE, Row
 from ipu_pipeline.engine.devices.state_placement import StatePlacement
 from ipu_pipeline.engine.devices.underway import Underway
 from ipu_pipeline.engine.execution.outputs import Accumulated, Outputs
@@ -70,21 +70,21 @@ class Reading(Protocol):
     def launch(self, template: Template, arguments: list[Any], chunk: int) -> Sequence[Any]:
         """Starts a program for a micro-batch or chunk. Returns its results."""
 
-    def scalar(self, number: int, row: Row) -> Any:
-        """Returns an int32 scalar on a row."""
+    def scalar(self, number: int, group: DeviceGroup) -> Any:
+        """Returns an int32 scalar on a group."""
 
-    def copy_to(self, values: Sequence[Any], row: Row, tag: Tag | None = None) -> list[Any]:
-        """Copies values that lie on one row to another; see `placing.copy_to`."""
+    def copy_to(self, values: Sequence[Any], group: DeviceGroup, tag: Tag | None = None) -> list[Any]:
+        """Copies values that lie on one group to another; see `placing.copy_to`."""
 
     def put(
-        self, values: Sequence[Any], row: Row, partitions: Sequence[PartitionSpec] | None = None
+        self, values: Sequence[Any], group: DeviceGroup, partitions: Sequence[PartitionSpec] | None = None
     ) -> list[Any]:
-        """Puts values on a row, divided over its devices as `partitions` say; see `placing.put`."""
+        """Puts values on a group, divided over its devices as `partitions` say; see `placing.put`."""
 
     def store(
-        self, values: Sequence[Any], row: Row, leavers: Sequence[Template | None] | None = None
+        self, values: Sequence[Any], group: DeviceGroup, leavers: Sequence[Template | None] | None = None
     ) -> list[Any]:
-        """Puts values into host memory for a row.
+        """Puts values into host memory for a group.
 
         `leavers` are the programs that leave them; None stands for the last program started.
         """
@@ -100,33 +100,35 @@ class Devices:
 
     def __init__(self, constants: Constants) -> None:
         """Takes the scalars from `constants`."""
-        self.scalar: Callable[[int, Row], Any] = constants.scalar
+        self.scalar: Callable[[int, DeviceGroup], Any] = constants.scalar
 
     def launch(self, template: Template, arguments: list[Any], chunk: int) -> Sequence[Any]:
         """Starts a program."""
         del chunk
         return template.function(*arguments)
 
-    def launch_jointly(self, template: Template, row: Row, program: Any, arguments: Any, chunk: int) -> Any:
-        """Starts `program`, which is a template jitted for the devices of all replicas, on their row."""
-        del template, row, chunk
+    def launch_jointly(
+        self, template: Template, group: DeviceGroup, program: Any, arguments: Any, chunk: int
+    ) -> Any:
+        """Starts `program`, which is a template jitted for the devices of all replicas, on their group."""
+        del template, group, chunk
         return program(*arguments)
 
     def forget(self) -> None:
         """Does nothing; see `watched.WatchedDevices`."""
 
     def put(
-        self, values: Sequence[Any], row: Row, partitions: Sequence[PartitionSpec] | None = None
+        self, values: Sequence[Any], group: DeviceGroup, partitions: Sequence[PartitionSpec] | None = None
     ) -> list[Any]:
-        """Puts arrays on a row."""
-        return put(values, row, partitions=partitions)
+        """Puts arrays on a group."""
+        return put(values, group, partitions=partitions)
 
     def store(
-        self, values: Sequence[Any], row: Row, leavers: Sequence[Template | None] | None = None
+        self, values: Sequence[Any], group: DeviceGroup, leavers: Sequence[Template | None] | None = None
     ) -> list[Any]:
-        """Puts arrays into host memory for a row."""
+        """Puts arrays into host memory for a group."""
         del leavers
-        return put(values, row, offloaded=True)
+        return put(values, group, offloaded=True)
 
     def underway(self, limit: int | None) -> Underway:
         """Returns a counter of pieces of work, which waits for the devices."""
@@ -164,11 +166,11 @@ class PhaseRun:
             leaving = range(len(slots))
         elif self._offloads_activations:
             leaving = self._kept
-        of_rows: dict[Row, list[int]] = {}
+        of_groups: dict[DeviceGroup, list[int]] = {}
         for slot in leaving:
             if slots[slot] is not None:
-                of_rows.setdefault(self._plan.slot_rows[slot], []).append(slot)
-        self._made += store_slots(self._reading, slots, of_rows, self._kept)
+                of_groups.setdefault(self._plan.slot_groups[slot], []).append(slot)
+        self._made += store_slots(self._reading, slots, of_groups, self._kept)
         self.weights.clear()
         self._underway.add(self._made)
         self._made, self._kept = [], {}
@@ -178,13 +180,13 @@ class PhaseRun:
 def store_slots(
     reading: Reading,
     slots: list[Any],
-    of_rows: Mapping[Row, Sequence[int]],
+    of_groups: Mapping[DeviceGroup, Sequence[int]],
     kept: Mapping[int, Template] = MappingProxyType({}),
 ) -> list[Any]:
     """Moves values to host memory and returns them. `kept` says which programs leave them."""
     made = []
-    for row, own in of_rows.items():
-        stored = reading.store([slots[slot] for slot in own], row, [kept.get(slot) for slot in own])
+    for group, own in of_groups.items():
+        stored = reading.store([slots[slot] for slot in own], group, [kept.get(slot) for slot in own])
         made += stored
         for slot, value in zip(own, stored, strict=True):
             slots[slot] = value
@@ -252,8 +254,8 @@ class Together(Protocol):
     def launch(self, calls: Sequence[Call], chunk: int) -> Sequence[Sequence[Any]]:
         """Starts one program for all replicas. Returns the results of each column."""
 
-    def reduce(self, row: Row, columns: Sequence[ColumnRun]) -> None:
-        """Joins what the columns have accumulated and assigned on a row."""
+    def reduce(self, group: DeviceGroup, columns: Sequence[ColumnRun]) -> None:
+        """Joins what the columns have accumulated and assigned on a group."""
 
 
 @dataclass(eq=False)
@@ -308,7 +310,7 @@ class Dispatch:
         """Looks up beforehand what each micro-batch needs."""
         scalars = template.taken(BindingKind.SCALAR)
         self.template = template
-        self._index, self._row, self._keys = template.index, template.row, template.accumulators
+        self._index, self._group, self._keys = template.index, template.group, template.accumulators
         self._loads, self._stores, self._releases = template.loads, template.stores, template.releases
         self._micro_batches = [place for place, kind in scalars if kind is ValueKind.MICRO_BATCH]
         self._accumulated = [place for place, kind in scalars if kind is ValueKind.ACCUMULATED]
@@ -323,9 +325,9 @@ class Dispatch:
         for place, slot in self._loads:
             arguments[place] = slots[slot]
         for place in self._micro_batches:
-            arguments[place] = run.reading.scalar(run.first + chunk * run.size, self._row)
+            arguments[place] = run.reading.scalar(run.first + chunk * run.size, self._group)
         for place in self._accumulated:
-            arguments[place] = run.reading.scalar(run.num_accumulated + chunk * run.size, self._row)
+            arguments[place] = run.reading.scalar(run.num_accumulated + chunk * run.size, self._group)
         for prepare in self._before:
             prepare(run, arguments)
         return arguments
@@ -375,7 +377,7 @@ class ComputeTogether(Compute):
 
 @dataclass(frozen=True, eq=False)
 class SendOn:
-    """Sends results of a program to another row, in each column."""
+    """Sends results of a program to another group, in each column."""
 
     sends: tuple[Send, ...]  # the transfer, by column
     # by column, makes the tag of a transfer between processes; None within one process
@@ -398,24 +400,24 @@ class SendOn:
 class Store:
     """Moves what only backwards read from now on to host memory."""
 
-    kept: tuple[Mapping[Row, Sequence[int]], ...]  # by column, the slots of each row
+    kept: tuple[Mapping[DeviceGroup, Sequence[int]], ...]  # by column, the slots of each group
 
     def __call__(self, run: StepRun, chunk: int) -> None:
-        """Moves the values to the host memory of their rows."""
+        """Moves the values to the host memory of their groups."""
         for kept, column in zip(self.kept, run.columns, strict=False):
             store_slots(column.reading, column.slots[chunk], kept)
 
 
 @dataclass(frozen=True, eq=False)
 class Reduce:
-    """Joins what the columns have accumulated and assigned on a row."""
+    """Joins what the columns have accumulated and assigned on a group."""
 
-    row: Row
+    group: DeviceGroup
 
     def __call__(self, run: StepRun, chunk: int) -> None:
         """Joins the values of all columns."""
         del chunk
-        run.together.reduce(self.row, run.columns)
+        run.together.reduce(self.group, run.columns)
 
 
 def end_phase(run: StepRun, chunk: int) -> None:
@@ -463,31 +465,31 @@ def take_gathered(places: Sequence[tuple[int, str]]) -> Before:
 
 
 def load(template: Template, away: Collection[str], divided: Mapping[str, Any]) -> Before:
-    """Brings a program's arguments from host memory to its row, including the variables `away`.
+    """Brings a program's arguments from host memory to its group, including the variables `away`.
 
-    A phase keeps these for its other programs. `divided` says how variables lie on the row.
+    A phase keeps these for its other programs. `divided` says how variables lie on the group.
     """
     variables = [one for one in template.taken(BindingKind.VARIABLE) if one[1] in away]
-    names, row = dict(template.taken(BindingKind.VARIABLE)), template.row
+    names, group = dict(template.taken(BindingKind.VARIABLE)), template.group
     partitions = [divided.get(names.get(place, ""), WHOLE) for place in range(len(template.arguments))]
 
     def prepare(run: ColumnRun, arguments: list[Any]) -> None:
         known = {} if run.phase is None else run.phase.weights
         for place, name in variables:
-            arguments[place] = known.get((row.ipu, name), run.stored[name])
-        arguments[:] = run.reading.put(arguments, row, partitions)
+            arguments[place] = known.get((group.ipu, name), run.stored[name])
+        arguments[:] = run.reading.put(arguments, group, partitions)
         for place, name in variables:
-            known[row.ipu, name] = arguments[place]
+            known[group.ipu, name] = arguments[place]
 
     return prepare
 
 
 def store_accumulators(template: Template) -> After:
     """Moves accumulators back to host memory, which the end of a phase waits for."""
-    keys, row = template.accumulators, template.row
+    keys, group = template.accumulators, template.group
 
     def take(run: ColumnRun, _chunk: int, results: Sequence[Any]) -> None:
-        stored = run.reading.store(results[: len(keys)], row)
+        stored = run.reading.store(results[: len(keys)], group)
         run.accumulators.update(zip(keys, stored, strict=True))
         if run.phase is not None:
             run.phase.note(stored)
@@ -542,7 +544,7 @@ def collect(run: ColumnRun, chunk: int, _results: Sequence[Any]) -> None:
 def log(template: Template, plan: Plan) -> After:
     """Logs what this process has started, for processes that wait for it."""
     kind, stage = template.kind.name.lower(), template.stage
-    sends = [send for other in plan.templates.values() if not other.row.is_here for send in other.sends]
+    sends = [send for other in plan.templates.values() if not other.group.is_here for send in other.sends]
     received = {slot for send in sends for slot in send.targets}  # slots filled by other processes
     awaited = [slot for _place, slot in template.loads if slot in received]
 
@@ -568,9 +570,9 @@ def make_dispatch(
     if asked:
         before.append(take_gathered(asked))
     empties_devices = phases is not None and not phases.keeps_values
-    if (placement.offloads_in_micro_batches or empties_devices) and template.row.is_here:
+    if (placement.offloads_in_micro_batches or empties_devices) and template.group.is_here:
         before.append(load(template, placement.offloaded - gathered, placement.partitions))
-    if placement.has_peers and template.row.is_here:
+    if placement.has_peers and template.group.is_here:
         after.append(log(template, plan))
     if placement.offloads_accumulators and template.accumulators:
         after.append(store_accumulators(template))

@@ -11,7 +11,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from ipu_pipeline.engine.devices.compiler_options import Options
-from ipu_pipeline.engine.devices.rows import Row, over_replicas
+from ipu_pipeline.engine.devices.device_groups import DeviceGroup, over_replicas
 from ipu_pipeline.engine.programs.bindings import Binding, BindingKind, Bindings
 from ipu_pipeline.engine.programs.stage_programs import StageProgram
 from ipu_pipeline.engine.schedules.actions import ActionKind
@@ -31,11 +31,11 @@ __all__ = [
 
 
 class Send(NamedTuple):
-    """A transfer from a program's row to another one, once the program has been started."""
+    """A transfer from a program's group to another one, once the program has been started."""
 
-    target: Row  # the other row
-    sources: tuple[int, ...]  # slots on the program's row
-    targets: tuple[int, ...]  # slots on the other row
+    target: DeviceGroup  # the other group
+    sources: tuple[int, ...]  # slots on the program's group
+    targets: tuple[int, ...]  # slots on the other group
     releases: tuple[int, ...] = ()  # sources that are not read afterwards
 
 
@@ -46,20 +46,20 @@ class Template:
     index: int  # its place among the plan's templates
     kind: ActionKind  # forward or backward
     stage: int  # the stage that it belongs to
-    row: Row  # where it runs
+    group: DeviceGroup  # where it runs
     options: Options  # XLA's options that it is compiled with
     jitted: Any  # the jitted program
     # its results' shardings; where an IPU is several devices, a list with None for those left to the
     # partitioner
     shardings: Any
     function: Callable[..., list[Any]]  # the function to call: `jitted`, or what was loaded in its place
-    # jits it for all replicas at once, for a row with their devices
-    jit_jointly: Callable[[Row], Callable[..., list[Any]]]
+    # jits it for all replicas at once, for a group with their devices
+    jit_jointly: Callable[[DeviceGroup], Callable[..., list[Any]]]
     arguments: tuple[Binding, ...]  # what the arguments stand for; accumulators come first
     results: tuple[tuple[Binding, ...], ...]  # what each result stands for, accumulators first again
     loads: tuple[tuple[int, int], ...]  # (argument, slot)
     stores: tuple[tuple[int, int], ...]  # (result, slot)
-    sends: tuple[Send, ...]  # what goes to other rows
+    sends: tuple[Send, ...]  # what goes to other groups
     # slots that are not read after it, without the slots that it sends: these are in `sends`
     releases: tuple[int, ...] = ()
     kept: tuple[int, ...] = ()  # slots that only backwards read once it and its sends have been started
@@ -95,7 +95,7 @@ class Work(NamedTuple):
     program: StageProgram
 
 
-Slot: TypeAlias = "tuple[Binding, Row]"  # a value of a micro-batch, on the row where it is read
+Slot: TypeAlias = "tuple[Binding, DeviceGroup]"  # a value of a micro-batch, on the group where it is read
 
 
 class SlotNumbers:
@@ -111,9 +111,9 @@ class SlotNumbers:
         return slot in self.numbers
 
 
-def slot_of(binding: Binding, row: Row) -> Slot | None:
-    """The slot of a value on a row; None if it is in no slot."""
-    return (binding, row) if binding.is_of_micro_batch else None
+def slot_of(binding: Binding, group: DeviceGroup) -> Slot | None:
+    """The slot of a value on a group; None if it is in no slot."""
+    return (binding, group) if binding.is_of_micro_batch else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,34 +121,34 @@ class TemplateMaker:
     """Makes templates of the programs of a pipeline."""
 
     bindings: Bindings  # what the programs' values stand for
-    rows: Sequence[Row]  # where the stages live
+    groups: Sequence[DeviceGroup]  # where the stages live
     slots: SlotNumbers  # the numbers of the slots that are read
-    # how a variable and its gradient lie on a row, by its full name
-    sharding_of: Callable[[str, Row], NamedSharding]
+    # how a variable and its gradient lie on a group, by its full name
+    sharding_of: Callable[[str, DeviceGroup], NamedSharding]
 
     def make(self, index: int, work: Work, options: Options, donate_accumulators: bool) -> Template:
         """Jits a program. Returns its template."""
-        row = self.rows[work.stage]
+        group = self.groups[work.stage]
         arguments = self.bindings.arguments(work.stage, work.program)
         results = self.bindings.results(work.stage, work.program)
         accumulating = [place for place, own in enumerate(arguments) if own.kind is BindingKind.ACCUMULATOR]
         assert accumulating == list(range(len(accumulating)))
-        loads = [(place, slot_of(binding, row)) for place, binding in enumerate(arguments)]
+        loads = [(place, slot_of(binding, group)) for place, binding in enumerate(arguments)]
         num_donated = len(accumulating) if donate_accumulators else 0
-        shardings = self._shardings(results, row)
-        jitted = _jit(work.program, row, num_donated, options, shardings)
-        stores, sends = self._find_stored(results, row)
+        shardings = self._shardings(results, group)
+        jitted = _jit(work.program, group, num_donated, options, shardings)
+        stores, sends = self._find_stored(results, group)
         return Template(
             index=index,
             kind=work.kind,
             stage=work.stage,
-            row=row,
+            group=group,
             options=options,
             jitted=jitted,
             shardings=shardings,
             function=jitted,
-            jit_jointly=lambda row: _jit(
-                work.program, row, num_donated, options, row.replicated, is_joint=True
+            jit_jointly=lambda group: _jit(
+                work.program, group, num_donated, options, group.replicated, is_joint=True
             ),
             arguments=tuple(arguments),
             results=tuple(map(tuple, results)),
@@ -157,39 +157,39 @@ class TemplateMaker:
             sends=sends,
         )
 
-    def _shardings(self, results: Sequence[Sequence[Binding]], row: Row) -> Any:
+    def _shardings(self, results: Sequence[Sequence[Binding]], group: DeviceGroup) -> Any:
         """The shardings of a program's results; None where they are left to the partitioner."""
-        if not row.is_divided:
-            return row.replicated
+        if not group.is_divided:
+            return group.replicated
 
         def of(bound: Sequence[Binding]) -> NamedSharding | None:
             for binding in bound:
                 if binding.kind is BindingKind.ASSIGNED:
-                    return self.sharding_of(binding.key, row)
+                    return self.sharding_of(binding.key, group)
                 if binding.kind is BindingKind.ACCUMULATOR:
-                    return self.sharding_of(variable_of(binding.key), row)
-            return None if all(b.kind is BindingKind.RESIDUAL for b in bound) else row.replicated
+                    return self.sharding_of(variable_of(binding.key), group)
+            return None if all(b.kind is BindingKind.RESIDUAL for b in bound) else group.replicated
 
         return list(map(of, results))
 
     def _find_stored(
-        self, results: Sequence[Sequence[Binding]], row: Row
+        self, results: Sequence[Sequence[Binding]], group: DeviceGroup
     ) -> tuple[tuple[tuple[int, int], ...], tuple[Send, ...]]:
-        """Finds the results that go to slots, and the transfers from these slots to other rows."""
+        """Finds the results that go to slots, and the transfers from these slots to other groups."""
         stores: list[tuple[int, int]] = []
-        sent: dict[Row, list[tuple[int, int]]] = {}
+        sent: dict[DeviceGroup, list[tuple[int, int]]] = {}
         for place, bound in enumerate(results):
             for binding in bound:
                 targets = [
                     target
-                    for target in dict.fromkeys(self.rows)
+                    for target in dict.fromkeys(self.groups)
                     if binding.is_of_micro_batch and (binding, target) in self.slots
                 ]
                 if targets:
-                    stores.append((place, self.slots[binding, row]))
+                    stores.append((place, self.slots[binding, group]))
                 for target in targets:
-                    if target is not row:
-                        slots = self.slots[binding, row], self.slots[binding, target]
+                    if target is not group:
+                        slots = self.slots[binding, group], self.slots[binding, target]
                         sent.setdefault(target, []).append(slots)
         sends = [
             Send(target, tuple(source for source, _to in pairs), tuple(to for _source, to in pairs))
@@ -200,14 +200,14 @@ class TemplateMaker:
 
 def _jit(
     program: StageProgram,
-    row: Row,
+    group: DeviceGroup,
     num_donated: int,
     options: Options,
     shardings: Any,
     is_joint: bool = False,
 ) -> Callable[..., list[Any]]:
-    """Jits a stage's program, which may destroy its first arguments; a joint one for all of a row."""
-    called = over_replicas(row.replicated.mesh, program.function) if is_joint else program.function
+    """Jits a stage's program, which may destroy its first arguments; a joint one for all of a group."""
+    called = over_replicas(group.replicated.mesh, program.function) if is_joint else program.function
 
     def function(*arguments: Any) -> list[Any]:
         made: list[Any] = called(*arguments)

@@ -15,10 +15,10 @@ import numpy as np
 
 from ipu_pipeline.engine import watching
 from ipu_pipeline.engine.devices.constants import Constants
+from ipu_pipeline.engine.devices.device_groups import DeviceGroup
 from ipu_pipeline.engine.devices.feeds import Take
 from ipu_pipeline.engine.devices.links import Tag
 from ipu_pipeline.engine.devices.placing import copy_to
-from ipu_pipeline.engine.devices.rows import Row
 from ipu_pipeline.engine.execution.contract import Request, Runner
 from ipu_pipeline.engine.execution.steps import Devices
 from ipu_pipeline.engine.execution.templates import Template
@@ -59,18 +59,20 @@ class WatchedDevices(Devices):
     def launch(self, template: Template, arguments: list[Any], chunk: int) -> Sequence[Any]:
         """Starts a program."""
         self._launch = None
-        if not template.row.is_here:
+        if not template.group.is_here:
             return super().launch(template, arguments, chunk)
         self._launch = self.describe(template, chunk)
         results: Sequence[Any] = self._watcher.run(self._launch, template.function, arguments)
         return results
 
-    def launch_jointly(self, template: Template, row: Row, program: Any, arguments: Any, chunk: int) -> Any:
+    def launch_jointly(
+        self, template: Template, group: DeviceGroup, program: Any, arguments: Any, chunk: int
+    ) -> Any:
         """Starts a program for all replicas. The transfers of its results are not reported."""
         self._launch = None
-        if not row.is_here:
-            return super().launch_jointly(template, row, program, arguments, chunk)
-        launch = dataclasses.replace(self.describe(template, chunk), devices=row.first_devices)
+        if not group.is_here:
+            return super().launch_jointly(template, group, program, arguments, chunk)
+        launch = dataclasses.replace(self.describe(template, chunk), devices=group.first_devices)
         return self._watcher.run(launch, program, arguments)
 
     def forget(self) -> None:
@@ -83,11 +85,11 @@ class WatchedDevices(Devices):
         first = counting.first + chunk * counting.size
         return launch_of(self._runner, template, counting.step, first, counting.size)
 
-    def copy_to(self, values: Sequence[Any], row: Row, tag: Tag | None = None) -> list[Any]:
-        """Copies arrays to another row."""
-        copies = copy_to(values, row, tag)
+    def copy_to(self, values: Sequence[Any], group: DeviceGroup, tag: Tag | None = None) -> list[Any]:
+        """Copies arrays to another group."""
+        copies = copy_to(values, group, tag)
         if self._launch is not None:
-            self._watcher.moved(self._launch, row.first_devices, copies)
+            self._watcher.moved(self._launch, group.first_devices, copies)
         return copies
 
 
@@ -137,7 +139,7 @@ def launch_of(runner: Runner[Any], template: Template, step: int, first: int, co
         step=step,
         first=first,
         count=count,
-        devices=template.row.first_devices,
+        devices=template.group.first_devices,
         name=template.jitted.__name__,
         is_moved=template.function is not template.jitted,
     )
@@ -153,7 +155,7 @@ def watched_updates(
 
     def run(watcher: Watcher, number: int, stage: int, *arguments: Any) -> list[Any]:
         function, jitted = weight_update.functions[number], weight_update.jitted[number]
-        if not runner.placement.rows[stage].is_here:
+        if not runner.placement.groups[stage].is_here:
             return list(function(*arguments))
         launch = Launch(
             runner=runner,
@@ -162,7 +164,7 @@ def watched_updates(
             step=step,
             first=0,
             count=0,
-            devices=runner.placement.rows[stage].first_devices,
+            devices=runner.placement.groups[stage].first_devices,
             name=jitted.__name__,
             is_moved=function is not jitted,
         )

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from ipu_pipeline.engine.devices.compiler_options import Options
+from ipu_pipeline.engine.devices.device_groups import divided_in_replica
 from ipu_pipeline.engine.devices.placing import put
-from ipu_pipeline.engine.devices.rows import divided_in_replica
 from ipu_pipeline.engine.devices.state_placement import StatePlacement
 from ipu_pipeline.engine.execution.templates import jit_update
 from ipu_pipeline.engine.updates.accumulators import Accumulator
@@ -70,7 +70,7 @@ class WeightUpdate:
                 for number, program in enumerate(programs)
             )
         self.functions: list[Callable[..., list[Any]]] = [
-            placement.rows[program.stage].program(
+            placement.groups[program.stage].program(
                 jitted, placement.results_of(program).get("out_shardings")
             )
             for program, jitted in zip(programs, self.jitted, strict=True)
@@ -108,7 +108,7 @@ class WeightUpdate:
         return made
 
     def _add_to_home(self, accumulator: Accumulator, total: Any, part: Any) -> Any:
-        home = self.placement.rows[self.placement.traced.owners[accumulator.variable]]
+        home = self.placement.groups[self.placement.traced.owners[accumulator.variable]]
         tag = self.placement.tag(f"{accumulator.variable} of stage {accumulator.stage}")
         partition = divided_in_replica(self.placement.sharding_in_program(accumulator.variable, home))
         total, part = put([total, part], home, tag=tag, partitions=[partition] * 2)
@@ -116,10 +116,10 @@ class WeightUpdate:
 
     def _clear(self, key: str, accumulator: Any) -> Any:
         placement = self.placement
-        row = placement.rows[placement.accumulator_plan.extra[key].stage]
-        (accumulator,) = put([accumulator], row)
-        zeros = row.program(_clearing(accumulator.sharding), accumulator.sharding)(accumulator)
-        return put([zeros], row, placement.offloads_accumulators)[0]
+        group = placement.groups[placement.accumulator_plan.extra[key].stage]
+        (accumulator,) = put([accumulator], group)
+        zeros = group.program(_clearing(accumulator.sharding), accumulator.sharding)(accumulator)
+        return put([zeros], group, placement.offloads_accumulators)[0]
 
 
 def _find_read(programs: Sequence[UpdateProgram]) -> set[Any]:

@@ -92,7 +92,7 @@ def plan_ipus(
 ) -> tuple[IpuMemory, ...]:
     """Plans what each IPU takes."""
     traced, updates = placement.traced, placement.updates
-    ipus = [row.ipu for row in placement.rows]
+    ipus = [group.ipu for group in placement.groups]
     held: dict[tuple[str, int, bool], list[Any]] = {}  # by kind, IPU, and whether it is in host memory
 
     def add(kind: str, stage: int, is_offloaded: bool, aval: Any) -> None:

@@ -176,8 +176,8 @@ def _check_parallel(rows: Rows, levels: Sequence[int]) -> None:
             before = last.setdefault(key, action.stage)
             if before != action.stage and (before < action.stage) != (action.kind is ActionKind.FORWARD):
                 raise ScheduleError(
-                    f"Schedule: the {action} comes after that of stage {before}. Parallel stages of one IPU "
-                    "go forward in the order of their numbers, and back in the opposite order.\n"
+                    f"Schedule: the {action} comes after that of stage {before}. Parallel stages of one "
+                    "IPU go forward in the order of their numbers, and back in the opposite order.\n"
                     f"{format_rows(rows, (ipu, position))}"
                 )
             last[key] = action.stage

@@ -1,8 +1,8 @@
-"""Which accumulators a pipeline has, and on which stage's row each lies.
+"""Which accumulators a pipeline has, and on which stage's group each lies.
 
 The owner of a variable accumulates its gradients under the variable's full name. Every other stage that
-shares the variable has an accumulator of its own on its row, which is added to the owner's once per weight
-update. On the same IPU both use one accumulator, except for a running mean, whose formula takes one
+shares the variable has an accumulator of its own on its group, which is added to the owner's once per
+weight update. On the same IPU both use one accumulator, except for a running mean, whose formula takes one
 gradient per micro-batch.
 """
 
@@ -22,7 +22,7 @@ _OF_STAGE = " of stage "  # in the keys of accumulators that are not the owner's
 
 
 class Accumulator(NamedTuple):
-    """The full name of its variable, and the stage on whose row it lies."""
+    """The full name of its variable, and the stage on whose group it lies."""
 
     variable: str
     stage: int

@@ -17,7 +17,7 @@ import numpy as np
 
 from ipu_pipeline.checkpointing.session_state import SessionState
 from ipu_pipeline.engine import processes
-from ipu_pipeline.engine.processes import row_sharding
+from ipu_pipeline.engine.processes import group_sharding
 from ipu_pipeline.tf1.graph.placeholders import Placeholder
 from ipu_pipeline.tf1.program.program import Program
 
@@ -102,17 +102,17 @@ def agree_on_values(state: SessionState, fault: Exception | None = None) -> None
 def _own_arrays(state: SessionState) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
     """The arrays that this process made or read by itself, with their names in errors."""
     for name, value in state.variables.items():
-        if row_sharding(value) is None:
+        if group_sharding(value) is None:
             yield f"variable {name}", _as_numpy(value)
     for name, record in state.pipelines.items():
         if record.optimizer is not None:
             leaves = jax.tree.leaves(record.optimizer.tree)
             for path, leaf in zip(record.optimizer.shapes, leaves, strict=True):
-                if row_sharding(leaf) is None:
+                if group_sharding(leaf) is None:
                     yield f"{path} of the optimizer's state of {name!r}", _as_numpy(leaf)
         if record.accumulated is not None:
             for key, value in record.accumulated.accumulators.items():
-                if row_sharding(value) is None:
+                if group_sharding(value) is None:
                     yield f"gradients of {key} that {name!r} has accumulated", _as_numpy(value)
 
 

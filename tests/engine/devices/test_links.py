@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 
 from ipu_pipeline.engine.devices import links
+from ipu_pipeline.engine.devices.device_groups import make_groups
 from ipu_pipeline.engine.devices.links import Tag
 from ipu_pipeline.engine.devices.placing import copy_to, put
-from ipu_pipeline.engine.devices.rows import make_rows
 from tests.support import joined
 
 SIZE = 1024
 
 
-def make(row, value):
-    """An array of a row; elsewhere without content."""
-    (array,) = put([np.full(SIZE, value, np.float32)], row)
+def make(group, value):
+    """An array of a group; elsewhere without content."""
+    (array,) = put([np.full(SIZE, value, np.float32)], group)
     return array
 
 
@@ -30,7 +30,7 @@ def read(array):
 
 def transfer():
     """What each of two processes has of what the first one sends."""
-    first, second = make_rows(jax.devices(), [0, 1])
+    first, second = make_groups(jax.devices(), [0, 1])
     process, made = jax.process_index(), {}
     links.links().warm(first.processes)
 
@@ -116,10 +116,10 @@ def test_tags_are_told_apart():
 
 
 def test_a_process_alone_has_no_links():
-    (row, other) = make_rows(jax.devices(), [0, 1])
-    assert not row.has_peers
-    assert row.processes == (0,)
-    (array,) = put([np.ones(3)], row)
+    (group, other) = make_groups(jax.devices(), [0, 1])
+    assert not group.has_peers
+    assert group.processes == (0,)
+    (array,) = put([np.ones(3)], group)
     np.testing.assert_array_equal(copy_to([array], other)[0], np.ones(3))
     links.check_peers()
     assert not links.links.cache_info().currsize

@@ -9,7 +9,7 @@ import pytest
 
 from ipu_pipeline import engine
 from ipu_pipeline.engine import watching
-from ipu_pipeline.engine.devices.rows import Row
+from ipu_pipeline.engine.devices.device_groups import DeviceGroup
 from ipu_pipeline.engine.execution import steps
 from ipu_pipeline.engine.schedules import ActionKind
 from ipu_pipeline.ground.errors import OutOfRangeError
@@ -50,7 +50,7 @@ def describe(action, chunk):
     if isinstance(action, steps.Gather):
         return f"gather {len(action.names)}"
     if isinstance(action, steps.Reduce):
-        return f"reduce {action.row.ipu}"
+        return f"reduce {action.group.ipu}"
     return type(action).__name__
 
 
@@ -85,7 +85,7 @@ def test_the_actions_of_a_step():
 
 
 def test_what_a_pipeline_uses_has_actions():
-    """Weights are gathered before each program; a row is joined when its last program is started."""
+    """Weights are gathered before each program; a group is joined when its last program is started."""
     replicated = lower(make(2, schedule="sequential", num_replicas=2, shard=["weights"]))
     assert replicated == [
         *["feed 0", "gather 4", "F0.0", "send to 1", "gather 4", "F1.0", "send to 0", "gather 1", "B0.0"],
@@ -119,7 +119,7 @@ def test_where_rows_are_joined_last(monkeypatch):
     phases = engine.ExecutionPhases(of_levels=(0, 1), num_ahead=1)
     phased = lower(make(2, schedule="sequential", execution_phases=phases, num_replicas=2), 1)
     assert phased[-3:] == ["end of a phase 0", "reduce 0", "reduce 1"]
-    monkeypatch.setattr(Row, "is_joined", True)
+    monkeypatch.setattr(DeviceGroup, "is_joined", True)
     monkeypatch.setenv("PJRT_NPROC", "9")
     assert lower(make(2, schedule="sequential", num_replicas=2), 1)[-3:] == ["B0.0", "reduce 0", "reduce 1"]
 

@@ -135,7 +135,7 @@ def test_compiled_forwards_return_what_the_plan_says(mode):
     for stage in range(2):
         template = executor.columns[0].plan.templates[ActionKind.FORWARD, stage]
         names = dict(template.taken(BindingKind.VARIABLE))
-        x = jax.device_put(step[0][0], template.row.replicated)
+        x = jax.device_put(step[0][0], template.group.replicated)
         arguments = [
             state.variables[names[place]] if place in names else x
             for place in range(len(template.arguments))

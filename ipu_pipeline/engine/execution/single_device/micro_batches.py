@@ -8,8 +8,8 @@ from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 
+from ipu_pipeline.engine.devices.device_groups import DeviceGroup
 from ipu_pipeline.engine.devices.offloading import load, store
-from ipu_pipeline.engine.devices.rows import Row
 from ipu_pipeline.engine.devices.state_placement import StatePlacement
 from ipu_pipeline.engine.programs.bindings import Binding, BindingKind, Bindings
 from ipu_pipeline.engine.programs.chunks import chunk_programs
@@ -49,8 +49,8 @@ class MicroBatches:
         return value if size == 1 else jnp.broadcast_to(value, (size, *jnp.shape(value)))
 
     @property
-    def _row(self) -> Row:
-        return self.placement.rows[0]
+    def _group(self) -> DeviceGroup:
+        return self.placement.groups[0]
 
     def _bindings(self) -> Bindings:
         return Bindings(self.placement.traced, self.placement.accumulator_plan.keys)
@@ -64,17 +64,17 @@ class MicroBatches:
             if is_backward and self.placement.offloads_activations and binding.kind is BindingKind.VALUE:
                 binding = _stored(index, binding)
             value = known[binding]
-            arguments.append(load(value, self._row) if self._is_offloaded(binding) else value)
+            arguments.append(load(value, self._group) if self._is_offloaded(binding) else value)
         results = program.function(*arguments)
         for bound, result in zip(bindings.results(index, program), results, strict=True):
             for binding in bound:
-                known[binding] = store(result, self._row) if self._is_offloaded(binding) else result
+                known[binding] = store(result, self._group) if self._is_offloaded(binding) else result
 
     def _store_inputs(self, index: int, backward: StageProgram, known: Environment) -> None:
         """Puts the values that a stage's backward takes again into host memory."""
         for binding in self._bindings().arguments(index, backward):
             if binding.kind is BindingKind.VALUE:
-                known[_stored(index, binding)] = store(known[binding], self._row)
+                known[_stored(index, binding)] = store(known[binding], self._group)
 
     def _is_offloaded(self, binding: Binding) -> bool:
         """Whether a value lies in host memory while no program uses it."""

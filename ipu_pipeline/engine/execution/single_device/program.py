@@ -160,7 +160,7 @@ class BlockProgram:
         if known is None or not kind.updates:
             return given.loss_scale
         scale = carry.state_leaves[known.leaf]
-        return load(scale, self.placement.rows[0]) if self.placement.offloads_state else scale
+        return load(scale, self.placement.groups[0]) if self.placement.offloads_state else scale
 
     def _run_micro_batches(self, given: Given, position: Position, loss_scale: Any, carry: Carry) -> Carry:
         """Runs one micro-batch, or the `num_serialized` of a group."""
@@ -245,10 +245,10 @@ class BlockProgram:
 
     def _update(self, program: UpdateProgram, position: Position, carry: Carry) -> Carry:
         placement = self.placement
-        row, plan = placement.rows[0], placement.accumulator_plan
+        group, plan = placement.groups[0], placement.accumulator_plan
         accumulators = carry.totals.accumulators
         if placement.offloads_accumulators:
-            accumulators = {key: load(value, row) for key, value in accumulators.items()}
+            accumulators = {key: load(value, group) for key, value in accumulators.items()}
         merged = plan.merge(accumulators, lambda _accumulator, total, part: total + part)
         before = position.updates + (position.accumulated + carry.done) // position.every - 1
         environment = UpdateEnvironment(
@@ -261,14 +261,14 @@ class BlockProgram:
 
         def read(value: UpdateValue) -> Any:
             is_away = placement.is_offloaded(value) and value.kind != UpdateKind.GRADIENT
-            return load(environment[value], row) if is_away else environment[value]
+            return load(environment[value], group) if is_away else environment[value]
 
         results = program.function(*map(read, program.arguments))
         for value, result in zip(program.results, results, strict=True):
-            environment[value] = store(result, row) if placement.is_offloaded(value) else result
+            environment[value] = store(result, group) if placement.is_offloaded(value) else result
         zeros = {key: jnp.zeros_like(accumulators[key]) for key in plan.extra}
         if placement.offloads_accumulators:
-            zeros = {key: store(value, row) for key, value in zeros.items()}
+            zeros = {key: store(value, group) for key, value in zeros.items()}
         return dataclasses.replace(
             carry,
             totals=dataclasses.replace(carry.totals, accumulators={**environment.accumulators, **zeros}),

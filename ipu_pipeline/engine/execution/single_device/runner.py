@@ -117,18 +117,18 @@ class BlockRunner(Runner[PendingBlock]):
         update = self.program.update
         results = () if update is None else update.results
         self._trained = {value.key for value in results if value.kind == UpdateKind.PARAMETER}
-        self._feed = Feed(functools.partial(put, row=placement.rows[0]), is_block=True)
+        self._feed = Feed(functools.partial(put, group=placement.groups[0]), is_block=True)
         self._in_flight: collections.deque[Any] = collections.deque()
         self._functions: dict[tuple[BlockKind, bool], Any] = {}
-        row = placement.rows[0]
-        peek = jax.jit(self.program.peek, compiler_options=self._options, **row.results)
-        self._peek = row.program(peek)
-        self._make_sums = row.program(jit_zeros(collecting.avals, row.replicated))
+        group = placement.groups[0]
+        peek = jax.jit(self.program.peek, compiler_options=self._options, **group.results)
+        self._peek = group.program(peek)
+        self._make_sums = group.program(jit_zeros(collecting.avals, group.replicated))
 
     @property
     def takes_elements(self) -> bool:
         """Whether its device belongs to this process."""
-        return self.placement.rows[0].is_here
+        return self.placement.groups[0].is_here
 
     def place_element(self, leaves: Sequence[Any]) -> Element:
         """Takes a micro-batch on the host."""
@@ -193,7 +193,7 @@ class BlockRunner(Runner[PendingBlock]):
         """Gets a block's micro-batches; of an update that fits no block, runs all parts but the last."""
         every, sizes = request.every, self.sizes(request.total, request.every)
         wanted = min(request.limit, sizes.capacity)
-        if not self.placement.rows[0].is_here:
+        if not self.placement.groups[0].is_here:
             take = take_nothing
         take = watched_take(take, int(as_int32(state.pipeline.execution_count)), request.iteration)
         begun = Begun(Totals(state.accumulators, self._zero_sums()), {}, [], [])
@@ -232,11 +232,11 @@ class BlockRunner(Runner[PendingBlock]):
             count=len(elements),
             every=request.every,
         )
-        row = self.placement.rows[0]
-        if row.is_here:
+        group = self.placement.groups[0]
+        if group.is_here:
             feed = self._feed.place(elements, room) if self._fed else []
         else:
-            feed = [absent((room, *leaf.shape), leaf.dtype, row.replicated) for leaf in self._fed]
+            feed = [absent((room, *leaf.shape), leaf.dtype, group.replicated) for leaf in self._fed]
         block = PendingBlock(request, begun, position, room, feed)
         if begun.count or pipeline.optimizer_state is not None or not self.needs_outputs:
             return block
@@ -302,7 +302,7 @@ class BlockRunner(Runner[PendingBlock]):
             first=position.accumulated if self.iterated is None else position.iteration,
             count=position.count,
             accumulated=position.accumulated,
-            devices=self.placement.rows[0].devices,
+            devices=self.placement.groups[0].devices,
             name="block",
             every=position.every,
             updates=updates and self.placement.updates is not None,
@@ -332,14 +332,14 @@ class BlockRunner(Runner[PendingBlock]):
             self._make_given(state, kept, block, loss_scale),
         )
         function = self._functions.get((kind, donate))
-        row = self.placement.rows[0]
-        if function is None and not row.is_here:
-            function = self._functions[kind, donate] = row.program(self._jit(kind, donate))
+        group = self.placement.groups[0]
+        if function is None and not group.is_here:
+            function = self._functions[kind, donate] = group.program(self._jit(kind, donate))
         elif function is None:
             function = self._jit(kind, donate)
             lowered, key, compiled = function.lower(*arguments), None, None
             if self.kept is not None:
-                key = identify(lowered, text_of(lowered), row.devices, self._options)
+                key = identify(lowered, text_of(lowered), group.devices, self._options)
                 compiled = self.kept.find(key)
             with compiling(1) as told:
                 if compiled is not None:
@@ -350,7 +350,7 @@ class BlockRunner(Runner[PendingBlock]):
                         compiled = lowered.compile()  # the call below finds it
             if self.kept is not None:
                 self.kept.keep(key, compiled)
-            note_temporaries(self.temporary_bytes, row, compiled)
+            note_temporaries(self.temporary_bytes, group, compiled)
             self._functions[kind, donate] = function
         return function, arguments
 
@@ -361,13 +361,13 @@ class BlockRunner(Runner[PendingBlock]):
     def _make_given(
         self, state: RunState, variables: dict[str, Any], block: PendingBlock, loss_scale: Any
     ) -> Given:
-        row = self.placement.rows[0]
-        *inputs, loss_scale = put_host_copies([*block.request.inputs, loss_scale], row)
-        key = self.placement.constants.key(state.pipeline.key, row)
+        group = self.placement.groups[0]
+        *inputs, loss_scale = put_host_copies([*block.request.inputs, loss_scale], group)
+        key = self.placement.constants.key(state.pipeline.key, group)
         return Given(variables, inputs, loss_scale, key, block.position.pack(), block.feed)
 
     def _place_carried(self, request: Request) -> list[Any]:
-        return put_host_copies(list(request.carried), self.placement.rows[0])
+        return put_host_copies(list(request.carried), self.placement.groups[0])
 
     def _jit(self, kind: BlockKind, donate: bool) -> Any:
         def block(*arguments: Any) -> Left:
@@ -385,22 +385,22 @@ class BlockRunner(Runner[PendingBlock]):
     def _out_shardings(self, kind: BlockKind) -> Any:
         """The shardings of a block's results."""
         placement = self.placement
-        row = placement.rows[0]
+        group = placement.groups[0]
         if not placement.offloads_anything:
-            return row.replicated
+            return group.replicated
 
         def sharding(is_offloaded: bool) -> Any:
-            return row.host if is_offloaded else row.replicated
+            return group.host if is_offloaded else group.replicated
 
         return Left(
-            done=row.replicated,
-            totals=Totals(sharding(placement.offloads_accumulators), row.replicated),
+            done=group.replicated,
+            totals=Totals(sharding(placement.offloads_accumulators), group.replicated),
             variables={name: sharding(name in placement.offloaded) for name in self._changed(kind)},
             state_leaves=sharding(placement.offloads_state),
-            carried=row.replicated,
-            stacks=row.replicated,
-            enqueued=row.replicated,
-            updated=row.replicated,
+            carried=group.replicated,
+            stacks=group.replicated,
+            enqueued=group.replicated,
+            updated=group.replicated,
         )
 
 

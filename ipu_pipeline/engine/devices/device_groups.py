@@ -1,11 +1,11 @@
 """Where stages live.
 
-A stage lives on a row of devices, a mesh with the axes `replica` and `model`: along `model` are the
-devices that compute a stage together, mostly one. State is `replicated` over the replicas of a row, and
-whole or `divided` over the devices of each. Micro-batches run in columns, one per replica, whose rows have
-the devices of that replica.
+A stage lives on a group of devices, a mesh with the axes `replica` and `model`: along `model` are the
+devices that compute a stage together, mostly one. State is `replicated` over the replicas of a group, and
+whole or `divided` over the devices of each. Micro-batches run in columns, one per replica, whose groups
+have the devices of that replica.
 
-Rows may be on devices of other processes: what is put there has no content here (`remote`), and what
+Groups may be on devices of other processes: what is put there has no content here (`remote`), and what
 goes from process to process is sent (`crossing`).
 """
 
@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from ipu_pipeline.engine.devices.crossing import (
-    row_sharding,
+    group_sharding,
 )
 from ipu_pipeline.engine.devices.remote import NotRun, absent, is_here
 from ipu_pipeline.engine.tracing.replicas import REPLICA
@@ -32,11 +32,11 @@ from ipu_pipeline.ground import jax_compat
 __all__ = [
     "HOST_MEMORY",
     "WHOLE",
-    "Row",
+    "DeviceGroup",
     "check_processes",
     "divided_in_replica",
     "join",
-    "make_rows",
+    "make_groups",
     "names_of",
     "over_replicas",
     "partition_of",
@@ -48,14 +48,14 @@ HOST_MEMORY = "pinned_host"
 
 
 @dataclass(frozen=True, eq=False)
-class Row:
+class DeviceGroup:
     """The devices of one IPU, in all replicas.
 
     Attributes:
       ipu: the IPU's number in the pipeline.
       replicated: the sharding of what each device has whole, such as scalars.
-      has_one_client: whether all rows of the pipeline have devices of one kind.
-      processes: the processes that have devices of the pipeline's rows, in order.
+      has_one_client: whether all groups of the pipeline have devices of one kind.
+      processes: the processes that have devices of the pipeline's groups, in order.
     """
 
     ipu: int
@@ -65,26 +65,26 @@ class Row:
 
     @functools.cached_property
     def has_peers(self) -> bool:
-        """Whether rows of the pipeline are in other processes than this one."""
+        """Whether groups of the pipeline are in other processes than this one."""
         return any(process != self.devices[0].client.process_index() for process in self.processes)
 
     @functools.cached_property
     def is_joined(self) -> bool:
-        """Whether the row itself spans several processes, whose parts its programs join."""
+        """Whether the group itself spans several processes, whose parts its programs join."""
         return len({device.process_index for device in self.devices}) > 1
 
     @functools.cached_property
     def is_here(self) -> bool:
-        """Whether this process has devices of the row."""
+        """Whether this process has devices of the group."""
         return any(map(is_here, self.devices))
 
     @property
     def results(self) -> dict[str, Any]:
-        """Arguments of `jax.jit` that place results on the row; empty where all devices are here."""
+        """Arguments of `jax.jit` that place results on the group; empty where all devices are here."""
         return {"out_shardings": self.replicated} if self.has_peers else {}
 
     def program(self, function: Callable[..., Any], shardings: Any = None) -> Callable[..., Any]:
-        """The function, if this process runs it on the row; else one that gives stand-ins for its results.
+        """The function, if this process runs it on the group; else one that returns stand-ins for results.
 
         Args:
           function: the program.
@@ -94,7 +94,7 @@ class Row:
 
     @functools.cached_property
     def host(self) -> NamedSharding:
-        """The sharding of what is kept in host memory for the row.
+        """The sharding of what is kept in host memory for the group.
 
         Raises:
           ValueError: its devices cannot read host memory.
@@ -110,7 +110,7 @@ class Row:
 
     @functools.cached_property
     def copy(self) -> Callable[[Sequence[Any]], list[Any]] | None:
-        """Copies arrays from other rows here, except random keys; None if that is impossible."""
+        """Copies arrays from other groups here, except random keys; None if that is impossible."""
         return jax_compat.make_copy(self.devices, self.replicated) if self.has_one_client else None
 
     @functools.cached_property
@@ -120,7 +120,7 @@ class Row:
 
     @property
     def devices(self) -> tuple[Any, ...]:
-        """The row's devices, replica by replica."""
+        """The group's devices, replica by replica."""
         return tuple(self.replicated.mesh.devices.flat)
 
     @functools.cached_property
@@ -130,7 +130,7 @@ class Row:
 
     @functools.cached_property
     def num_replicas(self) -> int:
-        """The number of replicas that have devices in the row."""
+        """The number of replicas that have devices in the group."""
         return int(self.replicated.mesh.shape[REPLICA])
 
     @functools.cached_property
@@ -143,18 +143,18 @@ class Row:
         return NamedSharding(self.replicated.mesh, partition) if partition else self.replicated
 
 
-def make_rows(
+def make_groups(
     devices: Sequence[Any], device_mapping: Sequence[int], num_replicas: int = 1, num_devices: int = 1
-) -> tuple[Row, ...]:
-    """The rows of all stages."""
+) -> tuple[DeviceGroup, ...]:
+    """The groups of all stages."""
     ipus = sorted(set(device_mapping))
     size = ipus[-1] + 1
     used = np.array(devices[: num_replicas * size * num_devices])
     own = used.reshape(num_replicas, size, num_devices)[:, ipus]
     has_one_client = len({device.client for device in own.flat}) == 1
     processes = tuple(sorted({device.process_index for device in own.flat}))
-    rows = {
-        ipu: Row(
+    groups = {
+        ipu: DeviceGroup(
             ipu,
             NamedSharding(Mesh(own[:, number], (REPLICA, MODEL)), PartitionSpec()),
             has_one_client,
@@ -162,49 +162,49 @@ def make_rows(
         )
         for number, ipu in enumerate(ipus)
     }
-    return tuple(rows[ipu] for ipu in device_mapping)
+    return tuple(groups[ipu] for ipu in device_mapping)
 
 
-def check_processes(rows: Sequence[Row]) -> None:
+def check_processes(groups: Sequence[DeviceGroup]) -> None:
     """Raises a ValueError if devices that compute a stage together are in several processes."""
-    for row in rows:
-        for replica, devices in enumerate(row.replicated.mesh.devices):
+    for group in groups:
+        for replica, devices in enumerate(group.replicated.mesh.devices):
             processes = sorted({device.process_index for device in devices})
             if len(processes) > 1:
-                of_replica = f" of replica {replica}" if row.num_replicas > 1 else ""
+                of_replica = f" of replica {replica}" if group.num_replicas > 1 else ""
                 raise ValueError(
-                    f"tensor_parallel: the {len(devices)} devices of IPU {row.ipu}{of_replica} must be in "
-                    f"one process; they are in {', '.join(map(str, processes))}. Give each process a "
+                    f"tensor_parallel: the {len(devices)} devices of IPU {group.ipu}{of_replica} must be "
+                    f"in one process; they are in {', '.join(map(str, processes))}. Give each process a "
                     f"multiple of {len(devices)} devices."
                 )
 
 
-def split(array: Any, rows: Sequence[Row]) -> list[Any]:
-    """Splits an array of a row into each replica's part, on the rows of the columns; nothing is copied.
+def split(array: Any, groups: Sequence[DeviceGroup]) -> list[Any]:
+    """Splits an array of a group into each replica's part, on the groups of the columns; nothing is copied.
 
     The parts of replicas in other processes are arrays without content.
     """
     found = {shard.device: shard.data for shard in array.addressable_shards}
     kind, partition = array.sharding.memory_kind, array.sharding.spec
 
-    def of_replica(row: Row) -> Any:
-        sharding = NamedSharding(row.replicated.mesh, partition, memory_kind=kind)
-        here = [found[device] for device in row.devices if device in found]
+    def of_replica(group: DeviceGroup) -> Any:
+        sharding = NamedSharding(group.replicated.mesh, partition, memory_kind=kind)
+        here = [found[device] for device in group.devices if device in found]
         if not here:
             return absent(array.shape, array.dtype, sharding)
         return jax_compat.make_array(array.shape, sharding, here)
 
-    return [of_replica(row) for row in rows]
+    return [of_replica(group) for group in groups]
 
 
-def join(parts: Sequence[Any], row: Row) -> Any:
-    """Joins the replicas' parts, in their order, to an array of a row; nothing is copied.
+def join(parts: Sequence[Any], group: DeviceGroup) -> Any:
+    """Joins the replicas' parts, in their order, to an array of a group; nothing is copied.
 
     They need not be equal: programs under `jax.shard_map` see each replica's own.
     """
     (first, *_rest) = parts
     sharding = NamedSharding(
-        row.replicated.mesh, partition_of(first), memory_kind=first.sharding.memory_kind
+        group.replicated.mesh, partition_of(first), memory_kind=first.sharding.memory_kind
     )
     here = [own for part in parts for own in _own_parts(part)]
     return (
@@ -289,13 +289,13 @@ def _expand(part: jax.Array, axis: int) -> jax.Array:
 
 
 def divided_in_replica(sharding: NamedSharding) -> PartitionSpec:
-    """How a sharding of a row divides a replica's part over its devices."""
+    """How a sharding of a group divides a replica's part over its devices."""
     return normal_partition([MODEL if MODEL in names_of(entry) else None for entry in sharding.spec])
 
 
 def partition_of(array: Any) -> PartitionSpec:
-    """How an array is divided over the devices of each replica; not at all if it lies on no row."""
-    sharding = row_sharding(array)
+    """How an array is divided over the devices of each replica; not at all if it lies on no group."""
+    sharding = group_sharding(array)
     if sharding is None or sharding.is_fully_replicated:
         return WHOLE
     return divided_in_replica(sharding)

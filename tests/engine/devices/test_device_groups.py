@@ -7,43 +7,43 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ipu_pipeline.engine.devices import device_groups as groups_module
 from ipu_pipeline.engine.devices import placing
-from ipu_pipeline.engine.devices import rows as rows_module
 
 DTYPES = ("float32", "float16", "bfloat16", "int32", "uint8", "bool", "complex64")
 SHAPES = ((), (0,), (5,), (3, 4, 2))
 
 
-def make_rows(has_copy):
-    rows = rows_module.make_rows(jax.devices(), [0, 2])
+def make_groups(has_copy):
+    groups = groups_module.make_groups(jax.devices(), [0, 2])
     if not has_copy:
-        rows = tuple(dataclasses.replace(row, has_one_client=False) for row in rows)
-    assert all((row.copy is not None) == has_copy for row in rows)
-    return rows
+        groups = tuple(dataclasses.replace(group, has_one_client=False) for group in groups)
+    assert all((group.copy is not None) == has_copy for group in groups)
+    return groups
 
 
-def make_arrays(row, rng):
+def make_arrays(group, rng):
     made = []
     for dtype in DTYPES:
         for shape in SHAPES:
             values = rng.integers(0, 2, shape) if dtype == "bool" else 100 * rng.normal(size=shape)
             made.append(np.asarray(values, jnp.dtype(dtype)))
     special = np.array([np.nan, -np.nan, np.inf, -np.inf, -0.0, 1e-45], "float32")
-    return placing.put([*made, special], row)
+    return placing.put([*made, special], group)
 
 
-def assert_same_bits(actual, expected, row):
+def assert_same_bits(actual, expected, group):
     for array, other in zip(actual, expected, strict=True):
         assert array.dtype == other.dtype
         assert array.shape == other.shape
-        assert array.sharding == row.replicated
-        assert array.devices() == set(row.devices)
+        assert array.sharding == group.replicated
+        assert array.devices() == set(group.devices)
         assert np.asarray(array).tobytes() == np.asarray(other).tobytes()
 
 
 @pytest.mark.parametrize("has_copy", [True, False])
 def test_copies_agree_with_device_put(has_copy, rng):
-    source, target = make_rows(has_copy)
+    source, target = make_groups(has_copy)
     arrays = make_arrays(source, rng)
     copies = placing.copy_to(arrays, target)
     assert_same_bits(copies, jax.device_put(arrays, target.replicated), target)
@@ -53,7 +53,7 @@ def test_copies_agree_with_device_put(has_copy, rng):
 
 @pytest.mark.parametrize("has_copy", [True, False])
 def test_copies_of_what_is_still_being_computed(has_copy):
-    source, target = make_rows(has_copy)
+    source, target = make_groups(has_copy)
     (x,) = placing.put([np.ones((300, 300), "float32")], source)
     result = jax.jit(lambda x: x @ x @ x)(x)
     (copy,) = placing.copy_to([result], target)
@@ -63,7 +63,7 @@ def test_copies_of_what_is_still_being_computed(has_copy):
 
 @pytest.mark.parametrize("has_copy", [True, False])
 def test_copies_of_random_keys(has_copy):
-    source, target = make_rows(has_copy)
+    source, target = make_groups(has_copy)
     keys = placing.put([jax.random.key(3), jax.random.split(jax.random.key(4), 5)], source)
     copies = placing.copy_to([*keys, jax.device_put(1.0, source.replicated)], target)[:2]
     assert [copy.dtype for copy in copies] == [key.dtype for key in keys]
@@ -71,7 +71,7 @@ def test_copies_of_random_keys(has_copy):
 
 
 def test_copies_outlive_a_donated_original():
-    source, target = make_rows(has_copy=True)
+    source, target = make_groups(has_copy=True)
     (x,) = placing.put([np.arange(1000, dtype="float32")], source)
     (copy,) = placing.copy_to([x], target)
     jax.block_until_ready(jax.jit(lambda x: x * 0, donate_argnums=0)(x))
@@ -87,13 +87,13 @@ def aligned(count):
 
 @pytest.mark.parametrize("has_send", [True, False])
 def test_host_copies_share_no_memory(has_send):
-    _other, row = make_rows(has_copy=True)
+    _other, group = make_groups(has_copy=True)
     if not has_send:
-        row.__dict__["send"] = None  # as with another jaxlib
+        group.__dict__["send"] = None  # as with another jaxlib
     square = aligned(10_000).reshape(100, 100)
     arrays = [aligned(10_000), square.T, square[::2, 3:], np.zeros(7, "int32"), np.float32(0)]
     before = [np.array(array) for array in arrays]
-    placed = placing.put_host_copies(arrays, row)
+    placed = placing.put_host_copies(arrays, group)
     for array in arrays[:-1]:
         array[...] = 1
-    assert_same_bits(placed, jax.device_put(before, row.replicated), row)
+    assert_same_bits(placed, jax.device_put(before, group.replicated), group)
