@@ -1,4 +1,4 @@
-"""Values within a model: their names, and those of the last call that `Options.anchorTensor` names."""
+"""The values within a model that `Options.anchorTensor` asks for."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["AnchoredValues"]
 
 
 class AnchoredValues:
-    """What was kept, by the names that the options give."""
+    """The anchored values of the last call, by the short names of the options."""
 
     def __init__(self, options: Options) -> None:
-        """Nothing has been kept yet."""
+        """Starts without values."""
         self._options = options
         self._kept: dict[str, torch.Tensor] = {}
 
@@ -29,10 +29,10 @@ class AnchoredValues:
         """Keeps the values of a call.
 
         Args:
-          collected: what the last stage gave.
-          dtypes: of its leaves.
-          first: the place of the first leaf that was asked for by name; gradients are behind values.
-          mode: the output mode of the call, for values without one of their own.
+          collected: the outputs of the last stage.
+          dtypes: the dtypes of their leaves.
+          first: the position of the first anchored leaf; gradients come after values.
+          mode: the output mode of the call, for values without a mode of their own.
         """
         anchored = self._options.anchored_tensors
         shorts = sorted(anchored, key=lambda short: is_gradient(anchored[short].long_name))
@@ -48,7 +48,7 @@ class AnchoredValues:
             self._kept[short] = value
 
     def find(self, short_name: str) -> torch.Tensor:
-        """A value of the last call; see `PoplarExecutor.getAnchoredTensor`."""
+        """Returns a value of the last call; see `PoplarExecutor.getAnchoredTensor`."""
         known = list(self._options.anchored_tensors)
         assert short_name in known, f"No tensor is anchored as {short_name!r}. There are: {known}."
         assert short_name in self._kept, "Run the model before asking for an anchored tensor."

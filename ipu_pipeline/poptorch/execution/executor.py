@@ -72,25 +72,25 @@ NOT_COMPILED = (
 
 
 class PoplarExecutor:
-    """What `trainingModel` and `inferenceModel` return.
+    """A wrapped model, as `trainingModel` and `inferenceModel` return it.
 
-    Attributes and methods that are not here are those of the user's model.
+    Any other attribute or method is the user's model's.
 
-    It may be used from several threads, which take turns; models that share a user's model share the turns.
+    Several threads may use it; one call runs at a time, also among models that wrap the same user's model.
 
     Attributes:
-      per_replica_params: by the names of parameters: how groups of replicas are chosen, how many
-        replicas are in one, and whether the parameter has a row (along a dimension in front of its own) for
-        each group or for each replica. `executor.weight.replicaGrouping(kind, size, mode)` sets that of
-        "weight". Forward sees the row of its replica. It is read when the model is compiled.
+      per_replica_params: maps the name of a parameter to how replicas are grouped, how many replicas a
+        group has, and whether the parameter has a row (along a new first dimension) for each group or for
+        each replica. `executor.weight.replicaGrouping(kind, size, mode)` sets the entry of "weight".
+        Forward sees the row of its own replica. Entries are read when the model is compiled.
     """
 
     def __init__(self, wrapped: Wrapped, optimizer: torch.optim.Optimizer | None) -> None:
-        """Made by the two functions.
+        """Wraps a model; nothing is compiled yet.
 
         Args:
           wrapped: the model, and how it is to run.
-          optimizer: of a model that trains.
+          optimizer: the optimizer of a model that trains; None for inference.
         """
         self._wrapped = wrapped
         self._optimizer = optimizer
@@ -115,22 +115,22 @@ class PoplarExecutor:
 
     @translating
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the model on all micro-batches that the options say, and if it trains, updates the weights.
+        """Runs the model on all micro-batches of a call. A model that trains updates its weights.
 
         Args:
-          *args: as for the model's forward. Tensors have micro-batches one after another along their first
-            dimension: device iterations outermost, then those of gradient accumulation, then of replicas.
-          **kwargs: likewise.
+          *args: the arguments of the model's forward. A tensor has all micro-batches along its first
+            dimension, ordered by device iteration, then by gradient accumulation, then by replica.
+          **kwargs: its keyword arguments, with the same layout.
 
         Returns:
-          What forward returns, of the micro-batches that the output mode says.
+          What forward returns, for the micro-batches that the output mode selects.
 
         Raises:
-          AssertionError: arguments are too many, unknown, given twice, or cannot be cut into micro-batches;
-            or the devices are offline (`ConnectionType.Never`).
-          Error: an argument is missing, or differs from those that the model was compiled for, but in
-            shape, which `Options.allowNewShapes` allows; or the model cannot be compiled.
-          ValueError: an integer does not fit.
+          AssertionError: there are too many arguments, or one is unknown, given twice, or cannot be cut
+            into micro-batches; or the devices are offline (`ConnectionType.Never`).
+          Error: an argument is missing, or does not match the arguments that the model was compiled for
+            (another shape is accepted with `Options.allowNewShapes`); or the model cannot be compiled.
+          ValueError: an integer is outside the range of its dtype on the devices.
         """
         with self._host.lock, interrupts.sent_again_if_ignored():
             assert self.options.connection_type is not ConnectionType.Never, (
@@ -172,7 +172,7 @@ class PoplarExecutor:
             return outputs.unflatten(joined)
 
     def _compile(self, arguments: Arguments) -> CompiledModel:
-        """The model compiled for such arguments. What is raised leaves what was compiled as it was."""
+        """Compiles the model for these arguments, if it is not. After an error it is as it was before."""
         self._check_like_graph(arguments)
         wrapped, known = self._wrapped, self._compiled
         if known is not None and use_program(known, self._signature, arguments, self.options):
@@ -216,7 +216,7 @@ class PoplarExecutor:
         return compiled
 
     def _bring_newer(self) -> None:
-        """Puts on the devices what has changed elsewhere since the last call."""
+        """Copies to the devices what has changed on the host or in other models since the last call."""
         assert self._compiled is not None
         if not self._host.is_newest(self):  # or another model that shares weights may be
             self._host.refresh()
@@ -235,15 +235,15 @@ class PoplarExecutor:
 
     @translating
     def setOptimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Takes another optimizer, or the values that have changed in the one in use. It compiles nothing.
+        """Replaces the optimizer, or takes over changed values of the current one. Nothing is compiled.
 
         Args:
-          optimizer: of the same class; what is constant in the one in use must be as there.
+          optimizer: an optimizer of the same class, whose constants equal those of the current one.
 
         Raises:
           RuntimeError: the model does not train.
           TypeError: the optimizer is not supported.
-          Error: it differs in something that the model was compiled for.
+          Error: the optimizer differs in a value that is compiled into the model.
         """
         if not self._wrapped.trains:
             raise RuntimeError("Optimizers can only be updated for training models.")
@@ -321,8 +321,7 @@ class PoplarExecutor:
     def copyWeightsToDevice(self) -> None:
         """Copies parameters and buffers of the user's model to the devices.
 
-        Those of a model that trains go to the inference models of the same user's model, too, at their next
-        calls.
+        Inference models of the same user's model get the weights of the training model at their next calls.
 
         Raises:
           Error: the model has not been compiled, or is detached.
@@ -339,8 +338,8 @@ class PoplarExecutor:
         """Copies the buffers that `Options.updatableNamedBuffers` names to the devices.
 
         Raises:
-          Error: it names none, or one that the model does not have; or the model has not been compiled, or
-            is detached.
+          Error: the option names no buffer, or one that the model does not have; or the model has not been
+            compiled, or is detached.
         """
         with self._host.lock:
             names = self.options.updatable_named_buffers
@@ -355,7 +354,7 @@ class PoplarExecutor:
 
         Args:
           state_dict: as for `torch.nn.Module.load_state_dict`.
-          strict: likewise.
+          strict: as for `torch.nn.Module.load_state_dict`.
         """
         with self._host.lock:
             loaded = self._wrapped.model.load_state_dict(state_dict, strict)
@@ -435,12 +434,12 @@ class PoplarExecutor:
 
     @translating
     def destroy(self) -> None:
-        """Copies newer weights to the host, and forgets everything that was compiled.
+        """Copies newer weights to the host, and discards everything that was compiled.
 
-        The user's model can be wrapped again. A call compiles anew.
+        The user's model can be wrapped again, and the next call compiles again.
 
         Raises:
-          Error: the weights turn out to be lost; all else is done, and the host's stay as they are.
+          Error: the weights on the devices are lost. The rest is still done, and the host keeps its own.
         """
         with self._host.lock:
             try:
@@ -461,7 +460,7 @@ class PoplarExecutor:
 
         Args:
           *args: as for a call.
-          **kwargs: likewise.
+          **kwargs: as for a call.
 
         Raises:
           Error: as for a call.
@@ -475,7 +474,7 @@ class PoplarExecutor:
         """Compiles the model for arguments like these, and writes it to a file, for `poptorch.load`.
 
         Args:
-          filename: where to; see `save`.
+          filename: the path of the file; see `save`.
           *args: as for a call.
           export_model: see `save`.
           **kwargs: as for a call.
@@ -500,17 +499,17 @@ class PoplarExecutor:
         `Options.allowNewShapes` it has the graph for the shapes that were called or compiled last.
 
         Args:
-          filename: where to; its directory is made if there is none. A file that is there is replaced when
-            the new one is whole.
-          export_model: whether `poptorch.load` can make the model of the file: with its parameters and
-            buffers, the options, and the optimizer with its state. Without them `loadExecutable` needs the
-            model to be wrapped as it was.
-          save_rng_state: whether random numbers go on from where they are. Without it they start from
-            `Options.randomSeed`, or torch's seed, when the file is loaded.
+          filename: the path of the file. Its directory is made if it is missing, and an existing file is
+            replaced once the new one is complete.
+          export_model: whether the file also has parameters, buffers, the options, and the optimizer with
+            its state, so that `poptorch.load` can make the model from it. Without them, wrap the model in
+            the same way and call `loadExecutable`.
+          save_rng_state: whether random numbers continue from their present state. Otherwise they start
+            from `Options.randomSeed`, or torch's seed, when the file is loaded.
 
         Raises:
-          Error: the model has not been compiled; or parameters have `replicaGrouping`; or it cannot be
-            written; or its arguments, results, options or optimizer have what no file can hold.
+          Error: the model has not been compiled; parameters have `replicaGrouping`; the file cannot be
+            written; or arguments, results, options or the optimizer contain values that no file can hold.
           NotImplementedError: there are several processes (`Options.Distributed`).
           TypeError: `filename` is no path, or a flag is no boolean.
         """
@@ -538,18 +537,17 @@ class PoplarExecutor:
             contents.write(filename, Contents(graph, model, rng_state))
 
     def loadExecutable(self, filename: PathLike) -> None:
-        """Takes over a model as it was captured for a file, and compiles it.
+        """Loads the graph of a model from a file, and compiles it.
 
-        Weights, options and the optimizer stay those of this wrapper: of the file are the graph, what it
-        was compiled for, tensors that are constants, and the random numbers' state. The model's own forward
-        is not used any more.
+        Weights, options and the optimizer stay this wrapper's. From the file come the graph, the arguments
+        that it was compiled for, constant tensors, and the state of the random numbers. The model's own
+        forward is no longer used.
 
         Args:
-          filename: of `compileAndExport` or `save`, of a model like this one.
+          filename: a file that `compileAndExport` or `save` wrote for a model like this one.
 
         Raises:
-          Error: the model is compiled already; or there is no such file, it is damaged, or of another
-            model.
+          Error: the model has been compiled already; or the file is missing, damaged, or of another model.
           NotImplementedError: there are several processes (`Options.Distributed`).
           TypeError: `filename` is no path.
         """
@@ -573,7 +571,7 @@ class PoplarExecutor:
                 raise
 
     def go_on_from(self, loaded: Contents) -> None:
-        """Compiles the graph of a file, and goes on where the file ends; `poptorch.load` calls it."""
+        """Compiles the graph of a file, and continues from its random numbers; `poptorch.load` calls it."""
         assert self._graph is not None
         self._compile(make_arguments(self._graph, self._signature, batching_of(self.options)))
         if loaded.rng_state is not None:
@@ -586,11 +584,7 @@ class PoplarExecutor:
             self._write_rng_state(loaded.rng_state)
 
     def _check_like_graph(self, arguments: Arguments) -> None:
-        """Checks the arguments of a call against those of a file's graph, if there is one.
-
-        Raises:
-          Error: something differs.
-        """
+        """Raises an `Error` if a call's arguments differ from those of the file's graph."""
         if self._graph is not None:
             first = make_arguments(self._graph, self._signature, batching_of(self.options))
             check_like_first(self._signature, first, arguments, OF_FILE)
@@ -620,7 +614,7 @@ class PoplarExecutor:
 
     @property
     def rng_state(self) -> list[int]:
-        """Where the model's random numbers are: words of the key, and how often they were drawn from."""
+        """The state of the model's random numbers: the words of the key, and the number of runs so far."""
         self._attached()
         return self._read_rng_state()
 
@@ -657,7 +651,7 @@ class PoplarExecutor:
         """Sets an entry of `per_replica_params`.
 
         Args:
-          parameter: of the model.
+          parameter: a parameter of the model.
           values: the entry.
 
         Raises:
@@ -692,13 +686,13 @@ class PoplarExecutor:
         return list(self._compiled.stages.value_names)
 
     def getAnchoredTensor(self, short_name: str) -> torch.Tensor:
-        """The value of the last call that `Options.anchorTensor` kept.
+        """Returns the value that `Options.anchorTensor` kept of the last call.
 
         Args:
-          short_name: the first argument there.
+          short_name: the first argument of `anchorTensor`.
 
         Raises:
-          AssertionError: there is none of that name, or no call was made.
+          AssertionError: no tensor is anchored by that name, or the model has not been called.
         """
         return self._anchored.find(short_name)
 
@@ -717,23 +711,23 @@ class PoplarExecutor:
         return self._progress.time
 
     def getLatency(self) -> Latency:
-        """Least, greatest and mean seconds of the last call's micro-batches, from input to output."""
+        """The least, greatest and mean time from input to output of the last call's micro-batches, in s."""
         return self._times.latency("input", "output_complete")
 
     def getHostIpuLatency(self) -> Latency:
-        """The same until a micro-batch was handed to the devices."""
+        """As `getLatency`, from the call until a micro-batch was on its way to the devices."""
         return self._times.latency("input", "input_complete")
 
     def getComputeLatency(self) -> Latency:
-        """The same from there until outputs were asked for."""
+        """As `getLatency`, from then until its outputs were asked for."""
         return self._times.latency("input_complete", "output")
 
     def getIpuHostLatency(self) -> Latency:
-        """The same from there until outputs were there."""
+        """As `getLatency`, from then until its outputs were on the host."""
         return self._times.latency("output", "output_complete")
 
     def getPerfCounters(self) -> dict[str, list[float]]:
-        """Seconds at which the micro-batches of the last call were at four points."""
+        """The times, in s, at which the last call's micro-batches passed the four points of `CallTimes`."""
         return {name: list(times) for name, times in vars(self._times).items()}
 
     def cycleCount(self) -> int:
@@ -753,20 +747,20 @@ class PoplarExecutor:
     # What it is made of.
 
     def summary(self, lines: bool = False) -> ModelSummary:
-        """What the model is made of: its stages with their modules, parameters, bytes and operations.
+        """Describes the model: its stages with their modules, parameters, bytes and operations.
 
-        Before it is compiled, its modules and how it is to run. Of several shapes, it is about those that
-        were called or compiled last.
+        Before it is compiled, the summary has the modules, and how they will run. With several shapes it
+        describes the last ones that were called or compiled.
 
         Args:
-          lines: whether to tell, too, what each line of the user's becomes: its operations of torch, how
-            many primitives of JAX these are, and in which stage. All operations are traced for it.
+          lines: whether the summary also says what each line of the user's code becomes: its operations in
+            torch, their number of primitives in JAX, and the stage. This traces all operations.
 
         Returns:
-          What is known; `str` and `print` make tables of it, 100 columns wide.
+          The summary, which `str` and `print` show as tables 100 columns wide.
 
         Raises:
-          TypeError: `lines` is no boolean.
+          TypeError: `lines` is not a boolean.
         """
         if not isinstance(lines, bool):
             raise TypeError(f"lines must be True or False; got {lines!r}.")
@@ -798,7 +792,7 @@ class PoplarExecutor:
         return [text]
 
     def __repr__(self) -> str:
-        """The model with its blocks, as PopTorch shows it; once it is compiled, its stages too."""
+        """Shows the model with its blocks, as PopTorch does, and its stages once it is compiled."""
         with on_host():
             text = f"{type(self).__name__}({module_repr(self._wrapped.model)})"
         return text if self._compiled is None else f"{text}\n{self.summary()}"
@@ -806,7 +800,7 @@ class PoplarExecutor:
     # What it does not do.
 
     def train(self, mode: bool = True) -> torch.nn.Module:
-        """Changes the user's model, not what was compiled, which keeps the modes of when it was wrapped."""
+        """Sets the mode of the user's model. The compiled one keeps the modes of when it was wrapped."""
         if any(was != mode for was in self._wrapped.modes.values()):
             warn_once(
                 "train() and eval() of a wrapped model change the user's model. On the devices its modules "
@@ -819,7 +813,7 @@ class PoplarExecutor:
         return self.train(False)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refuses `copy`, `pickle` and `torch.save`: what is compiled, and on devices, cannot be copied.
+        """Refuses `copy`, `pickle` and `torch.save`: programs and arrays on devices cannot be copied so.
 
         Raises:
           TypeError: always.
@@ -843,7 +837,7 @@ class PoplarExecutor:
         return self._wrapped.options
 
     def __getattr__(self, name: str) -> Any:
-        """What is no attribute here is one of the user's model."""
+        """Looks up an attribute of the user's model."""
         if name == "_wrapped":  # while it is being made
             raise AttributeError(name)
         value = getattr(self._wrapped.model, name)

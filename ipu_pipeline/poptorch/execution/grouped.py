@@ -1,4 +1,4 @@
-"""Parameters of which groups of replicas have values of their own: `replicaGrouping`."""
+"""Parameters with a value for each group of replicas: `replicaGrouping`."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ __all__ = ["check_groupings", "one_row_each"]
 def check_groupings(
     model: torch.nn.Module, groupings: Mapping[str, Any], num_replicas: int
 ) -> dict[int, GroupRows]:
-    """The rows of the parameters that have any, by the ids of these.
+    """Checks groupings of a model's parameters. Returns the rows of each, by the parameter's id.
 
     Args:
-      model: the user's.
-      groupings: by the names of parameters: kind, size and mode, see `ReplicaGrouping`.
-      num_replicas: how many replicas there are.
+      model: the user's model.
+      groupings: maps the name of a parameter to kind, size and mode; see `ReplicaGrouping`.
+      num_replicas: the number of replicas.
 
     Raises:
-      AssertionError: a value is of a wrong type.
-      Error: there is no such parameter, or its shape does not fit; or one with two names has two groupings.
+      AssertionError: a value has the wrong type.
+      Error: there is no such parameter, its shape does not fit, or its two names have different groupings.
       ValueError: the replicas cannot be divided into such groups.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -60,14 +60,14 @@ def check_groupings(
 def one_row_each(
     model: torch.nn.Module, rows: Mapping[int, GroupRows]
 ) -> Iterator[Callable[[Captured], Captured]]:
-    """In the `with` block the model's forward sees the first row of the parameters that have rows.
+    """Shows the model's forward only the first row of parameters with rows, inside this `with` block.
 
     Args:
-      model: the user's; its tensors are plain.
-      rows: by the ids of parameters.
+      model: the user's model, with plain tensors.
+      rows: the rows of parameters, by the parameter's id.
 
     Yields:
-      A function that puts the parameters themselves into what was captured in the block.
+      A function that puts the parameters themselves back into a model captured in the block.
     """
     shown: dict[int, torch.nn.Parameter] = {}
     originals: dict[int, torch.Tensor] = {}

@@ -1,4 +1,4 @@
-"""What compiling and calls of a wrapped model took: times by the host's clock, and JAX's profile."""
+"""How long the calls of a wrapped model took: times by the host's clock, and JAX's profile."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ Latency = tuple[float, float, float]
 class CallTimes:
     """Times of the last call, in seconds of `time.perf_counter`, one per micro-batch.
 
-    With several replicas, those of all replicas count, in the order in which they run.
+    The micro-batches of all replicas count, in the order in which they run.
 
     Attributes:
-      input: when the tensors of each micro-batch were handed over.
-      input_complete: when it was on its way to the devices.
+      input: when the call with the micro-batch began.
+      input_complete: when the micro-batch was on its way to the devices.
       output: when its outputs were asked for.
-      output_complete: when they were there. What one program handles is there at once.
+      output_complete: when they were on the host. The micro-batches of one program arrive together.
     """
 
     input: list[float] = field(default_factory=list)
@@ -38,12 +38,7 @@ class CallTimes:
     output_complete: list[float] = field(default_factory=list)
 
     def begin(self, moment: float, number: int) -> None:
-        """Notes that a call began.
-
-        Args:
-          moment: when.
-          number: how many micro-batches it has.
-        """
+        """Notes that a call of `number` micro-batches began at `moment`."""
         self.input = [moment] * number
 
     def note_placed(self) -> None:
@@ -51,13 +46,9 @@ class CallTimes:
         self.input_complete.append(time.perf_counter())
 
     def wait_for(self, collected: Sequence[Collected]) -> None:
-        """Waits for the outputs of a call, which has been started, and notes when they come.
-
-        Args:
-          collected: what the last stage gives; what is summed up over micro-batches counts for all of them.
-        """
+        """Waits for the outputs of the call, and notes when they come; a sum counts for all it adds up."""
         number = len(self.input)
-        # Of what goes nowhere, as synthetic data, all has been placed by now.
+        # Synthetic data are not placed one by one.
         self.input_complete += [time.perf_counter()] * (number - len(self.input_complete))
         share = number // max(1, sum(part.size or 1 for part in collected))
         for part in collected:
@@ -65,17 +56,12 @@ class CallTimes:
             self.output += [time.perf_counter()] * count
             jax.block_until_ready(part.outputs)
             self.output_complete += [time.perf_counter()] * count
-        # Where nothing is returned, it is as good as there.
+        # Without outputs there is nothing to wait for.
         self.output += [time.perf_counter()] * (number - len(self.output))
         self.output_complete += [time.perf_counter()] * (number - len(self.output_complete))
 
     def latency(self, start: str, end: str) -> Latency:
-        """The least, the greatest and the mean time of a micro-batch from one point to another.
-
-        Args:
-          start: the name of the first point, an attribute.
-          end: likewise, of the second.
-        """
+        """The least, greatest and mean time, in s, between two points, given by the names of attributes."""
         spans = [last - first for first, last in zip(getattr(self, start), getattr(self, end), strict=True)]
         if not spans:
             return (0.0, 0.0, 0.0)
@@ -86,12 +72,7 @@ class Profile:
     """Writes a profile of a model's first call, if its options ask for one."""
 
     def __init__(self, options: Options, trains: bool) -> None:
-        """Takes what the options say.
-
-        Args:
-          options: of the model.
-          trains: whether it trains, for the name of the directory.
-        """
+        """Takes the model's options. `trains` is for the name of the directory."""
         self._options = options
         self._name = (
             options.model_name if options.is_set("model_name") else "training" if trains else "inference"
@@ -100,7 +81,7 @@ class Profile:
 
     @contextlib.contextmanager
     def of_first_call(self) -> Iterator[None]:
-        """Around each call; all but the first are left alone."""
+        """Records the first call that runs inside; later ones are not recorded."""
         if not self._is_wanted:
             yield
             return
