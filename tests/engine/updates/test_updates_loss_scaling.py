@@ -188,7 +188,8 @@ def test_loops_with_gradient_maps(shards):
 def test_a_map_cannot_hide_an_overflow():
     def body():
         w = ipu.get_variable("w", (), "float16", initializer=2.0)
-        opt = MapGradientOptimizer(optax.sgd(1.0), lambda g, v: jnp.clip(g, -1, 1))
+        # What is mapped is finite also after it has been scaled.
+        opt = MapGradientOptimizer(optax.sgd(1.0), lambda g, v: jnp.clip(g, -0.25, 0.25))
         opt = LossScalingOptimizer(opt, initial_scale=2.0**17)
         opt.minimize((w * 1.0).astype("float32"))
 
@@ -197,7 +198,7 @@ def test_a_map_cannot_hide_an_overflow():
         session.run(program)
         assert session.variables["w"] == 2  # 2 ** 17 and 2 ** 16 are infinite in float16
         session.run(program)
-        assert session.variables["w"] == 0
+        assert session.variables["w"] == 1.5
 
 
 @pytest.mark.parametrize(("initial_scale", "scales"), [(3.0, [1.5, 1.0, 1.0]), (0.5, [0.5, 0.5, 0.5])])
