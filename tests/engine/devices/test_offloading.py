@@ -245,6 +245,19 @@ def test_arguments_of_pipeline():
         assert {offload.value for offload in call.pipeline.options.offload} == set(wanted)
 
 
+def test_two_updates_in_one_program():
+    found = []
+    for value in (None, True):
+        program, infeed, outfeed = build(mapping=[0, 0, 0], **{f"offload_{kind}": value for kind in KINDS})
+        with ipu.Session(seed=1) as session:
+            session.run([infeed.initializer, program])
+            session.run(program)
+            found.append((session.run(outfeed.dequeue()), session.variables))
+            kinds = memory_kinds(session._store.state.pipelines["Pipeline"].optimizer.tree)
+            assert kinds == {"pinned_host" if value else "device"}
+    jax.tree.map(np.testing.assert_array_equal, *found)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_argument_moves_its_own_kind(kind):
     program, infeed, _outfeed = build(**{f"offload_{kind}": True})

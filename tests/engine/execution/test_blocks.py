@@ -97,6 +97,15 @@ def injected(rate, loss, labels):
     return optax.inject_hyperparams(optax.sgd)(learning_rate=rate)
 
 
+def test_uneven_parts_of_an_update(rng):
+    """Five micro-batches in three and two, with the same random keys, statistics and outputs."""
+    pipeline = make(
+        [0, 0], 5, "running_mean", sgd, donate=True, block_bytes=3 * (ELEMENT_BYTES + 4 + 4 + 16)
+    )
+    beside.train(pipeline, [models.mlp_batches(rng, 5) for _ in range(3)], np.float32(0.1))
+    assert pipeline.prepare().sizes(5, 5) == BlockSizes(1, 3, 3)
+
+
 @pytest.mark.parametrize("repeat_count", [1, 4])
 def test_a_run_in_blocks(repeat_count, monkeypatch):
     """Blocks of whole weight updates: what they are cut into changes nothing."""

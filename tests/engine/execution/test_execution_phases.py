@@ -77,6 +77,7 @@ def without_phases(mapping, num_replicas=1):
         ((0, 1, 2, 2), (0, 0, 1, 1), False, 0, True),
         ((0, 0, 0, 0), (0, 1, 2, 3), True, 0, False),
         ((0, 1, 0, 0), (0, 0, 1, 1), False, 0, False),
+        ((0, 0, 0, 0), (0, 1, 2, 2), False, 0, True),
     ],
 )
 def test_the_numbers_are_the_same(mapping, of_levels, shares_last, num_ahead, keeps_values):

@@ -427,7 +427,7 @@ def test_reduction_methods_in_every_form():
     forms = {
         "sum": ("sum", method.SUM),
         "mean": ("MEAN", "Mean", method.MEAN),
-        "running_mean": ("running_mean", "Running_Mean"),
+        "running_mean": ("running_mean", "Running_Mean", method.RUNNING_MEAN),
     }
     for wanted, given in forms.items():
         for form in given:

@@ -141,7 +141,7 @@ def test_equals_reference(optimizer):
     [
         ("clip", 3, {"schedule": "sequential", "device_mapping": (2, 0, 1)}),
         ("flatten", 4, {"device_mapping": (1, 0, 0, 1)}),
-        ("clip", 2, {"devices": "one", "donate": True}),  # two IPUs on one device
+        ("flatten", 2, {"devices": "one", "donate": True}),  # two IPUs on one device
     ],
 )
 def test_splits_schedules_and_mappings(optimizer, num_stages, options):
