@@ -62,6 +62,13 @@ def test_all_replicas_have_the_same_variables(num_stages, num_replicas):
             np.testing.assert_array_equal(value, values[0])
 
 
+def test_another_random_key():
+    """Those of the replicas are remembered for one key only."""
+    pipeline, steps = make(noisy_stages(), 2), make_steps(2)[:1]
+    for seed in (3, 4):
+        beside.train(pipeline, steps, seed=seed)
+
+
 def test_micro_batches_placed_once():
     pipeline = make(models.mlp_stages(2), 2, dispatch_plan=engine.Chunking(2))
     (step, *_rest) = make_steps(2)

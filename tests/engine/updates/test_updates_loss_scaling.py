@@ -201,16 +201,23 @@ def test_a_map_cannot_hide_an_overflow():
         assert session.variables["w"] == 1.5
 
 
-@pytest.mark.parametrize(("initial_scale", "scales"), [(3.0, [1.5, 1.0, 1.0]), (0.5, [0.5, 0.5, 0.5])])
-def test_a_dynamic_scale_shrinks_down_to_1(initial_scale, scales):
-    """And one that began below stays there."""
+@pytest.mark.parametrize(
+    ("initial_scale", "gradient", "scales"),
+    [
+        (3.0, np.inf, [1.5, 1.0, 1.0]),
+        (0.5, np.inf, [0.5, 0.5, 0.5]),  # one that began below 1 stays there
+        (4.0, 1.0, [4.0, 8.0, 8.0, 16.0]),  # a new interval begins when it grows
+        (2.0**127, 1.0, [2.0**127] * 4),  # twice as much is infinite
+    ],
+)
+def test_dynamic_scales(initial_scale, gradient, scales):
     transformation = unwrap(optimizer(dynamic=True, initial_scale=initial_scale)).transformation
     params = {"w": jnp.float32(1)}
     state = transformation.init(params)
     found = []
     for _update in scales:
-        changes, state = transformation.update({"w": jnp.float32(np.inf)}, state, params)
-        assert changes["w"] == 0
+        changes, state = transformation.update({"w": jnp.float32(gradient)}, state, params)
+        assert (changes["w"] == 0) == np.isinf(gradient)
         found.append(float(state.scale))
     assert found == scales
 
