@@ -69,6 +69,19 @@ def test_another_random_key():
         beside.train(pipeline, steps, seed=seed)
 
 
+def test_means_in_sixteen_bits():
+    """The sum of two of these gradients is infinite in float16."""
+
+    def stage(x):
+        weight = engine.get_variable("w", (), "float16", jax.nn.initializers.zeros)
+        return (weight * x).astype("float32")
+
+    pipeline = make([stage], 2, num_micro_batches=1, optimizer=optax.sgd(1.0))
+    step = [np.float16(40000)] * 2
+    state, _outputs = pipeline.step(pipeline.init(jax.random.key(0), step[0]), step)
+    assert state.variables["w"] == -40000
+
+
 def test_micro_batches_placed_once():
     pipeline = make(models.mlp_stages(2), 2, dispatch_plan=engine.Chunking(2))
     (step, *_rest) = make_steps(2)

@@ -217,7 +217,8 @@ def test_dynamic_scales(initial_scale, gradient, scales):
     found = []
     for _update in scales:
         changes, state = transformation.update({"w": jnp.float32(gradient)}, state, params)
-        assert (changes["w"] == 0) == np.isinf(gradient)
+        if np.isinf(gradient):
+            assert changes["w"] == 0
         found.append(float(state.scale))
     assert found == scales
 
