@@ -6,6 +6,7 @@ quotes lines of mnist_pipeline.py, `console` has a command and what it prints. C
 
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import io
 import os
@@ -20,13 +21,13 @@ import torch
 
 import ipu_pipeline.poptorch as poptorch
 from ipu_pipeline import datasets
-from tests.docs.test_tutorial import apply_change, find_fences, parse_change
+from tests.support import pages
 from tests.support.programs import ROOT, environment, start
 
 FOLDER = ROOT / "tutorial" / "poptorch"
 PROGRAM = FOLDER / "mnist_pipeline.py"
 PAGE = (FOLDER / "README.md").read_text()
-FENCES = find_fences(PAGE)
+FENCES = pages.find_fences(PAGE)
 EPOCH = re.compile(
     r"^Epoch (\d+): loss (\S+), accuracy (\S+)% at its end; [\d.]+ calls/s, [\d,]+ images/s$"
 )
@@ -36,6 +37,7 @@ NUMBERS = {  # and how far they may be from the page's
     re.compile(r"(?<=\()\d+(?= of \d+ images)"): 7,
 }
 SPEED = re.compile(r"[\d.]+ calls/s, [\d,]+ images/s")  # the machine's
+assert_printed = functools.partial(pages.assert_printed, numbers=NUMBERS, masked=SPEED)
 
 
 @pytest.fixture(scope="module")
@@ -204,33 +206,10 @@ def test_images_are_normalized(program):
     assert labels.tolist() == [4, 5, 6]
 
 
-def assert_printed(output, expected):
-    """Compares all lines; numbers by their tolerance."""
-    texts = [SPEED.sub("SPEED", text) for text in (output, "\n".join(expected) + "\n")]
-    found = [{pattern: pattern.findall(text) for pattern in NUMBERS} for text in texts]
-    for pattern in NUMBERS:
-        texts = [pattern.sub("#", text) for text in texts]
-    assert texts[0] == texts[1]
-    for pattern, tolerance in NUMBERS.items():
-        actual, wanted = ([float(number) for number in numbers[pattern]] for numbers in found)
-        np.testing.assert_allclose(actual, wanted, rtol=0, atol=tolerance, err_msg=output)
-
-
 def test_the_page_is_a_program():
     """Block by block, each with what it prints."""
     assert {fence.language for fence in FENCES} == {"python", "text", "diff", "console"}
-    names, following = {"__name__": "__main__"}, [*FENCES[1:], None]
-    for fence, after in zip(FENCES, following, strict=True):
-        if fence.language != "python":
-            continue
-        printed = io.StringIO()
-        code = compile("\n" * fence.line + "\n".join(fence.lines), str(FOLDER / "README.md"), "exec")
-        with contextlib.redirect_stdout(printed):
-            exec(code, names)  # noqa: S102  # our own page
-        if after is not None and after.language == "text":
-            assert_printed(printed.getvalue(), after.lines)
-        else:
-            assert printed.getvalue() == "", f"line {fence.line}"
+    names = pages.run_blocks(FOLDER / "README.md", assert_printed)
     assert names["training_model"].isCompiled()
     names["model"].destroy()
 
@@ -240,8 +219,7 @@ def test_the_page_quotes_the_program():
     quotations = [fence for fence in FENCES if fence.language == "diff"]
     assert quotations
     for fence in quotations:
-        lines = text.split("\n")
-        assert apply_change(lines, parse_change(fence._replace(heading="1A. Quoted"))) == lines
+        pages.quoted(fence, text)
     blocks = ["\n".join(fence.lines) for fence in FENCES if fence.language == "python"]
     classes = re.findall(r"^class .*?(?=\n\n\n|\Z)", "\n\n\n".join(blocks), re.MULTILINE | re.DOTALL)
     assert [definition.split("(")[0] for definition in classes] == [
@@ -253,29 +231,16 @@ def test_the_page_quotes_the_program():
         assert f"\n\n\n{definition}\n\n\n" in text
 
 
-def find_commands():
-    """The page's commands, with what each prints."""
-    consoles = [fence for fence in FENCES if fence.language == "console"]
-    return [
-        pytest.param(fence.lines[0].removeprefix("$ python "), fence.lines[1:], id=f"line {fence.line}")
-        for fence in consoles
-    ]
-
-
 @pytest.mark.thorough
-@pytest.mark.parametrize(("command", "expected"), find_commands())
+@pytest.mark.parametrize(("command", "expected"), pages.find_commands(FENCES))
 def test_commands_of_the_page(command, expected):
-    result = start("-W", "error", *shlex.split(command))
+    result = start("-W", "error", *shlex.split(command.removeprefix("python ")))
     assert result.returncode == 0, result.stdout + result.stderr
     assert_printed(result.stdout, expected)
 
 
 def test_links_of_the_page():
-    headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", PAGE, flags=re.DOTALL), re.MULTILINE)
-    anchors = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
-    assert set(re.findall(r"\]\(#([^)]+)\)", PAGE)) == set(anchors[1:])  # the first is the title
-    for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", PAGE):
-        assert (FOLDER / link).exists(), link
+    pages.check_links(FOLDER / "README.md")
     drawn = {path.name for path in (FOLDER / "figures").glob("*.svg")}
     assert set(re.findall(r"!\[[^\]]+\]\(figures/([^)]+)\)", PAGE)) == drawn
 

@@ -41,7 +41,8 @@ def start(code, **variables):
 def test_the_second_start_of_step_3_compiles_nothing(tmp_path):
     counts = []
     for _start in range(2):
-        program = [STEP3, "--dataset", "digits", "--steps", "2", "--repeat-count", "2"]
+        program = [STEP3, "--dataset", "digits", "--steps", "1", "--batches-to-accumulate", "2"]
+        program += ["--repeat-count", "2"]
         result = start(_COUNT.format(program=program), IPU_PIPELINE_CACHE_DIR=str(tmp_path / "cache"))
         assert "Program ran successfully" in result.stdout
         lines = dict(line.split() for line in result.stderr.splitlines() if line.count(" ") == 1)

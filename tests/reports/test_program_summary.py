@@ -2,8 +2,6 @@
 
 import functools
 import importlib.util
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +24,7 @@ from ipu_pipeline.pipelining_ops import (
     RecomputationMode,
     pipeline,
 )
-from tests.support import front
+from tests.support import forked, front
 from tests.support.programs import ROOT, environment
 
 SMALL = """\
@@ -70,9 +68,7 @@ assert not xla_bridge.backends_are_initialized()
 
 
 def test_nothing_starts_and_nothing_compiles():
-    done = subprocess.run(
-        [sys.executable, "-c", CODE], capture_output=True, text=True, cwd=ROOT, env=environment(True)
-    )
+    done = forked.run(CODE, environment(as_tests=True))
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{SMALL}\n"
 

@@ -1,7 +1,6 @@
-"""Programs that start at once: forked from a process that has imported JAX, which takes long.
+"""Programs that start at once: forked from a process that has imported JAX and this library.
 
-Nothing of this library is imported there, and no backend runs. What is about the start of a process, as
-imports are, starts one of its own.
+No backend runs there. What is about the start of a process, as imports are, starts one of its own.
 """
 
 import atexit
@@ -16,7 +15,9 @@ READ_AT_IMPORT = ("JAX_", "PYTHON")
 
 _SERVER = """
 import json, os, signal, sys
-import jax, jax.numpy, numpy, optax
+import jax, jax.numpy, numpy, optax, ipu_pipeline
+for name in dir(ipu_pipeline):
+    getattr(ipu_pipeline, name)
 for line in sys.stdin:
     code, folder, variables, files = json.loads(line)
     child = os.fork()

@@ -128,14 +128,11 @@ def run(program, *options, code=0, as_tests=False):
     return result.stdout if code == 0 else result.stderr
 
 
-def run_forked(program, *options):
-    """As `run` as in the tests, of a program that starts at once; see `forked`."""
-    path = ROOT / program
-    arguments = [str(path), *map(str, options)]
+def start_forked(program, *options):
+    """As `start` as in the tests, of a program that starts at once; see `forked`."""
+    arguments = [str(ROOT / program), *map(str, options)]
     code = f"import runpy, sys\nsys.argv = {arguments}\nrunpy.run_path(sys.argv[0], run_name='__main__')"
-    result = forked.run(code, environment(as_tests=True))
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
+    return forked.run(code, environment(as_tests=True))
 
 
 def record(target, program, *options):
