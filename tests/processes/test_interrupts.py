@@ -76,16 +76,8 @@ PROGRAM = """
     ("moment", "mapping"),  # over two devices, and as one program
     [
         ("first compilation", "01"),
-        ("long run", "00"),
-        *(
-            pytest.param(*case, marks=pytest.mark.thorough)
-            for case in [
-                ("first compilation", "00"),
-                ("long run", "01"),
-                ("short runs", "00"),
-                ("short runs", "01"),
-            ]
-        ),
+        pytest.param("long run", "00", marks=pytest.mark.thorough),
+        pytest.param("short runs", "01", marks=pytest.mark.thorough),
     ],
 )
 def test_ctrl_c(moment, mapping):
