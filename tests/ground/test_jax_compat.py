@@ -204,15 +204,7 @@ def test_a_cache_that_cannot_be_reset(tmp_path, no_cache):
 
 # The names are in one module alone.
 
-MODULES = {
-    "jax",
-    "jax.ad_checkpoint",
-    "jax.export",
-    "jax.extend",
-    "jax.numpy",
-    "jax.scipy",
-    "jax.sharding",
-}
+MODULES = {"jax", "jax.ad_checkpoint", "jax.export", "jax.extend", "jax.numpy", "jax.scipy", "jax.sharding"}
 EXPERIMENTAL = {"io_callback"}  # what the reference documentation describes
 PRIVATE = {"core", "experimental", "extend", "interpreters", "lib", "make_user_context", "memory"}
 
