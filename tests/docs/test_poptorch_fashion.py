@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import subprocess
 import sys
 
 import numpy as np
@@ -13,7 +12,7 @@ from PIL import Image
 
 from ipu_pipeline import datasets
 from tests.support.idx_files import write_mnist
-from tests.support.programs import environment
+from tests.support.programs import run
 from tests.support.terminals import Terminal
 from tests.support.tutorial_modules import POPTORCH, imported, run_main
 
@@ -339,26 +338,12 @@ def test_what_to_install(modules, monkeypatch):
         assert ended.value.code.endswith(f"Run: {command}")
 
 
-def run_in(folder, *arguments):
-    result = subprocess.run(
-        [sys.executable, "-W", "error", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env=environment(),
-        timeout=300,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
-
-
 @pytest.mark.thorough
 def test_a_copy_of_the_programs_somewhere_else(here):
     """It learns; the data are the digits, whose names the weights keep."""
     copy = here / "copy of mine"
     shutil.copytree(FOLDER, copy)
-    printed = run_in(here, copy / "train.py", "--epochs", "3")
+    printed = run("-W", "error", copy / "train.py", "--epochs", "3", folder=here)
     assert (
         "Data set: the embedded 8x8 digits, since neither --data-dir nor IPU_PIPELINE_FASHION_DIR"
         in printed
@@ -367,7 +352,7 @@ def test_a_copy_of_the_programs_somewhere_else(here):
     digits = datasets.load_digits()
     pixels = 255 - (digits.test_images[0] * 255).astype(np.uint8)  # ink on paper
     Image.fromarray(pixels).resize((300, 300)).convert("RGBA").save(here / "digit.webp", lossless=True)
-    printed = run_in(here, copy / "classify.py", "digit.webp")
+    printed = run("-W", "error", copy / "classify.py", "digit.webp", folder=here)
     assert printed.startswith(f"On the device: {digits.test_labels[0]} (")
 
 

@@ -7,15 +7,13 @@ quotes its programs; in that of porting they are the changes that make one progr
 
 import re
 import shlex
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from tests.docs.test_poptorch_tutorial import assert_printed
 from tests.support import pages
-from tests.support.programs import ROOT, environment
+from tests.support.programs import ROOT, run
 from tests.support.tutorial_modules import POPTORCH, imported, run_main
 
 PAGES = {name: POPTORCH / name / "README.md" for name in ("fashion_mnist", "porting")}
@@ -43,23 +41,13 @@ def test_the_page_is_a_program(name, root, optimized):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", PAGES)
-def test_commands_of_the_page(name, root):
+def test_commands_of_the_page(name, root, monkeypatch):
     """In turn: one uses what another wrote."""
-    known = environment()
-    known.pop("IPU_PIPELINE_FASHION_DIR", None)
+    monkeypatch.delenv("IPU_PIPELINE_FASHION_DIR", raising=False)
     for command, expected in pages.find_commands(FENCES[name]):
-        result = subprocess.run(
-            [sys.executable, "-W", "error", *shlex.split(command.removeprefix("python "))],
-            capture_output=True,
-            text=True,
-            cwd=root,
-            timeout=300,
-            env=known,
-            check=False,
-        )
-        assert result.returncode == 0, result.stdout + result.stderr
+        printed = run("-W", "error", *shlex.split(command.removeprefix("python ")), folder=root)
         masked = RECOGNIZED.sub(r"\1", "\n".join(expected)).split("\n")
-        assert_printed(RECOGNIZED.sub(r"\1", result.stdout), masked)
+        assert_printed(RECOGNIZED.sub(r"\1", printed), masked)
 
 
 def test_the_first_page_quotes_the_programs():

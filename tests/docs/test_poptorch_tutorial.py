@@ -12,7 +12,6 @@ import io
 import os
 import re
 import shlex
-import subprocess
 import sys
 
 import numpy as np
@@ -22,7 +21,7 @@ import torch
 import ipu_pipeline.poptorch as poptorch
 from ipu_pipeline import datasets
 from tests.support import pages
-from tests.support.programs import ROOT, environment, start
+from tests.support.programs import ROOT, start
 
 FOLDER = ROOT / "tutorial" / "poptorch"
 PROGRAM = FOLDER / "mnist_pipeline.py"
@@ -80,15 +79,7 @@ def subprocess_result(tmp_path_factory):
     """The program as a user starts it, pipelined, in another directory."""
     folder = tmp_path_factory.mktemp("elsewhere")
     options = [*SHORT, "--offload-optimiser", "--profile", "--debug"]
-    result = subprocess.run(
-        [sys.executable, "-W", "error", str(PROGRAM), *options],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env=environment(as_tests=True),
-        timeout=300,
-        check=False,
-    )
+    result = start("-W", "error", PROGRAM, *options, as_tests=True, folder=folder)
     assert result.returncode == 0, result.stdout + result.stderr
     return folder, result
 

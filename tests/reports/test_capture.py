@@ -3,8 +3,6 @@
 import itertools
 import json
 import os
-import subprocess
-import sys
 import threading
 from collections import Counter
 
@@ -23,7 +21,7 @@ from ipu_pipeline.reports.events import Event, EventKind, busy_time
 from ipu_pipeline.reports.files import check_directory, read_manifest, remove_reports, write_reports
 from ipu_pipeline.reports.profile import read_profile
 from tests.support import front
-from tests.support.programs import ROOT, environment
+from tests.support.programs import start
 
 COUNT, WIDTH = 8, 64
 COMPUTED = (EventKind.FORWARD, EventKind.BACKWARD)
@@ -541,9 +539,7 @@ if len(sys.argv) > 1:
 
 def run_program(directory, *arguments, **variables):
     (directory / "program.py").write_text(PROGRAM)
-    command = [sys.executable, str(directory / "program.py"), *arguments]
-    known = {**environment(), "PYTHONPATH": str(ROOT), **variables}
-    return subprocess.run(command, capture_output=True, text=True, cwd=directory, env=known)
+    return start("program.py", *arguments, folder=directory, **variables)
 
 
 @pytest.mark.thorough

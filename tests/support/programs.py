@@ -91,15 +91,15 @@ def end_what_is_left():
             process.kill()
 
 
-def start(*arguments, as_tests=False):
-    """Runs Python in the repository's root; see `environment`."""
+def start(*arguments, as_tests=False, folder=ROOT, **variables):
+    """Runs Python in a folder, with more variables in its environment; see `environment`."""
     return subprocess.run(
         [sys.executable, *map(str, arguments)],
         capture_output=True,
         text=True,
-        cwd=ROOT,
+        cwd=folder,
         timeout=300,
-        env=environment(as_tests),
+        env={**environment(as_tests), "PYTHONPATH": str(ROOT), **variables},
         check=False,
     )
 
@@ -121,9 +121,9 @@ def run_each(codes, folder, as_tests=False):
     return printed
 
 
-def run(program, *options, code=0, as_tests=False):
-    """What a program prints; with another code than 0, its errors."""
-    result = start(program, *options, as_tests=as_tests)
+def run(program, *options, code=0, **settings):
+    """What a program prints; with another code than 0, its errors. Settings are those of `start`."""
+    result = start(program, *options, **settings)
     assert result.returncode == code, result.stdout + result.stderr
     return result.stdout if code == 0 else result.stderr
 
