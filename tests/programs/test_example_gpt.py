@@ -84,13 +84,10 @@ LAYOUT_2X2X2 = {"num_replicas": 2, "tensor_parallel": engine.TensorParallel(2, g
     ("dtype", "layers", "options", "steps", "tolerance"),
     [
         ("float64", (1, 1, 1, 1), {}, 40, 1e-12),
-        pytest.param("float64", (1, 2), LAYOUT_2X2X2, 10, 1e-12, marks=pytest.mark.thorough),
         pytest.param("float64", (1, 2), LAYOUT_2X2X2, 40, 1e-12, marks=pytest.mark.thorough),
-        pytest.param("float32", (2, 2), LAYOUT_2X2X2, 50, 1e-4, marks=pytest.mark.thorough),
-        pytest.param("float64", (2, 1, 1, 1), {}, 300, 1e-10, marks=pytest.mark.thorough),
         pytest.param("float32", (2, 1, 1, 1), {}, 50, 1e-4, marks=pytest.mark.thorough),
     ],
-    ids=["float64", "divided", "divided long", "divided float32", "float64 long", "float32"],
+    ids=["float64", "divided", "float32"],
 )
 def test_training_equals_plain_jax(dtype, layers, options, steps, tolerance, short_text):
     with jax.enable_x64(dtype == "float64"):

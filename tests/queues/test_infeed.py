@@ -451,7 +451,9 @@ def test_what_nobody_got_is_dequeued_again(mode, monkeypatch):
             outfeed_queue=outfeed,
         )
 
+    assert not outfeed.enqueued
     program, other = front.compile_program(model), front.compile_program(model)
+    assert outfeed.enqueued
     with ipu.Session() as session:
         session.run([infeed.initializer, program])
         with monkeypatch.context() as patch:
