@@ -155,9 +155,14 @@ MOVING = [
 ]
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if "source_info_util" in name])
-def test_shards_without(name):
-    with without(name) as import_module:
+SOURCES = [name for name in NAMES if "source_info_util" in name]
+
+
+@pytest.mark.parametrize(
+    "names", [SOURCES, *(pytest.param([name], marks=pytest.mark.thorough) for name in SOURCES)]
+)
+def test_shards_without(names):
+    with without(*names) as import_module:
         shards = import_module("tests.engine.loops.test_shards")
         shards.test_the_innermost_scope_counts()
         shards.test_nested_and_cached_jit()
@@ -166,26 +171,19 @@ def test_shards_without(name):
         shards.test_assigned_variables_and_a_return_to_their_shard(np.random.default_rng(0))
 
 
-def test_cached_functions_without_contexts():
-    with without("jax:make_user_context") as import_module:
-        import_module(
-            "tests.engine.tracing.test_hoisting"
-        ).test_cached_functions_in_several_stages_and_pipelines()
-
-
-def test_loops_that_are_not_reduced():
-    with without("jax.interpreters.partial_eval:dce_rules") as import_module:
-        joined, hoisting = (
-            import_module("tests.engine.updates.test_updates_joined"),
-            import_module("tests.engine.tracing.test_hoisting"),
-        )
+def test_what_is_found_out_by_other_means():
+    """Contexts of cached functions, what a loop does not need, and what stages differentiate themselves."""
+    names = [
+        "jax:make_user_context",
+        "jax.interpreters.partial_eval:dce_rules",
+        "jax.interpreters.ad:primitive_jvps",
+    ]
+    with without(*names) as import_module:
+        hoisting = import_module("tests.engine.tracing.test_hoisting")
+        hoisting.test_cached_functions_in_several_stages_and_pipelines()
         assert not import_module("ipu_pipeline.ground.jax_compat").dce_rules
-        joined.check("loops", 2)
+        import_module("tests.engine.updates.test_updates_joined").check("loops", 2)
         hoisting.test_a_scan_s_variable_has_the_gradient_of_the_same_scan_by_hand(np.random.default_rng(0))
-
-
-def test_stages_that_differentiate_by_themselves():
-    with without("jax.interpreters.ad:primitive_jvps") as import_module:
         import_module("tests.engine.tracing.test_metrics").test_nothing_is_differentiated_through_a_metric()
 
 

@@ -21,7 +21,7 @@ from tests.support.programs import ROOT, Started, environment
 from tests.support.resumable import Batches, Training, assert_same
 
 THREAD_RUNS = int(os.environ.get("THREAD_RUNS", "30"))
-KILLS = int(os.environ.get("KILLS", "5"))
+KILLS = int(os.environ.get("KILLS", "3"))
 STEPS = 40 * KILLS
 
 
