@@ -29,16 +29,25 @@ from tests.support.resumable import Batches, Inference, Training, assert_same, l
 
 @pytest.fixture(scope="module")
 def known():
-    """Programs that several tests use, by name. Sessions have variables and positions of their own."""
+    """Programs that several tests use, by their number of stages; each session has its own variables."""
     return {}
 
 
 @pytest.fixture
-def training(known):
-    """Two stages on two devices."""
-    if "training" not in known:
-        known["training"] = Training(2)
-    return known["training"]
+def training_of(known):
+    """Makes a program of so many stages, or finds it."""
+
+    def find(num_stages):
+        if num_stages not in known:
+            known[num_stages] = Training(num_stages)
+        return known[num_stages]
+
+    return find
+
+
+@pytest.fixture
+def training(training_of):
+    return training_of(2)
 
 
 @pytest.fixture
@@ -95,9 +104,11 @@ def assert_close(one, other):
 @pytest.mark.parametrize(
     ("num_stages", "schedule"), [(1, "Grouped"), (2, "Grouped"), (3, "Sequential"), (4, "Interleaved")]
 )
-def test_training_goes_on_exactly_in_any_split(trained, num_stages, schedule):
+def test_training_goes_on_exactly_in_any_split(trained, num_stages, schedule, training_of):
     path, expected, losses = trained
-    session, found = go_on(path, Training(num_stages, pipeline_schedule=PipelineSchedule[schedule]))
+    options = {"pipeline_schedule": PipelineSchedule[schedule]}
+    is_shared = schedule == "Grouped"
+    session, found = go_on(path, training_of(num_stages) if is_shared else Training(num_stages, **options))
     assert session.seed == 7
     assert session.update_count() == expected.update_count() == 6
     np.testing.assert_allclose(found, losses, rtol=1e-5)
@@ -107,13 +118,13 @@ def test_training_goes_on_exactly_in_any_split(trained, num_stages, schedule):
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (4, 1)])
-def test_training_goes_on_from_any_split(before, after, expected, tmp_path):
-    first = Training(before)
+def test_training_goes_on_from_any_split(before, after, expected, training_of, tmp_path):
+    first = training_of(before)
     with ipu.Session(seed=7) as session:
         first.start(session)
         first.run(session, 3)
         session.save(tmp_path / "checkpoint")
-    assert_close(go_on(tmp_path / "checkpoint", Training(after))[0], expected)
+    assert_close(go_on(tmp_path / "checkpoint", training_of(after))[0], expected)
 
 
 def test_a_data_set_of_grain_goes_on_by_its_own_state(tmp_path):
@@ -195,8 +206,8 @@ def test_the_session_goes_on_after_it_was_saved_and_closed(expected, training, t
     assert [feed["count"] for feed in read_document(path)["feeds"]] == [24]
 
 
-def test_training_as_inference_and_back(path, tmp_path):
-    inference, one_stage, training = Inference(2), Inference(1), Training(1)
+def test_training_as_inference_and_back(path, training_of, tmp_path):
+    inference, one_stage, training = Inference(2), Inference(1), training_of(1)
     with ipu.Session() as session, ipu.Session() as other:
         session.restore(path)
         training.start(other)
@@ -649,26 +660,24 @@ def test_killed_while_a_checkpoint_is_replaced(tmp_path, path):
 
 def test_the_end_of_an_epoch(tmp_path):
     """Where the data had ended, the initializer begins them again; where not, they go on."""
+    data = Batches()
+    training = Training(2, dataset=[(data.x[number], data.y[number]) for number in range(10)])
 
-    def make():
-        data = Batches()
-        return Training(2, dataset=[(data.x[number], data.y[number]) for number in range(10)])
-
-    def epoch(session, training):
+    def epoch(session):
         training.start(session)
         with pytest.raises(ipu.errors.OutOfRangeError):
             training.run(session, 5)
 
-    at_once, before, after = make(), make(), make()
-    with ipu.Session() as session, ipu.Session() as first, ipu.Session() as second:
-        epoch(session, at_once)
-        epoch(session, at_once)
-        epoch(first, before)
+    with ipu.Session() as at_once:
+        epoch(at_once)
+        epoch(at_once)
+    with ipu.Session() as first, ipu.Session() as second:
+        epoch(first)
         first.save(tmp_path / "checkpoint")
         second.restore(tmp_path / "checkpoint")
-        epoch(second, after)
-        assert session.update_count() == second.update_count() == 4
-        assert_same(session, second)
+        epoch(second)
+    assert at_once.update_count() == second.update_count() == 4
+    assert_same(at_once, second)
 
 
 def test_a_data_set_that_fails_at_first_when_resumed(path, expected):
@@ -724,8 +733,8 @@ def test_errors_are_told_once_per_save_and_the_last_good_one_stays(tmp_path, sna
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])
-def test_a_snapshot_is_not_changed_by_what_runs_meanwhile(num_stages, tmp_path):
-    training = Training(num_stages, repeat_count=2)
+def test_a_snapshot_is_not_changed_by_what_runs_meanwhile(num_stages, training_of, tmp_path):
+    training = training_of(num_stages)
     with ipu.Session(seed=7) as session:
         training.start(session)
         training.run(session, 1)
@@ -750,7 +759,7 @@ def test_a_snapshot_is_not_changed_by_what_runs_meanwhile(num_stages, tmp_path):
     for name, value in found.state.variables.items():
         np.testing.assert_array_equal(value, expected[name])
         assert not np.array_equal(value, session.variables[name])
-    assert found.feeds[0].position.count == 8
+    assert found.feeds[0].position.count == 4
 
 
 def test_two_pipelines_on_one_infeed(tmp_path):
@@ -792,8 +801,8 @@ def test_two_pipelines_on_one_infeed(tmp_path):
     assert_same(session, other)
 
 
-def test_the_kind_of_random_keys_is_kept(tmp_path):
-    training = Training(1)
+def test_the_kind_of_random_keys_is_kept(training_of, tmp_path):
+    training = training_of(1)
     with jax.default_prng_impl("rbg"), ipu.Session(seed=4) as session:
         training.start(session)
         training.run(session, 1)
