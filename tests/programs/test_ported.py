@@ -20,7 +20,6 @@ from ipu_pipeline.engine import reference
 from ipu_pipeline.engine.state import PipelineState
 from ipu_pipeline.ground import warned
 from tests.programs.ported import (
-    autoencoder,
     bert,
     click_through_rate,
     custom_gradient,
@@ -285,60 +284,6 @@ def test_estimator_of_a_net(tmp_path):
     found = ipu.load_program(served)(images[:12])
     np.testing.assert_array_equal(found["classes"], classes[:12])
     np.testing.assert_allclose(found["probabilities"], jax.nn.softmax(logits[:12]), rtol=1e-4)
-
-
-def test_autoencoder(tmp_path):
-    """Trained by AdamW on means over micro-batches and replicas; validated from checkpoints."""
-    opts = autoencoder.parse_args(
-        ["--replicas", "2", "--multiple-ipus", "--epochs", "2", "--log-dir", str(tmp_path)]
-    )
-    found, before = autoencoder.train(opts)
-
-    def forward(variables, ratings):
-        x = ratings
-        for name in ("encoder_0", "encoder_1", "decoder_0", "decoder_1"):
-            weights, biases = (variables[f"autoencoder/{name}/{part}"] for part in ("weights", "biases"))
-            x = x @ weights + biases
-            x = x if name == "decoder_1" else jax.nn.selu(x)
-        return jnp.sum(jnp.where(ratings != 0, x - ratings, 0.0) ** 2)
-
-    @jax.jit
-    def step(variables, ratings):
-        number = jnp.sum((ratings != 0).astype(np.float32))
-        return jax.value_and_grad(lambda variables: forward(variables, ratings) / number)(variables)
-
-    def adamw(variables, moments, gradient, rate, number):
-        """The update of tf.contrib's AdamW: the decay does not depend on the learning rate."""
-        first = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, moments[0], gradient)
-        second = jax.tree.map(lambda v, g: 0.999 * v + 0.001 * g**2, moments[1], gradient)
-        rate *= np.sqrt(1 - 0.999**number) / (1 - 0.9**number)
-        changed = jax.tree.map(
-            lambda w, m, v: w - opts.weight_decay * w - rate * m / (np.sqrt(v) + 1e-8),
-            *(variables, first, second),
-        )
-        return changed, (first, second)
-
-    data = autoencoder.rate_items(opts, 1)
-    validated = autoencoder.rate_items(opts, 2)
-    variables = jax.tree.map(np.float64, before)
-    moments = tuple(jax.tree.map(np.zeros_like, variables) for _moment in range(2))
-    num_updates = 0
-    for epoch, (losses, error, after) in enumerate(found):
-        expected, gradients = [], []
-        for _batch in range(opts.batches_per_epoch):
-            made = [step(variables, next(data)) for _replica in range(opts.replicas)]
-            expected.append([loss for loss, _gradient in made])
-            gradients += [gradient for _loss, gradient in made]
-            if len(gradients) == opts.accumulation_count * opts.replicas:
-                total = jax.tree.map(lambda *all: sum(map(np.float64, all)) / opts.replicas, *gradients)
-                gradients, num_updates = [], num_updates + 1
-                rate = opts.base_learning_rate / (1 + epoch)
-                variables, moments = adamw(variables, moments, total, rate, num_updates)
-        models.assert_trees_close(losses.reshape(np.shape(expected)), np.array(expected))
-        models.assert_trees_close(after, jax.tree.map(np.float32, variables))
-        batches = list(itertools.islice(validated, opts.batches_per_epoch * opts.replicas))
-        squares = sum(float(forward(after, ratings)) for ratings in batches)
-        assert error == pytest.approx(np.sqrt(squares / np.count_nonzero(batches)), rel=1e-5)
 
 
 def test_custom_gradient():
