@@ -4,11 +4,8 @@ The page's fences: `python` blocks are one program together, `text` is what the 
 quotes lines of mnist_pipeline.py, `console` has a command and what it prints. Classes are the program's.
 """
 
-import contextlib
 import dataclasses
 import functools
-import importlib.util
-import io
 import os
 import re
 import shlex
@@ -21,9 +18,10 @@ import torch
 import ipu_pipeline.poptorch as poptorch
 from ipu_pipeline import datasets
 from tests.support import pages
-from tests.support.programs import ROOT, start
+from tests.support.programs import start
+from tests.support.tutorial_modules import POPTORCH, imported, run_main
 
-FOLDER = ROOT / "tutorial" / "poptorch"
+FOLDER = POPTORCH
 PROGRAM = FOLDER / "mnist_pipeline.py"
 PAGE = (FOLDER / "README.md").read_text()
 FENCES = pages.find_fences(PAGE)
@@ -42,19 +40,8 @@ assert_printed = functools.partial(pages.assert_printed, numbers=NUMBERS, masked
 @pytest.fixture(scope="module")
 def program():
     """The program as a module."""
-    spec = importlib.util.spec_from_file_location(PROGRAM.stem, PROGRAM)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def run_here(program, patch, *options):
-    """What the program prints, run in this process."""
-    patch.setattr(sys, "argv", [PROGRAM.name, *options])
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        program.main()
-    return printed.getvalue()
+    with imported(FOLDER, PROGRAM.stem) as (found,):
+        yield found
 
 
 def losses(printed):
@@ -108,7 +95,7 @@ def test_the_program_pipelined(subprocess_result):
 
 @pytest.mark.thorough
 def test_the_program_sharded(program, monkeypatch, subprocess_result):
-    printed = run_here(program, monkeypatch, *SHORT, "--strategy", "sharded")
+    printed = run_main(program, monkeypatch, *SHORT, "--strategy", "sharded")
     expected = subprocess_result[1].stdout
     assert losses(printed) == pytest.approx(losses(expected), abs=0.002)
     assert read_accuracy(printed.splitlines()[3])[1] == pytest.approx(
@@ -169,7 +156,7 @@ def test_device_iterations_fit_the_data(program, monkeypatch):
 )
 def test_bad_arguments(program, monkeypatch, capsys, arguments, message):
     with pytest.raises(SystemExit) as exited:
-        run_here(program, monkeypatch, *arguments)
+        run_main(program, monkeypatch, *arguments)
     assert exited.value.code == 2
     assert message in capsys.readouterr().err
 
@@ -180,7 +167,7 @@ def test_what_the_data_cannot_do_is_said_without_a_traceback(program, monkeypatc
         (["--data-dir", str(tmp_path)], f"Error: MNIST: the folder {tmp_path} has no train-images"),
     ]:
         with pytest.raises(SystemExit) as exited:
-            program.exit_on_error(lambda given=arguments: run_here(program, monkeypatch, *given))
+            program.exit_on_error(lambda given=arguments: run_main(program, monkeypatch, *given))
         assert exited.value.code == 1
         assert capsys.readouterr().err.startswith(message)
 
@@ -248,7 +235,7 @@ def test_part_of_an_epoch_of_mnist(program, monkeypatch, optimized):
         test_labels=data.test_labels[:2_000],
     )
     monkeypatch.setattr(program.datasets, "load", lambda *_selection: (part, "Data set: part of MNIST"))
-    printed = run_here(program, monkeypatch, "--epochs", "1")
+    printed = run_main(program, monkeypatch, "--epochs", "1")
     assert "Calls per epoch: 5; weight updates per call: 10;" in printed
     assert losses(printed)[0] < 0.5
     right = int(re.search(r"Test accuracy: \S+% \((\d+) of 2000 images\)", printed)[1])

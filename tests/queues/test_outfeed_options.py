@@ -284,86 +284,64 @@ def test_sums_stay_with_the_updates_that_are_complete():
 # Errors.
 
 
+LOSS, MASK, SUM = (
+    {"outfeed_loss": True},
+    {"outfeed_mask": [True, False, False]},
+    {"accumulate_outfeed": True},
+)
+INFERS, DICT, NO_QUEUE = {"trains": False}, {"kind": "dict"}, {"outfeed_queue": None}
+WRONG_VALUES = [
+    ({**LOSS, **MASK}, "Only one of `outfeed_loss` and `outfeed_mask` can be set."),
+    ({**MASK, **INFERS}, "An optimizer_function must be provided when outfeed_mask is set."),
+    ({**LOSS, **INFERS}, "An optimizer_function must be provided when outfeed_loss is True."),
+    ({**MASK, **NO_QUEUE}, "An outfeed_queue must be provided when outfeed_mask is set."),
+    ({**SUM, **NO_QUEUE}, "An outfeed_queue must be provided when accumulate_outfeed is True."),
+    (
+        {**SUM, "mode": IPUOutfeedMode.LAST},
+        "To accumulate the outfeed, it must be in IPUOutfeedMode ALL. outfeed_queue is in mode LAST",
+    ),
+    ({"outfeed_mask": [True, False]}, "the last stage's 3 outputs; it has 2"),
+    ({"outfeed_mask": []}, "the last stage's 3 outputs; it has 0"),
+    ({"outfeed_mask": [True] * 3}, "outfeed_mask leaves nothing to enqueue"),
+    ({"outfeed_mask": {"loss": True}}, "outfeed_mask must be a list of booleans"),
+    ({**MASK, **DICT}, "outfeed_mask must be a dict of booleans by name"),
+    (
+        {"outfeed_mask": {"loss": True, "logit": True}, **DICT},
+        "names of the last stage's outputs, 'logits', 'loss', 'right'; got 'loss', 'logit'",
+    ),
+    (SUM, r"accumulate_outfeed_dtype: an output of the last stage, bool\[4\], has no sum"),
+]
+WRONG_DTYPES = [
+    (
+        jnp.int32,
+        r"an output of the last stage, float32\[\], is summed in a dtype that can hold it; got int32",
+    ),
+    ("wide", "accumulate_outfeed_dtype must be a dtype; got 'wide'"),
+    (lambda _value: np.bool_, "is summed in a dtype that can hold it; got bool"),
+]
+WRONG_TYPES = [
+    ({"accumulate_outfeed": 1}, "accumulate_outfeed must be True or False; got 1"),
+    ({"outfeed_loss": None}, "outfeed_loss must be True or False; got None"),
+    ({"outfeed_mask": "loss"}, "outfeed_mask must be a list or tuple of booleans.*'loss'"),
+    ({"outfeed_mask": [0, 1, 1]}, r"must have booleans; outfeed_mask\[0\] is 0"),
+    ({"outfeed_mask": {"loss": 1}, **DICT}, r"outfeed_mask\['loss'\] is 1"),
+]
+
+
 @pytest.mark.parametrize(
-    ("options", "error", "message"),
+    ("error", "options", "message"),
     [
+        *((ValueError, *case) for case in WRONG_VALUES),
+        *((ValueError, {**SUM, "accumulate_outfeed_dtype": dtype}, told) for dtype, told in WRONG_DTYPES),
         (
-            {"outfeed_loss": True, "outfeed_mask": [True, False, False]},
             ValueError,
-            "Only one of `outfeed_loss` and `outfeed_mask` can be set.",
-        ),
-        (
-            {"outfeed_mask": [True, False, False], "trains": False},
-            ValueError,
-            "An optimizer_function must be provided when outfeed_mask is set.",
-        ),
-        (
-            {"outfeed_loss": True, "trains": False},
-            ValueError,
-            "An optimizer_function must be provided when outfeed_loss is True.",
-        ),
-        (
-            {"outfeed_mask": [True, False, False], "outfeed_queue": None},
-            ValueError,
-            "An outfeed_queue must be provided when outfeed_mask is set.",
-        ),
-        (
-            {"accumulate_outfeed": True, "outfeed_queue": None},
-            ValueError,
-            "An outfeed_queue must be provided when accumulate_outfeed is True.",
-        ),
-        (
-            {"accumulate_outfeed": True, "mode": IPUOutfeedMode.LAST},
-            ValueError,
-            "To accumulate the outfeed, it must be in IPUOutfeedMode ALL. outfeed_queue is in mode LAST",
-        ),
-        (
             {"accumulate_outfeed_dtype": jnp.float32},
-            ValueError,
             "accumulate_outfeed_dtype is only used when accumulate_outfeed is True",
         ),
-        ({"accumulate_outfeed": 1}, TypeError, "accumulate_outfeed must be True or False; got 1"),
-        ({"outfeed_loss": None}, TypeError, "outfeed_loss must be True or False; got None"),
-        ({"outfeed_mask": "loss"}, TypeError, "outfeed_mask must be a list or tuple of booleans.*'loss'"),
-        ({"outfeed_mask": [0, 1, 1]}, TypeError, r"must have booleans; outfeed_mask\[0\] is 0"),
-        ({"outfeed_mask": [True, False]}, ValueError, "the last stage's 3 outputs; it has 2"),
-        ({"outfeed_mask": []}, ValueError, "the last stage's 3 outputs; it has 0"),
-        ({"outfeed_mask": [True] * 3}, ValueError, "outfeed_mask leaves nothing to enqueue"),
-        ({"outfeed_mask": {"loss": True}}, ValueError, "outfeed_mask must be a list of booleans"),
-        (
-            {"outfeed_mask": [True, False, False], "kind": "dict"},
-            ValueError,
-            "outfeed_mask must be a dict of booleans by name",
-        ),
-        (
-            {"outfeed_mask": {"loss": True, "logit": True}, "kind": "dict"},
-            ValueError,
-            "names of the last stage's outputs, 'logits', 'loss', 'right'; got 'loss', 'logit'",
-        ),
-        ({"outfeed_mask": {"loss": 1}, "kind": "dict"}, TypeError, r"outfeed_mask\['loss'\] is 1"),
-        (
-            {"accumulate_outfeed": True},
-            ValueError,
-            r"accumulate_outfeed_dtype: an output of the last stage, bool\[4\], has no sum",
-        ),
-        (
-            {"accumulate_outfeed": True, "accumulate_outfeed_dtype": jnp.int32},
-            ValueError,
-            r"an output of the last stage, float32\[\], is summed in a dtype that can hold it; got int32",
-        ),
-        (
-            {"accumulate_outfeed": True, "accumulate_outfeed_dtype": "wide"},
-            ValueError,
-            "accumulate_outfeed_dtype must be a dtype; got 'wide'",
-        ),
-        (
-            {"accumulate_outfeed": True, "accumulate_outfeed_dtype": lambda _value: np.bool_},
-            ValueError,
-            "is summed in a dtype that can hold it; got bool",
-        ),
+        *((TypeError, *case) for case in WRONG_TYPES),
     ],
 )
-def test_wrong_calls(options, error, message):
+def test_wrong_calls(error, options, message):
     with pytest.raises(error, match=message):
         Model(**options)
 
