@@ -20,7 +20,7 @@ import ipu_pipeline as ipu
 from ipu_pipeline.processes import interrupts
 from ipu_pipeline.tf1.session import turns
 from tests.support import front
-from tests.support.programs import ROOT, Started, environment
+from tests.support.programs import begin
 from tests.support.resumable import Training
 
 INTERRUPTS = int(os.environ.get("INTERRUPTS", "8"))
@@ -82,13 +82,7 @@ PROGRAM = """
 )
 def test_ctrl_c(moment, mapping):
     repeat_count = "100000" if moment == "long run" else "2"
-    process = Started(
-        [sys.executable, "-c", textwrap.dedent(PROGRAM), repeat_count, mapping],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-    )
+    process = begin("-c", textwrap.dedent(PROGRAM), repeat_count, mapping)
     try:
         wait_for = {"first compilation": "ready", "long run": "updated", "short runs": "ran"}[moment]
         for line in process.stdout:
@@ -270,7 +264,7 @@ def test_ctrl_c_before_a_run_has_its_turn(monkeypatch):
     with ipu.Session() as session:
         session.run(model.initializer)
         session.run(model.program, {model.rate: 0.01})
-        begin = turns.Turns.alone
+        alone = turns.Turns.alone
 
         def interrupting(*arguments, **options):
             raise KeyboardInterrupt
@@ -278,7 +272,7 @@ def test_ctrl_c_before_a_run_has_its_turn(monkeypatch):
         monkeypatch.setattr(turns.Turns, "alone", interrupting)
         with pytest.raises(KeyboardInterrupt):
             session.run([model.initializer, {"program": model.program}], {model.rate: 0.01})
-        monkeypatch.setattr(turns.Turns, "alone", begin)
+        monkeypatch.setattr(turns.Turns, "alone", alone)
         assert front.no_infeed_runs()
         assert session.update_count() == 2
         session.run(model.initializer)
@@ -292,15 +286,8 @@ def interrupted(mapping, path, after=None):
     Returns:
       The process, its output and errors, and for how many seconds it ran.
     """
-    begin = time.monotonic()
-    process = Started(
-        [sys.executable, "-m", "tests.support.interrupted", mapping, str(UPDATES), str(path)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        env=environment(as_tests=True),
-    )
+    begun = time.monotonic()
+    process = begin("-m", "tests.support.interrupted", mapping, UPDATES, path)
     try:
         if after is not None:
             try:
@@ -311,7 +298,7 @@ def interrupted(mapping, path, after=None):
     finally:
         process.kill()
         process.communicate()
-    return process, out, errors, time.monotonic() - begin
+    return process, out, errors, time.monotonic() - begun
 
 
 def states_after(mapping, counts):

@@ -137,8 +137,6 @@ CASES = {
 TWO = {"num_replicas": 2}
 REPLICATED = {
     "replicas": (make_mlp, make_replicated_steps, {**TWO, "donate": True}),
-    "replicas, interleaved": (make_mlp, make_replicated_steps, {**TWO, "schedule": "interleaved"}),
-    "replicas, sequential": (make_mlp, make_replicated_steps, {**TWO, "schedule": "sequential"}),
     "replicas, chunks": (make_mlp, make_replicated_steps, {**TWO, "dispatch_plan": engine.Chunking(2)}),
     "replicas, summed": (make_mlp, make_replicated_steps, {**TWO, "sum_collected": True}),
     "replicas, normalized": (

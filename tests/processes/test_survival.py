@@ -7,7 +7,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 
@@ -17,7 +16,7 @@ import pytest
 import ipu_pipeline as ipu
 from ipu_pipeline.checkpointing.checkpoints import CheckpointSeries
 from tests.support.estimating import assert_same_variables, input_fn, make_estimator
-from tests.support.programs import ROOT, Started, environment
+from tests.support.programs import begin
 from tests.support.resumable import Batches, Training, assert_same
 
 THREAD_RUNS = int(os.environ.get("THREAD_RUNS", "30"))
@@ -26,23 +25,7 @@ STEPS = 40 * KILLS
 
 
 def start(directory, max_steps, *options):
-    return Started(
-        [
-            sys.executable,
-            "-W",
-            "always",
-            "-m",
-            "tests.support.survivor",
-            str(directory),
-            str(max_steps),
-            *options,
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        env=environment(as_tests=True),
-    )
+    return begin("-W", "always", "-m", "tests.support.survivor", directory, max_steps, *options)
 
 
 def finish(process, code):

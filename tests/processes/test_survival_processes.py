@@ -6,7 +6,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 
@@ -16,7 +15,7 @@ import ipu_pipeline as ipu
 from ipu_pipeline.checkpointing.checkpoints import CheckpointSeries
 from tests.support.estimating import assert_same_variables, input_fn, make_estimator
 from tests.support.joined import hold_port
-from tests.support.programs import ROOT, Started, environment
+from tests.support.programs import begin
 
 KILLS = int(os.environ.get("KILLS", "2"))
 STEPS, DEATH_TIMEOUT = 64 * KILLS, 6  # of which none is likely to take 64
@@ -35,16 +34,8 @@ def start(directory, num_processes, *options):
             "IPU_PIPELINE_DEATH_TIMEOUT": str(DEATH_TIMEOUT),
             "PJRT_NPROC": "1",
         }
-        processes.append(
-            Started(
-                [sys.executable, "-m", "tests.support.survivor", str(directory), str(STEPS), *options],
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-                cwd=ROOT,
-                env={**environment(as_tests=True), **joining},
-            )
-        )
+        program = ("-m", "tests.support.survivor", directory, STEPS, *options)
+        processes.append(begin(*program, output=subprocess.DEVNULL, **joining))
     processes[0].held = held  # until the end
     return processes
 

@@ -1,5 +1,6 @@
 """The tutorial's programs as a reader runs them, and on real MNIST."""
 
+import functools
 import json
 import os
 import re
@@ -29,12 +30,13 @@ ELAPSED = r"Elapsed \d+\.\d\d s, [\d,]+ samples/sec"
 
 @pytest.mark.thorough
 def test_the_estimator_trains_as_step_3_and_goes_on(tmp_path):
+    run_here = functools.partial(run, as_tests=True)
     common = ("--dataset", "digits", "--batches-to-accumulate", "4", "--seed", "3")
-    expected = run(STEP3, *common, "--steps", "31")
+    expected = run_here(STEP3, *common, "--steps", "31")
     folder = ("--model-dir", tmp_path / "model")
-    first = run(ESTIMATOR, *common, *folder, "--steps", "11", "--save-checkpoints-steps", "5")
-    second = run(ESTIMATOR, *common, *folder, "--steps", "31")
-    at_once = run(ESTIMATOR, *common, "--steps", "31")
+    first = run_here(ESTIMATOR, *common, *folder, "--steps", "11", "--save-checkpoints-steps", "5")
+    second = run_here(ESTIMATOR, *common, *folder, "--steps", "31")
+    at_once = run_here(ESTIMATOR, *common, "--steps", "31")
     assert printed_losses(at_once) == printed_losses(expected)
     assert printed_losses(first) | printed_losses(second) == printed_losses(expected)
     assert "Training goes on after step 10" in second.splitlines()
@@ -46,7 +48,7 @@ def test_the_estimator_trains_as_step_3_and_goes_on(tmp_path):
         assert lines[-3].startswith("Predictions of the first images: ")
         assert lines[-1] == "Program ran successfully"
     assert len(os.listdir(tmp_path / "model" / "checkpoints")) == 4
-    assert "another model" not in run(ESTIMATOR, "--dataset", "mnist", code=1)
+    assert "another model" not in run_here(ESTIMATOR, "--dataset", "mnist", code=1)
 
 
 ERRORS = [

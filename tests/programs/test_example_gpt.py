@@ -4,8 +4,6 @@ import json
 import math
 import re
 import signal
-import subprocess
-import sys
 import time
 
 import jax
@@ -17,7 +15,7 @@ import pytest
 from examples import gpt
 from ipu_pipeline import engine
 from tests.support import models
-from tests.support.programs import ROOT, Started, environment, run
+from tests.support.programs import ROOT, begin, run
 
 PROGRAM = "examples/gpt.py"
 SMALL = ["--layers", "1", "2", "--width", "8", "--heads", "2", "--context", "12", "--batch", "2"]
@@ -289,11 +287,11 @@ def test_as_a_program(tmp_path):
     """In an empty folder, from nothing but the file."""
     program = tmp_path / "gpt.py"
     program.write_bytes((ROOT / PROGRAM).read_bytes())
-    output = run(program, *SMALL, "--steps", "10", "--sample", "5").splitlines()
+    output = run(program, *SMALL, "--steps", "10", "--sample", "5", as_tests=True).splitlines()
     assert re.fullmatch(r"\d,\d{3} parameters in 2 stages; [\d,]+ characters to train on, .*", output[0])
     assert [line.partition(":")[0] for line in output[1:3]] == ["Step 5", "Step 10"]
     assert re.fullmatch(r"Done: 10 steps, held-out loss \d\.\d{4}", output[-1])
-    errors = run(program, *SMALL, "--rate", "1e30", code=1)
+    errors = run(program, *SMALL, "--rate", "1e30", code=1, as_tests=True)
     assert re.fullmatch(r"Error: The loss of step \d is nan; try a lower --rate\.\n", errors)
 
 
@@ -310,14 +308,8 @@ def test_ctrl_c_while_losses_are_waited_for(monkeypatch):
 
 @pytest.mark.thorough
 def test_ctrl_c_ends_with_a_line(tmp_path):
-    process = Started(
-        [sys.executable, ROOT / PROGRAM, *SMALL, "--steps", "1000000", "--dtype", "bfloat16"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=tmp_path,
-        env={**environment(), "PYTHONPATH": str(ROOT)},
-    )
+    options = ("--steps", "1000000", "--dtype", "bfloat16")
+    process = begin(ROOT / PROGRAM, *SMALL, *options, folder=tmp_path)
     for line in process.stdout:
         if line.startswith("Step 5:"):
             break

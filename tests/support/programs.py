@@ -85,6 +85,18 @@ class Started(subprocess.Popen):
         _left.append(self)
 
 
+def begin(*arguments, as_tests=True, folder=ROOT, output=subprocess.PIPE, **variables):
+    """Starts Python as `start` does, and goes on."""
+    return Started(
+        [sys.executable, *map(str, arguments)],
+        stdout=output,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+        env={**environment(as_tests), "PYTHONPATH": str(ROOT), **variables},
+    )
+
+
 def end_what_is_left():
     while _left:
         with _left.pop() as process:
