@@ -7,18 +7,16 @@ import importlib
 import sys
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import orbax.checkpoint  # noqa: F401  # by the package, at its first checkpoint; not while a name is away
 import pytest
 
 from ipu_pipeline.ground import jax_compat, jax_processes
+from tests.checkpointing.written_before.write import as_numbers
 from tests.test_rooms import rooms
 
 NAMES = tuple(jax_compat.NAMES)
 assert jax_processes.__name__ in sys.modules  # whose names are among them
-UPDATES, MICRO_BATCHES = 2, 4
 
 
 @contextlib.contextmanager
@@ -62,54 +60,22 @@ def without(*paths):
         sys.modules.update(known)
 
 
-def compile_training(ipu):
-    """A small program on two devices with random keys, Adam, and a data set that stands somewhere."""
-    rng = np.random.default_rng(0)
-    elements = rng.normal(size=(2 * UPDATES * MICRO_BATCHES, 4, 5)).astype(np.float32)
-    infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(elements)
-    outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
-
-    def first(x):
-        return ipu.layers.Dropout(0.3)(jnp.tanh(x @ ipu.get_variable("first", (5, 6)))), x
-
-    def last(h, x):
-        return jnp.mean((h @ ipu.get_variable("last", (6, 5)) - x) ** 2)
-
-    def model():
-        return ipu.pipelining_ops.pipeline(
-            [first, last],
-            gradient_accumulation_count=MICRO_BATCHES,
-            repeat_count=UPDATES,
-            infeed_queue=infeed,
-            outfeed_queue=outfeed,
-            optimizer_function=lambda loss: ipu.pipelining_ops.OptimizerFunctionOutput(
-                optax.adam(0.01), loss
-            ),
-            outfeed_loss=True,
-        )
-
-    with ipu.scopes.ipu_scope("/device:IPU:0"):
-        return infeed.initializer, outfeed, ipu.ipu_compiler.compile(model)
-
-
 def train(import_module, directory):
     """Losses, variables and checkpoints of training whose second half is run again by another session."""
     ipu = import_module("ipu_pipeline")
-    start, outfeed, program = compile_training(ipu)
-    losses = []
+    training = import_module("tests.support.resumable").Training(repeat_count=2)
     with ipu.Session(seed=3) as session:
-        session.run([ipu.global_variables_initializer(), start, program])
-        losses.append(session.run(outfeed.dequeue()))
+        training.start(session)
+        losses = [training.run(session, 1)]
         session.save(directory)
         kept = session.take_snapshot()  # which shares memory with what goes on
-        session.run(program)
-        losses.append(session.run(outfeed.dequeue()))
+        losses.append(training.run(session, 1))
         variables = session.variables
     with ipu.Session(seed=4) as session:
         session.restore(directory)
         read = session.take_snapshot()
-        session.run([start, program])
-        np.testing.assert_array_equal(session.run(outfeed.dequeue()), losses[1])
+        training.start(session)
+        np.testing.assert_array_equal(training.run(session, 1), losses[1])
         jax.tree.map(np.testing.assert_array_equal, session.variables, variables)
     ipu.config.reset_ipu_configuration()
     return [losses, variables, flat(kept.arrays()), flat(read.arrays())]
@@ -118,11 +84,6 @@ def train(import_module, directory):
 def flat(tree):
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path): as_numbers(leaf) for path, leaf in leaves}
-
-
-def as_numbers(array):
-    is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
-    return np.asarray(jax.random.key_data(array) if is_key else array)
 
 
 @pytest.fixture(scope="module")

@@ -14,10 +14,11 @@ ROOT = Path(__file__).parents[2]
 READ_AT_IMPORT = ("JAX_", "PYTHON")
 
 _SERVER = """
-import json, os, signal, sys
+import gc, json, os, signal, sys
 import jax, jax.numpy, numpy, optax, ipu_pipeline
 for name in dir(ipu_pipeline):
     getattr(ipu_pipeline, name)
+gc.freeze()  # a child looks for garbage among its own
 for line in sys.stdin:
     code, folder, variables, files = json.loads(line)
     child = os.fork()
