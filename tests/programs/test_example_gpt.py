@@ -79,18 +79,16 @@ LAYOUT_2X2X2 = {"num_replicas": 2, "tensor_parallel": engine.TensorParallel(2, g
 
 
 @pytest.mark.parametrize(
-    ("dtype", "layers", "options", "steps", "tolerance"),
-    [
-        ("float64", (1, 1, 1, 1), {}, 40, 1e-12),
-        pytest.param("float64", (1, 2), LAYOUT_2X2X2, 40, 1e-12, marks=pytest.mark.thorough),
-        pytest.param("float32", (2, 1, 1, 1), {}, 50, 1e-4, marks=pytest.mark.thorough),
-    ],
-    ids=["float64", "divided", "float32"],
+    ("layers", "options"),
+    [((1, 1, 1, 1), {}), pytest.param((1, 2), LAYOUT_2X2X2, marks=pytest.mark.thorough)],
+    ids=["stages", "divided"],
 )
-def test_training_equals_plain_jax(dtype, layers, options, steps, tolerance, short_text):
-    with jax.enable_x64(dtype == "float64"):
+def test_training_equals_plain_jax(layers, options, short_text):
+    steps = 40
+    with jax.enable_x64(True):
         text = gpt.Text(short_text, context=12)
-        config, optimizer = make_config(text, dtype, layers=layers), gpt.make_optimizer(1e-2, steps, dtype)
+        config = make_config(text, "float64", layers=layers)
+        optimizer = gpt.make_optimizer(1e-2, steps, "float64")
 
         def batches(step):
             count = 2 * options.get("num_replicas", 1)
@@ -110,12 +108,11 @@ def test_training_equals_plain_jax(dtype, layers, options, steps, tolerance, sho
         for step in range(1, steps + 1):
             state, outputs = trainer.step(state, batches(step))
             own, opt_state, losses = plain_step(own, opt_state, step)
-            models.assert_trees_close(tuple(np.ravel(outputs.losses)), losses, tolerance)
+            models.assert_trees_close(tuple(np.ravel(outputs.losses)), losses, 1e-12)
             means.append(np.mean(losses))
-        models.assert_trees_close(trainer.parameters(state), assemble(own), tolerance)
-        assert state.variables["characters"].dtype == dtype
-        if steps >= 40:  # it did learn something
-            assert np.mean(means[-10:]) < np.mean(means[:10]) - 0.5
+        models.assert_trees_close(trainer.parameters(state), assemble(own), 1e-12)
+        assert state.variables["characters"].dtype == "float64"
+        assert np.mean(means[-10:]) < np.mean(means[:10]) - 0.5  # it did learn something
         if options:  # each device has half of a block
             for name, variable in state.variables.items():
                 whole, part = variable.shape, variable.addressable_shards[0].data.shape
