@@ -33,8 +33,9 @@ def assert_is_what_the_example_prints(printed):
         assert abs(float(actual) - float(written)) < 0.01  # the last digits are the machine's
 
 
-def test_example(tmp_path):
-    assert_is_what_the_example_prints(run_each({"readme": example()}, tmp_path, as_tests=True)["readme"])
+@pytest.mark.parametrize("as_tests", AS_TESTS)
+def test_example(as_tests, tmp_path):
+    assert_is_what_the_example_prints(run_each({"readme": example()}, tmp_path, as_tests)["readme"])
     assert list((tmp_path / "readme" / "cache").iterdir())
 
 

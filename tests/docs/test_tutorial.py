@@ -97,11 +97,16 @@ VARIED = (
 @pytest.mark.parametrize(
     ("command", "expected", "begin"),
     [
-        # Each program with one choice of arguments; with others in `make thorough`, as a reader does it.
-        pytest.param(*pair, start, id=pair[0], marks=pytest.mark.thorough)
-        if pair[0].endswith(VARIED)
-        else pytest.param(*pair, start_forked, id=pair[0])
-        for pair in find_commands(FENCES)
+        # Each program with one choice of arguments; with all, as a reader does it, in `make thorough`.
+        *(
+            pytest.param(*pair, start_forked, id=pair[0])
+            for pair in find_commands(FENCES)
+            if not pair[0].endswith(VARIED)
+        ),
+        *(
+            pytest.param(*pair, start, id=f"{pair[0]}, as a reader", marks=pytest.mark.thorough)
+            for pair in find_commands(FENCES)
+        ),
     ],
 )
 def test_commands(command, expected, begin):

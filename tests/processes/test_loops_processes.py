@@ -193,7 +193,7 @@ def start_and_check(tmp_path, num_processes, cases, failing=()):
 
 def test_replicas_in_two_processes(tmp_path):
     """Where data failed in one process, the others went on with the step, and waited for ever."""
-    start_and_check(tmp_path, 2, ["replicas"], [(False, True), (True, False)])
+    start_and_check(tmp_path, 2, ["replicas"], [(False, True), (True, False), (True, True)])
 
 
 @pytest.mark.thorough

@@ -61,7 +61,7 @@ def uninterrupted(tmp_path_factory):
     ("name", "code"), [("SIGTERM", 143), pytest.param("SIGINT", 130, marks=pytest.mark.thorough)]
 )
 def test_a_signal_ends_training_after_the_update_and_a_killed_one_goes_on(
-    name, code, tmp_path, uninterrupted
+    name, code, tmp_path, uninterrupted, caplog
 ):
     """The restart after the signal is killed once there is another checkpoint; the next one ends."""
     process = start(tmp_path, 400, "every=400", "pause=1", "loop=8")
@@ -76,8 +76,12 @@ def test_a_signal_ends_training_after_the_update_and_a_killed_one_goes_on(
     process = start(tmp_path, 120, "pause=1")
     wait_for_checkpoint(process, tmp_path, step)
     process.kill()
-    assert f"Training goes on from step {step}" in process.communicate()[1]
-    make_estimator(tmp_path).train(input_fn, max_steps=120)
+    _out, errors = finish(process, -signal.SIGKILL)
+    assert f"Training goes on from step {step}" in errors
+    assert "Traceback" not in errors
+    with caplog.at_level("INFO", "ipu_pipeline"):
+        make_estimator(tmp_path).train(input_fn, max_steps=120)
+    assert int(re.search(r"Training goes on from step (\d+)", caplog.text)[1]) > step
     assert_same_variables(make_estimator(tmp_path), uninterrupted(120))
 
 

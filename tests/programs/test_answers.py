@@ -23,6 +23,7 @@ from tests.support.programs import (
     printed_losses,
     record,
     run,
+    start_forked,
 )
 
 ELAPSED = r"Elapsed \d+\.\d\d s, [\d,]+ samples/sec"
@@ -111,6 +112,15 @@ def test_arguments_and_errors():
         assert found == code, (options, told)
         told = told if code == 1 else " ".join(told.split())
         assert re.search(message, told), (options, told)
+    alone = start_forked(STEP4, *ERRORS[2][0])  # whose exit code is the process's own
+    assert (alone.returncode, "is out of order" in alone.stderr) == (1, True)
+
+
+@pytest.mark.thorough
+def test_a_repeat_count_that_needs_no_rounding():
+    result = start_forked(STEP1, *ONE_STEP, "--batches-to-accumulate", "1")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[1].startswith("Steps 1 x examples per step 544 (")
 
 
 def test_number_of_steps(capsys):
@@ -179,6 +189,7 @@ def plain_losses(start, mnist, seed):
     [
         (STEP1, ()),
         (STEP2, ()),
+        (STEP3, ("--schedule", "Sequential")),
         (STEP4, ("--schedule", "Interleaved", "--splits", "dense128", "dense64", "dense32")),
     ],
 )

@@ -24,11 +24,13 @@ from tests.programs.ported import (
     click_through_rate,
     custom_gradient,
     estimator_cnn,
+    inspecting_tensors,
     reinforcement_learning,
     resnet,
     sales_forecasting,
+    unet_industrial,
 )
-from tests.support import models
+from tests.support import front, models
 from tests.support.recurrent_formulas import plain_gru, plain_lstm
 
 
@@ -115,6 +117,63 @@ def make_updates(dataset, rates, count):
 
 
 # The programs
+
+
+def run_unet(argv):
+    """A run's variables and what the estimator did last, and a plain loop's losses and variables."""
+    args = unet_industrial.parse_args(argv)
+    estimator, results = unet_industrial.run(args)
+    names = [name for name in estimator.get_variable_names() if name != "global_step"]
+    variables = {name: estimator.get_variable_value(name) for name in names}
+    program = compile_spec(ipu.ModeKeys.TRAIN, estimator.params)
+    count = args.gradient_accumulation_count
+    rates = [args.learning_rate] * (estimator.get_variable_value("global_step") // count)
+    dataset = unet_industrial.training_input_fn(estimator.params)()
+    start, updates = initial_variables(program, args.seed), make_updates(dataset, rates, count)
+
+    def make_optimizer(rate):
+        return optax.rmsprop(rate, decay=0.9, eps=1e-10, initial_scale=1.0)
+
+    expected = plain_loop(program, start, updates, make_optimizer, is_mean=True)
+    return variables, results, expected
+
+
+def compile_spec(mode, params):
+    """What an estimator compiles."""
+    spec = unet_industrial.model_fn(mode, params)
+    return front.compile_program(
+        lambda: ipu.pipelining_ops.pipeline(
+            spec.computational_stages,
+            gradient_accumulation_count=spec.gradient_accumulation_count,
+            infeed_queue=ipu.ipu_infeed_queue.IPUInfeedQueue(unet_industrial.eval_input_fn(params)),
+            outfeed_queue=ipu.ipu_outfeed_queue.IPUOutfeedQueue(),
+            optimizer_function=spec.optimizer_function if mode == ipu.ModeKeys.TRAIN else None,
+        )
+    )
+
+
+def assert_evaluated(argv, variables, metrics):
+    params = vars(unet_industrial.parse_args(argv))
+    program = compile_spec(ipu.ModeKeys.EVAL, params)
+    expected = plain_outputs(program, variables, unet_industrial.eval_input_fn(params))
+    np.testing.assert_allclose([metrics["loss"], metrics["dice"]], expected.mean(axis=0), rtol=1e-5)
+
+
+@pytest.mark.thorough
+def test_unet_goes_on_evaluates_and_predicts(tmp_path):
+    """Skip connections cross stages; an estimator trains."""
+    argv = ["--steps", "16", "--base-filters", "8", "--model-dir", str(tmp_path)]
+    unet_industrial.main([*argv, "--exec-mode", "train"])
+    variables, metrics, (losses, expected) = run_unet(argv)
+    assert len(losses) == 32
+    assert losses[-8:].mean() < 0.95 * losses[:8].mean()
+    models.assert_trees_close(variables, expected)
+    assert_evaluated(argv, variables, metrics)
+    _estimator, masks = unet_industrial.run(unet_industrial.parse_args([*argv, "--exec-mode", "predict"]))
+    params = vars(unet_industrial.parse_args(argv))
+    program = compile_spec(ipu.ModeKeys.PREDICT, params)
+    expected = plain_outputs(program, variables, unet_industrial.eval_input_fn(params))
+    np.testing.assert_allclose(masks, expected.reshape(masks.shape), rtol=1e-5)
 
 
 def run_bert(argv):
@@ -287,7 +346,10 @@ def test_estimator_of_a_net(tmp_path):
 
 
 def test_custom_gradient():
-    with pytest.warns(UserWarning, match="has no effect"):
+    with (
+        pytest.warns(UserWarning, match="move_variable_initialization_to_cpu has no effect"),
+        pytest.warns(UserWarning, match="max_cross_replica_sum_buffer_size has no effect"),
+    ):
         plain, custom = custom_gradient.train(20)
     inputs, targets = jnp.asarray(custom_gradient.INPUTS), jnp.asarray(custom_gradient.TARGETS)
 
@@ -488,3 +550,62 @@ def test_reinforcement_learning(dtype, tolerance):
     models.assert_trees_close(widen(found["loss"]), losses, tolerance)
     models.assert_trees_close(widen(totals), losses[:, 0].reshape(opts.steps, -1).sum(1), tolerance)
     models.assert_trees_close(widen(after), jax.tree.map(np.asarray, variables), tolerance)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("arguments", "activation_names", "gradient_names"),
+    [
+        ("", {"dense1", "dense3"}, {"dense1/kernel", "dense1/bias", "dense2/kernel", "dense2/bias"}),
+        (
+            "--outfeed-pre-accumulated-gradients --activation-filters dense2 --gradient-filters kernel",
+            {"dense2", "dense3"},
+            {"dense1/kernel", "dense2/kernel", "dense3/kernel"},
+        ),
+    ],
+    ids=["of_updates", "of_micro_batches"],
+)
+def test_inspecting_tensors(arguments, activation_names, gradient_names):
+    """What the filters keep: each micro-batch's activations, its gradients or an update's sums of them."""
+    opts = inspecting_tensors.parse_args([*arguments.split(), "--steps", "2", "--sizes", "32", "16"])
+    losses, found, variables, after = inspecting_tensors.train(opts)
+
+    @jax.jit
+    def step(variables, images, labels):
+        def loss_of(variables):
+            x, activations = images.reshape(len(images), -1), {}
+            for name in ("dense1", "dense2", "dense3"):
+                x = x @ variables[f"FCModel/{name}/kernel"] + variables[f"FCModel/{name}/bias"]
+                activations[name] = x = x if name == "dense3" else jnp.maximum(x, 0)
+            log_probabilities = x - jnp.log(jnp.sum(jnp.exp(x), axis=-1, keepdims=True))
+            return -jnp.mean(log_probabilities[np.arange(len(labels)), labels]), activations
+
+        return jax.value_and_grad(loss_of, has_aux=True)(variables)
+
+    data, rate, expected_losses = iter(inspecting_tensors.create_dataset(opts)), np.float32(0.02), []
+    for activations, gradients, summary in found:
+        all_activations, all_gradients = [], []
+        for _update in range(opts.repeat_count):
+            made = [step(variables, *next(data)) for _number in range(opts.gradient_accumulation_count)]
+            expected_losses += [loss for (loss, _activations), _gradient in made]
+            all_activations += [computed for (_loss, computed), _gradient in made]
+            of_each = [gradient for _found, gradient in made]
+            total = jax.tree.map(lambda *leaves: sum(leaves), *of_each)
+            all_gradients += of_each if opts.outfeed_pre_accumulated_gradients else [total]
+            variables = jax.tree.map(lambda w, g: w - rate * g, variables, total)
+        expected = jax.tree.map(lambda *leaves: np.stack(leaves), *all_activations)
+        expected = {name: expected[name] for name in activation_names}
+        models.assert_trees_close(activations, expected)
+        of_all = jax.tree.map(lambda *leaves: np.stack(leaves), *all_gradients)
+        of_all = {name: of_all[name] for name in (f"FCModel/{short}" for short in gradient_names)}
+        models.assert_trees_close(gradients, of_all)
+        assert summary.keys() == {**expected, **of_all}.keys()
+        for name, value in {**expected, **of_all}.items():
+            *numbers, has_nans, has_infinities = summary[name]
+            assert not has_nans
+            assert not has_infinities
+            wanted = [value.mean(), value.std(), value.min(), value.max()]
+            models.assert_trees_close(np.array(numbers), np.array(wanted, np.float64))
+    assert losses[-8:].mean() < losses[:8].mean()
+    models.assert_trees_close(losses, np.array(expected_losses))
+    models.assert_trees_close(after, jax.tree.map(np.asarray, variables))

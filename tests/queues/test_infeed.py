@@ -160,6 +160,9 @@ def test_wrong_data_sets():
     with pytest.raises(ValueError, match="element 1 .*leaf of type ndarray; .*its dtype is <U4"):
         take_some(1)
     queue.delete()
+    assert queue.initializer
+    with pytest.raises(ValueError, match="`initializer` function can only be accessed once"):
+        assert queue.initializer
 
 
 def test_another_structure():

@@ -205,6 +205,7 @@ ALL, LAST = IPUOutfeedMode.ALL, IPUOutfeedMode.LAST
         (ALL, {"outfeed_loss": True, "repeat_count": 2}),
         (ALL, {"outfeed_loss": True, "accumulate_outfeed": True}),
         (ALL, {"device_mapping": [0, 0], "repeat_count": 2}),
+        (ALL, {"outfeed_loss": True, "replicated": True}),
         (LAST, {"outfeed_loss": True, "replicated": True}),
     ],
 )
