@@ -117,10 +117,21 @@ def test_arguments_and_errors():
 
 
 @pytest.mark.thorough
-def test_a_repeat_count_that_needs_no_rounding():
-    result = start_forked(STEP1, *ONE_STEP, "--batches-to-accumulate", "1")
+@pytest.mark.parametrize(
+    ("program", "options", "message"),
+    [
+        (STEP1, [*ONE_STEP, "--batches-to-accumulate", "1"], r"\nSteps 1 x examples per step 544 \("),
+        (
+            STEP4,  # three stages, with one IPU idle
+            ["--splits", "dense128", "dense32", "--auto-round-num-ipus", *ONE_STEP[:4]],
+            "\nProgram ran successfully\n$",
+        ),
+    ],
+)
+def test_arguments_in_a_process_of_their_own(program, options, message):
+    result = start_forked(program, *options)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.splitlines()[1].startswith("Steps 1 x examples per step 544 (")
+    assert re.search(message, result.stdout), result.stdout
 
 
 def test_number_of_steps(capsys):

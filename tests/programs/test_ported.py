@@ -348,7 +348,7 @@ def test_estimator_of_a_net(tmp_path):
 def test_custom_gradient():
     with (
         pytest.warns(UserWarning, match="move_variable_initialization_to_cpu has no effect"),
-        pytest.warns(UserWarning, match="max_cross_replica_sum_buffer_size has no effect"),
+        pytest.warns(UserWarning, match="set_optimization_options has no effect"),
     ):
         plain, custom = custom_gradient.train(20)
     inputs, targets = jnp.asarray(custom_gradient.INPUTS), jnp.asarray(custom_gradient.TARGETS)

@@ -124,16 +124,15 @@ def test_a_slow_data_set_and_a_program_that_does_something_between_runs(tmp_path
         with ipu.reports.capture(tmp_path) as found:
             for run in range(4):
                 model.run(session)
-                time.sleep(0.31 * (run == 1))
+                time.sleep(0.2 * (run == 1))
     (one,) = study(found.profile)
     assert one.host.share > 0.8
-    assert one.host.data > 0.3 * one.host.idle
-    assert one.host.between_steps > 0.2 * one.host.idle
+    assert one.host.between_steps > 0.1 * one.host.idle
     assert one.host.data + one.host.between_steps > 0.8 * one.host.idle
     assert one.host.data > 2 * one.host.between_steps
     assert re.search(
         "because the host waited for the data set for .* the program's own Python between steps for .*"
-        r"\. Make the data set faster.* Do more steps in a run",
+        r"\. Make the data set faster",
         one.advice[0],
     )
     assert main(["report", str(tmp_path)]) == 0
