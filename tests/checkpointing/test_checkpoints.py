@@ -21,8 +21,40 @@ from ipu_pipeline.checkpointing.checkpoints import CheckpointSeries, read_checkp
 from ipu_pipeline.errors import CheckpointError
 from ipu_pipeline.optimizers import GradientAccumulationOptimizerV2, LossScalingOptimizer
 from ipu_pipeline.pipelining_ops import PipelineSchedule
+from tests.checkpointing.written_before.write import as_numbers
+from tests.support.front import compile_program
 from tests.support.programs import start
 from tests.support.resumable import Batches, Inference, Training, assert_same, loss_of, make_stages
+
+
+@pytest.fixture(scope="module")
+def known():
+    """Programs that several tests use, by their number of stages; each session has its own variables."""
+    return {}
+
+
+@pytest.fixture
+def training_of(known):
+    """Makes a program of so many stages, or finds it."""
+
+    def find(num_stages):
+        if num_stages not in known:
+            known[num_stages] = Training(num_stages)
+        return known[num_stages]
+
+    return find
+
+
+@pytest.fixture
+def training(training_of):
+    return training_of(2)
+
+
+@pytest.fixture
+def alone(known):
+    """No program of another test is there, which a checkpoint might fit."""
+    known.clear()
+    gc.collect()
 
 
 @pytest.fixture(scope="module")
@@ -38,41 +70,61 @@ def trained(tmp_path_factory):
     return path, session, losses
 
 
-@pytest.mark.parametrize("schedule", PipelineSchedule)
-@pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
-@pytest.mark.each_value
-def test_training_goes_on_exactly_in_any_split(trained, num_stages, schedule):
-    path, expected, losses = trained
-    training = Training(num_stages, pipeline_schedule=schedule)
+@pytest.fixture
+def path(trained):
+    return trained[0]
+
+
+@pytest.fixture
+def expected(trained):
+    return trained[1]
+
+
+@pytest.fixture
+def snapshot(path):
+    return read_checkpoint(path)
+
+
+def go_on(path, training, updates=3, **options):
+    """A session that goes on from a checkpoint, and its losses."""
     with ipu.Session(seed=99) as session:
-        session.restore(path)
+        session.restore(path, **options)
         training.start(session)
-        found = training.run(session, 3)
+        return session, training.run(session, updates)
+
+
+def assert_close(one, other):
+    """The programs of other splits are compiled otherwise, which may change last bits."""
+    mine, theirs = one.variables, other.variables
+    assert mine.keys() == theirs.keys()
+    for name, value in mine.items():
+        assert np.linalg.norm(value - theirs[name]) <= 1e-5 * np.linalg.norm(theirs[name]), name
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "schedule"), [(1, "Grouped"), (2, "Grouped"), (3, "Sequential"), (4, "Interleaved")]
+)
+def test_training_goes_on_exactly_in_any_split(trained, num_stages, schedule, training_of):
+    path, expected, losses = trained
+    options = {"pipeline_schedule": PipelineSchedule[schedule]}
+    is_shared = schedule == "Grouped"
+    session, found = go_on(path, training_of(num_stages) if is_shared else Training(num_stages, **options))
     assert session.seed == 7
     assert session.update_count() == expected.update_count() == 6
-    # The programs of other splits are compiled otherwise, which may change last bits.
     np.testing.assert_allclose(found, losses, rtol=1e-5)
-    if num_stages == 2 and schedule is PipelineSchedule.Grouped:
+    if num_stages == 2:
         assert_same(session, expected)
-    for name, value in session.variables.items():
-        reference = expected.variables[name]
-        assert np.linalg.norm(value - reference) <= 1e-5 * np.linalg.norm(reference)
+    assert_close(session, expected)
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (4, 1), (3, 2)])
-def test_training_goes_on_from_any_split(before, after, trained, tmp_path):
-    _path, expected, _losses = trained
-    first, second = Training(before), Training(after)
-    with ipu.Session(seed=7) as session, ipu.Session() as other:
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (4, 1)])
+def test_training_goes_on_from_any_split(before, after, expected, training_of, tmp_path):
+    first = training_of(before)
+    with ipu.Session(seed=7) as session:
         first.start(session)
         first.run(session, 3)
         session.save(tmp_path / "checkpoint")
-        other.restore(tmp_path / "checkpoint")
-        second.start(other)
-        second.run(other, 3)
-    for name, value in other.variables.items():
-        reference = expected.variables[name]
-        assert np.linalg.norm(value - reference) <= 1e-5 * np.linalg.norm(reference)
+    assert_close(go_on(tmp_path / "checkpoint", training_of(after))[0], expected)
 
 
 def test_a_data_set_of_grain_goes_on_by_its_own_state(tmp_path):
@@ -82,23 +134,18 @@ def test_a_data_set_of_grain_goes_on_by_its_own_state(tmp_path):
         dataset = grain.MapDataset.range(40).shuffle(seed=3).repeat().map(lambda n: (data.x[n], data.y[n]))
         return Training(2, dataset=dataset.to_iter_dataset())
 
-    training, again = make(), make()
-    with ipu.Session() as session, ipu.Session() as other:
+    training = make()
+    with ipu.Session() as session:
         training.start(session)
         training.run(session, 13)
         session.save(tmp_path / "checkpoint")
         training.run(session, 3)
-        other.restore(tmp_path / "checkpoint")
-        again.start(other)
-        again.run(other, 3)
-        assert_same(session, other)
+    assert_same(session, go_on(tmp_path / "checkpoint", make())[0])
     (feed,) = read_document(tmp_path / "checkpoint")["feeds"]
     assert (feed["count"], feed["state_count"]) == (52, 48)
 
 
-def test_the_infeed_may_be_initialized_before(trained):
-    path, expected, _losses = trained
-    training = Training(2)
+def test_the_infeed_may_be_initialized_before(path, expected, training):
     with ipu.Session() as session:
         training.start(session)
         training.run(session, 1)  # from here nothing is left
@@ -107,13 +154,9 @@ def test_the_infeed_may_be_initialized_before(trained):
     assert_same(session, expected)
 
 
-def test_the_data_set_can_begin_anew(trained):
+def test_the_data_set_can_begin_anew(trained, training):
     path, _expected, losses = trained
-    training = Training(2)
-    with ipu.Session() as session:
-        session.restore(path, infeeds=False)
-        training.start(session)
-        found = training.run(session, 3)
+    _session, found = go_on(path, training, infeeds=False)
     assert not np.array_equal(found, losses)
 
 
@@ -131,9 +174,8 @@ with ipu.Session() as session:
 """
 
 
-def test_going_on_in_another_process(trained, tmp_path):
+def test_going_on_in_another_process(path, expected, tmp_path):
     """Which has as many devices as its programs need, though reading a checkpoint starts JAX."""
-    path, expected, _losses = trained
     result = start("-c", _RESUME, path, tmp_path / "found.npz", as_tests=True)
     assert result.returncode == 0, result.stderr
     found = np.load(tmp_path / "found.npz")
@@ -141,60 +183,49 @@ def test_going_on_in_another_process(trained, tmp_path):
         np.testing.assert_array_equal(found[name], value)
 
 
-def test_a_checkpoint_of_a_restored_session_is_the_same(trained, tmp_path):
-    path, expected, _losses = trained
+def test_a_checkpoint_of_a_restored_session_is_the_same(path, expected, training, tmp_path):
     with ipu.Session() as session:
         session.restore(path)
         session.save(tmp_path / "again")
     first, second = read_document(path), read_document(tmp_path / "again")
-    assert {key: value for key, value in first.items() if key != "files"} == {
-        key: value for key, value in second.items() if key != "files"
-    }
-    training = Training(2)
-    with ipu.Session() as session:
-        session.restore(tmp_path / "again")
-        training.start(session)
-        training.run(session, 3)
-    assert_same(session, expected)
+    assert {**first, "files": None} == {**second, "files": None}
+    assert_same(go_on(tmp_path / "again", training)[0], expected)
 
 
-def test_the_session_goes_on_after_it_was_saved(tmp_path):
-    training, unsaved = Training(2), Training(2)
-    with ipu.Session(seed=7) as session, ipu.Session(seed=7) as other:
+def test_the_session_goes_on_after_it_was_saved_and_closed(expected, training, tmp_path):
+    path = tmp_path / "same path"
+    with ipu.Session(seed=7) as session:
         training.start(session)
-        unsaved.start(other)
-        for number in range(3):
+        for number in range(6):
             training.run(session, 1)
-            session.save(tmp_path / "same path")
-            assert (
-                read_document(tmp_path / "same path")["pipelines"]["Pipeline"]["update_count"] == number + 1
-            )
-        unsaved.run(other, 3)
-        assert_same(session, other)
+            session.save(path)
+            assert read_document(path)["pipelines"]["Pipeline"]["update_count"] == number + 1
+    with ipu.Session(seed=7) as unsaved:
+        training.start(unsaved)
+        training.run(unsaved, 6)
+    assert_same(session, unsaved)
+    assert_same(session, expected)
     assert os.listdir(tmp_path) == ["same path"]
+    session.save(path)
+    assert [feed["count"] for feed in read_document(path)["feeds"]] == [24]
 
 
-def test_training_as_inference_and_back(trained, tmp_path):
-    path, _session, _losses = trained
-    inference, training = Inference(2), Training(1)
+def test_training_as_inference_and_back(path, training_of, tmp_path):
+    inference, one_stage, training = Inference(2), Inference(1), training_of(1)
     with ipu.Session() as session, ipu.Session() as other:
         session.restore(path)
         training.start(other)
         other.restore(path)
         predictions = inference.run(session)
-        np.testing.assert_allclose(Inference(1).run(other), predictions, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(one_stage.run(other), predictions, rtol=1e-5, atol=1e-6)
         session.save(tmp_path / "inference")
         other.restore(tmp_path / "inference")
         training.run(other, 1)
         assert other.update_count() == 4
-    fresh = Inference(1)
-    with ipu.Session(seed=1) as session, ipu.Session() as other:
-        fresh.run(session)
+    with ipu.Session(seed=1) as session:
+        one_stage.run(session)
         session.save(tmp_path / "untrained")
-        other.restore(tmp_path / "untrained")
-        training.start(other)
-        training.run(other, 1)
-        assert other.update_count() == 1
+    assert go_on(tmp_path / "untrained", training, 1)[0].update_count() == 1
 
 
 OPTIMIZERS = {
@@ -202,6 +233,7 @@ OPTIMIZERS = {
     "global norm": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2)),
     "schedule": lambda: optax.adam(optax.linear_schedule(1e-2, 1e-3, 5)),
     "multi steps": lambda: optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(),
+    "random keys": lambda: optax.chain(optax.add_noise(0.1, 0.5, 3), optax.sgd(0.01)),
     "loss scaling": lambda: LossScalingOptimizer(optax.adam(1e-2), initial_scale=2.0**4, growth_interval=2),
 }
 
@@ -218,18 +250,20 @@ def test_resuming_is_exact(optimizer, num_stages, tmp_path):
         training.start(session)
         training.run(session, 1)
         session.save(tmp_path / "checkpoint")
+        snapshot = session.take_snapshot()
         training.run(session, 2)
-    again = make()
-    with ipu.Session() as other:
-        other.restore(tmp_path / "checkpoint")
-        again.start(other)
-        again.run(other, 2)
+        session.save(tmp_path / "one")
+    again = make() if optimizer in ("random keys", "loss scaling") else training
+    other, _losses = go_on(tmp_path / "checkpoint", again, 2)
     assert_same(session, other)
     other.save(tmp_path / "other")
-    session.save(tmp_path / "one")
     one, two = read_checkpoint(tmp_path / "one"), read_checkpoint(tmp_path / "other")
-    jax.tree.map(np.testing.assert_array_equal, one.arrays(), two.arrays())
+    arrays = (jax.tree.map(as_numbers, each.arrays()) for each in (one, two))
+    jax.tree.map(np.testing.assert_array_equal, *arrays)
     assert one.document() == two.document()
+    CheckpointSeries(tmp_path / "series").save(1, snapshot)
+    at_once, later = (read_document(tmp_path / name)["pipelines"] for name in ("checkpoint", "series/1"))
+    assert at_once == later
 
 
 def test_float64_and_low_precision_variables(tmp_path):
@@ -244,15 +278,11 @@ def test_float64_and_low_precision_variables(tmp_path):
         return total + jnp.sum(empty)
 
     outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
-    with ipu.scopes.ipu_scope("/device:IPU:0"):
-        program = ipu.ipu_compiler.compile(
-            lambda: ipu.pipelining_ops.pipeline(
-                [stage],
-                gradient_accumulation_count=1,
-                inputs=[np.ones(2, "float32")],
-                outfeed_queue=outfeed,
-            )
+    program = compile_program(
+        lambda: ipu.pipelining_ops.pipeline(
+            [stage], gradient_accumulation_count=1, inputs=[np.ones(2, "float32")], outfeed_queue=outfeed
         )
+    )
     with ipu.Session() as session, ipu.Session() as other:
         session.run(program)
         session.save(tmp_path / "checkpoint")
@@ -275,40 +305,36 @@ def loop_program(infeed, cut, count):
             loss = jnp.mean(x**2) + jnp.mean(y)
             return GradientAccumulationOptimizerV2(optax.adam(1e-2), 4).minimize(loss)
 
-    with ipu.scopes.ipu_scope("/device:IPU:0"):
-        return ipu.ipu_compiler.compile(lambda: ipu.loops.repeat(count, body, [], infeed))
+    return compile_program(lambda: ipu.loops.repeat(count, body, [], infeed))
 
 
-@pytest.mark.parametrize(("cut", "cut_after"), [(False, False), (True, True), (True, False), (False, True)])
-def test_a_loop_in_the_middle_of_accumulating(cut, cut_after, tmp_path):
-    def start(cut, count):
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_loop_in_the_middle_of_accumulating(cut, tmp_path):
+    def start(session, cut):
         infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(Batches())
-        return infeed, loop_program(infeed, cut, count)
-
-    infeed, program = start(cut, 6)
-    with ipu.Session(seed=3) as session:
+        program = loop_program(infeed, cut, 6)
         session.run(infeed.initializer)
         session.run(program)
+        return program
+
+    with ipu.Session(seed=3) as session:
+        program = start(session, cut)
         session.save(tmp_path / "checkpoint")
         session.run(program)
     assert read_document(tmp_path / "checkpoint")["pipelines"]
-    infeed, program = start(cut_after, 6)
-    with ipu.Session() as other:
-        other.restore(tmp_path / "checkpoint")
-        other.run(infeed.initializer)
-        other.run(program)
-    if cut == cut_after:
-        assert_same(session, other)
-    for name, value in other.variables.items():
-        reference = session.variables[name]
-        assert np.linalg.norm(value - reference) <= 1e-5 * np.linalg.norm(reference)
+    for cut_after in (cut, not cut):
+        with ipu.Session() as other:
+            other.restore(tmp_path / "checkpoint")
+            start(other, cut_after)
+        if cut == cut_after:
+            assert_same(session, other)
+        assert_close(other, session)
 
 
 # What does not fit.
 
 
-def test_another_model_is_refused_with_what_differs(trained):
-    path, _session, _losses = trained
+def test_another_model_is_refused_with_what_differs(path, alone):
     training = Training(2, width=8)
     with ipu.Session() as session:
         training.start(session)
@@ -316,8 +342,7 @@ def test_another_model_is_refused_with_what_differs(trained):
         before = session.variables
         with pytest.raises(CheckpointError) as raised:
             session.restore(path)
-        for name, value in session.variables.items():
-            np.testing.assert_array_equal(value, before[name])
+        jax.tree.map(np.testing.assert_array_equal, session.variables, before)
         training.run(session, 1)
     text = str(raised.value)
     assert f"The checkpoint {path} is not of this model." in text
@@ -339,19 +364,14 @@ def extended(names, extra_stage=False):
         stages = [stage]
     outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
     data = Batches()
-    with ipu.scopes.ipu_scope("/device:IPU:0"):
-        return ipu.ipu_compiler.compile(
-            lambda: ipu.pipelining_ops.pipeline(
-                stages,
-                gradient_accumulation_count=1,
-                inputs=[data.x[0], data.y[0]],
-                outfeed_queue=outfeed,
-            )
+    return compile_program(
+        lambda: ipu.pipelining_ops.pipeline(
+            stages, gradient_accumulation_count=1, inputs=[data.x[0], data.y[0]], outfeed_queue=outfeed
         )
+    )
 
 
-def test_missing_and_extra_variables_are_listed(trained, tmp_path):
-    path, _session, _losses = trained
+def test_missing_and_extra_variables_are_listed(path, alone, tmp_path):
     more = extended(["new/one", "new/two"])
     with ipu.Session() as session:
         with pytest.raises(CheckpointError, match="missing in the checkpoint: new/one, new/two"):
@@ -363,16 +383,12 @@ def test_missing_and_extra_variables_are_listed(trained, tmp_path):
         session.save(tmp_path / "more")
     del more
     training = Training(2)
-    with ipu.Session() as session:
-        with pytest.raises(CheckpointError, match="extra in the checkpoint: new/one, new/two"):
-            session.restore(tmp_path / "more")
-        session.restore(tmp_path / "more", allow_partial=True)
-        training.start(session)
-        training.run(session, 1)
+    with pytest.raises(CheckpointError, match="extra in the checkpoint: new/one, new/two"):
+        go_on(tmp_path / "more", training)
+    go_on(tmp_path / "more", training, 1, allow_partial=True)
 
 
-def test_a_program_that_is_compiled_later_is_checked_when_it_runs(trained):
-    path, _session, _losses = trained
+def test_a_program_that_is_compiled_later_is_checked_when_it_runs(path, alone):
     with ipu.Session() as session:
         session.restore(path)
         program = extended(["new/one"])
@@ -382,10 +398,13 @@ def test_a_program_that_is_compiled_later_is_checked_when_it_runs(trained):
         wide.start(session)
         with pytest.raises(CheckpointError, match="of another shape or dtype"):
             wide.run(session, 1)
+        momentum = Training(2, optimizer=optax.sgd(0.1, momentum=0.9))
+        momentum.start(session)
+        with pytest.raises(ValueError, match="optimizer state of another structure"):
+            momentum.run(session, 1)
 
 
-def test_programs_of_another_model_do_not_matter(trained):
-    path, _session, _losses = trained
+def test_programs_of_another_model_do_not_matter(path, alone):
     others = extended(["elsewhere"], extra_stage=True), Inference(1, width=8)  # the second is outdated
     own = Inference(1)
     with ipu.Session() as session:
@@ -393,32 +412,17 @@ def test_programs_of_another_model_do_not_matter(trained):
     del others, own
 
 
-def test_optimizer_state_of_another_structure_is_refused(trained):
-    path, _session, _losses = trained
-    training = Training(2, optimizer=optax.sgd(0.1, momentum=0.9))
-    with ipu.Session() as session:
-        session.restore(path)
-        training.start(session)
-        with pytest.raises(ValueError, match="optimizer state of another structure"):
-            training.run(session, 1)
-
-
-def test_a_data_set_that_is_shorter_than_the_position(trained):
-    path, _session, _losses = trained
+def test_a_data_set_that_is_shorter_than_the_position(path):
     data = Batches()
     training = Training(2, dataset=[(data.x[0], data.y[0])] * 5)
-    with ipu.Session() as session:
-        session.restore(path)
-        training.start(session)
-        with pytest.raises(CheckpointError, match="ended after 5 elements. They were to go on after 12"):
-            training.run(session, 1)
+    with pytest.raises(CheckpointError, match="ended after 5 elements. They were to go on after 12"):
+        go_on(path, training, 1)
 
 
 # What cannot be read or written.
 
 
-def test_wrong_paths(tmp_path, trained):
-    path, _session, _losses = trained
+def test_wrong_paths(tmp_path, path):
     session = ipu.Session()
     with pytest.raises(CheckpointError, match="There is no checkpoint at"):
         session.restore(tmp_path / "nowhere")
@@ -442,8 +446,7 @@ def files_of(path):
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "removed"])
-def test_every_damaged_file_is_named(trained, damage, tmp_path):
-    path, _session, _losses = trained
+def test_every_damaged_file_is_named(path, damage, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(path, copy)
     read_checkpoint(copy)
@@ -470,8 +473,8 @@ def rewritten(path, **changes):
     (path / checkpoints.DOCUMENT).write_text(json.dumps(document))
 
 
-def test_other_formats(trained, tmp_path):
-    shutil.copytree(trained[0], tmp_path / "copy")
+def test_other_formats(path, tmp_path):
+    shutil.copytree(path, tmp_path / "copy")
     rewritten(tmp_path / "copy", version=2)
     with pytest.raises(CheckpointError, match="has version 2 of the format; this library reads version 1"):
         read_checkpoint(tmp_path / "copy")
@@ -480,8 +483,7 @@ def test_other_formats(trained, tmp_path):
         read_checkpoint(tmp_path / "copy")
 
 
-def test_what_was_there_stays_when_a_save_fails(trained, tmp_path, monkeypatch):
-    path, _expected, _losses = trained
+def test_what_was_there_stays_when_a_save_fails(path, tmp_path, monkeypatch):
     shutil.copytree(path, tmp_path / "checkpoint")
 
     def fail(*_arguments):
@@ -502,26 +504,25 @@ def test_what_was_there_stays_when_a_save_fails(trained, tmp_path, monkeypatch):
 # Series.
 
 
-def make_series(directory, trained, steps, **options):
+def make_series(directory, snapshot, steps, **options):
     series = CheckpointSeries(directory, **options)
-    snapshot = read_checkpoint(trained[0])
     for step in steps:
         series.start_saving(step, snapshot)
     series.wait()
     return series
 
 
-def test_the_oldest_ones_are_deleted(tmp_path, trained):
-    series = make_series(tmp_path / "series", trained, [10, 20, 30, 5_000], max_to_keep=2)
+def test_the_oldest_ones_are_deleted(tmp_path, snapshot):
+    series = make_series(tmp_path / "series", snapshot, [10, 20, 30, 5_000], max_to_keep=2)
     assert series.steps() == [30, 5_000]
     assert series.latest() == tmp_path / "series" / "5000"
-    assert make_series(tmp_path / "all", trained, [1, 2, 3]).steps() == [1, 2, 3]
+    assert make_series(tmp_path / "all", snapshot, [1, 2, 3]).steps() == [1, 2, 3]
     assert CheckpointSeries(tmp_path / "nowhere").steps() == []
     assert CheckpointSeries(tmp_path / "nowhere").read_latest() is None
 
 
-def test_the_newest_one_that_reads_is_found(tmp_path, trained):
-    series = make_series(tmp_path, trained, [10, 20, 30])
+def test_the_newest_one_that_reads_is_found(tmp_path, snapshot):
+    series = make_series(tmp_path, snapshot, [10, 20, 30])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert series.read_latest()[0] == 30
@@ -540,13 +541,13 @@ def test_the_newest_one_that_reads_is_found(tmp_path, trained):
     with pytest.warns(UserWarning, match="skipped"):
         assert series.read_latest(set_aside=True)[0] == 20
     assert series.steps() == [10, 20]
-    series = make_series(tmp_path, trained, [30])
+    series = make_series(tmp_path, snapshot, [30])
     assert series.read_latest()[0] == 30
     assert set(os.listdir(tmp_path)) == {"10", "20", "30", "unreadable-30-0", "unreadable-35-0"}
 
 
-def test_none_that_reads_is_refused(tmp_path, trained):
-    series = make_series(tmp_path, trained, [10, 20])
+def test_none_that_reads_is_refused(tmp_path, snapshot):
+    series = make_series(tmp_path, snapshot, [10, 20])
     (tmp_path / "10" / checkpoints.DOCUMENT).write_text("{")
     (tmp_path / "20" / checkpoints.DOCUMENT).unlink()
     with pytest.raises(
@@ -556,29 +557,29 @@ def test_none_that_reads_is_refused(tmp_path, trained):
     assert series.steps() == [10, 20]
 
 
-def test_what_was_never_complete_is_no_checkpoint(tmp_path, trained):
+def test_what_was_never_complete_is_no_checkpoint(tmp_path, snapshot):
     """A process that is killed while it writes its first one has lost nothing else."""
-    series = make_series(tmp_path, trained, [10])
+    series = make_series(tmp_path, snapshot, [10])
     (tmp_path / "10" / checkpoints.DOCUMENT).unlink()
     (tmp_path / "12.orbax-checkpoint-tmp").mkdir()
     (tmp_path / ".13.being-written-123").mkdir()
     with pytest.warns(UserWarning, match="were skipped, and there is no other one: .*10 is not complete"):
         assert series.read_latest(set_aside=True) is None
-    make_series(tmp_path, trained, [10])
+    make_series(tmp_path, snapshot, [10])
     assert os.listdir(tmp_path) == ["10"]
 
 
-def test_a_step_that_is_there_stays(tmp_path, trained):
-    series = make_series(tmp_path, trained, [10])
+def test_a_step_that_is_there_stays(tmp_path, snapshot):
+    series = make_series(tmp_path, snapshot, [10])
     before = (tmp_path / "10" / checkpoints.DOCUMENT).stat().st_mtime_ns
-    series.save(10, read_checkpoint(trained[0]))
+    series.save(10, snapshot)
     assert (tmp_path / "10" / checkpoints.DOCUMENT).stat().st_mtime_ns == before
     (tmp_path / "10" / checkpoints.DOCUMENT).unlink()
-    series.save(10, read_checkpoint(trained[0]))
+    series.save(10, snapshot)
     assert series.read_latest()[0] == 10
 
 
-def test_an_old_one_that_cannot_be_deleted_fails_nothing(tmp_path, trained, monkeypatch, caplog):
+def test_an_old_one_that_cannot_be_deleted_fails_nothing(tmp_path, snapshot, monkeypatch, caplog):
     delete = shutil.rmtree
 
     def refuse(path, ignore_errors=False):
@@ -587,23 +588,23 @@ def test_an_old_one_that_cannot_be_deleted_fails_nothing(tmp_path, trained, monk
         delete(path, ignore_errors)
 
     monkeypatch.setattr(shutil, "rmtree", refuse)
-    series = make_series(tmp_path, trained, [10, 20], max_to_keep=1)
+    series = make_series(tmp_path, snapshot, [10, 20], max_to_keep=1)
     assert series.steps() == [10, 20]
     assert series.read_latest()[0] == 20
     assert "could not be deleted: not permitted" in caplog.text
     assert "could not be saved" not in caplog.text
 
 
-def test_what_others_change_meanwhile(tmp_path, trained):
-    series = make_series(tmp_path / "series", trained, [10, 20])
+def test_what_others_change_meanwhile(tmp_path, snapshot):
+    series = make_series(tmp_path / "series", snapshot, [10, 20])
     shutil.rmtree(tmp_path / "series")
-    series.save(20, read_checkpoint(trained[0]))
+    series.save(20, snapshot)
     assert series.read_latest()[0] == 20
 
 
-def test_what_orbax_still_writes_after_ctrl_c_is_not_in_the_way(tmp_path, trained, monkeypatch):
+def test_what_orbax_still_writes_after_ctrl_c_is_not_in_the_way(tmp_path, snapshot, monkeypatch):
     """Its threads go on for a while after a save that was interrupted."""
-    snapshot, path = read_checkpoint(trained[0]), tmp_path / "checkpoint"
+    path = tmp_path / "checkpoint"
     original, begun = orbax.checkpoint.Checkpointer.save, []
 
     def save(self, directory, *arguments, **options):
@@ -625,9 +626,9 @@ def test_what_orbax_still_writes_after_ctrl_c_is_not_in_the_way(tmp_path, traine
 
 
 @pytest.mark.parametrize("num_times", [1, 3, 100])
-def test_others_who_look_while_a_checkpoint_is_replaced(tmp_path, trained, monkeypatch, num_times):
+def test_others_who_look_while_a_checkpoint_is_replaced(tmp_path, snapshot, monkeypatch, num_times):
     """They put the old one back, as its writer might have been killed just then."""
-    path, snapshot = tmp_path / "checkpoint", read_checkpoint(trained[0])
+    path = tmp_path / "checkpoint"
     checkpoints.write_checkpoint(path, snapshot)
     rename, left = pathlib.Path.rename, [num_times]
 
@@ -650,9 +651,9 @@ def test_others_who_look_while_a_checkpoint_is_replaced(tmp_path, trained, monke
     assert os.listdir(tmp_path) == ["checkpoint"]
 
 
-def test_killed_while_a_checkpoint_is_replaced(tmp_path, trained):
+def test_killed_while_a_checkpoint_is_replaced(tmp_path, path):
     """Between the two renamings the old one lies beside its place; whoever looks next puts it back."""
-    shutil.copytree(trained[0], tmp_path / ".checkpoint.being-replaced-123")
+    shutil.copytree(path, tmp_path / ".checkpoint.being-replaced-123")
     (tmp_path / ".checkpoint.being-written-123").mkdir()
     snapshot = read_checkpoint(tmp_path / "checkpoint")
     # What may be another process's is left to whoever writes.
@@ -660,59 +661,34 @@ def test_killed_while_a_checkpoint_is_replaced(tmp_path, trained):
     checkpoints.write_checkpoint(tmp_path / "checkpoint", snapshot)
     assert os.listdir(tmp_path) == ["checkpoint"]
     # One that was interrupted when all but deleting the old one was done.
-    shutil.copytree(trained[0], tmp_path / f".checkpoint.being-replaced-{os.getpid()}")
+    shutil.copytree(path, tmp_path / f".checkpoint.being-replaced-{os.getpid()}")
     checkpoints.write_checkpoint(tmp_path / "checkpoint", snapshot)
     assert os.listdir(tmp_path) == ["checkpoint"]
 
 
-def test_random_keys_in_the_optimizers_state(tmp_path):
-    def make():
-        return Training(2, optimizer=optax.chain(optax.add_noise(0.1, 0.5, 3), optax.sgd(0.01)))
-
-    training, again = make(), make()
-    with ipu.Session() as session, ipu.Session() as other:
-        training.start(session)
-        training.run(session, 2)
-        session.save(tmp_path / "checkpoint")
-        snapshot = session.take_snapshot()
-        training.run(session, 2)
-        other.restore(tmp_path / "checkpoint")
-        again.start(other)
-        again.run(other, 2)
-        assert_same(session, other)
-        CheckpointSeries(tmp_path / "series").save(1, snapshot)
-    assert (
-        read_document(tmp_path / "series" / "1")["pipelines"]
-        == read_document(tmp_path / "checkpoint")["pipelines"]
-    )
-
-
 def test_the_end_of_an_epoch(tmp_path):
     """Where the data had ended, the initializer begins them again; where not, they go on."""
+    data = Batches()
+    training = Training(2, dataset=[(data.x[number], data.y[number]) for number in range(10)])
 
-    def make():
-        data = Batches()
-        return Training(2, dataset=[(data.x[number], data.y[number]) for number in range(10)])
-
-    def epoch(session, training):
+    def epoch(session):
         training.start(session)
         with pytest.raises(ipu.errors.OutOfRangeError):
             training.run(session, 5)
 
-    at_once, before, after = make(), make(), make()
-    with ipu.Session() as session, ipu.Session() as first, ipu.Session() as second:
-        epoch(session, at_once)
-        epoch(session, at_once)
-        epoch(first, before)
+    with ipu.Session() as at_once:
+        epoch(at_once)
+        epoch(at_once)
+    with ipu.Session() as first, ipu.Session() as second:
+        epoch(first)
         first.save(tmp_path / "checkpoint")
         second.restore(tmp_path / "checkpoint")
-        epoch(second, after)
-        assert session.update_count() == second.update_count() == 4
-        assert_same(session, second)
+        epoch(second)
+    assert at_once.update_count() == second.update_count() == 4
+    assert_same(at_once, second)
 
 
-def test_a_data_set_that_fails_at_first_when_resumed(trained):
-    path, expected, _losses = trained
+def test_a_data_set_that_fails_at_first_when_resumed(path, expected):
     failures = [OSError("network")]
 
     class Failing(Batches):
@@ -733,20 +709,7 @@ def test_a_data_set_that_fails_at_first_when_resumed(trained):
     assert_same(session, expected)
 
 
-def test_a_closed_session_can_be_saved(trained, tmp_path):
-    path, _expected, _losses = trained
-    training = Training(2)
-    with ipu.Session() as session:
-        session.restore(path)
-        training.start(session)
-        training.run(session, 1)
-    session.save(tmp_path / "checkpoint")
-    assert [feed["count"] for feed in read_document(tmp_path / "checkpoint")["feeds"]] == [16]
-
-
-def test_loaded_values_are_saved_in_the_variables_dtype(trained, tmp_path):
-    _path, expected, _losses = trained
-    training = Training(2)
+def test_loaded_values_are_saved_in_the_variables_dtype(expected, training, tmp_path):
     with ipu.Session() as session:
         session.load({name: value.astype("float64") for name, value in expected.variables.items()})
         training.start(session)
@@ -755,10 +718,8 @@ def test_loaded_values_are_saved_in_the_variables_dtype(trained, tmp_path):
         session.restore(tmp_path / "checkpoint")
 
 
-def test_errors_are_reported_once_per_save_and_the_last_good_one_stays(
-    tmp_path, trained, monkeypatch, caplog
-):
-    series = make_series(tmp_path, trained, [10], max_to_keep=1)
+def test_errors_are_told_once_per_save_and_the_last_good_one_stays(tmp_path, snapshot, monkeypatch, caplog):
+    series = make_series(tmp_path, snapshot, [10], max_to_keep=1)
 
     def fail(*_arguments):
         raise OSError(28, "No space left on device")
@@ -766,22 +727,23 @@ def test_errors_are_reported_once_per_save_and_the_last_good_one_stays(
     with monkeypatch.context() as patch:
         patch.setattr(checkpoints, "_complete", fail)
         for step in (20, 30):
-            series.start_saving(step, read_checkpoint(trained[0]))
+            series.start_saving(step, snapshot)
             series.wait()
     assert [record.levelname for record in caplog.records] == ["ERROR", "ERROR"]
     assert "checkpoint of step 20" in caplog.messages[0]
     assert "No space left on device" in caplog.messages[0]
     assert f"the last good one is {tmp_path / '10'}" in caplog.messages[0]
     assert sorted(os.listdir(tmp_path)) == ["10"]
-    series.start_saving(30, read_checkpoint(trained[0]))
+    series.start_saving(30, snapshot)
     series.wait()
     assert series.read_latest()[0] == 30
     assert series.steps() == [30]
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])
-def test_a_snapshot_is_not_changed_by_what_runs_meanwhile(num_stages, tmp_path):
-    training = Training(num_stages, repeat_count=2)
+def test_a_snapshot_is_not_changed_by_what_runs_meanwhile(num_stages, training_of, tmp_path):
+    repeat_count = 2 if num_stages == 1 else 1
+    training = Training(1, repeat_count=2) if num_stages == 1 else training_of(num_stages)
     with ipu.Session(seed=7) as session:
         training.start(session)
         training.run(session, 1)
@@ -806,21 +768,20 @@ def test_a_snapshot_is_not_changed_by_what_runs_meanwhile(num_stages, tmp_path):
     for name, value in found.state.variables.items():
         np.testing.assert_array_equal(value, expected[name])
         assert not np.array_equal(value, session.variables[name])
-    assert found.feeds[0].position.count == 8
+    assert found.feeds[0].position.count == 4 * repeat_count
 
 
 def test_two_pipelines_on_one_infeed(tmp_path):
     """The position belongs to the infeed: whichever pipeline runs first goes there."""
+    infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(Batches())
+    initializer = infeed.initializer
 
-    def make(names):
-        infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(Batches())
+    def optimizer_function(prediction, y):
+        return ipu.pipelining_ops.OptimizerFunctionOutput(optax.sgd(0.1), loss_of(prediction, y))
 
-        def model(name):
-            def optimizer_function(prediction, y):
-                loss = loss_of(prediction, y)
-                return ipu.pipelining_ops.OptimizerFunctionOutput(optax.sgd(0.1), loss)
-
-            return lambda: ipu.pipelining_ops.pipeline(
+    def compile_one(name):
+        return compile_program(
+            lambda: ipu.pipelining_ops.pipeline(
                 make_stages(1),
                 gradient_accumulation_count=2,
                 infeed_queue=infeed,
@@ -829,50 +790,40 @@ def test_two_pipelines_on_one_infeed(tmp_path):
                 outfeed_loss=True,
                 name=name,
             )
+        )
 
-        with ipu.scopes.ipu_scope("/device:IPU:0"):
-            return infeed, [ipu.ipu_compiler.compile(model(name)) for name in names]
+    one, two = compile_one("one"), compile_one("two")
 
-    def run(session, programs, order):
-        for number in order:
-            session.run(programs[number])
+    def run(session, *programs):
+        for program in programs:
+            session.run(program)
 
-    infeed, programs = make(["one", "two"])
     with ipu.Session() as session:
-        session.run(infeed.initializer)
-        run(session, programs, [0, 1, 1])
+        run(session, initializer, one, two, two)
         session.save(tmp_path / "checkpoint")
-        run(session, programs, [1, 0, 1])
+        run(session, two, one, two)
     assert [feed["count"] for feed in read_document(tmp_path / "checkpoint")["feeds"]] == [6]
-    infeed, programs = make(["one", "two"])
     with ipu.Session() as other:
         other.restore(tmp_path / "checkpoint")
-        other.run(infeed.initializer)
-        run(other, programs, [1, 0, 1])
+        run(other, initializer, two, one, two)
         assert infeed.position.count == 12
     assert_same(session, other)
 
 
-def test_the_kind_of_random_keys_is_kept(tmp_path):
-    training = Training(1)
+def test_the_kind_of_random_keys_is_kept(training_of, tmp_path):
+    training = training_of(1)
     with jax.default_prng_impl("rbg"), ipu.Session(seed=4) as session:
         training.start(session)
         training.run(session, 1)
         session.save(tmp_path / "checkpoint")
         training.run(session, 1)
-    again = Training(1)
-    with ipu.Session() as other:
-        other.restore(tmp_path / "checkpoint")
-        again.start(other)
-        again.run(other, 1)
-    assert_same(session, other)
+    assert_same(session, go_on(tmp_path / "checkpoint", training, 1)[0])
 
 
 # Links, odd entries, and others at work.
 
 
-def test_a_link_stays_a_link(tmp_path, trained):
-    snapshot = read_checkpoint(trained[0])
+def test_a_link_stays_a_link(tmp_path, snapshot):
     (tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "disk" / "here")  # leads nowhere yet
     for number in range(3):
@@ -883,9 +834,9 @@ def test_a_link_stays_a_link(tmp_path, trained):
         assert os.listdir(tmp_path / "disk") == ["here"]
 
 
-def test_odd_entries_of_a_series(tmp_path, trained):
+def test_odd_entries_of_a_series(tmp_path, path, snapshot):
     """A file, numbers that are written otherwise, a link that leads nowhere, and one to a checkpoint."""
-    shutil.copytree(trained[0], tmp_path / "elsewhere")
+    shutil.copytree(path, tmp_path / "elsewhere")
     (tmp_path / "series").mkdir()
     (tmp_path / "series" / "500").write_text("notes")
     (tmp_path / "series" / "0016").mkdir()
@@ -897,7 +848,7 @@ def test_odd_entries_of_a_series(tmp_path, trained):
     assert series.steps() == [7]
     assert series.read_latest()[0] == 7
     for step in (99, 500):
-        series.save(step, read_checkpoint(trained[0]))
+        series.save(step, snapshot)
         assert series.read_latest()[0] == step
     assert series.steps() == [99, 500]
     assert read_checkpoint(tmp_path / "elsewhere").seed == 7  # only the link to it was deleted
@@ -905,21 +856,19 @@ def test_odd_entries_of_a_series(tmp_path, trained):
     assert set(os.listdir(tmp_path / "series")) == left
 
 
-def test_reading_while_a_new_one_replaces_the_only_one(tmp_path, trained, monkeypatch):
+def test_reading_while_a_new_one_replaces_the_only_one(tmp_path, snapshot, monkeypatch):
     """The trainer keeps one: it writes the next and deletes this, which another process wants to read."""
-    series = make_series(tmp_path, trained, [10], max_to_keep=1)
+    series = make_series(tmp_path, snapshot, [10], max_to_keep=1)
     steps = iter([20, 30])
     read = checkpoints.read_checkpoint
 
     def overtaken(path):
         step = next(steps, None)
         if step is not None:
-            make_series(tmp_path, trained, [step], max_to_keep=1)
+            make_series(tmp_path, snapshot, [step], max_to_keep=1)
         return read(path)
 
-    snapshot = trained[0]
     monkeypatch.setattr(checkpoints, "read_checkpoint", overtaken)
-    monkeypatch.setattr("tests.checkpointing.test_checkpoints.read_checkpoint", lambda path: read(snapshot))
     assert series.read_latest()[0] == 30
 
 
@@ -931,7 +880,7 @@ def test_values_that_are_no_numbers_are_not_loaded(value):
         assert session.variables == {}
 
 
-def test_names_that_no_program_has_are_not_loaded(tmp_path):
+def test_names_that_no_program_has_are_not_loaded(alone, tmp_path):
     with ipu.Session() as session, pytest.raises(TypeError, match="full names; got the key 1"):
         session.load({1: 0.0})
     training = Training(2)
@@ -943,7 +892,8 @@ def test_names_that_no_program_has_are_not_loaded(tmp_path):
         message = f"no compiled program has a variable '{name}x' .did you mean '{name}'"
         with pytest.raises(ValueError, match=message):
             session.load({f"{name}x": before[name], name: before[name] + 1})
-        assert_same_arrays(session.variables, before)
+        assert session.variables.keys() == before.keys()
+        jax.tree.map(np.testing.assert_array_equal, session.variables, before)
         session.save(tmp_path / "checkpoint")
         session.restore(tmp_path / "checkpoint")
     del training
@@ -956,9 +906,3 @@ def test_names_that_no_program_has_are_not_loaded(tmp_path):
             training.run(session, 1)
         training.run(session, 1)
         assert "nowhere" not in session.variables
-
-
-def assert_same_arrays(actual, expected):
-    assert actual.keys() == expected.keys()
-    for name, value in expected.items():
-        np.testing.assert_array_equal(actual[name], value)

@@ -4,16 +4,15 @@
 """
 
 import os
-import subprocess
-import sys
 import tarfile
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 import ipu_pipeline as ipu
 from tests.checkpointing.written_before import write
-from tests.support.programs import ROOT
+from tests.support import forked
 
 FOLDER = Path(write.__file__).parent
 
@@ -48,18 +47,13 @@ def test_everything_goes_on_as_the_earlier_commit_did(tmp_path):
     for name in names:
         unpack(name, tmp_path)
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))}
-    command = [
-        sys.executable,
-        "-W",
-        "error",
-        "-m",
-        "tests.checkpointing.written_before.write",
-        "--go-on",
-        str(tmp_path),
-    ]
-    done = subprocess.run(
-        command, cwd=ROOT, env=kept, capture_output=True, text=True, timeout=300, check=False
-    )
+    code = f"""
+import sys
+from tests.checkpointing.written_before import write
+sys.argv = ["write.py", "--go-on", {str(tmp_path)!r}]
+write.main()
+"""
+    done = forked.run(code, kept)
     assert done.returncode == 0, done.stderr
     for name in names:
         expected, found = read_arrays(FOLDER / f"{name}.npz"), read_arrays(tmp_path / f"{name}.npz")
@@ -90,6 +84,7 @@ def test_one_stage_goes_on_from_the_two_that_were_saved(tmp_path):
         np.testing.assert_allclose(part.run(session), expected["next"], rtol=1e-4)
 
 
+@pytest.mark.thorough
 def test_the_script_writes_today_what_it_wrote_then(tmp_path):
     with write.write_training(tmp_path, "pipeline") as session:
         write.write_exported(tmp_path, session)

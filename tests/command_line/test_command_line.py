@@ -1,15 +1,13 @@
 """`ipu-pipeline run`."""
 
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from ipu_pipeline.command_line import main
+from tests.support.programs import start
 
-PROGRAM = [sys.executable, "-m", "ipu_pipeline"]
+PROGRAM = ("-m", "ipu_pipeline", "run")
 SCRIPT = """
 import atexit, multiprocessing, os, pickle, sys
 import poptorch, poptorch.optim
@@ -40,17 +38,12 @@ if __name__ == "__main__":
 """
 
 
-def run(*arguments, cwd=None):
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    return subprocess.run([*PROGRAM, *arguments], capture_output=True, text=True, cwd=cwd, env=environment)
-
-
 @pytest.mark.parametrize("is_module", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_a_script_imports_poptorch(tmp_path, is_module):
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "beside.py").write_text("NAME = 'beside'")
     script = ["-m", "script"] if is_module else [str(tmp_path / "script.py")]
-    done = run("run", *script, "--epochs", "3", "-m", "--", cwd=tmp_path)
+    done = start(*PROGRAM, *script, "--epochs", "3", "-m", "--", folder=tmp_path)
     assert done.returncode == 3, done.stderr
     assert done.stdout.splitlines() == [
         "['--epochs', '3', '-m', '--'] script.py beside",
@@ -68,7 +61,7 @@ def test_what_is_not_there(capsys):
 
 def test_an_error_of_the_script_is_shown_as_it_is(tmp_path):
     (tmp_path / "script.py").write_text("try:\n    import popart\nfinally:\n    raise ValueError('mine')")
-    done = run("run", str(tmp_path / "script.py"))
+    done = start(*PROGRAM, tmp_path / "script.py")
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == "ValueError: mine"
 

@@ -24,7 +24,7 @@ from ipu_pipeline.command_line import main, monitoring
 from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue
 from ipu_pipeline.processes import announcing, board
 from tests.support import front
-from tests.support.programs import ROOT, environment
+from tests.support.programs import begin, run
 
 NOBODY = 2**22 + 1  # more than any pid
 
@@ -251,17 +251,12 @@ print(len(board.read_all().announced), flush=True)
 
 @pytest.mark.thorough
 def test_two_programs_one_of_which_is_killed(announced, capsys):
-    process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", PROGRAM],
-        cwd=ROOT,
-        env=environment(True),
-        stdout=subprocess.PIPE,
-    )
+    process = begin("-W", "ignore", "-c", PROGRAM)
     guard = threading.Timer(120, process.kill)
     guard.start()
     with process:
         try:
-            assert process.stdout.readline() == b"ready\n"
+            assert process.stdout.readline() == "ready\n"
             put(board.this_process(), make_run())
             wait_for(lambda: len(read_programs(capsys)) == 2)
             assert {program["pid"] for program in read_programs(capsys)} == {os.getpid(), process.pid}
@@ -279,10 +274,7 @@ def test_two_programs_one_of_which_is_killed(announced, capsys):
 
 @pytest.mark.thorough  # it imports JAX in a process of its own
 def test_what_a_forked_process_announces_is_its_own(announced):
-    done = subprocess.run(
-        [sys.executable, "-c", FORKING], cwd=ROOT, env=environment(True), capture_output=True, timeout=60
-    )
-    assert (done.returncode, done.stdout) == (0, b"1\n"), done.stderr
+    assert run("-c", FORKING, as_tests=True) == "1\n"
     assert not list(announced.iterdir())  # and it is taken down at the end
 
 

@@ -6,7 +6,6 @@ import os
 import runpy
 import shutil
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import pytest
 from ipu_pipeline import datasets
 from ipu_pipeline.data import mnist_idx, mnist_tfds
 from tests.support.idx_files import write_mnist
+from tests.support.programs import run
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "prepare_mnist.py"
 ARRAYS = ("train_images", "train_labels", "test_images", "test_labels")
@@ -260,17 +260,9 @@ def test_script(idx_folder, tmp_path, rng, monkeypatch, capsys):
 
 
 def test_script_exits_with_1(tmp_path):
-    result = subprocess.run(
-        [sys.executable, "-W", "error", SCRIPT, "--idx-dir", tmp_path, "--data-dir", tmp_path / "target"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert result.returncode == 1
-    assert result.stdout == ""
-    assert result.stderr.startswith(f"Error: MNIST: the folder {tmp_path} has no train-images")
-    assert result.stderr.count("\n") == 1
+    errors = run("-W", "error", SCRIPT, "--idx-dir", tmp_path, "--data-dir", tmp_path / "target", code=1)
+    assert errors.startswith(f"Error: MNIST: the folder {tmp_path} has no train-images")
+    assert errors.count("\n") == 1
     assert not (tmp_path / "target").exists()
 
 

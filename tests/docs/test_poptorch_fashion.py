@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import subprocess
 import sys
 
 import numpy as np
@@ -13,32 +12,20 @@ from PIL import Image
 
 from ipu_pipeline import datasets
 from tests.support.idx_files import write_mnist
-from tests.support.programs import environment
+from tests.support.programs import run
 from tests.support.terminals import Terminal
 from tests.support.tutorial_modules import POPTORCH, imported, run_main
 
 FOLDER = POPTORCH / "fashion_mnist"
 
 
-@pytest.fixture(scope="module")
-def modules():
+@pytest.fixture(scope="module", autouse=True)
+def _imported():
+    """The programs, which import each other, while these tests run."""
+    global train, classify, classifier
     with imported(FOLDER, "train", "classify", "classifier", "pictures") as found:
-        yield dict(zip(("train", "classify", "classifier", "pictures"), found, strict=True))
-
-
-@pytest.fixture
-def train(modules):
-    return modules["train"]
-
-
-@pytest.fixture
-def classify(modules):
-    return modules["classify"]
-
-
-@pytest.fixture
-def classifier(modules):
-    return modules["classifier"]
+        train, classify, classifier, _pictures = found
+        yield
 
 
 @pytest.fixture
@@ -61,7 +48,7 @@ def save_image(path, size=(40, 50), value=128):
     return path
 
 
-def test_training_and_an_image_of_ones_own(train, classify, classifier, here, rng, monkeypatch):
+def test_training_and_an_image_of_ones_own(here, rng, monkeypatch):
     write_mnist(here / "fashion", rng, num_train=13, num_test=5)
     monkeypatch.setenv(datasets.FASHION_DIR_VARIABLE, str(here / "fashion"))
     options = ["--epochs", 2, "--batch-size", 2, "--device-iterations", 3, "--test-batch-size", 4]
@@ -95,7 +82,7 @@ def test_training_and_an_image_of_ones_own(train, classify, classifier, here, rn
 
 
 @pytest.mark.thorough
-def test_replicas_accumulation_and_seeds(train, classifier, here, monkeypatch, optimized):
+def test_replicas_accumulation_and_seeds(here, monkeypatch, optimized):
     """Two replicas with two micro-batches each are one batch of four times as many images."""
     found = {}
     for name, options in {
@@ -113,7 +100,7 @@ def test_replicas_accumulation_and_seeds(train, classifier, here, monkeypatch, o
     assert found["joined"].classes == datasets.DIGITS
 
 
-def test_options(train, monkeypatch):
+def test_options(monkeypatch):
     def options_of(*arguments):
         monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
         args = train.parse_arguments()
@@ -131,7 +118,7 @@ def test_options(train, monkeypatch):
         options_of("--device-iterations", "4000")
 
 
-def test_what_training_refuses_before_it_begins(train, here, rng, monkeypatch, capsys):
+def test_what_training_refuses_before_it_begins(here, rng, monkeypatch, capsys):
     write_mnist(here / "damaged", rng)
     path = here / "damaged" / "train-images-idx3-ubyte.gz"
     path.write_bytes(path.read_bytes()[:-20])
@@ -167,7 +154,7 @@ def test_what_training_refuses_before_it_begins(train, here, rng, monkeypatch, c
     assert not list(here.glob("*.png"))
 
 
-def test_weights_in_a_file(classifier, here):
+def test_weights_in_a_file(here):
     torch.manual_seed(5)
     model = classifier.ClassificationModel(datasets.DIGITS)
     path = here / "link.pth"
@@ -189,7 +176,7 @@ def test_weights_in_a_file(classifier, here):
     assert sorted(file.name for file in here.iterdir()) == ["link.pth", "weights.pth"]
 
 
-def test_what_is_no_weights_of_the_model(classifier, classify, here, monkeypatch, capsys):
+def test_what_is_no_weights_of_the_model(here, monkeypatch, capsys):
     image = save_image(here / "own.png")
     state = classifier.ClassificationModel().state_dict()
     torch.save(torch.nn.Linear(2, 2).state_dict(), here / "other.pth")
@@ -219,7 +206,7 @@ def test_what_is_no_weights_of_the_model(classifier, classify, here, monkeypatch
     assert not (here / "classified.png").exists()
 
 
-def test_what_is_no_image(classify, here, monkeypatch, capsys):
+def test_what_is_no_image(here, monkeypatch, capsys):
     save_image(here / "own.png", size=(300, 300))
     whole = (here / "own.png").read_bytes()
     (here / "cut.png").write_bytes(whole[: len(whole) // 2])
@@ -255,7 +242,7 @@ def picture(value_of_corner=0):
 @pytest.mark.parametrize(
     "mode", ["L", "1", "P", "RGB", "RGBA", "LA", "CMYK", "YCbCr", "HSV", "I;16", "I", "F"]
 )
-def test_images_of_all_modes(mode, classify, here):
+def test_images_of_all_modes(mode, here):
     pixels = picture()
     if mode == "1":
         pixels = np.where(pixels > 100, np.uint8(255), np.uint8(0))
@@ -277,7 +264,7 @@ def test_images_of_all_modes(mode, classify, here):
     assert difference.mean() <= tolerance
 
 
-def test_sixteen_bits_and_floats_are_not_cut_off(classify):
+def test_sixteen_bits_and_floats_are_not_cut_off():
     for pixels, expected in [
         (np.array([[0, 32768, 65535]], np.uint16), [0, 128, 255]),
         (np.array([[0, 100, 255]], np.int32), [0, 100, 255]),
@@ -290,7 +277,7 @@ def test_sixteen_bits_and_floats_are_not_cut_off(classify):
         assert np.asarray(classify._narrow(Image.fromarray(pixels))).tolist() == [expected]
 
 
-def test_light_corners_are_background(classify):
+def test_light_corners_are_background():
     dark = Image.fromarray(picture())
     light = Image.fromarray(255 - picture())
     for image in (dark, light):
@@ -303,7 +290,7 @@ def test_light_corners_are_background(classify):
         assert (classify.prepare(corner).getpixel((20, 20)) == 255 - 90) is inverted
 
 
-def test_transparent_is_white_and_images_are_upright(classify, here):
+def test_transparent_is_white_and_images_are_upright(here):
     image = Image.new("RGBA", (40, 40), (0, 0, 0, 0))
     image.paste((200, 0, 0, 255), (10, 10, 30, 30))
     image.save(here / "cut_out.png")
@@ -325,7 +312,7 @@ def test_transparent_is_white_and_images_are_upright(classify, here):
     assert found.getpixel((35, 10)) == 150
 
 
-def test_what_to_install(modules, monkeypatch):
+def test_what_to_install(monkeypatch):
     for name in ("matplotlib", "sklearn"):
         with monkeypatch.context() as patch:
             for loaded in [key for key in sys.modules if key.partition(".")[0] == name]:
@@ -339,26 +326,12 @@ def test_what_to_install(modules, monkeypatch):
         assert ended.value.code.endswith(f"Run: {command}")
 
 
-def run_in(folder, *arguments):
-    result = subprocess.run(
-        [sys.executable, "-W", "error", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env=environment(),
-        timeout=300,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
-
-
 @pytest.mark.thorough
 def test_a_copy_of_the_programs_somewhere_else(here):
     """It learns; the data are the digits, whose names the weights keep."""
     copy = here / "copy of mine"
     shutil.copytree(FOLDER, copy)
-    printed = run_in(here, copy / "train.py", "--epochs", "3")
+    printed = run("-W", "error", copy / "train.py", "--epochs", "3", folder=here)
     assert (
         "Data set: the embedded 8x8 digits, since neither --data-dir nor IPU_PIPELINE_FASHION_DIR"
         in printed
@@ -367,7 +340,7 @@ def test_a_copy_of_the_programs_somewhere_else(here):
     digits = datasets.load_digits()
     pixels = 255 - (digits.test_images[0] * 255).astype(np.uint8)  # ink on paper
     Image.fromarray(pixels).resize((300, 300)).convert("RGBA").save(here / "digit.webp", lossless=True)
-    printed = run_in(here, copy / "classify.py", "digit.webp")
+    printed = run("-W", "error", copy / "classify.py", "digit.webp", folder=here)
     assert printed.startswith(f"On the device: {digits.test_labels[0]} (")
 
 
@@ -388,7 +361,7 @@ def test_ctrl_c_in_training(here):
 @pytest.mark.skipif(
     datasets.FASHION_DIR_VARIABLE not in os.environ, reason="IPU_PIPELINE_FASHION_DIR is not set"
 )
-def test_five_epochs_of_fashion_mnist(train, tmp_path, monkeypatch, optimized):
+def test_five_epochs_of_fashion_mnist(tmp_path, monkeypatch, optimized):
     monkeypatch.chdir(tmp_path)
     printed = run_main(train, monkeypatch, "--dataset", "fashion")
     assert float(re.search(r"Test accuracy: (\S+)%", printed)[1]) >= 88

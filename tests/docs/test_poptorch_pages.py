@@ -5,23 +5,19 @@ block above prints, `console` has a command and what it prints. In the page of t
 quotes its programs; in that of porting they are the changes that make one program the other.
 """
 
-import contextlib
-import io
 import re
 import shlex
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from tests.docs.test_poptorch_tutorial import assert_printed
-from tests.docs.test_tutorial import apply_change, find_fences, parse_change
-from tests.support.programs import ROOT, environment
+from tests.support import pages
+from tests.support.programs import ROOT, run
 from tests.support.tutorial_modules import POPTORCH, imported, run_main
 
 PAGES = {name: POPTORCH / name / "README.md" for name in ("fashion_mnist", "porting")}
-FENCES = {name: find_fences(path.read_text()) for name, path in PAGES.items()}
+FENCES = {name: pages.find_fences(path.read_text()) for name, path in PAGES.items()}
 PORTING = POPTORCH / "porting"
 torch.set_num_threads(1)  # its threads and XLA's would fight for the cores
 
@@ -39,51 +35,19 @@ def root(tmp_path, monkeypatch):
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", PAGES)
 def test_the_page_is_a_program(name, root, optimized):
-    names, following = {"__name__": "__main__"}, [*FENCES[name][1:], None]
-    for fence, after in zip(FENCES[name], following, strict=True):
-        if fence.language != "python":
-            continue
-        printed = io.StringIO()
-        code = compile("\n" * fence.line + "\n".join(fence.lines), str(PAGES[name]), "exec")
-        with contextlib.redirect_stdout(printed):
-            exec(code, names)  # noqa: S102  # our own page
-        if after is not None and after.language == "text":
-            assert_printed(printed.getvalue(), after.lines)
-        else:
-            assert printed.getvalue() == "", f"line {fence.line}"
+    names = pages.run_blocks(PAGES[name], assert_printed)
     names["training_model"].destroy()
 
 
-def find_commands():
-    """The pages' commands, with what each prints; those of a page come after one another."""
-    return [
-        pytest.param(
-            [(fence.lines[0].removeprefix("$ python "), fence.lines[1:]) for fence in fences],
-            id=name,
-        )
-        for name in PAGES
-        if (fences := [fence for fence in FENCES[name] if fence.language == "console"])
-    ]
-
-
 @pytest.mark.thorough
-@pytest.mark.parametrize("commands", find_commands())
-def test_commands_of_the_page(commands, root):
-    known = environment()
-    known.pop("IPU_PIPELINE_FASHION_DIR", None)
-    for command, expected in commands:
-        result = subprocess.run(
-            [sys.executable, "-W", "error", *shlex.split(command)],
-            capture_output=True,
-            text=True,
-            cwd=root,
-            timeout=300,
-            env=known,
-            check=False,
-        )
-        assert result.returncode == 0, result.stdout + result.stderr
+@pytest.mark.parametrize("name", PAGES)
+def test_commands_of_the_page(name, root, monkeypatch):
+    """In turn: one uses what another wrote."""
+    monkeypatch.delenv("IPU_PIPELINE_FASHION_DIR", raising=False)
+    for command, expected in pages.find_commands(FENCES[name]):
+        printed = run("-W", "error", *shlex.split(command.removeprefix("python ")), folder=root)
         masked = RECOGNIZED.sub(r"\1", "\n".join(expected)).split("\n")
-        assert_printed(RECOGNIZED.sub(r"\1", result.stdout), masked)
+        assert_printed(RECOGNIZED.sub(r"\1", printed), masked)
 
 
 def test_the_first_page_quotes_the_programs():
@@ -91,10 +55,9 @@ def test_the_first_page_quotes_the_programs():
     quotations = [fence for fence in FENCES["fashion_mnist"] if fence.language == "diff"]
     assert quotations
     for fence in quotations:
-        change = parse_change(fence._replace(heading="1A. Quoted"))
-        assert all(before == after for before, after in change.pieces)
-        (found,) = (text for text in programs if "\n".join(change.pieces[0][0]) in text)
-        assert apply_change(found.split("\n"), change) == found.split("\n")
+        first, _after = pages.parse_change(fence._replace(heading="1A. Quoted")).pieces[0]
+        (found,) = (text for text in programs if "\n".join(first) in text)
+        pages.quoted(fence, found)
     code = "\n\n\n".join(
         "\n".join(fence.lines) for fence in FENCES["fashion_mnist"] if fence.language == "python"
     )
@@ -107,10 +70,10 @@ def test_changes_of_the_page_make_one_program_the_other():
     removed = added = 0
     for fence in FENCES["porting"]:
         if fence.language == "diff":
-            change = parse_change(fence._replace(heading="1A. Change"))
+            change = pages.parse_change(fence._replace(heading="1A. Change"))
             ((before, after),) = change.pieces
             assert before != after
-            lines = apply_change(lines, change)
+            lines = pages.apply_change(lines, change)
             removed += sum(line.startswith("-") for line in fence.lines)
             added += sum(line.startswith("+") for line in fence.lines)
     assert "\n".join(lines) == (PORTING / "pytorch_ipu.py").read_text()
@@ -160,11 +123,7 @@ def test_too_few_images(monkeypatch, capsys):
 @pytest.mark.parametrize("name", PAGES)
 def test_links_of_the_page(name):
     page, folder = PAGES[name].read_text(), PAGES[name].parent
-    headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", page, flags=re.DOTALL), re.MULTILINE)
-    anchors = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
-    assert set(re.findall(r"\]\(#([^)]+)\)", page)) == set(anchors[1:])  # the first is the title
-    for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page):
-        assert (folder / link).exists(), link
+    pages.check_links(PAGES[name])
     shown = set(re.findall(r"!\[[^\]]+\]\(pictures/([^)]+)\)", page))
     named = set(re.findall(r"pictures/(\w+\.\w+)", page))
     assert named == {path.name for path in (folder / "pictures").glob("*")}

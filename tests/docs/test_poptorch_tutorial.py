@@ -4,14 +4,11 @@ The page's fences: `python` blocks are one program together, `text` is what the 
 quotes lines of mnist_pipeline.py, `console` has a command and what it prints. Classes are the program's.
 """
 
-import contextlib
 import dataclasses
-import importlib.util
-import io
+import functools
 import os
 import re
 import shlex
-import subprocess
 import sys
 
 import numpy as np
@@ -20,13 +17,14 @@ import torch
 
 import ipu_pipeline.poptorch as poptorch
 from ipu_pipeline import datasets
-from tests.docs.test_tutorial import apply_change, find_fences, parse_change
-from tests.support.programs import ROOT, environment, start
+from tests.support import pages
+from tests.support.programs import start
+from tests.support.tutorial_modules import POPTORCH, imported, run_main
 
-FOLDER = ROOT / "tutorial" / "poptorch"
+FOLDER = POPTORCH
 PROGRAM = FOLDER / "mnist_pipeline.py"
 PAGE = (FOLDER / "README.md").read_text()
-FENCES = find_fences(PAGE)
+FENCES = pages.find_fences(PAGE)
 EPOCH = re.compile(
     r"^Epoch (\d+): loss (\S+), accuracy (\S+)% at its end; [\d.]+ calls/s, [\d,]+ images/s$"
 )
@@ -36,24 +34,14 @@ NUMBERS = {  # and how far they may be from the page's
     re.compile(r"(?<=\()\d+(?= of \d+ images)"): 7,
 }
 SPEED = re.compile(r"[\d.]+ calls/s, [\d,]+ images/s")  # the machine's
+assert_printed = functools.partial(pages.assert_printed, numbers=NUMBERS, masked=SPEED)
 
 
 @pytest.fixture(scope="module")
 def program():
     """The program as a module."""
-    spec = importlib.util.spec_from_file_location(PROGRAM.stem, PROGRAM)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def run_here(program, patch, *options):
-    """What the program prints, run in this process."""
-    patch.setattr(sys, "argv", [PROGRAM.name, *options])
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        program.main()
-    return printed.getvalue()
+    with imported(FOLDER, PROGRAM.stem) as (found,):
+        yield found
 
 
 def losses(printed):
@@ -78,15 +66,7 @@ def subprocess_result(tmp_path_factory):
     """The program as a user starts it, pipelined, in another directory."""
     folder = tmp_path_factory.mktemp("elsewhere")
     options = [*SHORT, "--offload-optimiser", "--profile", "--debug"]
-    result = subprocess.run(
-        [sys.executable, "-W", "error", str(PROGRAM), *options],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env=environment(as_tests=True),
-        timeout=300,
-        check=False,
-    )
+    result = start("-W", "error", PROGRAM, *options, as_tests=True, folder=folder)
     assert result.returncode == 0, result.stdout + result.stderr
     return folder, result
 
@@ -115,7 +95,7 @@ def test_the_program_pipelined(subprocess_result):
 
 @pytest.mark.thorough
 def test_the_program_sharded(program, monkeypatch, subprocess_result):
-    printed = run_here(program, monkeypatch, *SHORT, "--strategy", "sharded")
+    printed = run_main(program, monkeypatch, *SHORT, "--strategy", "sharded")
     expected = subprocess_result[1].stdout
     assert losses(printed) == pytest.approx(losses(expected), abs=0.002)
     assert read_accuracy(printed.splitlines()[3])[1] == pytest.approx(
@@ -176,7 +156,7 @@ def test_device_iterations_fit_the_data(program, monkeypatch):
 )
 def test_bad_arguments(program, monkeypatch, capsys, arguments, message):
     with pytest.raises(SystemExit) as exited:
-        run_here(program, monkeypatch, *arguments)
+        run_main(program, monkeypatch, *arguments)
     assert exited.value.code == 2
     assert message in capsys.readouterr().err
 
@@ -187,7 +167,7 @@ def test_what_the_data_cannot_do_is_said_without_a_traceback(program, monkeypatc
         (["--data-dir", str(tmp_path)], f"Error: MNIST: the folder {tmp_path} has no train-images"),
     ]:
         with pytest.raises(SystemExit) as exited:
-            program.exit_on_error(lambda given=arguments: run_here(program, monkeypatch, *given))
+            program.exit_on_error(lambda given=arguments: run_main(program, monkeypatch, *given))
         assert exited.value.code == 1
         assert capsys.readouterr().err.startswith(message)
 
@@ -204,33 +184,10 @@ def test_images_are_normalized(program):
     assert labels.tolist() == [4, 5, 6]
 
 
-def assert_printed(output, expected):
-    """Compares all lines; numbers by their tolerance."""
-    texts = [SPEED.sub("SPEED", text) for text in (output, "\n".join(expected) + "\n")]
-    found = [{pattern: pattern.findall(text) for pattern in NUMBERS} for text in texts]
-    for pattern in NUMBERS:
-        texts = [pattern.sub("#", text) for text in texts]
-    assert texts[0] == texts[1]
-    for pattern, tolerance in NUMBERS.items():
-        actual, wanted = ([float(number) for number in numbers[pattern]] for numbers in found)
-        np.testing.assert_allclose(actual, wanted, rtol=0, atol=tolerance, err_msg=output)
-
-
 def test_the_page_is_a_program():
     """Block by block, each with what it prints."""
     assert {fence.language for fence in FENCES} == {"python", "text", "diff", "console"}
-    names, following = {"__name__": "__main__"}, [*FENCES[1:], None]
-    for fence, after in zip(FENCES, following, strict=True):
-        if fence.language != "python":
-            continue
-        printed = io.StringIO()
-        code = compile("\n" * fence.line + "\n".join(fence.lines), str(FOLDER / "README.md"), "exec")
-        with contextlib.redirect_stdout(printed):
-            exec(code, names)  # noqa: S102  # our own page
-        if after is not None and after.language == "text":
-            assert_printed(printed.getvalue(), after.lines)
-        else:
-            assert printed.getvalue() == "", f"line {fence.line}"
+    names = pages.run_blocks(FOLDER / "README.md", assert_printed)
     assert names["training_model"].isCompiled()
     names["model"].destroy()
 
@@ -240,8 +197,7 @@ def test_the_page_quotes_the_program():
     quotations = [fence for fence in FENCES if fence.language == "diff"]
     assert quotations
     for fence in quotations:
-        lines = text.split("\n")
-        assert apply_change(lines, parse_change(fence._replace(heading="1A. Quoted"))) == lines
+        pages.quoted(fence, text)
     blocks = ["\n".join(fence.lines) for fence in FENCES if fence.language == "python"]
     classes = re.findall(r"^class .*?(?=\n\n\n|\Z)", "\n\n\n".join(blocks), re.MULTILINE | re.DOTALL)
     assert [definition.split("(")[0] for definition in classes] == [
@@ -253,29 +209,16 @@ def test_the_page_quotes_the_program():
         assert f"\n\n\n{definition}\n\n\n" in text
 
 
-def find_commands():
-    """The page's commands, with what each prints."""
-    consoles = [fence for fence in FENCES if fence.language == "console"]
-    return [
-        pytest.param(fence.lines[0].removeprefix("$ python "), fence.lines[1:], id=f"line {fence.line}")
-        for fence in consoles
-    ]
-
-
 @pytest.mark.thorough
-@pytest.mark.parametrize(("command", "expected"), find_commands())
+@pytest.mark.parametrize(("command", "expected"), pages.find_commands(FENCES))
 def test_commands_of_the_page(command, expected):
-    result = start("-W", "error", *shlex.split(command))
+    result = start("-W", "error", *shlex.split(command.removeprefix("python ")))
     assert result.returncode == 0, result.stdout + result.stderr
     assert_printed(result.stdout, expected)
 
 
 def test_links_of_the_page():
-    headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", PAGE, flags=re.DOTALL), re.MULTILINE)
-    anchors = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
-    assert set(re.findall(r"\]\(#([^)]+)\)", PAGE)) == set(anchors[1:])  # the first is the title
-    for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", PAGE):
-        assert (FOLDER / link).exists(), link
+    pages.check_links(FOLDER / "README.md")
     drawn = {path.name for path in (FOLDER / "figures").glob("*.svg")}
     assert set(re.findall(r"!\[[^\]]+\]\(figures/([^)]+)\)", PAGE)) == drawn
 
@@ -292,7 +235,7 @@ def test_part_of_an_epoch_of_mnist(program, monkeypatch, optimized):
         test_labels=data.test_labels[:2_000],
     )
     monkeypatch.setattr(program.datasets, "load", lambda *_selection: (part, "Data set: part of MNIST"))
-    printed = run_here(program, monkeypatch, "--epochs", "1")
+    printed = run_main(program, monkeypatch, "--epochs", "1")
     assert "Calls per epoch: 5; weight updates per call: 10;" in printed
     assert losses(printed)[0] < 0.5
     right = int(re.search(r"Test accuracy: \S+% \((\d+) of 2000 images\)", printed)[1])

@@ -3,7 +3,6 @@
 import functools
 import inspect
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,28 +11,13 @@ import pytest
 import ipu_pipeline as ipu
 from benchmarks import harness, page
 from ipu_pipeline.tf1.program.program import Program
-from tests.support.programs import AS_TESTS, environment, run_each
+from tests.support.programs import AS_TESTS, run_each
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 from figures import rooms  # noqa: E402  # scripts are no package
 
 README = (ROOT / "README.md").read_text()
-
-
-def run(code, folder):
-    """What a program prints, run in a folder."""
-    result = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=folder,
-        env=environment() | {"PYTHONPATH": str(ROOT)},
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
 
 
 def example():
@@ -49,9 +33,10 @@ def assert_is_what_the_example_prints(printed):
         assert abs(float(actual) - float(written)) < 0.01  # the last digits are the machine's
 
 
-def test_example(tmp_path):
-    assert_is_what_the_example_prints(run(example(), tmp_path))
-    assert list((tmp_path / "cache").iterdir())
+@pytest.mark.parametrize("as_tests", AS_TESTS)
+def test_example(as_tests, tmp_path):
+    assert_is_what_the_example_prints(run_each({"readme": example()}, tmp_path, as_tests)["readme"])
+    assert list((tmp_path / "readme" / "cache").iterdir())
 
 
 def test_the_readme_is_a_front_page():
@@ -159,10 +144,3 @@ def test_the_design_has_the_rooms_in_order_and_paths_that_exist():
     questions = design.split("| question | path |")[1].split("\n\n")[0]
     for name in re.findall(r"`(\w+/\w+)`", questions):
         assert any(path.endswith(f"/{name}") for path in paths), name
-
-
-def test_public_names():
-    for name in ipu.__all__:
-        assert getattr(ipu, name) is not None
-    assert ipu.utils.SelectionOrder.SNAKE
-    assert ipu.ipu_compiler.compile

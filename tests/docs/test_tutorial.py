@@ -12,13 +12,20 @@ import inspect
 import itertools
 import re
 import shlex
-from typing import NamedTuple
 
-import numpy as np
 import pytest
 
 from ipu_pipeline import pipelining_ops
-from tests.support.programs import AS_TESTS, ROOT, STEP1, STEP2, STEP3, STEP4, run_each, start
+from tests.support.pages import (
+    Fence,
+    anchors,
+    apply_change,
+    assert_printed,
+    find_commands,
+    find_fences,
+    parse_change,
+)
+from tests.support.programs import AS_TESTS, ROOT, STEP1, STEP2, STEP3, STEP4, run_each, start, start_forked
 
 PAGE = ROOT / "tutorial" / "README.md"
 TEXT = PAGE.read_text()
@@ -29,67 +36,6 @@ NUMBERS = {  # and how far they may be from the page's
     re.compile(r"(?<=accuracy: )\d+\.\d+"): 0.03,
     re.compile(r"(?<=\()\d+(?= of \d+ images)"): 10,
 }
-
-
-class Fence(NamedTuple):
-    """A fenced block, the heading that it stands under, and the line where it begins."""
-
-    language: str
-    heading: str
-    line: int
-    lines: list[str]
-
-
-class Change(NamedTuple):
-    """A lettered change: for each place the lines before and after."""
-
-    letter: str
-    pieces: list[tuple[list[str], list[str]]]
-
-
-def find_fences(page):
-    fences, heading, current = [], "", None
-    for number, line in enumerate(page.splitlines(), 1):
-        if current is None and line.startswith("```"):
-            current = Fence(line[3:], heading, number, [])
-        elif line == "```":
-            fences.append(current)
-            current = None
-        elif current is not None:
-            current.lines.append(line)
-        elif line.startswith("#"):
-            heading = line.lstrip("# ")
-    assert current is None, f"the fence of line {current.line} has no end"
-    return fences
-
-
-def parse_change(fence):
-    letter = fence.heading.partition(".")[0]
-    assert re.fullmatch(r"\d[A-Z]", letter), f"line {fence.line}: a diff under {fence.heading!r}"
-    pieces = [([], [])]
-    for line in fence.lines:
-        mark, code = line[:1], line[1:]
-        if line == "...":
-            pieces.append(([], []))
-            continue
-        assert mark in ("", " ", "+", "-"), f"{letter}: {line!r} begins with none of space, + and -"
-        before, after = pieces[-1]
-        if mark != "+":
-            before.append(code)
-        if mark != "-":
-            after.append(code)
-    return Change(letter, pieces)
-
-
-def apply_change(lines, change):
-    """The program's lines after a change. What a piece replaces must stand in it exactly once."""
-    for before, after in change.pieces:
-        size = len(before)
-        found = [at for at in range(len(lines) - size + 1) if lines[at : at + size] == before]
-        described = "\n".join(before)
-        assert len(found) == 1, f"{change.letter}: found {len(found)} times in the program:\n{described}"
-        lines = [*lines[: found[0]], *after, *lines[found[0] + size :]]
-    return lines
 
 
 FENCES = find_fences(TEXT)
@@ -123,20 +69,6 @@ def test_letters_are_in_order():
     assert changing == [letter for letter in headings if letter[0] != "1"]  # step 1 is only quoted
 
 
-def find_commands():
-    """The page's commands, with what each is to print."""
-    commands = []
-    for fence in FENCES:
-        if fence.language == "console":
-            assert fence.lines[0].startswith("$ "), f"line {fence.line}: a console begins with a command"
-            for line in fence.lines:
-                if line.startswith("$ "):
-                    commands.append((line[2:], []))
-                else:
-                    commands[-1][1].append(line)
-    return commands
-
-
 def find_snippets():
     """The page's snippets by their line, with what each is to print."""
     snippets = []
@@ -146,19 +78,6 @@ def find_snippets():
             assert following.language == "text", f"line {fence.line}: what does it print?"
             snippets.append((fence.line, "\n".join(fence.lines), following.lines))
     return snippets
-
-
-def assert_printed(output, expected):
-    """Compares all lines; numbers that depend on the machine by their tolerance, or not at all."""
-    written = "\n".join(expected) + "\n"
-    texts = [MASKED.sub("Elapsed", text) for text in (output, written)]
-    found = [{pattern: pattern.findall(text) for pattern in NUMBERS} for text in texts]
-    for pattern in NUMBERS:
-        texts = [pattern.sub("#", text) for text in texts]
-    assert texts[0] == texts[1]
-    for pattern, tolerance in NUMBERS.items():
-        actual, wanted = (np.array(numbers[pattern], float) for numbers in found)
-        np.testing.assert_allclose(actual, wanted, rtol=0, atol=tolerance, err_msg=output)
 
 
 def test_fences_have_known_languages():
@@ -176,20 +95,27 @@ VARIED = (
 
 
 @pytest.mark.parametrize(
-    ("command", "expected"),
+    ("command", "expected", "begin"),
     [
-        # Each program with one choice of arguments; with the others in `make thorough`.
-        pytest.param(*pair, id=pair[0], marks=[pytest.mark.thorough] if pair[0].endswith(VARIED) else [])
-        for pair in find_commands()
+        # Each program with one choice of arguments; with all, as a reader does it, in `make thorough`.
+        *(
+            pytest.param(*pair, start_forked, id=pair[0])
+            for pair in find_commands(FENCES)
+            if not pair[0].endswith(VARIED)
+        ),
+        *(
+            pytest.param(*pair, start, id=f"{pair[0]}, as a reader", marks=pytest.mark.thorough)
+            for pair in find_commands(FENCES)
+        ),
     ],
 )
-def test_commands(command, expected):
+def test_commands(command, expected, begin):
     executable, *arguments = shlex.split(command)
     assert executable == "python"
-    result = start(*arguments)
+    result = begin(*arguments)
     assert result.returncode == 0, result.stdout + result.stderr
     assert not re.search(r"Compil|\r|\d%", result.stderr)  # no bar, and no line about what compiles
-    assert_printed(result.stdout, expected)
+    assert_printed(result.stdout, expected, NUMBERS, MASKED)
 
 
 @pytest.mark.parametrize("as_tests", AS_TESTS)
@@ -197,7 +123,7 @@ def test_snippets(as_tests, tmp_path):
     snippets = {f"line {line}": rest for line, *rest in find_snippets()}
     printed = run_each({name: code for name, (code, _expected) in snippets.items()}, tmp_path, as_tests)
     for name, text in printed.items():
-        assert_printed(text, snippets[name][1])
+        assert_printed(text, snippets[name][1], NUMBERS, MASKED)
 
 
 def test_arguments_of_pipeline():
@@ -216,9 +142,7 @@ def test_arguments_of_pipeline():
 
 
 def test_links_within_the_page():
-    headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", TEXT, flags=re.DOTALL), re.MULTILINE)
-    anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-    assert set(re.findall(r"\]\(#([^)]+)\)", TEXT)) <= anchors
+    assert set(re.findall(r"\]\(#([^)]+)\)", TEXT)) <= set(anchors(TEXT))
     drawn = {path.name for path in (ROOT / "tutorial" / "figures").iterdir()}
     assert set(re.findall(r"!\[[^\]]+\]\(figures/([^)]+)\)", TEXT)) == drawn  # each is shown
 

@@ -130,9 +130,14 @@ def test_paths_that_are_not_those_of_files(path, own):
     assert sum(vars(one).get("__file__") == module.__file__ for one in set(sys.modules.values())) == 1
 
 
-def test_a_module_is_imported_once_by_whatever_path_comes_first():
-    program = """
-import sys
+IN_A_NEW_PROCESS = """
+import importlib.util, sys
+from concurrent.futures import ThreadPoolExecutor
+import ipu_pipeline
+from ipu_pipeline.graphcore import table
+caches = [table.read_rows, table.read_sdk_names]
+assert "jax" not in sys.modules and not any(cache.cache_info().currsize for cache in caches)
+
 from ipu_pipeline.session.fetches import *
 import ipu_pipeline.tf1.session.fetches as own
 import ipu_pipeline.session.fetches as other
@@ -140,21 +145,11 @@ assert own is other is sys.modules["ipu_pipeline.session"].fetches
 import pickle
 from ipu_pipeline import errors
 assert pickle.loads(b"cipu_pipeline.errors\\nOutOfRangeError\\n.") is errors.OutOfRangeError
-print(len({id(m) for name, m in sys.modules.items() if name.endswith(".fetches")}))
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert (done.stdout.strip(), done.stderr) == ("1", "")
-
-
-def test_paths_that_are_not_those_of_files_in_threads_and_for_tools():
-    program = """
-import importlib.util
-from concurrent.futures import ThreadPoolExecutor
-import jax, ipu_pipeline
+assert len({id(m) for name, m in sys.modules.items() if name.endswith(".fetches")}) == 1
 
 def use(_number):
     from ipu_pipeline.serving import export_single_step
-    from ipu_pipeline.session.fetches import __all__
+    from ipu_pipeline.session.missing import __all__
     return export_single_step
 
 spec = importlib.util.find_spec("ipu_pipeline.serving")
@@ -164,11 +159,17 @@ with ThreadPoolExecutor(8) as pool:
 import ipu_pipeline.serving as serving
 assert serving.__spec__.name == "ipu_pipeline.tf1.serving"
 assert importlib.reload(serving) is serving
+
+importlib.reload(ipu_pipeline)
+assert sum(type(finder).__module__.startswith("ipu_pipeline") for finder in sys.meta_path) == 2
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    run = [sys.executable, "-m", "ipu_pipeline.errors"]
-    assert subprocess.run(run, check=False).returncode == 0
+
+
+def test_a_new_process():
+    """No table is read at first; a module is imported once, by whatever path, in threads and for tools."""
+    for arguments in (["-c", IN_A_NEW_PROCESS], ["-m", "ipu_pipeline.errors"]):
+        done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_modules_are_those_that_there_are():
@@ -280,23 +281,6 @@ def test_modules_of_tensorflow_that_are_looked_for_here(name, line):
             f"ipu.{name}, as tf.{name} of TensorFlow, is not in ipu_pipeline. By name:\n"
         )
         assert f"\n{line}" in text
-
-
-def test_importing_the_package_reads_no_table():
-    program = """
-import sys
-import ipu_pipeline
-from ipu_pipeline.graphcore import table
-caches = [table.read_rows, table.read_sdk_names]
-print("jax" in sys.modules, *(cache.cache_info().currsize for cache in caches))
-import ipu_pipeline
-import importlib
-importlib.reload(ipu_pipeline)
-print(sum(type(finder).__module__.startswith("ipu_pipeline") for finder in sys.meta_path))
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["False", "0", "0", "2"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Private names of JAX: each is taken away in turn, and training, saving and restoring give the same."""
+"""Private names of JAX: they are taken away, and training, saving and restoring give the same."""
 
 import ast
 import contextlib
@@ -7,18 +7,16 @@ import importlib
 import sys
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import orbax.checkpoint  # noqa: F401  # by the package, at its first checkpoint; not while a name is away
 import pytest
 
 from ipu_pipeline.ground import jax_compat, jax_processes
+from tests.checkpointing.written_before.write import as_numbers
 from tests.test_rooms import rooms
 
 NAMES = tuple(jax_compat.NAMES)
 assert jax_processes.__name__ in sys.modules  # whose names are among them
-UPDATES, MICRO_BATCHES = 2, 4
 
 
 @contextlib.contextmanager
@@ -62,54 +60,22 @@ def without(*paths):
         sys.modules.update(known)
 
 
-def compile_training(ipu):
-    """A small program on two devices with random keys, Adam, and a data set that stands somewhere."""
-    rng = np.random.default_rng(0)
-    elements = rng.normal(size=(2 * UPDATES * MICRO_BATCHES, 4, 5)).astype(np.float32)
-    infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(elements)
-    outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
-
-    def first(x):
-        return ipu.layers.Dropout(0.3)(jnp.tanh(x @ ipu.get_variable("first", (5, 6)))), x
-
-    def last(h, x):
-        return jnp.mean((h @ ipu.get_variable("last", (6, 5)) - x) ** 2)
-
-    def model():
-        return ipu.pipelining_ops.pipeline(
-            [first, last],
-            gradient_accumulation_count=MICRO_BATCHES,
-            repeat_count=UPDATES,
-            infeed_queue=infeed,
-            outfeed_queue=outfeed,
-            optimizer_function=lambda loss: ipu.pipelining_ops.OptimizerFunctionOutput(
-                optax.adam(0.01), loss
-            ),
-            outfeed_loss=True,
-        )
-
-    with ipu.scopes.ipu_scope("/device:IPU:0"):
-        return infeed.initializer, outfeed, ipu.ipu_compiler.compile(model)
-
-
 def train(import_module, directory):
     """Losses, variables and checkpoints of training whose second half is run again by another session."""
     ipu = import_module("ipu_pipeline")
-    start, outfeed, program = compile_training(ipu)
-    losses = []
+    training = import_module("tests.support.resumable").Training(repeat_count=2)
     with ipu.Session(seed=3) as session:
-        session.run([ipu.global_variables_initializer(), start, program])
-        losses.append(session.run(outfeed.dequeue()))
+        training.start(session)
+        losses = [training.run(session, 1)]
         session.save(directory)
         kept = session.take_snapshot()  # which shares memory with what goes on
-        session.run(program)
-        losses.append(session.run(outfeed.dequeue()))
+        losses.append(training.run(session, 1))
         variables = session.variables
     with ipu.Session(seed=4) as session:
         session.restore(directory)
         read = session.take_snapshot()
-        session.run([start, program])
-        np.testing.assert_array_equal(session.run(outfeed.dequeue()), losses[1])
+        training.start(session)
+        np.testing.assert_array_equal(training.run(session, 1), losses[1])
         jax.tree.map(np.testing.assert_array_equal, session.variables, variables)
     ipu.config.reset_ipu_configuration()
     return [losses, variables, flat(kept.arrays()), flat(read.arrays())]
@@ -120,20 +86,16 @@ def flat(tree):
     return {jax.tree_util.keystr(path): as_numbers(leaf) for path, leaf in leaves}
 
 
-def as_numbers(array):
-    is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
-    return np.asarray(jax.random.key_data(array) if is_key else array)
-
-
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
     return train(importlib.import_module, tmp_path_factory.mktemp("with") / "checkpoint")
 
 
 @pytest.mark.thorough  # all at once are taken away below
-@pytest.mark.parametrize("name", NAMES)
-def test_training_and_checkpoints_without(name, expected, tmp_path):
-    with without(name) as import_module:
+@pytest.mark.parametrize("start", range(8))
+def test_training_and_checkpoints_without_some(start, expected, tmp_path):
+    """Three or four that are for different things; those beside each other are for one."""
+    with without(*NAMES[start::8]) as import_module:
         found = train(import_module, tmp_path / "checkpoint")
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
@@ -155,9 +117,14 @@ MOVING = [
 ]
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if "source_info_util" in name])
-def test_shards_without(name):
-    with without(name) as import_module:
+SOURCES = [name for name in NAMES if "source_info_util" in name]
+
+
+@pytest.mark.parametrize(
+    "names", [SOURCES, *(pytest.param([name], marks=pytest.mark.thorough) for name in SOURCES)]
+)
+def test_shards_without(names):
+    with without(*names) as import_module:
         shards = import_module("tests.engine.loops.test_shards")
         shards.test_the_innermost_scope_counts()
         shards.test_nested_and_cached_jit()
@@ -166,26 +133,25 @@ def test_shards_without(name):
         shards.test_assigned_variables_and_a_return_to_their_shard(np.random.default_rng(0))
 
 
-def test_cached_functions_without_contexts():
-    with without("jax:make_user_context") as import_module:
-        import_module(
-            "tests.engine.tracing.test_hoisting"
-        ).test_cached_functions_in_several_stages_and_pipelines()
+OTHERWISE = [
+    "jax:make_user_context",
+    "jax.interpreters.partial_eval:dce_rules",
+    "jax.interpreters.ad:primitive_jvps",
+]
 
 
-def test_loops_that_are_not_reduced():
-    with without("jax.interpreters.partial_eval:dce_rules") as import_module:
-        joined, hoisting = (
-            import_module("tests.engine.updates.test_updates_joined"),
-            import_module("tests.engine.tracing.test_hoisting"),
-        )
-        assert not import_module("ipu_pipeline.ground.jax_compat").dce_rules
-        joined.check("loops", 2)
+@pytest.mark.parametrize(
+    "names", [OTHERWISE, *(pytest.param([name], marks=pytest.mark.thorough) for name in OTHERWISE)]
+)
+def test_what_is_found_out_by_other_means(names):
+    """Contexts of cached functions, what a loop does not need, and what stages differentiate themselves."""
+    with without(*names) as import_module:
+        hoisting = import_module("tests.engine.tracing.test_hoisting")
+        hoisting.test_cached_functions_in_several_stages_and_pipelines()
+        dce_rules = import_module("ipu_pipeline.ground.jax_compat").dce_rules
+        assert bool(dce_rules) == (OTHERWISE[1] not in names)
+        import_module("tests.engine.updates.test_updates_joined").check("loops", 2)
         hoisting.test_a_scan_s_variable_has_the_gradient_of_the_same_scan_by_hand(np.random.default_rng(0))
-
-
-def test_stages_that_differentiate_by_themselves():
-    with without("jax.interpreters.ad:primitive_jvps") as import_module:
         import_module("tests.engine.tracing.test_metrics").test_nothing_is_differentiated_through_a_metric()
 
 
@@ -204,15 +170,7 @@ def test_a_cache_that_cannot_be_reset(tmp_path, no_cache):
 
 # The names are in one module alone.
 
-MODULES = {
-    "jax",
-    "jax.ad_checkpoint",
-    "jax.export",
-    "jax.extend",
-    "jax.numpy",
-    "jax.scipy",
-    "jax.sharding",
-}
+MODULES = {"jax", "jax.ad_checkpoint", "jax.export", "jax.extend", "jax.numpy", "jax.scipy", "jax.sharding"}
 EXPERIMENTAL = {"io_callback"}  # what the reference documentation describes
 PRIVATE = {"core", "experimental", "extend", "interpreters", "lib", "make_user_context", "memory"}
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from ipu_pipeline.processes.addresses import address_towards
-from tests.support.programs import Started, environment
+from tests.support.programs import Started, begin
+from tests.support.programs import run as run_program
 from tests.test_rooms import rooms
 
 ROOT = Path(rooms.__file__).resolve().parents[2]
@@ -313,19 +314,12 @@ def test_listening_at_an_address_that_was_given(tmp_path):
     own = address_towards("192.0.2.77", 80)  # nobody's; nothing is sent
     if own.startswith("127.") or ":" in own:
         pytest.skip("this machine has no other address than the loopback one")
-    begin = BEGIN.replace(
-        "joining.join_by_environment()",
-        'distributed.initialize(os.environ["ADDRESS"], 2, int(sys.argv[1]), death_timeout=9)',
-    )
+    joins = 'distributed.initialize(os.environ["ADDRESS"], 2, int(sys.argv[1]), death_timeout=9)'
     program = tmp_path / "program.py"
-    program.write_text(f"{begin}{LISTENING}")
+    program.write_text(f"{BEGIN.replace('joining.join_by_environment()', joins)}{LISTENING}")
     with socket.create_server((own, 0)) as server:
         port = server.getsockname()[1]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "ADDRESS": f"{own}:{port}"}
-    started = [
-        Started([sys.executable, program, str(index)], stderr=subprocess.PIPE, text=True, env=environment)
-        for index in range(2)
-    ]
+    started = [begin(program, index, ADDRESS=f"{own}:{port}") for index in range(2)]
     texts = [one.communicate(timeout=200)[1] for one in started]
     assert [one.returncode for one in started] == [0, 0]
     listed = dict(re.findall(r"listening (\d) (.*)", "".join(texts)))
@@ -339,27 +333,18 @@ def test_listening_at_an_address_that_was_given(tmp_path):
 def test_faults_at_the_beginning(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(BEGIN.partition("import jax,")[0].replace("joining.join_by", "eval(sys.argv[1])\n#"))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
 
-    def run_alone(*calls):
-        started = [
-            Started(
-                [sys.executable, program, f"distributed.initialize({call})"],
-                stderr=subprocess.PIPE,
-                text=True,
-                env=environment,
-            )
-            for call in calls
-        ]
-        return [(one.communicate(timeout=200)[1], one.returncode) for one in started]
+    def run_alone(call):
+        started = begin(program, f"distributed.initialize({call})")
+        return started.communicate(timeout=200)[1], started.returncode
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        ((text, status),) = run_alone(f"'127.0.0.1:{port}', 2, 0")
+        text, status = run_alone(f"'127.0.0.1:{port}', 2, 0")
         assert "the coordinator cannot listen at 127.0.0.1" in text
         assert status == 1
     for index in range(2):  # process 0, and one that does not find it
-        ((text, status),) = run_alone(f"'127.0.0.1:{port}', 2, {index}, initialization_timeout=4")
+        text, status = run_alone(f"'127.0.0.1:{port}', 2, {index}, initialization_timeout=4")
         assert "TimeoutError: distributed.initialize: the 2 processes of the run did not all come" in text
         assert status == 1
 
@@ -445,11 +430,7 @@ def test_wrong_arguments_of_the_launcher():
         (["-n", "2"], "the program is missing"),
         (["-n", "2", "nowhere.py"], "there is no program nowhere.py"),
     ]:
-        done = subprocess.run(
-            [sys.executable, SCRIPT, *given], capture_output=True, text=True, timeout=60, check=False
-        )
-        assert done.returncode == 2
-        assert message in done.stderr
+        assert message in run_program(SCRIPT, *given, code=2)
 
 
 @pytest.mark.thorough
@@ -467,20 +448,13 @@ if index == 0:
 @pytest.mark.thorough
 def test_the_estimator_of_the_tutorial():
     """It trains, evaluates and predicts in two processes as in one; what it prints comes from one."""
-    answer = ROOT / "answers" / "ipu_pipeline_estimator.py"
-    alone = subprocess.run(
-        [sys.executable, answer, "--epochs", "1"],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env=environment(),
+    answer = (ROOT / "answers" / "ipu_pipeline_estimator.py", "--epochs", "1")
+    alone, made = (
+        run_program(*answer, as_tests=True),
+        run_program(SCRIPT, "-n", "2", *answer, as_tests=True),
     )
-    assert alone.returncode == 0, alone.stderr
-    launch = [sys.executable, ROOT / "scripts" / "launch_local.py", "-n", "2", answer, "--epochs", "1"]
-    made = subprocess.run(launch, capture_output=True, text=True, timeout=200, env=environment())
-    assert made.returncode == 0, made.stderr
 
     def told(text):
         return [line for line in text.splitlines() if not line.startswith("Elapsed")]
 
-    assert told(made.stdout) == told(alone.stdout)
+    assert told(made) == told(alone)

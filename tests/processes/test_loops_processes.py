@@ -94,13 +94,8 @@ def train_all(directory, cases):
     return found
 
 
-def check(tmp_path, num_processes, cases):
-    directory = tmp_path / f"in {num_processes}"
-    directory.mkdir()
-    started = joined.start(
-        train_all, num_processes, None, directory, cases, directory=directory, joins_itself=True
-    )
-    made = joined.finish(started, directory, timeout=300)
+def check_all(made, cases, tmp_path):
+    """Compares what processes returned with what one does."""
     expected = train_all(tmp_path / "alone", cases)
     for name in cases:
         for number, wanted in enumerate(expected[name]):
@@ -112,10 +107,6 @@ def check(tmp_path, num_processes, cases):
             assert len(here) == (len(wanted[1]) > 0), name
             if here:
                 models.assert_trees_close(here[0], wanted[1])
-
-
-def test_replicas_in_two_processes(tmp_path):
-    check(tmp_path, 2, ["replicas"])
 
 
 def train_on_data_that_fail(ends, is_pipeline, index=None):
@@ -171,30 +162,41 @@ def train_on_data_that_fail(ends, is_pipeline, index=None):
         return told, session.variables
 
 
-@pytest.mark.parametrize(
-    ("ends", "is_pipeline"),
-    [
-        (False, True),
-        *(pytest.param(*case, marks=pytest.mark.thorough) for case in [(True, False), (True, True)]),
-    ],
-)
-def test_data_that_fail_in_one_process(ends, is_pipeline, tmp_path):
-    """The others went on with the step, and waited for what never came."""
-    arguments = (ends, is_pipeline)
+def train_and_fail(directory, cases, failing):
+    """What replicas give, and then those whose data fail."""
+    trained, failed = train_all(directory, cases), []
+    for case in failing:
+        failed.append(train_on_data_that_fail(*case))
+        ipu.config.reset_ipu_configuration()
+    return trained, failed
+
+
+def start_and_check(tmp_path, num_processes, cases, failing=()):
+    directory = tmp_path / f"in {num_processes}"
+    directory.mkdir()
+    given = (directory, cases, failing)
     started = joined.start(
-        train_on_data_that_fail, 2, None, *arguments, directory=tmp_path, joins_itself=True
+        train_and_fail, num_processes, None, *given, directory=directory, joins_itself=True
     )
-    (told, first), (other, second) = joined.finish(started, tmp_path, 60)
-    ipu.config.reset_ipu_configuration()
-    _told, expected = train_on_data_that_fail(*arguments, index=1)
-    models.assert_trees_close(first, expected)
-    models.assert_trees_close(second, expected)
-    kinds = [kind for kind, _text in (*told, *other)]
-    assert kinds == (["OutOfRangeError"] * 2 if ends else ["ProcessError", "ArithmeticError"])
-    assert told[0][1].startswith("In process 1, which reads the micro-batches: ")
+    made = joined.finish(started, directory, timeout=300)
+    check_all([one for one, _failed in made], cases, tmp_path)
+    for (ends, is_pipeline), *found in zip(failing, *(failed for _one, failed in made), strict=True):
+        (told, first), (other, second) = found
+        _told, expected = train_on_data_that_fail(ends, is_pipeline, index=1)
+        ipu.config.reset_ipu_configuration()
+        models.assert_trees_close(first, expected)
+        models.assert_trees_close(second, expected)
+        kinds = [kind for kind, _text in (*told, *other)]
+        assert kinds == (["OutOfRangeError"] * 2 if ends else ["ProcessError", "ArithmeticError"])
+        assert told[0][1].startswith("In process 1, which reads the micro-batches: ")
+
+
+def test_replicas_in_two_processes(tmp_path):
+    """Where data failed in one process, the others went on with the step, and waited for ever."""
+    start_and_check(tmp_path, 2, ["replicas"], [(False, True), (True, False), (True, True)])
 
 
 @pytest.mark.thorough
 def test_shards_and_replicas_in_processes(tmp_path):
-    check(tmp_path, 2, ["replicas of shards", "shards", "one device"])
-    check(tmp_path, 4, ["replicas of shards"])
+    start_and_check(tmp_path, 2, ["replicas of shards", "shards", "one device"])
+    start_and_check(tmp_path, 4, ["replicas of shards"])

@@ -111,11 +111,7 @@ CASES = {
     "all on the last": (make_mlp, make_mlp_steps, {"device_mapping": [3, 3, 3, 3], "donate": True}),
     "all on the first": (make_mlp, make_mlp_steps, {"device_mapping": [0, 0, 0, 0]}),
     "scaled": (make_scaled, make_mlp_steps, {"donate": True}),
-    "flattened": (
-        make_mlp,
-        make_mlp_steps,
-        {"optimizer": optax.flatten(optax.adam(0.01)), "donate": True},
-    ),
+    "flattened": (make_mlp, make_mlp_steps, {"optimizer": optax.flatten(optax.adam(0.01)), "donate": True}),
     "normalized": (make_normalized, make_mlp_steps, {"device_mapping": [0, 3, 1], "donate": True}),
     "normalized in chunks": (
         make_normalized,
@@ -133,11 +129,7 @@ CASES = {
         make_shared_steps,
         {"mapping": (3, 2, 0), "dispatch_plan": engine.Chunking(5)},
     ),
-    "offloaded": (
-        make_mlp,
-        make_mlp_steps,
-        EVERYTHING_OFFLOADED,
-    ),
+    "offloaded": (make_mlp, make_mlp_steps, EVERYTHING_OFFLOADED),
     "inference": (make_inference, make_mlp_steps, {}),
 }
 
@@ -145,8 +137,6 @@ CASES = {
 TWO = {"num_replicas": 2}
 REPLICATED = {
     "replicas": (make_mlp, make_replicated_steps, {**TWO, "donate": True}),
-    "replicas, interleaved": (make_mlp, make_replicated_steps, {**TWO, "schedule": "interleaved"}),
-    "replicas, sequential": (make_mlp, make_replicated_steps, {**TWO, "schedule": "sequential"}),
     "replicas, chunks": (make_mlp, make_replicated_steps, {**TWO, "dispatch_plan": engine.Chunking(2)}),
     "replicas, summed": (make_mlp, make_replicated_steps, {**TWO, "sum_collected": True}),
     "replicas, normalized": (
@@ -226,24 +216,27 @@ def check(names, made):
 
 
 def test_two_processes():
-    names = ["grouped", "shared"]
+    """Four stages of a session are in test_session_processes.py."""
+    made, _nothing = run(["shared"], 2, 4)
+    check(["shared"], made)
+
+
+IN_FOUR = ["grouped", "interleaved", "sequential", "folded", "one by one", "all on the last"]
+IN_FOUR += ["normalized in chunks", "shared, chunks", "flattened", "offloaded"]
+
+
+@pytest.mark.thorough
+def test_other_cases_in_two_processes():
+    names = [name for name in CASES if name not in IN_FOUR or name in ("interleaved", "offloaded")]
     made, _nothing = run(names, 2, 4)
     check(names, made)
 
 
 @pytest.mark.thorough
-def test_each_case_in_two_processes():
-    made, _nothing = run([*CASES], 2, 4)
-    check(CASES, made)
-
-
-@pytest.mark.thorough
 def test_four_processes():
     """Each kind of schedule and mapping; and data that ends, which all hear of."""
-    names = ["grouped", "interleaved", "sequential", "folded", "one by one", "all on the last"]
-    names += ["normalized in chunks", "shared, chunks", "flattened", "offloaded"]
-    made, ends = run(names, 4, 4, end_of_data, "labels", 3)
-    check(names, made)
+    made, ends = run(IN_FOUR, 4, 4, end_of_data, "labels", 3)
+    check(IN_FOUR, made)
     expected, losses = end_of_data("labels", 3)
     assert expected[0] == "OutOfRangeError: The data ended after 3 of the 4 micro-batches of a step."
     assert expected[1].startswith("ValueError: Micro-batch 1")

@@ -7,7 +7,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 
@@ -17,32 +16,16 @@ import pytest
 import ipu_pipeline as ipu
 from ipu_pipeline.checkpointing.checkpoints import CheckpointSeries
 from tests.support.estimating import assert_same_variables, input_fn, make_estimator
-from tests.support.programs import ROOT, Started, environment
+from tests.support.programs import begin
 from tests.support.resumable import Batches, Training, assert_same
 
 THREAD_RUNS = int(os.environ.get("THREAD_RUNS", "30"))
-KILLS = int(os.environ.get("KILLS", "5"))
+KILLS = int(os.environ.get("KILLS", "3"))
 STEPS = 40 * KILLS
 
 
 def start(directory, max_steps, *options):
-    return Started(
-        [
-            sys.executable,
-            "-W",
-            "always",
-            "-m",
-            "tests.support.survivor",
-            str(directory),
-            str(max_steps),
-            *options,
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        env=environment(as_tests=True),
-    )
+    return begin("-W", "always", "-m", "tests.support.survivor", directory, max_steps, *options)
 
 
 def finish(process, code):
@@ -74,21 +57,37 @@ def uninterrupted(tmp_path_factory):
     return train
 
 
-def test_killed_after_a_checkpoint(tmp_path, uninterrupted):
-    """kill -9 once there is a checkpoint: the restart goes on from it."""
-    process = start(tmp_path, 40, "block_at=30")  # before the end, however late it is killed
-    wait_for_checkpoint(process, tmp_path)
-    process.kill()
-    process.communicate()
-    _out, errors = finish(start(tmp_path, 40, "block_at=99"), 0)  # of the same data: it comes to its end
-    assert "Training goes on from step" in errors
+@pytest.mark.parametrize(
+    ("name", "code"), [("SIGTERM", 143), pytest.param("SIGINT", 130, marks=pytest.mark.thorough)]
+)
+def test_a_signal_ends_training_after_the_update_and_a_killed_one_goes_on(
+    name, code, tmp_path, uninterrupted, caplog
+):
+    """The restart after the signal is killed once there is another checkpoint; the next one ends."""
+    process = start(tmp_path, 400, "every=400", "pause=1", "loop=8")
+    assert process.stdout.readline() == "created\n"
+    assert process.stdout.readline() == "step 8\n"
+    process.send_signal(getattr(signal, name))
+    _out, errors = finish(process, code)
     assert "Traceback" not in errors
-    assert_same_variables(make_estimator(tmp_path), uninterrupted(40))
+    step = final_step(tmp_path)
+    assert f"Training ends at step {step} by signal {code - 128}" in errors
+    assert 8 <= step < 80
+    process = start(tmp_path, 120, "pause=1")
+    wait_for_checkpoint(process, tmp_path, step)
+    process.kill()
+    _out, errors = finish(process, -signal.SIGKILL)
+    assert f"Training goes on from step {step}" in errors
+    assert "Traceback" not in errors
+    with caplog.at_level("INFO", "ipu_pipeline"):
+        make_estimator(tmp_path).train(input_fn, max_steps=120)
+    assert int(re.search(r"Training goes on from step (\d+)", caplog.text)[1]) > step
+    assert_same_variables(make_estimator(tmp_path), uninterrupted(120))
 
 
-def wait_for_checkpoint(process, directory):
-    """Reads a process's steps until there is a checkpoint."""
-    while CheckpointSeries(directory / "checkpoints").latest() is None:
+def wait_for_checkpoint(process, directory, after=-1):
+    """Reads a process's steps until there is a checkpoint of a step after another one."""
+    while max(CheckpointSeries(directory / "checkpoints").steps(), default=-1) <= after:
         assert process.stdout.readline(), process.communicate()
 
 
@@ -188,23 +187,6 @@ def test_two_threads_train_on_one_session(tmp_path):
                 for full_name, value in variables.items():
                     if full_name.startswith(f"{name}/"):
                         np.testing.assert_array_equal(value, wanted[full_name])
-
-
-@pytest.mark.parametrize(
-    ("name", "code"), [("SIGTERM", 143), pytest.param("SIGINT", 130, marks=pytest.mark.thorough)]
-)
-def test_a_signal_ends_training_after_the_update(name, code, tmp_path, uninterrupted):
-    process = start(tmp_path, 400, "every=400", "pause=1", "loop=40")
-    assert process.stdout.readline() == "created\n"
-    assert process.stdout.readline() == "step 40\n"
-    process.send_signal(getattr(signal, name))
-    _out, errors = finish(process, code)
-    assert "Traceback" not in errors
-    step = final_step(tmp_path)
-    assert f"Training ends at step {step} by signal {code - 128}" in errors
-    assert 40 <= step < 400
-    make_estimator(tmp_path).train(input_fn, max_steps=200)
-    assert_same_variables(make_estimator(tmp_path), uninterrupted(200))
 
 
 @pytest.mark.thorough

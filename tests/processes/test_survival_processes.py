@@ -6,7 +6,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 
@@ -16,9 +15,9 @@ import ipu_pipeline as ipu
 from ipu_pipeline.checkpointing.checkpoints import CheckpointSeries
 from tests.support.estimating import assert_same_variables, input_fn, make_estimator
 from tests.support.joined import hold_port
-from tests.support.programs import ROOT, Started, environment
+from tests.support.programs import begin
 
-KILLS = int(os.environ.get("KILLS", "3"))
+KILLS = int(os.environ.get("KILLS", "2"))
 STEPS, DEATH_TIMEOUT = 64 * KILLS, 6  # of which none is likely to take 64
 
 
@@ -35,16 +34,8 @@ def start(directory, num_processes, *options):
             "IPU_PIPELINE_DEATH_TIMEOUT": str(DEATH_TIMEOUT),
             "PJRT_NPROC": "1",
         }
-        processes.append(
-            Started(
-                [sys.executable, "-m", "tests.support.survivor", str(directory), str(STEPS), *options],
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-                cwd=ROOT,
-                env={**environment(as_tests=True), **joining},
-            )
-        )
+        program = ("-m", "tests.support.survivor", directory, STEPS, *options)
+        processes.append(begin(*program, output=subprocess.DEVNULL, **joining))
     processes[0].held = held  # until the end
     return processes
 
@@ -127,15 +118,14 @@ def test_killed_at_random_moments(tmp_path, uninterrupted):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("number", [signal.SIGTERM])
-def test_a_signal_to_one_ends_all_after_the_same_update(number, tmp_path, uninterrupted):
+def test_a_signal_to_one_ends_all_after_the_same_update(tmp_path, uninterrupted):
     processes = start(tmp_path, 2, "pause=0.05")
     while CheckpointSeries(tmp_path / "checkpoints").latest() is None:
         assert all(process.poll() is None for process in processes)
         time.sleep(0.01)
-    processes[0].send_signal(number)
+    processes[0].send_signal(signal.SIGTERM)
     errors = finish(processes, 120)
-    assert [process.returncode for process in processes] == [128 + number, 0], errors
+    assert [process.returncode for process in processes] == [128 + signal.SIGTERM, 0], errors
     assert not any("Traceback" in text for text in errors), errors
     step = CheckpointSeries(tmp_path / "checkpoints").steps()[-1]
     assert all(f"at step {step}" in text for text in errors), errors

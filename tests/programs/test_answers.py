@@ -1,5 +1,6 @@
 """The tutorial's programs as a reader runs them, and on real MNIST."""
 
+import functools
 import json
 import os
 import re
@@ -11,16 +12,18 @@ import optax
 import pytest
 
 from ipu_pipeline import datasets, tutorial_support
+from tests.support import forked
 from tests.support.programs import (
     ESTIMATOR,
     STEP1,
     STEP2,
     STEP3,
     STEP4,
+    environment,
     printed_losses,
     record,
     run,
-    run_forked,
+    start_forked,
 )
 
 ELAPSED = r"Elapsed \d+\.\d\d s, [\d,]+ samples/sec"
@@ -28,12 +31,13 @@ ELAPSED = r"Elapsed \d+\.\d\d s, [\d,]+ samples/sec"
 
 @pytest.mark.thorough
 def test_the_estimator_trains_as_step_3_and_goes_on(tmp_path):
+    run_here = functools.partial(run, as_tests=True)
     common = ("--dataset", "digits", "--batches-to-accumulate", "4", "--seed", "3")
-    expected = run(STEP3, *common, "--steps", "31")
+    expected = run_here(STEP3, *common, "--steps", "31")
     folder = ("--model-dir", tmp_path / "model")
-    first = run(ESTIMATOR, *common, *folder, "--steps", "11", "--save-checkpoints-steps", "5")
-    second = run(ESTIMATOR, *common, *folder, "--steps", "31")
-    at_once = run(ESTIMATOR, *common, "--steps", "31")
+    first = run_here(ESTIMATOR, *common, *folder, "--steps", "11", "--save-checkpoints-steps", "5")
+    second = run_here(ESTIMATOR, *common, *folder, "--steps", "31")
+    at_once = run_here(ESTIMATOR, *common, "--steps", "31")
     assert printed_losses(at_once) == printed_losses(expected)
     assert printed_losses(first) | printed_losses(second) == printed_losses(expected)
     assert "Training goes on after step 10" in second.splitlines()
@@ -45,17 +49,7 @@ def test_the_estimator_trains_as_step_3_and_goes_on(tmp_path):
         assert lines[-3].startswith("Predictions of the first images: ")
         assert lines[-1] == "Program ran successfully"
     assert len(os.listdir(tmp_path / "model" / "checkpoints")) == 4
-    assert "another model" not in run(ESTIMATOR, "--dataset", "mnist", code=1)
-
-
-@pytest.mark.parametrize("program", [pytest.param(STEP1, marks=pytest.mark.thorough), STEP2])
-def test_the_repeat_count_is_rounded_up(program):
-    options = ("--dataset", "digits", "--steps", "1", "--repeat-count", "17")
-    lines = run_forked(program, *options).splitlines()
-    assert lines[0] == "Rounding the repeat count up to a multiple of --batches-to-accumulate: 32"
-    assert lines[2].startswith("Steps 1 x examples per step 1024 (")
-    lines = run_forked(program, *options, "--batches-to-accumulate", "1").splitlines()
-    assert lines[1].startswith("Steps 1 x examples per step 544 (")
+    assert "another model" not in run_here(ESTIMATOR, "--dataset", "mnist", code=1)
 
 
 ERRORS = [
@@ -80,8 +74,7 @@ ERRORS = [
 _RUN_ALL = """
 import contextlib, io, json, runpy, sys
 found = []
-for case in sys.argv[1:]:
-    sys.argv = json.loads(case)
+for sys.argv in CASES:
     errors, printed = io.StringIO(), io.StringIO()
     try:
         with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(printed):
@@ -94,24 +87,51 @@ print(json.dumps(found))
 """
 
 
+ONE_STEP = ["--dataset", "digits", "--steps", "1", "--repeat-count", "17"]
 ARGUMENTS = [
     (STEP4, ["--help"], 0, "flatten, dense256, dense128, dense64, dense32, logits, cel"),
     (STEP1, ["--schedule", "Grouped"], 2, "unrecognized arguments: --schedule"),
     (STEP2, ["--schedule", "Grouped"], 2, "unrecognized arguments: --schedule"),
     (STEP3, ["--batch-size", "0"], 2, "must be at least 1"),
     (STEP3, ["--learning-rate", "nan"], 2, "must be a finite number above 0"),
+    *(
+        (program, ONE_STEP, 0, "^Rounding the repeat .* --batches-to-accumulate: 32 .* per step 1024 [(]")
+        for program in (STEP1, STEP2)
+    ),
+    (STEP2, [*ONE_STEP, "--batches-to-accumulate", "1"], 0, "^Data .* Steps 1 x examples per step 544 [(]"),
 ]
 
 
 def test_arguments_and_errors():
-    cases = [*ARGUMENTS, *((STEP4, options, 1, message) for options, message in ERRORS)]
-    given = [json.dumps([str(program), *options]) for program, options, _code, _message in cases]
-    output = run("-c", _RUN_ALL, *given, as_tests=True)
-    for (_program, options, code, message), (found, told) in zip(cases, json.loads(output), strict=True):
-        assert found == code, options
+    cases = [*((STEP4, options, 1, message) for options, message in ERRORS), *ARGUMENTS]
+    given = [[str(program), *options] for program, options, _code, _message in cases]
+    result = forked.run(f"CASES = {given}\n{_RUN_ALL}", environment(as_tests=True))
+    assert result.returncode == 0, result.stderr
+    told_of_each = json.loads(result.stdout)
+    for (_program, options, code, message), (found, told) in zip(cases, told_of_each, strict=True):
+        assert found == code, (options, told)
         told = told if code == 1 else " ".join(told.split())
         assert re.search(message, told), (options, told)
-    assert "is out of order" in run(STEP4, *ERRORS[2][0], code=1)
+    alone = start_forked(STEP4, *ERRORS[2][0])  # whose exit code is the process's own
+    assert (alone.returncode, "is out of order" in alone.stderr) == (1, True)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("program", "options", "message"),
+    [
+        (STEP1, [*ONE_STEP, "--batches-to-accumulate", "1"], r"\nSteps 1 x examples per step 544 \("),
+        (
+            STEP4,  # three stages, with one IPU idle
+            ["--splits", "dense128", "dense32", "--auto-round-num-ipus", *ONE_STEP[:4]],
+            "\nProgram ran successfully\n$",
+        ),
+    ],
+)
+def test_arguments_in_a_process_of_their_own(program, options, message):
+    result = start_forked(program, *options)
+    assert result.returncode == 0, result.stderr
+    assert re.search(message, result.stdout), result.stdout
 
 
 def test_number_of_steps(capsys):
@@ -180,9 +200,8 @@ def plain_losses(start, mnist, seed):
     [
         (STEP1, ()),
         (STEP2, ()),
-        (STEP3, ("--schedule", "Grouped")),
-        (STEP4, ("--schedule", "Interleaved", "--splits", "dense128")),
-        (STEP4, ("--schedule", "Sequential", "--splits", "dense128", "dense64", "dense32")),
+        (STEP3, ("--schedule", "Sequential")),
+        (STEP4, ("--schedule", "Interleaved", "--splits", "dense128", "dense64", "dense32")),
     ],
 )
 @pytest.mark.usefixtures("optimized")

@@ -175,29 +175,6 @@ def test_the_benchmark_refuses_sides_that_train_something_else():
 
 @pytest.mark.thorough
 @pytest.mark.alone
-@pytest.mark.parametrize("schedule", ["grouped", "interleaved", "sequential"])
-@pytest.mark.parametrize(
-    "milliseconds",
-    [[(8.0, 16.0)] * 4, [(8.0, 16.0), (16.0, 24.0), (6.0, (8.0, 8.0))], [(6.0, 3.0), (25.0, 25.0)]],
-    ids=["equal", "slow middle", "slow end"],
-)
-def test_a_step_takes_what_its_programs_take_by_its_schedule(schedule, milliseconds):
-    """Not less either: no sleep ends early, and a device does one thing at a time."""
-    forward_ms, backward_ms = zip(*milliseconds, strict=True)
-    emulated = stages.make_pipeline(forward_ms, backward_ms, 2 * len(milliseconds), schedule=schedule)
-    seconds = {}
-    for stage, (forward, backward) in enumerate(milliseconds):
-        seconds[ActionKind.FORWARD, stage] = forward / 1e3
-        seconds[ActionKind.BACKWARD, stage] = np.sum(backward) / 1e3
-    last = len(milliseconds) - 1
-    seconds[ActionKind.FORWARD, last] += seconds.pop((ActionKind.BACKWARD, last))
-    ideal = timing.ideal_seconds(emulated.pipeline, timing.Times(seconds, {}, {}))
-    taken, _state = time_steps(emulated, 5)
-    assert ideal <= min(taken) < 1.25 * ideal
-
-
-@pytest.mark.thorough
-@pytest.mark.alone
 def test_the_benchmark_runs_beside_torch(tmp_path):
     """Losses of all sides agree, or it would fail."""
     path = tmp_path / "rows.json"

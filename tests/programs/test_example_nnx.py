@@ -94,6 +94,6 @@ def test_batch_statistics_are_refused():
 
 @pytest.mark.thorough
 def test_as_a_program():
-    lines = run("examples/flax_nnx.py").splitlines()
+    lines = run("examples/flax_nnx.py", as_tests=True).splitlines()
     assert [line.partition(":")[0] for line in lines] == ["Step 20", "Step 40", "Step 60", "Test accuracy"]
     assert float(lines[-1].split()[-1]) > 0.95

@@ -9,7 +9,7 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline import tutorial_support
-from tests.support.programs import ESTIMATOR, ROOT, STEP1, STEP2, STEP3, STEP4, run
+from tests.support.programs import ESTIMATOR, ROOT, STEP1, STEP2, STEP3, STEP4
 from tests.support.terminals import Terminal
 
 # Each compilation takes two seconds more: a fast machine has compiled all before there is a line.
@@ -191,13 +191,6 @@ def test_flags_for_what_messages_about_the_number_of_ipus_advise(
     with pytest.raises(ConfiguredError) as found:
         runpy.run_path(str(ROOT / program), run_name="__main__")
     assert found.value.args == expected
-
-
-@pytest.mark.thorough
-def test_three_stages_with_one_ipu_idle():
-    options = ("--splits", "dense128", "dense32", "--auto-round-num-ipus", "--schedule", "INTERLEAVED")
-    output = run(STEP4, "--dataset", "digits", "--steps", "1", *options)
-    assert output.endswith("\nProgram ran successfully\n")
 
 
 @pytest.mark.parametrize("place", ["below a file", "a file"])

@@ -142,12 +142,6 @@ def test_an_infeed_that_is_dropped_ends_its_thread():
     assert not thread.is_alive()
 
 
-@pytest.mark.parametrize("depth", [0, 256, 1.5, True, "3"])
-def test_prefetch_depth(depth):
-    with pytest.raises(ValueError, match=f"prefetch_depth must be an integer from 1 to 255; got {depth!r}"):
-        IPUInfeedQueue(scalars(1), prefetch_depth=depth)
-
-
 def test_wrong_data_sets():
     with pytest.raises(TypeError, match="it is an iterator .*a callable that returns a new iterator"):
         IPUInfeedQueue(iter(scalars(1)))
@@ -166,6 +160,9 @@ def test_wrong_data_sets():
     with pytest.raises(ValueError, match="element 1 .*leaf of type ndarray; .*its dtype is <U4"):
         take_some(1)
     queue.delete()
+    assert queue.initializer
+    with pytest.raises(ValueError, match="`initializer` function can only be accessed once"):
+        assert queue.initializer
 
 
 def test_another_structure():
@@ -181,32 +178,31 @@ def test_another_structure():
     queue.delete()
 
 
-def test_the_initializer_is_read_once():
-    queue = IPUInfeedQueue(scalars(1))
-    assert queue.initializer
-    with pytest.raises(
-        ValueError, match="The IPUInfeedQueue `initializer` function can only be accessed once"
-    ):
-        assert queue.initializer
-
-
-@pytest.mark.parametrize("depth", [0, -1, 1.5, True])
-def test_outfeed_buffer_depth(depth):
-    with pytest.raises(ValueError, match="buffer_depth must be an integer of at least 1"):
-        IPUOutfeedQueue(buffer_depth=depth)
-
-
-def test_outfeed_mode():
-    with pytest.raises(
-        TypeError, match="outfeed_mode must be one of IPUOutfeedMode.ALL, IPUOutfeedMode.LAST; got 'all'"
-    ):
-        IPUOutfeedQueue(outfeed_mode="all")
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        *(
+            (lambda depth=depth: IPUInfeedQueue(scalars(1), prefetch_depth=depth), ValueError, message)
+            for depth in (0, 256, 1.5, True, "3")
+            for message in [f"prefetch_depth must be an integer from 1 to 255; got {depth!r}"]
+        ),
+        *(
+            (lambda depth=depth: IPUOutfeedQueue(buffer_depth=depth), ValueError, "integer of at least 1")
+            for depth in (0, -1, 1.5, True)
+        ),
+        (
+            lambda: IPUOutfeedQueue(outfeed_mode="all"),
+            TypeError,
+            "outfeed_mode must be one of IPUOutfeedMode.ALL, IPUOutfeedMode.LAST; got 'all'",
+        ),
+    ],
+)
+def test_wrong_settings(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
 
 
 def test_outfeed_copies_to_the_host_beyond_its_depth():
-    import jax
-    import jax.numpy as jnp
-
     queue = IPUOutfeedQueue(buffer_depth=2)
     queue.bind(jax.tree.structure(0), [jax.ShapeDtypeStruct((), jnp.float32)])
     for number in range(5):
@@ -219,9 +215,6 @@ def test_outfeed_copies_to_the_host_beyond_its_depth():
 
 @pytest.mark.parametrize("mode", list(IPUOutfeedMode))
 def test_outfeed_of_stacked_elements(mode):
-    import jax
-    import jax.numpy as jnp
-
     queue = IPUOutfeedQueue(mode, buffer_depth=4)
     queue.bind(jax.tree.structure((0, 0)), [jax.ShapeDtypeStruct((), jnp.float32)] * 2)
     stack = jax.block_until_ready(jnp.arange(6.0))
@@ -374,14 +367,13 @@ def refilling(count, as_jax):
         buffer[...] = -1
 
 
-@pytest.mark.parametrize("as_jax", [False, True])
 @pytest.mark.parametrize(
-    ("first", "second"),
+    ("first", "second", "as_jax"),
     [
-        ({"device_mapping": [0, 1]}, {"device_mapping": [1, 0]}),
-        ({"device_mapping": [0, 0]}, {"device_mapping": [0, 1]}),
-        ({"device_mapping": [0, 1], "dispatch_plan": Chunking(2)}, {"device_mapping": [0, 0]}),
-        ({"device_mapping": [0, 1]}, {"device_mapping": [0, 1], "dispatch_plan": Chunking(2)}),
+        ({"device_mapping": [0, 1]}, {"device_mapping": [1, 0]}, False),
+        ({"device_mapping": [0, 0]}, {"device_mapping": [0, 1]}, True),
+        ({"device_mapping": [0, 1], "dispatch_plan": Chunking(2)}, {"device_mapping": [0, 0]}, False),
+        ({"device_mapping": [0, 1]}, {"device_mapping": [0, 1], "dispatch_plan": Chunking(2)}, True),
     ],
 )
 def test_a_refilled_buffer_is_shared_by_two_programs(first, second, as_jax):
@@ -400,8 +392,7 @@ def test_a_refilled_buffer_is_shared_by_two_programs(first, second, as_jax):
                 **options,
             )
 
-        with ipu.scopes.ipu_scope("/device:IPU:0"):
-            return ipu.ipu_compiler.compile(model), outfeed.dequeue()
+        return front.compile_program(model), outfeed.dequeue()
 
     programs = [compile_one(options) for options in (first, second)]
     found = []
@@ -463,8 +454,9 @@ def test_what_nobody_got_is_dequeued_again(mode, monkeypatch):
             outfeed_queue=outfeed,
         )
 
-    with ipu.scopes.ipu_scope("/device:IPU:0"):
-        program, other = ipu.ipu_compiler.compile(model), ipu.ipu_compiler.compile(model)
+    assert not outfeed.enqueued
+    program, other = front.compile_program(model), front.compile_program(model)
+    assert outfeed.enqueued
     with ipu.Session() as session:
         session.run([infeed.initializer, program])
         with monkeypatch.context() as patch:

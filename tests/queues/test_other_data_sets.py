@@ -6,6 +6,7 @@ import pytest
 import ipu_pipeline as ipu
 from ipu_pipeline.data import mnist_tfds
 from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue
+from tests.support import front
 
 IMAGES = np.arange(32, dtype=np.uint8).reshape(8, 2, 2)
 LABELS = np.arange(8)
@@ -33,8 +34,7 @@ def through_a_pipeline(dataset, stage=pass_images_and_labels, count=4):
                 device_mapping=device_mapping,
             )
 
-        with ipu.scopes.ipu_scope("/device:IPU:0"):
-            program = ipu.ipu_compiler.compile(model)
+        program = front.compile_program(model)
         session.run(initializer)
         session.run(program)
         return session.run(outfeed_queue.dequeue())
@@ -101,9 +101,7 @@ def test_grain_data_loader(grain):
         8, shard_options=grain.sharding.NoSharding(), shuffle=True, num_epochs=1, seed=1
     )
     loader = grain.DataLoader(
-        data_source=EXAMPLES,
-        sampler=sampler,
-        operations=[grain.transforms.Batch(2, drop_remainder=True)],
+        data_source=EXAMPLES, sampler=sampler, operations=[grain.transforms.Batch(2, drop_remainder=True)]
     )
     images, labels = through_a_pipeline(loader)
     assert sorted(labels.ravel()) == list(LABELS)
@@ -139,24 +137,14 @@ def test_torch_dicts_shuffled(torch):
     np.testing.assert_array_equal(images.reshape(8, 2, 2), IMAGES[labels.ravel()])
 
 
-@pytest.mark.parametrize(
-    ("dtype", "expected"),
-    [
-        ("bool", np.bool_),
-        ("uint8", np.uint8),
-        ("int8", np.int8),
-        ("int32", np.int32),
-        ("int64", np.int32),
-        ("float16", np.float16),
-        ("float32", np.float32),
-        ("float64", np.float32),
-    ],
-)
-def test_torch_dtypes(torch, dtype, expected):
-    tensor = torch.arange(8).to(getattr(torch, dtype))
-    (found,) = through_a_pipeline(torch_loader(torch, tensor), stage=lambda x: [x])
-    assert found.dtype == expected
-    np.testing.assert_array_equal(found.ravel(), tensor.numpy())
+def test_torch_dtypes(torch):
+    dtypes = {"bool": np.bool_, "int64": np.int32, "float64": np.float32}
+    dtypes |= {name: np.dtype(name) for name in ("uint8", "int8", "int32", "float16", "float32")}
+    tensors = [torch.arange(8).to(getattr(torch, name)) for name in dtypes]
+    found = through_a_pipeline(torch_loader(torch, *tensors), stage=lambda *values: values)
+    for array, tensor, expected in zip(found, tensors, dtypes.values(), strict=True):
+        assert array.dtype == expected
+        np.testing.assert_array_equal(array.ravel(), tensor.numpy())
 
 
 def test_torch_tensors_that_numpy_cannot_read(torch):

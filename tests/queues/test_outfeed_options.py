@@ -43,8 +43,10 @@ def optimizer_function(*args, **named):
 class Model:
     """A program with this last stage, in training or not, and its outfeed."""
 
-    def __init__(self, kind="tuple", mode=IPUOutfeedMode.ALL, trains=True, stage=None, **options):
-        self.infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(front.data())
+    def __init__(
+        self, kind="tuple", mode=IPUOutfeedMode.ALL, trains=True, stage=None, length=None, **options
+    ):
+        self.infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(front.data(length))
         self.outfeed = IPUOutfeedQueue(mode)
         options = {"outfeed_queue": self.outfeed, "gradient_accumulation_count": COUNT, **options}
         self.program = front.compile_program(
@@ -80,10 +82,10 @@ def close(actual, expected):
 @pytest.mark.each_value
 def test_masks(mapping, unmasked):
     options = {"repeat_count": 3, "device_mapping": mapping}
-    for kind in ("tuple", "list"):  # a tuple is dequeued as a list
-        for mask in ([False, True, False], (np.bool_(0), True, True), [True, False, True]):
-            kept = [value for value, is_masked in zip(unmasked, mask, strict=True) if not is_masked]
-            close(Model(kind, outfeed_mask=mask, **options).run(), kept)
+    masks = ([False, True, False], (np.bool_(0), True, True), [True, False, True])
+    for kind, mask in zip(("tuple", "list", "tuple"), masks, strict=True):  # a tuple is dequeued as a list
+        kept = [value for value, is_masked in zip(unmasked, mask, strict=True) if not is_masked]
+        close(Model(kind, outfeed_mask=mask, **options).run(), kept)
     mask = {"loss": True, "logits": False, "right": False}
     found = Model("dict", outfeed_mask=mask, **options).run()
     close(found, {"logits": unmasked[1], "right": unmasked[2]})
@@ -181,6 +183,8 @@ def test_the_sum_of_losses(mapping, method):
     sums = Model(outfeed_loss=True, accumulate_outfeed=True, **options).run()
     assert sums.shape == (3,)
     close(sums, losses.reshape(3, COUNT).sum(1))
+    masked = Model(accumulate_outfeed=True, outfeed_mask=[False, True, True], **options).run()
+    close(masked, [sums])  # what is masked need not have a sum
 
 
 @pytest.mark.parametrize("mapping", [[0, 0], [0, 1]])
@@ -206,13 +210,6 @@ def test_the_sums_of_outputs(mapping, trains):
     assert list(named) == ["logits", "loss", "right"]
     close([named["loss"], named["logits"]], sums[:2])
     close(named["right"], sums[2].astype(np.float32))
-
-
-@pytest.mark.parametrize("mapping", [[0, 0], [0, 1]])
-def test_masked_sums(mapping, unmasked):
-    options = {"repeat_count": 3, "device_mapping": mapping, "accumulate_outfeed": True}
-    found = Model(**options, outfeed_mask=[False, True, True]).run()
-    close(found, [unmasked[0].reshape(3, COUNT).sum(1)])  # what is masked need not have a sum
 
 
 @pytest.mark.parametrize("block_bytes", [2**20, 1300])
@@ -276,111 +273,75 @@ def test_a_wider_sum():
 
 
 def test_sums_stay_with_the_updates_that_are_complete():
-    infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(front.data(2 * COUNT + 1))
-    outfeed = IPUOutfeedQueue()
-    program = front.compile_program(
-        lambda: pipeline(
-            [front.first_stage, last_stage("tuple")],
-            gradient_accumulation_count=COUNT,
-            repeat_count=5,
-            inputs=[np.float32(0)],
-            infeed_queue=infeed,
-            outfeed_queue=outfeed,
-            optimizer_function=optimizer_function,
-            outfeed_loss=True,
-            accumulate_outfeed=True,
-        )
-    )
+    model = Model(length=2 * COUNT + 1, repeat_count=5, outfeed_loss=True, accumulate_outfeed=True)
     with ipu.Session() as session:
-        session.run(infeed.initializer)
+        session.run(model.infeed.initializer)
         with pytest.raises(ipu.errors.OutOfRangeError):
-            session.run(program)
-        assert session.run(outfeed.dequeue()).shape == (2,)
+            session.run(model.program)
+        assert session.run(model.outfeed.dequeue()).shape == (2,)
 
 
 # Errors.
 
 
+LOSS, MASK, SUM = (
+    {"outfeed_loss": True},
+    {"outfeed_mask": [True, False, False]},
+    {"accumulate_outfeed": True},
+)
+INFERS, DICT, NO_QUEUE = {"trains": False}, {"kind": "dict"}, {"outfeed_queue": None}
+WRONG_VALUES = [
+    ({**LOSS, **MASK}, "Only one of `outfeed_loss` and `outfeed_mask` can be set."),
+    ({**MASK, **INFERS}, "An optimizer_function must be provided when outfeed_mask is set."),
+    ({**LOSS, **INFERS}, "An optimizer_function must be provided when outfeed_loss is True."),
+    ({**MASK, **NO_QUEUE}, "An outfeed_queue must be provided when outfeed_mask is set."),
+    ({**SUM, **NO_QUEUE}, "An outfeed_queue must be provided when accumulate_outfeed is True."),
+    (
+        {**SUM, "mode": IPUOutfeedMode.LAST},
+        "To accumulate the outfeed, it must be in IPUOutfeedMode ALL. outfeed_queue is in mode LAST",
+    ),
+    ({"outfeed_mask": [True, False]}, "the last stage's 3 outputs; it has 2"),
+    ({"outfeed_mask": []}, "the last stage's 3 outputs; it has 0"),
+    ({"outfeed_mask": [True] * 3}, "outfeed_mask leaves nothing to enqueue"),
+    ({"outfeed_mask": {"loss": True}}, "outfeed_mask must be a list of booleans"),
+    ({**MASK, **DICT}, "outfeed_mask must be a dict of booleans by name"),
+    (
+        {"outfeed_mask": {"loss": True, "logit": True}, **DICT},
+        "names of the last stage's outputs, 'logits', 'loss', 'right'; got 'loss', 'logit'",
+    ),
+    (SUM, r"accumulate_outfeed_dtype: an output of the last stage, bool\[4\], has no sum"),
+]
+WRONG_DTYPES = [
+    (
+        jnp.int32,
+        r"an output of the last stage, float32\[\], is summed in a dtype that can hold it; got int32",
+    ),
+    ("wide", "accumulate_outfeed_dtype must be a dtype; got 'wide'"),
+    (lambda _value: np.bool_, "is summed in a dtype that can hold it; got bool"),
+]
+WRONG_TYPES = [
+    ({"accumulate_outfeed": 1}, "accumulate_outfeed must be True or False; got 1"),
+    ({"outfeed_loss": None}, "outfeed_loss must be True or False; got None"),
+    ({"outfeed_mask": "loss"}, "outfeed_mask must be a list or tuple of booleans.*'loss'"),
+    ({"outfeed_mask": [0, 1, 1]}, r"must have booleans; outfeed_mask\[0\] is 0"),
+    ({"outfeed_mask": {"loss": 1}, **DICT}, r"outfeed_mask\['loss'\] is 1"),
+]
+
+
 @pytest.mark.parametrize(
-    ("options", "error", "message"),
+    ("error", "options", "message"),
     [
+        *((ValueError, *case) for case in WRONG_VALUES),
+        *((ValueError, {**SUM, "accumulate_outfeed_dtype": dtype}, told) for dtype, told in WRONG_DTYPES),
         (
-            {"outfeed_loss": True, "outfeed_mask": [True, False, False]},
             ValueError,
-            "Only one of `outfeed_loss` and `outfeed_mask` can be set.",
-        ),
-        (
-            {"outfeed_mask": [True, False, False], "trains": False},
-            ValueError,
-            "An optimizer_function must be provided when outfeed_mask is set.",
-        ),
-        (
-            {"outfeed_loss": True, "trains": False},
-            ValueError,
-            "An optimizer_function must be provided when outfeed_loss is True.",
-        ),
-        (
-            {"outfeed_mask": [True, False, False], "outfeed_queue": None},
-            ValueError,
-            "An outfeed_queue must be provided when outfeed_mask is set.",
-        ),
-        (
-            {"accumulate_outfeed": True, "outfeed_queue": None},
-            ValueError,
-            "An outfeed_queue must be provided when accumulate_outfeed is True.",
-        ),
-        (
-            {"accumulate_outfeed": True, "mode": IPUOutfeedMode.LAST},
-            ValueError,
-            "To accumulate the outfeed, it must be in IPUOutfeedMode ALL. outfeed_queue is in mode LAST",
-        ),
-        (
             {"accumulate_outfeed_dtype": jnp.float32},
-            ValueError,
             "accumulate_outfeed_dtype is only used when accumulate_outfeed is True",
         ),
-        ({"accumulate_outfeed": 1}, TypeError, "accumulate_outfeed must be True or False; got 1"),
-        ({"outfeed_loss": None}, TypeError, "outfeed_loss must be True or False; got None"),
-        ({"outfeed_mask": "loss"}, TypeError, "outfeed_mask must be a list or tuple of booleans.*'loss'"),
-        ({"outfeed_mask": [0, 1, 1]}, TypeError, r"must have booleans; outfeed_mask\[0\] is 0"),
-        ({"outfeed_mask": [True, False]}, ValueError, "the last stage's 3 outputs; it has 2"),
-        ({"outfeed_mask": []}, ValueError, "the last stage's 3 outputs; it has 0"),
-        ({"outfeed_mask": [True] * 3}, ValueError, "outfeed_mask leaves nothing to enqueue"),
-        ({"outfeed_mask": {"loss": True}}, ValueError, "outfeed_mask must be a list of booleans"),
-        (
-            {"outfeed_mask": [True, False, False], "kind": "dict"},
-            ValueError,
-            "outfeed_mask must be a dict of booleans by name",
-        ),
-        (
-            {"outfeed_mask": {"loss": True, "logit": True}, "kind": "dict"},
-            ValueError,
-            "names of the last stage's outputs, 'logits', 'loss', 'right'; got 'loss', 'logit'",
-        ),
-        ({"outfeed_mask": {"loss": 1}, "kind": "dict"}, TypeError, r"outfeed_mask\['loss'\] is 1"),
-        (
-            {"accumulate_outfeed": True},
-            ValueError,
-            r"accumulate_outfeed_dtype: an output of the last stage, bool\[4\], has no sum",
-        ),
-        (
-            {"accumulate_outfeed": True, "accumulate_outfeed_dtype": jnp.int32},
-            ValueError,
-            r"an output of the last stage, float32\[\], is summed in a dtype that can hold it; got int32",
-        ),
-        (
-            {"accumulate_outfeed": True, "accumulate_outfeed_dtype": "wide"},
-            ValueError,
-            "accumulate_outfeed_dtype must be a dtype; got 'wide'",
-        ),
-        (
-            {"accumulate_outfeed": True, "accumulate_outfeed_dtype": lambda _value: np.bool_},
-            ValueError,
-            "is summed in a dtype that can hold it; got bool",
-        ),
+        *((TypeError, *case) for case in WRONG_TYPES),
     ],
 )
-def test_wrong_calls(options, error, message):
+def test_wrong_calls(error, options, message):
     with pytest.raises(error, match=message):
         Model(**options)
 

@@ -201,12 +201,10 @@ ALL, LAST = IPUOutfeedMode.ALL, IPUOutfeedMode.LAST
 @pytest.mark.parametrize(
     ("mode", "options"),
     [
-        (ALL, {}),
         (LAST, {}),
         (ALL, {"outfeed_loss": True, "repeat_count": 2}),
         (ALL, {"outfeed_loss": True, "accumulate_outfeed": True}),
         (ALL, {"device_mapping": [0, 0], "repeat_count": 2}),
-        (LAST, {"device_mapping": [0, 0], "repeat_count": 2}),
         (ALL, {"outfeed_loss": True, "replicated": True}),
         (LAST, {"outfeed_loss": True, "replicated": True}),
     ],

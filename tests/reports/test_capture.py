@@ -3,8 +3,6 @@
 import itertools
 import json
 import os
-import subprocess
-import sys
 import threading
 from collections import Counter
 
@@ -23,7 +21,7 @@ from ipu_pipeline.reports.events import Event, EventKind, busy_time
 from ipu_pipeline.reports.files import check_directory, read_manifest, remove_reports, write_reports
 from ipu_pipeline.reports.profile import read_profile
 from tests.support import front
-from tests.support.programs import ROOT, environment
+from tests.support.programs import start
 
 COUNT, WIDTH = 8, 64
 COMPUTED = (EventKind.FORWARD, EventKind.BACKWARD)
@@ -60,6 +58,21 @@ def run(pipeline, data, num_steps=2, state=None):
     for _step in range(num_steps):
         state, outputs = pipeline.step(state, data)
     return state, outputs
+
+
+@pytest.fixture(scope="module")
+def made():
+    """A pipeline that several tests run, each with a state of its own."""
+    return make_pipeline(schedule="interleaved")
+
+
+@pytest.fixture(scope="module")
+def traced(made, tmp_path_factory):
+    """A step of it: where its reports are, and its profile."""
+    directory = tmp_path_factory.mktemp("traced")
+    with ipu.reports.capture(directory) as captured:
+        run(*made, 1)
+    return directory, captured.profile
 
 
 def actions_of(events):
@@ -157,7 +170,7 @@ def _rounded(profile):
     return read_profile(profile.to_json())
 
 
-def test_shared_programs_are_marked(tmp_path):
+def test_shared_programs_are_marked(tmp_path, traced):
     pipeline, data = make_pipeline(plan=4)
     with ipu.reports.capture(tmp_path) as captured:
         run(pipeline, data, 1)
@@ -171,11 +184,7 @@ def test_shared_programs_are_marked(tmp_path):
         assert len({(event.stage, event.ipu) for event in together}) == 1
         for before, after in itertools.pairwise(together):
             assert after.begin == pytest.approx(before.end)
-    alone = make_pipeline()
-    with ipu.reports.capture(tmp_path) as captured:
-        run(*alone, 1)
-    shared = {event.stage for event in captured.profile.events if event.is_shared}
-    assert shared == {3}
+    assert {event.stage for event in traced[1].events if event.is_shared} == {3}
 
 
 def test_what_is_sent_is_counted(tmp_path):
@@ -191,11 +200,8 @@ def test_what_is_sent_is_counted(tmp_path):
     assert edges[0, 1].num_forward_bytes == edges[1, 0].num_backward_bytes == 4 * WIDTH * 4
 
 
-def test_the_pipeline_is_described(tmp_path):
-    pipeline, data = make_pipeline(schedule="interleaved")
-    with ipu.reports.capture(tmp_path) as captured:
-        run(pipeline, data, 1)
-    (facts,) = captured.profile.pipelines
+def test_the_pipeline_is_described(traced):
+    (facts,) = traced[1].pipelines
     assert (facts.kind, facts.schedule, facts.num_micro_batches) == ("training", "interleaved", COUNT)
     assert (facts.micro_batch_size, facts.chunk_size, facts.trains) == (4, 1, True)
     assert [stage.name for stage in facts.stages][:2] == ["stage 0 (stage_0)", "stage 1 (stage_1)"]
@@ -207,7 +213,7 @@ def test_the_pipeline_is_described(tmp_path):
         assert stage.forward_operations > 2 * 4 * WIDTH * WIDTH
         assert stage.is_fused == (index == 3)
     assert [ipu.num_variable_bytes for ipu in facts.memory] == [4 * WIDTH * WIDTH] * 4
-    assert len(captured.profile.devices) == 4
+    assert len(traced[1].devices) == 4
 
 
 @pytest.mark.parametrize("mapping", [(0, 1, 2, 3), (0, 0, 0, 0)], ids=["four IPUs", "one IPU"])
@@ -281,16 +287,11 @@ def test_two_pipelines_that_are_called_the_same(tmp_path):
         check_order(own)
 
 
-def test_chrome_trace(tmp_path):
-    pipeline, data = make_pipeline()
-    with ipu.reports.capture(tmp_path) as captured:
-        run(pipeline, data, 1)
-    document = json.loads((tmp_path / "trace.json").read_text())
+def test_chrome_trace(traced):
+    directory, profile = traced
+    document = json.loads((directory / "trace.json").read_text())
     events = [event for event in document["traceEvents"] if event["ph"] == "X"]
-    assert len(events) == len(captured.profile.events)
-    assert Counter(event["cat"] for event in events) == Counter(
-        e.kind.value for e in captured.profile.events
-    )
+    assert Counter(event["cat"] for event in events) == Counter(e.kind.value for e in profile.events)
     tracks = {}
     for event in events:
         tracks.setdefault((event["pid"], event["tid"]), []).append(
@@ -304,8 +305,8 @@ def test_chrome_trace(tmp_path):
     assert "forward of stage 1, micro-batch 2" in {event["name"] for event in events}
 
 
-def test_a_long_run_is_recorded_in_part(tmp_path, caplog):
-    pipeline, data = make_pipeline()
+def test_a_long_run_is_recorded_in_part(made, tmp_path, caplog):
+    pipeline, data = made
     state, _outputs = run(pipeline, data, 1)
     with ipu.reports.capture(tmp_path, max_actions=100) as captured:
         run(pipeline, data, 3, state)
@@ -360,8 +361,8 @@ def test_first_runs_are_rehearsed(tmp_path, monkeypatch):
         check_order(own)
 
 
-def test_an_error_leaves_the_trace_of_what_ran(tmp_path):
-    pipeline, data = make_pipeline()
+def test_an_error_leaves_the_trace_of_what_ran(made, tmp_path):
+    pipeline, data = made
     with pytest.raises(KeyError, match="mine"), ipu.reports.capture(tmp_path):
         run(pipeline, data, 1)
         raise KeyError("mine")
@@ -371,16 +372,16 @@ def test_an_error_leaves_the_trace_of_what_ran(tmp_path):
         run(pipeline, data, 1)
 
 
-def test_only_one_at_a_time(tmp_path):
-    pipeline, data = make_pipeline()
+def test_only_one_at_a_time(made, tmp_path):
+    pipeline, data = made
     with ipu.reports.capture(tmp_path):
         with pytest.raises(RuntimeError, match="recorded already"), ipu.reports.capture(tmp_path / "other"):
             pass
         run(pipeline, data, 1)
 
 
-def test_another_profiler(tmp_path):
-    pipeline, data = make_pipeline()
+def test_another_profiler(made, tmp_path):
+    pipeline, data = made
     expected = pytest.raises(RuntimeError, match="JAX's profiler, which runs already")
     with jax.profiler.trace(str(tmp_path / "other")), expected, ipu.reports.capture(tmp_path / "ours"):
         run(pipeline, data, 1)
@@ -538,9 +539,7 @@ if len(sys.argv) > 1:
 
 def run_program(directory, *arguments, **variables):
     (directory / "program.py").write_text(PROGRAM)
-    command = [sys.executable, str(directory / "program.py"), *arguments]
-    known = {**environment(), "PYTHONPATH": str(ROOT), **variables}
-    return subprocess.run(command, capture_output=True, text=True, cwd=directory, env=known)
+    return start("program.py", *arguments, folder=directory, **variables)
 
 
 @pytest.mark.thorough

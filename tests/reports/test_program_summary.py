@@ -1,9 +1,6 @@
 """`Program.summary()` and `engine.Pipeline.summary()`: what a program will need and do, before it runs."""
 
 import functools
-import importlib.util
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +23,9 @@ from ipu_pipeline.pipelining_ops import (
     RecomputationMode,
     pipeline,
 )
-from tests.support import front
+from tests.support import forked, front
 from tests.support.programs import ROOT, environment
+from tests.support.tutorial_modules import imported
 
 SMALL = """\
 Pipeline: 2 stages on 2 IPUs, schedule grouped, 3 micro-batches per weight update
@@ -70,24 +68,14 @@ assert not xla_bridge.backends_are_initialized()
 
 
 def test_nothing_starts_and_nothing_compiles():
-    done = subprocess.run(
-        [sys.executable, "-c", CODE], capture_output=True, text=True, cwd=ROOT, env=environment(True)
-    )
+    done = forked.run(CODE, environment(as_tests=True))
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{SMALL}\n"
 
 
-def load_step4():
-    path = ROOT / "answers" / "step4_configurable_stages.py"
-    spec = importlib.util.spec_from_file_location("step4", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_of_the_tutorials_model():
-    step4 = load_step4()
-    stages = step4.move_layers_to_stages(step4.discover_layers(), ["dense128", "dense32"])
+    with imported(ROOT / "answers", "step4_configurable_stages") as (step4,):
+        stages = step4.move_layers_to_stages(step4.discover_layers(), ["dense128", "dense32"])
     images = np.zeros((32, 28, 28), "float32")
     infeed = IPUInfeedQueue(lambda: iter([(images, np.zeros(32, "int32"))] * 2))
 

@@ -1,7 +1,6 @@
-"""Programs that start at once: forked from a process that has imported JAX, which takes long.
+"""Programs that start at once: forked from a process that has imported JAX and this library.
 
-Nothing of this library is imported there, and no backend runs. What is about the start of a process, as
-imports are, starts one of its own.
+No backend runs there. What is about the start of a process, as imports are, starts one of its own.
 """
 
 import atexit
@@ -13,10 +12,19 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 READ_AT_IMPORT = ("JAX_", "PYTHON")
+READ_LATER = ("IPU_PIPELINE_", "POPLAR_", "TF_POPLAR")  # else each value would need a process of its own
 
-_SERVER = """
-import json, os, signal, sys
+_SERVER = f"""
+import gc, json, os, signal, sys
 import jax, jax.numpy, numpy, optax
+read, look_up = [], os._Environ.__getitem__
+os._Environ.__getitem__ = lambda self, name: read.append(name) or look_up(self, name)
+import ipu_pipeline
+for name in dir(ipu_pipeline):
+    getattr(ipu_pipeline, name)
+os._Environ.__getitem__ = look_up
+assert not [name for name in read if name.startswith({READ_LATER})], read
+gc.freeze()  # a child looks for garbage among its own
 for line in sys.stdin:
     code, folder, variables, files = json.loads(line)
     child = os.fork()
@@ -29,7 +37,7 @@ for line in sys.stdin:
         os.environ.clear()
         os.environ.update(variables)
         os.chdir(folder)
-        exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
+        exec(compile(code, "<string>", "exec"), {{"__name__": "__main__"}})
         sys.exit()
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
@@ -55,7 +63,8 @@ def run(code, variables, folder=ROOT):
             stdout=subprocess.PIPE,
             text=True,
             cwd=ROOT,
-            env=variables | {"PYTHONPATH": str(ROOT)},
+            env={name: text for name, text in variables.items() if not name.startswith(READ_LATER)}
+            | {"PYTHONPATH": str(ROOT)},
         )
     server = _servers[key]
     with tempfile.NamedTemporaryFile("r") as out, tempfile.NamedTemporaryFile("r") as errors:

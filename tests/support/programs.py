@@ -85,21 +85,33 @@ class Started(subprocess.Popen):
         _left.append(self)
 
 
+def begin(*arguments, as_tests=True, folder=ROOT, output=subprocess.PIPE, **variables):
+    """Starts Python as `start` does, and goes on."""
+    return Started(
+        [sys.executable, *map(str, arguments)],
+        stdout=output,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+        env={**environment(as_tests), "PYTHONPATH": str(ROOT), **variables},
+    )
+
+
 def end_what_is_left():
     while _left:
         with _left.pop() as process:
             process.kill()
 
 
-def start(*arguments, as_tests=False):
-    """Runs Python in the repository's root; see `environment`."""
+def start(*arguments, as_tests=False, folder=ROOT, **variables):
+    """Runs Python in a folder, with more variables in its environment; see `environment`."""
     return subprocess.run(
         [sys.executable, *map(str, arguments)],
         capture_output=True,
         text=True,
-        cwd=ROOT,
+        cwd=folder,
         timeout=300,
-        env=environment(as_tests),
+        env={**environment(as_tests), "PYTHONPATH": str(ROOT), **variables},
         check=False,
     )
 
@@ -121,21 +133,18 @@ def run_each(codes, folder, as_tests=False):
     return printed
 
 
-def run(program, *options, code=0, as_tests=False):
-    """What a program prints; with another code than 0, its errors."""
-    result = start(program, *options, as_tests=as_tests)
+def run(program, *options, code=0, **settings):
+    """What a program prints; with another code than 0, its errors. Settings are those of `start`."""
+    result = start(program, *options, **settings)
     assert result.returncode == code, result.stdout + result.stderr
     return result.stdout if code == 0 else result.stderr
 
 
-def run_forked(program, *options):
-    """As `run` as in the tests, of a program that starts at once; see `forked`."""
-    path = ROOT / program
-    arguments = [str(path), *map(str, options)]
+def start_forked(program, *options):
+    """As `start` as in the tests, of a program that starts at once; see `forked`."""
+    arguments = [str(ROOT / program), *map(str, options)]
     code = f"import runpy, sys\nsys.argv = {arguments}\nrunpy.run_path(sys.argv[0], run_name='__main__')"
-    result = forked.run(code, environment(as_tests=True))
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
+    return forked.run(code, environment(as_tests=True))
 
 
 def record(target, program, *options):

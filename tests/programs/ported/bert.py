@@ -39,9 +39,7 @@ def parse_args(argv=None):
     parser.add_argument("--optimizer", choices=["lamb", "adamw", "momentum"], default="lamb")
     parser.add_argument("--precision", choices=["32", "16.32"], default="32", help="Computation.variables.")
     parser.add_argument(
-        "--pipeline-schedule",
-        type=lambda name: pipelining_ops.PipelineSchedule[name],
-        default="Grouped",
+        "--pipeline-schedule", type=lambda name: pipelining_ops.PipelineSchedule[name], default="Grouped"
     )
     parser.add_argument("--recompute", action="store_true")
     parser.add_argument("--offload-optimizer", action="store_true")

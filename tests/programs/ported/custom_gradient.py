@@ -60,6 +60,7 @@ def train(steps):
         fetches_custom = ipu.ipu_compiler.compile(partial(model, True), [inputs, targets])
     cfg = ipu.utils.create_ipu_config()
     cfg = ipu.utils.auto_select_ipus(cfg, 1)
+    cfg = ipu.utils.set_optimization_options(cfg, max_cross_replica_sum_buffer_size=10)
     ipu.utils.configure_ipu_system(cfg)
     ipu.utils.move_variable_initialization_to_cpu()
     found = []
