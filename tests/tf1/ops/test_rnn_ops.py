@@ -107,30 +107,45 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
-@pytest.mark.parametrize("case", CASES, ids=[case.__name__ for case in CASES])
-@pytest.mark.each_value
-def test_a_layer(rng, case, dtype):
+MIXTURE = ["float32", "bfloat16", "float16"]
+
+
+@pytest.mark.parametrize(
+    ("cases", "dtypes"),
+    [
+        (list(CASES), MIXTURE * 3),
+        ([dynamic_lstm, augru_that_resets_after], ["float64"] * 2),
+        pytest.param(list(CASES), MIXTURE[1:] * 4, marks=pytest.mark.thorough),
+        pytest.param(list(CASES), ["float64"] * 8, marks=pytest.mark.thorough),
+    ],
+)
+def test_layers(rng, cases, dtypes):
     """Outputs and states by NumPy, and the gradient of every weight, state, input and score."""
-    formula, tolerance = CASES[case], TOLERANCES[dtype]
-    with jax.enable_x64(dtype == "float64"):
-        x = rng.normal(size=(TIME, BATCH, FEATURES)).astype(dtype)
+    with jax.enable_x64(dtypes[0] == "float64"):
+        accurate = jnp.float64 if dtypes[0] == "float64" else jnp.float32
 
-        def apply(x):
-            with ipu.variable_scope("case", custom_getter=any_value):
-                return flat(jnp, case(x, x.dtype))
+        def calling(case, dtype):
+            def apply(x):
+                with ipu.variable_scope("case", custom_getter=any_value):
+                    return flat(jnp, case(x, x.dtype))
 
-        outputs, variables, gradients = layer_cases.outputs_and_gradients(apply, x)
-        wide = {name: value.astype(np.float64) for name, value in variables.items()}
-        expected = flat(np, formula(np, wide["inputs"], wide))
-        models.assert_trees_close(outputs, expected.astype(dtype), tolerance)
+            return layer_cases.Case(apply, rng.normal(size=(TIME, BATCH, FEATURES)).astype(dtype))
 
-        def plain_loss(variables):
-            accurate = jnp.float64 if dtype == "float64" else jnp.float32
-            cast = {name: value.astype(accurate) for name, value in variables.items()}
-            return layer_cases.loss(flat(jnp, formula(jnp, cast["inputs"], cast)))
+        found = layer_cases.run_cases(list(map(calling, cases, dtypes)))
 
-        models.assert_trees_close(gradients, jax.jit(jax.grad(plain_loss))(variables), tolerance)
+        def plain_loss(all_variables):
+            losses = []
+            for case, variables in zip(cases, all_variables, strict=True):
+                cast = {name: value.astype(accurate) for name, value in variables.items()}
+                losses.append(layer_cases.loss(flat(jnp, CASES[case](jnp, cast["inputs"], cast))))
+            return sum(losses)
+
+        expected_gradients = jax.jit(jax.grad(plain_loss))([variables for _y, variables, _g in found])
+        for case, dtype, one, gradients in zip(cases, dtypes, found, expected_gradients, strict=False):
+            wide = {name: value.astype(np.float64) for name, value in one[1].items()}
+            outputs = flat(np, CASES[case](np, wide["inputs"], wide)).astype(dtype)
+            name = case.__name__
+            models.assert_trees_close({name: one[::2]}, {name: (outputs, gradients)}, TOLERANCES[dtype])
 
 
 # The layouts of torch
