@@ -66,7 +66,6 @@ def test_a_user_of_orbax_keeps_its_messages(tmp_path, caplog):
     ("every", "steps"),
     [
         (8, [8, 16, 24, 32]),
-        pytest.param(16, [8, 16, 32], marks=pytest.mark.thorough),
         pytest.param(None, [], marks=pytest.mark.thorough),
     ],
 )

@@ -110,8 +110,7 @@ def initial(tmp_path_factory):
     ("params", "count"),
     [
         ({}, 1),
-        ({"count": 3}, 3),
-        ({"count": 3, "reduction": "MEAN", "decay_steps": 4}, 3),
+        ({"count": 3, "decay_steps": 4}, 3),
     ],
 )
 def test_training_equals_a_plain_loop(params, count, initial, tmp_path):
@@ -122,8 +121,7 @@ def test_training_equals_a_plain_loop(params, count, initial, tmp_path):
     rates = [
         0.1 * 0.5 ** (step / params["decay_steps"]) if "decay_steps" in params else 0.1 for step in steps
     ]
-    is_mean = params.get("reduction") == "MEAN"
-    models.assert_values_close(variables_of(estimator), plain_loop(initial, rates, count, is_mean))
+    models.assert_values_close(variables_of(estimator), plain_loop(initial, rates, count))
 
 
 def test_replicas_are_one_larger_batch(initial, tmp_path):
@@ -137,9 +135,8 @@ def test_replicas_are_one_larger_batch(initial, tmp_path):
     for name, value in found.items():
         np.testing.assert_allclose(value, single[name], rtol=1e-5)
     logits = [one["logits"] for one in estimator.predict(dataset(5))]
-    np.testing.assert_allclose(
-        logits, [one["logits"] for one in make_estimator(tmp_path).predict(dataset(5))], rtol=1e-5
-    )
+    expected = plain_logits(variables_of(estimator), X[:5]).reshape(20, 2)
+    np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +145,7 @@ def trained(tmp_path_factory):
     return make_estimator(directory).train(dataset(), steps=12)
 
 
-@pytest.mark.parametrize("count", [1, 6, 11])
+@pytest.mark.parametrize("count", [1, 11])
 def test_evaluation_and_prediction(trained, count):
     variables = variables_of(trained)
     logits = np.asarray(plain_logits(variables, X[:count]))
@@ -166,8 +163,9 @@ def test_evaluation_and_prediction(trained, count):
     assert len(examples) == 4 * count
     stacked = np.stack([one["logits"] for one in examples]).reshape(count, 4, 2)
     np.testing.assert_allclose(stacked, logits, rtol=1e-5, atol=1e-6)
-    only = next(trained.predict(dataset(count), predict_keys="class"))
-    assert only == {"class": predicted[0, 0]}
+    if count == 1:
+        only = next(trained.predict(dataset(count), predict_keys="class"))
+        assert only == {"class": predicted[0, 0]}
 
 
 def test_metrics_on_the_host(trained):
@@ -207,26 +205,27 @@ class Values(SessionRunHook):
         self.losses.append(run_values.results)
 
 
-@pytest.mark.parametrize("is_outside", [pytest.param(False, marks=pytest.mark.thorough), True])
-def test_layers_that_draw_and_assign_and_hooks_that_log(is_outside, tmp_path, caplog):
+def test_layers_that_draw_and_assign_and_hooks_that_log(tmp_path, caplog):
     """The optimizer's trace of the model_fn assigns, logs and draws nothing more."""
     caplog.set_level(logging.INFO, "ipu_pipeline")
     hook = IPULoggingTensorHook(every_n_iter=1, formatter=lambda values: f"mean is {values['mean']:.6f}")
     seen = Values()
 
     def model(features, labels, mode, params):
-        own = hook if is_outside else IPULoggingTensorHook(every_n_iter=1)
+        own = IPULoggingTensorHook(every_n_iter=1)
         hidden = ipu.layers.BatchNormalization()(ipu.layers.Dropout(0.3)(features))
-        own.log({"mean": jnp.mean(features)})
+        for one in (hook, own):
+            one.log({"mean": jnp.mean(features)})
         ipu.metric("mean", jnp.mean(features))
         spec = model_fn(hidden, labels, mode, params)
-        spec.training_hooks = (own,)
+        spec.training_hooks = (hook, own)
         return spec
 
     estimator = make_estimator(tmp_path, model, params={"count": 2}, per_loop=4)
     estimator.train(dataset(), steps=8, hooks=[seen])
-    logged = re.findall(rf"mean {'is' if is_outside else '='} (\S+)", caplog.text)
-    np.testing.assert_allclose([float(text) for text in logged], [X[3].mean(), X[7].mean()], atol=1e-6)
+    for word in ("is", "="):
+        logged = re.findall(rf"mean {word} (\S+)", caplog.text)
+        np.testing.assert_allclose([float(text) for text in logged], [X[3].mean(), X[7].mean()], atol=1e-6)
     assert len(seen.losses) == 2
     moving = estimator.get_variable_value("batch_normalization/moving_mean")
     assert np.abs(moving).max() > 0
@@ -236,7 +235,7 @@ def test_layers_that_draw_and_assign_and_hooks_that_log(is_outside, tmp_path, ca
         np.testing.assert_array_equal(variables_of(again)[name], value)
 
 
-def test_features_without_labels(tmp_path):
+def test_features_without_labels_and_batch_sizes(tmp_path):
     def model(features, mode, config):
         assert config.tf_random_seed == 3
         loss = jnp.mean((features["a"] * ipu.get_variable("w", [5]) - features["b"]) ** 2)
@@ -249,14 +248,32 @@ def test_features_without_labels(tmp_path):
             eval_metric_ops={"again": ipu.metrics.mean(loss)},
         )
 
-    def features():
+    seen = []
+
+    def features(params, mode):
+        seen.append((mode, params.get("batch_size")))
         return [{"a": X[number], "b": X[number + 1]} for number in range(12)]
 
-    estimator = make_estimator(tmp_path, model)
+    config = RunConfig(IPURunConfig(6), tf_random_seed=3)
+    estimator = IPUEstimator(model, tmp_path, config, None, None, 4, predict_batch_size=8)
     estimator.train(features, steps=6)
     found = estimator.evaluate(features)
     np.testing.assert_allclose(found["loss"], found["again"], rtol=1e-6)
     assert len(list(estimator.predict(features))) == 12
+    assert seen == [("train", 4), ("eval", None), ("infer", 8)]
+    for options, message in (
+        ({"params": {"batch_size": 1}, "eval_batch_size": 4}, "eval_batch_size is given, and so is params"),
+        ({"train_batch_size": 0}, "train_batch_size must be a multiple of num_replicas .1. above 0"),
+        ({"predict_batch_size": 1, "config": replicated(2)}, "must be a multiple of num_replicas .2."),
+    ):
+        with pytest.raises(ValueError, match=message):
+            IPUEstimator(**{"model_fn": model_fn, "model_dir": tmp_path, "config": config, **options})
+
+
+def replicated(number):
+    ipu_options = ipu.config.IPUConfig()
+    ipu_options.auto_select_ipus = number
+    return RunConfig(IPURunConfig(1, ipu_options, num_replicas=number))
 
 
 def test_data_that_end_and_data_that_are_empty(tmp_path):
@@ -281,25 +298,6 @@ def test_only_some_variables_are_trained(initial, tmp_path):
         "model/dense/bias"
     ]
     np.testing.assert_allclose(seen.losses, 2 * loss_of(plain_logits(initial, X[0]), Y[0]), rtol=1e-5)
-
-
-def test_batch_sizes(tmp_path):
-    seen = []
-
-    def input_fn(params, mode):
-        seen.append((mode, params.get("batch_size")))
-        return [(X[number], Y[number]) for number in range(12)]
-
-    config = RunConfig(IPURunConfig(6))
-    estimator = IPUEstimator(model_fn, tmp_path, config, {"rate": 0.1}, None, 4, predict_batch_size=8)
-    estimator.train(input_fn, steps=6)
-    estimator.evaluate(input_fn)
-    next(estimator.predict(input_fn))
-    assert seen == [("train", 4), ("eval", None), ("infer", 8)]
-    with pytest.raises(ValueError, match="eval_batch_size is given, and so is params"):
-        IPUEstimator(model_fn, tmp_path, config, {"batch_size": 1}, eval_batch_size=4)
-    with pytest.raises(ValueError, match="train_batch_size must be a multiple of num_replicas .1. above 0"):
-        IPUEstimator(model_fn, tmp_path, config, train_batch_size=0)
 
 
 def test_another_model_is_refused(trained):

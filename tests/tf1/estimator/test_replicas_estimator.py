@@ -51,7 +51,7 @@ def model_fn(mode, params):
 
     return IPUPipelineEstimatorSpec(
         mode,
-        [first, last],
+        [lambda x, y: last(*first(x, y))] if params.get("has_one_stage") else [first, last],
         gradient_accumulation_count=COUNT,
         optimizer_function=optimizer_function,
         eval_metrics_fn=lambda prediction, y: {"loss": ((prediction - y) ** 2).mean(axis=(1, 2))},
@@ -107,30 +107,37 @@ def train_plainly(variables, elements, num_replicas):
     return np.mean(losses), jax.tree.map(np.asarray, variables)
 
 
-@pytest.mark.parametrize("logs", [pytest.param(False, marks=pytest.mark.thorough), True])
-def test_training_equals_a_plain_loop(logs, tmp_path, caplog):
-    """A step is a micro-batch of each replica: 4 steps take 8 elements."""
-    elements = dataset(16)
-    params = {"hooks": [IPULoggingTensorHook(every_n_iter=1)]} if logs else {}
-    estimator = make(tmp_path, params=params)
+@pytest.mark.parametrize(
+    ("num_replicas", "num_shards", "logs"),
+    [
+        (1, 1, False),
+        (2, 2, True),
+        pytest.param(2, 3, False, marks=pytest.mark.thorough),  # an IPU of each replica is idle
+    ],
+)
+def test_training_equals_a_plain_loop(num_replicas, num_shards, logs, tmp_path, caplog):
+    """A step is a micro-batch of each replica: 4 steps of two take 8 elements."""
+    elements = dataset(8 * num_replicas)
+    params = {"has_one_stage": num_shards == 1, "averages": num_replicas > 1}
+    params["hooks"] = [IPULoggingTensorHook(every_n_iter=1)] if logs else None
+    estimator, data = make(tmp_path, num_replicas, num_shards, params), dataset_of(len(elements))
     with caplog.at_level("INFO", "ipu_pipeline.estimator"):
-        estimator.train(dataset_of(16), steps=4)
-    assert (
-        "from step 0 to 4: 2 micro-batches per weight update, up to 4 per run, in each of 2" in caplog.text
-    )
+        estimator.train(data, steps=4)
+    assert "from step 0 to 4: 2 micro-batches per weight update, up to 4 per run" in caplog.text
+    assert (", in each of 2" in caplog.text) is (num_replicas == 2)
     found = variables_of(estimator)
-    estimator.train(dataset_of(16), steps=4)
+    estimator.train(data, steps=4)
     assert estimator.get_variable_value("global_step") == 8
-    mean, wanted = train_plainly(found, elements[8:], 2)
+    mean, wanted = train_plainly(found, elements[4 * num_replicas :], num_replicas)
     assert_trees_close(variables_of(estimator), wanted)
     reported = {(step, name): value for step, name, value in scalars_in(tmp_path)}
     np.testing.assert_allclose(reported[8, "loss"], mean, rtol=1e-5)
     if logs:
         smallest = np.min(elements[-1][1])
         np.testing.assert_allclose(reported[8, "smallest"], smallest, rtol=1e-5)
-    estimator.train(dataset_of(16), max_steps=12)  # all elements were taken, and they begin again
-    _mean, wanted = train_plainly(wanted, elements[:8], 2)
-    assert_trees_close(variables_of(estimator), wanted)
+        estimator.train(data, max_steps=12)  # all elements were taken, and they begin again
+        _mean, wanted = train_plainly(wanted, elements[:8], 2)
+        assert_trees_close(variables_of(estimator), wanted)
 
 
 def test_evaluation_and_prediction_with_replicas(tmp_path):
@@ -159,17 +166,6 @@ def test_training_goes_on_with_another_number(tmp_path):
     assert single.get_variable_value("global_step") == 8
     _mean, wanted = train_plainly(before, elements[8:], 1)
     assert_trees_close(variables_of(single), wanted)
-
-
-@pytest.mark.thorough
-def test_replicas_with_idle_ipus(tmp_path):
-    """Two stages on three IPUs each."""
-    estimator = make(tmp_path, num_shards=3)
-    estimator.train(dataset_of(16), steps=4)
-    found = variables_of(estimator)
-    estimator.train(dataset_of(16), steps=4)
-    _mean, wanted = train_plainly(found, dataset(16)[8:], 2)
-    assert_trees_close(variables_of(estimator), wanted)
 
 
 def test_several_replicas_need_an_optimizer_that_averages(tmp_path):
