@@ -15,7 +15,7 @@ import optax
 import pytest
 
 import ipu_pipeline as ipu
-from ipu_pipeline import datasets, optimizers
+from ipu_pipeline import optimizers
 from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput, pipeline
 from tests.engine.test_equality import plain_loss
 from tests.support import front, models
@@ -103,78 +103,15 @@ def test_training_equals_a_plain_loop():
         assert (empty.shape, empty.dtype) == ((0, 2), np.float32)
 
 
-TUTORIAL_LAYERS = {"dense256": 256, "dense128": 128, "dense64": 64, "dense32": 32, "logits": 10}
-
-
-def tutorial_stages():
-    """The tutorial's model on images, in four stages through which a learning rate goes."""
-
-    def make(names, is_first, is_last):
-        def stage(rate, x, labels):
-            x = ipu.layers.Flatten()(x) if is_first else x
-            for name in names:
-                activation = None if name == "logits" else jax.nn.relu
-                with ipu.variable_scope("FCModel"), ipu.variable_scope(name):
-                    x = ipu.layers.Dense(TUTORIAL_LAYERS[name], activation=activation)(x)
-            if not is_last:
-                return rate, x, labels
-            return rate, jnp.mean(optax.softmax_cross_entropy_with_integer_labels(x, labels))
-
-        return stage
-
-    groups = [["dense256"], ["dense128"], ["dense64"], ["dense32", "logits"]]
-    return [make(names, names is groups[0], names is groups[-1]) for names in groups]
-
-
-def tutorial_loss(variables, images, labels):
-    x = images.reshape(len(images), -1)
-    for name in TUTORIAL_LAYERS:
-        x = x @ variables[f"FCModel/{name}/dense/kernel"] + variables[f"FCModel/{name}/dense/bias"]
-        x = x if name == "logits" else jax.nn.relu(x)
-    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(x, labels))
-
-
-@pytest.mark.thorough
-def test_the_tutorial_s_model_equals_a_plain_loop():
-    digits, updates, count = datasets.load_digits(), 4, 8
-    batches = iter(datasets.TrainingBatches(digits.train_images, digits.train_labels, batch_size=32))
-    elements = [next(batches) for _number in range(2 * count * updates)]
-    model = Model(
-        elements,
-        stages=tutorial_stages(),
-        inputs=[np.float32(0.01)],
-        gradient_accumulation_count=count,
-        optimizer_function=lambda rate, loss: OptimizerFunctionOutput(average(optax.sgd(rate)), loss),
-    )
-    select(8)
+def test_other_numbers_and_options_equal_a_plain_loop():
+    elements, sgd = models.elements_of(3 * COUNT * UPDATES), optax.sgd(0.1, momentum=0.9)
+    options = {"reduction_method": "mean", "repeat_count": UPDATES, "device_mapping": [1, 0]}
+    model = Model(elements, 2, average(sgd), **options)
+    select(6)
     session, variables = started(model)
     with session:
-        losses = model.run(session, updates)
-        expected, wanted = loop(tutorial_loss, variables, elements, 2, optax.sgd(0.01), count=count)
-        models.assert_trees_close(losses, expected)
-        models.assert_trees_close(session.variables, wanted)
-
-
-@pytest.mark.parametrize(
-    ("num_stages", "num_replicas", "options"),
-    [
-        (1, 3, {"reduction_method": "running_mean"}),
-        pytest.param(
-            2, 4, {"reduction_method": "mean", "repeat_count": UPDATES}, marks=pytest.mark.thorough
-        ),
-        pytest.param(4, 4, {"device_mapping": [0, 1, 1, 0]}, marks=pytest.mark.thorough),
-    ],
-)
-def test_other_numbers_and_options_equal_a_plain_loop(num_stages, num_replicas, options):
-    elements = models.elements_of(num_replicas * COUNT * UPDATES)
-    model = Model(elements, num_stages, average(optax.sgd(0.1, momentum=0.9)), **options)
-    select(num_replicas * model.program.num_ipus)
-    session, variables = started(model)
-    with session:
-        losses = model.run(session, UPDATES // options.get("repeat_count", 1))
-        reduction = options.get("reduction_method", "sum")
-        optimizer = optax.sgd(0.1, momentum=0.9)
-        expected, wanted = loop(plain_loss, variables, elements, num_replicas, optimizer, reduction)
+        losses = model.run(session)
+        expected, wanted = loop(plain_loss, variables, elements, 3, sgd, "mean")
         models.assert_trees_close(losses, expected)
         models.assert_trees_close(session.variables, wanted)
 
@@ -462,29 +399,6 @@ def test_one_replica_shares_nothing_out():
 
 
 @pytest.mark.thorough
-def test_data_that_end_within_an_update_keep_what_was_done():
-    """And the elements that the broken update took are dealt out again when there are more."""
-    elements = models.elements_of(4 * COUNT)
-    short = elements[: 2 * COUNT + 3]
-    model = Model(lambda: iter(short), 2, average(optax.sgd(0.1)), repeat_count=2)
-    select(4)
-    session, variables = started(model)
-    with session:
-        with pytest.raises(ipu.errors.OutOfRangeError):
-            session.run(model.program)
-        assert session.update_count() == 1
-        expected, wanted = loop(plain_loss, variables, elements[: 2 * COUNT], 2, optax.sgd(0.1))
-        models.assert_trees_close(session.run(model.outfeed.dequeue()), expected)
-        models.assert_trees_close(session.variables, wanted)
-        short = elements
-        session.run(model.initializer)
-        losses = model.run(session)
-        expected, wanted = loop(plain_loss, wanted, elements, 2, optax.sgd(0.1))
-        models.assert_trees_close(losses, expected)
-        models.assert_trees_close(session.variables, wanted)
-
-
-@pytest.mark.thorough
 def test_averages_of_weights_and_exports_of_what_replicas_trained(tmp_path):
     elements = models.elements_of(2 * COUNT * UPDATES)
     opt = average(optimizers.with_averaged_weights(optax.sgd(0.1), 0.5))
@@ -514,33 +428,24 @@ def test_averages_of_weights_and_exports_of_what_replicas_trained(tmp_path):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("numbers", [(2, 1), (1, 2)])
-def test_training_goes_on_with_another_number_of_replicas(numbers, tmp_path):
+def test_training_goes_on_with_another_number_of_replicas(tmp_path):
     elements = models.elements_of(3 * COUNT)
-    first, second = numbers
-    select(2 * first)
-    model = Model(elements, 2)
+    select(4)
+    model = Model(elements, 2, average(optax.sgd(0.1)))
     session, variables = started(model)
     with session:
         model.run(session)
         session.save(tmp_path / "checkpoint")
-    select(2 * second)
-    model = Model(elements, 2)
+    select(2)
+    model = Model(elements, 2, average(optax.sgd(0.1)))
     with ipu.Session() as session:
         session.restore(tmp_path / "checkpoint")
         session.run(model.initializer)
         model.run(session)
         found = session.variables
-    optimizer = optax.adam(0.01)
-    wanted, state = variables, optimizer.init(variables)
-    with jax.numpy_dtype_promotion("standard"):
-        for start, number in ((0, first), (first * COUNT, second)):
-            own = elements[start : start + number * COUNT]
-            each = [jax.grad(plain_loss)(wanted, *element) for element in own]
-            mean = jax.tree.map(lambda *leaves, n=number: sum(leaves[1:], leaves[0]) / n, *each)
-            changes, state = optimizer.update(mean, state, wanted)
-            wanted = optax.apply_updates(wanted, changes)
-    models.assert_trees_close(found, jax.tree.map(np.asarray, wanted))
+    _losses, wanted = loop(plain_loss, variables, elements[: 2 * COUNT], 2, optax.sgd(0.1))
+    _losses, wanted = loop(plain_loss, wanted, elements[2 * COUNT :], 1, optax.sgd(0.1))
+    models.assert_trees_close(found, wanted)
 
 
 # What the last stage returns, sums and metrics.
@@ -769,27 +674,11 @@ def test_wrong_values_and_places():
         return Model(models.elements_of(1), stages=[stage])
 
     for function, error, text in (
-        (
-            lambda x, labels: ops.cross_replica_mean(labels),
-            TypeError,
-            "x must be floating-point numbers; got int",
-        ),
-        (lambda x, labels: ops.cross_replica_sum("x"), TypeError, "cross_replica_sum: x must be an array"),
-        (
-            lambda x, labels: ops.cross_replica_sum(x > 0),
-            TypeError,
-            "x must be an array of numbers; got bool",
-        ),
-        (
-            lambda x, labels: ops.cross_replica_sum(x, 2),
-            NotImplementedError,
-            "must be None, .* or 1; got 2",
-        ),
-        (
-            lambda x, labels: ops.cross_replica_sum(x, 1.5),
-            TypeError,
-            "must be an integer, or None; got 1.5",
-        ),
+        (lambda _x, y: ops.cross_replica_mean(y), TypeError, "x must be floating-point numbers; got int"),
+        (lambda _x, _y: ops.cross_replica_sum("x"), TypeError, "cross_replica_sum: x must be an array"),
+        (lambda x, _y: ops.cross_replica_sum(x > 0), TypeError, "x must be an array of numbers; got bool"),
+        (lambda x, _y: ops.cross_replica_sum(x, 2), NotImplementedError, "must be None, .* or 1; got 2"),
+        (lambda x, _y: ops.cross_replica_sum(x, 1.5), TypeError, "must be an integer, or None; got 1.5"),
     ):
         with pytest.raises(error, match=text):
             compile_with(function)

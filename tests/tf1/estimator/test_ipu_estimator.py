@@ -83,20 +83,24 @@ def plain_logits(variables, x):
     return hidden @ variables["model/dense_1/kernel"] + variables["model/dense_1/bias"]
 
 
+def plain_loss(variables, x, y):
+    return loss_of(plain_logits(variables, x), y)
+
+
 def plain_loop(variables, rates, count, is_mean=False):
     """Momentum on sums, or means, of the gradients of so many micro-batches."""
-    velocity = {name: jnp.zeros_like(value) for name, value in variables.items()}
-    grad = jax.grad(lambda v, number: loss_of(plain_logits(v, X[number]), Y[number]))
-    for update, rate in enumerate(rates):
-        total = {name: jnp.zeros_like(value) for name, value in variables.items()}
-        for number in range(update * count, (update + 1) * count):
-            gradient = grad(variables, number)
-            total = {name: total[name] + gradient[name] for name in total}
-        if is_mean:
-            total = {name: value / np.float32(count) for name, value in total.items()}
-        velocity = {name: np.float32(0.9) * velocity[name] + total[name] for name in total}
-        variables = {name: value - np.float32(rate) * velocity[name] for name, value in variables.items()}
-    return variables
+    groups = [[(X[number], Y[number])] for number in range(len(rates) * count)]
+    method, rates = "MEAN" if is_mean else "SUM", jnp.array(rates, jnp.float32)
+
+    def schedule(update):
+        return rates[update]
+
+    return models.plain_loop(plain_loss, variables, groups, count, momentum(schedule), method)[1]
+
+
+def momentum(rate):
+    """As TensorFlow 1 has it: the rate is that of the update, also for what was accumulated."""
+    return optax.chain(optax.trace(0.9), optax.scale_by_learning_rate(rate))
 
 
 @pytest.fixture(scope="module")

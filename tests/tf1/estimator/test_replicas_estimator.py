@@ -16,7 +16,7 @@ from ipu_pipeline.optimizers import CrossReplicaOptimizer
 from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput
 from tests.support import joined
 from tests.support.estimating import variables_of
-from tests.support.models import assert_trees_close
+from tests.support.models import assert_trees_close, plain_loop
 from tests.support.resumable import Batches
 from tests.tf1.estimator.test_estimator import scalars_in
 
@@ -94,16 +94,8 @@ def loss_of(variables, x, y):
 
 def train_plainly(variables, elements, num_replicas):
     """The mean loss, and the variables, after the elements k * R + r with plain jax.grad."""
-    per_update, losses = COUNT * num_replicas, []
-    for start in range(0, len(elements), per_update):
-        found = [
-            jax.value_and_grad(loss_of)(variables, *one) for one in elements[start : start + per_update]
-        ]
-        losses += [loss for loss, _gradient in found]
-        variables = {
-            name: value - RATE * sum(gradient[name] for _loss, gradient in found) / num_replicas
-            for name, value in variables.items()
-        }
+    groups = list(zip(*[iter(elements)] * num_replicas, strict=True))
+    losses, variables, _rest = plain_loop(loss_of, variables, groups, COUNT, optax.sgd(RATE))
     return np.mean(losses), jax.tree.map(np.asarray, variables)
 
 

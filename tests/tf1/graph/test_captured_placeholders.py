@@ -85,7 +85,7 @@ class Program:
         return parameters, np.array(outputs)
 
 
-@pytest.mark.parametrize("mapping", [[0, 1, 2], [0, 0, 0], [1, 0, 1]])
+@pytest.mark.parametrize("mapping", [[1, 0, 1], [0, 0, 0]])
 def test_equal_to_a_plain_loop(mapping):
     with jax.enable_x64(True):
         program = Program(mapping, np.float64)
