@@ -53,10 +53,7 @@ LAYERS = {
         {"units": 3, "activation": "tanh", "bias_initializer": "normal"},
         lambda v, x: jnp.tanh(biased(v, x @ v["kernel"].astype(x.dtype))),
     ),
-    "Embedding": (
-        {"input_dim": 7, "output_dim": 3},
-        lambda v, x: jnp.take(v["embeddings"], x, axis=0),
-    ),
+    "Embedding": ({"input_dim": 7, "output_dim": 3}, lambda v, x: jnp.take(v["embeddings"], x, axis=0)),
     "Conv1D": (
         {"filters": 6, "kernel_size": 3, "padding": "causal", "groups": 2, "bias_initializer": "normal"},
         lambda v, x: biased(v, convolution(x, v["kernel"].astype(x.dtype), "W", [(2, 0)], 2)),

@@ -391,10 +391,7 @@ def test_one_replica_shares_nothing_out():
     model = Model(models.elements_of(2 * COUNT), 1, replicated_weight_sharding=True)
     select(1)
     session, _variables = started(model)
-    with (
-        session,
-        pytest.warns(UserWarning, match="replicated_weight_sharding of .* has no effect"),
-    ):
+    with session, pytest.warns(UserWarning, match="replicated_weight_sharding of .* has no effect"):
         model.run(session)
 
 

@@ -246,11 +246,7 @@ def test_a_dict_is_run_in_its_order():
 
 
 @pytest.mark.parametrize(
-    ("argument", "reason"),
-    [
-        ("device_ordinal", "by its ipu_scope"),
-        ("optimise_latency", "as"),
-    ],
+    ("argument", "reason"), [("device_ordinal", "by its ipu_scope"), ("optimise_latency", "as")]
 )
 def test_arguments_of_queues_that_mean_nothing(argument, reason):
     queues = ipu.ipu_outfeed_queue.IPUOutfeedQueue, ipu.ipu_infeed_queue.IPUInfeedQueue

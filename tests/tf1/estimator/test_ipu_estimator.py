@@ -110,13 +110,7 @@ def initial(tmp_path_factory):
     return variables_of(estimator.train(dataset(), steps=1))
 
 
-@pytest.mark.parametrize(
-    ("params", "count"),
-    [
-        ({}, 1),
-        ({"count": 3, "decay_steps": 4}, 3),
-    ],
-)
+@pytest.mark.parametrize(("params", "count"), [({}, 1), ({"count": 3, "decay_steps": 4}, 3)])
 def test_training_equals_a_plain_loop(params, count, initial, tmp_path):
     estimator = make_estimator(tmp_path, params=params)
     assert estimator.train(dataset(), steps=12) is estimator

@@ -231,10 +231,7 @@ class Training:
         def model():
             rate = decayed(ipu.get_global_step())  # as TensorFlow 1 code has it, before the pipeline
             return pipeline(
-                [
-                    lambda rate, x, y: (rate, *first(x, y)),
-                    lambda rate, x, y: (rate, *second(x, y)),
-                ],
+                [lambda rate, x, y: (rate, *first(x, y)), lambda rate, x, y: (rate, *second(x, y))],
                 COUNT,
                 repeat_count=4,
                 inputs=[rate],

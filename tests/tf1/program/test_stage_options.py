@@ -197,11 +197,7 @@ def test_each_argument_of_the_front_reaches_its_programs(tmp_path):
         ),
         ({BACKWARD: [{}, {}]}, TypeError, f"{BACKWARD} must be a list or a tuple of .*got one with {{}}"),
         ({FORWARD: [PipelineStageOptions()]}, ValueError, f"{FORWARD} must have one .* 2 stages; it has 1"),
-        (
-            {UPDATE: [PipelineStageOptions()]},
-            TypeError,
-            f"{UPDATE} to be of type PipelineStageO.*list",
-        ),
+        ({UPDATE: [PipelineStageOptions()]}, TypeError, f"{UPDATE} to be of type PipelineStageO.*list"),
         (
             {UPDATE: PipelineStageOptions(compiler_options={"xla_x": None})},
             TypeError,

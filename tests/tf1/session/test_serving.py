@@ -176,32 +176,16 @@ def test_initial_values_are_said(tmp_path):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        (
-            {"predict_step_signature": None},
-            ValueError,
-            "one of `predict_step_signature` and `input_",
-        ),
+        ({"predict_step_signature": None}, ValueError, "one of `predict_step_signature` and `input_"),
         ({"input_dataset": [X[:4]]}, ValueError, "Both are given"),
-        (
-            {"predict_step_signature": SIGNATURE[0]},
-            TypeError,
-            "must be a list or tuple; got Shape",
-        ),
+        ({"predict_step_signature": SIGNATURE[0]}, TypeError, "must be a list or tuple; got Shape"),
         ({"predict_step_signature": []}, ValueError, "`predict_step_signature` cannot be empty"),
-        (
-            {"predict_step_signature": ["x"]},
-            TypeError,
-            "predict_step_signature.0. must be a jax",
-        ),
+        ({"predict_step_signature": ["x"]}, TypeError, "predict_step_signature.0. must be a jax"),
         ({"predict_step_signature": SIGNATURE * 2}, ValueError, r"\(2\) does not match the number of arg"),
         ({"iterations": 0}, ValueError, "iterations must be"),
         ({"output_names": ["a"]}, ValueError, "a name for each output of the last stage, which returns 2"),
         ({"output_names": 3}, TypeError, "output_names must be a string or a list"),
-        (
-            {"variable_initializer": 3},
-            TypeError,
-            "variable_initializer must be a function that",
-        ),
+        ({"variable_initializer": 3}, TypeError, "variable_initializer must be a function that"),
         ({"checkpoint_restore_dir": "x"}, ValueError, "both give the variables their values"),
         ({"preprocessing_step_signature": SIGNATURE}, ValueError, "is given without preprocessing_step"),
         (
@@ -285,17 +269,9 @@ def test_the_prediction_of_an_estimator_of_one_stage(tmp_path):
     [
         ({"assets_extra": {"a": "b"}}, NotImplementedError, "assets_extra must be None.*copy such files"),
         ({"as_text": True}, NotImplementedError, "as_text must be False; got True"),
-        (
-            {"experimental_mode": "eval"},
-            NotImplementedError,
-            "experimental_mode must be .*PREDICT",
-        ),
+        ({"experimental_mode": "eval"}, NotImplementedError, "experimental_mode must be .*PREDICT"),
         ({"serving_input_receiver_fn": X}, TypeError, "must be a function that returns what a micro-batch"),
-        (
-            {"serving_input_receiver_fn": lambda: "x"},
-            TypeError,
-            "serving_input_receiver_fn returns must",
-        ),
+        ({"serving_input_receiver_fn": lambda: "x"}, TypeError, "serving_input_receiver_fn returns must"),
     ],
 )
 def test_wrong_exports(options, error, message, tmp_path):
