@@ -192,14 +192,12 @@ def test_gradients_of_a_weighted_loss_are_without_its_counter():
         optimizer = OutfeedOptimizer(optimizer, applied, MODES.BEFORE_APPLY)
         return OptimizerFunctionOutput(optimizer, loss, loss_weight=jnp.float32(2))
 
-    program = front.compile_program(
-        lambda: pipeline(
-            [lambda x: jnp.sum((x @ weight("first/a")) ** 2)],
-            gradient_accumulation_count=COUNT,
-            infeed_queue=infeed,
-            outfeed_queue=IPUOutfeedQueue(),
-            optimizer_function=optimize,
-        )
+    program = front.compile_pipeline(
+        [lambda x: jnp.sum((x @ weight("first/a")) ** 2)],
+        COUNT,
+        infeed_queue=infeed,
+        outfeed_queue=IPUOutfeedQueue(),
+        optimizer_function=optimize,
     )
     with ipu.Session() as session:
         session.run(infeed.initializer)
@@ -247,14 +245,12 @@ def test_what_is_enqueued_is_not_differentiated_and_costs_no_stage_more():
 
 def compile_with(stage, optimizer=None):
     infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(lambda: iter(rows()))
-    return front.compile_program(
-        lambda: pipeline(
-            [stage, lambda x: jnp.mean(x @ weight("second/b"))],
-            gradient_accumulation_count=COUNT,
-            infeed_queue=infeed,
-            outfeed_queue=IPUOutfeedQueue(),
-            optimizer_function=lambda loss: OptimizerFunctionOutput(optimizer or optax.sgd(0.1), loss),
-        )
+    return front.compile_pipeline(
+        [stage, lambda x: jnp.mean(x @ weight("second/b"))],
+        COUNT,
+        infeed_queue=infeed,
+        outfeed_queue=IPUOutfeedQueue(),
+        optimizer_function=lambda loss: OptimizerFunctionOutput(optimizer or optax.sgd(0.1), loss),
     )
 
 

@@ -21,6 +21,7 @@ from ipu_pipeline.ipu_run_config import IPURunConfig, RunConfig
 from ipu_pipeline.ipu_session_run_hooks import SessionRunArgs, SessionRunHook
 from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput
 from ipu_pipeline.tf1.estimator.scalars import ScalarWriter
+from tests.support import front
 from tests.support.estimating import (
     assert_same_variables,
     finite_input_fn,
@@ -568,25 +569,19 @@ def test_mode_keys_are_strings():
     assert (ipu.ModeKeys.TRAIN, ipu.ModeKeys.EVAL, ipu.ModeKeys.PREDICT) == ("train", "eval", "infer")
 
 
-def ipu_config(number):
-    options = ipu.config.IPUConfig()
-    options.auto_select_ipus = number
-    return options
-
-
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
         ({"num_shards": 2}, ValueError, "requires more than one device, but `ipu_options` is None"),
         ({"ipu_options": 2}, TypeError, "ipu_options must be an IPUConfig instance"),
         (
-            {"num_shards": 2, "ipu_options": ipu_config(4)},
+            {"num_shards": 2, "ipu_options": front.ipu_config(4)},
             ValueError,
             r"`IPURunConfig` configured with 2 devices \(1 replicas times 2 shards\), but `ipu_options` "
             "configured with 4 devices",
         ),
         (
-            {"ordinal": 1, "ipu_options": ipu_config(1)},
+            {"ordinal": 1, "ipu_options": front.ipu_config(1)},
             ValueError,
             r"Only 1 device\(s\) available to choose",
         ),
@@ -596,7 +591,7 @@ def ipu_config(number):
             "more than one device, but `ipu_options` is None: .* auto_select_ipus = 2",
         ),
         (
-            {"num_replicas": 2, "num_shards": 2, "ipu_options": ipu_config(2)},
+            {"num_replicas": 2, "num_shards": 2, "ipu_options": front.ipu_config(2)},
             ValueError,
             r"configured with 4 devices \(2 replicas times 2 shards\), but `ipu_options` configured with 2",
         ),

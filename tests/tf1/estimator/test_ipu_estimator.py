@@ -15,7 +15,7 @@ from ipu_pipeline.ipu_estimator import IPUEstimator, IPUEstimatorSpec
 from ipu_pipeline.ipu_run_config import IPURunConfig, RunConfig
 from ipu_pipeline.ipu_session_run_hooks import IPULoggingTensorHook, SessionRunHook
 from ipu_pipeline.optimizers import GradientAccumulationOptimizerV2, tf1
-from tests.support import models
+from tests.support import front, models
 
 RNG = np.random.default_rng(4)
 X = RNG.normal(size=(24, 4, 5)).astype(np.float32)
@@ -66,8 +66,7 @@ def model_fn(features, labels, mode, params):
 
 
 def make_estimator(directory, model=model_fn, per_loop=6, params=None, num_replicas=1, **options):
-    ipu_options = ipu.config.IPUConfig()
-    ipu_options.auto_select_ipus = num_replicas
+    ipu_options = front.ipu_config(num_replicas)
     run_config = IPURunConfig(per_loop, ipu_options, num_replicas=num_replicas)
     config = RunConfig(run_config, tf_random_seed=3, **options)
     return IPUEstimator(model, directory, config, {**(params or {}), "replicas": num_replicas})
@@ -269,8 +268,7 @@ def test_features_without_labels_and_batch_sizes(tmp_path):
 
 
 def replicated(number):
-    ipu_options = ipu.config.IPUConfig()
-    ipu_options.auto_select_ipus = number
+    ipu_options = front.ipu_config(number)
     return RunConfig(IPURunConfig(1, ipu_options, num_replicas=number))
 
 
@@ -411,8 +409,7 @@ def test_other_faults(tmp_path):
         make_estimator(tmp_path, lambda features, other: other)
     with pytest.raises(ValueError, match="must contain predictions when predicting"):
         next(make_estimator(tmp_path, spec_of_nothing).predict(dataset()))
-    options = ipu.config.IPUConfig()
-    options.auto_select_ipus = 2
+    options = front.ipu_config(2)
     sharded = IPUEstimator(model_fn, tmp_path, RunConfig(IPURunConfig(6, options, num_shards=2)))
     with pytest.raises(ValueError, match="num_shards` must be 1.*got 2.*IPUPipelineEstimator spreads"):
         sharded.train(dataset(), steps=6)

@@ -18,6 +18,7 @@ from ipu_pipeline.ipu_run_config import IPURunConfig, RunConfig
 from ipu_pipeline.ipu_session_run_hooks import SessionRunHook
 from ipu_pipeline.optimizers import tf1
 from ipu_pipeline.pipelining_ops import GradientAccumulationReductionMethod, OptimizerFunctionOutput
+from tests.support import front
 
 pytestmark = pytest.mark.filterwarnings("ignore:There is no checkpoint")  # also in the originals
 
@@ -31,8 +32,7 @@ class SessionRunCounter(SessionRunHook):
 
 
 def make_config(iterations_per_loop=1, num_shards=1, num_replicas=1, **options):
-    ipu_options = ipu.config.IPUConfig()
-    ipu_options.auto_select_ipus = num_shards * num_replicas
+    ipu_options = front.ipu_config(num_shards * num_replicas)
     return RunConfig(
         IPURunConfig(iterations_per_loop, ipu_options, num_replicas=num_replicas, num_shards=num_shards),
         **options,
@@ -122,26 +122,6 @@ def test_losses_are_averaged_over_a_loop(tmp_path):
     IPUEstimator(sum_model, tmp_path, config).train(increasing(2), steps=4, hooks=[counter])
     assert counter.count == 2
     assert losses_in(tmp_path) == [6, 22]
-
-
-def test_parameters_and_modes_reach_functions(tmp_path):
-    def input_fn(mode, params):
-        assert (mode, params["my_param"]) == (ipu.ModeKeys.TRAIN, 42)
-        return increasing(1)()
-
-    def model_fn(features, labels, mode, params):
-        assert (mode, params["my_param"]) == (ipu.ModeKeys.TRAIN, 42)
-        return sum_model(features, labels, mode)
-
-    estimator = IPUEstimator(model_fn, tmp_path, make_config(), params={"my_param": 42})
-    estimator.train(input_fn, steps=1)
-    assert estimator.params["my_param"] == 42
-
-
-def test_evaluate(tmp_path):
-    estimator = IPUEstimator(sum_model, tmp_path, make_config())
-    scores = estimator.evaluate(lambda: [(np.float32([0, 2]), np.float32([1, 3]))], steps=1)
-    assert (scores["feature_mean"], scores["label_mean"], scores["loss"]) == (1, 2, 6)
 
 
 @pytest.mark.parametrize("kind", ["on the IPU", "list", "dict"])
@@ -318,33 +298,3 @@ def test_pipelines_evaluate(kind, mapping, tmp_path):
     features = np.arange(2, dtype=np.float32)
     found = estimator.evaluate(lambda: list(features[:, np.newaxis]), steps=2)
     assert (found["mean"], found["loss"]) == (0.5, 0.5)
-
-
-def test_pipelines_take_the_global_step(tmp_path):
-    count, updates = 4, 2
-
-    def first(step, features, labels):
-        return step, *line(features, labels)
-
-    def model_fn(mode):
-        return IPUPipelineEstimatorSpec(
-            mode,
-            [first, lambda step, partial, labels: (step, partial + labels)],
-            gradient_accumulation_count=count,
-            optimizer_function=lambda step, loss: OptimizerFunctionOutput(
-                tf1.GradientDescentOptimizer(0.1 - 0.001 * step), loss
-            ),
-            eval_metrics_fn=lambda step, loss: {"observed": ipu.metrics.mean(step), "loss": loss},
-            inputs=[ipu.get_global_step().astype(np.float32)],
-        )
-
-    estimator = IPUPipelineEstimator(model_fn, tmp_path, make_config(count * updates, 2))
-    data = [(np.float32(1.5), np.float32(1))] * count * updates
-    for _run in range(2):
-        estimator.train(lambda: data, steps=count * updates)
-    assert estimator.evaluate(lambda: data, steps=count * updates)["observed"] == 2 * count * updates
-    # As TensorFlow 1 computes it, from the step of each weight update.
-    w = 2.0
-    for step in range(0, 2 * count * updates, count):
-        w -= (0.1 - 0.001 * step) * count * 1.5
-    assert abs(estimator.get_variable_value("w") - w) < 1e-5

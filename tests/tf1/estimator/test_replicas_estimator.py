@@ -14,7 +14,7 @@ from ipu_pipeline.ipu_run_config import IPURunConfig, RunConfig
 from ipu_pipeline.ipu_session_run_hooks import IPULoggingTensorHook
 from ipu_pipeline.optimizers import CrossReplicaOptimizer
 from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput
-from tests.support import joined
+from tests.support import front, joined
 from tests.support.estimating import variables_of
 from tests.support.models import assert_trees_close, plain_loop
 from tests.support.resumable import Batches
@@ -60,9 +60,7 @@ def model_fn(mode, params):
 
 
 def make(model_dir, num_replicas=2, num_shards=2, params=None, **options):
-    ipu_options = ipu.config.IPUConfig()
-    ipu_options.auto_select_ipus = num_replicas * num_shards
-    ipu_options.require_power_of_two = False
+    ipu_options = front.ipu_config(num_replicas * num_shards)
     run_config = IPURunConfig(
         iterations_per_loop=2 * COUNT,
         num_shards=num_shards,

@@ -226,13 +226,11 @@ def test_a_variable_that_another_stage_got():
         r"variable_scope\('embeddings', reuse=True\): get_variable\('table'\)"
     )
     with pytest.raises(ValueError, match=message):
-        front.compile_program(
-            lambda: pipeline(
-                [embed, classify],
-                gradient_accumulation_count=1,
-                inputs=[np.arange(3)],
-                outfeed_queue=ipu.ipu_outfeed_queue.IPUOutfeedQueue(),
-            )
+        front.compile_pipeline(
+            [embed, classify],
+            1,
+            inputs=[np.arange(3)],
+            outfeed_queue=ipu.ipu_outfeed_queue.IPUOutfeedQueue(),
         )
 
 

@@ -3,16 +3,11 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import linen
 
-import ipu_pipeline as ipu
 from ipu_pipeline import engine, layers
-from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue
-from ipu_pipeline.ipu_outfeed_queue import IPUOutfeedQueue
-from ipu_pipeline.pipelining_ops import pipeline
-from tests.support import front, layer_cases, models
+from tests.support import layer_cases, models
 
 RANDOM = {  # beta and gamma that show
     "beta_initializer": jax.nn.initializers.normal(1.0),
@@ -132,98 +127,6 @@ def test_moving_statistics_of_half_precision_are_float32():
     moved = after["batch_normalization/moving_mean"]
     assert moved.dtype == after["batch_normalization/moving_variance"].dtype == jnp.float32
     np.testing.assert_allclose(moved, [2 + 0.125 * 0.99**200], rtol=1e-5)
-
-
-MOMENTUM, RATE, NUM_MICRO_BATCHES = 0.9, 0.05, 4
-
-
-def first_stage(x, labels):
-    with ipu.variable_scope("first"):
-        x = layers.Dense(16, use_bias=False)(x)  # normalized, a bias would have gradient 0
-        return jax.nn.relu(layers.BatchNormalization(momentum=MOMENTUM)(x)), labels
-
-
-def second_stage(x, labels):
-    with ipu.variable_scope("second"):
-        return models.cross_entropy(layers.Dense(10)(x), labels)
-
-
-def plain_loss(trained, statistics, x, labels, training):
-    """The two stages as one function, with Flax's batch normalization."""
-    x = x @ trained["first/dense/kernel"]
-    module = linen.BatchNorm(use_running_average=not training, momentum=MOMENTUM, epsilon=1e-3)
-    scope = "first/batch_normalization/"
-    own = {
-        name.removeprefix(scope): value
-        for name, value in {**trained, **statistics}.items()
-        if name.startswith(scope)
-    }
-    x, updated = module.apply(flax_variables(own), x, mutable=["batch_stats"])
-    logits = jax.nn.relu(x) @ trained["second/dense/kernel"] + trained["second/dense/bias"]
-    moved = {
-        f"{scope}moving_mean": updated["batch_stats"]["mean"],
-        f"{scope}moving_variance": updated["batch_stats"]["var"],
-    }
-    return models.cross_entropy(logits, labels), moved
-
-
-def plain_training(variables, num_updates):
-    """Losses and variables of a loop without a pipeline."""
-    statistics = {name: value for name, value in variables.items() if "moving" in name}
-    trained = {name: value for name, value in variables.items() if "moving" not in name}
-    differentiate = jax.jit(jax.value_and_grad(plain_loss, has_aux=True), static_argnums=4)
-    iterator = front.data()()
-    losses = []
-    for _update in range(num_updates):
-        total = jax.tree.map(jnp.zeros_like, trained)
-        for _micro_batch in range(NUM_MICRO_BATCHES):
-            (loss, statistics), gradients = differentiate(trained, statistics, *next(iterator), True)
-            total = jax.tree.map(jnp.add, total, gradients)
-            losses.append(float(loss))
-        trained = jax.tree.map(lambda value, gradient: value - RATE * gradient, trained, total)
-    return losses, trained, statistics
-
-
-def test_batch_normalization_in_a_pipeline():
-    """Statistics move with every micro-batch, in order; an evaluation program reads them."""
-    feed, results = IPUInfeedQueue(front.data()), IPUOutfeedQueue()
-    training = front.compile_program(
-        lambda: pipeline(
-            [first_stage, second_stage],
-            gradient_accumulation_count=NUM_MICRO_BATCHES,
-            repeat_count=2,
-            infeed_queue=feed,
-            outfeed_queue=results,
-            optimizer_function=lambda loss: front.OptimizerFunctionOutput(optax.sgd(RATE), loss),
-            outfeed_loss=True,
-        )
-    )
-    evaluation_feed, evaluation_results = IPUInfeedQueue(front.data(3, seed=7)), IPUOutfeedQueue()
-    evaluation = front.compile_program(
-        lambda: pipeline(
-            [first_stage, second_stage],
-            gradient_accumulation_count=3,
-            infeed_queue=evaluation_feed,
-            outfeed_queue=evaluation_results,
-        )
-    )
-    with ipu.Session(seed=2) as session:
-        session.run(ipu.global_variables_initializer())
-        start = session.variables
-        session.run(feed.initializer)
-        session.run(training)
-        losses = session.run(results.dequeue())
-        after_training = session.variables
-        session.run(evaluation_feed.initializer)
-        session.run(evaluation)
-        evaluated = session.run(evaluation_results.dequeue())
-        models.assert_trees_close(session.variables, after_training, 0.0)
-
-    expected_losses, trained, statistics = plain_training(start, 2)
-    np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
-    models.assert_trees_close(after_training, dict(sorted({**trained, **statistics}.items())))
-    expected = [plain_loss(trained, statistics, *element, False)[0] for element in front.data(3, seed=7)()]
-    np.testing.assert_allclose(np.ravel(evaluated), expected, rtol=1e-5)
 
 
 # Layer normalization.

@@ -114,18 +114,16 @@ class Pipelined:
         self.outfeed = IPUOutfeedQueue()
         if optimizer is None:
             optimizer = optax.sgd(RATE) if replicas == 1 else CrossReplicaOptimizer(optax.sgd(RATE))
-        self.program = front.compile_program(
-            lambda: pipeline(
-                [encoder(self.table), decoder(self.table)],
-                count,
-                repeat_count=updates,
-                infeed_queue=self.infeed,
-                outfeed_queue=self.outfeed,
-                optimizer_function=lambda loss: OptimizerFunctionOutput(optimizer, loss),
-                outfeed_loss=True,
-                reduction_method="MEAN" if is_mean else "SUM",
-                **options,
-            )
+        self.program = front.compile_pipeline(
+            [encoder(self.table), decoder(self.table)],
+            count,
+            repeat_count=updates,
+            infeed_queue=self.infeed,
+            outfeed_queue=self.outfeed,
+            optimizer_function=lambda loss: OptimizerFunctionOutput(optimizer, loss),
+            outfeed_loss=True,
+            reduction_method="MEAN" if is_mean else "SUM",
+            **options,
         )
 
     def run(self, session):
@@ -171,9 +169,7 @@ def test_pipelines(options):
 
 
 def test_replicas():
-    config = ipu.config.IPUConfig()
-    config.auto_select_ipus = 4
-    config.configure_ipu_system()
+    front.ipu_config(4).configure_ipu_system()
     model = Pipelined(replicas=2)
     start = initial(model)
     with ipu.Session(seed=3) as session:
@@ -422,8 +418,7 @@ def test_an_estimator_whose_hook_registers_the_table(tmp_path):
         loss = table.lookup(features).sum()
         return ipu.ipu_estimator.IPUEstimatorSpec(mode, loss=loss, train_op=minimize(loss))
 
-    options = ipu.config.IPUConfig()
-    options.auto_select_ipus = 1
+    options = front.ipu_config(1)
     config = ipu.ipu_run_config.RunConfig(ipu.ipu_run_config.IPURunConfig(2, options))
     estimator = ipu.ipu_estimator.IPUEstimator(model_fn, tmp_path, config)
     for _time in range(2):

@@ -157,8 +157,7 @@ def test_wrong_calls(options, error, message):
 
 def run(model, num_runs=1, rate=0.1):
     """What each run enqueues, and the variables afterwards."""
-    with ipu.Session(seed=5) as session:
-        session.run(model.initializer)
+    with front.session_of(model, seed=5) as session:
         return [model.run(session, rate) for _run in range(num_runs)], session.variables
 
 
@@ -214,15 +213,13 @@ def test_the_loss_or_what_the_last_stage_returns():
 def test_names_keep_optimizers_apart():
     def compile_one(name, repeat_count):
         queue = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
-        return front.compile_program(
-            lambda: pipeline(
-                [lambda: jnp.square(ipu.get_variable("v", (), initializer=1.0))],
-                gradient_accumulation_count=1,
-                repeat_count=repeat_count,
-                outfeed_queue=queue,
-                optimizer_function=lambda loss: OptimizerFunctionOutput(optax.sgd(0.25, 0.5), loss),
-                name=name,
-            )
+        return front.compile_pipeline(
+            [lambda: jnp.square(ipu.get_variable("v", (), initializer=1.0))],
+            1,
+            repeat_count=repeat_count,
+            outfeed_queue=queue,
+            optimizer_function=lambda loss: OptimizerFunctionOutput(optax.sgd(0.25, 0.5), loss),
+            name=name,
         )
 
     with ipu.Session() as session:
@@ -271,7 +268,7 @@ def test_pipelines_do_not_nest():
         return x
 
     with pytest.raises(RuntimeError, match="within a computational stage; pipelines do not nest"):
-        front.compile_program(lambda: pipeline([stage], gradient_accumulation_count=1, inputs=[1.0]))
+        front.compile_pipeline([stage], 1, inputs=[1.0])
     with pytest.raises(ValueError, match="a loop of ipu.loops is called inside the body of scan"):
         front.compile_program(
             lambda x: jax.lax.scan(lambda carry, _element: (stage(carry), None), x, None, length=2)[0],
@@ -323,9 +320,7 @@ def test_warnings_about_arguments_without_effect():
         compile_with(optimizer_function=None, outfeed_loss=False, reduction_method="mean")
     queue = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
     with pytest.warns(UserWarning, match="outfeed_queue will stay empty"):
-        front.compile_program(
-            lambda: pipeline([lambda: None], gradient_accumulation_count=1, outfeed_queue=queue)
-        )
+        front.compile_pipeline([lambda: None], 1, outfeed_queue=queue)
 
 
 def test_an_outfeed_enqueued_to_twice():

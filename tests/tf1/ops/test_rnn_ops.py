@@ -273,16 +273,14 @@ def test_training_in_two_stages(rng):
     infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(lambda: iter(elements))
     outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
     ipu.set_num_devices(2)
-    program = front.compile_program(
-        lambda: ipu.pipelining_ops.pipeline(
-            pipelined_stages(),
-            gradient_accumulation_count=4,
-            repeat_count=3,
-            infeed_queue=infeed,
-            outfeed_queue=outfeed,
-            optimizer_function=lambda loss: ipu.pipelining_ops.OptimizerFunctionOutput(optimizer, loss),
-            outfeed_loss=True,
-        )
+    program = front.compile_pipeline(
+        pipelined_stages(),
+        4,
+        repeat_count=3,
+        infeed_queue=infeed,
+        outfeed_queue=outfeed,
+        optimizer_function=lambda loss: ipu.pipelining_ops.OptimizerFunctionOutput(optimizer, loss),
+        outfeed_loss=True,
     )
     with ipu.Session(seed=5) as session:
         session.create_variables(program)

@@ -6,7 +6,6 @@ import json
 import numpy as np
 import pytest
 
-import ipu_pipeline as ipu
 from ipu_pipeline.pipelining_ops import Chunking, PipelineSchedule
 from tests.support import front, models
 
@@ -14,8 +13,7 @@ from tests.support import front, models
 def train(**options):
     """The losses of four updates of eight micro-batches, and the variables."""
     model = front.Model(gradient_accumulation_count=8, repeat_count=2, **options)
-    with ipu.Session() as session:
-        session.run(model.initializer)
+    with front.session_of(model) as session:
         losses = [np.ravel(model.run(session)) for _ in range(2)]
         return model.program, np.concatenate(losses), dict(session.variables)
 

@@ -12,7 +12,7 @@ from ipu_pipeline.ipu_pipeline_estimator import IPUPipelineEstimator, IPUPipelin
 from ipu_pipeline.ipu_session_run_hooks import SessionRunArgs, SessionRunHook
 from ipu_pipeline.optimizers import tf1
 from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput, pipeline
-from tests.support import models
+from tests.support import front, models
 from tests.support.estimating import make_config, variables_of
 from tests.support.front import compile_program
 
@@ -206,8 +206,7 @@ def test_metrics_scalars_and_hooks_tell_the_same_step(tmp_path):
         stages = [lambda x, y: second(*first(x, y))]
         return IPUPipelineEstimatorSpec(mode, stages, COUNT, optimizer_function=optimize)
 
-    options = ipu.config.IPUConfig()
-    options.auto_select_ipus = 2
+    options = front.ipu_config(2)
     run_config = ipu.ipu_run_config.IPURunConfig(3, options, num_replicas=2)
     config = ipu.ipu_run_config.RunConfig(run_config, save_summary_steps=3)
     hook = Steps()
@@ -265,23 +264,6 @@ def test_a_session_counts_weight_updates(initial, tmp_path):
     with ipu.Session() as session:
         session.restore(path)
         assert session.run([step]) == [4]
-
-
-def test_inference_of_another_name_has_the_step_of_training(tmp_path):
-    """In TensorFlow 1 there is one variable; here a pipeline that never trained looks at those that did."""
-    training = Training("training", outfeed_loss=True)
-    outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
-    program = compile_program(
-        lambda: pipeline(
-            [lambda step: step * 10], 1, inputs=ipu.get_global_step(), outfeed_queue=outfeed, name="other"
-        )
-    )
-    with ipu.Session(seed=7) as session:
-        training.run(session)
-        session.run(program)
-        assert session.run(outfeed.dequeue()).tolist() == [40]
-        session.export(tmp_path / "exported", program)
-    assert ipu.load_program(tmp_path / "exported").run().tolist() == [40]
 
 
 def test_a_loop_counts_its_weight_updates():

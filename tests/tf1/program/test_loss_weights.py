@@ -8,7 +8,7 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline.optimizers import LossScalingOptimizer, MapGradientOptimizer
-from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput, PipelineSchedule, pipeline
+from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput, PipelineSchedule
 from tests.support import front, models
 
 LENGTHS = [5, 1, 3, 4, 2, 5, 5, 1]
@@ -74,17 +74,15 @@ class Model:
                 loss_weight=weight if is_weighted else None,
             )
 
-        self.compiled = front.compile_program(
-            lambda: pipeline(
-                [first, second, last],
-                gradient_accumulation_count=COUNT,
-                repeat_count=2,
-                infeed_queue=self.infeed,
-                outfeed_queue=self.outfeed,
-                optimizer_function=optimizer_function,
-                device_mapping=mapping,
-                **options,
-            )
+        self.compiled = front.compile_pipeline(
+            [first, second, last],
+            COUNT,
+            repeat_count=2,
+            infeed_queue=self.infeed,
+            outfeed_queue=self.outfeed,
+            optimizer_function=optimizer_function,
+            device_mapping=mapping,
+            **options,
         )
 
     def train(self):

@@ -10,7 +10,6 @@ import optax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-import ipu_pipeline as ipu
 from ipu_pipeline import engine
 from ipu_pipeline.pipelining_ops import PipelineStageOptions
 from tests.support import front, models
@@ -157,8 +156,7 @@ def test_options_that_xla_refuses_are_found_before_anything_compiles(tmp_path):
     model = front.Model(
         **{FORWARD: stages, UPDATE: PipelineStageOptions(compiler_options={"xla_nonsense": 1})}
     )
-    with ipu.Session() as session:
-        session.run(model.initializer)
+    with front.session_of(model) as session:
         for _time in range(2):
             with pytest.raises(ValueError, match="^XLA refuses compiler options") as caught:
                 model.run(session)
@@ -179,8 +177,7 @@ def test_each_argument_of_the_front_reaches_its_programs(tmp_path):
     )
     none = PipelineStageOptions()
     model = front.Model(**{FORWARD: [first, none], BACKWARD: [second, none], UPDATE: update})
-    with ipu.Session() as session:
-        session.run(model.initializer)
+    with front.session_of(model) as session:
         model.run(session)
     assert dumped(tmp_path / "a") == {"stage0_forward"}
     assert dumped(tmp_path / "b") == {"stage0_backward"}

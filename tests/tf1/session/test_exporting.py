@@ -221,13 +221,8 @@ def test_random_keys_and_assigned_variables(tmp_path):
 def test_a_program_without_an_infeed(tmp_path):
     data = Batches()
     outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
-    program = front.compile_program(
-        lambda: pipeline(
-            make_stages(2),
-            gradient_accumulation_count=3,
-            inputs=[data.x[0], data.y[0]],
-            outfeed_queue=outfeed,
-        )
+    program = front.compile_pipeline(
+        make_stages(2), 3, inputs=[data.x[0], data.y[0]], outfeed_queue=outfeed
     )
     with ipu.Session() as session:
         session.run(program)
@@ -249,13 +244,11 @@ def test_placeholders_of_one_name(tmp_path):
 
 def test_a_program_without_variables(tmp_path):
     infeed = ipu.ipu_infeed_queue.IPUInfeedQueue([np.float32([1, 2])])
-    program = front.compile_program(
-        lambda: pipeline(
-            [lambda x: x * 2, lambda x: x + 1],
-            gradient_accumulation_count=1,
-            infeed_queue=infeed,
-            outfeed_queue=ipu.ipu_outfeed_queue.IPUOutfeedQueue(),
-        )
+    program = front.compile_pipeline(
+        [lambda x: x * 2, lambda x: x + 1],
+        1,
+        infeed_queue=infeed,
+        outfeed_queue=ipu.ipu_outfeed_queue.IPUOutfeedQueue(),
     )
     with ipu.Session() as session:
         session.export(tmp_path / "program", program)

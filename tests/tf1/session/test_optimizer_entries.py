@@ -10,7 +10,7 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline.optimizers import LossScalingOptimizer, with_averaged_weights
-from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput, pipeline
+from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput
 from tests.support import front
 
 COUNT, UPDATES, DECAY = 2, 3, 0.75
@@ -44,16 +44,14 @@ class Model:
         self.infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(lambda: iter(rows()))
         self.outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
         self.initializer = self.infeed.initializer
-        self.program = front.compile_program(
-            lambda: pipeline(
-                [first, second],
-                gradient_accumulation_count=COUNT,
-                repeat_count=UPDATES,
-                infeed_queue=self.infeed,
-                outfeed_queue=self.outfeed,
-                optimizer_function=optimizer and (lambda loss: OptimizerFunctionOutput(optimizer, loss)),
-                device_mapping=list(mapping),
-            )
+        self.program = front.compile_pipeline(
+            [first, second],
+            COUNT,
+            repeat_count=UPDATES,
+            infeed_queue=self.infeed,
+            outfeed_queue=self.outfeed,
+            optimizer_function=optimizer and (lambda loss: OptimizerFunctionOutput(optimizer, loss)),
+            device_mapping=list(mapping),
         )
 
     def run(self, session):

@@ -16,7 +16,7 @@ from ipu_pipeline.ipu_run_config import IPURunConfig, RunConfig
 from ipu_pipeline.ipu_session_run_hooks import IPULoggingTensorHook
 from ipu_pipeline.optimizers import tf1
 from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput
-from tests.support import forked
+from tests.support import forked, front
 from tests.support.estimating import make_config
 
 RNG = np.random.default_rng(1)
@@ -254,8 +254,7 @@ def test_the_prediction_of_an_estimator_of_one_stage(tmp_path):
         optimizer = ipu.optimizers.CrossReplicaOptimizer(tf1.GradientDescentOptimizer(0.1))
         return IPUEstimatorSpec(mode, loss=loss, train_op=optimizer.minimize(loss))
 
-    options = ipu.config.IPUConfig()
-    options.auto_select_ipus = 2
+    options = front.ipu_config(2)
     config = RunConfig(IPURunConfig(2, options, num_replicas=2))
     estimator = IPUEstimator(model, tmp_path, config)
     estimator.train(lambda: [({"x": X[:4]}, X[:4, :2])] * 8, steps=4)

@@ -77,13 +77,8 @@ def test_evaluation_shares_the_trained_variables():
     def evaluate(x, labels):
         return front.second_stage(*front.first_stage(0.0, x, labels))[1]
 
-    evaluation = front.compile_program(
-        lambda: pipeline(
-            [evaluate], gradient_accumulation_count=2, infeed_queue=infeed, outfeed_queue=outfeed
-        )
-    )
-    with ipu.Session() as session:
-        session.run(model.initializer)
+    evaluation = front.compile_pipeline([evaluate], 2, infeed_queue=infeed, outfeed_queue=outfeed)
+    with front.session_of(model) as session:
         model.run(session)
         session.run(infeed.initializer)
         before = session.variables
@@ -169,13 +164,8 @@ def test_optimizer_state_is_kept_by_pipeline_name():
 
 def test_no_infeed_and_lists_of_fetches():
     outfeed = IPUOutfeedQueue()
-    program = front.compile_program(
-        lambda: pipeline(
-            [lambda x: x + 1, lambda x: x * 2],
-            gradient_accumulation_count=2,
-            inputs=[np.float32([1, 2])],
-            outfeed_queue=outfeed,
-        )
+    program = front.compile_pipeline(
+        [lambda x: x + 1, lambda x: x * 2], 2, inputs=[np.float32([1, 2])], outfeed_queue=outfeed
     )
     with ipu.Session() as session:
         nothing, values = session.run([program, outfeed.dequeue()])
@@ -191,11 +181,7 @@ def test_assigned_variables_and_execution_counts():
         ipu.assign("count", count + 1)
         return count, jax.random.uniform(ipu.next_rng_key())
 
-    program = front.compile_program(
-        lambda: pipeline(
-            [stage], gradient_accumulation_count=3, repeat_count=2, inputs=[1.0], outfeed_queue=outfeed
-        )
-    )
+    program = front.compile_pipeline([stage], 3, repeat_count=2, inputs=[1.0], outfeed_queue=outfeed)
     with ipu.Session() as session:
         session.run(program)
         counts, noise = session.run(outfeed.dequeue())
@@ -259,8 +245,7 @@ def test_an_exception_in_the_dataset_reaches_the_caller():
         raise CorruptedError("record 4")
 
     model = front.Model(iterate)
-    with ipu.Session() as session:
-        session.run(model.initializer)
+    with front.session_of(model) as session:
         model.run(session)
         with pytest.raises(CorruptedError, match="record 4") as error:
             model.run(session)
@@ -275,8 +260,7 @@ def test_a_ragged_batch():
         yield from front.data(1, size=3)()
 
     model = front.Model(iterate)
-    with ipu.Session() as session:
-        session.run(model.initializer)
+    with front.session_of(model) as session:
         model.run(session)
         with pytest.raises(
             ValueError, match=r"element 4 .*float32\[4, 12\]; got float32\[3, 12\].*drop_remainder"
@@ -286,8 +270,7 @@ def test_a_ragged_batch():
 
 def test_nan_is_not_an_error():
     model = front.Model()
-    with ipu.Session() as session:
-        session.run(model.initializer)
+    with front.session_of(model) as session:
         model.run(session, rate=np.inf)
         assert np.isnan(model.run(session)).any()
         assert session.update_count() == 2
@@ -349,11 +332,7 @@ def test_wrong_fetches_and_seeds():
 def test_outfeed_modes_and_structures():
     def run(last_stage, mode=IPUOutfeedMode.ALL, runs=1):
         outfeed = IPUOutfeedQueue(mode)
-        program = front.compile_program(
-            lambda: pipeline(
-                [last_stage], gradient_accumulation_count=2, inputs=[np.float32(3)], outfeed_queue=outfeed
-            )
-        )
+        program = front.compile_pipeline([last_stage], 2, inputs=[np.float32(3)], outfeed_queue=outfeed)
         operation = outfeed.dequeue()
         with ipu.Session() as session:
             for _run in range(runs):
@@ -385,14 +364,12 @@ def test_an_infeed_goes_from_one_program_to_another_without_losing_elements():
 
     def program(mapping):
         outfeed = IPUOutfeedQueue()
-        compiled = front.compile_program(
-            lambda: pipeline(
-                [lambda x: x, lambda x: x * 1],
-                gradient_accumulation_count=2,
-                infeed_queue=infeed,
-                outfeed_queue=outfeed,
-                device_mapping=mapping,
-            )
+        compiled = front.compile_pipeline(
+            [lambda x: x, lambda x: x * 1],
+            2,
+            infeed_queue=infeed,
+            outfeed_queue=outfeed,
+            device_mapping=mapping,
         )
         return compiled, outfeed
 
@@ -417,8 +394,7 @@ def test_repeats_and_runs_compile_nothing_new():
     model = front.Model(repeat_count=3)
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
-        with ipu.Session() as session:
-            session.run(model.initializer)
+        with front.session_of(model) as session:
             model.run(session)
             compiled.clear()
             for _run in range(3):
@@ -450,16 +426,10 @@ def test_integers_that_do_not_fit():
     with pytest.raises(ValueError, match=r"inputs\[0\].*does not fit int32"):
         front.compile_program(lambda x: x, [np.int64(2**40)])
     with pytest.raises(ValueError, match="inputs: leaf 0.*does not fit int32"):
-        front.compile_program(
-            lambda: pipeline([lambda x: None], gradient_accumulation_count=1, inputs=[np.int64(2**40)])
-        )
+        front.compile_pipeline([lambda x: None], 1, inputs=[np.int64(2**40)])
     infeed = ipu.ipu_infeed_queue.IPUInfeedQueue([np.int64(1), np.int64(2**40)])
     outfeed = IPUOutfeedQueue()
-    program = front.compile_program(
-        lambda: pipeline(
-            [lambda x: x], gradient_accumulation_count=1, infeed_queue=infeed, outfeed_queue=outfeed
-        )
-    )
+    program = front.compile_pipeline([lambda x: x], 1, infeed_queue=infeed, outfeed_queue=outfeed)
     with ipu.Session() as session:
         session.run(infeed.initializer)
         session.run(program)
@@ -503,8 +473,7 @@ def test_one_infeed_in_two_pipelines():
 def test_a_list_is_checked_before_anything_runs():
     model = front.Model()
     scaled = front.compile_program(lambda: np.float32(2))
-    with ipu.Session() as session:
-        session.run(model.initializer)
+    with front.session_of(model) as session:
         for wrong in (None, "text"):
             with pytest.raises(TypeError, match="fetch must be"):
                 session.run([model.program, wrong], {model.rate: 0.1})
@@ -530,8 +499,7 @@ def test_a_dropped_program_frees_its_memory():
         model = front.Model(
             optimizer_function=lambda rate, loss: OptimizerFunctionOutput(optax.adam(rate), loss)
         )
-        with ipu.Session() as session:
-            session.run(model.initializer)
+        with front.session_of(model) as session:
             model.run(session)
 
     def count():
@@ -551,8 +519,7 @@ def test_programs_that_are_dropped_leave_next_to_nothing():
     def make_and_drop(number):
         for _ in range(number):
             model = front.Model()
-            with ipu.Session() as session:
-                session.run(model.initializer)
+            with front.session_of(model) as session:
                 model.run(session)
             del model, session
         for _ in range(3):
@@ -568,8 +535,7 @@ def test_programs_that_are_dropped_leave_next_to_nothing():
 
 def test_configuring_after_a_run_moves_the_program():
     model = front.Model()
-    with ipu.Session() as session:
-        session.run(model.initializer)
+    with front.session_of(model) as session:
         model.run(session)
         config = ipu.config.IPUConfig()
         config.select_ipus = [3, 2]
@@ -582,15 +548,12 @@ def test_configuring_after_a_run_moves_the_program():
 
 def test_a_bigger_program_compiled_later_does_not_disturb():
     small = front.Model()
-    with ipu.Session() as session:
-        session.run(small.initializer)
+    with front.session_of(small) as session:
         small.run(session)
         stages = [lambda x: x] * 20
         queue = IPUOutfeedQueue()
         with pytest.raises(RuntimeError, match="20 IPUs are needed"):
-            front.compile_program(
-                lambda: pipeline(stages, gradient_accumulation_count=1, inputs=[1.0], outfeed_queue=queue)
-            )
+            front.compile_pipeline(stages, 1, inputs=[1.0], outfeed_queue=queue)
         small.run(session)
 
 
@@ -680,8 +643,7 @@ def test_python_that_is_called_back_may_not_run_the_session(mapping):
 
     model = front.Model(computational_stages=[stage, front.second_stage], device_mapping=mapping)
     dequeue = model.outfeed.dequeue()
-    with ipu.Session() as session:
-        session.run(model.initializer)
+    with front.session_of(model) as session:
         assert len(model.run(session)) == 3
     assert len(told) == 3
     assert all("within one of its runs" in message for message in told)
@@ -710,8 +672,7 @@ def test_a_signals_handler_may_save(tmp_path):
 
     before = signal.signal(signal.SIGUSR1, save)
     try:
-        with ipu.Session() as session:
-            session.run(model.initializer)
+        with front.session_of(model) as session:
             model.run(session)
             while not handled:
                 thread = threading.Thread(
@@ -746,8 +707,7 @@ def test_a_signal_waits_until_an_updates_state_is_in_its_place(monkeypatch):
 
     before = [signal.signal(number, read) for number in numbers]
     try:
-        with ipu.Session() as session:
-            session.run(model.initializer)
+        with front.session_of(model) as session:
             model.run(session)
             monkeypatch.setattr(Store, "keep", signal_and_keep)
             for count, number in enumerate(numbers, 2):
