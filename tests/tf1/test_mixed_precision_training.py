@@ -307,27 +307,6 @@ def test_an_exported_program(tmp_path):
     np.testing.assert_array_equal(loaded.run([x, 2 * x]), expected)
 
 
-def test_in_a_loop():
-    infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(front.data())
-    outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
-
-    @mixed
-    def body(x, labels):
-        logits = layers.Dense(10)(layers.Dense(8, activation="relu")(x)).astype("float32")
-        loss = models.cross_entropy(logits, labels)
-        optimizer = ipu.optimizers.GradientAccumulationOptimizerV2(optax.sgd(0.1), 2)
-        return optimizer.minimize(loss), outfeed.enqueue((loss, logits.astype(jnp.bfloat16)))
-
-    program = front.compile_program(lambda: ipu.loops.repeat(4, body, [], infeed))
-    with ipu.Session(seed=1) as session:
-        session.run(infeed.initializer)
-        session.run(program)
-        losses, logits = session.run(outfeed.dequeue())
-        assert {value.dtype.name for value in session.variables.values()} == {"float32"}
-    assert (losses.dtype, logits.dtype) == (np.float32, jnp.bfloat16)
-    assert np.isfinite(losses).all()
-
-
 # Modules of Flax.
 
 

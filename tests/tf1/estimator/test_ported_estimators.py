@@ -186,23 +186,6 @@ def test_data_sets_of_dicts(tmp_path):
     assert estimator.evaluate(input_fn, steps=1)["loss"] == 10
 
 
-def test_a_flat_data_set_of_dicts(tmp_path):
-    def model_fn(features, mode):
-        return sum_model(features["input_ids"] + features["input_mask"], features["labels"], mode)
-
-    def input_fn():
-        return [
-            {name: np.full((1, 1), first + n, np.float32) for first, name in enumerate(names, 1)}
-            for n in (0, 1)
-        ]
-
-    names = ("input_ids", "input_mask", "labels")
-    estimator = IPUEstimator(model_fn, tmp_path, make_config())
-    estimator.train(input_fn, steps=2)
-    assert [float(one[0]) for one in estimator.predict(input_fn)] == [3, 5]
-    assert estimator.evaluate(input_fn, steps=2)["loss"] == 7.5
-
-
 def test_hooks_of_the_model_function(tmp_path):
     counters = {f"{kind}_hooks": SessionRunCounter() for kind in ("training", "evaluation", "prediction")}
 

@@ -5,7 +5,6 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import torch
 
@@ -234,70 +233,6 @@ def test_gru_equals_torch(rng):
 
 
 # In programs
-
-
-def pipelined_stages():
-    """An LSTM, and a GRU that gets its sequence and its last state, in two stages."""
-
-    def first(x, y):
-        with ipu.variable_scope("first"):
-            outputs, state = rnn_ops.PopnnLSTM(UNITS, bias_initializer="normal")(x)
-        return outputs, state, y
-
-    def second(outputs, state, y):
-        with ipu.variable_scope("second"):
-            run_gru = jax.checkpoint(rnn_ops.PopnnGRU(UNITS, return_state=False))
-            return jnp.mean((run_gru(outputs, state.h)[-1] - y) ** 2)
-
-    return [first, second]
-
-
-def plain_pipelined_loss(v, x, y):
-    zeros = jnp.zeros((BATCH, UNITS))
-    kernel, biases = v["first/popnn_lstm/kernel"], v["first/popnn_lstm/biases"]
-    outputs, _c, h = plain_lstm(jnp, x, zeros, zeros, kernel, biases)
-    outputs, _h = plain_gru(jnp, outputs, h, v["second/popnn_gru/kernel"], v["second/popnn_gru/biases"])
-    return jnp.mean((outputs[-1] - y) ** 2)
-
-
-def test_training_in_two_stages(rng):
-    """Losses, and variables after three updates of four micro-batches."""
-    optimizer = optax.adam(0.05)
-    elements = [
-        (
-            rng.normal(size=(TIME, BATCH, FEATURES)).astype("float32"),
-            rng.normal(size=(BATCH, UNITS)).astype("float32"),
-        )
-        for _number in range(12)
-    ]
-    infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(lambda: iter(elements))
-    outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
-    ipu.set_num_devices(2)
-    program = front.compile_pipeline(
-        pipelined_stages(),
-        4,
-        repeat_count=3,
-        infeed_queue=infeed,
-        outfeed_queue=outfeed,
-        optimizer_function=lambda loss: ipu.pipelining_ops.OptimizerFunctionOutput(optimizer, loss),
-        outfeed_loss=True,
-    )
-    with ipu.Session(seed=5) as session:
-        session.create_variables(program)
-        variables = dict(session.variables)
-        session.run(infeed.initializer)
-        session.run(program)
-        losses, trained = session.run(outfeed.dequeue()), session.variables
-    assert {name: value.shape for name, value in variables.items()} == {
-        "first/popnn_lstm/kernel": (FEATURES + UNITS, 4 * UNITS),
-        "first/popnn_lstm/biases": (4, UNITS),
-        "second/popnn_gru/kernel": (2 * UNITS, 3 * UNITS),
-        "second/popnn_gru/biases": (3, UNITS),
-    }
-    groups = [[element] for element in elements]
-    expected, variables, _rest = models.plain_loop(plain_pipelined_loss, variables, groups, 4, optimizer)
-    models.assert_trees_close(losses, expected.ravel())
-    models.assert_trees_close(trained, jax.tree.map(np.asarray, variables))
 
 
 def test_sharing_variables():

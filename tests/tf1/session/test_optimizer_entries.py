@@ -126,21 +126,6 @@ def test_an_entry_of_ones_own():
             assert_close(session.variables["b"], wanted["b"])
 
 
-def test_training_goes_on_as_if_nobody_had_evaluated():
-    twice = []
-    for evaluates in (False, True):
-        train, evaluate = Model(with_averaged_weights(optax.adam(0.01), DECAY)), Model()
-        with ipu.Session() as session:
-            train.run(session)
-            if evaluates:
-                with session.weights_of("average"):
-                    evaluate.run(session)
-            train.run(session)
-            twice.append((session.variables, session.optimizer_state()))
-    for one, other in zip(jax.tree.leaves(twice[0]), jax.tree.leaves(twice[1]), strict=True):
-        np.testing.assert_array_equal(one, other)
-
-
 def test_what_may_not_be_done_with_lent_weights(tmp_path):
     train, evaluate = Model(with_averaged_weights(optax.adam(0.01), DECAY)), Model()
     with ipu.Session() as session:
