@@ -3,10 +3,7 @@
 import contextlib
 import functools
 import gc
-import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -20,7 +17,6 @@ from ipu_pipeline import optimizers
 from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput, pipeline
 from tests.engine.test_equality import plain_loss
 from tests.support import front, models
-from tests.support.programs import environment
 
 pytestmark = pytest.mark.usefixtures("nothing_warned")
 
@@ -629,36 +625,6 @@ def test_random_numbers_differ_between_replicas_or_are_identical(monkeypatch):
 
 
 # popdist.
-
-
-POPDIST_PROGRAM = """
-import json, sys
-from tests.support import models
-from tests.tf1.test_replicas_front import Model, select
-import ipu_pipeline as ipu
-popdist = ipu.popdist
-index = popdist.getInstanceIndex()
-model = Model(models.elements_of(1), 2)
-select(8)
-found = [popdist.getNumInstances(), popdist.getNumTotalReplicas(), popdist.getNumLocalReplicas()]
-with open(f"{sys.argv[1]}/{index}.json", "w") as file:
-    json.dump([popdist.isPopdistEnvSet(), *found, popdist.getReplicaIndexOffset()], file)
-"""
-
-
-@pytest.mark.thorough
-def test_popdist_in_two_processes(tmp_path):
-    program = tmp_path / "program.py"
-    program.write_text(POPDIST_PROGRAM)
-    root = Path(__file__).parents[2]
-    subprocess.run(
-        [sys.executable, root / "scripts" / "launch_local.py", "-n", "2", program, tmp_path],
-        check=True,
-        timeout=120,
-        env=environment(True) | {"PYTHONPATH": str(root)},
-    )
-    found = [json.loads((tmp_path / f"{index}.json").read_text()) for index in range(2)]
-    assert found == [[True, 2, 4, 2, 0], [True, 2, 4, 2, 2]]
 
 
 def test_popdist():

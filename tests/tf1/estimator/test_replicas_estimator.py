@@ -11,7 +11,7 @@ import pytest
 import ipu_pipeline as ipu
 from ipu_pipeline.ipu_pipeline_estimator import IPUPipelineEstimator, IPUPipelineEstimatorSpec
 from ipu_pipeline.ipu_run_config import IPURunConfig, RunConfig
-from ipu_pipeline.ipu_session_run_hooks import IPULoggingTensorHook
+from ipu_pipeline.ipu_session_run_hooks import IPULoggingTensorHook, SessionRunHook
 from ipu_pipeline.optimizers import CrossReplicaOptimizer
 from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput
 from tests.support import front, joined
@@ -167,34 +167,32 @@ def test_several_replicas_need_an_optimizer_that_averages(tmp_path):
     make(tmp_path, params=params).evaluate(dataset_of(8))  # nothing is averaged
 
 
-@pytest.mark.thorough
-def test_popdist_knows_the_replicas_of_an_estimator(tmp_path):
-    estimator = make(tmp_path, num_replicas=3)
-    seen = []
+class Popdist(SessionRunHook):
+    """Notes what popdist knows of the replicas when training begins."""
 
-    class Hook(ipu.ipu_session_run_hooks.SessionRunHook):
-        def begin(self):
-            seen.append((ipu.popdist.getNumTotalReplicas(), ipu.popdist.getNumLocalReplicas()))
-
-    estimator.train(dataset_of(12), [Hook()], steps=4)
-    assert seen == [(3, 3)]
+    def begin(self):
+        popdist = ipu.popdist
+        self.numbers = [popdist.isPopdistEnvSet(), popdist.getNumInstances(), popdist.getNumTotalReplicas()]
+        self.numbers += [popdist.getNumLocalReplicas(), popdist.getReplicaIndexOffset()]
 
 
 def infer(directory):
-    """What an estimator with replicas evaluates and predicts after it has trained."""
-    estimator = make(directory)
-    estimator.train(dataset_of(8), steps=4)
+    """What an estimator with replicas evaluates and predicts after training, and what popdist knows."""
+    estimator, hook = make(directory), Popdist()
+    estimator.train(dataset_of(8), [hook], steps=4)
     predicted = np.stack(list(estimator.predict(dataset_of(11))))
-    return estimator.evaluate(dataset_of(11)), predicted
+    return (estimator.evaluate(dataset_of(11)), predicted), hook.numbers
 
 
 @pytest.mark.thorough
 def test_evaluation_and_prediction_with_replicas_in_two_processes(tmp_path):
     """All processes get what the last stage of each replica gives."""
-    expected = infer(str(tmp_path / "alone"))
+    expected, numbers = infer(str(tmp_path / "alone"))
+    assert numbers == [False, 1, 2, 2, 0]
     (tmp_path / "two").mkdir()
     started = joined.start(
         infer, 2, None, str(tmp_path / "model"), directory=tmp_path / "two", joins_itself=True
     )
-    for found in joined.finish(started, tmp_path / "two", 120):
+    for index, (found, numbers) in enumerate(joined.finish(started, tmp_path / "two", 120)):
         assert_trees_close(found, expected)
+        assert numbers == [True, 2, 2, 1, index]

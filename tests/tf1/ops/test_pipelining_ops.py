@@ -28,6 +28,10 @@ def compile_with(**options):
         assert not [event for event in events if "backend_compile" in event or "mlir" in event]
 
 
+COUNT, STAGES = "gradient_accumulation_count", "computational_stages"
+OPTIMIZER, OUTFEED = "optimizer_function", "outfeed_queue"
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -43,7 +47,7 @@ def compile_with(**options):
             "JAX does not mix float8_e4m3fn with the float32 of variable first/dense/kernel",
         ),
         (
-            {"optimizer_function": lambda loss: loss},
+            {OPTIMIZER: lambda loss: loss},
             TypeError,
             r"the optimizer_function takes \(loss\), but what the last stage returns gives it",
         ),
@@ -52,56 +56,49 @@ def compile_with(**options):
             NotImplementedError,
             "Continuous weight updates are currently not supported.",
         ),
+        ({COUNT: None}, ValueError, "^gradient_accumulation_count must be specified."),
+        ({COUNT: 0}, ValueError, "gradient_accumulation_count must be .*got 0"),
+        ({COUNT: 2**31}, ValueError, "gradient_accumulation_count must be"),
+        ({COUNT: 2.5}, TypeError, "gradient_accumulation_count must be .*2.5"),
         (
-            {"gradient_accumulation_count": None},
-            ValueError,
-            "^gradient_accumulation_count must be specified.",
-        ),
-        ({"gradient_accumulation_count": 0}, ValueError, "gradient_accumulation_count must be .*got 0"),
-        ({"gradient_accumulation_count": 2**31}, ValueError, "gradient_accumulation_count must be"),
-        ({"gradient_accumulation_count": 2.5}, TypeError, "gradient_accumulation_count must be .*2.5"),
-        (
-            {"gradient_accumulation_count": ipu.placeholder(np.float32)},
+            {COUNT: ipu.placeholder(np.float32)},
             TypeError,
             r"gradient_accumulation_count must be an integer scalar; got float32\[\]",
         ),
         ({"repeat_count": 0}, ValueError, "repeat_count must be from 1.*got 0"),
         (
-            {"computational_stages": front.first_stage},
+            {STAGES: front.first_stage},
             TypeError,
             "computational_stages argument needs to be a list or a tuple",
         ),
-        ({"computational_stages": []}, ValueError, "at least one stage"),
-        ({"computational_stages": [1]}, TypeError, r"computational_stages\[0\] must be a function; got 1"),
+        ({STAGES: []}, ValueError, "at least one stage"),
+        ({STAGES: [1]}, TypeError, r"computational_stages\[0\] must be a function; got 1"),
         (
-            {"computational_stages": [front.first_stage, [], front.second_stage]},
+            {STAGES: [front.first_stage, [], front.second_stage]},
             ValueError,
             r"computational_stages\[1\] must have functions; the list is empty",
         ),
         (
-            {
-                "computational_stages": [[front.first_stage, abs], front.second_stage],
-                "device_mapping": [0, 1],
-            },
+            {STAGES: [[front.first_stage, abs], front.second_stage], "device_mapping": [0, 1]},
             ValueError,
             r"device_mapping\[0\] must be a list of 2 IPUs, as computational_stages\[0\] is; got 0",
         ),
         ({"infeed_queue": []}, TypeError, "infeed_queue is not an instance of ipu_infeed_queue"),
-        ({"outfeed_queue": []}, TypeError, "outfeed_queue is not an instance of ipu_outfeed_queue"),
-        ({"optimizer_function": optax.sgd(0.1)}, TypeError, "optimizer_function must be a function"),
+        ({OUTFEED: []}, TypeError, "outfeed_queue is not an instance of ipu_outfeed_queue"),
+        ({OPTIMIZER: optax.sgd(0.1)}, TypeError, "optimizer_function must be a function"),
         (
-            {"optimizer_function": lambda rate, loss: loss},
+            {OPTIMIZER: lambda rate, loss: loss},
             TypeError,
             "must return a pipelining_ops.OptimizerFunctionOutput",
         ),
         (
-            {"optimizer_function": lambda rate, loss: OptimizerFunctionOutput("sgd", loss)},
+            {OPTIMIZER: lambda rate, loss: OptimizerFunctionOutput("sgd", loss)},
             TypeError,
             "opt must be an optax.GradientTransformation",
         ),
         (
             {
-                "optimizer_function": lambda rate, loss: OptimizerFunctionOutput(
+                OPTIMIZER: lambda rate, loss: OptimizerFunctionOutput(
                     optax.MultiSteps(optax.sgd(0.1), 2), loss
                 )
             },
@@ -109,7 +106,7 @@ def compile_with(**options):
             r"got MultiSteps, of which \.gradient_transformation\(\) gives one",
         ),
         (
-            {"optimizer_function": lambda rate, loss: OptimizerFunctionOutput(optax.sgd(1), loss[None])},
+            {OPTIMIZER: lambda rate, loss: OptimizerFunctionOutput(optax.sgd(1), loss[None])},
             ValueError,
             r"loss must be a scalar, but it has shape \(1,\)",
         ),
@@ -122,28 +119,16 @@ def compile_with(**options):
             ValueError,
             "Cannot parse 'MEDIAN' as one of GradientAccumulationReductionMethod",
         ),
+        ({OPTIMIZER: None}, ValueError, "An optimizer_function must be provided when outfeed_loss is True"),
+        ({OUTFEED: None}, ValueError, "An outfeed_queue must be provided when outfeed_loss is True"),
         (
-            {"optimizer_function": None},
-            ValueError,
-            "An optimizer_function must be provided when outfeed_loss is True",
-        ),
-        (
-            {"outfeed_queue": None},
-            ValueError,
-            "An outfeed_queue must be provided when outfeed_loss is True",
-        ),
-        (
-            {"outfeed_queue": None, "outfeed_loss": False},
+            {OUTFEED: None, "outfeed_loss": False},
             ValueError,
             r"^The last computational stage has tensor outputs: float32\[\], float32\[\], but no",
         ),
+        ({STAGES: [lambda rate, x, y: (rate, jnp.mean(x))]}, ValueError, "No variables to optimize"),
         (
-            {"computational_stages": [lambda rate, x, y: (rate, jnp.mean(x))]},
-            ValueError,
-            "No variables to optimize",
-        ),
-        (
-            {"computational_stages": [front.first_stage, lambda rate, x: (rate, jnp.mean(x))]},
+            {STAGES: [front.first_stage, lambda rate, x: (rate, jnp.mean(x))]},
             TypeError,
             r"stage 1 \(<lambda>\) takes \(rate, x\), but what stage 0 \(first_stage\) returns gives it "
             r"\(float32\[\], float32\[4, 16\], int32\[4\]\)",

@@ -511,6 +511,9 @@ def test_dropout_of_inputs():
 # What is not possible
 
 
+LSTM, GRU, AUGRU = rnn_ops.PopnnLSTM, rnn_ops.PopnnGRU, rnn_ops.PopnnAUGRU
+DynamicLSTM, DynamicGRU = rnn_ops.PopnnDynamicLSTM, rnn_ops.PopnnDynamicGRU
+StateTuple = rnn_ops.LSTMStateTuple
 X = np.ones((TIME, BATCH, FEATURES), "float32")
 STATE = np.zeros((BATCH, UNITS), "float32")
 SCORES = np.zeros((TIME, BATCH), "float32")
@@ -519,83 +522,59 @@ SCORES = np.zeros((TIME, BATCH), "float32")
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
+        (lambda: LSTM(0), ValueError, "PopnnLSTM: num_units must be a positive integer; got 0"),
+        (lambda: GRU(2, "int32"), ValueError, "PopnnGRU: dtype must be a floating-point one"),
+        (lambda: GRU(2, partials_dtype=3), ValueError, "partials_dtype must be a floating"),
+        (lambda: LSTM(2, seed="a"), TypeError, "seed must be an integer or None; got 'a'"),
+        (lambda: LSTM(2, activation="tan"), ValueError, "no activation 'tan'"),
+        (lambda: LSTM(2, weights_initializer="x"), ValueError, "no initializer 'x'"),
+        (lambda: LSTM(2, return_state=1), TypeError, "return_state must be True or False"),
+        (lambda: GRU(2, reset_after=1), TypeError, "reset_after must be True or False"),
+        (lambda: LSTM(2)(X[0]), ValueError, r"of rank 3, \[time, batch, features\]; got shape"),
+        (lambda: LSTM(2)(X.astype("int32")), TypeError, "needs floating-point inputs"),
+        (lambda: LSTM(2)(X, training=None), TypeError, "training must be True or False"),
         (
-            lambda: rnn_ops.PopnnLSTM(0),
-            ValueError,
-            "PopnnLSTM: num_units must be a positive integer; got 0",
-        ),
-        (lambda: rnn_ops.PopnnGRU(2, "int32"), ValueError, "PopnnGRU: dtype must be a floating-point one"),
-        (lambda: rnn_ops.PopnnGRU(2, partials_dtype=3), ValueError, "partials_dtype must be a floating"),
-        (lambda: rnn_ops.PopnnLSTM(2, seed="a"), TypeError, "seed must be an integer or None; got 'a'"),
-        (lambda: rnn_ops.PopnnLSTM(2, activation="tan"), ValueError, "no activation 'tan'"),
-        (lambda: rnn_ops.PopnnLSTM(2, weights_initializer="x"), ValueError, "no initializer 'x'"),
-        (lambda: rnn_ops.PopnnLSTM(2, return_state=1), TypeError, "return_state must be True or False"),
-        (lambda: rnn_ops.PopnnGRU(2, reset_after=1), TypeError, "reset_after must be True or False"),
-        (
-            lambda: rnn_ops.PopnnLSTM(2)(X[0]),
-            ValueError,
-            r"of rank 3, \[time, batch, features\]; got shape",
-        ),
-        (lambda: rnn_ops.PopnnLSTM(2)(X.astype("int32")), TypeError, "needs floating-point inputs"),
-        (lambda: rnn_ops.PopnnLSTM(2)(X, training=None), TypeError, "training must be True or False"),
-        (
-            lambda: rnn_ops.PopnnLSTM(2)(X, (STATE, STATE)),
+            lambda: LSTM(2)(X, (STATE, STATE)),
             TypeError,
             r"PopnnLSTM popnn_lstm: initial_state must be an LSTMStateTuple; got a tuple. Give .*\(c, h\)",
         ),
         (
-            lambda: rnn_ops.PopnnLSTM(2)(X, rnn_ops.LSTMStateTuple(STATE, STATE[:1])),
+            lambda: LSTM(2)(X, StateTuple(STATE, STATE[:1])),
             ValueError,
             r"initial_state.h must have shape \(5, 2\), \[batch, units\]; got \(1, 2\)",
         ),
         (
-            lambda: rnn_ops.PopnnGRU(2)(X, STATE.astype("int32")),
+            lambda: GRU(2)(X, STATE.astype("int32")),
             TypeError,
             "initial_state must have floating-point numbers; got int32",
         ),
+        (lambda: GRU(2)(X, [STATE]), TypeError, r"must be an array of shape \(5, 2\); got a list"),
+        (lambda: DynamicGRU(2)(X, None), TypeError, r"seq_len must be integers of shape \(5,\)"),
+        (lambda: DynamicGRU(2)(X, [0.5] * 5), TypeError, "seq_len must be integers; got float"),
+        (lambda: DynamicLSTM(2)(X, [1, 2]), ValueError, r"shape \(5,\), one length per example"),
         (
-            lambda: rnn_ops.PopnnGRU(2)(X, [STATE]),
-            TypeError,
-            r"must be an array of shape \(5, 2\); got a list",
-        ),
-        (
-            lambda: rnn_ops.PopnnDynamicGRU(2)(X, None),
-            TypeError,
-            r"seq_len must be integers of shape \(5,\)",
-        ),
-        (
-            lambda: rnn_ops.PopnnDynamicGRU(2)(X, [0.5] * 5),
-            TypeError,
-            "seq_len must be integers; got float",
-        ),
-        (
-            lambda: rnn_ops.PopnnDynamicLSTM(2)(X, [1, 2]),
-            ValueError,
-            r"shape \(5,\), one length per example",
-        ),
-        (
-            lambda: rnn_ops.PopnnDynamicLSTM(2)(X, LENGTHS + 1),
+            lambda: DynamicLSTM(2)(X, LENGTHS + 1),
             ValueError,
             r"must be from 0 to 4, the number of steps; got \[5, 1, 3, 2, 4\]",
         ),
-        (lambda: rnn_ops.PopnnAUGRU(2)(X, LENGTHS, None), TypeError, "attention_score must be an array"),
+        (lambda: AUGRU(2)(X, LENGTHS, None), TypeError, "attention_score must be an array"),
         (
-            lambda: rnn_ops.PopnnAUGRU(2)(X, LENGTHS, LENGTHS),
+            lambda: AUGRU(2)(X, LENGTHS, LENGTHS),
             TypeError,
             "attention_score must have floating-point numbers; got int32",
         ),
         (
-            lambda: rnn_ops.PopnnAUGRU(2)(X, LENGTHS, SCORES.T),
+            lambda: AUGRU(2)(X, LENGTHS, SCORES.T),
             ValueError,
             r"must have shape \(4, 5\), \[time, batch\] since time_major=True; got \(5, 4\)",
         ),
         (
-            lambda: rnn_ops.PopnnAUGRU(2)(X, LENGTHS[:4], SCORES.T, time_major=False),
+            lambda: AUGRU(2)(X, LENGTHS[:4], SCORES.T, time_major=False),
             ValueError,
             r"must have shape \(4, 5\), \[batch, time\] since time_major=False; got \(5, 4\)",
         ),
-        (lambda: rnn_ops.PopnnLSTM(2).build((4, 3)), ValueError, r"input_shape must be \[time, batch"),
-        (lambda: rnn_ops.PopnnLSTM(2).build((4, 3, None)), ValueError, "positive integer for features"),
+        (lambda: LSTM(2).build((4, 3)), ValueError, r"input_shape must be \[time, batch"),
+        (lambda: LSTM(2).build((4, 3, None)), ValueError, "positive integer for features"),
         (lambda: layers.LSTM(2.0), ValueError, "LSTM: units must be a positive integer; got 2.0"),
         (lambda: layers.LSTM(2, stateful=True), ValueError, "LSTM: stateful=True is not possible, since a"),
         (lambda: layers.GRU(2, unroll=1), TypeError, "GRU: unroll must be True or False"),
@@ -619,7 +598,7 @@ def test_wrong_arguments(call, error, message):
 
 
 def test_another_number_of_features():
-    layer = rnn_ops.PopnnGRU(2)
+    layer = GRU(2)
 
     def function():
         layer(X)
@@ -631,24 +610,21 @@ def test_another_number_of_features():
 
 def test_outside_of_a_program():
     with pytest.raises(RuntimeError, match="PopnnLSTM was called outside of a program"):
-        rnn_ops.PopnnLSTM(2)(X)
+        LSTM(2)(X)
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: rnn_ops.PopnnLSTM(2, partials_dtype=np.float16), "partials_dtype has no effect: products"),
+        (lambda: LSTM(2, partials_dtype=np.float16), "partials_dtype has no effect: products"),
+        (lambda: GRU(2, options={"a": 1}), "PopnnGRU: options has no effect: it was for Poplar"),
+        (lambda: GRU(2, options_bwd={"a": 1}), "options_bwd has no effect"),
         (
-            lambda: rnn_ops.PopnnGRU(2, options={"a": 1}),
-            "PopnnGRU: options has no effect: it was for Poplar",
-        ),
-        (lambda: rnn_ops.PopnnGRU(2, options_bwd={"a": 1}), "options_bwd has no effect"),
-        (
-            lambda: rnn_ops.PopnnGRU(2, available_memory_proportion_fwd=0.2),
+            lambda: GRU(2, available_memory_proportion_fwd=0.2),
             "available_memory_proportion_fwd has no effect",
         ),
         (
-            lambda: rnn_ops.PopnnAUGRU(2, bias_initializer="ones"),
+            lambda: AUGRU(2, bias_initializer="ones"),
             "PopnnAUGRU: bias_initializer has no effect, as in Graphcore's",
         ),
         (lambda: layers.LSTM(2, partials_dtype="float16"), "LSTM: partials_dtype has no effect"),
@@ -659,4 +635,4 @@ def test_arguments_for_poplar(make, message):
     with pytest.warns(UserWarning, match=message):
         make()
     make()  # only the first time
-    rnn_ops.PopnnLSTM(2, np.float32, np.float32, options={}, options_bwd=None)  # what they were by default
+    LSTM(2, np.float32, np.float32, options={}, options_bwd=None)  # what they were by default
