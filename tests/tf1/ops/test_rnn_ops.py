@@ -112,8 +112,9 @@ MIXTURE = ["float32", "bfloat16", "float16"]
 @pytest.mark.parametrize(
     ("cases", "dtypes"),
     [
-        (list(CASES), MIXTURE * 3),
-        ([dynamic_lstm, augru_that_resets_after], ["float64"] * 2),
+        ([gru, dynamic_lstm, augru, dynamic_gru_that_resets_after], MIXTURE * 2),
+        ([augru_that_resets_after], ["float64"]),
+        pytest.param(list(CASES), MIXTURE * 3, marks=pytest.mark.thorough),
         pytest.param(list(CASES), MIXTURE[1:] * 4, marks=pytest.mark.thorough),
         pytest.param(list(CASES), ["float64"] * 8, marks=pytest.mark.thorough),
     ],
