@@ -100,6 +100,7 @@ def test_training_equals_a_plain_loop():
 def test_other_numbers_and_options_equal_a_plain_loop():
     elements, sgd = models.elements_of(3 * COUNT * UPDATES), optax.sgd(0.1, momentum=0.9)
     options = {"reduction_method": "mean", "repeat_count": UPDATES, "device_mapping": [1, 0]}
+    options["offload_weights"] = True
     model = Model(elements, 2, average(sgd), **options)
     with started(model, 6) as (session, variables):
         losses = model.run(session)

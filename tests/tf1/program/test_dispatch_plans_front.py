@@ -3,9 +3,12 @@
 import dataclasses
 import json
 
+import jax
 import numpy as np
+import optax
 import pytest
 
+from ipu_pipeline import engine
 from ipu_pipeline.pipelining_ops import Chunking, PipelineSchedule
 from tests.support import front, models
 
@@ -64,3 +67,35 @@ def test_what_has_no_choice_says_why():
 def test_plans_that_do_not_fit(options, error, message):
     with pytest.raises(error, match=message):
         front.Model(gradient_accumulation_count=8, **options)
+
+
+def test_a_measured_plan():
+    micro_batches = models.mlp_batches(np.random.default_rng(0), 8)
+
+    def make(plan=None):
+        return engine.Pipeline(
+            models.mlp_stages(2),
+            num_micro_batches=8,
+            loss=lambda loss, *_rest: loss,
+            optimizer=optax.sgd(0.1),
+            donate=True,
+            dispatch_plan=plan,
+        )
+
+    pipeline = make()
+    state = pipeline.init(jax.random.key(0), micro_batches[0])
+    plan = engine.measure_dispatch_plan(pipeline, state, micro_batches, num_steps=2)
+    assert plan.reason.startswith("measured, a step by micro-batches per program: 1 ")
+    assert plan.reason.count(" us") + plan.reason.count(" ms") == 2  # chunks of 1 and 2
+    assert pipeline.dispatch_plan.reason != plan.reason
+    _state, outputs = pipeline.step(state, micro_batches)  # the state is still there
+    other = make(plan)
+    _state, same = other.step(other.init(jax.random.key(0), micro_batches[0]), micro_batches)
+    np.testing.assert_allclose(np.ravel(outputs.losses), np.ravel(same.losses), rtol=1e-5)
+
+    alone = engine.Pipeline(
+        models.mlp_stages(2), num_micro_batches=8, device_mapping=[0, 0], collect_outputs=False
+    )
+    state = alone.init(jax.random.key(0), micro_batches[0])
+    with pytest.raises(ValueError, match="all stages are on one device"):
+        engine.measure_dispatch_plan(alone, state, micro_batches)
