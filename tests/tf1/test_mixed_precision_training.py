@@ -1,6 +1,7 @@
 """Training in mixed precision: equal to a plain loop of the same casts, in memory, kept, and by Flax."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -128,6 +129,7 @@ def by_hand():
     "options",
     [
         {"schedule": "grouped"},
+        pytest.param({"device_mapping": [0, 0, 0]}, marks=pytest.mark.thorough),
         pytest.param({"schedule": "interleaved", "recompute": "auto"}, marks=pytest.mark.thorough),
     ],
 )
@@ -266,21 +268,35 @@ def make_model(scale=None, policy="mixed_float16", **options):
     )
 
 
-def values_after(model, num_runs, rate):
-    with front.session_of(model, seed=1) as session:
-        losses = [np.mean(model.run(session, rate)) for _ in range(num_runs)]
-        variables = {name: np.asarray(value) for name, value in session.variables.items()}
-    return np.array(losses) / SMALL, variables
-
-
-def test_float16_trains_with_a_scale_and_not_without():
-    losses, variables = values_after(make_model(SCALE, repeat_count=5), 8, RATE)
+def test_float16_trains_with_a_scale_and_not_without(tmp_path):
+    """And a checkpoint keeps all 32 bits."""
+    path, scaled = tmp_path / "checkpoint", make_model(SCALE, repeat_count=5)
+    with front.session_of(scaled, seed=1) as session:
+        runs = [scaled.run(session, RATE)]
+        session.save(path)
+        kernel = np.asarray(session.variables["first/dense/kernel"])
+        runs += [scaled.run(session, RATE) for _ in range(7)]
+        variables = dict(session.variables)
+    losses = np.mean(runs, axis=1) / SMALL
     assert losses[0] > 1.5
     assert losses[-1] < 0.2, losses
     assert {value.dtype.name for value in variables.values()} == {"float32"}
+    assert not np.array_equal(kernel, kernel.astype(np.float16).astype(np.float32))
+    for policy in ("mixed_float16", "mixed_bfloat16"):
+        other = scaled if policy == "mixed_float16" else make_model(SCALE, policy, repeat_count=5)
+        with ipu.Session(seed=2) as session:
+            session.restore(path)
+            session.run(other.initializer)
+            found = [other.run(session, RATE) for _ in range(2)]
+        if other is scaled:
+            np.testing.assert_array_equal(found, runs[1:3])
+        else:
+            np.testing.assert_allclose(found[0], runs[1], rtol=2e-2)
+            assert not np.array_equal(found[0], runs[1])
     model = make_model()
-    _losses, start = values_after(model, 1, 0.0)
     with front.session_of(model, seed=1) as session:
+        session.create_variables(model.program)
+        start = dict(session.variables)
         model.run(session, RATE)
         models.assert_trees_close({n: np.asarray(v) for n, v in session.variables.items()}, start, 0)
     assert not np.array_equal(variables["first/dense/kernel"], start["first/dense/kernel"])
@@ -305,6 +321,41 @@ def test_an_exported_program(tmp_path):
     assert expected.dtype == jnp.bfloat16
     loaded = ipu.load_program(tmp_path / "exported")
     np.testing.assert_array_equal(loaded.run([x, 2 * x]), expected)
+
+
+def test_in_a_loop():
+    """Losses and variables by the casts written out; what is enqueued in 16 bits stays so."""
+    infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(front.data())
+    outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+
+    @mixed
+    def body(x, labels):
+        logits = layers.Dense(10, name="dense")(x)
+        loss = models.cross_entropy(logits.astype("float32"), labels)
+        optimizer = ipu.optimizers.GradientAccumulationOptimizerV2(optax.sgd(0.1), 2)
+        return optimizer.minimize(loss), outfeed.enqueue((loss, logits))
+
+    def plain(variables, x, labels):
+        y = x.astype(jnp.bfloat16) @ variables["dense/kernel"].astype(jnp.bfloat16)
+        y += jnp.broadcast_to(variables["dense/bias"], y.shape).astype(jnp.bfloat16)
+        return models.cross_entropy(y.astype("float32"), labels)
+
+    program = front.compile_program(lambda: ipu.loops.repeat(4, body, [], infeed))
+    with ipu.Session(seed=1) as session:
+        session.run(infeed.initializer)
+        session.create_variables(program)
+        start = dict(session.variables)
+        session.run(program)
+        losses, logits = session.run(outfeed.dequeue())
+        trained = dict(session.variables)
+    assert {value.dtype.name for value in trained.values()} == {"float32"}
+    assert (losses.dtype, logits.dtype) == (np.float32, jnp.bfloat16)
+    groups = [[element] for element in itertools.islice(front.data()(), 4)]
+    expected, wanted, _rest = models.plain_loop(plain, start, groups, 2, optax.sgd(0.1))
+    losses, expected = np.ravel(losses), np.ravel(expected)
+    models.assert_trees_close(losses[:2], expected[:2])
+    models.assert_trees_close(losses, expected, 2e-3)  # XLA may leave out casts of gradients
+    models.assert_trees_close(trained, jax.tree.map(np.asarray, wanted), 5e-3)
 
 
 # Modules of Flax.

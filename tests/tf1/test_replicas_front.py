@@ -3,7 +3,10 @@
 import contextlib
 import functools
 import gc
+import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -17,6 +20,7 @@ from ipu_pipeline import optimizers
 from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput, pipeline
 from tests.engine.test_equality import plain_loss
 from tests.support import front, models
+from tests.support.programs import environment
 
 pytestmark = pytest.mark.usefixtures("nothing_warned")
 
@@ -100,7 +104,7 @@ def test_training_equals_a_plain_loop():
 def test_other_numbers_and_options_equal_a_plain_loop():
     elements, sgd = models.elements_of(3 * COUNT * UPDATES), optax.sgd(0.1, momentum=0.9)
     options = {"reduction_method": "mean", "repeat_count": UPDATES, "device_mapping": [1, 0]}
-    options["offload_weights"] = True
+    options |= {"offload_weights": True, "gradient_accumulation_dtype": np.float32}
     model = Model(elements, 2, average(sgd), **options)
     with started(model, 6) as (session, variables):
         losses = model.run(session)
@@ -165,6 +169,7 @@ def test_losses_with_weights_are_divided_by_those_of_all_replicas():
 
 NESTS = {
     "outside": lambda opt, queue: average(_mapped(_scaled(_watched(opt, queue)))),
+    "inside": lambda opt, queue: _watched(_scaled(_mapped(average(opt))), queue),
     "between": lambda opt, queue: _mapped(average(_watched(_scaled(opt), queue))),
 }
 
@@ -182,7 +187,9 @@ def _watched(opt, queue):
     return optimizers.OutfeedOptimizer(opt, queue, after, ["dense3/bias"])
 
 
-@pytest.mark.parametrize("nest", ["between", pytest.param("outside", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "nest", ["between", *(pytest.param(n, marks=pytest.mark.thorough) for n in ("outside", "inside"))]
+)
 def test_optimizers_in_any_order(nest):
     elements, queue = models.elements_of(2 * COUNT), Queue()
     model = Model(elements, 2, NESTS[nest](optax.sgd(0.1), queue))
@@ -282,17 +289,23 @@ def test_not_with_batch_serialization():
 
 
 def test_another_number_of_replicas_in_the_same_session():
-    """Numbers: tests/engine/execution/test_replicas.py."""
-    model = Model(models.elements_of(5 * COUNT), 2, average(optax.sgd(0.1)))
-    with started(model, 4) as (session, _variables):
+    elements, sgd = models.elements_of(5 * COUNT), optax.sgd(0.1)
+    model = Model(elements, 2, average(sgd))
+    with started(model, 4) as (session, variables):
         session.run(model.program)
         select(2)
         with pytest.raises(ValueError, match=r"elements of 2 replica\(s\) .* has 1. Dequeue them first"):
             session.run(model.program)
-        assert session.run(model.outfeed.dequeue()).shape == (COUNT, 2)
-        assert model.run(session).shape == (COUNT,)
+        losses = session.run(model.outfeed.dequeue())
+        first, wanted = loop(plain_loss, variables, elements[: 2 * COUNT], 2, sgd)
+        models.assert_trees_close(losses, first)
+        losses = model.run(session)
+        second, wanted = loop(plain_loss, wanted, elements[2 * COUNT : 3 * COUNT], 1, sgd)
+        models.assert_trees_close(losses, second[:, 0])
         select(4)
-        assert model.run(session).shape == (COUNT, 2)
+        third, wanted = loop(plain_loss, wanted, elements[3 * COUNT :], 2, sgd)
+        models.assert_trees_close(model.run(session), third)
+        models.assert_trees_close(session.variables, wanted)
 
 
 def test_inference_beside_training():
@@ -336,6 +349,27 @@ def test_one_replica_shares_nothing_out():
 
 
 @pytest.mark.thorough
+def test_data_that_end_within_an_update_keep_what_was_done():
+    """And the elements that the broken update took are dealt out again when there are more."""
+    elements, sgd = models.elements_of(4 * COUNT), optax.sgd(0.1)
+    short = elements[: 2 * COUNT + 3]
+    model = Model(lambda: iter(short), 2, average(sgd), repeat_count=2)
+    with started(model, 4) as (session, variables):
+        with pytest.raises(ipu.errors.OutOfRangeError):
+            session.run(model.program)
+        assert session.update_count() == 1
+        expected, wanted = loop(plain_loss, variables, elements[: 2 * COUNT], 2, sgd)
+        models.assert_trees_close(session.run(model.outfeed.dequeue()), expected)
+        models.assert_trees_close(session.variables, wanted)
+        short = elements
+        session.run(model.initializer)
+        losses = model.run(session)
+        expected, wanted = loop(plain_loss, wanted, elements, 2, sgd)
+        models.assert_trees_close(losses, expected)
+        models.assert_trees_close(session.variables, wanted)
+
+
+@pytest.mark.thorough
 def test_averages_of_weights_and_exports_of_what_replicas_trained(tmp_path):
     elements = models.elements_of(2 * COUNT * UPDATES)
     opt = average(optimizers.with_averaged_weights(optax.sgd(0.1), 0.5))
@@ -364,22 +398,29 @@ def test_averages_of_weights_and_exports_of_what_replicas_trained(tmp_path):
 
 @pytest.mark.thorough
 def test_training_goes_on_with_another_number_of_replicas(tmp_path):
+    """The optimizer's state, too."""
     elements = models.elements_of(3 * COUNT)
     select(4)
-    model = Model(elements, 2, average(optax.sgd(0.1)))
+    model = Model(elements, 2)
     with started(model) as (session, variables):
         model.run(session)
         session.save(tmp_path / "checkpoint")
     select(2)
-    model = Model(elements, 2, average(optax.sgd(0.1)))
+    model = Model(elements, 2)
     with ipu.Session() as session:
         session.restore(tmp_path / "checkpoint")
         session.run(model.initializer)
         model.run(session)
         found = session.variables
-    _losses, wanted = loop(plain_loss, variables, elements[: 2 * COUNT], 2, optax.sgd(0.1))
-    _losses, wanted = loop(plain_loss, wanted, elements[2 * COUNT :], 1, optax.sgd(0.1))
-    models.assert_trees_close(found, wanted)
+    optimizer = optax.adam(0.01)
+    wanted, state = variables, optimizer.init(variables)
+    for own, number in ((elements[: 2 * COUNT], 2), (elements[2 * COUNT :], 1)):
+        each = [jax.grad(plain_loss)(wanted, *element) for element in own]
+        mean = jax.tree.map(lambda *leaves, n=number: sum(leaves) / n, *each)
+        with jax.numpy_dtype_promotion("standard"):
+            changes, state = optimizer.update(mean, state, wanted)
+            wanted = optax.apply_updates(wanted, changes)
+    models.assert_trees_close(found, jax.tree.map(np.asarray, wanted))
 
 
 # What the last stage returns, sums and metrics.
@@ -622,6 +663,36 @@ def test_random_numbers_differ_between_replicas_or_are_identical(monkeypatch):
 
 
 # popdist.
+
+
+POPDIST_PROGRAM = """
+import json, sys
+from tests.support import models
+from tests.tf1.test_replicas_front import Model, select
+import ipu_pipeline as ipu
+popdist = ipu.popdist
+index = popdist.getInstanceIndex()
+model = Model(models.elements_of(1), 2)
+select(8)
+found = [popdist.getNumInstances(), popdist.getNumTotalReplicas(), popdist.getNumLocalReplicas()]
+with open(f"{sys.argv[1]}/{index}.json", "w") as file:
+    json.dump([popdist.isPopdistEnvSet(), *found, popdist.getReplicaIndexOffset()], file)
+"""
+
+
+@pytest.mark.thorough
+def test_popdist_in_two_processes(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(POPDIST_PROGRAM)
+    root = Path(__file__).parents[2]
+    subprocess.run(
+        [sys.executable, root / "scripts" / "launch_local.py", "-n", "2", program, tmp_path],
+        check=True,
+        timeout=120,
+        env=environment(True) | {"PYTHONPATH": str(root)},
+    )
+    found = [json.loads((tmp_path / f"{index}.json").read_text()) for index in range(2)]
+    assert found == [[True, 2, 4, 2, 0], [True, 2, 4, 2, 2]]
 
 
 def test_popdist():
