@@ -5,6 +5,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import torch
 
@@ -52,6 +53,14 @@ def dynamic_lstm(x, dtype):
     return rnn_ops.PopnnDynamicLSTM(UNITS, dtype)(x, LENGTHS, initial)
 
 
+def lstm_from_zeros(x, dtype):
+    return rnn_ops.PopnnLSTM(UNITS, dtype)(x, training=False)
+
+
+def recomputed_gru(x, dtype):
+    return jax.checkpoint(rnn_ops.PopnnGRU(UNITS, dtype))(x, state("h", dtype))
+
+
 def gru(x, dtype):
     return rnn_ops.PopnnGRU(UNITS, dtype)(x, state("h", dtype))
 
@@ -88,7 +97,15 @@ def twice(xp, biases):
     return xp.stack([biases, biases], axis=1)
 
 
+def zeros(xp, x):
+    return xp.zeros((BATCH, UNITS), x.dtype)
+
+
 CASES = {
+    lstm_from_zeros: lambda xp, x, v: plain_lstm(
+        xp, x, zeros(xp, x), zeros(xp, x), v["kernel"], v["biases"]
+    ),
+    recomputed_gru: lambda xp, x, v: plain_gru(xp, x, v["h"], v["kernel"], v["biases"]),
     lstm: lambda xp, x, v: plain_lstm(xp, x, v["c"], v["h"], v["kernel"], v["biases"]),
     dynamic_lstm: lambda xp, x, v: plain_lstm(xp, x, v["c"], v["h"], v["kernel"], v["biases"], LENGTHS),
     gru: lambda xp, x, v: plain_gru(xp, x, v["h"], v["kernel"], v["biases"]),
@@ -106,21 +123,26 @@ CASES = {
 }
 
 
-MIXTURE = ["float32", "bfloat16", "float16"]
+MIXTURE, ALL = ["float32", "bfloat16", "float16"], list(CASES)
 
 
 @pytest.mark.parametrize(
-    ("cases", "dtypes"),
+    ("cases", "shift"),
     [
-        ([gru, dynamic_lstm, augru, dynamic_gru_that_resets_after], MIXTURE * 2),
-        ([augru_that_resets_after], ["float64"]),
-        pytest.param(list(CASES), MIXTURE * 3, marks=pytest.mark.thorough),
-        pytest.param(list(CASES), MIXTURE[1:] * 4, marks=pytest.mark.thorough),
-        pytest.param(list(CASES), ["float64"] * 8, marks=pytest.mark.thorough),
+        *(([case], 0) for case in ALL[2:-1]),
+        (ALL[-1:], None),
+        pytest.param([*ALL[:2], ALL[-1]], 0, marks=pytest.mark.thorough),
+        pytest.param(ALL, 1, marks=pytest.mark.thorough),
+        pytest.param(ALL, 2, marks=pytest.mark.thorough),
+        pytest.param(ALL[:-1], None, marks=pytest.mark.thorough),
     ],
 )
-def test_layers(rng, cases, dtypes):
-    """Outputs and states by NumPy, and the gradient of every weight, state, input and score."""
+def test_layers(rng, cases, shift):
+    """Outputs and states by NumPy, and the gradient of every weight, state, input and score.
+
+    In float64, or each case in one dtype of a mixture, and with another shift in another one.
+    """
+    dtypes = ["float64" if shift is None else MIXTURE[(ALL.index(case) + shift) % 3] for case in cases]
     with jax.enable_x64(dtypes[0] == "float64"):
         accurate = jnp.float64 if dtypes[0] == "float64" else jnp.float32
 
@@ -131,7 +153,7 @@ def test_layers(rng, cases, dtypes):
 
             return layer_cases.Case(apply, rng.normal(size=(TIME, BATCH, FEATURES)).astype(dtype))
 
-        found = layer_cases.run_cases(list(map(calling, cases, dtypes)))
+        found = layer_cases.run_cases([calling(*pair) for pair in zip(cases, dtypes, strict=True)])
 
         def plain_loss(all_variables):
             losses = []
@@ -141,7 +163,7 @@ def test_layers(rng, cases, dtypes):
             return sum(losses)
 
         expected_gradients = jax.jit(jax.grad(plain_loss))([variables for _y, variables, _g in found])
-        for case, dtype, one, gradients in zip(cases, dtypes, found, expected_gradients, strict=False):
+        for case, dtype, one, gradients in zip(cases, dtypes, found, expected_gradients, strict=True):
             wide = {name: value.astype(np.float64) for name, value in one[1].items()}
             outputs = flat(np, CASES[case](np, wide["inputs"], wide)).astype(dtype)
             name = case.__name__
@@ -234,6 +256,51 @@ def test_gru_equals_torch(rng):
 
 
 # In programs
+
+
+@pytest.mark.thorough
+def test_training_in_two_stages(rng):
+    """An LSTM, and a recomputed GRU that gets its sequence and its last state; one update."""
+
+    def first(x, y):
+        with ipu.variable_scope("first"):
+            outputs, state = rnn_ops.PopnnLSTM(UNITS, bias_initializer="normal")(x)
+        return outputs, state, y
+
+    def second(outputs, state, y):
+        with ipu.variable_scope("second"):
+            run_gru = jax.checkpoint(rnn_ops.PopnnGRU(UNITS, return_state=False))
+            return jnp.mean((run_gru(outputs, state.h)[-1] - y) ** 2)
+
+    def plain_loss(v, x, y):
+        kernel, biases = v["first/popnn_lstm/kernel"], v["first/popnn_lstm/biases"]
+        outputs, _c, h = plain_lstm(jnp, x, zeros(jnp, x), zeros(jnp, x), kernel, biases)
+        kernel, biases = v["second/popnn_gru/kernel"], v["second/popnn_gru/biases"]
+        return jnp.mean((plain_gru(jnp, outputs, h, kernel, biases)[0][-1] - y) ** 2)
+
+    shapes = [(TIME, BATCH, FEATURES), (BATCH, UNITS)]
+    elements = [tuple(rng.normal(size=shape).astype("float32") for shape in shapes) for _number in range(4)]
+    infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(elements)
+    outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+    program = front.compile_pipeline(
+        [first, second],
+        4,
+        infeed_queue=infeed,
+        outfeed_queue=outfeed,
+        optimizer_function=lambda loss: ipu.pipelining_ops.OptimizerFunctionOutput(optax.sgd(0.5), loss),
+        pipeline_schedule=ipu.pipelining_ops.PipelineSchedule.Grouped,
+        outfeed_loss=True,
+    )
+    with ipu.Session(seed=5) as session:
+        session.create_variables(program)
+        variables = dict(session.variables)
+        session.run(infeed.initializer)
+        session.run(program)
+        losses, trained = session.run(outfeed.dequeue()), dict(session.variables)
+    groups = [[element] for element in elements]
+    expected, wanted, _rest = models.plain_loop(jax.jit(plain_loss), variables, groups, 4, optax.sgd(0.5))
+    models.assert_trees_close(losses, np.ravel(expected))
+    models.assert_trees_close(trained, jax.tree.map(np.asarray, wanted))
 
 
 def test_sharing_variables():
