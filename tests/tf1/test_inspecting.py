@@ -15,6 +15,7 @@ from ipu_pipeline.optimizers import (
     MapGradientOptimizer,
     OutfeedOptimizer,
     OutfeedOptimizerMode,
+    tf1,
 )
 from ipu_pipeline.pipelining_ops import Chunking, OptimizerFunctionOutput, PipelineSchedule, pipeline
 from tests.support import front
@@ -137,18 +138,18 @@ def test_stages_enqueue_for_every_micro_batch_in_order(mapping, options, trains)
 
 
 @pytest.mark.parametrize(
-    ("mapping", "scale", "mode"),
+    ("mapping", "scale", "mode", "make_optimizer"),
     [
-        ([0, 0, 0], 2.0**8, MODES.AFTER_COMPUTE),
-        ([0, 0, 0], None, MODES.BEFORE_APPLY),
-        ([0, 1, 2], None, MODES.AFTER_COMPUTE),
-        ([0, 1, 0], 2.0**8, MODES.BEFORE_APPLY),
+        ([0, 0, 0], 2.0**8, MODES.AFTER_COMPUTE, optax.sgd),
+        ([0, 0, 0], None, MODES.BEFORE_APPLY, optax.sgd),
+        ([0, 1, 2], None, MODES.AFTER_COMPUTE, tf1.GradientDescentOptimizer),
+        ([0, 1, 0], 2.0**8, MODES.BEFORE_APPLY, optax.sgd),
     ],
 )
-def test_gradients_are_those_of_a_plain_loop(mapping, mode, scale):
+def test_gradients_are_those_of_a_plain_loop(mapping, mode, scale, make_optimizer):
     """Also of a variable that two stages share, mapped, and without the scale of the loss."""
     queue = IPUOutfeedQueue()
-    inner = MapGradientOptimizer(OutfeedOptimizer(optax.sgd(0.1), queue, mode), lambda g, _w: 2 * g)
+    inner = MapGradientOptimizer(OutfeedOptimizer(make_optimizer(0.1), queue, mode), lambda g, _w: 2 * g)
     optimizer = inner if scale is None else LossScalingOptimizer(inner, scale)
     _hidden, _means, gradients, sums = plain_loop(gradient_map=lambda gradient: 2 * gradient)
     with ipu.Session() as session:

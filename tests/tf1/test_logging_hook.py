@@ -10,6 +10,7 @@ from ipu_pipeline.ipu_pipeline_estimator import IPUPipelineEstimator
 from ipu_pipeline.ipu_session_run_hooks import IPULoggingTensorHook
 from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput
 from tests.support.estimating import (
+    assert_same_variables,
     finite_of,
     input_fn,
     make_config,
@@ -99,6 +100,30 @@ def test_values_are_those_of_the_last_micro_batch(tmp_path, caplog):
     kernel, bias = (before.get_variable_value(f"a/dense/{name}") for name in ("kernel", "bias"))
     *_rest, (x, _y) = (element for element, _number in zip(Batches(), range(16), strict=False))
     np.testing.assert_allclose(values["tensor_0"], np.maximum(x @ kernel + bias, 0), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.thorough
+def test_resuming_with_hooks_is_exact(tmp_path):
+    def make(path):
+        """An estimator with a hook of its own."""
+        hook = IPULoggingTensorHook(every_n_iter=1)
+        fn = logging_model([hook], {0: (hook, jnp.mean)})
+        return IPUPipelineEstimator(fn, path, make_config(2, log_step_count_steps=8))
+
+    make(tmp_path / "one").train(input_fn, steps=32)
+    for _half in range(2):
+        make(tmp_path / "two").train(input_fn, steps=16)
+    assert_same_variables(make(tmp_path / "one"), make(tmp_path / "two"))
+    found = [
+        [
+            (one["step"], one["name"], one["value"])
+            for one in scalars_in(tmp_path / path)
+            if "/s" not in one["name"]
+        ]
+        for path in ("one", "two")
+    ]
+    assert len(found[0]) == 8  # of four runs, the loss and what the hook logs
+    assert sorted(found[0]) == sorted(found[1])
 
 
 @pytest.fixture(scope="module")

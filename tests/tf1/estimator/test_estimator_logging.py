@@ -63,7 +63,12 @@ def test_a_user_of_orbax_keeps_its_messages(tmp_path, caplog):
 
 
 @pytest.mark.parametrize(
-    ("every", "steps"), [(8, [8, 16, 24, 32]), pytest.param(None, [], marks=pytest.mark.thorough)]
+    ("every", "steps"),
+    [
+        (8, [8, 16, 24, 32]),
+        pytest.param(16, [8, 16, 32], marks=pytest.mark.thorough),
+        pytest.param(None, [], marks=pytest.mark.thorough),
+    ],
 )
 def test_save_summary_steps(every, steps, tmp_path, caplog):
     caplog.set_level(logging.INFO, "ipu_pipeline")

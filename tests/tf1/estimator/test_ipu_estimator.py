@@ -247,16 +247,21 @@ def test_features_without_labels_and_batch_sizes(tmp_path):
     seen = []
 
     def features(params, mode):
-        seen.append((mode, params.get("batch_size")))
+        seen.append((mode, params))
         return [{"a": X[number], "b": X[number + 1]} for number in range(12)]
 
     config = RunConfig(IPURunConfig(6), tf_random_seed=3)
-    estimator = IPUEstimator(model, tmp_path, config, None, None, 4, predict_batch_size=8)
+    estimator = IPUEstimator(model, tmp_path, config, {"rate": 0.1}, None, 4, predict_batch_size=8)
     estimator.train(features, steps=6)
     found = estimator.evaluate(features)
     np.testing.assert_allclose(found["loss"], found["again"], rtol=1e-6)
     assert len(list(estimator.predict(features))) == 12
-    assert seen == [("train", 4), ("eval", None), ("infer", 8)]
+    given = {"rate": 0.1}
+    assert seen == [
+        ("train", given | {"batch_size": 4}),
+        ("eval", given),
+        ("infer", given | {"batch_size": 8}),
+    ]
     for options, message in (
         ({"params": {"batch_size": 1}, "eval_batch_size": 4}, "eval_batch_size is given, and so is params"),
         ({"train_batch_size": 0}, "train_batch_size must be a multiple of num_replicas .1. above 0"),

@@ -17,7 +17,12 @@ from ipu_pipeline.ipu_pipeline_estimator import IPUPipelineEstimator, IPUPipelin
 from ipu_pipeline.ipu_run_config import IPURunConfig, RunConfig
 from ipu_pipeline.ipu_session_run_hooks import SessionRunHook
 from ipu_pipeline.optimizers import tf1
-from ipu_pipeline.pipelining_ops import GradientAccumulationReductionMethod, OptimizerFunctionOutput
+from ipu_pipeline.pipelining_ops import (
+    GradientAccumulationReductionMethod,
+    OptimizerFunctionOutput,
+    PipelineSchedule,
+)
+from ipu_pipeline.tf1 import ipu_compiler
 from tests.support import front
 
 pytestmark = pytest.mark.filterwarnings("ignore:There is no checkpoint")  # also in the originals
@@ -226,7 +231,12 @@ def add(partial, labels):
 
 
 @pytest.mark.parametrize("method", list(GradientAccumulationReductionMethod))
-def test_training_by_an_analytical_gradient(method, tmp_path):
+def test_training_by_an_analytical_gradient(method, tmp_path, monkeypatch):
+    """With a schedule that the specification gives."""
+    compile_program, programs = ipu_compiler.compile, []
+    monkeypatch.setattr(
+        ipu_compiler, "compile", lambda *given: programs.append(compile_program(*given)) or programs[-1]
+    )
     x, y, rate, count, updates = 1.5, 1.0, 0.5, 4, 2
     estimator = pipelined(
         [line, add],
@@ -235,6 +245,7 @@ def test_training_by_an_analytical_gradient(method, tmp_path):
         count * updates,
         optimizer_function=lambda loss: OptimizerFunctionOutput(tf1.GradientDescentOptimizer(rate), loss),
         reduction_method=method,
+        pipeline_schedule=PipelineSchedule.Sequential,
     )
     w, expected = 2.0, []
     for run in range(2):
@@ -247,6 +258,7 @@ def test_training_by_an_analytical_gradient(method, tmp_path):
         expected.append(np.mean(losses))
         assert abs(estimator.get_variable_value("w") - w) < 1e-5
     np.testing.assert_allclose(losses_in(tmp_path), expected, rtol=1e-5)
+    assert {program.calls[0].pipeline.options.schedule for program in programs} == {"sequential"}
 
 
 def square(partial):
@@ -281,3 +293,33 @@ def test_pipelines_evaluate(kind, mapping, tmp_path):
     features = np.arange(2, dtype=np.float32)
     found = estimator.evaluate(lambda: list(features[:, np.newaxis]), steps=2)
     assert (found["mean"], found["loss"]) == (0.5, 0.5)
+
+
+def test_pipelines_take_the_global_step(tmp_path):
+    count, updates = 4, 2
+
+    def first(step, features, labels):
+        return step, *line(features, labels)
+
+    def model_fn(mode):
+        return IPUPipelineEstimatorSpec(
+            mode,
+            [first, lambda step, partial, labels: (step, partial + labels)],
+            gradient_accumulation_count=count,
+            optimizer_function=lambda step, loss: OptimizerFunctionOutput(
+                tf1.GradientDescentOptimizer(0.1 - 0.001 * step), loss
+            ),
+            eval_metrics_fn=lambda step, loss: {"observed": ipu.metrics.mean(step), "loss": loss},
+            inputs=[ipu.get_global_step().astype(np.float32)],
+        )
+
+    estimator = IPUPipelineEstimator(model_fn, tmp_path, make_config(count * updates, 2))
+    data = [(np.float32(1.5), np.float32(1))] * count * updates
+    for _run in range(2):
+        estimator.train(lambda: data, steps=count * updates)
+    assert estimator.evaluate(lambda: data, steps=count * updates)["observed"] == 2 * count * updates
+    # As TensorFlow 1 computes it, from the step of each weight update.
+    w = 2.0
+    for step in range(0, 2 * count * updates, count):
+        w -= (0.1 - 0.001 * step) * count * 1.5
+    assert abs(estimator.get_variable_value("w") - w) < 1e-5

@@ -263,8 +263,8 @@ def test_evaluation_uses_what_training_left(kind):
         np.testing.assert_allclose(out, x, rtol=1e-5, atol=1e-6)
 
 
-def test_in_the_body_of_a_loop():
-    kind = "nnx"
+@pytest.mark.parametrize("kind", ["nnx", pytest.param("linen", marks=pytest.mark.thorough)])
+def test_in_the_body_of_a_loop(kind):
     infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(lambda: ((x,) for x in batches()))
     outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
     blocks = make(kind)

@@ -205,7 +205,7 @@ class Looped:
     run = Pipelined.run
 
 
-@pytest.mark.parametrize(("every", "sharded"), [(1, False), (2, True)])
+@pytest.mark.parametrize(("every", "sharded"), [(1, False), (2, True), (2, False)])
 def test_loops(every, sharded):
     model = Looped(4, every, sharded=sharded)
     start = initial(model)

@@ -104,19 +104,22 @@ def sgd():
     return optax.sgd(0.1)
 
 
+SEQUENTIAL = {"pipeline_schedule": PipelineSchedule.Sequential}
+
+
 @pytest.mark.parametrize(
-    ("mapping", "reduction", "make_optimizer"),
+    ("mapping", "reduction", "make_optimizer", "options"),
     [
-        ([0, 1, 2], "sum", clipped),
-        ([0, 0, 0], "mean", sgd),
-        ([0, 1, 0], "running_mean", clipped),
-        pytest.param([0, 0, 0], "running_mean", clipped, marks=pytest.mark.thorough),
-        pytest.param([0, 1, 2], "mean", clipped, marks=pytest.mark.thorough),
+        ([0, 1, 2], "sum", clipped, {}),
+        ([0, 0, 0], "mean", sgd, {}),
+        ([0, 1, 0], "running_mean", clipped, {}),
+        pytest.param([0, 0, 0], "running_mean", clipped, {}, marks=pytest.mark.thorough),
+        pytest.param([0, 1, 2], "mean", clipped, SEQUENTIAL, marks=pytest.mark.thorough),
     ],
 )
-def test_equals_one_large_batch(mapping, reduction, make_optimizer):
+def test_equals_one_large_batch(mapping, reduction, make_optimizer, options):
     with jax.enable_x64(True):
-        model = Model(np.float64, make_optimizer, mapping, reduction_method=reduction)
+        model = Model(np.float64, make_optimizer, mapping, reduction_method=reduction, **options)
         variables, (sums, weights) = model.train()
         models.assert_trees_close(variables, expected(np.float64, make_optimizer), 1e-12)
         assert weights.ravel().tolist() == LENGTHS

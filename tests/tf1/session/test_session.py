@@ -411,6 +411,31 @@ def test_constant_inputs_beside_placeholders():
         np.testing.assert_array_equal(session.run(program, {rate: 2}), [[2, 2, 2]])
 
 
+def test_one_infeed_in_two_pipelines():
+    outfeeds = [IPUOutfeedQueue(), IPUOutfeedQueue()]
+    infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(
+        lambda: iter([{"a": np.float32(n), "b": np.float32(100 + n)} for n in range(20)])
+    )
+
+    def function():
+        for name, outfeed in zip("ab", outfeeds, strict=True):
+            pipeline(
+                [lambda a, b, name=name: {"a": a, "b": b}[name] * 2],
+                gradient_accumulation_count=2,
+                infeed_queue=infeed,
+                outfeed_queue=outfeed,
+            )
+
+    program = front.compile_program(function)
+    with ipu.Session() as session:
+        session.run(infeed.initializer)
+        for start in (0, 4):
+            session.run(program)
+            first, second = session.run([queue.dequeue() for queue in outfeeds])
+            np.testing.assert_array_equal(first, [2 * start, 2 * start + 2])
+            np.testing.assert_array_equal(second, [2 * (102 + start), 2 * (103 + start)])
+
+
 def test_a_list_is_checked_before_anything_runs():
     model = front.Model()
     scaled = front.compile_program(lambda: np.float32(2))
@@ -441,23 +466,26 @@ def test_programs_that_are_dropped_leave_next_to_nothing():
     def optimizer_function(rate, loss):
         return OptimizerFunctionOutput(optax.adam(rate), loss)
 
-    def make_and_drop(number):
+    def make_and_drop(number, is_run):
         for _ in range(number):
             model = front.Model(optimizer_function=optimizer_function)
-            with front.session_of(model) as session:
-                model.run(session)
-            del model, session
+            if is_run:
+                with front.session_of(model) as session:
+                    model.run(session)
+                del session
+            del model
         for _ in range(3):
             gc.collect()  # the first frees what the next one finds to be unused
         num_bytes = sum(array.nbytes for array in jax.live_arrays())
         return len(gc.get_objects()), len(client.live_executables()), num_bytes
 
-    num_objects, num_loaded, num_bytes = make_and_drop(2)
-    objects_left, loaded_left, bytes_left = make_and_drop(4)
-    # What JAX keeps in its caches of a few thousand entries; a program's own traces are 1600.
-    assert (objects_left - num_objects) / 4 < 800
-    assert loaded_left <= num_loaded
-    assert bytes_left - num_bytes < 1000  # a few scalars that JAX keeps
+    for is_run in (False, True):
+        num_objects, num_loaded, num_bytes = make_and_drop(2, is_run)
+        objects_left, loaded_left, bytes_left = make_and_drop(4, is_run)
+        # What JAX keeps in its caches of a few thousand entries; a program's own traces are 1600.
+        assert (objects_left - num_objects) / 4 < 800
+        assert loaded_left <= num_loaded
+        assert bytes_left - num_bytes < 1000  # a few scalars that JAX keeps
 
 
 def test_configuring_after_a_run_moves_the_program():
