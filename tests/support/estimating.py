@@ -11,6 +11,7 @@ import ipu_pipeline as ipu
 from ipu_pipeline.ipu_pipeline_estimator import IPUPipelineEstimator, IPUPipelineEstimatorSpec
 from ipu_pipeline.ipu_run_config import IPURunConfig, RunConfig
 from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput
+from tests.support import front
 from tests.support.resumable import MICRO_BATCHES, Batches, loss_of, make_stages
 
 
@@ -49,9 +50,7 @@ def finite_input_fn(num_batches=10):
 def make_config(num_stages=2, iterations_per_loop=8, **options):
     ipu_options = None
     if num_stages > 1:
-        ipu_options = ipu.config.IPUConfig()
-        ipu_options.auto_select_ipus = num_stages
-        ipu_options.require_power_of_two = False
+        ipu_options = front.ipu_config(num_stages)
     run_config = IPURunConfig(
         iterations_per_loop=iterations_per_loop, num_shards=num_stages, ipu_options=ipu_options
     )

@@ -1,5 +1,6 @@
 """A small model through the front, for the tests of its parts."""
 
+import contextlib
 import threading
 
 import jax
@@ -42,6 +43,28 @@ def optimizer_function(rate, loss):
 def compile_program(function, inputs=None):
     with ipu.scopes.ipu_scope("/device:IPU:0"):
         return ipu.ipu_compiler.compile(function, inputs)
+
+
+def compile_pipeline(stages, count, **options):
+    """A program of one pipeline."""
+    return compile_program(lambda: pipeline(stages, count, **options))
+
+
+def ipu_config(number, **settings):
+    """A configuration that selects so many IPUs."""
+    config = ipu.config.IPUConfig()
+    config.auto_select_ipus, config.require_power_of_two = number, False
+    for name, value in settings.items():
+        setattr(config, name, value)
+    return config
+
+
+@contextlib.contextmanager
+def session_of(model, **options):
+    """A session in which a model's infeed is initialized."""
+    with ipu.Session(**options) as session:
+        session.run(model.initializer)
+        yield session
 
 
 def no_infeed_runs():

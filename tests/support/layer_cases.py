@@ -3,10 +3,15 @@
 The stage in the middle is the one whose forward and backward are two programs.
 """
 
+import contextlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import linen
 
 from ipu_pipeline import engine
 from tests.support import models
@@ -29,66 +34,133 @@ def loss(outputs):
     return jnp.sum(outputs.astype(jnp.float32) * loss_weights(outputs))
 
 
-def outputs_and_gradients(layer, x, training=None):
-    """Applies a layer to one micro-batch in a program that trains.
+class Case(NamedTuple):
+    """A layer, and what it is compared with.
 
-    Returns the outputs, the variables before and the gradients, by name within the layer; the inputs, if
-    they are floating-point, are a trained variable called `inputs`.
+    Attributes:
+      layer: the layer.
+      x: a micro-batch; if it is of floating-point numbers, their gradients are compared too.
+      reference: `reference(variables, x) -> outputs`, of the variables by name within the layer.
+      tolerance: of `models.assert_trees_close`.
+      training: of the call, unless it is None.
     """
-    is_floating = jnp.issubdtype(x.dtype, jnp.floating)
 
-    def source(element):
-        return engine.get_variable("inputs", x.shape, x.dtype, x) if is_floating else element
+    layer: Any
+    x: Any
+    reference: Callable | None = None
+    tolerance: float = 1e-5
+    training: bool | None = None
 
-    def apply(inputs):
-        return layer(inputs) if training is None else layer(inputs, training=training)
+
+def run_cases(cases):
+    """Applies layers to one micro-batch each in a program that trains.
+
+    Returns for each case the outputs, the variables before and the gradients, by name within the layer; the
+    inputs, if they are floating-point, are a trained variable called `inputs`.
+    """
+
+    names = [""] if len(cases) == 1 else [f"case{number}/" for number in range(len(cases))]
+
+    def scope(number):
+        name = names[number].rstrip("/")
+        return engine.variable_scope(name) if name else contextlib.nullcontext()
+
+    def source(*elements):
+        taken = []
+        for number, (case, element) in enumerate(zip(cases, elements, strict=True)):
+            with scope(number):
+                is_floating = jnp.issubdtype(case.x.dtype, jnp.floating)
+                own = (case.x.shape, case.x.dtype, case.x)
+                taken.append(engine.get_variable("inputs", *own) if is_floating else element)
+        return tuple(taken)
+
+    def apply(*inputs):
+        outputs = []
+        for number, (case, x) in enumerate(zip(cases, inputs, strict=True)):
+            with scope(number):
+                options = {} if case.training is None else {"training": case.training}
+                outputs.append(case.layer(x, **options))
+        return tuple(outputs)
 
     pipeline = engine.Pipeline(
-        [source, apply, lambda outputs: (loss(outputs), outputs)],
+        [source, apply, lambda *outputs: (sum(map(loss, outputs)), outputs)],
         num_micro_batches=1,
         loss=lambda loss, outputs: loss,
         optimizer=optax.trace(decay=0.0),  # its state is the last gradient
         forward_options=[AS_WRITTEN] * 3,
         backward_options=[AS_WRITTEN] * 2,
     )
-    state = pipeline.init(jax.random.key(1), x)
-    new_state, outputs = pipeline.step(state, [x])
+    elements = tuple(case.x for case in cases)
+    state = pipeline.init(jax.random.key(1), elements)
+    new_state, outputs = pipeline.step(state, [elements])
     (_loss, outputs) = outputs.outputs[0]
 
-    def by_short_name(values):
-        return {name.rpartition("/")[2]: np.asarray(value) for name, value in values.items()}
+    def own(values, number):
+        return {
+            name.rpartition("/")[2]: np.asarray(value)
+            for name, value in values.items()
+            if name.startswith(names[number])
+        }
 
-    return (
-        np.asarray(outputs),
-        by_short_name(state.variables),
-        by_short_name(new_state.optimizer_state.trace),
-    )
+    return [
+        (np.asarray(output), own(state.variables, number), own(new_state.optimizer_state.trace, number))
+        for number, output in enumerate(outputs)
+    ]
 
 
-def check(layer, x, reference, tolerance, training=None):
-    """Compares outputs and all gradients with those of `reference(variables, x) -> outputs`.
+def outputs_and_gradients(layer, x, training=None):
+    """`run_cases` of one layer."""
+    return run_cases([Case(layer, x, training=training)])[0]
 
-    Returns the outputs.
+
+def check_all(cases):
+    """Compares outputs and all gradients with those of references, in one program for all.
+
+    A failure shows the number of the case. Returns the outputs.
     """
-    outputs, variables, gradients = outputs_and_gradients(layer, x, training)
-    inputs = variables.pop("inputs", x)
-    trained = {name: value for name, value in variables.items() if name in gradients}
-    fixed = {name: value for name, value in variables.items() if name not in gradients}
+    found, arguments = run_cases(cases), []
+    for case, (_outputs, variables, gradients) in zip(cases, found, strict=True):
+        inputs = variables.pop("inputs", case.x)
+        trained = {name: value for name, value in variables.items() if name in gradients}
+        if "inputs" in gradients:
+            trained["inputs"] = inputs
+        arguments.append((trained, variables, inputs))
 
-    def reference_loss(trained, x):
-        outputs = reference({**trained, **fixed}, x)
-        return loss(outputs), outputs
+    def reference_loss(all_trained, rest):
+        outputs = []
+        for case, trained, (variables, inputs) in zip(cases, all_trained, rest, strict=True):
+            variables = {name: trained.get(name, value) for name, value in variables.items()}
+            outputs.append(case.reference(variables, trained.get("inputs", inputs)))
+        return sum(map(loss, outputs)), outputs
 
-    is_floating = "inputs" in gradients
     with jax.numpy_dtype_promotion("standard"):  # for Flax
-        differentiate = jax.grad(reference_loss, argnums=(0, 1) if is_floating else (0,), has_aux=True)
-        expected, expected_outputs = jax.jit(differentiate, compiler_options=AS_WRITTEN)(trained, inputs)
-    expected_gradients = dict(expected[0])
-    if is_floating:
-        expected_gradients["inputs"] = expected[1]
-    models.assert_trees_close(outputs, np.asarray(expected_outputs), tolerance)
-    models.assert_trees_close(gradients, expected_gradients, tolerance)
-    return outputs
+        differentiate = jax.jit(jax.grad(reference_loss, has_aux=True), compiler_options=AS_WRITTEN)
+        expected, outputs = differentiate([one[0] for one in arguments], [one[1:] for one in arguments])
+    for number, case in enumerate(cases):
+        models.assert_trees_close(
+            {number: (found[number][0], found[number][2])},
+            {number: (np.asarray(outputs[number]), expected[number])},
+            case.tolerance,
+        )
+    return [one[0] for one in found]
+
+
+def check(*case, **options):
+    """`check_all` of one case."""
+    return check_all([Case(*case, **options)])[0]
+
+
+def flax_convolution(layer, features, groups):
+    """Flax's module with the arguments of a layer."""
+    return linen.Conv(
+        features,
+        layer.kernel_size,
+        layer.strides,
+        layer.padding.upper(),
+        kernel_dilation=layer.dilation_rate,
+        feature_group_count=groups,
+        use_bias=layer.use_bias,
+    )
 
 
 def dtypes_of(stage, x):

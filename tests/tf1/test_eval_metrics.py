@@ -12,6 +12,7 @@ import ipu_pipeline as ipu
 from ipu_pipeline.ipu_pipeline_estimator import IPUPipelineEstimator, IPUPipelineEstimatorSpec
 from ipu_pipeline.ipu_run_config import IPURunConfig, RunConfig
 from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput
+from tests.support import front
 
 RNG = np.random.default_rng(2)
 SIZE = 5
@@ -145,8 +146,7 @@ def model_fn(mode, params):
 
 
 def make_estimator(directory, metrics=metrics_of, num_replicas=1):
-    options = ipu.config.IPUConfig()
-    options.auto_select_ipus = num_replicas
+    options = front.ipu_config(num_replicas)
     config = RunConfig(IPURunConfig(4, options, num_replicas=num_replicas))
     return IPUPipelineEstimator(model_fn, directory, config, {"metrics": metrics})
 

@@ -53,10 +53,7 @@ LAYERS = {
         {"units": 3, "activation": "tanh", "bias_initializer": "normal"},
         lambda v, x: jnp.tanh(biased(v, x @ v["kernel"].astype(x.dtype))),
     ),
-    "Embedding": (
-        {"input_dim": 7, "output_dim": 3},
-        lambda v, x: jnp.take(v["embeddings"], x, axis=0),
-    ),
+    "Embedding": ({"input_dim": 7, "output_dim": 3}, lambda v, x: jnp.take(v["embeddings"], x, axis=0)),
     "Conv1D": (
         {"filters": 6, "kernel_size": 3, "padding": "causal", "groups": 2, "bias_initializer": "normal"},
         lambda v, x: biased(v, convolution(x, v["kernel"].astype(x.dtype), "W", [(2, 0)], 2)),
@@ -110,18 +107,19 @@ def inputs_of(kind, rng):
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("kind", LAYERS)
-@pytest.mark.each_value
-def test_a_layer_equals_its_casts_written_out(rng, kind, dtype):
-    arguments, apply = LAYERS[kind]
+def test_layers_equal_their_casts_written_out(dtype):
+    cases = []
+    for kind, (arguments, apply) in LAYERS.items():
 
-    def reference(variables, x):
-        assert {value.dtype.name for value in variables.values()} == {"float32"}
-        return apply(variables, x if kind == "Embedding" else x.astype(dtype)).astype(dtype)
+        def reference(variables, x, kind=kind, apply=apply):
+            assert {value.dtype.name for value in variables.values()} == {"float32"}
+            return apply(variables, x if kind == "Embedding" else x.astype(dtype)).astype(dtype)
 
-    layer = getattr(layers, kind)(dtype=dtype, param_dtype="float32", **arguments)
-    outputs = layer_cases.check(layer, inputs_of(kind, rng), reference, EXACT)
-    assert outputs.dtype == dtype
+        layer = getattr(layers, kind)(dtype=dtype, param_dtype="float32", **arguments)
+        cases.append(
+            layer_cases.Case(layer, inputs_of(kind, np.random.default_rng(1234)), reference, EXACT)
+        )
+    assert {outputs.dtype.name for outputs in layer_cases.check_all(cases)} == {dtype}
 
 
 def values_of(stage, x, key=0):
@@ -136,26 +134,24 @@ def dtypes_of(stage):
     return layer_cases.dtypes_of(stage, np.ones((2, 4), "float32"))
 
 
-@pytest.mark.parametrize("kind", ["Dense", "Embedding", "Conv2D", "BatchNormalization"])
-def test_a_block_is_as_arguments(rng, kind):
-    arguments, _reference = LAYERS[kind]
-    x = inputs_of(kind, rng)
+def test_a_block_is_as_arguments(rng):
+    xs = {kind: inputs_of(kind, rng) for kind in ("Dense", "Embedding", "Conv2D", "BatchNormalization")}
 
     def make(**dtypes):
-        return getattr(layers, kind)(**arguments, name="layer", **dtypes)
+        return {kind: getattr(layers, kind)(**LAYERS[kind][0], name=kind, **dtypes) for kind in xs}
 
-    def in_a_block(x):
+    def in_a_block(**xs):
         with mixed_precision("mixed_bfloat16"):
-            return make()(x)
+            return {kind: layer(xs[kind]) for kind, layer in make().items()}
 
-    expected, start = values_of(make(**MIXED), x)
-    outputs, variables = values_of(in_a_block, x)
-    assert outputs.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(wide(outputs), wide(expected))
-    models.assert_trees_close(variables, start, 0)
     with mixed_precision("mixed_bfloat16"):
         made = make()
-    np.testing.assert_array_equal(wide(values_of(made, x)[0]), wide(expected))
+    expected, start = values_of(lambda **xs: {kind: make(**MIXED)[kind](x) for kind, x in xs.items()}, xs)
+    for stage in (in_a_block, lambda **xs: {kind: made[kind](x) for kind, x in xs.items()}):
+        outputs, variables = values_of(stage, xs)
+        assert {value.dtype.name for value in outputs.values()} == {"bfloat16"}
+        models.assert_trees_close(jax.tree.map(wide, outputs), jax.tree.map(wide, expected), 0)
+        models.assert_trees_close(variables, start, 0)
 
 
 def test_who_says_what():
@@ -222,41 +218,48 @@ def test_what_has_no_variables_keeps_its_dtype():
     assert variables == {"own": "float32"}
 
 
-@pytest.mark.parametrize("function", ["group_norm", "layer_norm", "instance_norm"])
-def test_normalization_ops(rng, function):
-    normalize = getattr(normalization_ops, function)
-    x = rng.normal(size=(2, 3, 4)).astype("float32")
+def test_normalization_ops(rng):
+    functions = ["group_norm", "layer_norm", "instance_norm"]
 
     def stage(x):
-        with mixed_precision(**MIXED):
-            y = normalize(x)
-        with mixed_precision(param_dtype=jnp.float32):
-            z = normalize(x.astype("float16"))
-        return y, z, normalize(x.astype("bfloat16"))
+        for name in functions:
+            normalize = getattr(normalization_ops, name)
+            with mixed_precision(**MIXED):
+                yield normalize(x)
+            with mixed_precision(param_dtype=jnp.float32):
+                yield normalize(x.astype("float16"))
+            yield normalize(x.astype("bfloat16"))
 
-    (y, z, narrow), variables = values_of(stage, x)
-    assert [out.dtype.name for out in (y, z, narrow)] == ["bfloat16", "float16", "bfloat16"]
+    x = rng.normal(size=(2, 3, 4)).astype("float32")
+    found, variables = values_of(lambda x: tuple(stage(x)), x)
+    assert [out.dtype.name for out in found] == ["bfloat16", "float16", "bfloat16"] * 3
     dtypes = [variables[name].dtype.name for name in variables if name.endswith("gamma")]
-    assert dtypes == ["float32", "float32", "bfloat16"]
-    np.testing.assert_array_equal(wide(y), wide(narrow))  # gamma is 1 and beta 0
-    np.testing.assert_allclose(wide(z), wide(y), atol=2e-2)
+    assert dtypes == ["float32", "float32", "bfloat16"] * 3
+    for y, z, narrow in zip(*[iter(found)] * 3, strict=True):
+        np.testing.assert_array_equal(wide(y), wide(narrow))  # gamma is 1 and beta 0
+        np.testing.assert_allclose(wide(z), wide(y), atol=2e-2)
 
 
-@pytest.mark.parametrize(("dtype", "param_dtype"), [("bfloat16", "bfloat16"), ("float16", "float32")])
-def test_moving_statistics_are_never_narrow(dtype, param_dtype):
-    layer = layers.BatchNormalization(dtype=dtype, param_dtype=param_dtype, momentum=0.999)
+def test_moving_statistics_are_never_narrow():
+    dtypes = [("bfloat16", "bfloat16"), ("float16", "float32")]
+
+    def stage(x):
+        for dtype, param_dtype in dtypes:
+            layer = layers.BatchNormalization(
+                dtype=dtype, param_dtype=param_dtype, momentum=0.999, name=f"norm_{dtype}"
+            )
+            yield jnp.mean(wide(layer(x)))
+
     pipeline = engine.Pipeline(
-        [lambda x: jnp.mean(wide(layer(x)))],
-        num_micro_batches=2,
-        loss=lambda loss: loss,
-        optimizer=optax.sgd(0.1),
+        [lambda x: sum(stage(x))], num_micro_batches=2, loss=lambda loss: loss, optimizer=optax.sgd(0.1)
     )
     x = np.full((4, 2), 1.5, "float32")
     state, _outputs = pipeline.step(pipeline.init(jax.random.key(0), x), [x, x])
-    moved = state.variables["batch_normalization/moving_mean"]
-    assert state.variables["batch_normalization/gamma"].dtype == param_dtype
-    np.testing.assert_allclose(moved, 1.5 * (1 - 0.999**2), rtol=1e-3)  # in bfloat16 by 2**-9 at most
-    assert moved.dtype == np.float32
+    for dtype, param_dtype in dtypes:
+        moved = state.variables[f"norm_{dtype}/moving_mean"]
+        assert state.variables[f"norm_{dtype}/gamma"].dtype == param_dtype
+        np.testing.assert_allclose(moved, 1.5 * (1 - 0.999**2), rtol=1e-3)  # in bfloat16 by 2**-9 at most
+        assert moved.dtype == np.float32
 
 
 def test_statistics_in_64_bits_beside_variables_in_32():
@@ -406,16 +409,19 @@ def test_inner_functions_of_jax():
     np.testing.assert_allclose(wide(half), y @ values["dense_1/kernel"], rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-def test_activations_keep_the_dtype(dtype):
+def test_activations_keep_the_dtype():
     names = ["elu", "exponential", "gelu", "leaky_relu", "linear", "relu", "relu6", "selu", "sigmoid"]
     names += ["silu", "softmax", "softplus", "swish", "tanh"]
 
     def stage(x):
-        return [layers.Dense(4, name, dtype=dtype, param_dtype="float32")(x) for name in names]
+        return [
+            layers.Dense(4, name, dtype=dtype, param_dtype="float32")(x)
+            for dtype in HALVES
+            for name in names
+        ]
 
     outputs, _variables = dtypes_of(stage)
-    assert outputs == [dtype] * len(names)
+    assert outputs == [dtype for dtype in HALVES for _name in names]
 
 
 def test_the_getter_that_programs_for_tensorflow_1_have(rng):

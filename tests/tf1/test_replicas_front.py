@@ -1,5 +1,6 @@
 """Replicas through the front: optimizers, devices, outfeeds, sessions and checkpoints."""
 
+import contextlib
 import functools
 import gc
 import json
@@ -15,8 +16,8 @@ import optax
 import pytest
 
 import ipu_pipeline as ipu
-from ipu_pipeline import datasets, optimizers
-from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput, PipelineSchedule, pipeline
+from ipu_pipeline import optimizers
+from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput, pipeline
 from tests.engine.test_equality import plain_loss
 from tests.support import front, models
 from tests.support.programs import environment
@@ -29,13 +30,7 @@ Queue = ipu.ipu_outfeed_queue.IPUOutfeedQueue
 
 
 def select(number, **settings):
-    """Configures so many IPUs."""
-    config = ipu.config.IPUConfig()
-    config.auto_select_ipus = number
-    config.require_power_of_two = False
-    for name, value in settings.items():
-        setattr(config, name, value)
-    config.configure_ipu_system()
+    front.ipu_config(number, **settings).configure_ipu_system()
 
 
 def average(opt):
@@ -67,37 +62,26 @@ class Model:
         return session.run(self.outfeed.dequeue())
 
 
-def started(model, seed=3):
-    """A session in which a model's infeed is initialized, and its variables before anything ran."""
-    session = ipu.Session(seed=seed)
-    session.run(model.initializer)
-    session.create_variables(model.program)
-    return session, session.variables
+@contextlib.contextmanager
+def started(model, number=None, seed=3, **settings):
+    """A session in which a model's infeed is initialized, and its variables before anything ran.
+
+    With so many IPUs, unless they are selected already.
+    """
+    if number is not None:
+        select(number, **settings)
+    with front.session_of(model, seed=seed) as session:
+        session.create_variables(model.program)
+        yield session, session.variables
 
 
 def loop(loss, variables, elements, num_replicas, optimizer, reduction="sum", count=COUNT):
     """Plain jax.grad over the elements k * R + r: losses [updates * count, replicas], and variables."""
-    jax.config.update("jax_numpy_dtype_promotion", "standard")  # for Optax
-    try:
-        state, losses, taken = optimizer.init(variables), [], 0
-        while taken < len(elements):
-            gradients = []
-            for replica in range(num_replicas):
-                own = [elements[taken + k * num_replicas + replica] for k in range(count)]
-                found = [jax.value_and_grad(loss)(variables, *element) for element in own]
-                losses += [[value for value, _gradient in found]]
-                total = jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *(g for _v, g in found))
-                gradients.append(total)
-            divisor = num_replicas * (1 if reduction == "sum" else count)
-            total = jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *gradients)
-            mean = {name: value / divisor for name, value in total.items()}
-            changes, state = optimizer.update(mean, state, variables)
-            variables = optax.apply_updates(variables, changes)
-            taken += count * num_replicas
-    finally:
-        jax.config.update("jax_numpy_dtype_promotion", "strict")
-    stacked = np.array(losses).reshape(-1, num_replicas, count)
-    return stacked.swapaxes(1, 2).reshape(-1, num_replicas), variables
+    groups = list(zip(*[iter(elements)] * num_replicas, strict=True))
+    losses, variables, _rest = models.plain_loop(
+        loss, variables, groups, count, optimizer, reduction.upper()
+    )
+    return losses, jax.tree.map(np.asarray, variables)
 
 
 # Numbers.
@@ -105,99 +89,28 @@ def loop(loss, variables, elements, num_replicas, optimizer, reduction="sum", co
 
 def test_training_equals_a_plain_loop():
     elements = models.elements_of(2 * COUNT * UPDATES)
-    model = Model(elements)
-    select(8)
-    session, variables = started(model)
-    with session:
+    model = Model(elements, 2)
+    with started(model, 4) as (session, variables):
         losses = model.run(session, UPDATES)
         expected, wanted = loop(plain_loss, variables, elements, 2, optax.adam(0.01))
         assert losses.shape == (COUNT * UPDATES, 2)
         models.assert_trees_close(losses, expected)
-        models.assert_trees_close(session.variables, jax.tree.map(np.asarray, wanted))
+        models.assert_trees_close(session.variables, wanted)
         assert session.update_count() == UPDATES
         empty = session.run(model.outfeed.dequeue())
         assert (empty.shape, empty.dtype) == ((0, 2), np.float32)
 
 
-TUTORIAL_LAYERS = {"dense256": 256, "dense128": 128, "dense64": 64, "dense32": 32, "logits": 10}
-
-
-def tutorial_stages():
-    """The tutorial's model on images, in four stages through which a learning rate goes."""
-
-    def make(names, is_first, is_last):
-        def stage(rate, x, labels):
-            x = ipu.layers.Flatten()(x) if is_first else x
-            for name in names:
-                activation = None if name == "logits" else jax.nn.relu
-                with ipu.variable_scope("FCModel"), ipu.variable_scope(name):
-                    x = ipu.layers.Dense(TUTORIAL_LAYERS[name], activation=activation)(x)
-            if not is_last:
-                return rate, x, labels
-            return rate, jnp.mean(optax.softmax_cross_entropy_with_integer_labels(x, labels))
-
-        return stage
-
-    groups = [["dense256"], ["dense128"], ["dense64"], ["dense32", "logits"]]
-    return [make(names, names is groups[0], names is groups[-1]) for names in groups]
-
-
-def tutorial_loss(variables, images, labels):
-    x = images.reshape(len(images), -1)
-    for name in TUTORIAL_LAYERS:
-        x = x @ variables[f"FCModel/{name}/dense/kernel"] + variables[f"FCModel/{name}/dense/bias"]
-        x = x if name == "logits" else jax.nn.relu(x)
-    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(x, labels))
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("schedule", PipelineSchedule)
-def test_the_tutorial_s_model_equals_a_plain_loop(schedule):
-    digits, updates, count = datasets.load_digits(), 4, 8
-    batches = iter(datasets.TrainingBatches(digits.train_images, digits.train_labels, batch_size=32))
-    elements = [next(batches) for _number in range(2 * count * updates)]
-    model = Model(
-        elements,
-        stages=tutorial_stages(),
-        inputs=[np.float32(0.01)],
-        gradient_accumulation_count=count,
-        pipeline_schedule=schedule,
-        optimizer_function=lambda rate, loss: OptimizerFunctionOutput(average(optax.sgd(rate)), loss),
-    )
-    select(8)
-    session, variables = started(model)
-    with session:
-        losses = model.run(session, updates)
-        expected, wanted = loop(tutorial_loss, variables, elements, 2, optax.sgd(0.01), count=count)
+def test_other_numbers_and_options_equal_a_plain_loop():
+    elements, sgd = models.elements_of(3 * COUNT * UPDATES), optax.sgd(0.1, momentum=0.9)
+    options = {"reduction_method": "mean", "repeat_count": UPDATES, "device_mapping": [1, 0]}
+    options |= {"offload_weights": True, "gradient_accumulation_dtype": np.float32}
+    model = Model(elements, 2, average(sgd), **options)
+    with started(model, 6) as (session, variables):
+        losses = model.run(session)
+        expected, wanted = loop(plain_loss, variables, elements, 3, sgd, "mean")
         models.assert_trees_close(losses, expected)
-        models.assert_trees_close(session.variables, jax.tree.map(np.asarray, wanted))
-
-
-@pytest.mark.parametrize(
-    ("num_stages", "num_replicas", "options"),
-    [
-        (1, 3, {"reduction_method": "running_mean"}),
-        pytest.param(
-            2, 4, {"reduction_method": "mean", "repeat_count": UPDATES}, marks=pytest.mark.thorough
-        ),
-        pytest.param(2, 2, {"gradient_accumulation_dtype": np.float32}, marks=pytest.mark.thorough),
-        pytest.param(4, 2, {"offload_weights": True}, marks=pytest.mark.thorough),
-        pytest.param(2, 3, {"device_mapping": [1, 0]}, marks=pytest.mark.thorough),
-        pytest.param(4, 4, {"device_mapping": [0, 1, 1, 0]}, marks=pytest.mark.thorough),
-    ],
-)
-def test_other_numbers_and_options_equal_a_plain_loop(num_stages, num_replicas, options):
-    elements = models.elements_of(num_replicas * COUNT * UPDATES)
-    model = Model(elements, num_stages, average(optax.sgd(0.1, momentum=0.9)), **options)
-    select(num_replicas * model.program.num_ipus)
-    session, variables = started(model)
-    with session:
-        losses = model.run(session, UPDATES // options.get("repeat_count", 1))
-        reduction = options.get("reduction_method", "sum")
-        optimizer = optax.sgd(0.1, momentum=0.9)
-        expected, wanted = loop(plain_loss, variables, elements, num_replicas, optimizer, reduction)
-        models.assert_trees_close(losses, expected)
-        models.assert_trees_close(session.variables, jax.tree.map(np.asarray, wanted))
+        models.assert_trees_close(session.variables, wanted)
 
 
 @pytest.mark.thorough
@@ -205,16 +118,14 @@ def test_a_count_that_is_fed():
     count = ipu.placeholder(np.int32, [], name="count")
     elements = models.elements_of(2 * 5)
     model = Model(elements, 2, average(optax.sgd(0.1)), gradient_accumulation_count=count)
-    select(4)
-    session, variables = started(model)
-    with session:
+    with started(model, 4) as (session, variables):
         session.run(model.program, {count: 2})
         session.run(model.program, {count: 3})
         losses = session.run(model.outfeed.dequeue())
         first, wanted = loop(plain_loss, variables, elements[:4], 2, optax.sgd(0.1), count=2)
         second, wanted = loop(plain_loss, wanted, elements[4:], 2, optax.sgd(0.1), count=3)
         models.assert_trees_close(losses, np.concatenate([first, second]))
-        models.assert_trees_close(session.variables, jax.tree.map(np.asarray, wanted))
+        models.assert_trees_close(session.variables, wanted)
 
 
 @pytest.mark.thorough
@@ -237,9 +148,7 @@ def test_losses_with_weights_are_divided_by_those_of_all_replicas():
         return OptimizerFunctionOutput(average(optax.sgd(0.5)), loss, loss_weight=weight)
 
     model = Model(elements, stages=[first, second], optimizer_function=optimizer_function)
-    select(4)
-    session, variables = started(model)
-    with session:
+    with started(model, 4) as (session, variables):
         model.run(session)
 
         def whole(variables):
@@ -284,9 +193,7 @@ def _watched(opt, queue):
 def test_optimizers_in_any_order(nest):
     elements, queue = models.elements_of(2 * COUNT), Queue()
     model = Model(elements, 2, NESTS[nest](optax.sgd(0.1), queue))
-    select(4)
-    session, variables = started(model)
-    with session:
+    with started(model, 4) as (session, variables):
         model.run(session)
         gradients = session.run(queue.dequeue())["dense3/bias"]
         each = [jax.grad(plain_loss)(variables, *element) for element in elements]
@@ -304,9 +211,7 @@ def test_gradients_that_the_optimizer_gets_are_means_over_replicas():
     before = optimizers.OutfeedOptimizerMode.BEFORE_APPLY
     opt = average(optimizers.OutfeedOptimizer(optax.sgd(0.1), queue, before, ["dense3/bias"]))
     model = Model(elements, 2, opt)
-    select(4)
-    session, variables = started(model)
-    with session:
+    with started(model, 4) as (session, variables):
         assert session.run(queue.dequeue())["dense3/bias"].shape == (0, 10)
         model.run(session)
         (gradient,) = session.run(queue.dequeue())["dense3/bias"]  # the same in all replicas
@@ -326,41 +231,13 @@ def test_wrong_optimizers():
         optimizers.CrossReplicaGradientAccumulationOptimizerV2(optax.sgd(0.1), 0)
 
 
-def loop_program(number):
-    """A program that accumulates over iterations of a loop, with a cross-replica optimizer."""
-    infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(models.elements_of(4))
-
-    def body(x, labels):
-        opt = optimizers.CrossReplicaGradientAccumulationOptimizerV2(optax.sgd(0.1), number)
-        return opt.minimize(models.mlp_stages(1)[0](x, labels))
-
-    def function():
-        return ipu.loops.repeat(4, body, [], infeed)
-
-    return front.compile_program(function), infeed.initializer
-
-
-def test_a_loop_of_one_replica():
-    program, initializer = loop_program(4)
-    select(1)
-    with ipu.Session(seed=3) as session:
-        session.run(initializer)
-        session.create_variables(program)
-        before = session.variables
-        session.run(program)
-        _losses, wanted = loop(plain_loss, before, models.elements_of(4), 1, optax.sgd(0.1), count=4)
-        models.assert_trees_close(session.variables, jax.tree.map(np.asarray, wanted))
-
-
 # How many replicas there are.
 
 
 def test_more_ipus_alone_make_no_replicas():
     elements = models.elements_of(COUNT)
     model = Model(elements, 2, optax.sgd(0.1))
-    select(8)
-    session, _variables = started(model)
-    with session:
+    with started(model, 8) as (session, _variables):
         assert model.run(session).shape == (COUNT,)
 
 
@@ -368,8 +245,7 @@ def test_an_optimizer_alone_makes_no_replicas():
     """Devices that nobody configured are as many as programs need, another one's too."""
     larger = Model(models.elements_of(COUNT), 4, optax.sgd(0.1), name="other")
     model = Model(models.elements_of(2 * COUNT), 2, average(optax.sgd(0.1)))
-    session, _variables = started(model)
-    with session:
+    with started(model) as (session, _variables):
         assert model.run(session).shape == (COUNT,)
         assert len(ipu.config.selected_devices(0)) == 4
     del larger
@@ -380,9 +256,7 @@ def test_idle_ipus_are_of_no_replica():
     """Six were asked for, eight are there."""
     elements = models.elements_of(2 * COUNT)
     model = Model(elements, 3)
-    select(6, require_power_of_two=True, auto_round_num_ipus=True)
-    session, variables = started(model)
-    with session:
+    with started(model, 6, require_power_of_two=True, auto_round_num_ipus=True) as (session, variables):
         losses = model.run(session)
         expected, _wanted = loop(plain_loss, variables, elements, 2, optax.adam(0.01))
         models.assert_trees_close(losses, expected)
@@ -391,13 +265,11 @@ def test_idle_ipus_are_of_no_replica():
 @pytest.mark.parametrize("number", [5, 7])
 def test_ipus_that_are_no_multiple(number):
     model = Model(models.elements_of(COUNT), 4)
-    select(number)
-    session, _variables = started(model)
     text = (
         f"IPUConfig selects {number} IPUs for /device:IPU:0, but the pipeline or loop has 4 IPUs and a "
         "cross-replica optimizer: the number must be a multiple of 4, .*auto_select_ipus to 4 or 8"
     )
-    with session, pytest.raises(ValueError, match=text):
+    with started(model, number) as (session, _variables), pytest.raises(ValueError, match=text):
         session.run(model.program)
 
 
@@ -412,32 +284,28 @@ def test_too_few_ipus():
 def test_not_with_batch_serialization():
     opt = average(optax.sgd(0.1))
     model = Model(models.elements_of(8), 2, opt, batch_serialization_iterations=2)
-    select(2)
-    session, _variables = started(model)
-    with session, pytest.raises(ValueError, match="replicas"):
+    with started(model, 2) as (session, _variables), pytest.raises(ValueError, match="replicas"):
         session.run(model.program)
 
 
 def test_another_number_of_replicas_in_the_same_session():
-    elements = models.elements_of(5 * COUNT)
-    model = Model(elements, 2, average(optax.sgd(0.1)))
-    select(4)
-    session, variables = started(model)
-    with session:
+    elements, sgd = models.elements_of(5 * COUNT), optax.sgd(0.1)
+    model = Model(elements, 2, average(sgd))
+    with started(model, 4) as (session, variables):
         session.run(model.program)
         select(2)
         with pytest.raises(ValueError, match=r"elements of 2 replica\(s\) .* has 1. Dequeue them first"):
             session.run(model.program)
         losses = session.run(model.outfeed.dequeue())
-        first, wanted = loop(plain_loss, variables, elements[: 2 * COUNT], 2, optax.sgd(0.1))
+        first, wanted = loop(plain_loss, variables, elements[: 2 * COUNT], 2, sgd)
         models.assert_trees_close(losses, first)
         losses = model.run(session)
-        second, wanted = loop(plain_loss, wanted, elements[2 * COUNT : 3 * COUNT], 1, optax.sgd(0.1))
+        second, wanted = loop(plain_loss, wanted, elements[2 * COUNT : 3 * COUNT], 1, sgd)
         models.assert_trees_close(losses, second[:, 0])
         select(4)
-        third, wanted = loop(plain_loss, wanted, elements[3 * COUNT :], 2, optax.sgd(0.1))
+        third, wanted = loop(plain_loss, wanted, elements[3 * COUNT :], 2, sgd)
         models.assert_trees_close(model.run(session), third)
-        models.assert_trees_close(session.variables, jax.tree.map(np.asarray, wanted))
+        models.assert_trees_close(session.variables, wanted)
 
 
 def test_inference_beside_training():
@@ -445,9 +313,7 @@ def test_inference_beside_training():
     elements = models.elements_of(2 * COUNT)
     model = Model(elements, 2, average(optax.sgd(0.1)))
     inference = Model(elements, 2, trains=False, name="inference")
-    select(4)
-    session, _variables = started(model)
-    with session:
+    with started(model, 4) as (session, _variables):
         session.run(inference.initializer)
         model.run(session)
         losses = inference.run(session)
@@ -462,8 +328,7 @@ def test_what_replicas_share_out():
     for is_sharded in (False, True):
         model = Model(models.elements_of(2 * COUNT), 1, **dict.fromkeys(arguments, is_sharded))
         select(2)
-        session, _variables = started(model)
-        with session:
+        with started(model) as (session, _variables):
             model.run(session)
             found[is_sharded] = session.variables
             state = session.take_snapshot(is_kept=False).state
@@ -476,10 +341,8 @@ def test_what_replicas_share_out():
 
 def test_one_replica_shares_nothing_out():
     model = Model(models.elements_of(2 * COUNT), 1, replicated_weight_sharding=True)
-    select(1)
-    session, _variables = started(model)
     with (
-        session,
+        started(model, 1) as (session, _variables),
         pytest.warns(UserWarning, match="replicated_weight_sharding of .* has no effect"),
     ):
         model.run(session)
@@ -488,24 +351,22 @@ def test_one_replica_shares_nothing_out():
 @pytest.mark.thorough
 def test_data_that_end_within_an_update_keep_what_was_done():
     """And the elements that the broken update took are dealt out again when there are more."""
-    elements = models.elements_of(4 * COUNT)
+    elements, sgd = models.elements_of(4 * COUNT), optax.sgd(0.1)
     short = elements[: 2 * COUNT + 3]
-    model = Model(lambda: iter(short), 2, average(optax.sgd(0.1)), repeat_count=2)
-    select(4)
-    session, variables = started(model)
-    with session:
+    model = Model(lambda: iter(short), 2, average(sgd), repeat_count=2)
+    with started(model, 4) as (session, variables):
         with pytest.raises(ipu.errors.OutOfRangeError):
             session.run(model.program)
         assert session.update_count() == 1
-        expected, wanted = loop(plain_loss, variables, elements[: 2 * COUNT], 2, optax.sgd(0.1))
+        expected, wanted = loop(plain_loss, variables, elements[: 2 * COUNT], 2, sgd)
         models.assert_trees_close(session.run(model.outfeed.dequeue()), expected)
-        models.assert_trees_close(session.variables, jax.tree.map(np.asarray, wanted))
+        models.assert_trees_close(session.variables, wanted)
         short = elements
         session.run(model.initializer)
         losses = model.run(session)
-        expected, wanted = loop(plain_loss, wanted, elements, 2, optax.sgd(0.1))
+        expected, wanted = loop(plain_loss, wanted, elements, 2, sgd)
         models.assert_trees_close(losses, expected)
-        models.assert_trees_close(session.variables, jax.tree.map(np.asarray, wanted))
+        models.assert_trees_close(session.variables, wanted)
 
 
 @pytest.mark.thorough
@@ -514,9 +375,7 @@ def test_averages_of_weights_and_exports_of_what_replicas_trained(tmp_path):
     opt = average(optimizers.with_averaged_weights(optax.sgd(0.1), 0.5))
     model = Model(elements, 2, opt)
     inference = Model(elements, 2, trains=False, name="inference")
-    select(4)
-    session, variables = started(model)
-    with session:
+    with started(model, 4) as (session, variables):
         session.run(inference.initializer)
         model.run(session, UPDATES)
         averages, weights = dict(variables), variables
@@ -538,17 +397,15 @@ def test_averages_of_weights_and_exports_of_what_replicas_trained(tmp_path):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("numbers", [(2, 1), (1, 2)])
-def test_training_goes_on_with_another_number_of_replicas(numbers, tmp_path):
+def test_training_goes_on_with_another_number_of_replicas(tmp_path):
+    """The optimizer's state, too."""
     elements = models.elements_of(3 * COUNT)
-    first, second = numbers
-    select(2 * first)
+    select(4)
     model = Model(elements, 2)
-    session, variables = started(model)
-    with session:
+    with started(model) as (session, variables):
         model.run(session)
         session.save(tmp_path / "checkpoint")
-    select(2 * second)
+    select(2)
     model = Model(elements, 2)
     with ipu.Session() as session:
         session.restore(tmp_path / "checkpoint")
@@ -557,16 +414,12 @@ def test_training_goes_on_with_another_number_of_replicas(numbers, tmp_path):
         found = session.variables
     optimizer = optax.adam(0.01)
     wanted, state = variables, optimizer.init(variables)
-    jax.config.update("jax_numpy_dtype_promotion", "standard")
-    try:
-        for start, number in ((0, first), (first * COUNT, second)):
-            own = elements[start : start + number * COUNT]
-            each = [jax.grad(plain_loss)(wanted, *element) for element in own]
-            mean = jax.tree.map(lambda *leaves, n=number: sum(leaves[1:], leaves[0]) / n, *each)
+    for own, number in ((elements[: 2 * COUNT], 2), (elements[2 * COUNT :], 1)):
+        each = [jax.grad(plain_loss)(wanted, *element) for element in own]
+        mean = jax.tree.map(lambda *leaves, n=number: sum(leaves) / n, *each)
+        with jax.numpy_dtype_promotion("standard"):
             changes, state = optimizer.update(mean, state, wanted)
             wanted = optax.apply_updates(wanted, changes)
-    finally:
-        jax.config.update("jax_numpy_dtype_promotion", "strict")
     models.assert_trees_close(found, jax.tree.map(np.asarray, wanted))
 
 
@@ -595,9 +448,7 @@ def test_outputs_and_sums_have_an_axis_for_replicas():
         accumulate_outfeed=True,
         name="sums",
     )
-    select(2)
-    session, _variables = started(model)
-    with session:
+    with started(model, 2) as (session, _variables):
         session.run(sums.initializer)
         _loss, values = model.run(session)
         xs, labels = (np.stack(part) for part in zip(*elements, strict=True))
@@ -619,25 +470,12 @@ def test_a_queue_in_a_stage_and_mode_last():
         return x, labels
 
     model = Model(elements, stages=[first, models.mlp_stages(1)[0]], outfeed_queue=last)
-    select(4)
-    session, variables = started(model)
-    with session:
+    with started(model, 4) as (session, variables):
         assert session.run(queue.dequeue()).shape == (0, 2)  # by the devices, before anything ran
         session.run(model.program)
         np.testing.assert_array_equal(session.run(queue.dequeue()), [[0, 1]] * COUNT)
         expected = [plain_loss(variables, *element) for element in elements[-2:]]
         models.assert_trees_close(session.run(last.dequeue()), np.array(expected))
-
-
-def test_synthetic_data(monkeypatch):
-    monkeypatch.setenv("TF_POPLAR_FLAGS", "--use_synthetic_data")
-    model = Model(models.elements_of(1), 2, average(optax.sgd(0.1)))
-    select(4)
-    session, _variables = started(model)
-    with session:
-        losses = model.run(session, UPDATES)
-        assert (losses.shape, np.any(losses)) == ((COUNT * UPDATES, 2), False)
-        assert session.update_count() == UPDATES
 
 
 def test_placement_shows_the_devices_of_all_replicas():
@@ -684,14 +522,10 @@ def test_values_of_all_replicas_and_their_gradients():
         queue.enqueue((mean, total, own))
         return (weight * x - mean) ** 2 + total
 
-    model = Model(elements, stages=[stage], opt=average(optax.sgd(1.0)))
     for number in (2, 1):
-        select(number)
-        session, _variables = started(model) if number == 2 else (ipu.Session(seed=3), None)
-        if number == 1:
-            model = Model(elements, stages=[stage], opt=average(optax.sgd(1.0)))
-            session.run(model.initializer)
-        with session:
+        queue = Queue()
+        model = Model(elements, stages=[stage], opt=average(optax.sgd(1.0)))
+        with started(model, number) as (session, _variables):
             losses = model.run(session).reshape(COUNT, number)
             found = [part.reshape(COUNT, number) for part in session.run(queue.dequeue())]
             values = np.array(elements, np.float32)[: number * COUNT, 0].reshape(COUNT, number)
@@ -710,36 +544,30 @@ def test_values_of_all_replicas_and_their_gradients():
 
 
 def test_synchronized_batch_normalization_is_that_of_one_large_batch():
-    """Against one replica with micro-batches of twice the size."""
+    """Against one replica with micro-batches of twice the size; by the configuration."""
     elements = models.elements_of(2 * COUNT * UPDATES)
     large = [
         tuple(np.concatenate(pair) for pair in zip(*elements[start : start + 2], strict=True))
         for start in range(0, len(elements), 2)
     ]
 
-    def make(synchronized):
-        def first(x, labels):
-            x = models.dense("first", 16, x, jnp.tanh)
-            return ipu.layers.BatchNormalization(synchronized=synchronized, momentum=0.8)(x), labels
+    def first(x, labels):
+        x = models.dense("first", 16, x, jnp.tanh)
+        return ipu.layers.BatchNormalization(momentum=0.8)(x), labels
 
-        return [first, lambda x, labels: models.cross_entropy(models.dense("last", 10, x), labels)]
+    def second(x, labels):
+        return models.cross_entropy(models.dense("last", 10, x), labels)
 
     found = []
-    for number, data, synchronized in ((1, large, False), (2, elements, True), (2, elements, None)):
-        if synchronized is None:
-            config = ipu.config.IPUConfig()
-            config.auto_select_ipus = 4
-            config.norms.experimental.distributed_batch_norm_replica_group_size = 2
-            config.configure_ipu_system()
-        else:
-            select(2 * number)
-        model = Model(data, stages=make(synchronized), opt=average(optax.sgd(0.1)))
-        session, _variables = started(model)
-        with session:
+    for number, data in ((1, large), (2, elements)):
+        config = front.ipu_config(2 * number)
+        config.norms.experimental.distributed_batch_norm_replica_group_size = number
+        config.configure_ipu_system()
+        model = Model(data, stages=[first, second], opt=average(optax.sgd(0.1)))
+        with started(model) as (session, _variables):
             losses = model.run(session, UPDATES).reshape(COUNT * UPDATES, number).mean(axis=1)
             found.append((losses, session.variables))
     models.assert_trees_close(found[1], found[0])
-    models.assert_trees_close(found[2], found[0])
 
 
 def test_batch_normalization_of_each_replica():
@@ -750,9 +578,7 @@ def test_batch_normalization_of_each_replica():
         return models.cross_entropy(models.dense("last", 10, x), labels)
 
     model = Model(elements, stages=[stage])
-    select(2)
-    session, _variables = started(model)
-    with session:
+    with started(model, 2) as (session, _variables):
         model.run(session)
         means = []
         for replica in range(2):
@@ -767,8 +593,7 @@ def test_batch_normalization_of_each_replica():
 @pytest.mark.parametrize("size", [2, 3])
 def test_wrong_groups_of_batch_normalization(size):
     def configure(number):
-        config = ipu.config.IPUConfig()
-        config.auto_select_ipus = number
+        config = front.ipu_config(number)
         config.norms.experimental.distributed_batch_norm_replica_group_size = size
         config.configure_ipu_system()
 
@@ -780,8 +605,7 @@ def test_wrong_groups_of_batch_normalization(size):
         configure(2)
         model = Model(models.elements_of(8), 1)
         text = "must be 1, for statistics of each replica, or the number of replicas, .* has 2. It is 3"
-    session, _variables = started(model)
-    with session, pytest.raises(ValueError, match=text):
+    with started(model) as (session, _variables), pytest.raises(ValueError, match=text):
         session.run(model.program)
 
 
@@ -796,27 +620,11 @@ def test_wrong_values_and_places():
         return Model(models.elements_of(1), stages=[stage])
 
     for function, error, text in (
-        (
-            lambda x, labels: ops.cross_replica_mean(labels),
-            TypeError,
-            "x must be floating-point numbers; got int",
-        ),
-        (lambda x, labels: ops.cross_replica_sum("x"), TypeError, "cross_replica_sum: x must be an array"),
-        (
-            lambda x, labels: ops.cross_replica_sum(x > 0),
-            TypeError,
-            "x must be an array of numbers; got bool",
-        ),
-        (
-            lambda x, labels: ops.cross_replica_sum(x, 2),
-            NotImplementedError,
-            "must be None, .* or 1; got 2",
-        ),
-        (
-            lambda x, labels: ops.cross_replica_sum(x, 1.5),
-            TypeError,
-            "must be an integer, or None; got 1.5",
-        ),
+        (lambda _x, y: ops.cross_replica_mean(y), TypeError, "x must be floating-point numbers; got int"),
+        (lambda _x, _y: ops.cross_replica_sum("x"), TypeError, "cross_replica_sum: x must be an array"),
+        (lambda x, _y: ops.cross_replica_sum(x > 0), TypeError, "x must be an array of numbers; got bool"),
+        (lambda x, _y: ops.cross_replica_sum(x, 2), NotImplementedError, "must be None, .* or 1; got 2"),
+        (lambda x, _y: ops.cross_replica_sum(x, 1.5), TypeError, "must be an integer, or None; got 1.5"),
     ):
         with pytest.raises(error, match=text):
             compile_with(function)

@@ -10,7 +10,7 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline import nn_ops, normalization_ops, rand_ops
-from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput, pipeline
+from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput
 from tests.support import front
 
 pytestmark = pytest.mark.usefixtures("nothing_warned")
@@ -173,13 +173,11 @@ class Trained:
         def stage():
             return jnp.sum(ipu.get_variable("w", (3,), initializer="ones") ** 2)
 
-        self.compiled = front.compile_program(
-            lambda: pipeline(
-                [stage],
-                gradient_accumulation_count=1,
-                outfeed_queue=ipu.ipu_outfeed_queue.IPUOutfeedQueue(),
-                optimizer_function=lambda loss: OptimizerFunctionOutput(optax.adam(0.1), loss),
-            )
+        self.compiled = front.compile_pipeline(
+            [stage],
+            1,
+            outfeed_queue=ipu.ipu_outfeed_queue.IPUOutfeedQueue(),
+            optimizer_function=lambda loss: OptimizerFunctionOutput(optax.adam(0.1), loss),
         )
 
 
@@ -246,11 +244,7 @@ def test_a_dict_is_run_in_its_order():
 
 
 @pytest.mark.parametrize(
-    ("argument", "reason"),
-    [
-        ("device_ordinal", "by its ipu_scope"),
-        ("optimise_latency", "as"),
-    ],
+    ("argument", "reason"), [("device_ordinal", "by its ipu_scope"), ("optimise_latency", "as")]
 )
 def test_arguments_of_queues_that_mean_nothing(argument, reason):
     queues = ipu.ipu_outfeed_queue.IPUOutfeedQueue, ipu.ipu_infeed_queue.IPUInfeedQueue
@@ -434,9 +428,7 @@ def test_dropout():
     def stage(x):
         return rand_ops.dropout(x, 0.25), rand_ops.dropout(x, 0.25, noise_shape=(None, 1))
 
-    compiled = front.compile_program(
-        lambda: pipeline([stage], gradient_accumulation_count=2, inputs=[x], outfeed_queue=outfeed)
-    )
+    compiled = front.compile_pipeline([stage], 2, inputs=[x], outfeed_queue=outfeed)
     with ipu.Session() as session:
         session.run(compiled)
         free, by_row = session.run(outfeed.dequeue())
@@ -507,12 +499,8 @@ def test_scopes_end_with_the_function_that_they_are_in():
 
     outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
     with pytest.raises(ValueError, match="w already exists"):
-        front.compile_program(
-            lambda: pipeline(
-                [reusing, lambda x: x + ipu.get_variable("w", (2,))],
-                gradient_accumulation_count=1,
-                outfeed_queue=outfeed,
-            )
+        front.compile_pipeline(
+            [reusing, lambda x: x + ipu.get_variable("w", (2,))], 1, outfeed_queue=outfeed
         )
     with pytest.raises(ValueError, match="z already exists"):
         front.compile_program(lambda: ipu.get_variable("z", (2,)) + ipu.get_variable("z", (2,)))
@@ -554,11 +542,7 @@ def test_seeds_beside_sessions_and_data_sets():
             yield np.ones(2, np.float32)
 
     infeed, outfeed = ipu.ipu_infeed_queue.IPUInfeedQueue(rows), ipu.ipu_outfeed_queue.IPUOutfeedQueue()
-    compiled = front.compile_program(
-        lambda: pipeline(
-            [lambda x: x], gradient_accumulation_count=2, infeed_queue=infeed, outfeed_queue=outfeed
-        )
-    )
+    compiled = front.compile_pipeline([lambda x: x], 2, infeed_queue=infeed, outfeed_queue=outfeed)
     with ipu.Session() as session:
         session.run(infeed.initializer)
         session.run(compiled)

@@ -11,12 +11,12 @@ import pytest
 import ipu_pipeline as ipu
 from ipu_pipeline.ipu_pipeline_estimator import IPUPipelineEstimator, IPUPipelineEstimatorSpec
 from ipu_pipeline.ipu_run_config import IPURunConfig, RunConfig
-from ipu_pipeline.ipu_session_run_hooks import IPULoggingTensorHook
+from ipu_pipeline.ipu_session_run_hooks import IPULoggingTensorHook, SessionRunHook
 from ipu_pipeline.optimizers import CrossReplicaOptimizer
 from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput
-from tests.support import joined
+from tests.support import front, joined
 from tests.support.estimating import variables_of
-from tests.support.models import assert_trees_close
+from tests.support.models import assert_trees_close, plain_loop
 from tests.support.resumable import Batches
 from tests.tf1.estimator.test_estimator import scalars_in
 
@@ -51,7 +51,7 @@ def model_fn(mode, params):
 
     return IPUPipelineEstimatorSpec(
         mode,
-        [first, last],
+        [lambda x, y: last(*first(x, y))] if params.get("has_one_stage") else [first, last],
         gradient_accumulation_count=COUNT,
         optimizer_function=optimizer_function,
         eval_metrics_fn=lambda prediction, y: {"loss": ((prediction - y) ** 2).mean(axis=(1, 2))},
@@ -60,9 +60,7 @@ def model_fn(mode, params):
 
 
 def make(model_dir, num_replicas=2, num_shards=2, params=None, **options):
-    ipu_options = ipu.config.IPUConfig()
-    ipu_options.auto_select_ipus = num_replicas * num_shards
-    ipu_options.require_power_of_two = False
+    ipu_options = front.ipu_config(num_replicas * num_shards)
     run_config = IPURunConfig(
         iterations_per_loop=2 * COUNT,
         num_shards=num_shards,
@@ -94,43 +92,42 @@ def loss_of(variables, x, y):
 
 def train_plainly(variables, elements, num_replicas):
     """The mean loss, and the variables, after the elements k * R + r with plain jax.grad."""
-    per_update, losses = COUNT * num_replicas, []
-    for start in range(0, len(elements), per_update):
-        found = [
-            jax.value_and_grad(loss_of)(variables, *one) for one in elements[start : start + per_update]
-        ]
-        losses += [loss for loss, _gradient in found]
-        variables = {
-            name: value - RATE * sum(gradient[name] for _loss, gradient in found) / num_replicas
-            for name, value in variables.items()
-        }
+    groups = list(zip(*[iter(elements)] * num_replicas, strict=True))
+    losses, variables, _rest = plain_loop(loss_of, variables, groups, COUNT, optax.sgd(RATE))
     return np.mean(losses), jax.tree.map(np.asarray, variables)
 
 
-@pytest.mark.parametrize("logs", [pytest.param(False, marks=pytest.mark.thorough), True])
-def test_training_equals_a_plain_loop(logs, tmp_path, caplog):
-    """A step is a micro-batch of each replica: 4 steps take 8 elements."""
-    elements = dataset(16)
-    params = {"hooks": [IPULoggingTensorHook(every_n_iter=1)]} if logs else {}
-    estimator = make(tmp_path, params=params)
+@pytest.mark.parametrize(
+    ("num_replicas", "num_shards", "logs"),
+    [
+        (1, 1, False),
+        (2, 2, True),
+        pytest.param(2, 3, False, marks=pytest.mark.thorough),  # an IPU of each replica is idle
+    ],
+)
+def test_training_equals_a_plain_loop(num_replicas, num_shards, logs, tmp_path, caplog):
+    """A step is a micro-batch of each replica: 4 steps of two take 8 elements."""
+    elements = dataset(8 * num_replicas)
+    params = {"has_one_stage": num_shards == 1, "averages": num_replicas > 1}
+    params["hooks"] = [IPULoggingTensorHook(every_n_iter=1)] if logs else None
+    estimator, data = make(tmp_path, num_replicas, num_shards, params), dataset_of(len(elements))
     with caplog.at_level("INFO", "ipu_pipeline.estimator"):
-        estimator.train(dataset_of(16), steps=4)
-    assert (
-        "from step 0 to 4: 2 micro-batches per weight update, up to 4 per run, in each of 2" in caplog.text
-    )
+        estimator.train(data, steps=4)
+    assert "from step 0 to 4: 2 micro-batches per weight update, up to 4 per run" in caplog.text
+    assert (", in each of 2" in caplog.text) is (num_replicas == 2)
     found = variables_of(estimator)
-    estimator.train(dataset_of(16), steps=4)
+    estimator.train(data, steps=4)
     assert estimator.get_variable_value("global_step") == 8
-    mean, wanted = train_plainly(found, elements[8:], 2)
+    mean, wanted = train_plainly(found, elements[4 * num_replicas :], num_replicas)
     assert_trees_close(variables_of(estimator), wanted)
     reported = {(step, name): value for step, name, value in scalars_in(tmp_path)}
     np.testing.assert_allclose(reported[8, "loss"], mean, rtol=1e-5)
     if logs:
         smallest = np.min(elements[-1][1])
         np.testing.assert_allclose(reported[8, "smallest"], smallest, rtol=1e-5)
-    estimator.train(dataset_of(16), max_steps=12)  # all elements were taken, and they begin again
-    _mean, wanted = train_plainly(wanted, elements[:8], 2)
-    assert_trees_close(variables_of(estimator), wanted)
+        estimator.train(data, max_steps=12)  # all elements were taken, and they begin again
+        _mean, wanted = train_plainly(wanted, elements[:8], 2)
+        assert_trees_close(variables_of(estimator), wanted)
 
 
 def test_evaluation_and_prediction_with_replicas(tmp_path):
@@ -161,17 +158,6 @@ def test_training_goes_on_with_another_number(tmp_path):
     assert_trees_close(variables_of(single), wanted)
 
 
-@pytest.mark.thorough
-def test_replicas_with_idle_ipus(tmp_path):
-    """Two stages on three IPUs each."""
-    estimator = make(tmp_path, num_shards=3)
-    estimator.train(dataset_of(16), steps=4)
-    found = variables_of(estimator)
-    estimator.train(dataset_of(16), steps=4)
-    _mean, wanted = train_plainly(found, dataset(16)[8:], 2)
-    assert_trees_close(variables_of(estimator), wanted)
-
-
 def test_several_replicas_need_an_optimizer_that_averages(tmp_path):
     params = {"averages": False}
     with pytest.raises(ValueError, match="num_replicas is 2, but no optimizer averages"):
@@ -181,34 +167,32 @@ def test_several_replicas_need_an_optimizer_that_averages(tmp_path):
     make(tmp_path, params=params).evaluate(dataset_of(8))  # nothing is averaged
 
 
-@pytest.mark.thorough
-def test_popdist_knows_the_replicas_of_an_estimator(tmp_path):
-    estimator = make(tmp_path, num_replicas=3)
-    seen = []
+class Popdist(SessionRunHook):
+    """Notes what popdist knows of the replicas when training begins."""
 
-    class Hook(ipu.ipu_session_run_hooks.SessionRunHook):
-        def begin(self):
-            seen.append((ipu.popdist.getNumTotalReplicas(), ipu.popdist.getNumLocalReplicas()))
-
-    estimator.train(dataset_of(12), [Hook()], steps=4)
-    assert seen == [(3, 3)]
+    def begin(self):
+        popdist = ipu.popdist
+        self.numbers = [popdist.isPopdistEnvSet(), popdist.getNumInstances(), popdist.getNumTotalReplicas()]
+        self.numbers += [popdist.getNumLocalReplicas(), popdist.getReplicaIndexOffset()]
 
 
 def infer(directory):
-    """What an estimator with replicas evaluates and predicts after it has trained."""
-    estimator = make(directory)
-    estimator.train(dataset_of(8), steps=4)
+    """What an estimator with replicas evaluates and predicts after training, and what popdist knows."""
+    estimator, hook = make(directory), Popdist()
+    estimator.train(dataset_of(8), [hook], steps=4)
     predicted = np.stack(list(estimator.predict(dataset_of(11))))
-    return estimator.evaluate(dataset_of(11)), predicted
+    return (estimator.evaluate(dataset_of(11)), predicted), hook.numbers
 
 
 @pytest.mark.thorough
 def test_evaluation_and_prediction_with_replicas_in_two_processes(tmp_path):
     """All processes get what the last stage of each replica gives."""
-    expected = infer(str(tmp_path / "alone"))
+    expected, numbers = infer(str(tmp_path / "alone"))
+    assert numbers == [False, 1, 2, 2, 0]
     (tmp_path / "two").mkdir()
     started = joined.start(
         infer, 2, None, str(tmp_path / "model"), directory=tmp_path / "two", joins_itself=True
     )
-    for found in joined.finish(started, tmp_path / "two", 120):
+    for index, (found, numbers) in enumerate(joined.finish(started, tmp_path / "two", 120)):
         assert_trees_close(found, expected)
+        assert numbers == [True, 2, 2, 1, index]

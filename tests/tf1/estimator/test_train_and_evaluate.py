@@ -92,13 +92,13 @@ def test_data_that_end(tmp_path):
         estimator, ipu.TrainSpec(finite_of(14), 80), ipu.EvalSpec(finite_of(5), None)
     )
     assert result["global_step"] == 12
-    with pytest.warns(UserWarning, match="nothing was trained"):
+    estimator = make_estimator(tmp_path / "none")
+    with pytest.warns(UserWarning, match="train: nothing was trained.*ended after 3.*Give more of them"):
         found = ipu.train_and_evaluate(
-            make_estimator(tmp_path / "none"),
-            ipu.TrainSpec(finite_of(3), 80),
-            ipu.EvalSpec(finite_of(5), None),
+            estimator, ipu.TrainSpec(finite_of(3), 80), ipu.EvalSpec(finite_of(5), None)
         )
     assert found == (None, [])
+    assert estimator.latest_checkpoint() is None
 
 
 def test_a_listener_ends_training(tmp_path):
@@ -121,31 +121,25 @@ class Failing(CheckpointSaverListener):
         raise ArithmeticError(f"at step {global_step}")
 
 
-def test_interrupted_training_is_saved_and_not_evaluated(trained, tmp_path):
-    estimator = make_estimator(tmp_path, save_checkpoints_steps=8)
+def test_what_fails_leaves_the_last_checkpoint(trained, tmp_path):
+    """Interrupted training is saved; then a listener fails, and then an evaluation."""
+    estimator, spec = make_estimator(tmp_path, save_checkpoints_steps=8), ipu.EvalSpec(finite_of(5), None)
     with pytest.raises(SystemExit) as end:
         ipu.train_and_evaluate(
-            estimator,
-            ipu.TrainSpec(input_fn, 32, saving_listeners=[Interrupting()]),
-            ipu.EvalSpec(finite_of(5), None),
+            estimator, ipu.TrainSpec(input_fn, 32, saving_listeners=[Interrupting()]), spec
         )
     assert end.value.code == 128 + signal.SIGTERM
     assert estimator.get_variable_value("global_step") == 8
     with pytest.raises(ArithmeticError, match="at step 16"):
         estimator.train(input_fn, max_steps=32, saving_listeners=[Failing()])
-    make_estimator(tmp_path).train(input_fn, max_steps=32)
-    assert_same_variables(estimator, trained)
 
-
-def test_evaluation_that_fails_leaves_the_checkpoint(trained, tmp_path):
     def empty():
         return []
 
-    estimator = make_estimator(tmp_path, save_checkpoints_steps=16)
     with pytest.raises(ValueError, match="empty"):
         ipu.train_and_evaluate(estimator, ipu.TrainSpec(input_fn, 32), ipu.EvalSpec(empty, None))
-    assert estimator.get_variable_value("global_step") == 16
-    estimator.train(input_fn, max_steps=32)
+    assert estimator.get_variable_value("global_step") == 24
+    make_estimator(tmp_path).train(input_fn, max_steps=32)
     assert_same_variables(estimator, trained)
 
 

@@ -12,10 +12,9 @@ def images(rng, height=7, width=6, channels=4, dtype="float32"):
     return rng.normal(size=(2, height, width, channels)).astype("float32").astype(dtype)
 
 
-@pytest.mark.parametrize("padding", ["valid", "same"])
-@pytest.mark.parametrize(
-    "options",
-    [
+def test_conv2d_equals_flax(rng):
+    cases = []
+    for options in (
         {},
         {"strides": (2, 1)},
         {"strides": 2},
@@ -27,44 +26,58 @@ def images(rng, height=7, width=6, channels=4, dtype="float32"):
         {"kernel_size": (2, 4), "strides": (1, 2)},
         {"kernel_size": (7, 6), "strides": 3},
         {"activation": "tanh", "kernel_initializer": "he_normal"},
-    ],
-    ids=str,
-)
-@pytest.mark.each_value
-def test_conv2d_equals_flax(rng, options, padding):
-    options = {"kernel_size": (3, 2), **options}
-    layer = layers.Conv2D(8, padding=padding, bias_initializer="normal", **options)
-    module = linen.Conv(
-        8,
-        layer.kernel_size,
-        layer.strides,
-        padding.upper(),
-        kernel_dilation=layer.dilation_rate,
-        feature_group_count=layer.groups,
-        use_bias=layer.use_bias,
+    ):
+        for padding in ("valid", "same"):
+            options = {"kernel_size": (3, 2), **options}
+            layer = layers.Conv2D(8, padding=padding, bias_initializer="normal", **options)
+            module = layer_cases.flax_convolution(layer, 8, layer.groups)
+
+            def reference(variables, x, module=module, options=options):
+                outputs = module.apply({"params": variables}, x)
+                return jnp.tanh(outputs) if "activation" in options else outputs
+
+            cases.append(layer_cases.Case(layer, images(rng), reference))
+    layer_cases.check_all(cases)
+
+
+def test_conv2d_in_half_precision_and_of_the_smallest_inputs(rng):
+    cases = []
+    for dtype in ("bfloat16", "float16"):
+        layer = layers.Conv2D(3, 3, padding="same", bias_initializer="normal", dtype=dtype)
+        module = linen.Conv(3, (3, 3), dtype=dtype)
+
+        def reference(variables, x, module=module):
+            return module.apply({"params": variables}, x)
+
+        x = images(rng, dtype=dtype)
+        cases.append(layer_cases.Case(layer, x, reference, layer_cases.tolerance(dtype)))
+
+    def dilated(variables, x):
+        return jax.lax.conv_general_dilated(
+            x,
+            variables["kernel"],
+            (1, 1),
+            [(0, 0), (0, 0)],
+            rhs_dilation=(2, 2),
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        )
+
+    layer = layers.Conv2D(3, 3, dilation_rate=2, use_bias=False)
+    outputs = layer_cases.check_all([*cases, layer_cases.Case(layer, images(rng, 5, 5), dilated)])
+    assert [y.dtype for y in outputs[:2]] == [jnp.bfloat16, jnp.float16]
+    assert outputs[2].shape == (2, 1, 1, 3)
+
+
+def test_variables_defaults_and_dtypes(rng):
+    x = images(rng)
+    plain, any_case, cast = layer_cases.run_cases(
+        [
+            layer_cases.Case(layers.Conv2D(6, (3, 2), groups=2), x),
+            layer_cases.Case(layers.Conv2D(2, 3, padding="SAME", data_format="Channels_Last"), x),
+            layer_cases.Case(layers.Conv2D(3, 3, dtype=jnp.bfloat16), x),
+        ]
     )
-
-    def reference(variables, x):
-        outputs = module.apply({"params": variables}, x)
-        return jnp.tanh(outputs) if "activation" in options else outputs
-
-    layer_cases.check(layer, images(rng), reference, 1e-5)
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_conv2d_in_half_precision(rng, dtype):
-    layer = layers.Conv2D(3, 3, padding="same", bias_initializer="normal", dtype=dtype)
-    module = linen.Conv(3, (3, 3), dtype=dtype)
-    x = images(rng, dtype=dtype)
-    outputs = layer_cases.check(
-        layer, x, lambda variables, x: module.apply({"params": variables}, x), layer_cases.tolerance(dtype)
-    )
-    assert outputs.dtype == dtype
-
-
-def test_variables_and_defaults(rng):
-    layer = layers.Conv2D(6, (3, 2), groups=2)
-    _outputs, variables, _gradients = layer_cases.outputs_and_gradients(layer, images(rng))
+    variables = plain[1]
     assert {name: value.shape for name, value in variables.items() if name != "inputs"} == {
         "kernel": (3, 2, 2, 6),
         "bias": (6,),
@@ -72,12 +85,10 @@ def test_variables_and_defaults(rng):
     np.testing.assert_array_equal(variables["bias"], np.zeros(6))
     limit = np.sqrt(6 / (3 * 2 * 2 + 3 * 2 * 6))  # Glorot's, of the channels of one group
     assert 0.9 * limit < np.abs(variables["kernel"]).max() <= limit
-
-
-def test_padding_and_data_format_in_any_case(rng):
-    layer = layers.Conv2D(2, 3, padding="SAME", data_format="Channels_Last")
-    outputs, _variables, _gradients = layer_cases.outputs_and_gradients(layer, images(rng))
-    assert outputs.shape == (2, 7, 6, 2)
+    assert any_case[0].shape == (2, 7, 6, 2)
+    outputs, variables, gradients = cast
+    assert outputs.dtype == variables["kernel"].dtype == gradients["bias"].dtype == jnp.bfloat16
+    assert gradients["inputs"].dtype == jnp.float32
 
 
 @pytest.mark.parametrize(
@@ -120,27 +131,3 @@ def test_wrong_arguments(options, message):
 def test_wrong_inputs(options, x, error, message):
     with pytest.raises(error, match=message):
         layer_cases.outputs_and_gradients(layers.Conv2D(4, 3, **options), x)
-
-
-def test_inputs_are_cast_to_the_dtype(rng):
-    layer = layers.Conv2D(3, 3, dtype=jnp.bfloat16)
-    outputs, variables, gradients = layer_cases.outputs_and_gradients(layer, images(rng))
-    assert outputs.dtype == variables["kernel"].dtype == gradients["bias"].dtype == jnp.bfloat16
-    assert gradients["inputs"].dtype == jnp.float32
-
-
-def test_smallest_inputs(rng):
-    layer = layers.Conv2D(3, 3, dilation_rate=2, use_bias=False)
-    x = images(rng, 5, 5)
-
-    def reference(variables, x):
-        return jax.lax.conv_general_dilated(
-            x,
-            variables["kernel"],
-            (1, 1),
-            [(0, 0), (0, 0)],
-            rhs_dilation=(2, 2),
-            dimension_numbers=("NHWC", "HWIO", "NHWC"),
-        )
-
-    assert layer_cases.check(layer, x, reference, 1e-5).shape == (2, 1, 1, 3)

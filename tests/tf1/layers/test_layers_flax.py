@@ -150,20 +150,17 @@ def reference(kind, blocks, variables):
     return losses, by_name(sums), by_name(rest, ["batch_stats"] if kind == "linen" else [])
 
 
-@pytest.mark.parametrize("kind", ["linen", "nnx"])
 @pytest.mark.parametrize(
-    ("num_stages", "options"),
+    ("kind", "num_stages", "options"),
     [
-        (1, {}),
-        (2, {"schedule": "grouped"}),
-        (3, {"schedule": "grouped"}),
-        (3, {"schedule": "interleaved"}),
-        (3, {"schedule": "sequential"}),
-        (3, {"device_mapping": [0, 1, 0]}),
-        (2, {"device_mapping": [0, 0]}),
+        ("linen", 1, {}),
+        ("nnx", 2, {"schedule": "grouped"}),
+        ("linen", 3, {"schedule": "interleaved"}),
+        ("nnx", 3, {"device_mapping": [0, 1, 0]}),
+        pytest.param("nnx", 1, {}, marks=pytest.mark.thorough),
+        pytest.param("linen", 3, {"device_mapping": [0, 1, 0]}, marks=pytest.mark.thorough),
     ],
 )
-@pytest.mark.each_value
 def test_losses_gradients_and_batch_statistics_are_flaxs(kind, num_stages, options):
     blocks = make(kind)
     pipeline = pipeline_of(cut(blocks, num_stages), **options)
@@ -181,12 +178,11 @@ def test_losses_gradients_and_batch_statistics_are_flaxs(kind, num_stages, optio
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
 def test_dropout_does_not_depend_on_the_split(kind):
     results = []
-    for num_stages in (1, 2, 3):
-        _before, after, outputs = run(pipeline_of(cut(make(kind, 0.5), num_stages)))
+    for num_stages in (1, 3):
+        before, after, outputs = run(pipeline_of(cut(make(kind, 0.5), num_stages)))
         results.append(models.on_one_device((list(outputs.losses), after.variables)))
     models.assert_trees_close(results[1], results[0])
-    models.assert_trees_close(results[2], results[0])
-    without = run(pipeline_of(cut(make(kind), 1)))[2].losses
+    without, _gradients, _statistics = reference(kind, make(kind), before.variables)
     assert not np.allclose(results[0][0], without)
 
 
@@ -220,23 +216,16 @@ def test_a_linen_mask_is_that_of_its_key():
 
 
 def test_linens_initial_values_depend_on_seed_and_name_alone():
-    def init(stages, key=3):
-        return pipeline_of(stages).init(jax.random.key(key), batches()[0]).variables
-
-    variables = init(cut(make("linen"), 3))
-    models.assert_trees_close(
-        models.on_one_device(init(cut(make("linen"), 1))), models.on_one_device(variables)
-    )
-    assert not np.array_equal(
-        init(cut(make("linen"), 1), 4)["a/Dense_0/kernel"], variables["a/Dense_0/kernel"]
-    )
-    for name in ("a/Dense_0/kernel", "a/BatchNorm_0/scale", "a/batch_stats/BatchNorm_0/var"):
-        key = jax.random.fold_in(jax.random.key(3), names.hash_name(name))
-        with jax.numpy_dtype_promotion("standard"):
-            made = Block(6).init(key, batches()[0], train=False)
-        *_scope, module, leaf = name.split("/")
-        collection = "batch_stats" if "batch_stats" in name else "params"
-        np.testing.assert_array_equal(variables[name], made[collection][module][leaf])
+    for num_stages, seed in ((3, 3), (1, 4)):
+        pipeline = pipeline_of(cut(make("linen"), num_stages))
+        variables = pipeline.init(jax.random.key(seed), batches()[0]).variables
+        for name in ("a/Dense_0/kernel", "a/BatchNorm_0/scale", "a/batch_stats/BatchNorm_0/var"):
+            key = jax.random.fold_in(jax.random.key(seed), names.hash_name(name))
+            with jax.numpy_dtype_promotion("standard"):
+                made = jax.jit(lambda key: Block(6).init(key, batches()[0], train=False))(key)
+            *_scope, module, leaf = name.split("/")
+            collection = "batch_stats" if "batch_stats" in name else "params"
+            np.testing.assert_array_equal(variables[name], made[collection][module][leaf])
 
 
 def test_nnx_starts_from_the_modules_values_and_leaves_it_alone():
@@ -274,7 +263,7 @@ def test_evaluation_uses_what_training_left(kind):
         np.testing.assert_allclose(out, x, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["linen", "nnx"])
+@pytest.mark.parametrize("kind", ["nnx", pytest.param("linen", marks=pytest.mark.thorough)])
 def test_in_the_body_of_a_loop(kind):
     infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(lambda: ((x,) for x in batches()))
     outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
@@ -298,19 +287,13 @@ def test_in_the_body_of_a_loop(kind):
     models.assert_trees_close(ours, expected_statistics)
 
 
-@pytest.mark.parametrize("kind", ["linen", "nnx"])
-def test_one_layer_in_two_stages_shares_its_variables(kind):
-    module = linen.Dense(12) if kind == "linen" else nnx.Linear(12, 12, rngs=nnx.Rngs(1))
-
-    def train(mapping):
-        layer = layers.Flax(module, name="shared")
-        stages = [layer, layer, lambda x: jnp.mean(x**2)]
-        pipeline = pipeline_of(stages, device_mapping=mapping)
-        state, after, outputs = run(pipeline)
-        assert sorted(pipeline.variables) == ["shared/bias", "shared/kernel"]
-        return models.on_one_device((state.variables, after.optimizer_state.trace, list(outputs.losses)))
-
-    variables, gradients, losses = train([0, 1, 2])
+def test_one_layer_in_two_stages_shares_its_variables():
+    layer = layers.Flax(linen.Dense(12), name="shared")
+    pipeline = pipeline_of([layer, layer, lambda x: jnp.mean(x**2)])
+    state, after, outputs = run(pipeline)
+    assert sorted(pipeline.variables) == ["shared/bias", "shared/kernel"]
+    found = state.variables, after.optimizer_state.trace, list(outputs.losses)
+    variables, gradients, losses = models.on_one_device(found)
 
     def reference_loss(parameters, x):
         for _time in range(2):
@@ -468,8 +451,7 @@ def tied_modules():
     return table, Head(table)
 
 
-@pytest.mark.parametrize("mapping", [(0, 1, 0), (0, 0, 0)])
-def test_what_modules_share_is_one_variable(mapping):
+def test_what_modules_share_is_one_variable():
     """Over three stages. Each is what Flax itself makes of it: one array, and the sum of both gradients."""
     table, head = tied_modules()
     middle = nnx.Linear(5, 5, rngs=nnx.Rngs(4))
@@ -486,7 +468,7 @@ def test_what_modules_share_is_one_variable(mapping):
         num_micro_batches=4,
         loss=lambda loss: loss,
         optimizer=optax.adam(0.1),
-        device_mapping=mapping,
+        device_mapping=(0, 1, 0),
     )
     rng = np.random.default_rng(0)
     steps = [

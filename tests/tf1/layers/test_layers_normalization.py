@@ -1,16 +1,13 @@
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import linen
 
-import ipu_pipeline as ipu
 from ipu_pipeline import engine, layers
-from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue
-from ipu_pipeline.ipu_outfeed_queue import IPUOutfeedQueue
-from ipu_pipeline.pipelining_ops import PipelineSchedule, pipeline
-from tests.support import front, layer_cases, models
+from tests.support import layer_cases, models
 
 RANDOM = {  # beta and gamma that show
     "beta_initializer": jax.nn.initializers.normal(1.0),
@@ -37,45 +34,46 @@ def flax_variables(variables):
     return {**flax_parameters(variables), "batch_stats": statistics}
 
 
+def flax_options(options):
+    return {
+        "epsilon": options.get("epsilon", 1e-3),
+        "use_bias": options.get("center", True),
+        "use_scale": options.get("scale", True),
+        "use_fast_variance": False,
+    }
+
+
 # Batch normalization.
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize(
-    ("shape", "options"),
-    [
-        ((5, 4), {}),
-        ((3, 5, 4, 2), {}),
-        ((3, 5, 4, 2), {"axis": 1}),
-        ((3, 5, 4), {"axis": -2, "epsilon": 0.5}),
-        ((5, 4), {"center": False}),
-        ((5, 4), {"scale": False}),
-        ((5, 4), {"scale": False, "center": False}),
-    ],
-    ids=str,
-)
-@pytest.mark.each_value
-def test_batch_normalization_equals_flax(rng, shape, options, training):
-    axis = options.get("axis", -1)
-    module = linen.BatchNorm(
-        use_running_average=not training,
-        axis=axis,
-        epsilon=options.get("epsilon", 1e-3),
-        use_bias=options.get("center", True),
-        use_scale=options.get("scale", True),
-        use_fast_variance=False,
-    )
-    layer = layers.BatchNormalization(
-        moving_mean_initializer=rng.normal(size=shape[axis]),
-        moving_variance_initializer=rng.uniform(0.5, 2.0, shape[axis]),
-        **RANDOM,
-        **options,
-    )
+def test_batch_normalization_equals_flax(rng):
+    cases = []
+    for (shape, options), training in itertools.product(
+        [
+            ((5, 4), {}),
+            ((3, 5, 4, 2), {}),
+            ((3, 5, 4, 2), {"axis": 1}),
+            ((3, 5, 4), {"axis": -2, "epsilon": 0.5}),
+            ((5, 4), {"center": False}),
+            ((5, 4), {"scale": False}),
+            ((5, 4), {"scale": False, "center": False}),
+        ],
+        [True, False],
+    ):
+        axis = options.get("axis", -1)
+        module = linen.BatchNorm(use_running_average=not training, axis=axis, **flax_options(options))
+        layer = layers.BatchNormalization(
+            moving_mean_initializer=rng.normal(size=shape[axis]),
+            moving_variance_initializer=rng.uniform(0.5, 2.0, shape[axis]),
+            **RANDOM,
+            **options,
+        )
 
-    def reference(variables, x):
-        return module.apply(flax_variables(variables), x, mutable=["batch_stats"])[0]
+        def reference(variables, x, module=module):
+            return module.apply(flax_variables(variables), x, mutable=["batch_stats"])[0]
 
-    layer_cases.check(layer, examples(rng, *shape), reference, 1e-5, training=training)
+        cases.append(layer_cases.Case(layer, examples(rng, *shape), reference, training=training))
+    layer_cases.check_all(cases)
 
 
 def run_forwards(stage, micro_batches):
@@ -102,11 +100,16 @@ def test_moving_statistics_by_hand():
     np.testing.assert_allclose(after["batch_normalization/moving_variance"], variances, rtol=1e-6)
 
 
-def test_momentum_is_099():
-    x = np.float32([[1.0], [3.0]])
-    layer = layers.BatchNormalization()
-    _outputs, _before, after = run_forwards(lambda x: layer(x, training=True), [x])
-    np.testing.assert_allclose(after["batch_normalization/moving_mean"], [0.02], rtol=1e-5)
+def test_momentum_is_099_and_a_layer_called_twice_moves_twice():
+    twice = layers.BatchNormalization(momentum=0.5, center=False, scale=False, name="twice")
+
+    def stage(x):
+        layers.BatchNormalization(name="once")(x, training=True)
+        return twice(x, training=True), twice(x + 10, training=True)
+
+    _outputs, _before, after = run_forwards(stage, [np.float32([[1.0], [3.0]])])
+    np.testing.assert_allclose(after["once/moving_mean"], [0.02], rtol=1e-5)
+    np.testing.assert_allclose(after["twice/moving_mean"], [0.5 * (0.5 * 2) + 0.5 * 12])
 
 
 def test_without_training_nothing_moves(rng):
@@ -114,16 +117,6 @@ def test_without_training_nothing_moves(rng):
     outputs, before, after = run_forwards(layers.BatchNormalization(), [x])
     models.assert_trees_close(before, after, 0.0)
     np.testing.assert_allclose(outputs[0], x / np.sqrt(1.001), rtol=1e-6)
-
-
-def test_called_twice_it_moves_twice():
-    layer = layers.BatchNormalization(momentum=0.5, center=False, scale=False)
-
-    def stage(x):
-        return layer(x, training=True), layer(x + 10, training=True)
-
-    _outputs, _before, after = run_forwards(stage, [np.float32([[1.0], [3.0]])])
-    np.testing.assert_allclose(after["batch_normalization/moving_mean"], [0.5 * (0.5 * 2) + 0.5 * 12])
 
 
 def test_moving_statistics_of_half_precision_are_float32():
@@ -136,107 +129,12 @@ def test_moving_statistics_of_half_precision_are_float32():
     np.testing.assert_allclose(moved, [2 + 0.125 * 0.99**200], rtol=1e-5)
 
 
-MOMENTUM, RATE, NUM_MICRO_BATCHES = 0.9, 0.05, 4
-
-
-def first_stage(x, labels):
-    with ipu.variable_scope("first"):
-        x = layers.Dense(16, use_bias=False)(x)  # normalized, a bias would have gradient 0
-        return jax.nn.relu(layers.BatchNormalization(momentum=MOMENTUM)(x)), labels
-
-
-def second_stage(x, labels):
-    with ipu.variable_scope("second"):
-        return models.cross_entropy(layers.Dense(10)(x), labels)
-
-
-def plain_loss(trained, statistics, x, labels, training):
-    """The two stages as one function, with Flax's batch normalization."""
-    x = x @ trained["first/dense/kernel"]
-    module = linen.BatchNorm(use_running_average=not training, momentum=MOMENTUM, epsilon=1e-3)
-    scope = "first/batch_normalization/"
-    own = {
-        name.removeprefix(scope): value
-        for name, value in {**trained, **statistics}.items()
-        if name.startswith(scope)
-    }
-    x, updated = module.apply(flax_variables(own), x, mutable=["batch_stats"])
-    logits = jax.nn.relu(x) @ trained["second/dense/kernel"] + trained["second/dense/bias"]
-    moved = {
-        f"{scope}moving_mean": updated["batch_stats"]["mean"],
-        f"{scope}moving_variance": updated["batch_stats"]["var"],
-    }
-    return models.cross_entropy(logits, labels), moved
-
-
-def plain_training(variables, num_updates):
-    """Losses and variables of a loop without a pipeline."""
-    statistics = {name: value for name, value in variables.items() if "moving" in name}
-    trained = {name: value for name, value in variables.items() if "moving" not in name}
-    differentiate = jax.jit(jax.value_and_grad(plain_loss, has_aux=True), static_argnums=4)
-    iterator = front.data()()
-    losses = []
-    for _update in range(num_updates):
-        total = jax.tree.map(jnp.zeros_like, trained)
-        for _micro_batch in range(NUM_MICRO_BATCHES):
-            (loss, statistics), gradients = differentiate(trained, statistics, *next(iterator), True)
-            total = jax.tree.map(jnp.add, total, gradients)
-            losses.append(float(loss))
-        trained = jax.tree.map(lambda value, gradient: value - RATE * gradient, trained, total)
-    return losses, trained, statistics
-
-
-@pytest.mark.parametrize("schedule", PipelineSchedule)
-def test_batch_normalization_in_a_pipeline(schedule):
-    """Statistics move with every micro-batch, in order; an evaluation program reads them."""
-    feed, results = IPUInfeedQueue(front.data()), IPUOutfeedQueue()
-    training = front.compile_program(
-        lambda: pipeline(
-            [first_stage, second_stage],
-            gradient_accumulation_count=NUM_MICRO_BATCHES,
-            repeat_count=2,
-            infeed_queue=feed,
-            outfeed_queue=results,
-            optimizer_function=lambda loss: front.OptimizerFunctionOutput(optax.sgd(RATE), loss),
-            outfeed_loss=True,
-            pipeline_schedule=schedule,
-        )
-    )
-    evaluation_feed, evaluation_results = IPUInfeedQueue(front.data(3, seed=7)), IPUOutfeedQueue()
-    evaluation = front.compile_program(
-        lambda: pipeline(
-            [first_stage, second_stage],
-            gradient_accumulation_count=3,
-            infeed_queue=evaluation_feed,
-            outfeed_queue=evaluation_results,
-            pipeline_schedule=schedule,
-        )
-    )
-    with ipu.Session(seed=2) as session:
-        session.run(ipu.global_variables_initializer())
-        start = session.variables
-        session.run(feed.initializer)
-        session.run(training)
-        losses = session.run(results.dequeue())
-        after_training = session.variables
-        session.run(evaluation_feed.initializer)
-        session.run(evaluation)
-        evaluated = session.run(evaluation_results.dequeue())
-        models.assert_trees_close(session.variables, after_training, 0.0)
-
-    expected_losses, trained, statistics = plain_training(start, 2)
-    np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
-    models.assert_trees_close(after_training, dict(sorted({**trained, **statistics}.items())))
-    expected = [plain_loss(trained, statistics, *element, False)[0] for element in front.data(3, seed=7)()]
-    np.testing.assert_allclose(np.ravel(evaluated), expected, rtol=1e-5)
-
-
 # Layer normalization.
 
 
-@pytest.mark.parametrize(
-    ("shape", "options"),
-    [
+def test_layer_normalization_equals_flax(rng):
+    cases = []
+    for shape, options in [
         ((5, 4), {}),
         ((3, 5, 4, 2), {}),
         ((3, 5, 4, 2), {"axis": 1}),
@@ -244,25 +142,17 @@ def test_batch_normalization_in_a_pipeline(schedule):
         ((3, 5, 4, 2), {"axis": (1, 2, 3), "epsilon": 0.5}),
         ((3, 5, 4), {"axis": (-2, -1), "center": False}),
         ((3, 5, 4), {"axis": (-1, 1), "scale": False}),
-    ],
-    ids=str,
-)
-@pytest.mark.each_value
-def test_layer_normalization_equals_flax(rng, shape, options):
-    axes = options.get("axis", -1)
-    axes = (axes,) if isinstance(axes, int) else tuple(sorted(axis % len(shape) for axis in axes))
-    module = linen.LayerNorm(
-        epsilon=options.get("epsilon", 1e-3),
-        use_bias=options.get("center", True),
-        use_scale=options.get("scale", True),
-        reduction_axes=axes,
-        feature_axes=axes,
-        use_fast_variance=False,
-    )
-    layer = layers.LayerNormalization(**RANDOM, **options)
-    layer_cases.check(
-        layer, examples(rng, *shape), lambda variables, x: module.apply(flax_parameters(variables), x), 1e-5
-    )
+    ]:
+        axes = options.get("axis", -1)
+        axes = (axes,) if isinstance(axes, int) else tuple(sorted(axis % len(shape) for axis in axes))
+        module = linen.LayerNorm(reduction_axes=axes, feature_axes=axes, **flax_options(options))
+
+        def reference(variables, x, module=module):
+            return module.apply(flax_parameters(variables), x)
+
+        layer = layers.LayerNormalization(**RANDOM, **options)
+        cases.append(layer_cases.Case(layer, examples(rng, *shape), reference))
+    layer_cases.check_all(cases)
 
 
 def test_variables_have_the_axes_in_the_order_of_the_inputs(rng):
@@ -277,9 +167,9 @@ def test_variables_have_the_axes_in_the_order_of_the_inputs(rng):
 # Group normalization.
 
 
-@pytest.mark.parametrize(
-    ("shape", "options"),
-    [
+def test_group_normalization_equals_flax(rng):
+    cases = []
+    for shape, options in [
         ((5, 64), {}),
         ((3, 5, 4, 8), {"groups": 2}),
         ((3, 5, 4, 8), {"groups": 1, "epsilon": 0.5}),
@@ -287,28 +177,18 @@ def test_variables_have_the_axes_in_the_order_of_the_inputs(rng):
         ((3, 5, 4, 8), {"groups": -1, "scale": False}),
         ((3, 6, 4, 5), {"groups": 3, "axis": 1}),
         ((3, 5, 6, 4), {"groups": 2, "axis": -2}),
-    ],
-    ids=str,
-)
-@pytest.mark.each_value
-def test_group_normalization_equals_flax(rng, shape, options):
-    axis = options.get("axis", -1)
-    groups = options.get("groups", 32)
-    module = linen.GroupNorm(
-        num_groups=shape[axis] if groups == -1 else groups,
-        epsilon=options.get("epsilon", 1e-3),
-        use_bias=options.get("center", True),
-        use_scale=options.get("scale", True),
-        use_fast_variance=False,
-    )
+    ]:
+        axis, groups = options.get("axis", -1), options.get("groups", 32)
+        num_groups = shape[axis] if groups == -1 else groups
+        module = linen.GroupNorm(num_groups=num_groups, **flax_options(options))
 
-    def reference(variables, x):
-        channels_last = jnp.moveaxis(x, axis, -1)
-        return jnp.moveaxis(module.apply(flax_parameters(variables), channels_last), -1, axis)
+        def reference(variables, x, module=module, axis=axis):
+            channels_last = jnp.moveaxis(x, axis, -1)
+            return jnp.moveaxis(module.apply(flax_parameters(variables), channels_last), -1, axis)
 
-    layer_cases.check(
-        layers.GroupNormalization(**RANDOM, **options), examples(rng, *shape), reference, 1e-5
-    )
+        layer = layers.GroupNormalization(**RANDOM, **options)
+        cases.append(layer_cases.Case(layer, examples(rng, *shape), reference))
+    layer_cases.check_all(cases)
 
 
 # All three.
@@ -329,34 +209,32 @@ def in_float32(axes, groups=None):
     return reference
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize(
-    ("make", "reference", "training"),
-    [
-        (layers.BatchNormalization, in_float32((0, 1, 2)), True),
-        (layers.LayerNormalization, in_float32(-1), None),
-        (lambda **options: layers.GroupNormalization(2, **options), in_float32((1, 2, 4), groups=2), None),
-    ],
-    ids=["batch", "layer", "group"],
-)
-@pytest.mark.each_value
-def test_statistics_of_half_precision_are_float32(rng, make, reference, training, dtype):
+def test_statistics_of_half_precision_are_float32(rng):
     """Far from 0, the mean itself cannot be told in the dtype of the inputs."""
-    far = {"bfloat16": 100, "float16": 1000}[dtype]
-    x = (far + 2 * rng.normal(size=(4, 3, 3, 6))).astype("float32").astype(dtype)
-    layer = make(**RANDOM, dtype=dtype)
-    outputs = layer_cases.check(layer, x, reference, layer_cases.tolerance(dtype), training)
-    assert outputs.dtype == dtype
+    cases = []
+    for dtype, far in (("bfloat16", 100), ("float16", 1000)):
+        options, tolerance = {**RANDOM, "dtype": dtype}, layer_cases.tolerance(dtype)
+        for layer, reference, training in (
+            (layers.BatchNormalization(**options), in_float32((0, 1, 2)), True),
+            (layers.LayerNormalization(**options), in_float32(-1), None),
+            (layers.GroupNormalization(2, **options), in_float32((1, 2, 4), groups=2), None),
+        ):
+            x = (far + 2 * rng.normal(size=(4, 3, 3, 6))).astype("float32").astype(dtype)
+            cases.append(layer_cases.Case(layer, x, reference, tolerance, training))
+    outputs = layer_cases.check_all(cases)
+    assert [y.dtype.name for y in outputs] == ["bfloat16"] * 3 + ["float16"] * 3
 
 
 def test_inputs_are_cast_to_the_dtype(rng):
     x = examples(rng, 4, 6)
-    for layer in (
-        layers.BatchNormalization(dtype="float16"),
-        layers.LayerNormalization(dtype="float16"),
-        layers.GroupNormalization(2, dtype="float16"),
-    ):
-        outputs, variables, gradients = layer_cases.outputs_and_gradients(layer, x)
+    found = layer_cases.run_cases(
+        [
+            layer_cases.Case(layers.BatchNormalization(dtype="float16"), x),
+            layer_cases.Case(layers.LayerNormalization(dtype="float16"), x),
+            layer_cases.Case(layers.GroupNormalization(2, dtype="float16"), x),
+        ]
+    )
+    for outputs, variables, gradients in found:
         assert outputs.dtype == variables["gamma"].dtype == gradients["beta"].dtype == np.float16
         assert gradients["inputs"].dtype == np.float32
 

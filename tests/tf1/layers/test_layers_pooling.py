@@ -1,3 +1,5 @@
+import itertools
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,91 +13,94 @@ def images(rng, height=7, width=6, dtype="float32"):
     return rng.normal(size=(2, height, width, 3)).astype("float32").astype(dtype)
 
 
-@pytest.mark.parametrize("kind", ["max", "average"])
-@pytest.mark.parametrize("padding", ["valid", "same"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"pool_size": 3},
-        {"pool_size": (3, 2), "strides": 1},
-        {"pool_size": (2, 3), "strides": (1, 2)},
-        {"pool_size": 2, "strides": 3},
-        {"pool_size": (7, 6)},
-    ],
-    ids=str,
-)
-@pytest.mark.each_value
-def test_pooling_equals_flax(rng, kind, padding, options):
-    kinds = {"max": layers.MaxPooling2D, "average": layers.AveragePooling2D}
-    layer = kinds[kind](padding=padding, **options)
-    window = options.get("pool_size", (2, 2))
-    window = (window, window) if isinstance(window, int) else window
-    strides = options.get("strides", window)
-    strides = (strides, strides) if isinstance(strides, int) else strides
-
-    def reference(variables, x):
-        if kind == "max":
-            return linen.max_pool(x, window, strides, padding.upper())
-        return linen.avg_pool(x, window, strides, padding.upper(), count_include_pad=False)
-
-    layer_cases.check(layer, images(rng), reference, 1e-6)
+KINDS = {"max": layers.MaxPooling2D, "average": layers.AveragePooling2D}
 
 
-@pytest.mark.parametrize("layer", [layers.MaxPooling2D, layers.AveragePooling2D])
-def test_a_window_larger_than_the_inputs(rng, layer):
-    def reference(variables, x):
-        reduce = jnp.max if layer is layers.MaxPooling2D else jnp.mean
-        return reduce(x, (1, 2), keepdims=True)
+def test_pooling_equals_flax(rng):
+    cases = []
+    for options, kind, padding in itertools.product(
+        [
+            {},
+            {"pool_size": 3},
+            {"pool_size": (3, 2), "strides": 1},
+            {"pool_size": (2, 3), "strides": (1, 2)},
+            {"pool_size": 2, "strides": 3},
+            {"pool_size": (7, 6)},
+        ],
+        KINDS,
+        ["valid", "same"],
+    ):
+        window = options.get("pool_size", (2, 2))
+        window = (window, window) if isinstance(window, int) else window
+        strides = options.get("strides", window)
+        strides = (strides, strides) if isinstance(strides, int) else strides
 
-    layer_cases.check(layer(15, padding="same"), images(rng), reference, 1e-6)
+        given = window, strides, padding.upper()
+
+        def reference(_variables, x, kind=kind, given=given):
+            if kind == "max":
+                return linen.max_pool(x, *given)
+            return linen.avg_pool(x, *given, count_include_pad=False)
+
+        layer = KINDS[kind](padding=padding, **options)
+        cases.append(layer_cases.Case(layer, images(rng), reference, 1e-6))
+    layer_cases.check_all(cases)
 
 
-def test_padding_is_no_part_of_the_mean():
+def test_a_window_larger_than_the_inputs(rng):
+    layer_cases.check_all(
+        [
+            layer_cases.Case(
+                KINDS[kind](15, padding="same"),
+                images(rng),
+                lambda _variables, x, reduce=reduce: reduce(x, (1, 2), keepdims=True),
+                1e-6,
+            )
+            for kind, reduce in (("max", jnp.max), ("average", jnp.mean))
+        ]
+    )
+
+
+def test_padding_and_equal_values():
+    """Padding is no part of the mean, and loses against negative values; the first of equal ones wins."""
     x = np.arange(9, dtype="float32").reshape(1, 3, 3, 1)
-    outputs, _variables, _gradients = layer_cases.outputs_and_gradients(
-        layers.AveragePooling2D(padding="Same"), x
+    means, negative, equal = layer_cases.run_cases(
+        [
+            layer_cases.Case(layers.AveragePooling2D(padding="Same"), x),
+            layer_cases.Case(layers.MaxPooling2D(padding="same"), np.full((1, 3, 3, 1), -2.0, "float32")),
+            layer_cases.Case(layers.MaxPooling2D(), np.ones((1, 2, 2, 1), "float32")),
+        ]
     )
-    np.testing.assert_array_equal(outputs[0, :, :, 0], [[2.0, 3.5], [6.5, 8.0]])
+    np.testing.assert_array_equal(means[0][0, :, :, 0], [[2.0, 3.5], [6.5, 8.0]])
+    np.testing.assert_array_equal(negative[0], np.full((1, 2, 2, 1), -2.0))
+    weight = layer_cases.loss_weights(equal[0]).item()
+    np.testing.assert_array_equal(equal[2]["inputs"][0, :, :, 0], [[weight, 0], [0, 0]])
 
 
-def test_negative_values_win_over_padding():
-    x = np.full((1, 3, 3, 1), -2.0, "float32")
-    outputs, _variables, _gradients = layer_cases.outputs_and_gradients(
-        layers.MaxPooling2D(padding="same"), x
-    )
-    np.testing.assert_array_equal(outputs, np.full((1, 2, 2, 1), -2.0))
+def test_half_precision(rng):
+    """Means are summed in float32, and maxima are exact."""
+    cases = []
+    for dtype in ("bfloat16", "float16"):
 
+        def mean(_variables, x, dtype=dtype):
+            return jnp.mean(x.astype("float32"), (1, 2), keepdims=True).astype(dtype)
 
-def test_the_first_of_equal_values_gets_the_gradient():
-    x = np.ones((1, 2, 2, 1), "float32")
-    outputs, _variables, gradients = layer_cases.outputs_and_gradients(layers.MaxPooling2D(), x)
-    weight = layer_cases.loss_weights(outputs).item()
-    np.testing.assert_array_equal(gradients["inputs"][0, :, :, 0], [[weight, 0], [0, 0]])
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("padding", ["valid", "same"])
-def test_means_of_half_precision_are_summed_in_float32(rng, dtype, padding):
-    x = (1000 + images(rng, 16, 16)).astype(dtype)
-    layer = layers.AveragePooling2D(16, padding=padding)
-    outputs = layer_cases.check(
-        layer,
-        x,
-        lambda variables, x: jnp.mean(x.astype("float32"), (1, 2), keepdims=True).astype(dtype),
-        layer_cases.tolerance(dtype),
-    )
-    expected = x.astype("float32").mean((1, 2), keepdims=True).astype(dtype)
-    models.assert_trees_close(outputs, expected, 0.0)
-    assert outputs.dtype == dtype
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_max_pooling_keeps_the_dtype(rng, dtype):
-    def reference(variables, x):
-        return linen.max_pool(x, (2, 2), (2, 2))
-
-    assert layer_cases.check(layers.MaxPooling2D(), images(rng, dtype=dtype), reference, 0.0).dtype == dtype
+        for padding in ("valid", "same"):
+            x = (1000 + images(rng, 16, 16)).astype(dtype)
+            layer = layers.AveragePooling2D(16, padding=padding)
+            cases.append(layer_cases.Case(layer, x, mean, layer_cases.tolerance(dtype)))
+        largest = layer_cases.Case(
+            layers.MaxPooling2D(),
+            images(rng, dtype=dtype),
+            lambda _variables, x: linen.max_pool(x, (2, 2), (2, 2)),
+            0.0,
+        )
+        cases.append(largest)
+    for case, outputs in zip(cases, layer_cases.check_all(cases), strict=True):
+        assert outputs.dtype == case.x.dtype
+        if isinstance(case.layer, layers.AveragePooling2D):
+            expected = case.x.astype("float32").mean((1, 2), keepdims=True).astype(case.x.dtype)
+            models.assert_trees_close(outputs, expected, 0.0)
 
 
 @pytest.mark.parametrize("layer", [layers.MaxPooling2D, layers.AveragePooling2D])

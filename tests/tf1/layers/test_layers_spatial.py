@@ -1,10 +1,11 @@
 """Layers over one axis, of single channels, that enlarge, and that take means over all of an image."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen
 
 from ipu_pipeline import layers
 from tests.support import layer_cases
@@ -18,100 +19,91 @@ def images(rng, height=7, width=6, channels=4):
     return rng.normal(size=(2, height, width, channels)).astype("float32")
 
 
-@pytest.mark.parametrize("padding", ["valid", "same", "causal"])
-@pytest.mark.parametrize(
-    "options",
-    [
+def test_conv1d_equals_flax(rng):
+    cases = []
+    for options in (
         {},
         {"strides": 2},
         {"dilation_rate": 3},
         {"groups": 2, "use_bias": False},
         {"kernel_size": (4,), "strides": (3,), "activation": "relu"},
-    ],
-    ids=str,
-)
-def test_conv1d_equals_flax(rng, options, padding):
-    options = {"kernel_size": 3, **options}
-    layer = layers.Conv1D(8, padding=padding, bias_initializer="normal", **options)
-    module = linen.Conv(
-        8,
-        layer.kernel_size,
-        layer.strides,
-        padding.upper(),
-        kernel_dilation=layer.dilation_rate,
-        feature_group_count=layer.groups,
-        use_bias=layer.use_bias,
-    )
+    ):
+        for padding in ("valid", "same", "causal"):
+            options = {"kernel_size": 3, **options}
+            layer = layers.Conv1D(8, padding=padding, bias_initializer="normal", **options)
+            module = layer_cases.flax_convolution(layer, 8, layer.groups)
 
-    def reference(variables, x):
-        outputs = module.apply({"params": variables}, x)
-        return jax.nn.relu(outputs) if "activation" in options else outputs
+            def reference(variables, x, module=module, options=options):
+                outputs = module.apply({"params": variables}, x)
+                return jax.nn.relu(outputs) if "activation" in options else outputs
 
-    layer_cases.check(layer, rows(rng), reference, 1e-5)
+            cases.append(layer_cases.Case(layer, rows(rng), reference))
+    layer_cases.check_all(cases)
 
 
-@pytest.mark.parametrize("padding", ["valid", "same"])
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"depth_multiplier": 3}, {"strides": 2, "use_bias": False}, {"dilation_rate": (1, 2)}],
-    ids=str,
-)
-def test_depthwise_conv2d_equals_flax(rng, options, padding):
-    layer = layers.DepthwiseConv2D((3, 2), padding=padding, bias_initializer="normal", **options)
-    module = linen.Conv(
-        4 * layer.depth_multiplier,
-        layer.kernel_size,
-        layer.strides,
-        padding.upper(),
-        kernel_dilation=layer.dilation_rate,
-        feature_group_count=4,
-        use_bias=layer.use_bias,
-    )
+def test_depthwise_conv2d_equals_flax(rng):
+    cases = []
+    for padding in ("valid", "same"):
+        for options in (
+            {},
+            {"depth_multiplier": 3},
+            {"strides": 2, "use_bias": False},
+            {"dilation_rate": (1, 2)},
+        ):
+            layer = layers.DepthwiseConv2D((3, 2), padding=padding, bias_initializer="normal", **options)
+            module = layer_cases.flax_convolution(layer, 4 * layer.depth_multiplier, 4)
 
-    def reference(variables, x):
-        kernel = variables["depthwise_kernel"]
-        params = {"kernel": kernel.reshape(*layer.kernel_size, 1, -1)}
-        params |= {"bias": variables["bias"]} if layer.use_bias else {}
-        return module.apply({"params": params}, x)
+            def reference(variables, x, layer=layer, module=module):
+                kernel = variables["depthwise_kernel"]
+                params = {"kernel": kernel.reshape(*layer.kernel_size, 1, -1)}
+                params |= {"bias": variables["bias"]} if layer.use_bias else {}
+                return module.apply({"params": params}, x)
 
-    layer_cases.check(layer, images(rng), reference, 1e-5)
+            cases.append(layer_cases.Case(layer, images(rng), reference))
+    layer_cases.check_all(cases)
 
 
-@pytest.mark.parametrize("padding", ["valid", "same"])
-@pytest.mark.parametrize("kernel_size", [(3, 2), (1, 4)])
-@pytest.mark.parametrize("strides", [1, 2, (3, 2)])
-def test_conv2d_transpose_is_the_gradient_of_conv2d(rng, padding, kernel_size, strides):
-    layer = layers.Conv2DTranspose(3, kernel_size, strides, padding, bias_initializer="normal")
+def test_conv2d_transpose_is_the_gradient_of_conv2d(rng):
+    cases = []
+    for padding, kernel_size, strides in itertools.product(
+        ("valid", "same"), ((3, 2), (1, 4)), (1, 2, (3, 2))
+    ):
+        layer = layers.Conv2DTranspose(3, kernel_size, strides, padding, bias_initializer="normal")
 
-    def reference(variables, x):
-        sizes = [
-            size * step if padding == "same" else size * step + max(length - step, 0)
-            for size, step, length in zip(x.shape[1:3], layer.strides, layer.kernel_size, strict=True)
-        ]
+        def reference(variables, x, layer=layer, padding=padding):
+            sizes = [
+                size * step if padding == "same" else size * step + max(length - step, 0)
+                for size, step, length in zip(x.shape[1:3], layer.strides, layer.kernel_size, strict=True)
+            ]
 
-        def forward(images):
-            return jax.lax.conv_general_dilated(
-                images,
-                variables["kernel"],
-                layer.strides,
-                padding.upper(),
-                dimension_numbers=("NHWC", "HWIO", "NHWC"),
-            )
+            def forward(images):
+                return jax.lax.conv_general_dilated(
+                    images,
+                    variables["kernel"],
+                    layer.strides,
+                    padding.upper(),
+                    dimension_numbers=("NHWC", "HWIO", "NHWC"),
+                )
 
-        outputs, gradient = jax.vjp(forward, jnp.zeros((x.shape[0], *sizes, 3), x.dtype))
-        assert outputs.shape == x.shape
-        return gradient(x)[0] + variables["bias"]
+            outputs, gradient = jax.vjp(forward, jnp.zeros((x.shape[0], *sizes, 3), x.dtype))
+            assert outputs.shape == x.shape
+            return gradient(x)[0] + variables["bias"]
 
-    layer_cases.check(layer, images(rng), reference, 1e-5)
+        cases.append(layer_cases.Case(layer, images(rng), reference))
+    layer_cases.check_all(cases)
 
 
-@pytest.mark.parametrize("keepdims", [False, True])
-def test_global_average_pooling(rng, keepdims):
-    layer = layers.GlobalAveragePooling2D(keepdims=keepdims)
-    outputs = layer_cases.check(
-        layer, images(rng), lambda _variables, x: jnp.mean(x, (1, 2), keepdims=keepdims), 1e-6
-    )
-    assert outputs.shape == ((2, 1, 1, 4) if keepdims else (2, 4))
+def test_global_average_pooling(rng):
+    cases = [
+        layer_cases.Case(
+            layers.GlobalAveragePooling2D(keepdims=keepdims),
+            images(rng),
+            lambda _variables, x, keepdims=keepdims: jnp.mean(x, (1, 2), keepdims=keepdims),
+            1e-6,
+        )
+        for keepdims in (False, True)
+    ]
+    assert [outputs.shape for outputs in layer_cases.check_all(cases)] == [(2, 4), (2, 1, 1, 4)]
 
 
 @pytest.mark.parametrize(

@@ -114,18 +114,16 @@ class Pipelined:
         self.outfeed = IPUOutfeedQueue()
         if optimizer is None:
             optimizer = optax.sgd(RATE) if replicas == 1 else CrossReplicaOptimizer(optax.sgd(RATE))
-        self.program = front.compile_program(
-            lambda: pipeline(
-                [encoder(self.table), decoder(self.table)],
-                count,
-                repeat_count=updates,
-                infeed_queue=self.infeed,
-                outfeed_queue=self.outfeed,
-                optimizer_function=lambda loss: OptimizerFunctionOutput(optimizer, loss),
-                outfeed_loss=True,
-                reduction_method="MEAN" if is_mean else "SUM",
-                **options,
-            )
+        self.program = front.compile_pipeline(
+            [encoder(self.table), decoder(self.table)],
+            count,
+            repeat_count=updates,
+            infeed_queue=self.infeed,
+            outfeed_queue=self.outfeed,
+            optimizer_function=lambda loss: OptimizerFunctionOutput(optimizer, loss),
+            outfeed_loss=True,
+            reduction_method="MEAN" if is_mean else "SUM",
+            **options,
         )
 
     def run(self, session):
@@ -145,19 +143,19 @@ def initial(_model):
     "options",
     [
         {},
-        pytest.param({"pipeline_schedule": PipelineSchedule.Interleaved}, marks=pytest.mark.thorough),
-        {"pipeline_schedule": PipelineSchedule.Sequential, "is_mean": True},
-        {"device_mapping": [0, 0]},
-        {"recomputation_mode": RecomputationMode.RecomputeThenBackpropagate},
+        {"pipeline_schedule": PipelineSchedule.Sequential, "is_mean": True, "device_mapping": [0, 0]},
+        {
+            "pipeline_schedule": PipelineSchedule.Interleaved,
+            "recomputation_mode": RecomputationMode.RecomputeThenBackpropagate,
+        },
     ],
-    ids=["grouped", "interleaved", "sequential_mean", "one_ipu", "recomputed"],
+    ids=["grouped", "sequential_mean_on_one_ipu", "interleaved_recomputed"],
 )
 def test_pipelines(options):
-    if "recomputation_mode" in options:
-        config = ipu.config.IPUConfig()
-        config.allow_recompute = True
-        config.auto_select_ipus = 2
-        config.configure_ipu_system()
+    config = ipu.config.IPUConfig()
+    config.allow_recompute = "recomputation_mode" in options
+    config.auto_select_ipus = 2
+    config.configure_ipu_system()
     model = Pipelined(**options)
     start = initial(model)
     with ipu.Session(seed=3) as session:
@@ -171,9 +169,7 @@ def test_pipelines(options):
 
 
 def test_replicas():
-    config = ipu.config.IPUConfig()
-    config.auto_select_ipus = 4
-    config.configure_ipu_system()
+    front.ipu_config(4).configure_ipu_system()
     model = Pipelined(replicas=2)
     start = initial(model)
     with ipu.Session(seed=3) as session:
@@ -209,8 +205,7 @@ class Looped:
     run = Pipelined.run
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize(("every", "sharded"), [(1, False), (2, True), (2, False)])
 def test_loops(every, sharded):
     model = Looped(4, every, sharded=sharded)
     start = initial(model)
@@ -295,7 +290,7 @@ def minimize(loss, **options):
     return tf1.GradientDescentOptimizer(1.0).minimize(loss + 0 * weight, **options)
 
 
-@pytest.mark.parametrize("dtype", ["uint8", "int8", "int16", "uint32"])
+@pytest.mark.parametrize("dtype", ["int8", "uint32"])
 def test_narrow_indices(dtype):
     table = make_counting(70_000)
     ids = ipu.placeholder(dtype, [2])
@@ -326,8 +321,7 @@ def test_two_loops_accumulate_for_one_table():
         assert session.variables["words"].ravel().tolist() == [-4, -4, 0, 0]
 
 
-@pytest.mark.parametrize("row", [-1, 99])
-def test_rows_that_are_not_there_do_not_train(row):
+def test_rows_that_are_not_there_do_not_train():
     """Also where only the derivative is needed, and the rows themselves are never looked up."""
     table = make_counting()
     ids = ipu.placeholder(np.int32, [2])
@@ -335,9 +329,10 @@ def test_rows_that_are_not_there_do_not_train(row):
         lambda ids: minimize(table.lookup(ids, clip_indices=False).sum()), inputs=[ids]
     )
     with ipu.Session() as session, table.register(session):
-        with pytest.raises(Exception, match=f"'words' has 4 rows, and row {row} was looked up"):
-            session.run(program, {ids: [0, row]})
-        assert not session.variables["words"].any()
+        for row in (-1, 99):
+            with pytest.raises(Exception, match=f"'words' has 4 rows, and row {row} was looked up"):
+                session.run(program, {ids: [0, row]})
+            assert not session.variables["words"].any()
         session.run(program, {ids: [0, 3]})
         assert session.variables["words"].ravel().tolist() == [-1, 0, 0, -1]
 
@@ -423,8 +418,7 @@ def test_an_estimator_whose_hook_registers_the_table(tmp_path):
         loss = table.lookup(features).sum()
         return ipu.ipu_estimator.IPUEstimatorSpec(mode, loss=loss, train_op=minimize(loss))
 
-    options = ipu.config.IPUConfig()
-    options.auto_select_ipus = 1
+    options = front.ipu_config(1)
     config = ipu.ipu_run_config.RunConfig(ipu.ipu_run_config.IPURunConfig(2, options))
     estimator = ipu.ipu_estimator.IPUEstimator(model_fn, tmp_path, config)
     for _time in range(2):
@@ -580,38 +574,26 @@ def test_two_sessions_at_once():
     assert not errors
 
 
-def refuse_outside():
-    make_table().lookup(np.zeros(2, np.int32))
+def compiled(lookup):
+    """Compiles what looks rows up in a table, and another of the same name."""
+    table, other = make_table(), make_table()
+    return table, front.compile_program(lambda: lookup(table, other))
 
 
-def refuse_floats():
-    front.compile_program(lambda: make_table().lookup(np.zeros(2)))
-
-
-def refuse_two_tables():
-    front.compile_program(lambda: make_table().lookup(np.int32(0)) + make_table().lookup(np.int32(1)))
-
-
-def refuse_a_variable():
-    front.compile_program(lambda: make_table().lookup(np.int32(0)) + ipu.get_variable("words", [6]))
-
-
-def refuse_unregistered():
-    table = make_table()
-    program = front.compile_program(lambda: table.lookup(np.zeros(2, np.int32)))
+def run_unregistered():
+    _table, program = compiled(lambda table, _other: table.lookup(np.zeros(2, np.int32)))
     with ipu.Session() as session:
         session.run(program)
 
 
-def refuse_twice():
+def register_twice():
     table = make_table()
     with ipu.Session() as session, table.register(session), table.register(session):
         pass
 
 
-def refuse_row():
-    table = make_table()
-    program = front.compile_program(lambda: table.lookup(np.array([3, 20], np.int32), clip_indices=False))
+def look_up_row_20():
+    table, program = compiled(lambda table, _other: table.lookup(np.int32([3, 20]), clip_indices=False))
     with ipu.Session() as session, table.register(session):
         session.run(program)
 
@@ -619,13 +601,29 @@ def refuse_row():
 @pytest.mark.parametrize(
     ("refused", "error", "match"),
     [
-        (refuse_outside, RuntimeError, "HostEmbedding.lookup was called outside of a program"),
-        (refuse_floats, TypeError, "indices must be integers; got float32"),
-        (refuse_two_tables, ValueError, "Two host embeddings of the program are named 'words'"),
-        (refuse_a_variable, ValueError, "A host embedding and a variable of the program are named 'words'"),
-        (refuse_unregistered, RuntimeError, "with host_embedding.register"),
-        (refuse_twice, RuntimeError, "'words' is registered with this session already"),
-        (refuse_row, Exception, "'words' has 20 rows, and row 20 was looked up"),
+        (
+            lambda: make_table().lookup(np.zeros(2, np.int32)),
+            RuntimeError,
+            "HostEmbedding.lookup was called outside of a program",
+        ),
+        (
+            lambda: compiled(lambda table, _other: table.lookup(np.zeros(2))),
+            TypeError,
+            "indices must be integers; got float32",
+        ),
+        (
+            lambda: compiled(lambda one, other: one.lookup(0) + other.lookup(1)),
+            ValueError,
+            "Two host embeddings of the program are named 'words'",
+        ),
+        (
+            lambda: compiled(lambda one, _other: one.lookup(0) + ipu.get_variable("words", [6])),
+            ValueError,
+            "A host embedding and a variable of the program are named 'words'",
+        ),
+        (run_unregistered, RuntimeError, "with host_embedding.register"),
+        (register_twice, RuntimeError, "'words' is registered with this session already"),
+        (look_up_row_20, Exception, "'words' has 20 rows, and row 20 was looked up"),
         (lambda: Pipelined(optimizer=LossScalingOptimizer(optax.sgd(RATE))), NotImplementedError, "scales"),
         (lambda: Pipelined(table=make_table(2)), ValueError, r"HostEmbeddingSGDGAOptimizerSpec\(0.4, 3\)"),
         (lambda: Pipelined(table=make_table(1)), ValueError, "mini-batches in an update, but .* has 3"),

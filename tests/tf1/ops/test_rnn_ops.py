@@ -53,6 +53,14 @@ def dynamic_lstm(x, dtype):
     return rnn_ops.PopnnDynamicLSTM(UNITS, dtype)(x, LENGTHS, initial)
 
 
+def lstm_from_zeros(x, dtype):
+    return rnn_ops.PopnnLSTM(UNITS, dtype)(x, training=False)
+
+
+def recomputed_gru(x, dtype):
+    return jax.checkpoint(rnn_ops.PopnnGRU(UNITS, dtype))(x, state("h", dtype))
+
+
 def gru(x, dtype):
     return rnn_ops.PopnnGRU(UNITS, dtype)(x, state("h", dtype))
 
@@ -89,7 +97,15 @@ def twice(xp, biases):
     return xp.stack([biases, biases], axis=1)
 
 
+def zeros(xp, x):
+    return xp.zeros((BATCH, UNITS), x.dtype)
+
+
 CASES = {
+    lstm_from_zeros: lambda xp, x, v: plain_lstm(
+        xp, x, zeros(xp, x), zeros(xp, x), v["kernel"], v["biases"]
+    ),
+    recomputed_gru: lambda xp, x, v: plain_gru(xp, x, v["h"], v["kernel"], v["biases"]),
     lstm: lambda xp, x, v: plain_lstm(xp, x, v["c"], v["h"], v["kernel"], v["biases"]),
     dynamic_lstm: lambda xp, x, v: plain_lstm(xp, x, v["c"], v["h"], v["kernel"], v["biases"], LENGTHS),
     gru: lambda xp, x, v: plain_gru(xp, x, v["h"], v["kernel"], v["biases"]),
@@ -107,30 +123,51 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
-@pytest.mark.parametrize("case", CASES, ids=[case.__name__ for case in CASES])
-@pytest.mark.each_value
-def test_a_layer(rng, case, dtype):
-    """Outputs and states by NumPy, and the gradient of every weight, state, input and score."""
-    formula, tolerance = CASES[case], TOLERANCES[dtype]
-    with jax.enable_x64(dtype == "float64"):
-        x = rng.normal(size=(TIME, BATCH, FEATURES)).astype(dtype)
+MIXTURE, ALL = ["float32", "bfloat16", "float16"], list(CASES)
 
-        def apply(x):
-            with ipu.variable_scope("case", custom_getter=any_value):
-                return flat(jnp, case(x, x.dtype))
 
-        outputs, variables, gradients = layer_cases.outputs_and_gradients(apply, x)
-        wide = {name: value.astype(np.float64) for name, value in variables.items()}
-        expected = flat(np, formula(np, wide["inputs"], wide))
-        models.assert_trees_close(outputs, expected.astype(dtype), tolerance)
+@pytest.mark.parametrize(
+    ("cases", "shift"),
+    [
+        *(([case], 0) for case in ALL[2:-1]),
+        (ALL[-1:], None),
+        pytest.param([*ALL[:2], ALL[-1]], 0, marks=pytest.mark.thorough),
+        pytest.param(ALL, 1, marks=pytest.mark.thorough),
+        pytest.param(ALL, 2, marks=pytest.mark.thorough),
+        pytest.param(ALL[:-1], None, marks=pytest.mark.thorough),
+    ],
+)
+def test_layers(rng, cases, shift):
+    """Outputs and states by NumPy, and the gradient of every weight, state, input and score.
 
-        def plain_loss(variables):
-            accurate = jnp.float64 if dtype == "float64" else jnp.float32
-            cast = {name: value.astype(accurate) for name, value in variables.items()}
-            return layer_cases.loss(flat(jnp, formula(jnp, cast["inputs"], cast)))
+    In float64, or each case in one dtype of a mixture, and with another shift in another one.
+    """
+    dtypes = ["float64" if shift is None else MIXTURE[(ALL.index(case) + shift) % 3] for case in cases]
+    with jax.enable_x64(dtypes[0] == "float64"):
+        accurate = jnp.float64 if dtypes[0] == "float64" else jnp.float32
 
-        models.assert_trees_close(gradients, jax.jit(jax.grad(plain_loss))(variables), tolerance)
+        def calling(case, dtype):
+            def apply(x):
+                with ipu.variable_scope("case", custom_getter=any_value):
+                    return flat(jnp, case(x, x.dtype))
+
+            return layer_cases.Case(apply, rng.normal(size=(TIME, BATCH, FEATURES)).astype(dtype))
+
+        found = layer_cases.run_cases([calling(*pair) for pair in zip(cases, dtypes, strict=True)])
+
+        def plain_loss(all_variables):
+            losses = []
+            for case, variables in zip(cases, all_variables, strict=True):
+                cast = {name: value.astype(accurate) for name, value in variables.items()}
+                losses.append(layer_cases.loss(flat(jnp, CASES[case](jnp, cast["inputs"], cast))))
+            return sum(losses)
+
+        expected_gradients = jax.jit(jax.grad(plain_loss))([variables for _y, variables, _g in found])
+        for case, dtype, one, gradients in zip(cases, dtypes, found, expected_gradients, strict=True):
+            wide = {name: value.astype(np.float64) for name, value in one[1].items()}
+            outputs = flat(np, CASES[case](np, wide["inputs"], wide)).astype(dtype)
+            name = case.__name__
+            models.assert_trees_close({name: one[::2]}, {name: (outputs, gradients)}, TOLERANCES[dtype])
 
 
 # The layouts of torch
@@ -221,8 +258,9 @@ def test_gru_equals_torch(rng):
 # In programs
 
 
-def pipelined_stages():
-    """An LSTM, and a GRU that gets its sequence and its last state, in two stages."""
+@pytest.mark.thorough
+def test_training_in_two_stages(rng):
+    """An LSTM, and a recomputed GRU that gets its sequence and its last state; one update."""
 
     def first(x, y):
         with ipu.variable_scope("first"):
@@ -234,66 +272,35 @@ def pipelined_stages():
             run_gru = jax.checkpoint(rnn_ops.PopnnGRU(UNITS, return_state=False))
             return jnp.mean((run_gru(outputs, state.h)[-1] - y) ** 2)
 
-    return [first, second]
+    def plain_loss(v, x, y):
+        kernel, biases = v["first/popnn_lstm/kernel"], v["first/popnn_lstm/biases"]
+        outputs, _c, h = plain_lstm(jnp, x, zeros(jnp, x), zeros(jnp, x), kernel, biases)
+        kernel, biases = v["second/popnn_gru/kernel"], v["second/popnn_gru/biases"]
+        return jnp.mean((plain_gru(jnp, outputs, h, kernel, biases)[0][-1] - y) ** 2)
 
-
-def plain_pipelined_loss(v, x, y):
-    zeros = jnp.zeros((BATCH, UNITS))
-    kernel, biases = v["first/popnn_lstm/kernel"], v["first/popnn_lstm/biases"]
-    outputs, _c, h = plain_lstm(jnp, x, zeros, zeros, kernel, biases)
-    outputs, _h = plain_gru(jnp, outputs, h, v["second/popnn_gru/kernel"], v["second/popnn_gru/biases"])
-    return jnp.mean((outputs[-1] - y) ** 2)
-
-
-@pytest.mark.parametrize("schedule", ["Grouped", pytest.param("Interleaved", marks=pytest.mark.thorough)])
-def test_training_in_two_stages(rng, schedule):
-    """Losses, and variables after three updates of four micro-batches."""
-    optimizer = optax.adam(0.05)
-    elements = [
-        (
-            rng.normal(size=(TIME, BATCH, FEATURES)).astype("float32"),
-            rng.normal(size=(BATCH, UNITS)).astype("float32"),
-        )
-        for _number in range(12)
-    ]
-    infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(lambda: iter(elements))
+    shapes = [(TIME, BATCH, FEATURES), (BATCH, UNITS)]
+    elements = [tuple(rng.normal(size=shape).astype("float32") for shape in shapes) for _number in range(4)]
+    infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(elements)
     outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
-    ipu.set_num_devices(2)
-    program = front.compile_program(
-        lambda: ipu.pipelining_ops.pipeline(
-            pipelined_stages(),
-            gradient_accumulation_count=4,
-            repeat_count=3,
-            infeed_queue=infeed,
-            outfeed_queue=outfeed,
-            optimizer_function=lambda loss: ipu.pipelining_ops.OptimizerFunctionOutput(optimizer, loss),
-            pipeline_schedule=ipu.pipelining_ops.PipelineSchedule[schedule],
-            outfeed_loss=True,
-        )
+    program = front.compile_pipeline(
+        [first, second],
+        4,
+        infeed_queue=infeed,
+        outfeed_queue=outfeed,
+        optimizer_function=lambda loss: ipu.pipelining_ops.OptimizerFunctionOutput(optax.sgd(0.5), loss),
+        pipeline_schedule=ipu.pipelining_ops.PipelineSchedule.Grouped,
+        outfeed_loss=True,
     )
     with ipu.Session(seed=5) as session:
         session.create_variables(program)
         variables = dict(session.variables)
         session.run(infeed.initializer)
         session.run(program)
-        losses, trained = session.run(outfeed.dequeue()), session.variables
-    assert {name: value.shape for name, value in variables.items()} == {
-        "first/popnn_lstm/kernel": (FEATURES + UNITS, 4 * UNITS),
-        "first/popnn_lstm/biases": (4, UNITS),
-        "second/popnn_gru/kernel": (2 * UNITS, 3 * UNITS),
-        "second/popnn_gru/biases": (3, UNITS),
-    }
-    optimizer_state, expected_losses = optimizer.init(variables), []
-    differentiate = jax.jit(jax.value_and_grad(plain_pipelined_loss))
-    for update in range(3):
-        found = [differentiate(variables, *element) for element in elements[4 * update : 4 * update + 4]]
-        expected_losses += [loss for loss, _gradients in found]
-        total = jax.tree.map(lambda *leaves: sum(leaves), *(gradients for _loss, gradients in found))
-        with jax.numpy_dtype_promotion("standard"):
-            changes, optimizer_state = optimizer.update(total, optimizer_state)
-            variables = optax.apply_updates(variables, changes)
-    models.assert_trees_close(losses, np.array(expected_losses))
-    models.assert_trees_close(trained, {name: np.asarray(value) for name, value in variables.items()})
+        losses, trained = session.run(outfeed.dequeue()), dict(session.variables)
+    groups = [[element] for element in elements]
+    expected, wanted, _rest = models.plain_loop(jax.jit(plain_loss), variables, groups, 4, optax.sgd(0.5))
+    models.assert_trees_close(losses, np.ravel(expected))
+    models.assert_trees_close(trained, jax.tree.map(np.asarray, wanted))
 
 
 def test_sharing_variables():
@@ -572,6 +579,9 @@ def test_dropout_of_inputs():
 # What is not possible
 
 
+LSTM, GRU, AUGRU = rnn_ops.PopnnLSTM, rnn_ops.PopnnGRU, rnn_ops.PopnnAUGRU
+DynamicLSTM, DynamicGRU = rnn_ops.PopnnDynamicLSTM, rnn_ops.PopnnDynamicGRU
+StateTuple = rnn_ops.LSTMStateTuple
 X = np.ones((TIME, BATCH, FEATURES), "float32")
 STATE = np.zeros((BATCH, UNITS), "float32")
 SCORES = np.zeros((TIME, BATCH), "float32")
@@ -580,83 +590,59 @@ SCORES = np.zeros((TIME, BATCH), "float32")
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
+        (lambda: LSTM(0), ValueError, "PopnnLSTM: num_units must be a positive integer; got 0"),
+        (lambda: GRU(2, "int32"), ValueError, "PopnnGRU: dtype must be a floating-point one"),
+        (lambda: GRU(2, partials_dtype=3), ValueError, "partials_dtype must be a floating"),
+        (lambda: LSTM(2, seed="a"), TypeError, "seed must be an integer or None; got 'a'"),
+        (lambda: LSTM(2, activation="tan"), ValueError, "no activation 'tan'"),
+        (lambda: LSTM(2, weights_initializer="x"), ValueError, "no initializer 'x'"),
+        (lambda: LSTM(2, return_state=1), TypeError, "return_state must be True or False"),
+        (lambda: GRU(2, reset_after=1), TypeError, "reset_after must be True or False"),
+        (lambda: LSTM(2)(X[0]), ValueError, r"of rank 3, \[time, batch, features\]; got shape"),
+        (lambda: LSTM(2)(X.astype("int32")), TypeError, "needs floating-point inputs"),
+        (lambda: LSTM(2)(X, training=None), TypeError, "training must be True or False"),
         (
-            lambda: rnn_ops.PopnnLSTM(0),
-            ValueError,
-            "PopnnLSTM: num_units must be a positive integer; got 0",
-        ),
-        (lambda: rnn_ops.PopnnGRU(2, "int32"), ValueError, "PopnnGRU: dtype must be a floating-point one"),
-        (lambda: rnn_ops.PopnnGRU(2, partials_dtype=3), ValueError, "partials_dtype must be a floating"),
-        (lambda: rnn_ops.PopnnLSTM(2, seed="a"), TypeError, "seed must be an integer or None; got 'a'"),
-        (lambda: rnn_ops.PopnnLSTM(2, activation="tan"), ValueError, "no activation 'tan'"),
-        (lambda: rnn_ops.PopnnLSTM(2, weights_initializer="x"), ValueError, "no initializer 'x'"),
-        (lambda: rnn_ops.PopnnLSTM(2, return_state=1), TypeError, "return_state must be True or False"),
-        (lambda: rnn_ops.PopnnGRU(2, reset_after=1), TypeError, "reset_after must be True or False"),
-        (
-            lambda: rnn_ops.PopnnLSTM(2)(X[0]),
-            ValueError,
-            r"of rank 3, \[time, batch, features\]; got shape",
-        ),
-        (lambda: rnn_ops.PopnnLSTM(2)(X.astype("int32")), TypeError, "needs floating-point inputs"),
-        (lambda: rnn_ops.PopnnLSTM(2)(X, training=None), TypeError, "training must be True or False"),
-        (
-            lambda: rnn_ops.PopnnLSTM(2)(X, (STATE, STATE)),
+            lambda: LSTM(2)(X, (STATE, STATE)),
             TypeError,
             r"PopnnLSTM popnn_lstm: initial_state must be an LSTMStateTuple; got a tuple. Give .*\(c, h\)",
         ),
         (
-            lambda: rnn_ops.PopnnLSTM(2)(X, rnn_ops.LSTMStateTuple(STATE, STATE[:1])),
+            lambda: LSTM(2)(X, StateTuple(STATE, STATE[:1])),
             ValueError,
             r"initial_state.h must have shape \(5, 2\), \[batch, units\]; got \(1, 2\)",
         ),
         (
-            lambda: rnn_ops.PopnnGRU(2)(X, STATE.astype("int32")),
+            lambda: GRU(2)(X, STATE.astype("int32")),
             TypeError,
             "initial_state must have floating-point numbers; got int32",
         ),
+        (lambda: GRU(2)(X, [STATE]), TypeError, r"must be an array of shape \(5, 2\); got a list"),
+        (lambda: DynamicGRU(2)(X, None), TypeError, r"seq_len must be integers of shape \(5,\)"),
+        (lambda: DynamicGRU(2)(X, [0.5] * 5), TypeError, "seq_len must be integers; got float"),
+        (lambda: DynamicLSTM(2)(X, [1, 2]), ValueError, r"shape \(5,\), one length per example"),
         (
-            lambda: rnn_ops.PopnnGRU(2)(X, [STATE]),
-            TypeError,
-            r"must be an array of shape \(5, 2\); got a list",
-        ),
-        (
-            lambda: rnn_ops.PopnnDynamicGRU(2)(X, None),
-            TypeError,
-            r"seq_len must be integers of shape \(5,\)",
-        ),
-        (
-            lambda: rnn_ops.PopnnDynamicGRU(2)(X, [0.5] * 5),
-            TypeError,
-            "seq_len must be integers; got float",
-        ),
-        (
-            lambda: rnn_ops.PopnnDynamicLSTM(2)(X, [1, 2]),
-            ValueError,
-            r"shape \(5,\), one length per example",
-        ),
-        (
-            lambda: rnn_ops.PopnnDynamicLSTM(2)(X, LENGTHS + 1),
+            lambda: DynamicLSTM(2)(X, LENGTHS + 1),
             ValueError,
             r"must be from 0 to 4, the number of steps; got \[5, 1, 3, 2, 4\]",
         ),
-        (lambda: rnn_ops.PopnnAUGRU(2)(X, LENGTHS, None), TypeError, "attention_score must be an array"),
+        (lambda: AUGRU(2)(X, LENGTHS, None), TypeError, "attention_score must be an array"),
         (
-            lambda: rnn_ops.PopnnAUGRU(2)(X, LENGTHS, LENGTHS),
+            lambda: AUGRU(2)(X, LENGTHS, LENGTHS),
             TypeError,
             "attention_score must have floating-point numbers; got int32",
         ),
         (
-            lambda: rnn_ops.PopnnAUGRU(2)(X, LENGTHS, SCORES.T),
+            lambda: AUGRU(2)(X, LENGTHS, SCORES.T),
             ValueError,
             r"must have shape \(4, 5\), \[time, batch\] since time_major=True; got \(5, 4\)",
         ),
         (
-            lambda: rnn_ops.PopnnAUGRU(2)(X, LENGTHS[:4], SCORES.T, time_major=False),
+            lambda: AUGRU(2)(X, LENGTHS[:4], SCORES.T, time_major=False),
             ValueError,
             r"must have shape \(4, 5\), \[batch, time\] since time_major=False; got \(5, 4\)",
         ),
-        (lambda: rnn_ops.PopnnLSTM(2).build((4, 3)), ValueError, r"input_shape must be \[time, batch"),
-        (lambda: rnn_ops.PopnnLSTM(2).build((4, 3, None)), ValueError, "positive integer for features"),
+        (lambda: LSTM(2).build((4, 3)), ValueError, r"input_shape must be \[time, batch"),
+        (lambda: LSTM(2).build((4, 3, None)), ValueError, "positive integer for features"),
         (lambda: layers.LSTM(2.0), ValueError, "LSTM: units must be a positive integer; got 2.0"),
         (lambda: layers.LSTM(2, stateful=True), ValueError, "LSTM: stateful=True is not possible, since a"),
         (lambda: layers.GRU(2, unroll=1), TypeError, "GRU: unroll must be True or False"),
@@ -680,7 +666,7 @@ def test_wrong_arguments(call, error, message):
 
 
 def test_another_number_of_features():
-    layer = rnn_ops.PopnnGRU(2)
+    layer = GRU(2)
 
     def function():
         layer(X)
@@ -692,24 +678,21 @@ def test_another_number_of_features():
 
 def test_outside_of_a_program():
     with pytest.raises(RuntimeError, match="PopnnLSTM was called outside of a program"):
-        rnn_ops.PopnnLSTM(2)(X)
+        LSTM(2)(X)
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: rnn_ops.PopnnLSTM(2, partials_dtype=np.float16), "partials_dtype has no effect: products"),
+        (lambda: LSTM(2, partials_dtype=np.float16), "partials_dtype has no effect: products"),
+        (lambda: GRU(2, options={"a": 1}), "PopnnGRU: options has no effect: it was for Poplar"),
+        (lambda: GRU(2, options_bwd={"a": 1}), "options_bwd has no effect"),
         (
-            lambda: rnn_ops.PopnnGRU(2, options={"a": 1}),
-            "PopnnGRU: options has no effect: it was for Poplar",
-        ),
-        (lambda: rnn_ops.PopnnGRU(2, options_bwd={"a": 1}), "options_bwd has no effect"),
-        (
-            lambda: rnn_ops.PopnnGRU(2, available_memory_proportion_fwd=0.2),
+            lambda: GRU(2, available_memory_proportion_fwd=0.2),
             "available_memory_proportion_fwd has no effect",
         ),
         (
-            lambda: rnn_ops.PopnnAUGRU(2, bias_initializer="ones"),
+            lambda: AUGRU(2, bias_initializer="ones"),
             "PopnnAUGRU: bias_initializer has no effect, as in Graphcore's",
         ),
         (lambda: layers.LSTM(2, partials_dtype="float16"), "LSTM: partials_dtype has no effect"),
@@ -720,4 +703,4 @@ def test_arguments_for_poplar(make, message):
     with pytest.warns(UserWarning, match=message):
         make()
     make()  # only the first time
-    rnn_ops.PopnnLSTM(2, np.float32, np.float32, options={}, options_bwd=None)  # what they were by default
+    LSTM(2, np.float32, np.float32, options={}, options_bwd=None)  # what they were by default

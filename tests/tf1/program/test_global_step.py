@@ -2,7 +2,6 @@
 
 import json
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -13,7 +12,7 @@ from ipu_pipeline.ipu_pipeline_estimator import IPUPipelineEstimator, IPUPipelin
 from ipu_pipeline.ipu_session_run_hooks import SessionRunArgs, SessionRunHook
 from ipu_pipeline.optimizers import tf1
 from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput, pipeline
-from tests.support import models
+from tests.support import front, models
 from tests.support.estimating import make_config, variables_of
 from tests.support.front import compile_program
 
@@ -47,13 +46,9 @@ def plain_loss(variables, x, y):
 
 def plain_loop(variables, rates, count=COUNT, begin=0):
     """SGD on sums of gradients, with a learning rate for each weight update."""
-    for update, rate in enumerate(rates):
-        total = {name: jnp.zeros_like(value) for name, value in variables.items()}
-        for number in range(begin + update * count, begin + (update + 1) * count):
-            gradient = jax.grad(plain_loss)(variables, X[number], Y[number])
-            total = {name: total[name] + gradient[name] for name in total}
-        variables = {name: value - np.float32(rate) * total[name] for name, value in variables.items()}
-    return variables
+    groups = [[(X[number], Y[number])] for number in range(begin, begin + len(rates) * count)]
+    rates = jnp.array(rates, jnp.float32)
+    return models.plain_loop(plain_loss, variables, groups, count, optax.sgd(lambda n: rates[n]))[1]
 
 
 def decayed(step):
@@ -64,32 +59,27 @@ def by_operators(step):
     return 0.1 * 0.5 ** (step.astype(jnp.float32) / 6)
 
 
+def spec_of(mode, count, make_optimizer):
+    def optimize(prediction, y):
+        return OptimizerFunctionOutput(make_optimizer(), loss_of(prediction, y))
+
+    return IPUPipelineEstimatorSpec(mode, [first, second], count, optimizer_function=optimize)
+
+
 def in_closure(mode, count):
     """The rate is computed in the model_fn, and used in the optimizer_function."""
     rate = decayed(ipu.get_global_step())
-
-    def optimize(prediction, y):
-        return OptimizerFunctionOutput(optax.sgd(rate), loss_of(prediction, y))
-
-    return IPUPipelineEstimatorSpec(mode, [first, second], count, optimizer_function=optimize)
+    return spec_of(mode, count, lambda: optax.sgd(rate))
 
 
 def in_function(mode, count):
     step = ipu.get_global_step()
-
-    def optimize(prediction, y):
-        return OptimizerFunctionOutput(optax.sgd(decayed(step)), loss_of(prediction, y))
-
-    return IPUPipelineEstimatorSpec(mode, [first, second], count, optimizer_function=optimize)
+    return spec_of(mode, count, lambda: optax.sgd(decayed(step)))
 
 
 def made_outside(mode, count):
     optimizer = tf1.GradientDescentOptimizer(by_operators(ipu.get_global_step()))
-
-    def optimize(prediction, y):
-        return OptimizerFunctionOutput(optimizer, loss_of(prediction, y))
-
-    return IPUPipelineEstimatorSpec(mode, [first, second], count, optimizer_function=optimize)
+    return spec_of(mode, count, lambda: optimizer)
 
 
 def through_inputs(mode, count):
@@ -139,22 +129,15 @@ def estimator_of(make_spec, directory, count=COUNT, per_loop=6, **options):
     )
 
 
-def initial_of(directory):
-    """The variables before training."""
-    estimator = estimator_of(in_function, directory, per_loop=COUNT)
-
-    def model(mode):
-        spec = in_function(mode, COUNT)
-        spec.optimizer_function = lambda p, y: OptimizerFunctionOutput(optax.sgd(0.0), loss_of(p, y))
-        return spec
-
-    estimator._model_fn = model
-    return variables_of(estimator.train(dataset, steps=COUNT))
-
-
 @pytest.fixture(scope="module")
 def initial(tmp_path_factory):
-    return initial_of(tmp_path_factory.mktemp("initial"))
+    """The variables before training."""
+    estimator = estimator_of(
+        lambda mode, count: spec_of(mode, count, lambda: optax.sgd(0.0)),
+        tmp_path_factory.mktemp("initial"),
+        per_loop=COUNT,
+    )
+    return variables_of(estimator.train(dataset, steps=COUNT))
 
 
 @pytest.mark.parametrize("make_spec", [in_closure, in_function, made_outside, through_inputs])
@@ -211,48 +194,27 @@ def test_evaluation_and_prediction_have_the_step_of_the_checkpoint(tmp_path):
     assert next(estimator.predict(dataset)) == 12
 
 
-def test_metrics_and_scalars_tell_the_same_step(tmp_path):
-    def make_spec(mode, count):
-        spec = in_function(mode, count)
+def test_metrics_scalars_and_hooks_tell_the_same_step(tmp_path):
+    """That of the micro-batches of one replica."""
 
+    def model(mode):
         def optimize(prediction, y):
             ipu.metric("step", ipu.get_global_step())
-            return OptimizerFunctionOutput(optax.sgd(0.1), loss_of(prediction, y))
+            opt = ipu.optimizers.CrossReplicaOptimizer(optax.sgd(0.1))
+            return OptimizerFunctionOutput(opt, loss_of(prediction, y))
 
-        spec.optimizer_function = optimize
-        return spec
+        stages = [lambda x, y: second(*first(x, y))]
+        return IPUPipelineEstimatorSpec(mode, stages, COUNT, optimizer_function=optimize)
 
-    estimator_of(make_spec, tmp_path, per_loop=3, log_step_count_steps=3).train(dataset, steps=9)
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [(line["step"], line["value"]) for line in lines if line["name"] == "step"] == [
-        (3, 0),
-        (6, 3),
-        (9, 6),
-    ]
-
-
-def test_replicas_count_the_micro_batches_of_one(tmp_path):
-    def make_spec(mode, count):
-        def optimize(prediction, y):
-            ipu.metric("step", ipu.get_global_step())
-            return OptimizerFunctionOutput(
-                ipu.optimizers.CrossReplicaOptimizer(optax.sgd(0.1)), loss_of(prediction, y)
-            )
-
-        return IPUPipelineEstimatorSpec(
-            mode, [lambda x, y: second(*first(x, y))], count, optimizer_function=optimize
-        )
-
-    options = ipu.config.IPUConfig()
-    options.auto_select_ipus = 2
+    options = front.ipu_config(2)
     run_config = ipu.ipu_run_config.IPURunConfig(3, options, num_replicas=2)
     config = ipu.ipu_run_config.RunConfig(run_config, save_summary_steps=3)
-    estimator = IPUPipelineEstimator(lambda mode: make_spec(mode, COUNT), tmp_path, config)
     hook = Steps()
-    estimator.train(dataset, steps=6, hooks=[hook])
-    assert hook.after == [3, 6]
+    IPUPipelineEstimator(model, tmp_path, config).train(dataset, steps=9, hooks=[hook])
+    assert hook.after == [3, 6, 9]
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [line["value"] for line in lines if line["name"] == "step"] == [0, 3]
+    steps = [(line["step"], line["value"]) for line in lines if line["name"] == "step"]
+    assert steps == [(3, 0), (6, 3), (9, 6)]
 
 
 # Sessions.
@@ -268,10 +230,7 @@ class Training:
         def model():
             rate = decayed(ipu.get_global_step())  # as TensorFlow 1 code has it, before the pipeline
             return pipeline(
-                [
-                    lambda rate, x, y: (rate, *first(x, y)),
-                    lambda rate, x, y: (rate, *second(x, y)),
-                ],
+                [lambda rate, x, y: (rate, *first(x, y)), lambda rate, x, y: (rate, *second(x, y))],
                 COUNT,
                 repeat_count=4,
                 inputs=[rate],
@@ -305,23 +264,6 @@ def test_a_session_counts_weight_updates(initial, tmp_path):
     with ipu.Session() as session:
         session.restore(path)
         assert session.run([step]) == [4]
-
-
-def test_inference_of_another_name_has_the_step_of_training(tmp_path):
-    """In TensorFlow 1 there is one variable; here a pipeline that never trained looks at those that did."""
-    training = Training("training", outfeed_loss=True)
-    outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
-    program = compile_program(
-        lambda: pipeline(
-            [lambda step: step * 10], 1, inputs=ipu.get_global_step(), outfeed_queue=outfeed, name="other"
-        )
-    )
-    with ipu.Session(seed=7) as session:
-        training.run(session)
-        session.run(program)
-        assert session.run(outfeed.dequeue()).tolist() == [40]
-        session.export(tmp_path / "exported", program)
-    assert ipu.load_program(tmp_path / "exported").run().tolist() == [40]
 
 
 def test_a_loop_counts_its_weight_updates():

@@ -8,7 +8,7 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline.optimizers import LossScalingOptimizer, MapGradientOptimizer
-from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput, PipelineSchedule, pipeline
+from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput, PipelineSchedule
 from tests.support import front, models
 
 LENGTHS = [5, 1, 3, 4, 2, 5, 5, 1]
@@ -44,7 +44,14 @@ def expected(dtype, make_optimizer, num_updates=2):
 
 class Model:
     def __init__(
-        self, dtype, make_optimizer, mapping, var_list=None, weigh=jnp.sum, is_weighted=True, **options
+        self,
+        dtype,
+        make_optimizer,
+        mapping=(0, 1, 2),
+        var_list=None,
+        weigh=jnp.sum,
+        is_weighted=True,
+        **options,
     ):
         self.infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(lambda: iter(rows(dtype)))
         self.outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
@@ -67,17 +74,15 @@ class Model:
                 loss_weight=weight if is_weighted else None,
             )
 
-        self.compiled = front.compile_program(
-            lambda: pipeline(
-                [first, second, last],
-                gradient_accumulation_count=COUNT,
-                repeat_count=2,
-                infeed_queue=self.infeed,
-                outfeed_queue=self.outfeed,
-                optimizer_function=optimizer_function,
-                device_mapping=mapping,
-                **options,
-            )
+        self.compiled = front.compile_pipeline(
+            [first, second, last],
+            COUNT,
+            repeat_count=2,
+            infeed_queue=self.infeed,
+            outfeed_queue=self.outfeed,
+            optimizer_function=optimizer_function,
+            device_mapping=mapping,
+            **options,
         )
 
     def train(self):
@@ -95,21 +100,34 @@ def clipped():
     return optax.chain(optax.clip_by_global_norm(0.3), optax.adamw(0.05))
 
 
-@pytest.mark.parametrize("mapping", [[0, 1, 2], [0, 0, 0], [0, 1, 0]])
-@pytest.mark.parametrize("reduction", ["sum", "mean", "running_mean"])
-@pytest.mark.parametrize("make_optimizer", [lambda: optax.sgd(0.1), clipped], ids=["sgd", "clipped adamw"])
-def test_equals_one_large_batch(mapping, reduction, make_optimizer):
+def sgd():
+    return optax.sgd(0.1)
+
+
+SEQUENTIAL = {"pipeline_schedule": PipelineSchedule.Sequential}
+
+
+@pytest.mark.parametrize(
+    ("mapping", "reduction", "make_optimizer", "options"),
+    [
+        ([0, 1, 2], "sum", clipped, {}),
+        ([0, 0, 0], "mean", sgd, {}),
+        ([0, 1, 0], "running_mean", clipped, {}),
+        pytest.param([0, 0, 0], "running_mean", clipped, {}, marks=pytest.mark.thorough),
+        pytest.param([0, 1, 2], "mean", clipped, SEQUENTIAL, marks=pytest.mark.thorough),
+    ],
+)
+def test_equals_one_large_batch(mapping, reduction, make_optimizer, options):
     with jax.enable_x64(True):
-        model = Model(np.float64, make_optimizer, mapping, reduction_method=reduction)
+        model = Model(np.float64, make_optimizer, mapping, reduction_method=reduction, **options)
         variables, (sums, weights) = model.train()
         models.assert_trees_close(variables, expected(np.float64, make_optimizer), 1e-12)
         assert weights.ravel().tolist() == LENGTHS
         assert sums.shape == weights.shape
 
 
-@pytest.mark.parametrize("schedule", [PipelineSchedule.Interleaved, PipelineSchedule.Sequential])
-def test_in_float32_with_other_schedules(schedule):
-    model = Model(np.float32, clipped, [0, 1, 2], pipeline_schedule=schedule)
+def test_in_float32_with_another_schedule():
+    model = Model(np.float32, clipped, pipeline_schedule=PipelineSchedule.Interleaved)
     models.assert_trees_close(model.train()[0], expected(np.float32, clipped), 1e-5)
 
 
@@ -119,24 +137,22 @@ def test_weights_are_counted_in_float32():
     def weigh(mask):
         return jnp.sum(mask).astype(jnp.int32)
 
-    model = Model(
-        np.float32, lambda: optax.sgd(0.1), [0, 1, 2], weigh=weigh, gradient_accumulation_dtype=jnp.bfloat16
-    )
+    model = Model(np.float32, sgd, weigh=weigh, gradient_accumulation_dtype=jnp.bfloat16)
     variables, _outputs = model.train()
-    models.assert_trees_close(variables, expected(np.float32, lambda: optax.sgd(0.1)), 1e-2)
+    models.assert_trees_close(variables, expected(np.float32, sgd), 1e-2)
 
 
 def test_with_loss_scaling_and_a_list_of_variables():
-    scaled = Model(np.float32, lambda: LossScalingOptimizer(optax.sgd(0.1), 1024), [0, 1, 2])
-    models.assert_trees_close(scaled.train()[0], expected(np.float32, lambda: optax.sgd(0.1)), 1e-5)
-    some = Model(np.float32, lambda: optax.sgd(0.1), [0, 1, 2], var_list=["a"])
+    scaled = Model(np.float32, lambda: LossScalingOptimizer(optax.sgd(0.1), 1024))
+    models.assert_trees_close(scaled.train()[0], expected(np.float32, sgd), 1e-5)
+    some = Model(np.float32, sgd, var_list=["a"])
     variables, _outputs = some.train()
     assert (variables["b"] == np.float32(0.3)).all()
     assert not (variables["a"] == np.float32(0.2)).all()
 
 
 def test_no_weight_at_all():
-    model = Model(np.float32, lambda: optax.sgd(0.1), [0, 1, 2], weigh=lambda mask: 0 * jnp.sum(mask))
+    model = Model(np.float32, sgd, weigh=lambda mask: 0 * jnp.sum(mask))
     variables, _outputs = model.train()
     assert (variables["a"] == np.float32(0.2)).all()
     assert (variables["b"] == np.float32(0.3)).all()
@@ -145,21 +161,21 @@ def test_no_weight_at_all():
 def test_wrong_weights():
     for weigh in (lambda mask: mask, lambda mask: mask[0] > 0):
         with pytest.raises(ValueError, match="loss_weight must be a scalar, an integer or floating-point"):
-            Model(np.float32, lambda: optax.sgd(0.1), [0, 1, 2], weigh=weigh)
+            Model(np.float32, sgd, weigh=weigh)
     mapped = lambda: MapGradientOptimizer(optax.sgd(0.1), lambda gradient, variable: gradient)  # noqa: E731
     with pytest.raises(ValueError, match="loss_weight and a MapGradientOptimizer cannot be combined"):
-        Model(np.float32, mapped, [0, 1, 2])
+        Model(np.float32, mapped)
 
 
 def test_checkpoints_are_those_without_weights(tmp_path):
-    weighted = Model(np.float32, lambda: optax.sgd(0.1), [0, 1, 2])
+    weighted = Model(np.float32, sgd)
     with ipu.Session() as session:
         session.run(weighted.infeed.initializer)
         session.run(weighted.compiled)
         session.save(tmp_path / "a")
         expected = session.variables
     del weighted
-    plain = Model(np.float32, lambda: optax.sgd(0.1), [0, 1, 2], is_weighted=False)
+    plain = Model(np.float32, sgd, is_weighted=False)
     with ipu.Session() as session:
         session.restore(tmp_path / "a", infeeds=False)
         models.assert_trees_close(session.variables, expected, 0)
@@ -168,7 +184,7 @@ def test_checkpoints_are_those_without_weights(tmp_path):
         session.save(tmp_path / "b")
         later = session.variables
     del plain
-    weighted = Model(np.float32, lambda: optax.sgd(0.1), [0, 1, 2])
+    weighted = Model(np.float32, sgd)
     with ipu.Session() as session:
         session.restore(tmp_path / "b", infeeds=False)
         models.assert_trees_close(session.variables, later, 0)
@@ -180,6 +196,6 @@ def test_losses_of_two_dtypes_in_one_session():
     with jax.enable_x64(True), ipu.Session() as session:
         for dtype, scope in ((np.float32, "narrow"), (np.float64, "wide")):
             with ipu.variable_scope(scope):
-                model = Model(dtype, lambda: optax.sgd(0.1), [0, 1, 2], name=scope)
+                model = Model(dtype, sgd, name=scope)
             session.run(model.infeed.initializer)
             session.run(model.compiled)

@@ -1,7 +1,6 @@
 """Exported by Graphcore's names: `serving`, and an estimator's `export_saved_model`."""
 
-import subprocess
-import sys
+import os
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +16,7 @@ from ipu_pipeline.ipu_run_config import IPURunConfig, RunConfig
 from ipu_pipeline.ipu_session_run_hooks import IPULoggingTensorHook
 from ipu_pipeline.optimizers import tf1
 from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput
+from tests.support import forked, front
 from tests.support.estimating import make_config
 
 RNG = np.random.default_rng(1)
@@ -78,8 +78,8 @@ def test_it_needs_no_python_code_of_the_model(exported):
         "import numpy as np, ipu_pipeline as ipu; ipu.set_num_devices(2); "
         f"print(ipu.load_program({str(path)!r})(np.ones((4, 5), np.float32))[0].shape)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "(4, 2)\n"
+    done = forked.run(code, {**os.environ, "JAX_PLATFORMS": "cpu"})
+    assert done.stdout == "(4, 2)\n", done.stderr
 
 
 @pytest.mark.parametrize(
@@ -176,32 +176,16 @@ def test_initial_values_are_said(tmp_path):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        (
-            {"predict_step_signature": None},
-            ValueError,
-            "one of `predict_step_signature` and `input_",
-        ),
+        ({"predict_step_signature": None}, ValueError, "one of `predict_step_signature` and `input_"),
         ({"input_dataset": [X[:4]]}, ValueError, "Both are given"),
-        (
-            {"predict_step_signature": SIGNATURE[0]},
-            TypeError,
-            "must be a list or tuple; got Shape",
-        ),
+        ({"predict_step_signature": SIGNATURE[0]}, TypeError, "must be a list or tuple; got Shape"),
         ({"predict_step_signature": []}, ValueError, "`predict_step_signature` cannot be empty"),
-        (
-            {"predict_step_signature": ["x"]},
-            TypeError,
-            "predict_step_signature.0. must be a jax",
-        ),
+        ({"predict_step_signature": ["x"]}, TypeError, "predict_step_signature.0. must be a jax"),
         ({"predict_step_signature": SIGNATURE * 2}, ValueError, r"\(2\) does not match the number of arg"),
         ({"iterations": 0}, ValueError, "iterations must be"),
         ({"output_names": ["a"]}, ValueError, "a name for each output of the last stage, which returns 2"),
         ({"output_names": 3}, TypeError, "output_names must be a string or a list"),
-        (
-            {"variable_initializer": 3},
-            TypeError,
-            "variable_initializer must be a function that",
-        ),
+        ({"variable_initializer": 3}, TypeError, "variable_initializer must be a function that"),
         ({"checkpoint_restore_dir": "x"}, ValueError, "both give the variables their values"),
         ({"preprocessing_step_signature": SIGNATURE}, ValueError, "is given without preprocessing_step"),
         (
@@ -270,8 +254,7 @@ def test_the_prediction_of_an_estimator_of_one_stage(tmp_path):
         optimizer = ipu.optimizers.CrossReplicaOptimizer(tf1.GradientDescentOptimizer(0.1))
         return IPUEstimatorSpec(mode, loss=loss, train_op=optimizer.minimize(loss))
 
-    options = ipu.config.IPUConfig()
-    options.auto_select_ipus = 2
+    options = front.ipu_config(2)
     config = RunConfig(IPURunConfig(2, options, num_replicas=2))
     estimator = IPUEstimator(model, tmp_path, config)
     estimator.train(lambda: [({"x": X[:4]}, X[:4, :2])] * 8, steps=4)
@@ -285,17 +268,9 @@ def test_the_prediction_of_an_estimator_of_one_stage(tmp_path):
     [
         ({"assets_extra": {"a": "b"}}, NotImplementedError, "assets_extra must be None.*copy such files"),
         ({"as_text": True}, NotImplementedError, "as_text must be False; got True"),
-        (
-            {"experimental_mode": "eval"},
-            NotImplementedError,
-            "experimental_mode must be .*PREDICT",
-        ),
+        ({"experimental_mode": "eval"}, NotImplementedError, "experimental_mode must be .*PREDICT"),
         ({"serving_input_receiver_fn": X}, TypeError, "must be a function that returns what a micro-batch"),
-        (
-            {"serving_input_receiver_fn": lambda: "x"},
-            TypeError,
-            "serving_input_receiver_fn returns must",
-        ),
+        ({"serving_input_receiver_fn": lambda: "x"}, TypeError, "serving_input_receiver_fn returns must"),
     ],
 )
 def test_wrong_exports(options, error, message, tmp_path):
