@@ -84,9 +84,7 @@ WHOLE_MODELS: dict[str, WholeModel] = {}
 
 
 def whole_model(
-    name: str,
-    make_batch: Callable[[Draw, int], tuple[torch.Tensor, ...]],
-    **options: Any,
+    name: str, make_batch: Callable[[Draw, int], tuple[torch.Tensor, ...]], **options: Any
 ) -> Callable[[type[Whole]], type[Whole]]:
     """A decorator that registers a model. Its options are those of `WholeModel`."""
 
@@ -125,39 +123,6 @@ class Mlp(Whole):
 
 
 @whole_model(
-    "variational",
-    lambda draw, rows: (draw.normal(rows, 3), draw.uniform(rows, 6), draw.uniform(rows, 6)),
-    num_inputs=2,
-)
-class Variational(Whole):
-    """A variational autoencoder that is given its noise; the loss is a sum of two."""
-
-    PLACES = ("encode", "sample", "decode", "loss")
-    LAYERS = ("encoder", "mean", "spread", "decoder")
-
-    def __init__(self):
-        super().__init__()
-        self.encoder = nn.Sequential(nn.Linear(6, 8), nn.GELU())
-        self.mean, self.spread = nn.Linear(8, 3), nn.Linear(8, 3)
-        self.decoder = nn.Sequential(nn.Linear(3, 8), nn.Mish(), nn.Linear(8, 6))
-
-    def forward(self, noise, x, target=None):
-        with self.at("encode"):
-            x = self.encoder(x)
-            mean, spread = self.mean(x), self.spread(x)
-        with self.at("sample"):
-            x = mean + noise * torch.exp(0.5 * spread)
-        with self.at("decode"):
-            x = torch.sigmoid(self.decoder(x))
-        with self.at("loss"):
-            if target is None:
-                return x
-            divergence = -0.5 * (1 + spread - mean.square() - spread.exp()).sum(-1)
-            rebuilt = functional.binary_cross_entropy(x, target, reduction="none").sum(-1)
-            return x, poptorch.identity_loss(divergence + rebuilt, reduction="mean")
-
-
-@whole_model(
     "siamese", lambda draw, rows: tuple(draw.normal(rows, 5, 4) for _one in range(3)), num_inputs=3
 )
 class Siamese(Whole):
@@ -185,8 +150,7 @@ class Siamese(Whole):
 
 
 @whole_model(
-    "two heads",
-    lambda draw, rows: (draw.normal(rows, 6), draw.normal(rows, 2), draw.integers(0, 3, rows)),
+    "two heads", lambda draw, rows: (draw.normal(rows, 6), draw.normal(rows, 2), draw.integers(0, 3, rows))
 )
 class TwoHeads(Whole):
     """Where an object is, and what; the loss is a sum with a trained balance."""
@@ -246,64 +210,3 @@ class Experts(Whole):
             dense = torch.zeros_like(every[..., 0]).scatter(1, chosen, weights)
             result = (y, chosen, dense)
             return result if target is None else (*result, functional.l1_loss(y, target))
-
-
-@whole_model(
-    "graph",
-    lambda draw, rows: (draw.normal(rows, 5, 4), draw.integers(0, 5, rows, 2, 9), draw.uniform(rows)),
-    num_inputs=2,
-)
-class Graph(Whole):
-    """Messages along edges; nodes add what they get."""
-
-    PLACES = ("round0", "round1", "head")
-    LAYERS = ("messages.0", "updates.0", "messages.1", "head")
-
-    def __init__(self):
-        super().__init__()
-        self.messages = nn.ModuleList([nn.Linear(8, 4) for _round in range(2)])
-        self.updates = nn.ModuleList([nn.RNNCell(4, 4), nn.LSTMCell(4, 4)])
-        self.head = nn.Linear(4, 1)
-
-    def forward(self, nodes, edges, target=None):
-        begin, end = (numbers[..., None].expand(-1, -1, 4) for numbers in edges.unbind(1))
-        x = nodes
-        for number, (message, update) in enumerate(zip(self.messages, self.updates, strict=True)):
-            with self.at(f"round{number}"):
-                ends = torch.cat([x.gather(1, begin), x.gather(1, end)], -1)
-                sums = torch.zeros_like(x).scatter_add(1, end, torch.tanh(message(ends)))
-                flat, hidden = sums.reshape(-1, 4), x.reshape(-1, 4)
-                made = update(flat, hidden) if number == 0 else update(flat, (hidden, hidden))[0]
-                x = made.view_as(x)
-        with self.at("head"):
-            y = self.head(x.logsumexp(1)).sigmoid().squeeze(-1)
-            return y if target is None else (y, functional.binary_cross_entropy(y, target))
-
-
-@whole_model(
-    "recommender",
-    lambda draw, rows: (draw.integers(0, 9, rows, 3), draw.normal(rows, 2), draw.normal(rows)),
-    num_inputs=2,
-)
-class Recommender(Whole):
-    """Factors of what somebody bought, beside a deep part."""
-
-    PLACES = ("factors", "deep", "last")
-    LAYERS = ("bag", "deep.0", "deep.2")
-
-    def __init__(self):
-        super().__init__()
-        self.bag, self.items = nn.EmbeddingBag(9, 4, mode="mean"), nn.Embedding(9, 3)
-        self.deep = nn.Sequential(nn.Linear(11, 6), nn.ReLU(), nn.Linear(6, 1))
-        self.wide = nn.Linear(2, 1, bias=False)
-
-    def forward(self, bought, person, rating=None):
-        with self.at("factors"):
-            items = self.items(bought)
-            pairs = 0.5 * (items.sum(1).square() - items.square().sum(1)).sum(-1)
-            bag = self.bag(bought)
-        with self.at("deep"):
-            deep = self.deep(torch.cat([bag, items[:, 0], person, person**2], 1))
-        with self.at("last"):
-            y = (deep + self.wide(person)).squeeze(1) + pairs
-            return y if rating is None else (y, functional.mse_loss(y, rating))

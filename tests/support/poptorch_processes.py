@@ -115,12 +115,6 @@ def train_all(cases):
     return found
 
 
-def train_in_float64(cases):
-    """`train_all` with numbers of 64 bits."""
-    jax.config.update("jax_enable_x64", True)
-    return train_all({name: {**given, "dtype": torch.float64} for name, given in cases.items()})
-
-
 class OneLayer(torch.nn.Module):
     """The least that can be trained."""
 
@@ -161,7 +155,6 @@ def make_with_buffers():
 def go_through(directory):
     """Trains with what else is done to a wrapped model in between; returns the weights after each step."""
     index, count = this_process()
-    torch.set_num_threads(1)
     model = seeded(TwoLayers)
     optimizer = make_adam(model.parameters())
     replicas = 2 // count
@@ -323,6 +316,24 @@ def find_faults(directory):
     mixed = [own[place] for place in range(2) for own in devices]
     found["straddling"] = say(lambda: straddling.prepare(mixed))
     return found, copy.deepcopy(executor.model.state_dict())
+
+
+def do_all(trained, alike, in_float64, directory):
+    """All of it in processes that are started once, since to import torch takes longest; by what it is."""
+    torch.set_num_threads(1)
+    found = {
+        "trained": train_all(trained),
+        "alike": train_all(alike),
+        "buffers": train(make_model=make_with_buffers),
+        "one layer": train_one_layer(),
+        "steps": go_through(directory),
+        "loaded": load_and_train(f"{directory}/profile"),
+        "calls": look_at_calls(2),
+        "faults": find_faults(directory),
+    }
+    jax.config.update("jax_enable_x64", True)
+    wide = {name: {**given, "dtype": torch.float64} for name, given in in_float64.items()}
+    return {**found, "in float64": train_all(wide)}
 
 
 def lose_another(how):

@@ -5,7 +5,6 @@ import math
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.nn.utils.parametrizations import weight_norm
 
 import ipu_pipeline.poptorch as poptorch
 from tests.support.poptorch_models import Whole, whole_model
@@ -21,32 +20,6 @@ def padded(draw, rows, length):
     """Words, of which the last ones of each row but not all may be 0."""
     lengths = draw.integers(2, length + 1, rows, 1)
     return torch.where(torch.arange(length) < lengths, words(draw, rows, length), 0)
-
-
-@whole_model("encoder", lambda draw, rows: (padded(draw, rows, 6), draw.integers(0, 3, rows)))
-class Encoder(Whole):
-    """A classifier of texts that are padded to one length."""
-
-    PLACES = ("embed", "encode", "head")
-    LAYERS = ("embedding", "encoder.layers.0", "encoder.layers.1", "head")
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, 8, padding_idx=0)
-        layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, activation="gelu", batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(8), enable_nested_tensor=False)
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, ids, target=None):
-        is_padding = ids == 0
-        with self.at("embed"):
-            x = self.embedding(ids) * math.sqrt(8)
-        with self.at("encode"):
-            x = self.encoder(x, src_key_padding_mask=is_padding)
-        with self.at("head"):
-            kept = ~is_padding[..., None]
-            x = self.head((x * kept).sum(1) / kept.sum(1))
-            return x if target is None else (x, functional.cross_entropy(x, target))
 
 
 class CausalLayer(nn.Module):
@@ -104,34 +77,6 @@ class Gpt(Whole):
             return x, functional.cross_entropy(flat, target.reshape(-1), ignore_index=-100)
 
 
-@whole_model(
-    "transformer",
-    lambda draw, rows: (words(draw, rows, 4), words(draw, rows, 3), words(draw, rows, 3)),
-    num_inputs=2,
-)
-class Translator(Whole):
-    """nn.Transformer; the encoder's result passes by the stages of the decoder."""
-
-    PLACES = ("embed", "transform", "last")
-    LAYERS = ("transformer.encoder", "transformer.decoder", "transformer.decoder.layers.0.linear2")
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, 8)
-        self.transformer = nn.Transformer(8, 2, 1, 1, dim_feedforward=10, dropout=0.0, batch_first=True)
-        self.last = nn.Linear(8, VOCABULARY)
-
-    def forward(self, source, shifted, target=None):
-        with self.at("embed"):
-            x, y = self.embedding(source), self.embedding(shifted)
-        with self.at("transform"):
-            mask = nn.Transformer.generate_square_subsequent_mask(y.shape[1], dtype=y.dtype)
-            y = self.transformer(x, y, tgt_mask=mask, tgt_is_causal=True)
-        with self.at("last"):
-            y = self.last(y)
-            return y if target is None else (y, functional.cross_entropy(y.transpose(1, 2), target))
-
-
 @whole_model("lstm tagger", lambda draw, rows: (padded(draw, rows, 5), draw.integers(0, 3, rows, 5)))
 class Tagger(Whole):
     """Both directions; tags of padding do not count, and others have weights."""
@@ -158,87 +103,6 @@ class Tagger(Whole):
                 return result
             target = target.masked_fill(ids == 0, -100)
             return result, functional.cross_entropy(x, target, weight=self.weights)
-
-
-@whole_model(
-    "gru translator",
-    lambda draw, rows: (words(draw, rows, 4), words(draw, rows, 3), words(draw, rows, 3)),
-    num_inputs=2,
-)
-class GruTranslator(Whole):
-    """A cell step by step, with attention to what the encoder gave."""
-
-    PLACES = ("embed", "encode", "decode", "last")
-    LAYERS = ("encoder", "cell", "last")
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, 5)
-        self.encoder = nn.GRU(5, 6, batch_first=True)
-        self.cell = nn.GRUCell(11, 6)
-        self.last = nn.Linear(12, VOCABULARY)
-
-    def forward(self, source, shifted, target=None):
-        with self.at("embed"):
-            x, y = self.embedding(source), self.embedding(shifted)
-        with self.at("encode"):
-            memory, hidden = self.encoder(x)
-            hidden = hidden[0]
-        with self.at("decode"):
-            steps = []
-            for position in range(y.size(1)):
-                scores = torch.bmm(memory, hidden[:, :, None]).squeeze(2)
-                seen = torch.einsum("bt,btd->bd", scores.softmax(1), memory)
-                hidden = self.cell(torch.cat([y[:, position], seen], -1), hidden)
-                steps.append(torch.cat([hidden, seen], -1))
-        with self.at("last"):
-            made = functional.log_softmax(self.last(torch.stack(steps, 1)), -1)
-            if target is None:
-                return made
-            return made, functional.nll_loss(made.flatten(0, 1), target.flatten())
-
-
-@whole_model(
-    "speech",
-    lambda draw, rows: (
-        draw.normal(rows, 3, 16),
-        draw.integers(6, 9, rows),
-        draw.integers(1, 5, rows, 3),
-        draw.integers(1, 4, rows),
-    ),
-    num_inputs=2,
-)
-class Speech(Whole):
-    """Convolutions in time, whose weights are directions and lengths, and the CTC loss."""
-
-    PLACES = ("first", "second", "head")
-    LAYERS = ("first", "second", "norm", "head")
-
-    def __init__(self):
-        super().__init__()
-        self.first = weight_norm(nn.Conv1d(3, 6, 5, stride=2, padding=2))
-        self.second = nn.Conv1d(6, 12, 3, padding=2, dilation=2, groups=2)
-        self.norm = nn.GroupNorm(3, 6)
-        self.head = nn.Linear(6, 5)
-
-    def forward(
-        self,
-        x,
-        lengths,
-        target=None,
-        target_lengths=None,
-    ):
-        with self.at("first"):
-            x = torch.tanh(self.first(x))
-        with self.at("second"):
-            x = self.norm(functional.glu(self.second(x), dim=1))
-        with self.at("head"):
-            x = self.head(x.permute(2, 0, 1)).log_softmax(-1)
-            result = x.transpose(0, 1)
-            if target is None:
-                return result, lengths
-            loss = functional.ctc_loss(x, target, lengths, target_lengths, zero_infinity=True)
-            return result, loss
 
 
 @whole_model(
@@ -276,13 +140,7 @@ class Bert(Whole):
         weights = torch.softmax(q @ k.transpose(-1, -2) / math.sqrt(4) + mask, -1)
         return layer["norm"](x + layer["out"]((weights @ v).transpose(1, 2).flatten(2)))
 
-    def forward(
-        self,
-        ids,
-        kinds,
-        labels=None,
-        follows=None,
-    ):
+    def forward(self, ids, kinds, labels=None, follows=None):
         with self.at("embed"):
             parts = zip(self.embeddings, (ids, self.position_ids, kinds), strict=True)
             x = self.dropout(self.norm(sum(embedding(numbers) for embedding, numbers in parts)))

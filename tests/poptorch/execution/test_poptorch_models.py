@@ -23,13 +23,8 @@ UNIT = 2.0**-53  # to which float64 rounds
 ILL_CONDITIONED = 1e-3
 
 # Those of `make test`, each once; `make thorough` has the others.
-FIRST = (
-    "resnet",
-    "gpt",
-    "lstm tagger",
-    "two heads",
-)
-FIRST_SEEDS = (28, 35, 84)
+FIRST = ("lstm tagger",)
+FIRST_SEEDS = (3, 68, 71, 116)
 NUM_RANDOM = int(os.environ.get("POPTORCH_CASES", "3"))
 
 
