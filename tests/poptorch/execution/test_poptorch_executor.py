@@ -585,7 +585,6 @@ def test_a_model_within_another_that_trains(is_first):
         poptorch.trainingModel(outer, make_options())
 
 
-@pytest.mark.thorough
 def test_models_that_are_joined_after_they_were_wrapped():
     first, second_model = make_model(), seeded(lambda: torch.nn.Linear(3, 3), 1)
     x, _target = make_batch()

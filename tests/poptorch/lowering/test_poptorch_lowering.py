@@ -358,7 +358,9 @@ def test_a_layer_becomes_what_one_would_write_by_hand(module, shape, has):
 
 def test_the_gradient_of_a_maximum_goes_to_the_first_of_equal_elements():
     layers = [nn.MaxPool2d(2), nn.MaxPool2d((1, 4)), nn.MaxPool2d(5), nn.MaxPool2d(2, ceil_mode=True)]
-    layers.append(nn.MaxPool3d((1, 2, 3)))
+    layers += [nn.MaxPool3d((1, 2, 3)), nn.MaxPool2d((2, 3), 2, dilation=(2, 1), return_indices=True)]
+    layers += [nn.AdaptiveMaxPool2d((4, 2)), nn.AvgPool2d(3, 2, 1, count_include_pad=False)]
+    layers.append(nn.AdaptiveAvgPool2d((4, 4)))
     torch.manual_seed(0)
     lowered.compare_all(
         {str(layer): (layer, torch.randint(0, 3, (2, 3, 6, 9)).float()) for layer in layers}

@@ -61,6 +61,7 @@ PIECES = {
     "leaky_relu": (F.leaky_relu, AROUND),
     "prelu": (F.prelu, AROUND, numbers(0.3)),
     "prelu channels": (F.prelu, AROUND[:12].reshape(2, 3, 2), numbers(0.3, -0.1, 2)),
+    "rrelu": (lambda x: F.rrelu(x, training=False), AROUND),
     "elu": (lambda x: F.elu(x, 0.7), WIDE),
     "celu": (lambda x: F.celu(x, 1.3), WIDE),
     "selu": (F.selu, WIDE),
@@ -89,6 +90,7 @@ PIECES = {
     "abs": (torch.abs, AROUND),
     "where number": (lambda x: torch.where(x > 0, x, -1.0), AROUND),
     "masked_fill": (lambda x: x.masked_fill(x > 1, -INF), AROUND),
+    "padding": (lambda w: F.embedding(torch.tensor([0, 2, 2]), w, padding_idx=2), MATRIX),
 }
 
 POWERS = {
