@@ -559,6 +559,10 @@ def multiplies_wrong_shapes(x):
     return [x @ x]
 
 
+def raises_key_error(x):
+    return [{"other": x}["mine"]]
+
+
 def asks_for_a_value(x):
     return [x * 2] if x.sum() > 0 else [x]
 
@@ -571,6 +575,12 @@ def returns_another_shape(x):
     ("body", "line", "message"),
     [
         (multiplies_wrong_shapes, "return [x @ x]", "RuntimeError: a and b must have same reduction dim"),
+        pytest.param(
+            raises_key_error,
+            'return [{"other": x}["mine"]]',
+            "KeyError: 'mine'",
+            marks=pytest.mark.thorough,
+        ),
         pytest.param(
             asks_for_a_value, "if x.sum() > 0", "Data-dependent branching", marks=pytest.mark.thorough
         ),
