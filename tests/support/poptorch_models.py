@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils.parametrizations import weight_norm
 
 import ipu_pipeline.poptorch as poptorch
 
@@ -135,7 +136,7 @@ class Siamese(Whole):
     def __init__(self):
         super().__init__()
         self.tower = nn.Sequential(
-            nn.Conv1d(5, 6, 2), nn.SELU(), nn.Flatten(), nn.Linear(18, 6), nn.Softsign()
+            nn.Conv1d(5, 6, 2), nn.SELU(), nn.Flatten(), weight_norm(nn.Linear(18, 6)), nn.Softsign()
         )
         self.loss = nn.TripletMarginLoss(margin=5.0)
 

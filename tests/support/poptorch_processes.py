@@ -3,6 +3,7 @@
 import copy
 import os
 import signal
+import traceback
 
 import jax
 import numpy as np
@@ -318,22 +319,33 @@ def find_faults(directory):
     return found, copy.deepcopy(executor.model.state_dict())
 
 
+def attempt(function, *arguments, **values):
+    """What a function returns, or its exception, told as a text: one part does not hide the others."""
+    try:
+        return function(*arguments, **values)
+    except Exception as error:
+        return AssertionError("".join(traceback.format_exception(error)))
+
+
 def do_all(trained, alike, in_float64, directory):
     """All of it in processes that are started once, since to import torch takes longest; by what it is."""
     torch.set_num_threads(1)
     found = {
-        "trained": train_all(trained),
-        "alike": train_all(alike),
-        "buffers": train(make_model=make_with_buffers),
-        "one layer": train_one_layer(),
-        "steps": go_through(directory),
-        "loaded": load_and_train(f"{directory}/profile"),
-        "calls": look_at_calls(2),
-        "faults": find_faults(directory),
+        "trained": attempt(train_all, trained),
+        "alike": attempt(train_all, alike),
+        "buffers": attempt(train, make_model=make_with_buffers),
+        "steps": attempt(go_through, directory),
+        "loaded": attempt(load_and_train, f"{directory}/profile"),
+        "calls": attempt(look_at_calls, 2),
     }
     jax.config.update("jax_enable_x64", True)
     wide = {name: {**given, "dtype": torch.float64} for name, given in in_float64.items()}
-    return {**found, "in float64": train_all(wide)}
+    return {**found, "in float64": attempt(train_all, wide)}
+
+
+def differ(directory):
+    """What processes do that differ from each other, in a run of their own: a fault may end it."""
+    return {"one layer": attempt(train_one_layer), "faults": attempt(find_faults, directory)}
 
 
 def lose_another(how):

@@ -744,6 +744,8 @@ THOROUGH = pytest.mark.thorough
     [
         ("ForkServer", 1, "for row in iterator: pass", -signal.SIGINT),
         pytest.param("ForkServer", 1, "os.kill(os.getpid(), 9)", -signal.SIGKILL, marks=THOROUGH),
+        pytest.param("ForkServer", 1, "pass", 0, marks=THOROUGH),
+        pytest.param("FileSystem", 1, "for row in iterator: pass", -signal.SIGINT, marks=THOROUGH),
         pytest.param("Fork", 0, "sys.exit(3)", 3, marks=THOROUGH),
         pytest.param("SharedMemory", 0, "raise ValueError", 1, marks=THOROUGH),
     ],

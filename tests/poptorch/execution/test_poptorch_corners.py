@@ -395,12 +395,19 @@ def test_modes_that_are_told(log):
 @pytest.mark.filterwarnings("error")
 def test_schedulers_of_rates_see_that_the_optimizer_is_used():
     model = Model(lambda self, x: poptorch.identity_loss(self.linear(x), "sum"))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    plain = copy.deepcopy(model)
+    optimizer, torchs = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain))
+    schedulers = [torch.optim.lr_scheduler.StepLR(each, 1, 0.5) for each in (optimizer, torchs)]
     executor = poptorch.trainingModel(model, make_options(), optimizer)
-    executor(x)
-    scheduler.step()
-    executor.setOptimizer(optimizer)
+    for _call in range(2):
+        executor(x)
+        torchs.zero_grad()
+        plain(x).backward()
+        torchs.step()
+        for scheduler in schedulers:
+            scheduler.step()
+        executor.setOptimizer(optimizer)
+    torch.testing.assert_close(model.state_dict(), plain.state_dict())
 
 
 def test_periods_of_anchored_values():

@@ -60,8 +60,9 @@ class Layers(nn.Module):
         (torch.float16, False, False),
         pytest.param(torch.float16, True, True, marks=pytest.mark.thorough),
         pytest.param(torch.bfloat16, False, True, marks=pytest.mark.thorough),
+        pytest.param(torch.bfloat16, True, True, marks=pytest.mark.thorough),
     ],
-    ids=["float16", "float16 layers", "bfloat16 input"],
+    ids=["float16", "float16 layers", "bfloat16 input", "bfloat16 layers"],
 )
 def test_layers_and_inputs_of_different_widths(dtype, is_narrow, has_encoder):
     """Compared with float32, for numbers as exact as narrow ones. Layers keep their input's dtype."""

@@ -39,7 +39,22 @@ def found_by_two(tmp_path_factory):
     """A folder, and what each of two processes found."""
     folder = tmp_path_factory.mktemp("two")
     arguments = TRAINED, RUN_ALIKE, IN_FLOAT64, str(folder)
-    return folder, run(processes.do_all, 2, *arguments, directory=folder / "run")
+    return folder, run(processes.do_all, 2, *arguments, directory=folder / "run", timeout=600)
+
+
+@pytest.fixture(scope="module")
+def found_by_others(tmp_path_factory):
+    """Likewise, of processes that differ."""
+    folder = tmp_path_factory.mktemp("others")
+    return folder, run(processes.differ, 2, str(folder), directory=folder / "run")
+
+
+def results_of(found, name):
+    """What each process found of a part; raises what was raised there."""
+    for own in found[1]:
+        if isinstance(own[name], Exception):
+            raise own[name]
+    return [own[name] for own in found[1]]
 
 
 def first(outputs):
@@ -55,8 +70,8 @@ def make_plain_adam(parameters):
 
 
 @pytest.mark.thorough  # two processes that import torch take 11 s of CPU time
-def test_two_processes_train_a_model(found_by_two):
-    made = [one["one layer"] for one in found_by_two[1]]
+def test_two_processes_train_a_model(found_by_others):
+    made = results_of(found_by_others, "one layer")
     plain = reference(seeded(processes.OneLayer), make_plain_sgd)
     for call in range(2):
         expected = torch.stack(plain.train(make_call(call, 2, 2), 1, 4, first)).detach()
@@ -96,12 +111,12 @@ def check_all(made, cases, tolerance):
 
 @pytest.mark.thorough
 def test_strategies_reductions_and_optimizers(found_by_two):
-    check_all([one["trained"] for one in found_by_two[1]], TRAINED, 1e-5)
+    check_all(results_of(found_by_two, "trained"), TRAINED, 1e-5)
 
 
 @pytest.mark.thorough
 def test_in_float64(found_by_two):
-    check_all([one["in float64"] for one in found_by_two[1]], IN_FLOAT64, 1e-12)
+    check_all(results_of(found_by_two, "in float64"), IN_FLOAT64, 1e-12)
 
 
 @pytest.mark.thorough
@@ -151,7 +166,7 @@ def test_micro_batches_are_dealt_to_the_replicas_of_all_processes():
 
 @pytest.mark.thorough
 def test_output_modes_are_those_of_as_many_replicas_in_one_process(found_by_two):
-    made = [one["alike"] for one in found_by_two[1]]
+    made = results_of(found_by_two, "alike")
     for name, given in RUN_ALIKE.items():
         replicas = given.get("replicas", 1)
         outputs, weights, _state = processes.train(**{**given, "replicas": 2 * replicas})
@@ -168,7 +183,7 @@ def test_output_modes_are_those_of_as_many_replicas_in_one_process(found_by_two)
 
 @pytest.mark.thorough
 def test_buffers_and_random_numbers_are_those_of_replicas(found_by_two):
-    made = [one["buffers"] for one in found_by_two[1]]
+    made = results_of(found_by_two, "buffers")
     outputs, weights, _state = processes.train(make_model=processes.make_with_buffers, replicas=2)
     means = [own_weights.pop("norm.running_mean") for _outputs, own_weights, _state in made]
     variances = [own_weights.pop("norm.running_var") for _outputs, own_weights, _state in made]
@@ -184,7 +199,7 @@ def test_buffers_and_random_numbers_are_those_of_replicas(found_by_two):
 
 @pytest.mark.thorough
 def test_checkpoints_and_values_that_change(found_by_two, tmp_path):
-    made = [one["steps"] for one in found_by_two[1]]
+    made = results_of(found_by_two, "steps")
     alone = processes.go_through(str(tmp_path))
     for own in made:
         for mine, expected in zip(own, alone, strict=True):
@@ -193,7 +208,7 @@ def test_checkpoints_and_values_that_change(found_by_two, tmp_path):
 
 @pytest.mark.thorough
 def test_data_loader(found_by_two):
-    made = [one["loaded"] for one in found_by_two[1]]
+    made = results_of(found_by_two, "loaded")
     plain = reference(seeded(processes.TwoLayers), processes.make_sgd)
     assert [len(batches) for batches, _losses, _weights in made] == [2, 2]
     rows = {tuple(row.tolist()) for batches, *_rest in made for x, _target in batches for row in x}
@@ -212,7 +227,7 @@ def test_data_loader(found_by_two):
 
 @pytest.mark.thorough
 def test_what_a_call_is_asked_for(found_by_two):
-    made = [one["calls"] for one in found_by_two[1]]
+    made = results_of(found_by_two, "calls")
     whole, _counts, expected, _latency = processes.look_at_calls(4)
     rounds = ITERATIONS * ACCUMULATION
     for index, (hidden, counts, zeros, latency) in enumerate(made):
@@ -249,8 +264,8 @@ FAULTS = {
 
 
 @pytest.mark.thorough
-def test_differences_and_what_several_processes_cannot_do_are_named(found_by_two):
-    made = [one["faults"] for one in found_by_two[1]]
+def test_differences_and_what_several_processes_cannot_do_are_named(found_by_others):
+    made = results_of(found_by_others, "faults")
     for index, (found, weights) in enumerate(made):
         texts = {"path": "poptorch.Options().Distributed", "own": index, "other": 1 - index}
         assert found.keys() == FAULTS.keys()

@@ -59,12 +59,13 @@ def check_training(model, options, make_optimizer, mean=True):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "reduction"),
-    [("one stage", "Sum"), pytest.param("sharded", "Mean", marks=pytest.mark.thorough)],
+    ("strategy", "reduction", "how"),
+    [("one stage", "Sum", "Post"), pytest.param("sharded", "Mean", "Running", marks=pytest.mark.thorough)],
 )
-def test_training_equals_plain_torch(strategy, reduction):
+def test_training_equals_plain_torch(strategy, reduction, how):
     options = with_replicas(2, 2, 2, STRATEGIES[strategy])
     options.Training.accumulationAndReplicationReductionType(poptorch.ReductionType[reduction])
+    options.Training.setMeanAccumulationAndReplicationReductionStrategy(poptorch.MeanReductionStrategy[how])
     check_training(make_model(), options, make_sgd, reduction == "Mean")
 
 
@@ -184,6 +185,7 @@ def train_rows(model, optimizer, batch, groups):
 GROUPS = {
     "All": (CommGroupType.All, 1, [None] * 4, ()),
     "NoGrouping": (CommGroupType.NoGrouping, 1, [0, 1, 2, 3], (4,)),
+    "Consecutive": (CommGroupType.Consecutive, 2, [0, 0, 1, 1], (2,)),
     "Orthogonal": (CommGroupType.Orthogonal, 2, [0, 1, 0, 1], (2,)),
 }
 
@@ -226,10 +228,10 @@ def test_other_threads_see_all_rows_while_a_model_is_captured():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("schedule", ["interleaved", "serial"])
+@pytest.mark.parametrize("schedule", ["interleaved", "serial", "parallel"])
 def test_parameters_of_groups_with_gradient_accumulation(schedule):
     """In pipelines, and in phases."""
-    kind, size, groups, rows = GROUPS["Orthogonal"]
+    kind, size, groups, rows = GROUPS["Consecutive" if schedule == "serial" else "Orthogonal"]
     model = seeded(lambda: Rows(rows))
     plain = copy.deepcopy(model)
     optimizer = make_adam(plain.parameters())
@@ -237,6 +239,8 @@ def test_parameters_of_groups_with_gradient_accumulation(schedule):
     if schedule == "serial":
         strategy = poptorch.SerialPhasedExecution("first", "rows")
         options.setExecutionStrategy(strategy.setTensorsLiveness(poptorch.Liveness.OffChipAfterFwd))
+    elif schedule == "parallel":
+        options.setExecutionStrategy(poptorch.ParallelPhasedExecution("first", "rows"))
     else:
         options.setPipelineSchedule(schedule)
     location = poptorch.TensorLocationSettings().useReplicatedTensorSharding(True)
@@ -514,6 +518,10 @@ def test_synthetic_data_and_anchors():
 def test_numbers_of_ipus():
     with pytest.raises(poptorch.Error, match="use of 6 IPUs, however PopTorch must reserve a minimum of 8"):
         poptorch.inferenceModel(make_model(), with_replicas(3))(make_batch(3)[0])
-    executor = poptorch.inferenceModel(make_model(), with_replicas(3).autoRoundNumIPUs(True))
-    executor.compile(make_batch(3)[0])
-    assert executor.isCompiled()
+    # One that is between others counts, too.
+    with pytest.raises(poptorch.Error, match="use of 3 IPUs, however PopTorch must reserve a minimum of 4"):
+        poptorch.inferenceModel(make_model(ipus=(0, 2)), make_options())(make_batch(3)[0])
+    model = make_model(ipus=(0, 2))
+    executor = poptorch.inferenceModel(model, with_replicas(2).autoRoundNumIPUs(True))
+    with torch.no_grad():
+        assert_close([executor(make_batch(4)[0])], [model(make_batch(4)[0])])

@@ -53,6 +53,7 @@ def train_as_torch(forward, updates=2, **attributes):
     """Compares training with plain torch: the loss is what forward returns."""
     x = torch.linspace(-1, 1, 12).reshape(4, 3)
     model = model_of(forward, **attributes)
+    model.tied = model.linear.weight
     plain = reference(model, lambda parameters: torch.optim.SGD(parameters, lr=0.1, weight_decay=0.1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
     executor = poptorch.trainingModel(model, make_options(1, 2), optimizer)
@@ -61,6 +62,7 @@ def train_as_torch(forward, updates=2, **attributes):
         expected = plain.train((x,), 1, 2, lambda loss: loss)
         assert_close([losses], [torch.stack(expected).detach()])
     assert_close(model.state_dict().values(), plain.model.state_dict().values())
+    assert model.tied is model.linear.weight
 
 
 def loss(value):
@@ -86,9 +88,10 @@ def _target(self, x):
 
 def in_every_way(self, x):
     with torch.no_grad():
-        y = self.linear(x) + self.linear(x).detach()
+        y = self.linear(x)
     with torch.inference_mode(False):
         z = self.linear(x)
+    y = y + self.linear(x).detach()
     return self.linear(x) * (y + _target(self, x)) + z * torch.no_grad()(self.linear)(x)
 
 
@@ -120,7 +123,7 @@ def in_two_stages(self, x):
     with poptorch.Block("a", ipu_id=0):
         y = self.linear(x)
     with poptorch.Block("b", ipu_id=1):
-        return torch.nn.functional.linear(x, self.linear.weight) * y.tanh()
+        return torch.nn.functional.linear(x, self.tied) * y.tanh()
 
 
 @pytest.mark.parametrize(
@@ -305,8 +308,8 @@ def test_hooks_on_gradients():
         executor = poptorch.trainingModel(model, make_options())
         with pytest.raises(poptorch.Error, match=message):
             executor(x)
-    handle.remove()
-    executor(x)
+        handle.remove()
+        executor(x)
 
 
 def test_files_that_errors_pass_over():
@@ -532,6 +535,7 @@ def scaled_in_place(found, weight):
     "compute",
     [
         lambda found, _weight: 2 * found,
+        lambda found, weight: found + 0.1 * weight.square().sum(),
         lambda found, _weight: (found, found.exp()),
         scaled_in_place,
         changed_by_another_name,

@@ -334,17 +334,18 @@ HALF = {
 
 
 @pytest.mark.thorough
-def test_sixteen_bits_are_computed_in_float32_where_torch_does():
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 3e-3), (torch.bfloat16, 3e-2)])
+def test_sixteen_bits_are_computed_in_float32_where_torch_does(dtype, tolerance):
     cases = {}
     torch.manual_seed(0)
     for name, (function, *args) in HALF.items():
         if isinstance(function, nn.Module):
             function = copy.deepcopy(function)
             function.reset_parameters()
-            function.half()
+            function.to(dtype)
         args = [
-            numbers(*HALVES.tolist()) + 0.1 if x is None else x.half() if x.is_floating_point() else x
+            numbers(*HALVES.tolist()) + 0.1 if x is None else x.to(dtype) if x.is_floating_point() else x
             for x in args
         ]
         cases[name] = (function, *args)
-    lowered.compare_all(cases, tolerance=3e-3)
+    lowered.compare_all(cases, tolerance=tolerance)

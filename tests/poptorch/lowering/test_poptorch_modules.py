@@ -59,8 +59,26 @@ def classes(number, *shape):
     return lambda draw, rows: (draw.normal(rows, number, *shape), draw.integers(0, number, rows, *shape))
 
 
+def signed(*shapes):
+    """Inputs of these shapes, and for each row 1 or -1."""
+
+    def make(draw, rows):
+        signs = 2 * draw.integers(0, 2, rows) - 1
+        return *(draw.normal(rows, *shape) for shape in shapes), signs.to(draw.dtype)
+
+    return make
+
+
 def probabilities(draw, rows):
     return draw.normal(rows, 4).softmax(-1), draw.normal(rows, 4).softmax(-1)
+
+
+def variances(draw, rows):
+    return draw.normal(rows, 4), draw.normal(rows, 4), 0.5 + draw.uniform(rows, 4)
+
+
+def counts(draw, rows):
+    return draw.normal(rows, 3), draw.integers(0, 2, rows, 3).to(draw.dtype)
 
 
 SEQUENCE = of_shape((4, 3))
@@ -165,15 +183,23 @@ ATTENTION = {
         lambda: nn.TransformerDecoderLayer(4, 1, 5, 0.0, "gelu", batch_first=True), of_shape((3, 4), (2, 4))
     ),
 }
-# Of torch's database of operators are all losses; here those that have a lowering of their own.
 LOSSES = {
+    "L1Loss": Module(nn.L1Loss, of_shape((4,), (4,))),
+    "MSELoss": Module(lambda: nn.MSELoss(reduction="sum"), of_shape((4,), (4,))),
     "SmoothL1Loss": Module(lambda: nn.SmoothL1Loss(beta=0.5), of_shape((4,), (4,))),
     "HuberLoss": Module(lambda: nn.HuberLoss(delta=0.5), of_shape((4,), (4,))),
     "CrossEntropyLoss": Module(lambda: nn.CrossEntropyLoss(label_smoothing=0.2), classes(3, 2)),
     "CrossEntropyLoss, probabilities": Module(nn.CrossEntropyLoss, probabilities),
     "NLLLoss": Module(lambda: nn.NLLLoss(reduction="none"), classes(4)),
+    "PoissonNLLLoss": Module(lambda: nn.PoissonNLLLoss(full=True), counts, num_fixed=1),
+    "GaussianNLLLoss": Module(nn.GaussianNLLLoss, variances),
     "KLDivLoss": Module(lambda: nn.KLDivLoss(reduction="batchmean"), probabilities),
     "BCELoss": Module(nn.BCELoss, probabilities, num_fixed=1),
+    "BCEWithLogitsLoss": Module(nn.BCEWithLogitsLoss, counts),
+    "MarginRankingLoss": Module(lambda: nn.MarginRankingLoss(0.5), signed((), ()), num_fixed=1),
+    "HingeEmbeddingLoss": Module(nn.HingeEmbeddingLoss, signed(()), num_fixed=1),
+    "CosineEmbeddingLoss": Module(nn.CosineEmbeddingLoss, signed((3,), (3,)), num_fixed=1),
+    "SoftMarginLoss": Module(nn.SoftMarginLoss, signed(()), num_fixed=1),
     "CTCLoss": Module(
         nn.CTCLoss,
         lambda draw, rows: (draw.normal(rows, 5, 4), draw.integers(1, 4, rows, 2)),
@@ -182,6 +208,8 @@ LOSSES = {
         ),
     ),
     "MultiMarginLoss": Module(lambda: nn.MultiMarginLoss(p=2, margin=0.7), classes(4)),
+    "MultiLabelSoftMarginLoss": Module(nn.MultiLabelSoftMarginLoss, counts, num_fixed=1),
+    "TripletMarginLoss": Module(lambda: nn.TripletMarginLoss(3.0, swap=True), of_shape((4,), (4,), (4,))),
 }
 GROUPS = {
     "activations": ACTIVATIONS,

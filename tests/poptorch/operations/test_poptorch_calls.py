@@ -80,7 +80,15 @@ def check_decoded(found, expected, blank):
         assert float(probabilities[number]) == pytest.approx(value, abs=2e-5)
 
 
-@pytest.mark.parametrize(("blank", "width"), [(0, 4), pytest.param(2, 7, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    ("blank", "width"),
+    [
+        pytest.param(0, 1, marks=pytest.mark.thorough),
+        (0, 4),
+        pytest.param(2, 7, marks=pytest.mark.thorough),
+        pytest.param(3, 30, marks=pytest.mark.thorough),
+    ],
+)
 def test_beam_search_as_by_hand(blank, width):
     probs = torch.log_softmax(2 * draw(9, 3, 4, seed=width), -1)
     lengths = torch.tensor([9, 4, 0])
