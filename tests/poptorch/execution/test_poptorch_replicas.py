@@ -521,7 +521,7 @@ def test_numbers_of_ipus():
     # One that is between others counts, too.
     with pytest.raises(poptorch.Error, match="use of 3 IPUs, however PopTorch must reserve a minimum of 4"):
         poptorch.inferenceModel(make_model(ipus=(0, 2)), make_options())(make_batch(3)[0])
-    model = make_model(ipus=(0, 2))
-    executor = poptorch.inferenceModel(model, with_replicas(2).autoRoundNumIPUs(True))
+    model = make_model()
+    executor = poptorch.inferenceModel(model, with_replicas(3).autoRoundNumIPUs(True))
     with torch.no_grad():
-        assert_close([executor(make_batch(4)[0])], [model(make_batch(4)[0])])
+        assert_close([executor(make_batch(3)[0])], [model(make_batch(3)[0])])

@@ -557,22 +557,24 @@ class Unusual(nn.Module):
             self.register_buffer(name, tensor)
         self.constant = torch.tensor([1j, 2.0, torch.nan])[:2]
 
-    def forward(self, x):
+    def forward(self, x, half):
         x = torch.where(self.flag, x + self.first + self.overlapping + self.whole[3:], torch.nan)
         x = x + self.transposed[:, 0] + self.expanded + self.empty.sum() + self.small
         x = x + self.narrow.float() + self.brain.float()
         x = (x * self.complex * self.conjugate).real + (self.constant * 1j).real.sum()
-        return x, x.clamp(-torch.inf, torch.inf), x.t().contiguous().view(-1), torch.full((2,), torch.nan)
+        odd = x.clamp(-torch.inf, torch.inf), x.t().contiguous().view(-1), torch.full((2,), torch.nan)
+        return x, *odd, half + self.narrow, self.brain * 2
 
 
 def test_unusual_tensors(tmp_path):
     model = Unusual()
     executor = poptorch.inferenceModel(model, make_options())
-    expected = executor(x)
+    expected = executor(x, x.half())
     executor.save(tmp_path / "file")
     loaded = poptorch.load(tmp_path / "file")
-    for actual in (loaded(x), loaded.model(x), model(x)):
+    for actual in (loaded(x, x.half()), loaded.model(x, x.half()), model(x, x.half())):
         for one, other in zip(actual, expected, strict=True):
+            assert one.dtype == other.dtype
             assert torch.equal(one.nan_to_num(7), other.nan_to_num(7))
     assert_same(model.state_dict(), loaded.model.state_dict())
 
