@@ -3,7 +3,6 @@
 import logging
 
 import pytest
-import torch
 
 import ipu_pipeline.poptorch as poptorch
 from ipu_pipeline.poptorch import enums, logs
@@ -17,21 +16,13 @@ def level():
     logs.logger.setLevel(before)
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [("TRACE", "TRACE"), (0, "TRACE"), ("DEBUG", "DEBUG"), (2, "INFO"), ("WARN", "WARNING"), (4, "ERROR")],
-)
-def test_log_levels(level, given, expected):
-    poptorch.setLogLevel(given)
-    assert level() == expected
-
-
-def test_logs_are_off(level):
+def test_log_levels(level):
+    expected = {"TRACE": "TRACE", 0: "TRACE", "DEBUG": "DEBUG", 2: "INFO", "WARN": "WARNING", 4: "ERROR"}
+    for given, name in expected.items():
+        poptorch.setLogLevel(given)
+        assert level() == name
     poptorch.setLogLevel("OFF")
     assert not logs.logger.isEnabledFor(logging.CRITICAL)
-
-
-def test_wrong_log_levels():
     with pytest.raises(ValueError, match="Invalid log level integer"):
         poptorch.setLogLevel(5)
     message = "Unknown log level: wibble. Valid values are DEBUG, ERR, INFO, OFF, TRACE and WARN"
@@ -90,13 +81,6 @@ def test_there_is_no_ipu():
     assert poptorch.ipuHardwareVersion() == 0
     with pytest.raises(ValueError, match="num_ipus must be an integer from 1; got 0"):
         poptorch.ipuHardwareIsAvailable(0)
-
-
-def test_nop():
-    x = torch.ones(2)
-    assert torch.equal(poptorch.nop(x), x)
-    with pytest.raises(poptorch.Error, match="nop must take a torch.tensor argument"):
-        poptorch.nop(5)
 
 
 def test_the_progress_bar(capsys):

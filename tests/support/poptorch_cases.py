@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 import ipu_pipeline.poptorch as poptorch
-from tests.support import poptorch_image_models, poptorch_sequence_models  # noqa: F401  # they register models
 from tests.support.poptorch_front import make_options
 from tests.support.poptorch_models import WHOLE_MODELS, Whole
 

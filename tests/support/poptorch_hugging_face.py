@@ -237,11 +237,7 @@ _WAV2VEC2 |= {"num_conv_pos_embedding_groups": 2, "hidden_dropout": 0.0, "attent
 _WAV2VEC2 |= {"activation_dropout": 0.0, "feat_proj_dropout": 0.0, "layerdrop": 0.0, "mask_time_prob": 0.0}
 _WAV2VEC2 |= {"apply_spec_augment": False}
 OTHERS = {
-    "BertForMaskedLM": (
-        _config("Bert", **SMALL, **NO_DROPOUT),
-        masked_tokens,
-        ["cls"],
-    ),
+    "BertForMaskedLM": (_config("Bert", **SMALL, **NO_DROPOUT), masked_tokens, ["cls"]),
     "BertForPreTraining": (_config("Bert", **SMALL, **NO_DROPOUT), pairs, ["bert.encoder.layer.1"]),
     "BertForTokenClassification": (
         _config("Bert", **SMALL, **NO_DROPOUT, num_labels=40),

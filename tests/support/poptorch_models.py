@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils.parametrizations import weight_norm
 
 import ipu_pipeline.poptorch as poptorch
 
@@ -84,9 +86,7 @@ WHOLE_MODELS: dict[str, WholeModel] = {}
 
 
 def whole_model(
-    name: str,
-    make_batch: Callable[[Draw, int], tuple[torch.Tensor, ...]],
-    **options: Any,
+    name: str, make_batch: Callable[[Draw, int], tuple[torch.Tensor, ...]], **options: Any
 ) -> Callable[[type[Whole]], type[Whole]]:
     """A decorator that registers a model. Its options are those of `WholeModel`."""
 
@@ -125,39 +125,6 @@ class Mlp(Whole):
 
 
 @whole_model(
-    "variational",
-    lambda draw, rows: (draw.normal(rows, 3), draw.uniform(rows, 6), draw.uniform(rows, 6)),
-    num_inputs=2,
-)
-class Variational(Whole):
-    """A variational autoencoder that is given its noise; the loss is a sum of two."""
-
-    PLACES = ("encode", "sample", "decode", "loss")
-    LAYERS = ("encoder", "mean", "spread", "decoder")
-
-    def __init__(self):
-        super().__init__()
-        self.encoder = nn.Sequential(nn.Linear(6, 8), nn.GELU())
-        self.mean, self.spread = nn.Linear(8, 3), nn.Linear(8, 3)
-        self.decoder = nn.Sequential(nn.Linear(3, 8), nn.Mish(), nn.Linear(8, 6))
-
-    def forward(self, noise, x, target=None):
-        with self.at("encode"):
-            x = self.encoder(x)
-            mean, spread = self.mean(x), self.spread(x)
-        with self.at("sample"):
-            x = mean + noise * torch.exp(0.5 * spread)
-        with self.at("decode"):
-            x = torch.sigmoid(self.decoder(x))
-        with self.at("loss"):
-            if target is None:
-                return x
-            divergence = -0.5 * (1 + spread - mean.square() - spread.exp()).sum(-1)
-            rebuilt = functional.binary_cross_entropy(x, target, reduction="none").sum(-1)
-            return x, poptorch.identity_loss(divergence + rebuilt, reduction="mean")
-
-
-@whole_model(
     "siamese", lambda draw, rows: tuple(draw.normal(rows, 5, 4) for _one in range(3)), num_inputs=3
 )
 class Siamese(Whole):
@@ -169,7 +136,7 @@ class Siamese(Whole):
     def __init__(self):
         super().__init__()
         self.tower = nn.Sequential(
-            nn.Conv1d(5, 6, 2), nn.SELU(), nn.Flatten(), nn.Linear(18, 6), nn.Softsign()
+            nn.Conv1d(5, 6, 2), nn.SELU(), nn.Flatten(), weight_norm(nn.Linear(18, 6)), nn.Softsign()
         )
         self.loss = nn.TripletMarginLoss(margin=5.0)
 
@@ -185,8 +152,7 @@ class Siamese(Whole):
 
 
 @whole_model(
-    "two heads",
-    lambda draw, rows: (draw.normal(rows, 6), draw.normal(rows, 2), draw.integers(0, 3, rows)),
+    "two heads", lambda draw, rows: (draw.normal(rows, 6), draw.normal(rows, 2), draw.integers(0, 3, rows))
 )
 class TwoHeads(Whole):
     """Where an object is, and what; the loss is a sum with a trained balance."""
@@ -248,62 +214,278 @@ class Experts(Whole):
             return result if target is None else (*result, functional.l1_loss(y, target))
 
 
-@whole_model(
-    "graph",
-    lambda draw, rows: (draw.normal(rows, 5, 4), draw.integers(0, 5, rows, 2, 9), draw.uniform(rows)),
-    num_inputs=2,
-)
-class Graph(Whole):
-    """Messages along edges; nodes add what they get."""
+# Of images.
 
-    PLACES = ("round0", "round1", "head")
-    LAYERS = ("messages.0", "updates.0", "messages.1", "head")
+
+class Residual(nn.Module):
+    """ResNet's basic block."""
+
+    def __init__(self, inputs, outputs, stride):
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(outputs)
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample = None
+        if stride != 1:
+            self.downsample = nn.Sequential(
+                nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
+            )
+
+    def forward(self, x):
+        y = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+        y += x if self.downsample is None else self.downsample(x)
+        return self.relu(y)
+
+
+@whole_model(
+    "resnet", lambda draw, rows: (draw.normal(rows, 3, 16, 16), draw.integers(0, 5, rows)), min_rows=2
+)
+class ResNet(Whole):
+    """ResNet-18 with few channels, and two of its four layers."""
+
+    PLACES = ("stem", "layer1", "layer2", "head")
+    LAYERS = ("layer1.0", "layer1.1", "layer2.0.downsample", "layer2.1.conv2", "fc")
 
     def __init__(self):
         super().__init__()
-        self.messages = nn.ModuleList([nn.Linear(8, 4) for _round in range(2)])
-        self.updates = nn.ModuleList([nn.RNNCell(4, 4), nn.LSTMCell(4, 4)])
-        self.head = nn.Linear(4, 1)
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, 4, 7, 1, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(3, 2, 1)
+        )
+        self.layer1 = nn.Sequential(Residual(4, 4, 1), Residual(4, 4, 1))
+        self.layer2 = nn.Sequential(Residual(4, 8, 2), Residual(8, 8, 1))
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Linear(8, 5)
 
-    def forward(self, nodes, edges, target=None):
-        begin, end = (numbers[..., None].expand(-1, -1, 4) for numbers in edges.unbind(1))
-        x = nodes
-        for number, (message, update) in enumerate(zip(self.messages, self.updates, strict=True)):
-            with self.at(f"round{number}"):
-                ends = torch.cat([x.gather(1, begin), x.gather(1, end)], -1)
-                sums = torch.zeros_like(x).scatter_add(1, end, torch.tanh(message(ends)))
-                flat, hidden = sums.reshape(-1, 4), x.reshape(-1, 4)
-                made = update(flat, hidden) if number == 0 else update(flat, (hidden, hidden))[0]
-                x = made.view_as(x)
+    def forward(self, x, target=None):
+        for place in ("stem", "layer1", "layer2"):
+            with self.at(place):
+                x = getattr(self, place)(x)
         with self.at("head"):
-            y = self.head(x.logsumexp(1)).sigmoid().squeeze(-1)
-            return y if target is None else (y, functional.binary_cross_entropy(y, target))
+            x = self.fc(torch.flatten(self.pool(x), 1))
+            return x if target is None else (x, functional.cross_entropy(x, target, label_smoothing=0.1))
 
 
 @whole_model(
-    "recommender",
-    lambda draw, rows: (draw.integers(0, 9, rows, 3), draw.normal(rows, 2), draw.normal(rows)),
-    num_inputs=2,
+    "unet",
+    lambda draw, rows: (draw.normal(rows, 2, 8, 12), draw.integers(0, 2, rows, 1, 8, 12).to(draw.dtype)),
 )
-class Recommender(Whole):
-    """Factors of what somebody bought, beside a deep part."""
+class UNet(Whole):
+    """Skips from each level down to the same level up: values that pass by stages."""
 
-    PLACES = ("factors", "deep", "last")
-    LAYERS = ("bag", "deep.0", "deep.2")
+    PLACES = ("down1", "down2", "bottom", "up2", "up1", "loss")
+    LAYERS = ("down1", "down2", "bottom", "rise2", "up2", "up1")
 
     def __init__(self):
         super().__init__()
-        self.bag, self.items = nn.EmbeddingBag(9, 4, mode="mean"), nn.Embedding(9, 3)
-        self.deep = nn.Sequential(nn.Linear(11, 6), nn.ReLU(), nn.Linear(6, 1))
-        self.wide = nn.Linear(2, 1, bias=False)
+        self.down1, self.down2 = self.make_level(2, 4), self.make_level(4, 6)
+        self.bottom = self.make_level(6, 6)
+        self.rise2 = nn.ConvTranspose2d(6, 6, 2, stride=2)
+        self.up2, self.up1 = self.make_level(12, 4), self.make_level(8, 4)
+        self.last = nn.Conv2d(4, 1, 1)
 
-    def forward(self, bought, person, rating=None):
-        with self.at("factors"):
-            items = self.items(bought)
-            pairs = 0.5 * (items.sum(1).square() - items.square().sum(1)).sum(-1)
-            bag = self.bag(bought)
-        with self.at("deep"):
-            deep = self.deep(torch.cat([bag, items[:, 0], person, person**2], 1))
+    @staticmethod
+    def make_level(inputs, outputs):
+        return nn.Sequential(
+            nn.Conv2d(inputs, outputs, 3, padding=1), nn.ELU(), nn.GroupNorm(2, outputs), nn.SiLU()
+        )
+
+    def forward(self, x, mask=None):
+        with self.at("down1"):
+            first = self.down1(x)
+        with self.at("down2"):
+            second = self.down2(functional.max_pool2d(first, 2))
+        with self.at("bottom"):
+            x = self.bottom(functional.avg_pool2d(second, 2))
+        with self.at("up2"):
+            x = self.up2(torch.cat([self.rise2(x), second], 1))
+        with self.at("up1"):
+            x = functional.interpolate(x, scale_factor=2, mode="bilinear", align_corners=False)
+            x = self.last(self.up1(torch.cat([x, first], 1)))
+        with self.at("loss"):
+            if mask is None:
+                return torch.sigmoid(x)
+            return x, functional.binary_cross_entropy_with_logits(x, mask)
+
+
+@whole_model("autoencoder", lambda draw, rows: (draw.uniform(rows, 1, 8, 8), draw.uniform(rows, 1, 8, 8)))
+class Autoencoder(Whole):
+    """Its tuple of results has a dictionary and a list in it."""
+
+    PLACES = ("encode", "decode")
+    LAYERS = ("encoder", "encoder.2", "decoder.0", "decoder.2")
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Sequential(
+            nn.Conv2d(1, 3, 3, stride=2, padding=1), nn.Softplus(), nn.Conv2d(3, 4, 3, 2, 1), nn.Tanh()
+        )
+        self.decoder = nn.Sequential(
+            nn.ConvTranspose2d(4, 3, 3, stride=2, padding=1, output_padding=1),
+            nn.LeakyReLU(0.1),
+            nn.ConvTranspose2d(3, 1, 2, stride=2),
+            nn.Sigmoid(),
+        )
+
+    def forward(self, x, target=None):
+        with self.at("encode"):
+            code = self.encoder(x)
+        with self.at("decode"):
+            made = self.decoder(code)
+            result = {"code": code, "made": [made]}
+            return (result,) if target is None else (result, functional.mse_loss(made, target))
+
+
+# Of texts.
+
+VOCABULARY = 11
+
+
+def words(draw, rows, length):
+    return draw.integers(1, VOCABULARY, rows, length)
+
+
+def padded(draw, rows, length):
+    """Words, of which the last ones of each row but not all may be 0."""
+    lengths = draw.integers(2, length + 1, rows, 1)
+    return torch.where(torch.arange(length) < lengths, words(draw, rows, length), 0)
+
+
+class CausalLayer(nn.Module):
+    """GPT's: norms first."""
+
+    def __init__(self, size, heads):
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(size), nn.LayerNorm(size)
+        self.qkv, self.mix = nn.Linear(size, 3 * size), nn.Linear(size, size)
+        self.wide, self.narrow = nn.Linear(size, 2 * size), nn.Linear(2 * size, size)
+
+    def forward(self, x):
+        rows, length, size = x.shape
+        parts = self.qkv(self.norm1(x)).view(rows, length, 3, self.heads, -1)
+        q, k, v = parts.permute(2, 0, 3, 1, 4).unbind(0)
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.mix(y.transpose(1, 2).reshape(rows, length, size))
+        return x + self.narrow(functional.gelu(self.wide(self.norm2(x)), approximate="tanh"))
+
+
+@whole_model(
+    "gpt",
+    lambda draw, rows: (
+        words(draw, rows, 5),
+        words(draw, rows, 5).masked_fill_(draw.uniform(rows, 5) < 0.2, -100),
+    ),
+)
+class Gpt(Whole):
+    """The embedding is the last layer's weight: one variable of the first and of the last stage."""
+
+    PLACES = ("embed", "layer0", "layer1", "last")
+    LAYERS = ("layers.0", "layers.1", "layers.1.wide", "head")
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 8)
+        self.positions = nn.Parameter(0.1 * torch.randn(1, 5, 8))
+        self.layers = nn.ModuleList([CausalLayer(8, 2), CausalLayer(8, 4)])
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids, target=None):
+        with self.at("embed"):
+            x = self.embedding(ids) + self.positions
+        for number, layer in enumerate(self.layers):
+            with self.at(f"layer{number}"):
+                x = layer(x)
         with self.at("last"):
-            y = (deep + self.wide(person)).squeeze(1) + pairs
-            return y if rating is None else (y, functional.mse_loss(y, rating))
+            x = self.head(self.norm(x))
+            if target is None:
+                return x
+            flat = x.view(-1, VOCABULARY)
+            return x, functional.cross_entropy(flat, target.reshape(-1), ignore_index=-100)
+
+
+@whole_model("lstm tagger", lambda draw, rows: (padded(draw, rows, 5), draw.integers(0, 3, rows, 5)))
+class Tagger(Whole):
+    """Both directions; tags of padding do not count, and others have weights."""
+
+    PLACES = ("embed", "recur", "head")
+    LAYERS = ("embedding", "lstm", "head")
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 4)
+        self.lstm = nn.LSTM(4, 5, bidirectional=True, batch_first=True)
+        self.head = nn.Linear(10, 3)
+        self.register_buffer("weights", torch.tensor([0.5, 1.0, 2.0]))
+
+    def forward(self, ids, target=None):
+        with self.at("embed"):
+            x = self.embedding(ids)
+        with self.at("recur"):
+            x, (last, _cell) = self.lstm(x)
+        with self.at("head"):
+            x = self.head(x).transpose(1, 2)
+            result = {"logits": x, "tags": x.argmax(1), "last": last.transpose(0, 1)}
+            if target is None:
+                return result
+            target = target.masked_fill(ids == 0, -100)
+            return result, functional.cross_entropy(x, target, weight=self.weights)
+
+
+@whole_model(
+    "bert",
+    lambda draw, rows: (
+        padded(draw, rows, 6),
+        draw.integers(0, 2, rows, 6),
+        padded(draw, rows, 6),
+        draw.integers(0, 2, rows),
+    ),
+    num_inputs=2,
+    find_loss=lambda outputs: outputs["loss"],
+)
+class Bert(Whole):
+    """Attention by hand, words masked out to be found again, and whether sentences follow each other."""
+
+    PLACES = ("embed", "layer0", "layer1", "pool", "words")
+    LAYERS = ("dropout", "layers.0", "layers.1", "pooler")
+
+    def __init__(self):
+        super().__init__()
+        self.embeddings = nn.ModuleList([nn.Embedding(n, 8) for n in (VOCABULARY, 6, 2)])
+        self.norm, self.dropout = nn.LayerNorm(8, eps=1e-12), nn.Dropout(0.0)
+        self.layers = nn.ModuleList([self.make_layer(), self.make_layer()])
+        self.pooler, self.follows = nn.Linear(8, 8), nn.Linear(8, 2)
+        self.bias = nn.Parameter(torch.zeros(VOCABULARY))
+        self.register_buffer("position_ids", torch.arange(6)[None])
+
+    @staticmethod
+    def make_layer():
+        return nn.ModuleDict({"qkv": nn.Linear(8, 24), "out": nn.Linear(8, 8), "norm": nn.LayerNorm(8)})
+
+    def attend(self, layer, x, mask):
+        q, k, v = (t.unflatten(-1, (2, 4)).transpose(1, 2) for t in layer["qkv"](x).chunk(3, -1))
+        weights = torch.softmax(q @ k.transpose(-1, -2) / math.sqrt(4) + mask, -1)
+        return layer["norm"](x + layer["out"]((weights @ v).transpose(1, 2).flatten(2)))
+
+    def forward(self, ids, kinds, labels=None, follows=None):
+        with self.at("embed"):
+            parts = zip(self.embeddings, (ids, self.position_ids, kinds), strict=True)
+            x = self.dropout(self.norm(sum(embedding(numbers) for embedding, numbers in parts)))
+            mask = (1.0 - (ids > 0)[:, None, None, :].to(x.dtype)) * -10000.0
+        for number, layer in enumerate(self.layers):
+            with self.at(f"layer{number}"):
+                x = self.attend(layer, x, mask)
+        with self.at("pool"):
+            pooled = torch.tanh(self.pooler(x[:, 0]))
+            relation = self.follows(pooled)
+        with self.at("words"):
+            logits = functional.linear(x, self.embeddings[0].weight, self.bias)
+            outputs = {"logits": logits, "pooled": pooled}
+            if labels is None or follows is None:
+                return outputs
+            of_words = functional.cross_entropy(logits.transpose(1, 2), labels)
+            loss = of_words + functional.cross_entropy(relation, follows)
+            return {"loss": poptorch.identity_loss(loss, reduction="sum"), **outputs}

@@ -3,6 +3,7 @@
 import copy
 import os
 import signal
+import traceback
 
 import jax
 import numpy as np
@@ -115,12 +116,6 @@ def train_all(cases):
     return found
 
 
-def train_in_float64(cases):
-    """`train_all` with numbers of 64 bits."""
-    jax.config.update("jax_enable_x64", True)
-    return train_all({name: {**given, "dtype": torch.float64} for name, given in cases.items()})
-
-
 class OneLayer(torch.nn.Module):
     """The least that can be trained."""
 
@@ -161,7 +156,6 @@ def make_with_buffers():
 def go_through(directory):
     """Trains with what else is done to a wrapped model in between; returns the weights after each step."""
     index, count = this_process()
-    torch.set_num_threads(1)
     model = seeded(TwoLayers)
     optimizer = make_adam(model.parameters())
     replicas = 2 // count
@@ -323,6 +317,35 @@ def find_faults(directory):
     mixed = [own[place] for place in range(2) for own in devices]
     found["straddling"] = say(lambda: straddling.prepare(mixed))
     return found, copy.deepcopy(executor.model.state_dict())
+
+
+def attempt(function, *arguments, **values):
+    """What a function returns, or its exception, told as a text: one part does not hide the others."""
+    try:
+        return function(*arguments, **values)
+    except Exception as error:
+        return AssertionError("".join(traceback.format_exception(error)))
+
+
+def do_all(trained, alike, in_float64, directory):
+    """All of it in processes that are started once, since to import torch takes longest; by what it is."""
+    torch.set_num_threads(1)
+    found = {
+        "trained": attempt(train_all, trained),
+        "alike": attempt(train_all, alike),
+        "buffers": attempt(train, make_model=make_with_buffers),
+        "steps": attempt(go_through, directory),
+        "loaded": attempt(load_and_train, f"{directory}/profile"),
+        "calls": attempt(look_at_calls, 2),
+    }
+    jax.config.update("jax_enable_x64", True)
+    wide = {name: {**given, "dtype": torch.float64} for name, given in in_float64.items()}
+    return {**found, "in float64": attempt(train_all, wide)}
+
+
+def differ(directory):
+    """What processes do that differ from each other, in a run of their own: a fault may end it."""
+    return {"one layer": attempt(train_one_layer), "faults": attempt(find_faults, directory)}
 
 
 def lose_another(how):

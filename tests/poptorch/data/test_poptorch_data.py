@@ -221,15 +221,6 @@ def test_workers_are_forked_without_a_warning():
     loader.terminate()
 
 
-def test_what_is_left_in_another_process():
-    loader = DataLoader(
-        make_options(2, 1), make_rows(11), batch_size=2, drop_last=False, mode=ASYNC, async_options=FORK
-    )
-    assert [len(batch[0]) for batch in loader] == [4, 4, 3]
-    assert len(loader) == 3
-    loader.terminate()
-
-
 @pytest.mark.parametrize(
     ("mode", "num_workers", "drop_last"), [(SYNC, 0, True), (ASYNC, 0, True), (REBATCHED, 2, False)]
 )
@@ -301,10 +292,8 @@ def test_parts_are_contiguous_and_equal():
     assert parts(auto_distributed_partitioning=False)[0] == [list(range(48))] * 3
 
 
-@pytest.mark.parametrize("async_options", [None, pytest.param(FORK, marks=pytest.mark.thorough)])
-def test_shuffled_parts_are_those_of_one_permutation(async_options):
-    mode = {} if async_options is None else {"mode": ASYNC, "async_options": async_options}
-    first, second = parts(times=2, seed=5, shuffle=True, **mode)
+def test_shuffled_parts_are_those_of_one_permutation():
+    first, second = parts(times=2, seed=5, shuffle=True)
     generator = torch.Generator().manual_seed(5)
     for given in (first, second):
         permutation = torch.randperm(50, generator=generator).tolist()
@@ -346,12 +335,6 @@ def test_accessor_over_what_can_be_iterated_over():
     accessor.terminate()
 
 
-def test_accessor_over_what_has_an_index():
-    accessor = AsynchronousDataAccessor(Rows(4), **FORK)
-    assert [row.item() for row in accessor] == [0, 1, 2, 3]
-    accessor.terminate()
-
-
 class HasJax:
     """Says whether the process that iterates over it has imported JAX."""
 
@@ -359,9 +342,21 @@ class HasJax:
         yield "jax" in sys.modules
 
 
-def test_a_process_that_loads_data_does_not_import_jax():
-    accessor = AsynchronousDataAccessor(HasJax())
-    assert list(accessor) == [False]
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (Rows(4), [0, 1, 2, 3]),
+        ([], []),
+        # A fork server takes no more than 254 open files, of which torch would need one for each tensor.
+        ([torch.tensor(n) for n in range(400)], list(range(400))),
+        (HasJax(), [False]),  # it need not
+    ],
+    ids=["by index", "nothing", "many tensors", "JAX"],
+)
+def test_accessor_over_other_things(data, expected):
+    accessor = AsynchronousDataAccessor(data)
+    for _time in range(2):
+        assert [row if isinstance(row, bool) else row.item() for row in accessor] == expected
     accessor.terminate()
 
 
@@ -490,28 +485,20 @@ def wait_for_size(path, size):
     return path.stat().st_size
 
 
-@pytest.mark.parametrize(("load_indefinitely", "num_loaded"), [(True, 2), (False, 1)])
-def test_load_indefinitely(tmp_path, load_indefinitely, num_loaded):
-    """How often the first row was loaded, when one iteration has ended and no other begun."""
+@pytest.mark.parametrize(
+    ("option", "before", "after"),
+    [("load_indefinitely", 0, 2), ("early_preload", 1, 1), (None, 0, 1)],
+)
+def test_when_an_iteration_begins_to_load(tmp_path, option, before, after):
+    """How often the first row was loaded, before and after one iteration while no other has begun."""
     data = Rows(9, at=0, what="append", argument=str(tmp_path / "loaded"))
-    accessor = AsynchronousDataAccessor(data, load_indefinitely=load_indefinitely)
+    options = {"load_indefinitely": False, **({} if option is None else {option: True})}
+    accessor = AsynchronousDataAccessor(data, **options)
+    if before:
+        assert wait_for_size(tmp_path / "loaded", before) == before
     assert len(list(accessor)) == 9
-    assert wait_for_size(tmp_path / "loaded", num_loaded) == num_loaded
+    assert wait_for_size(tmp_path / "loaded", after) == after
     assert [row.item() for row in accessor] == list(range(9))
-    accessor.terminate()
-
-
-def test_early_preload(tmp_path):
-    data = Rows(9, at=0, what="append", argument=str(tmp_path / "loaded"))
-    accessor = AsynchronousDataAccessor(data, early_preload=True)
-    assert wait_for_size(tmp_path / "loaded", 1) == 1
-    assert [row.item() for row in accessor] == list(range(9))
-    accessor.terminate()
-
-
-def test_data_without_batches():
-    accessor = AsynchronousDataAccessor([])
-    assert list(accessor) == list(accessor) == []
     accessor.terminate()
 
 
@@ -758,10 +745,9 @@ THOROUGH = pytest.mark.thorough
         ("ForkServer", 1, "for row in iterator: pass", -signal.SIGINT),
         pytest.param("ForkServer", 1, "os.kill(os.getpid(), 9)", -signal.SIGKILL, marks=THOROUGH),
         pytest.param("ForkServer", 1, "pass", 0, marks=THOROUGH),
-        pytest.param("Fork", 1, "for row in iterator: pass", -signal.SIGINT, marks=THOROUGH),
+        pytest.param("FileSystem", 1, "for row in iterator: pass", -signal.SIGINT, marks=THOROUGH),
         pytest.param("Fork", 0, "sys.exit(3)", 3, marks=THOROUGH),
         pytest.param("SharedMemory", 0, "raise ValueError", 1, marks=THOROUGH),
-        pytest.param("FileSystem", 1, "for row in iterator: pass", -signal.SIGINT, marks=THOROUGH),
     ],
 )
 def test_end_of_a_program(tmp_path, strategy, num_workers, end, code):
@@ -797,8 +783,7 @@ def test_arguments_of_torch_go_to_the_other_process():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("strategy", [SharingStrategy.SharedMemory, SharingStrategy.FileSystem])
-def test_processes_that_are_spawned(strategy):
+def test_processes_that_are_spawned():
     torch.manual_seed(3)
     loader = DataLoader(
         make_options(),
@@ -806,7 +791,7 @@ def test_processes_that_are_spawned(strategy):
         shuffle=True,
         num_workers=1,
         mode=ASYNC,
-        async_options={"sharing_strategy": strategy},
+        async_options={"sharing_strategy": SharingStrategy.FileSystem},
     )
     given = read(loader)
     torch.manual_seed(3)
@@ -815,13 +800,6 @@ def test_processes_that_are_spawned(strategy):
 
 
 # The parts
-
-
-def test_a_data_set_of_many_tensors():
-    """A fork server takes no more than 254 open files, of which torch would need one for each tensor."""
-    accessor = AsynchronousDataAccessor([torch.tensor(n) for n in range(400)])
-    assert [row.item() for row in accessor] == list(range(400))
-    accessor.terminate()
 
 
 Point = collections.namedtuple("Point", ["x", "y"])

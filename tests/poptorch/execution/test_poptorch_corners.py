@@ -64,6 +64,11 @@ def remove_buffer(self, x):
     return x
 
 
+def replace_buffer(self, x):
+    self.buffer = self.buffer + 1
+    return x
+
+
 def assign_data(self, x):
     self.buffer.data = self.buffer + 1
     return x + self.buffer
@@ -81,6 +86,7 @@ def return_item(self, x):
         (replace_parameter, "Parameter weight is removed or replaced when calling the forward method"),
         (replace_module, r"(Module|Parameter) linear\S* is removed or replaced"),
         (remove_buffer, "Buffer buffer is removed from the model when calling the forward method"),
+        (replace_buffer, "Buffer buffer is reassigned within the model when calling the forward method"),
         (assign_data, r"assigns the `.data` of a tensor"),
         (return_item, r"the result\[1\] of the model's forward asks for a value of a tensor"),
     ],
@@ -135,28 +141,32 @@ def test_data_is_a_detached_view():
     assert torch.equal(model.buffer, expected.buffer)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda m: setattr(m.sequence, "1", nn.GELU()), "1 of the model is another module"),
-        (
-            lambda m: setattr(m.linear, "weight", nn.Parameter(torch.ones(3, 3))),
-            "linear.weight of the model",
-        ),
-        (lambda m: m.load_state_dict(copy.deepcopy(m.state_dict()), assign=True), "is another tensor"),
-    ],
-)
-def test_what_was_replaced_since_it_was_compiled(change, message):
+def test_what_was_replaced_since_it_was_compiled():
     model = Model(lambda self, x: poptorch.identity_loss(self.linear(self.sequence(x)), "sum"))
     model.sequence = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
     executor = poptorch.trainingModel(model, make_options())
-    executor(x)
-    change(model)
-    with pytest.raises(poptorch.Error, match=message):
+    calls = [lambda: executor(x), executor.copyWeightsToHost, executor.copyWeightsToDevice]
+    calls += [lambda: executor.load_state_dict(model.state_dict())]
+    for change, message in [
+        (lambda: setattr(model.sequence, "1", nn.GELU()), "1 of the model is another module"),
+        (
+            lambda: setattr(model.linear, "weight", nn.Parameter(torch.ones(3, 3))),
+            "linear.weight of the model is another tensor than when",
+        ),
+        (
+            lambda: model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True),
+            "is another tensor",
+        ),
+    ]:
         executor(x)
-    with pytest.raises(poptorch.Error, match=message):
-        executor.copyWeightsToHost()
-    executor.destroy()
+        change()
+        for call in calls:
+            with pytest.raises(poptorch.Error, match=message):
+                call()
+        executor.detachFromDevice()
+        with pytest.raises(poptorch.Error, match=message):
+            executor.attachToDevice()
+        executor.destroy()
     inference = poptorch.inferenceModel(model, make_options())
     torch.testing.assert_close(inference(x)[0], model(x).detach())
 
@@ -236,33 +246,6 @@ def test_equal_arguments_that_are_no_tensors():
         executor(x, np.array([1, np.nan]), b=1.0, a=x)
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("is_narrow", [False, True], ids=["narrow input", "narrow layer"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("layer", "shape"),
-    [
-        (lambda: nn.Linear(3, 4), (2, 3)),
-        (lambda: nn.Linear(3, 4, bias=False), (2, 3)),
-        (lambda: nn.Conv1d(3, 4, 2), (2, 3, 5)),
-        (lambda: nn.ConvTranspose2d(3, 4, 2), (2, 3, 5, 5)),
-        (lambda: nn.GRU(3, 4), (2, 2, 3)),
-        (lambda: nn.LSTM(3, 4, bidirectional=True), (2, 2, 3)),
-    ],
-)
-def test_layers_and_inputs_of_different_widths(layer, shape, dtype, is_narrow):
-    torch.manual_seed(0)
-    module = layer()
-    given = torch.linspace(-1, 1, int(np.prod(shape))).reshape(shape)
-    expected = module(given)
-    found = infer(module.to(dtype), given) if is_narrow else infer(module, given.to(dtype))
-    found, expected = (
-        value if isinstance(value, torch.Tensor) else value[0] for value in (found, expected)
-    )
-    assert found.dtype is (torch.float32 if is_narrow else dtype)
-    torch.testing.assert_close(found.float(), expected.detach(), rtol=0.05, atol=0.05)
-
-
 # Losses, optimizers and random numbers
 
 
@@ -271,7 +254,6 @@ def test_layers_and_inputs_of_different_widths(layer, shape, dtype, is_narrow):
     [
         lambda y, x: functional.gaussian_nll_loss(y, x, torch.full_like(y, 0.5)),
         lambda y, x: functional.multilabel_soft_margin_loss(y, (x > 0).float()),
-        lambda y, x: nn.TripletMarginWithDistanceLoss()(y, x, x + 1),
     ],
 )
 def test_losses_that_are_made_of_other_operations(loss):
@@ -289,14 +271,13 @@ def test_losses_that_are_made_of_other_operations(loss):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-        pytest.param(lambda p: torch.optim.SGD(p, lr=0.1), marks=pytest.mark.thorough),
-        lambda p: torch.optim.Adam(p, lr=0.1),
         lambda p: torch.optim.NAdam(p, lr=0.1),
         *(
             pytest.param(make, marks=pytest.mark.thorough)
             for make in (
-                lambda p: torch.optim.AdamW(p, lr=0.1),
+                lambda p: torch.optim.SGD(p, lr=0.1),
+                lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+                lambda p: torch.optim.Adam(p, lr=0.1),
                 lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.5, centered=True),
                 lambda p: torch.optim.Adafactor(p, lr=0.1),
                 lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.1),
@@ -326,18 +307,18 @@ def test_the_state_of_an_optimizer_of_torchs(make):
         loss(model, x).backward()
         optimizer.step()
 
-    for number in range(6):
+    for number in range(4):
         train(plain, plain_optimizer)
-        if number in (0, 3):
+        if number in (0, 2):
             train(model, optimizer)
             continue
-        if number == 4:  # as from a checkpoint
+        if number == 3:  # as from a checkpoint
             saved, optimizer = copy.deepcopy(optimizer.state_dict()), make(model.linear.parameters())
             optimizer.load_state_dict(saved)
         executor = poptorch.trainingModel(model, make_options(), optimizer)
         executor(x)
         watched = optimizer.state_dict()["state"]  # while the model has it
-        if number == 2:
+        if number == 1:
             executor.detachFromDevice()
         executor.destroy()
     torch.testing.assert_close(model.linear.weight, plain.linear.weight, rtol=1e-5, atol=1e-6)
@@ -414,12 +395,19 @@ def test_modes_that_are_told(log):
 @pytest.mark.filterwarnings("error")
 def test_schedulers_of_rates_see_that_the_optimizer_is_used():
     model = Model(lambda self, x: poptorch.identity_loss(self.linear(x), "sum"))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    plain = copy.deepcopy(model)
+    optimizer, torchs = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain))
+    schedulers = [torch.optim.lr_scheduler.StepLR(each, 1, 0.5) for each in (optimizer, torchs)]
     executor = poptorch.trainingModel(model, make_options(), optimizer)
-    executor(x)
-    scheduler.step()
-    executor.setOptimizer(optimizer)
+    for _call in range(2):
+        executor(x)
+        torchs.zero_grad()
+        plain(x).backward()
+        torchs.step()
+        for scheduler in schedulers:
+            scheduler.step()
+        executor.setOptimizer(optimizer)
+    torch.testing.assert_close(model.state_dict(), plain.state_dict())
 
 
 def test_periods_of_anchored_values():
@@ -438,7 +426,7 @@ def test_offline():
     executor.compile(x)
     assert executor.isCompiled()
     assert not executor.isAttachedToDevice()
-    with pytest.raises(AssertionError, match="offline device"):
+    with pytest.raises(AssertionError, match="Trying to run a model on an offline device"):
         executor(x)
     with pytest.raises(AssertionError, match="offline device"):
         executor.attachToDevice()

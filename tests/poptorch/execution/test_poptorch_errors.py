@@ -144,33 +144,6 @@ def test_what_is_first_to_see_an_error_of_an_update(reads):
     assert torch.equal(model.weight, before)
 
 
-def test_the_host_fails_while_a_program_runs():
-    """An error of Python's within a program: JAX passes it on as its own, with the code INTERNAL."""
-
-    def fail(value):
-        raise KeyError("mine")
-
-    @torch.library.custom_op("tests_errors::fail", mutates_args=())
-    def failing(x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    failing.register_fake(torch.empty_like)
-    poptorch.register_lowering(
-        torch.ops.tests_errors.fail.default,
-        lambda x: jax.pure_callback(fail, jax.ShapeDtypeStruct(x.shape, x.dtype), x),
-    )
-
-    class Failing(torch.nn.Module):
-        def forward(self, x):
-            return torch.ops.tests_errors.fail(x)
-
-    executor = poptorch.inferenceModel(Failing(), make_options())
-    with pytest.raises(poptorch.Error, match="mine") as caught:
-        executor(make_batch(1)[0])
-    assert type(caught.value) is poptorch.Error
-    assert caught.value.type == "internal"
-
-
 # Times and spans.
 
 
@@ -183,11 +156,14 @@ def test_times_of_each_micro_batch(mode):
     options = make_options(3, mode=mode).replicationFactor(2).logCycleCount(True)
     executor = poptorch.inferenceModel(seeded(TwoLayers), options)
     x = make_batch(12)[0]
+    with pytest.raises(poptorch.Error, match="run the model at least once"):
+        executor.cycleCount()
     executor(x)
     begin = time.perf_counter()
     executor(x)
     length = time.perf_counter() - begin
     counters = executor.getPerfCounters()
+    assert list(counters) == ["input", "input_complete", "output", "output_complete"]
     assert {len(times) for times in counters.values()} == {6}
     for points in zip(*counters.values(), strict=True):
         assert list(points) == sorted(points)
@@ -198,6 +174,8 @@ def test_times_of_each_micro_batch(mode):
     assert 0 < least <= mean <= most < length
     assert sum(part[2] for part in parts) == pytest.approx(mean)
     assert 0 < executor.cycleCount() < length * 1e9
+    with pytest.raises(poptorch.Error, match="Cycle count logging is disabled"):
+        poptorch.inferenceModel(executor.model, make_options()).cycleCount()
 
 
 def test_spans_are_in_the_report(tmp_path):
@@ -264,8 +242,9 @@ def test_an_exception_in_a_function_on_the_host(ipus):
     x = torch.ones(4, 3)
     model(x)
     fails[0] = True
-    with pytest.raises(poptorch.Error, match="what the function says"):
+    with pytest.raises(poptorch.Error, match="what the function says") as caught:
         model(x)
+    assert (type(caught.value), caught.value.type) == (poptorch.Error, "internal")
     fails[0] = False
     assert torch.allclose(model(x), 2 * torch.tanh(x))
 

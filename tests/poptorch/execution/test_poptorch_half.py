@@ -30,9 +30,18 @@ class Layers(nn.Module):
                 nn.RNNCell(8, 5, nonlinearity="relu"),
             ]
         )
+        self.layers += [nn.Linear(8, 4), nn.Linear(8, 4, bias=False)]
+        self.images = nn.ModuleList(
+            [
+                nn.GroupNorm(2, 4),
+                nn.InstanceNorm1d(4, affine=True),
+                nn.Conv1d(4, 3, 2),
+            ]
+        )
         if has_encoder:
             self.layers.append(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True))
-        self.images = nn.ModuleList([nn.GroupNorm(2, 4), nn.InstanceNorm1d(4, affine=True)])
+            self.images += [nn.GRU(2, 3), nn.LSTM(2, 3, bidirectional=True)]
+        self.transposed = nn.ConvTranspose2d(2, 3, 2)
         self.bilinear = nn.Bilinear(8, 8, 3)
 
     def forward(self, x):
@@ -40,6 +49,7 @@ class Layers(nn.Module):
         return (
             *[layer(x) for layer in self.layers],
             *[layer(image) for layer in self.images],
+            self.transposed(x.reshape(-1, 2, 2, 2)),
             self.bilinear(x, x),
         )
 
@@ -48,12 +58,11 @@ class Layers(nn.Module):
     ("dtype", "is_narrow", "has_encoder"),
     [
         (torch.float16, False, False),
-        pytest.param(torch.float16, False, True, marks=pytest.mark.thorough),
         pytest.param(torch.float16, True, True, marks=pytest.mark.thorough),
         pytest.param(torch.bfloat16, False, True, marks=pytest.mark.thorough),
         pytest.param(torch.bfloat16, True, True, marks=pytest.mark.thorough),
     ],
-    ids=["float16", "float16 input", "float16 layers", "bfloat16 input", "bfloat16 layers"],
+    ids=["float16", "float16 layers", "bfloat16 input", "bfloat16 layers"],
 )
 def test_layers_and_inputs_of_different_widths(dtype, is_narrow, has_encoder):
     """Compared with float32, for numbers as exact as narrow ones. Layers keep their input's dtype."""
@@ -168,11 +177,10 @@ def test_blocks_and_losses_within_autocast(name):
 @pytest.mark.parametrize(
     ("region", "dtype"),
     [
-        (lambda: torch.autocast("cuda"), torch.float16),
         (lambda: torch.autocast("ipu"), torch.float16),
         (lambda: torch.amp.autocast("cuda", dtype=torch.bfloat16), torch.bfloat16),
     ],
-    ids=["cuda", "ipu", "cuda bfloat16"],
+    ids=["ipu", "cuda bfloat16"],
 )
 def test_autocast_for_other_devices(region, dtype, caplog):
     """What a program for a GPU says, counts here."""

@@ -3,6 +3,7 @@
 import copy
 import gc
 
+import jax
 import pytest
 import torch
 
@@ -22,6 +23,11 @@ from tests.support.poptorch_front import (
 )
 
 # Models.
+
+
+def make_strategy(*phases, separate=False):
+    strategy = SerialPhasedExecution(*phases).setTensorsLiveness(Liveness.OffChipAfterEachPhase)
+    return strategy.useSeparateBackwardPhase(separate)
 
 
 class Independent(torch.nn.Module):
@@ -63,22 +69,75 @@ NAMES = ["A", "A2", "B", "B2", "C", "C2"]
 SERIAL = [[Stage("A"), Stage("A2")], [Stage("B"), Stage("B2")], [Stage("C"), Stage("C2")]]
 
 
-def compare(model, strategy, num_calls=2, **values):
-    """Trains, and infers, by a strategy and in plain torch; returns the executors."""
+class Layers(torch.nn.Module):
+    """Two independent layers and what joins them."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)
+        self.register_buffer("before", torch.zeros(12, 6))
+        self.register_buffer("now", torch.zeros(12, 6))
+
+    def forward(self, x, target):
+        with poptorch.Block("A"):
+            a = torch.tanh(self.first(x))
+        with poptorch.Block("B"):
+            b = torch.tanh(self.second(x))
+        with poptorch.Block("end"):
+            return a, a * b, torch.nn.functional.mse_loss(a * b, target)
+
+
+class Delay(Layers):
+    """Keeps what it made two calls ago; block "read" is opened before the block of an earlier phase."""
+
+    def forward(self, x, target):
+        with poptorch.Block("read"):
+            x = x - 0.5 * self.now
+        with poptorch.Block("A"):
+            a = torch.tanh(self.first(target))
+            self.before.copy_(self.now)
+            self.now.copy_(a.detach())
+        with poptorch.Block("end"):
+            x = torch.tanh(self.second(x) + self.before)
+            return x, torch.nn.functional.mse_loss(x * a, target)
+
+
+class WritesInput(Layers):
+    """Writes an input into a buffer that is read before, neither in the first stage."""
+
+    def forward(self, x, target):
+        with poptorch.Block("A"):
+            a = torch.tanh(self.first(x))
+        with poptorch.Block("B"):
+            b = torch.tanh(self.second(a) - self.now)
+            self.now.copy_(x)
+        with poptorch.Block("end"):
+            return b, torch.nn.functional.mse_loss(a * b, target)
+
+
+def compare(model, strategy, num_calls=2, counts=(2, 3), mode=None, edit=lambda options: None, **values):
+    """Trains, and infers if it can, by a strategy and in plain torch; returns the executors."""
     inputs = torch.randn(2, 24, 6, generator=torch.Generator().manual_seed(3))
     x, target = inputs[0], inputs[1]
     plain = reference(copy.deepcopy(model), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
-    options = make_options(2, 3, strategy, **values)
+    options = make_options(*counts, strategy, mode, **values)
+    edit(options)
     training = poptorch.trainingModel(
         model, options, poptorch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     )
-    replicas = options.replication_factor
     for _call in range(num_calls):
         outputs = leaves(training(x, target))
-        expected = join(plain.train([x, target], 2, 3 * replicas, lambda out: out[-1]))
-        assert_close(outputs, expected)
+        number = counts[1] * options.replication_factor
+        expected = plain.train([x, target], counts[0], number, lambda out: out[-1])
+        if mode is poptorch.OutputMode.Sum:
+            sums = [torch.stack(same).sum(0) for same in zip(*map(leaves, expected), strict=True)]
+            assert_close([found.reshape(one.shape) for found, one in zip(outputs, sums, strict=True)], sums)
+        else:
+            assert_close(outputs, join(expected))
     training.copyWeightsToHost()
     assert_same_state(model, plain.model)
+    if isinstance(model, Layers):  # which has no forward without a target
+        return training, None
     model.eval()
     inference = poptorch.inferenceModel(model, make_options(6, strategy=strategy.clone()))
     with torch.no_grad():
@@ -92,7 +151,7 @@ def compare(model, strategy, num_calls=2, **values):
 @pytest.mark.parametrize(
     ("second", "ipus"),
     [
-        (Phase(Stage("B", "C").ipu(1)), [[[0], [1]], [[0], [1]]]),
+        pytest.param(Phase(Stage("B", "C").ipu(1)), [[[0], [1]], [[0], [1]]], marks=pytest.mark.thorough),
         # The loss is in C, and needs B. In inference they are parallel, and what they make is joined.
         (Phase(Stage("B").ipu(1), Stage("C").ipu(3)), [[[0], [1], [3]], [[0], [1, 3], [1]]]),
     ],
@@ -134,6 +193,7 @@ class Matrices(torch.nn.Module):
             return out if target is None else (out, self.loss(out, target))
 
 
+@pytest.mark.thorough
 def test_listing_13():
     model = seeded(Matrices)
     phases = [
@@ -161,9 +221,15 @@ def test_listing_13():
     assert_same_state(model, plain)
 
 
-@pytest.mark.parametrize("separate", [False, True])
-@pytest.mark.parametrize("liveness", Liveness)
-@pytest.mark.each_value
+@pytest.mark.parametrize(
+    ("liveness", "separate"),
+    [
+        (Liveness.OffChipAfterFwd, True),
+        pytest.param(Liveness.OffChipAfterEachPhase, False, marks=pytest.mark.thorough),
+        pytest.param(Liveness.AlwaysLive, True, marks=pytest.mark.thorough),
+        pytest.param(Liveness.OffChipAfterFwdNoOverlap, False, marks=pytest.mark.thorough),
+    ],
+)
 def test_listing_14(liveness, separate):
     strategy = SerialPhasedExecution(*map(list, SERIAL)).setTensorsLiveness(liveness)
     for phase in strategy.phases:
@@ -171,31 +237,31 @@ def test_listing_14(liveness, separate):
     compare(seeded(Pairs), strategy.useSeparateBackwardPhase(separate))
 
 
-class Numbered(torch.nn.Module):
-    """Listing 15: six layers in blocks "0" to "5"."""
+class Deep(torch.nn.Module):
+    """Layers of one size in blocks of their own; listing 15 has six of size 6."""
 
-    def __init__(self):
+    def __init__(self, number=6, size=64):
         super().__init__()
-        self.layers = torch.nn.ModuleList([torch.nn.Linear(6, 6) for _layer in range(6)])
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(size, size) for _layer in range(number)])
 
     def forward(self, x, target=None):
-        poptorch.Block.useAutoId()
-        for layer in self.layers:
-            with poptorch.Block():
+        for number, layer in enumerate(self.layers):
+            with poptorch.Block(str(number)):
                 x = torch.tanh(layer(x))
-                if layer is self.layers[5] and target is not None:
+                if target is not None and number == len(self.layers) - 1:
                     return x, torch.nn.functional.mse_loss(x, target)
         return x
 
 
-@pytest.mark.parametrize("off_chip", [False, pytest.param(True, marks=pytest.mark.thorough)])
-def test_listing_15(off_chip):
+@pytest.mark.thorough
+def test_listing_15():
     strategy = ParallelPhasedExecution(
         Phase(Stage("0"), Stage("1")), Phase(Stage("2"), Stage("3")), Phase(Stage("4"), Stage("5"))
     )
     for number, ipus in enumerate(((0, 2), (1, 3), (0, 2))):
         strategy.phase(number).ipus(*ipus)
-    training, _inference = compare(seeded(Numbered), strategy.sendTensorsOffChipAfterFwd(off_chip))
+    strategy.sendTensorsOffChipAfterFwd()
+    training, _inference = compare(seeded(lambda: Deep(size=6)), strategy)
     # A stage that needs what another one of its phase makes comes after it.
     assert training._compiled.stages.ipus == [0, 2, 1, 3, 0, 2]
     assert [level[0].phase for level in training._compiled.stages.levels] == [0, 0, 1, 1, 2, 2]
@@ -237,23 +303,7 @@ def test_independent_stages_of_a_phase_exchange_nothing():
         assert made[ActionKind.BACKWARD, stage] & read[ActionKind.BACKWARD, 0]
 
 
-class Deep(torch.nn.Module):
-    """Layers of one size in blocks of their own."""
-
-    def __init__(self, number=6, size=64):
-        super().__init__()
-        self.layers = torch.nn.ModuleList([torch.nn.Linear(size, size) for _layer in range(number)])
-
-    def forward(self, x, target=None):
-        for number, layer in enumerate(self.layers):
-            with poptorch.Block(str(number)):
-                x = torch.tanh(layer(x))
-                if target is not None and number == len(self.layers) - 1:
-                    return x, torch.nn.functional.mse_loss(x, target)
-        return x
-
-
-def measure_peak(liveness, separate=False, locations=None):
+def measure_peak(liveness, locations=None, separate=False):
     """The most bytes that a model's arrays take on the device while it trains."""
     strategy = SerialPhasedExecution(*map(str, range(6))).setTensorsLiveness(liveness)
     options = make_options(1, 2, strategy.useSeparateBackwardPhase(separate))
@@ -285,9 +335,9 @@ def measure_peak(liveness, separate=False, locations=None):
 def test_bytes_on_the_device_fall(off_chip, separate):
     """Six layers with Adam are 4 times their weights, and sums of gradients; a phase has those of one."""
     weights, inputs = 6 * (64 * 64 + 64) * 4, 2 * 64 * 64 * 4
-    live = measure_peak(Liveness.AlwaysLive, separate)
+    live = measure_peak(Liveness.AlwaysLive, separate=separate)
     assert live > 4 * weights
-    peaks = [measure_peak(liveness, separate) for liveness in off_chip]
+    peaks = [measure_peak(liveness, separate=separate) for liveness in off_chip]
     assert max(peaks) < 4 * weights / 6 + inputs + weights
     assert peaks[-1] < live / 4
 
@@ -384,11 +434,65 @@ def test_buffers_and_a_weight_of_two_phases(strategy):
 
 
 @pytest.mark.thorough
-def test_replicas():
-    strategy = SerialPhasedExecution(*map(list, SERIAL)).setTensorsLiveness(
-        Liveness.OffChipAfterFwdNoOverlap
-    )
-    compare(seeded(Pairs), strategy, replication_factor=2)
+def test_replicas_with_outputs_of_early_phases():
+    strategy = make_strategy([Stage("A"), Stage("B")], "end", separate=True)
+    compare(seeded(Layers), strategy, counts=(1, 2), replication_factor=2)
+
+
+@pytest.mark.parametrize(
+    ("make", "strategy"),
+    [
+        (Delay, make_strategy("A", "read", "end")),
+        (WritesInput, make_strategy("A", "B", "end")),
+        pytest.param(
+            WritesInput,
+            poptorch.ShardedExecution("A", "B", Stage("end").ipu(0)),
+            marks=pytest.mark.thorough,
+        ),
+    ],
+    ids=["delay", "input in phases", "input without phases"],
+)
+def test_what_a_buffer_had_before(make, strategy):
+    compare(seeded(make), strategy, counts=(1, 2))
+
+
+def test_a_buffer_that_is_written_at_the_same_time():
+    class AtOnce(Layers):
+        def forward(self, x, target):
+            with poptorch.Block("read"):
+                read = x * self.now
+            with poptorch.Block("A"):
+                self.now.copy_(torch.tanh(self.first(x)).detach())
+            with poptorch.Block("end"):
+                return torch.nn.functional.mse_loss(self.second(read), target)
+
+    strategy = make_strategy([Stage("A"), Stage("read")], "end")
+    message = "Buffer now is read in block read and written in block A, which are on different stages"
+    with pytest.raises(poptorch.Error, match=message):
+        poptorch.trainingModel(seeded(AtOnce), make_options(1, 2, strategy))(*torch.ones(2, 24, 6))
+
+
+def test_outputs_of_early_phases_are_summed():
+    """With nothing else in host memory than what goes from phase to phase."""
+    on_chip = poptorch.TensorLocationSettings().useOnChipStorage(True)
+
+    def locate(options):
+        for kind in ("Activation", "Weight", "Optimizer", "Accumulator"):
+            getattr(options.TensorLocations, f"set{kind}Location")(on_chip)
+
+    strategy = make_strategy([Stage("A"), Stage("B")], "end", separate=True)
+    compare(seeded(Layers), strategy, counts=(1, 2), mode=poptorch.OutputMode.Sum, edit=locate)
+
+
+def test_frozen_weights_are_in_host_memory():
+    """A model for inference has nothing else to take away."""
+    model = seeded(Layers).requires_grad_(requires_grad=False)
+    options = make_options(strategy=make_strategy("A", "B", "end"))
+    inference = poptorch.inferenceModel(model, options)
+    inputs = torch.randn(2, 12, 6)
+    assert_close(leaves(inference(*inputs))[:2], leaves(model(*inputs))[:2])
+    kinds = {array.sharding.memory_kind for array in jax.tree.leaves(inference._compiled.state.variables)}
+    assert kinds == {"pinned_host"}
 
 
 @pytest.mark.thorough
@@ -416,26 +520,26 @@ def test_dropout():
             return super().forward(torch.nn.functional.dropout(x, 0.5), target)
 
     found = []
-    for liveness in Liveness:
+    for liveness in (Liveness.AlwaysLive, Liveness.OffChipAfterEachPhase):
         model = seeded(Dropping)
         strategy = SerialPhasedExecution("0", "1", "2").setTensorsLiveness(liveness)
         training = poptorch.trainingModel(model, make_options(1, 3, strategy, random_seed=5))
         training(*torch.ones(2, 6, 6))
         training.copyWeightsToHost()
         found.append([value.clone() for value in model.state_dict().values()])
-    for other in found[1:]:
-        assert_close(other, found[0], 0)
+    assert_close(*found, 0)
 
 
 # What is refused.
 
 
-def run_blocks(blocks, strategy):
+def run_blocks(blocks, strategy, setting="grouped"):
     class Model(torch.nn.Module):
         def forward(self, x):
             return blocks(x)
 
-    poptorch.inferenceModel(Model(), make_options(strategy=strategy))(torch.ones(2))
+    options = make_options(strategy=strategy).setPipelineSchedule(setting)
+    poptorch.inferenceModel(Model(), options)(torch.ones(2))
 
 
 def in_block(name, x):
@@ -443,43 +547,32 @@ def in_block(name, x):
         return x.sin()
 
 
-def test_no_blocks():
-    with pytest.raises(poptorch.Error, match="No active Block, all the ops must belong to a Block"):
-        run_blocks(torch.sin, SerialPhasedExecution("A"))
+@pytest.mark.parametrize(
+    ("blocks", "phases", "error", "message"),
+    [
+        (torch.sin, ["A"], poptorch.Error, "No active Block, all the ops must belong to a Block"),
+        (
+            lambda x: in_block("B", in_block("A", x)),
+            ["B", "A"],
+            poptorch.Error,
+            r"Block B, in phase 0, reads what block A makes, in phase 1, which comes later",
+        ),
+        (
+            lambda x: in_block("A2", in_block("B", in_block("A", x))),
+            [[Stage("A", "A2"), Stage("B")]],
+            poptorch.Error,
+            "In phase 0 each of these stages reads .* makes, in a circle: .*block A, block A2",
+        ),
+        (lambda x: in_block("B", x), ["A"], AssertionError, "Unknown Block 'B' list of expected Blocks"),
+    ],
+)
+def test_what_cannot_be_phased(blocks, phases, error, message):
+    with pytest.raises(error, match=message):
+        run_blocks(blocks, SerialPhasedExecution(*phases))
 
 
-def test_a_phase_that_reads_what_a_later_one_makes():
-    def forward(x):
-        return in_block("B", in_block("A", x))
-
-    message = r"Block B, in phase 0, reads what block A makes, in phase 1, which comes later"
-    with pytest.raises(poptorch.Error, match=message):
-        run_blocks(forward, SerialPhasedExecution("B", "A"))
-
-
-def test_stages_of_a_phase_that_wait_for_each_other():
-    def forward(x):
-        return in_block("A2", in_block("B", in_block("A", x)))
-
-    message = (
-        "In phase 0 each of these stages reads what the next one makes, in a circle: .*block A, block A2"
-    )
-    with pytest.raises(poptorch.Error, match=message):
-        run_blocks(forward, SerialPhasedExecution([Stage("A", "A2"), Stage("B")]))
-
-
-def test_a_block_that_no_phase_has():
-    with pytest.raises(AssertionError, match="Unknown Block 'B' list of expected Blocks"):
-        run_blocks(lambda x: in_block("B", x), SerialPhasedExecution("A"))
-
-
-def test_a_phase_that_the_model_does_not_open(log):
-    run_blocks(lambda x: in_block("C", in_block("A", x)), SerialPhasedExecution("A", "B", "C"))
+def test_phases_and_a_schedule_without_effect(log):
+    strategy = SerialPhasedExecution("A", "B", "C")
+    run_blocks(lambda x: in_block("C", in_block("A", x)), strategy, setting="interleaved")
     assert "opens no block 'B'" in " ".join(log)
-
-
-def test_a_schedule_has_no_effect(log):
-    model = seeded(Skipping)
-    options = make_options(strategy=SerialPhasedExecution("0", "1", "2")).setPipelineSchedule("interleaved")
-    poptorch.inferenceModel(model, options)(torch.ones(2, 6))
     assert "setPipelineSchedule has no effect with poptorch.SerialPhasedExecution" in " ".join(log)

@@ -16,6 +16,46 @@ from tests.support import poptorch_processes as processes
 from tests.support.poptorch_front import assert_close, join, make_options, reference, second, seeded
 from tests.support.poptorch_processes import ACCUMULATION, CALLS, ITERATIONS, make_call, own_part, run
 
+TRAINED = {
+    # First, as it needs most devices; a process has two more than its replicas take.
+    "three replicas": {"replicas": 3},
+    "pipelined": {},
+    "sharded": {"strategy": "sharded"},
+    "one stage, two replicas": {"strategy": "one stage", "replicas": 2},
+    "sum, two replicas": {"reduction": "Sum", "replicas": 2},
+    "offloaded": {"make_optimizer": processes.make_adam, "offloads": True},
+}
+IN_FLOAT64 = {name: TRAINED[name] for name in ("sum, two replicas", "sharded", "offloaded")}
+RUN_ALIKE = {
+    "final, two replicas": {"mode": "Final", "replicas": 2},
+    "sum, two replicas": {"mode": "Sum", "replicas": 2},
+    "every": {"mode": "EveryN", "replicas": 2},
+    "one stage": {"mode": "Final", "strategy": "one stage"},
+}
+
+
+@pytest.fixture(scope="module")
+def found_by_two(tmp_path_factory):
+    """A folder, and what each of two processes found."""
+    folder = tmp_path_factory.mktemp("two")
+    arguments = TRAINED, RUN_ALIKE, IN_FLOAT64, str(folder)
+    return folder, run(processes.do_all, 2, *arguments, directory=folder / "run", timeout=600)
+
+
+@pytest.fixture(scope="module")
+def found_by_others(tmp_path_factory):
+    """Likewise, of processes that differ."""
+    folder = tmp_path_factory.mktemp("others")
+    return folder, run(processes.differ, 2, str(folder), directory=folder / "run")
+
+
+def results_of(found, name):
+    """What each process found of a part; raises what was raised there."""
+    for own in found[1]:
+        if isinstance(own[name], Exception):
+            raise own[name]
+    return [own[name] for own in found[1]]
+
 
 def first(outputs):
     return outputs
@@ -30,8 +70,8 @@ def make_plain_adam(parameters):
 
 
 @pytest.mark.thorough  # two processes that import torch take 11 s of CPU time
-def test_two_processes_train_a_model(tmp_path):
-    made = run(processes.train_one_layer, 2, directory=tmp_path)
+def test_two_processes_train_a_model(found_by_others):
+    made = results_of(found_by_others, "one layer")
     plain = reference(seeded(processes.OneLayer), make_plain_sgd)
     for call in range(2):
         expected = torch.stack(plain.train(make_call(call, 2, 2), 1, 4, first)).detach()
@@ -61,17 +101,6 @@ def check(made, replicas=1, make_optimizer=processes.make_sgd, tolerance=1e-5, i
         torch.testing.assert_close(weights, made[0][1], rtol=0, atol=0)
 
 
-TRAINED = {
-    # First, as it needs most devices; a process has two more than its replicas take.
-    "three replicas": {"replicas": 3},
-    "pipelined": {},
-    "sharded": {"strategy": "sharded"},
-    "one stage, two replicas": {"strategy": "one stage", "replicas": 2},
-    "sum, two replicas": {"reduction": "Sum", "replicas": 2},
-    "offloaded": {"make_optimizer": processes.make_adam, "offloads": True},
-}
-
-
 def check_all(made, cases, tolerance):
     for name, given in cases.items():
         is_adam = given.get("make_optimizer") is processes.make_adam
@@ -81,14 +110,13 @@ def check_all(made, cases, tolerance):
 
 
 @pytest.mark.thorough
-def test_strategies_reductions_and_optimizers(tmp_path):
-    check_all(run(processes.train_all, 2, TRAINED, directory=tmp_path), TRAINED, 1e-5)
+def test_strategies_reductions_and_optimizers(found_by_two):
+    check_all(results_of(found_by_two, "trained"), TRAINED, 1e-5)
 
 
 @pytest.mark.thorough
-def test_in_float64(tmp_path):
-    cases = {name: TRAINED[name] for name in ("sum, two replicas", "sharded", "offloaded")}
-    check_all(run(processes.train_in_float64, 2, cases, directory=tmp_path), cases, 1e-12)
+def test_in_float64(found_by_two):
+    check_all(results_of(found_by_two, "in float64"), IN_FLOAT64, 1e-12)
 
 
 @pytest.mark.thorough
@@ -136,17 +164,9 @@ def test_micro_batches_are_dealt_to_the_replicas_of_all_processes():
     assert dealt == [None, None, *own[:2], *[None] * 4, None, None, *own[2:], *[None] * 4]
 
 
-RUN_ALIKE = {
-    "final, two replicas": {"mode": "Final", "replicas": 2},
-    "sum, two replicas": {"mode": "Sum", "replicas": 2},
-    "every": {"mode": "EveryN", "replicas": 2},
-    "one stage": {"mode": "Final", "strategy": "one stage"},
-}
-
-
 @pytest.mark.thorough
-def test_output_modes_are_those_of_as_many_replicas_in_one_process(tmp_path):
-    made = run(processes.train_all, 2, RUN_ALIKE, directory=tmp_path)
+def test_output_modes_are_those_of_as_many_replicas_in_one_process(found_by_two):
+    made = results_of(found_by_two, "alike")
     for name, given in RUN_ALIKE.items():
         replicas = given.get("replicas", 1)
         outputs, weights, _state = processes.train(**{**given, "replicas": 2 * replicas})
@@ -162,25 +182,24 @@ def test_output_modes_are_those_of_as_many_replicas_in_one_process(tmp_path):
 
 
 @pytest.mark.thorough
-def test_buffers_and_random_numbers_are_those_of_replicas(tmp_path):
-    case = {"make_model": processes.make_with_buffers}
-    made = run(processes.train_all, 2, {"": case}, directory=tmp_path)
-    outputs, weights, _state = processes.train(**case, replicas=2)
-    means = [one[""][1].pop("norm.running_mean") for one in made]
-    variances = [one[""][1].pop("norm.running_var") for one in made]
+def test_buffers_and_random_numbers_are_those_of_replicas(found_by_two):
+    made = results_of(found_by_two, "buffers")
+    outputs, weights, _state = processes.train(make_model=processes.make_with_buffers, replicas=2)
+    means = [own_weights.pop("norm.running_mean") for _outputs, own_weights, _state in made]
+    variances = [own_weights.pop("norm.running_var") for _outputs, own_weights, _state in made]
     assert_close(
         [means[0], variances[0]], [weights.pop("norm.running_mean"), weights.pop("norm.running_var")]
     )
     assert (means[0] != means[1]).all()
-    for index, (own, own_weights, _state) in enumerate(one[""] for one in made):
+    for index, (own, own_weights, _state) in enumerate(made):
         assert_close(own_weights.values(), weights.values())
         for mine, expected in zip(own, outputs, strict=True):
             assert_close(mine, own_part(expected, ITERATIONS * ACCUMULATION, index, 2))
 
 
 @pytest.mark.thorough
-def test_checkpoints_and_values_that_change(tmp_path):
-    made = run(processes.go_through, 2, str(tmp_path), directory=tmp_path / "run")
+def test_checkpoints_and_values_that_change(found_by_two, tmp_path):
+    made = results_of(found_by_two, "steps")
     alone = processes.go_through(str(tmp_path))
     for own in made:
         for mine, expected in zip(own, alone, strict=True):
@@ -188,8 +207,8 @@ def test_checkpoints_and_values_that_change(tmp_path):
 
 
 @pytest.mark.thorough
-def test_data_loader(tmp_path):
-    made = run(processes.load_and_train, 2, str(tmp_path / "profile"), directory=tmp_path / "run")
+def test_data_loader(found_by_two):
+    made = results_of(found_by_two, "loaded")
     plain = reference(seeded(processes.TwoLayers), processes.make_sgd)
     assert [len(batches) for batches, _losses, _weights in made] == [2, 2]
     rows = {tuple(row.tolist()) for batches, *_rest in made for x, _target in batches for row in x}
@@ -202,12 +221,13 @@ def test_data_loader(tmp_path):
             assert_close([own[call]], own_part((losses,), 4, index, 2))
     for index, (_batches, _losses, weights) in enumerate(made):
         assert_close(weights.values(), plain.model.state_dict().values())
-        assert any((tmp_path / "profile" / "training" / f"process_{index}").rglob("*.xplane.pb"))
+        profile = found_by_two[0] / "profile" / "training" / f"process_{index}"
+        assert any(profile.rglob("*.xplane.pb"))
 
 
 @pytest.mark.thorough
-def test_what_a_call_is_asked_for(tmp_path):
-    made = run(processes.look_at_calls, 2, 2, directory=tmp_path)
+def test_what_a_call_is_asked_for(found_by_two):
+    made = results_of(found_by_two, "calls")
     whole, _counts, expected, _latency = processes.look_at_calls(4)
     rounds = ITERATIONS * ACCUMULATION
     for index, (hidden, counts, zeros, latency) in enumerate(made):
@@ -244,8 +264,8 @@ FAULTS = {
 
 
 @pytest.mark.thorough
-def test_differences_and_what_several_processes_cannot_do_are_named(tmp_path):
-    made = run(processes.find_faults, 2, str(tmp_path), directory=tmp_path / "run")
+def test_differences_and_what_several_processes_cannot_do_are_named(found_by_others):
+    made = results_of(found_by_others, "faults")
     for index, (found, weights) in enumerate(made):
         texts = {"path": "poptorch.Options().Distributed", "own": index, "other": 1 - index}
         assert found.keys() == FAULTS.keys()

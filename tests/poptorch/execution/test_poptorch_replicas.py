@@ -39,7 +39,6 @@ def make_model(**arguments):
 
 
 STRATEGIES = {
-    "pipelined": poptorch.PipelinedExecution(),
     "sharded": poptorch.ShardedExecution(),
     "one stage": poptorch.PipelinedExecution(poptorch.Stage("first", "second")),
 }
@@ -60,34 +59,13 @@ def check_training(model, options, make_optimizer, mean=True):
 
 
 @pytest.mark.parametrize(
-    "strategy",
-    [pytest.param(s, marks=pytest.mark.thorough if s == "sharded" else ()) for s in STRATEGIES],
+    ("strategy", "reduction", "how"),
+    [("one stage", "Sum", "Post"), pytest.param("sharded", "Mean", "Running", marks=pytest.mark.thorough)],
 )
-def test_training_equals_plain_torch(strategy):
-    check_training(make_model(), with_replicas(2, 2, 2, STRATEGIES[strategy]), make_sgd)
-
-
-@pytest.mark.thorough
-def test_four_replicas_of_two_stages():
-    executor = check_training(make_model(), with_replicas(4, 2, 2), make_adam)
-    state = executor._compiled.state
-    assert {len(value.devices()) for value in state.variables.values()} == {4}
-
-
-@pytest.mark.parametrize(
-    ("reduction", "strategy"),
-    [
-        ("Sum", "Post"),
-        pytest.param("Mean", "Running", marks=pytest.mark.thorough),
-        pytest.param("Mean", "PostAndLoss", marks=pytest.mark.thorough),
-    ],
-)
-def test_reductions(reduction, strategy):
-    options = with_replicas(2, 2, 2)
+def test_training_equals_plain_torch(strategy, reduction, how):
+    options = with_replicas(2, 2, 2, STRATEGIES[strategy])
     options.Training.accumulationAndReplicationReductionType(poptorch.ReductionType[reduction])
-    options.Training.setMeanAccumulationAndReplicationReductionStrategy(
-        poptorch.MeanReductionStrategy[strategy]
-    )
+    options.Training.setMeanAccumulationAndReplicationReductionStrategy(poptorch.MeanReductionStrategy[how])
     check_training(make_model(), options, make_sgd, reduction == "Mean")
 
 
@@ -129,7 +107,7 @@ def test_a_sum_of_half_gradients_does_not_overflow():
     "mode",
     [
         OutputMode.Final,
-        OutputMode.Sum,
+        pytest.param(OutputMode.Sum, marks=pytest.mark.thorough),
         pytest.param(OutputMode.EveryN, marks=pytest.mark.thorough),
     ],
     ids=["Final", "Sum", "EveryN"],
@@ -152,20 +130,15 @@ def test_output_modes(mode):
     assert_close([y, loss], [wanted(rows).reshape(-1, 3), wanted(losses).reshape(-1)])
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [pytest.param(CommGroupType.Consecutive, marks=pytest.mark.thorough), CommGroupType.Orthogonal],
-    ids=["Consecutive", "Orthogonal"],
-)
-def test_groups_of_replicas_with_the_same_inputs(kind):
+def test_groups_of_replicas_with_the_same_inputs():
+    """Consecutive ones; Orthogonal are those of the data loader's test."""
     model = make_model(ipus=(0, 0))
-    options = with_replicas(4, 3).inputReplicaGrouping(2, kind)
+    options = with_replicas(4, 3).inputReplicaGrouping(2, CommGroupType.Consecutive)
     x = make_batch(12)[0]
     output = poptorch.inferenceModel(model, options)(x)
-    groups = {CommGroupType.Consecutive: (0, 0, 1, 1), CommGroupType.Orthogonal: (0, 1, 0, 1)}[kind]
     with torch.no_grad():
         parts = [model(part) for part in x.chunk(6)]
-    assert_close([output], [torch.cat([parts[2 * k + g] for k in range(3) for g in groups])])
+    assert_close([output], [torch.cat([parts[2 * k + g] for k in range(3) for g in (0, 0, 1, 1)])])
     with pytest.raises(
         AssertionError, match=r"\(7\) must be a multiple of .*Iterations\(3\) \* \(Options."
     ):
@@ -217,8 +190,10 @@ GROUPS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n == "Orthogonal" else pytest.mark.thorough) for n in GROUPS]
+    "name",
+    ["All", "NoGrouping", "Orthogonal"],
 )
 def test_parameters_of_groups(name):
     kind, size, groups, rows = GROUPS[name]
@@ -253,10 +228,10 @@ def test_other_threads_see_all_rows_while_a_model_is_captured():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("schedule", ["grouped", "interleaved", "sequential", "serial", "parallel"])
+@pytest.mark.parametrize("schedule", ["interleaved", "serial", "parallel"])
 def test_parameters_of_groups_with_gradient_accumulation(schedule):
     """In pipelines, and in phases."""
-    kind, size, groups, rows = GROUPS["Orthogonal"]
+    kind, size, groups, rows = GROUPS["Consecutive" if schedule == "serial" else "Orthogonal"]
     model = seeded(lambda: Rows(rows))
     plain = copy.deepcopy(model)
     optimizer = make_adam(plain.parameters())
@@ -395,6 +370,10 @@ def test_wrong_groups():
     assert executor.per_replica_params == {"first.weight": (CommGroupType.All, 1, mode)}
     compiled = poptorch.inferenceModel(make_model(ipus=(0, 0)), with_replicas(2))
     compiled(make_batch()[0])
+    with pytest.raises(
+        poptorch.Error, match="replicaGrouping of first.weight must be called before the model is"
+    ):
+        compiled.first.weight.replicaGrouping(CommGroupType.All, 1, mode)
     tied = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
     tied[1].weight = tied[0].weight
     tied.forward = lambda x: tied[0](tied[1](x))
@@ -402,16 +381,6 @@ def test_wrong_groups():
     executor.per_replica_params = {"0.weight": (kind, 1, mode), "1.weight": (kind, 2, mode)}
     with pytest.raises(poptorch.Error, match="0.weight and 1.weight are one parameter, and have different"):
         executor(torch.ones(2, 2))
-
-
-def test_grouping_comes_before_compiling():
-    model = torch.nn.Linear(3, 2)
-    executor = poptorch.inferenceModel(model, with_replicas(2))
-    executor(make_batch()[0])
-    with pytest.raises(
-        poptorch.Error, match="replicaGrouping of weight must be called before the model is"
-    ):
-        executor.weight.replicaGrouping(CommGroupType.All, 1, VariableRetrievalMode.OnePerGroup)
 
 
 # Buffers, and what is shared out.
@@ -534,6 +503,7 @@ def test_a_data_loader_gives_what_a_call_takes():
         expected = plain.train(parts, 2, 12, second)
         assert_close(leaves(outputs), join(expected))
     assert_same_state(model, plain.model)
+    assert {len(value.devices()) for value in executor._compiled.state.variables.values()} == {4}
 
 
 def test_synthetic_data_and_anchors():
@@ -548,8 +518,10 @@ def test_synthetic_data_and_anchors():
 def test_numbers_of_ipus():
     with pytest.raises(poptorch.Error, match="use of 6 IPUs, however PopTorch must reserve a minimum of 8"):
         poptorch.inferenceModel(make_model(), with_replicas(3))(make_batch(3)[0])
-    options = with_replicas(3).autoRoundNumIPUs(True)
+    # One that is between others counts, too.
+    with pytest.raises(poptorch.Error, match="use of 3 IPUs, however PopTorch must reserve a minimum of 4"):
+        poptorch.inferenceModel(make_model(ipus=(0, 2)), make_options())(make_batch(3)[0])
     model = make_model()
-    output = poptorch.inferenceModel(model, options)(make_batch(3)[0])
+    executor = poptorch.inferenceModel(model, with_replicas(3).autoRoundNumIPUs(True))
     with torch.no_grad():
-        assert_close([output], [model(make_batch(3)[0])])
+        assert_close([executor(make_batch(3)[0])], [model(make_batch(3)[0])])

@@ -31,6 +31,13 @@ OTHERS = [
     "Wav2Vec2ForSequenceClassification",
 ]
 
+INFERRED = {  # of each kind of model one
+    "GPT2LMHeadModel",
+    "MixtralForCausalLM",
+    "T5ForConditionalGeneration",
+    "Wav2Vec2ForSequenceClassification",
+}
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _imported():
@@ -38,10 +45,6 @@ def _imported():
     global transformers, hf
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     from tests.support import poptorch_hugging_face as hf
-
-
-def adamw():
-    return hf.make_adamw, hf.make_plain_adamw
 
 
 # Softmax takes away what moves all scores alike, of a query or of a position.
@@ -101,8 +104,9 @@ def _modules_of(node):
     return [path for path, _kind in node.meta.get("nn_module_stack", {}).values()]
 
 
+@pytest.mark.thorough
 def test_two_layers_train():
-    """The quick one: an unmodified model, so that its outputs and its two losses are dealt with here."""
+    """An unmodified model: its outputs and its two losses are dealt with here."""
     trained = hf.Trained(
         hf.make_bert(num_hidden_layers=2, hidden_size=8, intermediate_size=8), hf.questions, accumulation=2
     )
@@ -117,33 +121,13 @@ def test_two_layers_train():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("strategy", "attention"), [(None, "sdpa"), (poptorch.ShardedExecution, "eager")], ids=str
-)
-def test_twenty_steps(strategy, attention):
-    model = hf.make_bert(hf.PipelinedBert, attn_implementation=attention)
-    trained = hf.Trained(model, hf.questions, strategy=strategy and strategy())
-    assert_same_training(trained, 20)
-    assert stages_of(trained.executor).ipus == [0, 1, 2, 3]
-    infer_as_torch(model, hf.questions, strategy=strategy and strategy())
-
-
-@pytest.mark.thorough
-def test_twenty_steps_of_adamw():
-    model = hf.make_bert(hf.PipelinedBert)
-    trained = hf.Trained(model, hf.questions, adamw())
-    assert_same_training(trained, 20)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(("is_wrapped", "is_adam"), [(False, False), (True, True)])
-def test_twenty_steps_in_float64(is_wrapped, is_adam):
+def test_twenty_steps_in_float64():
     with jax.enable_x64(True):
-        kind = hf.PipelinedBert if is_wrapped else transformers.BertForQuestionAnswering
-        model = hf.make_bert(kind).double()
-        trained = hf.Trained(model, hf.questions, adamw() if is_adam else None)
+        model = hf.make_bert(hf.PipelinedBert, attn_implementation="eager").double()
+        trained = hf.Trained(model, hf.questions, (hf.make_adamw, hf.make_plain_adamw))
         assert_same_training(trained, 20)
-        infer_as_torch(model, hf.questions)
+        assert stages_of(trained.executor).ipus == [0, 1, 2, 3]
+        infer_as_torch(model, hf.questions, strategy=poptorch.ShardedExecution())
 
 
 @pytest.mark.thorough
@@ -182,35 +166,6 @@ def test_all_that_a_model_returns():
     infer_as_torch(model, hf.questions)
 
 
-@pytest.mark.thorough
-def test_tuples_of_return_dict_false():
-    model = hf.make_bert(num_hidden_layers=2, return_dict=False)
-    output = assert_same_training(hf.Trained(model, hf.questions), 2)
-    assert type(output) is tuple
-    assert len(output) == 3
-
-
-@pytest.mark.thorough
-def test_exported_and_loaded(tmp_path):
-    model = hf.make_bert(num_hidden_layers=2, output_hidden_states=True)
-    plain = copy.deepcopy(model)
-    training = poptorch.trainingModel(model, make_options(1, 2), hf.make_adamw(model))
-    batch = hf.questions(4, 0)
-    training.compileAndExport(tmp_path / "bert.poptorch", **batch)
-    loaded = poptorch.load(tmp_path / "bert.poptorch")
-    for seed in range(2):
-        batch = hf.questions(4, seed)
-        output, again = training(**batch), loaded(**batch)
-        assert type(again) is type(output)
-        assert list(again) == list(output)
-        assert again["loss"] is again.loss
-        assert again.attentions is None
-        for one, other in zip(leaves(again), leaves(output), strict=True):
-            assert torch.equal(one, other)
-    assert output.loss.shape == (2,)
-    assert not torch.equal(model.qa_outputs.weight, plain.qa_outputs.weight)
-
-
 def test_a_cache_is_left_out(caplog):
     config = transformers.GPT2Config(**{**hf._GPT2, "n_layer": 1, "use_cache": True})
     model = transformers.GPT2Model(config).eval()
@@ -225,51 +180,15 @@ def test_a_cache_is_left_out(caplog):
     assert_close([found], [made.last_hidden_state])
 
 
-# Other kinds of number, dropout, checkpoints.
+# Checkpoints.
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 2e-2), (torch.bfloat16, 1e-1)])
-def test_half_precision(dtype, tolerance):
-    model = hf.make_bert(num_hidden_layers=2).to(dtype)
-    trained = hf.Trained(model, hf.questions)
-    for seed in range(3):
-        output, expected = trained.step(seed)
-        for one, other in zip(leaves(output), expected, strict=True):
-            assert one.dtype == other.dtype == dtype
-            assert relative_difference(one.float(), other.float()) < tolerance
-    for parameter, other in zip(model.parameters(), trained.plain.parameters(), strict=True):
-        assert parameter.dtype == dtype
-        assert relative_difference(parameter.float(), other.float()) < tolerance
-
-
-@pytest.mark.thorough
-def test_dropout():
-    """What is dropped depends on the seed, the step and the layer; without it losses are others."""
-
-    def losses(seed, rate=0.1):
-        values = {"hidden_dropout_prob": rate, "attention_probs_dropout_prob": rate}
-        model = hf.make_bert(num_hidden_layers=2, **values)
-        options = make_options(1, 2).randomSeed(seed)
-        # The weights stay, so that nothing else differs from step to step.
-        training = poptorch.trainingModel(model, options, poptorch.optim.SGD(model.parameters(), lr=0.0))
-        return torch.stack([training(**hf.questions(4, 0)).loss for _step in range(3)])
-
-    found = losses(1)
-    assert found.isfinite().all()
-    assert torch.equal(found, losses(1))
-    assert len(set(found.flatten().tolist())) == 6
-    assert not torch.equal(found, losses(2))
-    assert len(set(losses(1, 0.0)[:, 0].tolist())) == 1
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("is_reentrant", [False, True])
-def test_activation_checkpointing(is_reentrant):
+def test_activation_checkpointing():
     def make(is_on):
         model = hf.make_bert(use_cache=False)
         if is_on:
-            model.activation_checkpointing_enable({"use_reentrant": is_reentrant})
+            model.activation_checkpointing_enable({"use_reentrant": False})
         return hf.Trained(model, hf.questions)
 
     def held(trained):
@@ -279,34 +198,6 @@ def test_activation_checkpointing(is_reentrant):
     assert_same_training(trained, 3)
     assert_same_training(other, 1)
     assert 0 < held(trained) < held(other) / 2
-
-
-# Shared weights.
-
-
-@pytest.mark.thorough
-def test_tied_embeddings():
-    """The decoder of the last stage is the table of the first: one parameter, with both gradients."""
-    model = hf.make_bert(transformers.BertForMaskedLM)
-    assert model.cls.predictions.decoder.weight is model.bert.embeddings.word_embeddings.weight
-    trained = hf.Trained(model, hf.masked_tokens)
-    assert_same_training(trained, 20)
-    assert model.cls.predictions.decoder.weight is model.bert.embeddings.word_embeddings.weight
-    assert stages_of(trained.executor).ipus == [0, 1, 2, 3]
-    infer_as_torch(model, hf.masked_tokens)
-
-
-@pytest.mark.thorough
-def test_replicas():
-    model = hf.make_bert(num_hidden_layers=2)
-    plain = hf.Trained(model, hf.questions, accumulation=4)
-    own = copy.deepcopy(plain.plain)
-    options = make_options(1, 2).replicationFactor(2)
-    training = poptorch.trainingModel(own, options, hf.make_sgd(own))
-    for seed in range(3):
-        training(**hf.questions(8, seed))
-        plain.step(seed)
-    assert_close(own.parameters(), plain.plain.parameters())
 
 
 # Data.
@@ -363,9 +254,12 @@ def test_other_models(name):
     assert sorted(hf.OTHERS) == OTHERS
     model, make_batch = hf.make_other(name)
     trained = hf.Trained(model, make_batch)
-    assert_same_training(trained, 3)
+    assert_same_training(trained, 2)
+    if name == "BertForMaskedLM":  # the decoder of the last stage is the table of the first
+        assert model.cls.predictions.decoder.weight is model.bert.embeddings.word_embeddings.weight
     assert len(stages_of(trained.executor).ipus) == 1 + len(hf.OTHERS[name][2])
-    infer_as_torch(model, make_batch)
+    if name in INFERRED:
+        infer_as_torch(model, make_batch)
 
 
 @pytest.mark.thorough

@@ -129,15 +129,6 @@ def test_a_file_is_loaded_without_running_code_of_it(tmp_path, exported):
 INJECTED = "x=__import__('pathlib').Path('EXPLODED').touch()"
 
 
-def test_names_that_are_code_are_real(tmp_path):
-    """torch runs what it makes of the names in a graph, where nobody refuses it."""
-    code = INJECTED.replace("EXPLODED", str(tmp_path / "exploded"))
-    graph = torch.fx.Graph()
-    graph.output(graph.placeholder(code))
-    torch.fx.GraphModule({}, graph)(1)
-    assert (tmp_path / "exploded").exists()
-
-
 def nodes(data):
     return data["program"]["nodes"]
 

@@ -32,17 +32,6 @@ def sections(forward, strategy=None, module=None):
     return [(s.ipu, s.name, [node.target._schema.name[6:] for node in s.nodes]) for s in found]
 
 
-def test_blocks_are_sections():
-    def forward(self, x):
-        with poptorch.Block("a", ipu_id=0):
-            x = x.sin()
-        with poptorch.Block("b", ipu_id=1):
-            x = x.cos()
-        return x.tan()
-
-    assert sections(forward) == [(0, "block a", ["sin"]), (1, "block b", ["cos", "tan"])]
-
-
 def test_what_is_before_the_first_block_is_on_ipu_0():
     def forward(self, x):
         x = x.sin()
@@ -197,8 +186,6 @@ def test_a_block_that_goes_back_to_an_earlier_ipu():
             return x
 
     x = torch.linspace(0, 1, 8)
-    for stage in (poptorch.AutoStage.SameAsIpu, poptorch.AutoStage.AutoIncrement):
-        executor = poptorch.inferenceModel(
-            Model(), make_options(4, strategy=poptorch.PipelinedExecution(stage))
-        )
-        assert_close([executor(x)], [x.sin().sin().sin()])
+    executor = poptorch.inferenceModel(Model(), make_options(4))
+    assert_close([executor(x)], [x.sin().sin().sin()])
+    assert executor._compiled.stages.ipus == [0, 1, 0]

@@ -61,6 +61,7 @@ PIECES = {
     "leaky_relu": (F.leaky_relu, AROUND),
     "prelu": (F.prelu, AROUND, numbers(0.3)),
     "prelu channels": (F.prelu, AROUND[:12].reshape(2, 3, 2), numbers(0.3, -0.1, 2)),
+    "rrelu": (lambda x: F.rrelu(x, training=False), AROUND),
     "elu": (lambda x: F.elu(x, 0.7), WIDE),
     "celu": (lambda x: F.celu(x, 1.3), WIDE),
     "selu": (F.selu, WIDE),
@@ -89,6 +90,7 @@ PIECES = {
     "abs": (torch.abs, AROUND),
     "where number": (lambda x: torch.where(x > 0, x, -1.0), AROUND),
     "masked_fill": (lambda x: x.masked_fill(x > 1, -INF), AROUND),
+    "padding": (lambda w: F.embedding(torch.tensor([0, 2, 2]), w, padding_idx=2), MATRIX),
 }
 
 POWERS = {
@@ -247,21 +249,8 @@ INTEGERS = {
         BYTES,
     ),
     "bytes and numbers": (lambda a: [a + (-1), a > -1], BYTES),
-    "bools": (
-        lambda a: [
-            a + a,
-            a * a,
-            a.sum(),
-            a + 1,
-            a & True,
-            a.logical_not(),
-            a.cumsum(0),
-            a.any(),
-            a.all(),
-            a * 0.5,
-        ],
-        BOOLS,
-    ),
+    "bools": (lambda a: [a + a, a * a, a + 1, a & True, a.logical_not(), a * 0.5], BOOLS),
+    "bools together": (lambda a: [a.sum(), a.cumsum(0), a.any(), a.all()], BOOLS),
     "casts": (
         lambda x: [x.to(torch.uint8), x.to(torch.int8), x.to(torch.int16), x.int(), x.bool(), x.long()],
         FLOATS,
@@ -270,26 +259,10 @@ INTEGERS = {
     "mixed": (lambda a, b, c: [a + b, b * c, a == c, torch.where(c, a, b)], PLUS[:3], BYTES, BOOLS),
     "pool": (lambda x: F.max_pool1d(x.float(), 2), PLUS.reshape(1, 1, 4)),
     "product": (lambda a, b: [a @ b, torch.outer(a, b)], PLUS, MINUS),
-    "made": (
-        lambda: [
-            torch.arange(5),
-            torch.arange(3, 0, -1),
-            torch.arange(0, 1, 0.25),
-            torch.linspace(0, 1, 5),
-            torch.eye(2, 3),
-        ],
-    ),
-    "extrema": (
-        lambda a: [
-            a.max(),
-            a.min(0),
-            a.argmax(),
-            a.clamp(-2, 5),
-            a.sort(stable=True),
-            torch.maximum(a, a[:1]),
-        ],
-        PLUS,
-    ),
+    "ranges": (lambda: [torch.arange(5), torch.arange(3, 0, -1), torch.arange(0, 1, 0.25)],),
+    "made": (lambda: [torch.linspace(0, 1, 5), torch.eye(2, 3)],),
+    "extrema": (lambda a: [a.max(), a.min(0), a.argmax(), a.clamp(-2, 5), torch.maximum(a, a[:1])], PLUS),
+    "sorted": (lambda a: a.sort(stable=True), PLUS),
 }
 
 GROUPS = {
@@ -360,13 +333,8 @@ HALF = {
 }
 
 
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"),
-    [
-        pytest.param(torch.float16, 3e-3, marks=pytest.mark.thorough),
-        pytest.param(torch.bfloat16, 3e-2, marks=pytest.mark.thorough),
-    ],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 3e-3), (torch.bfloat16, 3e-2)])
 def test_sixteen_bits_are_computed_in_float32_where_torch_does(dtype, tolerance):
     cases = {}
     torch.manual_seed(0)

@@ -56,12 +56,14 @@ def draw(seed=0, is_sorted=False):
     "settings",
     [
         {"kind": nn.GRU, "bidirectional": True},
-        pytest.param({"bidirectional": True, "num_layers": 2}, marks=pytest.mark.thorough),
-        pytest.param({"batch_first": False, "padding_value": -3.0}, marks=pytest.mark.thorough),
-        pytest.param({"proj_size": 2, "bias": False}, marks=pytest.mark.thorough),
-        pytest.param({"kind": nn.RNN, "is_sorted": True}, marks=pytest.mark.thorough),
-        pytest.param({"kind": nn.RNN, "nonlinearity": "relu"}, marks=pytest.mark.thorough),
-        pytest.param({"total_length": 8}, marks=pytest.mark.thorough),
+        *(
+            pytest.param(settings, marks=pytest.mark.thorough)
+            for settings in (
+                {"bidirectional": True, "num_layers": 2, "batch_first": False, "padding_value": -3.0},
+                {"proj_size": 2, "bias": False, "total_length": 8},
+                {"kind": nn.RNN, "is_sorted": True, "nonlinearity": "relu"},
+            )
+        ),
     ],
     ids=str,
 )

@@ -2,6 +2,8 @@
 
 import contextlib
 import copy
+import functools
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,9 @@ from torch import nn
 from torch.nn import functional
 
 import ipu_pipeline.poptorch as poptorch
+from ipu_pipeline import engine
+from ipu_pipeline.poptorch.graphs.control_flow_errors import describe_control_flow_error
+from ipu_pipeline.poptorch.operations.printing import Layout
 from tests.support import lowered
 from tests.support.poptorch_front import assert_close, assert_same_state, make_options
 
@@ -98,8 +103,7 @@ def test_dynamic_slices_on_the_devices_and_their_gradients():
             poptorch.dynamic_slice(x.long(), 1, start.int(), 2, 1),
         )
 
-    for start, other in ((0, [2]), (3, [0])):
-        lowered.compare(run, draw(8, 5), draw(4, 5, seed=1), torch.tensor(start), torch.tensor(other))
+    lowered.compare(run, draw(8, 5), draw(4, 5, seed=1), torch.tensor(3), torch.tensor([2]))
 
 
 def test_one_program_slices_wherever_the_tensor_says():
@@ -112,51 +116,6 @@ def test_one_program_slices_wherever_the_tensor_says():
     assert torch.equal(executor(x, torch.tensor([7])), x[5:])  # it begins earlier, so that it fits
     with pytest.raises(IndexError):
         poptorch.dynamic_slice(x, 0, torch.tensor(7), 3, 1)
-
-
-@pytest.mark.thorough
-def test_a_slice_trains_as_in_torch():
-    train_as_torch(
-        lambda self, x: poptorch.dynamic_update(
-            x, poptorch.dynamic_slice(x, 1, (x.sum() > 0).long() + 1, 4, 2), 1, torch.tensor(3), 2
-        )
-    )
-
-
-X = torch.zeros(3, 4)
-
-
-@pytest.mark.parametrize(
-    ("call", "text"),
-    [
-        (lambda: poptorch.dynamic_slice(X, 0, 1, 2, 1), "Slice start argument to dynamic_slice must be a"),
-        (lambda: poptorch.dynamic_slice(X, 0, torch.tensor(1), 1.5, 1), "Size must be an integer."),
-        (lambda: poptorch.dynamic_slice(X, 0, torch.tensor(1), 2, 0), "Step must be an integer. .*got 0"),
-        (
-            lambda: poptorch.dynamic_slice(X, 2, torch.tensor(1), 2, 1),
-            "dim must be an integer from -2 to 1",
-        ),
-        (lambda: poptorch.dynamic_slice(X, 0, torch.tensor(1), 4, 1), "size 4 is larger than dimension 0"),
-        (lambda: poptorch.dynamic_slice(X, 0, torch.ones(2), 2, 1), "start must have one integer; got a"),
-        (
-            lambda: poptorch.dynamic_slice([1], 0, torch.tensor(0), 2, 1),
-            "must take a torch.tensor argument",
-        ),
-        (
-            lambda: poptorch.dynamic_update(X, X[0], 0, torch.tensor(1), 2),
-            "input and src tensors must have same dimensionality.",
-        ),
-        (
-            lambda: poptorch.dynamic_update(X, X.double(), 0, torch.tensor(1), 2),
-            "input and src tensor must have same dtype.",
-        ),
-        (lambda: poptorch.dynamic_update(X, X[:2], 0, torch.tensor(1), 1), "src must have the shape of"),
-        (lambda: poptorch.dynamic_update(X, X[:2], 0, 1, 2), "Slice start argument to dynamic_update"),
-    ],
-)
-def test_slices_that_are_refused(call, text):
-    with pytest.raises(poptorch.Error, match=text):
-        call()
 
 
 # Matrix products in parts
@@ -248,38 +207,6 @@ def test_serialized_products_need_less_memory(mode, shapes):
     assert parts[1] < 0.8 * whole[1], (parts, whole)
 
 
-@pytest.mark.parametrize(
-    "mode",
-    [
-        pytest.param(InputChannels, marks=pytest.mark.thorough),
-        pytest.param(ReducingDim, marks=pytest.mark.thorough),
-        OutputChannels,
-    ],
-)
-def test_a_serialized_product_trains_as_in_torch(mode):
-    train_as_torch(lambda self, x: poptorch.serializedMatMul(x, self.last.weight.t(), mode, 2))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "text"),
-    [
-        ((X, X.t(), "rows"), AssertionError, "mode must be one of MatMulSerializationMode.*; got 'rows'"),
-        ((X, X.t(), InputChannels, 2.0), AssertionError, "factor must be an integer; got 2.0"),
-        ((X, X.t(), InputChannels, 3, 1), AssertionError, "keep_precision must be a bool; got 1"),
-        ((X, X.t(), InputChannels), poptorch.Error, "factor is the number of parts. .* got 0"),
-        ((X, X.t(), InputChannels, 2), poptorch.Error, "InputChannels cuts, 3; got 2"),
-        ((X, X.t(), ReducingDim, 3), poptorch.Error, "ReducingDim cuts, 4; got 3"),
-        ((X, X.t(), OutputChannels, 2), poptorch.Error, "OutputChannels cuts, 3; got 2"),
-        ((X[0], X.t(), InputChannels, 2), poptorch.Error, "needs a matrix; lhs has 1 dim"),
-        ((X, X[0], OutputChannels, 2), poptorch.Error, "needs a matrix; rhs has 1 dim"),
-        ((X, 3, InputChannels, 3), poptorch.Error, "must take torch.tensor arguments. It got int"),
-    ],
-)
-def test_serialized_products_that_are_refused(arguments, error, text):
-    with pytest.raises(error, match=text):
-        poptorch.serializedMatMul(*arguments)
-
-
 # Printing
 
 
@@ -298,13 +225,12 @@ def test_printing_on_the_cpu_prints_values_and_gradients(capfd):
     )
 
 
-@pytest.mark.parametrize("blocks", [pytest.param(False, marks=pytest.mark.thorough), True])
-def test_printing_on_the_devices(capfd, blocks):
+def test_printing_on_the_devices(capfd):
     def show(self, x):
         x = poptorch.ipu_print_tensor(x.sum(), "sum", digits=6)
         return poptorch.ipu_print_tensor(x, "quiet", print_gradient=False, digits=6)
 
-    train_as_torch(show, accumulation=3, blocks=blocks, calls=1)
+    train_as_torch(show, accumulation=3, blocks=True, calls=1)
     lines = capfd.readouterr().err.splitlines()
     values, quiet, gradients = (
         [float(line.split(": ")[1]) for line in lines if line.startswith(f"{title}: ")]
@@ -355,64 +281,50 @@ def test_printing_keeps_order_and_dtypes_in_inference(capfd):
     ],
 )
 def test_layouts(array, values, expected):
-    from ipu_pipeline.poptorch.operations.printing import Layout
-
     assert Layout(**values).write(np.asarray(array)) == expected
-
-
-@pytest.mark.parametrize(
-    ("call", "text"),
-    [
-        (lambda: poptorch.ipu_print_tensor(3), "ipu print tensor must take a torch.tensor argument."),
-        (lambda: poptorch.ipu_print_tensor(X, 3), "title must be a string; got 3"),
-        (lambda: poptorch.ipu_print_tensor(X, "x", 1), "print_gradient must be a bool; got 1"),
-        (lambda: poptorch.ipu_print_tensor(X, float_format="e"), "float_format must be one of auto, fixed"),
-        (lambda: poptorch.ipu_print_tensor(X, edge_items=0), "edge_items is a number. .* from 1; got 0"),
-        (lambda: poptorch.ipu_print_tensor(X, separator=None), "separator must be a string; got None"),
-    ],
-)
-def test_printing_that_is_refused(call, text):
-    with pytest.raises(poptorch.Error, match=text):
-        call()
 
 
 # What is kept for the backward
 
 
 def checkpointed(self, x, mark=poptorch.recomputationCheckpoint):
-    for _layer in range(4):
+    for _layer in range(3):
         x = mark(torch.sin(x))
-        for _operation in range(4):
+        for _operation in range(3):
             x = torch.tanh(x * self.last.weight.sum())
     return x
 
 
-def bytes_held(mark):
+def bytes_held(function):
     """What the first stage holds of a micro-batch between its forward and its backward."""
-    model = Trained(lambda self, x: checkpointed(self, x, mark))
-    training = poptorch.trainingModel(model, make_options(1, 2))
-    training.compile(draw(8, 4))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.Pipeline, "compile", lambda *_args: None)  # nothing runs
+        training = poptorch.trainingModel(Trained(function), make_options(1, 2))
+        training.compile(draw(8, 4))
     return training._compiled.pipeline.plan_memory()[0].num_held_bytes
+
+
+@functools.cache
+def bytes_held_without():
+    return bytes_held(lambda self, x: checkpointed(self, x, lambda x: x))
 
 
 def test_a_model_with_checkpoints_computes_the_rest_again():
     train_as_torch(checkpointed, calls=1)
-    assert 0 < bytes_held(poptorch.recomputationCheckpoint) < bytes_held(lambda x: x) / 2
+    assert 0 < bytes_held(checkpointed) < bytes_held_without() / 2
     x, y = draw(2, 3), draw(3)
     assert poptorch.recomputationCheckpoint(x) is x
     assert poptorch.recomputationCheckpoint(x, y) == (x, y)
     assert poptorch.recomputationCheckpoint([x, y]) == [x, y]
-    with pytest.raises(ValueError, match="takes tensors; got int"):
-        poptorch.recomputationCheckpoint(x, 3)
     # Without training there is nothing to keep.
     assert_close([infer(poptorch.recomputationCheckpoint, x)], [x])
 
 
 def in_torchs_regions(self, x, is_reentrant=False):
-    for _layer in range(4):
+    for _layer in range(3):
 
         def region(x, shift):
-            for _operation in range(4):
+            for _operation in range(3):
                 x = torch.tanh(x * self.last.weight.sum()) + shift
             return x
 
@@ -428,13 +340,7 @@ def test_regions_of_torchs_own_checkpoints_are_computed_again(is_reentrant):
         return in_torchs_regions(self, x, is_reentrant)
 
     train_as_torch(compute, calls=1)
-
-    def held(forward):
-        training = poptorch.trainingModel(Trained(forward), make_options(1, 2))
-        training.compile(draw(8, 4))
-        return training._compiled.pipeline.plan_memory()[0].num_held_bytes
-
-    assert 0 < held(compute) < held(lambda self, x: checkpointed(self, x, lambda x: x)) / 2
+    assert 0 < bytes_held(compute) < bytes_held_without() / 2
 
 
 def test_an_error_in_a_region_of_torchs_checkpoints_is_the_users():
@@ -484,10 +390,6 @@ def test_name_scopes(log):
     assert "linear.weight" in executor.getTensorNames()
     assert_close([executor.getAnchoredTensor("kept")], [model(x).detach()])
     assert not log
-    with pytest.raises(AssertionError, match="name must be a string; got 3"):
-        poptorch.NameScope(3)
-    with pytest.raises(ValueError, match="must not be empty"):
-        poptorch.NameScope("")
 
 
 # Hints
@@ -564,26 +466,6 @@ def test_multi_convs_that_are_refused(model, text):
         infer(None, draw(2, 2, 5, 5), model=model())
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "text"),
-    [
-        (
-            lambda m: m.availableMemoryProportions(1.5),
-            AssertionError,
-            "must be floats from 0 to 1; got 1.5",
-        ),
-        (lambda m: m.planType("Serial"), AssertionError, "must be one of MultiConvPlanType"),
-        (lambda m: m.partialsTypes([torch.float32, "half"]), ValueError, "must be torch.float32 or torch"),
-        (lambda m: m.enableConvDithering(1), ValueError, "must be booleans; got 1"),
-        (lambda m: m.perConvReservedTiles(-1), AssertionError, "must be an integer from 0; got -1"),
-        (lambda m: m.cycleBackOff(2), AssertionError, "must be from 0 to 1; got 2"),
-    ],
-)
-def test_options_of_multi_conv_that_are_refused(call, error, text):
-    with pytest.raises(error, match=text):
-        call(poptorch.MultiConv())
-
-
 # Loops and conditionals
 
 
@@ -604,11 +486,11 @@ def branched(self, x):
     )[0]
 
 
-@pytest.mark.parametrize("function", [looped, branched], ids=["for_loop", "cond"])
-def test_control_flow_trains_as_torch(function):
-    train_as_torch(function)
+def test_control_flow_trains_as_torch():
+    train_as_torch(lambda self, x: looped(self, x) + branched(self, x))
 
 
+@pytest.mark.thorough
 def test_transposed_results():
     """Their strides differ from time to time, and between branches."""
 
@@ -617,7 +499,8 @@ def test_transposed_results():
         return poptorch.cond(x.sum() > 0, lambda y: [y.t()], [y], lambda y: [y + 1], [y])[0]
 
     x = draw(3, 3)
-    assert_close([infer(run, x), infer(run, -x)], [run(x), run(-x)])
+    executor = poptorch.inferenceModel(lowered.Call(run), make_options())
+    assert_close([executor(x), executor(-x)], [run(x), run(-x)])
 
 
 @pytest.mark.thorough
@@ -672,12 +555,12 @@ def test_branches_of_different_shapes():
         infer(lambda x: poptorch.cond(x.sum() > 0, lambda x: x[:1], [x], lambda x: x, [x])[0], draw(3))
 
 
-def raises_key_error(x):
-    return [{"other": x}["mine"]]
-
-
 def multiplies_wrong_shapes(x):
     return [x @ x]
+
+
+def raises_key_error(x):
+    return [{"other": x}["mine"]]
 
 
 def asks_for_a_value(x):
@@ -726,6 +609,17 @@ def test_an_error_in_a_body_is_told_first(body, line, message, caplog):
             infer(lambda x: poptorch.cond(x.sum() > 0, body, [x], torch.sin, [x])[0], draw(2, 3))
 
 
+def test_the_line_is_the_users_whatever_their_folders_are_called():
+    """Scripts lie in clones of this repository, too: a folder's name does not make a file ours."""
+    frames = [
+        ("/home/somebody/ipu_pipeline/mine/torch/model.py", "return x @ y"),
+        (str(Path(torch.__file__).parent / "_ops.py"), "return call()"),
+    ]
+    text = "".join(f'  File "{file}", line 3, in body\n    {code}\n' for file, code in frames)
+    described = describe_control_flow_error(RuntimeError(text))
+    assert described.startswith(f"{frames[0][0]}:3 (return x @ y): RuntimeError: ")
+
+
 @pytest.mark.thorough
 def test_a_loop_is_not_unrolled():
     def count(times):
@@ -762,33 +656,71 @@ def test_constants_in_a_body_are_told():
         infer(lambda x: poptorch.for_loop(2, lambda x: x + torch.tensor([1.0, 2.0]), [x])[0], draw(2))
 
 
-@pytest.mark.parametrize(
-    ("call", "text"),
-    [
-        (lambda: poptorch.for_loop(2, torch.neg, (X,)), r"to be a list of tensors. \(Object is not list\)"),
-        (
-            lambda: poptorch.for_loop(2, torch.add, [X, 3]),
-            r"\(Object contained in list at index 1 is not torch.tensor\)",
-        ),
-        (lambda: poptorch.for_loop(-1, torch.neg, [X]), "count is how often the body runs, .* got -1"),
-        (lambda: poptorch.for_loop(2, list, []), "at least one tensor in inputs; the list is empty"),
-        (lambda: poptorch.for_loop(2, lambda x: None, [X]), "it returned a NoneType"),
-        (lambda: poptorch.cond(torch.tensor(True), lambda: 3, [], lambda: 3, []), "it returned a int"),
-        (lambda: poptorch.for_loop(2, lambda x: x[0], [X]), "of the shapes and dtypes that it takes"),
-        (
-            lambda: poptorch.cond(torch.tensor(True), torch.neg, X, torch.neg, [X]),
-            r"then_inps to be a list of tensors. \(Object is not list\)",
-        ),
-        (
-            lambda: poptorch.cond(torch.tensor(True), torch.neg, [X], torch.neg, [1]),
-            r"else_inps .* \(Object contained in list at index 0 is not torch.tensor\)",
-        ),
-        (
-            lambda: poptorch.cond(True, torch.neg, [X], torch.neg, [X]),
-            "the condition to be a tensor of one",
-        ),
-    ],
-)
-def test_control_flow_that_is_refused(call, text):
-    with pytest.raises(ValueError, match=text):
-        call()
+# What is refused
+
+WRONG = {
+    poptorch.Error: {
+        "dynamic_slice(X, 0, 1, 2, 1)": "Slice start argument to dynamic_slice must be a",
+        "dynamic_slice(X, 0, ONE, 1.5, 1)": "Size must be an integer.",
+        "dynamic_slice(X, 0, ONE, 2, 0)": "Step must be an integer. .*got 0",
+        "dynamic_slice(X, 2, ONE, 2, 1)": "dim must be an integer from -2 to 1",
+        "dynamic_slice(X, 0, ONE, 4, 1)": "size 4 is larger than dimension 0",
+        "dynamic_slice(X, 0, X[0], 2, 1)": "start must have one integer; got a",
+        "dynamic_slice([1], 0, ONE, 2, 1)": "must take a torch.tensor argument",
+        "dynamic_update(X, X[0], 0, ONE, 2)": "input and src tensors must have same dimensionality.",
+        "dynamic_update(X, X.double(), 0, ONE, 2)": "input and src tensor must have same dtype.",
+        "dynamic_update(X, X[:2], 0, ONE, 1)": "src must have the shape of",
+        "dynamic_update(X, X[:2], 0, 1, 2)": "Slice start argument to dynamic_update",
+        "serializedMatMul(X, X.t(), InputChannels)": "factor is the number of parts. .* got 0",
+        "serializedMatMul(X, X.t(), InputChannels, 2)": "InputChannels cuts, 3; got 2",
+        "serializedMatMul(X, X.t(), ReducingDim, 3)": "ReducingDim cuts, 4; got 3",
+        "serializedMatMul(X, X.t(), OutputChannels, 2)": "OutputChannels cuts, 3; got 2",
+        "serializedMatMul(X[0], X.t(), InputChannels, 2)": "needs a matrix; lhs has 1 dim",
+        "serializedMatMul(X, X[0], OutputChannels, 2)": "needs a matrix; rhs has 1 dim",
+        "serializedMatMul(X, 3, InputChannels, 3)": "must take torch.tensor arguments. It got int",
+        "nop(5)": "nop must take a torch.tensor argument",
+        "ipu_print_tensor(3)": "ipu print tensor must take a torch.tensor argument.",
+        "ipu_print_tensor(X, 3)": "title must be a string; got 3",
+        "ipu_print_tensor(X, 'x', 1)": "print_gradient must be a bool; got 1",
+        "ipu_print_tensor(X, float_format='e')": "float_format must be one of auto, fixed",
+        "ipu_print_tensor(X, edge_items=0)": "edge_items is a number. .* from 1; got 0",
+        "ipu_print_tensor(X, separator=None)": "separator must be a string; got None",
+    },
+    AssertionError: {
+        "serializedMatMul(X, X.t(), 'rows')": "mode must be one of MatMulSerializationMode.*; got 'rows'",
+        "serializedMatMul(X, X.t(), InputChannels, 2.0)": "factor must be an integer; got 2.0",
+        "serializedMatMul(X, X.t(), InputChannels, 3, 1)": "keep_precision must be a bool; got 1",
+        "MultiConv().availableMemoryProportions(1.5)": "must be floats from 0 to 1; got 1.5",
+        "MultiConv().planType('Serial')": "must be one of MultiConvPlanType",
+        "MultiConv().perConvReservedTiles(-1)": "must be an integer from 0; got -1",
+        "MultiConv().cycleBackOff(2)": "must be from 0 to 1; got 2",
+        "NameScope(3)": "name must be a string; got 3",
+    },
+    ValueError: {
+        "MultiConv().partialsTypes([torch.float32, 'half'])": "must be torch.float32 or torch",
+        "MultiConv().enableConvDithering(1)": "must be booleans; got 1",
+        "NameScope('')": "must not be empty",
+        "recomputationCheckpoint(X, 3)": "takes tensors; got int",
+        "for_loop(2, torch.neg, (X,))": r"to be a list of tensors. \(Object is not list\)",
+        "for_loop(2, torch.add, [X, 3])": r"\(Object contained in list at index 1 is not torch.tensor\)",
+        "for_loop(-1, torch.neg, [X])": "count is how often the body runs, .* got -1",
+        "for_loop(2, list, [])": "at least one tensor in inputs; the list is empty",
+        "for_loop(2, lambda x: None, [X])": "it returned a NoneType",
+        "for_loop(2, lambda x: x[0], [X])": "of the shapes and dtypes that it takes",
+        "cond(YES, lambda: 3, [], lambda: 3, [])": "it returned a int",
+        "cond(YES, torch.neg, X, torch.neg, [X])": r"then_inps to be a list of tensors. \(Object is not",
+        "cond(YES, torch.neg, [X], torch.neg, [1])": r"else_inps .* \(Object contained in list at",
+        "cond(True, torch.neg, [X], torch.neg, [X])": "the condition to be a tensor of one",
+    },
+}
+
+
+@pytest.mark.parametrize("error", WRONG)
+def test_wrong_arguments(error):
+    names = {"torch": torch, "poptorch": poptorch, "X": torch.zeros(3, 4), "ONE": torch.tensor(1)}
+    names["YES"] = torch.tensor(True)
+    names |= vars(poptorch.MatMulSerializationMode)
+    for text, match in WRONG[error].items():
+        with pytest.raises(error, match=match) as caught:
+            eval(f"poptorch.{text}", names)  # noqa: S307  # it is ours
+        assert caught.type is error, text

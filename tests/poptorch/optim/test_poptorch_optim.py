@@ -122,9 +122,11 @@ CASES = [
     ("LAMB", {"lr": 0.1, "betas": (0.8, 0.9), "weight_decay": 0.0, "bias_correction": False}),
     ("LAMB", {"lr": 0.1, "eps": 1e-3, "max_weight_norm": 0.7}),
 ]
-IDS = [f"{name}-{'-'.join(f'{k}={v}' for k, v in arguments.items())}" for name, arguments in CASES]
-# Of torch alone, with what is not the default.
+# torch's classes: what is constant and 0 is left out. Those of torch alone have what is not the default.
 OF_TORCH = [
+    ("SGD", {"lr": 0.1, "momentum": 0.9}),
+    ("AdamW", {"lr": 0.1, "betas": (0.9, 0.99)}),
+    ("RMSprop", {"lr": 0.1, "centered": True}),
     ("Adagrad", {"lr": 0.1, "lr_decay": 0.1, "weight_decay": 0.1, "initial_accumulator_value": 0.5}),
     ("Adadelta", {"lr": 0.5, "rho": 0.8, "weight_decay": 0.1, "maximize": True}),
     ("Adamax", {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.1}),
@@ -139,10 +141,33 @@ OF_TORCH = [
 ]
 
 
-@pytest.mark.parametrize(("name", "arguments"), OF_TORCH)
-def test_equal_to_those_of_torch_alone(name, arguments):
-    ours = getattr(torch.optim, name)
-    compare(lambda parameters: ours(list(parameters.values()), **arguments))
+EVERY = [
+    pytest.param(module, *case, id=f"{module.__name__} {case}")
+    for module, cases in ((optim, CASES), (torch.optim, OF_TORCH))
+    for case in cases
+]
+IN_FLOAT64 = (2, 6, 14, 17)  # of them in each run one of each formula of ours
+
+
+def make_of(module, name, arguments):
+    return lambda parameters: getattr(module, name)(list(parameters.values()), **arguments)
+
+
+@pytest.mark.parametrize(("module", "name", "arguments"), EVERY)
+def test_equal_to_torch(module, name, arguments):
+    compare(make_of(module, name, arguments))
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "arguments"),
+    [
+        pytest.param(*case.values, id=case.id, marks=() if n in IN_FLOAT64 else pytest.mark.thorough)
+        for n, case in enumerate(EVERY)
+    ],
+)
+def test_equal_in_float64(module, name, arguments):
+    with jax.enable_x64(True):
+        compare(make_of(module, name, arguments), "float64", 1e-12)
 
 
 def test_whole_weights_are_needed():
@@ -151,48 +176,6 @@ def test_whole_weights_are_needed():
     groups = assign_groups(optimizer, parameters)
     with pytest.raises(ValueError, match="Adafactor needs whole weights, and cannot train model/b:"):
         make_transformation(describe(optimizer), groups, with_rows=["model/b"])
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(("name", "arguments"), OF_TORCH)
-def test_equal_to_those_of_torch_alone_in_float64(name, arguments):
-    ours = getattr(torch.optim, name)
-    with jax.enable_x64(True):
-        compare(lambda parameters: ours(list(parameters.values()), **arguments), "float64", 1e-12)
-
-
-@pytest.mark.parametrize(("name", "arguments"), CASES, ids=IDS)
-def test_equal_to_torch(name, arguments):
-    ours = getattr(optim, name)
-    compare(lambda parameters: ours(list(parameters.values()), **arguments))
-
-
-@pytest.mark.parametrize(
-    ("name", "arguments"),
-    [
-        ("SGD", {"lr": 0.1, "momentum": 0.9}),
-        pytest.param("AdamW", {"lr": 0.1, "betas": (0.9, 0.99)}, marks=pytest.mark.thorough),
-        pytest.param("RMSprop", {"lr": 0.1, "centered": True}, marks=pytest.mark.thorough),
-    ],
-)
-def test_the_classes_of_torch(name, arguments):
-    """What is constant and 0 is left out."""
-    torchs = getattr(torch.optim, name)
-    compare(lambda parameters: torchs(list(parameters.values()), **arguments))
-
-
-# Unmarked one of each formula.
-IN_FLOAT64 = [
-    case if number in (2, 6, 14, 17) else pytest.param(*case, marks=pytest.mark.thorough)
-    for number, case in enumerate(CASES)
-]
-
-
-@pytest.mark.parametrize(("name", "arguments"), IN_FLOAT64, ids=IDS)
-def test_equal_in_float64(name, arguments):
-    ours = getattr(optim, name)
-    with jax.enable_x64(True):
-        compare(lambda parameters: ours(list(parameters.values()), **arguments), "float64", 1e-12)
 
 
 def changes_of(name):
@@ -241,22 +224,6 @@ def test_hyperparameters_change_and_compile_nothing(name):
         step_torch(reference, references, gradients)
         models.assert_trees_close(ours.values, as_numpy(references), 1e-6)
     assert ours.num_traces == 1
-
-
-def test_a_scheduler_of_torch():
-    parameters, references = make_parameters(), make_parameters()
-    optimizers = [torch.optim.AdamW(list(p.values()), lr=0.1) for p in (parameters, references)]
-    schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8) for optimizer in optimizers]
-    ours = Ours(optimizers[0], parameters)
-    for gradients in make_gradients(count=10):
-        ours.step(gradients)
-        step_torch(optimizers[1], references, gradients)
-        optimizers[0].step()  # without gradients: only for the scheduler, which warns if there was none
-        for scheduler in schedulers:
-            scheduler.step()
-        ours.set_optimizer(optimizers[0])
-    models.assert_trees_close(ours.values, as_numpy(references), 1e-6)
-    assert optimizers[0].param_groups[0]["lr"] < 0.02
 
 
 @pytest.mark.parametrize(

@@ -85,24 +85,6 @@ def test_every_argument_of_torch(name):
             assert optimizer.defaults[argument] == value
 
 
-def test_constants_of_poptorchs():
-    """Listing 18 of the user guide."""
-    optimizer = optim.SGD(parameters(), lr=0.01, momentum=0.0)
-    is_constant = optimizer.variable_attrs.isConstant
-    assert not is_constant("lr")
-    assert not is_constant("momentum")
-    assert is_constant("loss_scaling")
-    optimizer = optim.SGD(parameters(), lr=0.01, loss_scaling=1.0)
-    is_constant = optimizer.variable_attrs.isConstant
-    assert not is_constant("loss_scaling")
-    assert is_constant("momentum")
-    optimizer.variable_attrs.markAsConstant("loss_scaling")
-    optimizer.variable_attrs.markAsVariable("momentum")
-    assert is_constant("loss_scaling")
-    assert not is_constant("momentum")
-    assert not optim.Adam(parameters()).variable_attrs.isConstant("lr")
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_unknown_attributes(name):
     attributes = getattr(optim, name)(parameters()).variable_attrs

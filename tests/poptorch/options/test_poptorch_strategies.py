@@ -246,6 +246,8 @@ def test_phases_in_every_form(kind):
         ((1,), "must be a Phase, a Stage, the name of a block, or a list of stages or names; got 1"),
         (([],), "poptorch.Phase needs at least one stage"),
         (([["A"]],), r"takes its phases as arguments, as \w+\(\*phases\), .* got a list of lists"),
+        (([Phase("A"), Phase("B")],), r"takes its phases as arguments, as \w+\(\*phases\)"),
+        (([[Stage("A")], [Stage("B")]],), r"takes its phases as arguments, as \w+\(\*phases\)"),
     ],
 )
 def test_checks_of_phased_strategies(kind, args, match):
