@@ -211,6 +211,7 @@ class IPUInfeedQueue:
         self._start(Feeder(self._begin_pass(position), element))
 
     def _begin_pass(self, position: Position | None = None) -> DataPass:
+        self.stop()  # passes may share what they read from, a random generator for example
         data = DataPass(self._dataset, position)
         before, now = self._last_pass, data.reference
         self._last_pass = now

@@ -54,6 +54,32 @@ def test_the_element_looked_at_is_not_lost_and_iterables_start_over():
     queue.delete()
 
 
+def test_a_pass_has_ended_when_the_next_one_begins():
+    """They may share a random generator, as the passes of torch's loaders do."""
+    told, is_reading, has_begun_again = [], threading.Event(), threading.Event()
+
+    def read():
+        yield np.float32(0)
+        is_reading.set()
+        has_begun_again.wait(0.2)
+        told.append("end")
+
+    def data():
+        told.append("begin")
+        if is_reading.is_set():
+            has_begun_again.set()
+        return read()
+
+    queue = IPUInfeedQueue(data)
+    queue.initialize()
+    assert take(queue, 1) == [0]
+    assert is_reading.wait(20)
+    queue.initialize()
+    assert take(queue, 1) == [0]
+    queue.delete()
+    assert told[:3] == ["begin", "end", "begin"]
+
+
 def test_callables_sequences_and_structures():
     class Indexed:
         def __len__(self):
