@@ -20,7 +20,7 @@ class Timetable:
     """A checked schedule.
 
     Attributes:
-      rows: one row of slots per IPU, as given.
+      rows: one row of slots per IPU, as given but for the turns of parallel stages.
       order: all actions in the order of their time-steps; within one time-step by IPU. No action comes
         before one that it depends on.
       time_steps: the time-step (from 1) of the action at the same position in `order`.
@@ -49,8 +49,8 @@ def check(
     Each IPU follows its own row, one slot per time-step, and waits at an action whose inputs are not
     there yet: a forward needs the stages of the level before to have gone forward, a backward needs the
     stage's own forward and the backwards of the level after, all in earlier time-steps. Parallel stages of
-    one IPU go forward in the order of their numbers and back in the opposite order, so that it is known
-    which of them reads a value last.
+    one IPU take their places in its row in turn, forwards by their numbers and backwards the other way
+    round, so that every micro-batch has the same last reader of a value.
 
     Args:
       rows: one row per IPU; None is a time-step in which the IPU waits.
@@ -65,14 +65,14 @@ def check(
 
     Raises:
       ScheduleError: an action is missing, unknown, doubled, on another IPU than its stage, or before an
-        earlier micro-batch of the same stage and direction, or on the wrong side of a parallel stage of
-        its IPU. Or the IPUs wait for each other; then the message has the grid up to there.
+        earlier micro-batch of the same stage and direction. Or the IPUs wait for each other; then the
+        message has the grid up to there.
     """
     frozen: Rows = tuple(tuple(row) for row in rows)
     _check_complete(frozen, num_stages, num_micro_batches, device_mapping, training)
 
     levels = range(num_stages) if levels is None else levels
-    _check_parallel(frozen, levels)
+    frozen = _in_turn(frozen, levels)
     # What a stage waits for: in a forward the level before, in a backward the level after.
     before = [_stages_of(levels, level - 1) for level in levels]
     after = [_stages_of(levels, level + 1) for level in levels]
@@ -164,23 +164,22 @@ def _check_complete(
             )
 
 
-def _check_parallel(rows: Rows, levels: Sequence[int]) -> None:
+def _in_turn(rows: Rows, levels: Sequence[int]) -> Rows:
+    """Changes the turns of parallel stages of one IPU, which need the same actions done before them."""
     if len(set(levels)) == len(levels):
-        return
-    for ipu, row in enumerate(rows):
-        last: dict[tuple[ActionKind, int, int], int] = {}  # direction, level, micro-batch -> stage
+        return rows
+    changed = [list(row) for row in rows]
+    for row in changed:
+        alike: dict[tuple[ActionKind, int, int], list[tuple[int, Action]]] = {}  # places and actions
         for position, action in enumerate(row):
-            if action is None:
-                continue
-            key = action.kind, levels[action.stage], action.micro_batch
-            before = last.setdefault(key, action.stage)
-            if before != action.stage and (before < action.stage) != (action.kind is ActionKind.FORWARD):
-                raise ScheduleError(
-                    f"Schedule: the {action} comes after that of stage {before}. Parallel stages of one "
-                    "IPU go forward in the order of their numbers, and back in the opposite order.\n"
-                    f"{format_rows(rows, (ipu, position))}"
-                )
-            last[key] = action.stage
+            if action is not None:
+                key = action.kind, levels[action.stage], action.micro_batch
+                alike.setdefault(key, []).append((position, action))
+        for (kind, *_others), own in alike.items():
+            actions = sorted((action for _position, action in own), reverse=kind is ActionKind.BACKWARD)
+            for (position, _action), action in zip(own, actions, strict=True):
+                row[position] = action
+    return tuple(map(tuple, changed))
 
 
 def _stages_of(levels: Sequence[int], level: int) -> range:

@@ -142,13 +142,12 @@ def _rows(
     """Makes rows from the time-steps that actions of a level have when every stage has its own IPU.
 
     An IPU with one stage keeps those time-steps. An IPU with several stages does their actions in that
-    order, one after another, and then no IPU has fixed time-steps: each waits only for data. Parallel
-    stages of an IPU come back in the opposite order, as `check` asks.
+    order, one after another, and then no IPU has fixed time-steps: each waits only for data.
     """
     counts = range(num_micro_batches)
     has_own_ipu = len(set(device_mapping)) == len(levels)
     rows: list[list[Action | None]] = [[] for _ in range(max(device_mapping) + 1)]
-    timed: list[list[tuple[int, int, int, Action]]] = [[] for _row in rows]
+    timed: list[list[tuple[int, int, Action]]] = [[] for _row in rows]
     for stage, ipu in enumerate(device_mapping):
         level = levels[stage]
         kinds = {ActionKind.FORWARD: forward if training else inference}
@@ -162,8 +161,7 @@ def _rows(
                 for time_step, action in zip(times, actions, strict=True):
                     rows[ipu][time_step - 1] = action
             else:
-                turn = stage if kind is ActionKind.FORWARD else -stage
-                timed[ipu] += zip(times, repeat(level), repeat(turn), actions, strict=False)
+                timed[ipu] += zip(times, repeat(stage), actions, strict=False)
     for row, entries in zip(rows, timed, strict=True):
-        row += [action for *_time_step, action in sorted(entries)]
+        row += [action for _time_step, _stage, action in sorted(entries)]
     return tuple(map(tuple, rows))

@@ -98,21 +98,42 @@ def test_a_level_waits_for_all_of_the_one_before():
     assert dict(zip(table.order, table.time_steps, strict=True))[Action(F, 3, 0)] == 4
 
 
-@pytest.mark.parametrize("wrong", [(F, 2, 1), (B, 1, 2)])
-def test_the_order_of_those_on_one_ipu(wrong):
-    """Built-in schedules have it, also where replicas need a program for each stage; others are refused."""
-    kind, before, after = wrong
-    order = [(F, 0), (F, 1), (F, 2), (F, 3), (B, 3), (B, 2), (B, 1), (B, 0)]
-    places = order.index((kind, before)), order.index((kind, after))
-    rows = [[Action(kind, stage, 0) for kind, stage in order]]
-    assert schedules.check(rows, 4, 1, (0,) * 4, True, (0, 1, 1, 2)).num_time_steps == 8
-    table = schedules.timetable("interleaved", 4, 1, (0,) * 4, True, (0, 1, 1, 2))
-    assert [(action.kind, action.stage) for action in table.order] == order
-    rows[0][places[0]], rows[0][places[1]] = rows[0][places[1]], rows[0][places[0]]
-    with pytest.raises(
-        schedules.ScheduleError, match=f"comes after that of stage {before}. Parallel stages"
-    ):
-        schedules.check(rows, 4, 1, (0,) * 4, True, (0, 1, 1, 2))
+def on_one_ipu(num_stages, num_micro_batches, device_mapping, training, levels):
+    """Each micro-batch has another order of the two stages in the middle."""
+    del num_stages, device_mapping, training, levels
+    orders = [((0, 1, 2, 3), (3, 1, 2, 0)), ((0, 2, 1, 3), (3, 2, 1, 0)), ((0, 2, 1, 3), (3, 1, 2, 0))]
+    chosen = [orders[number % 3] for number in range(num_micro_batches)]
+    return [
+        [
+            Action(kind, stage, number)
+            for number, order in enumerate(chosen)
+            for kind, stages in zip((F, B), order, strict=True)
+            for stage in stages
+        ]
+    ]
+
+
+@pytest.mark.parametrize("schedule", ["grouped", "interleaved", "sequential", on_one_ipu])
+def test_turns_of_those_on_one_ipu(schedule):
+    table = schedules.timetable(schedule, 4, 5, (0,) * 4, True, (0, 1, 1, 2))
+    for number in range(5):
+        own = [(kind, stage) for kind, stage, micro_batch in table.order if micro_batch == number]
+        assert own == [*((F, stage) for stage in range(4)), *((B, stage) for stage in (3, 2, 1, 0))]
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_a_schedule_with_other_turns_on_one_ipu(num_replicas, rng):
+    """With replicas each stage has a program, which reads what another one read before it."""
+    pipeline = engine.Pipeline(
+        [first, [left, right], join],
+        num_micro_batches=5,
+        loss=lambda loss: loss,
+        optimizer=optax.adam(0.01),
+        schedule=on_one_ipu,
+        device_mapping=[0, [0, 0], 0],
+        num_replicas=num_replicas,
+    )
+    beside.train(pipeline, [models.mlp_batches(rng, 5 * num_replicas)])
 
 
 @pytest.mark.parametrize(
