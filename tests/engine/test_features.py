@@ -16,67 +16,36 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from ipu_pipeline import engine, layers
+from ipu_pipeline import engine
 from tests.support import beside, models
 
-COUNT, BATCH, WIDTH, NUM_CLASSES, NUM_UPDATES = 4, 4, 8, 6, 2
+COUNT, NUM_UPDATES = 4, 2
+WIDTH, NUM_CLASSES = models.WIDTH, models.NUM_CLASSES
 TOLERANCES = {"float32": 1e-5, "float64": 1e-12}
-
-
-def weight(name, x, reuse=False, size=WIDTH):
-    with engine.variable_scope(name, reuse=reuse):
-        return engine.get_variable("kernel", (x.shape[-1], size), x.dtype)
 
 
 # Models of four stages. Each takes a scale that is an input of the step, and an element (x, labels).
 
 
 def with_everything():
-    """Statistics, random numbers, a count, a variable of two stages, values that skip stages, and marks."""
-
-    def first(scale, x, labels):
-        h = jnp.tanh(x @ weight("first", x))
-        h = layers.BatchNormalization(name="norm", dtype=h.dtype, momentum=0.8, epsilon=0.01)(h)
-        return scale, h, x, labels, labels % 2 == 0
-
-    def second(scale, h, x, labels, is_even):
-        h = layers.Dropout(0.25, name="dropout")(h)
-        before = jnp.tanh(h @ weight("shared", h) * scale)
-        h, _unused = engine.recomputation_checkpoint((before, {"unused": labels}))
-        h = engine.recomputation_checkpoint(jnp.sin(h) + before)  # used on both sides of the first mark
-        h = jax.checkpoint(lambda h: jnp.tanh(h @ weight("second", h)))(h)
-        count = engine.get_variable("count", (), "int32", trainable=False)
-        engine.assign("count", count + 1)
-        return scale, h * (1 + 0.02 * count.astype(h.dtype)), x, labels, is_even
-
-    def third(scale, h, x, labels, is_even):
-        h = jnp.sin(h @ weight("third", h))
-        h = engine.constrain(h, P(None, "model")) + x
-        return scale, jnp.where(is_even[:, None], h, jnp.sin(h)), labels, is_even
-
-    def last(scale, h, labels, is_even):
-        h = jnp.tanh(h @ weight("shared", h, reuse=True))
-        logits = h @ weight("last", h, size=NUM_CLASSES)
-        return {"loss": models.cross_entropy(logits, labels), "logits": logits, "even": is_even.sum()}
-
-    return {"stages": [first, second, third, last], "loss": lambda loss, **_others: loss}
+    return {"stages": models.VARIOUS_STAGES, "loss": lambda loss, **_others: loss}
 
 
 def with_branches():
     """Two parallel stages between two others; one branch draws random numbers."""
 
     def first(scale, x, labels):
-        return {"x": jnp.tanh(x @ weight("first", x) * scale), "labels": labels}
+        return {"x": jnp.tanh(x @ models.weight("first", x) * scale), "labels": labels}
 
     def left(x, labels):
-        return {"a": jnp.tanh(x @ weight("left", x)), "labels": labels}
+        return {"a": jnp.tanh(x @ models.weight("left", x)), "labels": labels}
 
     def right(x, labels):
-        h = jnp.sin(x @ weight("right", x))
+        h = jnp.sin(x @ models.weight("right", x))
         return {"b": h * jax.random.uniform(engine.next_rng_key(), h.shape, h.dtype)}
 
     def last(a, b, labels):
-        return models.cross_entropy((a - b) @ weight("last", a, size=NUM_CLASSES), labels)
+        return models.cross_entropy((a - b) @ models.weight("last", a, size=NUM_CLASSES), labels)
 
     return {"stages": [first, [left, right], last], "loss": lambda loss: loss}
 
@@ -120,11 +89,6 @@ MODELS: dict[str, Callable[[str], dict[str, Any]]] = {
 # Ways to run them.
 
 
-def adam():
-    # Without decay the trace is the gradient that the optimizer was given.
-    return optax.chain(optax.trace(decay=0.0), optax.adam(0.01, eps=1e-2))
-
-
 def of_loss(loss, **_others):
     """Its state has the rate, so that it shows which loss was read."""
     rate = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1 * loss)
@@ -132,7 +96,7 @@ def of_loss(loss, **_others):
 
 
 def clipped():
-    return optax.chain(optax.clip_by_global_norm(0.1), adam())
+    return optax.chain(optax.clip_by_global_norm(0.1), models.showing_gradients())
 
 
 def divide(spec):
@@ -267,7 +231,11 @@ FEATURES: dict[str, Feature] = {
 def make(model, dtype, feature):
     """The pipeline, and how many micro-batches a step has."""
     built = MODELS[model](dtype)
-    options = {"optimizer": adam(), "num_replicas": feature.num_replicas, **feature.options}
+    options = {
+        "optimizer": models.showing_gradients(),
+        "num_replicas": feature.num_replicas,
+        **feature.options,
+    }
     if options["optimizer"] is None:
         built["loss"] = None
     levels, mapping = len(built["stages"]), feature.mapping
@@ -293,12 +261,7 @@ def make(model, dtype, feature):
 @functools.cache
 def make_steps(dtype, count):
     rng = np.random.default_rng(count)
-
-    def micro_batch():
-        x = rng.normal(size=(BATCH, WIDTH)).astype(dtype)
-        return x, rng.integers(0, NUM_CLASSES, BATCH).astype("int32")
-
-    return [[micro_batch() for _ in range(count)] for _ in range(NUM_UPDATES)]
+    return [models.various_batches(rng, count, dtype=dtype) for _ in range(NUM_UPDATES)]
 
 
 def add(*values):

@@ -117,12 +117,16 @@ MOVING = [
 ]
 
 
+def together_and_alone(names):
+    """Parametrizes a test by the names that are away: all of them, and in `make thorough` each alone."""
+    alone = [pytest.param([name], marks=pytest.mark.thorough) for name in names]
+    return pytest.mark.parametrize("names", [names, *alone])
+
+
 SOURCES = [name for name in NAMES if "source_info_util" in name]
 
 
-@pytest.mark.parametrize(
-    "names", [SOURCES, *(pytest.param([name], marks=pytest.mark.thorough) for name in SOURCES)]
-)
+@together_and_alone(SOURCES)
 def test_shards_without(names):
     with without(*names) as import_module:
         shards = import_module("tests.engine.loops.test_shards")
@@ -140,9 +144,7 @@ OTHERWISE = [
 ]
 
 
-@pytest.mark.parametrize(
-    "names", [OTHERWISE, *(pytest.param([name], marks=pytest.mark.thorough) for name in OTHERWISE)]
-)
+@together_and_alone(OTHERWISE)
 def test_what_is_found_out_by_other_means(names):
     """Contexts of cached functions, what a loop does not need, and what stages differentiate themselves."""
     with without(*names) as import_module:

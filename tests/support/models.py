@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import PartitionSpec
 
-from ipu_pipeline import engine
+from ipu_pipeline import engine, layers
 from ipu_pipeline.engine.execution.contract import Request
 
 SIZES = (16, 16, 8, 10)  # outputs of the dense layers
@@ -48,6 +49,62 @@ def mlp_batches(rng, num_micro_batches, size=4, dtype="float32"):
         (rng.normal(size=(size, 12)).astype(dtype), rng.integers(0, 10, size).astype("int32"))
         for _ in range(num_micro_batches)
     ]
+
+
+# Four stages that have what stages may have: statistics, random numbers, a count, a variable of two of
+# them, values that skip stages, marks. They take a scale, an input of the step, and an element (x, labels).
+
+WIDTH, NUM_CLASSES = 8, 6
+
+
+def weight(name, x, reuse=False, size=WIDTH):
+    with engine.variable_scope(name, reuse=reuse):
+        return engine.get_variable("kernel", (x.shape[-1], size), x.dtype)
+
+
+def first_stage(scale, x, labels):
+    h = jnp.tanh(x @ weight("first", x))
+    h = layers.BatchNormalization(name="norm", dtype=h.dtype, momentum=0.8, epsilon=0.01)(h)
+    return scale, h, x, labels, labels % 2 == 0
+
+
+def second_stage(scale, h, x, labels, is_even):
+    h = layers.Dropout(0.25, name="dropout")(h)
+    before = jnp.tanh(h @ weight("shared", h) * scale)
+    h, _unused = engine.recomputation_checkpoint((before, {"unused": labels}))
+    h = engine.recomputation_checkpoint(jnp.sin(h) + before)  # used on both sides of the first mark
+    h = jax.checkpoint(lambda h: jnp.tanh(h @ weight("second", h)))(h)
+    count = engine.get_variable("count", (), "int32", trainable=False)
+    engine.assign("count", count + 1)
+    return scale, h * (1 + 0.02 * count.astype(h.dtype)), x, labels, is_even
+
+
+def third_stage(scale, h, x, labels, is_even):
+    h = jnp.sin(h @ weight("third", h))
+    h = engine.constrain(h, PartitionSpec(None, "model")) + x
+    return scale, jnp.where(is_even[:, None], h, jnp.sin(h)), labels, is_even
+
+
+def last_stage(scale, h, labels, is_even):
+    h = jnp.tanh(h @ weight("shared", h, reuse=True))
+    logits = h @ weight("last", h, size=NUM_CLASSES)
+    loss = cross_entropy(logits, labels)
+    return {"loss": loss, "logits": logits, "scale": scale, "labels": labels, "even": is_even.sum()}
+
+
+VARIOUS_STAGES = (first_stage, second_stage, third_stage, last_stage)
+
+
+def various_batches(rng, num_micro_batches, size=4, dtype="float32"):
+    return [
+        (rng.normal(size=(size, WIDTH)).astype(dtype), rng.integers(0, NUM_CLASSES, size).astype("int32"))
+        for _ in range(num_micro_batches)
+    ]
+
+
+def showing_gradients():
+    """Adam with a trace without decay before it: the gradient that the optimizer was given."""
+    return optax.chain(optax.trace(decay=0.0), optax.adam(0.01, eps=1e-2))
 
 
 def elements_of(number, seed=0):

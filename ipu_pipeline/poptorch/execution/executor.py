@@ -238,7 +238,7 @@ class PoplarExecutor:
         """Replaces the optimizer, or takes over changed values of the current one. Nothing is compiled.
 
         Args:
-          optimizer: an optimizer of the same class, whose constants equal those of the current one.
+          optimizer: an optimizer of the same class, with the same constants as the current one.
 
         Raises:
           RuntimeError: the model does not train.

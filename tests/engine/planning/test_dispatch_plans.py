@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import ipu_pipeline as ipu
-from ipu_pipeline import engine, layers
+from ipu_pipeline import engine
 from ipu_pipeline.engine import measuring, reference
 from ipu_pipeline.engine.execution.steps import Compute
 from ipu_pipeline.engine.inspect import LiveBytes
@@ -20,7 +20,7 @@ from ipu_pipeline.errors import OutOfRangeError
 from tests.support import front, models
 from tests.support.compilations import compilations
 
-WIDTH, BATCH, NUM_CLASSES, COUNT, NUM_UPDATES = 6, 4, 5, 8, 3
+COUNT, NUM_UPDATES = 8, 3
 TOLERANCES = {"float32": 1e-5, "float64": 1e-12}
 ONE_BY_ONE = engine.Chunking()
 CHUNKS = [engine.Chunking(2), engine.Chunking(4)]
@@ -32,70 +32,20 @@ def name_of(value):
     return None
 
 
-def kernel(name, x, reuse=False):
-    with engine.variable_scope(name, reuse=reuse):
-        return engine.get_variable("kernel", (x.shape[-1], WIDTH), x.dtype)
-
-
-def first_stage(scale, x, labels):
-    h = jnp.tanh(x @ kernel("first", x))
-    h = layers.BatchNormalization(name="normalization", dtype=h.dtype, momentum=0.8, epsilon=0.01)(h)
-    return scale, h, x, labels, labels % 2 == 0
-
-
-def second_stage(scale, h, x, labels, is_even):
-    h = layers.Dropout(0.25, name="dropout")(h)
-    h = jnp.tanh(h @ kernel("shared", h) * scale)
-    with engine.variable_scope("second"):
-        count = engine.get_variable("count", (), "int32", trainable=False)
-        engine.assign("count", count + 1)
-    return scale, h * (1 + 0.02 * count.astype(h.dtype)), x, labels, is_even
-
-
-def third_stage(scale, h, x, labels, is_even):
-    h = jnp.tanh(h @ kernel("third", h)) + x
-    return scale, jnp.where(is_even[:, None], h, jnp.sin(h)), labels, is_even
-
-
-def last_stage(scale, h, labels, is_even):
-    h = jnp.tanh(h @ kernel("shared", h, reuse=True))
-    with engine.variable_scope("last"):
-        logits = h @ engine.get_variable("kernel", (WIDTH, NUM_CLASSES), h.dtype)
-    loss = models.cross_entropy(logits, labels)
-    return {"loss": loss, "logits": logits, "scale": scale, "labels": labels, "even": is_even.sum()}
-
-
-STAGES = [first_stage, second_stage, third_stage, last_stage]
-
-
-def make_optimizer():
-    # Without decay the trace is the gradient that the optimizer was given.
-    return optax.chain(optax.trace(decay=0.0), optax.adam(0.01, eps=1e-2))
-
-
 def make(plan, **options):
     options = {
         "num_micro_batches": COUNT,
         "loss": lambda loss, **_others: loss,
-        "optimizer": make_optimizer(),
+        "optimizer": models.showing_gradients(),
         "dispatch_plan": plan,
         **options,
     }
-    return engine.Pipeline(STAGES, **options)
+    return engine.Pipeline(models.VARIOUS_STAGES, **options)
 
 
 def make_steps(dtype="float32", count=COUNT, num_steps=NUM_UPDATES):
     rng = np.random.default_rng(count)
-    return [
-        [
-            (
-                rng.normal(size=(BATCH, WIDTH)).astype(dtype),
-                rng.integers(0, NUM_CLASSES, BATCH).astype("int32"),
-            )
-            for _ in range(count)
-        ]
-        for _ in range(num_steps)
-    ]
+    return [models.various_batches(rng, count, dtype=dtype) for _ in range(num_steps)]
 
 
 def make_scale(dtype="float32"):
@@ -105,7 +55,7 @@ def make_scale(dtype="float32"):
 @functools.cache
 def expected(reduction="sum", dtype="float32", trains=True):
     """State and outputs of a plain loop after each step, and the state before them."""
-    optimizer = make_optimizer() if trains else None
+    optimizer = models.showing_gradients() if trains else None
     options = {} if trains else {"loss": None, "optimizer": None}
     with jax.enable_x64(dtype == "float64"):
         steps = make_steps(dtype)
@@ -498,7 +448,7 @@ def test_a_chunk_holds_no_more_than_it_may():
 
 def printing(scale, x, labels):
     jax.debug.print("{}", x[0, 0])
-    return first_stage(scale, x, labels)
+    return models.first_stage(scale, x, labels)
 
 
 @pytest.mark.parametrize(
@@ -517,7 +467,7 @@ def test_where_every_action_stays_a_program(options, reason):
 
 
 def test_stages_that_print_stay_programs_of_their_own():
-    pipeline = engine.Pipeline([printing, *STAGES[1:]], num_micro_batches=COUNT)
+    pipeline = engine.Pipeline([printing, *models.VARIOUS_STAGES[1:]], num_micro_batches=COUNT)
     (step,) = make_steps(num_steps=1)
     pipeline.trace(step[0], make_scale())
     reason = "stages print or call back into Python"
@@ -534,10 +484,18 @@ foreign.defvjp(lambda x: (foreign(x), None), lambda _kept, g: (foreign(g),))
 
 def calling(function, is_trained=True, **options):
     def stage(scale, x, labels):
-        return second_stage(scale, function(kernel("first", x)[0]) + x, x, labels, labels % 2 == 0)
+        return models.second_stage(
+            scale, function(models.weight("first", x)[0]) + x, x, labels, labels % 2 == 0
+        )
 
-    training = {"loss": lambda loss, **_others: loss, "optimizer": make_optimizer()} if is_trained else {}
-    pipeline = engine.Pipeline([stage, *STAGES[2:]], num_micro_batches=64, **training, **options)
+    training = (
+        {"loss": lambda loss, **_others: loss, "optimizer": models.showing_gradients()}
+        if is_trained
+        else {}
+    )
+    pipeline = engine.Pipeline(
+        [stage, *models.VARIOUS_STAGES[2:]], num_micro_batches=64, **training, **options
+    )
     (step,) = make_steps(num_steps=1)
     pipeline.trace(step[0], make_scale())
     return pipeline
