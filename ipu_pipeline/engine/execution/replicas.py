@@ -51,7 +51,7 @@ __all__ = [
 class Joint:
     """A program that runs on all replicas at once."""
 
-    jitted: Any  # the program; its arguments and results span all replicas, see `groups.join`.
+    jitted: Any  # the program; its arguments and results span all replicas, see `device_groups.join`
     group: DeviceGroup  # where it runs
 
 

@@ -1,6 +1,6 @@
 """Stages that several devices compute together: what is divided over the axis `model`.
 
-Each IPU of the pipeline then is a row of devices. Variables and intermediate values carry a
+Each IPU of the pipeline then is a group of devices. Variables and intermediate values carry a
 `jax.sharding.PartitionSpec` that says which of their axes is divided. XLA's partitioner decides from these
 which device computes what, and where devices exchange results (Xu et al., "GSPMD", 2021).
 """
