@@ -32,18 +32,18 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Adds a description and arguments to the command's parser; see `main`."""
     flags = " ".join(map(" ".join, _FLAGS))
     parser.description = (
-        f"Runs PROGRAM with {flags} (flags that its --help lacks, and those that ARGS have, "
+        f"Runs SCRIPT with {flags} (flags that its --help lacks, and those that ARGS have, "
         "are left out) and writes report.html, trace.json and profile.json to "
-        "./profile_PROGRAM. Older reports there are removed first."
+        "./profile_SCRIPT. Older reports there are removed first."
     )
-    parser.usage = "ipu-pipeline profile [-h] [-m] [--synthetic] [--directory DIRECTORY] PROGRAM [ARGS ...]"
+    parser.usage = "ipu-pipeline profile [-h] [-m] [--synthetic] [--directory DIRECTORY] SCRIPT [ARGS ...]"
     parser.add_argument(
         "--synthetic",
         action="store_true",
         help="synthetic data in place of the program's own: zeros that are on the devices already",
     )
     parser.add_argument("--data", action="store_true", help=argparse.SUPPRESS)  # an older flag
-    parser.add_argument("--directory", help="where the reports go; by default ./profile_PROGRAM")
+    parser.add_argument("--directory", help="where the reports go; by default ./profile_SCRIPT")
     add_script(parser)
     parser.set_defaults(call=lambda parsed: _run(parser, parsed))
 

@@ -27,7 +27,10 @@ _PROFILE, _TRACE, _PAGE = "profile.json", "trace.json", "report.html"
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Adds a description and arguments to the command's parser; see `main`."""
-    parser.description = "Rebuilds report.html and trace.json from DIR/profile.json, and prints a summary."
+    parser.description = (
+        "Rebuilds report.html, which needs the extra `reports`, and trace.json from DIR/profile.json, and "
+        "prints a summary."
+    )
     parser.add_argument("directory", metavar="DIR", help="a directory with the reports of a trace")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
     parser.add_argument("--open", action="store_true", help="open the page in a browser")
@@ -77,7 +80,7 @@ def _read(folder: Path) -> str:
         return (folder / _PROFILE).read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ValueError(
-            f"the directory {str(folder)!r} has no {_PROFILE}; ipu-pipeline profile PROGRAM writes one"
+            f"the directory {str(folder)!r} has no {_PROFILE}; ipu-pipeline profile SCRIPT writes one"
         ) from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{_PROFILE}: it is damaged ({error}). Record the trace again.") from error

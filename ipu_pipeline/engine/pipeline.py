@@ -546,7 +546,7 @@ class Pipeline:
                 f"The pipeline needs {needed} devices, {each if each > 1 else 'one'} per IPU of "
                 f"device_mapping{of_replicas}, but "
                 f"there are {len(devices)}. On a CPU, before the first use of JAX, "
-                f'jax.config.update("jax_num_cpu_devices", {needed}) makes more.'
+                f"ipu_pipeline.set_num_devices({needed}) makes more."
             )
         groups = make_groups(devices, self.device_mapping, number, each)
         check_processes(groups)

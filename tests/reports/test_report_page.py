@@ -510,11 +510,11 @@ def test_colours_can_be_told_apart_by_their_brightness():
 def test_without_plotly_the_extra_is_named(monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(sys.modules, "plotly", None)
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
-    with pytest.raises(RuntimeError, match=r"pip install ipu_pipeline\[reports\]"):
+    with pytest.raises(RuntimeError, match=r"pip install 'ipu_pipeline\[reports\]'"):
         write_page(make_profile())
     directory = write(tmp_path)
     assert main.main(["report", str(directory)]) == 2
-    assert "pip install ipu_pipeline[reports]" in capsys.readouterr().err
+    assert "pip install 'ipu_pipeline[reports]'" in capsys.readouterr().err
     assert not (directory / "report.html").exists()
 
 
@@ -636,7 +636,7 @@ def test_simulate_writes_a_page(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     with pytest.raises(SystemExit):
         main.main([*options, "--html", str(file)])
-    assert "pip install ipu_pipeline[reports]" in capsys.readouterr().err
+    assert "pip install 'ipu_pipeline[reports]'" in capsys.readouterr().err
 
 
 def test_report_does_not_obey_names(tmp_path, capsys):
@@ -648,7 +648,7 @@ def test_report_does_not_obey_names(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (None, "has no profile.json; ipu-pipeline profile PROGRAM writes one"),
+        (None, "has no profile.json; ipu-pipeline profile SCRIPT writes one"),
         ("{", "this is no profile of ipu_pipeline"),
         (b"\xff\xfe", "it is damaged"),
         (

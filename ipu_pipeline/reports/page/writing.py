@@ -18,9 +18,9 @@ from ipu_pipeline.reports.predictions import timeline_events
 from ipu_pipeline.reports.profile import Profile
 from ipu_pipeline.reports.studies import Study, study
 
-__all__ = ["COLOURS", "INKS", "NO_PLOTLY", "write_page"]
+__all__ = ["COLOURS", "INKS", "write_page"]
 
-NO_PLOTLY = "report.html needs Plotly, which is not installed: pip install ipu_pipeline[reports]"
+_NO_PLOTLY = "report.html needs Plotly, which is not installed: pip install 'ipu_pipeline[reports]'"
 
 # Green and red as in Graphcore's pictures; the red is dark enough to be told apart without seeing its hue.
 COLOURS = {
@@ -86,7 +86,7 @@ def _read_plotly() -> str:
     try:
         from plotly.offline import get_plotlyjs
     except ModuleNotFoundError as error:
-        raise RuntimeError(NO_PLOTLY) from error
+        raise RuntimeError(_NO_PLOTLY) from error
     text: str = get_plotlyjs()
     assert "</script" not in text.lower()
     return text
