@@ -10,22 +10,37 @@ __all__ = ["Action", "ActionKind", "Row", "Rows", "ScheduleError", "ScheduleFunc
 
 
 class ActionKind(enum.IntEnum):
-    """The kinds of actions. Separate input and weight gradients, and updates, come later."""
+    """The kinds of actions.
+
+    A backward may be done in two halves: input gradients, for which the stages before wait, and weight
+    gradients, for which only the weight update waits.
+    """
 
     FORWARD = 0
     BACKWARD = 1
+    INPUT_GRADIENTS = 2
+    WEIGHT_GRADIENTS = 3
+
+    @property
+    def letter(self) -> str:
+        """The letter that stands for it in grids: F, B, I or W."""
+        return "FBIW"[self]
+
+    @property
+    def words(self) -> str:
+        """The name, in words."""
+        return self.name.lower().replace("_", " ")
 
 
 class Action(NamedTuple):
-    """One stage handling one micro-batch in one direction."""
+    """One stage handling one micro-batch in one direction, or doing half of its backward."""
 
     kind: ActionKind
     stage: int
     micro_batch: int
 
     def __str__(self) -> str:
-        direction = "forward" if self.kind is ActionKind.FORWARD else "backward"
-        return f"{direction} of stage {self.stage}, micro-batch {self.micro_batch}"
+        return f"{ActionKind(self.kind).words} of stage {self.stage}, micro-batch {self.micro_batch}"
 
 
 Row: TypeAlias = "tuple[Action | None, ...]"
@@ -40,7 +55,8 @@ class ScheduleError(ValueError):
 def format_rows(rows: Rows, marked: tuple[int, int] | None = None) -> str:
     """Formats a schedule as a grid: an IPU per line, a slot per column.
 
-    `F0.3` is the forward of stage 0 for micro-batch 3, `B` a backward, `.` a time-step of waiting.
+    `F0.3` is the forward of stage 0 for micro-batch 3, `B` a backward, `I` and `W` are its halves (input and
+    weight gradients), `.` is a time-step of waiting.
 
     Args:
       rows: one row per IPU.
@@ -51,7 +67,7 @@ def format_rows(rows: Rows, marked: tuple[int, int] | None = None) -> str:
     """
     cells = [
         [
-            "." if action is None else f"{'FB'[action.kind]}{action.stage}.{action.micro_batch}"
+            "." if action is None else f"{action.kind.letter}{action.stage}.{action.micro_batch}"
             for action in row
         ]
         for row in rows

@@ -2,17 +2,31 @@
 
 `check` follows the rows and returns a `Timetable`: when every action runs, how many micro-batches each
 stage holds at most, and one global order of the actions.
+
+A stage whose backwards are done in halves is called halved. It is for all of its micro-batches: where its
+row has a whole backward, that becomes both halves, one after the other.
 """
 
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ipu_pipeline.engine.schedules.actions import Action, ActionKind, Rows, ScheduleError, format_rows
+from ipu_pipeline.engine.schedules.actions import (
+    Action,
+    ActionKind,
+    Row,
+    Rows,
+    ScheduleError,
+    format_rows,
+)
 
 __all__ = ["Timetable", "check"]
+
+_KINDS = frozenset(ActionKind)
+_HALVES = (ActionKind.INPUT_GRADIENTS, ActionKind.WEIGHT_GRADIENTS)  # in their order
 
 
 @dataclass(frozen=True)
@@ -20,20 +34,26 @@ class Timetable:
     """A checked schedule.
 
     Attributes:
-      rows: one row of slots per IPU, as given but for the turns of parallel stages.
+      rows: one row of slots per IPU, as given but for the turns of parallel stages, and whole backwards of
+        halved stages.
       order: all actions in the order of their time-steps; within one time-step by IPU. No action comes
         before one that it depends on.
       time_steps: the time-step (from 1) of the action at the same position in `order`.
       in_flight: for each stage, the largest number of micro-batches that have gone forward and not yet
-        come back. 1 without training.
+        come back, with their weight gradients. 1 without training.
+      fullest: for each stage, the moments at which it may hold most, as the numbers of micro-batches
+        (before the backward or its first half, between the halves).
       num_time_steps: the last time-step in which anything runs.
+      halved: the stages whose backwards are done in halves.
     """
 
     rows: Rows
     order: tuple[Action, ...]
     time_steps: tuple[int, ...]
     in_flight: tuple[int, ...]
+    fullest: tuple[tuple[tuple[int, int], ...], ...]
     num_time_steps: int
+    halved: frozenset[int]
 
 
 def check(
@@ -47,10 +67,11 @@ def check(
     """Proves that a schedule is complete, ordered and free of deadlock.
 
     Each IPU follows its own row, one slot per time-step, and waits at an action whose inputs are not
-    there yet: a forward needs the stages of the level before to have gone forward, a backward needs the
-    stage's own forward and the backwards of the level after, all in earlier time-steps. Parallel stages of
-    one IPU take their places in its row in turn, forwards by their numbers and backwards the other way
-    round, so that every micro-batch has the same last reader of a value.
+    there yet: a forward needs the stages of the level before to have gone forward, a backward or its input
+    gradients need the stage's own forward and the same of the level after, and weight gradients need the
+    stage's input gradients, all in earlier time-steps. Parallel stages of one IPU take their places in its
+    row in turn, forwards by their numbers and backwards the other way round, so that every micro-batch has
+    the same last reader of a value.
 
     Args:
       rows: one row per IPU; None is a time-step in which the IPU waits.
@@ -65,11 +86,15 @@ def check(
 
     Raises:
       ScheduleError: an action is missing, unknown, doubled, on another IPU than its stage, or before an
-        earlier micro-batch of the same stage and direction. Or the IPUs wait for each other; then the
-        message has the grid up to there.
+        earlier micro-batch of the same stage and kind. Or the IPUs wait for each other; then the message
+        has the grid up to there.
     """
     frozen: Rows = tuple(tuple(row) for row in rows)
-    _check_complete(frozen, num_stages, num_micro_batches, device_mapping, training)
+    _check_slots(frozen)
+    halved = frozenset(a.stage for row in frozen for a in row if a is not None and a.kind in _HALVES)
+    if halved:
+        frozen = _in_halves(frozen, halved)
+    _check_complete(frozen, num_stages, num_micro_batches, device_mapping, training, halved)
 
     levels = range(num_stages) if levels is None else levels
     frozen = _in_turn(frozen, levels)
@@ -77,8 +102,10 @@ def check(
     before = [_stages_of(levels, level - 1) for level in levels]
     after = [_stages_of(levels, level + 1) for level in levels]
     num_forwards = [0] * num_stages  # number done per stage, which is the next forward's micro-batch
-    num_backwards = [0] * num_stages
+    num_backwards = [0] * num_stages  # of backwards, or of input gradients
+    num_weights = [0] * num_stages  # of weight gradients, where the stage is halved
     in_flight = [0] * num_stages
+    fullest: list[set[tuple[int, int]]] = [set() for _stage in range(num_stages)]
     positions = [0] * len(frozen)
     order: list[Action] = []
     time_steps: list[int] = []
@@ -94,6 +121,10 @@ def check(
             action = row[positions[ipu]]
             if action is None:
                 num_idle += 1
+            elif action.kind is ActionKind.WEIGHT_GRADIENTS:
+                if num_backwards[action.stage] <= action.micro_batch:
+                    continue
+                done.append(action)
             elif _is_ready(action, before, after, num_forwards, num_backwards):
                 done.append(action)
             else:
@@ -102,19 +133,62 @@ def check(
         if not done and not num_idle:
             raise ScheduleError(_describe_deadlock(frozen, positions, time_step))
         for action in done:  # only now: results of a time-step are there for the next one
-            if action.kind is ActionKind.FORWARD:
-                num_forwards[action.stage] += 1
+            kind, stage = action.kind, action.stage
+            if kind is ActionKind.FORWARD:
+                num_forwards[stage] += 1
+            elif kind is ActionKind.WEIGHT_GRADIENTS:
+                num_weights[stage] += 1
             else:
-                num_backwards[action.stage] += 1
-            held = num_forwards[action.stage] - num_backwards[action.stage]
-            in_flight[action.stage] = max(in_flight[action.stage], held)
+                num_backwards[stage] += 1
+            between = num_backwards[stage] - num_weights[stage] if stage in halved else 0
+            held = num_forwards[stage] - num_backwards[stage]
+            fullest[stage].add((held, between))
+            in_flight[stage] = max(in_flight[stage], held + between)
         order += done
         time_steps += [time_step] * len(done)
         num_left -= len(done) + num_idle
     if not training:
-        in_flight = [1] * num_stages
+        in_flight, fullest = [1] * num_stages, [{(1, 0)} for _stage in range(num_stages)]
     num_time_steps = time_steps[-1] if time_steps else 0
-    return Timetable(frozen, tuple(order), tuple(time_steps), tuple(in_flight), num_time_steps)
+    return Timetable(
+        frozen,
+        tuple(order),
+        tuple(time_steps),
+        tuple(in_flight),
+        tuple(map(_find_fullest, fullest)),
+        num_time_steps,
+        halved,
+    )
+
+
+def _find_fullest(moments: set[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """The moments than which no other has more of both numbers."""
+    found: list[tuple[int, int]] = []
+    for moment in sorted(moments, reverse=True):
+        if not found or moment[1] > found[-1][1]:
+            found.append(moment)
+    return tuple(found)
+
+
+def _check_slots(rows: Rows) -> None:
+    for ipu, row in enumerate(rows):
+        for position, action in enumerate(row):
+            if action is not None and not (isinstance(action, Action) and action.kind in _KINDS):
+                raise ScheduleError(
+                    f"Schedule: a slot must hold an Action or None; slot {position} of IPU {ipu} holds "
+                    f"{action!r}."
+                )
+
+
+def _in_halves(rows: Rows, halved: frozenset[int]) -> Rows:
+    """Puts both halves in the place of whole backwards of halved stages."""
+
+    def find(action: Action | None) -> Row:
+        if action is None or action.kind is not ActionKind.BACKWARD or action.stage not in halved:
+            return (action,)
+        return tuple(action._replace(kind=kind) for kind in _HALVES)
+
+    return tuple(tuple(itertools.chain.from_iterable(map(find, row))) for row in rows)
 
 
 def _check_complete(
@@ -123,21 +197,17 @@ def _check_complete(
     num_micro_batches: int,
     device_mapping: Sequence[int],
     training: bool,
+    halved: frozenset[int],
 ) -> None:
-    next_micro_batch = {
-        (kind, stage): 0
-        for kind in (ActionKind if training else (ActionKind.FORWARD,))
-        for stage in range(num_stages)
-    }
+    next_micro_batch: dict[tuple[ActionKind, int], int] = {}
+    for stage in range(num_stages):
+        back = _HALVES if stage in halved else (ActionKind.BACKWARD,)
+        for kind in (ActionKind.FORWARD, *(back if training else ())):
+            next_micro_batch[kind, stage] = 0
     for ipu, row in enumerate(rows):
         for position, action in enumerate(row):
             if action is None:
                 continue
-            if not isinstance(action, Action):
-                raise ScheduleError(
-                    f"Schedule: a slot must hold an Action or None; slot {position} of IPU {ipu} holds "
-                    f"{action!r}."
-                )
             fault = None
             key = (action.kind, action.stage)
             if key not in next_micro_batch or not 0 <= action.micro_batch < num_micro_batches:
@@ -154,7 +224,7 @@ def _check_complete(
             if fault:
                 raise ScheduleError(
                     f"Schedule: the {action} {fault}. Every stage takes all its micro-batches once "
-                    f"in each direction, in order.\n{format_rows(rows, (ipu, position))}"
+                    f"in each direction (or half of the backward), in order.\n{format_rows(rows, (ipu, position))}"
                 )
             next_micro_batch[key] += 1
     for (kind, stage), micro_batch in next_micro_batch.items():
@@ -173,10 +243,13 @@ def _in_turn(rows: Rows, levels: Sequence[int]) -> Rows:
         alike: dict[tuple[ActionKind, int, int], list[tuple[int, Action]]] = {}  # places and actions
         for position, action in enumerate(row):
             if action is not None:
-                key = action.kind, levels[action.stage], action.micro_batch
+                # Whole backwards and input gradients take turns with each other.
+                kind = ActionKind.BACKWARD if action.kind is ActionKind.INPUT_GRADIENTS else action.kind
+                key = kind, levels[action.stage], action.micro_batch
                 alike.setdefault(key, []).append((position, action))
         for (kind, *_others), own in alike.items():
-            actions = sorted((action for _position, action in own), reverse=kind is ActionKind.BACKWARD)
+            actions = [action for _position, action in own]
+            actions.sort(key=lambda action: action.stage, reverse=kind is not ActionKind.FORWARD)
             for (position, _action), action in zip(own, actions, strict=True):
                 row[position] = action
     return tuple(map(tuple, changed))

@@ -1,4 +1,4 @@
-"""The named schedules: counts in, rows of actions out.
+"""The schedules of IPUs in lock-step: counts in, rows of actions out.
 
 A schedule is one row of slots per IPU. A slot holds an `Action` or, in a lock-step schedule, None for
 a time-step in which the IPU waits. `check` follows the rows and returns a `Timetable`: when every
@@ -24,13 +24,13 @@ stage per IPU, Interleaved is the non-interleaved 1F1B schedule of PipeDream-Flu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import repeat
 from typing import TypeAlias
 
-from ipu_pipeline.engine.schedules.actions import Action, ActionKind, Rows, ScheduleFunction
+from ipu_pipeline.engine.schedules.actions import Action, ActionKind, Rows
 
-__all__ = ["grouped", "interleaved", "named_schedules", "sequential"]
+__all__ = ["grouped", "interleaved", "make_rows", "sequential"]
 
 StageTimes: TypeAlias = "Callable[[int, int], int]"
 
@@ -125,9 +125,40 @@ def sequential(
     )
 
 
-def named_schedules() -> dict[str, ScheduleFunction]:
-    """The schedules that have names."""
-    return {"grouped": grouped, "interleaved": interleaved, "sequential": sequential}
+def make_rows(
+    levels: Sequence[int],
+    num_micro_batches: int,
+    device_mapping: Sequence[int],
+    times: Mapping[ActionKind, StageTimes],
+) -> Rows:
+    """Makes rows from the time-steps that actions of a level have when every stage has its own IPU.
+
+    An IPU with one stage keeps those time-steps. An IPU with several stages does their actions in that
+    order, one after another, and then no IPU has fixed time-steps: each waits only for data.
+
+    Args:
+      levels: the level of each stage.
+      num_micro_batches: micro-batches per weight update.
+      device_mapping: the IPU of each stage, from 0.
+      times: by kind of action, a function from a level and a micro-batch to the time-step, from 1.
+    """
+    counts = range(num_micro_batches)
+    has_own_ipu = len(set(device_mapping)) == len(levels)
+    rows: list[list[Action | None]] = [[] for _ in range(max(device_mapping) + 1)]
+    timed: list[list[tuple[int, int, Action]]] = [[] for _row in rows]
+    for stage, ipu in enumerate(device_mapping):
+        for kind, find_time in times.items():
+            found = [find_time(levels[stage], micro_batch) for micro_batch in counts]
+            actions = map(Action._make, zip(repeat(kind), repeat(stage), counts, strict=False))
+            if has_own_ipu:
+                rows[ipu] += [None] * (found[-1] - len(rows[ipu]))
+                for time_step, action in zip(found, actions, strict=True):
+                    rows[ipu][time_step - 1] = action
+            else:
+                timed[ipu] += zip(found, repeat(stage), actions, strict=False)
+    for row, entries in zip(rows, timed, strict=True):
+        row += [action for _time_step, _stage, action in sorted(entries)]
+    return tuple(map(tuple, rows))
 
 
 def _rows(
@@ -139,29 +170,7 @@ def _rows(
     backward: StageTimes,
     inference: StageTimes = lambda level, micro_batch: level + micro_batch + 1,
 ) -> Rows:
-    """Makes rows from the time-steps that actions of a level have when every stage has its own IPU.
-
-    An IPU with one stage keeps those time-steps. An IPU with several stages does their actions in that
-    order, one after another, and then no IPU has fixed time-steps: each waits only for data.
-    """
-    counts = range(num_micro_batches)
-    has_own_ipu = len(set(device_mapping)) == len(levels)
-    rows: list[list[Action | None]] = [[] for _ in range(max(device_mapping) + 1)]
-    timed: list[list[tuple[int, int, Action]]] = [[] for _row in rows]
-    for stage, ipu in enumerate(device_mapping):
-        level = levels[stage]
-        kinds = {ActionKind.FORWARD: forward if training else inference}
-        if training:
-            kinds[ActionKind.BACKWARD] = backward
-        for kind, find_time in kinds.items():
-            times = [find_time(level, micro_batch) for micro_batch in counts]
-            actions = map(Action._make, zip(repeat(kind), repeat(stage), counts, strict=False))
-            if has_own_ipu:
-                rows[ipu] += [None] * (times[-1] - len(rows[ipu]))
-                for time_step, action in zip(times, actions, strict=True):
-                    rows[ipu][time_step - 1] = action
-            else:
-                timed[ipu] += zip(times, repeat(stage), actions, strict=False)
-    for row, entries in zip(rows, timed, strict=True):
-        row += [action for _time_step, _stage, action in sorted(entries)]
-    return tuple(map(tuple, rows))
+    times = {ActionKind.FORWARD: forward if training else inference}
+    if training:
+        times[ActionKind.BACKWARD] = backward
+    return make_rows(levels, num_micro_batches, device_mapping, times)

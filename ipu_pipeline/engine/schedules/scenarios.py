@@ -12,7 +12,7 @@ from ipu_pipeline.engine.schedules.actions import ActionKind, ScheduleFunction
 from ipu_pipeline.engine.schedules.checking import Timetable
 from ipu_pipeline.engine.schedules.clusters import Cluster
 from ipu_pipeline.engine.schedules.host_memory import HostMemory
-from ipu_pipeline.engine.schedules.lock_step import named_schedules
+from ipu_pipeline.engine.schedules.named import named_schedules
 from ipu_pipeline.engine.schedules.timetables import timetable
 from ipu_pipeline.ground.checks import is_int, is_real
 

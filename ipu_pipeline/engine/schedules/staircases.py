@@ -71,8 +71,8 @@ def find_slots(
 def format_staircase(timetable: Timetable, device_mapping: Sequence[int], width: int | None = None) -> str:
     """Formats a timetable as lines of text.
 
-    `F3` is the forward of micro-batch 3, `B3` its backward; where an IPU has several stages, `F2.3` is the
-    forward of stage 2. A dot is a time-step of waiting, and a bar separates the phases. What does not fit
+    `F3` is the forward of micro-batch 3, `B3` its backward, `I3` and `W3` are its halves (input and weight
+    gradients); where an IPU has several stages, `F2.3` is the forward of stage 2. A dot is a time-step of waiting, and a bar separates the phases. What does not fit
     is left out in the middle, and the last line says so.
 
     Args:
@@ -101,7 +101,7 @@ def format_staircase(timetable: Timetable, device_mapping: Sequence[int], width:
         if action is None:
             return "."
         stage = f"{action.stage}." if has_stages else ""
-        return f"{'FB'[action.kind]}{stage}{action.micro_batch}"
+        return f"{action.kind.letter}{stage}{action.micro_batch}"
 
     def line(title: str, cells: Sequence[str], gap: str) -> str:
         parts = [title.ljust(head)]

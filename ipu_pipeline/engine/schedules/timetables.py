@@ -6,7 +6,7 @@ import functools
 
 from ipu_pipeline.engine.schedules.actions import ScheduleFunction
 from ipu_pipeline.engine.schedules.checking import Timetable, check
-from ipu_pipeline.engine.schedules.lock_step import named_schedules
+from ipu_pipeline.engine.schedules.named import named_schedules
 
 __all__ = ["MAX_ACTIONS", "timetable"]
 

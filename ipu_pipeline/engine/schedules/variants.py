@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from ipu_pipeline.engine.schedules.actions import ScheduleError
 from ipu_pipeline.engine.schedules.checking import Timetable
 from ipu_pipeline.engine.schedules.clusters import Cluster
-from ipu_pipeline.engine.schedules.lock_step import named_schedules
+from ipu_pipeline.engine.schedules.named import named_schedules
 from ipu_pipeline.engine.schedules.scenarios import Memory, Scenario
 from ipu_pipeline.engine.schedules.simulator import predict_step_time
 from ipu_pipeline.engine.schedules.timetables import MAX_ACTIONS

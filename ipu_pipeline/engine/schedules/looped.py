@@ -1,0 +1,75 @@
+"""The Looped schedule: each IPU has several stages, and micro-batches go around all IPUs several times.
+
+With p IPUs, stage i is on IPU i mod p. Groups of micro-batches go once around the IPUs, then again, up to
+the last stages, and back in the same way. IPU r does its first 2(p-r-1) + (v-1)g forwards and then forwards
+and backwards in turn, where v is the number of its stages and g the size of a group. So with stages that
+take a v-th of the time, each IPU waits for (p-1)(F+B)/v of a step, a v-th of Interleaved's, while it holds up
+to 2(p-r-1) + (v-1)g + 1 stage activations.
+
+There are as many groups of at least p micro-batches as possible, of equal sizes or one apart: g is p where p
+divides the number of micro-batches. With fewer than p of them, IPUs wait longer, by (v-1)(p-m)(F+B)/v.
+
+Source: the interleaved schedule of Megatron (Narayanan et al., "Efficient Large-Scale Language Model
+Training on GPU Clusters", 2021, arXiv 2104.04473), which needs a multiple of p.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+
+from ipu_pipeline.engine.schedules.actions import Action, ActionKind, Rows, ScheduleError
+
+__all__ = ["looped"]
+
+
+def looped(
+    num_stages: int,
+    num_micro_batches: int,
+    device_mapping: Sequence[int],
+    training: bool = True,
+    levels: Sequence[int] | None = None,
+) -> Rows:
+    """Rows of the Looped schedule; arguments and result as in `lock_step.grouped`.
+
+    Raises:
+      ScheduleError: the stages do not go around the IPUs, or some are parallel.
+    """
+    num_ipus = max(device_mapping) + 1
+    around = [stage % num_ipus for stage in range(num_stages)]
+    if list(device_mapping) != around or num_stages % num_ipus or num_stages == num_ipus:
+        raise ScheduleError(
+            "Schedule: Looped needs a device_mapping that goes around the IPUs several times, such as "
+            f"[0, 1, 0, 1] for four stages on two IPUs; got {list(device_mapping)}. With one stage per IPU, "
+            "take Interleaved or ZeroBubble."
+        )
+    if levels is not None and len(set(levels)) < num_stages:
+        raise ScheduleError(
+            f"Schedule: Looped has no parallel stages; got levels {list(levels)}. Take Grouped, Interleaved "
+            "or ZeroBubble."
+        )
+    num_turns, groups = num_stages // num_ipus, _make_groups(num_micro_batches, num_ipus)
+    rows = []
+    for ipu in range(num_ipus):
+        own = range(ipu, num_stages, num_ipus)
+        forwards = _in_groups(ActionKind.FORWARD, own, groups)
+        if not training:
+            rows.append(tuple(forwards))
+            continue
+        backwards = _in_groups(ActionKind.BACKWARD, own[::-1], groups)
+        num_first = 2 * (num_ipus - ipu - 1) + (num_turns - 1) * len(groups[0])
+        first, then = forwards[:num_first], forwards[num_first:]
+        in_turn = itertools.chain.from_iterable(zip(then, backwards, strict=False))
+        rows.append((*first, *in_turn, *backwards[len(then) :]))
+    return tuple(rows)
+
+
+def _make_groups(count: int, size: int) -> list[range]:
+    """Groups of at least `size` micro-batches, as equal as possible; the larger ones first."""
+    number = max(1, count // size)
+    ends = [0, *itertools.accumulate(count // number + (n < count % number) for n in range(number))]
+    return list(itertools.starmap(range, itertools.pairwise(ends)))
+
+
+def _in_groups(kind: ActionKind, stages: Iterable[int], groups: Sequence[range]) -> list[Action]:
+    return [Action(kind, stage, number) for group in groups for stage in stages for number in group]
