@@ -78,7 +78,13 @@ class Built:
 
 
 @without_traceback_note()
-def build(recipe: Recipe, element: Any, inputs: tuple[Any, ...], recompute: Recomputation | None) -> Built:
+def build(
+    recipe: Recipe,
+    element: Any,
+    inputs: tuple[Any, ...],
+    recompute: Recomputation | None,
+    halved: Collection[int] = (),
+) -> Built:
     """Traces the stages and the optimizer, and checks them. It does not start a JAX backend.
 
     Args:
@@ -86,6 +92,7 @@ def build(recipe: Recipe, element: Any, inputs: tuple[Any, ...], recompute: Reco
       element: shapes and dtypes of a micro-batch.
       inputs: shapes and dtypes of the inputs that are constant during a step.
       recompute: what stages keep for their backward.
+      halved: the stages whose backward is done in halves.
 
     Raises:
       ValueError, TypeError: something is wrong with the stages, reported in one error as far as it can be
@@ -145,7 +152,7 @@ def build(recipe: Recipe, element: Any, inputs: tuple[Any, ...], recompute: Reco
 
         def make_programs(recompute: Recomputation | None) -> tuple[StagePrograms, ...]:
             return differentiation.build(
-                traced, trained, recipe.reduction, gradient_map, recompute, is_scaled, enqueued
+                traced, trained, recipe.reduction, gradient_map, recompute, is_scaled, enqueued, halved
             )
 
         programs = make_programs(recompute)

@@ -40,7 +40,7 @@ from ipu_pipeline.engine.pipeline_options import PipelineOptions, check_positive
 from ipu_pipeline.engine.planning.choosing import choose_dispatch_plan
 from ipu_pipeline.engine.planning.chunking import Chunking, check_dispatch_plan
 from ipu_pipeline.engine.planning.memory import plan_stages
-from ipu_pipeline.engine.planning.memory_plans import IpuMemory, StageMemory
+from ipu_pipeline.engine.planning.memory_plans import IpuMemory, Moments, StageMemory
 from ipu_pipeline.engine.programs.accumulation import Reduction
 from ipu_pipeline.engine.programs.collecting import Collecting
 from ipu_pipeline.engine.programs.recomputation import Recomputation
@@ -163,9 +163,10 @@ class Pipeline:
         self._placed: weakref.ref[PipelineState] | None = None  # the last state that is known to be placed
         # A function by itself, so that its callers do not hold the pipeline: an infeed holds the runner,
         # and the pipeline's program the infeed.
-        self._make_timetable: Callable[[int], schedules.Timetable] = functools.partial(
+        self._follow: Callable[[frozenset[int] | None, int], schedules.Timetable] = functools.partial(
             _make_timetable, schedule, mapping, trains, tuple(levels)
         )
+        self._make_timetable: Callable[[int], schedules.Timetable] = functools.partial(self._follow, None)
 
     def _plan_compiler_options(self) -> CompilerOptions:
         options = self.options
@@ -182,6 +183,14 @@ class Pipeline:
     def timetable(self, num_micro_batches: int) -> schedules.Timetable:
         """The checked timetable of a step with this many micro-batches, or groups of `num_serialized`."""
         return self._make_timetable(num_micro_batches)
+
+    def _find_halved(self) -> Collection[int]:
+        """The stages whose backward is done in halves, from now on with any number of micro-batches."""
+        if self.is_one_program:
+            return ()
+        halved = self.timetable(self.num_micro_batches or 2 * len(self.device_mapping)).halved
+        self._make_timetable = functools.partial(self._follow, halved)
+        return halved
 
     # What is known about the pipeline.
 
@@ -294,11 +303,14 @@ class Pipeline:
 
     def _plan_memory(self, count: int, chunk_size: int) -> tuple[StageMemory, ...]:
         if self.is_one_program:  # it ends a micro-batch before the next one starts
-            in_flight: Sequence[int] = (self.num_serialized,) * len(self.device_mapping)
+            fullest: Sequence[Moments] = [((self.num_serialized, 0),)] * len(self.device_mapping)
         else:
-            in_flight = [chunk_size * chunks for chunks in self.timetable(count // chunk_size).in_flight]
+            fullest = [
+                tuple((chunk_size * before, chunk_size * between) for before, between in moments)
+                for moments in self.timetable(count // chunk_size).fullest
+            ]
         known = {} if self._runner is None else self._runner.residual_bytes
-        return plan_stages(self.traced, self._programs, self.device_mapping, in_flight, known)
+        return plan_stages(self.traced, self._programs, self.device_mapping, fullest, known)
 
     def plan_ipu_memory(self, num_micro_batches: int | None = None) -> tuple[IpuMemory, ...]:
         """Plans what each IPU needs while steps run: state, accumulators, micro-batches and programs.
@@ -487,7 +499,7 @@ class Pipeline:
                     f"{known}, and now got {(element, input_shapes)}."
                 )
             return
-        self._built = build(self._recipe, element, input_shapes, self._recompute)
+        self._built = build(self._recipe, element, input_shapes, self._recompute, self._find_halved())
         self._programs = self._built.programs
 
     def with_recomputation(self, recompute: Recomputation | None) -> Pipeline:
@@ -1060,9 +1072,10 @@ def _make_timetable(
     mapping: tuple[int, ...],
     trains: bool,
     levels: tuple[int, ...],
+    halved: frozenset[int] | None,
     num_micro_batches: int,
 ) -> schedules.Timetable:
-    return schedules.timetable(schedule, len(levels), num_micro_batches, mapping, trains, levels)
+    return schedules.timetable(schedule, len(levels), num_micro_batches, mapping, trains, levels, halved)
 
 
 def _describe_shortage(number: int, every: int) -> str:

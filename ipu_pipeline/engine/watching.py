@@ -22,6 +22,8 @@ class LaunchKind:
 
     FORWARD = "forward"
     BACKWARD = "backward"
+    INPUT_GRADIENTS = "input gradients"
+    WEIGHT_GRADIENTS = "weight gradients"
     UPDATE = "update"
     BLOCK = "block"  # whole micro-batches, and weight updates among them
 

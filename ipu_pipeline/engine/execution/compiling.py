@@ -92,7 +92,7 @@ class _Programs:
         self._started: list[tuple[Future[Any], list[_Lowered]]] = []  # each and its equals elsewhere
         self._known: dict[Any, list[_Lowered]] = {}
         self._joint: set[Joint] = set()
-        self.divided: dict[int, list[_Divided]] = {}  # by stage
+        self.divided: dict[tuple[int, str], list[_Divided]] = {}  # by stage and kind of program
 
     def start(
         self,
@@ -159,10 +159,10 @@ class _Programs:
             for program, function in zip(programs, functions, strict=False):
                 program.install(function)
                 self._keep(program, function)
-        residual_bytes = {
-            stage: sum(one.num_bytes for one in divided) // chunk_size
-            for stage, divided in self.divided.items()
-        }
+        residual_bytes: dict[int, int] = {}
+        for (stage, _kind), divided in self.divided.items():
+            size = sum(one.num_bytes for one in divided) // chunk_size
+            residual_bytes[stage] = residual_bytes.get(stage, 0) + size
         return Compiled(temporary_bytes, residual_bytes)
 
     def _keep(self, program: _Lowered, compiled: Any) -> None:
@@ -258,7 +258,7 @@ class Shapes:
             results[place] = _Divided(found[place], compiled, place)
         residuals = dict(template.given(BindingKind.RESIDUAL))
         if residuals:
-            self._programs.divided[template.stage] = [
+            self._programs.divided[template.stage, template.kind.name] = [
                 _Divided(found[place], compiled, place) for place in residuals
             ]
         return results

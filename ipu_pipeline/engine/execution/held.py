@@ -24,25 +24,30 @@ class Held:
         templates = column.plan.templates
         num_stages = 1 + max(stage for _kind, stage in templates)
         self.peaks = [0] * num_stages
-        self._running: list[set[int]] = [set() for _ in range(num_stages)]  # chunks in flight
-        # A cotangent comes from the stage behind, so it is sent, not held.
+        # by stage, the chunks in flight, each with the slots that are held for its backward
+        self._running: list[dict[int, set[int]]] = [{} for _ in range(num_stages)]
+        # A cotangent comes from the stage behind, so it is sent, not held, until the first half is done.
         sent = {slot for known in templates.values() for send in known.sends for slot in send.targets}
-        self._held: dict[int, list[int]] = {}
+        self._read: list[dict[ActionKind, set[int]]] = [{} for _ in range(num_stages)]
         for (kind, stage), template in templates.items():
-            if kind is ActionKind.BACKWARD:
-                forward = {slot for _place, slot in templates[ActionKind.FORWARD, stage].loads}
-                read = [slot for _place, slot in template.loads]
-                self._held[stage] = [slot for slot in read if slot in forward or slot not in sent]
+            self._read[stage][kind] = {slot for _place, slot in template.loads}
+        self._held: list[set[int]] = []
+        for read in self._read:
+            forward = read.get(ActionKind.FORWARD, set())
+            later = set[int]().union(*(read[kind] for kind in read if kind is not ActionKind.FORWARD))
+            self._held.append({slot for slot in later if slot in forward or slot not in sent})
 
     def look(self, template: Template, chunk: int, slots: Mapping[int, Sequence[Any]]) -> None:
         """Measures after a program and what follows it."""
-        own = self._running[template.stage]
+        own, kinds = self._running[template.stage], self._read[template.stage]
         if template.kind is ActionKind.FORWARD:
-            own.add(chunk)
+            own[chunk] = self._held[template.stage]
+        elif template.kind is ActionKind.INPUT_GRADIENTS and ActionKind.WEIGHT_GRADIENTS in kinds:
+            own[chunk] = kinds[ActionKind.WEIGHT_GRADIENTS]
         else:
-            own.remove(chunk)
-        for stage, places in self._held.items():
-            arrays = [slots[number][slot] for number in self._running[stage] for slot in places]
+            del own[chunk]
+        for stage, running in enumerate(self._running):
+            arrays = [slots[number][slot] for number, places in running.items() for slot in places]
             here = (array for array in arrays if array is not None and array.addressable_shards)
             unique = {id(array): array.nbytes for array in here}
             self.peaks[stage] = max(self.peaks[stage], sum(unique.values()))

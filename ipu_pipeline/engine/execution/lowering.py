@@ -1,8 +1,9 @@
 """Lowers a schedule to the actions of a step.
 
-The schedule is a checked list of forwards and backwards. Each becomes the program's `Compute`, with what
-must come before and after it. The last stage's forward and backward are one program, which stands where the
-schedule has the forward. A backward with nothing to compute is left out.
+The schedule is a checked list of forwards and backwards, or halves of these. Each becomes the program's
+`Compute`, with what must come before and after it. The last stage's forward and backward are one program,
+which stands where the schedule has the forward; with halves, this program does the first one. A backward or
+half with nothing to compute is left out.
 """
 
 from __future__ import annotations

@@ -24,6 +24,8 @@ from ipu_pipeline.engine.tracing.traced import TracedPipeline
 
 __all__ = ["FeedSlot", "Plan", "make_plan"]
 
+_BACK = frozenset(ActionKind) - {ActionKind.FORWARD}
+
 
 class FeedSlot(NamedTuple):
     """Where a leaf of a micro-batch goes: the stage whose group it is put on, and the slot."""
@@ -45,6 +47,8 @@ class Plan:
     feed_slots: tuple[FeedSlot, ...]  # where a micro-batch's leaves go
     slot_groups: tuple[DeviceGroup, ...]  # the group that each of a micro-batch's slots is on
     slot_values: tuple[Binding, ...]  # what each of them holds
+    # slots whose last reader depends on the schedule -> the number of programs that read them
+    num_readers: Mapping[int, int]
 
     @property
     def num_slots(self) -> int:
@@ -65,17 +69,22 @@ def make_plan(
     order = [Work(ActionKind.FORWARD, index, stage.forward) for index, stage in enumerate(programs)]
     for index, stage in reversed(list(enumerate(programs))):
         if stage.backward is not None:
-            order.append(Work(ActionKind.BACKWARD, index, stage.backward))
+            kind = ActionKind.INPUT_GRADIENTS if stage.is_halved else ActionKind.BACKWARD
+            order.append(Work(kind, index, stage.backward))
+        if stage.weights is not None:
+            order.append(Work(ActionKind.WEIGHT_GRADIENTS, index, stage.weights))
     slots, bindings = SlotNumbers(), Bindings(traced, accumulator_keys)
 
-    # Within a micro-batch the programs run in this order, whatever the schedule, so a slot is free after
-    # the last program here that reads it.
-    last_use: dict[int, int] = {}
+    # Within a micro-batch the programs run in this order, whatever the schedule, but for weight gradients.
+    # So a slot is free after the last program here that reads it, or after the last of several.
+    readers: dict[int, list[int]] = {}
     for number, work in enumerate(order):
         for binding in bindings.arguments(work.stage, work.program):
             read = slot_of(binding, groups[work.stage])
-            if read is not None:
-                last_use[slots[read]] = number
+            if read is not None and number not in readers.setdefault(slots[read], []):
+                readers[slots[read]].append(number)
+    shared = {slot: own for slot, own in readers.items() if _may_end_anywhere(order, own)}
+    last_use = {slot: len(order) if slot in shared else own[-1] for slot, own in readers.items()}
     last_stage = len(programs) - 1
     collected: list[tuple[str, int]] = []
     for source in [*traced.outputs, *([] if traced.loss is None else [traced.loss])]:
@@ -92,6 +101,7 @@ def make_plan(
         own = options.of_forward if work.kind is ActionKind.FORWARD else options.of_backward
         template = make(number, work, own(work.stage), donate_accumulators)
         _add_releases(template, number, last_use)
+        template.shared = tuple(slot for slot, own_readers in shared.items() if number in own_readers)
         templates[work.kind, work.stage] = template
     last_forward = templates[ActionKind.FORWARD, last_stage]
     _find_kept(list(templates.values()), {slot: last_forward for kind, slot in collected if kind == "slot"})
@@ -106,6 +116,20 @@ def make_plan(
         ),
         slot_groups=tuple(group for _binding, group in slots.numbers),
         slot_values=tuple(binding for binding, _group in slots.numbers),
+        num_readers={slot: len(own) for slot, own in shared.items()},
+    )
+
+
+def _may_end_anywhere(order: Sequence[Work], readers: Sequence[int]) -> bool:
+    """Whether the schedule says which of a slot's readers is the last.
+
+    A stage's weight gradients come after its input gradients, and so after all that these wait for.
+    """
+    behind = [order[number] for number in readers]
+    return any(
+        one.kind is ActionKind.WEIGHT_GRADIENTS and other.stage < one.stage and other.kind in _BACK
+        for one in behind
+        for other in behind
     )
 
 
@@ -132,6 +156,6 @@ def _find_kept(templates: Sequence[Template], collected: Mapping[int, Template])
             used += [slot for send in template.sends for slot in send.targets]
             last_forward.update(dict.fromkeys(used, template))
     last_forward.update(collected)
-    read = {slot for t in templates if t.kind is ActionKind.BACKWARD for _place, slot in t.loads}
+    read = {slot for t in templates if t.kind is not ActionKind.FORWARD for _place, slot in t.loads}
     for slot in sorted(read & last_forward.keys()):
         last_forward[slot].kept += (slot,)

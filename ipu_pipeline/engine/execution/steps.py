@@ -220,6 +220,9 @@ class ColumnRun:
     assigned: dict[str, Any] = field(default_factory=dict)
     # gathered variables for the next program, by full name
     gathered: dict[str, Any] = field(default_factory=dict)
+    # by number of the micro-batch or chunk, slot -> the number of programs that have yet to read it, where
+    # the schedule says which is the last
+    unread: dict[int, dict[int, int]] = field(default_factory=dict)
 
     def finish(self, num_stacked: int | None) -> Accumulated:
         """Returns the micro-batches' results. `num_stacked` says how many of a chunk are stacked."""
@@ -543,7 +546,7 @@ def collect(run: ColumnRun, chunk: int, _results: Sequence[Any]) -> None:
 
 def log(template: Template, plan: Plan) -> After:
     """Logs what this process has started, for processes that wait for it."""
-    kind, stage = template.kind.name.lower(), template.stage
+    kind, stage = template.kind.words, template.stage
     sends = [send for other in plan.templates.values() if not other.group.is_here for send in other.sends]
     received = {slot for send in sends for slot in send.targets}  # slots filled by other processes
     awaited = [slot for _place, slot in template.loads if slot in received]
@@ -552,6 +555,19 @@ def log(template: Template, plan: Plan) -> After:
         if run.log is not None:
             action = Started(kind, stage, run.step, run.first + chunk * run.size, run.size)
             run.log.note(action, results, [run.slots[chunk][slot] for slot in awaited])
+
+    return take
+
+
+def release_shared(template: Template, plan: Plan) -> After:
+    """Releases slots once the last of their readers has been started."""
+
+    def take(run: ColumnRun, chunk: int, _results: Sequence[Any]) -> None:
+        unread = run.unread.setdefault(chunk, dict(plan.num_readers))
+        for slot in template.shared:
+            unread[slot] -= 1
+            if not unread[slot]:
+                run.slots[chunk][slot] = None
 
     return take
 
@@ -584,4 +600,6 @@ def make_dispatch(
         after.append(collect)
     if phases is not None:
         after.append(note_in_phase(template))
+    if template.shared:
+        after.append(release_shared(template, plan))
     return Dispatch(template, before, after)

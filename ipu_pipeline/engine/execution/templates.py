@@ -44,7 +44,7 @@ class Template:
     """One program, ready for dispatch."""
 
     index: int  # its place among the plan's templates
-    kind: ActionKind  # forward or backward
+    kind: ActionKind  # what it does
     stage: int  # the stage that it belongs to
     group: DeviceGroup  # where it runs
     options: Options  # XLA's options that it is compiled with
@@ -62,6 +62,8 @@ class Template:
     sends: tuple[Send, ...]  # what goes to other groups
     # slots that are not read after it, without the slots that it sends: these are in `sends`
     releases: tuple[int, ...] = ()
+    # slots that it reads, which are free after all their readers; see `Plan.num_readers`
+    shared: tuple[int, ...] = ()
     kept: tuple[int, ...] = ()  # slots that only backwards read once it and its sends have been started
 
     def taken(self, kind: BindingKind) -> tuple[tuple[int, Any], ...]:
@@ -88,7 +90,7 @@ class Template:
 
 
 class Work(NamedTuple):
-    """A stage's program for one direction."""
+    """A stage's program for one kind of action."""
 
     kind: ActionKind
     stage: int

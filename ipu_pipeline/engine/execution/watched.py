@@ -23,7 +23,6 @@ from ipu_pipeline.engine.execution.contract import Request, Runner
 from ipu_pipeline.engine.execution.steps import Devices
 from ipu_pipeline.engine.execution.templates import Template
 from ipu_pipeline.engine.execution.weight_updates import WeightUpdate
-from ipu_pipeline.engine.schedules.actions import ActionKind
 from ipu_pipeline.engine.state import RunState
 from ipu_pipeline.engine.watching import Launch, LaunchKind, Watcher
 
@@ -134,7 +133,7 @@ def launch_of(runner: Runner[Any], template: Template, step: int, first: int, co
     """Describes a dispatch of a template; arguments as in `Launch`."""
     return Launch(
         runner=runner,
-        kind=LaunchKind.FORWARD if template.kind is ActionKind.FORWARD else LaunchKind.BACKWARD,
+        kind=template.kind.words,
         stage=template.stage,
         step=step,
         first=first,

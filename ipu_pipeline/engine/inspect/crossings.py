@@ -43,9 +43,9 @@ def find_crossings(
             forward.setdefault((source, target), found)
 
     for index, (stage, own) in enumerate(zip(traced.stages, programs, strict=True)):
-        for source in read_sources(stage, own.forward, own.backward):
+        for source in read_sources(stage, own.forward, *own.backwards):
             read(source, ipus[index])
-        for value in itertools.chain(*(own.backward or own.forward).results):
+        for value in itertools.chain(*own.forward.results, *(own.backward.results if own.backward else ())):
             if value.kind is ValueKind.INPUT_COTANGENT:
                 source = stage.inputs[value.index]
                 if ipu_of(source) not in (None, ipus[index]):
@@ -63,12 +63,12 @@ def find_flows(
     used: dict[tuple[Source, int], tuple[set[int], set[int]]] = {}
     sizes: dict[tuple[int, bool, int, tuple[int, ...], tuple[int, ...]], int] = {}
     for index, (stage, own) in enumerate(zip(traced.stages, programs, strict=True)):
-        held = read_sources(stage, own.backward)
-        for source in read_sources(stage, own.forward, own.backward):
+        held = read_sources(stage, *own.backwards)
+        for source in read_sources(stage, own.forward, *own.backwards):
             if source.kind == "output":
                 readers, holders = used.setdefault((source, ipus[index]), (set(), set()))
                 (holders if source in held else readers).add(index)
-        for value in itertools.chain(*(own.backward or own.forward).results):
+        for value in itertools.chain(*own.forward.results, *(own.backward.results if own.backward else ())):
             if value.kind is ValueKind.INPUT_COTANGENT:
                 source = stage.inputs[value.index]
                 if source.kind == "output":

@@ -85,9 +85,8 @@ def _describe_stages(
         copies = all_copies[index]
         names = (*(spec.name for spec in variables), *(f"{spec.name} (a copy)" for spec in copies))
         num_operations, size = len(stage.flat.equations), num_bytes([*variables, *copies])
-        both = [own.forward, *([] if own.backward is None else [own.backward])]
         # Where there is a loss, the last stage's forward program also computes its gradients.
-        is_fused = trained is not None and own.backward is None and index == len(traced.stages) - 1
+        is_fused = trained is not None and not own.backwards and index == len(traced.stages) - 1
         forward, backward = _find_operations(own, stage.flat.equations if is_fused else None)
         found.append(
             StageDetails(
@@ -107,8 +106,10 @@ def _describe_stages(
                 num_sent_bytes=num_bytes(one.aval for one in sent.get(index, ()) if not one.is_backward),
                 num_returned_bytes=num_bytes(one.aval for one in sent.get(index, ()) if one.is_backward),
                 num_forward_flop=own.forward.num_operations,
-                num_backward_flop=0.0 if own.backward is None else own.backward.num_operations,
-                uncounted=frozenset[str]().union(*(program.uncounted for program in both)),
+                num_backward_flop=sum(program.num_operations for program in own.backwards),
+                uncounted=frozenset[str]().union(
+                    *(program.uncounted for program in (own.forward, *own.backwards))
+                ),
             )
         )
     return tuple(found)
@@ -118,7 +119,7 @@ def _find_operations(own: StagePrograms, equations: Iterable[Any] | None) -> tup
     """The operations of forward and backward; `equations` are the forward's, if its program does both."""
     both = own.forward.num_operations
     if equations is None:
-        backward = 0.0 if own.backward is None else max(own.backward.num_operations, 1.0)
+        backward = sum(max(program.num_operations, 1.0) for program in own.backwards)
         return max(both, 1.0), backward
     alone = count_equations(equations)
     if own.forward.uncounted or alone >= both:

@@ -23,6 +23,7 @@ from ipu_pipeline.engine.jaxprs.flat import (
     substitute,
     take_out_constants,
 )
+from ipu_pipeline.engine.jaxprs.halving import find_computed, find_kept, take_apart
 from ipu_pipeline.engine.jaxprs.slicing import any_equation, can_reduce, dependents, extract, reduce
 
 __all__ = [
@@ -39,6 +40,8 @@ __all__ = [
     "close",
     "dependents",
     "extract",
+    "find_computed",
+    "find_kept",
     "flatten",
     "has_callbacks",
     "has_primitive",
@@ -47,5 +50,6 @@ __all__ = [
     "map_atoms",
     "reduce",
     "substitute",
+    "take_apart",
     "take_out_constants",
 ]

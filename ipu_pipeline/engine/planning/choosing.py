@@ -82,13 +82,13 @@ def choose_dispatch_plan(
         is followed action by action.
       saves_memory: whether recomputation or offloading is on, which chunks would counter.
     """
-    both = [program for own in programs for program in (own.forward, own.backward) if program is not None]
-    uncounted = ", ".join(sorted(frozenset().union(*(program.uncounted for program in both))))
+    everything = [program for own in programs for program in (own.forward, *own.backwards)]
+    uncounted = ", ".join(sorted(frozenset().union(*(program.uncounted for program in everything))))
     reasons = {
         "the number of micro-batches is known at run only": num_micro_batches is None,
         "the schedule was chosen for its order or its memory": not is_grouped,
         "recomputation or offloading is to save memory": saves_memory,
-        "stages print or call back into Python": any(program.has_effects for program in both),
+        "stages print or call back into Python": any(program.has_effects for program in everything),
         f"no cost is known of {uncounted}; engine.measure_dispatch_plan measures": bool(uncounted),
     }
     for reason, holds in reasons.items():
@@ -109,7 +109,8 @@ def choose_dispatch_plan(
             total = operations.get((kind, stage), 0.0)
             return total * chunk_size * speed.per_operation + speed.per_dispatch if total else 0.0
 
-        forward, backward = (tuple(cost(kind, i) for i in range(len(programs))) for kind in ActionKind)
+        kinds = (ActionKind.FORWARD, ActionKind.BACKWARD)
+        forward, backward = (tuple(cost(kind, i) for i in range(len(programs))) for kind in kinds)
         num_chunks = num_simulated // chunk_size
         if speed.shares_cores:
             costs = [own for own in (*forward, *backward) if own]

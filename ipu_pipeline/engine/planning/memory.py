@@ -1,13 +1,16 @@
 """Adds up how much memory a pipeline or loop takes: the only place that does.
 
 Between its forward and its backward of a micro-batch a stage holds what the backward reads: the residuals
-that its forward returns, and those of its inputs that the backward takes. The formula for a stage is
+that its forward returns, and those of its inputs that the backward takes. Between the halves of a backward
+it holds what the second half, the weight gradients, reads. The formula for a stage is
 
     live activation bytes = micro-batches in flight x bytes that are held per micro-batch
 
 where a stage has 2(N-i)-1 micro-batches in flight with Grouped, N-i with Interleaved and 1 with Sequential
 (stage i of N, never more than there are micro-batches; see `schedules`), or the same number of chunks of
-them. The last stage holds nothing: its forward and backward are one program.
+them; with halves, micro-batches before the first one and between the two count each with their own bytes.
+The last stage holds nothing where its forward and backward are one program, and only what is between the
+halves where its forward does the first half.
 
 An IPU takes what its stages hold, the state that lives there, its accumulators, the micro-batches that wait
 there, and the temporary memory of the program that runs. What execution phases bring from host memory
@@ -16,15 +19,22 @@ counts as it is at the fullest moment (`execution.phase_memory`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 from ipu_pipeline.engine.devices.state_placement import StatePlacement
-from ipu_pipeline.engine.planning.memory_plans import Brought, IpuMemory, StageMemory
-from ipu_pipeline.engine.programs.stage_programs import StagePrograms, read_sources
+from ipu_pipeline.engine.planning.memory_plans import Brought, IpuMemory, Moments, StageMemory
+from ipu_pipeline.engine.programs.stage_programs import (
+    StageProgram,
+    StagePrograms,
+    Value,
+    ValueKind,
+    read_sources,
+)
 from ipu_pipeline.engine.tracing.specs import VariableSpec
-from ipu_pipeline.engine.tracing.traced import Source, TracedPipeline
+from ipu_pipeline.engine.tracing.traced import Source, TracedPipeline, TracedStage
 from ipu_pipeline.ground.shapes import num_bytes
 
 __all__ = ["find_copies", "find_fed", "plan_ipus", "plan_stages"]
@@ -34,7 +44,7 @@ def plan_stages(
     traced: TracedPipeline,
     programs: Sequence[StagePrograms],
     ipus: Sequence[int],
-    in_flight: Sequence[int],
+    fullest: Sequence[Moments],
     residual_bytes: Mapping[int, int] = MappingProxyType({}),
 ) -> tuple[StageMemory, ...]:
     """Plans what each stage holds of micro-batches in flight.
@@ -43,17 +53,52 @@ def plan_stages(
       traced: the pipeline.
       programs: the programs of its stages.
       ipus: the IPU of each stage.
-      in_flight: the largest number of micro-batches that each stage has in flight.
+      fullest: for each stage, see `StageMemory.fullest`.
       residual_bytes: by stage, a device's part of what the forward returns for the backward, where the
         devices of an IPU are known to have parts.
     """
     plans = []
-    for index, (stage, own) in enumerate(zip(traced.stages, programs, strict=True)):
-        taken = read_sources(stage, own.backward)
-        held = [traced.aval(source) for source in taken if source.is_of_micro_batch]
-        sizes = (residual_bytes.get(index, num_bytes(own.residuals)), num_bytes(held))
-        plans.append(StageMemory(index, ipus[index], in_flight[index], *sizes))
+    for index, (stage, own, moments) in enumerate(zip(traced.stages, programs, fullest, strict=True)):
+        share = residual_bytes[index] / num_bytes(own.residuals) if index in residual_bytes else 1
+        of_forward = _find_residuals(itertools.chain.from_iterable(own.forward.results))
+        sizes = _find_held(traced, stage, own, own.backwards, of_forward)
+        between = (0, 0) if own.weights is None else _find_held(traced, stage, own, [own.weights])
+        plans.append(
+            StageMemory(
+                index,
+                ipus[index],
+                max(before + after for before, after in moments),
+                round(share * sizes[0]),
+                sizes[1],
+                round(share * between[0]) + between[1],
+                moments if own.is_halved else (),
+            )
+        )
     return tuple(plans)
+
+
+def _find_held(
+    traced: TracedPipeline,
+    stage: TracedStage,
+    own: StagePrograms,
+    readers: Sequence[StageProgram],
+    among: Collection[int] | None = None,
+) -> tuple[int, int]:
+    """The bytes of what programs read of a micro-batch: residuals, and values that come from other stages.
+
+    `among`: residuals that count. None: all, and gradients that have come from other stages.
+    """
+    values = {value for program in readers for value in program.arguments}
+    read = _find_residuals(values)
+    residuals = [own.residuals[number] for number in read if among is None or number in among]
+    taken = [traced.aval(source) for source in read_sources(stage, *readers) if source.is_of_micro_batch]
+    if among is None:
+        taken += [stage.output_avals[v.index] for v in values if v.kind is ValueKind.COTANGENT]
+    return num_bytes(residuals), num_bytes(taken)
+
+
+def _find_residuals(values: Iterable[Value]) -> set[int]:
+    return {value.index for value in values if value.kind is ValueKind.RESIDUAL}
 
 
 def find_copies(traced: TracedPipeline, ipus: Sequence[int]) -> list[list[VariableSpec]]:
@@ -74,7 +119,7 @@ def find_fed(
     read: dict[int, set[Source]] = {ipu: set() for ipu in ipus}
     read[ipus[-1]].update(traced.outputs)  # outputs are collected where the last stage is
     for ipu, stage, own in zip(ipus, traced.stages, programs, strict=True):
-        read[ipu] |= read_sources(stage, own.forward, own.backward)
+        read[ipu] |= read_sources(stage, own.forward, *own.backwards)
 
     def is_fed(source: Source) -> bool:
         return source.kind == "element" and source.index >= first

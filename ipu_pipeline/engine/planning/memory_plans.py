@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
-__all__ = ["Brought", "Flow", "IpuMemory", "StageMemory"]
+__all__ = ["Brought", "Flow", "IpuMemory", "Moments", "StageMemory"]
+
+Moments: TypeAlias = "tuple[tuple[int, int], ...]"  # of a stage, see `StageMemory.fullest`
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,9 @@ class StageMemory:
         compute a stage together, each device's part once that has been compiled; before, the whole.
       num_input_bytes: per micro-batch, the inputs that the backward takes. A value that several stages on
         the IPU take counts in each.
+      num_between_bytes: per micro-batch, where the backward is done in halves, what is held between these.
+      fullest: the moments at which it may hold most, as the numbers of micro-batches (before the first half
+        of the backward, between the halves); empty where there are no halves.
     """
 
     stage: int
@@ -30,16 +35,20 @@ class StageMemory:
     in_flight: int
     num_residual_bytes: int
     num_input_bytes: int
+    num_between_bytes: int = 0
+    fullest: Moments = ()
 
     @property
     def num_held_bytes(self) -> int:
-        """What is held per micro-batch."""
+        """What is held per micro-batch before its backward, or the first half of it."""
         return self.num_residual_bytes + self.num_input_bytes
 
     @property
     def num_live_bytes(self) -> int:
         """What is held of all micro-batches in flight."""
-        return self.in_flight * self.num_held_bytes
+        held, between = self.num_held_bytes, self.num_between_bytes
+        moments = self.fullest or ((self.in_flight, 0),)
+        return max(before * held + after * between for before, after in moments)
 
 
 class Brought(NamedTuple):

@@ -70,11 +70,7 @@ def chunk_programs(
     if size == 1:
         return tuple(programs)
     return tuple(
-        dataclasses.replace(
-            own,
-            forward=_chunk(own.forward, stage, size),
-            backward=None if own.backward is None else _chunk(own.backward, stage, size),
-        )
+        own.map(functools.partial(_chunk, stage=stage, size=size))
         for own, stage in zip(programs, traced.stages, strict=True)
     )
 

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from ipu_pipeline.engine import jaxprs
 from ipu_pipeline.engine.programs import accumulation, recomputation, stage_programs
 from ipu_pipeline.engine.programs.accumulation import Reduction
-from ipu_pipeline.engine.programs.cutting import Joint, fuse, is_literal, split
+from ipu_pipeline.engine.programs.cutting import Joint, fuse, halve, is_literal, split
 from ipu_pipeline.engine.programs.gradient_maps import GradientMap
 from ipu_pipeline.engine.programs.recomputation import Recomputation
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms, Value, ValueKind
@@ -50,6 +50,7 @@ def build(
     recompute: Recomputation | None = None,
     is_scaled: bool = False,
     enqueued: Mapping[str, Sequence[int]] = MappingProxyType({}),
+    halved: Collection[int] = (),
 ) -> tuple[StagePrograms, ...]:
     """Builds the programs of all stages.
 
@@ -62,6 +63,7 @@ def build(
       is_scaled: whether the backward starts from LOSS_SCALE. A gradient map gets gradients without it.
       enqueued: full name of a variable -> the numbers of the enqueued leaves that are its gradient, as it
         is accumulated, without LOSS_SCALE.
+      halved: the stages whose backward is done in halves.
     """
     if traced.loss is None:
         return tuple(_build_inference(index, stage) for index, stage in enumerate(traced.stages))
@@ -74,13 +76,25 @@ def build(
         evaluate = _evaluation(stage, is_last, recompute)
         try:
             joint = _differentiate(
-                traced, index, evaluate, trained, differentiable, senders, gradient_map, is_scaled, enqueued
+                traced,
+                index,
+                evaluate,
+                trained,
+                differentiable,
+                senders,
+                gradient_map,
+                is_scaled,
+                enqueued,
+                index in halved,
             )
         except Exception as error:  # from a derivative rule, or an operation without a derivative
             if not str(error).startswith(stage.place):
                 add_derivative_note(error, stage.place)
             raise
-        built.append(fuse(joint, reduction, is_scaled) if is_last else split(joint, reduction))
+        if index in halved:
+            built.append(halve(joint, reduction, is_last, is_scaled))
+        else:
+            built.append(fuse(joint, reduction, is_scaled) if is_last else split(joint, reduction))
     return tuple(reversed(built))
 
 
@@ -171,8 +185,7 @@ def _build_inference(index: int, stage: TracedStage) -> StagePrograms:
     labels = dict(zip(flat.inputs, _stage_arguments(stage), strict=True))
     results = _own_results(index, stage, flat.outputs)
     name = f"stage{index}_forward"
-    forward, residuals = stage_programs.cut(name, flat, results, labels, (), jaxprs.any_equation)
-    assert not residuals
+    forward = stage_programs.cut(name, flat, results, labels, (), jaxprs.any_equation)
     return StagePrograms(forward, None, (), ())
 
 
@@ -186,6 +199,7 @@ def _differentiate(
     gradient_map: GradientMap | None,
     is_scaled: bool,
     enqueued: Mapping[str, Sequence[int]],
+    is_halved: bool,
 ) -> Joint:
     """Differentiates one stage, given as `evaluate`. Enters the cotangents that it sends into `senders`."""
     stage = traced.stages[index]
@@ -240,7 +254,18 @@ def _differentiate(
                     pulled[number] = _map_gradient(gradient_map, pulled[number], variable, *scale)
         return [*outputs, *pulled, *(_unscale(pulled[place], *scale) for place, _number in shown)]
 
-    flat = jaxprs.flatten(_trace_joint(joint, avals, stage.place), recomputation.isolate)
+    closed_jaxpr = _trace_joint(joint, avals, stage.place)
+    if is_halved:
+        num_outputs = len(closed_jaxpr.out_avals) - len(wanted) - len(shown)
+        first = {
+            num_outputs + place
+            for place, (value, _of) in enumerate(wanted)
+            if value.kind is ValueKind.INPUT_COTANGENT
+        }
+        closed_jaxpr = jaxprs.take_apart(
+            closed_jaxpr, first.union(range(num_outputs)), range(len(arguments), len(avals))
+        )
+    flat = jaxprs.flatten(closed_jaxpr, recomputation.isolate)
     backward_vars = jaxprs.dependents(flat, flat.inputs[len(arguments) :])
     num_results = len(flat.outputs) - len(wanted) - len(shown)
     pulled = [

@@ -78,22 +78,36 @@ class StageProgram:
 class StagePrograms:
     """The programs that one stage runs per micro-batch."""
 
-    forward: StageProgram  # the forward; on the last stage of a pipeline that trains, forward and backward
-    backward: StageProgram | None  # None if the forward does it, or if nothing needs a gradient
-    # shapes and dtypes of what is stored between the two, without the stage's inputs, which the runner
+    # the forward; on the last stage of a pipeline that trains, it does the backward, too, or its first half
+    forward: StageProgram
+    # the backward, or its first half: None if the forward does it, or if nothing needs a gradient
+    backward: StageProgram | None
+    # shapes and dtypes of what is stored between programs, without the stage's inputs, which the runner
     # holds anyway
     residuals: tuple[jax.ShapeDtypeStruct, ...]
     trained: tuple[int, ...]  # the variables with an accumulator, as positions in the stage's
+    is_halved: bool = False  # whether the backward is done in halves
+    weights: StageProgram | None = None  # the second half: weight gradients. None if there are none.
+
+    @property
+    def backwards(self) -> tuple[StageProgram, ...]:
+        """What runs after the forward, in order."""
+        return tuple(program for program in (self.backward, self.weights) if program is not None)
+
+    def map(self, change: Callable[[StageProgram], StageProgram]) -> StagePrograms:
+        """Changes each program."""
+        backward = None if self.backward is None else change(self.backward)
+        weights = None if self.weights is None else change(self.weights)
+        return dataclasses.replace(self, forward=change(self.forward), backward=backward, weights=weights)
 
     def on(self, platform: str) -> StagePrograms:
         """The programs in the form that is fastest on a kind of device; see `StageProgram.on`."""
-        backward = None if self.backward is None else self.backward.on(platform)
-        return dataclasses.replace(self, forward=self.forward.on(platform), backward=backward)
+        return self.map(lambda program: program.on(platform))
 
 
-def read_sources(stage: TracedStage, *programs: StageProgram | None) -> set[Source]:
+def read_sources(stage: TracedStage, *programs: StageProgram) -> set[Source]:
     """The sources of the values between stages that some programs of a stage read."""
-    arguments = [value for program in programs if program is not None for value in program.arguments]
+    arguments = [value for program in programs for value in program.arguments]
     return {stage.inputs[value.index] for value in arguments if value.kind is ValueKind.INPUT}
 
 
@@ -104,7 +118,8 @@ def cut(
     labels: Mapping[Any, Value],
     stored: Collection[Any] = (),
     keep_effects_of: Callable[[Any], bool] | None = None,
-) -> tuple[StageProgram, list[Any]]:
+    numbers: dict[Any, int] | None = None,
+) -> StageProgram:
     """Cuts a program out of a jaxpr.
 
     Args:
@@ -115,6 +130,8 @@ def cut(
         becomes a RESIDUAL argument.
       stored: variables that the program takes as arguments instead of computing them.
       keep_effects_of: as in `jaxprs.extract`.
+      numbers: the numbers of RESIDUAL arguments, by variable of `flat`; new ones are entered. None: there
+        must not be any.
     """
     grouped: dict[Any, list[Value]] = {}
     for value, atom in results:
@@ -122,16 +139,15 @@ def cut(
     atoms = [key.atom for key in grouped]
     program = jaxprs.extract(flat, atoms, stored, keep_effects_of)
     arguments: list[Value] = []
-    residuals: list[Any] = []
     for var in program.inputs:
         if var in labels:
             arguments.append(labels[var])
         else:
-            arguments.append(Value(ValueKind.RESIDUAL, len(residuals)))
-            residuals.append(var)
+            assert numbers is not None
+            arguments.append(Value(ValueKind.RESIDUAL, numbers.setdefault(var, len(numbers))))
     labelled = tuple(tuple(values) for values in grouped.values())
     jaxpr = program.closed_jaxpr.jaxpr
-    own = StageProgram(
+    return StageProgram(
         name,
         program,
         tuple(arguments),
@@ -141,7 +157,6 @@ def cut(
         has_effects=bool(jaxpr.effects),
         has_convolutions=has_convolutions(jaxpr),
     )
-    return own, residuals
 
 
 def seed(program: StageProgram, dtype: Any, is_scaled: bool) -> StageProgram:

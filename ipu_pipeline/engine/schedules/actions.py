@@ -55,8 +55,8 @@ class ScheduleError(ValueError):
 def format_rows(rows: Rows, marked: tuple[int, int] | None = None) -> str:
     """Formats a schedule as a grid: an IPU per line, a slot per column.
 
-    `F0.3` is the forward of stage 0 for micro-batch 3, `B` a backward, `I` and `W` are its halves (input and
-    weight gradients), `.` is a time-step of waiting.
+    `F0.3` is the forward of stage 0 for micro-batch 3, `B` a backward, `I` and `W` are its halves (input
+    and weight gradients), `.` is a time-step of waiting.
 
     Args:
       rows: one row per IPU.

@@ -63,6 +63,7 @@ def check(
     device_mapping: Sequence[int],
     training: bool,
     levels: Sequence[int] | None = None,
+    halved: frozenset[int] | None = None,
 ) -> Timetable:
     """Proves that a schedule is complete, ordered and free of deadlock.
 
@@ -80,6 +81,8 @@ def check(
       device_mapping: the IPU of each stage.
       training: whether there are backwards.
       levels: as in `grouped`.
+      halved: the stages whose backwards are done in halves, whatever the rows have. None: those of which
+        the rows have halves.
 
     Returns:
       The timetable.
@@ -91,7 +94,15 @@ def check(
     """
     frozen: Rows = tuple(tuple(row) for row in rows)
     _check_slots(frozen)
-    halved = frozenset(a.stage for row in frozen for a in row if a is not None and a.kind in _HALVES)
+    found = frozenset(a.stage for row in frozen for a in row if a is not None and a.kind in _HALVES)
+    if halved is None:
+        halved = found
+    elif found - halved:
+        raise ScheduleError(
+            f"Schedule: with {num_micro_batches} micro-batches, stage {min(found - halved)} does its "
+            "backward in halves, but not with the number that the programs were made for. Use halves with "
+            f"any number.\n{format_rows(frozen)}"
+        )
     if halved:
         frozen = _in_halves(frozen, halved)
     _check_complete(frozen, num_stages, num_micro_batches, device_mapping, training, halved)
@@ -223,8 +234,9 @@ def _check_complete(
                 fault = f"comes before micro-batch {next_micro_batch[key]} of its stage"
             if fault:
                 raise ScheduleError(
-                    f"Schedule: the {action} {fault}. Every stage takes all its micro-batches once "
-                    f"in each direction (or half of the backward), in order.\n{format_rows(rows, (ipu, position))}"
+                    f"Schedule: the {action} {fault}. Every stage takes all its micro-batches once in each "
+                    "direction, in order, also in both halves of a backward.\n"
+                    f"{format_rows(rows, (ipu, position))}"
                 )
             next_micro_batch[key] += 1
     for (kind, stage), micro_batch in next_micro_batch.items():
@@ -244,7 +256,8 @@ def _in_turn(rows: Rows, levels: Sequence[int]) -> Rows:
         for position, action in enumerate(row):
             if action is not None:
                 # Whole backwards and input gradients take turns with each other.
-                kind = ActionKind.BACKWARD if action.kind is ActionKind.INPUT_GRADIENTS else action.kind
+                is_first_half = action.kind is ActionKind.INPUT_GRADIENTS
+                kind: ActionKind = ActionKind.BACKWARD if is_first_half else action.kind
                 key = kind, levels[action.stage], action.micro_batch
                 alike.setdefault(key, []).append((position, action))
         for (kind, *_others), own in alike.items():

@@ -1,13 +1,13 @@
 """The Looped schedule: each IPU has several stages, and micro-batches go around all IPUs several times.
 
 With p IPUs, stage i is on IPU i mod p. Groups of micro-batches go once around the IPUs, then again, up to
-the last stages, and back in the same way. IPU r does its first 2(p-r-1) + (v-1)g forwards and then forwards
-and backwards in turn, where v is the number of its stages and g the size of a group. So with stages that
-take a v-th of the time, each IPU waits for (p-1)(F+B)/v of a step, a v-th of Interleaved's, while it holds up
-to 2(p-r-1) + (v-1)g + 1 stage activations.
+the last stages, and back in the same way. IPU r does its first 2(p-r-1) + (v-1)g forwards and then
+forwards and backwards in turn, where v is the number of its stages and g the size of a group. So with
+stages that take a v-th of the time, each IPU waits for (p-1)(F+B)/v of a step, a v-th of Interleaved's,
+while it holds up to 2(p-r-1) + (v-1)g + 1 stage activations.
 
-There are as many groups of at least p micro-batches as possible, of equal sizes or one apart: g is p where p
-divides the number of micro-batches. With fewer than p of them, IPUs wait longer, by (v-1)(p-m)(F+B)/v.
+There are as many groups of at least p micro-batches as possible, of equal sizes or one apart: g is p where
+p divides the number of micro-batches. With fewer than p of them, IPUs wait longer, by (v-1)(p-m)(F+B)/v.
 
 Source: the interleaved schedule of Megatron (Narayanan et al., "Efficient Large-Scale Language Model
 Training on GPU Clusters", 2021, arXiv 2104.04473), which needs a multiple of p.
@@ -40,13 +40,13 @@ def looped(
     if list(device_mapping) != around or num_stages % num_ipus or num_stages == num_ipus:
         raise ScheduleError(
             "Schedule: Looped needs a device_mapping that goes around the IPUs several times, such as "
-            f"[0, 1, 0, 1] for four stages on two IPUs; got {list(device_mapping)}. With one stage per IPU, "
-            "take Interleaved or ZeroBubble."
+            f"[0, 1, 0, 1] for four stages on two IPUs; got {list(device_mapping)}. With one stage per "
+            "IPU, take Interleaved or ZeroBubble."
         )
     if levels is not None and len(set(levels)) < num_stages:
         raise ScheduleError(
-            f"Schedule: Looped has no parallel stages; got levels {list(levels)}. Take Grouped, Interleaved "
-            "or ZeroBubble."
+            f"Schedule: Looped has no parallel stages; got levels {list(levels)}. Take Grouped, "
+            "Interleaved or ZeroBubble."
         )
     num_turns, groups = num_stages // num_ipus, _make_groups(num_micro_batches, num_ipus)
     rows = []

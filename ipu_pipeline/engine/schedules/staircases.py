@@ -72,8 +72,9 @@ def format_staircase(timetable: Timetable, device_mapping: Sequence[int], width:
     """Formats a timetable as lines of text.
 
     `F3` is the forward of micro-batch 3, `B3` its backward, `I3` and `W3` are its halves (input and weight
-    gradients); where an IPU has several stages, `F2.3` is the forward of stage 2. A dot is a time-step of waiting, and a bar separates the phases. What does not fit
-    is left out in the middle, and the last line says so.
+    gradients); where an IPU has several stages, `F2.3` is the forward of stage 2. A dot is a time-step of
+    waiting, and a bar separates the phases. What does not fit is left out in the middle, and the last line
+    says so.
 
     Args:
       timetable: the timetable of a schedule.

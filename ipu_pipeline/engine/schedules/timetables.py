@@ -21,6 +21,7 @@ def timetable(
     device_mapping: tuple[int, ...],
     training: bool,
     levels: tuple[int, ...] | None = None,
+    halved: frozenset[int] | None = None,
 ) -> Timetable:
     """Makes the checked timetable of a schedule.
 
@@ -33,6 +34,7 @@ def timetable(
       device_mapping: the IPU of each stage, from 0.
       training: whether there are backwards.
       levels: as in `grouped`.
+      halved: as in `check`.
 
     Returns:
       The timetable; the same object for the same arguments.
@@ -60,4 +62,4 @@ def timetable(
         levels = tuple(range(num_stages))
     else:
         rows = schedule(num_stages, num_micro_batches, device_mapping, training, levels)
-    return check(rows, num_stages, num_micro_batches, device_mapping, training, levels)
+    return check(rows, num_stages, num_micro_batches, device_mapping, training, levels, halved)

@@ -63,8 +63,12 @@ def plan_accumulators(
     extra: dict[str, Accumulator] = {}
     holders: dict[tuple[str, int], str] = {}  # (variable, IPU) -> the key there
     for index, (stage, own) in enumerate(zip(traced.stages, programs, strict=True)):
-        arguments = [*own.forward.arguments, *(own.backward.arguments if own.backward else ())]
-        accumulated = {value.index for value in arguments if value.kind is ValueKind.ACCUMULATOR}
+        accumulated = {
+            value.index
+            for program in (own.forward, *own.backwards)
+            for value in program.arguments
+            if value.kind is ValueKind.ACCUMULATOR
+        }
         for position in own.trained:
             name = stage.variables[position].name
             place = (name, ipus[index])
