@@ -38,7 +38,8 @@ class PipelineOptions:
       optimizer: an Optax transformation; or a function of what the last stage returned for the last
         micro-batch (for the state at the start: the first). The function returns a transformation, or a
         pair of a transformation and a dict of extra arguments for its `update`.
-      schedule: "grouped", "interleaved", "sequential" or a function like `schedules.grouped`.
+      schedule: "grouped", "interleaved", "sequential", "looped", "zero_bubble" or a function like
+        `schedules.grouped`.
       device_mapping: the IPU of each stage, a number from 0; a list of numbers for parallel stages. By
         default each stage has its own.
       devices: the JAX device of each IPU; by default the first of `jax.devices()`.

@@ -128,9 +128,9 @@ class Options(DeviceOptions, DiagnosticOptions):
         """The order in which pipelined stages run forwards and backwards. Not in PopTorch.
 
         Args:
-          schedule: "grouped", the default, "interleaved" or "sequential"; or a function like
-            `ipu_pipeline.engine.schedules.grouped`, which is checked for a model's stages and counts when
-            the model is compiled.
+          schedule: "grouped", the default, "interleaved", "sequential", "looped" or "zero_bubble"; or a
+            function like `ipu_pipeline.engine.schedules.grouped`, which is checked for a model's stages and
+            counts when the model is compiled.
 
         Raises:
           ValueError: there is no such schedule.

@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 
 from ipu_pipeline.engine import schedules
@@ -5,15 +7,15 @@ from ipu_pipeline.engine.schedules.actions import Action, ActionKind, ScheduleEr
 from ipu_pipeline.engine.schedules.checking import check
 from ipu_pipeline.engine.schedules.timetables import timetable
 
-F, B = ActionKind.FORWARD, ActionKind.BACKWARD
+F, B, I, W = ActionKind
+LETTERS = dict(zip("FBIW", ActionKind, strict=True))
 
 
 def table(text):
     """Rows from a grid: F3 and B3 for micro-batch 3, a dot for waiting; line i is stage i on IPU i."""
     return tuple(
         tuple(
-            None if cell == "." else Action(F if cell[0] == "F" else B, stage, int(cell[1:]))
-            for cell in line.split()
+            None if cell == "." else Action(LETTERS[cell[0]], stage, int(cell[1:])) for cell in line.split()
         )
         for stage, line in enumerate(text.strip().splitlines())
     )
@@ -36,6 +38,12 @@ F0 .  .  .  .  B0 F1 .  .  .  .  B1
 .  F0 .  .  B0 .  .  F1 .  .  B1
 .  .  F0 B0 .  .  .  .  F1 B1
 """)
+ZERO_BUBBLE = table("""
+F0 F1 F2 F3 .  .  .  I0 W0 F4 I1 W1 F5 I2 W2 I3 W3 I4 W4 I5 W5
+.  F0 F1 F2 F3 .  I0 W0 I1 W1 F4 I2 W2 F5 I3 W3 I4 W4 I5 W5
+.  .  F0 F1 F2 I0 W0 I1 F3 I2 W1 F4 I3 W2 F5 I4 W3 I5 W4 W5
+.  .  .  F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 W3 W4 W5
+""")
 FORWARDS = table("""
 F0 F1 F2
 .  F0 F1 F2
@@ -54,8 +62,10 @@ F0 .  .  F1
         ("grouped", 8, True, GROUPED),
         ("interleaved", 8, True, INTERLEAVED),
         ("sequential", 2, True, SEQUENTIAL),
+        ("zero_bubble", 6, True, ZERO_BUBBLE),
         ("grouped", 3, False, FORWARDS),
         ("interleaved", 3, False, FORWARDS),
+        ("zero_bubble", 3, False, FORWARDS),
         ("sequential", 2, False, FORWARDS_ONE_BY_ONE),
     ],
 )
@@ -102,6 +112,63 @@ def test_lengths_and_micro_batches_in_flight(num_stages, num_micro_batches):
     assert sequential.in_flight == (1,) * n
 
 
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 4, 7, 8, 16])
+@pytest.mark.parametrize("num_micro_batches", [1, 2, 3, 5, 8, 16, 33])
+def test_zero_bubble_s_formulas(num_stages, num_micro_batches):
+    p, m = num_stages, num_micro_batches
+    found = timetable("zero_bubble", p, m, tuple(range(p)), True)
+    assert found.num_time_steps == 3 * m + max(p - 1, 2 * p - 1 - m)
+    assert max(found.in_flight) == found.in_flight[0] == min(p, m)
+    assert found.halved == frozenset(range(p))
+
+
+def run(rows, num_ipus, forward, backward):
+    """The time of rows if IPUs wait only for inputs, and what each has in flight at most."""
+    ends, now, places = {}, [0.0] * num_ipus, [0] * num_ipus
+    last_stage = max(action.stage for row in rows for action in row)
+    while any(place < len(row) for place, row in zip(places, rows, strict=True)):
+        for ipu, row in enumerate(rows):
+            while places[ipu] < len(row):
+                kind, stage, number = row[places[ipu]]
+                inputs = [(F, stage - 1)] if stage else []
+                if kind is B:
+                    inputs = [(F, stage)] + [(B, stage + 1)] * (stage < last_stage)
+                if any((*one, number) not in ends for one in inputs):
+                    break
+                begin = max([now[ipu], *(ends[*one, number] for one in inputs)])
+                now[ipu] = ends[kind, stage, number] = begin + (forward if kind is F else backward)
+                places[ipu] += 1
+    held = [itertools.accumulate(1 if action.kind is F else -1 for action in row) for row in rows]
+    return max(now), [max(one) for one in held]
+
+
+@pytest.mark.parametrize("num_turns", [2, 3, 4])
+@pytest.mark.parametrize("num_ipus", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("num_micro_batches", [1, 2, 3, 4, 5, 7, 8, 16, 19, 32, 33])
+def test_looped_s_formulas(num_ipus, num_turns, num_micro_batches):
+    p, v, m = num_ipus, num_turns, num_micro_batches
+    rows = schedules.looped(p * v, m, [stage % p for stage in range(p * v)])
+    check(rows, p * v, m, [stage % p for stage in range(p * v)], True)
+    time, held = run(rows, p, 1, 2)  # F and B of all stages of an IPU are v and 2v
+    idle = (p - 1) * 3 + max(0, p - m) * (v - 1) * 3
+    assert time == 3 * m * v + idle
+    group = -(-m // max(1, m // p))  # p, if that divides m
+    assert all(held[r] <= 2 * (p - r - 1) + (v - 1) * max(group, p) + 1 for r in range(p))
+    if m % p == 0 and m > p * v:
+        assert held == [2 * (p - r - 1) + (v - 1) * p + 1 for r in range(p)]
+
+
+@pytest.mark.parametrize("mapping", [(0, 1, 2, 3), (0, 0, 1, 1), (0, 1, 1, 0), (1, 0, 1, 0), (0, 1, 0)])
+def test_looped_goes_around_the_ipus(mapping):
+    with pytest.raises(ScheduleError, match=r"goes around the IPUs several times.*got \["):
+        timetable("looped", len(mapping), 4, mapping, True)
+
+
+def test_looped_has_no_parallel_stages():
+    with pytest.raises(ScheduleError, match=r"Looped has no parallel stages.*\[0, 1, 1, 2\]"):
+        timetable("looped", 4, 4, (0, 1, 0, 1), True, (0, 1, 1, 2))
+
+
 def test_steady_state_is_lock_step():
     for column in range(9, 15):  # time-steps 10 to 15 of four stages, eight micro-batches
         assert len({row[column].kind for row in GROUPED if row[column]}) == 1
@@ -109,20 +176,25 @@ def test_steady_state_is_lock_step():
         assert kinds in ([F, B, F, B], [B, F, B, F])
 
 
-@pytest.mark.parametrize("name", ["grouped", "interleaved", "sequential"])
+@pytest.mark.parametrize("name", ["grouped", "interleaved", "sequential", "zero_bubble", "looped"])
 @pytest.mark.parametrize("mapping", [(0, 1, 0, 1), (0, 0, 0, 0), (1, 0, 0, 1), (0, 1, 1, 2)])
 @pytest.mark.parametrize("training", [True, False])
 def test_several_stages_on_one_ipu(name, mapping, training):
+    if name == "looped" and mapping in [(1, 0, 0, 1), (0, 1, 1, 2)]:
+        mapping = (0, 1, 0, 1)
     table = timetable(name, 4, 5, mapping, training)
     assert len(table.rows) == max(mapping) + 1
-    assert len(table.order) == 4 * 5 * (2 if training else 1)
+    back = {"zero_bubble": (I, W)}.get(name, (B,)) if training else ()
+    assert len(table.order) == 4 * 5 * (1 + len(back))
     done = set()
     for action in table.order:
         if action.kind is F and action.stage:
             assert Action(F, action.stage - 1, action.micro_batch) in done
-        if action.kind is B:
+        if action.kind in (B, I):
             assert Action(F, *action[1:]) in done
-            assert action.stage == 3 or Action(B, action.stage + 1, action.micro_batch) in done
+            assert action.stage == 3 or Action(back[0], action.stage + 1, action.micro_batch) in done
+        if action.kind is W:
+            assert Action(I, *action[1:]) in done
         done.add(action)
     busy = {}
     for action, time_step in zip(table.order, table.time_steps, strict=True):
@@ -169,6 +241,49 @@ def test_deadlock_between_two_ipus_shows_the_grid_with_the_step_marked():
         "IPU 0: F0.0   [B0.0] F0.1   B0.1",
         "IPU 1: F1.0   F1.1   B1.0   B1.1",
     ]
+
+
+def test_a_whole_backward_beside_halves_becomes_both():
+    rows = [[Action(F, 0, 0), Action(B, 0, 0), Action(F, 0, 1), Action(I, 0, 1), Action(W, 0, 1)]]
+    found = check(rows, 1, 2, (0,), True)
+    assert [(action.kind, action.micro_batch) for action in found.rows[0]] == [
+        *((F, 0), (I, 0), (W, 0)),
+        *((F, 1), (I, 1), (W, 1)),
+    ]
+    assert found.halved == {0}
+
+
+@pytest.mark.parametrize(
+    ("kinds", "fault"),
+    [
+        ((F, I), "the weight gradients of stage 0, micro-batch 0 is missing"),
+        ((F, W), "the input gradients of stage 0, micro-batch 0 is missing"),
+        ((F, W, I), "deadlock at time-step 2"),
+        ((F, I, W, W), "comes twice"),
+        ((F, I, W, B), "comes twice"),
+    ],
+)
+def test_bad_halves(kinds, fault):
+    with pytest.raises(ScheduleError, match=fault):
+        check([[Action(kind, 0, 0) for kind in kinds]], 1, 1, (0,), True)
+
+
+def test_the_fullest_moments_of_halves():
+    kinds = (F, F, I, F, I, W, I, W, W)
+    numbers = (0, 1, 0, 2, 1, 0, 2, 1, 2)
+    row = [Action(kind, 0, number) for kind, number in zip(kinds, numbers, strict=True)]
+    found = check([row], 1, 3, (0,), True)
+    assert found.fullest == (((2, 1), (1, 2)),)
+    assert found.in_flight == (3,)
+
+
+def test_stages_that_are_halved_with_other_counts_are_so_with_any():
+    rows = [[Action(F, 0, 0), Action(B, 0, 0)]]
+    found = check(rows, 1, 1, (0,), True, halved=frozenset({0}))
+    assert [action.kind for action in found.order] == [F, I, W]
+    rows = [[Action(F, 0, 0), Action(I, 0, 0), Action(W, 0, 0)]]
+    with pytest.raises(ScheduleError, match="with 1 micro-batches, stage 0 does its backward in halves"):
+        check(rows, 1, 1, (0,), True, halved=frozenset())
 
 
 def test_order_of_micro_batches_is_required():
