@@ -30,7 +30,7 @@ from ipu_pipeline import engine, layers
 
 WIDTH, BATCH, NUM_IDS = 6, 4, 7
 NUM_TRAININGS, NUM_SPLITS, NUM_RUNS = 2, 2, 4  # of a model; of a model; of a training and a split
-SCHEDULES = ("grouped", "interleaved", "sequential")
+SCHEDULES = ("grouped", "interleaved", "sequential", "zero_bubble")
 OFFLOADS = ("weight_update_variables", "activations", "gradient_accumulation_buffers", "weights")
 RECOMPUTATIONS = ("auto", "recompute_then_backpropagate", "recompute_and_backpropagate_interleaved")
 ACTIVATIONS = (jnp.tanh, jax.nn.gelu, jax.nn.softplus, jax.nn.sigmoid)
@@ -582,7 +582,7 @@ def dispatch_plans(draw: Any, training: Training, split: Split) -> engine.Chunki
 
 @st.composite
 def runs(draw: Any, training: Training, split: Split, plan: engine.Chunking | None) -> Run:
-    schedule = draw(st.sampled_from(SCHEDULES))
+    schedule = draw(st.sampled_from((*SCHEDULES, "looped") if _goes_around(split) else SCHEDULES))
     divisors = [n for n in (1, 2, 3) if training.num_micro_batches % n == 0]
     is_serialized = _is_on_one_ipu(split) and schedule == "sequential"
     count_is_traced = draw(st.sampled_from([False, False, True]))
@@ -601,6 +601,15 @@ def runs(draw: Any, training: Training, split: Split, plan: engine.Chunking | No
 
 def _is_on_one_ipu(split: Split) -> bool:
     return len(set(_flat_mapping(split))) == 1
+
+
+def _goes_around(split: Split) -> bool:
+    """Whether the schedule Looped can run it."""
+    mapping = _flat_mapping(split)
+    num_ipus = max(mapping) + 1
+    around = tuple(stage % num_ipus for stage in range(len(mapping)))
+    is_whole = len(mapping) > num_ipus and len(mapping) % num_ipus == 0
+    return mapping == around and is_whole and not split.is_parallel
 
 
 def _flat_mapping(split: Split) -> tuple[int, ...]:

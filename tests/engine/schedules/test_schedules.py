@@ -7,7 +7,7 @@ from ipu_pipeline.engine.schedules.actions import Action, ActionKind, ScheduleEr
 from ipu_pipeline.engine.schedules.checking import check
 from ipu_pipeline.engine.schedules.timetables import timetable
 
-F, B, I, W = ActionKind
+F, B, INPUTS, W = ActionKind
 LETTERS = dict(zip("FBIW", ActionKind, strict=True))
 
 
@@ -184,17 +184,17 @@ def test_several_stages_on_one_ipu(name, mapping, training):
         mapping = (0, 1, 0, 1)
     table = timetable(name, 4, 5, mapping, training)
     assert len(table.rows) == max(mapping) + 1
-    back = {"zero_bubble": (I, W)}.get(name, (B,)) if training else ()
+    back = {"zero_bubble": (INPUTS, W)}.get(name, (B,)) if training else ()
     assert len(table.order) == 4 * 5 * (1 + len(back))
     done = set()
     for action in table.order:
         if action.kind is F and action.stage:
             assert Action(F, action.stage - 1, action.micro_batch) in done
-        if action.kind in (B, I):
+        if action.kind in (B, INPUTS):
             assert Action(F, *action[1:]) in done
             assert action.stage == 3 or Action(back[0], action.stage + 1, action.micro_batch) in done
         if action.kind is W:
-            assert Action(I, *action[1:]) in done
+            assert Action(INPUTS, *action[1:]) in done
         done.add(action)
     busy = {}
     for action, time_step in zip(table.order, table.time_steps, strict=True):
@@ -244,11 +244,11 @@ def test_deadlock_between_two_ipus_shows_the_grid_with_the_step_marked():
 
 
 def test_a_whole_backward_beside_halves_becomes_both():
-    rows = [[Action(F, 0, 0), Action(B, 0, 0), Action(F, 0, 1), Action(I, 0, 1), Action(W, 0, 1)]]
+    rows = [[Action(F, 0, 0), Action(B, 0, 0), Action(F, 0, 1), Action(INPUTS, 0, 1), Action(W, 0, 1)]]
     found = check(rows, 1, 2, (0,), True)
     assert [(action.kind, action.micro_batch) for action in found.rows[0]] == [
-        *((F, 0), (I, 0), (W, 0)),
-        *((F, 1), (I, 1), (W, 1)),
+        *((F, 0), (INPUTS, 0), (W, 0)),
+        *((F, 1), (INPUTS, 1), (W, 1)),
     ]
     assert found.halved == {0}
 
@@ -256,11 +256,11 @@ def test_a_whole_backward_beside_halves_becomes_both():
 @pytest.mark.parametrize(
     ("kinds", "fault"),
     [
-        ((F, I), "the weight gradients of stage 0, micro-batch 0 is missing"),
+        ((F, INPUTS), "the weight gradients of stage 0, micro-batch 0 is missing"),
         ((F, W), "the input gradients of stage 0, micro-batch 0 is missing"),
-        ((F, W, I), "deadlock at time-step 2"),
-        ((F, I, W, W), "comes twice"),
-        ((F, I, W, B), "comes twice"),
+        ((F, W, INPUTS), "deadlock at time-step 2"),
+        ((F, INPUTS, W, W), "comes twice"),
+        ((F, INPUTS, W, B), "comes twice"),
     ],
 )
 def test_bad_halves(kinds, fault):
@@ -269,7 +269,7 @@ def test_bad_halves(kinds, fault):
 
 
 def test_the_fullest_moments_of_halves():
-    kinds = (F, F, I, F, I, W, I, W, W)
+    kinds = (F, F, INPUTS, F, INPUTS, W, INPUTS, W, W)
     numbers = (0, 1, 0, 2, 1, 0, 2, 1, 2)
     row = [Action(kind, 0, number) for kind, number in zip(kinds, numbers, strict=True)]
     found = check([row], 1, 3, (0,), True)
@@ -280,8 +280,8 @@ def test_the_fullest_moments_of_halves():
 def test_stages_that_are_halved_with_other_counts_are_so_with_any():
     rows = [[Action(F, 0, 0), Action(B, 0, 0)]]
     found = check(rows, 1, 1, (0,), True, halved=frozenset({0}))
-    assert [action.kind for action in found.order] == [F, I, W]
-    rows = [[Action(F, 0, 0), Action(I, 0, 0), Action(W, 0, 0)]]
+    assert [action.kind for action in found.order] == [F, INPUTS, W]
+    rows = [[Action(F, 0, 0), Action(INPUTS, 0, 0), Action(W, 0, 0)]]
     with pytest.raises(ScheduleError, match="with 1 micro-batches, stage 0 does its backward in halves"):
         check(rows, 1, 1, (0,), True, halved=frozenset())
 

@@ -103,12 +103,13 @@ def test_one_accumulator_on_one_ipu(rng):
 
 @pytest.mark.parametrize("mapping", [(0, 1, 2), (0, 1, 0), (0, 0, 0)])
 @pytest.mark.parametrize("reduction", ["sum", "running_mean"])
+@pytest.mark.parametrize("schedule", ["grouped", "zero_bubble"])
 @pytest.mark.each_value
-def test_gradient_maps_see_the_whole_gradient(mapping, reduction, rng):
+def test_gradient_maps_see_the_whole_gradient(mapping, reduction, schedule, rng):
     def clip(gradient, variable):
         return jnp.clip(gradient, -0.05, 0.05) + 0.01 * variable
 
-    pipeline = make("grouped", mapping, reduction, gradient_map=lambda: clip)
+    pipeline = make(schedule, mapping, reduction, gradient_map=lambda: clip)
     steps = make_steps(rng)
     state = pipeline.init(jax.random.key(0), steps[0][0])
     expected = models.on_one_device(state)

@@ -93,6 +93,7 @@ def optimizer(**options):
     ("mapping", "options"),
     [
         ((0, 1, 2), {"donate": True}),
+        ((0, 1, 2), {"schedule": "zero_bubble"}),
         ((0, 1, 0), {"offload": ["weight_update_variables"]}),
         ((0, 0, 0), {"donate": True}),
         ((0, 0, 0), {"block_bytes": 1, "offload": ["weight_update_variables"]}),

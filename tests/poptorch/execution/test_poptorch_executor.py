@@ -69,6 +69,38 @@ def test_gradients_equal_plain_torch_in_float64():
         assert_close(gradients, wanted, 1e-12)
 
 
+class FourLayers(torch.nn.Module):
+    """Four layers, each in a block of its own, on IPUs as given."""
+
+    def __init__(self, ipus):
+        super().__init__()
+        layers = [torch.nn.Linear(3, 3) for _ipu in ipus]
+        self.layers = torch.nn.ModuleList(
+            poptorch.BeginBlock(layer, f"block {number}", ipu_id=ipu)
+            for number, (layer, ipu) in enumerate(zip(layers, ipus, strict=True))
+        )
+
+    def forward(self, x, targets):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x, torch.nn.functional.mse_loss(x[:, 0], targets)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ipus"), [("looped", (0, 1, 0, 1)), ("zero_bubble", (0, 1, 2, 3))], ids=str
+)
+def test_schedules_that_poptorch_does_not_have(schedule, ipus):
+    model = seeded(lambda: FourLayers(ipus))
+    plain = reference(model, make_sgd)
+    x, targets = make_batch()[0], torch.linspace(-1, 1, 8)
+    options = make_options(1, 4).setPipelineSchedule(schedule)
+    executor = poptorch.trainingModel(model, options, make_sgd(model.parameters()))
+    for _call in range(2):
+        outputs = executor(x, targets)
+        assert_close(outputs, join(plain.train((x, targets), 1, 4, second)))
+    assert_same_state(model, plain.model)
+
+
 def test_the_last_outputs():
     """Of training by default; of inference all. Random whole models have the other modes."""
     options, model = make_options(3, 2, mode=poptorch.OutputMode.Default), make_model()

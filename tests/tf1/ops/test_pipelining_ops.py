@@ -176,17 +176,45 @@ def test_schedules():
     in_flight = {}
     for schedule in (None, *PipelineSchedule):
         model = front.Model(
-            computational_stages=[front.first_stage, lambda *values: values, front.second_stage],
+            computational_stages=[front.first_stage, *[pass_on] * 2, front.second_stage],
             gradient_accumulation_count=6,
             pipeline_schedule=schedule,
+            device_mapping=AROUND if schedule is PipelineSchedule.Looped else None,
         )
         in_flight[schedule] = model.program.calls[0].pipeline.timetable(6).in_flight
     assert in_flight == {
-        None: (5, 3, 1),
-        PipelineSchedule.Grouped: (5, 3, 1),
-        PipelineSchedule.Interleaved: (3, 2, 1),
-        PipelineSchedule.Sequential: (1, 1, 1),
+        None: (6, 5, 3, 1),
+        PipelineSchedule.Grouped: (6, 5, 3, 1),
+        PipelineSchedule.Interleaved: (4, 3, 2, 1),
+        PipelineSchedule.Sequential: (1, 1, 1, 1),
+        PipelineSchedule.Looped: (4, 3, 2, 1),
+        PipelineSchedule.ZeroBubble: (4, 4, 3, 4),
     }
+
+
+def pass_on(*values):
+    return values
+
+
+AROUND = [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "mapping"), [("Looped", AROUND), ("ZeroBubble", None), ("ZeroBubble", AROUND)]
+)
+def test_schedules_that_graphcore_s_do_not_have(schedule, mapping):
+    stages = [front.first_stage, *[pass_on] * 2, front.second_stage]
+    model = front.Model(
+        computational_stages=stages,
+        pipeline_schedule=PipelineSchedule[schedule],
+        device_mapping=mapping,
+    )
+    models.assert_trees_close(run(model, 2), run(front.Model(computational_stages=stages), 2))
+
+
+def test_looped_says_what_mapping_it_needs():
+    with pytest.raises(ValueError, match=r"Looped needs a device_mapping .*got \[0, 1\]"):
+        front.Model(pipeline_schedule=PipelineSchedule.Looped)
 
 
 def test_the_loss_or_what_the_last_stage_returns():
@@ -382,7 +410,8 @@ def test_reduction_methods_parse():
     for method in GradientAccumulationReductionMethod:
         assert GradientAccumulationReductionMethod.parse(method) is method
         assert GradientAccumulationReductionMethod.parse(method.name.lower()) is method
-    assert [schedule.name for schedule in PipelineSchedule] == ["Grouped", "Interleaved", "Sequential"]
+    names = [schedule.name for schedule in PipelineSchedule]
+    assert names == ["Grouped", "Interleaved", "Sequential", "Looped", "ZeroBubble"]
     assert pipelining_ops.pipeline.__doc__
 
 
