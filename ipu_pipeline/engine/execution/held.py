@@ -24,28 +24,35 @@ class Held:
         templates = column.plan.templates
         num_stages = 1 + max(stage for _kind, stage in templates)
         self.peaks = [0] * num_stages
-        # by stage, the chunks in flight, each with the slots that are held for its backward
+        # by stage, the chunks in flight, each with the slots that are held of it
         self._running: list[dict[int, set[int]]] = [{} for _ in range(num_stages)]
-        # A cotangent comes from the stage behind, so it is sent, not held, until the first half is done.
+        self._held_after = {
+            key: self._find_held(template, templates) for key, template in templates.items()
+        }
+
+    @staticmethod
+    def _find_held(template: Template, templates: Mapping[tuple[ActionKind, int], Template]) -> set[int]:
+        """The slots that a stage holds of a micro-batch once one of its programs has run."""
+
+        def read(kind: ActionKind) -> set[int]:
+            other = templates.get((kind, template.stage))
+            return set() if other is None else {slot for _place, slot in other.loads}
+
+        later = read(ActionKind.WEIGHT_GRADIENTS)
+        if template.kind is ActionKind.INPUT_GRADIENTS:
+            return later
+        if template.kind is not ActionKind.FORWARD:
+            return set()
+        next_read = read(ActionKind.BACKWARD) | read(ActionKind.INPUT_GRADIENTS)
+        if not next_read:
+            return later
+        # A cotangent comes from the stage behind, so until it is used it is sent, not held.
         sent = {slot for known in templates.values() for send in known.sends for slot in send.targets}
-        self._read: list[dict[ActionKind, set[int]]] = [{} for _ in range(num_stages)]
-        for (kind, stage), template in templates.items():
-            self._read[stage][kind] = {slot for _place, slot in template.loads}
-        self._held: list[set[int]] = []
-        for read in self._read:
-            forward = read.get(ActionKind.FORWARD, set())
-            later = set[int]().union(*(read[kind] for kind in read if kind is not ActionKind.FORWARD))
-            self._held.append({slot for slot in later if slot in forward or slot not in sent})
+        return {slot for slot in next_read | later if slot in read(ActionKind.FORWARD) or slot not in sent}
 
     def look(self, template: Template, chunk: int, slots: Mapping[int, Sequence[Any]]) -> None:
         """Measures after a program and what follows it."""
-        own, kinds = self._running[template.stage], self._read[template.stage]
-        if template.kind is ActionKind.FORWARD:
-            own[chunk] = self._held[template.stage]
-        elif template.kind is ActionKind.INPUT_GRADIENTS and ActionKind.WEIGHT_GRADIENTS in kinds:
-            own[chunk] = kinds[ActionKind.WEIGHT_GRADIENTS]
-        else:
-            del own[chunk]
+        self._running[template.stage][chunk] = self._held_after[template.kind, template.stage]
         for stage, running in enumerate(self._running):
             arrays = [slots[number][slot] for number, places in running.items() for slot in places]
             here = (array for array in arrays if array is not None and array.addressable_shards)

@@ -54,8 +54,8 @@ class PipelineSchedule(enum.Enum):
     micro-batches are held. Sequential: one micro-batch at a time; nothing overlaps, and the least is held.
 
     Not in Graphcore's: Looped, for several stages on each IPU, whose `device_mapping` goes around the IPUs
-    (`[0, 1, 0, 1]`): IPUs wait for less of a step, and hold more micro-batches. ZeroBubble: backwards in two
-    halves; the second, which only the weight update needs, is done where IPUs would wait.
+    (`[0, 1, 0, 1]`): IPUs wait for less of a step, and hold more micro-batches. ZeroBubble: backwards in
+    two halves; the second, which only the weight update needs, is done where IPUs would wait.
     """
 
     Grouped = "grouped"

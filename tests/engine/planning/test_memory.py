@@ -93,6 +93,25 @@ def test_live_bytes_are_those_of_the_formula(schedule, num_stages, mode):
     assert plan[-1].num_live_bytes == 0
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mapping", [(0, 1, 2, 3), (0, 1, 0, 1)])
+def test_live_bytes_of_halves(mode, mapping):
+    """Before the first half what both read, between them what the second reads; all until the second."""
+    pipeline = make(4, "zero_bubble", mode, device_mapping=mapping)
+    step = make_step()
+    state = pipeline.init(jax.random.key(0), step[0])
+    live_bytes = LiveBytes(pipeline.prepare())
+    pipeline.step(state, step)
+    plan = pipeline.plan_memory()
+    for stage, planned in enumerate(plan):
+        assert planned.fullest == pipeline.timetable(NUM_MICRO_BATCHES).fullest[stage]
+        assert live_bytes.peaks[stage] == pytest.approx(planned.num_live_bytes, rel=0.05)
+    assert plan[-1].num_live_bytes > 0
+    if mode == "recompute_then_backpropagate":  # which only its first half computes again
+        assert plan[1].num_held_bytes == ACTIVATION
+        assert plan[1].num_between_bytes > 2 * ACTIVATION
+
+
 @pytest.mark.parametrize(
     "options",
     [
