@@ -78,7 +78,7 @@ def test_a_stage_without_variables_has_no_second_half():
 
     def last(scale, h, x, labels, is_even):
         del x, is_even
-        return {"loss": scale * jnp.mean((h.sum(1) - labels) ** 2)}
+        return {"loss": scale * jnp.mean((h.sum(1) - labels.astype(h.dtype)) ** 2)}
 
     pipeline = traced(stages=[models.first_stage, middle, last])
     for own in pipeline.programs[1:]:
