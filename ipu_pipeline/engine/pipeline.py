@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import functools
 import inspect
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec
@@ -573,9 +574,11 @@ class Pipeline:
         self._devices = list(devices)
         self._placed = self._accumulators = None
         self._agree(devices[:needed])
+        placement = self._place_state(groups)
+        post_validates = self._post_validates(placement)
         if self.is_one_program:
             self._runner = BlockRunner(
-                self._place_state(groups),
+                placement,
                 self._programs,
                 self.collecting,
                 donate=self.options.donate,
@@ -586,7 +589,7 @@ class Pipeline:
                 options=self._compiler_options.whole,
             )
         else:
-            placement, size, plan = self._place_state(groups), self.num_devices, self.dispatch_plan
+            size, plan = self.num_devices, self.dispatch_plan
             homes = [placement]
             if number > 1:
                 starts = range(0, size * number, size)
@@ -604,6 +607,7 @@ class Pipeline:
                 plan,
                 self._iterated,
                 self.options.execution_phases,
+                post_validates,
             )
             runner.replicas.joins_assigned = self.options.joins_assigned
             runner.replicas.has_identical_keys = self._has_identical_keys
@@ -611,6 +615,25 @@ class Pipeline:
                 runner.keep_outputs()
         self._runner.kept = self._kept
         return self._runner
+
+    def _post_validates(self, placement: StatePlacement) -> bool:
+        """Whether updates may be guessed. Warns if they were to be, and cannot."""
+        if not self.options.post_validation or self.updates is None:
+            return False
+        reasons = {
+            "all stages are on one IPU": self.is_one_program,
+            "no choice that joins the IPUs is late, or knowing it would not do": not self.updates.guessing,
+            "replicas are in several processes": placement.has_peers,
+            "optimizer state or variables are offloaded or shared out": bool(self._offload or self._shard),
+            "stages or the optimizer print or call back into Python": any(
+                program.has_effects for own in self._programs for program in (own.forward, *own.backwards)
+            ),
+        }
+        for reason, holds in reasons.items():
+            if holds:
+                warnings.warn(f"post_validation has no effect: {reason}.", stacklevel=2)
+                return False
+        return True
 
     def _agree(self, devices: Sequence[Any]) -> None:
         """Sees that all processes of the run have the same pipeline."""
@@ -938,19 +961,70 @@ class Pipeline:
           The state after the last update, still being computed.
         """
         done, total = 0, num_updates if num_total is None else num_total
+        may_guess = self.options.post_validation and not one_by_one and should_stop is None
+        unverified: Progress | None = None  # of an update that was guessed
+        num_taken = 0  # since then
+
+        def counted(wanted: int) -> Sequence[Any]:
+            nonlocal num_taken
+            found = take(wanted)
+            num_taken += len(found)
+            return found
+
+        def settle(progress: Progress) -> PipelineState:
+            progress = dataclasses.replace(self._verify(progress), num_ahead=num_taken)
+            on_update(progress, 1)
+            return progress.state.pipeline
+
         while done < num_updates:
             wanted = (1, 1) if one_by_one else (num_updates - done, total)
-            pending = self.accumulate(state, take, input_leaves, *wanted, num_micro_batches)
+            num_taken = 0
+            try:
+                pending = self.accumulate(
+                    state, counted if unverified else take, input_leaves, *wanted, num_micro_batches
+                )
+            except BaseException:
+                if unverified is not None:
+                    with replacing():
+                        settle(unverified)
+                raise
             with replacing():
+                if unverified is not None:
+                    guessed, held, unverified = state, unverified, None
+                    state = settle(held)
+                    if state is not guessed:
+                        pending = self._run_again(state, pending)
                 before = int(state.execution_count)
-                progress = self.update(state, pending)
+                progress = self.update(state, pending, may_guess and done + 1 < num_updates)
                 state = progress.state.pipeline
                 num_done = int(state.execution_count) - before
                 done += num_done
-                on_update(progress, num_done)
+                if progress.unverified is None:
+                    on_update(progress, num_done)
+                else:
+                    unverified = progress
             if should_stop is not None and should_stop():
                 break
         return state
+
+    def _verify(self, progress: Progress) -> Progress:
+        """Waits until it is known whether an update was guessed right. Returns its progress."""
+        found = self.prepare().verify(progress)
+        if found is not progress:
+            self._note(found)
+        return found
+
+    def _run_again(self, state: PipelineState, pending: Pending) -> Pending:
+        """Runs micro-batches again that began after an update that was guessed wrong."""
+        accumulators, self._accumulators = self._accumulators, None
+        assert accumulators is not None
+        again: Pending = self.prepare().run_again(RunState(state, accumulators), pending)
+        return again
+
+    def _note(self, progress: Progress) -> None:
+        """Notes where accumulators and state are now."""
+        self._accumulators = progress.state.accumulators
+        self._placed = weakref.ref(progress.state.pipeline)
 
     def accumulate(
         self,
@@ -988,8 +1062,13 @@ class Pipeline:
             pending: Pending = runner.fetch(RunState(state, accumulators), request, take)
         return pending
 
-    def update(self, state: PipelineState, pending: Pending) -> Progress:
+    def update(self, state: PipelineState, pending: Pending, may_guess: bool = False) -> Progress:
         """Does the second part of `step`. With `donate` it destroys the old state.
+
+        Args:
+          state: as for `accumulate`.
+          pending: what that returned.
+          may_guess: see `Runner.run`.
 
         Returns:
           The new state, and what there is to read.
@@ -997,9 +1076,8 @@ class Pipeline:
         self._check_optimizer_state(state)
         # The accumulators are part of what is pending.
         with naming_peers():
-            progress = self.prepare().run(RunState(state, {}), pending)
-        self._accumulators = progress.state.accumulators
-        self._placed = weakref.ref(progress.state.pipeline)
+            progress: Progress = self.prepare().run(RunState(state, {}), pending, may_guess)
+        self._note(progress)
         return progress
 
     def place(self, state: PipelineState) -> PipelineState:

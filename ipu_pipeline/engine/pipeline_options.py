@@ -105,6 +105,10 @@ class PipelineOptions:
         to stage is whole on each of them. Not with `num_serialized` above 1. None: one device.
       max_chunked_bytes: the chosen dispatch plan may not make a stage hold more than this between forwards
         and backwards by handling several micro-batches at once.
+      post_validation: whether IPUs update with a guess of what joins them, such as whether gradients are
+        clipped by their global norm, and go on; an update that turns out wrong is done again, so that the
+        results are the same. Between the updates of one `run` only. Variables, optimizer state, gradients
+        and a step's micro-batches are then kept for one step longer. See `updates.guessing`.
     """
 
     num_micro_batches: int | None
@@ -142,6 +146,7 @@ class PipelineOptions:
     option_names: Mapping[str, str] = field(default_factory=dict)
     dispatch_plan: Chunking | None = None
     max_chunked_bytes: int = 16 * 2**20
+    post_validation: bool = False
 
     def __post_init__(self) -> None:
         """Checks the fields that can be checked alone.

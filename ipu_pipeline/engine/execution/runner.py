@@ -12,11 +12,13 @@ variables that its stages assign, stay its own until the next weight update, or 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 
 from ipu_pipeline.engine.devices.compiler_options import CompilerOptions
 from ipu_pipeline.engine.devices.feeds import Take
@@ -40,7 +42,12 @@ from ipu_pipeline.engine.execution.replicas import (
     join_handed,
 )
 from ipu_pipeline.engine.execution.steps import Observer, StepAction, StepRun, follow
-from ipu_pipeline.engine.execution.weight_updates import WeightUpdate
+from ipu_pipeline.engine.execution.weight_updates import (
+    GuessedUpdate,
+    Updated,
+    WeightUpdate,
+    zeros_like,
+)
 from ipu_pipeline.engine.planning.chunking import ONE_BY_ONE, Chunking
 from ipu_pipeline.engine.planning.memory_plans import Brought
 from ipu_pipeline.engine.programs.chunks import ChunkForm, chunk_programs
@@ -53,6 +60,7 @@ from ipu_pipeline.engine.schedules.host_memory import HostMemory
 from ipu_pipeline.engine.state import Handed, OfReplicas, Progress, RunState
 from ipu_pipeline.engine.tracing.keys import as_int32
 from ipu_pipeline.engine.updates.environment import UpdateCounts
+from ipu_pipeline.engine.updates.guessing import Guess
 
 __all__ = ["ColumnRunner"]
 
@@ -66,6 +74,14 @@ class Stepped:
 
 
 @dataclass(frozen=True, eq=False)
+class Unverified:
+    """A step with a guessed weight update."""
+
+    update: GuessedUpdate
+    advance: Callable[[Updated], Progress]  # makes the step's progress from the update's results
+
+
+@dataclass(frozen=True, eq=False)
 class PendingStep:
     """Micro-batches that a pipeline has run, or that a loop is about to run."""
 
@@ -73,6 +89,8 @@ class PendingStep:
     count: int  # the number of micro-batches per replica
     stepped: Stepped | None  # their results; None in a loop, which has not run yet
     elements: Sequence[Sequence[Any]] = ()  # in a loop, what each replica takes from the feed
+    # after a guessed weight update, what each replica took from the feed, by micro-batch or chunk
+    fed: Sequence[Sequence[Sequence[Any]]] = ()
 
 
 class ColumnRunner(Runner[PendingStep]):
@@ -95,13 +113,19 @@ class ColumnRunner(Runner[PendingStep]):
         dispatch_plan: Chunking = ONE_BY_ONE,
         iterated: Iterated | None = None,
         phases: ExecutionPhases | None = None,
+        post_validation: bool = False,
     ) -> None:
         """Jits the programs; XLA compiles each at its first call."""
         super().__init__(placement, programs, iterated, homes)
         traced, updates = placement.traced, placement.updates
         if iterated is None:  # in a pipeline, `fetch` waits for what stages call
             self.waits_for_python = updates is not None and updates.has_callbacks
-        self._weight_update = WeightUpdate(placement, donate, options.update, self.waits_for_python)
+        self._weight_update = WeightUpdate(
+            placement, donate, options.update, self.waits_for_python, post_validation
+        )
+        self._guess: Guess | None = None  # the next one, as far as it is known
+        self._choices: Sequence[Any] = ()  # the last update's, still being computed
+        self._is_guessed = False  # whether the last update was guessed and has not been verified
         self._chunk, self._phases = ChunkForm(dispatch_plan.chunk_size), phases
         self._update_options = options.update
         carried = () if iterated is None else iterated.carried
@@ -237,10 +261,54 @@ class ColumnRunner(Runner[PendingStep]):
             return PendingStep(request, 1, None, _of_each(Column.take_iteration, self.columns, takes))
         takes = self._dealer.take_everywhere(take, request.every)
         feeds = _of_each(Column.feed_from, self.columns, takes)
+        fed: list[list[Sequence[Any]]] = []
+        if self._is_guessed:
+            fed = [[] for _feed in feeds]
+            feeds = [_recording(feed, own) for feed, own in zip(feeds, fed, strict=True)]
+        return self._fetch_from(feeds, state, request, fed)
+
+    def _fetch_from(
+        self,
+        feeds: Sequence[Callable[[], Sequence[Any]]],
+        state: RunState,
+        request: Request,
+        fed: Sequence[Sequence[Sequence[Any]]],
+    ) -> PendingStep:
         num_chunks = request.every // self._chunk.size
-        return PendingStep(
-            request, request.every, self._follow(state, request, feeds, num_chunks, is_full=True)
-        )
+        stepped = self._follow(state, request, feeds, num_chunks, is_full=True)
+        return PendingStep(request, request.every, stepped, fed=fed)
+
+    def run_again(self, state: RunState, pending: PendingStep) -> PendingStep:
+        """Runs the micro-batches of an update again, which began with a guess that was wrong."""
+        feeds = [functools.partial(next, iter(own)) for own in pending.fed]
+        return self._fetch_from(feeds, state, pending.request, pending.fed)
+
+    def verify(self, progress: Progress) -> Progress:
+        """Waits until it is known whether a guessed weight update was right; see `Runner.verify`."""
+        unverified: Unverified | None = progress.unverified
+        if unverified is None:
+            return progress
+        self._is_guessed = False
+        if bool(np.asarray(unverified.update.is_right)):
+            return progress
+        made = unverified.update.again()
+        progress = unverified.advance(made)
+        if self.replicas.number > 1:  # the next step may have taken the memory of these
+            zeros = jax.tree.map(zeros_like, progress.state.accumulators)
+            progress = dataclasses.replace(
+                progress, state=dataclasses.replace(progress.state, accumulators=zeros)
+            )
+        return progress
+
+    def _find_guess(self) -> Guess | None:
+        """The guess for the next update: what was chosen in the last one, if that settles an update."""
+        guessing = self._weight_update.guessing
+        if guessing is None:
+            return None
+        guess = guessing.first
+        if self._choices:
+            guess = tuple(int(np.asarray(choice)) for choice in self._choices)
+        return guess if guess is not None and guessing.settles(guess) else None
 
     def _follow(
         self,
@@ -264,7 +332,7 @@ class ColumnRunner(Runner[PendingStep]):
         follow(self._lowering.find(num_chunks, is_full), run)
         return Stepped([column.finish(self._num_stacked) for column in columns], together.reduced)
 
-    def run(self, state: RunState, pending: PendingStep) -> Progress:
+    def run(self, state: RunState, pending: PendingStep, may_guess: bool = False) -> Progress:
         """Runs the weight update on the replicas' results. In a loop it runs the iteration first."""
         request, stepped, replicas = pending.request, pending.stepped, self.replicas
         is_full = state.num_accumulated + pending.count == request.every
@@ -294,32 +362,51 @@ class ColumnRunner(Runner[PendingStep]):
         else:
             variables = replicas.join_assigned([part.assigned for part in parts])
             means = accumulators = replicas.pack([part.accumulators for part in parts])
-        updated: list[Handed] = []
-        if is_full and self.placement.updates is not None:
-            made = self._weight_update.run(
-                before.variables,
-                leaves,
-                means,
-                replicas.first_of([part.last_outputs for part in parts], read_last),
-                UpdateCounts(request.every, int(as_int32(before.update_count))),
-                watched.watched_updates(self, self._weight_update, int(as_int32(before.execution_count))),
+        def advance(made: Updated | None, unverified: Unverified | None = None) -> Progress:
+            after_leaves, after_accumulators, after_variables = leaves, accumulators, variables
+            updated: list[Handed] = []
+            if made is not None:
+                after_leaves = made.state_leaves
+                if replicas.number == 1:
+                    after_accumulators = made.accumulators
+                after_variables = {**variables, **made.variables}
+                updated += [Handed(made.enqueued, None)] * bool(made.enqueued)
+            told = [parts[replica] for replica in self._told]
+            carried = [part.carried for part in parts]
+            return Progress(
+                self.advance(
+                    state, after_variables, after_leaves, after_accumulators, pending.count, request.every
+                ),
+                carried[0]
+                if len(carried) == 1
+                else [OfReplicas(own) for own in zip(*carried, strict=True)],
+                [join_collected(some) for some in zip(*(part.collected for part in told), strict=True)],
+                pending.count * (1 if self.iterated is not None else replicas.number),
+                [join_handed(some) for some in zip(*(part.enqueued for part in told), strict=True)],
+                updated,
+                unverified,
             )
-            leaves = made.state_leaves
-            if replicas.number == 1:
-                accumulators = made.accumulators
-            variables = {**variables, **made.variables}
-            updated += [Handed(made.enqueued, None)] * bool(made.enqueued)
-        after = self.advance(state, variables, leaves, accumulators, pending.count, request.every)
-        told = [parts[replica] for replica in self._told]
-        carried = [part.carried for part in parts]
-        return Progress(
-            after,
-            carried[0] if len(carried) == 1 else [OfReplicas(own) for own in zip(*carried, strict=True)],
-            [join_collected(some) for some in zip(*(part.collected for part in told), strict=True)],
-            pending.count * (1 if self.iterated is not None else replicas.number),
-            [join_handed(some) for some in zip(*(part.enqueued for part in told), strict=True)],
-            updated,
+
+        if not (is_full and self.placement.updates is not None):
+            return advance(None)
+        given = (
+            before.variables,
+            leaves,
+            means,
+            replicas.first_of([part.last_outputs for part in parts], read_last),
+            UpdateCounts(request.every, int(as_int32(before.update_count))),
         )
+        functions = watched.watched_updates(
+            self, self._weight_update, int(as_int32(before.execution_count))
+        )
+        guess = self._find_guess() if may_guess else None
+        if guess is None:
+            made = self._weight_update.run(*given, functions)
+            self._choices = made.choices
+            return advance(made)
+        update = self._weight_update.run_guessed(*given, guess, functions)
+        self._choices, self._is_guessed = update.choices, True
+        return advance(update.made, Unverified(update, advance))
 
     def settle(self, state: RunState) -> RunState:
         """The state at the end of a loop's run: the same for all replicas, as after a weight update.
@@ -381,6 +468,18 @@ class ColumnRunner(Runner[PendingStep]):
             donates_accumulators=not self.has_callbacks,
             donates_state=self._weight_update.donates,
         )
+
+
+def _recording(
+    next_chunk: Callable[[], Sequence[Any]], found: list[Sequence[Any]]
+) -> Callable[[], Sequence[Any]]:
+    """Makes what a feed brings be kept in a list."""
+
+    def record() -> Sequence[Any]:
+        found.append(next_chunk())
+        return found[-1]
+
+    return record
 
 
 def _of_each(

@@ -23,6 +23,7 @@ from ipu_pipeline.engine import jaxprs
 from ipu_pipeline.engine.jaxprs import partitioning
 from ipu_pipeline.engine.tracing.frames import Enqueued
 from ipu_pipeline.engine.tracing.specs import VariableSpec
+from ipu_pipeline.engine.updates.guessing import Guessing, find_guessing
 from ipu_pipeline.engine.updates.loss_scaling import LossScale
 from ipu_pipeline.engine.updates.optimizer_tracing import TracedOptimizer, UpdateKind, UpdateValue
 
@@ -85,6 +86,7 @@ class Updates:
     loss_scale: LossScale | None  # where the scale of the loss is; None without loss scaling
     has_callbacks: bool  # whether a weight update calls back into Python, which may raise
     enqueued: tuple[Enqueued, ...]  # what a weight update enqueues
+    guessing: Guessing | None  # what may be guessed of a weight update; None if nothing
 
     @property
     def enqueued_avals(self) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -138,8 +140,9 @@ def cut_updates(traced: TracedOptimizer, variable_homes: Mapping[str, int], last
     pieces = partitioning.cut(placed, with_homes(results, placed))
     init_places = place(traced.init)
     init_pieces = partitioning.cut(init_places, with_homes(states, init_places))
-    inits = _make_programs("init", init_pieces, states, traced.labels, stage_of)
-    updates = _make_programs("update", pieces, results, traced.labels, stage_of)
+    inits = _make_programs("init", init_pieces, states, traced.labels, stage_of, {})
+    sent: dict[Any, UpdateValue] = {}
+    updates = _make_programs("update", pieces, results, traced.labels, stage_of, sent)
     state_leaves = tuple(
         StateLeaf(jax.tree_util.keystr(path), aval, stage_of(owner), name)
         for path, aval, owner, name in zip(
@@ -173,6 +176,7 @@ def cut_updates(traced: TracedOptimizer, variable_homes: Mapping[str, int], last
         traced.loss_scale,
         jaxprs.has_callbacks(traced.update),
         traced.enqueued,
+        find_guessing(placed, pieces, results, traced.labels, sent),
     )
 
 
@@ -189,8 +193,9 @@ def _make_programs(
     results: Sequence[UpdateValue],
     labels: Mapping[Any, UpdateValue],
     stage_of: Callable[[partitioning.Home | None], int],
+    sent: dict[Any, UpdateValue],
 ) -> tuple[UpdateProgram, ...]:
-    sent: dict[Any, UpdateValue] = {}
+    """Makes programs; enters into `sent` what they make for each other."""
     last = {piece.home: piece for piece in pieces}
     programs = []
     for piece in pieces:

@@ -150,7 +150,7 @@ def _run_pipeline(
                 store.keep(call, after)
                 rows.keep(call, is_update=True)
             if not is_synthetic and call.infeed_queue is not None and pipeline.takes_elements:
-                call.infeed_queue.mark()
+                call.infeed_queue.mark(progress.num_ahead)
             call.hand_out(progress)
             last = int(after.update_count if call.trains else after.execution_count)
             store.metrics.add(call, num_done, last, progress)

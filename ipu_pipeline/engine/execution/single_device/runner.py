@@ -244,8 +244,9 @@ class BlockRunner(Runner[PendingBlock]):
         outputs: list[Any] = self._peek(dict(pipeline.variables), carried, given)
         return dataclasses.replace(block, begun=dataclasses.replace(begun, first_outputs=outputs))
 
-    def run(self, state: RunState, pending: PendingBlock) -> Progress:
-        """Runs what `fetch` returned."""
+    def run(self, state: RunState, pending: PendingBlock, may_guess: bool = False) -> Progress:
+        """Runs what `fetch` returned. There is nothing to guess: no IPU waits for another one."""
+        del may_guess
         begun, every = pending.begun, pending.request.every
         state = self.with_optimizer(state, begun.first_outputs)
         result = self._call(state, jax.tree.leaves(state.pipeline.optimizer_state), pending, updates=True)
