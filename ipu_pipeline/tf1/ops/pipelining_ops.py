@@ -99,6 +99,7 @@ def pipeline(
     name: str | None = None,
     dispatch_plan: Chunking | None = None,
     tensor_parallel: TensorParallel | None = None,
+    post_validation: bool = False,
     *,
     pipeline_depth: Any = None,
 ) -> Operation:
@@ -174,6 +175,11 @@ def pipeline(
       tensor_parallel: how many IPUs compute each stage together, and how they divide its variables. With
         a size of T the pipeline needs T times as many IPUs: number i in `device_mapping` stands for IPUs
         T * i to T * i + T - 1. Values that go from stage to stage are whole on each of them. None: one.
+      post_validation: whether IPUs update with a guess of what joins their gradients, and go on: that none
+        are clipped by their global norm, or, with loss scaling, that all are finite. It is verified later,
+        and an update that was wrong is done again, so that the results are the same. It concerns the
+        updates of one run (`repeat_count`), and keeps variables, optimizer state, gradients and
+        micro-batches for one update longer. It warns where it has no effect.
       pipeline_depth: the name of `gradient_accumulation_count` in Graphcore's first SDKs; give only one.
 
     Returns:
@@ -189,6 +195,10 @@ def pipeline(
         raise TypeError(f"continuous_weight_updates must be False; got {continuous_weight_updates!r}.")
     if tensor_parallel is not None and not isinstance(tensor_parallel, TensorParallel):
         raise TypeError(f"tensor_parallel must be a TensorParallel, or None; got {tensor_parallel!r}.")
+    if not isinstance(post_validation, bool):
+        raise TypeError(f"post_validation must be a bool; got {post_validation!r}.")
+    if post_validation and optimizer_function is None:
+        raise ValueError("post_validation needs an optimizer_function: without, there are no updates.")
     if name is not None and (not isinstance(name, str) or not name):
         raise TypeError(f"name must be a non-empty string, or None; got {name!r}.")
     if continuous_weight_updates:
@@ -317,6 +327,7 @@ def pipeline(
         **options,
         dispatch_plan=dispatch_plan,
         tensor_parallel=tensor_parallel,
+        post_validation=post_validation,
     )
     element = None if infeed_queue is None else infeed_queue.element
     input_avals = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in input_leaves]

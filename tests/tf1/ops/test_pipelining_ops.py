@@ -113,6 +113,8 @@ OPTIMIZER, OUTFEED = "optimizer_function", "outfeed_queue"
         ({"device_mapping": 0}, TypeError, "device_mapping argument needs to be a list or a tuple"),
         ({"device_mapping": [0]}, ValueError, "Each stage must be mapped to an IPU: 1 mappings != 2"),
         ({"device_mapping": [0, -1]}, ValueError, r"device_mapping\[1\] is -1"),
+        ({"post_validation": 1}, TypeError, "post_validation must be a bool; got 1"),
+        ({"post_validation": True, OPTIMIZER: None}, ValueError, "post_validation needs an optimizer_func"),
         ({"pipeline_schedule": "Grouped"}, TypeError, "not a member of the PipelineSchedule enumeration"),
         (
             {"reduction_method": "MEDIAN"},
@@ -210,6 +212,23 @@ def test_schedules_that_graphcore_s_do_not_have(schedule, mapping):
         device_mapping=mapping,
     )
     models.assert_trees_close(run(model, 2), run(front.Model(computational_stages=stages), 2))
+
+
+def test_post_validation():
+    """Clipping by a small norm, and a run's updates after each other; to the last bit."""
+
+    def run_updates(**options):
+        def optimize(rate, loss):
+            del rate
+            clipped = optax.chain(optax.clip_by_global_norm(1e-3), optax.adam(0.01))
+            return OptimizerFunctionOutput(clipped, loss)
+
+        model = front.Model(repeat_count=4, **{OPTIMIZER: optimize}, **options)
+        return run(model, 2)
+
+    found, expected = run_updates(post_validation=True), run_updates()
+    for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_looped_says_what_mapping_it_needs():
