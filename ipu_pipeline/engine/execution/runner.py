@@ -362,6 +362,7 @@ class ColumnRunner(Runner[PendingStep]):
         else:
             variables = replicas.join_assigned([part.assigned for part in parts])
             means = accumulators = replicas.pack([part.accumulators for part in parts])
+
         def advance(made: Updated | None, unverified: Unverified | None = None) -> Progress:
             after_leaves, after_accumulators, after_variables = leaves, accumulators, variables
             updated: list[Handed] = []

@@ -6,7 +6,19 @@ import enum
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
-__all__ = ["Action", "ActionKind", "Row", "Rows", "ScheduleError", "ScheduleFunction", "format_rows"]
+__all__ = [
+    "GATHER",
+    "HALVES",
+    "REDUCE",
+    "UPDATE",
+    "Action",
+    "ActionKind",
+    "Row",
+    "Rows",
+    "ScheduleError",
+    "ScheduleFunction",
+    "format_rows",
+]
 
 
 class ActionKind(enum.IntEnum):
@@ -30,6 +42,14 @@ class ActionKind(enum.IntEnum):
     def words(self) -> str:
         """The name, in words."""
         return self.name.lower().replace("_", " ")
+
+
+HALVES = (ActionKind.INPUT_GRADIENTS, ActionKind.WEIGHT_GRADIENTS)  # of a backward, in their order
+
+# What ends a step, numbered behind the kinds of actions.
+UPDATE = len(ActionKind)
+REDUCE = UPDATE + 1  # an IPU's gradients are reduced over the replicas: an all-reduce, or a reduce-scatter
+GATHER = UPDATE + 2  # replicas that share the optimizer's state gather what they have updated
 
 
 class Action(NamedTuple):

@@ -79,7 +79,7 @@ def _find_limiting(scenario: Scenario) -> int:
 
 
 def _work_of(scenario: Scenario, stage: int) -> float:
-    return sum(scenario.work(kind, stage) for kind in ActionKind)
+    return sum(scenario.work(kind, stage) for kind in (ActionKind.FORWARD, ActionKind.BACKWARD))
 
 
 def _say(

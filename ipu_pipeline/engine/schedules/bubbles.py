@@ -7,8 +7,9 @@ after the other is taken away, and in the end only the ramps are left:
 * shared cores: each program has the cores that it needs.
 * host: the host takes no time.
 * transfers: they take no time, nor do all-reduces: links are infinitely fast, also those to host memory.
-* imbalance: the work of forwards, of backwards and of updates is each spread evenly over the IPUs, and
-  there over the stages. 0 where that makes the step longer, which happens with few micro-batches.
+* imbalance: the work of forwards, of backwards (and their halves) and of updates is each spread evenly over
+  the IPUs, and there over the stages. 0 where that makes the step longer, which happens with few
+  micro-batches.
 * ramps: the idle time that is left. Before the first backward of an IPU it is ramp-up, after its last
   forward ramp-down; time that is both or neither is half of each. Without backwards, the first forward
   counts.
@@ -27,7 +28,7 @@ import dataclasses
 
 import numpy as np
 
-from ipu_pipeline.engine.schedules.actions import ActionKind
+from ipu_pipeline.engine.schedules.actions import HALVES, ActionKind
 from ipu_pipeline.engine.schedules.checking import Timetable
 from ipu_pipeline.engine.schedules.clusters import LinkSpeed
 from ipu_pipeline.engine.schedules.free_running import Programs, ProgramTiming, wire
@@ -52,7 +53,11 @@ def balanced(scenario: Scenario) -> Scenario:
     return dataclasses.replace(
         scenario,
         costs=dataclasses.replace(
-            costs, forward=even(costs.forward), backward=even(costs.backward), update=even(costs.update)
+            costs,
+            forward=even(costs.forward),
+            backward=even(costs.backward),
+            update=even(costs.update),
+            weight_gradients=even(costs.weight_gradients),
         ),
     )
 
@@ -119,7 +124,8 @@ def _find_ramps(scenario: Scenario, programs: Programs, step_time: float) -> tup
             continue
         begins = np.sort(np.concatenate([np.array(one.begins) for kind in own for one in kind]))
         ends = np.sort(np.concatenate([np.array(one.ends) for kind in own for one in kind]))
-        forwards, backwards = own[ActionKind.FORWARD], own[ActionKind.BACKWARD]
+        forwards = own[ActionKind.FORWARD]
+        backwards = [*own[ActionKind.BACKWARD], *own[HALVES[0]]] or own[HALVES[1]]
         last = max((one.ends[-1] for one in forwards), default=0.0)
         is_last = scenario.is_fused and ipu % scenario.num_ipus == scenario.device_mapping[-1]
         filling = [one.begins[0] for one in (forwards[-1:] if is_last or not backwards else backwards)]

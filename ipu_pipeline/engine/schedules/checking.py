@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ipu_pipeline.engine.schedules.actions import (
+    HALVES,
     Action,
     ActionKind,
     Row,
@@ -26,7 +27,6 @@ from ipu_pipeline.engine.schedules.actions import (
 __all__ = ["Timetable", "check"]
 
 _KINDS = frozenset(ActionKind)
-_HALVES = (ActionKind.INPUT_GRADIENTS, ActionKind.WEIGHT_GRADIENTS)  # in their order
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def check(
     """
     frozen: Rows = tuple(tuple(row) for row in rows)
     _check_slots(frozen)
-    found = frozenset(a.stage for row in frozen for a in row if a is not None and a.kind in _HALVES)
+    found = frozenset(a.stage for row in frozen for a in row if a is not None and a.kind in HALVES)
     if halved is None:
         halved = found
     elif found - halved:
@@ -197,7 +197,7 @@ def _in_halves(rows: Rows, halved: frozenset[int]) -> Rows:
     def find(action: Action | None) -> Row:
         if action is None or action.kind is not ActionKind.BACKWARD or action.stage not in halved:
             return (action,)
-        return tuple(action._replace(kind=kind) for kind in _HALVES)
+        return tuple(action._replace(kind=kind) for kind in HALVES)
 
     return tuple(tuple(itertools.chain.from_iterable(map(find, row))) for row in rows)
 
@@ -212,7 +212,7 @@ def _check_complete(
 ) -> None:
     next_micro_batch: dict[tuple[ActionKind, int], int] = {}
     for stage in range(num_stages):
-        back = _HALVES if stage in halved else (ActionKind.BACKWARD,)
+        back = HALVES if stage in halved else (ActionKind.BACKWARD,)
         for kind in (ActionKind.FORWARD, *(back if training else ())):
             next_micro_batch[kind, stage] = 0
     for ipu, row in enumerate(rows):

@@ -20,14 +20,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from ipu_pipeline.engine.schedules.actions import ActionKind
+from ipu_pipeline.engine.schedules.actions import GATHER, HALVES, REDUCE, UPDATE, ActionKind
 from ipu_pipeline.engine.schedules.checking import Timetable
 from ipu_pipeline.engine.schedules.scenarios import Edge, Scenario
 
 __all__ = [
-    "GATHER",
-    "REDUCE",
-    "UPDATE",
     "Host",
     "Link",
     "ProgramTiming",
@@ -39,11 +36,7 @@ __all__ = [
     "wire",
 ]
 
-# The places of programs among a scenario's, behind the kinds of actions.
-UPDATE = 2
-REDUCE = 3  # an IPU's gradients are reduced over the replicas: an all-reduce, or a reduce-scatter
-GATHER = 4  # replicas that share the optimizer's state gather what they have updated
-_MEET = 5  # not a program: all replicas of an IPU have come this far
+_MEET = GATHER + 1  # not a program: all replicas of an IPU have come this far
 
 
 @dataclass(eq=False)
@@ -66,7 +59,7 @@ class Link:
 
 @dataclass(eq=False)
 class ProgramTiming:
-    """The program of a stage in one direction, or its update, and when it runs.
+    """The program of a stage for one kind of action, or its update, and when it runs.
 
     Attributes:
       ipu: the IPU where it runs, by its number among those of all replicas.
@@ -93,8 +86,10 @@ class ProgramTiming:
     ends: list[float] = field(default_factory=list)
 
 
-# Forwards, backwards, updates, and with several replicas their joint programs. Each list has the programs
-# of all stages of replica 0, then those of replica 1, and so on.
+# Forwards, backwards, their first halves, their second halves, updates, and with several replicas their
+# joint programs. Each list has the programs of all stages of replica 0, then those of replica 1, and so on.
+# Of a stage whose backwards are done in halves those for whole ones do not run, nor those for halves of
+# other stages.
 Programs: TypeAlias = "tuple[list[ProgramTiming], ...]"
 
 
@@ -108,7 +103,7 @@ def wire(scenario: Scenario) -> Programs:
 
 
 def _wire_replica(scenario: Scenario, replica: int) -> Programs:
-    """Makes the forwards, backwards and updates of a replica."""
+    """Makes the actions and updates of a replica."""
     costs, levels, size = scenario.costs, scenario.levels, scenario.chunk_size
     stages = range(costs.num_stages)
     ipus = [scenario.ipu_of(replica, ipu) for ipu in scenario.device_mapping]
@@ -118,15 +113,30 @@ def _wire_replica(scenario: Scenario, replica: int) -> Programs:
         return ProgramTiming(ipus[stage], cost, cores, process=processes[stage])
 
     forwards = [make(i, costs.forward[i] * size, costs.forward_cores[i]) for i in stages]
-    backwards, updates = [], []
+    backwards: list[ProgramTiming] = []
+    firsts: list[ProgramTiming] = []  # of halves
+    seconds: list[ProgramTiming] = []
+    updates: list[ProgramTiming] = []
+    back: list[ProgramTiming] = []  # what sends to the stages before
     if scenario.training:
-        backwards = [make(i, costs.backward[i] * size, costs.backward_cores[i]) for i in stages]
+        halved, times = scenario.halved, costs.of_actions
+        backwards, firsts, seconds = (
+            [
+                make(i, times[kind][i] * size, costs.backward_cores[i])
+                if (kind in HALVES) == (i in halved)
+                else make(i, 0.0)
+                for i in stages
+            ]
+            for kind in (ActionKind.BACKWARD, *HALVES)
+        )
+        back = [firsts[i] if i in halved else backwards[i] for i in stages]
         updates = [make(i, scenario.update(i)) for i in stages]
         if scenario.is_fused:
-            _fuse(forwards[-1], backwards[-1])
-        for forward, backward in zip(forwards, backwards, strict=True):
-            if not (forward.cost and backward.cost):  # else the order on their IPU ensures it
-                _connect(forward, backward, Link((0, 0), 0.0, forward.ends))
+            _fuse(forwards[-1], back[-1])
+        pairs = [*zip(forwards, back, strict=True), *((firsts[i], seconds[i]) for i in halved)]
+        for before, after in pairs:
+            if not (before.cost and after.cost):  # else the order on their IPU ensures it
+                _connect(before, after, Link((0, 0), 0.0, before.ends))
 
     def send(programs: list[ProgramTiming], edge: Edge) -> None:
         source, target = (programs[stage] for stage in edge)
@@ -139,20 +149,21 @@ def _wire_replica(scenario: Scenario, replica: int) -> Programs:
         ):
             send(forwards, (source, target))
             if scenario.training:
-                send(backwards, (target, source))
+                send(back, (target, source))
     # Values may skip stages, over other edges than those between neighbours.
     for source, target in dict.fromkeys([*costs.transfers, *costs.num_sent_bytes]):
         if levels[target] - levels[source] > 1:
             send(forwards, (source, target))
         elif levels[source] - levels[target] > 1 and scenario.training:
-            send(backwards, (source, target))
-    return forwards, backwards, updates
+            send(back, (source, target))
+    return forwards, backwards, firsts, seconds, updates
 
 
 def _join(scenario: Scenario, programs: Programs) -> Programs:
     """Adds what replicas do together: reduce gradients, gather what they updated, and meet before each."""
     mapping, number = scenario.device_mapping, scenario.costs.num_stages
     updates, places = programs[UPDATE], range(len(programs[UPDATE]))
+    halved = scenario.halved
     halves = {mapping.index(ipu): scenario.half_ring(ipu) for ipu in scenario.ipus}
 
     def make(place: int, num_halves: int) -> ProgramTiming:
@@ -177,8 +188,11 @@ def _join(scenario: Scenario, programs: Programs) -> Programs:
     num_chunks = scenario.num_micro_batches // scenario.chunk_size
     for stage in halves:
         row = [place for place in places if mapping[place % number] == mapping[stage]]
-        backwards = [programs[ActionKind.BACKWARD][place] for place in row]
-        meet(stage, backwards, num_chunks - 1, reductions[stage::number])
+        ending = [
+            programs[HALVES[-1] if place % number in halved else ActionKind.BACKWARD][place]
+            for place in row
+        ]
+        meet(stage, ending, num_chunks - 1, reductions[stage::number])
         meet(stage, [updates[place] for place in row], 0, gatherings[stage::number])
         for place in row:
             before = reductions[place - place % number + stage]

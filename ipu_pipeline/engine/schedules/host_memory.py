@@ -8,14 +8,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ipu_pipeline.engine.schedules.actions import UPDATE, ActionKind
 from ipu_pipeline.engine.schedules.clusters import LinkSpeed
 from ipu_pipeline.engine.schedules.execution_phases import ExecutionPhases
 from ipu_pipeline.ground.checks import is_real
 
 __all__ = ["HostMemory"]
 
-_KINDS = ("forward", "backward", "update")
-_SIZES = tuple(f"num_bytes_{way}_{kind}" for way in ("to", "from") for kind in _KINDS)
+_KINDS: dict[int, str] = {ActionKind.FORWARD: "forward", ActionKind.BACKWARD: "backward", UPDATE: "update"}
+_SIZES = tuple(f"num_bytes_{way}_{kind}" for way in ("to", "from") for kind in _KINDS.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,12 +88,15 @@ class HostMemory:
             )
 
     def time_to(self, kind: int, stage: int) -> float:
-        """The time to bring what a program needs; kinds are forward, backward and update."""
-        return self._time(_SIZES[kind], stage)
+        """The time to bring what a program needs; kinds are forward, backward and update.
+
+        There are no halves of backwards in phases.
+        """
+        return self._time("to", kind, stage)
 
     def time_from(self, kind: int, stage: int) -> float:
         """The time to take away what a program leaves."""
-        return self._time(_SIZES[len(_KINDS) + kind], stage)
+        return self._time("from", kind, stage)
 
     def time_of(self, kind: int, stage: int) -> float:
         """The time of both, one after the other."""
@@ -105,8 +109,9 @@ class HostMemory:
         """
         return moving if self.phases.num_ahead == 0 else max(0.0, moving - computing)
 
-    def _time(self, name: str, stage: int) -> float:
-        values = getattr(self, name)
+    def _time(self, way: str, kind: int, stage: int) -> float:
+        name = _KINDS.get(kind)
+        values = getattr(self, f"num_bytes_{way}_{name}") if name else ()
         return self.link.time(values[stage]) if values else 0.0
 
     def as_dict(self) -> dict[str, Any]:

@@ -15,16 +15,9 @@ from __future__ import annotations
 import collections
 import itertools
 
-from ipu_pipeline.engine.schedules.actions import ActionKind
+from ipu_pipeline.engine.schedules.actions import UPDATE, ActionKind
 from ipu_pipeline.engine.schedules.checking import Timetable
-from ipu_pipeline.engine.schedules.free_running import (
-    UPDATE,
-    Programs,
-    ProgramTiming,
-    follow,
-    last_end,
-    run_freely,
-)
+from ipu_pipeline.engine.schedules.free_running import Programs, ProgramTiming, follow, last_end, run_freely
 from ipu_pipeline.engine.schedules.host_memory import HostMemory
 from ipu_pipeline.engine.schedules.scenarios import Scenario
 

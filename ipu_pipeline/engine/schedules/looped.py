@@ -61,7 +61,20 @@ def looped(
         first, then = forwards[:num_first], forwards[num_first:]
         in_turn = itertools.chain.from_iterable(zip(then, backwards, strict=False))
         rows.append((*first, *in_turn, *backwards[len(then) :]))
+    if training:
+        rows[-1] = _beside_each_other(rows[-1], num_stages - 1)
     return tuple(rows)
+
+
+def _beside_each_other(row: Sequence[Action], stage: int) -> tuple[Action, ...]:
+    """Moves forwards of the last stage right before its backwards, as the engine does both at once."""
+    found: list[Action] = []
+    for action in row:
+        if action.stage != stage:
+            found.append(action)
+        elif action.kind is ActionKind.BACKWARD:
+            found += [action._replace(kind=ActionKind.FORWARD), action]
+    return tuple(found)
 
 
 def _make_groups(count: int, size: int) -> list[range]:

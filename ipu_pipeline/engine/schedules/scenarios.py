@@ -38,11 +38,13 @@ class Costs:
       forward_cores: the number of cores that the forward of each stage keeps busy while it runs alone (its
         time on the processors over its time on the clock). It matters only where IPUs share cores.
       backward_cores: the same for the backward of each stage.
-      is_fused: whether forward and backward of the last stage are one program, which runs where the
-        schedule has the forward. The engine does so.
+      is_fused: whether forward and backward of the last stage, or the first half of that, are one program,
+        which runs where the schedule has the forward. The engine does so.
       num_sent_bytes: edge -> the bytes that a micro-batch sends there. They take the time of the cluster's
         link, on top of `transfers`; nothing where both stages are on one IPU.
       num_gradient_bytes: the gradients of each stage, which replicas average once a step.
+      weight_gradients: how much of each stage's backward is its second half, if the schedule does it in
+        halves; empty: a half of it.
     """
 
     forward: tuple[float, ...]
@@ -55,14 +57,17 @@ class Costs:
     is_fused: bool = True
     num_sent_bytes: Mapping[Edge, float] = field(default_factory=dict)
     num_gradient_bytes: tuple[float, ...] = ()
+    weight_gradients: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        """Checks the fields. Without cores, each is one; without bytes, each is zero."""
+        """Checks the fields. Without cores, each is one; without bytes, each is zero; halves are even."""
+        if not self.weight_gradients:
+            object.__setattr__(self, "weight_gradients", tuple(time / 2 for time in self.backward))
         for name, default in (("forward_cores", 1.0), ("backward_cores", 1.0), ("num_gradient_bytes", 0.0)):
             if not getattr(self, name):
                 object.__setattr__(self, name, (default,) * len(self.forward))
         own = ("forward", "backward", "update", "forward_cores", "backward_cores", "num_gradient_bytes")
-        for name in own:
+        for name in (*own, "weight_gradients"):
             values = getattr(self, name)
             if len(values) != len(self.forward):
                 raise ValueError(
@@ -70,6 +75,12 @@ class Costs:
                     f"forward has; got {len(values)}: {values!r}. Costs.of spreads one number over all."
                 )
             _check_numbers(f"Costs: {name}", values)
+        for whole, half in zip(self.backward, self.weight_gradients, strict=True):
+            if half > whole:
+                raise ValueError(
+                    f"Costs: weight_gradients are a part of backward, which takes {self.backward!r}; got "
+                    f"{self.weight_gradients!r}."
+                )
         if not self.forward:
             raise ValueError("Costs: forward must have a number for each stage; got none.")
         for name in ("forward_cores", "backward_cores"):
@@ -91,6 +102,12 @@ class Costs:
         """The number of stages."""
         return len(self.forward)
 
+    @property
+    def of_actions(self) -> tuple[tuple[float, ...], ...]:
+        """The times of the stages' actions, by `ActionKind`."""
+        halves = zip(self.backward, self.weight_gradients, strict=True)
+        return self.forward, self.backward, tuple(w - half for w, half in halves), self.weight_gradients
+
     @classmethod
     def of(
         cls,
@@ -106,6 +123,7 @@ class Costs:
         is_fused: bool = True,
         num_sent_bytes: float | Sequence[float] | Mapping[Edge, float] = 0.0,
         num_gradient_bytes: float | Sequence[float] = 0.0,
+        weight_gradients: float | Sequence[float] | None = None,
     ) -> Costs:
         """Makes costs from one number for all stages or one per stage.
 
@@ -122,6 +140,7 @@ class Costs:
           is_fused: see the fields.
           num_sent_bytes: given in the same forms as `transfer`.
           num_gradient_bytes: see the fields.
+          weight_gradients: see the fields; None: a half of the backward.
 
         Raises:
           ValueError: there is not one number per stage (or pair of neighbours), or a number is negative or
@@ -158,6 +177,7 @@ class Costs:
             is_fused,
             by_edge("num_sent_bytes", num_sent_bytes),
             spread("num_gradient_bytes", num_gradient_bytes, num_stages),
+            () if weight_gradients is None else spread("weight_gradients", weight_gradients, num_stages),
         )
 
 
@@ -169,11 +189,18 @@ class Memory:
       num_constant_bytes: for each IPU, by its number: variables, optimizer state and accumulators; the same
         in each replica.
       num_held_bytes: what each stage holds of a micro-batch from the begin of its forward to the end of its
-        backward.
+        backward, or of the first half of that.
+      num_between_bytes: what each stage then holds to the end of the second half; empty: as much.
     """
 
     num_constant_bytes: tuple[int, ...]
     num_held_bytes: tuple[int, ...]
+    num_between_bytes: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Fills in what is held between halves."""
+        if not self.num_between_bytes:
+            object.__setattr__(self, "num_between_bytes", self.num_held_bytes)
 
 
 @dataclass(frozen=True)
@@ -301,10 +328,15 @@ class Scenario:
         num_chunks = self.num_micro_batches // self.chunk_size
         return self.cluster.num_replicas * self.costs.num_stages * num_chunks * (2 if self.training else 1)
 
+    @property
+    def halved(self) -> frozenset[int]:
+        """The stages whose backwards are done in halves."""
+        return self.timetable().halved
+
     def work(self, kind: ActionKind, stage: int) -> float:
-        """The time of all micro-batches of a stage in one direction."""
-        one = self.costs.forward if kind is ActionKind.FORWARD else self.costs.backward
-        return one[stage] * self.num_micro_batches if kind is ActionKind.FORWARD or self.training else 0.0
+        """The time of all micro-batches of a stage in one direction, or in one half of the backward."""
+        is_there = kind is ActionKind.FORWARD or self.training
+        return self.costs.of_actions[kind][stage] * self.num_micro_batches if is_there else 0.0
 
     def update(self, stage: int) -> float:
         """The time of a replica's update of a stage: of all of it, or of the replica's share."""
@@ -331,7 +363,8 @@ class Scenario:
         """The time of each IPU's programs of a step without any waiting, in all replicas."""
         total = dict.fromkeys(self.ipus, 0.0)
         for stage, ipu in enumerate(self.device_mapping):
-            total[ipu] += sum(self.work(kind, stage) for kind in ActionKind) + self.update(stage)
+            total[ipu] += sum(self.work(kind, stage) for kind in (ActionKind.FORWARD, ActionKind.BACKWARD))
+            total[ipu] += self.update(stage)
         replicas = range(self.cluster.num_replicas)
         return {self.ipu_of(replica, ipu): work for replica in replicas for ipu, work in total.items()}
 
@@ -345,7 +378,7 @@ class Scenario:
         """
         num_chunks = self.num_micro_batches // self.chunk_size
         if isinstance(self.schedule, Timetable):
-            number = self.num_actions // self.cluster.num_replicas
+            number = self.num_actions // self.cluster.num_replicas + len(self.schedule.halved) * num_chunks
             if len(self.schedule.order) != number or len(self.schedule.in_flight) != self.costs.num_stages:
                 raise ValueError(
                     f"Scenario: the timetable must have {number} actions ({self.costs.num_stages} stages, "

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ipu_pipeline.engine.schedules.actions import ActionKind
+from ipu_pipeline.engine.schedules.actions import GATHER, HALVES, UPDATE, ActionKind
 from ipu_pipeline.engine.schedules.bubbles import find_bubble
 from ipu_pipeline.engine.schedules.checking import Timetable
-from ipu_pipeline.engine.schedules.free_running import GATHER, UPDATE, Link, Programs, wire
+from ipu_pipeline.engine.schedules.free_running import Link, Programs, wire
 from ipu_pipeline.engine.schedules.in_phases import run_step
 from ipu_pipeline.engine.schedules.scenarios import Scenario
 from ipu_pipeline.engine.schedules.shared_cores import run_sharing
@@ -109,13 +109,16 @@ def _simulate_in_lock_step(scenario: Scenario, timetable: Timetable) -> Timeline
     run = run_in_lock_step(scenario, timetable, kinds, stages)
     programs = wire(scenario)
     works = kinds * number + stages
-    places = np.split(np.argsort(works, kind="stable"), np.cumsum(np.bincount(works, minlength=2 * number)))
+    places = np.split(
+        np.argsort(works, kind="stable"), np.cumsum(np.bincount(works, minlength=UPDATE * number))
+    )
     runs, sendings = {}, []
     for kind, programs_of_kind in enumerate(programs[:UPDATE]):
         for place, own in enumerate(programs_of_kind):
             replica, stage = divmod(place, number)
             here = places[kind * number + stage]
-            runs[kind, replica, stage] = run.begins[here], run.ends[here]
+            if len(here):
+                runs[kind, replica, stage] = run.begins[here], run.ends[here]
             for link in own.links:
                 if link.time:
                     sent = run.sent[here]
@@ -163,12 +166,14 @@ def _timeline(
       is_fused: whether the last stage's forwards are its backwards, too.
     """
     costs, ipus, last = scenario.costs, scenario.device_mapping, scenario.costs.num_stages - 1
+    halved = scenario.halved
+    back = [HALVES[0] if stage in halved else ActionKind.BACKWARD for stage in range(last + 1)]
     tables: list[dict[str, Array]] = []
     for (kind, replica, stage), (begins, ends) in runs.items():
         first, behind, is_action = 0.0, 1.0, kind < UPDATE
-        if is_fused and stage == last and is_action:
+        if is_fused and stage == last and kind in (ActionKind.FORWARD, back[last]):
             begins, ends = runs[ActionKind.FORWARD, replica, last]
-            together = costs.forward[last] + costs.backward[last]
+            together = costs.forward[last] + costs.of_actions[back[last]][last]
             share = costs.forward[last] / together if together else 1.0
             first, behind = (0.0, share) if kind == ActionKind.FORWARD else (share, 1.0)
         size = scenario.chunk_size if is_action else 1
@@ -213,18 +218,28 @@ def _find_memory(
     memory = scenario.memory
     if memory is None:
         return {}
-    back = ActionKind.BACKWARD if scenario.training else ActionKind.FORWARD
+    first, second = HALVES
+    halved, size = scenario.halved, scenario.chunk_size
+
+    def held_by(replica: int, stage: int) -> list[tuple[Array, Array, int]]:
+        begins, ends = runs[ActionKind.FORWARD, replica, stage]
+        held = memory.num_held_bytes[stage] * size
+        if not scenario.training:
+            return [(begins, ends, held)]
+        if stage not in halved:
+            return [(begins, runs[ActionKind.BACKWARD, replica, stage][1], held)]
+        between = runs[first, replica, stage][1]
+        later = memory.num_between_bytes[stage] * size
+        return [(begins, between, held), (between, runs[second, replica, stage][1], later)]
+
     return {
         scenario.ipu_of(replica, ipu): memory_of(
             memory.num_constant_bytes[ipu],
             [
-                (
-                    runs[ActionKind.FORWARD, replica, stage][0],
-                    runs[back, replica, stage][1],
-                    memory.num_held_bytes[stage] * scenario.chunk_size,
-                )
+                entry
                 for stage in range(scenario.costs.num_stages)
                 if scenario.device_mapping[stage] == ipu
+                for entry in held_by(replica, stage)
             ],
         )
         for replica in range(scenario.cluster.num_replicas)

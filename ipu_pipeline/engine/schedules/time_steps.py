@@ -3,10 +3,10 @@
 A time-step lasts as long as its slowest action. What its actions send is sent between it and the next one,
 which takes as long as the slowest of these transfers. A time-step begins when the one before is over and
 the host, which runs ahead, has started all programs of it. Updates have their own time-step at the end.
-Forwards and backwards have their own time-steps, also on the last stage. Replicas keep step, too. They send
-to each other before and after the updates. In execution phases, what the actions of a time-step need from
-host memory and leave there is moved together with what they send or, where phases are brought ahead, while
-they compute.
+Forwards, backwards and halves of these have their own time-steps, also on the last stage. Replicas keep
+step, too. They send to each other before and after the updates. In execution phases, what the actions of a
+time-step need from host memory and leave there is moved together with what they send or, where phases are
+brought ahead, while they compute.
 
 Source: the execution of an IPU in steps of compute, sync and exchange ("Bulk Synchronous Parallel") in
 Graphcore's IPU Programmer's Guide. Every idle moment has one cause:
@@ -33,9 +33,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ipu_pipeline.engine.schedules.actions import ActionKind
+from ipu_pipeline.engine.schedules.actions import GATHER, HALVES, REDUCE, UPDATE, ActionKind
 from ipu_pipeline.engine.schedules.checking import Timetable
-from ipu_pipeline.engine.schedules.free_running import GATHER, REDUCE, UPDATE
 from ipu_pipeline.engine.schedules.scenarios import Scenario
 from ipu_pipeline.engine.schedules.shared_cores import share
 from ipu_pipeline.engine.schedules.timelines import Array, Bubble
@@ -210,13 +209,14 @@ class _Closing:
 def _make_steps(scenario: Scenario, timetable: Timetable, kinds: Array, stages: Array) -> _Steps:
     costs, size = scenario.costs, scenario.chunk_size
     places = np.array(timetable.time_steps, np.int64) - 1
-    own = np.array([costs.forward, costs.backward])[kinds, stages] * size
-    sending = np.zeros((2, costs.num_stages))
+    own = np.array(costs.of_actions)[kinds, stages] * size
+    sending = np.zeros((len(ActionKind), costs.num_stages))
     # The replica whose links take longest counts: the others wait.
     for source, target in dict.fromkeys([*costs.transfers, *costs.num_sent_bytes]):
         time = max(scenario.transfer(r, (source, target)) for r in range(scenario.cluster.num_replicas))
-        kind = int(scenario.levels[source] > scenario.levels[target])
-        sending[kind, source] = max(sending[kind, source], time)
+        is_back = scenario.levels[source] > scenario.levels[target]
+        for kind in (ActionKind.BACKWARD, HALVES[0]) if is_back else (ActionKind.FORWARD,):
+            sending[kind, source] = max(sending[kind, source], time)
     slowest, transfers = np.zeros(timetable.num_time_steps), np.zeros(timetable.num_time_steps)
     np.maximum.at(slowest, places, own)
     np.maximum.at(transfers, places, sending[kinds, stages])
@@ -230,7 +230,7 @@ def _make_steps(scenario: Scenario, timetable: Timetable, kinds: Array, stages: 
     ends, lasts = own, slowest
     if scenario.cores is not None:
         # Replicas do the same at the same time, and each takes the same share of the cores.
-        cores = np.array([costs.forward_cores, costs.backward_cores])[kinds, stages]
+        cores = np.array([costs.forward_cores, *[costs.backward_cores] * 3])[kinds, stages]
         cores = cores * scenario.cluster.num_replicas
         bounds = np.searchsorted(places, np.arange(len(slowest) + 1))
         parts = [
@@ -282,7 +282,8 @@ def _find_ramps(scenario: Scenario, steps: _Steps, kinds: Array, stages: Array) 
         here = where == ipu
         places, own_kinds = steps.places[here], kinds[here]
         forwards = places[own_kinds == ActionKind.FORWARD]
-        filled = int(places[own_kinds == ActionKind.BACKWARD][0] if scenario.training else forwards[0])
+        is_back = (own_kinds == ActionKind.BACKWARD) | (own_kinds == HALVES[0])
+        filled = int(places[is_back][0] if scenario.training else forwards[0])
         last = int(forwards[-1]) + 1
         active = np.zeros(len(steps.slowest))
         active[places] = steps.slowest[places]

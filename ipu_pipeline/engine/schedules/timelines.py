@@ -10,6 +10,8 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from ipu_pipeline.engine.schedules.actions import ActionKind
+
 __all__ = [
     "KINDS",
     "Array",
@@ -24,15 +26,17 @@ __all__ = [
 
 Array: TypeAlias = "npt.NDArray[Any]"
 
-KINDS = ("forward", "backward", "update", "reduce", "gather")  # in the order of `free_running`'s programs
+# In the order of `free_running`'s programs.
+KINDS = (*(kind.words for kind in ActionKind), "update", "reduce", "gather")
 
 
 class Interval(NamedTuple):
     """An action.
 
     Attributes:
-      kind: "forward", "backward" or "update"; or what replicas do together, in which no IPU computes:
-        "reduce" (average gradients) and "gather" (exchange what they have updated).
+      kind: "forward", "backward", "input gradients", "weight gradients" or "update"; or what replicas do
+        together, in which no IPU computes: "reduce" (average gradients) and "gather" (exchange what they
+        have updated).
       stage: the stage; for what replicas do together, the first one on the IPU.
       micro_batch: the number of the micro-batch; with several replicas, of the infeed's element, as their
         micro-batches alternate. None for what ends the step.

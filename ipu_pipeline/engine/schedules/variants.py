@@ -202,9 +202,12 @@ def _find_peak(scenario: Scenario) -> int | None:
     if scenario.memory is None:
         return None
     held = dict.fromkeys(scenario.ipus, 0)
-    in_flight = scenario.timetable().in_flight
+    fullest, memory = scenario.timetable().fullest, scenario.memory
     for stage, ipu in enumerate(scenario.device_mapping):
-        held[ipu] += in_flight[stage] * scenario.chunk_size * scenario.memory.num_held_bytes[stage]
+        sizes = memory.num_held_bytes[stage], memory.num_between_bytes[stage]
+        held[ipu] += scenario.chunk_size * max(
+            before * sizes[0] + between * sizes[1] for before, between in fullest[stage]
+        )
     return max(held[ipu] + scenario.memory.num_constant_bytes[ipu] for ipu in scenario.ipus)
 
 
@@ -262,15 +265,19 @@ def _move(scenario: Scenario, layer: Layer, source: int, target: int) -> Scenari
         return tuple(changed)
 
     costs, memory = scenario.costs, scenario.memory
+    share = costs.weight_gradients[source] / costs.backward[source] if costs.backward[source] else 0.0
     costs = dataclasses.replace(
         costs,
         forward=moved("forward", costs.forward, layer.forward),
         backward=moved("backward", costs.backward, layer.backward),
+        weight_gradients=moved("backward", costs.weight_gradients, share * layer.backward),
     )
     if memory is not None:
         constant, held = list(memory.num_constant_bytes), list(memory.num_held_bytes)
+        between = list(memory.num_between_bytes)
         for stage, sign in ((source, -1), (target, 1)):
             constant[scenario.device_mapping[stage]] += sign * layer.num_constant_bytes
             held[stage] += sign * layer.num_held_bytes
-        memory = Memory(tuple(constant), tuple(held))
+            between[stage] = max(0, between[stage] + sign * layer.num_held_bytes)
+        memory = Memory(tuple(constant), tuple(held), tuple(between))
     return dataclasses.replace(scenario, costs=costs, memory=memory)

@@ -21,8 +21,9 @@ from ipu_pipeline.engine.schedules import (
     simulate,
 )
 
-F, B = ActionKind.FORWARD, ActionKind.BACKWARD
-NAMES = list(named_schedules())
+F, B, INPUTS, W = ActionKind
+NAMES = [name for name in named_schedules() if name != "looped"]  # which needs stages around the IPUs
+WHOLE = ("grouped", "interleaved", "sequential")  # whose backwards are whole
 
 
 def scenario(num_stages, num_micro_batches, schedule="grouped", *, of=None, **costs):
@@ -221,7 +222,7 @@ def test_the_bubble_of_a_balanced_pipeline(num_stages, count, training):
 
     Forwards alone wait for data only, in whatever order the schedule has them.
     """
-    for schedule in NAMES:
+    for schedule in WHOLE:
         given = {"forward": 2.0, "backward": 2.0 if training else 0.0}
         found = simulate(scenario(num_stages, count, schedule, of={"training": training}, **given))
         expected = (num_stages - 1) / (count + num_stages - 1)
@@ -234,6 +235,57 @@ def test_the_bubble_of_a_balanced_pipeline(num_stages, count, training):
             assert timeline.utilisation == pytest.approx(1 - expected)
             assert bubble.ramp_up + bubble.ramp_down == pytest.approx(bubble.total)
         assert found.lock_step.bubble.ramp_up == pytest.approx(found.lock_step.bubble.ramp_down)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 4, 7])
+@pytest.mark.parametrize("count", [1, 3, 16])
+def test_the_bubble_of_zero_bubble(num_stages, count):
+    """(p-1)(F + B - 2W), with F = I = W, and as many micro-batches as stages."""
+    found = simulate(scenario(num_stages, count, "zero_bubble", forward=1, backward=2))
+    idle = max(num_stages - 1, 2 * num_stages - 1 - count)
+    for timeline in (found.free_running, found.lock_step):
+        assert timeline.step_time == 3 * count + idle
+        assert timeline.bubble.total == pytest.approx(num_stages * idle)
+        bubble = timeline.bubble
+        assert bubble.ramp_up + bubble.ramp_down == pytest.approx(bubble.total)
+
+
+@pytest.mark.parametrize("num_turns", [2, 3])
+@pytest.mark.parametrize("num_ipus", [2, 4])
+@pytest.mark.parametrize("count", [4, 8, 13])
+def test_the_bubble_of_looped(num_ipus, num_turns, count):
+    """(p-1)(F+B)/v; and Interleaved's (p-1)(F+B) with whole stages."""
+    mapping = tuple(stage % num_ipus for stage in range(num_ipus * num_turns))
+    costs = {"forward": 1 / num_turns, "backward": 2 / num_turns}
+    found = simulate(scenario(len(mapping), count, "looped", of={"device_mapping": mapping}, **costs))
+    idle = 3 * (num_ipus - 1) / num_turns
+    assert found.free_running.step_time == pytest.approx(3 * count + idle)
+    assert found.free_running.bubble.total == pytest.approx(num_ipus * idle)
+
+
+def test_halves_of_unequal_stages():
+    """By hand: two stages, two micro-batches; stage 1's forward does its input gradients, too."""
+    costs = {"forward": [1, 2], "backward": [3, 5], "weight_gradients": [3, 1]}
+    found = simulate(scenario(2, 2, "zero_bubble", **costs))
+    # IPU 0: F0 F1 . . I0(0) W0 I1(0) W1; IPU 1: F0+I0 (6) F1+I1 (6) W0 W1
+    assert begins(found.free_running) == {
+        "F0.0": 0, "F0.1": 1, "I0.0": 7, "W0.0": 7, "I0.1": 13, "W0.1": 13,
+        "F1.0": 1, "I1.0": 3, "F1.1": 7, "I1.1": 9, "W1.0": 13, "W1.1": 14,
+    }
+    assert found.free_running.step_time == 16
+
+
+def test_memory_between_halves():
+    given = Memory((0,), (10,), (4,))
+    found = simulate(scenario(1, 2, "zero_bubble", forward=1, backward=2, of={"memory": given}))
+    times, sizes = found.lock_step.memory[0]
+    # F0 I0 W0 F1 I1 W1
+    assert dict(zip(times.tolist(), sizes.tolist(), strict=True)) == {0: 10, 2: 4, 3: 10, 5: 4, 6: 0}
+
+
+def test_weight_gradients_are_a_part_of_the_backward():
+    with pytest.raises(ValueError, match=r"weight_gradients are a part of backward.*\(3.0,\)"):
+        Costs.of(1, forward=1, backward=2, weight_gradients=3)
 
 
 @pytest.mark.parametrize("schedule", ["grouped", "interleaved"])
@@ -295,22 +347,26 @@ def tick(case, unit):
             return costs.update[stage] / (len(replicas) if cluster.shards_optimizer_state else 1)
         if kind in ("reduce", "gather"):
             return ring(case.device_mapping[stage]) * (1 if cluster.shards_optimizer_state else 2)
-        if case.is_fused and stage == last:
-            return (costs.forward[stage] + costs.backward[stage]) * (kind == F)
-        return (costs.forward if kind == F else costs.backward)[stage]
+        first = INPUTS if stage in table.halved else B
+        if case.is_fused and stage == last and kind in (F, first):
+            return (costs.forward[stage] + costs.of_actions[first][stage]) * (kind == F)
+        return costs.of_actions[kind][stage]
 
     def needs(action):
         kind, stage, chunk, replica = action
         there = [one for one, ipu in enumerate(case.device_mapping) if ipu == case.device_mapping[stage]]
         if kind == "reduce":
             final = case.num_micro_batches - 1
-            return [(B, one, final, r) for one in there for r in replicas]
+            ends_of = {one: W if one in table.halved else B for one in there}
+            return [(ends_of[one], one, final, r) for one in there for r in replicas]
         if kind == "update":
             return [("reduce", there[0], 0, replica)] if is_joined else []
         if kind == "gather":
             return [("update", one, 0, r) for one in there if costs.update[one] for r in replicas] + [
                 ("reduce", there[0], 0, r) for r in replicas
             ]
+        if kind == W:
+            return [(INPUTS, stage, chunk, replica)]
         step = 1 if kind == F else -1
         found = [
             (kind, other, chunk, replica)
@@ -397,7 +453,8 @@ def draw(seed):
     levels = tuple(range(num_stages))
     if num_stages == 4 and rng.random() < 0.5:
         levels = (0, 1, 1, 2)
-    mapping = rng.choice([tuple(range(num_stages)), tuple(rng.randrange(2) for _ in range(num_stages))])
+    own, around = tuple(range(num_stages)), tuple(stage % 2 for stage in range(num_stages))
+    mapping = rng.choice([own, around, tuple(rng.randrange(2) for _ in range(num_stages))])
     if len(set(levels)) < num_stages:
         mapping = tuple(range(num_stages))
 
@@ -405,18 +462,21 @@ def draw(seed):
         return [rng.randint(low, high) for _stage in range(num_stages)]
 
     transfer = rng.choice([0, [rng.randint(0, 4) for _edge in range(num_stages - 1)]])
+    backward = some(rng.choice([0, 1]), 5)
     costs = Costs.of(
         num_stages,
         forward=some(rng.choice([0, 1]), 5),
-        backward=some(rng.choice([0, 1]), 5),
+        backward=backward,
+        weight_gradients=[rng.randint(0, time) for time in backward],
         update=rng.choice([0, some(0, 3)]),
         transfer=transfer,
         host=rng.choice([0, 1, 2]),
         is_fused=rng.random() < 0.5,
     )
+    names = [*NAMES, "looped", "looped"] if mapping == (0, 1, 0, 1) else NAMES
     return Scenario(
         costs,
-        rng.choice(NAMES),
+        rng.choice(names),
         rng.randint(1, 5),
         device_mapping=mapping,
         levels=levels,
@@ -446,12 +506,12 @@ def test_random_scenarios_against_ticks(seed):
     expected, step_time = tick(case, 1)
     timeline = found.free_running
     assert timeline.step_time == pytest.approx(step_time)
-    names = {F: "F", B: "B", "update": "U"}
+    names = {**{kind: kind.letter for kind in ActionKind}, "update": "U"}
     last = case.costs.num_stages - 1
     actual = begins(timeline)
     for (kind, stage, chunk, _replica), begin in expected.items():
-        if kind == B and stage == last and case.is_fused:
-            begin -= case.costs.backward[last]
+        if kind in (B, INPUTS) and stage == last and case.is_fused:
+            begin -= case.costs.of_actions[kind][last]
         name = f"{names[kind]}{stage}" + ("" if kind == "update" else f".{chunk}")
         assert actual.pop(name) == pytest.approx(begin), name
     assert not actual
