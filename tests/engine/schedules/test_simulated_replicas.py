@@ -220,12 +220,12 @@ def test_random_clusters_against_ticks(seed):
     expected, step_time = tick(case, 1)
     timeline = found.free_running
     assert timeline.step_time == pytest.approx(step_time)
-    letters = {F: "F", B: "B", "update": "U", "reduce": "R", "gather": "G"}
+    letters = {**{kind: kind.letter for kind in ActionKind}, "update": "U", "reduce": "R", "gather": "G"}
     actual = begins(timeline, case.num_ipus)
     num_replicas, last = case.cluster.num_replicas, case.costs.num_stages - 1
     for (kind, stage, chunk, replica), begin in expected.items():
-        if kind == B and stage == last and case.is_fused:
-            begin -= case.costs.backward[last]
+        if kind in (B, ActionKind.INPUT_GRADIENTS) and stage == last and case.is_fused:
+            begin -= case.costs.of_actions[kind][last]
         of = f"/{replica}" if isinstance(kind, str) else f".{chunk * num_replicas + replica}"
         name = f"{letters[kind]}{stage}{of}"
         is_program = name in actual or not isinstance(kind, str)  # without gradients there is no reduction
