@@ -25,7 +25,8 @@ def add_pipeline(parser: argparse.ArgumentParser) -> None:
         "--device-mapping",
         type=_mapping,
         metavar="LIST",
-        help="the IPU of each stage, from 0, as in 0,1,1,0; by default each has its own",
+        help="the IPU of each stage, from 0, as in 0,1,1,0; by default each has its own, and in looped "
+        "each IPU has two",
     )
     parser.add_argument(
         "--inference",
@@ -36,9 +37,16 @@ def add_pipeline(parser: argparse.ArgumentParser) -> None:
 
 
 def find_mapping(
-    parser: argparse.ArgumentParser, given: Sequence[int] | None, num_stages: int
+    parser: argparse.ArgumentParser, given: Sequence[int] | None, num_stages: int, schedule: object
 ) -> tuple[int, ...]:
     """The IPU of each stage; ends the program if the option does not fit the number of stages."""
+    if given is None and schedule == "looped":
+        if num_stages % 2:
+            parser.error(
+                f"argument --stages: looped has two stages on each IPU; got {num_stages}. Give an even "
+                "number, or --device-mapping."
+            )
+        given = [*range(num_stages // 2)] * 2
     mapping = tuple(range(num_stages)) if given is None else tuple(given)
     if len(mapping) != num_stages:
         parser.error(

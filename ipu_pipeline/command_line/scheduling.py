@@ -11,6 +11,7 @@ from ipu_pipeline.command_line.scenario_options import add_pipeline, check_size,
 from ipu_pipeline.command_line.tables import show
 from ipu_pipeline.engine.schedules import (
     Action,
+    ScheduleError,
     find_ramps,
     find_slots,
     format_staircase,
@@ -24,8 +25,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Adds a description and arguments to the command's parser; see `main`."""
     parser.description = (
         "Prints the staircase of a schedule: an IPU per line, a time-step per column. F3 is "
-        "the forward of micro-batch 3, B3 its backward; with several stages on an IPU, F2.3 is the "
-        "forward in stage 2. A dot is a time-step of waiting."
+        "the forward of micro-batch 3, B3 its backward, I3 and W3 are the halves of that (input and weight "
+        "gradients); with several stages on an IPU, F2.3 is the forward in stage 2. A dot is a time-step "
+        "of waiting."
     )
     add_pipeline(parser)
     parser.add_argument(
@@ -49,9 +51,12 @@ def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
             parser.error(f"argument --{option.replace('_', '-')}: must be given")
     num_stages, count, training = parsed.stages, parsed.micro_batches, not parsed.inference
     schedule = parsed.schedule or "grouped"
-    mapping = find_mapping(parser, parsed.device_mapping, num_stages)
+    mapping = find_mapping(parser, parsed.device_mapping, num_stages, schedule)
     check_size(parser, num_stages, count, training)
-    table = timetable(schedule, num_stages, count, mapping, training)
+    try:
+        table = timetable(schedule, num_stages, count, mapping, training)
+    except ScheduleError as error:
+        parser.error(f"argument --device-mapping: {error}")
     phases = find_ramps(table, mapping)
     if parsed.json:
         slots = find_slots(table, mapping, range(1, table.num_time_steps + 1))

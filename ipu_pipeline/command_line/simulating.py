@@ -59,6 +59,13 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="cost of a micro-batch's backward; by default 2",
     )
     parser.add_argument(
+        "--weight-gradients-cost",
+        type=numbers,
+        metavar="LIST",
+        help="how much of a stage's backward is its weight gradients, which some schedules do by "
+        "themselves; by default a half of it",
+    )
+    parser.add_argument(
         "--update-cost", type=numbers, metavar="LIST", help="cost of a stage's update; by default 0"
     )
     parser.add_argument(
@@ -195,8 +202,8 @@ def _make_scenario(parser: argparse.ArgumentParser, parsed: argparse.Namespace) 
     base = dataclasses.replace(base, costs=_make_costs(parser, parsed, base.costs))
     count: int = parsed.micro_batches or base.num_micro_batches
     training = base.training and not parsed.inference
-    for name in ("backward", "update"):
-        if not training and getattr(parsed, f"{name}_cost") is not None:
+    for name in ("backward", "weight-gradients", "update"):
+        if not training and getattr(parsed, f"{name.replace('-', '_')}_cost") is not None:
             parser.error(f"argument --{name}-cost: there is none in inference. Leave it out.")
     chunk_size = parsed.chunk_size or base.chunk_size
     if count % chunk_size:
@@ -207,9 +214,11 @@ def _make_scenario(parser: argparse.ArgumentParser, parsed: argparse.Namespace) 
     check_size(parser, num_stages, count // chunk_size, training)
     mapping = base.device_mapping
     if parsed.device_mapping is not None:
-        mapping = find_mapping(parser, parsed.device_mapping, num_stages)
+        mapping = find_mapping(parser, parsed.device_mapping, num_stages, parsed.schedule)
+    elif parsed.schedule == "looped" and parsed.costs_from is None:
+        mapping = find_mapping(parser, None, num_stages, parsed.schedule)
     try:
-        return dataclasses.replace(
+        found = dataclasses.replace(
             base,
             schedule=parsed.schedule or base.schedule,
             num_micro_batches=count,
@@ -220,6 +229,8 @@ def _make_scenario(parser: argparse.ArgumentParser, parsed: argparse.Namespace) 
             memory=base.memory if mapping == base.device_mapping else None,  # by IPU
             cluster=_make_cluster(parser, parsed, base.cluster, max(mapping) + 1),
         )
+        found.timetable()
+        return found
     except ValueError as error:
         parser.error(str(error))
 
@@ -265,6 +276,7 @@ def _make_costs(parser: argparse.ArgumentParser, parsed: argparse.Namespace, bas
     """A copy of costs, with the options that are given in place of its own values."""
     given: dict[str, Any] = {}
     options = {f"{name}-cost": name for name in ("forward", "backward", "update", "transfer")}
+    options["weight-gradients-cost"] = "weight_gradients"
     options |= {f"{name}-bytes": f"num_{name}_bytes" for name in ("sent", "gradient")}
     for option, name in options.items():
         values = getattr(parsed, option.replace("-", "_"))
@@ -275,8 +287,13 @@ def _make_costs(parser: argparse.ArgumentParser, parsed: argparse.Namespace, bas
             given[name] = spread(parser, f"--{option}", values, length, of)
     if parsed.host_cost is not None:
         given["host"] = parsed.host_cost
-    changed = Costs.of(base.num_stages, **{"forward": base.forward, **given})
+    try:
+        changed = Costs.of(base.num_stages, **{"forward": base.forward, "backward": base.backward, **given})
+    except ValueError as error:
+        parser.error(f"argument --weight-gradients-cost: {error}")
     names = ["transfers" if name == "transfer" else name for name in given]
+    if "backward" in given and "weight_gradients" not in given:
+        names.append("weight_gradients")
     return dataclasses.replace(base, **{name: getattr(changed, name) for name in names})
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ipu_pipeline.engine.inspect import PipelineFacts
-from ipu_pipeline.reports.events import Event, EventKind, busy_time
+from ipu_pipeline.reports.events import ACTIONS, Event, EventKind, busy_time
 from ipu_pipeline.reports.profile import Profile
 
 __all__ = [
@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 _EVEN = 1.02  # times as busy as another
-_LAST_ACTIONS = (EventKind.FORWARD, EventKind.BACKWARD, EventKind.UPDATE)
+_LAST_ACTIONS = (*ACTIONS, EventKind.UPDATE)
 
 
 @dataclass(frozen=True)
@@ -75,14 +75,16 @@ class StageUse:
     Attributes:
       stage: its number.
       forward: how long its forward takes on the mean, in microseconds; None if none was seen.
-      backward: the same for its backward.
+      backward: the same for its backward, of which both halves count.
       num_sent_bytes: the size of the results and gradients that it sends to other IPUs.
+      weight_gradients: how long the second half of its backward takes; None where there are no halves.
     """
 
     stage: int
     forward: float | None
     backward: float | None
     num_sent_bytes: float
+    weight_gradients: float | None = None
 
     @property
     def length(self) -> float:
@@ -286,15 +288,20 @@ def _find_stages(
             means[key].append(statistics.fmean(values))
         for stage, size in sizes.items():
             sent[stage].append(size / max(1, step.num_micro_batches))
-    return tuple(
-        StageUse(
-            stage.index,
-            _median(means[EventKind.FORWARD, stage.index]),
-            _median(means[EventKind.BACKWARD, stage.index]),
-            _median(sent[stage.index]) or 0.0,
+    found = []
+    for own in facts.stages:
+        forward, *back = (_median(means[kind, own.index]) for kind in ACTIONS)
+        known = [length for length in back if length is not None]
+        found.append(
+            StageUse(
+                own.index,
+                forward,
+                sum(known) if known else None,
+                _median(sent[own.index]) or 0.0,
+                (back[-1] or 0.0) if own.is_halved else None,
+            )
         )
-        for stage in facts.stages
-    )
+    return tuple(found)
 
 
 def _find_links(facts: PipelineFacts, events: Sequence[Event]) -> tuple[LinkUse, ...]:

@@ -6,7 +6,7 @@ import enum
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["COMPILING", "REHEARSAL", "Event", "EventKind", "busy_time"]
+__all__ = ["ACTIONS", "COMPILING", "REHEARSAL", "Event", "EventKind", "busy_time"]
 
 # Spans that are not the user's: work that is done only once, or only because a trace is recorded.
 COMPILING, REHEARSAL = "compiling", "rehearsal for the trace"
@@ -17,6 +17,8 @@ class EventKind(enum.StrEnum):
 
     FORWARD = "forward"
     BACKWARD = "backward"
+    INPUT_GRADIENTS = "input gradients"  # the first half of a backward
+    WEIGHT_GRADIENTS = "weight gradients"  # and the second
     UPDATE = "update"
     TRANSFER = "transfer"  # from IPU to IPU
     INFEED_WAIT = "infeed wait"  # the host waits for micro-batches
@@ -27,7 +29,16 @@ class EventKind(enum.StrEnum):
     @property
     def is_computation(self) -> bool:
         """Whether the event keeps an IPU busy."""
-        return self in (EventKind.FORWARD, EventKind.BACKWARD, EventKind.UPDATE, EventKind.OTHER)
+        return self in (*ACTIONS, EventKind.UPDATE, EventKind.OTHER)
+
+
+# What stages do with micro-batches.
+ACTIONS = (
+    EventKind.FORWARD,
+    EventKind.BACKWARD,
+    EventKind.INPUT_GRADIENTS,
+    EventKind.WEIGHT_GRADIENTS,
+)
 
 
 @dataclass(frozen=True)

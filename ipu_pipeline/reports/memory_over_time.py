@@ -47,7 +47,7 @@ CATEGORIES = (
     "temporaries",
 )
 _ACTIVATIONS, _TRANSFERS, _TEMPORARIES = 4, 5, 6
-_COMPUTING = ("forward", "backward", "update")
+_COMPUTING = ("forward", "backward", "input gradients", "weight gradients", "update")
 
 Array: TypeAlias = "npt.NDArray[Any]"
 _Key: TypeAlias = "tuple[int | None, int | None]"  # micro-batch, step
@@ -62,7 +62,10 @@ class TimedAction(Protocol):
 
     @property
     def kind(self) -> str:
-        """One of "forward", "backward", "update" and "transfer"; others are ignored."""
+        """One of "forward", "backward", "input gradients", "weight gradients", "update" and "transfer".
+
+        Others are ignored.
+        """
 
     @property
     def stage(self) -> int | None:
@@ -89,7 +92,7 @@ class Peak:
       time: when the IPU first holds it.
       num_bytes: the bytes of all categories.
       parts: the bytes of each category.
-      kind: what the IPU is doing then: "forward", "backward" or "update"; None if it waits.
+      kind: what the IPU is doing then, as in `TimedAction.kind`; None if it waits.
       stage: the stage that is doing it; if the IPU waits, the one that holds most; None without any, and
         for an update of everything that the IPU has.
       micro_batch: its micro-batch; None for an update, and if the IPU waits.
@@ -158,7 +161,9 @@ def profile_memory_over_time(profile: Profile, pipeline: int) -> tuple[MemoryOve
     if not facts.memory:
         return ()
     stages = [
-        StageMemory(stage.index, stage.ipu, stage.in_flight, stage.num_held_bytes, 0)
+        StageMemory(
+            stage.index, stage.ipu, stage.in_flight, stage.num_held_bytes, 0, stage.num_between_bytes
+        )
         for stage in facts.stages
     ]
     events = [
@@ -276,16 +281,19 @@ class _Times:
         return sorted(doing, key=lambda one: one[:2])
 
     def held(self, stage: StageMemory) -> list[_Span]:
-        """The memory that a stage holds from forwards to backwards."""
-        size = stage.num_held_bytes
-        if not size:
-            return []
-        backwards = self._found.get(("backward", stage.stage), {})
-        return [
-            _Span(begin, self._nth(backwards, which, number)[1], _ACTIVATIONS, size, stage.stage)
-            for which, spans in self._found.get(("forward", stage.stage), {}).items()
-            for number, (begin, _end) in enumerate(spans)
-        ]
+        """The memory that a stage holds from forwards to backwards, and between the halves of these."""
+        firsts = self._backwards_of(stage.stage) or {}
+        seconds = self._found.get(("weight gradients", stage.stage), {})
+        found = []
+        for which, spans in self._found.get(("forward", stage.stage), {}).items():
+            for number, (begin, _end) in enumerate(spans):
+                first = self._nth(firsts, which, number)[1]
+                found.append(_Span(begin, first, _ACTIVATIONS, stage.num_held_bytes, stage.stage))
+                if seconds:
+                    second = self._nth(seconds, which, number)[1]
+                    size = stage.num_between_bytes
+                    found.append(_Span(first, max(first, second), _ACTIVATIONS, size, stage.stage))
+        return [span for span in found if span.num_bytes]
 
     def flowing(self, flow: Flow, source: int) -> list[tuple[int, _Span]]:
         """The data that goes from stage to stage: the IPU, and when the data is there."""
@@ -313,8 +321,13 @@ class _Times:
 
     def _of(self, stage: int, is_backward: bool) -> dict[_Key, list[tuple[float, float]]]:
         """A stage's actions in a direction; a stage without backwards does everything in its forwards."""
-        backwards = self._found.get(("backward", stage)) if is_backward else None
+        backwards = self._backwards_of(stage) if is_backward else None
         return backwards or self._found.get(("forward", stage), {})
+
+    def _backwards_of(self, stage: int) -> dict[_Key, list[tuple[float, float]]] | None:
+        """A stage's backwards, or the first that it has of their halves."""
+        kinds = ("backward", "input gradients", "weight gradients")
+        return next(filter(None, (self._found.get((kind, stage)) for kind in kinds)), None)
 
     def _nth(
         self, found: Mapping[_Key, Sequence[tuple[float, float]]], which: _Key, number: int

@@ -84,6 +84,13 @@ def make_scenario(facts: PipelineFacts, analysis: PipelineAnalysis) -> Scenario 
             len(forward),
             forward=[cost / _MICROSECONDS for cost in forward],
             backward=[(use.backward or 0.0) / _MICROSECONDS for use in analysis.stages],
+            weight_gradients=[
+                # Where there are no halves, it is not known what they would take.
+                (use.backward or 0.0) / 2 / _MICROSECONDS
+                if use.weight_gradients is None
+                else use.weight_gradients / _MICROSECONDS
+                for use in analysis.stages
+            ],
             update=update,
             transfer={
                 (link.source, link.target): link.length / facts.chunk_size / _MICROSECONDS
@@ -116,7 +123,11 @@ def _make_memory(facts: PipelineFacts) -> Memory | None:
             rest += plan.num_activation_bytes if is_brought else 0
             constant[plan.ipu] = sum(plan.num_state_bytes) + rest
     held = tuple(0 if is_brought else stage.num_held_bytes for stage in facts.stages)
-    return Memory(tuple(constant), held)
+    between = tuple(
+        stage.num_between_bytes if stage.is_halved and not is_brought else own
+        for stage, own in zip(facts.stages, held, strict=True)
+    )
+    return Memory(tuple(constant), held, between)
 
 
 def predict(profile: Profile, facts: PipelineFacts, analysis: PipelineAnalysis) -> Predictions | None:
@@ -217,6 +228,7 @@ def _make_even(scenario: Scenario) -> Variant | None:
         costs,
         forward=(sum(costs.forward) / number,) * number,
         backward=(sum(costs.backward) / number,) * number,
+        weight_gradients=(sum(costs.weight_gradients) / number,) * number,
         update=(sum(costs.update) / number,) * number,
     )
     (found,) = what_if(

@@ -88,15 +88,18 @@ class Shares:
         if launch.kind == LaunchKind.BLOCK:
             return list(self._block(launch))
         stage = launch.stage
-        if launch.kind == LaunchKind.BACKWARD:
-            return [_Part(EventKind.BACKWARD, stage, number, launch.step, 1.0) for number in numbers]
-        return [part for number in numbers for part in self._forward(stage, number, launch.step)]
+        if launch.kind == LaunchKind.FORWARD:
+            return [part for number in numbers for part in self._forward(stage, number, launch.step)]
+        return [_Part(EventKind(launch.kind), stage, number, launch.step, 1.0) for number in numbers]
 
     def _forward(self, stage: int, number: int, step: int) -> Iterator[_Part]:
         """The actions of a stage's forward program for a micro-batch."""
         own = self.facts.stages[stage]
         yield _Part(EventKind.FORWARD, stage, number, step, own.forward_operations)
-        if own.is_fused:
+        if own.is_fused and own.is_halved:
+            first = own.backward_operations - own.weight_operations
+            yield _Part(EventKind.INPUT_GRADIENTS, stage, number, step, first)
+        elif own.is_fused:
             yield _Part(EventKind.BACKWARD, stage, number, step, own.backward_operations)
 
     def _block(self, launch: Launch) -> Iterator[_Part]:

@@ -85,9 +85,11 @@ def _describe_stages(
         copies = all_copies[index]
         names = (*(spec.name for spec in variables), *(f"{spec.name} (a copy)" for spec in copies))
         num_operations, size = len(stage.flat.equations), num_bytes([*variables, *copies])
-        # Where there is a loss, the last stage's forward program also computes its gradients.
-        is_fused = trained is not None and not own.backwards and index == len(traced.stages) - 1
+        # Where there is a loss, the last stage's forward program also computes its gradients, or the first
+        # half of them.
+        is_fused = trained is not None and own.backward is None and index == len(traced.stages) - 1
         forward, backward = _find_operations(own, stage.flat.equations if is_fused else None)
+        weights = 0.0 if own.weights is None else max(own.weights.num_operations, 1.0)
         found.append(
             StageDetails(
                 index=index,
@@ -96,7 +98,10 @@ def _describe_stages(
                 level=traced.levels[index],
                 layers=find_layers(variables),
                 forward_operations=forward,
-                backward_operations=backward,
+                backward_operations=backward + weights,
+                is_halved=own.is_halved,
+                weight_operations=weights,
+                num_between_bytes=held.num_between_bytes,
                 is_fused=is_fused,
                 num_held_bytes=held.num_held_bytes,
                 in_flight=held.in_flight,
@@ -116,10 +121,13 @@ def _describe_stages(
 
 
 def _find_operations(own: StagePrograms, equations: Iterable[Any] | None) -> tuple[float, float]:
-    """The operations of forward and backward; `equations` are the forward's, if its program does both."""
+    """The operations of forward and backward, or the first half of it.
+
+    `equations` are the forward's, if its program does both.
+    """
     both = own.forward.num_operations
     if equations is None:
-        backward = sum(max(program.num_operations, 1.0) for program in own.backwards)
+        backward = 0.0 if own.backward is None else max(own.backward.num_operations, 1.0)
         return max(both, 1.0), backward
     alone = count_equations(equations)
     if own.forward.uncounted or alone >= both:

@@ -152,10 +152,13 @@ class StageFacts:
       level: its level; stages of the same level are parallel.
       layers: its variables, without those that it shares with an earlier stage.
       forward_operations: estimated floating-point operations of its forward for a micro-batch.
-      backward_operations: the same estimate for its backward; 0 without one.
-      is_fused: whether one program does both.
-      num_held_bytes: what it holds of a micro-batch between its forward and its backward.
-      in_flight: the most micro-batches of which it does so at a time.
+      backward_operations: the same estimate for its backward, of which both halves count; 0 without one.
+      is_fused: whether one program does both, or the forward and the first half of the backward.
+      num_held_bytes: what it holds of a micro-batch from its forward to its backward, or the first half.
+      in_flight: the most micro-batches of which it does so at a time, also between the halves.
+      is_halved: whether its backward is done in halves.
+      weight_operations: estimated operations of the second half; 0 without one.
+      num_between_bytes: what it holds of a micro-batch between the halves.
     """
 
     index: int
@@ -168,6 +171,9 @@ class StageFacts:
     is_fused: bool
     num_held_bytes: int
     in_flight: int
+    is_halved: bool = False
+    weight_operations: float = 0.0
+    num_between_bytes: int = 0
 
     @property
     def num_parameters(self) -> int:
@@ -181,8 +187,8 @@ class StageFacts:
 
     @property
     def num_live_bytes(self) -> int:
-        """What it holds of all micro-batches in flight."""
-        return self.in_flight * self.num_held_bytes
+        """What it holds of all micro-batches in flight; with halves, at most."""
+        return self.in_flight * max(self.num_held_bytes, self.num_between_bytes)
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,15 @@ def _estimate_length(
         )
 
     backward = [stage.num_backward_flop for stage in stages]
-    costs = Costs.of(len(stages), forward=[stage.num_forward_flop for stage in stages], backward=backward)
+    costs = Costs.of(
+        len(stages),
+        forward=[stage.num_forward_flop for stage in stages],
+        backward=backward,
+        weight_gradients=[
+            min(stage.weight_operations, whole) if stage.is_halved else whole / 2
+            for stage, whole in zip(stages, backward, strict=True)
+        ],
+    )
     ipus, levels = tuple(stage.ipu for stage in stages), tuple(stage.level for stage in stages)
     enough = max(4 * len(stages), _MAX_SIMULATED // (2 * len(stages)))
     if count <= enough:

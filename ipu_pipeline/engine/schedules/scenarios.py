@@ -427,6 +427,7 @@ class Scenario:
                 "is_fused": costs.is_fused,
                 "num_sent_bytes": [[*edge, size] for edge, size in costs.num_sent_bytes.items()],
                 "num_gradient_bytes": list(costs.num_gradient_bytes),
+                "weight_gradients": list(costs.weight_gradients),
             },
             "cluster": self.cluster.as_dict(),
             "host_memory": None if self.host_memory is None else self.host_memory.as_dict(),
@@ -435,6 +436,7 @@ class Scenario:
             else {
                 "num_constant_bytes": list(self.memory.num_constant_bytes),
                 "num_held_bytes": list(self.memory.num_held_bytes),
+                "num_between_bytes": list(self.memory.num_between_bytes),
             },
         }
 

@@ -67,6 +67,7 @@ def _scale(costs: Costs) -> Costs:
         costs,
         forward=scale(costs.forward),
         backward=scale(costs.backward),
+        weight_gradients=scale(costs.weight_gradients),
         update=scale(costs.update),
         transfers={edge: time * _SECONDS_PER_UNIT for edge, time in costs.transfers.items()},
         host=costs.host * _SECONDS_PER_UNIT,
@@ -81,7 +82,8 @@ def _scale_speed(speed: LinkSpeed) -> LinkSpeed:
 def _describe(scenario: Scenario, in_flight: tuple[int, ...]) -> PipelineFacts:
     """Describes a scenario as if it had been a pipeline."""
     schedule = scenario.schedule
-    held = None if scenario.memory is None else scenario.memory.num_held_bytes
+    memory, halved = scenario.memory, scenario.halved
+    held = None if memory is None else memory.num_held_bytes
     number = scenario.costs.num_stages
     return PipelineFacts(
         name="simulation",
@@ -104,6 +106,8 @@ def _describe(scenario: Scenario, in_flight: tuple[int, ...]) -> PipelineFacts:
                 is_fused=scenario.is_fused and index == number - 1,
                 num_held_bytes=0 if held is None else held[index],
                 in_flight=in_flight[index] * scenario.chunk_size,
+                is_halved=index in halved,
+                num_between_bytes=0 if memory is None else memory.num_between_bytes[index],
             )
             for index in range(number)
         ),

@@ -92,6 +92,12 @@ def table_of_stages(facts: PipelineFacts, analysis: PipelineAnalysis) -> str:
             for stage, use in both
         ]
         columns.append((_number("backward"), times))
+    if any(use.weight_gradients is not None for use in analysis.stages):
+        halves = [
+            _number("none" if not use.weight_gradients else describe_time(use.weight_gradients))
+            for use in analysis.stages
+        ]
+        columns.append((_number("of it weight gradients"), halves))
     if any(use.num_sent_bytes for use in analysis.stages):
         sent = [_number(describe_bytes(use.num_sent_bytes)) for use in analysis.stages]
         columns.append((_number("sent per micro-batch"), sent))

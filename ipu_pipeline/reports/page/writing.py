@@ -26,6 +26,8 @@ _NO_PLOTLY = "report.html needs Plotly, which is not installed: pip install 'ipu
 COLOURS = {
     EventKind.FORWARD: "#6cc19b",
     EventKind.BACKWARD: "#b3261e",
+    EventKind.INPUT_GRADIENTS: "#cf4a3c",
+    EventKind.WEIGHT_GRADIENTS: "#f0ab99",
     EventKind.UPDATE: "#2458a6",
     EventKind.TRANSFER: "#d99a00",
     EventKind.INFEED_WAIT: "#a678cf",
@@ -35,7 +37,11 @@ COLOURS = {
 }
 IDLE = "#dfe5ec"
 # The colours of numbers in the bars.
-INKS = dict.fromkeys(EventKind, "#ffffff") | {EventKind.FORWARD: "#0b2117", EventKind.OTHER: "#111111"}
+INKS = dict.fromkeys(EventKind, "#ffffff") | {
+    EventKind.FORWARD: "#0b2117",
+    EventKind.WEIGHT_GRADIENTS: "#3a0d05",
+    EventKind.OTHER: "#111111",
+}
 _TITLES = {EventKind.TRANSFER: "transfer (to this IPU)", EventKind.OTHER: "other programs"}
 _LINES = ("#2458a6", "#b3261e", "#1f7a55", "#a86f00", "#7040a0", "#5b4630", "#007c91", "#4a5561")
 _PARTS = {

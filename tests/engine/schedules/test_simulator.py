@@ -269,8 +269,18 @@ def test_halves_of_unequal_stages():
     found = simulate(scenario(2, 2, "zero_bubble", **costs))
     # IPU 0: F0 F1 . . I0(0) W0 I1(0) W1; IPU 1: F0+I0 (6) F1+I1 (6) W0 W1
     assert begins(found.free_running) == {
-        "F0.0": 0, "F0.1": 1, "I0.0": 7, "W0.0": 7, "I0.1": 13, "W0.1": 13,
-        "F1.0": 1, "I1.0": 3, "F1.1": 7, "I1.1": 9, "W1.0": 13, "W1.1": 14,
+        "F0.0": 0,
+        "F0.1": 1,
+        "I0.0": 7,
+        "W0.0": 7,
+        "I0.1": 13,
+        "W0.1": 13,
+        "F1.0": 1,
+        "I1.0": 3,
+        "F1.1": 7,
+        "I1.1": 9,
+        "W1.0": 13,
+        "W1.1": 14,
     }
     assert found.free_running.step_time == 16
 

@@ -182,7 +182,7 @@ def test_assigned_variables_and_random_keys_of_a_wrong_guess():
         (clipped(1.0), {"device_mapping": [0, 0, 0, 0]}, "all stages are on one IPU"),
         (clipped(1.0), {"offload": ["weight_update_variables"]}, "are offloaded or shared out"),
     ],
-    ids=str,
+    ids=["nothing joins", "no choice", "one IPU", "offloaded"],
 )
 def test_where_it_has_no_effect_it_warns(optimizer, options, reason):
     pipeline = make(optimizer, post_validation=True, **options)
