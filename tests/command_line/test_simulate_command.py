@@ -71,13 +71,39 @@ sequential                                         2         12     50.0%       
 sequential                                         1          6     50.0%            -25.0%
 sequential                                         4         24     50.0%            -25.0%
 sequential                                         8         48     50.0%            -25.0%
+zero_bubble                                       2          7     85.7%            +28.6%
+zero_bubble                                       1          5     60.0%            -10.0%
+zero_bubble                                       4         13     92.3%            +38.5%
+zero_bubble                                       8         25     96.0%            +44.0%
 10% of a mean stage from stage 0 to 1              2        9.3     64.5%             -3.2%
 10% of a mean stage from stage 1 to 0              2        8.7     69.0%             +3.4%"""
     )
     assert advice == (
-        "Moving 10% of a mean stage from stage 1 to 0 would give 3% more samples per second (a step takes "
-        "9 now, and 8.7 then).\n"
+        "The schedule zero_bubble instead of grouped would give 29% more samples per second (a step takes "
+        "9 now, and 7 then).\n"
     )
+
+
+def test_simulate_takes_the_time_of_weight_gradients(capsys):
+    given = "--stages 2 --micro-batches 4 --schedule zero_bubble --weight-gradients-cost 0.5 --json"
+    printed = json.loads(run(capsys, "simulate", *given.split()))
+    assert printed["scenario"]["costs"]["weight_gradients"] == [0.5, 0.5]
+    kinds = {action["kind"] for action in printed["free_running"]["actions"]}
+    assert kinds == {"forward", "input gradients", "weight gradients"}
+    with pytest.raises(SystemExit):
+        run(capsys, "simulate", *given.replace("0.5", "3").split())
+    assert "argument --weight-gradients-cost: Costs: weight_gradients are a part" in capsys.readouterr().err
+
+
+def test_looped_has_two_stages_on_each_ipu(capsys):
+    given = "--stages 4 --micro-batches 4 --schedule looped --json"
+    for command in ("simulate", "schedule"):
+        printed = json.loads(run(capsys, command, *given.split()))
+        assert printed.get("scenario", printed)["device_mapping"] == [0, 1, 0, 1]
+        for wrong in (given.replace("4 ", "3 ", 1), f"{given} --device-mapping 0,1,1,0"):
+            with pytest.raises(SystemExit):
+                run(capsys, command, *wrong.split())
+            assert "looped" in capsys.readouterr().err.lower()
 
 
 def test_simulate_prints_json(capsys):

@@ -175,7 +175,7 @@ def test_the_scenario_is_what_was_measured():
     # Nothing is sent in two time-steps: when only stage 3 goes forward, and when only stage 0 goes back.
     assert lock_step.step_time * 1e6 == pytest.approx(22 * ACTION + 20 * TRANSFER + UPDATE)
     advice = one.predictions.advice
-    assert "gradient accumulation count of 32 instead of 8" in advice.sentence
+    assert "schedule zero_bubble instead of grouped" in advice.sentence
     assert re.search(r"a step takes [\d.]+ ms now, and [\d.]+ ms then", advice.sentence)
 
 
