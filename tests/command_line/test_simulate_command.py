@@ -71,10 +71,10 @@ sequential                                         2         12     50.0%       
 sequential                                         1          6     50.0%            -25.0%
 sequential                                         4         24     50.0%            -25.0%
 sequential                                         8         48     50.0%            -25.0%
-zero_bubble                                       2          7     85.7%            +28.6%
-zero_bubble                                       1          5     60.0%            -10.0%
-zero_bubble                                       4         13     92.3%            +38.5%
-zero_bubble                                       8         25     96.0%            +44.0%
+zero_bubble                                        2          7     85.7%            +28.6%
+zero_bubble                                        1          5     60.0%            -10.0%
+zero_bubble                                        4         13     92.3%            +38.5%
+zero_bubble                                        8         25     96.0%            +44.0%
 10% of a mean stage from stage 0 to 1              2        9.3     64.5%             -3.2%
 10% of a mean stage from stage 1 to 0              2        8.7     69.0%             +3.4%"""
     )
