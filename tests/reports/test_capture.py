@@ -17,7 +17,7 @@ from ipu_pipeline import engine
 from ipu_pipeline.engine import watching
 from ipu_pipeline.engine.execution import watched
 from ipu_pipeline.reports import device_profile
-from ipu_pipeline.reports.events import Event, EventKind, busy_time
+from ipu_pipeline.reports.events import ACTIONS, Event, EventKind, busy_time
 from ipu_pipeline.reports.files import check_directory, read_manifest, remove_reports, write_reports
 from ipu_pipeline.reports.profile import read_profile
 from tests.support import front
@@ -25,6 +25,7 @@ from tests.support.programs import start
 
 COUNT, WIDTH = 8, 64
 COMPUTED = (EventKind.FORWARD, EventKind.BACKWARD)
+HALVED = (EventKind.FORWARD, EventKind.INPUT_GRADIENTS, EventKind.WEIGHT_GRADIENTS)
 
 
 def make_pipeline(mapping=(0, 1, 2, 3), plan=1, num_stages=4, **options):
@@ -76,18 +77,20 @@ def traced(made, tmp_path_factory):
 
 
 def actions_of(events):
-    return Counter((e.kind, e.stage, e.micro_batch, e.step) for e in events if e.kind in COMPUTED)
+    return Counter((e.kind, e.stage, e.micro_batch, e.step) for e in events if e.kind in ACTIONS)
 
 
 def check_order(events):
     """Nothing ran before what it depends on had ended, and nothing before it began."""
-    ends = {(e.kind, e.stage, e.micro_batch, e.step): e.end for e in events if e.kind in COMPUTED}
+    ends = {(e.kind, e.stage, e.micro_batch, e.step): e.end for e in events if e.kind in ACTIONS}
     for event in events:
         assert event.begin <= event.end
         if event.kind is EventKind.FORWARD and event.stage:
             assert ends[EventKind.FORWARD, event.stage - 1, event.micro_batch, event.step] <= event.begin
-        if event.kind is EventKind.BACKWARD:
-            others = [(EventKind.FORWARD, event.stage), (EventKind.BACKWARD, event.stage + 1)]
+        if event.kind in (EventKind.BACKWARD, *HALVED[1:]):
+            others = [(EventKind.FORWARD, event.stage), (event.kind, event.stage + 1)]
+            if event.kind is EventKind.WEIGHT_GRADIENTS:
+                others = [(EventKind.INPUT_GRADIENTS, event.stage)]
             for kind, stage in others:
                 end = ends.get((kind, stage, event.micro_batch, event.step), 0.0)
                 assert end <= event.begin + 1e-6
@@ -101,6 +104,9 @@ CASES = {
     "two stages on each IPU": {"mapping": (0, 0, 1, 1)},
     "one program": {"mapping": (0, 0, 0, 0)},
     "one stage on the IPU of another": {"mapping": (0, 1, 0, 1)},
+    "looped": {"mapping": (0, 1, 0, 1), "schedule": "looped"},
+    "halves": {"schedule": "zero_bubble"},
+    "halves, chunks": {"schedule": "zero_bubble", "plan": 2},
 }
 
 
@@ -116,10 +122,11 @@ def test_every_action_has_one_event(case, tmp_path):
     assert not profile.notes
     expected = Counter(
         (kind, stage, micro_batch, step)
-        for kind in COMPUTED
+        for kind in (HALVED if "halves" in case else COMPUTED)
         for stage in range(4)
         for micro_batch in range(COUNT)
         for step in (2, 3)
+        if (kind, stage) != (EventKind.INPUT_GRADIENTS, 0)  # which nothing needs
     )
     assert actions_of(profile.events) == expected
     ipus = {event.stage: event.ipu for event in profile.events if event.kind in COMPUTED}
@@ -128,7 +135,7 @@ def test_every_action_has_one_event(case, tmp_path):
     assert sorted((event.ipu, event.step) for event in updates) == [
         (number, step) for number in sorted(set(mapping)) for step in (2, 3)
     ]
-    if case not in ("chunks", "one program"):  # whose parts of a program are reckoned
+    if "chunks" not in case and case != "one program":  # whose parts of a program are reckoned
         check_order(profile.events)
     assert read_profile((tmp_path / "trace" / "profile.json").read_text()) == _rounded(profile)
 
