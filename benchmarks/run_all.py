@@ -43,6 +43,7 @@ BENCHMARKS = [
     "recomputation_memory",
     "phases",
     "emulation",
+    "schedules",
     "several_processes",
     "report_page",
 ]

@@ -14,6 +14,7 @@ from ipu_pipeline import engine
 from ipu_pipeline.engine.devices.placing import copy_to
 from ipu_pipeline.engine.execution.runner import ColumnRunner
 from ipu_pipeline.engine.schedules import ActionKind, Costs, LinkSpeed, Scenario, predict_step_time
+from ipu_pipeline.engine.schedules.actions import HALVES
 
 __all__ = ["ProgramTimer", "Times", "ideal_seconds", "make_scenario", "time_programs"]
 
@@ -24,7 +25,7 @@ class Times:
 
     Attributes:
       programs: of a dispatch (a micro-batch, or a chunk), by kind and stage; a stage that does both
-        directions in one program has it as its forward, and no backward.
+        directions in one program, or the forward and half of the backward, has it as its forward.
       transfers: of what such a program sends on, from its end until all of it has arrived.
       updates: of the weight update, by IPU.
       cores: how many cores each of the programs keeps busy, see `Costs.forward_cores`.
@@ -198,7 +199,7 @@ def make_scenario(
     transfers = {}
     for (kind, stage), seconds in times.transfers.items():
         is_last = stage == stages[-1]
-        target = stage - 1 if is_last or kind is ActionKind.BACKWARD else stage + 1
+        target = stage - 1 if is_last or kind is not ActionKind.FORWARD else stage + 1
         transfers[stage, target] = seconds
     host_memory = None if link is None else pipeline.plan_host_memory(link)
     # In phases each stage has an update of its own.
@@ -206,10 +207,14 @@ def make_scenario(
         float(list(ipus).index(ipu) == stage) if host_memory is None else 1 / list(ipus).count(ipu)
         for stage, ipu in enumerate(ipus)
     ]
+    backward, firsts, weights = (
+        by_stage(kind, times.programs, 0.0) for kind in (ActionKind.BACKWARD, *HALVES)
+    )
     costs = Costs.of(
         len(ipus),
         forward=by_stage(ActionKind.FORWARD, times.programs, 0.0),
-        backward=by_stage(ActionKind.BACKWARD, times.programs, 0.0),
+        backward=list(map(sum, zip(backward, firsts, weights, strict=True))),
+        weight_gradients=weights,
         update=[times.updates.get(ipu, 0.0) * share for ipu, share in zip(ipus, shares, strict=True)],
         transfer=transfers,
         host=times.host,

@@ -1,0 +1,209 @@
+"""Schedules without bubbles, on emulated devices: a step over the ideal of its schedule.
+
+    python -m benchmarks.schedules.run [--cases 4x10 8x2] [--rounds 7] [--json FILE]
+
+A case is a number of IPUs and the milliseconds that a forward, the gradients of a stage's input and those
+of its weights take, each. A step has four micro-batches per IPU. With two stages on each IPU, they take
+half the time each. The devices are those of `benchmarks.emulation`, and so is the ideal: what the schedule takes
+if there is nothing but its programs, each as long as it takes alone.
+
+torch.distributed.pipelining trains the same stages beside it, by its schedules of the same kinds.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmarks import harness, torch_ranks
+from benchmarks.emulation import values
+from benchmarks.emulation.run import NUM_BYTES, NUM_CALLS, Ideal
+from benchmarks.harness import Row
+from benchmarks.torch_ranks import Training
+
+MODULE = "benchmarks.schedules.run"
+TARGETS = {10.0: 1.03, 2.0: 1.08}  # milliseconds of a forward -> the most, in ideals
+
+
+class Ours(NamedTuple):
+    """A schedule of ours."""
+
+    name: str  # the engine's
+    num_turns: int  # stages on each IPU
+    torch: str | None  # torch's of the same kind
+
+
+OURS = {
+    "1F1B": Ours("interleaved", 1, "torch 1f1b"),
+    "ZeroBubble": Ours("zero_bubble", 1, None),
+    "Looped": Ours("looped", 2, "torch interleaved_1f1b"),
+}
+TORCH = [own.torch for own in OURS.values() if own.torch is not None]
+
+
+class Case(NamedTuple):
+    """So many IPUs, and the milliseconds of a forward and of either half of a backward."""
+
+    num_ipus: int
+    milliseconds: float
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Of a step."""
+        return 4 * self.num_ipus
+
+    def name(self, side: str) -> str:
+        """For tables."""
+        times = f"{self.milliseconds:g} ms"
+        return f"{self.num_ipus} IPUs, {self.num_micro_batches} micro-batches, F = I = W = {times}: {side}"
+
+
+CASES = {f"{number}x{time:g}": Case(number, time) for number in (4, 8) for time in TARGETS}
+
+
+def serve(case: Case, side: str) -> None:
+    """Trains a pipeline."""
+    import jax
+
+    from benchmarks.emulation import stages, timing
+    from ipu_pipeline import engine
+
+    jax.config.update("jax_num_cpu_devices", case.num_ipus)
+    own = OURS[side]
+    number, each = case.num_ipus * own.num_turns, case.milliseconds / own.num_turns
+    pipeline, state, micro_batches = stages.make_pipeline(
+        [each] * number,
+        [(each, each)] * number,
+        case.num_micro_batches,
+        num_bytes=NUM_BYTES,
+        collect_outputs=False,
+        schedule=own.name,
+        device_mapping=[stage % case.num_ipus for stage in range(number)],
+        dispatch_plan=engine.Chunking(1),
+    )
+    placed = pipeline.place_micro_batches(micro_batches)
+
+    def step() -> Any:
+        nonlocal state
+        state, outputs = pipeline.step(state, placed)
+        return outputs
+
+    told = np.asarray(step().losses).tolist()
+    timer = timing.ProgramTimer(pipeline, state, placed)
+
+    def run(num_steps: int) -> float | None:
+        if num_steps == 0:
+            return timing.ideal_seconds(pipeline, timer.run(NUM_CALLS))
+        for _ in range(num_steps):
+            jax.block_until_ready((step().collected, state))  # each ends first, as the ideal has it
+        return None
+
+    harness.serve_rounds(run, {"losses": told})
+
+
+def make_training(name: str, side: str) -> Training:
+    """The same stages for torch."""
+    case, num_turns = CASES[name], 1 if side == "torch 1f1b" else 2
+    micro_batches = values.make_micro_batches(case.num_micro_batches, NUM_BYTES)
+    number = case.num_ipus * num_turns
+    return Training(
+        number,
+        functools.partial(make_torch_stage, case.milliseconds / num_turns, number),
+        [(x, np.zeros_like(x)) for x in micro_batches],
+        values.RATE,
+        num_ranks=case.num_ipus,
+    )
+
+
+def make_torch_stage(milliseconds: float, number: int, index: int) -> Any:
+    """A stage as a torch module, whose two gradients are computed apart, as torch cuts backwards."""
+    import torch
+
+    class Multiply(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any, w: Any) -> Any:
+            time.sleep(milliseconds / 1e3)
+            ctx.save_for_backward(x, w)
+            return x * w
+
+        @staticmethod
+        def backward(ctx: Any, g: Any) -> Any:
+            x, w = ctx.saved_tensors
+            return g * w, (g * x).sum(0)
+
+    class Sleep(torch.autograd.Function):
+        @staticmethod
+        def forward(_ctx: Any, value: Any) -> Any:
+            return value.view_as(value)
+
+        @staticmethod
+        def backward(_ctx: Any, g: Any) -> Any:
+            time.sleep(milliseconds / 1e3)
+            return g
+
+    class Stage(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.tensor(values.make_parameters(number)[index]))
+
+        def forward(self, x: Any) -> Any:
+            x = Sleep.apply(x) if x.requires_grad else x
+            return Multiply.apply(x, Sleep.apply(self.w))
+
+    return Stage()
+
+
+def measure(name: str, num_rounds: int, seconds: float) -> list[Row]:
+    """Compares each schedule with its ideal and with torch's; steps and programs take turns."""
+    case = CASES[name]
+    with harness.start_sides(MODULE, [*OURS, *TORCH], "--cases", name) as sides:
+        losses = {side: found.facts["losses"] for side, found in sides.items()}
+        for side, own in losses.items():
+            first = own if side in OURS else own[0]
+            num_turns = 1 if side in ("1F1B", "ZeroBubble", "torch 1f1b") else 2
+            wanted = losses["1F1B" if num_turns == 1 else "Looped"]
+            np.testing.assert_allclose(first, wanted, rtol=1e-4, err_msg=side)
+        turns = {**sides, **{f"{side}, ideal": Ideal(sides[side]) for side in OURS}}
+        taken = harness.take_turns(turns, num_rounds, seconds)
+    rows = []
+    for side, own in OURS.items():
+        target = TARGETS[case.milliseconds]
+        ideal = taken[f"{side}, ideal"]
+        label = case.name(f"{side}, against the ideal")
+        rows.append(harness.compare("schedules", label, taken[side], ideal, target))
+        if own.torch is not None:
+            label = case.name(f"{side} against {own.torch}")
+            rows.append(harness.compare("schedules", label, taken[side], taken[own.torch], is_speed=True))
+    whole = case.name("ZeroBubble against 1F1B")
+    rows.append(harness.compare("schedules", whole, taken["ZeroBubble"], taken["1F1B"], is_speed=True))
+    return rows
+
+
+def main() -> None:
+    parser = harness.make_parser(__doc__)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
+    args = parser.parse_args()
+    if args.side in TORCH:
+        make = functools.partial(make_training, side=args.side)
+        torch_ranks.serve(make, args.cases, args.side.removeprefix("torch "))
+        return
+    if args.side is not None:
+        serve(CASES[args.cases[0]], args.side)
+        return
+    from benchmarks.emulation import stages
+
+    if stages.find_compiler() is None:
+        print("There is no g++, so nothing was measured.", file=sys.stderr)
+        harness.report([], args.json)
+        return
+    num_rounds, seconds = (3, 0.3) if args.short else (args.rounds, 1.0)
+    harness.report([row for name in args.cases for row in measure(name, num_rounds, seconds)], args.json)
+
+
+if __name__ == "__main__":
+    main()
