@@ -4,8 +4,8 @@
 
 A case is a number of IPUs and the milliseconds that a forward, the gradients of a stage's input and those
 of its weights take, each. A step has four micro-batches per IPU. With two stages on each IPU, they take
-half the time each. The devices are those of `benchmarks.emulation`, and so is the ideal: what the schedule takes
-if there is nothing but its programs, each as long as it takes alone.
+half the time each. The devices are those of `benchmarks.emulation`, and so is the ideal: what the schedule
+takes if there is nothing but its programs, each as long as it takes alone.
 
 torch.distributed.pipelining trains the same stages beside it, by its schedules of the same kinds.
 """
