@@ -44,6 +44,7 @@ BENCHMARKS = [
     "phases",
     "emulation",
     "schedules",
+    "halves",
     "several_processes",
     "report_page",
 ]
