@@ -10,7 +10,8 @@ in training, one stage per IPU:
 * Grouped: time-steps 1..N are for forwards, after them backward and forward time-steps take turns,
   and once the last stage has done its last forward only backwards remain.
 * Interleaved: stage i runs forwards at i+1, i+3, ... and backwards at 2N-i, 2N-i+2, ..., so that
-  neighbours are always doing different things.
+  neighbours are always doing different things. This is Graphcore's name for 1F1B. What Megatron calls
+  "interleaved", several stages on each IPU, is Looped.
 * Sequential: a micro-batch goes forward through all stages and back before the next one starts.
 
 Grouped and Interleaved end at time-step 2(G+N-1). Stage i holds at most 2(N-i)-1 micro-batches in
@@ -30,7 +31,7 @@ from typing import TypeAlias
 
 from ipu_pipeline.engine.schedules.actions import Action, ActionKind, Rows
 
-__all__ = ["grouped", "interleaved", "make_rows", "sequential"]
+__all__ = ["forwards_only", "grouped", "interleaved", "make_rows", "sequential"]
 
 StageTimes: TypeAlias = "Callable[[int, int], int]"
 
@@ -161,6 +162,24 @@ def make_rows(
     return tuple(map(tuple, rows))
 
 
+def forwards_only(
+    levels: Sequence[int] | None, num_micro_batches: int, device_mapping: Sequence[int]
+) -> Rows:
+    """Rows without backwards: a level takes each micro-batch one time-step after the level before.
+
+    Args:
+      levels: as in `grouped`.
+      num_micro_batches: as in `grouped`.
+      device_mapping: as in `grouped`.
+    """
+    levels = levels or range(len(device_mapping))
+    return make_rows(levels, num_micro_batches, device_mapping, {ActionKind.FORWARD: _straight})
+
+
+def _straight(level: int, micro_batch: int) -> int:
+    return level + micro_batch + 1
+
+
 def _rows(
     levels: Sequence[int],
     num_micro_batches: int,
@@ -168,7 +187,7 @@ def _rows(
     training: bool,
     forward: StageTimes,
     backward: StageTimes,
-    inference: StageTimes = lambda level, micro_batch: level + micro_batch + 1,
+    inference: StageTimes = _straight,
 ) -> Rows:
     times = {ActionKind.FORWARD: forward if training else inference}
     if training:

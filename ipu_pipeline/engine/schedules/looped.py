@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 
 from ipu_pipeline.engine.schedules.actions import Action, ActionKind, Rows, ScheduleError
 
-__all__ = ["looped"]
+__all__ = ["check_looped", "looped", "make_groups", "take_in_groups"]
 
 
 def looped(
@@ -35,28 +35,17 @@ def looped(
     Raises:
       ScheduleError: the stages do not go around the IPUs, or some are parallel.
     """
+    check_looped("Looped", num_stages, device_mapping, levels)
     num_ipus = max(device_mapping) + 1
-    around = [stage % num_ipus for stage in range(num_stages)]
-    if list(device_mapping) != around or num_stages % num_ipus or num_stages == num_ipus:
-        raise ScheduleError(
-            "Schedule: Looped needs a device_mapping that goes around the IPUs several times, such as "
-            f"[0, 1, 0, 1] for four stages on two IPUs; got {list(device_mapping)}. With one stage per "
-            "IPU, take Interleaved or ZeroBubble."
-        )
-    if levels is not None and len(set(levels)) < num_stages:
-        raise ScheduleError(
-            f"Schedule: Looped has no parallel stages; got levels {list(levels)}. Take Grouped, "
-            "Interleaved or ZeroBubble."
-        )
-    num_turns, groups = num_stages // num_ipus, _make_groups(num_micro_batches, num_ipus)
+    num_turns, groups = num_stages // num_ipus, make_groups(num_micro_batches, num_ipus)
     rows = []
     for ipu in range(num_ipus):
         own = range(ipu, num_stages, num_ipus)
-        forwards = _in_groups(ActionKind.FORWARD, own, groups)
+        forwards = take_in_groups(ActionKind.FORWARD, own, groups)
         if not training:
             rows.append(tuple(forwards))
             continue
-        backwards = _in_groups(ActionKind.BACKWARD, own[::-1], groups)
+        backwards = take_in_groups(ActionKind.BACKWARD, own[::-1], groups)
         num_first = 2 * (num_ipus - ipu - 1) + (num_turns - 1) * len(groups[0])
         first, then = forwards[:num_first], forwards[num_first:]
         in_turn = itertools.chain.from_iterable(zip(then, backwards, strict=False))
@@ -77,12 +66,32 @@ def _beside_each_other(row: Sequence[Action], stage: int) -> tuple[Action, ...]:
     return tuple(found)
 
 
-def _make_groups(count: int, size: int) -> list[range]:
+def check_looped(
+    name: str, num_stages: int, device_mapping: Sequence[int], levels: Sequence[int] | None
+) -> None:
+    """Raises a ScheduleError if the stages do not go around the IPUs, or some are parallel."""
+    num_ipus = max(device_mapping) + 1
+    around = [stage % num_ipus for stage in range(num_stages)]
+    if list(device_mapping) != around or num_stages % num_ipus or num_stages == num_ipus:
+        raise ScheduleError(
+            f"Schedule: {name} needs a device_mapping that goes around the IPUs several times, such as "
+            f"[0, 1, 0, 1] for four stages on two IPUs; got {list(device_mapping)}. With one stage per "
+            "IPU, take Interleaved or ZeroBubble."
+        )
+    if levels is not None and len(set(levels)) < num_stages:
+        raise ScheduleError(
+            f"Schedule: {name} has no parallel stages; got levels {list(levels)}. Take Grouped, "
+            "Interleaved or ZeroBubble."
+        )
+
+
+def make_groups(count: int, size: int) -> list[range]:
     """Groups of at least `size` micro-batches, as equal as possible; the larger ones first."""
     number = max(1, count // size)
     ends = [0, *itertools.accumulate(count // number + (n < count % number) for n in range(number))]
     return list(itertools.starmap(range, itertools.pairwise(ends)))
 
 
-def _in_groups(kind: ActionKind, stages: Iterable[int], groups: Sequence[range]) -> list[Action]:
+def take_in_groups(kind: ActionKind, stages: Iterable[int], groups: Sequence[range]) -> list[Action]:
+    """The actions of one kind in the order in which an IPU takes them: group by group, stage by stage."""
     return [Action(kind, stage, number) for group in groups for stage in stages for number in group]

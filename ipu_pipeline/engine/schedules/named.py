@@ -1,16 +1,193 @@
-"""The schedules that have names."""
+"""The schedules that have names, and what an argument that takes a schedule may be.
+
+Names are those of this library, of its fronts' enumerations, and of other libraries, in upper or lower
+case, with "-", "_", " " or nothing between words.
+"""
 
 from __future__ import annotations
 
+import inspect
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias, cast
+
 from ipu_pipeline.engine.schedules.actions import ScheduleFunction
+from ipu_pipeline.engine.schedules.all_forwards import all_forwards
+from ipu_pipeline.engine.schedules.building_blocks import v_half, v_min
+from ipu_pipeline.engine.schedules.dual_pipe_v import dual_pipe_v
+from ipu_pipeline.engine.schedules.files import is_path, load_schedule
 from ipu_pipeline.engine.schedules.lock_step import grouped, interleaved, sequential
 from ipu_pipeline.engine.schedules.looped import looped
+from ipu_pipeline.engine.schedules.looped_zero_bubble import looped_zero_bubble
 from ipu_pipeline.engine.schedules.zero_bubble import zero_bubble
+from ipu_pipeline.engine.schedules.zero_bubble_h2 import zero_bubble_h2
+from ipu_pipeline.engine.schedules.zero_bubble_v import zero_bubble_v
 
-__all__ = ["named_schedules"]
+__all__ = [
+    "SCHEDULES",
+    "NamedSchedule",
+    "ScheduleLike",
+    "check_schedule",
+    "find_schedule",
+    "named_schedules",
+]
+
+ScheduleLike: TypeAlias = "str | os.PathLike[str] | ScheduleFunction"
+
+
+@dataclass(frozen=True)
+class NamedSchedule:
+    """A schedule that has a name.
+
+    Attributes:
+      function: makes its rows, from the arguments of `grouped`.
+      member: its name in the fronts' enumerations.
+      others: its names in other libraries.
+      purpose: when to use it, in one line.
+    """
+
+    function: Callable[..., Any]
+    member: str
+    others: tuple[str, ...]
+    purpose: str
+
+    @property
+    def name(self) -> str:
+        """The name in this library."""
+        return self.function.__name__
+
+
+SCHEDULES = (
+    NamedSchedule(
+        grouped, "Grouped", (), "Forwards together, then backwards together: the default, and Graphcore's."
+    ),
+    NamedSchedule(
+        interleaved,
+        "Interleaved",
+        ("1f1b", "one_forward_one_backward", "pipedream_flush"),
+        "1F1B, not Megatron's interleaved: about half as much is held as with Grouped.",
+    ),
+    NamedSchedule(
+        sequential, "Sequential", (), "One micro-batch at a time: the least is held, and nothing overlaps."
+    ),
+    NamedSchedule(
+        all_forwards,
+        "AllForwards",
+        ("gpipe", "looped_bfs", "breadth_first"),
+        "All forwards, then all backwards: for comparisons, and few micro-batches.",
+    ),
+    NamedSchedule(
+        looped,
+        "Looped",
+        ("interleaved_1f1b", "virtual_pipeline"),
+        "Megatron's interleaved: several stages on each IPU, which wait for less, send and hold more.",
+    ),
+    NamedSchedule(
+        zero_bubble,
+        "ZeroBubble",
+        ("zb_h1", "zb1p"),
+        "Backwards in halves: as much held as with Interleaved, and a third of its waits.",
+    ),
+    NamedSchedule(
+        zero_bubble_h2,
+        "ZeroBubbleH2",
+        ("zb_h2", "zb2p"),
+        "Backwards in halves: nearly no waits, for twice the memory of Interleaved.",
+    ),
+    NamedSchedule(
+        looped_zero_bubble,
+        "LoopedZeroBubble",
+        ("interleaved_zero_bubble",),
+        "Looped with backwards in halves: nearly no waits, and all IPUs hold what its first one does.",
+    ),
+    NamedSchedule(
+        zero_bubble_v,
+        "ZeroBubbleV",
+        ("zbv", "zb_v", "zbv_zero_bubble"),
+        "Two stages on each IPU, down and up: nearly no waits, and the memory of Interleaved.",
+    ),
+    NamedSchedule(
+        v_half,
+        "VHalf",
+        (),
+        "Two stages on each IPU, down and up: half of that memory, and some waits.",
+    ),
+    NamedSchedule(
+        v_min, "VMin", (), "Two stages on each IPU, down and up: a third of that memory, and more waits."
+    ),
+    NamedSchedule(
+        dual_pipe_v,
+        "DualPipeV",
+        (),
+        "Two stages on each IPU, down and up: forwards beside backwards, where transfers take long.",
+    ),
+)
 
 
 def named_schedules() -> dict[str, ScheduleFunction]:
     """The schedules that have names; each function has the arguments of `grouped`."""
-    functions = (grouped, interleaved, sequential, looped, zero_bubble)
-    return {function.__name__: function for function in functions}
+    return {schedule.name: schedule.function for schedule in SCHEDULES}
+
+
+def check_schedule(schedule: Any, argument: str = "schedule") -> ScheduleLike:
+    """Checks a schedule as far as possible without reading a file.
+
+    Args:
+      schedule: a name; the path of a file (`os.PathLike`, or a string that ends in ".csv"); or a function
+        with the arguments of `grouped`.
+      argument: what an error calls it.
+
+    Returns:
+      The name in this library; or the path or the function, as it is given.
+
+    Raises:
+      ValueError: there is no such name.
+      TypeError: it is something else, or a function that does not take these arguments.
+    """
+    if is_path(schedule):
+        return cast("str | os.PathLike[str]", schedule)
+    expected = (
+        f"one of {', '.join(named_schedules())}, a function of (num_stages, num_micro_batches, "
+        'device_mapping, training), or the path of a file ("....csv")'
+    )
+    if isinstance(schedule, str):
+        for known in SCHEDULES:
+            if _normalize(schedule) in map(_normalize, (known.name, *known.others)):
+                return known.name
+        raise ValueError(f"{argument} must be {expected}; got {schedule!r}.")
+    if not callable(schedule):
+        raise TypeError(f"{argument} must be {expected}; got {schedule!r}.")
+    try:
+        signature = inspect.signature(schedule)
+    except ValueError:
+        return cast("ScheduleFunction", schedule)  # it does not say what it takes
+    try:
+        signature.bind(1, 1, (0,), True)
+    except TypeError as error:
+        raise TypeError(
+            f"{argument} must take (num_stages, num_micro_batches, device_mapping, training), but "
+            f"{schedule!r} cannot: {error}."
+        ) from None
+    return cast("ScheduleFunction", schedule)
+
+
+def find_schedule(schedule: Any, argument: str = "schedule") -> str | ScheduleFunction:
+    """Finds a schedule: as `check_schedule`, and a file is read.
+
+    Returns:
+      The name in this library, or a function with the arguments of `grouped`.
+
+    Raises:
+      ScheduleError: a file cannot be read, or has no schedule that can run.
+      ValueError: there is no such name.
+      TypeError: it is something else, or a function that does not take these arguments.
+    """
+    found = check_schedule(schedule, argument)
+    if is_path(found):
+        return load_schedule(found)
+    return cast("str | ScheduleFunction", found)
+
+
+def _normalize(name: str) -> str:
+    return "".join(character for character in name.casefold() if character not in "-_ ")

@@ -6,7 +6,7 @@ import functools
 
 from ipu_pipeline.engine.schedules.actions import ScheduleFunction
 from ipu_pipeline.engine.schedules.checking import Timetable, check
-from ipu_pipeline.engine.schedules.named import named_schedules
+from ipu_pipeline.engine.schedules.named import find_schedule, named_schedules
 
 __all__ = ["MAX_ACTIONS", "timetable"]
 
@@ -26,7 +26,7 @@ def timetable(
     """Makes the checked timetable of a schedule.
 
     Args:
-      schedule: a name of `named_schedules`, or a function with the arguments of `grouped` that returns
+      schedule: a name, see `find_schedule`, or a function with the arguments of `grouped` that returns
         one sequence of actions (None: wait one time-step) per IPU. It gets `levels` only where there are
         parallel stages.
       num_stages: the number of stages.
@@ -50,13 +50,9 @@ def timetable(
             f"{num_actions} actions; a schedule over several IPUs has up to {MAX_ACTIONS}. Update more "
             "often, or put all stages on one IPU."
         )
+    schedule = find_schedule(schedule)
     if isinstance(schedule, str):
-        functions = named_schedules()
-        if schedule not in functions:
-            raise ValueError(
-                f"schedule must be one of {', '.join(functions)} or a function; got {schedule!r}."
-            )
-        schedule = functions[schedule]
+        schedule = named_schedules()[schedule]
     if levels is None or len(set(levels)) == num_stages:
         rows = schedule(num_stages, num_micro_batches, device_mapping, training)
         levels = tuple(range(num_stages))

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ipu_pipeline.engine.schedules.actions import ActionKind, Rows
-from ipu_pipeline.engine.schedules.lock_step import make_rows
+from ipu_pipeline.engine.schedules.lock_step import forwards_only, make_rows
 
 __all__ = ["zero_bubble"]
 
@@ -29,19 +29,15 @@ def zero_bubble(
     levels: Sequence[int] | None = None,
 ) -> Rows:
     """Rows of the ZeroBubble schedule; arguments and result as in `lock_step.grouped`."""
-    levels = levels or range(num_stages)
     if not training:
-        return make_rows(levels, num_micro_batches, device_mapping, {ActionKind.FORWARD: _straight})
+        return forwards_only(levels, num_micro_batches, device_mapping)
+    levels = levels or range(num_stages)
     times = _find_times(levels[-1] + 1, num_micro_batches)
 
     def of(kind: ActionKind) -> Callable[[int, int], int]:
         return lambda level, micro_batch: times[kind][level][micro_batch]
 
     return make_rows(levels, num_micro_batches, device_mapping, {kind: of(kind) for kind in times})
-
-
-def _straight(level: int, micro_batch: int) -> int:
-    return level + micro_batch + 1
 
 
 def _find_times(number: int, count: int) -> dict[ActionKind, list[list[int]]]:

@@ -1,0 +1,40 @@
+"""The AllForwards schedule: all forwards, then all backwards.
+
+Stages of one IPU take turns: all micro-batches in one, then in the next, and back the other way round.
+With p IPUs of one stage each, each IPU waits for (p-1)(F+B) of a step, as with Interleaved, and holds all m
+micro-batches. With v stages on each IPU, mapped as for Looped, it holds v m stage activations, and waits for
+(p-1)(F+B) of a stage that takes a v-th of the time, if there are m >= p micro-batches.
+
+It is not Grouped, in which forwards and backwards take turns as soon as there is a backward.
+
+Sources: GPipe (Huang et al., 2018, arXiv 1811.06965); with several stages on an IPU, Breadth-First Pipeline
+Parallelism (Lamy-Poirier, 2022, arXiv 2211.05953).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ipu_pipeline.engine.schedules.actions import Action, ActionKind, Rows
+from ipu_pipeline.engine.schedules.lock_step import forwards_only
+
+__all__ = ["all_forwards"]
+
+
+def all_forwards(
+    num_stages: int,
+    num_micro_batches: int,
+    device_mapping: Sequence[int],
+    training: bool = True,
+    levels: Sequence[int] | None = None,
+) -> Rows:
+    """Rows of the AllForwards schedule; arguments and result as in `lock_step.grouped`."""
+    if not training:
+        return forwards_only(levels, num_micro_batches, device_mapping)
+    rows: list[list[Action]] = [[] for _ipu in range(max(device_mapping) + 1)]
+    stages = range(num_stages)
+    for kind, in_turn in ((ActionKind.FORWARD, stages), (ActionKind.BACKWARD, stages[::-1])):
+        for stage in in_turn:
+            numbers = range(num_micro_batches)
+            rows[device_mapping[stage]] += [Action(kind, stage, number) for number in numbers]
+    return tuple(map(tuple, rows))

@@ -1,0 +1,111 @@
+"""The VHalf and VMin schedules: two stages on each IPU in a V shape, and less held than with ZeroBubbleV.
+
+All micro-batches go forward down the IPUs and up, and back down and up, in the same rhythm, their block. One
+follows the other 6 time-steps later, 3 for each of an IPU's stages. A block's actions on one IPU have
+different places modulo 6, so that blocks fit into each other. An IPU holds the more micro-batches, the longer
+a block takes: in VMin each hop takes one time-step, in VHalf those down take two, which leaves less to wait
+for at both ends of a step. What is held is about the same on all IPUs. `fill` follows the order of the
+blocks, and enters weight gradients where IPUs would wait.
+
+Where F, I and W of a stage take one time-step each, with p > 1 IPUs and m micro-batches:
+
+| | stage activations that an IPU holds at most | time-steps that it waits, across steps too |
+| VHalf | 2 ((p+2) // 2): half of ZeroBubbleV's, and 1 or 2 | 3p-4 if p is odd, max(3p-6, 1) if it is even |
+| VMin | 2 ((p+4) // 3): a third, and 2 at most | 4p-3 if 3 divides p, 4p-5 otherwise |
+
+The waits are those with at least p micro-batches. Where times are not equal, IPUs wait in every block.
+
+Source: Qi et al., "Pipeline Parallelism with Controllable Memory" (arXiv 2405.15362), whose search finds
+blocks; the distances here are our own, the least with which no two places are equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ipu_pipeline.engine.schedules.actions import Action, ActionKind, Rows
+from ipu_pipeline.engine.schedules.filling import Due, fill
+from ipu_pipeline.engine.schedules.lock_step import forwards_only
+from ipu_pipeline.engine.schedules.v_shape import check_v_shape
+
+__all__ = ["v_half", "v_min"]
+
+_PERIOD = 6
+
+
+@dataclass(frozen=True)
+class _Block:
+    """When a micro-batch's actions are due, in time-steps.
+
+    Attributes:
+      down: from an IPU to the next one, for forwards of the first half of the stages and input gradients of
+        the second one.
+      pauses: the time-steps from the last action of each way to the first one of the next: on the last IPU,
+        on the first one, and on the last one again.
+    """
+
+    down: int
+    pauses: tuple[int, int, int]
+
+    def find_times(self, ipu: int, num_ipus: int) -> tuple[int, int, int, int]:
+        """When an IPU's forwards and input gradients are due, on each of the four ways."""
+        last = num_ipus - 1
+        down, up = ipu * self.down, last * self.down + last - ipu
+        back = last * self.down + last + self.pauses[0] + self.pauses[1]  # the last stage's input gradients
+        return down, up + self.pauses[0], back + down, back + up + self.pauses[2]
+
+
+def v_half(
+    num_stages: int,
+    num_micro_batches: int,
+    device_mapping: Sequence[int],
+    training: bool = True,
+    levels: Sequence[int] | None = None,
+) -> Rows:
+    """Rows of the VHalf schedule; arguments and result as in `lock_step.grouped`.
+
+    Raises:
+      ScheduleError: the stages do not go down the IPUs and up again, or some are parallel.
+    """
+    num_ipus = check_v_shape("VHalf", num_stages, device_mapping, levels)
+    if not training:
+        return forwards_only(levels, num_micro_batches, device_mapping)
+    block = _Block(2, (2, 1, 1) if num_ipus % 2 else (4, 1, 5))
+    return _fill(block, num_ipus, num_micro_batches, 2 * ((num_ipus + 2) // 2))
+
+
+def v_min(
+    num_stages: int,
+    num_micro_batches: int,
+    device_mapping: Sequence[int],
+    training: bool = True,
+    levels: Sequence[int] | None = None,
+) -> Rows:
+    """Rows of the VMin schedule; arguments and result as in `lock_step.grouped`.
+
+    Raises:
+      ScheduleError: the stages do not go down the IPUs and up again, or some are parallel.
+    """
+    num_ipus = check_v_shape("VMin", num_stages, device_mapping, levels)
+    if not training:
+        return forwards_only(levels, num_micro_batches, device_mapping)
+    block = _Block(1, (1, 1 if num_ipus % 3 else 3, 1))
+    return _fill(block, num_ipus, num_micro_batches, 2 * ((num_ipus + 4) // 3))
+
+
+def _fill(block: _Block, num_ipus: int, num_micro_batches: int, limit: int) -> Rows:
+    def lay_out(kind: ActionKind, stages_and_times: Sequence[tuple[int, int]]) -> list[Due]:
+        return sorted(
+            Due(time + _PERIOD * number, Action(kind, stage, number))
+            for stage, time in stages_and_times
+            for number in range(num_micro_batches)
+        )
+
+    forwards, inputs = [], []
+    for ipu in range(num_ipus):
+        first, last = ipu, 2 * num_ipus - 1 - ipu
+        times = block.find_times(ipu, num_ipus)
+        forwards.append(lay_out(ActionKind.FORWARD, [(first, times[0]), (last, times[1])]))
+        inputs.append(lay_out(ActionKind.INPUT_GRADIENTS, [(last, times[2]), (first, times[3])]))
+    return fill(forwards, inputs, limit)

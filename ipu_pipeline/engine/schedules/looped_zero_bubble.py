@@ -1,0 +1,52 @@
+"""The LoopedZeroBubble schedule: as Looped, with backwards in halves, so that IPUs do not wait.
+
+Stages go around the IPUs and micro-batches in groups as in Looped. The first IPU's first backward can come
+after (v-1)g + 2(p-1) + 1 forwards, where p is the number of IPUs, v that of stages on each, and g the size
+of a group; in Looped only the first IPU holds so many stage activations. Here every IPU may, as in
+ZeroBubbleH2. It does input gradients as soon as it can, then forwards if it holds less than that, then
+weight gradients.
+
+Where forwards and both halves take one time-step each, an IPU waits for nothing if steps follow each other
+at once and there are m >= 2p-1 micro-batches, and for 2p-1-m time-steps if p <= m < 2p-1. With fewer than p
+micro-batches IPUs wait longer.
+
+Sources: the groups are those of Megatron's interleaved schedule (arXiv 2104.04473), the halves those of Qi
+et al., "Zero Bubble Pipeline Parallelism" (arXiv 2401.10241). PyTorch's ScheduleInterleavedZeroBubble holds
+less, (v-1)g + p on the first IPU, and waits more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ipu_pipeline.engine.schedules.actions import ActionKind, Rows
+from ipu_pipeline.engine.schedules.filling import Due, fill
+from ipu_pipeline.engine.schedules.looped import check_looped, looped, make_groups, take_in_groups
+
+__all__ = ["looped_zero_bubble"]
+
+
+def looped_zero_bubble(
+    num_stages: int,
+    num_micro_batches: int,
+    device_mapping: Sequence[int],
+    training: bool = True,
+    levels: Sequence[int] | None = None,
+) -> Rows:
+    """Rows of the LoopedZeroBubble schedule; arguments and result as in `lock_step.grouped`.
+
+    Raises:
+      ScheduleError: the stages do not go around the IPUs, or some are parallel.
+    """
+    check_looped("LoopedZeroBubble", num_stages, device_mapping, levels)
+    if not training:
+        return looped(num_stages, num_micro_batches, device_mapping, training)
+    num_ipus = max(device_mapping) + 1
+    groups = make_groups(num_micro_batches, num_ipus)
+    forwards, inputs = [], []
+    for ipu in range(num_ipus):
+        own = range(ipu, num_stages, num_ipus)
+        inputs.append([Due(0, a) for a in take_in_groups(ActionKind.INPUT_GRADIENTS, own[::-1], groups)])
+        forwards.append([Due(1, a) for a in take_in_groups(ActionKind.FORWARD, own, groups)])
+    size = max(num_ipus, len(groups[0]))
+    return fill(forwards, inputs, (num_stages // num_ipus - 1) * size + 2 * (num_ipus - 1) + 1)

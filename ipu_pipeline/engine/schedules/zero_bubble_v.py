@@ -1,0 +1,60 @@
+"""The ZeroBubbleV schedule: two stages on each IPU in a V shape, and IPUs do not wait at all.
+
+It is ZB-V of Qi et al., "Zero Bubble Pipeline Parallelism" (arXiv 2401.10241, section 6). With p IPUs,
+IPU r has the stages r (F, I, W) and 2p-1-r (f, i, w). With m >= 2p-1 micro-batches, where all of these take
+one time-step each, it begins r time-steps after the first one and then goes on without a pause:
+
+    2(p-r)-1 times F | r times f F | p-r times f i w | m-2p+r+1 times F I W f i w |
+    p-r-1 times I W f i w | r times I i | p-r times I W | r times w | r times W
+
+It also ends r time-steps after the first one: if the next step follows at once, no IPU waits. With fewer
+micro-batches, those that are not there are left out, and an IPU waits for 2(2p-1-m) time-steps. Each
+IPU holds up to 2p activations of such a stage, as much as the first one with Interleaved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ipu_pipeline.engine.schedules.actions import ActionKind, Rows
+from ipu_pipeline.engine.schedules.lock_step import forwards_only
+from ipu_pipeline.engine.schedules.v_shape import check_v_shape, number_actions
+
+__all__ = ["zero_bubble_v"]
+
+_KINDS = (ActionKind.FORWARD, ActionKind.INPUT_GRADIENTS, ActionKind.WEIGHT_GRADIENTS)
+
+
+def zero_bubble_v(
+    num_stages: int,
+    num_micro_batches: int,
+    device_mapping: Sequence[int],
+    training: bool = True,
+    levels: Sequence[int] | None = None,
+) -> Rows:
+    """Rows of the ZeroBubbleV schedule; arguments and result as in `lock_step.grouped`.
+
+    Raises:
+      ScheduleError: the stages do not go down the IPUs and up again, or some are parallel.
+    """
+    num_ipus = check_v_shape("ZeroBubbleV", num_stages, device_mapping, levels)
+    if not training:
+        return forwards_only(levels, num_micro_batches, device_mapping)
+    num_steady = max(0, num_micro_batches - 2 * num_ipus + 1)
+    rows = []
+    for ipu in range(num_ipus):
+        down, up = ([(kind, stage) for kind in _KINDS] for stage in (ipu, num_stages - 1 - ipu))
+        (f0, i0, w0), (f1, i1, w1), rest = down, up, num_ipus - ipu
+        pattern = [
+            *[f0] * (2 * rest - 1),
+            *[f1, f0] * ipu,
+            *[f1, i1, w1] * rest,
+            *[*down, *up] * (num_steady + ipu),
+            *[i0, w0, *up] * (rest - 1),
+            *[i0, i1] * ipu,
+            *[i0, w0] * rest,
+            *[w1] * ipu,
+            *[w0] * ipu,
+        ]
+        rows.append(number_actions(pattern, num_micro_batches))
+    return tuple(rows)
