@@ -85,7 +85,7 @@ def emulated_stage(
         gradient of the value, which the stage before waits for, and then for that of the parameter.
 
     Returns:
-      A function of float32[8] and float32[n, 8], which returns float32[n, 8].
+      A function of float32[w] and float32[n, w], which returns float32[n, w].
     """
     halves = backward_ms if isinstance(backward_ms, tuple) else None
 
@@ -125,6 +125,7 @@ def make_pipeline(
     num_micro_batches: int,
     *,
     num_bytes: int = LEAST_BYTES,
+    width: int = values.WIDTH,
     transfer_ms: float = 0.0,
     optimizer: Any = None,
     **options: Any,
@@ -135,7 +136,8 @@ def make_pipeline(
       forward_ms: how long the forward of each stage takes, in milliseconds.
       backward_ms: likewise its backward, see `emulated_stage`.
       num_micro_batches: of a step.
-      num_bytes: of a micro-batch, and of what a stage sends; a multiple of 32.
+      num_bytes: of a micro-batch, and of what a stage sends; a multiple of 4 times the width.
+      width: the elements of each stage's variable. XLA starts weight updates asynchronously from 1,000 on.
       transfer_ms: how long what is sent is on its way; 0 leaves it at what XLA's copy takes.
       optimizer: an Optax transformation; by default plain SGD.
       **options: more of `engine.Pipeline`, such as `schedule` and `dispatch_plan`.
@@ -151,9 +153,9 @@ def make_pipeline(
             f"make_pipeline: forward_ms and backward_ms must have an entry per stage; they have "
             f"{len(forward_ms)} and {len(backward_ms)}."
         )
-    if num_bytes < LEAST_BYTES or num_bytes % (4 * values.WIDTH):
+    if num_bytes < LEAST_BYTES or num_bytes % (4 * width):
         raise ValueError(
-            f"make_pipeline: num_bytes must be a multiple of {4 * values.WIDTH}, and {LEAST_BYTES} at "
+            f"make_pipeline: num_bytes must be a multiple of {4 * width}, and {LEAST_BYTES} at "
             f"least, since XLA does not start smaller programs asynchronously; got {num_bytes}."
         )
     register()
@@ -161,13 +163,13 @@ def make_pipeline(
     stages: list[Callable[..., Any]] = [*functions[:-1], _with_loss(functions[-1])]
     pipeline = engine.Pipeline(
         stages,
-        parameters=values.make_parameters(len(functions)),
+        parameters=values.make_parameters(len(functions), width),
         num_micro_batches=num_micro_batches,
         loss=lambda loss: loss,
         optimizer=optax.sgd(values.RATE) if optimizer is None else optimizer,
         **options,
     )
-    micro_batches = values.make_micro_batches(num_micro_batches, num_bytes)
+    micro_batches = values.make_micro_batches(num_micro_batches, num_bytes, width)
     state = pipeline.init(jax.random.key(0), micro_batches[0])
     if transfer_ms:
         _add_links(pipeline, transfer_ms)
