@@ -1,4 +1,4 @@
-"""Draws the tutorials' figures into their folders `figures`, and that of the rooms into docs/figures.
+"""Draws the tutorials' figures into their folders `figures`, and those of docs into docs/figures.
 
     python scripts/draw_figures.py            # writes them
     python scripts/draw_figures.py --check    # exits with 1 and names those that are out of date
@@ -7,8 +7,8 @@ Everything in them comes from the library: the order of actions from the timetab
 layers, parameters and bytes from tracing the model of tutorial step 4, counts from that program's default
 arguments.
 
-Each IPU has one stage in the timetables, and a column is a lock-step time-step, in which a forward and a
-backward take equally long. The weight update comes after the last time-step and is in no share.
+Each IPU has one stage in the timetables, but for Looped two, and a column is a lock-step time-step: all
+actions take equally long. The weight update comes after the last time-step and is in no share.
 
 The phases, for any schedule: main lasts from the time-step in which the last IPU begins its first action
 to the one in which the first IPU to finish does its last action, both included. What comes before is ramp
@@ -24,13 +24,11 @@ from figures import curves, facts, parts, rooms
 from figures.parts import MARGIN, Grid
 from figures.svg import Figure
 
-from ipu_pipeline.engine import schedules
-
 ROOT = Path(__file__).resolve().parent.parent
 
 NUM_STAGES = 4
 NUM_MICRO_BATCHES = 8
-SCHEDULES = ("grouped", "interleaved", "sequential")  # those of the tutorial
+SCHEDULES = ["grouped", "interleaved", "sequential"]  # those of the tutorials
 BUBBLE_COUNTS = [1, 2, 4, 8, 16, 32, 64]
 SHARD_SPLITS = ["dense32"]
 SPLITS = [["dense32"], ["dense128"], ["dense256", "dense128", "dense64"]]
@@ -40,6 +38,10 @@ FOLLOWED_STYLES = [  # the others paler
     ".backward { fill: #fbeccf; stroke: #999 }",
     ".followed_forward { fill: #5dbb63; stroke: #222; stroke-width: 2 }",
     ".followed_backward { fill: #ee7766; stroke: #222; stroke-width: 2 }",
+]
+HALVES_STYLES = [  # of a backward
+    ".input_gradients { fill: #f6d58b; stroke: #222 }",
+    ".weight_gradients { fill: #e08a5a; stroke: #222 }",
 ]
 CEL = "cel: the cross entropy of the softmax (softmax_ce) and its mean over the examples (mean)."
 INFEED = "Below: what the infeed brings for each micro-batch."
@@ -96,6 +98,28 @@ def draw_schedule(name: str) -> Figure:
     return figure
 
 
+def draw_zero_bubble() -> Figure:
+    table = facts.timetable("zero_bubble", NUM_STAGES, NUM_MICRO_BATCHES)
+    grid = Grid(table, MARGIN, columns_per_line=table.num_time_steps)
+    title = f"ZeroBubble schedule: {NUM_STAGES} stages, {NUM_MICRO_BATCHES} micro-batches"
+    figure = Figure(title, grid.width, grid.height, *HALVES_STYLES)
+    grid.draw(figure)
+    return figure
+
+
+def draw_looped() -> Figure:
+    """Two stages on each IPU."""
+    mapping = tuple(range(NUM_STAGES)) * 2
+    table = facts.timetable("looped", len(mapping), NUM_MICRO_BATCHES, mapping)
+    grid = Grid(table, MARGIN, 36, columns_per_line=table.num_time_steps // 2, device_mapping=mapping)
+    title = (
+        f"Looped schedule: {len(mapping)} stages on {NUM_STAGES} IPUs, {NUM_MICRO_BATCHES} micro-batches"
+    )
+    figure = Figure(title, grid.width, grid.height)
+    grid.draw(figure)
+    return figure
+
+
 def draw_phases() -> Figure:
     table = facts.timetable("grouped", NUM_STAGES, NUM_MICRO_BATCHES)
     grid = Grid(table, MARGIN + 56)
@@ -115,10 +139,9 @@ def draw_phases() -> Figure:
 
 def draw_in_flight() -> Figure:
     square, row, column = 24, 28, 270
-    names = SCHEDULES
     title = f"Micro-batches held per stage: {NUM_STAGES} stages, {NUM_MICRO_BATCHES} micro-batches"
-    figure = Figure(title, 2 * MARGIN + column * len(names), 2 * MARGIN + row * (NUM_STAGES + 1) + 40)
-    for place, name in enumerate(names):
+    figure = Figure(title, 2 * MARGIN + column * len(SCHEDULES), 2 * MARGIN + row * (NUM_STAGES + 1) + 40)
+    for place, name in enumerate(SCHEDULES):
         x = MARGIN + place * column
         figure.text(x, MARGIN + 14, name.capitalize(), "start strong")
         table = facts.timetable(name, NUM_STAGES, NUM_MICRO_BATCHES)
@@ -289,7 +312,12 @@ def draw_all() -> dict[str, dict[str, str]]:
     return {
         "tutorial/figures": drawn,
         "tutorial/poptorch/figures": {"execution_trace.svg": draw_execution_trace().render()},
-        "docs/figures": {"rooms.svg": draw_rooms().render(), "gpt.svg": draw_gpt().render()},
+        "docs/figures": {
+            "rooms.svg": draw_rooms().render(),
+            "gpt.svg": draw_gpt().render(),
+            "zero_bubble.svg": draw_zero_bubble().render(),
+            "looped.svg": draw_looped().render(),
+        },
     }
 
 

@@ -42,6 +42,7 @@ def describe_pipeline(one: Introduced, launches: Sequence[Launch]) -> PipelineFa
             layers=find_innermost(stage.variables),
             num_held_bytes=held.num_held_bytes,
             in_flight=held.in_flight,
+            num_between_bytes=held.num_between_bytes,
         )
         for stage, held in zip(facts.stages, owner.plan_memory(given), strict=True)
     ]

@@ -17,7 +17,8 @@ from ipu_pipeline.reports.events import Event, EventKind
 
 __all__ = ["FORMAT", "DeviceFacts", "Profile", "read_profile"]
 
-FORMAT, VERSION = "ipu_pipeline profile", 3  # 1 had no replicas and processes, 2 no spans
+# Version 1 had no replicas and processes, 2 no spans, 3 no halves of backwards.
+FORMAT, VERSION = "ipu_pipeline profile", 4
 
 # The names of an event's fields in the file.
 _COLUMNS = (

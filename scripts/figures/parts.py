@@ -84,7 +84,7 @@ def draw_legend(figure: Figure, y: int, *more: str) -> None:
 
 @dataclass(frozen=True)
 class Grid:
-    """A timetable with one stage per IPU: an IPU per row, a time-step per column, the weight update last.
+    """A timetable: an IPU per row, a time-step per column, the weight update last.
 
     Attributes:
       table: the timetable.
@@ -93,6 +93,7 @@ class Grid:
       idle_text: what stands in the cells of an IPU that waits.
       columns_per_line: after so many time-steps the timetable is continued below.
       followed: a micro-batch that has the styles "followed_forward" and "followed_backward"; None: none.
+      device_mapping: the IPU of each stage, if some have several; then an action is F2.3, with its stage.
     """
 
     table: schedules.Timetable
@@ -101,6 +102,7 @@ class Grid:
     idle_text: str = ""
     columns_per_line: int = 24
     followed: int | None = None
+    device_mapping: tuple[int, ...] = ()
 
     @property
     def width(self) -> int:
@@ -135,20 +137,24 @@ class Grid:
             middle = self.x(time_step) + self.cell_width // 2
             figure.text(middle, self._y(time_step, 0) - 5, str(time_step), "small")
         timed = list(zip(self.table.order, self.table.time_steps, strict=True))
-        busy = {(action.stage, time_step) for action, time_step in timed}
+        busy = {(self._ipu_of(action), time_step) for action, time_step in timed}
         for time_step in range(1, num_time_steps + 1):
             for ipu in range(num_ipus):
                 if (ipu, time_step) not in busy:
                     self._draw_cell(figure, time_step, ipu, "idle", self.idle_text)
         for action, time_step in timed:  # after the idle cells, whose lines are paler
-            kind = action.kind.name
-            style = self._prefix(action.micro_batch) + kind.lower()
-            self._draw_cell(figure, time_step, action.stage, style, f"{kind[0]}{action.micro_batch}")
+            style = self._prefix(action.micro_batch) + action.kind.name.lower()
+            stage = f"{action.stage}." if self.device_mapping else ""
+            text = f"{action.kind.letter}{stage}{action.micro_batch}"
+            self._draw_cell(figure, time_step, self._ipu_of(action), style, text)
         left, right = self.update_edges
         for ipu in range(num_ipus):
             y = self._y(num_time_steps, ipu)
             figure.box("update", left, y, right - left, _CELL_HEIGHT, "update")
         self._draw_legend(figure)
+
+    def _ipu_of(self, action: schedules.Action) -> int:
+        return self.device_mapping[action.stage] if self.device_mapping else action.stage
 
     def _prefix(self, micro_batch: int) -> str:
         return "followed_" if micro_batch == self.followed else ""
@@ -176,12 +182,20 @@ class Grid:
         )
         x = MARGIN
         shown = self.followed or 0
-        for style, text, meaning in [
-            (f"{self._prefix(shown)}forward", f"F{shown}", f"forward of micro-batch {shown}"),
-            (f"{self._prefix(shown)}backward", f"B{shown}", "its backward"),
-            ("idle", self.idle_text, "the IPU waits"),
-            ("update", "update", "weight update"),
+        number = f"0.{shown}" if self.device_mapping else str(shown)
+        of_stage = "stage 0, " if self.device_mapping else ""
+        backwards = [("backward", "B", "its backward", 160)]
+        if self.table.halved:
+            backwards = [("input_gradients", "I", "its input gradients", 165)]
+            backwards += [("weight_gradients", "W", "its weight gradients", 165)]
+        for style, text, meaning, width in [
+            ("forward", "F", f"forward of {of_stage}micro-batch {shown}", 250 if of_stage else 220),
+            *backwards,
+            ("idle", self.idle_text, "the IPU waits", 140 if self.table.halved else 160),
+            ("update", "update", "weight update", 160),
         ]:
-            figure.box(style, x, self._legend_top + 14, 48, 20, text)
+            is_action = style not in ("idle", "update")
+            named = f"{self._prefix(shown)}{style}" if is_action else style
+            figure.box(named, x, self._legend_top + 14, 48, 20, text + number * is_action)
             figure.text(x + 56, self._legend_top + 28, meaning, "start small")
-            x += 220 if style.endswith("forward") else 160
+            x += width

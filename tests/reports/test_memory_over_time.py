@@ -77,6 +77,26 @@ def test_by_hand():
     assert (last.peak.num_bytes, last.peak.time, last.knows_temporaries) == (31, 2, False)
 
 
+def test_halves_by_hand():
+    """The first stage has no program for input gradients, so its second half alone tells of the first."""
+    stages = (StageMemory(0, 0, 2, 100, 0, 120), StageMemory(1, 1, 1, 30, 0, 50))
+    actions = (
+        Timed("forward", 0, 0, 0, 1),
+        Timed("forward", 1, 0, 1, 2),
+        Timed("input gradients", 1, 0, 2, 4),
+        Timed("weight gradients", 0, 0, 5, 7),
+        Timed("weight gradients", 1, 0, 6, 9),
+    )
+    first, last = lay_out_memory(stages, (make_ipu(0, temporaries=7), make_ipu(1)), FLOWS, actions)
+    held = {time: first.parts["activations"][place] for place, time in enumerate(first.times)}
+    assert held == {0: 100, 1: 100, 4: 100, 5: 120, 7: 0}
+    assert list(first.parts["transfers"]) == [10, 0, 10, 0, 0]  # the gradient is held from 5 on
+    assert list(first.parts["temporaries"]) == [7, 0, 0, 7, 0]
+    assert (first.peak.kind, first.peak.num_bytes) == ("weight gradients", 127)
+    held = {time: last.parts["activations"][place] for place, time in enumerate(last.times)}
+    assert held == {0: 0, 1: 30, 2: 30, 4: 50, 6: 50, 9: 0}
+
+
 def test_an_update_of_all_that_an_ipu_has():
     actions = [*ACTIONS[:-1], Timed("update", None, None, 9, 10, ipu=0)]
     first, _last = lay_out_memory(STAGES, (make_ipu(0, temporaries=7), make_ipu(1)), FLOWS, actions)

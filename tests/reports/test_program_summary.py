@@ -14,6 +14,8 @@ from ipu_pipeline import engine, loops
 from ipu_pipeline.engine.inspect.layers import find_layers, select_layers
 from ipu_pipeline.engine.planning.chunking import ONE_BY_ONE, Chunking
 from ipu_pipeline.engine.schedules.lock_step import interleaved
+from ipu_pipeline.engine.schedules.scenarios import Costs, Scenario
+from ipu_pipeline.engine.schedules.simulator import simulate
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue
 from ipu_pipeline.ipu_outfeed_queue import IPUOutfeedQueue
@@ -65,6 +67,25 @@ summary = front.Model().program.summary()
 print(summary)
 assert not xla_bridge.backends_are_initialized()
 """
+
+
+def test_of_backwards_in_halves():
+    made = trace_gpt((1,) * 4, "zero_bubble", count=8)
+    summary, plan = made.summary(), made.plan_memory()
+    assert [stage.num_live_bytes for stage in summary.stages] == [stage.num_live_bytes for stage in plan]
+    assert [stage.is_halved for stage in summary.stages] == [True] * len(plan)
+    assert "the last stage does input gradients in its forward" in str(summary)
+    assert summary.bubble.lock_step_share == pytest.approx(3 / (3 * 8 + 3))
+    # The first stage has no program for input gradients, and the last one does them in its forward.
+    forward, first, second = (
+        [0.0 if own is None else own.num_operations for own in programs]
+        for programs in zip(*((p.forward, p.backward, p.weights) for p in made.programs), strict=True)
+    )
+    assert first[0] == first[-1] == 0
+    both = [sum(own) for own in zip(first, second, strict=True)]
+    costs = Costs.of(4, forward=forward, backward=both, weight_gradients=second)
+    timeline = simulate(Scenario(costs, "zero_bubble", 8)).free_running
+    assert summary.bubble.share == pytest.approx(1 - timeline.utilisation)
 
 
 def test_nothing_starts_and_nothing_compiles():

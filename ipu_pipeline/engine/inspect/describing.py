@@ -102,6 +102,7 @@ def _describe_stages(
                 is_halved=own.is_halved,
                 weight_operations=weights,
                 num_between_bytes=held.num_between_bytes,
+                num_live_bytes=held.num_live_bytes,
                 is_fused=is_fused,
                 num_held_bytes=held.num_held_bytes,
                 in_flight=held.in_flight,

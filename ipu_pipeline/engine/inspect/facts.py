@@ -185,11 +185,6 @@ class StageFacts:
         """The bytes that its variables take."""
         return sum(layer.num_bytes for layer in self.layers)
 
-    @property
-    def num_live_bytes(self) -> int:
-        """What it holds of all micro-batches in flight; with halves, at most."""
-        return self.in_flight * max(self.num_held_bytes, self.num_between_bytes)
-
 
 @dataclass(frozen=True)
 class PipelineFacts:
@@ -262,6 +257,7 @@ class StageDetails(StageFacts):
     Attributes:
       layers: its variables as a tree, in which equal neighbours stand once.
       variables: the variables that it owns.
+      num_live_bytes: what it holds of all micro-batches in flight, at most.
       num_trained: the number of elements of its trained variables.
       part: what lies where it runs.
       num_sent_bytes: the bytes that it sends forwards to other IPUs per micro-batch.
@@ -275,6 +271,7 @@ class StageDetails(StageFacts):
 
     layers: tuple[Layer, ...]
     variables: tuple[VariableSpec, ...]
+    num_live_bytes: int
     num_trained: int
     part: Part
     num_sent_bytes: int

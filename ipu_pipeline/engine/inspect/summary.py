@@ -133,9 +133,10 @@ class PipelineSummary(PipelineDetails):
     def explain_work(self) -> list[str]:
         """Explains the operations of stages, in parts of a line."""
         if any(stage.num_backward_flop for stage in self.stages):
-            ending = "the last stage does both in its forward"
-            is_fused = not self.stages[-1].num_backward_flop
-            return ["forward, backward: estimated operations", *[ending] * is_fused]
+            last = self.stages[-1]
+            what = "input gradients" if last.is_halved else "both"
+            ending = f"the last stage does {what} in its forward"
+            return ["forward, backward: estimated operations", *[ending] * last.is_fused]
         has_work = any(stage.num_flop for stage in self.stages)
         return ["forward: estimated operations"] * has_work
 

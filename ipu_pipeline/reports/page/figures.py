@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ipu_pipeline.engine.inspect import PipelineFacts
+from ipu_pipeline.engine.schedules import named_schedules
 from ipu_pipeline.reports.memory_over_time import profile_memory_over_time
 from ipu_pipeline.reports.page.escaping import as_html
 from ipu_pipeline.reports.page.tables import (
@@ -57,7 +58,8 @@ def _title(one: Study) -> str:
     what = {"training": "Training", "inference": "Inference", "loop": "Loop"}.get(facts.kind, facts.kind)
     size = "" if facts.micro_batch_size is None else f" of {facts.micro_batch_size}"
     chunks = f", programs of {facts.chunk_size} micro-batches" if facts.chunk_size > 1 else ""
-    schedule = facts.schedule.capitalize() if facts.schedule.islower() else facts.schedule
+    parts = facts.schedule.split("_") if facts.schedule in named_schedules() else [facts.schedule]
+    schedule = "".join(part.capitalize() if part.islower() else part for part in parts)
     ran = "" if facts.kind == "loop" else f"{schedule}, "
     return f"{what}: {facts.name}, {ran}{number} micro-batch{'es' * (number != 1)}{size} per step{chunks}"
 

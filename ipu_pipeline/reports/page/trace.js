@@ -203,7 +203,7 @@ function findEvent(view, time, height, pixel) {
 /** The phases of a step: until every IPU has begun, until the first one has finished, and from then on. */
 function findPhases(view, step) {
   const { events } = view;
-  const ofStages = ["forward", "backward"].map((kind) => events.kinds.indexOf(kind));
+  const ofStages = ["forward", "backward", "input gradients", "weight gradients"].map((kind) => events.kinds.indexOf(kind));
   const firsts = new Map(), lasts = new Map();
   let begin = Infinity, end = -Infinity;
   for (let at = 0; at < events.count; at++) {
