@@ -88,8 +88,8 @@ class FileSchedule:
             raise ScheduleError(
                 f"Schedule {self.path}: the file has {len(self.rows)} ranks and {len(self.device_mapping)} "
                 f"stages, mapped as {list(self.device_mapping)}; the pipeline has {num_stages} stages, "
-                f"mapped as {list(device_mapping)}. Give the pipeline the file's stages and device_mapping, "
-                "or another file."
+                f"mapped as {list(device_mapping)}. Give the pipeline the file's stages and mapping, or "
+                "another file."
             )
         if num_micro_batches != self.num_micro_batches:
             raise ScheduleError(

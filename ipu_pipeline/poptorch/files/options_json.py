@@ -33,7 +33,7 @@ def _encode_group(path: str, group: OptionGroup) -> Any:
     if callable(schedule := values.get("pipeline_schedule")) or schedules.is_path(schedule):
         raise Error(
             f"Options.setPipelineSchedule({schedule!r}): a file of a model cannot hold a function or a "
-            "path. Name a schedule; or export the model with one, and set the other by edit_opts_fn of load."
+            "path. Name a schedule; or export the model with one, and set yours by edit_opts_fn of load."
         )
     return {
         "values": encode(values, f"Options.{path}".rstrip("."), _refuse),
