@@ -15,7 +15,7 @@ from ipu_pipeline.engine.schedules.building_blocks import v_half, v_min
 from ipu_pipeline.engine.schedules.checking import Timetable, check
 from ipu_pipeline.engine.schedules.clusters import Cluster, LinkSpeed
 from ipu_pipeline.engine.schedules.dual_pipe_v import dual_pipe_v
-from ipu_pipeline.engine.schedules.files import FileSchedule, is_path, read_csv, write_csv
+from ipu_pipeline.engine.schedules.files import FileSchedule, is_path, load_schedule, read_csv, write_csv
 from ipu_pipeline.engine.schedules.host_memory import HostMemory
 from ipu_pipeline.engine.schedules.lock_step import grouped, interleaved, sequential
 from ipu_pipeline.engine.schedules.looped import looped
@@ -79,6 +79,7 @@ __all__ = [
     "grouped",
     "interleaved",
     "is_path",
+    "load_schedule",
     "looped",
     "looped_zero_bubble",
     "named_schedules",

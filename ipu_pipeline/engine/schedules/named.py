@@ -104,7 +104,7 @@ SCHEDULES = (
     NamedSchedule(
         zero_bubble_v,
         "ZeroBubbleV",
-        ("zbv", "zb_v", "zbv_zero_bubble"),
+        ("zbv", "zbv_zero_bubble"),
         "Two stages on each IPU, down and up: nearly no waits, and the memory of Interleaved.",
     ),
     NamedSchedule(

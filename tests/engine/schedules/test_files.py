@@ -8,7 +8,7 @@ import pytest
 from ipu_pipeline import engine
 from ipu_pipeline.engine import schedules
 from ipu_pipeline.engine.schedules.actions import Action, ActionKind, ScheduleError
-from tests.support import beside, models
+from tests.support import scheduled
 
 F, B, I, W = ActionKind  # noqa: E741
 HALVES = "0F0,0F1,,0I0,0W0,0B1\n,1F0,1B0,1F1,1I1,1W1\n"
@@ -130,7 +130,7 @@ def test_a_changed_file_is_read_again(write):
 @pytest.mark.parametrize("as_path", [str, pathlib.Path])
 def test_a_pipeline_from_a_file_equals_a_plain_loop(as_path, write):
     text = "0F0,0F1,,3F0,3B0,3F1,3I1,0I0,0W0,3W1,0B1\n,1F0,2F0,1F1,2F1,2B0,1I0,1W0,2B1,1I1,1W1\n"
-    models.check_schedule(as_path(write(text)), (0, 1, 1, 0), 2)
+    scheduled.check(as_path(write(text)), (0, 1, 1, 0), 2, num_steps=2)
 
 
 def test_a_pipeline_reads_a_file_when_it_is_made(write):

@@ -45,9 +45,7 @@ def test_zero_bubble_h2(p, m):
 @pytest.mark.parametrize("p", NUM_IPUS)
 @pytest.mark.parametrize(("forward", "inputs", "weights"), [(2, 2, 1), (3, 3, 2), (2, 3, 1), (3, 2, 2)])
 def test_zero_bubble_h2_with_unequal_times(p, forward, inputs, weights):
-    found = follow(
-        schedules.zero_bubble_h2, one(p), 3 * p, forward=forward, inputs=inputs, weights=weights
-    )
+    found = follow(schedules.zero_bubble_h2, one(p), 3 * p, forward=forward, inputs=inputs, weights=weights)
     assert found.wait_across == (p - 1) * (forward + inputs - 2 * weights)
 
 

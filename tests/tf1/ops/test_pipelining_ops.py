@@ -8,6 +8,7 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline import pipelining_ops
+from ipu_pipeline.engine import schedules
 from ipu_pipeline.gradient_accumulation import GradientAccumulationReductionMethod
 from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput, PipelineSchedule, pipeline
 from tests.support import front, models
@@ -113,7 +114,7 @@ OPTIMIZER, OUTFEED = "optimizer_function", "outfeed_queue"
         ({"device_mapping": 0}, TypeError, "device_mapping argument needs to be a list or a tuple"),
         ({"device_mapping": [0]}, ValueError, "Each stage must be mapped to an IPU: 1 mappings != 2"),
         ({"device_mapping": [0, -1]}, ValueError, r"device_mapping\[1\] is -1"),
-        ({"pipeline_schedule": "Grouped"}, TypeError, "not a member of the PipelineSchedule enumeration"),
+        ({"pipeline_schedule": 3}, TypeError, "not a member of the PipelineSchedule enumeration"),
         (
             {"reduction_method": "MEDIAN"},
             ValueError,
@@ -179,7 +180,7 @@ def test_schedules():
             computational_stages=[front.first_stage, *[pass_on] * 2, front.second_stage],
             gradient_accumulation_count=6,
             pipeline_schedule=schedule,
-            device_mapping=AROUND if schedule is PipelineSchedule.Looped else None,
+            device_mapping=MAPPINGS.get(schedule),
         )
         in_flight[schedule] = model.program.calls[0].pipeline.timetable(6).in_flight
     assert in_flight == {
@@ -187,8 +188,15 @@ def test_schedules():
         PipelineSchedule.Grouped: (6, 5, 3, 1),
         PipelineSchedule.Interleaved: (4, 3, 2, 1),
         PipelineSchedule.Sequential: (1, 1, 1, 1),
+        PipelineSchedule.AllForwards: (6, 6, 6, 6),
         PipelineSchedule.Looped: (4, 3, 2, 1),
         PipelineSchedule.ZeroBubble: (4, 4, 3, 4),
+        PipelineSchedule.ZeroBubbleH2: (6, 6, 6, 6),
+        PipelineSchedule.LoopedZeroBubble: (4, 4, 3, 3),
+        PipelineSchedule.ZeroBubbleV: (3, 3, 3, 2),
+        PipelineSchedule.VHalf: (3, 3, 2, 2),
+        PipelineSchedule.VMin: (3, 3, 2, 2),
+        PipelineSchedule.DualPipeV: (4, 4, 2, 3),
     }
 
 
@@ -196,11 +204,20 @@ def pass_on(*values):
     return values
 
 
-AROUND = [0, 1, 0, 1]
+AROUND, DOWN_AND_UP = [0, 1, 0, 1], [0, 1, 1, 0]
+MAPPINGS = {
+    PipelineSchedule.Looped: AROUND,
+    PipelineSchedule.LoopedZeroBubble: AROUND,
+    PipelineSchedule.ZeroBubbleV: DOWN_AND_UP,
+    PipelineSchedule.VHalf: DOWN_AND_UP,
+    PipelineSchedule.VMin: DOWN_AND_UP,
+    PipelineSchedule.DualPipeV: DOWN_AND_UP,
+}
 
 
 @pytest.mark.parametrize(
-    ("schedule", "mapping"), [("Looped", AROUND), ("ZeroBubble", None), ("ZeroBubble", AROUND)]
+    ("schedule", "mapping"),
+    [("Looped", AROUND), ("ZeroBubble", None), ("ZeroBubble", AROUND), ("ZeroBubbleV", DOWN_AND_UP)],
 )
 def test_schedules_that_graphcore_s_do_not_have(schedule, mapping):
     stages = [front.first_stage, *[pass_on] * 2, front.second_stage]
@@ -210,6 +227,20 @@ def test_schedules_that_graphcore_s_do_not_have(schedule, mapping):
         device_mapping=mapping,
     )
     models.assert_trees_close(run(model, 2), run(front.Model(computational_stages=stages), 2))
+
+
+def test_schedules_by_other_names_functions_and_files(tmp_path):
+    path = tmp_path / "plan.csv"
+    schedules.write_csv(schedules.all_forwards(2, 3, [0, 1]), path)
+    expected = run(front.Model(), 2)
+    for schedule in ("gpipe", schedules.all_forwards, path, str(path)):
+        model = front.Model(pipeline_schedule=schedule)
+        models.assert_trees_close(run(model, 2), expected)
+
+
+def test_what_is_no_schedule():
+    with pytest.raises(ValueError, match=r"pipeline_schedule must be one of grouped, .*got 'fast'"):
+        front.Model(pipeline_schedule="fast")
 
 
 def test_looped_says_what_mapping_it_needs():
