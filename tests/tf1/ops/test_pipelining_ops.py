@@ -192,11 +192,11 @@ def test_schedules():
         PipelineSchedule.Looped: (4, 3, 2, 1),
         PipelineSchedule.ZeroBubble: (4, 4, 3, 4),
         PipelineSchedule.ZeroBubbleH2: (6, 6, 6, 6),
-        PipelineSchedule.LoopedZeroBubble: (4, 4, 3, 3),
-        PipelineSchedule.ZeroBubbleV: (3, 3, 3, 2),
-        PipelineSchedule.VHalf: (3, 3, 2, 2),
-        PipelineSchedule.VMin: (3, 3, 2, 2),
-        PipelineSchedule.DualPipeV: (4, 4, 2, 3),
+        PipelineSchedule.LoopedZeroBubble: (4, 4, 2, 2),
+        PipelineSchedule.ZeroBubbleV: (4, 3, 2, 1),
+        PipelineSchedule.VHalf: (4, 3, 2, 1),
+        PipelineSchedule.VMin: (2, 2, 2, 1),
+        PipelineSchedule.DualPipeV: (4, 3, 2, 1),
     }
 
 
