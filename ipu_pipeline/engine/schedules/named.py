@@ -111,10 +111,10 @@ SCHEDULES = (
         v_half,
         "VHalf",
         (),
-        "Two stages on each IPU, down and up: half of that memory, and some waits.",
+        "Two stages on each IPU, down and up: half of ZeroBubbleV's memory.",
     ),
     NamedSchedule(
-        v_min, "VMin", (), "Two stages on each IPU, down and up: a third of that memory, and more waits."
+        v_min, "VMin", (), "Two stages on each IPU, down and up: a third of ZeroBubbleV's memory."
     ),
     NamedSchedule(
         dual_pipe_v,
