@@ -416,7 +416,7 @@ WRONG = {
         "Distributed.configureProcessId(0, 0)": "num_processes must be at least 1; got 0",
     },
     TypeError: {
-        "setPipelineSchedule(3)": "or a function; got 3",
+        "setPipelineSchedule(3)": "a function of .*; got 3",
         "setPipelineSchedule(lambda a, b: [])": "must take .num_stages.*too many pos",
     },
 }
