@@ -6,7 +6,7 @@ import argparse
 import math
 from collections.abc import Sequence
 
-from ipu_pipeline.engine.schedules import MAX_ACTIONS, named_schedules
+from ipu_pipeline.engine.schedules import MAX_ACTIONS, check_schedule, named_schedules
 
 __all__ = ["add_pipeline", "at_least_one", "check_size", "find_mapping", "number", "numbers", "spread"]
 
@@ -20,7 +20,12 @@ def add_pipeline(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="per weight update (gradient accumulation count)",
     )
-    parser.add_argument("--schedule", choices=list(named_schedules()), help="by default grouped")
+    parser.add_argument(
+        "--schedule",
+        type=_schedule,
+        metavar="NAME",
+        help=f"one of {', '.join(named_schedules())}, or another library's name; by default grouped",
+    )
     parser.add_argument(
         "--device-mapping",
         type=_mapping,
@@ -34,6 +39,16 @@ def add_pipeline(parser: argparse.ArgumentParser) -> None:
         help="forwards only: no backwards, no weight update",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _schedule(text: str) -> str:
+    try:
+        found = check_schedule(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if found not in named_schedules():
+        raise argparse.ArgumentTypeError(f"must be a name, not a file; got {text!r}")
+    return str(found)
 
 
 def find_mapping(

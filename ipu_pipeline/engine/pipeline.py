@@ -130,7 +130,8 @@ class Pipeline:
         self._begin(Recipe(functions, mapping, options), levels, options.loss is not None)
         # One program needs no timetable, but a user's schedule is checked all the same.
         known = 1 if count is None else count
-        self.timetable(min(known, 64) if self.is_one_program else known)
+        is_file = isinstance(schedule, schedules.FileSchedule)  # for one number of micro-batches only
+        self.timetable(min(known, 64) if self.is_one_program and not is_file else known)
 
     def _begin(self, recipe: Recipe, levels: Sequence[int], trains: bool) -> None:
         """Checks a recipe, and takes it.
@@ -212,7 +213,7 @@ class Pipeline:
 
     @property
     def options(self) -> PipelineOptions:
-        """The options that were given."""
+        """The options that were given; the schedule as it was found."""
         return self._recipe.options
 
     @property
@@ -1146,7 +1147,7 @@ class Pipeline:
 
 
 def _make_timetable(
-    schedule: str | schedules.ScheduleFunction,
+    schedule: schedules.ScheduleLike,
     mapping: tuple[int, ...],
     trains: bool,
     levels: tuple[int, ...],

@@ -38,8 +38,9 @@ class PipelineOptions:
       optimizer: an Optax transformation; or a function of what the last stage returned for the last
         micro-batch (for the state at the start: the first). The function returns a transformation, or a
         pair of a transformation and a dict of extra arguments for its `update`.
-      schedule: "grouped", "interleaved", "sequential", "looped", "zero_bubble" or a function like
-        `schedules.grouped`.
+      schedule: a name of `schedules.named_schedules`, or that of another library ("1f1b"), in any case; a
+        function like `schedules.grouped`; or the path of a CSV file, see `schedules.read_csv`, which is
+        read at once. It becomes a name of `named_schedules` or a function.
       device_mapping: the IPU of each stage, a number from 0; a list of numbers for parallel stages. By
         default each stage has its own.
       devices: the JAX device of each IPU; by default the first of `jax.devices()`.
@@ -115,7 +116,7 @@ class PipelineOptions:
     parameters: Sequence[Any] | None = None
     loss: Callable[..., Any] | None = None
     optimizer: optimizer_tracing.Optimizer | None = None
-    schedule: str | schedules.ScheduleFunction = "grouped"
+    schedule: schedules.ScheduleLike = "grouped"
     device_mapping: stage_lists.Mapping | None = None
     devices: Sequence[Any] | None = None
     reduction: str | Reduction = "sum"
@@ -152,8 +153,10 @@ class PipelineOptions:
         """Checks the fields that can be checked alone.
 
         Raises:
+          TypeError: the schedule is of another type, or a function that does not take its arguments.
           ValueError: a field is not usable.
         """
+        object.__setattr__(self, "schedule", schedules.find_schedule(self.schedule))
         if self.num_micro_batches is not None:
             check_positive("num_micro_batches", self.num_micro_batches)
         check_positive("num_serialized", self.num_serialized)

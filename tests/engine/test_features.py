@@ -132,12 +132,14 @@ class Feature:
 
 MEMORY = ["weight_update_variables", "activations", "gradient_accumulation_buffers", "weights"]
 ONE, LOOPED, MIXED, NEIGHBOURS = (0, 0, 0, 0), (0, 1, 0, 1), (1, 0, 2, 0), (0, 0, 1, 1)
+V_SHAPE = (0, 1, 1, 0)
 THEN, INTERLEAVED = "recompute_then_backpropagate", "recompute_and_backpropagate_interleaved"
 CHUNKS = {"dispatch_plan": engine.Chunking(2)}
 SHARED_OUT = {"shard": ["optimizer_state", "weights"]}
 ONE_GROUP = {"num_serialized": 2, "schedule": "sequential"}
 IN_TURN = {"schedule": "sequential"}
 HALVES = {"schedule": "zero_bubble"}
+NOT_PARALLEL = {"looped", "looped_zero_bubble", "zero_bubble_v", "v_half", "v_min", "dual_pipe_v"}
 
 FEATURES: dict[str, Feature] = {
     # Schedules and places.
@@ -211,6 +213,13 @@ FEATURES: dict[str, Feature] = {
     "looped": Feature({"schedule": "looped", "recompute": "auto", "donate": True}, LOOPED),
     "looped, chunks": Feature({"schedule": "looped", "reduction": "mean", **CHUNKS}, LOOPED),
     "halves": Feature({**HALVES, "donate": True}),
+    "halves, more held": Feature({"schedule": "zero_bubble_h2", "reduction": "running_mean"}),
+    "halves, around": Feature({"schedule": "looped_zero_bubble", "donate": True}, LOOPED),
+    "halves, down and up": Feature({"schedule": "zero_bubble_v", "donate": True}, V_SHAPE),
+    "halves, half held": Feature({"schedule": "v_half", "reduction": "mean"}, V_SHAPE),
+    "halves, a third held": Feature({"schedule": "v_min", "recompute": "auto"}, V_SHAPE),
+    "halves, both ways": Feature({"schedule": "dual_pipe_v"}, V_SHAPE),
+    "all forwards": Feature({"schedule": "all_forwards", "donate": True}, MIXED),
     "halves, count given": Feature({**HALVES, "reduction": "mean"}, given=True),
     "halves, looped": Feature({**HALVES, "reduction": "running_mean"}, LOOPED),
     "halves, recomputed": Feature({**HALVES, "recompute": "auto"}, MIXED),
@@ -259,8 +268,8 @@ def make(model, dtype, feature):
     if options["optimizer"] is None:
         built["loss"] = None
     levels, mapping = len(built["stages"]), feature.mapping
-    if levels == 3 and options.get("schedule") == "looped":
-        pytest.skip("Looped has no parallel stages")
+    if levels == 3 and options.get("schedule") in NOT_PARALLEL:
+        pytest.skip("the schedule has no parallel stages")
     if mapping is not None and levels == 3:
         mapping = (mapping[0], list(mapping[1:3]), mapping[3])
     if feature.phases is not None:

@@ -10,12 +10,24 @@ from ipu_pipeline.engine.schedules.actions import (
     format_rows,
 )
 from ipu_pipeline.engine.schedules.advice import Advice, advise
+from ipu_pipeline.engine.schedules.all_forwards import all_forwards
+from ipu_pipeline.engine.schedules.building_blocks import v_half, v_min
 from ipu_pipeline.engine.schedules.checking import Timetable, check
 from ipu_pipeline.engine.schedules.clusters import Cluster, LinkSpeed
+from ipu_pipeline.engine.schedules.dual_pipe_v import dual_pipe_v
+from ipu_pipeline.engine.schedules.files import FileSchedule, is_path, load_schedule, read_csv, write_csv
 from ipu_pipeline.engine.schedules.host_memory import HostMemory
 from ipu_pipeline.engine.schedules.lock_step import grouped, interleaved, sequential
 from ipu_pipeline.engine.schedules.looped import looped
-from ipu_pipeline.engine.schedules.named import named_schedules
+from ipu_pipeline.engine.schedules.looped_zero_bubble import looped_zero_bubble
+from ipu_pipeline.engine.schedules.named import (
+    SCHEDULES,
+    NamedSchedule,
+    ScheduleLike,
+    check_schedule,
+    find_schedule,
+    named_schedules,
+)
 from ipu_pipeline.engine.schedules.scenarios import Costs, Memory, Scenario
 from ipu_pipeline.engine.schedules.simulator import Simulation, predict_step_time, simulate
 from ipu_pipeline.engine.schedules.staircases import find_ramps, find_slots, format_staircase
@@ -23,45 +35,64 @@ from ipu_pipeline.engine.schedules.timelines import Bubble, Interval, Peak, Send
 from ipu_pipeline.engine.schedules.timetables import MAX_ACTIONS, timetable
 from ipu_pipeline.engine.schedules.variants import Layer, Variant, what_if
 from ipu_pipeline.engine.schedules.zero_bubble import zero_bubble
+from ipu_pipeline.engine.schedules.zero_bubble_h2 import zero_bubble_h2
+from ipu_pipeline.engine.schedules.zero_bubble_v import zero_bubble_v
 
 __all__ = [
     "MAX_ACTIONS",
+    "SCHEDULES",
     "Action",
     "ActionKind",
     "Advice",
     "Bubble",
     "Cluster",
     "Costs",
+    "FileSchedule",
     "HostMemory",
     "Interval",
     "Layer",
     "LinkSpeed",
     "Memory",
+    "NamedSchedule",
     "Peak",
     "Row",
     "Rows",
     "Scenario",
     "ScheduleError",
     "ScheduleFunction",
+    "ScheduleLike",
     "Sending",
     "Simulation",
     "Timeline",
     "Timetable",
     "Variant",
     "advise",
+    "all_forwards",
     "check",
+    "check_schedule",
+    "dual_pipe_v",
     "find_ramps",
+    "find_schedule",
     "find_slots",
     "format_rows",
     "format_staircase",
     "grouped",
     "interleaved",
+    "is_path",
+    "load_schedule",
     "looped",
+    "looped_zero_bubble",
     "named_schedules",
     "predict_step_time",
+    "read_csv",
     "sequential",
     "simulate",
     "timetable",
+    "v_half",
+    "v_min",
     "what_if",
+    "write_csv",
     "zero_bubble",
+    "zero_bubble_h2",
+    "zero_bubble_v",
 ]

@@ -2,8 +2,8 @@
 
 Stages of one IPU take turns: all micro-batches in one, then in the next, and back the other way round.
 With p IPUs of one stage each, each IPU waits for (p-1)(F+B) of a step, as with Interleaved, and holds all m
-micro-batches. With v stages on each IPU, mapped as for Looped, it holds v m stage activations, and waits for
-(p-1)(F+B) of a stage that takes a v-th of the time, if there are m >= p micro-batches.
+micro-batches. With v stages on each IPU, mapped as for Looped, it holds v m stage activations, and waits
+for (p-1)(F+B) of a stage that takes a v-th of the time, if there are m >= p micro-batches.
 
 It is not Grouped, in which forwards and backwards take turns as soon as there is a backward.
 

@@ -1,11 +1,11 @@
 """The VHalf and VMin schedules: two stages on each IPU in a V shape, and less held than with ZeroBubbleV.
 
-All micro-batches go forward down the IPUs and up, and back down and up, in the same rhythm, their block. One
-follows the other 6 time-steps later, 3 for each of an IPU's stages. A block's actions on one IPU have
-different places modulo 6, so that blocks fit into each other. An IPU holds the more micro-batches, the longer
-a block takes: in VMin each hop takes one time-step, in VHalf those down take two, which leaves less to wait
-for at both ends of a step. What is held is about the same on all IPUs. `fill` follows the order of the
-blocks, and enters weight gradients where IPUs would wait.
+All micro-batches go forward down the IPUs and up, and back down and up, in the same rhythm, their block.
+One follows the other 6 time-steps later, 3 for each of an IPU's stages. A block's actions on one IPU have
+different places modulo 6, so that blocks fit into each other. The longer a block takes, the more is held:
+in VMin each hop takes one time-step, in VHalf those down take two, which leaves less to wait for at both
+ends of a step. What is held is about the same on all IPUs. `fill` follows the order of the blocks, and
+enters weight gradients where IPUs would wait.
 
 Where F, I and W of a stage take one time-step each, with p > 1 IPUs and m micro-batches:
 

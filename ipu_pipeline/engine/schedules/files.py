@@ -87,8 +87,8 @@ class FileSchedule:
         if num_stages != len(self.device_mapping) or list(device_mapping) != list(self.device_mapping):
             raise ScheduleError(
                 f"Schedule {self.path}: the file has {len(self.rows)} ranks and {len(self.device_mapping)} "
-                f"stages, mapped as {list(self.device_mapping)}; the pipeline has {num_stages} stages, mapped "
-                f"as {list(device_mapping)}. Give the pipeline the file's stages and device_mapping, or "
+                f"stages, mapped as {list(self.device_mapping)}; the pipeline has {num_stages} stages, "
+                f"mapped as {list(device_mapping)}. Give the pipeline the file's stages and mapping, or "
                 "another file."
             )
         if num_micro_batches != self.num_micro_batches:
@@ -250,7 +250,7 @@ def _check_cells(
             action = Action(kind, stage, micro_batch)
             if action not in done:
                 rank = ranks.get(stage, len(cells) - 1)
-                fault = f"the {action} is missing. Every stage has all micro-batches up to the last one, {count - 1}"
+                fault = f"the {action} is missing. Every stage has all micro-batches up to {count - 1}"
                 raise _fault(path, cells, rank, len(cells[rank]) - 1, fault)
     return tuple(ranks[stage] for stage in range(len(ranks))), count
 

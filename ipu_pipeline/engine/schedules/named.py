@@ -104,17 +104,17 @@ SCHEDULES = (
     NamedSchedule(
         zero_bubble_v,
         "ZeroBubbleV",
-        ("zbv", "zb_v", "zbv_zero_bubble"),
+        ("zbv", "zbv_zero_bubble"),
         "Two stages on each IPU, down and up: nearly no waits, and the memory of Interleaved.",
     ),
     NamedSchedule(
         v_half,
         "VHalf",
         (),
-        "Two stages on each IPU, down and up: half of that memory, and some waits.",
+        "Two stages on each IPU, down and up: half of ZeroBubbleV's memory.",
     ),
     NamedSchedule(
-        v_min, "VMin", (), "Two stages on each IPU, down and up: a third of that memory, and more waits."
+        v_min, "VMin", (), "Two stages on each IPU, down and up: a third of ZeroBubbleV's memory."
     ),
     NamedSchedule(
         dual_pipe_v,

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from ipu_pipeline.engine.schedules.actions import ActionKind, ScheduleFunction
+from ipu_pipeline.engine.schedules.actions import ActionKind
 from ipu_pipeline.engine.schedules.checking import Timetable
 from ipu_pipeline.engine.schedules.clusters import Cluster
 from ipu_pipeline.engine.schedules.host_memory import HostMemory
-from ipu_pipeline.engine.schedules.named import named_schedules
+from ipu_pipeline.engine.schedules.named import ScheduleLike, find_schedule
 from ipu_pipeline.engine.schedules.timetables import timetable
 from ipu_pipeline.ground.checks import is_int, is_real
 
@@ -225,7 +225,7 @@ class Scenario:
     """
 
     costs: Costs
-    schedule: str | ScheduleFunction | Timetable = "grouped"
+    schedule: ScheduleLike | Timetable = "grouped"
     num_micro_batches: int = 1
     device_mapping: tuple[int, ...] = ()
     levels: tuple[int, ...] = ()
@@ -258,11 +258,8 @@ class Scenario:
                     f"Scenario: {name} must have a number from 0 for each of the {number} stages; got "
                     f"{value!r}."
                 )
-        if isinstance(self.schedule, str) and self.schedule not in named_schedules():
-            raise ValueError(
-                f"Scenario: schedule must be one of {', '.join(named_schedules())}, a function or a "
-                f"timetable; got {self.schedule!r}."
-            )
+        if not isinstance(self.schedule, Timetable):
+            object.__setattr__(self, "schedule", find_schedule(self.schedule, "Scenario: schedule"))
         levels = self.levels
         rising = all(0 <= after - before <= 1 for before, after in itertools.pairwise(levels))
         if levels[0] != 0 or not rising:

@@ -6,16 +6,15 @@ import functools
 
 from ipu_pipeline.engine.schedules.actions import ScheduleFunction
 from ipu_pipeline.engine.schedules.checking import Timetable, check
-from ipu_pipeline.engine.schedules.named import find_schedule, named_schedules
+from ipu_pipeline.engine.schedules.named import ScheduleLike, find_schedule, named_schedules
 
 __all__ = ["MAX_ACTIONS", "timetable"]
 
 MAX_ACTIONS = 2**22  # all of them are written down and checked beforehand: half a minute, a gigabyte
 
 
-@functools.lru_cache(maxsize=64)
 def timetable(
-    schedule: str | ScheduleFunction,
+    schedule: ScheduleLike,
     num_stages: int,
     num_micro_batches: int,
     device_mapping: tuple[int, ...],
@@ -50,12 +49,25 @@ def timetable(
             f"{num_actions} actions; a schedule over several IPUs has up to {MAX_ACTIONS}. Update more "
             "often, or put all stages on one IPU."
         )
-    schedule = find_schedule(schedule)
-    if isinstance(schedule, str):
-        schedule = named_schedules()[schedule]
-    if levels is None or len(set(levels)) == num_stages:
-        rows = schedule(num_stages, num_micro_batches, device_mapping, training)
+    if levels is None:
         levels = tuple(range(num_stages))
+    found = find_schedule(schedule)
+    return _make(found, num_stages, num_micro_batches, device_mapping, training, levels, halved)
+
+
+@functools.lru_cache(maxsize=64)
+def _make(
+    found: str | ScheduleFunction,
+    num_stages: int,
+    num_micro_batches: int,
+    device_mapping: tuple[int, ...],
+    training: bool,
+    levels: tuple[int, ...],
+    halved: frozenset[int] | None,
+) -> Timetable:
+    make_rows = named_schedules()[found] if isinstance(found, str) else found
+    if len(set(levels)) == num_stages:
+        rows = make_rows(num_stages, num_micro_batches, device_mapping, training)
     else:
-        rows = schedule(num_stages, num_micro_batches, device_mapping, training, levels)
+        rows = make_rows(num_stages, num_micro_batches, device_mapping, training, levels)
     return check(rows, num_stages, num_micro_batches, device_mapping, training, levels, halved)

@@ -325,7 +325,7 @@ def _is_live(options: Options) -> bool:
     return not isinstance(strategy, PhasedExecution) or strategy.liveness is Liveness.AlwaysLive
 
 
-def _schedule(options: Options) -> str | schedules.ScheduleFunction:
+def _schedule(options: Options) -> schedules.ScheduleLike:
     strategy = options.execution_strategy
     if isinstance(strategy, (ShardedExecution, PhasedExecution)):
         if options.is_set("pipeline_schedule"):
@@ -334,7 +334,7 @@ def _schedule(options: Options) -> str | schedules.ScheduleFunction:
                 "micro-batch ends before the next one begins."
             )
         return "sequential"
-    found: str | schedules.ScheduleFunction = options.pipeline_schedule
+    found: schedules.ScheduleLike = options.pipeline_schedule
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import PurePath
 from typing import Any, NoReturn
 
+from ipu_pipeline.engine import schedules
 from ipu_pipeline.poptorch.enums import ConnectionType
 from ipu_pipeline.poptorch.errors import Error
 from ipu_pipeline.poptorch.files.values import decode, encode
@@ -22,17 +23,17 @@ def encode_options(options: Options) -> Any:
     """Encodes options as JSON.
 
     Raises:
-      Error: the schedule is a function.
+      Error: the schedule is a function or a path.
     """
     return {path: _encode_group(path, group) for path, group in _groups(options).items()}
 
 
 def _encode_group(path: str, group: OptionGroup) -> Any:
     values = {name: value for name, value in group.values_by_name().items() if name not in _OF_THE_MACHINE}
-    if callable(schedule := values.get("pipeline_schedule")):
+    if callable(schedule := values.get("pipeline_schedule")) or schedules.is_path(schedule):
         raise Error(
-            f"Options.setPipelineSchedule({schedule!r}): a file of a model cannot hold a function. Name a "
-            "schedule; or export the model with one, and set the function by edit_opts_fn of load."
+            f"Options.setPipelineSchedule({schedule!r}): a file of a model cannot hold a function or a "
+            "path. Name a schedule; or export the model with one, and set yours by edit_opts_fn of load."
         )
     return {
         "values": encode(values, f"Options.{path}".rstrip("."), _refuse),

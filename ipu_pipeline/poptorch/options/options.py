@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
@@ -37,24 +36,9 @@ def _check_strategy(name: str, value: Any) -> Strategy:
     return value.clone()
 
 
-def _check_schedule(name: str, value: Any) -> str | schedules.ScheduleFunction:
-    known = schedules.named_schedules()
-    if isinstance(value, str):
-        if value not in known:
-            raise ValueError(f"{name} must be one of {', '.join(known)}, or a function; got {value!r}.")
-    elif not callable(value):
-        raise TypeError(f"{name} must be one of {', '.join(known)}, or a function; got {value!r}.")
-    else:
-        try:
-            inspect.signature(value).bind(1, 1, (0,), True)
-        except TypeError as error:
-            raise TypeError(
-                f"{name} must take (num_stages, num_micro_batches, device_mapping, training), but "
-                f"{value!r} cannot: {error}."
-            ) from None
-        except ValueError:
-            pass  # it does not say what it takes
-    return value
+def _check_schedule(name: str, value: Any) -> schedules.ScheduleLike:
+    # The path of a file stays: it is read when a model is compiled.
+    return schedules.check_schedule(value, name)
 
 
 class Options(DeviceOptions, DiagnosticOptions):
@@ -124,13 +108,14 @@ class Options(DeviceOptions, DiagnosticOptions):
     pipeline_schedule = Option(_check_schedule, "grouped")
 
     @pipeline_schedule.setter
-    def setPipelineSchedule(self, schedule: str | schedules.ScheduleFunction) -> None:
+    def setPipelineSchedule(self, schedule: schedules.ScheduleLike) -> None:
         """The order in which pipelined stages run forwards and backwards. Not in PopTorch.
 
         Args:
-          schedule: "grouped", the default, "interleaved", "sequential", "looped" or "zero_bubble"; or a
-            function like `ipu_pipeline.engine.schedules.grouped`, which is checked for a model's stages and
-            counts when the model is compiled.
+          schedule: a name of `ipu_pipeline.engine.schedules.named_schedules`, by default "grouped", or that
+            of another library ("1f1b"); a function like `ipu_pipeline.engine.schedules.grouped`; or the
+            path of a CSV file, as PyTorch writes it. See docs/schedules.md. Functions and files are checked
+            for a model's stages and counts when the model is compiled.
 
         Raises:
           ValueError: there is no such schedule.

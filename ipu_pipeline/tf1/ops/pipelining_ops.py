@@ -10,6 +10,7 @@ import jax
 
 from ipu_pipeline.engine import Chunking, Pipeline, TensorParallel, constrain, recomputation_checkpoint
 from ipu_pipeline.engine.fronts import Captures, InsideOfBodyError, Shard, find_sum_dtype, is_in_stage
+from ipu_pipeline.engine.schedules import ScheduleLike
 from ipu_pipeline.graphcore.importing import explain_missing
 from ipu_pipeline.processes import selection
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
@@ -42,6 +43,7 @@ from ipu_pipeline.tf1.program.pipeline_arguments import (
     check_recomputation_checkpoints,
     check_replication,
     check_sharding,
+    find_pipeline_schedule,
 )
 from ipu_pipeline.tf1.program.registry import reserve_ipus
 from ipu_pipeline.tf1.program.replication import make_replication
@@ -79,7 +81,7 @@ def pipeline(
     outfeed_queue: IPUOutfeedQueue | None = None,
     optimizer_function: OptimizerFunction | None = None,
     device_mapping: Sequence[int | Sequence[int]] | None = None,
-    pipeline_schedule: PipelineSchedule | None = None,
+    pipeline_schedule: PipelineSchedule | ScheduleLike | None = None,
     recomputation_mode: RecomputationMode | None = None,
     forward_propagation_stages_poplar_options: Sequence[PipelineStageOptions] | None = None,
     backward_propagation_stages_poplar_options: Sequence[PipelineStageOptions] | None = None,
@@ -134,7 +136,10 @@ def pipeline(
         runs forwards.
       device_mapping: the IPU of each stage, a list of IPUs for parallel stages; by default each has its
         own, in order.
-      pipeline_schedule: by default Grouped.
+      pipeline_schedule: a member of `PipelineSchedule`, by default Grouped. Not in Graphcore's: the name of
+        a schedule, also another library's ("1f1b"); a function `schedule(num_stages, num_micro_batches,
+        device_mapping, training)` that returns the actions of each IPU in their order; or the path of a CSV
+        file, as PyTorch writes it. See docs/schedules.md.
       recomputation_mode: a `RecomputationMode`, by default Auto. It applies if
         `IPUConfig.allow_recompute` is set when the program runs, and warns if it is not.
       forward_propagation_stages_poplar_options: XLA's options for the forward program of each stage. The
@@ -219,16 +224,15 @@ def pipeline(
     is_serialized = batch_serialization_iterations != 1
     if pipeline_schedule is None:
         pipeline_schedule = PipelineSchedule.Sequential if is_serialized else PipelineSchedule.Grouped
-    check_arguments(
-        computational_stages, infeed_queue, outfeed_queue, optimizer_function, pipeline_schedule
-    )
+    check_arguments(computational_stages, infeed_queue, outfeed_queue, optimizer_function)
+    schedule = find_pipeline_schedule(pipeline_schedule)
     if device_mapping is None and is_serialized:
         device_mapping = [
             [0] * len(entry) if isinstance(entry, (list, tuple)) else 0 for entry in computational_stages
         ]
     device_mapping = check_mapping(device_mapping, computational_stages)
     check_batch_serialization(
-        batch_serialization_iterations, count, pipeline_schedule, device_mapping, reduction_method
+        batch_serialization_iterations, count, schedule, device_mapping, reduction_method
     )
     check_outfeed_arguments(
         outfeed_queue,
@@ -305,7 +309,7 @@ def pipeline(
         num_micro_batches=None if has_count_operand else count,
         loss=None if optimizer is None else optimizer.loss,
         optimizer=None if optimizer is None else optimizer.transformation,
-        schedule=pipeline_schedule.value,
+        schedule=schedule,
         device_mapping=device_mapping,
         reduction=reduction_method.name.lower(),
         donate=True,

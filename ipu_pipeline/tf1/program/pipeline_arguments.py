@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+import os
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 
 from ipu_pipeline.engine import Recomputation
 from ipu_pipeline.engine.fronts import Offload, as_level, find_accumulator_dtype
+from ipu_pipeline.engine.schedules import ScheduleFunction, find_schedule
 from ipu_pipeline.ground import jax_compat
 from ipu_pipeline.ground.checks import is_integer
 from ipu_pipeline.ground.enumerations import list_members
@@ -41,6 +43,7 @@ __all__ = [
     "check_recomputation_checkpoints",
     "check_replication",
     "check_sharding",
+    "find_pipeline_schedule",
 ]
 
 _MAX_INT32 = 2**31 - 1
@@ -53,16 +56,37 @@ class PipelineSchedule(enum.Enum):
     the early stages hold most micro-batches. Interleaved: neighbours alternate, and about half as many
     micro-batches are held. Sequential: one micro-batch at a time; nothing overlaps, and the least is held.
 
-    Not in Graphcore's: Looped, for several stages on each IPU, whose `device_mapping` goes around the IPUs
-    (`[0, 1, 0, 1]`): IPUs wait for less of a step, and hold more micro-batches. ZeroBubble: backwards in
-    two halves; the second, which only the weight update needs, is done where IPUs would wait.
+    Interleaved is 1F1B (also as OneForwardOneBackward), and not what Megatron calls "interleaved".
+
+    Not in Graphcore's, see docs/schedules.md:
+
+    AllForwards: all forwards, then all backwards (GPipe).
+    Looped: several stages on each IPU, whose `device_mapping` goes around the IPUs (`[0, 1, 0, 1]`), as in
+      Megatron's interleaved: IPUs wait for less of a step, and hold more micro-batches.
+    ZeroBubble: backwards in two halves; the second, which only the weight update needs, is done where IPUs
+      would wait. As much is held as with Interleaved.
+    ZeroBubbleH2: the same with nearly no waits, for twice the memory.
+    LoopedZeroBubble: Looped with backwards in halves, and nearly no waits.
+    ZeroBubbleV: two stages on each IPU, down and up (`[0, 1, 1, 0]`): nearly no waits, and the memory of
+      Interleaved.
+    VHalf: the same with half of the memory, and some waits.
+    VMin: the same with a third of the memory, and more waits.
+    DualPipeV: two stages on each IPU, down and up; forwards of one beside backwards of the other.
     """
 
     Grouped = "grouped"
     Interleaved = "interleaved"
+    OneForwardOneBackward = "interleaved"  # noqa: PIE796  # an alias
     Sequential = "sequential"
+    AllForwards = "all_forwards"
     Looped = "looped"
     ZeroBubble = "zero_bubble"
+    ZeroBubbleH2 = "zero_bubble_h2"
+    LoopedZeroBubble = "looped_zero_bubble"
+    ZeroBubbleV = "zero_bubble_v"
+    VHalf = "v_half"
+    VMin = "v_min"
+    DualPipeV = "dual_pipe_v"
 
 
 class RecomputationMode(enum.Enum):
@@ -95,7 +119,7 @@ def check_count(count: Any) -> Any:
 
 
 def check_batch_serialization(
-    iterations: int, count: Any, schedule: PipelineSchedule, mapping: Sequence[Any], reduction_method: Any
+    iterations: int, count: Any, schedule: Any, mapping: Sequence[Any], reduction_method: Any
 ) -> None:
     """Raises if batch_serialization_iterations cannot be combined with the other arguments."""
     check_integer("batch_serialization_iterations", iterations)
@@ -106,10 +130,11 @@ def check_batch_serialization(
             "batch_serialization_iterations != 1 is only supported when reduction_method is "
             f"GradientAccumulationReductionMethod.SUM; got {reduction_method}."
         )
-    if schedule is not PipelineSchedule.Sequential:
+    if schedule != PipelineSchedule.Sequential.value:
+        name = PipelineSchedule(schedule).name if isinstance(schedule, str) else schedule
         raise NotImplementedError(
             "Batch serialization is only supported with the `Sequential` schedule; got "
-            f"{schedule.name}. Leave pipeline_schedule at None."
+            f"{name}. Leave pipeline_schedule at None."
         )
     if len({ipu for entry in mapping for ipu in as_level(entry)}) != 1:
         raise NotImplementedError(
@@ -137,14 +162,8 @@ def check_arguments(
     infeed_queue: Any,
     outfeed_queue: Any,
     optimizer_function: Any,
-    pipeline_schedule: Any,
 ) -> None:
     """Raises if one of these arguments is not usable."""
-    if not isinstance(pipeline_schedule, PipelineSchedule):
-        raise TypeError(
-            "The given pipeline_schedule is not a member of the PipelineSchedule enumeration "
-            f"({list_members(PipelineSchedule)}); got {pipeline_schedule!r}."
-        )
     if not isinstance(computational_stages, (list, tuple)):
         raise TypeError(
             "computational_stages argument needs to be a list or a tuple; got "
@@ -170,6 +189,24 @@ def check_arguments(
         )
     if optimizer_function is not None and not callable(optimizer_function):
         raise TypeError(f"optimizer_function must be a function; got {optimizer_function!r}.")
+
+
+def find_pipeline_schedule(pipeline_schedule: Any) -> str | ScheduleFunction:
+    """Finds the engine's schedule: a name or a function. A file is read.
+
+    Raises:
+      TypeError: it is not a member of `PipelineSchedule`, nor a name, a function or a path.
+      ValueError: no schedule has that name, or a file has none.
+    """
+    if isinstance(pipeline_schedule, PipelineSchedule):
+        return pipeline_schedule.value
+    if not isinstance(pipeline_schedule, (str, os.PathLike)) and not callable(pipeline_schedule):
+        raise TypeError(
+            "The given pipeline_schedule is not a member of the PipelineSchedule enumeration "
+            f"({list_members(PipelineSchedule)}), nor a name, a function or a path; got "
+            f"{pipeline_schedule!r}."
+        )
+    return find_schedule(pipeline_schedule, "pipeline_schedule")
 
 
 def check_accumulator_dtype(wanted: Any) -> Any:

@@ -292,11 +292,6 @@ def test_order_of_micro_batches_is_required():
         check(rows, 1, 2, (0,), True)
 
 
-def test_unknown_name():
-    with pytest.raises(ValueError, match=r"grouped, interleaved, sequential.*'gpipe'"):
-        timetable("gpipe", 1, 1, (0,), True)
-
-
 def test_timetables_are_cached():
     assert timetable("grouped", 4, 8, (0, 1, 2, 3), True) is timetable("grouped", 4, 8, (0, 1, 2, 3), True)
 

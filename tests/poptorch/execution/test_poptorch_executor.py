@@ -87,7 +87,9 @@ class FourLayers(torch.nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "ipus"), [("looped", (0, 1, 0, 1)), ("zero_bubble", (0, 1, 2, 3))], ids=str
+    ("schedule", "ipus"),
+    [("looped", (0, 1, 0, 1)), ("zero_bubble", (0, 1, 2, 3)), ("ZB-H2", (0, 1, 2, 3))],
+    ids=str,
 )
 def test_schedules_that_poptorch_does_not_have(schedule, ipus):
     model = seeded(lambda: FourLayers(ipus))

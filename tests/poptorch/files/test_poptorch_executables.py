@@ -416,7 +416,7 @@ def test_what_a_file_cannot_hold(tmp_path):
 def test_a_schedule_that_is_a_function(tmp_path):
     options = make_options().setPipelineSchedule(schedules.grouped)
     executor = poptorch.inferenceModel(seeded(TwoLayers), options)
-    with pytest.raises(poptorch.Error, match="a file of a model cannot hold a function. Name a schedule"):
+    with pytest.raises(poptorch.Error, match="cannot hold a function or a path. Name a schedule"):
         executor.compileAndExport(tmp_path / "file", x)
     assert os.listdir(tmp_path) == []
 

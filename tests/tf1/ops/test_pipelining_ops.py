@@ -8,6 +8,7 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline import pipelining_ops
+from ipu_pipeline.engine import schedules
 from ipu_pipeline.gradient_accumulation import GradientAccumulationReductionMethod
 from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput, PipelineSchedule, pipeline
 from tests.support import front, models
@@ -115,7 +116,7 @@ OPTIMIZER, OUTFEED = "optimizer_function", "outfeed_queue"
         ({"device_mapping": [0, -1]}, ValueError, r"device_mapping\[1\] is -1"),
         ({"post_validation": 1}, TypeError, "post_validation must be a bool; got 1"),
         ({"post_validation": True, OPTIMIZER: None}, ValueError, "post_validation needs an optimizer_func"),
-        ({"pipeline_schedule": "Grouped"}, TypeError, "not a member of the PipelineSchedule enumeration"),
+        ({"pipeline_schedule": 3}, TypeError, "not a member of the PipelineSchedule enumeration"),
         (
             {"reduction_method": "MEDIAN"},
             ValueError,
@@ -181,7 +182,7 @@ def test_schedules():
             computational_stages=[front.first_stage, *[pass_on] * 2, front.second_stage],
             gradient_accumulation_count=6,
             pipeline_schedule=schedule,
-            device_mapping=AROUND if schedule is PipelineSchedule.Looped else None,
+            device_mapping=MAPPINGS.get(schedule),
         )
         in_flight[schedule] = model.program.calls[0].pipeline.timetable(6).in_flight
     assert in_flight == {
@@ -189,8 +190,15 @@ def test_schedules():
         PipelineSchedule.Grouped: (6, 5, 3, 1),
         PipelineSchedule.Interleaved: (4, 3, 2, 1),
         PipelineSchedule.Sequential: (1, 1, 1, 1),
+        PipelineSchedule.AllForwards: (6, 6, 6, 6),
         PipelineSchedule.Looped: (4, 3, 2, 1),
         PipelineSchedule.ZeroBubble: (4, 4, 3, 4),
+        PipelineSchedule.ZeroBubbleH2: (6, 6, 6, 6),
+        PipelineSchedule.LoopedZeroBubble: (4, 4, 2, 2),
+        PipelineSchedule.ZeroBubbleV: (4, 3, 2, 1),
+        PipelineSchedule.VHalf: (4, 3, 2, 1),
+        PipelineSchedule.VMin: (2, 2, 2, 1),
+        PipelineSchedule.DualPipeV: (4, 3, 2, 1),
     }
 
 
@@ -198,11 +206,20 @@ def pass_on(*values):
     return values
 
 
-AROUND = [0, 1, 0, 1]
+AROUND, DOWN_AND_UP = [0, 1, 0, 1], [0, 1, 1, 0]
+MAPPINGS = {
+    PipelineSchedule.Looped: AROUND,
+    PipelineSchedule.LoopedZeroBubble: AROUND,
+    PipelineSchedule.ZeroBubbleV: DOWN_AND_UP,
+    PipelineSchedule.VHalf: DOWN_AND_UP,
+    PipelineSchedule.VMin: DOWN_AND_UP,
+    PipelineSchedule.DualPipeV: DOWN_AND_UP,
+}
 
 
 @pytest.mark.parametrize(
-    ("schedule", "mapping"), [("Looped", AROUND), ("ZeroBubble", None), ("ZeroBubble", AROUND)]
+    ("schedule", "mapping"),
+    [("Looped", AROUND), ("ZeroBubble", None), ("ZeroBubble", AROUND), ("ZeroBubbleV", DOWN_AND_UP)],
 )
 def test_schedules_that_graphcore_s_do_not_have(schedule, mapping):
     stages = [front.first_stage, *[pass_on] * 2, front.second_stage]
@@ -229,6 +246,20 @@ def test_post_validation():
     found, expected = run_updates(post_validation=True), run_updates()
     for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def test_schedules_by_other_names_functions_and_files(tmp_path):
+    path = tmp_path / "plan.csv"
+    schedules.write_csv(schedules.all_forwards(2, 3, [0, 1]), path)
+    expected = run(front.Model(), 2)
+    for schedule in ("gpipe", schedules.all_forwards, path, str(path)):
+        model = front.Model(pipeline_schedule=schedule)
+        models.assert_trees_close(run(model, 2), expected)
+
+
+def test_what_is_no_schedule():
+    with pytest.raises(ValueError, match=r"pipeline_schedule must be one of grouped, .*got 'fast'"):
+        front.Model(pipeline_schedule="fast")
 
 
 def test_looped_says_what_mapping_it_needs():

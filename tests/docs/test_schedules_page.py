@@ -1,0 +1,46 @@
+"""docs/schedules.md: its staircases are those of the rows, and its example runs."""
+
+import pathlib
+import re
+
+import pytest
+
+from ipu_pipeline.engine import schedules
+
+PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "schedules.md").read_text()
+DOWN_AND_UP = {"zero_bubble_v", "v_half", "v_min", "dual_pipe_v"}
+
+
+def draw(name):
+    """Four micro-batches on three IPUs, or on two with two stages each."""
+    mapping = (0, 1, 2)
+    if name.startswith("looped"):
+        mapping = (0, 1, 0, 1)
+    elif name in DOWN_AND_UP:
+        mapping = (0, 1, 1, 0)
+    table = schedules.timetable(name, len(mapping), 4, mapping, True)
+    lines = schedules.format_staircase(table, mapping).splitlines()[1:-1]
+    return "\n".join(line.replace(" |", "").rstrip() for line in lines)
+
+
+@pytest.mark.parametrize("own", schedules.SCHEDULES, ids=lambda own: own.name)
+def test_staircases(own):
+    assert f"### {own.member}\n\n{own.purpose}" in PAGE
+    assert f"```text\n{draw(own.name)}\n```" in PAGE
+
+
+def test_other_libraries_names():
+    for own in schedules.SCHEDULES:
+        for name in own.others:
+            assert f'"{name}"' in PAGE
+
+
+def test_the_example_is_megatron_s_schedule():
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    names = {}
+    exec(code, names)  # noqa: S102  # the page's own
+    for num_ipus, num_micro_batches in ((2, 4), (3, 6), (4, 12)):
+        mapping = [*range(num_ipus)] * 2
+        assert names["megatron"](len(mapping), num_micro_batches, mapping, True) == [
+            list(row) for row in schedules.looped(len(mapping), num_micro_batches, mapping)
+        ]

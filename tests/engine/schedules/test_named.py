@@ -1,0 +1,82 @@
+import functools
+
+import pytest
+
+from ipu_pipeline import engine
+from ipu_pipeline.engine import schedules
+from ipu_pipeline.tf1.program.pipeline_arguments import PipelineSchedule
+
+FOUND = {
+    "Grouped": "grouped",
+    "1f1b": "interleaved",
+    "1F1B": "interleaved",
+    "OneForwardOneBackward": "interleaved",
+    "gpipe": "all_forwards",
+    "GPipe": "all_forwards",
+    "LoopedBFS": "all_forwards",
+    "interleaved_1f1b": "looped",
+    "Interleaved1F1B": "looped",
+    "zero bubble": "zero_bubble",
+    "ZB-H1": "zero_bubble",
+    "ZeroBubbleH2": "zero_bubble_h2",
+    "InterleavedZeroBubble": "looped_zero_bubble",
+    "zbv": "zero_bubble_v",
+    "ZBVZeroBubble": "zero_bubble_v",
+    "v-half": "v_half",
+    "VMIN": "v_min",
+    "DualPipeV": "dual_pipe_v",
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_names_of_other_libraries(name):
+    assert schedules.find_schedule(name) == FOUND[name].lower()
+
+
+def test_a_name_means_one_schedule():
+    names = [name for own in schedules.SCHEDULES for name in (own.name, *own.others)]
+    plain = [name.replace("_", "") for name in names]
+    assert len(set(plain)) == len(plain)
+
+
+def test_the_fronts_have_all_schedules():
+    assert {member.name: member.value for member in PipelineSchedule} == {
+        own.member: own.name for own in schedules.SCHEDULES
+    }
+    assert PipelineSchedule.OneForwardOneBackward is PipelineSchedule.Interleaved
+
+
+def test_members_are_found_by_their_names():
+    for own in schedules.SCHEDULES:
+        assert schedules.find_schedule(own.member) == own.name
+
+
+def test_unknown_names_list_the_known_ones():
+    with pytest.raises(ValueError, match=r"pipeline_schedule must be one of grouped, .*; got 'fast'"):
+        schedules.find_schedule("fast", "pipeline_schedule")
+
+
+@pytest.mark.parametrize("value", [None, 3, ["grouped"]])
+def test_what_is_no_schedule(value):
+    with pytest.raises(TypeError, match="schedule must be one of grouped"):
+        schedules.find_schedule(value)
+
+
+def test_functions_must_take_the_counts():
+    with pytest.raises(TypeError, match=r"must take \(num_stages, num_micro_batches, device_mapping, tr"):
+        schedules.find_schedule(lambda num_stages: num_stages)
+
+
+def test_functions_are_found_as_they_are():
+    function = functools.partial(schedules.interleaved, levels=None)
+    assert schedules.find_schedule(function) is function
+
+
+def test_a_pipeline_knows_the_schedule_by_its_name_here():
+    pipeline = engine.Pipeline([lambda x: x], num_micro_batches=2, schedule="1F1B")
+    assert pipeline.options.schedule == "interleaved"
+
+
+def test_a_scenario_knows_the_schedule_by_its_name_here():
+    costs = schedules.Costs.of(2, forward=1.0, backward=2.0)
+    assert schedules.Scenario(costs, "GPipe", 4).schedule == "all_forwards"
