@@ -282,12 +282,11 @@ class _Times:
 
     def held(self, stage: StageMemory) -> list[_Span]:
         """The memory that a stage holds from forwards to backwards, and between the halves of these."""
-        firsts = self._backwards_of(stage.stage) or {}
         seconds = self._found.get(("weight gradients", stage.stage), {})
         found = []
         for which, spans in self._found.get(("forward", stage.stage), {}).items():
             for number, (begin, _end) in enumerate(spans):
-                first = self._nth(firsts, which, number)[1]
+                first = self._end_of_first(stage.stage, which, number)
                 found.append(_Span(begin, first, _ACTIVATIONS, stage.num_held_bytes, stage.stage))
                 if seconds:
                     second = self._nth(seconds, which, number)[1]
@@ -315,7 +314,12 @@ class _Times:
 
     def _last_read(self, flow: Flow, which: _Key, number: int) -> float:
         """The time when all stages have read a flow's data, or others hold it."""
-        read = [self._nth(self._of(one, flow.is_backward), which, number)[1] for one in flow.readers]
+        read = [
+            self._end_of_first(one, which, number)
+            if flow.is_backward and self._backwards_of(one)
+            else self._nth(self._of(one, flow.is_backward), which, number)[1]
+            for one in flow.readers
+        ]
         held = [self._nth(self._of(one, flow.is_backward), which, number)[0] for one in flow.holders]
         return max((*read, *held), default=self.begin)
 
@@ -323,6 +327,15 @@ class _Times:
         """A stage's actions in a direction; a stage without backwards does everything in its forwards."""
         backwards = self._backwards_of(stage) if is_backward else None
         return backwards or self._found.get(("forward", stage), {})
+
+    def _end_of_first(self, stage: int, which: _Key, number: int) -> float:
+        """The time when a stage's backward ends, or the first half of it.
+
+        Without a program for the first half, it is over when the second one begins.
+        """
+        found = self._backwards_of(stage) or {}
+        is_second = found is self._found.get(("weight gradients", stage))
+        return self._nth(found, which, number)[0 if is_second else 1]
 
     def _backwards_of(self, stage: int) -> dict[_Key, list[tuple[float, float]]] | None:
         """A stage's backwards, or the first that it has of their halves."""

@@ -71,10 +71,18 @@ sequential                                         2         12     50.0%       
 sequential                                         1          6     50.0%            -25.0%
 sequential                                         4         24     50.0%            -25.0%
 sequential                                         8         48     50.0%            -25.0%
+all_forwards                                       2          9     66.7%             +0.0%
+all_forwards                                       1          6     50.0%            -25.0%
+all_forwards                                       4         15     80.0%            +20.0%
+all_forwards                                       8         27     88.9%            +33.3%
 zero_bubble                                        2          7     85.7%            +28.6%
 zero_bubble                                        1          5     60.0%            -10.0%
 zero_bubble                                        4         13     92.3%            +38.5%
 zero_bubble                                        8         25     96.0%            +44.0%
+zero_bubble_h2                                     2          7     85.7%            +28.6%
+zero_bubble_h2                                     1          5     60.0%            -10.0%
+zero_bubble_h2                                     4         13     92.3%            +38.5%
+zero_bubble_h2                                     8         25     96.0%            +44.0%
 10% of a mean stage from stage 0 to 1              2        9.3     64.5%             -3.2%
 10% of a mean stage from stage 1 to 0              2        8.7     69.0%             +3.4%"""
     )
@@ -425,7 +433,7 @@ def test_a_reader_that_stops_reading():
         ("--stages 4", "argument --micro-batches: must be given"),
         ("--stages 4 --micro-batches 4 --width x", "argument --width: must be a number from 0; got 'x'"),
         ("--stages 9999 --micro-batches 9999", "schedule has up to 4194304. Give fewer."),
-        ("--stages 2 --micro-batches 1 --schedule gpipe", "argument --schedule: invalid choice: 'gpipe'"),
+        ("--stages 2 --micro-batches 1 --schedule fastest", "argument --schedule: schedule must be one of"),
     ],
     ids=str,
 )

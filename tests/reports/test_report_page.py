@@ -175,7 +175,7 @@ def test_the_scenario_is_what_was_measured():
     # Nothing is sent in two time-steps: when only stage 3 goes forward, and when only stage 0 goes back.
     assert lock_step.step_time * 1e6 == pytest.approx(22 * ACTION + 20 * TRANSFER + UPDATE)
     advice = one.predictions.advice
-    assert "schedule zero_bubble instead of grouped" in advice.sentence
+    assert "schedule zero_bubble_h2 instead of grouped" in advice.sentence
     assert re.search(r"a step takes [\d.]+ ms now, and [\d.]+ ms then", advice.sentence)
 
 
@@ -652,7 +652,7 @@ def test_report_does_not_obey_names(tmp_path, capsys):
         ("{", "this is no profile of ipu_pipeline"),
         (b"\xff\xfe", "it is damaged"),
         (
-            make_profile().to_json().replace('"version": 3', '"version": 99'),
+            make_profile().to_json().replace('"version": 4', '"version": 99'),
             "a later ipu_pipeline (version 99",
         ),
         (make_profile().to_json().replace('"columns"', '"kolumns"'), "it is damaged"),

@@ -22,7 +22,8 @@ from ipu_pipeline.engine.schedules import (
 )
 
 F, B, INPUTS, W = ActionKind
-NAMES = [name for name in named_schedules() if name != "looped"]  # which needs stages around the IPUs
+AROUND, IN_V = ("looped", "looped_zero_bubble"), ("zero_bubble_v", "v_half", "v_min", "dual_pipe_v")
+NAMES = [name for name in named_schedules() if name not in (*AROUND, *IN_V)]  # with any device mapping
 WHOLE = ("grouped", "interleaved", "sequential")  # whose backwards are whole
 
 
@@ -464,7 +465,8 @@ def draw(seed):
     if num_stages == 4 and rng.random() < 0.5:
         levels = (0, 1, 1, 2)
     own, around = tuple(range(num_stages)), tuple(stage % 2 for stage in range(num_stages))
-    mapping = rng.choice([own, around, tuple(rng.randrange(2) for _ in range(num_stages))])
+    back = (0, 1, 1, 0) if num_stages == 4 else own
+    mapping = rng.choice([own, around, back, tuple(rng.randrange(2) for _ in range(num_stages))])
     if len(set(levels)) < num_stages:
         mapping = tuple(range(num_stages))
 
@@ -483,7 +485,7 @@ def draw(seed):
         host=rng.choice([0, 1, 2]),
         is_fused=rng.random() < 0.5,
     )
-    names = [*NAMES, "looped", "looped"] if mapping == (0, 1, 0, 1) else NAMES
+    names = {(0, 1, 0, 1): [*AROUND, *NAMES], (0, 1, 1, 0): IN_V}.get(mapping, NAMES)
     return Scenario(
         costs,
         rng.choice(names),
@@ -605,8 +607,8 @@ def test_a_scenario_goes_through_a_dictionary():
         ({"of": {"chunk_size": 3}}, "chunk_size must divide num_micro_batches, which is 4; got 3"),
         ({"of": {"device_mapping": (0, 1)}}, "device_mapping must have a number from 0 for each of the 3"),
         (
-            {"of": {"schedule": "gpipe"}},
-            "schedule must be one of grouped, interleaved, sequential.*'gpipe'",
+            {"of": {"schedule": "fastest"}},
+            "schedule must be one of grouped, interleaved, sequential.*'fastest'",
         ),
         ({"of": {"levels": (0, 2, 3)}}, "levels must ascend from 0 without a gap"),
         ({"of": {"levels": (0, 1, 1)}}, "the last level must have one stage"),
