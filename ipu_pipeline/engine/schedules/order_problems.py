@@ -150,6 +150,10 @@ class OrderProblem:
             found.append(self.num_constant_bytes[ipu] + most)
         return tuple(found)
 
+    def is_both(self, stage: int) -> bool:
+        """Whether a stage's forward does its input gradients as well."""
+        return self.is_fused and stage == self.num_stages - 1
+
     @property
     def work_of_ipus(self) -> tuple[float, ...]:
         """The time in which each IPU is busy."""
