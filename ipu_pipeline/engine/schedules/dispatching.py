@@ -33,15 +33,15 @@ class Rule:
 
     Attributes:
       urgency: how urgent the actions are.
-      patience: an IPU waits for a more urgent action, on its way to it, if another one would hold that up
-        by more than this share of the other one's time: 1 for never, 0 for always.
+      patience: for each IPU, when it waits for a more urgent action that is on its way: if another one would
+        hold that up by more than this share of the other one's time. 1 is never, 0 always.
       most: for each stage, the most micro-batches in flight (gone forward, and their input gradients not
         done); empty: any number that fits.
     """
 
     urgency: Urgency
-    patience: float = 1.0
-    most: Sequence[int] = ()
+    patience: Sequence[float]
+    most: Sequence[int]
 
 
 def dispatch(problem: OrderProblem, rule: Rule) -> tuple[float, Order]:
@@ -54,7 +54,7 @@ def dispatch(problem: OrderProblem, rule: Rule) -> tuple[float, Order]:
     held, between = problem.num_held_bytes, problem.num_between_bytes
     room = list(problem.num_free_bytes)
     is_limited = problem.num_bytes_per_ipu is not None
-    most = rule.most or (count,) * num_stages
+    most = rule.most
     down, up = (*problem.forward_transfers, 0.0), (0.0, *problem.backward_transfers)
     forwards_done, inputs_done, weights_done = ([0] * num_stages for _kind in range(3))
     arrived: list[list[float]] = [[] for _stage in stages]
@@ -80,7 +80,11 @@ def dispatch(problem: OrderProblem, rule: Rule) -> tuple[float, Order]:
                         ready = now
                     can.append((for_inputs[stage][number], ready, INPUTS, stage, inputs[stage]))
             number = forwards_done[stage]
-            if number < count and number < len(arrived[stage]) and number - inputs_done[stage] < most[stage]:
+            if (
+                number < count
+                and number < len(arrived[stage])
+                and number - inputs_done[stage] < most[stage]
+            ):
                 if not is_limited or _is_safe(
                     problem, ipu, stage, room[ipu], forwards_done, inputs_done, weights_done
                 ):
@@ -98,7 +102,7 @@ def dispatch(problem: OrderProblem, rule: Rule) -> tuple[float, Order]:
                 if ready <= first:
                     return ready, kind, stage
                 other = min((o for o in can if o[1] <= first), default=best)
-                if first + other[4] - ready > patience * other[4]:
+                if first + other[4] - ready > patience[ipu] * other[4]:
                     return ready, kind, stage
         _urgency, ready, kind, stage, _time = can[0]
         return ready, kind, stage
@@ -141,7 +145,7 @@ def dispatch(problem: OrderProblem, rule: Rule) -> tuple[float, Order]:
         chosen[ipu] = choose(ipu)
         if touched != ipu:
             chosen[touched] = choose(touched)
-    return max(free), tuple(map(tuple, order))
+    return problem.find_end(free), tuple(map(tuple, order))
 
 
 def _is_safe(
@@ -167,9 +171,7 @@ def _is_safe(
     first = min(inputs_done[s] for s in own)
     for micro_batch in range(first, max(done)):
         flying = [s for s, number in zip(own, done, strict=True) if inputs_done[s] <= micro_batch < number]
-        missing = sum(
-            held[s] for s, number in zip(own, done, strict=True) if micro_batch >= number
-        )
+        missing = sum(held[s] for s, number in zip(own, done, strict=True) if micro_batch >= number)
         if missing > room:
             return False
         now = room - missing  # all forwards done; then back through the stages that are not done

@@ -150,7 +150,9 @@ class _Search:
                         best, ipu, first = end, own, step
         if ipu < 0:
             if state.done[WEIGHTS] == [problem.num_micro_batches] * problem.num_stages:
-                self.best, self.order = max(state.free), tuple(map(tuple, state.rows))
+                time = problem.find_end(state.free)
+                if time < self.best - self.margin:
+                    self.best, self.order = time, tuple(map(tuple, state.rows))
             return []
         found = []
         kind, stage = first
@@ -178,7 +180,11 @@ class _Search:
         if weights < inputs and step not in state.barred[ipu]:
             yield step, 0.0
         step, returned = (INPUTS, stage), state.returned[stage]
-        if inputs < min(forwards, len(returned)) and between - held <= room and step not in state.barred[ipu]:
+        if (
+            inputs < min(forwards, len(returned))
+            and between - held <= room
+            and step not in state.barred[ipu]
+        ):
             yield step, returned[inputs]
         step, arrived = (FORWARD, stage), state.arrived[stage]
         needed = max(held, between) if problem.is_both(stage) else held
@@ -281,7 +287,7 @@ class _Search:
                     return end + tail
                 if stage and micro_batch >= len(state.returned[stage - 1]):
                     given[stage - 1] = max(given[stage - 1], end) + up[stage]
-        bound = max(state.free)
+        bound = problem.find_end(state.free)
         for stage, time in enumerate(times[WEIGHTS]):
             if time:
                 tails, free = self.tails[WEIGHTS][stage], now[stage]

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -158,7 +159,8 @@ def find_tails(problem: OrderProblem) -> Times:
     for number in reversed(range(count)):
         for stage in stages:
             cap = caps[stage]
-            tail = wholes[WEIGHTS][stage][number + 1] if number + 1 < count else 0.0
+            update = problem.updates_of_ipus[problem.device_mapping[stage]]
+            tail = wholes[WEIGHTS][stage][number + 1] if number + 1 < count else update
             if number + cap.begun < count:
                 tail = max(tail, wholes[FORWARD][stage][number + cap.begun])
             tails[WEIGHTS][stage][number] = tail
@@ -175,7 +177,7 @@ def find_tails(problem: OrderProblem) -> Times:
                 work = (ahead - cap.flying + 1) * f + works[stage][ahead] - i
                 tail = max(tail, own[number + ahead] + work)
             work = (rest - 1) * i + rest * w + max(0, rest - cap.flying) * f
-            tail = max(tail, work)
+            tail = max(tail, work + update)
             if stage:
                 links_up[stage] = max(links_up[stage], wholes[INPUTS][stage - 1][number]) + up[stage]
                 tail = max(tail, links_up[stage])
@@ -186,9 +188,7 @@ def find_tails(problem: OrderProblem) -> Times:
             if number + 1 < count:
                 tail = max(tail, wholes[FORWARD][stage][number + 1])
             if stage < last:
-                links_down[stage] = (
-                    max(links_down[stage], wholes[FORWARD][stage + 1][number]) + down[stage]
-                )
+                links_down[stage] = max(links_down[stage], wholes[FORWARD][stage + 1][number]) + down[stage]
                 tail = max(tail, links_down[stage])
             tails[FORWARD][stage][number] = tail
             wholes[FORWARD][stage][number] = tail + forward[stage]
@@ -259,18 +259,14 @@ def _find_occupancy(problem: OrderProblem, ipu: int) -> float:
     if math.isinf(room) or not room:
         return 0.0
     forward, inputs, weights = (problem.times[kind] for kind in (FORWARD, INPUTS, WEIGHTS))
-    transfers = [a + b for a, b in zip(problem.forward_transfers, problem.backward_transfers, strict=True)]
-    trip, trips = 0.0, {}
+    transfers = [0.0, *map(operator.add, problem.forward_transfers, problem.backward_transfers)]
+    trip, total = 0.0, 0.0  # there and back; of one micro-batch, in bytes times time
     for stage in reversed(range(problem.num_stages)):
         trip += forward[stage] + inputs[stage]
-        trips[stage] = trip
-        trip += transfers[stage - 1] if stage else 0.0
-    total = sum(
-        problem.num_held_bytes[s] * trips[s] + problem.num_between_bytes[s] * weights[s] for s in own
-    )
-    if len(own) == 1 and problem.num_held_bytes[own[0]]:
-        held = problem.num_held_bytes[own[0]]
-        trip = problem.num_held_bytes[own[0]] * trips[own[0]]
-        total, room = (trip, room // held * held) if trip / (room // held * held) > total / room else (total, room)
+        if stage in own:
+            total += (
+                problem.num_held_bytes[stage] * trip + problem.num_between_bytes[stage] * weights[stage]
+            )
+        trip += transfers[stage]
     start = sum(forward[: own[0]]) + sum(problem.forward_transfers[: own[0]])
-    return start + problem.num_micro_batches * total / room
+    return start + problem.num_micro_batches * total / room + problem.updates_of_ipus[ipu]

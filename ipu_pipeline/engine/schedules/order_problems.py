@@ -12,6 +12,7 @@ Every stage is halved. A whole backward is input gradients and, directly after t
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,7 +20,19 @@ from typing import TypeAlias
 
 from ipu_pipeline.engine.schedules.actions import Action, ActionKind, Rows
 
-__all__ = ["FORWARD", "INPUTS", "WEIGHTS", "Order", "OrderProblem", "Step", "find_peaks", "find_step_time"]
+__all__ = [
+    "FORWARD",
+    "INPUTS",
+    "WEIGHTS",
+    "Order",
+    "OrderProblem",
+    "Step",
+    "as_order",
+    "as_rows",
+    "find_peaks",
+    "find_step_time",
+    "fits",
+]
 
 FORWARD, INPUTS, WEIGHTS = ActionKind.FORWARD, ActionKind.INPUT_GRADIENTS, ActionKind.WEIGHT_GRADIENTS
 
@@ -39,6 +52,7 @@ class OrderProblem:
       device_mapping: the IPU of each stage, from 0; by default each stage has its own.
       forward_transfers: the time to send what each stage but the last one sends forward; by default 0.
       backward_transfers: the time to send what each stage but the first one sends back; by default 0.
+      updates: the time of each stage's update, after the last action of its IPU; by default 0.
       is_fused: whether the last stage's forward and input gradients are one program, where the forward is.
       num_held_bytes: what each stage holds of a micro-batch from the begin of its forward to the end of its
         input gradients; by default nothing.
@@ -58,6 +72,7 @@ class OrderProblem:
     device_mapping: tuple[int, ...] = ()
     forward_transfers: tuple[float, ...] = ()
     backward_transfers: tuple[float, ...] = ()
+    updates: tuple[float, ...] = ()
     is_fused: bool = field(default=True, kw_only=True)
     num_held_bytes: tuple[int, ...] = field(default=(), kw_only=True)
     num_between_bytes: tuple[int, ...] = field(default=(), kw_only=True)
@@ -82,6 +97,7 @@ class OrderProblem:
             "device_mapping": number,
             "forward_transfers": number - 1,
             "backward_transfers": number - 1,
+            "updates": number,
             "num_held_bytes": number,
             "num_between_bytes": number,
             "num_constant_bytes": num_ipus,
@@ -154,13 +170,14 @@ class OrderProblem:
         """Whether a stage's forward does its input gradients as well."""
         return self.is_fused and stage == self.num_stages - 1
 
-    @property
-    def work_of_ipus(self) -> tuple[float, ...]:
-        """The time in which each IPU is busy."""
-        return tuple(
-            self.num_micro_batches * sum(own[stage] for own in self.times if own for stage in stages)
-            for stages in self.stages_of
-        )
+    @cached_property
+    def updates_of_ipus(self) -> tuple[float, ...]:
+        """The time of each IPU's updates."""
+        return tuple(sum(self.updates[stage] for stage in stages) for stages in self.stages_of)
+
+    def find_end(self, free: Sequence[float]) -> float:
+        """When all is done, updates too, if that is when each IPU has done its actions."""
+        return max(map(operator.add, free, self.updates_of_ipus))
 
 
 def find_step_time(problem: OrderProblem, order: Order) -> float:
@@ -197,7 +214,9 @@ def find_step_time(problem: OrderProblem, order: Order) -> float:
             if kind == FORWARD and stage < last:
                 target, time = arrived[FORWARD][stage + 1], down[stage]
                 other = ipus[stage + 1]
-            elif stage and (kind == INPUTS and not (fused and stage == last) or kind == FORWARD and fused):
+            elif stage and (
+                (kind == INPUTS and not (fused and stage == last)) or (kind == FORWARD and fused)
+            ):
                 target, time = arrived[INPUTS][stage - 1], up[stage]
                 other = ipus[stage - 1]
             else:
@@ -208,7 +227,7 @@ def find_step_time(problem: OrderProblem, order: Order) -> float:
         places[ipu], free[ipu] = place, now
     if any(place < len(row) for place, row in zip(places, order, strict=True)):
         return math.inf
-    return max(free)
+    return problem.find_end(free)
 
 
 def find_peaks(problem: OrderProblem, order: Order) -> tuple[int, ...]:
