@@ -33,8 +33,8 @@ class Rule:
 
     Attributes:
       urgency: how urgent the actions are.
-      patience: for each IPU, when it waits for a more urgent action that is on its way: if another one would
-        hold that up by more than this share of the other one's time. 1 is never, 0 always.
+      patience: for each IPU, when it waits for a more urgent action that is on its way: if another one
+        would hold that up by more than this share of the other one's time. 1 is never, 0 always.
       most: for each stage, the most micro-batches in flight (gone forward, and their input gradients not
         done); empty: any number that fits.
     """
@@ -73,25 +73,23 @@ def dispatch(problem: OrderProblem, rule: Rule) -> tuple[float, Order]:
             if number < inputs_done[stage]:
                 can.append((for_weights[stage][number], now, WEIGHTS, stage, weights[stage]))
             number = inputs_done[stage]
-            if number < forwards_done[stage] and number < len(returned[stage]):
-                if not is_limited or between[stage] - held[stage] <= room[ipu]:
-                    ready = returned[stage][number]
-                    if ready < now:
-                        ready = now
-                    can.append((for_inputs[stage][number], ready, INPUTS, stage, inputs[stage]))
+            fits = not is_limited or between[stage] - held[stage] <= room[ipu]
+            if number < forwards_done[stage] and number < len(returned[stage]) and fits:
+                ready = max(now, returned[stage][number])
+                can.append((for_inputs[stage][number], ready, INPUTS, stage, inputs[stage]))
             number = forwards_done[stage]
             if (
-                number < count
-                and number < len(arrived[stage])
-                and number - inputs_done[stage] < most[stage]
+                number == count
+                or number == len(arrived[stage])
+                or number - inputs_done[stage] == most[stage]
             ):
-                if not is_limited or _is_safe(
-                    problem, ipu, stage, room[ipu], forwards_done, inputs_done, weights_done
-                ):
-                    ready = arrived[stage][number]
-                    if ready < now:
-                        ready = now
-                    can.append((for_forward[stage][number], ready, FORWARD, stage, forward[stage]))
+                continue
+            if is_limited and not _is_safe(
+                problem, ipu, stage, room[ipu], forwards_done, inputs_done, weights_done
+            ):
+                continue
+            ready = max(now, arrived[stage][number])
+            can.append((for_forward[stage][number], ready, FORWARD, stage, forward[stage]))
         if not can:
             return math.inf, 0, 0
         if len(can) > 1:

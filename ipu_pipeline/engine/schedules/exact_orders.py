@@ -98,12 +98,14 @@ class _State:
 
     def copy(self) -> _State:
         """A copy that can be changed."""
-        nested = (self.arrived, self.returned, self.ends, self.done)
         return _State(
-            *([list(own) for own in lists] for lists in nested),
+            [own.copy() for own in self.arrived],
+            [own.copy() for own in self.returned],
+            [own.copy() for own in self.ends],
+            [own.copy() for own in self.done],
             self.free.copy(),
             self.room.copy(),
-            [list(row) for row in self.rows],
+            [row.copy() for row in self.rows],
             self.barred.copy(),
         )
 

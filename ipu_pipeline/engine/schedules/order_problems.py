@@ -177,7 +177,7 @@ class OrderProblem:
 
     def find_end(self, free: Sequence[float]) -> float:
         """When all is done, updates too, if that is when each IPU has done its actions."""
-        return max(map(operator.add, free, self.updates_of_ipus))
+        return max(map(operator.add, free, self.updates_of_ipus), default=0.0)
 
 
 def find_step_time(problem: OrderProblem, order: Order) -> float:

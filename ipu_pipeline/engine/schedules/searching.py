@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ipu_pipeline.engine.schedules.actions import Rows, ScheduleError
-from ipu_pipeline.engine.schedules.dispatching import Rule, dispatch
+from ipu_pipeline.engine.schedules.dispatching import Rule, Urgency, dispatch
 from ipu_pipeline.engine.schedules.exact_orders import prove
 from ipu_pipeline.engine.schedules.lock_step import interleaved
 from ipu_pipeline.engine.schedules.named import named_schedules
@@ -40,6 +40,7 @@ __all__ = ["Point", "Searched", "frontier", "search"]
 _MOST_PROVED = 96  # actions: those of 4 stages and 8 micro-batches
 _NUM_NODES = 30_000  # of branch and bound; takes about four seconds with 96 actions
 _NUM_DISPATCHED = 600_000  # actions, in all orders that are tried; takes about two seconds
+_MOST_ORDERS = 1_000  # that are tried
 _THRESHOLD = 0.01  # of the bound: how much worse a rule may be in the beginning
 _SAME = 1e-9  # step times that differ by less, as a share, are the same
 
@@ -156,7 +157,7 @@ def _search(problem: OrderProblem, known: Sequence[_Known]) -> tuple[Searched, _
         first, offsets = min(tried, key=lambda one: one[0].step_time)
         num_actions = 3 * problem.num_stages * problem.num_micro_batches
         if num_actions > _MOST_PROVED and first.step_time > enough:
-            num_left = _NUM_DISPATCHED // num_actions - len(tried)
+            num_left = min(_MOST_ORDERS, _NUM_DISPATCHED // num_actions) - len(tried)
             first = _improve(problem, first, offsets, enough, num_left)
         best = first if best is None else min(best, first, key=_get_time)
         if num_actions <= _MOST_PROVED and best.step_time > enough:
@@ -224,7 +225,7 @@ class _Offsets:
     def dispatch(self, problem: OrderProblem) -> _Known:
         """Makes an order by the rule."""
         numbers = range(problem.num_micro_batches)
-        urgency = (
+        urgency: Urgency = (
             [numbers] * problem.num_stages,
             [],
             [[number + later for number in numbers] for later in self.inputs],
@@ -246,7 +247,7 @@ def _improve(
     problem: OrderProblem, best: _Known, offsets: _Offsets, enough: float, num_left: int
 ) -> _Known:
     """Changes a rule at random, so many times, and keeps what is better or little worse."""
-    chance = random.Random(0)
+    chance = random.Random(0)  # noqa: S311  # the same for every search
     most = offsets.most
     now, threshold = best.step_time, _THRESHOLD * best.step_time
     for number in range(num_left):
