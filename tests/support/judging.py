@@ -11,7 +11,7 @@ def find_smallest_time(problem, seconds=60):
 
     model = cp_model.CpModel()
     stages, numbers = range(problem.num_stages), range(problem.num_micro_batches)
-    times = problem.times
+    times = [list(map(round, own)) for own in problem.times]
     transfers = sum(problem.forward_transfers) + sum(problem.backward_transfers)
     horizon = len(numbers) * (sum(map(sum, times)) + transfers)
     begins = {
@@ -71,7 +71,7 @@ def find_smallest_time(problem, seconds=60):
                     length = model.new_int_var(0, horizon, "")
                     parts.append(model.new_interval_var(first, length, last, ""))
                     sizes.append(size)
-        model.add_cumulative(parts, sizes, problem.num_free_bytes[ipu])
+        model.add_cumulative(parts, sizes, round(problem.num_free_bytes[ipu]))
     model.minimize(latest)
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = seconds
