@@ -116,7 +116,7 @@ class _Search:
         self.num_left = num_nodes
         self.order: Order | None = None
         self.tails, self.caps = find_tails(problem), find_caps(problem)
-        self.margin = 1e-9 * max(known, 1.0)
+        self.margin = 1e-9 * least
         self.seen: dict[tuple[int, ...], list[tuple[float, ...]]] = {}
         is_limited = problem.num_bytes_per_ipu is not None
         held, between = problem.num_held_bytes, problem.num_between_bytes
