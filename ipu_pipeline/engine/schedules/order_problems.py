@@ -1,0 +1,282 @@
+"""What a search of the best order is asked: times, bytes and a limit; and what an order takes. No JAX.
+
+An IPU follows its row, and waits at an action until its inputs are there: a forward needs the stage before
+to have gone forward, input gradients need the stage's own forward and the input gradients of the stage
+after, weight gradients the stage's input gradients. Results take their time on a link, which sends one
+after another while IPUs compute. That is `free_running`, but for actions that take no time: here they wait
+in their row like any other, so that memory is free when the row says so.
+
+Every stage is halved. A whole backward is input gradients and, directly after them, weight gradients.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TypeAlias
+
+from ipu_pipeline.engine.schedules.actions import Action, ActionKind, Rows
+
+__all__ = [
+    "FORWARD",
+    "INPUTS",
+    "WEIGHTS",
+    "Order",
+    "OrderProblem",
+    "Step",
+    "as_order",
+    "as_rows",
+    "find_peaks",
+    "find_step_time",
+    "fits",
+]
+
+FORWARD, INPUTS, WEIGHTS = ActionKind.FORWARD, ActionKind.INPUT_GRADIENTS, ActionKind.WEIGHT_GRADIENTS
+
+Step: TypeAlias = "tuple[int, int]"  # the kind and the stage; the micro-batch is the next one
+Order: TypeAlias = "tuple[tuple[Step, ...], ...]"  # a row per IPU
+
+
+@dataclass(frozen=True)
+class OrderProblem:
+    """Stages one after another, and what their actions take for a micro-batch. Times have any one unit.
+
+    Attributes:
+      num_micro_batches: micro-batches per weight update.
+      forward: the time of each stage's forward.
+      input_gradients: the time of each stage's input gradients; 0 where there is nothing to do.
+      weight_gradients: the same of the weight gradients.
+      device_mapping: the IPU of each stage, from 0; by default each stage has its own.
+      forward_transfers: the time to send what each stage but the last one sends forward; by default 0.
+      backward_transfers: the time to send what each stage but the first one sends back; by default 0.
+      updates: the time of each stage's update, after the last action of its IPU; by default 0.
+      is_fused: whether the last stage's forward and input gradients are one program, where the forward is.
+      num_held_bytes: what each stage holds of a micro-batch from the begin of its forward to the end of its
+        input gradients; by default nothing.
+      num_between_bytes: what it holds from there to the end of its weight gradients; by default nothing.
+      num_constant_bytes: what each IPU holds all the time; by default nothing.
+      num_bytes_per_ipu: the most that an IPU may hold; None: anything.
+
+    Raises:
+      ValueError: a tuple has another length than there are stages or IPUs, a number is negative or not
+        finite, or the bytes per IPU are too few for one micro-batch.
+    """
+
+    num_micro_batches: int
+    forward: tuple[float, ...]
+    input_gradients: tuple[float, ...]
+    weight_gradients: tuple[float, ...]
+    device_mapping: tuple[int, ...] = ()
+    forward_transfers: tuple[float, ...] = ()
+    backward_transfers: tuple[float, ...] = ()
+    updates: tuple[float, ...] = ()
+    is_fused: bool = field(default=True, kw_only=True)
+    num_held_bytes: tuple[int, ...] = field(default=(), kw_only=True)
+    num_between_bytes: tuple[int, ...] = field(default=(), kw_only=True)
+    num_constant_bytes: tuple[int, ...] = field(default=(), kw_only=True)
+    num_bytes_per_ipu: int | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        """Fills in defaults and checks the fields."""
+        number = len(self.forward)
+        if self.num_micro_batches < 1 or not number:
+            raise ValueError(
+                "OrderProblem: there must be a micro-batch and a stage at least; got num_micro_batches="
+                f"{self.num_micro_batches} and {number} stages."
+            )
+        if not self.device_mapping:
+            object.__setattr__(self, "device_mapping", tuple(range(number)))
+        num_ipus = max(self.device_mapping) + 1
+        for name, length in {
+            "forward": number,
+            "input_gradients": number,
+            "weight_gradients": number,
+            "device_mapping": number,
+            "forward_transfers": number - 1,
+            "backward_transfers": number - 1,
+            "updates": number,
+            "num_held_bytes": number,
+            "num_between_bytes": number,
+            "num_constant_bytes": num_ipus,
+        }.items():
+            if not getattr(self, name):
+                object.__setattr__(self, name, (0,) * length)
+            values = getattr(self, name)
+            if len(values) != length:
+                raise ValueError(f"OrderProblem: {name} must have {length} numbers; got {len(values)}.")
+            if not all(value >= 0 and math.isfinite(value) for value in values):
+                raise ValueError(
+                    f"OrderProblem: {name} must be finite and at least 0; got {tuple(values)!r}."
+                )
+        limit = self.num_bytes_per_ipu
+        for ipu, needed in enumerate(self.num_least_bytes):
+            if limit is not None and needed > limit:
+                raise ValueError(
+                    f"OrderProblem: num_bytes_per_ipu must be enough for one micro-batch; IPU {ipu} needs "
+                    f"{needed:,} bytes ({self.num_constant_bytes[ipu]:,} of them all the time), and the "
+                    f"limit is {limit:,}."
+                )
+
+    @property
+    def num_stages(self) -> int:
+        """The number of stages."""
+        return len(self.forward)
+
+    @property
+    def num_ipus(self) -> int:
+        """The number of IPUs, including those without a stage."""
+        return len(self.num_constant_bytes)
+
+    @cached_property
+    def stages_of(self) -> tuple[tuple[int, ...], ...]:
+        """The stages of each IPU, in order."""
+        stages = range(self.num_stages)
+        return tuple(
+            tuple(s for s in stages if self.device_mapping[s] == ipu)
+            for ipu in range(max(self.device_mapping) + 1)
+        )
+
+    @cached_property
+    def times(self) -> tuple[tuple[float, ...], ...]:
+        """By kind of action, the time in which each stage's IPU is busy; of a whole backward nothing."""
+        forward, inputs = list(self.forward), list(self.input_gradients)
+        if self.is_fused:
+            forward[-1], inputs[-1] = forward[-1] + inputs[-1], 0.0
+        return tuple(forward), (), tuple(inputs), self.weight_gradients
+
+    @cached_property
+    def num_free_bytes(self) -> tuple[float, ...]:
+        """The bytes that each IPU has for micro-batches; infinite without a limit."""
+        limit = math.inf if self.num_bytes_per_ipu is None else self.num_bytes_per_ipu
+        return tuple(limit - constant for constant in self.num_constant_bytes)
+
+    @cached_property
+    def num_least_bytes(self) -> tuple[int, ...]:
+        """The bytes that each IPU needs to do one micro-batch after another."""
+        found = []
+        for ipu, stages in enumerate(self.stages_of):
+            held = [self.num_held_bytes[stage] for stage in stages]
+            most, now = sum(held), sum(held)
+            for stage in reversed(stages):
+                now += self.num_between_bytes[stage] - self.num_held_bytes[stage]
+                most, now = max(most, now), now - self.num_between_bytes[stage]
+            found.append(self.num_constant_bytes[ipu] + most)
+        return tuple(found)
+
+    def is_both(self, stage: int) -> bool:
+        """Whether a stage's forward does its input gradients as well."""
+        return self.is_fused and stage == self.num_stages - 1
+
+    @cached_property
+    def updates_of_ipus(self) -> tuple[float, ...]:
+        """The time of each IPU's updates."""
+        return tuple(sum(self.updates[stage] for stage in stages) for stages in self.stages_of)
+
+    def find_end(self, free: Sequence[float]) -> float:
+        """When all is done, updates too, if that is when each IPU has done its actions."""
+        return max(map(operator.add, free, self.updates_of_ipus), default=0.0)
+
+
+def find_step_time(problem: OrderProblem, order: Order) -> float:
+    """Finds how long a step takes in an order; infinite where IPUs wait for each other for ever."""
+    last = problem.num_stages - 1
+    times, fused = problem.times, problem.is_fused
+    ipus = problem.device_mapping
+    # When the inputs of each stage's actions are there, by micro-batch; those of a row are ready in it.
+    arrived: list[list[list[float]]] = [[[] for _stage in ipus] for _kind in times]
+    arrived[FORWARD][0] = [0.0] * problem.num_micro_batches
+    done = [[0] * len(ipus) for _kind in times]
+    down, up = (*problem.forward_transfers, 0.0), (0.0, *problem.backward_transfers)
+    free, places = [0.0] * len(order), [0] * len(order)
+    waiting = list(range(len(order)))
+    while waiting:
+        ipu = waiting.pop()
+        row, place, now = order[ipu], places[ipu], free[ipu]
+        while place < len(row):
+            kind, stage = row[place]
+            number = done[kind][stage]
+            if kind != WEIGHTS and not (kind == INPUTS and stage == last):
+                arrivals = arrived[kind][stage]
+                if number == len(arrivals):
+                    break
+                if arrivals[number] > now:
+                    now = arrivals[number]
+            if (kind == INPUTS and done[FORWARD][stage] <= number) or (
+                kind == WEIGHTS and done[INPUTS][stage] <= number
+            ):
+                return math.inf
+            now += times[kind][stage]
+            done[kind][stage] = number + 1
+            place += 1
+            if kind == FORWARD and stage < last:
+                target, time = arrived[FORWARD][stage + 1], down[stage]
+                other = ipus[stage + 1]
+            elif stage and (
+                (kind == INPUTS and not (fused and stage == last)) or (kind == FORWARD and fused)
+            ):
+                target, time = arrived[INPUTS][stage - 1], up[stage]
+                other = ipus[stage - 1]
+            else:
+                continue
+            target.append(max(now, target[-1] if target else 0.0) + time if time else now)
+            if other != ipu and other not in waiting:
+                waiting.append(other)
+        places[ipu], free[ipu] = place, now
+    if any(place < len(row) for place, row in zip(places, order, strict=True)):
+        return math.inf
+    return problem.find_end(free)
+
+
+def find_peaks(problem: OrderProblem, order: Order) -> tuple[int, ...]:
+    """Finds the most bytes that each IPU holds in an order, with what it holds all the time."""
+    peaks = []
+    for constant, row in zip(problem.num_constant_bytes, order, strict=True):
+        peak = now = constant
+        for kind, stage in row:
+            if kind == FORWARD:
+                now += problem.num_held_bytes[stage]
+            elif kind == INPUTS:
+                now += problem.num_between_bytes[stage] - problem.num_held_bytes[stage]
+            else:
+                now -= problem.num_between_bytes[stage]
+            peak = max(peak, now)
+        peaks.append(peak)
+    return tuple(peaks)
+
+
+def fits(problem: OrderProblem, order: Order) -> bool:
+    """Whether an order holds no more bytes than the limit on any IPU."""
+    limit = problem.num_bytes_per_ipu
+    return limit is None or max(find_peaks(problem, order)) <= limit
+
+
+def as_rows(order: Order) -> Rows:
+    """Writes down an order with its micro-batches."""
+    rows = []
+    for steps in order:
+        done: dict[Step, int] = {}
+        row = []
+        for step in steps:
+            number = done[step] = done.get(step, -1) + 1
+            row.append(Action(ActionKind(step[0]), step[1], number))
+        rows.append(tuple(row))
+    return tuple(rows)
+
+
+def as_order(rows: Iterable[Sequence[Action | None]]) -> Order:
+    """Reads the order of rows, with whole backwards in halves."""
+    order = []
+    for row in rows:
+        steps: list[Step] = []
+        for action in row:
+            if action is None:
+                continue
+            if action.kind is ActionKind.BACKWARD:
+                steps += [(INPUTS, action.stage), (WEIGHTS, action.stage)]
+            else:
+                steps.append((action.kind, action.stage))
+        order.append(tuple(steps))
+    return tuple(order)

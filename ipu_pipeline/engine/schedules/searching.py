@@ -1,0 +1,282 @@
+"""Searches the order with the smallest step time under a limit of bytes, with a proof of how good it is.
+
+It begins with the schedules that have names, and with dispatching by simple rules. Small problems are then
+solved by branch and bound (`exact_orders`). Otherwise the rules are changed at random, and what is better,
+or in the beginning a little worse, is kept (threshold accepting: Dueck and Scheuer, 1990). The search is
+deterministic: it ends after a number of orders, not of seconds, or as soon as an order takes no longer
+than the lower bound (`order_bounds`). No JAX.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from ipu_pipeline.engine.schedules.actions import Rows, ScheduleError
+from ipu_pipeline.engine.schedules.dispatching import Rule, Urgency, dispatch
+from ipu_pipeline.engine.schedules.exact_orders import prove
+from ipu_pipeline.engine.schedules.lock_step import interleaved
+from ipu_pipeline.engine.schedules.named import named_schedules
+from ipu_pipeline.engine.schedules.order_bounds import find_bound, find_caps
+from ipu_pipeline.engine.schedules.order_problems import (
+    INPUTS,
+    WEIGHTS,
+    Order,
+    OrderProblem,
+    Step,
+    as_order,
+    as_rows,
+    find_peaks,
+    find_step_time,
+    fits,
+)
+
+__all__ = ["Point", "Searched", "frontier", "search"]
+
+_MOST_PROVED = 96  # actions: those of 4 stages and 8 micro-batches
+_NUM_NODES = 30_000  # of branch and bound; takes about four seconds with 96 actions
+_NUM_DISPATCHED = 600_000  # actions, in all orders that are tried; takes about two seconds
+_MOST_ORDERS = 1_000  # that are tried
+_THRESHOLD = 0.01  # of the bound: how much worse a rule may be in the beginning
+_SAME = 1e-9  # step times that differ by less, as a share, are the same
+
+
+@dataclass(frozen=True)
+class Searched:
+    """The best order that was found.
+
+    Attributes:
+      rows: the schedule; each stage's backwards are in halves.
+      step_time: how long a step takes, in the problem's unit.
+      bound: a time that no order under the limit can be faster than.
+      reason: what the bound is, in words.
+      name: the schedule that it is, if that has a name; otherwise "searched".
+      num_peak_bytes: the most that each IPU holds.
+    """
+
+    rows: Rows = field(repr=False)
+    step_time: float
+    bound: float
+    reason: str
+    name: str
+    num_peak_bytes: tuple[int, ...]
+
+    @property
+    def gap(self) -> float:
+        """By how much the step time is at most above the smallest one, as a share of the bound."""
+        return self.step_time / self.bound - 1.0 if self.bound else 0.0
+
+
+@dataclass(frozen=True)
+class Point:
+    """A limit of bytes, and the best that was found under it.
+
+    Attributes:
+      num_bytes_per_ipu: the limit.
+      searched: what was found.
+    """
+
+    num_bytes_per_ipu: int
+    searched: Searched
+
+
+@dataclass(frozen=True)
+class _Known:
+    """An order that fits."""
+
+    step_time: float
+    order: Order
+    name: str
+
+
+def search(problem: OrderProblem) -> Searched:
+    """Searches the order with the smallest step time.
+
+    It is never slower than a schedule with a name that fits.
+
+    Args:
+      problem: the stages, what their actions take, and the limit of bytes.
+
+    Returns:
+      The order and its proof. With up to 96 actions the proof is nearly always complete: a gap of 0.
+    """
+    return _search(problem, ())[0]
+
+
+def frontier(problem: OrderProblem, limits: Iterable[int] | None = None) -> list[Point]:
+    """Finds what more memory gains: the best order under each limit.
+
+    Args:
+      problem: the stages; its own limit does not count.
+      limits: bytes per IPU. None: eight from a third of what activations take with Interleaved, on the IPU
+        that holds most, to twice that, on top of what IPUs hold all the time.
+
+    Returns:
+      A point for each limit, from the least. No point is slower than one before.
+
+    Raises:
+      ValueError: a limit is too low for one micro-batch.
+    """
+    points: list[Point] = []
+    known: list[_Known] = []
+    for limit in sorted(set(_find_limits(problem) if limits is None else limits)):
+        found, best = _search(dataclasses.replace(problem, num_bytes_per_ipu=limit), known)
+        points.append(Point(limit, found))
+        known = [best]
+    # What no order is faster than under a limit, none is under a lower one.
+    for place in reversed(range(len(points) - 1)):
+        after, own = points[place + 1].searched, points[place].searched
+        if after.bound > own.bound:
+            own = dataclasses.replace(own, bound=after.bound, reason=after.reason)
+            points[place] = dataclasses.replace(points[place], searched=own)
+    return points
+
+
+def _find_limits(problem: OrderProblem) -> Iterator[int]:
+    problem = dataclasses.replace(problem, num_bytes_per_ipu=None)
+    rows = interleaved(problem.num_stages, problem.num_micro_batches, problem.device_mapping)
+    constant, least = max(problem.num_constant_bytes), max(problem.num_least_bytes)
+    peaks = find_peaks(problem, as_order(rows))
+    most = max(peak - own for peak, own in zip(peaks, problem.num_constant_bytes, strict=True))
+    for share in (1 / 3, 1 / 2, 2 / 3, 5 / 6, 1, 4 / 3, 5 / 3, 2):
+        yield max(least, constant + round(share * most))
+
+
+def _search(problem: OrderProblem, known: Sequence[_Known]) -> tuple[Searched, _Known]:
+    bound = find_bound(problem)
+    enough = bound.time * (1 + _SAME)
+    time, reason = bound.time, bound.reason
+    # Of equal ones the first is the best: a name says more than a search.
+    best = min((*_follow_named(problem), *known), key=_get_time, default=None)
+    if best is None or best.step_time > enough:
+        tried = [(offsets.dispatch(problem), offsets) for offsets in _make_simple(problem)]
+        first, offsets = min(tried, key=lambda one: one[0].step_time)
+        num_actions = 3 * problem.num_stages * problem.num_micro_batches
+        if num_actions > _MOST_PROVED and first.step_time > enough:
+            num_left = min(_MOST_ORDERS, _NUM_DISPATCHED // num_actions) - len(tried)
+            first = _improve(problem, first, offsets, enough, num_left)
+        best = first if best is None else min(best, first, key=_get_time)
+        if num_actions <= _MOST_PROVED and best.step_time > enough:
+            proof = prove(problem, best.step_time, bound.time, _NUM_NODES)
+            if proof.order is not None:
+                best = _Known(proof.step_time, proof.order, "searched")
+            if proof.is_complete and best.step_time > enough:
+                time, reason = best.step_time, "all orders"
+    if best.step_time <= enough:
+        time = best.step_time
+    peaks = find_peaks(problem, best.order)
+    return Searched(as_rows(best.order), best.step_time, time, reason, best.name, peaks), best
+
+
+def _get_time(known: _Known) -> float:
+    return known.step_time
+
+
+def _follow_named(problem: OrderProblem) -> Iterator[_Known]:
+    """The schedules with names that fit."""
+    for name, function in named_schedules().items():
+        with contextlib.suppress(ScheduleError):
+            rows = function(problem.num_stages, problem.num_micro_batches, problem.device_mapping)
+            given = as_order(rows)
+            for order in (given, _settle(problem, given)):
+                if fits(problem, order):
+                    yield _Known(find_step_time(problem, order), order, name)
+
+
+def _settle(problem: OrderProblem, order: Order) -> Order:
+    """Moves input gradients that take no time to where they keep no other action waiting."""
+    last = problem.num_stages - 1
+    settled = []
+    for row in order:
+        steps: list[Step] = []
+        for step in row:
+            kind, stage = step
+            if kind == INPUTS and not problem.times[INPUTS][stage]:
+                continue
+            if kind == WEIGHTS and not problem.times[INPUTS][stage] and not problem.is_both(stage):
+                steps.append((INPUTS, stage))
+            steps.append(step)
+            if problem.is_both(stage) and kind not in (INPUTS, WEIGHTS):
+                steps.append((INPUTS, last))
+        settled.append(tuple(steps))
+    return tuple(settled)
+
+
+@dataclass(frozen=True)
+class _Offsets:
+    """A rule in few numbers: how many micro-batches later the halves are as urgent as a forward.
+
+    Attributes:
+      inputs: for each stage, of input gradients.
+      weights: for each stage, of weight gradients.
+      patience: see `Rule`.
+      most: see `Rule`.
+    """
+
+    inputs: tuple[float, ...]
+    weights: tuple[float, ...]
+    patience: tuple[float, ...]
+    most: tuple[int, ...]
+
+    def dispatch(self, problem: OrderProblem) -> _Known:
+        """Makes an order by the rule."""
+        numbers = range(problem.num_micro_batches)
+        urgency: Urgency = (
+            [numbers] * problem.num_stages,
+            [],
+            [[number + later for number in numbers] for later in self.inputs],
+            [[number + later for number in numbers] for later in self.weights],
+        )
+        return _Known(*dispatch(problem, Rule(urgency, self.patience, self.most)), "searched")
+
+
+def _make_simple(problem: OrderProblem) -> Iterator[_Offsets]:
+    """Rules that are the same for all stages: one kind of action before another, or nearly in turn."""
+    number, count = problem.num_stages, problem.num_micro_batches
+    most = tuple(cap.flying for cap in find_caps(problem))
+    inputs, weights, patience = (-count, -3, 0, 3, count), (-2 * count, 0, 3, 2 * count), (1.0, 0.5, 0.0)
+    for one, other, share in itertools.product(inputs, weights, patience):
+        yield _Offsets((one,) * number, (other,) * number, (share,) * problem.num_ipus, most)
+
+
+def _improve(
+    problem: OrderProblem, best: _Known, offsets: _Offsets, enough: float, num_left: int
+) -> _Known:
+    """Changes a rule at random, so many times, and keeps what is better or little worse."""
+    chance = random.Random(0)  # noqa: S311  # the same for every search
+    most = offsets.most
+    now, threshold = best.step_time, _THRESHOLD * best.step_time
+    for number in range(num_left):
+        if best.step_time <= enough:
+            break
+        changed = offsets
+        for _change in range(chance.choice((1, 1, 2, 3))):
+            changed = _change_one(problem, changed, most, chance)
+        found = changed.dispatch(problem)
+        if found.step_time < now + threshold * (1 - number / num_left) * chance.random():
+            now, offsets = found.step_time, changed
+        best = min(best, found, key=_get_time)
+    return best
+
+
+def _change_one(
+    problem: OrderProblem, offsets: _Offsets, most: Sequence[int], chance: random.Random
+) -> _Offsets:
+    """Changes one number of a rule."""
+    name = chance.choice(("inputs", "inputs", "weights", "weights", "patience", "most"))
+    values = list(getattr(offsets, name))
+    place = chance.randrange(len(values))
+    if name == "patience":
+        values[place] = chance.choice((0.0, 0.2, 0.5, 0.8, 1.0))
+    elif name == "most":
+        values[place] = chance.choice((max(1, values[place] - 1), values[place] + 1, most[place]))
+        values[place] = min(values[place], most[place])
+    else:
+        count = problem.num_micro_batches
+        near, far = values[place] + chance.gauss(0, 1), chance.choice((-2 * count, 2 * count))
+        values[place] = chance.choice((near, near, far, chance.uniform(-10, 10)))
+    return dataclasses.replace(offsets, **{name: tuple(values)})

@@ -1,0 +1,52 @@
+import dataclasses
+
+import pytest
+
+from ipu_pipeline.engine.schedules.checking import check
+from ipu_pipeline.engine.schedules.scenario_problems import make_problem
+from ipu_pipeline.engine.schedules.scenarios import Costs, Memory, Scenario
+from ipu_pipeline.engine.schedules.searching import search
+from ipu_pipeline.engine.schedules.simulator import predict_step_time
+
+COSTS = Costs.of(
+    3,
+    forward=(2, 3, 2),
+    backward=(3, 5, 4),
+    weight_gradients=(3, 2, 2),
+    update=(1, 2, 1),
+    transfer=(1, 0.5),
+)
+MEMORY = Memory((100, 200, 0), (30, 20, 0), (20, 20, 10))
+SCENARIO = Scenario(COSTS, "interleaved", 6, memory=MEMORY)
+
+
+@pytest.mark.parametrize("limit", [None, 250])
+@pytest.mark.parametrize("mapping", [(), (0, 1, 0)])
+@pytest.mark.parametrize(("chunk_size", "is_fused"), [(1, True), (2, False)])
+def test_the_simulator_finds_the_same_step_time(limit, mapping, chunk_size, is_fused):
+    scenario = dataclasses.replace(
+        SCENARIO,
+        costs=dataclasses.replace(COSTS, is_fused=is_fused),
+        memory=dataclasses.replace(MEMORY, num_constant_bytes=(100, 200, 0)[: 2 if mapping else 3]),
+        device_mapping=mapping,
+        chunk_size=chunk_size,
+    )
+    problem = make_problem(scenario, limit and 2 * limit)
+    found = search(problem)
+    table = check(found.rows, 3, 6 // chunk_size, problem.device_mapping, training=True)
+    simulated = predict_step_time(dataclasses.replace(scenario, schedule=table))
+    assert simulated == pytest.approx(found.step_time)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"training": False}, "training=True"),
+        ({"levels": (0, 0, 1)}, "a level of its own for each stage"),
+        ({"costs": dataclasses.replace(COSTS, transfers={(0, 2): 1.0})}, "no values that skip stages"),
+        ({"memory": None}, "memory, for a limit of bytes"),
+    ],
+)
+def test_what_a_search_does_not_know_is_refused(fields, message):
+    with pytest.raises(ValueError, match=f"needs a scenario with {message}"):
+        make_problem(dataclasses.replace(SCENARIO, **fields), 1000)
