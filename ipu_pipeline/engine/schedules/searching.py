@@ -16,13 +16,14 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ipu_pipeline.engine.schedules.actions import Rows, ScheduleError
+from ipu_pipeline.engine.schedules.actions import ActionKind, Rows, ScheduleError
 from ipu_pipeline.engine.schedules.dispatching import Rule, Urgency, dispatch
 from ipu_pipeline.engine.schedules.exact_orders import prove
 from ipu_pipeline.engine.schedules.lock_step import interleaved
 from ipu_pipeline.engine.schedules.named import named_schedules
-from ipu_pipeline.engine.schedules.order_bounds import find_bound, find_caps
+from ipu_pipeline.engine.schedules.order_bounds import find_bound, find_caps, find_tails
 from ipu_pipeline.engine.schedules.order_problems import (
+    FORWARD,
     INPUTS,
     WEIGHTS,
     Order,
@@ -39,7 +40,7 @@ __all__ = ["Point", "Searched", "frontier", "search"]
 
 _MOST_PROVED = 96  # actions: those of 4 stages and 8 micro-batches
 _NUM_NODES = 30_000  # of branch and bound; takes about four seconds with 96 actions
-_NUM_DISPATCHED = 600_000  # actions, in all orders that are tried; takes about two seconds
+_NUM_DISPATCHED = 500_000  # actions, in all orders that are tried; takes about two seconds
 _MOST_ORDERS = 1_000  # that are tried
 _THRESHOLD = 0.01  # of the bound: how much worse a rule may be in the beginning
 _SAME = 1e-9  # step times that differ by less, as a share, are the same
@@ -153,7 +154,7 @@ def _search(problem: OrderProblem, known: Sequence[_Known]) -> tuple[Searched, _
     # Of equal ones the first is the best: a name says more than a search.
     best = min((*_follow_named(problem), *known), key=_get_time, default=None)
     if best is None or best.step_time > enough:
-        tried = [(offsets.dispatch(problem), offsets) for offsets in _make_simple(problem)]
+        tried = [(offsets.dispatch(problem), offsets) for offsets in _make_simple(problem, bound.time)]
         first, offsets = min(tried, key=lambda one: one[0].step_time)
         num_actions = 3 * problem.num_stages * problem.num_micro_batches
         if num_actions > _MOST_PROVED and first.step_time > enough:
@@ -208,15 +209,17 @@ def _settle(problem: OrderProblem, order: Order) -> Order:
 
 @dataclass(frozen=True)
 class _Offsets:
-    """A rule in few numbers: how many micro-batches later the halves are as urgent as a forward.
+    """A rule in few numbers: how much later the halves are as urgent as they would be by a base.
 
     Attributes:
-      inputs: for each stage, of input gradients.
-      weights: for each stage, of weight gradients.
+      base: how urgent all actions are, in micro-batches.
+      inputs: for each stage, how many micro-batches later its input gradients are that urgent.
+      weights: the same of weight gradients.
       patience: see `Rule`.
       most: see `Rule`.
     """
 
+    base: Urgency
     inputs: tuple[float, ...]
     weights: tuple[float, ...]
     patience: tuple[float, ...]
@@ -224,23 +227,38 @@ class _Offsets:
 
     def dispatch(self, problem: OrderProblem) -> _Known:
         """Makes an order by the rule."""
-        numbers = range(problem.num_micro_batches)
         urgency: Urgency = (
-            [numbers] * problem.num_stages,
+            self.base[FORWARD],
             [],
-            [[number + later for number in numbers] for later in self.inputs],
-            [[number + later for number in numbers] for later in self.weights],
+            _add(self.base[INPUTS], self.inputs),
+            _add(self.base[WEIGHTS], self.weights),
         )
         return _Known(*dispatch(problem, Rule(urgency, self.patience, self.most)), "searched")
 
 
-def _make_simple(problem: OrderProblem) -> Iterator[_Offsets]:
-    """Rules that are the same for all stages: one kind of action before another, or nearly in turn."""
+def _add(urgency: Sequence[Sequence[float]], later: Sequence[float]) -> list[list[float]]:
+    return [[own + more for own in values] for values, more in zip(urgency, later, strict=True)]
+
+
+def _make_simple(problem: OrderProblem, bound: float) -> Iterator[_Offsets]:
+    """Rules that are the same for all stages.
+
+    What comes first is an earlier micro-batch, or what has more to come after it, by the lower bound.
+    """
     number, count = problem.num_stages, problem.num_micro_batches
     most = tuple(cap.flying for cap in find_caps(problem))
-    inputs, weights, patience = (-count, -3, 0, 3, count), (-2 * count, 0, 3, 2 * count), (1.0, 0.5, 0.0)
-    for one, other, share in itertools.product(inputs, weights, patience):
-        yield _Offsets((one,) * number, (other,) * number, (share,) * problem.num_ipus, most)
+    by_number: Urgency = [[range(count)] * number] * len(ActionKind)
+    unit = -count / bound if bound else 0.0
+    by_tail: Urgency = [
+        [[unit * (tail + time) for tail in own] for own, time in zip(tails, times, strict=False)]
+        for tails, times in zip(find_tails(problem), problem.times, strict=True)
+    ]
+    for base, inputs, weights, patience in (
+        (by_number, (-count, 0, count), (-2 * count, 0, 3, 2 * count), (1.0, 0.5, 0.0)),
+        (by_tail, (0,), (0, 3, 2 * count), (1.0, 0.8, 0.5, 0.2, 0.0)),
+    ):
+        for one, other, share in itertools.product(inputs, weights, patience):
+            yield _Offsets(base, (one,) * number, (other,) * number, (share,) * problem.num_ipus, most)
 
 
 def _improve(

@@ -351,11 +351,16 @@ def test_a_frontier_refuses_a_limit_too_low():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("share", [1, 1.5, 2, None])
+@pytest.mark.parametrize(
+    ("share", "most"),
+    # Where memory is short, the bound knows little of how the actions of many IPUs hinder each other.
+    [(0.5, 0.1), (0.67, 0.1), (1, 0.1), (1.5, 0.04), (2, 0.03), (None, 0.03)],
+)
 @pytest.mark.parametrize("seed", range(3))
-def test_large_problems_are_close_to_the_bound(seed, share):
+def test_large_problems_are_close_to_the_bound(seed, share, most):
     problem = make_problem(seed, 8, 64, share)
     found = search(problem)
-    assert found.gap <= 0.03
+    assert found.gap <= most
+    assert fits(problem, as_order(found.rows))
     order = as_order(grouped(8, 64, range(8)))
     assert not fits(problem, order) or found.step_time <= find_step_time(problem, order)
