@@ -32,8 +32,8 @@ MODULE = "benchmarks.halves.run"
 NUM_STAGES = 200
 MEDIAN, MOST = 1.01, 1.03
 LEAST_SECONDS = 10e-3  # of a backward: shorter stages are made wider
-# Otherwise glibc returns what is larger than 32 MiB to the kernel, and gets it again page by page, which may
-# take half of a program's time: of the programs that have as much for their temporaries.
+# Otherwise glibc returns what is larger than 32 MiB to the kernel, and gets it again page by page, which
+# may take half of a program's time: of the programs that have as much for their temporaries.
 _MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**32)}
 NUM_CALLS = 3  # of the programs in a row
 
@@ -269,16 +269,16 @@ class Timed:
                         self.gradients[value] = np.asarray(result)
 
     def run(self) -> float:
-        """Seconds of all programs, one after another, as a step starts them: the host is ahead."""
+        """CPU seconds of all programs, one after another, as a step starts them: the host is ahead."""
         calls = [
             [(jitted, self._arguments.of(program)) for jitted, program in self._pairs]
             for _ in range(NUM_CALLS)
         ]
         jax.block_until_ready([arguments for call in calls for _jitted, arguments in call])
-        begin = time.perf_counter()
+        begin = time.process_time()
         results = [jitted(*arguments) for call in calls for jitted, arguments in call]
         jax.block_until_ready(results)
-        return (time.perf_counter() - begin) / NUM_CALLS
+        return (time.process_time() - begin) / NUM_CALLS
 
 
 def measure(seed: int, num_rounds: int) -> tuple[str, float, float]:
@@ -313,7 +313,7 @@ def measure(seed: int, num_rounds: int) -> tuple[str, float, float]:
 
 def main() -> None:
     if not _MALLOC.keys() <= os.environ.keys():
-        os.execve(sys.executable, [sys.executable, "-m", MODULE, *sys.argv[1:]], {**os.environ, **_MALLOC})
+        os.execve(sys.executable, [sys.executable, "-m", MODULE, *sys.argv[1:]], {**os.environ, **_MALLOC})  # noqa: S606
     # Threads of one program would be as noisy as what is measured.
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})

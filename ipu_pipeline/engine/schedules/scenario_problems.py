@@ -43,7 +43,7 @@ def make_problem(scenario: Scenario, num_bytes_per_ipu: int | None = None) -> Or
     size = scenario.chunk_size
 
     def of_kind(kind: ActionKind) -> tuple[float, ...]:
-        return tuple(costs.time(kind, stage) * size for stage in range(number))
+        return tuple(costs.of_actions[kind][stage] * size for stage in range(number))
 
     def of_edges(turn: Callable[[Edge], Edge]) -> tuple[float, ...]:
         return tuple(scenario.transfer(0, turn(edge)) for edge in itertools.pairwise(range(number)))
@@ -52,7 +52,7 @@ def make_problem(scenario: Scenario, num_bytes_per_ipu: int | None = None) -> Or
     between, constant = held, held
     if memory is not None:
         held = tuple(size * own for own in memory.num_held_bytes)
-        between = tuple(size * memory.held_between(stage) for stage in range(number))
+        between = tuple(size * own for own in memory.num_between_bytes)
         constant = memory.num_constant_bytes
     return OrderProblem(
         scenario.num_micro_batches // size,
