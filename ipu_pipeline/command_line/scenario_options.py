@@ -6,9 +6,19 @@ import argparse
 import math
 from collections.abc import Sequence
 
-from ipu_pipeline.engine.schedules import MAX_ACTIONS, check_schedule, named_schedules
+from ipu_pipeline.engine.schedules import (
+    MAX_ACTIONS,
+    SearchedSchedule,
+    check_schedule,
+    name_of,
+    named_schedules,
+)
 
 __all__ = ["add_pipeline", "at_least_one", "check_size", "find_mapping", "number", "numbers", "spread"]
+
+# Schedules with two stages on each IPU: stages go around the IPUs, or down and up again.
+_AROUND = {"looped", "looped_zero_bubble"}
+_DOWN_AND_UP = {"zero_bubble_v", "v_half", "v_min", "dual_pipe_v"}
 
 
 def add_pipeline(parser: argparse.ArgumentParser) -> None:
@@ -24,14 +34,15 @@ def add_pipeline(parser: argparse.ArgumentParser) -> None:
         "--schedule",
         type=_schedule,
         metavar="NAME",
-        help=f"one of {', '.join(named_schedules())}, or another library's name; by default grouped",
+        help=f"one of {', '.join(named_schedules())}, another library's name, or searched, the best order "
+        "for these costs; by default grouped",
     )
     parser.add_argument(
         "--device-mapping",
         type=_mapping,
         metavar="LIST",
-        help="the IPU of each stage, from 0, as in 0,1,1,0; by default each has its own, and in looped "
-        "each IPU has two",
+        help="the IPU of each stage, from 0, as in 0,1,1,0; by default each has its own, or where a "
+        "schedule needs two stages on an IPU, each IPU has two",
     )
     parser.add_argument(
         "--inference",
@@ -46,22 +57,23 @@ def _schedule(text: str) -> str:
         found = check_schedule(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-    if found not in named_schedules():
+    if not isinstance(found, SearchedSchedule) and found not in named_schedules():
         raise argparse.ArgumentTypeError(f"must be a name, not a file; got {text!r}")
-    return str(found)
+    return name_of(found)
 
 
 def find_mapping(
     parser: argparse.ArgumentParser, given: Sequence[int] | None, num_stages: int, schedule: object
 ) -> tuple[int, ...]:
     """The IPU of each stage; ends the program if the option does not fit the number of stages."""
-    if given is None and schedule == "looped":
+    if given is None and schedule in {*_AROUND, *_DOWN_AND_UP}:
         if num_stages % 2:
             parser.error(
-                f"argument --stages: looped has two stages on each IPU; got {num_stages}. Give an even "
+                f"argument --stages: {schedule} has two stages on each IPU; got {num_stages}. Give an even "
                 "number, or --device-mapping."
             )
-        given = [*range(num_stages // 2)] * 2
+        given = [*range(num_stages // 2)]
+        given += given if schedule in _AROUND else given[::-1]
     mapping = tuple(range(num_stages)) if given is None else tuple(given)
     if len(mapping) != num_stages:
         parser.error(

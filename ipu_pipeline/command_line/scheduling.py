@@ -10,8 +10,12 @@ from typing import Any
 from ipu_pipeline.command_line.scenario_options import add_pipeline, check_size, find_mapping
 from ipu_pipeline.command_line.tables import show
 from ipu_pipeline.engine.schedules import (
+    SCHEDULES,
     Action,
+    Costs,
+    Scenario,
     ScheduleError,
+    Timetable,
     find_ramps,
     find_slots,
     format_staircase,
@@ -27,7 +31,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "Prints the staircase of a schedule: an IPU per line, a time-step per column. F3 is "
         "the forward of micro-batch 3, B3 its backward, I3 and W3 are the halves of that (input and weight "
         "gradients); with several stages on an IPU, F2.3 is the forward in stage 2. A dot is a time-step "
-        "of waiting."
+        "of waiting. The schedule searched is for actions that all take equally long."
     )
     add_pipeline(parser)
     parser.add_argument(
@@ -54,7 +58,7 @@ def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
     mapping = find_mapping(parser, parsed.device_mapping, num_stages, schedule)
     check_size(parser, num_stages, count, training)
     try:
-        table = timetable(schedule, num_stages, count, mapping, training)
+        table = _make_table(schedule, num_stages, count, mapping, training)
     except ScheduleError as error:
         parser.error(f"argument --device-mapping: {error}")
     phases = find_ramps(table, mapping)
@@ -79,13 +83,23 @@ def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
     ipus = len(set(mapping))
     waits = 1 - len(table.order) / (ipus * table.num_time_steps)
     width = shutil.get_terminal_size().columns if parsed.width is None else parsed.width
+    purpose = next((f"{known.purpose}\n" for known in SCHEDULES if known.name == schedule), "")
     show(
-        f"{schedule}: {num_stages} stages on {ipus} IPUs, {count} micro-batches, {table.num_time_steps} "
-        f"time-steps, in {waits:.0%} of which an IPU waits\n\n"
+        f"{purpose}{schedule}: {num_stages} stages on {ipus} IPUs, {count} micro-batches, "
+        f"{table.num_time_steps} time-steps, in {waits:.0%} of which an IPU waits\n\n"
         f"{format_staircase(table, mapping, width or None)}\n"
         f"in flight at most, by stage: {' '.join(map(str, table.in_flight))}"
     )
     return 0
+
+
+def _make_table(
+    schedule: str, num_stages: int, count: int, mapping: tuple[int, ...], training: bool
+) -> Timetable:
+    if schedule == "searched" and training:
+        costs = Costs.of(num_stages, forward=1.0, backward=2.0)
+        return Scenario(costs, schedule, count, mapping).timetable()
+    return timetable(schedule, num_stages, count, mapping, training)
 
 
 def _describe(action: Action | None) -> dict[str, Any] | None:

@@ -23,11 +23,16 @@ from ipu_pipeline.engine.schedules import (
     Advice,
     Cluster,
     Costs,
+    Point,
     Scenario,
+    Searched,
+    SearchedSchedule,
     Simulation,
     Timeline,
     Variant,
     advise,
+    find_frontier,
+    name_of,
     simulate,
     what_if,
 )
@@ -39,6 +44,7 @@ from ipu_pipeline.reports.studies import find_scenario
 __all__ = ["add"]
 
 _MOST_ACTIONS = 2**15  # up to which what-ifs are simulated without --what-if: some seconds
+_BAR = 24  # characters of the longest bar
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -131,6 +137,19 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--html", type=Path, metavar="FILE", help="write a page about it, which also opens offline"
     )
     parser.add_argument(
+        "--bytes-per-ipu",
+        type=at_least_one,
+        metavar="N",
+        help="with the schedule searched: the most that an IPU may take, of what --costs-from says; by "
+        "default anything",
+    )
+    parser.add_argument(
+        "--frontier",
+        action="store_true",
+        help="show the shortest step for each amount of memory, from a third of what interleaved holds of "
+        "micro-batches to twice that; this may take a minute",
+    )
+    parser.add_argument(
         "--what-if",
         action="store_true",
         help=f"show what other schedules, counts and splits give, also above {_MOST_ACTIONS:,} actions",
@@ -157,15 +176,27 @@ def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
     if parsed.html is not None:
         _write_page(parser, scenario, parsed.html)
     simulation = simulate(scenario)
+    points = _find_frontier(parser, scenario) if parsed.frontier else ()
     variants: Sequence[Variant] = []
     advice = None
     if parsed.what_if or scenario.num_actions <= _MOST_ACTIONS:
-        variants = what_if(scenario)
-        advice = advise(scenario, variants=variants)
+        settled = scenario
+        if scenario.searched is not None:  # it is not searched again for each split
+            settled = dataclasses.replace(scenario, schedule=simulation.timetable)
+        variants = what_if(settled)
+        if settled is not scenario:
+            name = name_of(scenario.schedule)
+            variants = [
+                dataclasses.replace(row, schedule=name) if row.scenario.schedule is settled.schedule else row
+                for row in variants
+            ]
+        advice = advise(settled, variants=variants)
     if parsed.json:
-        show(json.dumps(_as_json(simulation, variants, advice)))
+        show(json.dumps(_as_json(simulation, variants, advice, points)))
         return 0
     parts = [_title(scenario), _timeline_table(simulation), _ipu_table(simulation)]
+    if points:
+        parts.append(_frontier_table(scenario, points))
     if advice is None:
         parts.append(f"More than {_MOST_ACTIONS:,} actions: --what-if simulates other schedules as well.")
     else:
@@ -213,14 +244,20 @@ def _make_scenario(parser: argparse.ArgumentParser, parsed: argparse.Namespace) 
         )
     check_size(parser, num_stages, count // chunk_size, training)
     mapping = base.device_mapping
-    if parsed.device_mapping is not None:
+    if parsed.device_mapping is not None or parsed.costs_from is None:
         mapping = find_mapping(parser, parsed.device_mapping, num_stages, parsed.schedule)
-    elif parsed.schedule == "looped" and parsed.costs_from is None:
-        mapping = find_mapping(parser, None, num_stages, parsed.schedule)
+    schedule = parsed.schedule or base.schedule
+    if name_of(schedule) == "searched" and parsed.bytes_per_ipu is not None:
+        schedule = SearchedSchedule(parsed.bytes_per_ipu)
+    elif parsed.bytes_per_ipu is not None:
+        parser.error(
+            f"argument --bytes-per-ipu: only the schedule searched has a limit; got {name_of(schedule)}. "
+            "Leave it out, or give --schedule searched."
+        )
     try:
         found = dataclasses.replace(
             base,
-            schedule=parsed.schedule or base.schedule,
+            schedule=schedule,
             num_micro_batches=count,
             device_mapping=mapping,
             training=training,
@@ -327,7 +364,7 @@ def _title(scenario: Scenario) -> str:
     what = "training" if scenario.training else "inference"
     text = (
         f"{scenario.costs.num_stages} stages on {len(scenario.ipus)} IPUs, {scenario.num_micro_batches} "
-        f"micro-batches, schedule {scenario.schedule}, {what}"
+        f"micro-batches, schedule {scenario.searched or name_of(scenario.schedule)}, {what}"
     )
     if scenario.chunk_size > 1:
         text += f", {scenario.chunk_size} micro-batches per program"
@@ -385,11 +422,49 @@ def _what_if_table(variants: Sequence[Variant]) -> str:
     return format_table(headings, rows)
 
 
-def _as_json(simulation: Simulation, variants: Sequence[Variant], advice: Advice | None) -> dict[str, Any]:
+def _find_frontier(parser: argparse.ArgumentParser, scenario: Scenario) -> Sequence[Point]:
+    try:
+        return find_frontier(scenario)
+    except ValueError as error:
+        parser.error(f"argument --frontier: {error}")
+
+
+def _frontier_table(scenario: Scenario, points: Sequence[Point]) -> str:
+    knows_bytes = scenario.memory is not None and any(scenario.memory.num_held_bytes)
+    what = "bytes" if knows_bytes else "micro-batches"
+    longest = points[0].searched.step_time
+    rows = [
+        [
+            f"{point.num_bytes_per_ipu:,}",
+            f"{point.share:.0%}",
+            f"{point.searched.step_time:.6g}",
+            "#" * max(1, round(_BAR * point.searched.step_time / longest)),
+            f"{point.searched.gap:.1%}",
+            point.searched.name,
+        ]
+        for point in points
+    ]
+    headings = [f"an IPU may hold ({what})", "of interleaved's", "step time", "", "above the least", "as"]
+    return format_table(headings, [[*row[:3], row[3].ljust(_BAR), *row[4:]] for row in rows], texts=0)
+
+
+def _as_json(
+    simulation: Simulation, variants: Sequence[Variant], advice: Advice | None, points: Sequence[Point]
+) -> dict[str, Any]:
+    searched = simulation.scenario.searched
     return {
         "scenario": simulation.scenario.as_dict(),
         "free_running": _timeline_json(simulation.free_running),
         "lock_step": _timeline_json(simulation.lock_step),
+        "searched": None if searched is None else _searched_json(searched),
+        "frontier": [
+            {
+                "num_bytes_per_ipu": point.num_bytes_per_ipu,
+                "share": point.share,
+                **_searched_json(point.searched),
+            }
+            for point in points
+        ],
         "what_if": [_variant_json(row) for row in variants],
         "advice": None
         if advice is None
@@ -400,6 +475,11 @@ def _as_json(simulation: Simulation, variants: Sequence[Variant], advice: Advice
             "variant": None if advice.variant is None else _variant_json(advice.variant),
         },
     }
+
+
+def _searched_json(searched: Searched) -> dict[str, Any]:
+    names = ("step_time", "bound", "reason", "gap", "name", "num_peak_bytes")
+    return {name: getattr(searched, name) for name in names}
 
 
 def _timeline_json(timeline: Timeline) -> dict[str, Any]:

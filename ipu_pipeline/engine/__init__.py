@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ipu_pipeline.engine.schedules.execution_phases import ExecutionPhases
     from ipu_pipeline.engine.schedules.host_memory import HostMemory
     from ipu_pipeline.engine.schedules.scenarios import Costs, Scenario
+    from ipu_pipeline.engine.schedules.searched import SearchedSchedule
     from ipu_pipeline.engine.schedules.simulator import simulate
     from ipu_pipeline.engine.schedules.variants import what_if
     from ipu_pipeline.engine.state import PipelineState, StepOutputs
@@ -60,6 +61,7 @@ __all__ = [
     "Reduction",
     "Scenario",
     "ScheduleError",
+    "SearchedSchedule",
     "Shared",
     "Stage",
     "StepOutputs",
@@ -106,6 +108,7 @@ _HOMES = {
     "Reduction": "engine.programs.accumulation",
     "Scenario": "engine.schedules.scenarios",
     "ScheduleError": "engine.schedules.actions",
+    "SearchedSchedule": "engine.schedules.searched",
     "Shared": "engine.tracing.stage_parameters",
     "Stage": "engine.tracing.stage_lists",
     "StepOutputs": "engine.state",

@@ -13,6 +13,7 @@ from ipu_pipeline.engine.execution.comparing import agree_on, describe_programs,
 from ipu_pipeline.engine.pipeline_options import PipelineOptions
 from ipu_pipeline.engine.planning.chunking import Chunking
 from ipu_pipeline.engine.schedules.checking import Timetable
+from ipu_pipeline.engine.schedules.named import name_of
 
 __all__ = ["agree", "describe"]
 
@@ -87,5 +88,4 @@ def _describe_leaves(tree: Any) -> str:
 
 def _describe_schedule(schedule: Any, timetable: Timetable) -> str:
     lines = [str(row) for row in timetable.rows]
-    name = schedule if isinstance(schedule, str) else getattr(schedule, "__name__", type(schedule).__name__)
-    return f"{name} ({digest(lines)})"
+    return f"{name_of(schedule)} ({digest(lines)})"

@@ -46,6 +46,12 @@ from ipu_pipeline.engine.programs.accumulation import Reduction
 from ipu_pipeline.engine.programs.collecting import Collecting
 from ipu_pipeline.engine.programs.recomputation import Recomputation
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms
+from ipu_pipeline.engine.searched_timetables import (
+    SearchedTimetables,
+    check_one_process,
+    check_searchable,
+    measure_scenario,
+)
 from ipu_pipeline.engine.state import PipelineState, Progress, RunState, StepOutputs
 from ipu_pipeline.engine.tracing.metrics import Metric, MetricReader
 from ipu_pipeline.engine.tracing.recomputation_marks import has_marks
@@ -128,6 +134,8 @@ class Pipeline:
         if options.execution_phases is not None:
             options.execution_phases.check(levels[-1] + 1, schedule, options.num_serialized)
         self._begin(Recipe(functions, mapping, options), levels, options.loss is not None)
+        if isinstance(schedule, schedules.SearchedSchedule):
+            check_searchable(len(functions) < len(mapping))
         # One program needs no timetable, but a user's schedule is checked all the same.
         known = 1 if count is None else count
         is_file = isinstance(schedule, schedules.FileSchedule)  # for one number of micro-batches only
@@ -183,16 +191,35 @@ class Pipeline:
         )
 
     def timetable(self, num_micro_batches: int) -> schedules.Timetable:
-        """The checked timetable of a step with this many micro-batches, or groups of `num_serialized`."""
+        """The checked timetable of a step with this many micro-batches, or groups of `num_serialized`.
+
+        Of a schedule that is searched, see `searched`.
+        """
         return self._make_timetable(num_micro_batches)
 
     def _find_halved(self) -> Collection[int]:
         """The stages whose backward is done in halves, from now on with any number of micro-batches."""
         if self.is_one_program:
             return ()
-        halved = self.timetable(self.num_micro_batches or 2 * len(self.device_mapping)).halved
+        halved = self._follow(None, self.num_micro_batches or 2 * len(self.device_mapping)).halved
         self._make_timetable = functools.partial(self._follow, halved)
         return halved
+
+    def searched(self, num_micro_batches: int | None = None) -> schedules.Searched | None:
+        """What the search of the schedule found, with its proof.
+
+        Args:
+          num_micro_batches: as for `step`.
+
+        Returns:
+          The rows, the time of a step by the costs that were measured, without updates, a time that no
+          order can be faster than, and the gap between them. None if the schedule is not searched: it is
+          another one, there is no training, or all stages are on one IPU. Then, and as long as `prepare`
+          has not been called, the timetable is that of "interleaved", with all backwards in halves.
+        """
+        if not isinstance(self._make_timetable, SearchedTimetables):
+            return None
+        return self._make_timetable.find(self.updated_every(num_micro_batches) // self.num_serialized)
 
     # What is known about the pipeline.
 
@@ -389,7 +416,7 @@ class Pipeline:
             left_out,
             name="Pipeline",
             kind="training" if trains else "inference",
-            schedule=schedule if isinstance(schedule, str) else getattr(schedule, "__name__", "a function"),
+            schedule=schedules.name_of(schedule),
             num_micro_batches=count,
             num_serialized=self.num_serialized,
             chunk_size=chunk_size,
@@ -425,11 +452,16 @@ class Pipeline:
         """
         count = self.num_micro_batches if num_micro_batches is None else num_micro_batches
         facts = self.facts(count or 2 * len(self.device_mapping), left_out=left_out)
-        has_name, num_chunks = isinstance(self.options.schedule, str), (count or 0) // facts.chunk_size
+        schedule, num_chunks = self.options.schedule, (count or 0) // facts.chunk_size
+        has_name = isinstance(schedule, str)
+        told = facts.schedule if has_name else "of your own"
+        if isinstance(schedule, schedules.SearchedSchedule):
+            found = None if count is None else self.searched(num_micro_batches)
+            told = "searched, when the pipeline is prepared" if found is None else str(found)
         return select_fields(
             PipelineSummary,
             facts,
-            schedule=facts.schedule if has_name else "of your own",
+            schedule=told,
             num_micro_batches=count,
             bubble=estimate_bubble(facts.stages, self.timetable, num_chunks, has_name) if count else None,
         )
@@ -562,8 +594,10 @@ class Pipeline:
                 f"there are {len(devices)}. On a CPU, before the first use of JAX, "
                 f"ipu_pipeline.set_num_devices({needed}) makes more."
             )
-        groups = make_groups(devices, self.device_mapping, number, each)
+        groups, schedule = make_groups(devices, self.device_mapping, number, each), self.options.schedule
         check_processes(groups)
+        if isinstance(schedule, schedules.SearchedSchedule):
+            check_one_process(groups)
         if self.options.execution_phases is not None and groups[0].processes[1:]:
             raise ValueError(
                 "execution_phases need all devices in one process; those given are of the processes "
@@ -578,6 +612,8 @@ class Pipeline:
         placement = self._place_state(groups)
         post_validates = self._post_validates(placement)
         if self.is_one_program:
+            if isinstance(schedule, schedules.SearchedSchedule):
+                warnings.warn("A searched schedule has no effect: all stages are on one IPU.", stacklevel=2)
             self._runner = BlockRunner(
                 placement,
                 self._programs,
@@ -597,7 +633,7 @@ class Pipeline:
                 own = [make_groups(devices[start:], self.device_mapping, 1, each) for start in starts]
                 homes = list(map(self._place_state, own))
             assert plan is not None
-            self._runner = runner = ColumnRunner(
+            runner = ColumnRunner(
                 placement,
                 homes,
                 self._programs,
@@ -614,8 +650,25 @@ class Pipeline:
             runner.replicas.has_identical_keys = self._has_identical_keys
             if number > 1 and not self.options.gathers_outputs:
                 runner.keep_outputs()
+            runner.kept = self._kept
+            if isinstance(schedule, schedules.SearchedSchedule) and self.updates is not None:
+                searched = SearchedTimetables(self._measure(runner, schedule))
+                searched((self.num_micro_batches or runner.chunk_size) // runner.chunk_size)  # it may raise
+                self._make_timetable = searched
+                runner.follow(searched)
+            self._runner = runner
         self._runner.kept = self._kept
         return self._runner
+
+    def _measure(self, runner: ColumnRunner, schedule: schedules.SearchedSchedule) -> schedules.Scenario:
+        """Measures the stages, and what they hold, for a search."""
+        return measure_scenario(
+            runner,
+            functools.partial(self._make_state, runner, jax.random.key(0)),
+            self.built,
+            schedule,
+            functools.partial(self._plan_memory, runner.chunk_size, runner.chunk_size),
+        )
 
     def _post_validates(self, placement: StatePlacement) -> bool:
         """Whether updates may be guessed. Warns if they were to be, and cannot."""
@@ -684,14 +737,16 @@ class Pipeline:
                 "jax.random.wrap_key_data makes one of a raw key."
             )
         self.trace(micro_batch, *inputs)
-        runner = self.prepare()
+        return self._make_state(self.prepare(), key)
+
+    def _make_state(self, runner: Runner[Any], key: Any) -> PipelineState:
         variables: dict[str, Any] = {}
         for name, spec in self.variables.items():  # one at a time: all of them may not fit one device
             made = initial_value(spec, key) if runner.placement.has_variable(name) else spec
             variables |= runner.placement.place_variables({name: made})
         return PipelineState(
             variables=variables,
-            optimizer_state=self.init_optimizer_state(variables),
+            optimizer_state=self._init_optimizer_state(runner.placement, variables, None),
             update_count=0,
             execution_count=0,
             key=key,
@@ -709,10 +764,14 @@ class Pipeline:
         Returns:
           The state; None without training, and if it depends on outputs that are not given.
         """
+        return self._init_optimizer_state(self.prepare().placement, variables, outputs)
+
+    def _init_optimizer_state(
+        self, placement: StatePlacement, variables: Mapping[str, Any], outputs: Sequence[Any] | None
+    ) -> Any:
         updates = self.updates
         if updates is None or (updates.init_needs_outputs and outputs is None):
             return None
-        placement = self.prepare().placement
         placed = placement.place_variables(variables)
         return updates.state_tree.unflatten(placement.init_optimizer_state(placed, outputs))
 

@@ -13,16 +13,19 @@ from dataclasses import dataclass
 
 from ipu_pipeline.engine.inspect import PipelineFacts
 from ipu_pipeline.engine.schedules import (
+    QUICK,
     Advice,
     Cluster,
     Costs,
     Layer,
     Memory,
+    Point,
     Scenario,
     Simulation,
     Timeline,
     Variant,
     advise,
+    find_frontier,
     named_schedules,
     simulate,
     what_if,
@@ -32,10 +35,18 @@ from ipu_pipeline.reports.events import Event, EventKind
 from ipu_pipeline.reports.profile import Profile
 from ipu_pipeline.reports.wording import describe_time
 
-__all__ = ["Predictions", "make_scenario", "predict", "predict_scenario", "timeline_events"]
+__all__ = [
+    "Predictions",
+    "find_choices",
+    "make_scenario",
+    "predict",
+    "predict_scenario",
+    "timeline_events",
+]
 
 _MAX_ACTIONS = 200_000  # in a step that is simulated
 _MAX_SIMULATED = 500_000  # actions of all counts, and of all splits: this takes some seconds
+_MAX_SEARCHED = 2_000  # actions in a step whose best orders are searched: two seconds
 _MOST_SPLITS = 6  # the number that is shown
 _MICROSECONDS = 1e6
 _TOGETHER = {"reduce": "averaging of gradients", "gather": "gathering of what was updated"}
@@ -190,6 +201,16 @@ def predict_scenario(scenario: Scenario, layers: list[list[Layer]] | None = None
         advise(scenario, variants=kept, describe=lambda time: describe_time(time * _MICROSECONDS)),
         (),
     )
+
+
+def find_choices(scenario: Scenario) -> tuple[Point, ...]:
+    """Finds what to choose from in memory and step time; nothing where it cannot be searched, or is long."""
+    if len(scenario.ipus) == 1 or scenario.num_actions > _MAX_SEARCHED:
+        return ()
+    try:
+        return find_frontier(scenario, QUICK)
+    except ValueError:
+        return ()
 
 
 def _layers(facts: PipelineFacts, scenario: Scenario) -> list[list[Layer]] | None:

@@ -139,7 +139,9 @@ SHARED_OUT = {"shard": ["optimizer_state", "weights"]}
 ONE_GROUP = {"num_serialized": 2, "schedule": "sequential"}
 IN_TURN = {"schedule": "sequential"}
 HALVES = {"schedule": "zero_bubble"}
+SEARCHED = engine.SearchedSchedule()
 NOT_PARALLEL = {"looped", "looped_zero_bubble", "zero_bubble_v", "v_half", "v_min", "dual_pipe_v"}
+NOT_PARALLEL |= {SEARCHED}
 
 FEATURES: dict[str, Feature] = {
     # Schedules and places.
@@ -233,6 +235,10 @@ FEATURES: dict[str, Feature] = {
     "halves, tensor parallel": Feature({**HALVES, "tensor_parallel": divided(2)}),
     "halves, of the loss": Feature({**HALVES, "optimizer": of_loss, "reduction": "mean"}, NEIGHBOURS),
     "halves, of the norm": Feature({**HALVES, "optimizer": clipped()}, LOOPED),
+    "searched": Feature({"schedule": SEARCHED, "donate": True}),
+    "searched, replicas, all": Feature(
+        {"schedule": SEARCHED, **SHARED_OUT, **CHUNKS, "offload": MEMORY}, V_SHAPE, 2
+    ),
     # Optimizers.
     "of the loss": Feature({"optimizer": of_loss}),
     "of the loss, replicas": Feature({"optimizer": of_loss}, LOOPED, 2),
@@ -251,6 +257,7 @@ FEATURES: dict[str, Feature] = {
     "inference, chunks": Feature({"optimizer": None, **CHUNKS, "schedule": "interleaved"}, LOOPED),
     "inference, groups": Feature({"optimizer": None, **ONE_GROUP}, ONE),
     "inference, halves": Feature({"optimizer": None, **HALVES}),
+    "inference, searched": Feature({"optimizer": None, "schedule": SEARCHED}),
     "inference, around": Feature({"optimizer": None, "schedule": "looped", **CHUNKS}, LOOPED),
     "inference, replicas": Feature({"optimizer": None, "schedule": "sequential"}, num_replicas=2),
     "inference, tensor parallel": Feature({"optimizer": None, "tensor_parallel": divided(2)}),

@@ -67,6 +67,11 @@ class Lowering:
         """The actions of one micro-batch or chunk in the order of its programs, without a schedule."""
         return self._order([Action(kind, stage, 0) for kind, stage in self._templates])
 
+    def follow(self, make_timetable: Callable[[int], Timetable]) -> None:
+        """Follows other timetables from the next step on."""
+        self._make_timetable = make_timetable
+        self._known.clear()
+
     def observe(self, observer: Observer | None) -> None:
         """Sets the observer, which is called from the next step on. None removes it."""
         self._observer = observer

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,7 +42,8 @@ from ipu_pipeline.engine.execution.replicas import (
     join_collected,
     join_handed,
 )
-from ipu_pipeline.engine.execution.steps import Observer, StepAction, StepRun, follow
+from ipu_pipeline.engine.execution.steps import Observer, Order, Reading, StepAction, StepRun, follow
+from ipu_pipeline.engine.execution.timed import TimedDevices, make_costs
 from ipu_pipeline.engine.execution.weight_updates import (
     GuessedUpdate,
     Updated,
@@ -57,12 +59,15 @@ from ipu_pipeline.engine.schedules.checking import Timetable
 from ipu_pipeline.engine.schedules.clusters import LinkSpeed
 from ipu_pipeline.engine.schedules.execution_phases import ExecutionPhases
 from ipu_pipeline.engine.schedules.host_memory import HostMemory
+from ipu_pipeline.engine.schedules.scenarios import Costs
 from ipu_pipeline.engine.state import Handed, OfReplicas, Progress, RunState
 from ipu_pipeline.engine.tracing.keys import as_int32
 from ipu_pipeline.engine.updates.environment import UpdateCounts
 from ipu_pipeline.engine.updates.guessing import Guess
 
 __all__ = ["ColumnRunner"]
+
+_LEAST_ROUNDS, _MOST_ROUNDS, _MEASURED_SECONDS = 4, 21, 0.5  # of a measurement
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,6 +170,10 @@ class ColumnRunner(Runner[PendingStep]):
     def chunk_size(self) -> int:
         """The number of micro-batches that a program handles."""
         return self._chunk.size
+
+    def follow(self, make_timetable: Callable[[int], Timetable]) -> None:
+        """Follows other timetables from the next step on."""
+        self._lowering.follow(make_timetable)
 
     def observe(self, observer: Observer | None) -> None:
         """Sets the observer of what is held after each program and its transfers. None removes it."""
@@ -275,8 +284,40 @@ class ColumnRunner(Runner[PendingStep]):
         fed: Sequence[Sequence[Sequence[Any]]],
     ) -> PendingStep:
         num_chunks = request.every // self._chunk.size
-        stepped = self._follow(state, request, feeds, num_chunks, is_full=True)
+        stepped = self._follow(state, request, feeds, self._lowering.find(num_chunks), num_chunks)
         return PendingStep(request, request.every, stepped, fed=fed)
+
+    def measure(self, make_state: Callable[[], RunState], request: Request) -> Costs:
+        """Measures what the programs of a micro-batch take, each alone, on a micro-batch of zeros.
+
+        Each runs once, and then for half a second, at least three times and at most twenty.
+
+        Args:
+          make_state: makes a state, placed, with accumulators that may be destroyed.
+          request: the inputs; the numbers do not matter.
+        """
+        size = self._chunk.size
+        request = dataclasses.replace(request, every=size, limit=size, total=size)
+        leaves = jax.tree.leaves(self.placement.traced.element)
+        zeros = [np.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
+
+        def take(wanted: int) -> Sequence[Any]:
+            return [self.place_element(zeros) if zeros else () for _number in range(wanted)]
+
+        readings = [TimedDevices(home.constants, home.groups) for home in self.homes]
+        begin, num_rounds = time.perf_counter(), 0
+        while num_rounds < _LEAST_ROUNDS or (
+            num_rounds < _MOST_ROUNDS and time.perf_counter() - begin < _MEASURED_SECONDS
+        ):
+            state = make_state()
+            self.compile(state, request)
+            feeds = _of_each(Column.feed_from, self.columns, self._dealer.take_everywhere(take, size))
+            self._follow(state, request, feeds, self._lowering.micro_batch, 1, readings)
+            num_rounds += 1
+            if num_rounds == 1:
+                begin = time.perf_counter()
+        first = readings[0]
+        return make_costs(len(self.programs), first.programs, first.transfers, size)
 
     def run_again(self, state: RunState, pending: PendingStep) -> PendingStep:
         """Runs the micro-batches of an update again, which began with a guess that was wrong."""
@@ -315,21 +356,21 @@ class ColumnRunner(Runner[PendingStep]):
         state: RunState,
         request: Request,
         feeds: Sequence[Callable[[], Sequence[Any]]],
+        order: Order,
         num_chunks: int,
-        is_full: bool,
+        readings: Sequence[Reading | None] | None = None,
     ) -> Stepped:
         """Follows the actions of a step."""
         states = self.replicas.split_state(state)
         columns = [
-            column.begin(own, request.of_replica(replica), next_chunk, num_chunks, self)
-            for replica, (column, own, next_chunk) in enumerate(
-                zip(self.columns, states, feeds, strict=True)
+            column.begin(own, request.of_replica(replica), next_chunk, num_chunks, self, reading)
+            for replica, (column, own, next_chunk, reading) in enumerate(
+                zip(self.columns, states, feeds, readings or [None] * len(feeds), strict=True)
             )
         ]
         step = int(as_int32(state.pipeline.execution_count))
         together = TogetherRun(self.replicas, state.pipeline.variables, step)
-        run = StepRun(columns, together)
-        follow(self._lowering.find(num_chunks, is_full), run)
+        follow(order, StepRun(columns, together))
         return Stepped([column.finish(self._num_stacked) for column in columns], together.reduced)
 
     def run(self, state: RunState, pending: PendingStep, may_guess: bool = False) -> Progress:
@@ -343,7 +384,7 @@ class ColumnRunner(Runner[PendingStep]):
                     zip(self.columns, pending.elements, strict=True)
                 )
             ]
-            stepped = self._follow(state, request, feeds, 1, is_full)
+            stepped = self._follow(state, request, feeds, self._lowering.find(1, is_full), 1)
         parts = stepped.columns
         if self.placement.has_peers and replicas.number > 1:
             self.placement.begin_step()

@@ -20,6 +20,7 @@ from ipu_pipeline.engine.schedules.files import is_path, load_schedule
 from ipu_pipeline.engine.schedules.lock_step import grouped, interleaved, sequential
 from ipu_pipeline.engine.schedules.looped import looped
 from ipu_pipeline.engine.schedules.looped_zero_bubble import looped_zero_bubble
+from ipu_pipeline.engine.schedules.searched import SearchedSchedule
 from ipu_pipeline.engine.schedules.zero_bubble import zero_bubble
 from ipu_pipeline.engine.schedules.zero_bubble_h2 import zero_bubble_h2
 from ipu_pipeline.engine.schedules.zero_bubble_v import zero_bubble_v
@@ -30,10 +31,11 @@ __all__ = [
     "ScheduleLike",
     "check_schedule",
     "find_schedule",
+    "name_of",
     "named_schedules",
 ]
 
-ScheduleLike: TypeAlias = "str | os.PathLike[str] | ScheduleFunction"
+ScheduleLike: TypeAlias = "str | os.PathLike[str] | ScheduleFunction | SearchedSchedule"
 
 
 @dataclass(frozen=True)
@@ -134,12 +136,12 @@ def check_schedule(schedule: Any, argument: str = "schedule") -> ScheduleLike:
     """Checks a schedule as far as possible without reading a file.
 
     Args:
-      schedule: a name; the path of a file (`os.PathLike`, or a string that ends in ".csv"); or a function
-        with the arguments of `grouped`.
+      schedule: a name; the path of a file (`os.PathLike`, or a string that ends in ".csv"); a function
+        with the arguments of `grouped`; or a `SearchedSchedule`, which has the name "searched", too.
       argument: what an error calls it.
 
     Returns:
-      The name in this library; or the path or the function, as it is given.
+      The name in this library; or the path, the function or the search, as it is given.
 
     Raises:
       ValueError: there is no such name.
@@ -147,11 +149,15 @@ def check_schedule(schedule: Any, argument: str = "schedule") -> ScheduleLike:
     """
     if is_path(schedule):
         return cast("str | os.PathLike[str]", schedule)
+    if isinstance(schedule, SearchedSchedule):
+        return schedule
     expected = (
-        f"one of {', '.join(named_schedules())}, a function of (num_stages, num_micro_batches, "
+        f"one of {', '.join(named_schedules())}, searched, a function of (num_stages, num_micro_batches, "
         'device_mapping, training), or the path of a file ("....csv")'
     )
     if isinstance(schedule, str):
+        if _normalize(schedule) == _normalize(str(SearchedSchedule())):
+            return SearchedSchedule()
         for known in SCHEDULES:
             if _normalize(schedule) in map(_normalize, (known.name, *known.others)):
                 return known.name
@@ -172,11 +178,11 @@ def check_schedule(schedule: Any, argument: str = "schedule") -> ScheduleLike:
     return cast("ScheduleFunction", schedule)
 
 
-def find_schedule(schedule: Any, argument: str = "schedule") -> str | ScheduleFunction:
+def find_schedule(schedule: Any, argument: str = "schedule") -> str | ScheduleFunction | SearchedSchedule:
     """Finds a schedule: as `check_schedule`, and a file is read.
 
     Returns:
-      The name in this library, or a function with the arguments of `grouped`.
+      The name in this library, a function with the arguments of `grouped`, or the search.
 
     Raises:
       ScheduleError: a file cannot be read, or has no schedule that can run.
@@ -186,7 +192,14 @@ def find_schedule(schedule: Any, argument: str = "schedule") -> str | ScheduleFu
     found = check_schedule(schedule, argument)
     if is_path(found):
         return load_schedule(found)
-    return cast("str | ScheduleFunction", found)
+    return cast("str | ScheduleFunction | SearchedSchedule", found)
+
+
+def name_of(schedule: Any) -> str:
+    """What reports call a schedule that was found: its name, or that of the user's function."""
+    if isinstance(schedule, (str, SearchedSchedule)):
+        return str(schedule)
+    return getattr(schedule, "__name__", type(schedule).__name__)
 
 
 def _normalize(name: str) -> str:

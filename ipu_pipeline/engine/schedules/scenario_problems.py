@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from ipu_pipeline.engine.schedules.actions import ActionKind
 from ipu_pipeline.engine.schedules.order_problems import OrderProblem
-from ipu_pipeline.engine.schedules.scenarios import Edge, Scenario
+
+if TYPE_CHECKING:
+    from ipu_pipeline.engine.schedules.scenarios import Edge, Scenario
 
 __all__ = ["make_problem"]
+
 
 
 def make_problem(scenario: Scenario, num_bytes_per_ipu: int | None = None) -> OrderProblem:
@@ -23,15 +26,17 @@ def make_problem(scenario: Scenario, num_bytes_per_ipu: int | None = None) -> Or
       num_bytes_per_ipu: the most that an IPU may hold; None: anything.
 
     Raises:
-      ValueError: the scenario has parallel stages, values that skip stages, execution phases or no
-        training; or there is a limit and the memory is not known, or the limit is too low.
+      ValueError: the scenario has parallel stages, execution phases, no training, or values that skip
+        stages and may arrive later than what goes through these; or there is a limit and the memory is not
+        known, or the limit is too low.
     """
     costs, memory, number = scenario.costs, scenario.memory, scenario.costs.num_stages
-    edges = [*costs.transfers, *costs.num_sent_bytes]
+    edges = {*costs.transfers, *costs.num_sent_bytes}
+    late = [edge for edge in sorted(edges) if abs(edge[0] - edge[1]) > 1 and _may_be_late(scenario, edge)]
     for is_wrong, rule in (
         (not scenario.training, "training=True"),
         (len(set(scenario.levels)) < number, "a level of its own for each stage"),
-        (any(abs(source - target) > 1 for source, target in edges), "no values that skip stages"),
+        (bool(late), f"values that skip stages faster than what goes through these, unlike {late}"),
         (scenario.host_memory is not None, "no execution phases"),
         (memory is None and num_bytes_per_ipu is not None, "memory, for a limit of bytes"),
     ):
@@ -41,27 +46,25 @@ def make_problem(scenario: Scenario, num_bytes_per_ipu: int | None = None) -> Or
                 "take a schedule with a name."
             )
     size = scenario.chunk_size
-
-    def of_kind(kind: ActionKind) -> tuple[float, ...]:
-        return tuple(costs.of_actions[kind][stage] * size for stage in range(number))
-
-    def of_edges(turn: Callable[[Edge], Edge]) -> tuple[float, ...]:
-        return tuple(scenario.transfer(0, turn(edge)) for edge in itertools.pairwise(range(number)))
-
     held: tuple[int, ...] = ()
     between, constant = held, held
     if memory is not None:
         held = tuple(size * own for own in memory.num_held_bytes)
         between = tuple(size * own for own in memory.num_between_bytes)
         constant = memory.num_constant_bytes
+
+    def of_kind(kind: ActionKind) -> tuple[float, ...]:
+        return tuple(size * own for own in costs.of_actions[kind])
+
+    pairs = list(itertools.pairwise(range(number)))
     return OrderProblem(
         scenario.num_micro_batches // size,
         of_kind(ActionKind.FORWARD),
         of_kind(ActionKind.INPUT_GRADIENTS),
         of_kind(ActionKind.WEIGHT_GRADIENTS),
         scenario.device_mapping,
-        of_edges(lambda edge: edge),
-        of_edges(lambda edge: (edge[1], edge[0])),
+        tuple(scenario.transfer(0, edge) for edge in pairs),
+        tuple(scenario.transfer(0, (after, before)) for before, after in pairs),
         tuple(scenario.update(stage) for stage in range(number)),
         is_fused=scenario.is_fused,
         num_held_bytes=held,
@@ -69,3 +72,22 @@ def make_problem(scenario: Scenario, num_bytes_per_ipu: int | None = None) -> Or
         num_constant_bytes=constant,
         num_bytes_per_ipu=num_bytes_per_ipu,
     )
+
+
+def _may_be_late(scenario: Scenario, edge: Edge) -> bool:
+    """Whether what skips stages may arrive after what goes through them.
+
+    It cannot if its link is free whenever the program that sends has run, and it takes no longer than the
+    programs and transfers on the other way.
+    """
+    source, target = edge
+    turn = 1 if target > source else -1
+    kind = ActionKind.FORWARD if turn > 0 else ActionKind.INPUT_GRADIENTS
+    times = scenario.costs.of_actions[kind]
+    way = range(source, target, turn)
+    through = sum(scenario.transfer(0, (stage, stage + turn)) for stage in way)
+    through += scenario.chunk_size * sum(times[stage] for stage in way[1:])
+    own = times[source]
+    if turn < 0 and scenario.is_fused and source == scenario.costs.num_stages - 1:
+        own += scenario.costs.forward[source]
+    return scenario.transfer(0, edge) > min(scenario.chunk_size * own, through)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -9,10 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from ipu_pipeline.engine.schedules.actions import ActionKind
-from ipu_pipeline.engine.schedules.checking import Timetable
+from ipu_pipeline.engine.schedules.checking import Timetable, check
 from ipu_pipeline.engine.schedules.clusters import Cluster
 from ipu_pipeline.engine.schedules.host_memory import HostMemory
 from ipu_pipeline.engine.schedules.named import ScheduleLike, find_schedule
+from ipu_pipeline.engine.schedules.scenario_problems import make_problem
+from ipu_pipeline.engine.schedules.searched import SearchedSchedule
+from ipu_pipeline.engine.schedules.searching import Searched, search
 from ipu_pipeline.engine.schedules.timetables import timetable
 from ipu_pipeline.ground.checks import is_int, is_real
 
@@ -209,7 +213,7 @@ class Scenario:
 
     Attributes:
       costs: the costs of its actions.
-      schedule: a name, a function as for `Pipeline`, or a checked timetable.
+      schedule: a name, a function as for `Pipeline`, a `SearchedSchedule`, or a checked timetable.
       num_micro_batches: micro-batches of each replica per weight update.
       device_mapping: the IPU of each stage, from 0; by default the timetable's, or each stage has its own.
       levels: the level of each stage, ascending from 0; stages of one level are parallel. By default each
@@ -365,15 +369,28 @@ class Scenario:
         replicas = range(self.cluster.num_replicas)
         return {self.ipu_of(replica, ipu): work for replica in replicas for ipu, work in total.items()}
 
+    @functools.cached_property
+    def searched(self) -> Searched | None:
+        """What the search found, with its proof; None with another schedule, or without training.
+
+        Raises:
+          ValueError: see `make_problem`.
+        """
+        if not (isinstance(self.schedule, SearchedSchedule) and self.training):
+            return None
+        return search(make_problem(self, self.schedule.bytes_per_ipu))
+
     def timetable(self) -> Timetable:
         """The checked timetable.
 
         Raises:
           ScheduleError: `check` finds a fault.
           ValueError: there are too many actions, or the given timetable has another number than the
-            scenario.
+            scenario, or something cannot be searched.
         """
         num_chunks = self.num_micro_batches // self.chunk_size
+        if self.searched is not None:
+            return check(self.searched.rows, self.costs.num_stages, num_chunks, self.device_mapping, True)
         if isinstance(self.schedule, Timetable):
             number = self.num_actions // self.cluster.num_replicas + len(self.schedule.halved) * num_chunks
             if len(self.schedule.order) != number or len(self.schedule.in_flight) != self.costs.num_stages:
@@ -399,13 +416,17 @@ class Scenario:
         Raises:
           ValueError: the schedule has no name.
         """
-        if not isinstance(self.schedule, str):
+        limit = None
+        if isinstance(self.schedule, SearchedSchedule):
+            limit = self.schedule.bytes_per_ipu
+        elif not isinstance(self.schedule, str):
             raise ValueError(
                 f"Scenario: only a schedule with a name can be written; got {self.schedule!r}."
             )
         costs = self.costs
         return {
-            "schedule": self.schedule,
+            "schedule": str(self.schedule),
+            "bytes_per_ipu": limit,
             "num_micro_batches": self.num_micro_batches,
             "micro_batch_size": self.micro_batch_size,
             "device_mapping": list(self.device_mapping),
@@ -454,6 +475,8 @@ class Scenario:
             ]
             cluster = Cluster.from_dict(entries.pop("cluster", {}))
             memory, found = entries.pop("memory", None), entries.pop("host_memory", None)
+            if (limit := entries.pop("bytes_per_ipu", None)) is not None:
+                entries["schedule"] = SearchedSchedule(limit)
             host_memory = None if found is None else HostMemory.from_dict(found)
             if memory is not None:
                 memory = Memory(**{name: tuple(values) for name, values in dict(memory).items()})

@@ -36,14 +36,29 @@ from ipu_pipeline.engine.schedules.order_problems import (
     fits,
 )
 
-__all__ = ["Point", "Searched", "frontier", "search"]
+__all__ = ["QUICK", "Effort", "Point", "Searched", "frontier", "search"]
 
 _MOST_PROVED = 96  # actions: those of 4 stages and 8 micro-batches
-_NUM_NODES = 30_000  # of branch and bound; takes about four seconds with 96 actions
-_NUM_DISPATCHED = 500_000  # actions, in all orders that are tried; takes about two seconds
 _MOST_ORDERS = 1_000  # that are tried
 _THRESHOLD = 0.01  # of the bound: how much worse a rule may be in the beginning
 _SAME = 1e-9  # step times that differ by less, as a share, are the same
+_SHARES = (1 / 3, 1 / 2, 2 / 3, 5 / 6, 1, 4 / 3, 5 / 3, 2)  # of a frontier
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long a search may go on.
+
+    Attributes:
+      num_actions: the actions in all orders that are tried; half a million take about two seconds.
+      num_nodes: the nodes of branch and bound; 30,000 take about four seconds with 96 actions.
+    """
+
+    num_actions: int = 500_000
+    num_nodes: int = 30_000
+
+
+QUICK = Effort(20_000, 200)  # where several problems are solved for a reader who waits
 
 
 @dataclass(frozen=True)
@@ -71,6 +86,11 @@ class Searched:
         """By how much the step time is at most above the smallest one, as a share of the bound."""
         return self.step_time / self.bound - 1.0 if self.bound else 0.0
 
+    def __str__(self) -> str:
+        """Says how good it is, such as "searched, 2.1% above the bound at most"."""
+        told = "the best there is" if self.gap <= _SAME else f"{self.gap:.1%} above the bound at most"
+        return "searched" + ("" if self.name == "searched" else f" (as {self.name})") + f", {told}"
+
 
 @dataclass(frozen=True)
 class Point:
@@ -79,10 +99,13 @@ class Point:
     Attributes:
       num_bytes_per_ipu: the limit.
       searched: what was found.
+      share: what the limit leaves for micro-batches, as a share of what they take with Interleaved on the
+        IPU that holds most.
     """
 
     num_bytes_per_ipu: int
     searched: Searched
+    share: float
 
 
 @dataclass(frozen=True)
@@ -94,27 +117,31 @@ class _Known:
     name: str
 
 
-def search(problem: OrderProblem) -> Searched:
+def search(problem: OrderProblem, effort: Effort | None = None) -> Searched:
     """Searches the order with the smallest step time.
 
     It is never slower than a schedule with a name that fits.
 
     Args:
       problem: the stages, what their actions take, and the limit of bytes.
+      effort: how long it may go on; None: about two seconds.
 
     Returns:
       The order and its proof. With up to 96 actions the proof is nearly always complete: a gap of 0.
     """
-    return _search(problem, ())[0]
+    return _search(problem, (), effort or Effort())[0]
 
 
-def frontier(problem: OrderProblem, limits: Iterable[int] | None = None) -> list[Point]:
+def frontier(
+    problem: OrderProblem, limits: Iterable[int] | None = None, effort: Effort | None = None
+) -> list[Point]:
     """Finds what more memory gains: the best order under each limit.
 
     Args:
       problem: the stages; its own limit does not count.
       limits: bytes per IPU. None: eight from a third of what activations take with Interleaved, on the IPU
         that holds most, to twice that, on top of what IPUs hold all the time.
+      effort: as for `search`, at each point.
 
     Returns:
       A point for each limit, from the least. No point is slower than one before.
@@ -124,9 +151,14 @@ def frontier(problem: OrderProblem, limits: Iterable[int] | None = None) -> list
     """
     points: list[Point] = []
     known: list[_Known] = []
-    for limit in sorted(set(_find_limits(problem) if limits is None else limits)):
-        found, best = _search(dataclasses.replace(problem, num_bytes_per_ipu=limit), known)
-        points.append(Point(limit, found))
+    constant, most, least = _find_sizes(problem)
+    if limits is None:
+        limits = [max(least, constant + round(share * most)) for share in _SHARES]
+    for limit in sorted(set(limits)):
+        found, best = _search(
+            dataclasses.replace(problem, num_bytes_per_ipu=limit), known, effort or Effort()
+        )
+        points.append(Point(limit, found, (limit - constant) / most if most else 0.0))
         known = [best]
     # What no order is faster than under a limit, none is under a lower one.
     for place in reversed(range(len(points) - 1)):
@@ -137,17 +169,18 @@ def frontier(problem: OrderProblem, limits: Iterable[int] | None = None) -> list
     return points
 
 
-def _find_limits(problem: OrderProblem) -> Iterator[int]:
+def _find_sizes(problem: OrderProblem) -> tuple[int, int, int]:
+    """What the fullest IPU always holds; what micro-batches take with Interleaved; the least limit."""
     problem = dataclasses.replace(problem, num_bytes_per_ipu=None)
     rows = interleaved(problem.num_stages, problem.num_micro_batches, problem.device_mapping)
-    constant, least = max(problem.num_constant_bytes), max(problem.num_least_bytes)
     peaks = find_peaks(problem, as_order(rows))
     most = max(peak - own for peak, own in zip(peaks, problem.num_constant_bytes, strict=True))
-    for share in (1 / 3, 1 / 2, 2 / 3, 5 / 6, 1, 4 / 3, 5 / 3, 2):
-        yield max(least, constant + round(share * most))
+    return max(problem.num_constant_bytes), most, max(problem.num_least_bytes)
 
 
-def _search(problem: OrderProblem, known: Sequence[_Known]) -> tuple[Searched, _Known]:
+def _search(
+    problem: OrderProblem, known: Sequence[_Known], effort: Effort
+) -> tuple[Searched, _Known]:
     bound = find_bound(problem)
     enough = bound.time * (1 + _SAME)
     time, reason = bound.time, bound.reason
@@ -158,11 +191,11 @@ def _search(problem: OrderProblem, known: Sequence[_Known]) -> tuple[Searched, _
         first, offsets = min(tried, key=lambda one: one[0].step_time)
         num_actions = 3 * problem.num_stages * problem.num_micro_batches
         if num_actions > _MOST_PROVED and first.step_time > enough:
-            num_left = min(_MOST_ORDERS, _NUM_DISPATCHED // num_actions) - len(tried)
+            num_left = min(_MOST_ORDERS, effort.num_actions // num_actions) - len(tried)
             first = _improve(problem, first, offsets, enough, num_left)
         best = first if best is None else min(best, first, key=_get_time)
         if num_actions <= _MOST_PROVED and best.step_time > enough:
-            proof = prove(problem, best.step_time, bound.time, _NUM_NODES)
+            proof = prove(problem, best.step_time, bound.time, effort.num_nodes)
             if proof.order is not None:
                 best = _Known(proof.step_time, proof.order, "searched")
             if proof.is_complete and best.step_time > enough:

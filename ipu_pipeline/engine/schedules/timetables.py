@@ -6,7 +6,9 @@ import functools
 
 from ipu_pipeline.engine.schedules.actions import ScheduleFunction
 from ipu_pipeline.engine.schedules.checking import Timetable, check
+from ipu_pipeline.engine.schedules.lock_step import interleaved
 from ipu_pipeline.engine.schedules.named import ScheduleLike, find_schedule, named_schedules
+from ipu_pipeline.engine.schedules.searched import SearchedSchedule
 
 __all__ = ["MAX_ACTIONS", "timetable"]
 
@@ -27,7 +29,8 @@ def timetable(
     Args:
       schedule: a name, see `find_schedule`, or a function with the arguments of `grouped` that returns
         one sequence of actions (None: wait one time-step) per IPU. It gets `levels` only where there are
-        parallel stages.
+        parallel stages. A `SearchedSchedule` is not searched here, where costs are not known: it is
+        "interleaved" with all backwards in halves.
       num_stages: the number of stages.
       num_micro_batches: micro-batches per weight update.
       device_mapping: the IPU of each stage, from 0.
@@ -57,7 +60,7 @@ def timetable(
 
 @functools.lru_cache(maxsize=64)
 def _make(
-    found: str | ScheduleFunction,
+    found: str | ScheduleFunction | SearchedSchedule,
     num_stages: int,
     num_micro_batches: int,
     device_mapping: tuple[int, ...],
@@ -65,7 +68,11 @@ def _make(
     levels: tuple[int, ...],
     halved: frozenset[int] | None,
 ) -> Timetable:
-    make_rows = named_schedules()[found] if isinstance(found, str) else found
+    if isinstance(found, SearchedSchedule):
+        make_rows: ScheduleFunction = interleaved
+        halved = frozenset(range(num_stages)) if training else halved
+    else:
+        make_rows = named_schedules()[found] if isinstance(found, str) else found
     if len(set(levels)) == num_stages:
         rows = make_rows(num_stages, num_micro_batches, device_mapping, training)
     else:

@@ -45,7 +45,7 @@ from ipu_pipeline.poptorch.logs import logger, warn_once
 from ipu_pipeline.poptorch.lowering.index_checks import IndexChecks
 from ipu_pipeline.poptorch.options import Options
 from ipu_pipeline.poptorch.options.phased import PhasedExecution
-from ipu_pipeline.poptorch.options.strategies import ShardedExecution
+from ipu_pipeline.poptorch.options.strategies import PipelinedExecution, ShardedExecution
 from ipu_pipeline.poptorch.replica_groups import find_groups
 from ipu_pipeline.processes import executable_cache
 
@@ -335,7 +335,15 @@ def _schedule(options: Options) -> schedules.ScheduleLike:
             )
         return "sequential"
     found: schedules.ScheduleLike = options.pipeline_schedule
-    return found
+    assert isinstance(strategy, PipelinedExecution)
+    if strategy.schedule is None:
+        return found
+    if options.is_set("pipeline_schedule") and found != strategy.schedule:
+        warn_once(
+            "setPipelineSchedule has no effect: the execution strategy has the schedule "
+            f"{strategy.schedule!r}."
+        )
+    return strategy.schedule
 
 
 def _tell_of_idle_stages(stages: ModelStages, batching: Batching, options: Options) -> None:

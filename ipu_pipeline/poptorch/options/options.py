@@ -113,9 +113,10 @@ class Options(DeviceOptions, DiagnosticOptions):
 
         Args:
           schedule: a name of `ipu_pipeline.engine.schedules.named_schedules`, by default "grouped", or that
-            of another library ("1f1b"); a function like `ipu_pipeline.engine.schedules.grouped`; or the
-            path of a CSV file, as PyTorch writes it. See docs/schedules.md. Functions and files are checked
-            for a model's stages and counts when the model is compiled.
+            of another library ("1f1b"); `ipu_pipeline.engine.SearchedSchedule()`, the best order for the
+            stages' own costs; a function like `ipu_pipeline.engine.schedules.grouped`; or the path of a CSV
+            file, as PyTorch writes it. See docs/schedules.md. Functions and files are checked for a model's
+            stages and counts when the model is compiled. `PipelinedExecution(schedule=...)` has precedence.
 
         Raises:
           ValueError: there is no such schedule.

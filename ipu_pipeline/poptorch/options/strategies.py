@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
+from ipu_pipeline.engine import schedules
 from ipu_pipeline.poptorch.enums import AutoStage
 from ipu_pipeline.poptorch.graphs.blocks import Placement
 from ipu_pipeline.poptorch.operations import checks
@@ -95,23 +96,34 @@ class PipelinedExecution(Strategy):
 
     Attributes:
       auto_stage: how blocks become stages; None if the stages were given.
+      schedule: the order of forwards and backwards; None: that of `Options.setPipelineSchedule`.
 
     Example:
       poptorch.PipelinedExecution(poptorch.Stage("B1", "B2").ipu(0), poptorch.Stage("B3").ipu(1))
     """
 
     auto_stage: AutoStage | None
+    schedule: schedules.ScheduleLike | None
 
-    def __init__(self, *args: AutoStage | Stage | str | Sequence[str]) -> None:
+    def __init__(
+        self,
+        *args: AutoStage | Stage | str | Sequence[str],
+        schedule: schedules.ScheduleLike | None = None,
+    ) -> None:
         """Takes the stages, or the way they are made from blocks.
 
         Args:
           args: one `AutoStage`, by default `AutoStage.SameAsIpu`; or the stages, each a `Stage`, the name
             of a block, or a list of names.
+          schedule: as for `Options.setPipelineSchedule`. Not in PopTorch.
 
         Raises:
           AssertionError: they are something else, or a block is in two stages.
+          ValueError: there is no such schedule.
+          TypeError: the schedule is not a function of the four arguments of `grouped`.
         """
+        name = f"{type(self).__name__}: schedule"
+        self.schedule = None if schedule is None else schedules.check_schedule(schedule, name)
         automatic = [arg for arg in args if isinstance(arg, AutoStage)]
         if automatic and len(args) > 1:
             raise AssertionError(
@@ -131,15 +143,23 @@ class PipelinedExecution(Strategy):
         return Placement(index, own if own is not None else index if ipu is None else ipu)
 
     def __repr__(self) -> str:
-        args = self._stages if self.auto_stage is None else [f"AutoStage.{self.auto_stage.name}"]
+        args: list[Any] = [*self._stages]
+        if self.auto_stage is not None:
+            args = [f"AutoStage.{self.auto_stage.name}"]
+        if self.schedule is not None:
+            args.append(f"schedule={self.schedule!r}")
         return f"{type(self).__name__}({', '.join(map(str, args))})"
 
 
 class ShardedExecution(PipelinedExecution):
     """A micro-batch goes through all stages before the next one begins: one IPU works at a time.
 
-    It takes what `PipelinedExecution` takes.
+    It takes what `PipelinedExecution` takes, but for a schedule.
     """
+
+    def __init__(self, *args: AutoStage | Stage | str | Sequence[str]) -> None:
+        """Takes the stages, or the way they are made from blocks; see `PipelinedExecution`."""
+        super().__init__(*args)
 
 
 def _as_stage(what: str, value: Any) -> Stage:

@@ -8,6 +8,7 @@ from ipu_pipeline.reports.memory_over_time import profile_memory_over_time
 from ipu_pipeline.reports.page.escaping import as_html
 from ipu_pipeline.reports.page.tables import (
     table_of_bubble,
+    table_of_choices,
     table_of_ipus,
     table_of_memory,
     table_of_predictions,
@@ -50,7 +51,8 @@ def make_tables(profile: Profile, one: Study) -> str:
     if predicted is None:
         return tables + f"<p>{as_html(_why_not(one.facts))}</p>\n"
     notes = "".join(f'<p class="soft">{as_html(note)}</p>\n' for note in predicted.notes)
-    return tables + table_of_predictions(one.facts, predicted) + notes + table_of_bubble(predicted)
+    tables += table_of_predictions(one.facts, predicted) + notes + table_of_choices(predicted)
+    return tables + table_of_bubble(predicted)
 
 
 def _title(one: Study) -> str:

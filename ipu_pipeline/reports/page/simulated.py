@@ -6,7 +6,7 @@ import dataclasses
 import datetime
 
 from ipu_pipeline.engine.inspect import PipelineFacts, StageFacts
-from ipu_pipeline.engine.schedules import Costs, LinkSpeed, Scenario
+from ipu_pipeline.engine.schedules import Costs, LinkSpeed, Scenario, Timetable, name_of
 from ipu_pipeline.reports.analysis import analyse
 from ipu_pipeline.reports.page.writing import write_page
 from ipu_pipeline.reports.predictions import predict_scenario, timeline_events
@@ -88,7 +88,7 @@ def _describe(scenario: Scenario, in_flight: tuple[int, ...]) -> PipelineFacts:
     return PipelineFacts(
         name="simulation",
         kind="training" if scenario.training else "inference",
-        schedule=schedule if isinstance(schedule, str) else getattr(schedule, "__name__", "a timetable"),
+        schedule="a timetable" if isinstance(schedule, Timetable) else name_of(schedule),
         num_micro_batches=scenario.num_micro_batches,
         num_serialized=1,
         chunk_size=scenario.chunk_size,

@@ -10,11 +10,18 @@ from ipu_pipeline.ground.tables import describe_bytes, describe_flop
 from ipu_pipeline.reports.analysis import PipelineAnalysis
 from ipu_pipeline.reports.memory_over_time import MemoryOverTime, Peak
 from ipu_pipeline.reports.page.escaping import as_html
-from ipu_pipeline.reports.predictions import Predictions
+from ipu_pipeline.reports.predictions import Predictions, find_choices
 from ipu_pipeline.reports.profile import Profile
 from ipu_pipeline.reports.wording import describe_share, describe_speed, describe_time
 
-__all__ = ["table_of_bubble", "table_of_ipus", "table_of_memory", "table_of_predictions", "table_of_stages"]
+__all__ = [
+    "table_of_bubble",
+    "table_of_choices",
+    "table_of_ipus",
+    "table_of_memory",
+    "table_of_predictions",
+    "table_of_stages",
+]
 
 _MOST_LAYERS = 3  # listed before the others are folded away
 
@@ -227,6 +234,34 @@ def table_of_predictions(facts: PipelineFacts, predictions: Predictions) -> str:
             cells.append(_number("not known" if size is None else describe_bytes(size)))
         rows.append((row is present, cells))
     return _table("What other settings would give, simulated", headings, rows)
+
+
+def table_of_choices(predictions: Predictions) -> str:
+    """The shortest steps that were found, by the memory that micro-batches may take; "" if none were."""
+    scenario = predictions.simulation.scenario
+    points = find_choices(scenario)
+    if not points:
+        return ""
+    knows_bytes = scenario.memory is not None and any(scenario.memory.num_held_bytes)
+    headings = [
+        _text("an IPU may hold at most" + (", with all else" if knows_bytes else "")),
+        _number("micro-batches' part, of Interleaved's"), _number("step"), _number("gain"),
+        _number("above the shortest there is, at most"), _text("schedule"),
+    ]  # fmt: skip
+    present = predictions.simulation.free_running.step_time
+    rows = []
+    for point in points:
+        limit, found = point.num_bytes_per_ipu, point.searched
+        cells = [
+            _text(describe_bytes(limit) if knows_bytes else f"{limit} micro-batches"),
+            _number(describe_share(point.share)),
+            _number(describe_time(found.step_time * 1e6)),
+            _number(f"{100 * (present / found.step_time - 1):+.1f}%" if found.step_time else ""),
+            _number(describe_share(found.gap)),
+            _text(found.name),
+        ]
+        rows.append((False, cells))
+    return _table("Memory against time: the shortest steps found by a quick search", headings, rows)
 
 
 def table_of_bubble(predictions: Predictions) -> str:

@@ -136,8 +136,9 @@ def pipeline(
         runs forwards.
       device_mapping: the IPU of each stage, a list of IPUs for parallel stages; by default each has its
         own, in order.
-      pipeline_schedule: a member of `PipelineSchedule`, by default Grouped. Not in Graphcore's: the name of
-        a schedule, also another library's ("1f1b"); a function `schedule(num_stages, num_micro_batches,
+      pipeline_schedule: a member of `PipelineSchedule`, by default Grouped. Not in Graphcore's:
+        `PipelineSchedule.searched()`, the best order for the stages' own costs; the name of a schedule,
+        also another library's ("1f1b"); a function `schedule(num_stages, num_micro_batches,
         device_mapping, training)` that returns the actions of each IPU in their order; or the path of a CSV
         file, as PyTorch writes it. See docs/schedules.md.
       recomputation_mode: a `RecomputationMode`, by default Auto. It applies if

@@ -15,7 +15,7 @@ import numpy as np
 
 from ipu_pipeline.engine import Recomputation
 from ipu_pipeline.engine.fronts import Offload, as_level, find_accumulator_dtype
-from ipu_pipeline.engine.schedules import ScheduleFunction, find_schedule
+from ipu_pipeline.engine.schedules import ScheduleFunction, SearchedSchedule, find_schedule
 from ipu_pipeline.ground import jax_compat
 from ipu_pipeline.ground.checks import is_integer
 from ipu_pipeline.ground.enumerations import list_members
@@ -72,6 +72,8 @@ class PipelineSchedule(enum.Enum):
     VHalf: the same with half of the memory, and some waits.
     VMin: the same with a third of the memory, and more waits.
     DualPipeV: two stages on each IPU, down and up; forwards of one beside backwards of the other.
+
+    `searched()` is none of these, but the best order for the stages' own costs.
     """
 
     Grouped = "grouped"
@@ -87,6 +89,18 @@ class PipelineSchedule(enum.Enum):
     VHalf = "v_half"
     VMin = "v_min"
     DualPipeV = "dual_pipe_v"
+
+    @staticmethod
+    def searched(bytes_per_ipu: int | None = None) -> SearchedSchedule:
+        """The order with the smallest step time for the stages' own costs, which are measured beforehand.
+
+        Args:
+          bytes_per_ipu: the most bytes that an IPU may take, see `engine.SearchedSchedule`; None: anything.
+
+        Raises:
+          ValueError: it is not a number of bytes.
+        """
+        return SearchedSchedule(bytes_per_ipu)
 
 
 class RecomputationMode(enum.Enum):
@@ -191,20 +205,22 @@ def check_arguments(
         raise TypeError(f"optimizer_function must be a function; got {optimizer_function!r}.")
 
 
-def find_pipeline_schedule(pipeline_schedule: Any) -> str | ScheduleFunction:
-    """Finds the engine's schedule: a name or a function. A file is read.
+def find_pipeline_schedule(pipeline_schedule: Any) -> str | ScheduleFunction | SearchedSchedule:
+    """Finds the engine's schedule: a name, a function or a search. A file is read.
 
     Raises:
-      TypeError: it is not a member of `PipelineSchedule`, nor a name, a function or a path.
+      TypeError: it is not a member of `PipelineSchedule`, nor `PipelineSchedule.searched()`, a name, a
+        function or a path.
       ValueError: no schedule has that name, or a file has none.
     """
     if isinstance(pipeline_schedule, PipelineSchedule):
         return pipeline_schedule.value
-    if not isinstance(pipeline_schedule, (str, os.PathLike)) and not callable(pipeline_schedule):
+    is_known = isinstance(pipeline_schedule, (str, os.PathLike, SearchedSchedule))
+    if not is_known and not callable(pipeline_schedule):
         raise TypeError(
             "The given pipeline_schedule is not a member of the PipelineSchedule enumeration "
-            f"({list_members(PipelineSchedule)}), nor a name, a function or a path; got "
-            f"{pipeline_schedule!r}."
+            f"({list_members(PipelineSchedule)}), nor PipelineSchedule.searched(), a name, a function or a "
+            f"path; got {pipeline_schedule!r}."
         )
     return find_schedule(pipeline_schedule, "pipeline_schedule")
 

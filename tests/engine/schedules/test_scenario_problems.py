@@ -5,6 +5,7 @@ import pytest
 from ipu_pipeline.engine.schedules.checking import check
 from ipu_pipeline.engine.schedules.scenario_problems import make_problem
 from ipu_pipeline.engine.schedules.scenarios import Costs, Memory, Scenario
+from ipu_pipeline.engine.schedules.searched import SearchedSchedule
 from ipu_pipeline.engine.schedules.searching import search
 from ipu_pipeline.engine.schedules.simulator import predict_step_time
 
@@ -43,10 +44,35 @@ def test_the_simulator_finds_the_same_step_time(limit, mapping, chunk_size, is_f
     [
         ({"training": False}, "training=True"),
         ({"levels": (0, 0, 1)}, "a level of its own for each stage"),
-        ({"costs": dataclasses.replace(COSTS, transfers={(0, 2): 1.0})}, "no values that skip stages"),
+        ({"costs": dataclasses.replace(COSTS, transfers={(0, 2): 2.5})}, "values that skip stages faster"),
         ({"memory": None}, "memory, for a limit of bytes"),
     ],
 )
 def test_what_a_search_does_not_know_is_refused(fields, message):
     with pytest.raises(ValueError, match=f"needs a scenario with {message}"):
         make_problem(dataclasses.replace(SCENARIO, **fields), 1000)
+
+
+@pytest.mark.parametrize(("edge", "most"), [((0, 2), 2.0), ((2, 0), 4.0)])
+def test_what_skips_stages_matters_only_where_it_may_be_late(edge, most):
+    skips = dataclasses.replace(COSTS, transfers={**COSTS.transfers, edge: most})
+    found = search(make_problem(dataclasses.replace(SCENARIO, costs=skips)))
+    assert found == search(make_problem(SCENARIO))
+    table = check(found.rows, 3, 6, (0, 1, 2), training=True)
+    simulated = predict_step_time(dataclasses.replace(SCENARIO, costs=skips, schedule=table))
+    assert simulated == pytest.approx(found.step_time)
+    with pytest.raises(ValueError, match=rf"unlike \[\({edge[0]}, {edge[1]}\)\]"):
+        make_problem(
+            dataclasses.replace(
+                SCENARIO, costs=dataclasses.replace(skips, transfers={**COSTS.transfers, edge: most + 0.5})
+            )
+        )
+
+
+def test_a_scenario_is_searched():
+    scenario = dataclasses.replace(SCENARIO, schedule=SearchedSchedule(250))
+    found = scenario.searched
+    assert found == search(make_problem(SCENARIO, 250))
+    assert max(found.num_peak_bytes) <= 250
+    assert predict_step_time(scenario) == pytest.approx(found.step_time)
+    assert found.step_time > dataclasses.replace(SCENARIO, schedule="searched").searched.step_time

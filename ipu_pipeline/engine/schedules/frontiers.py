@@ -1,0 +1,42 @@
+"""What more memory gains: the best orders of a scenario under rising limits. No JAX."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ipu_pipeline.engine.schedules.scenario_problems import make_problem
+from ipu_pipeline.engine.schedules.scenarios import Memory, Scenario
+from ipu_pipeline.engine.schedules.searching import Effort, Point, frontier
+
+__all__ = ["find_frontier"]
+
+_LEAST_GAIN = 1e-3  # of the step time; for less nobody gives memory
+
+
+def find_frontier(scenario: Scenario, effort: Effort | None = None) -> tuple[Point, ...]:
+    """Finds the points of memory and step time to choose from.
+
+    Limits go from a third of what micro-batches take with Interleaved, on the fullest IPU, to twice that. A
+    limit that gains less than a thousandth of the step time is left out.
+
+    Args:
+      scenario: the pipeline; its schedule does not matter. Where it has no memory, or holds nothing, each
+        stage is taken to hold one unit for each micro-batch in flight, and a limit counts these.
+      effort: as for `search`, at each point; None: about two seconds.
+
+    Returns:
+      The points, from the least limit.
+
+    Raises:
+      ValueError: see `make_problem`.
+    """
+    problem = make_problem(scenario)
+    if not any(problem.num_held_bytes):
+        number = scenario.costs.num_stages
+        memory = Memory((0,) * scenario.num_ipus, (1,) * number)
+        problem = make_problem(dataclasses.replace(scenario, memory=memory, chunk_size=1))
+    points: list[Point] = []
+    for point in frontier(problem, effort=effort):
+        if not points or point.searched.step_time < (1 - _LEAST_GAIN) * points[-1].searched.step_time:
+            points.append(point)
+    return tuple(points)

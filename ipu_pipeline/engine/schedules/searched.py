@@ -1,0 +1,41 @@
+"""The schedule that is searched for the costs of the pipeline that it is given to. No JAX."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ipu_pipeline.ground.checks import is_int
+
+__all__ = ["SearchedSchedule"]
+
+
+@dataclass(frozen=True)
+class SearchedSchedule:
+    """Asks for the order of actions with the smallest step time; given as a `schedule`.
+
+    A pipeline measures its stages on its devices before its first step, and searches (see `search`). A
+    `Scenario` has the costs already. The backward of every stage is done in halves. Needs one process, and
+    stages one after another on several IPUs.
+
+    Attributes:
+      bytes_per_ipu: the most bytes that an IPU may take: variables, optimizer state, accumulators,
+        micro-batches and the largest program, as in `plan_ipu_memory`. None: anything.
+    """
+
+    bytes_per_ipu: int | None = None
+
+    def __post_init__(self) -> None:
+        """Checks the field.
+
+        Raises:
+          ValueError: it is not a number of bytes.
+        """
+        if self.bytes_per_ipu is not None and not is_int(self.bytes_per_ipu, 1):
+            raise ValueError(
+                "PipelineSchedule.searched: bytes_per_ipu must be an integer of at least 1, or None; got "
+                f"{self.bytes_per_ipu!r}."
+            )
+
+    def __str__(self) -> str:
+        """The name that reports have for it."""
+        return "searched"

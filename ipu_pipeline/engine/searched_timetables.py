@@ -1,0 +1,118 @@
+"""Measures a pipeline whose schedule is searched, and makes its timetables by what the searches find."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+
+from ipu_pipeline.engine.building import Built
+from ipu_pipeline.engine.devices.device_groups import DeviceGroup
+from ipu_pipeline.engine.execution.contract import Request
+from ipu_pipeline.engine.execution.runner import ColumnRunner
+from ipu_pipeline.engine.planning.memory_plans import StageMemory
+from ipu_pipeline.engine.schedules import Memory, Scenario, Searched, SearchedSchedule, Timetable
+from ipu_pipeline.engine.state import PipelineState, RunState
+
+__all__ = ["SearchedTimetables", "check_one_process", "check_searchable", "measure_scenario"]
+
+_MOST_TIMETABLES = 64  # that are kept, of numbers of micro-batches
+
+
+class SearchedTimetables:
+    """Makes the timetable for each number of micro-batches, or chunks of them, by a search of its own."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        """Takes the pipeline as it was measured."""
+        self._scenario = scenario
+        self._kept = functools.lru_cache(_MOST_TIMETABLES)(self._make)
+
+    def _make(self, num_chunks: int) -> tuple[Searched, Timetable]:
+        number = num_chunks * self._scenario.chunk_size
+        scenario = dataclasses.replace(self._scenario, num_micro_batches=number)
+        found = scenario.searched
+        assert found is not None
+        return found, scenario.timetable()
+
+    def find(self, num_chunks: int) -> Searched:
+        """Returns what the search found."""
+        return self._kept(num_chunks)[0]
+
+    def __call__(self, num_chunks: int) -> Timetable:
+        """Returns the timetable."""
+        return self._kept(num_chunks)[1]
+
+
+def check_searchable(has_parallel: bool) -> None:
+    """Checks, before anything is traced, that a pipeline's schedule can be searched."""
+    if has_parallel:
+        raise ValueError(
+            "PipelineSchedule.searched goes with stages one after another; these have parallel ones. Take "
+            "a schedule with a name."
+        )
+
+
+def check_one_process(groups: Sequence[DeviceGroup]) -> None:
+    """Checks that all devices are in this process."""
+    processes = sorted({process for group in groups for process in group.processes})
+    if len(processes) > 1:
+        raise ValueError(
+            "PipelineSchedule.searched needs all devices in one process, since each would measure "
+            f"something else; those given are of the processes {processes}. Search in one process, write "
+            "the rows with write_csv, and give all of them the file."
+        )
+
+
+def measure_scenario(
+    runner: ColumnRunner,
+    make_state: Callable[[], PipelineState],
+    built: Built,
+    schedule: SearchedSchedule,
+    plan_memory: Callable[[], Sequence[StageMemory]],
+) -> Scenario:
+    """Measures a pipeline's stages, each alone, and plans what they hold. Runs no update.
+
+    Args:
+      runner: the pipeline's.
+      make_state: makes a state, which needs room on the devices until this returns.
+      built: the pipeline.
+      schedule: its schedule.
+      plan_memory: plans what stages hold, once the runner has compiled.
+
+    Raises:
+      ValueError: the stages print or call back into Python, which would notice.
+    """
+    if runner.has_callbacks or any(
+        program.has_effects for own in runner.programs for program in (own.forward, *own.backwards)
+    ):
+        raise ValueError(
+            "PipelineSchedule.searched runs the stages on zeros to measure them, which functions that "
+            "print or call back into Python would notice. Take a schedule with a name, or one that was "
+            "searched without these and written to a file."
+        )
+    placement, dtypes = runner.placement, built.accumulator_dtypes
+    state = make_state()
+    zeros = [np.zeros(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(built.traced.inputs)]
+    costs = runner.measure(
+        lambda: RunState(state, runner.make_accumulators(dtypes)), Request(zeros, 1, limit=1, total=1)
+    )
+    stages = plan_memory()
+    ipus = runner.plan_memory(dtypes, stages, runner.chunk_size)
+    constant = [0] * (1 + max(group.ipu for group in placement.groups))
+    for ipu in ipus:
+        constant[ipu.ipu] = ipu.num_device_bytes - ipu.num_activation_bytes
+    return Scenario(
+        costs,
+        schedule,
+        runner.chunk_size,
+        device_mapping=tuple(group.ipu for group in placement.groups),
+        chunk_size=runner.chunk_size,
+        memory=Memory(
+            tuple(constant),
+            tuple(stage.num_held_bytes for stage in stages),
+            tuple(stage.num_between_bytes for stage in stages),
+        ),
+    )

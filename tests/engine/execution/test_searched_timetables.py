@@ -1,0 +1,208 @@
+import dataclasses
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from ipu_pipeline import engine
+from ipu_pipeline.engine import schedules
+from ipu_pipeline.engine.searched_timetables import check_one_process
+
+WIDTH, COUNT = 32, 6
+
+
+def dense(parameters, x):
+    return jnp.tanh(x @ parameters["w"])
+
+
+def mean_square(parameters, x):
+    return jnp.mean((x @ parameters["w"]) ** 2)
+
+
+def make(schedule, stages=(dense, dense, mean_square), **options):
+    rng = np.random.default_rng(0)
+    parameters = [{"w": rng.normal(size=(WIDTH, WIDTH)).astype(np.float32) / 6} for _stage in stages]
+    options = {"loss": lambda loss: loss, "optimizer": optax.adam(1e-2), **options}
+    return engine.Pipeline(
+        list(stages), parameters=parameters, schedule=schedule, **{"num_micro_batches": COUNT, **options}
+    )
+
+
+MICRO_BATCHES = [
+    np.random.default_rng(number).normal(size=(8, WIDTH)).astype(np.float32) for number in range(COUNT)
+]
+KEY = jax.random.key(0)
+
+
+def prepared(schedule, **options):
+    pipeline = make(schedule, **options)
+    pipeline.init(KEY, MICRO_BATCHES[0])
+    return pipeline
+
+
+def test_what_is_found_is_followed():
+    pipeline = make("searched")
+    assert pipeline.options.schedule == engine.SearchedSchedule()
+    pipeline.trace(MICRO_BATCHES[0])
+    assert pipeline.searched() is None
+    assert "schedule searched, when the pipeline is prepared," in str(pipeline.summary())
+    state = pipeline.init(KEY, MICRO_BATCHES[0])
+    found = pipeline.searched()
+    assert pipeline.timetable(COUNT).rows == found.rows
+    assert pipeline.timetable(COUNT).halved == {0, 1, 2}
+    assert found.bound <= found.step_time
+    assert f"schedule {found}, " in str(pipeline.summary())
+    assert pipeline.facts().schedule == "searched"
+    for _step in range(2):
+        state, _outputs = pipeline.step(state, MICRO_BATCHES)
+
+
+def test_every_named_schedule_is_at_least_as_long():
+    pipeline = prepared(engine.SearchedSchedule())
+    scenario = pipeline._make_timetable._scenario
+    for name in schedules.named_schedules():
+        try:
+            other = dataclasses.replace(scenario, schedule=name, num_micro_batches=COUNT)
+            time = schedules.predict_step_time(other)
+        except engine.ScheduleError:
+            continue
+        assert pipeline.searched().step_time <= time * (1 + 1e-9), name
+
+
+def test_measuring_leaves_the_state_as_it_would_be():
+    searched, plain = make(engine.SearchedSchedule()), make("interleaved")
+    states = [pipeline.init(KEY, MICRO_BATCHES[0]) for pipeline in (searched, plain)]
+    jax.tree.map(np.testing.assert_array_equal, states[0].variables, states[1].variables)
+    for _step in range(3):
+        states = [
+            pipeline.step(state, MICRO_BATCHES)[0]
+            for pipeline, state in zip((searched, plain), states, strict=True)
+        ]
+    for name, value in states[1].variables.items():
+        difference = np.linalg.norm(states[0].variables[name] - value)
+        assert difference <= 1e-6 * np.linalg.norm(value)
+
+
+def test_a_limit_is_kept():
+    most = max(memory.num_device_bytes for memory in prepared("all_forwards").plan_ipu_memory())
+    free = prepared("searched")
+    least = max(memory.num_device_bytes for memory in prepared("sequential").plan_ipu_memory())
+    limit = (least + most) // 2
+    pipeline = prepared(engine.SearchedSchedule(limit))
+    planned = pipeline.plan_ipu_memory()
+    assert max(memory.num_device_bytes for memory in planned) <= limit
+    peaks = pipeline.searched().num_peak_bytes
+    assert peaks == tuple(memory.num_device_bytes for memory in planned)
+    assert pipeline.searched().bound > 0
+    assert max(free.searched().num_peak_bytes) > 0
+
+
+@pytest.mark.parametrize("limit", [0, -1, True, 1.5, "1 GB"])
+def test_a_limit_is_a_number_of_bytes(limit):
+    with pytest.raises(ValueError, match=r"bytes_per_ipu must be an integer of at least 1, or None; got"):
+        engine.SearchedSchedule(limit)
+
+
+def test_too_low_a_limit_names_the_ipu_and_can_be_raised():
+    pipeline = make(engine.SearchedSchedule(1000))
+    with pytest.raises(ValueError, match=r"IPU 0 needs [\d,]+ bytes .*and the limit is 1,000"):
+        pipeline.init(KEY, MICRO_BATCHES[0])
+    assert pipeline.searched() is None
+    with pytest.raises(ValueError, match=r"the limit is 1,000"):
+        pipeline.init(KEY, MICRO_BATCHES[0])
+
+
+def test_each_number_of_micro_batches_is_searched():
+    pipeline = make("searched", num_micro_batches=None)
+    state = pipeline.init(KEY, MICRO_BATCHES[0])
+    for number in (2, 5):
+        state, _outputs = pipeline.step(state, MICRO_BATCHES[:number], num_micro_batches=number)
+        assert pipeline.timetable(number).rows == pipeline.searched(number).rows
+    assert pipeline.searched(2).step_time < pipeline.searched(5).step_time
+
+
+def test_another_choice_of_what_is_kept_is_measured_again():
+    pipeline = prepared("searched")
+    before = pipeline._make_timetable
+    pipeline.set_recomputation(engine.Recomputation.AUTO)
+    pipeline.prepare()
+    assert pipeline._make_timetable is not before
+    held = [timetables._scenario.memory.num_held_bytes for timetables in (before, pipeline._make_timetable)]
+    assert sum(held[1]) < sum(held[0])
+
+
+def test_parallel_stages_are_refused_at_once():
+    stages = [dense, [dense, dense], lambda x: jnp.mean(x)]
+    with pytest.raises(ValueError, match="stages one after another; these have parallel ones"):
+        engine.Pipeline(stages, num_micro_batches=2, schedule="searched")
+
+
+def test_stages_that_print_are_refused():
+    def printing(parameters, x):
+        jax.debug.print("seen {}", x[0, 0])
+        return dense(parameters, x)
+
+    pipeline = make("searched", (printing, dense, mean_square))
+    with pytest.raises(ValueError, match="runs the stages on zeros .*print or call back into Python"):
+        pipeline.init(KEY, MICRO_BATCHES[0])
+
+
+def test_one_ipu_has_nothing_to_search():
+    pipeline = make("searched", device_mapping=[0, 0, 0])
+    with pytest.warns(UserWarning, match="searched schedule has no effect: all stages are on one IPU"):
+        state = pipeline.init(KEY, MICRO_BATCHES[0])
+    pipeline.step(state, MICRO_BATCHES)
+    assert pipeline.searched() is None
+
+
+def test_forwards_only_are_not_searched():
+    pipeline = make("searched", loss=None, optimizer=None)
+    state = pipeline.init(KEY, MICRO_BATCHES[0])
+    assert pipeline.searched() is None
+    _state, outputs = pipeline.step(state, MICRO_BATCHES)
+    assert len(outputs.outputs) == COUNT
+
+
+def test_several_processes_are_refused():
+    @dataclasses.dataclass
+    class Group:
+        processes: tuple[int, ...]
+
+    check_one_process([Group((3,)), Group((3,))])
+    with pytest.raises(ValueError, match=r"those given are of the processes \[0, 1\]\. Search in one"):
+        check_one_process([Group((0,)), Group((1,))])
+
+
+def test_an_interrupt_while_measuring_leaves_a_pipeline_that_can_be_prepared(monkeypatch):
+    from ipu_pipeline.engine.execution.timed import TimedDevices
+
+    pipeline = make("searched")
+    pipeline.trace(MICRO_BATCHES[0])
+
+    def interrupt(*_arguments):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TimedDevices, "copy_to", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            pipeline.prepare()
+    assert pipeline.searched() is None
+    state = pipeline.init(KEY, MICRO_BATCHES[0])
+    pipeline.step(state, MICRO_BATCHES)
+    assert pipeline.searched() is not None
+
+
+def test_two_pipelines_are_prepared_in_two_threads():
+    pipelines = [make("searched"), make("searched")]
+    threads = [
+        threading.Thread(target=pipeline.init, args=(KEY, MICRO_BATCHES[0])) for pipeline in pipelines
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for pipeline in pipelines:
+        assert pipeline.searched() is not None
