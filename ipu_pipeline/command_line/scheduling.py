@@ -83,12 +83,12 @@ def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
     ipus = len(set(mapping))
     waits = 1 - len(table.order) / (ipus * table.num_time_steps)
     width = shutil.get_terminal_size().columns if parsed.width is None else parsed.width
-    purpose = next((f"{known.purpose}\n" for known in SCHEDULES if known.name == schedule), "")
+    purpose = next((f"\n{known.purpose}" for known in SCHEDULES if known.name == schedule), "")
     show(
-        f"{purpose}{schedule}: {num_stages} stages on {ipus} IPUs, {count} micro-batches, "
+        f"{schedule}: {num_stages} stages on {ipus} IPUs, {count} micro-batches, "
         f"{table.num_time_steps} time-steps, in {waits:.0%} of which an IPU waits\n\n"
         f"{format_staircase(table, mapping, width or None)}\n"
-        f"in flight at most, by stage: {' '.join(map(str, table.in_flight))}"
+        f"in flight at most, by stage: {' '.join(map(str, table.in_flight))}{purpose}"
     )
     return 0
 

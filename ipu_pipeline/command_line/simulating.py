@@ -186,9 +186,10 @@ def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
         variants = what_if(settled)
         if settled is not scenario:
             name = name_of(scenario.schedule)
+            own = [row.scenario.schedule is settled.schedule for row in variants]
             variants = [
-                dataclasses.replace(row, schedule=name) if row.scenario.schedule is settled.schedule else row
-                for row in variants
+                dataclasses.replace(row, schedule=name) if is_own else row
+                for row, is_own in zip(variants, own, strict=True)
             ]
         advice = advise(settled, variants=variants)
     if parsed.json:

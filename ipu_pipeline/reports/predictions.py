@@ -204,7 +204,7 @@ def predict_scenario(scenario: Scenario, layers: list[list[Layer]] | None = None
 
 
 def find_choices(scenario: Scenario) -> tuple[Point, ...]:
-    """Finds what to choose from in memory and step time; nothing where it cannot be searched, or is long."""
+    """Finds what to choose from in memory and step time; nothing where that is unknown or takes long."""
     if len(scenario.ipus) == 1 or scenario.num_actions > _MAX_SEARCHED:
         return ()
     try:

@@ -338,7 +338,77 @@ def test_the_page_shows_all_replicas(capsys, tmp_path):
     assert "averaging of gradients" in text
 
 
+UNEVEN = ("--stages", "4", "--micro-batches", "6", "--forward-cost", "1,2,1,1")
+UNEVEN += ("--backward-cost", "2,3,2,2")
+
+
+def test_the_best_order_and_how_good_it_is(capsys):
+    text = run(capsys, "simulate", *UNEVEN, "--schedule", "searched")
+    assert re.match(r"4 stages on 4 IPUs, 6 micro-batches, schedule searched.*, the best there is", text)
+    assert re.search(r"^searched, as it is +6 +31 ", text, re.MULTILINE)
+    found = json.loads(run(capsys, "simulate", *UNEVEN, "--schedule", "searched", "--json"))
+    assert found["scenario"]["schedule"] == "searched"
+    assert found["searched"]["step_time"] == found["free_running"]["step_time"] == 31
+    assert found["searched"]["gap"] == 0
+    assert all(row["step_time"] >= 31 for row in found["what_if"] if row["change"] == "schedule")
+
+
+def test_memory_against_time(capsys):
+    text = run(capsys, "simulate", *UNEVEN, "--frontier")
+    (table,) = [part for part in text.split("\n\n") if part.startswith("an IPU may hold")]
+    first, *others = [line.split() for line in table.splitlines()[1:]]
+    assert first == ["1", "25%", "63", "#" * 24, "0.0%", "sequential"]
+    times = [float(row[2]) for row in [first, *others]]
+    assert times == sorted(times, reverse=True)
+    assert times[-1] == 31
+    points = json.loads(run(capsys, "simulate", *UNEVEN, "--frontier", "--json"))["frontier"]
+    assert [point["step_time"] for point in points] == times
+    assert [len(row[3]) for row in others] == [round(24 * time / 63) for time in times[1:]]
+
+
+def test_a_limit_of_bytes(capsys, tmp_path):
+    costs = Costs.of(3, forward=1.0, backward=2.0)
+    scenario = Scenario(costs, "interleaved", 6, memory=Memory((100, 50, 0), (10, 10, 10)))
+    file = tmp_path / "costs.json"
+    file.write_text(json.dumps(scenario.as_dict()))
+    options = ["simulate", "--costs-from", str(file), "--schedule", "searched"]
+    found = [
+        json.loads(run(capsys, *options, *limit, "--json"))
+        for limit in ([], ["--bytes-per-ipu", "120"], ["--bytes-per-ipu", "110"])
+    ]
+    times = [one["searched"]["step_time"] for one in found]
+    assert times == sorted(times)
+    assert times[0] < times[-1]
+    assert max(found[1]["searched"]["num_peak_bytes"]) <= 120
+    assert Scenario.from_dict(found[1]["scenario"]).schedule.bytes_per_ipu == 120
+    assert "IPU 0 needs 110 bytes (100 of them all the time), and the limit is 109" in fail(
+        capsys, *options, "--bytes-per-ipu", "109"
+    )
+    assert "only the schedule searched has a limit; got interleaved" in fail(
+        capsys, *options[:-2], "--bytes-per-ipu", "120"
+    )
+
+
 # `schedule`.
+
+
+@pytest.mark.parametrize(
+    ("schedule", "mapping"), [("zbv", "0 1 2 2 1 0"), ("looped_zero_bubble", "0 1 2 0 1 2")]
+)
+def test_two_stages_on_each_ipu_by_default(capsys, schedule, mapping):
+    options = ["schedule", "--stages", "6", "--micro-batches", "3", "--schedule", schedule]
+    found = json.loads(run(capsys, *options, "--json"))
+    assert " ".join(map(str, found["device_mapping"])) == mapping
+    assert "has two stages on each IPU; got 5" in fail(
+        capsys, "schedule", "--stages", "5", "--micro-batches", "3", "--schedule", schedule
+    )
+
+
+def test_the_best_staircase_of_equal_actions(capsys):
+    text = run(capsys, "schedule", *UNEVEN[:4], "--schedule", "searched", "--width", "0")
+    assert text.startswith("searched: 4 stages on 4 IPUs, 6 micro-batches, ")
+    lines = [line.split()[2:] for line in text.splitlines() if line.startswith("IPU")]
+    assert all(f"W{number}" in line for line in lines for number in range(6))
 
 
 def test_a_staircase_with_its_phases(capsys):
@@ -355,6 +425,7 @@ IPU 2     .  .  F0 | F1 .  F2 B0 F3 B1 F4 B2 F5 B3 F6 B4 F7 B5 .  B6 | B7 .  .
 IPU 3     .  .  .  | F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7 | .  .  .
 phases: ramp-up 1..3, main 4..19, ramp-down 20..22
 in flight at most, by stage: 7 5 3 1
+Forwards together, then backwards together: the default, and Graphcore's.
 """
     )
 
@@ -369,6 +440,7 @@ def test_a_wide_staircase_is_cut_in_the_middle(capsys, monkeypatch):
         "phases: ramp-up 1, main 2..101, ramp-down 102",
         "Time-steps 6..97 do not fit in 60 characters, and are left out.",
         "in flight at most, by stage: 2 1",
+        "1F1B, not Megatron's interleaved: about half as much is held as with Grouped.",
     ]
 
 

@@ -83,6 +83,11 @@ def make_scaled(**options):
     return make_mlp(optimizer=scale_loss(optax.sgd(0.1), 2.0**120, True, 2, 2.0**60), **options)
 
 
+def make_around(**options):
+    """Two IPUs with two stages each; in two processes, each has one."""
+    return make_mlp(device_mapping=[0, 1, 0, 1], devices=jax.devices()[::2], **options)
+
+
 def make_shared(**options):
     return shared.make(**{"mapping": (0, 1, 3), "donate": True, **options})
 
@@ -131,6 +136,11 @@ CASES = {
     ),
     "offloaded": (make_mlp, make_mlp_steps, EVERYTHING_OFFLOADED),
     "inference": (make_inference, make_mlp_steps, {}),
+    "halves": (make_mlp, make_mlp_steps, {"schedule": "zero_bubble", "donate": True}),
+    "halves, normalized": (make_normalized, make_mlp_steps, {"schedule": "zero_bubble_h2"}),
+    "halves, shared": (make_shared, make_shared_steps, {"schedule": "zero_bubble"}),
+    "around": (make_around, make_mlp_steps, {"schedule": "looped", "donate": True}),
+    "halves, around": (make_around, make_mlp_steps, {"schedule": "looped_zero_bubble"}),
 }
 
 
@@ -148,6 +158,11 @@ REPLICATED = {
     "replicas, shared": (make_shared, make_replicated_shared_steps, TWO),
     "replicas, offloaded": (make_mlp, make_replicated_steps, {**TWO, **EVERYTHING_OFFLOADED}),
     "replicas, inference": (make_inference, make_replicated_steps, TWO),
+    "replicas, halves, shared out": (
+        make_mlp,
+        make_replicated_steps,
+        {**TWO, "schedule": "zero_bubble", "shard": ["optimizer_state", "weights"]},
+    ),
 }
 
 

@@ -242,7 +242,7 @@ def test_two_processes_save_and_restore_and_are_told_where_they_differ(tmp_path)
 @pytest.mark.thorough
 def test_schedules_with_and_without_replicas_in_processes(tmp_path):
     """And what replicas share out is restored by another number of processes."""
-    schedules, replicated = ("Grouped", "Sequential"), {"num_replicas": 2}
+    schedules, replicated = ("Grouped", "Sequential", "ZeroBubble"), {"num_replicas": 2}
     cases = {f"{name}, replicas": case(name, **replicated) for name in schedules}
     cases["many, replicas"] = case(gradient_accumulation_count=MANY, **replicated)
     cases["Interleaved"] = case("Interleaved")

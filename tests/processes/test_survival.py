@@ -15,7 +15,7 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline.checkpointing.checkpoints import CheckpointSeries
-from tests.support.estimating import assert_same_variables, input_fn, make_estimator
+from tests.support.estimating import assert_same_variables, input_fn, make_estimator, scheduled
 from tests.support.programs import begin
 from tests.support.resumable import Batches, Training, assert_same
 
@@ -83,6 +83,23 @@ def test_a_signal_ends_training_after_the_update_and_a_killed_one_goes_on(
         make_estimator(tmp_path).train(input_fn, max_steps=120)
     assert int(re.search(r"Training goes on from step (\d+)", caplog.text)[1]) > step
     assert_same_variables(make_estimator(tmp_path), uninterrupted(120))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("schedule", ["ZeroBubble", "Looped", "searched"])
+def test_other_schedules_go_on_when_killed(schedule, tmp_path):
+    """To the last bit: the order in which a stage adds gradients is that of the micro-batches."""
+    killed, params = tmp_path / "killed", scheduled(schedule)
+    process = start(killed, 400, "pause=0.05", f"schedule={schedule}")
+    wait_for_checkpoint(process, killed)
+    process.kill()
+    finish(process, -signal.SIGKILL)
+    found = []
+    for directory in (killed, tmp_path / "whole"):
+        estimator = make_estimator(directory, params=params)
+        found.append(estimator.train(input_fn, max_steps=80))
+        ipu.config.reset_ipu_configuration()
+    assert_same_variables(*found)
 
 
 def wait_for_checkpoint(process, directory, after=-1):

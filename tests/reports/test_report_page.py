@@ -480,6 +480,7 @@ def test_the_page_has_all_in_itself():
         "samples/s",
         "stage 0",
         "What other settings would give",
+        "Memory against time",
     ):
         assert words in plain.text
     data = json.loads(plain.scripts[0])

@@ -30,7 +30,9 @@ from ipu_pipeline import engine, layers
 
 WIDTH, BATCH, NUM_IDS = 6, 4, 7
 NUM_TRAININGS, NUM_SPLITS, NUM_RUNS = 2, 2, 4  # of a model; of a model; of a training and a split
-SCHEDULES = ("grouped", "interleaved", "sequential", "zero_bubble")
+SCHEDULES = ("grouped", "interleaved", "sequential", "zero_bubble", "zero_bubble_h2", "all_forwards")
+AROUND = ("looped", "looped_zero_bubble")
+DOWN_AND_UP = ("zero_bubble_v", "v_half", "v_min", "dual_pipe_v")
 OFFLOADS = ("weight_update_variables", "activations", "gradient_accumulation_buffers", "weights")
 RECOMPUTATIONS = ("auto", "recompute_then_backpropagate", "recompute_and_backpropagate_interleaved")
 ACTIVATIONS = (jnp.tanh, jax.nn.gelu, jax.nn.softplus, jax.nn.sigmoid)
@@ -582,7 +584,7 @@ def dispatch_plans(draw: Any, training: Training, split: Split) -> engine.Chunki
 
 @st.composite
 def runs(draw: Any, training: Training, split: Split, plan: engine.Chunking | None) -> Run:
-    schedule = draw(st.sampled_from((*SCHEDULES, "looped") if _goes_around(split) else SCHEDULES))
+    schedule = draw(st.sampled_from((*SCHEDULES, *_schedules_of(split))))
     divisors = [n for n in (1, 2, 3) if training.num_micro_batches % n == 0]
     is_serialized = _is_on_one_ipu(split) and schedule == "sequential"
     count_is_traced = draw(st.sampled_from([False, False, True]))
@@ -603,13 +605,16 @@ def _is_on_one_ipu(split: Split) -> bool:
     return len(set(_flat_mapping(split))) == 1
 
 
-def _goes_around(split: Split) -> bool:
-    """Whether the schedule Looped can run it."""
+def _schedules_of(split: Split) -> tuple[str, ...]:
+    """The schedules that need several stages on each IPU, and can run these."""
     mapping = _flat_mapping(split)
-    num_ipus = max(mapping) + 1
-    around = tuple(stage % num_ipus for stage in range(len(mapping)))
-    is_whole = len(mapping) > num_ipus and len(mapping) % num_ipus == 0
-    return mapping == around and is_whole and not split.is_parallel
+    first = tuple(range(max(mapping) + 1))
+    num_turns, left = divmod(len(mapping), len(first))
+    if split.is_parallel or left or num_turns < 2:
+        return ()
+    if mapping == first + first[::-1]:
+        return (*DOWN_AND_UP, *(AROUND if len(first) == 1 else ()))
+    return AROUND if mapping == first * num_turns else ()
 
 
 def _flat_mapping(split: Split) -> tuple[int, ...]:
@@ -620,8 +625,9 @@ def _flat_mapping(split: Split) -> tuple[int, ...]:
 def _mappings(num_stages: int) -> Any:
     own = list(range(num_stages))
     looped = [index % 2 for index in own]
+    down_and_up = [min(index, num_stages - 1 - index) for index in own]
     return st.one_of(
-        st.sampled_from([own, looped, [0] * num_stages]).map(list),
+        st.sampled_from([own, looped, down_and_up, [0] * num_stages]).map(list),
         st.lists(st.integers(0, 3), min_size=num_stages, max_size=num_stages),
     )
 

@@ -24,7 +24,7 @@ def main():
     logging.getLogger("ipu_pipeline").setLevel(logging.INFO)
 
     from ipu_pipeline.ipu_session_run_hooks import SessionRunHook
-    from tests.support.estimating import input_fn, make_estimator
+    from tests.support.estimating import input_fn, make_estimator, scheduled
     from tests.support.resumable import MICRO_BATCHES
 
     class Progress(SessionRunHook):
@@ -69,6 +69,7 @@ def main():
 
     estimator = make_estimator(
         directory,
+        params=scheduled(options["schedule"]) if "schedule" in options else None,
         save_checkpoints_steps=int(options.get("every", 4)),
         keep_checkpoint_max=int(options.get("keep", 2)),
         iterations_per_loop=int(options.get("loop", 8)),

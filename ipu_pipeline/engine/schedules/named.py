@@ -199,7 +199,8 @@ def name_of(schedule: Any) -> str:
     """What reports call a schedule that was found: its name, or that of the user's function."""
     if isinstance(schedule, (str, SearchedSchedule)):
         return str(schedule)
-    return getattr(schedule, "__name__", type(schedule).__name__)
+    name: str = getattr(schedule, "__name__", type(schedule).__name__)
+    return name
 
 
 def _normalize(name: str) -> str:

@@ -6,7 +6,7 @@ import dataclasses
 import datetime
 
 from ipu_pipeline.engine.inspect import PipelineFacts, StageFacts
-from ipu_pipeline.engine.schedules import Costs, LinkSpeed, Scenario, Timetable, name_of
+from ipu_pipeline.engine.schedules import Costs, LinkSpeed, Scenario, name_of
 from ipu_pipeline.reports.analysis import analyse
 from ipu_pipeline.reports.page.writing import write_page
 from ipu_pipeline.reports.predictions import predict_scenario, timeline_events
@@ -29,16 +29,18 @@ def write_simulation(scenario: Scenario, title: str) -> str:
       RuntimeError: Plotly is not installed (the extra `reports`).
       ScheduleError: the schedule is incomplete, out of order or deadlocked.
     """
-    cluster = scenario.cluster
+    cluster, name = scenario.cluster, name_of(scenario.schedule)
     scaled = dataclasses.replace(
         scenario,
+        # What was searched is not searched again for each setting.
+        schedule=scenario.schedule if scenario.searched is None else scenario.timetable(),
         costs=_scale(scenario.costs),
         cluster=dataclasses.replace(
             cluster, within=_scale_speed(cluster.within), between=_scale_speed(cluster.between)
         ),
     )
     predictions = predict_scenario(scaled)
-    facts = _describe(scaled, predictions.simulation.timetable.in_flight)
+    facts = _describe(scaled, predictions.simulation.timetable.in_flight, name)
     events = [
         dataclasses.replace(event, step=0)
         for event in timeline_events(predictions.simulation.free_running, facts, 0)
@@ -79,16 +81,15 @@ def _scale_speed(speed: LinkSpeed) -> LinkSpeed:
     return LinkSpeed(speed.latency * _SECONDS_PER_UNIT, speed.bandwidth / _SECONDS_PER_UNIT)
 
 
-def _describe(scenario: Scenario, in_flight: tuple[int, ...]) -> PipelineFacts:
+def _describe(scenario: Scenario, in_flight: tuple[int, ...], schedule: str) -> PipelineFacts:
     """Describes a scenario as if it had been a pipeline."""
-    schedule = scenario.schedule
     memory, halved = scenario.memory, scenario.halved
     held = None if memory is None else memory.num_held_bytes
     number = scenario.costs.num_stages
     return PipelineFacts(
         name="simulation",
         kind="training" if scenario.training else "inference",
-        schedule="a timetable" if isinstance(schedule, Timetable) else name_of(schedule),
+        schedule=schedule,
         num_micro_batches=scenario.num_micro_batches,
         num_serialized=1,
         chunk_size=scenario.chunk_size,

@@ -253,7 +253,7 @@ def table_of_choices(predictions: Predictions) -> str:
     for point in points:
         limit, found = point.num_bytes_per_ipu, point.searched
         cells = [
-            _text(describe_bytes(limit) if knows_bytes else f"{limit} micro-batches"),
+            _text(describe_bytes(limit) if knows_bytes else f"{limit} micro-batch{'es' * (limit > 1)}"),
             _number(describe_share(point.share)),
             _number(describe_time(found.step_time * 1e6)),
             _number(f"{100 * (present / found.step_time - 1):+.1f}%" if found.step_time else ""),
