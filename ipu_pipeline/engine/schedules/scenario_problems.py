@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import TYPE_CHECKING
 
@@ -57,7 +58,7 @@ def make_problem(scenario: Scenario, num_bytes_per_ipu: int | None = None) -> Or
         return tuple(size * own for own in costs.of_actions[kind])
 
     pairs = list(itertools.pairwise(range(number)))
-    return OrderProblem(
+    problem = OrderProblem(
         scenario.num_micro_batches // size,
         of_kind(ActionKind.FORWARD),
         of_kind(ActionKind.INPUT_GRADIENTS),
@@ -70,8 +71,17 @@ def make_problem(scenario: Scenario, num_bytes_per_ipu: int | None = None) -> Or
         num_held_bytes=held,
         num_between_bytes=between,
         num_constant_bytes=constant,
-        num_bytes_per_ipu=num_bytes_per_ipu,
     )
+    if num_bytes_per_ipu is None:
+        return problem
+    for ipu, needed in enumerate(problem.num_least_bytes):
+        if needed > num_bytes_per_ipu:
+            raise ValueError(
+                f"PipelineSchedule.searched: bytes_per_ipu must be enough for one micro-batch; IPU {ipu} "
+                f"needs {needed:,} bytes ({problem.num_constant_bytes[ipu]:,} of them all the time), and "
+                f"the limit is {num_bytes_per_ipu:,}. Raise it, or recompute or offload activations."
+            )
+    return dataclasses.replace(problem, num_bytes_per_ipu=num_bytes_per_ipu)
 
 
 def _may_be_late(scenario: Scenario, edge: Edge) -> bool:

@@ -92,7 +92,7 @@ def test_random_schedules(mapping, halves):
     state = pipeline.init(jax.random.key(0), batches[0])
     runner, halved = pipeline.prepare(), pipeline.timetable(COUNT).halved
     expected, _outputs = pipeline.step(state, batches)
-    plain, _outputs = beside.step_plainly(pipeline, state, batches)
+    plain, _outputs = beside.step_plainly(pipeline, beside.copied(state), batches)
     models.assert_trees_close(expected.variables, plain.variables, 1e-5)
     chance = random.Random(str((mapping, halves)))  # noqa: S311
     for _number in range(NUM_SCHEDULES // 16):  # eight cases, each with valid and spoiled ones

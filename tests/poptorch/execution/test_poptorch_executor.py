@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import ipu_pipeline.poptorch as poptorch
+from ipu_pipeline.engine import SearchedSchedule
 from ipu_pipeline.poptorch import logs
 from tests.support.compilations import compiled_in
 from tests.support.poptorch_front import (
@@ -88,19 +89,35 @@ class FourLayers(torch.nn.Module):
 
 @pytest.mark.parametrize(
     ("schedule", "ipus"),
-    [("looped", (0, 1, 0, 1)), ("zero_bubble", (0, 1, 2, 3)), ("ZB-H2", (0, 1, 2, 3))],
+    [
+        ("looped", (0, 1, 0, 1)),
+        ("zero_bubble", (0, 1, 2, 3)),
+        ("ZB-H2", (0, 1, 2, 3)),
+        (SearchedSchedule(), (0, 1, 0, 1)),
+    ],
     ids=str,
 )
 def test_schedules_that_poptorch_does_not_have(schedule, ipus):
     model = seeded(lambda: FourLayers(ipus))
     plain = reference(model, make_sgd)
     x, targets = make_batch()[0], torch.linspace(-1, 1, 8)
-    options = make_options(1, 4).setPipelineSchedule(schedule)
+    strategy = poptorch.PipelinedExecution(poptorch.AutoStage.AutoIncrement, schedule=schedule)
+    options = make_options(1, 4).setExecutionStrategy(strategy)
     executor = poptorch.trainingModel(model, options, make_sgd(model.parameters()))
     for _call in range(2):
         outputs = executor(x, targets)
         assert_close(outputs, join(plain.train((x, targets), 1, 4, second)))
     assert_same_state(model, plain.model)
+
+
+def test_a_schedule_of_the_options_and_one_of_the_strategy(log):
+    strategy = poptorch.PipelinedExecution(schedule="zero_bubble")
+    options = make_options(1, 4).setPipelineSchedule("interleaved").setExecutionStrategy(strategy)
+    model = seeded(lambda: FourLayers((0, 1, 2, 3)))
+    executor = poptorch.trainingModel(model, options, make_sgd(model.parameters()))
+    executor(make_batch()[0], torch.linspace(-1, 1, 8))
+    told = " ".join(log)
+    assert "no effect: the execution strategy has the schedule 'zero_bubble'" in told
 
 
 def test_the_last_outputs():

@@ -18,6 +18,19 @@ def place(strategy, *blocks):
     return [(placed.stage, placed.ipu) for placed in strategy.place(blocks)]
 
 
+def test_the_schedule_of_a_pipelined_execution():
+    strategy = PipelinedExecution("A", "B", schedule="ZB-H1")
+    assert strategy.schedule == "zero_bubble"
+    assert repr(strategy) == "PipelinedExecution(Stage('A'), Stage('B'), schedule='zero_bubble')"
+    assert strategy != PipelinedExecution("A", "B")
+    assert strategy == pickle.loads(pickle.dumps(strategy)) == strategy.clone()
+    assert PipelinedExecution().schedule is None
+    with pytest.raises(ValueError, match="PipelinedExecution: schedule must be one of .*; got 'fast'"):
+        PipelinedExecution(schedule="fast")
+    with pytest.raises(TypeError, match="schedule"):
+        ShardedExecution("A", schedule="zero_bubble")
+
+
 # Stages and phases
 
 

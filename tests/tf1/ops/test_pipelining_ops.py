@@ -231,6 +231,20 @@ def test_schedules_that_graphcore_s_do_not_have(schedule, mapping):
     models.assert_trees_close(run(model, 2), run(front.Model(computational_stages=stages), 2))
 
 
+def test_the_best_schedule_for_the_stages_own_costs():
+    found = [
+        run(front.Model(pipeline_schedule=schedule), 2)
+        for schedule in (None, PipelineSchedule.searched(), PipelineSchedule.searched(10**8))
+    ]
+    for one in found[1:]:
+        models.assert_trees_close(one, found[0])
+    with pytest.raises(ValueError, match="bytes_per_ipu must be an integer of at least 1, or None; got 0"):
+        PipelineSchedule.searched(0)
+    model = front.Model(pipeline_schedule=PipelineSchedule.searched(1))
+    with pytest.raises(ValueError, match="bytes_per_ipu must be enough for one micro-batch; IPU 0 needs"):
+        run(model, 1)
+
+
 def test_post_validation():
     """Clipping by a small norm, and a run's updates after each other; to the last bit."""
 
@@ -461,7 +475,7 @@ def test_reduction_methods_parse():
         assert GradientAccumulationReductionMethod.parse(method) is method
         assert GradientAccumulationReductionMethod.parse(method.name.lower()) is method
     names = [schedule.name for schedule in PipelineSchedule]
-    assert names == ["Grouped", "Interleaved", "Sequential", "Looped", "ZeroBubble"]
+    assert names == [known.member for known in schedules.SCHEDULES]
     assert pipelining_ops.pipeline.__doc__
 
 
