@@ -10,8 +10,8 @@ from ipu_pipeline.engine.schedules import (
     MAX_ACTIONS,
     SearchedSchedule,
     check_schedule,
-    name_of,
     named_schedules,
+    schedule_name,
 )
 
 __all__ = ["add_pipeline", "at_least_one", "check_size", "find_mapping", "number", "numbers", "spread"]
@@ -59,7 +59,7 @@ def _schedule(text: str) -> str:
         raise argparse.ArgumentTypeError(str(error)) from None
     if not isinstance(found, SearchedSchedule) and found not in named_schedules():
         raise argparse.ArgumentTypeError(f"must be a name, not a file; got {text!r}")
-    return name_of(found)
+    return schedule_name(found)
 
 
 def find_mapping(

@@ -32,7 +32,7 @@ from ipu_pipeline.engine.schedules import (
     Variant,
     advise,
     find_frontier,
-    name_of,
+    schedule_name,
     simulate,
     what_if,
 )
@@ -185,7 +185,7 @@ def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
             settled = dataclasses.replace(scenario, schedule=simulation.timetable)
         variants = what_if(settled)
         if settled is not scenario:
-            name = name_of(scenario.schedule)
+            name = schedule_name(scenario.schedule)
             own = [row.scenario.schedule is settled.schedule for row in variants]
             variants = [
                 dataclasses.replace(row, schedule=name) if is_own else row
@@ -248,12 +248,12 @@ def _make_scenario(parser: argparse.ArgumentParser, parsed: argparse.Namespace) 
     if parsed.device_mapping is not None or parsed.costs_from is None:
         mapping = find_mapping(parser, parsed.device_mapping, num_stages, parsed.schedule)
     schedule = parsed.schedule or base.schedule
-    if name_of(schedule) == "searched" and parsed.bytes_per_ipu is not None:
+    if schedule_name(schedule) == "searched" and parsed.bytes_per_ipu is not None:
         schedule = SearchedSchedule(parsed.bytes_per_ipu)
     elif parsed.bytes_per_ipu is not None:
         parser.error(
-            f"argument --bytes-per-ipu: only the schedule searched has a limit; got {name_of(schedule)}. "
-            "Leave it out, or give --schedule searched."
+            "argument --bytes-per-ipu: only the schedule searched has a limit; got "
+            f"{schedule_name(schedule)}. Leave it out, or give --schedule searched."
         )
     try:
         found = dataclasses.replace(
@@ -365,7 +365,7 @@ def _title(scenario: Scenario) -> str:
     what = "training" if scenario.training else "inference"
     text = (
         f"{scenario.costs.num_stages} stages on {len(scenario.ipus)} IPUs, {scenario.num_micro_batches} "
-        f"micro-batches, schedule {scenario.searched or name_of(scenario.schedule)}, {what}"
+        f"micro-batches, schedule {scenario.searched or schedule_name(scenario.schedule)}, {what}"
     )
     if scenario.chunk_size > 1:
         text += f", {scenario.chunk_size} micro-batches per program"

@@ -20,9 +20,10 @@ if TYPE_CHECKING:
     from ipu_pipeline.engine.schedules.advice import advise
     from ipu_pipeline.engine.schedules.checking import Timetable
     from ipu_pipeline.engine.schedules.clusters import Cluster, LinkSpeed
+    from ipu_pipeline.engine.schedules.costs import Costs
     from ipu_pipeline.engine.schedules.execution_phases import ExecutionPhases
     from ipu_pipeline.engine.schedules.host_memory import HostMemory
-    from ipu_pipeline.engine.schedules.scenarios import Costs, Scenario
+    from ipu_pipeline.engine.schedules.scenarios import Scenario
     from ipu_pipeline.engine.schedules.searched import SearchedSchedule
     from ipu_pipeline.engine.schedules.simulator import simulate
     from ipu_pipeline.engine.schedules.variants import what_if
@@ -94,7 +95,7 @@ _HOMES = {
     "Action": "engine.schedules.actions",
     "ActionKind": "engine.schedules.actions",
     "Cluster": "engine.schedules.clusters",
-    "Costs": "engine.schedules.scenarios",
+    "Costs": "engine.schedules.costs",
     "Chunking": "engine.planning.chunking",
     "ExecutionPhases": "engine.schedules.execution_phases",
     "HostMemory": "engine.schedules.host_memory",

@@ -13,7 +13,7 @@ from ipu_pipeline.engine.execution.comparing import agree_on, describe_programs,
 from ipu_pipeline.engine.pipeline_options import PipelineOptions
 from ipu_pipeline.engine.planning.chunking import Chunking
 from ipu_pipeline.engine.schedules.checking import Timetable
-from ipu_pipeline.engine.schedules.named import name_of
+from ipu_pipeline.engine.schedules.named import schedule_name
 
 __all__ = ["agree", "describe"]
 
@@ -88,4 +88,4 @@ def _describe_leaves(tree: Any) -> str:
 
 def _describe_schedule(schedule: Any, timetable: Timetable) -> str:
     lines = [str(row) for row in timetable.rows]
-    return f"{name_of(schedule)} ({digest(lines)})"
+    return f"{schedule_name(schedule)} ({digest(lines)})"

@@ -416,7 +416,7 @@ class Pipeline:
             left_out,
             name="Pipeline",
             kind="training" if trains else "inference",
-            schedule=schedules.name_of(schedule),
+            schedule=schedules.schedule_name(schedule),
             num_micro_batches=count,
             num_serialized=self.num_serialized,
             chunk_size=chunk_size,

@@ -57,9 +57,9 @@ from ipu_pipeline.engine.programs.collecting import Collecting
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms
 from ipu_pipeline.engine.schedules.checking import Timetable
 from ipu_pipeline.engine.schedules.clusters import LinkSpeed
+from ipu_pipeline.engine.schedules.costs import Costs
 from ipu_pipeline.engine.schedules.execution_phases import ExecutionPhases
 from ipu_pipeline.engine.schedules.host_memory import HostMemory
-from ipu_pipeline.engine.schedules.scenarios import Costs
 from ipu_pipeline.engine.state import Handed, OfReplicas, Progress, RunState
 from ipu_pipeline.engine.tracing.keys import as_int32
 from ipu_pipeline.engine.updates.environment import UpdateCounts

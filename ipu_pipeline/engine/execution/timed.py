@@ -17,7 +17,7 @@ from ipu_pipeline.engine.devices.placing import copy_to
 from ipu_pipeline.engine.execution.steps import Devices
 from ipu_pipeline.engine.execution.templates import Template
 from ipu_pipeline.engine.schedules.actions import ActionKind
-from ipu_pipeline.engine.schedules.scenarios import Costs, Edge
+from ipu_pipeline.engine.schedules.costs import Costs, Edge
 
 __all__ = ["TimedDevices", "make_costs"]
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from ipu_pipeline.engine.inspect.facts import StageDetails
 from ipu_pipeline.engine.schedules.checking import Timetable
-from ipu_pipeline.engine.schedules.scenarios import Costs, Scenario
+from ipu_pipeline.engine.schedules.costs import Costs
+from ipu_pipeline.engine.schedules.scenarios import Scenario
 from ipu_pipeline.engine.schedules.simulator import predict_step_time
 
 __all__ = ["Bubble", "estimate_bubble"]

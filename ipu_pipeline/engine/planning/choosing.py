@@ -20,7 +20,8 @@ from ipu_pipeline.engine.planning.chunking import Chunking
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms
 from ipu_pipeline.engine.schedules.actions import ActionKind
 from ipu_pipeline.engine.schedules.checking import Timetable
-from ipu_pipeline.engine.schedules.scenarios import Costs, Scenario
+from ipu_pipeline.engine.schedules.costs import Costs
+from ipu_pipeline.engine.schedules.scenarios import Scenario
 from ipu_pipeline.engine.schedules.simulator import predict_step_time
 
 __all__ = ["choose_dispatch_plan", "describe_seconds", "possible_chunk_sizes"]

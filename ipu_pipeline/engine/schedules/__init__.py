@@ -14,6 +14,7 @@ from ipu_pipeline.engine.schedules.all_forwards import all_forwards
 from ipu_pipeline.engine.schedules.building_blocks import v_half, v_min
 from ipu_pipeline.engine.schedules.checking import Timetable, check
 from ipu_pipeline.engine.schedules.clusters import Cluster, LinkSpeed
+from ipu_pipeline.engine.schedules.costs import Costs, Memory
 from ipu_pipeline.engine.schedules.dual_pipe_v import dual_pipe_v
 from ipu_pipeline.engine.schedules.files import FileSchedule, is_path, load_schedule, read_csv, write_csv
 from ipu_pipeline.engine.schedules.frontiers import find_frontier
@@ -27,10 +28,10 @@ from ipu_pipeline.engine.schedules.named import (
     ScheduleLike,
     check_schedule,
     find_schedule,
-    name_of,
     named_schedules,
+    schedule_name,
 )
-from ipu_pipeline.engine.schedules.scenarios import Costs, Memory, Scenario
+from ipu_pipeline.engine.schedules.scenarios import Scenario
 from ipu_pipeline.engine.schedules.searched import SearchedSchedule
 from ipu_pipeline.engine.schedules.searching import QUICK, Effort, Point, Searched, frontier, search
 from ipu_pipeline.engine.schedules.simulator import Simulation, predict_step_time, simulate
@@ -93,10 +94,10 @@ __all__ = [
     "load_schedule",
     "looped",
     "looped_zero_bubble",
-    "name_of",
     "named_schedules",
     "predict_step_time",
     "read_csv",
+    "schedule_name",
     "search",
     "sequential",
     "simulate",

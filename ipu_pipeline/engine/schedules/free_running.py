@@ -22,7 +22,8 @@ from typing import TypeAlias
 
 from ipu_pipeline.engine.schedules.actions import GATHER, HALVES, REDUCE, UPDATE, ActionKind
 from ipu_pipeline.engine.schedules.checking import Timetable
-from ipu_pipeline.engine.schedules.scenarios import Edge, Scenario
+from ipu_pipeline.engine.schedules.costs import Edge
+from ipu_pipeline.engine.schedules.scenarios import Scenario
 
 __all__ = [
     "Host",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from ipu_pipeline.engine.schedules.scenario_problems import make_problem
-from ipu_pipeline.engine.schedules.scenarios import Memory, Scenario
+from ipu_pipeline.engine.schedules.costs import Memory
+from ipu_pipeline.engine.schedules.scenarios import Scenario
 from ipu_pipeline.engine.schedules.searching import Effort, Point, frontier
 
 __all__ = ["find_frontier"]
@@ -28,13 +28,13 @@ def find_frontier(scenario: Scenario, effort: Effort | None = None) -> tuple[Poi
       The points, from the least limit.
 
     Raises:
-      ValueError: see `make_problem`.
+      ValueError: see `Scenario.problem`.
     """
-    problem = make_problem(scenario)
+    problem = scenario.problem()
     if not any(problem.num_held_bytes):
         number = scenario.costs.num_stages
         memory = Memory((0,) * scenario.num_ipus, (1,) * number)
-        problem = make_problem(dataclasses.replace(scenario, memory=memory, chunk_size=1))
+        problem = dataclasses.replace(scenario, memory=memory, chunk_size=1).problem()
     points: list[Point] = []
     for point in frontier(problem, effort=effort):
         if not points or point.searched.step_time < (1 - _LEAST_GAIN) * points[-1].searched.step_time:

@@ -31,8 +31,8 @@ __all__ = [
     "ScheduleLike",
     "check_schedule",
     "find_schedule",
-    "name_of",
     "named_schedules",
+    "schedule_name",
 ]
 
 ScheduleLike: TypeAlias = "str | os.PathLike[str] | ScheduleFunction | SearchedSchedule"
@@ -195,7 +195,7 @@ def find_schedule(schedule: Any, argument: str = "schedule") -> str | ScheduleFu
     return cast("str | ScheduleFunction | SearchedSchedule", found)
 
 
-def name_of(schedule: Any) -> str:
+def schedule_name(schedule: Any) -> str:
     """What reports call a schedule that was found: its name, or that of the user's function."""
     if isinstance(schedule, (str, SearchedSchedule)):
         return str(schedule)

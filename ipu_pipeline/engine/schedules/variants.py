@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from ipu_pipeline.engine.schedules.actions import ScheduleError
 from ipu_pipeline.engine.schedules.checking import Timetable
 from ipu_pipeline.engine.schedules.clusters import Cluster
-from ipu_pipeline.engine.schedules.named import name_of, named_schedules
-from ipu_pipeline.engine.schedules.scenarios import Memory, Scenario
+from ipu_pipeline.engine.schedules.costs import Memory
+from ipu_pipeline.engine.schedules.named import named_schedules, schedule_name
+from ipu_pipeline.engine.schedules.scenarios import Scenario
 from ipu_pipeline.engine.schedules.simulator import predict_step_time
 from ipu_pipeline.engine.schedules.timetables import MAX_ACTIONS
 
@@ -158,7 +159,7 @@ def _simulate(scenario: Scenario, change: str, split: str, before: Variant | Non
     schedule = scenario.schedule
     return Variant(
         change,
-        "timetable" if isinstance(schedule, Timetable) else name_of(schedule),
+        "timetable" if isinstance(schedule, Timetable) else schedule_name(schedule),
         scenario.num_micro_batches,
         scenario.chunk_size,
         split,

@@ -6,7 +6,7 @@ import dataclasses
 import datetime
 
 from ipu_pipeline.engine.inspect import PipelineFacts, StageFacts
-from ipu_pipeline.engine.schedules import Costs, LinkSpeed, Scenario, name_of
+from ipu_pipeline.engine.schedules import Costs, LinkSpeed, Scenario, schedule_name
 from ipu_pipeline.reports.analysis import analyse
 from ipu_pipeline.reports.page.writing import write_page
 from ipu_pipeline.reports.predictions import predict_scenario, timeline_events
@@ -29,7 +29,7 @@ def write_simulation(scenario: Scenario, title: str) -> str:
       RuntimeError: Plotly is not installed (the extra `reports`).
       ScheduleError: the schedule is incomplete, out of order or deadlocked.
     """
-    cluster, name = scenario.cluster, name_of(scenario.schedule)
+    cluster, name = scenario.cluster, schedule_name(scenario.schedule)
     scaled = dataclasses.replace(
         scenario,
         # What was searched is not searched again for each setting.

@@ -3,8 +3,8 @@ import dataclasses
 import pytest
 
 from ipu_pipeline.engine.schedules.checking import check
-from ipu_pipeline.engine.schedules.scenario_problems import make_problem
-from ipu_pipeline.engine.schedules.scenarios import Costs, Memory, Scenario
+from ipu_pipeline.engine.schedules.costs import Costs, Memory
+from ipu_pipeline.engine.schedules.scenarios import Scenario
 from ipu_pipeline.engine.schedules.searched import SearchedSchedule
 from ipu_pipeline.engine.schedules.searching import search
 from ipu_pipeline.engine.schedules.simulator import predict_step_time
@@ -32,7 +32,7 @@ def test_the_simulator_finds_the_same_step_time(limit, mapping, chunk_size, is_f
         device_mapping=mapping,
         chunk_size=chunk_size,
     )
-    problem = make_problem(scenario, limit and 2 * limit)
+    problem = scenario.problem(limit and 2 * limit)
     found = search(problem)
     table = check(found.rows, 3, 6 // chunk_size, problem.device_mapping, training=True)
     simulated = predict_step_time(dataclasses.replace(scenario, schedule=table))
@@ -50,29 +50,26 @@ def test_the_simulator_finds_the_same_step_time(limit, mapping, chunk_size, is_f
 )
 def test_what_a_search_does_not_know_is_refused(fields, message):
     with pytest.raises(ValueError, match=f"needs a scenario with {message}"):
-        make_problem(dataclasses.replace(SCENARIO, **fields), 1000)
+        dataclasses.replace(SCENARIO, **fields).problem(1000)
 
 
 @pytest.mark.parametrize(("edge", "most"), [((0, 2), 2.0), ((2, 0), 4.0)])
 def test_what_skips_stages_matters_only_where_it_may_be_late(edge, most):
     skips = dataclasses.replace(COSTS, transfers={**COSTS.transfers, edge: most})
-    found = search(make_problem(dataclasses.replace(SCENARIO, costs=skips)))
-    assert found == search(make_problem(SCENARIO))
+    found = search(dataclasses.replace(SCENARIO, costs=skips).problem())
+    assert found == search(SCENARIO.problem())
     table = check(found.rows, 3, 6, (0, 1, 2), training=True)
     simulated = predict_step_time(dataclasses.replace(SCENARIO, costs=skips, schedule=table))
     assert simulated == pytest.approx(found.step_time)
     with pytest.raises(ValueError, match=rf"unlike \[\({edge[0]}, {edge[1]}\)\]"):
-        make_problem(
-            dataclasses.replace(
-                SCENARIO, costs=dataclasses.replace(skips, transfers={**COSTS.transfers, edge: most + 0.5})
-            )
-        )
+        later = dataclasses.replace(skips, transfers={**COSTS.transfers, edge: most + 0.5})
+        dataclasses.replace(SCENARIO, costs=later).problem()
 
 
 def test_a_scenario_is_searched():
     scenario = dataclasses.replace(SCENARIO, schedule=SearchedSchedule(250))
     found = scenario.searched
-    assert found == search(make_problem(SCENARIO, 250))
+    assert found == search(SCENARIO.problem(250))
     assert max(found.num_peak_bytes) <= 250
     assert predict_step_time(scenario) == pytest.approx(found.step_time)
     assert found.step_time > dataclasses.replace(SCENARIO, schedule="searched").searched.step_time
