@@ -88,6 +88,9 @@ def make_costs(
 ) -> Costs:
     """Makes costs for a micro-batch from the times of chunks: their medians, without the first ones.
 
+    Transfers that skip stages are left out: they are there before what goes through the stages, but for
+    stages so short that their times are noise.
+
     Args:
       num_stages: the number of stages.
       programs: see `TimedDevices`.
@@ -104,7 +107,11 @@ def make_costs(
         forward=of(ActionKind.FORWARD),
         backward=[one + other for one, other in zip(inputs, weights, strict=True)],
         weight_gradients=weights,
-        transfer={edge: _median(taken) / chunk_size for edge, taken in transfers.items()},
+        transfer={
+            edge: _median(taken) / chunk_size
+            for edge, taken in transfers.items()
+            if abs(edge[0] - edge[1]) == 1
+        },
     )
 
 

@@ -194,8 +194,7 @@ class Scenario:
         replicas do together are not part of it: each comes on top of a step time that is found.
 
         Args:
-          scenario: the costs, and with a limit the memory.
-          num_bytes_per_ipu: the most that an IPU may hold; None: anything.
+          num_bytes_per_ipu: the most that an IPU may hold, for which `memory` is needed; None: anything.
 
         Raises:
           ValueError: the scenario has parallel stages, execution phases, no training, or values that skip
@@ -250,7 +249,8 @@ class Scenario:
                 raise ValueError(
                     "PipelineSchedule.searched: bytes_per_ipu must be enough for one micro-batch; IPU "
                     f"{ipu} needs {needed:,} bytes ({problem.num_constant_bytes[ipu]:,} of them all the "
-                    f"time), and the limit is {num_bytes_per_ipu:,}. Raise it, or recompute or offload activations."
+                    f"time), and the limit is {num_bytes_per_ipu:,}. Raise it, or recompute or offload "
+                    "activations."
                 )
         return dataclasses.replace(problem, num_bytes_per_ipu=num_bytes_per_ipu)
 
