@@ -9,7 +9,6 @@ scan, with a value for each iteration.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,8 +33,17 @@ from ipu_pipeline.engine.jaxprs.slicing import dependents, extract
 
 __all__ = ["find_computed", "find_kept", "take_apart"]
 
-# Cheaper to compute again than to keep, where the operand is smaller than the result.
+# Cheaper to compute again than to keep, where the operand is smaller than the result ...
 _CHEAP = ("broadcast_in_dim", "convert_element_type")
+# ... and where it is as large: kept, XLA would have to write down a value that it otherwise reads in place.
+_OTHER_VIEWS = ("transpose", "reshape", "squeeze", "expand_dims", "rev")
+# A half of a scan that carries nothing and has only these does all iterations at once. XLA's CPU compiler
+# copies what an iteration reads and writes.
+_AT_ONCE = {
+    *("add", "add_any", "sub", "mul", "div", "neg", "integer_pow", "exp", "tanh", "logistic", "max", "min"),
+    *("select_n", "convert_element_type", "dot_general", "reduce_sum", "reduce_max", "broadcast_in_dim"),
+    *_OTHER_VIEWS,
+}
 
 
 def find_computed(flat: FlatJaxpr, outputs: Iterable[Atom], given: Collection[Var] = ()) -> list[Equation]:
@@ -66,6 +74,8 @@ def find_kept(computed: Iterable[Equation], varying: Collection[Var]) -> set[Var
 
 
 def _is_cheap(equation: Equation) -> bool:
+    if equation.primitive.name in _OTHER_VIEWS:
+        return True
     if equation.primitive.name not in _CHEAP:
         return False
     (made,) = equation.outvars
@@ -230,22 +240,22 @@ def _halve_checkpoint(equation: Equation, first: list[int], second: list[int]) -
 
 
 def _halve_conditional(equation: Equation, first: list[int], second: list[int]) -> _Apart | None:
-    """Each branch is cut; where another one is taken, what a branch keeps is zeros."""
+    """Each branch is cut. They share what is kept, of which the one that is taken leaves some as zeros."""
     bodies = [_cut(flatten(branch), first, second) for branch in equation.params["branches"]]
-    kept = [aval_struct(var.aval) for body in bodies for var in body.kept]
-    ends = list(itertools.accumulate(len(body.kept) for body in bodies))
-    own = [slice(end - len(body.kept), end) for end, body in zip(ends, bodies, strict=True)]
+    kept: list[jax.ShapeDtypeStruct] = []
+    own = [_share(kept, [aval_struct(var.aval) for var in body.kept]) for body in bodies]
     if any(jnp.issubdtype(aval.dtype, jax.dtypes.extended) for aval in kept):
         return None
 
     def take_first(number: int, *values: Any) -> list[Any]:
         results = bodies[number].call(bodies[number].first, dict(enumerate(values)))
-        padded: list[Any] = [jnp.zeros(aval.shape, aval.dtype) for aval in kept]
-        padded[own[number]] = results[len(first) :]
-        return [*results[: len(first)], *padded]
+        made = dict(zip(own[number], results[len(first) :], strict=True))
+        rest = (jnp.zeros(aval.shape, aval.dtype) for aval in kept)
+        return [*results[: len(first)], *(made.get(place, zeros) for place, zeros in enumerate(rest))]
 
     def take_second(number: int, values: Sequence[Any], all_kept: Sequence[Any]) -> list[Any]:
-        return bodies[number].call(bodies[number].second, dict(enumerate(values)), all_kept[own[number]])
+        mine = [all_kept[place] for place in own[number]]
+        return bodies[number].call(bodies[number].second, dict(enumerate(values)), mine)
 
     def halved(index: Any, *inputs: Any) -> dict[int, Any]:
         numbers = range(len(bodies))
@@ -256,6 +266,22 @@ def _halve_conditional(equation: Equation, first: list[int], second: list[int]) 
         return dict(zip([*first, *second], [*results[: len(first)], *others], strict=True))
 
     return _trace(equation, halved, range(len(equation.invars)))
+
+
+def _share(slots: list[jax.ShapeDtypeStruct], wanted: Sequence[jax.ShapeDtypeStruct]) -> list[int]:
+    """Finds a slot of its own for each shape and dtype, and adds those that are missing."""
+    places: list[int] = []
+    for aval in wanted:
+        like = (aval.shape, aval.dtype)
+        free = (n for n, slot in enumerate(slots) if n not in places and (slot.shape, slot.dtype) == like)
+        places.append(next(free, len(slots)))
+        if places[-1] == len(slots):
+            slots.append(jax.ShapeDtypeStruct(aval.shape, aval.dtype))
+    return places
+
+
+def _can_be_at_once(program: ExtractedJaxpr) -> bool:
+    return all(equation.primitive.name in _AT_ONCE for equation in program.closed_jaxpr.jaxpr.eqns)
 
 
 def _halve_scan(equation: Equation, first: list[int], second: list[int]) -> _Apart:
@@ -296,10 +322,14 @@ def _halve_scan(equation: Equation, first: list[int], second: list[int]) -> _Apa
             found = body.call(program, {**consts, **known, **given[0]}, given[1])
             return found[: len(carried)], found[len(carried) :]
 
+        each = (stacks, list(kept))
+        if not carried and jax.tree.leaves(each) and _can_be_at_once(program):
+            at_once: list[Any] = jax.vmap(lambda given: step((), given)[1])(each)
+            return at_once
         carry, ys = jax.lax.scan(
             step,
             [inputs[num_consts + place] for place in carried],
-            (stacks, list(kept)),
+            each,
             **{name: equation.params[name] for name in ("length", "reverse", "unroll")},
         )
         return [*carry, *ys]

@@ -87,7 +87,8 @@ def extract(
             equation.effects and keep_effects_of is not None and keep_effects_of(equation)
         )
         computed += reversed(equation.outvars)
-        if is_kept and equation.primitive.name == "scan" and any(v not in needed for v in made):
+        is_more = any(v not in needed or v in given for v in equation.outvars)
+        if is_kept and equation.primitive.name == "scan" and is_more:
             places = {
                 place for place, var in enumerate(equation.outvars) if var in needed and var not in given
             }

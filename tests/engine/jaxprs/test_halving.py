@@ -1,5 +1,7 @@
 """Joint jaxprs of forward and backward in two halves: input gradients, then weight gradients."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -119,12 +121,14 @@ def test_halves_give_what_the_whole_gives(name):
 
 
 def count_products(jaxpr, times=1):
-    """The matrix products of a jaxpr, as often as they run; of branches the most."""
+    """The multiplications of a jaxpr's matrix products, as often as they run; of branches the most."""
     total = 0
     for equation in jaxpr.eqns:
         name, params = equation.primitive.name, equation.params
         if name == "dot_general":
-            total += times
+            (contracted, _others), _batch = params["dimension_numbers"]
+            sizes = [equation.invars[0].aval.shape[axis] for axis in contracted]
+            total += times * math.prod(sizes) * equation.outvars[0].aval.size
         elif name == "scan":
             total += count_products(params["jaxpr"].jaxpr, times * params["length"])
         elif name == "cond":
