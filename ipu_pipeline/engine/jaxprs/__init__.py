@@ -25,6 +25,7 @@ from ipu_pipeline.engine.jaxprs.flat import (
 )
 from ipu_pipeline.engine.jaxprs.halving import find_computed, find_kept, take_apart
 from ipu_pipeline.engine.jaxprs.slicing import any_equation, can_reduce, dependents, extract, reduce
+from ipu_pipeline.engine.jaxprs.turning import turn_products
 
 __all__ = [
     "CHECKPOINTS",
@@ -52,4 +53,5 @@ __all__ = [
     "substitute",
     "take_apart",
     "take_out_constants",
+    "turn_products",
 ]

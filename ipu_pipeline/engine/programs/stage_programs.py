@@ -137,7 +137,7 @@ def cut(
     for value, atom in results:
         grouped.setdefault(_Key(atom), []).append(value)
     atoms = [key.atom for key in grouped]
-    program = jaxprs.extract(flat, atoms, stored, keep_effects_of)
+    program = jaxprs.turn_products(jaxprs.extract(flat, atoms, stored, keep_effects_of))
     arguments: list[Value] = []
     for var in program.inputs:
         if var in labels:
