@@ -168,13 +168,12 @@ def check_schedule(schedule: Any, argument: str = "schedule") -> ScheduleLike:
         signature = inspect.signature(schedule)
     except ValueError:
         return cast("ScheduleFunction", schedule)  # it does not say what it takes
-    try:
-        signature.bind(1, 1, (0,), True)
-    except TypeError as error:
+    plain = 1, 1, (0,), True
+    if not _binds(signature, *plain) and not _binds(signature, *plain, (0,)):
         raise TypeError(
-            f"{argument} must take (num_stages, num_micro_batches, device_mapping, training), but "
-            f"{schedule!r} cannot: {error}."
-        ) from None
+            f"{argument} must take (num_stages, num_micro_batches, device_mapping, training), and levels if "
+            f"there are parallel stages; {schedule!r} takes {signature}."
+        )
     return cast("ScheduleFunction", schedule)
 
 
@@ -201,6 +200,14 @@ def schedule_name(schedule: Any) -> str:
         return str(schedule)
     name: str = getattr(schedule, "__name__", type(schedule).__name__)
     return name
+
+
+def _binds(signature: inspect.Signature, *arguments: Any) -> bool:
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        return False
+    return True
 
 
 def _normalize(name: str) -> str:
