@@ -438,7 +438,7 @@ def stage_with_variable(x):
         ({"optimizer": None}, ValueError, "Pass both loss and optimizer"),
         ({"device_mapping": [0, 1]}, ValueError, "each of the 1 stages"),
         ({"device_mapping": [-1]}, ValueError, "one number from 0"),
-        ({"schedule": "gpipe"}, ValueError, "'gpipe'"),
+        ({"schedule": "latest"}, ValueError, "'latest'"),
         ({"reduction": "median"}, ValueError, "median"),
         ({"devices": []}, ValueError, "needs 1 devices"),
     ],

@@ -36,13 +36,13 @@ Pipeline: 2 stages on 2 IPUs, schedule grouped, 3 micro-batches per weight updat
   stage  IPU  layers        parameters   size  sends  returns  holds  in flight  keeps     forward  \
   backward
   0      0    first/dense          208  832 B  256 B           256 B          3  768 B  3.62 kflop  \
-5.22 kflop
-  1      1    second/dense         170  680 B           256 B                           10.3 kflop
+3.30 kflop
+  1      1    second/dense         170  680 B           256 B                           8.71 kflop
 per micro-batch: what it sends to other IPUs, returns to them as gradients, holds until its backward
 keeps: what it holds of all micro-batches in flight; forward, backward: estimated operations; \
 the last stage does both in its forward
-bubble: IPUs wait for 27.8% of a step, by these operations (25.0% if all actions took equally long)
-IPU 1 has most to do: 54% of all operations
+bubble: IPUs wait for 29.1% of a step, by these operations (25.0% if all actions took equally long)
+IPU 1 has most to do: 56% of all operations
 dispatch: one micro-batch per program: the longest program of one micro-batch computes for about 0 us, and \
 3 micro-batches do not make 4 equal chunks of several"""
 
