@@ -36,6 +36,7 @@ LEAST_SECONDS = 10e-3  # of a backward: shorter stages are made wider
 # may take half of a program's time: of the programs that have as much for their temporaries.
 _MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**32)}
 NUM_CALLS = 3  # of the programs in a row
+NUM_AGAIN = 4  # times that a stage above the target is measured again
 
 
 class Built(NamedTuple):
@@ -300,15 +301,9 @@ def measure(seed: int, num_rounds: int) -> tuple[str, float, float]:
         difference = np.linalg.norm(halves.gradients[value] - expected)
         assert difference <= 1e-5 * np.linalg.norm(expected), (seed, built.name, value)
 
-    def compare(number: int) -> tuple[float, float]:
-        taken = [(whole.run(), halves.run()) for _ in range(number)]
-        ratio = statistics.median(b / a for a, b in taken)
-        return statistics.median(a for a, _b in taken), ratio
-
-    seconds, ratio = compare(num_rounds)
-    if ratio > MOST:  # the machine is noisy
-        seconds, ratio = min((seconds, ratio), compare(6 * num_rounds), key=lambda found: found[1])
-    return built.name, seconds, ratio
+    taken = [(whole.run(), halves.run()) for _ in range(num_rounds)]
+    ratio = statistics.median(b / a for a, b in taken)
+    return built.name, statistics.median(a for a, _b in taken), ratio
 
 
 def main() -> None:
@@ -324,7 +319,11 @@ def main() -> None:
     first, behind = args.seeds or (0, 20 if args.short else NUM_STAGES)
     found = []
     for seed in range(first, behind):
-        found.append((seed, *measure(seed, args.rounds)))
+        measured = measure(seed, args.rounds)
+        if measured[-1] > MOST:  # where memory lies alone takes some percent: compiled and allocated again
+            again = [measured, *(measure(seed, args.rounds) for _ in range(NUM_AGAIN))]
+            measured = sorted(again, key=lambda one: one[-1])[len(again) // 2]
+        found.append((seed, *measured))
         print("  ".join(map(str, found[-1])), flush=True)
     ratios = [ratio for *_others, ratio in found]
     found.sort(key=lambda one: -one[-1])
@@ -337,6 +336,13 @@ def main() -> None:
             statistics.median(ratios),
             (min(ratios), max(ratios)),
             MEDIAN,
+        ),
+        Row(
+            "halves",
+            f"{len(found)} random stages: how many take more than {MOST} of B",
+            "",
+            "",
+            sum(ratio > MOST for ratio in ratios),
         ),
         *(
             Row(
