@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import functools
 import inspect
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -177,6 +178,8 @@ class Pipeline:
             _make_timetable, schedule, mapping, trains, tuple(levels)
         )
         self._make_timetable: Callable[[int], schedules.Timetable] = functools.partial(self._follow, None)
+        self._searched: SearchedTimetables | None = None  # made with the runner, and dropped with it
+        self._building = threading.RLock()  # held while it is traced, and while its runner is made
 
     def _plan_compiler_options(self) -> CompilerOptions:
         options = self.options
@@ -195,7 +198,7 @@ class Pipeline:
 
         Of a schedule that is searched, see `searched`.
         """
-        return self._make_timetable(num_micro_batches)
+        return (self._searched or self._make_timetable)(num_micro_batches)
 
     def _find_halved(self) -> Collection[int]:
         """The stages whose backward is done in halves, from now on with any number of micro-batches."""
@@ -217,9 +220,9 @@ class Pipeline:
           another one, there is no training, or all stages are on one IPU. Then, and as long as `prepare`
           has not been called, the timetable is that of "interleaved", with all backwards in halves.
         """
-        if not isinstance(self._make_timetable, SearchedTimetables):
+        if self._searched is None:
             return None
-        return self._make_timetable.find(self.updated_every(num_micro_batches) // self.num_serialized)
+        return self._searched.find(self.updated_every(num_micro_batches) // self.num_serialized)
 
     # What is known about the pipeline.
 
@@ -500,7 +503,7 @@ class Pipeline:
         other = copy.copy(self)
         options = dataclasses.replace(self.options, dispatch_plan=plan)
         recipe = dataclasses.replace(self._recipe, options=options)
-        vars(other).update(_recipe=recipe, _runner=None, _accumulators=None, _placed=None)
+        vars(other).update(_recipe=recipe, _runner=None, _searched=None, _accumulators=None, _placed=None)
         return other
 
     def plan_accumulators(self) -> AccumulatorPlan:
@@ -525,16 +528,17 @@ class Pipeline:
         """
         element = jax.tree.map(as_shape, micro_batch)
         input_shapes = tuple(jax.tree.map(as_shape, value) for value in inputs)
-        if self._built is not None:
-            known = (self._built.traced.element, self._built.traced.inputs)
-            if known != (element, input_shapes):
-                raise ValueError(
-                    "The pipeline was traced for the micro-batch and inputs "
-                    f"{known}, and now got {(element, input_shapes)}."
-                )
-            return
-        self._built = build(self._recipe, element, input_shapes, self._recompute, self._find_halved())
-        self._programs = self._built.programs
+        with self._building:
+            if self._built is None:
+                built = build(self._recipe, element, input_shapes, self._recompute, self._find_halved())
+                self._built, self._programs = built, built.programs
+                return
+        known = (self._built.traced.element, self._built.traced.inputs)
+        if known != (element, input_shapes):
+            raise ValueError(
+                "The pipeline was traced for the micro-batch and inputs "
+                f"{known}, and now got {(element, input_shapes)}."
+            )
 
     def with_recomputation(self, recompute: Recomputation | None) -> Pipeline:
         """The same pipeline with another choice of what the backward gets; see `set_recomputation`."""
@@ -546,8 +550,8 @@ class Pipeline:
         """Sets what stages keep for their backward. If that is new, everything is compiled again."""
         if recompute is self._recompute:
             return
-        self._recompute, self._runner = recompute, None
-        self._chosen_plan = None
+        self._recompute, self._chosen_plan = recompute, None
+        self._forget_runner()
         if self._built is not None:
             self._programs = self._built.make_programs(recompute)
 
@@ -567,7 +571,8 @@ class Pipeline:
         if num_replicas == self._num_replicas:
             return
         check_replicas(num_replicas, self.num_serialized)
-        self._num_replicas, self._runner, self._chosen_plan = num_replicas, None, None
+        self._num_replicas, self._chosen_plan = num_replicas, None
+        self._forget_runner()
         self._compiler_options = self._plan_compiler_options()
 
     def prepare(self, devices: Sequence[Any] | None = None) -> Runner[Any]:
@@ -580,8 +585,19 @@ class Pipeline:
         Raises:
           ValueError: there are too few devices, or XLA refuses a compiler option.
         """
-        if self._runner is not None and (devices is None or self._has_devices(devices)):
+        runner = self._runner
+        if runner is not None and (devices is None or self._has_devices(devices)):
+            return runner
+        with self._building:
+            if self._runner is None or not (devices is None or self._has_devices(devices)):
+                self._runner = self._make_runner(devices)
             return self._runner
+
+    def _forget_runner(self) -> None:
+        """Has the next `prepare` make another runner."""
+        self._runner = self._searched = None
+
+    def _make_runner(self, devices: Sequence[Any] | None) -> Runner[Any]:
         if devices is None:
             devices = jax.devices() if self._devices is None else self._devices
         number, each = self._num_replicas, self.options.num_devices_per_ipu
@@ -606,6 +622,7 @@ class Pipeline:
         check_compiles(self._compiler_options, groups)
         if self._devices is None or [d.platform for d in self._devices] != [d.platform for d in devices]:
             self._chosen_plan = None
+        self._forget_runner()
         self._devices = list(devices)
         self._placed = self._accumulators = None
         self._agree(devices[:needed])
@@ -613,8 +630,8 @@ class Pipeline:
         post_validates = self._post_validates(placement)
         if self.is_one_program:
             if isinstance(schedule, schedules.SearchedSchedule):
-                warnings.warn("A searched schedule has no effect: all stages are on one IPU.", stacklevel=2)
-            self._runner = BlockRunner(
+                warnings.warn("A searched schedule has no effect: all stages are on one IPU.", stacklevel=3)
+            block_runner = BlockRunner(
                 placement,
                 self._programs,
                 self.collecting,
@@ -625,40 +642,39 @@ class Pipeline:
                 iterated=self._iterated,
                 options=self._compiler_options.whole,
             )
-        else:
-            size, plan = self.num_devices, self.dispatch_plan
-            homes = [placement]
-            if number > 1:
-                starts = range(0, size * number, size)
-                own = [make_groups(devices[start:], self.device_mapping, 1, each) for start in starts]
-                homes = list(map(self._place_state, own))
-            assert plan is not None
-            runner = ColumnRunner(
-                placement,
-                homes,
-                self._programs,
-                self._make_timetable,
-                self.options.donate,
-                self.collecting,
-                self._compiler_options,
-                plan,
-                self._iterated,
-                self.options.execution_phases,
-                post_validates,
-            )
-            runner.replicas.joins_assigned = self.options.joins_assigned
-            runner.replicas.has_identical_keys = self._has_identical_keys
-            if number > 1 and not self.options.gathers_outputs:
-                runner.keep_outputs()
-            runner.kept = self._kept
-            if isinstance(schedule, schedules.SearchedSchedule) and self.updates is not None:
-                searched = SearchedTimetables(self._measure(runner, schedule))
-                searched((self.num_micro_batches or runner.chunk_size) // runner.chunk_size)  # it may raise
-                self._make_timetable = searched
-                runner.follow(searched)
-            self._runner = runner
-        self._runner.kept = self._kept
-        return self._runner
+            block_runner.kept = self._kept
+            return block_runner
+        size, plan = self.num_devices, self.dispatch_plan
+        homes = [placement]
+        if number > 1:
+            starts = range(0, size * number, size)
+            own = [make_groups(devices[start:], self.device_mapping, 1, each) for start in starts]
+            homes = list(map(self._place_state, own))
+        assert plan is not None
+        runner = ColumnRunner(
+            placement,
+            homes,
+            self._programs,
+            self._make_timetable,
+            self.options.donate,
+            self.collecting,
+            self._compiler_options,
+            plan,
+            self._iterated,
+            self.options.execution_phases,
+            post_validates,
+        )
+        runner.replicas.joins_assigned = self.options.joins_assigned
+        runner.replicas.has_identical_keys = self._has_identical_keys
+        if number > 1 and not self.options.gathers_outputs:
+            runner.keep_outputs()
+        runner.kept = self._kept
+        if isinstance(schedule, schedules.SearchedSchedule) and self.updates is not None:
+            searched = SearchedTimetables(self._measure(runner, schedule))
+            searched((self.num_micro_batches or runner.chunk_size) // runner.chunk_size)  # it may raise
+            runner.follow(searched)
+            self._searched = searched
+        return runner
 
     def _measure(self, runner: ColumnRunner, schedule: schedules.SearchedSchedule) -> schedules.Scenario:
         """Measures the stages, and what they hold, for a search."""

@@ -83,22 +83,29 @@ def measure_scenario(
       plan_memory: plans what stages hold, once the runner has compiled.
 
     Raises:
-      ValueError: the stages print or call back into Python, which would notice.
+      ValueError: the stages print or call back into Python, which would notice; or loop by data.
     """
-    if runner.has_callbacks or any(
-        program.has_effects for own in runner.programs for program in (own.forward, *own.backwards)
-    ):
+    programs = [program for own in runner.programs for program in (own.forward, *own.backwards)]
+    if runner.has_callbacks or any(program.has_effects for program in programs):
         raise ValueError(
             "PipelineSchedule.searched runs the stages on zeros to measure them, which functions that "
             "print or call back into Python would notice. Take a schedule with a name, or one that was "
             "searched without these and written to a file."
         )
+    endless = next((program.name for program in programs if program.loops_by_data), None)
+    if endless is not None:
+        raise ValueError(
+            "PipelineSchedule.searched runs the stages on zeros to measure them, on which a loop that ends "
+            f"when its data says so may not end; {endless} has one (jax.lax.while_loop). Take a schedule "
+            "with a name, or one that was searched with jax.lax.scan instead and written to a file."
+        )
     placement, dtypes = runner.placement, built.accumulator_dtypes
     state = make_state()
     zeros = [np.zeros(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(built.traced.inputs)]
-    costs = runner.measure(
-        lambda: RunState(state, runner.make_accumulators(dtypes)), Request(zeros, 1, limit=1, total=1)
-    )
+    with jax.debug_nans(False), jax.debug_infs(False):  # which zeros may well make
+        costs = runner.measure(
+            lambda: RunState(state, runner.make_accumulators(dtypes)), Request(zeros, 1, limit=1, total=1)
+        )
     stages = plan_memory()
     ipus = runner.plan_memory(dtypes, stages, runner.chunk_size)
     constant = [0] * (1 + max(group.ipu for group in placement.groups))

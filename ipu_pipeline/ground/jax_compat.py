@@ -6,7 +6,7 @@ sense; `jax.core` is not, nor is anything in jaxlib. The names are looked up onc
 imported. If one is missing, everything still works, only more slowly or with more memory: arrays are moved
 by `jax.device_put`, loops are not reduced to the outputs that are needed, equal programs are compiled one
 by one, some are not kept for the next pipeline, JAX's traces of a program stay when the program is gone,
-and programs found in JAX's cache count as compiled.
+and programs found in JAX's cache count as compiled. Only what uses `jax.new_ref` is refused then.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ __all__ = [
     "as_operand",
     "can_move_executables",
     "dce_rules",
+    "discharge",
     "end_derivatives",
     "find",
     "find_persistent_cache",
@@ -309,6 +310,25 @@ def in_place_of(replaced: Any, equation: Any) -> Any:
 dce_rules: Mapping[Any, Callable[[list[bool], Any], tuple[Any, Any]]] = (
     find("jax.interpreters.partial_eval:dce_rules") or {}
 )
+
+# Arrays that are written in place.
+
+_discharge = find("jax._src.state.discharge:discharge_state")
+
+
+def discharge(closed_jaxpr: Any) -> Any:
+    """Makes writes to arrays of `jax.new_ref` in a jaxpr equations that return their new values.
+
+    Raises:
+      NotImplementedError: this version of JAX has another way to do it.
+    """
+    if _discharge is None:
+        raise NotImplementedError(
+            f"A stage uses jax.new_ref, for which jax {jax.__version__} is too new here. "
+            "Write x.at[...].set(...)."
+        )
+    return _discharge(closed_jaxpr)
+
 
 # Primitives without derivatives.
 

@@ -1,5 +1,6 @@
 """engine.Pipeline: its arguments, its state, and models that are not a plain chain."""
 
+import concurrent.futures
 import dataclasses
 
 import jax
@@ -152,6 +153,49 @@ def test_steps_at_the_same_time_and_within_each_other(rng):
 
     outer, _outputs = pipeline.step(states[0], nested())
     models.assert_trees_close(outer.variables, expected[0], 0.0)
+
+
+def test_threads_take_the_first_step_at_the_same_time(rng):
+    micro_batches = models.mlp_batches(rng, 4)
+    together, alone = make(models.mlp_stages(3)), make(models.mlp_stages(3))
+
+    def step(pipeline):
+        return pipeline.step(pipeline.init(jax.random.key(0), micro_batches[0]), micro_batches)[0].variables
+
+    with concurrent.futures.ThreadPoolExecutor(3) as threads:
+        found = list(threads.map(step, [together] * 3))
+    expected = step(alone)
+    for variables in found:
+        models.assert_trees_close(variables, expected, 0.0)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble"])
+@pytest.mark.parametrize("mapping", [(0, 1, 2), (0, 0, 0)])
+def test_arrays_that_are_written_in_place(schedule, mapping, rng):
+    """In a forward, and in the backward of a custom derivative."""
+
+    @jax.custom_vjp
+    def activated(y):
+        return jnp.tanh(y)
+
+    def backward(output, gradient):
+        result = jax.new_ref(jnp.zeros_like(gradient))
+        result[...] = gradient * (1 - output**2)
+        return (result[...],)
+
+    activated.defvjp(lambda y: (jnp.tanh(y), jnp.tanh(y)), backward)
+
+    def middle(y):
+        array = jax.new_ref(activated(models.dense("b", 6, y)))
+        array[0] = 2 * array[1]
+        return array[...]
+
+    stages = [
+        lambda x: models.dense("a", 6, x),
+        middle,
+        lambda y: jnp.mean(activated(models.dense("c", 6, y)) ** 2),
+    ]
+    run_both(make(stages, schedule=schedule, device_mapping=mapping), arrays(rng, 4, (3, 6)))
 
 
 def test_a_state_of_numpy_arrays_is_copied(rng):

@@ -1,7 +1,8 @@
 """Flat jaxprs: calls of `jax.jit` inlined, and programs made of equations.
 
 Everything here rewrites equations and never evaluates or retraces them, so names, source lines and
-custom rules stay with their equations.
+custom rules stay with their equations. The exception are arrays that are written in place (`jax.new_ref`):
+what depends on what cannot be seen in equations that write, so these are traced again as ones that return.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ _INLINED = {
     "closed_call": "call_jaxpr",
     "core_closed_call": "call_jaxpr",
 }
+_REFERENCES = ("new_ref", "empty_ref")
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,6 +98,8 @@ def is_inlined(equation: Equation) -> bool:
 def flatten(closed_jaxpr: Any, rule: EquationRule | None = None) -> FlatJaxpr:
     """Inlines all calls of `jax.jit`, at any depth outside of other higher-order primitives.
 
+    What writes to arrays of `jax.new_ref` returns their new values instead.
+
     Args:
       closed_jaxpr: a `ClosedJaxpr`.
       rule: called for every equation that is not inlined, with the equation (its name stack has that of the
@@ -103,6 +107,23 @@ def flatten(closed_jaxpr: Any, rule: EquationRule | None = None) -> FlatJaxpr:
         `ClosedJaxpr` on given atoms in the equation's place. It returns None to keep the equation, or the
         atoms that stand for its outputs.
     """
+    if _makes_references(closed_jaxpr.jaxpr):
+        closed_jaxpr = jax_compat.discharge(close(_inline_all(closed_jaxpr, None)).closed_jaxpr)
+    return _inline_all(closed_jaxpr, rule)
+
+
+def _makes_references(jaxpr: Any) -> bool:
+    return any(
+        equation.primitive.name in _REFERENCES
+        or (
+            is_inlined(equation)
+            and _makes_references(equation.params[_INLINED[equation.primitive.name]].jaxpr)
+        )
+        for equation in jaxpr.eqns
+    )
+
+
+def _inline_all(closed_jaxpr: Any, rule: EquationRule | None) -> FlatJaxpr:
     equations: list[Equation] = []
     constants: dict[Var, Any] = {}
 

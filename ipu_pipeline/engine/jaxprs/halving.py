@@ -241,6 +241,8 @@ def _halve_checkpoint(equation: Equation, first: list[int], second: list[int]) -
 
 def _halve_conditional(equation: Equation, first: list[int], second: list[int]) -> _Apart | None:
     """Each branch is cut. They share what is kept, of which the one that is taken leaves some as zeros."""
+    if equation.params.get("branches_platforms") is not None:  # which are not for every platform
+        return None
     bodies = [_cut(flatten(branch), first, second) for branch in equation.params["branches"]]
     kept: list[jax.ShapeDtypeStruct] = []
     own = [_share(kept, [aval_struct(var.aval) for var in body.kept]) for body in bodies]

@@ -61,6 +61,7 @@ class StageProgram:
     uncounted: frozenset[str]  # calls whose cost is not known, see `costs.find_uncounted`.
     has_effects: bool  # whether it prints or calls back into Python
     has_convolutions: bool  # whether it has convolutions
+    loops_by_data: bool  # whether it has a loop that ends when its data says so
 
     def on(self, platform: str) -> StageProgram:
         """The program in the form that is fastest on a kind of device, as in `jax.Device.platform`."""
@@ -156,6 +157,7 @@ def cut(
         uncounted=find_uncounted(jaxpr),
         has_effects=bool(jaxpr.effects),
         has_convolutions=has_convolutions(jaxpr),
+        loops_by_data=any(jaxprs.has_primitive(equation, "while") for equation in jaxpr.eqns),
     )
 
 

@@ -171,8 +171,8 @@ def check_schedule(schedule: Any, argument: str = "schedule") -> ScheduleLike:
     plain = 1, 1, (0,), True
     if not _binds(signature, *plain) and not _binds(signature, *plain, (0,)):
         raise TypeError(
-            f"{argument} must take (num_stages, num_micro_batches, device_mapping, training), and levels if "
-            f"there are parallel stages; {schedule!r} takes {signature}."
+            f"{argument} must take (num_stages, num_micro_batches, device_mapping, training), and levels "
+            f"if there are parallel stages; {schedule!r} takes {signature}."
         )
     return cast("ScheduleFunction", schedule)
 

@@ -178,9 +178,7 @@ def _find_sizes(problem: OrderProblem) -> tuple[int, int, int]:
     return max(problem.num_constant_bytes), most, max(problem.num_least_bytes)
 
 
-def _search(
-    problem: OrderProblem, known: Sequence[_Known], effort: Effort
-) -> tuple[Searched, _Known]:
+def _search(problem: OrderProblem, known: Sequence[_Known], effort: Effort) -> tuple[Searched, _Known]:
     bound = find_bound(problem)
     enough = bound.time * (1 + _SAME)
     time, reason = bound.time, bound.reason

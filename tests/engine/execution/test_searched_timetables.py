@@ -62,7 +62,7 @@ def test_what_is_found_is_followed():
 
 def test_every_named_schedule_is_at_least_as_long():
     pipeline = prepared(engine.SearchedSchedule())
-    scenario = pipeline._make_timetable._scenario
+    scenario = pipeline._searched._scenario
     for name in schedules.named_schedules():
         try:
             other = dataclasses.replace(scenario, schedule=name, num_micro_batches=COUNT)
@@ -126,11 +126,11 @@ def test_each_number_of_micro_batches_is_searched():
 
 def test_another_choice_of_what_is_kept_is_measured_again():
     pipeline = prepared("searched")
-    before = pipeline._make_timetable
+    before = pipeline._searched
     pipeline.set_recomputation(engine.Recomputation.AUTO)
+    assert pipeline.searched() is None
     pipeline.prepare()
-    assert pipeline._make_timetable is not before
-    held = [timetables._scenario.memory.num_held_bytes for timetables in (before, pipeline._make_timetable)]
+    held = [timetables._scenario.memory.num_held_bytes for timetables in (before, pipeline._searched)]
     assert sum(held[1]) < sum(held[0])
 
 
@@ -148,6 +148,25 @@ def test_stages_that_print_are_refused():
     pipeline = make("searched", (printing, dense, mean_square))
     with pytest.raises(ValueError, match="runs the stages on zeros .*print or call back into Python"):
         pipeline.init(KEY, MICRO_BATCHES[0])
+
+
+def test_loops_that_may_not_end_on_zeros_are_refused():
+    def doubling(parameters, x):
+        size = jax.lax.while_loop(lambda size: size < 10, lambda size: 2 * size, jnp.abs(x).sum())
+        return dense(parameters, x) / jax.lax.stop_gradient(size)
+
+    pipeline = make("searched", (dense, doubling, mean_square))
+    with pytest.raises(ValueError, match="may not end; stage1_forward has one"):
+        pipeline.init(KEY, MICRO_BATCHES[0])
+
+
+def test_zeros_may_make_nans():
+    def unit(parameters, x):
+        return dense(parameters, x / jnp.linalg.norm(x))
+
+    with jax.debug_nans(True):
+        pipeline = prepared("searched", stages=(unit, dense, mean_square))
+        assert pipeline.searched() is not None
 
 
 def test_one_ipu_has_nothing_to_search():
@@ -176,11 +195,15 @@ def test_several_processes_are_refused():
         check_one_process([Group((0,)), Group((1,))])
 
 
-def test_an_interrupt_while_measuring_leaves_a_pipeline_that_can_be_prepared(monkeypatch):
+@pytest.mark.parametrize("is_prepared", [False, True], ids=["at first", "for other devices"])
+def test_an_interrupt_while_measuring_leaves_a_pipeline_that_can_be_prepared(is_prepared, monkeypatch):
     from ipu_pipeline.engine.execution.timed import TimedDevices
 
     pipeline = make("searched")
     pipeline.trace(MICRO_BATCHES[0])
+    devices = jax.devices()[is_prepared:]
+    if is_prepared:
+        pipeline.prepare()
 
     def interrupt(*_arguments):
         raise KeyboardInterrupt
@@ -188,9 +211,10 @@ def test_an_interrupt_while_measuring_leaves_a_pipeline_that_can_be_prepared(mon
     with monkeypatch.context() as patch:
         patch.setattr(TimedDevices, "copy_to", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            pipeline.prepare()
+            pipeline.prepare(devices)
     assert pipeline.searched() is None
     state = pipeline.init(KEY, MICRO_BATCHES[0])
+    assert [value.devices() for value in state.variables.values()] == [{device} for device in devices[:3]]
     pipeline.step(state, MICRO_BATCHES)
     assert pipeline.searched() is not None
 

@@ -53,6 +53,13 @@ def normalised(w, x):
     return y * w[1][0] + w[2][0]
 
 
+def written_in_place(w, x):
+    array = jax.new_ref(jnp.zeros_like(x))
+    array[...] = dense(w[0], x)
+    array[...] = dense(w[1], array[...])
+    return array[...] @ w[2]
+
+
 def tied(w, x):
     return dense(w[0], dense(w[0].T, x)) @ w[1] + x
 
@@ -63,6 +70,7 @@ MODELS = {
     "layers": (lambda w, x: dense(w[2], dense(w[1], dense(w[0], x))), SEVERAL),
     "norm": (normalised, SEVERAL),
     "tied": (tied, SEVERAL),
+    "written in place": (written_in_place, SEVERAL),
     "scanned": (scanned(dense), SEVERAL),
     "repeated": (repeated(dense), ONE),
     "recurrent": (recurrent, SEVERAL),
@@ -178,3 +186,19 @@ def test_halves_cost_no_more_operations_than_the_whole():
     flat = jaxprs.flatten(jax.make_jaxpr(joint_of(model))(*values))
     whole = count_operations(jaxprs.extract(flat, flat.outputs).closed_jaxpr.jaxpr)
     assert sum(halves) <= 1.01 * whole
+
+
+def test_branches_for_platforms_stay_together():
+    """Cut in two by tracing them again, all of them would be compiled on each platform."""
+
+    def model(w, x):
+        return jax.lax.platform_dependent(w, x, tpu=lambda w, x: dense(w, x) + 1, default=dense)
+
+    flat, *_halves = cut(model, values_of(ONE))
+    platforms = [
+        equation.params["branches_platforms"]
+        for equation in flat.equations
+        if equation.primitive.name == "cond"
+    ]
+    assert platforms
+    assert None not in platforms
