@@ -1,7 +1,6 @@
 """Jaxprs as data: flattened, sliced, counted, partitioned.
 
-Everything in `flat` and `slicing` rewrites equations and never evaluates or retraces them, so names, source
-lines and custom rules stay with their equations.
+What rewrites equations, and what traces them again, is said in `flat`.
 """
 
 from ipu_pipeline.engine.jaxprs.flat import (
