@@ -15,7 +15,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -306,28 +306,11 @@ def measure(seed: int, num_rounds: int) -> tuple[str, float, float]:
     return built.name, statistics.median(a for a, _b in taken), ratio
 
 
-def main() -> None:
-    if not _MALLOC.keys() <= os.environ.keys():
-        os.execve(sys.executable, [sys.executable, "-m", MODULE, *sys.argv[1:]], {**os.environ, **_MALLOC})  # noqa: S606
-    # Threads of one program would be as noisy as what is measured.
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"
-    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    parser = harness.make_parser(__doc__)
-    parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--seeds", nargs=2, type=int, metavar=("FIRST", "BEHIND"), default=None)
-    args = parser.parse_args()
-    first, behind = args.seeds or (0, 20 if args.short else NUM_STAGES)
-    found = []
-    for seed in range(first, behind):
-        measured = measure(seed, args.rounds)
-        if measured[-1] > MOST:  # where memory lies alone takes some percent: compiled and allocated again
-            again = [measured, *(measure(seed, args.rounds) for _ in range(NUM_AGAIN))]
-            measured = sorted(again, key=lambda one: one[-1])[len(again) // 2]
-        found.append((seed, *measured))
-        print("  ".join(map(str, found[-1])), flush=True)
+def make_rows(found: Iterable[tuple[int, str, float, float]]) -> list[Row]:
+    """Makes rows of each stage's number, name, the seconds of its backward, and the ratio of the halves."""
+    found = sorted(found, key=lambda one: -one[-1])
     ratios = [ratio for *_others, ratio in found]
-    found.sort(key=lambda one: -one[-1])
-    rows = [
+    return [
         Row(
             "halves",
             f"{len(found)} random stages, I + W against B: the median",
@@ -357,7 +340,28 @@ def main() -> None:
             for seed, name, seconds, ratio in found[:5]
         ),
     ]
-    harness.report(rows, args.json)
+
+
+def main() -> None:
+    if not _MALLOC.keys() <= os.environ.keys():
+        os.execve(sys.executable, [sys.executable, "-m", MODULE, *sys.argv[1:]], {**os.environ, **_MALLOC})  # noqa: S606
+    # Threads of one program would be as noisy as what is measured.
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    parser = harness.make_parser(__doc__)
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--seeds", nargs=2, type=int, metavar=("FIRST", "BEHIND"), default=None)
+    args = parser.parse_args()
+    first, behind = args.seeds or (0, 20 if args.short else NUM_STAGES)
+    found = []
+    for seed in range(first, behind):
+        measured = measure(seed, args.rounds)
+        if measured[-1] > MOST:  # where memory lies alone takes some percent: compiled and allocated again
+            again = [measured, *(measure(seed, args.rounds) for _ in range(NUM_AGAIN))]
+            measured = sorted(again, key=lambda one: one[-1])[len(again) // 2]
+        found.append((seed, *measured))
+        print("  ".join(map(str, found[-1])), flush=True)
+    harness.report(make_rows(found), args.json)
 
 
 if __name__ == "__main__":
