@@ -57,6 +57,9 @@ __all__ = [
     "num_compiled",
 ]
 
+# Schedules with which stages that follow each other on one IPU are one, as in PopTorch.
+_JOINING = ("grouped", "interleaved", "sequential")
+
 
 @dataclass(frozen=True, eq=False)
 class Wrapped:
@@ -197,10 +200,11 @@ def _make_program(
         check_alone(options, "Options.checkIndices")
     if any(is_gradient(anchor.long_name) for anchor in anchored):
         check_alone(options, "anchorTensor of a gradient")
+    schedule = _schedule(options)
     stages = make_stages(
         captured,
         wrapped.model,
-        lambda graph: _cut(graph, options, trains),
+        lambda graph: _cut(graph, options, trains, schedule),
         trains,
         [anchor.long_name for anchor in anchored],
         options.module_namescope,
@@ -223,7 +227,7 @@ def _make_program(
     pipeline = engine.Pipeline(
         stages.functions,
         num_micro_batches=batching.gradient_accumulation if trains else batching.device_iterations,
-        schedule=_schedule(options),
+        schedule=schedule,
         device_mapping=[[section.ipu for section in level] for level in stages.levels],
         execution_phases=_find_phases(stages, options, trains),
         # A number that is not finite, or an index out of range, ends a run after it has begun: the old
@@ -289,7 +293,9 @@ def _tell_of_training_mode(modes: Modes) -> None:
         )
 
 
-def _cut(graph: torch.fx.Graph, options: Options, trains: bool) -> Sequence[Sequence[Section]]:
+def _cut(
+    graph: torch.fx.Graph, options: Options, trains: bool, schedule: schedules.ScheduleLike
+) -> Sequence[Sequence[Section]]:
     """Cuts a model into sections, level by level."""
     strategy = options.execution_strategy
 
@@ -300,7 +306,7 @@ def _cut(graph: torch.fx.Graph, options: Options, trains: bool) -> Sequence[Sequ
 
     if isinstance(strategy, PhasedExecution):
         return cut_into_phases(graph, place, trains and strategy.separate_backward_phase)
-    found = cut_into_sections(graph, lambda blocks: [placement.ipu for placement in place(blocks)])
+    found = cut_into_sections(graph, place, has_several=schedule not in _JOINING)
     return [[section] for section in found]
 
 

@@ -56,31 +56,39 @@ class Section:
 
 
 def cut_into_sections(
-    graph: torch.fx.Graph, find_ipus: Callable[[Sequence[BlockId]], Sequence[int]]
+    graph: torch.fx.Graph,
+    place: Callable[[Sequence[BlockId]], Sequence[Placement]],
+    has_several: bool = False,
 ) -> list[Section]:
     """Cuts a graph. Consecutive blocks on the same IPU become one section.
 
     Operations after a block belong to it. Operations before the first block are on IPU 0.
+
+    Args:
+      graph: a functional graph with markers.
+      place: gives the stage and IPU of each block, in the order in which the model opens them.
+      has_several: whether consecutive blocks of different stages become several sections, also on one IPU.
     """
     nodes, blocks = find_blocks(graph)
-    ipus = dict(zip(blocks, find_ipus(list(blocks.values())), strict=True)) if blocks else {}
-    parts: list[tuple[int, list[str], list[torch.fx.Node]]] = []  # IPU, blocks and operations
-    ipu, name = 0, ""
+    placed = dict(zip(blocks, place(list(blocks.values())), strict=True)) if blocks else {}
+    parts: list[tuple[Placement, list[str], list[torch.fx.Node]]] = []  # blocks and operations
+    first = next(iter(placed.values()), None)
+    where, name = Placement(-1, 0) if first is None or first.ipu else first, ""
     for node in nodes:
-        if node in ipus:
-            ipu, name = ipus[node], blocks[node].name
+        if node in placed:
+            where, name = placed[node], blocks[node].name
             continue  # no stage is needed for a block without operations
-        if not parts or parts[-1][0] != ipu:
-            parts.append((ipu, [], []))
+        if not parts or where.ipu != parts[-1][0].ipu or (has_several and where != parts[-1][0]):
+            parts.append((where, [], []))
         names, inside = parts[-1][1:]
         inside.append(node)
         if name and name not in names:
             names.append(name)
     if not parts:
-        return [Section("the model", min(ipus.values(), default=0), ())]
+        return [Section("the model", min((where.ipu for where in placed.values()), default=0), ())]
     return [
-        Section(", ".join(names) or "what is before the first block", ipu, tuple(inside))
-        for ipu, names, inside in parts
+        Section(", ".join(names) or "what is before the first block", where.ipu, tuple(inside))
+        for where, names, inside in parts
     ]
 
 

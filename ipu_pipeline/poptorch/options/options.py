@@ -117,6 +117,8 @@ class Options(DeviceOptions, DiagnosticOptions):
             stages' own costs; a function like `ipu_pipeline.engine.schedules.grouped`; or the path of a CSV
             file, as PyTorch writes it. See docs/schedules.md. Functions and files are checked for a model's
             stages and counts when the model is compiled. `PipelinedExecution(schedule=...)` has precedence.
+            But for "grouped", "interleaved" and "sequential", stages that `Stage` names or `AutoIncrement`
+            counts stay apart also where they follow each other on one IPU.
 
         Raises:
           ValueError: there is no such schedule.

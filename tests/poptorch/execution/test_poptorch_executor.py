@@ -93,6 +93,7 @@ class FourLayers(torch.nn.Module):
         ("looped", (0, 1, 0, 1)),
         ("zero_bubble", (0, 1, 2, 3)),
         ("ZB-H2", (0, 1, 2, 3)),
+        ("zbv", (0, 1, 1, 0)),
         (SearchedSchedule(), (0, 1, 0, 1)),
     ],
     ids=str,

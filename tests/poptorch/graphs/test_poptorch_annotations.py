@@ -12,7 +12,7 @@ from ipu_pipeline.poptorch.structures import flatten
 from tests.support.poptorch_front import assert_close, make_options
 
 
-def sections(forward, strategy=None, module=None):
+def sections(forward, strategy=None, module=None, **options):
     """IPU, blocks and operations of each section of a model with that forward."""
 
     class Model(torch.nn.Module):
@@ -26,9 +26,7 @@ def sections(forward, strategy=None, module=None):
     tensors, structure = flatten(((torch.ones(4),), {}))
     captured = capture(Model(), tensors, structure)
     strategy = strategy or poptorch.PipelinedExecution()
-    found = cut_into_sections(
-        captured.program.graph, lambda blocks: [p.ipu for p in strategy.place(blocks)]
-    )
+    found = cut_into_sections(captured.program.graph, strategy.place, **options)
     return [(s.ipu, s.name, [node.target._schema.name[6:] for node in s.nodes]) for s in found]
 
 
@@ -53,6 +51,23 @@ def test_blocks_of_one_ipu_that_follow_each_other_are_one_stage():
         (0, "block a, block b", ["sin"] * 2),
         (1, "block c, block d", ["sin"] * 2),
         (0, "block e", ["sin"]),
+    ]
+
+
+def test_stages_of_one_ipu_that_follow_each_other_may_stay_apart():
+    def forward(self, x):
+        x = x.cos()
+        for name in "abcd":
+            with poptorch.Block(name):
+                x = x.sin()
+        return x
+
+    stages = [poptorch.Stage(*names).ipu(ipu) for names, ipu in (("ab", 0), ("c", 1), ("d", 1))]
+    found = sections(forward, poptorch.PipelinedExecution(*stages), has_several=True)
+    assert found == [
+        (0, "block a, block b", ["cos", "sin", "sin"]),
+        (1, "block c", ["sin"]),
+        (1, "block d", ["sin"]),
     ]
 
 
