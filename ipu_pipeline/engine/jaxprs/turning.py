@@ -3,6 +3,8 @@
 JAX's rule for the gradient of a kernel computes the transposed gradient, and transposes it. Where inputs
 have more than one axis of samples, as sequences have, XLA's CPU compiler then copies an operand of the
 product: steps of dense layers on (8, 32, 256) to (8, 64, 128) take 1.2 to 1.4 times as long on one core.
+Products of less than 32 bits stay as they are: XLA rounds one that is turned at another place, so that
+training in bfloat16 would differ from the plain loop's by about 0.4% instead of 0.05%.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from ipu_pipeline.engine.jaxprs.flat import CHECKPOINTS, Equation, ExtractedJaxp
 
 __all__ = ["turn_products"]
 
+_LEAST_BYTES = 4  # of an element of a product that is turned
 _WITH_BODIES = {"scan", "while", "cond", "jit", "pjit", *CHECKPOINTS}
 
 
@@ -57,6 +60,8 @@ def _turn(jaxpr: Any) -> Any:
 
 def _is_other_way_round(product: Equation, permutation: tuple[int, ...]) -> bool:
     """Whether a permutation puts the axes of the right operand of a product before those of the left."""
+    if product.outvars[0].aval.dtype.itemsize < _LEAST_BYTES:
+        return False
     params = product.params
     (contracted, _others), (batch, _batch) = params["dimension_numbers"]
     num_batch, num_left = len(batch), product.invars[0].aval.ndim - len(contracted) - len(batch)

@@ -68,7 +68,11 @@ def another_order(w, x):
     return jnp.sum(jnp.transpose(jnp.tensordot(x, w, 1), (1, 0, 2))[0])
 
 
-@pytest.mark.parametrize("model", [twice, another_order])
+def narrow(w, x):
+    return jnp.sum((x[0].astype("bfloat16") @ w.astype("bfloat16")).T[0])
+
+
+@pytest.mark.parametrize("model", [twice, another_order, narrow])
 def test_other_products_stay(model):
     flat = jaxprs.flatten(jax.make_jaxpr(model)(W, X))
     program = jaxprs.extract(flat, flat.outputs)
