@@ -320,12 +320,12 @@ def discharge(closed_jaxpr: Any) -> Any:
     """Makes writes to arrays of `jax.new_ref` in a jaxpr equations that return their new values.
 
     Raises:
-      NotImplementedError: this version of JAX has another way to do it.
+      ValueError: this version of JAX does not have the function that does it.
     """
     if _discharge is None:
-        raise NotImplementedError(
-            f"A stage uses jax.new_ref, for which jax {jax.__version__} is too new here. "
-            "Write x.at[...].set(...)."
+        raise ValueError(
+            "Stages cannot use jax.new_ref with this version of JAX: the function that turns writes into "
+            f"results was not found in jax {jax.__version__}. Write x = x.at[...].set(value) instead."
         )
     return _discharge(closed_jaxpr)
 

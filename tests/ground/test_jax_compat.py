@@ -157,6 +157,19 @@ def test_what_is_found_out_by_other_means(names):
         import_module("tests.engine.tracing.test_metrics").test_nothing_is_differentiated_through_a_metric()
 
 
+def test_arrays_that_are_written_in_place_are_refused_without():
+    def stage(x):
+        array = jax.new_ref(x)
+        array[...] = 2 * x
+        return array[...]
+
+    with without("jax._src.state.discharge:discharge_state") as import_module:
+        engine = import_module("ipu_pipeline.engine")
+        pipeline = engine.Pipeline([stage, lambda x: x], num_micro_batches=2)
+        with pytest.raises(ValueError, match=r"Stages cannot use jax\.new_ref .*Write x = x\.at"):
+            pipeline.trace(np.ones(3, np.float32))
+
+
 @pytest.mark.parametrize("name", ["", *MOVING])
 def test_executables_are_moved_to_other_devices_only_with(name, no_cache):
     with without(*filter(None, [name])) as import_module:

@@ -1,6 +1,6 @@
 """Jaxprs as data: flattened, sliced, counted, partitioned.
 
-What rewrites equations, and what traces them again, is said in `flat`.
+`flat` says which functions rewrite equations and which trace them again.
 """
 
 from ipu_pipeline.engine.jaxprs.flat import (

@@ -1,8 +1,9 @@
 """Flat jaxprs: calls of `jax.jit` inlined, and programs made of equations.
 
 Everything here rewrites equations and never evaluates or retraces them, so names, source lines and
-custom rules stay with their equations. The exception are arrays that are written in place (`jax.new_ref`):
-what depends on what cannot be seen in equations that write, so these are traced again as ones that return.
+custom rules stay with their equations. The exception is a jaxpr with arrays that are written in place
+(`jax.new_ref`). A write has no output that later reads could depend on, so JAX traces such a jaxpr again,
+with equations that return the new values.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def is_inlined(equation: Equation) -> bool:
 def flatten(closed_jaxpr: Any, rule: EquationRule | None = None) -> FlatJaxpr:
     """Inlines all calls of `jax.jit`, at any depth outside of other higher-order primitives.
 
-    What writes to arrays of `jax.new_ref` returns their new values instead.
+    Equations that write to arrays of `jax.new_ref` are replaced by ones that return the new values.
 
     Args:
       closed_jaxpr: a `ClosedJaxpr`.
