@@ -9,6 +9,7 @@ import pytest
 
 from ipu_pipeline import engine
 from ipu_pipeline.engine import schedules
+from ipu_pipeline.engine.execution.timed import TimedDevices, make_costs
 from ipu_pipeline.engine.searched_timetables import check_one_process
 
 WIDTH, COUNT = 32, 6
@@ -152,7 +153,7 @@ def test_stages_that_print_are_refused():
 
 def test_loops_that_may_not_end_on_zeros_are_refused():
     def doubling(parameters, x):
-        size = jax.lax.while_loop(lambda size: size < 10, lambda size: 2 * size, jnp.abs(x).sum())
+        size = jax.lax.while_loop(lambda size: size < 10, lambda size: 2 * size + 1, jnp.abs(x).sum())
         return dense(parameters, x) / jax.lax.stop_gradient(size)
 
     pipeline = make("searched", (dense, doubling, mean_square))
@@ -195,10 +196,23 @@ def test_several_processes_are_refused():
         check_one_process([Group((0,)), Group((1,))])
 
 
+def test_costs_are_medians_of_later_runs_and_between_neighbours():
+    """The first run may compile; a transfer that skips a stage takes no part."""
+    kinds = schedules.ActionKind
+    programs = {
+        (kinds.FORWARD, 0): [9.0, 2.0, 4.0, 6.0],
+        (kinds.INPUT_GRADIENTS, 1): [3.0],
+        (kinds.WEIGHT_GRADIENTS, 1): [9.0, 1.0],
+    }
+    costs = make_costs(3, programs, {(0, 1): [9.0, 2.0], (0, 2): [5.0], (2, 1): [3.0]}, chunk_size=2)
+    assert costs.forward == (2.0, 0.0, 0.0)
+    assert costs.backward == (0.0, 2.0, 0.0)
+    assert costs.weight_gradients == (0.0, 0.5, 0.0)
+    assert costs.transfers == {(0, 1): 1.0, (2, 1): 1.5}
+
+
 @pytest.mark.parametrize("is_prepared", [False, True], ids=["at first", "for other devices"])
 def test_an_interrupt_while_measuring_leaves_a_pipeline_that_can_be_prepared(is_prepared, monkeypatch):
-    from ipu_pipeline.engine.execution.timed import TimedDevices
-
     pipeline = make("searched")
     pipeline.trace(MICRO_BATCHES[0])
     devices = jax.devices()[is_prepared:]

@@ -72,7 +72,11 @@ def narrow(w, x):
     return jnp.sum((x[0].astype("bfloat16") @ w.astype("bfloat16")).T[0])
 
 
-@pytest.mark.parametrize("model", [twice, another_order, narrow])
+def uneven(w, x):
+    return jnp.sum(jnp.matmul(x[0], w, precision=("highest", "default")).T[0])
+
+
+@pytest.mark.parametrize("model", [twice, another_order, narrow, uneven])
 def test_other_products_stay(model):
     flat = jaxprs.flatten(jax.make_jaxpr(model)(W, X))
     program = jaxprs.extract(flat, flat.outputs)

@@ -111,6 +111,17 @@ def test_schedules_that_poptorch_does_not_have(schedule, ipus):
     assert_same_state(model, plain.model)
 
 
+@pytest.mark.parametrize(("schedule", "number"), [("grouped", 3), ("interleaved", 3), ("v_half", 4)])
+def test_stages_of_one_ipu_that_follow_each_other(schedule, number):
+    """They are one, as in PopTorch, but with schedules that PopTorch does not have."""
+    strategy = poptorch.PipelinedExecution(poptorch.AutoStage.AutoIncrement, schedule=schedule)
+    options = make_options(1, 8).setExecutionStrategy(strategy)
+    model = seeded(lambda: FourLayers((0, 1, 1, 0)))
+    executor = poptorch.trainingModel(model, options, make_sgd(model.parameters()))
+    executor.compile(torch.ones(8, 3), torch.linspace(-1, 1, 8))
+    assert f"{number} stages on 2 IPUs" in str(executor.summary())
+
+
 def test_a_schedule_of_the_options_and_one_of_the_strategy(log):
     strategy = poptorch.PipelinedExecution(schedule="zero_bubble")
     options = make_options(1, 4).setPipelineSchedule("interleaved").setExecutionStrategy(strategy)
