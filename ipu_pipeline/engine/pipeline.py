@@ -31,6 +31,8 @@ from ipu_pipeline.engine.devices.sharding import parse_shard
 from ipu_pipeline.engine.devices.state_placement import StatePlacement
 from ipu_pipeline.engine.execution import kept
 from ipu_pipeline.engine.execution.contract import Iterated, Pending, Request, Runner
+from ipu_pipeline.engine.execution.measured_costs import why_not_timed
+from ipu_pipeline.engine.execution.program_times import count_cores, time_shortest
 from ipu_pipeline.engine.execution.runner import ColumnRunner
 from ipu_pipeline.engine.execution.single_device.runner import BlockRunner
 from ipu_pipeline.engine.execution.watched import rehearse
@@ -39,7 +41,12 @@ from ipu_pipeline.engine.inspect.facts import PipelineDetails, Sent, select_fiel
 from ipu_pipeline.engine.inspect.summary import PipelineSummary
 from ipu_pipeline.engine.inspect.waiting import estimate_bubble
 from ipu_pipeline.engine.pipeline_options import PipelineOptions, check_positive, check_replicas
-from ipu_pipeline.engine.planning.choosing import choose_dispatch_plan
+from ipu_pipeline.engine.planning.choosing import (
+    HOST_SECONDS,
+    ChunkedStep,
+    MeasuredCosts,
+    choose_dispatch_plan,
+)
 from ipu_pipeline.engine.planning.chunking import Chunking, check_dispatch_plan
 from ipu_pipeline.engine.planning.memory import plan_stages
 from ipu_pipeline.engine.planning.memory_plans import IpuMemory, Moments, StageMemory
@@ -473,8 +480,9 @@ class Pipeline:
     def dispatch_plan(self) -> Chunking | None:
         """How many micro-batches a program handles; None on one device.
 
-        If none was given, it is chosen from the programs and the kind of the devices (CPUs, as long as none
-        are known). With another schedule than "grouped", with recomputation or offloading, and with a
+        If none was given, it is estimated from the programs and the kind of the devices (CPUs, as long as none
+        are known), and where chunks may be worth it, measured when the pipeline is prepared; in several
+        processes it is the estimate. With another schedule than "grouped", with recomputation or offloading, and with a
         number of micro-batches that is known only at run time, every action stays a program of its own.
         """
         if self.is_one_program:
@@ -482,19 +490,24 @@ class Pipeline:
         if self.options.dispatch_plan is not None:
             return self.options.dispatch_plan
         if self._chosen_plan is None:
-            count = self.num_micro_batches
-            self._chosen_plan = choose_dispatch_plan(
-                self._programs,
-                self.traced.levels,
-                self.timetable,
-                count,
-                "cpu" if self._devices is None else self._devices[0].platform,
-                lambda chunk_size: max(m.num_live_bytes for m in self._plan_memory(count or 1, chunk_size)),
-                self.options.max_chunked_bytes,
-                is_grouped=self.options.schedule == "grouped",
-                saves_memory=self._recompute is not None or bool(self._offload),
-            )
+            platform = "cpu" if self._devices is None else self._devices[0].platform
+            self._chosen_plan = choose_dispatch_plan(self._chunked_step, platform)
         return self._chosen_plan
+
+    @property
+    def _chunked_step(self) -> ChunkedStep:
+        """What a dispatch plan is chosen for."""
+        count = self.num_micro_batches
+        return ChunkedStep(
+            self._programs,
+            self.traced.levels,
+            self.timetable,
+            count,
+            lambda chunk_size: max(m.num_live_bytes for m in self._plan_memory(count or 1, chunk_size)),
+            self.options.max_chunked_bytes,
+            is_grouped=self.options.schedule == "grouped",
+            saves_memory=self._recompute is not None or bool(self._offload),
+        )
 
     def with_dispatch_plan(self, plan: Chunking | None) -> Pipeline:
         """The same pipeline with another plan (None: the one that is chosen). It is not traced again."""
@@ -644,37 +657,65 @@ class Pipeline:
             )
             block_runner.kept = self._kept
             return block_runner
-        size, plan = self.num_devices, self.dispatch_plan
-        homes = [placement]
-        if number > 1:
-            starts = range(0, size * number, size)
-            own = [make_groups(devices[start:], self.device_mapping, 1, each) for start in starts]
-            homes = list(map(self._place_state, own))
-        assert plan is not None
-        runner = ColumnRunner(
-            placement,
-            homes,
-            self._programs,
-            self._make_timetable,
-            self.options.donate,
-            self.collecting,
-            self._compiler_options,
-            plan,
-            self._iterated,
-            self.options.execution_phases,
-            post_validates,
-        )
-        runner.replicas.joins_assigned = self.options.joins_assigned
-        runner.replicas.has_identical_keys = self._has_identical_keys
-        if number > 1 and not self.options.gathers_outputs:
-            runner.keep_outputs()
-        runner.kept = self._kept
+        runner = self._make_column_runner(devices, placement, post_validates)
         if isinstance(schedule, schedules.SearchedSchedule) and self.updates is not None:
             searched = SearchedTimetables(self._measure(runner, schedule))
             searched((self.num_micro_batches or runner.chunk_size) // runner.chunk_size)  # it may raise
             runner.follow(searched)
             self._searched = searched
         return runner
+
+    def _make_column_runner(
+        self, devices: Sequence[Any], placement: StatePlacement, post_validates: bool
+    ) -> ColumnRunner:
+        """Makes the runner for several devices, once the dispatch plan is known."""
+        size, number, each = self.num_devices, self._num_replicas, self.options.num_devices_per_ipu
+        homes = [placement]
+        if number > 1:
+            starts = range(0, size * number, size)
+            own = [make_groups(devices[start:], self.device_mapping, 1, each) for start in starts]
+            homes = list(map(self._place_state, own))
+
+        @functools.cache
+        def make(chunk_size: int) -> ColumnRunner:
+            return ColumnRunner(
+                placement,
+                homes,
+                self._programs,
+                self._make_timetable,
+                self.options.donate,
+                self.collecting,
+                self._compiler_options,
+                Chunking(chunk_size),
+                self._iterated,
+                self.options.execution_phases,
+                post_validates,
+            )
+
+        def measure() -> MeasuredCosts:
+            device = placement.groups[0].devices[0]
+            return MeasuredCosts(
+                lambda chunk_size: make(chunk_size).measure(self.built.accumulator_dtypes, HOST_SECONDS),
+                time_shortest(placement.groups[0]),
+                count_cores() if device.platform == "cpu" else None,
+            )
+
+        if self._may_measure(placement):
+            self._chosen_plan = choose_dispatch_plan(self._chunked_step, devices[0].platform, measure)
+        plan = self.dispatch_plan
+        assert plan is not None
+        runner = make(plan.chunk_size)
+        runner.replicas.joins_assigned = self.options.joins_assigned
+        runner.replicas.has_identical_keys = self._has_identical_keys
+        if number > 1 and not self.options.gathers_outputs:
+            runner.keep_outputs()
+        runner.kept = self._kept
+        return runner
+
+    def _may_measure(self, placement: StatePlacement) -> bool:
+        """Whether a dispatch plan may be chosen by running the programs. Processes would measure differently."""
+        is_chosen = self.options.dispatch_plan is None and not self.is_loop
+        return is_chosen and not placement.has_peers and not why_not_timed(self._programs)
 
     def _measure(self, runner: ColumnRunner, schedule: schedules.SearchedSchedule) -> schedules.Scenario:
         """Measures the stages, and what they hold, for a search."""

@@ -12,6 +12,7 @@ import numpy as np
 from ipu_pipeline.engine.building import Built
 from ipu_pipeline.engine.devices.device_groups import DeviceGroup
 from ipu_pipeline.engine.execution.contract import Request
+from ipu_pipeline.engine.execution.measured_costs import CALLBACKS, why_not_timed
 from ipu_pipeline.engine.execution.runner import ColumnRunner
 from ipu_pipeline.engine.planning.memory_plans import StageMemory
 from ipu_pipeline.engine.schedules import Memory, Scenario, Searched, SearchedSchedule, Timetable
@@ -85,27 +86,17 @@ def measure_scenario(
     Raises:
       ValueError: the stages print or call back into Python, which would notice; or loop by data.
     """
-    programs = [program for own in runner.programs for program in (own.forward, *own.backwards)]
-    if runner.has_callbacks or any(program.has_effects for program in programs):
+    reason = "" if not runner.has_callbacks else CALLBACKS
+    if reason := reason or why_not_timed(runner.programs):
         raise ValueError(
-            "PipelineSchedule.searched runs the stages on zeros to measure them, which functions that "
-            "print or call back into Python would notice. Take a schedule with a name, or one that was "
-            "searched without these and written to a file."
-        )
-    endless = next((program.name for program in programs if program.loops_by_data), None)
-    if endless is not None:
-        raise ValueError(
-            "PipelineSchedule.searched runs the stages on zeros to measure them, on which a loop that ends "
-            f"when its data says so may not end; {endless} has one (jax.lax.while_loop). Take a schedule "
-            "with a name, or one that was searched with jax.lax.scan instead and written to a file."
+            f"PipelineSchedule.searched runs the stages on zeros to measure them: {reason}. Take a schedule "
+            "with a name, or one that was searched without these and written to a file."
         )
     placement, dtypes = runner.placement, built.accumulator_dtypes
-    state = make_state()
     zeros = [np.zeros(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(built.traced.inputs)]
-    with jax.debug_nans(False), jax.debug_infs(False):  # which zeros may well make
-        costs = runner.measure(
-            lambda: RunState(state, runner.make_accumulators(dtypes)), Request(zeros, 1, limit=1, total=1)
-        )
+    state = RunState(make_state(), runner.make_accumulators(dtypes))
+    runner.compile(state, Request(zeros, runner.chunk_size, limit=runner.chunk_size, total=runner.chunk_size))
+    costs = runner.measure(dtypes)
     stages = plan_memory()
     ipus = runner.plan_memory(dtypes, stages, runner.chunk_size)
     constant = [0] * (1 + max(group.ipu for group in placement.groups))

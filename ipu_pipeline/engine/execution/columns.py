@@ -216,17 +216,11 @@ class Column:
         next_chunk: Callable[[], Sequence[Any]],
         num_chunks: int,
         runner: Any,
-        reading: Reading | None = None,
     ) -> ColumnRun:
-        """Begins a step, which will take the memory of the accumulators.
-
-        Without a reading it is one that runs the step, and tells the watcher if there is one.
-        """
+        """Begins a step, which will take the memory of the accumulators. Tells the watcher, if any."""
         step = int(as_int32(state.pipeline.execution_count))
-        if reading is not None:
-            watcher = None
-        else:
-            reading, watcher = self.devices, watching.current()
+        reading: Reading = self.devices
+        watcher = watching.current()
         if watcher is not None:
             counting = Counting(step, request.iteration, self._chunk.size)
             reading = WatchedDevices(self.placement.constants, watcher, runner, counting)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, cast
 
@@ -40,7 +40,7 @@ from ipu_pipeline.engine.updates.optimizer_tracing import UpdateKind
 from ipu_pipeline.ground import jax_compat
 from ipu_pipeline.ground.shapes import num_bytes
 
-__all__ = ["Compiled", "compile_ahead"]
+__all__ = ["Compiled", "compile_ahead", "update_arguments"]
 
 
 class Compiled(NamedTuple):
@@ -358,6 +358,25 @@ def _start_updates(
     options: Options,
     programs: _Programs,
 ) -> None:
+    for number, (group, arguments) in enumerate(update_arguments(accumulators, weight_update, outputs)):
+        install = functools.partial(weight_update.functions.__setitem__, number)
+        if group.is_here:
+            programs.start(weight_update.jitted[number], arguments, group, options, install)
+
+
+def update_arguments(
+    accumulators: Mapping[str, Any], weight_update: WeightUpdate, outputs: Sequence[Any]
+) -> Iterator[tuple[DeviceGroup, list[jax.ShapeDtypeStruct]]]:
+    """Finds what the programs of a weight update are called with.
+
+    Args:
+      accumulators: by key, or their shapes and dtypes.
+      weight_update: the programs.
+      outputs: shapes and dtypes of what the last stage returns.
+
+    Yields:
+      The group of each program, and the shapes, dtypes and shardings of its arguments.
+    """
     placement = weight_update.placement
     updates = placement.updates
     assert updates is not None
@@ -366,7 +385,7 @@ def _start_updates(
     known = UpdateEnvironment(
         placement.traced.variables, accumulators, leaves, outputs, UpdateCounts(count, count)
     )
-    for number, (program, jitted) in enumerate(zip(updates.updates, weight_update.jitted, strict=True)):
+    for program, jitted in zip(updates.updates, weight_update.jitted, strict=True):
         group = placement.groups[program.stage]
         arguments = [
             jax.ShapeDtypeStruct(
@@ -374,9 +393,7 @@ def _start_updates(
             )
             for value in program.arguments
         ]
-        install = functools.partial(weight_update.functions.__setitem__, number)
-        if group.is_here:
-            programs.start(jitted, arguments, group, options, install)
+        yield group, arguments
         for value, result in zip(program.results, jax.eval_shape(jitted, *arguments), strict=True):
             if value.kind == UpdateKind.SENT:
                 known[value] = result

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +30,7 @@ from ipu_pipeline.engine.execution.compiling import compile_ahead
 from ipu_pipeline.engine.execution.contract import Iterated, Request, Runner
 from ipu_pipeline.engine.execution.held import Held
 from ipu_pipeline.engine.execution.lowering import Lowering
+from ipu_pipeline.engine.execution.measured_costs import make_costs, time_stages, time_transfers, time_updates
 from ipu_pipeline.engine.execution.outputs import Accumulated
 from ipu_pipeline.engine.execution.phase_memory import PhasedStep, find_brought, find_host_memory
 from ipu_pipeline.engine.execution.replicas import (
@@ -42,8 +42,7 @@ from ipu_pipeline.engine.execution.replicas import (
     join_collected,
     join_handed,
 )
-from ipu_pipeline.engine.execution.steps import Observer, Order, Reading, StepAction, StepRun, follow
-from ipu_pipeline.engine.execution.timed import TimedDevices, make_costs
+from ipu_pipeline.engine.execution.steps import Observer, Order, StepAction, StepRun, follow
 from ipu_pipeline.engine.execution.weight_updates import (
     GuessedUpdate,
     Updated,
@@ -66,8 +65,6 @@ from ipu_pipeline.engine.updates.environment import UpdateCounts
 from ipu_pipeline.engine.updates.guessing import Guess
 
 __all__ = ["ColumnRunner"]
-
-_LEAST_ROUNDS, _MOST_ROUNDS, _MEASURED_SECONDS = 4, 21, 0.5  # of a measurement
 
 
 @dataclass(frozen=True, eq=False)
@@ -287,37 +284,24 @@ class ColumnRunner(Runner[PendingStep]):
         stepped = self._follow(state, request, feeds, self._lowering.find(num_chunks), num_chunks)
         return PendingStep(request, request.every, stepped, fed=fed)
 
-    def measure(self, make_state: Callable[[], RunState], request: Request) -> Costs:
-        """Measures what the programs of a micro-batch take, each alone, on a micro-batch of zeros.
-
-        Each runs once, and then for half a second, at least three times and at most twenty.
+    def measure(self, dtypes: Mapping[str, Any], host: float = 0.0, *, with_updates: bool = False) -> Costs:
+        """Measures what programs, transfers and updates take, each alone, on zeros.
 
         Args:
-          make_state: makes a state, placed, with accumulators that may be destroyed.
-          request: the inputs; the numbers do not matter.
+          dtypes: dtype of each trained variable's accumulators.
+          host: how long the host takes to start a program.
+          with_updates: whether the programs of a weight update are measured, too; else they take no time.
         """
-        size = self._chunk.size
-        request = dataclasses.replace(request, every=size, limit=size, total=size)
-        leaves = jax.tree.leaves(self.placement.traced.element)
-        zeros = [np.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
-
-        def take(wanted: int) -> Sequence[Any]:
-            return [self.place_element(zeros) if zeros else () for _number in range(wanted)]
-
-        readings = [TimedDevices(home.constants, home.groups) for home in self.homes]
-        begin, num_rounds = time.perf_counter(), 0
-        while num_rounds < _LEAST_ROUNDS or (
-            num_rounds < _MOST_ROUNDS and time.perf_counter() - begin < _MEASURED_SECONDS
-        ):
-            state = make_state()
-            self.compile(state, request)
-            feeds = _of_each(Column.feed_from, self.columns, self._dealer.take_everywhere(take, size))
-            self._follow(state, request, feeds, self._lowering.micro_batch, 1, readings)
-            num_rounds += 1
-            if num_rounds == 1:
-                begin = time.perf_counter()
-        first = readings[0]
-        return make_costs(len(self.programs), first.programs, first.transfers, size)
+        column, own = self.columns[0], self._chunk
+        chunked = chunk_programs(self.placement.traced, self.programs, own.size)
+        return make_costs(
+            len(self.programs),
+            time_stages(column.placement, self.programs, chunked, column.plan, own, dtypes),
+            time_transfers(column.placement, column.plan, own),
+            time_updates(self._weight_update, dtypes, self._update_options) if with_updates else {},
+            own.size,
+            host,
+        )
 
     def run_again(self, state: RunState, pending: PendingStep) -> PendingStep:
         """Runs the micro-batches of an update again, which began with a guess that was wrong."""
@@ -358,14 +342,13 @@ class ColumnRunner(Runner[PendingStep]):
         feeds: Sequence[Callable[[], Sequence[Any]]],
         order: Order,
         num_chunks: int,
-        readings: Sequence[Reading | None] | None = None,
     ) -> Stepped:
         """Follows the actions of a step."""
         states = self.replicas.split_state(state)
         columns = [
-            column.begin(own, request.of_replica(replica), next_chunk, num_chunks, self, reading)
-            for replica, (column, own, next_chunk, reading) in enumerate(
-                zip(self.columns, states, feeds, readings or [None] * len(feeds), strict=True)
+            column.begin(own, request.of_replica(replica), next_chunk, num_chunks, self)
+            for replica, (column, own, next_chunk) in enumerate(
+                zip(self.columns, states, feeds, strict=True)
             )
         ]
         step = int(as_int32(state.pipeline.execution_count))

@@ -1,19 +1,24 @@
-"""Chooses a dispatch plan, by estimates of how long a step takes.
+"""Chooses a dispatch plan, by how long a step takes with it.
 
 Every dispatch costs the host and the device some time, however little it computes. Chunks of micro-batches
 have fewer dispatches, but a pipeline of chunks takes longer to fill and to drain, and has more
-micro-batches in flight. Which is better is estimated from the programs' operations and the nominal figures
-below, so the choice depends on the pipeline and on the kind of device alone, and is the same everywhere.
-Foreign functions have no estimate: programs that call one stay as they are.
+micro-batches in flight.
+
+Which is better is first estimated from the programs' operations and the nominal figures below, which takes
+no device. Where that finds chunks, or something whose operations cannot be counted, and programs may be run
+on zeros, the programs are measured: those for one micro-batch, and those of the chunks that are then the
+best. These are taken only if they are measured to be faster, too.
 
 Physical devices are simulated. The virtual devices of a CPU share its cores, and XLA's programs use all
-cores that are idle: while one stage waits, the others are faster. So there a step takes the sum of its
-programs' and dispatches' times.
+cores that are idle: while one stage waits, the others are faster. So there a step is estimated to take the sum
+of its programs' and dispatches' times; measured programs are simulated on the cores that they keep busy.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from ipu_pipeline.engine.planning.chunking import Chunking
@@ -24,8 +29,16 @@ from ipu_pipeline.engine.schedules.costs import Costs
 from ipu_pipeline.engine.schedules.scenarios import Scenario
 from ipu_pipeline.engine.schedules.simulator import predict_step_time
 
-__all__ = ["choose_dispatch_plan", "describe_seconds", "possible_chunk_sizes"]
+__all__ = [
+    "HOST_SECONDS",
+    "ChunkedStep",
+    "MeasuredCosts",
+    "choose_dispatch_plan",
+    "describe_seconds",
+    "possible_chunk_sizes",
+]
 
+HOST_SECONDS = 20e-6  # in which a host starts a program
 _MAX_CHUNK_SIZE = 16
 _LEAST_CHUNKS = 4  # in a step; with fewer, stages would hardly overlap
 _MAX_SIMULATED = 64  # micro-batches; more only repeat what these do
@@ -37,14 +50,13 @@ class _Speed(NamedTuple):
 
     per_operation: float
     per_dispatch: float  # on the device
-    host_per_dispatch: float
     shares_cores: bool
 
 
 # Measured on two cores of a CPU (see benchmarks/against_plain_jax), and rounded. The others are orders of
 # magnitude.
-_SPEEDS = {"cpu": _Speed(5e-12, 60e-6, 20e-6, shares_cores=True)}
-_OTHER_SPEED = _Speed(1e-13, 10e-6, 20e-6, shares_cores=False)
+_SPEEDS = {"cpu": _Speed(5e-12, 60e-6, shares_cores=True)}
+_OTHER_SPEED = _Speed(1e-13, 10e-6, shares_cores=False)
 
 
 def possible_chunk_sizes(num_micro_batches: int) -> list[int]:
@@ -54,28 +66,15 @@ def possible_chunk_sizes(num_micro_batches: int) -> list[int]:
     return [size for size in sizes if num_micro_batches % size == 0]
 
 
-def choose_dispatch_plan(
-    programs: Sequence[StagePrograms],
-    levels: Sequence[int],
-    make_timetable: Callable[[int], Timetable],
-    num_micro_batches: int | None,
-    platform: str,
-    live_bytes: Callable[[int], int],
-    max_live_bytes: int,
-    *,
-    is_grouped: bool,
-    saves_memory: bool,
-) -> Chunking:
-    """Chooses the plan with which a step is estimated to be shortest.
+@dataclass(frozen=True)
+class ChunkedStep:
+    """The step that a plan is chosen for.
 
-    A step keeps at least four chunks, and larger chunks are taken only if they save 2% of its time.
-
-    Args:
+    Attributes:
       programs: the programs of the stages, for one micro-batch.
       levels: the levels of the stages.
       make_timetable: returns the timetable for a number of chunks.
       num_micro_batches: micro-batches of a step; None if known only at run time.
-      platform: the devices' kind, as in `jax.Device.platform`.
       live_bytes: returns what the stage that holds most holds between forwards and backwards, from the
         chunks' size.
       max_live_bytes: chunks may not make that stage hold more.
@@ -83,70 +82,177 @@ def choose_dispatch_plan(
         is followed action by action.
       saves_memory: whether recomputation or offloading is on, which chunks would counter.
     """
-    everything = [program for own in programs for program in (own.forward, *own.backwards)]
+
+    programs: Sequence[StagePrograms]
+    levels: Sequence[int]
+    make_timetable: Callable[[int], Timetable]
+    num_micro_batches: int | None
+    live_bytes: Callable[[int], int]
+    max_live_bytes: int
+    is_grouped: bool
+    saves_memory: bool
+
+    def predict(self, costs: Costs, chunk_size: int, cores: float | None) -> float:
+        """The time of a step, or of the first 64 micro-batches of a longer one.
+
+        Args:
+          costs: what a micro-batch of such chunks takes.
+          chunk_size: the micro-batches of a chunk.
+          cores: see `Scenario`.
+        """
+        # At most this number of micro-batches is simulated; every possible chunk size divides it, too.
+        assert self.num_micro_batches is not None
+        number = min(self.num_micro_batches, _MAX_SIMULATED)
+        timetable = self.make_timetable(number // chunk_size)
+        training = len(timetable.order) > number // chunk_size * len(self.programs)
+        return predict_step_time(
+            Scenario(
+                costs,
+                timetable,
+                number,
+                levels=tuple(self.levels),
+                training=training,
+                chunk_size=chunk_size,
+                cores=cores,
+            )
+        )
+
+
+class MeasuredCosts(NamedTuple):
+    """What is measured of a pipeline for the choice.
+
+    Attributes:
+      of_chunks: measures what a micro-batch takes, from the number that a program handles.
+      overhead: what the shortest program takes, in seconds.
+      cores: the number of cores that the devices share; None if each has its own.
+    """
+
+    of_chunks: Callable[[int], Costs]
+    overhead: float
+    cores: float | None
+
+
+def choose_dispatch_plan(
+    step: ChunkedStep, platform: str, measure: Callable[[], MeasuredCosts] | None = None
+) -> Chunking:
+    """Chooses the plan with which a step is shortest.
+
+    A step keeps at least four chunks, and larger chunks are taken only if they save 2% of its time.
+
+    Args:
+      step: what it is chosen for.
+      platform: the devices' kind, as in `jax.Device.platform`.
+      measure: returns what measures the programs; None where they cannot be run.
+    """
+    everything = [program for own in step.programs for program in (own.forward, *own.backwards)]
     uncounted = ", ".join(sorted(frozenset().union(*(program.uncounted for program in everything))))
     reasons = {
-        "the number of micro-batches is known at run only": num_micro_batches is None,
-        "the schedule was chosen for its order or its memory": not is_grouped,
-        "recomputation or offloading is to save memory": saves_memory,
-        "stages print or call back into Python": any(program.has_effects for program in everything),
-        f"no cost is known of {uncounted}; engine.measure_dispatch_plan measures": bool(uncounted),
+        "the number of micro-batches is known at run only": step.num_micro_batches is None,
+        "the schedule was chosen for its order or its memory": not step.is_grouped,
+        "recomputation or offloading is to save memory": step.saves_memory,
+        "stages print or call back into Python": any(
+            program.has_effects or program.calls_python for program in everything
+        ),
+        f"{uncounted} has no known cost, and is not measured here": bool(uncounted) and measure is None,
     }
     for reason, holds in reasons.items():
         if holds:
             return Chunking(reason=reason)
-    assert num_micro_batches is not None
-    speed = _SPEEDS.get(platform, _OTHER_SPEED)
-    operations = {}
-    for stage, own in enumerate(programs):
-        operations[ActionKind.FORWARD, stage] = own.forward.num_operations
-        if own.backward is not None:
-            operations[ActionKind.BACKWARD, stage] = own.backward.num_operations
-    # At most this number of micro-batches is simulated; every possible chunk size divides it, too.
-    num_simulated = min(num_micro_batches, _MAX_SIMULATED)
-
-    def seconds(chunk_size: int) -> float:
-        def cost(kind: ActionKind, stage: int) -> float:
-            total = operations.get((kind, stage), 0.0)
-            return total * chunk_size * speed.per_operation + speed.per_dispatch if total else 0.0
-
-        kinds = (ActionKind.FORWARD, ActionKind.BACKWARD)
-        forward, backward = (tuple(cost(kind, i) for i in range(len(programs))) for kind in kinds)
-        num_chunks = num_simulated // chunk_size
-        if speed.shares_cores:
-            costs = [own for own in (*forward, *backward) if own]
-            return num_chunks * (sum(costs) + speed.host_per_dispatch * len(costs))
-        of_chunks = Costs.of(
-            len(programs), forward=forward, backward=backward, host=speed.host_per_dispatch
+    assert step.num_micro_batches is not None
+    if possible_chunk_sizes(step.num_micro_batches) == [1]:
+        return Chunking(
+            reason=f"{step.num_micro_batches} micro-batches do not make {_LEAST_CHUNKS} equal chunks of several"
         )
-        timetable = make_timetable(num_chunks)
-        training = len(timetable.order) > num_chunks * len(programs)
-        return predict_step_time(
-            Scenario(of_chunks, timetable, num_chunks, levels=tuple(levels), training=training)
-        )
+    if not uncounted:
+        counted = _choose_by_counts(step, _SPEEDS.get(platform, _OTHER_SPEED))
+        if measure is None or counted.chunk_size == 1:
+            return counted
+    assert measure is not None
+    return _choose_by_measuring(step, measure())
 
+
+class _Choice(NamedTuple):
+    """The best size of chunks, and the time of a step with it and one by one."""
+
+    chunk_size: int
+    seconds: float
+    alone: float
+    held_back: str  # words about what memory does not allow; or empty
+
+
+def _choose(step: ChunkedStep, seconds: Callable[[int], float]) -> _Choice:
+    assert step.num_micro_batches is not None
     best = alone = seconds(1)
-    chosen, held_back = 1, False
-    for chunk_size in possible_chunk_sizes(num_micro_batches)[1:]:
-        if live_bytes(chunk_size) > max_live_bytes:
-            held_back = True
+    chosen, held_back = 1, ""
+    for chunk_size in possible_chunk_sizes(step.num_micro_batches)[1:]:
+        if step.live_bytes(chunk_size) > step.max_live_bytes:
+            held_back = f"; larger chunks would hold more than {step.max_live_bytes:,} bytes on a stage"
             break
         found = seconds(chunk_size)
         if found < best - _LEAST_GAIN * alone:
             best, chosen = found, chunk_size
-    longest = max(operations.values()) * speed.per_operation
-    reason = f"the longest program of one micro-batch computes for about {describe_seconds(longest)}, "
-    if possible_chunk_sizes(num_micro_batches) == [1]:
-        reason += (
-            f"and {num_micro_batches} micro-batches do not make {_LEAST_CHUNKS} equal chunks of several"
-        )
-    elif chosen == 1:
+    return _Choice(chosen, best, alone, held_back)
+
+
+def _choose_by_counts(step: ChunkedStep, speed: _Speed) -> Chunking:
+    operations = {}
+    for stage, own in enumerate(step.programs):
+        operations[ActionKind.FORWARD, stage] = own.forward.num_operations
+        if own.backward is not None:
+            operations[ActionKind.BACKWARD, stage] = own.backward.num_operations
+
+    def seconds(chunk_size: int) -> float:
+        def cost(kind: ActionKind, stage: int) -> float:
+            total = operations.get((kind, stage), 0.0)
+            return total * speed.per_operation + speed.per_dispatch / chunk_size if total else 0.0
+
+        kinds = (ActionKind.FORWARD, ActionKind.BACKWARD)
+        forward, backward = (tuple(cost(kind, i) for i in range(len(step.programs))) for kind in kinds)
+        if speed.shares_cores:
+            assert step.num_micro_batches is not None
+            own = [cost for cost in (*forward, *backward) if cost]
+            return step.num_micro_batches * (sum(own) + HOST_SECONDS / chunk_size * len(own))
+        costs = Costs.of(len(step.programs), forward=forward, backward=backward, host=HOST_SECONDS)
+        return step.predict(costs, chunk_size, None)
+
+    found = _choose(step, seconds)
+    longest = describe_seconds(max(operations.values()) * speed.per_operation)
+    reason = f"the longest program of one micro-batch computes for about {longest}, "
+    if found.chunk_size == 1:
         reason += "beside which dispatches cost little"
     else:
-        reason += f"and a step is estimated to take {best / alone:.0%} of its time one by one"
-    if held_back:
-        reason += f"; larger chunks would hold more than {max_live_bytes:,} bytes on a stage"
-    return Chunking(chosen, reason)
+        reason += f"and a step is estimated to take {found.seconds / found.alone:.0%} of its time one by one"
+    return Chunking(found.chunk_size, reason + found.held_back)
+
+
+def _choose_by_measuring(step: ChunkedStep, measured: MeasuredCosts) -> Chunking:
+    alone = measured.of_chunks(1)
+
+    def spread(taken: Sequence[float], chunk_size: int) -> tuple[float, ...]:
+        """The times of a micro-batch in chunks, whose overhead comes once."""
+        return tuple(
+            max(own - measured.overhead, 0.0) + min(own, measured.overhead) / chunk_size for own in taken
+        )
+
+    def seconds(chunk_size: int) -> float:
+        costs = dataclasses.replace(
+            alone,
+            forward=spread(alone.forward, chunk_size),
+            backward=spread(alone.backward, chunk_size),
+            weight_gradients=(),
+        )
+        return step.predict(costs, chunk_size, measured.cores)
+
+    found = _choose(step, seconds)
+    longest = describe_seconds(max(*alone.forward, *alone.backward))
+    reason = f"measured: the longest program of one micro-batch takes {longest}, "
+    if found.chunk_size == 1:
+        return Chunking(reason=f"{reason}beside which dispatches cost little{found.held_back}")
+    taken = step.predict(measured.of_chunks(found.chunk_size), found.chunk_size, measured.cores)
+    share = f"and a step with {found.chunk_size} micro-batches per program {taken / found.alone:.0%}"
+    reason = f"{reason}{share} of its time one by one"
+    is_faster = taken < (1 - _LEAST_GAIN) * found.alone
+    return Chunking(found.chunk_size if is_faster else 1, reason + found.held_back)
 
 
 def describe_seconds(seconds: float) -> str:

@@ -9,7 +9,9 @@ import pytest
 
 from ipu_pipeline import engine
 from ipu_pipeline.engine import schedules
-from ipu_pipeline.engine.execution.timed import TimedDevices, make_costs
+from ipu_pipeline.engine.execution import program_times
+from ipu_pipeline.engine.execution.measured_costs import make_costs
+from ipu_pipeline.engine.execution.program_times import ProgramTime
 from ipu_pipeline.engine.searched_timetables import check_one_process
 
 WIDTH, COUNT = 32, 6
@@ -157,7 +159,7 @@ def test_loops_that_may_not_end_on_zeros_are_refused():
         return dense(parameters, x) / jax.lax.stop_gradient(size)
 
     pipeline = make("searched", (dense, doubling, mean_square))
-    with pytest.raises(ValueError, match="may not end; stage1_forward has one"):
+    with pytest.raises(ValueError, match="may not end on them, and stage1_forward has one"):
         pipeline.init(KEY, MICRO_BATCHES[0])
 
 
@@ -196,19 +198,21 @@ def test_several_processes_are_refused():
         check_one_process([Group((0,)), Group((1,))])
 
 
-def test_costs_are_medians_of_later_runs_and_between_neighbours():
-    """The first run may compile; a transfer that skips a stage takes no part."""
+def test_costs_of_a_micro_batch_are_shares_of_a_chunk():
     kinds = schedules.ActionKind
-    programs = {
-        (kinds.FORWARD, 0): [9.0, 2.0, 4.0, 6.0],
-        (kinds.INPUT_GRADIENTS, 1): [3.0],
-        (kinds.WEIGHT_GRADIENTS, 1): [9.0, 1.0],
+    times = {
+        (kinds.FORWARD, 0): ProgramTime(4.0, 1.0, 0),
+        (kinds.INPUT_GRADIENTS, 1): ProgramTime(3.0, 2.0, 0),
+        (kinds.WEIGHT_GRADIENTS, 1): ProgramTime(1.0, 1.0, 0),
     }
-    costs = make_costs(3, programs, {(0, 1): [9.0, 2.0], (0, 2): [5.0], (2, 1): [3.0]}, chunk_size=2)
+    costs = make_costs(3, times, {(0, 1): 2.0, (2, 1): 3.0}, {1: ProgramTime(5.0, 1.0, 0)}, 2, host=0.5)
     assert costs.forward == (2.0, 0.0, 0.0)
     assert costs.backward == (0.0, 2.0, 0.0)
     assert costs.weight_gradients == (0.0, 0.5, 0.0)
+    assert costs.backward_cores == (1.0, 1.75, 1.0)
+    assert costs.update == (0.0, 5.0, 0.0)
     assert costs.transfers == {(0, 1): 1.0, (2, 1): 1.5}
+    assert costs.host == 0.5
 
 
 @pytest.mark.parametrize("is_prepared", [False, True], ids=["at first", "for other devices"])
@@ -223,7 +227,8 @@ def test_an_interrupt_while_measuring_leaves_a_pipeline_that_can_be_prepared(is_
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(TimedDevices, "copy_to", interrupt)
+        patch.setattr(program_times, "_repeat", interrupt)
+        patch.setattr(program_times, "_find", lambda *_arguments: None)
         with pytest.raises(KeyboardInterrupt):
             pipeline.prepare(devices)
     assert pipeline.searched() is None

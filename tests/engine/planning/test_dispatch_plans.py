@@ -427,8 +427,8 @@ def test_the_chosen_plan_is_followed_and_can_be_given():
     for given in (None, traced().dispatch_plan):
         pipeline = make(given)
         check(pipeline)
-        assert pipeline.prepare()._chunk.size == pipeline.dispatch_plan.chunk_size == 2
-        assert pipeline.dispatch_plan == traced().dispatch_plan
+        assert pipeline.prepare()._chunk.size == pipeline.dispatch_plan.chunk_size
+        assert (pipeline.dispatch_plan is given) == (given is not None)
 
 
 def test_a_chunk_holds_no_more_than_it_may():
@@ -503,15 +503,20 @@ def calling(function, is_trained=True, **options):
 
 @pytest.mark.parametrize("is_trained", [True, False])
 @pytest.mark.parametrize(
-    ("function", "name"),
+    ("function", "reason"),
     [
-        (foreign, "ffi_call(foreign)"),
-        (jax.checkpoint(lambda x: jax.lax.map(foreign, x)), "ffi_call(foreign)"),
-        (lambda x: jax.pure_callback(np.sin, x, jax.lax.stop_gradient(x)), "pure_callback"),
+        (foreign, "ffi_call(foreign) has no known cost, and is not measured here"),
+        (
+            jax.checkpoint(lambda x: jax.lax.map(foreign, x)),
+            "ffi_call(foreign) has no known cost, and is not measured here",
+        ),
+        (
+            lambda x: jax.pure_callback(np.sin, x, jax.lax.stop_gradient(x)),
+            "stages print or call back into Python",
+        ),
     ],
 )
-def test_programs_of_unknown_cost_stay_programs_of_their_own(function, name, is_trained):
-    reason = f"no cost is known of {name}; engine.measure_dispatch_plan measures"
+def test_programs_of_unknown_cost_stay_programs_of_their_own(function, reason, is_trained):
     assert calling(jnp.sin, is_trained).dispatch_plan.chunk_size > 2
     assert calling(function, is_trained).dispatch_plan == engine.Chunking(reason=reason)
 
@@ -530,13 +535,12 @@ def test_programs_of_unknown_cost_may_be_measured(monkeypatch):
     assert calling(foreign, dispatch_plan=plan).dispatch_plan is plan
 
 
-def test_the_summary_says_that_a_cost_is_not_known():
+def test_the_summary_says_why_there_are_no_chunks():
     def first(rate, x, labels):
         return front.first_stage(rate, jax.pure_callback(np.sin, x, x), labels)
 
     summary = str(front.Model(computational_stages=[first, front.second_stage]).program.summary())
-    reason = "no cost is known of pure_callback"
-    assert f"one micro-batch per program: {reason}" in summary
+    assert "one micro-batch per program: stages print or call back into Python" in summary
 
 
 def test_one_device_has_no_plan():
@@ -568,7 +572,7 @@ def test_sizes_to_choose_from(count, sizes):
     assert choosing.possible_chunk_sizes(count) == sizes
 
 
-def choose(cost, platform, max_live_bytes):
+def choose(cost, platform, max_live_bytes, measure=None):
     """For four stages of an estimated cost, which hold as many bytes as a chunk has micro-batches."""
     pipeline = traced(num_micro_batches=64)
     programs = [
@@ -579,17 +583,13 @@ def choose(cost, platform, max_live_bytes):
         )
         for own in pipeline.programs
     ]
-    return choosing.choose_dispatch_plan(
-        programs,
-        range(4),
-        pipeline.timetable,
-        64,
-        platform,
-        lambda size: size,
-        max_live_bytes,
-        is_grouped=True,
-        saves_memory=False,
+    step = dataclasses.replace(
+        pipeline._chunked_step,
+        programs=programs,
+        live_bytes=lambda size: size,
+        max_live_bytes=max_live_bytes,
     )
+    return choosing.choose_dispatch_plan(step, platform, measure)
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
@@ -609,6 +609,44 @@ def test_short_and_long_programs(platform):
 def test_two_hundredths_are_worth_chunks_and_less_is_not():
     assert choose(1e8, "cpu", 16).chunk_size > 1
     assert choose(1e9, "cpu", 16).chunk_size == 1
+
+
+def measured(seconds, overhead=1e-4, cores=None, of_chunks=None):
+    """What a test says that programs take: a forward for a micro-batch; a backward takes twice as long."""
+
+    def find(chunk_size):
+        own = seconds if of_chunks is None or chunk_size == 1 else of_chunks(chunk_size)
+        return engine.Costs.of(4, forward=own, backward=2 * own)
+
+    return lambda: choosing.MeasuredCosts(find, overhead, cores)
+
+
+def spread(seconds, overhead=1e-4):
+    return lambda chunk_size: seconds - overhead + overhead / chunk_size
+
+
+@pytest.mark.parametrize("cores", [None, 2])
+def test_measured_programs(cores):
+    def choose_measured(*arguments, **options):
+        return choose(1e3, "cpu", 16, measured(*arguments, cores=cores, **options))
+
+    plan = choose_measured(1.5e-4, of_chunks=spread(1.5e-4))
+    assert plan.chunk_size > 1
+    assert "a step with" in plan.reason and "of its time one by one" in plan.reason
+    assert choose_measured(1.5e-4, of_chunks=spread(1.5e-4)) == plan
+    alone = choose_measured(1.0)
+    assert alone.chunk_size == 1
+    assert alone.reason.endswith("takes 2000.0 ms, beside which dispatches cost little")
+    slower = choose_measured(1.5e-4, of_chunks=lambda _size: 1.6e-4)  # chunks that are slow in fact
+    assert slower.chunk_size == 1
+    assert "per program 1" in slower.reason  # more than 100%
+
+
+def test_what_counts_as_long_is_not_measured():
+    def measure():
+        raise AssertionError("It was measured.")
+
+    assert choose(1e13, "cpu", 16, measure) == choose(1e13, "cpu", 16)
 
 
 # What is compiled and held.

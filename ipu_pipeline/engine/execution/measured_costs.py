@@ -1,0 +1,212 @@
+"""What the stages of a pipeline take: their programs, and transfers between them, timed one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import jax
+
+from ipu_pipeline.engine.devices.compiler_options import Options
+from ipu_pipeline.engine.devices.device_groups import DeviceGroup
+from ipu_pipeline.engine.devices.state_placement import StatePlacement
+from ipu_pipeline.engine.execution.compiling import update_arguments
+from ipu_pipeline.engine.execution.plans import Plan
+from ipu_pipeline.engine.execution.program_times import ProgramTime, TimedProgram, time_copy, time_programs
+from ipu_pipeline.engine.execution.weight_updates import WeightUpdate
+from ipu_pipeline.engine.programs.argument_shapes import argument_shapes
+from ipu_pipeline.engine.programs.bindings import Binding, BindingKind
+from ipu_pipeline.engine.programs.chunks import ChunkForm
+from ipu_pipeline.engine.programs.stage_programs import StageProgram, StagePrograms
+from ipu_pipeline.engine.schedules.actions import ActionKind
+from ipu_pipeline.engine.schedules.costs import Costs, Edge
+from ipu_pipeline.engine.updates.accumulators import variable_of
+
+__all__ = [
+    "CALLBACKS",
+    "StageTimes",
+    "join_times",
+    "make_costs",
+    "program_of",
+    "time_stages",
+    "time_transfers",
+    "time_updates",
+    "why_not_timed",
+]
+
+CALLBACKS = "functions that print or call back into Python would notice"
+_LIKE_VARIABLES = (BindingKind.VARIABLE, BindingKind.ACCUMULATOR)
+
+StageTimes: TypeAlias = "dict[tuple[ActionKind, int], ProgramTime]"  # by kind and stage
+
+
+def why_not_timed(programs: Sequence[StagePrograms]) -> str:
+    """Why stages cannot be run on zeros to time them, in words; empty if they can."""
+    everything = [program for own in programs for program in (own.forward, *own.backwards)]
+    if any(program.has_effects or program.calls_python for program in everything):
+        return CALLBACKS
+    endless = next((program.name for program in everything if program.loops_by_data), None)
+    if endless is not None:
+        return (
+            "a loop that ends when its data says so may not end on them, and "
+            f"{endless} has one (jax.lax.while_loop)"
+        )
+    return ""
+
+
+def program_of(own: StagePrograms, kind: ActionKind) -> StageProgram:
+    """A stage's program for a kind of action, which it has."""
+    if kind is ActionKind.FORWARD:
+        return own.forward
+    found = own.weights if kind is ActionKind.WEIGHT_GRADIENTS else own.backward
+    assert found is not None
+    return found
+
+
+def time_stages(
+    placement: StatePlacement,
+    programs: Sequence[StagePrograms],
+    chunked: Sequence[StagePrograms],
+    plan: Plan,
+    chunk: ChunkForm,
+    dtypes: Mapping[str, Any],
+) -> StageTimes:
+    """Times the programs of a plan, each alone, on zeros.
+
+    Args:
+      placement: where the stages live; of several replicas, the first one's.
+      programs: the pipeline's programs for one micro-batch.
+      chunked: the programs of the plan, for the micro-batches of a chunk.
+      plan: the programs, jitted.
+      chunk: how many of a stage's micro-batches they handle.
+      dtypes: dtype of each trained variable's accumulators.
+    """
+    timed = []
+    for (kind, stage), template in plan.templates.items():
+        group = template.group
+        shapes = argument_shapes(
+            placement.traced, stage, programs[stage], program_of(chunked[stage], kind), dtypes, chunk.axes
+        )
+
+        def place(
+            shape: jax.ShapeDtypeStruct, binding: Binding, group: DeviceGroup = group
+        ) -> jax.ShapeDtypeStruct:
+            name = variable_of(binding.key) if binding.kind in _LIKE_VARIABLES else None
+            sharding = group.replicated if name is None else placement.sharding_in_program(name, group)
+            return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+
+        structs = list(map(place, shapes, template.arguments))
+        carried = {place: place for place in range(len(template.accumulators))}
+        timed.append(TimedProgram(template.jitted, structs, carried, group.devices[0], template.options))
+    return dict(zip(plan.templates, time_programs(timed), strict=True))
+
+
+def time_updates(
+    weight_update: WeightUpdate, dtypes: Mapping[str, Any], options: Options
+) -> dict[int, ProgramTime]:
+    """Times the programs of a weight update, each alone, on zeros.
+
+    Args:
+      weight_update: the programs.
+      dtypes: dtype of each trained variable's accumulators.
+      options: XLA's options for them.
+
+    Returns:
+      What those of each stage's place take together, by stage; nothing if they call back into Python.
+    """
+    placement = weight_update.placement
+    updates, traced = placement.updates, placement.traced
+    if updates is None or updates.has_callbacks:
+        return {}
+    accumulators = {
+        name: jax.ShapeDtypeStruct(traced.variables[name].shape, dtype) for name, dtype in dtypes.items()
+    }
+    timed = []
+    calls = update_arguments(accumulators, weight_update, traced.output_avals)
+    for program, jitted, (group, structs) in zip(
+        updates.updates, weight_update.jitted, calls, strict=True
+    ):
+        carried = {
+            place: program.results.index(value)
+            for place, value in enumerate(program.arguments)
+            if value in program.results
+        }
+        timed.append(TimedProgram(jitted, structs, carried, group.devices[0], options))
+    found: dict[int, ProgramTime] = {}
+    for program, own in zip(updates.updates, time_programs(timed), strict=True):
+        before = [found[program.stage]] if program.stage in found else []
+        found[program.stage] = join_times([*before, own])
+    return found
+
+
+def time_transfers(placement: StatePlacement, plan: Plan, chunk: ChunkForm) -> dict[Edge, float]:
+    """Times what goes from a stage to a neighbour, in seconds, each transfer alone.
+
+    Those that skip stages are left out: they are there before what goes through the stages, but for
+    stages so short that their times are noise.
+    """
+    groups, traced = placement.groups, placement.traced
+    last = len(groups) - 1
+    found: dict[Edge, float] = {}
+    for (kind, stage), template in plan.templates.items():
+        goes_back = kind is not ActionKind.FORWARD or stage == last
+        neighbour = stage - 1 if goes_back else stage + 1
+        for send in template.sends:
+            if not 0 <= neighbour <= last or groups[neighbour] is not send.target:
+                continue
+            avals = []
+            for slot in send.sources:
+                binding = plan.slot_values[slot]
+                aval = traced.aval(binding.key if binding.kind is BindingKind.VALUE else binding.key[0])
+                avals.append(jax.ShapeDtypeStruct((*chunk.axes, *aval.shape), aval.dtype))
+            taken = time_copy(avals, template.group, send.target)
+            found[stage, neighbour] = found.get((stage, neighbour), 0.0) + taken
+    return found
+
+
+def make_costs(
+    num_stages: int,
+    times: StageTimes,
+    transfers: Mapping[Edge, float],
+    updates: Mapping[int, ProgramTime],
+    chunk_size: int,
+    host: float = 0.0,
+) -> Costs:
+    """Makes the costs of a micro-batch from the times of chunks.
+
+    Args:
+      num_stages: the number of stages.
+      times: see `time_stages`.
+      transfers: see `time_transfers`.
+      updates: see `time_updates`.
+      chunk_size: the micro-batches of a chunk.
+      host: how long the host takes to start a program.
+    """
+    nothing = ProgramTime(0.0, 1.0, 0)
+
+    def of(kind: ActionKind) -> list[ProgramTime]:
+        return [times.get((kind, stage), nothing) for stage in range(num_stages)]
+
+    forward, weights = of(ActionKind.FORWARD), of(ActionKind.WEIGHT_GRADIENTS)
+    halves = zip(of(ActionKind.BACKWARD), of(ActionKind.INPUT_GRADIENTS), weights, strict=True)
+    backward = [join_times(parts) for parts in halves]
+    return Costs.of(
+        num_stages,
+        forward=[own.seconds / chunk_size for own in forward],
+        backward=[own.seconds / chunk_size for own in backward],
+        update=[updates.get(stage, nothing).seconds for stage in range(num_stages)],
+        weight_gradients=[own.seconds / chunk_size for own in weights],
+        transfer={edge: taken / chunk_size for edge, taken in transfers.items()},
+        host=host,
+        forward_cores=[own.cores for own in forward],
+        backward_cores=[own.cores for own in backward],
+    )
+
+
+def join_times(parts: Sequence[ProgramTime]) -> ProgramTime:
+    """Programs that run one after another."""
+    seconds = sum(own.seconds for own in parts)
+    busy = sum(own.seconds * own.cores for own in parts)
+    return ProgramTime(
+        seconds, busy / seconds if seconds else 1.0, max(own.num_temporary_bytes for own in parts)
+    )

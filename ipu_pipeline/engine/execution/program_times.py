@@ -1,0 +1,267 @@
+"""What programs take, each alone: measured once on a kind of device, and kept for later processes.
+
+Programs are told apart by what XLA would compile, the versions, the kind of device and, on a CPU, the number of
+cores: equal programs are measured once, whatever pipelines they belong to. What was measured stays: whatever is
+chosen by it is chosen again in the next run. Each program has a file of its own, which whoever is first
+writes; so processes need no lock, and none of them replaces what another one has chosen by.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from ipu_pipeline.engine.devices.device_groups import DeviceGroup
+from ipu_pipeline.engine.devices.placing import copy_to
+from ipu_pipeline.engine.execution.kept import jit_zeros, text_of
+from ipu_pipeline.engine.progress import compiling
+from ipu_pipeline.ground import jax_compat
+
+__all__ = ["ProgramTime", "TimedProgram", "count_cores", "find_directory", "time_copy", "time_programs", "time_shortest"]
+
+_FOLDER = "program_times"
+_LEAST_ROUNDS, _MOST_ROUNDS, _SECONDS = 5, 50, 0.1  # of a program's measurement
+_SHORT = 1e-3  # seconds; what takes less is called several times in a row
+_IN_A_ROW = 8
+_SHORTEST = 2048  # numbers; XLA runs programs of fewer than 1,000 operations where they are started, on CPUs
+_LEAST_CORES = 0.01  # that a program keeps busy: one that only waits
+
+_known: dict[str, ProgramTime] = {}  # by key
+_alone = threading.Lock()  # held while a program is timed: two at a time would slow each other
+
+
+class ProgramTime(NamedTuple):
+    """What a program takes alone.
+
+    Attributes:
+      seconds: the time of a call, the median of several.
+      cores: the number of cores that the process keeps busy meanwhile. It matters on CPUs only.
+      num_temporary_bytes: the memory that it takes besides arguments and results, by XLA.
+    """
+
+    seconds: float
+    cores: float
+    num_temporary_bytes: int
+
+
+class TimedProgram(NamedTuple):
+    """A program that is to be timed.
+
+    Attributes:
+      jitted: the jitted program.
+      arguments: shapes, dtypes and shardings of its arguments.
+      carried: arguments that it may destroy -> the results that are their new values.
+      device: a device that it runs on.
+      options: XLA's options for it.
+    """
+
+    jitted: Any
+    arguments: Sequence[jax.ShapeDtypeStruct]
+    carried: Mapping[int, int]
+    device: Any
+    options: Mapping[str, Any]
+
+
+def count_cores() -> int:
+    """The number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def find_directory() -> Path | None:
+    """The directory where times are kept: in that of JAX's compiled programs, else in the user's cache.
+
+    Returns:
+      The directory, which need not exist; None if there is no place for it.
+    """
+    given = jax.config.jax_compilation_cache_dir
+    if given and "://" not in given:
+        return Path(given) / _FOLDER
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:  # the user has no home
+        return None
+    return cache / "ipu_pipeline" / _FOLDER if cache.is_absolute() else None
+
+
+def time_programs(programs: Sequence[TimedProgram]) -> list[ProgramTime]:
+    """Times programs on zeros, each alone; those that have been timed before, here or elsewhere, are not run.
+
+    They must end on zeros, whatever these make of them, and not print or call back into Python.
+
+    Args:
+      programs: all on devices of this process. Those that are equal are timed once.
+
+    Returns:
+      What each takes.
+    """
+    directory = find_directory()
+    lowered = [program.jitted.lower(*program.arguments) for program in programs]
+    keys = [_identify(program, own) for program, own in zip(programs, lowered, strict=True)]
+    first = {key: place for place, key in reversed(list(enumerate(keys)))}
+    new = [place for key, place in sorted(first.items(), key=lambda item: item[1])]
+    new = [place for place in new if _find(keys[place], directory) is None]
+    if new:
+        compiled = _compile([lowered[place] for place in new])
+        for place, executable in zip(new, compiled, strict=True):
+            found = _time(programs[place], executable)
+            _known[keys[place]] = _keep(keys[place], found, directory)
+    return [_known[key] for key in keys]
+
+
+def time_copy(avals: Sequence[Any], source: DeviceGroup, target: DeviceGroup) -> float:
+    """Times a transfer of arrays from group to group, in seconds; once for the same shapes and devices."""
+    directory = find_directory()
+    shapes = [(tuple(aval.shape), str(aval.dtype)) for aval in avals]
+    number = len(target.devices)
+    key = _digest("copy", str(shapes), str(number), *map(_describe, (source.devices[0], target.devices[0])))
+    if _find(key, directory) is None:
+        zeros = jax.block_until_ready(jit_zeros(avals, source.replicated)())
+
+        def call(number: int) -> None:
+            for _call in range(number):
+                copies = copy_to(zeros, target)
+            jax.block_until_ready(copies)
+
+        with _alone:
+            found = ProgramTime(*_repeat(call), 0)
+        _known[key] = _keep(key, found, directory)
+    return _known[key].seconds
+
+
+def time_shortest(group: DeviceGroup) -> float:
+    """Times a program that does next to nothing, in seconds: what every program takes at least."""
+    struct = jax.ShapeDtypeStruct((_SHORTEST,), np.float32, sharding=group.replicated)
+    jitted = jax.jit(lambda x: [x + 1])
+    (found,) = time_programs([TimedProgram(jitted, [struct], {}, group.devices[0], {})])
+    return found.seconds
+
+
+def _identify(program: TimedProgram, lowered: Any) -> str:
+    return _digest(
+        text_of(lowered),
+        str(jax_compat.kept_arguments(lowered)),
+        str(sorted(program.options.items())),
+        _describe(program.device),
+    )
+
+
+def _describe(device: Any) -> str:
+    """What a program's time depends on besides the program."""
+    cores = count_cores() if device.platform == "cpu" else None
+    settings = os.environ.get("XLA_FLAGS", ""), jax.config.read("jax_disable_most_optimizations")
+    kind = device.platform, device.device_kind, device.client.platform_version
+    return str((*kind, cores, jax.__version__, *settings))
+
+
+def _digest(*texts: str) -> str:
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()
+
+
+def _compile(lowered: Sequence[Any]) -> list[Any]:
+    def compile_one(own: Any) -> Any:
+        with told.program():
+            return own.compile()
+
+    with compiling(len(lowered)) as told:
+        threads = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="ipu-compile")
+        try:
+            return list(threads.map(compile_one, lowered))
+        finally:  # after an error or an interrupt, compilations that have not begun are not waited for
+            threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _time(program: TimedProgram, compiled: Any) -> ProgramTime:
+    shardings = list(dict.fromkeys(struct.sharding for struct in program.arguments))
+    given: list[Any] = [None] * len(program.arguments)
+    for sharding in shardings:
+        places = [place for place, struct in enumerate(program.arguments) if struct.sharding == sharding]
+        zeros = jit_zeros([program.arguments[place] for place in places], sharding)()
+        for place, value in zip(places, zeros, strict=True):
+            given[place] = value
+
+    def call(number: int) -> None:
+        for _call in range(number):
+            results = program.jitted(*given)
+            for place, result in program.carried.items():
+                given[place] = results[result]
+        jax.block_until_ready(results)
+
+    with _alone, jax.debug_nans(False), jax.debug_infs(False):  # which zeros may well make
+        seconds, cores = _repeat(call)
+    analysis = compiled.memory_analysis()  # None on some backends
+    return ProgramTime(seconds, cores, 0 if analysis is None else int(analysis.temp_size_in_bytes))
+
+
+def _repeat(call: Callable[[int], None]) -> tuple[float, float]:
+    """The median time of a call, and the cores that are busy meanwhile."""
+    call(1)
+    begin = time.perf_counter()
+    call(1)
+    number = 1 if time.perf_counter() - begin > _SHORT else _IN_A_ROW
+    taken: list[float] = []
+    begin, worked = time.perf_counter(), time.process_time()
+    while len(taken) < _LEAST_ROUNDS or (
+        len(taken) < _MOST_ROUNDS and time.perf_counter() - begin < _SECONDS
+    ):
+        before = time.perf_counter()
+        call(number)
+        taken.append((time.perf_counter() - before) / number)
+    cores = (time.process_time() - worked) / (time.perf_counter() - begin)
+    return statistics.median(taken), min(max(cores, _LEAST_CORES), float(count_cores()))
+
+
+def _find(key: str, directory: Path | None) -> ProgramTime | None:
+    found = _known.get(key)
+    if found is None and directory is not None:
+        found = _read(directory / f"{key}.json")
+        if found is not None:
+            _known[key] = found
+    return found
+
+
+def _read(path: Path) -> ProgramTime | None:
+    """What a file says; None if there is none, or it says nothing that can be."""
+    try:
+        found = ProgramTime(**json.loads(path.read_bytes()))
+        is_usable = all(math.isfinite(value) and value >= 0 for value in found) and found.cores > 0
+        return found._replace(num_temporary_bytes=int(found.num_temporary_bytes)) if is_usable else None
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _keep(key: str, found: ProgramTime, directory: Path | None) -> ProgramTime:
+    """Keeps what was measured. Returns what counts: what another process wrote meanwhile, if any did.
+
+    A directory that cannot be written is not used: the times are then those of this process only.
+    """
+    if directory is None:
+        return found
+    path = directory / f"{key}.json"
+    with contextlib.suppress(OSError):
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=directory, delete=False) as file:
+            json.dump(found._asdict(), file)
+        try:
+            os.link(file.name, path)
+        except FileExistsError:
+            if (other := _read(path)) is not None:
+                return other
+            os.replace(file.name, path)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(file.name)
+    return found
