@@ -10,6 +10,7 @@ from importlib.machinery import PathFinder
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ipu_pipeline.engine.automatic_splits import AutoStages, auto_stages
     from ipu_pipeline.engine.loop import Loop
     from ipu_pipeline.engine.measuring import measure_dispatch_plan
     from ipu_pipeline.engine.pipeline import Pipeline
@@ -47,6 +48,7 @@ __all__ = [
     "AUTO_REUSE",
     "Action",
     "ActionKind",
+    "AutoStages",
     "Chunking",
     "Cluster",
     "Costs",
@@ -71,6 +73,7 @@ __all__ = [
     "VariableSpec",
     "advise",
     "assign",
+    "auto_stages",
     "constrain",
     "cross_replica_sum",
     "enqueue",
@@ -94,6 +97,7 @@ _HOMES = {
     "AUTO_REUSE": "engine.tracing.variable_scopes",
     "Action": "engine.schedules.actions",
     "ActionKind": "engine.schedules.actions",
+    "AutoStages": "engine.automatic_splits",
     "Cluster": "engine.schedules.clusters",
     "Costs": "engine.schedules.costs",
     "Chunking": "engine.planning.chunking",
@@ -118,6 +122,7 @@ _HOMES = {
     "VariableSpec": "engine.tracing.specs",
     "advise": "engine.schedules.advice",
     "assign": "engine.tracing.variables",
+    "auto_stages": "engine.automatic_splits",
     "constrain": "engine.tracing.tensor_parallel",
     "cross_replica_sum": "engine.tracing.replicas",
     "enqueue": "engine.tracing.enqueuing",

@@ -695,7 +695,7 @@ class Pipeline:
         def measure() -> MeasuredCosts:
             device = placement.groups[0].devices[0]
             return MeasuredCosts(
-                lambda chunk_size: make(chunk_size).measure(self.built.accumulator_dtypes, HOST_SECONDS),
+                lambda chunk_size: make(chunk_size).measure(self.built.accumulator_dtypes, HOST_SECONDS).costs,
                 time_shortest(placement.groups[0]),
                 count_cores() if device.platform == "cpu" else None,
             )

@@ -96,7 +96,7 @@ def measure_scenario(
     zeros = [np.zeros(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(built.traced.inputs)]
     state = RunState(make_state(), runner.make_accumulators(dtypes))
     runner.compile(state, Request(zeros, runner.chunk_size, limit=runner.chunk_size, total=runner.chunk_size))
-    costs = runner.measure(dtypes)
+    costs = runner.measure(dtypes).costs
     stages = plan_memory()
     ipus = runner.plan_memory(dtypes, stages, runner.chunk_size)
     constant = [0] * (1 + max(group.ipu for group in placement.groups))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 
@@ -24,9 +24,10 @@ from ipu_pipeline.engine.updates.accumulators import variable_of
 
 __all__ = [
     "CALLBACKS",
+    "Measured",
     "StageTimes",
     "join_times",
-    "make_costs",
+    "make_measured",
     "program_of",
     "time_stages",
     "time_transfers",
@@ -35,6 +36,7 @@ __all__ = [
 ]
 
 CALLBACKS = "functions that print or call back into Python would notice"
+_NOTHING = ProgramTime(0.0, 1.0, 0)  # of what is no program
 _LIKE_VARIABLES = (BindingKind.VARIABLE, BindingKind.ACCUMULATOR)
 
 StageTimes: TypeAlias = "dict[tuple[ActionKind, int], ProgramTime]"  # by kind and stage
@@ -164,14 +166,26 @@ def time_transfers(placement: StatePlacement, plan: Plan, chunk: ChunkForm) -> d
     return found
 
 
-def make_costs(
+class Measured(NamedTuple):
+    """What was measured of a pipeline.
+
+    Attributes:
+      costs: what a micro-batch and an update take, in seconds.
+      num_temporary_bytes: the most that a program of each stage takes besides arguments and results.
+    """
+
+    costs: Costs
+    num_temporary_bytes: tuple[int, ...]
+
+
+def make_measured(
     num_stages: int,
     times: StageTimes,
     transfers: Mapping[Edge, float],
     updates: Mapping[int, ProgramTime],
     chunk_size: int,
     host: float = 0.0,
-) -> Costs:
+) -> Measured:
     """Makes the costs of a micro-batch from the times of chunks.
 
     Args:
@@ -182,29 +196,31 @@ def make_costs(
       chunk_size: the micro-batches of a chunk.
       host: how long the host takes to start a program.
     """
-    nothing = ProgramTime(0.0, 1.0, 0)
 
     def of(kind: ActionKind) -> list[ProgramTime]:
-        return [times.get((kind, stage), nothing) for stage in range(num_stages)]
+        return [times.get((kind, stage), _NOTHING) for stage in range(num_stages)]
 
     forward, weights = of(ActionKind.FORWARD), of(ActionKind.WEIGHT_GRADIENTS)
     halves = zip(of(ActionKind.BACKWARD), of(ActionKind.INPUT_GRADIENTS), weights, strict=True)
     backward = [join_times(parts) for parts in halves]
-    return Costs.of(
+    update = [updates.get(stage, _NOTHING) for stage in range(num_stages)]
+    costs = Costs.of(
         num_stages,
         forward=[own.seconds / chunk_size for own in forward],
         backward=[own.seconds / chunk_size for own in backward],
-        update=[updates.get(stage, nothing).seconds for stage in range(num_stages)],
+        update=[own.seconds for own in update],
         weight_gradients=[own.seconds / chunk_size for own in weights],
         transfer={edge: taken / chunk_size for edge, taken in transfers.items()},
         host=host,
         forward_cores=[own.cores for own in forward],
         backward_cores=[own.cores for own in backward],
     )
+    together = zip(forward, backward, update, strict=True)
+    return Measured(costs, tuple(max(own.num_temporary_bytes for own in parts) for parts in together))
 
 
 def join_times(parts: Sequence[ProgramTime]) -> ProgramTime:
-    """Programs that run one after another."""
+    """What programs take that run one after another."""
     seconds = sum(own.seconds for own in parts)
     busy = sum(own.seconds * own.cores for own in parts)
     return ProgramTime(

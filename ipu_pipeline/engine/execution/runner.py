@@ -30,7 +30,13 @@ from ipu_pipeline.engine.execution.compiling import compile_ahead
 from ipu_pipeline.engine.execution.contract import Iterated, Request, Runner
 from ipu_pipeline.engine.execution.held import Held
 from ipu_pipeline.engine.execution.lowering import Lowering
-from ipu_pipeline.engine.execution.measured_costs import make_costs, time_stages, time_transfers, time_updates
+from ipu_pipeline.engine.execution.measured_costs import (
+    Measured,
+    make_measured,
+    time_stages,
+    time_transfers,
+    time_updates,
+)
 from ipu_pipeline.engine.execution.outputs import Accumulated
 from ipu_pipeline.engine.execution.phase_memory import PhasedStep, find_brought, find_host_memory
 from ipu_pipeline.engine.execution.replicas import (
@@ -56,7 +62,6 @@ from ipu_pipeline.engine.programs.collecting import Collecting
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms
 from ipu_pipeline.engine.schedules.checking import Timetable
 from ipu_pipeline.engine.schedules.clusters import LinkSpeed
-from ipu_pipeline.engine.schedules.costs import Costs
 from ipu_pipeline.engine.schedules.execution_phases import ExecutionPhases
 from ipu_pipeline.engine.schedules.host_memory import HostMemory
 from ipu_pipeline.engine.state import Handed, OfReplicas, Progress, RunState
@@ -284,7 +289,9 @@ class ColumnRunner(Runner[PendingStep]):
         stepped = self._follow(state, request, feeds, self._lowering.find(num_chunks), num_chunks)
         return PendingStep(request, request.every, stepped, fed=fed)
 
-    def measure(self, dtypes: Mapping[str, Any], host: float = 0.0, *, with_updates: bool = False) -> Costs:
+    def measure(
+        self, dtypes: Mapping[str, Any], host: float = 0.0, *, with_updates: bool = False
+    ) -> Measured:
         """Measures what programs, transfers and updates take, each alone, on zeros.
 
         Args:
@@ -294,7 +301,7 @@ class ColumnRunner(Runner[PendingStep]):
         """
         column, own = self.columns[0], self._chunk
         chunked = chunk_programs(self.placement.traced, self.programs, own.size)
-        return make_costs(
+        return make_measured(
             len(self.programs),
             time_stages(column.placement, self.programs, chunked, column.plan, own, dtypes),
             time_transfers(column.placement, column.plan, own),

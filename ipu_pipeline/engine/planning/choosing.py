@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ipu_pipeline.engine.planning.chunking import Chunking
-from ipu_pipeline.engine.programs.stage_programs import StagePrograms
+from ipu_pipeline.engine.programs.stage_programs import StageProgram, StagePrograms
 from ipu_pipeline.engine.schedules.actions import ActionKind
 from ipu_pipeline.engine.schedules.checking import Timetable
 from ipu_pipeline.engine.schedules.costs import Costs
@@ -33,8 +33,11 @@ __all__ = [
     "HOST_SECONDS",
     "ChunkedStep",
     "MeasuredCosts",
+    "Speed",
     "choose_dispatch_plan",
+    "count_seconds",
     "describe_seconds",
+    "nominal_speed",
     "possible_chunk_sizes",
 ]
 
@@ -45,18 +48,31 @@ _MAX_SIMULATED = 64  # micro-batches; more only repeat what these do
 _LEAST_GAIN = 0.02  # of the step's time; for less, chunks are not worth what they hold
 
 
-class _Speed(NamedTuple):
+class Speed(NamedTuple):
     """Nominal figures of a kind of device, in seconds."""
 
     per_operation: float
     per_dispatch: float  # on the device
+    per_byte: float  # of what goes to another device
     shares_cores: bool
 
 
 # Measured on two cores of a CPU (see benchmarks/against_plain_jax), and rounded. The others are orders of
 # magnitude.
-_SPEEDS = {"cpu": _Speed(5e-12, 60e-6, shares_cores=True)}
-_OTHER_SPEED = _Speed(1e-13, 10e-6, shares_cores=False)
+_SPEEDS = {"cpu": Speed(5e-12, 60e-6, 1e-10, shares_cores=True)}
+_OTHER_SPEED = Speed(1e-13, 10e-6, 1e-10, shares_cores=False)
+
+
+def nominal_speed(platform: str) -> Speed:
+    """The nominal figures of a kind of device, as in `jax.Device.platform`."""
+    return _SPEEDS.get(platform, _OTHER_SPEED)
+
+
+def count_seconds(program: StageProgram | None, speed: Speed) -> float:
+    """What a program takes by its operations, with its dispatch; nothing if there is none."""
+    if program is None or not program.num_operations:
+        return 0.0
+    return program.num_operations * speed.per_operation + speed.per_dispatch
 
 
 def possible_chunk_sizes(num_micro_batches: int) -> list[int]:
@@ -164,7 +180,7 @@ def choose_dispatch_plan(
             reason=f"{step.num_micro_batches} micro-batches do not make {_LEAST_CHUNKS} equal chunks of several"
         )
     if not uncounted:
-        counted = _choose_by_counts(step, _SPEEDS.get(platform, _OTHER_SPEED))
+        counted = _choose_by_counts(step, nominal_speed(platform))
         if measure is None or counted.chunk_size == 1:
             return counted
     assert measure is not None
@@ -194,7 +210,7 @@ def _choose(step: ChunkedStep, seconds: Callable[[int], float]) -> _Choice:
     return _Choice(chosen, best, alone, held_back)
 
 
-def _choose_by_counts(step: ChunkedStep, speed: _Speed) -> Chunking:
+def _choose_by_counts(step: ChunkedStep, speed: Speed) -> Chunking:
     operations = {}
     for stage, own in enumerate(step.programs):
         operations[ActionKind.FORWARD, stage] = own.forward.num_operations

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
@@ -13,16 +15,25 @@ from ipu_pipeline.engine.tracing import scopes
 from ipu_pipeline.engine.tracing.faults import name_of
 from ipu_pipeline.engine.tracing.stage_parameters import (
     Layout,
+    Leaf,
     StageParameters,
     check_length,
     check_names,
     make_layout,
 )
-from ipu_pipeline.engine.tracing.stages import StageFunction
+from ipu_pipeline.engine.tracing.stages import StageFunction, as_arguments
 from ipu_pipeline.engine.tracing.variables import get_variable
 from ipu_pipeline.ground.errors import without_traceback_note
 
-__all__ = ["Mapping", "Stage", "StageEntry", "as_level", "flatten_stages"]
+__all__ = [
+    "Mapping",
+    "Stage",
+    "StageEntry",
+    "as_level",
+    "flatten_stages",
+    "join_layers",
+    "with_parameters",
+]
 
 _MAX_IPU = 2**16 - 1  # more than any system has; every IPU has a row in the schedule
 
@@ -117,6 +128,92 @@ class Stage:
         return call
 
 
+class _StageOfLayers(Stage):
+    """A stage of layers that have parameters, each its own; its parameters are a list of theirs."""
+
+    def __init__(self, layers: Sequence[StageEntry]) -> None:
+        """Takes the layers: `Stage`s with names, and functions, whose parameters are None."""
+        self._layers = layers
+        super().__init__(self._call, None, "-".join(map(name_of, layers)))
+        self.parameters = self._make if self.makes_parameters else list(map(_own_parameters, layers))
+
+    @property
+    def makes_parameters(self) -> bool:
+        """Whether a layer's parameters are a function of a random key."""
+        return any(isinstance(layer, Stage) and layer.makes_parameters for layer in self._layers)
+
+    def _make(self, key: Any) -> list[Any]:
+        return [
+            layer.parameters(key) if isinstance(layer, Stage) and layer.makes_parameters else own
+            for layer, own in zip(self._layers, map(_own_parameters, self._layers), strict=True)
+        ]
+
+    def _call(self, parameters: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        own = [
+            functools.partial(layer.function, given) if isinstance(layer, Stage) else layer
+            for layer, given in zip(self._layers, parameters, strict=True)
+        ]
+        return _chain(own, args, kwargs)
+
+    def layout(self, index: int) -> Layout:
+        """The variables of the layers, by names that do not depend on the stage."""
+        leaves: list[Leaf] = []
+        trees = []
+        for number, layer in enumerate(self._layers):
+            own = layer.layout(index) if isinstance(layer, Stage) else None
+            if own is not None:
+                leaves += [dataclasses.replace(leaf, path=f"[{number}]{leaf.path}") for leaf in own.leaves]
+            trees.append(None if own is None else own.tree.unflatten([0] * own.tree.num_leaves))
+        what = f"parameters of stage {index} ({self.__name__})"
+        return Layout(leaves, jax.tree.structure(trees), what)
+
+    def with_variables(self, layout: Layout, shared: set[str]) -> StageFunction:
+        """Makes each layer a function whose parameters are variables, and the stage one that calls these."""
+        del layout  # each layer has its own
+        functions = [
+            layer.with_variables(layer.layout(0), shared) if isinstance(layer, Stage) else layer
+            for layer in self._layers
+        ]
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return _chain(functions, args, kwargs)
+
+        vars(call)["layers"] = self._layers  # whose initializers refer to them weakly
+        call.__name__ = str(self.__name__)
+        return call
+
+
+def _own_parameters(layer: StageEntry) -> Any:
+    return layer.parameters if isinstance(layer, Stage) else None
+
+
+def _chain(functions: Sequence[StageFunction], args: Any, kwargs: Any) -> Any:
+    """Calls functions one after another, each with what the one before returns."""
+    for function in functions:
+        result = function(*args, **kwargs)
+        args, kwargs = as_arguments(result)
+    return result
+
+
+def join_layers(layers: Sequence[StageEntry]) -> StageEntry:
+    """Makes one stage of layers that come one after another. Its name has theirs.
+
+    Args:
+      layers: at least one: functions, and `Stage`s, which must have names.
+    """
+    if len(layers) == 1:
+        return layers[0]
+    if any(isinstance(layer, Stage) for layer in layers):
+        return _StageOfLayers(layers)
+    functions = [layer for layer in layers if not isinstance(layer, Stage)]
+
+    def stage(*args: Any, **kwargs: Any) -> Any:
+        return _chain(functions, args, kwargs)
+
+    stage.__name__ = stage.__qualname__ = "-".join(map(name_of, functions))
+    return stage
+
+
 def flatten_stages(
     stages: Sequence[StageEntry | Sequence[StageEntry]],
     device_mapping: Mapping | None,
@@ -130,7 +227,7 @@ def flatten_stages(
       ValueError: there are no stages, or the mapping or the parameters do not fit them.
     """
     if parameters is not None:
-        stages = _with_parameters(stages, parameters, "stages", "parameters")
+        stages = with_parameters(stages, parameters, "stages", "parameters")
     grouped = [as_level(entry) for entry in stages]
     if not grouped or not all(grouped):
         what = "a list of parallel stages" if grouped else "stages"
@@ -188,14 +285,24 @@ def as_level(entry: Any) -> list[Any]:
     return list(entry) if isinstance(entry, (list, tuple)) else [entry]
 
 
-def _with_parameters(stages: Any, parameters: Any, what: str, what_parameters: str) -> list[Any]:
-    """Makes `Stage`s of functions and their parameters."""
+def with_parameters(stages: Any, parameters: Any, what: str, what_parameters: str) -> list[Any]:
+    """Makes `Stage`s of functions and their parameters.
+
+    Args:
+      stages: functions, and lists of them.
+      parameters: a pytree for each.
+      what: what errors call the functions.
+      what_parameters: what errors call the parameters.
+
+    Raises:
+      ValueError: there are not as many parameters, or an entry is a `Stage`, which has its own.
+    """
     check_length(what_parameters, parameters, len(stages))
     found: list[Any] = []
     for number, (entry, own) in enumerate(zip(stages, parameters, strict=True)):
         names = f"{what}[{number}]", f"{what_parameters}[{number}]"
         if isinstance(entry, (list, tuple)):
-            found.append(_with_parameters(entry, own, *names))
+            found.append(with_parameters(entry, own, *names))
         elif isinstance(entry, Stage):
             raise ValueError(
                 f"{names[0]} is a Stage, which has parameters of its own, but parameters were given, too. "

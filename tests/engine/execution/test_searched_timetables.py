@@ -10,7 +10,7 @@ import pytest
 from ipu_pipeline import engine
 from ipu_pipeline.engine import schedules
 from ipu_pipeline.engine.execution import program_times
-from ipu_pipeline.engine.execution.measured_costs import make_costs
+from ipu_pipeline.engine.execution.measured_costs import make_measured
 from ipu_pipeline.engine.execution.program_times import ProgramTime
 from ipu_pipeline.engine.searched_timetables import check_one_process
 
@@ -202,10 +202,14 @@ def test_costs_of_a_micro_batch_are_shares_of_a_chunk():
     kinds = schedules.ActionKind
     times = {
         (kinds.FORWARD, 0): ProgramTime(4.0, 1.0, 0),
-        (kinds.INPUT_GRADIENTS, 1): ProgramTime(3.0, 2.0, 0),
+        (kinds.INPUT_GRADIENTS, 1): ProgramTime(3.0, 2.0, 7),
         (kinds.WEIGHT_GRADIENTS, 1): ProgramTime(1.0, 1.0, 0),
     }
-    costs = make_costs(3, times, {(0, 1): 2.0, (2, 1): 3.0}, {1: ProgramTime(5.0, 1.0, 0)}, 2, host=0.5)
+    measured = make_measured(
+        3, times, {(0, 1): 2.0, (2, 1): 3.0}, {1: ProgramTime(5.0, 1.0, 0)}, 2, host=0.5
+    )
+    assert measured.num_temporary_bytes == (0, 7, 0)
+    costs = measured.costs
     assert costs.forward == (2.0, 0.0, 0.0)
     assert costs.backward == (0.0, 2.0, 0.0)
     assert costs.weight_gradients == (0.0, 0.5, 0.0)

@@ -1,0 +1,491 @@
+"""Makes stages of a list of layers: cuts it where a step is then shortest, and shows by what.
+
+The layers are traced as a pipeline in which each is a stage, so everything is known of them that is known of
+stages: programs, what crosses from one to the next, memory, the weight update's programs. Their programs are
+measured one at a time (`execution.program_times`), on one device or two; no state is made, so a model may be
+larger than a device. Equal layers are measured once. `schedules.splitting` finds the split.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from ipu_pipeline.engine import peers
+from ipu_pipeline.engine.devices.offloading import Offload, parse_offload
+from ipu_pipeline.engine.execution.measured_costs import Measured, why_not_timed
+from ipu_pipeline.engine.execution.program_times import count_cores, time_shortest
+from ipu_pipeline.engine.execution.runner import ColumnRunner
+from ipu_pipeline.engine.inspect.crossings import find_crossings
+from ipu_pipeline.engine.pipeline import Pipeline
+from ipu_pipeline.engine.pipeline_options import PipelineOptions
+from ipu_pipeline.engine.planning.choosing import (
+    HOST_SECONDS,
+    count_seconds,
+    describe_seconds,
+    nominal_speed,
+)
+from ipu_pipeline.engine.planning.chunking import Chunking
+from ipu_pipeline.engine.programs.stage_programs import StagePrograms, ValueKind, read_sources
+from ipu_pipeline.engine.schedules.costs import Costs, Edge
+from ipu_pipeline.engine.schedules.searched import SearchedSchedule
+from ipu_pipeline.engine.schedules.splitting import (
+    FoundSplit,
+    LayerMemory,
+    Split,
+    SplitProblem,
+    even_split,
+    find_split,
+)
+from ipu_pipeline.engine.tracing.faults import name_of
+from ipu_pipeline.engine.tracing.stage_lists import Stage, StageEntry, join_layers, with_parameters
+from ipu_pipeline.engine.tracing.traced import Source, TracedPipeline, TracedStage
+from ipu_pipeline.ground.checks import is_integer
+from ipu_pipeline.ground.shapes import num_bytes
+from ipu_pipeline.ground.tables import align, describe_bytes, shorten
+
+__all__ = ["AutoStages", "SplitRow", "SplitTable", "auto_stages"]
+
+_NUM_WAITING = 4  # micro-batches that the host places ahead
+_WIDTH = 60  # of a stage's layers in the table
+_NOT_FOR_LAYERS = (  # options of pipelines that say something of each stage, or do not go with several IPUs
+    "forward_options",
+    "backward_options",
+    "execution_phases",
+    "num_serialized",
+    "dispatch_plan",
+)
+
+
+@dataclass(frozen=True)
+class SplitRow:
+    """A split in the table.
+
+    Attributes:
+      what: what it is: "chosen", "even by layers" or "best other".
+      groups: the names of each stage's layers.
+      stage_seconds: what a micro-batch takes of each stage, forward and backward.
+      step_seconds: what a step is predicted to take, with a device for each IPU.
+      shared_seconds: what it is predicted to take where the devices share this machine's cores, as virtual
+        devices of a CPU do; None where they do not.
+      num_bytes: what each IPU is estimated to hold at most.
+      fits: whether that is within the limit.
+    """
+
+    what: str
+    groups: tuple[tuple[str, ...], ...]
+    stage_seconds: tuple[float, ...]
+    step_seconds: float
+    shared_seconds: float | None
+    num_bytes: tuple[int, ...]
+    fits: bool
+
+
+@dataclass(frozen=True)
+class SplitTable:
+    """What a split was decided by; `print` shows it.
+
+    Attributes:
+      rows: the chosen split, the even one by the number of layers, and the best other one; those that are
+        the same are there once.
+      layers: the names of the layers.
+      forward_seconds: what a micro-batch takes of each layer forward, as a program of its own. The last one's
+        includes its backward, or the first half of that, which is one program with it.
+      backward_seconds: the same for the backwards.
+      update_seconds: what a weight update takes of each.
+      sent_bytes: what crosses the cut before each layer, there and back, per micro-batch.
+      source: the source of the times: "measured on ..." or "counted".
+      search: how splits were searched, in words.
+      device_mapping: the IPU of each stage.
+    """
+
+    rows: tuple[SplitRow, ...]
+    layers: tuple[str, ...]
+    forward_seconds: tuple[float, ...]
+    backward_seconds: tuple[float, ...]
+    update_seconds: tuple[float, ...]
+    sent_bytes: tuple[int, ...]
+    source: str
+    search: str
+    device_mapping: tuple[int, ...]
+
+    def __str__(self) -> str:
+        """Shows the layers, and the splits with their stages."""
+        lines = [f"Layers ({self.source}):"]
+        columns = ["layer", "forward", "backward", "update", "crosses the cut before it"]
+        cells = zip(
+            self.layers,
+            map(describe_seconds, self.forward_seconds),
+            map(describe_seconds, self.backward_seconds),
+            map(describe_seconds, self.update_seconds),
+            ["", *map(describe_bytes, self.sent_bytes[1:])],
+            strict=True,
+        )
+        lines += align([columns, *([shorten(own[0], _WIDTH), *own[1:]] for own in cells)], (1, 2, 3, 4))
+        lines.append(f"Splits ({self.search}):")
+        table = [["", "stages", "longest stage", "step", "fullest IPU"]]
+        is_shared = self.rows[0].shared_seconds is not None
+        if is_shared:
+            table[0].insert(4, f"on {count_cores()} shared cores")
+        for row in self.rows:
+            longest = max(row.stage_seconds)
+            cells_of_row = [
+                row.what,
+                " ".join(str(len(group)) for group in row.groups) + " layers",
+                f"{describe_seconds(longest)} (stage {row.stage_seconds.index(longest)})",
+                describe_seconds(row.step_seconds),
+                describe_bytes(max(row.num_bytes)) + ("" if row.fits else ", too much"),
+            ]
+            if is_shared:
+                assert row.shared_seconds is not None
+                cells_of_row.insert(4, describe_seconds(row.shared_seconds))
+            table.append(cells_of_row)
+        lines += align(table, (2, 3, 4, 5))
+        return "\n".join(lines)
+
+
+class AutoStages(list[Any]):
+    """Stages as a list, for a pipeline.
+
+    Attributes:
+      groups: the numbers of each stage's layers.
+      table: what the split was decided by.
+    """
+
+    def __init__(self, stages: Iterable[Any], groups: Sequence[Sequence[int]], table: SplitTable) -> None:
+        """Takes the stages, the layers of each, and the table."""
+        super().__init__(stages)
+        self.groups = tuple(tuple(group) for group in groups)
+        self.table = table
+
+
+def auto_stages(
+    layers: Sequence[StageEntry],
+    num_stages: int,
+    micro_batch: Any,
+    *inputs: Any,
+    bytes_per_ipu: int | None = None,
+    measure: bool = True,
+    **options: Any,
+) -> AutoStages:
+    """Makes stages of layers: the contiguous groups of them with which a step takes least.
+
+    The step is simulated under the schedule and the device mapping, with what each layer's programs, its part of
+    the weight update and the transfers between layers take. These are measured on this machine's devices, once for
+    equal programs, and kept beside JAX's compiled programs, or in ~/.cache/ipu_pipeline: so the next run decides
+    the same. They are counted from the operations where nothing may run: stages print or call back into Python, or
+    have a `while_loop`; or the program runs in several processes, each of which would measure differently.
+
+    Args:
+      layers: like stages, without parallel ones: each takes what the one before returns.
+      num_stages: the number of stages, from 1 to the number of layers.
+      micro_batch: a micro-batch, or the same pytree of `jax.ShapeDtypeStruct`s; None for no feed.
+      *inputs: the inputs that are constant during a step, or their shapes and dtypes.
+      bytes_per_ipu: the most that an IPU may hold, by the estimate for each split: variables, optimizer state,
+        accumulators, micro-batches in flight and temporaries. None: anything.
+      measure: False counts, and runs nothing.
+      **options: of the pipeline that is to be made of the stages, the fields of `PipelineOptions`.
+        `num_micro_batches` must be given. `parameters` are those of the layers; the stages that are
+        returned have them. `device_mapping` is that of the stages, by default one IPU for each.
+
+    Returns:
+      The stages. Variables of layers with a pytree of parameters have names of their layers, `layer3/...`,
+      not of stages, so they do not depend on the split.
+
+    Raises:
+      TypeError: there is no such option.
+      ValueError: an argument is not usable, something is wrong with a layer, or the layers do not fit.
+    """
+    if isinstance(layers, (str, bytes)) or not isinstance(layers, Sequence) or not layers:
+        raise ValueError(f"auto_stages: layers must be a list of at least one function; got {layers!r}.")
+    if not is_integer(num_stages, 1) or num_stages > len(layers):
+        raise ValueError(
+            f"auto_stages: num_stages must be an integer from 1 to the number of layers, {len(layers)}; got "
+            f"{num_stages!r}."
+        )
+    if bytes_per_ipu is not None and not is_integer(bytes_per_ipu, 1):
+        raise ValueError(
+            f"auto_stages: bytes_per_ipu must be an integer of at least 1, or None; got {bytes_per_ipu!r}."
+        )
+    for number, layer in enumerate(layers):
+        if isinstance(layer, (list, tuple)) or not (callable(layer) or isinstance(layer, Stage)):
+            raise ValueError(
+                f"auto_stages: layers[{number}] must be a function or a Stage, since layers come one after "
+                f"another; got {layer!r}."
+            )
+    given = PipelineOptions(**options)
+    if given.num_micro_batches is None:
+        raise ValueError("auto_stages: num_micro_batches must be given, as the best split depends on it.")
+    for name in _NOT_FOR_LAYERS:
+        if name in options and options[name] not in (None, 1):
+            raise ValueError(
+                f"auto_stages: {name} is not taken into account; got {options[name]!r}. Leave it out here, "
+                "and give it to the pipeline."
+            )
+    mapping = _find_mapping(given.device_mapping, num_stages)
+    entries = _name_layers(layers, given.parameters)
+    measured = _Layers(entries, given, micro_batch, inputs, mapping, num_stages, measure)
+    problem = measured.problem(bytes_per_ipu)
+    found = find_split(problem)
+    groups = problem.groups(found.split)
+    stages = [join_layers([entries[layer] for layer in group]) for group in groups]
+    return AutoStages(stages, groups, measured.table(problem, found))
+
+
+def _find_mapping(given: Any, num_stages: int) -> tuple[int, ...]:
+    if given is None:
+        return tuple(range(num_stages))
+    mapping = tuple(given)
+    if len(mapping) != num_stages or not all(is_integer(ipu, 0) for ipu in mapping):
+        raise ValueError(
+            f"auto_stages: device_mapping must have the number of an IPU for each of the {num_stages} "
+            f"stages; got {given!r}."
+        )
+    return mapping
+
+
+def _name_layers(layers: Sequence[StageEntry], parameters: Sequence[Any] | None) -> list[StageEntry]:
+    """Layers with names that do not depend on the stage that they are in."""
+    entries = list(layers) if parameters is None else with_parameters(layers, parameters, "layers", "parameters")
+    named: list[StageEntry] = []
+    for number, entry in enumerate(entries):
+        if isinstance(entry, Stage) and entry.name is None:
+            entry = copy.copy(entry)
+            entry.name = f"layer{number}"
+        named.append(entry)
+    return named
+
+
+class _Layers:
+    """Layers as a pipeline in which each is a stage, and what they take."""
+
+    def __init__(
+        self,
+        entries: Sequence[StageEntry],
+        options: PipelineOptions,
+        micro_batch: Any,
+        inputs: Sequence[Any],
+        mapping: tuple[int, ...],
+        num_stages: int,
+        measure: bool,
+    ) -> None:
+        self._names = tuple(_unique(map(name_of, entries)))
+        self._options, self._mapping, self._num_stages = options, mapping, num_stages
+        self._count = options.num_micro_batches
+        number = len(entries)
+        problem = SplitProblem(
+            Costs.of(number, forward=1.0),
+            0.0,
+            num_stages,
+            options.schedule,
+            options.num_micro_batches or 1,
+            mapping,
+            options.optimizer is not None,
+        )
+        is_halved = bool(problem.timetable.halved)
+        kept = {
+            field.name: getattr(options, field.name)
+            for field in dataclasses.fields(options)
+            if field.name not in (*_NOT_FOR_LAYERS, "parameters", "device_mapping", "devices", "schedule")
+        }
+        kept |= {"num_replicas": 1, "gathers_outputs": True, "post_validation": False, "shard": ()}
+        several = number > 1
+        self._pipeline = Pipeline(
+            list(entries),
+            schedule="zero_bubble" if is_halved else "interleaved",
+            device_mapping=range(number),
+            dispatch_plan=Chunking() if several else None,
+            **kept,
+        )
+        self._pipeline.trace(micro_batch, *inputs)
+        self._problem = problem
+        self._platform, self._source = "cpu", "counted"
+        self._measured, self._overhead = self._measure(measure)
+
+    def _measure(self, may_run: bool) -> tuple[Measured, float]:
+        """What layers take, and the shortest program."""
+        pipeline, number = self._pipeline, len(self._names)
+        devices = self._options.devices
+        is_alone = peers.current() is None and jax.process_count() == 1
+        reason = "measure=False" if not may_run else "" if is_alone else "there are several processes"
+        reason = reason or why_not_timed(pipeline.programs)
+        if reason:
+            if devices is not None:
+                self._platform = devices[0].platform
+            self._source = f"counted, since {reason}" if may_run else "counted"
+            return self._count_costs(), nominal_speed(self._platform).per_dispatch
+        found = list(jax.devices() if devices is None else devices)
+        each = self._options.num_devices_per_ipu
+        homes = [found[first : first + each] for first in range(0, len(found) - each + 1, each)][:2]
+        if not homes:
+            raise ValueError(
+                f"auto_stages: an IPU is {each} devices, and there are {len(found)}. "
+                f"ipu_pipeline.set_num_devices makes more on a CPU."
+            )
+        self._platform = homes[0][0].platform
+        self._source = f"measured on {homes[0][0].device_kind}"
+        runner = pipeline.prepare([device for n in range(number) for device in homes[n % len(homes)]])
+        if not isinstance(runner, ColumnRunner):
+            return self._count_costs(), nominal_speed(self._platform).per_dispatch
+        measured = runner.measure(pipeline.built.accumulator_dtypes, HOST_SECONDS, with_updates=True)
+        return measured, time_shortest(runner.placement.groups[0])
+
+    def _count_costs(self) -> Measured:
+        """What layers take by their operations, with nominal figures."""
+        pipeline, speed = self._pipeline, nominal_speed(self._platform)
+        programs = [program for own in pipeline.programs for program in (own.forward, *own.backwards)]
+        uncounted = sorted(frozenset().union(*(program.uncounted for program in programs)))
+        if uncounted:
+            raise ValueError(
+                f"auto_stages: layers call {', '.join(uncounted)}, whose time is not known from their operations "
+                f"and is not measured here ({self._source}). Give the stages yourself."
+            )
+        weights = [count_seconds(own.weights, speed) for own in pipeline.programs]
+        first = [count_seconds(own.backward, speed) for own in pipeline.programs]
+        transfers: dict[Edge, float] = {}
+        for (source, target), size in _find_sent(pipeline.traced, pipeline.programs).items():
+            transfers[source, target] = speed.per_dispatch + size * speed.per_byte
+        number = len(pipeline.programs)
+        costs = Costs.of(
+            number,
+            forward=[count_seconds(own.forward, speed) for own in pipeline.programs],
+            backward=[one + other for one, other in zip(first, weights, strict=True)],
+            weight_gradients=weights,
+            transfer=transfers,
+            host=HOST_SECONDS,
+        )
+        return Measured(costs, (0,) * number)
+
+    def problem(self, bytes_per_ipu: int | None) -> SplitProblem:
+        """What is searched."""
+        memory = _find_memory(self._pipeline, self._measured.num_temporary_bytes)
+        return dataclasses.replace(
+            self._problem,
+            layers=self._measured.costs,
+            overhead=self._overhead,
+            memory=memory,
+            bytes_per_ipu=bytes_per_ipu,
+        )
+
+    def table(self, problem: SplitProblem, found: FoundSplit) -> SplitTable:
+        """What was decided by."""
+        even = even_split(problem.num_layers, problem.num_stages)
+        rows: dict[Split, str] = {found.split: "chosen"}
+        if even in rows:
+            rows[even] = "chosen, even by layers"
+        rows.setdefault(even, "even by layers")
+        for other, _time in found.others:
+            if other not in rows:
+                rows[other] = "best other"
+                break
+        costs = problem.layers
+        sent = [0] * problem.num_layers
+        for edge, size in _find_sent(self._pipeline.traced, self._pipeline.programs).items():
+            for cut in range(min(edge) + 1, max(edge) + 1):
+                sent[cut] += size
+        of_all = f"all {found.num_simulated:,}" if found.is_exact else f"{found.num_simulated:,}"
+        judged = ' by "zero_bubble"' if isinstance(problem.schedule, SearchedSchedule) else ""
+        return SplitTable(
+            tuple(self._row(problem, split, what) for split, what in rows.items()),
+            self._names,
+            costs.forward,
+            costs.backward,
+            costs.update,
+            tuple(sent),
+            self._source,
+            f"{of_all} simulated{judged}",
+            self._mapping,
+        )
+
+    def _row(self, problem: SplitProblem, split: Split, what: str) -> SplitRow:
+        costs = problem.costs(split)
+        is_shared = self._platform == "cpu" and not self._source.startswith("counted")
+        return SplitRow(
+            what,
+            tuple(tuple(self._names[layer] for layer in group) for group in problem.groups(split)),
+            tuple(one + other for one, other in zip(costs.forward, costs.backward, strict=True)),
+            problem.step_time(split),
+            problem.step_time(split, count_cores()) if is_shared else None,
+            problem.num_bytes(split),
+            not problem.excess(split),
+        )
+
+
+def _unique(names: Iterable[str]) -> list[str]:
+    """Names of layers, numbered where several are the same."""
+    given = list(names)
+    return [
+        f"{name}.{given[:number].count(name)}" if given.count(name) > 1 else name
+        for number, name in enumerate(given)
+    ]
+
+
+def _find_sent(traced: TracedPipeline, programs: Sequence[StagePrograms]) -> dict[Edge, int]:
+    """The bytes that layers send each other for a micro-batch."""
+    found: dict[Edge, int] = {}
+    for crossing in find_crossings(traced, programs, range(len(programs))):
+        if crossing.stage is not None:
+            edge = crossing.stage, crossing.target
+            found[edge] = found.get(edge, 0) + num_bytes([crossing.aval])
+    return found
+
+
+def _find_memory(pipeline: Pipeline, temporaries: Sequence[int]) -> LayerMemory:
+    """What layers hold, each with a copy of what it shares with others."""
+    traced, programs, options = pipeline.traced, pipeline.programs, pipeline.options
+    dtypes, offload = pipeline.built.accumulator_dtypes, parse_offload(options.offload)
+    constant, joined = [], []
+    shared: dict[str, list[int]] = {}
+    known: set[Source] = set()  # what the layer before holds
+    for index, (stage, own) in enumerate(zip(traced.stages, programs, strict=True)):
+        constant.append(num_bytes(_find_state(pipeline, index, offload)) + _find_fed(traced, stage, own))
+        for spec in stage.variables:
+            shared.setdefault(spec.name, []).append(index)
+        held = {source for source in read_sources(stage, *own.backwards) if source.is_of_micro_batch}
+        joined.append(num_bytes([traced.aval(source) for source in held & known]))
+        known = held | {
+            Source("output", value.index, index)
+            for values in own.forward.results
+            for value in values
+            if value.kind is ValueKind.OUTPUT and any(v.kind is ValueKind.RESIDUAL for v in values)
+        }
+    counted_twice = {
+        name: [traced.variables[name]] * (Offload.WEIGHTS not in offload)
+        + [jax.ShapeDtypeStruct(traced.variables[name].shape, dtypes[name])] * (name in dtypes)
+        for name, layers in shared.items()
+        if len(layers) > 1
+    }
+    stages = pipeline.plan_memory()
+    return LayerMemory(
+        tuple(constant),
+        tuple(stage.num_held_bytes for stage in stages),
+        tuple(stage.num_between_bytes for stage in stages),
+        tuple(joined),
+        tuple(temporaries),
+        tuple((tuple(shared[name]), num_bytes(twice)) for name, twice in counted_twice.items()),
+    )
+
+
+def _find_state(pipeline: Pipeline, index: int, offload: Collection[Offload]) -> list[Any]:
+    """Shapes and dtypes of the state that a layer needs on its device all the time."""
+    traced, dtypes, updates = pipeline.traced, pipeline.built.accumulator_dtypes, pipeline.updates
+    found: list[Any] = []
+    for spec in traced.stages[index].variables:
+        if Offload.WEIGHTS not in offload:
+            found.append(spec)
+        if spec.name in dtypes and Offload.GRADIENT_ACCUMULATION_BUFFERS not in offload:
+            found.append(jax.ShapeDtypeStruct(spec.shape, dtypes[spec.name]))
+    if updates is not None and Offload.WEIGHT_UPDATE_VARIABLES not in offload:
+        found += [leaf.aval for leaf in updates.state_leaves if leaf.stage == index]
+    return found
+
+
+def _find_fed(traced: TracedPipeline, stage: TracedStage, own: StagePrograms) -> int:
+    """The bytes of the micro-batches that wait for a layer."""
+    read = read_sources(stage, own.forward, *own.backwards)
+    return _NUM_WAITING * num_bytes([traced.aval(source) for source in read if source.kind == "element"])

@@ -1,0 +1,456 @@
+"""Finds where to cut a row of layers into stages: the contiguous split whose step takes least. No JAX.
+
+A split is judged by the simulator, under the schedule and the IPUs of its stages. Where there are few splits, all
+of them are simulated. Else the first candidates come from dynamic programming over what stages take: the
+least longest stage, and for longest stages up to a quarter longer the least that is sent. A local search goes
+on from these and from the even split, and moves one or two cuts at a time for as long as that helps. What
+does not fit the memory is worse than all that does.
+
+Source of the dynamic program: the partitioning of a chain by its bottleneck (Bokhari, "Partitioning problems in
+parallel, pipelined, and distributed computing", 1988), as pipelines of layers have it since PipeDream
+(Narayanan et al. 2019).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from ipu_pipeline.engine.schedules.checking import Timetable
+from ipu_pipeline.engine.schedules.costs import Costs, Edge
+from ipu_pipeline.engine.schedules.named import ScheduleLike
+from ipu_pipeline.engine.schedules.scenarios import Scenario
+from ipu_pipeline.engine.schedules.searched import SearchedSchedule
+from ipu_pipeline.engine.schedules.simulator import predict_step_time
+from ipu_pipeline.engine.schedules.timetables import timetable
+
+__all__ = ["FoundSplit", "LayerMemory", "Split", "SplitProblem", "even_split", "find_split"]
+
+Split: TypeAlias = "tuple[int, ...]"  # the number of each stage's first layer
+
+_MAX_SIMULATED = 64  # micro-batches; more only repeat what these do
+_MAX_ACTIONS = 3_000_000  # that a search simulates in all: some seconds
+_LONGER = 1.25  # than the least longest stage: how long that of a candidate may be
+_NUM_CANDIDATES = 8
+_JUMPS = (1, 2, 4, 8)  # layers by which a cut moves
+
+
+@dataclass(frozen=True)
+class LayerMemory:
+    """What layers hold, in bytes.
+
+    Attributes:
+      num_constant_bytes: what each needs all the time: variables, optimizer state, accumulators, and the
+        micro-batches that wait for it.
+      num_held_bytes: what each holds from the forward to the backward of a micro-batch, with its inputs.
+      num_between_bytes: what each holds between the halves of its backward, per micro-batch.
+      num_joined_bytes: what each of these counts that the layer before holds, too: one layer's result is the
+        next one's input, and is there once if both are in one stage.
+      num_temporary_bytes: what the programs of each take while they run.
+      shared: variables of several layers, as the layers and the bytes that each of them counts.
+    """
+
+    num_constant_bytes: tuple[int, ...]
+    num_held_bytes: tuple[int, ...]
+    num_between_bytes: tuple[int, ...]
+    num_joined_bytes: tuple[int, ...]
+    num_temporary_bytes: tuple[int, ...]
+    shared: tuple[tuple[tuple[int, ...], int], ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class SplitProblem:
+    """Layers that are to become stages.
+
+    Attributes:
+      layers: what layers take, as if each were a stage.
+      overhead: what the shortest program takes, which each program of a layer includes, and of a stage once.
+      num_stages: the number of stages, at most that of the layers.
+      schedule: see `Scenario`. A searched one is searched afterwards: splits are judged by "zero_bubble".
+      num_micro_batches: per weight update.
+      device_mapping: the IPU of each stage.
+      training: whether there are backwards and an update.
+      memory: what layers hold; None if that is not known.
+      bytes_per_ipu: the most that an IPU may hold; None: anything.
+    """
+
+    layers: Costs
+    overhead: float
+    num_stages: int
+    schedule: ScheduleLike
+    num_micro_batches: int
+    device_mapping: tuple[int, ...]
+    training: bool = True
+    memory: LayerMemory | None = None
+    bytes_per_ipu: int | None = None
+
+    @property
+    def num_layers(self) -> int:
+        """The number of layers."""
+        return self.layers.num_stages
+
+    @functools.cached_property
+    def timetable(self) -> Timetable:
+        """The timetable that splits are judged by, of a step or its beginning."""
+        schedule = "zero_bubble" if isinstance(self.schedule, SearchedSchedule) else self.schedule
+        mapping = self.device_mapping
+        return timetable(schedule, self.num_stages, self._num_simulated, mapping, self.training)
+
+    @functools.cached_property
+    def _num_simulated(self) -> int:
+        """The number of micro-batches that are simulated: as many as make the same rounds of the IPUs."""
+        number, num_ipus = self.num_micro_batches, len(set(self.device_mapping))
+        surplus = max(0, number - max(_MAX_SIMULATED, 2 * self.num_stages))
+        return number - surplus // num_ipus * num_ipus
+
+    def groups(self, split: Split) -> list[range]:
+        """The layers of each stage."""
+        return [range(*ends) for ends in itertools.pairwise((*split, self.num_layers))]
+
+    def costs(self, split: Split) -> Costs:
+        """What the stages of a split take."""
+        layers, overhead, last = self.layers, self.overhead, self.num_stages - 1
+        is_fused = layers.is_fused and self.training
+        halves = self.timetable.halved
+        forward, backward, weights, update = [], [], [], []
+        busy: tuple[list[float], list[float]] = ([], [])
+        for stage, group in enumerate(self.groups(split)):
+            inputs = [layers.backward[layer] - layers.weight_gradients[layer] for layer in group]
+            second = [layers.weight_gradients[layer] for layer in group]
+            first = [layers.forward[layer] for layer in group]
+            whole = [layers.backward[layer] for layer in group]
+            if stage == last and is_fused:  # its forward does the backward, too, or its first half
+                first, inputs, whole = [*first, *inputs], [], second if stage in halves else []
+                first += [] if stage in halves else second
+                second = second if stage in halves else []
+            forward.append(_joined(first, overhead))
+            weights.append(_joined(second, overhead) if stage in halves else 0.0)
+            backward.append(
+                _joined(inputs, overhead) + weights[-1] if stage in halves else _joined(whole, overhead)
+            )
+            update.append(sum(layers.update[layer] for layer in group))
+            for cores, times, own in (
+                (layers.forward_cores, layers.forward, busy[0]),
+                (layers.backward_cores, layers.backward, busy[1]),
+            ):
+                total = sum(times[layer] for layer in group)
+                own.append(sum(cores[n] * times[n] for n in group) / total if total else 1.0)
+        stage_of = [stage for stage, group in enumerate(self.groups(split)) for _layer in group]
+        transfers: dict[Edge, float] = {}
+        for (source, target), taken in layers.transfers.items():
+            edge = stage_of[source], stage_of[target]
+            if self.device_mapping[edge[0]] != self.device_mapping[edge[1]]:
+                transfers[edge] = transfers.get(edge, 0.0) + taken
+        return Costs.of(
+            self.num_stages,
+            forward=forward,
+            backward=backward,
+            weight_gradients=weights if halves else None,
+            update=update,
+            transfer=transfers,
+            host=layers.host,
+            forward_cores=busy[0],
+            backward_cores=busy[1],
+            is_fused=layers.is_fused,
+        )
+
+    def step_time(self, split: Split, cores: float | None = None) -> float:
+        """The time of a step, with the surplus over what is simulated at the pace of the busiest IPU.
+
+        Args:
+          split: the split.
+          cores: see `Scenario`.
+        """
+        number = self._num_simulated
+        scenario = Scenario(
+            self.costs(split),
+            self.timetable,
+            number,
+            device_mapping=self.device_mapping,
+            training=self.training,
+            cores=cores,
+        )
+        taken = predict_step_time(scenario)
+        if number == self.num_micro_batches:
+            return taken
+        without = dataclasses.replace(scenario.costs, update=(0.0,) * self.num_stages)
+        work = dataclasses.replace(scenario, costs=without).work_of_ipus()
+        pace = max(work.values()) / number
+        if cores is not None:
+            costs = scenario.costs
+            pairs = [*zip(costs.forward, costs.forward_cores, strict=True)]
+            pairs += zip(costs.backward, costs.backward_cores, strict=True) if self.training else []
+            pace = max(pace, sum(time * own for time, own in pairs) / cores)
+        return taken + (self.num_micro_batches - number) * pace
+
+    def num_bytes(self, split: Split) -> tuple[int, ...]:
+        """What each IPU holds at most; nothing if that is not known."""
+        memory, mapping = self.memory, self.device_mapping
+        if memory is None:
+            return ()
+        number = 1 + max(mapping)
+        held, running = [0] * number, [0] * number
+        is_fused, halves = self.layers.is_fused and self.training, self.timetable.halved
+        for stage, group in enumerate(self.groups(split)):
+            ipu = mapping[stage]
+            joined = sum(memory.num_joined_bytes[layer] for layer in group[1:])
+            before = sum(memory.num_held_bytes[layer] for layer in group) - joined
+            between = sum(memory.num_between_bytes[layer] for layer in group)
+            temporary = max(memory.num_temporary_bytes[layer] for layer in group)
+            if stage == self.num_stages - 1 and is_fused:  # nothing is held from one program to the next
+                temporary, before = temporary + before, 0
+                between = between if stage in halves else 0
+            elif not self.training:
+                before = between = 0
+            live = max(a * before + b * between for a, b in self.timetable.fullest[stage])
+            held[ipu] += live + sum(memory.num_constant_bytes[layer] for layer in group)
+            running[ipu] = max(running[ipu], temporary)
+        stage_of = [stage for stage, group in enumerate(self.groups(split)) for _layer in group]
+        for layers, size in memory.shared:
+            ipus = [mapping[stage_of[layer]] for layer in layers]
+            for ipu in set(ipus):
+                held[ipu] -= size * (ipus.count(ipu) - 1)
+        return tuple(own + more for own, more in zip(held, running, strict=True))
+
+    def excess(self, split: Split) -> int:
+        """The bytes that the fullest IPU holds beyond the limit."""
+        if self.bytes_per_ipu is None or self.memory is None:
+            return 0
+        return max(0, max(self.num_bytes(split)) - self.bytes_per_ipu)
+
+
+def _joined(times: Sequence[float], overhead: float) -> float:
+    """What programs take as one: the overhead comes once."""
+    found = [time for time in times if time]
+    own = sum(max(time - overhead, 0.0) for time in found)
+    return own + min(overhead, max(found)) if found else 0.0
+
+
+@dataclass(frozen=True)
+class FoundSplit:
+    """The result of a search.
+
+    Attributes:
+      split: the best split.
+      step_time: the time of its step.
+      others: the next best splits that fit, in order, with their step times.
+      is_exact: whether all splits were simulated.
+      num_simulated: the number of splits that were.
+    """
+
+    split: Split
+    step_time: float
+    others: tuple[tuple[Split, float], ...]
+    is_exact: bool
+    num_simulated: int
+
+
+def even_split(num_layers: int, num_stages: int) -> Split:
+    """The split into stages of equally many layers; the first ones have one more."""
+    size, more = divmod(num_layers, num_stages)
+    return tuple(stage * size + min(stage, more) for stage in range(num_stages))
+
+
+def find_split(problem: SplitProblem) -> FoundSplit:
+    """Finds the split whose step takes least.
+
+    Raises:
+      ValueError: the layers are fewer than the stages, or no split was found that fits the memory.
+    """
+    if not 1 <= problem.num_stages <= problem.num_layers:
+        raise ValueError(
+            f"num_stages must be from 1 to the number of layers, {problem.num_layers}; got "
+            f"{problem.num_stages}."
+        )
+    search = _Search(problem)
+    num_splits = math.comb(problem.num_layers - 1, problem.num_stages - 1)
+    is_exact = num_splits <= search.most
+    if is_exact:
+        for cuts in itertools.combinations(range(1, problem.num_layers), problem.num_stages - 1):
+            search.judge((0, *cuts))
+    else:
+        even = even_split(problem.num_layers, problem.num_stages)
+        for candidate in dict.fromkeys([*_find_candidates(problem), even]):
+            search.improve(candidate)
+    ranked = sorted(search.known.items(), key=lambda item: (item[1], item[0]))
+    best, (excess, step_time) = ranked[0]
+    if excess:
+        assert problem.bytes_per_ipu is not None
+        raise ValueError(
+            f"bytes_per_ipu must be enough for the fullest IPU, which holds {excess + problem.bytes_per_ipu:,} "
+            f"bytes in the best split that was found; got {problem.bytes_per_ipu:,}. Raise it, or take more "
+            "stages, recomputation or offloading."
+        )
+    others = tuple((split, time) for split, (more, time) in ranked[1:4] if not more)
+    return FoundSplit(best, step_time, others, is_exact, len(search.known))
+
+
+@dataclass
+class _Search:
+    """Simulates splits, each once, and not more than a number of them that does not depend on the clock."""
+
+    problem: SplitProblem
+    known: dict[Split, tuple[int, float]] = field(default_factory=dict)  # excess bytes, step time
+
+    @functools.cached_property
+    def most(self) -> int:
+        """The number of splits that may be simulated."""
+        return max(100, _MAX_ACTIONS // len(self.problem.timetable.order))
+
+    def judge(self, split: Split) -> tuple[int, float]:
+        found = self.known.get(split)
+        if found is None:
+            found = self.problem.excess(split), self.problem.step_time(split)
+            self.known[split] = found
+        return found
+
+    def improve(self, split: Split) -> None:
+        """Moves cuts for as long as that helps."""
+        best = self.judge(split)
+        is_better = True
+        while is_better:
+            is_better = False
+            for other in _neighbours(split, self.problem.num_layers):
+                if len(self.known) >= self.most:
+                    return
+                found = self.judge(other)
+                if found < best:
+                    split, best, is_better = other, found, True
+                    break
+
+
+def _neighbours(split: Split, num_layers: int) -> Iterator[Split]:
+    """The splits that differ in one cut, then those that differ by one layer in two."""
+    cuts = range(1, len(split))
+
+    def moved(changes: Iterable[tuple[int, int]]) -> Split | None:
+        other = list(split)
+        for cut, by in changes:
+            other[cut] += by
+        rises = all(a < b for a, b in itertools.pairwise((*other, num_layers)))
+        return tuple(other) if rises else None
+
+    for jump, cut, sign in itertools.product(_JUMPS, cuts, (1, -1)):
+        if (found := moved([(cut, sign * jump)])) is not None:
+            yield found
+    for (one, other), (a, b) in itertools.product(
+        itertools.combinations(cuts, 2), itertools.product((1, -1), (1, -1))
+    ):
+        if (found := moved([(one, a), (other, b)])) is not None:
+            yield found
+    for first, last in itertools.combinations(cuts, 2):  # all cuts between the two
+        for sign in (1, -1):
+            if last > first + 1 and (found := moved([(cut, sign) for cut in range(first, last + 1)])):
+                yield found
+
+
+def _find_candidates(problem: SplitProblem) -> list[Split]:
+    """The splits with the least longest stage, and those with a longer one that send less.
+
+    Where memory is limited, stages that alone would hold too much are left out, and if nothing is left, the
+    split whose fullest stage holds least.
+    """
+    alone = _find_loads(problem)
+    taken = [alone] * problem.num_stages
+    if problem.memory is not None and problem.bytes_per_ipu is not None:
+        held = _find_held(problem, problem.memory)
+        taken = [np.where(own <= problem.bytes_per_ipu, alone, np.inf) for own in held]
+        if _cut_by_longest(taken) is None:
+            fullest = _cut_by_longest(held)
+            return [] if fullest is None else [fullest]
+    least = _cut_by_longest(taken)
+    if least is None:
+        return []
+    ends = itertools.pairwise((*least, problem.num_layers))
+    longest = max(float(alone[first, end]) for first, end in ends)
+    sent = _find_sent(problem.layers.transfers, problem.num_layers)
+    limits = np.linspace(longest, _LONGER * longest, _NUM_CANDIDATES)
+    found = [_cut_by_sent(taken, sent, float(limit)) for limit in limits]
+    return [least, *(split for split in found if split is not None)]
+
+
+def _spread(sums: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """The differences of running sums: of layers i up to, but without, j. No layers are infinitely many."""
+    found: npt.NDArray[np.float64] = sums[None, :] - sums[:, None]
+    found[np.tril_indices(len(sums))] = np.inf
+    return found
+
+
+def _running(values: Iterable[float]) -> npt.NDArray[np.float64]:
+    return np.concatenate([[0.0], np.cumsum(list(values))])
+
+
+def _find_loads(problem: SplitProblem) -> npt.NDArray[np.float64]:
+    """What layers take in one stage, for a micro-batch."""
+    layers, overhead = problem.layers, problem.overhead
+    programs = [layers.forward, layers.backward] if problem.training else [layers.forward]
+    sums = [_running(max(time - overhead, 0.0) for time in own) for own in programs]
+    return _spread(sum(sums, np.zeros(1))) + overhead * len(programs)
+
+
+def _find_held(problem: SplitProblem, memory: LayerMemory) -> list[npt.NDArray[np.float64]]:
+    """What layers hold as each of the stages; `SplitProblem.num_bytes` has the whole of it."""
+    constant, held = _spread(_running(memory.num_constant_bytes)), _running(memory.num_held_bytes)
+    is_fused = problem.layers.is_fused and problem.training
+    joined = _running(memory.num_joined_bytes)
+    first = np.append(joined[1:], joined[-1])  # the first layer of a stage is joined with none
+    live = _spread(held) - (joined[None, :] - first[:, None])
+    found = []
+    for stage in range(problem.num_stages):
+        is_last = stage == problem.num_stages - 1 and is_fused
+        in_flight = 1 if is_last else max(a for a, _b in problem.timetable.fullest[stage])
+        found.append(constant + in_flight * np.maximum(live, 0.0) if problem.training else constant)
+    return found
+
+
+def _find_sent(transfers: Mapping[Edge, float], num_layers: int) -> npt.NDArray[np.float64]:
+    """How long it takes to send what crosses a cut before each layer."""
+    found = np.zeros(num_layers + 1)
+    for edge, taken in transfers.items():
+        found[min(edge) + 1 : max(edge) + 1] += taken
+    return found
+
+
+def _cut_by_longest(taken: Sequence[npt.NDArray[np.float64]]) -> Split | None:
+    """The split whose longest stage is shortest.
+
+    Args:
+      taken: for each stage, what it takes from a layer up to another one.
+    """
+    best = taken[0][0].copy()  # by the end of the last stage
+    starts = []
+    for own in taken[1:]:
+        longest = np.maximum(best[:, None], own)
+        starts.append(longest.argmin(axis=0))
+        best = longest.min(axis=0)
+    return _follow(starts, len(best) - 1) if np.isfinite(best[-1]) else None
+
+
+def _cut_by_sent(
+    taken: Sequence[npt.NDArray[np.float64]], sent: npt.NDArray[np.float64], limit: float
+) -> Split | None:
+    """The split that sends least, of those whose stages take no longer than a limit."""
+    best = np.where(taken[0][0] <= limit, 0.0, np.inf)
+    starts = []
+    for own in taken[1:]:
+        total = (best + sent)[:, None] + np.where(own <= limit, 0.0, np.inf)
+        starts.append(total.argmin(axis=0))
+        best = total.min(axis=0)
+    return _follow(starts, len(best) - 1) if np.isfinite(best[-1]) else None
+
+
+def _follow(starts: Sequence[npt.NDArray[np.intp]], end: int) -> Split:
+    """The split that a dynamic program found, from its last stage back."""
+    found: list[int] = []
+    for own in reversed(starts):
+        end = int(own[end])
+        found.append(end)
+    return (0, *reversed(found))
