@@ -175,16 +175,18 @@ def choose_dispatch_plan(
         if holds:
             return Chunking(reason=reason)
     assert step.num_micro_batches is not None
-    if possible_chunk_sizes(step.num_micro_batches) == [1]:
-        return Chunking(
-            reason=f"{step.num_micro_batches} micro-batches do not make {_LEAST_CHUNKS} equal chunks of several"
-        )
     if not uncounted:
         counted = _choose_by_counts(step, nominal_speed(platform))
         if measure is None or counted.chunk_size == 1:
             return counted
+    if possible_chunk_sizes(step.num_micro_batches) == [1]:
+        return Chunking(reason=_describe_too_few(step.num_micro_batches))
     assert measure is not None
     return _choose_by_measuring(step, measure())
+
+
+def _describe_too_few(number: int) -> str:
+    return f"{number} micro-batches do not make {_LEAST_CHUNKS} equal chunks of several"
 
 
 class _Choice(NamedTuple):
@@ -234,7 +236,10 @@ def _choose_by_counts(step: ChunkedStep, speed: Speed) -> Chunking:
     found = _choose(step, seconds)
     longest = describe_seconds(max(operations.values()) * speed.per_operation)
     reason = f"the longest program of one micro-batch computes for about {longest}, "
-    if found.chunk_size == 1:
+    assert step.num_micro_batches is not None
+    if possible_chunk_sizes(step.num_micro_batches) == [1]:
+        reason += f"and {_describe_too_few(step.num_micro_batches)}"
+    elif found.chunk_size == 1:
         reason += "beside which dispatches cost little"
     else:
         reason += f"and a step is estimated to take {found.seconds / found.alone:.0%} of its time one by one"
