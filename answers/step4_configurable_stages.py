@@ -26,16 +26,27 @@ def parse_arguments(layer_names: list[str]) -> argparse.Namespace:
         nargs="+",
         default=["dense32"],
         metavar="LAYER",
-        help="Where to split: each names the layer that starts the next stage. The layers are: "
-        + ", ".join(layer_names)
-        + ".",
+        help="Where to split: each names the layer that starts the next stage; or auto, where a step is then "
+        "shortest. The layers are: " + ", ".join(layer_names) + ".",
+    )
+    parser.add_argument(
+        "--num-pipeline-stages",
+        type=tutorial_support.positive_int,
+        default=None,
+        metavar="N",
+        help="With --splits auto: how many stages to make; by default 2.",
     )
     parser.add_argument(
         "--auto-round-num-ipus",
         action="store_true",
         help="Take as many IPUs as the next power of two, where the stages are fewer.",
     )
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.num_pipeline_stages is not None and args.splits != ["auto"]:
+        parser.error("--num-pipeline-stages goes with --splits auto; other splits say how many stages there are")
+    if (args.num_pipeline_stages or 0) > len(layer_names):
+        parser.error(f"--num-pipeline-stages: there are {len(layer_names)} layers; got {args.num_pipeline_stages}")
+    return args
 
 
 # Every layer takes and returns the learning rate and the labels too: what a later stage needs travels
@@ -128,6 +139,21 @@ def move_layers_to_stages(
     return stages
 
 
+def find_splits(
+    layers: list[tuple[str, Layer]], args: argparse.Namespace, infeed_queue: Any
+) -> ipu.pipelining_ops.AutoStages:
+    """The stages whose step takes least, by what each layer takes on the IPUs."""
+    return ipu.pipelining_ops.auto_stages(
+        [layer for _name, layer in layers],
+        args.num_pipeline_stages or 2,
+        inputs=[np.float32(args.learning_rate)],
+        infeed_queue=infeed_queue,
+        optimizer_function=optimizer_function,
+        gradient_accumulation_count=args.batches_to_accumulate,
+        pipeline_schedule=tutorial_support.schedule_of(args),
+    )
+
+
 def make_stage(index: int, layers: list[tuple[str, Layer]]) -> Layer:
     """A stage function that calls the layers one after another."""
 
@@ -157,15 +183,17 @@ def make_evaluation_stage(layers: list[tuple[str, Layer]], is_last: bool) -> Lay
 def main() -> None:
     layers = discover_layers()
     args = parse_arguments([name for name, _function in layers])
-    stages = move_layers_to_stages(layers, args.splits)
-    print("Layers:")
-    print(" " + ", ".join(name for name, _function in layers))
-    print("Stages:")
-    for index, stage in enumerate(stages):
-        print(f" {index}. " + "-".join(name for name, _function in stage))
+    stages = None if args.splits == ["auto"] else move_layers_to_stages(layers, args.splits)
+    num_stages = args.num_pipeline_stages or 2 if stages is None else len(stages)
+
+    config = ipu.config.IPUConfig()
+    config.auto_select_ipus = num_stages
+    config.auto_round_num_ipus = args.auto_round_num_ipus
+    config.selection_order = ipu.utils.SelectionOrder.SNAKE
+    config.ipu_model = args.ipu_model
+    config.configure_ipu_system()
 
     data, data_line = datasets.load(args.dataset, args.data_dir)
-    print(data_line)
     num_examples = len(data.train_images)
 
     # The queues between the host and the device.
@@ -174,6 +202,17 @@ def main() -> None:
     outfeed_queue = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
     feeds = tutorial_support.make_evaluation_feeds(data, args.batch_size)
     num_test_batches, test_infeed_queue, test_outfeed_queue = feeds
+
+    print("Layers:")
+    print(" " + ", ".join(name for name, _function in layers))
+    if stages is None:
+        found = find_splits(layers, args, infeed_queue)
+        print(found.table)
+        stages = [[layers[number] for number in group] for group in found.groups]
+    print("Stages:")
+    for index, stage in enumerate(stages):
+        print(f" {index}. " + "-".join(name for name, _function in stage))
+    print(data_line)
 
     def model(learning_rate: Any) -> Any:
         with ipu.variable_scope("FCModel"):
@@ -206,13 +245,6 @@ def main() -> None:
     with ipu.scopes.ipu_scope("/device:IPU:0"):
         compiled_model = ipu.ipu_compiler.compile(model, inputs=[learning_rate])
         compiled_evaluation = ipu.ipu_compiler.compile(evaluation_model)
-
-    config = ipu.config.IPUConfig()
-    config.auto_select_ipus = len(stages)
-    config.auto_round_num_ipus = args.auto_round_num_ipus
-    config.selection_order = ipu.utils.SelectionOrder.SNAKE
-    config.ipu_model = args.ipu_model
-    config.configure_ipu_system()
 
     examples_per_step = args.batch_size * args.batches_to_accumulate * args.repeat_count
     steps = tutorial_support.count_steps(args, examples_per_step, num_examples)

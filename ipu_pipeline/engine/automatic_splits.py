@@ -26,9 +26,11 @@ from ipu_pipeline.engine.pipeline import Pipeline
 from ipu_pipeline.engine.pipeline_options import PipelineOptions
 from ipu_pipeline.engine.planning.choosing import (
     HOST_SECONDS,
+    choose_chunk_size,
     count_seconds,
     describe_seconds,
     nominal_speed,
+    possible_chunk_sizes,
 )
 from ipu_pipeline.engine.planning.chunking import Chunking
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms, ValueKind, read_sources
@@ -73,7 +75,9 @@ class SplitRow:
       step_seconds: what a step is predicted to take, with a device for each IPU.
       shared_seconds: what it is predicted to take where the devices share this machine's cores, as virtual
         devices of a CPU do; None where they do not.
-      num_bytes: what each IPU is estimated to hold at most.
+      chunk_size: the micro-batches per program with which these are shortest, of those that the pipeline may
+        choose from.
+      num_bytes: what each IPU is estimated to hold at most, with one micro-batch per program.
       fits: whether that is within the limit.
     """
 
@@ -82,6 +86,7 @@ class SplitRow:
     stage_seconds: tuple[float, ...]
     step_seconds: float
     shared_seconds: float | None
+    chunk_size: int
     num_bytes: tuple[int, ...]
     fits: bool
 
@@ -128,10 +133,9 @@ class SplitTable:
         )
         lines += align([columns, *([shorten(own[0], _WIDTH), *own[1:]] for own in cells)], (1, 2, 3, 4))
         lines.append(f"Splits ({self.search}):")
-        table = [["", "stages", "longest stage", "step", "fullest IPU"]]
         is_shared = self.rows[0].shared_seconds is not None
-        if is_shared:
-            table[0].insert(4, f"on {count_cores()} shared cores")
+        on_cores = [f"on {count_cores()} shared cores"] * is_shared
+        table = [["", "stages", "longest stage", "step", *on_cores, "per program", "fullest IPU"]]
         for row in self.rows:
             longest = max(row.stage_seconds)
             cells_of_row = [
@@ -139,13 +143,12 @@ class SplitTable:
                 " ".join(str(len(group)) for group in row.groups) + " layers",
                 f"{describe_seconds(longest)} (stage {row.stage_seconds.index(longest)})",
                 describe_seconds(row.step_seconds),
+                *([] if row.shared_seconds is None else [describe_seconds(row.shared_seconds)]),
+                str(row.chunk_size),
                 describe_bytes(max(row.num_bytes)) + ("" if row.fits else ", too much"),
             ]
-            if is_shared:
-                assert row.shared_seconds is not None
-                cells_of_row.insert(4, describe_seconds(row.shared_seconds))
             table.append(cells_of_row)
-        lines += align(table, (2, 3, 4, 5))
+        lines += align(table, range(2, len(table[0])))
         return "\n".join(lines)
 
 
@@ -403,17 +406,33 @@ class _Layers:
         )
 
     def _row(self, problem: SplitProblem, split: Split, what: str) -> SplitRow:
-        costs = problem.costs(split)
         is_shared = self._platform == "cpu" and not self._source.startswith("counted")
+        cores = count_cores() if is_shared else None
+        chunk_size = choose_chunk_size(
+            self._chunk_sizes(problem, split), lambda size: problem.step_time(split, cores, size)
+        )
+        costs = problem.costs(split)
         return SplitRow(
             what,
             tuple(tuple(self._names[layer] for layer in group) for group in problem.groups(split)),
             tuple(one + other for one, other in zip(costs.forward, costs.backward, strict=True)),
-            problem.step_time(split),
-            problem.step_time(split, count_cores()) if is_shared else None,
+            problem.step_time(split, None, chunk_size),
+            problem.step_time(split, cores, chunk_size) if is_shared else None,
+            chunk_size,
             problem.num_bytes(split),
             not problem.excess(split),
         )
+
+    def _chunk_sizes(self, problem: SplitProblem, split: Split) -> list[int]:
+        """The numbers of micro-batches per program that a pipeline of this split would choose from."""
+        options = self._options
+        if options.schedule != "grouped" or options.recompute is not None or options.offload:
+            return [1]
+        if len(set(problem.device_mapping)) == 1 or why_not_timed(self._pipeline.programs):
+            return [1]
+        live = max(problem.live_bytes(split))
+        sizes = possible_chunk_sizes(problem.num_micro_batches)
+        return [size for size in sizes if size == 1 or size * live <= options.max_chunked_bytes]
 
 
 def _unique(names: Iterable[str]) -> list[str]:

@@ -129,14 +129,14 @@ def time_copy(avals: Sequence[Any], source: DeviceGroup, target: DeviceGroup) ->
     number = len(target.devices)
     key = _digest("copy", str(shapes), str(number), *map(_describe, (source.devices[0], target.devices[0])))
     if _find(key, directory) is None:
-        zeros = jax.block_until_ready(jit_zeros(avals, source.replicated)())
+        zeros = _make_zeros(avals, source.replicated)
 
         def call(number: int) -> None:
             for _call in range(number):
                 copies = copy_to(zeros, target)
             jax.block_until_ready(copies)
 
-        with _alone:
+        with _alone, jax.ensure_compile_time_eval():
             found = ProgramTime(*_repeat(call), 0)
         _known[key] = _keep(key, found, directory)
     return _known[key].seconds
@@ -189,13 +189,13 @@ def _time(program: TimedProgram, compiled: Any) -> ProgramTime:
     given: list[Any] = [None] * len(program.arguments)
     for sharding in shardings:
         places = [place for place, struct in enumerate(program.arguments) if struct.sharding == sharding]
-        zeros = jit_zeros([program.arguments[place] for place in places], sharding)()
+        zeros = _make_zeros([program.arguments[place] for place in places], sharding)
         for place, value in zip(places, zeros, strict=True):
             given[place] = value
 
     def call(number: int) -> None:
         for _call in range(number):
-            results = program.jitted(*given)
+            results = compiled(*given)
             for place, result in program.carried.items():
                 given[place] = results[result]
         jax.block_until_ready(results)
@@ -204,6 +204,13 @@ def _time(program: TimedProgram, compiled: Any) -> ProgramTime:
         seconds, cores = _repeat(call)
     analysis = compiled.memory_analysis()  # None on some backends
     return ProgramTime(seconds, cores, 0 if analysis is None else int(analysis.temp_size_in_bytes))
+
+
+def _make_zeros(avals: Sequence[Any], sharding: Any) -> list[jax.Array]:
+    """Zeros, even while a function is being traced."""
+    with jax.ensure_compile_time_eval():
+        made: list[jax.Array] = jax.block_until_ready(jit_zeros(avals, sharding)())
+    return made
 
 
 def _repeat(call: Callable[[int], None]) -> tuple[float, float]:

@@ -40,6 +40,7 @@ _MAX_SIMULATED = 64  # micro-batches; more only repeat what these do
 _MAX_ACTIONS = 3_000_000  # that a search simulates in all: some seconds
 _LONGER = 1.25  # than the least longest stage: how long that of a candidate may be
 _NUM_CANDIDATES = 8
+_LARGEST_CHUNK = 16  # micro-batches
 _JUMPS = (1, 2, 4, 8)  # layers by which a cut moves
 
 
@@ -100,25 +101,39 @@ class SplitProblem:
     @functools.cached_property
     def timetable(self) -> Timetable:
         """The timetable that splits are judged by, of a step or its beginning."""
+        return self._make_timetable(self._num_simulated)
+
+    def _make_timetable(self, number: int) -> Timetable:
         schedule = "zero_bubble" if isinstance(self.schedule, SearchedSchedule) else self.schedule
-        mapping = self.device_mapping
-        return timetable(schedule, self.num_stages, self._num_simulated, mapping, self.training)
+        return timetable(schedule, self.num_stages, number, self.device_mapping, self.training)
 
     @functools.cached_property
     def _num_simulated(self) -> int:
         """The number of micro-batches that are simulated: as many as make the same rounds of the IPUs."""
         number, num_ipus = self.num_micro_batches, len(set(self.device_mapping))
         surplus = max(0, number - max(_MAX_SIMULATED, 2 * self.num_stages))
-        return number - surplus // num_ipus * num_ipus
+        rounds = math.lcm(num_ipus, _LARGEST_CHUNK)
+        return number - surplus // rounds * rounds
 
     def groups(self, split: Split) -> list[range]:
         """The layers of each stage."""
         return [range(*ends) for ends in itertools.pairwise((*split, self.num_layers))]
 
-    def costs(self, split: Split) -> Costs:
-        """What the stages of a split take."""
-        layers, overhead, last = self.layers, self.overhead, self.num_stages - 1
-        is_fused = layers.is_fused and self.training
+    def costs(self, split: Split, chunk_size: int = 1) -> Costs:
+        """What the stages of a split take for a micro-batch.
+
+        Args:
+          split: the split.
+          chunk_size: micro-batches that a program handles, for which its overhead comes once.
+        """
+        layers = self.layers
+
+        def joined(times: Sequence[float]) -> float:
+            """What programs take as one."""
+            found = [time for time in times if time]
+            own = sum(max(time - self.overhead, 0.0) for time in found)
+            return own + min(self.overhead, max(found)) / chunk_size if found else 0.0
+
         halves = self.timetable.halved
         forward, backward, weights, update = [], [], [], []
         busy: tuple[list[float], list[float]] = ([], [])
@@ -127,15 +142,13 @@ class SplitProblem:
             second = [layers.weight_gradients[layer] for layer in group]
             first = [layers.forward[layer] for layer in group]
             whole = [layers.backward[layer] for layer in group]
-            if stage == last and is_fused:  # its forward does the backward, too, or its first half
+            if self._is_fused(stage):  # its forward does the backward, too, or its first half
                 first, inputs, whole = [*first, *inputs], [], second if stage in halves else []
                 first += [] if stage in halves else second
                 second = second if stage in halves else []
-            forward.append(_joined(first, overhead))
-            weights.append(_joined(second, overhead) if stage in halves else 0.0)
-            backward.append(
-                _joined(inputs, overhead) + weights[-1] if stage in halves else _joined(whole, overhead)
-            )
+            forward.append(joined(first))
+            weights.append(joined(second) if stage in halves else 0.0)
+            backward.append(joined(inputs) + weights[-1] if stage in halves else joined(whole))
             update.append(sum(layers.update[layer] for layer in group))
             for cores, times, own in (
                 (layers.forward_cores, layers.forward, busy[0]),
@@ -162,20 +175,22 @@ class SplitProblem:
             is_fused=layers.is_fused,
         )
 
-    def step_time(self, split: Split, cores: float | None = None) -> float:
+    def step_time(self, split: Split, cores: float | None = None, chunk_size: int = 1) -> float:
         """The time of a step, with the surplus over what is simulated at the pace of the busiest IPU.
 
         Args:
           split: the split.
           cores: see `Scenario`.
+          chunk_size: micro-batches that a program handles.
         """
         number = self._num_simulated
         scenario = Scenario(
-            self.costs(split),
-            self.timetable,
+            self.costs(split, chunk_size),
+            self.timetable if chunk_size == 1 else self._make_timetable(number // chunk_size),
             number,
             device_mapping=self.device_mapping,
             training=self.training,
+            chunk_size=chunk_size,
             cores=cores,
         )
         taken = predict_step_time(scenario)
@@ -191,6 +206,25 @@ class SplitProblem:
             pace = max(pace, sum(time * own for time, own in pairs) / cores)
         return taken + (self.num_micro_batches - number) * pace
 
+    def live_bytes(self, split: Split) -> tuple[int, ...]:
+        """What each stage holds of micro-batches between forwards and backwards; nothing if not known."""
+        memory = self.memory
+        if memory is None or not self.training:
+            return (0,) * self.num_stages
+        found = []
+        for stage, group in enumerate(self.groups(split)):
+            joined = sum(memory.num_joined_bytes[layer] for layer in group[1:])
+            before = sum(memory.num_held_bytes[layer] for layer in group) - joined
+            between = sum(memory.num_between_bytes[layer] for layer in group)
+            if self._is_fused(stage):
+                before, between = 0, between if stage in self.timetable.halved else 0
+            found.append(max(a * before + b * between for a, b in self.timetable.fullest[stage]))
+        return tuple(found)
+
+    def _is_fused(self, stage: int) -> bool:
+        """Whether a stage does its forward and its backward, or the first half of that, in one program."""
+        return stage == self.num_stages - 1 and self.layers.is_fused and self.training
+
     def num_bytes(self, split: Split) -> tuple[int, ...]:
         """What each IPU holds at most; nothing if that is not known."""
         memory, mapping = self.memory, self.device_mapping
@@ -198,20 +232,14 @@ class SplitProblem:
             return ()
         number = 1 + max(mapping)
         held, running = [0] * number, [0] * number
-        is_fused, halves = self.layers.is_fused and self.training, self.timetable.halved
+        live = self.live_bytes(split)
         for stage, group in enumerate(self.groups(split)):
             ipu = mapping[stage]
-            joined = sum(memory.num_joined_bytes[layer] for layer in group[1:])
-            before = sum(memory.num_held_bytes[layer] for layer in group) - joined
-            between = sum(memory.num_between_bytes[layer] for layer in group)
             temporary = max(memory.num_temporary_bytes[layer] for layer in group)
-            if stage == self.num_stages - 1 and is_fused:  # nothing is held from one program to the next
-                temporary, before = temporary + before, 0
-                between = between if stage in halves else 0
-            elif not self.training:
-                before = between = 0
-            live = max(a * before + b * between for a, b in self.timetable.fullest[stage])
-            held[ipu] += live + sum(memory.num_constant_bytes[layer] for layer in group)
+            if self._is_fused(stage):  # what its layers keep for the backward is among its temporaries
+                temporary += sum(memory.num_held_bytes[layer] for layer in group)
+                temporary -= sum(memory.num_joined_bytes[layer] for layer in group[1:])
+            held[ipu] += live[stage] + sum(memory.num_constant_bytes[layer] for layer in group)
             running[ipu] = max(running[ipu], temporary)
         stage_of = [stage for stage, group in enumerate(self.groups(split)) for _layer in group]
         for layers, size in memory.shared:
@@ -225,13 +253,6 @@ class SplitProblem:
         if self.bytes_per_ipu is None or self.memory is None:
             return 0
         return max(0, max(self.num_bytes(split)) - self.bytes_per_ipu)
-
-
-def _joined(times: Sequence[float], overhead: float) -> float:
-    """What programs take as one: the overhead comes once."""
-    found = [time for time in times if time]
-    own = sum(max(time - overhead, 0.0) for time in found)
-    return own + min(overhead, max(found)) if found else 0.0
 
 
 @dataclass(frozen=True)

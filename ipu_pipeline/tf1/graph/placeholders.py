@@ -12,12 +12,14 @@ from typing import Any
 import jax
 import numpy as np
 
+from ipu_pipeline.ground.shapes import as_shape
 from ipu_pipeline.ground.values import as_own, as_plain, cast_exactly, is_of_numbers
 from ipu_pipeline.tf1.graph.symbols import Symbol
 
 __all__ = [
     "Placeholder",
     "as_traced_inputs",
+    "input_shapes",
     "live_placeholders",
     "placeholder",
     "standing",
@@ -136,6 +138,21 @@ def as_traced_inputs(inputs: Any, what: str = "inputs") -> tuple[list[Any], Any]
         inputs = [inputs]
     leaves, tree = jax.tree.flatten(list(inputs))
     return [_as_array(f"{what}: leaf {index}", leaf) for index, leaf in enumerate(leaves)], tree
+
+
+def input_shapes(inputs: Any) -> list[Any]:
+    """Shapes and dtypes of the `inputs` of a pipeline outside of a program, where placeholders have no value.
+
+    Args:
+      inputs: pytrees of placeholders, arrays, numbers, or shapes and dtypes, in a list or alone; or None.
+    """
+
+    def find(leaf: Any) -> jax.ShapeDtypeStruct:
+        return leaf.aval if isinstance(leaf, Placeholder) else as_shape(leaf)
+
+    given = [] if inputs is None else list(inputs) if isinstance(inputs, (list, tuple)) else [inputs]
+    found: list[Any] = jax.tree.map(find, given, is_leaf=lambda leaf: isinstance(leaf, Placeholder))
+    return found
 
 
 def _as_array(what: str, leaf: Any) -> Any:

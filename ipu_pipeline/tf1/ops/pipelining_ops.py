@@ -8,16 +8,32 @@ from typing import Any
 
 import jax
 
-from ipu_pipeline.engine import Chunking, Pipeline, TensorParallel, constrain, recomputation_checkpoint
-from ipu_pipeline.engine.fronts import Captures, InsideOfBodyError, Shard, find_sum_dtype, is_in_stage
+from ipu_pipeline.engine import (
+    AutoStages,
+    Chunking,
+    Pipeline,
+    TensorParallel,
+    constrain,
+    recomputation_checkpoint,
+)
+from ipu_pipeline.engine import auto_stages as engine_auto_stages
+from ipu_pipeline.engine.fronts import (
+    Captures,
+    InsideOfBodyError,
+    Shard,
+    find_sum_dtype,
+    is_in_stage,
+    join_layers,
+)
 from ipu_pipeline.engine.schedules import ScheduleLike
 from ipu_pipeline.graphcore.importing import explain_missing
+from ipu_pipeline.ground.checks import is_integer
 from ipu_pipeline.processes import selection
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
 from ipu_pipeline.queues.operations import Operation
 from ipu_pipeline.queues.outfeed import IPUOutfeedQueue
 from ipu_pipeline.tf1.gradient_accumulation import GradientAccumulationReductionMethod
-from ipu_pipeline.tf1.graph.placeholders import Placeholder, as_traced_inputs
+from ipu_pipeline.tf1.graph.placeholders import Placeholder, as_traced_inputs, input_shapes
 from ipu_pipeline.tf1.program.calls import PipelineCall, current_builder
 from ipu_pipeline.tf1.program.global_steps import give_steps
 from ipu_pipeline.tf1.program.loss_weights import at_least_float32_for_weights
@@ -50,12 +66,14 @@ from ipu_pipeline.tf1.program.replication import make_replication
 from ipu_pipeline.tf1.program.stage_options import PipelineStageOptions, compiler_options
 
 __all__ = [
+    "AutoStages",
     "Chunking",
     "OptimizerFunctionOutput",
     "PipelineSchedule",
     "PipelineStageOptions",
     "RecomputationMode",
     "TensorParallel",
+    "auto_stages",
     "constrain",
     "pipeline",
     "recomputation_checkpoint",
@@ -367,6 +385,100 @@ def pipeline(
     builder.add(call, [*([count] if has_count_operand else []), *input_leaves, *captures.values])
     captures.values.clear()  # traced values, which are no longer needed
     return Operation(call.name)
+
+
+def auto_stages(
+    layers: Sequence[Callable[..., Any]],
+    num_stages: int,
+    inputs: Any = (),
+    infeed_queue: IPUInfeedQueue | None = None,
+    optimizer_function: OptimizerFunction | None = None,
+    gradient_accumulation_count: Any = None,
+    device_mapping: Sequence[int] | None = None,
+    pipeline_schedule: PipelineSchedule | ScheduleLike | None = None,
+    bytes_per_ipu: int | None = None,
+    gradient_accumulation_dtype: Any = None,
+    recomputation_mode: RecomputationMode | None = None,
+    tensor_parallel: TensorParallel | None = None,
+    measure: bool = True,
+) -> AutoStages:
+    """Makes stages of layers, for `pipeline`: the contiguous groups of them with which a step takes least.
+
+    Not in Graphcore's. The step is simulated under the schedule and the device mapping, with what layers take
+    and hold: their programs, their parts of the weight update, and what goes from layer to layer. These are
+    measured on the IPUs, once for equal layers, and kept for later runs, which then decide the same; see
+    `engine.auto_stages`. It may be called in the function that `ipu_compiler.compile` traces, or outside; there,
+    IPUs should have been configured before, since it uses them.
+
+    Args:
+      layers: functions. Each takes what the one before returns, as stages do.
+      num_stages: the number of stages, from 1 to that of the layers.
+      inputs: as for `pipeline`; outside of a compiled function placeholders, or shapes and dtypes.
+      infeed_queue: as for `pipeline`.
+      optimizer_function: as for `pipeline`.
+      gradient_accumulation_count: as for `pipeline`, but an integer: the best split depends on it.
+      device_mapping: the IPU of each stage; by default each has its own, in order.
+      pipeline_schedule: as for `pipeline`.
+      bytes_per_ipu: the most that an IPU may hold: variables, optimizer state, accumulators, micro-batches in
+        flight and temporaries. None: anything.
+      gradient_accumulation_dtype: as for `pipeline`.
+      recomputation_mode: as for `pipeline`; it counts if `IPUConfig.allow_recompute` was set.
+      tensor_parallel: as for `pipeline`.
+      measure: False counts operations, and runs nothing.
+
+    Returns:
+      The stages, a list with `groups` (the numbers of each stage's layers) and `table` (what was decided by:
+      the split chosen, that into equally many layers, the best other one, and what each layer takes).
+
+    Raises:
+      TypeError, ValueError: an argument is not usable, the layers do not fit together, or no split fits the
+        memory.
+    """
+    check_arguments(layers, infeed_queue, None, optimizer_function)
+    count = check_count(gradient_accumulation_count)
+    if not isinstance(count, int):
+        raise TypeError(
+            f"gradient_accumulation_count must be an integer here, as the best split depends on it; got {count!r}."
+        )
+    size = 1 if tensor_parallel is None else tensor_parallel.size
+    schedule = PipelineSchedule.Grouped if pipeline_schedule is None else pipeline_schedule
+    builder = current_builder()
+    if device_mapping is None and is_integer(num_stages, 1):
+        device_mapping = range(num_stages)
+    num_ipus = size * (1 + max(device_mapping or [0]))
+    ipu_device = 0 if builder is None else builder.ipu_device
+    inputs, given_layers = give_steps(inputs, layers)
+    if builder is None:
+        given, captures = input_shapes(inputs), Captures()
+    else:
+        leaves, tree = as_traced_inputs(inputs)
+        given = jax.tree.unflatten(tree, [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves])
+        captures = Captures(builder.is_captured_placeholder, builder.describe_input)
+    optimizer = None if optimizer_function is None else LossAndTransformation(optimizer_function)
+    recompute = check_recomputation(recomputation_mode, optimizer is None)
+    found = engine_auto_stages(
+        given_layers,
+        num_stages,
+        None if infeed_queue is None else infeed_queue.element,
+        *given,
+        bytes_per_ipu=bytes_per_ipu,
+        measure=measure,
+        devices=selection.devices_for(ipu_device, num_ipus) if measure else None,
+        num_micro_batches=count,
+        loss=None if optimizer is None else optimizer.loss,
+        optimizer=None if optimizer is None else optimizer.transformation,
+        schedule=find_pipeline_schedule(schedule),
+        device_mapping=device_mapping,
+        trained=None if optimizer is None else optimizer.trained,
+        captures=captures,
+        gradient_map=None if optimizer is None else optimizer.gradient_map,
+        gradient_targets=None if optimizer is None else optimizer.gradient_targets,
+        accumulator_dtype=at_least_float32_for_weights(check_accumulator_dtype(gradient_accumulation_dtype)),
+        recompute=recompute if selection.allows_recomputation() and optimizer is not None else None,
+        tensor_parallel=tensor_parallel,
+    )
+    stages = [join_layers([layers[number] for number in group]) for group in found.groups]
+    return AutoStages(stages, found.groups, found.table)
 
 
 explain_missing(__name__)
