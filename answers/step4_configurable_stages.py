@@ -26,8 +26,8 @@ def parse_arguments(layer_names: list[str]) -> argparse.Namespace:
         nargs="+",
         default=["dense32"],
         metavar="LAYER",
-        help="Where to split: each names the layer that starts the next stage; or auto, where a step is then "
-        "shortest. The layers are: " + ", ".join(layer_names) + ".",
+        help="Where to split: each names the layer that starts the next stage; or auto, where a step is "
+        "then shortest. The layers are: " + ", ".join(layer_names) + ".",
     )
     parser.add_argument(
         "--num-pipeline-stages",
@@ -43,9 +43,11 @@ def parse_arguments(layer_names: list[str]) -> argparse.Namespace:
     )
     args = parser.parse_args()
     if args.num_pipeline_stages is not None and args.splits != ["auto"]:
-        parser.error("--num-pipeline-stages goes with --splits auto; other splits say how many stages there are")
+        parser.error(
+            "--num-pipeline-stages goes with --splits auto; other splits say how many stages there are"
+        )
     if (args.num_pipeline_stages or 0) > len(layer_names):
-        parser.error(f"--num-pipeline-stages: there are {len(layer_names)} layers; got {args.num_pipeline_stages}")
+        parser.error(f"--num-pipeline-stages: at most {len(layer_names)}, one for each layer")
     return args
 
 
@@ -184,7 +186,7 @@ def main() -> None:
     layers = discover_layers()
     args = parse_arguments([name for name, _function in layers])
     stages = None if args.splits == ["auto"] else move_layers_to_stages(layers, args.splits)
-    num_stages = args.num_pipeline_stages or 2 if stages is None else len(stages)
+    num_stages = len(stages) if stages else args.num_pipeline_stages or 2
 
     config = ipu.config.IPUConfig()
     config.auto_select_ipus = num_stages

@@ -1,9 +1,9 @@
 """Makes stages of a list of layers: cuts it where a step is then shortest, and shows by what.
 
-The layers are traced as a pipeline in which each is a stage, so everything is known of them that is known of
-stages: programs, what crosses from one to the next, memory, the weight update's programs. Their programs are
-measured one at a time (`execution.program_times`), on one device or two; no state is made, so a model may be
-larger than a device. Equal layers are measured once. `schedules.splitting` finds the split.
+The layers are traced as a pipeline in which each is a stage, so everything is known of them that is known
+of stages: programs, what crosses from one to the next, memory, the weight update's programs. Their
+programs are measured one at a time (`execution.program_times`), on one device or two; no state is made, so
+a model may be larger than a device. Equal layers are measured once. `schedules.splitting` finds the split.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class SplitRow:
       step_seconds: what a step is predicted to take, with a device for each IPU.
       shared_seconds: what it is predicted to take where the devices share this machine's cores, as virtual
         devices of a CPU do; None where they do not.
-      chunk_size: the micro-batches per program with which these are shortest, of those that the pipeline may
-        choose from.
+      chunk_size: the micro-batches per program with which these are shortest, of those that the pipeline
+        may choose from.
       num_bytes: what each IPU is estimated to hold at most, with one micro-batch per program.
       fits: whether that is within the limit.
     """
@@ -99,8 +99,8 @@ class SplitTable:
       rows: the chosen split, the even one by the number of layers, and the best other one; those that are
         the same are there once.
       layers: the names of the layers.
-      forward_seconds: what a micro-batch takes of each layer forward, as a program of its own. The last one's
-        includes its backward, or the first half of that, which is one program with it.
+      forward_seconds: what a micro-batch takes of each layer forward, as a program of its own. The last
+        one's includes its backward, or the first half of that, which is one program with it.
       backward_seconds: the same for the backwards.
       update_seconds: what a weight update takes of each.
       sent_bytes: what crosses the cut before each layer, there and back, per micro-batch.
@@ -178,19 +178,20 @@ def auto_stages(
 ) -> AutoStages:
     """Makes stages of layers: the contiguous groups of them with which a step takes least.
 
-    The step is simulated under the schedule and the device mapping, with what each layer's programs, its part of
-    the weight update and the transfers between layers take. These are measured on this machine's devices, once for
-    equal programs, and kept beside JAX's compiled programs, or in ~/.cache/ipu_pipeline: so the next run decides
-    the same. They are counted from the operations where nothing may run: stages print or call back into Python, or
-    have a `while_loop`; or the program runs in several processes, each of which would measure differently.
+    The step is simulated under the schedule and the device mapping, with what each layer's programs, its
+    part of the weight update and the transfers between layers take. These are measured on this machine's
+    devices, once for equal programs, and kept beside JAX's compiled programs, or in ~/.cache/ipu_pipeline:
+    so the next run decides the same. They are counted from the operations where nothing may run: stages
+    print or call back into Python, or have a `while_loop`; or the program runs in several processes, each
+    of which would measure differently.
 
     Args:
       layers: like stages, without parallel ones: each takes what the one before returns.
       num_stages: the number of stages, from 1 to the number of layers.
       micro_batch: a micro-batch, or the same pytree of `jax.ShapeDtypeStruct`s; None for no feed.
       *inputs: the inputs that are constant during a step, or their shapes and dtypes.
-      bytes_per_ipu: the most that an IPU may hold, by the estimate for each split: variables, optimizer state,
-        accumulators, micro-batches in flight and temporaries. None: anything.
+      bytes_per_ipu: the most that an IPU may hold, by the estimate for each split: variables, optimizer
+        state, accumulators, micro-batches in flight and temporaries. None: anything.
       measure: False counts, and runs nothing.
       **options: of the pipeline that is to be made of the stages, the fields of `PipelineOptions`.
         `num_micro_batches` must be given. `parameters` are those of the layers; the stages that are
@@ -204,12 +205,12 @@ def auto_stages(
       TypeError: there is no such option.
       ValueError: an argument is not usable, something is wrong with a layer, or the layers do not fit.
     """
-    if isinstance(layers, (str, bytes)) or not isinstance(layers, Sequence) or not layers:
+    if not isinstance(layers, (list, tuple)) or not layers:
         raise ValueError(f"auto_stages: layers must be a list of at least one function; got {layers!r}.")
     if not is_integer(num_stages, 1) or num_stages > len(layers):
         raise ValueError(
-            f"auto_stages: num_stages must be an integer from 1 to the number of layers, {len(layers)}; got "
-            f"{num_stages!r}."
+            f"auto_stages: num_stages must be an integer from 1 to the number of layers, {len(layers)}; "
+            f"got {num_stages!r}."
         )
     if bytes_per_ipu is not None and not is_integer(bytes_per_ipu, 1):
         raise ValueError(
@@ -254,7 +255,9 @@ def _find_mapping(given: Any, num_stages: int) -> tuple[int, ...]:
 
 def _name_layers(layers: Sequence[StageEntry], parameters: Sequence[Any] | None) -> list[StageEntry]:
     """Layers with names that do not depend on the stage that they are in."""
-    entries = list(layers) if parameters is None else with_parameters(layers, parameters, "layers", "parameters")
+    entries = (
+        list(layers) if parameters is None else with_parameters(layers, parameters, "layers", "parameters")
+    )
     named: list[StageEntry] = []
     for number, entry in enumerate(entries):
         if isinstance(entry, Stage) and entry.name is None:
@@ -277,7 +280,9 @@ class _Layers:
         num_stages: int,
         measure: bool,
     ) -> None:
-        self._names = tuple(_unique(map(name_of, entries)))
+        self._names = tuple(
+            _unique(layer.__name__ if isinstance(layer, Stage) else name_of(layer) for layer in entries)
+        )
         self._options, self._mapping, self._num_stages = options, mapping, num_stages
         self._count = options.num_micro_batches
         number = len(entries)
@@ -345,8 +350,8 @@ class _Layers:
         uncounted = sorted(frozenset().union(*(program.uncounted for program in programs)))
         if uncounted:
             raise ValueError(
-                f"auto_stages: layers call {', '.join(uncounted)}, whose time is not known from their operations "
-                f"and is not measured here ({self._source}). Give the stages yourself."
+                f"auto_stages: layers call {', '.join(uncounted)}, whose time is not known from their "
+                f"operations and is not measured here ({self._source}). Give the stages yourself."
             )
         weights = [count_seconds(own.weights, speed) for own in pipeline.programs]
         first = [count_seconds(own.backward, speed) for own in pipeline.programs]

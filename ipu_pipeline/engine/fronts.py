@@ -58,8 +58,7 @@ from ipu_pipeline.engine.tracing.scopes import (
     opened,
 )
 from ipu_pipeline.engine.tracing.specs import initial_value, make_spec
-from ipu_pipeline.engine.tracing.stage_lists import join_layers
-from ipu_pipeline.engine.tracing.stage_lists import as_level
+from ipu_pipeline.engine.tracing.stage_lists import as_level, join_layers
 from ipu_pipeline.engine.tracing.stages import check_signature
 from ipu_pipeline.engine.updates.loss_scaling import LossScaled, LossScaleState, scale_loss
 from ipu_pipeline.engine.updates.optimizer_tracing import describe_other_optimizer

@@ -480,10 +480,11 @@ class Pipeline:
     def dispatch_plan(self) -> Chunking | None:
         """How many micro-batches a program handles; None on one device.
 
-        If none was given, it is estimated from the programs and the kind of the devices (CPUs, as long as none
-        are known), and where chunks may be worth it, measured when the pipeline is prepared; in several
-        processes it is the estimate. With another schedule than "grouped", with recomputation or offloading, and with a
-        number of micro-batches that is known only at run time, every action stays a program of its own.
+        If none was given, it is estimated from the programs and the kind of the devices (CPUs, as long as
+        none are known), and where chunks may be worth it, measured when the pipeline is prepared; in
+        several processes it is the estimate. With another schedule than "grouped", with recomputation or
+        offloading, and with a number of micro-batches that is known only at run time, every action stays a
+        program of its own.
         """
         if self.is_one_program:
             return None
@@ -695,7 +696,9 @@ class Pipeline:
         def measure() -> MeasuredCosts:
             device = placement.groups[0].devices[0]
             return MeasuredCosts(
-                lambda chunk_size: make(chunk_size).measure(self.built.accumulator_dtypes, HOST_SECONDS).costs,
+                lambda chunk_size: (
+                    make(chunk_size).measure(self.built.accumulator_dtypes, HOST_SECONDS).costs
+                ),
                 time_shortest(placement.groups[0]),
                 count_cores() if device.platform == "cpu" else None,
             )
@@ -713,7 +716,7 @@ class Pipeline:
         return runner
 
     def _may_measure(self, placement: StatePlacement) -> bool:
-        """Whether a dispatch plan may be chosen by running the programs. Processes would measure differently."""
+        """Whether a dispatch plan may be chosen by running the programs; not in several processes."""
         is_chosen = self.options.dispatch_plan is None and not self.is_loop
         return is_chosen and not placement.has_peers and not why_not_timed(self._programs)
 

@@ -89,13 +89,15 @@ def measure_scenario(
     reason = "" if not runner.has_callbacks else CALLBACKS
     if reason := reason or why_not_timed(runner.programs):
         raise ValueError(
-            f"PipelineSchedule.searched runs the stages on zeros to measure them: {reason}. Take a schedule "
-            "with a name, or one that was searched without these and written to a file."
+            f"PipelineSchedule.searched runs the stages on zeros to measure them: {reason}. Take a "
+            "schedule with a name, or one that was searched without these and written to a file."
         )
     placement, dtypes = runner.placement, built.accumulator_dtypes
     zeros = [np.zeros(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(built.traced.inputs)]
     state = RunState(make_state(), runner.make_accumulators(dtypes))
-    runner.compile(state, Request(zeros, runner.chunk_size, limit=runner.chunk_size, total=runner.chunk_size))
+    runner.compile(
+        state, Request(zeros, runner.chunk_size, limit=runner.chunk_size, total=runner.chunk_size)
+    )
     costs = runner.measure(dtypes).costs
     stages = plan_memory()
     ipus = runner.plan_memory(dtypes, stages, runner.chunk_size)

@@ -125,9 +125,7 @@ def time_updates(
     }
     timed = []
     calls = update_arguments(accumulators, weight_update, traced.output_avals)
-    for program, jitted, (group, structs) in zip(
-        updates.updates, weight_update.jitted, calls, strict=True
-    ):
+    for program, jitted, (group, structs) in zip(updates.updates, weight_update.jitted, calls, strict=True):
         carried = {
             place: program.results.index(value)
             for place, value in enumerate(program.arguments)

@@ -1,9 +1,9 @@
 """What programs take, each alone: measured once on a kind of device, and kept for later processes.
 
-Programs are told apart by what XLA would compile, the versions, the kind of device and, on a CPU, the number of
-cores: equal programs are measured once, whatever pipelines they belong to. What was measured stays: whatever is
-chosen by it is chosen again in the next run. Each program has a file of its own, which whoever is first
-writes; so processes need no lock, and none of them replaces what another one has chosen by.
+Programs are told apart by what XLA would compile, the versions, the kind of device and, on a CPU, the
+number of cores: equal programs are measured once, whatever pipelines they belong to. What was measured
+stays, and what is chosen by it is chosen again in the next run. Each program has a file of its own, which
+whoever is first writes; so processes need no lock, and none replaces what another one has chosen by.
 """
 
 from __future__ import annotations
@@ -31,13 +31,23 @@ from ipu_pipeline.engine.execution.kept import jit_zeros, text_of
 from ipu_pipeline.engine.progress import compiling
 from ipu_pipeline.ground import jax_compat
 
-__all__ = ["ProgramTime", "TimedProgram", "count_cores", "find_directory", "time_copy", "time_programs", "time_shortest"]
+__all__ = [
+    "ProgramTime",
+    "TimedProgram",
+    "count_cores",
+    "find_directory",
+    "time_copy",
+    "time_programs",
+    "time_shortest",
+]
 
 _FOLDER = "program_times"
 _LEAST_ROUNDS, _MOST_ROUNDS, _SECONDS = 5, 50, 0.1  # of a program's measurement
 _SHORT = 1e-3  # seconds; what takes less is called several times in a row
 _IN_A_ROW = 8
-_SHORTEST = 2048  # numbers; XLA runs programs of fewer than 1,000 operations where they are started, on CPUs
+_SHORTEST = (
+    2048  # numbers; XLA runs programs of fewer than 1,000 operations where they are started, on CPUs
+)
 _LEAST_CORES = 0.01  # that a program keeps busy: one that only waits
 
 _known: dict[str, ProgramTime] = {}  # by key
@@ -87,7 +97,7 @@ def find_directory() -> Path | None:
     Returns:
       The directory, which need not exist; None if there is no place for it.
     """
-    given = jax.config.jax_compilation_cache_dir
+    given = jax.config.read("jax_compilation_cache_dir")
     if given and "://" not in given:
         return Path(given) / _FOLDER
     try:
@@ -98,7 +108,7 @@ def find_directory() -> Path | None:
 
 
 def time_programs(programs: Sequence[TimedProgram]) -> list[ProgramTime]:
-    """Times programs on zeros, each alone; those that have been timed before, here or elsewhere, are not run.
+    """Times programs on zeros, each alone. Those that have been timed before, anywhere, are not run.
 
     They must end on zeros, whatever these make of them, and not print or call back into Python.
 

@@ -10,8 +10,9 @@ on zeros, the programs are measured: those for one micro-batch, and those of the
 best. These are taken only if they are measured to be faster, too.
 
 Physical devices are simulated. The virtual devices of a CPU share its cores, and XLA's programs use all
-cores that are idle: while one stage waits, the others are faster. So there a step is estimated to take the sum
-of its programs' and dispatches' times; measured programs are simulated on the cores that they keep busy.
+cores that are idle: while one stage waits, the others are faster. So there a step is estimated to take the
+sum of its programs' and dispatches' times; measured programs are simulated on the cores that they keep
+busy.
 """
 
 from __future__ import annotations
@@ -258,7 +259,9 @@ def _choose_by_counts(step: ChunkedStep, speed: Speed) -> Chunking:
     elif found.chunk_size == 1:
         reason += "beside which dispatches cost little"
     else:
-        reason += f"and a step is estimated to take {found.seconds / found.alone:.0%} of its time one by one"
+        reason += (
+            f"and a step is estimated to take {found.seconds / found.alone:.0%} of its time one by one"
+        )
     return Chunking(found.chunk_size, reason + found.held_back)
 
 

@@ -1,14 +1,14 @@
 """Finds where to cut a row of layers into stages: the contiguous split whose step takes least. No JAX.
 
-A split is judged by the simulator, under the schedule and the IPUs of its stages. Where there are few splits, all
-of them are simulated. Else the first candidates come from dynamic programming over what stages take: the
-least longest stage, and for longest stages up to a quarter longer the least that is sent. A local search goes
-on from these and from the even split, and moves one or two cuts at a time for as long as that helps. What
-does not fit the memory is worse than all that does.
+A split is judged by the simulator, under the schedule and the IPUs of its stages. Where there are few
+splits, all of them are simulated. Else the first candidates come from dynamic programming over what stages
+take: the least longest stage, and for longest stages up to a quarter longer the least that is sent. A local
+search goes on from these and from the even split, and moves one or two cuts at a time for as long as that
+helps. What does not fit the memory is worse than all that does.
 
-Source of the dynamic program: the partitioning of a chain by its bottleneck (Bokhari, "Partitioning problems in
-parallel, pipelined, and distributed computing", 1988), as pipelines of layers have it since PipeDream
-(Narayanan et al. 2019).
+Source of the dynamic program: the partitioning of a chain by its bottleneck (Bokhari, "Partitioning
+problems in parallel, pipelined, and distributed computing", 1988), as pipelines of layers have it since
+PipeDream (Narayanan et al. 2019).
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class LayerMemory:
         micro-batches that wait for it.
       num_held_bytes: what each holds from the forward to the backward of a micro-batch, with its inputs.
       num_between_bytes: what each holds between the halves of its backward, per micro-batch.
-      num_joined_bytes: what each of these counts that the layer before holds, too: one layer's result is the
-        next one's input, and is there once if both are in one stage.
+      num_joined_bytes: what each of these counts that the layer before holds, too: one layer's result is
+        the next one's input, and is there once if both are in one stage.
       num_temporary_bytes: what the programs of each take while they run.
       shared: variables of several layers, as the layers and the bytes that each of them counts.
     """
@@ -73,7 +73,8 @@ class SplitProblem:
 
     Attributes:
       layers: what layers take, as if each were a stage.
-      overhead: what the shortest program takes, which each program of a layer includes, and of a stage once.
+      overhead: what the shortest program takes, which each program of a layer includes, and of a stage
+        once.
       num_stages: the number of stages, at most that of the layers.
       schedule: see `Scenario`. A searched one is searched afterwards: splits are judged by "zero_bubble".
       num_micro_batches: per weight update.
@@ -306,9 +307,9 @@ def find_split(problem: SplitProblem) -> FoundSplit:
     if excess:
         assert problem.bytes_per_ipu is not None
         raise ValueError(
-            f"bytes_per_ipu must be enough for the fullest IPU, which holds {excess + problem.bytes_per_ipu:,} "
-            f"bytes in the best split that was found; got {problem.bytes_per_ipu:,}. Raise it, or take more "
-            "stages, recomputation or offloading."
+            "bytes_per_ipu must be enough for the fullest IPU, which in the best split that was found has "
+            f"{excess + problem.bytes_per_ipu:,} bytes; got {problem.bytes_per_ipu:,}. Raise it, or take "
+            "more stages, recomputation or offloading."
         )
     others = tuple((split, time) for split, (more, time) in ranked[1:4] if not more)
     return FoundSplit(best, step_time, others, is_exact, len(search.known))

@@ -134,7 +134,7 @@ class _StageOfLayers(Stage):
     def __init__(self, layers: Sequence[StageEntry]) -> None:
         """Takes the layers: `Stage`s with names, and functions, whose parameters are None."""
         self._layers = layers
-        super().__init__(self._call, None, "-".join(map(name_of, layers)))
+        super().__init__(self._call, None, "-".join(map(_name_of, layers)))
         self.parameters = self._make if self.makes_parameters else list(map(_own_parameters, layers))
 
     @property
@@ -168,7 +168,7 @@ class _StageOfLayers(Stage):
         return Layout(leaves, jax.tree.structure(trees), what)
 
     def with_variables(self, layout: Layout, shared: set[str]) -> StageFunction:
-        """Makes each layer a function whose parameters are variables, and the stage one that calls these."""
+        """Makes each layer a function whose parameters are variables, and calls these in order."""
         del layout  # each layer has its own
         functions = [
             layer.with_variables(layer.layout(0), shared) if isinstance(layer, Stage) else layer
@@ -181,6 +181,10 @@ class _StageOfLayers(Stage):
         vars(call)["layers"] = self._layers  # whose initializers refer to them weakly
         call.__name__ = str(self.__name__)
         return call
+
+
+def _name_of(layer: StageEntry) -> str:
+    return str(layer.__name__) if isinstance(layer, Stage) else name_of(layer)
 
 
 def _own_parameters(layer: StageEntry) -> Any:

@@ -141,7 +141,7 @@ def as_traced_inputs(inputs: Any, what: str = "inputs") -> tuple[list[Any], Any]
 
 
 def input_shapes(inputs: Any) -> list[Any]:
-    """Shapes and dtypes of the `inputs` of a pipeline outside of a program, where placeholders have no value.
+    """Shapes and dtypes of the `inputs` of a pipeline, where placeholders have no value.
 
     Args:
       inputs: pytrees of placeholders, arrays, numbers, or shapes and dtypes, in a list or alone; or None.

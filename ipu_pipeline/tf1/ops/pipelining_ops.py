@@ -404,11 +404,11 @@ def auto_stages(
 ) -> AutoStages:
     """Makes stages of layers, for `pipeline`: the contiguous groups of them with which a step takes least.
 
-    Not in Graphcore's. The step is simulated under the schedule and the device mapping, with what layers take
-    and hold: their programs, their parts of the weight update, and what goes from layer to layer. These are
-    measured on the IPUs, once for equal layers, and kept for later runs, which then decide the same; see
-    `engine.auto_stages`. It may be called in the function that `ipu_compiler.compile` traces, or outside; there,
-    IPUs should have been configured before, since it uses them.
+    Not in Graphcore's. The step is simulated under the schedule and the device mapping, with what layers
+    take and hold: their programs, their parts of the weight update, and what goes from layer to layer.
+    These are measured on the IPUs, once for equal layers, and kept for later runs, which then decide the
+    same; see `engine.auto_stages`. It may be called in the function that `ipu_compiler.compile` traces, or
+    outside; there, IPUs should have been configured before, since it uses them.
 
     Args:
       layers: functions. Each takes what the one before returns, as stages do.
@@ -419,16 +419,16 @@ def auto_stages(
       gradient_accumulation_count: as for `pipeline`, but an integer: the best split depends on it.
       device_mapping: the IPU of each stage; by default each has its own, in order.
       pipeline_schedule: as for `pipeline`.
-      bytes_per_ipu: the most that an IPU may hold: variables, optimizer state, accumulators, micro-batches in
-        flight and temporaries. None: anything.
+      bytes_per_ipu: the most that an IPU may hold: variables, optimizer state, accumulators, micro-batches
+        in flight and temporaries. None: anything.
       gradient_accumulation_dtype: as for `pipeline`.
       recomputation_mode: as for `pipeline`; it counts if `IPUConfig.allow_recompute` was set.
       tensor_parallel: as for `pipeline`.
       measure: False counts operations, and runs nothing.
 
     Returns:
-      The stages, a list with `groups` (the numbers of each stage's layers) and `table` (what was decided by:
-      the split chosen, that into equally many layers, the best other one, and what each layer takes).
+      The stages, a list with `groups` (the numbers of each stage's layers) and `table` (what was decided
+      by: the split chosen, that into equally many layers, the best other one, and what each layer takes).
 
     Raises:
       TypeError, ValueError: an argument is not usable, the layers do not fit together, or no split fits the
@@ -438,7 +438,8 @@ def auto_stages(
     count = check_count(gradient_accumulation_count)
     if not isinstance(count, int):
         raise TypeError(
-            f"gradient_accumulation_count must be an integer here, as the best split depends on it; got {count!r}."
+            "gradient_accumulation_count must be an integer here, as the best split depends on it; got "
+            f"{count!r}."
         )
     size = 1 if tensor_parallel is None else tensor_parallel.size
     schedule = PipelineSchedule.Grouped if pipeline_schedule is None else pipeline_schedule
@@ -473,7 +474,9 @@ def auto_stages(
         captures=captures,
         gradient_map=None if optimizer is None else optimizer.gradient_map,
         gradient_targets=None if optimizer is None else optimizer.gradient_targets,
-        accumulator_dtype=at_least_float32_for_weights(check_accumulator_dtype(gradient_accumulation_dtype)),
+        accumulator_dtype=at_least_float32_for_weights(
+            check_accumulator_dtype(gradient_accumulation_dtype)
+        ),
         recompute=recompute if selection.allows_recomputation() and optimizer is not None else None,
         tensor_parallel=tensor_parallel,
     )
