@@ -4,7 +4,7 @@ A split is judged by the simulator, under the schedule and the IPUs of its stage
 splits, all of them are simulated. Else the first candidates come from dynamic programming over what stages
 take: the least longest stage, and for longest stages up to a quarter longer the least that is sent. A local
 search goes on from these and from the even split, and moves one or two cuts at a time for as long as that
-helps. What does not fit the memory is worse than all that does.
+helps; then from splits drawn near the best one. What does not fit the memory is worse than all that does.
 
 Source of the dynamic program: the partitioning of a chain by its bottleneck (Bokhari, "Partitioning
 problems in parallel, pipelined, and distributed computing", 1988), as pipelines of layers have it since
@@ -40,7 +40,7 @@ _MAX_SIMULATED = 64  # micro-batches; more only repeat what these do
 _MAX_ACTIONS = 3_000_000  # that a search simulates in all: some seconds
 _LONGER = 1.25  # than the least longest stage: how long that of a candidate may be
 _NUM_CANDIDATES = 8
-_LARGEST_CHUNK = 16  # micro-batches
+_NUM_TRIES = 20  # to improve the best split
 _JUMPS = (1, 2, 4, 8)  # layers by which a cut moves
 
 
@@ -102,19 +102,21 @@ class SplitProblem:
     @functools.cached_property
     def timetable(self) -> Timetable:
         """The timetable that splits are judged by, of a step or its beginning."""
-        return self._make_timetable(self._num_simulated)
+        return self._make_timetable(self._num_simulated(1))
 
     def _make_timetable(self, number: int) -> Timetable:
         schedule = "zero_bubble" if isinstance(self.schedule, SearchedSchedule) else self.schedule
         return timetable(schedule, self.num_stages, number, self.device_mapping, self.training)
 
-    @functools.cached_property
-    def _num_simulated(self) -> int:
-        """The number of micro-batches that are simulated: as many as make the same rounds of the IPUs."""
-        number, num_ipus = self.num_micro_batches, len(set(self.device_mapping))
-        surplus = max(0, number - max(_MAX_SIMULATED, 2 * self.num_stages))
-        rounds = math.lcm(num_ipus, _LARGEST_CHUNK)
-        return number - surplus // rounds * rounds
+    def _num_rounds(self, chunk_size: int) -> int:
+        """The number of micro-batches after which a schedule repeats itself."""
+        return chunk_size * len(set(self.device_mapping))
+
+    def _num_simulated(self, chunk_size: int) -> int:
+        """The number of micro-batches that are simulated: all, or whole rounds fewer."""
+        rounds = self._num_rounds(chunk_size)
+        surplus = max(0, self.num_micro_batches - max(_MAX_SIMULATED, 2 * self.num_stages, 2 * rounds))
+        return self.num_micro_batches - surplus // rounds * rounds
 
     def groups(self, split: Split) -> list[range]:
         """The layers of each stage."""
@@ -144,9 +146,8 @@ class SplitProblem:
             first = [layers.forward[layer] for layer in group]
             whole = [layers.backward[layer] for layer in group]
             if self._is_fused(stage):  # its forward does the backward, too, or its first half
-                first, inputs, whole = [*first, *inputs], [], second if stage in halves else []
-                first += [] if stage in halves else second
-                second = second if stage in halves else []
+                first += inputs if stage in halves else whole
+                inputs, whole = [], []
             forward.append(joined(first))
             weights.append(joined(second) if stage in halves else 0.0)
             backward.append(joined(inputs) + weights[-1] if stage in halves else joined(whole))
@@ -177,35 +178,39 @@ class SplitProblem:
         )
 
     def step_time(self, split: Split, cores: float | None = None, chunk_size: int = 1) -> float:
-        """The time of a step, with the surplus over what is simulated at the pace of the busiest IPU.
+        """The time of a step. Of a long one the beginning is simulated, and the rest is at its pace.
+
+        That is the pace of the last round, or of the busiest IPU, if that is slower: while a pipeline has
+        micro-batches in stock, it may hide that one.
 
         Args:
           split: the split.
           cores: see `Scenario`.
           chunk_size: micro-batches that a program handles.
         """
-        number = self._num_simulated
-        scenario = Scenario(
-            self.costs(split, chunk_size),
-            self.timetable if chunk_size == 1 else self._make_timetable(number // chunk_size),
-            number,
-            device_mapping=self.device_mapping,
-            training=self.training,
-            chunk_size=chunk_size,
-            cores=cores,
-        )
+        costs = self.costs(split, chunk_size)
+
+        def make_scenario(number: int) -> Scenario:
+            is_known = chunk_size == 1 and number == self._num_simulated(1)
+            return Scenario(
+                costs,
+                self.timetable if is_known else self._make_timetable(number // chunk_size),
+                number,
+                device_mapping=self.device_mapping,
+                training=self.training,
+                chunk_size=chunk_size,
+                cores=cores,
+            )
+
+        number, rounds = self._num_simulated(chunk_size), self._num_rounds(chunk_size)
+        scenario = make_scenario(number)
         taken = predict_step_time(scenario)
         if number == self.num_micro_batches:
             return taken
-        without = dataclasses.replace(scenario.costs, update=(0.0,) * self.num_stages)
-        work = dataclasses.replace(scenario, costs=without).work_of_ipus()
-        pace = max(work.values()) / number
-        if cores is not None:
-            costs = scenario.costs
-            pairs = [*zip(costs.forward, costs.forward_cores, strict=True)]
-            pairs += zip(costs.backward, costs.backward_cores, strict=True) if self.training else []
-            pace = max(pace, sum(time * own for time, own in pairs) / cores)
-        return taken + (self.num_micro_batches - number) * pace
+        no_updates = dataclasses.replace(costs, update=(0.0,) * self.num_stages)
+        busiest = max(dataclasses.replace(scenario, costs=no_updates).work_of_ipus().values()) / number
+        pace = (taken - predict_step_time(make_scenario(number - rounds))) / rounds
+        return taken + (self.num_micro_batches - number) * max(pace, busiest)
 
     def live_bytes(self, split: Split) -> tuple[int, ...]:
         """What each stage holds of micro-batches between forwards and backwards; nothing if not known."""
@@ -302,6 +307,7 @@ def find_split(problem: SplitProblem) -> FoundSplit:
         even = even_split(problem.num_layers, problem.num_stages)
         for candidate in dict.fromkeys([*_find_candidates(problem), even]):
             search.improve(candidate)
+        search.go_on()
     ranked = sorted(search.known.items(), key=lambda item: (item[1], item[0]))
     best, (excess, step_time) = ranked[0]
     if excess:
@@ -349,8 +355,26 @@ class _Search:
                     break
 
 
+    def go_on(self) -> None:
+        """Improves splits near the best one, drawn in the same way each time, until none of some is better."""
+        random = np.random.default_rng(0)
+        num_layers, number = self.problem.num_layers, self.problem.num_stages - 1
+        num_tries = _NUM_TRIES
+        while num_tries and len(self.known) < self.most:
+            num_tries -= 1
+            best = min(self.known, key=lambda split: (self.known[split], split))
+            drawn = random.normal(best[1:], num_layers / (4 * self.problem.num_stages), number)
+            cuts = np.unique(np.clip(np.rint(drawn).astype(int), 1, num_layers - 1))
+            if len(cuts) < number:  # some of them fell together
+                continue
+            before = self.known[best]
+            self.improve((0, *map(int, cuts)))
+            if min(self.known.values()) < before:
+                num_tries = _NUM_TRIES
+
+
 def _neighbours(split: Split, num_layers: int) -> Iterator[Split]:
-    """The splits that differ in one cut, then those that differ by one layer in two."""
+    """The splits that differ in one cut, by one layer in two, and in several neighbouring cuts."""
     cuts = range(1, len(split))
 
     def moved(changes: Iterable[tuple[int, int]]) -> Split | None:
@@ -368,9 +392,9 @@ def _neighbours(split: Split, num_layers: int) -> Iterator[Split]:
     ):
         if (found := moved([(one, a), (other, b)])) is not None:
             yield found
-    for first, last in itertools.combinations(cuts, 2):  # all cuts between the two
-        for sign in (1, -1):
-            if last > first + 1 and (found := moved([(cut, sign) for cut in range(first, last + 1)])):
+    for jump, (first, last) in itertools.product(_JUMPS, itertools.combinations(cuts, 2)):
+        for sign in (1, -1):  # all cuts from one to another
+            if found := moved([(cut, sign * jump) for cut in range(first, last + 1)]):
                 yield found
 
 

@@ -1,0 +1,209 @@
+"""Where layers are cut: against all splits, and against what a step takes by hand."""
+
+import itertools
+import math
+import random
+
+import numpy as np
+import pytest
+
+from ipu_pipeline.engine.schedules import Costs, Scenario, SearchedSchedule, splitting
+from ipu_pipeline.engine.schedules.simulator import predict_step_time
+from ipu_pipeline.engine.schedules.splitting import LayerMemory, SplitProblem, even_split, find_split
+
+CASES = [  # schedule, IPUs of the stages
+    ("grouped", [0, 1, 2, 3]),
+    ("interleaved", [0, 1, 2, 3]),
+    ("sequential", [0, 1, 2]),
+    ("zero_bubble", [0, 1, 2, 3]),
+    ("looped", [0, 1, 0, 1]),
+    ("looped", [0, 1, 2, 0, 1, 2]),
+    ("zero_bubble_v", [0, 1, 1, 0]),
+    ("v_half", [0, 1, 2, 2, 1, 0]),
+    (SearchedSchedule(), [0, 1, 2]),
+]
+
+
+def make(seed, schedule="grouped", mapping=(0, 1, 2, 3), num_layers=None, count=8, room=None, **options):
+    """Layers of random costs, a tenth of which are ten times as long; with `room`, in so much memory."""
+    rng = random.Random(seed)
+    number = num_layers or rng.choice([8, 10, 12])
+    forward = [rng.uniform(0.1, 1) * (10 if rng.random() < 0.1 else 1) for _layer in range(number)]
+    sent = [rng.choice([0, 0.05, 0.3]) for _cut in range(number - 1)]
+    pairs = list(itertools.pairwise(range(number)))
+    costs = Costs.of(
+        number,
+        forward=forward,
+        backward=[2 * time * rng.uniform(0.8, 1.2) for time in forward],
+        update=[rng.uniform(0, 0.2) for _layer in range(number)],
+        transfer={pair[::way]: time for pair, time in zip(pairs, sent, strict=True) for way in (1, -1)},
+    )
+    memory = limit = None
+    if room is not None:
+        constant, held = ([rng.randint(1, most) for _layer in range(number)] for most in (100, 20))
+        memory = LayerMemory(
+            tuple(constant),
+            tuple(held),
+            tuple(size // 2 for size in held),
+            tuple(size // 3 for size in held),
+            tuple(rng.randint(0, 10) for _layer in range(number)),
+            (((0, number - 1), 30),),
+        )
+        num_ipus = len(set(mapping))
+        limit = int(room * (sum(constant) + sum(held) * len(mapping)) / num_ipus)
+    return SplitProblem(
+        costs, 0.02, len(mapping), schedule, count, tuple(mapping), memory=memory, bytes_per_ipu=limit, **options
+    )
+
+
+def all_splits(problem):
+    cuts = itertools.combinations(range(1, problem.num_layers), problem.num_stages - 1)
+    return [(0, *own) for own in cuts]
+
+
+@pytest.mark.parametrize("room", [None, 1.2], ids=["any memory", "little memory"])
+@pytest.mark.parametrize(("schedule", "mapping"), CASES, ids=str)
+def test_a_search_finds_what_all_splits_have(schedule, mapping, room, monkeypatch):
+    """Within 3%, though it simulates fewer of them."""
+    for seed in range(4):
+        problem = make(seed, schedule, mapping, room=room, count=2 * len(mapping))
+        number = math.comb(problem.num_layers - 1, problem.num_stages - 1)
+        best = min(all_splits(problem), key=lambda split: (problem.excess(split), problem.step_time(split)))
+        with monkeypatch.context() as patch:
+            patch.setattr(splitting._Search, "most", number - 1)
+            if problem.excess(best):
+                with pytest.raises(ValueError, match="bytes_per_ipu must be enough"):
+                    find_split(problem)
+                continue
+            found = find_split(problem)
+        assert not found.is_exact
+        assert not problem.excess(found.split)
+        assert found.step_time == problem.step_time(found.split)
+        assert found.step_time <= 1.03 * problem.step_time(best)
+        exact = find_split(problem)
+        assert exact.is_exact
+        assert exact.num_simulated == number
+        assert exact.split == best
+
+
+def test_long_rows_of_layers():
+    """Ninety-six layers, of which not all splits can be simulated, in bounded work."""
+    for schedule, mapping in (("interleaved", range(8)), ("zero_bubble_v", [0, 1, 2, 3, 3, 2, 1, 0])):
+        problem = make(5, schedule, mapping, num_layers=96, count=512)
+        found = find_split(problem)
+        assert not found.is_exact
+        assert found.num_simulated * len(problem.timetable.order) < 2 * splitting._MAX_ACTIONS
+        assert found.step_time < problem.step_time(even_split(96, 8))
+        assert find_split(problem) == found
+
+
+def test_what_stages_of_one_layer_take_is_what_layers_take():
+    problem = make(0, num_layers=4)
+    split = (0, 1, 2, 3)
+    assert find_split(problem).split == split
+    layers = problem.layers
+    last = layers.forward[3] + layers.backward[3] - 0.02  # one program
+    costs = problem.costs(split)
+    np.testing.assert_allclose(costs.forward, [*layers.forward[:3], last])
+    np.testing.assert_allclose(costs.backward, [*layers.backward[:3], 0.0])
+    expected = predict_step_time(Scenario(costs, "grouped", 8))
+    assert problem.step_time(split) == pytest.approx(expected, rel=1e-12)
+    assert costs.transfers == layers.transfers
+
+
+def test_overhead_comes_once_for_each_program():
+    layers = Costs.of(3, forward=[1.0, 2.0, 0.01], backward=[3.0, 0.0, 5.0])
+    problem = SplitProblem(layers, 0.5, 2, "grouped", 4, (0, 1))
+    costs = problem.costs((0, 2))
+    assert costs.forward[0] == pytest.approx(0.5 + 0.5 + 1.5)  # both without theirs, and it once
+    assert costs.backward[0] == pytest.approx(3.0)
+    assert costs.forward[1] == pytest.approx(0.5 + 4.5)  # what is shorter than it counts as nothing else
+    chunks = problem.costs((0, 2), chunk_size=4)
+    assert chunks.forward[0] == pytest.approx(0.5 / 4 + 0.5 + 1.5)
+
+
+@pytest.mark.parametrize("schedule", ["zero_bubble", "grouped"])
+def test_halves_of_backwards(schedule):
+    layers = Costs.of(3, forward=[1.0, 1.0, 1.0], backward=[3.0] * 3, weight_gradients=[1.0, 1.0, 2.0])
+    costs = SplitProblem(layers, 0.0, 2, schedule, 4, (0, 1)).costs((0, 1))
+    is_halved = schedule == "zero_bubble"
+    assert costs.forward == (1.0, 2.0 + 2.0 + 1.0 if is_halved else 2.0 + 6.0)
+    assert costs.backward == (3.0, 3.0 if is_halved else 0.0)
+    if is_halved:
+        assert costs.weight_gradients == (1.0, 3.0)
+
+
+def test_what_skips_layers_is_sent_once_over_its_edge():
+    layers = Costs.of(4, forward=1.0, backward=2.0, transfer={(0, 3): 0.5, (3, 0): 0.25, (0, 1): 0.1})
+    problem = SplitProblem(layers, 0.0, 2, "grouped", 4, (0, 1))
+    assert problem.costs((0, 1)).transfers == {(0, 1): 0.6, (1, 0): 0.25}
+    assert problem.costs((0, 2)).transfers == {(0, 1): 0.5, (1, 0): 0.25}
+    on_one = SplitProblem(layers, 0.0, 2, "looped", 4, (0, 0))
+    assert on_one.costs((0, 1)).transfers == {}
+
+
+def test_memory_by_hand():
+    memory = LayerMemory((100, 200, 300), (10, 20, 40), (1, 2, 4), (0, 5, 6), (7, 9, 8), (((0, 2), 50),))
+    layers = Costs.of(3, forward=1.0, backward=2.0)
+    problem = SplitProblem(layers, 0.0, 2, "interleaved", 8, (0, 1), memory=memory)
+    # Stage 0 has two micro-batches in flight; the last stage holds what it keeps among its temporaries.
+    assert problem.num_bytes((0, 2)) == (100 + 200 + 2 * (10 + 20 - 5) + 9, 300 + 8 + 40)
+    assert problem.num_bytes((0, 1)) == (100 + 2 * 10 + 7, 200 + 300 + 9 + (20 + 40 - 6))
+    together = SplitProblem(layers, 0.0, 2, "looped", 8, (0, 0), memory=memory)
+    (found,) = together.num_bytes((0, 2))
+    assert found == 600 + together.timetable.fullest[0][0][0] * 25 + (8 + 40) - 50  # shared: there once
+    assert SplitProblem(layers, 0.0, 2, "interleaved", 8, (0, 1)).num_bytes((0, 2)) == ()
+
+
+def test_memory_decides_where_time_would_not():
+    memory = LayerMemory((100, 10, 10, 10), (0,) * 4, (0,) * 4, (0,) * 4, (0,) * 4)
+    layers = Costs.of(4, forward=1.0, backward=2.0)
+
+    def find(limit):
+        return find_split(SplitProblem(layers, 0.0, 2, "grouped", 8, (0, 1), True, memory, limit))
+
+    assert find(None).split == (0, 2)
+    assert find(110).split == (0, 2)
+    found = find(109)
+    assert found.split == (0, 1)
+    assert found.others == ()
+    with pytest.raises(ValueError, match="split that was found has 100 bytes; got 99"):
+        find(99)
+
+
+def test_more_micro_batches_than_are_simulated():
+    """What is beyond takes the time of the busiest IPU, which is what it takes once the pipeline is full."""
+    for schedule, mapping in CASES[:-1]:
+        short = make(3, schedule, mapping, count=60)
+        long = make(3, schedule, mapping, count=480)
+        split = even_split(short.num_layers, len(mapping))
+        scenario = Scenario(
+            long.costs(split), schedule, 480, device_mapping=tuple(mapping), training=True
+        )
+        assert long.step_time(split) == pytest.approx(predict_step_time(scenario), rel=0.01)
+        shared = predict_step_time(Scenario(long.costs(split), schedule, 480, tuple(mapping), cores=2))
+        assert long.step_time(split, cores=2) == pytest.approx(shared, rel=0.05)
+
+
+def test_inference_has_no_backwards():
+    problem = make(1, training=False)
+    costs = problem.costs(even_split(problem.num_layers, 4))
+    scenario = Scenario(costs, "grouped", 8, training=False)
+    found = problem.step_time(even_split(problem.num_layers, 4))
+    assert found == pytest.approx(predict_step_time(scenario))
+    memory = LayerMemory(*[(1,) * problem.num_layers] * 5)
+    held = SplitProblem(problem.layers, 0.0, 4, "grouped", 8, (0, 1, 2, 3), False, memory)
+    assert held.live_bytes(even_split(problem.num_layers, 4)) == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("number", [0, 9])
+def test_numbers_of_stages_that_there_cannot_be(number):
+    layers = Costs.of(8, forward=1.0)
+    with pytest.raises(ValueError, match=f"num_stages must be from 1 to the number of layers, 8; got {number}"):
+        find_split(SplitProblem(layers, 0.0, number, "grouped", 4, tuple(range(number))))
+
+
+def test_even_splits():
+    assert even_split(7, 3) == (0, 3, 5)
+    assert even_split(4, 4) == (0, 1, 2, 3)
+    assert even_split(5, 1) == (0,)
