@@ -207,6 +207,12 @@ def auto_stages(
     """
     if not isinstance(layers, (list, tuple)) or not layers:
         raise ValueError(f"auto_stages: layers must be a list of at least one function; got {layers!r}.")
+    for number, layer in enumerate(layers):
+        if isinstance(layer, (list, tuple)) or not (callable(layer) or isinstance(layer, Stage)):
+            raise ValueError(
+                f"auto_stages: layers[{number}] must be a function or a Stage, since layers come one after "
+                f"another; got {layer!r}."
+            )
     if not is_integer(num_stages, 1) or num_stages > len(layers):
         raise ValueError(
             f"auto_stages: num_stages must be an integer from 1 to the number of layers, {len(layers)}; "
@@ -216,12 +222,6 @@ def auto_stages(
         raise ValueError(
             f"auto_stages: bytes_per_ipu must be an integer of at least 1, or None; got {bytes_per_ipu!r}."
         )
-    for number, layer in enumerate(layers):
-        if isinstance(layer, (list, tuple)) or not (callable(layer) or isinstance(layer, Stage)):
-            raise ValueError(
-                f"auto_stages: layers[{number}] must be a function or a Stage, since layers come one after "
-                f"another; got {layer!r}."
-            )
     given = PipelineOptions(**options)
     if given.num_micro_batches is None:
         raise ValueError("auto_stages: num_micro_batches must be given, as the best split depends on it.")
@@ -347,10 +347,10 @@ class _Layers:
         """What layers take by their operations, with nominal figures."""
         pipeline, speed = self._pipeline, nominal_speed(self._platform)
         programs = [program for own in pipeline.programs for program in (own.forward, *own.backwards)]
-        uncounted = sorted(frozenset().union(*(program.uncounted for program in programs)))
-        if uncounted:
+        uncounted = frozenset().union(*(program.uncounted for program in programs))
+        if uncounted := {name for name in uncounted if not name.startswith("debug_")}:  # prints
             raise ValueError(
-                f"auto_stages: layers call {', '.join(uncounted)}, whose time is not known from their "
+                f"auto_stages: layers call {', '.join(sorted(uncounted))}, whose time is not known from their "
                 f"operations and is not measured here ({self._source}). Give the stages yourself."
             )
         weights = [count_seconds(own.weights, speed) for own in pipeline.programs]

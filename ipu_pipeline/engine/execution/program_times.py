@@ -97,14 +97,16 @@ def find_directory() -> Path | None:
     Returns:
       The directory, which need not exist; None if there is no place for it.
     """
-    given = jax.config.read("jax_compilation_cache_dir")
+    given = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]  # not in JAX's annotations
     if given and "://" not in given:
         return Path(given) / _FOLDER
-    try:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:  # the user has no home
-        return None
-    return cache / "ipu_pipeline" / _FOLDER if cache.is_absolute() else None
+    cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not cache.is_absolute():
+        try:
+            cache = Path.home() / ".cache"
+        except RuntimeError:  # the user has none
+            return None
+    return cache / "ipu_pipeline" / _FOLDER
 
 
 def time_programs(programs: Sequence[TimedProgram]) -> list[ProgramTime]:

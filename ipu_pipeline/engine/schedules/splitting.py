@@ -354,7 +354,6 @@ class _Search:
                     split, best, is_better = other, found, True
                     break
 
-
     def go_on(self) -> None:
         """Improves splits near the best one, drawn in the same way each time, until none of some is better."""
         random = np.random.default_rng(0)

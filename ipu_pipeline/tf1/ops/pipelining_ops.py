@@ -217,8 +217,7 @@ def pipeline(
     """
     if not isinstance(continuous_weight_updates, bool):
         raise TypeError(f"continuous_weight_updates must be False; got {continuous_weight_updates!r}.")
-    if tensor_parallel is not None and not isinstance(tensor_parallel, TensorParallel):
-        raise TypeError(f"tensor_parallel must be a TensorParallel, or None; got {tensor_parallel!r}.")
+    size = _num_devices(tensor_parallel)
     if not isinstance(post_validation, bool):
         raise TypeError(f"post_validation must be a bool; got {post_validation!r}.")
     if post_validation and optimizer_function is None:
@@ -302,7 +301,6 @@ def pipeline(
             "pipelining_ops.pipeline was called within a computational stage; pipelines do not nest. Call "
             "it in the compiled function, or make its stages stages of the outer pipeline."
         )
-    size = 1 if tensor_parallel is None else tensor_parallel.size
     # Stages may make arrays, which starts JAX.
     reserve_ipus(builder.ipu_device, size * (1 + max(jax.tree.leaves(device_mapping))))
     if isinstance(count, Placeholder):
@@ -387,6 +385,15 @@ def pipeline(
     return Operation(call.name)
 
 
+def _num_devices(tensor_parallel: Any) -> int:
+    """The number of IPUs that compute each stage."""
+    if tensor_parallel is None:
+        return 1
+    if not isinstance(tensor_parallel, TensorParallel):
+        raise TypeError(f"tensor_parallel must be a TensorParallel, or None; got {tensor_parallel!r}.")
+    return tensor_parallel.size
+
+
 def auto_stages(
     layers: Sequence[Callable[..., Any]],
     num_stages: int,
@@ -441,11 +448,11 @@ def auto_stages(
             "gradient_accumulation_count must be an integer here, as the best split depends on it; got "
             f"{count!r}."
         )
-    size = 1 if tensor_parallel is None else tensor_parallel.size
+    size = _num_devices(tensor_parallel)
     schedule = PipelineSchedule.Grouped if pipeline_schedule is None else pipeline_schedule
     builder = current_builder()
     if device_mapping is None and is_integer(num_stages, 1):
-        device_mapping = range(num_stages)
+        device_mapping = range(min(num_stages, len(layers)))
     num_ipus = size * (1 + max(device_mapping or [0]))
     ipu_device = 0 if builder is None else builder.ipu_device
     inputs, given_layers = give_steps(inputs, layers)

@@ -52,7 +52,15 @@ def make(seed, schedule="grouped", mapping=(0, 1, 2, 3), num_layers=None, count=
         num_ipus = len(set(mapping))
         limit = int(room * (sum(constant) + sum(held) * len(mapping)) / num_ipus)
     return SplitProblem(
-        costs, 0.02, len(mapping), schedule, count, tuple(mapping), memory=memory, bytes_per_ipu=limit, **options
+        costs,
+        0.02,
+        len(mapping),
+        schedule,
+        count,
+        tuple(mapping),
+        memory=memory,
+        bytes_per_ipu=limit,
+        **options,
     )
 
 
@@ -177,9 +185,7 @@ def test_more_micro_batches_than_are_simulated():
         short = make(3, schedule, mapping, count=60)
         long = make(3, schedule, mapping, count=480)
         split = even_split(short.num_layers, len(mapping))
-        scenario = Scenario(
-            long.costs(split), schedule, 480, device_mapping=tuple(mapping), training=True
-        )
+        scenario = Scenario(long.costs(split), schedule, 480, device_mapping=tuple(mapping), training=True)
         assert long.step_time(split) == pytest.approx(predict_step_time(scenario), rel=0.01)
         shared = predict_step_time(Scenario(long.costs(split), schedule, 480, tuple(mapping), cores=2))
         assert long.step_time(split, cores=2) == pytest.approx(shared, rel=0.05)
@@ -199,7 +205,9 @@ def test_inference_has_no_backwards():
 @pytest.mark.parametrize("number", [0, 9])
 def test_numbers_of_stages_that_there_cannot_be(number):
     layers = Costs.of(8, forward=1.0)
-    with pytest.raises(ValueError, match=f"num_stages must be from 1 to the number of layers, 8; got {number}"):
+    with pytest.raises(
+        ValueError, match=f"num_stages must be from 1 to the number of layers, 8; got {number}"
+    ):
         find_split(SplitProblem(layers, 0.0, number, "grouped", 4, tuple(range(number))))
 
 

@@ -1,0 +1,220 @@
+"""What programs take is measured once, and kept."""
+
+import json
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ipu_pipeline.engine.devices.device_groups import make_groups
+from ipu_pipeline.engine.execution import program_times
+from ipu_pipeline.engine.execution.program_times import (
+    ProgramTime,
+    TimedProgram,
+    count_cores,
+    find_directory,
+    time_copy,
+    time_programs,
+    time_shortest,
+)
+
+FOUND = ProgramTime(0.5, 1.5, 8)
+
+
+@pytest.fixture
+def directory(tmp_path, monkeypatch):
+    """Where times are kept; nothing is known of earlier tests."""
+    monkeypatch.setattr(program_times, "_known", {})
+    monkeypatch.setattr(program_times, "find_directory", lambda: tmp_path / "times")
+    return tmp_path / "times"
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """The numbers of programs that were timed; each takes half a second."""
+    numbers = []
+
+    def time(program, compiled):
+        numbers.append(len(program.arguments))
+        assert compiled is not None
+        return FOUND
+
+    monkeypatch.setattr(program_times, "_time", time)
+    return numbers
+
+
+def make(factor=2.0, shape=(4,), carried=None, device=None):
+    device = device or jax.devices()[0]
+    (group,) = make_groups([device], [0])
+    struct = jax.ShapeDtypeStruct(shape, np.float32, sharding=group.replicated)
+    jitted = jax.jit(lambda x: [x * factor], donate_argnums=(0,) if carried else ())
+    return TimedProgram(jitted, [struct], carried or {}, device, {})
+
+
+def test_equal_programs_are_timed_once_whatever_their_device(directory, timed):
+    other = jax.devices()[1]
+    assert time_programs([make(), make(), make(device=other), make(3.0), make(shape=(5,))]) == [FOUND] * 5
+    assert len(timed) == 3
+    time_programs([make(3.0)])
+    assert len(timed) == 3
+    assert len(list(directory.iterdir())) == 3
+
+
+def test_later_processes_find_what_was_kept(directory, timed, monkeypatch):
+    time_programs([make()])
+    monkeypatch.setattr(program_times, "_known", {})
+    assert time_programs([make()]) == [FOUND]
+    assert len(timed) == 1
+    (path,) = directory.iterdir()
+    assert json.loads(path.read_text()) == FOUND._asdict()
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        '{"seconds": 1}',
+        '{"seconds": -1, "cores": 1, "num_temporary_bytes": 0}',
+        '{"seconds": NaN, "cores": 1, "num_temporary_bytes": 0}',
+        '{"seconds": 1, "cores": 0, "num_temporary_bytes": 0}',
+        '{"seconds": "1", "cores": 1, "num_temporary_bytes": 0}',
+    ],
+)
+def test_a_file_that_says_nothing_usable_is_replaced(directory, timed, text, monkeypatch):
+    time_programs([make()])
+    (path,) = directory.iterdir()
+    path.write_text(text)
+    monkeypatch.setattr(program_times, "_known", {})
+    assert time_programs([make()]) == [FOUND]
+    assert len(timed) == 2
+    assert json.loads(path.read_text()) == FOUND._asdict()
+    assert list(directory.iterdir()) == [path]
+
+
+def test_what_another_process_wrote_meanwhile_counts(directory, monkeypatch):
+    other = ProgramTime(7.0, 1.0, 0)
+
+    def time(_program, _compiled):
+        keep = program_times._keep
+        monkeypatch.setattr(
+            program_times,
+            "_keep",
+            lambda key, found, where: keep(key, other, where) and keep(key, found, where),
+        )
+        return FOUND
+
+    monkeypatch.setattr(program_times, "_time", time)
+    assert time_programs([make()]) == [other]
+
+
+@pytest.mark.parametrize("is_file", [True, False])
+def test_a_place_that_is_none(directory, timed, is_file, monkeypatch):
+    if is_file:
+        directory.write_text("not a directory")
+    else:
+        monkeypatch.setattr(program_times, "find_directory", lambda: None)
+    assert time_programs([make()]) == [FOUND]
+    assert time_programs([make()]) == [FOUND]
+    assert len(timed) == 1
+
+
+def test_where_times_are_kept(monkeypatch, tmp_path):
+    jax_directory = jax.config.jax_compilation_cache_dir
+    try:
+        jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+        assert find_directory() == tmp_path / "program_times"
+        for elsewhere in (None, "gs://bucket/cache"):
+            jax.config.update("jax_compilation_cache_dir", elsewhere)
+            monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+            assert find_directory() == tmp_path / "cache" / "ipu_pipeline" / "program_times"
+            monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # which the specification says to ignore
+            monkeypatch.setenv("HOME", str(tmp_path / "home"))
+            assert find_directory() == tmp_path / "home" / ".cache" / "ipu_pipeline" / "program_times"
+    finally:
+        jax.config.update("jax_compilation_cache_dir", jax_directory)
+
+
+def test_programs_run_on_zeros_and_take_over_what_they_may_destroy(directory):
+    (found,) = time_programs([make(shape=(256, 256), carried={0: 0})])
+    assert 0 < found.seconds < 1
+    assert 0 < found.cores <= count_cores()
+    (shortest,) = make_groups(jax.devices()[:1], [0])
+    assert 0 < time_shortest(shortest) < 1
+
+
+def test_random_keys_may_be_arguments(directory):
+    (group,) = make_groups(jax.devices()[:1], [0])
+    dtype = jax.eval_shape(jax.random.key, 0).dtype
+    key = jax.ShapeDtypeStruct((), dtype, sharding=group.replicated)
+    jitted = jax.jit(lambda key: [jax.random.normal(key, (3,))])
+    (found,) = time_programs([TimedProgram(jitted, [key], {}, jax.devices()[0], {})])
+    assert found.seconds > 0
+
+
+def test_nan_checks_do_not_count(directory):
+    (group,) = make_groups(jax.devices()[:1], [0])
+    struct = jax.ShapeDtypeStruct((3,), np.float32, sharding=group.replicated)
+    jitted = jax.jit(lambda x: [x / x])
+    with jax.debug_nans(True):
+        (found,) = time_programs([TimedProgram(jitted, [struct], {}, jax.devices()[0], {})])
+    assert found.seconds > 0
+
+
+def test_transfers_are_timed_once(directory, monkeypatch):
+    groups = make_groups(jax.devices()[:3], [0, 1, 2])
+    avals = [jax.ShapeDtypeStruct((8, 8), np.float32)]
+    first = time_copy(avals, groups[0], groups[1])
+    assert first > 0
+    monkeypatch.setattr(program_times, "_repeat", lambda _call: pytest.fail("It was timed again."))
+    assert time_copy(avals, groups[1], groups[2]) == first
+
+
+def test_while_a_function_is_traced(directory):
+    """As in a function that ipu_compiler.compile traces: what is measured does not become a part of it."""
+
+    def function(x):
+        (found,) = time_programs([make(5.0)])
+        assert found.seconds > 0
+        (source, target) = make_groups(jax.devices()[:2], [0, 1])
+        assert time_copy([jax.ShapeDtypeStruct((8,), np.float32)], source, target) > 0
+        return jnp.sin(x)
+
+    jaxpr = jax.make_jaxpr(function)(1.0)
+    assert [equation.primitive.name for equation in jaxpr.eqns] == ["sin"]
+
+
+def test_an_interrupt_leaves_nothing_behind(directory, monkeypatch):
+    def interrupt(_call):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(program_times, "_repeat", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            time_programs([make()])
+    assert not directory.exists()
+    time_programs([make()])
+    assert len(list(directory.iterdir())) == 1
+
+
+def test_threads_time_one_program_at_a_time(directory, monkeypatch):
+    running, most = [], []
+    repeat = program_times._repeat
+
+    def counted(call):
+        running.append(1)
+        most.append(len(running))
+        found = repeat(call)
+        running.pop()
+        return found
+
+    monkeypatch.setattr(program_times, "_repeat", counted)
+    threads = [threading.Thread(target=time_programs, args=([make(float(n))],)) for n in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert most == [1, 1, 1]

@@ -1,0 +1,353 @@
+"""Stages of layers: what is chosen and shown, and that training does not depend on it."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from ipu_pipeline import engine
+from ipu_pipeline.engine import automatic_splits, reference
+from ipu_pipeline.engine.execution import program_times
+from ipu_pipeline.engine.execution.program_times import ProgramTime
+from tests.support import models
+
+COUNT = 4
+WIDTHS = [8, 16, 16, 32, 16, 16, 8]
+TRAINING = {"num_micro_batches": COUNT, "loss": lambda loss: loss, "optimizer": optax.adam(1e-2)}
+
+
+def dense(parameters, x, labels):
+    return jnp.tanh(x @ parameters["w"] + parameters["b"]), labels
+
+
+def mean_square(x, labels):
+    return jnp.mean((x * engine.get_variable("scale", (8,)) - labels) ** 2)
+
+
+def make_parameters(widths=WIDTHS):
+    rng = np.random.default_rng(0)
+    return [
+        {"w": rng.normal(size=(before, after)).astype(np.float32) / 4, "b": np.zeros(after, np.float32)}
+        for before, after in zip(widths, widths[1:], strict=False)
+    ]
+
+
+def make_layers():
+    """Six layers with parameters of their own, and a loss with a variable."""
+    return [*(engine.Stage(dense, parameters) for parameters in make_parameters()), mean_square]
+
+
+def make_batches(number=COUNT, size=4):
+    rng = np.random.default_rng(1)
+    return [
+        (rng.normal(size=(size, 8)).astype(np.float32), np.ones((size, 8), np.float32))
+        for _ in range(number)
+    ]
+
+
+def split(layers, num_stages, **options):
+    return engine.auto_stages(layers, num_stages, make_batches()[0], **{**TRAINING, **options})
+
+
+@pytest.fixture
+def by_size(monkeypatch):
+    """Programs take as long as they have bytes of arguments, in nanoseconds, and nothing is run or kept."""
+    monkeypatch.setattr(program_times, "_known", {})
+    monkeypatch.setattr(program_times, "find_directory", lambda: None)
+    timed = []
+
+    def time(program, _compiled):
+        timed.append(program)
+        size = sum(np.prod(struct.shape) * 4 for struct in program.arguments)
+        return ProgramTime(1e-9 * float(size), 1.0, 0)
+
+    monkeypatch.setattr(program_times, "_time", time)
+    monkeypatch.setattr(automatic_splits, "time_shortest", lambda _group: 0.0)
+    return timed
+
+
+def test_training_does_not_depend_on_the_split():
+    """Names, variables and losses are the same for all numbers of stages, and those of a plain loop."""
+    batches, found = make_batches(), {}
+    for num_stages in (1, 2, 3, 7):
+        stages = split(make_layers(), num_stages)
+        assert [layer for group in stages.groups for layer in group] == list(range(7))
+        assert len(stages) == num_stages
+        pipeline = engine.Pipeline(stages, **TRAINING)
+        state = pipeline.init(jax.random.key(0), batches[0])
+        plain = jax.device_put(state, jax.devices()[0])
+        for _update in range(3):
+            state, outputs = pipeline.step(state, batches)
+            plain, expected = reference.step(
+                pipeline.traced, plain, batches, optimizer=TRAINING["optimizer"]
+            )
+        np.testing.assert_allclose(outputs.losses, expected.losses, rtol=1e-5)
+        models.assert_trees_close(state.variables, plain.variables)
+        found[num_stages] = state.variables
+    for variables in found.values():
+        assert list(variables) == list(found[1])
+        models.assert_trees_close(variables, found[1])
+    assert list(found[1])[:3] == ["layer0/b", "layer0/w", "layer1/b"]
+    assert "scale" in found[1]
+
+
+def test_parameters_of_stages_are_lists_of_those_of_layers():
+    stages = split(make_layers(), 2)
+    pipeline = engine.Pipeline(stages, **TRAINING)
+    state = pipeline.init(jax.random.key(0), make_batches()[0])
+    parameters = pipeline.parameters(state)
+    together = [own for group in parameters for own in group]
+    assert together.pop() is None  # the loss has none of these
+    for own, given in zip(together, make_parameters(), strict=True):
+        jax.tree.map(np.testing.assert_array_equal, own, given)
+    halved = jax.tree.map(lambda value: value / 2, parameters)
+    changed = pipeline.with_parameters(state, halved)
+    np.testing.assert_array_equal(changed.variables["layer1/w"], make_parameters()[1]["w"] / 2)
+
+
+def test_parameters_may_be_made_from_keys_and_shared():
+    table = engine.Shared("table", np.ones((8, 8), np.float32))
+
+    def looked_up(parameters, x, labels):
+        return x @ parameters["table"], labels
+
+    def made(key):
+        return {"w": jax.random.normal(key, (8, 8)), "b": jnp.zeros(8)}
+
+    layers = [
+        engine.Stage(looked_up, {"table": table}),
+        engine.Stage(dense, made),
+        engine.Stage(looked_up, {"table": table}, name="second"),
+        mean_square,
+    ]
+    found = {}
+    for num_stages in (1, 2, 4):
+        pipeline = engine.Pipeline(split(layers, num_stages), **TRAINING)
+        state = pipeline.init(jax.random.key(0), make_batches()[0])
+        state, _outputs = pipeline.step(state, make_batches())
+        found[num_stages] = state.variables
+    for variables in found.values():
+        assert sorted(variables) == ["layer1/b", "layer1/w", "scale", "table"]
+        models.assert_trees_close(variables, found[1])
+
+
+def test_functions_and_parameters_beside_them():
+    layers = [dense] * 5 + [
+        lambda parameters, x, labels: jnp.mean((dense(parameters, x, labels)[0] - labels) ** 2)
+    ]
+    stages = split(layers, 3, parameters=make_parameters())
+    pipeline = engine.Pipeline(stages, **TRAINING)
+    state = pipeline.init(jax.random.key(0), make_batches()[0])
+    assert sorted(state.variables)[:2] == ["layer0/b", "layer0/w"]
+    assert stages.table.layers[:2] == ("dense.0", "dense.1")
+    assert stages.table.layers[5] == "<lambda>"
+
+
+def test_equal_layers_are_measured_once(by_size):
+    widths = [8] * 9
+    layers = [engine.Stage(dense, own) for own in make_parameters(widths)]
+    stages = split([*layers, mean_square], 3)
+    # The first layer sends no gradient back; the last one is a program of its own; updates are one and two.
+    assert len(by_size) == len({str(program.arguments) + program.jitted.__name__ for program in by_size})
+    assert len(by_size) <= 8
+    assert len(stages.table.layers) == 9
+    assert len(set(stages.table.forward_seconds[:8])) == 1
+
+
+def test_two_long_layers_are_in_two_stages(by_size):
+    widths = [8, 8, 8, 512, 8, 8, 8]
+    layers = [engine.Stage(dense, own) for own in make_parameters(widths)]
+    stages = split([*layers, mean_square], 3)
+    with_long = [stage for stage, group in enumerate(stages.groups) if {2, 3} & set(group)]
+    assert len(with_long) == 2
+    chosen, even, *_others = stages.table.rows
+    assert (chosen.what, even.what) == ("chosen", "even by layers")
+    assert chosen.step_seconds == min(row.step_seconds for row in stages.table.rows)
+    assert chosen.step_seconds < even.step_seconds
+    assert chosen.stage_seconds.index(max(chosen.stage_seconds)) in with_long
+
+
+def test_the_table():
+    stages = split(make_layers(), 2, measure=False)
+    table = stages.table
+    assert table.source == "counted"
+    text = str(table)
+    lines = text.split("\n")
+    assert lines[0] == "Layers (counted):"
+    assert lines[1].split() == [
+        "layer",
+        "forward",
+        "backward",
+        "update",
+        *"crosses the cut before it".split(),
+    ]
+    assert lines[2].startswith("  dense.0 ")
+    assert lines[8].startswith("  mean_square ")
+    assert lines[9] == "Splits (all 6 simulated):"
+    assert [line.split("  ")[1] for line in lines[11:]] == [row.what for row in table.rows]
+    assert table.rows[0].groups == tuple(
+        tuple(table.layers[layer] for layer in group) for group in stages.groups
+    )
+    assert table.sent_bytes[:2] == (0, 2 * 4 * 16 * 4)  # there and back, four rows of 16 numbers
+    assert split(make_layers(), 2, measure=False).table == table
+
+
+def test_without_training():
+    stages = split(make_layers()[:-1], 2, loss=None, optimizer=None)
+    pipeline = engine.Pipeline(stages, num_micro_batches=COUNT)
+    state = pipeline.init(jax.random.key(0), make_batches()[0])
+    _state, outputs = pipeline.step(state, make_batches())
+    assert len(outputs.outputs) == COUNT
+    assert set(stages.table.backward_seconds) == {0.0}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "mapping"),
+    [("looped", [0, 1, 0, 1]), ("zero_bubble_v", [0, 1, 1, 0]), ("searched", [0, 1, 2, 3]), ("1f1b", None)],
+)
+def test_schedules_and_mappings(schedule, mapping):
+    options = {"schedule": schedule, "device_mapping": mapping}
+    stages = split(make_layers(), 4, **options)
+    assert stages.table.device_mapping == tuple(mapping or range(4))
+    batches = make_batches()
+    pipeline = engine.Pipeline(stages, **TRAINING, **options)
+    state = pipeline.init(jax.random.key(0), batches[0])
+    plain = jax.device_put(state, jax.devices()[0])
+    state, _outputs = pipeline.step(state, batches)
+    plain, _expected = reference.step(pipeline.traced, plain, batches, optimizer=TRAINING["optimizer"])
+    models.assert_trees_close(state.variables, plain.variables)
+
+
+@pytest.mark.parametrize("schedule", ["grouped", "interleaved", "zero_bubble"])
+def test_memory_is_what_the_pipeline_plans(schedule):
+    options = {"schedule": schedule, "num_micro_batches": 8}
+    for num_stages in (2, 4):
+        stages = split(make_layers(), num_stages, measure=False, **options)
+        pipeline = engine.Pipeline(stages, **{**TRAINING, **options}, dispatch_plan=engine.Chunking(1))
+        pipeline.init(jax.random.key(0), make_batches()[0])
+        planned = pipeline.plan_ipu_memory()
+        row = stages.table.rows[0]
+        held = [plan.num_device_bytes - (plan.num_temporary_bytes or 0) for plan in planned]
+        *others, last = zip(row.num_bytes, held, strict=True)
+        for estimate, plan in others:
+            assert estimate == pytest.approx(plan, rel=0.02)
+        # The last stage holds nothing for its backward; here that is among its temporaries.
+        assert last[0] >= last[1]
+
+
+def test_layers_that_do_not_fit():
+    with pytest.raises(ValueError, match=r"bytes_per_ipu must be enough .* got 100\. Raise it, or take"):
+        split(make_layers(), 2, bytes_per_ipu=100)
+    row = split(make_layers(), 2).table.rows[0]
+    assert split(make_layers(), 2, bytes_per_ipu=max(row.num_bytes)).table.rows[0].fits
+
+
+def printing(x, labels):
+    jax.debug.print("{}", x[0, 0])
+    return x, labels
+
+
+def waiting(x, labels):
+    return jax.lax.while_loop(lambda own: own[0, 0] < 0, lambda own: own + 1, x), labels
+
+
+def calling(x, labels):
+    return jax.pure_callback(lambda own: own, x, jax.lax.stop_gradient(x)), labels
+
+
+@pytest.mark.parametrize(
+    ("layer", "reason"),
+    [
+        (printing, "functions that print or call back into Python would notice"),
+        (
+            waiting,
+            r"a loop that ends when its data says so may not end on them, and stage\d_forward has one",
+        ),
+    ],
+)
+def test_what_may_not_run_on_zeros_is_counted(layer, reason, capfd):
+    stages = split([layer, *make_layers()], 2, loss=lambda loss: loss)
+    assert stages.table.source.startswith("counted, since ")
+    assert re.search(reason, stages.table.source)
+    assert capfd.readouterr().out == ""
+
+
+def test_what_cannot_be_counted_either():
+    with pytest.raises(ValueError, match=r"layers call pure_callback, whose time is not known"):
+        split([calling, *make_layers()], 2)
+
+
+def test_custom_calls_are_measured(by_size):
+    """Their time is in no equation."""
+
+    def solve(x, labels):
+        return jnp.linalg.qr(x)[0] @ jnp.ones((4, 8), x.dtype), labels
+
+    stages = split([solve, *make_layers()], 2, loss=lambda loss: loss)
+    assert stages.table.source == "measured on cpu"
+    with pytest.raises(ValueError, match=r"layers call .*qr.*, whose time is not known"):
+        split([solve, *make_layers()], 2, measure=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"layers": []}, "layers must be a list of at least one function"),
+        ({"layers": mean_square}, "layers must be a list of at least one function"),
+        ({"layers": [[mean_square]]}, r"layers\[0\] must be a function or a Stage"),
+        ({"num_stages": 0}, "num_stages must be an integer from 1 to the number of layers, 7; got 0"),
+        ({"num_stages": 8}, "num_stages must be an integer from 1 to the number of layers, 7; got 8"),
+        ({"num_stages": True}, "num_stages must be an integer"),
+        ({"bytes_per_ipu": 0}, "bytes_per_ipu must be an integer of at least 1, or None; got 0"),
+        ({"num_micro_batches": None}, "num_micro_batches must be given"),
+        (
+            {"device_mapping": [0]},
+            r"device_mapping must have the number of an IPU for each of the 2 stages",
+        ),
+        ({"device_mapping": [0, -1]}, "device_mapping must have"),
+        ({"forward_options": [{}]}, "forward_options is not taken into account"),
+        ({"dispatch_plan": engine.Chunking(2)}, "dispatch_plan is not taken into account"),
+        ({"num_serialized": 2}, "num_serialized"),
+    ],
+)
+def test_arguments_that_cannot_be(arguments, message):
+    given = {"layers": make_layers(), "num_stages": 2, **arguments}
+    with pytest.raises(ValueError, match=message):
+        split(given.pop("layers"), given.pop("num_stages"), **given)
+
+
+def test_an_option_that_there_is_not():
+    with pytest.raises(TypeError, match="scheduler"):
+        split(make_layers(), 2, scheduler="grouped")
+
+
+def test_a_fault_of_a_layer_is_named():
+    def wrong(x, labels):
+        return x @ labels, labels
+
+    with pytest.raises(TypeError, match="dot_general") as caught:
+        split([*make_layers()[:-1], wrong, mean_square], 2)
+    assert any("stage 6 (wrong)" in note for note in caught.value.__notes__)
+
+
+def test_a_partial_layer_has_its_functions_name():
+    layers = [functools.partial(dense, make_parameters([8, 8])[0]), *make_layers()]
+    assert split(layers, 2, measure=False).table.layers[0] == "dense.0"
+
+
+def test_the_choice_is_the_same_again():
+    first = split(make_layers(), 3)
+    second = split(make_layers(), 3)
+    assert first.groups == second.groups
+    assert first.table == second.table
+
+
+def test_with_options_of_pipelines():
+    options = {"recompute": "auto", "reduction": "mean", "accumulator_dtype": np.float32}
+    stages = split(make_layers(), 2, **options)
+    assert dataclasses.asdict(stages.table)["device_mapping"] == (0, 1)

@@ -1,0 +1,198 @@
+"""`pipelining_ops.auto_stages`: in compiled functions and outside, and what programs make of its stages."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import ipu_pipeline as ipu
+from ipu_pipeline import pipelining_ops
+
+COUNT = 4
+
+
+def first(rate, x, labels):
+    return rate, x.reshape(x.shape[0], -1), labels
+
+
+def make_dense(size):
+    def dense(rate, x, labels):
+        with ipu.variable_scope(f"dense{size}"):
+            return rate, ipu.layers.Dense(size, activation=jax.nn.relu)(x), labels
+
+    return dense
+
+
+def last(rate, x, labels):
+    with ipu.variable_scope("last"):
+        logits = ipu.layers.Dense(10)(x)
+    return rate, jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels))
+
+
+LAYERS = [first, *map(make_dense, (24, 16, 12)), last]
+
+
+def optimizer_function(rate, loss):
+    return pipelining_ops.OptimizerFunctionOutput(optax.sgd(rate), loss)
+
+
+class Queues:
+    """The queues of a program, over two updates of random images."""
+
+    def __init__(self):
+        rng = np.random.default_rng(0)
+        images = rng.normal(size=(2 * COUNT, 8, 4, 4)).astype(np.float32)
+        labels = rng.integers(0, 10, (2 * COUNT, 8)).astype(np.int32)
+        self.infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(list(zip(images, labels, strict=True)))
+        self.outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+
+    def auto(self, num_stages=3, inputs=(), **options):
+        options = {
+            "optimizer_function": optimizer_function,
+            "gradient_accumulation_count": COUNT,
+            **options,
+        }
+        return pipelining_ops.auto_stages(
+            LAYERS, num_stages, inputs=inputs, infeed_queue=self.infeed, **options
+        )
+
+
+def train(queues, make_stages, optimizer_function=optimizer_function, feeds=None):
+    """Losses and variables after two updates; `make_stages` takes the traced rate."""
+    rate = ipu.placeholder(np.float32, [], name="rate")
+
+    def model(given):
+        return pipelining_ops.pipeline(
+            make_stages(given),
+            COUNT,
+            repeat_count=2,
+            inputs=[given],
+            infeed_queue=queues.infeed,
+            outfeed_queue=queues.outfeed,
+            optimizer_function=optimizer_function,
+            outfeed_loss=True,
+        )
+
+    with ipu.scopes.ipu_scope("/device:IPU:0"):
+        program = ipu.ipu_compiler.compile(model, inputs=[rate])
+    with ipu.Session(seed=1) as session:
+        session.run(queues.infeed.initializer)
+        session.run(program, {rate: 0.1, **(feeds or {})})
+        losses = session.run(queues.outfeed.dequeue())
+        return losses, {name: np.asarray(value) for name, value in session.variables.items()}
+
+
+def by_hand():
+    """Two stages that a person made."""
+
+    def compose(layers):
+        def stage(*values):
+            for layer in layers:
+                values = layer(*values)
+            return values
+
+        return stage
+
+    return [compose(LAYERS[:2]), compose(LAYERS[2:])]
+
+
+def test_inside_and_outside_of_a_compiled_function():
+    losses, variables = train(Queues(), lambda _rate: by_hand())
+    queues = Queues()
+    rate = ipu.placeholder(np.float32, [])
+    outside = queues.auto(inputs=[rate])
+    found = []
+    inside = Queues()
+
+    def make_inside(given):
+        found.append(inside.auto(inputs=[given]))
+        return found[0]
+
+    for own, make in ((queues, lambda _rate: outside), (inside, make_inside)):
+        own_losses, own_variables = train(own, make)
+        np.testing.assert_allclose(own_losses, losses, rtol=1e-5)
+        assert sorted(own_variables) == sorted(variables)
+        for name, value in variables.items():
+            np.testing.assert_allclose(own_variables[name], value, rtol=1e-5, atol=1e-6)
+    assert isinstance(outside, pipelining_ops.AutoStages)
+    assert outside.groups == found[0].groups
+    assert outside.table.layers == ("first", "dense.0", "dense.1", "dense.2", "last")
+    assert [stage.__name__ for stage in outside] == [
+        "-".join(LAYERS[layer].__name__ for layer in group) for group in outside.groups
+    ]
+
+
+def test_placeholders_that_are_captured():
+    scale = ipu.placeholder(np.float32, [], name="scale")
+
+    def scaled(rate, loss):
+        return pipelining_ops.OptimizerFunctionOutput(optax.sgd(rate * scale), loss)
+
+    queues = Queues()
+    losses, _variables = train(
+        queues,
+        lambda given: queues.auto(inputs=[given], optimizer_function=scaled),
+        scaled,
+        {scale: 1.0},
+    )
+    expected, _variables = train(Queues(), lambda _rate: by_hand())
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+
+
+def test_the_global_step_among_the_inputs():
+    def model():
+        rate = 0.1 / (ipu.get_global_step().astype(np.float32) + np.float32(1.0))
+        stages = queues.auto(inputs=[rate])
+        assert len(stages) == 3
+        return pipelining_ops.pipeline(
+            stages,
+            COUNT,
+            inputs=[rate],
+            infeed_queue=queues.infeed,
+            outfeed_queue=queues.outfeed,
+            optimizer_function=optimizer_function,
+            outfeed_loss=True,
+        )
+
+    queues = Queues()
+    with ipu.scopes.ipu_scope("/device:IPU:0"):
+        program = ipu.ipu_compiler.compile(model)
+    with ipu.Session(seed=1) as session:
+        session.run(queues.infeed.initializer)
+        session.run(program)
+        assert len(session.run(queues.outfeed.dequeue())) == COUNT
+
+
+def test_inference_and_counting():
+    queues = Queues()
+    stages = queues.auto(2, [np.float32(0.1)], optimizer_function=None, measure=False)
+    assert stages.table.source == "counted"
+    assert set(stages.table.update_seconds) == {0.0}
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"num_stages": 6}, ValueError, "num_stages must be an integer from 1 to the number of layers, 5"),
+        (
+            {"gradient_accumulation_count": None},
+            ValueError,
+            "gradient_accumulation_count must be specified",
+        ),
+        ({"gradient_accumulation_count": 0}, ValueError, "gradient_accumulation_count"),
+        ({"device_mapping": [0]}, ValueError, "device_mapping must have the number of an IPU for each"),
+        ({"pipeline_schedule": "gouped"}, ValueError, "gouped"),
+        ({"optimizer_function": 3}, TypeError, "optimizer_function"),
+        ({"tensor_parallel": 2}, TypeError, "tensor_parallel must be a TensorParallel"),
+    ],
+)
+def test_arguments_that_cannot_be(options, error, message):
+    with pytest.raises(error, match=message):
+        Queues().auto(inputs=[np.float32(0.1)], **options)
+
+
+def test_a_count_that_is_known_at_run_only():
+    count = ipu.placeholder(np.int32, [], name="count")
+    with pytest.raises(TypeError, match="must be an integer here, as the best split depends on it"):
+        Queues().auto(inputs=[np.float32(0.1)], gradient_accumulation_count=count)
