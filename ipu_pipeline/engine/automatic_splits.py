@@ -347,10 +347,11 @@ class _Layers:
         """What layers take by their operations, with nominal figures."""
         pipeline, speed = self._pipeline, nominal_speed(self._platform)
         programs = [program for own in pipeline.programs for program in (own.forward, *own.backwards)]
-        uncounted = frozenset().union(*(program.uncounted for program in programs))
-        if uncounted := {name for name in uncounted if not name.startswith("debug_")}:  # prints
+        named = frozenset().union(*(program.uncounted for program in programs))
+        uncounted = sorted(name for name in named if not name.startswith("debug_"))  # which are prints
+        if uncounted:
             raise ValueError(
-                f"auto_stages: layers call {', '.join(sorted(uncounted))}, whose time is not known from their "
+                f"auto_stages: layers call {', '.join(uncounted)}, whose time is not known from their "
                 f"operations and is not measured here ({self._source}). Give the stages yourself."
             )
         weights = [count_seconds(own.weights, speed) for own in pipeline.programs]

@@ -98,6 +98,7 @@ PAGES = [
     "profiling.md",
     "simulator.md",
     "tensor_parallel.md",
+    "splits.md",
 ]
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import re
 
 import jax
@@ -33,7 +34,7 @@ def make_parameters(widths=WIDTHS):
     rng = np.random.default_rng(0)
     return [
         {"w": rng.normal(size=(before, after)).astype(np.float32) / 4, "b": np.zeros(after, np.float32)}
-        for before, after in zip(widths, widths[1:], strict=False)
+        for before, after in itertools.pairwise(widths)
     ]
 
 
@@ -184,7 +185,11 @@ def test_the_table():
         "forward",
         "backward",
         "update",
-        *"crosses the cut before it".split(),
+        "crosses",
+        "the",
+        "cut",
+        "before",
+        "it",
     ]
     assert lines[2].startswith("  dense.0 ")
     assert lines[8].startswith("  mean_square ")

@@ -355,7 +355,7 @@ class _Search:
                     break
 
     def go_on(self) -> None:
-        """Improves splits near the best one, drawn in the same way each time, until none of some is better."""
+        """Improves splits drawn near the best one, in the same way each time, until some are no better."""
         random = np.random.default_rng(0)
         num_layers, number = self.problem.num_layers, self.problem.num_stages - 1
         num_tries = _NUM_TRIES

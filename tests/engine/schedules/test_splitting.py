@@ -26,7 +26,7 @@ CASES = [  # schedule, IPUs of the stages
 
 def make(seed, schedule="grouped", mapping=(0, 1, 2, 3), num_layers=None, count=8, room=None, **options):
     """Layers of random costs, a tenth of which are ten times as long; with `room`, in so much memory."""
-    rng = random.Random(seed)
+    rng = random.Random(seed)  # noqa: S311  # no secret depends on it
     number = num_layers or rng.choice([8, 10, 12])
     forward = [rng.uniform(0.1, 1) * (10 if rng.random() < 0.1 else 1) for _layer in range(number)]
     sent = [rng.choice([0, 0.05, 0.3]) for _cut in range(number - 1)]
@@ -180,12 +180,11 @@ def test_memory_decides_where_time_would_not():
 
 
 def test_more_micro_batches_than_are_simulated():
-    """What is beyond takes the time of the busiest IPU, which is what it takes once the pipeline is full."""
+    """What is beyond goes on at the pace of the last round, or of the busiest IPU."""
     for schedule, mapping in CASES[:-1]:
-        short = make(3, schedule, mapping, count=60)
         long = make(3, schedule, mapping, count=480)
-        split = even_split(short.num_layers, len(mapping))
-        scenario = Scenario(long.costs(split), schedule, 480, device_mapping=tuple(mapping), training=True)
+        split = even_split(long.num_layers, len(mapping))
+        scenario = Scenario(long.costs(split), schedule, 480, tuple(mapping))
         assert long.step_time(split) == pytest.approx(predict_step_time(scenario), rel=0.01)
         shared = predict_step_time(Scenario(long.costs(split), schedule, 480, tuple(mapping), cores=2))
         assert long.step_time(split, cores=2) == pytest.approx(shared, rel=0.05)
