@@ -58,6 +58,7 @@ from ipu_pipeline.engine.searched_timetables import (
     SearchedTimetables,
     check_one_process,
     check_searchable,
+    make_scenario,
     measure_scenario,
 )
 from ipu_pipeline.engine.state import PipelineState, Progress, RunState, StepOutputs
@@ -393,6 +394,44 @@ class Pipeline:
                 f"num_replicas is {self._num_replicas}."
             )
         return runner.find_host_memory(self.built.accumulator_dtypes, link)
+
+    def scenario(self, num_micro_batches: int | None = None) -> schedules.Scenario:
+        """What a step takes, for `simulate`, `what_if`, `advise` and `ipu-pipeline simulate --costs-from`.
+
+        Programs, transfers and updates are measured, each alone, as for the choice of a dispatch plan: what
+        was measured before is not run again. On a CPU the devices share its cores. Of several replicas the
+        scenario is the first one's.
+
+        Args:
+          num_micro_batches: micro-batches of a step, if the pipeline has no fixed number.
+
+        Raises:
+          ValueError: all stages are on one IPU; or they cannot be run on zeros: they print, call back into
+            Python or loop by data; or there are several processes, or execution phases.
+        """
+        count = self._count(num_micro_batches) * self.num_serialized
+        runner = self.prepare()
+        reasons = {
+            "all stages are on one IPU, in one program": not isinstance(runner, ColumnRunner),
+            "there are execution phases": self.options.execution_phases is not None,
+            "there are several processes": runner.placement.has_peers,
+            why_not_timed(self._programs): bool(why_not_timed(self._programs)),
+        }
+        if reason := next((reason for reason, holds in reasons.items() if holds), ""):
+            raise ValueError(f"Pipeline.scenario runs the stages on zeros, one at a time; here {reason}.")
+        assert isinstance(runner, ColumnRunner)
+        measured = runner.measure(self.built.accumulator_dtypes, HOST_SECONDS, with_updates=True)
+        is_shared = runner.placement.groups[0].devices[0].platform == "cpu"
+        return make_scenario(
+            runner,
+            self.built,
+            measured.costs,
+            self._plan_memory(count, runner.chunk_size),
+            self.options.schedule,
+            count,
+            measured.num_temporary_bytes,
+            count_cores() if is_shared else None,
+        )
 
     def _count(self, num_micro_batches: int | None) -> int:
         count = self.num_micro_batches if num_micro_batches is None else num_micro_batches

@@ -1,4 +1,4 @@
-"""Measures a pipeline whose schedule is searched, and makes its timetables by what the searches find."""
+"""Measures pipelines; makes the timetables of one whose schedule is searched by what the searches find."""
 
 from __future__ import annotations
 
@@ -15,10 +15,24 @@ from ipu_pipeline.engine.execution.contract import Request
 from ipu_pipeline.engine.execution.measured_costs import CALLBACKS, why_not_timed
 from ipu_pipeline.engine.execution.runner import ColumnRunner
 from ipu_pipeline.engine.planning.memory_plans import StageMemory
-from ipu_pipeline.engine.schedules import Memory, Scenario, Searched, SearchedSchedule, Timetable
+from ipu_pipeline.engine.schedules import (
+    Costs,
+    Memory,
+    Scenario,
+    ScheduleLike,
+    Searched,
+    SearchedSchedule,
+    Timetable,
+)
 from ipu_pipeline.engine.state import PipelineState, RunState
 
-__all__ = ["SearchedTimetables", "check_one_process", "check_searchable", "measure_scenario"]
+__all__ = [
+    "SearchedTimetables",
+    "check_one_process",
+    "check_searchable",
+    "make_scenario",
+    "measure_scenario",
+]
 
 _MOST_TIMETABLES = 64  # that are kept, of numbers of micro-batches
 
@@ -92,24 +106,55 @@ def measure_scenario(
             f"PipelineSchedule.searched runs the stages on zeros to measure them: {reason}. Take a "
             "schedule with a name, or one that was searched without these and written to a file."
         )
-    placement, dtypes = runner.placement, built.accumulator_dtypes
+    dtypes, size = built.accumulator_dtypes, runner.chunk_size
     zeros = [np.zeros(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(built.traced.inputs)]
     state = RunState(make_state(), runner.make_accumulators(dtypes))
-    runner.compile(
-        state, Request(zeros, runner.chunk_size, limit=runner.chunk_size, total=runner.chunk_size)
-    )
+    runner.compile(state, Request(zeros, size, limit=size, total=size))
     costs = runner.measure(dtypes).costs
-    stages = plan_memory()
-    ipus = runner.plan_memory(dtypes, stages, runner.chunk_size)
-    constant = [0] * (1 + max(group.ipu for group in placement.groups))
-    for ipu in ipus:
+    return make_scenario(runner, built, costs, plan_memory(), schedule, size)
+
+
+def make_scenario(
+    runner: ColumnRunner,
+    built: Built,
+    costs: Costs,
+    stages: Sequence[StageMemory],
+    schedule: ScheduleLike,
+    num_micro_batches: int,
+    temporaries: Sequence[int] = (),
+    cores: float | None = None,
+) -> Scenario:
+    """Makes the scenario of a pipeline whose costs are known.
+
+    Args:
+      runner: the pipeline's.
+      built: the pipeline.
+      costs: what was measured.
+      stages: what stages hold.
+      schedule: the schedule.
+      num_micro_batches: micro-batches of a step, in each replica.
+      temporaries: the most that a program of each stage takes besides arguments and results, where the
+        runner does not know that yet.
+      cores: the number of cores that the devices share; None if each has its own.
+    """
+    placement = runner.placement
+    mapping = tuple(group.ipu for group in placement.groups)
+    constant = [0] * (1 + max(mapping))
+    for ipu in runner.plan_memory(built.accumulator_dtypes, stages, num_micro_batches):
         constant[ipu.ipu] = ipu.num_device_bytes - ipu.num_activation_bytes
+        if ipu.num_temporary_bytes is None and temporaries:
+            constant[ipu.ipu] += max(
+                own for own, there in zip(temporaries, mapping, strict=True) if there == ipu.ipu
+            )
     return Scenario(
         costs,
         schedule,
-        runner.chunk_size,
-        device_mapping=tuple(group.ipu for group in placement.groups),
+        num_micro_batches,
+        device_mapping=mapping,
+        levels=tuple(built.traced.levels),
+        training=built.updates is not None,
         chunk_size=runner.chunk_size,
+        cores=cores,
         memory=Memory(
             tuple(constant),
             tuple(stage.num_held_bytes for stage in stages),

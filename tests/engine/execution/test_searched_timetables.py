@@ -11,7 +11,7 @@ from ipu_pipeline import engine
 from ipu_pipeline.engine import schedules
 from ipu_pipeline.engine.execution import program_times
 from ipu_pipeline.engine.execution.measured_costs import make_measured
-from ipu_pipeline.engine.execution.program_times import ProgramTime
+from ipu_pipeline.engine.execution.program_times import ProgramTime, count_cores
 from ipu_pipeline.engine.searched_timetables import check_one_process
 
 WIDTH, COUNT = 32, 6
@@ -217,6 +217,44 @@ def test_costs_of_a_micro_batch_are_shares_of_a_chunk():
     assert costs.update == (0.0, 5.0, 0.0)
     assert costs.transfers == {(0, 1): 1.0, (2, 1): 1.5}
     assert costs.host == 0.5
+
+
+def test_a_scenario_is_what_plans_are_chosen_by():
+    pipeline = prepared("interleaved")
+    scenario = pipeline.scenario()
+    measured = pipeline.prepare().measure(pipeline.built.accumulator_dtypes, 20e-6, with_updates=True)
+    assert scenario.costs == measured.costs
+    assert min(scenario.costs.update) > 0
+    assert scenario.schedule == "interleaved"
+    assert scenario.num_micro_batches == COUNT
+    assert scenario.cores == count_cores()
+    planned = pipeline.plan_ipu_memory()
+    rest = [plan.num_device_bytes - plan.num_activation_bytes for plan in planned]
+    temporaries = [plan.num_temporary_bytes or 0 for plan in planned]
+    assert list(scenario.memory.num_constant_bytes) == [
+        own - known + found
+        for own, known, found in zip(rest, temporaries, measured.num_temporary_bytes, strict=True)
+    ]
+    assert schedules.Scenario.from_dict(scenario.as_dict()) == scenario
+    assert schedules.simulate(scenario).free_running.step_time > 0
+    assert pipeline.scenario() == scenario  # nothing is measured twice
+
+
+def waiting(parameters, x):
+    return jax.lax.while_loop(lambda own: own[0, 0] < 0, lambda own: own + 1, dense(parameters, x))
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"device_mapping": [0, 0, 0]}, "all stages are on one IPU, in one program"),
+        ({"stages": (waiting, dense, mean_square), "loss": None, "optimizer": None}, "a loop that ends"),
+    ],
+)
+def test_pipelines_without_a_scenario(options, reason):
+    pipeline = prepared("grouped", **options)
+    with pytest.raises(ValueError, match=f"Pipeline.scenario runs the stages on zeros.*; here {reason}"):
+        pipeline.scenario()
 
 
 @pytest.mark.parametrize("is_prepared", [False, True], ids=["at first", "for other devices"])
