@@ -42,6 +42,8 @@ def parse_arguments(layer_names: list[str]) -> argparse.Namespace:
         help="Take as many IPUs as the next power of two, where the stages are fewer.",
     )
     args = parser.parse_args()
+    if "auto" in args.splits and len(args.splits) > 1:
+        parser.error("--splits auto stands alone")
     if args.num_pipeline_stages is not None and args.splits != ["auto"]:
         parser.error(
             "--num-pipeline-stages goes with --splits auto; other splits say how many stages there are"

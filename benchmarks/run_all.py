@@ -45,6 +45,7 @@ BENCHMARKS = [
     "emulation",
     "schedules",
     "halves",
+    "splits",
     "several_processes",
     "report_page",
 ]

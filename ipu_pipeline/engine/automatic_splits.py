@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Collection, Iterable, Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,8 @@ import jax
 
 from ipu_pipeline.engine import peers
 from ipu_pipeline.engine.devices.offloading import Offload, parse_offload
-from ipu_pipeline.engine.execution.measured_costs import Measured, why_not_timed
+from ipu_pipeline.engine.devices.sharding import Shard, parse_shard
+from ipu_pipeline.engine.execution.measured_costs import Measured, why_not_chunked, why_not_timed
 from ipu_pipeline.engine.execution.program_times import count_cores, time_shortest
 from ipu_pipeline.engine.execution.runner import ColumnRunner
 from ipu_pipeline.engine.inspect.crossings import find_crossings
@@ -46,14 +48,14 @@ from ipu_pipeline.engine.schedules.splitting import (
 )
 from ipu_pipeline.engine.tracing.faults import name_of
 from ipu_pipeline.engine.tracing.stage_lists import Stage, StageEntry, join_layers, with_parameters
-from ipu_pipeline.engine.tracing.traced import Source, TracedPipeline, TracedStage
+from ipu_pipeline.engine.tracing.traced import Source, TracedPipeline
 from ipu_pipeline.ground.checks import is_integer
 from ipu_pipeline.ground.shapes import num_bytes
 from ipu_pipeline.ground.tables import align, describe_bytes, shorten
 
 __all__ = ["AutoStages", "SplitRow", "SplitTable", "auto_stages"]
 
-_NUM_WAITING = 4  # micro-batches that the host places ahead
+_NEAR = 0.02  # of the best step: splits that are as good on devices of their own
 _WIDTH = 60  # of a stage's layers in the table
 _NOT_FOR_LAYERS = (  # options of pipelines that say something of each stage, or do not go with several IPUs
     "forward_options",
@@ -77,7 +79,8 @@ class SplitRow:
         devices of a CPU do; None where they do not.
       chunk_size: the micro-batches per program with which these are shortest, of those that the pipeline
         may choose from.
-      num_bytes: what each IPU is estimated to hold at most, with one micro-batch per program.
+      num_bytes: what each IPU is estimated to hold at most, whatever number of micro-batches per program
+        the pipeline chooses; nothing with all stages on one IPU.
       fits: whether that is within the limit.
     """
 
@@ -145,7 +148,8 @@ class SplitTable:
                 describe_seconds(row.step_seconds),
                 *([] if row.shared_seconds is None else [describe_seconds(row.shared_seconds)]),
                 str(row.chunk_size),
-                describe_bytes(max(row.num_bytes)) + ("" if row.fits else ", too much"),
+                (describe_bytes(max(row.num_bytes)) if row.num_bytes else "not known")
+                + ("" if row.fits else ", too much"),
             ]
             table.append(cells_of_row)
         lines += align(table, range(2, len(table[0])))
@@ -231,26 +235,51 @@ def auto_stages(
                 f"auto_stages: {name} is not taken into account; got {options[name]!r}. Leave it out here, "
                 "and give it to the pipeline."
             )
-    mapping = _find_mapping(given.device_mapping, num_stages)
+    mapping = _find_mapping(given, num_stages)
+    bytes_per_ipu = _find_limit(given.schedule, bytes_per_ipu)
+    if bytes_per_ipu is not None and len(set(mapping)) == given.num_devices_per_ipu == 1:
+        raise ValueError(
+            "auto_stages: bytes_per_ipu goes with several IPUs; on one, everything is one program. Leave "
+            "it out."
+        )
     entries = _name_layers(layers, given.parameters)
     measured = _Layers(entries, given, micro_batch, inputs, mapping, num_stages, measure)
     problem = measured.problem(bytes_per_ipu)
-    found = find_split(problem)
-    groups = problem.groups(found.split)
+    split, table = measured.choose(problem, find_split(problem))
+    groups = problem.groups(split)
     stages = [join_layers([entries[layer] for layer in group]) for group in groups]
-    return AutoStages(stages, groups, measured.table(problem, found))
+    return AutoStages(stages, groups, table)
 
 
-def _find_mapping(given: Any, num_stages: int) -> tuple[int, ...]:
+def _find_mapping(options: PipelineOptions, num_stages: int) -> tuple[int, ...]:
+    given = options.device_mapping
     if given is None:
         return tuple(range(num_stages))
-    mapping = tuple(given)
+    mapping: tuple[Any, ...] = tuple(given) if isinstance(given, Iterable) else ()
     if len(mapping) != num_stages or not all(is_integer(ipu, 0) for ipu in mapping):
         raise ValueError(
             f"auto_stages: device_mapping must have the number of an IPU for each of the {num_stages} "
             f"stages; got {given!r}."
         )
-    return mapping
+    if num_stages > 1 and len(set(mapping)) == options.num_devices_per_ipu == 1:
+        raise ValueError(
+            f"auto_stages: device_mapping must have several IPUs; got {list(mapping)}. With all stages on "
+            "one, everything is one program, and a step takes as long wherever it is cut."
+        )
+    return tuple(map(int, mapping))
+
+
+def _find_limit(schedule: Any, bytes_per_ipu: int | None) -> int | None:
+    """The limit of bytes, which a search of the order must have, too."""
+    if not isinstance(schedule, SearchedSchedule):
+        return bytes_per_ipu
+    if bytes_per_ipu is not None and schedule.bytes_per_ipu is None:
+        raise ValueError(
+            "auto_stages: with bytes_per_ipu a schedule that is searched needs the limit, too, since it "
+            "may take all memory otherwise. Give the schedule "
+            f"SearchedSchedule(bytes_per_ipu={bytes_per_ipu}) here and to the pipeline."
+        )
+    return schedule.bytes_per_ipu if bytes_per_ipu is None else bytes_per_ipu
 
 
 def _name_layers(layers: Sequence[StageEntry], parameters: Sequence[Any] | None) -> list[StageEntry]:
@@ -302,7 +331,8 @@ class _Layers:
             if field.name not in (*_NOT_FOR_LAYERS, "parameters", "device_mapping", "devices", "schedule")
         }
         kept |= {"num_replicas": 1, "gathers_outputs": True, "post_validation": False, "shard": ()}
-        several = number > 1
+        several, schedule = number > 1, options.schedule
+        may_chunk = schedule == "grouped" and options.recompute is None and not options.offload
         self._pipeline = Pipeline(
             list(entries),
             schedule="zero_bubble" if is_halved else "interleaved",
@@ -311,6 +341,10 @@ class _Layers:
             **kept,
         )
         self._pipeline.trace(micro_batch, *inputs)
+        if may_chunk and not why_not_chunked(self._pipeline.programs):
+            sizes = tuple(possible_chunk_sizes(problem.num_micro_batches))
+            most = options.max_chunked_bytes
+            problem = dataclasses.replace(problem, chunk_sizes=sizes, max_chunked_bytes=most)
         self._problem = problem
         self._platform, self._source = "cpu", "counted"
         self._measured, self._overhead = self._measure(measure)
@@ -321,7 +355,10 @@ class _Layers:
         devices = self._options.devices
         is_alone = peers.current() is None and jax.process_count() == 1
         reason = "measure=False" if not may_run else "" if is_alone else "there are several processes"
-        reason = reason or why_not_timed(pipeline.programs)
+        if number == 1 or self._num_stages == 1:  # there is one split
+            self._source = "counted"
+            return self._count_costs(), nominal_speed(self._platform).per_dispatch
+        reason = reason or self._in_layers(why_not_timed(pipeline.programs))
         if reason:
             if devices is not None:
                 self._platform = devices[0].platform
@@ -338,10 +375,14 @@ class _Layers:
         self._platform = homes[0][0].platform
         self._source = f"measured on {homes[0][0].device_kind}"
         runner = pipeline.prepare([device for n in range(number) for device in homes[n % len(homes)]])
-        if not isinstance(runner, ColumnRunner):
-            return self._count_costs(), nominal_speed(self._platform).per_dispatch
-        measured = runner.measure(pipeline.built.accumulator_dtypes, HOST_SECONDS, with_updates=True)
+        assert isinstance(runner, ColumnRunner)
+        dtypes = pipeline.built.accumulator_dtypes
+        measured = runner.measure(dtypes, HOST_SECONDS, with_updates=True, with_skips=True)
         return measured, time_shortest(runner.placement.groups[0])
+
+    def _in_layers(self, text: str) -> str:
+        """A text about programs of stages, as one about layers."""
+        return re.sub(r"stage(\d+)_\w+", lambda found: self._names[int(found[1])], text)
 
     def _count_costs(self) -> Measured:
         """What layers take by their operations, with nominal figures."""
@@ -349,7 +390,7 @@ class _Layers:
         programs = [program for own in pipeline.programs for program in (own.forward, *own.backwards)]
         named = frozenset().union(*(program.uncounted for program in programs))
         uncounted = sorted(name for name in named if not name.startswith("debug_"))  # which are prints
-        if uncounted:
+        if uncounted and self._num_stages > 1:
             raise ValueError(
                 f"auto_stages: layers call {', '.join(uncounted)}, whose time is not known from their "
                 f"operations and is not measured here ({self._source}). Give the stages yourself."
@@ -358,13 +399,17 @@ class _Layers:
         first = [count_seconds(own.backward, speed) for own in pipeline.programs]
         transfers: dict[Edge, float] = {}
         for (source, target), size in _find_sent(pipeline.traced, pipeline.programs).items():
-            transfers[source, target] = speed.per_dispatch + size * speed.per_byte
+            transfers[source, target] = speed.per_transfer + size * speed.per_byte
         number = len(pipeline.programs)
+        update = [0.0] * number
+        for own in () if pipeline.updates is None else pipeline.updates.updates:
+            update[own.stage] += own.num_operations * speed.per_operation + speed.per_dispatch
         costs = Costs.of(
             number,
             forward=[count_seconds(own.forward, speed) for own in pipeline.programs],
             backward=[one + other for one, other in zip(first, weights, strict=True)],
             weight_gradients=weights,
+            update=update,
             transfer=transfers,
             host=HOST_SECONDS,
         )
@@ -372,35 +417,41 @@ class _Layers:
 
     def problem(self, bytes_per_ipu: int | None) -> SplitProblem:
         """What is searched."""
-        memory = _find_memory(self._pipeline, self._measured.num_temporary_bytes)
+        is_one_program = len(set(self._mapping)) == self._options.num_devices_per_ipu == 1
+        temporaries = self._measured.num_temporary_bytes
         return dataclasses.replace(
             self._problem,
             layers=self._measured.costs,
             overhead=self._overhead,
-            memory=memory,
+            memory=None if is_one_program else _find_memory(self._pipeline, self._options, temporaries),
             bytes_per_ipu=bytes_per_ipu,
         )
 
-    def table(self, problem: SplitProblem, found: FoundSplit) -> SplitTable:
-        """What was decided by."""
+    def choose(self, problem: SplitProblem, found: FoundSplit) -> tuple[Split, SplitTable]:
+        """Chooses among the best splits by what the pipeline makes of them, with its chunks."""
         even = even_split(problem.num_layers, problem.num_stages)
-        rows: dict[Split, str] = {found.split: "chosen"}
-        if even in rows:
-            rows[even] = "chosen, even by layers"
-        rows.setdefault(even, "even by layers")
-        for other, _time in found.others:
-            if other not in rows:
-                rows[other] = "best other"
-                break
-        costs = problem.layers
+        known = dict.fromkeys([found.split, *(split for split, _time in found.others), even])
+        rows = {split: self._row(problem, split) for split in known}
+        fitting = {split: row for split, row in rows.items() if row.fits}
+        least = min(row.step_seconds for row in fitting.values())
+        near = [split for split, row in fitting.items() if row.step_seconds <= (1 + _NEAR) * least]
+        chosen = min(
+            near, key=lambda split: (rows[split].shared_seconds or 0.0, rows[split].step_seconds, split)
+        )
+        others = [split for split in fitting if split not in (chosen, even)]
+        shown = {chosen: "chosen, even by layers" if chosen == even else "chosen"}
+        shown.setdefault(even, "even by layers")
+        if others:
+            shown[min(others, key=lambda split: (rows[split].step_seconds, split))] = "best other"
+        of_all = f"all {found.num_simulated:,}" if found.is_exact else f"{found.num_simulated:,}"
+        judged = ' by "zero_bubble"' if isinstance(problem.schedule, SearchedSchedule) else ""
         sent = [0] * problem.num_layers
         for edge, size in _find_sent(self._pipeline.traced, self._pipeline.programs).items():
             for cut in range(min(edge) + 1, max(edge) + 1):
                 sent[cut] += size
-        of_all = f"all {found.num_simulated:,}" if found.is_exact else f"{found.num_simulated:,}"
-        judged = ' by "zero_bubble"' if isinstance(problem.schedule, SearchedSchedule) else ""
-        return SplitTable(
-            tuple(self._row(problem, split, what) for split, what in rows.items()),
+        costs = problem.layers
+        table = SplitTable(
+            tuple(dataclasses.replace(rows[split], what=what) for split, what in shown.items()),
             self._names,
             costs.forward,
             costs.backward,
@@ -410,16 +461,17 @@ class _Layers:
             f"{of_all} simulated{judged}",
             self._mapping,
         )
+        return chosen, table
 
-    def _row(self, problem: SplitProblem, split: Split, what: str) -> SplitRow:
+    def _row(self, problem: SplitProblem, split: Split) -> SplitRow:
         is_shared = self._platform == "cpu" and not self._source.startswith("counted")
         cores = count_cores() if is_shared else None
         chunk_size = choose_chunk_size(
-            self._chunk_sizes(problem, split), lambda size: problem.step_time(split, cores, size)
+            problem.possible_chunk_sizes(split), lambda size: problem.step_time(split, cores, size)
         )
         costs = problem.costs(split)
         return SplitRow(
-            what,
+            "",
             tuple(tuple(self._names[layer] for layer in group) for group in problem.groups(split)),
             tuple(one + other for one, other in zip(costs.forward, costs.backward, strict=True)),
             problem.step_time(split, None, chunk_size),
@@ -428,17 +480,6 @@ class _Layers:
             problem.num_bytes(split),
             not problem.excess(split),
         )
-
-    def _chunk_sizes(self, problem: SplitProblem, split: Split) -> list[int]:
-        """The numbers of micro-batches per program that a pipeline of this split would choose from."""
-        options = self._options
-        if options.schedule != "grouped" or options.recompute is not None or options.offload:
-            return [1]
-        if len(set(problem.device_mapping)) == 1 or why_not_timed(self._pipeline.programs):
-            return [1]
-        live = max(problem.live_bytes(split))
-        sizes = possible_chunk_sizes(problem.num_micro_batches)
-        return [size for size in sizes if size == 1 or size * live <= options.max_chunked_bytes]
 
 
 def _unique(names: Iterable[str]) -> list[str]:
@@ -460,57 +501,77 @@ def _find_sent(traced: TracedPipeline, programs: Sequence[StagePrograms]) -> dic
     return found
 
 
-def _find_memory(pipeline: Pipeline, temporaries: Sequence[int]) -> LayerMemory:
+def _find_memory(pipeline: Pipeline, options: PipelineOptions, temporaries: Sequence[int]) -> LayerMemory:
     """What layers hold, each with a copy of what it shares with others."""
-    traced, programs, options = pipeline.traced, pipeline.programs, pipeline.options
-    dtypes, offload = pipeline.built.accumulator_dtypes, parse_offload(options.offload)
-    constant, joined = [], []
-    shared: dict[str, list[int]] = {}
-    known: set[Source] = set()  # what the layer before holds
+    traced, programs = pipeline.traced, pipeline.programs
+    state = _State(pipeline, options)
+    joined = []
+    sharing: dict[str, list[int]] = {}
+    fed: dict[Source, list[int]] = {}
+    known: set[Source] = set()  # what is there anyway if the layer before is in the same stage
     for index, (stage, own) in enumerate(zip(traced.stages, programs, strict=True)):
-        constant.append(num_bytes(_find_state(pipeline, index, offload)) + _find_fed(traced, stage, own))
         for spec in stage.variables:
-            shared.setdefault(spec.name, []).append(index)
+            sharing.setdefault(spec.name, []).append(index)
+        for source in read_sources(stage, own.forward, *own.backwards):
+            if source.kind == "element":
+                fed.setdefault(source, []).append(index)
         held = {source for source in read_sources(stage, *own.backwards) if source.is_of_micro_batch}
         joined.append(num_bytes([traced.aval(source) for source in held & known]))
+        recomputes = options.recompute is not None  # then a stage keeps what it is given, and no results
         known = held | {
             Source("output", value.index, index)
             for values in own.forward.results
             for value in values
-            if value.kind is ValueKind.OUTPUT and any(v.kind is ValueKind.RESIDUAL for v in values)
+            if value.kind is ValueKind.OUTPUT
+            and (recomputes or any(v.kind is ValueKind.RESIDUAL for v in values))
         }
-    counted_twice = {
-        name: [traced.variables[name]] * (Offload.WEIGHTS not in offload)
-        + [jax.ShapeDtypeStruct(traced.variables[name].shape, dtypes[name])] * (name in dtypes)
-        for name, layers in shared.items()
-        if len(layers) > 1
-    }
     stages = pipeline.plan_memory()
     return LayerMemory(
-        tuple(constant),
+        tuple(state.of_layer(index) for index in range(len(programs))),
         tuple(stage.num_held_bytes for stage in stages),
         tuple(stage.num_between_bytes for stage in stages),
         tuple(joined),
         tuple(temporaries),
-        tuple((tuple(shared[name]), num_bytes(twice)) for name, twice in counted_twice.items()),
+        tuple((tuple(layers), state.of_copy(name)) for name, layers in sharing.items() if len(layers) > 1),
+        tuple((tuple(layers), num_bytes([traced.aval(source)])) for source, layers in fed.items()),
     )
 
 
-def _find_state(pipeline: Pipeline, index: int, offload: Collection[Offload]) -> list[Any]:
-    """Shapes and dtypes of the state that a layer needs on its device all the time."""
-    traced, dtypes, updates = pipeline.traced, pipeline.built.accumulator_dtypes, pipeline.updates
-    found: list[Any] = []
-    for spec in traced.stages[index].variables:
-        if Offload.WEIGHTS not in offload:
-            found.append(spec)
-        if spec.name in dtypes and Offload.GRADIENT_ACCUMULATION_BUFFERS not in offload:
-            found.append(jax.ShapeDtypeStruct(spec.shape, dtypes[spec.name]))
-    if updates is not None and Offload.WEIGHT_UPDATE_VARIABLES not in offload:
-        found += [leaf.aval for leaf in updates.state_leaves if leaf.stage == index]
-    return found
+class _State:
+    """The bytes of state that layers need on a device all the time."""
 
+    def __init__(self, pipeline: Pipeline, options: PipelineOptions) -> None:
+        self._pipeline, self._offload = pipeline, parse_offload(options.offload)
+        self._shard, self._num_replicas = parse_shard(options.shard), options.num_replicas
+        self._num_devices = options.num_devices_per_ipu
+        self._shared = pipeline.traced.shared()
 
-def _find_fed(traced: TracedPipeline, stage: TracedStage, own: StagePrograms) -> int:
-    """The bytes of the micro-batches that wait for a layer."""
-    read = read_sources(stage, own.forward, *own.backwards)
-    return _NUM_WAITING * num_bytes([traced.aval(source) for source in read if source.kind == "element"])
+    def of_layer(self, index: int) -> int:
+        """Its variables and accumulators, and the leaves of the optimizer's state that belong to it."""
+        pipeline = self._pipeline
+        found = sum(self.of_copy(spec.name) for spec in pipeline.traced.stages[index].variables)
+        if pipeline.updates is None or Offload.WEIGHT_UPDATE_VARIABLES in self._offload:
+            return found
+        is_shared_out = Shard.OPTIMIZER_STATE in self._shard
+        leaves = [leaf for leaf in pipeline.updates.state_leaves if leaf.stage == index]
+        return found + sum(self._part(leaf.aval, leaf.variable, is_shared_out) for leaf in leaves)
+
+    def of_copy(self, name: str) -> int:
+        """A variable and its accumulator, which every stage has that reads it."""
+        spec, dtypes = self._pipeline.traced.variables[name], self._pipeline.built.accumulator_dtypes
+        found = 0
+        if Offload.WEIGHTS not in self._offload:
+            found += self._part(spec, name, Shard.WEIGHTS in self._shard and name not in self._shared)
+        if name in dtypes and Offload.GRADIENT_ACCUMULATION_BUFFERS not in self._offload:
+            found += self._part(jax.ShapeDtypeStruct(spec.shape, dtypes[name]), name, False)
+        return found
+
+    def _part(self, aval: Any, name: str | None, is_shared_out: bool) -> int:
+        """The part of an array that a device has."""
+        size, number = num_bytes([aval]), self._num_replicas
+        variables, partitions = self._pipeline.traced.variables, self._pipeline.built.partitions
+        if name is not None and name in partitions and aval.shape == variables[name].shape:
+            size //= self._num_devices
+        if is_shared_out and number > 1 and any(axis and axis % number == 0 for axis in aval.shape):
+            size //= number
+        return size

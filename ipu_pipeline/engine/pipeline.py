@@ -743,7 +743,11 @@ class Pipeline:
             )
 
         if self._may_measure(placement):
-            self._chosen_plan = choose_dispatch_plan(self._chunked_step, devices[0].platform, measure)
+            step, platform = self._chunked_step, devices[0].platform
+            try:
+                self._chosen_plan = choose_dispatch_plan(step, platform, measure)
+            except jax.errors.JaxRuntimeError:  # there may be no room beside a state
+                self._chosen_plan = choose_dispatch_plan(step, platform)
         plan = self.dispatch_plan
         assert plan is not None
         runner = make(plan.chunk_size)

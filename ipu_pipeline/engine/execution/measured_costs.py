@@ -32,6 +32,7 @@ __all__ = [
     "time_stages",
     "time_transfers",
     "time_updates",
+    "why_not_chunked",
     "why_not_timed",
 ]
 
@@ -54,6 +55,12 @@ def why_not_timed(programs: Sequence[StagePrograms]) -> str:
             f"{endless} has one (jax.lax.while_loop)"
         )
     return ""
+
+
+def why_not_chunked(programs: Sequence[StagePrograms]) -> str:
+    """Why programs handle one micro-batch each, in words; empty if chunks of several may be chosen."""
+    everything = [program for own in programs for program in (own.forward, *own.backwards)]
+    return CALLBACKS if any(program.has_effects or program.calls_python for program in everything) else ""
 
 
 def program_of(own: StagePrograms, kind: ActionKind) -> StageProgram:
@@ -114,11 +121,12 @@ def time_updates(
       options: XLA's options for them.
 
     Returns:
-      What those of each stage's place take together, by stage; nothing if they call back into Python.
+      What those of each stage's place take together, by stage; nothing if they call back into Python, or
+      have a loop that may not end on zeros.
     """
     placement = weight_update.placement
     updates, traced = placement.updates, placement.traced
-    if updates is None or updates.has_callbacks:
+    if updates is None or updates.has_callbacks or any(own.loops_by_data for own in updates.updates):
         return {}
     accumulators = {
         name: jax.ShapeDtypeStruct(traced.variables[name].shape, dtype) for name, dtype in dtypes.items()
@@ -139,28 +147,40 @@ def time_updates(
     return found
 
 
-def time_transfers(placement: StatePlacement, plan: Plan, chunk: ChunkForm) -> dict[Edge, float]:
-    """Times what goes from a stage to a neighbour, in seconds, each transfer alone.
+def time_transfers(
+    placement: StatePlacement, plan: Plan, chunk: ChunkForm, *, with_skips: bool
+) -> dict[Edge, float]:
+    """Times what goes from stage to stage, in seconds, each transfer alone.
 
-    Those that skip stages are left out: they are there before what goes through the stages, but for
-    stages so short that their times are noise.
+    Args:
+      placement: where the stages live; of several replicas, the first one's.
+      plan: the programs.
+      chunk: how many of a stage's micro-batches they handle.
+      with_skips: whether transfers that skip stages count. Where the order of a step is asked, they do not:
+        they are there before what goes through the stages, but for stages so short that their times are
+        noise.
     """
     groups, traced = placement.groups, placement.traced
     last = len(groups) - 1
     found: dict[Edge, float] = {}
     for (kind, stage), template in plan.templates.items():
         goes_back = kind is not ActionKind.FORWARD or stage == last
-        neighbour = stage - 1 if goes_back else stage + 1
+        way = range(stage - 1, -1, -1) if goes_back else range(stage + 1, last + 1)
         for send in template.sends:
-            if not 0 <= neighbour <= last or groups[neighbour] is not send.target:
+            reader = next((other for other in way if groups[other] is send.target), None)
+            if reader is None or (abs(reader - stage) > 1 and not with_skips):
                 continue
             avals = []
             for slot in send.sources:
                 binding = plan.slot_values[slot]
                 aval = traced.aval(binding.key if binding.kind is BindingKind.VALUE else binding.key[0])
                 avals.append(jax.ShapeDtypeStruct((*chunk.axes, *aval.shape), aval.dtype))
-            taken = time_copy(avals, template.group, send.target)
-            found[stage, neighbour] = found.get((stage, neighbour), 0.0) + taken
+            # Stages of one device stand for stages of others where layers are measured on two devices.
+            away = (group for group in groups if group.devices != template.group.devices)
+            is_away = send.target.devices != template.group.devices
+            target = send.target if is_away else next(away, send.target)
+            taken = time_copy(avals, template.group, target)
+            found[stage, reader] = found.get((stage, reader), 0.0) + taken
     return found
 
 

@@ -290,7 +290,12 @@ class ColumnRunner(Runner[PendingStep]):
         return PendingStep(request, request.every, stepped, fed=fed)
 
     def measure(
-        self, dtypes: Mapping[str, Any], host: float = 0.0, *, with_updates: bool = False
+        self,
+        dtypes: Mapping[str, Any],
+        host: float = 0.0,
+        *,
+        with_updates: bool = False,
+        with_skips: bool = False,
     ) -> Measured:
         """Measures what programs, transfers and updates take, each alone, on zeros.
 
@@ -298,13 +303,14 @@ class ColumnRunner(Runner[PendingStep]):
           dtypes: dtype of each trained variable's accumulators.
           host: how long the host takes to start a program.
           with_updates: whether the programs of a weight update are measured, too; else they take no time.
+          with_skips: whether transfers that skip stages are.
         """
         column, own = self.columns[0], self._chunk
         chunked = chunk_programs(self.placement.traced, self.programs, own.size)
         return make_measured(
             len(self.programs),
             time_stages(column.placement, self.programs, chunked, column.plan, own, dtypes),
-            time_transfers(column.placement, column.plan, own),
+            time_transfers(column.placement, column.plan, own, with_skips=with_skips),
             time_updates(self._weight_update, dtypes, self._update_options) if with_updates else {},
             own.size,
             host,

@@ -55,14 +55,15 @@ class Speed(NamedTuple):
 
     per_operation: float
     per_dispatch: float  # on the device
-    per_byte: float  # of what goes to another device
+    per_transfer: float  # to another device
+    per_byte: float  # of it
     shares_cores: bool
 
 
 # Measured on two cores of a CPU (see benchmarks/against_plain_jax), and rounded. The others are orders of
 # magnitude.
-_SPEEDS = {"cpu": Speed(5e-12, 60e-6, 1e-10, shares_cores=True)}
-_OTHER_SPEED = Speed(1e-13, 10e-6, 1e-10, shares_cores=False)
+_SPEEDS = {"cpu": Speed(5e-12, 60e-6, 5e-6, 1e-10, shares_cores=True)}
+_OTHER_SPEED = Speed(1e-13, 10e-6, 10e-6, 1e-10, shares_cores=False)
 
 
 def nominal_speed(platform: str) -> Speed:

@@ -36,6 +36,9 @@ __all__ = ["FoundSplit", "LayerMemory", "Split", "SplitProblem", "even_split", "
 
 Split: TypeAlias = "tuple[int, ...]"  # the number of each stage's first layer
 
+_NUM_WAITING = 4  # chunks that the host places ahead
+_MAX_WHOLE = 200_000  # actions of a timetable that is made for what stages hold
+_NUM_OTHERS = 24  # splits beside the best one that are told
 _MAX_SIMULATED = 64  # micro-batches; more only repeat what these do
 _MAX_ACTIONS = 3_000_000  # that a search simulates in all: some seconds
 _LONGER = 1.25  # than the least longest stage: how long that of a candidate may be
@@ -49,14 +52,14 @@ class LayerMemory:
     """What layers hold, in bytes.
 
     Attributes:
-      num_constant_bytes: what each needs all the time: variables, optimizer state, accumulators, and the
-        micro-batches that wait for it.
+      num_constant_bytes: what each needs all the time: variables, optimizer state and accumulators.
       num_held_bytes: what each holds from the forward to the backward of a micro-batch, with its inputs.
       num_between_bytes: what each holds between the halves of its backward, per micro-batch.
       num_joined_bytes: what each of these counts that the layer before holds, too: one layer's result is
         the next one's input, and is there once if both are in one stage.
       num_temporary_bytes: what the programs of each take while they run.
       shared: variables of several layers, as the layers and the bytes that each of them counts.
+      fed: leaves of the micro-batch, as the layers that read them and the bytes in a micro-batch.
     """
 
     num_constant_bytes: tuple[int, ...]
@@ -65,6 +68,7 @@ class LayerMemory:
     num_joined_bytes: tuple[int, ...]
     num_temporary_bytes: tuple[int, ...]
     shared: tuple[tuple[tuple[int, ...], int], ...] = ()
+    fed: tuple[tuple[tuple[int, ...], int], ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +86,8 @@ class SplitProblem:
       training: whether there are backwards and an update.
       memory: what layers hold; None if that is not known.
       bytes_per_ipu: the most that an IPU may hold; None: anything.
+      chunk_sizes: the numbers of micro-batches per program that the pipeline may choose from, ascending.
+      max_chunked_bytes: chunks of several may not make a stage hold more than this of micro-batches.
     """
 
     layers: Costs
@@ -93,6 +99,8 @@ class SplitProblem:
     training: bool = True
     memory: LayerMemory | None = None
     bytes_per_ipu: int | None = None
+    chunk_sizes: tuple[int, ...] = (1,)
+    max_chunked_bytes: int = 0
 
     @property
     def num_layers(self) -> int:
@@ -108,12 +116,34 @@ class SplitProblem:
         schedule = "zero_bubble" if isinstance(self.schedule, SearchedSchedule) else self.schedule
         return timetable(schedule, self.num_stages, number, self.device_mapping, self.training)
 
+    @functools.cached_property
+    def fullest(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """For each stage, when it may hold most in a whole step; see `Timetable.fullest`."""
+        count, number = self.num_micro_batches, self._num_simulated(1)
+        if count == number:
+            return self.timetable.fullest
+        if 3 * count * self.num_stages <= _MAX_WHOLE:
+            return self._make_timetable(count).fullest
+        fewer = self._make_timetable(number - self._num_rounds(1)).fullest
+        most = [max(a + b for a, b in own) for own in self.timetable.fullest]
+        before = [max(a + b for a, b in own) for own in fewer]
+        factors = [count / number if now > then else 1 for now, then in zip(most, before, strict=True)]
+        return tuple(
+            tuple((math.ceil(a * factor), math.ceil(b * factor)) for a, b in own)
+            for own, factor in zip(self.timetable.fullest, factors, strict=True)
+        )
+
     def _num_rounds(self, chunk_size: int) -> int:
         """The number of micro-batches after which a schedule repeats itself."""
         return chunk_size * len(set(self.device_mapping))
 
     def _num_simulated(self, chunk_size: int) -> int:
-        """The number of micro-batches that are simulated: all, or whole rounds fewer."""
+        """The number of micro-batches that are simulated: all, or whole rounds fewer.
+
+        A schedule of the user's may be for one number only.
+        """
+        if not isinstance(self.schedule, (str, SearchedSchedule)):
+            return self.num_micro_batches
         rounds = self._num_rounds(chunk_size)
         surplus = max(0, self.num_micro_batches - max(_MAX_SIMULATED, 2 * self.num_stages, 2 * rounds))
         return self.num_micro_batches - surplus // rounds * rounds
@@ -224,34 +254,42 @@ class SplitProblem:
             between = sum(memory.num_between_bytes[layer] for layer in group)
             if self._is_fused(stage):
                 before, between = 0, between if stage in self.timetable.halved else 0
-            found.append(max(a * before + b * between for a, b in self.timetable.fullest[stage]))
+            found.append(max(a * before + b * between for a, b in self.fullest[stage]))
         return tuple(found)
+
+    def possible_chunk_sizes(self, split: Split) -> list[int]:
+        """The numbers of micro-batches per program that a pipeline of this split may choose from."""
+        live = max(self.live_bytes(split))
+        return [size for size in self.chunk_sizes if size == 1 or size * live <= self.max_chunked_bytes]
 
     def _is_fused(self, stage: int) -> bool:
         """Whether a stage does its forward and its backward, or the first half of that, in one program."""
         return stage == self.num_stages - 1 and self.layers.is_fused and self.training
 
     def num_bytes(self, split: Split) -> tuple[int, ...]:
-        """What each IPU holds at most; nothing if that is not known."""
+        """What each IPU holds at most, whatever chunks are chosen; nothing if that is not known."""
         memory, mapping = self.memory, self.device_mapping
         if memory is None:
             return ()
         number = 1 + max(mapping)
         held, running = [0] * number, [0] * number
-        live = self.live_bytes(split)
+        live, size = self.live_bytes(split), self.possible_chunk_sizes(split)[-1]
         for stage, group in enumerate(self.groups(split)):
             ipu = mapping[stage]
             temporary = max(memory.num_temporary_bytes[layer] for layer in group)
             if self._is_fused(stage):  # what its layers keep for the backward is among its temporaries
                 temporary += sum(memory.num_held_bytes[layer] for layer in group)
                 temporary -= sum(memory.num_joined_bytes[layer] for layer in group[1:])
-            held[ipu] += live[stage] + sum(memory.num_constant_bytes[layer] for layer in group)
+            held[ipu] += size * live[stage] + sum(memory.num_constant_bytes[layer] for layer in group)
             running[ipu] = max(running[ipu], temporary)
         stage_of = [stage for stage, group in enumerate(self.groups(split)) for _layer in group]
-        for layers, size in memory.shared:
+        for layers, num_bytes in memory.shared:
             ipus = [mapping[stage_of[layer]] for layer in layers]
             for ipu in set(ipus):
-                held[ipu] -= size * (ipus.count(ipu) - 1)
+                held[ipu] -= num_bytes * (ipus.count(ipu) - 1)
+        for layers, num_bytes in memory.fed:
+            for ipu in {mapping[stage_of[layer]] for layer in layers}:
+                held[ipu] += _NUM_WAITING * size * num_bytes
         return tuple(own + more for own, more in zip(held, running, strict=True))
 
     def excess(self, split: Split) -> int:
@@ -317,7 +355,7 @@ def find_split(problem: SplitProblem) -> FoundSplit:
             f"{excess + problem.bytes_per_ipu:,} bytes; got {problem.bytes_per_ipu:,}. Raise it, or take "
             "more stages, recomputation or offloading."
         )
-    others = tuple((split, time) for split, (more, time) in ranked[1:4] if not more)
+    others = tuple((split, time) for split, (more, time) in ranked[1 : 1 + _NUM_OTHERS] if not more)
     return FoundSplit(best, step_time, others, is_exact, len(search.known))
 
 
@@ -451,7 +489,7 @@ def _find_held(problem: SplitProblem, memory: LayerMemory) -> list[npt.NDArray[n
     found = []
     for stage in range(problem.num_stages):
         is_last = stage == problem.num_stages - 1 and is_fused
-        in_flight = 1 if is_last else max(a for a, _b in problem.timetable.fullest[stage])
+        in_flight = 1 if is_last else max(a for a, _b in problem.fullest[stage])
         found.append(constant + in_flight * np.maximum(live, 0.0) if problem.training else constant)
     return found
 

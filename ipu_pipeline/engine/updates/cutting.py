@@ -21,6 +21,7 @@ import jax.numpy as jnp
 
 from ipu_pipeline.engine import jaxprs
 from ipu_pipeline.engine.jaxprs import partitioning
+from ipu_pipeline.engine.jaxprs.costs import count_operations
 from ipu_pipeline.engine.tracing.frames import Enqueued
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.engine.updates.guessing import Guessing, find_guessing
@@ -48,6 +49,8 @@ class UpdateProgram:
     function: Callable[..., list[Any]]  # takes `arguments`, returns `results`
     arguments: tuple[UpdateValue, ...]  # what they are
     results: tuple[UpdateValue, ...]  # what they are
+    num_operations: float  # what it costs, see `costs.count_operations`
+    loops_by_data: bool  # whether it has a loop that ends when its data says so
 
 
 class StateLeaf(NamedTuple):
@@ -215,6 +218,8 @@ def _make_programs(
                 function,
                 tuple(labels[var] if var in labels else sent[var] for var in piece.program.inputs),
                 tuple(made),
+                count_operations(piece.program.closed_jaxpr.jaxpr),
+                any(jaxprs.has_primitive(one, "while") for one in piece.program.closed_jaxpr.jaxpr.eqns),
             )
         )
     return tuple(programs)

@@ -406,6 +406,10 @@ def auto_stages(
     bytes_per_ipu: int | None = None,
     gradient_accumulation_dtype: Any = None,
     recomputation_mode: RecomputationMode | None = None,
+    offload_weight_update_variables: bool | None = None,
+    offload_activations: bool | None = None,
+    offload_gradient_accumulation_buffers: bool | None = None,
+    offload_weights: bool | None = None,
     tensor_parallel: TensorParallel | None = None,
     measure: bool = True,
 ) -> AutoStages:
@@ -430,6 +434,11 @@ def auto_stages(
         in flight and temporaries. None: anything.
       gradient_accumulation_dtype: as for `pipeline`.
       recomputation_mode: as for `pipeline`; it counts if `IPUConfig.allow_recompute` was set.
+      offload_weight_update_variables: as for `pipeline`, like the other three. What is offloaded does not
+        count in the memory of IPUs.
+      offload_activations: likewise.
+      offload_gradient_accumulation_buffers: likewise.
+      offload_weights: likewise.
       tensor_parallel: as for `pipeline`.
       measure: False counts operations, and runs nothing.
 
@@ -451,9 +460,9 @@ def auto_stages(
     size = _num_devices(tensor_parallel)
     schedule = PipelineSchedule.Grouped if pipeline_schedule is None else pipeline_schedule
     builder = current_builder()
-    if device_mapping is None and is_integer(num_stages, 1):
-        device_mapping = range(min(num_stages, len(layers)))
-    num_ipus = size * (1 + max(device_mapping or [0]))
+    num_known = min(num_stages, len(layers)) if is_integer(num_stages, 1) else 1
+    mapping = check_mapping(device_mapping, [None] * num_known)
+    num_ipus = size * (1 + max(jax.tree.leaves(mapping)))
     ipu_device = 0 if builder is None else builder.ipu_device
     inputs, given_layers = give_steps(inputs, layers)
     if builder is None:
@@ -476,7 +485,7 @@ def auto_stages(
         loss=None if optimizer is None else optimizer.loss,
         optimizer=None if optimizer is None else optimizer.transformation,
         schedule=find_pipeline_schedule(schedule),
-        device_mapping=device_mapping,
+        device_mapping=mapping,
         trained=None if optimizer is None else optimizer.trained,
         captures=captures,
         gradient_map=None if optimizer is None else optimizer.gradient_map,
@@ -485,6 +494,13 @@ def auto_stages(
             check_accumulator_dtype(gradient_accumulation_dtype)
         ),
         recompute=recompute if selection.allows_recomputation() and optimizer is not None else None,
+        offload=check_offloading(
+            optimizer is None,
+            offload_weight_update_variables=offload_weight_update_variables,
+            offload_activations=offload_activations,
+            offload_gradient_accumulation_buffers=offload_gradient_accumulation_buffers,
+            offload_weights=offload_weights,
+        ),
         tensor_parallel=tensor_parallel,
     )
     stages = [join_layers([layers[number] for number in group]) for group in found.groups]

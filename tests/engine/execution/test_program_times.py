@@ -69,7 +69,7 @@ def test_later_processes_find_what_was_kept(directory, timed, monkeypatch):
     assert len(timed) == 1
     (path,) = directory.iterdir()
     assert json.loads(path.read_text()) == FOUND._asdict()
-    assert path.stat().st_mode & 0o777 == 0o600
+    assert directory.stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,315 @@
+"""Does a split that was found take as long as predicted, and less than others? Are plans of dispatch good?
+
+    python -m benchmarks.splits.run [--short] [--json FILE]
+
+Layers become stages by `engine.auto_stages`. Steps of the split found, of the even one by the number of
+layers and, where there are few, of all others run in turns, in one process per case. Emulated layers sleep,
+so their devices do not share cores (see benchmarks/emulation); a sixth of them takes several times as long.
+The other layers compute on the CPU, whose cores all stages share.
+
+The last rows compare the dispatch plan that a pipeline chooses, by measuring its programs, with one
+micro-batch per program.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmarks import harness
+from benchmarks.harness import Row
+
+MODULE = "benchmarks.splits.run"
+EMULATED, SHARED = 0.05, 0.15  # how far a step may be from its prediction
+MOST_OF_BEST, MOST_OF_EVEN, MOST_OF_ALONE = 1.03, 1.03, 1.03
+NUM_ROUNDS = 5
+NUM_BYTES = 8192  # of an emulated micro-batch
+
+
+class Case(NamedTuple):
+    """Layers that become stages.
+
+    Attributes:
+      kind: "emulated", "mlp" or "tutorial".
+      num_layers: how many layers there are.
+      num_stages: how many stages they become.
+      count: micro-batches of a step.
+      schedule: the schedule.
+      mapping: the IPU of each stage; None: its own.
+      runs_all: whether all splits are measured.
+    """
+
+    kind: str
+    num_layers: int
+    num_stages: int
+    count: int
+    schedule: str = "interleaved"
+    mapping: Sequence[int] | None = None
+    runs_all: bool = False
+
+    @property
+    def name(self) -> str:
+        """For tables."""
+        on = "" if self.mapping is None else f" on {len(set(self.mapping))} IPUs"
+        return f"{self.kind}, {self.num_layers} layers in {self.num_stages} stages{on}, {self.schedule}"
+
+
+CASES = {
+    "emulated 2": Case("emulated", 6, 2, 8, runs_all=True),
+    "emulated 4": Case("emulated", 6, 4, 16, runs_all=True),
+    "emulated 8": Case("emulated", 24, 8, 32),
+    "emulated grouped": Case("emulated", 12, 4, 16, "grouped"),
+    "emulated halves": Case("emulated", 12, 4, 16, "zero_bubble"),
+    "emulated looped": Case("emulated", 16, 4, 16, "looped", (0, 1, 0, 1)),
+    "emulated v": Case("emulated", 16, 4, 16, "zero_bubble_v", (0, 1, 1, 0)),
+    "mlp 2": Case("mlp", 12, 2, 8),
+    "mlp 4": Case("mlp", 12, 4, 16),
+    "mlp 8": Case("mlp", 12, 8, 16),
+    "tutorial 2": Case("tutorial", 7, 2, 16, "grouped", runs_all=True),
+    "tutorial 4": Case("tutorial", 7, 4, 16, "grouped"),
+}
+SHORT_CASES = ["emulated 2", "emulated 8", "mlp 4", "tutorial 2"]
+PLANS = ["mlp 32", "mlp 128", "mlp 512", "emulated 0.2", "emulated 2"]  # width, or milliseconds
+SHORT_PLANS = ["mlp 32", "emulated 0.2"]
+
+
+class Layers(NamedTuple):
+    """Layers, the parameters of each, and the micro-batches of a step."""
+
+    functions: Sequence[Callable[..., Any]]
+    parameters: Sequence[Any]
+    micro_batches: Sequence[Any]
+
+
+def make_emulated(milliseconds: Sequence[float], count: int) -> Layers:
+    """Layers that sleep, twice as long backwards."""
+    from benchmarks.emulation import stages, values
+
+    stages.register()
+    functions: list[Callable[..., Any]] = [stages.emulated_stage(own, 2 * own) for own in milliseconds]
+    last = functions.pop()
+    functions.append(lambda w, x: (last(w, x) ** 2).mean())
+    parameters = values.make_parameters(len(functions))
+    return Layers(functions, parameters, values.make_micro_batches(count, NUM_BYTES))
+
+
+def make_dense(widths: Sequence[int], batch_size: int, count: int) -> Layers:
+    """Dense layers with relu between vectors of these widths; mean-square loss."""
+    import jax
+
+    rng = np.random.default_rng(0)
+
+    def dense(w: Any, x: Any) -> Any:
+        return jax.nn.relu(x @ w)
+
+    def last(w: Any, x: Any) -> Any:
+        return ((x @ w) ** 2).mean()
+
+    parameters = [
+        (rng.normal(size=pair) / np.sqrt(pair[0])).astype(np.float32) for pair in itertools.pairwise(widths)
+    ]
+    functions = [dense] * (len(parameters) - 1) + [last]
+    data = [rng.normal(size=(batch_size, widths[0])).astype(np.float32) for _ in range(count)]
+    return Layers(functions, parameters, data)
+
+
+def make_layers(case: Case) -> Layers:
+    """The layers of a case."""
+    if case.kind == "emulated":
+        rng = np.random.default_rng(case.num_layers)
+        milliseconds = rng.choice([1.0, 2.0, 3.0], case.num_layers)
+        milliseconds[:: max(1, case.num_layers // 2)] = 8.0
+        return make_emulated(milliseconds, case.count)
+    if case.kind == "mlp":
+        widths = [512, 256, 1024, 1024, 256, 128, 128, 1536, 1536, 128, 128, 512, 64]
+        return make_dense(widths, 64, case.count)
+    widths = [784, 784, 256, 128, 64, 32, 10, 10]
+    found = make_dense(widths, 32, case.count)
+    return found._replace(
+        functions=[lambda w, x: x + w, *found.functions[1:]],
+        parameters=[np.zeros(784, np.float32), *found.parameters[1:]],
+    )
+
+
+def make_steps(pipelines: Sequence[Any], data: Sequence[Any]) -> list[Callable[[], None]]:
+    """A function of each pipeline that runs a step and waits for it."""
+    import jax
+
+    def make(pipeline: Any) -> Callable[[], None]:
+        state = pipeline.init(jax.random.key(0), data[0])
+        placed = pipeline.place_micro_batches(data)
+
+        def step() -> None:
+            nonlocal state
+            state, outputs = pipeline.step(state, placed)
+            jax.block_until_ready((state, outputs.losses))
+
+        step()
+        return step
+
+    return [make(pipeline) for pipeline in pipelines]
+
+
+def time_in_turns(steps: Sequence[Callable[[], None]]) -> list[list[float]]:
+    """Seconds of a step of each, by round."""
+    taken: list[list[float]] = [[] for _ in steps]
+    for number in range(NUM_ROUNDS + 1):
+        order = list(zip(steps, taken, strict=True))
+        for step, own in order if number % 2 else reversed(order):
+            begin = time.perf_counter()
+            step()
+            if number:
+                own.append(time.perf_counter() - begin)
+    return taken
+
+
+def measure_case(name: str) -> dict[str, Any]:
+    """What the splits of a case take: predicted, measured, and how long it took to find one."""
+    import jax
+    import optax
+
+    case = CASES[name]
+    jax.config.update("jax_num_cpu_devices", 1 + case.num_stages)
+    from ipu_pipeline import engine
+
+    layers = make_layers(case)
+    options = {
+        "num_micro_batches": case.count,
+        "loss": lambda loss: loss,
+        "optimizer": optax.sgd(1e-3),
+        "schedule": case.schedule,
+        "device_mapping": case.mapping,
+    }
+    parameters = layers.parameters
+
+    def find() -> Any:
+        return engine.auto_stages(
+            layers.functions, case.num_stages, layers.micro_batches[0], parameters=parameters, **options
+        )
+
+    find()  # measures
+    begin = time.perf_counter()
+    stages = find()
+    seconds = time.perf_counter() - begin
+    table = stages.table
+
+    def join(sizes: Sequence[int]) -> Any:
+        """The pipeline of any split."""
+        ends = list(itertools.accumulate(sizes))
+        found = []
+        for end, size in zip(ends, sizes, strict=True):
+            group = range(end - size, end)
+            own = [layers.functions[layer] for layer in group]
+
+            def stage(weights: Any, x: Any, own: Any = own) -> Any:
+                for function, w in zip(own, weights, strict=True):
+                    x = function(w, x)
+                return x
+
+            found.append(engine.Stage(stage, [parameters[layer] for layer in group]))
+        return engine.Pipeline(found, **options)
+
+    sizes = [tuple(map(len, row.groups)) for row in table.rows[:2]]
+    others = []
+    if case.runs_all:
+        cuts = itertools.combinations(range(1, case.num_layers), case.num_stages - 1)
+        ends = [(0, *own, case.num_layers) for own in cuts]
+        others = [tuple(b - a for a, b in itertools.pairwise(own)) for own in ends]
+    pipelines = [engine.Pipeline(stages, **options), *(join(own) for own in (*sizes[1:], *others))]
+    taken = time_in_turns(make_steps(pipelines, layers.micro_batches))
+    predicted = [row.shared_seconds or row.step_seconds for row in table.rows[:2]]
+    return {"predicted": predicted, "taken": taken, "seconds": seconds, "num_rows": len(sizes)}
+
+
+def measure_plan(name: str) -> dict[str, Any]:
+    """Steps with the plan that is chosen, and one by one."""
+    import jax
+    import optax
+
+    jax.config.update("jax_num_cpu_devices", 4)
+    from ipu_pipeline import engine
+
+    kind, size = name.split()
+    count = 32
+    if kind == "emulated":
+        layers = make_emulated([float(size)] * 4, count)
+    else:
+        layers = make_dense([int(size)] * 5, 32, count)
+    options = {"num_micro_batches": count, "loss": lambda loss: loss, "optimizer": optax.sgd(1e-3)}
+
+    def make(**more: Any) -> Any:
+        return engine.Pipeline(layers.functions, parameters=layers.parameters, **options, **more)
+
+    chosen, alone = make(), make(dispatch_plan=engine.Chunking())
+    taken = time_in_turns(make_steps([chosen, alone], layers.micro_batches))
+    return {"taken": taken, "chunk_size": chosen.dispatch_plan.chunk_size}
+
+
+def make_rows(case: Case, found: dict[str, Any]) -> list[Row]:
+    """The rows of a case."""
+    taken, predicted = found["taken"], found["predicted"]
+    medians = [statistics.median(own) for own in taken]
+    bound = EMULATED if case.kind == "emulated" else SHARED
+    ratios = [measured / predicted[0] for measured in taken[0]]
+    ours = f"{medians[0] * 1e3:.1f} ms"
+    rows = [
+        Row(
+            "splits",
+            f"{case.name}: measured against predicted",
+            ours,
+            f"{predicted[0] * 1e3:.1f} ms",
+            statistics.median(ratios),
+            (min(ratios), max(ratios)),
+            1 + bound,
+        )
+    ]
+    if found["num_rows"] > 1:
+        rows.append(
+            harness.compare(
+                "splits", f"{case.name}: against the even split", taken[0], taken[1], MOST_OF_EVEN
+            )
+        )
+    others = range(found["num_rows"], len(taken))
+    if others:
+        best = min(others, key=medians.__getitem__)
+        text = f"{case.name}: against the best of {len(others)} splits"
+        rows.append(harness.compare("splits", text, taken[0], taken[best], MOST_OF_BEST))
+    text = f"{case.name}: to find it, once layers are measured"
+    rows.append(Row("splits", text, f"{found['seconds']:.1f} s", "", found["seconds"], None, 10.0))
+    return rows
+
+
+def main() -> None:
+    if "--case" in sys.argv or "--plan" in sys.argv:
+        place = 1 + max(sys.argv.index(option) for option in ("--case", "--plan") if option in sys.argv)
+        run = measure_case if "--case" in sys.argv else measure_plan
+        with tempfile.TemporaryDirectory() as folder:  # nothing is known from earlier runs
+            os.environ["XDG_CACHE_HOME"] = folder
+            print(json.dumps(run(sys.argv[place])))
+        return
+    args = harness.make_parser(__doc__).parse_args()
+    rows = []
+    for name in SHORT_CASES if args.short else CASES:
+        rows += make_rows(CASES[name], harness.run_module(MODULE, "--case", name))
+        print(*rows[-4:], sep="\n", flush=True)
+    for name in SHORT_PLANS if args.short else PLANS:
+        found = harness.run_module(MODULE, "--plan", name)
+        text = f"the chosen plan ({found['chunk_size']} per program) against one by one: {name}"
+        kind, size = name.split()
+        what = f"stages of {size} ms" if kind == "emulated" else f"dense layers of {size}"
+        text = f"the chosen plan ({found['chunk_size']} per program) against one by one: {what}"
+        rows.append(harness.compare("splits", text, *found["taken"], MOST_OF_ALONE))
+    harness.report(rows, args.json)
+
+
+if __name__ == "__main__":
+    main()
