@@ -101,6 +101,9 @@ class SplitProblem:
     bytes_per_ipu: int | None = None
     chunk_sizes: tuple[int, ...] = (1,)
     max_chunked_bytes: int = 0
+    _fullest: dict[int, tuple[tuple[tuple[int, int], ...], ...]] = field(  # by the size of chunks
+        default_factory=dict, init=False, repr=False
+    )
 
     @property
     def num_layers(self) -> int:
@@ -116,21 +119,27 @@ class SplitProblem:
         schedule = "zero_bubble" if isinstance(self.schedule, SearchedSchedule) else self.schedule
         return timetable(schedule, self.num_stages, number, self.device_mapping, self.training)
 
-    @functools.cached_property
-    def fullest(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """For each stage, when it may hold most in a whole step; see `Timetable.fullest`."""
-        count, number = self.num_micro_batches, self._num_simulated(1)
-        if count == number:
-            return self.timetable.fullest
-        if 3 * count * self.num_stages <= _MAX_WHOLE:
+    def fullest(self, chunk_size: int = 1) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """For each stage, when it may hold most in a whole step; see `Timetable.fullest`.
+
+        Args:
+          chunk_size: micro-batches that a program handles; the numbers are of such chunks.
+        """
+        if chunk_size not in self._fullest:
+            self._fullest[chunk_size] = self._find_fullest(chunk_size)
+        return self._fullest[chunk_size]
+
+    def _find_fullest(self, chunk_size: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+        count, number = self.num_micro_batches // chunk_size, self._num_simulated(chunk_size) // chunk_size
+        if count == number or 3 * count * self.num_stages <= _MAX_WHOLE:
             return self._make_timetable(count).fullest
+        found = self._make_timetable(number).fullest
         fewer = self._make_timetable(number - self._num_rounds(1)).fullest
-        most = [max(a + b for a, b in own) for own in self.timetable.fullest]
-        before = [max(a + b for a, b in own) for own in fewer]
-        factors = [count / number if now > then else 1 for now, then in zip(most, before, strict=True)]
+        most = [[max(a + b for a, b in own) for own in of_stages] for of_stages in (found, fewer)]
+        factors = [count / number if now > then else 1 for now, then in zip(*most, strict=True)]
         return tuple(
             tuple((math.ceil(a * factor), math.ceil(b * factor)) for a, b in own)
-            for own, factor in zip(self.timetable.fullest, factors, strict=True)
+            for own, factor in zip(found, factors, strict=True)
         )
 
     def _num_rounds(self, chunk_size: int) -> int:
@@ -242,8 +251,13 @@ class SplitProblem:
         pace = (taken - predict_step_time(make_scenario(number - rounds))) / rounds
         return taken + (self.num_micro_batches - number) * max(pace, busiest)
 
-    def live_bytes(self, split: Split) -> tuple[int, ...]:
-        """What each stage holds of micro-batches between forwards and backwards; nothing if not known."""
+    def live_bytes(self, split: Split, chunk_size: int = 1) -> tuple[int, ...]:
+        """What each stage holds of micro-batches between forwards and backwards; nothing if not known.
+
+        Args:
+          split: the split.
+          chunk_size: micro-batches that a program handles.
+        """
         memory = self.memory
         if memory is None or not self.training:
             return (0,) * self.num_stages
@@ -254,13 +268,18 @@ class SplitProblem:
             between = sum(memory.num_between_bytes[layer] for layer in group)
             if self._is_fused(stage):
                 before, between = 0, between if stage in self.timetable.halved else 0
-            found.append(max(a * before + b * between for a, b in self.fullest[stage]))
+            moments = self.fullest(chunk_size)[stage]
+            found.append(chunk_size * max(a * before + b * between for a, b in moments))
         return tuple(found)
 
     def possible_chunk_sizes(self, split: Split) -> list[int]:
         """The numbers of micro-batches per program that a pipeline of this split may choose from."""
-        live = max(self.live_bytes(split))
-        return [size for size in self.chunk_sizes if size == 1 or size * live <= self.max_chunked_bytes]
+        found = [1]
+        for size in self.chunk_sizes[1:]:
+            if max(self.live_bytes(split, size)) > self.max_chunked_bytes:
+                break
+            found.append(size)
+        return found
 
     def _is_fused(self, stage: int) -> bool:
         """Whether a stage does its forward and its backward, or the first half of that, in one program."""
@@ -273,14 +292,15 @@ class SplitProblem:
             return ()
         number = 1 + max(mapping)
         held, running = [0] * number, [0] * number
-        live, size = self.live_bytes(split), self.possible_chunk_sizes(split)[-1]
+        size = self.possible_chunk_sizes(split)[-1]
+        live = self.live_bytes(split, size)
         for stage, group in enumerate(self.groups(split)):
             ipu = mapping[stage]
             temporary = max(memory.num_temporary_bytes[layer] for layer in group)
             if self._is_fused(stage):  # what its layers keep for the backward is among its temporaries
                 temporary += sum(memory.num_held_bytes[layer] for layer in group)
                 temporary -= sum(memory.num_joined_bytes[layer] for layer in group[1:])
-            held[ipu] += size * live[stage] + sum(memory.num_constant_bytes[layer] for layer in group)
+            held[ipu] += live[stage] + sum(memory.num_constant_bytes[layer] for layer in group)
             running[ipu] = max(running[ipu], temporary)
         stage_of = [stage for stage, group in enumerate(self.groups(split)) for _layer in group]
         for layers, num_bytes in memory.shared:
@@ -489,7 +509,7 @@ def _find_held(problem: SplitProblem, memory: LayerMemory) -> list[npt.NDArray[n
     found = []
     for stage in range(problem.num_stages):
         is_last = stage == problem.num_stages - 1 and is_fused
-        in_flight = 1 if is_last else max(a for a, _b in problem.fullest[stage])
+        in_flight = 1 if is_last else max(a for a, _b in problem.fullest()[stage])
         found.append(constant + in_flight * np.maximum(live, 0.0) if problem.training else constant)
     return found
 

@@ -181,7 +181,11 @@ def test_inference_and_counting():
             "gradient_accumulation_count must be specified",
         ),
         ({"gradient_accumulation_count": 0}, ValueError, "gradient_accumulation_count"),
-        ({"device_mapping": [0]}, ValueError, "device_mapping"),
+        (
+            {"device_mapping": [0]},
+            ValueError,
+            "Each stage must be mapped to an IPU: 1 mappings != 3 stages",
+        ),
         ({"pipeline_schedule": "gouped"}, ValueError, "gouped"),
         ({"optimizer_function": 3}, TypeError, "optimizer_function"),
         ({"tensor_parallel": 2}, TypeError, "tensor_parallel must be a TensorParallel"),
