@@ -333,6 +333,7 @@ class _Layers:
         kept |= {"num_replicas": 1, "gathers_outputs": True, "post_validation": False, "shard": ()}
         several, schedule = number > 1, options.schedule
         may_chunk = schedule == "grouped" and options.recompute is None and not options.offload
+        may_chunk = may_chunk and not self._is_one_program
         self._pipeline = Pipeline(
             list(entries),
             schedule="zero_bubble" if is_halved else "interleaved",
@@ -348,6 +349,11 @@ class _Layers:
         self._problem = problem
         self._platform, self._source = "cpu", "counted"
         self._measured, self._overhead = self._measure(measure)
+
+    @property
+    def _is_one_program(self) -> bool:
+        """Whether all stages are on one device."""
+        return len(set(self._mapping)) == self._options.num_devices_per_ipu == 1
 
     def _measure(self, may_run: bool) -> tuple[Measured, float]:
         """What layers take, and the shortest program."""
@@ -417,13 +423,12 @@ class _Layers:
 
     def problem(self, bytes_per_ipu: int | None) -> SplitProblem:
         """What is searched."""
-        is_one_program = len(set(self._mapping)) == self._options.num_devices_per_ipu == 1
         temporaries = self._measured.num_temporary_bytes
         return dataclasses.replace(
             self._problem,
             layers=self._measured.costs,
             overhead=self._overhead,
-            memory=None if is_one_program else _find_memory(self._pipeline, self._options, temporaries),
+            memory=None if self._is_one_program else _find_memory(self._pipeline, self._options, temporaries),
             bytes_per_ipu=bytes_per_ipu,
         )
 
