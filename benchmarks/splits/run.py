@@ -32,6 +32,7 @@ MODULE = "benchmarks.splits.run"
 EMULATED, SHARED = 0.05, 0.15  # how far a step may be from its prediction
 MOST_OF_BEST, MOST_OF_EVEN, MOST_OF_ALONE = 1.03, 1.03, 1.03
 NUM_ROUNDS = 5
+ROUND_SECONDS = 0.2
 NUM_BYTES = 8192  # of an emulated micro-batch
 
 
@@ -160,15 +161,19 @@ def make_steps(pipelines: Sequence[Any], data: Sequence[Any]) -> list[Callable[[
 
 
 def time_in_turns(steps: Sequence[Callable[[], None]]) -> list[list[float]]:
-    """Seconds of a step of each, by round."""
+    """Seconds of a step of each, by round; a round has steps for a fifth of a second, at least one."""
+    begin = time.perf_counter()
+    steps[0]()
+    number = max(1, round(ROUND_SECONDS / (time.perf_counter() - begin)))
     taken: list[list[float]] = [[] for _ in steps]
-    for number in range(NUM_ROUNDS + 1):
+    for turn in range(NUM_ROUNDS + 1):
         order = list(zip(steps, taken, strict=True))
-        for step, own in order if number % 2 else reversed(order):
+        for step, own in order if turn % 2 else reversed(order):
             begin = time.perf_counter()
-            step()
-            if number:
-                own.append(time.perf_counter() - begin)
+            for _ in range(number):
+                step()
+            if turn:
+                own.append((time.perf_counter() - begin) / number)
     return taken
 
 
