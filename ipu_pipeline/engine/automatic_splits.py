@@ -313,7 +313,6 @@ class _Layers:
             _unique(layer.__name__ if isinstance(layer, Stage) else name_of(layer) for layer in entries)
         )
         self._options, self._mapping, self._num_stages = options, mapping, num_stages
-        self._count = options.num_micro_batches
         number = len(entries)
         problem = SplitProblem(
             Costs.of(number, forward=1.0),
@@ -359,8 +358,9 @@ class _Layers:
         """What layers take, and the shortest program."""
         pipeline, number = self._pipeline, len(self._names)
         devices = self._options.devices
-        is_alone = peers.current() is None and jax.process_count() == 1
-        reason = "measure=False" if not may_run else "" if is_alone else "there are several processes"
+        reason = "" if may_run else "measure=False"
+        if may_run and (peers.current() is not None or jax.process_count() > 1):
+            reason = "there are several processes"
         if number == 1 or self._num_stages == 1:  # there is one split
             self._source = "counted"
             return self._count_costs(), nominal_speed(self._platform).per_dispatch
@@ -376,7 +376,7 @@ class _Layers:
         if not homes:
             raise ValueError(
                 f"auto_stages: an IPU is {each} devices, and there are {len(found)}. "
-                f"ipu_pipeline.set_num_devices makes more on a CPU."
+                "ipu_pipeline.set_num_devices makes more on a CPU."
             )
         self._platform = homes[0][0].platform
         self._source = f"measured on {homes[0][0].device_kind}"
@@ -423,12 +423,14 @@ class _Layers:
 
     def problem(self, bytes_per_ipu: int | None) -> SplitProblem:
         """What is searched."""
-        temporaries = self._measured.num_temporary_bytes
+        memory = None
+        if not self._is_one_program:
+            memory = _find_memory(self._pipeline, self._options, self._measured.num_temporary_bytes)
         return dataclasses.replace(
             self._problem,
             layers=self._measured.costs,
             overhead=self._overhead,
-            memory=None if self._is_one_program else _find_memory(self._pipeline, self._options, temporaries),
+            memory=memory,
             bytes_per_ipu=bytes_per_ipu,
         )
 

@@ -151,7 +151,7 @@ def time_copy(avals: Sequence[Any], source: DeviceGroup, target: DeviceGroup) ->
     number = len(target.devices)
     key = _digest("copy", str(shapes), str(number), *map(_describe, (source.devices[0], target.devices[0])))
     if _find(key, directory) is None:
-        zeros = _make_zeros(avals, source.replicated)
+        zeros = _make_zeros(avals, [source.replicated] * len(avals))
 
         def call(number: int) -> None:
             for _call in range(number):
@@ -220,13 +220,7 @@ def _compile(lowered: Sequence[Any]) -> list[Any]:
 
 
 def _time(program: TimedProgram, compiled: Any) -> ProgramTime:
-    shardings = list(dict.fromkeys(struct.sharding for struct in program.arguments))
-    given: list[Any] = [None] * len(program.arguments)
-    for sharding in shardings:
-        places = [place for place, struct in enumerate(program.arguments) if struct.sharding == sharding]
-        zeros = _make_zeros([program.arguments[place] for place in places], sharding)
-        for place, value in zip(places, zeros, strict=True):
-            given[place] = value
+    given = _make_zeros(program.arguments, [struct.sharding for struct in program.arguments])
 
     def call(number: int) -> None:
         for _call in range(number):
@@ -241,10 +235,12 @@ def _time(program: TimedProgram, compiled: Any) -> ProgramTime:
     return ProgramTime(seconds, cores, 0 if analysis is None else int(analysis.temp_size_in_bytes))
 
 
-def _make_zeros(avals: Sequence[Any], sharding: Any) -> list[jax.Array]:
-    """Zeros, even while a function is being traced."""
+def _make_zeros(avals: Sequence[Any], shardings: Sequence[Any]) -> list[jax.Array]:
+    """Zeros, even while a function is being traced; by a program for each shape, which are few."""
     with jax.ensure_compile_time_eval():
-        made: list[jax.Array] = jax.block_until_ready(jit_zeros(avals, sharding)())
+        pairs = zip(avals, shardings, strict=True)
+        made = [zeros for aval, sharding in pairs for zeros in jit_zeros([aval], sharding)()]
+        jax.block_until_ready(made)
     return made
 
 
