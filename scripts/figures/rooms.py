@@ -57,8 +57,8 @@ FLOORS = (
     _beside(
         "engine: roof",
         "engine.pipeline_options engine.building engine.fingerprints engine.pipeline engine.loop "
-        "engine.segments engine.measuring engine.searched_timetables engine.automatic_splits engine.reference "
-        "engine.exporting engine.processes engine.fronts engine",
+        "engine.segments engine.measuring engine.searched_timetables engine.automatic_splits "
+        "engine.reference engine.exporting engine.processes engine.fronts engine",
         "Pipeline, Loop, the plain loop that all is compared with, and what others may import",
     ),
     _folder("processes"),
