@@ -72,7 +72,7 @@ def test_by_default_stages_overlap_and_are_not_chunked(no_cache):
     emulated = make(10.0, 20.0)
     plan = emulated.pipeline.dispatch_plan
     assert plan.chunk_size == 1
-    assert "no cost is known of ffi_call" in plan.reason
+    assert plan.reason.startswith("measured: ")  # since nothing can be counted of a foreign function
     taken, _state = time_steps(emulated, 3)
     assert min(taken) < 1.2 * (COUNT + NUM_STAGES - 1) * 0.03
 
