@@ -20,7 +20,7 @@ import jax
 from ipu_pipeline.engine import peers
 from ipu_pipeline.engine.devices.offloading import Offload, parse_offload
 from ipu_pipeline.engine.devices.sharding import Shard, parse_shard
-from ipu_pipeline.engine.execution.measured_costs import Measured, why_not_chunked, why_not_timed
+from ipu_pipeline.engine.execution.measured_costs import Measured, why_not_timed
 from ipu_pipeline.engine.execution.program_times import count_cores, time_shortest
 from ipu_pipeline.engine.execution.runner import ColumnRunner
 from ipu_pipeline.engine.inspect.crossings import find_crossings
@@ -199,7 +199,7 @@ def auto_stages(
       measure: False counts, and runs nothing.
       **options: of the pipeline that is to be made of the stages, the fields of `PipelineOptions`.
         `num_micro_batches` must be given. `parameters` are those of the layers; the stages that are
-        returned have them. `device_mapping` is that of the stages, by default one IPU for each.
+        returned have them. `device_mapping` has the IPU of each stage; by default each has its own.
 
     Returns:
       The stages. Variables of layers with a pytree of parameters have names of their layers, `layer3/...`,
@@ -341,7 +341,8 @@ class _Layers:
             **kept,
         )
         self._pipeline.trace(micro_batch, *inputs)
-        if may_chunk and not why_not_chunked(self._pipeline.programs):
+        programs = [program for own in self._pipeline.programs for program in (own.forward, *own.backwards)]
+        if may_chunk and not any(program.reaches_python for program in programs):
             sizes = tuple(possible_chunk_sizes(problem.num_micro_batches))
             most = options.max_chunked_bytes
             problem = dataclasses.replace(problem, chunk_sizes=sizes, max_chunked_bytes=most)

@@ -32,7 +32,6 @@ __all__ = [
     "time_stages",
     "time_transfers",
     "time_updates",
-    "why_not_chunked",
     "why_not_timed",
 ]
 
@@ -46,7 +45,7 @@ StageTimes: TypeAlias = "dict[tuple[ActionKind, int], ProgramTime]"  # by kind a
 def why_not_timed(programs: Sequence[StagePrograms]) -> str:
     """Why stages cannot be run on zeros to time them, in words; empty if they can."""
     everything = [program for own in programs for program in (own.forward, *own.backwards)]
-    if any(program.has_effects or program.calls_python for program in everything):
+    if any(program.reaches_python for program in everything):
         return CALLBACKS
     endless = next((program.name for program in everything if program.loops_by_data), None)
     if endless is not None:
@@ -55,12 +54,6 @@ def why_not_timed(programs: Sequence[StagePrograms]) -> str:
             f"{endless} has one (jax.lax.while_loop)"
         )
     return ""
-
-
-def why_not_chunked(programs: Sequence[StagePrograms]) -> str:
-    """Why programs handle one micro-batch each, in words; empty if chunks of several may be chosen."""
-    everything = [program for own in programs for program in (own.forward, *own.backwards)]
-    return CALLBACKS if any(program.has_effects or program.calls_python for program in everything) else ""
 
 
 def program_of(own: StagePrograms, kind: ActionKind) -> StageProgram:

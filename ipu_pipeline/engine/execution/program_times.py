@@ -2,8 +2,8 @@
 
 Programs are told apart by what XLA would compile, the versions, the kind of device and, on a CPU, the
 number of cores: equal programs are measured once, whatever pipelines they belong to. What was measured
-stays, and what is chosen by it is chosen again in the next run. Each program has a file of its own, which
-whoever is first writes; so processes need no lock, and none replaces what another one has chosen by.
+stays, and what is chosen by it is chosen again in the next run. Each program has a file of its own. The
+first process to measure it writes the file, and others keep to that: no lock is needed.
 """
 
 from __future__ import annotations

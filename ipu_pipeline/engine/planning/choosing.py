@@ -169,9 +169,7 @@ def choose_dispatch_plan(
         "the number of micro-batches is known at run only": step.num_micro_batches is None,
         "the schedule was chosen for its order or its memory": not step.is_grouped,
         "recomputation or offloading is to save memory": step.saves_memory,
-        "stages print or call back into Python": any(
-            program.has_effects or program.calls_python for program in everything
-        ),
+        "stages print or call back into Python": any(program.reaches_python for program in everything),
         f"{uncounted} has no known cost, and is not measured here": bool(uncounted) and measure is None,
     }
     for reason, holds in reasons.items():

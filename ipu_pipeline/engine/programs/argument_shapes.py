@@ -31,7 +31,7 @@ def argument_shapes(
       own: the stage's programs, for one micro-batch.
       program: one of these, or what `chunk_programs` made of it.
       dtypes: dtype of each trained variable's accumulators, by full name.
-      axes: the axes before those of a micro-batch's values, see `ChunkForm`.
+      axes: the leading axes that a chunk adds to a micro-batch's values, see `ChunkForm`.
     """
     stage = traced.stages[index]
 

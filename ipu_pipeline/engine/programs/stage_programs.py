@@ -64,9 +64,9 @@ class StageProgram:
     loops_by_data: bool  # whether it has a loop that ends when its data says so
 
     @property
-    def calls_python(self) -> bool:
-        """Whether it calls functions of the host that count as free of effects (`jax.pure_callback`)."""
-        return any("callback" in name for name in self.uncounted)
+    def reaches_python(self) -> bool:
+        """Whether it prints or calls functions of the host, such as those of `jax.pure_callback`."""
+        return self.has_effects or any("callback" in name for name in self.uncounted)
 
     def on(self, platform: str) -> StageProgram:
         """The program in the form that is fastest on a kind of device, as in `jax.Device.platform`."""

@@ -79,7 +79,7 @@ class SplitProblem:
       layers: what layers take, as if each were a stage.
       overhead: what the shortest program takes, which each program of a layer includes, and of a stage
         once.
-      num_stages: the number of stages, at most that of the layers.
+      num_stages: the number of stages; there are at least as many layers.
       schedule: see `Scenario`. A searched one is searched afterwards: splits are judged by "zero_bubble".
       num_micro_batches: per weight update.
       device_mapping: the IPU of each stage.

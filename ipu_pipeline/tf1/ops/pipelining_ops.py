@@ -423,7 +423,7 @@ def auto_stages(
 
     Args:
       layers: functions. Each takes what the one before returns, as stages do.
-      num_stages: the number of stages, from 1 to that of the layers.
+      num_stages: the number of stages, at least 1 and at most the number of layers.
       inputs: as for `pipeline`; outside of a compiled function placeholders, or shapes and dtypes.
       infeed_queue: as for `pipeline`.
       optimizer_function: as for `pipeline`.
@@ -434,11 +434,11 @@ def auto_stages(
         in flight and temporaries. None: anything.
       gradient_accumulation_dtype: as for `pipeline`.
       recomputation_mode: as for `pipeline`; it counts if `IPUConfig.allow_recompute` was set.
-      offload_weight_update_variables: as for `pipeline`, like the other three. What is offloaded does not
-        count in the memory of IPUs.
-      offload_activations: likewise.
-      offload_gradient_accumulation_buffers: likewise.
-      offload_weights: likewise.
+      offload_weight_update_variables: as for `pipeline`. What is offloaded does not count in the memory of
+        IPUs, here and below.
+      offload_activations: as for `pipeline`.
+      offload_gradient_accumulation_buffers: as for `pipeline`.
+      offload_weights: as for `pipeline`.
       tensor_parallel: as for `pipeline`.
       measure: False counts operations, and runs nothing.
 
