@@ -173,6 +173,17 @@ def test_transfers_are_timed_once(directory, monkeypatch):
     assert time_copy(avals, groups[1], groups[2]) == first
 
 
+def test_a_transfer_to_the_same_device_is_not_timed(directory, monkeypatch):
+    """It would say nothing of others, under whose name it would be kept."""
+    monkeypatch.setattr(program_times, "_repeat", lambda _call: pytest.fail("It was timed."))
+    source, target = make_groups(jax.devices()[:1] * 2, [0, 1])
+    small, large = (
+        time_copy([jax.ShapeDtypeStruct((size,), np.float32)], source, target) for size in (8, 2**20)
+    )
+    assert 0 < small < large
+    assert not directory.exists()
+
+
 def test_while_a_function_is_traced(directory):
     """As in a function that ipu_compiler.compile traces: what is measured does not become a part of it."""
 

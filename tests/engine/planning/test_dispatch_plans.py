@@ -13,6 +13,7 @@ import pytest
 import ipu_pipeline as ipu
 from ipu_pipeline import engine
 from ipu_pipeline.engine import measuring, reference
+from ipu_pipeline.engine.execution.runner import ColumnRunner
 from ipu_pipeline.engine.execution.steps import Compute
 from ipu_pipeline.engine.inspect import LiveBytes
 from ipu_pipeline.engine.planning import choosing
@@ -648,6 +649,19 @@ def test_what_counts_as_long_is_not_measured():
         raise AssertionError("It was measured.")
 
     assert choose(1e13, "cpu", 16, measure) == choose(1e13, "cpu", 16)
+
+
+def test_where_measuring_fails_the_estimate_decides(monkeypatch):
+    """There may be no room for a program beside a state."""
+
+    def fail(*_arguments, **_options):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    monkeypatch.setattr(ColumnRunner, "measure", fail)
+    pipeline = make(None)
+    check(pipeline)
+    assert pipeline.dispatch_plan == traced().dispatch_plan
+    assert not pipeline.dispatch_plan.reason.startswith("measured")
 
 
 # What is compiled and held.
