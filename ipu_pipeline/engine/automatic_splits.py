@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from ipu_pipeline.engine.devices.sharding import Shard, parse_shard
 from ipu_pipeline.engine.execution.measured_costs import Measured, why_not_timed
 from ipu_pipeline.engine.execution.program_times import count_cores, time_shortest
 from ipu_pipeline.engine.execution.runner import ColumnRunner
-from ipu_pipeline.engine.inspect.crossings import find_crossings
+from ipu_pipeline.engine.inspect.crossings import Crossing, find_crossings
 from ipu_pipeline.engine.pipeline import Pipeline
 from ipu_pipeline.engine.pipeline_options import PipelineOptions
 from ipu_pipeline.engine.planning.choosing import (
@@ -41,6 +41,7 @@ from ipu_pipeline.engine.schedules.searched import SearchedSchedule
 from ipu_pipeline.engine.schedules.splitting import (
     FoundSplit,
     LayerMemory,
+    SentValue,
     Split,
     SplitProblem,
     even_split,
@@ -341,6 +342,8 @@ class _Layers:
             **kept,
         )
         self._pipeline.trace(micro_batch, *inputs)
+        crossings = find_crossings(self._pipeline.traced, self._pipeline.programs, range(number))
+        self._crossings = [crossing for crossing in crossings if crossing.stage is not None]
         programs = [program for own in self._pipeline.programs for program in (own.forward, *own.backwards)]
         if may_chunk and not any(program.reaches_python for program in programs):
             sizes = tuple(possible_chunk_sizes(problem.num_micro_batches))
@@ -404,9 +407,11 @@ class _Layers:
             )
         weights = [count_seconds(own.weights, speed) for own in pipeline.programs]
         first = [count_seconds(own.backward, speed) for own in pipeline.programs]
-        transfers: dict[Edge, float] = {}
-        for (source, target), size in _find_sent(pipeline.traced, pipeline.programs).items():
-            transfers[source, target] = speed.per_transfer + size * speed.per_byte
+        sizes: dict[Edge, int] = {}
+        for crossing in self._crossings:
+            edge = _edge(crossing)
+            sizes[edge] = sizes.get(edge, 0) + num_bytes([crossing.aval])
+        transfers = {edge: speed.per_transfer + size * speed.per_byte for edge, size in sizes.items()}
         number = len(pipeline.programs)
         update = [0.0] * number
         for own in () if pipeline.updates is None else pipeline.updates.updates:
@@ -433,6 +438,7 @@ class _Layers:
             overhead=self._overhead,
             memory=memory,
             bytes_per_ipu=bytes_per_ipu,
+            sent=_find_sent(self._crossings, self._measured.costs.transfers),
         )
 
     def choose(self, problem: SplitProblem, found: FoundSplit) -> tuple[Split, SplitTable]:
@@ -454,9 +460,10 @@ class _Layers:
         of_all = f"all {found.num_simulated:,}" if found.is_exact else f"{found.num_simulated:,}"
         judged = ' by "zero_bubble"' if isinstance(problem.schedule, SearchedSchedule) else ""
         sent = [0] * problem.num_layers
-        for edge, size in _find_sent(self._pipeline.traced, self._pipeline.programs).items():
+        for crossing in self._crossings:
+            edge = _edge(crossing)
             for cut in range(min(edge) + 1, max(edge) + 1):
-                sent[cut] += size
+                sent[cut] += num_bytes([crossing.aval])
         costs = problem.layers
         table = SplitTable(
             tuple(dataclasses.replace(rows[split], what=what) for split, what in shown.items()),
@@ -499,47 +506,61 @@ def _unique(names: Iterable[str]) -> list[str]:
     ]
 
 
-def _find_sent(traced: TracedPipeline, programs: Sequence[StagePrograms]) -> dict[Edge, int]:
-    """The bytes that layers send each other for a micro-batch."""
-    found: dict[Edge, int] = {}
-    for crossing in find_crossings(traced, programs, range(len(programs))):
-        if crossing.stage is not None:
-            edge = crossing.stage, crossing.target
-            found[edge] = found.get(edge, 0) + num_bytes([crossing.aval])
-    return found
+def _edge(crossing: Crossing) -> Edge:
+    """The layers that a crossing goes from and to, where each layer has an IPU of its own."""
+    assert crossing.stage is not None
+    return crossing.stage, crossing.target
+
+
+def _find_sent(crossings: Iterable[Crossing], transfers: Mapping[Edge, float]) -> tuple[SentValue, ...]:
+    """What layers send each other: what an edge takes is divided over its values by their bytes."""
+    values: dict[tuple[Source, bool], dict[Edge, int]] = {}
+    sizes: dict[Edge, int] = {}
+    for crossing in crossings:
+        edge, size = _edge(crossing), num_bytes([crossing.aval])
+        values.setdefault((crossing.value, crossing.is_backward), {})[edge] = size
+        sizes[edge] = sizes.get(edge, 0) + size
+    found = []
+    for (source, is_backward), own in values.items():
+        taken = [transfers.get(edge, 0.0) * size / max(sizes[edge], 1) for edge, size in own.items()]
+        readers = tuple(edge[0 if is_backward else 1] for edge in own)
+        found.append(SentValue(source.stage, readers, max(taken), is_backward))
+    return tuple(found)
 
 
 def _find_memory(pipeline: Pipeline, options: PipelineOptions, temporaries: Sequence[int]) -> LayerMemory:
     """What layers hold, each with a copy of what it shares with others."""
     traced, programs = pipeline.traced, pipeline.programs
     state = _State(pipeline, options)
-    joined = []
     sharing: dict[str, list[int]] = {}
     fed: dict[Source, list[int]] = {}
-    known: set[Source] = set()  # what is there anyway if the layer before is in the same stage
+    holding: dict[Source, set[int]] = {}  # value -> the layers that hold it, and the one where it is anyway
     for index, (stage, own) in enumerate(zip(traced.stages, programs, strict=True)):
         for spec in stage.variables:
             sharing.setdefault(spec.name, []).append(index)
         for source in read_sources(stage, own.forward, *own.backwards):
             if source.kind == "element":
                 fed.setdefault(source, []).append(index)
-        held = {source for source in read_sources(stage, *own.backwards) if source.is_of_micro_batch}
-        joined.append(num_bytes([traced.aval(source) for source in held & known]))
+        for source in read_sources(stage, *own.backwards):
+            if source.is_of_micro_batch:
+                holding.setdefault(source, set()).add(index)
         recomputes = options.recompute is not None  # then a stage keeps what it is given, and no results
-        known = held | {
-            Source("output", value.index, index)
-            for values in own.forward.results
-            for value in values
-            if value.kind is ValueKind.OUTPUT
-            and (recomputes or any(v.kind is ValueKind.RESIDUAL for v in values))
-        }
+        for values in own.forward.results:
+            kept = recomputes or any(value.kind is ValueKind.RESIDUAL for value in values)
+            for value in values if kept else ():
+                if value.kind is ValueKind.OUTPUT:
+                    holding.setdefault(Source("output", value.index, index), set()).add(index)
     stages = pipeline.plan_memory()
     return LayerMemory(
         tuple(state.of_layer(index) for index in range(len(programs))),
         tuple(stage.num_held_bytes for stage in stages),
         tuple(stage.num_between_bytes for stage in stages),
-        tuple(joined),
         tuple(temporaries),
+        tuple(
+            (tuple(sorted(layers)), num_bytes([traced.aval(source)]))
+            for source, layers in holding.items()
+            if len(layers) > 1
+        ),
         tuple((tuple(layers), state.of_copy(name)) for name, layers in sharing.items() if len(layers) > 1),
         tuple((tuple(layers), num_bytes([traced.aval(source)])) for source, layers in fed.items()),
     )

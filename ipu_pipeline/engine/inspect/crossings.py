@@ -22,6 +22,7 @@ class Crossing(NamedTuple):
     target: int  # the IPU that gets it
     aval: Any  # its shape and dtype
     is_backward: bool  # whether it is a gradient on its way back
+    value: Source  # the value, or the one that it is a gradient of
 
 
 def find_crossings(
@@ -39,7 +40,7 @@ def find_crossings(
     def read(source: Source, target: int) -> None:
         if source.is_of_micro_batch and ipu_of(source) != target:
             stage = source.stage if source.kind == "output" else None
-            found = Crossing(stage, ipu_of(source), target, traced.aval(source), False)
+            found = Crossing(stage, ipu_of(source), target, traced.aval(source), False, source)
             forward.setdefault((source, target), found)
 
     for index, (stage, own) in enumerate(zip(traced.stages, programs, strict=True)):
@@ -50,7 +51,7 @@ def find_crossings(
                 source = stage.inputs[value.index]
                 if ipu_of(source) not in (None, ipus[index]):
                     target, aval = ipus[source.stage], traced.aval(source)
-                    backward.append(Crossing(index, ipus[index], target, aval, True))
+                    backward.append(Crossing(index, ipus[index], target, aval, True, source))
     for source in traced.outputs:  # outputs are collected where the last stage is
         read(source, ipus[-1])
     return [*forward.values(), *backward]

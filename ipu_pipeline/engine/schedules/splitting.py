@@ -1,4 +1,4 @@
-"""Finds where to cut a row of layers into stages: the contiguous split whose step takes least. No JAX.
+"""Finds where to cut layers into stages: the split whose step takes least. No JAX.
 
 A split is judged by the simulator, under the schedule and the IPUs of its stages. Where there are few
 splits, all of them are simulated. Else the first candidates come from dynamic programming over what stages
@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -32,7 +32,15 @@ from ipu_pipeline.engine.schedules.searched import SearchedSchedule
 from ipu_pipeline.engine.schedules.simulator import predict_step_time
 from ipu_pipeline.engine.schedules.timetables import timetable
 
-__all__ = ["FoundSplit", "LayerMemory", "Split", "SplitProblem", "even_split", "find_split"]
+__all__ = [
+    "FoundSplit",
+    "LayerMemory",
+    "SentValue",
+    "Split",
+    "SplitProblem",
+    "even_split",
+    "find_split",
+]
 
 Split: TypeAlias = "tuple[int, ...]"  # the number of each stage's first layer
 
@@ -55,9 +63,9 @@ class LayerMemory:
       num_constant_bytes: what each needs all the time: variables, optimizer state and accumulators.
       num_held_bytes: what each holds from the forward to the backward of a micro-batch, with its inputs.
       num_between_bytes: what each holds between the halves of its backward, per micro-batch.
-      num_joined_bytes: what each of these counts that the layer before holds, too: one layer's result is
-        the next one's input, and is there once if both are in one stage.
       num_temporary_bytes: what the programs of each take while they run.
+      joined: what several layers hold of a micro-batch, such as one's result that is the next one's input,
+        which is there once in a stage: as the layers, and the bytes that each but one of them counts.
       shared: variables of several layers, as the layers and the bytes that each of them counts.
       fed: leaves of the micro-batch, as the layers that read them and the bytes in a micro-batch.
     """
@@ -65,10 +73,27 @@ class LayerMemory:
     num_constant_bytes: tuple[int, ...]
     num_held_bytes: tuple[int, ...]
     num_between_bytes: tuple[int, ...]
-    num_joined_bytes: tuple[int, ...]
     num_temporary_bytes: tuple[int, ...]
+    joined: tuple[tuple[tuple[int, ...], int], ...] = ()
     shared: tuple[tuple[tuple[int, ...], int], ...] = ()
     fed: tuple[tuple[tuple[int, ...], int], ...] = ()
+
+
+@dataclass(frozen=True)
+class SentValue:
+    """A value of a micro-batch that layers send each other; each stage gets it once.
+
+    Attributes:
+      maker: the layer that makes it.
+      readers: the layers that read it.
+      seconds: what sending it to one stage takes.
+      is_gradient: whether its gradients are sent, from stages with readers to the maker's.
+    """
+
+    maker: int
+    readers: tuple[int, ...]
+    seconds: float
+    is_gradient: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +101,7 @@ class SplitProblem:
     """Layers that are to become stages.
 
     Attributes:
-      layers: what layers take, as if each were a stage.
+      layers: what layers take, as if each were a stage. Their transfers are in `sent`.
       overhead: what the shortest program takes, which each program of a layer includes, and of a stage
         once.
       num_stages: the number of stages; there are at least as many layers.
@@ -88,6 +113,7 @@ class SplitProblem:
       bytes_per_ipu: the most that an IPU may hold; None: anything.
       chunk_sizes: the numbers of micro-batches per program that the pipeline may choose from, ascending.
       max_chunked_bytes: chunks of several may not make a stage hold more than this of micro-batches.
+      sent: what layers send each other.
     """
 
     layers: Costs
@@ -101,6 +127,7 @@ class SplitProblem:
     bytes_per_ipu: int | None = None
     chunk_sizes: tuple[int, ...] = (1,)
     max_chunked_bytes: int = 0
+    sent: tuple[SentValue, ...] = ()
     _fullest: dict[int, tuple[tuple[tuple[int, int], ...], ...]] = field(  # by the size of chunks
         default_factory=dict, init=False, repr=False
     )
@@ -161,6 +188,27 @@ class SplitProblem:
         """The layers of each stage."""
         return [range(*ends) for ends in itertools.pairwise((*split, self.num_layers))]
 
+    def _stage_of(self, split: Split) -> list[int]:
+        """The stage of each layer."""
+        return [stage for stage, group in enumerate(self.groups(split)) for _layer in group]
+
+    @functools.cached_property
+    def num_joined_bytes(self) -> npt.NDArray[np.float64]:
+        """What layers i up to, but without, j count more than once of what they hold, as one stage."""
+        number = self.num_layers
+        found = np.zeros((number + 1, number + 1))
+        for layers, num_bytes in () if self.memory is None else self.memory.joined:
+            for first, last in itertools.pairwise(sorted(layers)):  # one copy too many in what has both
+                found[first, last + 1] += num_bytes
+        reaching: npt.NDArray[np.float64] = found[::-1].cumsum(axis=0)[::-1].cumsum(axis=1)
+        return reaching
+
+    def _held(self, group: range) -> int:
+        """What layers hold from forward to backward, as one stage."""
+        assert self.memory is not None
+        held = sum(self.memory.num_held_bytes[layer] for layer in group)
+        return held - int(self.num_joined_bytes[group.start, group.stop])
+
     def costs(self, split: Split, chunk_size: int = 1) -> Costs:
         """What the stages of a split take for a micro-batch.
 
@@ -197,12 +245,14 @@ class SplitProblem:
             ):
                 total = sum(times[layer] for layer in group)
                 own.append(sum(cores[n] * times[n] for n in group) / total if total else 1.0)
-        stage_of = [stage for stage, group in enumerate(self.groups(split)) for _layer in group]
+        stage_of = self._stage_of(split)
         transfers: dict[Edge, float] = {}
-        for (source, target), taken in layers.transfers.items():
-            edge = stage_of[source], stage_of[target]
-            if self.device_mapping[edge[0]] != self.device_mapping[edge[1]]:
-                transfers[edge] = transfers.get(edge, 0.0) + taken
+        for value in self.sent:
+            maker = stage_of[value.maker]
+            for reader in dict.fromkeys(stage_of[layer] for layer in value.readers):
+                if self.device_mapping[maker] != self.device_mapping[reader]:
+                    edge = (reader, maker) if value.is_gradient else (maker, reader)
+                    transfers[edge] = transfers.get(edge, 0.0) + value.seconds
         return Costs.of(
             self.num_stages,
             forward=forward,
@@ -263,8 +313,7 @@ class SplitProblem:
             return (0,) * self.num_stages
         found = []
         for stage, group in enumerate(self.groups(split)):
-            joined = sum(memory.num_joined_bytes[layer] for layer in group[1:])
-            before = sum(memory.num_held_bytes[layer] for layer in group) - joined
+            before = self._held(group)
             between = sum(memory.num_between_bytes[layer] for layer in group)
             if self._is_fused(stage):
                 before, between = 0, between if stage in self.timetable.halved else 0
@@ -298,11 +347,10 @@ class SplitProblem:
             ipu = mapping[stage]
             temporary = max(memory.num_temporary_bytes[layer] for layer in group)
             if self._is_fused(stage):  # what its layers keep for the backward is among its temporaries
-                temporary += sum(memory.num_held_bytes[layer] for layer in group)
-                temporary -= sum(memory.num_joined_bytes[layer] for layer in group[1:])
+                temporary += self._held(group)
             held[ipu] += live[stage] + sum(memory.num_constant_bytes[layer] for layer in group)
             running[ipu] = max(running[ipu], temporary)
-        stage_of = [stage for stage, group in enumerate(self.groups(split)) for _layer in group]
+        stage_of = self._stage_of(split)
         for layers, num_bytes in memory.shared:
             ipus = [mapping[stage_of[layer]] for layer in layers]
             for ipu in set(ipus):
@@ -474,7 +522,7 @@ def _find_candidates(problem: SplitProblem) -> list[Split]:
         return []
     ends = itertools.pairwise((*least, problem.num_layers))
     longest = max(float(alone[first, end]) for first, end in ends)
-    sent = _find_sent(problem.layers.transfers, problem.num_layers)
+    sent = _find_sent(problem.sent, problem.num_layers)
     limits = np.linspace(longest, _LONGER * longest, _NUM_CANDIDATES)
     found = [_cut_by_sent(taken, sent, float(limit)) for limit in limits]
     return [least, *(split for split in found if split is not None)]
@@ -503,9 +551,7 @@ def _find_held(problem: SplitProblem, memory: LayerMemory) -> list[npt.NDArray[n
     """What layers hold as each of the stages; `SplitProblem.num_bytes` has the whole of it."""
     constant, held = _spread(_running(memory.num_constant_bytes)), _running(memory.num_held_bytes)
     is_fused = problem.layers.is_fused and problem.training
-    joined = _running(memory.num_joined_bytes)
-    first = np.append(joined[1:], joined[-1])  # the first layer of a stage is joined with none
-    live = _spread(held) - (joined[None, :] - first[:, None])
+    live = _spread(held) - problem.num_joined_bytes
     found = []
     for stage in range(problem.num_stages):
         is_last = stage == problem.num_stages - 1 and is_fused
@@ -514,11 +560,11 @@ def _find_held(problem: SplitProblem, memory: LayerMemory) -> list[npt.NDArray[n
     return found
 
 
-def _find_sent(transfers: Mapping[Edge, float], num_layers: int) -> npt.NDArray[np.float64]:
+def _find_sent(sent: Iterable[SentValue], num_layers: int) -> npt.NDArray[np.float64]:
     """How long it takes to send what crosses a cut before each layer."""
     found = np.zeros(num_layers + 1)
-    for edge, taken in transfers.items():
-        found[min(edge) + 1 : max(edge) + 1] += taken
+    for value in sent:
+        found[value.maker + 1 : max(value.readers) + 1] += value.seconds
     return found
 
 

@@ -9,7 +9,13 @@ import pytest
 
 from ipu_pipeline.engine.schedules import Costs, Scenario, SearchedSchedule, splitting
 from ipu_pipeline.engine.schedules.simulator import predict_step_time
-from ipu_pipeline.engine.schedules.splitting import LayerMemory, SplitProblem, even_split, find_split
+from ipu_pipeline.engine.schedules.splitting import (
+    LayerMemory,
+    SentValue,
+    SplitProblem,
+    even_split,
+    find_split,
+)
 
 CASES = [  # schedule, IPUs of the stages
     ("grouped", [0, 1, 2, 3]),
@@ -30,14 +36,13 @@ def make(seed, schedule="grouped", mapping=(0, 1, 2, 3), num_layers=None, count=
     number = num_layers or rng.choice([8, 10, 12])
     forward = [rng.uniform(0.1, 1) * (10 if rng.random() < 0.1 else 1) for _layer in range(number)]
     sent = [rng.choice([0, 0.05, 0.3]) for _cut in range(number - 1)]
-    pairs = list(itertools.pairwise(range(number)))
     costs = Costs.of(
         number,
         forward=forward,
         backward=[2 * time * rng.uniform(0.8, 1.2) for time in forward],
         update=[rng.uniform(0, 0.2) for _layer in range(number)],
-        transfer={pair[::way]: time for pair, time in zip(pairs, sent, strict=True) for way in (1, -1)},
     )
+    between = [SentValue(n, (n + 1,), time, back) for n, time in enumerate(sent) for back in (False, True)]
     memory = limit = None
     if room is not None:
         constant, held = ([rng.randint(1, most) for _layer in range(number)] for most in (100, 20))
@@ -45,8 +50,8 @@ def make(seed, schedule="grouped", mapping=(0, 1, 2, 3), num_layers=None, count=
             tuple(constant),
             tuple(held),
             tuple(size // 2 for size in held),
-            tuple(size // 3 for size in held),
             tuple(rng.randint(0, 10) for _layer in range(number)),
+            tuple(((n - 1, n), size // 3) for n, size in enumerate(held) if n),
             (((0, number - 1), 30),),
         )
         num_ipus = len(set(mapping))
@@ -60,6 +65,7 @@ def make(seed, schedule="grouped", mapping=(0, 1, 2, 3), num_layers=None, count=
         tuple(mapping),
         memory=memory,
         bytes_per_ipu=limit,
+        sent=tuple(between),
         **options,
     )
 
@@ -116,7 +122,8 @@ def test_what_stages_of_one_layer_take_is_what_layers_take():
     np.testing.assert_allclose(costs.backward, [*layers.backward[:3], 0.0])
     expected = predict_step_time(Scenario(costs, "grouped", 8))
     assert problem.step_time(split) == pytest.approx(expected, rel=1e-12)
-    assert costs.transfers == layers.transfers
+    between = {(value.maker, *value.readers): value.seconds for value in problem.sent}
+    assert costs.transfers == between | {edge[::-1]: time for edge, time in between.items()}
 
 
 def test_overhead_comes_once_for_each_program():
@@ -142,16 +149,20 @@ def test_halves_of_backwards(schedule):
 
 
 def test_what_skips_layers_is_sent_once_over_its_edge():
-    layers = Costs.of(4, forward=1.0, backward=2.0, transfer={(0, 3): 0.5, (3, 0): 0.25, (0, 1): 0.1})
-    problem = SplitProblem(layers, 0.0, 2, "grouped", 4, (0, 1))
+    layers = Costs.of(4, forward=1.0, backward=2.0)
+    sent = (SentValue(0, (2, 3), 0.5), SentValue(0, (3,), 0.25, True), SentValue(0, (1,), 0.1))
+    problem = SplitProblem(layers, 0.0, 2, "grouped", 4, (0, 1), sent=sent)
     assert problem.costs((0, 1)).transfers == {(0, 1): 0.6, (1, 0): 0.25}
     assert problem.costs((0, 2)).transfers == {(0, 1): 0.5, (1, 0): 0.25}
-    on_one = SplitProblem(layers, 0.0, 2, "looped", 4, (0, 0))
+    three = SplitProblem(layers, 0.0, 3, "grouped", 4, (0, 1, 2), sent=sent)
+    assert three.costs((0, 2, 3)).transfers == {(0, 1): 0.5, (0, 2): 0.5, (2, 0): 0.25}
+    on_one = SplitProblem(layers, 0.0, 2, "looped", 4, (0, 0), sent=sent)
     assert on_one.costs((0, 1)).transfers == {}
 
 
 def test_memory_by_hand():
-    memory = LayerMemory((100, 200, 300), (10, 20, 40), (1, 2, 4), (0, 5, 6), (7, 9, 8), (((0, 2), 50),))
+    joined = (((0, 1), 5), ((1, 2), 6))
+    memory = LayerMemory((100, 200, 300), (10, 20, 40), (1, 2, 4), (7, 9, 8), joined, (((0, 2), 50),))
     layers = Costs.of(3, forward=1.0, backward=2.0)
     problem = SplitProblem(layers, 0.0, 2, "interleaved", 8, (0, 1), memory=memory)
     # Stage 0 has two micro-batches in flight; the last stage holds what it keeps among its temporaries.
@@ -164,7 +175,7 @@ def test_memory_by_hand():
 
 
 def test_memory_decides_where_time_would_not():
-    memory = LayerMemory((100, 10, 10, 10), (0,) * 4, (0,) * 4, (0,) * 4, (0,) * 4)
+    memory = LayerMemory((100, 10, 10, 10), (0,) * 4, (0,) * 4, (0,) * 4)
     layers = Costs.of(4, forward=1.0, backward=2.0)
 
     def find(limit):
