@@ -40,6 +40,7 @@ __all__ = [
     "SplitProblem",
     "even_split",
     "find_split",
+    "num_simulations",
 ]
 
 Split: TypeAlias = "tuple[int, ...]"  # the number of each stage's first layer
@@ -136,6 +137,10 @@ class SplitProblem:
     def num_layers(self) -> int:
         """The number of layers."""
         return self.layers.num_stages
+
+    def sent_from(self, layer: int) -> float:
+        """How long it takes to send what a layer makes to one stage."""
+        return sum(value.seconds for value in self.sent if value.maker == layer)
 
     @functools.cached_property
     def timetable(self) -> Timetable:
@@ -392,8 +397,18 @@ def even_split(num_layers: int, num_stages: int) -> Split:
     return tuple(stage * size + min(stage, more) for stage in range(num_stages))
 
 
-def find_split(problem: SplitProblem) -> FoundSplit:
+def num_simulations(problem: SplitProblem) -> int:
+    """The number of splits that can be simulated in some seconds."""
+    return max(100, _MAX_ACTIONS // len(problem.timetable.order))
+
+
+def find_split(problem: SplitProblem, most: int | None = None, known: Iterable[Split] = ()) -> FoundSplit:
     """Finds the split whose step takes least.
+
+    Args:
+      problem: the layers.
+      most: the number of splits that may be simulated; None: as many as take some seconds.
+      known: splits from which a search goes on.
 
     Raises:
       ValueError: the layers are fewer than the stages, or no split was found that fits the memory.
@@ -403,7 +418,7 @@ def find_split(problem: SplitProblem) -> FoundSplit:
             f"num_stages must be from 1 to the number of layers, {problem.num_layers}; got "
             f"{problem.num_stages}."
         )
-    search = _Search(problem)
+    search = _Search(problem, num_simulations(problem) if most is None else most)
     num_splits = math.comb(problem.num_layers - 1, problem.num_stages - 1)
     is_exact = num_splits <= search.most
     if is_exact:
@@ -411,7 +426,7 @@ def find_split(problem: SplitProblem) -> FoundSplit:
             search.judge((0, *cuts))
     else:
         even = even_split(problem.num_layers, problem.num_stages)
-        for candidate in dict.fromkeys([*_find_candidates(problem), even]):
+        for candidate in dict.fromkeys([*known, *_find_candidates(problem), even]):
             search.improve(candidate)
         search.go_on()
     ranked = sorted(search.known.items(), key=lambda item: (item[1], item[0]))
@@ -432,12 +447,8 @@ class _Search:
     """Simulates splits, each once, and not more than a number of them that does not depend on the clock."""
 
     problem: SplitProblem
+    most: int
     known: dict[Split, tuple[int, float]] = field(default_factory=dict)  # excess bytes, step time
-
-    @functools.cached_property
-    def most(self) -> int:
-        """The number of splits that may be simulated."""
-        return max(100, _MAX_ACTIONS // len(self.problem.timetable.order))
 
     def judge(self, split: Split) -> tuple[int, float]:
         found = self.known.get(split)

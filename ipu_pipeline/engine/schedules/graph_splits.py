@@ -1,0 +1,309 @@
+"""Finds where to cut a graph of layers: an order of them, and the split of that whose step takes least. No JAX.
+
+A split of a graph into stages that come one after another is a split of one of its topological orders
+(Tarnawski, Phanishayee, Devanur, Mahajan and Paravecino, "Efficient algorithms for device placement of DNN
+graph operators", 2020, who call a stage contiguous if no path leaves it and comes back). A graph that is a
+chain has one order. Of others several are made, each with another idea of what comes first, and what is
+best in these goes on: single layers move from stage to stage, wherever the graph allows it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import heapq
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, TypeGuard
+
+import numpy as np
+
+from ipu_pipeline.engine.schedules.splitting import (
+    FoundSplit,
+    Split,
+    SplitProblem,
+    find_split,
+    num_simulations,
+)
+
+__all__ = ["Order", "find_graph_split", "find_orders", "reorder"]
+
+Order: TypeAlias = "tuple[int, ...]"  # layers, by their numbers in the graph
+Stages: TypeAlias = "tuple[int, ...]"  # the stage of each layer
+
+_NUM_DRAWN = 4  # orders whose choices are drawn
+
+
+def find_graph_split(
+    problem: SplitProblem, before: Sequence[Iterable[int]], most: int | None = None
+) -> tuple[Order, SplitProblem, FoundSplit]:
+    """Finds the order and the split whose step takes least.
+
+    Args:
+      problem: the layers, in a topological order. The last one stays the last.
+      before: for each layer, those whose results it needs.
+      most: the number of splits that may be simulated; None: as many as take some seconds.
+
+    Returns:
+      The order, the problem with its layers in this order, and what was found of it.
+
+    Raises:
+      ValueError: see `find_split`.
+    """
+    most = num_simulations(problem) if most is None else most
+    orders = find_orders(before, problem.sent_from)
+    if len(orders) == 1 or problem.num_stages == 1:
+        return orders[0], problem, find_split(problem, most)
+    search = _Search(problem, before, most // 2)
+    is_exact = search.judge_all()
+    if not is_exact:
+        for order in orders:
+            with contextlib.suppress(ValueError):  # this order has no split that fits the memory
+                found = find_split(reorder(problem, order), most // (4 * len(orders)))
+                search.improve(_stages(order, found.split))
+    order, split = _in_order(min(search.known, key=lambda stages: (search.known[stages], stages)))
+    ordered = reorder(problem, order)
+    found = find_split(ordered, most // 4, [split])
+    return order, ordered, dataclasses.replace(
+        found, is_exact=is_exact, num_simulated=found.num_simulated + len(search.known)
+    )
+
+
+def find_orders(before: Sequence[Iterable[int]], weight: Callable[[int], float]) -> list[Order]:
+    """Makes topological orders of a graph, each once.
+
+    They are the given one; depth first, which ends one branch before it begins another; breadth first,
+    which has branches side by side; the order that keeps the fewest bytes (or seconds of sending them) until
+    they have been read; and some that are drawn, the same each time.
+
+    Args:
+      before: for each node, those that come before it, which have smaller numbers.
+      weight: what each costs as long as it is kept.
+    """
+    number = len(before)
+    needed = [set(nodes) for nodes in before]
+    after = _find_after(needed)
+    last = number - 1
+
+    def make(rank: Callable[[int, int], Any]) -> Order:
+        """Takes the node of the least rank, which is asked for when it could be the next one."""
+        missing = [len(nodes) for nodes in needed]
+        ready: list[tuple[bool, Any, int]] = []
+        found: list[int] = []
+
+        def add(node: int) -> None:
+            heapq.heappush(ready, (node == last, rank(node, len(found)), node))
+
+        for node in range(number):
+            if not missing[node]:
+                add(node)
+        while ready:
+            node = heapq.heappop(ready)[2]
+            found.append(node)
+            for other in after[node]:
+                missing[other] -= 1
+                if not missing[other]:
+                    add(other)
+        return tuple(found)
+
+    generator = np.random.default_rng(0)
+    orders = [
+        tuple(range(number)),
+        make(lambda _node, place: -place),
+        make(lambda node, place: (-place, -node)),
+        make(lambda _node, place: place),
+        _keep_little(needed, after, weight),
+    ]
+    orders += [make(lambda _node, _place: generator.random()) for _time in range(_NUM_DRAWN)]
+    return list(dict.fromkeys(orders))
+
+
+def _keep_little(
+    needed: Sequence[set[int]], after: Sequence[Sequence[int]], weight: Callable[[int], float]
+) -> Order:
+    """Takes the node next that adds least to what is kept: its own weight, without those it reads last."""
+    number = len(needed)
+    missing = [len(nodes) for nodes in needed]
+    unread = list(map(len, after))
+    ready = {node for node in range(number) if not missing[node]}
+    found = []
+    while ready:
+
+        def added(node: int) -> tuple[bool, float, int]:
+            freed = sum(weight(other) for other in needed[node] if unread[other] == 1)
+            return node == number - 1, weight(node) - freed, node
+
+        node = min(ready, key=added)
+        ready.remove(node)
+        found.append(node)
+        for other in needed[node]:
+            unread[other] -= 1
+        for other in after[node]:
+            missing[other] -= 1
+            if not missing[other]:
+                ready.add(other)
+    return tuple(found)
+
+
+def reorder(problem: SplitProblem, order: Order) -> SplitProblem:
+    """The same problem, with its layers in another order."""
+    if order == tuple(range(problem.num_layers)):
+        return problem
+    place = np.argsort(order).tolist()
+
+    def permuted(values: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(values[layer] for layer in order)
+
+    def renamed(groups: Iterable[tuple[tuple[int, ...], int]]) -> tuple[tuple[tuple[int, ...], int], ...]:
+        return tuple((tuple(place[layer] for layer in layers), size) for layers, size in groups)
+
+    costs = problem.layers
+    memory = problem.memory
+    if memory is not None:
+        memory = dataclasses.replace(
+            memory,
+            num_constant_bytes=permuted(memory.num_constant_bytes),
+            num_held_bytes=permuted(memory.num_held_bytes),
+            num_between_bytes=permuted(memory.num_between_bytes),
+            num_temporary_bytes=permuted(memory.num_temporary_bytes),
+            joined=renamed(memory.joined),
+            shared=renamed(memory.shared),
+            fed=renamed(memory.fed),
+        )
+    return dataclasses.replace(
+        problem,
+        layers=dataclasses.replace(
+            costs,
+            forward=permuted(costs.forward),
+            backward=permuted(costs.backward),
+            update=permuted(costs.update),
+            forward_cores=permuted(costs.forward_cores),
+            backward_cores=permuted(costs.backward_cores),
+            weight_gradients=permuted(costs.weight_gradients),
+            transfers={},
+        ),
+        memory=memory,
+        sent=tuple(
+            dataclasses.replace(
+                value, maker=place[value.maker], readers=tuple(place[layer] for layer in value.readers)
+            )
+            for value in problem.sent
+        ),
+    )
+
+
+@dataclass
+class _Search:
+    """Simulates splits of a graph, as the stages of its layers, and not more than a number of them."""
+
+    problem: SplitProblem
+    before: Sequence[Iterable[int]]
+    most: int
+    known: dict[Stages, tuple[int, float]] = field(default_factory=dict)  # excess bytes, step time
+
+    def judge(self, stages: Stages) -> tuple[int, float]:
+        found = self.known.get(stages)
+        if found is None:
+            order, split = _in_order(stages)
+            ordered = reorder(self.problem, order)
+            found = self.known[stages] = ordered.excess(split), ordered.step_time(split)
+        return found
+
+    def judge_all(self) -> bool:
+        """Simulates all splits, if there are few enough; returns whether there are."""
+        every = list(itertools.islice(self._every(()), self.most + 1))
+        if len(every) > self.most:
+            return False
+        for stages in every:
+            self.judge(stages)
+        return True
+
+    def _every(self, begun: Stages) -> Iterator[Stages]:
+        """All splits that begin with the stages of some layers."""
+        layer, number = len(begun), self.problem.num_stages
+        last = self.problem.num_layers - 1
+        if layer > last:
+            if len(set(begun)) == number:
+                yield begun
+            return
+        first = max((begun[other] for other in self.before[layer]), default=0)
+        for stage in range(number - 1 if layer == last else first, number):
+            yield from self._every((*begun, stage))
+
+    def improve(self, stages: Stages) -> None:
+        """Moves layers for as long as that helps."""
+        best = self.judge(stages)
+        is_better = True
+        while is_better:
+            is_better = False
+            for other in self._neighbours(stages):
+                if len(self.known) >= self.most:
+                    return
+                found = self.judge(other)
+                if found < best:
+                    stages, best, is_better = other, found, True
+                    break
+
+    def _neighbours(self, stages: Stages) -> Iterator[Stages]:
+        """The splits in which one layer is in the stage before or after, or two are in others.
+
+        What has to go along does: what the layer needs, or what needs it.
+        """
+        steps = list(itertools.product(range(len(stages) - 1), (-1, 1)))
+        singles = [(step, self._moved(stages, *step)) for step in steps]
+        yield from (moved for _step, moved in singles if self._is_split(moved))
+        for (layer, step), moved in singles:
+            if moved is None:
+                continue
+            for other, other_step in steps:
+                # Either may be in a stage of its own, in whose place the other one comes.
+                both = self._moved(moved, other, other_step) if other != layer else None
+                if self._is_split(both) and both != stages:
+                    yield both
+
+    def _is_split(self, stages: Stages | None) -> TypeGuard[Stages]:
+        return stages is not None and len(set(stages)) == self.problem.num_stages
+
+    def _moved(self, stages: Stages, layer: int, step: int) -> Stages | None:
+        """Moves a layer and what has to go along; None if the last one would, or there is no stage."""
+        moved = list(stages)
+        moving = [layer]
+        while moving:
+            layer = moving.pop()
+            moved[layer] = stage = stages[layer] + step
+            if layer == len(stages) - 1 or not 0 <= stage < self.problem.num_stages:
+                return None
+            along = self.before[layer] if step < 0 else self._after[layer]
+            moving += [other for other in along if (moved[other] - stage) * step < 0]
+        return tuple(moved)
+
+    @functools.cached_property
+    def _after(self) -> list[list[int]]:
+        return _find_after(self.before)
+
+
+def _find_after(before: Sequence[Iterable[int]]) -> list[list[int]]:
+    """For each layer, those that need its result."""
+    after: list[list[int]] = [[] for _layer in before]
+    for layer, layers in enumerate(before):
+        for other in layers:
+            after[other].append(layer)
+    return after
+
+
+def _stages(order: Order, split: Split) -> Stages:
+    """The stage of each layer."""
+    found = [0] * len(order)
+    for stage, (first, end) in enumerate(itertools.pairwise((*split, len(order)))):
+        for place in range(first, end):
+            found[order[place]] = stage
+    return tuple(found)
+
+
+def _in_order(stages: Stages) -> tuple[Order, Split]:
+    """An order of the layers in which their stages come one after another, and its split."""
+    order = tuple(sorted(range(len(stages)), key=lambda layer: (stages[layer], layer)))
+    sizes = [stages.count(stage) for stage in range(max(stages))]
+    return order, (0, *itertools.accumulate(sizes))
