@@ -10,7 +10,7 @@ from importlib.machinery import PathFinder
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ipu_pipeline.engine.automatic_splits import AutoStages, auto_stages
+    from ipu_pipeline.engine.automatic_splits import AutoStages, ModelStages, auto_stages, split
     from ipu_pipeline.engine.loop import Loop
     from ipu_pipeline.engine.measuring import measure_dispatch_plan
     from ipu_pipeline.engine.pipeline import Pipeline
@@ -56,6 +56,7 @@ __all__ = [
     "HostMemory",
     "LinkSpeed",
     "Loop",
+    "ModelStages",
     "OutOfRangeError",
     "Pipeline",
     "PipelineState",
@@ -87,6 +88,7 @@ __all__ = [
     "replica_count",
     "replica_index",
     "simulate",
+    "split",
     "update_count",
     "variable_scope",
     "what_if",
@@ -105,6 +107,7 @@ _HOMES = {
     "HostMemory": "engine.schedules.host_memory",
     "LinkSpeed": "engine.schedules.clusters",
     "Loop": "engine.loop",
+    "ModelStages": "engine.automatic_splits",
     "OutOfRangeError": "ground.errors",
     "Pipeline": "engine.pipeline",
     "PipelineState": "engine.state",
@@ -136,6 +139,7 @@ _HOMES = {
     "replica_count": "engine.tracing.replicas",
     "replica_index": "engine.tracing.replicas",
     "simulate": "engine.schedules.simulator",
+    "split": "engine.automatic_splits",
     "update_count": "engine.tracing.counting",
     "variable_scope": "engine.tracing.variable_scopes",
     "what_if": "engine.schedules.variants",

@@ -1,9 +1,11 @@
-"""Makes stages of a list of layers: cuts it where a step is then shortest, and shows by what.
+"""Makes stages of a list of layers, or of one function, cut where a step is then shortest.
 
 The layers are traced as a pipeline in which each is a stage, so everything is known of them that is known
 of stages: programs, what crosses from one to the next, memory, the weight update's programs. Their
 programs are measured one at a time (`execution.program_times`), on one device or two; no state is made, so
-a model may be larger than a device. Equal layers are measured once. `schedules.splitting` finds the split.
+a model may be larger than a device. Equal layers are measured once. A function is cut into parts first,
+which are then what layers are (`tracing.model_parts`), but for their order, which may be another one.
+`schedules.graph_splits` finds the split.
 """
 
 from __future__ import annotations
@@ -35,29 +37,36 @@ from ipu_pipeline.engine.planning.choosing import (
     possible_chunk_sizes,
 )
 from ipu_pipeline.engine.planning.chunking import Chunking
-from ipu_pipeline.engine.programs.stage_programs import StagePrograms, ValueKind, read_sources
+from ipu_pipeline.engine.programs.stage_programs import ValueKind, read_sources
 from ipu_pipeline.engine.schedules.costs import Costs, Edge
+from ipu_pipeline.engine.schedules.graph_splits import find_graph_split
 from ipu_pipeline.engine.schedules.searched import SearchedSchedule
 from ipu_pipeline.engine.schedules.splitting import (
-    FoundSplit,
     LayerMemory,
     SentValue,
     Split,
     SplitProblem,
     even_split,
-    find_split,
 )
+from ipu_pipeline.engine.state import PipelineState
 from ipu_pipeline.engine.tracing.faults import name_of
+from ipu_pipeline.engine.tracing.model_graphs import ModelGraph, trace_model
+from ipu_pipeline.engine.tracing.model_parts import ModelParts
+from ipu_pipeline.engine.tracing.model_stages import make_model_stages
 from ipu_pipeline.engine.tracing.stage_lists import Stage, StageEntry, join_layers, with_parameters
-from ipu_pipeline.engine.tracing.traced import Source, TracedPipeline
+from ipu_pipeline.engine.tracing.stage_parameters import Layout
+from ipu_pipeline.engine.tracing.traced import Source
 from ipu_pipeline.ground.checks import is_integer
-from ipu_pipeline.ground.shapes import num_bytes
+from ipu_pipeline.ground.errors import without_traceback_note
+from ipu_pipeline.ground.shapes import as_shape, num_bytes
 from ipu_pipeline.ground.tables import align, describe_bytes, shorten
 
-__all__ = ["AutoStages", "SplitRow", "SplitTable", "auto_stages"]
+__all__ = ["AutoStages", "ModelStages", "SplitRow", "SplitTable", "auto_stages", "split"]
 
 _NEAR = 0.02  # of the best step: splits that are as good on devices of their own
 _WIDTH = 60  # of a stage's layers in the table
+_PARTS_PER_STAGE = 12  # of a model, on average, and at most: then stages differ by a few percent
+_OWN = ("parameters", "device_mapping", "program_names")  # that layers have of their own
 _NOT_FOR_LAYERS = (  # options of pipelines that say something of each stage, or do not go with several IPUs
     "forward_options",
     "backward_options",
@@ -72,7 +81,7 @@ class SplitRow:
     """A split in the table.
 
     Attributes:
-      what: what it is: "chosen", "even by layers" or "best other".
+      what: what it is: "chosen", "even by layers" (or "even by parts") or "best other".
       groups: the names of each stage's layers.
       stage_seconds: what a micro-batch takes of each stage, forward and backward.
       step_seconds: what a step is predicted to take, with a device for each IPU.
@@ -111,6 +120,7 @@ class SplitTable:
       source: the source of the times: "measured on ..." or "counted".
       search: how splits were searched, in words.
       device_mapping: the IPU of each stage.
+      unit: what layers are called, "layer" or "part".
     """
 
     rows: tuple[SplitRow, ...]
@@ -122,11 +132,12 @@ class SplitTable:
     source: str
     search: str
     device_mapping: tuple[int, ...]
+    unit: str = "layer"
 
     def __str__(self) -> str:
         """Shows the layers, and the splits with their stages."""
-        lines = [f"Layers ({self.source}):"]
-        columns = ["layer", "forward", "backward", "update", "crosses the cut before it"]
+        lines = [f"{self.unit.capitalize()}s ({self.source}):"]
+        columns = [self.unit, "forward", "backward", "update", "crosses the cut before it"]
         cells = zip(
             self.layers,
             map(describe_seconds, self.forward_seconds),
@@ -144,7 +155,7 @@ class SplitTable:
             longest = max(row.stage_seconds)
             cells_of_row = [
                 row.what,
-                " ".join(str(len(group)) for group in row.groups) + " layers",
+                " ".join(str(len(group)) for group in row.groups) + f" {self.unit}s",
                 f"{describe_seconds(longest)} (stage {row.stage_seconds.index(longest)})",
                 describe_seconds(row.step_seconds),
                 *([] if row.shared_seconds is None else [describe_seconds(row.shared_seconds)]),
@@ -218,65 +229,212 @@ def auto_stages(
                 f"auto_stages: layers[{number}] must be a function or a Stage, since layers come one after "
                 f"another; got {layer!r}."
             )
-    if not is_integer(num_stages, 1) or num_stages > len(layers):
+    task = _Task.of("auto_stages", num_stages, len(layers), "layers", bytes_per_ipu, options)
+    entries = _name_layers(layers, task.options.parameters)
+    names = [layer.__name__ if isinstance(layer, Stage) else name_of(layer) for layer in entries]
+    chain = [range(max(0, number - 1), number) for number in range(len(entries))]
+    measured = _Layers(entries, names, task, micro_batch, inputs, measure)
+    groups, table = measured.choose(chain)
+    return AutoStages([join_layers([entries[layer] for layer in group]) for group in groups], groups, table)
+
+
+class ModelStages(AutoStages):
+    """The stages of a model that was one function, as a list, for a pipeline.
+
+    Attributes:
+      groups: the numbers of each stage's parts.
+      table: what the split was decided by.
+    """
+
+    def __init__(
+        self, stages: Iterable[Any], groups: Sequence[Sequence[int]], table: SplitTable, graph: ModelGraph
+    ) -> None:
+        """Takes the stages, the parts of each, the table and the model."""
+        super().__init__(stages, groups, table)
+        self._graph = graph
+
+    def parameters(self, state: PipelineState) -> Any:
+        """The model's pytree of parameters, from a state of a pipeline of these stages.
+
+        Layers' parts of stacked parameters are stacked again, on the first one's device.
+
+        Raises:
+          ValueError: the model has no `parameters`, or the state is of another pipeline.
+        """
+        return self._graph.read_parameters(state.variables)
+
+
+def split(
+    model: StageEntry,
+    num_stages: int,
+    micro_batch: Any,
+    *inputs: Any,
+    parameters: Any = None,
+    bytes_per_ipu: int | None = None,
+    measure: bool = True,
+    **options: Any,
+) -> ModelStages:
+    """Makes stages of a model that is one function: cuts what it computes where a step takes least.
+
+    The model is traced, and cut into parts where little is alive between them: skips go from the stage that
+    has a value to the one that reads it, a scan over layers with stacked parameters is cut between its
+    iterations, and masks, random keys and variables in other dtypes are computed in each stage that reads
+    them. Parts are measured, and split like layers: see `auto_stages`. Where branches allow several orders
+    of the parts, the best of several is taken.
+
+    What `jax.checkpoint`, a conditional, another loop or a function with custom derivatives computes is in
+    one stage.
+
+    Args:
+      model: `model(*inputs, *micro_batch)`, with variables by `get_variable`; with `parameters` these come
+        first. Or a `Stage`.
+      num_stages: the number of stages, at least 1.
+      micro_batch: a micro-batch, or the same pytree of `jax.ShapeDtypeStruct`s; None for no feed.
+      *inputs: the inputs that are constant during a step, or their shapes and dtypes.
+      parameters: the pytree of parameters, as for `Stage`. Their variables are called `model/` and then the
+        path. None: the model has `get_variable`, or none.
+      bytes_per_ipu: see `auto_stages`.
+      measure: see `auto_stages`.
+      **options: see `auto_stages`. `trained` has names of the stages' variables.
+
+    Returns:
+      The stages. The names of variables and random numbers do not depend on where it is cut: a state of
+      one split is one of all. A parameter that a scan over layers takes apart is a variable for each layer,
+      `model/blocks/w/0` and so on, which optimizers see one by one.
+
+    Raises:
+      TypeError: there is no such option.
+      ValueError: an argument is not usable, the model has too few parts, or they do not fit.
+      Others: what the model raises.
+    """
+    if not callable(model) and not isinstance(model, Stage):
+        raise ValueError(f"split: model must be a function or a Stage; got {model!r}.")
+    if isinstance(model, Stage) and parameters is not None:
+        raise ValueError("split: parameters must be None if the model is a Stage, which has its own.")
+    if options.get("tensor_parallel") is not None:
         raise ValueError(
-            f"auto_stages: num_stages must be an integer from 1 to the number of layers, {len(layers)}; "
-            f"got {num_stages!r}."
+            "split: tensor_parallel is not taken into account; leave it out, or write the stages yourself."
         )
-    if bytes_per_ipu is not None and not is_integer(bytes_per_ipu, 1):
+    task = _Task.of("split", num_stages, None, "parts", bytes_per_ipu, options)
+    if parameters is not None:
+        model = Stage(model, parameters, "model")  # type: ignore[arg-type]  # it is a function
+    graph = _trace_model(model, task.options, micro_batch, inputs)
+    parts = ModelParts(graph, _PARTS_PER_STAGE * max(num_stages, 2))
+    number = len(parts.names)
+    if number < num_stages:
         raise ValueError(
-            f"auto_stages: bytes_per_ipu must be an integer of at least 1, or None; got {bytes_per_ipu!r}."
+            f"split: num_stages must be at most {number}, the parts into which the model can be "
+            f"cut; got {num_stages}. What jax.checkpoint, a loop or a function with custom derivatives "
+            "computes is one part."
         )
-    given = PipelineOptions(**options)
-    if given.num_micro_batches is None:
-        raise ValueError("auto_stages: num_micro_batches must be given, as the best split depends on it.")
-    for name in _NOT_FOR_LAYERS:
-        if name in options and options[name] not in (None, 1):
+    each = make_model_stages(parts, [[part] for part in range(number)])
+    groups, table = _Layers(each, parts.names, task, micro_batch, inputs, measure).choose(parts.before)
+    reused = task.options.program_names.variables
+    return ModelStages(make_model_stages(parts, groups, reused), groups, table, graph)
+
+
+def _trace_model(
+    model: StageEntry, options: PipelineOptions, micro_batch: Any, inputs: Sequence[Any]
+) -> ModelGraph:
+    if isinstance(model, Stage):
+        layout: Layout | None = model.layout(0)
+        function = model.with_variables(model.layout(0), set())
+    else:
+        layout, function = None, model
+    shapes = jax.tree.map(as_shape, micro_batch), [jax.tree.map(as_shape, value) for value in inputs]
+    captures = options.captures
+    with without_traceback_note():
+        traced = trace_model(function, *shapes, options.loss is not None, options.program_names, captures)
+    return ModelGraph(traced, captures.values, layout, model)
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What is asked for.
+
+    Attributes:
+      num_stages: the number of stages.
+      options: of the pipeline.
+      mapping: the IPU of each stage.
+      bytes_per_ipu: the most that an IPU may hold; None: anything.
+      unit: what layers are called in tables.
+      caller: what errors call the function that was called.
+    """
+
+    num_stages: int
+    options: PipelineOptions
+    mapping: tuple[int, ...]
+    bytes_per_ipu: int | None
+    unit: str
+    caller: str
+
+    @classmethod
+    def of(
+        cls,
+        caller: str,
+        num_stages: int,
+        num_layers: int | None,
+        units: str,
+        bytes_per_ipu: int | None,
+        options: dict[str, Any],
+    ) -> _Task:
+        """Checks arguments.
+
+        Raises:
+          ValueError: they are not usable.
+        """
+        if not is_integer(num_stages, 1) or (num_layers is not None and num_stages > num_layers):
+            most = "" if num_layers is None else f" to the number of layers, {num_layers}"
+            least = "of at least 1" if num_layers is None else "from 1"
+            raise ValueError(f"{caller}: num_stages must be an integer {least}{most}; got {num_stages!r}.")
+        if bytes_per_ipu is not None and not is_integer(bytes_per_ipu, 1):
             raise ValueError(
-                f"auto_stages: {name} is not taken into account; got {options[name]!r}. Leave it out here, "
-                "and give it to the pipeline."
+                f"{caller}: bytes_per_ipu must be an integer of at least 1, or None; got {bytes_per_ipu!r}."
             )
-    mapping = _find_mapping(given, num_stages)
-    bytes_per_ipu = _find_limit(given.schedule, bytes_per_ipu)
-    if bytes_per_ipu is not None and len(set(mapping)) == given.num_devices_per_ipu == 1:
-        raise ValueError(
-            "auto_stages: bytes_per_ipu goes with several IPUs; on one, everything is one program. Leave "
-            "it out."
-        )
-    entries = _name_layers(layers, given.parameters)
-    measured = _Layers(entries, given, micro_batch, inputs, mapping, num_stages, measure)
-    problem = measured.problem(bytes_per_ipu)
-    split, table = measured.choose(problem, find_split(problem))
-    groups = problem.groups(split)
-    stages = [join_layers([entries[layer] for layer in group]) for group in groups]
-    return AutoStages(stages, groups, table)
+        given = PipelineOptions(**options)
+        if given.num_micro_batches is None:
+            raise ValueError(f"{caller}: num_micro_batches must be given, as the best split depends on it.")
+        for name in _NOT_FOR_LAYERS:
+            if name in options and options[name] not in (None, 1):
+                raise ValueError(
+                    f"{caller}: {name} is not taken into account; got {options[name]!r}. Leave it out "
+                    "here, and give it to the pipeline."
+                )
+        mapping = _find_mapping(caller, given, num_stages)
+        bytes_per_ipu = _find_limit(caller, given.schedule, bytes_per_ipu)
+        if bytes_per_ipu is not None and len(set(mapping)) == given.num_devices_per_ipu == 1:
+            raise ValueError(
+                f"{caller}: bytes_per_ipu goes with several IPUs; on one, everything is one program. Leave "
+                "it out."
+            )
+        return cls(num_stages, given, mapping, bytes_per_ipu, units.removesuffix("s"), caller)
 
 
-def _find_mapping(options: PipelineOptions, num_stages: int) -> tuple[int, ...]:
+def _find_mapping(caller: str, options: PipelineOptions, num_stages: int) -> tuple[int, ...]:
     given = options.device_mapping
     if given is None:
         return tuple(range(num_stages))
     mapping: tuple[Any, ...] = tuple(given) if isinstance(given, Iterable) else ()
     if len(mapping) != num_stages or not all(is_integer(ipu, 0) for ipu in mapping):
         raise ValueError(
-            f"auto_stages: device_mapping must have the number of an IPU for each of the {num_stages} "
+            f"{caller}: device_mapping must have the number of an IPU for each of the {num_stages} "
             f"stages; got {given!r}."
         )
     if num_stages > 1 and len(set(mapping)) == options.num_devices_per_ipu == 1:
         raise ValueError(
-            f"auto_stages: device_mapping must have several IPUs; got {list(mapping)}. With all stages on "
+            f"{caller}: device_mapping must have several IPUs; got {list(mapping)}. With all stages on "
             "one, everything is one program, and a step takes as long wherever it is cut."
         )
     return tuple(map(int, mapping))
 
 
-def _find_limit(schedule: Any, bytes_per_ipu: int | None) -> int | None:
+def _find_limit(caller: str, schedule: Any, bytes_per_ipu: int | None) -> int | None:
     """The limit of bytes, which a search of the order must have, too."""
     if not isinstance(schedule, SearchedSchedule):
         return bytes_per_ipu
     if bytes_per_ipu is not None and schedule.bytes_per_ipu is None:
         raise ValueError(
-            "auto_stages: with bytes_per_ipu a schedule that is searched needs the limit, too, since it "
+            f"{caller}: with bytes_per_ipu a schedule that is searched needs the limit, too, since it "
             "may take all memory otherwise. Give the schedule "
             f"SearchedSchedule(bytes_per_ipu={bytes_per_ipu}) here and to the pipeline."
         )
@@ -303,32 +461,31 @@ class _Layers:
     def __init__(
         self,
         entries: Sequence[StageEntry],
-        options: PipelineOptions,
+        names: Sequence[str],
+        task: _Task,
         micro_batch: Any,
         inputs: Sequence[Any],
-        mapping: tuple[int, ...],
-        num_stages: int,
         measure: bool,
     ) -> None:
-        self._names = tuple(
-            _unique(layer.__name__ if isinstance(layer, Stage) else name_of(layer) for layer in entries)
-        )
-        self._options, self._mapping, self._num_stages = options, mapping, num_stages
+        self._names, self._task = _unique(names), task
+        options, mapping = task.options, task.mapping
+        self._options, self._mapping, self._num_stages = options, mapping, task.num_stages
         number = len(entries)
         problem = SplitProblem(
             Costs.of(number, forward=1.0),
             0.0,
-            num_stages,
+            task.num_stages,
             options.schedule,
             options.num_micro_batches or 1,
             mapping,
             options.optimizer is not None,
+            bytes_per_ipu=task.bytes_per_ipu,
         )
         is_halved = bool(problem.timetable.halved)
         kept = {
             field.name: getattr(options, field.name)
             for field in dataclasses.fields(options)
-            if field.name not in (*_NOT_FOR_LAYERS, "parameters", "device_mapping", "devices", "schedule")
+            if field.name not in (*_NOT_FOR_LAYERS, *_OWN, "devices", "schedule")
         }
         kept |= {"num_replicas": 1, "gathers_outputs": True, "post_validation": False, "shard": ()}
         several, schedule = number > 1, options.schedule
@@ -349,9 +506,18 @@ class _Layers:
             sizes = tuple(possible_chunk_sizes(problem.num_micro_batches))
             most = options.max_chunked_bytes
             problem = dataclasses.replace(problem, chunk_sizes=sizes, max_chunked_bytes=most)
-        self._problem = problem
         self._platform, self._source = "cpu", "counted"
-        self._measured, self._overhead = self._measure(measure)
+        measured, overhead = self._measure(measure)
+        memory = None
+        if not self._is_one_program:
+            memory = _find_memory(self._pipeline, options, measured.num_temporary_bytes)
+        self._problem = dataclasses.replace(
+            problem,
+            layers=dataclasses.replace(measured.costs, transfers={}),
+            overhead=overhead,
+            memory=memory,
+            sent=_find_sent(self._crossings, measured.costs.transfers),
+        )
 
     @property
     def _is_one_program(self) -> bool:
@@ -379,7 +545,7 @@ class _Layers:
         homes = [found[first : first + each] for first in range(0, len(found) - each + 1, each)][:2]
         if not homes:
             raise ValueError(
-                f"auto_stages: an IPU is {each} devices, and there are {len(found)}. "
+                f"{self._task.caller}: an IPU is {each} devices, and there are {len(found)}. "
                 "ipu_pipeline.set_num_devices makes more on a CPU."
             )
         self._platform = homes[0][0].platform
@@ -402,8 +568,8 @@ class _Layers:
         uncounted = sorted(name for name in named if not name.startswith("debug_"))  # which are prints
         if uncounted and self._num_stages > 1:
             raise ValueError(
-                f"auto_stages: layers call {', '.join(uncounted)}, whose time is not known from their "
-                f"operations and is not measured here ({self._source}). Give the stages yourself."
+                f"{self._task.caller}: {self._task.unit}s call {', '.join(uncounted)}, whose time is "
+                f"not known from their operations and is not measured here ({self._source}). Give the stages yourself."
             )
         weights = [count_seconds(own.weights, speed) for own in pipeline.programs]
         first = [count_seconds(own.backward, speed) for own in pipeline.programs]
@@ -427,25 +593,20 @@ class _Layers:
         )
         return Measured(costs, (0,) * number)
 
-    def problem(self, bytes_per_ipu: int | None) -> SplitProblem:
-        """What is searched."""
-        memory = None
-        if not self._is_one_program:
-            memory = _find_memory(self._pipeline, self._options, self._measured.num_temporary_bytes)
-        return dataclasses.replace(
-            self._problem,
-            layers=self._measured.costs,
-            overhead=self._overhead,
-            memory=memory,
-            bytes_per_ipu=bytes_per_ipu,
-            sent=_find_sent(self._crossings, self._measured.costs.transfers),
-        )
+    def choose(self, before: Sequence[Iterable[int]]) -> tuple[list[list[int]], SplitTable]:
+        """Chooses among the best splits by what the pipeline makes of them, with its chunks.
 
-    def choose(self, problem: SplitProblem, found: FoundSplit) -> tuple[Split, SplitTable]:
-        """Chooses among the best splits by what the pipeline makes of them, with its chunks."""
+        Args:
+          before: for each layer, those whose results it needs.
+
+        Returns:
+          The layers of each stage, and the table.
+        """
+        order, problem, found = find_graph_split(self._problem, before)
+        names = [self._names[layer] for layer in order]
         even = even_split(problem.num_layers, problem.num_stages)
         known = dict.fromkeys([found.split, *(split for split, _time in found.others), even])
-        rows = {split: self._row(problem, split) for split in known}
+        rows = {split: self._row(problem, split, names) for split in known}
         fitting = {split: row for split, row in rows.items() if row.fits}
         least = min(row.step_seconds for row in fitting.values())
         near = [split for split, row in fitting.items() if row.step_seconds <= (1 + _NEAR) * least]
@@ -453,32 +614,39 @@ class _Layers:
             near, key=lambda split: (rows[split].shared_seconds or 0.0, rows[split].step_seconds, split)
         )
         others = [split for split in fitting if split not in (chosen, even)]
-        shown = {chosen: "chosen, even by layers" if chosen == even else "chosen"}
-        shown.setdefault(even, "even by layers")
+        evenly = f"even by {self._task.unit}s"
+        shown = {chosen: f"chosen, {evenly}" if chosen == even else "chosen"}
+        shown.setdefault(even, evenly)
         if others:
             shown[min(others, key=lambda split: (rows[split].step_seconds, split))] = "best other"
         of_all = f"all {found.num_simulated:,}" if found.is_exact else f"{found.num_simulated:,}"
         judged = ' by "zero_bubble"' if isinstance(problem.schedule, SearchedSchedule) else ""
-        sent = [0] * problem.num_layers
-        for crossing in self._crossings:
-            edge = _edge(crossing)
-            for cut in range(min(edge) + 1, max(edge) + 1):
-                sent[cut] += num_bytes([crossing.aval])
         costs = problem.layers
         table = SplitTable(
             tuple(dataclasses.replace(rows[split], what=what) for split, what in shown.items()),
-            self._names,
+            tuple(names),
             costs.forward,
             costs.backward,
             costs.update,
-            tuple(sent),
+            self._sent_bytes(order),
             self._source,
             f"{of_all} simulated{judged}",
             self._mapping,
+            self._task.unit,
         )
-        return chosen, table
+        return [[order[place] for place in group] for group in problem.groups(chosen)], table
 
-    def _row(self, problem: SplitProblem, split: Split) -> SplitRow:
+    def _sent_bytes(self, order: Sequence[int]) -> tuple[int, ...]:
+        """What crosses the cut before each layer of an order, there and back."""
+        places = {layer: place for place, layer in enumerate(order)}
+        found = [0] * len(order)
+        for crossing in self._crossings:
+            ends = sorted(places[layer] for layer in _edge(crossing))
+            for cut in range(ends[0] + 1, ends[1] + 1):
+                found[cut] += num_bytes([crossing.aval])
+        return tuple(found)
+
+    def _row(self, problem: SplitProblem, split: Split, names: Sequence[str]) -> SplitRow:
         is_shared = self._platform == "cpu" and not self._source.startswith("counted")
         cores = count_cores() if is_shared else None
         chunk_size = choose_chunk_size(
@@ -487,7 +655,7 @@ class _Layers:
         costs = problem.costs(split)
         return SplitRow(
             "",
-            tuple(tuple(self._names[layer] for layer in group) for group in problem.groups(split)),
+            tuple(tuple(names[layer] for layer in group) for group in problem.groups(split)),
             tuple(one + other for one, other in zip(costs.forward, costs.backward, strict=True)),
             problem.step_time(split, None, chunk_size),
             problem.step_time(split, cores, chunk_size) if is_shared else None,

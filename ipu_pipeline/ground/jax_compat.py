@@ -37,6 +37,7 @@ __all__ = [
     "find",
     "find_persistent_cache",
     "fresh_trace",
+    "functions_of",
     "is_device_array",
     "is_traced",
     "kept_arguments",
@@ -213,6 +214,18 @@ def lines_of(value: Any) -> list[tuple[str, int]]:
     """
     try:
         return [(frame.file_name, frame.line_num) for frame in value._line_info.traceback.frames]  # noqa: SLF001
+    except AttributeError:
+        return []
+
+
+def functions_of(equation: Any) -> list[tuple[str, int, str]]:
+    """Files, lines and functions of the calls that made an equation, the innermost one first.
+
+    The list is empty if JAX does not know.
+    """
+    try:
+        frames = equation.source_info.traceback.frames
+        return [(frame.file_name, frame.line_num, frame.function_name) for frame in frames]
     except AttributeError:
         return []
 

@@ -25,6 +25,7 @@ from ipu_pipeline.engine.jaxprs.flat import (
 from ipu_pipeline.engine.jaxprs.halving import find_computed, find_kept, take_apart
 from ipu_pipeline.engine.jaxprs.slicing import any_equation, can_reduce, dependents, extract, reduce
 from ipu_pipeline.engine.jaxprs.turning import turn_products
+from ipu_pipeline.engine.jaxprs.unrolling import Unrolled, unroll_layers
 
 __all__ = [
     "CHECKPOINTS",
@@ -33,6 +34,7 @@ __all__ = [
     "ExtractedJaxpr",
     "FlatJaxpr",
     "InlineFunction",
+    "Unrolled",
     "any_equation",
     "aval_struct",
     "calls_back",
@@ -53,4 +55,5 @@ __all__ = [
     "take_apart",
     "take_out_constants",
     "turn_products",
+    "unroll_layers",
 ]

@@ -1,4 +1,4 @@
-"""Finds where to cut a graph of layers: an order of them, and the split of that whose step takes least. No JAX.
+"""Finds where to cut a graph of layers: the order and the split whose step takes least. No JAX.
 
 A split of a graph into stages that come one after another is a split of one of its topological orders
 (Tarnawski, Phanishayee, Devanur, Mahajan and Paravecino, "Efficient algorithms for device placement of DNN
@@ -66,26 +66,33 @@ def find_graph_split(
     order, split = _in_order(min(search.known, key=lambda stages: (search.known[stages], stages)))
     ordered = reorder(problem, order)
     found = find_split(ordered, most // 4, [split])
-    return order, ordered, dataclasses.replace(
-        found, is_exact=is_exact, num_simulated=found.num_simulated + len(search.known)
+    return (
+        order,
+        ordered,
+        dataclasses.replace(
+            found, is_exact=is_exact, num_simulated=found.num_simulated + len(search.known)
+        ),
     )
 
 
-def find_orders(before: Sequence[Iterable[int]], weight: Callable[[int], float]) -> list[Order]:
+def find_orders(
+    before: Sequence[Iterable[int]], weight: Callable[[int], float], *, keeps_last: bool = True
+) -> list[Order]:
     """Makes topological orders of a graph, each once.
 
     They are the given one; depth first, which ends one branch before it begins another; breadth first,
-    which has branches side by side; the order that keeps the fewest bytes (or seconds of sending them) until
-    they have been read; and some that are drawn, the same each time.
+    which has branches side by side; the order that keeps the fewest bytes (or seconds of sending them)
+    until they have been read; and some that are drawn, the same each time.
 
     Args:
       before: for each node, those that come before it, which have smaller numbers.
       weight: what each costs as long as it is kept.
+      keeps_last: whether the last one stays the last.
     """
     number = len(before)
     needed = [set(nodes) for nodes in before]
     after = _find_after(needed)
-    last = number - 1
+    last = number - 1 if keeps_last else -1
 
     def make(rank: Callable[[int, int], Any]) -> Order:
         """Takes the node of the least rank, which is asked for when it could be the next one."""
@@ -114,14 +121,14 @@ def find_orders(before: Sequence[Iterable[int]], weight: Callable[[int], float])
         make(lambda _node, place: -place),
         make(lambda node, place: (-place, -node)),
         make(lambda _node, place: place),
-        _keep_little(needed, after, weight),
+        _keep_little(needed, after, weight, last),
     ]
     orders += [make(lambda _node, _place: generator.random()) for _time in range(_NUM_DRAWN)]
     return list(dict.fromkeys(orders))
 
 
 def _keep_little(
-    needed: Sequence[set[int]], after: Sequence[Sequence[int]], weight: Callable[[int], float]
+    needed: Sequence[set[int]], after: Sequence[Sequence[int]], weight: Callable[[int], float], last: int
 ) -> Order:
     """Takes the node next that adds least to what is kept: its own weight, without those it reads last."""
     number = len(needed)
@@ -133,7 +140,7 @@ def _keep_little(
 
         def added(node: int) -> tuple[bool, float, int]:
             freed = sum(weight(other) for other in needed[node] if unread[other] == 1)
-            return node == number - 1, weight(node) - freed, node
+            return node == last, weight(node) - freed, node
 
         node = min(ready, key=added)
         ready.remove(node)
@@ -254,7 +261,7 @@ class _Search:
         steps = list(itertools.product(range(len(stages) - 1), (-1, 1)))
         singles = [(step, self._moved(stages, *step)) for step in steps]
         yield from (moved for _step, moved in singles if self._is_split(moved))
-        for (layer, step), moved in singles:
+        for (layer, _step), moved in singles:
             if moved is None:
                 continue
             for other, other_step in steps:

@@ -32,6 +32,7 @@ __all__ = [
     "describe_arguments",
     "find_calling_line",
     "find_computing_line",
+    "find_function",
     "find_signature_fault",
     "name_of",
 ]
@@ -148,18 +149,30 @@ def find_calling_line() -> str:
 
 def find_computing_line(value: Any) -> str:
     """File, line and source text that computed a traced value; "" if not known."""
-    standard = os.path.dirname(os.__file__)
     for name, line_number in jax_compat.lines_of(value):
-        top = pathlib.PurePath(name).parts
-        is_installed = "site-packages" in top or "dist-packages" in top
-        is_library = is_installed and not _NOT_THE_USERS.isdisjoint(top)
-        if (
-            not is_library
-            and not name.startswith(_PACKAGE)
-            and (is_installed or not name.startswith(standard))
-        ):
+        if _is_users(name):
             return _describe_line(name, line_number)
     return ""
+
+
+def find_function(equation: Any) -> str:
+    """The user's function and line that made an equation, such as "block:12"; "" if not known."""
+    for name, line_number, function in jax_compat.functions_of(equation):
+        if _is_users(name):
+            return f"{function.rpartition('.')[2]}:{line_number}"
+    return ""
+
+
+def _is_users(name: str) -> bool:
+    """Whether a file is neither of this package, nor of Python, nor of a library that it uses."""
+    top = pathlib.PurePath(name).parts
+    is_installed = "site-packages" in top or "dist-packages" in top
+    is_library = is_installed and not _NOT_THE_USERS.isdisjoint(top)
+    return (
+        not is_library
+        and not name.startswith(_PACKAGE)
+        and (is_installed or not name.startswith(os.path.dirname(os.__file__)))
+    )
 
 
 def name_of(function: Callable[..., Any]) -> str:

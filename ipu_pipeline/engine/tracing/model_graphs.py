@@ -1,0 +1,296 @@
+"""A model, one function, as a graph of equations that can be in different stages.
+
+The model is traced as the only stage of a pipeline, and scans over its layers are written out. A node is an
+equation that depends on the micro-batch. Anything else, such as masks, random keys and variables in another
+dtype, is computed in each stage that reads it. So nothing of a variable is sent, and random numbers are
+those of the model, wherever it is cut.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core as jex_core
+
+from ipu_pipeline.engine import jaxprs
+from ipu_pipeline.engine.tracing import frames, stages
+from ipu_pipeline.engine.tracing.captures import Captures
+from ipu_pipeline.engine.tracing.enqueuing import first_leaves
+from ipu_pipeline.engine.tracing.faults import Faults
+from ipu_pipeline.engine.tracing.specs import VariableSpec
+from ipu_pipeline.engine.tracing.stage_parameters import Layout
+from ipu_pipeline.engine.tracing.traced import Source, TracedPipeline
+from ipu_pipeline.ground.names import hash_name
+from ipu_pipeline.ground.shapes import num_bytes
+
+__all__ = ["ModelGraph", "Slice", "trace_model"]
+
+_CHEAP = ("broadcast_in_dim",)  # computed where it is read, if its result is larger than its operand
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A variable of a model's stages: a variable of the model, or one layer's part of a stacked one.
+
+    Attributes:
+      origin: the full name of the model's variable.
+      number: which slice of its first axis it is; None: all of it.
+    """
+
+    origin: str
+    number: int | None = None
+
+    @property
+    def name(self) -> str:
+        """Its own full name."""
+        return self.origin if self.number is None else f"{self.origin}/{self.number}"
+
+
+def trace_model(
+    model: stages.StageFunction,
+    element: Any,
+    inputs: Sequence[Any],
+    is_training: bool,
+    program_names: frames.ProgramNames,
+    captures: Captures,
+) -> TracedPipeline:
+    """Traces a model as the only stage of a pipeline.
+
+    Args:
+      model: takes the inputs, then the micro-batch.
+      element: a pytree of `ShapeDtypeStruct`s, one micro-batch; None for none.
+      inputs: pytrees of `ShapeDtypeStruct`s, what is constant during a step.
+      is_training: whether it is to be trained.
+      program_names: the names of the program that it will be part of; they stay as they are.
+      captures: collects the traced values from outside that the model uses.
+
+    Raises:
+      Others: what the model raises.
+    """
+    faults = Faults()
+
+    def no_loss(*_args: Any, **_kwargs: Any) -> Any:
+        return jnp.zeros(())  # the pipeline's own is traced with the last stage
+
+    with frames.unchanged(program_names):
+        loss = no_loss if is_training else None
+        traced = stages.trace([[model]], element, inputs, loss, program_names, faults, captures)
+    if faults:
+        raise faults.as_error()
+    return traced
+
+
+class ModelGraph:
+    """A traced model as a graph.
+
+    Attributes:
+      flat: the model without scans over layers.
+      specs: inputs of `flat` that are variables -> their specifications.
+      slices: what they are of the model's variables, by full name.
+      sources: inputs of `flat` that are the model's own, or the number of updates -> where they come from.
+      key: the input of `flat` that is the random key of the micro-batch; None if there is none.
+      captured: inputs of `flat` that the model captured -> these traced values.
+      tree: the structure of what the model returns.
+      returned: the atoms that it returns.
+      assigned: the variables that it assigns, with the atoms of their new values.
+      enqueued: what it enqueues, with the atoms of the leaves.
+      nodes: the numbers of the equations that are nodes.
+      maker: variables of `flat` -> the node that makes them.
+    """
+
+    def __init__(
+        self,
+        traced: TracedPipeline,
+        captured: Sequence[Any],
+        layout: Layout | None = None,
+        model: object = None,
+    ) -> None:
+        """Makes the graph.
+
+        Args:
+          traced: the model, as the only stage of a pipeline.
+          captured: the values that it captured.
+          layout: the layout of its pytree of parameters; None if it has none.
+          model: the model, to which initializers refer weakly.
+        """
+        self._layout, self._model = layout, model
+        (stage,) = traced.stages
+        own = stage.variables
+        variables = dict(zip(stage.flat.inputs, own, strict=False))
+        unrolled = jaxprs.unroll_layers(
+            stage.flat, [var for var, spec in variables.items() if spec not in stage.assigned]
+        )
+        self.flat = unrolled.flat
+        self.specs: dict[Any, VariableSpec] = {}
+        self.slices: dict[str, Slice] = {}
+        self.sources: dict[Any, Source] = {}
+        self.captured: dict[Any, Any] = {}
+        self.key: Any = None
+        num_given = len(jax.tree.leaves(traced.inputs)) - len(captured)
+        sizes = [number for number, place in unrolled.origins if place is not None]
+        stacked = {number: _Stacked(own[number], sizes.count(number)) for number in set(sizes)}
+        sources: list[Source | None] = [*([None] * stage.uses_key), *stage.inputs]
+        for var, (number, place) in zip(self.flat.inputs, unrolled.origins, strict=True):
+            if number < len(own):
+                found = Slice(own[number].name, place)
+                self.slices[found.name] = found
+                self.specs[var] = own[number] if place is None else stacked[number].spec(found.name, place)
+                continue
+            source = sources[number - len(own)]
+            if source is None:
+                self.key = var
+            elif source.kind == "input" and source.index >= num_given:
+                self.captured[var] = captured[source.index - num_given]
+            else:
+                self.sources[var] = source
+        self.num_inputs = num_given  # leaves
+        self.tree = traced.output_tree
+        self._read_outputs(traced)
+        self.nodes: list[int] = []
+        self._bases: dict[Any, frozenset[Any]] = {}
+        self._find_nodes()
+        self.maker = {var: node for node in self.nodes for var in self.flat.equations[node].outvars}
+
+    def _read_outputs(self, traced: TracedPipeline) -> None:
+        (stage,) = traced.stages
+        outputs = iter(self.flat.outputs)
+        values = list(itertools.islice(outputs, len(stage.output_avals)))
+        self.returned = values[: self.tree.num_leaves]
+        of_name = {spec.name: spec for spec in self.specs.values()}
+        self.assigned = [(of_name[spec.name], next(outputs)) for spec in stage.assigned]
+        leaves = dict(zip(stage.enqueued, outputs, strict=True))
+        firsts = itertools.pairwise(first_leaves(traced.enqueued))
+        self.enqueued = [
+            (entry, [leaves[leaf] for leaf in range(*ends)])
+            for entry, ends in zip(traced.enqueued, firsts, strict=True)
+        ]
+
+    def _find_nodes(self) -> None:
+        roots = [var for var, source in self.sources.items() if source.kind != "update_count"]
+        self._bases = {var: frozenset([var]) for var in roots}
+        depending = jaxprs.dependents(self.flat, roots or [self.key])
+        for number, equation in enumerate(self.flat.equations):
+            is_node = any(var in depending for var in equation.outvars) and not _is_cheap(equation)
+            if is_node or equation.effects:
+                self.nodes.append(number)
+                self._bases.update((var, frozenset([var])) for var in equation.outvars)
+            else:
+                read = self.bases_of(equation.invars)
+                self._bases.update((var, read) for var in equation.outvars)
+
+    def bases_of(self, atoms: Iterable[Any]) -> frozenset[Any]:
+        """What a stage has to be given to compute atoms: the model's own inputs, and results of nodes."""
+        known = (self._bases.get(atom, frozenset()) for atom in atoms if is_var(atom))
+        return frozenset().union(*known)
+
+    def needs_of(self, node: int) -> frozenset[Any]:
+        """What a stage has to be given to compute a node."""
+        return self.bases_of(self.flat.equations[node].invars)
+
+    def readers_of(self, spec: VariableSpec) -> list[int]:
+        """The nodes that read a variable, also by what is computed of it."""
+        reading = {var for var, own in self.specs.items() if own is spec}
+        found = []
+        nodes = set(self.nodes)
+        for number, equation in enumerate(self.flat.equations):
+            if any(is_var(atom) and atom in reading for atom in equation.invars):
+                if number in nodes:
+                    found.append(number)
+                else:
+                    reading.update(equation.outvars)
+        return found
+
+    def read_parameters(self, variables: Mapping[str, Any]) -> Any:
+        """Makes the model's pytree of parameters of a state's variables.
+
+        Raises:
+          ValueError: it has none, or a variable is missing.
+        """
+        if self._layout is None:
+            raise ValueError(
+                "The model has no pytree of parameters: its variables come from get_variable, by the names "
+                "that they have in the state."
+            )
+        parts: dict[str, list[str]] = {}  # name of the model's variable -> those of its slices, in order
+        for own in self.slices.values():
+            parts.setdefault(own.origin, []).append(own.name)
+
+        def value(name: str) -> Any:
+            names = parts.get(name, [name])
+            missing = next((own for own in names if own not in variables), None)
+            if missing is not None:
+                raise ValueError(f"The state has no variable {missing}, which is one of the model's.")
+            if names == [name]:
+                return variables[name]
+            values = [variables[own] for own in names]
+            return jnp.stack(jax.device_put(values, next(iter(values[0].devices()))))
+
+        return jax.tree.unflatten(self._layout.tree, [value(leaf.name) for leaf in self._layout.leaves])
+
+    def variable_bytes(self) -> list[int]:
+        """For each node, the bytes of the variables that it is the first to read."""
+        reading: dict[Any, frozenset[Any]] = {var: frozenset([var]) for var in self.specs}
+        known: frozenset[Any] = frozenset()
+        found = []
+        nodes = set(self.nodes)
+        for number, equation in enumerate(self.flat.equations):
+            atoms = [atom for atom in equation.invars if is_var(atom)]
+            read: frozenset[Any] = frozenset().union(*(reading.get(atom, frozenset()) for atom in atoms))
+            if number in nodes:
+                found.append(num_bytes([var.aval for var in read - known]))
+                known |= read
+            else:
+                reading.update((var, read) for var in equation.outvars)
+        return found
+
+
+def is_var(atom: Any) -> bool:
+    """Whether an atom is a variable of a jaxpr, and no literal."""
+    return not isinstance(atom, jex_core.Literal)
+
+
+def _is_cheap(equation: Any) -> bool:
+    """Whether a value is better computed where it is read than sent there."""
+    if equation.primitive.name not in _CHEAP:
+        return False
+    operands = [atom.aval for atom in equation.invars if is_var(atom)]
+    return num_bytes([var.aval for var in equation.outvars]) > num_bytes(operands)
+
+
+class _Stacked:
+    """Makes the initial values of the slices of a stacked variable, which it makes once for all of them."""
+
+    def __init__(self, whole: VariableSpec, number: int) -> None:
+        self._whole, self._number = whole, number
+        self._made: tuple[bytes, Any] | None = None  # the key it was made from, and its value
+        self._num_taken = 0
+
+    def spec(self, name: str, place: int) -> VariableSpec:
+        """The specification of a slice."""
+        whole = self._whole
+
+        def initialize(key: jax.Array, _shape: Any, _dtype: Any) -> Any:
+            return self._make(key)[place]
+
+        initialize.needs_key = False  # type: ignore[attr-defined]  # it is that of the whole variable
+        return dataclasses.replace(whole, name=name, shape=whole.shape[1:], initializer=initialize)
+
+    def _make(self, key: jax.Array) -> Any:
+        whole, drawn = self._whole, np.asarray(jax.random.key_data(key)).tobytes()
+        made = self._made
+        if made is None or made[0] != drawn:
+            if getattr(whole.initializer, "needs_key", True):
+                key = jax.random.fold_in(key, np.uint32(hash_name(whole.name)))
+            made = drawn, whole.initializer(key, whole.shape, whole.dtype)
+            self._made, self._num_taken = made, 0
+        self._num_taken += 1
+        if self._num_taken == self._number:
+            self._made = None
+        return made[1]

@@ -1,0 +1,185 @@
+"""Makes stage functions of the parts of a model.
+
+Such a function is like a user's: while it is traced it asks for the variables that its parts read, by the
+names that the model gave them, and it takes and returns what is alive where the model is cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from ipu_pipeline.engine import jaxprs
+from ipu_pipeline.engine.tracing import frames, scopes
+from ipu_pipeline.engine.tracing.counting import update_count_p
+from ipu_pipeline.engine.tracing.enqueuing import enqueue
+from ipu_pipeline.engine.tracing.keys import micro_batch_key_p
+from ipu_pipeline.engine.tracing.model_graphs import ModelGraph, is_var
+from ipu_pipeline.engine.tracing.model_parts import ModelParts
+from ipu_pipeline.engine.tracing.specs import VariableSpec, serial_numbers
+from ipu_pipeline.engine.tracing.variables import assign, get_variable
+
+__all__ = ["ModelStage", "make_model_stages"]
+
+
+@dataclass(frozen=True, eq=False)
+class ModelStage:
+    """A stage of a model, called while it is traced.
+
+    Attributes:
+      graph: the model.
+      program: what it computes, in the order of `computed`.
+      takes: what it is given; None for the arguments of the model.
+      returns: what the next stage is given; None for what the model returns.
+      computed: variables of the model's jaxpr, results of the program.
+      reused: full names of the variables that exist already when it asks for them.
+      assigned: the variables that it assigns, with the atoms of their new values.
+      enqueued: what it enqueues, with the atoms of the leaves.
+      __name__: what errors and tables call it.
+    """
+
+    graph: ModelGraph
+    program: jaxprs.ExtractedJaxpr
+    takes: tuple[Any, ...] | None
+    returns: tuple[Any, ...] | None
+    computed: tuple[Any, ...]
+    reused: frozenset[str]
+    assigned: tuple[tuple[VariableSpec, Any], ...]
+    enqueued: tuple[tuple[frames.Enqueued, Sequence[Any]], ...]
+    __name__: str
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Computes the stage."""
+        known = self._read_arguments(args, kwargs)
+        for var in self.program.inputs:
+            if var not in known:
+                known[var] = self._find(var)
+        for spec, _atom in self.assigned:
+            if spec not in [self.graph.specs.get(var) for var in self.program.inputs]:
+                self._ask(spec)  # it is only assigned
+        results = self.program(*(known[var] for var in self.program.inputs))
+        known.update(zip(self.computed, results, strict=True))
+
+        def value(atom: Any) -> Any:
+            return known[atom] if is_var(atom) else np.asarray(atom.val, atom.aval.dtype)
+
+        for spec, atom in self.assigned:
+            with scopes.opened(scopes.Scope()):
+                assign(spec.name, value(atom))
+        frame = frames.current_frame("a stage of a model")
+        for entry, atoms in self.enqueued:
+            enqueue(frame, entry.target, jax.tree.unflatten(entry.tree, list(map(value, atoms))))
+        if self.returns is not None:
+            return tuple(known[var] for var in self.returns)
+        return jax.tree.unflatten(self.graph.tree, list(map(value, self.graph.returned)))
+
+    def _read_arguments(self, args: Any, kwargs: Any) -> dict[Any, Any]:
+        if self.takes is not None:
+            return dict(zip(self.takes, args, strict=True))
+        leaves = jax.tree.leaves((args, kwargs))
+        firsts = {"input": 0, "element": self.graph.num_inputs}
+        return {
+            var: leaves[firsts[source.kind] + source.index]
+            for var, source in self.graph.sources.items()
+            if source.kind in firsts
+        }
+
+    def _find(self, var: Any) -> Any:
+        """What the program reads beside its arguments."""
+        graph = self.graph
+        if var in graph.specs:
+            return self._ask(graph.specs[var])
+        if var is graph.key:
+            return micro_batch_key_p.bind(serial=next(serial_numbers))
+        if var in graph.captured:
+            return graph.captured[var]
+        assert graph.sources[var].kind == "update_count"
+        return update_count_p.bind()
+
+    def _ask(self, spec: VariableSpec) -> Any:
+        with scopes.opened(scopes.Scope(reuse=spec.name in self.reused)):
+            return get_variable(spec.name, spec.shape, spec.dtype, spec.initializer, spec.trainable)
+
+
+def make_model_stages(
+    parts: ModelParts, groups: Sequence[Sequence[int]], reused: Collection[str] = ()
+) -> list[ModelStage]:
+    """Makes the stages of a model.
+
+    Args:
+      parts: the model.
+      groups: the parts of each stage, each in one, so that no stage needs what a later one makes.
+      reused: full names of variables that the program had before.
+    """
+    graph = parts.graph
+    equations = graph.flat.equations
+    stage_of = {
+        node: stage for stage, group in enumerate(groups) for part in group for node in parts.nodes[part]
+    }
+    last = len(groups) - 1
+
+    def made_in(var: Any) -> int:
+        return stage_of[graph.maker[var]] if var in graph.maker else -1
+
+    def known_in(atoms: Iterable[Any]) -> int:
+        return max((made_in(var) for var in graph.bases_of(atoms)), default=0)
+
+    needed: list[set[Any]] = [set() for _stage in groups]  # by each stage
+    for node, stage in stage_of.items():
+        needed[stage] |= graph.needs_of(node)
+    assigned = [(max(known_in([atom]), 0), spec, atom) for spec, atom in graph.assigned]
+    enqueued = [(max(known_in(atoms), 0), entry, atoms) for entry, atoms in graph.enqueued]
+    for stage, _spec, atom in assigned:
+        needed[stage] |= graph.bases_of([atom])
+    for stage, _entry, atoms in enqueued:
+        needed[stage] |= graph.bases_of(atoms)
+    needed[last] |= graph.bases_of(graph.returned)
+    order = {var: number for number, var in enumerate([*graph.sources, *graph.maker])}
+    takes = [
+        sorted(
+            {var for later in needed[stage:] for var in later if made_in(var) < stage},
+            key=order.__getitem__,
+        )
+        for stage in range(len(groups))
+    ]
+    known = set(reused)
+    found = []
+    for stage, group in enumerate(groups):
+        own_assigned = tuple((spec, atom) for place, spec, atom in assigned if place == stage)
+        own_enqueued = tuple((entry, atoms) for place, entry, atoms in enqueued if place == stage)
+        atoms = [atom for _spec, atom in own_assigned]
+        atoms += [atom for _entry, leaves in own_enqueued for atom in leaves]
+        atoms += graph.returned if stage == last else [v for v in takes[stage + 1] if made_in(v) == stage]
+        computed = list(dict.fromkeys(filter(is_var, atoms)))
+        own = frozenset(id(equations[node]) for part in group for node in parts.nodes[part])
+
+        def is_own(equation: Any, own: frozenset[int] = own) -> bool:
+            return id(equation) in own
+
+        given = [var for var in takes[stage] if var in graph.maker]
+        program = jaxprs.extract(graph.flat, computed, given, is_own)
+        found.append(
+            ModelStage(
+                graph,
+                program,
+                tuple(takes[stage]) if stage else None,
+                None if stage == last else tuple(takes[stage + 1]),
+                tuple(computed),
+                frozenset(known),
+                own_assigned,
+                own_enqueued,
+                _name([parts.names[part] for part in group]),
+            )
+        )
+        known |= {graph.specs[var].name for var in program.inputs if var in graph.specs}
+        known |= {spec.name for spec, _atom in own_assigned}
+    return found
+
+
+def _name(names: Sequence[str]) -> str:
+    """Names a stage by its first and last part."""
+    return names[0] if names[0] == names[-1] else f"{names[0]}-{names[-1]}"
