@@ -51,7 +51,7 @@ from ipu_pipeline.engine.schedules.splitting import (
 from ipu_pipeline.engine.state import PipelineState
 from ipu_pipeline.engine.tracing.faults import name_of
 from ipu_pipeline.engine.tracing.model_graphs import ModelGraph, trace_model
-from ipu_pipeline.engine.tracing.model_parts import ModelParts
+from ipu_pipeline.engine.tracing.model_parts import ModelParts, number_names
 from ipu_pipeline.engine.tracing.model_stages import make_model_stages
 from ipu_pipeline.engine.tracing.stage_lists import Stage, StageEntry, join_layers, with_parameters
 from ipu_pipeline.engine.tracing.stage_parameters import Layout
@@ -467,7 +467,7 @@ class _Layers:
         inputs: Sequence[Any],
         measure: bool,
     ) -> None:
-        self._names, self._task = _unique(names), task
+        self._names, self._task = number_names(names), task
         options, mapping = task.options, task.mapping
         self._options, self._mapping, self._num_stages = options, mapping, task.num_stages
         number = len(entries)
@@ -569,7 +569,8 @@ class _Layers:
         if uncounted and self._num_stages > 1:
             raise ValueError(
                 f"{self._task.caller}: {self._task.unit}s call {', '.join(uncounted)}, whose time is "
-                f"not known from their operations and is not measured here ({self._source}). Give the stages yourself."
+                f"not known from their operations and is not measured here ({self._source}). Give the "
+                "stages yourself."
             )
         weights = [count_seconds(own.weights, speed) for own in pipeline.programs]
         first = [count_seconds(own.backward, speed) for own in pipeline.programs]
@@ -663,15 +664,6 @@ class _Layers:
             problem.num_bytes(split),
             not problem.excess(split),
         )
-
-
-def _unique(names: Iterable[str]) -> list[str]:
-    """Names of layers, numbered where several are the same."""
-    given = list(names)
-    return [
-        f"{name}.{given[:number].count(name)}" if given.count(name) > 1 else name
-        for number, name in enumerate(given)
-    ]
 
 
 def _edge(crossing: Crossing) -> Edge:

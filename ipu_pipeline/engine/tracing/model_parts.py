@@ -8,7 +8,7 @@ XLA fuses what it would within a stage.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from ipu_pipeline.engine.jaxprs.costs import count_equations
 from ipu_pipeline.engine.schedules.graph_splits import find_orders
@@ -17,7 +17,7 @@ from ipu_pipeline.engine.tracing.model_graphs import ModelGraph
 from ipu_pipeline.ground import jax_compat
 from ipu_pipeline.ground.shapes import num_bytes
 
-__all__ = ["ModelParts"]
+__all__ = ["ModelParts", "number_names"]
 
 _OF_BYTES = 0.25  # how much a variable's part of the memory counts as a part of the time
 
@@ -55,7 +55,7 @@ class ModelParts:
             {part_of[nodes[other]] for node in part for other in before[places[node]]} - {number}
             for number, part in enumerate(self.nodes)
         ]
-        self.names = [self._name(part) for part in self.nodes]
+        self.names = number_names(self._name(part) for part in self.nodes)
 
     def _name(self, part: Sequence[int]) -> str:
         """Names a part by its most expensive node: its scopes, or the function that computes it."""
@@ -65,6 +65,15 @@ class ModelParts:
         longest = max(equations, key=lambda equation: count_equations([equation]))
         scopes = "/".join(jax_compat.scope_names(longest))
         return scopes or find_function(longest) or str(longest.primitive.name)
+
+
+def number_names(names: Iterable[str]) -> list[str]:
+    """Names that differ: those that occur several times are numbered."""
+    given = list(names)
+    return [
+        f"{name}.{given[:number].count(name)}" if given.count(name) > 1 else name
+        for number, name in enumerate(given)
+    ]
 
 
 def _weigh(graph: ModelGraph) -> list[float]:

@@ -1,0 +1,248 @@
+"""Models that are one function, cut into stages: against the whole model, and against a plain loop."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from ipu_pipeline import engine
+from tests.support import models
+
+COUNT = 4
+WIDTH = 8
+OPTIONS = {"num_micro_batches": COUNT, "loss": lambda loss: loss, "optimizer": optax.adam(1e-2)}
+
+
+def make_batches(number=COUNT, size=6):
+    rng = np.random.default_rng(1)
+    return [
+        tuple(rng.normal(size=(size, WIDTH)).astype(np.float32) for _value in range(2)) for _ in range(number)
+    ]
+
+
+def make_weights(*names, shape=(WIDTH, WIDTH)):
+    rng = np.random.default_rng(2)
+    return {name: (rng.normal(size=shape) / 3).astype(np.float32) for name in names}
+
+
+def dense(w, x):
+    return jnp.tanh(x @ w)
+
+
+def train(stages, updates=3, batches=None, inputs=(), **options):
+    """Trains; returns the pipeline, its state, and the losses of the last step."""
+    batches = batches or make_batches()
+    pipeline = engine.Pipeline(stages, **{**OPTIONS, **options})
+    state = pipeline.init(jax.random.key(3), batches[0], *inputs)
+    for _update in range(updates):
+        state, outputs = pipeline.step(state, batches, *inputs)
+    return pipeline, state, jax.device_get(outputs.losses or outputs.outputs)
+
+
+def check(model, parameters=None, numbers=(1, 2, 3), batches=None, inputs=(), least=None, **options):
+    """Trains a model whole and in several splits: losses and parameters are the same.
+
+    Returns:
+      The stages of the last split.
+    """
+    batches = batches or make_batches()
+    trees = None if parameters is None else [parameters]
+    whole, expected, losses = train(
+        [model], batches=batches, inputs=inputs, parameters=trees, **options, schedule="interleaved"
+    )
+    states = []
+    for number in numbers:
+        stages = engine.split(
+            model,
+            number,
+            batches[0],
+            *inputs,
+            parameters=parameters,
+            measure=False,
+            **{**OPTIONS, **options},
+        )
+        assert len(stages) == number
+        parts = sorted(part for group in stages.groups for part in group)
+        assert parts == list(range(len(stages.table.layers)))
+        _pipeline, state, found = train(stages, batches=batches, inputs=inputs, **options)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), found, losses)
+        if parameters is None:
+            assert sorted(state.variables) == sorted(expected.variables)
+            models.assert_trees_close(state.variables, expected.variables)
+        else:
+            models.assert_trees_close(stages.parameters(state), whole.parameters(expected)[0])
+        states.append(state)
+    for state in states:
+        assert sorted(state.variables) == sorted(states[0].variables)
+    return stages
+
+
+def skipping(parameters, x, targets):
+    """A value of the beginning is read at the end, and so is its weight."""
+    first = dense(parameters["first"], x)
+    x = first
+    for name in "abcd":
+        x = x + dense(parameters[name], x)
+    return jnp.mean((jnp.concatenate([x, first], 1) @ jnp.tile(parameters["first"].T, (2, 1)) - targets) ** 2)
+
+
+def test_skips_and_tied_weights():
+    stages = check(skipping, make_weights("first", *"abcd"))
+    pipeline, state, _losses = train(stages)
+    assert sorted(state.variables) == [f"model/{name}" for name in ("a", "b", "c", "d", "first")]
+    (home,) = state.variables["model/first"].devices()
+    assert home == jax.devices()[0]
+    assert pipeline.traced.shared() == {"model/first"}
+
+
+def test_against_a_plain_loop():
+    """`jax.grad` over the micro-batches, summed, and Optax: the losses of each step, and all leaves."""
+    parameters, batches = make_weights("first", *"abcd"), make_batches()
+    stages = engine.split(skipping, 3, batches[0], parameters=parameters, measure=False, **OPTIONS)
+    pipeline = engine.Pipeline(stages, **OPTIONS)
+    state = pipeline.init(jax.random.key(0), batches[0])
+    optimizer = OPTIONS["optimizer"]
+    plain, slots = parameters, optimizer.init(parameters)
+    for _update in range(4):
+        state, outputs = pipeline.step(state, batches)
+        results = [jax.value_and_grad(skipping)(plain, *batch) for batch in batches]
+        np.testing.assert_allclose(outputs.losses, [loss for loss, _gradients in results], rtol=1e-5)
+        total = jax.tree.map(lambda *own: functools.reduce(jnp.add, own), *(gradients for _loss, gradients in results))
+        with jax.numpy_dtype_promotion("standard"):  # Optax counts in integers
+            updates, slots = optimizer.update(total, slots, plain)
+        plain = optax.apply_updates(plain, updates)
+    models.assert_trees_close(stages.parameters(state), plain)
+
+
+@pytest.mark.parametrize("schedule", ["zero_bubble", "looped"])
+def test_schedules_and_mappings(schedule):
+    options = {"schedule": schedule}
+    if schedule == "looped":
+        options["device_mapping"] = [0, 1, 0, 1]
+    parameters, batches = make_weights("first", *"abcd"), make_batches()
+    _whole, expected, losses = train([skipping], parameters=[parameters])
+    stages = engine.split(skipping, 4, batches[0], parameters=parameters, measure=False, **OPTIONS | options)
+    _pipeline, state, found = train(stages, **options)
+    np.testing.assert_allclose(found, losses, rtol=1e-5)
+    models.assert_trees_close(
+        stages.parameters(state), engine.Pipeline([skipping], parameters=[parameters], **OPTIONS).parameters(expected)[0]
+    )
+
+
+def test_scans_over_layers_are_cut_between_iterations():
+    """In both directions, in another dtype, with what each layer returns, and keys of their own."""
+
+    def model(parameters, x, targets):
+        cast = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), parameters)
+        keys = jax.random.split(engine.next_rng_key(), 6)
+
+        def layer(x, given):
+            w, key = given
+            x = x + dense(w["w"], x) * jax.random.bernoulli(key, 0.9, x.shape).astype(x.dtype)
+            return x * w["g"], jnp.sum(x**2)
+
+        x, sizes = jax.lax.scan(layer, x, (cast["blocks"], keys))
+        x, others = jax.lax.scan(layer, x, (parameters["blocks"], keys), reverse=True)
+        weight_decay = sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(parameters))
+        return jnp.mean((x - targets) ** 2) + 1e-3 * jnp.sum(sizes * others[::-1]) / 100 + 1e-4 * weight_decay
+
+    blocks = {"w": make_weights("w", shape=(6, WIDTH, WIDTH))["w"], "g": np.ones((6, WIDTH), np.float32)}
+    stages = check(model, {"blocks": blocks})
+    assert len(stages.table.layers) > 12
+    _pipeline, state, _losses = train(stages)
+    assert sorted(name for name in state.variables if "/g/" in name) == [f"model/blocks/g/{n}" for n in range(6)]
+
+
+def test_scans_over_time_stay_whole():
+    def model(w, x, targets):
+        def turn(state, row):
+            state = dense(w["a"], state) + row
+            return state, state
+
+        x = dense(w["first"], x)
+        _last, x = jax.lax.scan(turn, jnp.zeros((WIDTH,)), x)
+        return jnp.mean((dense(w["b"], x) - targets) ** 2)
+
+    stages = check(model, make_weights("a", "b", "first"), numbers=(1, 2))
+    assert list(stages.table.layers)
+    assert sorted(train(stages)[1].variables) == ["model/a", "model/b", "model/first"]
+
+
+def variables_model(x, targets):
+    """A model with variables by name, dropout, a moving mean, a metric, and a checkpoint."""
+    for number in range(4):
+        with engine.variable_scope(f"layer{number}"):
+            w = engine.get_variable("w", (WIDTH, WIDTH))
+            x = x + jax.checkpoint(dense)(w, x)
+            x = jnp.where(jax.random.bernoulli(engine.next_rng_key(), 0.8, x.shape), x / 0.8, 0)
+            mean = engine.get_variable("mean", (WIDTH,), trainable=False, initializer=jax.nn.initializers.zeros)
+            engine.assign("mean", 0.9 * mean + 0.1 * jax.lax.stop_gradient(x.mean(0)))
+            x = x - mean
+            engine.metric("size", jnp.sum(x**2))
+    with engine.variable_scope("layer0", reuse=True):
+        w = engine.get_variable("w", (WIDTH, WIDTH))
+    return jnp.mean((x @ w - targets) ** 2) / (1 + engine.update_count()).astype(jnp.float32)
+
+
+def test_variables_keys_assignments_and_metrics():
+    stages = check(variables_model)
+    assert len(stages.table.layers) > 3
+    batches = make_batches()
+    found = []
+    for own in ([variables_model], stages):
+        pipeline = engine.Pipeline(own, **OPTIONS)
+        state = pipeline.init(jax.random.key(3), batches[0])
+        _state, outputs = pipeline.step(state, batches)
+        found.append(outputs.metrics)
+    assert sorted(found[0]) == [f"layer{number}/size" for number in range(4)]
+    for name, values in found[0].items():
+        np.testing.assert_allclose(found[1][name], values, rtol=1e-5)
+
+
+def test_arguments_and_results_of_any_structure():
+    """A dict as micro-batch, an input for the whole step that is read late, and several results."""
+
+    def model(parameters, rate, images, labels):
+        x = images
+        for name in "abc":
+            x = dense(parameters[name], x)
+        error = x * rate - labels["targets"]
+        return {"loss": jnp.mean(error**2), "labels": labels, "number": 3.0, "x": x}
+
+    batches = [{"images": x, "labels": {"targets": y}} for x, y in make_batches()]
+    check(
+        model,
+        make_weights(*"abc"),
+        batches=batches,
+        inputs=(jnp.float32(0.5),),
+        loss=lambda loss, labels, number, x: loss * number,
+    )
+
+
+def test_inference_and_a_model_without_a_feed():
+    parameters = make_weights(*"abc")
+    options = {"loss": None, "optimizer": None}
+
+    def model(parameters, x, targets):
+        for name in "abc":
+            x = dense(parameters[name], x)
+        return x, targets
+
+    check(model, parameters, **options)
+
+    def drawing(parameters):
+        x = jax.random.normal(engine.next_rng_key(), (4, WIDTH))
+        for name in "abc":
+            x = dense(parameters[name], x)
+        return x
+
+    stages = engine.split(drawing, 2, None, parameters=parameters, measure=False, num_micro_batches=COUNT)
+    found = []
+    for own, trees in (([drawing], [parameters]), (stages, None)):
+        pipeline = engine.Pipeline(own, parameters=trees, num_micro_batches=COUNT)
+        state = pipeline.init(jax.random.key(3), None)
+        found.append(jax.device_get(pipeline.step(state, [None] * COUNT)[1].outputs))
+    np.testing.assert_allclose(*found, rtol=1e-5)
