@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
+from typing import Any
+
+from jax.extend import core as jex_core
 
 from ipu_pipeline.engine.jaxprs.costs import count_equations
 from ipu_pipeline.engine.schedules.graph_splits import find_orders
@@ -63,8 +66,14 @@ class ModelParts:
         if not equations:
             return "nothing"
         longest = max(equations, key=lambda equation: count_equations([equation]))
-        scopes = "/".join(jax_compat.scope_names(longest))
-        return scopes or find_function(longest) or str(longest.primitive.name)
+        return "/".join(_find_scopes(longest)) or find_function(longest) or str(longest.primitive.name)
+
+
+def _find_scopes(equation: Any) -> list[str]:
+    """The scopes around an equation, and around all that is in its body."""
+    inner = [_find_scopes(own) for body in jex_core.jaxprs_in_params(equation.params) for own in body.eqns]
+    common = [names[0] for names in zip(*inner, strict=False) if len(set(names)) == 1] if inner else []
+    return [*jax_compat.scope_names(equation), *common]
 
 
 def number_names(names: Iterable[str]) -> list[str]:

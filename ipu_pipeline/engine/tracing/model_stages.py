@@ -36,6 +36,7 @@ class ModelStage:
       takes: what it is given; None for the arguments of the model.
       returns: what the next stage is given; None for what the model returns.
       computed: variables of the model's jaxpr, results of the program.
+      asks: the variables that it has and does not read.
       reused: full names of the variables that exist already when it asks for them.
       assigned: the variables that it assigns, with the atoms of their new values.
       enqueued: what it enqueues, with the atoms of the leaves.
@@ -47,6 +48,7 @@ class ModelStage:
     takes: tuple[Any, ...] | None
     returns: tuple[Any, ...] | None
     computed: tuple[Any, ...]
+    asks: tuple[VariableSpec, ...]
     reused: frozenset[str]
     assigned: tuple[tuple[VariableSpec, Any], ...]
     enqueued: tuple[tuple[frames.Enqueued, Sequence[Any]], ...]
@@ -58,9 +60,8 @@ class ModelStage:
         for var in self.program.inputs:
             if var not in known:
                 known[var] = self._find(var)
-        for spec, _atom in self.assigned:
-            if spec not in [self.graph.specs.get(var) for var in self.program.inputs]:
-                self._ask(spec)  # it is only assigned
+        for spec in self.asks:
+            self._ask(spec)
         results = self.program(*(known[var] for var in self.program.inputs))
         known.update(zip(self.computed, results, strict=True))
 
@@ -146,37 +147,41 @@ def make_model_stages(
         )
         for stage in range(len(groups))
     ]
-    known = set(reused)
-    found = []
+    programs, computed = [], []
     for stage, group in enumerate(groups):
-        own_assigned = tuple((spec, atom) for place, spec, atom in assigned if place == stage)
-        own_enqueued = tuple((entry, atoms) for place, entry, atoms in enqueued if place == stage)
-        atoms = [atom for _spec, atom in own_assigned]
-        atoms += [atom for _entry, leaves in own_enqueued for atom in leaves]
+        atoms = [atom for place, _spec, atom in assigned if place == stage]
+        atoms += [atom for place, _entry, leaves in enqueued if place == stage for atom in leaves]
         atoms += graph.returned if stage == last else [v for v in takes[stage + 1] if made_in(v) == stage]
-        computed = list(dict.fromkeys(filter(is_var, atoms)))
+        computed.append(list(dict.fromkeys(filter(is_var, atoms))))
         own = frozenset(id(equations[node]) for part in group for node in parts.nodes[part])
 
         def is_own(equation: Any, own: frozenset[int] = own) -> bool:
             return id(equation) in own
 
         given = [var for var in takes[stage] if var in graph.maker]
-        program = jaxprs.extract(graph.flat, computed, given, is_own)
+        programs.append(jaxprs.extract(graph.flat, computed[-1], given, is_own))
+    read = [[graph.specs[var] for var in program.inputs if var in graph.specs] for program in programs]
+    asks = [[spec for place, spec, _atom in assigned if place == stage] for stage in range(len(groups))]
+    everywhere = [spec for own in (*read, *asks) for spec in own]
+    asks[0] += [spec for spec in graph.specs.values() if spec not in everywhere]  # read by none
+    known = set(reused)
+    found = []
+    for stage, group in enumerate(groups):
         found.append(
             ModelStage(
                 graph,
-                program,
+                programs[stage],
                 tuple(takes[stage]) if stage else None,
                 None if stage == last else tuple(takes[stage + 1]),
-                tuple(computed),
+                tuple(computed[stage]),
+                tuple(spec for spec in asks[stage] if spec not in read[stage]),
                 frozenset(known),
-                own_assigned,
-                own_enqueued,
+                tuple((spec, atom) for place, spec, atom in assigned if place == stage),
+                tuple((entry, atoms) for place, entry, atoms in enqueued if place == stage),
                 _name([parts.names[part] for part in group]),
             )
         )
-        known |= {graph.specs[var].name for var in program.inputs if var in graph.specs}
-        known |= {spec.name for spec, _atom in own_assigned}
+        known |= {spec.name for spec in (*read[stage], *asks[stage])}
     return found
 
 
