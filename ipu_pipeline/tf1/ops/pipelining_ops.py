@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -17,9 +17,11 @@ from ipu_pipeline.engine import (
     recomputation_checkpoint,
 )
 from ipu_pipeline.engine import auto_stages as engine_auto_stages
+from ipu_pipeline.engine import split as engine_split
 from ipu_pipeline.engine.fronts import (
     Captures,
     InsideOfBodyError,
+    ProgramNames,
     Shard,
     find_sum_dtype,
     is_in_stage,
@@ -35,7 +37,7 @@ from ipu_pipeline.queues.outfeed import IPUOutfeedQueue
 from ipu_pipeline.tf1.gradient_accumulation import GradientAccumulationReductionMethod
 from ipu_pipeline.tf1.graph.placeholders import Placeholder, as_traced_inputs, input_shapes
 from ipu_pipeline.tf1.program.calls import PipelineCall, current_builder
-from ipu_pipeline.tf1.program.global_steps import give_steps
+from ipu_pipeline.tf1.program.global_steps import drop_steps, give_steps
 from ipu_pipeline.tf1.program.loss_weights import at_least_float32_for_weights
 from ipu_pipeline.tf1.program.optimizer_functions import (
     LossAndTransformation,
@@ -77,6 +79,7 @@ __all__ = [
     "constrain",
     "pipeline",
     "recomputation_checkpoint",
+    "split",
 ]
 
 DispatchPlan = Chunking  # its name in earlier versions
@@ -451,6 +454,152 @@ def auto_stages(
         memory.
     """
     check_arguments(layers, infeed_queue, None, optimizer_function)
+    inputs, given_layers = give_steps(inputs, layers)
+    num_known = min(num_stages, len(layers)) if is_integer(num_stages, 1) else 1
+    given = _give(
+        num_known,
+        inputs,
+        infeed_queue,
+        optimizer_function,
+        gradient_accumulation_count,
+        device_mapping,
+        pipeline_schedule,
+        gradient_accumulation_dtype,
+        recomputation_mode,
+        offload_weight_update_variables,
+        offload_activations,
+        offload_gradient_accumulation_buffers,
+        offload_weights,
+        tensor_parallel,
+        measure,
+    )
+    found = engine_auto_stages(
+        given_layers,
+        num_stages,
+        given.element,
+        *given.inputs,
+        bytes_per_ipu=bytes_per_ipu,
+        measure=measure,
+        **given.options,
+    )
+    stages = [join_layers([layers[number] for number in group]) for group in found.groups]
+    return AutoStages(stages, found.groups, found.table)
+
+
+def split(
+    model: Callable[..., Any],
+    num_stages: int,
+    inputs: Any = (),
+    infeed_queue: IPUInfeedQueue | None = None,
+    optimizer_function: OptimizerFunction | None = None,
+    gradient_accumulation_count: Any = None,
+    device_mapping: Sequence[int] | None = None,
+    pipeline_schedule: PipelineSchedule | ScheduleLike | None = None,
+    bytes_per_ipu: int | None = None,
+    gradient_accumulation_dtype: Any = None,
+    recomputation_mode: RecomputationMode | None = None,
+    offload_weight_update_variables: bool | None = None,
+    offload_activations: bool | None = None,
+    offload_gradient_accumulation_buffers: bool | None = None,
+    offload_weights: bool | None = None,
+    measure: bool = True,
+) -> AutoStages:
+    """Makes stages of a model that is one function, for `pipeline`: cut where a step takes least.
+
+    Not in Graphcore's. The model is traced and cut into parts where little is alive between them, which are
+    measured and put together to stages as layers are by `auto_stages`; see `engine.split`. Skips, shared
+    variables and values that are read at several places need nothing. It may be called in the function that
+    `ipu_compiler.compile` traces, or outside; there, IPUs should have been configured before.
+
+    Args:
+      model: a function that takes `inputs`, then a micro-batch, and returns what the `optimizer_function`
+        takes, as a pipeline's only stage would.
+      num_stages: the number of stages, at least 1.
+      inputs: as for `pipeline`; outside of a compiled function placeholders, or shapes and dtypes.
+      infeed_queue: as for `pipeline`.
+      optimizer_function: as for `pipeline`.
+      gradient_accumulation_count: as for `pipeline`, but an integer: the best split depends on it.
+      device_mapping: the IPU of each stage; by default each has its own, in order.
+      pipeline_schedule: as for `pipeline`.
+      bytes_per_ipu: the most that an IPU may hold, as for `auto_stages`.
+      gradient_accumulation_dtype: as for `pipeline`.
+      recomputation_mode: as for `pipeline`; it counts if `IPUConfig.allow_recompute` was set.
+      offload_weight_update_variables: as for `pipeline`. What is offloaded does not count in the memory of
+        IPUs, here and below.
+      offload_activations: as for `pipeline`.
+      offload_gradient_accumulation_buffers: as for `pipeline`.
+      offload_weights: as for `pipeline`.
+      measure: False counts operations, and runs nothing.
+
+    Returns:
+      The stages, a list with `groups` (the numbers of each stage's parts) and `table`. Names of variables
+      and random numbers do not depend on where the model is cut. A variable that a scan over layers takes
+      apart is one for each layer: `blocks/w/0` and so on.
+
+    Raises:
+      TypeError, ValueError: an argument is not usable, the model has too few parts, or no split fits the
+        memory.
+    """
+    check_arguments([model], infeed_queue, None, optimizer_function)
+    rest, (given_model,) = give_steps(inputs, [model])
+    given = _give(
+        num_stages if is_integer(num_stages, 1) else 1,
+        rest,
+        infeed_queue,
+        optimizer_function,
+        gradient_accumulation_count,
+        device_mapping,
+        pipeline_schedule,
+        gradient_accumulation_dtype,
+        recomputation_mode,
+        offload_weight_update_variables,
+        offload_activations,
+        offload_gradient_accumulation_buffers,
+        offload_weights,
+        None,
+        measure,
+    )
+    builder = current_builder()
+    found = engine_split(
+        given_model,
+        num_stages,
+        given.element,
+        *given.inputs,
+        bytes_per_ipu=bytes_per_ipu,
+        measure=measure,
+        program_names=ProgramNames() if builder is None else builder.names,
+        **given.options,
+    )
+    # `pipeline` gives the first stage the global step, if it is among the inputs; the model asked for it.
+    return AutoStages([drop_steps(inputs, found[0]), *found[1:]], found.groups, found.table)
+
+
+class _Given(NamedTuple):
+    """What the engine is given for a pipeline whose stages are to be found."""
+
+    element: Any
+    inputs: Sequence[Any]
+    options: dict[str, Any]
+
+
+def _give(
+    num_stages: int,
+    inputs: Any,
+    infeed_queue: IPUInfeedQueue | None,
+    optimizer_function: OptimizerFunction | None,
+    gradient_accumulation_count: Any,
+    device_mapping: Sequence[int] | None,
+    pipeline_schedule: PipelineSchedule | ScheduleLike | None,
+    gradient_accumulation_dtype: Any,
+    recomputation_mode: RecomputationMode | None,
+    offload_weight_update_variables: bool | None,
+    offload_activations: bool | None,
+    offload_gradient_accumulation_buffers: bool | None,
+    offload_weights: bool | None,
+    tensor_parallel: TensorParallel | None,
+    measure: bool,
+) -> _Given:
+    """Makes the engine's arguments of those of `auto_stages`."""
     count = check_count(gradient_accumulation_count)
     if not isinstance(count, int):
         raise TypeError(
@@ -460,11 +609,9 @@ def auto_stages(
     size = _num_devices(tensor_parallel)
     schedule = PipelineSchedule.Grouped if pipeline_schedule is None else pipeline_schedule
     builder = current_builder()
-    num_known = min(num_stages, len(layers)) if is_integer(num_stages, 1) else 1
-    mapping = check_mapping(device_mapping, [None] * num_known)
+    mapping = check_mapping(device_mapping, [None] * num_stages)
     num_ipus = size * (1 + max(jax.tree.leaves(mapping)))
     ipu_device = 0 if builder is None else builder.ipu_device
-    inputs, given_layers = give_steps(inputs, layers)
     if builder is None:
         given, captures = input_shapes(inputs), Captures()
     else:
@@ -473,38 +620,31 @@ def auto_stages(
         captures = Captures(builder.is_captured_placeholder, builder.describe_input)
     optimizer = None if optimizer_function is None else LossAndTransformation(optimizer_function)
     recompute = check_recomputation(recomputation_mode, optimizer is None)
-    found = engine_auto_stages(
-        given_layers,
-        num_stages,
-        None if infeed_queue is None else infeed_queue.element,
-        *given,
-        bytes_per_ipu=bytes_per_ipu,
-        measure=measure,
-        devices=selection.devices_for(ipu_device, num_ipus) if measure else None,
-        num_micro_batches=count,
-        loss=None if optimizer is None else optimizer.loss,
-        optimizer=None if optimizer is None else optimizer.transformation,
-        schedule=find_pipeline_schedule(schedule),
-        device_mapping=mapping,
-        trained=None if optimizer is None else optimizer.trained,
-        captures=captures,
-        gradient_map=None if optimizer is None else optimizer.gradient_map,
-        gradient_targets=None if optimizer is None else optimizer.gradient_targets,
-        accumulator_dtype=at_least_float32_for_weights(
+    options = {
+        "devices": selection.devices_for(ipu_device, num_ipus) if measure else None,
+        "num_micro_batches": count,
+        "loss": None if optimizer is None else optimizer.loss,
+        "optimizer": None if optimizer is None else optimizer.transformation,
+        "schedule": find_pipeline_schedule(schedule),
+        "device_mapping": mapping,
+        "trained": None if optimizer is None else optimizer.trained,
+        "captures": captures,
+        "gradient_map": None if optimizer is None else optimizer.gradient_map,
+        "gradient_targets": None if optimizer is None else optimizer.gradient_targets,
+        "accumulator_dtype": at_least_float32_for_weights(
             check_accumulator_dtype(gradient_accumulation_dtype)
         ),
-        recompute=recompute if selection.allows_recomputation() and optimizer is not None else None,
-        offload=check_offloading(
+        "recompute": recompute if selection.allows_recomputation() and optimizer is not None else None,
+        "offload": check_offloading(
             optimizer is None,
             offload_weight_update_variables=offload_weight_update_variables,
             offload_activations=offload_activations,
             offload_gradient_accumulation_buffers=offload_gradient_accumulation_buffers,
             offload_weights=offload_weights,
         ),
-        tensor_parallel=tensor_parallel,
-    )
-    stages = [join_layers([layers[number] for number in group]) for group in found.groups]
-    return AutoStages(stages, found.groups, found.table)
+        "tensor_parallel": tensor_parallel,
+    }
+    return _Given(None if infeed_queue is None else infeed_queue.element, given, options)
 
 
 explain_missing(__name__)

@@ -8,9 +8,9 @@ from typing import Any
 
 import jax
 
-from ipu_pipeline.tf1.graph.symbols import split_steps
+from ipu_pipeline.tf1.graph.symbols import StepSymbol, split_steps
 
-__all__ = ["give_steps"]
+__all__ = ["drop_steps", "give_steps"]
 
 
 def give_steps(inputs: Any, stages: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
@@ -31,3 +31,21 @@ def give_steps(inputs: Any, stages: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
     first = stages[0]
     wrapped = [wrap(one) for one in first] if isinstance(first, (list, tuple)) else wrap(first)
     return rest, [wrapped, *stages[1:]]
+
+
+def drop_steps(inputs: Any, stage: Callable[..., Any]) -> Callable[..., Any]:
+    """Leaves out what `give_steps` gives a first stage, for a stage that asks for it by itself."""
+    _rest, number, put_back = split_steps(inputs)
+    if put_back is None:
+        return stage
+    given = list(inputs) if isinstance(inputs, (list, tuple)) else [inputs]
+    given = jax.tree.leaves(given, is_leaf=lambda leaf: isinstance(leaf, StepSymbol))
+    is_symbol = [isinstance(leaf, StepSymbol) for leaf in given]
+
+    @functools.wraps(stage)
+    def dropped(*arguments: Any, **named: Any) -> Any:
+        leaves = jax.tree.leaves(arguments[:number])
+        kept = [leaf for leaf, is_left_out in zip(leaves, is_symbol, strict=True) if not is_left_out]
+        return stage(*kept, *arguments[number:], **named)
+
+    return dropped

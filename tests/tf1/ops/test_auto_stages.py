@@ -1,4 +1,4 @@
-"""`pipelining_ops.auto_stages`: in compiled functions and outside, and what programs make of its stages."""
+"""`pipelining_ops.auto_stages` and `split`, in compiled functions and outside, and programs of their stages."""
 
 import jax
 import jax.numpy as jnp
@@ -56,6 +56,15 @@ class Queues:
         return pipelining_ops.auto_stages(
             LAYERS, num_stages, inputs=inputs, infeed_queue=self.infeed, **options
         )
+
+    def split(self, model, num_stages=3, inputs=(), **options):
+        options = {
+            "optimizer_function": optimizer_function,
+            "gradient_accumulation_count": COUNT,
+            "measure": False,
+            **options,
+        }
+        return pipelining_ops.split(model, num_stages, inputs=inputs, infeed_queue=self.infeed, **options)
 
 
 def train(queues, make_stages, optimizer_function=optimizer_function, feeds=None):
@@ -162,6 +171,94 @@ def test_the_global_step_among_the_inputs():
         session.run(queues.infeed.initializer)
         session.run(program)
         assert len(session.run(queues.outfeed.dequeue())) == COUNT
+
+
+def whole(rate, x, labels):
+    """The layers as one function, in which later ones have names that go on counting."""
+    values = first(rate, x, labels)
+    for layer in LAYERS[1:-1]:
+        values = layer(*values)
+    x = values[1]
+    for _number in range(2):
+        x = x + ipu.layers.Dense(12)(x)  # dense, dense_1
+    return last(rate, x, labels)
+
+
+def test_a_function_inside_and_outside_of_a_compiled_function():
+    losses, variables = train(Queues(), lambda _rate: [whole])
+    assert {"dense/kernel", "dense_1/kernel", "dense24/dense/kernel"} <= set(variables)
+    rate = ipu.placeholder(np.float32, [])
+    queues, inside = Queues(), Queues()
+    outside = queues.split(whole, inputs=[rate])
+    makers = [
+        (queues, lambda _rate: outside),
+        (inside, lambda given: inside.split(whole, 2, inputs=[given])),
+    ]
+    for own, make in makers:
+        own_losses, own_variables = train(own, make)
+        np.testing.assert_allclose(own_losses, losses, rtol=1e-5)
+        assert sorted(own_variables) == sorted(variables)
+        for name, value in variables.items():
+            np.testing.assert_allclose(own_variables[name], value, rtol=1e-5, atol=1e-6)
+    assert isinstance(outside, pipelining_ops.AutoStages)
+    assert outside.table.unit == "part"
+
+
+def test_a_function_that_captures_a_placeholder_and_gets_the_global_step():
+    scale = ipu.placeholder(np.float32, [], name="scale")
+
+    def model(rate, x, labels):
+        return whole(rate, x * scale, labels)
+
+    found = []
+    for is_split in (False, True):
+        queues = Queues()
+
+        def compiled(queues=queues, is_split=is_split):
+            rate = 0.1 / (ipu.get_global_step().astype(np.float32) + np.float32(1.0))
+            stages = queues.split(model, inputs=[rate]) if is_split else [model]
+            return pipelining_ops.pipeline(
+                stages,
+                COUNT,
+                repeat_count=2,
+                inputs=[rate],
+                infeed_queue=queues.infeed,
+                outfeed_queue=queues.outfeed,
+                optimizer_function=optimizer_function,
+                outfeed_loss=True,
+            )
+
+        with ipu.scopes.ipu_scope("/device:IPU:0"):
+            program = ipu.ipu_compiler.compile(compiled)
+        with ipu.Session(seed=1) as session:
+            session.run(queues.infeed.initializer)
+            session.run(program, {scale: 2.0})
+            found.append(session.run(queues.outfeed.dequeue()))
+    assert np.ptp(found[0]) > 0
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
+
+
+def test_two_split_models_do_not_share_variables_by_accident():
+    queues, other = Queues(), Queues()
+    rate = ipu.placeholder(np.float32, [])
+
+    def compiled(rate):
+        for own in (queues, other):
+            pipelining_ops.pipeline(
+                own.split(whole, 2, inputs=[rate]),
+                COUNT,
+                inputs=[rate],
+                infeed_queue=own.infeed,
+                outfeed_queue=own.outfeed,
+                optimizer_function=optimizer_function,
+                name=f"pipeline{own is other}",
+            )
+
+    with (
+        ipu.scopes.ipu_scope("/device:IPU:0"),
+        pytest.raises(ValueError, match="Variable dense24/dense/kernel already exists"),
+    ):
+        ipu.ipu_compiler.compile(compiled, inputs=[rate])
 
 
 def test_inference_and_counting():
