@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -244,14 +244,27 @@ class ModelStages(AutoStages):
     Attributes:
       groups: the numbers of each stage's parts.
       table: what the split was decided by.
+      scopes: the names of the scopes (`jax.named_scope`) around what each stage computes.
     """
 
     def __init__(
-        self, stages: Iterable[Any], groups: Sequence[Sequence[int]], table: SplitTable, graph: ModelGraph
+        self,
+        parts: ModelParts,
+        groups: Sequence[Sequence[int]],
+        table: SplitTable,
+        reused: Collection[str],
     ) -> None:
-        """Takes the stages, the parts of each, the table and the model."""
-        super().__init__(stages, groups, table)
-        self._graph = graph
+        """Makes the stages of a model.
+
+        Args:
+          parts: the model.
+          groups: see above.
+          table: see above.
+          reused: full names of variables that its program had before.
+        """
+        super().__init__(make_model_stages(parts, groups, reused), groups, table)
+        self._graph = parts.graph
+        self.scopes = tuple(parts.find_scopes(group) for group in groups)
 
     def parameters(self, state: PipelineState) -> Any:
         """The model's pytree of parameters, from a state of a pipeline of these stages.
@@ -272,6 +285,7 @@ def split(
     parameters: Any = None,
     bytes_per_ipu: int | None = None,
     measure: bool = True,
+    cut_scans: bool = True,
     **options: Any,
 ) -> ModelStages:
     """Makes stages of a model that is one function: cuts what it computes where a step takes least.
@@ -295,6 +309,7 @@ def split(
         path. None: the model has `get_variable`, or none.
       bytes_per_ipu: see `auto_stages`.
       measure: see `auto_stages`.
+      cut_scans: False leaves scans over layers whole, each in one stage, and their parameters stacked.
       **options: see `auto_stages`. `trained` has names of the stages' variables.
 
     Returns:
@@ -318,7 +333,7 @@ def split(
     task = _Task.of("split", num_stages, None, "parts", bytes_per_ipu, options)
     if parameters is not None:
         model = Stage(model, parameters, "model")  # type: ignore[arg-type]  # it is a function
-    graph = _trace_model(model, task.options, micro_batch, inputs)
+    graph = _trace_model(model, task.options, micro_batch, inputs, cut_scans)
     parts = ModelParts(graph, _PARTS_PER_STAGE * max(num_stages, 2))
     number = len(parts.names)
     if number < num_stages:
@@ -329,12 +344,11 @@ def split(
         )
     each = make_model_stages(parts, [[part] for part in range(number)])
     groups, table = _Layers(each, parts.names, task, micro_batch, inputs, measure).choose(parts.before)
-    reused = task.options.program_names.variables
-    return ModelStages(make_model_stages(parts, groups, reused), groups, table, graph)
+    return ModelStages(parts, groups, table, task.options.program_names.variables)
 
 
 def _trace_model(
-    model: StageEntry, options: PipelineOptions, micro_batch: Any, inputs: Sequence[Any]
+    model: StageEntry, options: PipelineOptions, micro_batch: Any, inputs: Sequence[Any], cut_scans: bool
 ) -> ModelGraph:
     if isinstance(model, Stage):
         layout: Layout | None = model.layout(0)
@@ -345,7 +359,7 @@ def _trace_model(
     captures = options.captures
     with without_traceback_note():
         traced = trace_model(function, *shapes, options.loss is not None, options.program_names, captures)
-    return ModelGraph(traced, captures.values, layout, model)
+    return ModelGraph(traced, captures.values, layout, model, cut_scans=cut_scans)
 
 
 @dataclass(frozen=True)

@@ -111,6 +111,8 @@ class ModelGraph:
         captured: Sequence[Any],
         layout: Layout | None = None,
         model: object = None,
+        *,
+        cut_scans: bool = True,
     ) -> None:
         """Makes the graph.
 
@@ -119,14 +121,14 @@ class ModelGraph:
           captured: the values that it captured.
           layout: the layout of its pytree of parameters; None if it has none.
           model: the model, to which initializers refer weakly.
+          cut_scans: whether scans over layers are written out.
         """
         self._layout, self._model = layout, model
         (stage,) = traced.stages
         own = stage.variables
         variables = dict(zip(stage.flat.inputs, own, strict=False))
-        unrolled = jaxprs.unroll_layers(
-            stage.flat, [var for var, spec in variables.items() if spec not in stage.assigned]
-        )
+        stacked_ones = [var for var, spec in variables.items() if spec not in stage.assigned]
+        unrolled = jaxprs.unroll_layers(stage.flat, stacked_ones if cut_scans else [])
         self.flat = unrolled.flat
         self.specs: dict[Any, VariableSpec] = {}
         self.slices: dict[str, Slice] = {}

@@ -60,6 +60,11 @@ class ModelParts:
         ]
         self.names = number_names(self._name(part) for part in self.nodes)
 
+    def find_scopes(self, parts: Iterable[int]) -> frozenset[str]:
+        """The names of the scopes around the nodes of some parts."""
+        equations = (self.graph.flat.equations[node] for part in parts for node in self.nodes[part])
+        return frozenset(name for equation in equations for name in jax_compat.scope_names(equation))
+
     def _name(self, part: Sequence[int]) -> str:
         """Names a part by its most expensive node: its scopes, or the function that computes it."""
         equations = [self.graph.flat.equations[node] for node in part]

@@ -37,10 +37,10 @@ from ipu_pipeline.poptorch.execution.training import ModelOptimizer
 from ipu_pipeline.poptorch.execution.weights import host_weights_of, on_host
 from ipu_pipeline.poptorch.files.contents import SavedGraph
 from ipu_pipeline.poptorch.graphs.anchored_gradients import is_gradient
-from ipu_pipeline.poptorch.graphs.blocks import BlockId, Placement, Section, cut_into_sections
-from ipu_pipeline.poptorch.graphs.capture import Modes, capture
+from ipu_pipeline.poptorch.graphs.blocks import BlockId, Placement, Section, cut_into_sections, find_blocks
+from ipu_pipeline.poptorch.graphs.capture import Captured, Modes, capture
 from ipu_pipeline.poptorch.graphs.phases import cut_into_phases
-from ipu_pipeline.poptorch.graphs.stages import ModelStages, make_stages
+from ipu_pipeline.poptorch.graphs.stages import ModelStages, make_stages, split_stages
 from ipu_pipeline.poptorch.logs import logger, warn_once
 from ipu_pipeline.poptorch.lowering.index_checks import IndexChecks
 from ipu_pipeline.poptorch.options import Options
@@ -201,6 +201,9 @@ def _make_program(
     if any(is_gradient(anchor.long_name) for anchor in anchored):
         check_alone(options, "anchorTensor of a gradient")
     schedule = _schedule(options)
+    is_split = options.num_split_ipus is not None
+    if is_split:
+        _check_splittable(captured, options)
     stages = make_stages(
         captured,
         wrapped.model,
@@ -210,9 +213,9 @@ def _make_program(
         options.module_namescope,
         group_rows,
         IndexChecks() if options.index_checks else None,
+        has_scopes=is_split,
     )
     _check_buffers(stages, options)
-    _tell_of_idle_stages(stages, batching, options)
     _tell_of_narrowing([*tensors, *stages.tensors.values()])
     training = None
     pipeline_options: dict[str, Any] = {}
@@ -224,10 +227,19 @@ def _make_program(
     if options.executable_cache_path is not None:
         executable_cache.enable_executable_cache(options.executable_cache_path)
     checks = options.Precision.floating_point_exceptions
+    micro_batch = tuple(
+        to_numpy(tensor, f"Input {name}") for name, tensor in zip(arguments.names, tensors, strict=True)
+    )
+    pipeline_options |= {
+        "num_micro_batches": batching.gradient_accumulation if trains else batching.device_iterations,
+        "schedule": schedule,
+        "offload": options.TensorLocations.find_offloaded(_is_live(options)),
+    }
+    if options.num_split_ipus is not None:
+        stages = _split(stages, micro_batch, options.num_split_ipus, pipeline_options)
+    _tell_of_idle_stages(stages, batching, options)
     pipeline = engine.Pipeline(
         stages.functions,
-        num_micro_batches=batching.gradient_accumulation if trains else batching.device_iterations,
-        schedule=schedule,
         device_mapping=[[section.ipu for section in level] for level in stages.levels],
         execution_phases=_find_phases(stages, options, trains),
         # A number that is not finite, or an index out of range, ends a run after it has begun: the old
@@ -236,17 +248,51 @@ def _make_program(
         collect_outputs=_all_but_last if trains else True,
         sum_collected=options.output_mode is OutputMode.Sum and not anchored,
         sum_dtype=_sum_dtype,
-        offload=options.TensorLocations.find_offloaded(_is_live(options)),
         num_replicas=num_replicas,
         shard=options.TensorLocations.shard if num_replicas > 1 else (),
         joins_assigned=False,
         gathers_outputs=False,
         **pipeline_options,
     )
-    micro_batch = tuple(
-        to_numpy(tensor, f"Input {name}") for name, tensor in zip(arguments.names, tensors, strict=True)
-    )
     return Program(arguments, captured, stages, pipeline, micro_batch), training
+
+
+def _check_splittable(captured: Captured, options: Options) -> None:
+    """Raises an Error if `splitAutomatically` does not go with the model or another option."""
+    name = "poptorch.Options.splitAutomatically"
+    if find_blocks(captured.program.graph)[1]:
+        raise Error(
+            f"{name} is for a model without blocks, and the model has some. Leave the option out, or the "
+            "blocks (poptorch.removeBlocks(model) takes away those of BeginBlock and of wrapped modules)."
+        )
+    anchored = [anchor.long_name for anchor in options.anchored_tensors.values()]
+    others = {
+        "poptorch.Options.allowNewShapes": options.allow_new_shapes,
+        "poptorch.Options.checkIndices": options.index_checks,
+        "anchorTensor of a gradient": any(map(is_gradient, anchored)),
+        f"poptorch.{type(options.execution_strategy).__name__}": isinstance(
+            options.execution_strategy, PhasedExecution
+        ),
+    }
+    for other, is_set in others.items():
+        if is_set:
+            raise Error(f"{name} does not go with {other}. Leave one of them out, or place blocks.")
+
+
+def _split(
+    stages: ModelStages, micro_batch: Sequence[Any], num_ipus: int, pipeline_options: Mapping[str, Any]
+) -> ModelStages:
+    """Cuts a model into as many stages as there are IPUs."""
+    (function,) = stages.functions[0]
+    try:
+        found = engine.split(function, num_ipus, micro_batch, cut_scans=False, **pipeline_options)
+    except ValueError as error:
+        if not str(error).startswith("split: "):
+            raise
+        text = str(error).removeprefix("split: ").replace("num_stages", "num_ipus")
+        raise Error(f"poptorch.Options.splitAutomatically: {text}") from error
+    logger.info("The model is split by what its parts take:\n%s", found.table)
+    return split_stages(stages, list(zip(found, found.scopes, strict=True)))
 
 
 def _tell_of_sections(stages: ModelStages) -> None:

@@ -6,7 +6,7 @@ Parameters and buffers are variables with torch's names. A write to a buffer in 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,7 +37,7 @@ from ipu_pipeline.poptorch.lowering.interpreter import run_node
 from ipu_pipeline.poptorch.lowering.unsupported import describe_unsupported, find_unsupported
 from ipu_pipeline.poptorch.replica_groups import GroupRows
 
-__all__ = ["SCOPE", "ModelStages", "make_stages"]
+__all__ = ["SCOPE", "ModelStages", "make_stages", "split_stages"]
 
 _MAX_NAME = 60  # characters of a stage's name
 SCOPE = "model"  # of all variables: a scope can be opened with reuse=True, as tied weights need
@@ -136,6 +136,7 @@ def make_stages(
     has_module_names: bool = True,
     group_rows: Mapping[int, GroupRows] | None = None,
     checks: IndexChecks | None = None,
+    has_scopes: bool = False,
 ) -> ModelStages:
     """Cuts a captured model into stages.
 
@@ -148,6 +149,7 @@ def make_stages(
       has_module_names: see `name_values`.
       group_rows: by the id of a parameter of the user's, its rows. Each stage sees one row.
       checks: where indices that are out of range are noted while the model runs; None for nowhere.
+      has_scopes: whether each operation is computed in a scope (`jax.named_scope`) with its node's name.
 
     Raises:
       Error: an operation has no lowering, a value that is to be anchored does not exist, or a buffer is
@@ -179,7 +181,7 @@ def make_stages(
     results = parts.results if loss is None else parts.results[:-1]
     dtypes = [node.meta["val"].dtype for node in results]
     return ModelStages(
-        functions=tuple(_make_functions(levels, parts, writers, checks)),
+        functions=tuple(_make_functions(levels, parts, writers, checks, has_scopes)),
         levels=tuple(map(tuple, levels)),
         tensors={f"{SCOPE}/{name}": tensor for name, tensor in parts.tensors.items()},
         trained=frozenset(trained.values()),
@@ -240,6 +242,7 @@ def _make_functions(
     parts: _Parts,
     writers: Mapping[str, Section],
     checks: IndexChecks | None,
+    has_scopes: bool,
 ) -> list[tuple[Callable[..., tuple[Any, ...]], ...]]:
     number_of = _number(levels)
     titles = _name_stages(list(number_of))
@@ -275,7 +278,9 @@ def _make_functions(
             own = [n for n in wanted if (n in made_here[place] if others is None else n not in others)]
             returned = parts.results if number == last else own
             has_tag = number == last and parts.gradients is not None
-            stage = _make_function(section, parts, writers, taken, list(returned), has_tag, checks)
+            stage = _make_function(
+                section, parts, writers, taken, list(returned), has_tag, checks, has_scopes
+            )
             stage.__name__ = stage.__qualname__ = titles[section]
             stages.append(stage)
             given += returned
@@ -291,6 +296,7 @@ def _make_function(
     given: Sequence[torch.fx.Node],
     has_tag: bool,
     checks: IndexChecks | None,
+    has_scopes: bool,
 ) -> Callable[..., tuple[Any, ...]]:
     read_here = {node for inner in section.nodes for node in inner.all_input_nodes} | set(given)
     written = [
@@ -322,7 +328,9 @@ def _make_function(
         with contextlib.nullcontext() if checks is None else checks.made():
             for node in section.nodes:
                 is_marker = markers.is_marker(node)
-                known[node] = _see_through(node, read) if is_marker else pass_on(node, run_node(node, read))
+                with jax.named_scope(node.name) if has_scopes else contextlib.nullcontext():
+                    value = _see_through(node, read) if is_marker else run_node(node, read)
+                known[node] = value if is_marker else pass_on(node, value)
         for node, name in written:
             engine.assign(f"{SCOPE}/{name}", read(node))
         results = [read(node) for node in given]
@@ -331,6 +339,42 @@ def _make_function(
         return tuple(results)
 
     return stage
+
+
+def split_stages(
+    whole: ModelStages, found: Sequence[tuple[Callable[..., Any], Collection[str]]]
+) -> ModelStages:
+    """Makes stages of a model that was one, and that the engine has cut.
+
+    Args:
+      whole: the model, made with scopes.
+      found: for each stage, which has an IPU of its own, its function and the names of its scopes.
+    """
+    ((section,),) = whole.levels
+    nodes: list[list[torch.fx.Node]] = [[] for _stage in found]
+    stage_of: dict[torch.fx.Node, int] = {}
+    for node in reversed(section.nodes):
+        having = [stage for stage, (_function, scopes) in enumerate(found) if node.name in scopes]
+        # What needs no micro-batch is in no scope's stage, but computed where it is read.
+        having = having or sorted(stage_of[user] for user in node.users if user in stage_of)
+        stage_of[node] = having[0] if having else 0
+    for node in section.nodes:
+        nodes[stage_of[node]].append(node)
+    sections = [Section(f"stage {stage}", stage, tuple(own)) for stage, own in enumerate(nodes)]
+    titles = _name_stages(sections)
+
+    def rename(function: Callable[..., Any], title: str) -> Callable[..., Any]:
+        def stage(*values: Any) -> Any:
+            return function(*values)
+
+        stage.__name__ = stage.__qualname__ = title
+        return stage
+
+    functions = [
+        (rename(function, titles[own]),) for (function, _scopes), own in zip(found, sections, strict=True)
+    ]
+    named = [(replace(own, name=titles[own]),) for own in sections]
+    return replace(whole, functions=tuple(functions), levels=tuple(named))
 
 
 def _name_stages(sections: Sequence[Section]) -> dict[Section, str]:

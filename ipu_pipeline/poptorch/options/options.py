@@ -105,6 +105,25 @@ class Options(DeviceOptions, DiagnosticOptions):
           AssertionError: it is something else.
         """
 
+    num_split_ipus = Option(checks.optional(checks.integer(1)), None)
+
+    @num_split_ipus.setter
+    def splitAutomatically(self, num_ipus: int | None) -> None:
+        """Cuts a model without blocks into stages, one for each of a number of IPUs. Not in PopTorch.
+
+        It is cut where a call takes least under the schedule: its parts are measured on the devices, once
+        for equal ones. The log (INFO) tells the stages and by what they were chosen. Numbers do not
+        depend on where it is cut. It does not go with blocks, phases, `allowNewShapes`, anchored gradients
+        and `checkIndices`.
+
+        Args:
+          num_ipus: the number of IPUs; None for a model that its blocks place.
+
+        Raises:
+          AssertionError: it is not an integer.
+          ValueError: it is below 1.
+        """
+
     pipeline_schedule = Option(_check_schedule, "grouped")
 
     @pipeline_schedule.setter

@@ -503,6 +503,7 @@ def split(
     offload_gradient_accumulation_buffers: bool | None = None,
     offload_weights: bool | None = None,
     measure: bool = True,
+    cut_scans: bool = True,
 ) -> AutoStages:
     """Makes stages of a model that is one function, for `pipeline`: cut where a step takes least.
 
@@ -530,6 +531,7 @@ def split(
       offload_gradient_accumulation_buffers: as for `pipeline`.
       offload_weights: as for `pipeline`.
       measure: False counts operations, and runs nothing.
+      cut_scans: False leaves scans over layers whole, each in one stage, and their variables stacked.
 
     Returns:
       The stages, a list with `groups` (the numbers of each stage's parts) and `table`. Names of variables
@@ -567,6 +569,7 @@ def split(
         *given.inputs,
         bytes_per_ipu=bytes_per_ipu,
         measure=measure,
+        cut_scans=cut_scans,
         program_names=ProgramNames() if builder is None else builder.names,
         **given.options,
     )
