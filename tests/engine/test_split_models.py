@@ -19,7 +19,8 @@ OPTIONS = {"num_micro_batches": COUNT, "loss": lambda loss: loss, "optimizer": o
 def make_batches(number=COUNT, size=6):
     rng = np.random.default_rng(1)
     return [
-        tuple(rng.normal(size=(size, WIDTH)).astype(np.float32) for _value in range(2)) for _ in range(number)
+        tuple(rng.normal(size=(size, WIDTH)).astype(np.float32) for _value in range(2))
+        for _ in range(number)
     ]
 
 
@@ -86,7 +87,9 @@ def skipping(parameters, x, targets):
     x = first
     for name in "abcd":
         x = x + dense(parameters[name], x)
-    return jnp.mean((jnp.concatenate([x, first], 1) @ jnp.tile(parameters["first"].T, (2, 1)) - targets) ** 2)
+    return jnp.mean(
+        (jnp.concatenate([x, first], 1) @ jnp.tile(parameters["first"].T, (2, 1)) - targets) ** 2
+    )
 
 
 def test_skips_and_tied_weights():
@@ -110,7 +113,8 @@ def test_against_a_plain_loop():
         state, outputs = pipeline.step(state, batches)
         results = [jax.value_and_grad(skipping)(plain, *batch) for batch in batches]
         np.testing.assert_allclose(outputs.losses, [loss for loss, _gradients in results], rtol=1e-5)
-        total = jax.tree.map(lambda *own: functools.reduce(jnp.add, own), *(gradients for _loss, gradients in results))
+        gradients = [own for _loss, own in results]
+        total = jax.tree.map(lambda *own: functools.reduce(jnp.add, own), *gradients)
         with jax.numpy_dtype_promotion("standard"):  # Optax counts in integers
             updates, slots = optimizer.update(total, slots, plain)
         plain = optax.apply_updates(plain, updates)
@@ -123,13 +127,13 @@ def test_schedules_and_mappings(schedule):
     if schedule == "looped":
         options["device_mapping"] = [0, 1, 0, 1]
     parameters, batches = make_weights("first", *"abcd"), make_batches()
-    _whole, expected, losses = train([skipping], parameters=[parameters])
-    stages = engine.split(skipping, 4, batches[0], parameters=parameters, measure=False, **OPTIONS | options)
+    whole, expected, losses = train([skipping], parameters=[parameters])
+    stages = engine.split(
+        skipping, 4, batches[0], parameters=parameters, measure=False, **OPTIONS | options
+    )
     _pipeline, state, found = train(stages, **options)
     np.testing.assert_allclose(found, losses, rtol=1e-5)
-    models.assert_trees_close(
-        stages.parameters(state), engine.Pipeline([skipping], parameters=[parameters], **OPTIONS).parameters(expected)[0]
-    )
+    models.assert_trees_close(stages.parameters(state), whole.parameters(expected)[0])
 
 
 def test_scans_over_layers_are_cut_between_iterations():
@@ -146,14 +150,15 @@ def test_scans_over_layers_are_cut_between_iterations():
 
         x, sizes = jax.lax.scan(layer, x, (cast["blocks"], keys))
         x, others = jax.lax.scan(layer, x, (parameters["blocks"], keys), reverse=True)
-        weight_decay = sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(parameters))
-        return jnp.mean((x - targets) ** 2) + 1e-3 * jnp.sum(sizes * others[::-1]) / 100 + 1e-4 * weight_decay
+        decay = sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(parameters))
+        return jnp.mean((x - targets) ** 2) + 1e-5 * jnp.sum(sizes * others[::-1]) + 1e-4 * decay
 
     blocks = {"w": make_weights("w", shape=(6, WIDTH, WIDTH))["w"], "g": np.ones((6, WIDTH), np.float32)}
     stages = check(model, {"blocks": blocks})
     assert len(stages.table.layers) > 12
     _pipeline, state, _losses = train(stages)
-    assert sorted(name for name in state.variables if "/g/" in name) == [f"model/blocks/g/{n}" for n in range(6)]
+    names = sorted(name for name in state.variables if "/g/" in name)
+    assert names == [f"model/blocks/g/{number}" for number in range(6)]
 
 
 def test_scans_over_time_stay_whole():
@@ -178,7 +183,7 @@ def variables_model(x, targets):
             w = engine.get_variable("w", (WIDTH, WIDTH))
             x = x + jax.checkpoint(dense)(w, x)
             x = jnp.where(jax.random.bernoulli(engine.next_rng_key(), 0.8, x.shape), x / 0.8, 0)
-            mean = engine.get_variable("mean", (WIDTH,), trainable=False, initializer=jax.nn.initializers.zeros)
+            mean = engine.get_variable("mean", initializer=np.zeros(WIDTH, "f"), trainable=False)
             engine.assign("mean", 0.9 * mean + 0.1 * jax.lax.stop_gradient(x.mean(0)))
             x = x - mean
             engine.metric("size", jnp.sum(x**2))
@@ -246,3 +251,136 @@ def test_inference_and_a_model_without_a_feed():
         state = pipeline.init(jax.random.key(3), None)
         found.append(jax.device_get(pipeline.step(state, [None] * COUNT)[1].outputs))
     np.testing.assert_allclose(*found, rtol=1e-5)
+
+
+def test_branches_prints_and_what_has_no_use(capfd):
+    """Two towers in turn, parameters that nothing reads, and what is printed, in its order."""
+
+    def model(parameters, x, targets):
+        a = b = x
+        for number, name in enumerate("abcdef"):
+            if number % 2:
+                a = dense(parameters[name], a)
+            else:
+                b = dense(parameters[name], b)
+            if number in (1, 4):
+                jax.debug.print("printed {}", number)
+        return jnp.mean((a * b - targets) ** 2)
+
+    stages = check(model, make_weights(*"abcdefg"), numbers=(2, 3))
+    assert stages.table.source == "counted"
+    jax.effects_barrier()
+    printed = [line for line in capfd.readouterr().out.splitlines() if line.startswith("printed")]
+    assert printed.count("printed 1") == printed.count("printed 4") == 3 * 3 * COUNT
+
+
+def test_a_module_of_flax_with_a_scan_over_its_layers():
+    linen = pytest.importorskip("flax.linen")
+
+    class Block(linen.Module):
+        @linen.compact
+        def __call__(self, x, _given):
+            hidden = linen.Dense(16)(linen.LayerNorm()(x))
+            hidden = linen.Dropout(0.2, deterministic=False)(linen.gelu(hidden))
+            return x + linen.Dense(WIDTH)(hidden), None
+
+    class Model(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            layers = linen.scan(
+                linen.remat(Block, prevent_cse=False),
+                variable_axes={"params": 0},
+                split_rngs={"params": True, "dropout": True},
+                length=4,
+            )
+            return linen.Dense(WIDTH)(layers(name="blocks")(x, None)[0])
+
+    module = Model()
+    x = make_batches()[0][0]
+    with jax.numpy_dtype_promotion("standard"):
+        rngs = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+        parameters = jax.device_get(module.init(rngs, x))
+
+    def model(parameters, x, targets):
+        with jax.numpy_dtype_promotion("standard"):
+            x = module.apply(parameters, x, rngs={"dropout": engine.next_rng_key()})
+        return jnp.mean((x - targets) ** 2)
+
+    stages = check(model, parameters, numbers=(1, 3))
+    assert stages.table.layers[0].startswith("Model/blocks")
+    names = sorted(train(stages, updates=1)[1].variables)
+    assert "model/params/blocks/Dense_0/kernel/3" in names
+
+
+def test_scans_stay_whole_if_that_is_asked():
+    def model(parameters, x, targets):
+        x, _none = jax.lax.scan(lambda x, w: (dense(w, x), None), x, parameters["stacked"])
+        return jnp.mean((dense(parameters["last"], x) - targets) ** 2)
+
+    weights = make_weights("last") | make_weights("stacked", shape=(4, WIDTH, WIDTH))
+    batch = make_batches()[0]
+    options = {"parameters": weights, "measure": False, **OPTIONS}
+    stages = engine.split(model, 2, batch, cut_scans=False, **options)
+    _pipeline, state, _losses = train(stages)
+    assert state.variables["model/stacked"].shape == (4, WIDTH, WIDTH)
+    assert jax.tree.map(np.shape, stages.parameters(state)) == jax.tree.map(np.shape, weights)
+
+
+def test_initial_values_of_slices_are_those_of_the_whole():
+    def model(x, targets):
+        stacked = engine.get_variable("stacked", (4, WIDTH, WIDTH))
+        x, _none = jax.lax.scan(lambda x, w: (dense(w, x), None), x, stacked)
+        return jnp.mean((x - targets) ** 2)
+
+    batch = make_batches()[0]
+    whole = engine.Pipeline([model], **OPTIONS).init(jax.random.key(5), batch).variables["stacked"]
+    stages = engine.split(model, 2, batch, measure=False, **OPTIONS)
+    for seed in (4, 5):
+        parts = engine.Pipeline(stages, **OPTIONS).init(jax.random.key(seed), batch).variables
+    assert sorted(parts) == [f"stacked/{number}" for number in range(4)]
+    for number in range(4):
+        np.testing.assert_array_equal(parts[f"stacked/{number}"], whole[number])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_stages": 0}, "split: num_stages must be an integer of at least 1; got 0"),
+        (
+            {"num_stages": 99},
+            r"split: num_stages must be at most \d+, the parts into which the model can be",
+        ),
+        ({"model": 3}, "split: model must be a function or a Stage; got 3"),
+        ({"model": engine.Stage(skipping, {})}, "split: parameters must be None if the model is a Stage"),
+        ({"num_micro_batches": None}, "split: num_micro_batches must be given"),
+        ({"bytes_per_ipu": 1000}, "bytes_per_ipu must be enough for the fullest IPU"),
+        ({"bytes_per_ipu": True}, "split: bytes_per_ipu must be an integer"),
+        ({"device_mapping": [0]}, "split: device_mapping must have the number of an IPU for each"),
+        ({"tensor_parallel": engine.TensorParallel(2)}, "split: tensor_parallel is not taken into account"),
+    ],
+)
+def test_arguments_that_cannot_be(options, message):
+    options = {"model": skipping, "num_stages": 2, "measure": False, **OPTIONS, **options}
+    model, number = options.pop("model"), options.pop("num_stages")
+    with pytest.raises(ValueError, match=message):
+        engine.split(model, number, make_batches()[0], parameters=make_weights("first", *"abcd"), **options)
+
+
+def test_errors_of_the_model_name_its_line():
+    def model(parameters, x, targets):
+        return jnp.mean((dense(parameters["a"], x) - targets[:, 1:]) ** 2)
+
+    with pytest.raises(TypeError, match="incompatible shapes") as caught:
+        engine.split(model, 2, make_batches()[0], parameters=make_weights("a"), **OPTIONS)
+    assert any("return jnp.mean((dense(" in note for note in caught.value.__notes__)
+
+
+def test_a_state_has_to_be_of_the_model():
+    parameters, batch = make_weights("first", *"abcd"), make_batches()[0]
+    stages = engine.split(skipping, 2, batch, parameters=parameters, measure=False, **OPTIONS)
+    other = train([skipping], updates=1, parameters=[parameters])[1]
+    with pytest.raises(ValueError, match="The state has no variable model/a"):
+        stages.parameters(other)
+    by_name = engine.split(variables_model, 2, batch, measure=False, **OPTIONS)
+    with pytest.raises(ValueError, match="The model has no pytree of parameters"):
+        by_name.parameters(other)

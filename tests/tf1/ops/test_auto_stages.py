@@ -1,4 +1,4 @@
-"""`pipelining_ops.auto_stages` and `split`, in compiled functions and outside, and programs of their stages."""
+"""`pipelining_ops.auto_stages` and `split`: in compiled functions and outside, and in programs."""
 
 import jax
 import jax.numpy as jnp

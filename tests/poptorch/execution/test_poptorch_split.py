@@ -1,0 +1,153 @@
+"""`Options.splitAutomatically`: models without blocks, against plain torch and against the whole model."""
+
+import logging
+
+import pytest
+import torch
+
+import ipu_pipeline.poptorch as poptorch
+from ipu_pipeline.poptorch.errors import Error
+from tests.support.poptorch_front import (
+    assert_close,
+    assert_same_state,
+    join,
+    leaves,
+    make_batch,
+    make_options,
+    reference,
+    second,
+    seeded,
+)
+
+
+class Model(torch.nn.Module):
+    """A skip, a weight that is read twice, and statistics of batches."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(3, 5), torch.nn.Linear(5, 3, bias=False)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(5, 5) for _number in range(4))
+        self.norm = torch.nn.BatchNorm1d(5)
+        self.dropout = torch.nn.Dropout(dropout)
+
+    def forward(self, x, target=None):
+        x = skip = torch.tanh(self.first(x))
+        for layer in self.layers:
+            x = x + self.dropout(torch.tanh(layer(x)))
+        x = self.last(self.norm(x) + skip) + skip @ self.last.weight.T
+        return x if target is None else (x, torch.nn.functional.mse_loss(x, target))
+
+
+def make_sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def train(options, dropout=0.0, calls=3):
+    """Trains; returns the model, its executor, and the outputs of each call."""
+    model = seeded(lambda: Model(dropout))
+    executor = poptorch.trainingModel(model, options, make_sgd(model.parameters()))
+    return model, executor, [leaves(executor(*make_batch(12, 3, seed=call))) for call in range(calls)]
+
+
+@pytest.mark.parametrize("num_ipus", [1, 2, 4])
+def test_training_equals_plain_torch(num_ipus, caplog):
+    caplog.set_level(logging.INFO, logger="poptorch::python")
+    options = make_options(accumulation=3).splitAutomatically(num_ipus)
+    plain = reference(seeded(Model), make_sgd)
+    model, executor, found = train(options)
+    for call, own in enumerate(found):
+        assert_close(own, join(plain.train(make_batch(12, 3, seed=call), 1, 3, second)))
+    assert_same_state(model, plain.model)
+    plural = "s" * (num_ipus > 1)
+    summary = str(executor.summary())
+    assert f"{num_ipus} stage{plural} on {num_ipus} IPU{plural}" in summary
+    assert "first (Linear)" in summary
+    assert "last (Linear)" in summary
+    assert "The model is split by what its parts take:\nParts (" in caplog.text
+
+
+def test_random_numbers_are_those_of_the_whole_model():
+    found = []
+    for num_ipus in (None, 4):
+        options = make_options(accumulation=3).randomSeed(3).splitAutomatically(num_ipus)
+        model, _executor, outputs = train(options, dropout=0.3)
+        found.append((outputs, model))
+    for own, whole in zip(found[1][0], found[0][0], strict=True):
+        assert_close(own, whole)
+    assert_same_state(found[1][1], found[0][1])
+
+
+def test_inference_replicas_and_a_schedule():
+    model = seeded(Model).eval()
+    x = make_batch(12, 3)[0]
+    options = make_options(4).splitAutomatically(2)
+    options.setPipelineSchedule("interleaved")
+    assert_close(poptorch.inferenceModel(model, options)(x), model(x))
+    options = make_options(accumulation=3).splitAutomatically(2).replicationFactor(2)
+    options.setPipelineSchedule("zero_bubble")
+    plain = reference(seeded(Model), make_sgd)
+    plain.model.norm = torch.nn.Identity()
+
+    def without_statistics():
+        own = Model()
+        own.norm = torch.nn.Identity()
+        return own
+
+    own = seeded(without_statistics)
+    executor = poptorch.trainingModel(own, options, make_sgd(own.parameters()))
+    batch = make_batch(12, 3)
+    assert_close(leaves(executor(*batch)), join(plain.train(batch, 1, 6, second)))
+    assert_same_state(own, plain.model)
+
+
+class WithBlocks(Model):
+    """The same with a block."""
+
+    def forward(self, x, target=None):
+        with poptorch.Block("all", ipu_id=0):
+            return super().forward(x, target)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda options: options.allowNewShapes(True), "does not go with poptorch.Options.allowNewShapes"),
+        (lambda options: options.checkIndices(True), "does not go with poptorch.Options.checkIndices"),
+        (
+            lambda options: options.anchorTensor("gradient", "Gradient___first.weight"),
+            "does not go with anchorTensor of a gradient",
+        ),
+        (
+            lambda options: options.setExecutionStrategy(poptorch.SerialPhasedExecution("a", "b")),
+            "does not go with poptorch.SerialPhasedExecution",
+        ),
+        (lambda options: options.splitAutomatically(500), "num_ipus must be at most"),
+    ],
+)
+def test_what_does_not_go_together(change, message):
+    options = make_options(accumulation=3).splitAutomatically(2)
+    change(options)
+    model = seeded(Model)
+    executor = poptorch.trainingModel(model, options, make_sgd(model.parameters()))
+    with pytest.raises(Error, match=f"poptorch.Options.splitAutomatically.*{message}"):
+        executor(*make_batch(12, 3))
+
+
+def test_a_model_with_blocks():
+    model = seeded(WithBlocks)
+    options = make_options(accumulation=3).splitAutomatically(2)
+    executor = poptorch.trainingModel(model, options, make_sgd(model.parameters()))
+    with pytest.raises(Error, match="is for a model without blocks, and the model has some"):
+        executor(*make_batch(12, 3))
+
+
+def test_values_are_anchored():
+    options = make_options(accumulation=3).splitAutomatically(2)
+    options.anchorTensor("inner", "layers.1/linear")
+    model, executor, _outputs = train(options, calls=1)
+    plain = seeded(Model)
+    x = make_batch(12, 3, seed=0)[0]
+    inner = torch.tanh(plain.first(x))
+    inner = inner + torch.tanh(plain.layers[0](inner))
+    assert_close(executor.getAnchoredTensor("inner"), plain.layers[1](inner))
+    del model
