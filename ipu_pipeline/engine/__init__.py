@@ -10,6 +10,7 @@ from importlib.machinery import PathFinder
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ipu_pipeline.checkpointing.engine_states import restore, save
     from ipu_pipeline.engine.automatic_splits import AutoStages, ModelStages, auto_stages, split
     from ipu_pipeline.engine.loop import Loop
     from ipu_pipeline.engine.measuring import measure_dispatch_plan
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from ipu_pipeline.engine.planning.chunking import Chunking
     from ipu_pipeline.engine.programs.accumulation import Reduction
     from ipu_pipeline.engine.programs.recomputation import Recomputation
+    from ipu_pipeline.engine.resplitting import resplit
     from ipu_pipeline.engine.schedules.actions import Action, ActionKind, ScheduleError
     from ipu_pipeline.engine.schedules.advice import advise
     from ipu_pipeline.engine.schedules.checking import Timetable
@@ -87,6 +89,9 @@ __all__ = [
     "recomputation_checkpoint",
     "replica_count",
     "replica_index",
+    "resplit",
+    "restore",
+    "save",
     "simulate",
     "split",
     "update_count",
@@ -138,6 +143,9 @@ _HOMES = {
     "recomputation_checkpoint": "engine.tracing.recomputation_marks",
     "replica_count": "engine.tracing.replicas",
     "replica_index": "engine.tracing.replicas",
+    "resplit": "engine.resplitting",
+    "restore": "checkpointing.engine_states",
+    "save": "checkpointing.engine_states",
     "simulate": "engine.schedules.simulator",
     "split": "engine.automatic_splits",
     "update_count": "engine.tracing.counting",

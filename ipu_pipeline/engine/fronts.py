@@ -20,6 +20,7 @@ from ipu_pipeline.engine.programs.accumulation import count_dtype, find_accumula
 from ipu_pipeline.engine.programs.collecting import find_sum_dtype
 from ipu_pipeline.engine.programs.gradient_maps import GradientMap, GradientTarget, join_gradient_maps
 from ipu_pipeline.engine.progress import between_bars, is_shown_on, watched_by
+from ipu_pipeline.engine.resplitting import move_state
 from ipu_pipeline.engine.segments import (
     CallStep,
     Segment,
@@ -125,6 +126,7 @@ __all__ = [
     "look_at_body",
     "make_spec",
     "mark_call",
+    "move_state",
     "name_of",
     "opened",
     "program_names",

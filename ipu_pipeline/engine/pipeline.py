@@ -1254,7 +1254,10 @@ class Pipeline:
         for name, spec in self.variables.items():
             value = state.variables.get(name)
             if value is None:
-                raise ValueError(f"The state has no variable {name}; the pipeline needs {spec}.")
+                raise ValueError(
+                    f"The state has no variable {name}; the pipeline needs {spec}. A state of another "
+                    "split of the same layers is moved by engine.resplit(state, pipeline)."
+                )
             if value.shape != spec.shape or value.dtype != spec.dtype:
                 raise ValueError(
                     f"Variable {name} must be {spec.dtype.name}{list(spec.shape)}; the state has "

@@ -228,7 +228,10 @@ class ModelGraph:
             names = parts.get(name, [name])
             missing = next((own for own in names if own not in variables), None)
             if missing is not None:
-                raise ValueError(f"The state has no variable {missing}, which is one of the model's.")
+                raise ValueError(
+                    f"The state has no variable {missing}, which is one of the model's. A state of another "
+                    "split of the same layers is moved by engine.resplit(state, pipeline)."
+                )
             if names == [name]:
                 return variables[name]
             values = [variables[own] for own in names]

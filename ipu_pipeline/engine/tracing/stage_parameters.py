@@ -140,7 +140,9 @@ class StageParameters:
             for leaf in entry.leaves:
                 if leaf.name not in variables:
                     raise ValueError(
-                        f"The state has no variable {leaf.name}, which is one of the {entry.what}."
+                        f"The state has no variable {leaf.name}, which is one of the {entry.what}. A "
+                        "state of another split of the same layers is moved by "
+                        "engine.resplit(state, pipeline)."
                     )
             return jax.tree.unflatten(entry.tree, [variables[leaf.name] for leaf in entry.leaves])
 

@@ -1,0 +1,349 @@
+"""States that move between splits, replicas and processes, in memory and through a directory."""
+
+import dataclasses
+import itertools
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import ipu_pipeline as ipu
+from ipu_pipeline import engine
+from ipu_pipeline.engine import resplitting
+from ipu_pipeline.ground.errors import CheckpointError
+from tests.support import models
+
+COUNT, WIDTH = 4, 8
+OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+OPTIONS = {"num_micro_batches": COUNT, "loss": lambda loss: loss, "optimizer": OPTIMIZER}
+
+
+def make_batches(number=COUNT):
+    rng = np.random.default_rng(1)
+    shape = (6, WIDTH)
+    return [tuple(rng.normal(size=shape).astype(np.float32) for _value in range(2)) for _ in range(number)]
+
+
+def make_layers(number=4):
+    rng = np.random.default_rng(2)
+    return [
+        {"w": (rng.normal(size=(WIDTH, WIDTH)) / 3).astype(np.float32), "b": np.zeros(WIDTH, np.float32)}
+        for _layer in range(number)
+    ]
+
+
+def dense(parameters, x):
+    return jnp.tanh(x @ parameters["w"] + parameters["b"])
+
+
+def run_list(parameters, x, targets):
+    for own in parameters:
+        x = dense(own, x)
+    return x, targets
+
+
+def run_named(parameters, x, targets):
+    for name in sorted(parameters):
+        x = dense(parameters[name], x)
+    return x, targets
+
+
+def run_stacked(parameters, x, targets):
+    return jax.lax.scan(lambda x, own: (dense(own, x), None), x, parameters)[0], targets
+
+
+def error(x, targets):
+    return jnp.mean((x - targets) ** 2)
+
+
+def cut(layers, sizes):
+    ends = np.cumsum([0, *sizes])
+    return [layers[first:end] for first, end in itertools.pairwise(ends)]
+
+
+def as_lists(sizes, **options):
+    """Stages with lists of layers."""
+    parts = cut(make_layers(), sizes)
+    return engine.Pipeline(
+        [run_list] * len(sizes), parameters=parts, **{**OPTIONS, "loss": error, **options}
+    )
+
+
+def as_names(sizes):
+    """Stages with dicts of layers, by names that are the layers' own."""
+    parts = [
+        {f"l{'abcd'[n]}": own for n, own in part} for part in cut(list(enumerate(make_layers())), sizes)
+    ]
+    return engine.Pipeline([run_named] * len(sizes), parameters=parts, **{**OPTIONS, "loss": error})
+
+
+def as_stacks(sizes):
+    """Stages with layers stacked on a first axis."""
+    parts = [jax.tree.map(lambda *own: np.stack(own), *part) for part in cut(make_layers(), sizes)]
+    return engine.Pipeline([run_stacked] * len(sizes), parameters=parts, **{**OPTIONS, "loss": error})
+
+
+def as_model(num_stages):
+    """A model that the engine cuts, with layers stacked before."""
+
+    def model(parameters, x, targets):
+        return error(*run_stacked(parameters, x, targets))
+
+    stacked = jax.tree.map(lambda *own: np.stack(own), *make_layers())
+    stages = engine.split(
+        model, num_stages, make_batches()[0], parameters=stacked, measure=False, **OPTIONS
+    )
+    return engine.Pipeline(stages, **OPTIONS)
+
+
+def as_auto(num_stages):
+    """Layers that the engine groups."""
+    layers = [lambda own, x, targets: (dense(own, x), targets)] * 3
+    layers.append(lambda own, x, targets: error(dense(own, x), targets))
+    stages = engine.auto_stages(
+        layers, num_stages, make_batches()[0], parameters=make_layers(), measure=False, **OPTIONS
+    )
+    return engine.Pipeline(stages, **OPTIONS)
+
+
+def begin(pipeline, updates=2, seed=3):
+    """A state after some updates."""
+    batches = make_batches()
+    state = pipeline.init(jax.random.key(seed), batches[0])
+    return go_on(pipeline, state, updates)[0]
+
+
+def go_on(pipeline, state, updates=2):
+    """Trains further; returns the state, and the losses of the last step."""
+    batches = make_batches(COUNT * pipeline.num_replicas)
+    for _update in range(updates):
+        state, outputs = pipeline.step(state, batches)
+    return state, jax.device_get(outputs.losses)
+
+
+SPLITS = {
+    "lists 2 2": lambda: as_lists([2, 2]),
+    "lists 1 3": lambda: as_lists([1, 3]),
+    "lists 1 1 2": lambda: as_lists([1, 1, 2]),
+    "lists 4": lambda: as_lists([4]),
+    "stacks 2 2": lambda: as_stacks([2, 2]),
+    "stacks 3 1": lambda: as_stacks([3, 1]),
+    "model": lambda: as_model(2),
+    "auto": lambda: as_auto(3),
+}
+PAIRS = [
+    ("lists 2 2", "lists 1 3"),
+    ("lists 2 2", "lists 1 1 2"),
+    ("lists 1 3", "lists 4"),
+    ("stacks 2 2", "stacks 3 1"),
+    ("lists 1 3", "stacks 2 2"),
+    ("stacks 3 1", "model"),
+    ("model", "lists 1 1 2"),
+    ("auto", "stacks 2 2"),
+    ("lists 2 2", "auto"),
+]
+
+
+@pytest.mark.parametrize("is_saved", [False, True], ids=["in memory", "saved"])
+@pytest.mark.parametrize(("before", "after"), PAIRS)
+def test_training_goes_on_in_another_split(before, after, is_saved, tmp_path):
+    """As if it had not moved: losses, and, moved back, every leaf."""
+    old, new = SPLITS[before](), SPLITS[after]()
+    state = begin(old)
+    expected, losses = go_on(old, state)
+    new.trace(make_batches()[0])
+    if is_saved:
+        engine.save(tmp_path / "state", state)
+        moved = engine.restore(tmp_path / "state", new)
+    else:
+        moved = engine.resplit(state, new)
+    assert (moved.update_count, moved.execution_count) == (2, 2)
+    back = engine.resplit(moved, old)
+    jax.tree.map(np.testing.assert_array_equal, *map(jax.device_get, (back.variables, state.variables)))
+    jax.tree.map(np.testing.assert_array_equal, back.optimizer_state, state.optimizer_state)
+    moved, found = go_on(new, moved)
+    np.testing.assert_allclose(found, losses, rtol=1e-5)
+    back = engine.resplit(moved, old)
+    models.assert_trees_close(back.variables, expected.variables)
+    models.assert_trees_close(back.optimizer_state, expected.optimizer_state)
+
+
+def test_names_of_layers_count_before_their_order():
+    old, new = as_names([1, 3]), as_names([3, 1])
+    state = begin(old)
+    expected, losses = go_on(old, state)
+    new.trace(make_batches()[0])
+    moved = engine.resplit(state, new)
+    np.testing.assert_array_equal(moved.variables["stage1/ld/w"], state.variables["stage1/ld/w"])
+    moved, found = go_on(new, moved)
+    np.testing.assert_allclose(found, losses, rtol=1e-5)
+    models.assert_trees_close(engine.resplit(moved, old).variables, expected.variables)
+
+
+def test_replicas_and_what_they_share_out():
+    old = as_lists([2, 2])
+    new = as_lists([3, 1], num_replicas=2, shard=["optimizer_state", "weights"])
+    state = begin(old)
+    new.trace(make_batches()[0])
+    moved = engine.resplit(state, new)
+    sharded = moved.variables["stage0/2/w"]
+    assert not sharded.sharding.is_fully_replicated
+    np.testing.assert_array_equal(sharded, state.variables["stage1/0/w"])
+    after, _losses = go_on(new, moved, 1)
+    back = engine.resplit(after, old)
+    assert {leaf.sharding.num_devices for leaf in jax.tree.leaves(back.variables)} == {1}
+    np.testing.assert_array_equal(back.variables["stage1/0/w"], after.variables["stage0/2/w"])
+
+
+def test_random_numbers_go_on():
+    def dropping(parameters, x, targets):
+        with engine.variable_scope("dropping"):
+            keep = jax.random.bernoulli(engine.next_rng_key(), 0.7, x.shape)
+        return run_list(parameters, jnp.where(keep, x, 0), targets)
+
+    def make(sizes):
+        parts = cut(make_layers(), sizes)
+        stages = [dropping] + [run_list] * (len(sizes) - 1)
+        return engine.Pipeline(stages, parameters=parts, **{**OPTIONS, "loss": error})
+
+    old, new = make([2, 2]), make([1, 3])
+    state = begin(old)
+    new.trace(make_batches()[0])
+    np.testing.assert_allclose(go_on(new, engine.resplit(state, new))[1], go_on(old, state)[1], rtol=1e-5)
+
+
+def test_inference_takes_variables_only():
+    state = begin(as_lists([2, 2]))
+    evaluator = as_lists([1, 3], loss=None, optimizer=None)
+    evaluator.trace(make_batches()[0])
+    moved = engine.resplit(state, evaluator)
+    assert moved.optimizer_state is None
+    trainer = as_lists([1, 3])
+    trainer.trace(make_batches()[0])
+    again = engine.resplit(moved, trainer)  # it begins with new optimizer state
+    assert go_on(trainer, again, 1)[0].optimizer_state is not None
+
+
+def test_the_error_for_another_split_names_the_mend():
+    state = begin(as_lists([1, 3]))
+    other = as_lists([2, 2])
+    with pytest.raises(ValueError, match=r"no variable stage0/1/\w.*moved by engine.resplit\(state, pipel"):
+        other.step(state, make_batches())
+    with pytest.raises(ValueError, match=r"moved by engine.resplit"):
+        other.parameters(state)
+
+
+@pytest.mark.parametrize(
+    ("known", "wanted"),
+    [
+        ({"stage0/w": (8, 16)}, {"stage0/w": (8, 8)}),
+        ({"stage0/w": (8,)}, {"stage0/w": (8,), "stage1/w": (8,)}),
+        ({"stage0/w": (2, 8), "stage1/w": (2, 8)}, {"stage0/w": (3, 8)}),
+        ({"stage0/w": (8,)}, {"stage0/v": (8,)}),
+        # Rows that only happen to add up.
+        (
+            {"stage0/w": (8, 16), "stage0/b": (16,), "stage1/w": (32, 16), "stage1/b": (16,)},
+            {"stage0/w": (32, 16), "stage0/b": (16,), "stage1/w": (8, 16), "stage1/b": (16,)},
+        ),
+    ],
+)
+def test_variables_that_do_not_belong_together(known, wanted):
+    with pytest.raises(ValueError, match="not those of the pipeline's layers. Left over in the state: "):
+        resplitting._match(known, wanted)
+
+
+def test_another_optimizer():
+    state = begin(as_lists([2, 2]))
+    other = as_lists([1, 3], optimizer=optax.sgd(0.1, momentum=0.9))
+    other.trace(make_batches()[0])
+    with pytest.raises(ValueError, match=r"optimizer state is of another optimizer.*trace.* is missing"):
+        engine.resplit(state, other)
+
+
+def test_an_untraced_pipeline():
+    with pytest.raises(RuntimeError, match="has not been traced"):
+        engine.resplit(begin(as_lists([2, 2])), as_lists([1, 3]))
+
+
+def test_saved_states_are_exact_and_whole(tmp_path):
+    pipeline = as_lists([2, 2])
+    state = begin(pipeline)
+    path = tmp_path / "deep" / "state"
+    engine.save(path, state)
+    restored = engine.restore(path, pipeline)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        *(
+            jax.device_get(dataclasses.replace(own, key=jax.random.key_data(own.key)))
+            for own in (state, restored)
+        ),
+    )
+    later = begin(pipeline, 3)
+    engine.save(path, later)  # it replaces the other one
+    assert engine.restore(path, pipeline).update_count == 3
+    assert os.listdir(path.parent) == ["state"]
+    (path / "checkpoint.json").unlink()
+    with pytest.raises(CheckpointError, match="is not complete"):
+        engine.restore(path, pipeline)
+    with pytest.raises(CheckpointError, match="There is no checkpoint at"):
+        engine.restore(tmp_path / "other", pipeline)
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises((ValueError, OSError)):
+        engine.save(tmp_path / "file", state)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_half_precision_and_empty_variables_are_saved(tmp_path):
+    def stage(parameters, x, targets):
+        return error(x @ parameters["w"].astype(np.float32), targets) + jnp.sum(parameters["none"])
+
+    parameters = {"w": np.eye(WIDTH, dtype=jnp.bfloat16), "none": np.zeros((0, 3), np.float32)}
+    pipeline = engine.Pipeline([stage], parameters=[parameters], **OPTIONS)
+    state = begin(pipeline, 1)
+    engine.save(tmp_path / "state", state)
+    restored = engine.restore(tmp_path / "state", pipeline)
+    assert restored.variables["stage0/w"].dtype == jnp.bfloat16
+    jax.tree.map(np.testing.assert_array_equal, restored.variables, state.variables)
+
+
+def test_a_checkpoint_of_a_session_can_be_restored(tmp_path):
+    def first(x, targets):
+        with ipu.variable_scope("first"):
+            return jnp.tanh(x @ ipu.get_variable("w", (WIDTH, WIDTH))), targets
+
+    def last(x, targets):
+        with ipu.variable_scope("last"):
+            return error(x @ ipu.get_variable("w", (WIDTH, WIDTH)), targets)
+
+    infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(make_batches())
+    outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+
+    def model():
+        return ipu.pipelining_ops.pipeline(
+            [first, last],
+            COUNT,
+            infeed_queue=infeed,
+            outfeed_queue=outfeed,
+            optimizer_function=lambda loss: ipu.pipelining_ops.OptimizerFunctionOutput(
+                optax.adam(1e-2), loss
+            ),
+        )
+
+    with ipu.scopes.ipu_scope("/device:IPU:0"):
+        program = ipu.ipu_compiler.compile(model)
+    with ipu.Session(seed=1) as session:
+        session.run(infeed.initializer)
+        session.run(program)
+        session.save(tmp_path / "session")
+        variables = {name: np.asarray(value) for name, value in session.variables.items()}
+    pipeline = engine.Pipeline(
+        [lambda *own: last(*first(*own))], **{**OPTIONS, "optimizer": optax.adam(1e-2)}
+    )
+    pipeline.trace(make_batches()[0])
+    state = engine.restore(tmp_path / "session", pipeline)
+    assert state.update_count == 1
+    jax.tree.map(np.testing.assert_array_equal, dict(state.variables), variables)
+    go_on(pipeline, state)
