@@ -35,7 +35,9 @@ def save(path: str | os.PathLike[str], state: PipelineState) -> None:
     Raises:
       ValueError: there is something else at the path, or processes name different paths.
       OSError: it cannot be written.
+      RuntimeError: JAX has joined several processes, and this library has not.
     """
+    processes.check_joined("engine.save")
     kept = None
     if state.optimizer_state is not None:
         leaves = jax.tree_util.tree_flatten_with_path(state.optimizer_state)[0]
@@ -68,8 +70,9 @@ def restore(path: str | os.PathLike[str], pipeline: Pipeline) -> PipelineState:
     Raises:
       CheckpointError: there is none, it is damaged, or it is of a session with several pipelines.
       ValueError: its variables or optimizer state are not those of the pipeline.
-      RuntimeError: the pipeline has not been traced.
+      RuntimeError: the pipeline has not been traced, or as for `save`.
     """
+    processes.check_joined("engine.restore")
     snapshot = read_same_checkpoint(path)
     records = list(snapshot.state.pipelines.values())
     if len(records) > 1 or any(record.accumulated is not None for record in records):

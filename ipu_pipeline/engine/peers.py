@@ -27,6 +27,7 @@ from ipu_pipeline.ground.errors import ProcessError
 __all__ = [
     "Peers",
     "Store",
+    "check_joined",
     "current",
     "is_of_collective",
     "may_come_from",
@@ -286,6 +287,19 @@ _current: Peers | None = None
 def current() -> Peers | None:
     """The processes that this one has joined; None if it runs alone."""
     return _current
+
+
+def check_joined(what: str) -> None:
+    """Raises a RuntimeError if JAX runs in several processes, and this one has not joined the others.
+
+    Args:
+      what: what they would do together.
+    """
+    if _current is None and jax.process_count() > 1:
+        raise RuntimeError(
+            f"{what} in {jax.process_count()} processes needs ipu_pipeline.distributed.initialize() in "
+            "place of jax.distributed.initialize(), so that they can agree."
+        )
 
 
 def set_current(peers: Peers | None) -> None:

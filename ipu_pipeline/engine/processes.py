@@ -11,6 +11,7 @@ from ipu_pipeline.engine.devices.threads import keep_one_free, num_cpu_devices_s
 from ipu_pipeline.engine.peers import (
     Peers,
     Store,
+    check_joined,
     current,
     may_come_from,
     occupied,
@@ -22,6 +23,7 @@ from ipu_pipeline.engine.peers import (
 __all__ = [
     "Peers",
     "Store",
+    "check_joined",
     "current",
     "current_log",
     "group_sharding",

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
+from ipu_pipeline.engine import peers
 from ipu_pipeline.engine.devices.gathered import read_gathered
 from ipu_pipeline.engine.pipeline import Pipeline
 from ipu_pipeline.engine.state import PipelineState
@@ -128,6 +129,7 @@ def _read(values: Mapping[str, Any], origin: _Origin) -> Any:
     """The value of what is made of others; the very array if it is one of them."""
     if origin.whole is not None:
         return values[origin.whole]
+    peers.check_joined("Moving stacked layers")
     names = list(dict.fromkeys(name for name, _row in origin.parts))
     known = dict(zip(names, map(np.asarray, read_gathered([values[name] for name in names])), strict=True))
     rows = [known[name] if row is None else known[name][row] for name, row in origin.parts]

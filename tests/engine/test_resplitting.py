@@ -12,9 +12,9 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline import engine
-from ipu_pipeline.engine import resplitting
+from ipu_pipeline.engine import processes, resplitting
 from ipu_pipeline.ground.errors import CheckpointError
-from tests.support import models
+from tests.support import joined, models
 
 COUNT, WIDTH = 4, 8
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
@@ -347,3 +347,64 @@ def test_a_checkpoint_of_a_session_can_be_restored(tmp_path):
     assert state.update_count == 1
     jax.tree.map(np.testing.assert_array_equal, dict(state.variables), variables)
     go_on(pipeline, state)
+
+
+def go_on_in_processes(saved, moved, target):
+    """In each process: restores what one process saved, and what is moved goes on in another split."""
+    ipu.set_num_devices(4)  # of both processes, which it joins
+    pipeline = as_lists([1, 1, 1, 1])
+    batches = make_batches()
+    pipeline.trace(batches[0])
+    state, losses = go_on(pipeline, engine.restore(saved, pipeline))
+    engine.save(target, state)
+    other = as_lists([1, 3], devices=[jax.devices()[0], jax.devices()[-1]], num_micro_batches=COUNT)
+    other.trace(batches[0])
+    _state, others = go_on(other, engine.resplit(state, other), 1)
+    engine.save(moved, engine.resplit(state, other))
+    model = as_model(4)
+    again = engine.restore(target, pipeline)
+    known = processes.read_gathered(list(again.variables.values()))
+    model.trace(batches[0])
+    model_losses = go_on(model, engine.restore(target, model), 1)[1]
+    return losses, others, model_losses, dict(zip(again.variables, map(np.asarray, known), strict=True))
+
+
+def save_alone(path):
+    """In a process that only JAX has joined."""
+    pipeline = as_lists([1, 1, 1, 1])
+    with pytest.raises(RuntimeError, match="engine.save in 2 processes needs ipu_pipeline.distributed"):
+        engine.save(path, begin(pipeline, 1))
+
+
+@pytest.mark.thorough
+def test_processes_that_have_not_joined(tmp_path):
+    joined.run(save_alone, 2, 2, str(tmp_path / "state"))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.thorough
+def test_several_processes(tmp_path):
+    """What one process saves, several restore, and the other way round, to the last bit."""
+    saved, target, moved = (tmp_path / name for name in ("saved", "target", "moved"))
+    pipeline = as_lists([2, 2])
+    state = begin(pipeline)
+    engine.save(saved, state)
+    expected, losses = go_on(pipeline, state)
+    paths = map(str, (saved, moved, target))
+    started = joined.start(go_on_in_processes, 2, None, *paths, directory=tmp_path, joins_itself=True)
+    found = joined.finish(started, tmp_path, 120)
+    np.testing.assert_allclose(found[1][0], losses, rtol=1e-5)  # of the process with the last stage
+    restored = engine.restore(target, pipeline)
+    assert restored.update_count == 4
+    models.assert_trees_close(restored.variables, expected.variables)
+    models.assert_trees_close(restored.optimizer_state, expected.optimizer_state)
+    _state, later = go_on(pipeline, restored, 1)
+    np.testing.assert_allclose(found[1][1], later, rtol=1e-5)
+    np.testing.assert_allclose(found[1][2], later, rtol=1e-5)
+    others = as_lists([1, 1, 1, 1])
+    others.trace(make_batches()[0])
+    exact = engine.restore(target, others).variables
+    for own in found:
+        jax.tree.map(np.testing.assert_array_equal, own[3], dict(exact))
+    by_name = engine.restore(moved, others).variables
+    jax.tree.map(np.testing.assert_array_equal, dict(by_name), dict(exact))
