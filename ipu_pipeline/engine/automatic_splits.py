@@ -13,13 +13,14 @@ from __future__ import annotations
 import copy
 import dataclasses
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
 from ipu_pipeline.engine import peers
+from ipu_pipeline.engine.devices.device_groups import DeviceGroup
 from ipu_pipeline.engine.devices.offloading import Offload, parse_offload
 from ipu_pipeline.engine.devices.sharding import Shard, parse_shard
 from ipu_pipeline.engine.execution.measured_costs import Measured, why_not_timed
@@ -42,6 +43,7 @@ from ipu_pipeline.engine.schedules.costs import Costs, Edge
 from ipu_pipeline.engine.schedules.graph_splits import find_graph_split
 from ipu_pipeline.engine.schedules.searched import SearchedSchedule
 from ipu_pipeline.engine.schedules.splitting import (
+    FusedPair,
     LayerMemory,
     SentValue,
     Split,
@@ -233,9 +235,12 @@ def auto_stages(
     entries = _name_layers(layers, task.options.parameters)
     names = [layer.__name__ if isinstance(layer, Stage) else name_of(layer) for layer in entries]
     chain = [range(max(0, number - 1), number) for number in range(len(entries))]
-    measured = _Layers(entries, names, task, micro_batch, inputs, measure)
-    groups, table = measured.choose(chain)
-    return AutoStages([join_layers([entries[layer] for layer in group]) for group in groups], groups, table)
+
+    def join(groups: Sequence[Sequence[int]]) -> list[StageEntry]:
+        return [join_layers([entries[layer] for layer in group]) for group in groups]
+
+    groups, table = _Layers(entries, names, task, micro_batch, inputs, measure, join).choose(chain)
+    return AutoStages(join(groups), groups, table)
 
 
 class ModelStages(AutoStages):
@@ -342,8 +347,13 @@ def split(
             f"cut; got {num_stages}. What jax.checkpoint, a loop or a function with custom derivatives "
             "computes is one part."
         )
-    each = make_model_stages(parts, [[part] for part in range(number)])
-    groups, table = _Layers(each, parts.names, task, micro_batch, inputs, measure).choose(parts.before)
+
+    def join(groups: Sequence[Sequence[int]]) -> list[StageEntry]:
+        return list(make_model_stages(parts, groups))
+
+    each = join([[part] for part in range(number)])
+    layers = _Layers(each, parts.names, task, micro_batch, inputs, measure, join)
+    groups, table = layers.choose(parts.before)
     return ModelStages(parts, groups, table, task.options.program_names.variables)
 
 
@@ -480,7 +490,19 @@ class _Layers:
         micro_batch: Any,
         inputs: Sequence[Any],
         measure: bool,
+        join: Callable[[Sequence[Sequence[int]]], Sequence[StageEntry]],
     ) -> None:
+        """Traces layers, and measures them, alone and in pairs.
+
+        Args:
+          entries: the layers.
+          names: what tables call them.
+          task: what is asked for.
+          micro_batch: see `split`.
+          inputs: see `split`.
+          measure: whether programs may run.
+          join: makes stages of groups of layers.
+        """
         self._names, self._task = number_names(names), task
         options, mapping = task.options, task.mapping
         self._options, self._mapping, self._num_stages = options, mapping, task.num_stages
@@ -502,17 +524,22 @@ class _Layers:
             if field.name not in (*_NOT_FOR_LAYERS, *_OWN, "devices", "schedule")
         }
         kept |= {"num_replicas": 1, "gathers_outputs": True, "post_validation": False, "shard": ()}
-        several, schedule = number > 1, options.schedule
+        schedule = options.schedule
         may_chunk = schedule == "grouped" and options.recompute is None and not options.offload
         may_chunk = may_chunk and not self._is_one_program
-        self._pipeline = Pipeline(
-            list(entries),
-            schedule="zero_bubble" if is_halved else "interleaved",
-            device_mapping=range(number),
-            dispatch_plan=Chunking() if several else None,
-            **kept,
-        )
-        self._pipeline.trace(micro_batch, *inputs)
+
+        def trace(stages: Sequence[StageEntry]) -> Pipeline:
+            pipeline = Pipeline(
+                list(stages),
+                schedule="zero_bubble" if is_halved else "interleaved",
+                device_mapping=range(len(stages)),
+                dispatch_plan=Chunking() if len(stages) > 1 else None,
+                **kept,
+            )
+            pipeline.trace(micro_batch, *inputs)
+            return pipeline
+
+        self._pipeline = trace(entries)
         crossings = find_crossings(self._pipeline.traced, self._pipeline.programs, range(number))
         self._crossings = [crossing for crossing in crossings if crossing.stage is not None]
         programs = [program for own in self._pipeline.programs for program in (own.forward, *own.backwards)]
@@ -521,6 +548,7 @@ class _Layers:
             most = options.max_chunked_bytes
             problem = dataclasses.replace(problem, chunk_sizes=sizes, max_chunked_bytes=most)
         self._platform, self._source = "cpu", "counted"
+        self._homes: list[list[Any]] = []  # the devices on which layers are measured
         measured, overhead = self._measure(measure)
         memory = None
         if not self._is_one_program:
@@ -532,6 +560,12 @@ class _Layers:
             memory=memory,
             sent=_find_sent(self._crossings, measured.costs.transfers),
         )
+        pairs: list[FusedPair] = []
+        if self._homes and number > 2:
+            for first in (0, 1):
+                groups = [[0]] * first + [list(range(number))[n : n + 2] for n in range(first, number, 2)]
+                pairs += self._measure_pairs(groups, trace(join(groups)))
+        self._problem = dataclasses.replace(self._problem, fused=tuple(pairs))
 
     @property
     def _is_one_program(self) -> bool:
@@ -556,19 +590,55 @@ class _Layers:
             return self._count_costs(), nominal_speed(self._platform).per_dispatch
         found = list(jax.devices() if devices is None else devices)
         each = self._options.num_devices_per_ipu
-        homes = [found[first : first + each] for first in range(0, len(found) - each + 1, each)][:2]
-        if not homes:
+        self._homes = [found[first : first + each] for first in range(0, len(found) - each + 1, each)][:2]
+        if not self._homes:
             raise ValueError(
                 f"{self._task.caller}: an IPU is {each} devices, and there are {len(found)}. "
                 "ipu_pipeline.set_num_devices makes more on a CPU."
             )
-        self._platform = homes[0][0].platform
-        self._source = f"measured on {homes[0][0].device_kind}"
+        self._platform = self._homes[0][0].platform
+        self._source = f"measured on {self._homes[0][0].device_kind}"
+        measured, group = self._run(pipeline)
+        return measured, time_shortest(group)
+
+    def _run(self, pipeline: Pipeline, is_whole: bool = True) -> tuple[Measured, DeviceGroup]:
+        """Measures a pipeline's stages, which take turns on the devices; `is_whole`: updates, too."""
+        homes, number = self._homes, len(pipeline.device_mapping)
         runner = pipeline.prepare([device for n in range(number) for device in homes[n % len(homes)]])
         assert isinstance(runner, ColumnRunner)
         dtypes = pipeline.built.accumulator_dtypes
-        measured = runner.measure(dtypes, HOST_SECONDS, with_updates=True, with_skips=True)
-        return measured, time_shortest(runner.placement.groups[0])
+        measured = runner.measure(dtypes, HOST_SECONDS, with_updates=is_whole, with_skips=is_whole)
+        return measured, runner.placement.groups[0]
+
+    def _measure_pairs(self, groups: Sequence[Sequence[int]], pipeline: Pipeline) -> list[FusedPair]:
+        """What pairs of layers save, from a pipeline whose stages are such pairs and single layers."""
+        problem = self._problem
+        alone, together = problem.layers, self._run(pipeline, is_whole=False)[0].costs
+        last = len(self._names) - 1 if alone.is_fused and problem.training else None
+        halved = bool(problem.timetable.halved)
+
+        def net(*times: float) -> float:
+            return sum(max(time - problem.overhead, 0.0) for time in times)
+
+        found = []
+        for stage, group in enumerate(groups):
+            if len(group) < 2:
+                continue
+            second = [alone.weight_gradients[layer] if halved else 0.0 for layer in group]
+            joined_second = together.weight_gradients[stage] if halved else 0.0
+            forward = [alone.forward[layer] for layer in group]
+            backward = [alone.backward[layer] - own for layer, own in zip(group, second, strict=True)]
+            saved = [
+                net(*second) - net(joined_second)
+            ] * 2  # of all of the backward, and of its second half
+            if group[1] == last:  # whose forward is one program with the backward, or its first half
+                forward += backward
+            else:
+                saved[0] += net(*backward) - net(together.backward[stage] - joined_second)
+            found.append(
+                FusedPair((group[0], group[1]), net(*forward) - net(together.forward[stage]), *saved)
+            )
+        return found
 
     def _in_layers(self, text: str) -> str:
         """A text about programs of stages, as one about layers."""

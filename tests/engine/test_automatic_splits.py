@@ -16,6 +16,7 @@ from ipu_pipeline.engine import automatic_splits, reference
 from ipu_pipeline.engine.execution import program_times
 from ipu_pipeline.engine.execution.program_times import ProgramTime
 from ipu_pipeline.engine.schedules.graph_splits import find_graph_split
+from ipu_pipeline.engine.tracing.stage_lists import join_layers
 from tests.support import models
 
 COUNT = 4
@@ -155,10 +156,41 @@ def test_equal_layers_are_measured_once(by_size):
     layers = [engine.Stage(dense, own) for own in make_parameters(widths)]
     stages = split([*layers, mean_square], 3)
     # The first layer sends no gradient back; the last one is a program of its own; updates are one and two.
+    # So it is with pairs of layers, which have no updates.
     assert len(by_size) == len({str(program.arguments) + program.jitted.__name__ for program in by_size})
-    assert len(by_size) <= 8
+    assert len(by_size) <= 13
     assert len(stages.table.layers) == 9
     assert len(set(stages.table.forward_seconds[:8])) == 1
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble"])
+def test_pairs_of_layers_take_what_they_do_as_stages(by_size, schedule, monkeypatch):
+    """What two layers take in one stage is measured, and is not the sum of what they take alone."""
+    problems = []
+    monkeypatch.setattr(
+        automatic_splits,
+        "find_graph_split",
+        lambda problem, before: problems.append(problem) or find_graph_split(problem, before),
+    )
+    layers = [engine.Stage(dense, own) for own in make_parameters([8, 16, 32, 8])]
+    options = {"schedule": schedule, "device_mapping": [0, 1]}
+    stages = split([*layers, mean_square], 2, **options)
+    (problem,) = problems
+    pipeline = engine.Pipeline(join_pairs([*layers, mean_square]), **{**TRAINING, **options})
+    pipeline.init(jax.random.key(0), make_batches()[0])
+    expected, found = pipeline.scenario().costs, problem.costs((0, 2))
+    np.testing.assert_allclose(found.forward, expected.forward)
+    np.testing.assert_allclose(found.backward, expected.backward)
+    if schedule == "zero_bubble":
+        np.testing.assert_allclose(found.weight_gradients, expected.weight_gradients)
+    alone = dataclasses.replace(problem, fused=()).costs((0, 2))
+    assert alone.forward[0] > found.forward[0]
+    assert len(stages) == 2
+
+
+def join_pairs(layers):
+    named = automatic_splits._name_layers(layers, None)
+    return [join_layers(named[first : first + 2]) for first in range(0, len(layers), 2)]
 
 
 def test_two_long_layers_are_in_two_stages(by_size):
@@ -536,4 +568,4 @@ def test_equal_layers_that_draw_are_measured_once(by_size):
 
     table = split([*map(make, range(8)), mean_square], 3).table
     assert len(set(table.forward_seconds[:8])) == 1
-    assert len(by_size) <= 8
+    assert len(by_size) <= 13

@@ -198,6 +198,10 @@ def reorder(problem: SplitProblem, order: Order) -> SplitProblem:
             )
             for value in problem.sent
         ),
+        fused=tuple(
+            dataclasses.replace(pair, layers=(place[pair.layers[0]], place[pair.layers[1]]))
+            for pair in problem.fused
+        ),
     )
 
 

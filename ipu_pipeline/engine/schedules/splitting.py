@@ -34,6 +34,7 @@ from ipu_pipeline.engine.schedules.timetables import timetable
 
 __all__ = [
     "FoundSplit",
+    "FusedPair",
     "LayerMemory",
     "SentValue",
     "Split",
@@ -97,6 +98,23 @@ class SentValue:
     is_gradient: bool = False
 
 
+@dataclass(frozen=True)
+class FusedPair:
+    """What two layers save in one stage, since their programs are one.
+
+    Attributes:
+      layers: the two layers.
+      forward: seconds of the forward; of the last stage, which is one program, of all that is in it.
+      backward: seconds of the backward.
+      weight_gradients: how much of that is of its second half, where there are halves.
+    """
+
+    layers: tuple[int, int]
+    forward: float
+    backward: float = 0.0
+    weight_gradients: float = 0.0
+
+
 @dataclass(frozen=True, eq=False)
 class SplitProblem:
     """Layers that are to become stages.
@@ -115,6 +133,7 @@ class SplitProblem:
       chunk_sizes: the numbers of micro-batches per program that the pipeline may choose from, ascending.
       max_chunked_bytes: chunks of several may not make a stage hold more than this of micro-batches.
       sent: what layers send each other.
+      fused: what layers save in one stage.
     """
 
     layers: Costs
@@ -129,6 +148,7 @@ class SplitProblem:
     chunk_sizes: tuple[int, ...] = (1,)
     max_chunked_bytes: int = 0
     sent: tuple[SentValue, ...] = ()
+    fused: tuple[FusedPair, ...] = ()
     _fullest: dict[int, tuple[tuple[tuple[int, int], ...], ...]] = field(  # by the size of chunks
         default_factory=dict, init=False, repr=False
     )
@@ -200,11 +220,24 @@ class SplitProblem:
     @functools.cached_property
     def num_joined_bytes(self) -> npt.NDArray[np.float64]:
         """What layers i up to, but without, j count more than once of what they hold, as one stage."""
-        number = self.num_layers
-        found = np.zeros((number + 1, number + 1))
-        for layers, num_bytes in () if self.memory is None else self.memory.joined:
-            for first, last in itertools.pairwise(sorted(layers)):  # one copy too many in what has both
-                found[first, last + 1] += num_bytes
+        # Of what several layers hold, one copy is too many for each two neighbours of them in the stage.
+        joined = () if self.memory is None else self.memory.joined
+        pairs = ((pair, size) for own, size in joined for pair in itertools.pairwise(sorted(own)))
+        return self._sum_within(pairs)
+
+    @functools.cached_property
+    def num_saved_seconds(self) -> tuple[npt.NDArray[np.float64], ...]:
+        """What layers i up to, but without, j save as one stage: forward, backward and its second half."""
+        return tuple(
+            self._sum_within((pair.layers, getattr(pair, name)) for pair in self.fused)
+            for name in ("forward", "backward", "weight_gradients")
+        )
+
+    def _sum_within(self, pairs: Iterable[tuple[tuple[int, ...], float]]) -> npt.NDArray[np.float64]:
+        """For layers i up to, but without, j, the sum over the pairs of layers that are among them."""
+        found = np.zeros((self.num_layers + 1, self.num_layers + 1))
+        for layers, value in pairs:
+            found[min(layers), max(layers) + 1] += value
         reaching: npt.NDArray[np.float64] = found[::-1].cumsum(axis=0)[::-1].cumsum(axis=1)
         return reaching
 
@@ -223,11 +256,13 @@ class SplitProblem:
         """
         layers = self.layers
 
-        def joined(times: Sequence[float]) -> float:
+        def joined(times: Sequence[float], saved: float) -> float:
             """What programs take as one."""
             found = [time for time in times if time]
-            own = sum(max(time - self.overhead, 0.0) for time in found)
-            return own + min(self.overhead, max(found)) / chunk_size if found else 0.0
+            if not found:
+                return 0.0
+            own = [max(time - self.overhead, 0.0) for time in found]
+            return max(sum(own) - saved, *own) + min(self.overhead, max(found)) / chunk_size
 
         halves = self.timetable.halved
         forward, backward, weights, update = [], [], [], []
@@ -237,12 +272,16 @@ class SplitProblem:
             second = [layers.weight_gradients[layer] for layer in group]
             first = [layers.forward[layer] for layer in group]
             whole = [layers.backward[layer] for layer in group]
+            saved = [float(of_kind[group.start, group.stop]) for of_kind in self.num_saved_seconds]
+            of_inputs = saved[1] - saved[2]
             if self._is_fused(stage):  # its forward does the backward, too, or its first half
                 first += inputs if stage in halves else whole
+                saved[0] += of_inputs if stage in halves else saved[1]
                 inputs, whole = [], []
-            forward.append(joined(first))
-            weights.append(joined(second) if stage in halves else 0.0)
-            backward.append(joined(inputs) + weights[-1] if stage in halves else joined(whole))
+            forward.append(joined(first, saved[0]))
+            weights.append(joined(second, saved[2]) if stage in halves else 0.0)
+            own_backward = joined(inputs, of_inputs) if stage in halves else joined(whole, saved[1])
+            backward.append(own_backward + weights[-1])
             update.append(sum(layers.update[layer] for layer in group))
             for cores, times, own in (
                 (layers.forward_cores, layers.forward, busy[0]),
@@ -555,7 +594,8 @@ def _find_loads(problem: SplitProblem) -> npt.NDArray[np.float64]:
     layers, overhead = problem.layers, problem.overhead
     programs = [layers.forward, layers.backward] if problem.training else [layers.forward]
     sums = [_running(max(time - overhead, 0.0) for time in own) for own in programs]
-    return _spread(sum(sums, np.zeros(1))) + overhead * len(programs)
+    loads = _spread(sum(sums, np.zeros(1))) - sum(problem.num_saved_seconds[: len(programs)])
+    return np.maximum(loads, 0.0) + overhead * len(programs)
 
 
 def _find_held(problem: SplitProblem, memory: LayerMemory) -> list[npt.NDArray[np.float64]]:

@@ -10,6 +10,7 @@ import pytest
 from ipu_pipeline.engine.schedules import Costs, Scenario, SearchedSchedule, splitting
 from ipu_pipeline.engine.schedules.simulator import predict_step_time
 from ipu_pipeline.engine.schedules.splitting import (
+    FusedPair,
     LayerMemory,
     SentValue,
     SplitProblem,
@@ -133,6 +134,20 @@ def test_overhead_comes_once_for_each_program():
     assert costs.forward[1] == pytest.approx(0.5 + 4.5)  # what is shorter than it counts as nothing else
     chunks = problem.costs((0, 2), chunk_size=4)
     assert chunks.forward[0] == pytest.approx(0.5 / 4 + 0.5 + 1.5)
+
+
+def test_what_layers_save_as_one_program():
+    layers = Costs.of(4, forward=[2.0, 2.0, 2.0, 3.0], backward=[4.0, 4.0, 4.0, 5.0])
+    fused = (FusedPair((0, 1), 1.0, 1.5, 0.5), FusedPair((2, 3), 0.25), FusedPair((1, 2), 9.0, 9.0))
+    problem = SplitProblem(layers, 0.5, 2, "grouped", 4, (0, 1), fused=fused)
+    costs = problem.costs((0, 2))
+    assert costs.forward == (0.5 + 1.5 + 1.5 - 1.0, 0.5 + 1.5 + 2.5 + 3.5 + 4.5 - 0.25)
+    assert costs.backward == (0.5 + 3.5 + 3.5 - 1.5, 0.0)
+    # Two layers take at least what the longer one does alone.
+    assert problem.costs((0, 3)).forward[0] == pytest.approx(0.5 + 1.5)
+    halved = SplitProblem(layers, 0.5, 2, "zero_bubble", 4, (0, 1), fused=fused).costs((0, 2))
+    assert halved.weight_gradients[0] == pytest.approx(0.5 + 1.5 + 1.5 - 0.5)
+    assert halved.backward[0] - halved.weight_gradients[0] == pytest.approx(0.5 + 1.5 + 1.5 - 1.0)
 
 
 @pytest.mark.parametrize("schedule", ["zero_bubble", "grouped"])
