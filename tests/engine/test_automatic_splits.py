@@ -182,7 +182,7 @@ def test_pairs_of_layers_take_what_they_do_as_stages(by_size, schedule, monkeypa
     np.testing.assert_allclose(found.forward, expected.forward)
     np.testing.assert_allclose(found.backward, expected.backward)
     if schedule == "zero_bubble":
-        np.testing.assert_allclose(found.weight_gradients, expected.weight_gradients)
+        np.testing.assert_allclose(found.weight_gradients, expected.weight_gradients, atol=1e-15)
     alone = dataclasses.replace(problem, fused=()).costs((0, 2))
     assert alone.forward[0] > found.forward[0]
     assert len(stages) == 2

@@ -261,8 +261,8 @@ class SplitProblem:
             found = [time for time in times if time]
             if not found:
                 return 0.0
-            own = [max(time - self.overhead, 0.0) for time in found]
-            return max(sum(own) - saved, *own) + min(self.overhead, max(found)) / chunk_size
+            own = sum(max(time - self.overhead, 0.0) for time in found)
+            return max(own - saved, 0.0) + min(self.overhead, max(found)) / chunk_size
 
         halves = self.timetable.halved
         forward, backward, weights, update = [], [], [], []
