@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ipu_pipeline.checkpointing.engine_states import restore, save
-    from ipu_pipeline.engine.automatic_splits import AutoStages, ModelStages, auto_stages, split
+    from ipu_pipeline.engine.automatic_splits import AutoStages, ModelStages, SplitTable, auto_stages, split
     from ipu_pipeline.engine.loop import Loop
     from ipu_pipeline.engine.measuring import measure_dispatch_plan
     from ipu_pipeline.engine.pipeline import Pipeline
@@ -69,6 +69,7 @@ __all__ = [
     "ScheduleError",
     "SearchedSchedule",
     "Shared",
+    "SplitTable",
     "Stage",
     "StepOutputs",
     "TensorParallel",
@@ -123,6 +124,7 @@ _HOMES = {
     "ScheduleError": "engine.schedules.actions",
     "SearchedSchedule": "engine.schedules.searched",
     "Shared": "engine.tracing.stage_parameters",
+    "SplitTable": "engine.automatic_splits",
     "Stage": "engine.tracing.stage_lists",
     "StepOutputs": "engine.state",
     "TensorParallel": "engine.tracing.tensor_parallel",

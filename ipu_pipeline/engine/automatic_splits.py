@@ -169,6 +169,25 @@ class SplitTable:
         lines += align(table, range(2, len(table[0])))
         return "\n".join(lines)
 
+    @property
+    def cuts(self) -> str:
+        """The chosen stages, what crosses where they begin, and what other splits would take, in lines."""
+        chosen, *others = self.rows
+        rows = [["stage", "IPU", f"{self.unit}s", "takes", "crosses the cut before it"]]
+        first = 0
+        for stage, group in enumerate(chosen.groups):
+            names = [shorten(name, _WIDTH // 2) for name in (group[0], group[-1])]
+            named = names[0] if len(group) == 1 else f"{names[0]} to {names[1]} ({len(group)})"
+            sent = describe_bytes(self.sent_bytes[first]) if stage else ""
+            seconds = describe_seconds(chosen.stage_seconds[stage])
+            rows.append([str(stage), str(self.device_mapping[stage]), named, seconds, sent])
+            first += len(group)
+        longest = chosen.stage_seconds.index(max(chosen.stage_seconds))
+        told = [f"a step takes {describe_seconds(chosen.step_seconds)}, and stage {longest} most of it"]
+        told += [f"{row.what} {describe_seconds(row.step_seconds)}" for row in others]
+        lines = [f"cut by {self.unit}s, {self.source}, {self.search}:"]
+        return "\n".join([*lines, *align(rows, (3, 4)), f"  {'; '.join(told)}"])
+
 
 class AutoStages(list[Any]):
     """Stages as a list, for a pipeline.

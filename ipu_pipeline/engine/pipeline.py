@@ -111,6 +111,8 @@ class Pipeline:
       state, outputs = pipeline.step(state, micro_batches)
     """
 
+    _cuts = ""  # where its stages begin, and why, if the engine cut it
+
     @_with_options(PipelineOptions)
     def __init__(
         self, stages: Sequence[StageEntry | Sequence[StageEntry]], options: PipelineOptions
@@ -132,6 +134,8 @@ class Pipeline:
         functions, mapping, self._parameters = flatten_stages(
             stages, options.device_mapping, options.parameters
         )
+        table = getattr(stages, "table", None)
+        self._cuts = "" if table is None else table.cuts
         levels = tuple(level for level, parallel in enumerate(functions) for _stage in parallel)
         schedule, count = options.schedule, options.num_micro_batches
         if options.num_serialized > 1 and (schedule != "sequential" or len(set(mapping)) > 1):
@@ -473,6 +477,7 @@ class Pipeline:
             num_replicas=self._num_replicas,
             sent=self._find_sends(),
             dispatch="" if plan is None else str(plan),
+            cuts=self._cuts,
             num_devices_per_ipu=options.num_devices_per_ipu,
             divided=tuple(built.partitions),
         )

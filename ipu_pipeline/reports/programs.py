@@ -69,6 +69,8 @@ class Placement:
                 f"each of the {call.num_devices_per_ipu} devices of an IPU has a part of:",
                 *(f"  {name}" for name in call.divided),
             ]
+        if call.cuts:
+            lines.append(call.cuts)
         if call.dispatch:
             lines.append(f"dispatch: {call.dispatch}")
         return "\n".join(lines)

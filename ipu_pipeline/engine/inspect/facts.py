@@ -209,6 +209,7 @@ class PipelineFacts:
       num_replicas: the number of replicas; a file without it has one. The IPUs here are those of the first
         replica. In events, IPU i of replica r is r times `num_ipus_each` plus i, and micro-batches are the
         elements of all replicas: the k-th one of replica r is number k times `num_replicas` plus r.
+      cuts: where its stages begin, and why, in lines, if the engine cut it; else empty.
     """
 
     name: str
@@ -224,6 +225,7 @@ class PipelineFacts:
     flows: tuple[Flow, ...]
     memory: tuple[IpuMemory, ...]
     num_replicas: int = 1
+    cuts: str = ""
 
     @functools.cached_property
     def num_ipus_each(self) -> int:

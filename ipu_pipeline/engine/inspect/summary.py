@@ -126,6 +126,8 @@ class PipelineSummary(PipelineDetails):
         explained += self.explain_work()
         lines += ["; ".join(explained)] if explained else []
         lines += self.describe_waiting()
+        if self.cuts:
+            lines.append(self.cuts)
         if self.dispatch:
             lines.append(f"dispatch: {self.dispatch}")
         return lines

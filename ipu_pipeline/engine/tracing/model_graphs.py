@@ -239,18 +239,16 @@ class ModelGraph:
 
         return jax.tree.unflatten(self._layout.tree, [value(leaf.name) for leaf in self._layout.leaves])
 
-    def variable_bytes(self) -> list[int]:
-        """For each node, the bytes of the variables that it is the first to read."""
+    def variables_of(self) -> list[frozenset[Any]]:
+        """For each node, the inputs of `flat` that are variables and that it reads."""
         reading: dict[Any, frozenset[Any]] = {var: frozenset([var]) for var in self.specs}
-        known: frozenset[Any] = frozenset()
         found = []
         nodes = set(self.nodes)
         for number, equation in enumerate(self.flat.equations):
             atoms = [atom for atom in equation.invars if is_var(atom)]
             read: frozenset[Any] = frozenset().union(*(reading.get(atom, frozenset()) for atom in atoms))
             if number in nodes:
-                found.append(num_bytes([var.aval for var in read - known]))
-                known |= read
+                found.append(read)
             else:
                 reading.update((var, read) for var in equation.outvars)
         return found

@@ -47,7 +47,8 @@ class ModelParts:
         with_effects = [place for place, node in enumerate(nodes) if equations[node].effects]
         for first, second in itertools.pairwise(with_effects):  # what is printed keeps its order
             before[second].add(first)
-        costs = _weigh(graph)
+        read = graph.variables_of()
+        costs = _weigh(graph, read)
         made = [num_bytes([var.aval for var in equations[node].outvars]) for node in nodes]
         order, live = _choose_order(before, costs, made)
         ends = _choose_cuts([costs[place] for place in order], live, most)
@@ -58,6 +59,7 @@ class ModelParts:
             {part_of[nodes[other]] for node in part for other in before[places[node]]} - {number}
             for number, part in enumerate(self.nodes)
         ]
+        self._read = dict(zip(nodes, read, strict=True))
         self.names = number_names(self._name(part) for part in self.nodes)
 
     def find_scopes(self, parts: Iterable[int]) -> frozenset[str]:
@@ -66,12 +68,16 @@ class ModelParts:
         return frozenset(name for equation in equations for name in jax_compat.scope_names(equation))
 
     def _name(self, part: Sequence[int]) -> str:
-        """Names a part by its most expensive node: its scopes, or the function that computes it."""
-        equations = [self.graph.flat.equations[node] for node in part]
-        if not equations:
+        """Names a part by its most expensive node: its scopes, else its variable, else its line of code."""
+        equations = self.graph.flat.equations
+        if not part:
             return "nothing"
-        longest = max(equations, key=lambda equation: count_equations([equation]))
-        return "/".join(_find_scopes(longest)) or find_function(longest) or str(longest.primitive.name)
+        longest = max(part, key=lambda node: count_equations([equations[node]]))
+        if scopes := _find_scopes(equations[longest]):
+            return "/".join(scopes)
+        if variables := self._read[longest]:
+            return self.graph.specs[max(variables, key=lambda var: num_bytes([var.aval]))].name
+        return find_function(equations[longest]) or str(equations[longest].primitive.name)
 
 
 def _find_scopes(equation: Any) -> list[str]:
@@ -90,11 +96,14 @@ def number_names(names: Iterable[str]) -> list[str]:
     ]
 
 
-def _weigh(graph: ModelGraph) -> list[float]:
-    """How much each node counts: its part of the time, and of the memory of variables."""
+def _weigh(graph: ModelGraph, read: Sequence[frozenset[Any]]) -> list[float]:
+    """How much each node counts: its part of the time, and of the memory of variables, once each."""
     equations = graph.flat.equations
     costs = [count_equations([equations[node]]) for node in graph.nodes]
-    sizes = graph.variable_bytes()
+    sizes, known = [], frozenset[Any]()
+    for own in read:
+        sizes.append(num_bytes([var.aval for var in own - known]))
+        known |= own
     total, total_size = max(sum(costs), 1e-30), max(sum(sizes), 1)
     return [cost / total + _OF_BYTES * size / total_size for cost, size in zip(costs, sizes, strict=True)]
 

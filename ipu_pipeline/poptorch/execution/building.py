@@ -235,11 +235,12 @@ def _make_program(
         "schedule": schedule,
         "offload": options.TensorLocations.find_offloaded(_is_live(options)),
     }
+    table = None
     if options.num_split_ipus is not None:
-        stages = _split(stages, micro_batch, options.num_split_ipus, pipeline_options)
+        stages, table = _split(stages, micro_batch, options.num_split_ipus, pipeline_options)
     _tell_of_idle_stages(stages, batching, options)
     pipeline = engine.Pipeline(
-        stages.functions,
+        stages.functions if table is None else engine.AutoStages(stages.functions, (), table),
         device_mapping=[[section.ipu for section in level] for level in stages.levels],
         execution_phases=_find_phases(stages, options, trains),
         # A number that is not finite, or an index out of range, ends a run after it has begun: the old
@@ -281,8 +282,8 @@ def _check_splittable(captured: Captured, options: Options) -> None:
 
 def _split(
     stages: ModelStages, micro_batch: Sequence[Any], num_ipus: int, pipeline_options: Mapping[str, Any]
-) -> ModelStages:
-    """Cuts a model into as many stages as there are IPUs."""
+) -> tuple[ModelStages, engine.SplitTable]:
+    """Cuts a model into as many stages as there are IPUs; also returns what was decided by."""
     (function,) = stages.functions[0]
     try:
         found = engine.split(function, num_ipus, micro_batch, cut_scans=False, **pipeline_options)
@@ -292,7 +293,7 @@ def _split(
         text = str(error).removeprefix("split: ").replace("num_stages", "num_ipus")
         raise Error(f"poptorch.Options.splitAutomatically: {text}") from error
     logger.info("The model is split by what its parts take:\n%s", found.table)
-    return split_stages(stages, list(zip(found, found.scopes, strict=True)))
+    return split_stages(stages, list(zip(found, found.scopes, strict=True))), found.table
 
 
 def _tell_of_sections(stages: ModelStages) -> None:

@@ -44,6 +44,8 @@ def make_tables(profile: Profile, one: Study) -> str:
     """The tables of stages, IPUs and simulations."""
     predicted = one.predictions
     tables = "<h2>Stages and IPUs</h2>\n" + table_of_stages(one.facts, one.analysis)
+    if one.facts.cuts:
+        tables += f"<h3>Where it is cut</h3>\n<pre>{as_html(one.facts.cuts)}</pre>\n"
     tables += table_of_ipus(profile, one.facts, one.analysis)
     index = next(number for number, facts in enumerate(profile.pipelines) if facts is one.facts)
     tables += table_of_memory(one.facts, profile_memory_over_time(profile, index))

@@ -309,7 +309,10 @@ def pipeline(
     if isinstance(count, Placeholder):
         count = count.traced()
     has_count_operand = isinstance(count, jax.Array)
-    inputs, computational_stages = give_steps(inputs, computational_stages)
+    found = computational_stages
+    inputs, computational_stages = give_steps(inputs, found)
+    if isinstance(found, AutoStages):
+        computational_stages = AutoStages(computational_stages, found.groups, found.table)
     input_leaves, input_tree = as_traced_inputs(inputs)
 
     outfeed_tree: Any = jax.tree.structure(0)  # the loss's
