@@ -8,6 +8,7 @@ last. Here these points are blocks by number; `Model.blocks` has the functions b
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,7 +48,7 @@ class Model:
     def by_hand(self, num_stages: int) -> tuple[list[Callable[..., Any]], list[Any]]:
         """Stages of as many blocks each, as far as that goes, and their parameters."""
         ends = [round(len(self.blocks) * stage / num_stages) for stage in range(num_stages + 1)]
-        groups = [range(first, end) for first, end in zip(ends, ends[1:], strict=False)]
+        groups = [range(first, end) for first, end in itertools.pairwise(ends)]
 
         def stage(group: range, parameters: Sequence[Any], *values: Any) -> Any:
             for number, own in zip(group, parameters, strict=True):
@@ -86,7 +87,7 @@ def make_mlp() -> Model:
     def dense(w: Any, x: Any, target: Any) -> Any:
         return jax.nn.relu(x @ w), target
 
-    parameters = [_draw(*pair) for pair in zip(widths, widths[1:], strict=False)]
+    parameters = [_draw(*pair) for pair in itertools.pairwise(widths)]
     blocks = [*[dense] * len(parameters), _classify]
     labels = _random.integers(0, 64, 64).astype(np.int32)
     return Model(blocks, [*parameters, _draw(512, 64)], _draw(64, 512) * 20, labels)
@@ -230,7 +231,9 @@ def make_unet() -> Model:
     blocks = [*[down] * 4, bottom, *[up] * 4, error]
     parameters = [pair(a, b) for a, b in zip([3, *widths], widths, strict=False)]
     parameters += [pair(128, 256)]
-    parameters += [pair(above + own, own) for above, own in zip([256, *widths[:0:-1]], widths[::-1], strict=True)]
+    parameters += [
+        pair(above + own, own) for above, own in zip([256, *widths[:0:-1]], widths[::-1], strict=True)
+    ]
     return Model(blocks, [*parameters, _draw(1, 1, 16, 1)], _images(4, 64, 3), _images(4, 64, 1))
 
 
@@ -244,7 +247,10 @@ def make_tutorial() -> Model:
     def dense(w: Any, x: Any, target: Any) -> Any:
         return jax.nn.relu(x @ w), target
 
-    parameters = [np.zeros(784, np.float32), *(_draw(*pair) for pair in zip(widths, widths[1:-1], strict=False))]
+    parameters = [
+        np.zeros(784, np.float32),
+        *(_draw(*pair) for pair in itertools.pairwise(widths[:-1])),
+    ]
     blocks = [add, *[dense] * (len(parameters) - 1), _classify]
     labels = _random.integers(0, 10, 32).astype(np.int32)
     return Model(blocks, [*parameters, _draw(10, 10)], _draw(32, 784) * 28, labels)

@@ -5,7 +5,11 @@
 Layers become stages by `engine.auto_stages`. Steps of the split found, of the even one by the number of
 layers and, where there are few, of all others run in turns, in one process per case. Emulated layers sleep,
 so their devices do not share cores (see benchmarks/emulation); a sixth of them takes several times as long.
-The other layers compute on the CPU, whose cores all stages share.
+The tutorial's compute on the CPU, whose cores all stages share.
+
+Six models that are one function (`models`) become 2, 4 and 8 stages by `engine.split`. They run on the CPU,
+and then on emulated devices, whose stages sleep for as long as they were measured to take. The other side
+is what a person makes, as for torch.distributed.pipelining: the same number of blocks in each stage.
 
 The last rows compare the dispatch plan that a pipeline chooses, by measuring its programs, with one
 micro-batch per program.
@@ -31,7 +35,7 @@ from benchmarks.harness import Row
 MODULE = "benchmarks.splits.run"
 EMULATED, SHARED = 0.05, 0.15  # how far a step may be from its prediction
 MOST_OF_BEST, MOST_OF_EVEN, MOST_OF_ALONE = 1.03, 1.03, 1.03
-NUM_ROUNDS = 5
+NUM_ROUNDS = 3
 ROUND_SECONDS = 0.2
 NUM_BYTES = 8192  # of an emulated micro-batch
 
@@ -40,7 +44,7 @@ class Case(NamedTuple):
     """Layers that become stages.
 
     Attributes:
-      kind: "emulated", "mlp" or "tutorial".
+      kind: "emulated" or "tutorial".
       num_layers: how many layers there are.
       num_stages: how many stages they become.
       count: micro-batches of a step.
@@ -72,13 +76,13 @@ CASES = {
     "emulated halves": Case("emulated", 12, 4, 16, "zero_bubble"),
     "emulated looped": Case("emulated", 16, 4, 16, "looped", (0, 1, 0, 1)),
     "emulated v": Case("emulated", 16, 4, 16, "zero_bubble_v", (0, 1, 1, 0)),
-    "mlp 2": Case("mlp", 12, 2, 8),
-    "mlp 4": Case("mlp", 12, 4, 16),
-    "mlp 8": Case("mlp", 12, 8, 16),
     "tutorial 2": Case("tutorial", 7, 2, 16, "grouped", runs_all=True),
     "tutorial 4": Case("tutorial", 7, 4, 16, "grouped"),
 }
-SHORT_CASES = ["emulated 2", "emulated 8", "mlp 4", "tutorial 2"]
+SHORT_CASES = ["emulated 2", "emulated 8", "tutorial 2"]
+NUM_STAGES = (2, 4, 8)  # of the models
+SHORT_MODELS = ["mlp 4", "unet 2"]
+LONGEST = 0.01  # seconds: of the longest emulated stage; longer ones are scaled
 PLANS = ["mlp 32", "mlp 128", "mlp 512", "emulated 0.2", "emulated 2"]  # width, or milliseconds
 SHORT_PLANS = ["mlp 32", "emulated 0.2"]
 
@@ -130,9 +134,6 @@ def make_layers(case: Case) -> Layers:
         milliseconds = rng.choice([1.0, 2.0, 3.0], case.num_layers)
         milliseconds[:: max(1, case.num_layers // 2)] = 8.0
         return make_emulated(milliseconds, case.count)
-    if case.kind == "mlp":
-        widths = [512, 256, 1024, 1024, 256, 128, 128, 1536, 1536, 128, 128, 512, 64]
-        return make_dense(widths, 64, case.count)
     widths = [784, 784, 256, 128, 64, 32, 10, 10]
     found = make_dense(widths, 32, case.count)
     return found._replace(
@@ -235,6 +236,91 @@ def measure_case(name: str) -> dict[str, Any]:
     return {"predicted": predicted, "taken": taken, "seconds": seconds, "num_rows": len(sizes)}
 
 
+def measure_model(name: str) -> dict[str, Any]:
+    """What a model's split takes on the CPU and on emulated devices, and what one by hand takes."""
+    import jax
+    import optax
+
+    from benchmarks.splits.models import MODELS
+
+    kind, number = name.split()
+    num_stages = int(number)
+    jax.config.update("jax_num_cpu_devices", 1 + num_stages)
+    from ipu_pipeline import engine
+
+    model = MODELS[kind]()
+    data = model.micro_batches(max(8, 2 * num_stages))
+    options = {
+        "num_micro_batches": len(data),
+        "loss": lambda loss: loss,
+        "optimizer": optax.sgd(1e-3),
+        "schedule": "interleaved",
+    }
+    parameters = list(model.parameters)
+
+    def find() -> Any:
+        return engine.split(model.whole, num_stages, data[0], parameters=parameters, **options)
+
+    begin = time.perf_counter()
+    find()
+    first = time.perf_counter() - begin
+    begin = time.perf_counter()
+    stages = find()
+    seconds = time.perf_counter() - begin
+    functions, own = model.by_hand(num_stages)
+    ours = engine.Pipeline(stages, **options)
+    by_hand = engine.Pipeline(functions, parameters=own, **options)
+    taken = time_in_turns(make_steps([ours, by_hand], data))
+    row = stages.table.rows[0]
+    costs = by_hand.scenario().costs
+    longest = max(*row.forward_seconds, *row.backward_seconds, *costs.forward, *costs.backward)
+    scale = min(1.0, LONGEST / longest)
+    emulated, predicted = [], []
+    for forward, backward in (
+        (row.forward_seconds, row.backward_seconds),
+        (costs.forward, costs.backward),
+    ):
+        layers, simulated = emulate(forward, backward, scale, len(data))
+        predicted.append(simulated)
+        emulated.append(engine.Pipeline(layers.functions, parameters=layers.parameters, **options))
+        micro_batches = layers.micro_batches
+    return {
+        "predicted": row.shared_seconds,
+        "taken": taken,
+        "first": first,
+        "seconds": seconds,
+        "emulated_predicted": predicted[0],
+        "emulated": time_in_turns(make_steps(emulated, micro_batches)),
+        "num_parts": len(stages.table.layers),
+    }
+
+
+def emulate(
+    forward: Sequence[float], backward: Sequence[float], scale: float, count: int
+) -> tuple[Layers, float]:
+    """Stages that sleep as long as some take, and how long a step of them should take."""
+    from benchmarks.emulation import stages, values
+    from ipu_pipeline import engine
+    from ipu_pipeline.engine.planning.choosing import HOST_SECONDS
+
+    stages.register()
+    times = [(1e3 * scale * own, 1e3 * scale * other) for own, other in zip(forward, backward, strict=True)]
+    total = sum(times.pop())  # the last stage's programs are one
+    functions: list[Callable[..., Any]] = [stages.emulated_stage(*pair) for pair in times]
+    last = stages.emulated_stage(total / 3, 2 * total / 3)
+    functions.append(lambda w, x: (last(w, x) ** 2).mean())
+    made = Layers(
+        functions, values.make_parameters(len(functions)), values.make_micro_batches(count, NUM_BYTES)
+    )
+    costs = engine.Costs.of(
+        len(functions),
+        forward=[scale * own for own in forward],
+        backward=[scale * own for own in backward],
+        host=HOST_SECONDS,
+    )
+    return made, engine.simulate(engine.Scenario(costs, "interleaved", count)).free_running.step_time
+
+
 def measure_plan(name: str) -> dict[str, Any]:
     """Steps with the plan that is chosen, and one by one."""
     import jax
@@ -293,10 +379,39 @@ def make_rows(case: Case, found: dict[str, Any]) -> list[Row]:
     return rows
 
 
+def make_model_rows(name: str, found: dict[str, Any]) -> list[Row]:
+    """The rows of a model."""
+    kind, number = name.split()
+    what = f"{kind} in {number} stages"
+    taken, emulated = found["taken"], found["emulated"]
+    rows = []
+    for own, predicted, bound, where in (
+        (emulated, found["emulated_predicted"], EMULATED, "emulated"),
+        (taken, found["predicted"], SHARED, "CPU"),
+    ):
+        ratios = [measured / predicted for measured in own[0]]
+        rows.append(
+            Row(
+                "splits",
+                f"{what}, {where}: measured against predicted",
+                f"{statistics.median(own[0]) * 1e3:.1f} ms",
+                f"{predicted * 1e3:.1f} ms",
+                statistics.median(ratios),
+                (min(ratios), max(ratios)),
+                1 + bound,
+            )
+        )
+        text = f"{what}, {where}: against equally many blocks per stage"
+        rows.append(harness.compare("splits", text, own[0], own[1], MOST_OF_EVEN))
+    text = f"{what}: to find it, once its parts are measured"
+    rows.append(Row("splits", text, f"{found['seconds']:.1f} s", "", found["seconds"], None, 10.0))
+    return rows
+
+
 def main() -> None:
-    if "--case" in sys.argv or "--plan" in sys.argv:
-        place = 1 + max(sys.argv.index(option) for option in ("--case", "--plan") if option in sys.argv)
-        run = measure_case if "--case" in sys.argv else measure_plan
+    runs = {"--case": measure_case, "--model": measure_model, "--plan": measure_plan}
+    if asked := [option for option in runs if option in sys.argv]:
+        place, run = 1 + sys.argv.index(asked[0]), runs[asked[0]]
         with tempfile.TemporaryDirectory() as folder:  # nothing is known from earlier runs
             os.environ["XDG_CACHE_HOME"] = folder
             print(json.dumps(run(sys.argv[place])))
@@ -306,6 +421,11 @@ def main() -> None:
     for name in SHORT_CASES if args.short else CASES:
         rows += make_rows(CASES[name], harness.run_module(MODULE, "--case", name))
         print(*rows[-4:], sep="\n", flush=True)
+    from benchmarks.splits.models import MODELS
+
+    for name in SHORT_MODELS if args.short else [f"{m} {n}" for m in MODELS for n in NUM_STAGES]:
+        rows += make_model_rows(name, harness.run_module(MODULE, "--model", name))
+        print(*rows[-5:], sep="\n", flush=True)
     for name in SHORT_PLANS if args.short else PLANS:
         found = harness.run_module(MODULE, "--plan", name)
         kind, size = name.split()

@@ -85,7 +85,8 @@ class SplitRow:
     Attributes:
       what: what it is: "chosen", "even by layers" (or "even by parts") or "best other".
       groups: the names of each stage's layers.
-      stage_seconds: what a micro-batch takes of each stage, forward and backward.
+      forward_seconds: what a micro-batch takes of each stage forward; of the last one forward and backward.
+      backward_seconds: what it takes of each backward.
       step_seconds: what a step is predicted to take, with a device for each IPU.
       shared_seconds: what it is predicted to take where the devices share this machine's cores, as virtual
         devices of a CPU do; None where they do not.
@@ -98,12 +99,19 @@ class SplitRow:
 
     what: str
     groups: tuple[tuple[str, ...], ...]
-    stage_seconds: tuple[float, ...]
+    forward_seconds: tuple[float, ...]
+    backward_seconds: tuple[float, ...]
     step_seconds: float
     shared_seconds: float | None
     chunk_size: int
     num_bytes: tuple[int, ...]
     fits: bool
+
+    @property
+    def stage_seconds(self) -> tuple[float, ...]:
+        """What a micro-batch takes of each stage, forward and backward."""
+        pairs = zip(self.forward_seconds, self.backward_seconds, strict=True)
+        return tuple(one + other for one, other in pairs)
 
 
 @dataclass(frozen=True)
@@ -760,7 +768,8 @@ class _Layers:
         return SplitRow(
             "",
             tuple(tuple(names[layer] for layer in group) for group in problem.groups(split)),
-            tuple(one + other for one, other in zip(costs.forward, costs.backward, strict=True)),
+            costs.forward,
+            costs.backward,
             problem.step_time(split, None, chunk_size),
             problem.step_time(split, cores, chunk_size) if is_shared else None,
             chunk_size,
