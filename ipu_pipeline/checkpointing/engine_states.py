@@ -12,7 +12,7 @@ from ipu_pipeline.checkpointing.checkpoints import read_same_checkpoint, write_c
 from ipu_pipeline.checkpointing.session_state import KeptOptimizer, Record, SessionState
 from ipu_pipeline.checkpointing.snapshots import Snapshot
 from ipu_pipeline.engine import Pipeline, PipelineState, processes
-from ipu_pipeline.engine.fronts import move_state
+from ipu_pipeline.engine.fronts import check_pipeline, move_state
 from ipu_pipeline.ground.errors import CheckpointError
 
 __all__ = ["restore", "save"]
@@ -33,10 +33,14 @@ def save(path: str | os.PathLike[str], state: PipelineState) -> None:
       state: from `init` or a step.
 
     Raises:
+      TypeError: an argument is of another type.
       ValueError: there is something else at the path, or processes name different paths.
       OSError: it cannot be written.
       RuntimeError: JAX has joined several processes, and this library has not.
     """
+    if not isinstance(state, PipelineState):
+        raise TypeError(f"save: state must be what init or step returned; got {type(state).__name__}.")
+    _check_path("save", path)
     processes.check_joined("engine.save")
     kept = None
     if state.optimizer_state is not None:
@@ -68,10 +72,13 @@ def restore(path: str | os.PathLike[str], pipeline: Pipeline) -> PipelineState:
       The state, on the pipeline's devices.
 
     Raises:
+      TypeError: an argument is of another type.
       CheckpointError: there is none, it is damaged, or it is of a session with several pipelines.
       ValueError: its variables or optimizer state are not those of the pipeline.
       RuntimeError: the pipeline has not been traced, or as for `save`.
     """
+    _check_path("restore", path)
+    check_pipeline("restore", pipeline)
     processes.check_joined("engine.restore")
     snapshot = read_same_checkpoint(path)
     records = list(snapshot.state.pipelines.values())
@@ -92,3 +99,8 @@ def restore(path: str | os.PathLike[str], pipeline: Pipeline) -> PipelineState:
         leaves = dict(zip(record.optimizer.shapes, jax.tree.leaves(record.optimizer.tree), strict=True))
     state = PipelineState(snapshot.state.variables, None, record.update_count, record.execution_count, key)
     return move_state(state, leaves, pipeline)
+
+
+def _check_path(caller: str, path: object) -> None:
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"{caller}: path must be a string or a path; got {path!r}.")

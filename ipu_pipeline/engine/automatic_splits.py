@@ -345,8 +345,8 @@ def split(
       **options: see `auto_stages`. `trained` has names of the stages' variables.
 
     Returns:
-      The stages. The names of variables and random numbers do not depend on where it is cut: a state of
-      one split is one of all. A parameter that a scan over layers takes apart is a variable for each layer,
+      The stages, for micro-batches of these shapes and dtypes. The names of variables and random numbers do
+      not depend on where it is cut: a state of one split is one of all. A parameter that a scan over layers takes apart is a variable for each layer,
       `model/blocks/w/0` and so on, which optimizers see one by one.
 
     Raises:
@@ -372,7 +372,8 @@ def split(
         raise ValueError(
             f"split: num_stages must be at most {number}, the parts into which the model can be "
             f"cut; got {num_stages}. What jax.checkpoint, a loop or a function with custom derivatives "
-            "computes is one part."
+            "computes is one part; so is a scan over layers whose parameters are transposed, sliced or "
+            "reshaped before it."
         )
 
     def join(groups: Sequence[Sequence[int]]) -> list[StageEntry]:

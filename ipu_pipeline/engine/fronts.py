@@ -20,7 +20,7 @@ from ipu_pipeline.engine.programs.accumulation import count_dtype, find_accumula
 from ipu_pipeline.engine.programs.collecting import find_sum_dtype
 from ipu_pipeline.engine.programs.gradient_maps import GradientMap, GradientTarget, join_gradient_maps
 from ipu_pipeline.engine.progress import between_bars, is_shown_on, watched_by
-from ipu_pipeline.engine.resplitting import move_state
+from ipu_pipeline.engine.resplitting import check_pipeline, move_state
 from ipu_pipeline.engine.segments import (
     CallStep,
     Segment,
@@ -95,6 +95,7 @@ __all__ = [
     "absolute_scope",
     "as_level",
     "between_bars",
+    "check_pipeline",
     "check_signature",
     "count_dtype",
     "current_body",

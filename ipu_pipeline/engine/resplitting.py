@@ -2,15 +2,18 @@
 
 A variable of a stage's parameters has a name that begins with the stage, `stage1/0/w`. The layer that it
 belongs to is found by the rest of the name, without numbers, and by the order: of the variables with the
-same rest and shape, the first of one pipeline is the first of the other, in the order of stages and of the
-numbers in names. Where layers are stacked on a first axis in one and not, or differently, in the other,
-their rows are counted. Names that do not depend on stages stay as they are.
+same rest, the first of one pipeline is the first of the other, in the order of stages and of the numbers in
+names. A number that has the same values in every stage, as of `[w, b]` for each layer, tells no layer, and
+is part of the rest. Where layers are stacked on a first axis in one and not, or differently, in the other,
+their rows are counted. Names without a stage, which do not depend on it, are the same in both.
+
+What could be meant in two ways is an error.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -21,12 +24,19 @@ from ipu_pipeline.engine import peers
 from ipu_pipeline.engine.devices.gathered import read_gathered
 from ipu_pipeline.engine.pipeline import Pipeline
 from ipu_pipeline.engine.state import PipelineState
+from ipu_pipeline.ground.shapes import describe
 from ipu_pipeline.ground.tables import shorten
 
 __all__ = ["move_state", "resplit"]
 
 _PREFIX = re.compile(r"(stage|layer)(\d+)$|model$")
+_ENDING = re.compile(r"_?(\d+)$")
+_LEAST_RANK = 3  # of stacks: with less, rows may be those of a matrix
 _MAX_NAMES = 300  # characters, in an error
+_OTHER_OPTIMIZER = (
+    "The state's optimizer state is of another optimizer than the pipeline's, or of layers stacked "
+    "otherwise (masks and labels by names may differ, too)"
+)
 
 Shapes: TypeAlias = "Mapping[str, tuple[int, ...]]"
 
@@ -55,7 +65,8 @@ def resplit(state: PipelineState, pipeline: Pipeline) -> PipelineState:
     The other pipeline may have other stages of the same layers, another number of replicas, or other parts
     that replicas share out (`shard`). Layers are in the same order in both. Parameters are known by their
     names and shapes: `stage0/1/w` may become `stage1/0/w`, and rows of a stack of layers may become
-    variables, or other stacks.
+    variables, or other stacks. Arrays that are where they belong are not copied: with `donate` a step
+    destroys them in the old state, too.
 
     Args:
       state: of any pipeline, on any devices.
@@ -65,14 +76,25 @@ def resplit(state: PipelineState, pipeline: Pipeline) -> PipelineState:
       The state of the pipeline, on its devices. Without an optimizer it has no optimizer state.
 
     Raises:
-      ValueError: the variables or the optimizer's state of one are not those of the other.
+      TypeError: an argument is of another type.
+      ValueError: the variables or the optimizer's state of one are not those of the other, or it is not
+        certain which are which.
       RuntimeError: the pipeline has not been traced.
     """
+    if not isinstance(state, PipelineState):
+        raise TypeError(f"resplit: state must be what init or step returned; got {type(state).__name__}.")
+    check_pipeline("resplit", pipeline)
     known = jax.tree_util.tree_flatten_with_path(state.optimizer_state)[0]
     leaves = None
     if state.optimizer_state is not None:
         leaves = {jax.tree_util.keystr(path): leaf for path, leaf in known}
     return move_state(state, leaves, pipeline)
+
+
+def check_pipeline(caller: str, pipeline: Any) -> None:
+    """Raises a TypeError if an argument is no pipeline."""
+    if not isinstance(pipeline, Pipeline):
+        raise TypeError(f"{caller}: pipeline must be an engine.Pipeline; got {type(pipeline).__name__}.")
 
 
 def move_state(state: PipelineState, leaves: Mapping[str, Any] | None, pipeline: Pipeline) -> PipelineState:
@@ -89,40 +111,71 @@ def move_state(state: PipelineState, leaves: Mapping[str, Any] | None, pipeline:
     variables = {name: _read(state.variables, origin) for name, origin in origins.items()}
     updates, optimizer_state = pipeline.updates, None
     if updates is not None and leaves is not None:
-        number = len(updates.state_leaves)
-        template = updates.state_tree.unflatten(range(number))
+        template = updates.state_tree.unflatten(range(len(updates.state_leaves)))
         paths = [path for path, _number in jax.tree_util.tree_flatten_with_path(template)[0]]
-        moved = [_move_leaf(path, leaves, origins, shapes) for path in paths]
-        for path, leaf, known in zip(paths, moved, updates.state_leaves, strict=True):
-            if leaf is None or tuple(leaf.shape) != known.aval.shape:
-                raise ValueError(
-                    "The state's optimizer state is of another optimizer than the pipeline's, or of layers "
-                    f"stacked otherwise: {jax.tree_util.keystr(path)} "
-                    + ("is missing in it." if leaf is None else f"has the shape {tuple(leaf.shape)} there.")
-                )
+        optimizer = _Optimizer(leaves, origins, shapes)
+        moved = [
+            optimizer.move(path, leaf.aval) for path, leaf in zip(paths, updates.state_leaves, strict=True)
+        ]
+        optimizer.check_all_taken()
         optimizer_state = updates.state_tree.unflatten(moved)
     return pipeline.place(
         PipelineState(variables, optimizer_state, state.update_count, state.execution_count, state.key)
     )
 
 
-def _move_leaf(
-    path: tuple[Any, ...], leaves: Mapping[str, Any], origins: Mapping[str, _Origin], shapes: Shapes
-) -> Any:
-    """A leaf of the optimizer's state, from those of another state; None if it is not among them."""
-    names = [str(entry.key) if isinstance(entry, jax.tree_util.DictKey) else "" for entry in path]
-    place = next((place for place, name in enumerate(names) if name in origins), None)
-    if place is None:
-        return leaves.get(jax.tree_util.keystr(path))
-    origin = origins[names[place]]
-    found: dict[str, Any] = {}
-    for name in dict.fromkeys(name for name, _row in origin.parts):
-        own = (*path[:place], jax.tree_util.DictKey(name), *path[place + 1 :])
-        leaf = leaves.get(jax.tree_util.keystr(own))
-        if leaf is None or (origin.whole is None and tuple(leaf.shape) != shapes[name]):
-            return None
-        found[name] = leaf
-    return _read(found, origin)
+class _Optimizer:
+    """The optimizer's state of another pipeline."""
+
+    def __init__(
+        self, leaves: Mapping[str, Any], origins: Mapping[str, _Origin], shapes: Mapping[str, Any]
+    ) -> None:
+        self._leaves, self._origins, self._shapes = leaves, origins, shapes
+        self._are_others = any(origin.whole != name for name, origin in origins.items())
+        self._left = set(leaves)
+
+    def move(self, path: tuple[Any, ...], aval: Any) -> Any:
+        """Finds a leaf.
+
+        Raises:
+          ValueError: there is none like it, or it is of all variables together.
+        """
+        text = jax.tree_util.keystr(path)
+        names = [str(entry.key) if isinstance(entry, jax.tree_util.DictKey) else "" for entry in path]
+        place = next((place for place, name in enumerate(names) if name in self._origins), None)
+        if place is None:
+            leaf = self._take(text)
+            if self._are_others and leaf is not None and leaf.shape:
+                raise ValueError(
+                    f"The optimizer's state at {text} has the shape {tuple(leaf.shape)} and belongs to no "
+                    "single variable, as that of optax.flatten. It cannot be moved between splits."
+                )
+        else:
+            leaf = self._of_variable(path, place, self._origins[names[place]])
+        if leaf is None or tuple(leaf.shape) != aval.shape or leaf.dtype != aval.dtype:
+            got = "is missing there" if leaf is None else f"is {describe(leaf)} there, not {describe(aval)}"
+            raise ValueError(f"{_OTHER_OPTIMIZER}: {text} {got}.")
+        return leaf
+
+    def _of_variable(self, path: tuple[Any, ...], place: int, origin: _Origin) -> Any:
+        found: dict[str, Any] = {}
+        for name in dict.fromkeys(name for name, _row in origin.parts):
+            own = (*path[:place], jax.tree_util.DictKey(name), *path[place + 1 :])
+            leaf = self._take(jax.tree_util.keystr(own))
+            if leaf is None or (origin.whole is None and tuple(leaf.shape) != self._shapes[name]):
+                return None
+            found[name] = leaf
+        return _read(found, origin)
+
+    def _take(self, text: str) -> Any:
+        self._left.discard(text)
+        return self._leaves.get(text)
+
+    def check_all_taken(self) -> None:
+        """Raises a ValueError if there is more than was asked for."""
+        if self._left:
+            left = shorten(", ".join(sorted(self._left)), _MAX_NAMES)
+            raise ValueError(f"{_OTHER_OPTIMIZER}: it has no {left}.")
 
 
 def _read(values: Mapping[str, Any], origin: _Origin) -> Any:
@@ -144,36 +197,40 @@ def _match(known: Shapes, wanted: Shapes) -> dict[str, _Origin]:
     """
     if dict(known) == dict(wanted):
         return {name: _Origin(((name, None),)) for name in wanted}
-    fixed = {name for name in wanted if known.get(name) == wanted[name] and not _order(name)}
-    found = {name: _Origin(((name, None),)) for name in fixed}
-    groups: dict[str, tuple[list[str], list[str]]] = {}
-    for number, names in enumerate((known, wanted)):
-        for name in names:
-            if name not in fixed:
-                groups.setdefault(_tail(name), ([], []))[number].append(name)
+    found = {
+        name: _Origin(((name, None),))
+        for name in wanted
+        if known.get(name) == wanted[name] and _stage(name) is None
+    }
+    ours = {name: shape for name, shape in known.items() if name not in found}
+    theirs = {name: shape for name, shape in wanted.items() if name not in found}
+    tails = _find_tails([ours, theirs])
+    groups: dict[str, dict[str, _Origin] | None] = {}
+    for tail in sorted({*tails[0].values(), *tails[1].values()}):
+        before = {name: shape for name, shape in ours.items() if tails[0][name] == tail}
+        after = {name: shape for name, shape in theirs.items() if tails[1][name] == tail}
+        groups[tail] = _match_group(before, after)
+    certain = {_rows(own) for own in groups.values() if own is not None and _is_certain(own, known, wanted)}
+    beside: dict[str, set[tuple[int, ...]]] = {}  # kind without its last word -> numbers of rows
+    for tail, own in groups.items():
+        if own is not None and (len(own) > 1 or _rows(own)):
+            beside.setdefault(_parent(tail), set()).add(_rows(own))
     wrong: tuple[list[str], list[str]] = ([], [])
-    restacked: dict[str, set[tuple[int, ...]]] = {}  # kind without its last part -> numbers of rows
-    for tail, (ours, theirs) in groups.items():
-        own = _match_group({n: known[n] for n in ours}, {n: wanted[n] for n in theirs})
-        rows = () if own is None else tuple(len(origin.parts) for origin in own.values())
-        is_restacked = own is not None and any(origin.whole is None for origin in own.values())
-        restacked.setdefault(tail.rpartition("/")[0], set()).add(rows if is_restacked else ())
-        if own is None:
-            wrong[0].extend(ours)
-            wrong[1].extend(theirs)
+    for tail, own in groups.items():
+        # Rows of matrices that only happen to add up are no layers; what is beside them tells.
+        is_known = own is not None and len(beside.get(_parent(tail), ())) <= 1
+        if own is None or not is_known or (_rows(own) and _rows(own) not in certain):
+            wrong[0].extend(name for name in ours if tails[0][name] == tail)
+            wrong[1].extend(name for name in theirs if tails[1][name] == tail)
         else:
             found |= own
-    # Matrices whose rows only happen to add up are no stacks: then those beside them are none either.
-    for tail, (ours, theirs) in groups.items():
-        if len(restacked[tail.rpartition("/")[0]]) > 1:
-            wrong[0].extend(ours)
-            wrong[1].extend(theirs)
     if wrong[0] or wrong[1]:
         listed = [shorten(", ".join(names), _MAX_NAMES) or "none" for names in wrong]
         raise ValueError(
-            "The state's variables are not those of the pipeline's layers. Left over in the state: "
-            f"{listed[0]}. Missing for the pipeline: {listed[1]}. Their names, without stages and numbers, "
-            "must be the same, and as many of each, in the same order."
+            "The state's variables are not those of the pipeline's layers, or it is not certain which are "
+            f"which. Left over in the state: {listed[0]}. Missing for the pipeline: {listed[1]}. Names "
+            "without stages and numbers must be the same, and as many of each, in the same order; other "
+            "names must be equal."
         )
     return {name: found[name] for name in wanted}
 
@@ -181,15 +238,17 @@ def _match(known: Shapes, wanted: Shapes) -> dict[str, _Origin]:
 def _match_group(known: Shapes, wanted: Shapes) -> dict[str, _Origin] | None:
     """Matches variables of one kind in their order; None if they do not belong together."""
     ours, theirs = (sorted(names, key=lambda name: (_order(name), name)) for names in (known, wanted))
-    by_path = [{_path(name): name for name in names} for names in (ours, theirs)]
-    are_named = len(by_path[0]) == len(ours) and len(by_path[1]) == len(theirs)
-    if are_named and by_path[0].keys() == by_path[1].keys():
-        theirs = [by_path[1][_path(name)] for name in ours]
     if [known[name] for name in ours] == [wanted[name] for name in theirs]:
-        return {name: _Origin(((own, None),)) for own, name in zip(ours, theirs, strict=True)}
+        pairs = list(zip(ours, theirs, strict=True))
+        of_stages = any(_stage(name) is not None for name in (*ours, *theirs))
+        if not of_stages and any(own != other for own, other in pairs):
+            return None
+        if not _agree_with_names(pairs):
+            return None
+        return {name: _Origin(((own, None),)) for own, name in pairs}
     shapes = [*known.values(), *wanted.values()]
     ranks = {len(shape) for shape in shapes}
-    if not shapes or max(ranks) == 0 or max(ranks) - min(ranks) > 1:
+    if not ours or not theirs or max(ranks) == 0 or max(ranks) - min(ranks) > 1:
         return None
     stacked = max(ranks)
     if len({shape[1:] if len(shape) == stacked else shape for shape in shapes}) > 1:
@@ -209,26 +268,89 @@ def _match_group(known: Shapes, wanted: Shapes) -> dict[str, _Origin] | None:
     return None if left else found
 
 
-def _without_prefix(name: str) -> tuple[list[str], list[int]]:
-    """The parts of a name without its stage, and the stage's number."""
+def _rows(origins: Mapping[str, _Origin]) -> tuple[int, ...]:
+    """How many rows each variable has, if layers are stacked otherwise; else nothing."""
+    if all(origin.whole is not None for origin in origins.values()):
+        return ()
+    return tuple(len(origin.parts) for origin in origins.values())
+
+
+def _is_certain(origins: Mapping[str, _Origin], known: Shapes, wanted: Shapes) -> bool:
+    """Whether rows are layers: single ones are variables on one side, or they are matrices and more."""
+    parts = [part for origin in origins.values() for part in origin.parts]
+    ranks = {len(known[name]) for name, _row in parts} | {len(wanted[name]) for name in origins}
+    return len(ranks) > 1 or min(ranks) >= _LEAST_RANK
+
+
+def _agree_with_names(pairs: Sequence[tuple[str, str]]) -> bool:
+    """Whether variables with numbers in their words, `block3/w`, keep these if all of them differ."""
+    words = [tuple("/".join(_parts(name)) for name in pair) for pair in pairs]
+    if any(part.isdecimal() for pair in pairs for name in pair for part in _parts(name)):
+        return True  # numbers of places in a list, which are others in other stages
+    ours, theirs = ([pair[side] for pair in words] for side in (0, 1))
+    are_names = len(set(ours)) == len(ours) and set(ours) == set(theirs)
+    return not are_names or ours == theirs
+
+
+def _find_tails(sides: Sequence[Shapes]) -> list[dict[str, str]]:
+    """The kind of each variable: its name without the stage and without numbers that tell its layer."""
+    # Of each kind of name and each of its numbers, the values in each stage of each pipeline.
+    values: dict[tuple[str, int], dict[tuple[int, int | None], set[int]]] = {}
+    for side, names in enumerate(sides):
+        for name in names:
+            for place, number in enumerate(_numbers(name)):
+                own = values.setdefault((_plain(name), place), {})
+                own.setdefault((side, _stage(name)), set()).add(number)
+    stages = [{_stage(name) for name in names} for names in sides]
+    tells = {
+        key: len({frozenset(found) for found in own.values()}) > 1 or len(next(iter(own.values()))) == 1
+        for key, own in values.items()
+    }
+    # With one stage on both sides nothing is known of numbers; then all tell a layer.
+    has_several = any(len(own) > 1 for own in stages)
+
+    def tail(name: str) -> str:
+        plain, numbers = _plain(name), _numbers(name)
+        if len(numbers) < 2 or not has_several:
+            return plain
+        kinds = [str(n) for place, n in enumerate(numbers) if not tells[plain, place]]
+        return "/".join([plain, *(f"#{kind}" for kind in kinds)])
+
+    return [{name: tail(name) for name in names} for names in sides]
+
+
+def _parts(name: str) -> list[str]:
+    """The parts of a name without its stage."""
     parts = name.split("/")
-    prefix = _PREFIX.fullmatch(parts[0]) if len(parts) > 1 else None
-    if prefix is None:
-        return parts, []
-    return parts[1:], [int(prefix[2])] if prefix[2] else []
+    return parts[1:] if len(parts) > 1 and _PREFIX.fullmatch(parts[0]) else parts
 
 
-def _path(name: str) -> str:
-    """A name without its stage."""
-    return "/".join(_without_prefix(name)[0])
+def _stage(name: str) -> int | None:
+    """The stage in a name; None if there is none."""
+    found = re.fullmatch(r"stage(\d+)", name.split("/")[0])
+    return None if found is None or "/" not in name else int(found[1])
 
 
-def _tail(name: str) -> str:
+def _plain(name: str) -> str:
     """A name without its stage and numbers."""
-    return "/".join(part for part in _without_prefix(name)[0] if not part.isdecimal())
+    parts = [_ENDING.sub("", part) for part in _parts(name)]
+    return "/".join(part for part in parts if part)
+
+
+def _parent(tail: str) -> str:
+    """A kind without its last word."""
+    words = [word for word in tail.split("/") if not word.startswith("#")]
+    return "/".join(words[:-1])
+
+
+def _numbers(name: str) -> list[int]:
+    """The numbers in a name after that of its stage; a word beside numbered ones counts as -1."""
+    endings = (_ENDING.search(part) for part in _parts(name))
+    return [int(found[1]) for found in endings if found is not None]
 
 
 def _order(name: str) -> list[int]:
-    """The numbers in a name: that of its stage, and then those of layers."""
-    parts, numbers = _without_prefix(name)
-    return numbers + [int(part) for part in parts if part.isdecimal()]
+    """That by which the layers of variables of one kind are ordered: the stage, then the numbers."""
+    prefix = _PREFIX.fullmatch(name.split("/")[0]) if "/" in name else None
+    first = [int(prefix[2])] if prefix is not None and prefix[2] else []
+    return first + _numbers(name)

@@ -30,6 +30,7 @@ __all__ = [
     "NAMES",
     "WrittenExecutable",
     "as_operand",
+    "as_weak",
     "can_move_executables",
     "dce_rules",
     "discharge",
@@ -411,6 +412,16 @@ _serialize = find("jax.experimental.serialize_executable:serialize")
 _deserialize = find("jaxlib.xla_client:Client.deserialize_executable")
 _CompileOptions = find("jaxlib.xla_client:CompileOptions")
 _DeviceAssignment = find("jaxlib.xla_client:DeviceAssignment")
+
+
+_convert_element_type = find("jax._src.lax.lax:_convert_element_type")
+
+
+def as_weak(value: Any) -> Any:
+    """The value with a weak type, as that of a Python number, where JAX has a way to make one."""
+    if _convert_element_type is None:
+        return value
+    return _convert_element_type(value, value.dtype, weak_type=True)
 
 
 def reset_persistent_cache() -> None:

@@ -251,16 +251,192 @@ def test_the_error_for_another_split_names_the_mend():
     ],
 )
 def test_variables_that_do_not_belong_together(known, wanted):
-    with pytest.raises(ValueError, match="not those of the pipeline's layers. Left over in the state: "):
+    with pytest.raises(ValueError, match="not those of the pipeline's layers, .* Left over in the state: "):
         resplitting._match(known, wanted)
 
 
-def test_another_optimizer():
+def names_of(origins):
+    return {name: origin.whole for name, origin in origins.items()}
+
+
+M, V = (8, 8), (8,)
+
+
+@pytest.mark.parametrize(
+    ("known", "expected"),
+    [
+        # Numbers that stand at words, as in modules of Flax, begin anew in each stage.
+        (
+            {"stage0/Dense_0/w": M, "stage0/Dense_1/w": M, "stage1/Dense_0/w": M},
+            {
+                "stage0/Dense_0/w": "stage0/Dense_0/w",
+                "stage1/Dense_0/w": "stage0/Dense_1/w",
+                "stage1/Dense_1/w": "stage1/Dense_0/w",
+            },
+        ),
+        # Entries of lists without parameters are counted, too.
+        ({"stage1/0/w": M, "stage2/1/w": M}, {"stage0/1/w": "stage1/0/w", "stage1/0/w": "stage2/1/w"}),
+        # A list of matrices and a list of vectors for each stage: the first number tells no layer.
+        (
+            {
+                "stage0/0/0": M,
+                "stage0/0/1": M,
+                "stage0/1/0": M,
+                "stage0/1/1": M,
+                "stage1/0/0": M,
+                "stage1/1/0": M,
+            },
+            {
+                "stage0/0/0": "stage0/0/0",
+                "stage1/0/0": "stage0/0/1",
+                "stage1/0/1": "stage1/0/0",
+                "stage0/1/0": "stage0/1/0",
+                "stage1/1/0": "stage0/1/1",
+                "stage1/1/1": "stage1/1/0",
+            },
+        ),
+        # [w, b] of each layer: the second number tells none.
+        (
+            {
+                "stage0/0/0": M,
+                "stage0/0/1": M,
+                "stage0/1/0": M,
+                "stage0/1/1": M,
+                "stage1/0/0": M,
+                "stage1/0/1": M,
+            },
+            {
+                "stage0/0/0": "stage0/0/0",
+                "stage0/0/1": "stage0/0/1",
+                "stage1/0/0": "stage0/1/0",
+                "stage1/0/1": "stage0/1/1",
+                "stage1/1/0": "stage1/0/0",
+                "stage1/1/1": "stage1/0/1",
+            },
+        ),
+        # More than ten stages: by their numbers, and not as text.
+        (
+            {f"stage{n}/w": M for n in range(12)},
+            {f"stage{n // 2}/{n % 2}/w": f"stage{n}/w" for n in range(12)},
+        ),
+        ({"stage0/0/w": M, "stage0/1/w": M}, {"layer0/w": "stage0/0/w", "layer1/w": "stage0/1/w"}),
+    ],
+    ids=["words", "gaps", "kinds first", "kinds last", "many", "layers"],
+)
+def test_which_layer_is_which(known, expected):
+    found = resplitting._match(known, dict.fromkeys(expected, M))
+    assert names_of(found) == expected
+
+
+@pytest.mark.parametrize(
+    ("known", "wanted"),
+    [
+        # Names that are the user's own, and others.
+        ({"block/0/w": M, "block/1/w": M}, {"block/1/w": M, "block/2/w": M}),
+        ({"layer0/w": M, "layer1/w": M}, {"layer1/w": M, "layer2/w": M}),
+        # Rows of matrices that only happen to add up, with nothing beside them that tells.
+        ({"stage0/w": (8, 4), "stage1/w": (4, 4)}, {"stage0/w": (4, 4), "stage1/w": (8, 4)}),
+        # Words whose numbers say another thing than the order of the stages.
+        (
+            {"stage0/block1/w": M, "stage1/block0/w": M},
+            {"stage0/block0/w": M, "stage0/block1/w": M},
+        ),
+    ],
+)
+def test_what_could_be_meant_in_two_ways_is_an_error(known, wanted):
+    with pytest.raises(ValueError, match="or it is not certain which are which"):
+        resplitting._match(known, wanted)
+
+
+def test_a_stack_beside_other_parameters():
+    known = {"stage0/w": (4, *M), "stage0/last": M}
+    wanted = {**{f"model/w/{n}": M for n in range(4)}, "model/last": M}
+    found = resplitting._match(known, wanted)
+    assert found["model/w/2"].parts == (("stage0/w", 2),)
+    assert found["model/last"].whole == "stage0/last"
+    assert resplitting._match(wanted, known)["stage0/w"].parts == tuple(
+        (f"model/w/{n}", None) for n in range(4)
+    )
+
+
+def test_modules_of_flax_in_stages():
+    linen = pytest.importorskip("flax.linen")
+
+    class Layers(linen.Module):
+        number: int
+
+        @linen.compact
+        def __call__(self, x):
+            for _layer in range(self.number):
+                x = jnp.tanh(linen.Dense(WIDTH)(x))
+            return x
+
+    def make(sizes):
+        modules = [Layers(size) for size in sizes]
+        x = make_batches()[0][0]
+        parameters = [jax.device_get(module.init(jax.random.key(n), x)) for n, module in enumerate(modules)]
+        stages = [lambda own, x, t, module=module: (module.apply(own, x), t) for module in modules]
+        pipeline = engine.Pipeline(stages, parameters=parameters, **{**OPTIONS, "loss": error})
+        pipeline.trace(make_batches()[0])
+        return pipeline
+
+    old, new = make([2, 1]), make([1, 2])
+    state = begin(old, 1)
+    np.testing.assert_allclose(
+        go_on(new, engine.resplit(state, new), 1)[1], go_on(old, state, 1)[1], rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        (
+            optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
+            r"of another optimizer.*it has no .*mu",
+        ),
+        (optax.adamw(1e-2), r"of another optimizer.*count is missing there"),
+        (optax.chain(OPTIMIZER, optax.trace(0.9)), "of another optimizer.*is missing there"),
+        (
+            optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2, mu_dtype=jnp.bfloat16)),
+            r"mu.* is float32\[8\] there, not bfloat16",
+        ),
+    ],
+)
+def test_other_optimizers(optimizer, message):
     state = begin(as_lists([2, 2]))
-    other = as_lists([1, 3], optimizer=optax.sgd(0.1, momentum=0.9))
+    other = as_lists([1, 3], optimizer=optimizer)
     other.trace(make_batches()[0])
-    with pytest.raises(ValueError, match=r"optimizer state is of another optimizer.*trace.* is missing"):
+    with pytest.raises(ValueError, match=message):
         engine.resplit(state, other)
+
+
+def test_optimizer_state_of_all_variables_together():
+    flattened = {"optimizer": optax.flatten(optax.adam(1e-2))}
+    state = begin(as_lists([2, 2], **flattened))
+    other = as_lists([1, 3], **flattened)
+    other.trace(make_batches()[0])
+    with pytest.raises(ValueError, match=r"shape \(288,\) and belongs to no single variable"):
+        engine.resplit(state, other)
+    same = as_lists([2, 2], **flattened)
+    same.trace(make_batches()[0])
+    go_on(same, engine.resplit(state, same))
+
+
+def test_arguments_of_other_types(tmp_path):
+    pipeline = as_lists([2, 2])
+    state = begin(pipeline, 1)
+    with pytest.raises(TypeError, match="resplit: state must be what init or step returned; got dict"):
+        engine.resplit({}, pipeline)
+    with pytest.raises(TypeError, match="resplit: pipeline must be an engine.Pipeline; got list"):
+        engine.resplit(state, [run_list])
+    with pytest.raises(TypeError, match="save: state must be what init or step returned; got dict"):
+        engine.save(tmp_path / "x", state.variables)
+    with pytest.raises(TypeError, match="save: path must be a string or a path; got 3"):
+        engine.save(3, state)
+    with pytest.raises(TypeError, match="restore: path must be a string or a path; got None"):
+        engine.restore(None, pipeline)
+    with pytest.raises(TypeError, match="restore: pipeline must be an engine.Pipeline; got list"):
+        engine.restore(tmp_path / "x", [run_list])
 
 
 def test_an_untraced_pipeline():

@@ -1,5 +1,6 @@
 """Models that are one function, cut into stages: against the whole model, and against a plain loop."""
 
+import copy
 import functools
 
 import jax
@@ -205,6 +206,149 @@ def test_variables_keys_assignments_and_metrics():
     assert sorted(found[0]) == [f"layer{number}/size" for number in range(4)]
     for name, values in found[0].items():
         np.testing.assert_allclose(found[1][name], values, rtol=1e-5)
+
+
+def keep(name, value):
+    return engine.get_variable(name, initializer=np.float32(value), trainable=False)
+
+
+def count_early(parameters, x, targets):
+    """The number of micro-batches, needed late: the first stage is ahead of the last."""
+    count = keep("count", 0)
+    engine.assign("count", count + 1)
+    return jnp.mean((run(parameters, x) * (1 + count) - targets) ** 2)
+
+
+def count_late(parameters, x, targets):
+    count = keep("count", 0)
+    x = run(parameters, x) * (1 + count)
+    engine.assign("count", count + 1)
+    return jnp.mean((x - targets) ** 2)
+
+
+def swap(parameters, x, targets):
+    a, b = keep("a", 1), keep("b", 2)
+    x = run(parameters, x)
+    engine.assign("a", b)
+    engine.assign("b", jnp.mean(x))
+    return jnp.mean((x * a - targets) ** 2)
+
+
+def average_weights(parameters, x, targets):
+    """New values of parameters and random numbers alone, which no micro-batch is needed for."""
+    average = engine.get_variable("average", initializer=np.zeros((WIDTH, WIDTH), "f"), trainable=False)
+    noise = keep("noise", 0)
+    engine.assign("average", 0.9 * average + 0.1 * jax.lax.stop_gradient(parameters["f"]))
+    engine.assign("noise", 0.9 * noise + jax.random.normal(engine.next_rng_key()))
+    return jnp.mean((run(parameters, x) @ average * (1 + noise) - targets) ** 2)
+
+
+def return_old(parameters, x, targets):
+    """Values of before, in a metric and in what is returned."""
+    mean = keep("mean", 0.5)
+    x = run(parameters, x)
+    engine.metric("old", mean * 3)
+    engine.assign("mean", 0.9 * mean + 0.1 * jnp.mean(x))
+    return jnp.mean((x - targets) ** 2), mean * 2
+
+
+def run(parameters, x):
+    for name in sorted(parameters):
+        x = dense(parameters[name], x)
+    return x
+
+
+@pytest.mark.parametrize("model", [count_early, count_late, swap, average_weights, return_old])
+def test_assigned_variables_are_read_before_they_are_assigned(model):
+    options = {"loss": lambda loss, mean: loss * mean} if model is return_old else {}
+    check(model, make_weights(*"abcdef"), numbers=(1, 2, 4), **options)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x, targets: (x[:3], targets[:3]),
+        lambda x, targets: (np.concatenate([x, x]), np.concatenate([targets, targets])),
+        lambda x, targets: {"x": x, "targets": targets},
+        lambda x, targets: (x, targets, x),
+        lambda x, targets: (x,),
+        lambda x, targets: (x.astype(np.float16), targets),
+    ],
+)
+def test_other_micro_batches_are_refused(change):
+    """The equations are for the shapes of the first one, and would compute something else."""
+    parameters, batches = make_weights("first", *"abcd"), make_batches()
+    stages = engine.split(skipping, 2, batches[0], parameters=parameters, measure=False, **OPTIONS)
+    pipeline = engine.Pipeline(stages, **OPTIONS)
+    with pytest.raises(
+        ValueError, match=r"was split for the inputs and the micro-batch \(float32\[6, 8\], "
+    ):
+        pipeline.init(jax.random.key(0), change(*batches[0]))
+
+
+def test_weak_types_of_results():
+    """A Python number that the model returns does not make the loss float32."""
+
+    def model(parameters, x, targets):
+        x = run(jax.tree.map(lambda w: w.astype(jnp.bfloat16), parameters), x.astype(jnp.bfloat16))
+        return x, targets.astype(jnp.bfloat16), 2.0, jnp.where(jnp.sum(x) > 0, 2.0, 3.0)
+
+    def loss(x, targets, number, weak):
+        return jnp.mean(((x * number * weak - targets) ** 2).astype(jnp.float32))
+
+    parameters, batches = make_weights(*"abc"), make_batches()
+    found = []
+    for num_stages in (None, 1, 3):
+        options = {"loss": loss, "optimizer": optax.sgd(0.0)}
+        stages, trees = [model], [parameters]
+        if num_stages:
+            options = OPTIONS | options
+            stages = engine.split(
+                model, num_stages, batches[0], parameters=parameters, measure=False, **options
+            )
+            trees = None
+        found.append(train(stages, updates=1, parameters=trees, **options)[2])
+    np.testing.assert_array_equal(found[1], found[0])
+    np.testing.assert_array_equal(found[2], found[0])
+
+
+def test_names_of_slices_that_are_taken():
+    def model(parameters, x, targets):
+        x, _none = jax.lax.scan(
+            lambda x, w: (dense(w, x), None), dense(parameters["w/0"], x), parameters["w"]
+        )
+        return jnp.mean((x - targets) ** 2)
+
+    weights = make_weights("w/0") | make_weights("w", shape=(4, WIDTH, WIDTH))
+    options = {"parameters": weights, "measure": False, **OPTIONS}
+    with pytest.raises(ValueError, match="variable model/w/0 has the name of a layer's part of model/w"):
+        engine.split(model, 2, make_batches()[0], **options)
+    assert len(engine.split(model, 2, make_batches()[0], cut_scans=False, **options)) == 2
+
+
+def test_initializers_of_stacked_variables_are_checked():
+    def model(x, targets):
+        stacked = engine.get_variable(
+            "w", (4, WIDTH, WIDTH), initializer=lambda _key, shape, dtype: jnp.zeros((3, *shape[1:]), dtype)
+        )
+        x, _none = jax.lax.scan(lambda x, w: (dense(w, x), None), x, stacked)
+        return jnp.mean((x - targets) ** 2)
+
+    batch = make_batches()[0]
+    pipeline = engine.Pipeline(engine.split(model, 2, batch, measure=False, **OPTIONS), **OPTIONS)
+    with pytest.raises(ValueError, match=r"must return float32\[4, 8, 8\]"):
+        pipeline.init(jax.random.key(0), batch)
+
+
+def test_a_scan_without_iterations_and_a_copy_of_stages():
+    def model(parameters, x, targets):
+        x, _none = jax.lax.scan(
+            lambda x, w: (dense(w, x), None), run(parameters["layers"], x), parameters["z"]
+        )
+        return jnp.mean((x - targets) ** 2)
+
+    stages = check(model, {"layers": make_weights(*"abc"), "z": np.zeros((0, WIDTH, WIDTH), np.float32)})
+    assert len(copy.deepcopy(stages)) == 3
 
 
 def test_arguments_and_results_of_any_structure():

@@ -113,8 +113,8 @@ def _find_casts(flat: FlatJaxpr, parameters: Collection[Var]) -> dict[Var, tuple
 
 
 def _stacked(equation: Equation, casts: Collection[Var]) -> list[Var]:
-    """The stacked parameters of a scan; none if it is not one over layers."""
-    if equation.primitive.name != "scan":
+    """The stacked parameters of a scan; none if it is not one over layers, or has no iterations."""
+    if equation.primitive.name != "scan" or not equation.params["length"]:
         return []
     params = equation.params
     xs = equation.invars[params["num_consts"] + params["num_carry"] :]

@@ -3,7 +3,8 @@
 The model is traced as the only stage of a pipeline, and scans over its layers are written out. A node is an
 equation that depends on the micro-batch. Anything else, such as masks, random keys and variables in another
 dtype, is computed in each stage that reads it. So nothing of a variable is sent, and random numbers are
-those of the model, wherever it is cut.
+those of the model, wherever it is cut. A variable that the model assigns is read by a node, since only the
+stage that assigns it has its value of before.
 """
 
 from __future__ import annotations
@@ -24,13 +25,12 @@ from ipu_pipeline.engine.tracing import frames, stages
 from ipu_pipeline.engine.tracing.captures import Captures
 from ipu_pipeline.engine.tracing.enqueuing import first_leaves
 from ipu_pipeline.engine.tracing.faults import Faults
-from ipu_pipeline.engine.tracing.specs import VariableSpec
+from ipu_pipeline.engine.tracing.specs import VariableSpec, initial_value
 from ipu_pipeline.engine.tracing.stage_parameters import Layout
 from ipu_pipeline.engine.tracing.traced import Source, TracedPipeline
-from ipu_pipeline.ground.names import hash_name
 from ipu_pipeline.ground.shapes import num_bytes
 
-__all__ = ["ModelGraph", "Slice", "trace_model"]
+__all__ = ["ModelGraph", "Slice", "TracedModel", "is_var", "trace_model"]
 
 _CHEAP = ("broadcast_in_dim",)  # computed where it is read, if its result is larger than its operand
 
@@ -60,7 +60,7 @@ def trace_model(
     is_training: bool,
     program_names: frames.ProgramNames,
     captures: Captures,
-) -> TracedPipeline:
+) -> TracedModel:
     """Traces a model as the only stage of a pipeline.
 
     Args:
@@ -82,9 +82,28 @@ def trace_model(
     with frames.unchanged(program_names):
         loss = no_loss if is_training else None
         traced = stages.trace([[model]], element, inputs, loss, program_names, faults, captures)
+        counts, opened = dict(program_names.layer_counts), frozenset(program_names.opened_scopes)
     if faults:
         raise faults.as_error()
-    return traced
+    positional, named = stages.as_arguments(element)
+    return TracedModel(traced, ((*inputs, *positional), named), counts, opened)
+
+
+@dataclass(frozen=True)
+class TracedModel:
+    """A model as it was traced.
+
+    Attributes:
+      pipeline: the model as the only stage of a pipeline.
+      arguments: shapes and dtypes of its arguments, positional ones and those by name.
+      layer_counts: how many layers of each kind it has, by scope, in which later ones are numbered on.
+      opened_scopes: the variable scopes that it opens.
+    """
+
+    pipeline: TracedPipeline
+    arguments: Any
+    layer_counts: Mapping[tuple[str, str], int]
+    opened_scopes: frozenset[str]
 
 
 class ModelGraph:
@@ -101,13 +120,15 @@ class ModelGraph:
       returned: the atoms that it returns.
       assigned: the variables that it assigns, with the atoms of their new values.
       enqueued: what it enqueues, with the atoms of the leaves.
+      reads: the variables that it assigns and reads -> the variables of `flat` that have what they were.
       nodes: the numbers of the equations that are nodes.
       maker: variables of `flat` -> the node that makes them.
+      traced: the model as it was traced.
     """
 
     def __init__(
         self,
-        traced: TracedPipeline,
+        traced: TracedModel,
         captured: Sequence[Any],
         layout: Layout | None = None,
         model: object = None,
@@ -117,14 +138,15 @@ class ModelGraph:
         """Makes the graph.
 
         Args:
-          traced: the model, as the only stage of a pipeline.
+          traced: the model.
           captured: the values that it captured.
           layout: the layout of its pytree of parameters; None if it has none.
           model: the model, to which initializers refer weakly.
           cut_scans: whether scans over layers are written out.
         """
         self._layout, self._model = layout, model
-        (stage,) = traced.stages
+        self.traced = traced
+        (stage,) = traced.pipeline.stages
         own = stage.variables
         variables = dict(zip(stage.flat.inputs, own, strict=False))
         stacked_ones = [var for var, spec in variables.items() if spec not in stage.assigned]
@@ -135,7 +157,7 @@ class ModelGraph:
         self.sources: dict[Any, Source] = {}
         self.captured: dict[Any, Any] = {}
         self.key: Any = None
-        num_given = len(jax.tree.leaves(traced.inputs)) - len(captured)
+        num_given = len(jax.tree.leaves(traced.pipeline.inputs)) - len(captured)
         sizes = [number for number, place in unrolled.origins if place is not None]
         stacked = {number: _Stacked(own[number], sizes.count(number)) for number in set(sizes)}
         sources: list[Source | None] = [*([None] * stage.uses_key), *stage.inputs]
@@ -153,12 +175,28 @@ class ModelGraph:
             else:
                 self.sources[var] = source
         self.num_inputs = num_given  # leaves
-        self.tree = traced.output_tree
-        self._read_outputs(traced)
+        self.tree = traced.pipeline.output_tree
+        self._check_names()
+        self._read_outputs(traced.pipeline)
+        self.reads = self._read_assigned()
         self.nodes: list[int] = []
         self._bases: dict[Any, frozenset[Any]] = {}
         self._find_nodes()
         self.maker = {var: node for node in self.nodes for var in self.flat.equations[node].outvars}
+
+    def __deepcopy__(self, memo: object) -> ModelGraph:
+        """Returns the graph itself, which nothing changes."""
+        return self
+
+    def _check_names(self) -> None:
+        """Raises if a layer's part of a stacked variable has the name of another variable."""
+        names = [spec.name for spec in self.specs.values()]
+        for name, own in self.slices.items():
+            if own.number is not None and names.count(name) > 1:
+                raise ValueError(
+                    f"split: variable {name} has the name of a layer's part of {own.origin}, which a scan "
+                    "takes apart. Rename one, or give cut_scans=False."
+                )
 
     def _read_outputs(self, traced: TracedPipeline) -> None:
         (stage,) = traced.stages
@@ -174,10 +212,37 @@ class ModelGraph:
             for entry, ends in zip(traced.enqueued, firsts, strict=True)
         ]
 
+    def _read_assigned(self) -> dict[VariableSpec, Any]:
+        """Puts a copy in the place of each variable that is assigned, made just before it is read."""
+        assigned = [spec for spec, _atom in self.assigned]
+        copies: dict[Any, Any] = {}
+        made: dict[Any, Any] = {}  # the copy -> its equation
+        for var in [var for var, spec in self.specs.items() if spec in assigned]:
+            flat = jaxprs.flatten(jax.make_jaxpr(jnp.copy)(jaxprs.aval_struct(var.aval)))
+            (equation,) = flat.equations
+            copies[var] = flat.outputs[0]
+            made[copies[var]] = equation.replace(invars=[var])
+        flat = jaxprs.substitute(self.flat, copies)
+        equations: list[Any] = []
+        read = []
+        for atoms, reader in [*((e.invars, e) for e in flat.equations), (flat.outputs, None)]:
+            first = [made.pop(atom) for atom in filter(is_var, atoms) if atom in made]
+            read += [equation.outvars[0] for equation in first]
+            equations += [*first, *([] if reader is None else [reader])]
+        self.flat = jaxprs.FlatJaxpr(self.flat.inputs, equations, flat.outputs, self.flat.constants)
+
+        def replace(atoms: Iterable[Any]) -> list[Any]:
+            return [copies.get(atom, atom) if is_var(atom) else atom for atom in atoms]
+
+        self.returned = replace(self.returned)
+        self.assigned = [(spec, replace([atom])[0]) for spec, atom in self.assigned]
+        self.enqueued = [(entry, replace(atoms)) for entry, atoms in self.enqueued]
+        return {self.specs[var]: copy for var, copy in copies.items() if copy in read}
+
     def _find_nodes(self) -> None:
         roots = [var for var, source in self.sources.items() if source.kind != "update_count"]
         self._bases = {var: frozenset([var]) for var in roots}
-        depending = jaxprs.dependents(self.flat, roots or [self.key])
+        depending = jaxprs.dependents(self.flat, [*(roots or [self.key]), *self.reads.values()])
         for number, equation in enumerate(self.flat.equations):
             is_node = any(var in depending for var in equation.outvars) and not _is_cheap(equation)
             if is_node or equation.effects:
@@ -195,19 +260,6 @@ class ModelGraph:
     def needs_of(self, node: int) -> frozenset[Any]:
         """What a stage has to be given to compute a node."""
         return self.bases_of(self.flat.equations[node].invars)
-
-    def readers_of(self, spec: VariableSpec) -> list[int]:
-        """The nodes that read a variable, also by what is computed of it."""
-        reading = {var for var, own in self.specs.items() if own is spec}
-        found = []
-        nodes = set(self.nodes)
-        for number, equation in enumerate(self.flat.equations):
-            if any(is_var(atom) and atom in reading for atom in equation.invars):
-                if number in nodes:
-                    found.append(number)
-                else:
-                    reading.update(equation.outvars)
-        return found
 
     def read_parameters(self, variables: Mapping[str, Any]) -> Any:
         """Makes the model's pytree of parameters of a state's variables.
@@ -286,12 +338,10 @@ class _Stacked:
         return dataclasses.replace(whole, name=name, shape=whole.shape[1:], initializer=initialize)
 
     def _make(self, key: jax.Array) -> Any:
-        whole, drawn = self._whole, np.asarray(jax.random.key_data(key)).tobytes()
+        drawn = np.asarray(jax.random.key_data(key)).tobytes()
         made = self._made
         if made is None or made[0] != drawn:
-            if getattr(whole.initializer, "needs_key", True):
-                key = jax.random.fold_in(key, np.uint32(hash_name(whole.name)))
-            made = drawn, whole.initializer(key, whole.shape, whole.dtype)
+            made = drawn, initial_value(self._whole, key)
             self._made, self._num_taken = made, 0
         self._num_taken += 1
         if self._num_taken == self._number:

@@ -156,12 +156,12 @@ def _choose_cuts(costs: Sequence[float], live: Sequence[int], most: int) -> list
 
 
 def _join_assigned(graph: ModelGraph, runs: list[list[int]]) -> list[list[int]]:
-    """Joins the runs from the first that reads an assigned variable to where its new value is known."""
+    """Joins the runs from that which reads an assigned variable to where its new value is known."""
     run_of = {node: number for number, run in enumerate(runs) for node in run}
     joined: set[int] = set()
     for spec, atom in graph.assigned:
-        touched = [run_of[node] for node in graph.readers_of(spec)]
-        touched += [run_of[graph.maker[var]] for var in graph.bases_of([atom]) if var in graph.maker]
+        touched = [run_of[graph.maker[var]] for var in graph.bases_of([atom]) if var in graph.maker]
+        touched += [run_of[graph.maker[graph.reads[spec]]]] if spec in graph.reads else []
         joined.update(range(min(touched, default=0), max(touched, default=0)))
     found: list[list[int]] = []
     for number, run in enumerate(runs):

@@ -22,6 +22,8 @@ from ipu_pipeline.engine.tracing.model_graphs import ModelGraph, is_var
 from ipu_pipeline.engine.tracing.model_parts import ModelParts
 from ipu_pipeline.engine.tracing.specs import VariableSpec, serial_numbers
 from ipu_pipeline.engine.tracing.variables import assign, get_variable
+from ipu_pipeline.ground import jax_compat
+from ipu_pipeline.ground.shapes import as_shape, describe
 
 __all__ = ["ModelStage", "make_model_stages"]
 
@@ -55,18 +57,29 @@ class ModelStage:
     __name__: str
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Computes the stage."""
+        """Computes the stage.
+
+        Raises:
+          ValueError: the arguments are not those of the model when it was split.
+        """
+        names = frames.current_frame("a stage of a model").names
+        reuses = scopes.is_reusing()
+        if self.takes is None:
+            names.opened_scopes |= self.graph.traced.opened_scopes
+            for kind, count in self.graph.traced.layer_counts.items():
+                names.layer_counts[kind] = max(count, names.layer_counts.get(kind, 0))
         known = self._read_arguments(args, kwargs)
         for var in self.program.inputs:
             if var not in known:
-                known[var] = self._find(var)
+                known[var] = self._find(var, reuses)
         for spec in self.asks:
-            self._ask(spec)
+            self._ask(spec, reuses)
         results = self.program(*(known[var] for var in self.program.inputs))
         known.update(zip(self.computed, results, strict=True))
 
         def value(atom: Any) -> Any:
-            return known[atom] if is_var(atom) else np.asarray(atom.val, atom.aval.dtype)
+            found = known[atom] if is_var(atom) else np.asarray(atom.val, atom.aval.dtype)
+            return jax_compat.as_weak(found) if atom.aval.weak_type else found
 
         for spec, atom in self.assigned:
             with scopes.opened(scopes.Scope()):
@@ -81,6 +94,12 @@ class ModelStage:
     def _read_arguments(self, args: Any, kwargs: Any) -> dict[Any, Any]:
         if self.takes is not None:
             return dict(zip(self.takes, args, strict=True))
+        expected, given = self.graph.traced.arguments, jax.tree.map(as_shape, (args, kwargs))
+        if given != expected:
+            raise ValueError(
+                f"The model was split for the inputs and the micro-batch {_describe_arguments(*expected)}, "
+                f"and got {_describe_arguments(*given)}. Split it for these, too."
+            )
         leaves = jax.tree.leaves((args, kwargs))
         firsts = {"input": 0, "element": self.graph.num_inputs}
         return {
@@ -89,11 +108,11 @@ class ModelStage:
             if source.kind in firsts
         }
 
-    def _find(self, var: Any) -> Any:
+    def _find(self, var: Any, reuses: bool) -> Any:
         """What the program reads beside its arguments."""
         graph = self.graph
         if var in graph.specs:
-            return self._ask(graph.specs[var])
+            return self._ask(graph.specs[var], reuses)
         if var is graph.key:
             return micro_batch_key_p.bind(serial=next(serial_numbers))
         if var in graph.captured:
@@ -101,9 +120,13 @@ class ModelStage:
         assert graph.sources[var].kind == "update_count"
         return update_count_p.bind()
 
-    def _ask(self, spec: VariableSpec) -> Any:
-        with scopes.opened(scopes.Scope(reuse=spec.name in self.reused)):
+    def _ask(self, spec: VariableSpec, reuses: bool) -> Any:
+        with scopes.opened(scopes.Scope(reuse=reuses or spec.name in self.reused)):
             return get_variable(spec.name, spec.shape, spec.dtype, spec.initializer, spec.trainable)
+
+    def __deepcopy__(self, memo: object) -> ModelStage:
+        """Returns the stage itself, which nothing changes."""
+        return self
 
 
 def make_model_stages(
@@ -132,7 +155,10 @@ def make_model_stages(
     needed: list[set[Any]] = [set() for _stage in groups]  # by each stage
     for node, stage in stage_of.items():
         needed[stage] |= graph.needs_of(node)
-    assigned = [(max(known_in([atom]), 0), spec, atom) for spec, atom in graph.assigned]
+    assigned = []
+    for spec, atom in graph.assigned:
+        known = [atom, graph.reads[spec]] if spec in graph.reads else [atom]
+        assigned.append((max(known_in(known), 0), spec, atom))
     enqueued = [(max(known_in(atoms), 0), entry, atoms) for entry, atoms in graph.enqueued]
     for stage, _spec, atom in assigned:
         needed[stage] |= graph.bases_of([atom])
@@ -164,7 +190,7 @@ def make_model_stages(
     asks = [[spec for place, spec, _atom in assigned if place == stage] for stage in range(len(groups))]
     everywhere = [spec for own in (*read, *asks) for spec in own]
     asks[0] += [spec for spec in graph.specs.values() if spec not in everywhere]  # read by none
-    known = set(reused)
+    exist = set(reused)
     found = []
     for stage, group in enumerate(groups):
         found.append(
@@ -175,14 +201,21 @@ def make_model_stages(
                 None if stage == last else tuple(takes[stage + 1]),
                 tuple(computed[stage]),
                 tuple(spec for spec in asks[stage] if spec not in read[stage]),
-                frozenset(known),
+                frozenset(exist),
                 tuple((spec, atom) for place, spec, atom in assigned if place == stage),
                 tuple((entry, atoms) for place, entry, atoms in enqueued if place == stage),
                 _name([parts.names[part] for part in group]),
             )
         )
-        known |= {spec.name for spec in (*read[stage], *asks[stage])}
+        exist |= {spec.name for spec in (*read[stage], *asks[stage])}
     return found
+
+
+def _describe_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Describes arguments that no function has names for: `(float32[4, 8], labels=int32[4])`."""
+    parts = [describe(value) for value in args]
+    parts += [f"{name}={describe(value)}" for name, value in kwargs.items()]
+    return f"({', '.join(parts)})"
 
 
 def _name(names: Sequence[str]) -> str:

@@ -537,8 +537,9 @@ def split(
       cut_scans: False leaves scans over layers whole, each in one stage, and their variables stacked.
 
     Returns:
-      The stages, a list with `groups` (the numbers of each stage's parts) and `table`. Names of variables
-      and random numbers do not depend on where the model is cut. A variable that a scan over layers takes
+      The stages, a list with `groups` (the numbers of each stage's parts) and `table`, for micro-batches of
+      these shapes and dtypes. Names of variables, with the scopes around this call, and random numbers do
+      not depend on where the model is cut. A variable that a scan over layers takes
       apart is one for each layer: `blocks/w/0` and so on.
 
     Raises:

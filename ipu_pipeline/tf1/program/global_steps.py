@@ -39,13 +39,13 @@ def drop_steps(inputs: Any, stage: Callable[..., Any]) -> Callable[..., Any]:
     if put_back is None:
         return stage
     given = list(inputs) if isinstance(inputs, (list, tuple)) else [inputs]
-    given = jax.tree.leaves(given, is_leaf=lambda leaf: isinstance(leaf, StepSymbol))
-    is_symbol = [isinstance(leaf, StepSymbol) for leaf in given]
+    known, tree = jax.tree.flatten(given, is_leaf=lambda leaf: isinstance(leaf, StepSymbol))
 
     @functools.wraps(stage)
     def dropped(*arguments: Any, **named: Any) -> Any:
-        leaves = jax.tree.leaves(arguments[:number])
-        kept = [leaf for leaf, is_left_out in zip(leaves, is_symbol, strict=True) if not is_left_out]
-        return stage(*kept, *arguments[number:], **named)
+        leaves = zip(known, jax.tree.leaves(arguments[:number]), strict=True)
+        given = [None if isinstance(own, StepSymbol) else leaf for own, leaf in leaves]
+        rest = jax.tree.unflatten(tree, given)
+        return stage(*rest, *arguments[number:], **named)
 
     return dropped

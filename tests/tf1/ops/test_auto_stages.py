@@ -238,27 +238,53 @@ def test_a_function_that_captures_a_placeholder_and_gets_the_global_step():
     np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
 
 
-def test_two_split_models_do_not_share_variables_by_accident():
-    queues, other = Queues(), Queues()
-    rate = ipu.placeholder(np.float32, [])
+@pytest.mark.parametrize("reuse", [False, True])
+def test_two_pipelines_of_one_model(reuse):
+    """Layers are numbered on in the second one, and shared where the scope says so, as without a split."""
+    found = []
+    for is_split in (False, True):
+        queues, other = Queues(), Queues()
+        rate = ipu.placeholder(np.float32, [])
 
-    def compiled(rate):
-        for own in (queues, other):
-            pipelining_ops.pipeline(
-                own.split(whole, 2, inputs=[rate]),
-                COUNT,
-                inputs=[rate],
-                infeed_queue=own.infeed,
-                outfeed_queue=own.outfeed,
-                optimizer_function=optimizer_function,
-                name=f"pipeline{own is other}",
-            )
+        def compiled(rate, is_split=is_split, queues=queues, other=other):
+            model = named if reuse else whole
+            for own in (queues, other):
+                if own is queues or not reuse:
+                    stages = own.split(model, 2, inputs=[rate]) if is_split else [model]
+                scope = ipu.get_variable_scope()
+                with ipu.variable_scope(scope, reuse=reuse and own is other):
+                    pipelining_ops.pipeline(
+                        stages,
+                        COUNT,
+                        inputs=[rate],
+                        infeed_queue=own.infeed,
+                        outfeed_queue=own.outfeed,
+                        optimizer_function=optimizer_function,
+                        name=f"pipeline{own is other}",
+                    )
 
-    with (
-        ipu.scopes.ipu_scope("/device:IPU:0"),
-        pytest.raises(ValueError, match="Variable dense24/dense/kernel already exists"),
-    ):
-        ipu.ipu_compiler.compile(compiled, inputs=[rate])
+        with ipu.scopes.ipu_scope("/device:IPU:0"):
+            program = ipu.ipu_compiler.compile(compiled, inputs=[rate])
+        with ipu.Session(seed=1) as session:
+            session.run([queues.infeed.initializer, other.infeed.initializer])
+            session.run(program, {rate: 0.1})
+            found.append({name: np.asarray(value) for name, value in session.variables.items()})
+    assert sorted(found[0]) == sorted(found[1])
+    assert ("dense_2/kernel" in found[0]) is not reuse
+    for name, value in found[0].items():
+        np.testing.assert_allclose(found[1][name], value, rtol=1e-5, atol=1e-6)
+
+
+def named(rate, x, labels):
+    """A model that may be called again where variables are shared."""
+    x = x.reshape(x.shape[0], -1)
+    for number in range(3):
+        with ipu.variable_scope(f"named{number}"):
+            w = ipu.get_variable("w", (16, 16))
+        x = x + jnp.tanh(x @ w)
+    with ipu.variable_scope("named_last"):
+        logits = x @ ipu.get_variable("w", (16, 10))
+    return rate, jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels))
 
 
 def test_inference_and_counting():
