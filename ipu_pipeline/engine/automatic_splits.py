@@ -346,8 +346,9 @@ def split(
 
     Returns:
       The stages, for micro-batches of these shapes and dtypes. The names of variables and random numbers do
-      not depend on where it is cut: a state of one split is one of all. A parameter that a scan over layers takes apart is a variable for each layer,
-      `model/blocks/w/0` and so on, which optimizers see one by one.
+      not depend on where it is cut: a state of one split is one of all. A parameter that a scan over layers
+      takes apart is a variable for each layer, `model/blocks/w/0` and so on, which optimizers see one by
+      one.
 
     Raises:
       TypeError: there is no such option.
