@@ -367,7 +367,7 @@ def split(
     if parameters is not None:
         model = Stage(model, parameters, "model")  # type: ignore[arg-type]  # it is a function
     graph = _trace_model(model, task.options, micro_batch, inputs, cut_scans)
-    parts = ModelParts(graph, _PARTS_PER_STAGE * max(num_stages, 2))
+    parts = ModelParts(graph, num_stages, _PARTS_PER_STAGE * max(num_stages, 2))
     number = len(parts.names)
     if number < num_stages:
         raise ValueError(

@@ -312,6 +312,21 @@ def test_weak_types_of_results():
     np.testing.assert_array_equal(found[2], found[0])
 
 
+def test_short_layers_beside_a_long_one():
+    """They are parts, too, where there would be too few otherwise."""
+
+    def model(parameters, x, targets):
+        x = jnp.tanh(x @ parameters["wide"]) @ parameters["back"]
+        return jnp.mean((run(parameters["narrow"], x) - targets) ** 2)
+
+    rng = np.random.default_rng(0)
+    wide = {
+        "wide": (rng.normal(size=(WIDTH, 4096)) / 3).astype(np.float32),
+        "back": (rng.normal(size=(4096, WIDTH)) / 64).astype(np.float32),
+    }
+    check(model, wide | {"narrow": make_weights(*"abcd")}, numbers=(2, 4))
+
+
 def test_names_of_slices_that_are_taken():
     def model(parameters, x, targets):
         x, _none = jax.lax.scan(

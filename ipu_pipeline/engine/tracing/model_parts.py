@@ -22,6 +22,7 @@ from ipu_pipeline.ground.shapes import num_bytes
 
 __all__ = ["ModelParts", "number_names"]
 
+_FINEST = 2**40  # parts, if all were equally long: then every node is one
 _OF_BYTES = 0.25  # how much a variable's part of the memory counts as a part of the time
 
 
@@ -35,8 +36,14 @@ class ModelParts:
       names: what tables call them.
     """
 
-    def __init__(self, graph: ModelGraph, most: int) -> None:
-        """Cuts a graph into parts, of which there are at most `most`."""
+    def __init__(self, graph: ModelGraph, least: int, most: int) -> None:
+        """Cuts a graph into parts.
+
+        Args:
+          graph: the model.
+          least: how many parts there must be, if the graph has so many; short ones then, too.
+          most: how many there may be, else.
+        """
         self.graph = graph
         nodes, equations = graph.nodes, graph.flat.equations
         places = {node: place for place, node in enumerate(nodes)}
@@ -51,7 +58,11 @@ class ModelParts:
         costs = _weigh(graph, read)
         made = [num_bytes([var.aval for var in equations[node].outvars]) for node in nodes]
         order, live = _choose_order(before, costs, made)
-        ends = _choose_cuts([costs[place] for place in order], live, most)
+        own, number = [costs[place] for place in order], most
+        ends = _choose_cuts(own, live, number)
+        while len(ends) <= least and number < _FINEST:
+            number *= 2
+            ends = _choose_cuts(own, live, number)
         runs = [[nodes[place] for place in order[first:end]] for first, end in itertools.pairwise(ends)]
         self.nodes = _join_assigned(graph, runs)
         part_of = {node: number for number, part in enumerate(self.nodes) for node in part}
