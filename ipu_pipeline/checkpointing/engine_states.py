@@ -74,7 +74,7 @@ def restore(path: str | os.PathLike[str], pipeline: Pipeline) -> PipelineState:
     Raises:
       TypeError: an argument is of another type.
       CheckpointError: there is none, it is damaged, or it is of a session with several pipelines.
-      ValueError: its variables or optimizer state are not those of the pipeline.
+      ValueError: the pipeline has other variables, or another optimizer.
       RuntimeError: the pipeline has not been traced, or as for `save`.
     """
     _check_path("restore", path)

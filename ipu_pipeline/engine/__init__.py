@@ -10,6 +10,7 @@ from importlib.machinery import PathFinder
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    # Named for type checkers; imported when somebody asks for it, as all here (`NAMED_LATER` of the rooms).
     from ipu_pipeline.checkpointing.engine_states import restore, save
     from ipu_pipeline.engine.automatic_splits import AutoStages, ModelStages, SplitTable, auto_stages, split
     from ipu_pipeline.engine.loop import Loop

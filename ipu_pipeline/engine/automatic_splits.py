@@ -657,16 +657,16 @@ class _Layers:
             joined_second = together.weight_gradients[stage] if halved else 0.0
             forward = [alone.forward[layer] for layer in group]
             backward = [alone.backward[layer] - own for layer, own in zip(group, second, strict=True)]
-            saved = [
-                net(*second) - net(joined_second)
-            ] * 2  # of all of the backward, and of its second half
+            # A pair that took longer than its layers was measured while something else ran.
+            of_second = net(*second) - net(joined_second)
             if group[1] == last:  # whose forward is one program with the backward, or its first half
                 forward += backward
+                of_both = of_second = max(0.0, of_second)
             else:
-                saved[0] += net(*backward) - net(together.backward[stage] - joined_second)
-            found.append(
-                FusedPair((group[0], group[1]), net(*forward) - net(together.forward[stage]), *saved)
-            )
+                of_first = net(*backward) - net(together.backward[stage] - joined_second)
+                of_both = max(0.0, of_first + of_second)
+            of_forward = max(0.0, net(*forward) - net(together.forward[stage]))
+            found.append(FusedPair((group[0], group[1]), of_forward, of_both, of_second))
         return found
 
     def _in_layers(self, text: str) -> str:

@@ -360,7 +360,7 @@ def test_a_stack_beside_other_parameters():
 
 
 def test_modules_of_flax_in_stages():
-    linen = pytest.importorskip("flax.linen")
+    linen = pytest.importorskip("flax.linen", reason="Flax is not installed (extra flax)")
 
     class Layers(linen.Module):
         number: int

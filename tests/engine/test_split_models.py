@@ -434,7 +434,7 @@ def test_branches_prints_and_what_has_no_use(capfd):
 
 
 def test_a_module_of_flax_with_a_scan_over_its_layers():
-    linen = pytest.importorskip("flax.linen")
+    linen = pytest.importorskip("flax.linen", reason="Flax is not installed (extra flax)")
 
     class Block(linen.Module):
         @linen.compact
@@ -469,6 +469,22 @@ def test_a_module_of_flax_with_a_scan_over_its_layers():
     assert stages.table.layers[0].startswith("Model/blocks")
     names = sorted(train(stages, updates=1)[1].variables)
     assert "model/params/blocks/Dense_0/kernel/3" in names
+
+
+def test_a_scan_with_more_iterations_than_models_have_layers_stays_whole():
+    """A parameter for each place of a sequence, and not for each layer."""
+
+    def model(parameters, x, targets):
+        def turn(state, place):
+            state = jnp.tanh(state + place)
+            return state, None
+
+        x, _none = jax.lax.scan(turn, dense(parameters["a"], x), parameters["places"])
+        return jnp.mean((dense(parameters["b"], x) - targets) ** 2)
+
+    weights = make_weights("a", "b") | make_weights("places", shape=(300, WIDTH))
+    stages = check(model, weights, numbers=(2,))
+    assert sorted(train(stages, updates=1)[1].variables) == ["model/a", "model/b", "model/places"]
 
 
 def test_scans_stay_whole_if_that_is_asked():

@@ -3,7 +3,8 @@
 A scan over layers is one whose iterations have parameters of their own, stacked on a first axis: the scan's
 `xs` has an input that is a parameter, or such an input in another dtype. Its iterations are written out,
 and the parameter becomes as many inputs as there are iterations. Other scans, over time or over parts of a
-sequence, share their parameters and stay as they are.
+sequence, share their parameters and stay as they are. So does one with more iterations than models have
+layers.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from ipu_pipeline.ground import jax_compat
 
 __all__ = ["Unrolled", "unroll_layers"]
 
+_MOST_LAYERS = 256  # that a scan over layers may have; more iterations are over something else
 _CASTS = ("convert_element_type", "copy", "copy_p")
 
 
@@ -39,7 +41,8 @@ class Unrolled:
     """A jaxpr without scans over layers.
 
     Attributes:
-      flat: its inputs are those of the original that were not taken apart, in order; then the slices.
+      flat: the jaxpr. Its inputs are the parameters and values that stay whole, in the original order, and
+        then the slices of the others.
       origins: for each input the number of the original's, and which slice of it; None for all of it.
     """
 
@@ -114,7 +117,7 @@ def _find_casts(flat: FlatJaxpr, parameters: Collection[Var]) -> dict[Var, tuple
 
 def _stacked(equation: Equation, casts: Collection[Var]) -> list[Var]:
     """The stacked parameters of a scan; none if it is not one over layers, or has no iterations."""
-    if equation.primitive.name != "scan" or not equation.params["length"]:
+    if equation.primitive.name != "scan" or not 0 < equation.params["length"] <= _MOST_LAYERS:
         return []
     params = equation.params
     xs = equation.invars[params["num_consts"] + params["num_carry"] :]

@@ -104,7 +104,8 @@ class FusedPair:
 
     Attributes:
       layers: the two layers.
-      forward: seconds of the forward; of the last stage, which is one program, of all that is in it.
+      forward: seconds of the forward. Where one of them is the last layer, whose backward is in the same
+        program, seconds of both.
       backward: seconds of the backward.
       weight_gradients: how much of that is of its second half, where there are halves.
     """

@@ -60,9 +60,10 @@ class ModelStage:
         """Computes the stage.
 
         Raises:
-          ValueError: the arguments are not those of the model when it was split.
+          ValueError: the micro-batch or the inputs have other shapes or dtypes than when it was split.
         """
-        names = frames.current_frame("a stage of a model").names
+        frame = frames.current_frame("a stage of a model")
+        names = frame.names
         reuses = scopes.is_reusing()
         if self.takes is None:
             names.opened_scopes |= self.graph.traced.opened_scopes
@@ -84,7 +85,6 @@ class ModelStage:
         for spec, atom in self.assigned:
             with scopes.opened(scopes.Scope()):
                 assign(spec.name, value(atom))
-        frame = frames.current_frame("a stage of a model")
         for entry, atoms in self.enqueued:
             enqueue(frame, entry.target, jax.tree.unflatten(entry.tree, list(map(value, atoms))))
         if self.returns is not None:

@@ -1,5 +1,7 @@
 """`pipelining_ops.auto_stages` and `split`: in compiled functions and outside, and in programs."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -66,21 +68,25 @@ class Queues:
         }
         return pipelining_ops.split(model, num_stages, inputs=inputs, infeed_queue=self.infeed, **options)
 
+    def pipeline(self, stages, inputs, **options):
+        options = {"optimizer_function": optimizer_function, "outfeed_loss": True, **options}
+        return pipelining_ops.pipeline(
+            stages,
+            COUNT,
+            inputs=inputs,
+            infeed_queue=self.infeed,
+            outfeed_queue=self.outfeed,
+            **options,
+        )
+
 
 def train(queues, make_stages, optimizer_function=optimizer_function, feeds=None):
     """Losses and variables after two updates; `make_stages` takes the traced rate."""
     rate = ipu.placeholder(np.float32, [], name="rate")
 
     def model(given):
-        return pipelining_ops.pipeline(
-            make_stages(given),
-            COUNT,
-            repeat_count=2,
-            inputs=[given],
-            infeed_queue=queues.infeed,
-            outfeed_queue=queues.outfeed,
-            optimizer_function=optimizer_function,
-            outfeed_loss=True,
+        return queues.pipeline(
+            make_stages(given), [given], repeat_count=2, optimizer_function=optimizer_function
         )
 
     with ipu.scopes.ipu_scope("/device:IPU:0"):
@@ -154,15 +160,7 @@ def test_the_global_step_among_the_inputs():
         rate = 0.1 / (ipu.get_global_step().astype(np.float32) + np.float32(1.0))
         stages = queues.auto(inputs=[rate])
         assert len(stages) == 3
-        return pipelining_ops.pipeline(
-            stages,
-            COUNT,
-            inputs=[rate],
-            infeed_queue=queues.infeed,
-            outfeed_queue=queues.outfeed,
-            optimizer_function=optimizer_function,
-            outfeed_loss=True,
-        )
+        return queues.pipeline(stages, [rate])
 
     queues = Queues()
     with ipu.scopes.ipu_scope("/device:IPU:0"):
@@ -217,16 +215,7 @@ def test_a_function_that_captures_a_placeholder_and_gets_the_global_step():
         def compiled(queues=queues, is_split=is_split):
             rate = 0.1 / (ipu.get_global_step().astype(np.float32) + np.float32(1.0))
             stages = queues.split(model, inputs=[rate]) if is_split else [model]
-            return pipelining_ops.pipeline(
-                stages,
-                COUNT,
-                repeat_count=2,
-                inputs=[rate],
-                infeed_queue=queues.infeed,
-                outfeed_queue=queues.outfeed,
-                optimizer_function=optimizer_function,
-                outfeed_loss=True,
-            )
+            return queues.pipeline(stages, [rate], repeat_count=2)
 
         with ipu.scopes.ipu_scope("/device:IPU:0"):
             program = ipu.ipu_compiler.compile(compiled)
@@ -253,15 +242,7 @@ def test_two_pipelines_of_one_model(reuse):
                     stages = own.split(model, 2, inputs=[rate]) if is_split else [model]
                 scope = ipu.get_variable_scope()
                 with ipu.variable_scope(scope, reuse=reuse and own is other):
-                    pipelining_ops.pipeline(
-                        stages,
-                        COUNT,
-                        inputs=[rate],
-                        infeed_queue=own.infeed,
-                        outfeed_queue=own.outfeed,
-                        optimizer_function=optimizer_function,
-                        name=f"pipeline{own is other}",
-                    )
+                    own.pipeline(stages, [rate], name=f"pipeline{own is other}")
 
         with ipu.scopes.ipu_scope("/device:IPU:0"):
             program = ipu.ipu_compiler.compile(compiled, inputs=[rate])
@@ -285,6 +266,39 @@ def named(rate, x, labels):
     with ipu.variable_scope("named_last"):
         logits = x @ ipu.get_variable("w", (16, 10))
     return rate, jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels))
+
+
+@pytest.mark.parametrize("has_step", [False, True])
+def test_a_program_shows_where_it_is_cut_and_why(has_step, tmp_path):
+    """In its placement, its summary, its profile and the page of that; also with a global step as input."""
+    queues = Queues()
+
+    def compiled():
+        rate = 0.1 / (ipu.get_global_step().astype(np.float32) + 1) if has_step else np.float32(0.1)
+        return queues.pipeline(queues.split(whole, 3, inputs=[rate]), [rate])
+
+    with ipu.scopes.ipu_scope("/device:IPU:0"):
+        program = ipu.ipu_compiler.compile(compiled)
+    (call,) = program.placement().calls
+    lines = call.cuts.splitlines()
+    assert lines[0].startswith("cut by parts, counted, all ")
+    assert [line.split()[:2] for line in lines[2:5]] == [["0", "0"], ["1", "1"], ["2", "2"]]
+    assert lines[2].split()[-1] in ("us", "ms")  # nothing crosses before the first stage
+    assert lines[3].split()[-1].endswith("B")
+    assert re.search(r"a step takes .*, and stage \d most of it; .*best other ", lines[5])
+    assert call.cuts in str(program.placement())
+    assert call.cuts in str(program.summary())
+    with ipu.Session(seed=1) as session:
+        session.run(queues.infeed.initializer)
+        session.run(program)
+        with ipu.reports.capture(tmp_path / "report") as captured:
+            session.run(program)
+    assert captured.profile.pipelines[0].cuts == call.cuts
+    page = (tmp_path / "report" / "report.html").read_text()
+    assert "<h3>Where it is cut</h3>\n<pre>cut by parts" in page
+    with ipu.scopes.ipu_scope("/device:IPU:0"):
+        by_hand_too = ipu.ipu_compiler.compile(lambda: Queues().pipeline(by_hand(), [np.float32(0.1)]))
+    assert by_hand_too.placement().calls[0].cuts == ""
 
 
 def test_inference_and_counting():
