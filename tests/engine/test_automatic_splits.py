@@ -188,6 +188,27 @@ def test_pairs_of_layers_take_what_they_do_as_stages(by_size, schedule, monkeypa
     assert len(stages) == 2
 
 
+def test_pairs_that_took_longer_save_nothing(by_size, monkeypatch):
+    """Something else ran while they were measured: what a stage takes is then the sum of its layers."""
+
+    def time(program, _compiled):
+        return ProgramTime(1e-15 * float(sum(np.prod(s.shape) * 4 for s in program.arguments)) ** 2, 1.0, 0)
+
+    monkeypatch.setattr(program_times, "_time", time)
+    problems = []
+    monkeypatch.setattr(
+        automatic_splits,
+        "find_graph_split",
+        lambda problem, before: problems.append(problem) or find_graph_split(problem, before),
+    )
+    split([*(engine.Stage(dense, own) for own in make_parameters([8] * 4)), mean_square], 2)
+    (problem,) = problems
+    assert len(problem.fused) == 3
+    for pair in problem.fused:
+        if pair.layers != (2, 3):  # in the last one there is one program less
+            assert (pair.forward, pair.backward) == (0.0, 0.0)
+
+
 def join_pairs(layers):
     named = automatic_splits._name_layers(layers, None)
     return [join_layers(named[first : first + 2]) for first in range(0, len(layers), 2)]

@@ -51,9 +51,6 @@ class ModelParts:
             {places[graph.maker[var]] for var in graph.needs_of(node) if var in graph.maker}
             for node in nodes
         ]
-        with_effects = [place for place, node in enumerate(nodes) if equations[node].effects]
-        for first, second in itertools.pairwise(with_effects):  # what is printed keeps its order
-            before[second].add(first)
         read = graph.variables_of()
         costs = _weigh(graph, read)
         made = [num_bytes([var.aval for var in equations[node].outvars]) for node in nodes]

@@ -7,7 +7,13 @@ import pytest
 
 from ipu_pipeline.engine.schedules import Costs
 from ipu_pipeline.engine.schedules.graph_splits import find_graph_split, find_orders, reorder
-from ipu_pipeline.engine.schedules.splitting import LayerMemory, SentValue, SplitProblem, find_split
+from ipu_pipeline.engine.schedules.splitting import (
+    FusedPair,
+    LayerMemory,
+    SentValue,
+    SplitProblem,
+    find_split,
+)
 
 
 def make_graph(seed, num_layers=9, num_stages=3, schedule="grouped", mapping=None, room=None, sparse=0.35):
@@ -131,9 +137,12 @@ def test_branches_are_not_side_by_side_where_that_sends_more():
     readers = [[n for n in range(8) if layer in before[n]] for layer in range(8)]
     sent = [SentValue(layer, tuple(own), 2.5 if layer else 0.0) for layer, own in enumerate(readers) if own]
     costs = Costs.of(8, forward=1.0, backward=2.0)
-    problem = SplitProblem(costs, 0.0, 2, "grouped", 4, (0, 1), sent=tuple(sent))
+    fused = (FusedPair((1, 3), 0.25), FusedPair((2, 4), 0.25))
+    problem = SplitProblem(costs, 0.0, 2, "grouped", 4, (0, 1), sent=tuple(sent), fused=fused)
     order, ordered, found = find_graph_split(problem, before)
     first = set(order[: found.split[1]])
     assert first in ({0, 1, 3, 5}, {0, 2, 4, 6})
     assert found.step_time < find_split(problem).step_time
-    assert reorder(ordered, tuple(order.index(layer) for layer in range(8))).sent == problem.sent
+    back = reorder(ordered, tuple(order.index(layer) for layer in range(8)))
+    assert (back.sent, back.fused) == (problem.sent, problem.fused)
+    assert ordered.fused[0].layers == (order.index(1), order.index(3))
