@@ -243,7 +243,11 @@ def test_the_error_for_another_split_names_the_mend():
         ({"stage0/w": (8,)}, {"stage0/w": (8,), "stage1/w": (8,)}),
         ({"stage0/w": (2, 8), "stage1/w": (2, 8)}, {"stage0/w": (3, 8)}),
         ({"stage0/w": (8,)}, {"stage0/v": (8,)}),
-        # Rows that only happen to add up.
+        # Rows that only happen to add up, as what is beside them shows.
+        (
+            {"stage0/w": (8, 4, 4), "stage0/b": (4,), "stage1/w": (32, 4, 4), "stage1/b": (4,)},
+            {"stage0/w": (32, 4, 4), "stage0/b": (4,), "stage1/w": (8, 4, 4), "stage1/b": (4,)},
+        ),
         (
             {"stage0/w": (8, 16), "stage0/b": (16,), "stage1/w": (32, 16), "stage1/b": (16,)},
             {"stage0/w": (32, 16), "stage0/b": (16,), "stage1/w": (8, 16), "stage1/b": (16,)},

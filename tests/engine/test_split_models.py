@@ -237,11 +237,13 @@ def swap(parameters, x, targets):
 def average_weights(parameters, x, targets):
     """New values of parameters and random numbers alone, which no micro-batch is needed for."""
     average = engine.get_variable("average", initializer=np.zeros((WIDTH, WIDTH), "f"), trainable=False)
-    noise, drawn = keep("noise", 0), keep("drawn", 0)
+    drawn = engine.get_variable("drawn", initializer=np.zeros((WIDTH, 512), "f"), trainable=False)
+    noise = keep("noise", 0)
     engine.assign("average", 0.9 * average + 0.1 * jax.lax.stop_gradient(parameters["f"]))
     engine.assign("noise", 0.9 * noise + jax.random.normal(engine.next_rng_key()))
-    engine.assign("drawn", jax.random.normal(engine.next_rng_key()))
-    return jnp.mean((run(parameters, x) @ average * (1 + noise) * (1 + drawn) - targets) ** 2)
+    engine.assign("drawn", jax.random.normal(engine.next_rng_key(), drawn.shape) / 100)
+    x = run(parameters, x) @ average * (1 + noise)
+    return jnp.mean((x * (1 + jnp.mean(x @ drawn)) - targets) ** 2)
 
 
 def return_old(parameters, x, targets):

@@ -42,6 +42,12 @@ def make_sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
+def module_of(node):
+    """The name of the module that an operation belongs to."""
+    path, _kind = list(node.meta["nn_module_stack"].values())[-1]
+    return path.removeprefix("L['self'].model.").removeprefix("L['self'].").removeprefix("model.")
+
+
 def train(options, dropout=0.0, calls=3):
     """Trains; returns the model, its executor, and the outputs of each call."""
     model = seeded(lambda: Model(dropout))
@@ -63,6 +69,11 @@ def test_training_equals_plain_torch(num_ipus, caplog):
     assert f"{num_ipus} stage{plural} on {num_ipus} IPU{plural}" in summary
     assert "first (Linear)" in summary
     assert "last (Linear)" in summary
+    program = executor._compiled.program
+    for section, stage in zip(program.stages.sections, program.pipeline.traced.stages, strict=True):
+        own = {spec.name for spec in stage.variables}
+        linear = [node for node in section.nodes if node.target is torch.ops.aten.linear.default]
+        assert {f"model/{module_of(node)}.weight" for node in linear} <= own
     assert "The model is split by what its parts take:\nParts (" in caplog.text
 
 
