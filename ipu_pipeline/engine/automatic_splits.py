@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -40,7 +41,7 @@ from ipu_pipeline.engine.planning.choosing import (
 from ipu_pipeline.engine.planning.chunking import Chunking
 from ipu_pipeline.engine.programs.stage_programs import ValueKind, read_sources
 from ipu_pipeline.engine.schedules.costs import Costs, Edge
-from ipu_pipeline.engine.schedules.graph_splits import find_graph_split
+from ipu_pipeline.engine.schedules.graph_splits import Order, find_graph_split
 from ipu_pipeline.engine.schedules.searched import SearchedSchedule
 from ipu_pipeline.engine.schedules.splitting import (
     FusedPair,
@@ -49,6 +50,7 @@ from ipu_pipeline.engine.schedules.splitting import (
     Split,
     SplitProblem,
     even_split,
+    weigh,
 )
 from ipu_pipeline.engine.state import PipelineState
 from ipu_pipeline.engine.tracing.faults import name_of
@@ -65,7 +67,6 @@ from ipu_pipeline.ground.tables import align, describe_bytes, shorten
 
 __all__ = ["AutoStages", "ModelStages", "SplitRow", "SplitTable", "auto_stages", "split"]
 
-_NEAR = 0.02  # of the best step: splits that are as good on devices of their own
 _WIDTH = 60  # of a stage's layers in the table
 _PARTS_PER_STAGE = 12  # of a model, on average, and at most: then stages differ by a few percent
 _OWN = ("parameters", "device_mapping", "program_names")  # that layers have of their own
@@ -89,7 +90,7 @@ class SplitRow:
       backward_seconds: what it takes of each backward.
       step_seconds: what a step is predicted to take, with a device for each IPU.
       shared_seconds: what it is predicted to take where the devices share this machine's cores, as virtual
-        devices of a CPU do; None where they do not.
+        devices of a CPU do, and other replicas share them, too; None where they do not.
       chunk_size: the micro-batches per program with which these are shortest, of those that the pipeline
         may choose from.
       num_bytes: what each IPU is estimated to hold at most, whatever number of micro-batches per program
@@ -119,8 +120,8 @@ class SplitTable:
     """What a split was decided by; `print` shows it.
 
     Attributes:
-      rows: the chosen split, the even one by the number of layers, and the best other one; those that are
-        the same are there once.
+      rows: the chosen split, the even one by the number of layers, and of the others the best one with a
+        device for each IPU; those that are the same are there once.
       layers: the names of the layers.
       forward_seconds: what a micro-batch takes of each layer forward, as a program of its own. The last
         one's includes its backward, or the first half of that, which is one program with it.
@@ -579,7 +580,7 @@ class _Layers:
         self._platform, self._source = "cpu", "counted"
         self._homes: list[list[Any]] = []  # the devices on which layers are measured
         measured, overhead = self._measure(measure)
-        memory = None
+        memory, cores = None, count_cores() / options.num_replicas
         if not self._is_one_program:
             memory = _find_memory(self._pipeline, options, measured.num_temporary_bytes)
         self._problem = dataclasses.replace(
@@ -588,6 +589,7 @@ class _Layers:
             overhead=overhead,
             memory=memory,
             sent=_find_sent(self._crossings, measured.costs.transfers),
+            cores=cores if self._homes and self._platform == "cpu" else None,
         )
         pairs: list[FusedPair] = []
         if self._homes and number > 2:
@@ -716,39 +718,58 @@ class _Layers:
         Returns:
           The layers of each stage, and the table.
         """
-        order, problem, found = find_graph_split(self._problem, before)
-        names = [self._names[layer] for layer in order]
-        even = even_split(problem.num_layers, problem.num_stages)
-        known = dict.fromkeys([found.split, *(split for split, _time in found.others), even])
-        rows = {split: self._row(problem, split, names) for split in known}
-        fitting = {split: row for split, row in rows.items() if row.fits}
-        least = min(row.step_seconds for row in fitting.values())
-        near = [split for split, row in fitting.items() if row.step_seconds <= (1 + _NEAR) * least]
+        problems = [self._problem]
+        if self._problem.cores is not None:  # else the best one on devices of their own may not be seen
+            problems.append(dataclasses.replace(self._problem, cores=None))
+        searched = [find_graph_split(problem, before) for problem in problems]
+        known: dict[tuple[frozenset[int], ...], _Judged] = {}
+
+        def add(order: Order, problem: SplitProblem, split: Split) -> _Judged:
+            groups = [[order[place] for place in group] for group in problem.groups(split)]
+            key = tuple(map(frozenset, groups))
+            if key not in known:
+                known[key] = _Judged(groups, self._row(problem, split, [self._names[n] for n in order]))
+            return known[key]
+
+        for order, problem, found in searched:
+            for split in (found.split, *(split for split, _judged in found.others)):
+                add(order, problem, split)
+        evens = [
+            add(order, problem, even_split(problem.num_layers, problem.num_stages))
+            for order, problem, _found in searched
+        ]
+        fitting = [own for own in known.values() if own.row.fits]
         chosen = min(
-            near, key=lambda split: (rows[split].shared_seconds or 0.0, rows[split].step_seconds, split)
+            fitting, key=lambda own: (weigh(own.row.step_seconds, own.row.shared_seconds), own.groups)
         )
-        others = [split for split in fitting if split not in (chosen, even)]
+        even = chosen if chosen in evens else evens[0]
         evenly = f"even by {self._task.unit}s"
-        shown = {chosen: f"chosen, {evenly}" if chosen == even else "chosen"}
-        shown.setdefault(even, evenly)
+        shown = [chosen.named("chosen, " + evenly if chosen is even else "chosen")]
+        if chosen is not even:
+            shown.append(even.named(evenly))
+        others = [own for own in fitting if own is not chosen and own not in evens]
         if others:
-            shown[min(others, key=lambda split: (rows[split].step_seconds, split))] = "best other"
-        of_all = f"all {found.num_simulated:,}" if found.is_exact else f"{found.num_simulated:,}"
-        judged = ' by "zero_bubble"' if isinstance(problem.schedule, SearchedSchedule) else ""
-        costs = problem.layers
+            best = min(others, key=lambda own: (own.row.step_seconds, own.groups))
+            shown.append(best.named("best other"))
+        is_exact = all(found.is_exact for _order, _problem, found in searched)
+        counts = [found.num_simulated for _order, _problem, found in searched]
+        of_all = f"all {counts[0]:,}" if is_exact else f"{sum(counts):,}"
+        judged = ' by "zero_bubble"' if isinstance(self._problem.schedule, SearchedSchedule) else ""
+        in_order = list(itertools.chain(*chosen.groups))
+        costs = self._problem.layers
         table = SplitTable(
-            tuple(dataclasses.replace(rows[split], what=what) for split, what in shown.items()),
-            tuple(names),
-            costs.forward,
-            costs.backward,
-            costs.update,
-            self._sent_bytes(order),
+            tuple(shown),
+            tuple(self._names[layer] for layer in in_order),
+            tuple(costs.forward[layer] for layer in in_order),
+            tuple(costs.backward[layer] for layer in in_order),
+            tuple(costs.update[layer] for layer in in_order),
+            self._sent_bytes(in_order),
             self._source,
             f"{of_all} simulated{judged}",
             self._mapping,
             self._task.unit,
         )
-        return [[order[place] for place in group] for group in problem.groups(chosen)], table
+        return chosen.groups, table
 
     def _sent_bytes(self, order: Sequence[int]) -> tuple[int, ...]:
         """What crosses the cut before each layer of an order, there and back."""
@@ -761,8 +782,7 @@ class _Layers:
         return tuple(found)
 
     def _row(self, problem: SplitProblem, split: Split, names: Sequence[str]) -> SplitRow:
-        is_shared = self._platform == "cpu" and not self._source.startswith("counted")
-        cores = count_cores() if is_shared else None
+        cores = self._problem.cores
         chunk_size = choose_chunk_size(
             problem.possible_chunk_sizes(split), lambda size: problem.step_time(split, cores, size)
         )
@@ -773,11 +793,21 @@ class _Layers:
             costs.forward,
             costs.backward,
             problem.step_time(split, None, chunk_size),
-            problem.step_time(split, cores, chunk_size) if is_shared else None,
+            None if cores is None else problem.step_time(split, cores, chunk_size),
             chunk_size,
             problem.num_bytes(split),
             not problem.excess(split),
         )
+
+
+class _Judged(NamedTuple):
+    """A split: the layers of each stage, and its row in the table."""
+
+    groups: list[list[int]]
+    row: SplitRow
+
+    def named(self, what: str) -> SplitRow:
+        return dataclasses.replace(self.row, what=what)
 
 
 def _edge(crossing: Crossing) -> Edge:

@@ -4,6 +4,10 @@ Programs are told apart by what XLA would compile, the versions, the kind of dev
 number of cores: equal programs are measured once, whatever pipelines they belong to. What was measured
 stays, and what is chosen by it is chosen again in the next run. Each program has a file of its own. The
 first process to measure it writes the file, and others keep to that: no lock is needed.
+
+In a step the programs of a pipeline take turns, and what one of them reads has left the caches when it runs
+again, if the others read much. So a program is run on several copies of its arguments in turn, which
+together have as many bytes as those of all programs.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -46,9 +51,13 @@ __all__ = [
 ]
 
 _FOLDER = "program_times"
-_LEAST_ROUNDS, _MOST_ROUNDS, _SECONDS = 5, 50, 0.1  # of a program's measurement
+_PASSES = 2  # over all programs: what disturbs one measurement of a program has ended by the other
+_LEAST_ROUNDS, _MOST_ROUNDS, _SECONDS = 3, 25, 0.05  # of each
 _SHORT = 1e-3  # seconds; what takes less is called several times in a row
 _IN_A_ROW = 8
+_CACHED = 1 << 20  # bytes that stay in a cache close to a core
+_MOST_READ = 64 << 20  # bytes of all copies: few caches have more
+_MOST_COPIES = 64
 _SHORTEST = (
     2048  # numbers; XLA runs programs of fewer than 1,000 operations where they are started, on CPUs
 )
@@ -62,7 +71,7 @@ class ProgramTime(NamedTuple):
     """What a program takes alone.
 
     Attributes:
-      seconds: the time of a call, the median of several.
+      seconds: the time of a call: the median of several, and of two such medians the lesser.
       cores: the number of cores that the process keeps busy meanwhile. It matters on CPUs only.
       num_temporary_bytes: the memory that it takes besides arguments and results, by XLA.
     """
@@ -119,22 +128,25 @@ def time_programs(programs: Sequence[TimedProgram]) -> list[ProgramTime]:
     They must end on zeros, whatever these make of them, and not print or call back into Python.
 
     Args:
-      programs: all on devices of this process. Those that are equal are timed once.
+      programs: those of a pipeline, all on devices of this process. Those that are equal are timed once.
 
     Returns:
       What each takes.
     """
     directory = find_directory()
+    sizes = [num_bytes(program.arguments) for program in programs]
+    copies = [_count_copies(size, sum(sizes)) for size in sizes]
     lowered = [program.jitted.lower(*program.arguments) for program in programs]
-    keys = [_identify(program, own) for program, own in zip(programs, lowered, strict=True)]
+    keys = list(map(_identify, programs, lowered, copies))
     first = {key: place for place, key in reversed(list(enumerate(keys)))}
     new = [place for key, place in sorted(first.items(), key=lambda item: item[1])]
     new = [place for place in new if _find(keys[place], directory) is None]
     if new:
         compiled = _compile([lowered[place] for place in new])
-        for place, executable in zip(new, compiled, strict=True):
-            found = _time(programs[place], executable)
-            _known[keys[place]] = _keep(keys[place], found, directory)
+        timed = [(programs[place], own, copies[place]) for place, own in zip(new, compiled, strict=True)]
+        passes = [[_time(*own) for own in timed] for _pass in range(_PASSES)]
+        for place, *found in zip(new, *passes, strict=True):
+            _known[keys[place]] = _keep(keys[place], min(found), directory)
     return [_known[key] for key in keys]
 
 
@@ -159,8 +171,8 @@ def time_copy(avals: Sequence[Any], source: DeviceGroup, target: DeviceGroup) ->
             jax.block_until_ready(copies)
 
         with _alone, jax.ensure_compile_time_eval():
-            found = ProgramTime(*_repeat(call), 0)
-        _known[key] = _keep(key, found, directory)
+            found = min(_repeat(call) for _pass in range(_PASSES))
+        _known[key] = _keep(key, ProgramTime(*found, 0), directory)
     return _known[key].seconds
 
 
@@ -172,7 +184,13 @@ def time_shortest(group: DeviceGroup) -> float:
     return found.seconds
 
 
-def _identify(program: TimedProgram, lowered: Any) -> str:
+def _count_copies(size: int, total: int) -> int:
+    """The number of copies of a program's arguments: a power of two, so that pipelines agree on it."""
+    most = math.ceil(min(total, _MOST_READ) / max(size, 1))
+    return 1 if total <= _CACHED else min(1 << (most - 1).bit_length(), _MOST_COPIES)
+
+
+def _identify(program: TimedProgram, lowered: Any, num_copies: int) -> str:
     # Random keys are folded with the number of the call and the hash of the scope: layers that are equal
     # but for these take as long.
     text = re.sub(r"dense<\d+> : tensor<ui32>", "dense<_> : tensor<ui32>", text_of(lowered))
@@ -180,6 +198,7 @@ def _identify(program: TimedProgram, lowered: Any) -> str:
         text,
         str(jax_compat.kept_arguments(lowered)),
         str(sorted(program.options.items())),
+        str(num_copies),
         _describe(program.device),
     )
 
@@ -219,11 +238,12 @@ def _compile(lowered: Sequence[Any]) -> list[Any]:
             threads.shutdown(wait=False, cancel_futures=True)
 
 
-def _time(program: TimedProgram, compiled: Any) -> ProgramTime:
-    given = _make_zeros(program.arguments, [struct.sharding for struct in program.arguments])
+def _time(program: TimedProgram, compiled: Any, num_copies: int) -> ProgramTime:
+    shardings = [struct.sharding for struct in program.arguments]
+    copies = itertools.cycle([_make_zeros(program.arguments, shardings) for _copy in range(num_copies)])
 
     def call(number: int) -> None:
-        for _call in range(number):
+        for given in itertools.islice(copies, number):
             results = compiled(*given)
             for place, result in program.carried.items():
                 given[place] = results[result]
@@ -247,11 +267,10 @@ def _make_zeros(avals: Sequence[Any], shardings: Sequence[Any]) -> list[jax.Arra
 def _repeat(call: Callable[[int], None]) -> tuple[float, float]:
     """The median time of a call, and the cores that are busy meanwhile."""
     call(1)
-    begin = time.perf_counter()
-    call(1)
-    number = 1 if time.perf_counter() - begin > _SHORT else _IN_A_ROW
-    taken: list[float] = []
     begin, worked = time.perf_counter(), time.process_time()
+    call(1)
+    first = time.perf_counter() - begin
+    number, taken = (1, [first]) if first > _SHORT else (_IN_A_ROW, [])
     while len(taken) < _LEAST_ROUNDS or (
         len(taken) < _MOST_ROUNDS and time.perf_counter() - begin < _SECONDS
     ):

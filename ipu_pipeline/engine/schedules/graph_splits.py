@@ -39,7 +39,7 @@ _NUM_DRAWN = 4  # orders whose choices are drawn
 def find_graph_split(
     problem: SplitProblem, before: Sequence[Iterable[int]], most: int | None = None
 ) -> tuple[Order, SplitProblem, FoundSplit]:
-    """Finds the order and the split whose step takes least.
+    """Finds the order and the split that is judged best.
 
     Args:
       problem: the layers, in a topological order. The last one stays the last.
@@ -212,14 +212,14 @@ class _Search:
     problem: SplitProblem
     before: Sequence[Iterable[int]]
     most: int
-    known: dict[Stages, tuple[int, float]] = field(default_factory=dict)  # excess bytes, step time
+    known: dict[Stages, tuple[int, float]] = field(default_factory=dict)  # excess bytes, judged
 
     def judge(self, stages: Stages) -> tuple[int, float]:
         found = self.known.get(stages)
         if found is None:
             order, split = _in_order(stages)
             ordered = reorder(self.problem, order)
-            found = self.known[stages] = ordered.excess(split), ordered.step_time(split)
+            found = self.known[stages] = ordered.excess(split), ordered.judge(split)
         return found
 
     def judge_all(self) -> bool:

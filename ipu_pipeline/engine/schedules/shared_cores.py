@@ -1,8 +1,8 @@
 """Finds when each program of a step runs if IPUs share cores, as a CPU's virtual devices do. No JAX.
 
-A program that runs alone keeps some cores busy (`Costs.forward_cores`). While the running programs would
-keep more busy than there are, all are slowed down by the same factor: the cores there are over the cores
-that they would keep busy.
+A program that runs alone keeps some cores busy (`Costs.forward_cores`), and a transfer, which is a copy in
+the host's memory there, keeps one. While they would keep more busy than there are, all are slowed down by
+the same factor: the cores there are over the cores that they would keep busy.
 That is egalitarian processor sharing (Kleinrock, "Time-shared Systems: A theoretical treatment", 1967),
 with programs that may be wider than a core. As all running programs are served at the same rate, the
 service since the beginning of a program that never ends is a clock for all of them: each ends when that
@@ -12,12 +12,14 @@ clock shows what it showed at the program's begin, plus its cost.
 from __future__ import annotations
 
 import heapq
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from ipu_pipeline.engine.schedules.actions import ActionKind
 from ipu_pipeline.engine.schedules.checking import Timetable
 from ipu_pipeline.engine.schedules.free_running import (
     Host,
+    Link,
     Programs,
     ProgramTiming,
     follow,
@@ -25,7 +27,9 @@ from ipu_pipeline.engine.schedules.free_running import (
     last_end,
 )
 
-__all__ = ["run_sharing", "share"]
+__all__ = ["CORES_OF_TRANSFER", "run_sharing", "share"]
+
+CORES_OF_TRANSFER = 1.0  # that a copy keeps busy
 
 Entry: TypeAlias = (
     "tuple[ProgramTiming, int, float]"  # a program, its chunk, and the time when the host has started it
@@ -57,6 +61,23 @@ def run_sharing(programs: Programs, timetable: Timetable, host: float, cores: fl
     return last_end(programs)
 
 
+@dataclass
+class _Sendings:
+    """What goes over a link: one chunk after another.
+
+    Attributes:
+      link: the link.
+      source: the program that sends.
+      number: its number among what runs.
+      num_waiting: chunks that are being sent, or wait for it.
+    """
+
+    link: Link
+    source: ProgramTiming
+    number: int
+    num_waiting: int = 0
+
+
 class _Run:
     def __init__(self, programs: Programs, timetable: Timetable, host: float) -> None:
         num_ipus = 1 + max(program.ipu for program in programs[ActionKind.FORWARD])
@@ -66,7 +87,10 @@ class _Run:
         self._now = 0.0
         self._served = 0.0
         self._demand = 0.0
-        self._running: list[tuple[float, int]] = []  # the service clock when it ends, and the IPU
+        # The service clock when it ends, and the number of what runs: IPUs come first, then transfers.
+        self._running: list[tuple[float, int]] = []
+        self._sendings: list[_Sendings] = []
+        self._by_link: dict[Link, _Sendings] = {}
         self._timers: list[tuple[float, int]] = []  # when to look at an IPU again
         self._free: list[ProgramTiming] = []  # programs without cost and inputs, once per chunk
         hosts = Host(programs, host)
@@ -93,14 +117,17 @@ class _Run:
                 self._now = time
                 self._begin(ipu)
                 continue
-            self._served, ipu = heapq.heappop(running)
+            self._served, number = heapq.heappop(running)
             self._now = done
-            program = self._queues[ipu][self._positions[ipu]][0]
+            if number >= len(self._queues):
+                self._arrive(number)
+                continue
+            program = self._queues[number][self._positions[number]][0]
             self._demand = self._demand - program.cores if running else 0.0
-            self._positions[ipu] += 1
-            self._is_busy[ipu] = False
+            self._positions[number] += 1
+            self._is_busy[number] = False
             self._end(program)
-            self._begin(ipu)
+            self._begin(number)
 
     def _begin(self, ipu: int) -> None:
         """Begins the next program of an IPU if all is there; if only time is missing, sets a timer."""
@@ -126,7 +153,36 @@ class _Run:
 
     def _hand_on(self, program: ProgramTiming) -> None:
         for link in program.links:
-            follow(link, program.ends[-1])
+            if link.time:
+                self._send(link, program)
+            else:
+                follow(link, program.ends[-1])
+        self._look_at_readers(program)
+
+    def _send(self, link: Link, source: ProgramTiming) -> None:
+        """Sends a result after what was sent before."""
+        own = self._by_link.get(link)
+        if own is None:
+            own = self._by_link[link] = _Sendings(link, source, len(self._queues) + len(self._sendings))
+            self._sendings.append(own)
+        own.num_waiting += 1
+        if own.num_waiting == 1:
+            self._begin_sending(own)
+
+    def _begin_sending(self, own: _Sendings) -> None:
+        self._demand += CORES_OF_TRANSFER
+        heapq.heappush(self._running, (self._served + own.link.time, own.number))
+
+    def _arrive(self, number: int) -> None:
+        own = self._sendings[number - len(self._queues)]
+        self._demand = self._demand - CORES_OF_TRANSFER if self._running else 0.0
+        own.link.arrivals.append(self._now)
+        own.num_waiting -= 1
+        if own.num_waiting:
+            self._begin_sending(own)
+        self._look_at_readers(own.source)
+
+    def _look_at_readers(self, program: ProgramTiming) -> None:
         for reader in program.readers:
             if reader.cost:
                 self._begin(reader.ipu)
@@ -134,7 +190,7 @@ class _Run:
                 self._pass_through(reader)
 
     def _pass_through(self, reader: ProgramTiming) -> None:
-        """Finishes what is not a program as soon as its inputs are there, which may be later than now."""
+        """Finishes what is not a program as soon as its inputs are there."""
         while all(len(arrivals) > len(reader.ends) for arrivals in reader.inputs):
             chunk = len(reader.ends)
             time = max(arrivals[chunk] for arrivals in reader.inputs)

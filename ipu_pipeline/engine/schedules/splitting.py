@@ -1,10 +1,11 @@
 """Finds where to cut layers into stages: the split whose step takes least. No JAX.
 
-A split is judged by the simulator, under the schedule and the IPUs of its stages. Where there are few
-splits, all of them are simulated. Else the first candidates come from dynamic programming over what stages
-take: the least longest stage, and for longest stages up to a quarter longer the least that is sent. A local
-search goes on from these and from the even split, and moves one or two cuts at a time for as long as that
-helps; then from splits drawn near the best one. What does not fit the memory is worse than all that does.
+A split is judged by the simulator, under the schedule and the IPUs of its stages; where IPUs share cores,
+also by what these have to do. Where there are few splits, all of them are simulated. Else the first
+candidates come from dynamic programming over what stages take: the least longest stage, and for longest
+stages up to a quarter longer the least that is sent. A local search goes on from these and from the even
+split, and moves one or two cuts at a time for as long as that helps; then from splits drawn near the best
+one. What does not fit the memory is worse than all that does.
 
 Source of the dynamic program: the partitioning of a chain by its bottleneck (Bokhari, "Partitioning
 problems in parallel, pipelined, and distributed computing", 1988), as pipelines of layers have it since
@@ -17,6 +18,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -29,6 +31,7 @@ from ipu_pipeline.engine.schedules.costs import Costs, Edge
 from ipu_pipeline.engine.schedules.named import ScheduleLike
 from ipu_pipeline.engine.schedules.scenarios import Scenario
 from ipu_pipeline.engine.schedules.searched import SearchedSchedule
+from ipu_pipeline.engine.schedules.shared_cores import CORES_OF_TRANSFER
 from ipu_pipeline.engine.schedules.simulator import predict_step_time
 from ipu_pipeline.engine.schedules.timetables import timetable
 
@@ -42,6 +45,7 @@ __all__ = [
     "even_split",
     "find_split",
     "num_simulations",
+    "weigh",
 ]
 
 Split: TypeAlias = "tuple[int, ...]"  # the number of each stage's first layer
@@ -55,6 +59,7 @@ _LONGER = 1.25  # than the least longest stage: how long that of a candidate may
 _NUM_CANDIDATES = 8
 _NUM_TRIES = 20  # to improve the best split
 _JUMPS = (1, 2, 4, 8)  # layers by which a cut moves
+_SHARE_OF_OWN = 0.05  # of a step on devices of their own, where IPUs share cores
 
 
 @dataclass(frozen=True)
@@ -104,8 +109,8 @@ class FusedPair:
 
     Attributes:
       layers: the two layers.
-      forward: seconds of the forward. Where one of them is the last layer, whose backward is in the same
-        program, seconds of both.
+      forward: seconds of the forward. Where the second is the last layer, whose forward and backward are
+        one program, seconds of that.
       backward: seconds of the backward.
       weight_gradients: how much of that is of its second half, where there are halves.
     """
@@ -135,6 +140,7 @@ class SplitProblem:
       max_chunked_bytes: chunks of several may not make a stage hold more than this of micro-batches.
       sent: what layers send each other.
       fused: what layers save in one stage.
+      cores: the number of cores that the IPUs share; None: each has what it needs.
     """
 
     layers: Costs
@@ -150,6 +156,7 @@ class SplitProblem:
     max_chunked_bytes: int = 0
     sent: tuple[SentValue, ...] = ()
     fused: tuple[FusedPair, ...] = ()
+    cores: float | None = None
     _fullest: dict[int, tuple[tuple[tuple[int, int], ...], ...]] = field(  # by the size of chunks
         default_factory=dict, init=False, repr=False
     )
@@ -311,6 +318,17 @@ class SplitProblem:
             is_fused=layers.is_fused,
         )
 
+    def judge(self, split: Split) -> float:
+        """What splits are compared by: see `weigh`. What cores have to do is taken for the time there."""
+        own = self.step_time(split)
+        if self.cores is None:
+            return own
+        costs, number = self.costs(split), self.num_micro_batches
+        cores, times = costs.forward_cores + costs.backward_cores, costs.forward + costs.backward
+        work = number * sum(map(operator.mul, cores, times)) + sum(costs.update)
+        work += number * CORES_OF_TRANSFER * sum(costs.transfers.values())
+        return weigh(own, max(own, work / self.cores))
+
     def step_time(self, split: Split, cores: float | None = None, chunk_size: int = 1) -> float:
         """The time of a step. Of a long one the beginning is simulated, and the rest is at its pace.
 
@@ -418,14 +436,14 @@ class FoundSplit:
 
     Attributes:
       split: the best split.
-      step_time: the time of its step.
-      others: the next best splits that fit, in order, with their step times.
+      judged: what it is the best by; see `SplitProblem.judge`.
+      others: the next best splits that fit, in order, each with that of its own.
       is_exact: whether all splits were simulated.
       num_simulated: the number of splits that were.
     """
 
     split: Split
-    step_time: float
+    judged: float
     others: tuple[tuple[Split, float], ...]
     is_exact: bool
     num_simulated: int
@@ -437,13 +455,22 @@ def even_split(num_layers: int, num_stages: int) -> Split:
     return tuple(stage * size + min(stage, more) for stage in range(num_stages))
 
 
+def weigh(own: float, shared: float | None) -> float:
+    """What splits are compared by, from the times of a step on devices of their own and on shared cores.
+
+    Where cores are shared, it is the time there, and a twentieth of the other one: of those for which cores
+    take the same time, even stages are better.
+    """
+    return own if shared is None else shared + _SHARE_OF_OWN * own
+
+
 def num_simulations(problem: SplitProblem) -> int:
     """The number of splits that can be simulated in some seconds."""
     return max(100, _MAX_ACTIONS // len(problem.timetable.order))
 
 
 def find_split(problem: SplitProblem, most: int | None = None, known: Iterable[Split] = ()) -> FoundSplit:
-    """Finds the split whose step takes least.
+    """Finds the split that is judged best.
 
     Args:
       problem: the layers.
@@ -470,7 +497,7 @@ def find_split(problem: SplitProblem, most: int | None = None, known: Iterable[S
             search.improve(candidate)
         search.go_on()
     ranked = sorted(search.known.items(), key=lambda item: (item[1], item[0]))
-    best, (excess, step_time) = ranked[0]
+    best, (excess, judged) = ranked[0]
     if excess:
         assert problem.bytes_per_ipu is not None
         raise ValueError(
@@ -478,8 +505,8 @@ def find_split(problem: SplitProblem, most: int | None = None, known: Iterable[S
             f"{excess + problem.bytes_per_ipu:,} bytes; got {problem.bytes_per_ipu:,}. Raise it, or take "
             "more stages, recomputation or offloading."
         )
-    others = tuple((split, time) for split, (more, time) in ranked[1 : 1 + _NUM_OTHERS] if not more)
-    return FoundSplit(best, step_time, others, is_exact, len(search.known))
+    others = tuple((split, own) for split, (more, own) in ranked[1 : 1 + _NUM_OTHERS] if not more)
+    return FoundSplit(best, judged, others, is_exact, len(search.known))
 
 
 @dataclass
@@ -488,12 +515,12 @@ class _Search:
 
     problem: SplitProblem
     most: int
-    known: dict[Split, tuple[int, float]] = field(default_factory=dict)  # excess bytes, step time
+    known: dict[Split, tuple[int, float]] = field(default_factory=dict)  # excess bytes, judged
 
     def judge(self, split: Split) -> tuple[int, float]:
         found = self.known.get(split)
         if found is None:
-            found = self.problem.excess(split), self.problem.step_time(split)
+            found = self.problem.excess(split), self.problem.judge(split)
             self.known[split] = found
         return found
 

@@ -28,6 +28,7 @@ def directory(tmp_path, monkeypatch):
     """Where times are kept; nothing is known of earlier tests."""
     monkeypatch.setattr(program_times, "_known", {})
     monkeypatch.setattr(program_times, "find_directory", lambda: tmp_path / "times")
+    monkeypatch.setattr(program_times, "_PASSES", 1)
     return tmp_path / "times"
 
 
@@ -36,7 +37,7 @@ def timed(monkeypatch):
     """The numbers of programs that were timed; each takes half a second."""
     numbers = []
 
-    def time(program, compiled):
+    def time(program, compiled, _num_copies):
         numbers.append(len(program.arguments))
         assert compiled is not None
         return FOUND
@@ -60,6 +61,40 @@ def test_equal_programs_are_timed_once_whatever_their_device(directory, timed):
     time_programs([make(3.0)])
     assert len(timed) == 3
     assert len(list(directory.iterdir())) == 3
+
+
+def test_what_disturbs_one_measurement_does_not_count(directory, monkeypatch):
+    """All programs are timed before any is timed again."""
+    order, times = [], iter([3.0, 1.0, 2.0, 5.0])
+
+    def time(program, _compiled, _num_copies):
+        order.append(program.arguments[0].shape)
+        return FOUND._replace(seconds=next(times))
+
+    monkeypatch.setattr(program_times, "_time", time)
+    monkeypatch.setattr(program_times, "_PASSES", 2)
+    assert [found.seconds for found in time_programs([make(), make(shape=(5,))])] == [2.0, 1.0]
+    assert order == [(4,), (5,)] * 2
+
+
+def test_programs_that_read_much_together_run_on_copies(directory, monkeypatch):
+    """So each finds as little in the caches as in a step; the number is part of what is kept."""
+    seen = []
+
+    def time(program, _compiled, num_copies):
+        seen.append((program.arguments[0].shape[0], num_copies))
+        return FOUND
+
+    monkeypatch.setattr(program_times, "_time", time)
+    mega = 1 << 18  # floats in 1 MiB
+    time_programs([make(shape=(mega,)), make(3.0)])
+    assert seen == [(mega, 2), (4, 64)]  # a bit more than 1 MiB; and as many as there may be
+    time_programs([make(shape=(mega,)), make(shape=(100 * mega,)), make(shape=(5 * mega,))])
+    assert seen[2:] == [(mega, 64), (100 * mega, 1), (5 * mega, 16)]  # 64 MiB are enough
+    time_programs([make(shape=(mega,))])
+    assert seen[5:] == [(mega, 1)]
+    time_programs([make(shape=(mega,)), make(3.0)])
+    assert len(seen) == 6
 
 
 def test_later_processes_find_what_was_kept(directory, timed, monkeypatch):
@@ -98,7 +133,7 @@ def test_a_file_that_says_nothing_usable_is_replaced(directory, timed, text, mon
 def test_what_another_process_wrote_meanwhile_counts(directory, monkeypatch):
     other = ProgramTime(7.0, 1.0, 0)
 
-    def time(_program, _compiled):
+    def time(_program, _compiled, _num_copies):
         keep = program_times._keep
         monkeypatch.setattr(
             program_times,

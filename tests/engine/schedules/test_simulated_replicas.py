@@ -240,7 +240,8 @@ def test_random_clusters_against_ticks(seed):
 @pytest.mark.parametrize("seed", range(20))
 def test_with_cores_enough_clusters_run_as_if_they_shared_none(seed):
     case = draw_cluster(100 + seed)
-    shared = simulate(dataclasses.replace(case, cores=float(len(case.ipus_of_replicas))))
+    cores = 5.0 * case.costs.num_stages * case.cluster.num_replicas  # with those of transfers
+    shared = simulate(dataclasses.replace(case, cores=cores))
     alone = simulate(case)
     for one, other in ((shared.free_running, alone.free_running), (shared.lock_step, alone.lock_step)):
         assert begins(one, case.num_ipus) == pytest.approx(begins(other, case.num_ipus))

@@ -198,6 +198,18 @@ def test_what_ends_gives_its_share_of_the_cores_to_others():
     assert found.lock_step.step_time == 8
 
 
+def test_a_transfer_keeps_a_core_busy():
+    # One core: F0.0 (1); its transfer (2) beside F0.1 (1) from 1 to 3; then it has 1 left, and that of F0.1
+    # waits for it, as they take the same way.
+    of = {"training": False, "cores": 1}
+    found = simulate(scenario(2, 2, forward=[1, 1], transfer=2, of=of)).free_running
+    assert begins(found) == {"F0.0": 0, "F0.1": 1, "F1.0": 4, "F1.1": 7}
+    assert [(one.begin, one.end) for one in found.transfers()] == [(1, 4), (4, 7)]
+    assert found.step_time == 8
+    alone = simulate(scenario(2, 2, forward=[1, 1], transfer=2, of={**of, "cores": 2})).free_running
+    assert alone.step_time == 6
+
+
 def test_memory_over_time():
     memory = Memory((100, 1000), (10, 7))
     found = simulate(scenario(2, 3, forward=1, backward=2, of={"memory": memory}))
@@ -398,7 +410,8 @@ def tick(case, unit):
         started[action] = numbers[process] * costs.host
     queues = {ipu: [a for a in order if ipu_of(a) == ipu and length(a)] for ipu in case.ipus_of_replicas}
     passing = [action for action in order if not length(action)]
-    ends, begun, running, link_free = {}, {}, {}, {}
+    ends, begun, running = {}, {}, {}
+    sending = {}  # (kind, sending stage, receiving stage, replica) -> the actions, and what is left of each
     arrivals = {}  # (action, stage that reads) -> time
 
     def arrived(action, reader, now):
@@ -411,10 +424,10 @@ def tick(case, unit):
     def finish(action, now):
         ends[action] = now
         kind, stage, chunk, replica = action
-        if isinstance(kind, str):
+        if isinstance(kind, str) or kind == W:
             return
         for other in range(last + 1):
-            if abs(case.levels[other] - case.levels[stage]) == 1:
+            if case.levels[other] - case.levels[stage] == (1 if kind == F else -1):
                 time = costs.transfers.get((stage, other), 0)
                 ipus = {ipu_of(action), ipu_of((kind, other, chunk, replica))}
                 sent = costs.num_sent_bytes.get((stage, other), 0)
@@ -422,10 +435,10 @@ def tick(case, unit):
                     is_near = len({cluster.process_of(ipu) for ipu in ipus}) == 1
                     speed = cluster.within if is_near else cluster.between
                     time += speed.latency + sent / speed.bandwidth
-                link = (kind, stage, other, replica)
-                begin = max(now, link_free.get(link, 0)) if time else now
-                link_free[link] = begin + time
-                arrivals[action, other] = begin + time
+                if time:
+                    sending.setdefault((kind, stage, other, replica), []).append([action, time])
+                else:
+                    arrivals[action, other] = now
 
     now = 0
     while len(ends) < len(order):
@@ -445,9 +458,15 @@ def tick(case, unit):
                     running[ipu] = [queue.pop(0), length(action)]
                     begun[action] = now
         served = unit
-        if case.cores is not None:
-            served *= min(1, case.cores / max(1, len(running)))
+        if case.cores is not None:  # each program and each transfer needs one
+            served *= min(1, case.cores / max(1, len(running) + len(sending)))
         now += unit
+        for link, queue in list(sending.items()):
+            queue[0][1] -= served
+            if queue[0][1] <= 1e-9:
+                arrivals[queue.pop(0)[0], link[2]] = now
+                if not queue:
+                    del sending[link]
         for ipu, (action, left) in list(running.items()):
             running[ipu][1] = left - served
             if left - served <= 1e-9:
@@ -535,7 +554,8 @@ def test_random_scenarios_against_ticks(seed):
 @pytest.mark.parametrize("seed", range(30))
 def test_with_cores_enough_programs_run_as_if_they_shared_none(seed):
     case = draw(1000 + seed)
-    shared = simulate(dataclasses.replace(case, cores=float(case.costs.num_stages)))
+    num_links = 4 * case.costs.num_stages  # between neighbours, there and back; of two, where these are
+    shared = simulate(dataclasses.replace(case, cores=float(case.costs.num_stages + num_links)))
     alone = simulate(case)
     for one, other in ((shared.free_running, alone.free_running), (shared.lock_step, alone.lock_step)):
         assert begins(one) == pytest.approx(begins(other))
