@@ -31,7 +31,7 @@ from ipu_pipeline.engine.devices.sharding import parse_shard
 from ipu_pipeline.engine.devices.state_placement import StatePlacement
 from ipu_pipeline.engine.execution import kept
 from ipu_pipeline.engine.execution.contract import Iterated, Pending, Request, Runner
-from ipu_pipeline.engine.execution.measured_costs import why_not_timed
+from ipu_pipeline.engine.execution.measured_costs import Measured, divide_last, why_not_timed
 from ipu_pipeline.engine.execution.program_times import count_cores, time_shortest
 from ipu_pipeline.engine.execution.runner import ColumnRunner
 from ipu_pipeline.engine.execution.single_device.runner import BlockRunner
@@ -414,17 +414,7 @@ class Pipeline:
             Python or loop by data; or there are several processes, or execution phases.
         """
         count = self._count(num_micro_batches) * self.num_serialized
-        runner = self.prepare()
-        reasons = {
-            "all stages are on one IPU, in one program": not isinstance(runner, ColumnRunner),
-            "there are execution phases": self.options.execution_phases is not None,
-            "there are several processes": runner.placement.has_peers,
-            why_not_timed(self._programs): bool(why_not_timed(self._programs)),
-        }
-        if reason := next((reason for reason, holds in reasons.items() if holds), ""):
-            raise ValueError(f"Pipeline.scenario runs the stages on zeros, one at a time; here {reason}.")
-        assert isinstance(runner, ColumnRunner)
-        measured = runner.measure(self.built.accumulator_dtypes, HOST_SECONDS, with_updates=True)
+        runner, measured = self._measure_stages("Pipeline.scenario")
         is_shared = runner.placement.groups[0].devices[0].platform == "cpu"
         return make_scenario(
             runner,
@@ -436,6 +426,37 @@ class Pipeline:
             measured.num_temporary_bytes,
             count_cores() if is_shared else None,
         )
+
+    def measure_costs(self) -> schedules.Costs:
+        """What programs, transfers and updates take, in seconds; see `scenario`, which has the rest.
+
+        The time of the last stage's program is divided among its forward and backward by their operations.
+
+        Raises:
+          ValueError: see `scenario`.
+        """
+        return self._measure_stages("Pipeline.measure_costs")[1].costs
+
+    def _measure_stages(self, caller: str) -> tuple[ColumnRunner, Measured]:
+        runner = self.prepare()
+        reasons = {
+            "all stages are on one IPU, in one program": not isinstance(runner, ColumnRunner),
+            "there are execution phases": self.options.execution_phases is not None,
+            "there are several processes": runner.placement.has_peers,
+            why_not_timed(self._programs): bool(why_not_timed(self._programs)),
+        }
+        if reason := next((reason for reason, holds in reasons.items() if holds), ""):
+            raise ValueError(f"{caller} runs the stages on zeros, one at a time; here {reason}.")
+        assert isinstance(runner, ColumnRunner)
+        measured = runner.measure(
+            self.built.accumulator_dtypes, HOST_SECONDS, with_updates=True, with_skips=True
+        )
+        last = self.facts().stages[-1]
+        costs = dataclasses.replace(measured.costs, is_fused=last.is_fused)
+        if last.is_fused:
+            first = last.backward_operations - last.weight_operations
+            costs = divide_last(costs, last.forward_operations, first)
+        return runner, measured._replace(costs=costs)
 
     def _count(self, num_micro_batches: int | None) -> int:
         count = self.num_micro_batches if num_micro_batches is None else num_micro_batches

@@ -1,7 +1,8 @@
 """Simulates a pipeline that was measured: the same step, and other settings.
 
-The costs of forwards, backwards, weight updates and transfers are the analysis's. The time that the host
-takes to start programs is not in a trace, and taken to be 0. A layer that moves to another stage takes a
+The costs are what programs, transfers and weight updates take alone, as splits and dispatch plans are
+chosen by. Where that was not measured, they are the trace's, in which the time that the host takes to start
+programs is not known, and taken to be 0. A layer that moves to another stage takes a
 part of its stage's time along, equal to its part of the stage's parameters, which is an estimate.
 """
 
@@ -75,41 +76,20 @@ def make_scenario(facts: PipelineFacts, analysis: PipelineAnalysis) -> Scenario 
     """Makes a scenario for the simulator of a pipeline as it was measured; costs are in seconds.
 
     Returns:
-      The scenario; None for a loop, for a schedule that is the user's own, and if the trace lacks the
-      times of a stage.
+      The scenario; None for a loop, for a schedule that is the user's own, and if no step was recorded, or
+      the times of a stage are not known.
     """
     if facts.kind == "loop" or facts.schedule not in named_schedules() or not analysis.step_time:
         return None
-    forward = [use.forward for use in analysis.stages if use.forward is not None]
-    if len(forward) < len(facts.stages):
+    costs = _read_costs(facts, analysis) if facts.costs is None else facts.costs
+    if costs is None:
         return None
-    update = [0.0] * len(forward)
-    for use in analysis.ipus:
-        first = facts.stages_on(use.ipu)[0]
-        update[first] = max(update[first], use.update / _MICROSECONDS)
     count = analysis.num_micro_batches // facts.num_replicas
     divides = count % facts.chunk_size == 0
     last = facts.stages[-1].level
+    is_fused = facts.stages[-1].is_fused and [stage.level for stage in facts.stages].count(last) == 1
     return Scenario(
-        Costs.of(
-            len(forward),
-            forward=[cost / _MICROSECONDS for cost in forward],
-            backward=[(use.backward or 0.0) / _MICROSECONDS for use in analysis.stages],
-            weight_gradients=[
-                # Where there are no halves, it is not known what they would take.
-                (use.backward or 0.0) / 2 / _MICROSECONDS
-                if use.weight_gradients is None
-                else use.weight_gradients / _MICROSECONDS
-                for use in analysis.stages
-            ],
-            update=update,
-            transfer={
-                (link.source, link.target): link.length / facts.chunk_size / _MICROSECONDS
-                for link in analysis.links
-                if link.length is not None and link.source != link.target
-            },
-            is_fused=facts.stages[-1].is_fused and [stage.level for stage in facts.stages].count(last) == 1,
-        ),
+        dataclasses.replace(costs, is_fused=is_fused),
         schedule=facts.schedule,
         num_micro_batches=max(1, count),
         device_mapping=tuple(stage.ipu for stage in facts.stages),
@@ -119,6 +99,35 @@ def make_scenario(facts: PipelineFacts, analysis: PipelineAnalysis) -> Scenario 
         memory=_make_memory(facts),
         micro_batch_size=facts.micro_batch_size or 1,
         cluster=Cluster(facts.num_replicas),
+    )
+
+
+def _read_costs(facts: PipelineFacts, analysis: PipelineAnalysis) -> Costs | None:
+    """What programs took in the trace; None if it lacks those of a stage."""
+    forward = [use.forward for use in analysis.stages if use.forward is not None]
+    if len(forward) < len(facts.stages):
+        return None
+    update = [0.0] * len(forward)
+    for use in analysis.ipus:
+        first = facts.stages_on(use.ipu)[0]
+        update[first] = max(update[first], use.update / _MICROSECONDS)
+    return Costs.of(
+        len(forward),
+        forward=[cost / _MICROSECONDS for cost in forward],
+        backward=[(use.backward or 0.0) / _MICROSECONDS for use in analysis.stages],
+        weight_gradients=[
+            # Where there are no halves, it is not known what they would take.
+            (use.backward or 0.0) / 2 / _MICROSECONDS
+            if use.weight_gradients is None
+            else use.weight_gradients / _MICROSECONDS
+            for use in analysis.stages
+        ],
+        update=update,
+        transfer={
+            (link.source, link.target): link.length / facts.chunk_size / _MICROSECONDS
+            for link in analysis.links
+            if link.length is not None and link.source != link.target
+        },
     )
 
 
@@ -160,9 +169,18 @@ def predict(profile: Profile, facts: PipelineFacts, analysis: PipelineAnalysis) 
     found = predict_scenario(scenario, layers)
     notes = []
     if {device.platform for device in profile.devices} == {"cpu"} and len(scenario.ipus) > 1:
+        taken = (
+            "that take as long as was measured here, whatever the others do"
+            if facts.costs is None
+            else "that take as long as these do while nothing else runs"
+        )
         notes.append(
             f"These IPUs are virtual devices, which share {profile.num_cores} cores of the host. The "
-            "predictions are for devices that take as long as was measured here, whatever the others do."
+            f"predictions are for devices {taken}."
+        )
+    if facts.costs is None and not facts.is_one_program:
+        notes.append(
+            "What programs take alone was not measured. The predictions are by their times in this trace."
         )
     if any(plan.num_brought_bytes for plan in facts.memory):
         notes.append(

@@ -13,12 +13,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ipu_pipeline.engine.inspect import Edge, Flow, IpuMemory, LayerFacts, PipelineFacts, StageFacts
+from ipu_pipeline.engine.schedules import Costs
 from ipu_pipeline.reports.events import Event, EventKind
 
 __all__ = ["FORMAT", "DeviceFacts", "Profile", "read_profile"]
 
-# Version 1 had no replicas and processes, 2 no spans, 3 no halves of backwards.
-FORMAT, VERSION = "ipu_pipeline profile", 4
+# Version 1 had no replicas and processes, 2 no spans, 3 no halves of backwards, 4 no costs.
+FORMAT, VERSION = "ipu_pipeline profile", 5
 
 # The names of an event's fields in the file.
 _COLUMNS = (
@@ -86,10 +87,15 @@ class Profile:
             "num_dropped": self.num_dropped,
             "notes": list(self.notes),
             "devices": [dataclasses.asdict(device) for device in self.devices],
-            "pipelines": [dataclasses.asdict(pipeline) for pipeline in self.pipelines],
+            "pipelines": [_describe(pipeline) for pipeline in self.pipelines],
             "events": {"columns": list(_COLUMNS), "rows": [_row(event) for event in self.events]},
         }
         return json.dumps(document, allow_nan=False)
+
+
+def _describe(pipeline: PipelineFacts) -> dict[str, Any]:
+    costs = None if pipeline.costs is None else pipeline.costs.as_dict()
+    return {**dataclasses.asdict(dataclasses.replace(pipeline, costs=None)), "costs": costs}
 
 
 def _row(event: Event) -> list[Any]:
@@ -149,8 +155,16 @@ def _parse_pipeline(pipeline: Mapping[str, Any]) -> PipelineFacts:
         for flow in pipeline["flows"]
     ]
     memory = tuple(IpuMemory(**ipu) for ipu in pipeline["memory"])
+    costs = pipeline.get("costs")
     return PipelineFacts(
-        **{**pipeline, "stages": tuple(stages), "edges": edges, "flows": tuple(flows), "memory": memory}
+        **{
+            **pipeline,
+            "stages": tuple(stages),
+            "edges": edges,
+            "flows": tuple(flows),
+            "memory": memory,
+            "costs": None if costs is None else Costs.from_dict(costs),
+        }
     )
 
 

@@ -13,7 +13,9 @@ from typing import Any
 
 import jax
 
+from ipu_pipeline.engine import Pipeline
 from ipu_pipeline.engine.inspect import Launch, PipelineDetails
+from ipu_pipeline.engine.schedules import Costs
 from ipu_pipeline.reports.events import REHEARSAL, EventKind
 from ipu_pipeline.reports.sharing import Shares
 
@@ -77,7 +79,7 @@ class Introduced:
       runner: the runner.
       owner: its `Pipeline` or `Loop`.
       name: its name for people.
-      facts: its description.
+      facts: its description, with what its programs take alone, if that could be measured.
     """
 
     runner: Any
@@ -89,6 +91,16 @@ class Introduced:
     def shares(self) -> Shares:
         """The shares of its actions."""
         return Shares(self.facts)
+
+
+def _measure(owner: Any) -> Costs | None:
+    """What the programs of a `Pipeline` or `Loop` take alone; None where they cannot be measured."""
+    if not isinstance(owner, Pipeline):
+        return None
+    # It has phases or callbacks, say; or there is not enough memory beside the state.
+    with contextlib.suppress(ValueError, jax.errors.JaxRuntimeError):
+        return owner.measure_costs()
+    return None
 
 
 class Recorder:
@@ -140,12 +152,15 @@ class Recorder:
 
     def introduce(self, runner: Any, owner: Any, name: str | None = None) -> None:
         """See `engine.watching.Watcher`."""
+        # What is measured while the devices' profiler runs would be part of the trace.
+        costs = None if self._has_begun or self.find(runner) is not None else _measure(owner)
         with self._lock:
             place = self.find(runner)
             if place is None:
                 number = len(self.introduced)
                 name = name or ("Pipeline" if not number else f"Pipeline_{number}")
-                self.introduced.append(Introduced(runner, owner, name, owner.facts()))
+                facts = dataclasses.replace(owner.facts(), costs=costs)
+                self.introduced.append(Introduced(runner, owner, name, facts))
             elif name is not None:
                 self.introduced[place] = dataclasses.replace(self.introduced[place], name=name)
 

@@ -177,6 +177,23 @@ def _rounded(profile):
     return read_profile(profile.to_json())
 
 
+def test_what_programs_take_alone_is_measured(made, traced, tmp_path, monkeypatch):
+    """Before the first recorded step; if there is no room for it, the trace is all that there is."""
+    (facts,) = traced[1].pipelines
+    assert facts.costs == made[0].measure_costs()
+    assert min(*facts.costs.forward, *facts.costs.backward, *facts.costs.update) > 0
+    assert facts.costs.transfers.keys() == {(a, b) for a in range(4) for b in range(4) if abs(a - b) == 1}
+
+    def fail(_pipeline):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    monkeypatch.setattr(engine.Pipeline, "measure_costs", fail)
+    with ipu.reports.capture(tmp_path) as captured:
+        run(*made, 1)
+    assert captured.profile.pipelines[0].costs is None
+    assert len(actions_of(captured.profile.events)) == 2 * 4 * COUNT
+
+
 def test_shared_programs_are_marked(tmp_path, traced):
     pipeline, data = make_pipeline(plan=4)
     with ipu.reports.capture(tmp_path) as captured:
@@ -287,6 +304,7 @@ def test_two_pipelines_that_are_called_the_same(tmp_path):
     profile = captured.profile
     assert profile.num_lost == 0
     assert [facts.name for facts in profile.pipelines] == ["Pipeline", "Pipeline_1"]
+    assert [facts.costs is None for facts in profile.pipelines] == [False, True]
     for number, num_steps in enumerate([1, 2]):
         own = [event for event in profile.events if event.pipeline == number]
         assert set(actions_of(own).values()) == {1}
@@ -495,7 +513,7 @@ def _umask():
         ("nothing", "no profile of ipu_pipeline"),
         ("[]", "no profile of ipu_pipeline"),
         ('{"format": "other", "version": 1}', "the format must be"),
-        ('{"format": "ipu_pipeline profile", "version": 5}', "a later ipu_pipeline"),
+        ('{"format": "ipu_pipeline profile", "version": 6}', "a later ipu_pipeline"),
         ('{"format": "ipu_pipeline profile", "version": 1}', "damaged"),
     ],
 )

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ipu_pipeline.command_line import main
-from ipu_pipeline.engine import Cluster
+from ipu_pipeline.engine import Cluster, Costs
 from ipu_pipeline.engine.inspect import LayerFacts
 from ipu_pipeline.reports.analysis import analyse, balanced_utilisation
 from ipu_pipeline.reports.capturing import Capture
@@ -27,7 +27,7 @@ from ipu_pipeline.reports.page.memory import pack_measured
 from ipu_pipeline.reports.page.tables import table_of_ipus
 from ipu_pipeline.reports.page.writing import COLOURS, IDLE, INKS
 from ipu_pipeline.reports.predictions import make_scenario, timeline_events
-from ipu_pipeline.reports.profile import DeviceFacts
+from ipu_pipeline.reports.profile import DeviceFacts, read_profile
 from ipu_pipeline.reports.studies import study
 from tests.support.traces import ACTION, SENT, SLOT, TRANSFER, UPDATE, make_events, make_facts, make_profile
 
@@ -177,6 +177,19 @@ def test_the_scenario_is_what_was_measured():
     advice = one.predictions.advice
     assert "schedule zero_bubble_h2 instead of grouped" in advice.sentence
     assert re.search(r"a step takes [\d.]+ ms now, and [\d.]+ ms then", advice.sentence)
+
+
+def test_what_programs_take_alone_counts_if_it_is_known():
+    facts = make_facts()
+    costs = Costs.of(4, forward=[1, 2, 1, 1], backward=2.0, update=0.5, transfer=0.25, host=1e-3)
+    (one,) = study(read_profile(make_profile(dataclasses.replace(facts, costs=costs)).to_json()))
+    found = one.predictions.simulation.scenario.costs
+    assert found == dataclasses.replace(costs, is_fused=False)  # as the stage says
+    assert "devices that take as long as these do while nothing else runs" in one.predictions.notes[0]
+    assert not any("not measured" in note for note in one.predictions.notes)
+    (other,) = study(make_profile())
+    assert "as was measured here, whatever the others do" in other.predictions.notes[0]
+    assert "What programs take alone was not measured" in other.predictions.notes[1]
 
 
 def test_a_split_is_advised_where_a_stage_holds_the_others_back():
@@ -653,7 +666,7 @@ def test_report_does_not_obey_names(tmp_path, capsys):
         ("{", "this is no profile of ipu_pipeline"),
         (b"\xff\xfe", "it is damaged"),
         (
-            make_profile().to_json().replace('"version": 4', '"version": 99'),
+            make_profile().to_json().replace('"version": 5', '"version": 99'),
             "a later ipu_pipeline (version 99",
         ),
         (make_profile().to_json().replace('"columns"', '"kolumns"'), "it is damaged"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -26,6 +27,7 @@ __all__ = [
     "CALLBACKS",
     "Measured",
     "StageTimes",
+    "divide_last",
     "join_times",
     "make_measured",
     "program_of",
@@ -199,6 +201,8 @@ def make_measured(
 ) -> Measured:
     """Makes the costs of a micro-batch from the times of chunks.
 
+    Where a stage does not do its backward in halves, half of it counts as the second one.
+
     Args:
       num_stages: the number of stages.
       times: see `time_stages`.
@@ -220,7 +224,10 @@ def make_measured(
         forward=[own.seconds / chunk_size for own in forward],
         backward=[own.seconds / chunk_size for own in backward],
         update=[own.seconds for own in update],
-        weight_gradients=[own.seconds / chunk_size for own in weights],
+        weight_gradients=[
+            (own.seconds + whole.seconds / 2) / chunk_size
+            for own, whole in zip(weights, of(ActionKind.BACKWARD), strict=True)
+        ],
         transfer={edge: taken / chunk_size for edge, taken in transfers.items()},
         host=host,
         forward_cores=[own.cores for own in forward],
@@ -228,6 +235,25 @@ def make_measured(
     )
     together = zip(forward, backward, update, strict=True)
     return Measured(costs, tuple(max(own.num_temporary_bytes for own in parts) for parts in together))
+
+
+def divide_last(costs: Costs, forward: float, backward: float) -> Costs:
+    """Divides what the last stage's program takes: its forward, and its backward or the first half of it.
+
+    Args:
+      costs: what was measured.
+      forward: the operations of the forward.
+      backward: those of the other part.
+    """
+    both, weights = costs.forward[-1], costs.weight_gradients[-1]
+    own = both * forward / (forward + backward)
+    rest = both - own
+    return dataclasses.replace(
+        costs,
+        forward=(*costs.forward[:-1], own),
+        backward=(*costs.backward[:-1], rest + weights),
+        weight_gradients=(*costs.weight_gradients[:-1], weights or rest / 2),
+    )
 
 
 def join_times(parts: Sequence[ProgramTime]) -> ProgramTime:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ipu_pipeline.engine.planning.memory_plans import Flow, IpuMemory
+from ipu_pipeline.engine.schedules.costs import Costs
 
 if TYPE_CHECKING:
     from ipu_pipeline.engine.tracing.specs import VariableSpec
@@ -210,6 +211,8 @@ class PipelineFacts:
         replica. In events, IPU i of replica r is r times `num_ipus_each` plus i, and micro-batches are the
         elements of all replicas: the k-th one of replica r is number k times `num_replicas` plus r.
       cuts: where its stages begin, and why, in lines, if the engine cut it; else empty.
+      costs: what programs, transfers and updates take alone, in seconds, as splits and dispatch plans are
+        chosen by; None where that was not measured.
     """
 
     name: str
@@ -226,6 +229,7 @@ class PipelineFacts:
     memory: tuple[IpuMemory, ...]
     num_replicas: int = 1
     cuts: str = ""
+    costs: Costs | None = None
 
     @functools.cached_property
     def num_ipus_each(self) -> int:

@@ -173,6 +173,38 @@ class Costs:
             () if weight_gradients is None else spread("weight_gradients", weight_gradients, num_stages),
         )
 
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the fields as JSON can hold them, for `from_dict`."""
+        return {
+            "forward": list(self.forward),
+            "backward": list(self.backward),
+            "update": list(self.update),
+            "transfers": [[*edge, time] for edge, time in self.transfers.items()],
+            "host": self.host,
+            "forward_cores": list(self.forward_cores),
+            "backward_cores": list(self.backward_cores),
+            "is_fused": self.is_fused,
+            "num_sent_bytes": [[*edge, size] for edge, size in self.num_sent_bytes.items()],
+            "num_gradient_bytes": list(self.num_gradient_bytes),
+            "weight_gradients": list(self.weight_gradients),
+        }
+
+    @classmethod
+    def from_dict(cls, entries: Mapping[str, Any]) -> Costs:
+        """Makes costs from what `as_dict` returned; only those of forwards are required.
+
+        Raises:
+          KeyError: there is no `forward`.
+          TypeError: an entry is unknown.
+          ValueError: an entry is wrong.
+        """
+        entries = dict(entries)
+        edges = [
+            {(source, target): value for source, target, value in entries.pop(name, [])}
+            for name in ("transfers", "num_sent_bytes")
+        ]
+        return cls.of(len(entries["forward"]), transfer=edges[0], num_sent_bytes=edges[1], **entries)
+
 
 @dataclass(frozen=True)
 class Memory:

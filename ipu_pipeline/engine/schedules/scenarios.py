@@ -326,7 +326,6 @@ class Scenario:
             raise ValueError(
                 f"Scenario: only a schedule with a name can be written; got {self.schedule!r}."
             )
-        costs = self.costs
         return {
             "schedule": str(self.schedule),
             "bytes_per_ipu": limit,
@@ -337,19 +336,7 @@ class Scenario:
             "training": self.training,
             "chunk_size": self.chunk_size,
             "cores": self.cores,
-            "costs": {
-                "forward": list(costs.forward),
-                "backward": list(costs.backward),
-                "update": list(costs.update),
-                "transfers": [[*edge, time] for edge, time in costs.transfers.items()],
-                "host": costs.host,
-                "forward_cores": list(costs.forward_cores),
-                "backward_cores": list(costs.backward_cores),
-                "is_fused": costs.is_fused,
-                "num_sent_bytes": [[*edge, size] for edge, size in costs.num_sent_bytes.items()],
-                "num_gradient_bytes": list(costs.num_gradient_bytes),
-                "weight_gradients": list(costs.weight_gradients),
-            },
+            "costs": self.costs.as_dict(),
             "cluster": self.cluster.as_dict(),
             "host_memory": None if self.host_memory is None else self.host_memory.as_dict(),
             "memory": None
@@ -370,12 +357,7 @@ class Scenario:
         """
         try:
             entries = dict(entries)
-            costs = dict(entries.pop("costs"))
-            num_stages = len(costs["forward"])
-            edges = [
-                {(source, target): value for source, target, value in costs.pop(name, [])}
-                for name in ("transfers", "num_sent_bytes")
-            ]
+            costs = Costs.from_dict(entries.pop("costs"))
             cluster = Cluster.from_dict(entries.pop("cluster", {}))
             memory, found = entries.pop("memory", None), entries.pop("host_memory", None)
             if (limit := entries.pop("bytes_per_ipu", None)) is not None:
@@ -383,8 +365,7 @@ class Scenario:
             host_memory = None if found is None else HostMemory.from_dict(found)
             if memory is not None:
                 memory = Memory(**{name: tuple(values) for name, values in dict(memory).items()})
-            made = Costs.of(num_stages, transfer=edges[0], num_sent_bytes=edges[1], **costs)
-            return cls(costs=made, memory=memory, cluster=cluster, host_memory=host_memory, **entries)
+            return cls(costs=costs, memory=memory, cluster=cluster, host_memory=host_memory, **entries)
         except (KeyError, TypeError) as error:
             raise ValueError(
                 f"Scenario: the entries must be those of Scenario.as_dict, with costs and their forward at "
