@@ -28,6 +28,7 @@ from ipu_pipeline.engine.schedules import (
     advise,
     find_frontier,
     named_schedules,
+    predict_step_time,
     simulate,
     what_if,
 )
@@ -63,6 +64,9 @@ class Predictions:
       variants: other settings, after the present one; only the best few of the other splits.
       advice: what to change.
       notes: remarks, in sentences.
+      cores: the number of cores that the IPUs share; None if each has its own, or what programs need is
+        not known.
+      shared_step_time: the time of a step on these; the rest is for IPUs with cores of their own.
     """
 
     simulation: Simulation
@@ -70,6 +74,8 @@ class Predictions:
     variants: tuple[Variant, ...]
     advice: Advice
     notes: tuple[str, ...]
+    cores: int | None = None
+    shared_step_time: float | None = None
 
 
 def make_scenario(facts: PipelineFacts, analysis: PipelineAnalysis) -> Scenario | None:
@@ -166,9 +172,16 @@ def predict(profile: Profile, facts: PipelineFacts, analysis: PipelineAnalysis) 
     if scenario is None or scenario.num_actions > _MAX_ACTIONS:
         return None
     layers = _layers(facts, scenario)
-    found = predict_scenario(scenario, layers)
+    is_shared = {device.platform for device in profile.devices} == {"cpu"} and len(scenario.ipus) > 1
+    found = predict_scenario(scenario, layers, "a step on devices of their own" if is_shared else "a step")
+    if is_shared and facts.costs is not None:
+        found = dataclasses.replace(
+            found,
+            cores=profile.num_cores,
+            shared_step_time=predict_step_time(dataclasses.replace(scenario, cores=profile.num_cores)),
+        )
     notes = []
-    if {device.platform for device in profile.devices} == {"cpu"} and len(scenario.ipus) > 1:
+    if is_shared:
         taken = (
             "that take as long as was measured here, whatever the others do"
             if facts.costs is None
@@ -196,12 +209,15 @@ def predict(profile: Profile, facts: PipelineFacts, analysis: PipelineAnalysis) 
     return dataclasses.replace(found, notes=tuple(notes))
 
 
-def predict_scenario(scenario: Scenario, layers: list[list[Layer]] | None = None) -> Predictions:
+def predict_scenario(
+    scenario: Scenario, layers: list[list[Layer]] | None = None, step: str = "a step"
+) -> Predictions:
     """Simulates a scenario whose costs are in seconds.
 
     Args:
       scenario: the present scenario.
       layers: same as for `what_if`.
+      step: what advice calls a step.
     """
     num_splits = 2 * (scenario.costs.num_stages - 1)
     is_dear = scenario.num_actions * num_splits > _MAX_SIMULATED
@@ -216,7 +232,9 @@ def predict_scenario(scenario: Scenario, layers: list[list[Layer]] | None = None
         simulate(scenario),
         _make_even(scenario),
         tuple(kept),
-        advise(scenario, variants=kept, describe=lambda time: describe_time(time * _MICROSECONDS)),
+        advise(
+            scenario, variants=kept, describe=lambda time: describe_time(time * _MICROSECONDS), step=step
+        ),
         (),
     )
 

@@ -14,6 +14,7 @@ import pytest
 from ipu_pipeline.command_line import main
 from ipu_pipeline.engine import Cluster, Costs
 from ipu_pipeline.engine.inspect import LayerFacts
+from ipu_pipeline.engine.schedules import predict_step_time
 from ipu_pipeline.reports.analysis import analyse, balanced_utilisation
 from ipu_pipeline.reports.capturing import Capture
 from ipu_pipeline.reports.chrome_trace import to_chrome_trace
@@ -29,6 +30,7 @@ from ipu_pipeline.reports.page.writing import COLOURS, IDLE, INKS
 from ipu_pipeline.reports.predictions import make_scenario, timeline_events
 from ipu_pipeline.reports.profile import DeviceFacts, read_profile
 from ipu_pipeline.reports.studies import study
+from ipu_pipeline.reports.wording import describe_time
 from tests.support.traces import ACTION, SENT, SLOT, TRANSFER, UPDATE, make_events, make_facts, make_profile
 
 NASTY = "</script><script>alert('x')</script><!--\"&\u2028\u2029é"
@@ -176,17 +178,25 @@ def test_the_scenario_is_what_was_measured():
     assert lock_step.step_time * 1e6 == pytest.approx(22 * ACTION + 20 * TRANSFER + UPDATE)
     advice = one.predictions.advice
     assert "schedule zero_bubble_h2 instead of grouped" in advice.sentence
-    assert re.search(r"a step takes [\d.]+ ms now, and [\d.]+ ms then", advice.sentence)
+    assert re.search(
+        r"a step on devices of their own takes [\d.]+ ms now, and [\d.]+ ms then", advice.sentence
+    )
 
 
 def test_what_programs_take_alone_counts_if_it_is_known():
     facts = make_facts()
     costs = Costs.of(4, forward=[1, 2, 1, 1], backward=2.0, update=0.5, transfer=0.25, host=1e-3)
-    (one,) = study(read_profile(make_profile(dataclasses.replace(facts, costs=costs)).to_json()))
+    profile = read_profile(make_profile(dataclasses.replace(facts, costs=costs)).to_json())
+    (one,) = study(profile)
     found = one.predictions.simulation.scenario.costs
     assert found == dataclasses.replace(costs, is_fused=False)  # as the stage says
     assert "devices that take as long as these do while nothing else runs" in one.predictions.notes[0]
     assert not any("not measured" in note for note in one.predictions.notes)
+    assert "(a step on devices of their own takes " in one.predictions.advice.sentence
+    expected = predict_step_time(dataclasses.replace(one.predictions.simulation.scenario, cores=2))
+    assert (one.predictions.cores, one.predictions.shared_step_time) == (2, expected)
+    assert expected > one.predictions.simulation.free_running.step_time
+    assert f"on 2 shared cores {describe_time(1e6 * expected)}" in as_plain(write_page(profile)).text
     (other,) = study(make_profile())
     assert "as was measured here, whatever the others do" in other.predictions.notes[0]
     assert "What programs take alone was not measured" in other.predictions.notes[1]

@@ -37,6 +37,7 @@ def advise(
     layers: Sequence[Sequence[Layer]] | None = None,
     variants: Sequence[Variant] | None = None,
     describe: Callable[[float], str] = "{:.4g}".format,
+    step: str = "a step",
 ) -> Advice:
     """Advises what to change: the schedule, the split or the chunks, or if these gain nothing, the count.
 
@@ -48,6 +49,7 @@ def advise(
       layers: as for `what_if`.
       variants: what `what_if` returned; None: it is called.
       describe: formats a time, in the costs' unit, for the sentence.
+      step: what the sentence calls a step.
 
     Returns:
       The change with the largest predicted gain, if that is at least 2% more samples per second.
@@ -62,7 +64,8 @@ def advise(
         if best is not None and best.gain >= _LEAST_GAIN:
             near = [row for row in rows if row.gain >= best.gain - _ALIKE]
             best = min(near, key=lambda row: (" and " in row.change, -row.gain))
-            return Advice(_say(scenario, variants[0], best, limiting, describe), best.gain, best, limiting)
+            sentence = _say(scenario, variants[0], best, limiting, describe, step)
+            return Advice(sentence, best.gain, best, limiting)
     used = variants[0].utilisation
     sentence = (
         f"Nothing that was simulated gains {_LEAST_GAIN:.0%}: IPUs compute in {used:.0%} of a step, and "
@@ -83,7 +86,12 @@ def _work_of(scenario: Scenario, stage: int) -> float:
 
 
 def _say(
-    scenario: Scenario, before: Variant, best: Variant, limiting: int, describe: Callable[[float], str]
+    scenario: Scenario,
+    before: Variant,
+    best: Variant,
+    limiting: int,
+    describe: Callable[[float], str],
+    step: str,
 ) -> str:
     gain = f"{best.gain:.0%} more samples per second"
     parts = []
@@ -115,7 +123,7 @@ def _say(
     else:
         sentence = f"{' and '.join(parts)} would give {gain}"
     sentence = sentence[0].upper() + sentence[1:]
-    sentence += f" (a step takes {describe(before.step_time)} now, and {describe(best.step_time)} then)"
+    sentence += f" ({step} takes {describe(before.step_time)} now, and {describe(best.step_time)} then)"
     if best.num_peak_bytes is not None and before.num_peak_bytes is not None:
         more = best.num_peak_bytes - before.num_peak_bytes
         if more > 0:

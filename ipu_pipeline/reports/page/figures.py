@@ -95,6 +95,10 @@ def _cards(one: Study) -> list[tuple[str, str, list[str]]]:
     steps = [f"median of {whole}"] if whole > 1 else []
     if predicted is not None:
         steps.append(f"simulated {describe_time(predicted.simulation.free_running.step_time * 1e6)}")
+        if predicted.shared_step_time is not None:
+            steps.append(
+                f"on {predicted.cores} shared cores {describe_time(predicted.shared_step_time * 1e6)}"
+            )
     if analysis.time_between > 0.02 * analysis.step_time:
         steps.append(f"{describe_time(analysis.time_between)} between steps, when nothing runs")
     limiting = analysis.stages[analysis.limiting_stage]
