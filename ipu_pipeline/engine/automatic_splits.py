@@ -50,6 +50,7 @@ from ipu_pipeline.engine.schedules.splitting import (
     Split,
     SplitProblem,
     even_split,
+    num_simulations,
     weigh,
 )
 from ipu_pipeline.engine.state import PipelineState
@@ -721,7 +722,8 @@ class _Layers:
         problems = [self._problem]
         if self._problem.cores is not None:  # else the best one on devices of their own may not be seen
             problems.append(dataclasses.replace(self._problem, cores=None))
-        searched = [find_graph_split(problem, before) for problem in problems]
+        most = num_simulations(self._problem) // len(problems)
+        searched = [find_graph_split(problem, before, most) for problem in problems]
         known: dict[tuple[frozenset[int], ...], _Judged] = {}
 
         def add(order: Order, problem: SplitProblem, split: Split) -> _Judged:

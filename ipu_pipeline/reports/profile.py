@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ipu_pipeline.engine.inspect import Edge, Flow, IpuMemory, LayerFacts, PipelineFacts, StageFacts
-from ipu_pipeline.engine.schedules import Costs
 from ipu_pipeline.reports.events import Event, EventKind
 
 __all__ = ["FORMAT", "DeviceFacts", "Profile", "read_profile"]
@@ -145,6 +144,8 @@ def _parse(document: Mapping[str, Any]) -> Profile:
 
 
 def _parse_pipeline(pipeline: Mapping[str, Any]) -> PipelineFacts:
+    from ipu_pipeline.engine.schedules import Costs  # with NumPy, which `ipu-pipeline --help` spares
+
     stages = [
         StageFacts(**{**stage, "layers": tuple(LayerFacts(**layer) for layer in stage["layers"])})
         for stage in pipeline["stages"]

@@ -83,7 +83,7 @@ def problems(monkeypatch):
     monkeypatch.setattr(
         automatic_splits,
         "find_graph_split",
-        lambda problem, before: found.append(problem) or find_graph_split(problem, before),
+        lambda problem, *others: found.append(problem) or find_graph_split(problem, *others),
     )
     return found
 

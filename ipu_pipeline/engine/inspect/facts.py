@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ipu_pipeline.engine.planning.memory_plans import Flow, IpuMemory
-from ipu_pipeline.engine.schedules.costs import Costs
 
 if TYPE_CHECKING:
+    from ipu_pipeline.engine.schedules.costs import Costs
     from ipu_pipeline.engine.tracing.specs import VariableSpec
 
 __all__ = [

@@ -320,10 +320,10 @@ class SplitProblem:
 
     def judge(self, split: Split) -> float:
         """What splits are compared by: see `weigh`. What cores have to do is taken for the time there."""
-        own = self.step_time(split)
+        costs, number = self.costs(split), self.num_micro_batches
+        own = self._step_time(costs)
         if self.cores is None:
             return own
-        costs, number = self.costs(split), self.num_micro_batches
         cores, times = costs.forward_cores + costs.backward_cores, costs.forward + costs.backward
         work = number * sum(map(operator.mul, cores, times)) + sum(costs.update)
         work += number * CORES_OF_TRANSFER * sum(costs.transfers.values())
@@ -340,8 +340,9 @@ class SplitProblem:
           cores: see `Scenario`.
           chunk_size: micro-batches that a program handles.
         """
-        costs = self.costs(split, chunk_size)
+        return self._step_time(self.costs(split, chunk_size), cores, chunk_size)
 
+    def _step_time(self, costs: Costs, cores: float | None = None, chunk_size: int = 1) -> float:
         def make_scenario(number: int) -> Scenario:
             is_known = chunk_size == 1 and number == self._num_simulated(1)
             return Scenario(
