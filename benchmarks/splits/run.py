@@ -8,7 +8,7 @@ so their devices do not share cores (see benchmarks/emulation); a sixth of them 
 The tutorial's compute on the CPU, whose cores all stages share.
 
 Six models that are one function (`models`) become 2, 4 and 8 stages by `engine.split`. What is chosen runs
-on the CPU, whose cores all stages share. What is best with a device for each stage runs on emulated devices,
+on the CPU, whose cores all stages share. What is best with a device for each stage runs on emulated ones,
 whose stages sleep for as long as they were measured to take. The other side is what a person makes, as for
 torch.distributed.pipelining: the same number of blocks in each stage.
 
