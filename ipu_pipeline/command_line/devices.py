@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from ipu_pipeline.ground.cores import count_cores
 from ipu_pipeline.ground.tables import align, describe_bytes, printable
 
 __all__ = ["add"]
@@ -83,7 +84,7 @@ def _describe_virtual(devices: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {
         "can_make_virtual": devices[0]["platform"] == "cpu",
         "num_virtual": sum(device["platform"] == "cpu" for device in devices),
-        "num_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "num_cores": count_cores(),
     }
 
 

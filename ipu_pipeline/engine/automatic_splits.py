@@ -25,7 +25,7 @@ from ipu_pipeline.engine.devices.device_groups import DeviceGroup
 from ipu_pipeline.engine.devices.offloading import Offload, parse_offload
 from ipu_pipeline.engine.devices.sharding import Shard, parse_shard
 from ipu_pipeline.engine.execution.measured_costs import Measured, why_not_timed
-from ipu_pipeline.engine.execution.program_times import count_cores, time_shortest
+from ipu_pipeline.engine.execution.program_times import time_shortest
 from ipu_pipeline.engine.execution.runner import ColumnRunner
 from ipu_pipeline.engine.inspect.crossings import Crossing, find_crossings
 from ipu_pipeline.engine.pipeline import Pipeline
@@ -62,6 +62,7 @@ from ipu_pipeline.engine.tracing.stage_lists import Stage, StageEntry, join_laye
 from ipu_pipeline.engine.tracing.stage_parameters import Layout
 from ipu_pipeline.engine.tracing.traced import Source
 from ipu_pipeline.ground.checks import is_integer
+from ipu_pipeline.ground.cores import count_cores
 from ipu_pipeline.ground.errors import without_traceback_note
 from ipu_pipeline.ground.shapes import as_shape, num_bytes
 from ipu_pipeline.ground.tables import align, describe_bytes, shorten
@@ -749,7 +750,7 @@ class _Layers:
         shown = [chosen.named("chosen, " + evenly if chosen is even else "chosen")]
         if chosen is not even:
             shown.append(even.named(evenly))
-        others = [own for own in fitting if own is not chosen and own not in evens]
+        others = [own for own in fitting if own is not chosen and own is not even]
         if others:
             best = min(others, key=lambda own: (own.row.step_seconds, own.groups))
             shown.append(best.named("best other"))

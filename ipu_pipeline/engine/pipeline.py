@@ -32,7 +32,7 @@ from ipu_pipeline.engine.devices.state_placement import StatePlacement
 from ipu_pipeline.engine.execution import kept
 from ipu_pipeline.engine.execution.contract import Iterated, Pending, Request, Runner
 from ipu_pipeline.engine.execution.measured_costs import Measured, divide_last, why_not_timed
-from ipu_pipeline.engine.execution.program_times import count_cores, time_shortest
+from ipu_pipeline.engine.execution.program_times import time_shortest
 from ipu_pipeline.engine.execution.runner import ColumnRunner
 from ipu_pipeline.engine.execution.single_device.runner import BlockRunner
 from ipu_pipeline.engine.execution.watched import rehearse
@@ -70,6 +70,7 @@ from ipu_pipeline.engine.tracing.stage_lists import StageEntry, flatten_stages
 from ipu_pipeline.engine.tracing.traced import TracedPipeline
 from ipu_pipeline.engine.updates.accumulators import AccumulatorPlan, plan_accumulators
 from ipu_pipeline.engine.updates.cutting import Updates
+from ipu_pipeline.ground.cores import count_cores
 from ipu_pipeline.ground.enumerations import parse_member
 from ipu_pipeline.ground.errors import OutOfRangeError
 from ipu_pipeline.ground.shapes import as_shape, check_like, describe_structures
@@ -404,7 +405,7 @@ class Pipeline:
 
         Programs, transfers and updates are measured, each alone, as for the choice of a dispatch plan: what
         was measured before is not run again. On a CPU the devices share its cores. Of several replicas the
-        scenario is the first one's.
+        scenario is the first one's, with its part of the cores.
 
         Args:
           num_micro_batches: micro-batches of a step, if the pipeline has no fixed number.
@@ -424,13 +425,14 @@ class Pipeline:
             self.options.schedule,
             count,
             measured.num_temporary_bytes,
-            count_cores() if is_shared else None,
+            count_cores() / self._num_replicas if is_shared else None,
         )
 
     def measure_costs(self) -> schedules.Costs:
         """What programs, transfers and updates take, in seconds; see `scenario`, which has the rest.
 
         The time of the last stage's program is divided among its forward and backward by their operations.
+        The host is taken to start a program in 20 microseconds.
 
         Raises:
           ValueError: see `scenario`.
@@ -448,14 +450,15 @@ class Pipeline:
         if reason := next((reason for reason, holds in reasons.items() if holds), ""):
             raise ValueError(f"{caller} runs the stages on zeros, one at a time; here {reason}.")
         assert isinstance(runner, ColumnRunner)
+        is_searched = isinstance(self.options.schedule, schedules.SearchedSchedule)
         measured = runner.measure(
-            self.built.accumulator_dtypes, HOST_SECONDS, with_updates=True, with_skips=True
+            self.built.accumulator_dtypes, HOST_SECONDS, with_updates=True, with_skips=not is_searched
         )
         last = self.facts().stages[-1]
         costs = dataclasses.replace(measured.costs, is_fused=last.is_fused)
         if last.is_fused:
             first = last.backward_operations - last.weight_operations
-            costs = divide_last(costs, last.forward_operations, first)
+            costs = divide_last(costs, last.forward_operations, first, is_halved=last.is_halved)
         return runner, measured._replace(costs=costs)
 
     def _count(self, num_micro_batches: int | None) -> int:

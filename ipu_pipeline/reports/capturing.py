@@ -19,6 +19,7 @@ from pathlib import Path
 from ipu_pipeline.engine import processes
 from ipu_pipeline.engine.inspect import watching
 from ipu_pipeline.ground.checks import is_int
+from ipu_pipeline.ground.cores import count_cores
 from ipu_pipeline.ground.errors import ProcessError
 from ipu_pipeline.reports.chrome_trace import to_chrome_trace
 from ipu_pipeline.reports.describing import describe_devices, describe_pipeline
@@ -193,7 +194,7 @@ def _make_profile(recorder: Recorder, noted: DeviceProfile, max_actions: int) ->
         program=shlex.join(sys.argv),
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         versions={name: metadata.version(name) for name in _PACKAGES},
-        num_cores=os.cpu_count() or 1,
+        num_cores=count_cores(),
         devices=describe_devices(recorder.introduced),
         pipelines=tuple(pipelines),
         events=matched.events,

@@ -55,7 +55,7 @@ class Profile:
       program: the program that was traced, as it was started.
       created: when it was recorded, in ISO 8601.
       versions: the versions of packages.
-      num_cores: the number of the host's processor cores.
+      num_cores: the number of the host's processor cores that the program may use.
       devices: the devices that ran something.
       pipelines: the pipelines that ran; events refer to them by their numbers.
       events: in the order of their begins.
@@ -156,7 +156,9 @@ def _parse_pipeline(pipeline: Mapping[str, Any]) -> PipelineFacts:
         for flow in pipeline["flows"]
     ]
     memory = tuple(IpuMemory(**ipu) for ipu in pipeline["memory"])
-    costs = pipeline.get("costs")
+    costs = None if pipeline.get("costs") is None else Costs.from_dict(pipeline["costs"])
+    if costs is not None and costs.num_stages != len(stages):
+        raise ValueError(f"costs of {costs.num_stages} of {len(stages)} stages")
     return PipelineFacts(
         **{
             **pipeline,
@@ -164,7 +166,7 @@ def _parse_pipeline(pipeline: Mapping[str, Any]) -> PipelineFacts:
             "edges": edges,
             "flows": tuple(flows),
             "memory": memory,
-            "costs": None if costs is None else Costs.from_dict(costs),
+            "costs": costs,
         }
     )
 

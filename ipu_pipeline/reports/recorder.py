@@ -135,6 +135,7 @@ class Recorder:
         self._max_actions = max_actions
         self._on_first, self._on_full = on_first, on_full
         self._lock = threading.RLock()  # programs are noted in the order in which they are started
+        self._measuring = threading.RLock()  # taken before the other; the recording begins under it
         self._noted: set[Launch] = set()
         self._rehearsed: set[Any] = set()
         self._local = threading.local()
@@ -152,8 +153,12 @@ class Recorder:
 
     def introduce(self, runner: Any, owner: Any, name: str | None = None) -> None:
         """See `engine.watching.Watcher`."""
-        # What is measured while the devices' profiler runs would be part of the trace.
-        costs = None if self._has_begun or self.find(runner) is not None else _measure(owner)
+        with self._until_begun():
+            # What is measured while the devices' profiler runs would be part of the trace.
+            is_measured = not self._has_begun and self.find(runner) is None
+            self._enter(runner, owner, name, _measure(owner) if is_measured else None)
+
+    def _enter(self, runner: Any, owner: Any, name: str | None, costs: Costs | None) -> None:
         with self._lock:
             place = self.find(runner)
             if place is None:
@@ -179,6 +184,10 @@ class Recorder:
             if is_first:
                 self.spanned(REHEARSAL, begin, time.time_ns())
 
+    def _until_begun(self) -> contextlib.AbstractContextManager[Any]:
+        """Wraps what may begin the recording, or may only be done before that."""
+        return contextlib.nullcontext() if self._has_begun else self._measuring
+
     def find(self, runner: Any) -> int | None:
         """The number of a runner; None if it was not introduced."""
         known = (place for place, one in enumerate(self.introduced) if one.runner is runner)
@@ -187,7 +196,7 @@ class Recorder:
     def run(self, launch: Launch, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
         """See `engine.watching.Watcher`."""
         is_rehearsal = self._rehearses
-        with self._lock:
+        with self._until_begun(), self._lock:
             # Rehearsals while the devices' profiler runs must be known, so that they can be left out.
             is_noted = self._has_begun if is_rehearsal else self._has_room(launch)
             if is_noted and not self._has_begun:

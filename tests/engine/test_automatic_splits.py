@@ -18,6 +18,7 @@ from ipu_pipeline.engine.execution.program_times import ProgramTime
 from ipu_pipeline.engine.schedules.graph_splits import find_graph_split
 from ipu_pipeline.engine.schedules.splitting import weigh
 from ipu_pipeline.engine.tracing.stage_lists import join_layers
+from ipu_pipeline.ground.cores import count_cores
 from tests.support import models
 
 COUNT = 4
@@ -184,7 +185,7 @@ def test_pairs_of_layers_take_what_they_do_as_stages(by_size, schedule, problems
     options = {"schedule": schedule, "device_mapping": [0, 1]}
     stages = split([*layers, mean_square], 2, **options)
     problem, alone = problems
-    assert (problem.cores, alone.cores) == (program_times.count_cores(), None)
+    assert (problem.cores, alone.cores) == (count_cores(), None)
     pipeline = engine.Pipeline(join_pairs([*layers, mean_square]), **{**TRAINING, **options})
     pipeline.init(jax.random.key(0), make_batches()[0])
     expected = pipeline.prepare().measure(pipeline.built.accumulator_dtypes).costs
@@ -476,7 +477,7 @@ def test_what_skips_layers_is_sent_wherever_it_is_cut(measure, problems, monkeyp
 
 def test_replicas_share_the_cores(problems):
     split(make_layers(), 2, num_replicas=4)
-    assert problems[0].cores == program_times.count_cores() / 4
+    assert problems[0].cores == count_cores() / 4
 
 
 def test_one_device_stands_for_several():

@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import threading
+import time
 from collections import Counter
 
 import jax
@@ -442,6 +443,27 @@ def test_threads_are_traced_together(tmp_path):
         own = [event for event in captured.profile.events if event.pipeline == number]
         assert len(actions_of(own)) == 2 * 4 * COUNT * 2
         check_order(own)
+
+
+def test_no_thread_begins_the_recording_while_another_one_measures(tmp_path, monkeypatch):
+    """What is measured would be part of the trace."""
+    has_begun = []
+
+    def measure(_pipeline):
+        time.sleep(0.2)
+        has_begun.append(watching.current()._has_begun)
+        raise ValueError("not this time")
+
+    monkeypatch.setattr(engine.Pipeline, "measure_costs", measure)
+    made = [make_pipeline() for _ in range(2)]
+    states = [run(pipeline, data, 1)[0] for pipeline, data in made]
+    with ipu.reports.capture(tmp_path):
+        threads = [threading.Thread(target=run, args=(*made[n], 1, states[n])) for n in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert has_begun in ([False], [False, False])
 
 
 # Files.

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import jax
 
 from ipu_pipeline.engine.devices.device_groups import DeviceGroup
+from ipu_pipeline.ground.cores import count_cores
 
 __all__ = ["keep_one_free", "num_cpu_devices_set", "warn_unless_one_is_free"]
 
@@ -59,5 +60,4 @@ def _num_threads() -> int:
             return int(os.environ[name])
         except (KeyError, ValueError):
             continue
-    has_affinity = hasattr(os, "sched_getaffinity")
-    return len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    return count_cores()

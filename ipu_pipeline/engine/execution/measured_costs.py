@@ -237,22 +237,25 @@ def make_measured(
     return Measured(costs, tuple(max(own.num_temporary_bytes for own in parts) for parts in together))
 
 
-def divide_last(costs: Costs, forward: float, backward: float) -> Costs:
+def divide_last(costs: Costs, forward: float, backward: float, *, is_halved: bool) -> Costs:
     """Divides what the last stage's program takes: its forward, and its backward or the first half of it.
 
     Args:
       costs: what was measured.
       forward: the operations of the forward.
       backward: those of the other part.
+      is_halved: whether that is the first half of the backward.
     """
     both, weights = costs.forward[-1], costs.weight_gradients[-1]
     own = both * forward / (forward + backward)
     rest = both - own
+    busy = rest * costs.forward_cores[-1] + weights * costs.backward_cores[-1]
     return dataclasses.replace(
         costs,
         forward=(*costs.forward[:-1], own),
         backward=(*costs.backward[:-1], rest + weights),
-        weight_gradients=(*costs.weight_gradients[:-1], weights or rest / 2),
+        backward_cores=(*costs.backward_cores[:-1], busy / (rest + weights) if rest + weights else 1.0),
+        weight_gradients=(*costs.weight_gradients[:-1], weights if is_halved else rest / 2),
     )
 
 

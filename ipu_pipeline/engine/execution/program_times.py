@@ -1,13 +1,15 @@
 """What programs take, each alone: measured once on a kind of device, and kept for later processes.
 
-Programs are told apart by what XLA would compile, the versions, the kind of device and, on a CPU, the
-number of cores: equal programs are measured once, whatever pipelines they belong to. What was measured
+Programs are told apart by what XLA would compile, the versions, the kind of device, on a CPU the number of
+cores, and by how much their pipelines read: equal programs of one pipeline are measured once, and so are
+those of others that read as much. What was measured
 stays, and what is chosen by it is chosen again in the next run. Each program has a file of its own. The
 first process to measure it writes the file, and others keep to that: no lock is needed.
 
 In a step the programs of a pipeline take turns, and what one of them reads has left the caches when it runs
-again, if the others read much. So a program is run on several copies of its arguments in turn, which
-together have as many bytes as those of all programs.
+again, if the others read much. So where all that are timed together read more than a small cache holds, a
+program is run on several copies of its arguments in turn, which together have about as many bytes as those
+of all, up to some times what a large cache holds.
 """
 
 from __future__ import annotations
@@ -38,12 +40,12 @@ from ipu_pipeline.engine.execution.kept import jit_zeros, text_of
 from ipu_pipeline.engine.planning.choosing import nominal_speed
 from ipu_pipeline.engine.progress import compiling
 from ipu_pipeline.ground import jax_compat
+from ipu_pipeline.ground.cores import count_cores
 from ipu_pipeline.ground.shapes import num_bytes
 
 __all__ = [
     "ProgramTime",
     "TimedProgram",
-    "count_cores",
     "find_directory",
     "time_copy",
     "time_programs",
@@ -97,11 +99,6 @@ class TimedProgram(NamedTuple):
     carried: Mapping[int, int]
     device: Any
     options: Mapping[str, Any]
-
-
-def count_cores() -> int:
-    """The number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def find_directory() -> Path | None:

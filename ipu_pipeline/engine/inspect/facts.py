@@ -212,7 +212,7 @@ class PipelineFacts:
         elements of all replicas: the k-th one of replica r is number k times `num_replicas` plus r.
       cuts: where its stages begin, and why, in lines, if the engine cut it; else empty.
       costs: what programs, transfers and updates take alone, in seconds, as splits and dispatch plans are
-        chosen by; None where that was not measured.
+        chosen by, with an assumption about the host; None where that was not measured.
     """
 
     name: str

@@ -13,12 +13,12 @@ from ipu_pipeline.engine.execution import program_times
 from ipu_pipeline.engine.execution.program_times import (
     ProgramTime,
     TimedProgram,
-    count_cores,
     find_directory,
     time_copy,
     time_programs,
     time_shortest,
 )
+from ipu_pipeline.ground.cores import count_cores
 
 FOUND = ProgramTime(0.5, 1.5, 8)
 
@@ -179,6 +179,24 @@ def test_programs_run_on_zeros_and_take_over_what_they_may_destroy(directory):
     assert 0 < found.cores <= count_cores()
     (shortest,) = make_groups(jax.devices()[:1], [0])
     assert 0 < time_shortest(shortest) < 1
+
+
+@pytest.mark.parametrize("num_copies", [1, 4])
+def test_copies_take_turns(num_copies, directory):
+    """Each may be destroyed by its own run only."""
+    program = make(shape=(256,), carried={0: 0})
+    compiled = jax.jit(lambda x: [x * 2.0], donate_argnums=(0,))
+    given = []
+
+    def run(x):
+        given.append(x.unsafe_buffer_pointer())
+        return compiled(x)
+
+    run.memory_analysis = lambda: None
+    found = program_times._time(program, run, num_copies)
+    assert found.num_temporary_bytes == 0
+    assert len(set(given[:num_copies])) == num_copies
+    assert len(given) > num_copies
 
 
 def test_random_keys_may_be_arguments(directory):

@@ -11,9 +11,10 @@ from ipu_pipeline import engine
 from ipu_pipeline.engine import schedules
 from ipu_pipeline.engine.execution import program_times
 from ipu_pipeline.engine.execution.measured_costs import divide_last, make_measured
-from ipu_pipeline.engine.execution.program_times import ProgramTime, count_cores
+from ipu_pipeline.engine.execution.program_times import ProgramTime
 from ipu_pipeline.engine.schedules import Costs
 from ipu_pipeline.engine.searched_timetables import check_one_process
+from ipu_pipeline.ground.cores import count_cores
 
 WIDTH, COUNT = 32, 6
 
@@ -252,10 +253,35 @@ def test_a_scenario_is_what_plans_are_chosen_by():
 
 def test_halves_of_the_last_stage():
     costs = Costs.of(2, forward=[1, 6], backward=[2, 3], weight_gradients=[1, 3])
-    found = divide_last(costs, 10.0, 20.0)
+    costs = dataclasses.replace(costs, forward_cores=(1, 2.0), backward_cores=(1, 1.3))
+    found = divide_last(costs, 10.0, 20.0, is_halved=True)
     assert (found.forward, found.backward, found.weight_gradients) == ((1, 2), (2, 7), (1, 3))
-    whole = divide_last(Costs.of(2, forward=[1, 6], backward=[2, 0]), 10.0, 20.0)
-    assert (whole.forward, whole.backward, whole.weight_gradients) == ((1, 2), (2, 4), (1, 2))
+    assert found.backward_cores == pytest.approx((1, (4 * 2 + 3 * 1.3) / 7))  # of both its programs
+    whole = Costs.of(2, forward=[1, 6], backward=[2, 0], weight_gradients=[1, 0], forward_cores=[1, 2])
+    found = divide_last(whole, 10.0, 20.0, is_halved=False)
+    assert (found.forward, found.backward, found.weight_gradients) == ((1, 2), (2, 4), (1, 2))
+    assert found.backward_cores == (1, 2)
+    nothing_left = divide_last(whole, 10.0, 20.0, is_halved=True)  # a second half without a program
+    assert nothing_left.weight_gradients == (1, 0)
+
+
+def keep_two(x):
+    weights = engine.get_variable("keep_two", (WIDTH, WIDTH))
+    return x @ weights, jnp.sin(x)
+
+
+def test_values_that_skip_stages_are_part_of_a_scenario():
+    """But not of a searched one, which has what its search had."""
+    stages = [keep_two, lambda x, kept: (jnp.tanh(x), kept), lambda x, kept: jnp.mean((x + kept) ** 2)]
+    for schedule, edges in (("interleaved", {(0, 2)}), ("searched", set())):
+        options = {"num_micro_batches": COUNT, "loss": lambda loss: loss, "optimizer": optax.sgd(0.1)}
+        pipeline = engine.Pipeline(stages, schedule=schedule, **options)
+        pipeline.init(jax.random.key(0), np.ones((4, WIDTH), np.float32))
+        scenario = pipeline.scenario()
+        skipping = {edge for edge in scenario.costs.transfers if abs(edge[0] - edge[1]) > 1}
+        assert edges <= skipping
+        assert bool(edges) == bool(skipping)
+        assert schedules.simulate(scenario).free_running.step_time > 0
 
 
 def waiting(parameters, x):
