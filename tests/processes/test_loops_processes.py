@@ -191,6 +191,7 @@ def start_and_check(tmp_path, num_processes, cases, failing=()):
         assert told[0][1].startswith("In process 1, which reads the micro-batches: ")
 
 
+@pytest.mark.thorough
 def test_replicas_in_two_processes(tmp_path):
     """Where data failed in one process, the others went on with the step, and waited for ever."""
     start_and_check(tmp_path, 2, ["replicas"], [(False, True), (True, False), (True, True)])

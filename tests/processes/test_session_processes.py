@@ -200,6 +200,7 @@ def train_all_and_differ(directory, cases):
     return train_all(directory, cases), differ(directory)
 
 
+@pytest.mark.thorough
 def test_two_processes_save_and_restore_and_are_told_where_they_differ(tmp_path):
     """A checkpoint of several processes is restored by one, and the other way round.
 

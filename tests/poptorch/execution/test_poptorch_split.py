@@ -55,7 +55,7 @@ def train(options, dropout=0.0, calls=3):
     return model, executor, [leaves(executor(*make_batch(12, 3, seed=call))) for call in range(calls)]
 
 
-@pytest.mark.parametrize("num_ipus", [1, 2, 4])
+@pytest.mark.parametrize("num_ipus", [1, 2, pytest.param(4, marks=pytest.mark.thorough)])
 def test_training_equals_plain_torch(num_ipus, caplog):
     caplog.set_level(logging.INFO, logger="poptorch::python")
     options = make_options(accumulation=3).splitAutomatically(num_ipus)
@@ -77,6 +77,7 @@ def test_training_equals_plain_torch(num_ipus, caplog):
     assert "The model is split by what its parts take:\nParts (" in caplog.text
 
 
+@pytest.mark.thorough
 def test_random_numbers_are_those_of_the_whole_model():
     found = []
     for num_ipus in (None, 4):
