@@ -94,7 +94,7 @@ class Profile:
 
 def _describe(pipeline: PipelineFacts) -> dict[str, Any]:
     costs = None if pipeline.costs is None else pipeline.costs.as_dict()
-    return {**dataclasses.asdict(dataclasses.replace(pipeline, costs=None)), "costs": costs}
+    return {**dataclasses.asdict(pipeline), "costs": costs}
 
 
 def _row(event: Event) -> list[Any]:

@@ -17,7 +17,7 @@ import ipu_pipeline as ipu
 from ipu_pipeline import engine
 from ipu_pipeline.engine import watching
 from ipu_pipeline.engine.execution import watched
-from ipu_pipeline.reports import device_profile
+from ipu_pipeline.reports import capturing, device_profile
 from ipu_pipeline.reports.events import ACTIONS, Event, EventKind, busy_time
 from ipu_pipeline.reports.files import check_directory, read_manifest, remove_reports, write_reports
 from ipu_pipeline.reports.profile import read_profile
@@ -189,9 +189,11 @@ def test_what_programs_take_alone_is_measured(made, traced, tmp_path, monkeypatc
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
     monkeypatch.setattr(engine.Pipeline, "measure_costs", fail)
+    monkeypatch.setattr(capturing, "count_cores", lambda: 7)
     with ipu.reports.capture(tmp_path) as captured:
         run(*made, 1)
     assert captured.profile.pipelines[0].costs is None
+    assert captured.profile.num_cores == 7
     assert len(actions_of(captured.profile.events)) == 2 * 4 * COUNT
 
 
@@ -545,6 +547,17 @@ def test_profiles_that_cannot_be_read(text, message):
 
 
 # Runs.
+
+
+def test_costs_of_fewer_stages_are_damaged(traced):
+    document = json.loads(traced[1].to_json())
+    costs = document["pipelines"][0]["costs"]
+    for name in ("forward", "backward", "update", "forward_cores", "backward_cores", "weight_gradients"):
+        costs[name].pop()
+    costs["num_gradient_bytes"].pop()
+    costs["transfers"] = []
+    with pytest.raises(ValueError, match=r"damaged .*costs of 3 of 4 stages"):
+        read_profile(json.dumps(document))
 
 
 def test_busy_time_counts_what_overlaps_once():

@@ -243,8 +243,8 @@ def divide_last(costs: Costs, forward: float, backward: float, *, is_halved: boo
     Args:
       costs: what was measured.
       forward: the operations of the forward.
-      backward: those of the other part.
-      is_halved: whether that is the first half of the backward.
+      backward: the operations of the backward, or of its first half.
+      is_halved: whether the program has only the first half.
     """
     both, weights = costs.forward[-1], costs.weight_gradients[-1]
     own = both * forward / (forward + backward)

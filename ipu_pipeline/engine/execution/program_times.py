@@ -125,7 +125,7 @@ def time_programs(programs: Sequence[TimedProgram]) -> list[ProgramTime]:
     They must end on zeros, whatever these make of them, and not print or call back into Python.
 
     Args:
-      programs: those of a pipeline, all on devices of this process. Those that are equal are timed once.
+      programs: the programs of a pipeline, on devices of this process; equal ones are timed once.
 
     Returns:
       What each takes.

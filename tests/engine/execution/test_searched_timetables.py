@@ -265,6 +265,17 @@ def test_halves_of_the_last_stage():
     assert nothing_left.weight_gradients == (1, 0)
 
 
+def test_a_scenario_of_halves_and_of_replicas():
+    pipeline = prepared("zero_bubble")
+    measured = pipeline.prepare().measure(pipeline.built.accumulator_dtypes).costs
+    scenario = pipeline.scenario()
+    assert scenario.costs.weight_gradients == measured.weight_gradients
+    assert min(scenario.costs.weight_gradients) > 0
+    together = measured.forward[-1] + measured.weight_gradients[-1]
+    assert scenario.costs.forward[-1] + scenario.costs.backward[-1] == pytest.approx(together)
+    assert prepared("interleaved", num_replicas=2).scenario().cores == count_cores() / 2
+
+
 def keep_two(x):
     weights = engine.get_variable("keep_two", (WIDTH, WIDTH))
     return x @ weights, jnp.sin(x)
