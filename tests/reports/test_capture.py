@@ -449,10 +449,10 @@ def test_threads_are_traced_together(tmp_path):
 
 def test_no_thread_begins_the_recording_while_another_one_measures(tmp_path, monkeypatch):
     """What is measured would be part of the trace."""
-    has_begun = []
+    has_begun, durations = [], iter([0.5, 0.0])  # seconds, in which the other one could begin
 
     def measure(_pipeline):
-        time.sleep(0.2)
+        time.sleep(next(durations))
         has_begun.append(watching.current()._has_begun)
         raise ValueError("not this time")
 
