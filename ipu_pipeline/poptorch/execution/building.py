@@ -237,7 +237,10 @@ def _make_program(
     }
     table = None
     if options.num_split_ipus is not None:
-        stages, table = _split(stages, micro_batch, options.num_split_ipus, pipeline_options)
+        # Tracing and measuring start JAX, so the devices must be there before.
+        devices = select_devices(options.num_split_ipus * options.replication_factor, options)
+        split_options = {**pipeline_options, "num_replicas": num_replicas, "devices": devices}
+        stages, table = _split(stages, micro_batch, options.num_split_ipus, split_options)
     _tell_of_idle_stages(stages, batching, options)
     pipeline = engine.Pipeline(
         stages.functions if table is None else engine.AutoStages(stages.functions, (), table),
@@ -281,12 +284,12 @@ def _check_splittable(captured: Captured, options: Options) -> None:
 
 
 def _split(
-    stages: ModelStages, micro_batch: Sequence[Any], num_ipus: int, pipeline_options: Mapping[str, Any]
+    stages: ModelStages, micro_batch: Sequence[Any], num_ipus: int, split_options: Mapping[str, Any]
 ) -> tuple[ModelStages, engine.SplitTable]:
     """Cuts a model into as many stages as there are IPUs; also returns what was decided by."""
     (function,) = stages.functions[0]
     try:
-        found = engine.split(function, num_ipus, micro_batch, cut_scans=False, **pipeline_options)
+        found = engine.split(function, num_ipus, micro_batch, cut_scans=False, **split_options)
     except ValueError as error:
         if not str(error).startswith("split: "):
             raise

@@ -18,6 +18,7 @@ from tests.support.poptorch_front import (
     second,
     seeded,
 )
+from tests.support.programs import start
 
 
 class Model(torch.nn.Module):
@@ -77,6 +78,27 @@ def test_training_equals_plain_torch(num_ipus, caplog):
     assert "The model is split by what its parts take:\nParts (" in caplog.text
 
 
+def test_more_ipus_than_parts_or_devices():
+    one = torch.nn.Linear(3, 3)
+    with pytest.raises(Error, match="poptorch.Options.splitAutomatically: num_ipus must be at most"):
+        poptorch.inferenceModel(one, poptorch.Options().splitAutomatically(8))(torch.ones(2, 3))
+    with pytest.raises(Error, match="the use of 500 IPUs, however PopTorch must reserve a minimum of 512"):
+        poptorch.inferenceModel(one, poptorch.Options().splitAutomatically(500))(torch.ones(2, 3))
+
+
+def test_a_program_needs_no_other_call_for_its_ipus(tmp_path):
+    """Splitting started JAX with one device, so that the IPUs could not be had any more."""
+    code = """
+import torch
+from ipu_pipeline import poptorch
+layers = [torch.nn.Linear(4, 4) for _number in range(3)]
+executor = poptorch.inferenceModel(torch.nn.Sequential(*layers), poptorch.Options().splitAutomatically(2))
+x = torch.ones(2, 4)
+print(torch.allclose(executor(x), torch.nn.Sequential(*layers)(x), atol=1e-6))
+"""
+    assert start("-c", code, folder=tmp_path).stdout.strip() == "True"
+
+
 @pytest.mark.thorough
 def test_random_numbers_are_those_of_the_whole_model():
     found = []
@@ -133,7 +155,6 @@ class WithBlocks(Model):
             lambda options: options.setExecutionStrategy(poptorch.SerialPhasedExecution("a", "b")),
             "does not go with poptorch.SerialPhasedExecution",
         ),
-        (lambda options: options.splitAutomatically(500), "num_ipus must be at most"),
     ],
 )
 def test_what_does_not_go_together(change, message):
