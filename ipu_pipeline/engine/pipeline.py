@@ -6,6 +6,7 @@ It offers building, running and questions, and delegates all of them.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import copy
 import dataclasses
 import functools
@@ -24,7 +25,7 @@ from ipu_pipeline.engine import fingerprints, peers, schedules, watching
 from ipu_pipeline.engine.building import Built, Recipe, build
 from ipu_pipeline.engine.devices.compiler_options import CompilerOptions, check_compiles, plan_options
 from ipu_pipeline.engine.devices.device_groups import DeviceGroup, check_processes, make_groups
-from ipu_pipeline.engine.devices.feeds import Element, PlacedMicroBatches, Take, take_nothing
+from ipu_pipeline.engine.devices.feeds import Element, PlacedMicroBatches, Supply, Take, take_nothing
 from ipu_pipeline.engine.devices.links import naming_peers
 from ipu_pipeline.engine.devices.offloading import parse_offload
 from ipu_pipeline.engine.devices.sharding import parse_shard
@@ -40,6 +41,14 @@ from ipu_pipeline.engine.inspect.describing import describe, find_shared_sends, 
 from ipu_pipeline.engine.inspect.facts import PipelineDetails, Sent, select_fields
 from ipu_pipeline.engine.inspect.summary import PipelineSummary
 from ipu_pipeline.engine.inspect.waiting import estimate_bubble
+from ipu_pipeline.engine.micro_batch_shapes import (
+    MicroBatchShapes,
+    ShapesKey,
+    check_alike,
+    check_number,
+    describe_shapes,
+    find_key,
+)
 from ipu_pipeline.engine.pipeline_options import PipelineOptions, check_positive, check_replicas
 from ipu_pipeline.engine.planning.choosing import (
     HOST_SECONDS,
@@ -62,6 +71,7 @@ from ipu_pipeline.engine.searched_timetables import (
     measure_scenario,
 )
 from ipu_pipeline.engine.state import PipelineState, Progress, RunState, StepOutputs
+from ipu_pipeline.engine.tracing.frames import ProgramNames
 from ipu_pipeline.engine.tracing.metrics import Metric, MetricReader
 from ipu_pipeline.engine.tracing.recomputation_marks import has_marks
 from ipu_pipeline.engine.tracing.replicas import uses_replicas
@@ -182,6 +192,10 @@ class Pipeline:
         self._built: Built | None = None
         self._programs: tuple[StagePrograms, ...] = ()
         self._runner: Runner[Any] | None = None
+        self._shapes: MicroBatchShapes | None = None  # made with the runner, and dropped with it
+        # the same pipeline for micro-batches of other shapes than the first one
+        self._others: dict[ShapesKey, Pipeline] = {}
+        self._surroundings: tuple[contextvars.Context, ProgramNames] | None = None  # of the first trace
         self._kept = kept.current()
         self._accumulators: dict[str, Any] | None = None  # the zeros that the last update left
         self._placed: weakref.ref[PipelineState] | None = None  # the last state that is known to be placed
@@ -582,10 +596,14 @@ class Pipeline:
         """The same pipeline with another plan (None: the one that is chosen). It is not traced again."""
         if plan is not None:
             check_dispatch_plan(plan, self.num_micro_batches, self.is_one_program)
-        other = copy.copy(self)
         options = dataclasses.replace(self.options, dispatch_plan=plan)
-        recipe = dataclasses.replace(self._recipe, options=options)
-        vars(other).update(_recipe=recipe, _runner=None, _searched=None, _accumulators=None, _placed=None)
+        return self._copy(_recipe=dataclasses.replace(self._recipe, options=options), _others={})
+
+    def _copy(self, **changes: Any) -> Pipeline:
+        """A copy without runner, with some attributes changed."""
+        other = copy.copy(self)
+        vars(other).update(_runner=None, _searched=None, _shapes=None, _accumulators=None, _placed=None)
+        vars(other).update(changes)
         return other
 
     def plan_accumulators(self) -> AccumulatorPlan:
@@ -602,7 +620,9 @@ class Pipeline:
           *inputs: the inputs that are constant during a step, or their shapes and dtypes.
 
         Raises:
-          ValueError: the pipeline was traced before, with other shapes or dtypes.
+          ValueError: the pipeline was traced before, with inputs of other shapes, with micro-batches of
+            another structure or other dtypes, or with too many shapes; or it cannot have one state for
+            these and the first ones.
           ValueError: an accumulator's dtype is not usable, or something cannot be summed.
           ValueError: there is a gradient map, and parallel stages on several IPUs share a trained variable.
           Others: see `stages.trace`, whose faults are raised together with those of `trained`;
@@ -612,15 +632,60 @@ class Pipeline:
         input_shapes = tuple(jax.tree.map(as_shape, value) for value in inputs)
         with self._building:
             if self._built is None:
+                around = contextvars.copy_context(), self.options.program_names.copy()
                 built = build(self._recipe, element, input_shapes, self._recompute, self._find_halved())
-                self._built, self._programs = built, built.programs
+                self._built, self._programs, self._surroundings = built, built.programs, around
+                for number, named in enumerate(self.options.shapes):
+                    check_like(named, element, f"shapes[{number}]", may_vary=True)
+                    self.for_shapes(named)
                 return
-        known = (self._built.traced.element, self._built.traced.inputs)
-        if known != (element, input_shapes):
+        known = self._built.traced
+        if known.inputs != input_shapes:
             raise ValueError(
-                "The pipeline was traced for the micro-batch and inputs "
-                f"{known}, and now got {(element, input_shapes)}."
+                f"The pipeline was traced for the inputs {known.inputs}, and now got {input_shapes}."
             )
+        self.check_element(element, 0)
+        self.for_shapes(element)
+
+    def for_shapes(self, micro_batch: Any) -> Pipeline:
+        """The pipeline as it runs micro-batches of some shapes, to ask what is known of it.
+
+        It is this pipeline for the shapes of the first micro-batch. Another one has its own programs, and
+        the same variables; steps are given to this one.
+
+        Args:
+          micro_batch: a micro-batch, or its shapes and dtypes, of the structure of the first one.
+
+        Raises:
+          RuntimeError: the pipeline has not been traced.
+          ValueError: there are more than `max_shapes`, or what depends on the shapes cannot: see `trace`.
+        """
+        element, built = jax.tree.map(as_shape, micro_batch), self.built
+        key = find_key(element)
+        with self._building:
+            if key == find_key(built.traced.element):
+                return self
+            if key not in self._others:
+                known = [built.traced.element, *(one.traced.element for one in self._others.values())]
+                check_number(known, element, self.options.max_shapes)
+                self._others[key] = self._trace_other(element)
+            return self._others[key]
+
+    def _trace_other(self, element: Any) -> Pipeline:
+        """Traces the stages for other shapes of micro-batches, in the same context as for the first."""
+        built = self.built
+        assert self._surroundings is not None
+        context, names = self._surroundings
+        options = dataclasses.replace(self.options, program_names=names.copy(), shapes=())
+        other = self._copy(
+            _recipe=dataclasses.replace(self._recipe, options=options),
+            _built=None,
+            _programs=(),
+            _others={},
+        )
+        context.copy().run(other.trace, element, *built.traced.inputs)
+        check_alike(built, other.built, (self.plan_accumulators(), other.plan_accumulators()))
+        return other
 
     def with_recomputation(self, recompute: Recomputation | None) -> Pipeline:
         """The same pipeline with another choice of what the backward gets; see `set_recomputation`."""
@@ -634,6 +699,7 @@ class Pipeline:
             return
         self._recompute, self._chosen_plan = recompute, None
         self._forget_runner()
+        self._others = {}
         if self._built is not None:
             self._programs = self._built.make_programs(recompute)
 
@@ -649,12 +715,15 @@ class Pipeline:
         """
         self._has_identical_keys = identical_keys
         if isinstance(self._runner, ColumnRunner):
-            self._runner.replicas.has_identical_keys = identical_keys
+            for runner in self._runner.of_shapes:
+                runner.replicas.has_identical_keys = identical_keys
+                runner.make_single().replicas.has_identical_keys = identical_keys
         if num_replicas == self._num_replicas:
             return
         check_replicas(num_replicas, self.num_serialized)
         self._num_replicas, self._chosen_plan = num_replicas, None
         self._forget_runner()
+        self._others = {}
         self._compiler_options = self._plan_compiler_options()
 
     def prepare(self, devices: Sequence[Any] | None = None) -> Runner[Any]:
@@ -672,12 +741,16 @@ class Pipeline:
             return runner
         with self._building:
             if self._runner is None or not (devices is None or self._has_devices(devices)):
-                self._runner = self._make_runner(devices)
+                runner = self._make_runner(devices)
+                shapes = MicroBatchShapes(self.traced.element, runner)
+                for other in self._others.values():
+                    shapes.add(other.traced.element, functools.partial(self._make_other_runner, runner))
+                self._runner, self._shapes = runner, shapes
             return self._runner
 
     def _forget_runner(self) -> None:
         """Has the next `prepare` make another runner."""
-        self._runner = self._searched = None
+        self._runner = self._searched = self._shapes = None
 
     def _make_runner(self, devices: Sequence[Any] | None) -> Runner[Any]:
         if devices is None:
@@ -713,19 +786,7 @@ class Pipeline:
         if self.is_one_program:
             if isinstance(schedule, schedules.SearchedSchedule):
                 warnings.warn("A searched schedule has no effect: all stages are on one IPU.", stacklevel=3)
-            block_runner = BlockRunner(
-                placement,
-                self._programs,
-                self.collecting,
-                donate=self.options.donate,
-                block_bytes=self.options.block_bytes,
-                num_serialized=self.num_serialized,
-                has_fixed_room=self.num_micro_batches is None,
-                iterated=self._iterated,
-                options=self._compiler_options.whole,
-            )
-            block_runner.kept = self._kept
-            return block_runner
+            return self._make_block_runner(placement)
         runner = self._make_column_runner(devices, placement, post_validates)
         if isinstance(schedule, schedules.SearchedSchedule) and self.updates is not None:
             searched = SearchedTimetables(self._measure(runner, schedule))
@@ -734,8 +795,60 @@ class Pipeline:
             self._searched = searched
         return runner
 
+    def _make_other_runner(self, lead: Runner[Any], element: Any, number: int) -> Runner[Any]:
+        """Makes the runner for other shapes of micro-batches, which the runner for the first ones leads."""
+        if lead.placement.has_peers:
+            raise ValueError(
+                f"A micro-batch has the shapes {describe_shapes(element)}, in place of "
+                f"{describe_shapes(self.traced.element)}. In several processes all micro-batches must have "
+                "the same shapes, as not all processes read them: pad them."
+            )
+        other: Pipeline = self.for_shapes(element)
+        placement = other._place_state(lead.placement.groups)
+        if isinstance(lead, BlockRunner):
+            block_runner = other._make_block_runner(placement, lead, number)
+            lead.of_shapes.append(block_runner)
+            return block_runner
+        assert isinstance(lead, ColumnRunner)
+        assert self._devices is not None
+        other._devices, other._chosen_plan = self._devices, self.dispatch_plan
+        column_runner = other._make_column_runner(self._devices, placement, False, lead, number)
+        lead.add(column_runner)
+        return column_runner
+
+    def _make_block_runner(
+        self, placement: StatePlacement, lead: BlockRunner | None = None, number: int = 0
+    ) -> BlockRunner:
+        """Makes the runner for one device."""
+        runner = BlockRunner(
+            placement,
+            self._programs,
+            self.collecting,
+            donate=self.options.donate,
+            block_bytes=self.options.block_bytes,
+            num_serialized=self.num_serialized,
+            has_fixed_room=self.num_micro_batches is None,
+            iterated=self._iterated,
+            options=self._compiler_options.whole,
+            lead=lead,
+            shapes=number,
+        )
+        runner.kept = self._kept
+        runner.note = "" if lead is None else self._tell_shapes(number)
+        return runner
+
+    def _tell_shapes(self, number: int) -> str:
+        """What is told while programs compile for other shapes than the first micro-batch's."""
+        element, most = describe_shapes(self.traced.element), self.options.max_shapes
+        return f"for micro-batches of {element} ({number + 1} of at most {most} shapes)"
+
     def _make_column_runner(
-        self, devices: Sequence[Any], placement: StatePlacement, post_validates: bool
+        self,
+        devices: Sequence[Any],
+        placement: StatePlacement,
+        post_validates: bool,
+        lead: ColumnRunner | None = None,
+        number_of_shapes: int = 0,
     ) -> ColumnRunner:
         """Makes the runner for several devices, once the dispatch plan is known."""
         size, number, each = self.num_devices, self._num_replicas, self.options.num_devices_per_ipu
@@ -746,7 +859,7 @@ class Pipeline:
             homes = list(map(self._place_state, own))
 
         @functools.cache
-        def make(chunk_size: int) -> ColumnRunner:
+        def make(chunk_size: int, lead: ColumnRunner | None = lead) -> ColumnRunner:
             return ColumnRunner(
                 placement,
                 homes,
@@ -759,6 +872,8 @@ class Pipeline:
                 self._iterated,
                 self.options.execution_phases,
                 post_validates,
+                lead,
+                number_of_shapes,
             )
 
         def measure() -> MeasuredCosts:
@@ -771,7 +886,7 @@ class Pipeline:
                 count_cores() if device.platform == "cpu" else None,
             )
 
-        if self._may_measure(placement):
+        if lead is None and self._may_measure(placement):
             step, platform = self._chunked_step, devices[0].platform
             try:
                 self._chosen_plan = choose_dispatch_plan(step, platform, measure)
@@ -779,12 +894,20 @@ class Pipeline:
                 self._chosen_plan = choose_dispatch_plan(step, platform)
         plan = self.dispatch_plan
         assert plan is not None
-        runner = make(plan.chunk_size)
-        runner.replicas.joins_assigned = self.options.joins_assigned
-        runner.replicas.has_identical_keys = self._has_identical_keys
+
+        def finish(runner: ColumnRunner) -> ColumnRunner:
+            runner.replicas.joins_assigned = self.options.joins_assigned
+            runner.replicas.has_identical_keys = self._has_identical_keys
+            runner.kept = self._kept
+            runner.note = "" if lead is None else self._tell_shapes(number_of_shapes)
+            return runner
+
+        runner = finish(make(plan.chunk_size))
         if number > 1 and not self.options.gathers_outputs:
             runner.keep_outputs()
-        runner.kept = self._kept
+        if plan.chunk_size > 1:
+            first = runner if lead is None else lead
+            runner.make_single = functools.cache(lambda: finish(make(1, first)))
         return runner
 
     def _may_measure(self, placement: StatePlacement) -> bool:
@@ -960,8 +1083,9 @@ class Pipeline:
 
         Raises:
           OutOfRangeError: there are too few micro-batches.
-          ValueError: a micro-batch or an input has another shape, dtype or structure than the first; or
-            `num_micro_batches` is given twice, or not at all.
+          ValueError: a micro-batch or an input has another dtype or structure than the first; an input has
+            another shape, or micro-batches have more than `max_shapes` shapes; or `num_micro_batches` is
+            given twice, or not at all.
         """
         every = self.updated_every(num_micro_batches) * self._num_replicas
         if isinstance(micro_batches, PlacedMicroBatches):
@@ -974,8 +1098,7 @@ class Pipeline:
                 raise OutOfRangeError(_describe_shortage(0, every)) from None
             self.trace(first, *inputs)
             iterator = _chain(first, iterator)
-        runner = self.prepare()
-        numbers = iter(range(every))
+        place, numbers = self.place_element, iter(range(every))
 
         def take(wanted: int) -> list[Any]:
             del wanted
@@ -984,7 +1107,7 @@ class Pipeline:
                 element = next(iterator)
             except StopIteration:
                 raise OutOfRangeError(_describe_shortage(number, every)) from None
-            return [runner.place_element(self.check_element(element, number))]
+            return [place(self.check_element(element, number))]
 
         has_feed = bool(jax.tree.leaves(self.traced.element))
         return self._step(state, take if has_feed else take_nothing, inputs, num_micro_batches)
@@ -1000,9 +1123,9 @@ class Pipeline:
           ValueError: a micro-batch has another shape, dtype or structure than the pipeline was traced for,
             or a program handles several micro-batches, and these do not make whole groups.
         """
-        runner = self.prepare()
+        runner, place = self.prepare(), self.place_element
         elements: list[Any] = [
-            runner.place_element(self.check_element(element, number))
+            self._resolve(place(self.check_element(element, number)))
             for number, element in enumerate(micro_batches)
         ]
         return PlacedMicroBatches(runner, len(elements), runner.place_ahead(elements))
@@ -1054,7 +1177,16 @@ class Pipeline:
 
         With other devices it is another function. It may be called from another thread.
         """
-        return self.prepare().place_element
+        runner = self.prepare()
+        if self.is_loop or self._shapes is None or self.options.max_shapes == 1:
+            return runner.place_element
+        return self._shapes.place_element
+
+    def _resolve(self, element: Any) -> Any:
+        """A micro-batch from `place_element`, once there are programs for its shapes."""
+        assert self._shapes is not None
+        runner = self.prepare()
+        return self._shapes.resolve(element, functools.partial(self._make_other_runner, runner))
 
     def place_ahead(self, elements: Sequence[Element]) -> list[Element]:
         """Groups the micro-batches of an update, from `place_element`, as programs take them."""
@@ -1116,7 +1248,16 @@ class Pipeline:
             accumulators = runner.make_accumulators(self.built.accumulator_dtypes)
         inputs = [np.zeros(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(self.traced.inputs)]
         total = num_updates * every
-        runner.compile(RunState(state, accumulators), Request(inputs, every, limit=total, total=total))
+        run_state = RunState(state, accumulators)
+        request = Request(inputs, every, limit=total, total=total)
+        runner.compile(run_state, request)
+        self._compile_others(run_state, request)
+
+    def _compile_others(self, state: RunState, request: Request) -> None:
+        """Compiles what is run for other shapes of micro-batches than the first one's, as far as known."""
+        assert self._shapes is not None
+        for runner in self._shapes.runners[1:]:
+            runner.compile(state, request)
 
     def run(
         self,
@@ -1138,7 +1279,8 @@ class Pipeline:
 
         Args:
           state: placed, see `place`.
-          take: as for `accumulate`.
+          take: takes a number, and returns that many micro-batches or fewer, at least one, as returned by
+            `place_element`.
           input_leaves: the leaves of the inputs.
           on_update: called after some updates, with the progress and the number of these updates.
           num_updates: the number of updates to do.
@@ -1163,6 +1305,8 @@ class Pipeline:
             num_taken += len(found)
             return found
 
+        supply = Supply(counted, self._resolve)
+
         def settle(progress: Progress) -> PipelineState:
             progress = dataclasses.replace(self._verify(progress), num_ahead=num_taken)
             on_update(progress, 1)
@@ -1172,9 +1316,7 @@ class Pipeline:
             wanted = (1, 1) if one_by_one else (num_updates - done, total)
             num_taken = 0
             try:
-                pending = self.accumulate(
-                    state, counted if unverified else take, input_leaves, *wanted, num_micro_batches
-                )
+                pending = self.accumulate(state, supply, input_leaves, *wanted, num_micro_batches)
             except BaseException:
                 if unverified is not None:
                     with replacing():
@@ -1192,7 +1334,7 @@ class Pipeline:
                 num_done = int(state.execution_count) - before
                 done += num_done
                 if progress.unverified is None:
-                    on_update(progress, num_done)
+                    on_update(dataclasses.replace(progress, num_ahead=supply.num_left), num_done)
                 else:
                     unverified = progress
             if should_stop is not None and should_stop():
@@ -1232,7 +1374,7 @@ class Pipeline:
         Args:
           state: placed, see `place`.
           take: takes a number, and returns that many micro-batches or fewer, at least one, as returned by
-            the `place_element` of what `prepare` returns.
+            `place_element`. Or a `Supply` of them, which keeps those that are left for the next update.
           input_leaves: the leaves of the inputs.
           num_updates: the number of weight updates that may be done together.
           num_total: the number of updates of the run, which the sizes of blocks depend on.
@@ -1247,6 +1389,8 @@ class Pipeline:
         if accumulators is None:
             accumulators = runner.make_accumulators(self.built.accumulator_dtypes)
         request = Request(input_leaves, every, limit=num_updates * every, total=num_total * every)
+        if self.options.shapes and not runner.has_run:
+            self._compile_others(RunState(state, accumulators), request)
         if (watcher := watching.current()) is not None:
             watcher.introduce(runner, self)
             rehearse(watcher, runner, RunState(state, accumulators), request)
@@ -1320,9 +1464,10 @@ class Pipeline:
         """Checks a micro-batch against the first one. Returns its leaves.
 
         Raises:
-          ValueError: structure, shape or dtype differ.
+          ValueError: structure or dtype differ; or, if `max_shapes` is 1, shapes do.
         """
-        return check_like(element, self.traced.element, f"Micro-batch {number}")
+        may_vary = self.options.max_shapes > 1
+        return check_like(element, self.traced.element, f"Micro-batch {number}", may_vary=may_vary)
 
     def check_inputs(self, inputs: Sequence[Any]) -> list[Any]:
         """Checks the inputs in the same way. Returns their leaves."""

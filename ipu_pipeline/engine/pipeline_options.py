@@ -35,6 +35,11 @@ class PipelineOptions:
         `stage(parameters, *inputs)`; as for `Stage`. None: the stages are as they are given.
       loss: takes what the last stage returns, returns a scalar; goes with `optimizer`. Without both
         the pipeline only runs forwards.
+      max_shapes: how many different shapes micro-batches may have; the pipeline has programs for each of
+        them, made when the first one comes. Structure and dtypes are those of the first micro-batch. All
+        share one state, so variables must not depend on shapes. With several processes it is 1.
+      shapes: micro-batches, or their shapes and dtypes, for which the programs are compiled with those of
+        the first one, in `compile` or the first step, and not when they come.
       optimizer: an Optax transformation; or a function of what the last stage returned for the last
         micro-batch (for the state at the start: the first). The function returns a transformation, or a
         pair of a transformation and a dict of extra arguments for its `update`.
@@ -114,6 +119,8 @@ class PipelineOptions:
 
     num_micro_batches: int | None
     parameters: Sequence[Any] | None = None
+    max_shapes: int = 8
+    shapes: Sequence[Any] = ()
     loss: Callable[..., Any] | None = None
     optimizer: optimizer_tracing.Optimizer | None = None
     schedule: schedules.ScheduleLike = "grouped"
@@ -159,6 +166,13 @@ class PipelineOptions:
         object.__setattr__(self, "schedule", schedules.find_schedule(self.schedule))
         if self.num_micro_batches is not None:
             check_positive("num_micro_batches", self.num_micro_batches)
+        check_positive("max_shapes", self.max_shapes)
+        if isinstance(self.shapes, dict) or len(self.shapes) > self.max_shapes:
+            raise ValueError(
+                "shapes must be a list of micro-batches, or of their shapes and dtypes "
+                f"(jax.ShapeDtypeStruct), of at most max_shapes, {self.max_shapes}; got "
+                f"{f'{len(self.shapes)} of them' if not isinstance(self.shapes, dict) else 'a dict'}."
+            )
         check_positive("num_serialized", self.num_serialized)
         check_replicas(self.num_replicas, self.num_serialized)
         if self.tensor_parallel is not None and not isinstance(self.tensor_parallel, TensorParallel):

@@ -66,13 +66,15 @@ class Compilation:
       num_done: the number of programs compiled so far.
     """
 
-    def __init__(self, total: int, observer: Callable[[int, int], None] | None) -> None:
+    def __init__(self, total: int, observer: Callable[[int, int], None] | None, note: str = "") -> None:
         """Begins to count.
 
         Args:
           total: the number of programs to compile.
           observer: called with `num_done` and `total` after each program.
+          note: told with the numbers.
         """
+        self._note = f" {note}" if note else ""
         self.total = total
         self.num_done = 0
         self._num_cached = self._num_loaded = self._num_kept = 0
@@ -114,7 +116,7 @@ class Compilation:
     def line(self) -> str:
         """The line that the terminal shows now."""
         seconds = time.perf_counter() - self._begin
-        return f"Compiling: {self.num_done} of {_count(self.total)}, {seconds:.1f} s"
+        return f"Compiling: {self.num_done} of {_count(self.total)}{self._note}, {seconds:.1f} s"
 
     def log(self) -> None:
         """Logs what was compiled, if anything was, and if the logger is enabled."""
@@ -130,7 +132,7 @@ class Compilation:
         details = f" ({'; '.join(parts)})" if parts else ""
         seconds = time.perf_counter() - self._begin
         with between_bars():
-            _logger.info("Compiled %s in %.1f s%s", _count(self.num_done), seconds, details)
+            _logger.info("Compiled %s%s in %.1f s%s", _count(self.num_done), self._note, seconds, details)
 
 
 def _count(number: int) -> str:
@@ -138,13 +140,14 @@ def _count(number: int) -> str:
 
 
 @contextlib.contextmanager
-def compiling(total: int) -> Iterator[Compilation]:
+def compiling(total: int, note: str = "") -> Iterator[Compilation]:
     """Surrounds the compilation of programs. Within another such block, it counts with that one.
 
     However the block ends, the terminal's line is gone afterwards. After an error nothing is logged.
 
     Args:
       total: the number of programs.
+      note: what is told about them.
     """
     outer = _current.get()
     if outer is not None:
@@ -152,7 +155,7 @@ def compiling(total: int) -> Iterator[Compilation]:
         return
     _listen_to_jax()
     observer = _observer.get()
-    compilation = Compilation(total, observer)
+    compilation = Compilation(total, observer, note)
     token = _current.set(compilation)
     try:
         with peers.occupied("compiling"), watching.spanning("compiling"):

@@ -111,8 +111,14 @@ def trees_equal(first: Any, second: Any) -> bool:
     return bool(first == second)
 
 
-def check_like(value: Any, expected: Any, what: str) -> list[Any]:
+def check_like(value: Any, expected: Any, what: str, *, may_vary: bool = False) -> list[Any]:
     """Checks that a value is like another one. Returns its leaves, NumPy arrays with JAX's dtypes.
+
+    Args:
+      value: a pytree of arrays.
+      expected: the other one, or its shapes and dtypes.
+      what: what errors call the value.
+      may_vary: whether shapes may differ.
 
     Raises:
       ValueError: structure, shape or dtype differ; the error names the paths of all leaves that do. Or a
@@ -124,7 +130,8 @@ def check_like(value: Any, expected: Any, what: str) -> list[Any]:
     different = [
         (f"at {path}, " if path else "", describe(known), describe(found[path]))
         for path, known in wanted.items()
-        if path in found and (found[path].shape, found[path].dtype) != (known.shape, known.dtype)
+        if path in found
+        and (found[path].dtype != known.dtype or (not may_vary and found[path].shape != known.shape))
     ]
     if not trees_equal(tree, expected_tree):
         right, wrong = describe_structures(expected_tree, tree)
@@ -140,6 +147,8 @@ def check_like(value: Any, expected: Any, what: str) -> list[Any]:
         raise ValueError(" ".join(parts))
     if different:
         described = "; ".join(f"{path}{old}; got {new}" for path, old, new in different)
+        if may_vary:
+            raise ValueError(f"{what} must have the dtype of the first one, {described}.")
         raise ValueError(
             f"{what} must have the shape and dtype of the first one, {described}. Sizes are fixed: drop "
             "the remainder of a data set that does not fill its last batch (drop_remainder)."

@@ -2,14 +2,19 @@
 
 The thread that fetches micro-batches makes the elements. The elements of one program's call are placed
 together. An element has memory of its own: a data set may give the same arrays again, with other values.
+
+Micro-batches may have different shapes, for which there are different programs. An element says which of
+the pipeline's shapes it has, by their number; a `Supply` tells where these change.
 """
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import itertools
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -17,11 +22,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["Element", "Feed", "PlacedMicroBatches", "Take", "gather", "take_nothing"]
+__all__ = [
+    "NEW_SHAPES",
+    "Element",
+    "Feed",
+    "OtherShapes",
+    "PlacedMicroBatches",
+    "Supply",
+    "Take",
+    "copy_leaves",
+    "gather",
+    "shapes_of",
+    "take_nothing",
+]
 
 Take: TypeAlias = "Callable[[int], Sequence[Any]]"
 Place: TypeAlias = "Callable[[Sequence[Any]], list[Any]]"
 
+NEW_SHAPES = -1  # the number of shapes that the pipeline has no programs for yet
 _ALIGNMENT = 64  # bytes; JAX shares the memory of such arrays on a CPU, and copies others
 
 
@@ -43,11 +61,13 @@ class Element:
       stack: the stack; None for JAX arrays that are still to be stacked.
       row: the row in the stack.
       arrays: the leaves, if they are not in the stack's row.
+      shapes: the number of its shapes among those of the pipeline's micro-batches.
     """
 
     stack: Stack | None
     row: int
     arrays: Sequence[Any] = ()
+    shapes: int = 0
 
     @property
     def leaves(self) -> Sequence[Any]:
@@ -58,7 +78,11 @@ class Element:
 
 
 class Feed:
-    """Stacks micro-batches, and puts them on devices."""
+    """Stacks micro-batches of the same shapes, and puts them on devices.
+
+    Attributes:
+      shapes: the number of these shapes; see `Element`.
+    """
 
     def __init__(self, place: Place, size: int = 1, is_block: bool = False) -> None:
         """Makes an empty feed.
@@ -71,6 +95,7 @@ class Feed:
             first axis, JAX arrays are copied to them, and they are placed on demand. Other stacks are
             placed as soon as they are full.
         """
+        self.shapes = 0
         self._place = place
         self._size = size
         self._is_block = is_block
@@ -87,8 +112,9 @@ class Feed:
     def add(self, leaves: Sequence[Any]) -> Element:
         """Takes a micro-batch. Safe to call from several threads; shares no memory with NumPy arrays."""
         if not self._is_block and (self._size == 1 or any(isinstance(leaf, jax.Array) for leaf in leaves)):
-            own = [leaf if isinstance(leaf, jax.Array) else _copy(leaf) for leaf in leaves]
-            return Element(Stack([], self._place(own), 1) if self._size == 1 else None, 0, own)
+            own = copy_leaves(leaves)
+            stack = Stack([], self._place(own), 1) if self._size == 1 else None
+            return Element(stack, 0, own, self.shapes)
         arrays = [np.asarray(leaf) for leaf in leaves]
         with self._lock:
             if self._stack is None or self._row == self._stack.num_rows:
@@ -101,7 +127,7 @@ class Feed:
                     stack.placed = self._place(stack.arrays)
         if self._is_block:
             _fill(stack, row, arrays)
-        return Element(stack, row)
+        return Element(stack, row, (), self.shapes)
 
     def place(self, elements: Sequence[Element], size: int | None = None) -> list[Any]:
         """Puts micro-batches from `add` on the devices, stacked in their order."""
@@ -131,7 +157,7 @@ class Feed:
         for first in range(0, len(elements), count):
             some = elements[first : first + count]
             stack = Stack([], self.place(some, size), size)
-            ahead += [Element(stack, row) for row in range(len(some))]
+            ahead += [Element(stack, row, (), self.shapes) for row in range(len(some))]
         return ahead
 
 
@@ -142,6 +168,11 @@ def _make_stack(arrays: Sequence[Any], num_rows: int) -> Stack:
 def _fill(stack: Stack, row: int, leaves: Sequence[Any]) -> None:
     for array, leaf in zip(stack.arrays, leaves, strict=True):
         array[row] = leaf
+
+
+def copy_leaves(leaves: Sequence[Any]) -> list[Any]:
+    """The leaves of a micro-batch, without memory that they share with NumPy arrays."""
+    return [leaf if isinstance(leaf, jax.Array) else _copy(leaf) for leaf in leaves]
 
 
 def _copy(leaf: Any) -> Any:
@@ -199,6 +230,84 @@ class PlacedMicroBatches:
             return list(itertools.islice(left, wanted))
 
         return take
+
+
+class OtherShapes(Exception):  # noqa: N818  # no error: the runner goes on with other programs
+    """The next micro-batches have other shapes. Only raised by `Supply.alike`, for the runner itself."""
+
+
+class Supply:
+    """A take of micro-batches that can be given back, and that says where their shapes change.
+
+    Micro-batches whose shapes are new are placed when they are taken, by `resolve`.
+    """
+
+    def __init__(self, take: Take, resolve: Callable[[Any], Any] | None = None) -> None:
+        """Begins with a take of elements, or of the values that stand for micro-batches without a feed."""
+        self._take, self._resolve = take, resolve
+        self._left: collections.deque[Any] = collections.deque()
+
+    @property
+    def num_left(self) -> int:
+        """The number of micro-batches that were taken from the take, and not from here."""
+        return len(self._left)
+
+    @contextlib.contextmanager
+    def through(self, wrap: Callable[[Take], Take]) -> Iterator[None]:
+        """Inside the `with` block, takes through what `wrap` makes of the take."""
+        inner = self._take
+        self._take = wrap(inner)
+        try:
+            yield
+        finally:
+            self._take = inner
+
+    def __call__(self, wanted: int) -> list[Any]:
+        """Takes at least one micro-batch, and at most `wanted`."""
+        left = self._left
+        if left:
+            return [left.popleft() for _number in range(min(wanted, len(left)))]
+        found, resolve = self._take(wanted), self._resolve
+        return list(found) if resolve is None else list(map(resolve, found))
+
+    def give_back(self, elements: Sequence[Any]) -> None:
+        """Gives back the last micro-batches that were taken."""
+        self._left.extendleft(reversed(elements))
+
+    def next_shapes(self) -> int:
+        """The number of the shapes of the next micro-batch."""
+        if not self._left:
+            self._left.extend(self(1))
+        return shapes_of(self._left[0])
+
+    def in_a_row(self, wanted: int) -> list[Any]:
+        """Takes `wanted` micro-batches, or as many in a row as have the shapes of the first one."""
+        elements = gather(self, wanted, wanted)
+        shapes = shapes_of(elements[0])
+        number = next((n for n, one in enumerate(elements) if shapes_of(one) != shapes), len(elements))
+        self.give_back(elements[number:])
+        return elements[:number]
+
+    def alike(self, shapes: int) -> Take:
+        """A take of micro-batches with these shapes: all that it is asked for, or none.
+
+        It raises `OtherShapes` if there is another one among them, and then takes nothing.
+        """
+
+        def take(wanted: int) -> list[Any]:
+            elements = gather(self, wanted, wanted)
+            for element in elements:
+                if shapes_of(element) != shapes:
+                    self.give_back(elements)
+                    raise OtherShapes
+            return elements
+
+        return take
+
+
+def shapes_of(element: Any) -> int:
+    """The number of an element's shapes; 0 for what stands for a micro-batch where there is no feed."""
+    return getattr(element, "shapes", 0)
 
 
 def gather(take: Take, wanted: int, at_least: int) -> list[Any]:

@@ -19,7 +19,7 @@ from ipu_pipeline.engine.devices.remote import absent
 from ipu_pipeline.engine.devices.state_placement import StatePlacement
 from ipu_pipeline.engine.execution.contract import Request
 from ipu_pipeline.engine.execution.kept import jit_zeros
-from ipu_pipeline.engine.execution.outputs import Outputs, Wanted
+from ipu_pipeline.engine.execution.outputs import Outputs, Taken, Wanted
 from ipu_pipeline.engine.execution.plans import make_plan
 from ipu_pipeline.engine.execution.steps import ColumnRun, Devices, PhaseRun, Reading
 from ipu_pipeline.engine.execution.templates import Template
@@ -119,7 +119,7 @@ class Column:
             len(traced.outputs),
             phases is not None and not phases.keeps_values,
         )
-        self._zero_sums = last_group.program(jit_zeros(collecting.avals, last_group.replicated))
+        self._make_sums = last_group.program(jit_zeros(collecting.avals, last_group.replicated))
 
     # Micro-batches.
 
@@ -207,7 +207,19 @@ class Column:
             for leaf, group, _slot in self._fed_slots
         ]
 
+    def place_alone(self, element: Element) -> Sequence[Any]:
+        """Puts a micro-batch on the devices, for programs that handle one."""
+        if not self._fed_slots:
+            return []
+        if element.stack is None or element.stack.num_rows != 1:
+            element = self.feed.add(element.leaves)
+        return self.feed.place([element])
+
     # A step.
+
+    def begin_outputs(self) -> Taken:
+        """What is taken of the outputs of a step before its first micro-batch."""
+        return Taken(sums=self._make_sums() if self._collecting.is_summed else [])
 
     def begin(
         self,
@@ -216,8 +228,12 @@ class Column:
         next_chunk: Callable[[], Sequence[Any]],
         num_chunks: int,
         runner: Any,
+        taken: Taken,
     ) -> ColumnRun:
-        """Begins a step, which will take the memory of the accumulators. Tells the watcher, if any."""
+        """Begins a step, which will take the memory of the accumulators. Tells the watcher, if any.
+
+        `taken` has what was collected before.
+        """
         step = int(as_int32(state.pipeline.execution_count))
         reading: Reading = self.devices
         watcher = watching.current()
@@ -226,8 +242,7 @@ class Column:
             reading = WatchedDevices(self.placement.constants, watcher, runner, counting)
             next_chunk = watched_feed(watcher, step, self._chunk.size, next_chunk)
         prepared, inputs = self.prepare(state, request.inputs)
-        sums = self._zero_sums() if self._collecting.is_summed else []
-        outputs = Outputs(self._wanted, num_chunks, inputs, sums)
+        outputs = Outputs(self._wanted, num_chunks, inputs, taken)
         run = self.run_of(reading, state, prepared, outputs, next_chunk, request.iteration, step)
         run.log = action_log.current() if self.placement.has_peers else None
         return run

@@ -308,21 +308,23 @@ def compile_ahead(
     states: Sequence[RunState],
     prepared: Sequence[list[list[Any]]],
     order: Order,
-    weight_update: WeightUpdate,
+    weight_update: WeightUpdate | None,
     chunk: ChunkForm,
     update_options: Options,
     is_shared: bool,
     kept: KeptPrograms | None,
+    note: str = "",
 ) -> Compiled:
     """Compiles all programs of a step; returns when all are compiled.
 
-    Programs that differ only in their device are compiled once.
+    Programs that differ only in their device are compiled once. Without a `weight_update`, its programs
+    have been compiled for other shapes of micro-batches. `note` is told meanwhile.
     """
-    updates = weight_update.placement.updates
+    updates = None if weight_update is None else weight_update.placement.updates
     groups = [template.group for column in replicas.columns for template in column.plan.templates.values()]
-    if updates is not None:
+    if weight_update is not None and updates is not None:
         groups += [weight_update.placement.groups[program.stage] for program in updates.updates]
-    with compiling(sum(group.is_here for group in groups)) as told:
+    with compiling(sum(group.is_here for group in groups), note) as told:
         programs = _Programs(is_shared, told, kept)
         try:
             runs = [
@@ -333,7 +335,7 @@ def compile_ahead(
             ]
             run = StepRun(runs, ShapesTogether(replicas))
             follow(order, run)
-            if updates is not None:
+            if weight_update is not None and updates is not None:
                 outputs = list(weight_update.placement.traced.output_avals)
                 _start_updates(states[0].accumulators, weight_update, outputs, update_options, programs)
             return programs.finish(chunk.size)

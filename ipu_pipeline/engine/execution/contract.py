@@ -54,7 +54,7 @@ class Request:
     limit: int  # micro-batches to run in this call at most; a pipeline runs whole updates
     total: int  # micro-batches of the run, which the sizes of blocks depend on
     carried: Sequence[Any] = ()  # in a loop, the values that the first iteration takes
-    iteration: int = 0  # in a loop, the iterations of the run so far
+    iteration: int = 0  # in a loop, the iterations of the run so far; else the step's micro-batches
 
     def of_replica(self, replica: int) -> Request:
         """The request as a replica has it."""
@@ -95,9 +95,14 @@ class Runner(abc.ABC, Generic[PendingT]):
       waits_for_python: whether `run` may wait for Python that its programs call back into. Then it leaves
         the memory of variables and optimizer state alone.
       kept: has compiled programs of earlier pipelines; None if they are not kept.
+      shapes: the number of the shapes of micro-batches that its programs are for; 0 for the first ones. The
+        runner for these leads, see `ColumnRunner`.
+      note: what is told about its programs while they compile.
     """
 
     kept: KeptPrograms | None = None
+    shapes: int = 0
+    note: str = ""
 
     def __init__(
         self,

@@ -11,11 +11,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
+from typing import TypeAlias
 
 from ipu_pipeline.engine.devices.device_groups import DeviceGroup
 from ipu_pipeline.engine.execution.columns import Column
 from ipu_pipeline.engine.execution.replicas import Replicas
 from ipu_pipeline.engine.execution.steps import (
+    ALL,
     Compute,
     ComputeTogether,
     Gather,
@@ -37,8 +39,9 @@ from ipu_pipeline.engine.schedules.actions import Action, ActionKind
 from ipu_pipeline.engine.schedules.checking import Timetable
 from ipu_pipeline.engine.schedules.execution_phases import ExecutionPhases
 
-__all__ = ["Lowering"]
+__all__ = ["Lowering", "ProgramKey"]
 
+ProgramKey: TypeAlias = "tuple[ActionKind, int]"  # a program's kind and stage
 _MAX_ORDERS = 8  # orders kept, where the number of micro-batches is only known when the pipeline runs
 
 
@@ -52,15 +55,34 @@ class Lowering:
         make_timetable: Callable[[int], Timetable],
         phases: ExecutionPhases | None,
         waits: bool,
+        actions: Mapping[ProgramKey, tuple[StepAction, ...]] | None = None,
+        feed: StepAction = feed,
     ) -> None:
-        """Makes the actions of each program."""
+        """Makes the actions of each program, or takes those that are given.
+
+        Args:
+          columns: each runs the micro-batches of a replica.
+          replicas: these columns.
+          make_timetable: makes the timetable of a number of micro-batches or chunks.
+          phases: the execution phases; None if there are none.
+          waits: whether a step waits for its programs before the weight update.
+          actions: by program; None: those of the columns.
+          feed: takes a micro-batch or chunk from the feed.
+        """
         self._columns, self._replicas, self._phases, self._waits = columns, replicas, phases, waits
-        self._make_timetable = make_timetable
+        self._make_timetable, self._feed = make_timetable, feed
         self._templates = columns[0].plan.templates
         self._observer: Observer | None = None
-        self._actions = {key: tuple(self._make_actions(key)) for key in self._templates}
+        if actions is None:
+            actions = {key: tuple(self._make_actions(key)) for key in self._templates}
+        self._actions = actions
         self._groups = self._find_reduced() if len(columns) > 1 else {}
         self._known: dict[tuple[int, bool], Order] = {}
+
+    @property
+    def actions(self) -> Mapping[ProgramKey, tuple[StepAction, ...]]:
+        """The actions of each program, by kind and stage."""
+        return self._actions
 
     @property
     def micro_batch(self) -> Order:
@@ -107,7 +129,7 @@ class Lowering:
                     break
         order = self._order(scheduled, self._phases, self._observer, ends)
         last: list[StepAction] = [*([wait] if self._waits else []), *map(Reduce, left)]
-        return [*order, (tuple(last), 0)] if last else order
+        return [*order, (tuple(last), ALL)] if last else order
 
     def _order(
         self,
@@ -122,7 +144,7 @@ class Lowering:
             assert observer is not None
             templates = tuple(column.plan.templates[key] for column in self._columns)
             actions_of[key] += (Observe(observer, templates),)
-        feeding = {key: (feed, *actions) for key, actions in actions_of.items()}
+        feeding = {key: (self._feed, *actions) for key, actions in actions_of.items()}
         order: list[tuple[tuple[StepAction, ...], int]] = []
         levels = self._columns[0].placement.traced.levels
         fed, now = set[int](), None
@@ -136,7 +158,7 @@ class Lowering:
                 actions = feeding[key]
             if phases is not None:
                 if actions is feeding[key]:  # while the previous phase still runs
-                    order.append(((feed,), chunk))
+                    order.append(((self._feed,), chunk))
                     actions = actions_of[key]
                 phase = chunk, *phases.find(kind, levels[stage])
                 if now is not None and now != phase:
@@ -144,12 +166,12 @@ class Lowering:
                 now = phase
             order.append((actions, chunk))
             if number in ends:
-                order.append((ends[number], 0))
+                order.append((ends[number], ALL))
         if now is not None:
             order.append(((end_phase,), now[0]))
         return order
 
-    def _make_actions(self, key: tuple[ActionKind, int]) -> list[StepAction]:
+    def _make_actions(self, key: ProgramKey) -> list[StepAction]:
         """A program with what goes before and after it."""
         columns, placement = self._columns, self._replicas.placement
         templates = tuple(column.plan.templates[key] for column in columns)
@@ -173,11 +195,11 @@ class Lowering:
             found.append(Store(tuple(map(_find_kept, columns, templates))))
         return found
 
-    def _find_reduced(self) -> dict[DeviceGroup, set[tuple[ActionKind, int]]]:
+    def _find_reduced(self) -> dict[DeviceGroup, set[ProgramKey]]:
         """All groups, each with the programs whose results are joined there, which may be none."""
         replicas = self._replicas
         groups, owners = replicas.placement.groups, replicas.placement.traced.owners
-        found: dict[DeviceGroup, set[tuple[ActionKind, int]]] = {group: set() for group in groups}
+        found: dict[DeviceGroup, set[ProgramKey]] = {group: set() for group in groups}
         for key, template in self._templates.items():
             stages = [replicas.stage_of(accumulator) for accumulator in template.accumulators]
             stages += [owners[name] for _place, name in template.given(BindingKind.ASSIGNED)]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from ipu_pipeline.engine.programs.chunks import ChunkForm
 from ipu_pipeline.engine.programs.collecting import Collecting
 from ipu_pipeline.engine.state import Collected, Handed
 
-__all__ = ["Accumulated", "Outputs", "Wanted"]
+__all__ = ["Accumulated", "Outputs", "Taken", "Wanted", "join_accumulated"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,13 +62,24 @@ class Wanted:
         return self.plan.last_forward.group.program(self.chunk.spread)
 
 
+@dataclass(eq=False)
+class Taken:
+    """What was taken of a step's micro-batches; with several shapes, the `Outputs` of each share it."""
+
+    # the leaves that the last stage returned for the first micro-batch; None where not read
+    first: list[Any] = field(default_factory=list)
+    last: list[Any] = field(default_factory=list)  # the same for the last micro-batch
+    carried: list[Any] = field(default_factory=list)  # in a loop, what the next iteration takes
+    sums: list[Any] = field(default_factory=list)  # of what is collected, if it is summed
+    # what was to be collected, per micro-batch or chunk, if it is not
+    collected: list[Collected] = field(default_factory=list)
+
+
 class Outputs:
     """Collects the results of a step's micro-batches, one after another.
 
     Attributes:
-      first: the leaves that the last stage returned for the first micro-batch; None where not read.
-      last: the same for the last micro-batch.
-      carried: in a loop, what the next iteration takes.
+      taken: what was taken so far.
     """
 
     def __init__(
@@ -75,43 +87,38 @@ class Outputs:
         wanted: Wanted,
         num_chunks: int,
         inputs: Mapping[tuple[DeviceGroup, int], Any],
-        sums: list[Any],
+        taken: Taken,
     ) -> None:
         """Begins a step."""
-        self.first: list[Any] = []
-        self.last: list[Any] = []
-        self.carried: list[Any] = []
-        self._wanted, self._last_chunk, self._inputs, self._sums = wanted, num_chunks - 1, inputs, sums
-        self._collected: list[list[Any]] = []
+        self.taken = taken
+        self._wanted, self._last_chunk, self._inputs = wanted, num_chunks - 1, inputs
 
     def take(self, put: Callable[..., list[Any]], slots: Sequence[Any], chunk: int) -> None:
         """Takes what is in the slots of a micro-batch or chunk."""
-        wanted, group = self._wanted, self._wanted.plan.last_forward.group
+        wanted, group, taken = self._wanted, self._wanted.plan.last_forward.group, self.taken
         collected, number = wanted.plan.collected, wanted.num_outputs
         leaves = [slots[key] if kind == "slot" else self._inputs[group, key] for kind, key in collected]
         if wanted.empties_devices:
             leaves = put(leaves, group)
-        if chunk == 0:
-            self.first = self._only(leaves[:number], wanted.read[0], 0)
+        if not taken.first:
+            taken.first = self._only(leaves[:number], wanted.read[0], 0)
         if chunk == self._last_chunk:
-            self.last = self._only(leaves[:number], wanted.read[1], -1)
-            self.carried = [leaves[place] for place in wanted.carried]
+            taken.last = self._only(leaves[:number], wanted.read[1], -1)
+            taken.carried = [leaves[place] for place in wanted.carried]
         own = [
             leaves[place] if collected[place][0] == "slot" else wanted.spread(leaves[place])
             for place in wanted.places
         ]
         if not wanted.collecting.is_summed:
-            self._collected.append(own)
+            taken.collected.append(wanted.collecting.collect(own, wanted.num_stacked))
         elif group.is_here:
-            self._sums = _add(self._sums, own)
+            taken.sums = _add(taken.sums, own)
 
     @property
     def collected(self) -> list[Collected]:
         """What was collected, per micro-batch or chunk; or one entry with the sums."""
-        collecting, number = self._wanted.collecting, self._wanted.num_stacked
-        if collecting.is_summed:
-            return [collecting.collect(self._sums, None)]
-        return [collecting.collect(own, number) for own in self._collected]
+        collecting = self._wanted.collecting
+        return [collecting.collect(self.taken.sums, None)] if collecting.is_summed else self.taken.collected
 
     def _only(self, leaves: Sequence[Any], places: Collection[int], number: int) -> list[Any]:
         """The leaves of one micro-batch of a chunk, None in other places."""
@@ -125,6 +132,15 @@ class Outputs:
                 continue
             only[place] = chunk.pick(leaves[place], number) if is_stacked else leaves[place]
         return only
+
+
+def join_accumulated(before: Accumulated, after: Accumulated) -> Accumulated:
+    """The results of micro-batches and of others that follow them, which have the same `Taken`."""
+    return dataclasses.replace(
+        after,
+        enqueued=[*before.enqueued, *after.enqueued],
+        assigned={**before.assigned, **after.assigned},
+    )
 
 
 @functools.partial(jax.jit, donate_argnums=0)

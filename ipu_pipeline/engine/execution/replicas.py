@@ -272,6 +272,11 @@ class Dealt:
     generation: int  # the generation of guesses of which replica is next
     element: Any  # the micro-batch, as that replica's column takes it
 
+    @property
+    def shapes(self) -> int:
+        """The number of its shapes; see `Element`."""
+        return int(self.element.shapes)
+
 
 class Dealer:
     """Places micro-batches for columns, and deals them out."""
@@ -312,6 +317,11 @@ class Dealer:
                 self._generation += 1
                 self._num_dealt += replica - dealt.replica
         return self._columns[replica].feed.add(dealt.element.leaves)
+
+    def place_alone(self, elements: Sequence[Any]) -> list[Sequence[Any]]:
+        """Puts a micro-batch for each column on its devices, where programs handle one."""
+        own = [self._of_replica(element, replica) for replica, element in enumerate(elements)]
+        return [column.place_alone(one) for column, one in zip(self._columns, own, strict=True)]
 
     def take_everywhere(self, take: Take, count: int) -> list[Take]:
         """Returns a take of `count` micro-batches per column, or raises; all processes do the same."""

@@ -12,7 +12,7 @@ variables that its stages assign, stay its own until the next weight update, or 
 from __future__ import annotations
 
 import dataclasses
-import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from ipu_pipeline.engine.devices.compiler_options import CompilerOptions
-from ipu_pipeline.engine.devices.feeds import Take
+from ipu_pipeline.engine.devices.feeds import Supply, Take, shapes_of
 from ipu_pipeline.engine.devices.state_placement import StatePlacement
 from ipu_pipeline.engine.devices.threads import warn_unless_one_is_free
 from ipu_pipeline.engine.execution import watched
@@ -29,7 +29,7 @@ from ipu_pipeline.engine.execution.columns import Column
 from ipu_pipeline.engine.execution.compiling import compile_ahead
 from ipu_pipeline.engine.execution.contract import Iterated, Request, Runner
 from ipu_pipeline.engine.execution.held import Held
-from ipu_pipeline.engine.execution.lowering import Lowering
+from ipu_pipeline.engine.execution.lowering import Lowering, ProgramKey
 from ipu_pipeline.engine.execution.measured_costs import (
     Measured,
     make_measured,
@@ -37,7 +37,14 @@ from ipu_pipeline.engine.execution.measured_costs import (
     time_transfers,
     time_updates,
 )
-from ipu_pipeline.engine.execution.outputs import Accumulated
+from ipu_pipeline.engine.execution.mixed_steps import (
+    MixedRun,
+    ProgramsOfShapes,
+    feed_mixed,
+    peek_alike,
+    share,
+)
+from ipu_pipeline.engine.execution.outputs import Accumulated, Taken, join_accumulated
 from ipu_pipeline.engine.execution.phase_memory import PhasedStep, find_brought, find_host_memory
 from ipu_pipeline.engine.execution.replicas import (
     Dealer,
@@ -48,7 +55,7 @@ from ipu_pipeline.engine.execution.replicas import (
     join_collected,
     join_handed,
 )
-from ipu_pipeline.engine.execution.steps import Observer, Order, StepAction, StepRun, follow
+from ipu_pipeline.engine.execution.steps import ColumnRun, Observer, StepAction, StepRun, follow
 from ipu_pipeline.engine.execution.weight_updates import (
     GuessedUpdate,
     Updated,
@@ -96,16 +103,24 @@ class PendingStep:
     count: int  # the number of micro-batches per replica
     stepped: Stepped | None  # their results; None in a loop, which has not run yet
     elements: Sequence[Sequence[Any]] = ()  # in a loop, what each replica takes from the feed
-    # after a guessed weight update, what each replica took from the feed, by micro-batch or chunk
-    fed: Sequence[Sequence[Sequence[Any]]] = ()
+    taken: Sequence[Any] = ()  # after a guessed weight update, what was taken from the feed
 
 
 class ColumnRunner(Runner[PendingStep]):
     """Runs a pipeline or loop over several devices.
 
+    Where micro-batches have several shapes, there is a runner for each of them. The first one leads: it is
+    given all micro-batches, and does the weight updates. A step runs micro-batches of the same shapes by
+    their runner, up to the first one with others. Once a step has had several, steps are mixed.
+
     Attributes:
       columns: each runs the micro-batches of a replica.
       replicas: splits state between the columns, and joins their results.
+      of_shapes: the runners of the pipeline, by the number of the shapes of micro-batches; the first one
+        is the one that leads.
+      dealer: deals out micro-batches to the columns.
+      lowering: makes the actions of steps.
+      make_single: returns the runner for the same shapes whose programs handle one micro-batch each.
     """
 
     def __init__(
@@ -121,15 +136,27 @@ class ColumnRunner(Runner[PendingStep]):
         iterated: Iterated | None = None,
         phases: ExecutionPhases | None = None,
         post_validation: bool = False,
+        lead: ColumnRunner | None = None,
+        shapes: int = 0,
     ) -> None:
-        """Jits the programs; XLA compiles each at its first call."""
+        """Jits the programs; XLA compiles each at its first call.
+
+        `lead` is the runner that leads; None: this one. `shapes` is the number of the shapes.
+        """
         super().__init__(placement, programs, iterated, homes)
         traced, updates = placement.traced, placement.updates
         if iterated is None:  # in a pipeline, `fetch` waits for what stages call
             self.waits_for_python = updates is not None and updates.has_callbacks
-        self._weight_update = WeightUpdate(
-            placement, donate, options.update, self.waits_for_python, post_validation
+        self.of_shapes: list[ColumnRunner] = [self] if lead is None else lead.of_shapes
+        self.make_single: Callable[[], ColumnRunner] = lambda: self
+        self._lead = self if lead is None else lead
+        self._weight_update = (
+            WeightUpdate(placement, donate, options.update, self.waits_for_python, post_validation)
+            if lead is None
+            else lead.weight_update
         )
+        self._mixes = False  # whether a step has had micro-batches of several shapes
+        self._mixed: Lowering | None = None  # the actions of such steps
         self._guess: Guess | None = None  # the next one, as far as it is known
         self._choices: Sequence[Any] = ()  # the last update's, still being computed
         self._is_guessed = False  # whether the last update was guessed and has not been verified
@@ -152,11 +179,14 @@ class ColumnRunner(Runner[PendingStep]):
             )
             for home in homes
         )
+        self.shapes, self._make_timetable = shapes, make_timetable
+        for column in self.columns:
+            column.feed.shapes = shapes
         self.replicas, self._num_stacked = Replicas(placement, self.columns), self._chunk.num_stacked
-        self._lowering = Lowering(self.columns, self.replicas, make_timetable, phases, self.has_callbacks)
-        self._dealer = Dealer(placement, self.columns, self._chunk.size)
+        self.lowering = Lowering(self.columns, self.replicas, make_timetable, phases, self.has_callbacks)
+        self.dealer = Dealer(placement, self.columns, self._chunk.size)
         alone = len(homes) == 1
-        self._place_element = self.columns[0].feed.add if alone else self._dealer.place_element
+        self._place_element = self.columns[0].feed.add if alone else self.dealer.place_element
         self._is_compiled = False
         self._told = list(range(len(homes)))  # the replicas whose outputs this process hands on
         self._gathers_outputs = True
@@ -175,11 +205,12 @@ class ColumnRunner(Runner[PendingStep]):
 
     def follow(self, make_timetable: Callable[[int], Timetable]) -> None:
         """Follows other timetables from the next step on."""
-        self._lowering.follow(make_timetable)
+        self.lowering.follow(make_timetable)
+        self._make_timetable, self._mixed = make_timetable, None
 
     def observe(self, observer: Observer | None) -> None:
         """Sets the observer of what is held after each program and its transfers. None removes it."""
-        self._lowering.observe(observer)
+        self.lowering.observe(observer)
 
     def observe_held(self) -> Sequence[list[int]]:
         """Begins to measure what stages hold, with an observer."""
@@ -189,7 +220,7 @@ class ColumnRunner(Runner[PendingStep]):
 
     def order(self, num_chunks: int) -> list[tuple[StepAction, int]]:
         """The actions of a step of `num_chunks` micro-batches, or chunks of them."""
-        order = self._lowering.find(num_chunks)
+        order = self.lowering.find(num_chunks)
         return [(action, chunk) for actions, chunk in order for action in actions]
 
     def keep_outputs(self) -> None:
@@ -221,7 +252,23 @@ class ColumnRunner(Runner[PendingStep]):
 
     def place_ahead(self, elements: Sequence[Any]) -> list[Any]:
         """Puts the micro-batches of one update, of all replicas, on the devices that read them."""
-        return self._dealer.place_ahead(elements)
+        shapes = set(map(shapes_of, elements))
+        if len(shapes) > 1:
+            return list(elements)  # each is there already
+        return self.of_shapes[min(shapes, default=0)].dealer.place_ahead(elements)
+
+    def add(self, other: ColumnRunner) -> None:
+        """Takes the runner for other shapes, which this one leads.
+
+        Raises:
+          ValueError: other stages have something to compute for these shapes.
+        """
+        if self.lowering.actions.keys() != other.lowering.actions.keys():
+            raise ValueError(
+                f"Stages have other programs {other.note} than for the first micro-batch: a stage whose "
+                "inputs have no gradient has no backward. Let all shapes go the same way."
+            )
+        self.of_shapes.append(other)
 
     def num_waiting(self, total: int, every: int) -> int:
         """Four chunks, as the host takes several before devices are busy, or one iteration of a loop.
@@ -253,12 +300,13 @@ class ColumnRunner(Runner[PendingStep]):
             self.replicas,
             states,
             prepared,
-            self._lowering.micro_batch,
-            self._weight_update,
+            self.lowering.micro_batch,
+            self._weight_update if self._lead is self else None,
             self._chunk,
             self._update_options,
             not self.has_callbacks,
             self.kept,
+            self.note,
         )
         self.temporary_bytes, self.residual_bytes = found
         self._is_compiled = True
@@ -267,27 +315,116 @@ class ColumnRunner(Runner[PendingStep]):
         """Runs the micro-batches of an update. In a loop it only takes an iteration's micro-batches."""
         self.compile(state, request)
         if self.iterated is not None:
-            takes = self._dealer.take_everywhere(take, 1)
+            takes = self.dealer.take_everywhere(take, 1)
             # All takes are tried before the first error is raised: other processes wait for each of them.
             return PendingStep(request, 1, None, _of_each(Column.take_iteration, self.columns, takes))
-        takes = self._dealer.take_everywhere(take, request.every)
-        feeds = _of_each(Column.feed_from, self.columns, takes)
-        fed: list[list[Sequence[Any]]] = []
+        supply, taken = take if isinstance(take, Supply) else Supply(take), list[Any]()
         if self._is_guessed:
-            fed = [[] for _feed in feeds]
-            feeds = [_recording(feed, own) for feed, own in zip(feeds, fed, strict=True)]
-        return self._fetch_from(feeds, state, request, fed)
+            supply = Supply(_recording(supply, taken))
+        return self._fetch_from(supply, state, request, taken)
 
     def _fetch_from(
-        self,
-        feeds: Sequence[Callable[[], Sequence[Any]]],
-        state: RunState,
-        request: Request,
-        fed: Sequence[Sequence[Sequence[Any]]],
+        self, supply: Supply, state: RunState, request: Request, taken: Sequence[Any]
     ) -> PendingStep:
+        outputs = [column.begin_outputs() for column in self.columns]
+        stepped: Stepped | None = None
+        done, before = 0, state
+        while done < request.every:
+            left = dataclasses.replace(request, every=request.every - done, iteration=done)
+            if self._mixes:
+                part, number = self._follow_mixed(before, left, supply, outputs), left.every
+            else:
+                runner = self.of_shapes[supply.next_shapes()] if self.of_shapes[1:] else self
+                part, number = runner.follow_alike(before, left, supply, outputs)
+                if number < left.every and self._phases is None:
+                    # In the second case shapes change within a chunk.
+                    self._mixes = number > 0 or supply.next_shapes() == runner.shapes
+                elif number < left.every:
+                    peek_alike(supply, done + number, self.replicas.number)
+            if not number:
+                continue
+            done += number
+            stepped = part if stepped is None else _join(stepped, part)
+            if done < request.every:
+                before = self._after(state, stepped, done)
+        assert stepped is not None
+        return PendingStep(request, request.every, stepped, taken=taken)
+
+    def follow_alike(
+        self, state: RunState, request: Request, supply: Supply, outputs: Sequence[Taken]
+    ) -> tuple[Stepped, int]:
+        """Runs micro-batches of a step up to the first one with other shapes.
+
+        Args:
+          state: with what micro-batches before them have accumulated and assigned.
+          request: `every` is the number of those that are left, and `iteration` of those before.
+          supply: gives the micro-batches.
+          outputs: what was taken of outputs, by replica.
+
+        Returns:
+          Their results, and the number of those that have run.
+        """
+        self.compile(state, request)
         num_chunks = request.every // self._chunk.size
-        stepped = self._follow(state, request, feeds, self._lowering.find(num_chunks), num_chunks)
-        return PendingStep(request, request.every, stepped, fed=fed)
+        takes = self.dealer.take_everywhere(supply.alike(self.shapes), request.every)
+        feeds = _of_each(Column.feed_from, self.columns, takes)
+        columns, together = self.begin(state, request, feeds, num_chunks, outputs)
+        num_done = follow(self.lowering.find(num_chunks), StepRun(columns, together))
+        number = num_chunks if num_done is None else num_done
+        stepped = Stepped([column.finish(self._num_stacked) for column in columns], together.reduced)
+        return stepped, number * self._chunk.size
+
+    def _follow_mixed(
+        self, state: RunState, request: Request, supply: Supply, outputs: Sequence[Taken]
+    ) -> Stepped:
+        """Runs the micro-batches of a step that are left, whose shapes may differ; arguments as before."""
+        if self._mixed is None:
+            self._mixed = Lowering(
+                self.columns,
+                self.replicas,
+                self._make_timetable,
+                None,
+                self.has_callbacks,
+                {key: (ProgramsOfShapes(key, self._find_actions),) for key in self.lowering.actions},
+                feed_mixed,
+            )
+        first: list[ColumnRun] = []
+
+        def begin(shapes: int) -> StepRun:
+            runner = self.of_shapes[shapes].make_single()
+            runner.compile(state, request)
+            feeds = [_fed_otherwise] * len(runner.columns)
+            columns, together = runner.begin(state, request, feeds, request.every, outputs)
+            if not first:
+                first.extend(columns)
+            return StepRun(list(map(share, columns, first)), together)
+
+        def place(shapes: int, elements: Sequence[Any]) -> list[Sequence[Any]]:
+            return self.of_shapes[shapes].make_single().dealer.place_alone(elements)
+
+        step = int(as_int32(state.pipeline.execution_count))
+        together = TogetherRun(self.replicas, state.pipeline.variables, step)
+        run = MixedRun(
+            first,
+            together,
+            take=watched.watched_take(supply, step, request.iteration),
+            num_replicas=self.replicas.number,
+            first=request.iteration,
+            begin=begin,
+            place=place,
+        )
+        follow(self._mixed.find(request.every), run)
+        return Stepped([column.finish(None) for column in first], together.reduced)
+
+    def _find_actions(self, shapes: int, key: ProgramKey) -> Sequence[StepAction]:
+        return self.of_shapes[shapes].make_single().lowering.actions[key]
+
+    def _after(self, state: RunState, stepped: Stepped, done: int) -> RunState:
+        """The state after the first micro-batches of a step, for those that follow them."""
+        parts, replicas = stepped.columns, self.replicas
+        assigned = replicas.join_assigned([part.assigned for part in parts])
+        pipeline = dataclasses.replace(state.pipeline, variables={**state.pipeline.variables, **assigned})
+        return RunState(pipeline, replicas.pack([part.accumulators for part in parts]), done)
 
     def measure(
         self,
@@ -318,8 +455,9 @@ class ColumnRunner(Runner[PendingStep]):
 
     def run_again(self, state: RunState, pending: PendingStep) -> PendingStep:
         """Runs the micro-batches of an update again, which began with a guess that was wrong."""
-        feeds = [functools.partial(next, iter(own)) for own in pending.fed]
-        return self._fetch_from(feeds, state, pending.request, pending.fed)
+        left = iter(pending.taken)
+        supply = Supply(lambda wanted: list(itertools.islice(left, wanted)))
+        return self._fetch_from(supply, state, pending.request, pending.taken)
 
     def verify(self, progress: Progress) -> Progress:
         """Waits until it is known whether a guessed weight update was right; see `Runner.verify`."""
@@ -348,26 +486,24 @@ class ColumnRunner(Runner[PendingStep]):
             guess = tuple(int(np.asarray(choice)) for choice in self._choices)
         return guess if guess is not None and guessing.settles(guess) else None
 
-    def _follow(
+    def begin(
         self,
         state: RunState,
         request: Request,
         feeds: Sequence[Callable[[], Sequence[Any]]],
-        order: Order,
         num_chunks: int,
-    ) -> Stepped:
-        """Follows the actions of a step."""
+        outputs: Sequence[Taken],
+    ) -> tuple[list[ColumnRun], TogetherRun]:
+        """Begins the actions of a step, or of some of its micro-batches."""
         states = self.replicas.split_state(state)
         columns = [
-            column.begin(own, request.of_replica(replica), next_chunk, num_chunks, self)
-            for replica, (column, own, next_chunk) in enumerate(
-                zip(self.columns, states, feeds, strict=True)
+            column.begin(own, request.of_replica(replica), next_chunk, num_chunks, self._lead, taken)
+            for replica, (column, own, next_chunk, taken) in enumerate(
+                zip(self.columns, states, feeds, outputs, strict=True)
             )
         ]
         step = int(as_int32(state.pipeline.execution_count))
-        together = TogetherRun(self.replicas, state.pipeline.variables, step)
-        follow(order, StepRun(columns, together))
-        return Stepped([column.finish(self._num_stacked) for column in columns], together.reduced)
+        return columns, TogetherRun(self.replicas, state.pipeline.variables, step)
 
     def run(self, state: RunState, pending: PendingStep, may_guess: bool = False) -> Progress:
         """Runs the weight update on the replicas' results. In a loop it runs the iteration first."""
@@ -380,7 +516,10 @@ class ColumnRunner(Runner[PendingStep]):
                     zip(self.columns, pending.elements, strict=True)
                 )
             ]
-            stepped = self._follow(state, request, feeds, self._lowering.find(1, is_full), 1)
+            outputs = [column.begin_outputs() for column in self.columns]
+            columns, together = self.begin(state, request, feeds, 1, outputs)
+            follow(self.lowering.find(1, is_full), StepRun(columns, together))
+            stepped = Stepped([column.finish(self._num_stacked) for column in columns], together.reduced)
         parts = stepped.columns
         if self.placement.has_peers and replicas.number > 1:
             self.placement.begin_step()
@@ -499,7 +638,7 @@ class ColumnRunner(Runner[PendingStep]):
             self.columns[0],
             self.placement,
             self.programs,
-            self._lowering.planned,
+            self.lowering.planned,
             self.chunk_size,
             self.residual_bytes,
             accumulator_dtypes,
@@ -508,16 +647,24 @@ class ColumnRunner(Runner[PendingStep]):
         )
 
 
-def _recording(
-    next_chunk: Callable[[], Sequence[Any]], found: list[Sequence[Any]]
-) -> Callable[[], Sequence[Any]]:
-    """Makes what a feed brings be kept in a list."""
+def _recording(take: Take, taken: list[Any]) -> Take:
+    """A take that keeps in a list what it gives."""
 
-    def record() -> Sequence[Any]:
-        found.append(next_chunk())
-        return found[-1]
+    def record(wanted: int) -> Sequence[Any]:
+        found = take(wanted)
+        taken.extend(found)
+        return found
 
     return record
+
+
+def _fed_otherwise() -> Sequence[Any]:
+    raise AssertionError("`feed_mixed` feeds micro-batches of several shapes.")
+
+
+def _join(before: Stepped, after: Stepped) -> Stepped:
+    """The results of micro-batches, and of others of the same step that follow them."""
+    return Stepped(list(map(join_accumulated, before.columns, after.columns)), after.reduced)
 
 
 def _of_each(

@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec
 from ipu_pipeline.engine.devices.action_log import ActionLog, Started
 from ipu_pipeline.engine.devices.constants import Constants
 from ipu_pipeline.engine.devices.device_groups import WHOLE, DeviceGroup
+from ipu_pipeline.engine.devices.feeds import OtherShapes
 from ipu_pipeline.engine.devices.links import Tag
 from ipu_pipeline.engine.devices.placing import copy_to, put
 from ipu_pipeline.engine.devices.state_placement import StatePlacement
@@ -38,6 +39,7 @@ from ipu_pipeline.engine.schedules.execution_phases import ExecutionPhases
 from ipu_pipeline.engine.state import Handed
 
 __all__ = [
+    "ALL",
     "Call",
     "ColumnRun",
     "Compute",
@@ -226,14 +228,14 @@ class ColumnRun:
 
     def finish(self, num_stacked: int | None) -> Accumulated:
         """Returns the micro-batches' results. `num_stacked` says how many of a chunk are stacked."""
-        outputs = self.outputs
-        assert outputs is not None
+        assert self.outputs is not None
+        outputs = self.outputs.taken
         handed = [Handed(list(leaves), num_stacked) for leaves in zip(*self.enqueued, strict=True)]
         return Accumulated(
             outputs.first,
             outputs.last,
             outputs.carried,
-            outputs.collected,
+            self.outputs.collected,
             handed,
             self.assigned,
             self.accumulators,
@@ -269,18 +271,38 @@ class StepRun:
     together: Together  # what the columns do at the same time
 
 
+ALL = -1  # stands for all micro-batches of a step
 StepAction: TypeAlias = "Callable[[StepRun, int], None]"  # takes the number of the micro-batch or chunk
-Order: TypeAlias = "Sequence[tuple[tuple[StepAction, ...], int]]"  # a program's actions, and that number
+# a program's actions and that number, or actions for all micro-batches and `ALL`
+Order: TypeAlias = "Sequence[tuple[tuple[StepAction, ...], int]]"
 Before: TypeAlias = "Callable[[ColumnRun, list[Any]], None]"  # changes a program's arguments
 After: TypeAlias = "Callable[[ColumnRun, int, Sequence[Any]], None]"  # takes its results
 Observer: TypeAlias = "Callable[[int, Template, int, Mapping[int, Sequence[Any]]], None]"  # see `Observe`
 
 
-def follow(order: Order, run: StepRun) -> None:
-    """Follows the actions of a step."""
-    for actions, chunk in order:
-        for action in actions:
-            action(run, chunk)
+def follow(order: Order, run: StepRun) -> int | None:
+    """Follows the actions of a step.
+
+    Returns:
+      The number of the first micro-batch or chunk that was not run, as it has other shapes; None if all
+      were. Those before it are then complete.
+    """
+    entries, chunk = iter(order), 0
+    try:
+        for actions, chunk in entries:
+            for action in actions:
+                action(run, chunk)
+    except OtherShapes:
+        end = chunk
+    else:
+        return None
+    for column in run.columns:
+        column.slots.pop(end, None)
+    for actions, chunk in entries:
+        if 0 <= chunk < end:
+            for action in actions:
+                action(run, chunk)
+    return end
 
 
 def feed(run: StepRun, chunk: int) -> None:
@@ -437,7 +459,8 @@ def wait(run: StepRun, chunk: int) -> None:
         outputs = column.outputs
         assert outputs is not None
         made = [(part.outputs, part.loss) for part in outputs.collected]
-        jax.block_until_ready((made, outputs.last, column.enqueued, column.assigned, column.accumulators))
+        made_last = (outputs.taken.last, column.enqueued, column.assigned, column.accumulators)
+        jax.block_until_ready((made, made_last))
 
 
 @dataclass(frozen=True, eq=False)
@@ -510,19 +533,23 @@ def note_in_phase(template: Template) -> After:
     return take
 
 
-def assign(template: Template, plan: Plan) -> After:
-    """Gives variables their new values, also for the step's other programs of the stage."""
-    own = [other for other in plan.templates.values() if other.stage == template.stage]
-    assigned = [
-        (place, name, [(one.index, argument) for one in own for argument in one.reads(name)])
-        for place, name in template.given(BindingKind.ASSIGNED)
-    ]
+def take_assigned(places: Sequence[tuple[int, str]]) -> Before:
+    """Takes variables that the stage assigns as they are now; `places` has (argument, name)."""
+
+    def prepare(run: ColumnRun, arguments: list[Any]) -> None:
+        for place, name in places:
+            arguments[place] = run.assigned.get(name, arguments[place])
+
+    return prepare
+
+
+def assign(template: Template) -> After:
+    """Gives variables their new values, for the step's later programs of the stage."""
+    assigned = template.given(BindingKind.ASSIGNED)
 
     def take(run: ColumnRun, _chunk: int, results: Sequence[Any]) -> None:
-        for place, name, readers in assigned:
+        for place, name in assigned:
             run.assigned[name] = results[place]
-            for index, argument in readers:
-                run.prepared[index][argument] = results[place]
 
     return take
 
@@ -585,6 +612,10 @@ def make_dispatch(
     asked = [one for one in template.taken(BindingKind.VARIABLE) if one[1] in gathered]
     if asked:
         before.append(take_gathered(asked))
+    assigned = {spec.name for spec in placement.traced.stages[template.stage].assigned}
+    changing = [one for one in template.taken(BindingKind.VARIABLE) if one[1] in assigned]
+    if changing:
+        before.append(take_assigned(changing))
     empties_devices = phases is not None and not phases.keeps_values
     if (placement.offloads_in_micro_batches or empties_devices) and template.group.is_here:
         before.append(load(template, placement.offloaded - gathered, placement.partitions))
@@ -593,7 +624,7 @@ def make_dispatch(
     if placement.offloads_accumulators and template.accumulators:
         after.append(store_accumulators(template))
     if template.given(BindingKind.ASSIGNED):
-        after.append(assign(template, plan))
+        after.append(assign(template))
     if template.given(BindingKind.ENQUEUED):
         after.append(enqueue(template))
     if template is plan.last_forward:

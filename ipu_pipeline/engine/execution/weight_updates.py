@@ -25,7 +25,7 @@ from ipu_pipeline.engine.updates.environment import UpdateCounts, UpdateEnvironm
 from ipu_pipeline.engine.updates.guessing import Guess
 from ipu_pipeline.engine.updates.optimizer_tracing import UpdateKind
 
-__all__ = ["GuessedUpdate", "Updated", "WeightUpdate", "zeros_like"]
+__all__ = ["GuessedUpdate", "Updated", "WeightUpdate", "find_read", "zeros_like"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +82,7 @@ class WeightUpdate:
         programs: Sequence[UpdateProgram] = ()
         if placement.updates is not None:
             programs = placement.updates.updates
-            self.read = (_find_read(placement.updates.inits), _find_read(programs))
+            self.read = (find_read(placement.updates.inits), find_read(programs))
             self.jitted = tuple(
                 jit_update(
                     program,
@@ -241,7 +241,7 @@ def zeros_like(value: jax.Array) -> jax.Array:
     return zeros
 
 
-def _find_read(programs: Sequence[UpdateProgram]) -> set[Any]:
+def find_read(programs: Sequence[UpdateProgram]) -> set[Any]:
     """Positions of the last stage's outputs that some programs read."""
     return {v.key for program in programs for v in program.arguments if v.kind == UpdateKind.OUTPUT}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -73,6 +74,11 @@ class ProgramNames:
     reads: dict[int, tuple[object, VariableSpec]] = field(default_factory=dict)
     holders: dict[int, tuple[object, str]] = field(default_factory=dict)
     host_tables: dict[str, Any] = field(default_factory=dict)
+
+    def copy(self) -> ProgramNames:
+        """The names as they are now."""
+        copies = {part.name: getattr(self, part.name).copy() for part in dataclasses.fields(self)}
+        return ProgramNames(**copies)
 
     def name_of_holder(self, holder: object, full_name: str) -> str:
         """The full name that stands for an object: the one given at the first call."""

@@ -21,7 +21,7 @@ import numpy as np
 
 from ipu_pipeline.engine import watching
 from ipu_pipeline.engine.devices.compiler_options import Options
-from ipu_pipeline.engine.devices.feeds import Element, Feed, Take, gather, take_nothing
+from ipu_pipeline.engine.devices.feeds import Element, Feed, Supply, Take, gather, shapes_of, take_nothing
 from ipu_pipeline.engine.devices.placing import put, put_host_copies
 from ipu_pipeline.engine.devices.remote import absent
 from ipu_pipeline.engine.devices.state_placement import NO_LOSS_SCALE, StatePlacement
@@ -72,6 +72,7 @@ class PendingBlock:
     position: Position  # where it begins
     room: int  # the size of its stacks
     feed: list[Any]  # its micro-batches, stacked, on the device
+    runner: BlockRunner  # the runner for their shapes
 
     @property
     def count(self) -> int:
@@ -94,9 +95,17 @@ class BlockRunner(Runner[PendingBlock]):
         has_fixed_room: bool = False,
         iterated: Iterated | None = None,
         options: Options | None = None,
+        lead: BlockRunner | None = None,
+        shapes: int = 0,
     ) -> None:
-        """Compiles nothing yet."""
+        """Compiles nothing yet.
+
+        `lead` is the runner that leads, which is given micro-batches of all shapes; None: this one.
+        `shapes` is the number of the shapes.
+        """
         super().__init__(placement, programs, iterated)
+        self.of_shapes: list[BlockRunner] = [self] if lead is None else lead.of_shapes
+        self.shapes = shapes
         self._collecting = collecting
         self._donate = donate
         self._block_bytes = block_bytes
@@ -118,6 +127,7 @@ class BlockRunner(Runner[PendingBlock]):
         results = () if update is None else update.results
         self._trained = {value.key for value in results if value.kind == UpdateKind.PARAMETER}
         self._feed = Feed(functools.partial(put, group=placement.groups[0]), is_block=True)
+        self._feed.shapes = shapes
         self._in_flight: collections.deque[Any] = collections.deque()
         self._functions: dict[tuple[BlockKind, bool], Any] = {}
         group = placement.groups[0]
@@ -136,8 +146,10 @@ class BlockRunner(Runner[PendingBlock]):
 
     def place_ahead(self, elements: Sequence[Element]) -> list[Element]:
         """Puts the micro-batches of one update on the device."""
-        if not elements or not self._fed:
+        if not elements or not self._fed or len(set(map(shapes_of, elements))) > 1:
             return list(elements)
+        if (own := self.of_shapes[shapes_of(elements[0])]) is not self:
+            return own.place_ahead(elements)
         sizes = self.sizes(len(elements), len(elements))
         return self._feed.place_ahead(elements, sizes.capacity, sizes.room)
 
@@ -181,48 +193,79 @@ class BlockRunner(Runner[PendingBlock]):
         element = jax.tree.leaves(self.placement.traced.element)
         zeros = [np.zeros(leaf.shape, leaf.dtype) for leaf in element]
         begun = Begun(Totals(state.accumulators, self._zero_sums()), {}, [], [])
-        block = self._make_block(state, request, begun, [self._feed.add(zeros)], sizes.room)
+        block = self.make_block(state, request, begun, [self._feed.add(zeros)], sizes.room)
         leaves = jax.tree.leaves(state.pipeline.optimizer_state)
         has_parts = sizes.unit != request.every and request.every > sizes.capacity
-        with compiling(1 + has_parts):
+        with compiling(1 + has_parts, self.note):
             if has_parts:
                 self._compile(state, [], block, updates=False)
             self._compile(state, leaves, block, updates=True)
 
     def fetch(self, state: RunState, request: Request, take: Take) -> PendingBlock:
         """Gets a block's micro-batches; of an update that fits no block, runs all parts but the last."""
-        every, sizes = request.every, self.sizes(request.total, request.every)
+        sizes = self.sizes(request.total, request.every)
         wanted = min(request.limit, sizes.capacity)
         if not self.placement.groups[0].is_here:
             take = take_nothing
-        take = watched_take(take, int(as_int32(state.pipeline.execution_count)), request.iteration)
         begun = Begun(Totals(state.accumulators, self._zero_sums()), {}, [], [])
+        step, first = int(as_int32(state.pipeline.execution_count)), request.iteration
         if self.iterated is not None:
-            return self._make_block(state, request, begun, take(wanted), sizes.room)
+            elements = watched_take(take, step, first)(wanted)
+            return self.make_block(state, request, begun, elements, sizes.room)
+        supply = take if isinstance(take, Supply) else Supply(take)
+        with supply.through(lambda inner: watched_take(inner, step, first)):
+            return self._fetch_updates(state, request, begun, supply, sizes, wanted)
+
+    def _fetch_updates(
+        self,
+        state: RunState,
+        request: Request,
+        begun: Begun,
+        supply: Supply,
+        sizes: BlockSizes,
+        wanted: int,
+    ) -> PendingBlock:
+        """The block of whole updates that comes next, or the last part of an update that is cut."""
+        every = request.every
         if sizes.unit == every:
-            elements = gather(take, wanted, every)
-            elements = elements[: len(elements) // every * every]  # the rest is an incomplete update's
-            return self._make_block(state, request, begun, elements, sizes.room)
+            # Later updates may be of other shapes.
+            elements = gather(supply, every if self.of_shapes[1:] else wanted, every)
+            number = next(
+                (n for n, one in enumerate(elements) if shapes_of(one) != shapes_of(elements[0])),
+                len(elements),
+            )
+            whole = number // every * every
+            if number < len(elements):
+                supply.give_back(elements[whole:])
+            # What is left, of the same shapes, is an incomplete update's.
+            if whole:
+                own = self.of_shapes[shapes_of(elements[0])]
+                room = own.sizes(request.total, every).room
+                return own.make_block(state, request, begun, elements[:whole], room)
         while True:
-            size = min(sizes.capacity, every - begun.count)
-            part = self._make_block(state, request, begun, gather(take, size, size), sizes.room)
+            own = self.of_shapes[supply.next_shapes()]
+            sizes = own.sizes(request.total, every)
+            elements = supply.in_a_row(min(sizes.capacity, every - begun.count))
+            own.check_groups(elements, begun.count)
+            part = own.make_block(state, request, begun, elements, sizes.room)
             if part.count == every:
                 return part
-            result = self._call(state, [], part, updates=False)
+            result = own.call(state, [], part, updates=False)
             assigned = {name: result.variables[name] for name in self.assigned}
-            collected = [] if self._collecting.is_summed else self._collect(result, size)
+            collected = [] if self._collecting.is_summed else self._collect(result, len(elements))
             begun = dataclasses.replace(
                 part.begun,
                 totals=result.totals,
                 assigned={**begun.assigned, **assigned},
                 collected=[*begun.collected, *collected],
-                enqueued=[*begun.enqueued, *_hand(result.enqueued, size)],
+                enqueued=[*begun.enqueued, *_hand(result.enqueued, len(elements))],
                 count=part.count,
             )
 
-    def _make_block(
+    def make_block(
         self, state: RunState, request: Request, begun: Begun, elements: Sequence[Any], room: int
     ) -> PendingBlock:
+        """Makes a block of micro-batches from `place_element` with the shapes of this runner."""
         pipeline = state.pipeline
         position = Position(
             accumulated=state.num_accumulated + begun.count,
@@ -237,19 +280,30 @@ class BlockRunner(Runner[PendingBlock]):
             feed = self._feed.place(elements, room) if self._fed else []
         else:
             feed = [absent((room, *leaf.shape), leaf.dtype, group.replicated) for leaf in self._fed]
-        block = PendingBlock(request, begun, position, room, feed)
+        block = PendingBlock(request, begun, position, room, feed, self)
         if begun.count or pipeline.optimizer_state is not None or not self.needs_outputs:
             return block
         carried, given = self._place_carried(request), self._make_given(state, {}, block, NO_LOSS_SCALE)
         outputs: list[Any] = self._peek(dict(pipeline.variables), carried, given)
         return dataclasses.replace(block, begun=dataclasses.replace(begun, first_outputs=outputs))
 
+    def check_groups(self, elements: Sequence[Any], number: int) -> None:
+        """Raises if micro-batches that stages handle together have different shapes."""
+        size = self.program.num_serialized
+        if len(elements) % size:
+            first = number + len(elements) // size * size
+            raise ValueError(
+                f"num_serialized is {size}: the micro-batches from {first} to {first + size - 1} of a step "
+                "are handled together, so they must have the same shapes; they have different ones."
+            )
+
     def run(self, state: RunState, pending: PendingBlock, may_guess: bool = False) -> Progress:
         """Runs what `fetch` returned. There is nothing to guess: no IPU waits for another one."""
         del may_guess
         begun, every = pending.begun, pending.request.every
         state = self.with_optimizer(state, begun.first_outputs)
-        result = self._call(state, jax.tree.leaves(state.pipeline.optimizer_state), pending, updates=True)
+        leaves = jax.tree.leaves(state.pipeline.optimizer_state)
+        result = pending.runner.call(state, leaves, pending, updates=True)
         count = pending.count
         if self.iterated is not None and self.iterated.condition is not None:
             count = int(result.done)
@@ -279,7 +333,7 @@ class BlockRunner(Runner[PendingBlock]):
         zeros: list[Any] = self._make_sums() if self._collecting.is_summed else []
         return zeros
 
-    def _call(self, state: RunState, state_leaves: list[Any], block: PendingBlock, updates: bool) -> Left:
+    def call(self, state: RunState, state_leaves: list[Any], block: PendingBlock, updates: bool) -> Left:
         """Runs a block. Takes the memory of accumulators and sums, and possibly of all state."""
         function, arguments = self._compile(state, state_leaves, block, updates)
         watcher = watching.current()
@@ -342,7 +396,7 @@ class BlockRunner(Runner[PendingBlock]):
             if self.kept is not None:
                 key = identify(lowered, text_of(lowered), group.devices, self._options)
                 compiled = self.kept.find(key)
-            with compiling(1) as told:
+            with compiling(1, self.note) as told:
                 if compiled is not None:
                     function = compiled
                     told.note_kept()

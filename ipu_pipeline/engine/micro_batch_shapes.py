@@ -1,0 +1,201 @@
+"""The shapes that a pipeline's micro-batches have: each has a number, and a runner with programs for them.
+
+The shapes of the first micro-batch have the number 0, and their runner leads. Others come as they are met,
+or were named beforehand. All have the same structure and dtypes, and the same variables, so there is one
+state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import jax
+
+from ipu_pipeline.engine.building import Built
+from ipu_pipeline.engine.devices.feeds import NEW_SHAPES, Element, copy_leaves, shapes_of
+from ipu_pipeline.engine.execution.contract import Runner
+from ipu_pipeline.engine.execution.weight_updates import find_read
+from ipu_pipeline.engine.tracing.metrics import metric_names
+from ipu_pipeline.engine.updates.accumulators import AccumulatorPlan
+from ipu_pipeline.ground.shapes import describe, describe_structures
+
+__all__ = ["MicroBatchShapes", "ShapesKey", "check_alike", "check_number", "describe_shapes", "find_key"]
+
+ShapesKey: TypeAlias = "tuple[tuple[int, ...], ...]"  # the shapes of a micro-batch's leaves
+
+
+def find_key(element: Any) -> ShapesKey:
+    """The shapes of a micro-batch's leaves."""
+    return tuple(tuple(leaf.shape) for leaf in jax.tree.leaves(element))
+
+
+def describe_shapes(element: Any) -> str:
+    """Describes the leaves of a micro-batch."""
+    return ", ".join(map(describe, jax.tree.leaves(element))) or "nothing"
+
+
+def check_number(known: Sequence[Any], element: Any, max_shapes: int) -> None:
+    """Raises if a pipeline takes no more shapes of micro-batches.
+
+    Args:
+      known: a micro-batch of each of the shapes so far, or its shapes and dtypes.
+      element: the same for the new shapes.
+      max_shapes: as given to the pipeline.
+
+    Raises:
+      ValueError: there are as many as `max_shapes` already.
+    """
+    if len(known) < max_shapes:
+        return
+    raise ValueError(
+        f"max_shapes is {max_shapes}, and a micro-batch of {describe_shapes(element)} has shapes number "
+        f"{len(known) + 1}. There are programs for {'; '.join(map(describe_shapes, known))}. Each of the "
+        "shapes takes time to compile: pad micro-batches to a few lengths (datasets.buckets does), or give "
+        "the pipeline a larger max_shapes."
+    )
+
+
+def check_alike(first: Built, other: Built, plans: tuple[AccumulatorPlan, AccumulatorPlan]) -> None:
+    """Raises if a pipeline for some shapes cannot share the state, or a step, with that for the first ones.
+
+    Args:
+      first: the pipeline for the shapes of the first micro-batch.
+      other: the one for other shapes.
+      plans: what programs accumulate in them.
+
+    Raises:
+      ValueError: variables, what the last stage returns, or what the optimizer reads are different.
+    """
+    old, new = describe_shapes(first.traced.element), describe_shapes(other.traced.element)
+    where = f"For micro-batches of {new}, in place of {old},"
+    _check_variables(first, other, where)
+    if first.traced.output_tree != other.traced.output_tree:
+        known, made = describe_structures(first.traced.output_tree, other.traced.output_tree)
+        raise ValueError(f"{where} the last stage returns {made}, in place of {known}. Return the same.")
+    if first.collecting.is_summed and _differ(first.collecting.avals, other.collecting.avals):
+        raise ValueError(
+            f"{where} what is summed over the micro-batches is {_list(other.collecting.avals)}, in place "
+            f"of {_list(first.collecting.avals)}. Sum values whose shapes do not depend on the "
+            "micro-batch's, such as the loss."
+        )
+    if _enqueued(first) != _enqueued(other):
+        raise ValueError(f"{where} the stages enqueue or report other values. They must be the same.")
+    for argument, of_first, of_other in zip(
+        ("init", "update"), _read_outputs(first), _read_outputs(other), strict=True
+    ):
+        if of_first != of_other:
+            raise ValueError(
+                f"{where} the optimizer's {argument} reads other outputs of the last stage, or other "
+                "shapes of them. Let the last stage return what it reads as values of one shape, such as "
+                "scalars."
+            )
+    if plans[0].keys != plans[1].keys or first.accumulator_dtypes != other.accumulator_dtypes:
+        raise ValueError(
+            f"{where} other variables get gradients, or other stages use them. Stages must use the same "
+            "variables for all shapes."
+        )
+
+
+def _check_variables(first: Built, other: Built, where: str) -> None:
+    known, made = first.traced.variables, other.traced.variables
+    missing, new = known.keys() - made.keys(), made.keys() - known.keys()
+    if missing or new:
+        parts = [f"missing are {', '.join(sorted(missing))}"] if missing else []
+        parts += [f"new are {', '.join(sorted(new))}"] if new else []
+        raise ValueError(
+            f"{where} the stages have other variables: {'; '.join(parts)}. All shapes share one state."
+        )
+    for name, spec in known.items():
+        if (spec.shape, spec.dtype) != (made[name].shape, made[name].dtype):
+            raise ValueError(
+                f"{where} variable {name} is {describe(made[name])}, in place of {describe(spec)}. Its "
+                "shape must not depend on the micro-batch's: make it for the longest, and use a part of it."
+            )
+    if first.traced.owners != other.traced.owners:
+        raise ValueError(f"{where} other stages use the variables. All shapes share one state.")
+
+
+def _read_outputs(built: Built) -> tuple[Any, Any]:
+    """What is read of the last stage's outputs to make the optimizer's state, and in updates."""
+    if built.updates is None:
+        return (), ()
+    avals = built.traced.output_avals
+
+    def read(programs: Any) -> Any:
+        return {place: (avals[place].shape, avals[place].dtype) for place in find_read(programs)}
+
+    return read(built.updates.inits), read(built.updates.updates)
+
+
+def _enqueued(built: Built) -> tuple[Any, Any]:
+    """What the stages enqueue, and the names of what they report."""
+    entries = built.traced.enqueued
+    return [entry.tree for entry in entries], metric_names(entries)
+
+
+def _differ(first: Sequence[Any], other: Sequence[Any]) -> bool:
+    return [(one.shape, one.dtype) for one in first] != [(one.shape, one.dtype) for one in other]
+
+
+def _list(avals: Sequence[Any]) -> str:
+    return ", ".join(map(describe, avals))
+
+
+class MicroBatchShapes:
+    """Numbers the shapes of micro-batches, and has the runner of each.
+
+    Attributes:
+      runners: by number.
+    """
+
+    def __init__(self, element: Any, runner: Runner[Any]) -> None:
+        """Begins with the shapes of the first micro-batch.
+
+        Args:
+          element: shapes and dtypes of the first micro-batch.
+          runner: its runner.
+        """
+        self.runners: list[Runner[Any]] = [runner]
+        self._leaves, self._tree = jax.tree.flatten(element)
+        self._numbers: Mapping[ShapesKey, int] = {find_key(element): 0}
+
+    def place_element(self, leaves: Sequence[Any]) -> Any:
+        """Puts a micro-batch on the devices that read it, if there are programs for its shapes.
+
+        Safe to call from another thread; shares no memory with NumPy arrays that are given.
+        """
+        number = self._numbers.get(tuple(leaf.shape for leaf in leaves))
+        if number is None:
+            return Element(None, 0, copy_leaves(leaves), NEW_SHAPES)
+        return self.runners[number].place_element(leaves)
+
+    def resolve(self, element: Any, make: Callable[[Any, int], Runner[Any]]) -> Any:
+        """The micro-batch itself; one with new shapes, once there is a runner for them, on its devices.
+
+        Args:
+          element: from `place_element`.
+          make: makes the runner for other shapes, from a micro-batch's shapes and dtypes, and their number.
+
+        Raises:
+          ValueError: there are too many shapes, or they cannot share the state; see `check_alike`.
+          Others: what tracing raises.
+        """
+        if shapes_of(element) != NEW_SHAPES:
+            return element
+        structs = [
+            jax.ShapeDtypeStruct(leaf.shape, known.dtype)
+            for leaf, known in zip(element.leaves, self._leaves, strict=True)
+        ]
+        self.add(jax.tree.unflatten(self._tree, structs), make)
+        return self.place_element(element.leaves)
+
+    def add(self, element: Any, make: Callable[[Any, int], Runner[Any]]) -> Runner[Any]:
+        """The runner for a micro-batch's shapes, which is made if there is none; see `resolve`."""
+        key = find_key(element)
+        number = self._numbers.get(key)
+        if number is None:
+            number = len(self.runners)
+            self.runners.append(make(element, number))
+            self._numbers = {**self._numbers, key: number}  # one that other threads read stays as it is
+        return self.runners[number]
