@@ -440,7 +440,7 @@ def test_too_few_micro_batches_leave_the_state_alone(rng):
 
 
 def test_micro_batches_that_change(rng):
-    pipeline = make(models.mlp_stages(2))
+    pipeline = make(models.mlp_stages(2), max_shapes=1)
     micro_batches = models.mlp_batches(rng, 4)
     state = pipeline.init(jax.random.key(0), micro_batches[0])
     ragged = [*micro_batches[:3], models.mlp_batches(rng, 1, size=3)[0]]
