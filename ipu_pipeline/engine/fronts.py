@@ -11,6 +11,7 @@ from ipu_pipeline.engine.devices.offloading import Offload
 from ipu_pipeline.engine.devices.placing import keep
 from ipu_pipeline.engine.devices.sharding import Shard
 from ipu_pipeline.engine.execution.kept import KeptPrograms
+from ipu_pipeline.engine.execution.replicas import Dealt
 from ipu_pipeline.engine.exporting import StageRunner, export_stages
 from ipu_pipeline.engine.jaxprs.slicing import split_results
 from ipu_pipeline.engine.loops.bodies import look_at_body
@@ -70,6 +71,7 @@ __all__ = [
     "CallStep",
     "Captures",
     "Collected",
+    "Dealt",
     "Element",
     "Enqueued",
     "GradientMap",

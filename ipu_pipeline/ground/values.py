@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["as_own", "as_plain", "cast_exactly", "is_of_numbers"]
+__all__ = ["as_objects", "as_own", "as_plain", "cast_exactly", "is_of_numbers"]
+
+
+def as_objects(arrays: Sequence[Any]) -> np.ndarray[Any, Any]:
+    """An array of objects with one axis, whose elements are the given arrays, of whatever shapes."""
+    objects = np.empty(len(arrays), object)
+    for number, array in enumerate(arrays):
+        objects[number] = array
+    return objects
 
 
 def as_plain(value: Any, what: str) -> np.ndarray[Any, Any]:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline.engine.fronts import Element
+from ipu_pipeline.engine.fronts import Dealt, Element
 from ipu_pipeline.ground.errors import CheckpointError, OutOfRangeError
 from ipu_pipeline.ground.shapes import check_like, trees_equal
 from ipu_pipeline.ground.values import as_plain
@@ -66,6 +66,7 @@ class Feeder:
         self._num_taken = 0
         self._depth = 1
         self._is_tentative = False
+        self._may_vary = False
         self._has_wide_dtypes = False
         self._place: Place | None = None
         self._thread: threading.Thread | None = None  # the last one that was started
@@ -74,12 +75,12 @@ class Feeder:
         self._is_stopping = False
         self._is_given_up = False
 
-    def start(self, place: Place, depth: int, is_tentative: bool) -> None:
+    def start(self, place: Place, depth: int, is_tentative: bool, shapes_may_vary: bool = False) -> None:
         """Starts the thread; see `IPUInfeedQueue.connect`."""
         with self._condition:
             self._place = place
             self._depth = depth
-            self._is_tentative = is_tentative
+            self._is_tentative, self._may_vary = is_tentative, shapes_may_vary
             self._give_back()
             self._has_wide_dtypes = jax.config.jax_enable_x64  # type: ignore[attr-defined]  # set dynamically
             self._condition.notify_all()
@@ -222,7 +223,8 @@ class Feeder:
             self._number += 1
             placed = place(leaves)
             # The data set may overwrite its arrays from here on.
-            return _Entry(placed.leaves if isinstance(placed, Element) else leaves, placed, place, None)
+            own = placed.leaves if isinstance(placed, (Element, Dealt)) else leaves
+            return _Entry(own, placed, place, None)
         except StopIteration:
             error: BaseException = OutOfRangeError(
                 f"The infeed's data ended after {self._number} elements, before the run had all the "
@@ -245,7 +247,8 @@ class Feeder:
         if trees_equal(tree, self._expected_tree) and all(map(_is_expected, leaves, self._expected)):
             return leaves  # the check below takes longer than copying a small element
         what = f"IPUInfeedQueue: element {self._number} of the dataset"
-        return check_like(jax.tree.map(lambda leaf: as_array(leaf, what), element), self._element, what)
+        element = jax.tree.map(lambda leaf: as_array(leaf, what), element)
+        return check_like(element, self._element, what, may_vary=self._may_vary)
 
 
 def is_feeding() -> bool:

@@ -62,7 +62,8 @@ class IPUInfeedQueue:
 
         Args:
           dataset: anything that can be iterated over again and again, or indexed from 0 to its length, and
-            yields pytrees of arrays that all have the same shapes; or a callable that returns an
+            yields pytrees of arrays with one structure, and dtypes that stay the same, as do shapes in
+            loops (see `max_shapes` of `pipelining_ops.pipeline`); or a callable that returns an
             iterator. Examples: a data source of tensorflow-datasets, a grain data set or loader, a
             tf.data.Dataset, a torch DataLoader. An array is anything that NumPy can make one of.
             A tuple or list becomes positional arguments of the first stage, a dict keyword arguments.
@@ -273,7 +274,14 @@ class IPUInfeedQueue:
                 )
             raise RuntimeError(f"The {self._name} {state}. Run its initializer first: {mend}")
 
-    def connect(self, place: Place, num_taken: int = 1, is_tentative: bool = False) -> Take:
+    def connect(
+        self,
+        place: Place,
+        num_taken: int = 1,
+        is_tentative: bool = False,
+        *,
+        shapes_may_vary: bool = False,
+    ) -> Take:
         """Starts the thread.
 
         Args:
@@ -281,6 +289,7 @@ class IPUInfeedQueue:
           num_taken: how many elements will be taken at once; at least this number is fetched ahead.
           is_tentative: whether some of the elements taken may not be needed. Then the fetched elements are
             taken without waiting for more, and kept for `give_back`.
+          shapes_may_vary: whether elements may have other shapes than the first one.
 
         Returns:
           A function that takes up to a given number of elements, at least one, and returns what `place`
@@ -292,7 +301,8 @@ class IPUInfeedQueue:
         """
         self.check_initialized()
         assert self._feeder is not None
-        self._feeder.start(place, max(self._prefetch_depth, num_taken), is_tentative)
+        depth = max(self._prefetch_depth, num_taken)
+        self._feeder.start(place, depth, is_tentative, shapes_may_vary)
         return self._feeder.take
 
     def give_back(self) -> None:
@@ -324,7 +334,7 @@ def _check_columns(dataset: Any) -> None:
         sizes = {shape.shape[0] for shape in shapes}
         are_alike = len({(shape.shape, shape.dtype) for shape in shapes}) == 1
         if are_alike or len(sizes) > 1 or sizes == {1}:
-            return  # micro-batches; the last may be smaller, which raises an error when it is read
+            return  # micro-batches; the last may be smaller
         found = f"a {type(dataset).__name__} of {len(dataset)} arrays ({', '.join(map(describe, shapes))})"
         elements, row = "arrays", "tuple(array[i : i + n] for array in data)"
     else:

@@ -17,6 +17,7 @@ from ipu_pipeline.engine.fronts import enqueue_to, is_readable
 from ipu_pipeline.ground.checks import is_int
 from ipu_pipeline.ground.enumerations import list_members
 from ipu_pipeline.ground.shapes import describe, describe_structure
+from ipu_pipeline.ground.values import as_objects
 from ipu_pipeline.queues.arguments import check_replication_factor, join_arguments, warn_of_arguments
 from ipu_pipeline.queues.operations import Operation
 from ipu_pipeline.queues.synthetic import uses_synthetic_data
@@ -303,9 +304,10 @@ class IPUOutfeedQueue:
           The operation. When it runs, it returns the element's structure, with a list for a tuple. In
           mode ALL each leaf has a new first axis, over the elements since the last dequeue, which has
           size 0 if there were none; in mode LAST it returns the last element. With several replicas an
-          element has one value per replica, on the next axis (in mode LAST the first one). With synthetic
-          data the number and shapes of elements are the same, but they are zeros: nothing comes back
-          from devices.
+          element has one value per replica, on the next axis (in mode LAST the first one). A leaf whose
+          elements have different shapes, as micro-batches may have, is an array of objects with one axis:
+          each is an element's array. With synthetic data the number and shapes of elements are the same,
+          but they are zeros: nothing comes back from devices.
         """
         if wait_for_completion:
             warnings.warn(
@@ -338,7 +340,7 @@ class IPUOutfeedQueue:
         else:
             stacks = [part.on_host().stacked() for part in parts]
             arrays = [
-                np.concatenate([stack[place] for stack in stacks])
+                _concatenate([stack[place] for stack in stacks])
                 if stacks
                 else np.empty((0, *self._replica_axis, *aval.shape), aval.dtype)
                 for place, aval in enumerate(avals)
@@ -363,6 +365,13 @@ class IPUOutfeedQueue:
     def drop(self) -> None:
         """Releases what was set aside."""
         self._read = []
+
+
+def _concatenate(stacks: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
+    """One stack of all elements; where their shapes differ, an array of objects."""
+    if len({stack.shape[1:] for stack in stacks}) == 1:
+        return np.concatenate(stacks)
+    return as_objects([element for stack in stacks for element in stack])
 
 
 def _as_array(leaf: Any) -> jax.Array:

@@ -277,6 +277,12 @@ class Dealt:
         """The number of its shapes; see `Element`."""
         return int(self.element.shapes)
 
+    @property
+    def leaves(self) -> Sequence[Any]:
+        """The micro-batch's leaves."""
+        leaves: Sequence[Any] = self.element.leaves
+        return leaves
+
 
 class Dealer:
     """Places micro-batches for columns, and deals them out."""

@@ -127,19 +127,18 @@ class Inference:
 
         def loss_of(outputs: Any) -> float:
             nonlocal updates
-            updates = self._metrics(outputs)
+            updates = {}
+            for count, alike in _split_alike(outputs):
+                own = self._metrics(alike)
+                updates = _add(
+                    updates,
+                    {name: _weigh(one, count) if one.kind == _PLAIN else one for name, one in own.items()},
+                )
             return float(updates["loss"].result())
 
         totals: dict[str, Update] = {}
-        for count, _outputs in self._run_all(steps, iterations_per_loop, loss_of):
-            if totals and totals.keys() != updates.keys():
-                raise ValueError(
-                    "The `eval_metrics_fn` must return the same metrics in each call; it returned "
-                    f"{', '.join(map(repr, totals))}, then {', '.join(map(repr, updates))}."
-                )
-            for name, update in updates.items():
-                own = update if update.kind != _PLAIN else _weigh(update, count)
-                totals[name] = own if name not in totals else totals[name] + own
+        for _count, _outputs in self._run_all(steps, iterations_per_loop, loss_of):
+            totals = _add(totals, updates)
         return {name: float(total.result()) for name, total in totals.items()}
 
     def predictions(self, iterations_per_loop: int) -> Iterator[Any]:
@@ -213,6 +212,34 @@ class Inference:
                 f"{', '.join(map(repr, metrics)) or 'nothing'}."
             )
         return {name: _as_update(name, value) for name, value in metrics.items()}
+
+
+def _add(totals: dict[str, Update], updates: dict[str, Update]) -> dict[str, Update]:
+    """Adds the metrics of some micro-batches to those of others."""
+    if totals and totals.keys() != updates.keys():
+        raise ValueError(
+            "The `eval_metrics_fn` must return the same metrics in each call; it returned "
+            f"{', '.join(map(repr, totals))}, then {', '.join(map(repr, updates))}."
+        )
+    return {name: totals[name] + one if totals else one for name, one in updates.items()}
+
+
+def _split_alike(outputs: Any) -> Iterator[tuple[int, Any]]:
+    """Yields outputs of micro-batches in a row that have the same shapes, stacked, and their number."""
+    leaves, tree = jax.tree.flatten(outputs)
+    count = len(leaves[0])
+    if not any(leaf.dtype == object for leaf in leaves):
+        yield count, outputs
+        return
+    shapes = [[np.shape(leaf[number]) for leaf in leaves] for number in range(count)]
+    first = 0
+    for end in range(1, count + 1):
+        if end == count or shapes[end] != shapes[first]:
+            yield (
+                end - first,
+                jax.tree.unflatten(tree, [np.stack(list(leaf[first:end])) for leaf in leaves]),
+            )
+            first = end
 
 
 _PLAIN = "a mean of runs"

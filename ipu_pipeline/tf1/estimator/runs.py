@@ -12,6 +12,7 @@ import numpy as np
 
 from ipu_pipeline.engine.processes import share_stacks
 from ipu_pipeline.ground.errors import OutOfRangeError
+from ipu_pipeline.ground.values import as_objects
 from ipu_pipeline.tf1.estimator.programs import EstimatorProgram, ModeKeys
 from ipu_pipeline.tf1.graph.symbols import GlobalStep
 from ipu_pipeline.tf1.ipu_session_run_hooks import (
@@ -31,7 +32,8 @@ class Run:
 
     Attributes:
       outputs: the outfeed's elements, without logs, stacked over micro-batches in the order of the data, or
-        over weight updates and, within each, the replicas.
+        over weight updates and, within each, the replicas. Where shapes of elements differ, arrays of
+        objects.
       num_updates: weight updates, or executions, that it did.
       context: the context, as hooks left it.
       data_end: the error with which the data ended in the run, if they did.
@@ -133,6 +135,8 @@ class Runs:
         """Joins an outfeed's axes of micro-batches and replicas, in the order of the data."""
         if self.made.num_replicas == 1:
             return stack
+        if stack.dtype == object:  # elements of different shapes
+            return as_objects([value for element in stack for value in element])
         return stack.reshape(stack.shape[0] * stack.shape[1], *stack.shape[2:])
 
     def _fetch(self, wanted: Any, loss: float, global_step: int) -> Any:

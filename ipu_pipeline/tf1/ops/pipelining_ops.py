@@ -123,6 +123,8 @@ def pipeline(
     dispatch_plan: Chunking | None = None,
     tensor_parallel: TensorParallel | None = None,
     post_validation: bool = False,
+    max_shapes: int = 8,
+    shapes: Sequence[Any] = (),
     *,
     pipeline_depth: Any = None,
 ) -> Operation:
@@ -207,6 +209,12 @@ def pipeline(
         and an update that was wrong is done again, so that the results are the same. It concerns the
         updates of one run (`repeat_count`), and keeps variables, optimizer state, gradients and
         micro-batches for one update longer. It warns where it has no effect.
+      max_shapes: how many different shapes elements of the infeed may have, as lengths of sequences or a
+        last, smaller batch. The stages are traced and compiled for each when its first element comes. All
+        have the structure and dtypes of the first element, and use the same variables. In several
+        processes elements have one shape.
+      shapes: elements, or their shapes and dtypes, for which the stages are traced with the first one's,
+        and compiled in the first run, not when they come.
       pipeline_depth: the name of `gradient_accumulation_count` in Graphcore's first SDKs; give only one.
 
     Returns:
@@ -355,6 +363,8 @@ def pipeline(
         dispatch_plan=dispatch_plan,
         tensor_parallel=tensor_parallel,
         post_validation=post_validation,
+        max_shapes=max_shapes,
+        shapes=shapes,
     )
     element = None if infeed_queue is None else infeed_queue.element
     input_avals = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in input_leaves]

@@ -135,7 +135,8 @@ def _run_pipeline(
         take = make_synthetic(pipeline, fed, pipeline.updated_every(count) * num_replicas)
     elif call.infeed_queue is not None and pipeline.takes_elements:
         num_fetched = pipeline.num_fetched(call.repeat_count, count)
-        take = call.infeed_queue.connect(pipeline.place_element, num_fetched)
+        may_vary = pipeline.options.max_shapes > 1
+        take = call.infeed_queue.connect(pipeline.place_element, num_fetched, shapes_may_vary=may_vary)
     states = [pipeline.place(store.make_pipeline_state(call))]  # nothing holds on to it while it runs
     wanted = call.repeat_count if limit.max_updates is None else min(call.repeat_count, limit.max_updates)
     micro_batches = pipeline.num_micro_batches if count is None else count
