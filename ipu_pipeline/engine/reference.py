@@ -110,7 +110,7 @@ def _mean(parts: Sequence[Any]) -> Any:
 
 
 def step(
-    traced: TracedPipeline,
+    traced: TracedPipeline | Sequence[TracedPipeline],
     state: PipelineState,
     micro_batches: Sequence[Any],
     *inputs: Any,
@@ -123,7 +123,7 @@ def step(
     """The counterpart of `Pipeline.step`, on the device of the arrays.
 
     Args:
-      traced: the pipeline's stages, `Pipeline.traced`.
+      traced: the pipeline's stages, `Pipeline.traced`; or, where shapes differ, those for each micro-batch.
       state: the state before, with all leaves on one device; not changed.
       micro_batches: all micro-batches of the step.
       *inputs: pytrees of arrays that are constant during the step.
@@ -138,6 +138,8 @@ def step(
       The new state and the outputs.
     """
     reduction = parse_member(Reduction, reduction, "reduction")
+    of_each = [traced] * len(micro_batches) if isinstance(traced, TracedPipeline) else traced
+    traced = of_each[0]
     if trained is None:
         trained = [name for name, spec in traced.variables.items() if spec.trainable]
     specs = {name: traced.variables[name] for name in trained}
@@ -163,7 +165,8 @@ def step(
             stateless = dataclasses.replace(
                 running, optimizer_state=None, update_count=0, execution_count=execution_count
             )
-            loss, grads, outputs, variables = _compile_gradients(traced, differentiated)(
+            own = of_each[replica + index * num_replicas]
+            loss, grads, outputs, variables = _compile_gradients(own, differentiated)(
                 stateless, micro_batch, index, inputs, loss_scale
             )
             running = dataclasses.replace(running, variables=variables)

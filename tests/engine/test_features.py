@@ -265,7 +265,6 @@ FEATURES: dict[str, Feature] = {
 
 
 def make(model, dtype, feature):
-    """The pipeline, and how many micro-batches a step has."""
     built = MODELS[model](dtype)
     options = {
         "optimizer": models.showing_gradients(),
@@ -283,35 +282,47 @@ def make(model, dtype, feature):
         of_levels = feature.phases["of_levels"][4 - levels :]
         of_levels = [level - of_levels[0] for level in of_levels]
         options["execution_phases"] = engine.ExecutionPhases(**feature.phases | {"of_levels": of_levels})
-    count = COUNT * feature.num_replicas
     num_micro_batches = COUNT // options.get("num_serialized", 1)
     stages = built.pop("stages")
-    pipeline = engine.Pipeline(
+    return engine.Pipeline(
         stages,
         num_micro_batches=None if feature.given else num_micro_batches,
         device_mapping=mapping,
         **built,
         **options,
     )
-    return pipeline, count
+
+
+SIZES = {  # by step and micro-batch of a replica
+    "same": [[4, 4, 4, 4], [4, 4, 4, 4]],
+    "different": [[4, 4, 2, 2], [6, 6, 4, 4]],
+}
 
 
 @functools.cache
-def make_steps(dtype, count):
-    rng = np.random.default_rng(count)
-    return [models.various_batches(rng, count, dtype=dtype) for _ in range(NUM_UPDATES)]
+def make_steps(dtype, sizes, num_replicas):
+    rng = np.random.default_rng(num_replicas)
+    return [
+        [
+            batch
+            for size in own
+            for batch in models.various_batches(rng, num_replicas, size=size, dtype=dtype)
+        ]
+        for own in SIZES[sizes]
+    ]
 
 
 def add(*values):
     return sum(values[1:], values[0])
 
 
+@pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.each_value
-def test_equals_a_plain_loop(feature, model, dtype):
-    check(feature, model, dtype)
+def test_equals_a_plain_loop(feature, model, dtype, sizes):
+    check(feature, model, dtype, sizes)
 
 
 @pytest.mark.parametrize(
@@ -327,12 +338,12 @@ def test_equals_a_plain_loop_to_twelve_digits(feature, model):
     check(feature, model, "float64")
 
 
-def check(name, model, dtype):
+def check(name, model, dtype, sizes="same"):
     """Compares losses, outputs, gradients, variables and the optimizer's state after each update."""
     feature = FEATURES[name]
     with jax.enable_x64(dtype == "float64"):
-        pipeline, count = make(model, dtype, feature)
-        steps, scale = make_steps(dtype, count), np.asarray(0.9, dtype)
+        pipeline = make(model, dtype, feature)
+        steps, scale = make_steps(dtype, sizes, feature.num_replicas), np.asarray(0.9, dtype)
         state = pipeline.init(jax.random.key(3), steps[0][0], scale)
         expected, bound = beside.copied(state), TOLERANCES[dtype]
         given = {"num_micro_batches": COUNT} if feature.given else {}

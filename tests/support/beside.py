@@ -32,7 +32,8 @@ def step_plainly(pipeline, state, step, *inputs, **others):
         "reduction": pipeline.options.reduction,
         "num_replicas": pipeline.num_replicas,
     }
-    return reference.step(pipeline.traced, state, step, *inputs, **(given | others))
+    of_shapes = [pipeline.for_shapes(micro_batch).traced for micro_batch in step]
+    return reference.step(of_shapes, state, step, *inputs, **(given | others))
 
 
 def train(pipeline, steps, *inputs, seed=0, bound=1e-5, change=lambda state: state, **others):
