@@ -77,7 +77,8 @@ class Buckets:
         if hasattr(examples, "__next__"):
             raise ValueError(
                 "examples must be something that can be iterated over again, for each pass; got an "
-                f"iterator ({type(examples).__name__}). Pass what it was made from, or a function that returns one."
+                f"iterator ({type(examples).__name__}). Pass what it was made from, or a function that "
+                "returns one."
             )
         self._examples, self._batch_size, self._in_a_row = examples, int(batch_size), int(in_a_row)
         self._remainder, self._too_long, self._padding = remainder, too_long, padding
@@ -86,9 +87,9 @@ class Buckets:
     def __iter__(self) -> Iterator[Any]:
         """Yields micro-batches of one pass over the examples.
 
-        Each has the leaves of `batch_size` examples, padded and stacked on a first axis, and a mask, float32
-        [batch_size, length], 1 for what is in an example and 0 for padding. The mask is the last one of a
-        tuple or list, the entry "mask" of a dict, and second in a pair with anything else.
+        Each has the leaves of `batch_size` examples, padded and stacked on a first axis, and a mask,
+        float32 [batch_size, length], 1 for what is in an example and 0 for padding. The mask is the last
+        one of a tuple or list, the entry "mask" of a dict, and second in a pair with anything else.
 
         A micro-batch of padding only, of which there may be some at the end, has a mask of zeros: what
         divides by the sum of the mask should divide by at least 1.

@@ -146,7 +146,7 @@ class MicroBatchShapes:
     """Numbers the shapes of micro-batches, and has the runner of each.
 
     Attributes:
-      runners: by number.
+      runners: by number; the list that these share.
     """
 
     def __init__(self, element: Any, runner: Runner[Any]) -> None:
@@ -156,7 +156,7 @@ class MicroBatchShapes:
           element: shapes and dtypes of the first micro-batch.
           runner: its runner.
         """
-        self.runners: list[Runner[Any]] = [runner]
+        self.runners: list[Runner[Any]] = runner.of_shapes
         self._leaves, self._tree = jax.tree.flatten(element)
         self._numbers: Mapping[ShapesKey, int] = {find_key(element): 0}
 

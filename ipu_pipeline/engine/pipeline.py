@@ -683,7 +683,14 @@ class Pipeline:
             _programs=(),
             _others={},
         )
-        context.copy().run(other.trace, element, *built.traced.inputs)
+        try:
+            context.copy().run(other.trace, element, *built.traced.inputs)
+        except Exception as error:
+            error.add_note(
+                f"The micro-batch, {describe_shapes(element)}, has other shapes than the first one, "
+                f"{describe_shapes(built.traced.element)}. With max_shapes=1 that is an error by itself."
+            )
+            raise
         check_alike(built, other.built, (self.plan_accumulators(), other.plan_accumulators()))
         return other
 
@@ -806,15 +813,13 @@ class Pipeline:
         other: Pipeline = self.for_shapes(element)
         placement = other._place_state(lead.placement.groups)
         if isinstance(lead, BlockRunner):
-            block_runner = other._make_block_runner(placement, lead, number)
-            lead.of_shapes.append(block_runner)
-            return block_runner
+            return other._make_block_runner(placement, lead, number)
         assert isinstance(lead, ColumnRunner)
         assert self._devices is not None
         other._devices, other._chosen_plan = self._devices, self.dispatch_plan
-        column_runner = other._make_column_runner(self._devices, placement, False, lead, number)
-        lead.add(column_runner)
-        return column_runner
+        runner = other._make_column_runner(self._devices, placement, False, lead, number)
+        lead.check_other(runner)
+        return runner
 
     def _make_block_runner(
         self, placement: StatePlacement, lead: BlockRunner | None = None, number: int = 0

@@ -98,6 +98,8 @@ class Runner(abc.ABC, Generic[PendingT]):
       shapes: the number of the shapes of micro-batches that its programs are for; 0 for the first ones. The
         runner for these leads, see `ColumnRunner`.
       note: what is told about its programs while they compile.
+      of_shapes: the runners of the pipeline, by the number of the shapes of micro-batches; all have this
+        list.
     """
 
     kept: KeptPrograms | None = None
@@ -120,6 +122,7 @@ class Runner(abc.ABC, Generic[PendingT]):
         self.temporary_bytes: dict[int, int] = {}
         self.residual_bytes: dict[int, int] = {}
         self.has_run = False
+        self.of_shapes: list[Any] = [self]
         stages, updates = placement.traced.stages, placement.updates
         self.assigned = frozenset(spec.name for stage in stages for spec in stage.assigned)
         self.needs_outputs = updates is not None and updates.init_needs_outputs

@@ -116,8 +116,6 @@ class ColumnRunner(Runner[PendingStep]):
     Attributes:
       columns: each runs the micro-batches of a replica.
       replicas: splits state between the columns, and joins their results.
-      of_shapes: the runners of the pipeline, by the number of the shapes of micro-batches; the first one
-        is the one that leads.
       dealer: deals out micro-batches to the columns.
       lowering: makes the actions of steps.
       make_single: returns the runner for the same shapes whose programs handle one micro-batch each.
@@ -147,7 +145,7 @@ class ColumnRunner(Runner[PendingStep]):
         traced, updates = placement.traced, placement.updates
         if iterated is None:  # in a pipeline, `fetch` waits for what stages call
             self.waits_for_python = updates is not None and updates.has_callbacks
-        self.of_shapes: list[ColumnRunner] = [self] if lead is None else lead.of_shapes
+        self.of_shapes: list[ColumnRunner] = self.of_shapes if lead is None else lead.of_shapes
         self.make_single: Callable[[], ColumnRunner] = lambda: self
         self._lead = self if lead is None else lead
         self._weight_update = (
@@ -257,8 +255,8 @@ class ColumnRunner(Runner[PendingStep]):
             return list(elements)  # each is there already
         return self.of_shapes[min(shapes, default=0)].dealer.place_ahead(elements)
 
-    def add(self, other: ColumnRunner) -> None:
-        """Takes the runner for other shapes, which this one leads.
+    def check_other(self, other: ColumnRunner) -> None:
+        """Checks the runner for other shapes, which this one is to lead.
 
         Raises:
           ValueError: other stages have something to compute for these shapes.
@@ -268,7 +266,6 @@ class ColumnRunner(Runner[PendingStep]):
                 f"Stages have other programs {other.note} than for the first micro-batch: a stage whose "
                 "inputs have no gradient has no backward. Let all shapes go the same way."
             )
-        self.of_shapes.append(other)
 
     def num_waiting(self, total: int, every: int) -> int:
         """Four chunks, as the host takes several before devices are busy, or one iteration of a loop.

@@ -209,7 +209,7 @@ def test_the_actions_of_few_numbers_of_micro_batches_are_kept():
     pipeline = make(num_micro_batches=None)
     lower(pipeline)
     runner = pipeline.prepare()
-    find = runner._lowering.find
+    find = runner.lowering.find
     first = find(2)
     assert find(2) is first
     for number in range(3, 12):

@@ -104,7 +104,7 @@ class BlockRunner(Runner[PendingBlock]):
         `shapes` is the number of the shapes.
         """
         super().__init__(placement, programs, iterated)
-        self.of_shapes: list[BlockRunner] = [self] if lead is None else lead.of_shapes
+        self.of_shapes: list[BlockRunner] = self.of_shapes if lead is None else lead.of_shapes
         self.shapes = shapes
         self._collecting = collecting
         self._donate = donate
