@@ -211,7 +211,10 @@ class Column:
         """Puts a micro-batch on the devices, for programs that handle one."""
         if not self._fed_slots:
             return []
-        if element.stack is None or element.stack.num_rows != 1:
+        stack = element.stack
+        if stack is not None and stack.num_rows > 1 and stack.placed is not None:
+            return [leaf[element.row] for leaf in stack.placed]
+        if stack is None or stack.num_rows > 1:
             element = self.feed.add(element.leaves)
         return self.feed.place([element])
 

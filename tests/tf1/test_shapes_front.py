@@ -1,0 +1,186 @@
+"""Elements of several shapes in `pipelining_ops.pipeline`, queues, sessions and the estimator."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import ipu_pipeline as ipu
+from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue
+from ipu_pipeline.ipu_outfeed_queue import IPUOutfeedQueue
+from ipu_pipeline.ipu_pipeline_estimator import IPUPipelineEstimator, IPUPipelineEstimatorSpec
+from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput, pipeline
+from tests.support import front, models
+
+SIZES = [4, 4, 2, 4, 4, 3, 3, 4, 2, 2, 2, 2]
+RATE = np.float32(0.1)
+
+
+def batches(sizes, seed=0):
+    rng = np.random.default_rng(seed)
+    return [
+        (rng.normal(size=(n, 12)).astype("float32"), rng.integers(0, 10, n).astype("int32")) for n in sizes
+    ]
+
+
+def plain_losses(variables, data, per_update):
+    """The losses of a plain loop with SGD, and the variables after it."""
+    parts = {name.rpartition("/")[0]: name for name in variables if name.endswith("kernel")}
+    first, second = sorted(parts)
+
+    def loss_of(values, x, labels):
+        hidden = jax.nn.relu(x @ values[f"{first}/kernel"] + values[f"{first}/bias"])
+        logits = hidden @ values[f"{second}/kernel"] + values[f"{second}/bias"]
+        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels))
+
+    losses, values = [], dict(variables)
+    for begin in range(0, len(data), per_update):
+        found = [jax.value_and_grad(loss_of)(values, *one) for one in data[begin : begin + per_update]]
+        losses += [float(loss) for loss, _gradients in found]
+        total = jax.tree.map(lambda *own: sum(own), *(gradients for _loss, gradients in found))
+        values = jax.tree.map(lambda value, gradient: value - RATE * gradient, values, total)
+    return losses, values
+
+
+@pytest.mark.parametrize("mapping", [[0, 1], [0, 0]])
+def test_training_equals_a_plain_loop(mapping):
+    """In a scope, whose name the variables of all shapes have; updates of one run and of several."""
+    data = batches(SIZES)
+    infeed, outfeed, rate = (
+        IPUInfeedQueue(lambda: iter(data)),
+        IPUOutfeedQueue(),
+        ipu.placeholder(np.float32, []),
+    )
+
+    def model(rate):
+        with ipu.variable_scope("net"):
+            return pipeline(
+                [front.first_stage, front.second_stage],
+                3,
+                repeat_count=2,
+                inputs=[rate],
+                infeed_queue=infeed,
+                outfeed_queue=outfeed,
+                optimizer_function=front.optimizer_function,
+                outfeed_loss=True,
+                device_mapping=mapping,
+            )
+
+    program = front.compile_program(model, [rate])
+    with ipu.Session() as session:
+        session.run([infeed.initializer, ipu.global_variables_initializer()])
+        before = {name: np.array(session.variable_value(name)) for name in program.variables}
+        for _run in range(2):
+            session.run(program, {rate: RATE})
+        losses = session.run(outfeed.dequeue())
+        after = {name: np.array(session.variable_value(name)) for name in program.variables}
+    assert all(name.startswith("net/") for name in after)
+    expected, values = plain_losses(before, data, 3)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    models.assert_values_close(after, {name: np.asarray(value) for name, value in values.items()})
+
+
+def test_outputs_of_different_shapes_and_an_end_of_the_data():
+    data = batches([4, 4, 3])
+    infeed, outfeed = IPUInfeedQueue(lambda: iter(data)), IPUOutfeedQueue()
+    program = front.compile_pipeline(
+        [lambda x, labels: (x * 2, labels), lambda x, labels: (x, labels.sum())],
+        1,
+        repeat_count=3,
+        infeed_queue=infeed,
+        outfeed_queue=outfeed,
+    )
+    with ipu.Session() as session:
+        session.run(infeed.initializer)
+        session.run(program)
+        doubled, sums = session.run(outfeed.dequeue())
+        assert doubled.dtype == object
+        for found, (x, _labels) in zip(doubled, data, strict=True):
+            np.testing.assert_array_equal(found, 2 * x)
+        np.testing.assert_array_equal(sums, [labels.sum() for _x, labels in data])
+        with pytest.raises(ipu.errors.OutOfRangeError, match="ended after 3 elements"):
+            session.run(program)
+
+
+def test_one_shape_only():
+    model = front.Model(lambda: iter(batches([4, 4, 2])), max_shapes=1)
+    with (
+        front.session_of(model) as session,
+        pytest.raises(
+            ValueError, match=r"element 2 .*float32\[4, 12\]; got float32\[2, 12\].*drop_remainder"
+        ),
+    ):
+        model.run(session)
+
+
+def test_too_many_shapes_leave_the_data_where_they_are():
+    data = batches([4, 4, 2, 3, 4, 4])
+    model = front.Model(lambda: iter(data), max_shapes=2)
+    with front.session_of(model) as session:
+        model.run(session)
+        with pytest.raises(ValueError, match="max_shapes is 2"):
+            model.run(session)
+        assert model.infeed.position.count == 3
+
+
+def test_loops_have_one_shape():
+    infeed = IPUInfeedQueue(lambda: iter(batches([4, 2])))
+
+    def body(total, x, labels):
+        return total + x.sum() + labels.sum().astype(x.dtype)
+
+    program = front.compile_program(lambda: ipu.loops.repeat(2, body, [jnp.float32(0)], infeed))
+    with ipu.Session() as session:
+        session.run(infeed.initializer)
+        with pytest.raises(ValueError, match="element 1 of the dataset must have the shape and dtype"):
+            session.run(program)
+
+
+def test_estimators(tmp_path):
+    """Evaluation of a last, smaller batch: the metrics of all examples. Predictions have its rows."""
+    data = batches([4, 4, 4, 4, 4, 2])
+
+    def model_fn(mode):
+        def second(x, labels):
+            with ipu.variable_scope("second"):
+                return ipu.layers.Dense(10)(x), labels
+
+        def last(logits, labels):
+            if mode == "train":
+                return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels))
+            return {"logits": logits, "labels": labels} if mode == "eval" else logits
+
+        def first(x, labels):
+            return jax.nn.relu(ipu.layers.Dense(16)(x)), labels
+
+        def metrics(logits, labels):
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+            return {
+                "loss": ipu.metrics.mean(losses),
+                "accuracy": ipu.metrics.accuracy(labels, np.argmax(logits, -1)),
+            }
+
+        return IPUPipelineEstimatorSpec(
+            mode,
+            computational_stages=[first, second, last],
+            gradient_accumulation_count=2,
+            device_mapping=[0, 1, 1],
+            optimizer_function=lambda loss: OptimizerFunctionOutput(optax.sgd(0.1), loss),
+            eval_metrics_fn=metrics,
+        )
+
+    config = ipu.ipu_run_config.RunConfig(
+        ipu_run_config=ipu.ipu_run_config.IPURunConfig(
+            iterations_per_loop=2, num_shards=2, ipu_options=front.ipu_config(2)
+        )
+    )
+    estimator = IPUPipelineEstimator(model_fn, tmp_path, config)
+    estimator.train(lambda: data, steps=6)
+    found = estimator.evaluate(lambda: data)
+    logits = list(estimator.predict(lambda: data))
+    assert len(logits) == 22
+    labels = np.concatenate([labels for _x, labels in data])
+    expected = float(jnp.mean(optax.softmax_cross_entropy_with_integer_labels(np.stack(logits), labels)))
+    assert found["loss"] == pytest.approx(expected, rel=1e-5)
+    assert found["accuracy"] == pytest.approx(float(np.mean(np.argmax(logits, -1) == labels)))
