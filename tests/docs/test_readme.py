@@ -99,6 +99,7 @@ PAGES = [
     "simulator.md",
     "tensor_parallel.md",
     "splits.md",
+    "lengths.md",
 ]
 
 
