@@ -10,6 +10,7 @@ from ipu_pipeline.engine import schedules
 from ipu_pipeline.engine.devices.compiler_options import Options
 from ipu_pipeline.engine.devices.offloading import Offload
 from ipu_pipeline.engine.devices.sharding import Shard
+from ipu_pipeline.engine.option_checks import check_fields
 from ipu_pipeline.engine.planning.chunking import Chunking
 from ipu_pipeline.engine.programs.accumulation import Reduction
 from ipu_pipeline.engine.programs.gradient_maps import GradientMap, GradientTarget
@@ -82,7 +83,7 @@ class PipelineOptions:
         gets the options of both; with all stages on one device everything is one, which gets all.
       backward_options: per stage, XLA's options for its backward program; only with an optimizer.
       update_options: XLA's options for the programs of the weight update; only with an optimizer.
-      option_names: what errors call these three arguments, by their names here.
+      option_names: what errors call these three arguments and `gradient_map`, by their names here.
       dispatch_plan: over several devices, how many micro-batches a program handles. None: chosen so that
         a step is short, for the schedule "grouped" (see `Pipeline.dispatch_plan`). With all stages on one
         device everything is one program, and a plan is an error.
@@ -157,6 +158,7 @@ class PipelineOptions:
           ValueError: a field is not usable.
         """
         object.__setattr__(self, "schedule", schedules.find_schedule(self.schedule))
+        check_fields(vars(self))
         if self.num_micro_batches is not None:
             check_positive("num_micro_batches", self.num_micro_batches)
         check_positive("num_serialized", self.num_serialized)
@@ -169,10 +171,6 @@ class PipelineOptions:
             raise ValueError(
                 "num_serialized must be 1 with several devices for each IPU; got "
                 f"{self.num_serialized} and tensor_parallel.size {self.num_devices_per_ipu}."
-            )
-        if isinstance(self.trained, str):
-            raise ValueError(
-                f"trained must be a collection of full names; got the string {self.trained!r}."
             )
         if (self.loss is None) != (self.optimizer is None):
             raise ValueError("Pass both loss and optimizer to train, or neither for inference only.")

@@ -478,7 +478,7 @@ def stage_with_variable(x):
         ({"stages": []}, ValueError, "at least one function"),
         ({"num_micro_batches": 0}, ValueError, "num_micro_batches must be an integer of at least 1; got 0"),
         ({"num_micro_batches": 2.0}, ValueError, "must be an integer of at least 1; got 2.0"),
-        ({"trained": "v"}, ValueError, "trained must be a collection of full names; got the string 'v'"),
+        ({"trained": "v"}, ValueError, "trained must be a collection of full names, .*; got 'v'"),
         ({"optimizer": None}, ValueError, "Pass both loss and optimizer"),
         ({"device_mapping": [0, 1]}, ValueError, "each of the 1 stages"),
         ({"device_mapping": [-1]}, ValueError, "one number from 0"),

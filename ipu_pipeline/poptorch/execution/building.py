@@ -235,6 +235,7 @@ def _make_program(
         "schedule": schedule,
         "offload": options.TensorLocations.find_offloaded(_is_live(options)),
     }
+    is_summed = options.output_mode is OutputMode.Sum and not anchored
     table = None
     if options.num_split_ipus is not None:
         # Tracing and measuring start JAX, so the devices must be there before.
@@ -250,8 +251,8 @@ def _make_program(
         # state must still be there.
         donate=not checks and not options.index_checks,
         collect_outputs=_all_but_last if trains else True,
-        sum_collected=options.output_mode is OutputMode.Sum and not anchored,
-        sum_dtype=_sum_dtype,
+        sum_collected=is_summed,
+        sum_dtype=_sum_dtype if is_summed else None,
         num_replicas=num_replicas,
         shard=options.TensorLocations.shard if num_replicas > 1 else (),
         joins_assigned=False,
