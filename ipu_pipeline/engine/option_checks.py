@@ -65,8 +65,11 @@ def _find_only_for_training(fields: Fields) -> Iterator[str]:
             yield name
     if Reduction(fields["reduction"]) is not Reduction.SUM:
         yield "reduction"
+    used = {Offload.WEIGHTS}
+    if fields["execution_phases"] is not None:
+        used.add(Offload.ACTIVATIONS)  # what goes from phase to phase
     for offload in map(Offload, fields["offload"]):
-        if offload is not Offload.WEIGHTS:
+        if offload not in used:
             yield f'"{offload.value}" in offload'
     if Shard.OPTIMIZER_STATE in map(Shard, fields["shard"]):
         yield f'"{Shard.OPTIMIZER_STATE.value}" in shard'

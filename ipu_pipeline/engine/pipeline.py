@@ -1016,6 +1016,12 @@ class Pipeline:
         self, state: PipelineState, take: Take, inputs: Sequence[Any], num_micro_batches: int | None
     ) -> tuple[PipelineState, StepOutputs]:
         _check_targets(self.traced, self.updates)
+        if self.options.post_validation and self.updates is not None:
+            warnings.warn(
+                "post_validation has no effect in Pipeline.step, which does one update: only updates of "
+                "the same Pipeline.run follow a guess. Leave it out; it takes memory.",
+                stacklevel=4,
+            )
         state = self.place(state)
         input_leaves = self.check_inputs(inputs)
         found: list[Progress] = []

@@ -109,8 +109,9 @@ class PipelineOptions:
         and backwards by handling several micro-batches at once.
       post_validation: whether IPUs update with a guess of what joins them, such as whether gradients are
         clipped by their global norm, and go on; an update that turns out wrong is done again, so that the
-        results are the same. Between the updates of one `run` only. Variables, optimizer state, gradients
-        and a step's micro-batches are then kept for one step longer. See `updates.guessing`.
+        results are the same. Between the updates of one `run` only; `step` warns. Variables, optimizer
+        state, gradients and a step's micro-batches are then kept for one step longer. See
+        `updates.guessing`.
     """
 
     num_micro_batches: int | None
