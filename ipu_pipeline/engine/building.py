@@ -141,7 +141,8 @@ def build(
         gradient_map = None if options.gradient_map is None else options.gradient_map()
         targets = () if options.gradient_targets is None else options.gradient_targets()
         if gradient_map is not None:
-            check_gradient_map(gradient_map, trained.values())
+            called = options.option_names.get("gradient_map", "map of gradient_map")
+            check_gradient_map(gradient_map, trained.values(), called)
         if gradient_map is not None or targets:  # both see the whole gradient of a micro-batch
             shared = traced.shared() & trained.keys()
             _check_mapped(recipe, traced, shared)
@@ -251,7 +252,8 @@ def _find_trained(recipe: Recipe, traced: TracedPipeline) -> dict[str, VariableS
         name: spec for name, spec in known.items() if spec.trainable and (wanted is None or name in wanted)
     }
     if not trained:
-        raise ValueError("No variables to optimize: no stage has a trainable variable.")
+        why = "no stage has a trainable variable" if wanted is None else "trained names none"
+        raise ValueError(f"No variables to optimize: {why}.")
     return trained
 
 

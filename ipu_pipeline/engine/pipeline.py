@@ -49,6 +49,7 @@ from ipu_pipeline.engine.micro_batch_shapes import (
     describe_shapes,
     find_key,
 )
+from ipu_pipeline.engine.option_checks import find_unused
 from ipu_pipeline.engine.pipeline_options import PipelineOptions, check_positive, check_replicas
 from ipu_pipeline.engine.planning.choosing import (
     HOST_SECONDS,
@@ -164,6 +165,8 @@ class Pipeline:
         known = 1 if count is None else count
         is_file = isinstance(schedule, schedules.FileSchedule)  # for one number of micro-batches only
         self.timetable(min(known, 64) if self.is_one_program and not is_file else known)
+        for sentence in find_unused(vars(options)):
+            warnings.warn(sentence, stacklevel=3)
 
     def _begin(self, recipe: Recipe, levels: Sequence[int], trains: bool) -> None:
         """Checks a recipe, and takes it.
@@ -762,6 +765,8 @@ class Pipeline:
     def _make_runner(self, devices: Sequence[Any] | None) -> Runner[Any]:
         if devices is None:
             devices = jax.devices() if self._devices is None else self._devices
+            if self._shard and self._num_replicas == 1:  # who gives devices may give replicas, and warns
+                warnings.warn("shard has no effect: there is one replica, which has all.", stacklevel=4)
         number, each = self._num_replicas, self.options.num_devices_per_ipu
         needed = self.num_devices * number
         if len(devices) < needed:
@@ -1139,6 +1144,12 @@ class Pipeline:
         self, state: PipelineState, take: Take, inputs: Sequence[Any], num_micro_batches: int | None
     ) -> tuple[PipelineState, StepOutputs]:
         _check_targets(self.traced, self.updates)
+        if self.options.post_validation and self.updates is not None:
+            warnings.warn(
+                "post_validation has no effect in Pipeline.step, which does one update: only updates of "
+                "the same Pipeline.run follow a guess. Leave it out; it takes memory.",
+                stacklevel=4,
+            )
         state = self.place(state)
         input_leaves = self.check_inputs(inputs)
         found: list[Progress] = []
@@ -1442,6 +1453,11 @@ class Pipeline:
                     f"{value.dtype.name}{list(value.shape)}."
                 )
         self._check_optimizer_state(state)
+        if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(state)):
+            raise ValueError(
+                "The state's arrays are gone: with donate=True a step takes the memory of the state that "
+                "it is given. Go on with the state that it returned, or leave out donate."
+            )
         return self.prepare().place_state(state)
 
     def take_accumulators(self, other: Pipeline) -> None:

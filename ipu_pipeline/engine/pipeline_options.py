@@ -10,6 +10,7 @@ from ipu_pipeline.engine import schedules
 from ipu_pipeline.engine.devices.compiler_options import Options
 from ipu_pipeline.engine.devices.offloading import Offload
 from ipu_pipeline.engine.devices.sharding import Shard
+from ipu_pipeline.engine.option_checks import check_fields
 from ipu_pipeline.engine.planning.chunking import Chunking
 from ipu_pipeline.engine.programs.accumulation import Reduction
 from ipu_pipeline.engine.programs.gradient_maps import GradientMap, GradientTarget
@@ -87,7 +88,7 @@ class PipelineOptions:
         gets the options of both; with all stages on one device everything is one, which gets all.
       backward_options: per stage, XLA's options for its backward program; only with an optimizer.
       update_options: XLA's options for the programs of the weight update; only with an optimizer.
-      option_names: what errors call these three arguments, by their names here.
+      option_names: what errors call these three arguments and `gradient_map`, by their names here.
       dispatch_plan: over several devices, how many micro-batches a program handles. None: chosen so that
         a step is short, for the schedule "grouped" (see `Pipeline.dispatch_plan`). With all stages on one
         device everything is one program, and a plan is an error.
@@ -113,8 +114,9 @@ class PipelineOptions:
         and backwards by handling several micro-batches at once.
       post_validation: whether IPUs update with a guess of what joins them, such as whether gradients are
         clipped by their global norm, and go on; an update that turns out wrong is done again, so that the
-        results are the same. Between the updates of one `run` only. Variables, optimizer state, gradients
-        and a step's micro-batches are then kept for one step longer. See `updates.guessing`.
+        results are the same. Between the updates of one `run` only; `step` warns. Variables, optimizer
+        state, gradients and a step's micro-batches are then kept for one step longer. See
+        `updates.guessing`.
     """
 
     num_micro_batches: int | None
@@ -164,6 +166,7 @@ class PipelineOptions:
           ValueError: a field is not usable.
         """
         object.__setattr__(self, "schedule", schedules.find_schedule(self.schedule))
+        check_fields(vars(self))
         if self.num_micro_batches is not None:
             check_positive("num_micro_batches", self.num_micro_batches)
         check_positive("max_shapes", self.max_shapes)
@@ -183,10 +186,6 @@ class PipelineOptions:
             raise ValueError(
                 "num_serialized must be 1 with several devices for each IPU; got "
                 f"{self.num_serialized} and tensor_parallel.size {self.num_devices_per_ipu}."
-            )
-        if isinstance(self.trained, str):
-            raise ValueError(
-                f"trained must be a collection of full names; got the string {self.trained!r}."
             )
         if (self.loss is None) != (self.optimizer is None):
             raise ValueError("Pass both loss and optimizer to train, or neither for inference only.")

@@ -89,6 +89,11 @@ class StepOutputs:
             map(is_readable, jax.tree.leaves([(part.outputs, part.loss) for part in self.collected]))
         )
 
+    def block_until_ready(self) -> StepOutputs:
+        """Waits until what was collected has been computed; `jax.block_until_ready` calls it."""
+        jax.block_until_ready([(part.outputs, part.loss) for part in self.collected])
+        return self
+
     @functools.cached_property
     def outputs(self) -> list[Any]:
         """What the last stage returned, one entry per micro-batch; none in processes without that stage."""

@@ -56,7 +56,8 @@ FLOORS = (
     _folder("engine/inspect"),
     _beside(
         "engine: roof",
-        "engine.pipeline_options engine.building engine.fingerprints engine.pipeline engine.loop "
+        "engine.option_checks engine.pipeline_options engine.building engine.fingerprints "
+        "engine.pipeline engine.loop "
         "engine.segments engine.measuring engine.searched_timetables engine.automatic_splits "
         "engine.resplitting "
         "engine.reference engine.exporting engine.processes engine.fronts engine",

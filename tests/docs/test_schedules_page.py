@@ -1,4 +1,4 @@
-"""docs/schedules.md: its staircases are those of the rows, and its example runs."""
+"""docs/schedules.md: its staircases are those of the rows, and Megatron's schedule is what it says."""
 
 import pathlib
 import re
@@ -36,7 +36,9 @@ def test_other_libraries_names():
 
 
 def test_the_example_is_megatron_s_schedule():
-    (code,) = [code for code in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "def " in code]
+    (code,) = [
+        code for code in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "def megatron" in code
+    ]
     names = {}
     exec(code, names)  # noqa: S102  # the page's own
     for num_ipus, num_micro_batches in ((2, 4), (3, 6), (4, 12)):
@@ -44,3 +46,17 @@ def test_the_example_is_megatron_s_schedule():
         assert names["megatron"](len(mapping), num_micro_batches, mapping, True) == [
             list(row) for row in schedules.looped(len(mapping), num_micro_batches, mapping)
         ]
+
+
+def test_the_schedule_from_scratch_lies_between_two_of_ours():
+    """Without more forwards it is 1F1B, and with as many as there may be Grouped."""
+    (code,) = re.findall(r"^def ahead.*?    return rows\n", PAGE, re.DOTALL | re.MULTILINE)
+    names = {"Action": schedules.Action, "ActionKind": schedules.ActionKind}
+    exec(code, names)  # noqa: S102  # the page's own
+    for num_stages, num_micro_batches in ((1, 3), (2, 1), (3, 2), (3, 9), (5, 12)):
+        mapping = range(num_stages)
+        for extra, ours in ((0, schedules.interleaved), (num_stages, schedules.grouped)):
+            rows = ours(num_stages, num_micro_batches, mapping)
+            assert names["ahead"](extra, num_stages, num_micro_batches, mapping, True) == [
+                [action for action in row if action is not None] for row in rows
+            ]

@@ -11,6 +11,7 @@ import pytest
 
 from ipu_pipeline import engine
 from ipu_pipeline.engine import Action, ActionKind, OutOfRangeError
+from ipu_pipeline.engine.state import Collected
 from tests.support import beside, models
 
 
@@ -478,7 +479,7 @@ def stage_with_variable(x):
         ({"stages": []}, ValueError, "at least one function"),
         ({"num_micro_batches": 0}, ValueError, "num_micro_batches must be an integer of at least 1; got 0"),
         ({"num_micro_batches": 2.0}, ValueError, "must be an integer of at least 1; got 2.0"),
-        ({"trained": "v"}, ValueError, "trained must be a collection of full names; got the string 'v'"),
+        ({"trained": "v"}, ValueError, "trained must be a collection of full names, .*; got 'v'"),
         ({"optimizer": None}, ValueError, "Pass both loss and optimizer"),
         ({"device_mapping": [0, 1]}, ValueError, "each of the 1 stages"),
         ({"device_mapping": [-1]}, ValueError, "one number from 0"),
@@ -617,3 +618,19 @@ def test_micro_batches_are_converted_or_refused():
     state = integers.init(jax.random.key(0), np.zeros(1, "i4"))
     with pytest.raises(ValueError, match="of dtype int64, does not fit int32: it has 1099511627776"):
         integers.step(state, [np.array([2**40])])
+
+
+def test_jax_waits_for_what_a_step_returns():
+    """In inference the new state does not depend on it; JAX ignored the object that has it."""
+    waited = []
+
+    class Late:
+        def __init__(self, name):
+            self.name = name
+
+        def block_until_ready(self):
+            waited.append(self.name)
+
+    parts = [Collected([Late("output")], Late("loss"), None), Collected([Late("outputs")], None, 2)]
+    jax.block_until_ready(engine.StepOutputs(parts, list))
+    assert waited == ["output", "loss", "outputs"]

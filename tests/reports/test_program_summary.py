@@ -60,6 +60,22 @@ def test_of_a_small_model():
     assert call.stages[0].num_forward_flop >= 2 * 4 * 12 * 16
 
 
+def test_of_stages_of_which_only_the_last_is_trained():
+    """No stage has a backward of its own: the last one's is part of its forward."""
+    stages = [lambda w, x: x * w, lambda w, x: jnp.mean(x * w)]
+    made = engine.Pipeline(
+        stages,
+        parameters=[np.float32(2)] * 2,
+        num_micro_batches=2,
+        loss=lambda loss: loss,
+        optimizer=optax.sgd(0.1),
+        trained=["stage1/parameter"],
+    )
+    made.trace(np.ones(3, np.float32))
+    assert "2 parameters, 8 B, 1 trained" in str(made.summary())
+    assert made.summary().bubble.lock_step_share == pytest.approx(1 / 3)
+
+
 CODE = """
 import jax
 from jax._src import xla_bridge

@@ -475,7 +475,7 @@ def make_pipeline(drawn: Pipeline) -> engine.Pipeline:
         num_serialized=run.num_serialized,
         collect_outputs=wanted_outputs if run.collected == "some" else run.collected != "losses",
         sum_collected=run.collected == "sums",
-        sum_dtype=sum_dtype,
+        sum_dtype=sum_dtype if run.collected == "sums" else None,
         block_bytes=run.block_bytes,
         dispatch_plan=run.dispatch_plan,
     )

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ipu_pipeline.engine.inspect.facts import StageDetails
+from ipu_pipeline.engine.schedules.actions import ActionKind
 from ipu_pipeline.engine.schedules.checking import Timetable
 from ipu_pipeline.engine.schedules.costs import Costs
 from ipu_pipeline.engine.schedules.scenarios import Scenario
@@ -74,9 +75,10 @@ def _estimate_length(
     """Estimates how long a step takes, in operations; None if it is too long to be simulated."""
 
     def simulated(number: int) -> float:
-        return predict_step_time(
-            Scenario(costs, make_timetable(number), number, ipus, levels, training=any(backward))
-        )
+        timetable = make_timetable(number)
+        # Backwards may all take nothing: if only the last stage is trained, its forward has them.
+        trains = any(action.kind is not ActionKind.FORWARD for action in timetable.order)
+        return predict_step_time(Scenario(costs, timetable, number, ipus, levels, training=trains))
 
     backward = [stage.num_backward_flop for stage in stages]
     costs = Costs.of(

@@ -155,7 +155,7 @@ def record_training_step(
         var_list = [body.names.trained_name(one) for one in var_list]
     trained = _find_trained(recorder.variables, var_list)
     for gradient_map in gradient_maps:
-        check_gradient_map(gradient_map, trained.values())
+        check_gradient_map(gradient_map, trained.values(), "gradient_mapping_function")
     dtypes = {
         known: find_accumulator_dtype(spec, accumulator_dtype, "dtype") for known, spec in trained.items()
     }

@@ -42,13 +42,18 @@ def join_gradient_maps(gradient_maps: Sequence[GradientMap]) -> GradientMap | No
     return mapped
 
 
-def check_gradient_map(gradient_map: GradientMap, trained: Iterable[VariableSpec]) -> None:
+def check_gradient_map(gradient_map: GradientMap, trained: Iterable[VariableSpec], called: str) -> None:
     """Raises if a gradient map does not keep shapes and dtypes.
+
+    Args:
+      gradient_map: the map.
+      trained: the variables whose gradients it gets.
+      called: what errors call it.
 
     Raises:
       ValueError: it does not, or it uses a traced value that is not among its arguments.
     """
-    what = "the gradient_mapping_function"
+    what = f"the {called}"
     for spec in trained:
         aval = jax.ShapeDtypeStruct(spec.shape, spec.dtype)
         try:
@@ -61,9 +66,9 @@ def check_gradient_map(gradient_map: GradientMap, trained: Iterable[VariableSpec
         except AttributeError as error:
             if error.name == "name":
                 error.add_note(
-                    "The second argument of gradient_mapping_function is the variable's value, an array "
-                    "without a name. Choose variables by their names in the loss, as "
-                    "ipu.trainable_variables() has them, or by optax.masked."
+                    f"The second argument of {what} is the variable's value, an array without a name. "
+                    "Choose variables by their names in the loss, as ipu.trainable_variables() has them, "
+                    "or by optax.masked."
                 )
             raise
         Captures().check(closed_jaxpr.consts, what)
@@ -71,6 +76,6 @@ def check_gradient_map(gradient_map: GradientMap, trained: Iterable[VariableSpec
         if len(results) != 1 or results[0].shape != spec.shape or results[0].dtype != spec.dtype:
             described = ", ".join(f"{aval.dtype.name}{list(aval.shape)}" for aval in results)
             raise ValueError(
-                f"gradient_mapping_function must return the gradient's shape and dtype, for {spec}; it "
-                f"returned {described or 'nothing'}."
+                f"{called} must return the gradient's shape and dtype, for {spec}; it returned "
+                f"{described or 'nothing'}."
             )

@@ -62,7 +62,10 @@ class NamedSchedule:
 
 SCHEDULES = (
     NamedSchedule(
-        grouped, "Grouped", (), "Forwards together, then backwards together: the default, and Graphcore's."
+        grouped,
+        "Grouped",
+        ("eager_1f1b",),
+        "Forwards together, then backwards together: the default, and Graphcore's.",
     ),
     NamedSchedule(
         interleaved,

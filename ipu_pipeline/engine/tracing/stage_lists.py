@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
+import numpy as np
 
 from ipu_pipeline.engine.tracing import scopes
 from ipu_pipeline.engine.tracing.faults import name_of
@@ -23,6 +24,7 @@ from ipu_pipeline.engine.tracing.stage_parameters import (
 )
 from ipu_pipeline.engine.tracing.stages import StageFunction, as_arguments
 from ipu_pipeline.engine.tracing.variables import get_variable
+from ipu_pipeline.ground.checks import is_integer
 from ipu_pipeline.ground.errors import without_traceback_note
 
 __all__ = [
@@ -240,12 +242,13 @@ def flatten_stages(
     numbers = itertools.count()
     if device_mapping is None:
         device_mapping = [[next(numbers) for _stage in parallel] for parallel in grouped]
-    per_level = [as_level(entry) for entry in device_mapping]
+    per_level = [as_level(entry) for entry in device_mapping] if np.iterable(device_mapping) else []
     is_like = [len(level) for level in per_level] == [len(level) for level in grouped]
-    if not is_like or any(ipu < 0 for level in per_level for ipu in level):
+    if not is_like or not all(is_integer(ipu, 0) for level in per_level for ipu in level):
+        got = list(device_mapping) if np.iterable(device_mapping) else device_mapping
         raise ValueError(
             f"device_mapping must have one number from 0 for each of the {num_stages} stages, and a list "
-            f"of them for parallel stages; got {list(device_mapping)}."
+            f"of them for parallel stages; got {got}."
         )
     highest = max(ipu for level in per_level for ipu in level)
     if highest > _MAX_IPU:

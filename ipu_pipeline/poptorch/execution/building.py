@@ -233,8 +233,9 @@ def _make_program(
     pipeline_options |= {
         "num_micro_batches": batching.gradient_accumulation if trains else batching.device_iterations,
         "schedule": schedule,
-        "offload": options.TensorLocations.find_offloaded(_is_live(options)),
+        "offload": _find_offloaded(options, trains),
     }
+    is_summed = options.output_mode is OutputMode.Sum and not anchored
     table = None
     if options.num_split_ipus is not None:
         # Tracing and measuring start JAX, so the devices must be there before.
@@ -250,10 +251,10 @@ def _make_program(
         # state must still be there.
         donate=not checks and not options.index_checks,
         collect_outputs=_all_but_last if trains else True,
-        sum_collected=options.output_mode is OutputMode.Sum and not anchored,
-        sum_dtype=_sum_dtype,
+        sum_collected=is_summed,
+        sum_dtype=_sum_dtype if is_summed else None,
         num_replicas=num_replicas,
-        shard=options.TensorLocations.shard if num_replicas > 1 else (),
+        shard=_find_shared_out(options, trains) if num_replicas > 1 else (),
         joins_assigned=False,
         gathers_outputs=False,
         **pipeline_options,
@@ -373,6 +374,20 @@ def _find_phases(stages: ModelStages, options: Options, trains: bool) -> engine.
         num_ahead=num_ahead.get(liveness, 0),
         keeps_values=liveness is not Liveness.OffChipAfterEachPhase,
     )
+
+
+def _find_offloaded(options: Options, trains: bool) -> list[str]:
+    """Returns what lies in host memory; the same options are for inference, which has less to keep."""
+    offloaded = options.TensorLocations.find_offloaded(_is_live(options))
+    used = ["weights"]
+    if isinstance(options.execution_strategy, PhasedExecution):
+        used.append("activations")
+    return offloaded if trains else [kind for kind in offloaded if kind in used]
+
+
+def _find_shared_out(options: Options, trains: bool) -> list[str]:
+    """Returns what replicas share out."""
+    return [kind for kind in options.TensorLocations.shard if trains or kind == "weights"]
 
 
 def _is_live(options: Options) -> bool:

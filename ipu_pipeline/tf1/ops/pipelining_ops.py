@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from ipu_pipeline.engine import (
     AutoStages,
@@ -333,6 +334,9 @@ def pipeline(
         outfeed_tree = jax.tree.structure(rest)
         return is_chosen
 
+    def sum_dtype(aval: jax.ShapeDtypeStruct) -> np.dtype[Any]:
+        return find_sum_dtype(aval, accumulate_outfeed_dtype, "accumulate_outfeed_dtype")
+
     optimizer = None if optimizer_function is None else LossAndTransformation(optimizer_function)
     captures = Captures(builder.is_captured_placeholder, builder.describe_input)
     engine_pipeline = Pipeline(
@@ -342,23 +346,23 @@ def pipeline(
         optimizer=None if optimizer is None else optimizer.transformation,
         schedule=schedule,
         device_mapping=device_mapping,
-        reduction=reduction_method.name.lower(),
+        reduction="sum" if is_inference else reduction_method.name.lower(),
         donate=True,
         trained=None if optimizer is None else optimizer.trained,
         program_names=builder.names,
         captures=captures,
         gradient_map=None if optimizer is None else optimizer.gradient_map,
         gradient_targets=None if optimizer is None else optimizer.gradient_targets,
-        accumulator_dtype=at_least_float32_for_weights(accumulator_dtype),
+        accumulator_dtype=None if is_inference else at_least_float32_for_weights(accumulator_dtype),
         # The configuration of the run decides; if it is this one, the programs need not be built again.
         recompute=recompute if selection.allows_recomputation() and not is_inference else None,
         offload=offload,
         shard=[_SHARDED[argument] for argument in sharded],
         num_serialized=batch_serialization_iterations,
         collect_outputs=collect_outputs,
-        collect_losses=outfeed_loss,
+        collect_losses=outfeed_loss or is_inference,
         sum_collected=accumulate_outfeed,
-        sum_dtype=lambda aval: find_sum_dtype(aval, accumulate_outfeed_dtype, "accumulate_outfeed_dtype"),
+        sum_dtype=sum_dtype if accumulate_outfeed else None,
         **options,
         dispatch_plan=dispatch_plan,
         tensor_parallel=tensor_parallel,

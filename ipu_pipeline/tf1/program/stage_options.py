@@ -13,6 +13,7 @@ __all__ = ["PipelineStageOptions", "compiler_options"]
 
 _POPLAR = ("convolution_options", "matmul_options", "slice_options")
 _NAMES = {
+    "gradient_map": "gradient_mapping_function",
     "forward_options": "forward_propagation_stages_poplar_options",
     "backward_options": "backward_propagation_stages_poplar_options",
     "update_options": "weight_update_poplar_options",
@@ -95,7 +96,7 @@ def compiler_options(
             "Poplar's, and mean nothing to XLA. compiler_options has XLA's.",
             stacklevel=3,
         )
-    return {**found, "option_names": _NAMES} if found else {}
+    return {**found, "option_names": _NAMES}
 
 
 def _check_list(name: str, value: Any, stages: Sequence[Any]) -> list[PipelineStageOptions]:

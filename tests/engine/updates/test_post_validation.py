@@ -194,7 +194,9 @@ def test_steps_one_by_one_wait():
     pipeline = make(clipped(8.0), post_validation=True)
     data = elements(1)
     state = pipeline.init(jax.random.key(3), data[0])
-    state, _outputs = pipeline.step(state, data)
+    with pytest.warns(UserWarning, match=r"no effect in Pipeline.step, which does one update") as caught:
+        state, _outputs = pipeline.step(state, data)
+    assert caught[0].filename == __file__
     plain = make(clipped(8.0))
     other = plain.init(jax.random.key(3), data[0])
     other, _outputs = plain.step(other, data)

@@ -1,0 +1,115 @@
+"""What options may be, and warnings of those that have no effect."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from ipu_pipeline import engine
+
+STAGES = [lambda p, x: jnp.tanh(x * p), lambda p, x: jnp.mean(x * p)]
+FORWARDS = {"parameters": [np.float32(2), np.float32(3)], "num_micro_batches": 2}
+TRAINING = {**FORWARDS, "loss": lambda loss: loss, "optimizer": optax.sgd(0.1)}
+X = np.ones(3, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"donate": "no"}, "donate must be True or False; got 'no'"),
+        ({"collect_outputs": "loss"}, "collect_outputs must be True, False, or a function"),
+        ({"loss": 3}, "loss must be a function of what the last stage returns, or None; got 3"),
+        ({"trained": "w"}, "trained must be a collection of full names, .*; got 'w'"),
+        ({"trained": lambda names: names}, "trained must be a collection of full names"),
+        (
+            {"gradient_map": lambda gradient, _variable: gradient},
+            "gradient_map=lambda: halve, or None; got",
+        ),
+        ({"gradient_targets": ()}, r"gradient_targets must be a function without arguments .*; got \(\)"),
+        ({"devices": "cpu"}, "devices must be a list of devices, .*; got 'cpu'"),
+        ({"devices": [0, 1]}, r"devices must be a list of devices, .*; got \[0, 1\]"),
+        ({"execution_phases": (0, 1)}, "execution_phases must be an engine.ExecutionPhases"),
+        ({"option_names": {"schedule": "order"}}, "option_names must be a dict with names for some of"),
+        ({"captures": None}, "captures must be a Captures"),
+        ({"program_names": {}}, "program_names must be the ProgramNames"),
+        ({"block_bytes": -1}, "block_bytes must be an integer of at least 0; got -1"),
+        ({"max_chunked_bytes": 1.5}, "max_chunked_bytes must be an integer of at least 0; got 1.5"),
+        ({"device_mapping": [0.0, 1.0]}, r"device_mapping must have one number .*; got \[0.0, 1.0\]"),
+        ({"device_mapping": 1}, "device_mapping must have one number .*; got 1"),
+        ({"device_mapping": "01"}, "device_mapping must have one number"),
+    ],
+)
+def test_what_is_not_usable_is_refused_at_once(options, text):
+    with pytest.raises(ValueError, match=text):
+        engine.Pipeline(STAGES, **{**TRAINING, **options})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"trained": ["stage0"]},
+        {"gradient_map": lambda: None},
+        {"gradient_targets": lambda: ()},
+        {"accumulator_dtype": jnp.float32},
+        {"recompute": "auto"},
+        {"reduction": "mean"},
+        {"offload": ["weights", "activations"]},
+        {"shard": ["weights", "optimizer_state"], "num_replicas": 2},
+        {"collect_losses": False},
+        {"post_validation": True},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_what_only_training_has_a_use_for(options):
+    with pytest.warns(UserWarning, match="has no effect: the pipeline only runs forwards") as caught:
+        engine.Pipeline(STAGES, **FORWARDS, **options)
+    (warning,) = caught
+    assert next(iter(options)) in str(warning.message)
+    assert warning.filename == __file__
+    engine.Pipeline(STAGES, **TRAINING, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"sum_dtype": jnp.float32}, "sum_dtype has no effect without sum_collected"),
+        (
+            {"sum_collected": True, "collect_outputs": False, "collect_losses": False},
+            "neither outputs nor losses are collected",
+        ),
+    ],
+)
+def test_what_has_no_effect_beside_others(options, reason):
+    with pytest.warns(UserWarning, match=reason):
+        engine.Pipeline(STAGES, **{**TRAINING, **options})
+
+
+def test_one_replica_has_everything():
+    pipeline = engine.Pipeline(STAGES, **TRAINING, shard=["optimizer_state"])
+    with pytest.warns(UserWarning, match="shard has no effect: there is one replica"):
+        pipeline.init(jax.random.key(0), X)
+
+
+def test_names_of_no_variable_are_not_called_a_lack_of_variables():
+    pipeline = engine.Pipeline(STAGES, **TRAINING, trained=[])
+    with pytest.raises(ValueError, match="No variables to optimize: trained names none"):
+        pipeline.trace(X)
+
+
+def test_a_map_that_changes_shapes_is_called_by_the_option():
+    pipeline = engine.Pipeline(
+        STAGES, **TRAINING, gradient_map=lambda: lambda gradient, _variable: gradient[None]
+    )
+    with pytest.raises(ValueError, match="map of gradient_map must return the gradient's shape"):
+        pipeline.trace(X)
+
+
+@pytest.mark.parametrize("mapping", [[0, 1], [0, 0]])
+def test_a_state_whose_memory_a_step_took_is_refused(mapping):
+    pipeline = engine.Pipeline(STAGES, **TRAINING, donate=True, device_mapping=mapping)
+    old = pipeline.init(jax.random.key(0), X)
+    state, _outputs = pipeline.step(old, [X, X])
+    with pytest.raises(ValueError, match="The state's arrays are gone: with donate=True"):
+        pipeline.step(old, [X, X])
+    pipeline.step(state, [X, X])
