@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import jax
 
 from ipu_pipeline.engine.building import Built
-from ipu_pipeline.engine.devices.feeds import NEW_SHAPES, Element, copy_leaves, shapes_of
+from ipu_pipeline.engine.devices.feeds import NEW_SHAPES, Element, copy_leaves
 from ipu_pipeline.engine.execution.contract import Runner
 from ipu_pipeline.engine.execution.weight_updates import find_read
 from ipu_pipeline.engine.tracing.metrics import metric_names
@@ -171,18 +171,16 @@ class MicroBatchShapes:
         return self.runners[number].place_element(leaves)
 
     def resolve(self, element: Any, make: Callable[[Any, int], Runner[Any]]) -> Any:
-        """The micro-batch itself; one with new shapes, once there is a runner for them, on its devices.
+        """A micro-batch with new shapes, once there is a runner for them, on its devices.
 
         Args:
-          element: from `place_element`.
+          element: from `place_element`, which knew no runner for it. There may be one now.
           make: makes the runner for other shapes, from a micro-batch's shapes and dtypes, and their number.
 
         Raises:
           ValueError: there are too many shapes, or they cannot share the state; see `check_alike`.
           Others: what tracing raises.
         """
-        if shapes_of(element) != NEW_SHAPES:
-            return element
         structs = [
             jax.ShapeDtypeStruct(leaf.shape, known.dtype)
             for leaf, known in zip(element.leaves, self._leaves, strict=True)

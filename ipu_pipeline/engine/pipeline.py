@@ -6,7 +6,6 @@ It offers building, running and questions, and delegates all of them.
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import copy
 import dataclasses
 import functools
@@ -25,7 +24,15 @@ from ipu_pipeline.engine import fingerprints, peers, schedules, watching
 from ipu_pipeline.engine.building import Built, Recipe, build
 from ipu_pipeline.engine.devices.compiler_options import CompilerOptions, check_compiles, plan_options
 from ipu_pipeline.engine.devices.device_groups import DeviceGroup, check_processes, make_groups
-from ipu_pipeline.engine.devices.feeds import Element, PlacedMicroBatches, Supply, Take, take_nothing
+from ipu_pipeline.engine.devices.feeds import (
+    NEW_SHAPES,
+    Element,
+    PlacedMicroBatches,
+    Supply,
+    Take,
+    shapes_of,
+    take_nothing,
+)
 from ipu_pipeline.engine.devices.links import naming_peers
 from ipu_pipeline.engine.devices.offloading import parse_offload
 from ipu_pipeline.engine.devices.sharding import parse_shard
@@ -57,7 +64,7 @@ from ipu_pipeline.engine.planning.choosing import (
     MeasuredCosts,
     choose_dispatch_plan,
 )
-from ipu_pipeline.engine.planning.chunking import Chunking, check_dispatch_plan
+from ipu_pipeline.engine.planning.chunking import ONE_BY_ONE, Chunking, check_dispatch_plan
 from ipu_pipeline.engine.planning.memory import plan_stages
 from ipu_pipeline.engine.planning.memory_plans import IpuMemory, Moments, StageMemory
 from ipu_pipeline.engine.programs.accumulation import Reduction
@@ -72,12 +79,12 @@ from ipu_pipeline.engine.searched_timetables import (
     measure_scenario,
 )
 from ipu_pipeline.engine.state import PipelineState, Progress, RunState, StepOutputs
-from ipu_pipeline.engine.tracing.frames import ProgramNames
 from ipu_pipeline.engine.tracing.metrics import Metric, MetricReader
 from ipu_pipeline.engine.tracing.recomputation_marks import has_marks
 from ipu_pipeline.engine.tracing.replicas import uses_replicas
 from ipu_pipeline.engine.tracing.specs import VariableSpec, initial_value
 from ipu_pipeline.engine.tracing.stage_lists import StageEntry, flatten_stages
+from ipu_pipeline.engine.tracing.surroundings import Surroundings
 from ipu_pipeline.engine.tracing.traced import TracedPipeline
 from ipu_pipeline.engine.updates.accumulators import AccumulatorPlan, plan_accumulators
 from ipu_pipeline.engine.updates.cutting import Updates
@@ -198,7 +205,7 @@ class Pipeline:
         self._shapes: MicroBatchShapes | None = None  # made with the runner, and dropped with it
         # the same pipeline for micro-batches of other shapes than the first one
         self._others: dict[ShapesKey, Pipeline] = {}
-        self._surroundings: tuple[contextvars.Context, ProgramNames] | None = None  # of the first trace
+        self._surroundings: Surroundings | None = None  # of the first trace
         self._kept = kept.current()
         self._accumulators: dict[str, Any] | None = None  # the zeros that the last update left
         self._placed: weakref.ref[PipelineState] | None = None  # the last state that is known to be placed
@@ -635,12 +642,10 @@ class Pipeline:
         input_shapes = tuple(jax.tree.map(as_shape, value) for value in inputs)
         with self._building:
             if self._built is None:
-                around = contextvars.copy_context(), self.options.program_names.copy()
+                around = Surroundings.now(self.options.program_names)
                 built = build(self._recipe, element, input_shapes, self._recompute, self._find_halved())
                 self._built, self._programs, self._surroundings = built, built.programs, around
-                for number, named in enumerate(self.options.shapes):
-                    check_like(named, element, f"shapes[{number}]", may_vary=True)
-                    self.for_shapes(named)
+                self._trace_named()
                 return
         known = self._built.traced
         if known.inputs != input_shapes:
@@ -649,6 +654,12 @@ class Pipeline:
             )
         self.check_element(element, 0)
         self.for_shapes(element)
+
+    def _trace_named(self) -> None:
+        """Traces the stages for the shapes that were named, unless that has been done; see `trace`."""
+        for number, named in enumerate(self.options.shapes):
+            check_like(named, self.traced.element, f"shapes[{number}]", may_vary=True)
+            self.for_shapes(named)
 
     def for_shapes(self, micro_batch: Any) -> Pipeline:
         """The pipeline as it runs micro-batches of some shapes, to ask what is known of it.
@@ -661,9 +672,11 @@ class Pipeline:
 
         Raises:
           RuntimeError: the pipeline has not been traced.
-          ValueError: there are more than `max_shapes`, or what depends on the shapes cannot: see `trace`.
+          ValueError: it has another structure or other dtypes than the first one; there are more than
+            `max_shapes`; or what depends on the shapes cannot: see `trace`.
         """
         element, built = jax.tree.map(as_shape, micro_batch), self.built
+        check_like(element, built.traced.element, "The micro-batch", may_vary=True)
         key = find_key(element)
         with self._building:
             if key == find_key(built.traced.element):
@@ -675,11 +688,10 @@ class Pipeline:
             return self._others[key]
 
     def _trace_other(self, element: Any) -> Pipeline:
-        """Traces the stages for other shapes of micro-batches, in the same context as for the first."""
-        built = self.built
-        assert self._surroundings is not None
-        context, names = self._surroundings
-        options = dataclasses.replace(self.options, program_names=names.copy(), shapes=())
+        """Traces the stages for other shapes of micro-batches, in the surroundings of the first trace."""
+        built, around = self.built, self._surroundings
+        assert around is not None
+        options = dataclasses.replace(self.options, program_names=around.names.copy(), shapes=())
         other = self._copy(
             _recipe=dataclasses.replace(self._recipe, options=options),
             _built=None,
@@ -687,7 +699,7 @@ class Pipeline:
             _others={},
         )
         try:
-            context.copy().run(other.trace, element, *built.traced.inputs)
+            around.run(other.trace, element, *built.traced.inputs)
         except Exception as error:
             error.add_note(
                 f"The micro-batch, {describe_shapes(element)}, has other shapes than the first one, "
@@ -753,6 +765,7 @@ class Pipeline:
             if self._runner is None or not (devices is None or self._has_devices(devices)):
                 runner = self._make_runner(devices)
                 shapes = MicroBatchShapes(self.traced.element, runner)
+                self._trace_named()
                 for other in self._others.values():
                     shapes.add(other.traced.element, functools.partial(self._make_other_runner, runner))
                 self._runner, self._shapes = runner, shapes
@@ -824,6 +837,8 @@ class Pipeline:
         other._devices, other._chosen_plan = self._devices, self.dispatch_plan
         runner = other._make_column_runner(self._devices, placement, False, lead, number)
         lead.check_other(runner)
+        if self._searched is not None:
+            runner.follow(self._searched)
         return runner
 
     def _make_block_runner(
@@ -868,23 +883,25 @@ class Pipeline:
             own = [make_groups(devices[start:], self.device_mapping, 1, each) for start in starts]
             homes = list(map(self._place_state, own))
 
+        # Without the pipeline itself, which the runner is not to hold; see `_follow`.
+        make_runner = functools.partial(
+            ColumnRunner,
+            placement,
+            homes,
+            self._programs,
+            self._make_timetable,
+            self.options.donate,
+            self.collecting,
+            self._compiler_options,
+            iterated=self._iterated,
+            phases=self.options.execution_phases,
+            post_validation=post_validates,
+            shapes=number_of_shapes,
+        )
+
         @functools.cache
-        def make(chunk_size: int, lead: ColumnRunner | None = lead) -> ColumnRunner:
-            return ColumnRunner(
-                placement,
-                homes,
-                self._programs,
-                self._make_timetable,
-                self.options.donate,
-                self.collecting,
-                self._compiler_options,
-                Chunking(chunk_size),
-                self._iterated,
-                self.options.execution_phases,
-                post_validates,
-                lead,
-                number_of_shapes,
-            )
+        def make(chunk_size: int) -> ColumnRunner:
+            return make_runner(dispatch_plan=Chunking(chunk_size), lead=lead)
 
         def measure() -> MeasuredCosts:
             device = placement.groups[0].devices[0]
@@ -905,19 +922,18 @@ class Pipeline:
         plan = self.dispatch_plan
         assert plan is not None
 
-        def finish(runner: ColumnRunner) -> ColumnRunner:
-            runner.replicas.joins_assigned = self.options.joins_assigned
-            runner.replicas.has_identical_keys = self._has_identical_keys
-            runner.kept = self._kept
-            runner.note = "" if lead is None else self._tell_shapes(number_of_shapes)
-            return runner
-
-        runner = finish(make(plan.chunk_size))
+        runner = make(plan.chunk_size)
+        runner.replicas.joins_assigned = self.options.joins_assigned
+        runner.replicas.has_identical_keys = self._has_identical_keys
+        runner.kept = self._kept
+        runner.note = "" if lead is None else self._tell_shapes(number_of_shapes)
         if number > 1 and not self.options.gathers_outputs:
             runner.keep_outputs()
         if plan.chunk_size > 1:
             first = runner if lead is None else lead
-            runner.make_single = functools.cache(lambda: finish(make(1, first)))
+            runner.make_single = functools.cache(
+                lambda: make_runner(dispatch_plan=ONE_BY_ONE, lead=first).like(runner)
+            )
         return runner
 
     def _may_measure(self, placement: StatePlacement) -> bool:
@@ -1200,9 +1216,12 @@ class Pipeline:
 
     def _resolve(self, element: Any) -> Any:
         """A micro-batch from `place_element`, once there are programs for its shapes."""
-        assert self._shapes is not None
-        runner = self.prepare()
-        return self._shapes.resolve(element, functools.partial(self._make_other_runner, runner))
+        if shapes_of(element) != NEW_SHAPES:
+            return element
+        with self._building:
+            runner = self.prepare()
+            assert self._shapes is not None
+            return self._shapes.resolve(element, functools.partial(self._make_other_runner, runner))
 
     def place_ahead(self, elements: Sequence[Element]) -> list[Element]:
         """Groups the micro-batches of an update, from `place_element`, as programs take them."""

@@ -56,6 +56,7 @@ class Feeder:
         self._data = data
         self._element = element
         self._expected, self._expected_tree = jax.tree.flatten(element)
+        self._shapes = [leaf.shape for leaf in self._expected]
         self._number = self._num_used = data.start
         num_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in self._expected)
         self._max_kept = _MAX_KEPT_BYTES // max(num_bytes, 1)
@@ -138,11 +139,18 @@ class Feeder:
             self._num_taken = end  # in one step: Ctrl-C comes before or after it
             if not self._is_tentative:
                 self._let_go(first, end)
-            place = self._place
+            place, may_vary, number = self._place, self._may_vary, self._num_used + first
             self._condition.notify_all()
         assert place is not None
-        # Fetched ahead for another program, an element goes to this one's devices now.
-        return [entry.placed if entry.place == place else place(entry.leaves) for entry in taken]
+        placed: list[Any] = []
+        for entry in taken:
+            if entry.place == place:
+                placed.append(entry.placed)
+            else:  # fetched ahead for another program, it goes to this one's devices now
+                if not may_vary:
+                    self._check_shapes(entry, number + len(placed))
+                placed.append(place(entry.leaves))
+        return placed
 
     def _let_go(self, first: int, end: int) -> None:
         """Keeps only the taken elements' arrays on the host, or nothing if they are very large."""
@@ -242,13 +250,22 @@ class Feeder:
             error = raised
         return _Entry((), (), place, error, error.__traceback__)
 
+    def _check_shapes(self, entry: _Entry, number: int) -> None:
+        """Raises if a fetched element has other shapes, with which it may be there for another program."""
+        if [np.shape(leaf) for leaf in entry.leaves] != self._shapes:
+            check_like(self._expected_tree.unflatten(entry.leaves), self._element, _name(number))
+
     def _check(self, element: Any) -> list[Any]:
         leaves, tree = jax.tree.flatten(element)
         if trees_equal(tree, self._expected_tree) and all(map(_is_expected, leaves, self._expected)):
             return leaves  # the check below takes longer than copying a small element
-        what = f"IPUInfeedQueue: element {self._number} of the dataset"
+        what = _name(self._number)
         element = jax.tree.map(lambda leaf: as_array(leaf, what), element)
         return check_like(element, self._element, what, may_vary=self._may_vary)
+
+
+def _name(number: int) -> str:
+    return f"IPUInfeedQueue: element {number} of the dataset"
 
 
 def is_feeding() -> bool:

@@ -239,7 +239,8 @@ class OtherShapes(Exception):  # noqa: N818  # no error: the runner goes on with
 class Supply:
     """A take of micro-batches that can be given back, and that says where their shapes change.
 
-    Micro-batches whose shapes are new are placed when they are taken, by `resolve`.
+    Micro-batches whose shapes are new are placed when they are taken, by `resolve`. If that raises, those
+    before have been taken, and the next take raises.
     """
 
     def __init__(self, take: Take, resolve: Callable[[Any], Any] | None = None) -> None:
@@ -264,11 +265,18 @@ class Supply:
 
     def __call__(self, wanted: int) -> list[Any]:
         """Takes at least one micro-batch, and at most `wanted`."""
-        left = self._left
-        if left:
-            return [left.popleft() for _number in range(min(wanted, len(left)))]
-        found, resolve = self._take(wanted), self._resolve
-        return list(found) if resolve is None else list(map(resolve, found))
+        left, found, resolve = self._left, list[Any](), self._resolve
+        if not left:
+            left.extend(self._take(wanted))
+        while left and len(found) < wanted:
+            try:
+                found.append(left[0] if resolve is None else resolve(left[0]))
+            except Exception:
+                if not found:
+                    raise
+                break
+            left.popleft()
+        return found
 
     def give_back(self, elements: Sequence[Any]) -> None:
         """Gives back the last micro-batches that were taken."""
@@ -276,8 +284,7 @@ class Supply:
 
     def next_shapes(self) -> int:
         """The number of the shapes of the next micro-batch."""
-        if not self._left:
-            self._left.extend(self(1))
+        self.give_back(self(1))
         return shapes_of(self._left[0])
 
     def in_a_row(self, wanted: int) -> list[Any]:

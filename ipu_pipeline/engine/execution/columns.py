@@ -160,6 +160,8 @@ class Column:
             if self._fed_slots and not self.is_fed_here:
                 return self._not_fed()
             elements = gather(take, size, size)
+            if size == 1:
+                return self.place_alone(elements[0])
             return self.feed.place(elements) if self._fed_slots else []
 
         return next_chunk
@@ -208,7 +210,7 @@ class Column:
         ]
 
     def place_alone(self, element: Element) -> Sequence[Any]:
-        """Puts a micro-batch on the devices, for programs that handle one."""
+        """Puts a micro-batch, also one of a chunk, on the devices, for programs that handle one."""
         if not self._fed_slots:
             return []
         stack = element.stack

@@ -77,7 +77,7 @@ class Lowering:
             actions = {key: tuple(self._make_actions(key)) for key in self._templates}
         self._actions = actions
         self._groups = self._find_reduced() if len(columns) > 1 else {}
-        self._known: dict[tuple[int, bool], Order] = {}
+        self._known: dict[tuple[int, bool, int], Order] = {}
 
     @property
     def actions(self) -> Mapping[ProgramKey, tuple[StepAction, ...]]:
@@ -99,21 +99,32 @@ class Lowering:
         self._observer = observer
         self._known.clear()
 
-    def find(self, num_chunks: int, reduces: bool = True) -> Order:
-        """The actions of a step. `reduces` says whether a weight update follows."""
-        key = num_chunks, reduces
+    def find(self, num_chunks: int, reduces: bool = True, num_done: int = 0) -> Order:
+        """The actions of a step.
+
+        Args:
+          num_chunks: micro-batches or chunks of the step.
+          reduces: whether a weight update follows.
+          num_done: how many of them are complete already. The actions are those of the others, in the same
+            order, and count from there.
+        """
+        key = num_chunks, reduces, num_done
         if key not in self._known:
             if len(self._known) == _MAX_ORDERS:
                 del self._known[next(iter(self._known))]
-            self._known[key] = self._make(num_chunks, reduces)
+            self._known[key] = self._make(num_chunks, reduces, num_done)
         return self._known[key]
 
     def planned(self, num_chunks: int) -> Order:
         """The actions of the micro-batches of a step, without observers and waits."""
         return self._order(self._make_timetable(num_chunks).order, self._phases)
 
-    def _make(self, num_chunks: int, reduces: bool) -> Order:
-        scheduled, groups = self._make_timetable(num_chunks).order, self._groups if reduces else {}
+    def _make(self, num_chunks: int, reduces: bool, num_done: int) -> Order:
+        scheduled: Sequence[Action] = self._make_timetable(num_chunks).order
+        if num_done:
+            others = (action for action in scheduled if action.micro_batch >= num_done)
+            scheduled = [one._replace(micro_batch=one.micro_batch - num_done) for one in others]
+        groups = self._groups if reduces else {}
         # Programs in which Python may raise come before memory is taken. Where several processes join their
         # values, starting that may wait for all of them, so everything else is started first.
         is_late = self._waits or self._phases is not None

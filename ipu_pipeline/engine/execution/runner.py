@@ -15,7 +15,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -153,8 +153,8 @@ class ColumnRunner(Runner[PendingStep]):
             if lead is None
             else lead.weight_update
         )
-        self._mixes = False  # whether a step has had micro-batches of several shapes
-        self._mixed: Lowering | None = None  # the actions of such steps
+        self._mixes = False  # whether micro-batches of a step run one by one, as their shapes have differed
+        self._mixed: Lowering | None = None  # the actions of such steps; with phases they stay apart
         self._guess: Guess | None = None  # the next one, as far as it is known
         self._choices: Sequence[Any] = ()  # the last update's, still being computed
         self._is_guessed = False  # whether the last update was guessed and has not been verified
@@ -205,6 +205,13 @@ class ColumnRunner(Runner[PendingStep]):
         """Follows other timetables from the next step on."""
         self.lowering.follow(make_timetable)
         self._make_timetable, self._mixed = make_timetable, None
+
+    def like(self, other: ColumnRunner) -> Self:
+        """Takes over what was set in a runner for the same shapes. Returns itself."""
+        self.replicas.joins_assigned = other.replicas.joins_assigned
+        self.replicas.has_identical_keys = other.replicas.has_identical_keys
+        self.kept, self.note = other.kept, other.note
+        return self
 
     def observe(self, observer: Observer | None) -> None:
         """Sets the observer of what is held after each program and its transfers. None removes it."""
@@ -328,16 +335,17 @@ class ColumnRunner(Runner[PendingStep]):
         done, before = 0, state
         while done < request.every:
             left = dataclasses.replace(request, every=request.every - done, iteration=done)
-            if self._mixes:
+            if self._mixes and self._phases is None:
                 part, number = self._follow_mixed(before, left, supply, outputs), left.every
             else:
                 runner = self.of_shapes[supply.next_shapes()] if self.of_shapes[1:] else self
+                runner = runner.make_single() if self._mixes else runner
                 part, number = runner.follow_alike(before, left, supply, outputs)
-                if number < left.every and self._phases is None:
-                    # In the second case shapes change within a chunk.
-                    self._mixes = number > 0 or supply.next_shapes() == runner.shapes
-                elif number < left.every:
-                    peek_alike(supply, done + number, self.replicas.number)
+                if number < left.every:
+                    changes_within_chunk = not number and supply.next_shapes() == runner.shapes
+                    self._mixes |= changes_within_chunk or (number > 0 and self._phases is None)
+                    if self._phases is not None:
+                        peek_alike(supply, done + number, self.replicas.number)
             if not number:
                 continue
             done += number
@@ -410,7 +418,8 @@ class ColumnRunner(Runner[PendingStep]):
             begin=begin,
             place=place,
         )
-        follow(self._mixed.find(request.every), run)
+        done = request.iteration
+        follow(self._mixed.find(done + request.every, num_done=done), run)
         return Stepped([column.finish(None) for column in first], together.reduced)
 
     def _find_actions(self, shapes: int, key: ProgramKey) -> Sequence[StepAction]:

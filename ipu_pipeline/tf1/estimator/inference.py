@@ -187,7 +187,7 @@ class Inference:
     def _read_for_run(self, count: int) -> None:
         """With synthetic data, reads the elements that a run would, to know how many there are."""
         if uses_synthetic_data() and (processes.current() is None or reads_data(self._made.program)):
-            self._made.infeed.connect(lambda leaves: leaves, count)(count)
+            self._made.infeed.connect(lambda leaves: leaves, count, shapes_may_vary=True)(count)
             self._made.infeed.mark()
 
     def _agree(self, count: Callable[[int, int], int], wanted: int) -> int:

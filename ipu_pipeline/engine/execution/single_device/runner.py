@@ -12,6 +12,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -128,7 +129,8 @@ class BlockRunner(Runner[PendingBlock]):
         self._trained = {value.key for value in results if value.kind == UpdateKind.PARAMETER}
         self._feed = Feed(functools.partial(put, group=placement.groups[0]), is_block=True)
         self._feed.shapes = shapes
-        self._in_flight: collections.deque[Any] = collections.deque()
+        # the blocks of all shapes that the host has run ahead
+        self._in_flight: collections.deque[Any] = collections.deque() if lead is None else lead._in_flight
         self._functions: dict[tuple[BlockKind, bool], Any] = {}
         group = placement.groups[0]
         peek = jax.jit(self.program.peek, compiler_options=self._options, **group.results)
@@ -193,7 +195,10 @@ class BlockRunner(Runner[PendingBlock]):
         element = jax.tree.leaves(self.placement.traced.element)
         zeros = [np.zeros(leaf.shape, leaf.dtype) for leaf in element]
         begun = Begun(Totals(state.accumulators, self._zero_sums()), {}, [], [])
+        if state.pipeline.optimizer_state is None and self.needs_outputs and self.has_callbacks:
+            return  # Python would notice that a stage runs, on zeros
         block = self.make_block(state, request, begun, [self._feed.add(zeros)], sizes.room)
+        state = self.with_optimizer(state, block.begun.first_outputs)
         leaves = jax.tree.leaves(state.pipeline.optimizer_state)
         has_parts = sizes.unit != request.every and request.every > sizes.capacity
         with compiling(1 + has_parts, self.note):
@@ -213,7 +218,9 @@ class BlockRunner(Runner[PendingBlock]):
             elements = watched_take(take, step, first)(wanted)
             return self.make_block(state, request, begun, elements, sizes.room)
         supply = take if isinstance(take, Supply) else Supply(take)
-        with supply.through(lambda inner: watched_take(inner, step, first)):
+        # The feed has so many ready, whatever fits the blocks of other shapes.
+        most = sizes.capacity
+        with supply.through(lambda inner: watched_take(_at_most(most, inner), step, first)):
             return self._fetch_updates(state, request, begun, supply, sizes, wanted)
 
     def _fetch_updates(
@@ -228,20 +235,15 @@ class BlockRunner(Runner[PendingBlock]):
         """The block of whole updates that comes next, or the last part of an update that is cut."""
         every = request.every
         if sizes.unit == every:
-            # Later updates may be of other shapes.
-            elements = gather(supply, every if self.of_shapes[1:] else wanted, every)
-            number = next(
-                (n for n, one in enumerate(elements) if shapes_of(one) != shapes_of(elements[0])),
-                len(elements),
-            )
-            whole = number // every * every
-            if number < len(elements):
-                supply.give_back(elements[whole:])
-            # What is left, of the same shapes, is an incomplete update's.
+            elements = gather(supply, wanted, every)
+            shapes = shapes_of(elements[0])
+            own = self.of_shapes[shapes]
+            own_sizes = own.sizes(request.total, every)
+            alike = list(itertools.takewhile(lambda one: shapes_of(one) == shapes, elements))
+            whole = min(len(alike), own_sizes.capacity) // every * every
+            supply.give_back(elements[whole:])  # of other shapes, or of an incomplete update
             if whole:
-                own = self.of_shapes[shapes_of(elements[0])]
-                room = own.sizes(request.total, every).room
-                return own.make_block(state, request, begun, elements[:whole], room)
+                return own.make_block(state, request, begun, elements[:whole], own_sizes.room)
         while True:
             own = self.of_shapes[supply.next_shapes()]
             sizes = own.sizes(request.total, every)
@@ -350,7 +352,7 @@ class BlockRunner(Runner[PendingBlock]):
     def _make_launch(self, block: PendingBlock, updates: bool) -> Launch:
         position = block.position
         return Launch(
-            runner=self,
+            runner=self.of_shapes[0],
             kind=LaunchKind.BLOCK,
             stage=0,
             step=position.execution,
@@ -457,6 +459,11 @@ class BlockRunner(Runner[PendingBlock]):
             enqueued=group.replicated,
             updated=group.replicated,
         )
+
+
+def _at_most(most: int, take: Take) -> Take:
+    """A take that asks for no more than `most` micro-batches at once."""
+    return lambda wanted: take(min(wanted, most))
 
 
 def _hand(stacks: list[Any], size: int) -> list[Handed]:
