@@ -10,7 +10,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from ipu_pipeline.ground.checks import is_integer
 from ipu_pipeline.ground.shapes import describe
+from ipu_pipeline.ground.values import cast_exactly
 
 __all__ = ["Buckets"]
 
@@ -60,13 +62,14 @@ class Buckets:
         Raises:
           ValueError: an argument is not usable.
         """
-        self._lengths = [int(length) for length in lengths]
-        if not self._lengths or self._lengths[0] < 1 or self._lengths != sorted(set(self._lengths)):
+        given = list(lengths) if np.iterable(lengths) else []
+        if not given or not all(is_integer(length, 1) for length in given) or given != sorted(set(given)):
             raise ValueError(
-                f"lengths must be at least one integer from 1, in rising order; got {list(lengths)}."
+                f"lengths must be at least one integer from 1, in rising order; got {given or lengths}."
             )
+        self._lengths = list(map(int, given))
         for name, number in (("batch_size", batch_size), ("in_a_row", in_a_row)):
-            if not isinstance(number, (int, np.integer)) or isinstance(number, bool) or number < 1:
+            if not is_integer(number, 1):
                 raise ValueError(f"{name} must be an integer of at least 1; got {number!r}.")
         for name, choice, known in (
             ("remainder", remainder, ("fill", "drop")),
@@ -96,21 +99,33 @@ class Buckets:
 
         Raises:
           ValueError: an example is too long, cannot be stacked with the first one, has no axis, or has an
-            entry "mask".
+            entry "mask". Or a leaf that was padded does not have the example's length after all; or
+            `padding` does not fit.
         """
         full = self._batch_size * self._in_a_row
         waiting: list[list[_Example]] = [[] for _length in self._lengths]
         first: _Example | None = None
         is_padded: list[bool] = []  # by leaf
+        paddings: list[Any] = []  # by leaf
+        has_made = False  # whether there has been a micro-batch
         examples = self._examples() if callable(self._examples) else self._examples
         for number, example in enumerate(examples):
             leaves, tree = jax.tree.flatten(example)
             arrays = [np.asarray(leaf) for leaf in leaves]
             own = _Example(arrays, self._find_length(example, arrays, number), tree)
-            first = own if first is None else first
             fits = [array.ndim > 0 and len(array) == own.length for array in arrays]
-            is_padded = [old and new for old, new in zip(is_padded or fits, fits, strict=False)]
+            if first is None:
+                first, is_padded, paddings = own, fits, self._find_paddings(arrays)
+            known = is_padded
+            is_padded = [old and new for old, new in zip(known, fits, strict=False)]
             own.check_like(first, is_padded, number)
+            if has_made and is_padded != known:
+                place = next(leaf for leaf, old in enumerate(known) if old and not fits[leaf])
+                raise ValueError(
+                    f"Example {number} has the length {own.length} and a leaf {describe(arrays[place])}. "
+                    "In all examples before it, this leaf's first axis had the example's length, so that "
+                    "it was padded. Give a leaf that is not to be padded a first axis of size 1."
+                )
             place = bisect.bisect_left(self._lengths, own.length)
             if place == len(self._lengths):
                 if self._too_long == "drop":
@@ -118,11 +133,11 @@ class Buckets:
                 place -= 1
             waiting[place].append(own)
             if len(waiting[place]) == full:
-                yield from self._make(waiting[place], self._lengths[place], is_padded)
-                waiting[place] = []
+                yield from self._make(waiting[place], self._lengths[place], is_padded, paddings)
+                waiting[place], has_made = [], True
         for length, some in zip(self._lengths, waiting, strict=True):
             if some and self._remainder == "fill":
-                yield from self._make(some, length, is_padded)
+                yield from self._make(some, length, is_padded, paddings)
 
     def _find_length(self, example: Any, arrays: Sequence[Any], number: int) -> int:
         if self._length_of is not None:
@@ -139,11 +154,23 @@ class Buckets:
             )
         return length
 
-    def _make(self, some: Sequence[_Example], length: int, is_padded: Sequence[bool]) -> Iterator[Any]:
+    def _find_paddings(self, arrays: Sequence[Any]) -> list[Any]:
+        """What is added to each leaf of an example."""
+        values = jax.tree.leaves(self._padding)
+        values = values * len(arrays) if len(values) == 1 else values
+        if len(values) != len(arrays):
+            raise ValueError(
+                f"padding must be a number, or a pytree of numbers like an example, which has {len(arrays)} "
+                f"leaves; got {self._padding!r}."
+            )
+        pairs = zip(values, arrays, strict=True)
+        return [cast_exactly(np.asarray(value), array.dtype, "padding") for value, array in pairs]
+
+    def _make(
+        self, some: Sequence[_Example], length: int, is_padded: Sequence[bool], paddings: Sequence[Any]
+    ) -> Iterator[Any]:
         """The micro-batches of one bucket."""
         size, known = self._batch_size, some[0]
-        paddings = jax.tree.leaves(self._padding)
-        paddings = paddings * len(known.arrays) if len(paddings) == 1 else paddings
         for first in range(0, size * self._in_a_row, size):
             mask = np.zeros((size, length), np.float32)
             stacks = []

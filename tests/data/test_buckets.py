@@ -81,6 +81,8 @@ def test_data_sets_of_grain():
     [
         ({"lengths": [8, 4]}, r"lengths must be .* in rising order; got \[8, 4\]"),
         ({"lengths": []}, "lengths must be at least one"),
+        ({"lengths": [4, 8.5]}, r"lengths must be at least one integer.* got \[4, 8.5\]"),
+        ({"lengths": 8}, "lengths must be at least one integer.* got 8"),
         ({"batch_size": 0}, "batch_size must be an integer of at least 1; got 0"),
         ({"in_a_row": 1.5}, "in_a_row must be an integer"),
         ({"remainder": "pad"}, "remainder must be one of 'fill', 'drop'; got 'pad'"),
@@ -106,3 +108,19 @@ def test_wrong_arguments(changed, error):
 def test_wrong_examples(examples, error):
     with pytest.raises(ValueError, match=error):
         list(Buckets(examples, [4], 1))
+
+
+def test_padding_that_does_not_fit():
+    with pytest.raises(ValueError, match="padding must be .* like an example, which has 2 leaves; got"):
+        list(Buckets([(np.arange(2), np.ones(2))], [4], 1, padding=(0, 1, 2)))
+    with pytest.raises(ValueError, match="padding"):
+        list(Buckets(texts(3), [4], 1, padding=0.5))
+
+
+def test_a_leaf_that_happened_to_have_the_example_s_length():
+    """It must not be padded in some micro-batches and not in others."""
+    examples = [(np.arange(n), np.ones(3)) for n in (3, 4)]
+    ((ids, features, _mask),) = Buckets(examples, [6], 2)
+    assert (ids.shape, features.shape) == ((2, 6), (2, 3))
+    with pytest.raises(ValueError, match=r"Example 1 has the length 4 and a leaf float64\[3\]\. In all"):
+        list(Buckets(examples, [6], 1))

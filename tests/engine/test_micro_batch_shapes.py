@@ -1,8 +1,11 @@
 """Micro-batches of several shapes in one pipeline, beside what tests/engine/test_features.py compares."""
 
 import dataclasses
+import gc
 import itertools
 import logging
+import threading
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +13,12 @@ import numpy as np
 import optax
 import pytest
 
-from ipu_pipeline import engine
+from ipu_pipeline import engine, reports
 from ipu_pipeline.data.buckets import Buckets
+from ipu_pipeline.engine import schedules
+from ipu_pipeline.engine.devices.feeds import Element, Supply
+from ipu_pipeline.engine.execution.steps import Compute
+from ipu_pipeline.engine.inspect import LiveBytes
 from tests.support import beside, models
 
 NUM_TOKENS, WIDTH = 11, 6
@@ -68,6 +75,17 @@ def start(pipeline, micro_batch):
 
 def losses_of(outputs):
     return np.asarray(jax.device_get(outputs.losses))
+
+
+def taker(pipeline, steps):
+    """Takes the micro-batches of several steps for `Pipeline.run`."""
+    elements = itertools.chain.from_iterable(steps)
+
+    def take(wanted):
+        leaves = [pipeline.check_element(one, 0) for one in itertools.islice(elements, wanted)]
+        return list(map(pipeline.place_element, leaves))
+
+    return take
 
 
 def test_texts_in_buckets_with_a_token_weighted_loss():
@@ -274,13 +292,7 @@ def test_guessed_updates_are_done_again_with_the_shapes_that_they_had():
             texts(*lengths, seed=n) for n, lengths in enumerate([(4, 5, 4, 5), (5, 4, 4, 4), (3, 3, 5, 4)])
         ]
         state = pipeline.place(start(pipeline, steps[0][0]))
-        elements = itertools.chain.from_iterable(steps)
-
-        def take(wanted, pipeline=pipeline, elements=elements):
-            leaves = [pipeline.check_element(one, 0) for one in itertools.islice(elements, wanted)]
-            return list(map(pipeline.place_element, leaves))
-
-        found.append(pipeline.run(state, take, [], lambda *_told: None, 3))
+        found.append(pipeline.run(state, taker(pipeline, steps), [], lambda *_told: None, 3))
     models.assert_trees_close(found[1].variables, found[0].variables, 0.0)
 
 
@@ -336,3 +348,181 @@ def test_other_recomputation_devices_and_plans_have_the_same_shapes():
     pipeline.prepare(jax.devices()[3:])
     after, _outputs = pipeline.step(dataclasses.replace(state), step)
     models.assert_trees_close(jax.device_get(after.variables), jax.device_get(expected.variables))
+
+
+def test_a_schedule_for_one_number_of_micro_batches(tmp_path):
+    """A step that has begun with alike micro-batches goes on in the order of the same rows."""
+    schedules.write_csv(make(schedule="interleaved").timetable(4).rows, tmp_path / "rows.csv")
+    beside.train(make(schedule=str(tmp_path / "rows.csv")), [texts(4, 4, 5, 4), texts(5, 4, 4, 5)])
+
+
+def test_shapes_that_change_within_a_chunk_of_execution_phases():
+    """It went on trying to take a whole chunk, for ever."""
+    phases = engine.ExecutionPhases(of_levels=(0, 0, 1))
+    pipeline = make(schedule="sequential", execution_phases=phases, dispatch_plan=engine.Chunking(2))
+    beside.train(pipeline, [texts(4, 4, 5, 5), texts(4, 5, 5, 4), texts(4, 4, 4, 4)])
+
+
+def test_blocks_have_room_for_their_shapes():
+    """On one device: an update of the longer ones is done in parts, and several of the shorter ones at once."""
+    steps = [texts(60, 60), texts(60, 3), *[texts(3, 3)] * 3, texts(60, 60), texts(3, 60)]
+    for first in (3, 60):
+        pipeline = make(2, device_mapping=[0, 0, 0], block_bytes=1500)
+        state = start(pipeline, texts(first)[0])
+        expected, take, told = beside.copied(state), taker(pipeline, steps), []
+        most = pipeline.num_fetched(len(steps))
+
+        def bounded(wanted, take=take, most=most):
+            assert wanted <= most  # an infeed has no more ready, so it would never give them
+            return take(wanted)
+
+        state = pipeline.run(
+            pipeline.place(state), bounded, [], lambda _told, number, told=told: told.append(number), 7
+        )
+        assert max(told) == (3 if first == 3 else 1)
+        for step in steps:
+            expected, _outputs = beside.step_plainly(pipeline, expected, step)
+        models.assert_trees_close(state.variables, expected.variables)
+
+
+def test_updates_before_one_with_a_wrong_shape_are_done():
+    done = []
+    for mapping in ([0, 1, 2], [0, 0, 0]):
+        pipeline = make(2, device_mapping=mapping, max_shapes=2)
+        state = pipeline.place(start(pipeline, texts(4)[0]))
+        take = taker(pipeline, [texts(4, 4), texts(5, 5), texts(4, 4), texts(4, 6)])
+        with pytest.raises(ValueError, match="max_shapes is 2"):
+            pipeline.run(state, take, [], lambda _told, number: done.append(number), 4)
+    assert sum(done) == 2 * 3
+
+
+def test_a_supply_gives_what_comes_before_an_error():
+    def resolve(number):
+        if number == 2:
+            raise ValueError
+        return Element(None, number)
+
+    numbers = iter(range(5))
+    supply = Supply(lambda wanted: list(itertools.islice(numbers, wanted)), resolve)
+    assert [element.row for element in supply(4)] == [0, 1]
+    for _time in range(2):
+        with pytest.raises(ValueError):  # noqa: PT011  # its own
+            supply(4)
+
+
+@pytest.mark.parametrize("mapping", [[0, 1, 2], [0, 0, 0]])
+def test_threads_that_meet_shapes_at_the_same_time(mapping):
+    pipeline, lengths, found = make(2, device_mapping=mapping), (5, 6, 7), {}
+    state = start(pipeline, texts(4)[0])
+    barrier = threading.Barrier(len(lengths))
+
+    def run(length):
+        barrier.wait()
+        found[length] = pipeline.step(state, texts(length, 4))[0]
+
+    threads = [threading.Thread(target=run, args=(length,)) for length in lengths]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for length in lengths:
+        expected, _outputs = beside.step_plainly(pipeline, beside.copied(state), texts(length, 4))
+        models.assert_trees_close(found[length].variables, expected.variables)
+
+
+def test_what_places_micro_batches_does_not_hold_the_pipeline():
+    """An infeed holds it for long; the pipeline's program may be gone."""
+    pipeline = make(dispatch_plan=engine.Chunking(2))
+    pipeline.trace(texts(4)[0])
+    place, known = pipeline.place_element, weakref.ref(pipeline)
+    del pipeline
+    gc.collect()
+    assert known() is None
+    del place
+
+
+def test_named_shapes_stay_when_everything_is_compiled_again():
+    pipeline = make(2, shapes=texts(5, 6))
+    pipeline.trace(texts(4)[0])
+
+    def count():
+        return len(pipeline.prepare().of_shapes)
+
+    assert count() == 3
+    pipeline.set_recomputation(engine.Recomputation.AUTO)
+    assert count() == 3
+    pipeline.set_replicas(2)
+    assert count() == 3
+    assert len(pipeline.with_dispatch_plan(engine.Chunking(2)).prepare().of_shapes) == 3
+    wrong = make(shapes=[texts(5)[0][0]])
+    for _time in range(2):
+        with pytest.raises(ValueError, match=r"shapes\[0\] must be a tuple of 2 arrays"):
+            start(wrong, texts(4)[0])
+
+
+def test_named_shapes_where_the_optimizer_s_state_depends_on_outputs():
+    def optimizer(loss):
+        return optax.GradientTransformation(
+            lambda _parameters: loss * 1.0,
+            lambda gradients, first, _parameters: (jax.tree.map(lambda g: -g / first, gradients), first),
+        )
+
+    for mapping in ([0, 1, 2], [0, 0, 0]):
+        pipeline = make(2, shapes=texts(5), optimizer=optimizer, device_mapping=mapping)
+        state, outputs = pipeline.step(start(pipeline, texts(4)[0]), texts(5, 4))
+        assert jax.tree.leaves(state.optimizer_state) == [losses_of(outputs)[0]]
+
+
+def test_other_shapes_are_traced_with_the_first_one_s_settings():
+    pipeline = make()
+    with jax.default_matmul_precision("float32"), jax.numpy_rank_promotion("raise"):
+        pipeline.trace(texts(4)[0])
+
+    def find_precisions(one):
+        equations = [equation for stage in one.traced.stages for equation in stage.flat.equations]
+        return [equation.params["precision"] for equation in equations if "precision" in equation.params]
+
+    found = find_precisions(pipeline.for_shapes(texts(5)[0]))
+    assert found == find_precisions(pipeline) == [(jax.lax.Precision.HIGHEST,) * 2] * 2
+
+
+def test_shapes_are_asked_of_with_the_first_one_s_structure_and_dtypes():
+    pipeline = make()
+    pipeline.trace(texts(4)[0])
+    ids, mask = texts(5)[0]
+    with pytest.raises(ValueError, match=r"The micro-batch must have the dtype.*\[1\], float32\[2, 4\]; got"):
+        pipeline.for_shapes((ids, mask.astype("int32")))
+
+
+def test_reports_of_several_shapes(tmp_path):
+    """On one device the runner for other shapes was unknown to the recording, which was an error."""
+    pipeline = make(2, device_mapping=[0, 0, 0])
+    state = start(pipeline, texts(4)[0])
+    with reports.capture(tmp_path) as captured:
+        for step in (texts(4, 4), texts(5, 5), texts(4, 5)):
+            state, _outputs = pipeline.step(state, step)
+    steps = [event.step for event in captured.profile.events if event.kind == "forward"]
+    assert sorted(steps) == [0] * 6 + [1] * 6 + [2] * 6
+
+
+def test_live_bytes_of_several_shapes():
+    """In steps of one of the shapes, and of several, which run otherwise from then on."""
+    pipeline = make(dispatch_plan=engine.Chunking())
+    state = start(pipeline, texts(4)[0])
+    live_bytes = LiveBytes(pipeline.prepare())
+    for step in (texts(8, 8, 8, 8), texts(4, 8, 4, 8), texts(16, 16, 16, 16)):
+        pipeline.step(state, step)
+        planned = [stage.num_live_bytes for stage in pipeline.for_shapes(step[-1]).plan_memory()]
+        assert live_bytes.peaks == planned
+
+
+def test_a_searched_order_is_that_of_all_shapes():
+    pipeline = make(schedule="searched", shapes=texts(5))
+    pipeline.trace(texts(4)[0])
+
+    def find_order(runner):
+        found = [(action, chunk) for action, chunk in runner.order(4) if isinstance(action, Compute)]
+        return [(action.template.kind, action.template.stage, chunk) for action, chunk in found]
+
+    first, other = map(find_order, pipeline.prepare().of_shapes)
+    assert first == other

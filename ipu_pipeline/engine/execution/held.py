@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ipu_pipeline.engine.execution.columns import Column
@@ -19,16 +19,14 @@ class Held:
       peaks: per stage, in bytes.
     """
 
-    def __init__(self, column: Column) -> None:
-        """Begins before anything has run."""
-        templates = column.plan.templates
-        num_stages = 1 + max(stage for _kind, stage in templates)
+    def __init__(self, columns: Callable[[], Iterable[Column]]) -> None:
+        """Begins before anything has run. `columns` returns what runs the replica, for each of the shapes."""
+        self._columns = columns
+        num_stages = 1 + max(stage for _kind, stage in next(iter(columns())).plan.templates)
         self.peaks = [0] * num_stages
         # by stage, the chunks in flight, each with the slots that are held of it
         self._running: list[dict[int, set[int]]] = [{} for _ in range(num_stages)]
-        self._held_after = {
-            key: self._find_held(template, templates) for key, template in templates.items()
-        }
+        self._held_after: dict[Template, set[int]] = {}
 
     @staticmethod
     def _find_held(template: Template, templates: Mapping[tuple[ActionKind, int], Template]) -> set[int]:
@@ -52,7 +50,10 @@ class Held:
 
     def look(self, template: Template, chunk: int, slots: Mapping[int, Sequence[Any]]) -> None:
         """Measures after a program and what follows it."""
-        self._running[template.stage][chunk] = self._held_after[template.kind, template.stage]
+        if template not in self._held_after:
+            for known in (column.plan.templates for column in self._columns()):
+                self._held_after |= {one: self._find_held(one, known) for one in known.values()}
+        self._running[template.stage][chunk] = self._held_after[template]
         for stage, running in enumerate(self._running):
             arrays = [slots[number][slot] for number, places in running.items() for slot in places]
             here = (array for array in arrays if array is not None and array.addressable_shards)

@@ -81,13 +81,23 @@ class Lowering:
 
     @property
     def actions(self) -> Mapping[ProgramKey, tuple[StepAction, ...]]:
-        """The actions of each program, by kind and stage."""
-        return self._actions
+        """The actions of each program, by kind and stage, including those of the observer."""
+        if (observer := self._observer) is None:
+            return self._actions
+        return {
+            key: (*own, Observe(observer, tuple(column.plan.templates[key] for column in self._columns)))
+            for key, own in self._actions.items()
+        }
+
+    @property
+    def observer(self) -> Observer | None:
+        """The observer; see `observe`."""
+        return self._observer
 
     @property
     def micro_batch(self) -> Order:
         """The actions of one micro-batch or chunk in the order of its programs, without a schedule."""
-        return self._order([Action(kind, stage, 0) for kind, stage in self._templates])
+        return self._order([Action(kind, stage, 0) for kind, stage in self._templates], self._actions)
 
     def follow(self, make_timetable: Callable[[int], Timetable]) -> None:
         """Follows other timetables from the next step on."""
@@ -117,7 +127,7 @@ class Lowering:
 
     def planned(self, num_chunks: int) -> Order:
         """The actions of the micro-batches of a step, without observers and waits."""
-        return self._order(self._make_timetable(num_chunks).order, self._phases)
+        return self._order(self._make_timetable(num_chunks).order, self._actions, self._phases)
 
     def _make(self, num_chunks: int, reduces: bool, num_done: int) -> Order:
         scheduled: Sequence[Action] = self._make_timetable(num_chunks).order
@@ -138,23 +148,18 @@ class Lowering:
                 waiting = {group: keys for group, keys in waiting.items() if group not in ended}
                 if not waiting:
                     break
-        order = self._order(scheduled, self._phases, self._observer, ends)
+        order = self._order(scheduled, self.actions, self._phases, ends)
         last: list[StepAction] = [*([wait] if self._waits else []), *map(Reduce, left)]
         return [*order, (tuple(last), ALL)] if last else order
 
     def _order(
         self,
         scheduled: Iterable[Action],
+        actions_of: Mapping[ProgramKey, tuple[StepAction, ...]],
         phases: ExecutionPhases | None = None,
-        observer: Observer | None = None,
         ends: Mapping[int, tuple[StepAction, ...]] = MappingProxyType({}),
     ) -> list[tuple[tuple[StepAction, ...], int]]:
         """The actions for a schedule. `ends`: by an action's number, further actions that follow it."""
-        actions_of = dict(self._actions)
-        for key in actions_of if observer is not None else ():
-            assert observer is not None
-            templates = tuple(column.plan.templates[key] for column in self._columns)
-            actions_of[key] += (Observe(observer, templates),)
         feeding = {key: (self._feed, *actions) for key, actions in actions_of.items()}
         order: list[tuple[tuple[StepAction, ...], int]] = []
         levels = self._columns[0].placement.traced.levels

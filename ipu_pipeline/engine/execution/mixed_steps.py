@@ -2,7 +2,8 @@
 
 The step has one schedule. Where that says "the forward of stage 2 for micro-batch 5", the program is the
 one for that micro-batch's shapes. A replica has a `ColumnRun` for each of the shapes; these share what does
-not depend on shapes: accumulators, assigned variables, and what is collected and enqueued.
+not depend on shapes: accumulators, assigned variables, and what is collected and enqueued; and what is held, by
+micro-batch.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def _take_alike(take: Take, number: int, num_replicas: int) -> Sequence[Any]:
 
 
 def share(column: ColumnRun, first: ColumnRun) -> ColumnRun:
-    """Makes a replica's run share with its first one what does not depend on shapes. Returns it."""
+    """Makes a replica's run for some shapes share with the first one what all have. Returns it."""
     column.accumulators, column.assigned = first.accumulators, first.assigned
-    column.enqueued = first.enqueued
+    column.enqueued, column.slots = first.enqueued, first.slots
     return column

@@ -12,8 +12,9 @@ variables that its stages assign, stay its own until the next weight update, or 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -182,6 +183,8 @@ class ColumnRunner(Runner[PendingStep]):
             column.feed.shapes = shapes
         self.replicas, self._num_stacked = Replicas(placement, self.columns), self._chunk.num_stacked
         self.lowering = Lowering(self.columns, self.replicas, make_timetable, phases, self.has_callbacks)
+        if lead is not None:
+            self.lowering.observe(lead.lowering.observer)
         self.dealer = Dealer(placement, self.columns, self._chunk.size)
         alone = len(homes) == 1
         self._place_element = self.columns[0].feed.add if alone else self.dealer.place_element
@@ -215,13 +218,21 @@ class ColumnRunner(Runner[PendingStep]):
 
     def observe(self, observer: Observer | None) -> None:
         """Sets the observer of what is held after each program and its transfers. None removes it."""
-        self.lowering.observe(observer)
+        for runner in self.of_shapes:
+            runner.lowering.observe(observer)
+            runner.make_single().lowering.observe(observer)
 
     def observe_held(self) -> Sequence[list[int]]:
         """Begins to measure what stages hold, with an observer."""
-        held = [Held(column) for column in self.columns]
+        held = [Held(functools.partial(self._columns_of, replica)) for replica in range(self.replicas.number)]
         self.observe(lambda replica, *program: held[replica].look(*program))
         return [one.peaks for one in held]
+
+    def _columns_of(self, replica: int) -> Iterator[Column]:
+        """What runs the micro-batches of a replica, for each of the shapes."""
+        for runner in self.of_shapes:
+            yield runner.columns[replica]
+            yield runner.make_single().columns[replica]
 
     def order(self, num_chunks: int) -> list[tuple[StepAction, int]]:
         """The actions of a step of `num_chunks` micro-batches, or chunks of them."""
