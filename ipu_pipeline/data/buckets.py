@@ -160,8 +160,8 @@ class Buckets:
         values = values * len(arrays) if len(values) == 1 else values
         if len(values) != len(arrays):
             raise ValueError(
-                f"padding must be a number, or a pytree of numbers like an example, which has {len(arrays)} "
-                f"leaves; got {self._padding!r}."
+                "padding must be a number, or a pytree of numbers like an example, which has "
+                f"{len(arrays)} leaves; got {self._padding!r}."
             )
         pairs = zip(values, arrays, strict=True)
         return [cast_exactly(np.asarray(value), array.dtype, "padding") for value, array in pairs]

@@ -253,7 +253,8 @@ class Feeder:
     def _check_shapes(self, entry: _Entry, number: int) -> None:
         """Raises if a fetched element has other shapes, with which it may be there for another program."""
         if [np.shape(leaf) for leaf in entry.leaves] != self._shapes:
-            check_like(self._expected_tree.unflatten(entry.leaves), self._element, _name(number))
+            element = jax.tree.unflatten(self._expected_tree, entry.leaves)
+            check_like(element, self._element, _name(number))
 
     def _check(self, element: Any) -> list[Any]:
         leaves, tree = jax.tree.flatten(element)

@@ -137,7 +137,36 @@ def test_loops_have_one_shape():
             session.run(program)
 
 
-def test_estimators(tmp_path):
+def test_one_infeed_of_programs_with_one_shape_and_with_several():
+    """What was fetched ahead for one is checked when the other takes it; NumPy might have broadcast it."""
+    data = batches([4, 4, 1, 4])
+    infeed = IPUInfeedQueue(lambda: iter(data), prefetch_depth=4)
+    stages = [lambda x, labels: (x, labels), lambda x, labels: (x, labels.sum())]
+    several = front.compile_pipeline(stages, 1, infeed_queue=infeed, outfeed_queue=IPUOutfeedQueue())
+
+    def body(total, x, labels):
+        return total + x.sum() + labels.sum().astype(x.dtype)
+
+    one = front.compile_program(lambda: ipu.loops.repeat(3, body, [jnp.float32(0)], infeed))
+    with ipu.Session() as session:
+        session.run(infeed.initializer)
+        session.run(several)
+        with pytest.raises(ValueError, match=r"element 2 of the dataset must have.*float32\[1, 12\]"):
+            session.run(one)
+        assert infeed.position.count == 1
+
+
+def test_an_end_of_the_data_within_an_update():
+    """What an update has begun with stays in front of the run, on one device as on several."""
+    for mapping in ([0, 1], [0, 0]):
+        model = front.Model(lambda: iter(batches([4] * 5)), repeat_count=3, device_mapping=mapping)
+        with front.session_of(model) as session:
+            with pytest.raises(ipu.errors.OutOfRangeError, match="ended after 5 elements"):
+                model.run(session)
+            assert model.infeed.position.count == 3
+
+
+def test_estimators(tmp_path, monkeypatch):
     """Evaluation of a last, smaller batch: the metrics of all examples. Predictions have its rows."""
     data = batches([4, 4, 4, 4, 4, 2])
 
@@ -184,3 +213,5 @@ def test_estimators(tmp_path):
     expected = float(jnp.mean(optax.softmax_cross_entropy_with_integer_labels(np.stack(logits), labels)))
     assert found["loss"] == pytest.approx(expected, rel=1e-5)
     assert found["accuracy"] == pytest.approx(float(np.mean(np.argmax(logits, -1) == labels)))
+    monkeypatch.setenv("IPU_PIPELINE_SYNTHETIC_DATA", "zeros")
+    assert estimator.evaluate(lambda: data)["loss"] > 0

@@ -20,7 +20,7 @@ class Held:
     """
 
     def __init__(self, columns: Callable[[], Iterable[Column]]) -> None:
-        """Begins before anything has run. `columns` returns what runs the replica, for each of the shapes."""
+        """Begins before anything has run. `columns` returns what runs the replica, for all shapes."""
         self._columns = columns
         num_stages = 1 + max(stage for _kind, stage in next(iter(columns())).plan.templates)
         self.peaks = [0] * num_stages

@@ -2,8 +2,8 @@
 
 The step has one schedule. Where that says "the forward of stage 2 for micro-batch 5", the program is the
 one for that micro-batch's shapes. A replica has a `ColumnRun` for each of the shapes; these share what does
-not depend on shapes: accumulators, assigned variables, and what is collected and enqueued; and what is held, by
-micro-batch.
+not depend on shapes: accumulators, assigned variables, and what is collected and enqueued. They also share
+the slots, which are those of a micro-batch each.
 """
 
 from __future__ import annotations

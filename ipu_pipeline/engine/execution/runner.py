@@ -224,7 +224,8 @@ class ColumnRunner(Runner[PendingStep]):
 
     def observe_held(self) -> Sequence[list[int]]:
         """Begins to measure what stages hold, with an observer."""
-        held = [Held(functools.partial(self._columns_of, replica)) for replica in range(self.replicas.number)]
+        numbers = range(self.replicas.number)
+        held = [Held(functools.partial(self._columns_of, replica)) for replica in numbers]
         self.observe(lambda replica, *program: held[replica].look(*program))
         return [one.peaks for one in held]
 

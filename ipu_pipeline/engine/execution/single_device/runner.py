@@ -129,8 +129,8 @@ class BlockRunner(Runner[PendingBlock]):
         self._trained = {value.key for value in results if value.kind == UpdateKind.PARAMETER}
         self._feed = Feed(functools.partial(put, group=placement.groups[0]), is_block=True)
         self._feed.shapes = shapes
-        # the blocks of all shapes that the host has run ahead
-        self._in_flight: collections.deque[Any] = collections.deque() if lead is None else lead._in_flight
+        # what the host has run ahead, of all shapes
+        self.in_flight: collections.deque[Any] = collections.deque() if lead is None else lead.in_flight
         self._functions: dict[tuple[BlockKind, bool], Any] = {}
         group = placement.groups[0]
         peek = jax.jit(self.program.peek, compiler_options=self._options, **group.results)
@@ -343,10 +343,10 @@ class BlockRunner(Runner[PendingBlock]):
             made: Left = function(*arguments)
         else:
             made = watcher.run(self._make_launch(block, updates), function, arguments)
-        self._in_flight.append(made.done)
+        self.in_flight.append(made.done)
         limit = 0 if self.has_callbacks else _max_in_flight(num_bytes(block.feed))
-        while len(self._in_flight) > limit:
-            jax.block_until_ready(self._in_flight.popleft())
+        while len(self.in_flight) > limit:
+            jax.block_until_ready(self.in_flight.popleft())
         return made
 
     def _make_launch(self, block: PendingBlock, updates: bool) -> Launch:
