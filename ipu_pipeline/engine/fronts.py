@@ -32,6 +32,7 @@ from ipu_pipeline.engine.segments import (
     segment,
 )
 from ipu_pipeline.engine.state import Collected, Progress, RunState, is_readable
+from ipu_pipeline.engine.state_checks import check_state
 from ipu_pipeline.engine.tracing.captures import Captures
 from ipu_pipeline.engine.tracing.enqueuing import enqueue_to, find_leaves
 from ipu_pipeline.engine.tracing.faults import find_calling_line, name_of
@@ -97,6 +98,7 @@ __all__ = [
     "between_bars",
     "check_pipeline",
     "check_signature",
+    "check_state",
     "count_dtype",
     "current_body",
     "current_scope",

@@ -62,6 +62,7 @@ from ipu_pipeline.engine.searched_timetables import (
     measure_scenario,
 )
 from ipu_pipeline.engine.state import PipelineState, Progress, RunState, StepOutputs
+from ipu_pipeline.engine.state_checks import check_elements, check_exists, check_not_traced, check_state
 from ipu_pipeline.engine.tracing.metrics import Metric, MetricReader
 from ipu_pipeline.engine.tracing.recomputation_marks import has_marks
 from ipu_pipeline.engine.tracing.replicas import uses_replicas
@@ -862,7 +863,12 @@ class Pipeline:
 
         Returns:
           The state, its leaves on the devices of their stages.
+
+        Raises:
+          TypeError: it is called within `jax.jit` or another transformation.
+          ValueError: the key is none of `jax.random.key`; or see `trace` and `prepare`.
         """
+        check_not_traced("Pipeline.init", key)
         if not (hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
             raise ValueError(
                 f"init: key must be a random key from jax.random.key; got {type(key).__name__}. "
@@ -918,8 +924,10 @@ class Pipeline:
           replaced by its value. None for stages that are functions without a pytree of parameters.
 
         Raises:
-          ValueError: the state lacks some of them.
+          TypeError: it is no state.
+          ValueError: the state lacks some of them, or a step with `donate` has destroyed it.
         """
+        check_state("Pipeline.parameters", state, may_be_traced=True)
         return self._parameters.read(state.variables)
 
     def with_parameters(self, state: PipelineState, parameters: Sequence[Any]) -> PipelineState:
@@ -931,8 +939,12 @@ class Pipeline:
             copied, so with `donate` a step destroys them.
 
         Raises:
-          ValueError: number, structure, shape or dtype differs, or a shared parameter has two values.
+          TypeError: it is no state.
+          ValueError: number, structure, shape or dtype differs, a shared parameter has two values, or a
+            step with `donate` has destroyed the state or the parameters.
         """
+        check_state("Pipeline.with_parameters", state, may_be_traced=True)
+        check_exists("Pipeline.with_parameters: parameters", parameters)
         variables = {**state.variables, **self._parameters.write(parameters)}
         return dataclasses.replace(state, variables=variables)
 
@@ -960,13 +972,18 @@ class Pipeline:
 
         Raises:
           OutOfRangeError: there are too few micro-batches.
-          ValueError: a micro-batch or an input has another shape, dtype or structure than the first; or
-            `num_micro_batches` is given twice, or not at all.
+          TypeError: it is called within `jax.jit` or another transformation, or the state is none.
+          ValueError: a micro-batch or an input has another shape, dtype or structure than the first; the
+            state has been destroyed by a step with `donate`; or `num_micro_batches` is given twice, or not
+            at all.
         """
+        check_not_traced("Pipeline.step", inputs)
+        known = None if self._placed is None else self._placed()
+        check_state("Pipeline.step", state, is_known=state is known)
         every = self.updated_every(num_micro_batches) * self._num_replicas
         if isinstance(micro_batches, PlacedMicroBatches):
             return self._step(state, micro_batches.taker(self.prepare(), every), inputs, num_micro_batches)
-        iterator = iter(micro_batches)
+        iterator = iter(check_elements("Pipeline.step", micro_batches))
         if self._built is None:
             try:
                 first = next(iterator)
@@ -1000,6 +1017,7 @@ class Pipeline:
           ValueError: a micro-batch has another shape, dtype or structure than the pipeline was traced for,
             or a program handles several micro-batches, and these do not make whole groups.
         """
+        check_not_traced("Pipeline.place_micro_batches", micro_batches)
         runner = self.prepare()
         elements: list[Any] = [
             runner.place_element(self.check_element(element, number))
@@ -1103,6 +1121,7 @@ class Pipeline:
           ValueError: a variable is missing. Or each step is given its number of micro-batches, or the
             optimizer's state depends on what the last stage returns: then the first step compiles.
         """
+        check_state("Pipeline.compile", state)
         every = self.updated_every(None)
         if self.updates is not None and state.optimizer_state is None:
             raise ValueError(

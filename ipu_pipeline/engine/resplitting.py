@@ -24,6 +24,7 @@ from ipu_pipeline.engine import peers
 from ipu_pipeline.engine.devices.gathered import read_gathered
 from ipu_pipeline.engine.pipeline import Pipeline
 from ipu_pipeline.engine.state import PipelineState
+from ipu_pipeline.engine.state_checks import check_state
 from ipu_pipeline.ground.shapes import describe
 from ipu_pipeline.ground.tables import shorten
 
@@ -76,14 +77,13 @@ def resplit(state: PipelineState, pipeline: Pipeline) -> PipelineState:
       The state of the pipeline, on its devices. Without an optimizer it has no optimizer state.
 
     Raises:
-      TypeError: an argument is of another type.
-      ValueError: the variables or the optimizer's state of one are not those of the other, or it is not
-        certain which are which.
+      TypeError: an argument is of another type, or it is called within a transformation such as `jax.jit`.
+      ValueError: a step with `donate` has destroyed the state. Or the variables or the optimizer's state of
+        one are not those of the other, or it is not certain which are which.
       RuntimeError: the pipeline has not been traced.
     """
-    if not isinstance(state, PipelineState):
-        raise TypeError(f"resplit: state must be what init or step returned; got {type(state).__name__}.")
-    check_pipeline("resplit", pipeline)
+    check_state("engine.resplit", state)
+    check_pipeline("engine.resplit", pipeline)
     known = jax.tree_util.tree_flatten_with_path(state.optimizer_state)[0]
     leaves = None
     if state.optimizer_state is not None:

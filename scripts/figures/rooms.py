@@ -41,7 +41,7 @@ FLOORS = (
     _folder("graphcore"),
     _beside(
         "engine: ground",
-        "engine.state engine.progress engine.watching engine.peers",
+        "engine.state engine.state_checks engine.progress engine.watching engine.peers",
         "State, progress, who watches, other processes",
     ),
     _folder("engine/jaxprs"),
