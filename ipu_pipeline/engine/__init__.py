@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     # Named for type checkers; imported when somebody asks for it, as all here (`NAMED_LATER` of the rooms).
     from ipu_pipeline.checkpointing.engine_states import restore, save
     from ipu_pipeline.engine.automatic_splits import AutoStages, ModelStages, SplitTable, auto_stages, split
+    from ipu_pipeline.engine.devices.gathered import gathered
     from ipu_pipeline.engine.loop import Loop
     from ipu_pipeline.engine.measuring import measure_dispatch_plan
     from ipu_pipeline.engine.pipeline import Pipeline
@@ -82,6 +83,7 @@ __all__ = [
     "constrain",
     "cross_replica_sum",
     "enqueue",
+    "gathered",
     "get_variable",
     "get_variable_scope",
     "measure_dispatch_plan",
@@ -137,6 +139,7 @@ _HOMES = {
     "constrain": "engine.tracing.tensor_parallel",
     "cross_replica_sum": "engine.tracing.replicas",
     "enqueue": "engine.tracing.enqueuing",
+    "gathered": "engine.devices.gathered",
     "get_variable": "engine.tracing.variables",
     "get_variable_scope": "engine.tracing.variable_scopes",
     "measure_dispatch_plan": "engine.measuring",

@@ -12,7 +12,7 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline import engine
-from ipu_pipeline.engine import processes, resplitting
+from ipu_pipeline.engine import resplitting
 from ipu_pipeline.ground.errors import CheckpointError
 from tests.support import joined, models
 
@@ -543,10 +543,10 @@ def go_on_in_processes(saved, moved, target):
     engine.save(moved, engine.resplit(state, other))
     model = as_model(4)
     again = engine.restore(target, pipeline)
-    known = processes.read_gathered(list(again.variables.values()))
+    known = engine.gathered(again.variables)
     model.trace(batches[0])
     model_losses = go_on(model, engine.restore(target, model), 1)[1]
-    return losses, others, model_losses, dict(zip(again.variables, map(np.asarray, known), strict=True))
+    return losses, others, model_losses, jax.tree.map(np.asarray, known)
 
 
 def save_alone(path):
