@@ -19,11 +19,13 @@ from ipu_pipeline.engine.tracing.stage_parameters import (
     StageParameters,
     check_length,
     check_names,
+    find_shapes,
+    is_maker,
     make_layout,
+    parts,
 )
 from ipu_pipeline.engine.tracing.stages import StageFunction, as_arguments
 from ipu_pipeline.engine.tracing.variables import get_variable
-from ipu_pipeline.ground.errors import without_traceback_note
 
 __all__ = [
     "Mapping",
@@ -54,7 +56,7 @@ class Stage:
         Args:
           function: `function(parameters, *inputs) -> outputs`.
           parameters: a pytree of arrays, the values at the start, in which parts may be `Shared` with other
-            stages; or a function from a random key to such a pytree; or its shapes
+            stages, or all of it; or a function from a random key to such a pytree; or its shapes
             (`jax.ShapeDtypeStruct`), with which `Pipeline.init` is not possible. Integers and booleans are
             not trained.
           name: the scope of its variables, one per leaf, named by the leaf's path. None: `stage<index>`.
@@ -67,8 +69,7 @@ class Stage:
     @property
     def makes_parameters(self) -> bool:
         """Whether its parameters are a function of a random key."""
-        # There are pytrees that can be called, such as the modules of Equinox.
-        return callable(self.parameters) and jax.tree_util.all_leaves([self.parameters])
+        return is_maker(self.parameters)
 
     def layout(self, index: int) -> Layout:
         """The variables that its parameters become.
@@ -76,12 +77,8 @@ class Stage:
         Raises:
           ValueError: see `make_layout`.
         """
-        given = self.parameters
-        if self.makes_parameters:
-            with without_traceback_note():
-                given = jax.eval_shape(given, jax.eval_shape(jax.random.key, 0))
         what = f"parameters of stage {index} ({self.__name__})"
-        return make_layout(given, self.name or f"stage{index}", what)
+        return make_layout(find_shapes(self.parameters, what), self.name or f"stage{index}", what)
 
     def with_variables(self, layout: Layout, shared: set[str]) -> StageFunction:
         """Makes the stage a function whose parameters are variables.
@@ -92,22 +89,26 @@ class Stage:
         """
         # JAX's caches keep an initializer for long; they should not keep a model's weights with it.
         reference = weakref.ref(self)
+        makers = list(map(is_maker, parts(self.parameters)))
 
-        def initializer(place: int) -> Any:
+        def initializer(leaf: Leaf) -> Any:
+            number, inner_number = leaf.place
+
             def initialize(key: Any, shape: Any, dtype: Any) -> Any:
                 del shape, dtype  # they are the leaf's
                 stage = reference()
                 assert stage is not None
-                made = stage.parameters(key) if stage.makes_parameters else stage.parameters
-                value = jax.tree.leaves(made)[place]
+                part = parts(stage.parameters(key) if stage.makes_parameters else stage.parameters)[number]
+                value = jax.tree.leaves(part(key) if is_maker(part) else part)[inner_number]
                 if isinstance(value, jax.ShapeDtypeStruct):
                     raise ValueError(
-                        f"{layout.what}{layout.leaves[place].path} must be an array to start from; got a "
+                        f"{layout.what}{leaf.path} must be an array to start from; got a "
                         "ShapeDtypeStruct. Give arrays, or use a state that another pipeline made."
                     )
                 return value
 
-            initialize.needs_key = self.makes_parameters  # type: ignore[attr-defined]  # see initial_value
+            needs_key = self.makes_parameters or makers[number]
+            initialize.needs_key = needs_key  # type: ignore[attr-defined]  # see initial_value
             return initialize
 
         is_reused = []
@@ -118,10 +119,10 @@ class Stage:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             leaves = []
-            for place, leaf in enumerate(layout.leaves):
-                with scopes.absolute_scope("", reuse=is_reused[place]):
+            for leaf, own_reuse in zip(layout.leaves, is_reused, strict=True):
+                with scopes.absolute_scope("", reuse=own_reuse):
                     shape = leaf.shape
-                    leaves.append(get_variable(leaf.name, shape.shape, shape.dtype, initializer(place)))
+                    leaves.append(get_variable(leaf.name, shape.shape, shape.dtype, initializer(leaf)))
             return self.function(jax.tree.unflatten(layout.tree, leaves), *args, **kwargs)
 
         call.__name__ = str(self.__name__)
@@ -318,7 +319,7 @@ def with_parameters(stages: Any, parameters: Any, what: str, what_parameters: st
 
 
 def _known(stage: Stage) -> Any:
-    return None if stage.makes_parameters else stage.parameters
+    return None if stage.makes_parameters else find_shapes(stage.parameters, "parameters")
 
 
 def _join(*args: Any, **kwargs: Any) -> Any:
