@@ -7,9 +7,7 @@ functions that call them, has layers that ask the function being traced, keeps s
 from __future__ import annotations
 
 from ipu_pipeline.engine.devices.feeds import Element, Take, take_nothing
-from ipu_pipeline.engine.devices.offloading import Offload
 from ipu_pipeline.engine.devices.placing import keep
-from ipu_pipeline.engine.devices.sharding import Shard
 from ipu_pipeline.engine.execution.kept import KeptPrograms
 from ipu_pipeline.engine.exporting import StageRunner, export_stages
 from ipu_pipeline.engine.jaxprs.slicing import split_results
@@ -80,7 +78,6 @@ __all__ = [
     "LossScaleState",
     "LossScaled",
     "MetricReader",
-    "Offload",
     "OutsideOfBodyError",
     "ProgramNames",
     "Progress",
@@ -89,7 +86,6 @@ __all__ = [
     "Scope",
     "Segment",
     "SegmentedFunction",
-    "Shard",
     "StageRunner",
     "Take",
     "Values",

@@ -38,7 +38,8 @@ class PipelineOptions:
       optimizer: an Optax transformation; or a function of what the last stage returned for the last
         micro-batch (for the state at the start: the first). The function returns a transformation, or a
         pair of a transformation and a dict of extra arguments for its `update`.
-      schedule: a name of `schedules.named_schedules`, or that of another library ("1f1b"), in any case; a
+      schedule: a name of `schedules.named_schedules`, or that of another library ("1f1b"), in any case.
+        "interleaved" is 1F1B; Megatron's interleaved schedule is "looped" or "interleaved_1f1b". Or a
         function like `schedules.grouped`; or the path of a CSV file, see `schedules.read_csv`, which is
         read at once. It becomes a name of `named_schedules` or a function.
       device_mapping: the IPU of each stage, a number from 0; a list of numbers for parallel stages. By

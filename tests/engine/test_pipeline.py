@@ -52,6 +52,13 @@ def test_skips_and_values_used_by_several_stages(schedule, mapping, rng):
     run_both(pipeline, arrays(rng, 4, (3, 6)))
 
 
+def test_the_options_check_themselves():
+    assert engine.PipelineOptions(num_micro_batches=2, schedule="1F1B").schedule == "interleaved"
+    assert isinstance(make([first], optimizer=optax.sgd(0.1)).options, engine.PipelineOptions)
+    with pytest.raises(ValueError, match="num_micro_batches must be an integer of at least 1; got 0"):
+        engine.PipelineOptions(num_micro_batches=0)
+
+
 def test_integers_booleans_constants_and_stages_without_variables(rng):
     def stage0(x, indices):
         return {"x": x, "is_even": indices % 2 == 0, "indices": indices, "constant": jnp.arange(3)}

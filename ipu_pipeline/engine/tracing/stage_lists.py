@@ -39,7 +39,6 @@ __all__ = [
 
 _MAX_IPU = 2**16 - 1  # more than any system has; every IPU has a row in the schedule
 
-StageEntry: TypeAlias = "StageFunction | Stage"
 Mapping: TypeAlias = "Sequence[int | Sequence[int]]"
 
 
@@ -127,6 +126,9 @@ class Stage:
 
         call.__name__ = str(self.__name__)
         return call
+
+
+StageEntry: TypeAlias = StageFunction | Stage
 
 
 class _StageOfLayers(Stage):

@@ -32,7 +32,7 @@ __all__ = [
     "trace",
 ]
 
-StageFunction: TypeAlias = "Callable[..., Any]"
+StageFunction: TypeAlias = Callable[..., Any]
 Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
 
