@@ -61,6 +61,7 @@ from ipu_pipeline.engine.tracing.specs import initial_value, make_spec
 from ipu_pipeline.engine.tracing.stage_lists import as_level, join_layers
 from ipu_pipeline.engine.tracing.stages import check_signature
 from ipu_pipeline.engine.updates.loss_scaling import LossScaled, LossScaleState, scale_loss
+from ipu_pipeline.engine.updates.loss_weights import is_loss_weight, weigh
 from ipu_pipeline.engine.updates.optimizer_tracing import describe_other_optimizer
 from ipu_pipeline.engine.watching import read_outfeed
 
@@ -113,6 +114,7 @@ __all__ = [
     "initial_value",
     "ipu_shard",
     "is_in_stage",
+    "is_loss_weight",
     "is_readable",
     "is_shown_on",
     "is_traced_again",
@@ -138,4 +140,5 @@ __all__ = [
     "take_nothing",
     "tracing_again",
     "watched_by",
+    "weigh",
 ]

@@ -14,6 +14,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Concatenate, ParamSpec
 
 import jax
@@ -71,6 +72,7 @@ from ipu_pipeline.engine.tracing.stage_lists import StageEntry, flatten_stages
 from ipu_pipeline.engine.tracing.traced import TracedPipeline
 from ipu_pipeline.engine.updates.accumulators import AccumulatorPlan, plan_accumulators
 from ipu_pipeline.engine.updates.cutting import Updates
+from ipu_pipeline.engine.updates.loss_weights import is_loss_weight, without_weights
 from ipu_pipeline.ground.cores import count_cores
 from ipu_pipeline.ground.enumerations import parse_member
 from ipu_pipeline.ground.errors import OutOfRangeError
@@ -185,7 +187,7 @@ class Pipeline:
         self._runner: Runner[Any] | None = None
         self._kept = kept.current()
         self._accumulators: dict[str, Any] | None = None  # the zeros that the last update left
-        self._placed: weakref.ref[PipelineState] | None = None  # the last state that is known to be placed
+        self._placed: _Placed | None = None
         # A function by itself, so that its callers do not hold the pipeline: an infeed holds the runner,
         # and the pipeline's program the infeed.
         self._follow: Callable[[frozenset[int] | None, int], schedules.Timetable] = functools.partial(
@@ -333,7 +335,7 @@ class Pipeline:
     @property
     def variables(self) -> dict[str, VariableSpec]:
         """All variables by full name."""
-        return self.traced.variables
+        return without_weights(self.traced.variables)
 
     def plan_memory(self, num_micro_batches: int | None = None) -> tuple[StageMemory, ...]:
         """Plans what each stage will hold between forwards and backwards, by the programs and the schedule.
@@ -491,7 +493,7 @@ class Pipeline:
             self._plan_memory(count or 1, chunk_size),
             built.accumulator_dtypes if trains else None,
             self.num_carried,
-            left_out,
+            {*left_out, *filter(is_loss_weight, built.traced.variables)},
             name="Pipeline",
             kind="training" if trains else "inference",
             schedule=schedules.schedule_name(schedule),
@@ -875,11 +877,12 @@ class Pipeline:
                 "jax.random.wrap_key_data makes one of a raw key."
             )
         self.trace(micro_batch, *inputs)
-        return self._make_state(self.prepare(), key)
+        state = self._make_state(self.prepare(), key)
+        return dataclasses.replace(state, variables=without_weights(state.variables))
 
     def _make_state(self, runner: Runner[Any], key: Any) -> PipelineState:
         variables: dict[str, Any] = {}
-        for name, spec in self.variables.items():  # one at a time: all of them may not fit one device
+        for name, spec in self.traced.variables.items():  # one at a time: all may not fit one device
             made = initial_value(spec, key) if runner.placement.has_variable(name) else spec
             variables |= runner.placement.place_variables({name: made})
         return PipelineState(
@@ -1044,7 +1047,17 @@ class Pipeline:
         unflatten = list if callable(collects) else self.traced.output_tree.unflatten if collects else None
         reader, reported = self.metrics, self.metrics.select(progress)
         outputs = StepOutputs(progress.collected, unflatten, lambda: reader.read(reported, 1))
-        return progress.state.pipeline, outputs
+        return self._give(progress.state.pipeline), outputs
+
+    def _give(self, state: PipelineState) -> PipelineState:
+        """The state after a step without what users need not see, the variables that count weights."""
+        hidden = {name: value for name, value in state.variables.items() if is_loss_weight(name)}
+        if not hidden:
+            return state
+        given = dataclasses.replace(state, variables=without_weights(state.variables))
+        self._placed = _Placed(given)
+        self._placed.hidden = hidden
+        return given
 
     @property
     def places_with_marks(self) -> list[str]:
@@ -1235,7 +1248,7 @@ class Pipeline:
     def _note(self, progress: Progress) -> None:
         """Notes where accumulators and state are now."""
         self._accumulators = progress.state.accumulators
-        self._placed = weakref.ref(progress.state.pipeline)
+        self._placed = _Placed(progress.state.pipeline)
 
     def accumulate(
         self,
@@ -1297,7 +1310,10 @@ class Pipeline:
         Raises:
           ValueError: a variable is missing, or has another shape or dtype.
         """
-        if self._placed is not None and state is self._placed():
+        placed = self._placed
+        if placed is not None and state is placed():
+            if placed.hidden:
+                return dataclasses.replace(state, variables={**state.variables, **placed.hidden})
             return state
         for name, spec in self.variables.items():
             value = state.variables.get(name)
@@ -1312,6 +1328,13 @@ class Pipeline:
                     f"{value.dtype.name}{list(value.shape)}."
                 )
         self._check_optimizer_state(state)
+        weights = {
+            name: np.zeros(spec.shape, spec.dtype)
+            for name, spec in self.traced.variables.items()
+            if is_loss_weight(name)
+        }
+        if not weights.keys() <= state.variables.keys():
+            state = dataclasses.replace(state, variables={**state.variables, **weights})
         return self.prepare().place_state(state)
 
     def take_accumulators(self, other: Pipeline) -> None:
@@ -1357,6 +1380,12 @@ class Pipeline:
                 "The state's optimizer_state is of another optimizer or of other variables: it is "
                 f"{given}, and the pipeline's optimizer makes {made}."
             )
+
+
+class _Placed(weakref.ref[PipelineState]):
+    """The last state that is known to be placed, and the variables that it does not show."""
+
+    hidden: Mapping[str, Any] = MappingProxyType({})
 
 
 def _make_timetable(

@@ -35,6 +35,13 @@ class PipelineOptions:
         `stage(parameters, *inputs)`; as for `Stage`. None: the stages are as they are given.
       loss: takes what the last stage returns, returns a scalar; goes with `optimizer`. Without both
         the pipeline only runs forwards.
+      loss_weight: None, or a function that takes what the last stage returns, as `loss` does, and returns
+        the number of items that this loss is a sum over, such as tokens that are not padding: a scalar, an
+        integer or floating-point number. The gradients of a weight update are then those of the losses'
+        sum divided by the sum of all its micro-batches' weights, in all replicas, whatever the reduction:
+        those of the mean over all items, as of one large batch. If that sum is 0, they are 0, and the
+        optimizer updates with these. `StepOutputs.losses` are the losses as they are, not divided. Not with
+        `gradient_map`.
       optimizer: an Optax transformation; or a function of what the last stage returned for the last
         micro-batch (for the state at the start: the first). The function returns a transformation, or a
         pair of a transformation and a dict of extra arguments for its `update`.
@@ -116,6 +123,7 @@ class PipelineOptions:
     num_micro_batches: int | None
     parameters: Sequence[Any] | None = None
     loss: Callable[..., Any] | None = None
+    loss_weight: Callable[..., Any] | None = None
     optimizer: optimizer_tracing.Optimizer | None = None
     schedule: schedules.ScheduleLike = "grouped"
     device_mapping: stage_lists.Mapping | None = None
@@ -177,6 +185,13 @@ class PipelineOptions:
             )
         if (self.loss is None) != (self.optimizer is None):
             raise ValueError("Pass both loss and optimizer to train, or neither for inference only.")
+        if self.loss_weight is not None and self.loss is None:
+            raise ValueError("loss_weight says what loss is divided by, so it needs loss and optimizer.")
+        if self.loss_weight is not None and not callable(self.loss_weight):
+            raise TypeError(
+                "loss_weight must be a function of what the last stage returns, or None; got "
+                f"{self.loss_weight!r}."
+            )
 
     @property
     def num_devices_per_ipu(self) -> int:

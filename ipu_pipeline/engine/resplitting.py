@@ -25,6 +25,7 @@ from ipu_pipeline.engine.devices.gathered import read_gathered
 from ipu_pipeline.engine.pipeline import Pipeline
 from ipu_pipeline.engine.state import PipelineState
 from ipu_pipeline.engine.state_checks import check_state
+from ipu_pipeline.engine.updates.loss_weights import without_weights
 from ipu_pipeline.ground.shapes import describe
 from ipu_pipeline.ground.tables import shorten
 
@@ -106,7 +107,7 @@ def move_state(state: PipelineState, leaves: Mapping[str, Any] | None, pipeline:
       pipeline: as for `resplit`.
     """
     wanted = {name: spec.shape for name, spec in pipeline.variables.items()}
-    shapes = {name: tuple(value.shape) for name, value in state.variables.items()}
+    shapes = {name: tuple(value.shape) for name, value in without_weights(state.variables).items()}
     origins = _match(shapes, wanted)
     variables = {name: _read(state.variables, origin) for name, origin in origins.items()}
     updates, optimizer_state = pipeline.updates, None

@@ -221,6 +221,7 @@ def _trace_stage(
             result_trees.append(result_tree)
             if loss is not None:
                 args, kwargs = as_arguments(result)
+                check_signature(loss, (args, kwargs), "what the last stage returns", "loss")
                 value = jnp.asarray(loss(*args, **kwargs))
                 with faults.collecting(frame.place):
                     _check_loss(value)

@@ -25,6 +25,7 @@ from ipu_pipeline.engine.tracing.enqueuing import enqueue_p
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.engine.tracing.stages import as_arguments
 from ipu_pipeline.engine.updates.loss_scaling import LossScale, LossScaled
+from ipu_pipeline.engine.updates.loss_weights import divide_by_weight, is_loss_weight
 from ipu_pipeline.ground.shapes import describe_structures
 
 __all__ = [
@@ -150,6 +151,8 @@ def trace_optimizer(
                 "The optimizer must be an optax.GradientTransformation; got "
                 f"{describe_other_optimizer(made)}."
             )
+        if any(map(is_loss_weight, trained)):
+            made = divide_by_weight(made)
         return optax.with_extra_args_support(made), extra
 
     state_trees: list[Any] = []
