@@ -118,7 +118,7 @@ def build(
         trained: dict[str, VariableSpec] = {}
         if options.optimizer is not None:
             with faults.collecting("the optimizer"):
-                trained = _find_trained(recipe, traced)
+                trained = _find_trained(recipe, traced, may_be_empty=faults.has_constant_modules)
         if faults:
             raise faults.as_error()
         partitions = parallel.resolve(traced.variables)
@@ -241,7 +241,7 @@ def _enqueue_gradients(
     return traced, numbers
 
 
-def _find_trained(recipe: Recipe, traced: TracedPipeline) -> dict[str, VariableSpec]:
+def _find_trained(recipe: Recipe, traced: TracedPipeline, *, may_be_empty: bool) -> dict[str, VariableSpec]:
     wanted = recipe.options.trained() if callable(recipe.options.trained) else recipe.options.trained
     # The specs as first asked for: conflicts between stages are reported elsewhere.
     known = {name: recipe.options.program_names.variables[name] for name in traced.variables}
@@ -259,7 +259,7 @@ def _find_trained(recipe: Recipe, traced: TracedPipeline) -> dict[str, VariableS
         for name, spec in trainable.items()
         if wanted is None or name in wanted or loss_weights.is_loss_weight(name)
     }
-    if not loss_weights.without_weights(trained):
+    if not loss_weights.without_weights(trained) and not may_be_empty:
         raise ValueError("No variables to optimize: no stage has a trainable variable.")
     return trained
 

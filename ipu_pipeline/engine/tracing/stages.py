@@ -20,6 +20,7 @@ from ipu_pipeline.engine.tracing import frames, hoisting
 from ipu_pipeline.engine.tracing.captures import Captures
 from ipu_pipeline.engine.tracing.enqueuing import first_leaves
 from ipu_pipeline.engine.tracing.faults import Faults, describe_arguments, find_signature_fault, name_of
+from ipu_pipeline.engine.tracing.module_constants import check_modules
 from ipu_pipeline.engine.tracing.recomputation_marks import check_marks
 from ipu_pipeline.engine.tracing.traced import Source, TracedPipeline, TracedStage, share_variables
 from ipu_pipeline.ground import jax_compat
@@ -248,6 +249,12 @@ def _trace_stage(
         return TracedStage(frame.place, nothing, variables, (), False, (), own, output_avals), result_trees[
             0
         ]
+    if frame.training:
+        try:
+            check_modules(function, hoisted.flat.constants.values(), frame.place)
+        except ValueError as error:
+            faults.add(frame.place, error)
+            faults.has_constant_modules = True
     num_first = len(hoisted.variables) + hoisted.uses_key
     count = [Source("update_count", 0)] * hoisted.uses_count
     source_of = dict(zip(hoisted.flat.inputs[num_first:], [*sources, *count], strict=True))
