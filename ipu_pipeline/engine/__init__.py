@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     # Named for type checkers; imported when somebody asks for it, as all here (`NAMED_LATER` of the rooms).
     from ipu_pipeline.checkpointing.engine_states import restore, save
+    from ipu_pipeline.engine.adopting import Adoption
     from ipu_pipeline.engine.automatic_splits import AutoStages, ModelStages, SplitTable, auto_stages, split
     from ipu_pipeline.engine.devices.feeds import PlacedMicroBatches
     from ipu_pipeline.engine.devices.gathered import gathered
@@ -58,6 +59,7 @@ __all__ = [
     "AUTO_REUSE",
     "Action",
     "ActionKind",
+    "Adoption",
     "AutoStages",
     "Chunking",
     "Cluster",
@@ -121,6 +123,7 @@ _HOMES = {
     "AUTO_REUSE": "engine.tracing.variable_scopes",
     "Action": "engine.schedules.actions",
     "ActionKind": "engine.schedules.actions",
+    "Adoption": "engine.adopting",
     "AutoStages": "engine.automatic_splits",
     "Chunking": "engine.planning.chunking",
     "Cluster": "engine.schedules.clusters",

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ipu_pipeline.engine import fingerprints, peers, schedules, watching
+from ipu_pipeline.engine.adopting import Adoption, adopt_optimizer_state, compare
 from ipu_pipeline.engine.building import Built, Recipe, build
 from ipu_pipeline.engine.devices.compiler_options import CompilerOptions, check_compiles, plan_options
 from ipu_pipeline.engine.devices.device_groups import DeviceGroup, check_processes, make_groups
@@ -63,7 +64,13 @@ from ipu_pipeline.engine.searched_timetables import (
     measure_scenario,
 )
 from ipu_pipeline.engine.state import PipelineState, Progress, RunState, StepOutputs
-from ipu_pipeline.engine.state_checks import check_elements, check_exists, check_not_traced, check_state
+from ipu_pipeline.engine.state_checks import (
+    MOVES,
+    check_elements,
+    check_exists,
+    check_not_traced,
+    check_state,
+)
 from ipu_pipeline.engine.tracing.metrics import Metric, MetricReader
 from ipu_pipeline.engine.tracing.recomputation_marks import has_marks
 from ipu_pipeline.engine.tracing.replicas import uses_replicas
@@ -881,10 +888,7 @@ class Pipeline:
         return dataclasses.replace(state, variables=without_weights(state.variables))
 
     def _make_state(self, runner: Runner[Any], key: Any) -> PipelineState:
-        variables: dict[str, Any] = {}
-        for name, spec in self.traced.variables.items():  # one at a time: all may not fit one device
-            made = initial_value(spec, key) if runner.placement.has_variable(name) else spec
-            variables |= runner.placement.place_variables({name: made})
+        variables = self._make_variables(runner.placement, self.traced.variables, key)
         return PipelineState(
             variables=variables,
             optimizer_state=self._init_optimizer_state(runner.placement, variables, None),
@@ -892,6 +896,15 @@ class Pipeline:
             execution_count=0,
             key=key,
         )
+
+    def _make_variables(self, placement: StatePlacement, names: Iterable[str], key: Any) -> dict[str, Any]:
+        """The initial values of variables, placed."""
+        variables: dict[str, Any] = {}
+        for name in names:  # one at a time: all of them may not fit one device
+            spec = self.traced.variables[name]
+            made = initial_value(spec, key) if placement.has_variable(name) else spec
+            variables |= placement.place_variables({name: made})
+        return variables
 
     def init_optimizer_state(
         self, variables: Mapping[str, Any], outputs: Sequence[Any] | None = None
@@ -950,6 +963,53 @@ class Pipeline:
         check_exists("Pipeline.with_parameters: parameters", parameters)
         variables = {**state.variables, **self._parameters.write(parameters)}
         return dataclasses.replace(state, variables=variables)
+
+    @peers.one_thread("taking the state of another pipeline")
+    def adopt(self, state: PipelineState) -> tuple[PipelineState, Adoption]:
+        """Makes a state of this pipeline of another one's, which may lack variables, or have others.
+
+        Variables of the same name are the same: their values are taken. Others begin with their initial
+        values, by the state's key. Its counts and key go on. The optimizer's state is taken if all of it
+        that belongs to no new variable is there, as with the same optimizer. If not, or if all variables
+        that it is of are new, it begins anew. (What an optimizer counts for all variables together, as
+        Adam's updates, goes on for the new ones, too. `init_optimizer_state` begins all of it.)
+
+        Where stages are others and variables are named after them (`stage1/w`), `engine.resplit` moves a
+        state; it needs all variables.
+
+        Args:
+          state: of any pipeline, on any devices, with any replicas. Arrays that are where they belong are
+            not copied: with `donate` a step destroys them in the old state, too.
+
+        Returns:
+          The state of this pipeline, and what was taken, which is new, and what was left.
+
+        Raises:
+          RuntimeError: the pipeline has not been traced.
+          TypeError: it is no state, or this is called within `jax.jit` or another transformation.
+          ValueError: a variable has another shape or dtype, there are none in common, a new variable was
+            given as a shape, or a step with `donate` has destroyed the state.
+        """
+        check_state("Pipeline.adopt", state)
+        adoption = compare(state.variables, self.variables)
+        placement = self.prepare().placement
+        taken = {name: state.variables[name] for name in adoption.taken}
+        variables = {
+            **placement.place_variables(taken),
+            **self._make_variables(placement, adoption.new, state.key),
+        }
+        optimizer_state = None
+        if self.updates is not None:
+            optimizer_state, is_taken = adopt_optimizer_state(
+                state.optimizer_state,
+                self.updates,
+                adoption.new,
+                lambda: self._init_optimizer_state(placement, variables, None),
+            )
+            adoption = dataclasses.replace(adoption, takes_optimizer_state=is_taken)
+        new = dataclasses.replace(state, variables=variables, optimizer_state=optimizer_state)
+        placed = self.place(new)
+        return dataclasses.replace(placed, variables=without_weights(placed.variables)), adoption
 
     # Running.
 
@@ -1318,10 +1378,7 @@ class Pipeline:
         for name, spec in self.variables.items():
             value = state.variables.get(name)
             if value is None:
-                raise ValueError(
-                    f"The state has no variable {name}; the pipeline needs {spec}. A state of another "
-                    "split of the same layers is moved by engine.resplit(state, pipeline)."
-                )
+                raise ValueError(f"The state has no variable {name}; the pipeline needs {spec}. {MOVES}")
             if value.shape != spec.shape or value.dtype != spec.dtype:
                 raise ValueError(
                     f"Variable {name} must be {spec.dtype.name}{list(spec.shape)}; the state has "

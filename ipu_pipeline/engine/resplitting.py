@@ -231,7 +231,8 @@ def _match(known: Shapes, wanted: Shapes) -> dict[str, _Origin]:
             "The state's variables are not those of the pipeline's layers, or it is not certain which are "
             f"which. Left over in the state: {listed[0]}. Missing for the pipeline: {listed[1]}. Names "
             "without stages and numbers must be the same, and as many of each, in the same order; other "
-            "names must be equal."
+            "names must be equal. Pipeline.adopt(state) takes the variables of the same names only, and "
+            "begins others anew."
         )
     return {name: found[name] for name in wanted}
 

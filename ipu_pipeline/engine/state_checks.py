@@ -11,8 +11,13 @@ import jax.numpy as jnp
 from ipu_pipeline.engine.state import PipelineState
 from ipu_pipeline.ground import jax_compat
 
-__all__ = ["check_elements", "check_exists", "check_not_traced", "check_state"]
+__all__ = ["MOVES", "check_elements", "check_exists", "check_not_traced", "check_state"]
 
+# What errors say of states that lack variables.
+MOVES = (
+    "A state of another split of the same layers is moved by engine.resplit(state, pipeline). "
+    "Pipeline.adopt(state) takes the variables that a state has, and begins the others anew."
+)
 _MENDS = {
     "Pipeline.init": "Pipeline.trace(micro_batch) finds shapes and dtypes without it, Pipeline.variables.",
     "Pipeline.step": "A step computes the gradients by itself: what is differentiated belongs into the "

@@ -58,7 +58,7 @@ FLOORS = (
         "engine: roof",
         "engine.pipeline_options engine.building engine.fingerprints engine.pipeline engine.loop "
         "engine.segments engine.measuring engine.searched_timetables engine.automatic_splits "
-        "engine.resplitting "
+        "engine.adopting engine.resplitting "
         "engine.reference engine.exporting engine.processes engine.fronts engine",
         "Pipeline, Loop, the plain loop that all is compared with, and what others may import",
     ),

@@ -544,6 +544,10 @@ def go_on_in_processes(saved, moved, target):
     model = as_model(4)
     again = engine.restore(target, pipeline)
     known = engine.gathered(again.variables)
+    without = dict(again.variables)
+    removed = without.popitem()[0]  # of the last stage, so of the last process
+    _state, adoption = pipeline.adopt(dataclasses.replace(again, variables=without))
+    assert (adoption.new, adoption.takes_optimizer_state) == ((removed,), True)
     model.trace(batches[0])
     model_losses = go_on(model, engine.restore(target, model), 1)[1]
     return losses, others, model_losses, jax.tree.map(np.asarray, known)

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ipu_pipeline.engine.state_checks import MOVES
 from ipu_pipeline.ground.errors import drop_traceback_note
 from ipu_pipeline.ground.names import join
 from ipu_pipeline.ground.shapes import as_shape, describe, describe_structures
@@ -199,9 +200,7 @@ class StageParameters:
             for leaf in entry.leaves:
                 if leaf.name not in variables:
                     raise ValueError(
-                        f"The state has no variable {leaf.name}, which is one of the {entry.what}. A "
-                        "state of another split of the same layers is moved by "
-                        "engine.resplit(state, pipeline)."
+                        f"The state has no variable {leaf.name}, which is one of the {entry.what}. {MOVES}"
                     )
             return jax.tree.unflatten(entry.tree, [variables[leaf.name] for leaf in entry.leaves])
 
