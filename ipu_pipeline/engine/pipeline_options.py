@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -183,6 +184,9 @@ class PipelineOptions:
             raise ValueError(
                 f"trained must be a collection of full names; got the string {self.trained!r}."
             )
+        if self.devices is not None:
+            _check_devices(self.devices)
+        _check_optimizer(self.optimizer)
         if (self.loss is None) != (self.optimizer is None):
             raise ValueError("Pass both loss and optimizer to train, or neither for inference only.")
         if self.loss_weight is not None and self.loss is None:
@@ -199,6 +203,27 @@ class PipelineOptions:
         return 1 if self.tensor_parallel is None else self.tensor_parallel.size
 
 
+def _check_optimizer(optimizer: Any) -> None:
+    """Raises a TypeError if a function of Optax is given that makes an optimizer, or a part of one.
+
+    As a function of the user's, it would get what the last stage returns: a loss as its learning rate.
+    """
+    if isinstance(optimizer, types.FunctionType) and str(optimizer.__module__).startswith("optax."):
+        raise TypeError(
+            f"optimizer must be an optax.GradientTransformation; got the function {optimizer.__qualname__} "
+            "of Optax. Call it, for example optax.adam(1e-3)."
+        )
+
+
+def _check_devices(devices: Any) -> None:
+    """Raises a TypeError if a value is no list of devices."""
+    is_list = (
+        hasattr(devices, "__len__") and hasattr(devices, "__getitem__") and not isinstance(devices, str)
+    )
+    if not is_list or not all(hasattr(device, "platform") for device in devices):
+        raise TypeError(f"devices must be a list of devices of JAX, as jax.devices(); got {devices!r}.")
+
+
 def check_replicas(num_replicas: Any, num_serialized: int) -> None:
     """Raises a ValueError if a pipeline cannot have this number of replicas."""
     check_positive("num_replicas", num_replicas)
@@ -212,4 +237,4 @@ def check_replicas(num_replicas: Any, num_serialized: int) -> None:
 def check_positive(argument: str, value: Any) -> None:
     """Raises a ValueError if an argument is not an integer of at least 1."""
     if not is_integer(value, 1):
-        raise ValueError(f"{argument} must be an integer of at least 1; got {value}.")
+        raise ValueError(f"{argument} must be an integer of at least 1; got {value!r}.")

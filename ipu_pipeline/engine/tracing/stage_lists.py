@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
+import numpy as np
 
 from ipu_pipeline.engine.tracing import scopes
 from ipu_pipeline.engine.tracing.faults import name_of
@@ -26,6 +28,7 @@ from ipu_pipeline.engine.tracing.stage_parameters import (
 )
 from ipu_pipeline.engine.tracing.stages import StageFunction, as_arguments
 from ipu_pipeline.engine.tracing.variables import get_variable
+from ipu_pipeline.ground.checks import is_integer
 
 __all__ = [
     "Mapping",
@@ -125,10 +128,23 @@ class Stage:
             return self.function(jax.tree.unflatten(layout.tree, leaves), *args, **kwargs)
 
         call.__name__ = str(self.__name__)
+        call_after_parameters(call, self.function)
         return call
 
 
 StageEntry: TypeAlias = StageFunction | Stage
+
+
+def call_after_parameters(call: Any, function: Callable[..., Any]) -> None:
+    """Gives what calls a function with parameters the function's signature without them, for errors."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a function without a Python signature
+        return
+    names = list(signature.parameters.values())
+    if names and names[0].kind in (names[0].POSITIONAL_ONLY, names[0].POSITIONAL_OR_KEYWORD):
+        call.__signature__ = signature.replace(parameters=names[1:])
+        call.takes_parameters = True
 
 
 class _StageOfLayers(Stage):
@@ -231,10 +247,13 @@ def flatten_stages(
     Parallel stages at the end are followed by a stage on the first one's IPU that only joins their results.
 
     Raises:
+      TypeError: the stages are no list.
       ValueError: there are no stages, or the mapping or the parameters do not fit them.
     """
-    if parameters is not None:
+    if parameters is not None and isinstance(stages, (list, tuple)):
         stages = with_parameters(stages, parameters, "stages", "parameters")
+    if not isinstance(stages, (list, tuple)):
+        raise TypeError(f"stages must be a list of functions or Stages; got {type(stages).__name__}.")
     grouped = [as_level(entry) for entry in stages]
     if not grouped or not all(grouped):
         what = "a list of parallel stages" if grouped else "stages"
@@ -243,12 +262,13 @@ def flatten_stages(
     numbers = itertools.count()
     if device_mapping is None:
         device_mapping = [[next(numbers) for _stage in parallel] for parallel in grouped]
-    per_level = [as_level(entry) for entry in device_mapping]
+    per_level = [as_level(entry) for entry in device_mapping] if np.iterable(device_mapping) else []
     is_like = [len(level) for level in per_level] == [len(level) for level in grouped]
-    if not is_like or any(ipu < 0 for level in per_level for ipu in level):
+    if not is_like or not all(is_integer(ipu, 0) for level in per_level for ipu in level):
+        given = list(device_mapping) if np.iterable(device_mapping) else device_mapping
         raise ValueError(
             f"device_mapping must have one number from 0 for each of the {num_stages} stages, and a list "
-            f"of them for parallel stages; got {list(device_mapping)}."
+            f"of them for parallel stages; got {given}."
         )
     highest = max(ipu for level in per_level for ipu in level)
     if highest > _MAX_IPU:

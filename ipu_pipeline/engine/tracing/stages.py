@@ -319,8 +319,9 @@ def check_signature(
     except TypeError as error:
         described = [describe(arg) for arg in args]
         described += [f"{name}={describe(arg)}" for name, arg in kwargs.items()]
+        after = " after its parameters" if getattr(function, "takes_parameters", False) else ""
         raise TypeError(
-            f"{place} takes {signature}, but {given} gives it ({', '.join(described)}): {error}."
+            f"{place} takes {signature}{after}, but {given} gives it ({', '.join(described)}): {error}."
         ) from None
 
 
