@@ -1041,9 +1041,9 @@ class Pipeline:
             at all.
         """
         check_not_traced("Pipeline.step", inputs)
+        every = self.updated_every(num_micro_batches) * self._num_replicas
         known = None if self._placed is None else self._placed()
         check_state("Pipeline.step", state, is_known=state is known)
-        every = self.updated_every(num_micro_batches) * self._num_replicas
         if isinstance(micro_batches, PlacedMicroBatches):
             return self._step(state, micro_batches.taker(self.prepare(), every), inputs, num_micro_batches)
         iterator = iter(check_elements("Pipeline.step", micro_batches))
