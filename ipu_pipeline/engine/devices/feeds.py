@@ -267,8 +267,11 @@ class Supply:
         left = self._left
         if left:
             return [left.popleft() for _number in range(min(wanted, len(left)))]
-        found, resolve = self._take(wanted), self._resolve
-        return list(found) if resolve is None else list(map(resolve, found))
+        found = list(self._take(wanted))
+        for number, element in enumerate(found):
+            if shapes_of(element) == NEW_SHAPES and self._resolve is not None:
+                found[number] = self._resolve(element)
+        return found
 
     def give_back(self, elements: Sequence[Any]) -> None:
         """Gives back the last micro-batches that were taken."""
@@ -295,7 +298,9 @@ class Supply:
         """
 
         def take(wanted: int) -> list[Any]:
-            elements = gather(self, wanted, wanted)
+            elements = self(wanted)
+            if len(elements) < wanted:
+                elements += gather(self, wanted - len(elements), wanted - len(elements))
             for element in elements:
                 if shapes_of(element) != shapes:
                     self.give_back(elements)
@@ -307,7 +312,7 @@ class Supply:
 
 def shapes_of(element: Any) -> int:
     """The number of an element's shapes; 0 for what stands for a micro-batch where there is no feed."""
-    return getattr(element, "shapes", 0)
+    return element.shapes if isinstance(element, Element) else getattr(element, "shapes", 0)
 
 
 def gather(take: Take, wanted: int, at_least: int) -> list[Any]:
