@@ -6,10 +6,11 @@ import numpy as np
 import optax
 import pytest
 
+import ipu_pipeline as ipu
 from ipu_pipeline import engine
 from ipu_pipeline.optimizers import LossScalingOptimizer
 from ipu_pipeline.optimizers.base import unwrap
-from tests.support import models
+from tests.support import joined, models
 
 LENGTHS = [5, 1, 0, 4, 2, 5, 3, 1]  # of the tokens that count, in each micro-batch
 COUNT = 4  # micro-batches of a step, in each replica
@@ -174,6 +175,25 @@ def test_some_variables_only():
     assert not np.array_equal(pipeline.parameters(state)[0]["w"], parameters()[0]["w"])
     with pytest.raises(ValueError, match="is not trainable. Trainable are: stage0/w, stage1/parameter.$"):
         make(clipped, trained=["_loss_weight/float32"]).trace(given[0])
+
+
+def train_in_processes():
+    """In each of two processes: one has the tokens' stage, the other the loss."""
+    ipu.set_num_devices(2)
+    given = list(micro_batches())
+    pipeline = make(clipped)
+    state, losses = train(pipeline, given, 2)
+    return jax.device_get(pipeline.parameters(engine.gathered(state))), len(losses)
+
+
+@pytest.mark.thorough
+def test_in_two_processes(tmp_path):
+    started = joined.start(train_in_processes, 2, None, directory=tmp_path, joins_itself=True)
+    expected = plain_loop(clipped, list(micro_batches()), COUNT)
+    found = joined.finish(started, tmp_path, 120)
+    assert [number for _parameters, number in found] == [0, 8]
+    for own, _number in found:
+        models.assert_trees_close(own, expected, 1e-5)
 
 
 def test_wrong_weights():
