@@ -46,6 +46,7 @@ BENCHMARKS = [
     "schedules",
     "halves",
     "splits",
+    "lengths",
     "several_processes",
     "report_page",
 ]

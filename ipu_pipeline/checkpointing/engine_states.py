@@ -12,7 +12,7 @@ from ipu_pipeline.checkpointing.checkpoints import read_same_checkpoint, write_c
 from ipu_pipeline.checkpointing.session_state import KeptOptimizer, Record, SessionState
 from ipu_pipeline.checkpointing.snapshots import Snapshot
 from ipu_pipeline.engine import Pipeline, PipelineState, processes
-from ipu_pipeline.engine.fronts import check_pipeline, move_state
+from ipu_pipeline.engine.fronts import check_pipeline, check_state, move_state
 from ipu_pipeline.ground.errors import CheckpointError
 
 __all__ = ["restore", "save"]
@@ -33,13 +33,13 @@ def save(path: str | os.PathLike[str], state: PipelineState) -> None:
       state: from `init` or a step.
 
     Raises:
-      TypeError: an argument is of another type.
-      ValueError: there is something else at the path, or processes name different paths.
+      TypeError: an argument is of another type, or it is called within a transformation such as `jax.jit`.
+      ValueError: a step with `donate` has destroyed the state. Or there is something else at the path, or
+        processes name different paths.
       OSError: it cannot be written.
       RuntimeError: JAX has joined several processes, and this library has not.
     """
-    if not isinstance(state, PipelineState):
-        raise TypeError(f"save: state must be what init or step returned; got {type(state).__name__}.")
+    check_state("engine.save", state)
     _check_path("save", path)
     processes.check_joined("engine.save")
     kept = None
@@ -78,7 +78,7 @@ def restore(path: str | os.PathLike[str], pipeline: Pipeline) -> PipelineState:
       RuntimeError: the pipeline has not been traced, or as for `save`.
     """
     _check_path("restore", path)
-    check_pipeline("restore", pipeline)
+    check_pipeline("engine.restore", pipeline)
     processes.check_joined("engine.restore")
     snapshot = read_same_checkpoint(path)
     records = list(snapshot.state.pipelines.values())

@@ -6,27 +6,35 @@ Modules are imported when they are first used, so that `engine.schedules` is the
 from __future__ import annotations
 
 import importlib
+import sys
 from importlib.machinery import PathFinder
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     # Named for type checkers; imported when somebody asks for it, as all here (`NAMED_LATER` of the rooms).
     from ipu_pipeline.checkpointing.engine_states import restore, save
+    from ipu_pipeline.engine.adopting import Adoption
     from ipu_pipeline.engine.automatic_splits import AutoStages, ModelStages, SplitTable, auto_stages, split
+    from ipu_pipeline.engine.devices.feeds import PlacedMicroBatches
+    from ipu_pipeline.engine.devices.gathered import gathered
+    from ipu_pipeline.engine.devices.offloading import Offload
+    from ipu_pipeline.engine.devices.sharding import Shard
     from ipu_pipeline.engine.loop import Loop
     from ipu_pipeline.engine.measuring import measure_dispatch_plan
     from ipu_pipeline.engine.pipeline import Pipeline
+    from ipu_pipeline.engine.pipeline_options import PipelineOptions
     from ipu_pipeline.engine.planning.chunking import Chunking
     from ipu_pipeline.engine.programs.accumulation import Reduction
     from ipu_pipeline.engine.programs.recomputation import Recomputation
     from ipu_pipeline.engine.resplitting import resplit
-    from ipu_pipeline.engine.schedules.actions import Action, ActionKind, ScheduleError
+    from ipu_pipeline.engine.schedules.actions import Action, ActionKind, ScheduleError, ScheduleFunction
     from ipu_pipeline.engine.schedules.advice import advise
     from ipu_pipeline.engine.schedules.checking import Timetable
     from ipu_pipeline.engine.schedules.clusters import Cluster, LinkSpeed
     from ipu_pipeline.engine.schedules.costs import Costs
     from ipu_pipeline.engine.schedules.execution_phases import ExecutionPhases
     from ipu_pipeline.engine.schedules.host_memory import HostMemory
+    from ipu_pipeline.engine.schedules.named import ScheduleLike
     from ipu_pipeline.engine.schedules.scenarios import Scenario
     from ipu_pipeline.engine.schedules.searched import SearchedSchedule
     from ipu_pipeline.engine.schedules.simulator import simulate
@@ -39,7 +47,7 @@ if TYPE_CHECKING:
     from ipu_pipeline.engine.tracing.recomputation_marks import recomputation_checkpoint
     from ipu_pipeline.engine.tracing.replicas import cross_replica_sum, replica_count, replica_index
     from ipu_pipeline.engine.tracing.specs import VariableSpec
-    from ipu_pipeline.engine.tracing.stage_lists import Stage
+    from ipu_pipeline.engine.tracing.stage_lists import Stage, StageEntry
     from ipu_pipeline.engine.tracing.stage_parameters import Shared
     from ipu_pipeline.engine.tracing.tensor_parallel import TensorParallel, constrain
     from ipu_pipeline.engine.tracing.variable_scopes import AUTO_REUSE, get_variable_scope, variable_scope
@@ -51,6 +59,7 @@ __all__ = [
     "AUTO_REUSE",
     "Action",
     "ActionKind",
+    "Adoption",
     "AutoStages",
     "Chunking",
     "Cluster",
@@ -60,18 +69,25 @@ __all__ = [
     "LinkSpeed",
     "Loop",
     "ModelStages",
+    "Offload",
     "OutOfRangeError",
     "Pipeline",
+    "PipelineOptions",
     "PipelineState",
+    "PlacedMicroBatches",
     "ProcessError",
     "Recomputation",
     "Reduction",
     "Scenario",
     "ScheduleError",
+    "ScheduleFunction",
+    "ScheduleLike",
     "SearchedSchedule",
+    "Shard",
     "Shared",
     "SplitTable",
     "Stage",
+    "StageEntry",
     "StepOutputs",
     "TensorParallel",
     "Timetable",
@@ -82,6 +98,7 @@ __all__ = [
     "constrain",
     "cross_replica_sum",
     "enqueue",
+    "gathered",
     "get_variable",
     "get_variable_scope",
     "measure_dispatch_plan",
@@ -106,27 +123,35 @@ _HOMES = {
     "AUTO_REUSE": "engine.tracing.variable_scopes",
     "Action": "engine.schedules.actions",
     "ActionKind": "engine.schedules.actions",
+    "Adoption": "engine.adopting",
     "AutoStages": "engine.automatic_splits",
+    "Chunking": "engine.planning.chunking",
     "Cluster": "engine.schedules.clusters",
     "Costs": "engine.schedules.costs",
-    "Chunking": "engine.planning.chunking",
     "ExecutionPhases": "engine.schedules.execution_phases",
     "HostMemory": "engine.schedules.host_memory",
     "LinkSpeed": "engine.schedules.clusters",
     "Loop": "engine.loop",
     "ModelStages": "engine.automatic_splits",
+    "Offload": "engine.devices.offloading",
     "OutOfRangeError": "ground.errors",
     "Pipeline": "engine.pipeline",
+    "PipelineOptions": "engine.pipeline_options",
     "PipelineState": "engine.state",
+    "PlacedMicroBatches": "engine.devices.feeds",
     "ProcessError": "ground.errors",
     "Recomputation": "engine.programs.recomputation",
     "Reduction": "engine.programs.accumulation",
     "Scenario": "engine.schedules.scenarios",
     "ScheduleError": "engine.schedules.actions",
+    "ScheduleFunction": "engine.schedules.actions",
+    "ScheduleLike": "engine.schedules.named",
     "SearchedSchedule": "engine.schedules.searched",
+    "Shard": "engine.devices.sharding",
     "Shared": "engine.tracing.stage_parameters",
     "SplitTable": "engine.automatic_splits",
     "Stage": "engine.tracing.stage_lists",
+    "StageEntry": "engine.tracing.stage_lists",
     "StepOutputs": "engine.state",
     "TensorParallel": "engine.tracing.tensor_parallel",
     "Timetable": "engine.schedules.checking",
@@ -137,6 +162,7 @@ _HOMES = {
     "constrain": "engine.tracing.tensor_parallel",
     "cross_replica_sum": "engine.tracing.replicas",
     "enqueue": "engine.tracing.enqueuing",
+    "gathered": "engine.devices.gathered",
     "get_variable": "engine.tracing.variables",
     "get_variable_scope": "engine.tracing.variable_scopes",
     "measure_dispatch_plan": "engine.measuring",
@@ -169,7 +195,8 @@ def __getattr__(name: str) -> Any:
     full_name = f"{__name__}.{name}"
     if not name.startswith("_") and PathFinder.find_spec(full_name, __path__) is not None:
         return importlib.import_module(full_name)  # which enters it here
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    message = f"module {__name__!r} has no attribute {name!r}"
+    raise AttributeError(message, name=name, obj=sys.modules[__name__])
 
 
 def __dir__() -> list[str]:

@@ -10,6 +10,7 @@ which are then what layers are (`tracing.model_parts`), but for their order, whi
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import dataclasses
 import itertools
@@ -57,7 +58,7 @@ from ipu_pipeline.engine.state import PipelineState
 from ipu_pipeline.engine.tracing.faults import name_of
 from ipu_pipeline.engine.tracing.model_graphs import ModelGraph, trace_model
 from ipu_pipeline.engine.tracing.model_parts import ModelParts, number_names
-from ipu_pipeline.engine.tracing.model_stages import make_model_stages
+from ipu_pipeline.engine.tracing.model_stages import ModelCut, make_model_stages
 from ipu_pipeline.engine.tracing.stage_lists import Stage, StageEntry, join_layers, with_parameters
 from ipu_pipeline.engine.tracing.stage_parameters import Layout
 from ipu_pipeline.engine.tracing.traced import Source
@@ -288,6 +289,7 @@ class ModelStages(AutoStages):
         groups: Sequence[Sequence[int]],
         table: SplitTable,
         reused: Collection[str],
+        trace: Callable[[Any, Any], ModelGraph],
     ) -> None:
         """Makes the stages of a model.
 
@@ -296,8 +298,9 @@ class ModelStages(AutoStages):
           groups: see above.
           table: see above.
           reused: full names of variables that its program had before.
+          trace: traces the model for other shapes; see `ModelCut`.
         """
-        super().__init__(make_model_stages(parts, groups, reused), groups, table)
+        super().__init__(ModelCut(parts, groups, reused, trace).stages, groups, table)
         self._graph = parts.graph
         self.scopes = tuple(parts.find_scopes(group) for group in groups)
 
@@ -348,10 +351,10 @@ def split(
       **options: see `auto_stages`. `trained` has names of the stages' variables.
 
     Returns:
-      The stages, for micro-batches of these shapes and dtypes. The names of variables and random numbers do
-      not depend on where it is cut: a state of one split is one of all. A parameter that a scan over layers
-      takes apart is a variable for each layer, `model/blocks/w/0` and so on, which optimizers see one by
-      one.
+      The stages. Where micro-batches have other shapes, the model is cut in the same places. The names of
+      variables and random numbers do not depend on where it is cut: a state of one split is one of all. A
+      parameter that a scan over layers takes apart is a variable for each layer, `model/blocks/w/0` and so
+      on, which optimizers see one by one.
 
     Raises:
       TypeError: there is no such option.
@@ -369,7 +372,14 @@ def split(
     task = _Task.of("split", num_stages, None, "parts", bytes_per_ipu, options)
     if parameters is not None:
         model = Stage(model, parameters, "model")  # type: ignore[arg-type]  # it is a function
+    context, names = contextvars.copy_context(), task.options.program_names.copy()
     graph = _trace_model(model, task.options, micro_batch, inputs, cut_scans)
+
+    def trace(args: Any, kwargs: Any) -> ModelGraph:
+        options = dataclasses.replace(task.options, program_names=names.copy())
+        element = kwargs or args[len(inputs) :] or None
+        return context.copy().run(_trace_model, model, options, element, args[: len(inputs)], cut_scans)
+
     parts = ModelParts(graph, num_stages, _PARTS_PER_STAGE * max(num_stages, 2))
     number = len(parts.names)
     if number < num_stages:
@@ -386,7 +396,7 @@ def split(
     each = join([[part] for part in range(number)])
     layers = _Layers(each, parts.names, task, micro_batch, inputs, measure, join)
     groups, table = layers.choose(parts.before)
-    return ModelStages(parts, groups, table, task.options.program_names.variables)
+    return ModelStages(parts, groups, table, task.options.program_names.variables, trace)
 
 
 def _trace_model(

@@ -25,7 +25,7 @@ from ipu_pipeline.engine.tracing.metrics import MetricReader, metric_names
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.engine.tracing.tensor_parallel import Partitions, TensorParallel, dividing
 from ipu_pipeline.engine.tracing.traced import TracedPipeline, send_variables
-from ipu_pipeline.engine.updates import optimizer_tracing
+from ipu_pipeline.engine.updates import loss_weights, optimizer_tracing
 from ipu_pipeline.engine.updates.cutting import Updates, cut_updates
 from ipu_pipeline.ground.errors import without_traceback_note
 
@@ -102,12 +102,15 @@ def build(
     parallel = options.tensor_parallel or TensorParallel(1)
     with frames.unchanged_on_error(options.program_names):
         faults = Faults()
+        loss = options.loss
+        if loss is not None and options.loss_weight is not None:
+            loss = loss_weights.with_weight(loss, options.loss_weight)
         with dividing(parallel.size) as divided_values:
             traced = stages.trace(
                 recipe.functions,
                 element,
                 inputs,
-                options.loss,
+                loss,
                 options.program_names,
                 faults,
                 options.captures,
@@ -115,7 +118,7 @@ def build(
         trained: dict[str, VariableSpec] = {}
         if options.optimizer is not None:
             with faults.collecting("the optimizer"):
-                trained = _find_trained(recipe, traced)
+                trained = _find_trained(recipe, traced, may_be_empty=faults.has_constant_modules)
         if faults:
             raise faults.as_error()
         partitions = parallel.resolve(traced.variables)
@@ -133,7 +136,9 @@ def build(
             options.sum_dtype,
         )
         dtypes = {
-            name: find_accumulator_dtype(spec, options.accumulator_dtype, "accumulator_dtype")
+            name: spec.dtype
+            if loss_weights.is_loss_weight(name)
+            else find_accumulator_dtype(spec, options.accumulator_dtype, "accumulator_dtype")
             for name, spec in trained.items()
         }
         updates, traced = _make_updates(recipe, traced, trained, dtypes)
@@ -142,6 +147,7 @@ def build(
         targets = () if options.gradient_targets is None else options.gradient_targets()
         if gradient_map is not None:
             called = options.option_names.get("gradient_map", "map of gradient_map")
+            loss_weights.check_not_mapped(trained.values())
             check_gradient_map(gradient_map, trained.values(), called)
         if gradient_map is not None or targets:  # both see the whole gradient of a micro-batch
             shared = traced.shared() & trained.keys()
@@ -236,22 +242,25 @@ def _enqueue_gradients(
     return traced, numbers
 
 
-def _find_trained(recipe: Recipe, traced: TracedPipeline) -> dict[str, VariableSpec]:
+def _find_trained(recipe: Recipe, traced: TracedPipeline, *, may_be_empty: bool) -> dict[str, VariableSpec]:
     wanted = recipe.options.trained() if callable(recipe.options.trained) else recipe.options.trained
     # The specs as first asked for: conflicts between stages are reported elsewhere.
     known = {name: recipe.options.program_names.variables[name] for name in traced.variables}
+    trainable = {name: spec for name, spec in known.items() if spec.trainable}
     if wanted is not None:
         for name in wanted:
-            if name not in known or not known[name].trainable:
+            if name not in trainable or loss_weights.is_loss_weight(name):
                 fault = "is not trainable" if name in known else "does not exist"
                 raise ValueError(
                     f"The variable {name!r} to train {fault}. Trainable are: "
-                    f"{', '.join(n for n, spec in known.items() if spec.trainable) or 'none'}."
+                    f"{', '.join(loss_weights.without_weights(trainable)) or 'none'}."
                 )
     trained = {
-        name: spec for name, spec in known.items() if spec.trainable and (wanted is None or name in wanted)
+        name: spec
+        for name, spec in trainable.items()
+        if wanted is None or name in wanted or loss_weights.is_loss_weight(name)
     }
-    if not trained:
+    if not loss_weights.without_weights(trained) and not may_be_empty:
         why = "no stage has a trainable variable" if wanted is None else "trained names none"
         raise ValueError(f"No variables to optimize: {why}.")
     return trained

@@ -7,9 +7,7 @@ functions that call them, has layers that ask the function being traced, keeps s
 from __future__ import annotations
 
 from ipu_pipeline.engine.devices.feeds import Element, Take, take_nothing
-from ipu_pipeline.engine.devices.offloading import Offload
 from ipu_pipeline.engine.devices.placing import keep
-from ipu_pipeline.engine.devices.sharding import Shard
 from ipu_pipeline.engine.execution.kept import KeptPrograms
 from ipu_pipeline.engine.execution.replicas import Dealt
 from ipu_pipeline.engine.exporting import StageRunner, export_stages
@@ -33,6 +31,7 @@ from ipu_pipeline.engine.segments import (
     segment,
 )
 from ipu_pipeline.engine.state import Collected, Progress, RunState, is_readable
+from ipu_pipeline.engine.state_checks import check_state
 from ipu_pipeline.engine.tracing.captures import Captures
 from ipu_pipeline.engine.tracing.enqueuing import enqueue_to, find_leaves
 from ipu_pipeline.engine.tracing.faults import find_calling_line, name_of
@@ -63,6 +62,7 @@ from ipu_pipeline.engine.tracing.specs import initial_value, make_spec
 from ipu_pipeline.engine.tracing.stage_lists import as_level, join_layers
 from ipu_pipeline.engine.tracing.stages import check_signature
 from ipu_pipeline.engine.updates.loss_scaling import LossScaled, LossScaleState, scale_loss
+from ipu_pipeline.engine.updates.loss_weights import is_loss_weight, weigh
 from ipu_pipeline.engine.updates.optimizer_tracing import describe_other_optimizer
 from ipu_pipeline.engine.watching import read_outfeed
 
@@ -81,7 +81,6 @@ __all__ = [
     "LossScaleState",
     "LossScaled",
     "MetricReader",
-    "Offload",
     "OutsideOfBodyError",
     "ProgramNames",
     "Progress",
@@ -90,7 +89,6 @@ __all__ = [
     "Scope",
     "Segment",
     "SegmentedFunction",
-    "Shard",
     "StageRunner",
     "Take",
     "Values",
@@ -99,6 +97,7 @@ __all__ = [
     "between_bars",
     "check_pipeline",
     "check_signature",
+    "check_state",
     "count_dtype",
     "current_body",
     "current_scope",
@@ -117,6 +116,7 @@ __all__ = [
     "initial_value",
     "ipu_shard",
     "is_in_stage",
+    "is_loss_weight",
     "is_readable",
     "is_shown_on",
     "is_traced_again",
@@ -142,4 +142,5 @@ __all__ = [
     "take_nothing",
     "tracing_again",
     "watched_by",
+    "weigh",
 ]

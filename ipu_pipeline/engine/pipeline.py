@@ -14,6 +14,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Concatenate, ParamSpec
 
 import jax
@@ -21,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ipu_pipeline.engine import fingerprints, peers, schedules, watching
+from ipu_pipeline.engine.adopting import Adoption, adopt_optimizer_state, compare
 from ipu_pipeline.engine.building import Built, Recipe, build
 from ipu_pipeline.engine.devices.compiler_options import CompilerOptions, check_compiles, plan_options
 from ipu_pipeline.engine.devices.device_groups import DeviceGroup, check_processes, make_groups
@@ -79,6 +81,13 @@ from ipu_pipeline.engine.searched_timetables import (
     measure_scenario,
 )
 from ipu_pipeline.engine.state import PipelineState, Progress, RunState, StepOutputs
+from ipu_pipeline.engine.state_checks import (
+    MOVES,
+    check_elements,
+    check_exists,
+    check_not_traced,
+    check_state,
+)
 from ipu_pipeline.engine.tracing.metrics import Metric, MetricReader
 from ipu_pipeline.engine.tracing.recomputation_marks import has_marks
 from ipu_pipeline.engine.tracing.replicas import uses_replicas
@@ -88,6 +97,7 @@ from ipu_pipeline.engine.tracing.surroundings import Surroundings
 from ipu_pipeline.engine.tracing.traced import TracedPipeline
 from ipu_pipeline.engine.updates.accumulators import AccumulatorPlan, plan_accumulators
 from ipu_pipeline.engine.updates.cutting import Updates
+from ipu_pipeline.engine.updates.loss_weights import is_loss_weight, without_weights
 from ipu_pipeline.ground.cores import count_cores
 from ipu_pipeline.ground.enumerations import parse_member
 from ipu_pipeline.ground.errors import OutOfRangeError
@@ -208,7 +218,7 @@ class Pipeline:
         self._surroundings: Surroundings | None = None  # of the first trace
         self._kept = kept.current()
         self._accumulators: dict[str, Any] | None = None  # the zeros that the last update left
-        self._placed: weakref.ref[PipelineState] | None = None  # the last state that is known to be placed
+        self._placed: _Placed | None = None
         # A function by itself, so that its callers do not hold the pipeline: an infeed holds the runner,
         # and the pipeline's program the infeed.
         self._follow: Callable[[frozenset[int] | None, int], schedules.Timetable] = functools.partial(
@@ -356,7 +366,7 @@ class Pipeline:
     @property
     def variables(self) -> dict[str, VariableSpec]:
         """All variables by full name."""
-        return self.traced.variables
+        return without_weights(self.traced.variables)
 
     def plan_memory(self, num_micro_batches: int | None = None) -> tuple[StageMemory, ...]:
         """Plans what each stage will hold between forwards and backwards, by the programs and the schedule.
@@ -514,7 +524,7 @@ class Pipeline:
             self._plan_memory(count or 1, chunk_size),
             built.accumulator_dtypes if trains else None,
             self.num_carried,
-            left_out,
+            {*left_out, *filter(is_loss_weight, built.traced.variables)},
             name="Pipeline",
             kind="training" if trains else "inference",
             schedule=schedules.schedule_name(schedule),
@@ -1011,20 +1021,23 @@ class Pipeline:
 
         Returns:
           The state, its leaves on the devices of their stages.
+
+        Raises:
+          TypeError: it is called within `jax.jit` or another transformation.
+          ValueError: the key is none of `jax.random.key`; or see `trace` and `prepare`.
         """
+        check_not_traced("Pipeline.init", key)
         if not (hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
             raise ValueError(
                 f"init: key must be a random key from jax.random.key; got {type(key).__name__}. "
                 "jax.random.wrap_key_data makes one of a raw key."
             )
         self.trace(micro_batch, *inputs)
-        return self._make_state(self.prepare(), key)
+        state = self._make_state(self.prepare(), key)
+        return dataclasses.replace(state, variables=without_weights(state.variables))
 
     def _make_state(self, runner: Runner[Any], key: Any) -> PipelineState:
-        variables: dict[str, Any] = {}
-        for name, spec in self.variables.items():  # one at a time: all of them may not fit one device
-            made = initial_value(spec, key) if runner.placement.has_variable(name) else spec
-            variables |= runner.placement.place_variables({name: made})
+        variables = self._make_variables(runner.placement, self.traced.variables, key)
         return PipelineState(
             variables=variables,
             optimizer_state=self._init_optimizer_state(runner.placement, variables, None),
@@ -1032,6 +1045,15 @@ class Pipeline:
             execution_count=0,
             key=key,
         )
+
+    def _make_variables(self, placement: StatePlacement, names: Iterable[str], key: Any) -> dict[str, Any]:
+        """The initial values of variables, placed."""
+        variables: dict[str, Any] = {}
+        for name in names:  # one at a time: all of them may not fit one device
+            spec = self.traced.variables[name]
+            made = initial_value(spec, key) if placement.has_variable(name) else spec
+            variables |= placement.place_variables({name: made})
+        return variables
 
     def init_optimizer_state(
         self, variables: Mapping[str, Any], outputs: Sequence[Any] | None = None
@@ -1067,8 +1089,10 @@ class Pipeline:
           replaced by its value. None for stages that are functions without a pytree of parameters.
 
         Raises:
-          ValueError: the state lacks some of them.
+          TypeError: it is no state.
+          ValueError: the state lacks some of them, or a step with `donate` has destroyed it.
         """
+        check_state("Pipeline.parameters", state, may_be_traced=True)
         return self._parameters.read(state.variables)
 
     def with_parameters(self, state: PipelineState, parameters: Sequence[Any]) -> PipelineState:
@@ -1080,10 +1104,61 @@ class Pipeline:
             copied, so with `donate` a step destroys them.
 
         Raises:
-          ValueError: number, structure, shape or dtype differs, or a shared parameter has two values.
+          TypeError: it is no state.
+          ValueError: number, structure, shape or dtype differs, a shared parameter has two values, or a
+            step with `donate` has destroyed the state or the parameters.
         """
+        check_state("Pipeline.with_parameters", state, may_be_traced=True)
+        check_exists("Pipeline.with_parameters: parameters", parameters)
         variables = {**state.variables, **self._parameters.write(parameters)}
         return dataclasses.replace(state, variables=variables)
+
+    @peers.one_thread("taking the state of another pipeline")
+    def adopt(self, state: PipelineState) -> tuple[PipelineState, Adoption]:
+        """Makes a state of this pipeline of another one's, which may lack variables, or have others.
+
+        Variables of the same name are the same: their values are taken. Others begin with their initial
+        values, by the state's key. Its counts and key go on. The optimizer's state is taken if all of it
+        that belongs to no new variable is there, as with the same optimizer. If not, or if all variables
+        that it is of are new, it begins anew. (What an optimizer counts for all variables together, as
+        Adam's updates, goes on for the new ones, too. `init_optimizer_state` begins all of it.)
+
+        Where stages are others and variables are named after them (`stage1/w`), `engine.resplit` moves a
+        state; it needs all variables.
+
+        Args:
+          state: of any pipeline, on any devices, with any replicas. Arrays that are where they belong are
+            not copied: with `donate` a step destroys them in the old state, too.
+
+        Returns:
+          The state of this pipeline, and what was taken, which is new, and what was left.
+
+        Raises:
+          RuntimeError: the pipeline has not been traced.
+          TypeError: it is no state, or this is called within `jax.jit` or another transformation.
+          ValueError: a variable has another shape or dtype, there are none in common, a new variable was
+            given as a shape, or a step with `donate` has destroyed the state.
+        """
+        check_state("Pipeline.adopt", state)
+        adoption = compare(state.variables, self.variables)
+        placement = self.prepare().placement
+        taken = {name: state.variables[name] for name in adoption.taken}
+        variables = {
+            **placement.place_variables(taken),
+            **self._make_variables(placement, adoption.new, state.key),
+        }
+        optimizer_state = None
+        if self.updates is not None:
+            optimizer_state, is_taken = adopt_optimizer_state(
+                state.optimizer_state,
+                self.updates,
+                adoption.new,
+                lambda: self._init_optimizer_state(placement, variables, None),
+            )
+            adoption = dataclasses.replace(adoption, takes_optimizer_state=is_taken)
+        new = dataclasses.replace(state, variables=variables, optimizer_state=optimizer_state)
+        placed = self.place(new)
+        return dataclasses.replace(placed, variables=without_weights(placed.variables)), adoption
 
     # Running.
 
@@ -1109,14 +1184,18 @@ class Pipeline:
 
         Raises:
           OutOfRangeError: there are too few micro-batches.
+          TypeError: it is called within `jax.jit` or another transformation, or the state is none.
           ValueError: a micro-batch or an input has another dtype or structure than the first; an input has
-            another shape, or micro-batches have more than `max_shapes` shapes; or `num_micro_batches` is
-            given twice, or not at all.
+            another shape, or micro-batches have more than `max_shapes` shapes; the state has been destroyed
+            by a step with `donate`; or `num_micro_batches` is given twice, or not at all.
         """
+        check_not_traced("Pipeline.step", inputs)
         every = self.updated_every(num_micro_batches) * self._num_replicas
+        known = None if self._placed is None else self._placed()
+        check_state("Pipeline.step", state, is_known=state is known)
         if isinstance(micro_batches, PlacedMicroBatches):
             return self._step(state, micro_batches.taker(self.prepare(), every), inputs, num_micro_batches)
-        iterator = iter(micro_batches)
+        iterator = iter(check_elements("Pipeline.step", micro_batches))
         if self._built is None:
             try:
                 first = next(iterator)
@@ -1149,6 +1228,7 @@ class Pipeline:
           ValueError: a micro-batch has another shape, dtype or structure than the pipeline was traced for,
             or a program handles several micro-batches, and these do not make whole groups.
         """
+        check_not_traced("Pipeline.place_micro_batches", micro_batches)
         runner, place = self.prepare(), self.place_element
         elements: list[Any] = [
             self._resolve(place(self.check_element(element, number)))
@@ -1181,7 +1261,17 @@ class Pipeline:
         unflatten = list if callable(collects) else self.traced.output_tree.unflatten if collects else None
         reader, reported = self.metrics, self.metrics.select(progress)
         outputs = StepOutputs(progress.collected, unflatten, lambda: reader.read(reported, 1))
-        return progress.state.pipeline, outputs
+        return self._give(progress.state.pipeline), outputs
+
+    def _give(self, state: PipelineState) -> PipelineState:
+        """The state after a step without what users need not see, the variables that count weights."""
+        hidden = {name: value for name, value in state.variables.items() if is_loss_weight(name)}
+        if not hidden:
+            return state
+        given = dataclasses.replace(state, variables=without_weights(state.variables))
+        self._placed = _Placed(given)
+        self._placed.hidden = hidden
+        return given
 
     @property
     def places_with_marks(self) -> list[str]:
@@ -1270,6 +1360,7 @@ class Pipeline:
           ValueError: a variable is missing. Or each step is given its number of micro-batches, or the
             optimizer's state depends on what the last stage returns: then the first step compiles.
         """
+        check_state("Pipeline.compile", state)
         every = self.updated_every(None)
         if self.updates is not None and state.optimizer_state is None:
             raise ValueError(
@@ -1393,7 +1484,7 @@ class Pipeline:
     def _note(self, progress: Progress) -> None:
         """Notes where accumulators and state are now."""
         self._accumulators = progress.state.accumulators
-        self._placed = weakref.ref(progress.state.pipeline)
+        self._placed = _Placed(progress.state.pipeline)
 
     def accumulate(
         self,
@@ -1457,26 +1548,28 @@ class Pipeline:
         Raises:
           ValueError: a variable is missing, or has another shape or dtype.
         """
-        if self._placed is not None and state is self._placed():
+        placed = self._placed
+        if placed is not None and state is placed():
+            if placed.hidden:
+                return dataclasses.replace(state, variables={**state.variables, **placed.hidden})
             return state
         for name, spec in self.variables.items():
             value = state.variables.get(name)
             if value is None:
-                raise ValueError(
-                    f"The state has no variable {name}; the pipeline needs {spec}. A state of another "
-                    "split of the same layers is moved by engine.resplit(state, pipeline)."
-                )
+                raise ValueError(f"The state has no variable {name}; the pipeline needs {spec}. {MOVES}")
             if value.shape != spec.shape or value.dtype != spec.dtype:
                 raise ValueError(
                     f"Variable {name} must be {spec.dtype.name}{list(spec.shape)}; the state has "
                     f"{value.dtype.name}{list(value.shape)}."
                 )
         self._check_optimizer_state(state)
-        if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(state)):
-            raise ValueError(
-                "The state's arrays are gone: with donate=True a step takes the memory of the state that "
-                "it is given. Go on with the state that it returned, or leave out donate."
-            )
+        weights = {
+            name: np.zeros(spec.shape, spec.dtype)
+            for name, spec in self.traced.variables.items()
+            if is_loss_weight(name)
+        }
+        if not weights.keys() <= state.variables.keys():
+            state = dataclasses.replace(state, variables={**state.variables, **weights})
         return self.prepare().place_state(state)
 
     def take_accumulators(self, other: Pipeline) -> None:
@@ -1523,6 +1616,12 @@ class Pipeline:
                 "The state's optimizer_state is of another optimizer or of other variables: it is "
                 f"{given}, and the pipeline's optimizer makes {made}."
             )
+
+
+class _Placed(weakref.ref[PipelineState]):
+    """The last state that is known to be placed, and the variables that it does not show."""
+
+    hidden: Mapping[str, Any] = MappingProxyType({})
 
 
 def _make_timetable(

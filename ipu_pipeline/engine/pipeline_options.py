@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,10 +42,18 @@ class PipelineOptions:
         share one state, so variables must not depend on shapes. With several processes it is 1.
       shapes: micro-batches, or their shapes and dtypes, for which the programs are compiled with those of
         the first one, in `compile` or the first step, and not when they come.
+      loss_weight: None, or a function that takes what the last stage returns, as `loss` does, and returns
+        the number of items that this loss is a sum over, such as tokens that are not padding: a scalar, an
+        integer or floating-point number. The gradients of a weight update are then those of the losses'
+        sum divided by the sum of all its micro-batches' weights, in all replicas, whatever the reduction:
+        those of the mean over all items, as of one large batch. If that sum is 0, they are 0, and the
+        optimizer updates with these. `StepOutputs.losses` are the losses as they are, not divided. Not with
+        `gradient_map`.
       optimizer: an Optax transformation; or a function of what the last stage returned for the last
         micro-batch (for the state at the start: the first). The function returns a transformation, or a
         pair of a transformation and a dict of extra arguments for its `update`.
-      schedule: a name of `schedules.named_schedules`, or that of another library ("1f1b"), in any case; a
+      schedule: a name of `schedules.named_schedules`, or that of another library ("1f1b"), in any case.
+        "interleaved" is 1F1B; Megatron's interleaved schedule is "looped" or "interleaved_1f1b". Or a
         function like `schedules.grouped`; or the path of a CSV file, see `schedules.read_csv`, which is
         read at once. It becomes a name of `named_schedules` or a function.
       device_mapping: the IPU of each stage, a number from 0; a list of numbers for parallel stages. By
@@ -124,6 +133,7 @@ class PipelineOptions:
     max_shapes: int = 8
     shapes: Sequence[Any] = ()
     loss: Callable[..., Any] | None = None
+    loss_weight: Callable[..., Any] | None = None
     optimizer: optimizer_tracing.Optimizer | None = None
     schedule: schedules.ScheduleLike = "grouped"
     device_mapping: stage_lists.Mapping | None = None
@@ -187,13 +197,33 @@ class PipelineOptions:
                 "num_serialized must be 1 with several devices for each IPU; got "
                 f"{self.num_serialized} and tensor_parallel.size {self.num_devices_per_ipu}."
             )
+        _check_optimizer(self.optimizer)
         if (self.loss is None) != (self.optimizer is None):
             raise ValueError("Pass both loss and optimizer to train, or neither for inference only.")
+        if self.loss_weight is not None and self.loss is None:
+            raise ValueError("loss_weight says what loss is divided by, so it needs loss and optimizer.")
+        if self.loss_weight is not None and not callable(self.loss_weight):
+            raise TypeError(
+                "loss_weight must be a function of what the last stage returns, or None; got "
+                f"{self.loss_weight!r}."
+            )
 
     @property
     def num_devices_per_ipu(self) -> int:
         """The number of devices that compute each stage together."""
         return 1 if self.tensor_parallel is None else self.tensor_parallel.size
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    """Raises a TypeError if a function of Optax is given that makes an optimizer, or a part of one.
+
+    As a function of the user's, it would get what the last stage returns: a loss as its learning rate.
+    """
+    if isinstance(optimizer, types.FunctionType) and str(optimizer.__module__).startswith("optax."):
+        raise TypeError(
+            f"optimizer must be an optax.GradientTransformation; got the function {optimizer.__qualname__} "
+            "of Optax. Call it, for example optax.adam(1e-3)."
+        )
 
 
 def check_replicas(num_replicas: Any, num_serialized: int) -> None:
@@ -209,4 +239,4 @@ def check_replicas(num_replicas: Any, num_serialized: int) -> None:
 def check_positive(argument: str, value: Any) -> None:
     """Raises a ValueError if an argument is not an integer of at least 1."""
     if not is_integer(value, 1):
-        raise ValueError(f"{argument} must be an integer of at least 1; got {value}.")
+        raise ValueError(f"{argument} must be an integer of at least 1; got {value!r}.")

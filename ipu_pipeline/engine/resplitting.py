@@ -24,6 +24,8 @@ from ipu_pipeline.engine import peers
 from ipu_pipeline.engine.devices.gathered import read_gathered
 from ipu_pipeline.engine.pipeline import Pipeline
 from ipu_pipeline.engine.state import PipelineState
+from ipu_pipeline.engine.state_checks import check_state
+from ipu_pipeline.engine.updates.loss_weights import without_weights
 from ipu_pipeline.ground.shapes import describe
 from ipu_pipeline.ground.tables import shorten
 
@@ -76,14 +78,13 @@ def resplit(state: PipelineState, pipeline: Pipeline) -> PipelineState:
       The state of the pipeline, on its devices. Without an optimizer it has no optimizer state.
 
     Raises:
-      TypeError: an argument is of another type.
-      ValueError: the variables or the optimizer's state of one are not those of the other, or it is not
-        certain which are which.
+      TypeError: an argument is of another type, or it is called within a transformation such as `jax.jit`.
+      ValueError: a step with `donate` has destroyed the state. Or the variables or the optimizer's state of
+        one are not those of the other, or it is not certain which are which.
       RuntimeError: the pipeline has not been traced.
     """
-    if not isinstance(state, PipelineState):
-        raise TypeError(f"resplit: state must be what init or step returned; got {type(state).__name__}.")
-    check_pipeline("resplit", pipeline)
+    check_state("engine.resplit", state)
+    check_pipeline("engine.resplit", pipeline)
     known = jax.tree_util.tree_flatten_with_path(state.optimizer_state)[0]
     leaves = None
     if state.optimizer_state is not None:
@@ -106,7 +107,7 @@ def move_state(state: PipelineState, leaves: Mapping[str, Any] | None, pipeline:
       pipeline: as for `resplit`.
     """
     wanted = {name: spec.shape for name, spec in pipeline.variables.items()}
-    shapes = {name: tuple(value.shape) for name, value in state.variables.items()}
+    shapes = {name: tuple(value.shape) for name, value in without_weights(state.variables).items()}
     origins = _match(shapes, wanted)
     variables = {name: _read(state.variables, origin) for name, origin in origins.items()}
     updates, optimizer_state = pipeline.updates, None
@@ -230,7 +231,8 @@ def _match(known: Shapes, wanted: Shapes) -> dict[str, _Origin]:
             "The state's variables are not those of the pipeline's layers, or it is not certain which are "
             f"which. Left over in the state: {listed[0]}. Missing for the pipeline: {listed[1]}. Names "
             "without stages and numbers must be the same, and as many of each, in the same order; other "
-            "names must be equal."
+            "names must be equal. Pipeline.adopt(state) takes the variables of the same names only, and "
+            "begins others anew."
         )
     return {name: found[name] for name in wanted}
 

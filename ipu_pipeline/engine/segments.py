@@ -22,6 +22,7 @@ from ipu_pipeline.engine.devices.placing import put_host_copies
 from ipu_pipeline.engine.devices.remote import is_here
 from ipu_pipeline.engine.state import OfReplicas, of_replica
 from ipu_pipeline.engine.tracing import frames, hoisting
+from ipu_pipeline.engine.tracing.computed_initializers import resolve
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.ground import jax_compat
 from ipu_pipeline.ground.errors import without_traceback_note
@@ -139,7 +140,8 @@ def segment(
     def refuse(*arguments: Any) -> Any:
         raise AssertionError(f"assign and next_rng_key refuse to work here: {arguments}")
 
-    markers = hoisting.marker_rule(_PLACE, names, read, refuse, refuse, refuse, refuse)
+    initialized: list[tuple[VariableSpec, list[Any]]] = []
+    markers = hoisting.marker_rule(_PLACE, names, read, refuse, refuse, refuse, refuse, initialized.append)
 
     def rule(equation: Any, atoms: list[Any], inline: jaxprs.InlineFunction) -> list[Any] | None:
         if equation.primitive is _call_p:
@@ -154,6 +156,8 @@ def segment(
         return markers(equation, atoms, inline)
 
     flat = jaxprs.flatten(closed_jaxpr, rule)
+    computed = [equation for equation in flat.equations if equation.primitive is not _call_p]
+    resolve(computed, flat.constants, initialized, _PLACE)
     return SegmentedFunction(_make_steps(flat, reads), flat.inputs, list(flat.outputs), flat.constants)
 
 

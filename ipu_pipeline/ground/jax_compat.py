@@ -40,6 +40,7 @@ __all__ = [
     "fresh_trace",
     "functions_of",
     "is_device_array",
+    "is_outside_of_traces",
     "is_traced",
     "kept_arguments",
     "lines_of",
@@ -178,6 +179,7 @@ def make_array(shape: Sequence[int], sharding: Any, parts: Sequence[Any]) -> Any
 
 _ShapedArray = find("jax.core:ShapedArray")
 _Tracer = find("jax.core:Tracer")
+_trace_state_clean = find("jax._src.core:trace_state_clean")
 _make_user_context = find("jax:make_user_context")
 _trace_mark = None if _make_user_context is None else _make_user_context(None)
 
@@ -206,6 +208,11 @@ def is_traced(value: Any) -> bool:
     except RuntimeError:  # its memory was donated
         return False
     return False
+
+
+def is_outside_of_traces() -> bool:
+    """Whether no function is being traced here for certain; False if JAX does not say."""
+    return _trace_state_clean is not None and bool(_trace_state_clean())
 
 
 def lines_of(value: Any) -> list[tuple[str, int]]:

@@ -53,6 +53,13 @@ def test_skips_and_values_used_by_several_stages(schedule, mapping, rng):
     run_both(pipeline, arrays(rng, 4, (3, 6)))
 
 
+def test_the_options_check_themselves():
+    assert engine.PipelineOptions(num_micro_batches=2, schedule="1F1B").schedule == "interleaved"
+    assert isinstance(make([first], optimizer=optax.sgd(0.1)).options, engine.PipelineOptions)
+    with pytest.raises(ValueError, match="num_micro_batches must be an integer of at least 1; got 0"):
+        engine.PipelineOptions(num_micro_batches=0)
+
+
 def test_integers_booleans_constants_and_stages_without_variables(rng):
     def stage0(x, indices):
         return {"x": x, "is_even": indices % 2 == 0, "indices": indices, "constant": jnp.arange(3)}
@@ -634,3 +641,79 @@ def test_jax_waits_for_what_a_step_returns():
     parts = [Collected([Late("output")], Late("loss"), None), Collected([Late("outputs")], None, 2)]
     jax.block_until_ready(engine.StepOutputs(parts, list))
     assert waited == ["output", "loss", "outputs"]
+
+
+def embed(parameters, ids, targets):
+    return parameters[ids], targets
+
+
+ARGUMENTS = {
+    "an optimizer that was not called": (
+        {"optimizer": optax.adam},
+        TypeError,
+        "got the function adam of Op",
+    ),
+    "a part of an optimizer": (
+        {"optimizer": optax.sgd(1).update},
+        TypeError,
+        "must be an optax.GradientTra",
+    ),
+    "one function": (
+        {"stages": embed},
+        TypeError,
+        "stages must be a list of functions or Stages; got funct",
+    ),
+    "a generator": ({"stages": (s for s in ())}, TypeError, "stages must be a list .* got generator"),
+    "names of devices": (
+        {"devices": ["cpu:0"]},
+        ValueError,
+        r"devices must be a list of devices.*cpu:0",
+    ),
+    "a device": ({"devices": 3}, ValueError, "devices must be a list of devices.*; got 3"),
+    "half an IPU": (
+        {"device_mapping": [0.5]},
+        ValueError,
+        r"device_mapping must have one number .*\[0.5\]",
+    ),
+    "an IPU": ({"device_mapping": 1}, ValueError, "device_mapping must have one number .*; got 1"),
+    "a count": ({"num_micro_batches": "4"}, ValueError, "must be an integer of at least 1; got '4'"),
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_arguments_of_other_types(name):
+    given, kind, message = ARGUMENTS[name]
+    usual = {"stages": [embed], "parameters": [np.ones((3, 2), "float32")], "num_micro_batches": 2}
+    usual |= {"loss": first, "optimizer": optax.sgd(0.1)}
+    with pytest.raises(kind, match=message):
+        engine.Pipeline(**{**usual, **given})
+
+
+@pytest.mark.parametrize(
+    ("element", "given"),
+    [(([1], [2]), None), (([1],), r"\(int32\[1\]\): missing a required argument: 'targets'")],
+)
+def test_what_a_stage_with_parameters_takes(element, given):
+    pipeline = engine.Pipeline([embed], parameters=[np.ones((3, 2), "float32")], num_micro_batches=1)
+    element = tuple(np.asarray(part, "int32") for part in element)
+    if given is None:
+        pipeline.trace(element)
+        return
+    message = rf"stage 0 \(embed\) takes \(ids, targets\) after its parameters, but the inputs .*{given}"
+    with pytest.raises(TypeError, match=message):
+        pipeline.trace(element)
+
+
+def test_an_optimizer_whose_masks_do_not_fit():
+    parameters = [{"w": np.ones((3, 2), "float32")}]
+    pipeline = make(
+        [lambda p, x: jnp.mean(x @ p["w"])],
+        parameters=parameters,
+        optimizer=optax.adamw(0.1, mask=[{"w": True}]),
+    )
+    with pytest.raises(ValueError, match="pytree structure error") as caught:
+        pipeline.trace(np.ones((2, 3), "float32"))
+    assert (
+        "a dict from full name to array (masks and labels of Optax have to fit it): 'stage0/w'"
+        in (caught.value.__notes__[-1])
+    )

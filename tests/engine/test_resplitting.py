@@ -12,7 +12,7 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline import engine
-from ipu_pipeline.engine import processes, resplitting
+from ipu_pipeline.engine import resplitting
 from ipu_pipeline.ground.errors import CheckpointError
 from tests.support import joined, models
 
@@ -543,10 +543,14 @@ def go_on_in_processes(saved, moved, target):
     engine.save(moved, engine.resplit(state, other))
     model = as_model(4)
     again = engine.restore(target, pipeline)
-    known = processes.read_gathered(list(again.variables.values()))
+    known = engine.gathered(again.variables)
+    without = dict(again.variables)
+    removed = without.popitem()[0]  # of the last stage, so of the last process
+    _state, adoption = pipeline.adopt(dataclasses.replace(again, variables=without))
+    assert (adoption.new, adoption.takes_optimizer_state) == ((removed,), True)
     model.trace(batches[0])
     model_losses = go_on(model, engine.restore(target, model), 1)[1]
-    return losses, others, model_losses, dict(zip(again.variables, map(np.asarray, known), strict=True))
+    return losses, others, model_losses, jax.tree.map(np.asarray, known)
 
 
 def save_alone(path):

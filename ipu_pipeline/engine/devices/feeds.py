@@ -265,17 +265,24 @@ class Supply:
 
     def __call__(self, wanted: int) -> list[Any]:
         """Takes at least one micro-batch, and at most `wanted`."""
-        left, found, resolve = self._left, list[Any](), self._resolve
+        left = self._left
         if not left:
-            left.extend(self._take(wanted))
+            taken = list(self._take(wanted))
+            if self._resolve is None or NEW_SHAPES not in map(shapes_of, taken):
+                return taken
+            left.extend(taken)
+        found: list[Any] = []
         while left and len(found) < wanted:
-            try:
-                found.append(left[0] if resolve is None else resolve(left[0]))
-            except Exception:
-                if not found:
-                    raise
-                break
+            element = left[0]
+            if shapes_of(element) == NEW_SHAPES and self._resolve is not None:
+                try:
+                    element = self._resolve(element)
+                except Exception:
+                    if not found:
+                        raise
+                    break
             left.popleft()
+            found.append(element)
         return found
 
     def give_back(self, elements: Sequence[Any]) -> None:
@@ -302,7 +309,9 @@ class Supply:
         """
 
         def take(wanted: int) -> list[Any]:
-            elements = gather(self, wanted, wanted)
+            elements = self(wanted)
+            if len(elements) < wanted:
+                elements += gather(self, wanted - len(elements), wanted - len(elements))
             for element in elements:
                 if shapes_of(element) != shapes:
                     self.give_back(elements)
@@ -314,7 +323,7 @@ class Supply:
 
 def shapes_of(element: Any) -> int:
     """The number of an element's shapes; 0 for what stands for a micro-batch where there is no feed."""
-    return getattr(element, "shapes", 0)
+    return element.shapes if isinstance(element, Element) else getattr(element, "shapes", 0)
 
 
 def gather(take: Take, wanted: int, at_least: int) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Reads arrays of a run of several processes in all of them."""
+"""Brings arrays that lie on several devices, also of several processes, to one place."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from ipu_pipeline.engine import peers
 from ipu_pipeline.engine.devices.crossing import group_sharding
 from ipu_pipeline.engine.devices.links import Tag, links, naming_peers
 from ipu_pipeline.engine.devices.remote import absent, is_here
+from ipu_pipeline.engine.state_checks import check_exists, check_not_traced
 
-__all__ = ["only_if_written_here", "read_gathered", "share_stacks", "whole"]
+__all__ = ["gathered", "only_if_written_here", "read_gathered", "share_stacks", "whole"]
 
 _numbers = itertools.count()
 _lock = threading.Lock()
@@ -105,6 +106,63 @@ def read_gathered(arrays: Sequence[Any]) -> list[Any]:
             for place, array, data in zip(places, own, received, strict=True):
                 found[place] = _from_data(data, array)
     return found
+
+
+def gathered(tree: Any, device: Any = None) -> Any:
+    """Copies all arrays of a state, or of another pytree, to one device, for functions of the whole tree.
+
+    The leaves of a state lie on the devices of their stages, and JAX computes nothing with arrays of
+    different devices. Everything has to fit the one device. In several processes all call it, and each gets
+    all arrays.
+
+    Example:
+      norm = optax.tree.norm(engine.gathered(state.variables))
+
+    Args:
+      tree: a pytree with arrays of JAX or NumPy; other leaves are left alone. Arrays may be shared out
+        among replicas or tensor-parallel devices, or lie in host memory. Of values that differ between
+        replicas it takes the first replica's.
+      device: a device of this process. None: the first one that has a part of the tree's first array, or
+        of `jax.local_devices()` if there is no array of JAX.
+
+    Returns:
+      The tree with copies, whole, in the device's memory: a step with `donate` leaves them alone.
+
+    Raises:
+      TypeError: `device` is no device, or it is called within `jax.jit` or another transformation.
+      ValueError: the device is of another process, or a step with `donate` has destroyed an array.
+      RuntimeError: JAX has joined several processes, and this library has not.
+      ProcessError: a process that was to send something has ended.
+    """
+    check_not_traced("engine.gathered", tree)
+    check_exists("engine.gathered: tree", tree)
+    peers.check_joined("engine.gathered")
+    leaves, structure = jax.tree.flatten(tree)
+    places = [number for number, leaf in enumerate(leaves) if isinstance(leaf, (jax.Array, np.ndarray))]
+    found = read_gathered([leaves[place] for place in places])
+    if device is None:
+        known = (_first_part(array) for array in found if isinstance(array, jax.Array))
+        device = next((part.device for part in known), jax.local_devices()[0])
+    if not isinstance(device, jax.Device):
+        raise TypeError(f"engine.gathered: device must be a device of JAX; got {device!r}.")
+    if device.process_index != jax.process_index():
+        raise ValueError(
+            f"engine.gathered: device must be one of this process, {jax.process_index()}; {device} is one "
+            f"of process {device.process_index}."
+        )
+    # Of arrays that all devices have whole, only one copy counts.
+    parts = [
+        _first_part(array).data if isinstance(array, jax.Array) and array.is_fully_replicated else array
+        for array in found
+    ]
+    copies = jax.device_put(parts, SingleDeviceSharding(device), may_alias=False)
+    for place, copy in zip(places, copies, strict=True):
+        leaves[place] = copy
+    return jax.tree.unflatten(structure, leaves)
+
+
+def _first_part(array: jax.Array) -> Any:
+    return array.addressable_shards[0]
 
 
 @peers.one_thread("reading what other processes have")

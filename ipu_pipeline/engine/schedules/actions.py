@@ -65,7 +65,7 @@ class Action(NamedTuple):
 
 Row: TypeAlias = "tuple[Action | None, ...]"
 Rows: TypeAlias = "tuple[Row, ...]"
-ScheduleFunction: TypeAlias = "Callable[..., Sequence[Sequence[Action | None]]]"
+ScheduleFunction: TypeAlias = Callable[..., Sequence[Sequence[Action | None]]]
 
 
 class ScheduleError(ValueError):

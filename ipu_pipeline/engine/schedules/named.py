@@ -1,7 +1,8 @@
 """The schedules that have names, and what an argument that takes a schedule may be.
 
 Names are those of this library, of its fronts' enumerations, and of other libraries, in upper or lower
-case, with "-", "_", " " or nothing between words.
+case, with "-", "_", " " or nothing between words, and with or without "Schedule" before them, as the names
+of PyTorch's classes have it.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ __all__ = [
     "schedule_name",
 ]
 
-ScheduleLike: TypeAlias = "str | os.PathLike[str] | ScheduleFunction | SearchedSchedule"
+ScheduleLike: TypeAlias = str | os.PathLike[str] | ScheduleFunction | SearchedSchedule
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ SCHEDULES = (
     NamedSchedule(
         interleaved,
         "Interleaved",
-        ("1f1b", "one_forward_one_backward", "pipedream_flush"),
+        ("1f1b", "one_forward_one_backward", "non_interleaved", "pipedream_flush", "dapple"),
         "1F1B, not Megatron's interleaved: about half as much is held as with Grouped.",
     ),
     NamedSchedule(
@@ -79,19 +80,19 @@ SCHEDULES = (
     NamedSchedule(
         all_forwards,
         "AllForwards",
-        ("gpipe", "looped_bfs", "breadth_first"),
+        ("gpipe", "afab", "f_then_b", "fill_drain", "looped_bfs", "breadth_first"),
         "All forwards, then all backwards: for comparisons, and few micro-batches.",
     ),
     NamedSchedule(
         looped,
         "Looped",
-        ("interleaved_1f1b", "virtual_pipeline"),
+        ("interleaved_1f1b", "megatron_interleaved", "virtual_pipeline", "vpp"),
         "Megatron's interleaved: several stages on each IPU, which wait for less, send and hold more.",
     ),
     NamedSchedule(
         zero_bubble,
         "ZeroBubble",
-        ("zb_h1", "zb1p"),
+        ("zb_h1", "zb1p", "zero_bubble_h1"),
         "Backwards in halves: as much held as with Interleaved, and a third of its waits.",
     ),
     NamedSchedule(
@@ -109,7 +110,7 @@ SCHEDULES = (
     NamedSchedule(
         zero_bubble_v,
         "ZeroBubbleV",
-        ("zbv", "zbv_zero_bubble"),
+        ("zbv", "v_zb", "zbv_zero_bubble"),
         "Two stages on each IPU, down and up: nearly no waits, and the memory of Interleaved.",
     ),
     NamedSchedule(
@@ -155,8 +156,8 @@ def check_schedule(schedule: Any, argument: str = "schedule") -> ScheduleLike:
     if isinstance(schedule, SearchedSchedule):
         return schedule
     expected = (
-        f"one of {', '.join(named_schedules())}, searched, a function of (num_stages, num_micro_batches, "
-        'device_mapping, training), or the path of a file ("....csv")'
+        f"one of {', '.join(map(_describe, SCHEDULES))}, searched, a function of (num_stages, "
+        'num_micro_batches, device_mapping, training), or the path of a file ("....csv")'
     )
     if isinstance(schedule, str):
         if _normalize(schedule) == _normalize(str(SearchedSchedule())):
@@ -213,5 +214,10 @@ def _binds(signature: inspect.Signature, *arguments: Any) -> bool:
     return True
 
 
+def _describe(known: NamedSchedule) -> str:
+    return f"{known.name} ({', '.join(known.others)})" if known.others else known.name
+
+
 def _normalize(name: str) -> str:
-    return "".join(character for character in name.casefold() if character not in "-_ ")
+    plain = "".join(character for character in name.casefold() if character not in "-_ ")
+    return plain.removeprefix("schedule")

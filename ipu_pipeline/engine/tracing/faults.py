@@ -34,6 +34,7 @@ __all__ = [
     "find_computing_line",
     "find_function",
     "find_signature_fault",
+    "is_of_library",
     "name_of",
 ]
 
@@ -59,11 +60,14 @@ class Faults:
 
     Attributes:
       stand_ins: variables with which tracing goes on, in place of conflicting ones, by full name.
+      has_constant_modules: whether parameters of modules were found as constants. That no stage has
+        variables may then be due to this.
     """
 
     def __init__(self) -> None:
         """Begins without any."""
         self.stand_ins: dict[str, VariableSpec] = {}
+        self.has_constant_modules = False
         self._found: list[_Fault] = []
         self._failure: Exception | None = None  # what ended the trace of a stage
 
@@ -163,6 +167,11 @@ def find_function(equation: Any) -> str:
     return ""
 
 
+def is_of_library(module: str) -> bool:
+    """Whether a module, by its full name, is of this package, of Python, or of a library that it uses."""
+    return module.partition(".")[0] in _NOT_THE_USERS
+
+
 def _is_users(name: str) -> bool:
     """Whether a file is neither of this package, nor of Python, nor of a library that it uses."""
     top = pathlib.PurePath(name).parts
@@ -250,7 +259,7 @@ def _user_line(entries: Iterable[tuple[Any, int]]) -> str:
     """File, line and source text of the first frame of the user's code; "" if there is none."""
     for frame, line_number in entries:
         name = frame.f_code.co_filename
-        if _module_of(frame).partition(".")[0] in _NOT_THE_USERS or name.startswith(_PACKAGE):
+        if is_of_library(_module_of(frame)) or name.startswith(_PACKAGE):
             continue
         return _describe_line(name, line_number, frame.f_globals)
     return ""

@@ -62,6 +62,7 @@ class ProgramNames:
       opened_scopes: full names of the variable scopes that were opened.
       holders: identity of an object outside of the program that holds a variable's value -> the object,
         which is thus kept alive, and the full name that stands for it.
+      model_stages: identity of a cut model -> its stages for the shapes that are being traced.
       host_tables: full name -> a table in host memory; its `marker` is the full name of a variable that is
         trained where the table is.
     """
@@ -73,6 +74,7 @@ class ProgramNames:
     opened_scopes: set[str] = field(default_factory=set)
     reads: dict[int, tuple[object, VariableSpec]] = field(default_factory=dict)
     holders: dict[int, tuple[object, str]] = field(default_factory=dict)
+    model_stages: dict[int, Any] = field(default_factory=dict)
     host_tables: dict[str, Any] = field(default_factory=dict)
 
     def copy(self) -> ProgramNames:

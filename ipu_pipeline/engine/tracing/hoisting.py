@@ -18,6 +18,7 @@ from jax.extend import core as jex_core
 
 from ipu_pipeline.engine import jaxprs
 from ipu_pipeline.engine.tracing import frames
+from ipu_pipeline.engine.tracing.computed_initializers import initial_value_p, resolve
 from ipu_pipeline.engine.tracing.counting import count_aval, update_count_p
 from ipu_pipeline.engine.tracing.enqueuing import enqueue_p
 from ipu_pipeline.engine.tracing.keys import key_aval, micro_batch_key_p
@@ -29,7 +30,14 @@ __all__ = ["MARKERS", "Hoisted", "contains", "hoist", "marker_rule", "variable_i
 
 Body: TypeAlias = "Callable[[Sequence[Any]], list[Any]]"
 
-MARKERS = (read_variable_p, assign_variable_p, micro_batch_key_p, update_count_p, enqueue_p)
+MARKERS = (
+    read_variable_p,
+    assign_variable_p,
+    initial_value_p,
+    micro_batch_key_p,
+    update_count_p,
+    enqueue_p,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +102,10 @@ def hoist(
         latest[spec] = value
         assigned[spec] = None
 
-    markers = marker_rule(place, program_names, read, key, count, write, enqueued.__setitem__)
+    initialized: list[tuple[VariableSpec, list[Any]]] = []
+    markers = marker_rule(
+        place, program_names, read, key, count, write, enqueued.__setitem__, initialized.append
+    )
 
     def rule(equation: Any, inputs: list[Any], inline: jaxprs.InlineFunction) -> list[Any] | None:
         nonlocal num_equations, current
@@ -106,6 +117,7 @@ def hoist(
         return replaced
 
     flat = jaxprs.flatten(closed_jaxpr, rule)
+    resolve(flat.equations, flat.constants, initialized, place)
     flat = jaxprs.FlatJaxpr(
         [*reads.values(), *key_inputs, *flat.inputs, *count_inputs],
         flat.equations,
@@ -134,6 +146,7 @@ def marker_rule(
     count: Callable[[], Any],
     write: Callable[[VariableSpec, Any], None],
     enqueue: Callable[[int, list[Any]], None],
+    initialize: Callable[[tuple[VariableSpec, list[Any]]], None],
 ) -> jaxprs.EquationRule:
     """A rule for `jaxprs.flatten` that takes markers out."""
 
@@ -159,6 +172,9 @@ def marker_rule(
             return [count()]
         if equation.primitive is assign_variable_p:
             write(equation.params["spec"], inputs[0])
+            return list(equation.outvars)
+        if equation.primitive is initial_value_p:
+            initialize((equation.params["spec"], inputs))
             return list(equation.outvars)
         if equation.primitive is enqueue_p:
             check_new(equation.params["serial"], "metric or enqueue was called")

@@ -7,6 +7,7 @@ XLA fuses what it would within a stage.
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -69,6 +70,24 @@ class ModelParts:
         ]
         self._read = dict(zip(nodes, read, strict=True))
         self.names = number_names(self._name(part) for part in self.nodes)
+
+    def of(self, graph: ModelGraph) -> ModelParts:
+        """The same parts of the model as it was traced for other shapes.
+
+        Raises:
+          ValueError: it computes something else for these.
+        """
+        known, made = self.graph.flat.equations, graph.flat.equations
+        names = [[str(equation.primitive) for equation in own] for own in (known, made)]
+        if names[0] != names[1] or graph.nodes != self.graph.nodes:
+            raise ValueError(
+                "The model computes something else for these shapes than for those that it was split for, "
+                f"so the cuts have no meaning there ({len(made)} operations, in place of {len(known)}). "
+                "Split it for these shapes, too, and make another pipeline, which has the same state."
+            )
+        other = copy.copy(self)
+        other.graph = graph
+        return other
 
     def find_scopes(self, parts: Iterable[int]) -> frozenset[str]:
         """The names of the scopes around the nodes of some parts."""

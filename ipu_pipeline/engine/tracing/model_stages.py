@@ -6,7 +6,8 @@ names that the model gave them, and it takes and returns what is alive where the
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,9 +24,9 @@ from ipu_pipeline.engine.tracing.model_parts import ModelParts
 from ipu_pipeline.engine.tracing.specs import VariableSpec, serial_numbers
 from ipu_pipeline.engine.tracing.variables import assign, get_variable
 from ipu_pipeline.ground import jax_compat
-from ipu_pipeline.ground.shapes import as_shape, describe
+from ipu_pipeline.ground.shapes import as_shape, describe, trees_equal
 
-__all__ = ["ModelStage", "make_model_stages"]
+__all__ = ["ModelCut", "ModelStage", "make_model_stages"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +44,8 @@ class ModelStage:
       assigned: the variables that it assigns, with the atoms of their new values.
       enqueued: what it enqueues, with the atoms of the leaves.
       __name__: what errors and tables call it.
+      cut: the model that it is a stage of, with those for other shapes; None: there are none.
+      number: its place among the stages.
     """
 
     graph: ModelGraph
@@ -55,15 +58,24 @@ class ModelStage:
     assigned: tuple[tuple[VariableSpec, Any], ...]
     enqueued: tuple[tuple[frames.Enqueued, Sequence[Any]], ...]
     __name__: str
+    cut: ModelCut | None = None
+    number: int = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Computes the stage.
 
         Raises:
-          ValueError: the micro-batch or the inputs have other shapes or dtypes than when it was split.
+          ValueError: the micro-batch or the inputs have another structure or other dtypes than when it was
+            split; or the model computes something else for their shapes.
         """
         frame = frames.current_frame("a stage of a model")
         names = frame.names
+        if self.cut is not None:
+            if self.takes is None:
+                names.model_stages[id(self.cut)] = self.cut.find(args, kwargs)
+            own = names.model_stages.get(id(self.cut), self.cut.stages)[self.number]
+            if own is not self:
+                return own(*args, **kwargs)
         reuses = scopes.is_reusing()
         if self.takes is None:
             names.opened_scopes |= self.graph.traced.opened_scopes
@@ -127,6 +139,57 @@ class ModelStage:
     def __deepcopy__(self, memo: object) -> ModelStage:
         """Returns the stage itself, which nothing changes."""
         return self
+
+
+class ModelCut:
+    """A model cut into stages, in the same places whatever shapes its micro-batches have.
+
+    Attributes:
+      stages: for the shapes that it was split for; they ask here for those of others.
+    """
+
+    def __init__(
+        self,
+        parts: ModelParts,
+        groups: Sequence[Sequence[int]],
+        reused: Collection[str],
+        trace: Callable[[Any, Any], ModelGraph],
+    ) -> None:
+        """Makes the stages.
+
+        Args:
+          parts: the model.
+          groups: the parts of each stage.
+          reused: full names of variables that its program had before.
+          trace: traces the model again, from the shapes and dtypes of its positional and named arguments.
+        """
+        self._parts, self._groups, self._reused, self._trace = parts, groups, reused, trace
+        self.stages = [
+            dataclasses.replace(stage, cut=self, number=number)
+            for number, stage in enumerate(make_model_stages(parts, groups, reused))
+        ]
+        self._others: list[tuple[Any, list[ModelStage]]] = []
+
+    def find(self, args: Any, kwargs: Any) -> list[ModelStage]:
+        """The stages for a model's arguments; for other shapes than the first it is traced again."""
+        known, given = self._parts.graph.traced.arguments, jax.tree.map(as_shape, (args, kwargs))
+        if given == known or not _differ_in_shapes(given, known):
+            return self.stages
+        for arguments, stages in self._others:
+            if arguments == given:
+                return stages
+        parts = self._parts.of(self._trace(*given))
+        stages = make_model_stages(parts, self._groups, self._reused)
+        self._others.append((given, stages))
+        return stages
+
+
+def _differ_in_shapes(given: Any, known: Any) -> bool:
+    """Whether arguments differ in shapes only. What else differs is an error of the first stage."""
+    if not trees_equal(jax.tree.structure(given), jax.tree.structure(known)):
+        return False
+    pairs = zip(jax.tree.leaves(given), jax.tree.leaves(known), strict=True)
+    return all(one.dtype == other.dtype for one, other in pairs)
 
 
 def make_model_stages(

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ipu_pipeline.engine.tracing.initializers import glorot_uniform
+from ipu_pipeline.ground import jax_compat
 from ipu_pipeline.ground.errors import drop_traceback_note
 from ipu_pipeline.ground.names import hash_name
 from ipu_pipeline.ground.values import is_of_numbers
@@ -20,6 +21,8 @@ from ipu_pipeline.ground.values import is_of_numbers
 __all__ = [
     "Initializer",
     "VariableSpec",
+    "cast_constant",
+    "check_shape",
     "dtype_of_constant",
     "initial_value",
     "make_spec",
@@ -104,9 +107,16 @@ def _make_initial(spec: VariableSpec, key: jax.Array) -> Any:
         own_key = jax.random.fold_in(key, np.uint32(hash_name(spec.name)))
     try:
         made: Any = spec.initializer(own_key, spec.shape, spec.dtype)
+        if jax_compat.is_traced(made):
+            made = jnp.array(made)  # raises if its trace has ended
     except Exception as error:
         drop_traceback_note(error)
         error.add_note(f"This happened while making the initial value of variable {spec!r}")
+        if isinstance(error, jax.errors.UnexpectedTracerError):
+            error.add_note(
+                "  The initializer keeps a value that was computed in the function that asked for the "
+                "variable, where values have no content yet. Compute it in the initializer, or outside."
+            )
         if jnp.issubdtype(spec.dtype, jnp.floating) and spec.dtype.itemsize < 4:
             error.add_note(
                 f"  An initializer that factorizes matrices, as orthogonal does, has no {spec.dtype.name}. "
@@ -143,7 +153,7 @@ def make_spec(full_name: str, shape: Any, dtype: Any, initializer: Any, trainabl
             'jax.config.update("jax_enable_x64", True) first, or ask for another dtype.'
         )
     is_constant = initializer is not None and not callable(initializer)
-    constant = _cast_constant(full_name, initializer, dtype) if is_constant else None
+    constant = cast_constant(full_name, initializer, dtype) if is_constant else None
     if shape is None:
         if constant is None:
             raise ValueError(
@@ -158,18 +168,27 @@ def make_spec(full_name: str, shape: Any, dtype: Any, initializer: Any, trainabl
     shape = tuple(int(size) for size in shape)
     is_inexact = bool(jnp.issubdtype(dtype, jnp.inexact))
     if constant is not None:
-        if constant.shape not in ((), shape):
-            raise ValueError(
-                f"Variable {full_name}: the initializer is an array of shape {constant.shape}, but "
-                f"shape={shape}."
-            )
+        check_shape(full_name, constant.shape, shape)
         initializer = _constant_initializer(constant)
     elif initializer is None:
         initializer = glorot_uniform if is_inexact else jax.nn.initializers.zeros
     return VariableSpec(full_name, shape, dtype, initializer, bool(trainable) and is_inexact)
 
 
-def _cast_constant(full_name: str, constant: Any, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+def check_shape(full_name: str, given: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    """Raises a ValueError if a constant initializer is neither a scalar nor of the variable's shape."""
+    if given not in ((), shape):
+        raise ValueError(
+            f"Variable {full_name}: the initializer is an array of shape {given}, but shape={shape}."
+        )
+
+
+def cast_constant(full_name: str, constant: Any, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """Makes a constant initializer an array of a variable's dtype.
+
+    Raises:
+      ValueError: the dtype does not have its values.
+    """
     found = np.asarray(constant)
     is_inexact = bool(jnp.issubdtype(dtype, jnp.inexact))
     with np.errstate(all="ignore"), warnings.catch_warnings():

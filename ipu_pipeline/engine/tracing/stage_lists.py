@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
@@ -20,12 +21,14 @@ from ipu_pipeline.engine.tracing.stage_parameters import (
     StageParameters,
     check_length,
     check_names,
+    find_shapes,
+    is_maker,
     make_layout,
+    parts,
 )
 from ipu_pipeline.engine.tracing.stages import StageFunction, as_arguments
 from ipu_pipeline.engine.tracing.variables import get_variable
 from ipu_pipeline.ground.checks import is_integer
-from ipu_pipeline.ground.errors import without_traceback_note
 
 __all__ = [
     "Mapping",
@@ -39,7 +42,6 @@ __all__ = [
 
 _MAX_IPU = 2**16 - 1  # more than any system has; every IPU has a row in the schedule
 
-StageEntry: TypeAlias = "StageFunction | Stage"
 Mapping: TypeAlias = "Sequence[int | Sequence[int]]"
 
 
@@ -56,7 +58,7 @@ class Stage:
         Args:
           function: `function(parameters, *inputs) -> outputs`.
           parameters: a pytree of arrays, the values at the start, in which parts may be `Shared` with other
-            stages; or a function from a random key to such a pytree; or its shapes
+            stages, or all of it; or a function from a random key to such a pytree; or its shapes
             (`jax.ShapeDtypeStruct`), with which `Pipeline.init` is not possible. Integers and booleans are
             not trained.
           name: the scope of its variables, one per leaf, named by the leaf's path. None: `stage<index>`.
@@ -69,8 +71,7 @@ class Stage:
     @property
     def makes_parameters(self) -> bool:
         """Whether its parameters are a function of a random key."""
-        # There are pytrees that can be called, such as the modules of Equinox.
-        return callable(self.parameters) and jax.tree_util.all_leaves([self.parameters])
+        return is_maker(self.parameters)
 
     def layout(self, index: int) -> Layout:
         """The variables that its parameters become.
@@ -78,12 +79,8 @@ class Stage:
         Raises:
           ValueError: see `make_layout`.
         """
-        given = self.parameters
-        if self.makes_parameters:
-            with without_traceback_note():
-                given = jax.eval_shape(given, jax.eval_shape(jax.random.key, 0))
         what = f"parameters of stage {index} ({self.__name__})"
-        return make_layout(given, self.name or f"stage{index}", what)
+        return make_layout(find_shapes(self.parameters, what), self.name or f"stage{index}", what)
 
     def with_variables(self, layout: Layout, shared: set[str]) -> StageFunction:
         """Makes the stage a function whose parameters are variables.
@@ -94,22 +91,26 @@ class Stage:
         """
         # JAX's caches keep an initializer for long; they should not keep a model's weights with it.
         reference = weakref.ref(self)
+        makers = list(map(is_maker, parts(self.parameters)))
 
-        def initializer(place: int) -> Any:
+        def initializer(leaf: Leaf) -> Any:
+            number, inner_number = leaf.place
+
             def initialize(key: Any, shape: Any, dtype: Any) -> Any:
                 del shape, dtype  # they are the leaf's
                 stage = reference()
                 assert stage is not None
-                made = stage.parameters(key) if stage.makes_parameters else stage.parameters
-                value = jax.tree.leaves(made)[place]
+                part = parts(stage.parameters(key) if stage.makes_parameters else stage.parameters)[number]
+                value = jax.tree.leaves(part(key) if is_maker(part) else part)[inner_number]
                 if isinstance(value, jax.ShapeDtypeStruct):
                     raise ValueError(
-                        f"{layout.what}{layout.leaves[place].path} must be an array to start from; got a "
+                        f"{layout.what}{leaf.path} must be an array to start from; got a "
                         "ShapeDtypeStruct. Give arrays, or use a state that another pipeline made."
                     )
                 return value
 
-            initialize.needs_key = self.makes_parameters  # type: ignore[attr-defined]  # see initial_value
+            needs_key = self.makes_parameters or makers[number]
+            initialize.needs_key = needs_key  # type: ignore[attr-defined]  # see initial_value
             return initialize
 
         is_reused = []
@@ -120,14 +121,30 @@ class Stage:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             leaves = []
-            for place, leaf in enumerate(layout.leaves):
-                with scopes.absolute_scope("", reuse=is_reused[place]):
+            for leaf, own_reuse in zip(layout.leaves, is_reused, strict=True):
+                with scopes.absolute_scope("", reuse=own_reuse):
                     shape = leaf.shape
-                    leaves.append(get_variable(leaf.name, shape.shape, shape.dtype, initializer(place)))
+                    leaves.append(get_variable(leaf.name, shape.shape, shape.dtype, initializer(leaf)))
             return self.function(jax.tree.unflatten(layout.tree, leaves), *args, **kwargs)
 
         call.__name__ = str(self.__name__)
+        call_after_parameters(call, self.function)
         return call
+
+
+StageEntry: TypeAlias = StageFunction | Stage
+
+
+def call_after_parameters(call: Any, function: Callable[..., Any]) -> None:
+    """Gives what calls a function with parameters the function's signature without them, for errors."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a function without a Python signature
+        return
+    names = list(signature.parameters.values())
+    if names and names[0].kind in (names[0].POSITIONAL_ONLY, names[0].POSITIONAL_OR_KEYWORD):
+        call.__signature__ = signature.replace(parameters=names[1:])
+        call.takes_parameters = True
 
 
 class _StageOfLayers(Stage):
@@ -230,10 +247,13 @@ def flatten_stages(
     Parallel stages at the end are followed by a stage on the first one's IPU that only joins their results.
 
     Raises:
+      TypeError: the stages are no list.
       ValueError: there are no stages, or the mapping or the parameters do not fit them.
     """
-    if parameters is not None:
+    if parameters is not None and isinstance(stages, (list, tuple)):
         stages = with_parameters(stages, parameters, "stages", "parameters")
+    if not isinstance(stages, (list, tuple)):
+        raise TypeError(f"stages must be a list of functions or Stages; got {type(stages).__name__}.")
     grouped = [as_level(entry) for entry in stages]
     if not grouped or not all(grouped):
         what = "a list of parallel stages" if grouped else "stages"
@@ -245,10 +265,10 @@ def flatten_stages(
     per_level = [as_level(entry) for entry in device_mapping] if np.iterable(device_mapping) else []
     is_like = [len(level) for level in per_level] == [len(level) for level in grouped]
     if not is_like or not all(is_integer(ipu, 0) for level in per_level for ipu in level):
-        got = list(device_mapping) if np.iterable(device_mapping) else device_mapping
+        given = list(device_mapping) if np.iterable(device_mapping) else device_mapping
         raise ValueError(
             f"device_mapping must have one number from 0 for each of the {num_stages} stages, and a list "
-            f"of them for parallel stages; got {got}."
+            f"of them for parallel stages; got {given}."
         )
     highest = max(ipu for level in per_level for ipu in level)
     if highest > _MAX_IPU:
@@ -321,7 +341,7 @@ def with_parameters(stages: Any, parameters: Any, what: str, what_parameters: st
 
 
 def _known(stage: Stage) -> Any:
-    return None if stage.makes_parameters else stage.parameters
+    return None if stage.makes_parameters else find_shapes(stage.parameters, "parameters")
 
 
 def _join(*args: Any, **kwargs: Any) -> Any:

@@ -3,35 +3,52 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 
+from ipu_pipeline.engine.state_checks import MOVES
+from ipu_pipeline.ground.errors import drop_traceback_note
 from ipu_pipeline.ground.names import join
 from ipu_pipeline.ground.shapes import as_shape, describe, describe_structures
 from ipu_pipeline.ground.values import is_of_numbers
 
-__all__ = ["Layout", "Leaf", "Shared", "StageParameters", "check_length", "check_names", "make_layout"]
+__all__ = [
+    "Layout",
+    "Leaf",
+    "Shared",
+    "StageParameters",
+    "check_length",
+    "check_names",
+    "find_shapes",
+    "is_maker",
+    "make_layout",
+    "parts",
+]
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["value"], meta_fields=["name"])
 @dataclass(frozen=True, eq=False)
 class Shared:
-    """A part of a stage's parameters that other stages have, too: one variable for all of them.
+    """A part of a stage's parameters, or all of them, with a name of its own: one variable for all stages.
 
-    It occurs only in the parameters: stage functions get the value. The gradients of all stages are added.
+    It occurs only in the parameters: stage functions get the value. The gradients of all stages that have
+    it are added. The names of its variables have no stage in them, so for a layer of one stage it is a name
+    that stays the same in every split.
 
     Example:
       table = engine.Shared("embedding", jnp.zeros((100, 16)))
-      parameters = [{"table": table, "w": w0}, {"w": w1, "table": table}]
+      parameters = [{"table": table, "layer": engine.Shared("layer0", w0)}, {"table": table, "w": w1}]
 
     Attributes:
       name: the full name of its variable; all `Shared` of the same name are one. If the value is a pytree,
-        the leaves' paths follow the name.
-      value: an array or a pytree of arrays, the same wherever the name occurs.
+        the leaves' paths follow the name: `layer0/w`.
+      value: an array or a pytree of arrays, the same wherever the name occurs; or its shapes, or a function
+        from a random key to it, as for all of a stage's parameters. Of several functions the first stage's
+        makes the value.
     """
 
     name: str
@@ -57,6 +74,7 @@ class Leaf:
     path: str  # where it stands, for errors: `['w'][0]`
     shape: jax.ShapeDtypeStruct  # its shape and dtype
     shared: str | None  # the name of the `Shared` that it is in; None outside of these
+    place: tuple[int, int]  # the number of its value among the `parts`, and of the leaf in that
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,17 +86,59 @@ class Layout:
     what: str  # what errors call it
 
 
+def is_maker(value: Any) -> bool:
+    """Whether parameters are a function of a random key; there are pytrees that can be called, too."""
+    return callable(value) and jax.tree_util.all_leaves([value])
+
+
+def find_shapes(parameters: Any, what: str) -> Any:
+    """The parameters with shapes in place of what functions make of a random key.
+
+    Args:
+      parameters: a pytree, or a function from a random key to it; in either, functions in a `Shared`.
+      what: what errors call them.
+    """
+    if is_maker(parameters):
+        parameters = _shapes_of(parameters, what)
+
+    def find(node: Any) -> Any:
+        if not isinstance(node, Shared) or not is_maker(node.value):
+            return node
+        return Shared(node.name, _shapes_of(node.value, f"{node.name} in the {what}"))
+
+    return jax.tree.map(find, parameters, is_leaf=_is_shared)
+
+
+def _shapes_of(make: Callable[[Any], Any], what: str) -> Any:
+    try:
+        return jax.eval_shape(make, jax.eval_shape(jax.random.key, 0))
+    except Exception as error:
+        drop_traceback_note(error)
+        error.add_note(
+            f"This happened while finding the shapes of the {what}, which a function makes of a key"
+        )
+        raise
+
+
+def parts(parameters: Any) -> list[Any]:
+    """The values of a pytree of parameters: leaves, and what is in each `Shared`."""
+    nodes = jax.tree.leaves(parameters, is_leaf=_is_shared)
+    return [node.value if isinstance(node, Shared) else node for node in nodes]
+
+
 def make_layout(parameters: Any, scope: str, what: str) -> Layout:
-    """Finds the variables that a pytree of parameters becomes.
+    """Finds the variables that a pytree of parameters becomes, without functions in it.
 
     Raises:
       ValueError: a leaf is not an array of numbers or booleans, or a `Shared` is within another.
     """
     leaves: list[Leaf] = []
-    for path, node in jax.tree_util.tree_flatten_with_path(parameters, is_leaf=_is_shared)[0]:
+    nodes = jax.tree_util.tree_flatten_with_path(parameters, is_leaf=_is_shared)[0]
+    for number, (path, node) in enumerate(nodes):
         shared = node.name if isinstance(node, Shared) else None
         place, inner = (path, node.value) if isinstance(node, Shared) else (path, node)
-        for rest, leaf in jax.tree_util.tree_flatten_with_path(inner, is_leaf=_is_shared)[0]:
+        inner_leaves = jax.tree_util.tree_flatten_with_path(inner, is_leaf=_is_shared)[0]
+        for inner_number, (rest, leaf) in enumerate(inner_leaves):
             where = jax.tree_util.keystr((*place, *rest))
             if isinstance(leaf, Shared):
                 raise ValueError(f"{what}{where}: a Shared cannot stand within another one, {shared}.")
@@ -87,7 +147,7 @@ def make_layout(parameters: Any, scope: str, what: str) -> Layout:
                 name = join(scope, _words(path) or "parameter")
             else:
                 name = "/".join([shared, *([_words(rest)] if rest else [])])
-            leaves.append(Leaf(name, where, as_shape(leaf), shared))
+            leaves.append(Leaf(name, where, as_shape(leaf), shared, (number, inner_number)))
     return Layout(leaves, jax.tree.structure(_without_shared(parameters)), what)
 
 
@@ -140,9 +200,7 @@ class StageParameters:
             for leaf in entry.leaves:
                 if leaf.name not in variables:
                     raise ValueError(
-                        f"The state has no variable {leaf.name}, which is one of the {entry.what}. A "
-                        "state of another split of the same layers is moved by "
-                        "engine.resplit(state, pipeline)."
+                        f"The state has no variable {leaf.name}, which is one of the {entry.what}. {MOVES}"
                     )
             return jax.tree.unflatten(entry.tree, [variables[leaf.name] for leaf in entry.leaves])
 

@@ -20,6 +20,7 @@ from ipu_pipeline.engine.tracing import frames, hoisting
 from ipu_pipeline.engine.tracing.captures import Captures
 from ipu_pipeline.engine.tracing.enqueuing import first_leaves
 from ipu_pipeline.engine.tracing.faults import Faults, describe_arguments, find_signature_fault, name_of
+from ipu_pipeline.engine.tracing.module_constants import check_modules
 from ipu_pipeline.engine.tracing.recomputation_marks import check_marks
 from ipu_pipeline.engine.tracing.traced import Source, TracedPipeline, TracedStage, share_variables
 from ipu_pipeline.ground import jax_compat
@@ -32,7 +33,7 @@ __all__ = [
     "trace",
 ]
 
-StageFunction: TypeAlias = "Callable[..., Any]"
+StageFunction: TypeAlias = Callable[..., Any]
 Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -221,6 +222,7 @@ def _trace_stage(
             result_trees.append(result_tree)
             if loss is not None:
                 args, kwargs = as_arguments(result)
+                check_signature(loss, (args, kwargs), "what the last stage returns", "loss")
                 value = jnp.asarray(loss(*args, **kwargs))
                 with faults.collecting(frame.place):
                     _check_loss(value)
@@ -247,6 +249,12 @@ def _trace_stage(
         return TracedStage(frame.place, nothing, variables, (), False, (), own, output_avals), result_trees[
             0
         ]
+    if frame.training:
+        try:
+            check_modules(function, hoisted.flat.constants.values(), frame.place)
+        except ValueError as error:
+            faults.add(frame.place, error)
+            faults.has_constant_modules = True
     num_first = len(hoisted.variables) + hoisted.uses_key
     count = [Source("update_count", 0)] * hoisted.uses_count
     source_of = dict(zip(hoisted.flat.inputs[num_first:], [*sources, *count], strict=True))
@@ -311,8 +319,9 @@ def check_signature(
     except TypeError as error:
         described = [describe(arg) for arg in args]
         described += [f"{name}={describe(arg)}" for name, arg in kwargs.items()]
+        after = " after its parameters" if getattr(function, "takes_parameters", False) else ""
         raise TypeError(
-            f"{place} takes {signature}, but {given} gives it ({', '.join(described)}): {error}."
+            f"{place} takes {signature}{after}, but {given} gives it ({', '.join(described)}): {error}."
         ) from None
 
 

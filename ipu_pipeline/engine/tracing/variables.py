@@ -17,8 +17,9 @@ import numpy as np
 from jax.extend import core as jex_core
 
 from ipu_pipeline.engine.tracing import frames, scopes
+from ipu_pipeline.engine.tracing.computed_initializers import as_constant, make_variable
 from ipu_pipeline.engine.tracing.initializers import find_initializer
-from ipu_pipeline.engine.tracing.specs import VariableSpec, dtype_of_constant, make_spec, serial_numbers
+from ipu_pipeline.engine.tracing.specs import VariableSpec, dtype_of_constant, serial_numbers
 from ipu_pipeline.ground import jax_compat
 from ipu_pipeline.ground.names import join
 
@@ -58,8 +59,9 @@ def get_variable(
       dtype: its dtype; None: the scope's, if it was opened with one; else the dtype of `initializer`, if
         this is a constant (int32 for `initializer=1`, as in TensorFlow 1); else float32.
       initializer: `init(key, shape, dtype)` as in `jax.nn.initializers`, its name in Keras
-        ("glorot_uniform"), or a constant array or scalar. None: the scope's, by default Glorot uniform for
-        floating-point variables of any rank, as in TensorFlow 1, and zeros for others.
+        ("glorot_uniform"), or a constant array or scalar, which the stage may compute (`jnp.zeros(3)`).
+        None: the scope's, by default Glorot uniform for floating-point variables of any rank, as in
+        TensorFlow 1, and zeros for others.
       trainable: whether a pipeline with an optimizer trains it. Integers and booleans are never trained.
       regularizer: warns: TensorFlow 1 collects what it gives, for programs that add it to their loss. Add
         it where the loss is computed, or use `optax.add_decayed_weights`.
@@ -91,7 +93,7 @@ def get_variable(
             stacklevel=2,
         )
     scope = scopes.current()
-    initializer = scope.initializer if initializer is None else find_initializer(initializer)
+    initializer = scope.initializer if initializer is None else find_initializer(as_constant(initializer))
     dtype = scope.dtype if dtype is None else dtype
     if dtype is None:
         is_constant = initializer is not None and not callable(initializer)
@@ -123,7 +125,7 @@ def _get(
     current = frames.current_frame("get_variable")
     existing = current.names.variables.get(full_name)
     if existing is None:
-        spec = make_spec(full_name, shape, dtype, initializer, trainable)
+        spec = make_variable(full_name, shape, dtype, initializer, trainable)
         current.names.variables[full_name] = spec
     else:
         spec = existing
@@ -134,7 +136,7 @@ def _get(
             # Other faults show with the shape that was asked for.
             current.faults.add_here(current.place, conflict, current.given)
             shape = spec.shape if shape is None else shape
-            spec = make_spec(full_name, shape, dtype, initializer, trainable)
+            spec = make_variable(full_name, shape, dtype, initializer, trainable)
             current.faults.stand_ins[full_name] = spec
     current.note_variable(spec)
     value: jax.Array = read_variable_p.bind(spec=spec, serial=next(serial_numbers))

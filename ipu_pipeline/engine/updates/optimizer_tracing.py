@@ -6,8 +6,10 @@ among the jaxprs' constants.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
@@ -25,7 +27,10 @@ from ipu_pipeline.engine.tracing.enqueuing import enqueue_p
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.engine.tracing.stages import as_arguments
 from ipu_pipeline.engine.updates.loss_scaling import LossScale, LossScaled
+from ipu_pipeline.engine.updates.loss_weights import divide_by_weight, is_loss_weight, without_weights
+from ipu_pipeline.ground.errors import drop_traceback_note
 from ipu_pipeline.ground.shapes import describe_structures
+from ipu_pipeline.ground.tables import shorten
 
 __all__ = [
     "Optimizer",
@@ -40,6 +45,7 @@ __all__ = [
 OptimizerFunction: TypeAlias = "Callable[..., Any]"
 
 _PLACE = "the weight update"  # what errors call it
+_MAX_NAMES = 300  # characters, in an error
 
 
 def describe_other_optimizer(value: object) -> str:
@@ -150,13 +156,16 @@ def trace_optimizer(
                 "The optimizer must be an optax.GradientTransformation; got "
                 f"{describe_other_optimizer(made)}."
             )
+        if any(map(is_loss_weight, trained)):
+            made = divide_by_weight(made)
         return optax.with_extra_args_support(made), extra
 
     state_trees: list[Any] = []
 
     def init(parameters: dict[str, Any], outputs: list[Any]) -> list[Any]:
         made = transformation(outputs)[0]
-        state = made.init(widen(parameters))
+        with _noting(trained):
+            state = made.init(widen(parameters))
         paths_and_leaves, tree = jax.tree_util.tree_flatten_with_path(state)
         # The scale is the first field of `LossScaleState`.
         loss_scale = LossScale(0, made.initial_scale) if isinstance(made, LossScaled) else None
@@ -182,7 +191,7 @@ def trace_optimizer(
             gradients = {name: _divide(acc, count) for name, acc in gradients.items()}
         parameters, gradients = widen(parameters), widen(gradients)
         state = jax.tree.unflatten(state_tree, state_leaves)
-        with in_frame(enqueued if may_enqueue else None):
+        with in_frame(enqueued if may_enqueue else None), _noting(trained):
             changes, new_state = made.update(gradients, state, parameters, **extra)
         new_leaves, new_tree = jax.tree.flatten(new_state)
         if new_tree != state_tree:
@@ -230,6 +239,24 @@ def trace_optimizer(
         loss_scale,
         tuple(enqueued),
     )
+
+
+@contextlib.contextmanager
+def _noting(trained: Mapping[str, VariableSpec]) -> Iterator[None]:
+    """Notes in an error of JAX or Optax what an optimizer gets, which masks and labels have to fit."""
+    try:
+        yield
+    except Exception as error:
+        *_outer, (frame, _line) = traceback.walk_tb(error.__traceback__)
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in ("jax", "optax"):
+            raise
+        drop_traceback_note(error)
+        names = shorten(", ".join(map(repr, without_weights(trained))), _MAX_NAMES)
+        error.add_note(
+            "This happened in the optimizer, which gets variables and gradients as a dict from full name "
+            f"to array (masks and labels of Optax have to fit it): {names}"
+        )
+        raise
 
 
 def _flatten(closed_jaxpr: Any, num_results: int = 0) -> tuple[jaxprs.FlatJaxpr, list[Any]]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-__all__ = ["HOST_TABLES", "LOSS_WEIGHTS", "is_internal"]
+from ipu_pipeline.engine.fronts import is_loss_weight
 
-LOSS_WEIGHTS = "_loss_weight"  # the scope of variables whose gradients are the weights of losses
+__all__ = ["HOST_TABLES", "is_internal"]
+
 HOST_TABLES = "_host_table"  # the scope of variables that make programs compute gradients of a table's rows
 
 
 def is_internal(name: str) -> bool:
     """Whether a full name belongs to such a variable."""
-    return name.startswith((f"{LOSS_WEIGHTS}/", f"{HOST_TABLES}/"))
+    return is_loss_weight(name) or name.startswith(f"{HOST_TABLES}/")

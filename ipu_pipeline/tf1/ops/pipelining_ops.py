@@ -13,6 +13,7 @@ from ipu_pipeline.engine import (
     AutoStages,
     Chunking,
     Pipeline,
+    Shard,
     TensorParallel,
     constrain,
     recomputation_checkpoint,
@@ -23,7 +24,6 @@ from ipu_pipeline.engine.fronts import (
     Captures,
     InsideOfBodyError,
     ProgramNames,
-    Shard,
     find_sum_dtype,
     is_in_stage,
     join_layers,
@@ -39,7 +39,6 @@ from ipu_pipeline.tf1.gradient_accumulation import GradientAccumulationReduction
 from ipu_pipeline.tf1.graph.placeholders import Placeholder, as_traced_inputs, input_shapes
 from ipu_pipeline.tf1.program.calls import PipelineCall, current_builder
 from ipu_pipeline.tf1.program.global_steps import drop_steps, give_steps
-from ipu_pipeline.tf1.program.loss_weights import at_least_float32_for_weights
 from ipu_pipeline.tf1.program.optimizer_functions import (
     LossAndTransformation,
     OptimizerFunction,
@@ -353,7 +352,7 @@ def pipeline(
         captures=captures,
         gradient_map=None if optimizer is None else optimizer.gradient_map,
         gradient_targets=None if optimizer is None else optimizer.gradient_targets,
-        accumulator_dtype=None if is_inference else at_least_float32_for_weights(accumulator_dtype),
+        accumulator_dtype=None if is_inference else accumulator_dtype,
         # The configuration of the run decides; if it is this one, the programs need not be built again.
         recompute=recompute if selection.allows_recomputation() and not is_inference else None,
         offload=offload,
@@ -652,9 +651,7 @@ def _give(
         "captures": captures,
         "gradient_map": None if optimizer is None else optimizer.gradient_map,
         "gradient_targets": None if optimizer is None else optimizer.gradient_targets,
-        "accumulator_dtype": at_least_float32_for_weights(
-            check_accumulator_dtype(gradient_accumulation_dtype)
-        ),
+        "accumulator_dtype": check_accumulator_dtype(gradient_accumulation_dtype),
         "recompute": recompute if selection.allows_recomputation() and optimizer is not None else None,
         "offload": check_offloading(
             optimizer is None,

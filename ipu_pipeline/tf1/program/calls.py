@@ -71,7 +71,7 @@ class _Call(abc.ABC):
     @property
     def variables(self) -> dict[str, VariableSpec]:
         """All its variables by full name."""
-        return self.runner.variables
+        return self.runner.traced.variables
 
     @functools.cached_property
     def trains(self) -> bool:

@@ -16,11 +16,11 @@ from ipu_pipeline.engine.fronts import (
     describe_other_optimizer,
     program_names,
     tracing_again,
+    weigh,
 )
 from ipu_pipeline.tf1.graph.internal_variables import is_internal
 from ipu_pipeline.tf1.optimizers.base import unwrap
 from ipu_pipeline.tf1.optimizers.map_gradient_optimizer import choose_trained
-from ipu_pipeline.tf1.program.loss_weights import divide_by_weight, weigh, weight_name
 
 __all__ = ["LossAndTransformation", "OptimizerFunction", "OptimizerFunctionOutput"]
 
@@ -143,19 +143,14 @@ class LossAndTransformation:
         ]
         if output.loss_weight is None:
             return output.loss
-        if self._var_list is not None:
-            self._var_list = [*self._var_list, weight_name(output.loss)]
-        return weigh(output.loss, output.loss_weight)
+        return weigh(output.loss, output.loss_weight, "OptimizerFunctionOutput: loss_weight")
 
     def transformation(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         """Returns the Optax transformation and extra arguments of its `update`, from the same values."""
         # The loss is traced again and dropped, so its variables may be asked for again.
         with tracing_again("the optimizer_function"):
             output = self._call(*args, **kwargs)
-        transformation = unwrap(output.opt).transformation
-        if output.loss_weight is not None:
-            transformation = divide_by_weight(transformation)
-        return transformation, dict(output.apply_gradients_kwargs or {})
+        return unwrap(output.opt).transformation, dict(output.apply_gradients_kwargs or {})
 
     def trained(self) -> Sequence[str] | None:
         """The variables to train, once the loss has been traced; None: all."""

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline.engine import Recomputation
-from ipu_pipeline.engine.fronts import Offload, as_level, find_accumulator_dtype
+from ipu_pipeline.engine import Offload, Recomputation
+from ipu_pipeline.engine.fronts import as_level, find_accumulator_dtype
 from ipu_pipeline.engine.schedules import ScheduleFunction, SearchedSchedule, find_schedule
 from ipu_pipeline.ground import jax_compat
 from ipu_pipeline.ground.checks import is_integer

@@ -25,6 +25,14 @@ FOUND = {
     "v-half": "v_half",
     "VMIN": "v_min",
     "DualPipeV": "dual_pipe_v",
+    "ScheduleInterleaved1F1B": "looped",
+    "ScheduleGPipe": "all_forwards",
+    "AFAB": "all_forwards",
+    "F-then-B": "all_forwards",
+    "VPP": "looped",
+    "DAPPLE": "interleaved",
+    "Non-interleaved": "interleaved",
+    "interleaved": "interleaved",
 }
 
 
@@ -52,7 +60,8 @@ def test_members_are_found_by_their_names():
 
 
 def test_unknown_names_list_the_known_ones():
-    with pytest.raises(ValueError, match=r"pipeline_schedule must be one of grouped, .*; got 'fast'"):
+    listed = r"one of grouped .*interleaved \(1f1b, .*looped \(interleaved_1f1b, .*\), zero.*; got 'fast'"
+    with pytest.raises(ValueError, match=f"pipeline_schedule must be {listed}"):
         schedules.find_schedule("fast", "pipeline_schedule")
 
 

@@ -628,7 +628,7 @@ def test_a_scenario_goes_through_a_dictionary():
         ({"of": {"device_mapping": (0, 1)}}, "device_mapping must have a number from 0 for each of the 3"),
         (
             {"of": {"schedule": "fastest"}},
-            "schedule must be one of grouped, interleaved, sequential.*'fastest'",
+            "schedule must be one of grouped .*interleaved .*sequential.*'fastest'",
         ),
         ({"of": {"levels": (0, 2, 3)}}, "levels must ascend from 0 without a gap"),
         ({"of": {"levels": (0, 1, 1)}}, "the last level must have one stage"),

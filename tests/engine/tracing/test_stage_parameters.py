@@ -347,3 +347,112 @@ def test_errors_of_names_and_of_stages():
     named = [engine.Stage(functools.partial(head), W, name="head")] * 2
     with pytest.raises(ValueError, match="would both be the variable head/parameter. Rename one"):
         engine.Pipeline(named, num_micro_batches=1)
+
+
+def named_layers(rng, count):
+    return [
+        engine.Shared(f"layer{number}", {"w": rng.normal(size=(6, 6)).astype("float32")})
+        for number in range(count)
+    ]
+
+
+def run_layers(p, x):
+    for layer in p:
+        x = jnp.tanh(x @ layer["w"])
+    return x
+
+
+def cut(layers, sizes, last):
+    """Stages of so many of the layers each, and a head in the last of them."""
+    given = iter(layers)
+    parameters = [[next(given) for _layer in range(size)] for size in sizes]
+    parameters[-1] = [parameters[-1], last]
+    stages = [run_layers] * (len(sizes) - 1) + [lambda p, x: head(p[1], run_layers(p[0], x))]
+    return make(stages, parameters=parameters, optimizer=optax.adam(0.01))
+
+
+def test_names_that_do_not_depend_on_the_split(rng, tmp_path):
+    """Layers as whole values with names: a state of one split is one of all, in memory and on disk."""
+    layers, last = named_layers(rng, 4), engine.Shared("head", rng.normal(size=(6, 2)).astype("float32"))
+    micro_batches = arrays(rng, 4, (3, 6))
+    first, second = cut(layers, [1, 3], last), cut(layers, [2, 1, 1], last)
+    state, other = (p.init(jax.random.key(0), micro_batches[0]) for p in (first, second))
+    assert sorted(state.variables) == ["head", "layer0/w", "layer1/w", "layer2/w", "layer3/w"]
+    models.assert_trees_close(state.variables, other.variables, 0.0)
+    state, _outputs = first.step(state, micro_batches)
+    engine.save(tmp_path / "state", state)
+    moved = [state, engine.resplit(state, second), engine.restore(tmp_path / "state", second)]
+    models.assert_trees_close(second.parameters(moved[1])[0][1], first.parameters(state)[1][0][0], 0.0)
+    expected, _outputs = first.step(state, micro_batches)
+    for own in moved:
+        found, _outputs = second.step(own, micro_batches)
+        models.assert_trees_close(found.variables, expected.variables)
+        models.assert_trees_close(found.optimizer_state, expected.optimizer_state)
+
+
+def make_layer(key):
+    return {"w": jax.random.normal(key, (6, 6)) / 2}
+
+
+@pytest.mark.parametrize("mapping", [None, (0, 0, 0)])
+def test_functions_make_values_with_names(mapping, rng):
+    """As all of a stage's parameters, or a part of them; two stages have the same layer."""
+    layer = engine.Shared("layer", make_layer)
+    parameters = [layer, {"own": np.ones(6, "float32"), "layer": layer}, engine.Shared("head", np.eye(6))]
+    stages = [
+        lambda p, x: run_layers([p], x),
+        lambda p, x: run_layers([p["layer"]], x) * p["own"],
+        head,
+    ]
+    micro_batches = arrays(rng, 4, (3, 6))
+    optimizer = optax.adam(0.01)
+    pipeline = make(stages, parameters=parameters, optimizer=optimizer, device_mapping=mapping)
+    state = pipeline.init(jax.random.key(0), micro_batches[0])
+    assert sorted(state.variables) == ["head", "layer/w", "stage1/own"]
+    in_another_stage = make([lambda p, x: head(jnp.eye(6), run_layers([p], x))], parameters=[layer]).init(
+        jax.random.key(0), micro_batches[0]
+    )
+    np.testing.assert_array_equal(in_another_stage.variables["layer/w"], state.variables["layer/w"])
+
+    def loss(variables, x):
+        w = {"w": variables["layer/w"]}
+        return head(variables["head"], run_layers([w, w], x) * variables["stage1/own"])
+
+    expected = jax.device_put(state.variables, jax.devices()[0])
+    opt_state = optimizer.init(expected)
+    for _update in range(2):
+        state, outputs = pipeline.step(state, micro_batches)
+        losses, grads = zip(
+            *(jax.value_and_grad(loss)(expected, *each) for each in micro_batches), strict=True
+        )
+        total = jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *grads)
+        with jax.numpy_dtype_promotion("standard"):
+            changes, opt_state = optimizer.update(total, opt_state, expected)
+            expected = optax.apply_updates(expected, changes)
+        models.assert_trees_close(tuple(outputs.losses), losses)
+        models.assert_trees_close(state.variables, expected)
+    found = pipeline.parameters(state)
+    assert found[0]["w"] is found[1]["layer"]["w"]
+    again = pipeline.with_parameters(state, found)
+    models.assert_trees_close(again.variables, state.variables, 0.0)
+
+
+def test_shapes_of_values_with_names(rng):
+    layers, last = named_layers(rng, 2), rng.normal(size=(6, 2)).astype("float32")
+    trainer = cut(layers, [1, 1], engine.Shared("head", last))
+    (x,) = arrays(rng, 1, (3, 6))
+    state = trainer.init(jax.random.key(0), x)
+    shapes = jax.eval_shape(lambda: [*layers, engine.Shared("head", last)])
+    evaluator = engine.Pipeline([run_layers, head], parameters=[shapes[:2], shapes[2]], num_micro_batches=1)
+    _state, outputs = evaluator.step(state, [x])
+    np.testing.assert_allclose(
+        outputs.outputs[0], head(last, run_layers([n.value for n in layers], x[0])), rtol=1e-5
+    )
+    with pytest.raises(ValueError, match=r"stage 0 \(run_layers\)\[0\]\['w'\] must be an array to start"):
+        evaluator.init(jax.random.key(0), x)
+
+
+def test_a_function_that_takes_no_key():
+    with pytest.raises(TypeError, match="takes 0 positional arguments") as caught:
+        engine.Pipeline([head], parameters=[engine.Shared("a", lambda: W)], num_micro_batches=1)
+    assert "the shapes of the a in the parameters of stage 0 (head)" in caught.value.__notes__[0]

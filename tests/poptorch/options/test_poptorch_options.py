@@ -392,7 +392,7 @@ WRONG = {
     },
     ValueError: {
         "deviceIterations(0)": "device_iterations must be at least 1; got 0",
-        "setPipelineSchedule('fast')": "one of grouped, interleaved, sequential, all_forwards, lo",
+        "setPipelineSchedule('fast')": "one of grouped .*interleaved .1f1b, ",
         "outputMode(OutputMode.EveryN, 0)": "period must be at least 1; got 0",
         "randomSeed(-1)": "random_seed must be at least 0; got -1",
         "enableExecutableCaching('')": "must be a path; got an empty string",

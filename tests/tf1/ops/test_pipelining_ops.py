@@ -272,7 +272,7 @@ def test_schedules_by_other_names_functions_and_files(tmp_path):
 
 
 def test_what_is_no_schedule():
-    with pytest.raises(ValueError, match=r"pipeline_schedule must be one of grouped, .*got 'fast'"):
+    with pytest.raises(ValueError, match=r"pipeline_schedule must be one of grouped.*got 'fast'"):
         front.Model(pipeline_schedule="fast")
 
 

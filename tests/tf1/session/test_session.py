@@ -255,20 +255,6 @@ def test_an_exception_in_the_dataset_reaches_the_caller():
         assert front.no_infeed_runs()
 
 
-def test_a_ragged_batch():
-    def iterate():
-        yield from front.data(4)()
-        yield from front.data(1, size=3)()
-
-    model = front.Model(iterate)
-    with front.session_of(model) as session:
-        model.run(session)
-        with pytest.raises(
-            ValueError, match=r"element 4 .*float32\[4, 12\]; got float32\[3, 12\].*drop_remainder"
-        ):
-            model.run(session)
-
-
 def test_nan_is_not_an_error():
     model = front.Model()
     with front.session_of(model) as session:

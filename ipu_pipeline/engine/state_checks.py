@@ -1,0 +1,102 @@
+"""What a state must be to be used: whole, and not in the middle of a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ipu_pipeline.engine.state import PipelineState
+from ipu_pipeline.ground import jax_compat
+
+__all__ = ["MOVES", "check_elements", "check_exists", "check_not_traced", "check_state"]
+
+# What errors say of states that lack variables.
+MOVES = (
+    "A state of another split of the same layers is moved by engine.resplit(state, pipeline). "
+    "Pipeline.adopt(state) takes the variables that a state has, and begins the others anew."
+)
+_MENDS = {
+    "Pipeline.init": "Pipeline.trace(micro_batch) finds shapes and dtypes without it, Pipeline.variables.",
+    "Pipeline.step": "A step computes the gradients by itself: what is differentiated belongs into the "
+    "stages and the loss.",
+}
+
+
+def check_state(caller: str, state: Any, *, may_be_traced: bool = False, is_known: bool = False) -> None:
+    """Raises if a value is no state, or one that a step has destroyed.
+
+    Args:
+      caller: what the error calls the function that got it.
+      state: the value.
+      may_be_traced: whether its arrays may be traced ones.
+      is_known: whether a pipeline has it already; then only its variables are looked at, which is quick.
+
+    Raises:
+      TypeError: it is no state, or arrays of it are traced.
+      ValueError: arrays of it have been deleted.
+    """
+    if not isinstance(state, PipelineState):
+        message = f"{caller}: state must be what init or step returned; got {type(state).__name__}."
+        if isinstance(state, tuple) and any(isinstance(part, PipelineState) for part in state):
+            message += " step returns a pair: `state, outputs = pipeline.step(state, micro_batches)`."
+        raise TypeError(message)
+    if not may_be_traced:
+        check_not_traced(caller, state)
+    deleted = next((name for name, value in state.variables.items() if _is_deleted(value)), None)
+    if deleted is not None:
+        raise _make_deleted_error(f"{caller}: the state's variable {deleted}")
+    if not is_known:
+        check_exists(f"{caller}: the state's optimizer_state", state.optimizer_state)
+
+
+def check_exists(what: str, tree: Any) -> None:
+    """Raises a ValueError if an array of a pytree has been deleted.
+
+    Args:
+      what: what the error calls the tree; the array's path follows.
+      tree: the tree.
+    """
+    if any(map(_is_deleted, jax.tree.leaves(tree))):
+        leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+        path = next(path for path, leaf in leaves if _is_deleted(leaf))
+        raise _make_deleted_error(what + jax.tree_util.keystr(path))
+
+
+def _is_deleted(value: Any) -> bool:
+    return isinstance(value, jax.Array) and not jax_compat.is_traced(value) and value.is_deleted()
+
+
+def _make_deleted_error(what: str) -> ValueError:
+    return ValueError(
+        f"{what} has been deleted. With donate=True a step destroys the state that it is given, as the new "
+        "one takes its memory. Go on with the state that the step returned, "
+        "`state, outputs = pipeline.step(state, micro_batches)`, or make the pipeline without donate."
+    )
+
+
+def check_not_traced(caller: str, *values: Any) -> None:
+    """Raises a TypeError if JAX is tracing the function that calls, or values are traced ones."""
+    if jax_compat.is_outside_of_traces():
+        return
+    if jax_compat.is_traced(jnp.zeros(())) or any(map(jax_compat.is_traced, jax.tree.leaves(values))):
+        raise TypeError(
+            f"{caller} was called in a function that JAX traces, as for jax.jit, jax.grad, jax.vmap or "
+            "jax.eval_shape. It runs programs of its own, on the devices of the stages, so call it outside "
+            f"of such functions, in plain Python. {_MENDS.get(caller, '')}".rstrip()
+        )
+
+
+def check_elements(caller: str, micro_batches: Iterable[Any]) -> Iterable[Any]:
+    """The micro-batches; traced ones raise a TypeError when they come."""
+    if jax_compat.is_outside_of_traces():
+        return micro_batches
+
+    def check() -> Iterator[Any]:
+        for micro_batch in micro_batches:
+            check_not_traced(caller, micro_batch)
+            yield micro_batch
+
+    return check()

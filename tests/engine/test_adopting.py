@@ -1,0 +1,203 @@
+"""States that lack variables of a pipeline, or have others."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from ipu_pipeline import engine
+from tests.support import models
+
+X = np.linspace(-1, 1, 12, dtype="float32").reshape(3, 4)
+MICRO_BATCHES = [X, X**2]
+
+
+def layer(p, x):
+    return jnp.tanh(x @ p["w"])
+
+
+def head(p, x):
+    return jnp.mean((x @ p) ** 2)
+
+
+def draw(shape):
+    return lambda key: jax.random.normal(key, shape) / 2
+
+
+def make_layer(key):
+    return {"w": draw((4, 4))(key)}
+
+
+def make(names, optimizer=None, size=2, **options):
+    """A pipeline of layers with names, and a head with the name of the last one."""
+    *layers, last = names
+    parameters = [engine.Shared(name, make_layer) for name in layers]
+    return engine.Pipeline(
+        [*[layer] * len(layers), head],
+        parameters=[*parameters, engine.Shared(last, draw((4, size)))],
+        num_micro_batches=2,
+        loss=lambda loss: loss,
+        optimizer=optax.adam(0.1) if optimizer is None else optimizer,
+        **options,
+    )
+
+
+def train(pipeline, updates=2):
+    state = pipeline.init(jax.random.key(0), X)
+    for _update in range(updates):
+        state, _outputs = pipeline.step(state, MICRO_BATCHES * pipeline.num_replicas)
+    return state
+
+
+def adopt(pipeline, state):
+    pipeline.trace(X)
+    return pipeline.adopt(state)
+
+
+OLD = ("a", "b", "old")
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"num_replicas": 2, "shard": ["weights"]}, {"device_mapping": [0] * 4}]
+)
+def test_another_head_and_a_layer_more(options):
+    """What was trained goes on with its optimizer state; the loop in plain JAX does the same."""
+    state, optimizer = train(make(OLD)), optax.adam(0.1)
+    pipeline = make(("a", "c", "b", "head"), **options)
+    adopted, adoption = adopt(pipeline, state)
+    assert adoption == engine.Adoption(("a/w", "b/w"), ("c/w", "head"), ("old",), True)
+    assert (adopted.update_count, adopted.execution_count) == (2, 2)
+    start = pipeline.init(jax.random.key(0), X).variables
+    expected = {name: state.variables.get(name, start[name]) for name in start}
+    models.assert_trees_close(adopted.variables, expected, 0.0)
+    expected = jax.device_put(expected, jax.devices()[0])
+    adam = optimizer.init(expected)[0]
+    known = state.optimizer_state[0]
+    moments = {
+        field: {**getattr(adam, field), **{n: getattr(known, field)[n] for n in ("a/w", "b/w")}}
+        for field in ("mu", "nu")
+    }
+    opt_state = jax.device_put(
+        (adam._replace(count=known.count, **moments), optax.EmptyState()), jax.devices()[0]
+    )
+
+    def loss(variables, x):
+        for name in ("a/w", "c/w", "b/w"):
+            x = layer({"w": variables[name]}, x)
+        return head(variables["head"], x)
+
+    found, _outputs = pipeline.step(adopted, MICRO_BATCHES * pipeline.num_replicas)
+    grads = [jax.grad(loss)(expected, x) for x in MICRO_BATCHES]
+    total = jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *grads)
+    with jax.numpy_dtype_promotion("standard"):
+        changes, _state = optimizer.update(total, opt_state, expected)
+        models.assert_trees_close(found.variables, optax.apply_updates(expected, changes))
+
+
+def test_what_it_says():
+    _state, adoption = adopt(make(("a", "c", "b", "head")), train(make(OLD), 1))
+    assert str(adoption).splitlines() == [
+        "taken: 2 variables, a/w, b/w",
+        "new: 2 variables, c/w, head",
+        "left in the state: 1 variable, old",
+        "optimizer state: taken",
+    ]
+    same, adoption = adopt(make(OLD), train(make(OLD), 1))
+    assert "new: 0 variables\nleft in the state: 0 variables\n" in str(adoption)
+    assert same.optimizer_state[0].count == 1
+
+
+OTHERS = {
+    "another optimizer": {"optimizer": optax.sgd(0.1, momentum=0.9)},
+    "other dtypes": {"optimizer": optax.adam(0.1, mu_dtype=jnp.bfloat16)},
+    "new variables only": {"trained": ["head"]},
+}
+
+
+@pytest.mark.parametrize("options", OTHERS.values(), ids=OTHERS)
+def test_an_optimizer_state_that_does_not_fit(options):
+    pipeline = make(("a", "b", "head"), **options)
+    state, adoption = adopt(pipeline, train(make(OLD)))
+    assert adoption.takes_optimizer_state is False
+    assert "optimizer state: new" in str(adoption)
+    fresh = pipeline.init_optimizer_state(state.variables)
+    jax.tree.map(np.testing.assert_array_equal, state.optimizer_state, fresh)
+    pipeline.step(state, MICRO_BATCHES)
+
+
+def test_counts_without_variables_go_on():
+    schedule = optax.linear_schedule(0.1, 0.0, 10)
+    old, new = (make(names, optax.sgd(schedule)) for names in (OLD, ("a", "b", "head")))
+    state, adoption = adopt(new, train(old))
+    assert adoption.takes_optimizer_state
+    assert jax.tree.leaves(state.optimizer_state) == [2]
+
+
+def test_evaluation():
+    """Without an optimizer it takes no optimizer state; a state of it has none to give."""
+    shapes = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((4, 4), (4, 2))]
+    evaluator = engine.Pipeline(
+        [layer, head],
+        parameters=[engine.Shared("a", {"w": shapes[0]}), engine.Shared("old", shapes[1])],
+        num_micro_batches=2,
+    )
+    trained = train(make(OLD))
+    state, adoption = adopt(evaluator, trained)
+    assert adoption == engine.Adoption(("a/w", "old"), (), ("b/w",), None)
+    assert state.optimizer_state is None
+    assert "optimizer state: none" in str(adoption)
+    evaluator.step(state, MICRO_BATCHES)
+    _state, adoption = adopt(make(OLD), state)
+    assert (adoption.new, adoption.takes_optimizer_state) == (("b/w",), False)
+
+
+def test_variables_that_weights_are_counted_in():
+    weighted = make(("a", "b", "head"), loss_weight=lambda loss: 1)
+    state, adoption = adopt(weighted, train(make(OLD)))
+    assert adoption.new == ("head",)
+    assert sorted(state.variables) == ["a/w", "b/w", "head"]
+    weighted.step(state, MICRO_BATCHES)
+
+
+def test_errors():
+    state = train(make(OLD), 1)
+    with pytest.raises(
+        ValueError, match=r"old is float32\[4, 2\] there, float32\[4, 3\] here. To begin such a"
+    ):
+        adopt(make(OLD, size=3), state)
+    without = dataclasses.replace(state, variables={n: v for n, v in state.variables.items() if n != "old"})
+    assert adopt(make(OLD, size=3), without)[1].new == ("old",)
+    with pytest.raises(
+        ValueError, match="has none of the pipeline's variables. It has .*old; the pipeline has x"
+    ):
+        adopt(make("xyz"), state)
+    shapes = engine.Pipeline(
+        [layer, lambda p, x: x * p],
+        parameters=[engine.Shared("a", make_layer), jax.ShapeDtypeStruct((), "float32")],
+        num_micro_batches=1,
+    )
+    with pytest.raises(
+        ValueError, match="parameters of stage 1 .* must be an array to start from; got a Shap"
+    ):
+        adopt(shapes, state)
+    with pytest.raises(RuntimeError, match="has not been traced"):
+        make(OLD).adopt(state)
+    with pytest.raises(
+        TypeError, match="Pipeline.adopt: state must be what init or step returned; got dict"
+    ):
+        make(OLD).adopt(state.variables)
+
+
+def test_errors_about_states_that_lack_variables_say_how_to_go_on():
+    state, pipeline = train(make(OLD), 1), make(("a", "c", "head"))
+    pipeline.trace(X)
+    for use in (pipeline.step, lambda state, _given: pipeline.parameters(state)):
+        with pytest.raises(
+            ValueError, match=r"has no variable c/w.*Pipeline.adopt\(state\) takes the variables"
+        ):
+            use(state, MICRO_BATCHES)
+    with pytest.raises(ValueError, match=r"Pipeline.adopt\(state\) takes the variables of the same names"):
+        engine.resplit(state, pipeline)
