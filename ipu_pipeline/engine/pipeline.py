@@ -1225,8 +1225,9 @@ class Pipeline:
 
         Raises:
           RuntimeError: the pipeline has not been traced.
-          ValueError: a micro-batch has another shape, dtype or structure than the pipeline was traced for,
-            or a program handles several micro-batches, and these do not make whole groups.
+          ValueError: a micro-batch has another dtype or structure than the pipeline was traced for; there
+            are more than `max_shapes` shapes; or a program handles several micro-batches, and these do not
+            make whole groups.
         """
         check_not_traced("Pipeline.place_micro_batches", micro_batches)
         runner, place = self.prepare(), self.place_element

@@ -112,7 +112,8 @@ class ColumnRunner(Runner[PendingStep]):
 
     Where micro-batches have several shapes, there is a runner for each of them. The first one leads: it is
     given all micro-batches, and does the weight updates. A step runs micro-batches of the same shapes by
-    their runner, up to the first one with others. Once a step has had several, steps are mixed.
+    their runner, up to the first one with others. Once a step has had several, steps are mixed. Execution
+    phases stay those of one of the shapes.
 
     Attributes:
       columns: each runs the micro-batches of a replica.
