@@ -10,7 +10,6 @@ which are then what layers are (`tracing.model_parts`), but for their order, whi
 
 from __future__ import annotations
 
-import contextvars
 import copy
 import dataclasses
 import itertools
@@ -61,6 +60,7 @@ from ipu_pipeline.engine.tracing.model_parts import ModelParts, number_names
 from ipu_pipeline.engine.tracing.model_stages import ModelCut, make_model_stages
 from ipu_pipeline.engine.tracing.stage_lists import Stage, StageEntry, join_layers, with_parameters
 from ipu_pipeline.engine.tracing.stage_parameters import Layout
+from ipu_pipeline.engine.tracing.surroundings import Surroundings
 from ipu_pipeline.engine.tracing.traced import Source
 from ipu_pipeline.ground.checks import is_integer
 from ipu_pipeline.ground.cores import count_cores
@@ -372,13 +372,13 @@ def split(
     task = _Task.of("split", num_stages, None, "parts", bytes_per_ipu, options)
     if parameters is not None:
         model = Stage(model, parameters, "model")  # type: ignore[arg-type]  # it is a function
-    context, names = contextvars.copy_context(), task.options.program_names.copy()
+    surroundings = Surroundings.now(task.options.program_names)
     graph = _trace_model(model, task.options, micro_batch, inputs, cut_scans)
 
     def trace(args: Any, kwargs: Any) -> ModelGraph:
-        options = dataclasses.replace(task.options, program_names=names.copy())
+        options = dataclasses.replace(task.options, program_names=surroundings.names.copy())
         element = kwargs or args[len(inputs) :] or None
-        return context.copy().run(_trace_model, model, options, element, args[: len(inputs)], cut_scans)
+        return surroundings.run(_trace_model, model, options, element, args[: len(inputs)], cut_scans)
 
     parts = ModelParts(graph, num_stages, _PARTS_PER_STAGE * max(num_stages, 2))
     number = len(parts.names)

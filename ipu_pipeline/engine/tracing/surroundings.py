@@ -6,13 +6,15 @@ import contextlib
 import contextvars
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
 from ipu_pipeline.engine.tracing.frames import ProgramNames
 
 __all__ = ["Surroundings"]
+
+Result = TypeVar("Result")
 
 # JAX's settings that decide what is traced, each with what sets it within a block.
 _SETTINGS: dict[str, Callable[[Any], contextlib.AbstractContextManager[Any]]] = {
@@ -45,10 +47,10 @@ class Surroundings:
         settings = {name: getattr(jax.config, name) for name in _SETTINGS}
         return Surroundings(contextvars.copy_context(), names.copy(), settings)
 
-    def run(self, function: Callable[..., None], *arguments: Any) -> None:
+    def run(self, function: Callable[..., Result], *arguments: Any) -> Result:
         """Calls a function in these surroundings, except for the names; what it changes of them is lost."""
         with contextlib.ExitStack() as changed:
             for name, value in self.settings.items():
                 if getattr(jax.config, name) != value:
                     changed.enter_context(_SETTINGS[name](value))
-            self.context.copy().run(function, *arguments)
+            return self.context.copy().run(function, *arguments)
