@@ -83,7 +83,8 @@ class Updates:
 
     state_tree: Any  # structure of the optimizer's state
     state_leaves: tuple[StateLeaf, ...]  # its leaves
-    inits: tuple[UpdateProgram, ...]  # the programs that make the state, in the order in which they run
+    initial: Mapping[int, Any]  # the numbers that fill leaves at the start, by the leaves' places
+    inits: tuple[UpdateProgram, ...]  # the programs that make the others, in the order in which they run
     # the programs of a weight update, in that order, too; one, if one IPU has all trained variables
     updates: tuple[UpdateProgram, ...]
     moves: tuple[Move, ...]  # the values that these send
@@ -146,8 +147,12 @@ def cut_updates(traced: TracedOptimizer, variable_homes: Mapping[str, int], last
     whole = partitioning.cut(placed, with_homes(results, placed))
     pieces = divide_equal_parts(whole, [inputs.get(value) for value in results])
     init_places = place(traced.init)
-    init_pieces = partitioning.cut(init_places, with_homes(states, init_places))
-    inits = _make_programs("init", init_pieces, states, traced.labels, stage_of, {})
+    has_effects = any(equation.effects for equation in init_places.flat.equations)
+    initial = {} if has_effects else jaxprs.find_uniform(init_places.flat)
+    computed = [value for value in states if value.key not in initial]
+    init_homes = with_homes(states, init_places)
+    init_pieces = partitioning.cut(init_places, [init_homes[value.key] for value in computed])
+    inits = _make_programs("init", init_pieces, computed, traced.labels, stage_of, {})
     sent: dict[Any, UpdateValue] = {}
     updates = _make_programs("update", pieces, results, traced.labels, stage_of, sent)
     state_leaves = tuple(
@@ -176,6 +181,7 @@ def cut_updates(traced: TracedOptimizer, variable_homes: Mapping[str, int], last
     return Updates(
         traced.state_tree,
         state_leaves,
+        initial,
         inits,
         updates,
         tuple(moves.values()),
