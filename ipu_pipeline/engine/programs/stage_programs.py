@@ -15,7 +15,7 @@ from jax.extend import core as jex_core
 from ipu_pipeline.engine import jaxprs
 from ipu_pipeline.engine.jaxprs.convolutions import has_convolutions, with_fast_convolutions
 from ipu_pipeline.engine.jaxprs.costs import count_operations, find_uncounted
-from ipu_pipeline.engine.jaxprs.random_bits import draws_random_bits, with_fast_random_bits
+from ipu_pipeline.engine.jaxprs.random_bits import draws_bits, with_fast_random_bits
 from ipu_pipeline.engine.tracing.traced import Source, TracedStage
 
 __all__ = ["StageProgram", "StagePrograms", "Value", "ValueKind", "cut", "read_sources", "seed"]
@@ -63,7 +63,7 @@ class StageProgram:
     uncounted: frozenset[str]  # calls whose cost is not known, see `costs.find_uncounted`.
     has_effects: bool  # whether it prints or calls back into Python
     has_convolutions: bool  # whether it has convolutions
-    draws: bool  # whether it draws random numbers
+    draws_bits: bool  # whether it draws random bits
     loops_by_data: bool  # whether it has a loop that ends when its data says so
 
     @property
@@ -76,7 +76,7 @@ class StageProgram:
         if platform != "cpu":
             return self
         function = with_fast_convolutions(self.function) if self.has_convolutions else self.function
-        function = with_fast_random_bits(function) if self.draws else function
+        function = with_fast_random_bits(function) if self.draws_bits else function
         return dataclasses.replace(self, function=function)
 
     @property
@@ -167,7 +167,7 @@ def cut(
         uncounted=find_uncounted(jaxpr),
         has_effects=bool(jaxpr.effects),
         has_convolutions=has_convolutions(jaxpr),
-        draws=draws_random_bits(jaxpr),
+        draws_bits=draws_bits(jaxpr),
         loops_by_data=any(jaxprs.has_primitive(equation, "while") for equation in jaxpr.eqns),
     )
 
