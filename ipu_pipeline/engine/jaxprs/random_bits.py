@@ -105,11 +105,9 @@ def _make_call(
             return None
         return list(inline(jax.make_jaxpr(_encrypt)(*(aval_struct(atom.aval) for atom in atoms)), atoms))
 
-    program = close(flatten(jax.make_jaxpr(draw_all)(jax.ShapeDtypeStruct(keys, _key_dtype())), rule))
-
     @jax.jit
     def random_bits(key: Any) -> Any:
-        return program(key)[0]
+        return close(flatten(jax.make_jaxpr(draw_all)(key), rule))(key)[0]
 
     return random_bits
 
