@@ -48,10 +48,12 @@ def export_stages(pipeline: Pipeline, inputs: Sequence[Any], key: Any, platform:
     files: dict[str, bytes] = {}
     stages = []
     for number, (stage, own) in enumerate(zip(traced.stages, pipeline.programs, strict=True)):
-        arguments = bindings.arguments(number, own.forward)
+        taken = bindings.arguments(number, own.forward)
+        arguments = [binding for binding in taken if binding.kind is not BindingKind.KEY_NUMBER]
         takes_key = [binding.key is ValueKind.KEY for binding in arguments]
         name = f"stage{number}.jax_export"
-        function = _with_key_data(own.forward.on(platform).function, takes_key, implementation)
+        function = _with_key_numbers(own.forward.on(platform).function, taken)
+        function = _with_key_data(function, takes_key, implementation)
         exported = jax.export.export(jax.jit(function), platforms=[platform])(
             *(_aval(binding, traced, inputs, data) for binding in arguments)
         )
@@ -70,6 +72,21 @@ def export_stages(pipeline: Pipeline, inputs: Sequence[Any], key: Any, platform:
             }
         )
     return ExportedStages(files, stages, [_describe_source(one) for one in pipeline.collecting.sources])
+
+
+def _with_key_numbers(function: Callable[..., Any], bindings: Sequence[Binding]) -> Callable[..., Any]:
+    """Makes the numbers that a function folds random keys with constants of it."""
+
+    def wrapped(*arguments: Any) -> Any:
+        given = iter(arguments)
+        return function(
+            *(
+                np.uint32(binding.key) if binding.kind is BindingKind.KEY_NUMBER else next(given)
+                for binding in bindings
+            )
+        )
+
+    return wrapped
 
 
 def _with_key_data(

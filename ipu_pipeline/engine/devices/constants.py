@@ -15,10 +15,11 @@ _MAX_SCALARS = 4096  # per group; loops count their iterations without end
 
 
 class Constants:
-    """Integers and random keys on groups."""
+    """Integers, and random keys and their numbers, on groups."""
 
     def __init__(self) -> None:
         self._scalars: dict[tuple[int, int], Any] = {}  # (IPU, integer) -> int32 scalar there
+        self._key_numbers: dict[tuple[int, int], Any] = {}  # (IPU, number) -> uint32 scalar there
         self._keys: dict[int, tuple[Any, Any]] = {}  # IPU -> the last random key, and its copy there
 
     def key(self, key: Any, group: DeviceGroup) -> Any:
@@ -28,6 +29,12 @@ class Constants:
             (placed,) = put([key], group)
             known = self._keys[group.ipu] = (key, placed)
         return known[1]
+
+    def key_number(self, number: int, group: DeviceGroup) -> Any:
+        """A uint32 scalar on a group, with which random keys are folded; made once."""
+        if (group.ipu, number) not in self._key_numbers:
+            (self._key_numbers[group.ipu, number],) = put([np.uint32(number)], group)
+        return self._key_numbers[group.ipu, number]
 
     def scalar(self, number: int, group: DeviceGroup) -> Any:
         """An int32 scalar on a group; small ones are made once."""

@@ -320,8 +320,12 @@ class StatePlacement:
         """The leaves of the optimizer's state at the start."""
         updates = self.updates
         assert updates is not None
-        nothing = [None] * len(updates.state_leaves)
-        environment = UpdateEnvironment(variables, {}, nothing, outputs or (), UpdateCounts(0, 0))
+        avals = [leaf.aval for leaf in updates.state_leaves]
+        known = [  # made without XLA, which would compile zeros of each shape
+            _fill(aval, updates.initial[number]) if number in updates.initial else None
+            for number, aval in enumerate(avals)
+        ]
+        environment = UpdateEnvironment(variables, {}, known, outputs or (), UpdateCounts(0, 0))
         self.run_update(updates.inits, self._init_functions, environment)
         return self.place_optimizer_state(environment.state_leaves)
 
@@ -442,3 +446,11 @@ class StatePlacement:
         if value.kind == UpdateKind.GRADIENT:
             return self.offloads_accumulators
         return value.kind == UpdateKind.STATE and self.offloads_state
+
+
+def _fill(aval: jax.ShapeDtypeStruct, number: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """An array with the same number everywhere. Zeros take no memory before they are read."""
+    zeros = np.zeros(aval.shape, aval.dtype)
+    if any(number.tobytes()):  # which -0.0 has
+        zeros[...] = number
+    return zeros

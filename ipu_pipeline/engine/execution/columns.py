@@ -44,6 +44,7 @@ class Steady:
     variables: tuple[tuple[int, str], ...]  # (argument, full name)
     partitions: list[Any]  # how these are divided over the devices of the group
     inputs: tuple[tuple[int, int], ...]  # (argument, position among the pipeline's inputs)
+    key_numbers: tuple[tuple[int, int], ...]  # (argument, number)
     scalars: tuple[tuple[int, ValueKind], ...]  # (argument, kind)
 
 
@@ -56,6 +57,7 @@ def _find_steady(template: Template, lacking: Collection[str], partitions: Mappi
         variables,
         [partitions.get(name, WHOLE) for _place, name in variables],
         template.taken(BindingKind.INPUT),
+        template.taken(BindingKind.KEY_NUMBER),
         template.taken(BindingKind.SCALAR),
     )
 
@@ -311,6 +313,8 @@ class Column:
                 arguments[place] = value
             for place, position in steady.inputs:
                 arguments[place] = placed[group, position]
+            for place, number in steady.key_numbers:
+                arguments[place] = placement.constants.key_number(number, group)
             for place, kind in steady.scalars:
                 if kind is ValueKind.KEY:
                     arguments[place] = placement.constants.key(pipeline.key, group)

@@ -23,7 +23,14 @@ from ipu_pipeline.engine.jaxprs.flat import (
     take_out_constants,
 )
 from ipu_pipeline.engine.jaxprs.halving import find_computed, find_kept, take_apart
-from ipu_pipeline.engine.jaxprs.slicing import any_equation, can_reduce, dependents, extract, reduce
+from ipu_pipeline.engine.jaxprs.slicing import (
+    any_equation,
+    can_reduce,
+    dependents,
+    extract,
+    find_uniform,
+    reduce,
+)
 from ipu_pipeline.engine.jaxprs.turning import turn_products
 from ipu_pipeline.engine.jaxprs.unrolling import Unrolled, unroll_layers
 
@@ -44,6 +51,7 @@ __all__ = [
     "extract",
     "find_computed",
     "find_kept",
+    "find_uniform",
     "flatten",
     "has_callbacks",
     "has_primitive",

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend import core as jex_core
 
 from ipu_pipeline.engine.jaxprs.flat import (
@@ -14,13 +15,16 @@ from ipu_pipeline.engine.jaxprs.flat import (
     ExtractedJaxpr,
     FlatJaxpr,
     Var,
+    aval_struct,
     flatten,
     fresh,
     make_extracted,
 )
 from ipu_pipeline.ground import jax_compat
 
-__all__ = ["any_equation", "can_reduce", "dependents", "extract", "reduce", "split_results"]
+__all__ = ["any_equation", "can_reduce", "dependents", "extract", "find_uniform", "reduce", "split_results"]
+
+_SAME_ELEMENTS = ("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "copy")
 
 
 def any_equation(equation: Equation) -> bool:
@@ -51,6 +55,23 @@ def _reads(equation: Equation | None, variables: Collection[Var]) -> bool:
     return equation is not None and any(
         not isinstance(atom, jex_core.Literal) and atom in variables for atom in equation.invars
     )
+
+
+def find_uniform(flat: FlatJaxpr) -> dict[int, np.ndarray[Any, Any]]:
+    """The results all of whose elements are one known number, as zeros are: by place, the number."""
+    known: dict[Var, Any] = {}
+
+    def find(atom: Atom) -> Any:
+        if not isinstance(atom, jex_core.Literal):
+            return known.get(atom)
+        dtype: Any = aval_struct(atom.aval).dtype
+        return np.asarray(atom.val, dtype) if isinstance(dtype, np.dtype) else None
+
+    for equation in flat.equations:
+        if equation.primitive.name in _SAME_ELEMENTS and (value := find(equation.invars[0])) is not None:
+            known[equation.outvars[0]] = value
+    found = {place: find(atom) for place, atom in enumerate(flat.outputs)}
+    return {place: value for place, value in found.items() if value is not None and value.ndim == 0}
 
 
 def can_reduce(equation: Equation) -> bool:

@@ -52,6 +52,8 @@ def argument_shapes(
             return of_micro_batch(own.residuals[value.index])
         if kind is ValueKind.COTANGENT:
             return of_micro_batch(stage.output_avals[value.index])
+        if kind is ValueKind.KEY_NUMBER:
+            return jax.ShapeDtypeStruct((), np.uint32)
         if kind is ValueKind.KEY:
             return jax.ShapeDtypeStruct((), key_aval().dtype)
         return jax.ShapeDtypeStruct((), np.float32 if kind is ValueKind.LOSS_SCALE else np.int32)

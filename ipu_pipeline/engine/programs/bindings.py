@@ -22,6 +22,7 @@ class BindingKind(enum.Enum):
     """The kinds of names; the comment behind each says what `Binding.key` is."""
 
     SCALAR = enum.auto()  # the ValueKind: a random key, a count, or the scale of the loss
+    KEY_NUMBER = enum.auto()  # the number, which a random key is folded with
     VARIABLE = enum.auto()  # the full name
     ASSIGNED = enum.auto()  # the full name: the variable's new value
     ACCUMULATOR = enum.auto()  # the key, see `AccumulatorPlan`
@@ -82,6 +83,8 @@ class Bindings:
             return Binding(BindingKind.RESIDUAL, (index, value.index))
         if kind is ValueKind.COTANGENT:
             return Binding(BindingKind.COTANGENT, (stage.outputs[value.index], value.consumer))
+        if kind is ValueKind.KEY_NUMBER:
+            return Binding(BindingKind.KEY_NUMBER, value.index)
         if kind is ValueKind.ENQUEUED:
             return Binding(BindingKind.ENQUEUED, value.index)
         if kind is ValueKind.INPUT_COTANGENT:

@@ -30,6 +30,7 @@ from ipu_pipeline.engine.programs import accumulation, recomputation, stage_prog
 from ipu_pipeline.engine.programs.accumulation import Reduction
 from ipu_pipeline.engine.programs.cutting import Joint, fuse, halve, is_literal, split
 from ipu_pipeline.engine.programs.gradient_maps import GradientMap
+from ipu_pipeline.engine.programs.key_numbers import find_alike, take_out_key_numbers
 from ipu_pipeline.engine.programs.recomputation import Recomputation
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms, Value, ValueKind
 from ipu_pipeline.engine.tracing import keys, recomputation_marks
@@ -65,8 +66,11 @@ def build(
         is accumulated, without LOSS_SCALE.
       halved: the stages whose backward is done in halves.
     """
+    alike = find_alike(traced.stages)
     if traced.loss is None:
-        return tuple(_build_inference(index, stage) for index, stage in enumerate(traced.stages))
+        return tuple(
+            _build_inference(index, stage, index in alike) for index, stage in enumerate(traced.stages)
+        )
     differentiable = _find_differentiable(traced, trained)
     senders: dict[Source, list[int]] = {}  # value -> the stages that send a cotangent for it
     built: list[StagePrograms] = []
@@ -86,6 +90,7 @@ def build(
                 is_scaled,
                 enqueued,
                 index in halved,
+                index in alike,
             )
         except Exception as error:  # from a derivative rule, or an operation without a derivative
             if not str(error).startswith(stage.place):
@@ -180,9 +185,11 @@ def _own_results(index: int, stage: TracedStage, atoms: Sequence[Any]) -> list[t
     return results
 
 
-def _build_inference(index: int, stage: TracedStage) -> StagePrograms:
+def _build_inference(index: int, stage: TracedStage, is_alike: bool) -> StagePrograms:
     flat = _flatten_stage(stage)
     labels = dict(zip(flat.inputs, _stage_arguments(stage), strict=True))
+    if is_alike:
+        flat, labels = take_out_key_numbers(flat, labels)
     results = _own_results(index, stage, flat.outputs)
     name = f"stage{index}_forward"
     forward = stage_programs.cut(name, flat, results, labels, (), jaxprs.any_equation)
@@ -200,6 +207,7 @@ def _differentiate(
     is_scaled: bool,
     enqueued: Mapping[str, Sequence[int]],
     is_halved: bool,
+    is_alike: bool,
 ) -> Joint:
     """Differentiates one stage, given as `evaluate`. Enters the cotangents that it sends into `senders`."""
     stage = traced.stages[index]
@@ -266,7 +274,10 @@ def _differentiate(
             closed_jaxpr, first.union(range(num_outputs)), range(len(arguments), len(avals))
         )
     flat = jaxprs.flatten(closed_jaxpr, recomputation.isolate)
-    backward_vars = jaxprs.dependents(flat, flat.inputs[len(arguments) :])
+    labels = dict(zip(flat.inputs, [*arguments, *received, *scales], strict=True))
+    if is_alike:
+        flat, labels = take_out_key_numbers(flat, labels)
+    backward_vars = jaxprs.dependents(flat, flat.inputs[len(arguments) : len(avals)])
     num_results = len(flat.outputs) - len(wanted) - len(shown)
     pulled = [
         (value, atom)
@@ -287,7 +298,7 @@ def _differentiate(
         index=index,
         stage=stage,
         flat=flat,
-        labels=dict(zip(flat.inputs, [*arguments, *received, *scales], strict=True)),
+        labels=labels,
         results=_own_results(index, stage, flat.outputs[:num_results]),
         pulled=pulled,
         backward_vars=backward_vars,

@@ -15,6 +15,7 @@ from jax.extend import core as jex_core
 from ipu_pipeline.engine import jaxprs
 from ipu_pipeline.engine.jaxprs.convolutions import has_convolutions, with_fast_convolutions
 from ipu_pipeline.engine.jaxprs.costs import count_operations, find_uncounted
+from ipu_pipeline.engine.jaxprs.random_bits import draws_bits, with_fast_random_bits
 from ipu_pipeline.engine.tracing.traced import Source, TracedStage
 
 __all__ = ["StageProgram", "StagePrograms", "Value", "ValueKind", "cut", "read_sources", "seed"]
@@ -27,6 +28,7 @@ class ValueKind(enum.Enum):
     VARIABLE = enum.auto()  # position in the stage's variables
     ASSIGNED = enum.auto()  # position in the stage's variables: its new value
     KEY = enum.auto()
+    KEY_NUMBER = enum.auto()  # a number that random keys are folded with, uint32: the number itself
     EXECUTION_COUNT = enum.auto()
     UPDATE_COUNT = enum.auto()  # the number of weight updates so far, int32
     MICRO_BATCH = enum.auto()  # the micro-batch's index, int32; in loops the iteration
@@ -61,6 +63,7 @@ class StageProgram:
     uncounted: frozenset[str]  # calls whose cost is not known, see `costs.find_uncounted`.
     has_effects: bool  # whether it prints or calls back into Python
     has_convolutions: bool  # whether it has convolutions
+    draws_bits: bool  # whether it draws random bits
     loops_by_data: bool  # whether it has a loop that ends when its data says so
 
     @property
@@ -70,9 +73,11 @@ class StageProgram:
 
     def on(self, platform: str) -> StageProgram:
         """The program in the form that is fastest on a kind of device, as in `jax.Device.platform`."""
-        if platform != "cpu" or not self.has_convolutions:
+        if platform != "cpu":
             return self
-        return dataclasses.replace(self, function=with_fast_convolutions(self.function))
+        function = with_fast_convolutions(self.function) if self.has_convolutions else self.function
+        function = with_fast_random_bits(function) if self.draws_bits else function
+        return dataclasses.replace(self, function=function)
 
     @property
     def num_accumulators(self) -> int:
@@ -162,6 +167,7 @@ def cut(
         uncounted=find_uncounted(jaxpr),
         has_effects=bool(jaxpr.effects),
         has_convolutions=has_convolutions(jaxpr),
+        draws_bits=draws_bits(jaxpr),
         loops_by_data=any(jaxprs.has_primitive(equation, "while") for equation in jaxpr.eqns),
     )
 

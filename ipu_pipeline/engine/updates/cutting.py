@@ -12,6 +12,7 @@ counter, are made by the first home, and the others get copies.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ import jax.numpy as jnp
 from ipu_pipeline.engine import jaxprs
 from ipu_pipeline.engine.jaxprs import partitioning
 from ipu_pipeline.engine.jaxprs.costs import count_operations
+from ipu_pipeline.engine.jaxprs.equal_parts import divide_equal_parts
 from ipu_pipeline.engine.tracing.frames import Enqueued
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.engine.updates.guessing import Guessing, find_guessing
@@ -81,7 +83,8 @@ class Updates:
 
     state_tree: Any  # structure of the optimizer's state
     state_leaves: tuple[StateLeaf, ...]  # its leaves
-    inits: tuple[UpdateProgram, ...]  # the programs that make the state, in the order in which they run
+    initial: Mapping[int, Any]  # the numbers that fill leaves at the start, by the leaves' places
+    inits: tuple[UpdateProgram, ...]  # the programs that make the others, in the order in which they run
     # the programs of a weight update, in that order, too; one, if one IPU has all trained variables
     updates: tuple[UpdateProgram, ...]
     moves: tuple[Move, ...]  # the values that these send
@@ -140,10 +143,16 @@ def cut_updates(traced: TracedOptimizer, variable_homes: Mapping[str, int], last
         return last_stage if home == partitioning.JOINT else home
 
     results = [*traced.results, *states]
-    pieces = partitioning.cut(placed, with_homes(results, placed))
+    inputs = {traced.labels[var]: var for var in traced.update.inputs}
+    whole = partitioning.cut(placed, with_homes(results, placed))
+    pieces = divide_equal_parts(whole, [inputs.get(value) for value in results])
     init_places = place(traced.init)
-    init_pieces = partitioning.cut(init_places, with_homes(states, init_places))
-    inits = _make_programs("init", init_pieces, states, traced.labels, stage_of, {})
+    has_effects = any(equation.effects for equation in init_places.flat.equations)
+    initial = {} if has_effects else jaxprs.find_uniform(init_places.flat)
+    computed = [value for value in states if value.key not in initial]
+    init_homes = with_homes(states, init_places)
+    init_pieces = partitioning.cut(init_places, [init_homes[value.key] for value in computed])
+    inits = _make_programs("init", init_pieces, computed, traced.labels, stage_of, {})
     sent: dict[Any, UpdateValue] = {}
     updates = _make_programs("update", pieces, results, traced.labels, stage_of, sent)
     state_leaves = tuple(
@@ -172,6 +181,7 @@ def cut_updates(traced: TracedOptimizer, variable_homes: Mapping[str, int], last
     return Updates(
         traced.state_tree,
         state_leaves,
+        initial,
         inits,
         updates,
         tuple(moves.values()),
@@ -179,7 +189,7 @@ def cut_updates(traced: TracedOptimizer, variable_homes: Mapping[str, int], last
         traced.loss_scale,
         jaxprs.has_callbacks(traced.update),
         traced.enqueued,
-        find_guessing(placed, pieces, results, traced.labels, sent),
+        find_guessing(placed, whole, pieces, results, traced.labels, sent),
     )
 
 
@@ -199,13 +209,19 @@ def _make_programs(
     sent: dict[Any, UpdateValue],
 ) -> tuple[UpdateProgram, ...]:
     """Makes programs; enters into `sent` what they make for each other."""
-    last = {piece.home: piece for piece in pieces}
+    final_rounds = {piece.home: piece.round for piece in pieces}
+    last = {(piece.home, piece.round): piece for piece in pieces}
+    numbers: Counter[tuple[partitioning.Home, int]] = Counter()
     programs = []
     for piece in pieces:
         for var in piece.sent:
             sent[var] = UpdateValue(UpdateKind.SENT, len(sent))
         owner = "joint" if piece.home == partitioning.JOINT else f"stage{piece.home}"
-        ending = "" if piece is last[piece.home] else f"_round{piece.round}"
+        place = piece.home, piece.round
+        ending = "" if piece.round == final_rounds[piece.home] else f"_round{piece.round}"
+        if piece is not last[place]:  # it has what is equal in other homes
+            ending += f"_part{numbers[place]}"
+            numbers[place] += 1
         function: Callable[..., list[Any]] = piece.program
         made = [*(results[place] for place in piece.results), *(sent[var] for var in piece.sent)]
         if not made:  # it only prints or calls back into Python

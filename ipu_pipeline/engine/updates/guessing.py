@@ -89,6 +89,7 @@ class Guessing:
 def find_guessing(
     placed: partitioning.Places,
     pieces: Sequence[partitioning.Piece],
+    divided: Sequence[partitioning.Piece],
     results: Sequence[UpdateValue],
     labels: Mapping[Any, UpdateValue],
     sent: Mapping[Any, UpdateValue],
@@ -97,7 +98,8 @@ def find_guessing(
 
     Args:
       placed: the update, with the home of each value.
-      pieces: its programs.
+      pieces: its programs before they were divided.
+      divided: its programs, among them those of the joint home as they were.
       results: what they return in all, by position.
       labels: what the inputs of the update are.
       sent: the variables that programs send, with the values that they are.
@@ -125,16 +127,11 @@ def find_guessing(
         return None
     places = {var: place for place, var in enumerate(guessed)}
     joint = [
-        number
-        for number, piece in enumerate(pieces)
+        piece
+        for piece in pieces
         if piece.home == partitioning.JOINT and any(needed[var] for var in piece.program.inputs)
     ]
-    made = [
-        place
-        for number in joint
-        for place in pieces[number].results
-        if results[place].kind == UpdateKind.STATE
-    ]
+    made = [place for piece in joint for place in piece.results if results[place].kind == UpdateKind.STATE]
     state = jaxprs.extract(placed.flat, [placed.flat.outputs[place] for place in made], guessed)
     programs = [
         (piece.program.closed_jaxpr.jaxpr, piece.program.inputs)
@@ -152,7 +149,7 @@ def find_guessing(
         tuple(late[var].key for var in guessed),
         tuple(var.aval.dtype for var in guessed),
         tuple((late[var].key, jaxprs.aval_struct(var.aval)) for var in late if var not in places),
-        frozenset(joint),
+        frozenset(map(divided.index, joint)),
         tuple(results[place] for place in made),
         _in_order(state, [*before, *guessed]),
         tuple(labels[var] for var in before if var in labels),

@@ -39,10 +39,10 @@ def named(function, index):
     return stage
 
 
-def make(scales=(1.0,) * (NUM_STAGES - 1), plan=PLANS[0], last=last_block, **options):
-    stages = [named(block(scale), index) for index, scale in enumerate(scales)]
+def make(scales=(1.0,) * (NUM_STAGES - 1), plan=PLANS[0], last=last_block, stages=None, **options):
+    blocks = [named(block(scale), index) for index, scale in enumerate(scales)]
     return engine.Pipeline(
-        [*stages, named(last, len(scales))],
+        stages or [*blocks, named(last, len(scales))],
         num_micro_batches=COUNT,
         loss=lambda loss: loss,
         optimizer=optax.adam(0.01),
@@ -103,6 +103,21 @@ SHARED = [
 def test_equal_stages_are_compiled_once(plan, no_cache):
     compiled = run(make(plan=plan))
     assert compiled == sorted(SHARED)
+
+
+def dropping(x, target):
+    x, target = block()(x, target)
+    for _draw in range(2):
+        x = jnp.where(jax.random.bernoulli(engine.next_rng_key(), 0.5, x.shape), x, 0)
+    return x, target
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": "auto"}], ids=str)
+def test_stages_that_draw_are_compiled_once(options, no_cache):
+    stages = [named(dropping, index) for index in range(4)] + [named(last_block, 4)]
+    compiled = run(make(stages=stages, **options))
+    recomputed = ["stage1_backward", "stage2_backward"] if options else []  # with the numbers of their keys
+    assert compiled == sorted([*SHARED, *recomputed])
 
 
 def test_unequal_stages_are_compiled_apart(no_cache):

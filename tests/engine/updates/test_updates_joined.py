@@ -216,6 +216,29 @@ def test_what_is_read_later_is_not_donated():
     assert not count.is_deleted()
 
 
+def test_leaves_that_start_as_one_number_are_made_without_xla():
+    def init(params):
+        filled = jax.tree.map(lambda leaf: jnp.full_like(leaf, 0.25), params)
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.bfloat16), params)
+        return filled, zeros, params, jnp.ones((), jnp.int32)
+
+    optimizer = optax.GradientTransformation(init, lambda updates, state, params=None: (updates, state))
+    pipeline = make(2, optimizer)
+    state = pipeline.init(jax.random.key(0), batches()[0][0])
+    filled, zeros, copied, one = state.optimizer_state
+    for name, value in state.variables.items():
+        np.testing.assert_array_equal(filled[name], np.full(value.shape, 0.25, "float32"))
+        assert zeros[name].dtype == jnp.bfloat16
+        np.testing.assert_array_equal(copied[name], value)
+        assert filled[name].sharding == copied[name].sharding == value.sharding
+    assert one == 1
+    made = {result.key for program in pipeline.updates.inits for result in program.results}
+    expected = [leaf for leaf, aval in enumerate(pipeline.updates.state_leaves) if leaf not in made]
+    assert list(pipeline.updates.initial) == expected
+    assert len(made) == len(copied)
+    assert programs_of(clipped())[0].inits == ()
+
+
 def test_a_sharded_loop():
     def body(x, labels):
         with scopes.ipu_shard(0):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import jax.numpy as jnp
+import numpy as np
 
 from ipu_pipeline.engine.devices.device_groups import DeviceGroup
 from ipu_pipeline.engine.devices.offloading import load, store
@@ -63,7 +64,8 @@ class MicroBatches:
         for binding in bindings.arguments(index, program):
             if is_backward and self.placement.offloads_activations and binding.kind is BindingKind.VALUE:
                 binding = _stored(index, binding)
-            value = known[binding]
+            is_number = binding.kind is BindingKind.KEY_NUMBER
+            value = np.uint32(binding.key) if is_number else known[binding]
             arguments.append(load(value, self._group) if self._is_offloaded(binding) else value)
         results = program.function(*arguments)
         for bound, result in zip(bindings.results(index, program), results, strict=True):

@@ -1,0 +1,325 @@
+"""Divides programs of several homes so that what is equal in them is a program of its own.
+
+A home's program computes results of arrays that have nothing to do with each other, such as the new values
+of its variables. What comes from the same arrays is a component. Homes whose programs differ may have many
+equal components: the blocks of a transformer, beside which the first home has a table and the last one a
+norm. XLA compiles each program as a whole, but equal components of one program only once. So a home gets a
+program of the components that it has in common with others, in the same order everywhere, and one of the
+rest. Where all components are equal, nothing is divided, and only their order becomes the same.
+
+Scalars that depend on several components, such as a part of a global norm, are computed with the rest, from
+the scalars that each component gives for them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jax.extend import core as jex_core
+
+from ipu_pipeline.engine.jaxprs.flat import make_extracted
+from ipu_pipeline.engine.jaxprs.partitioning import JOINT, Home, Piece
+from ipu_pipeline.ground.shapes import num_bytes
+
+__all__ = ["divide_equal_parts"]
+
+_LEAST_BYTES = 2**20  # of a program's arguments; where it reads less, starting a second one would be felt
+_LEAST_SAVED = 20  # equations of arrays that need not be compiled again; 20 take about 0.1 s
+
+
+def divide_equal_parts(pieces: Sequence[Piece], replaced: Sequence[Any | None]) -> list[Piece]:
+    """Divides pieces so that equal parts of several homes are pieces of their own.
+
+    Args:
+      pieces: from `partitioning.cut`. Those of the joint home stay as they are.
+      replaced: for each result, the input whose place it takes, which stays in the same piece; None for
+        others.
+
+    Returns:
+      The pieces, in an order in which they can run.
+    """
+    scalars: dict[Any, int] = {}
+    rounds: dict[int, list[_Division]] = {}
+    for piece in pieces:
+        rounds.setdefault(piece.round, []).append(_Division(piece, replaced, scalars))
+    found: list[Piece] = []
+    for divisions in rounds.values():
+        shared = _find_shared(
+            {division.piece.home: division.counts for division in divisions},
+            {one.key: one.weight for division in divisions for one in division.components},
+        )
+        for division in divisions:
+            found += division.divide(shared[division.piece.home])
+    return found
+
+
+def _find_shared(
+    counts: Mapping[Home, Counter[str]], weights: Mapping[str, int]
+) -> dict[Home, list[Counter[str]]]:
+    """For each home, the parts that it has in common with others: how many components of each key."""
+    groups: dict[frozenset[Home], dict[str, None]] = {}
+    for own in counts.values():
+        for key in own:
+            homes = frozenset(home for home, others in counts.items() if key in others)
+            groups.setdefault(homes, {})[key] = None
+    found: dict[Home, list[Counter[str]]] = {home: [] for home in counts}
+    for homes, keys in groups.items():
+        num_different = len({frozenset(counts[home].items()) for home in homes})
+        num_saved = (num_different - 1) * sum(weights[key] for key in keys)
+        if len(homes) > 1 and (num_different == 1 or num_saved >= _LEAST_SAVED):
+            part = Counter({key: min(counts[home][key] for home in homes) for key in keys})
+            for home in homes:
+                found[home].append(part)
+    return found
+
+
+@dataclass(eq=False)
+class _Component:
+    """What a piece makes of the same arrays.
+
+    Attributes:
+      places: the places of its results among those of the piece's jaxpr.
+      equations: the places of its equations.
+      given: the scalars that are read where components are joined.
+      key: equal for components that compute the same, of other variables.
+      weight: how many equations make arrays.
+    """
+
+    places: list[int] = field(default_factory=list)
+    equations: list[int] = field(default_factory=list)
+    given: list[Any] = field(default_factory=list)
+    key: str = ""
+    weight: int = 0
+
+
+class _Division:
+    """The components of a piece.
+
+    Attributes:
+      piece: the piece.
+      components: its components; none if it is not to be divided.
+    """
+
+    def __init__(self, piece: Piece, replaced: Sequence[Any | None], scalars: dict[Any, int]) -> None:
+        """Finds the components of a piece.
+
+        Args:
+          piece: the piece.
+          replaced: as for `divide_equal_parts`.
+          scalars: numbers of scalars that depend on no array of a piece, by what they are; new ones are
+            entered.
+        """
+        self.piece, self.components = piece, list[_Component]()
+        self._jaxpr = piece.program.closed_jaxpr.jaxpr
+        self._parents: dict[Any, Any] = {}  # of arrays, up to the one that stands for their component
+        self._roots: dict[Any, frozenset[Any]] = {}  # arrays of the components that a scalar depends on
+        self._makers = {var: place for place, made in enumerate(self._jaxpr.eqns) for var in made.outvars}
+        self._joined: list[int] = []  # places of results that are of no component
+        self._owned = set[int]()  # places of equations that are of one
+        is_pure = not self._jaxpr.effects and not self._jaxpr.constvars
+        size = num_bytes([var.aval for var in piece.program.inputs])
+        if piece.home != JOINT and is_pure and size >= _LEAST_BYTES:
+            before = [replaced[place] for place in piece.results] + [None] * len(piece.sent)
+            self._find_components(before, scalars)
+
+    @property
+    def counts(self) -> Counter[str]:
+        """The number of components of each key."""
+        return Counter(component.key for component in self.components)
+
+    def divide(self, shared: Sequence[Mapping[str, int]]) -> list[Piece]:
+        """Divides the piece into parts that it shares with others, and the rest."""
+        if not shared:
+            return [self.piece]
+        parts: list[Piece] = []
+        rest = list(self.components)
+        for wanted in shared:
+            part: list[_Component] = []
+            for key, number in wanted.items():
+                part += [component for component in rest if component.key == key][:number]
+            rest = [component for component in rest if component not in part]
+            sent = [var for component in part for var in component.given]
+            parts.append(self._make_part(part, [], sent))
+        if rest or self._joined:
+            parts.append(self._make_part(rest, self._joined, []))
+        return parts
+
+    def _find_components(self, replaced: Sequence[Any | None], scalars: dict[Any, int]) -> None:
+        jaxpr, inputs = self._jaxpr, set(self.piece.program.inputs)
+        for equation in jaxpr.eqns:
+            read = [atom for atom in equation.invars if not isinstance(atom, jex_core.Literal)]
+            arrays = [var for var in (*read, *equation.outvars) if var.aval.size > 1]
+            roots = frozenset[Any]().union(*(self._roots.get(var, ()) for var in read))
+            if arrays:
+                self._join([*arrays, *roots])
+                roots = frozenset([self._find(arrays[0])])
+            self._roots.update((var, roots) for var in equation.outvars if var.aval.size <= 1)
+        for atom, before in zip(jaxpr.outvars, replaced, strict=True):
+            is_array = not isinstance(atom, jex_core.Literal) and atom.aval.size > 1
+            if is_array and before in inputs:
+                self._join([atom, before])
+        components: dict[Any, _Component] = {}
+        for place, atom in enumerate(jaxpr.outvars):
+            found = self._roots_of(atom)
+            if len(found) == 1:
+                components.setdefault(next(iter(found)), _Component()).places.append(place)
+            else:
+                self._joined.append(place)
+        given, passed = self._find_given([place for one in components.values() for place in one.places])
+        for place, equation in enumerate(jaxpr.eqns):
+            found = self._roots_of(equation.outvars[0])
+            if len(found) == 1 and place not in passed:
+                component = components.setdefault(next(iter(found)), _Component())
+                component.equations.append(place)
+                component.weight += any(var.aval.size > 1 for var in equation.outvars)
+                self._owned.add(place)
+        for var in given:
+            if var not in self.piece.sent:
+                components[next(iter(self._roots_of(var)))].given.append(var)
+        numbers = self._number_scalars(scalars)
+        for component in components.values():
+            component.key = self._describe(component, numbers, scalars)
+        self.components = list(components.values())
+
+    def _find(self, var: Any) -> Any:
+        """The array that stands for the component of one."""
+        root = var
+        while (parent := self._parents.setdefault(root, root)) is not root:
+            root = parent
+        while var is not root:
+            self._parents[var], var = root, self._parents[var]
+        return root
+
+    def _join(self, arrays: Sequence[Any]) -> None:
+        for var in arrays:
+            self._parents[self._find(var)] = self._find(arrays[0])
+
+    def _roots_of(self, atom: Any) -> set[Any]:
+        """The components that a value depends on, by the arrays that stand for them."""
+        if isinstance(atom, jex_core.Literal):
+            return set()
+        return {self._find(var) for var in ([atom] if atom.aval.size > 1 else self._roots.get(atom, ()))}
+
+    def _find_given(self, places: Iterable[int]) -> tuple[list[Any], set[int]]:
+        """Finds what is read of single components for results of several.
+
+        Args:
+          places: the places of results that are of single components.
+
+        Returns:
+          The scalars that components give, and the places of equations behind these, which read nothing but
+          them and are not needed in the component.
+        """
+        jaxpr = self._jaxpr
+        needed = {jaxpr.outvars[place] for place in places}  # in components
+        of_arrays: set[Any] = set()
+        for equation in reversed(jaxpr.eqns):
+            read = [atom for atom in equation.invars if not isinstance(atom, jex_core.Literal)]
+            has_arrays = any(var.aval.size > 1 for var in (*read, *equation.outvars))
+            if has_arrays:
+                of_arrays.update(equation.outvars)
+            if has_arrays or not needed.isdisjoint(equation.outvars):
+                needed.update(read)
+        given: dict[Any, None] = {}
+        passed: set[int] = set()
+        pending = [jaxpr.outvars[place] for place in reversed(self._joined)]
+        while pending:
+            atom = pending.pop()
+            place = None if isinstance(atom, jex_core.Literal) else self._makers.get(atom)
+            if place is None or place in passed:
+                continue
+            if len(self._roots_of(atom)) == 1 and (atom in needed or atom in of_arrays):
+                given[atom] = None
+            else:
+                passed.add(place)
+                pending += reversed(jaxpr.eqns[place].invars)
+        return list(given), passed
+
+    def _number_scalars(self, scalars: dict[Any, int]) -> dict[Any, int]:
+        """Numbers the scalars that depend on no array, such that those of the same number are equal."""
+        found: dict[Any, int] = {}
+        for equation in self._jaxpr.eqns:
+            if any(map(self._roots_of, (*equation.invars, *equation.outvars))):
+                continue
+            read = [atom for atom in equation.invars if not isinstance(atom, jex_core.Literal)]
+            found.update((var, scalars.setdefault(var, len(scalars))) for var in read if var not in found)
+            what = _describe_equation(equation, lambda atom: f"scalar {found[atom]}", "")
+            for place, var in enumerate(equation.outvars):
+                found[var] = scalars.setdefault((what, place), len(scalars))
+        return found
+
+    def _describe(self, component: _Component, known: Mapping[Any, int], scalars: dict[Any, int]) -> str:
+        """The key of a component: its equations, with its variables numbered in their order."""
+        numbers: dict[Any, int] = {}
+
+        def name(atom: Any) -> str:
+            if self._roots_of(atom):
+                return f"{numbers.setdefault(atom, len(numbers))}:{atom.aval}"
+            number = known[atom] if atom in known else scalars.setdefault(atom, len(scalars))
+            return f"scalar {number}"
+
+        lines = []
+        for place in component.equations:
+            equation = self._jaxpr.eqns[place]
+            lines.append(_describe_equation(equation, name, " ".join(map(name, equation.outvars))))
+        results = [*(self._jaxpr.outvars[place] for place in component.places), *component.given]
+        return "\n".join([*lines, " ".join(map(name, results))])
+
+    def _make_part(
+        self, components: Sequence[_Component], joined: Sequence[int], given: Sequence[Any]
+    ) -> Piece:
+        """Makes a piece of components and results that join some.
+
+        Equations come component by component, those of scalars before their first reader; inputs in the
+        order in which they are read. So equal parts of different homes are equal programs.
+        """
+        jaxpr, piece = self._jaxpr, self.piece
+        places = [*(place for component in components for place in component.places), *joined]
+        num_results = len(piece.results)
+        results = [place for place in places if place < num_results]
+        sent = [place for place in places if place >= num_results]
+        outputs = [*(jaxpr.outvars[place] for place in (*results, *sent)), *given]
+        order: dict[int, None] = {}
+
+        def make_scalars(atoms: Iterable[Any]) -> None:
+            """Adds the equations that some atoms need, but for those of components."""
+            found: set[int] = set()
+            pending = list(atoms)
+            while pending:
+                atom = pending.pop()
+                place = None if isinstance(atom, jex_core.Literal) else self._makers.get(atom)
+                if place is None or place in found or place in order or place in self._owned:
+                    continue
+                found.add(place)
+                pending += jaxpr.eqns[place].invars
+            order.update(dict.fromkeys(sorted(found)))
+
+        for component in components:
+            for place in component.equations:
+                make_scalars(jaxpr.eqns[place].invars)
+                order[place] = None
+        make_scalars(outputs)
+        equations = [jaxpr.eqns[place] for place in order]
+        made = {var for equation in equations for var in equation.outvars}
+        read = [*(atom for equation in equations for atom in equation.invars), *outputs]
+        inputs = dict.fromkeys(a for a in read if not isinstance(a, jex_core.Literal) and a not in made)
+        return dataclasses.replace(
+            piece,
+            program=make_extracted({}, list(inputs), equations, outputs),
+            results=tuple(piece.results[place] for place in results),
+            sent=(*(piece.sent[place - num_results] for place in sent), *given),
+            readers={var: reader for var, reader in piece.readers.items() if var in inputs},
+        )
+
+
+def _describe_equation(equation: Any, name: Callable[[Any], str], made: str) -> str:
+    read = [
+        f"{atom.val!r}:{atom.aval}" if isinstance(atom, jex_core.Literal) else name(atom)
+        for atom in equation.invars
+    ]
+    parameters = ", ".join(f"{key}={value}" for key, value in sorted(equation.params.items()))
+    return f"{made} = {equation.primitive.name} {' '.join(read)} {{{parameters}}}"
