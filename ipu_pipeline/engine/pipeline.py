@@ -94,6 +94,7 @@ from ipu_pipeline.engine.updates.loss_weights import is_loss_weight, without_wei
 from ipu_pipeline.ground.cores import count_cores
 from ipu_pipeline.ground.enumerations import parse_member
 from ipu_pipeline.ground.errors import OutOfRangeError
+from ipu_pipeline.ground.first_run import begin_first_run
 from ipu_pipeline.ground.shapes import as_shape, check_like, describe_structures
 
 __all__ = ["Pipeline"]
@@ -759,6 +760,7 @@ class Pipeline:
         runner = self._runner
         if runner is not None and (devices is None or self._has_devices(devices)):
             return runner
+        begin_first_run()
         with self._building:
             if self._runner is None or not (devices is None or self._has_devices(devices)):
                 runner = self._make_runner(devices)
