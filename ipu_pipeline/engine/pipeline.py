@@ -454,6 +454,7 @@ class Pipeline:
             count,
             measured.num_temporary_bytes,
             count_cores() / self._num_replicas if is_shared else None,
+            [stage.whole_layers for stage in self.facts().stages],
         )
 
     def measure_costs(self) -> schedules.Costs:

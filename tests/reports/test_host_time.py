@@ -102,7 +102,10 @@ def test_the_largest_cause_comes_first(gap, is_first, number):
     advice = [index for index, text in enumerate(one.advice) if "no IPU had work" in text]
     assert len(one.advice) == number
     assert advice == ([] if is_first is None else [0 if is_first else 1])
-    assert one.predictions.advice.sentence in one.advice
+    sentence = one.predictions.advice.sentence
+    if is_first:  # stages do not hold the program back for all the time
+        sentence = f"In the other 46.4% of the time, t{sentence[1:]}"
+    assert sentence in one.advice
 
 
 # Programs that run.

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
         StageFacts,
         select_fields,
     )
-    from ipu_pipeline.engine.inspect.layers import find_innermost, fold_names
+    from ipu_pipeline.engine.inspect.layer_costs import find_layer_costs
+    from ipu_pipeline.engine.inspect.layers import fold_names
     from ipu_pipeline.engine.inspect.live_bytes import LiveBytes
     from ipu_pipeline.engine.inspect.summary import PipelineSummary, describe_numbers
     from ipu_pipeline.engine.planning.memory_plans import Flow, IpuMemory, StageMemory
@@ -49,7 +50,7 @@ __all__ = [
     "Work",
     "count_work",
     "describe_numbers",
-    "find_innermost",
+    "find_layer_costs",
     "fold_names",
     "select_fields",
     "watching",
@@ -61,7 +62,8 @@ _HOMES = {
     ".execution.contract": "Runner",
     ".inspect.counting": "Work count_work",
     ".inspect.facts": _FACTS,
-    ".inspect.layers": "find_innermost fold_names",
+    ".inspect.layer_costs": "find_layer_costs",
+    ".inspect.layers": "fold_names",
     ".inspect.live_bytes": "LiveBytes",
     ".inspect.summary": "PipelineSummary describe_numbers",
     ".planning.memory_plans": "Flow IpuMemory StageMemory",
