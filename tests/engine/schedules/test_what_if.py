@@ -251,8 +251,8 @@ def test_what_shared_cores_do_not_show_is_said_beside_the_gain():
     )
     assert advise(case, shared_cores=4).sentence.endswith(" then.")
     assert advise(dataclasses.replace(case, cores=1)).sentence == (
-        "Nothing that was simulated gains 2% on the 1 core that the IPUs share. On IPUs with cores of their "
-        f"own, s{alone.sentence[1:]}"
+        "Nothing that was simulated gains 2% on the 1 core that the IPUs share. On IPUs with cores of "
+        f"their own, s{alone.sentence[1:]}"
     )
     shared = advise(dataclasses.replace(case, cores=3))
     assert "On IPUs with cores of their own it takes" in shared.sentence
