@@ -36,7 +36,8 @@ def say_advice(advice: Advice, host: HostTime | None) -> tuple[str, ...]:
     if gain < _LEAST_GAIN:
         return (host.sentence,)
     sentence = advice.sentence[0].lower() + advice.sentence[1:]
-    return host.sentence, f"In the other {describe_share(rest)} of the time, {sentence}"
+    of_all = f"Of all the time, that is {describe_share(gain)} more samples per second."
+    return host.sentence, f"In the other {describe_share(rest)} of the time, {sentence} {of_all}"
 
 
 @dataclass(frozen=True)

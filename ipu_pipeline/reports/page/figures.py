@@ -110,8 +110,8 @@ def _cards(one: Study) -> list[tuple[str, str, list[str]]]:
     limit = (f"stage {analysis.limiting_stage}", [facts.stages[analysis.limiting_stage].name, *lines])
     if one.is_held_back_by_host and one.host is not None:
         share, stage = describe_share(one.host.share), analysis.limiting_stage
-        idle = f"no IPU had work for {share} of the time"
-        limit = ("the host", [idle, f"of the stages, {stage} takes longest", *lines])
+        waiting = f"no IPU had work for {share} of the time"
+        limit = ("the host", [waiting, f"longest stage: {stage}", *lines])
     elif analysis.is_even and len(analysis.ipus) > 1:
         limit = ("none", ["all IPUs are about equally busy"])
     return [
