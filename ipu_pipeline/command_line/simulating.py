@@ -36,7 +36,7 @@ from ipu_pipeline.engine.schedules import (
 )
 from ipu_pipeline.reports.files import write_file
 from ipu_pipeline.reports.page import write_simulation
-from ipu_pipeline.reports.predictions import predict_scenario
+from ipu_pipeline.reports.predictions import predict_scenario, say_seconds
 from ipu_pipeline.reports.profile import FORMAT, read_profile
 from ipu_pipeline.reports.studies import Measured, find_measured, say_advice
 
@@ -182,9 +182,8 @@ def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
     if parsed.what_if or scenario.num_actions <= _MOST_ACTIONS:
         is_measured = measured is not None and measured.is_measured
         # Only of a profile the costs are known to be in seconds.
-        is_profile = measured is not None and measured.is_profile
-        how = {} if is_profile else {"describe": "{:.4g}".format}
-        found = predict_scenario(scenario, cores, is_measured=is_measured, is_whole=True, **how)
+        describe = say_seconds if measured is not None and measured.is_profile else "{:.4g}".format
+        found = predict_scenario(scenario, cores, is_measured=is_measured, is_whole=True, describe=describe)
         simulation, variants, advice = found.simulation, found.variants, found.advice
         told = " ".join(say_advice(advice, None if measured is None else measured.host))
     else:

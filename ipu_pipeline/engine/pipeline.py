@@ -134,6 +134,8 @@ class Pipeline:
       state, outputs = pipeline.step(state, micro_batches)
     """
 
+    _split_costs: schedules.Costs | None = None  # what its stages take, if the engine cut it by that
+    _measured_costs: tuple[Any, schedules.Costs] | None = None  # a runner, and what its stages take
     _cuts = ""  # where its stages begin, and why, if the engine cut it
 
     @_with_options(PipelineOptions)
@@ -159,6 +161,7 @@ class Pipeline:
         )
         table = getattr(stages, "table", None)
         self._cuts = "" if table is None else table.cuts
+        self._split_costs = None if table is None else table.costs
         levels = tuple(level for level, parallel in enumerate(functions) for _stage in parallel)
         schedule, count = options.schedule, options.num_micro_batches
         if options.num_serialized > 1 and (schedule != "sequential" or len(set(mapping)) > 1):
@@ -488,6 +491,7 @@ class Pipeline:
         if last.is_fused:
             first = last.backward_operations - last.weight_operations
             costs = divide_last(costs, last.forward_operations, first, is_halved=last.is_halved)
+        self._measured_costs = runner, costs
         return runner, measured._replace(costs=costs)
 
     def _count(self, num_micro_batches: int | None) -> int:
@@ -513,6 +517,9 @@ class Pipeline:
         count = self.num_micro_batches if num_micro_batches is None else num_micro_batches
         chunk_size, schedule = 1 if plan is None else plan.chunk_size, options.schedule
         trains = built.updates is not None
+        costs = self._split_costs
+        if self._measured_costs is not None and self._measured_costs[0] is self._runner:
+            costs = self._measured_costs[1]
         return describe(
             built.traced,
             self._programs,
@@ -531,6 +538,7 @@ class Pipeline:
             sent=self._find_sends(),
             dispatch="" if plan is None else str(plan),
             cuts=self._cuts,
+            costs=costs,
             num_devices_per_ipu=options.num_devices_per_ipu,
             divided=tuple(built.partitions),
         )

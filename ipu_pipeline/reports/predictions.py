@@ -45,6 +45,8 @@ __all__ = [
     "make_scenario",
     "predict",
     "predict_scenario",
+    "say_seconds",
+    "scenario_of",
     "timeline_events",
 ]
 
@@ -90,7 +92,17 @@ def make_scenario(facts: PipelineFacts, analysis: PipelineAnalysis) -> Scenario 
     costs = _read_costs(facts, analysis) if facts.costs is None else facts.costs
     if costs is None:
         return None
-    count = analysis.num_micro_batches // facts.num_replicas
+    return scenario_of(facts, costs, analysis.num_micro_batches // facts.num_replicas)
+
+
+def scenario_of(facts: PipelineFacts, costs: Costs, count: int) -> Scenario:
+    """Makes the scenario of a pipeline from what it costs.
+
+    Args:
+      facts: the pipeline.
+      costs: what its stages take.
+      count: micro-batches of each replica.
+    """
     divides = count % facts.chunk_size == 0
     last = facts.stages[-1].level
     is_fused = facts.stages[-1].is_fused and [stage.level for stage in facts.stages].count(last) == 1
@@ -106,7 +118,10 @@ def make_scenario(facts: PipelineFacts, analysis: PipelineAnalysis) -> Scenario 
         memory=_make_memory(facts),
         micro_batch_size=facts.micro_batch_size or 1,
         cluster=Cluster(facts.num_replicas),
-        layers=find_layer_costs(
+        # Stages that the engine cut are where they should be.
+        layers=((),) * len(facts.stages)
+        if facts.cuts
+        else find_layer_costs(
             [stage.layers for stage in facts.stages],
             costs,
             [stage.num_held_bytes for stage in facts.stages],
@@ -202,6 +217,8 @@ def predict(profile: Profile, facts: PipelineFacts, analysis: PipelineAnalysis) 
             "The time in which phases bring state from host memory is not in a trace, and taken to be 0: "
             "the simulated step is shorter than the measured one. In a Scenario, host_memory sets it."
         )
+    if facts.cuts:
+        notes.append("The engine cut these stages where a step is shortest, so no layers are moved here.")
     if any(row.split for row in found.variants):
         notes.append(
             "The time of a layer is estimated: its stage's time is divided in proportion to operations."
@@ -209,6 +226,11 @@ def predict(profile: Profile, facts: PipelineFacts, analysis: PipelineAnalysis) 
             else "The stages' layers are not known, so what moves between stages is a share of their time."
         )
     return dataclasses.replace(found, notes=tuple(notes))
+
+
+def say_seconds(time: float) -> str:
+    """Describes a time of a scenario whose costs are in seconds."""
+    return describe_time(time * _MICROSECONDS)
 
 
 def find_shared_cores(profile: Profile, facts: PipelineFacts) -> int | None:
@@ -228,7 +250,8 @@ def predict_scenario(
     *,
     is_measured: bool = True,
     is_whole: bool = False,
-    describe: Callable[[float], str] = lambda time: describe_time(time * _MICROSECONDS),
+    step: str = "",
+    describe: Callable[[float], str] = say_seconds,
 ) -> Predictions:
     """Simulates a scenario, other settings and what is advised. The page and `ipu-pipeline simulate` do.
 
@@ -238,6 +261,7 @@ def predict_scenario(
       is_measured: whether the costs are what programs take alone, so that what they take on shared cores is
         known, too.
       is_whole: whether to simulate everything, however long it takes.
+      step: what advice calls a step; by default, one on devices of their own if cores are shared.
       describe: formats a time of the scenario for the advice.
     """
     number, num_ipus = scenario.num_actions, len(scenario.ipus)
@@ -266,7 +290,7 @@ def predict_scenario(
         splits = sorted(splits, key=lambda row: -row.gain)[:_MOST_SPLITS]
     kept = [row for row in variants if not row.split] + splits
     cores = shared_cores if is_measured else None
-    step = "a step on devices of their own" if shared_cores is not None else "a step"
+    step = step or ("a step" if shared_cores is None else "a step on devices of their own")
     advice = advise(settled, variants=kept, describe=describe, step=step, shared_cores=cores)
     shared_step_time = None
     if cores is not None:

@@ -1,4 +1,4 @@
-"""What advice predicts, against what a step takes after the move: on emulated devices, with nested trees."""
+"""What advice predicts, against a step that is measured after the move: emulated devices, nested trees."""
 
 import dataclasses
 import statistics

@@ -103,6 +103,8 @@ def _say_why_not_even(layers: Sequence[Layer] | None, stage: int, gain: float) -
     """Why stages that take equally long are not advised, though they would gain something."""
     if layers is None:
         why = f"which layers stage {stage} has is not known. Move a part of it to its neighbours"
+    elif not layers:
+        why = f"nothing of stage {stage} can move by itself. Cut it elsewhere"
     elif len(layers) < 2:
         why = f"stage {stage} has no second layer that could move. Make its layer smaller, or cut it in two"
     else:
