@@ -145,25 +145,23 @@ def find_whole_layers(stage: TracedStage, index: int, owned: Collection[str]) ->
             home = _Run(len(stage.flat.equations), {layer_of[name]: None})
             runs.append(home)
         home.names[name] = None
+    equations = stage.flat.equations
+    home_of: dict[str | None, int] = {}
+    for number, run in enumerate(runs):
+        for layer in run.layers:
+            home_of.setdefault(layer, number)
+    alone = [0.0] * len(runs)  # by run: operations that only convert its variables
+    for place, of_layer in apart.items():
+        if of_layer in home_of:
+            alone[home_of[of_layer]] += count_equations([equations[place]])
     found: list[LayerFacts] = []
     for number, run in enumerate(runs):
         begin = run.first if number else 0
-        end = runs[number + 1].first if number + 1 < len(runs) else len(stage.flat.equations)
-        own = [
-            one for place, one in enumerate(stage.flat.equations[begin:end], begin) if place not in apart
-        ]
-        operations = count_equations(own) + sum(
-            count_equations([stage.flat.equations[place]])
-            for place, layer in apart.items()
-            if layer in run.layers and runs.index(_home(runs, layer)) == number
-        )
+        end = runs[number + 1].first if number + 1 < len(runs) else len(equations)
+        fed = (equations[place] for place in range(begin, end) if place not in apart)
         mine = [specs[name] for name in run.names if name in owned]
-        found += _as_layers(run, mine, operations)
+        found += _as_layers(run, mine, count_equations(fed) + alone[number])
     return tuple(found)
-
-
-def _home(runs: Sequence[_Run], layer: str | None) -> _Run:
-    return next(run for run in runs if layer in run.layers)
 
 
 def _as_layers(run: _Run, specs: Sequence[VariableSpec], operations: float) -> Iterator[LayerFacts]:
@@ -207,6 +205,7 @@ def _find_runs(stage: TracedStage, layer_of: Mapping[str, str]) -> tuple[list[_R
     fed = set(stage.flat.inputs[number:])
     runs: list[_Run] = []
     apart: dict[int, str | None] = {}
+    seen: set[str] = set()
     for place, equation in enumerate(stage.flat.equations):
         operands = [var for var in equation.invars if not isinstance(var, jex_core.Literal)]
         is_fed = any(var in fed for var in operands)
@@ -222,17 +221,17 @@ def _find_runs(stage: TracedStage, layer_of: Mapping[str, str]) -> tuple[list[_R
         # A sum over many layers, as for weight decay, says nothing about where these are.
         used = [name for names in read if len({layer_of[name] for name in names}) == 1 for name in names]
         if used:
-            _note(runs, place, dict.fromkeys(used), layer_of)
+            _note(runs, place, {name: name not in seen for name in used}, layer_of)
+            seen.update(used)
             if equation.primitive.name == "scan":
                 _note_scan(runs[-1], equation, alone)
     return _join_variables(runs, layer_of), apart
 
 
-def _note(runs: list[_Run], place: int, used: dict[str, None], layer_of: Mapping[str, str]) -> None:
-    """Notes that an equation reads variables."""
+def _note(runs: list[_Run], place: int, used: Mapping[str, bool], layer_of: Mapping[str, str]) -> None:
+    """Notes that an equation reads variables; `used` says which of them no equation before has read."""
     layers = dict.fromkeys(layer_of[name] for name in used)
-    seen = {name for run in runs for name in run.names}
-    new = {name: None for name in used if name not in seen}
+    new = {name: None for name, is_new in used.items() if is_new}
     homes = [at for at, run in enumerate(runs) if run.layers.keys() & layers.keys()]
     last = len(runs) - 1
     if homes and (homes[-1] == last or new):
