@@ -65,15 +65,14 @@ def _is_in(name: str, scope: str) -> bool:
 def _find_scopes(node: _Tree, prefix: str, stage: int) -> Iterator[str]:
     """The full names of the layers in a scope."""
     scopes = {name: child for name, child in node.items() if child}
-    own = len(scopes) == len(node) == 1 and not prefix and next(iter(scopes)).rstrip("/.")
     for name, child in scopes.items():
         full_name = prefix + name
-        is_own = own in (f"stage{stage}", f"stage_{stage}")
+        is_own = not prefix and name.rstrip("/.") in (f"stage{stage}", f"stage_{stage}")
         has_siblings = len(_siblings(name, scopes)) > 1
         is_lone = len(node) == 1 and _number_prefix(name) is None
         if is_own or is_lone or (not has_siblings and _holds_layers(child)):
             inner = list(_find_scopes(child, full_name, stage))
-            if inner or _has_numbered_variables(child):
+            if inner or _has_numbered_variables(child) or (is_own and len(node) > 1):
                 yield from inner
                 continue
         yield full_name.rstrip("/.")
@@ -160,15 +159,30 @@ def find_whole_layers(stage: TracedStage, index: int, owned: Collection[str]) ->
         end = runs[number + 1].first if number + 1 < len(runs) else len(equations)
         fed = (equations[place] for place in range(begin, end) if place not in apart)
         mine = [specs[name] for name in run.names if name in owned]
-        found += _as_layers(run, mine, count_equations(fed) + alone[number])
+        name = _name_run(run, layer_of)
+        found += _as_layers(run, name, mine, count_equations(fed) + alone[number])
     return tuple(found)
 
 
-def _as_layers(run: _Run, specs: Sequence[VariableSpec], operations: float) -> Iterator[LayerFacts]:
-    """A run as a layer, or as many as a scan in it has iterations."""
+def _name_run(run: _Run, layer_of: Mapping[str, str]) -> str:
+    """The name of a run for people: its layer's, the scope that has all of them, or theirs in a row."""
     names = [*run.layers]
-    name = ", ".join(names) if len(names) <= _MOST_NAMED else f"{names[0]} to {names[-1]}"
-    if run.scan is None or run.num_scans > 1 or len(names) > 1:
+    if len(names) == 1:
+        return names[0]
+    ends = [place for place, character in enumerate(names[0]) if character in "/."]
+    for end in reversed(ends):
+        inside = {layer for layer in layer_of.values() if _is_in(layer, names[0][:end])}
+        if inside == set(names):
+            return names[0][:end]
+    return ", ".join(names) if len(names) <= _MOST_NAMED else f"{names[0]} to {names[-1]}"
+
+
+def _as_layers(
+    run: _Run, name: str, specs: Sequence[VariableSpec], operations: float
+) -> Iterator[LayerFacts]:
+    """A run as a layer, or as many as a scan in it has iterations."""
+    is_one = len(run.layers) == 1 or (run.scan is not None and run.names.keys() <= run.scan[2].keys())
+    if run.scan is None or run.num_scans > 1 or not is_one:
         yield _as_layer(name, specs, operations)
         return
     of_scan, length, stacked = run.scan

@@ -71,18 +71,31 @@ def test_blocks_of_a_nested_tree_in_the_order_of_the_model():
     assert [layer.name for layer in last_layers] == ["stage1/block_11", "stage1/head"]
 
 
-def test_a_scan_over_blocks_is_a_layer_for_each():
-    def stage(p, x):
-        x, _none = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w["up"]["kernel"]), None), x, p["blocks"])
-        return x * p["scale"]
+@pytest.mark.parametrize("others", ["scale", "table", ""])
+def test_a_scan_over_blocks_is_a_layer_for_each(others):
+    def run(x, w):
+        return jnp.tanh(x @ w["up"]["kernel"]) + x @ w["down"]["kernel"], None
 
-    blocks = {"up": {"kernel": np.ones((3, WIDTH, WIDTH), np.float32)}}
-    parameters = {"blocks": blocks, "scale": np.ones(WIDTH, np.float32)}
+    def stage(p, x):
+        if others == "table":
+            x = x + p["table"]
+        x, _none = jax.lax.scan(run, x, p["blocks"])
+        return x * p["scale"] if others == "scale" else x
+
+    kernel = {"kernel": np.ones((3, WIDTH, WIDTH), np.float32)}
+    own = {
+        "scale": {"scale": np.ones(WIDTH, np.float32)},
+        "table": {"table": engine.Shared("table", np.ones(WIDTH, np.float32))},
+        "": {},
+    }
+    parameters = {"blocks": {"up": kernel, "down": kernel}, **own[others]}
     (layers,) = find_layers([engine.Stage(stage, parameters)], np.ones((2, WIDTH), np.float32))
     names = [f"stage0/blocks/{number}" for number in range(3)]
-    assert [layer.name for layer in layers] == [*names, "stage0/scale"]
-    assert [layer.num_parameters for layer in layers] == [16, 16, 16, 4]
-    assert len({layer.operations for layer in layers[:3]}) == 1
+    expected = {"scale": [*names, "stage0/scale"], "table": ["table", *names], "": names}
+    assert [layer.name for layer in layers] == expected[others]
+    blocks = [layer for layer in layers if "blocks" in layer.name]
+    assert {layer.num_parameters for layer in blocks} == {32}
+    assert len({layer.operations for layer in blocks}) == 1
 
 
 def test_what_cannot_be_told_apart_is_one_layer():
