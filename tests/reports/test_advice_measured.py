@@ -15,6 +15,7 @@ from ipu_pipeline import engine
 
 NUM_MICRO_BATCHES, NUM_ROUNDS, NUM_ATTEMPTS = 8, 3, 6
 FORWARD_MS, BACKWARD_MS = 5.0, 10.0
+BOUND = 0.05
 
 
 def make_block():
@@ -79,15 +80,11 @@ def test_a_step_takes_what_the_advice_said_after_the_move():
     assert sorted(map(len, after)) == [1, 2, 2, 2]
     assert [name for own in after for name in own] == [name for own in before for name in own]
     moved = make_pipeline(after)
-    ratios = []
+    least = [float("inf")] * 2  # what else runs on the machine only makes steps longer
+    predicted = [engine.simulate(scenario).free_running.step_time, best.step_time]
     for _attempt in range(NUM_ATTEMPTS):
         pairs = [(time_step(*present), time_step(*moved)) for _round in range(NUM_ROUNDS)]
-        now, then = map(statistics.median, zip(*pairs, strict=True))
-        ratios.append((now / scenario_time(scenario), then / best.step_time))
-        if all(abs(ratio - 1) <= 0.05 for ratio in ratios[-1]):
+        least = list(map(min, least, map(statistics.median, zip(*pairs, strict=True))))
+        if all(abs(taken / own - 1) <= BOUND for taken, own in zip(least, predicted, strict=True)):
             return
-    raise AssertionError(f"measured over predicted, as it is and after the move: {ratios}")
-
-
-def scenario_time(scenario):
-    return engine.simulate(scenario).free_running.step_time
+    raise AssertionError(f"as it is and after the move, measured: {least}, predicted: {predicted}")

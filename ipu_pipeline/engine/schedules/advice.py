@@ -126,7 +126,7 @@ def _say_beside(
     if cores is None:
         return f" On IPUs with cores of their own it takes {now} now, and {then} then."
     here = f" Here the IPUs share {cores:g} core{'s' * (cores != 1)}"
-    here += f", on which it takes {now} now, and {then} then"
+    here += f", on which it takes {now} now, and {then} then, if nothing else runs there"
     if before - after > _SHOWN * (predict_step_time(scenario) - predict_step_time(changed)):
         return f"{here}."
     return f"{here}: this machine does not show what is gained on devices of their own."

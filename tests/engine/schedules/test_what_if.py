@@ -246,10 +246,10 @@ def test_what_shared_cores_do_not_show_is_said_beside_the_gain():
     beside = advise(case, shared_cores=1)
     assert beside.variant == alone.variant
     assert beside.sentence.removeprefix(alone.sentence) == (
-        " Here the IPUs share 1 core, on which it takes 336 now, and 336 then: this machine does not show "
-        "what is gained on devices of their own."
+        " Here the IPUs share 1 core, on which it takes 336 now, and 336 then, if nothing else runs there: "
+        "this machine does not show what is gained on devices of their own."
     )
-    assert advise(case, shared_cores=4).sentence.endswith(" then.")
+    assert advise(case, shared_cores=4).sentence.endswith(" then, if nothing else runs there.")
     assert advise(dataclasses.replace(case, cores=1)).sentence == (
         "Nothing that was simulated gains 2% on the 1 core that the IPUs share. On IPUs with cores of "
         f"their own, s{alone.sentence[1:]}"
