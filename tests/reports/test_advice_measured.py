@@ -15,7 +15,7 @@ from ipu_pipeline import engine
 
 NUM_MICRO_BATCHES, NUM_ROUNDS, NUM_ATTEMPTS = 8, 3, 6
 FORWARD_MS, BACKWARD_MS = 5.0, 10.0
-BOUND = 0.05
+BOUND = 0.1
 
 
 def make_block():

@@ -231,6 +231,13 @@ def test_without_layers_a_share_of_the_time_moves():
     assert "The stages' layers are not known" in one.predictions.notes[-1]
 
 
+def test_layers_of_stages_that_the_engine_cut_do_not_move():
+    facts = dataclasses.replace(make_facts(4, 8), cuts="cut by layers, measured")
+    (one,) = study(make_profile(facts))
+    assert not any(row.split for row in one.predictions.variants)
+    assert "The engine cut these stages" in one.predictions.notes[-1]
+
+
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
