@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from ipu_pipeline.graphcore import importing
+from ipu_pipeline.ground import first_run
 
 if TYPE_CHECKING:
     from ipu_pipeline import reports
@@ -170,4 +171,11 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
+def _start_automatic_report() -> None:
+    from ipu_pipeline.reports.capturing import start_automatic_report
+
+    start_automatic_report()
+
+
 importing.install()
+first_run.before_first_run(_start_automatic_report)

@@ -103,11 +103,13 @@ def _as_lines(one: Study, processes: Mapping[int, int]) -> list[str]:
     )
     if analysis.is_even and len(analysis.ipus) > 1:
         limit = "none: all IPUs are about equally busy"
+    if one.is_held_back_by_host:
+        limit = "the host, for which IPUs wait more than for each other"
     rows = [
         ("step", describe_time(analysis.step_time)),
         ("speed", f"{describe_speed(speed)} {unit}"),
         ("utilisation", describe_share(analysis.utilisation) + beside),
-        ("limiting stage", limit),
+        ("held back by" if one.is_held_back_by_host else "limiting stage", limit),
         *zip([f"IPU {use.ipu}" for use in analysis.ipus], _describe_uses(analysis, processes), strict=True),
     ]
     rows += [("advice", sentence) for sentence in one.advice]

@@ -30,16 +30,15 @@ from ipu_pipeline.engine.schedules import (
     Simulation,
     Timeline,
     Variant,
-    advise,
     find_frontier,
     schedule_name,
     simulate,
-    what_if,
 )
 from ipu_pipeline.reports.files import write_file
 from ipu_pipeline.reports.page import write_simulation
+from ipu_pipeline.reports.predictions import predict_scenario, say_seconds
 from ipu_pipeline.reports.profile import FORMAT, read_profile
-from ipu_pipeline.reports.studies import find_scenario
+from ipu_pipeline.reports.studies import Measured, find_measured, say_advice
 
 __all__ = ["add"]
 
@@ -172,28 +171,25 @@ def _bandwidths(text: str) -> list[float]:
 
 
 def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
-    scenario = _make_scenario(parser, parsed)
+    measured = None if parsed.costs_from is None else _read(parser, parsed.costs_from)
+    scenario = _make_scenario(parser, parsed, None if measured is None else measured.scenario)
+    cores = None if measured is None or scenario.cores is not None else measured.shared_cores
     if parsed.html is not None:
         _write_page(parser, scenario, parsed.html)
-    simulation = simulate(scenario)
     points = _find_frontier(parser, scenario) if parsed.frontier else ()
     variants: Sequence[Variant] = []
-    advice = None
+    advice, told = None, ""
     if parsed.what_if or scenario.num_actions <= _MOST_ACTIONS:
-        settled = scenario
-        if scenario.searched is not None:  # it is not searched again for each split
-            settled = dataclasses.replace(scenario, schedule=simulation.timetable)
-        variants = what_if(settled)
-        if settled is not scenario:
-            name = schedule_name(scenario.schedule)
-            own = [row.scenario.schedule is settled.schedule for row in variants]
-            variants = [
-                dataclasses.replace(row, schedule=name) if is_own else row
-                for row, is_own in zip(variants, own, strict=True)
-            ]
-        advice = advise(settled, variants=variants)
+        is_measured = measured is not None and measured.is_measured
+        # Only of a profile the costs are known to be in seconds.
+        describe = say_seconds if measured is not None and measured.is_profile else "{:.4g}".format
+        found = predict_scenario(scenario, cores, is_measured=is_measured, is_whole=True, describe=describe)
+        simulation, variants, advice = found.simulation, found.variants, found.advice
+        told = " ".join(say_advice(advice, None if measured is None else measured.host))
+    else:
+        simulation = simulate(scenario)
     if parsed.json:
-        show(json.dumps(_as_json(simulation, variants, advice, points)))
+        show(json.dumps(_as_json(simulation, variants, advice, told, points)))
         return 0
     parts = [_title(scenario), _timeline_table(simulation), _ipu_table(simulation)]
     if points:
@@ -201,7 +197,7 @@ def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
     if advice is None:
         parts.append(f"More than {_MOST_ACTIONS:,} actions: --what-if simulates other schedules as well.")
     else:
-        parts += [_what_if_table(variants), advice.sentence]
+        parts += [_what_if_table(variants), told]
     show("\n\n".join(parts))
     return 0
 
@@ -214,9 +210,10 @@ def _write_page(parser: argparse.ArgumentParser, scenario: Scenario, file: Path)
         parser.error(f"argument --html: {error}")
 
 
-def _make_scenario(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> Scenario:
+def _make_scenario(
+    parser: argparse.ArgumentParser, parsed: argparse.Namespace, base: Scenario | None
+) -> Scenario:
     """Makes the scenario of the file, changed by the options; ends the program if they do not fit."""
-    base = None if parsed.costs_from is None else _read(parser, parsed.costs_from)
     if base is None:
         for option in ("stages", "micro_batches"):
             if getattr(parsed, option) is None:
@@ -231,6 +228,8 @@ def _make_scenario(parser: argparse.ArgumentParser, parsed: argparse.Namespace) 
                 f"argument --stages: the file of --costs-from has {num_stages} stages; got "
                 f"{parsed.stages}. Leave it out."
             )
+    if any(getattr(parsed, f"{name}_cost") is not None for name in ("forward", "backward", "update")):
+        base = dataclasses.replace(base, layers=())  # they are parts of what these took
     base = dataclasses.replace(base, costs=_make_costs(parser, parsed, base.costs))
     count: int = parsed.micro_batches or base.num_micro_batches
     training = base.training and not parsed.inference
@@ -335,8 +334,8 @@ def _make_costs(parser: argparse.ArgumentParser, parsed: argparse.Namespace, bas
     return dataclasses.replace(base, **{name: getattr(changed, name) for name in names})
 
 
-def _read(parser: argparse.ArgumentParser, file: Path) -> Scenario:
-    """The scenario of a file; ends the program if there is none."""
+def _read(parser: argparse.ArgumentParser, file: Path) -> Measured:
+    """What a file says of a pipeline; ends the program if there is none."""
     try:
         text = file.read_text(encoding="utf-8")
         entries = json.loads(text)
@@ -346,7 +345,7 @@ def _read(parser: argparse.ArgumentParser, file: Path) -> Scenario:
         parser.error(f"argument --costs-from: must be a JSON file; {str(file)!r} is not: {error}.")
     if isinstance(entries, dict) and entries.get("format") == FORMAT:
         try:
-            return find_scenario(read_profile(text))
+            return find_measured(read_profile(text))
         except ValueError as error:
             parser.error(f"argument --costs-from: {str(file)!r}: {error}")
     found = entries.get("scenario", entries) if isinstance(entries, dict) else None
@@ -356,7 +355,7 @@ def _read(parser: argparse.ArgumentParser, file: Path) -> Scenario:
             "Scenario.as_dict has them, or be a profile.json."
         )
     try:
-        return Scenario.from_dict(found)
+        return Measured(Scenario.from_dict(found))
     except ValueError as error:
         parser.error(f"argument --costs-from: {str(file)!r}: {error}")
 
@@ -450,7 +449,11 @@ def _frontier_table(scenario: Scenario, points: Sequence[Point]) -> str:
 
 
 def _as_json(
-    simulation: Simulation, variants: Sequence[Variant], advice: Advice | None, points: Sequence[Point]
+    simulation: Simulation,
+    variants: Sequence[Variant],
+    advice: Advice | None,
+    told: str,
+    points: Sequence[Point],
 ) -> dict[str, Any]:
     searched = simulation.scenario.searched
     return {
@@ -470,7 +473,7 @@ def _as_json(
         "advice": None
         if advice is None
         else {
-            "sentence": advice.sentence,
+            "sentence": told,
             "gain": advice.gain,
             "limiting_stage": advice.limiting_stage,
             "variant": None if advice.variant is None else _variant_json(advice.variant),

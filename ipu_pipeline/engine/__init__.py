@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ipu_pipeline.engine.schedules.execution_phases import ExecutionPhases
     from ipu_pipeline.engine.schedules.host_memory import HostMemory
     from ipu_pipeline.engine.schedules.named import ScheduleLike
-    from ipu_pipeline.engine.schedules.scenarios import Scenario
+    from ipu_pipeline.engine.schedules.scenarios import Layer, Scenario
     from ipu_pipeline.engine.schedules.searched import SearchedSchedule
     from ipu_pipeline.engine.schedules.simulator import simulate
     from ipu_pipeline.engine.schedules.variants import what_if
@@ -66,6 +66,7 @@ __all__ = [
     "Costs",
     "ExecutionPhases",
     "HostMemory",
+    "Layer",
     "LinkSpeed",
     "Loop",
     "ModelStages",
@@ -130,6 +131,7 @@ _HOMES = {
     "Costs": "engine.schedules.costs",
     "ExecutionPhases": "engine.schedules.execution_phases",
     "HostMemory": "engine.schedules.host_memory",
+    "Layer": "engine.schedules.scenarios",
     "LinkSpeed": "engine.schedules.clusters",
     "Loop": "engine.loop",
     "ModelStages": "engine.automatic_splits",

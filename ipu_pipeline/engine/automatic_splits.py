@@ -182,6 +182,23 @@ class SplitTable:
         return "\n".join(lines)
 
     @property
+    def costs(self) -> Costs | None:
+        """What the chosen stages take alone; None if it was counted. What is sent is left out."""
+        if not self.source.startswith("measured"):
+            return None
+        chosen, first, update = self.rows[0], 0, []
+        for group in chosen.groups:
+            update.append(sum(self.update_seconds[first : first + len(group)]))
+            first += len(group)
+        return Costs.of(
+            len(chosen.groups),
+            forward=chosen.forward_seconds,
+            backward=chosen.backward_seconds,
+            update=update,
+            host=HOST_SECONDS,
+        )
+
+    @property
     def cuts(self) -> str:
         """The chosen stages, what crosses where they begin, and what other splits would take, in lines."""
         chosen, *others = self.rows

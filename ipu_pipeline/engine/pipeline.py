@@ -101,6 +101,7 @@ from ipu_pipeline.engine.updates.loss_weights import is_loss_weight, without_wei
 from ipu_pipeline.ground.cores import count_cores
 from ipu_pipeline.ground.enumerations import parse_member
 from ipu_pipeline.ground.errors import OutOfRangeError
+from ipu_pipeline.ground.first_run import begin_first_run
 from ipu_pipeline.ground.shapes import as_shape, check_like, describe_structures
 
 __all__ = ["Pipeline"]
@@ -140,6 +141,8 @@ class Pipeline:
       state, outputs = pipeline.step(state, micro_batches)
     """
 
+    _split_costs: schedules.Costs | None = None  # what its stages take, if the engine cut it by that
+    _measured_costs: tuple[Any, schedules.Costs] | None = None  # a runner, and what its stages take
     _cuts = ""  # where its stages begin, and why, if the engine cut it
 
     @_with_options(PipelineOptions)
@@ -165,6 +168,7 @@ class Pipeline:
         )
         table = getattr(stages, "table", None)
         self._cuts = "" if table is None else table.cuts
+        self._split_costs = None if table is None else table.costs
         levels = tuple(level for level, parallel in enumerate(functions) for _stage in parallel)
         schedule, count = options.schedule, options.num_micro_batches
         if options.num_serialized > 1 and (schedule != "sequential" or len(set(mapping)) > 1):
@@ -460,6 +464,7 @@ class Pipeline:
             count,
             measured.num_temporary_bytes,
             count_cores() / self._num_replicas if is_shared else None,
+            [stage.whole_layers for stage in self.facts().stages],
         )
 
     def measure_costs(self) -> schedules.Costs:
@@ -493,6 +498,7 @@ class Pipeline:
         if last.is_fused:
             first = last.backward_operations - last.weight_operations
             costs = divide_last(costs, last.forward_operations, first, is_halved=last.is_halved)
+        self._measured_costs = runner, costs
         return runner, measured._replace(costs=costs)
 
     def _count(self, num_micro_batches: int | None) -> int:
@@ -518,6 +524,9 @@ class Pipeline:
         count = self.num_micro_batches if num_micro_batches is None else num_micro_batches
         chunk_size, schedule = 1 if plan is None else plan.chunk_size, options.schedule
         trains = built.updates is not None
+        costs = self._split_costs
+        if self._measured_costs is not None and self._measured_costs[0] is self._runner:
+            costs = self._measured_costs[1]
         return describe(
             built.traced,
             self._programs,
@@ -536,6 +545,7 @@ class Pipeline:
             sent=self._find_sends(),
             dispatch="" if plan is None else str(plan),
             cuts=self._cuts,
+            costs=costs,
             num_devices_per_ipu=options.num_devices_per_ipu,
             divided=tuple(built.partitions),
         )
@@ -771,6 +781,7 @@ class Pipeline:
         runner = self._runner
         if runner is not None and (devices is None or self._has_devices(devices)):
             return runner
+        begin_first_run()
         with self._building:
             if self._runner is None or not (devices is None or self._has_devices(devices)):
                 runner = self._make_runner(devices)

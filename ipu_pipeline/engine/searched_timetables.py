@@ -14,6 +14,8 @@ from ipu_pipeline.engine.devices.device_groups import DeviceGroup
 from ipu_pipeline.engine.execution.contract import Request
 from ipu_pipeline.engine.execution.measured_costs import CALLBACKS, why_not_timed
 from ipu_pipeline.engine.execution.runner import ColumnRunner
+from ipu_pipeline.engine.inspect.facts import LayerFacts
+from ipu_pipeline.engine.inspect.layer_costs import find_layer_costs
 from ipu_pipeline.engine.planning.memory_plans import StageMemory
 from ipu_pipeline.engine.schedules import (
     Costs,
@@ -123,6 +125,7 @@ def make_scenario(
     num_micro_batches: int,
     temporaries: Sequence[int] = (),
     cores: float | None = None,
+    layers: Sequence[Sequence[LayerFacts]] = (),
 ) -> Scenario:
     """Makes the scenario of a pipeline whose costs are known.
 
@@ -136,11 +139,14 @@ def make_scenario(
       temporaries: the most that a program of each stage takes besides arguments and results, where the
         runner does not know that yet.
       cores: the number of cores that the devices share; None if each has its own.
+      layers: the layers of each stage, for `what_if`; by default they are not known.
     """
     placement = runner.placement
     mapping = tuple(group.ipu for group in placement.groups)
     constant = [0] * (1 + max(mapping))
-    for ipu in runner.plan_memory(built.accumulator_dtypes, stages, num_micro_batches):
+    plans = runner.plan_memory(built.accumulator_dtypes, stages, num_micro_batches)
+    held = [stage.num_held_bytes for stage in stages]
+    for ipu in plans:
         constant[ipu.ipu] = ipu.num_device_bytes - ipu.num_activation_bytes
         if ipu.num_temporary_bytes is None and temporaries:
             constant[ipu.ipu] += max(
@@ -157,7 +163,8 @@ def make_scenario(
         cores=cores,
         memory=Memory(
             tuple(constant),
-            tuple(stage.num_held_bytes for stage in stages),
+            tuple(held),
             tuple(stage.num_between_bytes for stage in stages),
         ),
+        layers=find_layer_costs(layers, costs, held, mapping, plans),
     )

@@ -9,7 +9,6 @@ from ipu_pipeline.engine.inspect import (
     LaunchKind,
     PipelineFacts,
     StageFacts,
-    find_innermost,
     select_fields,
 )
 from ipu_pipeline.reports.profile import DeviceFacts
@@ -39,7 +38,7 @@ def describe_pipeline(one: Introduced, launches: Sequence[Launch]) -> PipelineFa
         select_fields(
             StageFacts,
             stage,
-            layers=find_innermost(stage.variables),
+            layers=stage.whole_layers,
             num_held_bytes=held.num_held_bytes,
             in_flight=held.in_flight,
             num_between_bytes=held.num_between_bytes,

@@ -3,16 +3,16 @@
 The costs are what programs, transfers and weight updates take alone, as splits and dispatch plans are
 chosen by. Where that was not measured, they are the trace's, in which the time that the host takes to start
 programs is not known, and taken to be 0. A layer that moves to another stage takes a
-part of its stage's time along, equal to its part of the stage's parameters, which is an estimate.
+part of its stage's time along, equal to its part of the stage's operations, which is an estimate.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ipu_pipeline.engine.inspect import PipelineFacts
+from ipu_pipeline.engine.inspect import PipelineFacts, find_layer_costs
 from ipu_pipeline.engine.schedules import (
     QUICK,
     Advice,
@@ -29,6 +29,7 @@ from ipu_pipeline.engine.schedules import (
     find_frontier,
     named_schedules,
     predict_step_time,
+    schedule_name,
     simulate,
     what_if,
 )
@@ -40,9 +41,12 @@ from ipu_pipeline.reports.wording import describe_time
 __all__ = [
     "Predictions",
     "find_choices",
+    "find_shared_cores",
     "make_scenario",
     "predict",
     "predict_scenario",
+    "say_seconds",
+    "scenario_of",
     "timeline_events",
 ]
 
@@ -60,7 +64,6 @@ class Predictions:
 
     Attributes:
       simulation: the simulation of the pipeline as it is.
-      even: the result if all stages took equally long; None if they cannot, because IPUs have several.
       variants: other settings, after the present one; only the best few of the other splits.
       advice: what to change.
       notes: remarks, in sentences.
@@ -70,7 +73,6 @@ class Predictions:
     """
 
     simulation: Simulation
-    even: Variant | None
     variants: tuple[Variant, ...]
     advice: Advice
     notes: tuple[str, ...]
@@ -90,21 +92,42 @@ def make_scenario(facts: PipelineFacts, analysis: PipelineAnalysis) -> Scenario 
     costs = _read_costs(facts, analysis) if facts.costs is None else facts.costs
     if costs is None:
         return None
-    count = analysis.num_micro_batches // facts.num_replicas
+    return scenario_of(facts, costs, analysis.num_micro_batches // facts.num_replicas)
+
+
+def scenario_of(facts: PipelineFacts, costs: Costs, count: int) -> Scenario:
+    """Makes the scenario of a pipeline from what it costs.
+
+    Args:
+      facts: the pipeline.
+      costs: what its stages take.
+      count: micro-batches of each replica.
+    """
     divides = count % facts.chunk_size == 0
     last = facts.stages[-1].level
     is_fused = facts.stages[-1].is_fused and [stage.level for stage in facts.stages].count(last) == 1
+    mapping = tuple(stage.ipu for stage in facts.stages)
     return Scenario(
         dataclasses.replace(costs, is_fused=is_fused),
         schedule=facts.schedule,
         num_micro_batches=max(1, count),
-        device_mapping=tuple(stage.ipu for stage in facts.stages),
+        device_mapping=mapping,
         levels=tuple(stage.level for stage in facts.stages),
         training=facts.kind == "training",
         chunk_size=facts.chunk_size if divides else 1,
         memory=_make_memory(facts),
         micro_batch_size=facts.micro_batch_size or 1,
         cluster=Cluster(facts.num_replicas),
+        # Stages that the engine cut are where they should be.
+        layers=((),) * len(facts.stages)
+        if facts.cuts
+        else find_layer_costs(
+            [stage.layers for stage in facts.stages],
+            costs,
+            [stage.num_held_bytes for stage in facts.stages],
+            mapping,
+            facts.memory,
+        ),
     )
 
 
@@ -171,15 +194,9 @@ def predict(profile: Profile, facts: PipelineFacts, analysis: PipelineAnalysis) 
     scenario = make_scenario(facts, analysis)
     if scenario is None or scenario.num_actions > _MAX_ACTIONS:
         return None
-    layers = _layers(facts, scenario)
-    is_shared = {device.platform for device in profile.devices} == {"cpu"} and len(scenario.ipus) > 1
-    found = predict_scenario(scenario, layers, "a step on devices of their own" if is_shared else "a step")
-    if is_shared and facts.costs is not None:
-        found = dataclasses.replace(
-            found,
-            cores=profile.num_cores,
-            shared_step_time=predict_step_time(dataclasses.replace(scenario, cores=profile.num_cores)),
-        )
+    cores = find_shared_cores(profile, facts)
+    is_shared = cores is not None
+    found = predict_scenario(scenario, cores, is_measured=facts.costs is not None)
     notes = []
     if is_shared:
         taken = (
@@ -188,7 +205,7 @@ def predict(profile: Profile, facts: PipelineFacts, analysis: PipelineAnalysis) 
             else "that take as long as these do while nothing else runs"
         )
         notes.append(
-            f"These IPUs are virtual devices, which share {profile.num_cores} cores of the host. The "
+            f"These IPUs are virtual devices, which share {cores} cores of the host. The "
             f"predictions are for devices {taken}."
         )
     if facts.costs is None and not facts.is_one_program:
@@ -200,43 +217,85 @@ def predict(profile: Profile, facts: PipelineFacts, analysis: PipelineAnalysis) 
             "The time in which phases bring state from host memory is not in a trace, and taken to be 0: "
             "the simulated step is shorter than the measured one. In a Scenario, host_memory sets it."
         )
+    if facts.cuts:
+        notes.append("The engine cut these stages where a step is shortest, so no layers are moved here.")
     if any(row.split for row in found.variants):
         notes.append(
-            "The time of a layer is estimated: its stage's time is divided in proportion to parameters."
-            if layers is not None
-            else "No stage has several layers, so what moves between stages is a share of their time."
+            "The time of a layer is estimated: its stage's time is divided in proportion to operations."
+            if scenario.layers
+            else "The stages' layers are not known, so what moves between stages is a share of their time."
         )
     return dataclasses.replace(found, notes=tuple(notes))
 
 
+def say_seconds(time: float) -> str:
+    """Describes a time of a scenario whose costs are in seconds."""
+    return describe_time(time * _MICROSECONDS)
+
+
+def find_shared_cores(profile: Profile, facts: PipelineFacts) -> int | None:
+    """The number of cores that the IPUs of a pipeline share; None if they do not.
+
+    Args:
+      profile: the profile.
+      facts: the pipeline.
+    """
+    is_shared = {device.platform for device in profile.devices} == {"cpu"} and len(facts.ipus) > 1
+    return profile.num_cores if is_shared else None
+
+
 def predict_scenario(
-    scenario: Scenario, layers: list[list[Layer]] | None = None, step: str = "a step"
+    scenario: Scenario,
+    shared_cores: int | None = None,
+    *,
+    is_measured: bool = True,
+    is_whole: bool = False,
+    step: str = "",
+    describe: Callable[[float], str] = say_seconds,
 ) -> Predictions:
-    """Simulates a scenario whose costs are in seconds.
+    """Simulates a scenario, other settings and what is advised. The page and `ipu-pipeline simulate` do.
 
     Args:
       scenario: the present scenario.
-      layers: same as for `what_if`.
-      step: what advice calls a step.
+      shared_cores: the number of cores that the IPUs share where it was measured; None if they do not.
+      is_measured: whether the costs are what programs take alone, so that what they take on shared cores is
+        known, too.
+      is_whole: whether to simulate everything, however long it takes.
+      step: what advice calls a step; by default, one on devices of their own if cores are shared.
+      describe: formats a time of the scenario for the advice.
     """
+    number, num_ipus = scenario.num_actions, len(scenario.ipus)
+    settled = scenario
+    simulation = simulate(scenario)
+    if scenario.searched is not None:  # it is not searched again for each split
+        settled = dataclasses.replace(scenario, schedule=simulation.timetable)
     num_splits = 2 * (scenario.costs.num_stages - 1)
-    is_dear = scenario.num_actions * num_splits > _MAX_SIMULATED
+    has_splits = is_whole or number * num_splits <= _MAX_SIMULATED
     none: list[list[Layer]] = [[] for _stage in scenario.costs.forward]
-    given = none if is_dear or len(scenario.ipus) == 1 else layers
-    variants = what_if(scenario, given, () if 23 * scenario.num_actions > _MAX_SIMULATED else None)
-    if len(scenario.ipus) == 1:  # actions run one after another, whatever their order
-        variants = [row for row in variants if "schedule" not in row.change]
-    splits = sorted((row for row in variants if row.split), key=lambda row: -row.gain)[:_MOST_SPLITS]
-    kept = [row for row in variants if not row.split] + splits
-    return Predictions(
-        simulate(scenario),
-        _make_even(scenario),
-        tuple(kept),
-        advise(
-            scenario, variants=kept, describe=lambda time: describe_time(time * _MICROSECONDS), step=step
-        ),
-        (),
+    variants = what_if(
+        settled,
+        None if has_splits and num_ipus > 1 else none,
+        None if is_whole or 23 * number <= _MAX_SIMULATED else (),
     )
+    if settled is not scenario:
+        name = schedule_name(scenario.schedule)
+        variants = [
+            dataclasses.replace(row, schedule=name) if row.scenario.schedule is settled.schedule else row
+            for row in variants
+        ]
+    if num_ipus == 1:  # actions run one after another, whatever their order
+        variants = [row for row in variants if "schedule" not in row.change]
+    splits = [row for row in variants if row.split]
+    if not is_whole:
+        splits = sorted(splits, key=lambda row: -row.gain)[:_MOST_SPLITS]
+    kept = [row for row in variants if not row.split] + splits
+    cores = shared_cores if is_measured else None
+    step = step or ("a step" if shared_cores is None else "a step on devices of their own")
+    advice = advise(settled, variants=kept, describe=describe, step=step, shared_cores=cores)
+    shared_step_time = None
+    if cores is not None:
+        shared_step_time = predict_step_time(dataclasses.replace(scenario, cores=cores))
+    return Predictions(simulation, tuple(kept), advice, (), cores, shared_step_time)
 
 
 def find_choices(scenario: Scenario) -> tuple[Point, ...]:
@@ -247,51 +306,6 @@ def find_choices(scenario: Scenario) -> tuple[Point, ...]:
         return find_frontier(scenario, QUICK)
     except ValueError:
         return ()
-
-
-def _layers(facts: PipelineFacts, scenario: Scenario) -> list[list[Layer]] | None:
-    """The layers of each stage; None if no stage has several."""
-    plans = {plan.ipu: plan for plan in facts.memory}
-    found: list[list[Layer]] = []
-    for stage in facts.stages:
-        total = stage.num_parameters
-        plan = plans.get(stage.ipu)
-        per_byte = 1.0  # for each byte of a variable, with its optimizer's state and accumulators
-        if plan is not None and plan.num_variable_bytes:
-            with_state = plan.num_variable_bytes + plan.num_optimizer_bytes + plan.num_accumulator_bytes
-            per_byte = with_state / plan.num_variable_bytes
-        found.append(
-            [
-                Layer(
-                    layer.name or "variables outside of scopes",
-                    share * scenario.costs.forward[stage.index],
-                    share * scenario.costs.backward[stage.index],
-                    round(per_byte * layer.num_bytes),
-                    round(share * stage.num_held_bytes),
-                )
-                for layer in stage.layers
-                for share in [layer.num_parameters / total if total else 0.0]
-            ]
-        )
-    return found if any(len(own) > 1 for own in found) else None
-
-
-def _make_even(scenario: Scenario) -> Variant | None:
-    """The same work spread evenly over all stages, which no split can beat."""
-    costs, number = scenario.costs, scenario.costs.num_stages
-    if len(set(scenario.device_mapping)) < number or number == 1:
-        return None
-    even = dataclasses.replace(
-        costs,
-        forward=(sum(costs.forward) / number,) * number,
-        backward=(sum(costs.backward) / number,) * number,
-        weight_gradients=(sum(costs.weight_gradients) / number,) * number,
-        update=(sum(costs.update) / number,) * number,
-    )
-    (found,) = what_if(
-        dataclasses.replace(scenario, costs=even, memory=None), [[] for _stage in costs.forward], ()
-    )[:1]
-    return found
 
 
 def timeline_events(

@@ -17,8 +17,9 @@ from ipu_pipeline.reports.events import Event, EventKind
 
 __all__ = ["FORMAT", "DeviceFacts", "Profile", "read_profile"]
 
-# Version 1 had no replicas and processes, 2 no spans, 3 no halves of backwards, 4 no costs.
-FORMAT, VERSION = "ipu_pipeline profile", 5
+# Version 1 had no replicas and processes, 2 no spans, 3 no halves of backwards, 4 no costs. In 5, layers
+# were innermost scopes by name, without operations.
+FORMAT, VERSION = "ipu_pipeline profile", 6
 
 # The names of an event's fields in the file.
 _COLUMNS = (

@@ -5,11 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ipu_pipeline.engine.inspect import PipelineDetails, PipelineSummary
+from ipu_pipeline.engine.inspect import (
+    PipelineDetails,
+    PipelineFacts,
+    PipelineSummary,
+    StageFacts,
+    count_costs,
+    select_fields,
+)
+from ipu_pipeline.engine.schedules import Scenario, named_schedules
+from ipu_pipeline.ground.cores import count_cores
 from ipu_pipeline.ground.tables import align
+from ipu_pipeline.reports.predictions import predict_scenario, scenario_of
 
 __all__ = ["Placement", "ProgramSummary"]
 
+_MAX_ACTIONS = 4_000  # of a step that is simulated: that takes a few tenths of a second
 _NOTHING = "The program has no pipelines and no loops."
 
 
@@ -73,7 +84,47 @@ class Placement:
             lines.append(call.cuts)
         if call.dispatch:
             lines.append(f"dispatch: {call.dispatch}")
+        if advice := self._advise(call):
+            lines.append(advice)
         return "\n".join(lines)
+
+    def _advise(self, call: PipelineDetails) -> str:
+        """What report pages advise, by what was measured, or else counted; "" if it cannot be simulated."""
+        scenario = _make_scenario(call)
+        if scenario is None:
+            return ""
+        is_measured = call.costs is not None
+        is_shared = bool(self.devices) and all("CPU" in device.upper() for device in self.devices)
+        cores = count_cores() if is_measured and is_shared else None
+        step = "a step on devices of their own"
+        sentence = predict_scenario(scenario, cores, is_measured=is_measured, step=step).advice.sentence
+        return f"advice ({'measured' if is_measured else 'by counted operations'}): {sentence}"
+
+
+def _make_scenario(details: PipelineDetails) -> Scenario | None:
+    """Makes a scenario of a pipeline that may not have run; costs are in seconds.
+
+    They are what was measured of the pipeline, or counted from its operations.
+
+    Returns:
+      The scenario; None for a loop, for all stages on one IPU, for a schedule that is the user's own or
+      searched, and if the number of micro-batches is known at run time only.
+    """
+    count = details.num_micro_batches
+    if details.kind == "loop" or details.schedule not in named_schedules() or count is None:
+        return None
+    if details.num_ipus == 1:
+        return None
+    costs = count_costs(details) if details.costs is None else details.costs
+    facts = select_fields(
+        PipelineFacts,
+        details,
+        stages=tuple(
+            select_fields(StageFacts, stage, layers=stage.whole_layers) for stage in details.stages
+        ),
+    )
+    scenario = scenario_of(facts, costs, count * details.num_serialized)
+    return None if scenario.num_actions > _MAX_ACTIONS else scenario
 
 
 @dataclass(frozen=True)

@@ -155,3 +155,33 @@ def test_the_tutorial(tmp_path, program, kind):
     assert kinds[EventKind.FORWARD] == kinds[EventKind.BACKWARD] == 16 * len(facts.stages)
     assert kinds[EventKind.UPDATE] == 2
     assert profile.num_lost == 0
+
+
+@pytest.mark.thorough
+def test_a_program_that_calls_the_engine(tmp_path):
+    """`ipu-pipeline profile` said that it ran no pipeline or loop."""
+    program = tmp_path / "plain.py"
+    program.write_text(
+        """
+import jax, jax.numpy as jnp, numpy as np, optax
+from ipu_pipeline import engine, set_num_devices
+
+set_num_devices(2)
+pipeline = engine.Pipeline(
+    [lambda w, x: jnp.tanh(x @ w), lambda w, x: jnp.mean((x @ w) ** 2)],
+    parameters=[np.ones((4, 4), np.float32)] * 2,
+    num_micro_batches=4,
+    loss=lambda loss: loss,
+    optimizer=optax.sgd(0.1),
+)
+data = [np.ones((8, 4), np.float32)] * 4
+state = pipeline.init(jax.random.key(0), data[0])
+for _step in range(2):
+    state, outputs = pipeline.step(state, data)
+"""
+    )
+    done = run(SCRIPT, program, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    profile = read(tmp_path / "profile_plain")
+    kinds = Counter(event.kind for event in profile.events)
+    assert (kinds[EventKind.FORWARD], kinds[EventKind.UPDATE]) == (16, 4)

@@ -21,6 +21,8 @@ from ipu_pipeline.engine.schedules import (
     simulate,
     what_if,
 )
+from ipu_pipeline.reports.studies import study
+from tests.support import traces
 
 
 def run(capsys, *arguments):
@@ -518,3 +520,21 @@ def test_the_staircase_of_the_page(capsys):
     command, printed = re.findall(r"^    \$ ipu-pipeline (.*)\n((?:    .*\n|\n)+)", page, re.MULTILINE)[0]
     shown = "".join(line.removeprefix("    ") for line in printed.splitlines(keepends=True))
     assert run(capsys, *command.split()).strip() == shown.strip()
+
+
+def test_it_advises_what_the_page_of_a_profile_does(capsys, tmp_path):
+    """The page advised another move than `simulate --costs-from` of the same file."""
+    costs = Costs.of(2, forward=[1e-3, 3e-3], backward=[2e-3, 6e-3])
+    facts = dataclasses.replace(traces.make_facts(2, 8), costs=costs)
+    profile = traces.make_profile(facts, traces.make_events(facts))
+    (one,) = study(profile)
+    assert "moving dense1/a from stage 1 to 0" in one.advice[0]
+    assert " if nothing else runs there" in one.advice[0]
+    (tmp_path / "profile.json").write_text(profile.to_json())
+    given = ("simulate", "--costs-from", str(tmp_path / "profile.json"))
+    assert run(capsys, *given).endswith(f"\n\n{' '.join(one.advice)}\n")
+    told = json.loads(run(capsys, *given, "--json"))
+    assert told["advice"]["sentence"] == " ".join(one.advice)
+    assert Scenario.from_dict(told["scenario"]).layers == one.predictions.simulation.scenario.layers
+    # What layers take is not known of other costs.
+    assert "dense1" not in run(capsys, *given, "--forward-cost", "1")

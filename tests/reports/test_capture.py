@@ -537,7 +537,7 @@ def _umask():
         ("nothing", "no profile of ipu_pipeline"),
         ("[]", "no profile of ipu_pipeline"),
         ('{"format": "other", "version": 1}', "the format must be"),
-        ('{"format": "ipu_pipeline profile", "version": 6}', "a later ipu_pipeline"),
+        ('{"format": "ipu_pipeline profile", "version": 7}', "a later ipu_pipeline"),
         ('{"format": "ipu_pipeline profile", "version": 1}', "damaged"),
     ],
 )

@@ -1,14 +1,17 @@
 """`Program.placement()`: what went where, and what crosses."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
 import ipu_pipeline as ipu
-from ipu_pipeline import loops
+from ipu_pipeline import engine, loops
 from ipu_pipeline.engine.inspect import Edge, Part, Sent
 from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue
+from ipu_pipeline.reports import programs
 from ipu_pipeline.scopes import ipu_shard
 from tests.support import front
 
@@ -77,7 +80,9 @@ def test_of_a_pipeline_and_a_loop_as_a_table():
         "  from   to     bytes  what      read by\n"
         "  IPU 1  IPU 0  4      1 scalar\n"
         "dispatch: one micro-batch per program: the longest program of one micro-batch "
-        "computes for about 0 us, and 3 micro-batches do not make 4 equal chunks of several"
+        "computes for about 0 us, and 3 micro-batches do not make 4 equal chunks of several\n"
+        "advice (by counted operations): A gradient accumulation count of 12 instead of 3 would give 4% "
+        "more samples per second (a step on devices of their own takes 380 µs now, and 1.46 ms then)."
     )
     with ipu.Session() as session:
         session.run(model.initializer)
@@ -167,3 +172,38 @@ def test_of_variables_that_stages_share():
         )
         assert call.sent == expected
         assert ("gradient of tied/w" in str(program.placement())) == copied
+
+
+def test_it_has_the_advice_of_the_page_and_of_the_engine():
+    """Counted before anything is measured, and then by what was: the same move of a whole layer."""
+    names = [[f"block_{number}" for number in own] for own in (range(4), [4])]
+
+    def make_stage(index):
+        def stage(parameters, x):
+            for name in names[index]:
+                x = jnp.tanh(x @ parameters[name]["up"]["kernel"]) @ parameters[name]["down"]["kernel"]
+            return jnp.mean(x) if index else x
+
+        kernel = {"kernel": np.ones((64, 64), np.float32)}
+        return engine.Stage(stage, {name: {"up": kernel, "down": kernel} for name in names[index]})
+
+    pipeline = engine.Pipeline(
+        [make_stage(0), make_stage(1)],
+        num_micro_batches=8,
+        loss=lambda loss: loss,
+        optimizer=optax.sgd(0.1),
+    )
+    pipeline.trace(np.ones((64, 64), np.float32))
+    counted = str(programs.Placement((pipeline.facts(),), (), ((),))).splitlines()[-1]
+    assert counted.startswith("advice (by counted operations): Stage 0 holds the others back, ")
+    assert ": moving stage0/block_3 from stage 0 to 1 would give " in counted
+    scenario = dataclasses.replace(pipeline.scenario(), cores=None)
+    measured = str(programs.Placement((pipeline.facts(),), (), ((),))).splitlines()[-1]
+    assert measured.startswith("advice (measured): ")
+    moves = {row.split: row.gain for row in engine.what_if(scenario, counts=[]) if row.split}
+    assert "stage0/block_3 from stage 0 to 1" in moves
+    own = programs._make_scenario(pipeline.facts())
+    assert own.costs == scenario.costs
+    assert [[(one.name, one.forward, one.backward) for one in stage] for stage in own.layers] == [
+        [(one.name, one.forward, one.backward) for one in stage] for stage in scenario.layers
+    ]

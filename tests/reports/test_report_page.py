@@ -215,11 +215,11 @@ def test_a_split_is_advised_where_a_stage_holds_the_others_back():
     (one,) = study(make_profile(facts, tuple(events)))
     assert one.analysis.limiting_stage == 1
     moved = one.predictions.advice.variant
-    assert moved.split == "dense1/a from stage 1 to 0"  # a quarter of its parameters
+    assert moved.split == "dense1/a from stage 1 to 0"  # a quarter of its operations
     before, after = one.predictions.simulation.scenario.costs, moved.scenario.costs
     assert after.forward[1] == pytest.approx(0.75 * before.forward[1])
     assert after.forward[0] == pytest.approx(before.forward[0] + 0.25 * before.forward[1])
-    assert one.predictions.even.step_time < one.predictions.variants[0].step_time
+    assert one.predictions.advice.even.step_time < one.predictions.variants[0].step_time
     assert "The time of a layer is estimated" in one.predictions.notes[-1]
 
 
@@ -228,7 +228,14 @@ def test_without_layers_a_share_of_the_time_moves():
     stages = [dataclasses.replace(stage, layers=(LayerFacts("", 5, 20),)) for stage in facts.stages]
     (one,) = study(make_profile(dataclasses.replace(facts, stages=tuple(stages))))
     assert any("10% of a mean stage" in row.split for row in one.predictions.variants)
-    assert "No stage has several layers" in one.predictions.notes[-1]
+    assert "The stages' layers are not known" in one.predictions.notes[-1]
+
+
+def test_layers_of_stages_that_the_engine_cut_do_not_move():
+    facts = dataclasses.replace(make_facts(4, 8), cuts="cut by layers, measured")
+    (one,) = study(make_profile(facts))
+    assert not any(row.split for row in one.predictions.variants)
+    assert "The engine cut these stages" in one.predictions.notes[-1]
 
 
 @pytest.mark.parametrize(
@@ -256,7 +263,7 @@ def test_one_ipu_has_no_other_schedule_and_no_other_split():
     stages = tuple(dataclasses.replace(stage, ipu=0) for stage in facts.stages)
     facts = dataclasses.replace(facts, stages=stages, memory=facts.memory[:1], is_one_program=True)
     (one,) = study(make_profile(facts))
-    assert one.predictions.even is None
+    assert one.predictions.advice.even is None
     assert {row.change for row in one.predictions.variants} == {"", "gradient accumulation count"}
 
 
@@ -676,7 +683,7 @@ def test_report_does_not_obey_names(tmp_path, capsys):
         ("{", "this is no profile of ipu_pipeline"),
         (b"\xff\xfe", "it is damaged"),
         (
-            make_profile().to_json().replace('"version": 5', '"version": 99'),
+            make_profile().to_json().replace('"version": 6', '"version": 99'),
             "a later ipu_pipeline (version 99",
         ),
         (make_profile().to_json().replace('"columns"', '"kolumns"'), "it is damaged"),

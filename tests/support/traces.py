@@ -19,7 +19,10 @@ def make_facts(num_stages=4, num_micro_batches=8, schedule="grouped", name="Pipe
             name=f"stage {index} (dense{index})",
             ipu=index,
             level=index,
-            layers=(LayerFacts(f"dense{index}/a", 100, 400), LayerFacts(f"dense{index}/b", 300, 1200)),
+            layers=(
+                LayerFacts(f"dense{index}/a", 100, 400, 1e6),
+                LayerFacts(f"dense{index}/b", 300, 1200, 3e6),
+            ),
             forward_operations=1e6,
             backward_operations=2e6,
             is_fused=False,

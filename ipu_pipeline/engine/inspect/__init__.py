@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ipu_pipeline.engine import watching
     from ipu_pipeline.engine.execution.contract import Runner
+    from ipu_pipeline.engine.inspect.counted_costs import count_costs
     from ipu_pipeline.engine.inspect.counting import Work, count_work
     from ipu_pipeline.engine.inspect.facts import (
         Edge,
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
         StageFacts,
         select_fields,
     )
-    from ipu_pipeline.engine.inspect.layers import find_innermost, fold_names
+    from ipu_pipeline.engine.inspect.layer_costs import find_layer_costs
+    from ipu_pipeline.engine.inspect.layers import fold_names
     from ipu_pipeline.engine.inspect.live_bytes import LiveBytes
     from ipu_pipeline.engine.inspect.summary import PipelineSummary, describe_numbers
     from ipu_pipeline.engine.planning.memory_plans import Flow, IpuMemory, StageMemory
@@ -47,9 +49,10 @@ __all__ = [
     "StageFacts",
     "StageMemory",
     "Work",
+    "count_costs",
     "count_work",
     "describe_numbers",
-    "find_innermost",
+    "find_layer_costs",
     "fold_names",
     "select_fields",
     "watching",
@@ -59,9 +62,11 @@ _FACTS = "Edge LayerFacts Part PipelineDetails PipelineFacts Sent StageDetails S
 _HOMES = {
     "": "watching",
     ".execution.contract": "Runner",
+    ".inspect.counted_costs": "count_costs",
     ".inspect.counting": "Work count_work",
     ".inspect.facts": _FACTS,
-    ".inspect.layers": "find_innermost fold_names",
+    ".inspect.layer_costs": "find_layer_costs",
+    ".inspect.layers": "fold_names",
     ".inspect.live_bytes": "LiveBytes",
     ".inspect.summary": "PipelineSummary describe_numbers",
     ".planning.memory_plans": "Flow IpuMemory StageMemory",

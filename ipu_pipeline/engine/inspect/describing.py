@@ -21,6 +21,7 @@ from ipu_pipeline.engine.inspect.facts import (
     StageDetails,
 )
 from ipu_pipeline.engine.inspect.layers import find_layers
+from ipu_pipeline.engine.inspect.whole_layers import find_whole_layers
 from ipu_pipeline.engine.jaxprs.costs import count_equations
 from ipu_pipeline.engine.planning.memory import find_copies
 from ipu_pipeline.engine.planning.memory_plans import StageMemory
@@ -97,6 +98,7 @@ def _describe_stages(
                 ipu=held.ipu,
                 level=traced.levels[index],
                 layers=find_layers(variables),
+                whole_layers=find_whole_layers(stage, index, {spec.name for spec in variables}),
                 forward_operations=forward,
                 backward_operations=backward + weights,
                 is_halved=own.is_halved,

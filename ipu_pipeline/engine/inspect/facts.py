@@ -43,11 +43,13 @@ class LayerFacts:
       name: the common beginning of their names, up to a slash or dot; empty for variables in no scope.
       num_parameters: the number of elements of the variables.
       num_bytes: the bytes that they take.
+      operations: its part of the stage's forward, in estimated operations; None if not known.
     """
 
     name: str
     num_parameters: int
     num_bytes: int
+    operations: float | None = None
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,8 @@ class StageFacts:
       name: what errors call it, with the name of its function.
       ipu: the IPU that it runs on.
       level: its level; stages of the same level are parallel.
-      layers: its variables, without those that it shares with an earlier stage.
+      layers: its layers in the order in which it runs them, with its variables, but for those that it
+        shares with an earlier stage.
       forward_operations: estimated floating-point operations of its forward for a micro-batch.
       backward_operations: the same estimate for its backward, of which both halves count; 0 without one.
       is_fused: whether one program does both, or the forward and the first half of the backward.
@@ -262,6 +265,7 @@ class StageDetails(StageFacts):
 
     Attributes:
       layers: its variables as a tree, in which equal neighbours stand once.
+      whole_layers: the layers that another stage could have, in the order in which it runs them.
       variables: the variables that it owns.
       num_live_bytes: what it holds of all micro-batches in flight, at most.
       num_trained: the number of elements of its trained variables.
@@ -276,6 +280,7 @@ class StageDetails(StageFacts):
     """
 
     layers: tuple[Layer, ...]
+    whole_layers: tuple[LayerFacts, ...]
     variables: tuple[VariableSpec, ...]
     num_live_bytes: int
     num_trained: int

@@ -12,11 +12,11 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ipu_pipeline.engine.inspect.facts import Layer, LayerFacts
+from ipu_pipeline.engine.inspect.facts import Layer
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.ground.shapes import num_bytes
 
-__all__ = ["find_innermost", "find_layers", "fold_names", "select_layers"]
+__all__ = ["find_layers", "fold_names", "select_layers"]
 
 _NUMBER = re.compile(r"[0-9]+")
 _PART = re.compile(r"[^/.]+[/.]?|[/.]")
@@ -58,18 +58,6 @@ def find_layers(specs: Iterable[VariableSpec]) -> tuple[Layer, ...]:
     return _make_parts(root, prefix, 1)
 
 
-def find_innermost(specs: Iterable[VariableSpec]) -> tuple[LayerFacts, ...]:
-    """The innermost scopes of some variables, in the order of their first variables."""
-    scopes: dict[str, list[VariableSpec]] = {}
-    for spec in specs:
-        ends = [0, *(match.start() for match in re.finditer(r"[/.]", spec.name))]
-        scopes.setdefault(spec.name[: ends[-1]], []).append(spec)
-    return tuple(
-        LayerFacts(name, sum(math.prod(spec.shape) for spec in own), num_bytes(own))
-        for name, own in scopes.items()
-    )
-
-
 def select_layers(layers: Sequence[Layer], limit: int) -> list[Layer]:
     """Selects layers that together have all variables, at most `limit` where that is possible.
 
@@ -100,7 +88,7 @@ def _make_parts(node: _Node, prefix: str, count: int) -> tuple[Layer, ...]:
             own = _describe(prefix + name, total, [child.spec])
             parts = (own, *parts)
         full_name = (prefix + name).rstrip("/.") or prefix + name
-        made.append(Layer(full_name, num_parameters, total * num_bytes(specs), number, parts))
+        made.append(Layer(full_name, num_parameters, total * num_bytes(specs), count=number, parts=parts))
     variables = [layer for layer in made if not layer.parts]
     if len(variables) < 2 or (len(variables) == len(made) and prefix):
         return tuple(made)

@@ -31,14 +31,14 @@ from ipu_pipeline.engine.schedules.named import (
     named_schedules,
     schedule_name,
 )
-from ipu_pipeline.engine.schedules.scenarios import Scenario
+from ipu_pipeline.engine.schedules.scenarios import Layer, Scenario
 from ipu_pipeline.engine.schedules.searched import SearchedSchedule
 from ipu_pipeline.engine.schedules.searching import QUICK, Effort, Point, Searched, frontier, search
 from ipu_pipeline.engine.schedules.simulator import Simulation, predict_step_time, simulate
 from ipu_pipeline.engine.schedules.staircases import find_ramps, find_slots, format_staircase
 from ipu_pipeline.engine.schedules.timelines import Bubble, Interval, Peak, Sending, Timeline
 from ipu_pipeline.engine.schedules.timetables import MAX_ACTIONS, timetable
-from ipu_pipeline.engine.schedules.variants import Layer, Variant, what_if
+from ipu_pipeline.engine.schedules.variants import Variant, make_even, what_if
 from ipu_pipeline.engine.schedules.zero_bubble import zero_bubble
 from ipu_pipeline.engine.schedules.zero_bubble_h2 import zero_bubble_h2
 from ipu_pipeline.engine.schedules.zero_bubble_v import zero_bubble_v
@@ -94,6 +94,7 @@ __all__ = [
     "load_schedule",
     "looped",
     "looped_zero_bubble",
+    "make_even",
     "named_schedules",
     "predict_step_time",
     "read_csv",

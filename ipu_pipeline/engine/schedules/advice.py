@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ipu_pipeline.engine.schedules.actions import ActionKind
-from ipu_pipeline.engine.schedules.scenarios import Scenario
-from ipu_pipeline.engine.schedules.variants import Layer, Variant, what_if
+from ipu_pipeline.engine.schedules.scenarios import Layer, Scenario
+from ipu_pipeline.engine.schedules.simulator import predict_step_time
+from ipu_pipeline.engine.schedules.variants import Variant, make_even, what_if
 
 __all__ = ["Advice", "advise"]
 
 _LEAST_GAIN = 0.02  # in samples per second; less is not worth a change
+_SHOWN = 0.5  # of the time gained: shared cores show a gain of at least this part of it
 _ALIKE = 0.005  # of gains: among changes this close, one that changes a single thing is advised
 
 
@@ -20,16 +23,18 @@ class Advice:
     """Advice on what to change.
 
     Attributes:
-      sentence: the advice, for people.
+      sentence: the advice, for people, in a sentence or a few.
       gain: the predicted gain in samples per second, as a share; 0 if no change is worth it.
       variant: the change; None if no change is worth it.
       limiting_stage: the stage that takes longest, on the IPU that has most to do.
+      even: the result if all stages took equally long; None if they cannot, because IPUs have several.
     """
 
     sentence: str
     gain: float
     variant: Variant | None
     limiting_stage: int
+    even: Variant | None = None
 
 
 def advise(
@@ -38,11 +43,15 @@ def advise(
     variants: Sequence[Variant] | None = None,
     describe: Callable[[float], str] = "{:.4g}".format,
     step: str = "a step",
+    shared_cores: float | None = None,
 ) -> Advice:
     """Advises what to change: the schedule, the split or the chunks, or if these gain nothing, the count.
 
     A larger gradient accumulation count always helps the pipeline, but it changes the training: weights are
     updated less often. So it comes last.
+
+    Where IPUs share cores, a better split may gain nothing. So what the change would give there is said
+    beside what it gives on IPUs with cores of their own.
 
     Args:
       scenario: the pipeline as it is.
@@ -50,12 +59,14 @@ def advise(
       variants: what `what_if` returned; None: it is called.
       describe: formats a time, in the costs' unit, for the sentence.
       step: what the sentence calls a step.
+      shared_cores: the number of cores that the IPUs share where the pipeline runs now, if the scenario is
+        of IPUs with cores of their own.
 
     Returns:
       The change with the largest predicted gain, if that is at least 2% more samples per second.
     """
     variants = what_if(scenario, layers) if variants is None else variants
-    limiting = _find_limiting(scenario)
+    limiting, even = _find_limiting(scenario), make_even(scenario)
     is_other_count = {
         other: [row for row in variants[1:] if ("count" in row.change) == other] for other in (False, True)
     }
@@ -65,13 +76,60 @@ def advise(
             near = [row for row in rows if row.gain >= best.gain - _ALIKE]
             best = min(near, key=lambda row: (" and " in row.change, -row.gain))
             sentence = _say(scenario, variants[0], best, limiting, describe, step)
-            return Advice(sentence, best.gain, best, limiting)
+            sentence += _say_beside(scenario, best.scenario, shared_cores, describe)
+            return Advice(sentence, best.gain, best, limiting, even)
+    if scenario.cores is not None and len(scenario.ipus) > 1:
+        alone = advise(dataclasses.replace(scenario, cores=None), layers, describe=describe)
+        if alone.variant is not None:
+            here = f"{scenario.cores:g} core{'s' * (scenario.cores != 1)}"
+            sentence = (
+                f"Nothing that was simulated gains {_LEAST_GAIN:.0%} on the {here} that the IPUs share. On "
+                f"IPUs with cores of their own, {alone.sentence[0].lower()}{alone.sentence[1:]}"
+            )
+            return Advice(sentence, 0.0, None, limiting, even)
     used = variants[0].utilisation
     sentence = (
         f"Nothing that was simulated gains {_LEAST_GAIN:.0%}: IPUs compute in {used:.0%} of a step, and "
         f"stage {limiting} takes longest."
     )
-    return Advice(sentence, 0.0, None, limiting)
+    if even is not None and even.gain >= _LEAST_GAIN:
+        own = scenario.layers if layers is None else layers
+        sentence += _say_why_not_even(own[limiting] if own else None, limiting, even.gain)
+        sentence += _say_beside(scenario, even.scenario, shared_cores, describe)
+    return Advice(sentence, 0.0, None, limiting, even)
+
+
+def _say_why_not_even(layers: Sequence[Layer] | None, stage: int, gain: float) -> str:
+    """Why stages that take equally long are not advised, though they would gain something."""
+    if layers is None:
+        why = f"which layers stage {stage} has is not known. Move a part of it to its neighbours"
+    elif not layers:
+        why = f"nothing of stage {stage} can move by itself. Cut it elsewhere"
+    elif len(layers) < 2:
+        why = f"stage {stage} has no second layer that could move. Make its layer smaller, or cut it in two"
+    else:
+        why = f"no split of whole layers comes near that. Cut a layer of stage {stage} in two"
+    return f" Stages that take equally long would give {gain:.0%} more samples per second, but {why}."
+
+
+def _say_beside(
+    scenario: Scenario, changed: Scenario, shared_cores: float | None, describe: Callable[[float], str]
+) -> str:
+    """What a step takes where cores are shared, or where they are not, now and then; "" if not known."""
+    cores = shared_cores if scenario.cores is None else None
+    if cores is scenario.cores or len(scenario.ipus) == 1:
+        return ""
+    before, after = (
+        predict_step_time(dataclasses.replace(one, cores=cores)) for one in (scenario, changed)
+    )
+    now, then = describe(before), describe(after)
+    if cores is None:
+        return f" On IPUs with cores of their own it takes {now} now, and {then} then."
+    here = f" Here the IPUs share {cores:g} core{'s' * (cores != 1)}"
+    here += f", on which it takes {now} now, and {then} then, if nothing else runs there"
+    if before - after > _SHOWN * (predict_step_time(scenario) - predict_step_time(changed)):
+        return f"{here}."
+    return f"{here}: this machine does not show what is gained on devices of their own."
 
 
 def _find_limiting(scenario: Scenario) -> int:

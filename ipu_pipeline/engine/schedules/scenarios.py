@@ -22,7 +22,28 @@ from ipu_pipeline.engine.schedules.searching import Searched, search
 from ipu_pipeline.engine.schedules.timetables import timetable
 from ipu_pipeline.ground.checks import is_int
 
-__all__ = ["Scenario"]
+__all__ = ["Layer", "Scenario"]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A part of a stage that another stage could have.
+
+    Attributes:
+      name: its name, for people.
+      forward: its part of the stage's forward, in the unit of the costs.
+      backward: its part of the stage's backward, in the unit of the costs.
+      num_constant_bytes: what it always takes of its IPU's memory.
+      num_held_bytes: what it holds for each micro-batch in flight.
+      update: its part of the stage's update, in the unit of the costs.
+    """
+
+    name: str
+    forward: float
+    backward: float = 0.0
+    num_constant_bytes: int = 0
+    num_held_bytes: int = 0
+    update: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -44,6 +65,7 @@ class Scenario:
       micro_batch_size: samples in a micro-batch.
       cluster: replicas, processes and links; by default there is one replica in one process.
       host_memory: what execution phases bring to the IPUs and take away, with "sequential"; None: nothing.
+      layers: the layers of each stage, in their order, for `what_if` and `advise`; empty: not known.
     """
 
     costs: Costs
@@ -58,6 +80,7 @@ class Scenario:
     micro_batch_size: int = 1
     cluster: Cluster = field(default_factory=Cluster)
     host_memory: HostMemory | None = None
+    layers: tuple[tuple[Layer, ...], ...] = ()
 
     def __post_init__(self) -> None:
         """Checks the fields."""
@@ -101,6 +124,12 @@ class Scenario:
                     f"{max(self.device_mapping) + 1} IPUs and num_held_bytes for each of {number} stages; "
                     f"got {sizes[0]} and {sizes[1]}."
                 )
+        object.__setattr__(self, "layers", tuple(map(tuple, self.layers)))
+        if len(self.layers) not in (0, number):
+            raise ValueError(
+                f"Scenario: layers must have a list for each of the {number} stages; got "
+                f"{len(self.layers)}."
+            )
         if self.host_memory is not None:
             self.host_memory.check(number, levels[-1] + 1, self.schedule)
             self.host_memory.check_devices(self.cores, self.cluster.num_replicas)
@@ -338,6 +367,7 @@ class Scenario:
             "cores": self.cores,
             "costs": self.costs.as_dict(),
             "cluster": self.cluster.as_dict(),
+            "layers": [[dataclasses.asdict(layer) for layer in own] for own in self.layers],
             "host_memory": None if self.host_memory is None else self.host_memory.as_dict(),
             "memory": None
             if self.memory is None
@@ -363,9 +393,17 @@ class Scenario:
             if (limit := entries.pop("bytes_per_ipu", None)) is not None:
                 entries["schedule"] = SearchedSchedule(limit)
             host_memory = None if found is None else HostMemory.from_dict(found)
+            layers = tuple(tuple(Layer(**one) for one in own) for own in entries.pop("layers", ()))
             if memory is not None:
                 memory = Memory(**{name: tuple(values) for name, values in dict(memory).items()})
-            return cls(costs=costs, memory=memory, cluster=cluster, host_memory=host_memory, **entries)
+            return cls(
+                costs=costs,
+                memory=memory,
+                cluster=cluster,
+                host_memory=host_memory,
+                layers=layers,
+                **entries,
+            )
         except (KeyError, TypeError) as error:
             raise ValueError(
                 f"Scenario: the entries must be those of Scenario.as_dict, with costs and their forward at "

@@ -2,50 +2,36 @@
 
 Each is simulated with IPUs that wait only for data, as the engine's do. The costs of a micro-batch are
 those that are known: another count changes the number of micro-batches, another split moves work between
-neighbouring stages. Another cluster has the same devices.
+stages: whole layers in their order, where these are known. What stages send each other
+stays as it is. Another cluster has the same devices.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ipu_pipeline.engine.schedules.actions import ScheduleError
 from ipu_pipeline.engine.schedules.checking import Timetable
 from ipu_pipeline.engine.schedules.clusters import Cluster
-from ipu_pipeline.engine.schedules.costs import Memory
+from ipu_pipeline.engine.schedules.costs import Costs, Memory
 from ipu_pipeline.engine.schedules.named import named_schedules, schedule_name
-from ipu_pipeline.engine.schedules.scenarios import Scenario
+from ipu_pipeline.engine.schedules.scenarios import Layer, Scenario
 from ipu_pipeline.engine.schedules.simulator import predict_step_time
+from ipu_pipeline.engine.schedules.splitting import SentValue, Split, SplitProblem, find_split
 from ipu_pipeline.engine.schedules.timetables import MAX_ACTIONS
 
-__all__ = ["Layer", "Variant", "what_if"]
+__all__ = ["Variant", "make_even", "what_if"]
 
 _MOVED = 0.1  # share of a mean stage, where no layers are known
 _LEAST_CHUNKS = 4  # in a step; with fewer, stages would hardly overlap
 _MAX_SLOTS = 2**24  # for Sequential, whose IPUs mostly wait: each has a slot for every time-step
+_LEAST_TRIED, _MOST_TRIED = 30, 300_000  # splits, and their actions, of the search for the best one
+_ALIKE = 0.005  # of step times: among splits this close, the one that moves least is taken
 _COUNTS = (0.5, 2.0, 4.0)  # times the gradient accumulation count
-
-
-@dataclass(frozen=True)
-class Layer:
-    """A part of a stage that another stage could have.
-
-    Attributes:
-      name: its name, for people.
-      forward: its part of the stage's forward, in the unit of the costs.
-      backward: its part of the stage's backward, in the unit of the costs.
-      num_constant_bytes: what it always takes of its IPU's memory.
-      num_held_bytes: what it holds for each micro-batch in flight.
-    """
-
-    name: str
-    forward: float
-    backward: float = 0.0
-    num_constant_bytes: int = 0
-    num_held_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -54,11 +40,12 @@ class Variant:
 
     Attributes:
       change: what differs: "" for nothing, "schedule", "gradient accumulation count", "schedule and
-        gradient accumulation count", "micro-batches per program", "cluster" or "split".
+        gradient accumulation count", "micro-batches per program", "cluster" or "split"; "even" if all
+        stages take equally long, see `make_even`.
       schedule: the name of the schedule, or of its function.
       num_micro_batches: the gradient accumulation count.
       chunk_size: micro-batches that a program handles.
-      split: what moves, from which stage to which; "" for nothing.
+      split: what moves, from which stage to which; "" for nothing. Several moves are one split.
       step_time: the time of a step, in the unit of the costs.
       samples_per_second: samples per second, with costs in seconds.
       utilisation: the share of the step in which IPUs compute.
@@ -99,8 +86,9 @@ def what_if(
 
     Args:
       scenario: the pipeline as it is.
-      layers: the layers of each stage, in order. Then a neighbouring split moves the last layer of a stage
-        to the next one, or the first layer to the one before. None: it moves a tenth of a mean stage.
+      layers: the layers of each stage, in order; None: the scenario's. Then a neighbouring split moves the
+        last layer of a stage to the next one, or the first layer to the one before, and the best split of
+        all layers is simulated, too. If none are known, a tenth of a mean stage moves.
       counts: gradient accumulation counts; None: half, twice and four times the present one.
 
     Returns:
@@ -117,6 +105,8 @@ def what_if(
             f"what_if: layers must have a list for each of the {scenario.costs.num_stages} stages; got "
             f"{len(layers)}."
         )
+    if layers is not None:
+        scenario = dataclasses.replace(scenario, layers=tuple(map(tuple, layers)))
     count, size = scenario.num_micro_batches, scenario.chunk_size
     if counts is None:
         found = [round(count * factor) for factor in _COUNTS]
@@ -147,8 +137,10 @@ def what_if(
     for name, cluster in _other_clusters(scenario):
         row = _simulate(dataclasses.replace(scenario, cluster=cluster), "cluster", "", own)
         rows.append(dataclasses.replace(row, cluster=name))
-    for split, changed in () if is_in_phases else _neighbours(scenario, layers):
-        rows.append(_simulate(changed, "split", split, own))
+    splits = {} if is_in_phases else dict(_neighbours(scenario))
+    if not is_in_phases and (best := _best_split(scenario)) is not None:
+        splits.setdefault(*best)
+    rows += [_simulate(changed, "split", split, own) for split, changed in splits.items()]
     return rows
 
 
@@ -212,9 +204,27 @@ def _find_peak(scenario: Scenario) -> int | None:
     return max(held[ipu] + scenario.memory.num_constant_bytes[ipu] for ipu in scenario.ipus)
 
 
-def _neighbours(
-    scenario: Scenario, layers: Sequence[Sequence[Layer]] | None
-) -> Iterator[tuple[str, Scenario]]:
+def make_even(scenario: Scenario) -> Variant | None:
+    """Simulates a scenario whose work is spread evenly over all stages, which no split can beat.
+
+    Returns:
+      The result, without memory; None if an IPU has several stages, or there is one stage.
+    """
+    costs, number = scenario.costs, scenario.costs.num_stages
+    if len(set(scenario.device_mapping)) < number or number == 1 or scenario.host_memory is not None:
+        return None
+    even = dataclasses.replace(
+        costs,
+        forward=(sum(costs.forward) / number,) * number,
+        backward=(sum(costs.backward) / number,) * number,
+        weight_gradients=(sum(costs.weight_gradients) / number,) * number,
+        update=(sum(costs.update) / number,) * number,
+    )
+    own = _simulate(scenario, "", "", None)
+    return _simulate(dataclasses.replace(scenario, costs=even, memory=None, layers=()), "even", "", own)
+
+
+def _neighbours(scenario: Scenario) -> Iterator[tuple[str, Scenario]]:
     """Splits that move one layer of a scenario over one edge."""
     levels, ipus = scenario.levels, scenario.device_mapping
     for stage in range(scenario.costs.num_stages - 1):
@@ -222,21 +232,17 @@ def _neighbours(
         if not is_alone or ipus[stage] == ipus[stage + 1]:
             continue
         for source, target in ((stage, stage + 1), (stage + 1, stage)):
-            moved = _to_move(scenario, layers, source, target)
+            moved = _to_move(scenario, source, target)
             if moved is not None:
-                name = f"{moved.name} from stage {source} to {target}"
-                yield name, _move(scenario, moved, source, target)
+                yield _say([([moved], source, target)]), _move(scenario, moved, source, target)
 
 
-def _to_move(
-    scenario: Scenario, layers: Sequence[Sequence[Layer]] | None, source: int, target: int
-) -> Layer | None:
+def _to_move(scenario: Scenario, source: int, target: int) -> Layer | None:
     """The layer that leaves a stage; None if the stage would be left without layers or work."""
     costs = scenario.costs
-    if layers is not None:
-        if len(layers[source]) < 2:
-            return None
-        return layers[source][-1 if target > source else 0]
+    if scenario.layers:
+        own = scenario.layers[source]
+        return None if len(own) < 2 else own[-1 if target > source else 0]
     one = costs.forward[source] + costs.backward[source]
     share = _MOVED * (sum(costs.forward) + sum(costs.backward)) / costs.num_stages
     if share >= one:
@@ -252,12 +258,105 @@ def _to_move(
     )
 
 
+def _best_split(scenario: Scenario) -> tuple[str, Scenario] | None:
+    """The split of the known layers whose step is shortest; None if that is the present one, or unknown."""
+    costs, layers, number = scenario.costs, scenario.layers, scenario.costs.num_stages
+    movable = [len(own) for own in layers]
+    if (
+        max(movable, default=0) < 2
+        or len(set(scenario.levels)) < number
+        or len(scenario.ipus) == 1
+        or isinstance(scenario.schedule, Timetable)
+    ):
+        return None
+    # A stage whose layers are not known is as good as one layer.
+    listed = [
+        own or (Layer("", costs.forward[stage], costs.backward[stage], update=costs.update[stage]),)
+        for stage, own in enumerate(layers)
+    ]
+    homes = [(stage, layer) for stage, own in enumerate(listed) for layer in own]
+    ends = list(itertools.accumulate(map(len, listed)))
+    present = (0, *ends[:-1])
+    halves = [
+        time / whole if whole else 0.0
+        for time, whole in zip(costs.weight_gradients, costs.backward, strict=True)
+    ]
+    problem = SplitProblem(
+        Costs.of(
+            len(homes),
+            forward=[layer.forward for _stage, layer in homes],
+            backward=[layer.backward for _stage, layer in homes],
+            weight_gradients=[halves[stage] * layer.backward for stage, layer in homes],
+            update=[layer.update for _stage, layer in homes],
+            host=costs.host,
+            is_fused=costs.is_fused,
+        ),
+        0.0,
+        number,
+        scenario.schedule,
+        scenario.num_micro_batches,
+        scenario.device_mapping,
+        scenario.training,
+        sent=tuple(
+            SentValue(
+                ends[source] - 1 if source < target else present[source],
+                (present[target] if source < target else ends[target] - 1,),
+                seconds,
+            )
+            for (source, target), seconds in costs.transfers.items()
+            if abs(source - target) > 1  # neighbours send each other as much wherever they are cut
+        ),
+        cores=scenario.cores,
+    )
+    most = max(_LEAST_TRIED, _MOST_TRIED // max(scenario.num_actions, 1))
+    search = find_split(problem, most, [present])
+    alike = [
+        split
+        for split, judged in ((search.split, search.judged), *search.others)
+        if judged <= (1 + _ALIKE) * search.judged
+    ]
+    stages = [stage for stage, _layer in homes]
+    found = min(alike, key=lambda split: _num_moved(problem, split, stages))
+    targets = [stage for stage, group in enumerate(problem.groups(found)) for _layer in group]
+    moves: dict[tuple[int, int], list[Layer]] = {}
+    changed = scenario
+    for (source, layer), target in zip(homes, targets, strict=True):
+        if source != target:
+            moves.setdefault((source, target), []).append(layer)
+            changed = _move(changed, layer, source, target)
+    if not moves or any(not layer.name for moved in moves.values() for layer in moved):
+        return None
+    groups = [
+        tuple(layer for (_home, layer), target in zip(homes, targets, strict=True) if target == stage)
+        for stage in range(number)
+    ]
+    changed = dataclasses.replace(changed, layers=tuple(groups))
+    return _say([(moved, *edge) for edge, moved in moves.items()]), changed
+
+
+def _num_moved(problem: SplitProblem, split: Split, stages: Sequence[int]) -> int:
+    """How many layers are in another stage than before."""
+    return sum(stage != stages[layer] for stage, own in enumerate(problem.groups(split)) for layer in own)
+
+
+def _say(moves: Sequence[tuple[Sequence[Layer], int, int]]) -> str:
+    """Names what moves: the layers, where they are and where they go."""
+    told = []
+    for layers, source, target in moves:
+        names = [layer.name for layer in layers]
+        named = " and ".join(names)
+        if len(names) > 2:
+            named = f"{names[0]} to {names[-1]} ({len(names)} layers)"
+        told.append(f"{named} from stage {source} to {target}")
+    return ", and ".join(told)
+
+
 def _move(scenario: Scenario, layer: Layer, source: int, target: int) -> Scenario:
     def moved(name: str, values: tuple[float, ...], amount: float) -> tuple[float, ...]:
         changed = list(values)
         changed[source] -= amount
         changed[target] += amount
-        if changed[source] < -1e-9 * values[source]:
+        if changed[source] < -1e-9 * max(values):
             raise ValueError(
                 f"what_if: the layers of a stage must not take more than the stage; the {name} of stage "
                 f"{source} takes {values[source]}, that of its layer {layer.name!r} {amount}."
@@ -267,18 +366,25 @@ def _move(scenario: Scenario, layer: Layer, source: int, target: int) -> Scenari
 
     costs, memory = scenario.costs, scenario.memory
     share = costs.weight_gradients[source] / costs.backward[source] if costs.backward[source] else 0.0
+    backward = moved("backward", costs.backward, layer.backward)
+    weights = moved("backward", costs.weight_gradients, share * layer.backward)
     costs = dataclasses.replace(
         costs,
         forward=moved("forward", costs.forward, layer.forward),
-        backward=moved("backward", costs.backward, layer.backward),
-        weight_gradients=moved("backward", costs.weight_gradients, share * layer.backward),
+        backward=backward,
+        weight_gradients=tuple(map(min, weights, backward)),
+        update=moved("update", costs.update, layer.update),
     )
     if memory is not None:
         constant, held = list(memory.num_constant_bytes), list(memory.num_held_bytes)
         between = list(memory.num_between_bytes)
         for stage, sign in ((source, -1), (target, 1)):
             constant[scenario.device_mapping[stage]] += sign * layer.num_constant_bytes
-            held[stage] += sign * layer.num_held_bytes
+            held[stage] = max(0, held[stage] + sign * layer.num_held_bytes)
             between[stage] = max(0, between[stage] + sign * layer.num_held_bytes)
         memory = Memory(tuple(constant), tuple(held), tuple(between))
-    return dataclasses.replace(scenario, costs=costs, memory=memory)
+    layers = [list(own) for own in scenario.layers]
+    if layers and layer in layers[source]:
+        layers[source].remove(layer)
+        layers[target].insert(0 if target > source else len(layers[target]), layer)
+    return dataclasses.replace(scenario, costs=costs, memory=memory, layers=tuple(map(tuple, layers)))

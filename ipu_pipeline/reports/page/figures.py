@@ -108,14 +108,18 @@ def _cards(one: Study) -> list[tuple[str, str, list[str]]]:
         f"{describe_time(limiting.length)} for a micro-batch",
     ]
     limit = (f"stage {analysis.limiting_stage}", [facts.stages[analysis.limiting_stage].name, *lines])
-    if analysis.is_even and len(analysis.ipus) > 1:
+    if one.is_held_back_by_host and one.host is not None:
+        share, stage = describe_share(one.host.share), analysis.limiting_stage
+        waiting = f"no IPU had work for {share} of the time"
+        limit = ("the host", [waiting, f"longest stage: {stage}", *lines])
+    elif analysis.is_even and len(analysis.ipus) > 1:
         limit = ("none", ["all IPUs are about equally busy"])
     return [
         ("Utilisation of the IPUs", describe_share(analysis.utilisation), used),
         ("Bubble", describe_share(analysis.bubble), idle),
         ("Speed", f"{describe_speed(speed)} {unit}", ["while steps run"]),
         ("Step", describe_time(analysis.step_time), steps),
-        ("Limiting stage", *limit),
+        ("Held back by" if one.is_held_back_by_host else "Limiting stage", *limit),
     ]
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import datetime
 
 from ipu_pipeline.engine.inspect import PipelineFacts, StageFacts
-from ipu_pipeline.engine.schedules import Costs, LinkSpeed, Scenario, schedule_name
+from ipu_pipeline.engine.schedules import Costs, Layer, LinkSpeed, Scenario, schedule_name
 from ipu_pipeline.reports.analysis import analyse
 from ipu_pipeline.reports.page.writing import write_page
 from ipu_pipeline.reports.predictions import predict_scenario, timeline_events
@@ -35,6 +35,7 @@ def write_simulation(scenario: Scenario, title: str) -> str:
         # What was searched is not searched again for each setting.
         schedule=scenario.schedule if scenario.searched is None else scenario.timetable(),
         costs=_scale(scenario.costs),
+        layers=tuple(tuple(map(_scale_layer, own)) for own in scenario.layers),
         cluster=dataclasses.replace(
             cluster, within=_scale_speed(cluster.within), between=_scale_speed(cluster.between)
         ),
@@ -74,6 +75,12 @@ def _scale(costs: Costs) -> Costs:
         transfers={edge: time * _SECONDS_PER_UNIT for edge, time in costs.transfers.items()},
         host=costs.host * _SECONDS_PER_UNIT,
     )
+
+
+def _scale_layer(layer: Layer) -> Layer:
+    """Converts what a layer takes to seconds."""
+    times = {name: getattr(layer, name) * _SECONDS_PER_UNIT for name in ("forward", "backward", "update")}
+    return dataclasses.replace(layer, **times)
 
 
 def _scale_speed(speed: LinkSpeed) -> LinkSpeed:

@@ -215,8 +215,8 @@ def table_of_predictions(facts: PipelineFacts, predictions: Predictions) -> str:
     headings += [_number("most memory of an IPU")] if knows_memory else []
     rows = []
     named = [(row.split or row.change or "nothing", row) for row in predictions.variants]
-    if predictions.even is not None:
-        named.append(("split so that all stages take equally long", predictions.even))
+    if predictions.advice.even is not None:
+        named.append(("split so that all stages take equally long", predictions.advice.even))
     present = predictions.variants[0]
     for words, row in named:
         gain = row.samples_per_second / present.samples_per_second - 1

@@ -1,0 +1,47 @@
+"""What stages take by their operations, with nominal figures: before anything was compiled or measured."""
+
+from __future__ import annotations
+
+from ipu_pipeline.engine.inspect.facts import PipelineDetails
+from ipu_pipeline.engine.planning.choosing import HOST_SECONDS, nominal_speed
+from ipu_pipeline.engine.schedules.costs import Costs, Edge
+
+__all__ = ["count_costs"]
+
+_PER_TRAINED = 10.0  # operations of a weight update per element
+
+
+def count_costs(details: PipelineDetails) -> Costs:
+    """Counts what the stages of a pipeline take, in seconds.
+
+    What stages on one IPU send is not told apart from what others there do, so transfers are counted where
+    each stage has its own.
+    """
+    speed, stages = nominal_speed("cpu"), details.stages
+    stage_of = {stage.ipu: stage.index for stage in stages}
+    is_told_apart = len(stage_of) == len(stages)
+    transfers: dict[Edge, float] = {
+        (stage_of[edge.source], stage_of[edge.target]): speed.per_transfer
+        + (edge.num_forward_bytes + edge.num_backward_bytes) * speed.per_byte
+        for edge in details.edges
+        if is_told_apart and edge.source is not None
+    }
+    return Costs.of(
+        len(stages),
+        forward=[stage.forward_operations * speed.per_operation + speed.per_dispatch for stage in stages],
+        backward=[
+            stage.backward_operations * speed.per_operation
+            + (0.0 if stage.is_fused or not stage.backward_operations else speed.per_dispatch)
+            for stage in stages
+        ],
+        weight_gradients=[
+            stage.weight_operations * speed.per_operation
+            if stage.is_halved
+            else stage.backward_operations * speed.per_operation / 2
+            for stage in stages
+        ],
+        update=[_PER_TRAINED * stage.num_trained * speed.per_operation for stage in stages],
+        transfer=transfers,
+        host=HOST_SECONDS,
+        is_fused=stages[-1].is_fused,
+    )

@@ -1,0 +1,31 @@
+"""What waits for the first pipeline of a process; the report of the environment does."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from ipu_pipeline import engine
+from ipu_pipeline.ground import first_run
+from ipu_pipeline.reports import capturing
+
+
+def test_pipelines_of_the_engine_begin_what_waits_once(monkeypatch):
+    """Only sessions and PyTorch models did: a program of the engine's left no report."""
+    begun = []
+    monkeypatch.setattr(first_run, "_waiting", [])
+    first_run.before_first_run(lambda: begun.append("here"))
+    for _pipeline in range(2):
+        pipeline = engine.Pipeline([lambda x: jnp.sin(x)], num_micro_batches=1)
+        pipeline.trace(np.ones(2, np.float32))
+        pipeline.prepare()
+    assert begun == ["here"]
+
+
+def test_the_package_has_the_report_of_the_environment_wait(monkeypatch):
+    import ipu_pipeline as ipu
+
+    called = []
+    monkeypatch.setattr(capturing, "start_automatic_report", lambda: called.append("report"))
+    monkeypatch.setattr(first_run, "_waiting", [ipu._start_automatic_report])
+    first_run.begin_first_run()
+    assert called == ["report"]
+    assert not first_run._waiting
