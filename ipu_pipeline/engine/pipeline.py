@@ -24,10 +24,19 @@ import numpy as np
 
 from ipu_pipeline.engine import fingerprints, peers, schedules, watching
 from ipu_pipeline.engine.adopting import Adoption, adopt_optimizer_state, compare
+from ipu_pipeline.engine.apart import apart
 from ipu_pipeline.engine.building import Built, Recipe, build
+from ipu_pipeline.engine.calling import StageCaller
 from ipu_pipeline.engine.devices.compiler_options import CompilerOptions, check_compiles, plan_options
 from ipu_pipeline.engine.devices.device_groups import DeviceGroup, check_processes, make_groups
-from ipu_pipeline.engine.devices.feeds import Element, PlacedMicroBatches, Supply, Take, take_nothing
+from ipu_pipeline.engine.devices.feeds import (
+    Element,
+    PlacedMicroBatches,
+    Supply,
+    Take,
+    gather,
+    take_nothing,
+)
 from ipu_pipeline.engine.devices.links import naming_peers
 from ipu_pipeline.engine.devices.offloading import parse_offload
 from ipu_pipeline.engine.devices.sharding import parse_shard
@@ -38,7 +47,7 @@ from ipu_pipeline.engine.execution.measured_costs import Measured, divide_last, 
 from ipu_pipeline.engine.execution.program_times import time_shortest
 from ipu_pipeline.engine.execution.runner import ColumnRunner
 from ipu_pipeline.engine.execution.single_device.runner import BlockRunner
-from ipu_pipeline.engine.execution.watched import rehearse
+from ipu_pipeline.engine.execution.watched import copy_state, rehearse
 from ipu_pipeline.engine.inspect.describing import describe, find_shared_sends, find_update_sends
 from ipu_pipeline.engine.inspect.facts import PipelineDetails, Sent, select_fields
 from ipu_pipeline.engine.inspect.summary import PipelineSummary
@@ -66,6 +75,7 @@ from ipu_pipeline.engine.programs.accumulation import Reduction
 from ipu_pipeline.engine.programs.collecting import Collecting
 from ipu_pipeline.engine.programs.recomputation import Recomputation
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms
+from ipu_pipeline.engine.replaying import Replay, find_nans
 from ipu_pipeline.engine.searched_timetables import (
     SearchedTimetables,
     check_one_process,
@@ -455,6 +465,7 @@ class Pipeline:
             count_cores() / self._num_replicas if is_shared else None,
         )
 
+    @apart
     def measure_costs(self) -> schedules.Costs:
         """What programs, transfers and updates take, in seconds; see `scenario`, which has the rest.
 
@@ -625,6 +636,7 @@ class Pipeline:
 
     # Building.
 
+    @apart
     def trace(self, micro_batch: Any, *inputs: Any) -> None:
         """Traces the stages and the optimizer and checks them. Does not start a JAX backend.
 
@@ -746,6 +758,7 @@ class Pipeline:
         self._others = {}
         self._compiler_options = self._plan_compiler_options()
 
+    @apart
     def prepare(self, devices: Sequence[Any] | None = None) -> Runner[Any]:
         """Returns the runner of the pipeline, made at the first call, which starts JAX's backend.
 
@@ -994,6 +1007,7 @@ class Pipeline:
         ]
         return all(number < len(devices) and devices[number] == known[number] for number in needed)
 
+    @apart
     @peers.one_thread("the initial state of a pipeline")
     def init(self, key: Any, micro_batch: Any, *inputs: Any) -> PipelineState:
         """Makes the state at the start of training.
@@ -1039,6 +1053,7 @@ class Pipeline:
             variables |= placement.place_variables({name: made})
         return variables
 
+    @apart
     def init_optimizer_state(
         self, variables: Mapping[str, Any], outputs: Sequence[Any] | None = None
     ) -> Any:
@@ -1062,6 +1077,7 @@ class Pipeline:
         placed = placement.place_variables(variables)
         return updates.state_tree.unflatten(placement.init_optimizer_state(placed, outputs))
 
+    @apart
     def parameters(self, state: PipelineState) -> list[Any]:
         """The parameters of the stages as pytrees, in a list like that of the stages.
 
@@ -1079,6 +1095,7 @@ class Pipeline:
         check_state("Pipeline.parameters", state, may_be_traced=True)
         return self._parameters.read(state.variables)
 
+    @apart
     def with_parameters(self, state: PipelineState, parameters: Sequence[Any]) -> PipelineState:
         """Replaces the values of parameters in a state. The rest stays, including the optimizer's state.
 
@@ -1098,6 +1115,7 @@ class Pipeline:
         return dataclasses.replace(state, variables=variables)
 
     @peers.one_thread("taking the state of another pipeline")
+    @apart
     def adopt(self, state: PipelineState) -> tuple[PipelineState, Adoption]:
         """Makes a state of this pipeline of another one's, which may lack variables, or have others.
 
@@ -1147,6 +1165,7 @@ class Pipeline:
     # Running.
 
     @peers.one_thread("a step of a pipeline")
+    @apart
     def step(
         self,
         state: PipelineState,
@@ -1201,6 +1220,7 @@ class Pipeline:
         has_feed = bool(jax.tree.leaves(self.traced.element))
         return self._step(state, take if has_feed else take_nothing, inputs, num_micro_batches)
 
+    @apart
     def place_micro_batches(self, micro_batches: Sequence[Any]) -> PlacedMicroBatches:
         """Puts the micro-batches of a step on the devices that read them, for one or several `step`s.
 
@@ -1232,6 +1252,70 @@ class Pipeline:
             )
         state = self.place(state)
         input_leaves = self.check_inputs(inputs)
+        progress = self._progress(state, take, inputs, input_leaves, num_micro_batches)
+        collects = self.options.collect_outputs
+        unflatten = list if callable(collects) else self.traced.output_tree.unflatten if collects else None
+        reader, reported = self.metrics, self.metrics.select(progress)
+        outputs = StepOutputs(progress.collected, unflatten, lambda: reader.read(reported, 1))
+        return self._give(progress.state.pipeline), outputs
+
+    def _progress(
+        self,
+        state: PipelineState,
+        take: Take,
+        inputs: Sequence[Any],
+        input_leaves: Sequence[Any],
+        num_micro_batches: int | None,
+    ) -> Progress:
+        """Runs a step, or computes it op by op where that is asked for, and looks for nans."""
+        kept: list[Element] = []
+
+        def recording(wanted: int) -> Sequence[Any]:
+            found = take(wanted)
+            kept.extend(found)
+            return found
+
+        has_nan_checks = self.options.check_nans or jax.config.jax_debug_nans
+        is_op_by_op = jax.config.jax_disable_jit
+        if not (has_nan_checks or is_op_by_op) or self.prepare().placement.has_peers:
+            return self._run_once(state, take, input_leaves, num_micro_batches)
+        with jax.debug_nans(False), jax.disable_jit(False):
+            replay = Replay(
+                self.prepare(),
+                lambda leaves: self._find_alike(leaves),
+                state,
+                [],
+                input_leaves,
+                self.built.accumulator_dtypes,
+                self._has_identical_keys,
+                has_nan_checks,
+            )
+            if is_op_by_op:
+                number = self.updated_every(num_micro_batches) * self._num_replicas
+                leaves = [one.leaves if one else () for one in gather(take, number, number)]
+                call = self._make_caller(inputs, int(state.update_count))
+                progress = dataclasses.replace(replay, micro_batches=leaves, visit=call).run()
+                self._note(dataclasses.replace(progress, state=RunState(progress.state.pipeline, {})))
+                self._accumulators = None
+                return dataclasses.replace(
+                    progress, state=RunState(self.prepare().place_state(progress.state.pipeline), {})
+                )
+            own = copy_state(RunState(state, {})).pipeline if self.options.donate else state
+            progress = self._run_once(own, recording, input_leaves, num_micro_batches)
+            found = find_nans(progress)
+            if not found:
+                return progress
+            self._accumulators = self._placed = None
+            leaves = [one.leaves if one else () for one in kept]
+            dataclasses.replace(replay, micro_batches=leaves).run()
+            raise FloatingPointError(
+                f"invalid value (nan) in {found} of a step. Computed op by op, the step has none: it is "
+                "due to how XLA joins operations."
+            )
+
+    def _run_once(
+        self, state: PipelineState, take: Take, input_leaves: Sequence[Any], num_micro_batches: int | None
+    ) -> Progress:
         found: list[Progress] = []
         self.run(
             state,
@@ -1241,11 +1325,25 @@ class Pipeline:
             num_micro_batches=num_micro_batches,
         )
         (progress,) = found
-        collects = self.options.collect_outputs
-        unflatten = list if callable(collects) else self.traced.output_tree.unflatten if collects else None
-        reader, reported = self.metrics, self.metrics.select(progress)
-        outputs = StepOutputs(progress.collected, unflatten, lambda: reader.read(reported, 1))
-        return self._give(progress.state.pipeline), outputs
+        return progress
+
+    def _find_alike(self, leaves: Sequence[Any]) -> Pipeline:
+        """The pipeline for a micro-batch's shapes, from its leaves."""
+        if self.options.max_shapes == 1:
+            return self
+        return self.for_shapes(jax.tree.structure(self.traced.element).unflatten(leaves))
+
+    def _make_caller(self, inputs: Sequence[Any], update_count: int) -> StageCaller:
+        assert self._surroundings is not None
+        return StageCaller(
+            self._recipe.functions,
+            self.options.loss,
+            self._surroundings,
+            jax.tree.structure(self.traced.element),
+            inputs,
+            update_count,
+            self.prepare().placement.groups[0].devices[0],
+        )
 
     def _give(self, state: PipelineState) -> PipelineState:
         """The state after a step without what users need not see, the variables that count weights."""
@@ -1330,6 +1428,7 @@ class Pipeline:
         check_positive("num_micro_batches", count)
         return int(count) * self.num_serialized
 
+    @apart
     def compile(self, state: PipelineState, num_updates: int = 1) -> None:
         """Compiles what steps run, before the first one. Runs nothing, and leaves the state as it is.
 
@@ -1366,6 +1465,7 @@ class Pipeline:
         for runner in self._shapes.runners[1:]:
             runner.compile(state, request)
 
+    @apart
     def run(
         self,
         state: PipelineState,
@@ -1467,6 +1567,7 @@ class Pipeline:
         self._accumulators = progress.state.accumulators
         self._placed = _Placed(progress.state.pipeline)
 
+    @apart
     def accumulate(
         self,
         state: PipelineState,
@@ -1505,6 +1606,7 @@ class Pipeline:
             pending: Pending = runner.fetch(RunState(state, accumulators), request, take)
         return pending
 
+    @apart
     def update(self, state: PipelineState, pending: Pending, may_guess: bool = False) -> Progress:
         """Does the second part of `step`. With `donate` it destroys the old state.
 
@@ -1523,6 +1625,7 @@ class Pipeline:
         self._note(progress)
         return progress
 
+    @apart
     def place(self, state: PipelineState) -> PipelineState:
         """Puts the leaves of a state on the devices of their stages.
 

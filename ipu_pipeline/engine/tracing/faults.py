@@ -33,6 +33,7 @@ __all__ = [
     "find_calling_line",
     "find_computing_line",
     "find_function",
+    "find_line",
     "find_signature_fault",
     "is_of_library",
     "name_of",
@@ -164,6 +165,14 @@ def find_function(equation: Any) -> str:
     for name, line_number, function in jax_compat.functions_of(equation):
         if _is_users(name):
             return f"{function.rpartition('.')[2]}:{line_number}"
+    return ""
+
+
+def find_line(equation: Any) -> str:
+    """File, line and source text of the user's that made an equation; "" if not known."""
+    for name, line_number, _function in jax_compat.functions_of(equation):
+        if _is_users(name):
+            return _describe_line(name, line_number)
     return ""
 
 

@@ -41,6 +41,18 @@ def _assign_abstract(value: Any, *, spec: VariableSpec) -> Any:
     return jax_compat.shaped_array((), np.dtype(np.int32))  # never read; a marker needs a result
 
 
+@read_variable_p.def_impl  # type: ignore[untyped-decorator]
+def _read_value(*, spec: VariableSpec, serial: int) -> Any:
+    del serial
+    return frames.current_values("get_variable").variables[spec.name]
+
+
+@assign_variable_p.def_impl  # type: ignore[untyped-decorator]
+def _assign_nothing(value: Any, *, spec: VariableSpec) -> Any:
+    del value, spec
+    return np.int32(0)
+
+
 def get_variable(
     name: str,
     shape: tuple[int, ...] | list[int] | None = None,

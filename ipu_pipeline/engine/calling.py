@@ -1,0 +1,89 @@
+"""Calls stage functions as plain Python, on arrays, so that a debugger can stop in them.
+
+What stages ask for (variables, random keys, the number of the update) has values then, and what they hand
+out (metrics, assignments) is dropped: a step takes it from the programs.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ipu_pipeline.engine.replaying import Visit
+from ipu_pipeline.engine.tracing import frames
+from ipu_pipeline.engine.tracing.faults import describe_arguments
+from ipu_pipeline.engine.tracing.stages import StageFunction, as_arguments, concatenate, name_places
+
+__all__ = ["StageCaller"]
+
+
+class StageCaller:
+    """Calls the stages of a pipeline for one micro-batch after another."""
+
+    def __init__(
+        self,
+        functions: Sequence[Sequence[StageFunction]],
+        loss: Callable[..., Any] | None,
+        surroundings: tuple[contextvars.Context, frames.ProgramNames],
+        element_tree: Any,
+        inputs: Sequence[Any],
+        update_count: int,
+        device: Any,
+    ) -> None:
+        """Calls nothing yet.
+
+        Args:
+          functions: the stage functions, level by level.
+          loss: takes what the last stage returns; None without training.
+          surroundings: the context in which the stages were traced, and the names given out before.
+          element_tree: the structure of a micro-batch.
+          inputs: the pytrees that are constant during the step.
+          update_count: the number of weight updates so far.
+          device: where all values are, of all stages, so that code between them may join any.
+        """
+        self._functions, self._loss, self._surroundings = functions, loss, surroundings
+        self._element_tree, self._inputs = element_tree, jax.device_put(inputs, device)
+        self._update_count, self._device = jnp.int32(update_count), device
+        self._places = name_places(functions)
+
+    def __call__(self, visit: Visit) -> None:
+        """Calls all stages and the loss for a micro-batch."""
+        context, names = self._surroundings
+        context.copy().run(self._call, visit, names.copy())
+
+    def _call(self, visit: Visit, names: frames.ProgramNames) -> None:
+        leaves, variables, key = jax.device_put(
+            (list(visit.leaves), dict(visit.variables), visit.key), self._device
+        )
+        values = frames.Values(variables, key, self._update_count)
+        element = jax.tree.unflatten(self._element_tree, leaves)
+        args, kwargs = as_arguments(element)
+        arguments = ((*self._inputs, *args), kwargs)
+        for level, (parallel, places) in enumerate(zip(self._functions, self._places, strict=True)):
+            results = []
+            for function, place in zip(parallel, places, strict=True):
+                frame = frames.Frame(
+                    names,
+                    self._loss is not None,
+                    place,
+                    is_stage=True,
+                    is_traced_again=True,
+                    values=values,
+                )
+                try:
+                    with frames.frame(frame):
+                        results.append(function(*arguments[0], **arguments[1]))
+                        if self._loss is not None and level == len(self._functions) - 1:
+                            args, kwargs = as_arguments(results[-1])
+                            self._loss(*args, **kwargs)
+                except Exception as error:
+                    error.add_note(
+                        f"This happened in {place}, called for micro-batch {visit.number}\n"
+                        f"  on {describe_arguments(function, *arguments)}"
+                    )
+                    raise
+            arguments = concatenate([as_arguments(result) for result in results], places)
