@@ -23,7 +23,7 @@ def apart(function: Callable[P, R]) -> Callable[P, R]:
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
         if jax.sharding.get_abstract_mesh().empty or not jax_compat.is_outside_of_traces():
             return function(*args, **kwargs)
-        with jax.set_mesh(None):  # type: ignore[arg-type]  # it takes None, whatever its annotation says
+        with jax.set_mesh(None):
             return function(*args, **kwargs)
 
     return wrapped

@@ -13,6 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ipu_pipeline.engine.devices.device_groups import DeviceGroup
+from ipu_pipeline.engine.devices.placing import put
 from ipu_pipeline.engine.replaying import Visit
 from ipu_pipeline.engine.tracing import frames
 from ipu_pipeline.engine.tracing.faults import describe_arguments
@@ -32,7 +34,7 @@ class StageCaller:
         element_tree: Any,
         inputs: Sequence[Any],
         update_count: int,
-        device: Any,
+        group: DeviceGroup,
     ) -> None:
         """Calls nothing yet.
 
@@ -43,26 +45,27 @@ class StageCaller:
           element_tree: the structure of a micro-batch.
           inputs: the pytrees that are constant during the step.
           update_count: the number of weight updates so far.
-          device: where all values are, of all stages, so that code between them may join any.
+          group: where all values are, of all stages.
         """
         self._functions, self._loss, self._surroundings = functions, loss, surroundings
-        self._element_tree, self._inputs = element_tree, jax.device_put(inputs, device)
-        self._update_count, self._device = jnp.int32(update_count), device
+        self._element_tree, self._inputs = element_tree, inputs
+        self._update_count, self._group = jnp.int32(update_count), group
         self._places = name_places(functions)
 
     def __call__(self, visit: Visit) -> None:
         """Calls all stages and the loss for a micro-batch."""
         context, names = self._surroundings
-        context.copy().run(self._call, visit, names.copy())
+        with jax.disable_jit():
+            context.copy().run(self._call, visit, names.copy())
 
     def _call(self, visit: Visit, names: frames.ProgramNames) -> None:
-        leaves, variables, key = jax.device_put(
-            (list(visit.leaves), dict(visit.variables), visit.key), self._device
-        )
+        given = (list(visit.leaves), dict(visit.variables), visit.key, self._inputs)
+        flat, tree = jax.tree.flatten(given)
+        leaves, variables, key, inputs = jax.tree.unflatten(tree, put(flat, self._group))
         values = frames.Values(variables, key, self._update_count)
         element = jax.tree.unflatten(self._element_tree, leaves)
         args, kwargs = as_arguments(element)
-        arguments = ((*self._inputs, *args), kwargs)
+        arguments = ((*inputs, *args), kwargs)
         for level, (parallel, places) in enumerate(zip(self._functions, self._places, strict=True)):
             results = []
             for function, place in zip(parallel, places, strict=True):

@@ -34,6 +34,7 @@ from ipu_pipeline.engine.devices.feeds import (
     PlacedMicroBatches,
     Supply,
     Take,
+    copy_leaves,
     gather,
     take_nothing,
 )
@@ -98,6 +99,7 @@ from ipu_pipeline.engine.tracing.replicas import uses_replicas
 from ipu_pipeline.engine.tracing.specs import VariableSpec, initial_value
 from ipu_pipeline.engine.tracing.stage_lists import StageEntry, flatten_stages
 from ipu_pipeline.engine.tracing.traced import TracedPipeline
+from ipu_pipeline.engine.tracing.user_checks import UserChecks, find_failed, hands_out_checks
 from ipu_pipeline.engine.updates.accumulators import AccumulatorPlan, plan_accumulators
 from ipu_pipeline.engine.updates.cutting import Updates
 from ipu_pipeline.engine.updates.loss_weights import is_loss_weight, without_weights
@@ -658,7 +660,8 @@ class Pipeline:
         with self._building:
             if self._built is None:
                 around = contextvars.copy_context(), self.options.program_names.copy()
-                built = build(self._recipe, element, input_shapes, self._recompute, self._find_halved())
+                with jax.disable_jit(False):  # else JAX writes loops out while it traces
+                    built = build(self._recipe, element, input_shapes, self._recompute, self._find_halved())
                 self._built, self._programs, self._surroundings = built, built.programs, around
                 for number, named in enumerate(self.options.shapes):
                     check_like(named, element, f"shapes[{number}]", may_vary=True)
@@ -802,6 +805,11 @@ class Pipeline:
             )
         groups, schedule = make_groups(devices, self.device_mapping, number, each), self.options.schedule
         check_processes(groups)
+        if self.options.check_nans and groups[0].processes[1:]:
+            raise ValueError(
+                "check_nans needs all devices in one process; those given are of the processes "
+                f"{list(groups[0].processes)}."
+            )
         if isinstance(schedule, schedules.SearchedSchedule):
             check_one_process(groups)
         if self.options.execution_phases is not None and groups[0].processes[1:]:
@@ -1197,7 +1205,14 @@ class Pipeline:
         known = None if self._placed is None else self._placed()
         check_state("Pipeline.step", state, is_known=state is known)
         if isinstance(micro_batches, PlacedMicroBatches):
-            return self._step(state, micro_batches.taker(self.prepare(), every), inputs, num_micro_batches)
+            take_placed = micro_batches.taker(self.prepare(), every)
+            keeps = micro_batches.leaves is not None
+            if not keeps and (self._looks_for_nans or self._is_op_by_op):
+                raise ValueError(
+                    "micro_batches: they were placed before jax_debug_nans or jax_disable_jit was set. "
+                    "Call place_micro_batches again."
+                )
+            return self._step(state, take_placed, inputs, num_micro_batches, micro_batches.leaves)
         iterator = iter(check_elements("Pipeline.step", micro_batches))
         if self._built is None:
             try:
@@ -1234,14 +1249,19 @@ class Pipeline:
         """
         check_not_traced("Pipeline.place_micro_batches", micro_batches)
         runner, place = self.prepare(), self.place_element
-        elements: list[Any] = [
-            self._resolve(place(self.check_element(element, number)))
-            for number, element in enumerate(micro_batches)
-        ]
-        return PlacedMicroBatches(runner, len(elements), runner.place_ahead(elements))
+        leaves = [self.check_element(element, number) for number, element in enumerate(micro_batches)]
+        elements: list[Any] = [self._resolve(place(own)) for own in leaves]
+        keeps = self._looks_for_nans or self._is_op_by_op
+        kept = list(map(copy_leaves, leaves)) if keeps else None
+        return PlacedMicroBatches(runner, len(elements), runner.place_ahead(elements), kept)
 
     def _step(
-        self, state: PipelineState, take: Take, inputs: Sequence[Any], num_micro_batches: int | None
+        self,
+        state: PipelineState,
+        take: Take,
+        inputs: Sequence[Any],
+        num_micro_batches: int | None,
+        leaves: Sequence[Sequence[Any]] | None = None,
     ) -> tuple[PipelineState, StepOutputs]:
         _check_targets(self.traced, self.updates)
         if self.options.post_validation and self.updates is not None:
@@ -1252,7 +1272,7 @@ class Pipeline:
             )
         state = self.place(state)
         input_leaves = self.check_inputs(inputs)
-        progress = self._progress(state, take, inputs, input_leaves, num_micro_batches)
+        progress = self._progress(state, take, inputs, input_leaves, num_micro_batches, leaves)
         collects = self.options.collect_outputs
         unflatten = list if callable(collects) else self.traced.output_tree.unflatten if collects else None
         reader, reported = self.metrics, self.metrics.select(progress)
@@ -1266,52 +1286,56 @@ class Pipeline:
         inputs: Sequence[Any],
         input_leaves: Sequence[Any],
         num_micro_batches: int | None,
+        leaves: Sequence[Sequence[Any]] | None,
     ) -> Progress:
         """Runs a step, or computes it op by op where that is asked for, and looks for nans."""
-        kept: list[Element] = []
-
-        def recording(wanted: int) -> Sequence[Any]:
-            found = take(wanted)
-            kept.extend(found)
-            return found
-
-        has_nan_checks = self.options.check_nans or jax.config.jax_debug_nans
-        is_op_by_op = jax.config.jax_disable_jit
-        if not (has_nan_checks or is_op_by_op) or self.prepare().placement.has_peers:
+        has_nan_checks, is_op_by_op, runner = self._looks_for_nans, self._is_op_by_op, self.prepare()
+        may_raise = has_nan_checks or self._has_checks
+        if not (may_raise or is_op_by_op) or runner.placement.has_peers:
             return self._run_once(state, take, input_leaves, num_micro_batches)
+        replay = Replay(
+            runner,
+            self._find_alike,
+            state,
+            [],
+            input_leaves,
+            self.built.accumulator_dtypes,
+            self._has_identical_keys,
+            has_nan_checks,
+        )
         with jax.debug_nans(False), jax.disable_jit(False):
-            replay = Replay(
-                self.prepare(),
-                lambda leaves: self._find_alike(leaves),
-                state,
-                [],
-                input_leaves,
-                self.built.accumulator_dtypes,
-                self._has_identical_keys,
-                has_nan_checks,
-            )
             if is_op_by_op:
+                if self.uses_replicas:
+                    raise RuntimeError(
+                        "jax.disable_jit: stages compute with other replicas, which only run together. "
+                        "Leave it out, or debug with num_replicas=1."
+                    )
                 number = self.updated_every(num_micro_batches) * self._num_replicas
-                leaves = [one.leaves if one else () for one in gather(take, number, number)]
+                taken = gather(take, number, number) if leaves is None else []
                 call = self._make_caller(inputs, int(state.update_count))
-                progress = dataclasses.replace(replay, micro_batches=leaves, visit=call).run()
-                self._note(dataclasses.replace(progress, state=RunState(progress.state.pipeline, {})))
-                self._accumulators = None
-                return dataclasses.replace(
-                    progress, state=RunState(self.prepare().place_state(progress.state.pipeline), {})
-                )
+                progress = replay.on(leaves or _leaves_of(taken), call).run()
+                self._look_at_checks(progress)
+                self._accumulators = self._placed = None
+                placed = runner.place_state(progress.state.pipeline)
+                return dataclasses.replace(progress, state=RunState(placed, {}))
+            kept: list[Element] = []
+
+            def recording(wanted: int) -> Sequence[Any]:
+                found = take(wanted)
+                kept.extend(found)
+                return found
+
             own = copy_state(RunState(state, {})).pipeline if self.options.donate else state
             progress = self._run_once(own, recording, input_leaves, num_micro_batches)
-            found = find_nans(progress)
+            found = find_nans(progress) if has_nan_checks else ""
             if not found:
                 return progress
             self._accumulators = self._placed = None
-            leaves = [one.leaves if one else () for one in kept]
-            dataclasses.replace(replay, micro_batches=leaves).run()
-            raise FloatingPointError(
-                f"invalid value (nan) in {found} of a step. Computed op by op, the step has none: it is "
-                "due to how XLA joins operations."
-            )
+            why = "stages compute with other replicas, so the operation is not looked for"
+            if not self.uses_replicas:
+                replay.on(leaves or _leaves_of(kept)).run()
+                why = "computed op by op it has none, so this is due to how XLA joins operations"
+            raise FloatingPointError(f"invalid value (nan) in {found} of the step: {why}.")
 
     def _run_once(
         self, state: PipelineState, take: Take, input_leaves: Sequence[Any], num_micro_batches: int | None
@@ -1327,11 +1351,37 @@ class Pipeline:
         (progress,) = found
         return progress
 
+    def _look_at_checks(self, progress: Progress) -> None:
+        """Raises if a `checkify.check` of a stage has failed. Waits for them only if there are any."""
+        if self._has_checks:
+            error = find_failed(self.traced.enqueued, progress.enqueued, self._num_replicas)
+            if error is not None:
+                self._accumulators = self._placed = None
+                raise error
+
+    @property
+    def _has_checks(self) -> bool:
+        return hands_out_checks(self.traced.enqueued)
+
     def _find_alike(self, leaves: Sequence[Any]) -> Pipeline:
         """The pipeline for a micro-batch's shapes, from its leaves."""
         if self.options.max_shapes == 1:
             return self
-        return self.for_shapes(jax.tree.structure(self.traced.element).unflatten(leaves))
+        return self.for_shapes(self._element_tree.unflatten(leaves))
+
+    @property
+    def _looks_for_nans(self) -> bool:
+        config: Any = jax.config
+        return bool(self.options.check_nans or config.jax_debug_nans)
+
+    @property
+    def _is_op_by_op(self) -> bool:
+        config: Any = jax.config
+        return bool(config.jax_disable_jit)
+
+    @property
+    def _element_tree(self) -> Any:
+        return jax.tree.structure(self.traced.element)
 
     def _make_caller(self, inputs: Sequence[Any], update_count: int) -> StageCaller:
         assert self._surroundings is not None
@@ -1339,10 +1389,10 @@ class Pipeline:
             self._recipe.functions,
             self.options.loss,
             self._surroundings,
-            jax.tree.structure(self.traced.element),
+            self._element_tree,
             inputs,
             update_count,
-            self.prepare().placement.groups[0].devices[0],
+            self.prepare().homes[0].groups[0],
         )
 
     def _give(self, state: PipelineState) -> PipelineState:
@@ -1516,6 +1566,7 @@ class Pipeline:
 
         def settle(progress: Progress) -> PipelineState:
             progress = dataclasses.replace(self._verify(progress), num_ahead=num_taken)
+            self._look_at_checks(progress)
             on_update(progress, 1)
             return progress.state.pipeline
 
@@ -1541,6 +1592,7 @@ class Pipeline:
                 num_done = int(state.execution_count) - before
                 done += num_done
                 if progress.unverified is None:
+                    self._look_at_checks(progress)
                     on_update(dataclasses.replace(progress, num_ahead=supply.num_left), num_done)
                 else:
                     unverified = progress
@@ -1728,11 +1780,16 @@ def _chain(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
     yield from rest
 
 
+def _leaves_of(elements: Sequence[Any]) -> list[Sequence[Any]]:
+    """The leaves of micro-batches from a feed, or of those that stand for them without one."""
+    return [element.leaves if element else () for element in elements]
+
+
 def _check_targets(traced: TracedPipeline, updates: Updates | None) -> None:
-    """Raises if something is enqueued for another target than the metrics, which a step does not serve."""
+    """Raises if something is enqueued for another target than those that a step serves."""
     entries = (*traced.enqueued, *(() if updates is None else updates.enqueued))
     for entry in entries:
-        if not isinstance(entry.target, Metric):
+        if not isinstance(entry.target, Metric | UserChecks):
             raise ValueError(
                 f"Pipeline.step: something is enqueued to {entry.target!r}, which is for sessions. Return "
                 "the value from the last stage, or report it with engine.metric."

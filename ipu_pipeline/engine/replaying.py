@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ipu_pipeline.engine.devices.device_groups import DeviceGroup
+from ipu_pipeline.engine.devices.placing import put
 from ipu_pipeline.engine.execution.contract import Runner
 from ipu_pipeline.engine.jaxprs import FlatJaxpr, flatten
 from ipu_pipeline.engine.jaxprs.op_by_op import Evaluated, evaluate, find_nan, has_nan
@@ -31,6 +32,7 @@ from ipu_pipeline.engine.tracing.traced import Source, TracedPipeline
 from ipu_pipeline.engine.updates.accumulators import AccumulatorPlan, variable_of
 from ipu_pipeline.engine.updates.environment import UpdateCounts, UpdateEnvironment
 from ipu_pipeline.engine.updates.optimizer_tracing import UpdateKind
+from ipu_pipeline.ground.jax_compat import scope_names
 
 __all__ = ["Replay", "Visit", "find_nans"]
 
@@ -102,6 +104,12 @@ class Replay:
     has_nan_checks: bool = False  # whether a nan in a result of a micro-batch or update is an error
     visit: Callable[[Visit], None] | None = None  # called for each micro-batch before its programs
     _flat: dict[int, FlatJaxpr] = field(default_factory=dict)  # by the program's identity
+
+    def on(
+        self, micro_batches: Sequence[Sequence[Any]], visit: Callable[[Visit], None] | None = None
+    ) -> Replay:
+        """The replay of a step with some micro-batches, each its leaves."""
+        return dataclasses.replace(self, micro_batches=micro_batches, visit=visit)
 
     def run(self) -> Progress:
         """Computes the step.
@@ -212,8 +220,7 @@ class Replay:
                 made[binding] = _Made(stage, words, evaluated, arguments, place)
 
     def _put(self, values: Sequence[Any], stage: int) -> list[Any]:
-        placed: list[Any] = jax.device_put(list(values), self._groups[stage].replicated)
-        return placed
+        return put(values, self._groups[stage])
 
     def _evaluate(self, function: Callable[..., list[Any]], values: Sequence[Any]) -> Evaluated:
         flat = self._flat.get(id(function))
@@ -229,8 +236,10 @@ class Replay:
             own = made[binding]
             origin = find_nan(own.evaluated, own.evaluated.flat.outputs[own.place])
             if origin.equation is not None or origin.argument < 0:
-                place = f"{traced.stages[own.stage].place}, {own.words}, {where}"
-                return _make_error(origin.equation, place)
+                words = own.words
+                if origin.equation is not None and _is_of_backward(origin.equation):
+                    words = "backward"  # which the last stage does with its forward
+                return _make_error(origin.equation, f"{traced.stages[own.stage].place}, {words}, {where}")
             binding = own.arguments[origin.argument]
             if binding.kind is BindingKind.ACCUMULATOR:  # all later ones have it, too
                 break
@@ -268,8 +277,9 @@ class Replay:
         collecting = self.find(self.micro_batches[0]).collecting if self.micro_batches else None
         joined = [list(map(_stack, *some)) for some in _across([part.collected for part in parts])]
         if collecting is not None and collecting.is_summed and joined:
-            sums = [sum(values[1:], values[0]) for values in zip(*joined, strict=True)]
-            joined = [[s.astype(a.dtype) for s, a in zip(sums, collecting.avals, strict=True)]]
+            avals = collecting.avals
+            wide = [[v.astype(a.dtype) for v, a in zip(own, avals, strict=True)] for own in joined]
+            joined = [[sum(values[1:], values[0]) for values in zip(*wide, strict=True)]]
         handed = [list(map(_stack, *some)) for some in _across([part.enqueued for part in parts])]
         return Progress(
             runner.advance(state, variables, leaves, {}, every, every),
@@ -358,6 +368,10 @@ def _explain_update(
         if value.kind != UpdateKind.SENT:  # it was there before the update
             break
     return FloatingPointError(f"A nan came with {describe(value)} to the weight update of {of}.")
+
+
+def _is_of_backward(equation: Any) -> bool:
+    return any(name.startswith("transpose") for name in scope_names(equation))
 
 
 def _make_error(equation: Any, place: str) -> FloatingPointError:

@@ -105,9 +105,9 @@ def _look_inside(equation: Equation, given: Sequence[Any], place: int) -> Equati
         branches = parameters["branches"]
         number = min(max(int(given[0]), 0), len(branches) - 1)
         return _look_in_body(branches[number], given[1:], equation, place)
-    bodies = jex_core.jaxprs_in_params(parameters)
+    bodies: list[Any] = list(jex_core.jaxprs_in_params(parameters))
     for body in bodies:
-        closed = body if isinstance(body, jex_core.ClosedJaxpr) else jex_core.ClosedJaxpr(body, ())
+        closed = body if hasattr(body, "consts") else jex_core.ClosedJaxpr(body, ())
         if len(closed.jaxpr.invars) == len(given) and len(closed.jaxpr.outvars) == len(equation.outvars):
             return _look_in_body(closed, given, equation, place)
     return equation
