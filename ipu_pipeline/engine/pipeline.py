@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import functools
 import inspect
+import itertools
 import threading
 import warnings
 import weakref
@@ -49,6 +50,7 @@ from ipu_pipeline.engine.execution.program_times import time_shortest
 from ipu_pipeline.engine.execution.runner import ColumnRunner
 from ipu_pipeline.engine.execution.single_device.runner import BlockRunner
 from ipu_pipeline.engine.execution.watched import copy_state, rehearse
+from ipu_pipeline.engine.hanging import watching_step
 from ipu_pipeline.engine.inspect.describing import describe, find_shared_sends, find_update_sends
 from ipu_pipeline.engine.inspect.facts import PipelineDetails, Sent, select_fields
 from ipu_pipeline.engine.inspect.summary import PipelineSummary
@@ -1341,14 +1343,25 @@ class Pipeline:
         self, state: PipelineState, take: Take, input_leaves: Sequence[Any], num_micro_batches: int | None
     ) -> Progress:
         found: list[Progress] = []
-        self.run(
-            state,
-            take,
-            input_leaves,
-            lambda progress, _count: found.append(progress),
-            num_micro_batches=num_micro_batches,
-        )
-        (progress,) = found
+        numbers = itertools.count()
+        with watching_step(self.prepare().starting, self.traced) as step:
+
+            def taking(wanted: int) -> Sequence[Any]:
+                step.waits_for = f"micro-batch {next(numbers)} of the data"
+                taken = take(wanted)
+                step.waits_for = ""
+                return taken
+
+            self.run(
+                state,
+                taking,
+                input_leaves,
+                lambda progress, _count: found.append(progress),
+                num_micro_batches=num_micro_batches,
+            )
+            (progress,) = found
+            losses = [part.loss for part in progress.collected]
+            step.started(progress.state.pipeline.variables, losses)
         return progress
 
     def _look_at_checks(self, progress: Progress) -> None:

@@ -1,6 +1,8 @@
 """Faults in models: nans, checks of stages, steps op by op for a debugger, and steps in another mesh."""
 
 import dataclasses
+import logging
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,7 @@ import pytest
 from jax.experimental import checkify
 
 from ipu_pipeline import engine
-from ipu_pipeline.engine import reference
+from ipu_pipeline.engine import hanging, reference
 from tests.support import models
 
 W, V = np.full((3, 4), 0.5, "float32"), np.full((4, 1), 0.1, "float32")
@@ -246,3 +248,66 @@ def test_the_mesh_of_the_caller_does_not_matter(mapping):
         state, outputs = pipeline.step(state, batches(1, 2, 3))
         assert not jax.sharding.get_abstract_mesh().empty
         assert list(map(float, outputs.losses)) == list(map(float, wanted.losses))
+
+
+class Told(logging.Handler):
+    """Keeps the first warning, and then lets what hangs go on."""
+
+    def __init__(self, go_on):
+        super().__init__()
+        self.text, self.go_on = "", go_on
+
+    def emit(self, record):
+        self.text = self.text or record.getMessage()
+        self.go_on.set()
+
+
+def end_watch():
+    """Has the thread look at once whether there are steps, and end."""
+    hanging._woken.set()
+    if (thread := hanging._thread) is not None:
+        thread.join(60)
+    hanging._woken.clear()
+    assert hanging._thread is None
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """What is told of a step that hangs, after a moment in place of a minute."""
+    end_watch()
+    monkeypatch.setattr(hanging, "_SECONDS", 0.2)
+    handler = Told(threading.Event())
+    logger = logging.getLogger("ipu_pipeline")
+    logger.addHandler(handler)
+    yield handler
+    logger.removeHandler(handler)
+    end_watch()
+
+
+@BOTH
+def test_a_step_that_waits_for_its_data_says_so(told, mapping):
+    def data():
+        yield from batches(1, 1)
+        told.go_on.wait(60)  # the data
+        yield from batches(1)
+
+    pipeline = make(device_mapping=mapping)
+    pipeline.step(pipeline.init(jax.random.key(0), batches(1)[0]), data())
+    assert "The host waits for micro-batch 2 of the data." in told.text
+    assert f"Python is {line_of('# the data')} (thread MainThread)" in told.text
+
+
+def test_a_step_that_hangs_says_in_which_stage(told):
+    def wait(y):
+        if y[0, 0] == 7:
+            told.go_on.wait(60)  # the callback
+        return y
+
+    def hanging_stage(p, x, y):
+        return jnp.tanh(x @ p["w"]), jax.pure_callback(wait, jax.eval_shape(lambda: y), y)
+
+    pipeline = make((hanging_stage, last))
+    state, _outputs = pipeline.step(pipeline.init(jax.random.key(0), batches(1)[0]), batches(1, 7, 1))
+    jax.block_until_ready(state)
+    assert "The host starts stage 0 (hanging_stage), forward of micro-batch 1 of step 0, and" in told.text
+    assert f"Python is {line_of('# the callback')}" in told.text

@@ -34,6 +34,7 @@ __all__ = [
     "find_computing_line",
     "find_function",
     "find_line",
+    "find_line_of",
     "find_signature_fault",
     "is_of_library",
     "name_of",
@@ -150,6 +151,11 @@ def add_derivative_note(error: BaseException, place: str) -> None:
 def find_calling_line() -> str:
     """File, line and source text of the user's innermost call that leads here; "" if there is none."""
     return _user_line(traceback.walk_stack(inspect.currentframe()))
+
+
+def find_line_of(frame: Any) -> str:
+    """File, line and source text of the user's innermost call that a frame belongs to; "" if none."""
+    return _user_line(traceback.walk_stack(frame))
 
 
 def find_computing_line(value: Any) -> str:
