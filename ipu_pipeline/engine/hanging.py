@@ -16,8 +16,6 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
-
 from ipu_pipeline.engine import peers, progress
 from ipu_pipeline.engine.execution.starting import Starting
 from ipu_pipeline.engine.tracing.faults import find_line_of
@@ -64,18 +62,14 @@ class StepOnItsWay:
             lines.append(f"The host waits for {self.waits_for}.")
         elif variables is None:
             program = self._starting.describe(places) or f"the program of {', '.join(places)}"
-            lines.append(f"The host starts {program}, and cannot go on.")
+            lines.append(f"The host has not started all of it; the last it came to is {program}.")
         else:
             number = next((n for n, loss in enumerate(self._losses) if not _is_ready(loss)), None)
             if number is not None and len(self._losses) > 1:
-                lines.append(f"Losses have come up to, and without, number {number}.")
-            owners = {
-                self._traced.owners[name] for name, value in variables.items() if not _is_ready(value)
-            }
-            waiting = ", ".join(places[stage] for stage in sorted(owners))
-            lines.append(
-                f"All is started; the devices have yet to make variables of {waiting or 'no stage'}."
-            )
+                lines.append(f"The first loss that has not come is number {number}.")
+            late = [name for name, value in variables.items() if not _is_ready(value)]
+            waiting = ", ".join(places[n] for n in sorted({self._traced.owners[name] for name in late}))
+            lines.append(f"All is started. Variables that have not come are of: {waiting or 'no stage'}.")
         others = peers.current()
         if others is not None and others.waits_at is not None:
             lines.append(f"This process waits for others: {others.waits_at}.")
@@ -89,7 +83,7 @@ class StepOnItsWay:
 def _is_ready(reference: Any) -> bool:
     array = reference()
     try:
-        return array is None or not isinstance(array, jax.Array) or bool(array.is_ready())
+        return array is None or bool(array.is_ready())
     except RuntimeError:  # it was deleted: a later step has taken its memory
         return True
 
@@ -110,7 +104,7 @@ def watching_step(starting: Starting, traced: TracedPipeline) -> Iterator[StepOn
             _steps.popleft()
         if len(_steps) < _MOST:
             _steps.append(step)
-        if _thread is None:
+        if _thread is None or not _thread.is_alive():  # it does not go along with a fork
             _thread = threading.Thread(target=_look, name="ipu_pipeline step watch", daemon=True)
             _thread.start()
     try:

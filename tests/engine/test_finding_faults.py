@@ -309,5 +309,7 @@ def test_a_step_that_hangs_says_in_which_stage(told):
     pipeline = make((hanging_stage, last))
     state, _outputs = pipeline.step(pipeline.init(jax.random.key(0), batches(1)[0]), batches(1, 7, 1))
     jax.block_until_ready(state)
-    assert "The host starts stage 0 (hanging_stage), forward of micro-batch 1 of step 0, and" in told.text
+    assert (
+        "the last it came to is stage 0 (hanging_stage), forward of micro-batch 1 of step 0." in told.text
+    )
     assert f"Python is {line_of('# the callback')}" in told.text
