@@ -11,7 +11,6 @@ import copy
 import dataclasses
 import functools
 import inspect
-import itertools
 import threading
 import warnings
 import weakref
@@ -50,7 +49,7 @@ from ipu_pipeline.engine.execution.program_times import time_shortest
 from ipu_pipeline.engine.execution.runner import ColumnRunner
 from ipu_pipeline.engine.execution.single_device.runner import BlockRunner
 from ipu_pipeline.engine.execution.watched import copy_state, rehearse
-from ipu_pipeline.engine.hanging import watching_step
+from ipu_pipeline.engine.hanging import StepOnItsWay, watch
 from ipu_pipeline.engine.inspect.describing import describe, find_shared_sends, find_update_sends
 from ipu_pipeline.engine.inspect.facts import PipelineDetails, Sent, select_fields
 from ipu_pipeline.engine.inspect.summary import PipelineSummary
@@ -763,7 +762,6 @@ class Pipeline:
         self._others = {}
         self._compiler_options = self._plan_compiler_options()
 
-    @apart
     def prepare(self, devices: Sequence[Any] | None = None) -> Runner[Any]:
         """Returns the runner of the pipeline, made at the first call, which starts JAX's backend.
 
@@ -790,6 +788,7 @@ class Pipeline:
         """Has the next `prepare` make another runner."""
         self._runner = self._searched = self._shapes = None
 
+    @apart
     def _make_runner(self, devices: Sequence[Any] | None) -> Runner[Any]:
         if devices is None:
             devices = jax.devices() if self._devices is None else self._devices
@@ -1274,12 +1273,20 @@ class Pipeline:
             )
         state = self.place(state)
         input_leaves = self.check_inputs(inputs)
-        progress = self._progress(state, take, inputs, input_leaves, num_micro_batches, leaves)
+        step = StepOnItsWay(self.prepare().starting, self.traced, take)
+        watch(step)
+        try:
+            progress = self._progress(state, step.take, inputs, input_leaves, num_micro_batches, leaves)
+        except BaseException:
+            step.failed()
+            raise
         collects = self.options.collect_outputs
         unflatten = list if callable(collects) else self.traced.output_tree.unflatten if collects else None
         reader, reported = self.metrics, self.metrics.select(progress)
         outputs = StepOutputs(progress.collected, unflatten, lambda: reader.read(reported, 1))
-        return self._give(progress.state.pipeline), outputs
+        given = self._give(progress.state.pipeline)
+        step.started(given, outputs)
+        return given, outputs
 
     def _progress(
         self,
@@ -1343,25 +1350,14 @@ class Pipeline:
         self, state: PipelineState, take: Take, input_leaves: Sequence[Any], num_micro_batches: int | None
     ) -> Progress:
         found: list[Progress] = []
-        numbers = itertools.count()
-        with watching_step(self.prepare().starting, self.traced) as step:
-
-            def taking(wanted: int) -> Sequence[Any]:
-                step.waits_for = f"micro-batch {next(numbers)} of the data"
-                taken = take(wanted)
-                step.waits_for = ""
-                return taken
-
-            self.run(
-                state,
-                taking,
-                input_leaves,
-                lambda progress, _count: found.append(progress),
-                num_micro_batches=num_micro_batches,
-            )
-            (progress,) = found
-            losses = [part.loss for part in progress.collected]
-            step.started(progress.state.pipeline.variables, losses)
+        self.run(
+            state,
+            take,
+            input_leaves,
+            lambda progress, _count: found.append(progress),
+            num_micro_batches=num_micro_batches,
+        )
+        (progress,) = found
         return progress
 
     def _look_at_checks(self, progress: Progress) -> None:
