@@ -70,7 +70,7 @@ def describe(value: Any) -> str:
     leaves, tree = jax.tree.flatten(value)
     described = [_Bare(f"{leaf.dtype.name}{list(leaf.shape)}") for leaf in leaves]
     try:
-        return str(tree.unflatten(described))
+        return str(jax.tree.unflatten(tree, described))
     except Exception:  # a class that computes with its leaves, as the error of `checkify.checkify`
         return f"{type(value).__name__}({', '.join(described)})"
 

@@ -23,7 +23,7 @@ from ipu_pipeline.engine.tracing.faults import Faults, describe_arguments, find_
 from ipu_pipeline.engine.tracing.module_constants import check_modules
 from ipu_pipeline.engine.tracing.recomputation_marks import check_marks
 from ipu_pipeline.engine.tracing.traced import Source, TracedPipeline, TracedStage, share_variables
-from ipu_pipeline.engine.tracing.user_checks import has_checks, with_checks_handed_out
+from ipu_pipeline.engine.tracing.user_checks import with_checks_handed_out
 from ipu_pipeline.ground import jax_compat
 from ipu_pipeline.ground.shapes import describe
 
@@ -235,7 +235,7 @@ def _trace_stage(
     try:
         with jax_compat.fresh_trace():
             closed_jaxpr = jax.make_jaxpr(call)(*leaves)
-            if has_checks(closed_jaxpr) and frame.enqueued is not None:
+            if jax_compat.has_checks(closed_jaxpr) and frame.enqueued is not None:
                 closed_jaxpr = with_checks_handed_out(closed_jaxpr, frame)
     except Exception as error:
         faults.add(frame.place, error, frame.given)

@@ -12,14 +12,14 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import checkify
 from jax.extend import core as jex_core
 
 from ipu_pipeline.engine.state import Handed
 from ipu_pipeline.engine.tracing.enqueuing import enqueue, find_leaves
 from ipu_pipeline.engine.tracing.frames import Enqueued, Frame
+from ipu_pipeline.ground import jax_compat
 
-__all__ = ["UserChecks", "find_failed", "hands_out_checks", "has_checks", "with_checks_handed_out"]
+__all__ = ["UserChecks", "find_failed", "hands_out_checks", "with_checks_handed_out"]
 
 
 @dataclass(frozen=True)
@@ -29,14 +29,9 @@ class UserChecks:
     place: str
 
 
-def has_checks(closed_jaxpr: Any) -> bool:
-    """Whether a function called `checkify.check`."""
-    return any(type(effect).__name__ == "ErrorEffect" for effect in closed_jaxpr.effects)
-
-
 def with_checks_handed_out(closed_jaxpr: Any, frame: Frame) -> Any:
     """Makes a stage's jaxpr hand out the error of its checks for each micro-batch."""
-    checked = checkify.checkify(jex_core.jaxpr_as_fun(closed_jaxpr), errors=checkify.user_checks)
+    checked = jax_compat.with_errors_of_checks(jex_core.jaxpr_as_fun(closed_jaxpr))
 
     def call(*arguments: Any) -> list[Any]:
         error, results = checked(*arguments)
@@ -53,7 +48,7 @@ def hands_out_checks(entries: Sequence[Enqueued]) -> bool:
 
 def find_failed(
     entries: Sequence[Enqueued], handed: Sequence[Handed], num_replicas: int
-) -> checkify.JaxRuntimeError | None:
+) -> Exception | None:
     """Finds the first micro-batch of which a check failed. Waits for the checks.
 
     Args:
@@ -75,7 +70,7 @@ def find_failed(
             for row in zip(*leaves, strict=True):
                 message = entry.tree.unflatten(row).get()
                 if message is not None:
-                    return checkify.JaxRuntimeError(
+                    return jax_compat.make_check_error(
                         f"{message}\nThis happened in {entry.target.place}, micro-batch {number}."
                     )
                 number += 1
