@@ -113,7 +113,7 @@ def _is_devices(value: Any) -> bool:
 _RENAMED = frozenset({"forward_options", "backward_options", "update_options", "gradient_map"})
 _RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
-        "donate joins_assigned gathers_outputs collect_losses sum_collected post_validation",
+        "check_nans donate joins_assigned gathers_outputs collect_losses sum_collected post_validation",
         _is_boolean,
         "True or False",
     ),

@@ -23,7 +23,9 @@ import numpy as np
 
 from ipu_pipeline.engine import fingerprints, peers, schedules, watching
 from ipu_pipeline.engine.adopting import Adoption, adopt_optimizer_state, compare
+from ipu_pipeline.engine.apart import apart
 from ipu_pipeline.engine.building import Built, Recipe, build
+from ipu_pipeline.engine.calling import StageCaller
 from ipu_pipeline.engine.devices.compiler_options import CompilerOptions, check_compiles, plan_options
 from ipu_pipeline.engine.devices.device_groups import DeviceGroup, check_processes, make_groups
 from ipu_pipeline.engine.devices.feeds import (
@@ -32,6 +34,8 @@ from ipu_pipeline.engine.devices.feeds import (
     PlacedMicroBatches,
     Supply,
     Take,
+    copy_leaves,
+    gather,
     shapes_of,
     take_nothing,
 )
@@ -45,7 +49,8 @@ from ipu_pipeline.engine.execution.measured_costs import Measured, divide_last, 
 from ipu_pipeline.engine.execution.program_times import time_shortest
 from ipu_pipeline.engine.execution.runner import ColumnRunner
 from ipu_pipeline.engine.execution.single_device.runner import BlockRunner
-from ipu_pipeline.engine.execution.watched import rehearse
+from ipu_pipeline.engine.execution.watched import copy_state, rehearse
+from ipu_pipeline.engine.hanging import StepOnItsWay, watch
 from ipu_pipeline.engine.inspect.describing import describe, find_shared_sends, find_update_sends
 from ipu_pipeline.engine.inspect.facts import PipelineDetails, Sent, select_fields
 from ipu_pipeline.engine.inspect.summary import PipelineSummary
@@ -73,6 +78,7 @@ from ipu_pipeline.engine.programs.accumulation import Reduction
 from ipu_pipeline.engine.programs.collecting import Collecting
 from ipu_pipeline.engine.programs.recomputation import Recomputation
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms
+from ipu_pipeline.engine.replaying import Replay, find_nans
 from ipu_pipeline.engine.searched_timetables import (
     SearchedTimetables,
     check_one_process,
@@ -95,6 +101,7 @@ from ipu_pipeline.engine.tracing.specs import VariableSpec, initial_value
 from ipu_pipeline.engine.tracing.stage_lists import StageEntry, flatten_stages
 from ipu_pipeline.engine.tracing.surroundings import Surroundings
 from ipu_pipeline.engine.tracing.traced import TracedPipeline
+from ipu_pipeline.engine.tracing.user_checks import UserChecks, find_failed, hands_out_checks
 from ipu_pipeline.engine.updates.accumulators import AccumulatorPlan, plan_accumulators
 from ipu_pipeline.engine.updates.cutting import Updates
 from ipu_pipeline.engine.updates.loss_weights import is_loss_weight, without_weights
@@ -467,6 +474,7 @@ class Pipeline:
             [stage.whole_layers for stage in self.facts().stages],
         )
 
+    @apart
     def measure_costs(self) -> schedules.Costs:
         """What programs, transfers and updates take, in seconds; see `scenario`, which has the rest.
 
@@ -642,6 +650,7 @@ class Pipeline:
 
     # Building.
 
+    @apart
     def trace(self, micro_batch: Any, *inputs: Any) -> None:
         """Traces the stages and the optimizer and checks them. Does not start a JAX backend.
 
@@ -663,7 +672,8 @@ class Pipeline:
         with self._building:
             if self._built is None:
                 around = Surroundings.now(self.options.program_names)
-                built = build(self._recipe, element, input_shapes, self._recompute, self._find_halved())
+                with jax.disable_jit(False):  # else JAX writes loops out while it traces
+                    built = build(self._recipe, element, input_shapes, self._recompute, self._find_halved())
                 self._built, self._programs, self._surroundings = built, built.programs, around
                 self._trace_named()
                 return
@@ -796,6 +806,7 @@ class Pipeline:
         """Has the next `prepare` make another runner."""
         self._runner = self._searched = self._shapes = None
 
+    @apart
     def _make_runner(self, devices: Sequence[Any] | None) -> Runner[Any]:
         if devices is None:
             devices = jax.devices() if self._devices is None else self._devices
@@ -813,6 +824,11 @@ class Pipeline:
             )
         groups, schedule = make_groups(devices, self.device_mapping, number, each), self.options.schedule
         check_processes(groups)
+        if self.options.check_nans and groups[0].processes[1:]:
+            raise ValueError(
+                "check_nans needs all devices in one process; those given are of the processes "
+                f"{list(groups[0].processes)}."
+            )
         if isinstance(schedule, schedules.SearchedSchedule):
             check_one_process(groups)
         if self.options.execution_phases is not None and groups[0].processes[1:]:
@@ -1021,6 +1037,7 @@ class Pipeline:
         ]
         return all(number < len(devices) and devices[number] == known[number] for number in needed)
 
+    @apart
     @peers.one_thread("the initial state of a pipeline")
     def init(self, key: Any, micro_batch: Any, *inputs: Any) -> PipelineState:
         """Makes the state at the start of training.
@@ -1066,6 +1083,7 @@ class Pipeline:
             variables |= placement.place_variables({name: made})
         return variables
 
+    @apart
     def init_optimizer_state(
         self, variables: Mapping[str, Any], outputs: Sequence[Any] | None = None
     ) -> Any:
@@ -1089,6 +1107,7 @@ class Pipeline:
         placed = placement.place_variables(variables)
         return updates.state_tree.unflatten(placement.init_optimizer_state(placed, outputs))
 
+    @apart
     def parameters(self, state: PipelineState) -> list[Any]:
         """The parameters of the stages as pytrees, in a list like that of the stages.
 
@@ -1106,6 +1125,7 @@ class Pipeline:
         check_state("Pipeline.parameters", state, may_be_traced=True)
         return self._parameters.read(state.variables)
 
+    @apart
     def with_parameters(self, state: PipelineState, parameters: Sequence[Any]) -> PipelineState:
         """Replaces the values of parameters in a state. The rest stays, including the optimizer's state.
 
@@ -1125,6 +1145,7 @@ class Pipeline:
         return dataclasses.replace(state, variables=variables)
 
     @peers.one_thread("taking the state of another pipeline")
+    @apart
     def adopt(self, state: PipelineState) -> tuple[PipelineState, Adoption]:
         """Makes a state of this pipeline of another one's, which may lack variables, or have others.
 
@@ -1174,6 +1195,7 @@ class Pipeline:
     # Running.
 
     @peers.one_thread("a step of a pipeline")
+    @apart
     def step(
         self,
         state: PipelineState,
@@ -1205,7 +1227,14 @@ class Pipeline:
         known = None if self._placed is None else self._placed()
         check_state("Pipeline.step", state, is_known=state is known)
         if isinstance(micro_batches, PlacedMicroBatches):
-            return self._step(state, micro_batches.taker(self.prepare(), every), inputs, num_micro_batches)
+            take_placed = micro_batches.taker(self.prepare(), every)
+            keeps = micro_batches.leaves is not None
+            if not keeps and (self._looks_for_nans or self._is_op_by_op):
+                raise ValueError(
+                    "micro_batches: they were placed before jax_debug_nans or jax_disable_jit was set. "
+                    "Call place_micro_batches again."
+                )
+            return self._step(state, take_placed, inputs, num_micro_batches, micro_batches.leaves)
         iterator = iter(check_elements("Pipeline.step", micro_batches))
         if self._built is None:
             try:
@@ -1228,6 +1257,7 @@ class Pipeline:
         has_feed = bool(jax.tree.leaves(self.traced.element))
         return self._step(state, take if has_feed else take_nothing, inputs, num_micro_batches)
 
+    @apart
     def place_micro_batches(self, micro_batches: Sequence[Any]) -> PlacedMicroBatches:
         """Puts the micro-batches of a step on the devices that read them, for one or several `step`s.
 
@@ -1242,14 +1272,19 @@ class Pipeline:
         """
         check_not_traced("Pipeline.place_micro_batches", micro_batches)
         runner, place = self.prepare(), self.place_element
-        elements: list[Any] = [
-            self._resolve(place(self.check_element(element, number)))
-            for number, element in enumerate(micro_batches)
-        ]
-        return PlacedMicroBatches(runner, len(elements), runner.place_ahead(elements))
+        leaves = [self.check_element(element, number) for number, element in enumerate(micro_batches)]
+        elements: list[Any] = [self._resolve(place(own)) for own in leaves]
+        keeps = self._looks_for_nans or self._is_op_by_op
+        kept = list(map(copy_leaves, leaves)) if keeps else None
+        return PlacedMicroBatches(runner, len(elements), runner.place_ahead(elements), kept)
 
     def _step(
-        self, state: PipelineState, take: Take, inputs: Sequence[Any], num_micro_batches: int | None
+        self,
+        state: PipelineState,
+        take: Take,
+        inputs: Sequence[Any],
+        num_micro_batches: int | None,
+        leaves: Sequence[Sequence[Any]] | None = None,
     ) -> tuple[PipelineState, StepOutputs]:
         _check_targets(self.traced, self.updates)
         if self.options.post_validation and self.updates is not None:
@@ -1260,6 +1295,82 @@ class Pipeline:
             )
         state = self.place(state)
         input_leaves = self.check_inputs(inputs)
+        step = StepOnItsWay(self.prepare().starting, self.traced, take)
+        watch(step)
+        try:
+            progress = self._progress(state, step.take, inputs, input_leaves, num_micro_batches, leaves)
+        except BaseException:
+            step.failed()
+            raise
+        collects = self.options.collect_outputs
+        unflatten = list if callable(collects) else self.traced.output_tree.unflatten if collects else None
+        reader, reported = self.metrics, self.metrics.select(progress)
+        outputs = StepOutputs(progress.collected, unflatten, lambda: reader.read(reported, 1))
+        given = self._give(progress.state.pipeline)
+        step.started(given, outputs)
+        return given, outputs
+
+    def _progress(
+        self,
+        state: PipelineState,
+        take: Take,
+        inputs: Sequence[Any],
+        input_leaves: Sequence[Any],
+        num_micro_batches: int | None,
+        leaves: Sequence[Sequence[Any]] | None,
+    ) -> Progress:
+        """Runs a step, or computes it op by op where that is asked for, and looks for nans."""
+        has_nan_checks, is_op_by_op, runner = self._looks_for_nans, self._is_op_by_op, self.prepare()
+        may_raise = has_nan_checks or self._has_checks
+        if not (may_raise or is_op_by_op) or runner.placement.has_peers:
+            return self._run_once(state, take, input_leaves, num_micro_batches)
+        replay = Replay(
+            runner,
+            self._find_alike,
+            state,
+            [],
+            input_leaves,
+            self.built.accumulator_dtypes,
+            self._has_identical_keys,
+            has_nan_checks,
+        )
+        with jax.debug_nans(False), jax.disable_jit(False):
+            if is_op_by_op:
+                if self.uses_replicas:
+                    raise RuntimeError(
+                        "jax.disable_jit: stages compute with other replicas, which only run together. "
+                        "Leave it out, or debug with num_replicas=1."
+                    )
+                number = self.updated_every(num_micro_batches) * self._num_replicas
+                taken = gather(take, number, number) if leaves is None else []
+                call = self._make_caller(inputs, int(state.update_count))
+                progress = replay.on(leaves or _leaves_of(taken), call).run()
+                self._look_at_checks(progress)
+                self._accumulators = self._placed = None
+                placed = runner.place_state(progress.state.pipeline)
+                return dataclasses.replace(progress, state=RunState(placed, {}))
+            kept: list[Element] = []
+
+            def recording(wanted: int) -> Sequence[Any]:
+                found = take(wanted)
+                kept.extend(found)
+                return found
+
+            own = copy_state(RunState(state, {})).pipeline if self.options.donate else state
+            progress = self._run_once(own, recording, input_leaves, num_micro_batches)
+            found = find_nans(progress) if has_nan_checks else ""
+            if not found:
+                return progress
+            self._accumulators = self._placed = None
+            why = "stages compute with other replicas, so the operation is not looked for"
+            if not self.uses_replicas:
+                replay.on(leaves or _leaves_of(kept)).run()
+                why = "computed op by op it has none, so this is due to how XLA joins operations"
+            raise FloatingPointError(f"invalid value (nan) in {found} of the step: {why}.")
+
+    def _run_once(
+        self, state: PipelineState, take: Take, input_leaves: Sequence[Any], num_micro_batches: int | None
+    ) -> Progress:
         found: list[Progress] = []
         self.run(
             state,
@@ -1269,11 +1380,51 @@ class Pipeline:
             num_micro_batches=num_micro_batches,
         )
         (progress,) = found
-        collects = self.options.collect_outputs
-        unflatten = list if callable(collects) else self.traced.output_tree.unflatten if collects else None
-        reader, reported = self.metrics, self.metrics.select(progress)
-        outputs = StepOutputs(progress.collected, unflatten, lambda: reader.read(reported, 1))
-        return self._give(progress.state.pipeline), outputs
+        return progress
+
+    def _look_at_checks(self, progress: Progress) -> None:
+        """Raises if a `checkify.check` of a stage has failed. Waits for them only if there are any."""
+        if self._has_checks:
+            error = find_failed(self.traced.enqueued, progress.enqueued, self._num_replicas)
+            if error is not None:
+                self._accumulators = self._placed = None
+                raise error
+
+    @property
+    def _has_checks(self) -> bool:
+        return hands_out_checks(self.traced.enqueued)
+
+    def _find_alike(self, leaves: Sequence[Any]) -> Pipeline:
+        """The pipeline for a micro-batch's shapes, from its leaves."""
+        if self.options.max_shapes == 1:
+            return self
+        return self.for_shapes(self._element_tree.unflatten(leaves))
+
+    @property
+    def _looks_for_nans(self) -> bool:
+        config: Any = jax.config
+        return bool(self.options.check_nans or config.jax_debug_nans)
+
+    @property
+    def _is_op_by_op(self) -> bool:
+        config: Any = jax.config
+        return bool(config.jax_disable_jit)
+
+    @property
+    def _element_tree(self) -> Any:
+        return jax.tree.structure(self.traced.element)
+
+    def _make_caller(self, inputs: Sequence[Any], update_count: int) -> StageCaller:
+        assert self._surroundings is not None
+        return StageCaller(
+            self._recipe.functions,
+            self.options.loss,
+            self._surroundings,
+            self._element_tree,
+            inputs,
+            update_count,
+            self.prepare().homes[0].groups[0],
+        )
 
     def _give(self, state: PipelineState) -> PipelineState:
         """The state after a step without what users need not see, the variables that count weights."""
@@ -1361,6 +1512,7 @@ class Pipeline:
         check_positive("num_micro_batches", count)
         return int(count) * self.num_serialized
 
+    @apart
     def compile(self, state: PipelineState, num_updates: int = 1) -> None:
         """Compiles what steps run, before the first one. Runs nothing, and leaves the state as it is.
 
@@ -1397,6 +1549,7 @@ class Pipeline:
         for runner in self._shapes.runners[1:]:
             runner.compile(state, request)
 
+    @apart
     def run(
         self,
         state: PipelineState,
@@ -1447,6 +1600,7 @@ class Pipeline:
 
         def settle(progress: Progress) -> PipelineState:
             progress = dataclasses.replace(self._verify(progress), num_ahead=num_taken)
+            self._look_at_checks(progress)
             on_update(progress, 1)
             return progress.state.pipeline
 
@@ -1472,6 +1626,7 @@ class Pipeline:
                 num_done = int(state.execution_count) - before
                 done += num_done
                 if progress.unverified is None:
+                    self._look_at_checks(progress)
                     on_update(dataclasses.replace(progress, num_ahead=supply.num_left), num_done)
                 else:
                     unverified = progress
@@ -1498,6 +1653,7 @@ class Pipeline:
         self._accumulators = progress.state.accumulators
         self._placed = _Placed(progress.state.pipeline)
 
+    @apart
     def accumulate(
         self,
         state: PipelineState,
@@ -1536,6 +1692,7 @@ class Pipeline:
             pending: Pending = runner.fetch(RunState(state, accumulators), request, take)
         return pending
 
+    @apart
     def update(self, state: PipelineState, pending: Pending, may_guess: bool = False) -> Progress:
         """Does the second part of `step`. With `donate` it destroys the old state.
 
@@ -1554,6 +1711,7 @@ class Pipeline:
         self._note(progress)
         return progress
 
+    @apart
     def place(self, state: PipelineState) -> PipelineState:
         """Puts the leaves of a state on the devices of their stages.
 
@@ -1656,11 +1814,16 @@ def _chain(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
     yield from rest
 
 
+def _leaves_of(elements: Sequence[Any]) -> list[Sequence[Any]]:
+    """The leaves of micro-batches from a feed, or of those that stand for them without one."""
+    return [element.leaves if element else () for element in elements]
+
+
 def _check_targets(traced: TracedPipeline, updates: Updates | None) -> None:
-    """Raises if something is enqueued for another target than the metrics, which a step does not serve."""
+    """Raises if something is enqueued for another target than those that a step serves."""
     entries = (*traced.enqueued, *(() if updates is None else updates.enqueued))
     for entry in entries:
-        if not isinstance(entry.target, Metric):
+        if not isinstance(entry.target, Metric | UserChecks):
             raise ValueError(
                 f"Pipeline.step: something is enqueued to {entry.target!r}, which is for sessions. Return "
                 "the value from the last stage, or report it with engine.metric."

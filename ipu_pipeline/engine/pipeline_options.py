@@ -61,6 +61,9 @@ class PipelineOptions:
       devices: the JAX device of each IPU; by default the first of `jax.devices()`.
       reduction: "sum", "mean" or "running_mean" of the gradients over the micro-batches.
       donate: whether `step` may destroy the state that it is given. False makes it a pure function.
+      check_nans: whether each step is waited for, and a nan in its results is a FloatingPointError that
+        names the operation, its line, the stage and the micro-batch; the state stays as it was. JAX's
+        `jax_debug_nans` does the same.
       trained: full names of the variables to train, or a function that returns them once the
         stages have been traced; None: all trainable ones.
       program_names: the names of the program that the pipeline is part of; by default its own.
@@ -157,6 +160,7 @@ class PipelineOptions:
     tensor_parallel: TensorParallel | None = None
     collect_outputs: bool | Callable[[Any], Sequence[bool]] = True
     collect_losses: bool = True
+    check_nans: bool = False
     sum_collected: bool = False
     sum_dtype: Any = None
     block_bytes: int = 64 * 2**20

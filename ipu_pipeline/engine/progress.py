@@ -22,7 +22,7 @@ from typing import Any
 from ipu_pipeline.engine import peers, watching
 from ipu_pipeline.ground import jax_compat
 
-__all__ = ["Compilation", "between_bars", "compiling", "is_shown_on", "watched_by"]
+__all__ = ["Compilation", "between_bars", "compiling", "is_compiling", "is_shown_on", "watched_by"]
 
 _DELAY = 0.3  # seconds; what compiles in less shows nothing
 _INTERVAL = 0.1  # seconds between changes of the line
@@ -139,6 +139,14 @@ def _count(number: int) -> str:
     return f"{number} program{'' if number == 1 else 's'}"
 
 
+_on_their_way: set[Compilation] = set()
+
+
+def is_compiling() -> bool:
+    """Whether programs are being compiled, in any thread."""
+    return bool(_on_their_way)
+
+
 @contextlib.contextmanager
 def compiling(total: int, note: str = "") -> Iterator[Compilation]:
     """Surrounds the compilation of programs. Within another such block, it counts with that one.
@@ -157,6 +165,7 @@ def compiling(total: int, note: str = "") -> Iterator[Compilation]:
     observer = _observer.get()
     compilation = Compilation(total, observer, note)
     token = _current.set(compilation)
+    _on_their_way.add(compilation)
     try:
         with peers.occupied("compiling"), watching.spanning("compiling"):
             if observer is None and is_shown_on(sys.stderr):
@@ -165,6 +174,7 @@ def compiling(total: int, note: str = "") -> Iterator[Compilation]:
             else:
                 yield compilation
     finally:
+        _on_their_way.discard(compilation)
         _current.reset(token)
     compilation.log()
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import jax
 
+from ipu_pipeline.engine.apart import apart
+
 __all__ = [
     "Collected",
     "Handed",
@@ -194,6 +196,7 @@ class Progress:
     num_ahead: int = 0
 
 
+@apart
 def _unstack(stack: Any, size: int) -> list[Any]:
     # The whole stack, whose length does not depend on the number of micro-batches, so it compiles once.
     return list(stack)[:size]

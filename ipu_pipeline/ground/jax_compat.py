@@ -39,6 +39,7 @@ __all__ = [
     "find_persistent_cache",
     "fresh_trace",
     "functions_of",
+    "has_checks",
     "is_device_array",
     "is_outside_of_traces",
     "is_traced",
@@ -46,6 +47,7 @@ __all__ = [
     "lines_of",
     "lower_by_axis",
     "make_array",
+    "make_check_error",
     "make_copy",
     "make_own_transpose",
     "make_send",
@@ -54,6 +56,7 @@ __all__ = [
     "reset_persistent_cache",
     "scope_names",
     "shaped_array",
+    "with_errors_of_checks",
     "within_scopes",
     "write_executable",
 ]
@@ -354,6 +357,31 @@ def discharge(closed_jaxpr: Any) -> Any:
 # Primitives without derivatives.
 
 _derivatives = find("jax.interpreters.ad:primitive_jvps")
+
+
+_checkify = find("jax.experimental.checkify:checkify")
+_user_checks = find("jax.experimental.checkify:user_checks")
+_check_error = find("jax.experimental.checkify:JaxRuntimeError")
+
+
+def has_checks(closed_jaxpr: Any) -> bool:
+    """Whether a jaxpr has a `checkify.check` that `with_errors_of_checks` can turn into a result."""
+    effects = {type(effect).__name__ for effect in closed_jaxpr.effects}
+    return None not in (_checkify, _user_checks, _check_error) and "ErrorEffect" in effects
+
+
+def with_errors_of_checks(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a function return the error of its checks, a pytree, and what it returned."""
+    assert _checkify is not None
+    checked: Callable[..., Any] = _checkify(function, errors=_user_checks)
+    return checked
+
+
+def make_check_error(message: str) -> Exception:
+    """The error that JAX raises for a check."""
+    assert _check_error is not None
+    error: Exception = _check_error(message)
+    return error
 
 
 def end_derivatives(primitive: Any) -> None:

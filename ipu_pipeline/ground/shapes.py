@@ -67,7 +67,12 @@ class _Bare(str):
 
 def describe(value: Any) -> str:
     """Describes shapes and dtypes of a pytree for errors, for example `{'x': float32[4, 12]}`."""
-    return str(jax.tree.map(lambda leaf: _Bare(f"{leaf.dtype.name}{list(leaf.shape)}"), value))
+    leaves, tree = jax.tree.flatten(value)
+    described = [_Bare(f"{leaf.dtype.name}{list(leaf.shape)}") for leaf in leaves]
+    try:
+        return str(jax.tree.unflatten(tree, described))
+    except Exception:  # a class that computes with its leaves, as the error of `checkify.checkify`
+        return f"{type(value).__name__}({', '.join(described)})"
 
 
 def describe_structure(tree: Any) -> str:

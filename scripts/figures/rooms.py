@@ -41,7 +41,7 @@ FLOORS = (
     _folder("graphcore"),
     _beside(
         "engine: ground",
-        "engine.state engine.state_checks engine.progress engine.watching engine.peers",
+        "engine.apart engine.state engine.state_checks engine.progress engine.watching engine.peers",
         "State, progress, who watches, other processes",
     ),
     _folder("engine/jaxprs"),
@@ -57,6 +57,7 @@ FLOORS = (
     _beside(
         "engine: roof",
         "engine.option_checks engine.pipeline_options engine.building engine.fingerprints "
+        "engine.hanging engine.replaying engine.calling "
         "engine.micro_batch_shapes engine.pipeline engine.loop "
         "engine.segments engine.measuring engine.searched_timetables engine.automatic_splits "
         "engine.adopting engine.resplitting "

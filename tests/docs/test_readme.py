@@ -102,6 +102,7 @@ PAGES = [
     "tensor_parallel.md",
     "splits.md",
     "lengths.md",
+    "faults.md",
 ]
 # Blocks that are parts of programs, or say what a program of one's own would do.
 NOT_RUN = {"memory.md": 1, "profiling.md": 1, "schedules.md": 3}

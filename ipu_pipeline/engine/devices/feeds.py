@@ -203,8 +203,15 @@ def _stack(*parts: Any) -> Any:
 class PlacedMicroBatches:
     """The micro-batches of a step on the devices of a pipeline."""
 
-    def __init__(self, runner: Any, number: int, elements: Sequence[Any]) -> None:
-        """Made by `Pipeline.place_micro_batches`."""
+    def __init__(
+        self,
+        runner: Any,
+        number: int,
+        elements: Sequence[Any],
+        leaves: Sequence[Sequence[Any]] | None = None,
+    ) -> None:
+        """Made by `Pipeline.place_micro_batches`. `leaves` are kept where faults are looked for."""
+        self.leaves = leaves
         self._runner = runner
         self._number = number
         self._elements = elements

@@ -251,6 +251,8 @@ class Column:
         prepared, inputs = self.prepare(state, request.inputs)
         outputs = Outputs(self._wanted, num_chunks, inputs, taken)
         run = self.run_of(reading, state, prepared, outputs, next_chunk, request.iteration, step)
+        run.starting = runner.starting
+        run.starting.begin(step, request.iteration, self._chunk.size)
         run.log = action_log.current() if self.placement.has_peers else None
         return run
 

@@ -20,6 +20,7 @@ from ipu_pipeline.engine import jaxprs
 from ipu_pipeline.engine.devices.feeds import Take
 from ipu_pipeline.engine.devices.state_placement import StatePlacement
 from ipu_pipeline.engine.execution.kept import KeptPrograms
+from ipu_pipeline.engine.execution.starting import Starting
 from ipu_pipeline.engine.planning.memory import find_fed, plan_ipus
 from ipu_pipeline.engine.planning.memory_plans import Brought, IpuMemory, StageMemory
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms
@@ -92,6 +93,7 @@ class Runner(abc.ABC, Generic[PendingT]):
       needs_outputs: whether the optimizer's state at the start depends on the last stage's outputs.
       has_callbacks: whether a program calls back into Python.
       has_run: whether `run` has been called.
+      starting: the program that it starts, or started last; none where there is one program only.
       waits_for_python: whether `run` may wait for Python that its programs call back into. Then it leaves
         the memory of variables and optimizer state alone.
       kept: has compiled programs of earlier pipelines; None if they are not kept.
@@ -122,6 +124,7 @@ class Runner(abc.ABC, Generic[PendingT]):
         self.temporary_bytes: dict[int, int] = {}
         self.residual_bytes: dict[int, int] = {}
         self.has_run = False
+        self.starting = Starting()
         self.of_shapes: list[Any] = [self]
         stages, updates = placement.traced.stages, placement.updates
         self.assigned = frozenset(spec.name for stage in stages for spec in stage.assigned)

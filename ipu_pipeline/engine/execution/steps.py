@@ -32,6 +32,7 @@ from ipu_pipeline.engine.devices.state_placement import StatePlacement
 from ipu_pipeline.engine.devices.underway import Underway
 from ipu_pipeline.engine.execution.outputs import Accumulated, Outputs
 from ipu_pipeline.engine.execution.plans import Plan
+from ipu_pipeline.engine.execution.starting import Starting
 from ipu_pipeline.engine.execution.templates import Send, Template
 from ipu_pipeline.engine.programs.bindings import BindingKind
 from ipu_pipeline.engine.programs.stage_programs import ValueKind
@@ -215,6 +216,7 @@ class ColumnRun:
     phase: PhaseRun | None  # the execution phase that runs now; None without phases
     enqueued: list[list[Any]]  # by the number of the leaf, for each micro-batch or chunk
     stored: Mapping[str, Any]  # variables in host memory, by full name
+    starting: Starting = field(default_factory=Starting)  # notes the program that is being started
     # the log of what this process starts, if there is one
     log: ActionLog | None = None
     slots: dict[int, list[Any]] = field(default_factory=dict)  # by number of the micro-batch or chunk
@@ -385,6 +387,8 @@ class Compute:
         """Starts the programs one after another."""
         # Each keyword of a call takes a fiftieth of the library's time for a program.
         for column, own in zip(run.columns, self.dispatches):  # noqa: B905
+            starting = column.starting
+            starting.template, starting.chunk = own.template, chunk
             own.take(column, chunk, column.reading.launch(own.template, own.bind(column, chunk), chunk))
 
 

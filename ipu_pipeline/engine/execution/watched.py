@@ -29,6 +29,7 @@ from ipu_pipeline.engine.watching import Launch, LaunchKind, Watcher
 __all__ = [
     "Counting",
     "WatchedDevices",
+    "copy_state",
     "launch_of",
     "rehearse",
     "watched_feed",
@@ -112,7 +113,7 @@ def rehearse(watcher: Watcher, runner: Runner[Any], state: RunState, request: Re
             return [runner.place_element(zeros) if zeros else () for _number in range(wanted)]
 
         with contextlib.suppress(Exception):  # such as jax_debug_nans, or too little memory
-            copied = _copy(state)
+            copied = copy_state(state)
             progress = runner.run(copied, runner.fetch(copied, request, take))
             after = progress.state
             jax.block_until_ready(
@@ -120,7 +121,8 @@ def rehearse(watcher: Watcher, runner: Runner[Any], state: RunState, request: Re
             )
 
 
-def _copy(state: RunState) -> RunState:
+def copy_state(state: RunState) -> RunState:
+    """Copies a state's arrays, where they are."""
     pipeline = state.pipeline
     leaves, tree = jax.tree.flatten((pipeline.variables, pipeline.optimizer_state, state.accumulators))
     copies = jax.device_put(leaves, [leaf.sharding for leaf in leaves], may_alias=False)

@@ -21,6 +21,11 @@ def _update_count_abstract() -> Any:
     return count_aval()
 
 
+@update_count_p.def_impl  # type: ignore[untyped-decorator]
+def _update_count_value() -> Any:
+    return frames.current_values("update_count").update_count
+
+
 def count_aval() -> Any:
     """Shape and dtype of a count."""
     return jax_compat.shaped_array((), np.dtype(np.int32))

@@ -33,6 +33,8 @@ __all__ = [
     "find_calling_line",
     "find_computing_line",
     "find_function",
+    "find_line",
+    "find_line_of",
     "find_signature_fault",
     "is_of_library",
     "name_of",
@@ -151,6 +153,11 @@ def find_calling_line() -> str:
     return _user_line(traceback.walk_stack(inspect.currentframe()))
 
 
+def find_line_of(frame: Any) -> str:
+    """File, line and source text of the user's innermost call that a frame belongs to; "" if none."""
+    return _user_line(traceback.walk_stack(frame))
+
+
 def find_computing_line(value: Any) -> str:
     """File, line and source text that computed a traced value; "" if not known."""
     for name, line_number in jax_compat.lines_of(value):
@@ -164,6 +171,14 @@ def find_function(equation: Any) -> str:
     for name, line_number, function in jax_compat.functions_of(equation):
         if _is_users(name):
             return f"{function.rpartition('.')[2]}:{line_number}"
+    return ""
+
+
+def find_line(equation: Any) -> str:
+    """File, line and source text of the user's that made an equation; "" if not known."""
+    for name, line_number, _function in jax_compat.functions_of(equation):
+        if _is_users(name):
+            return _describe_line(name, line_number)
     return ""
 
 

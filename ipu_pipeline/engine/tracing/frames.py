@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,9 @@ __all__ = [
     "InsideOfBodyError",
     "OutsideOfBodyError",
     "ProgramNames",
+    "Values",
     "current_frame",
+    "current_values",
     "find_frame",
     "frame",
     "has_update_count",
@@ -152,6 +154,15 @@ class Enqueued:
 
 
 @dataclass(frozen=True, eq=False)
+class Values:
+    """What a function that is called op by op gets where a traced one leaves markers."""
+
+    variables: Mapping[str, Any]  # full name -> value
+    key: Any  # the micro-batch's random key
+    update_count: Any  # the number of weight updates so far, int32
+
+
+@dataclass(frozen=True, eq=False)
 class Frame:
     """One function being traced. What traces another kind of function has a frame of its own (`loops`)."""
 
@@ -165,6 +176,7 @@ class Frame:
     enqueued: list[Enqueued] | None = None
     # whether the function was traced before, and what it enqueues was recorded then
     is_traced_again: bool = False
+    values: Values | None = None  # what it asks for, where it is called op by op; None: it is traced
 
     @property
     def has_metrics(self) -> bool:
@@ -216,6 +228,13 @@ def current_frame(wanted_by: str) -> Frame:
             "function that is given to ipu_compiler.compile."
         )
     return current
+
+
+def current_values(wanted_by: str) -> Values:
+    """The values for the function that is called op by op; raises like `current_frame`."""
+    values = current_frame(wanted_by).values
+    assert values is not None, "a marker was evaluated in a function that is traced"
+    return values
 
 
 def program_names(wanted_by: str) -> ProgramNames:

@@ -37,6 +37,12 @@ def _key_abstract(*, serial: int) -> Any:
     return key_aval()
 
 
+@micro_batch_key_p.def_impl  # type: ignore[untyped-decorator]
+def _key_value(*, serial: int) -> Any:
+    del serial
+    return frames.current_values("next_rng_key").key
+
+
 def next_rng_key() -> jax.Array:
     """A fresh random key for the stage being traced: a different one for every call and micro-batch.
 

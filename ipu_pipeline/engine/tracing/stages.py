@@ -23,6 +23,7 @@ from ipu_pipeline.engine.tracing.faults import Faults, describe_arguments, find_
 from ipu_pipeline.engine.tracing.module_constants import check_modules
 from ipu_pipeline.engine.tracing.recomputation_marks import check_marks
 from ipu_pipeline.engine.tracing.traced import Source, TracedPipeline, TracedStage, share_variables
+from ipu_pipeline.engine.tracing.user_checks import with_checks_handed_out
 from ipu_pipeline.ground import jax_compat
 from ipu_pipeline.ground.shapes import describe
 
@@ -30,6 +31,8 @@ __all__ = [
     "StageFunction",
     "as_arguments",
     "check_signature",
+    "concatenate",
+    "name_places",
     "trace",
 ]
 
@@ -97,7 +100,7 @@ def trace(
     levels: list[int] = []
     results: list[Any] = []
     enqueued: list[frames.Enqueued] = []
-    all_places = _places(functions)
+    all_places = name_places(functions)
     for level, (parallel, places) in enumerate(zip(functions, all_places, strict=True)):
         results = []  # per stage of the level, its results, with the sources as leaves
         arguments = jax.tree.map(avals.__getitem__, sources)
@@ -138,7 +141,7 @@ def trace(
                     faults.add_known(place, find_signature_fault(function, place))
             raise faults.as_error()
         try:
-            sources = _concatenate([as_arguments(result) for result in results], places)
+            sources = concatenate([as_arguments(result) for result in results], places)
         except TypeError as error:
             faults.add(places[0], error)
             raise faults.as_error() from None
@@ -164,13 +167,13 @@ def trace(
     )
 
 
-def _places(functions: Sequence[Sequence[StageFunction]]) -> list[list[str]]:
+def name_places(functions: Sequence[Sequence[StageFunction]]) -> list[list[str]]:
     """What errors call the stages, level by level."""
     numbers = itertools.count()
     return [[f"stage {next(numbers)} ({name_of(f)})" for f in parallel] for parallel in functions]
 
 
-def _concatenate(results: Sequence[Arguments], places: Sequence[str]) -> Arguments:
+def concatenate(results: Sequence[Arguments], places: Sequence[str]) -> Arguments:
     """Makes the arguments of the next level from what parallel stages return."""
     if len(results) == 1:
         return results[0]
@@ -232,6 +235,8 @@ def _trace_stage(
     try:
         with jax_compat.fresh_trace():
             closed_jaxpr = jax.make_jaxpr(call)(*leaves)
+            if jax_compat.has_checks(closed_jaxpr) and frame.enqueued is not None:
+                closed_jaxpr = with_checks_handed_out(closed_jaxpr, frame)
     except Exception as error:
         faults.add(frame.place, error, frame.given)
         return None

@@ -41,6 +41,25 @@ def _assign_abstract(value: Any, *, spec: VariableSpec) -> Any:
     return jax_compat.shaped_array((), np.dtype(np.int32))  # never read; a marker needs a result
 
 
+@read_variable_p.def_impl  # type: ignore[untyped-decorator]
+def _read_value(*, spec: VariableSpec, serial: int) -> Any:
+    del serial
+    variables = frames.current_values("get_variable").variables
+    if spec.name not in variables:
+        raise RuntimeError(
+            f"Op by op, a stage asks for a variable {spec.name}, which it did not when it was traced. The "
+            "body of a loop is called for each iteration then, so names that are counted differ: give "
+            "layers in it names."
+        )
+    return variables[spec.name]
+
+
+@assign_variable_p.def_impl  # type: ignore[untyped-decorator]
+def _assign_nothing(value: Any, *, spec: VariableSpec) -> Any:
+    del value, spec
+    return np.int32(0)
+
+
 def get_variable(
     name: str,
     shape: tuple[int, ...] | list[int] | None = None,
@@ -129,7 +148,8 @@ def _get(
         current.names.variables[full_name] = spec
     else:
         spec = existing
-        conflict = _find_conflict(spec, shape, dtype)
+        # Op by op, the body of a loop is called for each iteration.
+        conflict = _find_conflict(spec, shape, dtype) if current.values is None else None
         if conflict is not None:
             if current.faults is None:
                 raise conflict

@@ -107,6 +107,7 @@ def test_one_ipu_has_one_program(of_any_size):
     assert [program.name for program in pipeline.updates.updates] == ["stage0_update"]
 
 
+@pytest.mark.filterwarnings("ignore:post_validation has no effect in Pipeline.step")
 @pytest.mark.parametrize("options", [{"donate": True}, {"post_validation": True}], ids=str)
 def test_the_results_are_those_of_a_plain_loop(options, of_any_size):
     pipeline = make(make_optimizer(), **options)
