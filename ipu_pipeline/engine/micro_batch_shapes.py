@@ -70,6 +70,10 @@ def check_alike(first: Built, other: Built, plans: tuple[AccumulatorPlan, Accumu
     old, new = describe_shapes(first.traced.element), describe_shapes(other.traced.element)
     where = f"For micro-batches of {new}, in place of {old},"
     _check_variables(first, other, where)
+    if first.traced.inputs != other.traced.inputs:
+        raise ValueError(
+            f"{where} the stages or the optimizer capture other placeholders. Pass these as `inputs`."
+        )
     if first.traced.output_tree != other.traced.output_tree:
         known, made = describe_structures(first.traced.output_tree, other.traced.output_tree)
         raise ValueError(f"{where} the last stage returns {made}, in place of {known}. Return the same.")

@@ -94,6 +94,7 @@ from ipu_pipeline.engine.state_checks import (
     check_not_traced,
     check_state,
 )
+from ipu_pipeline.engine.tracing.captures import Captures
 from ipu_pipeline.engine.tracing.metrics import Metric, MetricReader
 from ipu_pipeline.engine.tracing.recomputation_marks import has_marks
 from ipu_pipeline.engine.tracing.replicas import uses_replicas
@@ -721,15 +722,18 @@ class Pipeline:
         """Traces the stages for other shapes of micro-batches, in the surroundings of the first trace."""
         built, around = self.built, self._surroundings
         assert around is not None
-        options = dataclasses.replace(self.options, program_names=around.names.copy(), shapes=())
-        other = self._copy(
-            _recipe=dataclasses.replace(self._recipe, options=options),
-            _built=None,
-            _programs=(),
-            _others={},
-        )
+
+        def trace(captures: Captures) -> Pipeline:
+            options = dataclasses.replace(
+                self.options, program_names=around.names.copy(), captures=captures, shapes=()
+            )
+            recipe = dataclasses.replace(self._recipe, options=options)
+            other = self._copy(_recipe=recipe, _built=None, _programs=(), _others={})
+            other.trace(element, *built.traced.given)
+            return other
+
         try:
-            around.run(other.trace, element, *built.traced.inputs)
+            other: Pipeline = around.run(self.options.captures.trace_again, built.traced.captured, trace)
         except Exception as error:
             error.add_note(
                 f"The micro-batch, {describe_shapes(element)}, has other shapes than the first one, "

@@ -81,6 +81,34 @@ def test_training_equals_a_plain_loop(mapping):
     models.assert_values_close(after, {name: np.asarray(value) for name, value in values.items()})
 
 
+def test_placeholders_that_are_captured():
+    """Stages and optimizer are traced again when the function that captured them was compiled long ago."""
+    data, rate = batches([4, 3, 2]), ipu.placeholder(np.float32, [])
+    infeed, outfeed = IPUInfeedQueue(lambda: iter(data)), IPUOutfeedQueue()
+
+    def first(x, labels):
+        hidden, labels = front.first_stage(None, x * (10 * rate), labels)[1:]
+        return hidden, labels
+
+    program = front.compile_pipeline(
+        [first, lambda x, labels: front.second_stage(None, x, labels)[1]],
+        3,
+        infeed_queue=infeed,
+        outfeed_queue=outfeed,
+        optimizer_function=lambda loss: OptimizerFunctionOutput(optax.sgd(rate), loss),
+        outfeed_loss=True,
+        device_mapping=[0, 0],
+        shapes=[data[1]],  # traced while the function is compiled; the third when it comes
+    )
+    with ipu.Session() as session:
+        session.run([infeed.initializer, ipu.global_variables_initializer()])
+        before = {name: np.array(session.variable_value(name)) for name in program.variables}
+        session.run(program, {rate: RATE})
+        losses = session.run(outfeed.dequeue())
+    expected, _values = plain_losses(before, data, 3)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+
+
 def test_outputs_of_different_shapes_and_an_end_of_the_data():
     data = batches([4, 4, 3])
     infeed, outfeed = IPUInfeedQueue(lambda: iter(data)), IPUOutfeedQueue()

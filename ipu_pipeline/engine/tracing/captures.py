@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import contextlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
+
+import jax
 
 from ipu_pipeline.engine.tracing.faults import find_computing_line
 from ipu_pipeline.engine.tracing.specs import VariableSpec
@@ -12,6 +15,9 @@ from ipu_pipeline.ground import jax_compat
 from ipu_pipeline.ground.shapes import describe
 
 __all__ = ["Captures"]
+
+Result = TypeVar("Result")
+Rebind: TypeAlias = "Callable[[Sequence[Any]], contextlib.AbstractContextManager[None]]"
 
 
 class Captures:
@@ -36,6 +42,39 @@ class Captures:
         self._may_capture = may_capture
         self._find_name = find_name
         self.values: list[Any] = []
+        self._rebind: Rebind | None = None  # set by `release`
+
+    def release(self, rebind: Rebind) -> None:
+        """Lets go of the values. `rebind` has functions capture others in their place within a block."""
+        self.values.clear()
+        self._rebind = rebind
+
+    def trace_again(
+        self, avals: Sequence[jax.ShapeDtypeStruct], trace: Callable[[Captures], Result]
+    ) -> Result:
+        """Has the functions traced once more, where captured values keep their positions.
+
+        Args:
+          avals: shapes and dtypes of the captured values.
+          trace: traces the functions, with the captures that it is given.
+
+        Returns:
+          What `trace` returns.
+        """
+        again, rebind = Captures(self._may_capture, self._find_name), self._rebind
+        if rebind is None or not avals:  # they are still there, or there are none
+            again.values += self.values
+            return trace(again)
+        results: list[Result] = []
+
+        def trace_rebound(*values: Any) -> tuple[()]:
+            again.values += values
+            with rebind(values):
+                results.append(trace(again))
+            return ()
+
+        jax.make_jaxpr(trace_rebound)(*avals)
+        return results[0]
 
     def find_number(self, value: Any) -> int | None:
         """The position of a traced function's constant among `values`; None if it is not a traced value."""

@@ -88,7 +88,7 @@ class TracedPipeline:
         self, captured: Sequence[jax.ShapeDtypeStruct], read: Sequence[int]
     ) -> TracedPipeline:
         """Adds inputs to the pipeline, some of which are outputs, too."""
-        given = self.inputs[: len(self.inputs) - self.num_captured]
+        given = self.given
         first = len(jax.tree.leaves(given))
         return dataclasses.replace(
             self,
@@ -97,6 +97,16 @@ class TracedPipeline:
             outputs=(*self.outputs, *(Source("input", first + number) for number in read)),
             output_avals=(*self.output_avals, *(captured[number] for number in read)),
         )
+
+    @property
+    def given(self) -> tuple[Any, ...]:
+        """Shapes and dtypes of the inputs without those that were captured."""
+        return self.inputs[: len(self.inputs) - self.num_captured]
+
+    @property
+    def captured(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shapes and dtypes of the inputs that were captured."""
+        return self.inputs[len(self.inputs) - self.num_captured :]
 
     @property
     def returned_avals(self) -> tuple[jax.ShapeDtypeStruct, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -400,7 +401,7 @@ def pipeline(
     check_recomputation_checkpoints(call)
     check_sharding(call)
     builder.add(call, [*([count] if has_count_operand else []), *input_leaves, *captures.values])
-    captures.values.clear()  # traced values, which are no longer needed
+    captures.release(functools.partial(builder.rebinding, builder.find_captured(captures.values)))
     return Operation(call.name)
 
 

@@ -392,6 +392,21 @@ class ProgramBuilder:
         self.placeholders.clear()
         self.captured.clear()
 
+    def find_captured(self, values: Sequence[Any]) -> list[Placeholder]:
+        """The placeholders that captured values stand for."""
+        return [
+            next(known for known in self.captured if self.placeholders[known] is value) for value in values
+        ]
+
+    @contextlib.contextmanager
+    def rebinding(self, placeholders: Sequence[Placeholder], values: Sequence[Any]) -> Iterator[None]:
+        """A block in which placeholders are used as other values: a pipeline is traced once more."""
+        self.placeholders.update(zip(placeholders, values, strict=True))
+        try:
+            yield
+        finally:
+            self.forget_values()
+
     def is_captured_placeholder(self, value: Any) -> bool:
         """Whether a traced value stands for a placeholder that was used as an array."""
         return any(self.placeholders[known] is value for known in self.captured)
