@@ -1295,7 +1295,7 @@ class Pipeline:
             warnings.warn(
                 "post_validation has no effect in Pipeline.step, which does one update: only updates of "
                 "the same Pipeline.run follow a guess. Leave it out; it takes memory.",
-                stacklevel=4,
+                stacklevel=5,
             )
         state = self.place(state)
         input_leaves = self.check_inputs(inputs)

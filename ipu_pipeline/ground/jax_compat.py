@@ -330,6 +330,9 @@ def in_place_of(replaced: Any, equation: Any) -> Any:
     return equation.replace(source_info=replaced.source_info)
 
 
+# What JAX makes random bits of; None: not known.
+threefry: Any = find("jax.extend.random:threefry_prng_impl")
+
 # How an equation is reduced to some of its outputs, by primitive: (which, equation) -> (inputs, equation).
 dce_rules: Mapping[Any, Callable[[list[bool], Any], tuple[Any, Any]]] = (
     find("jax.interpreters.partial_eval:dce_rules") or {}

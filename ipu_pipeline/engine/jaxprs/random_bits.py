@@ -16,7 +16,6 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import jax
-import jax.extend.random
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
@@ -32,7 +31,7 @@ _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
 def draws_bits(jaxpr: Any) -> bool:
     """Whether random bits are drawn in a `Jaxpr`, or in a jaxpr within it."""
-    return any(has_primitive(equation, _NAME) for equation in jaxpr.eqns)
+    return jax_compat.threefry is not None and any(has_primitive(one, _NAME) for one in jaxpr.eqns)
 
 
 def with_fast_random_bits(function: Callable[..., Any]) -> Callable[..., list[Any]]:
@@ -92,7 +91,8 @@ def _make_call(
     del is_partitionable  # it is read where the bits are drawn
 
     def draw(data: Any) -> Any:
-        return jax.extend.random.threefry_prng_impl.random_bits(data, bit_width, shape)
+        assert jax_compat.threefry is not None
+        return jax_compat.threefry.random_bits(data, bit_width, shape)
 
     def draw_all(key: Any) -> Any:
         function: Callable[..., Any] = draw
