@@ -305,7 +305,7 @@ def end_of_data(kind, num_left):
     if kind == "replicas":
         pipeline, (first, second, *_rest) = make_unlabelled(), make_unlabelled_steps()
     else:
-        pipeline, (first, second, *_rest) = make_mlp(), make_mlp_steps()
+        pipeline, (first, second, *_rest) = make_mlp(max_shapes=1), make_mlp_steps()
     state = pipeline.init(jax.random.key(7), first[0])
     state, _outputs = pipeline.step(state, first)
     raised = []
@@ -327,6 +327,7 @@ def make_unlabelled():
         loss=lambda loss: loss,
         optimizer=optax.sgd(0.1),
         num_replicas=2,
+        max_shapes=1,
     )
 
 
