@@ -50,14 +50,16 @@ class Buckets:
             example's length is padded along that axis; other leaves have the same shape in all examples.
           lengths: the lengths of the buckets, rising.
           batch_size: examples of a micro-batch.
-          in_a_row: how many micro-batches of one length follow each other: the number of replicas, which
-            take micro-batches of the same shapes at a time, or all those of a step.
+          in_a_row: how many micro-batches of one length follow each other. Give the number of replicas,
+            which need the same shapes at the same time, or the number of micro-batches of a step, so that
+            a step has one length.
           remainder: what is done with examples that do not fill their bucket at the end: "fill" adds
             examples of padding only, "drop" leaves them out.
           too_long: what is done with an example that is longer than all buckets: "raise" an error, "cut"
             what does not fit, or "drop" it.
           padding: what is added; a number, or a pytree of numbers like an example.
-          length_of: returns the length of an example; by default that of the first leaf that has an axis.
+          length_of: a function from an example to its length. None: the size of the first axis of the
+            first leaf that has one.
 
         Raises:
           ValueError: an argument is not usable.

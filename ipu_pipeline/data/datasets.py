@@ -1,4 +1,7 @@
-"""Images to learn on: (Fashion-)MNIST from a folder, or the embedded 8x8 digits; batches for an infeed."""
+"""Images to learn on: (Fashion-)MNIST from a folder, or the embedded 8x8 digits; batches for an infeed.
+
+`Buckets` makes batches of examples of different lengths.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ipu_pipeline.data import mnist_idx, mnist_tfds
+from ipu_pipeline.data.buckets import Buckets
 
 __all__ = [
     "CLOTHES",
     "DATA_DIR_VARIABLE",
     "DIGITS",
     "FASHION_DIR_VARIABLE",
+    "Buckets",
     "EvaluationBatches",
     "ImageData",
     "TrainingBatches",

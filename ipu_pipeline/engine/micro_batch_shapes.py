@@ -51,7 +51,7 @@ def check_number(known: Sequence[Any], element: Any, max_shapes: int) -> None:
     raise ValueError(
         f"max_shapes is {max_shapes}, and a micro-batch of {describe_shapes(element)} has shapes number "
         f"{len(known) + 1}. There are programs for {'; '.join(map(describe_shapes, known))}. Each of the "
-        "shapes takes time to compile: pad micro-batches to a few lengths (data.buckets.Buckets does), or "
+        "shapes takes time to compile: pad micro-batches to a few lengths (datasets.Buckets does), or "
         "give the pipeline a larger max_shapes."
     )
 

@@ -1,5 +1,6 @@
 """Buckets: examples of different lengths as micro-batches of a few lengths."""
 
+import grain
 import numpy as np
 import pytest
 
@@ -71,7 +72,6 @@ def test_each_pass_is_the_same_and_functions_make_iterators():
 
 
 def test_data_sets_of_grain():
-    grain = pytest.importorskip("grain", reason="grain is in the extra dev")
     data = grain.MapDataset.source(texts(3, 5, 4)).to_iter_dataset()
     assert shapes(Buckets(data, [4, 8], 2)) == [(2, 4), (2, 8)]
 

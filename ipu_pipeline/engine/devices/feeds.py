@@ -61,7 +61,7 @@ class Element:
       stack: the stack; None for JAX arrays that are still to be stacked.
       row: the row in the stack.
       arrays: the leaves, if they are not in the stack's row.
-      shapes: the number of its shapes among those of the pipeline's micro-batches.
+      shapes: which of the pipeline's micro-batch shapes it has, a number from 0; or `NEW_SHAPES`.
     """
 
     stack: Stack | None

@@ -66,7 +66,7 @@ class Lowering:
           make_timetable: makes the timetable of a number of micro-batches or chunks.
           phases: the execution phases; None if there are none.
           waits: whether a step waits for its programs before the weight update.
-          actions: by program; None: those of the columns.
+          actions: the actions of each program; None: they are made for the columns.
           feed: takes a micro-batch or chunk from the feed.
         """
         self._columns, self._replicas, self._phases, self._waits = columns, replicas, phases, waits

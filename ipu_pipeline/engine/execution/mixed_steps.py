@@ -90,7 +90,7 @@ def _take_alike(take: Take, number: int, num_replicas: int) -> Sequence[Any]:
             f"Micro-batches {number * num_replicas} to {(number + 1) * num_replicas - 1} of a step go to "
             f"the {num_replicas} replicas at the same time, so they must have the same shapes; they have "
             f"different ones. Group the data so that {num_replicas} in a row are alike "
-            f"(data.buckets.Buckets does, with in_a_row={num_replicas})."
+            f"(datasets.Buckets does, with in_a_row={num_replicas})."
         )
     return elements
 
