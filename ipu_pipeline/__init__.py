@@ -171,11 +171,14 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-def _start_automatic_report() -> None:
+def _follow_environment() -> None:
+    """Does what environment variables ask for, however a program calls the package."""
+    from ipu_pipeline.processes.executable_cache import enable_executable_cache_of_environment
     from ipu_pipeline.reports.capturing import start_automatic_report
 
+    enable_executable_cache_of_environment()
     start_automatic_report()
 
 
 importing.install()
-first_run.before_first_run(_start_automatic_report)
+first_run.before_first_run(_follow_environment)

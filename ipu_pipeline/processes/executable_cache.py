@@ -32,7 +32,8 @@ def enable_executable_cache(directory: str | os.PathLike[str]) -> None:
     Without the cache, programs that are the same on several CPU devices are compiled once per process; with
     it, once for each device.
 
-    The environment variable IPU_PIPELINE_CACHE_DIR does the same, when the first `Session` is made.
+    The environment variable IPU_PIPELINE_CACHE_DIR does the same, when the first `Session` is made or the
+    first pipeline is prepared.
 
     The directory must be the user's own, because it contains machine code that this process runs. It must
     neither belong to another user nor be writable by others, and the same holds for its files and for the

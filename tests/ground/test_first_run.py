@@ -1,10 +1,11 @@
-"""What waits for the first pipeline of a process; the report of the environment does."""
+"""What waits for the first pipeline of a process: what the environment asks for."""
 
 import jax.numpy as jnp
 import numpy as np
 
 from ipu_pipeline import engine
 from ipu_pipeline.ground import first_run
+from ipu_pipeline.processes import executable_cache
 from ipu_pipeline.reports import capturing
 
 
@@ -20,12 +21,15 @@ def test_pipelines_of_the_engine_begin_what_waits_once(monkeypatch):
     assert begun == ["here"]
 
 
-def test_the_package_has_the_report_of_the_environment_wait(monkeypatch):
+def test_the_package_has_what_the_environment_asks_for_wait(monkeypatch):
+    """The cache of executables, too, which programs of the engine did not have."""
     import ipu_pipeline as ipu
 
     called = []
+    cache = lambda: called.append("cache")  # noqa: E731  # beside the report
+    monkeypatch.setattr(executable_cache, "enable_executable_cache_of_environment", cache)
     monkeypatch.setattr(capturing, "start_automatic_report", lambda: called.append("report"))
-    monkeypatch.setattr(first_run, "_waiting", [ipu._start_automatic_report])
+    monkeypatch.setattr(first_run, "_waiting", [ipu._follow_environment])
     first_run.begin_first_run()
-    assert called == ["report"]
+    assert called == ["cache", "report"]
     assert not first_run._waiting
