@@ -253,6 +253,13 @@ def test_replicas_take_the_same_shapes_at_a_time():
         phased.step(state, texts(4, 5, 5, 4))
 
 
+@pytest.mark.parametrize("options", [{}, {"dispatch_plan": engine.Chunking(2)}])
+def test_replicas_join_once_what_is_cut(options):
+    """What is left of a step goes on behind what was in flight; only then replicas join."""
+    pipeline = make(num_replicas=2, **options)
+    beside.train(pipeline, [texts(4, 4, 4, 4, 5, 5, 4, 4), texts(5, 5, 4, 4, 4, 4, 6, 6)])
+
+
 def test_groups_have_the_same_shapes():
     pipeline = make(2, num_serialized=2, schedule="sequential", device_mapping=[0, 0, 0])
     state = start(pipeline, texts(4)[0])
