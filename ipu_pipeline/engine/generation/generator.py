@@ -124,9 +124,7 @@ class Generator:
 
     def _find_one_by_one(self, wanted: bool | None) -> bool:
         if wanted is not None and not isinstance(wanted, bool):
-            raise TypeError(
-                f"token_by_token must be True, False, or None to find out; got {wanted!r}."
-            )
+            raise TypeError(f"token_by_token must be True, False, or None to find out; got {wanted!r}.")
         if wanted or self._chunk_lengths == (1,):
             return bool(wanted)
         try:
@@ -206,7 +204,9 @@ class Generator:
         """
         check_not_traced("Generator.generate", state)
         if not isinstance(prompts, (list, tuple, np.ndarray)):
-            raise TypeError(f"prompts must be a list of sequences of integers; got {type(prompts).__name__}.")
+            raise TypeError(
+                f"prompts must be a list of sequences of integers; got {type(prompts).__name__}."
+            )
         for place, prompt in enumerate(prompts):
             if np.ndim(prompt) == 0 and not isinstance(prompt, (str, bytes)):
                 raise TypeError(
@@ -226,7 +226,9 @@ class Generator:
             )
         ]
         if self._queue is not None:
-            raise RuntimeError("generate was called within `serving`: call submit, and result() of what it returns.")
+            raise RuntimeError(
+                "generate was called within `serving`: call submit, and result() of what it returns."
+            )
         with self._running:
             self._answer(self._bind(state), RequestQueue(requests))
         return [request.result() for request in requests]
@@ -342,7 +344,9 @@ class Generator:
                     f"ipu_pipeline.set_num_devices({known.num_devices}) makes more."
                 )
             groups = make_groups(devices, known.device_mapping, 1, each)
-            elsewhere = [d for group in groups for d in group.devices if d.process_index != jax.process_index()]
+            elsewhere = [
+                d for group in groups for d in group.devices if d.process_index != jax.process_index()
+            ]
             if elsewhere:
                 raise ValueError(
                     f"devices must be of this process, {jax.process_index()}; {elsewhere[0]} is of process "
@@ -476,7 +480,5 @@ def _for_each(name: str, value: Any, number: int) -> Sequence[Any]:
     if not isinstance(value, (list, tuple, np.ndarray)):
         return [value] * number
     if len(value) != number:
-        raise ValueError(
-            f"{name} must have one entry for each of the {number} prompts; got {len(value)}."
-        )
+        raise ValueError(f"{name} must have one entry for each of the {number} prompts; got {len(value)}.")
     return list(value)

@@ -121,7 +121,9 @@ class StagePrograms:
             key = _request_key(numbers)
             given = Given(numbers.positions, jax.random.fold_in(key, 0), count)
             rows = [
-                jnp.where(numbers.positions == 0, first, jax.lax.dynamic_index_in_dim(cache, slot, 0, False))
+                jnp.where(
+                    numbers.positions == 0, first, jax.lax.dynamic_index_in_dim(cache, slot, 0, False)
+                )
                 for cache, first in zip(caches, initial, strict=True)
             ]
             own = [

@@ -169,7 +169,9 @@ def make_request(
 def _check_tokens(tokens: Sequence[int], what: str, num_words: int) -> np.ndarray[Any, Any]:
     """Tokens as an array of int32."""
     if isinstance(tokens, (str, bytes)):
-        raise TypeError(f"{what} must be a sequence of integers; got {tokens!r}. Encode it with a tokenizer.")
+        raise TypeError(
+            f"{what} must be a sequence of integers; got {tokens!r}. Encode it with a tokenizer."
+        )
     try:
         found = np.asarray(tokens)
     except ValueError:  # lists of different lengths

@@ -112,9 +112,7 @@ class SlotGroup:
         for length in lengths:
             is_last = position + length == len(request.prompt)
             sampling = SamplingArrays(*(x[0] for x in SamplingArrays.of([request.sampling])))
-            numbers = SlotNumbers(
-                np.int32(position), np.uint32(request.seed), np.uint32(request.number)
-            )
+            numbers = SlotNumbers(np.int32(position), np.uint32(request.seed), np.uint32(request.number))
             values = _Values({TOKENS: request.prompt[position : position + length]}, None)
             for index, (program, devices) in enumerate(zip(stages.programs, stages.devices, strict=True)):
                 is_choosing = index == len(stages.programs) - 1

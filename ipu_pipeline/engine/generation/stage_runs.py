@@ -125,9 +125,7 @@ def _make_run(
 ) -> StageRun:
     caches = tuple(spec.name for spec in stage.assigned)
     read = [
-        stage.variables[value.index].name
-        for value in program.arguments
-        if value.kind is ValueKind.VARIABLE
+        stage.variables[value.index].name for value in program.arguments if value.kind is ValueKind.VARIABLE
     ]
     weights = tuple(dict.fromkeys(name for name in read if name not in caches))
     outputs = tuple(
