@@ -84,7 +84,7 @@ def run(
     queue: RequestQueue,
     num_groups: int,
     num_slots: int,
-    divide: Callable[[int], Sequence[int]],
+    prepare: Callable[[Request], Sequence[int]],
 ) -> None:
     """Answers the requests of a queue, until it is closed and empty.
 
@@ -93,7 +93,7 @@ def run(
       queue: the requests.
       num_groups: the number of groups.
       num_slots: of each group.
-      divide: finds the lengths of the chunks of a prompt of some length.
+      prepare: has the programs for a request compiled, and returns the lengths of its prompt's chunks.
     """
     groups: list[SlotGroup] = []
     while queue.wait():
@@ -106,7 +106,7 @@ def run(
                 for _slot in range(room):
                     request = queue.take()
                     if request is not None:
-                        group.join(request, divide(len(request.prompt)))
+                        group.join(request, prepare(request))
                 is_started = group.num_taken > 0
                 if is_started:
                     group.decode()
