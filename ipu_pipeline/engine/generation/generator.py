@@ -1,0 +1,405 @@
+"""The public call: a generator made of stages, which answers prompts with the weights of a state."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ipu_pipeline.engine.apart import apart
+from ipu_pipeline.engine.generation.arguments import (
+    check_chunk_lengths,
+    check_logits,
+    check_positive,
+    check_slots,
+    for_each,
+)
+from ipu_pipeline.engine.generation.building import Needed, StageBuilder, make_element
+from ipu_pipeline.engine.generation.loop import RequestQueue, run
+from ipu_pipeline.engine.generation.requests import Limits, Request, make_request
+from ipu_pipeline.engine.generation.sampling import Sampling
+from ipu_pipeline.engine.generation.slots import BoundStages
+from ipu_pipeline.engine.pipeline import Pipeline
+from ipu_pipeline.engine.resplitting import resplit
+from ipu_pipeline.engine.state import PipelineState
+from ipu_pipeline.engine.state_checks import check_not_traced, check_state
+from ipu_pipeline.engine.tracing.frames import ProgramNames
+from ipu_pipeline.engine.tracing.stage_lists import Mapping as DeviceMapping
+from ipu_pipeline.engine.tracing.stage_lists import StageEntry
+from ipu_pipeline.engine.tracing.surroundings import Surroundings
+from ipu_pipeline.engine.tracing.tensor_parallel import TensorParallel
+
+__all__ = ["Generator"]
+
+GREEDY = Sampling()
+_logger = logging.getLogger("ipu_pipeline")
+
+
+class Generator:
+    """A language model in stages, each on its device, that answers several requests at a time.
+
+    A stage handles one request: the first one takes `tokens`, int32 [length], and `position`, an int32
+    scalar, the place of the first of them. The last one returns logits, [length, words], or only those of
+    the last token, [words]. A prompt comes in chunks, without padding, and then each new token. What a
+    stage needs of earlier tokens is in variables that it assigns (`get_variable` with trainable=False,
+    `assign`): each request has its own, which start from their initial values.
+
+    What stages report or enqueue is dropped. Random keys (`next_rng_key`) depend on the request's seed and
+    the position.
+
+    Attributes:
+      pipeline: the stages as a pipeline that only runs forwards, traced; its `variables` are those that a
+        state has to have, and the caches.
+
+    Example:
+      generator = Generator([embed, block, predict], parameters=shapes, max_length=256)
+      answers = generator.generate(state, prompts, max_new_tokens=32)
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[StageEntry | Sequence[StageEntry]],
+        *,
+        max_length: int,
+        parameters: Sequence[Any] | None = None,
+        num_slots: int | None = None,
+        num_groups: int | None = None,
+        chunk_lengths: Sequence[int] | None = None,
+        token_by_token: bool | None = None,
+        device_mapping: DeviceMapping | None = None,
+        devices: Sequence[Any] | None = None,
+        tensor_parallel: TensorParallel | None = None,
+    ) -> None:
+        """Traces the stages, for one token; nothing is compiled yet, and no device is used.
+
+        Args:
+          stages: as for `Pipeline`.
+          max_length: the most tokens of a request, with its prompt; caches must have room for them.
+          parameters: as for `Pipeline`; shapes are enough.
+          num_slots: the most requests in flight, a multiple of `num_groups`; each has its own caches. None:
+            4 for each group.
+          num_groups: groups of slots; a group's slots go through a stage together. Fewer groups than
+            devices leave devices idle. None: as many as devices, or `num_slots` if that is less.
+          chunk_lengths: in what lengths a prompt is read, longest first, with 1 among them; there is a
+            program of each stage for each that occurs. None: 1, 4, 16, 64 and 256.
+          token_by_token: whether stages take one token at a time, so that their programs read the tokens
+            of a chunk in a loop. None: if they cannot be traced for two.
+          device_mapping: as for `Pipeline`.
+          devices: as for `Pipeline`.
+          tensor_parallel: as for `Pipeline`.
+
+        Raises:
+          TypeError: an argument has another type.
+          ValueError: an argument is not usable, or the last stage does not return logits.
+          Others: what tracing raises, see `Pipeline.trace`.
+        """
+        check_positive("max_length", max_length)
+        self._max_length = int(max_length)
+        self._chunk_lengths = check_chunk_lengths(chunk_lengths, self._max_length)
+        self.pipeline = Pipeline(
+            stages,
+            num_micro_batches=1,
+            parameters=parameters,
+            max_shapes=len(self._chunk_lengths) + 2,
+            device_mapping=device_mapping,
+            devices=devices,
+            tensor_parallel=tensor_parallel,
+        )
+        self._num_slots, self._num_groups = check_slots(
+            num_slots, num_groups, len(set(self.pipeline.device_mapping))
+        )
+        self._devices = devices
+        self._surroundings = Surroundings.now(ProgramNames())
+        self.pipeline.trace(make_element(1))
+        (logits,) = check_logits(self.pipeline, 1)
+        self._num_words = int(logits.shape[-1])
+        self._limits = Limits(self._max_length, self._num_words)
+        self._is_one_by_one = self._find_one_by_one(token_by_token)
+        self._running = threading.Lock()  # held while requests are answered
+        self._builder: StageBuilder | None = None  # made at the first call that needs devices
+        self._queue: RequestQueue | None = None  # of `serving`
+
+    def _find_one_by_one(self, wanted: bool | None) -> bool:
+        if wanted is not None and not isinstance(wanted, bool):
+            raise TypeError(f"token_by_token must be True, False, or None to find out; got {wanted!r}.")
+        if wanted or self._chunk_lengths == (1,):
+            return bool(wanted)
+        try:
+            self._for_length(min(length for length in self._chunk_lengths if length > 1))
+        except Exception as error:
+            if wanted is False:
+                raise
+            _logger.info("Prompts are read token by token, as stages cannot be traced for more: %s", error)
+            return True
+        return False
+
+    def _for_length(self, length: int) -> Pipeline:
+        """The stages, traced for a chunk."""
+        pipeline = self.pipeline.for_shapes(make_element(length))
+        check_logits(pipeline, length)
+        return pipeline
+
+    # What is known of it.
+
+    @property
+    def max_length(self) -> int:
+        """The most tokens of a request, with its prompt."""
+        return self._max_length
+
+    @property
+    def num_slots(self) -> int:
+        """The most requests in flight."""
+        return self._num_slots
+
+    @property
+    def num_groups(self) -> int:
+        """The number of groups of slots."""
+        return self._num_groups
+
+    @property
+    def num_words(self) -> int:
+        """The number of words that a token may be."""
+        return self._num_words
+
+    @property
+    def token_by_token(self) -> bool:
+        """Whether stages take one token at a time."""
+        return self._is_one_by_one
+
+    # Running.
+
+    @apart
+    def generate(
+        self,
+        state: PipelineState | Mapping[str, Any],
+        prompts: Sequence[Any],
+        *,
+        max_new_tokens: int | Sequence[int],
+        sampling: Sampling | Sequence[Sampling] = GREEDY,
+        stop_tokens: Sequence[int] = (),
+        seed: int = 0,
+    ) -> list[np.ndarray[Any, Any]]:
+        """Answers prompts.
+
+        Args:
+          state: of a pipeline whose variables have the names of the stages' variables, or a dict of these
+            variables. What is on its stage's device is used as it is, without a copy.
+          prompts: sequences of integers from 0 to `num_words` - 1, none of them empty.
+          max_new_tokens: the most tokens of an answer; or a list with one number for each prompt.
+          sampling: how tokens are chosen; or a list with one for each prompt.
+          stop_tokens: the first of these in an answer is its last token.
+          seed: of the random keys, from 0 to 2**32 - 1. Those of a prompt depend on it, on the prompt's
+            number and on the token's place, and not on other prompts.
+
+        Returns:
+          The new tokens of each prompt, int32 [number].
+
+        Raises:
+          RuntimeError: it is called within `serving`.
+          TypeError: an argument has another type.
+          ValueError: an argument is not usable, or the state lacks variables.
+        """
+        check_not_traced("Generator.generate", state)
+        if not isinstance(prompts, (list, tuple, np.ndarray)):
+            raise TypeError(
+                f"prompts must be a list of sequences of integers; got {type(prompts).__name__}."
+            )
+        for place, prompt in enumerate(prompts):
+            if np.ndim(prompt) == 0 and not isinstance(prompt, (str, bytes)):
+                raise TypeError(
+                    f"prompts must be a list of sequences of integers, and prompts[{place}] is {prompt!r}. "
+                    "For one prompt, give a list of one."
+                )
+        number = len(prompts)
+        requests = [
+            make_request(prompt, f"prompts[{place}]", self._limits, most, how, stop_tokens, seed, place)
+            for place, (prompt, most, how) in enumerate(
+                zip(
+                    prompts,
+                    for_each("max_new_tokens", max_new_tokens, number),
+                    for_each("sampling", sampling, number),
+                    strict=True,
+                )
+            )
+        ]
+        if self._queue is not None:
+            raise RuntimeError(
+                "generate was called within `serving`: call submit, and result() of what it returns."
+            )
+        with self._running:
+            builder = self._prepare()
+            stages = builder.bind(state)
+            builder.compile({one for request in requests for one in self._find_needed(request)})
+            self._answer(stages, RequestQueue(requests))
+        return [request.result() for request in requests]
+
+    @contextlib.contextmanager
+    def serving(self, state: PipelineState | Mapping[str, Any]) -> Iterator[Generator]:
+        """Answers requests within a `with` block, in a thread of its own; see `submit`.
+
+        The end of the block waits for those that have been submitted. If it ends by an error, they are
+        cancelled.
+
+        Args:
+          state: as for `generate`.
+
+        Raises:
+          RuntimeError: it is serving already.
+          TypeError, ValueError: as `generate`.
+          Others: what the stages raised while they ran.
+        """
+        check_not_traced("Generator.serving", state)
+        if self._queue is not None:
+            raise RuntimeError("serving was called within `serving`. Leave the first block before.")
+        with self._running:
+            stages, queue, errors = (
+                self._prepare().bind(state),
+                RequestQueue(is_open=True),
+                list[BaseException](),
+            )
+
+            def serve() -> None:
+                try:
+                    self._answer(stages, queue)
+                except BaseException as error:
+                    errors.append(error)
+
+            thread = threading.Thread(target=serve, name="engine.Generator", daemon=True)
+            self._queue = queue
+            try:
+                thread.start()
+                yield self
+                queue.close()
+                thread.join()
+            except BaseException:
+                queue.end(None)
+                raise
+            finally:
+                self._queue = None
+                if thread.ident is not None:
+                    thread.join()
+            if errors:
+                raise errors[0]
+
+    def submit(
+        self,
+        prompt: Any,
+        *,
+        max_new_tokens: int,
+        sampling: Sampling = GREEDY,
+        stop_tokens: Sequence[int] = (),
+        seed: int = 0,
+    ) -> Request:
+        """Submits a request, within `serving`, from any thread. It does not wait.
+
+        Args:
+          prompt: a sequence of integers from 0 to `num_words` - 1, not empty.
+          max_new_tokens: as for `generate`, as what follows.
+          sampling: how tokens are chosen.
+          stop_tokens: the first of these in an answer is its last token.
+          seed: of the random keys, which are those of the first prompt of `generate`.
+
+        Returns:
+          The request: iterate over it for its tokens as they come, or call `result`.
+
+        Raises:
+          RuntimeError: it is not serving, or has ended by an error.
+          TypeError, ValueError: as `generate`.
+        """
+        request = make_request(
+            prompt, "prompt", self._limits, max_new_tokens, sampling, stop_tokens, seed, 0
+        )
+        queue = self._queue
+        if queue is not None and queue.submit(request):
+            return request
+        if queue is not None and queue.error is not None:
+            raise RuntimeError(
+                "submit: the generator serves no more, since it met an error."
+            ) from queue.error
+        raise RuntimeError(
+            "submit was called while the generator is not serving, so there would be no answer. Call it "
+            "within `with generator.serving(state):`, or call generate(state, prompts, ...)."
+        )
+
+    def _answer(self, stages: BoundStages, queue: RequestQueue) -> None:
+        """Answers what is in a queue. All its requests are done when this ends, in whichever way."""
+        builder = self._prepare()
+
+        def prepare(request: Request) -> list[int]:
+            builder.compile(self._find_needed(request))
+            return self._divide(len(request.prompt))
+
+        try:
+            each = self._num_slots // self._num_groups
+            self._surroundings.run(run, stages, queue, self._num_groups, each, prepare)
+        except BaseException as error:
+            queue.end(error)
+            raise
+
+    @apart
+    def compile(self, prompt_lengths: Sequence[int] | None = None, *, drawn: bool = False) -> None:
+        """Compiles programs beforehand; otherwise that is done when a request comes that needs them.
+
+        Args:
+          prompt_lengths: of the prompts to come; None: of any length.
+          drawn: whether there will be requests whose tokens are drawn, besides greedy ones.
+
+        Raises:
+          ValueError: a length is not usable, or there are too few devices.
+          Others: what tracing or XLA raises.
+        """
+        lengths = list(self._chunk_lengths)
+        if prompt_lengths is not None:
+            for length in prompt_lengths:
+                check_positive("prompt_lengths: each", length)
+            lengths = [chunk for length in prompt_lengths for chunk in self._divide(int(length))]
+        needed = [Needed(length, is_sampled) for length in (0, *lengths) for is_sampled in {False, drawn}]
+        with self._running:
+            builder = self._prepare()
+            self._surroundings.run(builder.compile, needed)
+
+    def resplit(self, state: PipelineState) -> PipelineState:
+        """Moves the variables of a state of another split of the same layers, as `engine.resplit` does.
+
+        Args:
+          state: of any pipeline, on any devices.
+
+        Returns:
+          A state that `generate` takes, without optimizer state.
+
+        Raises:
+          TypeError, ValueError: see `engine.resplit`.
+        """
+        check_state("Generator.resplit", state)
+        caches = [spec for stage in self.pipeline.traced.stages for spec in stage.assigned]
+        empty = {spec.name: np.zeros(spec.shape, spec.dtype) for spec in caches}
+        given = dataclasses.replace(state, variables={**state.variables, **empty}, optimizer_state=None)
+        moved = resplit(given, self.pipeline)
+        variables = {name: value for name, value in moved.variables.items() if name not in empty}
+        return dataclasses.replace(moved, variables=variables)
+
+    def _find_needed(self, request: Request) -> set[Needed]:
+        """The programs that a request needs."""
+        is_sampled = request.sampling.temperature > 0
+        *firsts, last = self._divide(len(request.prompt))
+        needed = {Needed(length, False) for length in firsts} | {Needed(last, is_sampled)}
+        return needed | {Needed(0, is_sampled)} if request.max_new_tokens > 1 else needed
+
+    def _prepare(self) -> StageBuilder:
+        if self._builder is None:
+            each = self._num_slots // self._num_groups
+            self._builder = StageBuilder(self.pipeline, self._devices, each, self._is_one_by_one)
+        return self._builder
+
+    def _divide(self, length: int) -> list[int]:
+        """The lengths of the chunks of a prompt."""
+        chunks: list[int] = []
+        for one in self._chunk_lengths:
+            number, length = divmod(length, one)
+            chunks += [one] * number
+        return chunks
