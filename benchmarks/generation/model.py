@@ -84,4 +84,6 @@ def make_gpt(num_stages: int, width: int, num_layers: int, length: int, num_word
     parameters[0] |= {"words": draw(num_words, width) * 20, "places": draw(length, width) * 20}
     parameters[-1]["head"] = draw(width, num_words)
     functions = [functools.partial(stage, number) for number in range(num_stages)]
-    return functions, parameters, {}
+    leaves = jax.tree_util.tree_flatten_with_path(list(parameters))[0]
+    names = ["/".join(jax.tree_util.keystr((key,), simple=True) for key in path) for path, _leaf in leaves]
+    return functions, parameters, {f"stage{n}": x for n, (_path, x) in zip(names, leaves, strict=True)}
