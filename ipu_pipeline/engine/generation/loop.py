@@ -2,7 +2,8 @@
 
 In each turn all groups of slots take in requests. Then each starts a token of each slot, and the tokens of
 its turn before are read. So the host is at most a turn behind, and a stage never waits for it, if there
-are as many groups as devices. A request that ends by a stop token has one more token computed, which is dropped.
+are as many groups as devices. A request that ends by a stop token has one more token computed, which is
+dropped.
 """
 
 from __future__ import annotations
