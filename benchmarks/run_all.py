@@ -47,6 +47,7 @@ BENCHMARKS = [
     "halves",
     "splits",
     "lengths",
+    "features",
     "several_processes",
     "report_page",
 ]

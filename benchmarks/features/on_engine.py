@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -13,11 +14,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import PartitionSpec as P
 
-from benchmarks.features.values import RATE, WIDTH, WORKS, Verdict, check_close, draw, layers, said_by, shorten
+from benchmarks.features.values import (
+    NUM_TOKENS,
+    RATE,
+    WIDTH,
+    WORKS,
+    Verdict,
+    check_close,
+    draw,
+    layers,
+    said_by,
+    shorten,
+    speaker,
+)
 from ipu_pipeline import engine, set_num_devices
 
 set_num_devices(4)
+
 
 def hidden(w: Any, x: Any, target: Any) -> Any:
     return jnp.tanh(x @ w), target
@@ -73,6 +88,11 @@ def compare_weights(pipeline: Any, state: Any, micro_batches: Any) -> None:
     check_close(jax.device_get(pipeline.parameters(state)), expected)
 
 
+def documented_form() -> Verdict:
+    check_step([micro_batch(2, seed=n) for n in range(4)])
+    return Verdict(WORKS, "stages are functions, parameters pytrees; its pages' examples are run by tests")
+
+
 def lengths_in_turn() -> Verdict:
     pipeline = pipeline_of()
     short, long = ([micro_batch(2, n, seed=s) for s in range(4)] for n in (3, 5))
@@ -105,8 +125,9 @@ def losses_per_token() -> Verdict:
 
     micro_batches = [micro_batch(2, n, seed=n) for n in (3, 5, 3, 7)]
     stages = [hidden, hidden, hidden, summed]
-    weighed = {"loss": lambda loss, number: loss, "loss_weight": lambda loss, number: number}
-    pipeline = pipeline_of(stages, **weighed)
+    pipeline = pipeline_of(
+        stages, loss=lambda loss, _number: loss, loss_weight=lambda _loss, number: number
+    )
     state = pipeline.init(jax.random.key(0), micro_batches[0])
     state, _outputs = pipeline.step(state, micro_batches)
 
@@ -127,15 +148,16 @@ def schedules_by_name() -> Verdict:
         check_step(micro_batches, schedule=name, device_mapping=[0, 1, 0, 1])
     check_step(micro_batches, schedule="zbv", device_mapping=[0, 1, 1, 0])
     number = len(engine.schedules.named_schedules())
-    return Verdict(WORKS, f"GPipe, 1F1B, interleaved 1F1B, ZB-H1, interleaved zero bubble and ZB-V; {number} in all")
+    run = "GPipe, 1F1B, interleaved 1F1B, ZB-H1, interleaved zero bubble and ZB-V"
+    return Verdict(WORKS, f"{run}; {number} in all")
 
 
 def own_schedule() -> Verdict:
-    def one_after_another(num_stages: int, num_micro_batches: int, mapping: Any, training: bool) -> Any:
-        kind = engine.ActionKind
+    def one_after_another(num_stages: int, num_micro_batches: int, _mapping: Any, _training: bool) -> Any:
+        kinds = engine.ActionKind.FORWARD, engine.ActionKind.BACKWARD
         return [
-            [engine.Action(k, s, m) for m in range(num_micro_batches) for k in (kind.FORWARD, kind.BACKWARD)]
-            for s in range(num_stages)
+            [engine.Action(kind, stage, number) for number in range(num_micro_batches) for kind in kinds]
+            for stage in range(num_stages)
         ]
 
     check_step([micro_batch(2, seed=n) for n in range(4)], schedule=one_after_another)
@@ -195,6 +217,100 @@ def another_split() -> Verdict:
         [w for part in jax.device_get(two.parameters(on)) for w in part],
     )
     return Verdict(WORKS, "`engine.resplit`: Adam's state of 2 stages goes on with 3, and in checkpoints")
+
+
+def attend(stage: int, w: Any, x: Any, position: Any) -> Any:
+    """Adds what the sum of the stage's inputs so far gives."""
+    name = f"known{stage}"
+    known = engine.get_variable(name, (NUM_TOKENS, WIDTH), initializer="zeros", trainable=False)
+    known = jax.lax.dynamic_update_slice(known, x, (position, 0))
+    engine.assign(name, known)
+    is_known = jnp.arange(NUM_TOKENS) <= position + jnp.arange(len(x))[:, None]
+    return x + jnp.tanh(is_known.astype(x.dtype) @ known @ w), position
+
+
+def generator_of() -> Any:
+    """A generator of a model of `speaker`, its variables, and what NumPy says after a word."""
+    table, ws, head = speaker()
+
+    def first(p: Any, tokens: Any, position: Any) -> Any:
+        return attend(0, p["w"], p["table"][tokens], position)
+
+    def final(p: Any, x: Any, position: Any) -> Any:
+        return attend(3, p["w"], x, position)[0] @ p["head"]
+
+    parameters = [{"table": table, "w": ws[0]}, *ws[1:3], {"w": ws[3], "head": head}]
+    stages = [first, functools.partial(attend, 1), functools.partial(attend, 2), final]
+    generator = engine.Generator(stages, parameters=parameters, max_length=NUM_TOKENS)
+
+    def say(token: int, number: int) -> list[int]:
+        known: list[Any] = [0] * 4
+        found = []
+        for _word in range(number):
+            x = table[token]
+            for stage, w in enumerate(ws):
+                known[stage] = known[stage] + x
+                x = x + np.tanh(known[stage] @ w)
+            token = int(np.argmax(x @ head))
+            found.append(token)
+        return found
+
+    variables = {
+        "stage0/table": table,
+        "stage0/w": ws[0],
+        "stage1/parameter": ws[1],
+        "stage2/parameter": ws[2],
+        "stage3/w": ws[3],
+        "stage3/head": head,
+    }
+    return generator, variables, say
+
+
+def generation() -> Verdict:
+    generator, variables, say = generator_of()
+    found = generator.generate(variables, [[1], [2]], max_new_tokens=NUM_TOKENS - 1)
+    expected = [say(token, NUM_TOKENS - 1) for token in (1, 2)]
+    assert [text.tolist() for text in found] == expected, (found, expected)
+    return Verdict(WORKS, "`engine.Generator`: requests take turns in the stages, each with its own caches")
+
+
+def continuous_batching() -> Verdict:
+    generator, variables, say = generator_of()
+    numbers = [7, 3, 5, 2, 6, 4, 7, 1, 3, 5]
+    with generator.serving(variables):
+        requests = [generator.submit([n], max_new_tokens=number) for n, number in enumerate(numbers)]
+        found = [request.result(timeout=60).tolist() for request in requests]
+    expected = [say(n, number) for n, number in enumerate(numbers)]
+    assert found == expected, (found, expected)
+    return Verdict(WORKS, "`Generator.submit`: 10 requests of 1 to 7 tokens come and go while others go on")
+
+
+def stage_meshes() -> Verdict:
+    def part(x: Any, w: Any) -> Any:
+        return jax.lax.psum(x @ w, "model")
+
+    def product(w: Any, x: Any) -> Any:
+        specs = {"in_specs": (P(None, "model"), P("model", None)), "out_specs": P()}
+        return jax.shard_map(part, mesh=engine.stage_mesh(), **specs)(x, w)
+
+    def mapped(w: Any, x: Any, target: Any) -> Any:
+        return jnp.tanh(product(w, x)), target
+
+    def final(w: Any, x: Any, target: Any) -> Any:
+        x = jax.lax.with_sharding_constraint(x, P(None, "model"))
+        return jnp.mean((x @ w - target) ** 2)
+
+    parallel = engine.TensorParallel(2, lambda _variable: None)
+    pipeline = pipeline_of([mapped, final], tensor_parallel=parallel)
+    micro_batches = [micro_batch(2, seed=n) for n in range(4)]
+    state = pipeline.init(jax.random.key(0), micro_batches[0])
+    state, _outputs = pipeline.step(state, micro_batches)
+    gradients = [jax.grad(plain_loss)(layers(2), *one) for one in micro_batches]
+    total = [sum(parts) for parts in zip(*gradients, strict=True)]
+    expected = [w - RATE * np.asarray(g) for w, g in zip(layers(2), total, strict=True)]
+    check_close(jax.device_get(pipeline.parameters(state)), expected)
+    run = "`shard_map` with `psum`, and a constraint, over 2 devices of each of 2 stages"
+    return Verdict(WORKS, f"`engine.stage_mesh`: {run}")
 
 
 def nan_origin() -> Verdict:
@@ -299,7 +415,8 @@ def split_advice() -> Verdict:
     one = micro_batch(2)
     pipeline.step(pipeline.init(jax.random.key(0), one), [one] * 4)
     assert "would" in engine.advise(pipeline.scenario()).sentence
-    return Verdict(WORKS, "`engine.auto_stages`, `split`: layers are measured, splits simulated; `engine.advise`")
+    how = "layers are measured, splits simulated"
+    return Verdict(WORKS, f"`engine.auto_stages`, `engine.split`: {how}; `engine.advise`")
 
 
 def cannot_trace() -> Verdict:
@@ -311,15 +428,15 @@ def cannot_trace() -> Verdict:
         pipeline.init(jax.random.key(0), micro_batch(2))
     except jax.errors.TracerBoolConversionError as error:
         (said,) = error.__notes__
-        assert "stage 1 (branching)" in said, said
-        assert "if x.sum() > 0" in said, said
-        return Verdict(WORKS, f"JAX's error and: {shorten(said.replace(str(Path(__file__).parent), '...'))}")
-    raise AssertionError("This raised nothing: write the check anew.")
+    assert "stage 1 (branching)" in said, said
+    assert "if x.sum() > 0" in said, said
+    return Verdict(WORKS, f"JAX's error and: {shorten(said.replace(str(Path(__file__).parent), '...'))}")
 
 
 CHECKS: Mapping[str, Callable[[], Verdict]] = {
     check.__name__: check
     for check in (
+        documented_form,
         lengths_in_turn,
         lengths_mixed,
         fewer_micro_batches,
@@ -329,6 +446,9 @@ CHECKS: Mapping[str, Callable[[], Verdict]] = {
         own_schedule,
         tied_weights,
         another_split,
+        generation,
+        continuous_batching,
+        stage_meshes,
         nan_origin,
         own_check,
         hang,

@@ -1,8 +1,9 @@
 """What SpectraX does, feature by feature; each function is a check that runs.
 
-The form is that of its documentation: a function of parameters and batch with `sxstage_iter` between stages,
-`sxjit` with a schedule, `sxvalue_and_grad`. Each stage's parameters are put on its device beforehand: an
-array that lies on the first device belongs to the first stage for it, whatever `assign_stage` says.
+The form is that of its documentation: a function of parameters and batch with `sxstage_iter` between
+stages, `sxjit` with a schedule, `sxvalue_and_grad`. Each stage's parameters are put on its device
+beforehand: to SpectraX, an array that lies on the first device belongs to the first stage, whatever
+`assign_stage` says.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ from benchmarks.features.values import (
     speaker,
 )
 
+WHOLE = P()  # on each device
+
 
 def mesh_of(num_stages: int = 4, num_others: int = 1) -> MpMdMesh:
     """A mesh with an axis of stages, "pp", and one of devices of a stage, "tp"."""
@@ -51,7 +54,7 @@ def mesh_of(num_stages: int = 4, num_others: int = 1) -> MpMdMesh:
     return MpMdMesh(Mesh(devices, ("pp", "tp")), "pp")
 
 
-def placed(parameters: Any, mesh: Any = None, stages: Any = None, spec: Any = P()) -> Any:
+def placed(parameters: Any, mesh: Any = None, stages: Any = None, spec: Any = WHOLE) -> Any:
     """Puts each entry on its stage's devices."""
     mesh = mesh_of() if mesh is None else mesh
     stages = range(len(parameters)) if stages is None else stages
@@ -110,10 +113,11 @@ class Block(spx.Module):
         self.linear = nn.Linear(WIDTH, WIDTH, rngs=spx.Rngs(number))
 
     def forward(self, x: Any) -> Any:
+        """Applies it."""
         return jnp.tanh(self.linear(x))
 
 
-def placement() -> Verdict:
+def documented_form() -> Verdict:
     def make(number: int) -> Block:
         with spx.assign_stage(total=4, current=number):
             return Block(number)
@@ -140,7 +144,8 @@ def placement() -> Verdict:
     check_close([found], [loss(model(x), target)])
     return Verdict(
         WORKS_WITH,
-        f"each stage made under `jax.default_device` of its device (so are all checks below); without: {said}",
+        "each stage's arrays made on its device (`jax.default_device`), as in all checks below; without "
+        f"this, {said}",
     )
 
 
@@ -194,9 +199,8 @@ def losses_per_token() -> Verdict:
     loss, gradients = train_step(schedules.Std1F1B(4), summed)(placed(layers(4)), x, target)
     expected, expected_gradients = jax.value_and_grad(expected_loss)(layers(4))
     check_close([loss, *gradients], [expected, *expected_gradients])
-    return Verdict(
-        WORKS_WITH, "own scaling: summed losses times micro-batches over tokens, as it takes the mean; padded"
-    )
+    how = "times the number of micro-batches over that of tokens, because it takes means"
+    return Verdict(WORKS_WITH, f"own scaling: summed losses {how}; lengths are padded")
 
 
 def schedules_by_name() -> Verdict:
@@ -206,13 +210,9 @@ def schedules_by_name() -> Verdict:
     two = {"virtual_stages": 2}
     interleaved = schedules.InterleavedH1, schedules.Interleaved1F1BPlusOne, schedules.KimiK2
     for schedule in (*(kind(4, **two) for kind in interleaved), schedules.DualPipeV(4)):
-        places = {
-            schedule.logical_at(rank, virtual, 2): rank for rank in range(2) for virtual in range(2)
-        }
+        places = {schedule.logical_at(rank, virtual, 2): rank for rank in range(2) for virtual in range(2)}
         check_step(schedule, x, target, mesh_of(2), [places[stage] for stage in range(4)])
-    return Verdict(
-        WORKS, "GPipe, 1F1B, ZB-H1, interleaved (three kinds) and DualPipe-V, as classes; no interleaved zero bubble"
-    )
+    return Verdict(WORKS, "classes: GPipe, 1F1B, ZB-H1, three kinds of interleaved 1F1B, and DualPipe-V")
 
 
 def own_schedule() -> Verdict:
@@ -229,7 +229,7 @@ def own_schedule() -> Verdict:
             return rows
 
         def peak_activations(self, n_stages: int) -> int:
-            return 1
+            return min(1, n_stages)
 
     check_step(OneAfterAnother(4), *batch(8))
     return Verdict(WORKS, "a subclass of `Schedule` whose `build` returns the grid")
@@ -276,9 +276,8 @@ def another_split() -> Verdict:
         updates, expected_memory = optimizer.update(gradients, expected_memory)
         expected = optax.apply_updates(expected, updates)
     check_close(weights, expected)
-    return Verdict(
-        WORKS_WITH, "own `jax.device_put`: parameters are one pytree whatever the split; the optimizer is the user's"
-    )
+    how = "parameters are one pytree whatever the split, and the optimizer is the user's"
+    return Verdict(WORKS_WITH, f"own `jax.device_put`: {how} (Adam, 2 stages, then 4)")
 
 
 def generation() -> Verdict:
@@ -317,17 +316,16 @@ def generation() -> Verdict:
     assert texts[0] == texts[1], texts
     assert len({token for row in texts[0] for token in row}) > 2, texts
     assert [len(cache.devices()) for cache in sides[0][2]] == [1] * 4
-    return Verdict(
-        WORKS_WITH, "own loop and caches: `sxjit` takes and returns these, and they stay on their stages' devices"
-    )
+    how = "`sxjit(static_argnums=())` takes and returns these, and they stay on their stages' devices"
+    return Verdict(WORKS_WITH, f"own loop and caches: {how}")
 
 
 def continuous_batching() -> Verdict:
     text = " ".join((pipeline_executor.__doc__ or "").split())
-    said = "request packing, KV-cache layout, sampling, and final token routing remain the caller/runtime's job"
-    assert said in text, text
+    said = "KV-cache layout, sampling, and final token routing remain the caller/runtime's job"
+    assert f"request packing, {said}" in text, text
     assert not names_in(spx, "generat|request|continuous")
-    return Verdict(DOES_NOT, f"`MpmdPipelineExecutor` overlaps forwards of equal shapes; \"{said}\"")
+    return Verdict(DOES_NOT, f'`MpmdPipelineExecutor` overlaps forwards of equal shapes; "{said}"')
 
 
 def stage_meshes() -> Verdict:
@@ -356,7 +354,8 @@ def stage_meshes() -> Verdict:
         step = train_step(schedules.Std1F1B(4), function, mesh)
         loss, gradients = step(placed(given, mesh, spec=P("tp", None)), x, target)
         check_close([loss, *gradients], [expected, *expected_gradients])
-    return Verdict(WORKS, "`shard_map` with `psum`, and a constraint, over 2 devices of each of 2 stages' submeshes")
+    run = "`shard_map` with `psum`, and a constraint, over 2 devices of each of 2 stages"
+    return Verdict(WORKS, f"`mesh.submesh(stage)`: {run}")
 
 
 def logarithm(ws: Any, x: Any, target: Any) -> Any:
@@ -378,9 +377,7 @@ def nan_origin() -> Verdict:
 
     said = said_by(run, FloatingPointError)
     assert "log" not in said, said
-    return Verdict(
-        DOES_NOT, f"`jax_debug_nans`: {said}; the operation was log in stage 3, micro-batch 2, which it does not say"
-    )
+    return Verdict(DOES_NOT, f"`jax_debug_nans`: {said}; it was a log in stage 3, micro-batch 2")
 
 
 def own_check() -> Verdict:
@@ -398,7 +395,7 @@ def own_check() -> Verdict:
 def hang() -> Verdict:
     names = names_in(spx, "watch|hang|timeout|heartbeat")
     assert [name for name in names if "unchanged" not in name] == [], names
-    return Verdict(DOES_NOT, "a step gets its whole batch, so data cannot be late; nothing of the kind for stages")
+    return Verdict(DOES_NOT, "nothing of the kind; a step gets its whole batch, so data cannot be late")
 
 
 def debugger() -> Verdict:
@@ -413,9 +410,8 @@ def debugger() -> Verdict:
     assert all(seen), seen
     model = nn.PipelineSequential(nn.Linear(WIDTH, WIDTH, rngs=spx.Rngs(0)))
     assert not isinstance(model(batch(8)[0]), jax.core.Tracer)
-    return Verdict(
-        WORKS_WITH, "the model called by itself (eager), without pipeline; within `jax.disable_jit()` stages are traced"
-    )
+    how = "in the pipeline, stages are traced also within `jax.disable_jit()`"
+    return Verdict(WORKS_WITH, f"the model called by itself, which is eager; {how}")
 
 
 def first_step() -> Verdict:
@@ -426,9 +422,8 @@ def first_step() -> Verdict:
 
 def split_advice() -> Verdict:
     assert not names_in(spx, "advi|suggest|balance")
-    return Verdict(
-        DOES_NOT, "`auto_split` cuts `blocks` evenly or where told; `collect_task_times_ms` measures, without advice"
-    )
+    how = "`collect_task_times_ms` measures, and advises nothing"
+    return Verdict(DOES_NOT, f"`auto_split` cuts `blocks` evenly or where it is told; {how}")
 
 
 def cannot_trace() -> Verdict:
@@ -443,7 +438,7 @@ def cannot_trace() -> Verdict:
 CHECKS: Mapping[str, Callable[[], Verdict]] = {
     check.__name__: check
     for check in (
-        placement,
+        documented_form,
         lengths_in_turn,
         lengths_mixed,
         fewer_micro_batches,

@@ -55,7 +55,8 @@ class Verdict:
 def layers(number: int, width: int = WIDTH) -> list[Any]:
     """Square matrices, float32."""
     random = np.random.default_rng(0)
-    return [random.normal(size=(width, width), scale=width**-0.5).astype(np.float32) for _layer in range(number)]
+    drawn = [random.normal(size=(width, width), scale=width**-0.5) for _layer in range(number)]
+    return [matrix.astype(np.float32) for matrix in drawn]
 
 
 def speaker(number: int = 4) -> Any:
@@ -65,7 +66,11 @@ def speaker(number: int = 4) -> Any:
     def normal(*shape: int) -> Any:
         return random.normal(size=shape).astype(np.float32)
 
-    return normal(NUM_WORDS, WIDTH), [normal(WIDTH, WIDTH) for _stage in range(number)], normal(WIDTH, NUM_WORDS)
+    return (
+        normal(NUM_WORDS, WIDTH),
+        [normal(WIDTH, WIDTH) for _stage in range(number)],
+        normal(WIDTH, NUM_WORDS),
+    )
 
 
 def draw(*shape: int, seed: int = 1) -> Any:
