@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -160,8 +161,16 @@ def own_schedule() -> Verdict:
             for stage in range(num_stages)
         ]
 
-    check_step([micro_batch(2, seed=n) for n in range(4)], schedule=one_after_another)
-    return Verdict(WORKS, "a function that returns rows of actions, or a CSV file; checked before it runs")
+    micro_batches = [micro_batch(2, seed=n) for n in range(4)]
+    check_step(micro_batches, schedule=one_after_another)
+    rows = one_after_another(4, 4, (), True)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "own.csv"
+        engine.schedules.write_csv(rows, path)
+        check_step(micro_batches, schedule=path)
+    rows[0].reverse()
+    said = said_by(lambda: check_step(micro_batches, schedule=lambda *_counts: rows), engine.ScheduleError)
+    return Verdict(WORKS, f"a function that returns rows of actions, or a CSV file; a wrong one: {said}")
 
 
 def tied_weights() -> Verdict:
@@ -216,7 +225,7 @@ def another_split() -> Verdict:
         [w for part in jax.device_get(three.parameters(moved_on)) for w in part],
         [w for part in jax.device_get(two.parameters(on)) for w in part],
     )
-    return Verdict(WORKS, "`engine.resplit`: Adam's state of 2 stages goes on with 3, and in checkpoints")
+    return Verdict(WORKS, "`engine.resplit`: weights and Adam's state of 2 stages go on with 3")
 
 
 def attend(stage: int, w: Any, x: Any, position: Any) -> Any:
@@ -416,7 +425,7 @@ def split_advice() -> Verdict:
     pipeline.step(pipeline.init(jax.random.key(0), one), [one] * 4)
     assert "would" in engine.advise(pipeline.scenario()).sentence
     how = "layers are measured, splits simulated"
-    return Verdict(WORKS, f"`engine.auto_stages`, `engine.split`: {how}; `engine.advise`")
+    return Verdict(WORKS, f"`engine.auto_stages`: {how}; `engine.advise` for stages made by hand")
 
 
 def cannot_trace() -> Verdict:
