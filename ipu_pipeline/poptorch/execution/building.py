@@ -345,7 +345,7 @@ def _tell_of_training_mode(modes: Modes) -> None:
 
 
 def _cut(
-    graph: torch.fx.Graph, options: Options, trains: bool, schedule: schedules.ScheduleLike
+    graph: torch.fx.Graph, options: Options, trains: bool, schedule: schedules.Schedule
 ) -> Sequence[Sequence[Section]]:
     """Cuts a model into sections, level by level."""
     strategy = options.execution_strategy
@@ -396,7 +396,7 @@ def _is_live(options: Options) -> bool:
     return not isinstance(strategy, PhasedExecution) or strategy.liveness is Liveness.AlwaysLive
 
 
-def _schedule(options: Options) -> schedules.ScheduleLike:
+def _schedule(options: Options) -> schedules.Schedule:
     strategy = options.execution_strategy
     if isinstance(strategy, (ShardedExecution, PhasedExecution)):
         if options.is_set("pipeline_schedule"):
@@ -405,7 +405,7 @@ def _schedule(options: Options) -> schedules.ScheduleLike:
                 "micro-batch ends before the next one begins."
             )
         return "sequential"
-    found: schedules.ScheduleLike = options.pipeline_schedule
+    found: schedules.Schedule = options.pipeline_schedule
     assert isinstance(strategy, PipelinedExecution)
     if strategy.schedule is None:
         return found
