@@ -23,7 +23,7 @@ import numpy as np
 from benchmarks import harness
 from benchmarks.harness import Row
 
-NUM_STAGES, NUM_NEW, MILLISECONDS = 4, 64, 5.0
+NUM_STAGES, NUM_NEW, MILLISECONDS = 4, 48, 10.0
 IN_FLIGHT = (1, 2, 4, 8, 16)
 NUM_CALLS = 20  # of a program in a row, when it is timed
 LEAST = 0.9  # tokens a second, of the ideal
