@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -34,6 +34,7 @@ from ipu_pipeline.poptorch.execution.building import (
     num_compiled,
 )
 from ipu_pipeline.poptorch.execution.compiled import CompiledModel
+from ipu_pipeline.poptorch.execution.generating import Generation, check_generates, is_of_transformers
 from ipu_pipeline.poptorch.execution.hooks import after_compiling, before_compiling
 from ipu_pipeline.poptorch.execution.jax_errors import translating
 from ipu_pipeline.poptorch.execution.measured import CallTimes, Latency, Profile
@@ -53,6 +54,7 @@ from ipu_pipeline.poptorch.execution.weights import HostWeights, host_weights_of
 from ipu_pipeline.poptorch.files import contents
 from ipu_pipeline.poptorch.files.contents import Contents, SavedModel, SavedTensor
 from ipu_pipeline.poptorch.files.tensor_files import PathLike, find_target
+from ipu_pipeline.poptorch.generation.requests import read_wanted
 from ipu_pipeline.poptorch.graphs.model_summary import ModelSummary, summarize_module, summarize_stages
 from ipu_pipeline.poptorch.logs import logger, warn_once
 from ipu_pipeline.poptorch.optim import Optimizer
@@ -110,6 +112,7 @@ class PoplarExecutor:
         self._progress: CompileProgress | None = None
         self._times = CallTimes()
         self._call_ns: int | None = None
+        self._generation: Generation | None = None
 
     # Calls.
 
@@ -170,6 +173,35 @@ class PoplarExecutor:
             self._anchored.keep(collected, dtypes, first, mode)
             self._call_ns = time.perf_counter_ns() - begin
             return outputs.unflatten(joined)
+
+    @property
+    def generate(self) -> Callable[..., Any]:
+        """Generates tokens on the devices, if the model is a decoder of transformers; otherwise its own `generate`.
+
+        `executor.generate(input_ids, attention_mask=mask, max_new_tokens=32)` takes the arguments of
+        transformers' `generate` and returns what it returns, int64 [rows, length]: prompts, then new tokens,
+        then padding. Each stage keeps the keys and values of its layers on its device. docs/poptorch.md says
+        which arguments are supported.
+
+        Raises:
+          Error: an argument or an option is not supported, or the model cannot generate so.
+        """
+        model: Any = self._wrapped.model
+        if is_of_transformers(model):
+            return self._generate
+        own: Callable[..., Any] = model.generate
+        return own
+
+    @translating
+    def _generate(self, inputs: Any = None, generation_config: Any = None, **arguments: Any) -> torch.Tensor:
+        check_generates(self._wrapped)
+        with self._host.lock, interrupts.sent_again_if_ignored():
+            wanted = read_wanted(self._wrapped.model, inputs, generation_config, arguments)
+            if self._generation is None:
+                register(self, self._wrapped.model, self._wrapped.trains)
+                self._host.watch(self, self._wrapped.model)
+                self._generation = Generation(self._wrapped, self._host)
+            return self._generation.generate(wanted)
 
     def _compile(self, arguments: Arguments) -> CompiledModel:
         """Compiles the model for these arguments, if it is not. After an error it is as it was before."""
@@ -328,7 +360,10 @@ class PoplarExecutor:
         """
         with self._host.lock:
             self._host.refresh()
-            self._attached().read_from_host()
+            if self._generation is not None:
+                self._generation.read_from_host()
+            if self._generation is None or self._compiled is not None:
+                self._attached().read_from_host()
             if self._wrapped.trains:
                 self._host.version += 1
             self._seen_version = self._host.version
@@ -358,7 +393,7 @@ class PoplarExecutor:
         """
         with self._host.lock:
             loaded = self._wrapped.model.load_state_dict(state_dict, strict)
-            if self.isAttachedToDevice():
+            if self.isAttachedToDevice() or (self._compiled is None and self._generation is not None):
                 self.copyWeightsToDevice()
             elif self._wrapped.trains:  # which gets them when it is compiled or attached
                 self._host.version += 1
@@ -376,6 +411,8 @@ class PoplarExecutor:
     def share_weights(self, host: HostWeights) -> None:
         """Keeps weights in step with other models' from now on."""
         self._host = host
+        if self._generation is not None:
+            self._generation.share_weights(host)
         self._seen_version = -1
 
     def _attached(self) -> CompiledModel:
@@ -426,6 +463,9 @@ class PoplarExecutor:
           Error: the model has not been compiled, or is detached.
         """
         with self._host.lock:
+            has_generated, self._generation = self._generation is not None, None
+            if has_generated and self._compiled is None:
+                return
             compiled = self._attached()
             if self._wrapped.trains:
                 self._host.refresh()
@@ -448,7 +488,7 @@ class PoplarExecutor:
             finally:
                 if self._wrapped.trains:
                     self._disconnect()
-                self._compiled = self._training = self._detached = None
+                self._compiled = self._training = self._detached = self._generation = None
                 self._host.release(self)
                 self._host.unregister(self, self._wrapped.model)
 
