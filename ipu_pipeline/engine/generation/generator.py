@@ -1,4 +1,4 @@
-"""The public call: a generator made of a model's stages, which answers prompts with the weights of a state."""
+"""The public call: a generator made of stages, which answers prompts with the weights of a state."""
 
 from __future__ import annotations
 
@@ -46,11 +46,18 @@ _logger = logging.getLogger("ipu_pipeline")
 class Generator:
     """A language model in stages, each on its device, that answers several requests at a time.
 
-    A stage handles one request: the first one takes `tokens`, int32 [length], and `position`, an int32 scalar
-    that is the place of the first of them, and the last one returns logits, [length, words], or only those
-    of the last token, [words]. A prompt comes in chunks, without padding, and then each new token. What a
+    A stage handles one request: the first one takes `tokens`, int32 [length], and `position`, an int32
+    scalar, the place of the first of them. The last one returns logits, [length, words], or only those of
+    the last token, [words]. A prompt comes in chunks, without padding, and then each new token. What a
     stage needs of earlier tokens is in variables that it assigns (`get_variable` with trainable=False,
     `assign`): each request has its own, which start from their initial values.
+
+    What stages report or enqueue is dropped. Random keys (`next_rng_key`) depend on the request's seed and
+    the position.
+
+    Attributes:
+      pipeline: the stages as a pipeline that only runs forwards, traced: its `variables` are those that a
+        state has to have, and the caches. `engine.resplit` and `Pipeline.adopt` take it.
 
     Example:
       generator = Generator([embed, block, predict], parameters=shapes, max_length=256)
@@ -79,8 +86,8 @@ class Generator:
           parameters: as for `Pipeline`; shapes are enough.
           num_slots: the most requests in flight, a multiple of `num_groups`; each has its own caches. None:
             4 for each group.
-          num_groups: groups of slots; a group's go through a stage together. Fewer groups than devices leave
-            devices idle. None: as many as devices, or `num_slots` if that is less.
+          num_groups: groups of slots; a group's slots go through a stage together. Fewer groups than
+            devices leave devices idle. None: as many as devices, or `num_slots` if that is less.
           chunk_lengths: in what lengths a prompt is read, longest first, with 1 among them; there is a
             program of each stage for each that occurs. None: 1, 4, 16, 64 and 256.
           token_by_token: whether stages take one token at a time, so that their programs read the tokens
@@ -124,9 +131,7 @@ class Generator:
 
     def _find_one_by_one(self, wanted: bool | None) -> bool:
         if wanted is not None and not isinstance(wanted, bool):
-            raise TypeError(
-                f"token_by_token must be True, False, or None to find out; got {wanted!r}."
-            )
+            raise TypeError(f"token_by_token must be True, False, or None to find out; got {wanted!r}.")
         if wanted or self._chunk_lengths == (1,):
             return bool(wanted)
         try:
@@ -187,8 +192,8 @@ class Generator:
         """Answers prompts.
 
         Args:
-          state: of a pipeline whose variables have the names of the stages' variables, or these variables, by
-            full name. What is on its stage's device is used as it is, without a copy.
+          state: of a pipeline whose variables have the names of the stages' variables, or a dict of these
+            variables. What is on its stage's device is used as it is, without a copy.
           prompts: sequences of integers from 0 to `num_words` - 1, none of them empty.
           max_new_tokens: the most tokens of an answer; or a list with one number for each prompt.
           sampling: how tokens are chosen; or a list with one for each prompt.
@@ -206,12 +211,14 @@ class Generator:
         """
         check_not_traced("Generator.generate", state)
         if not isinstance(prompts, (list, tuple, np.ndarray)):
-            raise TypeError(f"prompts must be a list of sequences of integers; got {type(prompts).__name__}.")
+            raise TypeError(
+                f"prompts must be a list of sequences of integers; got {type(prompts).__name__}."
+            )
         for place, prompt in enumerate(prompts):
             if np.ndim(prompt) == 0 and not isinstance(prompt, (str, bytes)):
                 raise TypeError(
-                    f"prompts must be a list of sequences of integers, and prompts[{place}] is {prompt!r}. For "
-                    "one prompt, give a list of one."
+                    f"prompts must be a list of sequences of integers, and prompts[{place}] is {prompt!r}. "
+                    "For one prompt, give a list of one."
                 )
         number = len(prompts)
         requests = [
@@ -226,7 +233,9 @@ class Generator:
             )
         ]
         if self._queue is not None:
-            raise RuntimeError("generate was called within `serving`: call submit, and result() of what it returns.")
+            raise RuntimeError(
+                "generate was called within `serving`: call submit, and result() of what it returns."
+            )
         with self._running:
             self._answer(self._bind(state), RequestQueue(requests))
         return [request.result() for request in requests]
@@ -288,7 +297,10 @@ class Generator:
 
         Args:
           prompt: a sequence of integers from 0 to `num_words` - 1, not empty.
-          max_new_tokens, sampling, stop_tokens, seed: as for `generate`, of a first prompt.
+          max_new_tokens: as for `generate`, as what follows.
+          sampling: how tokens are chosen.
+          stop_tokens: the first of these in an answer is its last token.
+          seed: of the random keys, which are those of the first prompt of `generate`.
 
         Returns:
           The request: iterate over it for its tokens as they come, or call `result`.
@@ -301,12 +313,16 @@ class Generator:
             prompt, "prompt", self._limits, max_new_tokens, sampling, stop_tokens, seed, 0
         )
         queue = self._queue
-        if queue is None or not queue.submit(request):
+        if queue is not None and queue.submit(request):
+            return request
+        if queue is not None and queue.error is not None:
             raise RuntimeError(
-                "submit was called while the generator is not serving, so there would be no answer. Call it within "
-                "`with generator.serving(state):`, or call generate(state, prompts, ...)."
-            )
-        return request
+                "submit: the generator serves no more, since it met an error."
+            ) from queue.error
+        raise RuntimeError(
+            "submit was called while the generator is not serving, so there would be no answer. Call it "
+            "within `with generator.serving(state):`, or call generate(state, prompts, ...)."
+        )
 
     def _answer(self, stages: BoundStages, queue: RequestQueue) -> None:
         """Answers what is in a queue. All its requests are done when this ends, in whichever way."""
@@ -337,12 +353,14 @@ class Generator:
             devices = list(jax.devices() if self._devices is None else self._devices)
             if len(devices) < known.num_devices:
                 raise ValueError(
-                    f"The generator needs {known.num_devices} devices, {each if each > 1 else 'one'} per IPU of "
-                    f"device_mapping, but there are {len(devices)}. On a CPU, before the first use of JAX, "
-                    f"ipu_pipeline.set_num_devices({known.num_devices}) makes more."
+                    f"The generator needs {known.num_devices} devices, {each if each > 1 else 'one'} per "
+                    f"IPU of device_mapping, but there are {len(devices)}. On a CPU, before the first use "
+                    f"of JAX, ipu_pipeline.set_num_devices({known.num_devices}) makes more."
                 )
             groups = make_groups(devices, known.device_mapping, 1, each)
-            elsewhere = [d for group in groups for d in group.devices if d.process_index != jax.process_index()]
+            elsewhere = [
+                d for group in groups for d in group.devices if d.process_index != jax.process_index()
+            ]
             if elsewhere:
                 raise ValueError(
                     f"devices must be of this process, {jax.process_index()}; {elsewhere[0]} is of process "
@@ -401,8 +419,8 @@ def _find(variables: Mapping[str, Any], spec: VariableSpec, run: StageRun) -> An
     """A variable of a state, for a stage."""
     if spec.name not in variables:
         raise ValueError(
-            f"The state has no variable {spec.name}, which {run.place} reads and does not assign. {MOVES} Both "
-            "take generator.pipeline as the pipeline."
+            f"The state has no variable {spec.name}, which {run.place} reads and does not assign. {MOVES} "
+            "generator.pipeline is the pipeline for both."
         )
     value = variables[spec.name]
     shape = as_shape(value)
@@ -433,8 +451,8 @@ def _check_chunk_lengths(given: Sequence[int] | None, max_length: int) -> tuple[
     lengths = list(_CHUNK_LENGTHS if given is None else given)
     if not all(is_integer(length, 1) for length in lengths) or 1 not in lengths:
         raise ValueError(
-            "chunk_lengths must be integers of at least 1, and 1 must be among them, so that every prompt can "
-            f"be divided into such lengths; got {given!r}."
+            "chunk_lengths must be integers of at least 1, and 1 must be among them, so that every prompt "
+            f"can be divided into such lengths; got {given!r}."
         )
     return tuple(sorted({int(length) for length in lengths if length <= max_length}, reverse=True))
 
@@ -464,9 +482,9 @@ def _check_logits(pipeline: Pipeline, length: int) -> Sequence[jax.ShapeDtypeStr
     if not is_logits or not jnp.issubdtype(avals[0].dtype, jnp.floating) or 0 in avals[0].shape:
         given = ", ".join(map(describe, avals)) or "nothing"
         raise ValueError(
-            f"The last stage must return logits, floating-point numbers [{length}, words] for {length} tokens of "
-            f"one request, or [words] for the last of them; it returns {given}. Stages of a generator have no "
-            "axis for a batch, and no loss."
+            f"The last stage must return logits, floating-point numbers [{length}, words] for {length} "
+            f"tokens of one request, or [words] for the last of them; it returns {given}. Stages of a "
+            "generator have no axis for a batch, and no loss."
         )
     return avals
 
@@ -476,7 +494,5 @@ def _for_each(name: str, value: Any, number: int) -> Sequence[Any]:
     if not isinstance(value, (list, tuple, np.ndarray)):
         return [value] * number
     if len(value) != number:
-        raise ValueError(
-            f"{name} must have one entry for each of the {number} prompts; got {len(value)}."
-        )
+        raise ValueError(f"{name} must have one entry for each of the {number} prompts; got {len(value)}.")
     return list(value)

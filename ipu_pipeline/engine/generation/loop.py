@@ -30,7 +30,8 @@ class RequestQueue:
         self._waiting = collections.deque(requests)
         self._all = list(self._waiting)
         self._changed = threading.Condition()
-        self._is_open, self._error = is_open, None
+        self._is_open = is_open
+        self.error: BaseException | None = None  # what ended all requests
 
     def submit(self, request: Request) -> bool:
         """Adds a request. Returns whether that was still possible."""
@@ -51,7 +52,7 @@ class RequestQueue:
     def end(self, error: BaseException | None) -> None:
         """Closes, and ends all requests that are not done; see `Request.end`."""
         with self._changed:
-            self._is_open = False
+            self._is_open, self.error = False, error
             self._waiting.clear()
             self._changed.notify_all()
         for request in self._all:

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ipu_pipeline.engine.generation.sampling import choose
 from ipu_pipeline.engine.generation.stage_runs import TOKENS, Given, StageRun, scanned
@@ -24,9 +23,9 @@ __all__ = ["SlotNumbers", "StagePrograms"]
 class SlotNumbers(NamedTuple):
     """Numbers of a request, scalars, or of the requests of all slots, stacked."""
 
-    positions: np.ndarray  # type: ignore[type-arg]  # the place of the token, or of the chunk's first; int32
-    seeds: np.ndarray  # type: ignore[type-arg]  # uint32
-    numbers: np.ndarray  # type: ignore[type-arg]  # of the request among those with its seed, uint32
+    positions: Any  # the place of the token, or of the first one of a chunk, int32
+    seeds: Any  # uint32
+    numbers: Any  # of the request among those with its seed, uint32
 
 
 class StagePrograms:
@@ -121,7 +120,9 @@ class StagePrograms:
             key = _request_key(numbers)
             given = Given(numbers.positions, jax.random.fold_in(key, 0), count)
             rows = [
-                jnp.where(numbers.positions == 0, first, jax.lax.dynamic_index_in_dim(cache, slot, 0, False))
+                jnp.where(
+                    numbers.positions == 0, first, jax.lax.dynamic_index_in_dim(cache, slot, 0, False)
+                )
                 for cache, first in zip(caches, initial, strict=True)
             ]
             own = [
@@ -143,7 +144,8 @@ class StagePrograms:
 
     def _find_logits(self, run: StageRun, inputs: Any, outputs: Any) -> Any:
         """The logits of the last token that a run has read, [words]."""
-        found = dict(zip((*run.inputs, *run.outputs), (*inputs, *outputs), strict=True))[self._logits]
+        known = zip((*run.inputs, *run.outputs), (*inputs, *outputs), strict=True)
+        found = next(value for source, value in known if source == self._logits)
         return found.reshape(-1, found.shape[-1])[-1]
 
     def _jit(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -157,5 +159,5 @@ def _request_key(numbers: Any) -> jax.Array:
 
 
 def _choose(logits: Any, sampling: Any, key: Any, position: Any) -> jax.Array:
-    """Chooses the token for a place of a request, by a key that depends on the request and the place alone."""
+    """Chooses the token for a place of a request, by a key that depends on the two alone."""
     return choose(logits, sampling, jax.random.fold_in(jax.random.fold_in(key, 1), position))

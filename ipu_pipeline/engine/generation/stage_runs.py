@@ -1,10 +1,10 @@
-"""What a stage computes for one request: from a chunk of its tokens, or what the stages before make of it."""
+"""What a stage computes for one request, from a chunk of its tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,16 +20,12 @@ TOKENS, POSITION = Source("element", 0), Source("element", 1)  # of what the fir
 _COUNT = Source("update_count", 0)
 
 
-@dataclass(frozen=True)
-class Given:
-    """What a stage gets for a request besides values of other stages; a pytree of scalars within programs."""
+class Given(NamedTuple):
+    """What a stage gets for a request besides values of other stages: scalars."""
 
     position: Any  # the place of the first token, int32
     key: Any  # the request's random key
     update_count: Any  # of the state, int32
-
-
-jax.tree_util.register_dataclass(Given, ["position", "key", "update_count"], [])
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +52,14 @@ class StageRun:
     def __call__(
         self, caches: Sequence[Any], weights: Sequence[Any], inputs: Sequence[Any], given: Given
     ) -> tuple[list[Any], list[Any]]:
-        """Computes the outputs, and the new caches."""
+        """Computes the outputs, and the new caches.
+
+        Args:
+          caches: the values of `caches`, in their order.
+          weights: likewise.
+          inputs: likewise.
+          given: what else it gets.
+        """
         variables = dict(zip(self.weights, weights, strict=True)) | dict(
             zip(self.caches, caches, strict=True)
         )
@@ -125,9 +128,7 @@ def _make_run(
 ) -> StageRun:
     caches = tuple(spec.name for spec in stage.assigned)
     read = [
-        stage.variables[value.index].name
-        for value in program.arguments
-        if value.kind is ValueKind.VARIABLE
+        stage.variables[value.index].name for value in program.arguments if value.kind is ValueKind.VARIABLE
     ]
     weights = tuple(dict.fromkeys(name for name in read if name not in caches))
     outputs = tuple(
@@ -151,15 +152,17 @@ def scanned(
     Args:
       run: the stage for a chunk of one token.
       length: the number of tokens.
+      caches: what the stage keeps of the tokens before.
+      weights: as for the stage.
       inputs: as for the stage, with a first axis for the tokens.
       given: of the first token.
     """
 
-    def step(caches: list[Any], one: tuple[Any, list[Any]]) -> tuple[list[Any], list[Any]]:
+    def step(caches: Any, one: Any) -> Any:
         number, own = one
-        position = given.position + number
-        outputs, caches = run(caches, weights, own, Given(position, given.key, given.update_count))
+        outputs, caches = run(caches, weights, own, given._replace(position=given.position + number))
         return caches, outputs
 
-    caches, outputs = jax.lax.scan(step, list(caches), (jnp.arange(length, dtype=jnp.int32), list(inputs)))
-    return outputs, caches
+    numbers = jnp.arange(length, dtype=jnp.int32)
+    after, stacked = jax.lax.scan(step, list(caches), (numbers, list(inputs)))
+    return list(stacked), list(after)
