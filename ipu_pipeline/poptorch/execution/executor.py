@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import types
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -34,7 +35,7 @@ from ipu_pipeline.poptorch.execution.building import (
     num_compiled,
 )
 from ipu_pipeline.poptorch.execution.compiled import CompiledModel
-from ipu_pipeline.poptorch.execution.generating import Generation, check_generates, is_of_transformers
+from ipu_pipeline.poptorch.execution.generating import Generation, check_generates, generates_on_devices
 from ipu_pipeline.poptorch.execution.hooks import after_compiling, before_compiling
 from ipu_pipeline.poptorch.execution.jax_errors import translating
 from ipu_pipeline.poptorch.execution.measured import CallTimes, Latency, Profile
@@ -176,24 +177,25 @@ class PoplarExecutor:
 
     @property
     def generate(self) -> Callable[..., Any]:
-        """Generates tokens on the devices, if the model is a decoder of transformers; otherwise its own `generate`.
+        """Generates tokens on the devices, with a decoder of transformers that is wrapped for inference.
 
         `executor.generate(input_ids, attention_mask=mask, max_new_tokens=32)` takes the arguments of
-        transformers' `generate` and returns what it returns, int64 [rows, length]: prompts, then new tokens,
-        then padding. Each stage keeps the keys and values of its layers on its device. docs/poptorch.md says
-        which arguments are supported.
-
-        Raises:
-          Error: an argument or an option is not supported, or the model cannot generate so.
+        transformers' `generate` and returns what it returns, int64 [rows, length]: prompts, new tokens,
+        padding. Keys and values stay on the devices of their layers. docs/poptorch.md says which arguments
+        are supported; others raise an `Error` that names them. For other models it is the model's own
+        `generate`, which runs on the host.
         """
-        model: Any = self._wrapped.model
-        if is_of_transformers(model):
+        if generates_on_devices(self._wrapped):
             return self._generate
-        own: Callable[..., Any] = model.generate
+        own: Callable[..., Any] = self.__getattr__("generate")
+        if isinstance(own, types.MethodType) and own.__self__ is self._wrapped.model:
+            warn_once(f"generate of {type(self._wrapped.model).__name__} is its own, and runs on the host.")
         return own
 
     @translating
-    def _generate(self, inputs: Any = None, generation_config: Any = None, **arguments: Any) -> torch.Tensor:
+    def _generate(
+        self, inputs: Any = None, generation_config: Any = None, **arguments: Any
+    ) -> torch.Tensor:
         check_generates(self._wrapped)
         with self._host.lock, interrupts.sent_again_if_ignored():
             wanted = read_wanted(self._wrapped.model, inputs, generation_config, arguments)

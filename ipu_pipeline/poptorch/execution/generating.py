@@ -37,38 +37,35 @@ from ipu_pipeline.poptorch.graphs.stages import ModelStages, make_stages
 from ipu_pipeline.poptorch.options.phased import PhasedExecution
 from ipu_pipeline.poptorch.structures import flatten
 
-__all__ = ["Generation", "check_generates", "is_of_transformers"]
+__all__ = ["Generation", "check_generates", "generates_on_devices"]
 
 _CHUNKS = (1, 8, 64)  # lengths in which prompts are read: each is captured and compiled
 _SHORTEST = 32  # tokens that caches have room for
 
 
-def is_of_transformers(model: torch.nn.Module) -> bool:
-    """Whether a model's `generate` is that of transformers."""
+def generates_on_devices(wrapped: Wrapped) -> bool:
+    """Whether `generate` runs on the devices: that of a decoder of transformers, wrapped for inference.
+
+    That of others is their own, and runs on the host.
+    """
     library = sys.modules.get("transformers.generation.utils")
-    return library is not None and isinstance(model, library.GenerationMixin)
+    model: Any = wrapped.model
+    return (
+        library is not None
+        and isinstance(model, library.GenerationMixin)
+        and type(model).generate is library.GenerationMixin.generate
+        and not model.config.is_encoder_decoder
+        and not wrapped.trains
+    )
 
 
 def check_generates(wrapped: Wrapped) -> None:
-    """Checks that a model of transformers can generate as it is wrapped.
+    """Checks that a decoder can generate as it is wrapped.
 
     Raises:
-      Error: it cannot, or an option does not go with it.
+      Error: it was in training mode, or an option does not go with it.
     """
-    model: Any = wrapped.model
-    options, name = wrapped.options, type(model).__name__
-    if wrapped.trains:
-        raise Error(
-            "generate is for a model that is wrapped for inference. Call eval() on the model, and "
-            "poptorch.inferenceModel(model).generate(...), which has the newest weights."
-        )
-    library = sys.modules["transformers.generation.utils"]
-    if model.config.is_encoder_decoder or type(model).generate is not library.GenerationMixin.generate:
-        what = "is an encoder with a decoder" if model.config.is_encoder_decoder else "has a generate of its own"
-        raise Error(
-            f"generate is for decoders, and {name} {what}. Let the plain model generate, on the host: "
-            "executor.model.generate(...)."
-        )
+    model, options, name = wrapped.model, wrapped.options, type(wrapped.model).__name__
     if wrapped.modes[model]:
         raise Error(
             f"generate: {name} was in training mode when it was wrapped, in which layers may drop values. Call "
@@ -83,7 +80,8 @@ def check_generates(wrapped: Wrapped) -> None:
         "Precision.enableFloatingPointExceptions": options.Precision.floating_point_exceptions,
         "anchorTensor": bool(options.anchored_tensors),
         "enableSyntheticData": options.synthetic_data,
-        "TensorLocations with weights off the devices": "weights" in options.TensorLocations.find_offloaded(True),
+        "TensorLocations with weights off the devices": "weights"
+        in options.TensorLocations.find_offloaded(True),
         "connectionType(Never)": options.connection_type is ConnectionType.Never,
     }
     for option, is_set in unsupported.items():
@@ -222,7 +220,10 @@ class Generation:
                     excluded_files=options.source_location_excludes,
                 )
             stages = make_stages(
-                captured, wrapped.model, lambda graph: cut_into_levels(graph, options, False, schedule), False
+                captured,
+                wrapped.model,
+                lambda graph: cut_into_levels(graph, options, False, schedule),
+                False,
             )
             return captured, stages
 

@@ -10,7 +10,6 @@ This module needs transformers, so it is imported for its models only.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -86,9 +85,19 @@ class CachedDecoder(torch.nn.Module):
         self.model = model
         self.max_length = max_length
         self._takes = frozenset(inspect.signature(model.forward).parameters)
-        self.num_layers = 0
+        number: int = model.get_input_embeddings().num_embeddings  # type: ignore[operator, union-attr]
+        tokens = torch.arange(1, min(_NUM_TRIED, max_length) + 1).clamp(max=number - 1)
         with torch.no_grad():
-            self._add_buffers(*self._try())
+            seen, logits = self._call_once(tokens)
+            self._num_layers = len(seen)
+            for layer, pair in enumerate(seen):
+                for name, part in zip((_KEYS, _VALUES), pair, strict=True):
+                    shape = (1, part.shape[1], max_length, part.shape[3])
+                    empty = torch.zeros(shape, dtype=part.dtype)
+                    self.register_buffer(name.format(layer), empty, persistent=False)
+            self._check(tokens, logits)
+            for buffer in self.buffers(recurse=False):
+                buffer.zero_()
 
     def forward(self, tokens: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
         """Reads a chunk.
@@ -100,21 +109,17 @@ class CachedDecoder(torch.nn.Module):
         Returns:
           The logits of the last token, [1, words], or of all, [length, words], if the model has no choice.
         """
-        buffers = [
-            (self.get_buffer(_KEYS.format(number)), self.get_buffer(_VALUES.format(number)))
-            for number in range(self.num_layers)
+        layers = [
+            _BufferLayer(
+                self.get_buffer(_KEYS.format(layer)), self.get_buffer(_VALUES.format(layer)), position
+            )
+            for layer in range(self._num_layers)
         ]
-        return self._compute(tokens, position, buffers, self.max_length)
-
-    def _compute(
-        self, tokens: torch.Tensor, position: torch.Tensor, buffers: Sequence[Any], max_length: int
-    ) -> torch.Tensor:
-        layers = [_BufferLayer(keys, values, position) for keys, values in buffers]
         more: dict[str, Any] = {}
         if "position_ids" in self._takes:
             more["position_ids"] = (torch.arange(len(tokens)) + position)[None]
         if "attention_mask" in self._takes:  # some models find positions by it
-            more["attention_mask"] = torch.ones(1, max_length, dtype=torch.long)
+            more["attention_mask"] = torch.ones(1, self.max_length, dtype=torch.long)
         if "logits_to_keep" in self._takes:
             more["logits_to_keep"] = 1
         cache = cache_utils.Cache(layers=layers)
@@ -122,40 +127,31 @@ class CachedDecoder(torch.nn.Module):
         logits: torch.Tensor = found.logits[0]
         return logits
 
-    def _try(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Compares chunks with one call. Returns keys and values of each layer, [1, heads, tokens, width]."""
-        num_words = self.model.get_input_embeddings().num_embeddings  # type: ignore[operator, union-attr]
-        tokens = torch.arange(1, _NUM_TRIED + 1).clamp(max=num_words - 1)
+    def _call_once(self, tokens: torch.Tensor) -> tuple[list[tuple[Any, Any]], torch.Tensor]:
+        """Calls the model. Returns keys and values of each layer, [1, heads, tokens, width], and logits."""
         cache = cache_utils.Cache(layer_class_to_replicate=_SeenLayer)
-        wanted = self.model(input_ids=tokens[None], past_key_values=cache, use_cache=True).logits[0, -1]
+        logits = self.model(input_ids=tokens[None], past_key_values=cache, use_cache=True).logits[0]
         seen = [(layer.keys, layer.values) for layer in cache.layers]
-        name = type(self.model).__name__
         if not seen or any(part is None or part.dim() != 4 for pair in seen for part in pair):
             raise Error(
-                f"generate: {name} keeps something else than the keys and values of attention between "
-                f"tokens, or keeps these elsewhere than in transformers' Cache. {_OTHER_WAY}"
+                f"generate: {type(self.model).__name__} keeps something else than the keys and values of "
+                f"attention between tokens, or keeps these elsewhere than in transformers' Cache. {_OTHER_WAY}"
             )
-        buffers = [tuple(map(torch.zeros_like, pair)) for pair in seen]
-        for chunk in (slice(0, 2), slice(2, 3)):
-            position = torch.tensor(chunk.start, dtype=torch.int32)
-            given = self._compute(tokens[chunk].int(), position, buffers, _NUM_TRIED)
-        difference = (given[-1].float() - wanted.float()).norm() / wanted.float().norm()
-        if difference > torch.finfo(wanted.dtype).eps ** 0.5:
-            raise Error(
-                f"generate: {name} computes other logits when its cache of keys and values has a fixed "
-                f"length: on the host they differ by {difference:.1e} of their norm. Its mask does not "
-                f"depend on positions. {_OTHER_WAY}"
-            )
-        return seen
+        return seen, logits
 
-    def _add_buffers(self, *seen: tuple[torch.Tensor, torch.Tensor]) -> None:
-        for number, pair in enumerate(seen):
-            for name, part in zip((_KEYS, _VALUES), pair, strict=True):
-                shape = (1, part.shape[1], self.max_length, part.shape[3])
-                self.register_buffer(
-                    name.format(number), torch.zeros(shape, dtype=part.dtype), persistent=False
-                )
-        self.num_layers = len(seen)
+    def _check(self, tokens: torch.Tensor, logits: torch.Tensor) -> None:
+        """Compares the logits of two chunks with those of one call."""
+        for chunk in (slice(0, 2), slice(2, None)):
+            position = torch.tensor(chunk.start, dtype=torch.int32)
+            found = self(tokens[chunk].int(), position)
+        wanted = logits[-1].float()
+        difference = (found[-1].float() - wanted).norm() / wanted.norm()
+        if difference > torch.finfo(logits.dtype).eps ** 0.5:
+            raise Error(
+                f"generate: {type(self.model).__name__} computes other logits when its cache of keys and "
+                f"values has a fixed length, here {self.max_length}: on the host they differ by "
+                f"{difference:.1e} of their norm. Its masks do not depend on positions alone. {_OTHER_WAY}"
+            )
 
 
 _OTHER_WAY = "Let the plain model generate, on the host: executor.model.generate(...)."

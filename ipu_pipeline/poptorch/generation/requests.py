@@ -145,7 +145,9 @@ def _check_ids(input_ids: Any, inputs: Any) -> torch.Tensor:
     )
     if not is_usable:
         what = (
-            f"{found.dtype} {list(found.shape)}" if isinstance(found, torch.Tensor) else type(found).__name__
+            f"{found.dtype} {list(found.shape)}"
+            if isinstance(found, torch.Tensor)
+            else type(found).__name__
         )
         raise Error(
             "generate: input_ids must be a tensor of int64 or int32 [rows, length], with at least one token "
