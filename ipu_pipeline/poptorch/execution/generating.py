@@ -1,4 +1,4 @@
-"""Models of transformers generate through their stages, with keys and values in caches on the stages' devices.
+"""Models of transformers generate through their stages, with keys and values on the stages' devices.
 
 The model is captured once for each length of a chunk, by `CachedDecoder`, and cut into the stages that its
 blocks say. `engine.Generator` runs these.
@@ -68,8 +68,8 @@ def check_generates(wrapped: Wrapped) -> None:
     model, options, name = wrapped.model, wrapped.options, type(wrapped.model).__name__
     if wrapped.modes[model]:
         raise Error(
-            f"generate: {name} was in training mode when it was wrapped, in which layers may drop values. Call "
-            "model.eval() before poptorch.inferenceModel(model)."
+            f"generate: {name} was in training mode when it was wrapped, in which layers may drop values. "
+            "Call model.eval() before poptorch.inferenceModel(model)."
         )
     unsupported = {
         "replicationFactor": options.replication_factor != 1,
@@ -122,8 +122,8 @@ class _ChunkStages:
             _captured, stages = self._make(length)
             if stages.ipus != self.of_one.ipus:
                 raise Error(
-                    f"generate: for {length} tokens the model has stages on IPUs {stages.ipus}, and for one on "
-                    f"{self.of_one.ipus}. Open the same blocks for any number of tokens."
+                    f"generate: for {length} tokens the model has stages on IPUs {stages.ipus}, and for "
+                    f"one on {self.of_one.ipus}. Open the same blocks for any number of tokens."
                 )
             self._stages[length] = stages
         return length

@@ -23,7 +23,7 @@ _NUM_TRIED = 3  # tokens of the trial
 _KEYS, _VALUES = "cached_keys_{}", "cached_values_{}"  # names of buffers, by layer
 
 
-class _SeenLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
+class _SeenLayer(cache_utils.CacheLayerMixin):
     """Keeps the keys and values of a request's only call, for their shapes."""
 
     def lazy_initialization(self, key_states: Any, value_states: Any) -> None:
@@ -47,7 +47,7 @@ class _SeenLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         return -1
 
 
-class _BufferLayer(cache_utils.StaticLayer):  # type: ignore[misc]
+class _BufferLayer(cache_utils.StaticLayer):
     """Keys and values of a layer in buffers, [1, heads, max_length, width], and the position of a chunk."""
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, position: torch.Tensor) -> None:
@@ -60,8 +60,9 @@ class _BufferLayer(cache_utils.StaticLayer):  # type: ignore[misc]
     def update(self, key_states: Any, value_states: Any, *_args: Any, **_kwargs: Any) -> tuple[Any, Any]:
         """Writes those of the chunk, and returns those of all positions; masks leave out later ones."""
         positions = torch.arange(key_states.shape[2]) + self.cumulative_length
-        self.keys.index_copy_(2, positions, key_states)
-        self.values.index_copy_(2, positions, value_states)
+        for buffer, new in ((self.keys, key_states), (self.values, value_states)):
+            assert buffer is not None
+            buffer.index_copy_(2, positions, new)
         return self.keys, self.values
 
 
@@ -85,7 +86,7 @@ class CachedDecoder(torch.nn.Module):
         self.model = model
         self.max_length = max_length
         self._takes = frozenset(inspect.signature(model.forward).parameters)
-        number: int = model.get_input_embeddings().num_embeddings  # type: ignore[operator, union-attr]
+        number: int = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
         tokens = torch.arange(1, min(_NUM_TRIED, max_length) + 1).clamp(max=number - 1)
         with torch.no_grad():
             seen, logits = self._call_once(tokens)
@@ -122,7 +123,7 @@ class CachedDecoder(torch.nn.Module):
             more["attention_mask"] = torch.ones(1, self.max_length, dtype=torch.long)
         if "logits_to_keep" in self._takes:
             more["logits_to_keep"] = 1
-        cache = cache_utils.Cache(layers=layers)
+        cache = cache_utils.Cache(layers=[*layers])
         found = self.model(input_ids=tokens.long()[None], past_key_values=cache, use_cache=True, **more)
         logits: torch.Tensor = found.logits[0]
         return logits
@@ -131,11 +132,12 @@ class CachedDecoder(torch.nn.Module):
         """Calls the model. Returns keys and values of each layer, [1, heads, tokens, width], and logits."""
         cache = cache_utils.Cache(layer_class_to_replicate=_SeenLayer)
         logits = self.model(input_ids=tokens[None], past_key_values=cache, use_cache=True).logits[0]
-        seen = [(layer.keys, layer.values) for layer in cache.layers]
+        seen = [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in cache.layers]
         if not seen or any(part is None or part.dim() != 4 for pair in seen for part in pair):
             raise Error(
-                f"generate: {type(self.model).__name__} keeps something else than the keys and values of "
-                f"attention between tokens, or keeps these elsewhere than in transformers' Cache. {_OTHER_WAY}"
+                f"generate: {type(self.model).__name__} keeps something else between tokens than the "
+                "keys and values of attention, or keeps these elsewhere than in transformers' Cache. "
+                f"{_OTHER_WAY}"
             )
         return seen, logits
 

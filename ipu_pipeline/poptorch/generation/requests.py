@@ -1,4 +1,4 @@
-"""What `generate` of a model of transformers is asked for: prompts, their length, and how tokens are chosen.
+"""What `generate` of a model of transformers is asked for: prompts, lengths, and how tokens are chosen.
 
 Defaults and precedence are transformers': arguments, `generation_config`, the model's own
 `generation_config`. What would change the result and is not supported raises an error that names it.
@@ -18,13 +18,20 @@ from ipu_pipeline.poptorch.errors import Error
 
 __all__ = ["Wanted", "read_wanted"]
 
-# Fields of transformers' GenerationConfig that are read here, and those that have no effect on the tokens of
-# a decoder that is given its prompts.
+# Fields of transformers' GenerationConfig that are read here.
+_LENGTHS = ("max_length", "max_new_tokens", "min_length", "num_return_sequences")
 _READ = (
-    "max_length max_new_tokens do_sample temperature top_k top_p eos_token_id pad_token_id use_cache "
-    "num_return_sequences"
-).split()
-_WITHOUT_EFFECT = "bos_token_id decoder_start_token_id min_length transformers_version".split()
+    *_LENGTHS,
+    "do_sample",
+    "eos_token_id",
+    "pad_token_id",
+    "temperature",
+    "top_k",
+    "top_p",
+    "use_cache",
+)
+# Those that have no effect on a decoder that is given its prompts.
+_WITHOUT_EFFECT = ("bos_token_id", "decoder_start_token_id", "transformers_version")
 _DYNAMIC = (None, "dynamic", "static")  # caches of the same values
 
 
@@ -123,11 +130,6 @@ def _check_config(config: Any) -> None:
         raise _refusal("min_length", config.min_length, "Leave it at 0")
     if config.use_cache is not True:
         raise _refusal("use_cache", config.use_cache, "Keys and values are always kept: leave it at True")
-    if config.num_return_sequences != 1 and not config.do_sample:
-        raise Error(
-            "generate: num_return_sequences must be 1 without do_sample=True, since all would be the same; "
-            f"got {config.num_return_sequences}."
-        )
 
 
 def _check_ids(input_ids: Any, inputs: Any) -> torch.Tensor:
@@ -150,8 +152,8 @@ def _check_ids(input_ids: Any, inputs: Any) -> torch.Tensor:
             else type(found).__name__
         )
         raise Error(
-            "generate: input_ids must be a tensor of int64 or int32 [rows, length], with at least one token "
-            f"in each row; got {what}. Of one prompt make a row: input_ids[None]."
+            "generate: input_ids must be a tensor of int64 or int32 [rows, length], with at least one "
+            f"token in each row; got {what}. Of one prompt make a row: input_ids[None]."
         )
     return found.detach().cpu().long()
 
@@ -161,16 +163,17 @@ def _find_prompts(model: Any, input_ids: torch.Tensor, mask: Any) -> list[list[i
     if not isinstance(mask, torch.Tensor) or mask.shape != input_ids.shape:
         shape = list(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
         raise Error(
-            f"generate: attention_mask must have the shape of input_ids, {list(input_ids.shape)}; got {shape}."
+            f"generate: attention_mask must have the shape of input_ids, {list(input_ids.shape)}; got "
+            f"{shape}."
         )
     is_token = mask.detach().cpu() != 0
     for row, known in enumerate(is_token):
         number = int(known.sum())
         if not number or not known[-number:].all():
             raise Error(
-                "generate: attention_mask must be 0 for padding on the left, and 1 for the tokens after it, of "
-                f"which each row has at least one; row {row} is {known.int().tolist()}. Pad on the left, as "
-                "tokenizers do with padding_side='left'."
+                "generate: attention_mask must be 0 for padding on the left, and 1 for the tokens after "
+                f"it, of which each row has at least one; row {row} is {known.int().tolist()}. Pad on the "
+                "left, as tokenizers do with padding_side='left'."
             )
     found = [ids[known].tolist() for ids, known in zip(input_ids, is_token, strict=True)]
     number = _num_words(model)
@@ -213,8 +216,9 @@ def _find_number(
         )
     if most is not None and length + number > most:
         raise Error(
-            f"generate: prompts of {length} tokens and {number} new ones are more than the {most} positions of "
-            "the model (max_position_embeddings of its config). Lower max_new_tokens, or shorten the prompts."
+            f"generate: prompts of {length} tokens and {number} new ones are more than the {most} "
+            "positions of the model (max_position_embeddings of its config). Lower max_new_tokens, or "
+            "shorten the prompts."
         )
     return number
 
@@ -225,8 +229,8 @@ def _find_sampling(config: Any) -> engine.Sampling:
         return engine.Sampling()
     if not config.temperature or config.temperature <= 0:
         raise Error(
-            f"generate: temperature must be above 0 with do_sample=True; got {config.temperature!r}. For the "
-            "likeliest token leave do_sample out."
+            f"generate: temperature must be above 0 with do_sample=True; got {config.temperature!r}. For "
+            "the likeliest token leave do_sample out."
         )
     return engine.Sampling(
         temperature=float(config.temperature), top_k=config.top_k or None, top_p=config.top_p
