@@ -9,7 +9,9 @@ This module needs transformers, so it is imported for its models only.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -124,7 +126,8 @@ class CachedDecoder(torch.nn.Module):
         if "logits_to_keep" in self._takes:
             more["logits_to_keep"] = 1
         cache = cache_utils.Cache(layers=[*layers])
-        found = self.model(input_ids=tokens.long()[None], past_key_values=cache, use_cache=True, **more)
+        with _experts_of_one_token(self.model) if len(tokens) == 1 else contextlib.nullcontext():
+            found = self.model(input_ids=tokens.long()[None], past_key_values=cache, use_cache=True, **more)
         logits: torch.Tensor = found.logits[0]
         return logits
 
@@ -154,6 +157,25 @@ class CachedDecoder(torch.nn.Module):
                 f"values has a fixed length, here {self.max_length}: on the host they differ by "
                 f"{difference:.1e} of their norm. Its masks do not depend on positions alone. {_OTHER_WAY}"
             )
+
+
+@contextlib.contextmanager
+def _experts_of_one_token(model: Any) -> Iterator[None]:
+    """Makes experts take the matrices of one token's experts, as transformers does on a GPU.
+
+    Products by groups of rows are for many rows, and JAX cannot batch them over requests.
+    """
+    before = model.get_experts_implementation() if hasattr(model, "get_experts_implementation") else {}
+    if "grouped_mm" not in before.values():
+        yield
+        return
+    model.set_experts_implementation(
+        {name: "batched_mm" if one == "grouped_mm" else one for name, one in before.items()}
+    )
+    try:
+        yield
+    finally:
+        model.set_experts_implementation(before)
 
 
 _OTHER_WAY = "Let the plain model generate, on the host: executor.model.generate(...)."

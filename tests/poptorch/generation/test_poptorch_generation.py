@@ -1,10 +1,13 @@
 """Decoders of transformers generate on their devices what they generate in plain torch."""
 
+import re
+
 import pytest
 import torch
 
 import ipu_pipeline.poptorch as poptorch
 from tests.support.poptorch_front import make_options
+from tests.support.programs import ROOT
 
 pytestmark = pytest.mark.thorough  # what is refused is in the quick tests of `test_poptorch_transformers`
 
@@ -139,16 +142,24 @@ def test_models_and_options_that_are_refused(gpt2):
         ("Gemma3", {"sliding_window": 4, "head_dim": 4, "num_key_value_heads": 1}),
         ("GPTNeoX", {}),
         ("Llama", {"num_key_value_heads": 1}),
+        ("Mixtral", {"num_local_experts": 3, "num_key_value_heads": 1}),
         ("Mistral", {"sliding_window": 4, "num_key_value_heads": 1}),
         ("OPT", {"ffn_dim": 12, "word_embed_proj_dim": 8}),
     ],
 )
 def test_other_decoders(kind, values):
-    """With masks of windows, rotations and biases of positions, and fewer heads of keys."""
+    """With masks of windows, rotations and biases of positions, fewer heads of keys, and experts."""
     config = getattr(transformers, f"{kind}{'Text' if kind == 'Gemma3' else ''}Config")
     model = make_decoder(getattr(transformers, f"{kind}ForCausalLM"), config(**SMALL, **values))
     wrapped = poptorch.inferenceModel(model, make_options())
     assert_generates_the_same(wrapped, *make_prompts(), max_new_tokens=9)
+
+
+def test_the_page(capsys):
+    page = (ROOT / "docs" / "poptorch.md").read_text().partition("\n### Generation\n")[2]
+    code, printed = re.search(r"```python\n(.*?)```\n\n```text\n(.*?)```", page, re.DOTALL).groups()
+    exec(code, {"__name__": "page"})  # noqa: S102  # the page is ours
+    assert capsys.readouterr().out == printed
 
 
 def test_longer_requests_more_rows_and_training_between(gpt2):
