@@ -47,6 +47,7 @@ BENCHMARKS = [
     "halves",
     "splits",
     "lengths",
+    "generation",
     "several_processes",
     "report_page",
 ]

@@ -97,6 +97,16 @@ class StagePrograms:
             self._chunks[length] = self._make_chunk(length)
         return self._chunks[length]
 
+    def input_avals(self, length: int, num_slots: int) -> list[jax.ShapeDtypeStruct]:
+        """Shapes and dtypes of the inputs of a program: of a chunk, or for length 0 of `decode`."""
+        is_whole = self._make_run is not None and length > 1
+        run = self._make_run(length) if self._make_run is not None and is_whole else self.run
+        axes = [num_slots] if length == 0 else [length] if length > 1 and not is_whole else []
+        return [
+            jax.ShapeDtypeStruct((length or num_slots,) if s == TOKENS else (*axes, *x.shape), x.dtype)
+            for s, x in zip(run.inputs, run.input_avals, strict=True)
+        ]
+
     def _make_chunk(self, length: int) -> Callable[..., Any]:
         run = self.run
         call: Callable[..., Any] = functools.partial(scanned, run, length)

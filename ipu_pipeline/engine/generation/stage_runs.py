@@ -12,7 +12,7 @@ import numpy as np
 
 from ipu_pipeline.engine.pipeline import Pipeline
 from ipu_pipeline.engine.programs.stage_programs import StageProgram, ValueKind
-from ipu_pipeline.engine.tracing.traced import Source, TracedStage
+from ipu_pipeline.engine.tracing.traced import Source, TracedPipeline, TracedStage
 
 __all__ = ["POSITION", "TOKENS", "Given", "StageRun", "make_runs", "scanned"]
 
@@ -37,6 +37,7 @@ class StageRun:
       weights: full names of the variables that it reads from the state.
       caches: full names of the variables that it assigns, of which each request has its own.
       inputs: the values that it takes, without `POSITION`.
+      input_avals: their shapes and dtypes.
       outputs: the values that it makes for other stages, or that are wanted.
     """
 
@@ -44,6 +45,7 @@ class StageRun:
     weights: tuple[str, ...]
     caches: tuple[str, ...]
     inputs: tuple[Source, ...]
+    input_avals: tuple[jax.ShapeDtypeStruct, ...]
     outputs: tuple[Source, ...]
     _program: StageProgram
     _stage: TracedStage
@@ -83,7 +85,11 @@ class StageRun:
             else:
                 arguments.append(scalars[value.kind]())
         made: dict[Any, Any] = {}
-        results = self._program.function(*arguments)
+        try:
+            results = self._program.function(*arguments)
+        except Exception as error:  # such as a callback that cannot be vmapped
+            error.add_note(f"This happened in {self.place}, while its program for a generator was made")
+            raise
         for meanings, result in zip(self._program.results, results, strict=True):
             for value in meanings:
                 if value.kind is ValueKind.ASSIGNED:
@@ -109,8 +115,7 @@ def make_runs(pipeline: Pipeline, platform: str) -> list[StageRun]:
         takes[last] = (*takes[last], logits)
     wanted = {logits}.union(*takes)
     return [
-        _make_run(index, stage, program, takes[index], wanted)
-        for index, (stage, program) in enumerate(zip(traced.stages, programs, strict=True))
+        _make_run(traced, index, program, takes[index], wanted) for index, program in enumerate(programs)
     ]
 
 
@@ -120,12 +125,13 @@ def _inputs_of(stage: TracedStage, program: StageProgram) -> tuple[Source, ...]:
 
 
 def _make_run(
+    traced: TracedPipeline,
     index: int,
-    stage: TracedStage,
     program: StageProgram,
     inputs: tuple[Source, ...],
     wanted: set[Source],
 ) -> StageRun:
+    stage = traced.stages[index]
     caches = tuple(spec.name for spec in stage.assigned)
     read = [
         stage.variables[value.index].name for value in program.arguments if value.kind is ValueKind.VARIABLE
@@ -136,7 +142,8 @@ def _make_run(
         for position, source in enumerate(stage.outputs)
         if source == Source("output", position, index) and source in wanted
     )
-    return StageRun(stage.place, weights, caches, inputs, outputs, program, stage, index)
+    avals = tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in map(traced.aval, inputs))
+    return StageRun(stage.place, weights, caches, inputs, avals, outputs, program, stage, index)
 
 
 def scanned(

@@ -7,7 +7,17 @@ import numpy as np
 import pytest
 
 from ipu_pipeline import engine
-from tests.engine.generation.conftest import LENGTH, WIDTH, WORDS, read, write, write_unsplit
+from tests.engine.generation.conftest import (
+    LENGTH,
+    WIDTH,
+    WORDS,
+    read,
+    read_whole,
+    write,
+    write_unsplit,
+    write_whole,
+)
+from tests.support.compilations import compilations
 
 DRAWN = engine.Sampling(temperature=30.0, top_k=20, top_p=0.95)
 
@@ -65,6 +75,32 @@ def test_generating_between_training_steps(generator, trainer, state, prompts):
     with generator.serving(later):
         copies = {name: count(name) - found[name] for name in names}
     assert copies == {"stage0/places": 0, "words": 1}  # the second stage's device has none of the words
+
+
+def test_all_is_compiled_beforehand(generator, state, prompts):
+    generator.compile(map(len, prompts), drawn=True)
+    generator.generate(state, prompts[:1], max_new_tokens=2)  # what makes caches is no program of a stage
+    with compilations() as found:
+        generator.generate(state, prompts, max_new_tokens=3)
+        generator.generate(state, prompts, max_new_tokens=3, sampling=DRAWN)
+    assert not found
+
+
+def test_the_state_of_another_split(generator, parameters, plain, prompts, continuations):
+    def run(p, tokens):
+        return write_whole(p[1], *read_whole(p[0], tokens))
+
+    layers = [{name: x for name, x in p.items() if name != "words"} for p in parameters]
+    whole = engine.Pipeline(
+        [run],
+        parameters=[[{**own, "words": p["words"]} for own, p in zip(layers, parameters, strict=True)]],
+        num_micro_batches=1,
+    )
+    state = whole.init(jax.random.key(0), np.zeros(LENGTH, np.int32))
+    assert "stage0/1/keys" in state.variables
+    moved = generator.resplit(state)
+    (answer,) = generator.generate(moved, prompts[:1], max_new_tokens=12)
+    assert answer.tolist() == continuations[0]
 
 
 def test_a_dict_of_variables_or_the_state_of_replicas(generator, trainer, state, prompts, continuations):
@@ -224,7 +260,11 @@ def test_what_a_stage_raises_reaches_all_who_wait():
         ({"stop_tokens": [WORDS]}, ValueError, "stop_tokens has the token 40"),
         ({"seed": -1}, ValueError, "seed must be an integer from 0"),
         ({"state": 3}, TypeError, "state must be"),
-        ({"state": {}}, ValueError, "no variable stage0/keys, which stage 0 (read) reads"),
+        (
+            {"state": {}},
+            ValueError,
+            "lacks variables that the stages read and do not assign: stage0/keys (stage 0 (read))",
+        ),
     ],
 )
 def test_wrong_requests(change, error, text, generator, state):
