@@ -138,12 +138,10 @@ def test_models_and_options_that_are_refused(gpt2):
     ("kind", "values"),
     [
         ("Bloom", {}),
-        ("Falcon", {"alibi": True}),
         ("Gemma3", {"sliding_window": 4, "head_dim": 4, "num_key_value_heads": 1}),
         ("GPTNeoX", {}),
         ("Llama", {"num_key_value_heads": 1}),
         ("Mixtral", {"num_local_experts": 3, "num_key_value_heads": 1}),
-        ("Mistral", {"sliding_window": 4, "num_key_value_heads": 1}),
         ("OPT", {"ffn_dim": 12, "word_embed_proj_dim": 8}),
     ],
 )
