@@ -80,9 +80,8 @@ class CachedDecoder(torch.nn.Module):
         """Makes the buffers, after a trial: the model is run on the host, for three tokens.
 
         Raises:
-          Error: the model keeps something else than keys and values, or computes other logits when these
-            have a fixed length.
-          Others: errors that the model raises.
+          Error: the model fails in the trial, keeps something else than keys and values, or computes other
+            logits when these have a fixed length.
         """
         super().__init__()
         self.model = model
@@ -134,7 +133,13 @@ class CachedDecoder(torch.nn.Module):
     def _call_once(self, tokens: torch.Tensor) -> tuple[list[tuple[Any, Any]], torch.Tensor]:
         """Calls the model. Returns keys and values of each layer, [1, heads, tokens, width], and logits."""
         cache = cache_utils.Cache(layer_class_to_replicate=_SeenLayer)
-        logits = self.model(input_ids=tokens[None], past_key_values=cache, use_cache=True).logits[0]
+        try:
+            logits = self.model(input_ids=tokens[None], past_key_values=cache, use_cache=True).logits[0]
+        except Exception as error:
+            raise Error(
+                f"generate: {type(self.model).__name__} cannot be called with a cache of keys and values "
+                f"alone, on the host: {type(error).__name__}: {error}. {_OTHER_WAY}"
+            ) from error
         seen = [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in cache.layers]
         if not seen or any(part is None or part.dim() != 4 for pair in seen for part in pair):
             raise Error(

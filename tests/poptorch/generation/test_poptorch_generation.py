@@ -107,31 +107,21 @@ def test_tokens_that_are_drawn_and_weights_that_change(gpt2, wrapped):
     assert not torch.equal(made, other)
 
 
-def test_models_and_options_that_are_refused(gpt2):
-    with pytest.raises(poptorch.Error, match=r"does not go with poptorch.Options\(\).checkIndices"):
-        poptorch.inferenceModel(gpt2, make_options().checkIndices(True)).generate(torch.ones(1, 4).long())
-    kinds = {
-        "GPTNeoForCausalLM computes other logits": transformers.GPTNeoForCausalLM(
-            transformers.GPTNeoConfig(
-                vocab_size=NUM_WORDS,
-                hidden_size=8,
-                num_layers=2,
-                num_heads=2,
-                window_size=4,
-                attention_types=[[["global", "local"], 1]],
-                bos_token_id=1,
-                eos_token_id=2,
-            )
-        ),
-        "MambaForCausalLM keeps something else": transformers.MambaForCausalLM(
-            transformers.MambaConfig(vocab_size=NUM_WORDS, hidden_size=8, num_hidden_layers=1)
-        ),
-    }
-    for text, model in kinds.items():
-        with pytest.raises(poptorch.Error, match=text):
-            poptorch.inferenceModel(model.eval()).generate(torch.ones(1, 4).long())
-        with pytest.raises(poptorch.Error, match="was in training mode when it was wrapped"):
-            poptorch.inferenceModel(model.train()).generate(torch.ones(1, 4).long())
+def test_models_that_are_refused():
+    """Before they are captured: masks by lengths, a state instead of a cache, and both kinds of layers."""
+    local = {"window_size": 4, "attention_types": [[["global", "local"], 1]]}
+    sizes = {name: value for name, value in SMALL.items() if name != "intermediate_size"}
+    mixed = {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False}
+    kinds = [
+        ("GPTNeo", {**sizes, **local}, "computes other logits when its cache"),
+        ("Mamba", sizes, "keeps something else between tokens than the keys and values"),
+        ("Jamba", {**SMALL, **mixed, "num_key_value_heads": 1}, "cannot be called with a cache of keys"),
+    ]
+    for kind, values, text in kinds:
+        config = getattr(transformers, f"{kind}Config")(**values)
+        wrapped = poptorch.inferenceModel(getattr(transformers, f"{kind}ForCausalLM")(config).eval())
+        with pytest.raises(poptorch.Error, match=f"generate: {kind}ForCausalLM {text}"):
+            wrapped.generate(torch.ones(1, 4).long())
 
 
 @pytest.mark.parametrize(
