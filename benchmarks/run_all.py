@@ -48,6 +48,7 @@ BENCHMARKS = [
     "splits",
     "lengths",
     "generation",
+    "features",
     "several_processes",
     "report_page",
 ]

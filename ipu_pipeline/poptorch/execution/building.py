@@ -355,7 +355,7 @@ def _tell_of_training_mode(modes: Modes) -> None:
 
 
 def cut_into_levels(
-    graph: torch.fx.Graph, options: Options, trains: bool, schedule: schedules.ScheduleLike
+    graph: torch.fx.Graph, options: Options, trains: bool, schedule: schedules.Schedule
 ) -> Sequence[Sequence[Section]]:
     """Cuts a model into sections, level by level."""
     strategy = options.execution_strategy
@@ -406,7 +406,7 @@ def _is_live(options: Options) -> bool:
     return not isinstance(strategy, PhasedExecution) or strategy.liveness is Liveness.AlwaysLive
 
 
-def find_schedule(options: Options) -> schedules.ScheduleLike:
+def find_schedule(options: Options) -> schedules.Schedule:
     """Returns the schedule that options ask for."""
     strategy = options.execution_strategy
     if isinstance(strategy, (ShardedExecution, PhasedExecution)):
@@ -416,7 +416,7 @@ def find_schedule(options: Options) -> schedules.ScheduleLike:
                 "micro-batch ends before the next one begins."
             )
         return "sequential"
-    found: schedules.ScheduleLike = options.pipeline_schedule
+    found: schedules.Schedule = options.pipeline_schedule
     assert isinstance(strategy, PipelinedExecution)
     if strategy.schedule is None:
         return found
