@@ -1,11 +1,11 @@
-"""Answers questions with the model that train.py left: those of the command line, or a conversation on the terminal.
+"""Answers questions with the model that train.py left: given ones, or those of a conversation.
 
     python examples/llm/chat.py "What is a stage?" "What is the bubble?"
     python examples/llm/chat.py              # a conversation; an empty line begins another one
     python examples/llm/chat.py --evaluate   # how many of the questions get their answer
 
-Questions of the command line are answered at the same time: while one stage computes a token of one answer, the others
-compute tokens of other answers.
+Given questions are answered at the same time: while one stage computes tokens of some answers, the other
+stages compute those of others.
 """
 
 import argparse
@@ -18,8 +18,7 @@ from pathlib import Path
 import jax
 import numpy as np
 from conversations import END, Exchange, encode, read_conversations
-from model import Config, generating_stages, init, training_stages
-
+from model import generating_stages, init, training_stages
 from train import CHECKPOINT, HERE, at_least, read_settings
 
 import ipu_pipeline as ipu
@@ -89,6 +88,7 @@ class Chat:
         return [self.decode(tokens) for tokens in answers]
 
     def decode(self, tokens: Sequence[int]) -> str:
+        """Returns the text of an answer."""
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True)).strip()
 
     def converse(self) -> None:
@@ -131,7 +131,7 @@ class Chat:
 
 
 def evaluate(chat: Chat, conversations: Sequence[Sequence[Exchange]]) -> None:
-    """Prints how many questions get their answer to the last token, those of training and those held out."""
+    """Prints how many questions get exactly their answer, of those of training and of those held out."""
     trained: list[tuple[list[int], str]] = []
     held_out: list[tuple[list[int], str]] = []
     for conversation in conversations:

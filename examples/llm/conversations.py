@@ -41,7 +41,7 @@ def read_conversations(path: Path) -> list[list[Exchange]]:
     conversations: list[list[Exchange]] = [[]]
     questions: list[str] = []
     held_out: list[str] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines() + [""], 1):
+    for number, line in enumerate([*path.read_text(encoding="utf-8").splitlines(), ""], 1):
         text = line[1:].strip()
         if line.startswith("#"):
             continue
@@ -50,7 +50,8 @@ def read_conversations(path: Path) -> list[list[Exchange]]:
         elif line.startswith(">"):
             if not questions or len(held_out) != 1:
                 raise ValueError(
-                    f'{path}, line {number}: before an answer there must be a question and one that begins with "~".'
+                    f"{path}, line {number}: an answer needs at least one question before it, and one "
+                    'wording that begins with "~".'
                 )
             conversations[-1].append(Exchange(tuple(questions), held_out[0], text))
             questions, held_out = [], []
@@ -101,8 +102,8 @@ def endless_examples(
 ) -> Iterator[Any]:
     """Yields tokens int32 [length] and weights float32 [length], the same for each seed.
 
-    An example is a conversation with one of the wordings of each question, and with others after it in half of
-    the cases, as long as they fit. Answers have the weight 1, and what the user says 0.
+    An example is one conversation or several, with one of the wordings of each question. Answers have the
+    weight 1, and questions 0.
 
     Raises:
       ValueError: a conversation is longer than the context.
@@ -121,8 +122,8 @@ def endless_examples(
                 own_weights += [0] * len(asked) + [1] * len(answered)
             if len(own) > context:
                 raise ValueError(
-                    f"A conversation has {len(own)} tokens, and the context {context}: {conversation[0].answer!r}. "
-                    "Give a larger context, or more words."
+                    f"The conversation with {conversation[0].answer!r} has {len(own)} tokens, and the "
+                    f"context {context}. Give a larger context, or more words."
                 )
             if tokens and (len(tokens) + len(own) > context or draw.random() < 0.6):
                 yield np.array(tokens, np.int32), np.array(weights, np.float32)

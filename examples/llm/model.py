@@ -1,12 +1,13 @@
 """A GPT of flax.linen modules, and the stages that it is cut into.
 
-Rotary positions (Su et al., "RoFormer", 2021), RMS normalization before both parts of a block, and one table that
-embeds tokens and predicts them. Every block is an `engine.Shared` with a name of its own, so variables have the same
-names wherever the model is cut.
+Rotary positions (Su et al., "RoFormer", 2021), RMS normalization before both parts of a block, and one
+table that embeds tokens and predicts them. Every block is an `engine.Shared` with a name of its own, so
+that variables have the same names wherever the model is cut.
 """
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -43,7 +44,7 @@ class Config:
                 raise ValueError(f"{name} must be at least 1; got {number}.")
         if self.width % (2 * self.heads):
             raise ValueError(
-                f"heads must divide the width into even numbers; got {self.heads} for a width of {self.width}."
+                f"The width must be a multiple of twice the heads, {2 * self.heads}; got {self.width}."
             )
 
 
@@ -68,7 +69,7 @@ class Block(nn.Module):
 
         Args:
           x: activations, float32 [batch, length, width].
-          cache: None, or the keys and the values of earlier tokens, each float32 [batch, context, heads, size].
+          cache: None, or keys and values of earlier tokens, each float32 [batch, context, heads, size].
           position: that of the first token of x, int32; 0 without a cache.
 
         Returns:
@@ -138,7 +139,7 @@ def training_stages(config: Config, num_stages: int) -> list[Callable[..., Any]]
     return [functools.partial(function, config) for function in functions]
 
 
-# Stages that generate, for `engine.Generator`: a few tokens of one conversation, and a cache of those before.
+# Stages that generate, for `engine.Generator`: some tokens of one conversation, and caches of those before.
 
 
 def apply_cached(
@@ -190,11 +191,11 @@ def divide_layers(config: Config, num_stages: int) -> list[range]:
             f"The number of stages must be from 2 to that of the layers, {config.layers}; got {num_stages}."
         )
     ends = [config.layers * number // num_stages for number in range(num_stages + 1)]
-    return [range(*pair) for pair in zip(ends, ends[1:], strict=False)]
+    return [range(*pair) for pair in itertools.pairwise(ends)]
 
 
 def init(config: Config, num_stages: int, key: jax.Array) -> list[Any]:
-    """Returns the parameters at the start: a pytree for each stage, whose values do not depend on the stages."""
+    """Returns a pytree for each stage: parameters, whose initial values do not depend on the stages."""
     keys = iter(jax.random.split(key, config.layers + 1))
     x = jnp.zeros((1, 2, config.width))
     init_block = jax.jit(lambda key: Block(config).init(key, x)["params"])

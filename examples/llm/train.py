@@ -1,6 +1,7 @@
-"""Trains a GPT of ten million parameters in a pipeline on conversations.txt, and goes on where it was stopped.
+"""Trains a GPT of ten million parameters in a pipeline on conversations.txt.
 
-Ctrl-C, or --stop-at, saves and ends; the same command goes on, also with another number of stages. README.md has a run.
+Ctrl-C, or --stop-at, saves and ends. The same command then goes on, also with another number of stages.
+README.md shows a run.
 """
 
 import argparse
@@ -78,7 +79,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def make_optimizer(rate: float, steps: int) -> optax.GradientTransformation:
-    """AdamW whose rate rises for a tenth of the steps and falls along a cosine; the norm spans all stages."""
+    """AdamW with clipping by the norm over all stages, warm-up in a tenth of the steps, and a cosine."""
     warmup = max(1, steps // 10)
     schedule = optax.warmup_cosine_decay_schedule(0.0, rate, warmup, max(steps, warmup + 1), rate / 20)
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.01))
@@ -145,13 +146,11 @@ def train(args: argparse.Namespace) -> engine.PipelineState:
         training_stages(config, args.stages),
         parameters=init(config, args.stages, key),
         num_micro_batches=args.micro_batches,
-        loss=lambda total, number: total,
-        loss_weight=lambda total, number: (
-            number
-        ),  # the gradients are those of the mean over a step's answers
+        loss=lambda total, _number: total,
+        loss_weight=lambda _total, number: number,  # so gradients are of the mean over a step's answers
         optimizer=make_optimizer(args.rate, args.steps),
     )
-    # What a step trains on depends on its number alone, so a run that goes on draws what one in one piece does.
+    # What a step trains on depends on its number alone, so that a run in two parts equals one in one.
     batches = micro_batches(
         tokenizer, conversations, args.lengths, args.batch, args.micro_batches, args.seed
     )
@@ -195,8 +194,7 @@ def train(args: argparse.Namespace) -> engine.PipelineState:
                     loss, sums = sums[0] / sums[1], [0.0, 0.0]
                     with bar.external_write_mode():
                         print(
-                            f"Step {step}: {loss:.3f} per token of the answers; {taken[0][0].shape[1]} tokens wide, "
-                            f"{seconds:.0f} s",
+                            f"Step {step}: loss {loss:.3f} per token of the answers, {seconds:.0f} s",
                             flush=True,
                         )
         except KeyboardInterrupt:
