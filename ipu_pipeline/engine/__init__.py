@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from ipu_pipeline.engine.devices.gathered import gathered
     from ipu_pipeline.engine.devices.offloading import Offload
     from ipu_pipeline.engine.devices.sharding import Shard
+    from ipu_pipeline.engine.generation.generator import Generator
+    from ipu_pipeline.engine.generation.requests import Request
+    from ipu_pipeline.engine.generation.sampling import Sampling
     from ipu_pipeline.engine.loop import Loop
     from ipu_pipeline.engine.measuring import measure_dispatch_plan
     from ipu_pipeline.engine.pipeline import Pipeline
@@ -65,6 +68,7 @@ __all__ = [
     "Cluster",
     "Costs",
     "ExecutionPhases",
+    "Generator",
     "HostMemory",
     "Layer",
     "LinkSpeed",
@@ -79,6 +83,8 @@ __all__ = [
     "ProcessError",
     "Recomputation",
     "Reduction",
+    "Request",
+    "Sampling",
     "Scenario",
     "ScheduleError",
     "ScheduleFunction",
@@ -130,6 +136,7 @@ _HOMES = {
     "Cluster": "engine.schedules.clusters",
     "Costs": "engine.schedules.costs",
     "ExecutionPhases": "engine.schedules.execution_phases",
+    "Generator": "engine.generation.generator",
     "HostMemory": "engine.schedules.host_memory",
     "Layer": "engine.schedules.scenarios",
     "LinkSpeed": "engine.schedules.clusters",
@@ -144,6 +151,8 @@ _HOMES = {
     "ProcessError": "ground.errors",
     "Recomputation": "engine.programs.recomputation",
     "Reduction": "engine.programs.accumulation",
+    "Request": "engine.generation.requests",
+    "Sampling": "engine.generation.sampling",
     "Scenario": "engine.schedules.scenarios",
     "ScheduleError": "engine.schedules.actions",
     "ScheduleFunction": "engine.schedules.actions",

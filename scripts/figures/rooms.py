@@ -64,6 +64,7 @@ FLOORS = (
         "engine.reference engine.exporting engine.processes engine.fronts engine",
         "Pipeline, Loop, the plain loop that all is compared with, and what others may import",
     ),
+    _folder("engine/generation"),
     _folder("processes"),
     _folder("reports"),
     _folder("data"),
@@ -113,7 +114,14 @@ FLOORS = (
     _beside("program", "__main__", "python -m ipu_pipeline"),
 )
 # What a package's door names of later rooms. It is imported when somebody asks for it, and not before.
-NAMED_LATER = {"engine.__init__": {"checkpointing.engine_states"}}
+NAMED_LATER = {
+    "engine.__init__": {
+        "checkpointing.engine_states",
+        "engine.generation.generator",
+        "engine.generation.requests",
+        "engine.generation.sampling",
+    }
+}
 MODULES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path
     for path in sorted(PACKAGE.rglob("*.py"))

@@ -1,0 +1,192 @@
+"""Requests: a prompt, what is wanted, and the tokens that have come, which any thread may wait for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ipu_pipeline.engine.generation.sampling import Sampling
+from ipu_pipeline.ground.checks import is_integer
+
+__all__ = ["Limits", "Request", "make_request"]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a generator's requests may be: tokens of a request with its prompt, and words of the model."""
+
+    max_length: int
+    num_words: int
+
+
+class Request:
+    """A prompt on its way through the stages.
+
+    Iterating gives its new tokens, ints, as they come, from the first one on; `result` all of them. Both
+    wait in the thread that calls, and raise what ended the request early.
+
+    Attributes:
+      prompt: int32 [length].
+      max_new_tokens: the most that are generated.
+      sampling: how tokens are chosen.
+      stop_tokens: the first of these that is generated is the last token.
+      seed: of its random keys, with `number`.
+      number: its number among the requests with this seed.
+    """
+
+    def __init__(
+        self,
+        prompt: np.ndarray[Any, Any],
+        max_new_tokens: int,
+        sampling: Sampling,
+        stop_tokens: frozenset[int],
+        seed: int,
+        number: int,
+    ) -> None:
+        """Takes values that `make_request` has checked."""
+        self.prompt, self.max_new_tokens, self.sampling = prompt, max_new_tokens, sampling
+        self.stop_tokens, self.seed, self.number = stop_tokens, seed, number
+        self._tokens: list[int] = []
+        self._changed = threading.Condition()
+        self._is_done = False
+        self._error: BaseException | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether no more tokens will come."""
+        return self._is_done
+
+    def add(self, token: int) -> None:
+        """Adds the next token, unless the request is done; ends it if that was the last one."""
+        with self._changed:
+            if self._is_done:
+                return
+            self._tokens.append(token)
+            self._is_done = len(self._tokens) == self.max_new_tokens or token in self.stop_tokens
+            self._changed.notify_all()
+
+    def cancel(self) -> None:
+        """Ends the request with the tokens that have come. Its slot is free for others from the next token on."""
+        self.end(None)
+
+    def end(self, error: BaseException | None) -> None:
+        """Ends the request, unless it is done; those who wait for it raise the error, if there is one."""
+        with self._changed:
+            if not self._is_done:
+                self._is_done, self._error = True, error
+                self._changed.notify_all()
+
+    def __iter__(self) -> Iterator[int]:
+        """The new tokens as they come."""
+        place = 0
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda place=place: self._is_done or place < len(self._tokens))
+                if place == len(self._tokens):
+                    self._raise()
+                    return
+                token = self._tokens[place]
+            yield token
+            place += 1
+
+    def result(self, timeout: float | None = None) -> np.ndarray[Any, Any]:
+        """Waits for the request's end.
+
+        Args:
+          timeout: the most seconds to wait; None: as long as it takes.
+
+        Returns:
+          The new tokens, int32 [number], with the stop token if there was one.
+
+        Raises:
+          TimeoutError: it has not ended by then; it goes on.
+          Others: what ended it early.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._is_done, timeout):
+                raise TimeoutError(
+                    f"The request has {len(self._tokens)} of at most {self.max_new_tokens} tokens after "
+                    f"{timeout} seconds. It goes on: wait longer, or call cancel()."
+                )
+            self._raise()
+            return np.array(self._tokens, np.int32)
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+def make_request(
+    prompt: Any,
+    what: str,
+    limits: Limits,
+    max_new_tokens: Any,
+    sampling: Any,
+    stop_tokens: Any,
+    seed: Any,
+    number: int,
+) -> Request:
+    """Checks what a user asks for.
+
+    Args:
+      prompt: a sequence of integers.
+      what: what errors call the prompt.
+      limits: what the generator takes.
+      max_new_tokens, sampling, stop_tokens, seed, number: see `Request`.
+
+    Raises:
+      TypeError: a value has another type.
+      ValueError: a value is not usable.
+    """
+    if not isinstance(sampling, Sampling):
+        raise TypeError(f"sampling must be an engine.Sampling; got {sampling!r}.")
+    if not is_integer(max_new_tokens, 1):
+        raise ValueError(f"max_new_tokens must be an integer of at least 1; got {max_new_tokens!r}.")
+    if not is_integer(seed, 0) or seed >= 2**32:
+        raise ValueError(f"seed must be an integer from 0 to 2**32 - 1; got {seed!r}.")
+    if isinstance(stop_tokens, (str, bytes)) or not isinstance(stop_tokens, (Collection, np.ndarray)):
+        raise TypeError(f"stop_tokens must be a list of tokens, such as [0]; got {stop_tokens!r}.")
+    tokens = _check_tokens(prompt, what, limits.num_words)
+    if not len(tokens):
+        raise ValueError(
+            f"{what} is empty, and the first token is computed from those before it. Begin with a token that "
+            "stands for the beginning."
+        )
+    stops = _check_tokens(list(stop_tokens), "stop_tokens", limits.num_words)
+    if len(tokens) + max_new_tokens > limits.max_length:
+        raise ValueError(
+            f"{what} has {len(tokens)} tokens, and with max_new_tokens={max_new_tokens} that is more than the "
+            f"generator's max_length, {limits.max_length}. Shorten one of them, or make the generator, and "
+            "the caches of its stages, for longer ones."
+        )
+    return Request(tokens, int(max_new_tokens), sampling, frozenset(stops.tolist()), int(seed), number)
+
+
+def _check_tokens(tokens: Sequence[int], what: str, num_words: int) -> np.ndarray[Any, Any]:
+    """Tokens as an array of int32."""
+    if isinstance(tokens, (str, bytes)):
+        raise TypeError(
+            f"{what} must be a sequence of integers; got {tokens!r}. Encode it with a tokenizer."
+        )
+    try:
+        found = np.asarray(tokens)
+    except ValueError:  # lists of different lengths
+        found = np.zeros((1, 1))
+    if found.size == 0 and found.ndim == 1:
+        return np.zeros(0, np.int32)
+    if found.ndim != 1 or found.dtype.kind not in "iu":
+        raise TypeError(
+            f"{what} must be a sequence of integers, one request's tokens; got "
+            f"{found.dtype.name}{list(found.shape)}."
+        )
+    if found.min() < 0 or found.max() >= num_words:
+        wrong = next(int(token) for token in found if not 0 <= token < num_words)
+        raise ValueError(
+            f"{what} has the token {wrong}, but tokens are from 0 to {num_words - 1}, as the last stage "
+            f"returns logits of {num_words} words."
+        )
+    return found.astype(np.int32)

@@ -1,0 +1,109 @@
+"""How the next token is chosen: greedily, or drawn by temperature, top-k and top-p.
+
+Top-p is the nucleus of Holtzman et al., "The Curious Case of Neural Text Degeneration", 2020. Filters are
+applied in the order of Hugging Face's transformers: temperature, top-k, top-p.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ipu_pipeline.ground.checks import is_integer, is_number
+
+__all__ = ["Sampling", "SamplingArrays", "choose"]
+
+_ALL = 2**31 - 1  # top_k that keeps every word
+_WHOLE = 2.0  # top_p that keeps every word, whatever rounding makes of a sum of probabilities
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How a request's tokens are chosen.
+
+    Attributes:
+      temperature: what logits are divided by before a token is drawn, a finite number from 0. At 0 it is not
+        drawn: it is the word with the largest logit, of several the first.
+      top_k: draws among so many words with the largest logits, at least 1; words that are equal to the
+        last of them count, too. None: among all.
+      top_p: draws among the likeliest words that together have at least this probability, above 0 and at
+        most 1. None: among all.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def __post_init__(self) -> None:
+        """Checks the fields.
+
+        Raises:
+          ValueError: a field is not usable.
+        """
+        if not is_number(self.temperature) or not 0 <= self.temperature < float("inf"):
+            raise ValueError(
+                f"Sampling: temperature must be a finite number from 0 (greedy); got {self.temperature!r}."
+            )
+        if self.top_k is not None and not is_integer(self.top_k, 1):
+            raise ValueError(
+                f"Sampling: top_k must be an integer of at least 1, or None for all words; got {self.top_k!r}."
+            )
+        if self.top_p is not None and (not is_number(self.top_p) or not 0 < self.top_p <= 1):
+            raise ValueError(
+                "Sampling: top_p must be a number above 0 and at most 1, or None for all words; got "
+                f"{self.top_p!r}."
+            )
+        if self.temperature == 0 and (self.top_k is not None or self.top_p is not None):
+            raise ValueError(
+                f"Sampling: top_k={self.top_k} and top_p={self.top_p} are of use only where tokens are drawn, "
+                "but temperature is 0, which is greedy. Set temperature=1.0, or leave them out."
+            )
+
+
+class SamplingArrays(NamedTuple):
+    """The `Sampling` of one request, scalars, or of several, stacked."""
+
+    temperature: np.ndarray  # type: ignore[type-arg]  # float32
+    top_k: np.ndarray  # type: ignore[type-arg]  # int32
+    top_p: np.ndarray  # type: ignore[type-arg]  # float32
+
+    @staticmethod
+    def of(samplings: Sequence[Sampling | None]) -> SamplingArrays:
+        """Makes arrays with an entry for each; None stands for a slot without a request."""
+        known = [sampling or Sampling() for sampling in samplings]
+        return SamplingArrays(
+            np.array([one.temperature for one in known], np.float32),
+            np.array([min(one.top_k or _ALL, _ALL) for one in known], np.int32),
+            np.array([_WHOLE if one.top_p in (None, 1) else one.top_p for one in known], np.float32),
+        )
+
+
+def choose(logits: jax.Array, sampling: SamplingArrays | None, key: jax.Array) -> jax.Array:
+    """Chooses a token.
+
+    Args:
+      logits: floating-point numbers, [words].
+      sampling: scalars; None: greedy.
+      key: the random key of this token.
+
+    Returns:
+      The token, an int32 scalar.
+    """
+    greedy = jnp.argmax(logits).astype(jnp.int32)
+    if sampling is None:
+        return greedy
+    temperature, top_k, top_p = map(jnp.asarray, sampling)
+    scaled = logits.astype(jnp.float32) / jnp.where(temperature > 0, temperature, jnp.float32(1))
+    ordered = jnp.sort(scaled, descending=True)
+    smallest = ordered[jnp.minimum(top_k, len(ordered)) - 1]
+    likely = jax.nn.softmax(jnp.where(ordered >= smallest, ordered, -jnp.inf))
+    # A word is kept if the likelier ones have less than top_p; the first always is.
+    num_kept = jnp.maximum(jnp.sum(jnp.cumsum(likely) - likely < top_p), 1)
+    smallest = jnp.maximum(smallest, ordered[num_kept - 1])
+    drawn = jax.random.categorical(key, jnp.where(scaled >= smallest, scaled, -jnp.inf))
+    return jnp.where(temperature > 0, drawn.astype(jnp.int32), greedy)

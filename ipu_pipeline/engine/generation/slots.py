@@ -1,0 +1,191 @@
+"""Slots, in groups: what requests in flight keep on the devices, and how tokens go through the stages.
+
+A group's slots go through a stage in one program, so while one stage handles a group, the others handle
+other groups. All is started in order and not waited for; tokens are read later, in the same order.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from ipu_pipeline.engine.devices.device_groups import DeviceGroup
+from ipu_pipeline.engine.devices.placing import copy_to, put
+from ipu_pipeline.engine.generation.programs import SlotNumbers, StagePrograms
+from ipu_pipeline.engine.generation.requests import Request
+from ipu_pipeline.engine.generation.sampling import SamplingArrays
+from ipu_pipeline.engine.generation.stage_runs import TOKENS
+from ipu_pipeline.engine.tracing.specs import VariableSpec
+from ipu_pipeline.engine.tracing.traced import Source
+
+__all__ = ["BoundStages", "SlotGroup"]
+
+
+@dataclass(frozen=True, eq=False)
+class BoundStages:
+    """The stages with the weights of a state.
+
+    Attributes:
+      programs: of each stage.
+      devices: of each stage.
+      caches: of each stage, the variables of which each request has its own.
+      initial: of each stage, the values that these start from, on its devices.
+      weights: of each stage, what it reads of the state, on its devices.
+      update_count: of the state.
+    """
+
+    programs: Sequence[StagePrograms]
+    devices: Sequence[DeviceGroup]
+    caches: Sequence[Sequence[VariableSpec]]
+    initial: Sequence[Sequence[Any]]
+    weights: Sequence[Sequence[Any]]
+    update_count: np.int32
+
+
+class _Values:
+    """Values between stages, and their copies on other devices."""
+
+    def __init__(self, values: Mapping[Source, Any], devices: DeviceGroup | None) -> None:
+        """Takes values that are on some devices; None: on the host."""
+        self._home = {source: devices for source in values}
+        self._found = {(source, devices): value for source, value in values.items()}
+
+    def add(self, sources: Sequence[Source], values: Sequence[Any], devices: DeviceGroup) -> None:
+        """Takes what a stage has made."""
+        for source, value in zip(sources, values, strict=True):
+            self._home[source], self._found[source, devices] = devices, value
+
+    def on(self, sources: Sequence[Source], devices: DeviceGroup) -> list[Any]:
+        """Values on a stage's devices; those that are elsewhere are sent there."""
+        away: dict[DeviceGroup | None, list[Source]] = {}
+        for source in sources:
+            if (source, devices) not in self._found:
+                away.setdefault(self._home[source], []).append(source)
+        for home, missing in away.items():
+            values = [self._found[source, home] for source in missing]
+            moved = put(values, devices) if home is None else copy_to(values, devices)
+            self._found.update(zip([(source, devices) for source in missing], moved, strict=True))
+        return [self._found[source, devices] for source in sources]
+
+
+class SlotGroup:
+    """Some slots that go through the stages together, each free or with a request."""
+
+    def __init__(self, stages: BoundStages, num_slots: int) -> None:
+        """Makes caches; what they hold is not defined before a request comes."""
+        self._stages = stages
+        self._requests: list[Request | None] = [None] * num_slots
+        self._positions = np.zeros(num_slots, np.int32)  # of each slot's newest token
+        self._last = stages.devices[-1]
+        self._caches = [
+            [jnp.zeros((num_slots, *spec.shape), spec.dtype, device=devices.replicated) for spec in own]
+            for own, devices in zip(stages.caches, stages.devices, strict=True)
+        ]
+        (self._tokens,) = put([np.zeros(num_slots, np.int32)], self._last)
+        # the newest tokens of all slots, and those that are some request's
+        self._unread: collections.deque[tuple[Any, list[tuple[int, Request]]]] = collections.deque()
+
+    @property
+    def num_taken(self) -> int:
+        """The number of slots with a request."""
+        return sum(request is not None for request in self._requests)
+
+    @property
+    def num_unread(self) -> int:
+        """How often tokens have been started that are not read yet."""
+        return len(self._unread)
+
+    def join(self, request: Request, lengths: Sequence[int]) -> None:
+        """Starts a request in a free slot: its prompt, chunk by chunk, and its first token.
+
+        Args:
+          request: the request.
+          lengths: of the chunks.
+        """
+        slot, stages, position = self._requests.index(None), self._stages, 0
+        is_sampled = request.sampling.temperature > 0
+        for length in lengths:
+            is_last = position + length == len(request.prompt)
+            sampling = SamplingArrays(*(x[0] for x in SamplingArrays.of([request.sampling])))
+            numbers = SlotNumbers(np.int32(position), np.uint32(request.seed), np.uint32(request.number))
+            values = _Values({TOKENS: request.prompt[position : position + length]}, None)
+            for index, (program, devices) in enumerate(zip(stages.programs, stages.devices, strict=True)):
+                is_choosing = index == len(stages.programs) - 1
+                made, self._caches[index] = program.chunk(length)(
+                    self._caches[index],
+                    stages.weights[index],
+                    values.on(program.run.inputs, devices),
+                    numbers,
+                    stages.update_count,
+                    np.int32(slot),
+                    stages.initial[index],
+                    self._tokens if is_choosing else None,
+                    sampling if is_choosing and is_sampled and is_last else None,
+                )
+                if is_choosing:
+                    self._tokens = made
+                else:
+                    values.add(program.run.outputs, made, devices)
+            position += length
+        self._requests[slot], self._positions[slot] = request, position
+        self._note([slot])
+
+    def decode(self) -> None:
+        """Starts one more token of each request."""
+        stages, taken = self._stages, [n for n, request in enumerate(self._requests) if request is not None]
+        samplings = [request and request.sampling for request in self._requests]
+        is_sampled = any(sampling is not None and sampling.temperature > 0 for sampling in samplings)
+        numbers = SlotNumbers(  # copies, as devices may read them later
+            self._positions.copy(),
+            np.array([request.seed if request else 0 for request in self._requests], np.uint32),
+            np.array([request.number if request else 0 for request in self._requests], np.uint32),
+        )
+        values = _Values({TOKENS: self._tokens}, self._last)
+        for index, (program, devices) in enumerate(zip(stages.programs, stages.devices, strict=True)):
+            is_choosing = index == len(stages.programs) - 1
+            made, self._caches[index] = program.decode(is_sampled)(
+                self._caches[index],
+                stages.weights[index],
+                values.on(program.run.inputs, devices),
+                numbers,
+                stages.update_count,
+                SamplingArrays.of(samplings) if is_choosing and is_sampled else None,
+            )
+            if is_choosing:
+                self._tokens = made
+            else:
+                values.add(program.run.outputs, made, devices)
+        self._positions[taken] += 1
+        self._note(taken)
+
+    def _note(self, slots: Sequence[int]) -> None:
+        """Notes that tokens are on their way, and frees slots whose requests need no more."""
+        entry = []
+        for slot in slots:
+            request = self._requests[slot]
+            assert request is not None
+            entry.append((slot, request))
+            if self._positions[slot] + 1 == len(request.prompt) + request.max_new_tokens:
+                self._requests[slot] = None
+        self._unread.append((self._tokens, entry))
+
+    def read(self, num_left: int = 0) -> None:
+        """Waits for tokens, hands them to their requests, and frees slots whose requests are done.
+
+        Args:
+          num_left: how many of the newest are not waited for.
+        """
+        while len(self._unread) > num_left:
+            tokens, entry = self._unread[0]
+            found = np.asarray(tokens)
+            self._unread.popleft()
+            for slot, request in entry:
+                request.add(int(found[slot]))
+        for slot, request in enumerate(self._requests):
+            if request is not None and request.is_done:
+                self._requests[slot] = None
