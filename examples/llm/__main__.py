@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-
+QUESTIONS = [
     "What is a pipeline?",
     "How do I save a model?",
     "What is the bubble?",
