@@ -52,7 +52,8 @@ def rotate(x: jax.Array, position: Any) -> jax.Array:
     """Turns pairs of numbers by angles that grow with the position; x is [batch, length, heads, size]."""
     size = x.shape[-1]
     speeds = 10_000.0 ** (-jnp.arange(0, size, 2) / size)
-    angles = (position + jnp.arange(x.shape[1]))[:, None, None] * speeds
+    places = (position + jnp.arange(x.shape[1])).astype(x.dtype)
+    angles = places[:, None, None] * speeds
     first, second = jnp.split(x, 2, axis=-1)
     cosines, sines = jnp.cos(angles), jnp.sin(angles)
     return jnp.concatenate([first * cosines - second * sines, first * sines + second * cosines], axis=-1)
