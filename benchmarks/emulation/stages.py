@@ -185,7 +185,8 @@ def _with_loss(stage: Callable[[jax.Array, jax.Array], jax.Array]) -> Callable[.
 
 def sleep(x: jax.Array, milliseconds: float) -> jax.Array:
     """A value that is there after so many milliseconds, in which the device does nothing else."""
-    called = jax.ffi.ffi_call(_TARGET, jax.ShapeDtypeStruct(x.shape, x.dtype))
+    struct = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    called = jax.ffi.ffi_call(_TARGET, struct, vmap_method="broadcast_all")
     result: jax.Array = called(x, milliseconds=np.float64(milliseconds))
     return result
 

@@ -18,7 +18,7 @@ from ipu_pipeline.engine.loops.shards import ipu_shard
 from ipu_pipeline.engine.programs.accumulation import count_dtype, find_accumulator_dtype
 from ipu_pipeline.engine.programs.collecting import find_sum_dtype
 from ipu_pipeline.engine.programs.gradient_maps import GradientMap, GradientTarget, join_gradient_maps
-from ipu_pipeline.engine.progress import between_bars, is_shown_on, watched_by
+from ipu_pipeline.engine.progress import between_bars, initializing, is_shown_on, watched_by
 from ipu_pipeline.engine.resplitting import check_pipeline, move_state
 from ipu_pipeline.engine.segments import (
     CallStep,
@@ -114,6 +114,7 @@ __all__ = [
     "glorot_uniform",
     "has_update_count",
     "initial_value",
+    "initializing",
     "ipu_shard",
     "is_in_stage",
     "is_loss_weight",

@@ -78,6 +78,7 @@ from ipu_pipeline.engine.programs.accumulation import Reduction
 from ipu_pipeline.engine.programs.collecting import Collecting
 from ipu_pipeline.engine.programs.recomputation import Recomputation
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms
+from ipu_pipeline.engine.progress import initializing
 from ipu_pipeline.engine.replaying import Replay, find_nans
 from ipu_pipeline.engine.searched_timetables import (
     SearchedTimetables,
@@ -1081,10 +1082,13 @@ class Pipeline:
     def _make_variables(self, placement: StatePlacement, names: Iterable[str], key: Any) -> dict[str, Any]:
         """The initial values of variables, placed."""
         variables: dict[str, Any] = {}
-        for name in names:  # one at a time: all of them may not fit one device
-            spec = self.traced.variables[name]
-            made = initial_value(spec, key) if placement.has_variable(name) else spec
-            variables |= placement.place_variables({name: made})
+        names = list(names)
+        with initializing(len(names)) as progress:
+            for name in names:  # one at a time: all of them may not fit one device
+                spec = self.traced.variables[name]
+                made = initial_value(spec, key) if placement.has_variable(name) else spec
+                variables |= placement.place_variables({name: made})
+                progress.num_done += 1
         return variables
 
     @apart

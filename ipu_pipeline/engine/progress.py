@@ -1,9 +1,9 @@
-"""Shows progress on a terminal while programs compile, and logs once they have.
+"""Shows progress on a terminal while initial values are made and programs compile, and logs the latter.
 
-On a terminal, one line on the standard error counts programs and seconds; it is cleared when they have
-compiled, so that later output takes its place. The logger "ipu_pipeline" gets one line, of level INFO. No
-line is shown if the standard error is not a terminal, or if the environment variable TQDM_DISABLE is set to
-anything, as for all bars of tqdm.
+On a terminal, one line on the standard error counts variables or programs, and seconds; it is cleared when
+all are there, so that later output takes its place. The logger "ipu_pipeline" gets one line for programs,
+of level INFO. No line is shown if the standard error is not a terminal, or if the environment variable
+TQDM_DISABLE is set to anything, as for all bars of tqdm.
 """
 
 from __future__ import annotations
@@ -22,7 +22,16 @@ from typing import Any
 from ipu_pipeline.engine import peers, watching
 from ipu_pipeline.ground import jax_compat
 
-__all__ = ["Compilation", "between_bars", "compiling", "is_compiling", "is_shown_on", "watched_by"]
+__all__ = [
+    "Compilation",
+    "Initialization",
+    "between_bars",
+    "compiling",
+    "initializing",
+    "is_compiling",
+    "is_shown_on",
+    "watched_by",
+]
 
 _DELAY = 0.3  # seconds; what compiles in less shows nothing
 _INTERVAL = 0.1  # seconds between changes of the line
@@ -135,8 +144,27 @@ class Compilation:
             _logger.info("Compiled %s%s in %.1f s%s", _count(self.num_done), self._note, seconds, details)
 
 
-def _count(number: int) -> str:
-    return f"{number} program{'' if number == 1 else 's'}"
+class Initialization:
+    """Counts variables whose initial values are made.
+
+    Attributes:
+      total: the number of variables.
+      num_done: the number of those made so far.
+    """
+
+    def __init__(self, total: int) -> None:
+        """Begins to count to `total`."""
+        self.total, self.num_done = total, 0
+        self._begin = time.perf_counter()
+
+    def line(self) -> str:
+        """The line that the terminal shows now."""
+        seconds = time.perf_counter() - self._begin
+        return f"Initial values: {self.num_done} of {_count(self.total, 'variable')}, {seconds:.1f} s"
+
+
+def _count(number: int, noun: str = "program") -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 _on_their_way: set[Compilation] = set()
@@ -180,6 +208,21 @@ def compiling(total: int, note: str = "") -> Iterator[Compilation]:
 
 
 @contextlib.contextmanager
+def initializing(total: int) -> Iterator[Initialization]:
+    """Surrounds the making of initial values; the block counts in `num_done`.
+
+    However the block ends, the terminal's line is gone afterwards.
+
+    Args:
+      total: the number of variables.
+    """
+    initialization = Initialization(total)
+    is_shown = _observer.get() is None and _current.get() is None and is_shown_on(sys.stderr)
+    with _showing(initialization) if is_shown else contextlib.nullcontext():
+        yield initialization
+
+
+@contextlib.contextmanager
 def watched_by(observer: Callable[[int, int], None]) -> Iterator[None]:
     """Compilations in the block show no line, because an observer shows them.
 
@@ -194,11 +237,11 @@ def watched_by(observer: Callable[[int, int], None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _showing(compilation: Compilation) -> Iterator[None]:
+def _showing(counted: Compilation | Initialization) -> Iterator[None]:
     """Shows the line while the block lasts, from a thread, as the block's own may be busy in XLA."""
     ended = threading.Event()
     thread = threading.Thread(
-        target=_show, args=(compilation, sys.stderr, ended), name="ipu-progress", daemon=True
+        target=_show, args=(counted, sys.stderr, ended), name="ipu-progress", daemon=True
     )
     thread.start()
     try:
@@ -208,13 +251,13 @@ def _showing(compilation: Compilation) -> Iterator[None]:
         thread.join()
 
 
-def _show(compilation: Compilation, stream: Any, ended: threading.Event) -> None:
+def _show(counted: Compilation | Initialization, stream: Any, ended: threading.Event) -> None:
     if ended.wait(_DELAY):
         return
     width = 0
     with contextlib.suppress(OSError, ValueError):  # the terminal is gone, or the stream is closed
         while True:
-            line = compilation.line()
+            line = counted.line()
             stream.write(f"\r{line:{width}}")
             stream.flush()
             width = len(line)

@@ -9,10 +9,13 @@ import time
 import types
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from tqdm import tqdm
 
 import ipu_pipeline as ipu
+from ipu_pipeline import engine
 from ipu_pipeline.engine import progress
 from ipu_pipeline.poptorch.execution.progress import CompileProgress
 from tests.support.front import Model
@@ -98,6 +101,32 @@ def test_an_error_leaves_no_line(error, screen, caplog):
     with progress.compiling(1) as compilation, compilation.program():  # the next one counts by itself
         pass
     assert compilation.num_done == compilation.total == 1
+
+
+@pytest.mark.parametrize("fault", [None, ValueError, KeyboardInterrupt])
+def test_initial_values_are_counted(fault, screen):
+    def initializer(key, shape, dtype):
+        if made and fault is not None:
+            wait_for(screen, "Initial values: 1 of 2 variables")
+            raise fault
+        made.append(shape)
+        wait_for(screen, f"Initial values: {len(made) - 1} of 2 variables")
+        return jnp.full(shape, len(made), dtype)
+
+    def stage(x):
+        weights = [engine.get_variable(name, (2,), initializer=initializer) for name in "ab"]
+        return x + sum(weights)
+
+    made = []
+    pipeline = engine.Pipeline([stage], num_micro_batches=1)
+    if fault is None:
+        state = pipeline.init(jax.random.key(0), jnp.ones(2))
+        np.testing.assert_array_equal(state.variables["b"], [2, 2])
+    else:
+        with pytest.raises(fault):
+            pipeline.init(jax.random.key(0), jnp.ones(2))
+    assert shown(screen.getvalue()) == [""]
+    assert no_thread_is_left()
 
 
 def test_within_another_one_programs_count_with_it(caplog):

@@ -1,56 +1,60 @@
-"""The public call: a generator made of a model's stages, which answers prompts with the weights of a state."""
+"""The public call: a generator made of stages, which answers prompts with the weights of a state."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
+import dataclasses
 import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from ipu_pipeline.engine.apart import apart
-from ipu_pipeline.engine.devices.device_groups import DeviceGroup, make_groups
-from ipu_pipeline.engine.devices.placing import put
+from ipu_pipeline.engine.generation.arguments import (
+    check_chunk_lengths,
+    check_logits,
+    check_positive,
+    check_slots,
+    for_each,
+)
+from ipu_pipeline.engine.generation.building import Needed, StageBuilder, make_element
 from ipu_pipeline.engine.generation.loop import RequestQueue, run
-from ipu_pipeline.engine.generation.programs import StagePrograms
 from ipu_pipeline.engine.generation.requests import Limits, Request, make_request
 from ipu_pipeline.engine.generation.sampling import Sampling
 from ipu_pipeline.engine.generation.slots import BoundStages
-from ipu_pipeline.engine.generation.stage_runs import StageRun, make_runs
 from ipu_pipeline.engine.pipeline import Pipeline
+from ipu_pipeline.engine.resplitting import resplit
 from ipu_pipeline.engine.state import PipelineState
-from ipu_pipeline.engine.state_checks import MOVES, check_exists, check_not_traced, check_state
+from ipu_pipeline.engine.state_checks import check_not_traced, check_state
 from ipu_pipeline.engine.tracing.frames import ProgramNames
-from ipu_pipeline.engine.tracing.keys import as_int32
-from ipu_pipeline.engine.tracing.specs import VariableSpec, initial_value
 from ipu_pipeline.engine.tracing.stage_lists import Mapping as DeviceMapping
 from ipu_pipeline.engine.tracing.stage_lists import StageEntry
 from ipu_pipeline.engine.tracing.surroundings import Surroundings
 from ipu_pipeline.engine.tracing.tensor_parallel import TensorParallel
-from ipu_pipeline.ground.checks import is_integer
-from ipu_pipeline.ground.first_run import begin_first_run
-from ipu_pipeline.ground.shapes import as_shape, describe
 
 __all__ = ["Generator"]
 
 GREEDY = Sampling()
-_CHUNK_LENGTHS = (1, 4, 16, 64, 256)
 _logger = logging.getLogger("ipu_pipeline")
 
 
 class Generator:
     """A language model in stages, each on its device, that answers several requests at a time.
 
-    A stage handles one request: the first one takes `tokens`, int32 [length], and `position`, an int32 scalar
-    that is the place of the first of them, and the last one returns logits, [length, words], or only those
-    of the last token, [words]. A prompt comes in chunks, without padding, and then each new token. What a
+    A stage handles one request: the first one takes `tokens`, int32 [length], and `position`, an int32
+    scalar, the place of the first of them. The last one returns logits, [length, words], or only those of
+    the last token, [words]. A prompt comes in chunks, without padding, and then each new token. What a
     stage needs of earlier tokens is in variables that it assigns (`get_variable` with trainable=False,
     `assign`): each request has its own, which start from their initial values.
+
+    What stages report or enqueue is dropped. Random keys (`next_rng_key`) depend on the request's seed and
+    the position.
+
+    Attributes:
+      pipeline: the stages as a pipeline that only runs forwards, traced; its `variables` are those that a
+        state has to have, and the caches.
 
     Example:
       generator = Generator([embed, block, predict], parameters=shapes, max_length=256)
@@ -79,8 +83,8 @@ class Generator:
           parameters: as for `Pipeline`; shapes are enough.
           num_slots: the most requests in flight, a multiple of `num_groups`; each has its own caches. None:
             4 for each group.
-          num_groups: groups of slots; a group's go through a stage together. Fewer groups than devices leave
-            devices idle. None: as many as devices, or `num_slots` if that is less.
+          num_groups: groups of slots; a group's slots go through a stage together. Fewer groups than
+            devices leave devices idle. None: as many as devices, or `num_slots` if that is less.
           chunk_lengths: in what lengths a prompt is read, longest first, with 1 among them; there is a
             program of each stage for each that occurs. None: 1, 4, 16, 64 and 256.
           token_by_token: whether stages take one token at a time, so that their programs read the tokens
@@ -94,9 +98,9 @@ class Generator:
           ValueError: an argument is not usable, or the last stage does not return logits.
           Others: what tracing raises, see `Pipeline.trace`.
         """
-        _check_positive("max_length", max_length)
+        check_positive("max_length", max_length)
         self._max_length = int(max_length)
-        self._chunk_lengths = _check_chunk_lengths(chunk_lengths, self._max_length)
+        self._chunk_lengths = check_chunk_lengths(chunk_lengths, self._max_length)
         self.pipeline = Pipeline(
             stages,
             num_micro_batches=1,
@@ -106,20 +110,18 @@ class Generator:
             devices=devices,
             tensor_parallel=tensor_parallel,
         )
-        self._num_slots, self._num_groups = _check_slots(
+        self._num_slots, self._num_groups = check_slots(
             num_slots, num_groups, len(set(self.pipeline.device_mapping))
         )
         self._devices = devices
         self._surroundings = Surroundings.now(ProgramNames())
-        self.pipeline.trace(_make_element(1))
-        (logits,) = _check_logits(self.pipeline, 1)
+        self.pipeline.trace(make_element(1))
+        (logits,) = check_logits(self.pipeline, 1)
         self._num_words = int(logits.shape[-1])
         self._limits = Limits(self._max_length, self._num_words)
         self._is_one_by_one = self._find_one_by_one(token_by_token)
-        self._building = threading.Lock()  # held while programs are made
         self._running = threading.Lock()  # held while requests are answered
-        self._programs: tuple[tuple[StagePrograms, ...], tuple[DeviceGroup, ...]] | None = None
-        self._initial: Sequence[Sequence[Any]] = ()
+        self._builder: StageBuilder | None = None  # made at the first call that needs devices
         self._queue: RequestQueue | None = None  # of `serving`
 
     def _find_one_by_one(self, wanted: bool | None) -> bool:
@@ -138,8 +140,8 @@ class Generator:
 
     def _for_length(self, length: int) -> Pipeline:
         """The stages, traced for a chunk."""
-        pipeline = self.pipeline.for_shapes(_make_element(length))
-        _check_logits(pipeline, length)
+        pipeline = self.pipeline.for_shapes(make_element(length))
+        check_logits(pipeline, length)
         return pipeline
 
     # What is known of it.
@@ -185,8 +187,8 @@ class Generator:
         """Answers prompts.
 
         Args:
-          state: of a pipeline whose variables have the names of the stages' variables, or these variables, by
-            full name. What is on its stage's device is used as it is, without a copy.
+          state: of a pipeline whose variables have the names of the stages' variables, or a dict of these
+            variables. What is on its stage's device is used as it is, without a copy.
           prompts: sequences of integers from 0 to `num_words` - 1, none of them empty.
           max_new_tokens: the most tokens of an answer; or a list with one number for each prompt.
           sampling: how tokens are chosen; or a list with one for each prompt.
@@ -210,8 +212,8 @@ class Generator:
         for place, prompt in enumerate(prompts):
             if np.ndim(prompt) == 0 and not isinstance(prompt, (str, bytes)):
                 raise TypeError(
-                    f"prompts must be a list of sequences of integers, and prompts[{place}] is {prompt!r}. For "
-                    "one prompt, give a list of one."
+                    f"prompts must be a list of sequences of integers, and prompts[{place}] is {prompt!r}. "
+                    "For one prompt, give a list of one."
                 )
         number = len(prompts)
         requests = [
@@ -219,8 +221,8 @@ class Generator:
             for place, (prompt, most, how) in enumerate(
                 zip(
                     prompts,
-                    _for_each("max_new_tokens", max_new_tokens, number),
-                    _for_each("sampling", sampling, number),
+                    for_each("max_new_tokens", max_new_tokens, number),
+                    for_each("sampling", sampling, number),
                     strict=True,
                 )
             )
@@ -230,7 +232,10 @@ class Generator:
                 "generate was called within `serving`: call submit, and result() of what it returns."
             )
         with self._running:
-            self._answer(self._bind(state), RequestQueue(requests))
+            builder = self._prepare()
+            stages = builder.bind(state)
+            builder.compile({one for request in requests for one in self._find_needed(request)})
+            self._answer(stages, RequestQueue(requests))
         return [request.result() for request in requests]
 
     @contextlib.contextmanager
@@ -252,7 +257,11 @@ class Generator:
         if self._queue is not None:
             raise RuntimeError("serving was called within `serving`. Leave the first block before.")
         with self._running:
-            stages, queue, errors = self._bind(state), RequestQueue(is_open=True), list[BaseException]()
+            stages, queue, errors = (
+                self._prepare().bind(state),
+                RequestQueue(is_open=True),
+                list[BaseException](),
+            )
 
             def serve() -> None:
                 try:
@@ -290,7 +299,10 @@ class Generator:
 
         Args:
           prompt: a sequence of integers from 0 to `num_words` - 1, not empty.
-          max_new_tokens, sampling, stop_tokens, seed: as for `generate`, of a first prompt.
+          max_new_tokens: as for `generate`, as what follows.
+          sampling: how tokens are chosen.
+          stop_tokens: the first of these in an answer is its last token.
+          seed: of the random keys, which are those of the first prompt of `generate`.
 
         Returns:
           The request: iterate over it for its tokens as they come, or call `result`.
@@ -303,21 +315,86 @@ class Generator:
             prompt, "prompt", self._limits, max_new_tokens, sampling, stop_tokens, seed, 0
         )
         queue = self._queue
-        if queue is None or not queue.submit(request):
+        if queue is not None and queue.submit(request):
+            return request
+        if queue is not None and queue.error is not None:
             raise RuntimeError(
-                "submit was called while the generator is not serving, so there would be no answer. Call it within "
-                "`with generator.serving(state):`, or call generate(state, prompts, ...)."
-            )
-        return request
+                "submit: the generator serves no more, since it met an error."
+            ) from queue.error
+        raise RuntimeError(
+            "submit was called while the generator is not serving, so there would be no answer. Call it "
+            "within `with generator.serving(state):`, or call generate(state, prompts, ...)."
+        )
 
     def _answer(self, stages: BoundStages, queue: RequestQueue) -> None:
         """Answers what is in a queue. All its requests are done when this ends, in whichever way."""
-        each = self._num_slots // self._num_groups
+        builder = self._prepare()
+
+        def prepare(request: Request) -> list[int]:
+            builder.compile(self._find_needed(request))
+            return self._divide(len(request.prompt))
+
         try:
-            self._surroundings.run(run, stages, queue, self._num_groups, each, self._divide)
+            each = self._num_slots // self._num_groups
+            self._surroundings.run(run, stages, queue, self._num_groups, each, prepare)
         except BaseException as error:
             queue.end(error)
             raise
+
+    @apart
+    def compile(self, prompt_lengths: Sequence[int] | None = None, *, drawn: bool = False) -> None:
+        """Compiles programs beforehand; otherwise that is done when a request comes that needs them.
+
+        Args:
+          prompt_lengths: of the prompts to come; None: of any length.
+          drawn: whether there will be requests whose tokens are drawn, besides greedy ones.
+
+        Raises:
+          ValueError: a length is not usable, or there are too few devices.
+          Others: what tracing or XLA raises.
+        """
+        lengths = list(self._chunk_lengths)
+        if prompt_lengths is not None:
+            for length in prompt_lengths:
+                check_positive("prompt_lengths: each", length)
+            lengths = [chunk for length in prompt_lengths for chunk in self._divide(int(length))]
+        needed = [Needed(length, is_sampled) for length in (0, *lengths) for is_sampled in {False, drawn}]
+        with self._running:
+            builder = self._prepare()
+            self._surroundings.run(builder.compile, needed)
+
+    def resplit(self, state: PipelineState) -> PipelineState:
+        """Moves the variables of a state of another split of the same layers, as `engine.resplit` does.
+
+        Args:
+          state: of any pipeline, on any devices.
+
+        Returns:
+          A state that `generate` takes, without optimizer state.
+
+        Raises:
+          TypeError, ValueError: see `engine.resplit`.
+        """
+        check_state("Generator.resplit", state)
+        caches = [spec for stage in self.pipeline.traced.stages for spec in stage.assigned]
+        empty = {spec.name: np.zeros(spec.shape, spec.dtype) for spec in caches}
+        given = dataclasses.replace(state, variables={**state.variables, **empty}, optimizer_state=None)
+        moved = resplit(given, self.pipeline)
+        variables = {name: value for name, value in moved.variables.items() if name not in empty}
+        return dataclasses.replace(moved, variables=variables)
+
+    def _find_needed(self, request: Request) -> set[Needed]:
+        """The programs that a request needs."""
+        is_sampled = request.sampling.temperature > 0
+        *firsts, last = self._divide(len(request.prompt))
+        needed = {Needed(length, False) for length in firsts} | {Needed(last, is_sampled)}
+        return needed | {Needed(0, is_sampled)} if request.max_new_tokens > 1 else needed
+
+    def _prepare(self) -> StageBuilder:
+        if self._builder is None:
+            each = self._num_slots // self._num_groups
+            self._builder = StageBuilder(self.pipeline, self._devices, each, self._is_one_by_one)
+        return self._builder
 
     def _divide(self, length: int) -> list[int]:
         """The lengths of the chunks of a prompt."""
@@ -326,159 +403,3 @@ class Generator:
             number, length = divmod(length, one)
             chunks += [one] * number
         return chunks
-
-    # Preparing.
-
-    def _prepare(self) -> tuple[tuple[StagePrograms, ...], tuple[DeviceGroup, ...]]:
-        """The programs and devices of the stages, made at the first call, which starts JAX's backend."""
-        with self._building:
-            if self._programs is not None:
-                return self._programs
-            begin_first_run()
-            known, each = self.pipeline, self.pipeline.options.num_devices_per_ipu
-            devices = list(jax.devices() if self._devices is None else self._devices)
-            if len(devices) < known.num_devices:
-                raise ValueError(
-                    f"The generator needs {known.num_devices} devices, {each if each > 1 else 'one'} per IPU of "
-                    f"device_mapping, but there are {len(devices)}. On a CPU, before the first use of JAX, "
-                    f"ipu_pipeline.set_num_devices({known.num_devices}) makes more."
-                )
-            groups = make_groups(devices, known.device_mapping, 1, each)
-            elsewhere = [
-                d for group in groups for d in group.devices if d.process_index != jax.process_index()
-            ]
-            if elsewhere:
-                raise ValueError(
-                    f"devices must be of this process, {jax.process_index()}; {elsewhere[0]} is of process "
-                    f"{elsewhere[0].process_index}. Give the generator devices=jax.local_devices()."
-                )
-            platform = groups[0].devices[0].platform
-            runs = make_runs(known, platform)
-            runs_of = functools.cache(lambda length: make_runs(self._for_length(length), platform))
-            programs = []
-            for index, (run_one, group) in enumerate(zip(runs, groups, strict=True)):
-                make = None if self._is_one_by_one else functools.partial(_pick, runs_of, index)
-                logits = known.traced.outputs[0] if index == len(runs) - 1 else None
-                results = group.replicated if group.is_divided else None
-                programs.append(StagePrograms(index, run_one, make, logits, results))
-            self._initial = [
-                put([initial_value(spec, jax.random.key(0)) for spec in own], group)
-                for own, group in zip(self._caches(), groups, strict=True)
-            ]
-            self._programs = tuple(programs), groups
-            return self._programs
-
-    def _caches(self) -> list[Sequence[VariableSpec]]:
-        """The variables of each stage of which each request has its own."""
-        return [stage.assigned for stage in self.pipeline.traced.stages]
-
-    def _bind(self, state: PipelineState | Mapping[str, Any]) -> BoundStages:
-        """The stages with the weights of a state."""
-        count = 0
-        if isinstance(state, Mapping):
-            variables = state
-            check_exists("Generator: the state's variables", dict(state))
-        else:
-            check_state("Generator", state)
-            variables, count = state.variables, state.update_count
-        programs, groups = self._prepare()
-        specs, partitions = self.pipeline.variables, self.pipeline.built.partitions
-        weights = []
-        for program, group in zip(programs, groups, strict=True):
-            found = [_find(variables, specs[name], program.run) for name in program.run.weights]
-            wanted = [partitions.get(name, jax.sharding.PartitionSpec()) for name in program.run.weights]
-            weights.append(put([_of_first_replica(x, group) for x in found], group, partitions=wanted))
-        return BoundStages(programs, groups, self._caches(), self._initial, weights, as_int32(count))
-
-
-def _pick(runs_of: Any, index: int, length: int) -> StageRun:
-    run: StageRun = runs_of(length)[index]
-    return run
-
-
-def _make_element(length: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """The shapes of what the first stage takes for a chunk: tokens and their position."""
-    return jax.ShapeDtypeStruct((length,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
-
-
-def _find(variables: Mapping[str, Any], spec: VariableSpec, run: StageRun) -> Any:
-    """A variable of a state, for a stage."""
-    if spec.name not in variables:
-        raise ValueError(
-            f"The state has no variable {spec.name}, which {run.place} reads and does not assign. {MOVES} Both "
-            "take generator.pipeline as the pipeline."
-        )
-    value = variables[spec.name]
-    shape = as_shape(value)
-    if (shape.shape, shape.dtype) != (spec.shape, spec.dtype):
-        raise ValueError(
-            f"{run.place} reads variable {spec.name} as {describe(spec)}, but in the state it is "
-            f"{describe(shape)}. Make the stages' parameters of the shapes that were trained."
-        )
-    return value
-
-
-def _of_first_replica(array: Any, group: DeviceGroup) -> Any:
-    """The copy on a stage's device of a variable that all replicas have whole; otherwise the array."""
-    if not isinstance(array, jax.Array) or len(array.sharding.device_set) == 1 or group.is_divided:
-        return array
-    if not array.is_fully_replicated:
-        return array
-    own = [shard.data for shard in array.addressable_shards if shard.device in group.devices]
-    return own[0] if own else array
-
-
-def _check_positive(name: str, value: Any) -> None:
-    if not is_integer(value, 1):
-        raise ValueError(f"{name} must be an integer of at least 1; got {value!r}.")
-
-
-def _check_chunk_lengths(given: Sequence[int] | None, max_length: int) -> tuple[int, ...]:
-    lengths = list(_CHUNK_LENGTHS if given is None else given)
-    if not all(is_integer(length, 1) for length in lengths) or 1 not in lengths:
-        raise ValueError(
-            "chunk_lengths must be integers of at least 1, and 1 must be among them, so that every prompt can "
-            f"be divided into such lengths; got {given!r}."
-        )
-    return tuple(sorted({int(length) for length in lengths if length <= max_length}, reverse=True))
-
-
-def _check_slots(num_slots: Any, num_groups: Any, num_devices: int) -> tuple[int, int]:
-    if num_slots is not None:
-        _check_positive("num_slots", num_slots)
-    if num_groups is None:
-        num_groups = num_devices if num_slots is None else min(num_devices, num_slots)
-    _check_positive("num_groups", num_groups)
-    if num_slots is None:
-        num_slots = 4 * num_groups
-    if num_slots % num_groups:
-        raise ValueError(
-            f"num_slots must be a multiple of num_groups, {num_groups}, which have as many slots each; got "
-            f"{num_slots}. Take {-(-num_slots // num_groups) * num_groups}, or give num_groups, too."
-        )
-    return int(num_slots), int(num_groups)
-
-
-def _check_logits(pipeline: Pipeline, length: int) -> Sequence[jax.ShapeDtypeStruct]:
-    """Raises if the last stage does not return logits for a chunk. Returns their shape, in a list."""
-    avals = pipeline.traced.returned_avals
-    is_logits = len(avals) == 1 and (
-        avals[0].ndim == 1 or (avals[0].ndim == 2 and avals[0].shape[0] in (1, length))
-    )
-    if not is_logits or not jnp.issubdtype(avals[0].dtype, jnp.floating) or 0 in avals[0].shape:
-        given = ", ".join(map(describe, avals)) or "nothing"
-        raise ValueError(
-            f"The last stage must return logits, floating-point numbers [{length}, words] for {length} tokens of "
-            f"one request, or [words] for the last of them; it returns {given}. Stages of a generator have no "
-            "axis for a batch, and no loss."
-        )
-    return avals
-
-
-def _for_each(name: str, value: Any, number: int) -> Sequence[Any]:
-    """A list with the value of each prompt."""
-    if not isinstance(value, (list, tuple, np.ndarray)):
-        return [value] * number
-    if len(value) != number:
-        raise ValueError(f"{name} must have one entry for each of the {number} prompts; got {len(value)}.")
-    return list(value)

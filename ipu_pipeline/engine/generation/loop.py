@@ -30,7 +30,8 @@ class RequestQueue:
         self._waiting = collections.deque(requests)
         self._all = list(self._waiting)
         self._changed = threading.Condition()
-        self._is_open, self._error = is_open, None
+        self._is_open = is_open
+        self.error: BaseException | None = None  # what ended all requests
 
     def submit(self, request: Request) -> bool:
         """Adds a request. Returns whether that was still possible."""
@@ -51,7 +52,7 @@ class RequestQueue:
     def end(self, error: BaseException | None) -> None:
         """Closes, and ends all requests that are not done; see `Request.end`."""
         with self._changed:
-            self._is_open = False
+            self._is_open, self.error = False, error
             self._waiting.clear()
             self._changed.notify_all()
         for request in self._all:
@@ -83,7 +84,7 @@ def run(
     queue: RequestQueue,
     num_groups: int,
     num_slots: int,
-    divide: Callable[[int], Sequence[int]],
+    prepare: Callable[[Request], Sequence[int]],
 ) -> None:
     """Answers the requests of a queue, until it is closed and empty.
 
@@ -92,7 +93,7 @@ def run(
       queue: the requests.
       num_groups: the number of groups.
       num_slots: of each group.
-      divide: finds the lengths of the chunks of a prompt of some length.
+      prepare: has the programs for a request compiled, and returns the lengths of its prompt's chunks.
     """
     groups: list[SlotGroup] = []
     while queue.wait():
@@ -105,7 +106,7 @@ def run(
                 for _slot in range(room):
                     request = queue.take()
                     if request is not None:
-                        group.join(request, divide(len(request.prompt)))
+                        group.join(request, prepare(request))
                 is_started = group.num_taken > 0
                 if is_started:
                     group.decode()

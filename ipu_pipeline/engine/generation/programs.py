@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ipu_pipeline.engine.generation.sampling import choose
 from ipu_pipeline.engine.generation.stage_runs import TOKENS, Given, StageRun, scanned
@@ -24,9 +23,9 @@ __all__ = ["SlotNumbers", "StagePrograms"]
 class SlotNumbers(NamedTuple):
     """Numbers of a request, scalars, or of the requests of all slots, stacked."""
 
-    positions: np.ndarray  # type: ignore[type-arg]  # the place of the token, or of the chunk's first; int32
-    seeds: np.ndarray  # type: ignore[type-arg]  # uint32
-    numbers: np.ndarray  # type: ignore[type-arg]  # of the request among those with its seed, uint32
+    positions: Any  # the place of the token, or of the first one of a chunk, int32
+    seeds: Any  # uint32
+    numbers: Any  # of the request among those with its seed, uint32
 
 
 class StagePrograms:
@@ -98,6 +97,16 @@ class StagePrograms:
             self._chunks[length] = self._make_chunk(length)
         return self._chunks[length]
 
+    def input_avals(self, length: int, num_slots: int) -> list[jax.ShapeDtypeStruct]:
+        """Shapes and dtypes of the inputs of a program: of a chunk, or for length 0 of `decode`."""
+        is_whole = self._make_run is not None and length > 1
+        run = self._make_run(length) if self._make_run is not None and is_whole else self.run
+        axes = [num_slots] if length == 0 else [length] if length > 1 and not is_whole else []
+        return [
+            jax.ShapeDtypeStruct((length or num_slots,) if s == TOKENS else (*axes, *x.shape), x.dtype)
+            for s, x in zip(run.inputs, run.input_avals, strict=True)
+        ]
+
     def _make_chunk(self, length: int) -> Callable[..., Any]:
         run = self.run
         call: Callable[..., Any] = functools.partial(scanned, run, length)
@@ -145,7 +154,8 @@ class StagePrograms:
 
     def _find_logits(self, run: StageRun, inputs: Any, outputs: Any) -> Any:
         """The logits of the last token that a run has read, [words]."""
-        found = dict(zip((*run.inputs, *run.outputs), (*inputs, *outputs), strict=True))[self._logits]
+        known = zip((*run.inputs, *run.outputs), (*inputs, *outputs), strict=True)
+        found = next(value for source, value in known if source == self._logits)
         return found.reshape(-1, found.shape[-1])[-1]
 
     def _jit(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -159,5 +169,5 @@ def _request_key(numbers: Any) -> jax.Array:
 
 
 def _choose(logits: Any, sampling: Any, key: Any, position: Any) -> jax.Array:
-    """Chooses the token for a place of a request, by a key that depends on the request and the place alone."""
+    """Chooses the token for a place of a request, by a key that depends on the two alone."""
     return choose(logits, sampling, jax.random.fold_in(jax.random.fold_in(key, 1), position))

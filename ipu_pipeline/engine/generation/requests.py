@@ -70,7 +70,7 @@ class Request:
             self._changed.notify_all()
 
     def cancel(self) -> None:
-        """Ends the request with the tokens that have come. Its slot is free for others from the next token on."""
+        """Ends the request with the tokens that have come; its slot is free from the next token on."""
         self.end(None)
 
     def end(self, error: BaseException | None) -> None:
@@ -85,7 +85,8 @@ class Request:
         place = 0
         while True:
             with self._changed:
-                self._changed.wait_for(lambda place=place: self._is_done or place < len(self._tokens))
+                while not self._is_done and place == len(self._tokens):
+                    self._changed.wait()
                 if place == len(self._tokens):
                     self._raise()
                     return
@@ -136,7 +137,11 @@ def make_request(
       prompt: a sequence of integers.
       what: what errors call the prompt.
       limits: what the generator takes.
-      max_new_tokens, sampling, stop_tokens, seed, number: see `Request`.
+      max_new_tokens: see `Request`, as for what follows.
+      sampling: how tokens are chosen.
+      stop_tokens: a list of tokens.
+      seed: of random keys.
+      number: among the requests with this seed.
 
     Raises:
       TypeError: a value has another type.
@@ -153,15 +158,15 @@ def make_request(
     tokens = _check_tokens(prompt, what, limits.num_words)
     if not len(tokens):
         raise ValueError(
-            f"{what} is empty, and the first token is computed from those before it. Begin with a token that "
+            f"{what} is empty, but each token is computed from those before it. Begin with a token that "
             "stands for the beginning."
         )
     stops = _check_tokens(list(stop_tokens), "stop_tokens", limits.num_words)
     if len(tokens) + max_new_tokens > limits.max_length:
         raise ValueError(
-            f"{what} has {len(tokens)} tokens, and with max_new_tokens={max_new_tokens} that is more than the "
-            f"generator's max_length, {limits.max_length}. Shorten one of them, or make the generator, and "
-            "the caches of its stages, for longer ones."
+            f"{what} has {len(tokens)} tokens, and with max_new_tokens={max_new_tokens} that is more than "
+            f"the generator's max_length, {limits.max_length}. Shorten one of them, or make the generator, "
+            "and the caches of its stages, for longer ones."
         )
     return Request(tokens, int(max_new_tokens), sampling, frozenset(stops.tolist()), int(seed), number)
 

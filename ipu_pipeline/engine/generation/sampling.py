@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +27,8 @@ class Sampling:
     """How a request's tokens are chosen.
 
     Attributes:
-      temperature: what logits are divided by before a token is drawn, a finite number from 0. At 0 it is not
-        drawn: it is the word with the largest logit, of several the first.
+      temperature: what logits are divided by before a token is drawn, a finite number from 0. At 0 it is
+        not drawn: it is the word with the largest logit, of several the first.
       top_k: draws among so many words with the largest logits, at least 1; words that are equal to the
         last of them count, too. None: among all.
       top_p: draws among the likeliest words that together have at least this probability, above 0 and at
@@ -51,7 +51,8 @@ class Sampling:
             )
         if self.top_k is not None and not is_integer(self.top_k, 1):
             raise ValueError(
-                f"Sampling: top_k must be an integer of at least 1, or None for all words; got {self.top_k!r}."
+                "Sampling: top_k must be an integer of at least 1, or None for all words; got "
+                f"{self.top_k!r}."
             )
         if self.top_p is not None and (not is_number(self.top_p) or not 0 < self.top_p <= 1):
             raise ValueError(
@@ -60,7 +61,7 @@ class Sampling:
             )
         if self.temperature == 0 and (self.top_k is not None or self.top_p is not None):
             raise ValueError(
-                f"Sampling: top_k={self.top_k} and top_p={self.top_p} are of use only where tokens are drawn, "
+                f"Sampling: top_k={self.top_k} and top_p={self.top_p} only matter where tokens are drawn, "
                 "but temperature is 0, which is greedy. Set temperature=1.0, or leave them out."
             )
 
@@ -68,9 +69,9 @@ class Sampling:
 class SamplingArrays(NamedTuple):
     """The `Sampling` of one request, scalars, or of several, stacked."""
 
-    temperature: np.ndarray  # type: ignore[type-arg]  # float32
-    top_k: np.ndarray  # type: ignore[type-arg]  # int32
-    top_p: np.ndarray  # type: ignore[type-arg]  # float32
+    temperature: Any  # float32
+    top_k: Any  # int32
+    top_p: Any  # float32
 
     @staticmethod
     def of(samplings: Sequence[Sampling | None]) -> SamplingArrays:

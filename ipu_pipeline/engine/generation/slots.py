@@ -52,7 +52,7 @@ class _Values:
 
     def __init__(self, values: Mapping[Source, Any], devices: DeviceGroup | None) -> None:
         """Takes values that are on some devices; None: on the host."""
-        self._home = {source: devices for source in values}
+        self._home = dict.fromkeys(values, devices)
         self._found = {(source, devices): value for source, value in values.items()}
 
     def add(self, sources: Sequence[Source], values: Sequence[Any], devices: DeviceGroup) -> None:
@@ -138,7 +138,7 @@ class SlotGroup:
     def decode(self) -> None:
         """Starts one more token of each request."""
         stages, taken = self._stages, [n for n, request in enumerate(self._requests) if request is not None]
-        samplings = [request and request.sampling for request in self._requests]
+        samplings = [None if request is None else request.sampling for request in self._requests]
         is_sampled = any(sampling is not None and sampling.temperature > 0 for sampling in samplings)
         numbers = SlotNumbers(  # copies, as devices may read them later
             self._positions.copy(),
@@ -186,6 +186,4 @@ class SlotGroup:
             self._unread.popleft()
             for slot, request in entry:
                 request.add(int(found[slot]))
-        for slot, request in enumerate(self._requests):
-            if request is not None and request.is_done:
-                self._requests[slot] = None
+        self._requests = [None if one is None or one.is_done else one for one in self._requests]

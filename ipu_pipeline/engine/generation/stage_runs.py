@@ -1,10 +1,10 @@
-"""What a stage computes for one request: from a chunk of its tokens, or what the stages before make of it."""
+"""What a stage computes for one request, from a chunk of its tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ import numpy as np
 
 from ipu_pipeline.engine.pipeline import Pipeline
 from ipu_pipeline.engine.programs.stage_programs import StageProgram, ValueKind
-from ipu_pipeline.engine.tracing.traced import Source, TracedStage
+from ipu_pipeline.engine.tracing.traced import Source, TracedPipeline, TracedStage
 
 __all__ = ["POSITION", "TOKENS", "Given", "StageRun", "make_runs", "scanned"]
 
@@ -20,16 +20,12 @@ TOKENS, POSITION = Source("element", 0), Source("element", 1)  # of what the fir
 _COUNT = Source("update_count", 0)
 
 
-@dataclass(frozen=True)
-class Given:
-    """What a stage gets for a request besides values of other stages; a pytree of scalars within programs."""
+class Given(NamedTuple):
+    """What a stage gets for a request besides values of other stages: scalars."""
 
     position: Any  # the place of the first token, int32
     key: Any  # the request's random key
     update_count: Any  # of the state, int32
-
-
-jax.tree_util.register_dataclass(Given, ["position", "key", "update_count"], [])
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +37,7 @@ class StageRun:
       weights: full names of the variables that it reads from the state.
       caches: full names of the variables that it assigns, of which each request has its own.
       inputs: the values that it takes, without `POSITION`.
+      input_avals: their shapes and dtypes.
       outputs: the values that it makes for other stages, or that are wanted.
     """
 
@@ -48,6 +45,7 @@ class StageRun:
     weights: tuple[str, ...]
     caches: tuple[str, ...]
     inputs: tuple[Source, ...]
+    input_avals: tuple[jax.ShapeDtypeStruct, ...]
     outputs: tuple[Source, ...]
     _program: StageProgram
     _stage: TracedStage
@@ -56,7 +54,14 @@ class StageRun:
     def __call__(
         self, caches: Sequence[Any], weights: Sequence[Any], inputs: Sequence[Any], given: Given
     ) -> tuple[list[Any], list[Any]]:
-        """Computes the outputs, and the new caches."""
+        """Computes the outputs, and the new caches.
+
+        Args:
+          caches: the values of `caches`, in their order.
+          weights: likewise.
+          inputs: likewise.
+          given: what else it gets.
+        """
         variables = dict(zip(self.weights, weights, strict=True)) | dict(
             zip(self.caches, caches, strict=True)
         )
@@ -80,7 +85,11 @@ class StageRun:
             else:
                 arguments.append(scalars[value.kind]())
         made: dict[Any, Any] = {}
-        results = self._program.function(*arguments)
+        try:
+            results = self._program.function(*arguments)
+        except Exception as error:  # such as a callback that cannot be vmapped
+            error.add_note(f"This happened in {self.place}, while its program for a generator was made")
+            raise
         for meanings, result in zip(self._program.results, results, strict=True):
             for value in meanings:
                 if value.kind is ValueKind.ASSIGNED:
@@ -106,8 +115,7 @@ def make_runs(pipeline: Pipeline, platform: str) -> list[StageRun]:
         takes[last] = (*takes[last], logits)
     wanted = {logits}.union(*takes)
     return [
-        _make_run(index, stage, program, takes[index], wanted)
-        for index, (stage, program) in enumerate(zip(traced.stages, programs, strict=True))
+        _make_run(traced, index, program, takes[index], wanted) for index, program in enumerate(programs)
     ]
 
 
@@ -117,12 +125,13 @@ def _inputs_of(stage: TracedStage, program: StageProgram) -> tuple[Source, ...]:
 
 
 def _make_run(
+    traced: TracedPipeline,
     index: int,
-    stage: TracedStage,
     program: StageProgram,
     inputs: tuple[Source, ...],
     wanted: set[Source],
 ) -> StageRun:
+    stage = traced.stages[index]
     caches = tuple(spec.name for spec in stage.assigned)
     read = [
         stage.variables[value.index].name for value in program.arguments if value.kind is ValueKind.VARIABLE
@@ -133,7 +142,8 @@ def _make_run(
         for position, source in enumerate(stage.outputs)
         if source == Source("output", position, index) and source in wanted
     )
-    return StageRun(stage.place, weights, caches, inputs, outputs, program, stage, index)
+    avals = tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in map(traced.aval, inputs))
+    return StageRun(stage.place, weights, caches, inputs, avals, outputs, program, stage, index)
 
 
 def scanned(
@@ -149,15 +159,17 @@ def scanned(
     Args:
       run: the stage for a chunk of one token.
       length: the number of tokens.
+      caches: what the stage keeps of the tokens before.
+      weights: as for the stage.
       inputs: as for the stage, with a first axis for the tokens.
       given: of the first token.
     """
 
-    def step(caches: list[Any], one: tuple[Any, list[Any]]) -> tuple[list[Any], list[Any]]:
+    def step(caches: Any, one: Any) -> Any:
         number, own = one
-        position = given.position + number
-        outputs, caches = run(caches, weights, own, Given(position, given.key, given.update_count))
+        outputs, caches = run(caches, weights, own, given._replace(position=given.position + number))
         return caches, outputs
 
-    caches, outputs = jax.lax.scan(step, list(caches), (jnp.arange(length, dtype=jnp.int32), list(inputs)))
-    return outputs, caches
+    numbers = jnp.arange(length, dtype=jnp.int32)
+    after, stacked = jax.lax.scan(step, list(caches), (numbers, list(inputs)))
+    return list(stacked), list(after)

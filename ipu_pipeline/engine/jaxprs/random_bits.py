@@ -23,7 +23,7 @@ from jax.extend import core as jex_core
 from ipu_pipeline.engine.jaxprs.flat import InlineFunction, aval_struct, close, flatten, has_primitive
 from ipu_pipeline.ground import jax_compat
 
-__all__ = ["draws_bits", "with_fast_random_bits"]
+__all__ = ["draws_bits", "encrypt", "threefry_dtype", "with_fast_random_bits"]
 
 _NAME, _CIPHER = "random_bits", "threefry2x32"
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
@@ -58,7 +58,7 @@ def _rewrite_parameter(value: Any) -> Any:
 
 def _replace(equation: Any) -> Any:
     """The equation that takes the place of one: a call, which XLA inlines."""
-    if equation.primitive.name != _NAME or equation.invars[0].aval.dtype != _key_dtype():
+    if equation.primitive.name != _NAME or equation.invars[0].aval.dtype != threefry_dtype():
         params = {name: _rewrite_parameter(value) for name, value in equation.params.items()}
         return equation.replace(params=params)
     key = equation.invars[0].aval
@@ -72,7 +72,8 @@ def _replace(equation: Any) -> Any:
 
 
 @functools.cache
-def _key_dtype() -> Any:
+def threefry_dtype() -> Any:
+    """The dtype of Threefry's keys."""
     return jax.eval_shape(lambda: jax.random.key(0, impl=_CIPHER)).dtype
 
 
@@ -103,7 +104,7 @@ def _make_call(
     def rule(equation: Any, atoms: list[Any], inline: InlineFunction) -> list[Any] | None:
         if equation.primitive.name != _CIPHER:
             return None
-        return list(inline(jax.make_jaxpr(_encrypt)(*(aval_struct(atom.aval) for atom in atoms)), atoms))
+        return list(inline(jax.make_jaxpr(encrypt)(*(aval_struct(atom.aval) for atom in atoms)), atoms))
 
     @jax.jit
     def random_bits(key: Any) -> Any:
@@ -112,7 +113,7 @@ def _make_call(
     return random_bits
 
 
-def _encrypt(key0: Any, key1: Any, x0: Any, x1: Any) -> list[Any]:
+def encrypt(key0: Any, key1: Any, x0: Any, x1: Any) -> list[Any]:
     """Threefry2x32 with 20 rounds: two words of the key, and two arrays of words; uint32."""
     keys = [key0, key1, key0 ^ key1 ^ np.uint32(0x1BD11BDA)]
     x0, x1 = x0 + keys[0], x1 + keys[1]

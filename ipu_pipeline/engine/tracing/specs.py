@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ipu_pipeline.engine.tracing.drawing import draw
 from ipu_pipeline.engine.tracing.initializers import glorot_uniform
 from ipu_pipeline.ground import jax_compat
 from ipu_pipeline.ground.errors import drop_traceback_note
@@ -106,7 +107,9 @@ def _make_initial(spec: VariableSpec, key: jax.Array) -> Any:
     if getattr(spec.initializer, "needs_key", True):
         own_key = jax.random.fold_in(key, np.uint32(hash_name(spec.name)))
     try:
-        made: Any = spec.initializer(own_key, spec.shape, spec.dtype)
+        made: Any = draw(spec.initializer, own_key, spec.shape, spec.dtype)
+        if made is None:
+            made = spec.initializer(own_key, spec.shape, spec.dtype)
         if jax_compat.is_traced(made):
             made = jnp.array(made)  # raises if its trace has ended
     except Exception as error:

@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import inspect
 import re
+import sys
 import textwrap
 from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar, dataclass_transform
@@ -114,6 +115,8 @@ def with_arguments(cls: type[ClassT]) -> type[ClassT]:
         (name, re.sub(r"^InitVar\[(.*)\]$", r"\1", annotation), vars(cls).get(name, dataclasses.field()))
         for name, annotation in inspect.get_annotations(cls).items()
     ]
+    # From Python 3.12 on it would be of this module, in which the annotations have no meaning.
+    module: dict[str, Any] = {"module": cls.__module__} if sys.version_info >= (3, 12) else {}
     # A class of the arguments alone has the __init__ that takes them, with Python's own errors.
     inherited = [_arguments[base] for base in cls.__mro__ if base in _arguments][:1]
     arguments = _arguments[cls] = dataclasses.make_dataclass(
@@ -123,6 +126,7 @@ def with_arguments(cls: type[ClassT]) -> type[ClassT]:
         namespace={"__module__": cls.__module__},
         eq=False,
         repr=False,
+        **module,
     )
     fields = dataclasses.fields(arguments)
 

@@ -56,6 +56,15 @@ def _check_module(_layer: str, _argument: str, value: Any) -> Any:
     return value
 
 
+def _check_init_inputs(_layer: str, _argument: str, value: Any) -> Any:
+    if value is not None and not isinstance(value, tuple):
+        raise TypeError(
+            "ipu.layers.Flax: init_inputs must be a tuple of inputs, such as "
+            f"(jax.ShapeDtypeStruct((1, 64, 16), jax.numpy.float32),), or None; got {value!r}."
+        )
+    return value
+
+
 @with_arguments
 class Flax(VariableLayer):
     """A module of flax.linen or flax.nnx as a layer within a stage.
@@ -114,11 +123,23 @@ class Flax(VariableLayer):
         "of the parameters' variables; None: likewise, by default the module's own."
     )
     trainable: bool = common("whether an optimizer trains its parameters.", default=True)
+    init_inputs: Any = argument(
+        "of a linen module, a tuple of the inputs that its `init` gets, arrays or shapes "
+        "(`jax.ShapeDtypeStruct`), where what it keeps depends on them: a cache of keys and values is as "
+        "long as these are. None: like the inputs of the first call.",
+        _check_init_inputs,
+        default=None,
+    )
 
     def _complete(self, given: dict[str, Any]) -> None:
         from flax import linen
 
         self._is_linen = isinstance(given["module"], linen.Module)
+        if given["init_inputs"] is not None and not self._is_linen:
+            raise ValueError(
+                "ipu.layers.Flax: init_inputs are for modules of flax.linen; one of flax.nnx has values "
+                "from the start: call its init_cache."
+            )
 
     def __call__(self, *inputs: Any, training: bool | None = None, **options: Any) -> Any:
         """Applies the module, in a stage.
@@ -169,7 +190,8 @@ class Flax(VariableLayer):
         return {}
 
     def _apply_linen(self, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        init, avals, tree = _trace_init(self.module, inputs, options)
+        init_inputs = inputs if self.init_inputs is None else self.init_inputs
+        init, avals, tree = _trace_init(self.module, init_inputs, options)
         paths = [path for path, _leaf in jax.tree_util.tree_flatten_with_path(avals)[0]]
         makers = split_results(init)
         values = []

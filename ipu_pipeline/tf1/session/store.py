@@ -15,7 +15,7 @@ import numpy as np
 
 from ipu_pipeline.checkpointing.session_state import KeptGradients, KeptOptimizer, Record, SessionState
 from ipu_pipeline.engine import PipelineState, VariableSpec, processes
-from ipu_pipeline.engine.fronts import RunState, initial_value
+from ipu_pipeline.engine.fronts import RunState, initial_value, initializing
 from ipu_pipeline.ground.values import cast_exactly
 from ipu_pipeline.processes import interrupts
 from ipu_pipeline.tf1.program.calls import Call, LoopCall, PipelineCall
@@ -371,10 +371,15 @@ class Store:
             first = known.setdefault(spec.name, spec)
             if (first.shape, first.dtype) != (spec.shape, spec.dtype):
                 unclear.add(spec.name)
-        key, self._is_own = self.key, True
-        self.metrics = MetricLog()
-        self.row_gradients.clear()
-        self.is_initialized = True
-        self.state = SessionState(
-            {name: initial_value(spec, key) for name, spec in known.items() if name not in unclear}
-        )
+        key, values = self.key, {}
+        clear = [spec for name, spec in known.items() if name not in unclear]
+        with initializing(len(clear)) as progress:
+            for spec in clear:
+                values[spec.name] = initial_value(spec, key)
+                progress.num_done += 1
+        with interrupts.deferred():
+            self._is_own = True
+            self.metrics = MetricLog()
+            self.row_gradients.clear()
+            self.is_initialized = True
+            self.state = SessionState(values)

@@ -263,6 +263,30 @@ def test_nan_is_not_an_error():
         assert session.update_count() == 2
 
 
+def test_interrupted_initial_values_leave_a_session_as_it_was():
+    def initializer(key, shape, dtype):
+        made.append(shape)
+        if len(made) == 4:
+            raise KeyboardInterrupt
+        return jnp.full(shape, len(made), dtype)
+
+    def body():
+        weights = [ipu.get_variable(name, (2,), initializer=initializer) for name in "ab"]
+        return sum(weights)
+
+    made = []
+    with ipu.scopes.ipu_scope("/device:IPU:0"):
+        program = ipu.ipu_compiler.compile(body, [])
+    with ipu.Session() as session:
+        session.run(ipu.global_variables_initializer())
+        (before,) = session.run(program)
+        with pytest.raises(KeyboardInterrupt):
+            session.run(ipu.global_variables_initializer())
+        np.testing.assert_array_equal(session.run(program)[0], before)
+        session.run(ipu.global_variables_initializer())
+        np.testing.assert_array_equal(session.run(program)[0], [5 + 6] * 2)
+
+
 def test_uninitialised_deleted_and_closed():
     model = front.Model()
     session = ipu.Session()

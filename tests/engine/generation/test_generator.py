@@ -1,0 +1,325 @@
+import re
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ipu_pipeline import engine
+from tests.engine.generation.conftest import (
+    LENGTH,
+    WIDTH,
+    WORDS,
+    read,
+    read_whole,
+    write,
+    write_unsplit,
+    write_whole,
+)
+from tests.support.compilations import compilations
+
+DRAWN = engine.Sampling(temperature=30.0, top_k=20, top_p=0.95)
+
+
+def test_tokens_are_those_of_the_unsplit_model(generator, state, prompts, continuations):
+    """More requests than slots, of different lengths: they join and leave between tokens."""
+    assert len(prompts) > generator.num_slots
+    numbers = [12, 1, 7, 12, 2]
+    answers = generator.generate(state, prompts, max_new_tokens=numbers)
+    assert [answer.dtype for answer in answers] == [np.int32] * len(prompts)
+    assert [a.tolist() for a in answers] == [
+        known[:number] for known, number in zip(continuations, numbers, strict=True)
+    ]
+    assert len({token for known in continuations for token in known}) > 10  # the model says something
+
+
+def test_stop_tokens_end_a_request_and_are_its_last_token(generator, state, prompts, continuations):
+    stop = continuations[0][4]
+    answers = generator.generate(state, prompts, max_new_tokens=12, stop_tokens=[stop])
+    for answer, known in zip(answers, continuations, strict=True):
+        assert answer.tolist() == (known[: known.index(stop) + 1] if stop in known else known)
+
+
+def test_what_is_drawn_depends_on_the_request_alone(generator, state, prompts):
+    asked = {"max_new_tokens": 8, "seed": 3}
+    samplings = [DRAWN, engine.Sampling(), DRAWN, DRAWN, DRAWN]
+    together = generator.generate(state, prompts, sampling=samplings, **asked)
+    alone = generator.generate(state, prompts[:1], sampling=DRAWN, **asked)
+    np.testing.assert_array_equal(together[0], alone[0])
+    greedy = generator.generate(state, prompts[1:2], **asked)
+    np.testing.assert_array_equal(together[1], greedy[0])
+    others = generator.generate(state, [prompts[0]] * 4, sampling=DRAWN, **asked)
+    assert len({tuple(answer.tolist()) for answer in others}) > 1  # each has a key of its own
+    again = generator.generate(state, prompts[:1], sampling=DRAWN, max_new_tokens=8, seed=4)
+    assert again[0].tolist() != alone[0].tolist()
+
+
+def test_generating_between_training_steps(generator, trainer, state, prompts):
+    """The state's arrays are used in place, and later ones give other tokens."""
+    tokens = np.random.default_rng(7).integers(0, WORDS, (2, LENGTH)).astype(np.int32)
+    trained, _outputs = trainer.step(state, tokens)
+    before = generator.generate(trained, prompts[:1], max_new_tokens=5)
+    later = trained
+    for _step in range(5):
+        later, _outputs = trainer.step(later, tokens)
+    after = generator.generate(later, prompts[:1], max_new_tokens=5)
+    assert before[0].tolist() != after[0].tolist()
+    assert after[0].tolist() == write_unsplit(jax.device_get(trainer.parameters(later)), prompts[0], 5)
+
+    def count(name):
+        return sum(x.shape == later.variables[name].shape for x in jax.live_arrays())
+
+    names = ("stage0/places", "words")
+    found = {name: count(name) for name in names}
+    with generator.serving(later):
+        copies = {name: count(name) - found[name] for name in names}
+    assert copies == {"stage0/places": 0, "words": 1}  # the second stage's device has none of the words
+
+
+def test_all_is_compiled_beforehand(generator, state, prompts):
+    generator.compile(map(len, prompts), drawn=True)
+    generator.generate(state, prompts[:1], max_new_tokens=2)  # what makes caches is no program of a stage
+    with compilations() as found:
+        generator.generate(state, prompts, max_new_tokens=3)
+        generator.generate(state, prompts, max_new_tokens=3, sampling=DRAWN)
+    assert not found
+
+
+def test_the_state_of_another_split(generator, parameters, plain, prompts, continuations):
+    def run(p, tokens):
+        return write_whole(p[1], *read_whole(p[0], tokens))
+
+    layers = [{name: x for name, x in p.items() if name != "words"} for p in parameters]
+    whole = engine.Pipeline(
+        [run],
+        parameters=[[{**own, "words": p["words"]} for own, p in zip(layers, parameters, strict=True)]],
+        num_micro_batches=1,
+    )
+    state = whole.init(jax.random.key(0), np.zeros(LENGTH, np.int32))
+    assert "stage0/1/keys" in state.variables
+    moved = generator.resplit(state)
+    (answer,) = generator.generate(moved, prompts[:1], max_new_tokens=12)
+    assert answer.tolist() == continuations[0]
+
+
+def test_a_dict_of_variables_or_the_state_of_replicas(generator, trainer, state, prompts, continuations):
+    variables = {name: np.asarray(value) for name, value in state.variables.items()}
+    (answer,) = generator.generate(variables, prompts[:1], max_new_tokens=12)
+    assert answer.tolist() == continuations[0]
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("replica",))
+    both = jax.device_put(variables, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
+    (answer,) = generator.generate(both, prompts[:1], max_new_tokens=12)
+    assert answer.tolist() == continuations[0]
+
+
+def read_one(p, tokens, position):
+    (token,) = tokens  # more are an error
+    x, position = read(p, token[None], position)
+    return x[0], position
+
+
+def write_one(p, x, position):
+    return write(p, x[None], position)[0]
+
+
+@pytest.mark.parametrize("mapping", [None, [0, 0]], ids=["two devices", "one device"])
+def test_stages_that_take_one_token_at_a_time(mapping, parameters, state, prompts, continuations):
+    generator = engine.Generator(
+        [read_one, write_one],
+        parameters=parameters,
+        max_length=LENGTH,
+        num_slots=2,
+        chunk_lengths=(1, 4),
+        device_mapping=mapping,
+    )
+    assert generator.token_by_token
+    answers = generator.generate(state, prompts[2:4], max_new_tokens=4)
+    assert [answer.tolist() for answer in answers] == [known[:4] for known in continuations[2:4]]
+
+
+def test_random_keys_of_stages_depend_on_the_request_and_the_position():
+    def stage(tokens, position):
+        noise = jax.random.gumbel(engine.next_rng_key(), (WORDS,))
+        total = engine.get_variable("total", (), jnp.int32, initializer=7, trainable=False)
+        engine.assign("total", total + jnp.sum(tokens))
+        return noise + total.astype(jnp.float32) * 0
+
+    def make(**options):
+        return engine.Generator([stage], max_length=8, num_slots=2, **options)
+
+    first = make().generate({}, [[1], [1]], max_new_tokens=6)
+    assert first[0].tolist() != first[1].tolist()
+    assert len(set(first[0].tolist())) > 1
+    again = make(num_groups=1).generate({}, [[1]], max_new_tokens=6)
+    np.testing.assert_array_equal(first[0], again[0])
+
+
+# Serving.
+
+
+def test_serving_streams_tokens_to_several_threads(generator, state, prompts, continuations):
+    answers = {}
+    with generator.serving(state) as served:
+
+        def ask(number):
+            request = served.submit(prompts[number], max_new_tokens=12)
+            answers[number] = list(request)
+
+        threads = [threading.Thread(target=ask, args=(number,)) for number in range(len(prompts))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        late = served.submit(prompts[0], max_new_tokens=3)  # the end of the block waits for it
+    assert answers == dict(enumerate(continuations))
+    assert late.is_done
+    assert late.result(timeout=0).tolist() == continuations[0][:3]
+
+
+def test_cancelled_requests_make_room(generator, state, prompts, continuations):
+    with generator.serving(state):
+        requests = [generator.submit(prompts[0], max_new_tokens=LENGTH - 1) for _slot in range(4)]
+        waiting = generator.submit(prompts[1], max_new_tokens=12)
+        for request in requests:
+            next(iter(request))
+            request.cancel()
+        assert waiting.result(timeout=60).tolist() == continuations[1]
+    for request in requests:
+        assert request.result().tolist()[:1] == continuations[0][:1]
+
+
+def test_an_interrupted_block_cancels_and_the_generator_goes_on(generator, state, prompts, continuations):
+    with pytest.raises(KeyboardInterrupt), generator.serving(state):
+        request = generator.submit(prompts[0], max_new_tokens=LENGTH - 1)
+        raise KeyboardInterrupt
+    assert request.is_done
+    (answer,) = generator.generate(state, prompts[:1], max_new_tokens=12)
+    assert answer.tolist() == continuations[0]
+
+
+def test_calls_outside_and_within_serving(generator, state, prompts):
+    with pytest.raises(RuntimeError, match="is not serving"):
+        generator.submit([1], max_new_tokens=1)
+    with generator.serving(state):
+        with pytest.raises(RuntimeError, match="within `serving`"):
+            generator.generate(state, prompts, max_new_tokens=1)
+        with pytest.raises(RuntimeError, match="within `serving`"), generator.serving(state):
+            pass
+        with pytest.raises(TimeoutError, match="after 0 seconds"):
+            generator.submit(prompts[0], max_new_tokens=20).result(timeout=0)
+        with pytest.raises(ValueError, match="has the token 99"):  # and the others go on
+            generator.submit([99], max_new_tokens=1)
+        assert len(generator.submit(prompts[0], max_new_tokens=2).result(60)) == 2
+
+
+def test_what_a_stage_raises_reaches_all_who_wait():
+    def fail(x):
+        raise ArithmeticError("no such word")
+
+    def stage(tokens, position):
+        called = jax.pure_callback(
+            fail, jax.ShapeDtypeStruct((WORDS,), jnp.float32), tokens, vmap_method="sequential"
+        )
+        return called + position.astype(jnp.float32)
+
+    generator = engine.Generator([stage], max_length=4, chunk_lengths=(1,))
+    with pytest.raises(Exception, match="no such word"):
+        generator.generate({}, [[1]], max_new_tokens=2)
+    with pytest.raises(Exception, match="no such word"), generator.serving({}):
+        request = generator.submit([1], max_new_tokens=2)
+        with pytest.raises(Exception, match="no such word"):
+            request.result(timeout=60)
+        with pytest.raises(RuntimeError, match="met an error"):
+            generator.submit([1], max_new_tokens=1)
+
+
+# Errors.
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        ({"prompts": [[]]}, ValueError, "prompts[0] is empty"),
+        (
+            {"prompts": [[1], [WORDS]]},
+            ValueError,
+            "prompts[1] has the token 40, but tokens are from 0 to 39",
+        ),
+        ({"prompts": [[-1]]}, ValueError, "has the token -1"),
+        ({"prompts": [[0.5]]}, TypeError, "must be a sequence of integers"),
+        ({"prompts": [[[1], [2]]]}, TypeError, "int64[2, 1]"),
+        ({"prompts": ["hello"]}, TypeError, "Encode it with a tokenizer"),
+        ({"prompts": [1, 2]}, TypeError, "give a list of one"),
+        ({"prompts": "hello"}, TypeError, "prompts must be a list"),
+        ({"max_new_tokens": LENGTH}, ValueError, "max_length, 24"),
+        ({"max_new_tokens": 0}, ValueError, "max_new_tokens must be an integer of at least 1; got 0"),
+        ({"max_new_tokens": [1, 2]}, ValueError, "max_new_tokens must have one entry for each of the 1"),
+        ({"sampling": 0.7}, TypeError, "sampling must be an engine.Sampling"),
+        ({"stop_tokens": 3}, TypeError, "stop_tokens must be a list"),
+        ({"stop_tokens": [WORDS]}, ValueError, "stop_tokens has the token 40"),
+        ({"seed": -1}, ValueError, "seed must be an integer from 0"),
+        ({"state": 3}, TypeError, "state must be"),
+        (
+            {"state": {}},
+            ValueError,
+            "lacks variables that the stages read and do not assign: stage0/keys (stage 0 (read))",
+        ),
+    ],
+)
+def test_wrong_requests(change, error, text, generator, state):
+    arguments = {"state": state, "prompts": [[1]], "max_new_tokens": 1, **change}
+    with pytest.raises(error, match=re.escape(text)):
+        generator.generate(arguments.pop("state"), arguments.pop("prompts"), **arguments)
+
+
+def test_states_that_do_not_fit(generator, state):
+    wrong = {**state.variables, "words": np.zeros((3, 4), np.float32)}
+    with pytest.raises(
+        ValueError, match=r"variable words as float32\[40, 16\], but in the state it is float32"
+    ):
+        generator.generate(wrong, [[1]], max_new_tokens=1)
+    gone = {name: jnp.array(value) for name, value in jax.device_get(state.variables).items()}
+    gone["words"].delete()
+    with pytest.raises(ValueError, match="words.* has been deleted"):
+        generator.generate(gone, [[1]], max_new_tokens=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"max_length": 0}, ValueError, "max_length must be an integer of at least 1"),
+        ({"num_slots": 3, "num_groups": 2}, ValueError, "num_slots must be a multiple of num_groups, 2"),
+        ({"num_groups": 0}, ValueError, "num_groups must be"),
+        ({"chunk_lengths": (4, 16)}, ValueError, "1 must be among them"),
+        ({"token_by_token": "yes"}, TypeError, "token_by_token must be True, False, or None"),
+        ({"stages": [lambda tokens, position: tokens]}, ValueError, "must return logits"),
+        ({"stages": [lambda x: x]}, TypeError, "stage 0"),
+        ({"device_mapping": [0, 1]}, ValueError, "device_mapping"),
+    ],
+)
+def test_wrong_arguments(options, error, text):
+    def stage(tokens, position):
+        return jnp.zeros((len(tokens), WORDS)) + position.astype(jnp.float32)
+
+    with pytest.raises(error, match=text):
+        engine.Generator(**{"stages": [stage], "max_length": 8, **options})
+
+
+def test_too_few_devices():
+    def stage(tokens, position):
+        return jnp.zeros((len(tokens), WORDS)) + position.astype(jnp.float32)
+
+    generator = engine.Generator([stage], max_length=8, devices=jax.devices()[:1], device_mapping=[1])
+    with pytest.raises(ValueError, match="needs 2 devices"):
+        generator.generate({}, [[1]], max_new_tokens=1)
+
+
+def test_caches_whose_shape_depends_on_the_chunk():
+    def stage(tokens, position):
+        old = engine.get_variable("cache", (len(tokens), WIDTH), initializer="zeros", trainable=False)
+        engine.assign("cache", old + 1)
+        return jnp.zeros((len(tokens), WORDS)) + position.astype(jnp.float32)
+
+    with pytest.raises(ValueError, match="Its shape must not depend"):
+        engine.Generator([stage], max_length=8, token_by_token=False)

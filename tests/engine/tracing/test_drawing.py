@@ -1,0 +1,85 @@
+"""Initial values without a program for each shape: the same to the last bit, from the same few programs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.nn import initializers
+
+from ipu_pipeline import engine
+from ipu_pipeline.engine.tracing import drawing
+from ipu_pipeline.engine.tracing.initializers import find_initializer
+
+KEY = jax.random.key(7)
+DRAWN = {
+    "glorot_uniform": find_initializer("glorot_uniform"),
+    "he_normal": initializers.he_normal(),
+    "lecun_normal": initializers.lecun_normal(),
+    "normal": initializers.normal(0.02),
+    "uniform": find_initializer("uniform"),
+    "truncated": initializers.truncated_normal(0.5),
+    "constant": initializers.constant(0.3),
+    "zeros": initializers.zeros,
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", DRAWN)
+def test_values_are_those_of_the_initializer(name, dtype):
+    for shape in (7,), (3, 3, 4, 8), (150, 200):
+        if shape == (7,) and name in ("he_normal", "lecun_normal"):
+            continue  # which need two axes
+        made = drawing.draw(DRAWN[name], KEY, shape, jnp.dtype(dtype))
+        expected = np.asarray(DRAWN[name](KEY, shape, jnp.dtype(dtype)))
+        assert (made.dtype, made.shape) == (expected.dtype, expected.shape)
+        assert made.tobytes() == expected.tobytes()
+        assert made.flags.writeable  # nobody else has it
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_values_where_jax_has_64_bits(dtype):
+    with jax.enable_x64(True):
+        made = drawing.draw(initializers.normal(), KEY, (5, 6), jnp.dtype(dtype))
+        assert made.tobytes() == np.asarray(initializers.normal()(KEY, (5, 6), dtype)).tobytes()
+
+
+def test_pieces_join(monkeypatch):
+    monkeypatch.setattr(drawing, "_SIZES", (16, 64))
+    initializer = initializers.truncated_normal(0.1)
+    made = drawing.draw(initializer, KEY, (31, 11), jnp.dtype("float32"))
+    assert made.tobytes() == np.asarray(initializer(KEY, (31, 11), jnp.float32)).tobytes()
+
+
+def test_other_shapes_compile_nothing():
+    drawing.draw(initializers.lecun_normal(), KEY, (3, 4), jnp.dtype("float32"))
+    known = drawing._jit.cache_info().misses
+    for shape in (5, 6), (2, 3, 4), (9, 1):
+        drawing.draw(initializers.lecun_normal(), KEY, shape, jnp.dtype("float32"))
+    drawing.draw(initializers.he_normal(), KEY, (8, 8), jnp.dtype("float32"))
+    assert drawing._jit.cache_info().misses == known
+
+
+def mine(key, shape, dtype):
+    return jax.random.normal(key, shape, dtype)
+
+
+@pytest.mark.parametrize(
+    "initializer", [mine, initializers.orthogonal(), initializers.delta_orthogonal(), lambda *_: None]
+)
+def test_other_initializers_are_called(initializer):
+    assert drawing.draw(initializer, KEY, (3, 3, 4, 8), jnp.dtype("float32")) is None
+
+
+@pytest.mark.parametrize("kind", ["rbg", "unsafe_rbg"])
+def test_keys_of_other_kinds_are_left_to_jax(kind):
+    key = jax.random.key(0, impl=kind)
+    assert drawing.draw(initializers.normal(), key, (4, 4), jnp.dtype("float32")) is None
+
+
+def test_wrong_arguments_are_left_to_the_initializer():
+    def stage(x):
+        return x + engine.get_variable("w", (3,), initializer=initializers.lecun_normal())
+
+    pipeline = engine.Pipeline([stage], num_micro_batches=1)
+    with pytest.raises(ValueError, match="Must be at least 2D.*\n.*initial value of variable w"):
+        pipeline.init(KEY, jnp.ones(3))
