@@ -28,10 +28,9 @@ def main() -> None:
         sys.exit(f"Error: {directory} is there already. Delete it, or give another --directory.")
     rest = ["--directory", str(directory)]
     for name, *arguments in (
-        ["train.py", "--stages", "4", "--stop-at", "80", "--report", str(directory / "report")],
+        ["train.py", "--stages", "4", "--stop-at", "50", "--report", str(directory / "report")],
         ["train.py", "--stages", "2"],
-        ["chat.py", "--evaluate"],
-        ["chat.py", *QUESTIONS],
+        ["chat.py", "--evaluate", *QUESTIONS],
     ):
         command = [sys.executable, str(HERE / name), *arguments, *rest]
         print(f"$ python {shlex.join(command[1:])}", flush=True)

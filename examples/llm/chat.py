@@ -2,7 +2,7 @@
 
     python examples/llm/chat.py "What is a stage?" "What is the bubble?"
     python examples/llm/chat.py              # a conversation; an empty line begins another one
-    python examples/llm/chat.py --evaluate   # how many of the questions get their answer
+    python examples/llm/chat.py --evaluate   # how many questions of the file get their answer
 
 Given questions are answered at the same time: while one stage computes tokens of some answers, the other
 stages compute those of others.
@@ -70,7 +70,7 @@ class Chat:
             generating_stages(self.config, args.stages),
             parameters=shapes,
             max_length=self.config.context,
-            num_slots=8 * args.stages,
+            num_slots=16 * args.stages,
             chunk_lengths=[1, 8],  # of prompts: there is a program of each stage for each of them
         )
 
@@ -131,39 +131,37 @@ class Chat:
 
 
 def evaluate(chat: Chat, conversations: Sequence[Sequence[Exchange]]) -> None:
-    """Prints how many questions get exactly their answer, of those of training and of those held out."""
-    trained: list[tuple[list[int], str]] = []
-    held_out: list[tuple[list[int], str]] = []
+    """Prints how many questions get exactly their answer, in a wording of training and in the held-out one."""
+    trained, held_out, right = [], [], []
     for conversation in conversations:
         history: list[int] = []
         for exchange in conversation:
-            for wording in exchange.questions:
-                trained.append((history + encode(chat.tokenizer, wording, None), exchange.answer))
-            held_out.append((history + encode(chat.tokenizer, exchange.held_out, None), exchange.answer))
+            trained.append(history + encode(chat.tokenizer, exchange.questions[0], None))
+            held_out.append(history + encode(chat.tokenizer, exchange.held_out, None))
+            right.append(exchange.answer)
             history = history + encode(chat.tokenizer, exchange.questions[0], exchange.answer)
-    for name, cases in (("trained on", trained), ("worded in another way", held_out)):
-        begin = time.perf_counter()
-        answers = chat.answer([prompt for prompt, _answer in cases])
-        seconds = time.perf_counter() - begin
-        num_right = sum(answer == right for answer, (_prompt, right) in zip(answers, cases, strict=True))
-        num_tokens = sum(len(chat.tokenizer.encode(answer).ids) + 1 for answer in answers)
-        print(
-            f"{num_right} of {len(cases)} questions {name} get their answer "
-            f"({num_tokens:,} tokens in {seconds:.1f} s)"
-        )
+    begin = time.perf_counter()
+    answers = chat.answer(trained + held_out)
+    seconds = time.perf_counter() - begin
+    count = len(right)
+    for name, own in (("as in training", answers[:count]), ("in other words", answers[count:])):
+        num_right = sum(answer == wanted for answer, wanted in zip(own, right, strict=True))
+        print(f"Asked {name}, {num_right} of {count} questions get their answer.")
+    num_tokens = sum(len(chat.tokenizer.encode(answer).ids) + 1 for answer in answers)
+    print(f"{num_tokens:,} tokens in {seconds:.1f} s")
 
 
 def main(arguments: list[str] | None = None) -> None:
     args = parse_arguments(arguments)
     ipu.set_num_devices(args.stages)
     chat = Chat(args)
-    if args.evaluate:
-        evaluate(chat, read_conversations(args.conversations))
-    elif args.questions:
+    if args.questions:
         prompts = [encode(chat.tokenizer, question, None) for question in args.questions]
         for question, answer in zip(args.questions, chat.answer(prompts), strict=True):
-            print(f"> {question}\n{answer}")
-    else:
+            print(f"> {question}\n{answer}", flush=True)
+    if args.evaluate:
+        evaluate(chat, read_conversations(args.conversations))
+    elif not args.questions:
         chat.converse()
 
 

@@ -32,10 +32,10 @@ class Config:
     """
 
     words: int
-    context: int = 96
-    layers: int = 8
-    width: int = 320
-    heads: int = 5
+    context: int = 128
+    layers: int = 4
+    width: int = 448
+    heads: int = 7
 
     def __post_init__(self) -> None:
         """Checks the sizes."""

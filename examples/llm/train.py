@@ -58,12 +58,12 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         "--directory", type=Path, default=Path("llm_run"), help="for the checkpoint and the tokenizer"
     )
     parser.add_argument("--stages", type=at_least(2), default=4, help="of the pipeline")
-    parser.add_argument("--steps", type=at_least(1), default=160, help="weight updates in all")
+    parser.add_argument("--steps", type=at_least(1), default=100, help="weight updates in all")
     parser.add_argument("--stop-at", type=at_least(1), metavar="STEP", help="save and end earlier")
     parser.add_argument(
         "--report", type=Path, metavar="DIR", help="record a step as a page (extra reports)"
     )
-    parser.add_argument("--rate", type=positive_float, default=1e-3, help="the highest learning rate")
+    parser.add_argument("--rate", type=positive_float, default=1.5e-3, help="the highest learning rate")
     parser.add_argument("--seed", type=at_least(0), default=0)
     parser.add_argument("--micro-batches", type=at_least(1), default=4, help="of a weight update")
     parser.add_argument("--batch", type=at_least(1), default=4, help="conversations in a micro-batch")
@@ -71,9 +71,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         "--lengths", type=at_least(2), nargs="+", default=[40, 80, 128], help="of the buckets, in tokens"
     )
     parser.add_argument("--words", type=at_least(300), default=1024, help="tokens of the vocabulary")
-    parser.add_argument("--layers", type=at_least(2), default=8, help="transformer blocks in all")
-    parser.add_argument("--width", type=at_least(2), default=320, help="of the activations")
-    parser.add_argument("--heads", type=at_least(1), default=5, help="of the attention")
+    parser.add_argument("--layers", type=at_least(2), default=4, help="transformer blocks in all")
+    parser.add_argument("--width", type=at_least(2), default=448, help="of the activations")
+    parser.add_argument("--heads", type=at_least(1), default=7, help="of the attention")
     parser.add_argument("--conversations", type=Path, default=HERE / "conversations.txt")
     return parser.parse_args(arguments)
 
