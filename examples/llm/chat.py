@@ -131,7 +131,7 @@ class Chat:
 
 
 def evaluate(chat: Chat, conversations: Sequence[Sequence[Exchange]]) -> None:
-    """Prints how many questions get exactly their answer, in a wording of training and in the held-out one."""
+    """Prints how many questions get exactly their answer, as in training and in the held-out wording."""
     trained, held_out, right = [], [], []
     for conversation in conversations:
         history: list[int] = []

@@ -172,34 +172,29 @@ def train(args: argparse.Namespace) -> engine.PipelineState:
 
     end = min(args.steps, args.stop_at or args.steps)
     recorded = min(state.update_count + 10, end) if args.report else None
-    sums, num_tokens = [0.0, 0.0], 0
+    results: list[Any] = []  # the sums of the losses and of their weights since the last line
     with tqdm.tqdm(total=args.steps, initial=state.update_count, unit="step", disable=None) as bar:
         try:
             while state.update_count < end:
                 step = state.update_count + 1
-                recording = (
-                    ipu.reports.capture(args.report) if step == recorded else contextlib.nullcontext()
-                )
-                taken = list(itertools.islice(batches, args.micro_batches))
-                with recording:
-                    state, outputs = pipeline.step(state, taken)
-                    results = jax.device_get(outputs.outputs)  # waits for the step
-                sums = [
-                    old + float(sum(new)) for old, new in zip(sums, zip(*results, strict=True), strict=True)
-                ]
-                num_tokens += sum(tokens.size for tokens, _weights in taken)
+                watch = ipu.reports.capture(args.report) if step == recorded else contextlib.nullcontext()
+                with watch:
+                    state, outputs = pipeline.step(state, batches)
+                    results += jax.device_get(outputs.outputs)  # waits for the step
                 bar.update()
                 if step % 10 == 0 or step == end:
+                    losses, numbers = zip(*results, strict=True)
                     seconds = time.perf_counter() - begin
-                    loss, sums = sums[0] / sums[1], [0.0, 0.0]
                     with bar.external_write_mode():
                         print(
-                            f"Step {step}: loss {loss:.3f} per token of the answers, {seconds:.0f} s",
+                            f"Step {step}: loss {sum(losses) / sum(numbers):.3f} per token of the answers, "
+                            f"{seconds:.0f} s",
                             flush=True,
                         )
+                    results = []
         except KeyboardInterrupt:
-            print(f"Stopped after step {state.update_count}.", file=sys.stderr)
             engine.save(checkpoint, state)
+            print(f"Stopped after step {state.update_count}, and saved in {checkpoint}.", file=sys.stderr)
             raise
     engine.save(checkpoint, state)
     print(f"Saved step {state.update_count} in {checkpoint}.")
