@@ -5,8 +5,10 @@ import io
 import itertools
 import sys
 import types
+from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -128,6 +130,7 @@ def test_files_that_are_no_conversations(llm, text, message, tmp_path):
         llm.conversations.read_conversations(path)
 
 
+@pytest.mark.thorough
 def test_answers(llm, trained, monkeypatch, capsys):
     directory, state = trained
     assert state.update_count == 50
@@ -162,14 +165,31 @@ def test_stopped_and_split_differently_it_equals_a_run_in_one_piece(llm, given, 
     assert "as in training, 3 of 3 questions get their answer" in capsys.readouterr().out
 
 
-def test_errors(llm, given, trained, tmp_path):
-    directory, _state = trained
+def test_a_block_with_a_cache_equals_one_without(llm, rng):
+    config = llm.model.Config(words=10, context=8, layers=1, width=16, heads=2)
+    block = llm.model.Block(config)
+    x = rng.normal(size=(2, 6, 16)).astype("float32")
+    with jax.numpy_dtype_promotion("standard"):
+        apply = jax.jit(block.apply)
+        parameters = jax.jit(block.init)(jax.random.key(0), x)
+        whole, _cache = apply(parameters, x)
+        cache, parts = (jnp.zeros((2, 8, 2, 8)), jnp.zeros((2, 8, 2, 8))), []
+        for first, last in [(0, 3), (3, 6)]:
+            part, cache = apply(parameters, x[:, first:last], cache, np.int32(first))
+            parts.append(part)
+    models.assert_trees_close(jnp.concatenate(parts, axis=1), whole, 1e-5)
+
+
+def test_errors(llm, given, tmp_path):
+    settings = {"words": 300, "lengths": [64], "layers": 2, "width": 16, "heads": 2}
+    conversations = llm.conversations.read_conversations(Path(given[1]))
+    llm.train.prepare(tmp_path / "run", settings, conversations)
     with pytest.raises(
-        ValueError, match="is of a run with --width 32. Give the same, or another --directory"
+        ValueError, match="is of a run with --width 16. Give the same, or another --directory"
     ):
-        llm.train.main([*SMALL, *given, "--directory", str(directory), "--width", "48"])
+        llm.train.prepare(tmp_path / "run", {**settings, "width": 48}, conversations)
     with pytest.raises(ValueError, match="from 2 to that of the layers, 3; got 4"):
-        llm.train.main([*SMALL, *given, "--directory", str(tmp_path / "run"), "--stages", "4"])
+        llm.train.main([*SMALL, *given, "--directory", str(tmp_path / "other"), "--stages", "4"])
     with pytest.raises(ValueError, match="multiple of twice the heads, 6; got 32"):
         llm.model.Config(100, width=32, heads=3)
     with pytest.raises(FileNotFoundError, match=r"settings\.json"):
