@@ -28,8 +28,8 @@ RATE, MOST_NORM, DROPOUT = 1e-3, 1.0, 0.1
 MOST_RATIO = 1.2
 
 
-def make_modules(case: str) -> list[Any]:
-    """The modules of the stages."""
+def make_modules(case: str, is_apart: bool = False) -> list[Any]:
+    """The modules of the stages; with `is_apart`, the blocks are apart from what is before and behind them."""
     import jax.numpy as jnp
     from flax import linen
 
@@ -48,31 +48,28 @@ def make_modules(case: str) -> list[Any]:
             hidden = linen.Dense(WIDTH, dtype=dtype)(hidden)
             return x + linen.Dropout(rate, deterministic=not rate)(hidden)
 
-    class First(linen.Module):
-        @linen.compact
-        def __call__(self, tokens: Any) -> Any:
-            positions = linen.Embed(LENGTH, WIDTH, dtype=dtype)(jnp.arange(LENGTH))
-            x = linen.Embed(VOCABULARY, WIDTH, dtype=dtype)(tokens) + positions
-            for _block in range(NUM_BLOCKS):
-                x = Block()(x)
-            return x
+    class Stage(linen.Module):
+        is_first: bool = False
+        is_last: bool = False
+        num_blocks: int = NUM_BLOCKS
 
-    class Middle(linen.Module):
         @linen.compact
         def __call__(self, x: Any) -> Any:
-            for _block in range(NUM_BLOCKS):
+            if self.is_first:
+                positions = linen.Embed(LENGTH, WIDTH, dtype=dtype)(jnp.arange(LENGTH))
+                x = linen.Embed(VOCABULARY, WIDTH, dtype=dtype)(x) + positions
+            for _block in range(self.num_blocks):
                 x = Block()(x)
+            if self.is_last:
+                x = linen.LayerNorm(dtype=dtype)(x)
+                x = linen.Dense(VOCABULARY, dtype=dtype)(x).astype(jnp.float32)
             return x
 
-    class Last(linen.Module):
-        @linen.compact
-        def __call__(self, x: Any) -> Any:
-            for _block in range(NUM_BLOCKS):
-                x = Block()(x)
-            x = linen.LayerNorm(dtype=dtype)(x)
-            return linen.Dense(VOCABULARY, dtype=dtype)(x).astype(jnp.float32)
-
-    return [First(), *(Middle() for _stage in range(NUM_STAGES - 2)), Last()]
+    if is_apart:
+        blocks = [Stage() for _stage in range(NUM_STAGES)]
+        return [Stage(is_first=True, num_blocks=0), *blocks, Stage(is_last=True, num_blocks=0)]
+    middle = [Stage() for _stage in range(NUM_STAGES - 2)]
+    return [Stage(is_first=True), *middle, Stage(is_last=True)]
 
 
 def make_micro_batches() -> list[tuple[Any, Any]]:
@@ -133,6 +130,7 @@ def make_pipeline(case: str, modules: list[Any], parameters: list[Any] | None) -
         num_micro_batches=COUNT,
         loss=compute_loss,
         optimizer=make_optimizer(),
+        device_mapping=None if len(modules) == NUM_STAGES else [0, *range(NUM_STAGES), NUM_STAGES - 1],
         donate=True,
         collect_outputs=False,
     )
@@ -175,7 +173,7 @@ def run_plain(case: str, modules: list[Any], parameters: list[Any] | None, key: 
         loss, gradients = jax.value_and_grad(compute_loss)(parameters, own, x, targets)
         return jax.tree.map(jnp.add, total, gradients), loss
 
-    @functools.partial(jax.jit, donate_argnums=(0, 1, 2))
+    @functools.partial(jax.jit, donate_argnums=(1, 2))
     def update(total: Any, state: Any, parameters: Any) -> Any:
         changes, state = optimizer.update(total, state, parameters)
         return state, optax.apply_updates(parameters, changes)
@@ -196,15 +194,18 @@ def measure_side(side: str, case: str, with_initial: bool) -> dict[str, Any]:
     import optax  # noqa: F401  - what both sides import is not timed
     from flax import linen  # noqa: F401
 
-    if side == "pipeline":
+    if side != "plain":
+        from ipu_pipeline import engine
+
+        assert engine.Pipeline  # what is imported is not timed on this side, either
         jax.config.update("jax_num_cpu_devices", NUM_STAGES)
-    modules = make_modules(case)
+    modules = make_modules(case, side == "apart")
     key = jax.block_until_ready(jax.random.key(0))
     parameters = None
     if not with_initial:
         parameters = jax.block_until_ready(make_initial(modules, key, make_micro_batches()[0][0]))
     begin, cpu_begin = time.perf_counter(), time.process_time()
-    losses = (run_pipeline if side == "pipeline" else run_plain)(case, modules, parameters, key)
+    losses = (run_plain if side == "plain" else run_pipeline)(case, modules, parameters, key)
     return {
         "seconds": time.perf_counter() - begin,
         "cpu_seconds": time.process_time() - cpu_begin,
