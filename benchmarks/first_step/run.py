@@ -4,10 +4,11 @@
 
 A GPT of flax.linen in four stages, two blocks each, with AdamW and a clipped norm: in float32, with
 dropout, and with activations in bfloat16. "Blocks apart" is the same model in six stages on the same four
-devices: the blocks are stages of their own, and so equal. Plain JAX is a loop over the micro-batches that calls a jitted
-function, which adds the gradients of the whole model to those before, and a jitted update by Optax. Each
-measurement is a process of its own with nothing cached on disk. The clocks start when JAX's backend is up,
-once with initial values that are there already, once before they are made. They end with the first step.
+devices: the blocks are in stages of their own, which are equal. Plain JAX is a loop over the micro-batches
+that calls a jitted function, which adds the gradients of the whole model to those before, and a jitted
+update by Optax. Each measurement is a process of its own with nothing cached on disk. The clocks start when
+JAX's backend is up, once with initial values that are there already, once before they are made. They end
+with the first step.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ MOST_RATIO = 1.2
 
 
 def make_modules(case: str, is_apart: bool = False) -> list[Any]:
-    """The modules of the stages; with `is_apart`, the blocks are apart from what is before and behind them."""
+    """The modules of the stages; with `is_apart`, blocks are apart from what is before and behind."""
     import jax.numpy as jnp
     from flax import linen
 
