@@ -95,7 +95,7 @@ def read_wanted(model: Any, inputs: Any, generation_config: Any, arguments: Mapp
     if mask is None:  # as transformers finds it
         has_pads = pad_token is not None and pad_token not in stop_tokens
         mask = input_ids != pad_token if has_pads else torch.ones_like(input_ids)
-    prompts = _find_prompts(model, input_ids, mask)
+    prompts = _find_prompts(model, input_ids, mask, given.get("attention_mask") is None)
     copies = config.num_return_sequences
     return Wanted(
         input_ids=input_ids.repeat_interleave(copies, dim=0),
@@ -158,8 +158,11 @@ def _check_ids(input_ids: Any, inputs: Any) -> torch.Tensor:
     return found.detach().cpu().long()
 
 
-def _find_prompts(model: Any, input_ids: torch.Tensor, mask: Any) -> list[list[int]]:
-    """Returns the tokens of each row without the padding to their left."""
+def _find_prompts(model: Any, input_ids: torch.Tensor, mask: Any, is_found: bool) -> list[list[int]]:
+    """Returns the tokens of each row without the padding to their left, where the mask is 0.
+
+    A mask that is found was not given: it is 0 where the token of padding is.
+    """
     if not isinstance(mask, torch.Tensor) or mask.shape != input_ids.shape:
         shape = list(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
         raise Error(
@@ -170,10 +173,12 @@ def _find_prompts(model: Any, input_ids: torch.Tensor, mask: Any) -> list[list[i
     for row, known in enumerate(is_token):
         number = int(known.sum())
         if not number or not known[-number:].all():
+            origin = " (found by pad_token_id, as none was given)" if is_found else ""
             raise Error(
-                "generate: attention_mask must be 0 for padding on the left, and 1 for the tokens after "
-                f"it, of which each row has at least one; row {row} is {known.int().tolist()}. Pad on the "
-                "left, as tokenizers do with padding_side='left'."
+                f"generate: attention_mask{origin} must be 0 for padding on the left, and 1 for the tokens "
+                f"after it, of which each row has at least one; row {row} is {known.int().tolist()}. Pad "
+                "on the left, as tokenizers do with padding_side='left'"
+                f"{', or give attention_mask' if is_found else ''}."
             )
     found = [ids[known].tolist() for ids, known in zip(input_ids, is_token, strict=True)]
     number = _num_words(model)

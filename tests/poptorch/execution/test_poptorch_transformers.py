@@ -197,6 +197,7 @@ def test_generate_refuses_what_it_does_not_support():
         ({"attention_mask": torch.ones(1, 5)}, r"shape of input_ids, \[1, 4\]; got \[1, 5\]"),
         ({"attention_mask": torch.tensor([[1, 1, 1, 0]])}, r"row 0 is \[1, 1, 1, 0\]"),
         ({"attention_mask": torch.zeros(1, 4)}, "at least one"),
+        ({"input_ids": torch.tensor([[1, 0, 1]])}, r"\(found by pad_token_id.*, or give attention_mask"),
         ({"max_new_tokens": most}, f"4 tokens and {most} new ones are more than the {most} positions"),
         ({"max_length": 4}, "max_length must leave room"),
         ({"num_beams": 2}, "num_beams is not supported on the devices; got 2. Leave it at 1"),
