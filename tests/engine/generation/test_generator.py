@@ -4,6 +4,7 @@ import threading
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from ipu_pipeline import engine
@@ -113,6 +114,71 @@ def test_a_dict_of_variables_or_the_state_of_replicas(generator, trainer, state,
     assert answer.tolist() == continuations[0]
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("of_trainer", "of_generator"),
+    [
+        ({"num_replicas": 2}, {}),
+        ({"num_replicas": 2, "shard": ["weights"]}, {}),
+        ({"tensor_parallel": True}, {"tensor_parallel": True}),
+        ({"tensor_parallel": True, "num_replicas": 2}, {}),
+    ],
+    ids=["replicas", "weights shared out", "tensor parallel", "both, to single devices"],
+)
+def test_states_of_several_devices_for_each_stage(
+    of_trainer, of_generator, parameters, prompts, continuations
+):
+    names = [f"stage{stage}/{name}" for stage in range(2) for name in ("queries", "keys", "values")]
+    divided = engine.TensorParallel(2, dict.fromkeys(names, jax.sharding.PartitionSpec(None, "model")))
+    first, second = (
+        {name: divided if value is True else value for name, value in options.items()}
+        for options in (of_trainer, of_generator)
+    )
+    trainer = engine.Pipeline(
+        [read_whole, write_whole], parameters=parameters, num_micro_batches=2, loss=lambda x: x,
+        optimizer=optax.sgd(1.0), **first,
+    )  # fmt: skip
+    state = trainer.init(jax.random.key(0), np.zeros(LENGTH, np.int32))
+    generator = engine.Generator(
+        [read, write], parameters=parameters, max_length=LENGTH, num_slots=2, chunk_lengths=(1, 4), **second
+    )
+    answers = generator.generate(state, prompts[:3], max_new_tokens=12)
+    assert [answer.tolist() for answer in answers] == continuations[:3]
+
+
+def test_values_that_skip_stages_and_parallel_stages():
+    """Two stages at the same time keep something each, and the last one only passes the logits on."""
+
+    def keep(name, x):
+        old = engine.get_variable(name, (WORDS,), initializer="ones", trainable=False)
+        engine.assign(name, old + jnp.sum(x, axis=0))
+        return old + jnp.cumsum(x, axis=0)
+
+    def begin(tokens, position):
+        return jax.nn.one_hot(tokens * 7 % WORDS, WORDS), tokens
+
+    def left(x, tokens):
+        return keep("left", x), tokens
+
+    def right(x, tokens):
+        return keep("right", jnp.roll(2 * x, 1, axis=-1))
+
+    def end(x, tokens, y):
+        return x + 0.7 * y + jax.nn.one_hot((tokens + 2) % WORDS, WORDS)
+
+    generator = engine.Generator(
+        [begin, [left, right], end, lambda logits: logits], max_length=16, chunk_lengths=(1, 2)
+    )
+    prompts = [[3], [4, 1, 9]]
+    for prompt, answer in zip(prompts, generator.generate({}, prompts, max_new_tokens=6), strict=True):
+        tokens = list(prompt)
+        for _token in range(6):
+            count = np.bincount([token * 7 % WORDS for token in tokens], minlength=WORDS)
+            logits = count + 0.7 * np.roll(2 * count, 1) + (np.arange(WORDS) == tokens[-1] + 2)
+            tokens.append(int(np.argmax(logits)))
+        assert answer.tolist() == tokens[len(prompt) :]
+
+
 def read_one(p, tokens, position):
     (token,) = tokens  # more are an error
     x, position = read(p, token[None], position)
@@ -196,6 +262,30 @@ def test_an_interrupted_block_cancels_and_the_generator_goes_on(generator, state
     assert request.is_done
     (answer,) = generator.generate(state, prompts[:1], max_new_tokens=12)
     assert answer.tolist() == continuations[0]
+
+
+def test_an_interrupted_call_leaves_the_generator_usable(
+    generator, state, prompts, continuations, monkeypatch
+):
+    def interrupt(request, token):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.Request, "add", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            generator.generate(state, prompts, max_new_tokens=12)
+    answers = {}
+
+    def ask(number):
+        answers[number] = generator.generate(state, prompts[number : number + 1], max_new_tokens=12)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(2)]  # one after the other
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [answers[number][0].tolist() for number in range(2)] == continuations[:2]
+    assert generator.generate(state, [], max_new_tokens=1) == []
 
 
 def test_calls_outside_and_within_serving(generator, state, prompts):
