@@ -23,6 +23,7 @@ from ipu_pipeline.engine.tracing.enqueuing import first_leaves
 from ipu_pipeline.engine.tracing.faults import Faults
 from ipu_pipeline.engine.tracing.metrics import MetricReader, metric_names
 from ipu_pipeline.engine.tracing.specs import VariableSpec
+from ipu_pipeline.engine.tracing.stage_meshes import in_mesh, uses_mesh
 from ipu_pipeline.engine.tracing.tensor_parallel import Partitions, TensorParallel, dividing
 from ipu_pipeline.engine.tracing.traced import TracedPipeline, send_variables
 from ipu_pipeline.engine.updates import loss_weights, optimizer_tracing
@@ -105,7 +106,7 @@ def build(
         loss = options.loss
         if loss is not None and options.loss_weight is not None:
             loss = loss_weights.with_weight(loss, options.loss_weight)
-        with dividing(parallel.size) as divided_values:
+        with dividing(parallel) as divided_values:
             traced = stages.trace(
                 recipe.functions,
                 element,
@@ -122,7 +123,8 @@ def build(
         if faults:
             raise faults.as_error()
         partitions = parallel.resolve(traced.variables)
-        if parallel.size > 1 and not partitions and not divided_values.is_used:
+        divides = divided_values.is_used or any(uses_mesh(stage.flat.equations) for stage in traced.stages)
+        if parallel.size > 1 and not partitions and not divides:
             warnings.warn(
                 f"tensor_parallel: each IPU has {parallel.size} devices, but nothing is divided over them, "
                 "so all of them compute the same. Say in TensorParallel.variables what is divided.",
@@ -158,9 +160,10 @@ def build(
         is_scaled = updates is not None and updates.loss_scale is not None
 
         def make_programs(recompute: Recomputation | None) -> tuple[StagePrograms, ...]:
-            return differentiation.build(
-                traced, trained, recipe.reduction, gradient_map, recompute, is_scaled, enqueued, halved
-            )
+            with in_mesh(parallel.mesh):  # which rules of custom derivatives may read
+                return differentiation.build(
+                    traced, trained, recipe.reduction, gradient_map, recompute, is_scaled, enqueued, halved
+                )
 
         programs = make_programs(recompute)
         options.program_names.reads.clear()
