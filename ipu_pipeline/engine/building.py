@@ -23,7 +23,6 @@ from ipu_pipeline.engine.tracing.enqueuing import first_leaves
 from ipu_pipeline.engine.tracing.faults import Faults
 from ipu_pipeline.engine.tracing.metrics import MetricReader, metric_names
 from ipu_pipeline.engine.tracing.specs import VariableSpec
-from ipu_pipeline.engine.tracing.stage_meshes import in_mesh, uses_mesh
 from ipu_pipeline.engine.tracing.tensor_parallel import Partitions, TensorParallel, dividing
 from ipu_pipeline.engine.tracing.traced import TracedPipeline, send_variables
 from ipu_pipeline.engine.updates import loss_weights, optimizer_tracing
@@ -106,7 +105,7 @@ def build(
         loss = options.loss
         if loss is not None and options.loss_weight is not None:
             loss = loss_weights.with_weight(loss, options.loss_weight)
-        with dividing(parallel) as divided_values:
+        with dividing(parallel.size) as divided_values:
             traced = stages.trace(
                 recipe.functions,
                 element,
@@ -123,7 +122,9 @@ def build(
         if faults:
             raise faults.as_error()
         partitions = parallel.resolve(traced.variables)
-        divides = divided_values.is_used or any(uses_mesh(stage.flat.equations) for stage in traced.stages)
+        divides = divided_values.is_used or any(
+            jaxprs.uses_mesh(stage.flat.equations) for stage in traced.stages
+        )
         if parallel.size > 1 and not partitions and not divides:
             warnings.warn(
                 f"tensor_parallel: each IPU has {parallel.size} devices, but nothing is divided over them, "
@@ -160,7 +161,7 @@ def build(
         is_scaled = updates is not None and updates.loss_scale is not None
 
         def make_programs(recompute: Recomputation | None) -> tuple[StagePrograms, ...]:
-            with in_mesh(parallel.mesh):  # which rules of custom derivatives may read
+            with dividing(parallel.size):
                 return differentiation.build(
                     traced, trained, recipe.reduction, gradient_map, recompute, is_scaled, enqueued, halved
                 )

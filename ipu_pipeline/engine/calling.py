@@ -11,8 +11,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ipu_pipeline.engine.devices.device_groups import DeviceGroup
+from ipu_pipeline.engine.devices.placing import put
 from ipu_pipeline.engine.replaying import Visit
 from ipu_pipeline.engine.tracing import frames
 from ipu_pipeline.engine.tracing.faults import describe_arguments
@@ -34,7 +35,7 @@ class StageCaller:
         element_tree: Any,
         inputs: Sequence[Any],
         update_count: int,
-        mesh: Mesh,
+        group: DeviceGroup,
     ) -> None:
         """Calls nothing yet.
 
@@ -45,11 +46,11 @@ class StageCaller:
           element_tree: the structure of a micro-batch.
           inputs: the pytrees that are constant during the step.
           update_count: the number of weight updates so far.
-          mesh: that of all stages, and where all values are.
+          group: where all values are, of all stages.
         """
         self._functions, self._loss, self._surroundings = functions, loss, surroundings
         self._element_tree, self._inputs = element_tree, inputs
-        self._update_count, self._mesh = jnp.int32(update_count), mesh
+        self._update_count, self._group = jnp.int32(update_count), group
         self._places = name_places(functions)
 
     def __call__(self, visit: Visit) -> None:
@@ -59,8 +60,8 @@ class StageCaller:
 
     def _call(self, visit: Visit, names: frames.ProgramNames) -> None:
         given = (list(visit.leaves), dict(visit.variables), visit.key, self._inputs)
-        whole = NamedSharding(self._mesh, PartitionSpec())
-        leaves, variables, key, inputs = jax.device_put(given, whole)
+        flat, tree = jax.tree.flatten(given)
+        leaves, variables, key, inputs = jax.tree.unflatten(tree, put(flat, self._group))
         values = frames.Values(variables, key, self._update_count)
         element = jax.tree.unflatten(self._element_tree, leaves)
         args, kwargs = as_arguments(element)
@@ -77,7 +78,7 @@ class StageCaller:
                     values=values,
                 )
                 try:
-                    with frames.frame(frame), in_mesh(self._mesh):
+                    with frames.frame(frame), in_mesh(self._group.replicated.mesh):
                         results.append(function(*arguments[0], **arguments[1]))
                         if self._loss is not None and level == len(self._functions) - 1:
                             args, kwargs = as_arguments(results[-1])

@@ -101,7 +101,6 @@ from ipu_pipeline.engine.tracing.replicas import uses_replicas
 from ipu_pipeline.engine.tracing.specs import VariableSpec, initial_value
 from ipu_pipeline.engine.tracing.stage_lists import StageEntry, flatten_stages
 from ipu_pipeline.engine.tracing.surroundings import Surroundings
-from ipu_pipeline.engine.tracing.tensor_parallel import TensorParallel
 from ipu_pipeline.engine.tracing.traced import TracedPipeline
 from ipu_pipeline.engine.tracing.user_checks import UserChecks, find_failed, hands_out_checks
 from ipu_pipeline.engine.updates.accumulators import AccumulatorPlan, plan_accumulators
@@ -1421,7 +1420,6 @@ class Pipeline:
 
     def _make_caller(self, inputs: Sequence[Any], update_count: int) -> StageCaller:
         assert self._surroundings is not None
-        parallel = self.options.tensor_parallel or TensorParallel(1)
         return StageCaller(
             self._recipe.functions,
             self.options.loss,
@@ -1429,7 +1427,7 @@ class Pipeline:
             self._element_tree,
             inputs,
             update_count,
-            parallel.mesh_on(self.prepare().homes[0].groups[0].devices),
+            self.prepare().homes[0].groups[0],
         )
 
     def _give(self, state: PipelineState) -> PipelineState:

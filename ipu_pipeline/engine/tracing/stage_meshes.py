@@ -1,7 +1,7 @@
 """The mesh of the devices that compute a stage, set for JAX while the stage's functions run.
 
 In it `jax.shard_map`, `jax.lax.with_sharding_constraint` with a `PartitionSpec`, and what Flax makes of its
-annotations work in a stage as in plain JAX. While a stage is traced it is an abstract mesh, without devices,
+annotations work in a stage as in plain JAX. While a stage is traced the mesh is abstract, without devices,
 so equal stages stay equal; only where stage functions are called as Python does it have devices.
 """
 
@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator, Sequence
-from typing import TypeAlias
+from collections.abc import Iterator
+from typing import Any, TypeAlias
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from ipu_pipeline.engine import jaxprs
+from ipu_pipeline.engine.tracing.faults import find_line
 from ipu_pipeline.engine.tracing.frames import OutsideOfBodyError
+from ipu_pipeline.engine.tracing.replicas import REPLICA
 
-__all__ = ["StageMesh", "in_mesh", "stage_mesh", "uses_mesh"]
+__all__ = ["StageMesh", "check_collectives", "in_mesh", "stage_mesh"]
 
 StageMesh: TypeAlias = AbstractMesh | Mesh
-
-_USING = ("shard_map", "sharding_constraint")  # primitives that name a mesh
 
 _mesh: contextvars.ContextVar[StageMesh | None] = contextvars.ContextVar("stage_mesh", default=None)
 
@@ -30,30 +30,30 @@ _mesh: contextvars.ContextVar[StageMesh | None] = contextvars.ContextVar("stage_
 def stage_mesh() -> StageMesh:
     """The mesh of the devices that compute the stage that calls this, in one replica.
 
-    It has the axis "model" of `TensorParallel.size` devices, which is 1 without tensor parallelism, and
-    `TensorParallel.unit_axes`, each of size 1. It is also JAX's mesh in the stage, as by `jax.set_mesh`, so
-    functions that take that one need not be given it. Replicas are no axis of it: they have stages of their
-    own, which `cross_replica_sum` joins.
+    Its axes are "replica", of size 1, and "model", of `TensorParallel.size`; without tensor parallelism
+    that is 1, too. It is JAX's mesh in the stage, as by `jax.set_mesh`, so functions that take that one
+    need not be given it. What replicas compute together is done by `cross_replica_sum`.
 
     Example:
       def stage(w, x):
-          def part(w, x):  # each device has its rows of w and columns of x
+          def part(w, x):  # each device has its rows of w and its columns of x
               return jax.lax.psum(x @ w, "model")
 
-          specs = (PartitionSpec("model"), PartitionSpec(None, "model"))
-          return jax.shard_map(part, mesh=engine.stage_mesh(), in_specs=specs, out_specs=PartitionSpec())(w, x)
+          specs = PartitionSpec("model"), PartitionSpec(None, "model")
+          whole = PartitionSpec()
+          return jax.shard_map(part, mesh=engine.stage_mesh(), in_specs=specs, out_specs=whole)(w, x)
 
     Returns:
       A `jax.sharding.AbstractMesh`; a `Mesh` with devices where a step runs op by op (`jax.disable_jit`).
 
     Raises:
-      RuntimeError: not called in a stage of a pipeline, its loss, or their derivative rules.
+      RuntimeError: not called in a stage of a pipeline, in its loss, or in a derivative rule of these.
     """
     mesh = _mesh.get()
     if mesh is None:
         raise OutsideOfBodyError(
-            "stage_mesh was called outside of a stage. Call it in a stage function of a pipeline: only there "
-            "is it known which devices compute together."
+            "stage_mesh was called outside of a stage. Call it in a stage function of a pipeline: only "
+            "there is it known which devices compute together."
         )
     return mesh
 
@@ -70,6 +70,12 @@ def in_mesh(mesh: StageMesh) -> Iterator[None]:
         _mesh.reset(token)
 
 
-def uses_mesh(equations: Sequence[jaxprs.Equation]) -> bool:
-    """Whether equations compute with a mesh or constrain how values lie on it, at any depth."""
-    return any(jaxprs.has_primitive(equation, name) for equation in equations for name in _USING)
+def check_collectives(closed_jaxpr: Any, place: str) -> None:
+    """Raises a ValueError if a stage computes along the axis of the replicas, of which its mesh has one."""
+    for equation in jaxprs.find_collectives(closed_jaxpr.jaxpr.eqns, REPLICA):
+        line = find_line(equation)
+        raise ValueError(
+            f"{place}: {equation.primitive.name} along the axis {REPLICA!r} would see one replica, because "
+            "a stage's mesh has the devices of its own replica only. Use engine.cross_replica_sum, "
+            f"replica_index or replica_count for all replicas, or leave it out.{line and f' At {line}'}"
+        )

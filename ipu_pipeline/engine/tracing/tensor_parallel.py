@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import jax
-import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
+from ipu_pipeline.engine.tracing.replicas import REPLICA
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.ground.checks import is_integer
 
@@ -49,13 +49,10 @@ class TensorParallel:
         once; or a function from each variable (`VariableSpec`, with `name`, `shape`, `dtype`) to one, or to
         None. Other variables are whole on each device. Gradients, their accumulators and the optimizer's
         state of a variable are divided like it.
-      unit_axes: further axes of the stages' mesh (`stage_mesh`), each of size 1: names that the model's own
-        `PartitionSpec`s and rules have for what it is not divided over here, such as "data".
     """
 
     size: int
     variables: Partitions | Callable[[VariableSpec], PartitionSpec | None] = field(default_factory=dict)
-    unit_axes: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         """Checks the fields.
@@ -72,24 +69,6 @@ class TensorParallel:
             )
         if isinstance(self.variables, Mapping):  # later changes by the caller do not count
             object.__setattr__(self, "variables", dict(self.variables))
-        axes, are_names = self.unit_axes, not isinstance(self.unit_axes, str)
-        are_names = are_names and isinstance(axes, Sequence) and all(isinstance(name, str) for name in axes)
-        if not are_names or MODEL in axes or len(set(axes)) < len(axes):
-            raise ValueError(
-                f"TensorParallel: unit_axes must be a sequence of names that differ from each other and from "
-                f"{MODEL!r}; got {axes!r}."
-            )
-        object.__setattr__(self, "unit_axes", tuple(axes))
-
-    @property
-    def mesh(self) -> AbstractMesh:
-        """The mesh of a stage's devices in one replica, without devices."""
-        sizes = dict.fromkeys(self.unit_axes, 1) | {MODEL: self.size}
-        return AbstractMesh(tuple(sizes.values()), tuple(sizes))
-
-    def mesh_on(self, devices: Sequence[Any]) -> Mesh:
-        """The mesh of a stage's devices in one replica."""
-        return Mesh(np.array(devices).reshape(self.mesh.axis_sizes), self.mesh.axis_names)
 
     def resolve(self, variables: Mapping[str, VariableSpec]) -> dict[str, PartitionSpec]:
         """Finds the partitions of all divided variables; none if there is one device.
@@ -141,7 +120,7 @@ def normal_partition(names: Sequence[str | None]) -> PartitionSpec:
 class _Tracing:
     """A pipeline whose stages are being traced."""
 
-    parallel: TensorParallel
+    size: int  # devices of each IPU
     is_used: bool = False  # whether a stage has divided anything
 
 
@@ -149,9 +128,9 @@ _tracing: contextvars.ContextVar[_Tracing | None] = contextvars.ContextVar("tens
 
 
 @contextlib.contextmanager
-def dividing(parallel: TensorParallel) -> Iterator[_Tracing]:
-    """Sets how many devices compute each stage, while stages are traced."""
-    tracing = _Tracing(parallel)
+def dividing(size: int) -> Iterator[_Tracing]:
+    """Sets the number of devices that compute each stage, while stages are traced."""
+    tracing = _Tracing(size)
     token = _tracing.set(tracing)
     try:
         yield tracing
@@ -160,9 +139,9 @@ def dividing(parallel: TensorParallel) -> Iterator[_Tracing]:
 
 
 def mesh_of_stages() -> AbstractMesh:
-    """The mesh of the stages that are being traced; of one device where nobody has said more."""
+    """The mesh of the stages that are being traced: a replica's devices, one where nobody said more."""
     tracing = _tracing.get()
-    return (TensorParallel(1) if tracing is None else tracing.parallel).mesh
+    return AbstractMesh((1, 1 if tracing is None else tracing.size), (REPLICA, MODEL))
 
 
 def constrain(x: Any, partition: PartitionSpec) -> Any:
@@ -185,16 +164,15 @@ def constrain(x: Any, partition: PartitionSpec) -> Any:
     x = jax.numpy.asarray(x)
     axis = _check(partition, x.shape, "constrain")
     tracing = _tracing.get()
-    size = 1 if tracing is None else tracing.parallel.size
-    if tracing is None or size == 1:
+    if tracing is None or tracing.size == 1:
         return x
-    if axis is not None and x.shape[axis] % size:
+    if axis is not None and x.shape[axis] % tracing.size:
         raise ValueError(
-            f"constrain: axis {axis} of the shape {x.shape} must be a multiple of the {size} "
+            f"constrain: axis {axis} of the shape {x.shape} must be a multiple of the {tracing.size} "
             "devices of an IPU to be divided. Divide another axis, or leave it whole."
         )
     tracing.is_used = True
-    return jax.lax.with_sharding_constraint(x, NamedSharding(tracing.parallel.mesh, partition))
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh_of_stages(), partition))
 
 
 def _check(partition: Any, shape: Sequence[int], what: str) -> int | None:
