@@ -23,7 +23,13 @@ from ipu_pipeline.engine.jaxprs.flat import (
     take_out_constants,
 )
 from ipu_pipeline.engine.jaxprs.halving import find_computed, find_kept, take_apart
-from ipu_pipeline.engine.jaxprs.meshes import find_collectives, has_shard_map, uses_mesh, without_mesh
+from ipu_pipeline.engine.jaxprs.meshes import (
+    find_collectives,
+    find_other_devices,
+    has_shard_map,
+    uses_mesh,
+    without_mesh,
+)
 from ipu_pipeline.engine.jaxprs.slicing import (
     any_equation,
     can_reduce,
@@ -53,6 +59,7 @@ __all__ = [
     "find_collectives",
     "find_computed",
     "find_kept",
+    "find_other_devices",
     "find_uniform",
     "flatten",
     "has_callbacks",

@@ -12,11 +12,12 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from jax.extend import core as jex_core
+from jax.sharding import Mesh
 
 from ipu_pipeline.engine.jaxprs.flat import Atom, Equation, Var, has_primitive
 from ipu_pipeline.ground import jax_compat
 
-__all__ = ["find_collectives", "has_shard_map", "uses_mesh", "without_mesh"]
+__all__ = ["find_collectives", "find_other_devices", "has_shard_map", "uses_mesh", "without_mesh"]
 
 _SHARD_MAP = "shard_map"
 _CONSTRAINT = "sharding_constraint"
@@ -35,6 +36,16 @@ def has_shard_map(equations: Iterable[Equation]) -> bool:
     return any(has_primitive(equation, _SHARD_MAP) for equation in equations)
 
 
+def find_other_devices(equations: Iterable[Equation]) -> Iterator[Equation]:
+    """The equations that name devices which values are to be on, more than one, at any depth."""
+    for equation in equations:
+        mesh = getattr(equation.params.get("sharding"), "mesh", equation.params.get("mesh"))
+        if isinstance(mesh, Mesh) and mesh.size > 1:
+            yield equation
+        for body in jex_core.jaxprs_in_params(equation.params):
+            yield from find_other_devices(body.eqns)
+
+
 def find_collectives(equations: Iterable[Equation], axis: str) -> Iterator[Equation]:
     """The equations that compute along an axis of a mesh, or with a device's number on it, at any depth."""
     for equation in equations:
@@ -46,22 +57,24 @@ def find_collectives(equations: Iterable[Equation], axis: str) -> Iterator[Equat
             yield from find_collectives(body.eqns, axis)
 
 
-def without_mesh(closed_jaxpr: Any) -> Any:
+def without_mesh(closed_jaxpr: Any, *, is_differentiated: bool) -> Any:
     """Makes the types of a jaxpr as they are without a mesh, and drops constraints on a mesh of one device.
 
     Args:
       closed_jaxpr: a `ClosedJaxpr` that was traced in an abstract mesh whose axes are all automatic.
+      is_differentiated: whether it will not be differentiated any more. Until then, rules of custom
+        derivatives, which are traced then, keep the mesh.
     """
-    return _Rewriting().close(closed_jaxpr)
+    return _Rewriting(not is_differentiated).close(closed_jaxpr)
 
 
 class _Rewriting:
     """Rewrites jaxprs; a body that occurs twice stays one."""
 
-    def __init__(self) -> None:
-        self._known: dict[
-            int, tuple[Any, Any]
-        ] = {}  # identity of what was rewritten -> it, and the new one
+    def __init__(self, keeps_rules: bool) -> None:
+        self._keeps_rules = keeps_rules
+        # identity of what was rewritten -> it, and the new one
+        self._known: dict[int, tuple[Any, Any]] = {}
 
     def close(self, closed_jaxpr: Any) -> Any:
         """A `ClosedJaxpr` without a mesh."""
@@ -101,7 +114,9 @@ class _Rewriting:
             params = equation.params
             if equation.primitive.name != _SHARD_MAP:
                 params = {name: self._change(value) for name, value in params.items()}
-            outputs, context = make(equation.outvars), self._context(equation.ctx)
+            outputs, context = make(equation.outvars), equation.ctx
+            if not (self._keeps_rules and equation.primitive.name.startswith("custom_")):
+                context = self._context(context)
             equations.append(equation.replace(invars=operands, outvars=outputs, params=params, ctx=context))
         return jaxpr.replace(
             constvars=constants, invars=inputs, outvars=read(jaxpr.outvars), eqns=equations

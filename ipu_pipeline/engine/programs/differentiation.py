@@ -169,7 +169,11 @@ def _evaluation(
 
 def _flatten_stage(stage: TracedStage) -> jaxprs.FlatJaxpr:
     """Makes the stage a jaxpr that takes `_stage_arguments`."""
-    return jaxprs.flatten(jax.make_jaxpr(functools.partial(_call_stage, stage))(*_stage_avals(stage)))
+    return jaxprs.flatten(_trace_again(stage))
+
+
+def _trace_again(stage: TracedStage) -> Any:
+    return jax.make_jaxpr(functools.partial(_call_stage, stage))(*_stage_avals(stage))
 
 
 def _own_results(index: int, stage: TracedStage, atoms: Sequence[Any]) -> list[tuple[Value, Any]]:
@@ -188,7 +192,7 @@ def _own_results(index: int, stage: TracedStage, atoms: Sequence[Any]) -> list[t
 
 
 def _build_inference(index: int, stage: TracedStage, is_alike: bool) -> StagePrograms:
-    flat = _flatten_stage(stage)
+    flat = jaxprs.flatten(jaxprs.without_mesh(_trace_again(stage), is_differentiated=True))
     labels = dict(zip(flat.inputs, _stage_arguments(stage), strict=True))
     if is_alike:
         flat, labels = take_out_key_numbers(flat, labels)
@@ -340,7 +344,7 @@ def _trace_joint(joint: Callable[..., list[Any]], avals: Sequence[Any], place: s
             "jax.custom_gradient) uses a value of the stage that is not among its arguments. Pass it as an "
             "argument."
         )
-    return jaxprs.without_mesh(closed_jaxpr)
+    return jaxprs.without_mesh(closed_jaxpr, is_differentiated=True)
 
 
 def _received_cotangents(

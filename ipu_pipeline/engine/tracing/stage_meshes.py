@@ -20,7 +20,7 @@ from ipu_pipeline.engine.tracing.faults import find_line
 from ipu_pipeline.engine.tracing.frames import OutsideOfBodyError
 from ipu_pipeline.engine.tracing.replicas import REPLICA
 
-__all__ = ["StageMesh", "check_collectives", "in_mesh", "stage_mesh"]
+__all__ = ["StageMesh", "check_mesh", "in_mesh", "stage_mesh"]
 
 StageMesh: TypeAlias = AbstractMesh | Mesh
 
@@ -70,12 +70,22 @@ def in_mesh(mesh: StageMesh) -> Iterator[None]:
         _mesh.reset(token)
 
 
-def check_collectives(closed_jaxpr: Any, place: str) -> None:
-    """Raises a ValueError if a stage computes along the axis of the replicas, of which its mesh has one."""
+def check_mesh(closed_jaxpr: Any, place: str) -> None:
+    """Raises a ValueError if a stage names devices, or computes along the axis of replicas in its mesh."""
+    for equation in jaxprs.find_other_devices(closed_jaxpr.jaxpr.eqns):
+        raise ValueError(
+            f"{place}: {equation.primitive.name} names the devices of a mesh, but a stage is computed by "
+            "devices of its own. Give it a PartitionSpec alone, or engine.stage_mesh() in place of that "
+            f"mesh.{_at(equation)}"
+        )
     for equation in jaxprs.find_collectives(closed_jaxpr.jaxpr.eqns, REPLICA):
-        line = find_line(equation)
         raise ValueError(
             f"{place}: {equation.primitive.name} along the axis {REPLICA!r} would see one replica, because "
             "a stage's mesh has the devices of its own replica only. Use engine.cross_replica_sum, "
-            f"replica_index or replica_count for all replicas, or leave it out.{line and f' At {line}'}"
+            f"replica_index or replica_count for all replicas, or leave it out.{_at(equation)}"
         )
+
+
+def _at(equation: Any) -> str:
+    line = find_line(equation)
+    return line and f"\n  at {line}"
