@@ -102,8 +102,8 @@ class Replicas:
                 if has_shard_map(stage.flat.equations):
                     raise ValueError(
                         f"{stage.place} computes with other replicas (cross_replica_sum, replica_index or "
-                        "synchronized batch normalization), and with jax.shard_map, which do not go together "
-                        "with num_replicas above 1. Put them into stages of their own."
+                        "synchronized batch normalization), and with jax.shard_map, which do not go "
+                        "together with num_replicas above 1. Put them into stages of their own."
                     )
                 self.joint[template.index] = Joint(template.jit_jointly(group), group)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from jax.extend import core as jex_core
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from ipu_pipeline.engine.jaxprs.flat import Atom, Equation, Var, has_primitive
 from ipu_pipeline.ground import jax_compat
@@ -114,6 +114,8 @@ class _Rewriting:
             params = equation.params
             if equation.primitive.name != _SHARD_MAP:
                 params = {name: self._change(value) for name, value in params.items()}
+            if equation.primitive.name != _CONSTRAINT:  # as of zeros like a value, with that value's type
+                params = {name: None if _is_of_mesh(value) else value for name, value in params.items()}
             outputs, context = make(equation.outvars), equation.ctx
             if not (self._keeps_rules and equation.primitive.name.startswith("custom_")):
                 context = self._context(context)
@@ -137,6 +139,10 @@ class _Rewriting:
         ):
             return type(value)(map(self._change, value))
         return value
+
+
+def _is_of_mesh(value: Any) -> bool:
+    return isinstance(value, NamedSharding) and isinstance(value.mesh, AbstractMesh)
 
 
 def _without(var: Var) -> Var:
