@@ -48,7 +48,7 @@ _PACKAGE = str(pathlib.Path(__file__).parents[2])
 # What JAX says of meshes -> the mend in a stage.
 _MESH_MENDS = {
     "not found in mesh": "A stage's mesh has the axes 'model', of TensorParallel.size, and 'replica', of "
-    "size 1: name these or None, in Flax's rules of logical axes, too. Batches are divided by num_replicas.",
+    "size 1: name these or None, in Flax's rules of logical axes, too. Replicas divide batches.",
     "unbound axis name": "In a stage an axis has a name within jax.shard_map, over engine.stage_mesh(): "
     "'model'. For all replicas there are engine.cross_replica_sum, replica_index and replica_count.",
     "should match the mesh passed to shard_map": "A stage is computed by devices of its own: pass "
