@@ -214,14 +214,11 @@ def context_without_mesh(context: Any) -> Any:
         return type(context)()
 
 
-_TypedNdArray = find("jax._src.literals:TypedNdArray")  # what a trace makes of arrays of NumPy
-
-
 def array_without_mesh(value: Any) -> Any:
     """Takes an abstract mesh out of the type of an array that was made in it; else the value as it is."""
-    if _TypedNdArray is not None and isinstance(value, _TypedNdArray):
+    if isinstance(value, np.ndarray) and hasattr(value, "aval"):  # as a trace makes of an array of NumPy
         aval = without_mesh(value.aval)
-        return value if aval is value.aval else _TypedNdArray(np.asarray(value), aval)
+        return value if aval is value.aval else type(value)(np.asarray(value), aval)
     if not isinstance(value, jax.Array) or is_traced(value):
         return value
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):

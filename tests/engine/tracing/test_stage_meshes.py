@@ -205,7 +205,7 @@ def test_a_model_that_is_split():
     models.assert_trees_close(found, dict(expected[1]))
 
 
-def test_equal_stages_share_a_program(monkeypatch):
+def test_equal_stages_share_a_program(monkeypatch, no_cache):
     """A program with `shard_map` names no devices, so one executable serves equal stages."""
     loaded = []
     monkeypatch.setattr(Compilation, "note_loaded", lambda _self, number: loaded.append(number))
