@@ -22,6 +22,8 @@ from ipu_pipeline.engine.tracing.enqueuing import first_leaves
 from ipu_pipeline.engine.tracing.faults import Faults, describe_arguments, find_signature_fault, name_of
 from ipu_pipeline.engine.tracing.module_constants import check_modules
 from ipu_pipeline.engine.tracing.recomputation_marks import check_marks
+from ipu_pipeline.engine.tracing.stage_meshes import check_mesh, in_mesh
+from ipu_pipeline.engine.tracing.tensor_parallel import mesh_of_stages
 from ipu_pipeline.engine.tracing.traced import Source, TracedPipeline, TracedStage, share_variables
 from ipu_pipeline.engine.tracing.user_checks import with_checks_handed_out
 from ipu_pipeline.ground import jax_compat
@@ -234,7 +236,10 @@ def _trace_stage(
 
     try:
         with jax_compat.fresh_trace():
-            closed_jaxpr = jax.make_jaxpr(call)(*leaves)
+            with in_mesh(mesh_of_stages()):
+                closed_jaxpr = jax.make_jaxpr(call)(*leaves)
+            check_mesh(closed_jaxpr, frame.place)
+            closed_jaxpr = jaxprs.without_mesh(closed_jaxpr, is_differentiated=False)
             if jax_compat.has_checks(closed_jaxpr) and frame.enqueued is not None:
                 closed_jaxpr = with_checks_handed_out(closed_jaxpr, frame)
     except Exception as error:
