@@ -47,6 +47,8 @@ BENCHMARKS = [
     "halves",
     "splits",
     "lengths",
+    "generation",
+    "features",
     "several_processes",
     "report_page",
 ]

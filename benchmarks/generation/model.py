@@ -47,19 +47,22 @@ def make_gpt(num_stages: int, width: int, num_layers: int, length: int, num_word
     def draw(*shape: int) -> Any:
         return (rng.normal(size=shape) / shape[0] ** 0.5).astype(np.float32)
 
+    def keep(name: str, new: Any, position: Any) -> Any:
+        # Heads come first: so XLA needs no transposed copy of the cache for products of several slots.
+        shape = (heads, length, width // heads)
+        old = engine.get_variable(name, shape, initializer="zeros", trainable=False)
+        cache = jax.lax.dynamic_update_slice(old, new, (0, position, 0))
+        engine.assign(name, cache)
+        return cache
+
     def attend(name: str, p: Any, x: Any, position: Any) -> Any:
-        queries, *new = jnp.split(x @ p["qkv"], 3, axis=-1)
-        kept = []
-        for part, value in zip(("keys", "values"), new, strict=True):
-            full_name = f"{name}/{part}"
-            old = engine.get_variable(full_name, (length, width), initializer="zeros", trainable=False)
-            kept.append(jax.lax.dynamic_update_slice(old, value, (position, 0)))
-            engine.assign(full_name, kept[-1])
-        q, k, v = (value.reshape(len(value), heads, -1) for value in (queries, *kept))
-        scores = jnp.einsum("qhd,khd->hqk", q, k) * 32**-0.5
+        split = [y.reshape(len(y), heads, -1).swapaxes(0, 1) for y in jnp.split(x @ p["qkv"], 3, axis=-1)]
+        queries = split[0]
+        keys, values = keep(f"{name}/keys", split[1], position), keep(f"{name}/values", split[2], position)
+        scores = jnp.einsum("hqd,hkd->hqk", queries, keys) * 32**-0.5
         is_known = jnp.arange(length) <= position + jnp.arange(len(x))[:, None]
         weights = jax.nn.softmax(jnp.where(is_known, scores, -jnp.inf))
-        return jnp.einsum("hqk,khd->qhd", weights, v).reshape(x.shape) @ p["out"]
+        return jnp.einsum("hqk,hkd->hqd", weights, values).swapaxes(0, 1).reshape(x.shape) @ p["out"]
 
     def normalize(x: Any) -> Any:
         return jax.nn.standardize(x, epsilon=1e-5)
@@ -84,4 +87,6 @@ def make_gpt(num_stages: int, width: int, num_layers: int, length: int, num_word
     parameters[0] |= {"words": draw(num_words, width) * 20, "places": draw(length, width) * 20}
     parameters[-1]["head"] = draw(width, num_words)
     functions = [functools.partial(stage, number) for number in range(num_stages)]
-    return functions, parameters, {}
+    leaves = jax.tree_util.tree_flatten_with_path(list(parameters))[0]
+    names = ["/".join(jax.tree_util.keystr((key,), simple=True) for key in path) for path, _leaf in leaves]
+    return functions, parameters, {f"stage{n}": x for n, (_path, x) in zip(names, leaves, strict=True)}

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from ipu_pipeline.engine.schedules.costs import Costs
     from ipu_pipeline.engine.schedules.execution_phases import ExecutionPhases
     from ipu_pipeline.engine.schedules.host_memory import HostMemory
-    from ipu_pipeline.engine.schedules.named import ScheduleLike
+    from ipu_pipeline.engine.schedules.named import Schedule
     from ipu_pipeline.engine.schedules.scenarios import Layer, Scenario
     from ipu_pipeline.engine.schedules.searched import SearchedSchedule
     from ipu_pipeline.engine.schedules.simulator import simulate
@@ -86,9 +86,9 @@ __all__ = [
     "Request",
     "Sampling",
     "Scenario",
+    "Schedule",
     "ScheduleError",
     "ScheduleFunction",
-    "ScheduleLike",
     "SearchedSchedule",
     "Shard",
     "Shared",
@@ -156,7 +156,7 @@ _HOMES = {
     "Scenario": "engine.schedules.scenarios",
     "ScheduleError": "engine.schedules.actions",
     "ScheduleFunction": "engine.schedules.actions",
-    "ScheduleLike": "engine.schedules.named",
+    "Schedule": "engine.schedules.named",
     "SearchedSchedule": "engine.schedules.searched",
     "Shard": "engine.devices.sharding",
     "Shared": "engine.tracing.stage_parameters",
@@ -194,7 +194,8 @@ _HOMES = {
     "with_metrics": "engine.updates.reporting",
 }
 
-_FORMER = {"DispatchPlan": "Chunking"}  # names that users may still have in their programs
+# Names that users may still have in their programs.
+_FORMER = {"DispatchPlan": "Chunking", "ScheduleLike": "Schedule"}
 
 
 def __getattr__(name: str) -> Any:

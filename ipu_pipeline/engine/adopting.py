@@ -49,7 +49,7 @@ class Adoption:
 
 
 def compare(known: Mapping[str, Any], wanted: Mapping[str, VariableSpec]) -> Adoption:
-    """Finds which variables of a state a pipeline takes: those of the same names.
+    """Compares a state's variables with a pipeline's by name; the pipeline takes those that both have.
 
     Raises:
       ValueError: shapes or dtypes differ, or there are none.

@@ -1803,7 +1803,7 @@ class _Placed(weakref.ref[PipelineState]):
 
 
 def _make_timetable(
-    schedule: schedules.ScheduleLike,
+    schedule: schedules.Schedule,
     mapping: tuple[int, ...],
     trains: bool,
     levels: tuple[int, ...],

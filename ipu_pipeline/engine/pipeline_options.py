@@ -138,7 +138,7 @@ class PipelineOptions:
     loss: Callable[..., Any] | None = None
     loss_weight: Callable[..., Any] | None = None
     optimizer: optimizer_tracing.Optimizer | None = None
-    schedule: schedules.ScheduleLike = "grouped"
+    schedule: schedules.Schedule = "grouped"
     device_mapping: stage_lists.Mapping | None = None
     devices: Sequence[Any] | None = None
     reduction: str | Reduction = "sum"

@@ -102,6 +102,7 @@ PAGES = [
     "tensor_parallel.md",
     "splits.md",
     "lengths.md",
+    "generation.md",
     "faults.md",
 ]
 # Blocks that are parts of programs, or say what a program of one's own would do.

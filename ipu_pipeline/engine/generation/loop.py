@@ -1,8 +1,9 @@
 """The loop that takes requests from a queue, and keeps all stages at work until none is left.
 
-In turn, each group of slots takes in requests and starts a token of each slot; then the tokens of its turn
-before are read. So the host is at most a turn behind, and a stage never waits for it, if there are as many
-groups as devices. A request that ends by a stop token has one more token computed, which is dropped.
+In each turn all groups of slots take in requests. Then each starts a token of each slot, and the tokens of
+its turn before are read. So the host is at most a turn behind, and a stage never waits for it, if there
+are as many groups as devices. A request that ends by a stop token has one more token computed, which is
+dropped.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def run(
     while queue.wait():
         groups = groups or [SlotGroup(stages, num_slots) for _group in range(num_groups)]
         while queue.num_waiting or any(group.num_taken or group.num_unread for group in groups):
-            for group in groups:
+            for group in groups:  # before any token, so that no stage waits for a prompt that just came
                 # As many requests in each group, so that all stages have work.
                 num_all = queue.num_waiting + sum(one.num_taken for one in groups)
                 room = min(num_slots, -(-num_all // num_groups)) - group.num_taken
@@ -107,6 +108,7 @@ def run(
                     request = queue.take()
                     if request is not None:
                         group.join(request, prepare(request))
+            for group in groups:
                 is_started = group.num_taken > 0
                 if is_started:
                     group.decode()

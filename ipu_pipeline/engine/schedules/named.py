@@ -29,14 +29,15 @@ from ipu_pipeline.engine.schedules.zero_bubble_v import zero_bubble_v
 __all__ = [
     "SCHEDULES",
     "NamedSchedule",
-    "ScheduleLike",
+    "Schedule",
     "check_schedule",
     "find_schedule",
     "named_schedules",
     "schedule_name",
 ]
 
-ScheduleLike: TypeAlias = str | os.PathLike[str] | ScheduleFunction | SearchedSchedule
+# What `schedule=` takes everywhere: a name, a file, a function of one's own, or a search.
+Schedule: TypeAlias = str | os.PathLike[str] | ScheduleFunction | SearchedSchedule
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ def named_schedules() -> dict[str, ScheduleFunction]:
     return {schedule.name: schedule.function for schedule in SCHEDULES}
 
 
-def check_schedule(schedule: Any, argument: str = "schedule") -> ScheduleLike:
+def check_schedule(schedule: Any, argument: str = "schedule") -> Schedule:
     """Checks a schedule as far as possible without reading a file.
 
     Args:

@@ -15,7 +15,7 @@ from ipu_pipeline.engine.schedules.checking import Timetable, check
 from ipu_pipeline.engine.schedules.clusters import Cluster
 from ipu_pipeline.engine.schedules.costs import Costs, Edge, Memory
 from ipu_pipeline.engine.schedules.host_memory import HostMemory
-from ipu_pipeline.engine.schedules.named import ScheduleLike, find_schedule
+from ipu_pipeline.engine.schedules.named import Schedule, find_schedule
 from ipu_pipeline.engine.schedules.order_problems import OrderProblem
 from ipu_pipeline.engine.schedules.searched import SearchedSchedule
 from ipu_pipeline.engine.schedules.searching import Searched, search
@@ -69,7 +69,7 @@ class Scenario:
     """
 
     costs: Costs
-    schedule: ScheduleLike | Timetable = "grouped"
+    schedule: Schedule | Timetable = "grouped"
     num_micro_batches: int = 1
     device_mapping: tuple[int, ...] = ()
     levels: tuple[int, ...] = ()

@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from ipu_pipeline.engine.schedules.checking import Timetable
 from ipu_pipeline.engine.schedules.costs import Costs, Edge
-from ipu_pipeline.engine.schedules.named import ScheduleLike
+from ipu_pipeline.engine.schedules.named import Schedule
 from ipu_pipeline.engine.schedules.scenarios import Scenario
 from ipu_pipeline.engine.schedules.searched import SearchedSchedule
 from ipu_pipeline.engine.schedules.shared_cores import CORES_OF_TRANSFER
@@ -146,7 +146,7 @@ class SplitProblem:
     layers: Costs
     overhead: float
     num_stages: int
-    schedule: ScheduleLike
+    schedule: Schedule
     num_micro_batches: int
     device_mapping: tuple[int, ...]
     training: bool = True

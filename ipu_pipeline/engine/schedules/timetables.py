@@ -7,7 +7,7 @@ import functools
 from ipu_pipeline.engine.schedules.actions import ScheduleFunction
 from ipu_pipeline.engine.schedules.checking import Timetable, check
 from ipu_pipeline.engine.schedules.lock_step import interleaved
-from ipu_pipeline.engine.schedules.named import ScheduleLike, find_schedule, named_schedules
+from ipu_pipeline.engine.schedules.named import Schedule, find_schedule, named_schedules
 from ipu_pipeline.engine.schedules.searched import SearchedSchedule
 
 __all__ = ["MAX_ACTIONS", "timetable"]
@@ -16,7 +16,7 @@ MAX_ACTIONS = 2**22  # all of them are written down and checked beforehand: half
 
 
 def timetable(
-    schedule: ScheduleLike,
+    schedule: Schedule,
     num_stages: int,
     num_micro_batches: int,
     device_mapping: tuple[int, ...],

@@ -36,7 +36,7 @@ def _check_strategy(name: str, value: Any) -> Strategy:
     return value.clone()
 
 
-def _check_schedule(name: str, value: Any) -> schedules.ScheduleLike:
+def _check_schedule(name: str, value: Any) -> schedules.Schedule:
     # The path of a file stays: it is read when a model is compiled.
     return schedules.check_schedule(value, name)
 
@@ -127,7 +127,7 @@ class Options(DeviceOptions, DiagnosticOptions):
     pipeline_schedule = Option(_check_schedule, "grouped")
 
     @pipeline_schedule.setter
-    def setPipelineSchedule(self, schedule: schedules.ScheduleLike) -> None:
+    def setPipelineSchedule(self, schedule: schedules.Schedule) -> None:
         """The order in which pipelined stages run forwards and backwards. Not in PopTorch.
 
         Args:

@@ -103,12 +103,12 @@ class PipelinedExecution(Strategy):
     """
 
     auto_stage: AutoStage | None
-    schedule: schedules.ScheduleLike | None
+    schedule: schedules.Schedule | None
 
     def __init__(
         self,
         *args: AutoStage | Stage | str | Sequence[str],
-        schedule: schedules.ScheduleLike | None = None,
+        schedule: schedules.Schedule | None = None,
     ) -> None:
         """Takes the stages, or the way they are made from blocks.
 

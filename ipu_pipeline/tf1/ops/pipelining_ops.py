@@ -29,7 +29,7 @@ from ipu_pipeline.engine.fronts import (
     is_in_stage,
     join_layers,
 )
-from ipu_pipeline.engine.schedules import ScheduleLike
+from ipu_pipeline.engine.schedules import Schedule
 from ipu_pipeline.graphcore.importing import explain_missing
 from ipu_pipeline.ground.checks import is_integer
 from ipu_pipeline.processes import selection
@@ -103,7 +103,7 @@ def pipeline(
     outfeed_queue: IPUOutfeedQueue | None = None,
     optimizer_function: OptimizerFunction | None = None,
     device_mapping: Sequence[int | Sequence[int]] | None = None,
-    pipeline_schedule: PipelineSchedule | ScheduleLike | None = None,
+    pipeline_schedule: PipelineSchedule | Schedule | None = None,
     recomputation_mode: RecomputationMode | None = None,
     forward_propagation_stages_poplar_options: Sequence[PipelineStageOptions] | None = None,
     backward_propagation_stages_poplar_options: Sequence[PipelineStageOptions] | None = None,
@@ -422,7 +422,7 @@ def auto_stages(
     optimizer_function: OptimizerFunction | None = None,
     gradient_accumulation_count: Any = None,
     device_mapping: Sequence[int] | None = None,
-    pipeline_schedule: PipelineSchedule | ScheduleLike | None = None,
+    pipeline_schedule: PipelineSchedule | Schedule | None = None,
     bytes_per_ipu: int | None = None,
     gradient_accumulation_dtype: Any = None,
     recomputation_mode: RecomputationMode | None = None,
@@ -511,7 +511,7 @@ def split(
     optimizer_function: OptimizerFunction | None = None,
     gradient_accumulation_count: Any = None,
     device_mapping: Sequence[int] | None = None,
-    pipeline_schedule: PipelineSchedule | ScheduleLike | None = None,
+    pipeline_schedule: PipelineSchedule | Schedule | None = None,
     bytes_per_ipu: int | None = None,
     gradient_accumulation_dtype: Any = None,
     recomputation_mode: RecomputationMode | None = None,
@@ -610,7 +610,7 @@ def _give(
     optimizer_function: OptimizerFunction | None,
     gradient_accumulation_count: Any,
     device_mapping: Sequence[int] | None,
-    pipeline_schedule: PipelineSchedule | ScheduleLike | None,
+    pipeline_schedule: PipelineSchedule | Schedule | None,
     gradient_accumulation_dtype: Any,
     recomputation_mode: RecomputationMode | None,
     offload_weight_update_variables: bool | None,

@@ -1,4 +1,5 @@
 import functools
+import typing
 
 import pytest
 
@@ -89,3 +90,9 @@ def test_a_pipeline_knows_the_schedule_by_its_name_here():
 def test_a_scenario_knows_the_schedule_by_its_name_here():
     costs = schedules.Costs.of(2, forward=1.0, backward=2.0)
     assert schedules.Scenario(costs, "GPipe", 4).schedule == "all_forwards"
+
+
+def test_what_schedule_takes_has_a_public_type():
+    assert engine.PipelineOptions.__annotations__["schedule"] == "schedules.Schedule"
+    assert set(typing.get_args(engine.Schedule)) >= {str, engine.ScheduleFunction, engine.SearchedSchedule}
+    assert engine.ScheduleLike is engine.Schedule  # its former name

@@ -1,7 +1,9 @@
 """What the single program of a block computes: micro-batches, accumulation and weight updates, traced.
 
-Loops run until the next weight update, then update, then start over. The update stands in a loop of one
-turn or none, which works in place; a conditional would copy whatever it may change.
+Loops run until the next weight update, then update, then start over. Where a block may begin or end within
+an update, the update stands in a loop of one turn or none, which works in place; a conditional would copy
+whatever it may change. In a block of whole updates, the loop over the micro-batches of one has a fixed
+number of turns: a GPU asks the host before each turn of a loop that may end.
 """
 
 from __future__ import annotations
@@ -105,6 +107,17 @@ class BlockProgram:
             is_wanted = True if self.condition is None else self.condition(given.inputs, carry.carried)
             return (carry.done < end) & is_wanted
 
+        def whole_update(carry: Carry) -> Carry:
+            scale = self._find_loss_scale(kind, carry, given)
+            turns = kind.every // self.num_serialized
+            run = functools.partial(self._run_micro_batches, given, position, scale)
+            carry = jax.lax.fori_loop(0, turns, lambda _turn, carry: run(carry), carry)
+            if self.update is not None:
+                carry = self._update(self.update, position, carry)
+            if kind.num_updates:
+                carry = _end_update(carry)
+            return dataclasses.replace(carry, accumulated=zero)
+
         def until_update(carry: Carry) -> Carry:
             left = jnp.minimum(position.count - carry.done, position.every - carry.accumulated)
             end = carry.done + left
@@ -127,7 +140,11 @@ class BlockProgram:
                 carry = jax.lax.fori_loop(0, num_turns, lambda _turn, carry: _end_update(carry), carry)
             return dataclasses.replace(carry, accumulated=jnp.where(is_full, 0, carry.accumulated))
 
-        last = jax.lax.while_loop(lambda carry: goes_on(carry, position.count), until_update, first)
+        body = whole_update if kind.every else until_update
+        if kind.every == kind.room:
+            last = body(first)
+        else:
+            last = jax.lax.while_loop(lambda carry: goes_on(carry, position.count), body, first)
         return Left(
             last.totals,
             last.variables,

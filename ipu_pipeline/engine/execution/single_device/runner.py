@@ -198,6 +198,9 @@ class BlockRunner(Runner[PendingBlock]):
         if state.pipeline.optimizer_state is None and self.needs_outputs and self.has_callbacks:
             return  # Python would notice that a stage runs, on zeros
         block = self.make_block(state, request, begun, [self._feed.add(zeros)], sizes.room)
+        if sizes.unit == request.every:
+            whole = dataclasses.replace(block.position, count=request.every)
+            block = dataclasses.replace(block, position=whole)
         state = self.with_optimizer(state, block.begun.first_outputs)
         leaves = jax.tree.leaves(state.pipeline.optimizer_state)
         has_parts = sizes.unit != request.every and request.every > sizes.capacity
@@ -374,7 +377,7 @@ class BlockRunner(Runner[PendingBlock]):
             # With a fixed room an update may be as short as a group.
             shortest = self.program.num_serialized if self._has_fixed_room else block.request.every
             num_updates = max(1, block.room // shortest)
-        kind = BlockKind(block.room, num_updates, updates)
+        kind = BlockKind(block.room, num_updates, updates, self._find_every(block, updates))
         donate = self._donate and updates
         changed = self._changed(kind)
         variables = {**state.pipeline.variables, **block.begun.assigned}
@@ -410,6 +413,13 @@ class BlockRunner(Runner[PendingBlock]):
             note_temporaries(self.temporary_bytes, group, compiled)
             self._functions[kind, donate] = function
         return function, arguments
+
+    def _find_every(self, block: PendingBlock, updates: bool) -> int:
+        """Micro-batches per update, if a block has whole updates; 0 otherwise, or if the number varies."""
+        position = block.position
+        is_whole = updates and position.accumulated == 0 and position.count % position.every == 0
+        varies = self.iterated is not None or self._has_fixed_room
+        return position.every if is_whole and not varies else 0
 
     def _changed(self, kind: BlockKind) -> set[str]:
         """Full names of the variables that a block changes."""

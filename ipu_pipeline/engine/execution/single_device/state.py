@@ -19,6 +19,7 @@ class BlockKind:
     room: int  # the size of the block's stacks
     num_updates: int  # the size of the stacks with an entry per weight update; 0 if none is kept
     updates: bool  # whether weight updates may fall into the block
+    every: int = 0  # micro-batches per weight update, if the block has whole updates only; 0 if it may not
 
 
 @dataclass(frozen=True)
