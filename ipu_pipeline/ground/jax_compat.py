@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 __all__ = [
     "NAMES",
@@ -199,10 +199,15 @@ def shaped_array(shape: Sequence[int], dtype: Any) -> Any:
     return aval
 
 
+_NO_MESH = AbstractMesh((), ())
+
+
 def without_mesh(aval: Any) -> Any:
     """The abstract value of an array, without the mesh that it was traced in."""
     mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
-    return aval if mesh is None or mesh.empty else aval.update(sharding=None)
+    if mesh is None or mesh.empty:
+        return aval
+    return aval.update(sharding=NamedSharding(_NO_MESH, PartitionSpec(*[None] * aval.ndim)))
 
 
 def context_without_mesh(context: Any) -> Any:
@@ -210,7 +215,7 @@ def context_without_mesh(context: Any) -> Any:
     mesh = getattr(context, "cur_abstract_mesh", None)
     if mesh is None or mesh.empty:
         return context
-    with context.manager, jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+    with context.manager, jax.sharding.use_abstract_mesh(_NO_MESH):
         return type(context)()
 
 

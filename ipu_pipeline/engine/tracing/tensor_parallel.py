@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import jax
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from ipu_pipeline.engine.tracing.replicas import REPLICA
 from ipu_pipeline.engine.tracing.specs import VariableSpec
@@ -141,7 +141,9 @@ def dividing(size: int) -> Iterator[_Tracing]:
 def mesh_of_stages() -> AbstractMesh:
     """The mesh of the stages that are being traced: a replica's devices, one where nobody said more."""
     tracing = _tracing.get()
-    return AbstractMesh((1, 1 if tracing is None else tracing.size), (REPLICA, MODEL))
+    shape = (1, 1 if tracing is None else tracing.size)
+    # "Explicit" ones, which a newer JAX has by default, would have each stage say how its values lie.
+    return AbstractMesh(shape, (REPLICA, MODEL), axis_types=(AxisType.Auto, AxisType.Auto))
 
 
 def constrain(x: Any, partition: PartitionSpec) -> Any:
