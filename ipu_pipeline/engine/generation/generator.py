@@ -232,9 +232,9 @@ class Generator:
                 "generate was called within `serving`: call submit, and result() of what it returns."
             )
         with self._running:
-            builder = self._prepare()
-            stages = builder.bind(state)
-            builder.compile({one for request in requests for one in self._find_needed(request)})
+            stages = self._bind(state)
+            needed = {one for request in requests for one in self._find_needed(request)}
+            self._surroundings.run(self._prepare().compile, needed)
             self._answer(stages, RequestQueue(requests))
         return [request.result() for request in requests]
 
@@ -257,11 +257,8 @@ class Generator:
         if self._queue is not None:
             raise RuntimeError("serving was called within `serving`. Leave the first block before.")
         with self._running:
-            stages, queue, errors = (
-                self._prepare().bind(state),
-                RequestQueue(is_open=True),
-                list[BaseException](),
-            )
+            stages, queue = self._bind(state), RequestQueue(is_open=True)
+            errors: list[BaseException] = []
 
             def serve() -> None:
                 try:
@@ -393,8 +390,14 @@ class Generator:
     def _prepare(self) -> StageBuilder:
         if self._builder is None:
             each = self._num_slots // self._num_groups
-            self._builder = StageBuilder(self.pipeline, self._devices, each, self._is_one_by_one)
+            self._builder = self._surroundings.run(
+                StageBuilder, self.pipeline, self._devices, each, self._is_one_by_one
+            )
         return self._builder
+
+    def _bind(self, state: PipelineState | Mapping[str, Any]) -> BoundStages:
+        """The stages with the weights of a state."""
+        return self._surroundings.run(self._prepare().bind, state)
 
     def _divide(self, length: int) -> list[int]:
         """The lengths of the chunks of a prompt."""
