@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax.extend import core as jex_core
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from ipu_pipeline.engine import jaxprs
 from ipu_pipeline.engine.tracing import frames, hoisting
@@ -236,8 +237,9 @@ def _trace_stage(
 
     try:
         with jax_compat.fresh_trace():
-            with in_mesh(mesh_of_stages()):
-                closed_jaxpr = jax.make_jaxpr(call)(*leaves)
+            mesh = mesh_of_stages()
+            with in_mesh(mesh):
+                closed_jaxpr = jax.make_jaxpr(call)(*_on_mesh(leaves, mesh))
             check_mesh(closed_jaxpr, frame.place)
             closed_jaxpr = jaxprs.without_mesh(closed_jaxpr, is_differentiated=False)
             if jax_compat.has_checks(closed_jaxpr) and frame.enqueued is not None:
@@ -300,6 +302,13 @@ def _trace_stage(
         ),
     )
     return stage, result_trees[0]
+
+
+def _on_mesh(avals: Sequence[jax.ShapeDtypeStruct], mesh: AbstractMesh) -> list[jax.ShapeDtypeStruct]:
+    """Shapes and dtypes with the type that values which are made in a mesh have."""
+    # Otherwise JAX would trace functions that it caches for both types.
+    whole = NamedSharding(mesh, PartitionSpec())
+    return [aval.update(sharding=whole) for aval in avals]
 
 
 def check_signature(
