@@ -14,7 +14,7 @@ QUESTIONS = [
     "What is a pipeline?",
     "How do I save a model?",
     "What is the bubble?",
-    "Please explain what a stage is.",
+    "Why is my loss nan?",
 ]
 
 
@@ -28,7 +28,7 @@ def main() -> None:
         sys.exit(f"Error: {directory} is there already. Delete it, or give another --directory.")
     rest = ["--directory", str(directory)]
     for name, *arguments in (
-        ["train.py", "--stages", "4", "--stop-at", "70", "--report", str(directory / "report")],
+        ["train.py", "--stages", "4", "--stop-at", "60", "--report", str(directory / "report")],
         ["train.py", "--stages", "2"],
         ["chat.py", "--evaluate", *QUESTIONS],
     ):

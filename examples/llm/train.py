@@ -58,7 +58,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         "--directory", type=Path, default=Path("llm_run"), help="for the checkpoint and the tokenizer"
     )
     parser.add_argument("--stages", type=at_least(2), default=4, help="of the pipeline")
-    parser.add_argument("--steps", type=at_least(1), default=140, help="weight updates in all")
+    parser.add_argument("--steps", type=at_least(1), default=120, help="weight updates in all")
     parser.add_argument("--stop-at", type=at_least(1), metavar="STEP", help="save and end earlier")
     parser.add_argument(
         "--report", type=Path, metavar="DIR", help="record a step as a page (extra reports)"
