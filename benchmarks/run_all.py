@@ -32,6 +32,7 @@ BENCHMARKS = [
     "against_torch_pipelining",
     "dispatch",
     "compile",
+    "first_step",
     "feeds",
     "metrics",
     "tracing",

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from ipu_pipeline.engine.tracing.replicas import cross_replica_sum, replica_count, replica_index
     from ipu_pipeline.engine.tracing.specs import VariableSpec
     from ipu_pipeline.engine.tracing.stage_lists import Stage, StageEntry
+    from ipu_pipeline.engine.tracing.stage_meshes import stage_mesh
     from ipu_pipeline.engine.tracing.stage_parameters import Shared
     from ipu_pipeline.engine.tracing.tensor_parallel import TensorParallel, constrain
     from ipu_pipeline.engine.tracing.variable_scopes import AUTO_REUSE, get_variable_scope, variable_scope
@@ -120,6 +121,7 @@ __all__ = [
     "save",
     "simulate",
     "split",
+    "stage_mesh",
     "update_count",
     "variable_scope",
     "what_if",
@@ -188,6 +190,7 @@ _HOMES = {
     "save": "checkpointing.engine_states",
     "simulate": "engine.schedules.simulator",
     "split": "engine.automatic_splits",
+    "stage_mesh": "engine.tracing.stage_meshes",
     "update_count": "engine.tracing.counting",
     "variable_scope": "engine.tracing.variable_scopes",
     "what_if": "engine.schedules.variants",

@@ -122,7 +122,10 @@ def build(
         if faults:
             raise faults.as_error()
         partitions = parallel.resolve(traced.variables)
-        if parallel.size > 1 and not partitions and not divided_values.is_used:
+        divides = divided_values.is_used or any(
+            jaxprs.uses_mesh(stage.flat.equations) for stage in traced.stages
+        )
+        if parallel.size > 1 and not partitions and not divides:
             warnings.warn(
                 f"tensor_parallel: each IPU has {parallel.size} devices, but nothing is divided over them, "
                 "so all of them compute the same. Say in TensorParallel.variables what is divided.",
@@ -158,9 +161,10 @@ def build(
         is_scaled = updates is not None and updates.loss_scale is not None
 
         def make_programs(recompute: Recomputation | None) -> tuple[StagePrograms, ...]:
-            return differentiation.build(
-                traced, trained, recipe.reduction, gradient_map, recompute, is_scaled, enqueued, halved
-            )
+            with dividing(parallel.size):
+                return differentiation.build(
+                    traced, trained, recipe.reduction, gradient_map, recompute, is_scaled, enqueued, halved
+                )
 
         programs = make_programs(recompute)
         options.program_names.reads.clear()

@@ -17,6 +17,7 @@ from ipu_pipeline.engine.devices.placing import put
 from ipu_pipeline.engine.replaying import Visit
 from ipu_pipeline.engine.tracing import frames
 from ipu_pipeline.engine.tracing.faults import describe_arguments
+from ipu_pipeline.engine.tracing.stage_meshes import in_mesh
 from ipu_pipeline.engine.tracing.stages import StageFunction, as_arguments, concatenate, name_places
 from ipu_pipeline.engine.tracing.surroundings import Surroundings
 
@@ -77,7 +78,7 @@ class StageCaller:
                     values=values,
                 )
                 try:
-                    with frames.frame(frame):
+                    with frames.frame(frame), in_mesh(self._group.replicated.mesh):
                         results.append(function(*arguments[0], **arguments[1]))
                         if self._loss is not None and level == len(self._functions) - 1:
                             args, kwargs = as_arguments(results[-1])

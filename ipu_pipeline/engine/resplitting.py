@@ -12,6 +12,7 @@ What could be meant in two ways is an error.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -120,9 +121,10 @@ def move_state(state: PipelineState, leaves: Mapping[str, Any] | None, pipeline:
         ]
         optimizer.check_all_taken()
         optimizer_state = updates.state_tree.unflatten(moved)
-    return pipeline.place(
+    placed = pipeline.place(
         PipelineState(variables, optimizer_state, state.update_count, state.execution_count, state.key)
     )
+    return dataclasses.replace(placed, variables=without_weights(placed.variables))
 
 
 class _Optimizer:

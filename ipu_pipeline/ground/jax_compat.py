@@ -25,13 +25,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 __all__ = [
     "NAMES",
     "WrittenExecutable",
+    "array_without_mesh",
     "as_operand",
     "as_weak",
     "can_move_executables",
+    "context_without_mesh",
     "dce_rules",
     "discharge",
     "end_derivatives",
@@ -58,6 +61,7 @@ __all__ = [
     "shaped_array",
     "with_errors_of_checks",
     "within_scopes",
+    "without_mesh",
     "write_executable",
 ]
 
@@ -193,6 +197,46 @@ def shaped_array(shape: Sequence[int], dtype: Any) -> Any:
         return _ShapedArray(tuple(shape), dtype)
     (aval,) = jax.make_jaxpr(lambda x: x)(jax.ShapeDtypeStruct(tuple(shape), dtype)).in_avals
     return aval
+
+
+_NO_MESH = AbstractMesh((), ())
+
+
+def without_mesh(aval: Any) -> Any:
+    """The abstract value of an array, without the mesh that it was traced in."""
+    mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
+    if mesh is None or mesh.empty:
+        return aval
+    return aval.update(sharding=NamedSharding(_NO_MESH, PartitionSpec(*[None] * aval.ndim)))
+
+
+def context_without_mesh(context: Any) -> Any:
+    """The settings that an equation was traced with (its `ctx`), without the mesh."""
+    mesh = getattr(context, "cur_abstract_mesh", None)
+    if mesh is None or mesh.empty:
+        return context
+    with context.manager, jax.sharding.use_abstract_mesh(_NO_MESH):
+        return type(context)()
+
+
+def array_without_mesh(value: Any) -> Any:
+    """Takes an abstract mesh out of the type of an array that was made in it; else the value as it is."""
+    if isinstance(value, np.ndarray) and hasattr(value, "aval"):  # as a trace makes of an array of NumPy
+        aval = without_mesh(value.aval)
+        return value if aval is value.aval else type(value)(np.asarray(value), aval)
+    if not isinstance(value, jax.Array) or is_traced(value):
+        return value
+    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        data = jax.random.key_data(value)
+        own = array_without_mesh(data)
+        return value if own is data else jax.random.wrap_key_data(own, impl=jax.random.key_impl(value))
+    known: Any = jax.typeof(value)
+    aval = without_mesh(known)
+    # A mesh with devices has their kind: such arrays come from elsewhere.
+    if aval is known or known.sharding.mesh.abstract_device is not None or _ArrayImpl is None:
+        return value
+    parts = [shard.data for shard in value.addressable_shards]
+    return _ArrayImpl(aval, value.sharding, parts, committed=value.committed, _skip_checks=True)
 
 
 _cached_shaped_array = functools.lru_cache(maxsize=256)(shaped_array)

@@ -108,6 +108,7 @@ FLOORS = (
     _folder("poptorch/optim"),
     _folder("poptorch/data"),
     _folder("poptorch/files"),
+    _folder("poptorch/generation"),
     _folder("poptorch/execution"),
     _beside("poptorch: roof", "poptorch", "import ipu_pipeline.poptorch as poptorch"),
     _folder("command_line"),

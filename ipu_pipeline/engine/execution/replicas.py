@@ -30,6 +30,7 @@ from ipu_pipeline.engine.execution.all_reduce import Parts, join_replicas, take_
 from ipu_pipeline.engine.execution.columns import Column
 from ipu_pipeline.engine.execution.outputs import Accumulated
 from ipu_pipeline.engine.execution.steps import Call, ColumnRun, Devices
+from ipu_pipeline.engine.jaxprs import has_shard_map
 from ipu_pipeline.engine.state import Collected, Handed, PipelineState, RunState
 from ipu_pipeline.engine.tracing.replicas import uses_replicas
 from ipu_pipeline.engine.updates.accumulators import Accumulator
@@ -97,6 +98,12 @@ class Replicas:
                         f"{stage.place} computes with other replicas (cross_replica_sum, replica_index or "
                         "synchronized batch normalization), which does not go with tensor_parallel and "
                         "num_replicas both above 1. Leave one of the three out."
+                    )
+                if has_shard_map(stage.flat.equations):
+                    raise ValueError(
+                        f"{stage.place} computes with other replicas (cross_replica_sum, replica_index or "
+                        "synchronized batch normalization), and with jax.shard_map, which do not go "
+                        "together with num_replicas above 1. Put them into stages of their own."
                     )
                 self.joint[template.index] = Joint(template.jit_jointly(group), group)
 

@@ -23,6 +23,13 @@ from ipu_pipeline.engine.jaxprs.flat import (
     take_out_constants,
 )
 from ipu_pipeline.engine.jaxprs.halving import find_computed, find_kept, take_apart
+from ipu_pipeline.engine.jaxprs.meshes import (
+    find_collectives,
+    find_other_devices,
+    has_shard_map,
+    uses_mesh,
+    without_mesh,
+)
 from ipu_pipeline.engine.jaxprs.slicing import (
     any_equation,
     can_reduce,
@@ -49,12 +56,15 @@ __all__ = [
     "close",
     "dependents",
     "extract",
+    "find_collectives",
     "find_computed",
     "find_kept",
+    "find_other_devices",
     "find_uniform",
     "flatten",
     "has_callbacks",
     "has_primitive",
+    "has_shard_map",
     "is_inlined",
     "lift_captures",
     "map_atoms",
@@ -64,4 +74,6 @@ __all__ = [
     "take_out_constants",
     "turn_products",
     "unroll_layers",
+    "uses_mesh",
+    "without_mesh",
 ]

@@ -14,6 +14,7 @@ the scalars that each component gives for them.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -257,8 +258,11 @@ class _Division:
         numbers: dict[Any, int] = {}
 
         def name(atom: Any) -> str:
+            if not isinstance(atom, jex_core.Literal) and atom in numbers:
+                return str(numbers[atom])
             if self._roots_of(atom):
-                return f"{numbers.setdefault(atom, len(numbers))}:{atom.aval}"
+                numbers[atom] = len(numbers)
+                return f"{numbers[atom]}:{_text_of(atom.aval)}"
             number = known[atom] if atom in known else scalars.setdefault(atom, len(scalars))
             return f"scalar {number}"
 
@@ -316,9 +320,14 @@ class _Division:
         )
 
 
+@functools.lru_cache(maxsize=1024)
+def _text_of(aval: Any) -> str:
+    return str(aval)  # JAX makes it anew each time, which takes longer than all the rest
+
+
 def _describe_equation(equation: Any, name: Callable[[Any], str], made: str) -> str:
     read = [
-        f"{atom.val!r}:{atom.aval}" if isinstance(atom, jex_core.Literal) else name(atom)
+        f"{atom.val!r}:{_text_of(atom.aval)}" if isinstance(atom, jex_core.Literal) else name(atom)
         for atom in equation.invars
     ]
     parameters = ", ".join(f"{key}={value}" for key, value in sorted(equation.params.items()))

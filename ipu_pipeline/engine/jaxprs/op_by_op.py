@@ -17,7 +17,15 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jex_core
 
-from ipu_pipeline.engine.jaxprs.flat import Atom, Equation, FlatJaxpr, Var, flatten, make_extracted
+from ipu_pipeline.engine.jaxprs.flat import (
+    Atom,
+    Equation,
+    FlatJaxpr,
+    Var,
+    flatten,
+    has_primitive,
+    make_extracted,
+)
 
 __all__ = ["Evaluated", "Origin", "evaluate", "find_nan", "has_nan"]
 
@@ -83,12 +91,16 @@ def _as_function(equation: Equation) -> Callable[..., list[Any]]:
     inputs = [jex_core.Var(atom.aval) for atom in equation.invars]
     outputs = [jex_core.Var(var.aval) for var in equation.outvars]
     program = make_extracted({}, inputs, [equation.replace(invars=inputs, outvars=outputs)], outputs)
+    if has_primitive(equation, "shard"):  # its mesh has no devices: compiled, it gets those of its operands
+        return jax.jit(program.__call__)
     return lambda *values: program(*values)
 
 
 def _look_inside(equation: Equation, given: Sequence[Any], place: int) -> Equation:
     """The equation within a loop, conditional or call that made the nan of one of its results."""
     parameters, name = equation.params, equation.primitive.name
+    if name == "shard_map":  # its body has no meaning on one device
+        return equation
     if name == "scan":
         return _look_inside_scan(equation, given)
     if name == "while":

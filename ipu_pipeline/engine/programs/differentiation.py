@@ -35,6 +35,8 @@ from ipu_pipeline.engine.programs.recomputation import Recomputation
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms, Value, ValueKind
 from ipu_pipeline.engine.tracing import keys, recomputation_marks
 from ipu_pipeline.engine.tracing.faults import add_derivative_note
+from ipu_pipeline.engine.tracing.stage_meshes import in_mesh
+from ipu_pipeline.engine.tracing.tensor_parallel import mesh_of_stages
 from ipu_pipeline.engine.tracing.traced import Source, TracedPipeline, TracedStage
 from ipu_pipeline.ground import jax_compat
 
@@ -167,7 +169,11 @@ def _evaluation(
 
 def _flatten_stage(stage: TracedStage) -> jaxprs.FlatJaxpr:
     """Makes the stage a jaxpr that takes `_stage_arguments`."""
-    return jaxprs.flatten(jax.make_jaxpr(functools.partial(_call_stage, stage))(*_stage_avals(stage)))
+    return jaxprs.flatten(_trace_again(stage))
+
+
+def _trace_again(stage: TracedStage) -> Any:
+    return jax.make_jaxpr(functools.partial(_call_stage, stage))(*_stage_avals(stage))
 
 
 def _own_results(index: int, stage: TracedStage, atoms: Sequence[Any]) -> list[tuple[Value, Any]]:
@@ -186,7 +192,7 @@ def _own_results(index: int, stage: TracedStage, atoms: Sequence[Any]) -> list[t
 
 
 def _build_inference(index: int, stage: TracedStage, is_alike: bool) -> StagePrograms:
-    flat = _flatten_stage(stage)
+    flat = jaxprs.flatten(jaxprs.without_mesh(_trace_again(stage), is_differentiated=True))
     labels = dict(zip(flat.inputs, _stage_arguments(stage), strict=True))
     if is_alike:
         flat, labels = take_out_key_numbers(flat, labels)
@@ -328,7 +334,8 @@ def _unscale(gradient: jax.Array, scale: jax.Array | None = None) -> jax.Array:
 
 def _trace_joint(joint: Callable[..., list[Any]], avals: Sequence[Any], place: str) -> Any:
     closed_jaxpr = None
-    with contextlib.suppress(jax.errors.UnexpectedTracerError):
+    # The mesh is for the rules of custom derivatives.
+    with contextlib.suppress(jax.errors.UnexpectedTracerError), in_mesh(mesh_of_stages()):
         closed_jaxpr = jax.make_jaxpr(joint)(*avals)
     # A derivative rule is run here, after the stage was traced: the stage's values are gone.
     if closed_jaxpr is None or any(map(jax_compat.is_traced, closed_jaxpr.consts)):
@@ -337,7 +344,7 @@ def _trace_joint(joint: Callable[..., list[Any]], avals: Sequence[Any], place: s
             "jax.custom_gradient) uses a value of the stage that is not among its arguments. Pass it as an "
             "argument."
         )
-    return closed_jaxpr
+    return jaxprs.without_mesh(closed_jaxpr, is_differentiated=True)
 
 
 def _received_cotangents(

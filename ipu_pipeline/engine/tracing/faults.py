@@ -45,6 +45,15 @@ _NOT_THE_USERS = {"flax", "ipu_pipeline", "jax", "jaxlib", "numpy", "optax", *sy
 _TRACES_STAGES = "ipu_pipeline.engine.tracing.stages"
 _DIFFERENTIATES = "ipu_pipeline.engine.programs.differentiation"
 _PACKAGE = str(pathlib.Path(__file__).parents[2])
+# What JAX says of meshes -> the mend in a stage.
+_MESH_MENDS = {
+    "not found in mesh": "A stage's mesh has the axes 'model', of TensorParallel.size, and 'replica', of "
+    "size 1: name these or None, in Flax's rules of logical axes, too. Replicas divide batches.",
+    "unbound axis name": "In a stage an axis has a name within jax.shard_map, over engine.stage_mesh(): "
+    "'model'. For all replicas there are engine.cross_replica_sum, replica_index and replica_count.",
+    "should match the mesh passed to shard_map": "A stage is computed by devices of its own: pass "
+    "mesh=engine.stage_mesh(), or no mesh.",
+}
 _TF1_OPTIMIZER_METHODS = ("minimize", "compute_gradients", "apply_gradients")
 
 
@@ -259,6 +268,9 @@ def _where_it_ended(error: BaseException, given: str) -> list[str]:
 
 def _mends(error: BaseException) -> list[str]:
     """Advice on an error that was raised by a library that does not know of pipelines."""
+    found = [mend for text, mend in _MESH_MENDS.items() if text in str(error)]
+    if found:
+        return found
     if not isinstance(error, AttributeError) or error.name not in _TF1_OPTIMIZER_METHODS:
         return []
     if not type(error.obj).__module__.startswith("optax."):

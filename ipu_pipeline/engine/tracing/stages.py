@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax.extend import core as jex_core
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from ipu_pipeline.engine import jaxprs
 from ipu_pipeline.engine.tracing import frames, hoisting
@@ -22,6 +23,8 @@ from ipu_pipeline.engine.tracing.enqueuing import first_leaves
 from ipu_pipeline.engine.tracing.faults import Faults, describe_arguments, find_signature_fault, name_of
 from ipu_pipeline.engine.tracing.module_constants import check_modules
 from ipu_pipeline.engine.tracing.recomputation_marks import check_marks
+from ipu_pipeline.engine.tracing.stage_meshes import check_mesh, in_mesh
+from ipu_pipeline.engine.tracing.tensor_parallel import mesh_of_stages
 from ipu_pipeline.engine.tracing.traced import Source, TracedPipeline, TracedStage, share_variables
 from ipu_pipeline.engine.tracing.user_checks import with_checks_handed_out
 from ipu_pipeline.ground import jax_compat
@@ -234,7 +237,11 @@ def _trace_stage(
 
     try:
         with jax_compat.fresh_trace():
-            closed_jaxpr = jax.make_jaxpr(call)(*leaves)
+            mesh = mesh_of_stages()
+            with in_mesh(mesh):
+                closed_jaxpr = jax.make_jaxpr(call)(*_on_mesh(leaves, mesh))
+            check_mesh(closed_jaxpr, frame.place)
+            closed_jaxpr = jaxprs.without_mesh(closed_jaxpr, is_differentiated=False)
             if jax_compat.has_checks(closed_jaxpr) and frame.enqueued is not None:
                 closed_jaxpr = with_checks_handed_out(closed_jaxpr, frame)
     except Exception as error:
@@ -295,6 +302,13 @@ def _trace_stage(
         ),
     )
     return stage, result_trees[0]
+
+
+def _on_mesh(avals: Sequence[jax.ShapeDtypeStruct], mesh: AbstractMesh) -> list[jax.ShapeDtypeStruct]:
+    """Shapes and dtypes with the type that values which are made in a mesh have."""
+    # Otherwise JAX would trace functions that it caches for both types.
+    whole = NamedSharding(mesh, PartitionSpec())
+    return [aval.update(sharding=whole) for aval in avals]
 
 
 def check_signature(

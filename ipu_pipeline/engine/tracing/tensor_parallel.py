@@ -14,13 +14,21 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import jax
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from ipu_pipeline.engine.tracing.replicas import REPLICA
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.ground.checks import is_integer
 
-__all__ = ["MODEL", "Partitions", "TensorParallel", "constrain", "dividing", "normal_partition"]
+__all__ = [
+    "MODEL",
+    "Partitions",
+    "TensorParallel",
+    "constrain",
+    "dividing",
+    "mesh_of_stages",
+    "normal_partition",
+]
 
 MODEL = "model"  # the axis of the devices that compute a stage together
 
@@ -130,6 +138,14 @@ def dividing(size: int) -> Iterator[_Tracing]:
         _tracing.reset(token)
 
 
+def mesh_of_stages() -> AbstractMesh:
+    """The mesh of the stages that are being traced: a replica's devices, one where nobody said more."""
+    tracing = _tracing.get()
+    shape = (1, 1 if tracing is None else tracing.size)
+    # "Explicit" ones, which a newer JAX has by default, would have each stage say how its values lie.
+    return AbstractMesh(shape, (REPLICA, MODEL), axis_types=(AxisType.Auto, AxisType.Auto))
+
+
 def constrain(x: Any, partition: PartitionSpec) -> Any:
     """Says how a value within a stage is divided over the devices that compute the stage together.
 
@@ -158,8 +174,7 @@ def constrain(x: Any, partition: PartitionSpec) -> Any:
             "devices of an IPU to be divided. Divide another axis, or leave it whole."
         )
     tracing.is_used = True
-    mesh = AbstractMesh((1, tracing.size), (REPLICA, MODEL))
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, partition))
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh_of_stages(), partition))
 
 
 def _check(partition: Any, shape: Sequence[int], what: str) -> int | None:

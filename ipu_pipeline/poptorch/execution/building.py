@@ -54,6 +54,10 @@ __all__ = [
     "batching_of",
     "compile_model",
     "compile_shapes",
+    "cut_into_levels",
+    "find_schedule",
+    "find_seed",
+    "make_key",
     "num_compiled",
 ]
 
@@ -94,7 +98,7 @@ def compile_model(
       Others: errors of the model and of `engine.Pipeline`.
     """
     options = wrapped.options
-    seed = _find_seed(options)
+    seed = find_seed(options)
 
     def begin(stages: ModelStages) -> ModelOptimizer:
         assert optimizer is not None
@@ -103,7 +107,7 @@ def compile_model(
 
     program, training = _make_program(wrapped, arguments, begin, progress, groupings, graph)
     devices = select_devices(program.pipeline.num_ipus * options.replication_factor, options)
-    key = jax.random.fold_in(jax.random.key(seed % 2**32), seed >> 32 & 2**32 - 1)
+    key = make_key(seed)
     checks = options.Precision.floating_point_exceptions
     compiled = CompiledModel(wrapped.model, program, devices, key, checks, Processes.of(options))
     progress.done("trace")
@@ -144,7 +148,13 @@ def num_compiled(wrapped: Wrapped) -> int:
     return batching_of(wrapped.options).device_iterations if wrapped.trains else 1
 
 
-def _find_seed(options: Options) -> int:
+def make_key(seed: int) -> jax.Array:
+    """Returns the random key of a seed of 64 bits."""
+    return jax.random.fold_in(jax.random.key(seed % 2**32), seed >> 32 & 2**32 - 1)
+
+
+def find_seed(options: Options) -> int:
+    """Returns the seed of a model's random numbers: the option's, or torch's."""
     return options.random_seed if options.is_set("random_seed") else torch.initial_seed()
 
 
@@ -166,7 +176,7 @@ def _make_program(
             f"Parameter {made[0]} was made within torch.inference_mode, and cannot be captured. Make the "
             "model outside of it."
         )
-    _see_that_all_agree(wrapped, arguments, _find_seed(options))
+    _see_that_all_agree(wrapped, arguments, find_seed(options))
     if groupings:
         check_alone(options, "replicaGrouping")
     group_rows = check_groupings(wrapped.model, groupings, options.replication_factor)
@@ -200,14 +210,14 @@ def _make_program(
         check_alone(options, "Options.checkIndices")
     if any(is_gradient(anchor.long_name) for anchor in anchored):
         check_alone(options, "anchorTensor of a gradient")
-    schedule = _schedule(options)
+    schedule = find_schedule(options)
     is_split = options.num_split_ipus is not None
     if is_split:
         _check_splittable(captured, options)
     stages = make_stages(
         captured,
         wrapped.model,
-        lambda graph: _cut(graph, options, trains, schedule),
+        lambda graph: cut_into_levels(graph, options, trains, schedule),
         trains,
         [anchor.long_name for anchor in anchored],
         options.module_namescope,
@@ -344,7 +354,7 @@ def _tell_of_training_mode(modes: Modes) -> None:
         )
 
 
-def _cut(
+def cut_into_levels(
     graph: torch.fx.Graph, options: Options, trains: bool, schedule: schedules.Schedule
 ) -> Sequence[Sequence[Section]]:
     """Cuts a model into sections, level by level."""
@@ -396,7 +406,8 @@ def _is_live(options: Options) -> bool:
     return not isinstance(strategy, PhasedExecution) or strategy.liveness is Liveness.AlwaysLive
 
 
-def _schedule(options: Options) -> schedules.Schedule:
+def find_schedule(options: Options) -> schedules.Schedule:
+    """Returns the schedule that options ask for."""
     strategy = options.execution_strategy
     if isinstance(strategy, (ShardedExecution, PhasedExecution)):
         if options.is_set("pipeline_schedule"):

@@ -166,7 +166,7 @@ class CompiledModel:
         every = self.program.num_taken
         self.check_not_lost()
         assert self.state is not None
-        self._changes.tell(self.tensors)
+        self.tell_of_changes()
         checks = self.stages.index_checks
         if checks is not None:
             checks.take()  # from a call that was interrupted
@@ -307,6 +307,10 @@ class CompiledModel:
           Error: a parameter, buffer or module has been replaced.
         """
         self._holding.check()
+
+    def tell_of_changes(self) -> None:
+        """Warns of changes on the host that are not on the devices."""
+        self._changes.tell(self.tensors)
 
     def read_buffers_from_host(self, model: torch.nn.Module, names: Sequence[str]) -> None:
         """Copies some of the user's buffers to the devices.

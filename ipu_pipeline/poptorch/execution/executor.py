@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+import types
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -34,6 +35,7 @@ from ipu_pipeline.poptorch.execution.building import (
     num_compiled,
 )
 from ipu_pipeline.poptorch.execution.compiled import CompiledModel
+from ipu_pipeline.poptorch.execution.generating import Generation, check_generates, generates_on_devices
 from ipu_pipeline.poptorch.execution.hooks import after_compiling, before_compiling
 from ipu_pipeline.poptorch.execution.jax_errors import translating
 from ipu_pipeline.poptorch.execution.measured import CallTimes, Latency, Profile
@@ -53,6 +55,7 @@ from ipu_pipeline.poptorch.execution.weights import HostWeights, host_weights_of
 from ipu_pipeline.poptorch.files import contents
 from ipu_pipeline.poptorch.files.contents import Contents, SavedModel, SavedTensor
 from ipu_pipeline.poptorch.files.tensor_files import PathLike, find_target
+from ipu_pipeline.poptorch.generation.requests import read_wanted
 from ipu_pipeline.poptorch.graphs.model_summary import ModelSummary, summarize_module, summarize_stages
 from ipu_pipeline.poptorch.logs import logger, warn_once
 from ipu_pipeline.poptorch.optim import Optimizer
@@ -110,6 +113,7 @@ class PoplarExecutor:
         self._progress: CompileProgress | None = None
         self._times = CallTimes()
         self._call_ns: int | None = None
+        self._generation: Generation | None = None
 
     # Calls.
 
@@ -170,6 +174,36 @@ class PoplarExecutor:
             self._anchored.keep(collected, dtypes, first, mode)
             self._call_ns = time.perf_counter_ns() - begin
             return outputs.unflatten(joined)
+
+    @property
+    def generate(self) -> Callable[..., Any]:
+        """Generates tokens on the devices, with a decoder of transformers that is wrapped for inference.
+
+        `executor.generate(input_ids, attention_mask=mask, max_new_tokens=32)` takes the arguments of
+        transformers' `generate` and returns what it returns, int64 [rows, length]: prompts, new tokens,
+        padding. Keys and values stay on the devices of their layers. docs/poptorch.md says which arguments
+        are supported; others raise an `Error` that names them. For other models it is the model's own
+        `generate`, which runs on the host.
+        """
+        if generates_on_devices(self._wrapped):
+            return self._generate
+        own: Callable[..., Any] = self.__getattr__("generate")
+        if isinstance(own, types.MethodType) and own.__self__ is self._wrapped.model:
+            warn_once(f"generate of {type(self._wrapped.model).__name__} is its own, and runs on the host.")
+        return own
+
+    @translating
+    def _generate(
+        self, inputs: Any = None, generation_config: Any = None, **arguments: Any
+    ) -> torch.Tensor:
+        check_generates(self._wrapped)
+        with self._host.lock, interrupts.sent_again_if_ignored():
+            wanted = read_wanted(self._wrapped.model, inputs, generation_config, arguments)
+            if self._generation is None:
+                register(self, self._wrapped.model, self._wrapped.trains)
+                self._host.watch(self, self._wrapped.model)
+                self._generation = Generation(self._wrapped, self._host)
+            return self._generation.generate(wanted)
 
     def _compile(self, arguments: Arguments) -> CompiledModel:
         """Compiles the model for these arguments, if it is not. After an error it is as it was before."""
@@ -328,7 +362,10 @@ class PoplarExecutor:
         """
         with self._host.lock:
             self._host.refresh()
-            self._attached().read_from_host()
+            if self._generation is not None:
+                self._generation.read_from_host()
+            if self._generation is None or self._compiled is not None:
+                self._attached().read_from_host()
             if self._wrapped.trains:
                 self._host.version += 1
             self._seen_version = self._host.version
@@ -358,7 +395,7 @@ class PoplarExecutor:
         """
         with self._host.lock:
             loaded = self._wrapped.model.load_state_dict(state_dict, strict)
-            if self.isAttachedToDevice():
+            if self.isAttachedToDevice() or (self._compiled is None and self._generation is not None):
                 self.copyWeightsToDevice()
             elif self._wrapped.trains:  # which gets them when it is compiled or attached
                 self._host.version += 1
@@ -376,6 +413,8 @@ class PoplarExecutor:
     def share_weights(self, host: HostWeights) -> None:
         """Keeps weights in step with other models' from now on."""
         self._host = host
+        if self._generation is not None:
+            self._generation.share_weights(host)
         self._seen_version = -1
 
     def _attached(self) -> CompiledModel:
@@ -426,6 +465,9 @@ class PoplarExecutor:
           Error: the model has not been compiled, or is detached.
         """
         with self._host.lock:
+            has_generated, self._generation = self._generation is not None, None
+            if has_generated and self._compiled is None:
+                return
             compiled = self._attached()
             if self._wrapped.trains:
                 self._host.refresh()
@@ -448,7 +490,7 @@ class PoplarExecutor:
             finally:
                 if self._wrapped.trains:
                     self._disconnect()
-                self._compiled = self._training = self._detached = None
+                self._compiled = self._training = self._detached = self._generation = None
                 self._host.release(self)
                 self._host.unregister(self, self._wrapped.model)
 

@@ -35,7 +35,7 @@ from ipu_pipeline.poptorch.lowering.without_values import WithoutValues
 from ipu_pipeline.poptorch.structures import Structure, flatten
 from ipu_pipeline.poptorch.thread_views import changed_for_this_thread_alone
 
-__all__ = ["Captured", "FunctionalProgram", "Modes", "capture", "modes_of"]
+__all__ = ["Captured", "FunctionalProgram", "Modes", "capture", "in_modes", "modes_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,7 +137,7 @@ def capture(
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         capturing = stack.enter_context(markers.capturing())
-        stack.enter_context(_in_modes(modes or {}))
+        stack.enter_context(in_modes(modes or {}))
         stack.enter_context(keeping_own_backwards())
         stack.enter_context(refusals.with_detached_data())
         if trains:
@@ -230,7 +230,8 @@ def _find_given(region: torch.fx.Node, number: Any) -> torch.fx.Node | None:
 
 
 @contextlib.contextmanager
-def _in_modes(modes: Modes) -> Iterator[None]:
+def in_modes(modes: Modes) -> Iterator[None]:
+    """Gives modules other training modes in the `with` block."""
     now = {module: module.training for module in modes}
     for module, training in modes.items():
         module.training = training

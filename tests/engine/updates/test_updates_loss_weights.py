@@ -161,6 +161,7 @@ def test_the_state_is_that_of_a_pipeline_without_weights(tmp_path):
     models.assert_trees_close(outputs.outputs, again.outputs, 0.0)
     plain.step(engine.restore(tmp_path / "state", plain), given[4:])
     for other in (state, engine.restore(tmp_path / "state", weighted), engine.resplit(start, weighted)):
+        assert sorted(other.variables) == sorted(weighted.variables)
         has_begun = other.update_count
         found, _outputs = weighted.step(other, given[4:])
         if has_begun:

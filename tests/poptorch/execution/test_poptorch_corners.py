@@ -491,3 +491,13 @@ def test_frozen_options_of_popart():
 def test_elements_as_they_are():
     loader = poptorch.DataLoader(make_options(), torch.utils.data.TensorDataset(x), batch_size=None)
     assert [row.tolist() for (row,) in loader] == x.tolist()
+
+
+def test_a_generate_of_the_models_own_runs_on_the_host(log):
+    class Generating(nn.Module):
+        def generate(self, number):
+            return [number] * 3
+
+    assert poptorch.inferenceModel(Generating()).generate(2) == [2, 2, 2]
+    assert log == ["generate of Generating is its own, and runs on the host."]
+    assert not hasattr(poptorch.inferenceModel(nn.Linear(2, 2)), "generate")

@@ -180,6 +180,46 @@ def test_a_cache_is_left_out(caplog):
     assert_close([found], [made.last_hidden_state])
 
 
+def test_generate_refuses_what_it_does_not_support():
+    """Before anything is captured. `poptorch/generation` has the tests of what it generates."""
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**{**hf._GPT2, "n_layer": 1})).eval()
+    wrapped = poptorch.inferenceModel(model)
+    number, most = model.config.vocab_size, model.config.n_positions
+    cases = [
+        ({}, "give the prompts once"),
+        (
+            {"input_ids": torch.ones(4).long()},
+            r"tensor of int64 or int32 \[rows, length\].*got torch.int64 \[4\]",
+        ),
+        ({"input_ids": torch.ones(1, 4)}, "got torch.float32"),
+        ({"input_ids": torch.ones(2, 0).long()}, "at least one token"),
+        ({"input_ids": torch.full((1, 4), number)}, f"from 0 to {number - 1}, .* row 0 has {number}"),
+        ({"attention_mask": torch.ones(1, 5)}, r"shape of input_ids, \[1, 4\]; got \[1, 5\]"),
+        ({"attention_mask": torch.tensor([[1, 1, 1, 0]])}, r"row 0 is \[1, 1, 1, 0\]"),
+        ({"attention_mask": torch.zeros(1, 4)}, "at least one"),
+        ({"input_ids": torch.tensor([[1, 0, 1]])}, r"\(found by pad_token_id.*, or give attention_mask"),
+        ({"max_new_tokens": most}, f"4 tokens and {most} new ones are more than the {most} positions"),
+        ({"max_length": 4}, "max_length must leave room"),
+        ({"num_beams": 2}, "num_beams is not supported on the devices; got 2. Leave it at 1"),
+        ({"repetition_penalty": 1.5}, "repetition_penalty is not supported"),
+        ({"min_new_tokens": 3}, "min_new_tokens is not supported"),
+        ({"return_dict_in_generate": True}, "return_dict_in_generate is not supported"),
+        ({"use_cache": False}, "use_cache is not supported"),
+        ({"streamer": object()}, "streamer is not supported"),
+        ({"token_type_ids": torch.ones(1, 4)}, "token_type_ids is not supported"),
+        ({"do_sample": True, "temperature": 0.0}, "temperature must be above 0"),
+    ]
+    for arguments, text in cases:
+        given = {"input_ids": torch.ones(1, 4).long(), "pad_token_id": 0} if arguments else {}
+        with pytest.raises(poptorch.Error, match=f"(?s)^generate: .*{text}"):
+            wrapped.generate(**{**given, **arguments})
+    with pytest.raises(poptorch.Error, match="was in training mode when it was wrapped"):
+        poptorch.inferenceModel(model.train()).generate(torch.ones(1, 4).long())
+    model.eval()
+    with pytest.raises(poptorch.Error, match=r"does not go with poptorch.Options\(\).checkIndices"):
+        poptorch.inferenceModel(model, make_options().checkIndices(True)).generate(torch.ones(1, 4).long())
+
+
 # Checkpoints.
 
 

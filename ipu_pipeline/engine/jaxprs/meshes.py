@@ -1,0 +1,155 @@
+"""Jaxprs that were traced in a mesh, without it.
+
+JAX notes the mesh of a trace in the type of every value, and mixes no values of different meshes. A program
+would take only values of that mesh, also where it computes nothing with it. Here types become what they are
+without a mesh. It is left where it means something: in `jax.shard_map`, whose body stays as it is, and in
+constraints on how values lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from jax.extend import core as jex_core
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from ipu_pipeline.engine.jaxprs.flat import Atom, Equation, Var, has_primitive
+from ipu_pipeline.ground import jax_compat
+
+__all__ = ["find_collectives", "find_other_devices", "has_shard_map", "uses_mesh", "without_mesh"]
+
+_SHARD_MAP = "shard_map"
+_CONSTRAINT = "sharding_constraint"
+_CASTS = ("pvary", "pbroadcast")  # in a body of `shard_map`; they compute nothing
+
+
+def uses_mesh(equations: Iterable[Equation]) -> bool:
+    """Whether equations compute with a mesh, or constrain how values lie on it, at any depth."""
+    return any(
+        has_primitive(equation, name) for equation in equations for name in (_SHARD_MAP, _CONSTRAINT)
+    )
+
+
+def has_shard_map(equations: Iterable[Equation]) -> bool:
+    """Whether equations have a `jax.shard_map` at any depth."""
+    return any(has_primitive(equation, _SHARD_MAP) for equation in equations)
+
+
+def find_other_devices(equations: Iterable[Equation]) -> Iterator[Equation]:
+    """The equations that name devices which values are to be on, more than one, at any depth."""
+    for equation in equations:
+        mesh = getattr(equation.params.get("sharding"), "mesh", equation.params.get("mesh"))
+        if isinstance(mesh, Mesh) and mesh.size > 1:
+            yield equation
+        for body in jex_core.jaxprs_in_params(equation.params):
+            yield from find_other_devices(body.eqns)
+
+
+def find_collectives(equations: Iterable[Equation], axis: str) -> Iterator[Equation]:
+    """The equations that compute along an axis of a mesh, or with a device's number on it, at any depth."""
+    for equation in equations:
+        named = [equation.params.get(name, ()) for name in ("axes", "axis_name")]
+        names = [part for given in named for part in (given if isinstance(given, tuple) else (given,))]
+        if axis in names and equation.primitive.name not in _CASTS:
+            yield equation
+        for body in jex_core.jaxprs_in_params(equation.params):
+            yield from find_collectives(body.eqns, axis)
+
+
+def without_mesh(closed_jaxpr: Any, *, is_differentiated: bool) -> Any:
+    """Makes the types of a jaxpr as they are without a mesh, and drops constraints on a mesh of one device.
+
+    Args:
+      closed_jaxpr: a `ClosedJaxpr` that was traced in an abstract mesh whose axes are all automatic.
+      is_differentiated: whether it will not be differentiated any more. Until then, rules of custom
+        derivatives, which are traced then, keep the mesh.
+    """
+    return _Rewriting(not is_differentiated).close(closed_jaxpr)
+
+
+class _Rewriting:
+    """Rewrites jaxprs; a body that occurs twice stays one."""
+
+    def __init__(self, keeps_rules: bool) -> None:
+        self._keeps_rules = keeps_rules
+        # identity of what was rewritten -> it, and the new one
+        self._known: dict[int, tuple[Any, Any]] = {}
+
+    def close(self, closed_jaxpr: Any) -> Any:
+        """A `ClosedJaxpr` without a mesh."""
+        if id(closed_jaxpr) not in self._known:
+            constants = list(map(jax_compat.array_without_mesh, closed_jaxpr.consts))
+            made = jex_core.ClosedJaxpr(self.open(closed_jaxpr.jaxpr), constants)
+            self._known[id(closed_jaxpr)] = closed_jaxpr, made
+        return self._known[id(closed_jaxpr)][1]
+
+    def open(self, jaxpr: Any) -> Any:
+        """A `Jaxpr` without a mesh."""
+        if id(jaxpr) not in self._known:
+            self._known[id(jaxpr)] = jaxpr, self._rewrite(jaxpr)
+        return self._known[id(jaxpr)][1]
+
+    def _rewrite(self, jaxpr: Any) -> Any:
+        known: dict[Var, Atom] = {}
+
+        def make(variables: Iterable[Var]) -> list[Var]:
+            for var in variables:
+                known[var] = var if isinstance(var, jex_core.DropVar) else _without(var)
+            return [known[var] for var in variables]
+
+        def read(atoms: Iterable[Atom]) -> list[Atom]:
+            return [
+                _literal_without(atom) if isinstance(atom, jex_core.Literal) else known[atom]
+                for atom in atoms
+            ]
+
+        constants, inputs = make(jaxpr.constvars), make(jaxpr.invars)
+        equations = []
+        for equation in jaxpr.eqns:
+            operands = read(equation.invars)
+            if equation.primitive.name == _CONSTRAINT and equation.params["sharding"].num_devices == 1:
+                known[equation.outvars[0]] = operands[0]
+                continue
+            params = equation.params
+            if equation.primitive.name != _SHARD_MAP:
+                params = {name: self._change(value) for name, value in params.items()}
+            if equation.primitive.name != _CONSTRAINT:  # as of zeros like a value, with that value's type
+                params = {name: None if _is_of_mesh(value) else value for name, value in params.items()}
+            outputs, context = make(equation.outvars), equation.ctx
+            if not (self._keeps_rules and equation.primitive.name.startswith("custom_")):
+                context = self._context(context)
+            equations.append(equation.replace(invars=operands, outvars=outputs, params=params, ctx=context))
+        return jaxpr.replace(
+            constvars=constants, invars=inputs, outvars=read(jaxpr.outvars), eqns=equations
+        )
+
+    def _context(self, context: Any) -> Any:
+        if id(context) not in self._known:
+            self._known[id(context)] = context, jax_compat.context_without_mesh(context)
+        return self._known[id(context)][1]
+
+    def _change(self, value: Any) -> Any:
+        if isinstance(value, jex_core.ClosedJaxpr):
+            return self.close(value)
+        if isinstance(value, jex_core.Jaxpr):
+            return self.open(value)
+        if type(value) in (tuple, list) and any(
+            isinstance(part, (jex_core.ClosedJaxpr, jex_core.Jaxpr)) for part in value
+        ):
+            return type(value)(map(self._change, value))
+        return value
+
+
+def _is_of_mesh(value: Any) -> bool:
+    return isinstance(value, NamedSharding) and isinstance(value.mesh, AbstractMesh)
+
+
+def _without(var: Var) -> Var:
+    aval = jax_compat.without_mesh(var.aval)
+    return var if aval is var.aval else jex_core.Var(aval)
+
+
+def _literal_without(literal: Any) -> Any:
+    value, aval = jax_compat.array_without_mesh(literal.val), jax_compat.without_mesh(literal.aval)
+    return literal if value is literal.val else jex_core.Literal(value, aval)

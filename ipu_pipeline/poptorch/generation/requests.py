@@ -1,0 +1,252 @@
+"""What `generate` of a model of transformers is asked for: prompts, lengths, and how tokens are chosen.
+
+Defaults and precedence are transformers': arguments, `generation_config`, the model's own
+`generation_config`. What would change the result and is not supported raises an error that names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ipu_pipeline import engine
+from ipu_pipeline.poptorch.errors import Error
+
+__all__ = ["Wanted", "read_wanted"]
+
+# Fields of transformers' GenerationConfig that are read here.
+_LENGTHS = ("max_length", "max_new_tokens", "min_length", "num_return_sequences")
+_READ = (
+    *_LENGTHS,
+    "do_sample",
+    "eos_token_id",
+    "pad_token_id",
+    "temperature",
+    "top_k",
+    "top_p",
+    "use_cache",
+)
+# Those that have no effect on a decoder that is given its prompts.
+_WITHOUT_EFFECT = ("bos_token_id", "decoder_start_token_id", "transformers_version")
+_DYNAMIC = (None, "dynamic", "static")  # caches of the same values
+
+
+@dataclass(frozen=True, eq=False)
+class Wanted:
+    """What is asked for.
+
+    Attributes:
+      input_ids: the prompts as they were given, int64 [rows, length].
+      prompts: their tokens without padding, one list for each row.
+      max_new_tokens: the most new tokens of each.
+      sampling: how tokens are chosen.
+      stop_tokens: any of these is the last one of its row.
+      pad_token: what fills a row after its last token.
+    """
+
+    input_ids: torch.Tensor
+    prompts: Sequence[Sequence[int]]
+    max_new_tokens: int
+    sampling: engine.Sampling
+    stop_tokens: Sequence[int]
+    pad_token: int
+
+    @property
+    def max_length(self) -> int:
+        """The most tokens of a row, with its prompt."""
+        return max(map(len, self.prompts)) + self.max_new_tokens
+
+    def join(self, answers: Sequence[np.ndarray[Any, Any]]) -> torch.Tensor:
+        """Returns prompts and answers, int64 [rows, length + that of the longest answer]."""
+        rows = torch.full((len(answers), max(map(len, answers))), self.pad_token)
+        for row, answer in zip(rows, answers, strict=True):
+            row[: len(answer)] = torch.from_numpy(answer)
+        return torch.cat([self.input_ids, rows], dim=1)
+
+
+def read_wanted(model: Any, inputs: Any, generation_config: Any, arguments: Mapping[str, Any]) -> Wanted:
+    """Reads the arguments of `generate`.
+
+    Args:
+      model: a model of transformers.
+      inputs: the first argument: the prompts, if they are not `input_ids`.
+      generation_config: a GenerationConfig, or None.
+      arguments: the keyword arguments.
+
+    Raises:
+      Error: an argument is missing, not usable or not supported.
+      Others: what transformers says of the arguments.
+    """
+    left = dict(arguments)
+    given = {name: left.pop(name) for name in ("input_ids", "attention_mask") if name in left}
+    config, others = model._prepare_generation_config(generation_config, **left)  # noqa: SLF001
+    for name, value in others.items():
+        if value is not None and value is not False:
+            raise _refusal(name, value, "Leave it out")
+    _check_config(config)
+    stop_tokens = _to_list("eos_token_id", config.eos_token_id)
+    (pad_token,) = _to_list("pad_token_id", config.pad_token_id)[:1] or stop_tokens[:1] or (None,)
+    input_ids = _check_ids(given.get("input_ids"), inputs)
+    mask = given.get("attention_mask")
+    if mask is None:  # as transformers finds it
+        has_pads = pad_token is not None and pad_token not in stop_tokens
+        mask = input_ids != pad_token if has_pads else torch.ones_like(input_ids)
+    prompts = _find_prompts(model, input_ids, mask, given.get("attention_mask") is None)
+    copies = config.num_return_sequences
+    return Wanted(
+        input_ids=input_ids.repeat_interleave(copies, dim=0),
+        prompts=[prompt for prompt in prompts for _copy in range(copies)],
+        max_new_tokens=_find_number(model, config, generation_config, arguments, input_ids.shape[1]),
+        sampling=_find_sampling(config),
+        stop_tokens=[token for token in stop_tokens if 0 <= token < _num_words(model)],
+        pad_token=0 if pad_token is None else pad_token,
+    )
+
+
+def _refusal(name: str, value: Any, mend: str) -> Error:
+    return Error(
+        f"generate: {name} is not supported on the devices; got {value!r}. {mend}, or let the plain model "
+        "generate, on the host: executor.model.generate(...)."
+    )
+
+
+def _check_config(config: Any) -> None:
+    """Raises an `Error` if a field of a GenerationConfig asks for something else than is done."""
+    plain = type(config)()
+    plain.update(**plain._get_default_generation_params(), defaults_only=True)  # noqa: SLF001
+    for name, value in vars(config).items():
+        if name.startswith("_") or name in _READ or name in _WITHOUT_EFFECT:
+            continue
+        if name == "cache_implementation" and value in _DYNAMIC:
+            continue
+        neutral = getattr(plain, name, None)
+        if value is not None and value is not False and value != neutral:
+            raise _refusal(name, value, f"Leave it at {neutral!r}")
+    if config.min_length:
+        raise _refusal("min_length", config.min_length, "Leave it at 0")
+    if config.use_cache is not True:
+        raise _refusal("use_cache", config.use_cache, "Keys and values are always kept: leave it at True")
+
+
+def _check_ids(input_ids: Any, inputs: Any) -> torch.Tensor:
+    if (input_ids is None) == (inputs is None):
+        raise Error(
+            "generate: give the prompts once, as input_ids (or as the first argument): an integer tensor "
+            "[rows, length]."
+        )
+    found = inputs if input_ids is None else input_ids
+    is_usable = (
+        isinstance(found, torch.Tensor)
+        and found.dim() == 2
+        and found.numel()
+        and found.dtype in (torch.int32, torch.int64)
+    )
+    if not is_usable:
+        what = (
+            f"{found.dtype} {list(found.shape)}"
+            if isinstance(found, torch.Tensor)
+            else type(found).__name__
+        )
+        raise Error(
+            "generate: input_ids must be a tensor of int64 or int32 [rows, length], with at least one "
+            f"token in each row; got {what}. Of one prompt make a row: input_ids[None]."
+        )
+    return found.detach().cpu().long()
+
+
+def _find_prompts(model: Any, input_ids: torch.Tensor, mask: Any, is_found: bool) -> list[list[int]]:
+    """Returns the tokens of each row without the padding to their left, where the mask is 0.
+
+    A mask that is found was not given: it is 0 where the token of padding is.
+    """
+    if not isinstance(mask, torch.Tensor) or mask.shape != input_ids.shape:
+        shape = list(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
+        raise Error(
+            f"generate: attention_mask must have the shape of input_ids, {list(input_ids.shape)}; got "
+            f"{shape}."
+        )
+    is_token = mask.detach().cpu() != 0
+    for row, known in enumerate(is_token):
+        number = int(known.sum())
+        if not number or not known[-number:].all():
+            origin = " (found by pad_token_id, as none was given)" if is_found else ""
+            raise Error(
+                f"generate: attention_mask{origin} must be 0 for padding on the left, and 1 for the tokens "
+                f"after it, of which each row has at least one; row {row} is {known.int().tolist()}. Pad "
+                "on the left, as tokenizers do with padding_side='left'"
+                f"{', or give attention_mask' if is_found else ''}."
+            )
+    found = [ids[known].tolist() for ids, known in zip(input_ids, is_token, strict=True)]
+    number = _num_words(model)
+    for row, prompt in enumerate(found):
+        for token in prompt:
+            if not 0 <= token < number:
+                raise Error(
+                    f"generate: input_ids must be from 0 to {number - 1}, the last word of the model; row "
+                    f"{row} has {token}."
+                )
+    return found
+
+
+def _num_words(model: Any) -> int:
+    number: int = model.get_input_embeddings().num_embeddings
+    return number
+
+
+def _find_number(
+    model: Any, config: Any, generation_config: Any, arguments: Mapping[str, Any], length: int
+) -> int:
+    """Returns the most new tokens: those asked for, up to `max_length` of a row, or else 20."""
+    known = (generation_config, model.generation_config)
+    is_default = arguments.get("max_length") is None and all(
+        getattr(one, "max_length", None) is None for one in known
+    )
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if config.max_new_tokens is not None:
+        name, number = "max_new_tokens", config.max_new_tokens
+    elif is_default:
+        name, number = "max_length", config.max_length
+        if most is not None:
+            number = min(number, most - length)
+    else:
+        name, number = "max_length", config.max_length - length
+    if not isinstance(number, int) or number < 1:
+        raise Error(
+            f"generate: {name} must leave room for at least one new token after prompts of {length}; got "
+            f"{getattr(config, name)!r}. Give max_new_tokens, or prompts that are shorter."
+        )
+    if most is not None and length + number > most:
+        raise Error(
+            f"generate: prompts of {length} tokens and {number} new ones are more than the {most} "
+            "positions of the model (max_position_embeddings of its config). Lower max_new_tokens, or "
+            "shorten the prompts."
+        )
+    return number
+
+
+def _find_sampling(config: Any) -> engine.Sampling:
+    """Raises a ValueError if `temperature` or `top_p` is not usable."""
+    if not config.do_sample:
+        return engine.Sampling()
+    if not config.temperature or config.temperature <= 0:
+        raise Error(
+            f"generate: temperature must be above 0 with do_sample=True; got {config.temperature!r}. For "
+            "the likeliest token leave do_sample out."
+        )
+    return engine.Sampling(
+        temperature=float(config.temperature), top_k=config.top_k or None, top_p=config.top_p
+    )
+
+
+def _to_list(name: str, tokens: Any) -> list[int]:
+    if tokens is None:
+        return []
+    found = torch.as_tensor(tokens).reshape(-1)
+    if found.is_floating_point() or found.is_complex():
+        raise Error(f"generate: {name} must be an integer or a list of integers; got {tokens!r}.")
+    listed: list[int] = found.tolist()
+    return listed

@@ -1,0 +1,341 @@
+"""Meshes within stages: `shard_map`, constraints and Flax's annotations, equal to plain JAX."""
+
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ipu_pipeline import engine
+from ipu_pipeline.engine.progress import Compilation
+from tests.support import models
+
+COUNT = 2
+RNG = np.random.default_rng(3)
+SPECS = {"up": P(None, "model"), "offset": P("model"), "down": P("model")}
+
+
+def divide(spec):
+    return next((own for name, own in SPECS.items() if name in spec.name), None)
+
+
+def make_parameters(rng):
+    shapes = {"up": (4, 8), "offset": (8,), "down": (8, 4)}
+    return {name: rng.normal(0, 0.5, shape).astype("float32") for name, shape in shapes.items()}
+
+
+def plain_block(p, x):
+    around = jnp.sin(jnp.roll(p["offset"], 1)).mean() + (p["offset"] ** 2).sum()
+    return x + jnp.tanh(x @ p["up"] + p["offset"]) @ p["down"] + around
+
+
+def mapped_block(p, x):
+    """`plain_block` by hand: each device has its units; `ppermute`, `all_gather` and `psum` join them."""
+
+    def part(p, x):
+        size = jax.lax.axis_size("model")
+        last = jax.lax.ppermute(p["offset"][-1:], "model", [(i, (i + 1) % size) for i in range(size)])
+        rolled = jnp.concatenate([last, p["offset"][:-1]])
+        own = jnp.tanh(x @ p["up"] + p["offset"]) @ p["down"]
+        squares = (jax.lax.all_gather(p["offset"], "model", tiled=True) ** 2).sum()
+        return jax.lax.psum(own, "model") + jax.lax.pmean(jnp.sin(rolled).mean(), "model") + squares
+
+    specs = {"in_specs": (SPECS, P()), "out_specs": P(), "check_vma": False}
+    return x + jax.shard_map(part, mesh=engine.stage_mesh(), **specs)(p, x)
+
+
+@jax.custom_vjp
+def tanh(x):
+    return jnp.tanh(x)
+
+
+def tanh_backward(y, cotangent):
+    assert engine.stage_mesh().axis_names == ("replica", "model")
+    return (jax.lax.with_sharding_constraint(cotangent * (1 - y**2), P(None, "model")),)
+
+
+tanh.defvjp(lambda x: (jnp.tanh(x), jnp.tanh(x)), tanh_backward)
+
+
+def constrained_block(p, x):
+    """`plain_block` with constraints, also in a rule of a custom derivative and in bodies."""
+    own = NamedSharding(engine.stage_mesh(), P(None, "model"))
+
+    def body(carry, _):
+        hidden = tanh(jax.lax.with_sharding_constraint(x @ p["up"] + p["offset"], P("replica", "model")))
+        return carry + jax.lax.with_sharding_constraint(hidden, own) @ p["down"] / 2, None
+
+    x, _ = jax.checkpoint(lambda x: jax.lax.scan(body, x, None, length=2))(x)
+    return x + jnp.sin(jnp.roll(p["offset"], 1)).mean() + (p["offset"] ** 2).sum()
+
+
+def make(block, size, parameters=None, **options):
+    """Two stages of a block, the second one with a loss."""
+    rng = np.random.default_rng(1)
+    given = {
+        "parameters": [make_parameters(rng), make_parameters(rng)] if parameters is None else parameters,
+        "num_micro_batches": COUNT,
+        "reduction": "mean",
+        "tensor_parallel": None if size is None else engine.TensorParallel(size, divide),
+        "loss": lambda loss: loss,
+        "optimizer": optax.sgd(0.1),
+    }
+
+    def first(p, x, y):
+        return block(p, x), y
+
+    def second(p, x, y):
+        return jnp.mean((block(p, x) - y) ** 2)
+
+    return engine.Pipeline([first, second], **{**given, **options})
+
+
+def make_step(num_replicas=1):
+    rng = np.random.default_rng(2)
+    shapes = [(3, 4), (3, 4)]
+    return [
+        tuple(rng.normal(size=shape).astype("float32") for shape in shapes)
+        for _micro_batch in range(COUNT * num_replicas)
+    ]
+
+
+def train_plainly(block, parameters, step):
+    """The parameters after a step of plain JAX."""
+
+    def loss(parameters):
+        losses = [jnp.mean((block(parameters[1], block(parameters[0], x)) - y) ** 2) for x, y in step]
+        return sum(losses) / len(losses)
+
+    return jax.tree.map(lambda p, gradient: p - 0.1 * gradient, parameters, jax.grad(loss)(parameters))
+
+
+def check(pipeline, block=plain_block, num_replicas=1):
+    """Compares a step with plain JAX, per leaf. Returns the pipeline's state, and the step."""
+    step = make_step(num_replicas)
+    state = pipeline.init(jax.random.key(0), step[0])
+    parameters = jax.tree.map(np.asarray, pipeline.parameters(state))
+    expected = train_plainly(block, parameters, step)
+    state, _outputs = pipeline.step(state, step)
+    models.assert_trees_close(pipeline.parameters(state), expected)
+    return state, step
+
+
+CASES = [
+    (mapped_block, 2, {}),
+    (mapped_block, None, {}),
+    (constrained_block, 2, {"recompute": engine.Recomputation.AUTO}),
+    (constrained_block, None, {"device_mapping": [0, 0], "schedule": "sequential"}),
+]
+MORE = [
+    (mapped_block, 4, {"schedule": "zero_bubble_h1"}),
+    (mapped_block, 2, {"recompute": engine.Recomputation.AUTO, "num_replicas": 2}),
+    (mapped_block, None, {"schedule": "zero_bubble_h1", "num_replicas": 2}),
+    (mapped_block, None, {"device_mapping": [0, 0], "schedule": "sequential"}),
+    (mapped_block, 2, {"num_replicas": 2, "shard": ["optimizer_state", "weights"]}),
+    (constrained_block, 2, {"dispatch_plan": engine.Chunking(2)}),
+    (constrained_block, 2, {"max_shapes": 2, "num_replicas": 2}),
+]
+
+
+@pytest.mark.parametrize(
+    ("block", "size", "options"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.thorough) for case in MORE)],
+)
+def test_equal_to_plain_jax(block, size, options):
+    check(make(block, size, **options), num_replicas=options.get("num_replicas", 1))
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(None, marks=pytest.mark.thorough)])
+def test_op_by_op_and_nans(size):
+    """Stages are called with a mesh of devices; a nan that is made in `shard_map` is found."""
+
+    def block(p, x):
+        x = jax.lax.with_sharding_constraint(x @ p["up"], P(None, "model"))
+        return jax.shard_map(lambda x: jax.lax.psum(x, "model"), in_specs=P(None, "model"), out_specs=P())(
+            x
+        )
+
+    def last(p, x, y):
+        return jnp.mean(x @ p["up"].T[: x.shape[1]] - y)
+
+    step = make_step()
+    pipeline = engine.Pipeline(
+        [lambda p, x, y: (block(p, x), y), last],
+        parameters=[{"up": parameters["up"]} for parameters in map(make_parameters, [RNG, RNG])],
+        num_micro_batches=COUNT,
+        loss=lambda loss: loss,
+        optimizer=optax.sgd(0.1),
+        tensor_parallel=None if size is None else engine.TensorParallel(size, divide),
+        check_nans=True,
+    )
+    state = pipeline.init(jax.random.key(0), step[0])
+    expected, _outputs = pipeline.step(state, step)
+    with jax.disable_jit():
+        found, _outputs = pipeline.step(state, step)
+    models.assert_trees_close(found.variables, expected.variables)
+    infinite = np.array([[np.inf, -np.inf, 0, 0]] * 3, "float32")
+    with pytest.raises(FloatingPointError, match=r"stage 0 .*, forward, micro-batch 1"):
+        pipeline.step(state, [step[0], (infinite, step[1][1])])
+
+
+def test_a_model_that_is_split():
+    rng = np.random.default_rng(1)
+    parameters = [make_parameters(rng), make_parameters(rng)]
+
+    def model(p, x, y):
+        x = mapped_block(p[0], x)
+        x = jax.lax.with_sharding_constraint(x, P(None, "model"))
+        return jnp.mean((constrained_block(p[1], x) - y) ** 2)
+
+    step = make_step()
+    options = {"loss": lambda loss: loss, "optimizer": optax.sgd(0.1), "num_micro_batches": COUNT}
+    stages = engine.split(
+        model, 2, step[0], parameters=parameters, measure=False, reduction="mean", **options
+    )
+    pipeline = engine.Pipeline(stages, reduction="mean", **options)
+    state, _outputs = pipeline.step(pipeline.init(jax.random.key(0), step[0]), step)
+    expected = train_plainly(plain_block, parameters, step)
+    found = {name.rpartition("/")[2]: value for name, value in state.variables.items() if "/1/" in name}
+    models.assert_trees_close(found, dict(expected[1]))
+
+
+def test_equal_stages_share_a_program(monkeypatch, no_cache):
+    """A program with `shard_map` names no devices, so one executable serves equal stages."""
+    loaded = []
+    monkeypatch.setattr(Compilation, "note_loaded", lambda _self, number: loaded.append(number))
+    rng = np.random.default_rng(1)
+    pipeline = engine.Pipeline(
+        [mapped_block] * 2,
+        parameters=[make_parameters(rng), make_parameters(rng)],
+        num_micro_batches=COUNT,
+    )
+    step = [np.ones((4096, 4), "float32")] * COUNT  # smaller programs are compiled for each device
+    pipeline.step(pipeline.init(jax.random.key(0), step[0]), step)
+    assert loaded == [1]
+
+
+# Flax.
+
+RULES = (("batch", "replica"), ("embed", None), ("mlp", "model"))
+
+
+class LinenBlock(nn.Module):
+    """A block whose axes have logical names."""
+
+    @nn.compact
+    def __call__(self, x):
+        init = nn.initializers.lecun_normal()
+        up = nn.with_logical_partitioning(init, ("embed", "mlp"))
+        hidden = nn.Dense(8, use_bias=False, kernel_init=up, name="up")(x)
+        hidden = nn.with_logical_constraint(jnp.tanh(hidden), ("batch", "mlp"))
+        down = nn.with_partitioning(init, ("model", None))
+        return x + nn.Dense(4, use_bias=False, kernel_init=down, name="down")(hidden)
+
+
+@pytest.mark.parametrize("is_boxed", [True, False])
+def test_linen(is_boxed):
+    module = LinenBlock()
+    parameters = module.init(jax.random.key(1), make_step()[0][0])
+    if not is_boxed:
+        parameters = nn.meta.unbox(parameters)
+
+    def block(p, x):
+        with nn.logical_axis_rules(RULES):
+            return module.apply(p, x)
+
+    copy = jax.tree.map(jnp.copy, parameters)
+    state, _step = check(make(block, 2, [parameters, copy]), module.apply)
+    divided = [value for name, value in state.variables.items() if "up" in name]
+    assert [value.addressable_shards[0].data.shape for value in divided] == [(4, 4)] * 2
+
+
+class NnxBlock(nnx.Module):
+    """A block with annotated parameters."""
+
+    def __init__(self, rngs):
+        init = nnx.initializers.lecun_normal()
+        up, down = (nnx.with_partitioning(init, spec) for spec in ((None, "model"), ("model", None)))
+        self.up = nnx.Linear(4, 8, use_bias=False, kernel_init=up, rngs=rngs)
+        self.down = nnx.Linear(8, 4, use_bias=False, kernel_init=down, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(jnp.tanh(self.up(x)))
+
+
+def test_nnx():
+    """Parameters that were made in a mesh of the user's, merged in stages."""
+    with jax.set_mesh(jax.make_mesh((1, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)):
+        parts = [nnx.split(NnxBlock(nnx.Rngs(seed))) for seed in range(2)]
+    graph = parts[0][0]
+    parameters = [jax.tree.map(np.asarray, nnx.to_pure_dict(state)) for _graph, state in parts]
+
+    def block(p, x):
+        scale = nnx.Param(jnp.ones(4), out_sharding=(None,))  # made in the stage: in its mesh
+        return nnx.merge(graph, p)(x) * scale
+
+    check(make(block, 2, parameters), lambda p, x: nnx.merge(graph, p)(x))
+
+
+# What is refused.
+
+
+def map_over(axis):
+    return lambda p, x: jax.shard_map(lambda x: jax.lax.pmean(x, axis), in_specs=P(), out_specs=P())(x)
+
+
+def user_mesh():
+    return jax.make_mesh((2,), ("model",))
+
+
+WRONG = {
+    "axis of replicas": (map_over("replica"), "would see one replica.* Use engine.cross_replica_sum"),
+    "other axis": (
+        lambda p, x: jax.lax.with_sharding_constraint(x, P("data")),
+        "data.*not found in mesh.*name these or None",
+    ),
+    "no shard_map": (lambda p, x: jax.lax.psum(x, "model"), "unbound axis.*within jax.shard_map"),
+    "a mesh of one's own": (
+        lambda p, x: jax.shard_map(lambda x: x, mesh=user_mesh(), in_specs=P(), out_specs=P())(x),
+        "should match the mesh.*pass mesh=engine.stage_mesh",
+    ),
+    "devices": (
+        lambda p, x: jax.lax.with_sharding_constraint(x, NamedSharding(user_mesh(), P())),
+        "names the devices of a mesh.*Give it a PartitionSpec alone",
+    ),
+}
+
+
+@pytest.mark.parametrize(("block", "message"), WRONG.values(), ids=WRONG)
+def test_what_is_not_usable(block, message):
+    pipeline = make(block, None)
+    with pytest.raises((ValueError, NameError)) as raised:
+        pipeline.trace(make_step()[0])
+    text = "\n".join([str(raised.value), *raised.value.__notes__])
+    assert re.search(message, text, re.DOTALL), text
+    assert "stage 0 (first)" in text
+
+
+def test_outside_of_stages_and_with_other_replicas():
+    with pytest.raises(RuntimeError, match="stage_mesh was called outside of a stage"):
+        engine.stage_mesh()
+
+    def together(inner):
+        def block(p, x):
+            x = jax.nn.relu(jax.lax.with_sharding_constraint(x @ p["up"], P("model"))) @ p["down"]
+            x, _ = jax.lax.scan(lambda x, _: (jax.nn.relu(x), None), inner(p, x), None, length=2)
+            return x + engine.cross_replica_sum(x) * 0
+
+        return make(block, None, num_replicas=2)
+
+    def plain(p, x):
+        return jax.nn.relu(jax.nn.relu(x @ p["up"]) @ p["down"])
+
+    check(together(lambda p, x: x), plain, num_replicas=2)
+    with pytest.raises(ValueError, match=r"with other replicas .* and with jax.shard_map"):
+        together(mapped_block).init(jax.random.key(0), make_step()[0])
