@@ -94,11 +94,12 @@ def prepare(directory: Path, settings: dict[str, Any], conversations: Any) -> tu
     path = directory / SETTINGS
     if path.exists():
         saved = json.loads(path.read_text())
-        others = [
-            f"--{name.replace('_', '-')} {saved.get(name)}"
-            for name in settings
-            if saved.get(name) != settings[name]
-        ]
+        others = []
+        for name, value in settings.items():
+            if saved.get(name) != value:
+                old = saved.get(name)
+                text = " ".join(map(str, old)) if isinstance(old, list) else str(old)
+                others.append(f"--{name.replace('_', '-')} {text}")
         if others:
             raise ValueError(
                 f"{directory} is of a run with {', '.join(others)}. Give the same, or another --directory."
