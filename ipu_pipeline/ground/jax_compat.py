@@ -207,6 +207,8 @@ def without_mesh(aval: Any) -> Any:
     mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
     if mesh is None or mesh.empty:
         return aval
+    if hasattr(aval, "inner_aval"):  # of an array that is written in place
+        return aval.update(inner_aval=without_mesh(aval.inner_aval))
     return aval.update(sharding=NamedSharding(_NO_MESH, PartitionSpec(*[None] * aval.ndim)))
 
 

@@ -577,6 +577,8 @@ def test_each_row_names_a_test_that_exists(heading):
 def test_the_pages_examples(capsys):
     """The loop of torch's and the pipelined one print the same losses."""
     for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL):
+        if "transformers" in block:  # tests/poptorch/generation has it
+            continue
         exec(compile(block, str(PAGE), "exec"), {"__name__": "example"})  # noqa: S102  # the page is ours
     printed, loss = capsys.readouterr().out, r"epoch \d: loss (\S+)\n"
     found, told = (

@@ -319,8 +319,9 @@ def test_sharing_variables():
     assert sorted(compiled.variables) == ["encoder/biases", "encoder/kernel"]
     with ipu.Session() as session:
         whole, cut, *states = session.run(compiled)
-    np.testing.assert_array_equal(whole, cut)
-    np.testing.assert_array_equal(states[:2], states[2:])
+    # XLA may join operations of one in other ways than those of the other.
+    np.testing.assert_allclose(whole, cut, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(states[:2], states[2:], rtol=1e-5, atol=1e-7)
     np.testing.assert_array_equal(whole[-1], states[1])
 
 
