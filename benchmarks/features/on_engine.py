@@ -7,7 +7,7 @@ import logging
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -440,30 +440,3 @@ def cannot_trace() -> Verdict:
     assert "stage 1 (branching)" in said, said
     assert "if x.sum() > 0" in said, said
     return Verdict(WORKS, f"JAX's error and: {shorten(said.replace(str(Path(__file__).parent), '...'))}")
-
-
-CHECKS: Mapping[str, Callable[[], Verdict]] = {
-    check.__name__: check
-    for check in (
-        documented_form,
-        lengths_in_turn,
-        lengths_mixed,
-        fewer_micro_batches,
-        smaller_last,
-        losses_per_token,
-        schedules_by_name,
-        own_schedule,
-        tied_weights,
-        another_split,
-        generation,
-        continuous_batching,
-        stage_meshes,
-        nan_origin,
-        own_check,
-        hang,
-        debugger,
-        first_step,
-        split_advice,
-        cannot_trace,
-    )
-}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
@@ -433,30 +433,3 @@ def cannot_trace() -> Verdict:
     step = train_step(schedules.Std1F1B(4), branching)
     said = said_by(lambda: step(placed(layers(4)), *batch(8)), jax.errors.TracerBoolConversionError)
     return Verdict(WORKS_WITH, f"the traceback, JAX's, for the line; no stage: {shorten(said, 110)}")
-
-
-CHECKS: Mapping[str, Callable[[], Verdict]] = {
-    check.__name__: check
-    for check in (
-        documented_form,
-        lengths_in_turn,
-        lengths_mixed,
-        fewer_micro_batches,
-        smaller_last,
-        losses_per_token,
-        schedules_by_name,
-        own_schedule,
-        tied_weights,
-        another_split,
-        generation,
-        continuous_batching,
-        stage_meshes,
-        nan_origin,
-        own_check,
-        hang,
-        debugger,
-        first_step,
-        split_advice,
-        cannot_trace,
-    )
-}

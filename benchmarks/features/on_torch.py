@@ -158,9 +158,9 @@ def check_step(
     Args:
       make: a schedule of stages, or of one stage, number of micro-batches and loss.
       x: the batch.
-      target: of it.
-      number: of micro-batches.
-      stages: those of each rank; None: one each.
+      target: the batch's targets.
+      number: the number of micro-batches.
+      stages: the numbers of each rank's stages; None: each rank has the stage of its own number.
     """
 
     def run(rank: int) -> Any:
@@ -609,30 +609,3 @@ def cannot_trace() -> Verdict:
     assert "on_torch.py" in cause, cause
     assert "if x.sum() > 0" in cause, cause
     return Verdict(WORKS, f"stages by hand are not traced; `pipeline()`: {shorten(cause, 60)} and the line")
-
-
-CHECKS: Mapping[str, Callable[[], Verdict]] = {
-    check.__name__: check
-    for check in (
-        documented_form,
-        lengths_in_turn,
-        lengths_mixed,
-        fewer_micro_batches,
-        smaller_last,
-        losses_per_token,
-        schedules_by_name,
-        own_schedule,
-        tied_weights,
-        another_split,
-        generation,
-        continuous_batching,
-        stage_meshes,
-        nan_origin,
-        own_check,
-        hang,
-        debugger,
-        first_step,
-        split_advice,
-        cannot_trace,
-    )
-}

@@ -58,7 +58,7 @@ class Library:
 
     Attributes:
       title: its heading.
-      module: the checks, in this folder.
+      module: the module in this folder that has a function for each check.
       package: the distribution, by which its version is found.
     """
 
@@ -85,9 +85,8 @@ def serve(library: str, check: str | None) -> None:
             told = {}
         print(json.dumps(told))
         return
-    checks: Mapping[str, object] = importlib.import_module(f"benchmarks.features.{known.module}").CHECKS
-    function = checks.get(check)
-    verdict = function() if callable(function) else None
+    function = getattr(importlib.import_module(f"benchmarks.features.{known.module}"), check, None)
+    verdict = None if function is None else function()
     print("verdict " + json.dumps(None if verdict is None else dataclasses.asdict(verdict)))
 
 
@@ -184,7 +183,7 @@ def count(library: str, cells: Mapping[str, Mapping[str, str]]) -> Row:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = harness.make_parser(__doc__)
-    parser.add_argument("--check", help="Of --side: run this one.")
+    parser.add_argument("--check", choices=list(FEATURES), help="Of --side: run this one.")
     parser.add_argument("--only", nargs="+", choices=list(FEATURES), default=list(FEATURES))
     parser.add_argument("--python", nargs="+", default=[], metavar="LIBRARY=PYTHON")
     parser.add_argument("--write", type=Path, help="Write the table into this page.")

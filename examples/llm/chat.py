@@ -1,11 +1,11 @@
-"""Answers questions with the model that train.py left: given ones, or those of a conversation.
+"""Answers questions with the model that train.py saved: those of the command line, or of a conversation.
 
     python examples/llm/chat.py "What is a stage?" "What is the bubble?"
     python examples/llm/chat.py              # a conversation; an empty line begins another one
     python examples/llm/chat.py --evaluate   # how many questions of the file get their answer
 
-Given questions are answered at the same time: while one stage computes tokens of some answers, the other
-stages compute those of others.
+Questions of the command line are answered at the same time: while one stage computes tokens of some
+answers, the other stages compute tokens of others.
 """
 
 import argparse

@@ -71,7 +71,7 @@ class Block(nn.Module):
         Args:
           x: activations, float32 [batch, length, width].
           cache: None, or keys and values of earlier tokens, each float32 [batch, context, heads, size].
-          position: that of the first token of x, int32; 0 without a cache.
+          position: the place of x's first token in its conversation, int32; 0 without a cache.
 
         Returns:
           The activations, and the keys and values: the cache's, with those of x at their positions.

@@ -296,10 +296,11 @@ class Generator:
 
         Args:
           prompt: a sequence of integers from 0 to `num_words` - 1, not empty.
-          max_new_tokens: as for `generate`, as what follows.
+          max_new_tokens: the most tokens of the answer.
           sampling: how tokens are chosen.
-          stop_tokens: the first of these in an answer is its last token.
-          seed: of the random keys, which are those of the first prompt of `generate`.
+          stop_tokens: the first of these in the answer is its last token.
+          seed: the seed of the request's random keys, from 0 to 2**32 - 1. `generate` with this seed gives
+            its first prompt the same keys.
 
         Returns:
           The request: iterate over it for its tokens as they come, or call `result`.

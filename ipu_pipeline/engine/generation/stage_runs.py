@@ -57,10 +57,10 @@ class StageRun:
         """Computes the outputs, and the new caches.
 
         Args:
-          caches: the values of `caches`, in their order.
-          weights: likewise.
-          inputs: likewise.
-          given: what else it gets.
+          caches: the values of the variables that `self.caches` names, in that order.
+          weights: the values of the variables that `self.weights` names, in that order.
+          inputs: the values of `self.inputs`, in that order.
+          given: the request's position and key, and the state's update count.
         """
         variables = dict(zip(self.weights, weights, strict=True)) | dict(
             zip(self.caches, caches, strict=True)
