@@ -7,7 +7,7 @@ other groups. All is started in order and not waited for; tokens are read later,
 from __future__ import annotations
 
 import collections
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,27 +110,13 @@ class SlotGroup:
         slot, stages, position = self._requests.index(None), self._stages, 0
         is_sampled = request.sampling.temperature > 0
         for length in lengths:
+            numbers = SlotNumbers(np.int32(position), np.uint32(request.seed), np.uint32(request.number))
+            more: list[tuple[Any, ...]] = [(np.int32(slot), first, None, None) for first in stages.initial]
             is_last = position + length == len(request.prompt)
             sampling = SamplingArrays(*(x[0] for x in SamplingArrays.of([request.sampling])))
-            numbers = SlotNumbers(np.int32(position), np.uint32(request.seed), np.uint32(request.number))
+            more[-1] = (*more[-1][:2], self._tokens, sampling if is_sampled and is_last else None)
             values = _Values({TOKENS: request.prompt[position : position + length]}, None)
-            for index, (program, devices) in enumerate(zip(stages.programs, stages.devices, strict=True)):
-                is_choosing = index == len(stages.programs) - 1
-                made, self._caches[index] = program.chunk(length)(
-                    self._caches[index],
-                    stages.weights[index],
-                    values.on(program.run.inputs, devices),
-                    numbers,
-                    stages.update_count,
-                    np.int32(slot),
-                    stages.initial[index],
-                    self._tokens if is_choosing else None,
-                    sampling if is_choosing and is_sampled and is_last else None,
-                )
-                if is_choosing:
-                    self._tokens = made
-                else:
-                    values.add(program.run.outputs, made, devices)
+            self._start([program.chunk(length) for program in stages.programs], values, numbers, more)
             position += length
         self._requests[slot], self._positions[slot] = request, position
         self._note([slot])
@@ -145,23 +131,44 @@ class SlotGroup:
             np.array([request.seed if request else 0 for request in self._requests], np.uint32),
             np.array([request.number if request else 0 for request in self._requests], np.uint32),
         )
+        more: list[tuple[Any, ...]] = [(None,) for _program in stages.programs]
+        more[-1] = (SamplingArrays.of(samplings) if is_sampled else None,)
         values = _Values({TOKENS: self._tokens}, self._last)
-        for index, (program, devices) in enumerate(zip(stages.programs, stages.devices, strict=True)):
-            is_choosing = index == len(stages.programs) - 1
-            made, self._caches[index] = program.decode(is_sampled)(
-                self._caches[index],
-                stages.weights[index],
-                values.on(program.run.inputs, devices),
-                numbers,
-                stages.update_count,
-                SamplingArrays.of(samplings) if is_choosing and is_sampled else None,
-            )
-            if is_choosing:
-                self._tokens = made
-            else:
-                values.add(program.run.outputs, made, devices)
+        self._start([program.decode(is_sampled) for program in stages.programs], values, numbers, more)
         self._positions[taken] += 1
         self._note(taken)
+
+    def _start(
+        self,
+        functions: Sequence[Callable[..., Any]],
+        values: _Values,
+        numbers: SlotNumbers,
+        more: Sequence[tuple[Any, ...]],
+    ) -> None:
+        """Starts the stages' programs one after another, each with what earlier ones made.
+
+        Args:
+          functions: of each stage, `StagePrograms.chunk` or `decode`.
+          values: the tokens.
+          numbers: of the slots.
+          more: of each stage, the arguments of its function after the first five.
+        """
+        stages = self._stages
+        for index, (function, devices) in enumerate(zip(functions, stages.devices, strict=True)):
+            run = stages.programs[index].run
+            inputs = values.on(run.inputs, devices)
+            made, self._caches[index] = function(
+                self._caches[index],
+                stages.weights[index],
+                inputs,
+                numbers,
+                stages.update_count,
+                *more[index],
+            )
+            if index == len(functions) - 1:
+                self._tokens = made
+            else:
+                values.add(run.outputs, made, devices)
 
     def _note(self, slots: Sequence[int]) -> None:
         """Notes that tokens are on their way, and frees slots whose requests need no more."""

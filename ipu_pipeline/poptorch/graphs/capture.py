@@ -8,7 +8,6 @@ export would lose.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import operator
 import re
@@ -29,7 +28,7 @@ from ipu_pipeline.poptorch.graphs.losses import choose_loss, mark_losses
 from ipu_pipeline.poptorch.graphs.multi_convs import check_multi_convs
 from ipu_pipeline.poptorch.graphs.own_backwards import capture_own_backwards, keeping_own_backwards
 from ipu_pipeline.poptorch.graphs.tracebacks import Shortened
-from ipu_pipeline.poptorch.lowering.decompositions import decompositions
+from ipu_pipeline.poptorch.lowering.decompositions import decompose
 from ipu_pipeline.poptorch.lowering.substitutes import exportable
 from ipu_pipeline.poptorch.lowering.without_values import WithoutValues
 from ipu_pipeline.poptorch.structures import Structure, flatten
@@ -163,8 +162,8 @@ def capture(
                 with refusals.explained(model):
                     program = program.run_decompositions({})
             mark_losses(program.graph_module.graph)
-        with refusals.explained(model), _composites_listed_once(), _checks_without_effects():
-            program = program.run_decompositions(decompositions())
+        with refusals.explained(model), _checks_without_effects():
+            program = decompose(program)
         if trains:
             capture_own_backwards(model, capturing)
         refusals.check_functional(program)
@@ -332,22 +331,6 @@ def _name_modules(program: torch.export.ExportedProgram) -> None:
             node.meta["nn_module_stack"] = {
                 key: (path.removeprefix("model").removeprefix("."), kind) for key, (path, kind) in named
             }
-
-
-@contextlib.contextmanager
-def _composites_listed_once() -> Iterator[None]:
-    """Lists composite operations once; decomposing lists all twice in each of torch's 26 namespaces.
-
-    Each time it finds the same ones, which takes a fifth of the time for a small model.
-    """
-    from torch._export import utils
-
-    find = getattr(utils, "_materialize_cpp_cia_ops", None)
-    if find is None:  # a name that torch does not document
-        yield
-        return
-    with unittest.mock.patch.object(utils, "_materialize_cpp_cia_ops", functools.cache(find)):
-        yield
 
 
 @contextlib.contextmanager

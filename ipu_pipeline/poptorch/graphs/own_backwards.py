@@ -12,7 +12,7 @@ import torch
 from ipu_pipeline.poptorch import markers
 from ipu_pipeline.poptorch.errors import Error
 from ipu_pipeline.poptorch.graphs import refusals
-from ipu_pipeline.poptorch.lowering.decompositions import decompositions
+from ipu_pipeline.poptorch.lowering.decompositions import decompose
 from ipu_pipeline.poptorch.operations import own_backwards
 
 __all__ = ["capture_own_backwards", "keeping_own_backwards"]
@@ -57,7 +57,7 @@ def capture_own_backwards(model: torch.nn.Module, capturing: markers.Capturing) 
     for backward in [one for one in capturing.held if isinstance(one, own_backwards.OwnBackward)]:
         with refusals.explained(model), torch.no_grad():
             program = torch.export.export(backward, tuple(backward.examples), strict=False)
-            program = program.run_decompositions(decompositions())
+            program = decompose(program)
         constants = [value for value in program.constants.values() if isinstance(value, torch.Tensor)]
         if any(value.untyped_storage().data_ptr() in held for value in constants):
             raise Error(

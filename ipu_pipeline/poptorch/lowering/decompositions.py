@@ -6,7 +6,10 @@ decomposed if torch has a decomposition for them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import functools
+import unittest.mock
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,10 +18,47 @@ from torch._ops import OpOverload
 from ipu_pipeline.poptorch.errors import Error
 from ipu_pipeline.poptorch.lowering.registry import find_lowering, kept_operations
 
-__all__ = ["decompositions"]
+__all__ = ["decompose"]
+
+# What divides operations into those that C++ decomposes and the others; torch does not document it.
+_DIVIDE = "_split_decomp_table_to_cia_and_python_decomp"
 
 
-def decompositions() -> dict[Any, Callable[..., Any]]:
+def decompose(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """Decomposes the operations of a captured model."""
+    with _few_composites():
+        return program.run_decompositions(_decompositions())
+
+
+@contextlib.contextmanager
+def _few_composites() -> Iterator[None]:
+    """Registers kernels only for composite operations that torch is not to decompose as it always does.
+
+    Decomposing would register 21 kernels for each of 500 operations, and list them twice in each of torch's
+    26 namespaces, which takes more than half of the time for a small model.
+    """
+    from torch._export import utils
+    from torch.export import exported_program
+
+    find = getattr(utils, "_materialize_cpp_cia_ops", None)
+    divide = getattr(exported_program, _DIVIDE, None)
+    if find is None or divide is None:  # names that torch does not document
+        yield
+        return
+
+    def divide_few(table: dict[Any, Any]) -> tuple[dict[Any, Any], dict[Any, Any]]:
+        composites, others = divide(table)
+        usual = functools.partial  # what torch makes of an operation's own decomposition
+        return {key: how for key, how in composites.items() if not isinstance(how, usual)}, others
+
+    with (
+        unittest.mock.patch.object(utils, "_materialize_cpp_cia_ops", functools.cache(find)),
+        unittest.mock.patch.object(exported_program, _DIVIDE, divide_few),
+    ):
+        yield
+
+
+def _decompositions() -> dict[Any, Callable[..., Any]]:
     """Returns the decompositions of a captured model's operations, by operation."""
     from torch._decomp import decomposition_table  # takes seconds to load, but export needs it, too
 
