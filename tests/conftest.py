@@ -87,6 +87,8 @@ def pytest_collection():
     finally:
         gc.enable()
         gc.freeze()
+        # Tracing makes so many objects that all are looked at again and again; `fresh_caches` collects.
+        gc.set_threshold(20_000, 20, 50)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core as jex_core
 
 from ipu_pipeline.engine import jaxprs, peers
 from ipu_pipeline.engine.devices.device_groups import make_groups
@@ -24,7 +23,7 @@ from ipu_pipeline.engine.state import OfReplicas, of_replica
 from ipu_pipeline.engine.tracing import frames, hoisting
 from ipu_pipeline.engine.tracing.computed_initializers import resolve
 from ipu_pipeline.engine.tracing.specs import VariableSpec
-from ipu_pipeline.ground import jax_compat
+from ipu_pipeline.ground import jax_compat, jax_core
 from ipu_pipeline.ground.errors import without_traceback_note
 
 __all__ = [
@@ -45,7 +44,7 @@ _MEND_REPLICAS = (
     "cross_replica_ops.cross_replica_mean gives, and feed it to another program."
 )
 
-_call_p = jex_core.Primitive("run_call")
+_call_p = jax_core.Primitive("run_call")
 _call_p.multiple_results = True
 
 
@@ -174,7 +173,7 @@ def _make_steps(flat: jaxprs.FlatJaxpr, reads: Sequence[dict[VariableSpec, Any]]
     for index, run in enumerate(runs):
         later = [*markers[index:], *(equation for rest in runs[index + 1 :] for equation in rest)]
         wanted = [atom for equation in later for atom in equation.invars] + list(flat.outputs)
-        used = {atom for atom in wanted if not isinstance(atom, jex_core.Literal)}
+        used = {atom for atom in wanted if not isinstance(atom, jax_core.Literal)}
         results = [var for equation in run for var in equation.outvars if var in used]
         # A variable that is returned or given to a pipeline unchanged still has to be read.
         read_here = {var: spec for spec, var in reads[index].items()}
@@ -195,7 +194,7 @@ def _make_segment(
     taken = dict.fromkeys(
         atom
         for atom in atoms
-        if not isinstance(atom, jex_core.Literal) and atom not in made and atom not in flat.constants
+        if not isinstance(atom, jax_core.Literal) and atom not in made and atom not in flat.constants
     )
     part = jaxprs.FlatJaxpr(list(taken), run, results, flat.constants)
     program = jaxprs.extract(part, results, (), jaxprs.any_equation)
@@ -220,7 +219,7 @@ class Values:
 
     def find(self, atom: Any) -> Any:
         """The value of an atom; None if it has not been made yet."""
-        return np.asarray(atom.val) if isinstance(atom, jex_core.Literal) else self._known.get(atom)
+        return np.asarray(atom.val) if isinstance(atom, jax_core.Literal) else self._known.get(atom)
 
     def operands(self, step: CallStep) -> list[Any]:
         """The operands of a call, once the steps before it have run."""
@@ -285,7 +284,7 @@ class Values:
         return [one if _is_key(one) else np.array(one) for one in returned]
 
     def _read(self, atom: Any) -> Any:
-        return np.asarray(atom.val) if isinstance(atom, jex_core.Literal) else self._known[atom]
+        return np.asarray(atom.val) if isinstance(atom, jax_core.Literal) else self._known[atom]
 
 
 def fit_replicas(name: str, operands: Sequence[Any], num_replicas: int) -> list[Any]:

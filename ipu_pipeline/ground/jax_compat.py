@@ -24,8 +24,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core as jex_core
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+from ipu_pipeline.ground import jax_core
 
 __all__ = [
     "NAMES",
@@ -218,7 +219,8 @@ def context_without_mesh(context: Any) -> Any:
     if mesh is None or mesh.empty:
         return context
     with context.manager, jax.sharding.use_abstract_mesh(_NO_MESH):
-        return type(context)()
+        (traced,) = jax.make_jaxpr(jax.lax.neg)(np.float32(0)).eqns
+    return traced.ctx
 
 
 def array_without_mesh(value: Any) -> Any:
@@ -342,13 +344,13 @@ def scope_names(equation: Any) -> list[str]:
     if _has_name_stacks:
         return [entry.name for entry in equation.source_info.name_stack.stack]
     bare = equation.replace(invars=[], outvars=[], params={}, effects=frozenset())
-    jaxpr = jex_core.Jaxpr([], [], [], [bare], frozenset(), _DEBUG_INFO)
+    jaxpr = jax_core.Jaxpr([], [], [], [bare], frozenset(), _DEBUG_INFO)
     text = jaxpr.pretty_print(name_stack=True, custom_pp_eqn_rules=False, use_color=False)
     (stack,) = re.findall(r"# \[(.*)\]", text)
     return [name for name in re.split("[/()]", stack) if name]
 
 
-_DEBUG_INFO = jex_core.DebugInfo("jit", "ipu_pipeline", None, None)
+_DEBUG_INFO = jax_core.DebugInfo("jit", "ipu_pipeline", None, None)
 
 
 def within_scopes(caller: Any, equation: Any) -> Any:

@@ -8,6 +8,7 @@ import optax
 from tensorboardX.proto.event_pb2 import Event
 
 import ipu_pipeline as ipu
+from ipu_pipeline.checkpointing.checkpoints import read_checkpoint
 from ipu_pipeline.ipu_pipeline_estimator import IPUPipelineEstimator, IPUPipelineEstimatorSpec
 from ipu_pipeline.ipu_run_config import IPURunConfig, RunConfig
 from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput
@@ -80,10 +81,10 @@ def scheduled(name):
 
 
 def variables_of(estimator):
+    """The variables in an estimator's newest checkpoint, read once."""
     return {
-        name: estimator.get_variable_value(name)
-        for name in estimator.get_variable_names()
-        if name != "global_step"
+        name: np.array(value)
+        for name, value in read_checkpoint(estimator.latest_checkpoint()).state.variables.items()
     }
 
 

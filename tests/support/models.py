@@ -169,8 +169,9 @@ def plain_loop(loss_of, variables, groups, every, transformation, reduction="SUM
       Losses, [iterations, replicas]; the variables after; the gradients of the update that is not complete.
     """
     state, losses, gradients = transformation.init(variables), [], []
+    gradient_of = jax.jit(jax.value_and_grad(loss_of))
     for group in groups:
-        found = [jax.value_and_grad(loss_of)(variables, *element) for element in group]
+        found = [gradient_of(variables, *element) for element in group]
         losses.append([loss for loss, _gradient in found])
         gradients.append(jax.tree.map(lambda *leaves: sum(leaves) / len(leaves), *(g for _l, g in found)))
         if len(gradients) == every:

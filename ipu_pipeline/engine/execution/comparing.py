@@ -10,11 +10,10 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jax.extend import core as jex_core
-
 from ipu_pipeline.engine import peers
 from ipu_pipeline.engine.tracing.traced import TracedPipeline
 from ipu_pipeline.engine.updates.cutting import Updates
+from ipu_pipeline.ground import jax_core
 
 __all__ = ["agree_on", "describe_programs", "digest"]
 
@@ -54,10 +53,10 @@ def describe_programs(traced: TracedPipeline, updates: Updates | None) -> dict[s
 
 def _describe_operations(equations: Iterable[Any]) -> Iterator[str]:
     for equation in equations:
-        operands = [str(v.val) if isinstance(v, jex_core.Literal) else v.aval for v in equation.invars]
+        operands = [str(v.val) if isinstance(v, jax_core.Literal) else v.aval for v in equation.invars]
         results = [variable.aval for variable in equation.outvars]
         yield f"{equation.primitive} {[*map(_of_aval, operands)]} {[*map(_of_aval, results)]}"
-        for body in jex_core.jaxprs_in_params(equation.params):
+        for body in jax_core.jaxprs_in_params(equation.params):
             yield from _describe_operations(body.eqns)
 
 

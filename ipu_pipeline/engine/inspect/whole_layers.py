@@ -15,12 +15,11 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from jax.extend import core as jex_core
-
 from ipu_pipeline.engine.inspect.facts import LayerFacts
 from ipu_pipeline.engine.jaxprs.costs import count_equations
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.engine.tracing.traced import TracedStage
+from ipu_pipeline.ground import jax_core
 from ipu_pipeline.ground.shapes import num_bytes
 
 __all__ = ["find_whole_layers", "name_whole_layers"]
@@ -221,7 +220,7 @@ def _find_runs(stage: TracedStage, layer_of: Mapping[str, str]) -> tuple[list[_R
     apart: dict[int, str | None] = {}
     seen: set[str] = set()
     for place, equation in enumerate(stage.flat.equations):
-        operands = [var for var in equation.invars if not isinstance(var, jex_core.Literal)]
+        operands = [var for var in equation.invars if not isinstance(var, jax_core.Literal)]
         is_fed = any(var in fed for var in operands)
         read = [alone[var] for var in operands if var in alone]
         if not is_fed:
@@ -267,7 +266,7 @@ def _note_scan(run: _Run, equation: Any, alone: Mapping[Any, frozenset[str]]) ->
     names = {
         name: None
         for var in stacked
-        if not isinstance(var, jex_core.Literal)
+        if not isinstance(var, jax_core.Literal)
         for name in alone.get(var, ())
     }
     if names:

@@ -25,12 +25,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core as jex_core
 
 from ipu_pipeline.engine.jaxprs.convolution_forms import canonical, correlated, dilate, gathered, scattered
 from ipu_pipeline.engine.jaxprs.convolution_layouts import Convolution
 from ipu_pipeline.engine.jaxprs.flat import has_primitive, map_atoms
-from ipu_pipeline.ground import jax_compat
+from ipu_pipeline.ground import jax_compat, jax_core
 
 __all__ = ["has_convolutions", "with_fast_convolutions"]
 
@@ -47,7 +46,7 @@ def with_fast_convolutions(function: Callable[..., Any]) -> Callable[..., list[A
 
     def called(*arguments: Any) -> list[Any]:
         closed_jaxpr = jax.make_jaxpr(function)(*arguments)
-        results: list[Any] = jex_core.jaxpr_as_fun(_rewrite(closed_jaxpr))(*arguments)
+        results: list[Any] = jax_core.jaxpr_as_fun(_rewrite(closed_jaxpr))(*arguments)
         return results
 
     return called
@@ -70,7 +69,7 @@ def _rewrite_open(jaxpr: Any) -> Any:
             equations.append(equation.replace(params=params))
         else:
             image, kernel = equation.invars
-            reversal = None if isinstance(kernel, jex_core.Literal) else reversals.get(kernel)
+            reversal = None if isinstance(kernel, jax_core.Literal) else reversals.get(kernel)
             if reversal is not None and convolution.can_reverse(reversal.params["dimensions"]):
                 convolution = dataclasses.replace(convolution, is_reversed=True)
                 kernel = reversal.invars[0]
@@ -81,9 +80,9 @@ def _rewrite_open(jaxpr: Any) -> Any:
 def _rewrite_parameter(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return type(value)(map(_rewrite_parameter, value)) if type(value) in (tuple, list) else value
-    if isinstance(value, jex_core.ClosedJaxpr):
+    if isinstance(value, jax_core.ClosedJaxpr):
         return _rewrite(value) if has_convolutions(value.jaxpr) else value
-    if isinstance(value, jex_core.Jaxpr):
+    if isinstance(value, jax_core.Jaxpr):
         return _rewrite_open(value) if has_convolutions(value) else value
     return value
 
@@ -101,7 +100,7 @@ def _inline(convolution: Convolution, equation: Any, inputs: tuple[Any, Any]) ->
     for inner in traced.jaxpr.eqns:
         atoms = map_atoms(known, inner.invars)
         for var in inner.outvars:
-            known.setdefault(var, var if isinstance(var, jex_core.DropVar) else jex_core.Var(var.aval))
+            known.setdefault(var, var if isinstance(var, jax_core.DropVar) else jax_core.Var(var.aval))
         made.append(
             jax_compat.in_place_of(
                 equation, inner.replace(invars=atoms, outvars=[known[var] for var in inner.outvars])

@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from jax.extend import core as jex_core
+from ipu_pipeline.ground import jax_core
 
 __all__ = ["count_equations", "count_operations", "count_primitives", "find_uncounted"]
 
@@ -35,8 +35,8 @@ _UNCOUNTED = _words(
 )
 _PRIMITIVES = {
     value
-    for value in vars(jex_core.primitives).values()
-    if isinstance(value, jex_core.Primitive) and value.name not in _UNCOUNTED
+    for value in vars(jax_core.primitives).values()
+    if isinstance(value, jax_core.Primitive) and value.name not in _UNCOUNTED
 }
 # JAX has these too, and `jax.extend.core.primitives` does not list them.
 _UNLISTED = _words(

@@ -20,10 +20,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jax.extend import core as jex_core
-
 from ipu_pipeline.engine.jaxprs.flat import make_extracted
 from ipu_pipeline.engine.jaxprs.partitioning import JOINT, Home, Piece
+from ipu_pipeline.ground import jax_core
 from ipu_pipeline.ground.shapes import num_bytes
 
 __all__ = ["divide_equal_parts"]
@@ -152,7 +151,7 @@ class _Division:
     def _find_components(self, replaced: Sequence[Any | None], scalars: dict[Any, int]) -> None:
         jaxpr, inputs = self._jaxpr, set(self.piece.program.inputs)
         for equation in jaxpr.eqns:
-            read = [atom for atom in equation.invars if not isinstance(atom, jex_core.Literal)]
+            read = [atom for atom in equation.invars if not isinstance(atom, jax_core.Literal)]
             arrays = [var for var in (*read, *equation.outvars) if var.aval.size > 1]
             roots = frozenset[Any]().union(*(self._roots.get(var, ()) for var in read))
             if arrays:
@@ -160,7 +159,7 @@ class _Division:
                 roots = frozenset([self._find(arrays[0])])
             self._roots.update((var, roots) for var in equation.outvars if var.aval.size <= 1)
         for atom, before in zip(jaxpr.outvars, replaced, strict=True):
-            is_array = not isinstance(atom, jex_core.Literal) and atom.aval.size > 1
+            is_array = not isinstance(atom, jax_core.Literal) and atom.aval.size > 1
             if is_array and before in inputs:
                 self._join([atom, before])
         components: dict[Any, _Component] = {}
@@ -201,7 +200,7 @@ class _Division:
 
     def _roots_of(self, atom: Any) -> set[Any]:
         """The components that a value depends on, by the arrays that stand for them."""
-        if isinstance(atom, jex_core.Literal):
+        if isinstance(atom, jax_core.Literal):
             return set()
         return {self._find(var) for var in ([atom] if atom.aval.size > 1 else self._roots.get(atom, ()))}
 
@@ -219,7 +218,7 @@ class _Division:
         needed = {jaxpr.outvars[place] for place in places}  # in components
         of_arrays: set[Any] = set()
         for equation in reversed(jaxpr.eqns):
-            read = [atom for atom in equation.invars if not isinstance(atom, jex_core.Literal)]
+            read = [atom for atom in equation.invars if not isinstance(atom, jax_core.Literal)]
             has_arrays = any(var.aval.size > 1 for var in (*read, *equation.outvars))
             if has_arrays:
                 of_arrays.update(equation.outvars)
@@ -230,7 +229,7 @@ class _Division:
         pending = [jaxpr.outvars[place] for place in reversed(self._joined)]
         while pending:
             atom = pending.pop()
-            place = None if isinstance(atom, jex_core.Literal) else self._makers.get(atom)
+            place = None if isinstance(atom, jax_core.Literal) else self._makers.get(atom)
             if place is None or place in passed:
                 continue
             if len(self._roots_of(atom)) == 1 and (atom in needed or atom in of_arrays):
@@ -246,7 +245,7 @@ class _Division:
         for equation in self._jaxpr.eqns:
             if any(map(self._roots_of, (*equation.invars, *equation.outvars))):
                 continue
-            read = [atom for atom in equation.invars if not isinstance(atom, jex_core.Literal)]
+            read = [atom for atom in equation.invars if not isinstance(atom, jax_core.Literal)]
             found.update((var, scalars.setdefault(var, len(scalars))) for var in read if var not in found)
             what = _describe_equation(equation, lambda atom: f"scalar {found[atom]}", "")
             for place, var in enumerate(equation.outvars):
@@ -258,7 +257,7 @@ class _Division:
         numbers: dict[Any, int] = {}
 
         def name(atom: Any) -> str:
-            if not isinstance(atom, jex_core.Literal) and atom in numbers:
+            if not isinstance(atom, jax_core.Literal) and atom in numbers:
                 return str(numbers[atom])
             if self._roots_of(atom):
                 numbers[atom] = len(numbers)
@@ -295,7 +294,7 @@ class _Division:
             pending = list(atoms)
             while pending:
                 atom = pending.pop()
-                place = None if isinstance(atom, jex_core.Literal) else self._makers.get(atom)
+                place = None if isinstance(atom, jax_core.Literal) else self._makers.get(atom)
                 if place is None or place in found or place in order or place in self._owned:
                     continue
                 found.add(place)
@@ -310,7 +309,7 @@ class _Division:
         equations = [jaxpr.eqns[place] for place in order]
         made = {var for equation in equations for var in equation.outvars}
         read = [*(atom for equation in equations for atom in equation.invars), *outputs]
-        inputs = dict.fromkeys(a for a in read if not isinstance(a, jex_core.Literal) and a not in made)
+        inputs = dict.fromkeys(a for a in read if not isinstance(a, jax_core.Literal) and a not in made)
         return dataclasses.replace(
             piece,
             program=make_extracted({}, list(inputs), equations, outputs),
@@ -327,7 +326,7 @@ def _text_of(aval: Any) -> str:
 
 def _describe_equation(equation: Any, name: Callable[[Any], str], made: str) -> str:
     read = [
-        f"{atom.val!r}:{_text_of(atom.aval)}" if isinstance(atom, jex_core.Literal) else name(atom)
+        f"{atom.val!r}:{_text_of(atom.aval)}" if isinstance(atom, jax_core.Literal) else name(atom)
         for atom in equation.invars
     ]
     parameters = ", ".join(f"{key}={value}" for key, value in sorted(equation.params.items()))

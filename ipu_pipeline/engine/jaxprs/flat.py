@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import jax
-from jax.extend import core as jex_core
 
-from ipu_pipeline.ground import jax_compat
+from ipu_pipeline.ground import jax_compat, jax_core
 
 __all__ = [
     "CHECKPOINTS",
@@ -82,7 +81,7 @@ class ExtractedJaxpr:
 
     def __call__(self, *arguments: Any) -> list[Any]:
         """Evaluates the program, also under a transformation."""
-        results: list[Any] = jex_core.jaxpr_as_fun(self.closed_jaxpr)(*arguments)
+        results: list[Any] = jax_core.jaxpr_as_fun(self.closed_jaxpr)(*arguments)
         return results
 
 
@@ -131,7 +130,7 @@ def _inline_all(closed_jaxpr: Any, rule: EquationRule | None) -> FlatJaxpr:
     def inline(jaxpr: Any, consts: Sequence[Any], arguments: list[Atom], caller: Any) -> list[Atom]:
         known: dict[Var, Atom] = dict(zip(jaxpr.invars, arguments, strict=True))
         for var, value in zip(jaxpr.constvars, consts, strict=True):
-            known[var] = jex_core.Var(var.aval)
+            known[var] = jax_core.Var(var.aval)
             constants[known[var]] = value
         for equation in jaxpr.eqns:
             if caller is not None:
@@ -152,7 +151,7 @@ def _inline_all(closed_jaxpr: Any, rule: EquationRule | None) -> FlatJaxpr:
         return map_atoms(known, jaxpr.outvars)
 
     jaxpr = closed_jaxpr.jaxpr
-    inputs = [jex_core.Var(var.aval) for var in jaxpr.invars]
+    inputs = [jax_core.Var(var.aval) for var in jaxpr.invars]
     outputs = inline(jaxpr, closed_jaxpr.consts, list(inputs), None)
     return FlatJaxpr(inputs, equations, outputs, constants)
 
@@ -196,20 +195,20 @@ def has_primitive(equation: Equation, name: str) -> bool:
     """Whether an equation's primitive, or one inside at any depth, has a given text in its name."""
     if name in equation.primitive.name:
         return True
-    bodies = jex_core.jaxprs_in_params(equation.params)
+    bodies = jax_core.jaxprs_in_params(equation.params)
     return any(has_primitive(inner, name) for body in bodies for inner in body.eqns)
 
 
 def map_atoms(known: dict[Var, Atom], atoms: Iterable[Atom]) -> list[Atom]:
     """The atoms with variables looked up in `known`; literals stay."""
-    return [atom if isinstance(atom, jex_core.Literal) else known[atom] for atom in atoms]
+    return [atom if isinstance(atom, jax_core.Literal) else known[atom] for atom in atoms]
 
 
 def substitute(flat: FlatJaxpr, replaced: Mapping[Var, Var]) -> FlatJaxpr:
     """Makes a jaxpr read other variables in place of some."""
 
     def read(atoms: Iterable[Atom]) -> list[Atom]:
-        return [a if isinstance(a, jex_core.Literal) else replaced.get(a, a) for a in atoms]
+        return [a if isinstance(a, jax_core.Literal) else replaced.get(a, a) for a in atoms]
 
     return FlatJaxpr(
         [var for var in flat.inputs if replaced.get(var, var) is var],
@@ -224,13 +223,13 @@ def make_extracted(
 ) -> ExtractedJaxpr:
     """Makes a program of equations."""
     effects = frozenset().union(*(equation.effects for equation in equations))
-    debug_info = jex_core.DebugInfo(
+    debug_info = jax_core.DebugInfo(
         traced_for="jit", func_src_info="ipu_pipeline", arg_names=None, result_paths=None
     )
-    jaxpr = jex_core.Jaxpr(list(constants), inputs, list(outputs), equations, effects, debug_info)
-    return ExtractedJaxpr(jex_core.ClosedJaxpr(jaxpr, list(constants.values())), inputs)
+    jaxpr = jax_core.Jaxpr(list(constants), inputs, list(outputs), equations, effects, debug_info)
+    return ExtractedJaxpr(jax_core.ClosedJaxpr(jaxpr, list(constants.values())), inputs)
 
 
 def fresh(variables: Iterable[Var]) -> list[Var]:
     """Makes new variables with the same abstract values."""
-    return [var if isinstance(var, jex_core.DropVar) else jex_core.Var(var.aval) for var in variables]
+    return [var if isinstance(var, jax_core.DropVar) else jax_core.Var(var.aval) for var in variables]

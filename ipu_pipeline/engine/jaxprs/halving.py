@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core as jex_core
 
 from ipu_pipeline.engine.jaxprs.flat import (
     CHECKPOINTS,
@@ -30,6 +29,7 @@ from ipu_pipeline.engine.jaxprs.flat import (
     flatten,
 )
 from ipu_pipeline.engine.jaxprs.slicing import dependents, extract
+from ipu_pipeline.ground import jax_core
 
 __all__ = ["find_computed", "find_kept", "take_apart"]
 
@@ -48,7 +48,7 @@ _AT_ONCE = {
 
 def find_computed(flat: FlatJaxpr, outputs: Iterable[Atom], given: Collection[Var] = ()) -> list[Equation]:
     """The equations that compute some outputs."""
-    needed = {atom for atom in outputs if not isinstance(atom, jex_core.Literal)}
+    needed = {atom for atom in outputs if not isinstance(atom, jax_core.Literal)}
     found = []
     for equation in reversed(flat.equations):
         if any(var in needed and var not in given for var in equation.outvars):
@@ -88,7 +88,7 @@ def _num_bytes(var: Var) -> int:
 
 
 def _variables(atoms: Iterable[Atom]) -> list[Var]:
-    return [atom for atom in atoms if not isinstance(atom, jex_core.Literal)]
+    return [atom for atom in atoms if not isinstance(atom, jax_core.Literal)]
 
 
 def take_apart(closed_jaxpr: Any, first: Collection[int], roots: Collection[int] | None = None) -> Any:
@@ -145,13 +145,13 @@ class _Apart:
 
 def _wanted(equation: Equation) -> list[int]:
     """The places of an equation's results that something reads."""
-    return [n for n, var in enumerate(equation.outvars) if not isinstance(var, jex_core.DropVar)]
+    return [n for n, var in enumerate(equation.outvars) if not isinstance(var, jax_core.DropVar)]
 
 
 def _in_place(equation: Equation, found: Sequence[Atom]) -> list[Atom]:
     """Puts atoms in the places of results that something reads."""
     given = iter(found)
-    return [var if isinstance(var, jex_core.DropVar) else next(given) for var in equation.outvars]
+    return [var if isinstance(var, jax_core.DropVar) else next(given) for var in equation.outvars]
 
 
 def _find_maker(equation: Equation) -> Callable[[Equation, list[int], list[int]], _Apart | None] | None:
@@ -225,7 +225,7 @@ def _cut(
 def _halve_checkpoint(equation: Equation, first: list[int], second: list[int]) -> _Apart | None:
     """The first half is a checkpoint, too; what that computes again is kept for the second."""
     params = equation.params
-    body = _cut(flatten(jex_core.ClosedJaxpr(params["jaxpr"], ())), first, second)
+    body = _cut(flatten(jax_core.ClosedJaxpr(params["jaxpr"], ())), first, second)
     avals = [aval_struct(var.aval) for var in body.flat.inputs]
     inner = jax.make_jaxpr(lambda *given: body.call(body.first, dict(enumerate(given))))(*avals)
     if inner.consts:

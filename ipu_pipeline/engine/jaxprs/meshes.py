@@ -11,11 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from jax.extend import core as jex_core
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from ipu_pipeline.engine.jaxprs.flat import Atom, Equation, Var, has_primitive
-from ipu_pipeline.ground import jax_compat
+from ipu_pipeline.ground import jax_compat, jax_core
 
 __all__ = ["find_collectives", "find_other_devices", "has_shard_map", "uses_mesh", "without_mesh"]
 
@@ -42,7 +41,7 @@ def find_other_devices(equations: Iterable[Equation]) -> Iterator[Equation]:
         mesh = getattr(equation.params.get("sharding"), "mesh", equation.params.get("mesh"))
         if isinstance(mesh, Mesh) and mesh.size > 1:
             yield equation
-        for body in jex_core.jaxprs_in_params(equation.params):
+        for body in jax_core.jaxprs_in_params(equation.params):
             yield from find_other_devices(body.eqns)
 
 
@@ -53,7 +52,7 @@ def find_collectives(equations: Iterable[Equation], axis: str) -> Iterator[Equat
         names = [part for given in named for part in (given if isinstance(given, tuple) else (given,))]
         if axis in names and equation.primitive.name not in _CASTS:
             yield equation
-        for body in jex_core.jaxprs_in_params(equation.params):
+        for body in jax_core.jaxprs_in_params(equation.params):
             yield from find_collectives(body.eqns, axis)
 
 
@@ -80,7 +79,7 @@ class _Rewriting:
         """A `ClosedJaxpr` without a mesh."""
         if id(closed_jaxpr) not in self._known:
             constants = list(map(jax_compat.array_without_mesh, closed_jaxpr.consts))
-            made = jex_core.ClosedJaxpr(self.open(closed_jaxpr.jaxpr), constants)
+            made = jax_core.ClosedJaxpr(self.open(closed_jaxpr.jaxpr), constants)
             self._known[id(closed_jaxpr)] = closed_jaxpr, made
         return self._known[id(closed_jaxpr)][1]
 
@@ -95,12 +94,12 @@ class _Rewriting:
 
         def make(variables: Iterable[Var]) -> list[Var]:
             for var in variables:
-                known[var] = var if isinstance(var, jex_core.DropVar) else _without(var)
+                known[var] = var if isinstance(var, jax_core.DropVar) else _without(var)
             return [known[var] for var in variables]
 
         def read(atoms: Iterable[Atom]) -> list[Atom]:
             return [
-                _literal_without(atom) if isinstance(atom, jex_core.Literal) else known[atom]
+                _literal_without(atom) if isinstance(atom, jax_core.Literal) else known[atom]
                 for atom in atoms
             ]
 
@@ -130,12 +129,12 @@ class _Rewriting:
         return self._known[id(context)][1]
 
     def _change(self, value: Any) -> Any:
-        if isinstance(value, jex_core.ClosedJaxpr):
+        if isinstance(value, jax_core.ClosedJaxpr):
             return self.close(value)
-        if isinstance(value, jex_core.Jaxpr):
+        if isinstance(value, jax_core.Jaxpr):
             return self.open(value)
         if type(value) in (tuple, list) and any(
-            isinstance(part, (jex_core.ClosedJaxpr, jex_core.Jaxpr)) for part in value
+            isinstance(part, (jax_core.ClosedJaxpr, jax_core.Jaxpr)) for part in value
         ):
             return type(value)(map(self._change, value))
         return value
@@ -147,9 +146,9 @@ def _is_of_mesh(value: Any) -> bool:
 
 def _without(var: Var) -> Var:
     aval = jax_compat.without_mesh(var.aval)
-    return var if aval is var.aval else jex_core.Var(aval)
+    return var if aval is var.aval else jax_core.Var(aval)
 
 
 def _literal_without(literal: Any) -> Any:
     value, aval = jax_compat.array_without_mesh(literal.val), jax_compat.without_mesh(literal.aval)
-    return literal if value is literal.val else jex_core.Literal(value, aval)
+    return literal if value is literal.val else jax_core.Literal(value, aval)

@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core as jex_core
 
 from ipu_pipeline.engine.jaxprs.flat import (
     Atom,
@@ -26,6 +25,7 @@ from ipu_pipeline.engine.jaxprs.flat import (
     has_primitive,
     make_extracted,
 )
+from ipu_pipeline.ground import jax_core
 
 __all__ = ["Evaluated", "Origin", "evaluate", "find_nan", "has_nan"]
 
@@ -39,7 +39,7 @@ class Evaluated:
 
     def read(self, atom: Atom) -> Any:
         """The value of an atom."""
-        return atom.val if isinstance(atom, jex_core.Literal) else self.values[atom]
+        return atom.val if isinstance(atom, jax_core.Literal) else self.values[atom]
 
     @property
     def results(self) -> list[Any]:
@@ -88,8 +88,8 @@ def find_nan(evaluated: Evaluated, atom: Atom) -> Origin:
 
 
 def _as_function(equation: Equation) -> Callable[..., list[Any]]:
-    inputs = [jex_core.Var(atom.aval) for atom in equation.invars]
-    outputs = [jex_core.Var(var.aval) for var in equation.outvars]
+    inputs = [jax_core.Var(atom.aval) for atom in equation.invars]
+    outputs = [jax_core.Var(var.aval) for var in equation.outvars]
     program = make_extracted({}, inputs, [equation.replace(invars=inputs, outvars=outputs)], outputs)
     if has_primitive(equation, "shard"):  # its mesh has no devices: compiled, it gets those of its operands
         return jax.jit(program.__call__)
@@ -107,7 +107,7 @@ def _look_inside(equation: Equation, given: Sequence[Any], place: int) -> Equati
         num_condition, num_body = parameters["cond_nconsts"], parameters["body_nconsts"]
         constants = given[num_condition : num_condition + num_body]
         body, carried = parameters["body_jaxpr"], list(given[num_condition + num_body :])
-        run = jax.jit(jex_core.jaxpr_as_fun(body))
+        run = jax.jit(jax_core.jaxpr_as_fun(body))
         while True:  # an iteration makes a nan, since the loop did
             made = run(*constants, *carried)
             if any(map(has_nan, made)):
@@ -117,9 +117,9 @@ def _look_inside(equation: Equation, given: Sequence[Any], place: int) -> Equati
         branches = parameters["branches"]
         number = min(max(int(given[0]), 0), len(branches) - 1)
         return _look_in_body(branches[number], given[1:], equation, place)
-    bodies: list[Any] = list(jex_core.jaxprs_in_params(parameters))
+    bodies: list[Any] = list(jax_core.jaxprs_in_params(parameters))
     for body in bodies:
-        closed = body if hasattr(body, "consts") else jex_core.ClosedJaxpr(body, ())
+        closed = body if hasattr(body, "consts") else jax_core.ClosedJaxpr(body, ())
         if len(closed.jaxpr.invars) == len(given) and len(closed.jaxpr.outvars) == len(equation.outvars):
             return _look_in_body(closed, given, equation, place)
     return equation
@@ -131,7 +131,7 @@ def _look_inside_scan(equation: Equation, given: Sequence[Any]) -> Equation:
     length, body = parameters["length"], parameters["jaxpr"]
     constants = list(given[:num_constants])
     carried, stacked = given[num_constants:][:num_carried], given[num_constants + num_carried :]
-    run = jax.jit(jex_core.jaxpr_as_fun(body))
+    run = jax.jit(jax_core.jaxpr_as_fun(body))
     for number in reversed(range(length)) if parameters["reverse"] else range(length):
         arguments = [*constants, *carried, *(leaf[number] for leaf in stacked)]
         made = run(*arguments)
@@ -147,7 +147,7 @@ def _look_in_body(
     """The equation in a body that made a nan of a result, the first one with a nan if `place` is None."""
     evaluated = evaluate(flatten(closed), arguments)
     outputs = evaluated.flat.outputs if place is None else [evaluated.flat.outputs[place]]
-    for atom in itertools.filterfalse(lambda one: isinstance(one, jex_core.Literal), outputs):
+    for atom in itertools.filterfalse(lambda one: isinstance(one, jax_core.Literal), outputs):
         if has_nan(evaluated.read(atom)):
             return find_nan(evaluated, atom).equation or equation
     return equation

@@ -27,7 +27,6 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import jax
-from jax.extend import core as jex_core
 
 from ipu_pipeline.engine.jaxprs.flat import (
     ExtractedJaxpr,
@@ -39,6 +38,7 @@ from ipu_pipeline.engine.jaxprs.flat import (
     substitute,
 )
 from ipu_pipeline.engine.jaxprs.slicing import can_reduce, extract, reduce
+from ipu_pipeline.ground import jax_core
 from ipu_pipeline.ground.shapes import num_bytes
 
 __all__ = ["JOINT", "Home", "Piece", "Places", "cut", "place"]
@@ -63,7 +63,7 @@ class Places:
 
     def home_of(self, atom: Any) -> Home | None:
         """The home of a variable; None for a literal or constant."""
-        return None if isinstance(atom, jex_core.Literal) else self.homes.get(atom)
+        return None if isinstance(atom, jax_core.Literal) else self.homes.get(atom)
 
     def home_of_equation(self, equation: Any) -> Home | None:
         """The home in which an equation runs."""
@@ -87,7 +87,7 @@ class Places:
         """The variables that an equation reads and that have a home, each once."""
         return [
             atom
-            for atom in dict.fromkeys(a for a in equation.invars if not isinstance(a, jex_core.Literal))
+            for atom in dict.fromkeys(a for a in equation.invars if not isinstance(a, jax_core.Literal))
             if self.homes.get(atom) is not None
         ]
 
@@ -127,7 +127,7 @@ def place(flat: FlatJaxpr, input_homes: Mapping[Any, Home | None]) -> Places:
     def read(atoms: Iterable[Any]) -> list[Any]:
         found = []
         for atom in atoms:
-            while not isinstance(atom, jex_core.Literal) and atom in replaced:
+            while not isinstance(atom, jax_core.Literal) and atom in replaced:
                 atom = replaced[atom]
             found.append(atom)
         return found
@@ -177,7 +177,7 @@ def _split(places: Places, equation: Any) -> FlatJaxpr | None:
         reduced = reduce(equation, numbers)
         assert reduced is not None
         # A scan keeps carried values that others need; here they get names that nothing reads.
-        outputs = [v if v in kept else jex_core.Var(v.aval) for v in reduced.outvars]
+        outputs = [v if v in kept else jax_core.Var(v.aval) for v in reduced.outvars]
         parts.append(reduced.replace(outvars=outputs))
     return FlatJaxpr([], parts, [], {})
 
@@ -189,7 +189,7 @@ def _inline(places: Places, equation: Any) -> FlatJaxpr | None:
     name = equation.primitive.name
     if name in _CALLS:
         body = equation.params[_CALLS[name]]
-        body = body if isinstance(body, jex_core.ClosedJaxpr) else jex_core.ClosedJaxpr(body, ())
+        body = body if isinstance(body, jax_core.ClosedJaxpr) else jax_core.ClosedJaxpr(body, ())
         return _instantiate(body, equation.invars)
     if name != "cond" or has_primitive(equation, "while"):  # a branch that is not taken may not end
         return None

@@ -18,10 +18,9 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core as jex_core
 
 from ipu_pipeline.engine.jaxprs.flat import InlineFunction, aval_struct, close, flatten, has_primitive
-from ipu_pipeline.ground import jax_compat
+from ipu_pipeline.ground import jax_compat, jax_core
 
 __all__ = ["draws_bits", "encrypt", "threefry_dtype", "with_fast_random_bits"]
 
@@ -39,7 +38,7 @@ def with_fast_random_bits(function: Callable[..., Any]) -> Callable[..., list[An
 
     def called(*arguments: Any) -> list[Any]:
         closed_jaxpr = jax.make_jaxpr(function)(*arguments)
-        results: list[Any] = jex_core.jaxpr_as_fun(_rewrite_parameter(closed_jaxpr))(*arguments)
+        results: list[Any] = jax_core.jaxpr_as_fun(_rewrite_parameter(closed_jaxpr))(*arguments)
         return results
 
     return called
@@ -49,9 +48,9 @@ def _rewrite_parameter(value: Any) -> Any:
     """Rewrites the jaxprs in an equation's parameter."""
     if type(value) in (tuple, list):
         return type(value)(map(_rewrite_parameter, value))
-    if isinstance(value, jex_core.ClosedJaxpr):
+    if isinstance(value, jax_core.ClosedJaxpr):
         return value.replace(jaxpr=_rewrite_parameter(value.jaxpr))
-    if isinstance(value, jex_core.Jaxpr) and draws_bits(value):
+    if isinstance(value, jax_core.Jaxpr) and draws_bits(value):
         return value.replace(eqns=list(map(_replace, value.eqns)))
     return value
 

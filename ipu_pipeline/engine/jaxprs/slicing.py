@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend import core as jex_core
 
 from ipu_pipeline.engine.jaxprs.flat import (
     Atom,
@@ -20,7 +19,7 @@ from ipu_pipeline.engine.jaxprs.flat import (
     fresh,
     make_extracted,
 )
-from ipu_pipeline.ground import jax_compat
+from ipu_pipeline.ground import jax_compat, jax_core
 
 __all__ = ["any_equation", "can_reduce", "dependents", "extract", "find_uniform", "reduce", "split_results"]
 
@@ -53,7 +52,7 @@ def dependents(flat: FlatJaxpr, roots: Iterable[Var]) -> set[Var]:
 
 def _reads(equation: Equation | None, variables: Collection[Var]) -> bool:
     return equation is not None and any(
-        not isinstance(atom, jex_core.Literal) and atom in variables for atom in equation.invars
+        not isinstance(atom, jax_core.Literal) and atom in variables for atom in equation.invars
     )
 
 
@@ -62,7 +61,7 @@ def find_uniform(flat: FlatJaxpr) -> dict[int, np.ndarray[Any, Any]]:
     known: dict[Var, Any] = {}
 
     def find(atom: Atom) -> Any:
-        if not isinstance(atom, jex_core.Literal):
+        if not isinstance(atom, jax_core.Literal):
             return known.get(atom)
         dtype: Any = aval_struct(atom.aval).dtype
         return np.asarray(atom.val, dtype) if isinstance(dtype, np.dtype) else None
@@ -99,7 +98,7 @@ def extract(
 ) -> ExtractedJaxpr:
     """The smallest program that computes `outputs`."""
     given = set(given)
-    needed = {atom for atom in outputs if not isinstance(atom, jex_core.Literal)}
+    needed = {atom for atom in outputs if not isinstance(atom, jax_core.Literal)}
     kept: list[Equation] = []
     computed: list[Var] = []
     for equation in reversed(flat.equations):
@@ -116,7 +115,7 @@ def extract(
             equation = reduce(equation, places) or equation
         if is_kept:
             kept.append(equation)
-            needed.update(atom for atom in equation.invars if not isinstance(atom, jex_core.Literal))
+            needed.update(atom for atom in equation.invars if not isinstance(atom, jax_core.Literal))
     kept.reverse()
     # An equation with several outputs may be kept for one of them while another one is given. The given
     # one is then renamed where it is made, so that readers take the argument.

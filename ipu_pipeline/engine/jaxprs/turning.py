@@ -13,9 +13,8 @@ import dataclasses
 from collections import Counter
 from typing import Any
 
-from jax.extend import core as jex_core
-
 from ipu_pipeline.engine.jaxprs.flat import CHECKPOINTS, Equation, ExtractedJaxpr, Var
+from ipu_pipeline.ground import jax_core
 
 __all__ = ["turn_products"]
 
@@ -37,7 +36,7 @@ def _turn(jaxpr: Any) -> Any:
         atom
         for atoms in (jaxpr.outvars, *(equation.invars for equation in jaxpr.eqns))
         for atom in atoms
-        if not isinstance(atom, jex_core.Literal)
+        if not isinstance(atom, jax_core.Literal)
     )
     products: dict[Var, Equation] = {}
     equations, turned = [], set[Var]()
@@ -81,6 +80,6 @@ def _other_way_round(product: Equation, outvars: list[Var]) -> Equation:
 def _turn_parameter(value: Any) -> Any:
     if type(value) in (tuple, list):
         return type(value)(map(_turn_parameter, value))
-    if isinstance(value, jex_core.ClosedJaxpr):
+    if isinstance(value, jax_core.ClosedJaxpr):
         return _turn_closed(value)
-    return _turn(value) if isinstance(value, jex_core.Jaxpr) else value
+    return _turn(value) if isinstance(value, jax_core.Jaxpr) else value

@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core as jex_core
 
 from ipu_pipeline.engine.jaxprs.flat import (
     Atom,
@@ -28,7 +27,7 @@ from ipu_pipeline.engine.jaxprs.flat import (
     close,
     flatten,
 )
-from ipu_pipeline.ground import jax_compat
+from ipu_pipeline.ground import jax_compat, jax_core
 
 __all__ = ["Unrolled", "unroll_layers"]
 
@@ -64,7 +63,7 @@ def unroll_layers(flat: FlatJaxpr, parameters: Collection[Var]) -> Unrolled:
             sizes[casts[var][0]] = equation.params["length"]
     slices = {
         var: [
-            jex_core.Var(jax_compat.shaped_array(var.aval.shape[1:], var.aval.dtype)) for _n in range(size)
+            jax_core.Var(jax_compat.shaped_array(var.aval.shape[1:], var.aval.dtype)) for _n in range(size)
         ]
         for var, size in sizes.items()
     }
@@ -99,7 +98,7 @@ def unroll_layers(flat: FlatJaxpr, parameters: Collection[Var]) -> Unrolled:
 
 
 def _is_var(atom: Atom) -> bool:
-    return not isinstance(atom, jex_core.Literal)
+    return not isinstance(atom, jax_core.Literal)
 
 
 def _find_casts(flat: FlatJaxpr, parameters: Collection[Var]) -> dict[Var, tuple[Var, list[Equation]]]:

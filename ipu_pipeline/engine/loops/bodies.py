@@ -12,7 +12,6 @@ from typing import Any, TypeAlias
 
 import jax
 import numpy as np
-from jax.extend import core as jex_core
 
 from ipu_pipeline.engine import jaxprs
 from ipu_pipeline.engine.loops import shards
@@ -22,7 +21,7 @@ from ipu_pipeline.engine.tracing.captures import Captures
 from ipu_pipeline.engine.tracing.enqueuing import enqueue_p
 from ipu_pipeline.engine.tracing.frames import Enqueued
 from ipu_pipeline.engine.tracing.traced import Source, TracedPipeline
-from ipu_pipeline.ground import jax_compat
+from ipu_pipeline.ground import jax_compat, jax_core
 
 __all__ = ["BodyFunction", "TracedBody", "look_at_body", "trace_body", "trace_condition"]
 
@@ -241,5 +240,5 @@ def trace_condition(
             f"{what}: condition asks for variable {used[0]}, but may only use "
             "the inputs. Let the body return what the condition needs."
         )
-    evaluate = jex_core.jaxpr_as_fun(closed_jaxpr)
+    evaluate = jax_core.jaxpr_as_fun(closed_jaxpr)
     return lambda carried: evaluate(*carried)[0]

@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from jax.extend import core as jex_core
 
 from ipu_pipeline.engine.programs.accumulation import Reduction, find_accumulator_dtype
 from ipu_pipeline.engine.programs.gradient_maps import GradientMap, check_gradient_map, join_gradient_maps
@@ -21,7 +20,7 @@ from ipu_pipeline.engine.tracing import frames
 from ipu_pipeline.engine.tracing.captures import Captures
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.engine.updates.optimizer_tracing import TracedOptimizer, lift_captures, trace_optimizer
-from ipu_pipeline.ground import jax_compat
+from ipu_pipeline.ground import jax_compat, jax_core
 
 __all__ = [
     "BodyFrame",
@@ -84,7 +83,7 @@ class BodyFrame(frames.Frame):
         self.recorder.variables[spec.name] = spec
 
 
-minimize_p = jex_core.Primitive("minimize")
+minimize_p = jax_core.Primitive("minimize")
 
 
 @minimize_p.def_abstract_eval  # type: ignore[untyped-decorator]  # jax.extend has no annotations

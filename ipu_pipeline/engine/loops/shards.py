@@ -19,14 +19,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core as jex_core
 
 from ipu_pipeline.engine import jaxprs
 from ipu_pipeline.engine.loops.recording import current_body
 from ipu_pipeline.engine.tracing import hoisting
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.engine.tracing.traced import Source, TracedStage
-from ipu_pipeline.ground import jax_compat
+from ipu_pipeline.ground import jax_compat, jax_core
 from ipu_pipeline.ground.checks import is_integer
 
 __all__ = ["ShardedFunction", "ipu_shard", "read_shard", "refuse_inner_scopes", "split"]
@@ -104,7 +103,7 @@ def refuse_inner_scopes(equation: Any, place: str) -> None:
 
 
 def _find_inner_scope(equation: Any) -> int | None:
-    for jaxpr in jex_core.jaxprs_in_params(equation.params):
+    for jaxpr in jax_core.jaxprs_in_params(equation.params):
         for inner in jaxpr.eqns:
             shard = read_shard(inner)
             found = _find_inner_scope(inner) if shard is None else shard
@@ -227,7 +226,7 @@ def split(
 
 
 def _is_literal(atom: Any) -> bool:
-    return isinstance(atom, jex_core.Literal)
+    return isinstance(atom, jax_core.Literal)
 
 
 def _make_runs(hoisted: hoisting.Hoisted) -> list[_Run]:

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import jax
-from jax.extend import core as jex_core
 
 from ipu_pipeline.engine import jaxprs
 from ipu_pipeline.engine.programs import accumulation, stage_programs
 from ipu_pipeline.engine.programs.accumulation import Reduction
 from ipu_pipeline.engine.programs.stage_programs import StageProgram, StagePrograms, Value, ValueKind
 from ipu_pipeline.engine.tracing.traced import TracedStage
+from ipu_pipeline.ground import jax_core
 
 __all__ = ["Joint", "fuse", "halve", "is_literal", "split"]
 
@@ -53,7 +53,7 @@ class Joint:
 
 def is_literal(atom: Any) -> bool:
     """Whether an atom is a literal."""
-    return isinstance(atom, jex_core.Literal)
+    return isinstance(atom, jax_core.Literal)
 
 
 def fuse(joint: Joint, reduction: Reduction, is_scaled: bool) -> StagePrograms:

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from jax.extend import core as jex_core
 
 from ipu_pipeline.engine import jaxprs
 from ipu_pipeline.engine.programs.stage_programs import Value, ValueKind
 from ipu_pipeline.engine.tracing.traced import TracedStage
+from ipu_pipeline.ground import jax_core
 
 __all__ = ["find_alike", "take_out_key_numbers"]
 
@@ -60,12 +60,12 @@ def take_out_key_numbers(
         if equation.primitive.name == "random_fold_in":
             key, number = equation.invars
             done = folds.get(key, _NUM_FOLDS)
-            is_literal = isinstance(number, jex_core.Literal)
+            is_literal = isinstance(number, jax_core.Literal)
             if done < _NUM_FOLDS and is_literal == (done >= _NUM_BEFORE):
                 (folded,) = equation.outvars
                 folds[folded] = done + 1
                 if is_literal:
-                    var = jex_core.Var(number.aval)
+                    var = jax_core.Var(number.aval)
                     numbers[var] = Value(ValueKind.KEY_NUMBER, int(np.asarray(number.val)))
                     equation = equation.replace(invars=[key, var])
         equations.append(equation)

@@ -23,10 +23,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core as jex_core
 
 from ipu_pipeline.engine import jaxprs
 from ipu_pipeline.engine.tracing.recomputation_marks import mark_of
+from ipu_pipeline.ground import jax_core
 
 __all__ = ["Recomputation", "in_segments", "isolate"]
 
@@ -53,7 +53,7 @@ def isolate(equation: Any, inputs: list[Any], inline: jaxprs.InlineFunction) -> 
     floats = [n for n, aval in enumerate(avals) if jnp.issubdtype(aval.dtype, jnp.floating) and aval.size]
     if not floats:
         return None
-    body = jex_core.ClosedJaxpr(equation.params["jaxpr"], ())
+    body = jax_core.ClosedJaxpr(equation.params["jaxpr"], ())
 
     def recompute(*values: Any) -> list[Any]:
         made: list[Any] = equation.primitive.bind(*values, **equation.params)
@@ -65,7 +65,7 @@ def isolate(equation: Any, inputs: list[Any], inline: jaxprs.InlineFunction) -> 
         zeros = [jnp.zeros(aval.shape, aval.dtype) for aval in body.out_avals]
         made: list[Any] = jax.lax.cond(
             (bits | bits.dtype.type(1)) != bits.dtype.type(0),
-            lambda operands: jex_core.jaxpr_as_fun(body)(*operands),
+            lambda operands: jax_core.jaxpr_as_fun(body)(*operands),
             lambda _operands: zeros,
             values,
         )
@@ -103,7 +103,7 @@ def in_segments(flat: jaxprs.FlatJaxpr, is_cut: bool) -> Callable[..., list[Any]
             results = segment.function(*(values[var] for var in segment.inputs))
             values.update(zip(segment.outputs, results, strict=True))
         printing(*(values[var] for var in printing.inputs))
-        return [atom.val if isinstance(atom, jex_core.Literal) else values[atom] for atom in flat.outputs]
+        return [atom.val if isinstance(atom, jax_core.Literal) else values[atom] for atom in flat.outputs]
 
     return call
 
@@ -137,7 +137,7 @@ def _find_effects(flat: jaxprs.FlatJaxpr) -> list[_Mark]:
     marks = []
     for number, equation in enumerate(flat.equations):
         if equation.effects and any(id(var) in read for var in equation.outvars):
-            taken = [a for a in equation.invars if not isinstance(a, jex_core.Literal) and a in made]
+            taken = [a for a in equation.invars if not isinstance(a, jax_core.Literal) and a in made]
             marks.append(_Mark(number, taken))
             marks.append(_Mark(number + 1, list(equation.outvars), is_recomputed=False))
         made.update(equation.outvars)
@@ -145,7 +145,7 @@ def _find_effects(flat: jaxprs.FlatJaxpr) -> list[_Mark]:
 
 
 def _cut(flat: jaxprs.FlatJaxpr, marks: Sequence[_Mark]) -> list[_Segment]:
-    returned = {atom for atom in flat.outputs if not isinstance(atom, jex_core.Literal)}
+    returned = {atom for atom in flat.outputs if not isinstance(atom, jax_core.Literal)}
     segments = []
     kept: set[Any] = set()
     first = 0

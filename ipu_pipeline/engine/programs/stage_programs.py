@@ -10,13 +10,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core as jex_core
 
 from ipu_pipeline.engine import jaxprs
 from ipu_pipeline.engine.jaxprs.convolutions import has_convolutions, with_fast_convolutions
 from ipu_pipeline.engine.jaxprs.costs import count_operations, find_uncounted
 from ipu_pipeline.engine.jaxprs.random_bits import draws_bits, with_fast_random_bits
 from ipu_pipeline.engine.tracing.traced import Source, TracedStage
+from ipu_pipeline.ground import jax_core
 
 __all__ = ["StageProgram", "StagePrograms", "Value", "ValueKind", "cut", "read_sources", "seed"]
 
@@ -202,5 +202,5 @@ class _Key:
         return id(self.atom)
 
     def __eq__(self, other: object) -> bool:
-        is_literal = isinstance(self.atom, jex_core.Literal)
+        is_literal = isinstance(self.atom, jax_core.Literal)
         return isinstance(other, _Key) and self.atom is other.atom and not is_literal

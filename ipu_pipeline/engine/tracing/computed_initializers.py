@@ -16,18 +16,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core as jex_core
 
 from ipu_pipeline.engine import jaxprs
 from ipu_pipeline.engine.tracing.faults import find_computing_line
 from ipu_pipeline.engine.tracing.specs import VariableSpec, cast_constant, check_shape, make_spec
-from ipu_pipeline.ground import jax_compat
+from ipu_pipeline.ground import jax_compat, jax_core
 
 __all__ = ["ComputedInitializer", "as_constant", "initial_value_p", "make_variable", "resolve"]
 
 _DEPTH = 4  # of functions within functions in which traced values are looked for
 
-initial_value_p = jex_core.Primitive("initial_value")
+initial_value_p = jax_core.Primitive("initial_value")
 
 
 @initial_value_p.def_abstract_eval  # type: ignore[untyped-decorator]  # jax.extend has no annotations
@@ -129,7 +128,7 @@ def _lift(spec: VariableSpec) -> tuple[list[Any], Callable[[Sequence[Any], Any],
     lifted, values = jaxprs.lift_captures(closed_jaxpr)
 
     def finish(values: Sequence[Any], key: Any) -> Any:
-        return jex_core.jaxpr_as_fun(lifted)(*values, key)[0]
+        return jax_core.jaxpr_as_fun(lifted)(*values, key)[0]
 
     return values, finish
 
@@ -158,7 +157,7 @@ def resolve(
         jaxpr = program.closed_jaxpr.jaxpr
         known = {*jaxpr.constvars, *(var for equation in jaxpr.eqns for var in equation.outvars)}
         needed = [*jaxpr.outvars, *(atom for equation in jaxpr.eqns for atom in equation.invars)]
-        if not all(isinstance(atom, jex_core.Literal) or atom in known for atom in needed):
+        if not all(isinstance(atom, jax_core.Literal) or atom in known for atom in needed):
             raise initializer.depends(place)
         initializer.resolve(program)
 

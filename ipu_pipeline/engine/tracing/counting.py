@@ -6,14 +6,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend import core as jex_core
 
 from ipu_pipeline.engine.tracing import frames
-from ipu_pipeline.ground import jax_compat
+from ipu_pipeline.ground import jax_compat, jax_core
 
 __all__ = ["count_aval", "update_count", "update_count_p"]
 
-update_count_p = jex_core.Primitive("update_count")
+update_count_p = jax_core.Primitive("update_count")
 
 
 @update_count_p.def_abstract_eval  # type: ignore[untyped-decorator]  # jax.extend has no annotations

@@ -17,10 +17,10 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core as jex_core
 
 from ipu_pipeline.engine import jaxprs
 from ipu_pipeline.engine.jaxprs.random_bits import encrypt, threefry_dtype
+from ipu_pipeline.ground import jax_core
 
 __all__ = ["draw"]
 
@@ -139,7 +139,7 @@ def _evaluate(closed_jaxpr: Any, key: Any, size: int) -> Any:
     known: dict[Any, Any] = {**constants, jaxpr.invars[0]: key}
 
     def read(atom: Any) -> Any:
-        return _content(atom) if isinstance(atom, jex_core.Literal) else known[atom]
+        return _content(atom) if isinstance(atom, jax_core.Literal) else known[atom]
 
     if program.effects:
         raise _OtherwiseError
@@ -169,11 +169,11 @@ def _content(literal: Any) -> np.ndarray[Any, Any]:
 
 def _run(equation: Any, values: Sequence[Any]) -> list[Any]:
     """Runs an equation by itself."""
-    variables = [atom for atom in equation.invars if not isinstance(atom, jex_core.Literal)]
+    variables = [atom for atom in equation.invars if not isinstance(atom, jax_core.Literal)]
     given = [
         value
         for value, atom in zip(values, equation.invars, strict=True)
-        if not isinstance(atom, jex_core.Literal)
+        if not isinstance(atom, jax_core.Literal)
     ]
     flat = jaxprs.FlatJaxpr(variables, [equation], list(equation.outvars), {})
     return jaxprs.close(flat)(*given)
@@ -217,7 +217,7 @@ class _Steps:
         places = {var: place for place, var in enumerate(flat.inputs)}
         described: list[Any] = [str(var.aval.dtype) for var in flat.inputs]
         self._is_array: dict[Any, bool] = {}
-        if more or isinstance(self._output, jex_core.Literal):
+        if more or isinstance(self._output, jax_core.Literal):
             raise _OtherwiseError
         for equation in flat.equations:
             (var, *others), name, params = equation.outvars, equation.primitive.name, dict(equation.params)
@@ -229,7 +229,7 @@ class _Steps:
             self._is_array[var] = is_array
             read = tuple(
                 (str(_content(atom).dtype), _content(atom).tobytes())
-                if isinstance(atom, jex_core.Literal)
+                if isinstance(atom, jax_core.Literal)
                 else places[atom]
                 for atom in equation.invars
             )
@@ -266,7 +266,7 @@ class _Steps:
         for equation in self._equations:
             (var,), name = equation.outvars, equation.primitive.name
             values = [
-                _content(atom) if isinstance(atom, jex_core.Literal) else known[atom]
+                _content(atom) if isinstance(atom, jax_core.Literal) else known[atom]
                 for atom in equation.invars
             ]
             if self._is_array[var] and name != "random_bits":

@@ -12,15 +12,14 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend import core as jex_core
 
 from ipu_pipeline.engine.tracing.frames import Enqueued, Frame, OutsideOfBodyError, current_frame
 from ipu_pipeline.engine.tracing.specs import serial_numbers
-from ipu_pipeline.ground import jax_compat
+from ipu_pipeline.ground import jax_compat, jax_core
 
 __all__ = ["enqueue", "enqueue_p", "enqueue_to", "find_leaves", "first_leaves"]
 
-enqueue_p = jex_core.Primitive("enqueue")
+enqueue_p = jax_core.Primitive("enqueue")
 
 
 @enqueue_p.def_abstract_eval  # type: ignore[untyped-decorator]  # jax.extend has no annotations

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import jax
-from jax.extend import core as jex_core
 
 from ipu_pipeline.engine import jaxprs
 from ipu_pipeline.engine.tracing import frames
@@ -24,7 +23,7 @@ from ipu_pipeline.engine.tracing.enqueuing import enqueue_p
 from ipu_pipeline.engine.tracing.keys import key_aval, micro_batch_key_p
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.engine.tracing.variables import assign_variable_p, read_variable_p
-from ipu_pipeline.ground import jax_compat
+from ipu_pipeline.ground import jax_compat, jax_core
 
 __all__ = ["MARKERS", "Hoisted", "contains", "hoist", "marker_rule", "variable_input"]
 
@@ -89,12 +88,12 @@ def hoist(
 
     def key() -> Any:
         if not key_inputs:
-            key_inputs.append(jex_core.Var(key_aval()))
+            key_inputs.append(jax_core.Var(key_aval()))
         return key_inputs[0]
 
     def count() -> Any:
         if not count_inputs:
-            count_inputs.append(jex_core.Var(count_aval()))
+            count_inputs.append(jax_core.Var(count_aval()))
         return count_inputs[0]
 
     def write(spec: VariableSpec, value: Any) -> None:
@@ -135,7 +134,7 @@ def hoist(
 
 def variable_input(spec: VariableSpec) -> Any:
     """Makes a new jaxpr variable for a variable's value."""
-    return jex_core.Var(jax_compat.shaped_array(spec.shape, spec.dtype))
+    return jax_core.Var(jax_compat.shaped_array(spec.shape, spec.dtype))
 
 
 def marker_rule(
@@ -202,7 +201,7 @@ def contains(equation: Any, primitives: Collection[Any]) -> bool:
     """Whether an equation's bodies contain one of the primitives anywhere."""
     return any(
         inner.primitive in primitives or contains(inner, primitives)
-        for jaxpr in jex_core.jaxprs_in_params(equation.params)
+        for jaxpr in jax_core.jaxprs_in_params(equation.params)
         for inner in jaxpr.eqns
     )
 
@@ -224,7 +223,7 @@ def _rebuild(equation: Any, place: str, program_names: frames.ProgramNames) -> _
     params = equation.params
     call: Callable[[list[Body], list[Any]], list[Any]]
     if name in jaxprs.CHECKPOINTS:
-        bodies = [jex_core.ClosedJaxpr(params["jaxpr"], ())]
+        bodies = [jax_core.ClosedJaxpr(params["jaxpr"], ())]
         call = functools.partial(_call_checkpoint, params)
     elif name == "scan":
         bodies, call = [params["jaxpr"]], functools.partial(_call_scan, params)

@@ -11,11 +11,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend import core as jex_core
 
 from ipu_pipeline.engine.tracing import frames, scopes
 from ipu_pipeline.engine.tracing.specs import serial_numbers
-from ipu_pipeline.ground import jax_compat
+from ipu_pipeline.ground import jax_compat, jax_core
 from ipu_pipeline.ground.names import hash_name
 
 __all__ = [
@@ -28,7 +27,7 @@ __all__ = [
     "next_rng_key",
 ]
 
-micro_batch_key_p = jex_core.Primitive("micro_batch_key")
+micro_batch_key_p = jax_core.Primitive("micro_batch_key")
 
 
 @micro_batch_key_p.def_abstract_eval  # type: ignore[untyped-decorator]  # jax.extend has no annotations

@@ -18,7 +18,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core as jex_core
 
 from ipu_pipeline.engine import jaxprs
 from ipu_pipeline.engine.tracing import frames, stages
@@ -28,6 +27,7 @@ from ipu_pipeline.engine.tracing.faults import Faults
 from ipu_pipeline.engine.tracing.specs import VariableSpec, initial_value
 from ipu_pipeline.engine.tracing.stage_parameters import Layout
 from ipu_pipeline.engine.tracing.traced import Source, TracedPipeline
+from ipu_pipeline.ground import jax_core
 from ipu_pipeline.ground.shapes import num_bytes
 
 __all__ = ["ModelGraph", "Slice", "TracedModel", "is_var", "trace_model"]
@@ -308,7 +308,7 @@ class ModelGraph:
 
 def is_var(atom: Any) -> bool:
     """Whether an atom is a variable of a jaxpr, and no literal."""
-    return not isinstance(atom, jex_core.Literal)
+    return not isinstance(atom, jax_core.Literal)
 
 
 def _is_cheap(equation: Any) -> bool:

@@ -12,13 +12,11 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from jax.extend import core as jex_core
-
 from ipu_pipeline.engine.jaxprs.costs import count_equations
 from ipu_pipeline.engine.schedules.graph_splits import find_orders
 from ipu_pipeline.engine.tracing.faults import find_function
 from ipu_pipeline.engine.tracing.model_graphs import ModelGraph
-from ipu_pipeline.ground import jax_compat
+from ipu_pipeline.ground import jax_compat, jax_core
 from ipu_pipeline.ground.shapes import num_bytes
 
 __all__ = ["ModelParts", "number_names"]
@@ -109,7 +107,7 @@ class ModelParts:
 
 def _find_scopes(equation: Any) -> list[str]:
     """The scopes around an equation, and around all that is in its body."""
-    inner = [_find_scopes(own) for body in jex_core.jaxprs_in_params(equation.params) for own in body.eqns]
+    inner = [_find_scopes(own) for body in jax_core.jaxprs_in_params(equation.params) for own in body.eqns]
     common = [names[0] for names in zip(*inner, strict=False) if len(set(names)) == 1] if inner else []
     return [*jax_compat.scope_names(equation), *common]
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend import core as jex_core
 
 from ipu_pipeline.engine import jaxprs
 from ipu_pipeline.engine.tracing import frames
 from ipu_pipeline.engine.tracing.specs import serial_numbers
+from ipu_pipeline.ground import jax_core
 
 __all__ = ["check_marks", "has_marks", "mark_of", "recomputation_checkpoint"]
 
@@ -77,6 +77,6 @@ def check_marks(flat: jaxprs.FlatJaxpr, place: str) -> None:
 def _has_inner_mark(equation: Any) -> bool:
     return any(
         mark_of(inner) is not None or _has_inner_mark(inner)
-        for jaxpr in jex_core.jaxprs_in_params(equation.params)
+        for jaxpr in jax_core.jaxprs_in_params(equation.params)
         for inner in jaxpr.eqns
     )

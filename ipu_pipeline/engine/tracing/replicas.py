@@ -13,20 +13,19 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core as jex_core
 
 from ipu_pipeline.engine import jaxprs
 from ipu_pipeline.engine.tracing import frames
-from ipu_pipeline.ground import jax_compat
+from ipu_pipeline.ground import jax_compat, jax_core
 
 __all__ = ["REPLICA", "cross_replica_sum", "replica_count", "replica_index", "uses_replicas"]
 
 REPLICA = "replica"  # the axis of the replicas
 T = TypeVar("T")
 
-cross_replica_sum_p = jex_core.Primitive("cross_replica_sum")
-replica_index_p = jex_core.Primitive("replica_index")
-replica_count_p = jex_core.Primitive("replica_count")
+cross_replica_sum_p = jax_core.Primitive("cross_replica_sum")
+replica_index_p = jax_core.Primitive("replica_index")
+replica_count_p = jax_core.Primitive("replica_count")
 _PRIMITIVES = (cross_replica_sum_p, replica_index_p, replica_count_p)
 
 
@@ -87,7 +86,7 @@ def uses_replicas(flat: jaxprs.FlatJaxpr) -> bool:
     def find(equations: Any) -> Iterator[bool]:
         for equation in equations:
             yield equation.primitive in _PRIMITIVES
-            for inner in jex_core.jaxprs_in_params(equation.params):
+            for inner in jax_core.jaxprs_in_params(equation.params):
                 yield from find(inner.eqns)
 
     return any(find(flat.equations))

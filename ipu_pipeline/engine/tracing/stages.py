@@ -13,7 +13,6 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core as jex_core
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from ipu_pipeline.engine import jaxprs
@@ -27,7 +26,7 @@ from ipu_pipeline.engine.tracing.stage_meshes import check_mesh, in_mesh
 from ipu_pipeline.engine.tracing.tensor_parallel import mesh_of_stages
 from ipu_pipeline.engine.tracing.traced import Source, TracedPipeline, TracedStage, share_variables
 from ipu_pipeline.engine.tracing.user_checks import with_checks_handed_out
-from ipu_pipeline.ground import jax_compat
+from ipu_pipeline.ground import jax_compat, jax_core
 from ipu_pipeline.ground.shapes import describe
 
 __all__ = [
@@ -281,7 +280,7 @@ def _trace_stage(
     passed_on = {var: source for var, source in source_of.items() if source.kind != "update_count"}
     outputs = tuple(
         Source("output", position, index)
-        if isinstance(atom, jex_core.Literal)
+        if isinstance(atom, jax_core.Literal)
         else passed_on.get(atom, Source("output", position, index))
         for position, atom in enumerate(flat.outputs[:num_outputs])
     )

@@ -12,12 +12,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend import core as jex_core
 
 from ipu_pipeline.engine.state import Handed
 from ipu_pipeline.engine.tracing.enqueuing import enqueue, find_leaves
 from ipu_pipeline.engine.tracing.frames import Enqueued, Frame
-from ipu_pipeline.ground import jax_compat
+from ipu_pipeline.ground import jax_compat, jax_core
 
 __all__ = ["UserChecks", "find_failed", "hands_out_checks", "with_checks_handed_out"]
 
@@ -31,7 +30,7 @@ class UserChecks:
 
 def with_checks_handed_out(closed_jaxpr: Any, frame: Frame) -> Any:
     """Makes a stage's jaxpr hand out the error of its checks for each micro-batch."""
-    checked = jax_compat.with_errors_of_checks(jex_core.jaxpr_as_fun(closed_jaxpr))
+    checked = jax_compat.with_errors_of_checks(jax_core.jaxpr_as_fun(closed_jaxpr))
 
     def call(*arguments: Any) -> list[Any]:
         error, results = checked(*arguments)

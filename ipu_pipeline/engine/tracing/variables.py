@@ -14,19 +14,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core as jex_core
 
 from ipu_pipeline.engine.tracing import frames, scopes
 from ipu_pipeline.engine.tracing.computed_initializers import as_constant, make_variable
 from ipu_pipeline.engine.tracing.initializers import find_initializer
 from ipu_pipeline.engine.tracing.specs import VariableSpec, dtype_of_constant, serial_numbers
-from ipu_pipeline.ground import jax_compat
+from ipu_pipeline.ground import jax_compat, jax_core
 from ipu_pipeline.ground.names import join
 
 __all__ = ["assign", "assign_variable_p", "get_variable", "read_variable_p"]
 
-read_variable_p = jex_core.Primitive("read_variable")
-assign_variable_p = jex_core.Primitive("assign_variable")
+read_variable_p = jax_core.Primitive("read_variable")
+assign_variable_p = jax_core.Primitive("assign_variable")
 
 
 @read_variable_p.def_abstract_eval  # type: ignore[untyped-decorator]  # jax.extend has no annotations

@@ -23,11 +23,11 @@ from typing import Any, TypeAlias
 
 import jax
 import numpy as np
-from jax.extend import core as jex_core
 
 from ipu_pipeline.engine import jaxprs
 from ipu_pipeline.engine.jaxprs import partitioning
 from ipu_pipeline.engine.updates.optimizer_tracing import UpdateKind, UpdateValue
+from ipu_pipeline.ground import jax_core
 
 __all__ = ["Guess", "Guessing", "find_guessing"]
 
@@ -195,7 +195,7 @@ def _find_needed_gradients(
 
 
 def _variables(atoms: Iterable[Any]) -> list[Any]:
-    return [atom for atom in atoms if not isinstance(atom, jex_core.Literal)]
+    return [atom for atom in atoms if not isinstance(atom, jax_core.Literal)]
 
 
 def _is_settled(jaxpr: Any, guess: Mapping[Any, Any], late: Collection[Any]) -> bool:
@@ -209,12 +209,12 @@ def _follow(jaxpr: Any, guess: Mapping[Any, Any], late: Collection[Any]) -> tupl
     known, depending = dict(guess), set(late)
 
     def value_of(atom: Any) -> Any:
-        if isinstance(atom, jex_core.Literal):
+        if isinstance(atom, jax_core.Literal):
             return atom.val if np.ndim(atom.val) == 0 else None
         return known.get(atom)
 
     def depends(atom: Any) -> bool:
-        return not isinstance(atom, jex_core.Literal) and atom in depending
+        return not isinstance(atom, jax_core.Literal) and atom in depending
 
     for equation in jaxpr.eqns:
         name, values = equation.primitive.name, [value_of(atom) for atom in equation.invars]
@@ -237,9 +237,9 @@ def _follow(jaxpr: Any, guess: Mapping[Any, Any], late: Collection[Any]) -> tupl
                 [var for var, atom in inner.items() if depends(atom)],
             )
             for var, atom in zip(equation.outvars, branch.outvars, strict=True):
-                if not isinstance(atom, jex_core.Literal) and atom in within:
+                if not isinstance(atom, jax_core.Literal) and atom in within:
                     depending.add(var)
-                elif not isinstance(atom, jex_core.Literal) and atom in found:
+                elif not isinstance(atom, jax_core.Literal) and atom in found:
                     known[var] = found[atom]
             continue
         if any(map(depends, read)):

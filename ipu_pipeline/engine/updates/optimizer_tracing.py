@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import optax
-from jax.extend import core as jex_core
 
 from ipu_pipeline.engine import jaxprs
 from ipu_pipeline.engine.programs.accumulation import Reduction, count_dtype
@@ -28,6 +27,7 @@ from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.engine.tracing.stages import as_arguments
 from ipu_pipeline.engine.updates.loss_scaling import LossScale, LossScaled
 from ipu_pipeline.engine.updates.loss_weights import divide_by_weight, is_loss_weight, without_weights
+from ipu_pipeline.ground import jax_core
 from ipu_pipeline.ground.errors import drop_traceback_note
 from ipu_pipeline.ground.shapes import describe_structures
 from ipu_pipeline.ground.tables import shorten
@@ -275,7 +275,7 @@ def _flatten(closed_jaxpr: Any, num_results: int = 0) -> tuple[jaxprs.FlatJaxpr,
             found[equation.params["index"]] = atoms
             return list(equation.outvars)
         if equation.primitive is update_count_p:
-            counts[:] = counts or [jex_core.Var(count_aval())]
+            counts[:] = counts or [jax_core.Var(count_aval())]
             return counts
         if hoisting.contains(equation, (enqueue_p, update_count_p)):
             raise ValueError(

@@ -86,6 +86,7 @@ def test_more_ipus_than_parts_or_devices():
         poptorch.inferenceModel(one, poptorch.Options().splitAutomatically(500))(torch.ones(2, 3))
 
 
+@pytest.mark.thorough
 def test_a_program_needs_no_other_call_for_its_ipus(tmp_path):
     """Splitting started JAX with one device, so that the IPUs could not be had any more."""
     code = """
