@@ -56,7 +56,7 @@ $(VENV)/created:
 	touch $@
 
 $(VENV)/installed: $(VENV)/created setup.cfg pyproject.toml
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable .
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[datasets,reports]'
 	touch $@
 
 $(VENV)/installed-dev: $(VENV)/created setup.cfg pyproject.toml
@@ -64,5 +64,5 @@ $(VENV)/installed-dev: $(VENV)/created setup.cfg pyproject.toml
 	touch $@ $(VENV)/installed
 
 $(VENV)/installed-bench: $(VENV)/created setup.cfg pyproject.toml benchmarks/requirements.txt
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable . --requirement benchmarks/requirements.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[datasets,reports]' --requirement benchmarks/requirements.txt
 	touch $@ $(VENV)/installed

@@ -1,6 +1,7 @@
 """CPU devices, strict dtype promotion, little optimization, one compilation cache for the whole run."""
 
 import gc
+import importlib.metadata
 import itertools
 import os
 import pathlib
@@ -13,7 +14,8 @@ import threading
 # Nearly every program here runs once or twice: XLA's optimizations, and its newer code generator, which
 # compiles half as fast, would take longer than they save. Processes that tests start get the same.
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"
+if importlib.metadata.version("jaxlib") < "0.11":  # later ones refuse to start with it
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"
 
 import jax
 import numpy as np
@@ -59,7 +61,8 @@ def share_contexts(make, programs=100):
     return make_ir_context
 
 
-mlir.make_ir_context = share_contexts(mlir.make_ir_context)
+if jax.__version_info__ < (0, 11):  # later ones do not live as long
+    mlir.make_ir_context = share_contexts(mlir.make_ir_context)
 
 
 def pytest_configure(config):

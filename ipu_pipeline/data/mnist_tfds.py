@@ -8,6 +8,7 @@ an image is stored as its bytes, which is read three times faster than a PNG.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -51,7 +52,8 @@ def read(folder: Path) -> Splits:
     lacking = [name for name in ("dataset_info.json", "features.json") if not (path / name).is_file()]
     if lacking:
         raise ValueError(f"{path} is not completely prepared, it has no {', '.join(lacking)}; {_WAY_OUT}.")
-    import tensorflow_datasets as tfds
+    with _needing_the_extra():
+        import tensorflow_datasets as tfds
 
     try:
         builder = tfds.builder_from_directory(path)
@@ -69,6 +71,18 @@ def read(folder: Path) -> Splits:
         return {split: _read_split(builder.as_data_source(split)) for split in ("train", "test")}
     except Exception as error:  # raised by tfds, array_record or the decoder of images
         raise ValueError(f"{path} is incomplete or damaged ({_first_line(error)}); {_WAY_OUT}.") from error
+
+
+@contextlib.contextmanager
+def _needing_the_extra() -> Iterator[None]:
+    """Raises a ValueError if a package that is imported in the block is not installed."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"{DATASET} is read and written by {error.name}, which is not installed; install the extra: "
+            "pip install 'ipu_pipeline[datasets]'."
+        ) from error
 
 
 def _read_split(source: Any) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
@@ -95,7 +109,8 @@ def write(splits: Splits, folder: Path, overwrite: bool = False) -> Path:
     path = folder / DATASET
     if path.exists() and not overwrite:
         raise FileExistsError(f"{path} exists already.")
-    import tensorflow_datasets as tfds
+    with _needing_the_extra():
+        import tensorflow_datasets as tfds
 
     # Registered, it would stand in the way of tfds's own. (mypy knows no base class, hence no keyword.)
     class Mnist(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # type: ignore[call-arg]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
 import io
 import pickle
 import re
@@ -27,9 +28,11 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from ipu_pipeline.ground import jax_core
+from ipu_pipeline.ground.warned import warn_once
 
 __all__ = [
     "NAMES",
+    "TESTED",
     "WrittenExecutable",
     "array_without_mesh",
     "as_operand",
@@ -57,16 +60,35 @@ __all__ = [
     "make_send",
     "notify_of_cache_hits",
     "read_executable",
+    "reduce",
     "reset_persistent_cache",
     "scope_names",
     "shaped_array",
+    "warn_of_newer",
     "with_errors_of_checks",
     "within_scopes",
     "without_mesh",
     "write_executable",
 ]
 
+TESTED = ("0.9.0", "0.10.2")  # the oldest and the newest JAX; docs/versions.md says what differs
+
 NAMES: list[str] = []  # each as "module:name"; `find` adds them
+
+
+def warn_of_newer(version: tuple[int, ...]) -> None:
+    """Warns once if a version of JAX is newer than those that are tested."""
+    given = ".".join(map(str, version))
+    if version > tuple(map(int, TESTED[1].split("."))):
+        warn_once(
+            "a newer JAX",
+            f"ipu_pipeline is tested with JAX {TESTED[0]} to {TESTED[1]}, and this is {given}. It goes on, "
+            "but stages may fail to be traced. If one does, or numbers look wrong, install "
+            f"'jax=={TESTED[1]}'.",
+        )
+
+
+warn_of_newer(jax.__version_info__)
 
 
 def find(path: str) -> Any:
@@ -381,10 +403,27 @@ def in_place_of(replaced: Any, equation: Any) -> Any:
 # What JAX makes random bits of; None: not known.
 threefry: Any = find("jax.extend.random:threefry_prng_impl")
 
-# How an equation is reduced to some of its outputs, by primitive: (which, equation) -> (inputs, equation).
-dce_rules: Mapping[Any, Callable[[list[bool], Any], tuple[Any, Any]]] = (
+# How an equation is reduced to some of its outputs, by primitive: (which, equation) -> (inputs, equation);
+# since JAX 0.12 the second argument says which arrays that are written in place are read later.
+dce_rules: Mapping[Any, Callable[..., tuple[Any, Any]]] = (
     find("jax.interpreters.partial_eval:dce_rules") or {}
 )
+
+
+def reduce(equation: Any, used: list[bool]) -> Any | None:
+    """An equation without some of its outputs; None if none is left. As it is, if it cannot be reduced.
+
+    Args:
+      equation: the equation.
+      used: of each output, whether it stays.
+    """
+    rule = dce_rules.get(equation.primitive)
+    if rule is None:
+        return equation
+    more = [[True] * len(equation.invars)] if len(inspect.signature(rule).parameters) > 2 else []
+    _used_inputs, reduced = rule(used, *more, equation)
+    return reduced
+
 
 # Arrays that are written in place.
 
@@ -402,6 +441,8 @@ def discharge(closed_jaxpr: Any) -> Any:
             "Stages cannot use jax.new_ref with this version of JAX: the function that turns writes into "
             f"results was not found in jax {jax.__version__}. Write x = x.at[...].set(value) instead."
         )
+    if "consts" in inspect.signature(_discharge).parameters:  # before JAX 0.10
+        return jax_core.ClosedJaxpr(*_discharge(closed_jaxpr.jaxpr, closed_jaxpr.consts))
     return _discharge(closed_jaxpr)
 
 

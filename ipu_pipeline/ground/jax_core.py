@@ -1,10 +1,12 @@
 """The types that jaxprs are made of, from where this version of JAX has them.
 
-`jax.extend.core` has all of them since JAX 0.10; before, some are in `jax.core`.
+`jax.extend.core` has all of them since JAX 0.10; before, some are in `jax.core`. Since JAX 0.11 there is
+one type: a jaxpr has its constants, and `ClosedJaxpr` is another name of `Jaxpr`, whose `jaxpr` is itself.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.core
@@ -18,9 +20,12 @@ __all__ = [
     "Literal",
     "Primitive",
     "Var",
+    "close",
     "jaxpr_as_fun",
     "jaxprs_in_params",
+    "map_jaxprs",
     "primitives",
+    "scan_counts",
 ]
 
 
@@ -38,3 +43,34 @@ Var = _find("Var")
 jaxpr_as_fun = _find("jaxpr_as_fun")
 jaxprs_in_params = _find("jaxprs_in_params")
 primitives = _find("primitives")
+
+
+def map_jaxprs(change: Callable[[Any], Any], value: Any) -> Any:
+    """Changes the jaxprs in an equation's parameter: one, several in a tuple or list, or none.
+
+    Args:
+      change: takes a `Jaxpr` and returns another one with the same inputs and the same constants.
+      value: of the parameter.
+    """
+    if type(value) in (tuple, list):
+        return type(value)(map_jaxprs(change, part) for part in value)
+    if isinstance(value, Jaxpr):
+        return change(value)
+    return value.replace(jaxpr=change(value.jaxpr)) if isinstance(value, ClosedJaxpr) else value
+
+
+def close(jaxpr: Any) -> Any:
+    """A `ClosedJaxpr` of a jaxpr without constants, which may be one already."""
+    return jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, ())
+
+
+def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
+    """How many of the first inputs of a scan are constants, and how many of the next ones are carried.
+
+    Args:
+      params: of the equation; since JAX 0.11 they have the structure of its inputs in place of numbers.
+    """
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    constants, carried, _stacked = params["ft_in"].unpack()
+    return len(constants), len(carried)

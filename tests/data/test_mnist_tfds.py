@@ -273,3 +273,17 @@ def test_a_failure_while_writing_leaves_what_was_there(tfds_folder, idx_folder):
         mnist_tfds.write({**splits, "train": (images, labels[:-1])}, tfds_folder, overwrite=True)
     assert_same(datasets.load_mnist(tfds_folder), datasets.load_mnist(idx_folder))
     assert sorted(path.name for path in tfds_folder.iterdir()) == ["mnist"]
+
+
+def test_without_the_extra(tmp_path, monkeypatch):
+    folder = tmp_path / mnist_tfds.DATASET
+    folder.mkdir(parents=True)
+    for name in ("dataset_info.json", "features.json"):
+        (folder / name).write_text("{}")
+    monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)
+    with pytest.raises(ValueError, match=r"not installed; install the extra: .*\[datasets\]"):
+        datasets.load_mnist(tmp_path)
+    monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path))
+    data, why = datasets.load("auto")
+    assert data.name == "digits"
+    assert "not installed" in why

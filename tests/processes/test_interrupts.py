@@ -161,13 +161,15 @@ def _interrupted_in_garbage_collection(is_time):
             is_done = True
             signal.raise_signal(signal.SIGINT)
 
-    was_enabled = gc.isenabled()
+    was_enabled, thresholds = gc.isenabled(), gc.get_threshold()
     gc.enable()
+    gc.set_threshold(700, 10, 10)  # as programs have it
     gc.callbacks.append(interrupt)
     try:
         yield
     finally:
         gc.callbacks.remove(interrupt)
+        gc.set_threshold(*thresholds)
         if not was_enabled:
             gc.disable()
 

@@ -262,7 +262,7 @@ def _note(runs: list[_Run], place: int, used: Mapping[str, bool], layer_of: Mapp
 def _note_scan(run: _Run, equation: Any, alone: Mapping[Any, frozenset[str]]) -> None:
     """Notes a scan over variables that have an axis for the layers."""
     params = equation.params
-    stacked = equation.invars[params["num_consts"] + params["num_carry"] :]
+    stacked = equation.invars[sum(jax_core.scan_counts(params)) :]
     names = {
         name: None
         for var in stacked

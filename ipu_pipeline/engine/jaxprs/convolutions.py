@@ -46,18 +46,16 @@ def with_fast_convolutions(function: Callable[..., Any]) -> Callable[..., list[A
 
     def called(*arguments: Any) -> list[Any]:
         closed_jaxpr = jax.make_jaxpr(function)(*arguments)
-        results: list[Any] = jax_core.jaxpr_as_fun(_rewrite(closed_jaxpr))(*arguments)
+        results: list[Any] = jax_core.jaxpr_as_fun(jax_core.map_jaxprs(_rewrite, closed_jaxpr))(*arguments)
         return results
 
     return called
 
 
-def _rewrite(closed_jaxpr: Any) -> Any:
-    """Rewrites the convolutions of a `ClosedJaxpr` as products."""
-    return closed_jaxpr.replace(jaxpr=_rewrite_open(closed_jaxpr.jaxpr))
-
-
-def _rewrite_open(jaxpr: Any) -> Any:
+def _rewrite(jaxpr: Any) -> Any:
+    """Rewrites the convolutions of a `Jaxpr` as products."""
+    if not has_convolutions(jaxpr):
+        return jaxpr
     equations: list[Any] = []
     reversals: dict[Any, Any] = {}  # result of a reversal -> its equation
     for equation in jaxpr.eqns:
@@ -65,7 +63,7 @@ def _rewrite_open(jaxpr: Any) -> Any:
             reversals[equation.outvars[0]] = equation
         convolution = _read(equation)
         if convolution is None:
-            params = {name: _rewrite_parameter(value) for name, value in equation.params.items()}
+            params = {name: jax_core.map_jaxprs(_rewrite, value) for name, value in equation.params.items()}
             equations.append(equation.replace(params=params))
         else:
             image, kernel = equation.invars
@@ -75,16 +73,6 @@ def _rewrite_open(jaxpr: Any) -> Any:
                 kernel = reversal.invars[0]
             equations += _inline(convolution, equation, (image, kernel))
     return jaxpr.replace(eqns=equations)
-
-
-def _rewrite_parameter(value: Any) -> Any:
-    if isinstance(value, (tuple, list)):
-        return type(value)(map(_rewrite_parameter, value)) if type(value) in (tuple, list) else value
-    if isinstance(value, jax_core.ClosedJaxpr):
-        return _rewrite(value) if has_convolutions(value.jaxpr) else value
-    if isinstance(value, jax_core.Jaxpr):
-        return _rewrite_open(value) if has_convolutions(value) else value
-    return value
 
 
 def _inline(convolution: Convolution, equation: Any, inputs: tuple[Any, Any]) -> list[Any]:

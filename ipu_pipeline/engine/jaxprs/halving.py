@@ -225,7 +225,7 @@ def _cut(
 def _halve_checkpoint(equation: Equation, first: list[int], second: list[int]) -> _Apart | None:
     """The first half is a checkpoint, too; what that computes again is kept for the second."""
     params = equation.params
-    body = _cut(flatten(jax_core.ClosedJaxpr(params["jaxpr"], ())), first, second)
+    body = _cut(flatten(jax_core.close(params["jaxpr"])), first, second)
     avals = [aval_struct(var.aval) for var in body.flat.inputs]
     inner = jax.make_jaxpr(lambda *given: body.call(body.first, dict(enumerate(given))))(*avals)
     if inner.consts:
@@ -288,7 +288,7 @@ def _can_be_at_once(program: ExtractedJaxpr) -> bool:
 
 def _halve_scan(equation: Equation, first: list[int], second: list[int]) -> _Apart:
     """Both halves are scans; what the second keeps of each iteration is stacked."""
-    num_consts, num_carry = equation.params["num_consts"], equation.params["num_carry"]
+    num_consts, num_carry = jax_core.scan_counts(equation.params)
     flat = flatten(equation.params["jaxpr"])
     results, begins = set(first), set[int]()  # with what iterations of the first half carry
     while True:

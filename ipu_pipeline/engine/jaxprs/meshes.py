@@ -20,6 +20,7 @@ __all__ = ["find_collectives", "find_other_devices", "has_shard_map", "uses_mesh
 
 _SHARD_MAP = "shard_map"
 _CONSTRAINT = "sharding_constraint"
+_MOVE = "reshard"  # to a mesh, by JAX itself; axes are automatic, so nobody else does
 _CASTS = ("pvary", "pbroadcast")  # in a body of `shard_map`; they compute nothing
 
 
@@ -107,7 +108,10 @@ class _Rewriting:
         equations = []
         for equation in jaxpr.eqns:
             operands = read(equation.invars)
-            if equation.primitive.name == _CONSTRAINT and equation.params["sharding"].num_devices == 1:
+            is_alone = (
+                equation.primitive.name == _CONSTRAINT and equation.params["sharding"].num_devices == 1
+            )
+            if is_alone or equation.primitive.name == _MOVE:
                 known[equation.outvars[0]] = operands[0]
                 continue
             params = equation.params
@@ -129,7 +133,7 @@ class _Rewriting:
         return self._known[id(context)][1]
 
     def _change(self, value: Any) -> Any:
-        if isinstance(value, jax_core.ClosedJaxpr):
+        if isinstance(value, jax_core.ClosedJaxpr):  # since JAX 0.11 all are
             return self.close(value)
         if isinstance(value, jax_core.Jaxpr):
             return self.open(value)

@@ -119,7 +119,7 @@ def _look_inside(equation: Equation, given: Sequence[Any], place: int) -> Equati
         return _look_in_body(branches[number], given[1:], equation, place)
     bodies: list[Any] = list(jax_core.jaxprs_in_params(parameters))
     for body in bodies:
-        closed = body if hasattr(body, "consts") else jax_core.ClosedJaxpr(body, ())
+        closed = jax_core.close(body)
         if len(closed.jaxpr.invars) == len(given) and len(closed.jaxpr.outvars) == len(equation.outvars):
             return _look_in_body(closed, given, equation, place)
     return equation
@@ -127,7 +127,7 @@ def _look_inside(equation: Equation, given: Sequence[Any], place: int) -> Equati
 
 def _look_inside_scan(equation: Equation, given: Sequence[Any]) -> Equation:
     parameters = equation.params
-    num_constants, num_carried = parameters["num_consts"], parameters["num_carry"]
+    num_constants, num_carried = jax_core.scan_counts(parameters)
     length, body = parameters["length"], parameters["jaxpr"]
     constants = list(given[:num_constants])
     carried, stacked = given[num_constants:][:num_carried], given[num_constants + num_carried :]

@@ -189,7 +189,7 @@ def _inline(places: Places, equation: Any) -> FlatJaxpr | None:
     name = equation.primitive.name
     if name in _CALLS:
         body = equation.params[_CALLS[name]]
-        body = body if isinstance(body, jax_core.ClosedJaxpr) else jax_core.ClosedJaxpr(body, ())
+        body = jax_core.close(body)
         return _instantiate(body, equation.invars)
     if name != "cond" or has_primitive(equation, "while"):  # a branch that is not taken may not end
         return None

@@ -38,27 +38,20 @@ def with_fast_random_bits(function: Callable[..., Any]) -> Callable[..., list[An
 
     def called(*arguments: Any) -> list[Any]:
         closed_jaxpr = jax.make_jaxpr(function)(*arguments)
-        results: list[Any] = jax_core.jaxpr_as_fun(_rewrite_parameter(closed_jaxpr))(*arguments)
+        results: list[Any] = jax_core.jaxpr_as_fun(jax_core.map_jaxprs(_rewrite, closed_jaxpr))(*arguments)
         return results
 
     return called
 
 
-def _rewrite_parameter(value: Any) -> Any:
-    """Rewrites the jaxprs in an equation's parameter."""
-    if type(value) in (tuple, list):
-        return type(value)(map(_rewrite_parameter, value))
-    if isinstance(value, jax_core.ClosedJaxpr):
-        return value.replace(jaxpr=_rewrite_parameter(value.jaxpr))
-    if isinstance(value, jax_core.Jaxpr) and draws_bits(value):
-        return value.replace(eqns=list(map(_replace, value.eqns)))
-    return value
+def _rewrite(jaxpr: Any) -> Any:
+    return jaxpr.replace(eqns=list(map(_replace, jaxpr.eqns))) if draws_bits(jaxpr) else jaxpr
 
 
 def _replace(equation: Any) -> Any:
     """The equation that takes the place of one: a call, which XLA inlines."""
     if equation.primitive.name != _NAME or equation.invars[0].aval.dtype != threefry_dtype():
-        params = {name: _rewrite_parameter(value) for name, value in equation.params.items()}
+        params = {name: jax_core.map_jaxprs(_rewrite, value) for name, value in equation.params.items()}
         return equation.replace(params=params)
     key = equation.invars[0].aval
     is_partitionable = bool(cast(Any, jax.config).jax_threefry_partitionable)

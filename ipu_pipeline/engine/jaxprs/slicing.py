@@ -83,10 +83,9 @@ def reduce(equation: Equation, places: Collection[int]) -> Equation | None:
 
     An equation that cannot be reduced stays as it is.
     """
-    rule = jax_compat.dce_rules.get(equation.primitive)
-    if rule is None:
-        return equation
-    _used_inputs, reduced = rule([place in places for place in range(len(equation.outvars))], equation)
+    reduced: Equation | None = jax_compat.reduce(
+        equation, [place in places for place in range(len(equation.outvars))]
+    )
     return reduced
 
 

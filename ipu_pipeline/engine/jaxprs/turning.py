@@ -24,11 +24,7 @@ _WITH_BODIES = {"scan", "while", "cond", "jit", "pjit", *CHECKPOINTS}
 
 def turn_products(program: ExtractedJaxpr) -> ExtractedJaxpr:
     """Turns the products of a program whose results are only transposed, also in loops and branches."""
-    return dataclasses.replace(program, closed_jaxpr=_turn_closed(program.closed_jaxpr))
-
-
-def _turn_closed(closed_jaxpr: Any) -> Any:
-    return closed_jaxpr.replace(jaxpr=_turn(closed_jaxpr.jaxpr))
+    return dataclasses.replace(program, closed_jaxpr=jax_core.map_jaxprs(_turn, program.closed_jaxpr))
 
 
 def _turn(jaxpr: Any) -> Any:
@@ -50,7 +46,7 @@ def _turn(jaxpr: Any) -> Any:
                 equation = _other_way_round(product, equation.outvars)
         elif equation.primitive.name in _WITH_BODIES:
             equation = equation.replace(
-                params={name: _turn_parameter(value) for name, value in equation.params.items()}
+                params={name: jax_core.map_jaxprs(_turn, value) for name, value in equation.params.items()}
             )
         equations.append(equation)
     kept = [equation for equation in equations if not turned.intersection(equation.outvars)]
@@ -75,11 +71,3 @@ def _other_way_round(product: Equation, outvars: list[Var]) -> Equation:
     (left, right), (left_batch, right_batch) = product.params["dimension_numbers"]
     params = {**product.params, "dimension_numbers": ((right, left), (right_batch, left_batch))}
     return product.replace(invars=product.invars[::-1], outvars=outvars, params=params)
-
-
-def _turn_parameter(value: Any) -> Any:
-    if type(value) in (tuple, list):
-        return type(value)(map(_turn_parameter, value))
-    if isinstance(value, jax_core.ClosedJaxpr):
-        return _turn_closed(value)
-    return _turn(value) if isinstance(value, jax_core.Jaxpr) else value

@@ -119,7 +119,7 @@ def _stacked(equation: Equation, casts: Collection[Var]) -> list[Var]:
     if equation.primitive.name != "scan" or not 0 < equation.params["length"] <= _MOST_LAYERS:
         return []
     params = equation.params
-    xs = equation.invars[params["num_consts"] + params["num_carry"] :]
+    xs = equation.invars[sum(jax_core.scan_counts(params)) :]
     return [atom for atom in xs if _is_var(atom) and atom in casts]
 
 
@@ -133,7 +133,7 @@ def _unroll(
     """Writes out the iterations of a scan."""
     params = equation.params
     body, length = params["jaxpr"], params["length"]
-    num_consts, num_carry = params["num_consts"], params["num_carry"]
+    num_consts, num_carry = jax_core.scan_counts(params)
     first = num_consts + num_carry
     consts, carry, xs = inputs[:num_consts], inputs[num_consts:first], inputs[first:]
     originals = equation.invars[first:]

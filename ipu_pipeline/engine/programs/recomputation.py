@@ -53,7 +53,7 @@ def isolate(equation: Any, inputs: list[Any], inline: jaxprs.InlineFunction) -> 
     floats = [n for n, aval in enumerate(avals) if jnp.issubdtype(aval.dtype, jnp.floating) and aval.size]
     if not floats:
         return None
-    body = jax_core.ClosedJaxpr(equation.params["jaxpr"], ())
+    body = jax_core.close(equation.params["jaxpr"])
 
     def recompute(*values: Any) -> list[Any]:
         made: list[Any] = equation.primitive.bind(*values, **equation.params)

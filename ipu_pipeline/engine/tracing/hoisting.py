@@ -223,7 +223,7 @@ def _rebuild(equation: Any, place: str, program_names: frames.ProgramNames) -> _
     params = equation.params
     call: Callable[[list[Body], list[Any]], list[Any]]
     if name in jaxprs.CHECKPOINTS:
-        bodies = [jax_core.ClosedJaxpr(params["jaxpr"], ())]
+        bodies = [jax_core.close(params["jaxpr"])]
         call = functools.partial(_call_checkpoint, params)
     elif name == "scan":
         bodies, call = [params["jaxpr"]], functools.partial(_call_scan, params)
@@ -290,7 +290,7 @@ def _call_checkpoint(params: dict[str, Any], bodies: list[Body], inputs: list[An
 
 
 def _call_scan(params: dict[str, Any], bodies: list[Body], inputs: list[Any]) -> list[Any]:
-    num_consts, num_carry = params["num_consts"], params["num_carry"]
+    num_consts, num_carry = jax_core.scan_counts(params)
     consts, inputs = inputs[:num_consts], inputs[num_consts:]
 
     def body(carry: list[Any], element: list[Any]) -> tuple[list[Any], list[Any]]:
