@@ -11,7 +11,7 @@ import numpy as np
 import orbax.checkpoint  # noqa: F401  # by the package, at its first checkpoint; not while a name is away
 import pytest
 
-from ipu_pipeline.ground import jax_compat, jax_processes
+from ipu_pipeline.ground import jax_compat, jax_processes, warned
 from tests.checkpointing.written_before.write import as_numbers
 from tests.test_rooms import rooms
 
@@ -242,3 +242,14 @@ def test_no_other_module_has_private_names():
     assert len(paths) > 100
     found = {module: find_private_names(path.read_text()) for module, path in paths.items()}
     assert {module: names for module, names in found.items() if names} == {}
+
+
+def test_a_newer_jax_warns_once(monkeypatch):
+    monkeypatch.setattr(warned, "_warned", set())
+    newest = tuple(map(int, jax_compat.NEWEST_TESTED.split(".")))
+    assert jax.__version_info__ <= newest
+    jax_compat.warn_of_newer(newest)
+    with pytest.warns(UserWarning, match=r"tested with JAX 0\.10\.2, and this is 0\.99\.1") as told:
+        jax_compat.warn_of_newer((0, 99, 1))
+    assert len(told) == 1
+    jax_compat.warn_of_newer((0, 99, 1))  # a second warning would be an error
