@@ -14,8 +14,8 @@ import threading
 # Nearly every program here runs once or twice: XLA's optimizations, and its newer code generator, which
 # compiles half as fast, would take longer than they save. Processes that tests start get the same.
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
-JAXLIB = [int(part) for part in importlib.metadata.version("jaxlib").split(".")[:2]]
-if JAXLIB < [0, 11]:  # later ones refuse to start with it
+# Newer versions of XLA do not start with the flag.
+if tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2])) < (0, 11):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"
 
 import jax
