@@ -12,8 +12,6 @@ import io
 import sys
 from pathlib import Path
 
-import tensorflow_datasets as tfds
-
 from ipu_pipeline.data import mnist_idx, mnist_tfds
 
 
@@ -29,8 +27,10 @@ def main() -> None:
         "--overwrite", action="store_true", help=f"Delete a {mnist_tfds.DATASET} that is there."
     )
     args = parser.parse_args()
-    tfds.disable_progress_bar()
     try:
+        with mnist_tfds.needing_the_extra():
+            import tensorflow_datasets as tfds
+        tfds.disable_progress_bar()
         splits = mnist_idx.read(args.idx_dir)
         # tfds announces a download, which there is not, on the standard output.
         with contextlib.redirect_stdout(io.StringIO()):

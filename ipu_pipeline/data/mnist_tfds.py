@@ -20,7 +20,7 @@ import numpy as np
 
 from ipu_pipeline.data.mnist_idx import Splits
 
-__all__ = ["DATASET", "default_folder", "read", "write"]
+__all__ = ["DATASET", "default_folder", "needing_the_extra", "read", "write"]
 
 _NAME, _VERSION = "mnist", "3.0.1"
 DATASET = f"{_NAME}/{_VERSION}"  # in tfds's folder
@@ -37,6 +37,19 @@ def default_folder() -> Path:
     return Path(os.path.expanduser(os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"))
 
 
+@contextlib.contextmanager
+def needing_the_extra() -> Iterator[None]:
+    """Raises a ValueError if a package of the extra `datasets` is imported and is not installed."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"{DATASET} is read and written by {error.name}, which is not installed; install the extra: "
+            "pip install 'ipu_pipeline[datasets]'."
+        ) from error
+
+
+@needing_the_extra()
 def read(folder: Path) -> Splits:
     """Reads what `write` wrote, or what tfds's own builder prepared in array_record form elsewhere.
 
@@ -52,13 +65,14 @@ def read(folder: Path) -> Splits:
     lacking = [name for name in ("dataset_info.json", "features.json") if not (path / name).is_file()]
     if lacking:
         raise ValueError(f"{path} is not completely prepared, it has no {', '.join(lacking)}; {_WAY_OUT}.")
-    with _needing_the_extra():
-        import tensorflow_datasets as tfds
+    import tensorflow_datasets as tfds
 
     try:
         builder = tfds.builder_from_directory(path)
         formats = sorted(form.value for form in builder.info.available_file_formats())
         shapes = dict(builder.info.features.shape)
+    except ModuleNotFoundError:
+        raise
     except Exception as error:  # json, protobuf and tfds have no common class of errors
         raise ValueError(f"{path} is damaged ({_first_line(error)}); {_WAY_OUT}.") from error
     if _FORMAT not in formats:
@@ -69,20 +83,10 @@ def read(folder: Path) -> Splits:
         raise ValueError(f"{path} has the features {shapes} instead of {_SHAPES}; {_WAY_OUT}.")
     try:
         return {split: _read_split(builder.as_data_source(split)) for split in ("train", "test")}
+    except ModuleNotFoundError:
+        raise
     except Exception as error:  # raised by tfds, array_record or the decoder of images
         raise ValueError(f"{path} is incomplete or damaged ({_first_line(error)}); {_WAY_OUT}.") from error
-
-
-@contextlib.contextmanager
-def _needing_the_extra() -> Iterator[None]:
-    """Raises a ValueError if a package that is imported in the block is not installed."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"{DATASET} is read and written by {error.name}, which is not installed; install the extra: "
-            "pip install 'ipu_pipeline[datasets]'."
-        ) from error
 
 
 def _read_split(source: Any) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
@@ -100,6 +104,7 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0].removesuffix(".")
 
 
+@needing_the_extra()
 def write(splits: Splits, folder: Path, overwrite: bool = False) -> Path:
     """Writes MNIST in the form that `read` expects.
 
@@ -109,8 +114,7 @@ def write(splits: Splits, folder: Path, overwrite: bool = False) -> Path:
     path = folder / DATASET
     if path.exists() and not overwrite:
         raise FileExistsError(f"{path} exists already.")
-    with _needing_the_extra():
-        import tensorflow_datasets as tfds
+    import tensorflow_datasets as tfds
 
     # Registered, it would stand in the way of tfds's own. (mypy knows no base class, hence no keyword.)
     class Mnist(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # type: ignore[call-arg]

@@ -1,12 +1,13 @@
 """Names of JAX and jaxlib that are not public, each with a public fallback.
 
-Only this module and `jax_processes` use such names, and `NAMES` lists them. A name is public if JAX's
-reference documentation describes it. `jax.extend.core`, on which the engine is built, is public in this
-sense; `jax.core` is not, nor is anything in jaxlib. The names are looked up once, when this module is
-imported. If one is missing, everything still works, only more slowly or with more memory: arrays are moved
-by `jax.device_put`, loops are not reduced to the outputs that are needed, equal programs are compiled one
-by one, some are not kept for the next pipeline, JAX's traces of a program stay when the program is gone,
-and programs found in JAX's cache count as compiled. Only what uses `jax.new_ref` is refused then.
+Only this module and `jax_processes` use such names, and `NAMES` lists them; `jax_core` has the types of
+jaxprs. A name is public if JAX's reference documentation describes it. `jax.extend.core`, on which the
+engine is built, is public in this sense; `jax.core` is not, nor is anything in jaxlib. The names are looked
+up once, when this module is imported. If one is missing, everything still works, only more slowly or with
+more memory: arrays are moved by `jax.device_put`, loops are not reduced to the outputs that are needed,
+equal programs are compiled one by one, some are not kept for the next pipeline, JAX's traces of a program
+stay when the program is gone, and programs found in JAX's cache count as compiled. Only what uses
+`jax.new_ref` is refused then.
 """
 
 from __future__ import annotations
@@ -410,6 +411,11 @@ dce_rules: Mapping[Any, Callable[..., tuple[Any, Any]]] = (
 )
 
 
+@functools.cache
+def _count_parameters(function: Callable[..., Any]) -> int:
+    return len(inspect.signature(function).parameters)
+
+
 def reduce(equation: Any, used: list[bool]) -> Any | None:
     """An equation without some of its outputs; None if none is left. As it is, if it cannot be reduced.
 
@@ -420,7 +426,7 @@ def reduce(equation: Any, used: list[bool]) -> Any | None:
     rule = dce_rules.get(equation.primitive)
     if rule is None:
         return equation
-    more = [[True] * len(equation.invars)] if len(inspect.signature(rule).parameters) > 2 else []
+    more = [[True] * len(equation.invars)] if _count_parameters(rule) > 2 else []
     _used_inputs, reduced = rule(used, *more, equation)
     return reduced
 
@@ -441,7 +447,7 @@ def discharge(closed_jaxpr: Any) -> Any:
             "Stages cannot use jax.new_ref with this version of JAX: the function that turns writes into "
             f"results was not found in jax {jax.__version__}. Write x = x.at[...].set(value) instead."
         )
-    if "consts" in inspect.signature(_discharge).parameters:  # before JAX 0.10
+    if "consts" in inspect.signature(_discharge).parameters:  # as JAX 0.9 has it
         return jax_core.ClosedJaxpr(*_discharge(closed_jaxpr.jaxpr, closed_jaxpr.consts))
     return _discharge(closed_jaxpr)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax.core
 import jax.extend.core
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive, Var, jaxpr_as_fun, primitives
 
 __all__ = [
     "ClosedJaxpr",
@@ -33,30 +34,30 @@ def _find(name: str) -> Any:
     return getattr(jax.extend.core, name, None) or getattr(jax.core, name)
 
 
-ClosedJaxpr = _find("ClosedJaxpr")
 DebugInfo = _find("DebugInfo")
 DropVar = _find("DropVar")
-Jaxpr = _find("Jaxpr")
-Literal = _find("Literal")
-Primitive = _find("Primitive")
-Var = _find("Var")
-jaxpr_as_fun = _find("jaxpr_as_fun")
 jaxprs_in_params = _find("jaxprs_in_params")
-primitives = _find("primitives")
 
 
 def map_jaxprs(change: Callable[[Any], Any], value: Any) -> Any:
     """Changes the jaxprs in an equation's parameter: one, several in a tuple or list, or none.
 
     Args:
-      change: takes a `Jaxpr` and returns another one with the same inputs and the same constants.
+      change: takes a `Jaxpr`, and returns it or another one with the same inputs and the same constants.
       value: of the parameter.
+
+    Returns:
+      The value with the changed jaxprs. One that stays is the same object, by which JAX knows that it has
+      lowered it.
     """
     if type(value) in (tuple, list):
         return type(value)(map_jaxprs(change, part) for part in value)
     if isinstance(value, Jaxpr):
         return change(value)
-    return value.replace(jaxpr=change(value.jaxpr)) if isinstance(value, ClosedJaxpr) else value
+    if not isinstance(value, ClosedJaxpr):
+        return value
+    changed = change(value.jaxpr)
+    return value if changed is value.jaxpr else value.replace(jaxpr=changed)
 
 
 def close(jaxpr: Any) -> Any:

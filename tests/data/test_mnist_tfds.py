@@ -275,6 +275,23 @@ def test_a_failure_while_writing_leaves_what_was_there(tfds_folder, idx_folder):
     assert sorted(path.name for path in tfds_folder.iterdir()) == ["mnist"]
 
 
+@pytest.mark.parametrize("name", ["importlib_resources", "PIL"])
+def test_with_a_part_of_the_extra(name, tmp_path, monkeypatch):
+    """tfds imports them when it first needs them."""
+
+    def without(*_arguments):
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.setattr(mnist_tfds, "_read_split", without)
+    folder = tmp_path / "read"
+    splits = {
+        split: (np.zeros((2, 28, 28), np.uint8), np.zeros(2, np.uint8)) for split in ("train", "test")
+    }
+    mnist_tfds.write(splits, folder)
+    with pytest.raises(ValueError, match=rf"by {name}, which is not installed; .*\[datasets\]"):
+        mnist_tfds.read(folder)
+
+
 def test_without_the_extra(tmp_path, monkeypatch):
     folder = tmp_path / mnist_tfds.DATASET
     folder.mkdir(parents=True)

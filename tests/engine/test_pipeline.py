@@ -711,7 +711,7 @@ def test_an_optimizer_whose_masks_do_not_fit():
         parameters=parameters,
         optimizer=optax.adamw(0.1, mask=[{"w": True}]),
     )
-    with pytest.raises(ValueError, match="pytree structure error|Expected list, got") as caught:
+    with pytest.raises(ValueError, match="pytree structure error") as caught:
         pipeline.trace(np.ones((2, 3), "float32"))
     assert (
         "a dict from full name to array (masks and labels of Optax have to fit it): 'stage0/w'"

@@ -13,6 +13,7 @@ import pytest
 
 from ipu_pipeline.ground import jax_compat, jax_processes, warned
 from tests.checkpointing.written_before.write import as_numbers
+from tests.support.programs import start
 from tests.test_rooms import rooms
 
 NAMES = tuple(jax_compat.NAMES)
@@ -253,3 +254,16 @@ def test_a_newer_jax_warns_once(monkeypatch):
         jax_compat.warn_of_newer((0, 99, 1))
     assert len(told) == 1
     jax_compat.warn_of_newer((0, 99, 1))  # a second warning would be an error
+
+
+def test_the_warning_names_the_line_that_imports():
+    code = """
+import warnings, jax
+jax.__version_info__ = (0, 99, 0)
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    from ipu_pipeline import engine
+    engine.Pipeline
+print([(one.filename, one.lineno) for one in told])
+"""
+    assert start("-c", code).stdout.strip() == "[('<string>', 7)]"

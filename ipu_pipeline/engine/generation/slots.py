@@ -111,10 +111,13 @@ class SlotGroup:
         is_sampled = request.sampling.temperature > 0
         for length in lengths:
             numbers = SlotNumbers(np.int32(position), np.uint32(request.seed), np.uint32(request.number))
-            more: list[tuple[Any, ...]] = [(np.int32(slot), first, None, None) for first in stages.initial]
-            is_last = position + length == len(request.prompt)
-            sampling = SamplingArrays(*(x[0] for x in SamplingArrays.of([request.sampling])))
-            more[-1] = (*more[-1][:2], self._tokens, sampling if is_sampled and is_last else None)
+            sampling = None
+            if is_sampled and position + length == len(request.prompt):
+                sampling = SamplingArrays(*(x[0] for x in SamplingArrays.of([request.sampling])))
+            of_last = [*[(None, None)] * (len(stages.programs) - 1), (self._tokens, sampling)]
+            more = [
+                (np.int32(slot), first, *own) for first, own in zip(stages.initial, of_last, strict=True)
+            ]
             values = _Values({TOKENS: request.prompt[position : position + length]}, None)
             self._start([program.chunk(length) for program in stages.programs], values, numbers, more)
             position += length
@@ -131,8 +134,8 @@ class SlotGroup:
             np.array([request.seed if request else 0 for request in self._requests], np.uint32),
             np.array([request.number if request else 0 for request in self._requests], np.uint32),
         )
-        more: list[tuple[Any, ...]] = [(None,) for _program in stages.programs]
-        more[-1] = (SamplingArrays.of(samplings) if is_sampled else None,)
+        sampling = SamplingArrays.of(samplings) if is_sampled else None
+        more = [*[(None,)] * (len(stages.programs) - 1), (sampling,)]
         values = _Values({TOKENS: self._tokens}, self._last)
         self._start([program.decode(is_sampled) for program in stages.programs], values, numbers, more)
         self._positions[taken] += 1

@@ -20,7 +20,7 @@ __all__ = ["find_collectives", "find_other_devices", "has_shard_map", "uses_mesh
 
 _SHARD_MAP = "shard_map"
 _CONSTRAINT = "sharding_constraint"
-_MOVE = "reshard"  # to a mesh, by JAX itself; axes are automatic, so nobody else does
+_RESHARD = "reshard"
 _CASTS = ("pvary", "pbroadcast")  # in a body of `shard_map`; they compute nothing
 
 
@@ -108,10 +108,7 @@ class _Rewriting:
         equations = []
         for equation in jaxpr.eqns:
             operands = read(equation.invars)
-            is_alone = (
-                equation.primitive.name == _CONSTRAINT and equation.params["sharding"].num_devices == 1
-            )
-            if is_alone or equation.primitive.name == _MOVE:
+            if _moves_nothing(equation):
                 known[equation.outvars[0]] = operands[0]
                 continue
             params = equation.params
@@ -142,6 +139,13 @@ class _Rewriting:
         ):
             return type(value)(map(self._change, value))
         return value
+
+
+def _moves_nothing(equation: Equation) -> bool:
+    """Whether an equation only says where a value lies, and that says nothing on the mesh of a stage."""
+    if equation.primitive.name == _RESHARD:  # axes are automatic, so JAX takes no name of one here
+        return _is_of_mesh(equation.params["dst_sharding"])
+    return equation.primitive.name == _CONSTRAINT and bool(equation.params["sharding"].num_devices == 1)
 
 
 def _is_of_mesh(value: Any) -> bool:

@@ -151,6 +151,18 @@ def test_equal_to_plain_jax(block, size, options):
     check(make(block, size, **options), num_replicas=options.get("num_replicas", 1))
 
 
+def test_a_reshard_that_names_no_axis():
+    """It says nothing on automatic axes, and is left out: JAX 0.9 cannot compile it without a mesh."""
+
+    def block(p, x):
+        return jax.sharding.reshard(plain_block(p, x), P())
+
+    pipeline = make(block, 2)
+    check(pipeline)
+    for stage in pipeline.traced.stages:
+        assert "reshard" not in [equation.primitive.name for equation in stage.flat.equations]
+
+
 @pytest.mark.parametrize("size", [2, pytest.param(None, marks=pytest.mark.thorough)])
 def test_op_by_op_and_nans(size):
     """Stages are called with a mesh of devices; a nan that is made in `shard_map` is found."""

@@ -827,3 +827,21 @@ def test_operations_are_listed_once_when_decomposing(monkeypatch):
     infer(lambda self, x: self.linear(x), x)
     assert len(listed) == 1
     assert utils._materialize_cpp_cia_ops is counted
+
+
+def test_few_composite_operations_get_kernels_when_decomposing(monkeypatch):
+    """torch would give some to all that it has, though for most they do what happens without."""
+    from torch.export import exported_program
+
+    registered, override = [], exported_program._override_composite_implicit_decomp
+
+    def counted(composites):
+        registered.append(set(composites))
+        return override(composites)
+
+    monkeypatch.setattr(exported_program, "_override_composite_implicit_decomp", counted)
+    infer(lambda self, x: self.linear(x), x)
+    (found,) = registered
+    assert torch.ops.aten.matmul.default in found  # it has a lowering as a whole
+    assert torch.ops.aten.type_as.default not in found
+    assert len(found) < 100
