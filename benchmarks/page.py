@@ -29,7 +29,7 @@ Do not edit this page: its text is in `benchmarks/page.py`, and its figures come
 
 ## How to read the tables
 
-* **question**: the folder in [benchmarks](../benchmarks). Its page says what is measured, and how.
+* **question**: the folder in `benchmarks`. Its page says what is measured, and how.
 * **ours**, **other**: this library, and what it is compared with, if anything. Times are medians.
 * **figure**: the number that the target is for. If it is a ratio, the two sides took turns, the ratio was
   taken round by round, and this is the median. So it is not exactly the quotient of the two columns before.

@@ -6,48 +6,17 @@ quotes its programs; in that of porting they are the changes that make one progr
 """
 
 import re
-import shlex
 
 import pytest
 import torch
 
-from tests.docs.test_poptorch_tutorial import assert_printed
 from tests.support import pages
-from tests.support.programs import ROOT, run
 from tests.support.tutorial_modules import POPTORCH, imported, run_main
 
 PAGES = {name: POPTORCH / name / "README.md" for name in ("fashion_mnist", "porting")}
 FENCES = {name: pages.find_fences(path.read_text()) for name, path in PAGES.items()}
 PORTING = POPTORCH / "porting"
 torch.set_num_threads(1)  # its threads and XLA's would fight for the cores
-
-RECOGNIZED = re.compile(r"(Recognized \w+): .*")  # rounding may decide
-
-
-@pytest.fixture
-def root(tmp_path, monkeypatch):
-    """A working directory that has the repository's tutorial, and takes what its programs write."""
-    (tmp_path / "tutorial").symlink_to(ROOT / "tutorial")
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", PAGES)
-def test_the_page_is_a_program(name, root, optimized):
-    names = pages.run_blocks(PAGES[name], assert_printed)
-    names["training_model"].destroy()
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", PAGES)
-def test_commands_of_the_page(name, root, monkeypatch):
-    """In turn: one uses what another wrote."""
-    monkeypatch.delenv("IPU_PIPELINE_FASHION_DIR", raising=False)
-    for command, expected in pages.find_commands(FENCES[name]):
-        printed = run("-W", "error", *shlex.split(command.removeprefix("python ")), folder=root)
-        masked = RECOGNIZED.sub(r"\1", "\n".join(expected)).split("\n")
-        assert_printed(RECOGNIZED.sub(r"\1", printed), masked)
 
 
 def test_the_first_page_quotes_the_programs():

@@ -209,14 +209,6 @@ def test_the_page_quotes_the_program():
         assert f"\n\n\n{definition}\n\n\n" in text
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(("command", "expected"), pages.find_commands(FENCES))
-def test_commands_of_the_page(command, expected):
-    result = start("-W", "error", *shlex.split(command.removeprefix("python ")))
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert_printed(result.stdout, expected)
-
-
 def test_links_of_the_page():
     pages.check_links(FOLDER / "README.md")
     drawn = {path.name for path in (FOLDER / "figures").glob("*.svg")}

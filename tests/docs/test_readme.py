@@ -135,8 +135,8 @@ def test_what_examples_of_pages_print(as_tests, tmp_path):
 
 
 def test_links_lead_somewhere():
-    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "tutorial" / "README.md"]
-    for path in [*pages, *sorted((ROOT / "docs").glob("*.md"))]:
+    pages = [path for folder in ("tutorial", "docs") for path in sorted((ROOT / folder).glob("*.md"))]
+    for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *pages]:
         for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
             assert (path.parent / target).exists(), target
 

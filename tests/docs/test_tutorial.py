@@ -1,4 +1,4 @@
-"""The tutorial's page: its changes make the answers, its commands and snippets print what it says.
+"""The tutorial's pages: their changes make the answers, their commands and snippets print what they say.
 
 What a fence is, by its language:
 
@@ -6,6 +6,8 @@ What a fence is, by its language:
 * console: lines with `$ ` are commands, each followed by what it prints.
 * python: a program that is complete in itself.
 * text: what the python block above it prints.
+
+Its notebooks, which `make thorough` runs as a reader does, are tested in test_notebooks.
 """
 
 import inspect
@@ -25,10 +27,23 @@ from tests.support.pages import (
     find_fences,
     parse_change,
 )
-from tests.support.programs import AS_TESTS, ROOT, STEP1, STEP2, STEP3, STEP4, run_each, start, start_forked
+from tests.support.programs import ROOT, STEP1, STEP2, STEP3, STEP4, run_each, start_forked
 
-PAGE = ROOT / "tutorial" / "README.md"
-TEXT = PAGE.read_text()
+FOLDER = ROOT / "tutorial"
+NAMES = [
+    "README",
+    "why",
+    "step1",
+    "step2",
+    "step3",
+    "arguments",
+    "schedules",
+    "step4",
+    "things_to_try",
+    "further",
+]
+PAGES = {name: (FOLDER / f"{name}.md").read_text() for name in NAMES}
+TEXT = "\n".join(PAGES.values())
 PROGRAMS = {1: STEP1, 2: STEP2, 3: STEP3, 4: STEP4}
 MASKED = re.compile(r"Elapsed \d+\.\d\d s, [\d,]+ samples/sec")
 NUMBERS = {  # and how far they may be from the page's
@@ -80,6 +95,13 @@ def find_snippets():
     return snippets
 
 
+def test_each_page_leads_to_the_next():
+    assert {path.stem for path in FOLDER.glob("*.md")} == set(NAMES)
+    for (_name, page), following in zip(PAGES.items(), NAMES[1:], strict=False):
+        assert re.fullmatch(rf"Next: \[[\w ,]+\]\({following}\.md\)\.", page.splitlines()[-1])
+        assert re.search(rf"^\d+\. \[.*\]\({following}\.md\)", PAGES["README"], re.MULTILINE), following
+
+
 def test_fences_have_known_languages():
     assert {fence.language for fence in FENCES} == {"diff", "console", "python", "text"}
     outputs = [before.language for before, fence in itertools.pairwise(FENCES) if fence.language == "text"]
@@ -95,33 +117,28 @@ VARIED = (
 
 
 @pytest.mark.parametrize(
-    ("command", "expected", "begin"),
+    ("command", "expected"),
     [
-        # Each program with one choice of arguments; with all, as a reader does it, in `make thorough`.
-        *(
-            pytest.param(*pair, start_forked, id=pair[0])
-            for pair in find_commands(FENCES)
-            if not pair[0].endswith(VARIED)
-        ),
-        *(
-            pytest.param(*pair, start, id=f"{pair[0]}, as a reader", marks=pytest.mark.thorough)
-            for pair in find_commands(FENCES)
-        ),
+        # Each program with one choice of arguments; with all, as a reader does it, by the notebooks.
+        pytest.param(*pair, id=pair[0])
+        for pair in find_commands(FENCES)
+        if not pair[0].endswith(VARIED)
     ],
 )
-def test_commands(command, expected, begin):
+def test_commands(command, expected):
     executable, *arguments = shlex.split(command)
     assert executable == "python"
-    result = begin(*arguments)
+    result = start_forked(*arguments)
     assert result.returncode == 0, result.stdout + result.stderr
     assert not re.search(r"Compil|\r|\d%", result.stderr)  # no bar, and no line about what compiles
     assert_printed(result.stdout, expected, NUMBERS, MASKED)
 
 
-@pytest.mark.parametrize("as_tests", AS_TESTS)
-def test_snippets(as_tests, tmp_path):
+def test_snippets(tmp_path):
     snippets = {f"line {line}": rest for line, *rest in find_snippets()}
-    printed = run_each({name: code for name, (code, _expected) in snippets.items()}, tmp_path, as_tests)
+    printed = run_each(
+        {name: code for name, (code, _expected) in snippets.items()}, tmp_path, as_tests=True
+    )
     for name, text in printed.items():
         assert_printed(text, snippets[name][1], NUMBERS, MASKED)
 
@@ -141,9 +158,11 @@ def test_arguments_of_pipeline():
         pipelining_ops.pipeline([abs], gradient_accumulation_count=1, continuous_weight_updates=True)
 
 
-def test_links_within_the_page():
-    assert set(re.findall(r"\]\(#([^)]+)\)", TEXT)) <= set(anchors(TEXT))
-    drawn = {path.name for path in (ROOT / "tutorial" / "figures").iterdir()}
+def test_links():
+    for page in PAGES.values():
+        for name, anchor in re.findall(r"\]\((\w*)(?:\.md)?#([^)]+)\)", page):
+            assert anchor in anchors(PAGES[name] if name else page)
+    drawn = {path.name for path in (FOLDER / "figures").iterdir()}
     assert set(re.findall(r"!\[[^\]]+\]\(figures/([^)]+)\)", TEXT)) == drawn  # each is shown
 
 

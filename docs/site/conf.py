@@ -1,0 +1,49 @@
+"""How Sphinx makes the site from the repository's pages; `make docs` runs it."""
+
+import ipu_pipeline
+
+project = "ipu_pipeline"
+author = "The ipu_pipeline authors"
+copyright = author  # noqa: A001  # Sphinx's name
+version = release = ipu_pipeline.__version__
+
+# The source is the repository, so that links between its pages are as they are in the repository.
+root_doc = "docs/site/index"
+include_patterns = [
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "docs/*.md",
+    "docs/how_to/*.md",
+    "docs/site/*.md",
+    "tutorial/**.md",
+    "tutorial/notebooks/*.ipynb",
+    "examples/**.md",
+    "benchmarks/*/README.md",
+]
+exclude_patterns = [".*", "build", "ipu_pipeline", "tests", "**/__pycache__"]
+
+extensions = ["myst_nb", "sphinx_copybutton", "sphinx_design"]
+myst_enable_extensions = ["colon_fence"]
+myst_heading_anchors = 4  # named as they are on GitHub
+nb_execution_mode = "off"  # what cells print stands in the notebooks, and is tested
+nitpicky = True
+
+html_theme = "pydata_sphinx_theme"
+html_title = f"ipu_pipeline {version}"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
+html_extra_path = ["extra"]  # index.html, which leads to the root page
+html_copy_source = False
+html_show_copyright = False
+html_show_sphinx = False
+html_theme_options = {
+    "header_links_before_dropdown": 5,
+    "navbar_align": "left",
+    "navigation_with_keys": True,
+    "secondary_sidebar_items": ["page-toc"],
+    "show_prev_next": True,
+    "footer_start": [],
+    "footer_end": [],
+}
+copybutton_prompt_text = "$ "
+copybutton_only_copy_prompt_lines = True
