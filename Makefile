@@ -14,7 +14,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 # The tests start many processes: what they import is to be compiled once, whatever the shell says.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: tutorial test thorough tests random soak bench lint clean
+.PHONY: tutorial test thorough tests random soak bench docs lint clean
 
 tutorial: $(VENV)/installed
 	$(BIN)/python answers/step4_configurable_stages.py --dataset digits --steps 30 \
@@ -42,6 +42,11 @@ soak: $(VENV)/installed-dev
 bench: $(VENV)/installed-bench
 	$(BIN)/python -m benchmarks.run_all --short --write docs/benchmarks.md
 
+# The site, to build/site/index.html. Whatever Sphinx warns of fails: a link, a name, an anchor that is not there.
+docs: $(VENV)/installed-docs
+	rm -rf build/site
+	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --builder html --conf-dir docs/site . build/site
+
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -61,7 +66,11 @@ $(VENV)/installed: $(VENV)/created setup.cfg pyproject.toml
 
 $(VENV)/installed-dev: $(VENV)/created setup.cfg pyproject.toml
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
-	touch $@ $(VENV)/installed
+	touch $@ $(VENV)/installed $(VENV)/installed-docs
+
+$(VENV)/installed-docs: $(VENV)/created setup.cfg pyproject.toml
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[docs]'
+	touch $@
 
 $(VENV)/installed-bench: $(VENV)/created setup.cfg pyproject.toml benchmarks/requirements.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[datasets,reports]' --requirement benchmarks/requirements.txt

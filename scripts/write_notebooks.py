@@ -34,7 +34,27 @@ PAGES = {
     "poptorch_porting": "tutorial/poptorch/porting/README.md",
 }
 _FENCE = re.compile(r"^```(console|python|text)\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
-_PREPARE = 'import os\nimport sys\n\nos.environ["TQDM_DISABLE"] = "1"  # no bars\n\n'
+# In place of IPython's `!`, which forks a kernel that has JAX's threads, and shows bars.
+_RUN = '''\
+import os
+import shlex
+import subprocess
+import sys
+
+
+def run(command):
+    """Runs a program in a process of its own, as `python` does in a shell."""
+    program = subprocess.Popen(
+        [sys.executable, "-u", *shlex.split(command)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "TQDM_DISABLE": "1"},  # no bars
+    )
+    for line in program.stdout:
+        print(line, end="")
+    if program.wait() != 0:
+        raise RuntimeError(f"{command} ended with {program.returncode}")'''
 _LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)(#[^)]*)?\)")
 
 
@@ -66,7 +86,7 @@ class _Notebook:
     def __init__(self) -> None:
         self._cells: list[nbformat.NotebookNode] = []
         self._written: set[Path] = set()
-        self._is_prepared = False  # for commands
+        self._has_run = False  # the function
 
     def _add(self, cell: nbformat.NotebookNode) -> None:
         cell.id = f"cell-{len(self._cells)}"  # else a random one
@@ -103,8 +123,10 @@ class _Notebook:
                     self.add_output(f"Writing {file.name}\n")
             here = [os.path.relpath(ROOT / word, FOLDER) if "/" in word else word for word in arguments]
             line = shlex.join([path.name, *here])
-            self.add_code(("" if self._is_prepared else _PREPARE) + f"!{{sys.executable}} {line}")
-            self._is_prepared = True
+            if not self._has_run:
+                self._has_run = True
+                self.add_code(_RUN)
+            self.add_code(f'run("{line}")')
             self.add_output(output)
 
     def finish(self) -> nbformat.NotebookNode:

@@ -36,6 +36,7 @@ html_extra_path = ["extra"]  # index.html, which leads to the root page
 html_copy_source = False
 html_show_copyright = False
 html_show_sphinx = False
+html_context = {"default_mode": "auto"}
 html_theme_options = {
     "header_links_before_dropdown": 5,
     "navbar_align": "left",

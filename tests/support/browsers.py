@@ -35,6 +35,15 @@ def browser(width=1280, height=1000):
         driver.quit()
 
 
+def wait(driver, script):
+    """Waits until a script returns something true."""
+    end = time.monotonic() + SECONDS
+    while not (found := driver.execute_script(script)):
+        assert time.monotonic() < end, script
+        time.sleep(0.05)
+    return found
+
+
 class Page:
     """A report in a browser."""
 
@@ -50,11 +59,7 @@ class Page:
 
     def wait(self, script):
         """Waits until a script returns something true."""
-        end = time.monotonic() + SECONDS
-        while not (found := self.run(script)):
-            assert time.monotonic() < end, script
-            time.sleep(0.05)
-        return found
+        return wait(self.driver, script)
 
     def seconds_until_visible(self):
         """From when it began to load until the trace was painted."""

@@ -1,0 +1,139 @@
+"""The site of `make docs`: it is built without a warning, its pages fit, and its programs are tested."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from ipu_pipeline.command_line import main
+from tests.docs import test_notebooks, test_readme
+from tests.support import browsers, pages
+from tests.support.programs import ROOT
+
+PAGES = sorted(
+    path
+    for pattern in (
+        "*.md",
+        "docs/**/*.md",
+        "tutorial/**/*.md",
+        "examples/**/*.md",
+        "benchmarks/*/README.md",
+    )
+    for path in ROOT.glob(pattern)
+)
+TESTED_BY = {  # other pages than those of test_readme, and of the tutorial
+    "README.md": "docs/test_readme.py",
+    "docs/design.md": "docs/test_design.py",
+    "docs/poptorch.md": "docs/test_poptorch_listings.py",
+    "docs/poptorch_executables.md": "poptorch/files/test_poptorch_executables.py",
+    "docs/poptorch_operations.md": "poptorch/operations/test_poptorch_calls.py",
+    "docs/replicas.md": "tf1/test_replicas_front.py",
+    "benchmarks/emulation/README.md": "docs/test_benchmarks.py",
+}
+
+
+def test_a_program_is_run_by_a_test_or_says_why_not():
+    found = {f"docs/{name}" for name in (*test_readme.PAGES, "porting.md")}
+    found |= set(test_notebooks.write_notebooks.PAGES.values())
+    untested = set(TESTED_BY)
+    for path in PAGES:
+        name = str(path.relative_to(ROOT))
+        programs = re.findall(
+            r"^(?:(<!-- Not run by a test: .*\. -->)\n)?```python$", path.read_text(), re.M
+        )
+        if not all(programs) and name not in found:
+            test = (ROOT / "tests" / TESTED_BY[name]).read_text()
+            assert path.stem in test, name
+            untested.remove(name)
+    assert not untested
+
+
+def test_what_commands_of_how_to_pages_print(capsys):
+    """Three dots stand for lines that are left out."""
+    commands = [
+        command
+        for path in (ROOT / "docs/how_to").glob("*.md")
+        for command in pages.find_commands(
+            pages.find_fences(re.sub(r"^   ", "", path.read_text(), flags=re.M))
+        )
+    ]
+    assert len(commands) == 1
+    for command, expected in commands:
+        program, *arguments = command.split()
+        assert program == "ipu-pipeline"
+        main.main(arguments)
+        printed = capsys.readouterr().out
+        for part in "\n".join(expected).split("\n...\n"):
+            assert part.strip("\n") in printed
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """Where it was built: `make docs` with another place."""
+    target = tmp_path_factory.mktemp("site")
+    options = [
+        "-b",
+        "html",
+        "--fail-on-warning",
+        "--keep-going",
+        "--quiet",
+        "--doctree-dir",
+        target / "trees",
+    ]
+    result = subprocess.run(
+        [sys.executable, "-m", "sphinx", *options, "-c", "docs/site", ".", target / "html"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return target / "html"
+
+
+_WHAT_IS_WRONG = """
+const width = document.documentElement.clientWidth;
+const isCut = element => element && element.tagName !== "ARTICLE"
+  && (getComputedStyle(element).overflowX !== "visible" || isCut(element.parentElement));
+const sticksOut = [...document.querySelectorAll("article *:not(.headerlink)")].filter(
+  element => element.getBoundingClientRect().right > width + 1 && !isCut(element.parentElement));
+return [
+  ...sticksOut.map(element => "sticks out: " + element.outerHTML.slice(0, 99)),
+  ...[...document.images].filter(image => image.complete && !image.naturalWidth).map(image => image.src),
+  ...performance.getEntriesByType("resource").map(entry => entry.name).filter(name => !/^file:/.test(name)),
+];
+"""
+# A telephone, a laptop, a desktop.
+SIZES = [(390, 844), (1024, 768), (1600, 1000)]
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(browsers.MISSING is not None, reason=str(browsers.MISSING))
+def test_pages_fit_without_a_network(site):
+    """All on a telephone, which is the narrowest; on wider screens those that have the widest tables."""
+    found = sorted(site.rglob("*.html"))
+    assert len(found) > len(PAGES)
+    widest = {"comparison", "arguments", "engine_options", "index"}
+    with browsers.browser() as driver:
+        for width, height in SIZES:
+            size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
+            driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+            for path in found:
+                if width == SIZES[0][0] or path.stem in widest:
+                    driver.get(path.as_uri())
+                    assert driver.execute_script(_WHAT_IS_WRONG) == [], (path, width)
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(browsers.MISSING is not None, reason=str(browsers.MISSING))
+def test_search_and_the_front_door(site):
+    with browsers.browser() as driver:
+        driver.get((site / "index.html").as_uri())
+        browsers.wait(driver, "return document.title.startsWith('ipu_pipeline')")
+        browsers.wait(driver, "return [...document.querySelectorAll('.sd-card a')].length === 4")
+        driver.get((site / "search.html").as_uri() + "?q=recomputation")
+        browsers.wait(
+            driver,
+            "return [...document.querySelectorAll('.search a')].some(a => a.href.includes('memory.html'))",
+        )
