@@ -52,6 +52,7 @@ def test_what_cells_print(name, tmp_path, monkeypatch):
     for variable, value in environment().items():
         monkeypatch.setenv(variable, value)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("TQDM_DISABLE", "1")  # bars, which a reader sees
     notebook = nbformat.read(write_notebooks.FOLDER / f"{name}.ipynb", 4)
     expected = [cell.outputs for cell in notebook.cells if cell.cell_type == "code"]
     NotebookClient(notebook, timeout=300, resources={"metadata": {"path": folder}}).execute()

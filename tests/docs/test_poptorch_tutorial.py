@@ -1,7 +1,8 @@
 """The PopTorch tutorial: its program with all options, and what its page says.
 
-The page's fences: `python` blocks are one program together, `text` is what the block above prints, `diff`
-quotes lines of mnist_pipeline.py, `console` has a command and what it prints. Classes are the program's.
+The page's fences: `python` blocks are one program together, which test_notebooks runs, `text` is what the
+block above prints, `diff` quotes lines of mnist_pipeline.py, `console` has a command and what it prints.
+Classes are the program's.
 """
 
 import dataclasses
@@ -184,12 +185,8 @@ def test_images_are_normalized(program):
     assert labels.tolist() == [4, 5, 6]
 
 
-def test_the_page_is_a_program():
-    """Block by block, each with what it prints."""
+def test_fences_have_known_languages():
     assert {fence.language for fence in FENCES} == {"python", "text", "diff", "console"}
-    names = pages.run_blocks(FOLDER / "README.md", assert_printed)
-    assert names["training_model"].isCompiled()
-    names["model"].destroy()
 
 
 def test_the_page_quotes_the_program():
