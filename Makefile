@@ -14,7 +14,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 # The tests start many processes: what they import is to be compiled once, whatever the shell says.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: tutorial test thorough tests random soak bench docs lint clean
+.PHONY: tutorial test thorough tests random soak bench docs dist versions lint clean
 
 tutorial: $(VENV)/installed
 	$(BIN)/python answers/step4_configurable_stages.py --dataset digits --steps 30 \
@@ -46,6 +46,10 @@ bench: $(VENV)/installed-bench
 docs: $(VENV)/installed-docs
 	rm -rf build/site
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --builder html --conf-dir docs/site . build/site
+
+# The wheel and the archive of the sources.
+dist: $(VENV)/installed-dev
+	$(BIN)/python scripts/make_dist.py
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .

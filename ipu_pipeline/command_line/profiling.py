@@ -42,19 +42,12 @@ def add(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="synthetic data in place of the program's own: zeros that are on the devices already",
     )
-    parser.add_argument("--data", action="store_true", help=argparse.SUPPRESS)  # an older flag
     parser.add_argument("--directory", help="where the reports go; by default ./profile_SCRIPT")
     add_script(parser)
-    parser.set_defaults(call=lambda parsed: _run(parser, parsed))
+    parser.set_defaults(call=_run)
 
 
-def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
-    if parsed.data and parsed.synthetic:
-        parser.error(
-            "arguments --data and --synthetic: a program runs on its own data, or on synthetic data"
-        )
-    if parsed.data:
-        _say("--data has no effect any more: a program runs on its own data unless --synthetic is given.")
+def _run(parsed: argparse.Namespace) -> int:
     return profile(parsed.script, parsed.arguments, parsed.is_module, parsed.synthetic, parsed.directory)
 
 

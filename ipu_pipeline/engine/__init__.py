@@ -10,6 +10,8 @@ import sys
 from importlib.machinery import PathFinder
 from typing import TYPE_CHECKING, Any
 
+from ipu_pipeline.ground import deprecated
+
 if TYPE_CHECKING:
     # Named for type checkers; imported when somebody asks for it, as all here (`NAMED_LATER` of the rooms).
     from ipu_pipeline.checkpointing.engine_states import restore, save
@@ -197,12 +199,11 @@ _HOMES = {
     "with_metrics": "engine.updates.reporting",
 }
 
-# Names that users may still have in their programs.
-_FORMER = {"DispatchPlan": "Chunking", "ScheduleLike": "Schedule"}
-
 
 def __getattr__(name: str) -> Any:
-    name = _FORMER.get(name, name)
+    if (former := f"engine.{name}") in deprecated.NAMES:
+        deprecated.warn_deprecated(former)
+        name = deprecated.NAMES[former].instead.removeprefix("engine.")
     if name in _HOMES:
         value = getattr(importlib.import_module(f"ipu_pipeline.{_HOMES[name]}"), name)
         globals()[name] = value

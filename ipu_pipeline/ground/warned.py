@@ -10,7 +10,7 @@ __all__ = ["warn_once"]
 _warned: set[str] = set()
 
 
-def warn_once(name: str, message: str) -> None:
+def warn_once(name: str, message: str, category: type[Warning] = UserWarning) -> None:
     """Warns the first time that it is called for a name."""
     if name not in _warned:
         _warned.add(name)
@@ -18,7 +18,7 @@ def warn_once(name: str, message: str) -> None:
         while frame.f_back is not None and _is_between(frame.f_globals.get("__name__", "")):
             level += not _is_skipped(frame.f_code.co_filename)
             frame = frame.f_back
-        warnings.warn(message, stacklevel=level)
+        warnings.warn(message, category, stacklevel=level)
 
 
 def _is_between(module: str) -> bool:

@@ -59,18 +59,6 @@ def test_its_help(capsys):
     text = " ".join(capsys.readouterr().out.split())
     assert flags in text
     assert "--synthetic" in text
-    assert "--data" not in text
-
-
-def test_the_older_argument(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert main(["profile", "--data", "nothing.py"]) == 2
-    told = capsys.readouterr()
-    assert "--data has no effect any more" in told.out
-    assert "there is no program 'nothing.py'" in told.err
-    with pytest.raises(SystemExit):
-        main(["profile", "--data", "--synthetic", "nothing.py"])
-    assert "arguments --data and --synthetic" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

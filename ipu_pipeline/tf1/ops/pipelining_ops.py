@@ -83,9 +83,6 @@ __all__ = [
     "split",
 ]
 
-DispatchPlan = Chunking  # its name in earlier versions
-
-
 _SHARDED = {
     "replicated_optimizer_state_sharding": Shard.OPTIMIZER_STATE,
     "replicated_weight_sharding": Shard.WEIGHTS,

@@ -95,4 +95,3 @@ def test_a_scenario_knows_the_schedule_by_its_name_here():
 def test_what_schedule_takes_has_a_public_type():
     assert engine.PipelineOptions.__annotations__["schedule"] == "schedules.Schedule"
     assert set(typing.get_args(engine.Schedule)) >= {str, engine.ScheduleFunction, engine.SearchedSchedule}
-    assert engine.ScheduleLike is engine.Schedule  # its former name

@@ -1,0 +1,84 @@
+"""Makes the wheel and the archive of the sources, in dist: the same bytes from the same files.
+
+    python scripts/make_dist.py [--to FOLDER]
+
+They are built by setuptools from a copy of what belongs to them, so that nothing else gets into them. Times
+within them are the day of the newest release in CHANGELOG.md; owners and permissions are the same wherever
+they are built. Setuptools makes wheels so by itself (SOURCE_DATE_EPOCH), and archives by what is done here.
+"""
+
+import argparse
+import datetime
+import gzip
+import io
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+FILES = ("CHANGELOG.md", "LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.cfg")
+
+
+def newest_release(changelog: str) -> tuple[str, int]:
+    """Its version, and the beginning of its day in seconds since 1970."""
+    version, day = re.findall(r"^## (\d+\.\d+\.\d+), (\d{4}-\d\d-\d\d)$", changelog, re.MULTILINE)[0]
+    return version, int(datetime.datetime.fromisoformat(f"{day}T00:00:00+00:00").timestamp())
+
+
+def _copy(target: Path) -> None:
+    """Copies the files, with the permissions of plain ones."""
+    shutil.copytree(
+        ROOT / "ipu_pipeline", target / "ipu_pipeline", ignore=shutil.ignore_patterns("__pycache__", ".*")
+    )
+    for name in FILES:
+        shutil.copyfile(ROOT / name, target / name)
+    for path in target.rglob("*"):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+
+
+def _settle(path: Path, seconds: int) -> None:
+    """Writes an archive anew, without what depends on where and when it was made."""
+    written = io.BytesIO()
+    with (
+        tarfile.open(path) as found,
+        gzip.GzipFile(filename="", mode="wb", fileobj=written, mtime=seconds) as compressed,
+        tarfile.open(fileobj=compressed, mode="w", format=tarfile.PAX_FORMAT) as settled,
+    ):
+        for member in sorted(found.getmembers(), key=lambda member: member.name):
+            plain = tarfile.TarInfo(member.name)
+            plain.type, plain.size, plain.mtime = member.type, member.size, seconds
+            plain.mode = 0o755 if member.isdir() else 0o644
+            settled.addfile(plain, found.extractfile(member) if member.isfile() else None)
+    path.write_bytes(written.getvalue())
+
+
+def make(target: Path) -> list[Path]:
+    """Makes both in a folder, and returns their paths."""
+    _version, seconds = newest_release((ROOT / "CHANGELOG.md").read_text())
+    with tempfile.TemporaryDirectory() as folder:
+        source, built = Path(folder) / "source", Path(folder) / "built"
+        source.mkdir()
+        _copy(source)
+        command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(built), str(source)]
+        environment = {**os.environ, "SOURCE_DATE_EPOCH": str(seconds)}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            sys.exit(done.stdout + done.stderr)
+        (archive,) = built.glob("*.tar.gz")
+        _settle(archive, seconds)
+        target.mkdir(parents=True, exist_ok=True)
+        return [Path(shutil.copy(path, target / path.name)) for path in sorted(built.iterdir())]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--to", type=Path, default=ROOT / "dist", help="the folder; by default dist")
+    for path in make(parser.parse_args().to):
+        print(path)
