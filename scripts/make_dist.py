@@ -58,7 +58,7 @@ def _settle(path: Path, seconds: int) -> None:
 
 
 def make(target: Path) -> list[Path]:
-    """Makes both in a folder, and returns their paths."""
+    """Makes both in a folder, and returns the path of the wheel and that of the archive."""
     _version, seconds = newest_release((ROOT / "CHANGELOG.md").read_text())
     with tempfile.TemporaryDirectory() as folder:
         source, built = Path(folder) / "source", Path(folder) / "built"
@@ -66,13 +66,15 @@ def make(target: Path) -> list[Path]:
         _copy(source)
         command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(built), str(source)]
         environment = {**os.environ, "SOURCE_DATE_EPOCH": str(seconds)}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, env=environment, umask=0o022, capture_output=True, text=True, check=False
+        )
         if done.returncode != 0:
             sys.exit(done.stdout + done.stderr)
-        (archive,) = built.glob("*.tar.gz")
+        (wheel,), (archive,) = built.glob("*.whl"), built.glob("*.tar.gz")
         _settle(archive, seconds)
         target.mkdir(parents=True, exist_ok=True)
-        return [Path(shutil.copy(path, target / path.name)) for path in sorted(built.iterdir())]
+        return [Path(shutil.copy(path, target / path.name)) for path in (wheel, archive)]
 
 
 if __name__ == "__main__":

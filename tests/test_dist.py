@@ -37,8 +37,8 @@ def pip(*arguments):
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory):
     """The wheel and the archive of the sources."""
-    archive, wheel = make_dist.make(tmp_path_factory.mktemp("dist"))
-    return {"archive": archive, "wheel": wheel}
+    wheel, archive = make_dist.make(tmp_path_factory.mktemp("dist"))
+    return {"wheel": wheel, "archive": archive}
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_they_are_the_same_bytes_whoever_makes_them(dist, tmp_path, monkeypatch)
         again = make_dist.make(tmp_path / "dist")
     finally:
         os.umask(before)
-    assert [path.read_bytes() for path in again] == [dist[key].read_bytes() for key in ("archive", "wheel")]
+    assert [path.read_bytes() for path in again] == [dist[key].read_bytes() for key in ("wheel", "archive")]
 
 
 @pytest.fixture
