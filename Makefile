@@ -51,6 +51,10 @@ docs: $(VENV)/installed-docs
 dist: $(VENV)/installed-dev
 	$(BIN)/python scripts/make_dist.py
 
+# A part of the tests with the oldest JAX, and with other Pythons that are here.
+versions: $(VENV)/created
+	XLA_FLAGS="$$XLA_FLAGS --xla_cpu_parallel_codegen_split_count=1" $(BIN)/python scripts/try_versions.py
+
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

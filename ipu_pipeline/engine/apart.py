@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 import jax
+import numpy as np
 
 from ipu_pipeline.ground import jax_compat
 
@@ -14,6 +15,7 @@ __all__ = ["apart"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
+_NO_MESH = jax.sharding.Mesh(np.empty((), dtype=object), ())
 
 
 def apart(function: Callable[P, R]) -> Callable[P, R]:
@@ -23,7 +25,7 @@ def apart(function: Callable[P, R]) -> Callable[P, R]:
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
         if jax.sharding.get_abstract_mesh().empty or not jax_compat.is_outside_of_traces():
             return function(*args, **kwargs)
-        with jax.set_mesh(None):
+        with jax.set_mesh(_NO_MESH):
             return function(*args, **kwargs)
 
     return wrapped

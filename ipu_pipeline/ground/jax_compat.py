@@ -34,6 +34,7 @@ from ipu_pipeline.ground.warned import warn_once
 __all__ = [
     "NAMES",
     "NEWEST_TESTED",
+    "OLDEST_TESTED",
     "WrittenExecutable",
     "array_without_mesh",
     "as_operand",
@@ -43,6 +44,7 @@ __all__ = [
     "dce_rules",
     "discharge",
     "end_derivatives",
+    "explain_compilation",
     "find",
     "find_persistent_cache",
     "fresh_trace",
@@ -65,31 +67,41 @@ __all__ = [
     "reset_persistent_cache",
     "scope_names",
     "shaped_array",
-    "warn_of_newer",
+    "warn_of_untested",
     "with_errors_of_checks",
     "within_scopes",
     "without_mesh",
     "write_executable",
 ]
 
-NEWEST_TESTED = "0.10.2"  # of JAX
+OLDEST_TESTED, NEWEST_TESTED = "0.9.0", "0.10.2"  # of JAX
 
 NAMES: list[str] = []  # each as "module:name"; `find` adds them
 
 
-def warn_of_newer(version: tuple[int, ...]) -> None:
-    """Warns once if a version of JAX is newer than those that are tested."""
-    given = ".".join(map(str, version))
-    if version > tuple(map(int, NEWEST_TESTED.split("."))):
+def warn_of_untested(version: tuple[int, ...]) -> None:
+    """Warns once if a version of JAX is older or newer than those that are tested."""
+    oldest, newest = (tuple(map(int, text.split("."))) for text in (OLDEST_TESTED, NEWEST_TESTED))
+    if not oldest <= version <= newest:
         warn_once(
-            "a newer JAX",
-            f"ipu_pipeline is tested with JAX {NEWEST_TESTED}, and this is {given}. It goes on, but stages "
-            "may fail to be traced. If one does, or numbers look wrong, install "
-            f"'jax=={NEWEST_TESTED}'.",
+            "a JAX that is not tested",
+            f"ipu_pipeline is tested with JAX {OLDEST_TESTED} to {NEWEST_TESTED}, and this is "
+            f"{'.'.join(map(str, version))}. It goes on, but stages may fail to be traced. If one does, or "
+            f"numbers look wrong, install 'jax=={NEWEST_TESTED}'.",
         )
 
 
-warn_of_newer(jax.__version_info__)
+warn_of_untested(jax.__version_info__)
+
+
+def explain_compilation(error: Exception) -> str | None:
+    """What an error of XLA means that is due to a version of JAX, with the mend; None of other errors."""
+    if "annotate_device_placement" in str(error):
+        return (
+            f"Offloading: on CPUs, XLA of JAX {jax.__version__} has no host memory in programs, and all "
+            "stages on one IPU are one. Offload nothing, give stages IPUs of their own, or take JAX 0.10."
+        )
+    return None
 
 
 def find(path: str) -> Any:

@@ -302,8 +302,9 @@ def test_donate_reuses_the_state_s_memory(rng):
     kept, donated = (
         make(models.mlp_stages(2), optimizer=optax.adam(0.1), donate=donate) for donate in (False, True)
     )
-    kept_state = kept.init(jax.random.key(0), micro_batches[0])
-    state = donated.init(jax.random.key(0), micro_batches[0])
+    # After a step all is XLA's own; some memory of initial values may be NumPy's.
+    kept_state, _outputs = kept.step(kept.init(jax.random.key(0), micro_batches[0]), micro_batches)
+    state, _outputs = donated.step(donated.init(jax.random.key(0), micro_batches[0]), micro_batches)
     pointers = {name: array.unsafe_buffer_pointer() for name, array in state.variables.items()}
     new_state, _outputs = donated.step(state, micro_batches)
     expected, _outputs = kept.step(kept_state, micro_batches)
@@ -711,7 +712,7 @@ def test_an_optimizer_whose_masks_do_not_fit():
         parameters=parameters,
         optimizer=optax.adamw(0.1, mask=[{"w": True}]),
     )
-    with pytest.raises(ValueError, match="pytree structure error") as caught:
+    with pytest.raises(ValueError, match="pytree structure error|Expected list") as caught:
         pipeline.trace(np.ones((2, 3), "float32"))
     assert (
         "a dict from full name to array (masks and labels of Optax have to fit it): 'stage0/w'"

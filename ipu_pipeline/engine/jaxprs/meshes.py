@@ -121,7 +121,11 @@ class _Rewriting:
                 context = self._context(context)
             equations.append(equation.replace(invars=operands, outvars=outputs, params=params, ctx=context))
         return jaxpr.replace(
-            constvars=constants, invars=inputs, outvars=read(jaxpr.outvars), eqns=equations
+            constvars=constants,
+            invars=inputs,
+            outvars=read(jaxpr.outvars),
+            eqns=equations,
+            debug_info=jaxpr.debug_info,  # JAX 0.9 differentiates no loop without it
         )
 
     def _context(self, context: Any) -> Any:

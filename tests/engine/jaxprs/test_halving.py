@@ -9,6 +9,7 @@ import pytest
 
 from ipu_pipeline.engine import jaxprs
 from ipu_pipeline.engine.jaxprs.costs import count_operations
+from ipu_pipeline.ground import jax_core
 
 WIDTH, ROWS, LAYERS = 16, 8, 3
 
@@ -142,7 +143,7 @@ def count_products(jaxpr, times=1):
         elif name == "cond":
             total += max(count_products(branch.jaxpr, times) for branch in params["branches"])
         else:
-            for body in jax.extend.core.jaxprs_in_params(params):
+            for body in jax_core.jaxprs_in_params(params):
                 total += count_products(body, times)
     return total
 

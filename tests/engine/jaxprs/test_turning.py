@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from ipu_pipeline.engine import jaxprs
+from ipu_pipeline.ground import jax_core
 
 X = np.random.default_rng(0).normal(size=(2, 3, 4)).astype(np.float32)
 W = np.random.default_rng(1).normal(size=(4, 4)).astype(np.float32)
@@ -43,7 +44,7 @@ def program_of(function, *values):
 
 
 def count(jaxpr, name):
-    inner = [body for equation in jaxpr.eqns for body in jax.extend.core.jaxprs_in_params(equation.params)]
+    inner = [body for equation in jaxpr.eqns for body in jax_core.jaxprs_in_params(equation.params)]
     own = sum(equation.primitive.name == name for equation in jaxpr.eqns)
     return own + sum(count(body, name) for body in inner)
 

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from jax.extend import core as jex_core
 from torch import nn
 from torch.nn import functional as F  # noqa: N812  # as everybody calls it
 
+from ipu_pipeline.ground import jax_core
 from ipu_pipeline.poptorch import register_lowering
 from ipu_pipeline.poptorch.lowering import registry
 from tests.support import lowered
@@ -322,7 +322,7 @@ def test_dropout_is_the_same_in_the_backward_and_another_one_in_every_call():
 def primitives(jaxpr, found):
     for equation in jaxpr.eqns:
         found[equation.primitive.name] += 1
-        for inner in jex_core.jaxprs_in_params(equation.params):
+        for inner in jax_core.jaxprs_in_params(equation.params):
             primitives(inner, found)
     return found
 

@@ -42,6 +42,7 @@ from ipu_pipeline.engine.state import Collected, Handed, Progress, RunState
 from ipu_pipeline.engine.tracing.keys import as_int32
 from ipu_pipeline.engine.updates.optimizer_tracing import UpdateKind
 from ipu_pipeline.engine.watching import Launch, LaunchKind
+from ipu_pipeline.ground import jax_compat
 from ipu_pipeline.ground.shapes import num_bytes
 
 __all__ = ["BlockRunner", "PendingBlock"]
@@ -407,7 +408,7 @@ class BlockRunner(Runner[PendingBlock]):
                     told.note_kept()
                 else:
                     with told.program():
-                        compiled = lowered.compile()  # the call below finds it
+                        compiled = _compile(lowered)  # the call below finds it
             if self.kept is not None:
                 self.kept.keep(key, compiled)
             note_temporaries(self.temporary_bytes, group, compiled)
@@ -469,6 +470,15 @@ class BlockRunner(Runner[PendingBlock]):
             enqueued=group.replicated,
             updated=group.replicated,
         )
+
+
+def _compile(lowered: Any) -> Any:
+    try:
+        return lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if (told := jax_compat.explain_compilation(error)) is None:
+            raise
+        raise ValueError(told) from error
 
 
 def _at_most(most: int, take: Take) -> Take:

@@ -1,0 +1,121 @@
+"""Runs a part of the tests with each version that the library runs with, in an environment of its own.
+
+    python scripts/try_versions.py [NAME ...]
+
+`make versions` runs it. The environments are made in build/versions, which takes minutes and a network the
+first time, and stay there. The newest JAX with the oldest Python is what `make test` runs with.
+"""
+
+from __future__ import annotations
+
+import configparser
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "build" / "versions"
+# What differs between versions of JAX, and pipelines as a whole.
+TESTS = (
+    "tests/ground",
+    "tests/engine/jaxprs",
+    "tests/engine/tracing",
+    "tests/engine/updates",
+    "tests/engine/test_pipeline.py",
+    "tests/engine/test_features.py",
+    "tests/engine/test_finding_faults.py",
+    "tests/checkpointing/test_written_before.py",
+    "tests/tf1/ops",
+    "tests/tf1/program",
+    "tests/poptorch/test_poptorch_small.py",
+)
+PACKAGES = (
+    "expecttest",
+    "flax",
+    "grain",
+    "hypothesis",
+    "jax",
+    "jaxlib",
+    "plotly",
+    "pytest",
+    "pytest-xdist",
+    "safetensors",
+    "torch",
+)
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A Python, packages at other versions than in setup.cfg, and tests of what these versions have not."""
+
+    python: str
+    packages: dict[str, str]
+    left_out: tuple[str, ...] = ()
+
+
+# On CPUs, XLA of JAX 0.9 has no host memory within a program (docs/versions.md).
+_PLAIN = "tests/engine/test_features.py::test_equals_a_plain_loop"
+_SCALED = "tests/engine/updates/test_updates_loss_scaling.py::test_a_pipeline_equals_a_loop_by_hand"
+_OFFLOADED_ON_ONE_IPU = (
+    f"{_PLAIN}[groups, recomputed-everything-float32-same]",
+    f"{_PLAIN}[all offloaded, one IPU-everything-float32-same]",
+    f"{_SCALED}[mapping4-options4-float16-True]",
+)
+ENVIRONMENTS = {
+    "jax-0.9.0": Environment(
+        "python3.11", {"jax": "0.9.0", "jaxlib": "0.9.0", "flax": "0.12.6"}, _OFFLOADED_ON_ONE_IPU
+    ),
+    "python-3.12": Environment("python3.12", {}),
+    "python-3.13": Environment("python3.13", {}),
+}
+
+
+def pinned() -> dict[str, str]:
+    """The versions that `make test` runs with, by package."""
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    return dict(re.findall(r"^([\w-]+) ==(\S+)$", config["options.extras_require"]["dev"], re.MULTILINE))
+
+
+def make(name: str, python: str) -> Path:
+    """Makes an environment, or brings it up to date; returns its Python."""
+    found = FOLDER / name / "bin" / "python"
+    if not found.exists():
+        subprocess.run([python, "-m", "venv", FOLDER / name], check=True)
+    versions = pinned() | ENVIRONMENTS[name].packages
+    wanted = [f"{package}=={versions[package]}" for package in PACKAGES]
+    pip = [found, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, *wanted, "--editable", f"{ROOT}[datasets]"], check=True)
+    return found
+
+
+def run(name: str) -> bool | None:
+    """Whether the tests of an environment pass; None if its Python is not on this machine."""
+    environment = ENVIRONMENTS[name]
+    python = shutil.which(environment.python)
+    if python is None or subprocess.run([python, "-c", ""], check=False).returncode != 0:
+        return None
+    left_out = [part for test in environment.left_out for part in ("--deselect", test)]
+    options = ["-q", "-m", "not thorough", "-n", "2", "--dist", "worksteal", *left_out, *TESTS]
+    return (
+        subprocess.run([make(name, python), "-m", "pytest", *options], cwd=ROOT, check=False).returncode
+        == 0
+    )
+
+
+def main() -> None:
+    names = sys.argv[1:] or list(ENVIRONMENTS)
+    if unknown := set(names) - set(ENVIRONMENTS):
+        sys.exit(f"There is no environment {', '.join(unknown)}; there are {', '.join(ENVIRONMENTS)}")
+    told = {True: "passed", False: "FAILED", None: "not run: this Python is not on this machine"}
+    results = {name: run(name) for name in names}
+    for name, result in results.items():
+        print(f"{name}: {told[result]}")
+    sys.exit(any(result is False for result in results.values()))
+
+
+if __name__ == "__main__":
+    main()
