@@ -264,7 +264,7 @@ def test_what_is_due_to_a_version_is_explained():
     error = jax.errors.JaxRuntimeError(
         "NOT_FOUND: No registered implementation for annotate_device_placement"
     )
-    assert "no host memory within a program" in jax_compat.explain_compilation(error)
+    assert "has no host memory in programs" in jax_compat.explain_compilation(error)
     assert jax_compat.explain_compilation(jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")) is None
 
 
