@@ -113,29 +113,26 @@ PAGES = [
 
 
 @pytest.mark.parametrize("as_tests", AS_TESTS)
-def test_what_examples_of_pages_print(as_tests, tmp_path):
+@pytest.mark.parametrize("name", [*PAGES, "porting.md"])
+def test_what_examples_of_a_page_print(name, as_tests, tmp_path):
     """A page's blocks are one program, but for those that say why not; each of the porting page is one."""
-    codes, expected = {}, {}
-    for name in (*PAGES, "porting.md"):
-        page = (ROOT / "docs" / name).read_text()
-        pairs = re.findall(
-            r"(?<! -->\n)```python\n((?:(?!```).)*)```\n(?:\n```text\n(.*?)```)?", page, re.DOTALL
-        )
-        if name == "porting.md":
-            assert len(pairs) == 3
-            found = {f"{name} {number}": [pair] for number, pair in enumerate(pairs)}
-        else:
-            found = {Path(name).stem: pairs}
-        for key, blocks in found.items():
-            codes[key] = "\n".join(code for code, _text in blocks)
-            expected[key] = "".join(text for _code, text in blocks)
+    page = (ROOT / "docs" / name).read_text()
+    pairs = re.findall(
+        r"(?<! -->\n)```python\n((?:(?!```).)*)```\n(?:\n```text\n(.*?)```)?", page, re.DOTALL
+    )
+    programs = {f"example {number}": [pair] for number, pair in enumerate(pairs)}
+    if name == "porting.md":
+        assert len(pairs) == 3
+    else:
+        programs = {"page": pairs}
 
     def without_temporaries(text):  # XLA plans them for the machine
         return re.sub(r"\d+ (of temporaries)", r"\1", text)
 
-    printed = run_each(codes, tmp_path, as_tests)
-    for key, text in printed.items():
-        assert without_temporaries(text) == without_temporaries(expected[key]), key
+    codes = {key: "\n".join(code for code, _text in blocks) for key, blocks in programs.items()}
+    for key, text in run_each(codes, tmp_path, as_tests).items():
+        expected = "".join(text for _code, text in programs[key])
+        assert without_temporaries(text) == without_temporaries(expected), key
 
 
 def test_links_lead_somewhere():
