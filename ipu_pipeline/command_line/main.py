@@ -22,6 +22,7 @@ _COMMANDS = {
     "schedule": ("scheduling", "show which IPU does what in which time-step"),
     "monitor": ("monitoring", "tell which programs run on this machine"),
     "devices": ("devices", "tell which devices can be IPUs"),
+    "doctor": ("doctor", "tell what works on this machine, and what is missing for the rest"),
 }
 _DESCRIPTION = (
     "The program `ipu-pipeline`: trains nothing itself, but runs, measures and describes programs."

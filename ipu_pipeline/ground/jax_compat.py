@@ -52,6 +52,7 @@ __all__ = [
     "has_checks",
     "is_device_array",
     "is_outside_of_traces",
+    "is_tested",
     "is_traced",
     "kept_arguments",
     "lines_of",
@@ -79,10 +80,15 @@ OLDEST_TESTED, NEWEST_TESTED = "0.9.0", "0.10.2"  # of JAX
 NAMES: list[str] = []  # each as "module:name"; `find` adds them
 
 
-def warn_of_untested(version: tuple[int, ...]) -> None:
-    """Warns once if a version of JAX is older or newer than those that are tested."""
+def is_tested(version: tuple[int, ...]) -> bool:
+    """Whether a version of JAX is neither older nor newer than those that are tested."""
     oldest, newest = (tuple(map(int, text.split("."))) for text in (OLDEST_TESTED, NEWEST_TESTED))
-    if not oldest <= version <= newest:
+    return oldest <= version <= newest
+
+
+def warn_of_untested(version: tuple[int, ...]) -> None:
+    """Warns once if a version of JAX is not tested."""
+    if not is_tested(version):
         warn_once(
             "a JAX that is not tested",
             f"ipu_pipeline is tested with JAX {OLDEST_TESTED} to {NEWEST_TESTED}, and this is "
