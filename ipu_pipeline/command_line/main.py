@@ -1,4 +1,4 @@
-"""The program `ipu-pipeline`: trains nothing itself, but runs, measures and describes programs.
+"""The program `ipu-pipeline`: trains nothing itself, but makes, runs, measures and describes programs.
 
 Only the module of the command that was asked for is imported, so that each starts as fast as it can.
 """
@@ -15,6 +15,7 @@ __all__ = ["main"]
 # Command -> (its module, what it does in a line). A module has `add`, which adds a description and
 # arguments to the command's parser; `call` of what that parser returns runs the command.
 _COMMANDS = {
+    "new": ("creating", "make a small project with a pipeline, a test and a report"),
     "run": ("running", "run a script that imports poptorch"),
     "profile": ("profiling", "run a program, and write reports of where its time and memory go"),
     "report": ("reporting", "rebuild the page of a trace from its profile.json, and print a summary"),
@@ -25,7 +26,7 @@ _COMMANDS = {
     "doctor": ("doctor", "tell what works on this machine, and what is missing for the rest"),
 }
 _DESCRIPTION = (
-    "The program `ipu-pipeline`: trains nothing itself, but runs, measures and describes programs."
+    "The program `ipu-pipeline`: trains nothing itself, but makes, runs, measures and describes programs."
 )
 
 

@@ -1,0 +1,65 @@
+"""`ipu-pipeline new`: the project that it makes trains, passes its test, and has a report."""
+
+import json
+import re
+
+import pytest
+
+from ipu_pipeline.command_line import main
+from tests.support.programs import start
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main.main(["new", "digits"]) == 0
+    assert capsys.readouterr().out == "digits is made. Next:\n  cd digits\n  python train.py\n"
+    return tmp_path / "digits"
+
+
+def test_its_files(project):
+    assert sorted(path.name for path in project.iterdir()) == ["README.md", "test_train.py", "train.py"]
+    assert [path.name for path in project.parent.iterdir()] == ["digits"]
+    readme = (project / "README.md").read_text()
+    assert readme.startswith("# digits\n")
+    assert "$" not in readme
+
+
+def test_it_trains_and_passes_its_test(project):
+    trained = start("-W", "error", "train.py", folder=project, as_tests=True)
+    assert trained.returncode == 0, trained.stderr
+    losses = [float(loss) for loss in re.findall(r"^step \d+: loss (\S+)$", trained.stdout, re.MULTILINE)]
+    assert len(losses) == 6
+    assert losses[-1] < 0.1 * losses[0]
+    (accuracy,) = re.findall(r"^accuracy: (\S+)%$", trained.stdout, re.MULTILINE)
+    assert float(accuracy) > 90
+    tested = start("-m", "pytest", "-q", "-p", "no:cacheprovider", folder=project, as_tests=True)
+    assert "1 passed" in tested.stdout, tested.stdout + tested.stderr
+
+
+@pytest.mark.thorough
+def test_its_report(project):
+    done = start("-m", "ipu_pipeline", "profile", "train.py", folder=project)
+    assert done.returncode == 0, done.stderr
+    assert {"report.html", "trace.json"} <= {path.name for path in (project / "profile_train").iterdir()}
+    profile = json.loads((project / "profile_train" / "profile.json").read_text())
+    assert profile["version"] >= 6
+
+
+def test_what_is_there_is_left(project, capsys):
+    before = (project / "train.py").stat()
+    assert main.main(["new", "digits"]) == 2
+    assert "'digits' is there already; name another folder." in capsys.readouterr().err
+    assert main.main(["new", "nowhere/digits"]) == 2
+    assert "there is no folder 'nowhere'." in capsys.readouterr().err
+    assert (project / "train.py").stat() == before
+
+
+def test_a_folder_that_cannot_be_made(tmp_path, monkeypatch, capsys):
+    def fails(*args, **options):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("tempfile.TemporaryDirectory", fails)
+    assert main.main(["new", str(tmp_path / "digits")]) == 2
+    assert "cannot be made: Permission denied." in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
