@@ -1,4 +1,4 @@
-"""Takes the pictures of reports that the tutorial and docs/profiling.md show. Needs chromium and g++.
+"""Takes the pictures of reports that pages of the tutorial and of docs show. Needs chromium and g++.
 
     python scripts/draw_reports.py [NAME ...]
 
@@ -8,6 +8,7 @@ They are measured anew, so that they differ each time: look at them before they 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,7 @@ STEPS = {
     "step3": ["answers/step3_pipelining.py"],
     "step4": ["answers/step4_configurable_stages.py", "--splits", "dense256", "dense128", "dense64"],
 }
+PAGES = {"first_minutes": ("docs/first_minutes.md", "first_run")}  # and where its program puts its report
 SCHEDULES = ("grouped", "interleaved", "sequential")
 NUM_STAGES, NUM_MICRO_BATCHES, FORWARD_MS, BACKWARD_MS = 4, 8, 10.0, 20.0
 WIDTH, HEIGHT = 1280, 890  # of the top of a page, down to the end of its trace
@@ -65,18 +67,25 @@ def main() -> None:
     if sys.argv[1:2] == ["--emulate"]:
         emulate(*sys.argv[2:])
         return
-    names = sys.argv[1:] or [*STEPS, *SCHEDULES]
+    names = sys.argv[1:] or [*PAGES, *STEPS, *SCHEDULES]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     environment.pop("IPU_PIPELINE_DATA_DIR", None)  # the digits, which everybody has
     for name in names:
         with tempfile.TemporaryDirectory() as directory:
             place = f"{directory}/report"
-            if name in STEPS:
+            if name in PAGES:
+                path, found = PAGES[name]
+                blocks = re.findall(r"```python\n(.*?)```", (ROOT / path).read_text(), re.DOTALL)
+                program = Path(directory) / f"{name}.py"
+                program.write_text("\n".join(blocks))
+                command, place = [program.name], f"{directory}/{found}"
+            elif name in STEPS:
                 command = ["-m", "ipu_pipeline", "profile", "--directory", place, *STEPS[name]]
             else:
                 command = [__file__, "--emulate", name, place]
             done = [sys.executable, *command]
-            subprocess.run(done, check=True, cwd=ROOT, env=environment, capture_output=True)
+            folder = directory if name in PAGES else ROOT
+            subprocess.run(done, check=True, cwd=folder, env=environment, capture_output=True)
             photograph(Path(place) / "report.html", ROOT / "docs" / "pictures" / f"report_{name}.png")
 
 

@@ -30,10 +30,8 @@ TESTS = (
     "tests/checkpointing/test_written_before.py",
     "tests/tf1/ops",
     "tests/tf1/program",
-    "tests/poptorch/test_poptorch_small.py",
 )
 PACKAGES = (
-    "expecttest",
     "flax",
     "grain",
     "hypothesis",
@@ -42,9 +40,11 @@ PACKAGES = (
     "plotly",
     "pytest",
     "pytest-xdist",
-    "safetensors",
-    "torch",
+    "tensorboardX",
 )
+# With the Python of `make test` alone: torch is large, and of one version.
+TORCH_TESTS = ("tests/poptorch/test_poptorch_small.py",)
+TORCH_PACKAGES = ("expecttest", "safetensors", "torch")
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,7 @@ class Environment:
     python: str
     packages: dict[str, str]
     left_out: tuple[str, ...] = ()
+    has_torch: bool = False
 
 
 # On CPUs, XLA of JAX 0.9 has no host memory within a program (docs/versions.md).
@@ -66,7 +67,10 @@ _OFFLOADED_ON_ONE_IPU = (
 )
 ENVIRONMENTS = {
     "jax-0.9.0": Environment(
-        "python3.11", {"jax": "0.9.0", "jaxlib": "0.9.0", "flax": "0.12.6"}, _OFFLOADED_ON_ONE_IPU
+        "python3.11",
+        {"jax": "0.9.0", "jaxlib": "0.9.0", "flax": "0.12.6"},
+        _OFFLOADED_ON_ONE_IPU,
+        has_torch=True,
     ),
     "python-3.12": Environment("python3.12", {}),
     "python-3.13": Environment("python3.13", {}),
@@ -86,7 +90,8 @@ def make(name: str, python: str) -> Path:
     if not found.exists():
         subprocess.run([python, "-m", "venv", FOLDER / name], check=True)
     versions = pinned() | ENVIRONMENTS[name].packages
-    wanted = [f"{package}=={versions[package]}" for package in PACKAGES]
+    packages = (*PACKAGES, *(TORCH_PACKAGES if ENVIRONMENTS[name].has_torch else ()))
+    wanted = [f"{package}=={versions[package]}" for package in packages]
     pip = [found, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     subprocess.run([*pip, *wanted, "--editable", f"{ROOT}[datasets]"], check=True)
     return found
@@ -100,6 +105,7 @@ def run(name: str) -> bool | None:
         return None
     left_out = [part for test in environment.left_out for part in ("--deselect", test)]
     options = ["-q", "-m", "not thorough", "-n", "2", "--dist", "worksteal", *left_out, *TESTS]
+    options += TORCH_TESTS if environment.has_torch else ()
     return (
         subprocess.run([make(name, python), "-m", "pytest", *options], cwd=ROOT, check=False).returncode
         == 0

@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "tutorial" / "notebooks"
 # Notebooks and their pages. The other pages of the tutorial have nothing to run.
 PAGES = {
+    "first_minutes": "docs/first_minutes.md",
     "step1": "tutorial/step1.md",
     "step2": "tutorial/step2.md",
     "step3": "tutorial/step3.md",
@@ -144,7 +145,7 @@ def make_notebook(name: str) -> nbformat.NotebookNode:
     title, _, text = text.partition("\n")
     package = "ipu_pipeline[torch]" if name.startswith("poptorch") else "ipu_pipeline"
     notebook.add_text(
-        f"{title}\n\nThis notebook is made of [a page of the tutorial]({os.path.relpath(page, FOLDER)}). "
+        f"{title}\n\nThis notebook is made of [a page]({os.path.relpath(page, FOLDER)}). "
         f"It needs the package `{package}`, and no network. What stands under its cells is what the page "
         "says that they print; run them to see for yourself."
     )

@@ -105,6 +105,7 @@ PAGES = [
     "generation.md",
     "faults.md",
     "exactness.md",
+    "first_minutes.md",
     "how_to/port_a_script.md",
     "how_to/choose_a_split.md",
     "how_to/resume.md",

@@ -53,7 +53,7 @@ def find_accumulator_dtype(spec: VariableSpec, wanted: Any, argument: str) -> np
     try:
         with jax.numpy_dtype_promotion("standard"):
             jnp.promote_types(spec.dtype, dtype)
-    except jax.dtypes.TypePromotionError as error:
+    except ValueError as error:  # a TypePromotionError, which JAX 0.9 does not publish
         raise ValueError(
             f"{argument}: JAX does not mix {dtype.name} with the {spec.dtype.name} of variable "
             f"{spec.name}; give another dtype."
