@@ -1,4 +1,4 @@
-# `make tutorial` and `make test` need Python 3.11 and a network the first time, and nothing else.
+# `make tutorial` and `make test` need Python 3.11 or newer and a network the first time, and nothing else.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -45,7 +45,8 @@ bench: $(VENV)/installed-bench
 # The site, to build/site/index.html. Whatever Sphinx warns of fails: a link, a name, an anchor that is not there.
 docs: $(VENV)/installed-docs
 	rm -rf build/site
-	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --builder html --conf-dir docs/site . build/site
+	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --builder html --conf-dir docs/site \
+	    --doctree-dir build/doctrees . build/site
 
 # The wheel and the archive of the sources.
 dist: $(VENV)/installed-dev

@@ -1,8 +1,8 @@
-"""Makes the wheel and the archive of the sources, in dist: the same bytes from the same files.
+"""Makes the wheel and the archive of the sources, in dist: from the same files the same bytes.
 
     python scripts/make_dist.py [--to FOLDER]
 
-They are built by setuptools from a copy of what belongs to them, so that nothing else gets into them. Times
+They are built by setuptools, of the version that `dev` has, from a copy of what belongs to them. Times
 within them are the day of the newest release in CHANGELOG.md; owners and permissions are the same wherever
 they are built. Setuptools makes wheels so by itself (SOURCE_DATE_EPOCH), and archives by what is done here.
 """

@@ -1,9 +1,9 @@
-"""Cuts a version from the changelog: names it there and in the package, commits, tags, and makes dist.
+"""Cuts a version from the changelog: names it in there, the package and CITATION.cff, commits and tags it.
 
     python scripts/release.py 0.2.0
 
-What stands under "Unreleased" in CHANGELOG.md becomes the version's section, of today. Nothing is sent
-anywhere: push the commit and the tag, and upload dist, yourself.
+What stands under "Unreleased" in CHANGELOG.md becomes the version's section, of today, and dist is made.
+Nothing is sent anywhere: push the commit and the tag, and upload the two files that it names, yourself.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from pathlib import Path
 from ipu_pipeline.ground import deprecated
 
 ROOT = Path(__file__).parents[1]
-CHANGELOG, PACKAGE = Path("CHANGELOG.md"), Path("ipu_pipeline/__init__.py")
+CHANGELOG, PACKAGE, CITATION = Path("CHANGELOG.md"), Path("ipu_pipeline/__init__.py"), Path("CITATION.cff")
 _VERSION = re.compile(r'^__version__ = "(.*)"$', re.MULTILINE)
 
 
@@ -42,6 +42,12 @@ def cut(changelog: str, version: str, day: datetime.date) -> str:
     return f"{head}{found}\n## {version}, {day.isoformat()}\n{rest}"
 
 
+def cite(citation: str, version: str, day: datetime.date) -> str:
+    """CITATION.cff with the version and its day."""
+    citation = re.sub(r"^version: .*$", f"version: {version}", citation, flags=re.MULTILINE)
+    return re.sub(r"^date-released: .*$", f"date-released: {day.isoformat()}", citation, flags=re.MULTILINE)
+
+
 def _git(*arguments: str) -> str:
     command = ["git", *arguments]
     return subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
@@ -53,22 +59,30 @@ def main() -> None:
     )
     parser.add_argument("version", help="MAJOR.MINOR.PATCH")
     version = parser.parse_args().version
-    if re.fullmatch(r"\d+\.\d+\.\d+", version) is None:
+    if re.fullmatch(r"(0|[1-9]\d*)(\.(0|[1-9]\d*)){2}", version) is None:
         sys.exit(f"A version is MAJOR.MINOR.PATCH, three numbers; got {version}")
     if changed := _git("status", "--porcelain"):
         sys.exit(f"Commit or undo what is changed first:\n{changed}")
     if f"v{version}" in _git("tag").split():
         sys.exit(f"There is a tag v{version} already")
+    day = datetime.datetime.now(datetime.UTC).date()
     try:
-        changelog = cut((ROOT / CHANGELOG).read_text(), version, datetime.datetime.now(datetime.UTC).date())
+        changelog = cut((ROOT / CHANGELOG).read_text(), version, day)
     except ValueError as error:
         sys.exit(str(error))
     (ROOT / CHANGELOG).write_text(changelog)
-    package = _VERSION.sub(f'__version__ = "{version}"', (ROOT / PACKAGE).read_text())
+    package, count = _VERSION.subn(f'__version__ = "{version}"', (ROOT / PACKAGE).read_text())
+    assert count == 1
     (ROOT / PACKAGE).write_text(package)
-    _git("commit", "--quiet", "--message", f"Version {version}", "--", str(CHANGELOG), str(PACKAGE))
+    (ROOT / CITATION).write_text(cite((ROOT / CITATION).read_text(), version, day))
+    paths = list(map(str, (CHANGELOG, PACKAGE, CITATION)))
+    try:  # first, since what fails can still be undone
+        subprocess.run([sys.executable, ROOT / "scripts" / "make_dist.py"], check=True, cwd=ROOT)
+    except subprocess.CalledProcessError:
+        _git("checkout", "--quiet", "--", *paths)
+        sys.exit("dist could not be made; nothing was changed")
+    _git("commit", "--quiet", "--message", f"Version {version}", "--", *paths)
     _git("tag", f"v{version}")
-    subprocess.run([sys.executable, ROOT / "scripts" / "make_dist.py"], check=True, cwd=ROOT)
 
 
 if __name__ == "__main__":

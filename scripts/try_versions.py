@@ -45,6 +45,7 @@ PACKAGES = (
 # With the Python of `make test` alone: torch is large, and of one version.
 TORCH_TESTS = ("tests/poptorch/test_poptorch_small.py",)
 TORCH_PACKAGES = ("expecttest", "safetensors", "torch")
+PASSED, NOT_RUN = "passed", "not run: this Python is not on this machine"
 
 
 @dataclass(frozen=True)
@@ -87,8 +88,9 @@ def pinned() -> dict[str, str]:
 def make(name: str, python: str) -> Path:
     """Makes an environment, or brings it up to date; returns its Python."""
     found = FOLDER / name / "bin" / "python"
-    if not found.exists():
-        subprocess.run([python, "-m", "venv", FOLDER / name], check=True)
+    # Not in one that was interrupted: it may have no pip.
+    if not found.exists() or subprocess.run([found, "-m", "pip", "--version"], check=False).returncode != 0:
+        subprocess.run([python, "-m", "venv", "--clear", FOLDER / name], check=True)
     versions = pinned() | ENVIRONMENTS[name].packages
     packages = (*PACKAGES, *(TORCH_PACKAGES if ENVIRONMENTS[name].has_torch else ()))
     wanted = [f"{package}=={versions[package]}" for package in packages]
@@ -97,30 +99,31 @@ def make(name: str, python: str) -> Path:
     return found
 
 
-def run(name: str) -> bool | None:
-    """Whether the tests of an environment pass; None if its Python is not on this machine."""
+def run(name: str) -> str:
+    """Runs the tests of an environment; returns "passed", or what else became of them."""
     environment = ENVIRONMENTS[name]
     python = shutil.which(environment.python)
     if python is None or subprocess.run([python, "-c", ""], check=False).returncode != 0:
-        return None
+        return NOT_RUN
     left_out = [part for test in environment.left_out for part in ("--deselect", test)]
     options = ["-q", "-m", "not thorough", "-n", "2", "--dist", "worksteal", *left_out, *TESTS]
     options += TORCH_TESTS if environment.has_torch else ()
-    return (
-        subprocess.run([make(name, python), "-m", "pytest", *options], cwd=ROOT, check=False).returncode
-        == 0
-    )
+    try:
+        done = subprocess.run([make(name, python), "-m", "pytest", *options], cwd=ROOT, check=False)
+    except subprocess.CalledProcessError as error:
+        return f"FAILED: {error}"
+    return PASSED if done.returncode == 0 else "FAILED"
 
 
 def main() -> None:
     names = sys.argv[1:] or list(ENVIRONMENTS)
     if unknown := set(names) - set(ENVIRONMENTS):
         sys.exit(f"There is no environment {', '.join(unknown)}; there are {', '.join(ENVIRONMENTS)}")
-    told = {True: "passed", False: "FAILED", None: "not run: this Python is not on this machine"}
     results = {name: run(name) for name in names}
     for name, result in results.items():
-        print(f"{name}: {told[result]}")
-    sys.exit(any(result is False for result in results.values()))
+        print(f"{name}: {result}")
+    # Those whose Python is not here are no fault, unless nothing is left.
+    sys.exit(PASSED not in results.values() or any("FAILED" in result for result in results.values()))
 
 
 if __name__ == "__main__":

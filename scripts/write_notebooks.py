@@ -34,6 +34,12 @@ PAGES = {
     "poptorch_first_model": "tutorial/poptorch/fashion_mnist/README.md",
     "poptorch_porting": "tutorial/poptorch/porting/README.md",
 }
+_PACKAGES = {  # what a notebook needs, if that is more than the library
+    "first_minutes": "`ipu_pipeline[reports]`",
+    "poptorch_pipeline": "`ipu_pipeline[torch]`",
+    "poptorch_first_model": "`ipu_pipeline[torch]`, scikit-learn and matplotlib",
+    "poptorch_porting": "`ipu_pipeline[torch]`",
+}
 _FENCE = re.compile(r"^```(console|python|text)\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
 # In place of IPython's `!`, which forks a kernel that has JAX's threads, and shows bars.
 _RUN = '''\
@@ -143,11 +149,11 @@ def make_notebook(name: str) -> nbformat.NotebookNode:
     add = {"python": notebook.add_program, "text": notebook.add_output, "console": notebook.add_commands}
     text, *rest = _FENCE.split(page.read_text())
     title, _, text = text.partition("\n")
-    package = "ipu_pipeline[torch]" if name.startswith("poptorch") else "ipu_pipeline"
+    packages = _PACKAGES.get(name, "`ipu_pipeline`")
     notebook.add_text(
-        f"{title}\n\nThis notebook is made of [a page]({os.path.relpath(page, FOLDER)}). "
-        f"It needs the package `{package}`, and no network. What stands under its cells is what the page "
-        "says that they print; run them to see for yourself."
+        f"{title}\n\nThis notebook is made of [a page]({os.path.relpath(page, FOLDER)}). It needs "
+        f"{packages}, and no network. Under its cells stands what the page says that they print; run "
+        "them to see for yourself."
     )
     notebook.add_text(_relink(text, page))
     for language, block, text in zip(rest[::3], rest[1::3], rest[2::3], strict=True):

@@ -132,6 +132,10 @@ def test_a_version_that_cannot_be(version, message, monkeypatch):
         release.cut(CHANGELOG, version, DAY)
 
 
-def test_the_package_has_the_version_of_the_changelog():
-    version, _seconds = make_dist.newest_release((ROOT / "CHANGELOG.md").read_text())
+def test_the_version_is_the_same_everywhere():
+    version, seconds = make_dist.newest_release((ROOT / "CHANGELOG.md").read_text())
     assert version == ipu_pipeline.__version__
+    citation = (ROOT / "CITATION.cff").read_text()
+    day = datetime.datetime.fromtimestamp(seconds, datetime.UTC).date()
+    assert release.cite(citation, version, day) == citation
+    assert "\nversion: 9.8.7\ndate-released: 2026-02-01\n" in release.cite(citation, "9.8.7", DAY)

@@ -157,11 +157,11 @@ def train(args: argparse.Namespace) -> engine.PipelineState:
     )
     checkpoint = args.directory / CHECKPOINT
     first = next(batches)
-    if checkpoint.exists():
-        pipeline.trace(first)
+    pipeline.trace(first)
+    try:
         state = engine.restore(checkpoint, pipeline)
         print(f"Goes on after step {state.update_count}.")
-    else:
+    except ipu.errors.NoCheckpointError:
         state = pipeline.init(key, first)
     batches = itertools.chain([first], batches)
     batches = itertools.islice(batches, args.micro_batches * state.update_count, None)

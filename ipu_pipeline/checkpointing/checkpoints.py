@@ -26,7 +26,7 @@ from ipu_pipeline.checkpointing.snapshots import Snapshot
 from ipu_pipeline.checkpointing.together import beside, do_each, do_first, is_first
 from ipu_pipeline.checkpointing.writable import check_writable
 from ipu_pipeline.engine.fronts import between_bars
-from ipu_pipeline.ground.errors import CheckpointError
+from ipu_pipeline.ground.errors import CheckpointError, NoCheckpointError
 from ipu_pipeline.processes.ending import written_whole
 
 __all__ = [
@@ -135,7 +135,7 @@ def read_document(path: str | os.PathLike[str]) -> dict[str, Any]:
     directory = _find_directory(path)
     _recover(directory)
     if not directory.is_dir():
-        raise CheckpointError(f"There is no checkpoint at {directory}.")
+        raise NoCheckpointError(f"There is no checkpoint at {directory}.")
     try:
         text = (directory / DOCUMENT).read_text(encoding="utf-8")
     except FileNotFoundError:

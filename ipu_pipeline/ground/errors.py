@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 __all__ = [
     "CheckpointError",
+    "NoCheckpointError",
     "OutOfRangeError",
     "ProcessError",
     "drop_traceback_note",
@@ -28,6 +29,12 @@ class OutOfRangeError(Exception):
 
 class CheckpointError(ValueError):
     """A checkpoint cannot be read, or does not fit the programs that are to use it."""
+
+    __module__ = "ipu_pipeline.errors"
+
+
+class NoCheckpointError(CheckpointError):
+    """There is no checkpoint at a path, nor one that an interrupted save was replacing there."""
 
     __module__ = "ipu_pipeline.errors"
 

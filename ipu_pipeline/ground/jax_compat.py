@@ -81,9 +81,9 @@ NAMES: list[str] = []  # each as "module:name"; `find` adds them
 
 
 def is_tested(version: tuple[int, ...]) -> bool:
-    """Whether a version of JAX is neither older nor newer than those that are tested."""
+    """Whether a version of JAX is between those that are tested, or mends the newest one."""
     oldest, newest = (tuple(map(int, text.split("."))) for text in (OLDEST_TESTED, NEWEST_TESTED))
-    return oldest <= version <= newest
+    return version >= oldest and version[:2] <= newest[:2]
 
 
 def warn_of_untested(version: tuple[int, ...]) -> None:
@@ -104,8 +104,9 @@ def explain_compilation(error: Exception) -> str | None:
     """What an error of XLA means that is due to a version of JAX, with the mend; None of other errors."""
     if "annotate_device_placement" in str(error):
         return (
-            f"Offloading: on CPUs, XLA of JAX {jax.__version__} has no host memory in programs, and all "
-            "stages on one IPU are one. Offload nothing, give stages IPUs of their own, or take JAX 0.10."
+            f"Offloading: on CPUs, XLA of JAX {jax.__version__} cannot place arrays in host memory within "
+            "a program, and all stages on one IPU form one program. Offload nothing, give stages IPUs of "
+            "their own, or install JAX 0.10."
         )
     return None
 

@@ -424,7 +424,7 @@ def test_a_data_set_that_is_shorter_than_the_position(path):
 
 def test_wrong_paths(tmp_path, path):
     session = ipu.Session()
-    with pytest.raises(CheckpointError, match="There is no checkpoint at"):
+    with pytest.raises(ipu.errors.NoCheckpointError, match="There is no checkpoint at"):
         session.restore(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match="is not complete: it has no checkpoint.json"):

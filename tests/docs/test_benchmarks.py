@@ -3,6 +3,8 @@
 import io
 import json
 import random
+import re
+import shutil
 from pathlib import Path
 
 import jax
@@ -15,6 +17,7 @@ from benchmarks import harness, models, page, run_all
 from benchmarks.poptorch import layers_models
 from benchmarks.poptorch import models as torch_models
 from ipu_pipeline import engine
+from tests.support.programs import start
 
 ROOT = Path(harness.ROOT) / "benchmarks"
 FOLDERS = sorted(path.name for path in ROOT.iterdir() if path.is_dir() and path.name != "__pycache__")
@@ -251,3 +254,14 @@ def test_a_torch_module_and_its_layers_are_the_same_model(case):
     np.testing.assert_allclose(found_loss, loss, rtol=1e-5)
     np.testing.assert_allclose(found_logits, logits, rtol=1e-4, atol=1e-5)
     assert len(pipeline.variables) == len(weights)
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
+def test_the_program_of_emulation_s_page():
+    (program,) = re.findall(
+        r"```python\n(.*?)```", (ROOT / "emulation" / "README.md").read_text(), re.DOTALL
+    )
+    done = start("-c", f"{program}\nprint(len(times.updates), len(outputs.losses))")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["3", "12"]

@@ -6,7 +6,6 @@ Classes are the program's.
 """
 
 import dataclasses
-import functools
 import os
 import re
 import shlex
@@ -35,7 +34,6 @@ NUMBERS = {  # and how far they may be from the page's
     re.compile(r"(?<=\()\d+(?= of \d+ images)"): 7,
 }
 SPEED = re.compile(r"[\d.]+ calls/s, [\d,]+ images/s")  # the machine's
-assert_printed = functools.partial(pages.assert_printed, numbers=NUMBERS, masked=SPEED)
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ import pytest
 import ipu_pipeline as ipu
 from benchmarks import harness, page
 from ipu_pipeline.tf1.program.program import Program
+from tests.support.pages import PROGRAM
 from tests.support.programs import AS_TESTS, run_each
 
 ROOT = Path(__file__).parents[2]
@@ -118,9 +119,7 @@ PAGES = [
 def test_what_examples_of_a_page_print(name, as_tests, tmp_path):
     """A page's blocks are one program, but for those that say why not; each of the porting page is one."""
     page = (ROOT / "docs" / name).read_text()
-    pairs = re.findall(
-        r"(?<! -->\n)```python\n((?:(?!```).)*)```\n(?:\n```text\n(.*?)```)?", page, re.DOTALL
-    )
+    pairs = [(code, text) for comment, code, text in PROGRAM.findall(page) if not comment]
     programs = {f"example {number}": [pair] for number, pair in enumerate(pairs)}
     if name == "porting.md":
         assert len(pairs) == 3
@@ -137,8 +136,8 @@ def test_what_examples_of_a_page_print(name, as_tests, tmp_path):
 
 
 def test_links_lead_somewhere():
-    pages = [path for folder in ("tutorial", "docs") for path in sorted((ROOT / folder).glob("*.md"))]
-    for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *pages]:
+    pages = [path for folder in ("tutorial", "docs") for path in sorted((ROOT / folder).rglob("*.md"))]
+    for path in [*sorted(ROOT.glob("*.md")), *pages]:
         for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
             assert (path.parent / target).exists(), target
 

@@ -38,13 +38,11 @@ def test_a_program_is_run_by_a_test_or_says_why_not():
     found |= set(test_notebooks.write_notebooks.PAGES.values())
     untested = set(TESTED_BY)
     for path in PAGES:
-        name = str(path.relative_to(ROOT))
-        programs = re.findall(
-            r"^(?:(<!-- Not run by a test: .*\. -->)\n)?```python$", path.read_text(), re.M
-        )
-        if not all(programs) and name not in found:
-            test = (ROOT / "tests" / TESTED_BY[name]).read_text()
-            assert path.stem in test, name
+        name, text = str(path.relative_to(ROOT)), path.read_text()
+        programs = pages.PROGRAM.findall(text)
+        assert len(programs) == len(re.findall(r"^ *```python$", text, re.MULTILINE)), name
+        if any(not comment for comment, _code, _text in programs) and name not in found:
+            assert path.name in (ROOT / "tests" / TESTED_BY[name]).read_text(), name
             untested.remove(name)
     assert not untested
 
@@ -62,7 +60,7 @@ def test_what_commands_of_how_to_pages_print(capsys):
     for command, expected in commands:
         program, *arguments = command.split()
         assert program == "ipu-pipeline"
-        main.main(arguments)
+        assert main.main(arguments) == 0
         printed = capsys.readouterr().out
         for part in "\n".join(expected).split("\n...\n"):
             assert part.strip("\n") in printed
@@ -90,6 +88,11 @@ def site(tmp_path_factory):
     )
     assert result.returncode == 0, result.stderr
     return target / "html"
+
+
+@pytest.mark.thorough
+def test_it_is_built_without_a_warning(site):
+    assert (site / "index.html").exists()
 
 
 _WHAT_IS_WRONG = """

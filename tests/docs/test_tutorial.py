@@ -53,7 +53,7 @@ NUMBERS = {  # and how far they may be from the page's
 }
 
 
-FENCES = find_fences(TEXT)
+FENCES = [fence for page in PAGES.values() for fence in find_fences(page)]
 CHANGES = [parse_change(fence) for fence in FENCES if fence.language == "diff"]
 
 
@@ -85,13 +85,13 @@ def test_letters_are_in_order():
 
 
 def find_snippets():
-    """The page's snippets by their line, with what each is to print."""
+    """The snippets by their heading and line, with what each is to print."""
     snippets = []
     for fence, following in zip(FENCES, [*FENCES[1:], None], strict=True):
         if fence.language == "python":
             assert following is not None
             assert following.language == "text", f"line {fence.line}: what does it print?"
-            snippets.append((fence.line, "\n".join(fence.lines), following.lines))
+            snippets.append((fence.heading, fence.line, "\n".join(fence.lines), following.lines))
     return snippets
 
 
@@ -135,7 +135,7 @@ def test_commands(command, expected):
 
 
 def test_snippets(tmp_path):
-    snippets = {f"line {line}": rest for line, *rest in find_snippets()}
+    snippets = {f"{heading}, line {line}": rest for heading, line, *rest in find_snippets()}
     printed = run_each(
         {name: code for name, (code, _expected) in snippets.items()}, tmp_path, as_tests=True
     )

@@ -1,11 +1,17 @@
 """Pages of documentation: fenced blocks, what these print, the changes that they show, links."""
 
-import contextlib
-import io
 import re
 from typing import NamedTuple
 
 import numpy as np
+
+# A block of Python, with the comment before it that says why no test runs it, and with what it prints.
+PROGRAM = re.compile(
+    r"(?:^<!-- Not run by a test: ([^\n]+)\. -->\n)?"
+    r"^```python\n((?:(?!```).)*)^```\n"
+    r"(?:\n```text\n(.*?)^```)?",
+    re.DOTALL | re.MULTILINE,
+)
 
 
 class Fence(NamedTuple):
@@ -87,27 +93,6 @@ def assert_printed(output, expected, numbers, masked):
     for pattern, tolerance in numbers.items():
         actual, wanted = (np.array(of_text[pattern], float) for of_text in found)
         np.testing.assert_allclose(actual, wanted, rtol=0, atol=tolerance, err_msg=output)
-
-
-def run_blocks(path, compare):
-    """Runs a page's python blocks as one program; `compare` gets what each prints, and the page's lines.
-
-    Returns:
-      The program's names.
-    """
-    fences, names = find_fences(path.read_text()), {"__name__": "__main__"}
-    for fence, after in zip(fences, [*fences[1:], None], strict=True):
-        if fence.language != "python":
-            continue
-        printed = io.StringIO()
-        code = compile("\n" * fence.line + "\n".join(fence.lines), str(path), "exec")
-        with contextlib.redirect_stdout(printed):
-            exec(code, names)  # noqa: S102  # our own page
-        if after is not None and after.language == "text":
-            compare(printed.getvalue(), after.lines)
-        else:
-            assert printed.getvalue() == "", f"line {fence.line}"
-    return names
 
 
 def find_commands(fences):
