@@ -44,7 +44,7 @@ bench: $(VENV)/installed-bench
 
 # The site, to build/site/index.html. Whatever Sphinx warns of fails: a link, a name, an anchor that is not there.
 docs: $(VENV)/installed-docs
-	rm -rf build/site
+	rm -rf build/site build/doctrees
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --builder html --conf-dir docs/site \
 	    --doctree-dir build/doctrees . build/site
 

@@ -1,6 +1,11 @@
 """How Sphinx makes the site from the repository's pages; `make docs` runs it."""
 
+import sys
+from pathlib import Path
+
 import ipu_pipeline
+
+sys.path.insert(0, str(Path(__file__).parent))  # for reference and plain_text
 
 project = "ipu_pipeline"
 author = "The ipu_pipeline authors"
@@ -13,6 +18,7 @@ include_patterns = [
     "CHANGELOG.md",
     "CONTRIBUTING.md",
     "docs/*.md",
+    "docs/api/*.md",
     "docs/how_to/*.md",
     "docs/site/*.md",
     "tutorial/**.md",
@@ -22,11 +28,28 @@ include_patterns = [
 ]
 exclude_patterns = [".*", "build", "ipu_pipeline", "tests", "**/__pycache__"]
 
-extensions = ["myst_nb", "sphinx_copybutton", "sphinx_design"]
+extensions = [
+    "myst_nb",
+    "plain_text",
+    "reference",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+    "sphinx_design",
+]
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4  # named as they are on GitHub
 nb_execution_mode = "off"  # what cells print stands in the notebooks, and is tested
 nitpicky = True
+suppress_warnings = [
+    "ref.python"
+]  # a name without its module that several classes have: the first is meant
+
+autodoc_member_order = "alphabetical"
+python_use_unqualified_type_names = True
+maximum_signature_line_length = 80  # longer ones have a line for each parameter
+napoleon_use_ivar = True
+napoleon_use_rtype = False
 
 html_theme = "pydata_sphinx_theme"
 html_title = f"ipu_pipeline {version}"

@@ -1,15 +1,21 @@
 """The site of `make docs`: it is built without a warning, its pages fit, and its programs are tested."""
 
+import importlib
 import re
 import subprocess
 import sys
+import types
 
 import pytest
+from sphinx.util.inventory import InventoryFile
 
 from ipu_pipeline.command_line import main
 from tests.docs import test_notebooks, test_readme
 from tests.support import browsers, pages
 from tests.support.programs import ROOT
+
+sys.path.insert(0, str(ROOT / "docs" / "site"))
+import reference  # it belongs to the site's configuration
 
 PAGES = sorted(
     path
@@ -93,6 +99,28 @@ def site(tmp_path_factory):
 @pytest.mark.thorough
 def test_it_is_built_without_a_warning(site):
     assert (site / "index.html").exists()
+
+
+@pytest.mark.thorough
+def test_each_public_name_is_documented(site):
+    """With the first public module that has it. That documented names exist, the build itself has shown."""
+    found = InventoryFile.loads((site / "objects.inv").read_bytes(), uri="")
+    documented = {name for kind, names in found.data.items() if kind.startswith("py:") for name in names}
+    homes = reference.find_homes()
+    assert len(homes) > 400
+    for (module, name), home in homes.items():
+        if not isinstance(getattr(importlib.import_module(module), name), types.ModuleType):
+            assert f"{home}.{name}" in documented, (module, name)
+
+
+@pytest.mark.thorough
+def test_pages_as_plain_text(site):
+    listed = re.findall(r"^- \[.+\]\((.+)\)$", (site / "llms.txt").read_text(), re.MULTILINE)
+    assert len(listed) > 60
+    for path in listed:
+        assert (site / path).read_text().strip(), path
+    assert (site / "docs/engine.md").read_text() == (ROOT / "docs/engine.md").read_text()
+    assert "num_micro_batches" in (site / "docs/api/engine.txt").read_text()
 
 
 _WHAT_IS_WRONG = """

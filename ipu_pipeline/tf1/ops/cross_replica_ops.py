@@ -1,8 +1,7 @@
 """Sums and means over replicas within stages, as Graphcore's `ipu.cross_replica_ops` has them.
 
 Micro-batch k of a replica is joined with micro-batch k of the others. Gradients are the same as in one
-  large
-model: each replica's result is differentiated with respect to every replica's value.
+large model: each replica's result is differentiated with respect to every replica's value.
 """
 
 from __future__ import annotations

@@ -60,18 +60,18 @@ class PipelineSchedule(enum.Enum):
 
     Not in Graphcore's, see docs/schedules.md:
 
-    AllForwards: all forwards, then all backwards (GPipe).
-    Looped: several stages on each IPU, whose `device_mapping` goes around the IPUs (`[0, 1, 0, 1]`), as in
-      Megatron's interleaved: IPUs wait for less of a step, and hold more micro-batches.
-    ZeroBubble: backwards in two halves; the second, which only the weight update needs, is done where IPUs
-      would wait. As much is held as with Interleaved.
-    ZeroBubbleH2: the same with nearly no waits, for twice the memory.
-    LoopedZeroBubble: Looped with backwards in halves, and nearly no waits.
-    ZeroBubbleV: two stages on each IPU, down and up (`[0, 1, 1, 0]`): nearly no waits, and the memory of
+    * AllForwards: all forwards, then all backwards (GPipe).
+    * Looped: several stages on each IPU, whose `device_mapping` goes around the IPUs (`[0, 1, 0, 1]`), as
+      in Megatron's interleaved: IPUs wait for less of a step, and hold more micro-batches.
+    * ZeroBubble: backwards in two halves; the second, which only the weight update needs, is done where
+      IPUs would wait. As much is held as with Interleaved.
+    * ZeroBubbleH2: the same with nearly no waits, for twice the memory.
+    * LoopedZeroBubble: Looped with backwards in halves, and nearly no waits.
+    * ZeroBubbleV: two stages on each IPU, down and up (`[0, 1, 1, 0]`): nearly no waits, and the memory of
       Interleaved.
-    VHalf: the same with half of the memory, and some waits.
-    VMin: the same with a third of the memory, and more waits.
-    DualPipeV: two stages on each IPU, down and up; forwards of one beside backwards of the other.
+    * VHalf: the same with half of the memory, and some waits.
+    * VMin: the same with a third of the memory, and more waits.
+    * DualPipeV: two stages on each IPU, down and up; forwards of one beside backwards of the other.
 
     `searched()` is none of these, but the best order for the stages' own costs.
     """

@@ -1,0 +1,162 @@
+"""The API reference: what is public, each object once, and where names of other libraries lead.
+
+Sphinx's autodoc makes the pages of docs/api from the docstrings. Here is what it does not know: which of
+several public modules an object belongs to, and, since the site is built without a network, the addresses
+of other libraries' pages.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from typing import Any
+
+from docutils import nodes
+
+# In this order: an object that several of them have is documented with the first.
+PUBLIC = (
+    "pipelining_ops",
+    "loops",
+    "scopes",
+    "ipu_compiler",
+    "gradient_accumulation",
+    "ipu_infeed_queue",
+    "ipu_outfeed_queue",
+    "optimizers",
+    "layers",
+    "cross_replica_ops",
+    "embedding_ops",
+    "functional_ops",
+    "nn_ops",
+    "normalization_ops",
+    "rand_ops",
+    "replication_ops",
+    "rnn_ops",
+    "config",
+    "distributed",
+    "utils",
+    "serving",
+    "metrics",
+    "reports",
+    "errors",
+    "datasets",
+    "ipu_pipeline_estimator",
+    "ipu_estimator",
+    "ipu_run_config",
+    "ipu_session_run_hooks",
+    "",
+    "engine",
+    "engine.schedules",
+    "engine.inspect",
+    "engine.processes",
+    "engine.fronts",
+)
+# Beginnings of names, and the pages that have them. {name} is the whole name.
+ELSEWHERE = (
+    ("jax._src.mesh.", "https://docs.jax.dev/en/latest/jax.sharding.html"),
+    ("jax.sharding.", "https://docs.jax.dev/en/latest/jax.sharding.html"),
+    ("jax.jaxlib._jax.Array", "https://docs.jax.dev/en/latest/_autosummary/jax.Array.html"),
+    ("jax.", "https://docs.jax.dev/en/latest/_autosummary/{name}.html"),
+    ("optax.", "https://optax.readthedocs.io/en/latest/api/transformations.html"),
+    ("numpy.", "https://numpy.org/doc/stable/reference/generated/{name}.html"),
+    ("collections.abc.", "https://docs.python.org/3/library/collections.abc.html#{name}"),
+    ("contextlib.", "https://docs.python.org/3/library/contextlib.html#{name}"),
+    ("os.", "https://docs.python.org/3/library/os.html#{name}"),
+    ("pathlib.", "https://docs.python.org/3/library/pathlib.html#{name}"),
+    ("types.", "https://docs.python.org/3/library/types.html#{name}"),
+    ("datetime.", "https://docs.python.org/3/library/datetime.html#{name}"),
+    ("typing.", "https://docs.python.org/3/library/typing.html#{name}"),
+    ("torch.", "https://docs.pytorch.org/docs/stable/generated/{name}.html"),
+)
+
+
+def full_name(module: str) -> str:
+    """The name by which it is imported."""
+    return f"ipu_pipeline.{module}" if module else "ipu_pipeline"
+
+
+def find_homes() -> dict[tuple[str, str], str]:
+    """The public module that documents an object, by each public module and name that it has."""
+    first: dict[int, str] = {}
+    homes = {}
+    for module in map(full_name, PUBLIC):
+        found = importlib.import_module(module)
+        for name in found.__all__:
+            value = getattr(found, name)
+            # Equal numbers and texts may be one object without being the same thing.
+            key = hash((module, name)) if isinstance(value, (str, int, tuple)) else id(value)
+            homes[module, name] = first.setdefault(key, module)
+    return homes
+
+
+def _as_code(match: re.Match[str]) -> str:
+    separator = "\\ " if match[2] else ""
+    return f"``{match[1]}``{separator}{match[2]}"
+
+
+def _readable(
+    _app: Any, _what: str, _name: str, _obj: Any, _options: Any, signature: str | None, returns: str | None
+) -> tuple[str | None, str | None]:
+    """A signature whose defaults are Python's: those that have no text of their own are three dots."""
+    return signature and re.sub(r"<[^<>]*>", "...", signature), returns
+
+
+class Reference:
+    """What autodoc and Sphinx ask while they build."""
+
+    def __init__(self) -> None:
+        self._homes = find_homes()
+        # By the module and name that an object says that it has, which annotations show.
+        self._public = {}
+        for (module, name), home in self._homes.items():
+            value = getattr(importlib.import_module(module), name)
+            if callable(value) and (value.__module__ or "").startswith("ipu_pipeline."):
+                self._public[f"{value.__module__}.{value.__qualname__}"] = f"{home}.{name}"
+
+    def skip(self, app: Any, _what: str, name: str, _obj: Any, _skip: bool, _options: Any) -> bool | None:
+        """Skips an object that another public module documents."""
+        module = app.env.current_document.autodoc_module
+        home = self._homes.get((module, name))
+        return True if home is not None and home != module else None
+
+    def prepare(
+        self, _app: Any, _what: str, _name: str, _obj: Any, _options: Any, lines: list[str]
+    ) -> None:
+        """Makes of our docstrings, which people read as they are, what Sphinx reads: in place.
+
+        An example is code, and so is what stands between backticks, whatever follows it.
+        """
+        text, code = [], False
+        for line in lines:
+            if line == "Example:":
+                code = True
+                text += [".. code-block:: python", ""]
+                continue
+            code = code and (not line or line.startswith(" "))
+            text.append(line if code else re.sub(r"`([^`]+)`(\w?)", _as_code, line).replace("[*", r"[\*"))
+        lines[:] = text
+
+    def resolve(self, app: Any, env: Any, node: Any, content: Any) -> Any:
+        """Where a name leads that Sphinx does not find; None if it is a name that there should be."""
+        target = node.get("reftarget", "")
+        if public := self._public.get(target):
+            node["reftarget"] = public
+            python = env.get_domain("py")
+            return python.resolve_xref(env, node["refdoc"], app.builder, "obj", public, node, content)
+        for beginning, page in ELSEWHERE:
+            if target.startswith(beginning):
+                return nodes.reference("", "", content, internal=False, refuri=page.format(name=target))
+        # A type of the library's own within, which the signature names and users need not.
+        return (
+            content if node.get("refdomain") == "py" and node.get("reftype") in ("class", "exc") else None
+        )
+
+
+def setup(app: Any) -> dict[str, bool]:
+    app.setup_extension("sphinx.ext.autodoc")
+    reference = Reference()
+    app.connect("autodoc-skip-member", reference.skip)
+    app.connect("autodoc-process-docstring", reference.prepare, priority=400)  # before napoleon, with 500
+    app.connect("autodoc-process-signature", _readable)
+    app.connect("missing-reference", reference.resolve)
+    return {"parallel_read_safe": False}
