@@ -14,7 +14,7 @@ import pytest
 
 from ipu_pipeline import engine
 from ipu_pipeline.engine import automatic_splits, reference
-from ipu_pipeline.engine.execution import program_times
+from ipu_pipeline.engine.execution import measured_costs, program_times
 from ipu_pipeline.engine.execution.program_times import ProgramTime
 from ipu_pipeline.engine.schedules.graph_splits import find_graph_split
 from ipu_pipeline.engine.schedules.splitting import weigh
@@ -63,7 +63,7 @@ def split(layers, num_stages, **options):
 
 @pytest.fixture
 def by_size(monkeypatch):
-    """Programs take as long as they have bytes of arguments, in nanoseconds, and nothing is run or kept."""
+    """Programs take as long as they have bytes of arguments, in nanoseconds; nothing is run or kept."""
     monkeypatch.setattr(program_times, "_known", {})
     monkeypatch.setattr(program_times, "find_directory", lambda: None)
     monkeypatch.setattr(program_times, "_PASSES", 1)
@@ -76,6 +76,7 @@ def by_size(monkeypatch):
 
     monkeypatch.setattr(program_times, "_time", time)
     monkeypatch.setattr(automatic_splits, "time_shortest", lambda _group: 0.0)
+    monkeypatch.setattr(measured_costs, "time_copy", lambda _avals, _source, _target: 1e-6)
     return timed
 
 

