@@ -73,8 +73,9 @@ $(VENV)/installed: $(VENV)/created setup.cfg pyproject.toml
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[datasets,reports]'
 	touch $@
 
+# Modules are compiled when they are imported: most never are.
 $(VENV)/installed-dev: $(VENV)/created setup.cfg pyproject.toml
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	$(BIN)/pip install --quiet --no-compile --disable-pip-version-check --editable '.[dev]'
 	touch $@ $(VENV)/installed $(VENV)/installed-docs
 
 $(VENV)/installed-docs: $(VENV)/created setup.cfg pyproject.toml
