@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
-from benchmarks import harness, page
+from benchmarks import harness, history, page
 from benchmarks.harness import Row
 from benchmarks.page import Page, Run
 
@@ -128,6 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.write:
         written = Page(measured) if is_all else page.add(page.read(args.write.read_text()), measured)
         args.write.write_text(page.write(written))
+        history.append(history.rows_of(measured))
 
 
 if __name__ == "__main__":

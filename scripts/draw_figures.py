@@ -20,11 +20,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from figures import curves, facts, parts, rooms
-from figures.parts import MARGIN, Grid
-from figures.svg import Figure
-
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # for the benchmarks
+
+from figures import curves, facts, measured, parts, rooms  # noqa: E402
+from figures.parts import MARGIN, Grid  # noqa: E402
+from figures.svg import Figure  # noqa: E402
+
+from benchmarks import history  # noqa: E402
 
 NUM_STAGES = 4
 NUM_MICRO_BATCHES = 8
@@ -314,6 +317,7 @@ def draw_all() -> dict[str, dict[str, str]]:
         "tutorial/poptorch/figures": {"execution_trace.svg": draw_execution_trace().render()},
         "docs/figures": {
             "rooms.svg": draw_rooms().render(),
+            "benchmarks.svg": measured.draw_against_targets(history.read()).render(),
             "gpt.svg": draw_gpt().render(),
             "zero_bubble.svg": draw_zero_bubble().render(),
             "looped.svg": draw_looped().render(),

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import harness, models, page, run_all
+from benchmarks import harness, history, models, page, run_all
 from benchmarks.poptorch import layers_models
 from benchmarks.poptorch import models as torch_models
 from ipu_pipeline import engine
@@ -265,3 +265,37 @@ def test_the_program_of_emulation_s_page():
     done = start("-c", f"{program}\nprint(len(times.updates), len(outputs.losses))")
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["3", "12"]
+
+
+def test_what_the_page_has_is_in_the_history():
+    found = page.read((harness.ROOT / "docs" / "benchmarks.md").read_text())
+    known = {(row.date, row.code, row.question, row.case) for row in history.read()}
+    for run in (found.everything, *found.again):
+        for row in run.rows:
+            assert (run.date, run.code, row.question, row.case) in known
+
+
+def test_a_run_is_added_to_the_history_once(tmp_path):
+    file = tmp_path / "history.csv"
+    measured = page.Run(
+        command="",
+        machine="a, b",
+        software="",
+        date="2026-01-01",
+        code="c",
+        rows=(
+            harness.compare("question", "case, with a comma", [2.0, 4.0], [1.0, 4.0], 1.5),
+            harness.Row("question", "without a target", "", "", 3.25),
+        ),
+    )
+    for _ in range(2):
+        history.append(history.rows_of(measured), file)
+    first, second = history.read(file)
+    assert (first.machine, first.case, first.bound, first.target) == (
+        "a, b",
+        "case, with a comma",
+        "at most",
+        "1.5",
+    )
+    assert (first.figure, first.smallest, first.largest) == ("1.5", "1", "2")
+    assert (second.figure, second.smallest, second.bound, second.target) == ("3.25", "", "", "")
