@@ -1,18 +1,20 @@
 """The API reference: what is public, each object once, and where names of other libraries lead.
 
 Sphinx's autodoc makes the pages of docs/api from the docstrings. Here is what it does not know: which of
-several public modules an object belongs to, and, since the site is built without a network, the addresses
-of other libraries' pages.
+several public modules an object belongs to, which pages have programs that use it, and, since the site is
+built without a network, the addresses of other libraries' pages.
 """
 
 from __future__ import annotations
 
 import importlib
 import re
+from pathlib import Path
 from typing import Any
 
 from docutils import nodes
 
+ROOT = Path(__file__).parents[2]
 # In this order: an object that several of them have is documented with the first.
 PUBLIC = (
     "pipelining_ops",
@@ -101,11 +103,34 @@ def _readable(
     return signature and re.sub(r"<[^<>]*>", "...", signature), returns
 
 
+class Examples:
+    """The programs of pages, which tests run, by the page's name without its ending."""
+
+    def __init__(self) -> None:
+        self._programs = {}
+        for folder in ("docs", "docs/how_to", "tutorial"):
+            for path in sorted((ROOT / folder).glob("*.md")):
+                blocks = re.findall(
+                    r"^```(?:python|diff)\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL
+                )
+                self._programs[f"{folder}/{path.stem}"] = "\n".join(blocks)
+
+    def pages_of(self, module: str, name: str) -> list[str]:
+        """At most three pages, those of the shortest programs, that use a name of a module."""
+        owner = "ipu" if module == "ipu_pipeline" else module.rpartition(".")[2]
+        use = re.compile(
+            rf"\b{owner}\.{name}\b|^from [\w.]*\b{owner} import [^\n]*\b{name}\b", re.MULTILINE
+        )
+        found = [page for page, program in self._programs.items() if use.search(program)]
+        return sorted(found, key=lambda page: len(self._programs[page]))[:3]
+
+
 class Reference:
     """What autodoc and Sphinx ask while they build."""
 
     def __init__(self) -> None:
         self._homes = find_homes()
+        self._examples = Examples()
         # By the module and name that an object says that it has, which annotations show.
         self._public = {}
         for (module, name), home in self._homes.items():
@@ -119,9 +144,7 @@ class Reference:
         home = self._homes.get((module, name))
         return True if home is not None and home != module else None
 
-    def prepare(
-        self, _app: Any, _what: str, _name: str, _obj: Any, _options: Any, lines: list[str]
-    ) -> None:
+    def prepare(self, _app: Any, _what: str, name: str, _obj: Any, _options: Any, lines: list[str]) -> None:
         """Makes of our docstrings, which people read as they are, what Sphinx reads: in place.
 
         An example is code, and so is what stands between backticks, whatever follows it.
@@ -135,6 +158,9 @@ class Reference:
             code = code and (not line or line.startswith(" "))
             text.append(line if code else re.sub(r"`([^`]+)`(\w?)", _as_code, line).replace("[*", r"[\*"))
         lines[:] = text
+        module, _, short = name.rpartition(".")
+        if self._homes.get((module, short)) == module and (pages := self._examples.pages_of(module, short)):
+            lines += ["", "Used in " + ", ".join(f":doc:`/{page}`" for page in pages) + "."]
 
     def resolve(self, app: Any, env: Any, node: Any, content: Any) -> Any:
         """Where a name leads that Sphinx does not find; None if it is a name that there should be."""
