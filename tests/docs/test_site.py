@@ -72,10 +72,21 @@ def test_what_commands_of_how_to_pages_print(capsys):
             assert part.strip("\n") in printed
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory):
-    """Where it was built: `make docs` with another place."""
-    target = tmp_path_factory.mktemp("site")
+@pytest.mark.thorough
+def test_the_site(tmp_path):
+    """Built once, since that takes a minute."""
+    site = build(tmp_path)
+    check_that_each_public_name_is_documented(site)
+    check_plain_text(site)
+    if browsers.MISSING is not None:
+        pytest.skip(str(browsers.MISSING))
+    with browsers.browser() as driver:
+        check_search_and_the_front_door(site, driver)
+        check_that_pages_fit_without_a_network(site, driver)
+
+
+def build(target):
+    """Where the site is: `make docs` with another place."""
     options = [
         "-b",
         "html",
@@ -96,13 +107,7 @@ def site(tmp_path_factory):
     return target / "html"
 
 
-@pytest.mark.thorough
-def test_it_is_built_without_a_warning(site):
-    assert (site / "index.html").exists()
-
-
-@pytest.mark.thorough
-def test_each_public_name_is_documented(site):
+def check_that_each_public_name_is_documented(site):
     """With the first public module that has it. That documented names exist, the build itself has shown."""
     found = InventoryFile.loads((site / "objects.inv").read_bytes(), uri="")
     documented = {name for kind, names in found.data.items() if kind.startswith("py:") for name in names}
@@ -113,8 +118,7 @@ def test_each_public_name_is_documented(site):
             assert f"{home}.{name}" in documented, (module, name)
 
 
-@pytest.mark.thorough
-def test_pages_as_plain_text(site):
+def check_plain_text(site):
     listed = re.findall(r"^- \[.+\]\((.+)\)$", (site / "llms.txt").read_text(), re.MULTILINE)
     assert len(listed) > 60
     for path in listed:
@@ -139,32 +143,26 @@ return [
 SIZES = [(390, 844), (1024, 768), (1600, 1000)]
 
 
-@pytest.mark.thorough
-@pytest.mark.skipif(browsers.MISSING is not None, reason=str(browsers.MISSING))
-def test_pages_fit_without_a_network(site):
+def check_that_pages_fit_without_a_network(site, driver):
     """All on a telephone, which is the narrowest; on wider screens those that have the widest tables."""
     found = sorted(site.rglob("*.html"))
     assert len(found) > len(PAGES)
     widest = {"comparison", "arguments", "engine_options", "index"}
-    with browsers.browser() as driver:
-        for width, height in SIZES:
-            size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
-            driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-            for path in found:
-                if width == SIZES[0][0] or path.stem in widest:
-                    driver.get(path.as_uri())
-                    assert driver.execute_script(_WHAT_IS_WRONG) == [], (path, width)
+    for width, height in SIZES:
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
+        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        for path in found:
+            if width == SIZES[0][0] or path.stem in widest:
+                driver.get(path.as_uri())
+                assert driver.execute_script(_WHAT_IS_WRONG) == [], (path, width)
 
 
-@pytest.mark.thorough
-@pytest.mark.skipif(browsers.MISSING is not None, reason=str(browsers.MISSING))
-def test_search_and_the_front_door(site):
-    with browsers.browser() as driver:
-        driver.get((site / "index.html").as_uri())
-        browsers.wait(driver, "return document.title.startsWith('ipu_pipeline')")
-        browsers.wait(driver, "return [...document.querySelectorAll('.sd-card a')].length === 4")
-        driver.get((site / "search.html").as_uri() + "?q=recomputation")
-        browsers.wait(
-            driver,
-            "return [...document.querySelectorAll('.search a')].some(a => a.href.includes('memory.html'))",
-        )
+def check_search_and_the_front_door(site, driver):
+    driver.get((site / "index.html").as_uri())
+    browsers.wait(driver, "return document.title.startsWith('ipu_pipeline')")
+    browsers.wait(driver, "return [...document.querySelectorAll('.sd-card a')].length === 4")
+    driver.get((site / "search.html").as_uri() + "?q=recomputation")
+    browsers.wait(
+        driver,
+        "return [...document.querySelectorAll('.search a')].some(a => a.href.includes('memory.html'))",
+    )
