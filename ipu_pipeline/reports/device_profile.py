@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -102,7 +103,10 @@ class DeviceProfiler:
             found = sorted(directory.rglob("*.xplane.pb"))
             if not found:
                 return DeviceProfile((), ())
-            return _read(jax.profiler.ProfileData.from_file(str(found[0])))
+            with warnings.catch_warnings():
+                # On Python 3.13 jaxlib's types warn when they are made; as an error, that aborts Python.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                return _read(jax.profiler.ProfileData.from_file(str(found[0])))
         finally:
             shutil.rmtree(directory, ignore_errors=True)
 
