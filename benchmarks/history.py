@@ -1,6 +1,7 @@
 """All that was ever measured, as data: docs/data/benchmarks.csv, a row for each figure of each run.
 
-`benchmarks.run_all --write` adds the rows of a run. The page docs/benchmarks_history.md shows them.
+`benchmarks.run_all --write` adds the rows of a run to the file beside the page that it writes. The page
+docs/benchmarks_history.md shows them.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ def read(file: Path = FILE) -> list[Measured]:
 def append(rows: Iterable[Measured], file: Path = FILE) -> None:
     """Adds the rows that are not there yet."""
     known = read(file) if file.exists() else []
+    file.parent.mkdir(exist_ok=True)
     everything = dict.fromkeys([*known, *rows])
     names = [field.name for field in fields(Measured)]
     with file.open("w", newline="", encoding="utf-8") as text:

@@ -128,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.write:
         written = Page(measured) if is_all else page.add(page.read(args.write.read_text()), measured)
         args.write.write_text(page.write(written))
-        history.append(history.rows_of(measured))
+        history.append(history.rows_of(measured), args.write.parent / "data" / "benchmarks.csv")
 
 
 if __name__ == "__main__":
