@@ -105,7 +105,11 @@ def run(name: str, is_short: bool) -> list[Row] | None:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = harness.make_parser(__doc__)
     parser.add_argument("--only", nargs="+", choices=BENCHMARKS, default=BENCHMARKS)
-    parser.add_argument("--write", type=Path, help="Write this page, or add rows to it.")
+    parser.add_argument(
+        "--write",
+        type=Path,
+        help="Write this page, or add rows to it; figures are added to data/benchmarks.csv beside it.",
+    )
     args = parser.parse_args(arguments)
     is_all = set(args.only) == set(BENCHMARKS)
     if args.write and not is_all:

@@ -61,8 +61,8 @@ def test_the_whole_package_is_in_them_and_nothing_else(dist):
 
 
 @pytest.mark.thorough
-def test_they_are_the_same_bytes_whoever_makes_them(dist, tmp_path, monkeypatch):
-    """At another time, in another folder, by files that are newer and that others may not read."""
+def test_both_are_reproducible(dist, tmp_path, monkeypatch):
+    """From a copy in another folder, with newer files, other permissions and another umask."""
     for name in ("ipu_pipeline", *make_dist.FILES):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, tmp_path / name)

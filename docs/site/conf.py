@@ -41,9 +41,8 @@ myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4  # named as they are on GitHub
 nb_execution_mode = "off"  # what cells print stands in the notebooks, and is tested
 nitpicky = True
-suppress_warnings = [
-    "ref.python"
-]  # a name without its module that several classes have: the first is meant
+# Of a name that several classes have, written without its module, the first is meant.
+suppress_warnings = ["ref.python"]
 
 autodoc_member_order = "alphabetical"
 python_use_unqualified_type_names = True

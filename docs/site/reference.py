@@ -53,23 +53,37 @@ PUBLIC = (
     "engine.processes",
     "engine.fronts",
 )
-# Beginnings of names, and the pages that have them. {name} is the whole name.
-ELSEWHERE = (
-    ("jax._src.mesh.", "https://docs.jax.dev/en/latest/jax.sharding.html"),
-    ("jax.sharding.", "https://docs.jax.dev/en/latest/jax.sharding.html"),
-    ("jax.jaxlib._jax.Array", "https://docs.jax.dev/en/latest/_autosummary/jax.Array.html"),
-    ("jax.", "https://docs.jax.dev/en/latest/_autosummary/{name}.html"),
-    ("optax.", "https://optax.readthedocs.io/en/latest/api/transformations.html"),
-    ("numpy.", "https://numpy.org/doc/stable/reference/generated/{name}.html"),
-    ("collections.abc.", "https://docs.python.org/3/library/collections.abc.html#{name}"),
-    ("contextlib.", "https://docs.python.org/3/library/contextlib.html#{name}"),
-    ("os.", "https://docs.python.org/3/library/os.html#{name}"),
-    ("pathlib.", "https://docs.python.org/3/library/pathlib.html#{name}"),
-    ("types.", "https://docs.python.org/3/library/types.html#{name}"),
-    ("datetime.", "https://docs.python.org/3/library/datetime.html#{name}"),
-    ("typing.", "https://docs.python.org/3/library/typing.html#{name}"),
-    ("torch.", "https://docs.pytorch.org/docs/stable/generated/{name}.html"),
-)
+_JAX = "https://docs.jax.dev/en/latest"
+_NUMPY = "https://numpy.org/doc/stable/reference"
+_OPTAX = "https://optax.readthedocs.io/en/latest/api/transformations.html#optax"
+_PYTHON = "https://docs.python.org/3/library"
+_PACKAGES = ("collections.", "contextlib.", "ipu_pipeline.", "jax.", "numpy.", "optax.", "os.", "typing.")
+# The names of other libraries that signatures have, and where they are described.
+ELSEWHERE = {
+    "contextlib.AbstractContextManager": f"{_PYTHON}/contextlib.html#contextlib.AbstractContextManager",
+    "jax.Array": f"{_JAX}/_autosummary/jax.Array.html",
+    "jax.P": f"{_JAX}/jax.sharding.html#jax.sharding.PartitionSpec",
+    "jax.ShapeDtypeStruct": f"{_JAX}/_autosummary/jax.ShapeDtypeStruct.html",
+    "jax._src.mesh.AbstractMesh": f"{_JAX}/jax.sharding.html",
+    "jax._src.mesh.Mesh": f"{_JAX}/jax.sharding.html#jax.sharding.Mesh",
+    "jax.jaxlib._jax.Array": f"{_JAX}/_autosummary/jax.Array.html",
+    "jax.sharding.NamedSharding": f"{_JAX}/jax.sharding.html#jax.sharding.NamedSharding",
+    "numpy.dtype": f"{_NUMPY}/generated/numpy.dtype.html",
+    "numpy.float32": f"{_NUMPY}/arrays.scalars.html#numpy.float32",
+    "numpy.int32": f"{_NUMPY}/arrays.scalars.html#numpy.int32",
+    "numpy.ndarray": f"{_NUMPY}/generated/numpy.ndarray.html",
+    "optax.GradientTransformation": f"{_OPTAX}.GradientTransformation",
+    "optax._src.base.GradientTransformation": f"{_OPTAX}.GradientTransformation",
+    "optax._src.base.GradientTransformationExtraArgs": f"{_OPTAX}.GradientTransformationExtraArgs",
+    "optax._src.base.TransformInitFn": f"{_OPTAX}.TransformInitFn",
+    "optax._src.base.TransformUpdateFn": f"{_OPTAX}.TransformUpdateFn",
+    "os.PathLike": f"{_PYTHON}/os.html#os.PathLike",
+    "typing.Any": f"{_PYTHON}/typing.html#typing.Any",
+    **{
+        f"collections.abc.{name}": f"{_PYTHON}/collections.abc.html#collections.abc.{name}"
+        for name in ("Callable", "Collection", "Iterable", "Iterator", "Mapping", "Sequence")
+    },
+}
 
 
 def full_name(module: str) -> str:
@@ -79,16 +93,27 @@ def full_name(module: str) -> str:
 
 def find_homes() -> dict[tuple[str, str], str]:
     """The public module that documents an object, by each public module and name that it has."""
-    first: dict[int, str] = {}
+    first: dict[Any, str] = {}
     homes = {}
     for module in map(full_name, PUBLIC):
         found = importlib.import_module(module)
         for name in found.__all__:
             value = getattr(found, name)
             # Equal numbers and texts may be one object without being the same thing.
-            key = hash((module, name)) if isinstance(value, (str, int, tuple)) else id(value)
+            key = (module, name) if isinstance(value, (str, int, tuple)) else id(value)
             homes[module, name] = first.setdefault(key, module)
     return homes
+
+
+def _is_inner(name: str) -> bool:
+    """Whether it is the full name of something in a module of the library."""
+    module, _, last = name.rpartition(".")
+    if not module.startswith("ipu_pipeline."):
+        return False
+    try:
+        return hasattr(importlib.import_module(module), last)
+    except ModuleNotFoundError:
+        return False
 
 
 def _as_code(match: re.Match[str]) -> str:
@@ -163,19 +188,18 @@ class Reference:
             lines += ["", "Used in " + ", ".join(f":doc:`/{page}`" for page in pages) + "."]
 
     def resolve(self, app: Any, env: Any, node: Any, content: Any) -> Any:
-        """Where a name leads that Sphinx does not find; None if it is a name that there should be."""
+        """Where a name leads that Sphinx does not find; None, which fails, if there is no such name."""
         target = node.get("reftarget", "")
+        if node.get("refdomain") != "py":
+            return None
         if public := self._public.get(target):
             node["reftarget"] = public
             python = env.get_domain("py")
             return python.resolve_xref(env, node["refdoc"], app.builder, "obj", public, node, content)
-        for beginning, page in ELSEWHERE:
-            if target.startswith(beginning):
-                return nodes.reference("", "", content, internal=False, refuri=page.format(name=target))
-        # A type of the library's own within, which the signature names and users need not.
-        return (
-            content if node.get("refdomain") == "py" and node.get("reftype") in ("class", "exc") else None
-        )
+        if target in ELSEWHERE:
+            return nodes.reference("", "", content, internal=False, refuri=ELSEWHERE[target])
+        # Words of a docstring, Python's own types, and what modules call each other have no dot, or one.
+        return content if _is_inner(target) or not target.startswith(_PACKAGES) else None
 
 
 def setup(app: Any) -> dict[str, bool]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -64,7 +64,11 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def _tell() -> int:
-    found = [*_versions(), *_devices(), *_caches(), *map(_feature, FEATURES), _compiler()]
+    found = [*_versions()]
+    if all(finding.state != WRONG for finding in found):  # else JAX is not there, or broken
+        found += [*_devices(), _cache()]
+    distributions = importlib.metadata.packages_distributions()
+    found += [*(_feature(feature, distributions) for feature in FEATURES), _compiler()]
     print("\n".join(align(found)))  # noqa: T201  # a program
     return int(any(finding.state == WRONG for finding in found))
 
@@ -97,11 +101,11 @@ def _versions() -> Iterator[Finding]:
 def _devices() -> Iterator[Finding]:
     # A program that trains may want all of an accelerator's memory, or have it already.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    try:
-        import jax
+    import jax
 
+    try:
         devices = jax.devices()
-    except Exception as error:  # whatever keeps JAX from being imported, or from starting
+    except Exception as error:  # whatever keeps JAX from starting
         yield Finding(WRONG, "devices", _first_line(error))
     else:
         first = devices[0]
@@ -114,36 +118,49 @@ def _devices() -> Iterator[Finding]:
     yield Finding(OK, "cores", text)
 
 
-def _caches() -> Iterator[Finding]:
+def _cache() -> Finding:
     from ipu_pipeline.processes import executable_cache
 
-    name = executable_cache.CACHE_DIR_VARIABLE
+    subject, name = "compiled programs kept", executable_cache.CACHE_DIR_VARIABLE
     directory = os.environ.get(name)
     if not directory:
-        text = f"nowhere; {name} or config.enable_executable_cache names a directory"
-        yield Finding(NOTE, "compiled programs kept", text)
-        return
+        return Finding(
+            NOTE, subject, f"nowhere; {name} or config.enable_executable_cache names a directory"
+        )
+    if not os.path.lexists(directory):
+        return Finding(OK, subject, f"in {printable(directory)}, which the first program makes")
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         executable_cache.enable_executable_cache(directory)
     if told:
-        yield Finding(WRONG, "compiled programs kept", printable(str(told[0].message)))
-    else:
-        files = [path for path in Path(directory).rglob("*") if path.is_file()]
-        size = describe_bytes(sum(path.stat().st_size for path in files))
-        yield Finding(OK, "compiled programs kept", f"in {printable(directory)}: {size}")
+        return Finding(WRONG, subject, printable(str(told[0].message)))
+    return Finding(OK, subject, f"in {printable(directory)}: {describe_bytes(_size_of(Path(directory)))}")
 
 
-def _feature(feature: Feature) -> Finding:
-    lacking = [module for module in feature.modules if importlib.util.find_spec(module) is None]
+def _size_of(directory: Path) -> int:
+    """The size of its files, without those that other processes remove meanwhile."""
+    size = 0
+    for path in directory.rglob("*"):
+        with contextlib.suppress(OSError):
+            size += path.stat().st_size if path.is_file() else 0
+    return size
+
+
+def _feature(feature: Feature, distributions: Mapping[str, Sequence[str]]) -> Finding:
+    """Whether its packages are installed.
+
+    Args:
+      feature: the feature.
+      distributions: by module, the packages that have it. (Python would import a folder of that name, too.)
+    """
+    lacking = [module for module in feature.modules if module not in distributions]
     if lacking:
-        text = f"{' and '.join(lacking)} not installed: {feature.mend}"
+        verb = "is" if len(lacking) == 1 else "are"
+        text = f"{' and '.join(lacking)} {verb} not installed: {feature.mend}"
         return Finding(MISSING, feature.name, text)
-    found = importlib.metadata.packages_distributions()
-    names = [found.get(module, [module])[0] for module in feature.modules]
-    return Finding(
-        OK, feature.name, ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
-    )
+    names = [distributions[module][0] for module in feature.modules]
+    text = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
+    return Finding(OK, feature.name, text)
 
 
 def _compiler() -> Finding:

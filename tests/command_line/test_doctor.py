@@ -1,6 +1,8 @@
 """`ipu-pipeline doctor`."""
 
-import importlib.util
+import importlib.metadata
+import os
+import re
 
 import jax
 import jaxlib
@@ -8,6 +10,7 @@ import pytest
 
 from ipu_pipeline.command_line import doctor, main
 from ipu_pipeline.processes import executable_cache
+from tests.support.programs import ROOT, start
 
 
 @pytest.fixture(autouse=True)
@@ -41,16 +44,34 @@ def test_a_line_each(capsys):
     assert "pillow" in found["MNIST of tensorflow-datasets"][1]
 
 
-def test_what_is_missing_has_its_mend(capsys, monkeypatch):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "plotly" else find(name))
+def test_what_is_missing_has_its_mend(capsys, monkeypatch, tmp_path):
+    """Also where a folder here has the name of a package."""
+    found = importlib.metadata.packages_distributions()
+    del found["plotly"], found["torch"], found["safetensors"]
+    monkeypatch.setattr(importlib.metadata, "packages_distributions", lambda: found)
     monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
-    found = lines_of(capsys)
-    assert found["report pages"] == (
-        "missing",
-        "plotly not installed: pip install 'ipu_pipeline[reports]'",
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plotly").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    lines = lines_of(capsys)
+    mend = "pip install 'ipu_pipeline[reports]'"
+    assert lines["report pages"] == ("missing", f"plotly is not installed: {mend}")
+    assert lines["poptorch"][1].startswith("torch and safetensors are not installed: ")
+    assert lines["custom operations in C++"][0] == "missing"
+
+
+def test_a_broken_jax_is_wrong(tmp_path):
+    """Nothing that imports it is asked."""
+    (tmp_path / "jax").mkdir()
+    (tmp_path / "jax" / "__init__.py").write_text("raise ImportError('a library is missing')")
+    path = f"{tmp_path}{os.pathsep}{ROOT}"
+    done = start("-m", "ipu_pipeline", "doctor", folder=tmp_path, as_tests=True, PYTHONPATH=path)
+    assert done.returncode == 1, done.stderr
+    assert re.search(
+        r"^  wrong +JAX +\S+ jaxlib \S+: ImportError: a library is missing$", done.stdout, re.M
     )
-    assert found["custom operations in C++"][0] == "missing"
+    assert "devices" not in done.stdout
+    assert re.search(r"^  ok +poptorch ", done.stdout, re.M)
 
 
 def test_jax_that_does_not_start_is_wrong(capsys, monkeypatch):
@@ -62,12 +83,18 @@ def test_jax_that_does_not_start_is_wrong(capsys, monkeypatch):
 
 
 def test_the_directory_of_compiled_programs(capsys, monkeypatch, tmp_path):
-    monkeypatch.setenv(executable_cache.CACHE_DIR_VARIABLE, str(tmp_path))
-    (tmp_path / "entry").write_bytes(bytes(2048))
-    assert lines_of(capsys)["compiled programs kept"] == ("ok", f"in {tmp_path}: 2 KiB")
+    kept = tmp_path / "kept"
+    monkeypatch.setenv(executable_cache.CACHE_DIR_VARIABLE, str(kept))
+    found = lines_of(capsys)["compiled programs kept"]
+    assert found == ("ok", f"in {kept}, which the first program makes")
+    assert not kept.exists()
+    kept.mkdir(mode=0o700)
+    (kept / "entry").write_bytes(bytes(2048))
+    (kept / "removed").symlink_to("nowhere")
+    assert lines_of(capsys)["compiled programs kept"] == ("ok", f"in {kept}: 2 KiB")
     monkeypatch.undo()
-    monkeypatch.setenv(executable_cache.CACHE_DIR_VARIABLE, str(tmp_path))
-    tmp_path.chmod(0o777)
+    monkeypatch.setenv(executable_cache.CACHE_DIR_VARIABLE, str(kept))
+    kept.chmod(0o777)
     state, text = lines_of(capsys, status=1)["compiled programs kept"]
     assert state == "wrong"
     assert "cannot be used" in text

@@ -712,7 +712,8 @@ def test_an_optimizer_whose_masks_do_not_fit():
         parameters=parameters,
         optimizer=optax.adamw(0.1, mask=[{"w": True}]),
     )
-    with pytest.raises(ValueError, match="pytree structure error|Expected list") as caught:
+    message = "pytree structure error" if jax.__version_info__ >= (0, 10) else "Expected list"
+    with pytest.raises(ValueError, match=message) as caught:
         pipeline.trace(np.ones((2, 3), "float32"))
     assert (
         "a dict from full name to array (masks and labels of Optax have to fit it): 'stage0/w'"
