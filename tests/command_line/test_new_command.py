@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -62,4 +63,19 @@ def test_a_folder_that_cannot_be_made(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("tempfile.TemporaryDirectory", fails)
     assert main.main(["new", str(tmp_path / "digits")]) == 2
     assert "cannot be made: Permission denied." in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_interrupted_it_leaves_nothing(tmp_path, monkeypatch):
+    write, written = Path.write_text, []
+
+    def interrupted(path, *args, **options):
+        written.append(path)
+        if len(written) == 2:
+            raise KeyboardInterrupt
+        return write(path, *args, **options)
+
+    monkeypatch.setattr(Path, "write_text", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        main.main(["new", str(tmp_path / "digits")])
     assert list(tmp_path.iterdir()) == []

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.history import Measured
 from ipu_pipeline.engine.schedules.timetables import timetable
 from tests.support import forked
 from tests.support.programs import environment
@@ -15,7 +16,7 @@ from tests.support.programs import environment
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 import draw_figures  # noqa: E402  # scripts are no package
-from figures import facts  # noqa: E402
+from figures import facts, measured  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -115,3 +116,30 @@ def test_phases_and_share_of_waiting(name, num_micro_batches, phases, percent):
         (phase, *span) for phase, span in zip(("ramp up", "main", "ramp down"), phases, strict=True)
     ]
     assert facts.percent_idle(table) == percent
+
+
+@pytest.mark.parametrize(
+    ("bound", "figure", "style", "place"),
+    [
+        ("at most", "1.5", "newest", "left"),
+        ("at most", "3", "missed", "right"),
+        ("at least", "3", "newest", "left"),
+        ("at least", "1.5", "missed", "right"),
+    ],
+)
+def test_which_side_of_its_target_a_benchmark_is_on(bound, figure, style, place):
+    def row(figure):
+        return Measured("2026-01-01", "c", "m", "question", "case", figure, "", "", bound, "2")
+
+    def squares(*figures):
+        text = measured.draw_against_targets([row(each) for each in figures], least_runs=1).render()
+        tree = xml.etree.ElementTree.fromstring(text)  # noqa: S314  # our own
+        tags = [element for element in tree.iter() if element.tag.endswith("rect")]
+        # The last three are the legend's.
+        return [(tag.get("class"), int(tag.get("x")) + int(tag.get("width")) // 2) for tag in tags[1:-3]]
+
+    ((_style, bounds_place),) = squares("2")
+    older, newest = squares("2", figure)
+    assert older == ("older", bounds_place)
+    assert newest[0] == style
+    assert newest[1] < bounds_place if place == "left" else newest[1] > bounds_place
