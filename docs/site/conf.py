@@ -68,5 +68,6 @@ html_theme_options = {
     "footer_start": [],
     "footer_end": [],
 }
-copybutton_prompt_text = "$ "
+copybutton_prompt_text = r"\$ |>>> |\.\.\. "
+copybutton_prompt_is_regexp = True
 copybutton_only_copy_prompt_lines = True

@@ -8,7 +8,10 @@ built without a network, the addresses of other libraries' pages.
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
+import textwrap
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ PUBLIC = (
     "ipu_infeed_queue",
     "ipu_outfeed_queue",
     "optimizers",
+    "optimizers.tf1",
     "layers",
     "cross_replica_ops",
     "embedding_ops",
@@ -36,6 +40,7 @@ PUBLIC = (
     "rnn_ops",
     "config",
     "distributed",
+    "popdist",
     "utils",
     "serving",
     "metrics",
@@ -50,9 +55,38 @@ PUBLIC = (
     "engine",
     "engine.schedules",
     "engine.inspect",
-    "engine.processes",
-    "engine.fronts",
 )
+# Of a module whose other names are for the library's own parts, those that people meet.
+_ONLY = {
+    "engine.inspect": (
+        "Edge",
+        "Flow",
+        "IpuMemory",
+        "LayerFacts",
+        "Part",
+        "PipelineDetails",
+        "PipelineSummary",
+        "Sent",
+        "StageDetails",
+        "StageMemory",
+        "Work",
+        "count_costs",
+        "count_work",
+    )
+}
+# What examples in docstrings begin with; the page "Look up" says so.
+PREAMBLE = """\
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import ipu_pipeline as ipu
+from ipu_pipeline import datasets, engine, layers
+from ipu_pipeline.engine import schedules
+"""
 _JAX = "https://docs.jax.dev/en/latest"
 _NUMPY = "https://numpy.org/doc/stable/reference"
 _OPTAX = "https://optax.readthedocs.io/en/latest/api/transformations.html#optax"
@@ -95,9 +129,10 @@ def find_homes() -> dict[tuple[str, str], str]:
     """The public module that documents an object, by each public module and name that it has."""
     first: dict[Any, str] = {}
     homes = {}
-    for module in map(full_name, PUBLIC):
+    for short in PUBLIC:
+        module = full_name(short)
         found = importlib.import_module(module)
-        for name in found.__all__:
+        for name in _ONLY.get(short, found.__all__):
             value = getattr(found, name)
             # Equal numbers and texts may be one object without being the same thing.
             key = (module, name) if isinstance(value, (str, int, tuple)) else id(value)
@@ -128,10 +163,26 @@ def _readable(
     return signature and re.sub(r"<[^<>]*>", "...", signature), returns
 
 
-class Examples:
-    """The programs of pages, which tests run, by the page's name without its ending."""
+def is_shown(value: Any) -> bool:
+    """Whether a public object is to have an example: a function, or a class other than an error."""
+    return inspect.isfunction(value) or (inspect.isclass(value) and not issubclass(value, BaseException))
 
-    def __init__(self) -> None:
+
+def example_in(docstring: str | None) -> str:
+    """The example that a docstring has, without its indentation; empty if there is none."""
+    found = re.search(r"^Example:\n((?:\n|  .*\n?)+)", inspect.cleandoc(docstring or ""), re.MULTILINE)
+    return textwrap.dedent(found[1]).strip("\n") if found else ""
+
+
+class Examples:
+    """The examples in docstrings, and the programs of pages, by the page's name without its ending."""
+
+    def __init__(self, homes: Mapping[tuple[str, str], str]) -> None:
+        self._in_docstrings = {}
+        for (module, name), home in homes.items():
+            value = getattr(importlib.import_module(module), name)
+            if home == module and callable(value):
+                self._in_docstrings[module, name] = example_in(value.__doc__)
         self._programs = {}
         for folder in ("docs", "docs/how_to", "tutorial"):
             for path in sorted((ROOT / folder).glob("*.md")):
@@ -149,13 +200,25 @@ class Examples:
         found = [page for page, program in self._programs.items() if use.search(program)]
         return sorted(found, key=lambda page: len(self._programs[page]))[:3]
 
+    def others_of(self, module: str, name: str) -> list[tuple[str, str]]:
+        """At most three other public names, those of the shortest examples, whose examples have a name."""
+        word = re.compile(rf"\b{name}\b")
+        found = [at for at, code in self._in_docstrings.items() if word.search(code)]
+        found = [at for at in found if at != (module, name)]
+        return sorted(found, key=lambda at: len(self._in_docstrings[at]))[:3]
+
+    def has(self, module: str, name: str) -> bool:
+        """Whether a public name has an example, its own or one of another name, or is used in a page."""
+        own = self._in_docstrings.get((module, name))
+        return bool(own or self.others_of(module, name) or self.pages_of(module, name))
+
 
 class Reference:
     """What autodoc and Sphinx ask while they build."""
 
     def __init__(self) -> None:
         self._homes = find_homes()
-        self._examples = Examples()
+        self._examples = Examples(self._homes)
         # By the module and name that an object says that it has, which annotations show.
         self._public = {}
         for (module, name), home in self._homes.items():
@@ -169,7 +232,7 @@ class Reference:
         home = self._homes.get((module, name))
         return True if home is not None and home != module else None
 
-    def prepare(self, _app: Any, _what: str, name: str, _obj: Any, _options: Any, lines: list[str]) -> None:
+    def prepare(self, _app: Any, _what: str, name: str, obj: Any, _options: Any, lines: list[str]) -> None:
         """Makes of our docstrings, which people read as they are, what Sphinx reads: in place.
 
         An example is code, and so is what stands between backticks, whatever follows it.
@@ -178,14 +241,20 @@ class Reference:
         for line in lines:
             if line == "Example:":
                 code = True
-                text += [".. code-block:: python", ""]
+                text += [".. code-block:: pycon", ""]
                 continue
             code = code and (not line or line.startswith(" "))
             text.append(line if code else re.sub(r"`([^`]+)`(\w?)", _as_code, line).replace("[*", r"[\*"))
         lines[:] = text
         module, _, short = name.rpartition(".")
-        if self._homes.get((module, short)) == module and (pages := self._examples.pages_of(module, short)):
-            lines += ["", "Used in " + ", ".join(f":doc:`/{page}`" for page in pages) + "."]
+        if self._homes.get((module, short)) != module:
+            return
+        found = [f":doc:`/{page}`" for page in self._examples.pages_of(module, short)]
+        if not found and ".. code-block:: pycon" not in text and is_shown(obj):
+            others = self._examples.others_of(module, short)
+            found = [f"the example of :py:obj:`{name} <{home}.{name}>`" for home, name in others]
+        if found:
+            lines += ["", "Used in " + ", ".join(found) + "."]
 
     def resolve(self, app: Any, env: Any, node: Any, content: Any) -> Any:
         """Where a name leads that Sphinx does not find; None, which fails, if there is no such name."""

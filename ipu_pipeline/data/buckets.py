@@ -25,9 +25,10 @@ class Buckets:
     examples, always the same.
 
     Example:
-      texts = [np.array([5, 2, 7]), np.array([1, 3])]  # or, for example, a data set of grain
-      for tokens, mask in Buckets(texts, lengths=[4, 8], batch_size=2):
-          print(tokens.shape, mask.sum())  # (2, 4) 5.0
+      >>> texts = [np.array([5, 2, 7]), np.array([1, 3])]  # or, for example, a data set of grain
+      >>> for tokens, mask in datasets.Buckets(texts, lengths=[4, 8], batch_size=2):
+      ...     print(tokens.shape, mask.sum())
+      (2, 4) 5.0
     """
 
     def __init__(

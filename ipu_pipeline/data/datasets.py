@@ -57,6 +57,11 @@ _SHUFFLE_SEED = 0  # seed of the embedded digits' split, which is part of the da
 class ImageData:
     """Images of ten classes.
 
+    Example:
+      >>> digits = datasets.load_digits()
+      >>> digits.classes[int(digits.train_labels[0])] == str(digits.train_labels[0])
+      True
+
     Attributes:
       name: what the data set is called.
       train_images: float32 [examples, 28, 28], in [0, 1].
@@ -80,6 +85,13 @@ class TrainingBatches:
     The order is drawn once, as where a data set is shuffled, cached and then repeated: on MNIST at these
     programs' learning rate, drawing it anew every epoch ends some runs in a loss of 0.02 instead of 0.001.
     The examples that do not fill the last batch are left out. Iterating again gives the same batches.
+
+    Example:
+      >>> digits = datasets.load_digits()
+      >>> batches = datasets.TrainingBatches(digits.train_images, digits.train_labels, batch_size=32)
+      >>> images, labels = next(iter(batches))
+      >>> images.shape, labels.shape
+      ((32, 28, 28), (32,))
     """
 
     def __init__(
@@ -144,7 +156,15 @@ class _TrainingIterator:
 
 
 class EvaluationBatches:
-    """Every example once, in order; the last batch is padded with examples that the mask leaves out."""
+    """Every example once, in order; the last batch is padded with examples that the mask leaves out.
+
+    Example:
+      >>> digits = datasets.load_digits()
+      >>> batches = datasets.EvaluationBatches(digits.test_images, digits.test_labels, batch_size=32)
+      >>> *_, (images, labels, mask) = batches
+      >>> images.shape, int(mask.sum())  # 360 examples: 11 full batches, and 8 more
+      ((32, 28, 28), 8)
+    """
 
     def __init__(self, images: NDArray[np.float32], labels: NDArray[np.int32], batch_size: int) -> None:
         """Takes the examples.
@@ -184,6 +204,11 @@ class EvaluationBatches:
 
 def load(selection: str, data_dir: str | None = None) -> tuple[ImageData, str]:
     """The data set of a program's `--dataset` and `--data-dir`.
+
+    Example:
+      >>> digits, note = datasets.load("digits")
+      >>> digits.name
+      'digits'
 
     Args:
       selection: "auto": MNIST if there is one, else the embedded digits; "mnist" or "digits".
@@ -225,6 +250,11 @@ def load(selection: str, data_dir: str | None = None) -> tuple[ImageData, str]:
 
 def load_fashion(selection: str, data_dir: str | None = None) -> tuple[ImageData, str]:
     """The data set of a program's `--dataset` and `--data-dir`, for programs about clothes.
+
+    Example:
+      >>> data, note = datasets.load_fashion("digits")
+      >>> data.name
+      'digits'
 
     Args:
       selection: "auto": Fashion-MNIST if a folder is given, else the embedded digits; "fashion"; "digits".
@@ -276,6 +306,11 @@ def load_digits() -> ImageData:
     Each pixel of the 8x8 images becomes 3x3 pixels, and a border of 2 makes them 28x28. The split is a
     fixed shuffle: the last images of the file are by other writers than the first.
 
+    Example:
+      >>> digits = datasets.load_digits()
+      >>> digits.train_images.shape, digits.test_images.shape
+      ((1437, 28, 28), (360, 28, 28))
+
     Returns:
       The data.
     """
@@ -294,6 +329,12 @@ def load_digits() -> ImageData:
 
 def load_mnist(data_dir: str | os.PathLike[str]) -> ImageData:
     """MNIST: 60,000 images to train on and 10,000 held out.
+
+    Example:
+      >>> mnist = datasets.load_mnist("no_such_folder")
+      Traceback (most recent call last):
+          ...
+      FileNotFoundError: ...
 
     Args:
       data_dir: a folder with the four idx files under their usual names, gzipped or plain; or else with

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from ipu_pipeline.engine.generation.generator import Generator
     from ipu_pipeline.engine.generation.requests import Request
     from ipu_pipeline.engine.generation.sampling import Sampling
-    from ipu_pipeline.engine.loop import Loop
     from ipu_pipeline.engine.measuring import measure_dispatch_plan
     from ipu_pipeline.engine.pipeline import Pipeline
     from ipu_pipeline.engine.pipeline_options import PipelineOptions
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
     from ipu_pipeline.engine.schedules.variants import what_if
     from ipu_pipeline.engine.state import PipelineState, StepOutputs
     from ipu_pipeline.engine.tracing.counting import update_count
-    from ipu_pipeline.engine.tracing.enqueuing import enqueue
+    from ipu_pipeline.engine.tracing.frames import ProgramNames
     from ipu_pipeline.engine.tracing.keys import micro_batch_tag, next_rng_key
     from ipu_pipeline.engine.tracing.metrics import metric
     from ipu_pipeline.engine.tracing.recomputation_marks import recomputation_checkpoint
@@ -75,7 +74,6 @@ __all__ = [
     "HostMemory",
     "Layer",
     "LinkSpeed",
-    "Loop",
     "ModelStages",
     "Offload",
     "OutOfRangeError",
@@ -84,6 +82,7 @@ __all__ = [
     "PipelineState",
     "PlacedMicroBatches",
     "ProcessError",
+    "ProgramNames",
     "Recomputation",
     "Reduction",
     "Request",
@@ -107,7 +106,6 @@ __all__ = [
     "auto_stages",
     "constrain",
     "cross_replica_sum",
-    "enqueue",
     "gathered",
     "get_variable",
     "get_variable_scope",
@@ -144,7 +142,6 @@ _HOMES = {
     "HostMemory": "engine.schedules.host_memory",
     "Layer": "engine.schedules.scenarios",
     "LinkSpeed": "engine.schedules.clusters",
-    "Loop": "engine.loop",
     "ModelStages": "engine.automatic_splits",
     "Offload": "engine.devices.offloading",
     "OutOfRangeError": "ground.errors",
@@ -153,6 +150,7 @@ _HOMES = {
     "PipelineState": "engine.state",
     "PlacedMicroBatches": "engine.devices.feeds",
     "ProcessError": "ground.errors",
+    "ProgramNames": "engine.tracing.frames",
     "Recomputation": "engine.programs.recomputation",
     "Reduction": "engine.programs.accumulation",
     "Request": "engine.generation.requests",
@@ -176,7 +174,6 @@ _HOMES = {
     "auto_stages": "engine.automatic_splits",
     "constrain": "engine.tracing.tensor_parallel",
     "cross_replica_sum": "engine.tracing.replicas",
-    "enqueue": "engine.tracing.enqueuing",
     "gathered": "engine.devices.gathered",
     "get_variable": "engine.tracing.variables",
     "get_variable_scope": "engine.tracing.variable_scopes",

@@ -23,6 +23,15 @@ _MAX_NAMES = 300  # characters
 class Adoption:
     """What `Pipeline.adopt` took from another state; `print` shows it.
 
+    Example:
+      >>> old = engine.Pipeline([layers.Dense(4)], num_micro_batches=1)
+      >>> state = old.init(jax.random.key(0), np.ones([2, 8], np.float32))
+      >>> new = engine.Pipeline([layers.Dense(4), layers.Dense(2, name="head")], num_micro_batches=1)
+      >>> new.trace(np.ones([2, 8], np.float32))
+      >>> state, adoption = new.adopt(state)
+      >>> adoption.taken, adoption.new
+      (('dense/kernel', 'dense/bias'), ('head/kernel', 'head/bias'))
+
     Attributes:
       taken: full names of the variables that were taken, in the pipeline's order.
       new: full names of those that the state lacked, which start with their initial values.

@@ -122,6 +122,17 @@ class SplitRow:
 class SplitTable:
     """What a split was decided by; `print` shows it.
 
+    Example:
+      >>> parts = [lambda x: jnp.tanh(x @ ipu.get_variable("w", [8, 8]))] + [jnp.tanh] * 3
+      >>> x = np.ones([4, 8], np.float32)
+      >>> stages = engine.auto_stages(parts, 2, x, num_micro_batches=4, measure=False)
+      >>> print(stages.table.cuts)
+      cut by layers, counted, all 3 simulated:
+        stage  IPU  layers                takes  crosses the cut before it
+        0      0    <lambda>              60 us
+        1      1    tanh.0 to tanh.2 (3)  60 us                      128 B
+        a step takes 325 us, and stage 1 most of it; even by layers 325 us; best other 325 us
+
     Attributes:
       rows: the chosen split, the even one by the number of layers, and of the others the best one with a
         device for each IPU; those that are the same are there once.
@@ -251,6 +262,13 @@ def auto_stages(
     print or call back into Python, or have a `while_loop`; or the program runs in several processes, each
     of which would measure differently.
 
+    Example:
+      >>> parts = [lambda x: jnp.tanh(x @ ipu.get_variable("w", [8, 8]))] + [jnp.tanh] * 3
+      >>> x = np.ones([4, 8], np.float32)
+      >>> stages = engine.auto_stages(parts, 2, x, num_micro_batches=4, measure=False)
+      >>> stages.groups
+      ((0,), (1, 2, 3))
+
     Args:
       layers: like stages, without parallel ones: each takes what the one before returns.
       num_stages: the number of stages, from 1 to the number of layers.
@@ -293,6 +311,22 @@ def auto_stages(
 
 class ModelStages(AutoStages):
     """The stages of a model that was one function, as a list, for a pipeline.
+
+    Example:
+      >>> def model(w, x):
+      ...     for _ in range(4):
+      ...         x = jnp.tanh(x @ w)
+      ...     return x
+      >>> stages = engine.split(
+      ...     model,
+      ...     2,
+      ...     np.ones([4, 8], np.float32),
+      ...     parameters=np.eye(8, dtype=np.float32),
+      ...     num_micro_batches=4,
+      ...     measure=False,
+      ... )
+      >>> len(stages)
+      2
 
     Attributes:
       groups: the numbers of each stage's parts.

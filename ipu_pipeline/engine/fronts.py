@@ -12,6 +12,7 @@ from ipu_pipeline.engine.execution.kept import KeptPrograms
 from ipu_pipeline.engine.execution.replicas import Dealt
 from ipu_pipeline.engine.exporting import StageRunner, export_stages
 from ipu_pipeline.engine.jaxprs.slicing import split_results
+from ipu_pipeline.engine.loop import Loop
 from ipu_pipeline.engine.loops.bodies import look_at_body
 from ipu_pipeline.engine.loops.recording import current_body, record_training_step
 from ipu_pipeline.engine.loops.shards import ipu_shard
@@ -39,7 +40,6 @@ from ipu_pipeline.engine.tracing.frames import (
     Enqueued,
     InsideOfBodyError,
     OutsideOfBodyError,
-    ProgramNames,
     has_update_count,
     is_in_stage,
     is_traced_again,
@@ -78,11 +78,11 @@ __all__ = [
     "GradientTarget",
     "InsideOfBodyError",
     "KeptPrograms",
+    "Loop",
     "LossScaleState",
     "LossScaled",
     "MetricReader",
     "OutsideOfBodyError",
-    "ProgramNames",
     "Progress",
     "Reported",
     "RunState",

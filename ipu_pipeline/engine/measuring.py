@@ -26,6 +26,19 @@ def measure_dispatch_plan(
     It compiles and runs every possible plan, which takes long. The result can be kept, and given to a
     pipeline as `dispatch_plan`. Chunks are tried without regard to the memory that they take.
 
+    Example:
+      >>> pipeline = engine.Pipeline(
+      ...     [layers.Dense(4), layers.Dense(4)],
+      ...     num_micro_batches=4,
+      ...     loss=jnp.mean,
+      ...     optimizer=optax.sgd(0.1),
+      ... )
+      >>> batches = [np.ones([2, 8], np.float32)] * 4
+      >>> state = pipeline.init(jax.random.key(0), batches[0])
+      >>> plan = engine.measure_dispatch_plan(pipeline, state, batches, num_steps=2)
+      >>> plan.chunk_size in (1, 2, 4)
+      True
+
     Args:
       pipeline: a pipeline with a fixed number of micro-batches, over several devices.
       state: as for `Pipeline.step`; it stays as it is.

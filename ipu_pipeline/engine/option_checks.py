@@ -142,6 +142,6 @@ _RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         f"a dict with names for some of {', '.join(sorted(_RENAMED))}",
     ),
     ("captures", lambda value: isinstance(value, Captures), "a Captures of a front"),
-    ("program_names", lambda value: isinstance(value, ProgramNames), "the ProgramNames of a front"),
+    ("program_names", lambda value: isinstance(value, ProgramNames), "engine.ProgramNames"),
     ("block_bytes max_chunked_bytes", lambda value: is_integer(value, 0), "an integer of at least 0"),
 )

@@ -144,10 +144,22 @@ class Pipeline:
     """A model cut into stages, each on a device of its own, with gradient accumulation.
 
     Example:
-      pipeline = Pipeline([first, second], num_micro_batches=4, loss=lambda loss: loss,
-                          optimizer=optax.sgd(0.1))
-      state = pipeline.init(jax.random.key(0), (images, labels))
-      state, outputs = pipeline.step(state, micro_batches)
+      >>> def first(w, x, targets):
+      ...     return jnp.tanh(x @ w), targets
+      >>> def second(w, x, targets):
+      ...     return jnp.mean((x @ w - targets) ** 2)
+      >>> pipeline = engine.Pipeline(
+      ...     [first, second],
+      ...     parameters=[np.ones([8, 16], np.float32), np.ones([16, 2], np.float32)],
+      ...     num_micro_batches=4,
+      ...     loss=lambda loss: loss,
+      ...     optimizer=optax.sgd(0.1),
+      ... )
+      >>> micro_batches = [(np.ones([4, 8], np.float32), np.zeros([4, 2], np.float32))] * 4
+      >>> state = pipeline.init(jax.random.key(0), micro_batches[0])
+      >>> state, outputs = pipeline.step(state, micro_batches)
+      >>> len(outputs.losses), state.update_count
+      (4, 1)
     """
 
     _split_costs: schedules.Costs | None = None  # what its stages take, if the engine cut it by that

@@ -30,6 +30,12 @@ __all__ = ["PipelineOptions", "check_positive", "check_replicas"]
 class PipelineOptions:
     """The keyword arguments of `Pipeline`, checked as far as possible without the stages.
 
+    Example:
+      >>> engine.PipelineOptions(num_micro_batches=4, schedule="no_such_schedule")
+      Traceback (most recent call last):
+          ...
+      ValueError: schedule must be ...
+
     Attributes:
       num_micro_batches: micro-batches per step, at least 1. None: each step is given the number, and a
         new number does not compile again.

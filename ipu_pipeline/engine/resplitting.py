@@ -71,6 +71,16 @@ def resplit(state: PipelineState, pipeline: Pipeline) -> PipelineState:
     variables, or other stacks. Arrays that are where they belong are not copied: with `donate` a step
     destroys them in the old state, too.
 
+    Example:
+      >>> parts = [layers.Dense(4, name=name) for name in ("first", "second", "third")]
+      >>> fine = engine.Pipeline(parts, num_micro_batches=1)
+      >>> state = fine.init(jax.random.key(0), np.ones([2, 8], np.float32))
+      >>> coarse = engine.Pipeline([lambda x: parts[1](parts[0](x)), parts[2]], num_micro_batches=1)
+      >>> coarse.trace(np.ones([2, 8], np.float32))
+      >>> state = engine.resplit(state, coarse)
+      >>> list(state.variables)
+      ['first/kernel', 'first/bias', 'second/kernel', 'second/bias', 'third/kernel', 'third/bias']
+
     Args:
       state: of any pipeline, on any devices.
       pipeline: traced, by `trace` or `init`, with the same optimizer, or without one.

@@ -53,6 +53,12 @@ def of_replica(value: Any, replica: int) -> Any:
 class PipelineState:
     """Everything that training changes, a pytree.
 
+    Example:
+      >>> pipeline = engine.Pipeline([lambda w, x: x @ w], parameters=[np.eye(4)], num_micro_batches=1)
+      >>> state = pipeline.init(jax.random.key(0), np.ones([2, 4]))
+      >>> list(state.variables), state.update_count
+      (['stage0/parameter'], 0)
+
     Attributes:
       variables: full name -> array.
       optimizer_state: what the optimizer's `init` returns for the trained variables, a flat dict. None
@@ -73,6 +79,13 @@ class PipelineState:
 @dataclass(frozen=True)
 class StepOutputs:
     """What a step returns besides the new state.
+
+    Example:
+      >>> pipeline = engine.Pipeline([lambda x: 2 * x], num_micro_batches=2)
+      >>> batches = [np.float32(1), np.float32(2)]
+      >>> _, outputs = pipeline.step(pipeline.init(jax.random.key(0), batches[0]), batches)
+      >>> [float(output) for output in outputs.outputs]
+      [2.0, 4.0]
 
     Attributes:
       collected: the leaves as they were made: stacked where one program handled several micro-batches.
@@ -98,7 +111,10 @@ class StepOutputs:
 
     @functools.cached_property
     def outputs(self) -> list[Any]:
-        """What the last stage returned, one entry per micro-batch; none in processes without that stage."""
+        """What the last stage returned, one entry per micro-batch; none in processes without that stage.
+
+        Where there are several replicas, an entry has a first axis for them.
+        """
         if self.unflatten is None or not self.is_here:
             return []
         found: list[Any] = []

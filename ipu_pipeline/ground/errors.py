@@ -10,8 +10,6 @@ __all__ = [
     "NoCheckpointError",
     "OutOfRangeError",
     "ProcessError",
-    "drop_traceback_note",
-    "without_traceback_note",
 ]
 
 # The note with which JAX says that it has removed its frames from a traceback (JAX_TRACEBACK_FILTERING).
@@ -22,13 +20,36 @@ class OutOfRangeError(Exception):
     """The data set ended before the run had all the micro-batches that it needs.
 
     Weight updates that were complete by then remain; the one that was being accumulated is dropped.
+
+    Example:
+      >>> infeed_queue = ipu.ipu_infeed_queue.IPUInfeedQueue([np.float32(1)])
+      >>> def model():
+      ...     return ipu.loops.repeat(2, lambda total, x: total + x, [np.float32(0)], infeed_queue)
+      >>> with ipu.scopes.ipu_scope("/device:IPU:0"):
+      ...     program = ipu.ipu_compiler.compile(model)
+      >>> with ipu.Session() as session:
+      ...     session.run(infeed_queue.initializer)
+      ...     try:
+      ...         session.run(program)
+      ...     except ipu.errors.OutOfRangeError:
+      ...         print("the data set has ended")
+      the data set has ended
     """
 
     __module__ = "ipu_pipeline.errors"  # where users import it from, and what tracebacks show
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be read, or does not fit the programs that are to use it."""
+    """A checkpoint cannot be read, or does not fit the programs that are to use it.
+
+    Example:
+      >>> with ipu.Session() as session:
+      ...     try:
+      ...         ipu.Saver().restore(session, "no_such_folder")
+      ...     except ipu.errors.CheckpointError as error:
+      ...         print(type(error).__name__)
+      NoCheckpointError
+    """
 
     __module__ = "ipu_pipeline.errors"
 

@@ -41,6 +41,9 @@ def enable_executable_cache(directory: str | os.PathLike[str]) -> None:
     under another entry's name, or was changed, is not used, with a warning.
 
     If the directory cannot be used, there is a warning, and programs are compiled without it.
+
+    Example:
+      >>> ipu.config.enable_executable_cache("cache")
     """
     global _has_read_environment
     _has_read_environment = True

@@ -62,6 +62,11 @@ def set_num_devices(number: int) -> None:
     `IPUConfig.configure_ipu_system`, there are as many devices as the programs compiled before then need.
     The number of accelerators is fixed.
 
+    Example:
+      >>> ipu.config.set_num_devices(4)
+      >>> len(jax.devices("cpu")) >= 4
+      True
+
     Args:
       number: the number of devices, from 1. Where JAX runs already, at least this many must be there.
 
@@ -146,7 +151,15 @@ def norm_group_size() -> int:
 
 
 def selected_devices(ordinal: int) -> list[Any]:
-    """The JAX devices of `/device:IPU:<ordinal>` selected so far; selects none."""
+    """The JAX devices of `/device:IPU:<ordinal>` selected so far; selects none.
+
+    Example:
+      >>> config = ipu.config.IPUConfig()
+      >>> config.auto_select_ipus = [1, 2]  # /device:IPU:0 has one, /device:IPU:1 two
+      >>> config.configure_ipu_system()
+      >>> len(ipu.config.selected_devices(1))
+      2
+    """
     if _system is None or ordinal >= len(_system.groups):
         return []
     return _system.groups[ordinal]
@@ -176,13 +189,31 @@ def devices_for(ordinal: int, number: int) -> list[Any]:
 
 
 def reset_ipu_configuration() -> None:
-    """Forgets the selected devices, as if nothing had been configured."""
+    """Forgets the selected devices, as if nothing had been configured.
+
+    Example:
+      >>> config = ipu.config.IPUConfig()
+      >>> config.auto_select_ipus = 4
+      >>> config.configure_ipu_system()
+      >>> ipu.config.reset_ipu_configuration()
+      >>> ipu.config.selected_devices(0)
+      []
+    """
     global _system
     _system = None
 
 
 def running_on_ipu_model() -> bool:
-    """Whether the selected IPUs are virtual: devices of the CPU."""
+    """Whether the selected IPUs are virtual: devices of the CPU.
+
+    Example:
+      >>> config = ipu.config.IPUConfig()
+      >>> config.ipu_model = True
+      >>> config.auto_select_ipus = 1
+      >>> config.configure_ipu_system()
+      >>> ipu.config.running_on_ipu_model()
+      True
+    """
     return any(device.platform == "cpu" for device in selected_devices(0))
 
 

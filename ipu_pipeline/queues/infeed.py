@@ -30,7 +30,13 @@ _OLDER_POSITIONS = (
 
 
 class InfeedOperation:
-    """An operation for `Session.run`, which starts an infeed over or ends it."""
+    """An operation for `Session.run`, which starts an infeed over or ends it.
+
+    Example:
+      >>> infeed_queue = ipu.ipu_infeed_queue.IPUInfeedQueue([np.float32([1, 2])])
+      >>> isinstance(infeed_queue.initializer, ipu.ipu_infeed_queue.InfeedOperation)
+      True
+    """
 
     def __init__(self, queue: IPUInfeedQueue, starts: bool) -> None:
         """Made by `IPUInfeedQueue`."""
@@ -42,9 +48,16 @@ class IPUInfeedQueue:
     """Feeds a data set to pipelines, micro-batch by micro-batch.
 
     Example:
-      infeed_queue = IPUInfeedQueue(dataset)
-      ...
-      session.run(infeed_queue.initializer)
+      >>> batches = [np.float32([1, 2]), np.float32([3, 4])]
+      >>> infeed_queue = ipu.ipu_infeed_queue.IPUInfeedQueue(batches)
+      >>> def model():
+      ...     return ipu.loops.repeat(2, lambda total, x: total + jnp.sum(x), [np.float32(0)], infeed_queue)
+      >>> with ipu.scopes.ipu_scope("/device:IPU:0"):
+      ...     program = ipu.ipu_compiler.compile(model)
+      >>> with ipu.Session() as session:
+      ...     session.run(infeed_queue.initializer)
+      ...     session.run(program)
+      [array(10., dtype=float32)]
     """
 
     def __init__(

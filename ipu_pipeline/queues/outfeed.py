@@ -36,14 +36,25 @@ _OLDER_POSITIONS = (
 
 
 class IPUOutfeedMode(enum.Enum):
-    """ALL keeps every element until it is dequeued; LAST keeps only the last one."""
+    """ALL keeps every element until it is dequeued; LAST keeps only the last one.
+
+    Example:
+      >>> mode = ipu.ipu_outfeed_queue.IPUOutfeedMode.LAST
+      >>> outfeed_queue = ipu.ipu_outfeed_queue.IPUOutfeedQueue(outfeed_mode=mode)
+    """
 
     ALL = "all"
     LAST = "get_last"
 
 
 class OutfeedOperation:
-    """An operation for `Session.run`, which dequeues."""
+    """An operation for `Session.run`, which dequeues.
+
+    Example:
+      >>> outfeed_queue = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+      >>> isinstance(outfeed_queue.dequeue(), ipu.ipu_outfeed_queue.OutfeedOperation)
+      True
+    """
 
     def __init__(self, queue: IPUOutfeedQueue) -> None:
         """Made by `IPUOutfeedQueue.dequeue`."""
@@ -83,7 +94,17 @@ class IPUOutfeedQueue:
     """Takes what a pipeline's last stage returns, or its loss, or what stages and loops enqueue.
 
     Example:
-      losses = session.run(outfeed_queue.dequeue())  # one per micro-batch since the last dequeue
+      >>> outfeed_queue = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+      >>> def body(number):
+      ...     return 2 * number, outfeed_queue.enqueue(number)
+      >>> def model():
+      ...     return ipu.loops.repeat(4, body, [np.float32(1)])
+      >>> with ipu.scopes.ipu_scope("/device:IPU:0"):
+      ...     program = ipu.ipu_compiler.compile(model)
+      >>> with ipu.Session() as session:
+      ...     _ = session.run(program)
+      ...     session.run(outfeed_queue.dequeue())  # all since the last dequeue
+      array([1., 2., 4., 8.], dtype=float32)
     """
 
     def __init__(

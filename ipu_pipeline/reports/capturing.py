@@ -44,6 +44,16 @@ _logger = logging.getLogger(__name__)
 class Capture:
     """A trace that is being recorded; see `capture`.
 
+    Example:
+      >>> def model(x):
+      ...     return ipu.loops.repeat(3, lambda x: layers.Dense(8)(x), [x])
+      >>> with ipu.scopes.ipu_scope("/device:IPU:0"):
+      ...     program = ipu.ipu_compiler.compile(model, [np.ones([2, 8], np.float32)])
+      >>> with ipu.Session() as session, ipu.reports.capture("profile_run") as capture:
+      ...     _ = session.run(program)
+      >>> [pipeline.kind for pipeline in capture.profile.pipelines]
+      ['loop']
+
     Attributes:
       directory: where the reports are, or will be; with several processes, in the first one.
       profile: the recorded trace; None until the end, and if nothing ran.
@@ -132,8 +142,14 @@ def capture(directory: str | os.PathLike[str], *, max_actions: int = MAX_ACTIONS
     POPLAR_ENGINE_OPTIONS='{"autoReport.all": "true", "autoReport.directory": "./directory"}'.
 
     Example:
-      with ipu.reports.capture("profile_run"):
-          session.run(program, {learning_rate: 0.01})
+      >>> def model(x):
+      ...     return ipu.loops.repeat(3, lambda x: layers.Dense(8)(x), [x])
+      >>> with ipu.scopes.ipu_scope("/device:IPU:0"):
+      ...     program = ipu.ipu_compiler.compile(model, [np.ones([2, 8], np.float32)])
+      >>> with ipu.Session() as session, ipu.reports.capture("profile_run") as capture:
+      ...     _ = session.run(program)
+      >>> "profile.json" in os.listdir("profile_run")
+      True
 
     Args:
       directory: where the reports go: `report.html` (with the extra `reports`), `trace.json` for Perfetto

@@ -57,6 +57,13 @@ __all__ = [
 class IPUConfig:
     """Selects the IPUs, and says how.
 
+    Example:
+      >>> config = ipu.config.IPUConfig()
+      >>> config.auto_select_ipus = 2
+      >>> config.configure_ipu_system()
+      >>> len(ipu.config.selected_devices(0))
+      2
+
     Attributes:
       auto_select_ipus: how many IPUs; a list gives each `/device:IPU:<n>` its number. For R replicas of a
         pipeline of S IPUs it is R times S.
@@ -75,11 +82,6 @@ class IPUConfig:
 
     Graphcore's other settings are known by their names (`config.floating_point_behaviour.esr`). They have
     no effect: who sets one to something else than its default is told why, once.
-
-    Example:
-      config = IPUConfig()
-      config.auto_select_ipus = 2
-      config.configure_ipu_system()
     """
 
     auto_select_ipus: int | list[int] | None = None
@@ -130,6 +132,13 @@ class IPUConfig:
 
         Where several processes run the program, the devices are those of all, process by process; if the
         environment says so (see `ipu_pipeline.distributed`), it joins this process with them.
+
+        Example:
+          >>> config = ipu.config.IPUConfig()
+          >>> config.select_ipus = [3, 1]
+          >>> ipu.config.configure_ipu_system(config)
+          >>> [device.id for device in ipu.config.selected_devices(0)]
+          [3, 1]
 
         Args:
           device: the host's, in Graphcore's programs; only "cpu" and names of a CPU device.

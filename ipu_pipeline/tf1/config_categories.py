@@ -34,7 +34,12 @@ __all__ = [
 
 
 class DeviceConnectionType(enum.Enum):
-    """When a program attached to IPUs. JAX devices are always there."""
+    """When a program attached to IPUs. JAX devices are always there.
+
+    Example:
+      >>> config = ipu.config.IPUConfig()
+      >>> config.device_connection.type = ipu.config.DeviceConnectionType.ALWAYS
+    """
 
     ALWAYS = 0
     ON_DEMAND = 1
@@ -43,7 +48,12 @@ class DeviceConnectionType(enum.Enum):
 
 
 class ExecutionProfileType(enum.Enum):
-    """How much was profiled on IPUs."""
+    """How much was profiled on IPUs.
+
+    Example:
+      >>> ipu.config.ExecutionProfileType.NO_PROFILE.name
+      'NO_PROFILE'
+    """
 
     NO_PROFILE = 0
     DEVICE_PROFILE = 1
@@ -52,7 +62,12 @@ class ExecutionProfileType(enum.Enum):
 
 
 class MergeRemoteBuffersBehaviour(enum.Enum):
-    """Whether buffers in IPUs' remote memory were merged."""
+    """Whether buffers in IPUs' remote memory were merged.
+
+    Example:
+      >>> config = ipu.config.IPUConfig()
+      >>> config.optimizations.merge_remote_buffers = ipu.config.MergeRemoteBuffersBehaviour.IF_BENEFICIAL
+    """
 
     NO_MERGING = 0
     MERGE = 1
@@ -60,7 +75,12 @@ class MergeRemoteBuffersBehaviour(enum.Enum):
 
 
 class SchedulingAlgorithm(enum.Enum):
-    """How Poplar ordered operations. XLA has an order of its own."""
+    """How Poplar ordered operations. XLA has an order of its own.
+
+    Example:
+      >>> config = ipu.config.IPUConfig()
+      >>> config.scheduling.algorithm = ipu.config.SchedulingAlgorithm.CHOOSE_BEST
+    """
 
     CHOOSE_BEST = 0
     CLUSTERING = 1
@@ -75,6 +95,10 @@ class SelectionOrder(enum.Enum):
     AUTO and ZIGZAG: 0, 1, 2, 3, ... SNAKE: 0, 1, 3, 2, 4, 5, 7, 6, ..., so that neighbours in a
     pipeline are neighbours on the ladder. HOOF: up one side, 0, 2, 4, ..., and down the other,
     ..., 5, 3, 1, so that the last is a neighbour of the first.
+
+    Example:
+      >>> config = ipu.config.IPUConfig()
+      >>> config.selection_order = ipu.config.SelectionOrder.SNAKE
     """
 
     AUTO = enum.auto()
@@ -98,7 +122,12 @@ class SelectionOrder(enum.Enum):
 
 
 class StochasticRoundingBehaviour(enum.Enum):
-    """Whether IPUs rounded stochastically. JAX devices round to nearest."""
+    """Whether IPUs rounded stochastically. JAX devices round to nearest.
+
+    Example:
+      >>> config = ipu.config.IPUConfig()
+      >>> config.floating_point_behaviour.esr = ipu.config.StochasticRoundingBehaviour.OFF
+    """
 
     OFF = 0
     ON = 1

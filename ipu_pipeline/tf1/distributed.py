@@ -79,7 +79,12 @@ def initialize(
 
 
 def is_initialized() -> bool:
-    """Whether this process has joined others."""
+    """Whether this process has joined others.
+
+    Example:
+      >>> ipu.distributed.is_initialized()
+      False
+    """
     return joining.is_joined()
 
 

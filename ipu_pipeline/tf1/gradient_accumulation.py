@@ -11,7 +11,14 @@ __all__ = ["GradientAccumulationReductionMethod"]
 
 
 class GradientAccumulationReductionMethod(enum.Enum):
-    """SUM adds the gradients, MEAN divides the sum by their number, RUNNING_MEAN keeps their mean."""
+    """SUM adds the gradients, MEAN divides the sum by their number, RUNNING_MEAN keeps their mean.
+
+    Example:
+      >>> mean = ipu.gradient_accumulation.GradientAccumulationReductionMethod.MEAN
+      >>> optimizer = ipu.optimizers.GradientAccumulationOptimizerV2(
+      ...     optax.sgd(0.1), num_mini_batches=16, reduction_method=mean
+      ... )
+    """
 
     SUM = 0
     MEAN = 1

@@ -18,7 +18,7 @@ from ipu_pipeline.tf1.program.program import Program, build_program
 from ipu_pipeline.tf1.program.registry import register, reserve_ipus
 from ipu_pipeline.tf1.scopes import current_ipu_device
 
-__all__ = ["compile"]
+__all__ = ["Program", "compile"]
 
 
 def compile(computation: Callable[..., Any], inputs: Sequence[Any] | None = None) -> Program:
@@ -26,6 +26,15 @@ def compile(computation: Callable[..., Any], inputs: Sequence[Any] | None = None
 
     It does not start JAX's backend; XLA compiles when the program first runs. On a CPU, the backend then
     gets the number of devices that the programs compiled before it starts need.
+
+    Example:
+      >>> def model(x, y):
+      ...     return x + y, x * y
+      >>> with ipu.scopes.ipu_scope("/device:IPU:0"):
+      ...     program = ipu.ipu_compiler.compile(model, [np.float32(3), np.float32(4)])
+      >>> with ipu.Session() as session:
+      ...     session.run(program)
+      [array(7., dtype=float32), array(12., dtype=float32)]
 
     Args:
       computation: a function that takes one array per input. It calls `pipelining_ops.pipeline` or

@@ -21,26 +21,31 @@ _BATCH_SIZE = "batch_size"
 class IPUEstimator(Estimator):
     """Trains, evaluates and predicts with a model that is not cut into stages.
 
-    Example:
-      def model_fn(features, labels, mode, params):
-          logits = ipu.layers.Dense(10)(features)
-          if mode == ipu.ModeKeys.PREDICT:
-              return IPUEstimatorSpec(mode, predictions=logits)
-          loss = jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels))
-          optimizer = ipu.optimizers.tf1.GradientDescentOptimizer(params["learning_rate"])
-          return IPUEstimatorSpec(
-              mode,
-              loss=loss,
-              train_op=optimizer.minimize(loss) if mode == ipu.ModeKeys.TRAIN else None,
-              eval_metric_ops={"accuracy": ipu.metrics.accuracy(labels, jnp.argmax(logits, -1))},
-          )
-
-      estimator = IPUEstimator(model_fn, "model", RunConfig(IPURunConfig(iterations_per_loop=100)), {...})
-      estimator.train(input_fn, steps=1000)
-
     The `model_fn` is traced, so it computes with `jax.numpy` and the layers of `ipu.layers`. A step is a
     micro-batch of each replica, and `global_step` counts them. Checkpoints, data sets, hooks and logs are
     the same as for `IPUPipelineEstimator`.
+
+    Example:
+      >>> def model_fn(features, labels, mode, params):
+      ...     logits = layers.Dense(10)(features)
+      ...     if mode == ipu.ModeKeys.PREDICT:
+      ...         return ipu.ipu_estimator.IPUEstimatorSpec(mode, predictions=logits)
+      ...     loss = jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels))
+      ...     optimizer = ipu.optimizers.tf1.GradientDescentOptimizer(params["rate"])
+      ...     return ipu.ipu_estimator.IPUEstimatorSpec(
+      ...         mode,
+      ...         loss=loss,
+      ...         train_op=optimizer.minimize(loss) if mode == ipu.ModeKeys.TRAIN else None,
+      ...         eval_metric_ops={"accuracy": ipu.metrics.accuracy(labels, jnp.argmax(logits, -1))},
+      ...     )
+      >>> def input_fn():
+      ...     return [(np.ones([4, 8], np.float32), np.zeros(4, np.int32))] * 8
+      >>> estimator = ipu.ipu_estimator.IPUEstimator(
+      ...     model_fn, "whole_model", ipu.ipu_run_config.RunConfig(), params={"rate": 0.1}
+      ... )
+      >>> _ = estimator.train(input_fn, steps=8)
+      >>> estimator.evaluate(input_fn, steps=2)["accuracy"]
+      1.0
     """
 
     def __init__(

@@ -23,23 +23,36 @@ __all__ = ["IPUPipelineEstimator", "IPUPipelineEstimatorSpec", "ModeKeys"]
 class IPUPipelineEstimator(Estimator):
     """Trains, evaluates and predicts with a pipeline.
 
-    Example:
-      def model_fn(mode, params):
-          ...
-          return IPUPipelineEstimatorSpec(
-              mode,
-              computational_stages=[stage1, stage2],
-              gradient_accumulation_count=16,
-              optimizer_function=optimizer_function,
-              eval_metrics_fn=lambda loss: {"loss": loss},
-          )
-
-      estimator = IPUPipelineEstimator(model_fn, "model", RunConfig(ipu_run_config=...))
-      estimator.train(input_fn, steps=1600)
-      print(estimator.evaluate(test_input_fn))
-
     A step is a micro-batch of each replica, and `global_step` counts them. Messages go to the logger
     "ipu_pipeline.estimator"; `train` says what a terminal shows.
+
+    Example:
+      >>> def model_fn(mode, params):
+      ...     def stage1(x, targets):
+      ...         return layers.Dense(16, activation="relu")(x), targets
+      ...     def stage2(x, targets):
+      ...         return jnp.mean((layers.Dense(2)(x) - targets) ** 2)
+      ...     def optimizer_function(loss):
+      ...         return ipu.pipelining_ops.OptimizerFunctionOutput(optax.sgd(params["rate"]), loss)
+      ...     return ipu.ipu_pipeline_estimator.IPUPipelineEstimatorSpec(
+      ...         mode,
+      ...         computational_stages=[stage1, stage2],
+      ...         gradient_accumulation_count=4,
+      ...         optimizer_function=optimizer_function,
+      ...         eval_metrics_fn=lambda loss: {"loss": loss},
+      ...     )
+      >>> def input_fn():
+      ...     return [(np.ones([4, 8], np.float32), np.zeros([4, 2], np.float32))] * 8
+      >>> options = ipu.config.IPUConfig()
+      >>> options.auto_select_ipus = 2
+      >>> ipus = ipu.ipu_run_config.IPURunConfig(iterations_per_loop=8, ipu_options=options, num_shards=2)
+      >>> config = ipu.ipu_run_config.RunConfig(ipu_run_config=ipus)
+      >>> estimator = ipu.ipu_pipeline_estimator.IPUPipelineEstimator(
+      ...     model_fn, "model", config, params={"rate": 0.1}
+      ... )
+      >>> _ = estimator.train(input_fn, steps=8)  # micro-batches: two weight updates
+      >>> sorted(estimator.evaluate(input_fn, steps=8))
+      ['global_step', 'loss']
     """
 
     def __init__(

@@ -25,10 +25,6 @@ __all__ = [
     "SessionRunContext",
     "SessionRunHook",
     "SessionRunValues",
-    "check_hooks",
-    "check_listeners",
-    "collecting_logs",
-    "dropping_logs",
 ]
 
 _logger = logging.getLogger("ipu_pipeline.estimator")
@@ -50,6 +46,10 @@ class SessionRunArgs:
 class SessionRunValues:
     """The values that a hook gets of a run.
 
+    Example:
+      >>> ipu.ipu_session_run_hooks.SessionRunValues(results={"loss": 0.5}).results["loss"]
+      0.5
+
     Attributes:
       results: the values that its `before_run` asked for, in the same structure; None if it asked for none.
     """
@@ -60,6 +60,12 @@ class SessionRunValues:
 @dataclass
 class SessionRunContext:
     """A run, for hooks.
+
+    Example:
+      >>> context = ipu.ipu_session_run_hooks.SessionRunContext(session=None, global_step=100)
+      >>> context.request_stop()
+      >>> context.stop_requested
+      True
 
     Attributes:
       session: the `Session`.
@@ -81,7 +87,16 @@ class SessionRunContext:
 
 
 class SessionRunHook:
-    """The base of hooks; subclasses override some of its methods."""
+    """The base of hooks; subclasses override some of its methods.
+
+    Example:
+      >>> class StopAtSmallLoss(ipu.ipu_session_run_hooks.SessionRunHook):
+      ...     def before_run(self, run_context):
+      ...         return ipu.ipu_session_run_hooks.SessionRunArgs("loss")
+      ...     def after_run(self, run_context, run_values):
+      ...         if np.mean(run_values.results) < 0.01:
+      ...             run_context.request_stop()
+    """
 
     def begin(self) -> None:
         """Called once, when the program is compiled and before there is a session."""
@@ -100,7 +115,13 @@ class SessionRunHook:
 
 
 class CheckpointSaverListener:
-    """The base of listeners to an estimator's saves; subclasses override some of its methods."""
+    """The base of listeners to an estimator's saves; subclasses override some of its methods.
+
+    Example:
+      >>> class Announcer(ipu.ipu_session_run_hooks.CheckpointSaverListener):
+      ...     def after_save(self, session, global_step):
+      ...         print("saved", global_step)
+    """
 
     def begin(self) -> None:
         """Called once, when the program is compiled and before there is a session."""
@@ -145,14 +166,15 @@ class IPULoggingTensorHook(SessionRunHook):
     """Logs values from within the stages of an estimator's pipeline, one per micro-batch.
 
     Example:
-      hook = IPULoggingTensorHook(every_n_iter=10)
-
-      def stage2(x, labels):
-          loss = ...
-          hook.log({"loss": loss})
-          return loss
-
-      return IPUPipelineEstimatorSpec(mode, [stage1, stage2], training_hooks=[hook], ...)
+      >>> hook = ipu.ipu_session_run_hooks.IPULoggingTensorHook(every_n_iter=10)
+      >>> def stage2(x, targets):
+      ...     loss = jnp.mean((x - targets) ** 2)
+      ...     hook.log({"loss": loss})
+      ...     return loss
+      >>> def model_fn(mode, params):
+      ...     return ipu.ipu_pipeline_estimator.IPUPipelineEstimatorSpec(
+      ...         mode, [lambda x, targets: (2 * x, targets), stage2], training_hooks=[hook]
+      ...     )
     """
 
     LoggingMode = IPUOutfeedMode

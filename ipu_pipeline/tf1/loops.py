@@ -8,8 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ipu_pipeline.engine import Loop
-from ipu_pipeline.engine.fronts import InsideOfBodyError, is_in_stage, look_at_body, name_of
+from ipu_pipeline.engine.fronts import InsideOfBodyError, Loop, is_in_stage, look_at_body, name_of
 from ipu_pipeline.graphcore.importing import explain_missing
 from ipu_pipeline.ground import jax_compat
 from ipu_pipeline.ground.checks import is_integer
@@ -20,7 +19,7 @@ from ipu_pipeline.tf1.program.calls import LoopCall, current_builder
 from ipu_pipeline.tf1.program.program import returned_values
 from ipu_pipeline.tf1.program.replication import make_replication
 
-__all__ = ["repeat", "run_once", "while_loop"]
+__all__ = ["repeat", "while_loop"]
 
 _MAX_INT32 = 2**31 - 1
 
@@ -43,6 +42,17 @@ def repeat(
     they share. The rest of the program then has each replica's own results of the loop, and `Session.run`
     returns the first replica's.
 
+    Example:
+      >>> def body(number):
+      ...     return 2 * number
+      >>> def model(number):
+      ...     return ipu.loops.repeat(10, body, [number])
+      >>> with ipu.scopes.ipu_scope("/device:IPU:0"):
+      ...     program = ipu.ipu_compiler.compile(model, [np.float32(1)])
+      >>> with ipu.Session() as session:
+      ...     session.run(program)
+      [array(1024., dtype=float32)]
+
     Args:
       n: the number of iterations, from 0: an integer, or a traced integer scalar.
       body: takes the inputs and then the infeed's element, returns the inputs of the next iteration, with
@@ -61,12 +71,6 @@ def repeat(
     Raises:
       TypeError, ValueError: an argument is not usable, or the body does not return its inputs.
       RuntimeError: not called in a function that `ipu_compiler.compile` traces, or within a stage or body.
-
-    Example:
-      def body(learning_rate, images, labels):
-          ...
-          return learning_rate, train_op, outfeed_queue.enqueue(loss)
-      repeat(160, body, [learning_rate], infeed_queue)
     """
     del use_while_v1
     count = _check_count(n, "ipu.loops.repeat: n")
@@ -82,6 +86,15 @@ def while_loop(
     use_while_v1: bool = True,
 ) -> Any:
     """Runs a body on the device as long as a condition holds, within one `Session.run`.
+
+    Example:
+      >>> def model(number):
+      ...     return ipu.loops.while_loop(lambda number: number < 1000, lambda number: 2 * number, [number])
+      >>> with ipu.scopes.ipu_scope("/device:IPU:0"):
+      ...     program = ipu.ipu_compiler.compile(model, [np.float32(1)])
+      >>> with ipu.Session() as session:
+      ...     session.run(program)
+      [array(1024., dtype=float32)]
 
     Args:
       condition: takes the inputs of an iteration, without the infeed's element, and returns a boolean

@@ -29,6 +29,11 @@ _EPSILON = 1e-6  # as in TensorFlow's auc, so that no rate is 0 / 0
 class Update:
     """Sums of a metric, to be added to the sums of other data.
 
+    Example:
+      >>> update = ipu.metrics.mean(np.array([1.0, 2.0])).update
+      >>> {name: float(total) for name, total in update.sums.items()}
+      {'total': 3.0, 'count': 2.0}
+
     Attributes:
       kind: which metric, with its settings; only sums of one kind are added.
       sums: the sums by name.
@@ -62,7 +67,14 @@ class Update:
 
 
 class Metric(NamedTuple):
-    """A metric of some data: its value, and the update that is added to others."""
+    """A metric of some data: its value, and the update that is added to others.
+
+    Example:
+      >>> metric = ipu.metrics.mean(np.array([1.0, 2.0]))
+      >>> value, update = metric
+      >>> value
+      array(1.5)
+    """
 
     value: Array
     update: Update
@@ -76,6 +88,11 @@ def mean(
     name: str | None = None,
 ) -> Metric:
     """The weighted mean of all elements.
+
+    Example:
+      >>> losses, weights = np.array([0.5, 0.1, 9.0]), np.array([1, 1, 0])
+      >>> ipu.metrics.mean(losses, weights).value
+      array(0.3)
 
     Args:
       values: numbers, of any shape.
@@ -107,6 +124,11 @@ def accuracy(
     name: str | None = None,
 ) -> Metric:
     """The share of predictions that equal their labels.
+
+    Example:
+      >>> labels, predictions = np.array([7, 2, 1, 0]), np.array([7, 2, 1, 4])
+      >>> ipu.metrics.accuracy(labels, predictions).value
+      array(0.75)
 
     Args:
       labels: the right classes.
@@ -143,6 +165,11 @@ def precision(
 ) -> Metric:
     """The share of positive examples among those that were predicted positive.
 
+    Example:
+      >>> labels, predictions = np.array([1, 0, 1, 1]), np.array([1, 1, 0, 1])
+      >>> ipu.metrics.precision(labels, predictions).value
+      array(0.66666667)
+
     Args:
       labels: true or false; of numbers, all but 0 are true.
       predictions: the same, of the same shape.
@@ -173,6 +200,11 @@ def recall(
 ) -> Metric:
     """The share of positive examples that were predicted positive; same arguments as `precision`.
 
+    Example:
+      >>> labels, predictions = np.array([1, 0, 0, 1]), np.array([1, 1, 0, 0])
+      >>> ipu.metrics.recall(labels, predictions).value
+      array(0.5)
+
     Returns:
       The pair (value, update). The value is 0 where nothing is positive.
 
@@ -197,6 +229,11 @@ def auc(
     summation_method: str = "trapezoidal",
 ) -> Metric:
     """The area under the curve, approximated with evenly spaced thresholds, as in TensorFlow.
+
+    Example:
+      >>> labels, scores = np.array([0, 0, 1, 1]), np.array([0.1, 0.4, 0.35, 0.8])
+      >>> round(float(ipu.metrics.auc(labels, scores).value), 2)
+      0.75
 
     Args:
       labels: true or false; of numbers, all but 0 are true.

@@ -28,13 +28,23 @@ __all__ = [
 
 
 def isPopdistEnvSet() -> bool:  # noqa: N802  # Graphcore's name, as are the ones below
-    """Whether this process runs the program together with others; see `ipu.distributed`."""
+    """Whether this process runs the program together with others; see `ipu.distributed`.
+
+    Example:
+      >>> ipu.popdist.isPopdistEnvSet()
+      False
+    """
     join_by_environment()
     return bool(jax.distributed.is_initialized())
 
 
 def getNumInstances() -> int:  # noqa: N802
-    """The number of processes."""
+    """The number of processes.
+
+    Example:
+      >>> ipu.popdist.getNumInstances(), ipu.popdist.getInstanceIndex()
+      (1, 0)
+    """
     return _process_numbers()[1]
 
 
@@ -66,6 +76,24 @@ def checkNumIpusPerReplica(numIpusPerReplica: int) -> bool:  # noqa: N802, N803
 
 def getNumTotalReplicas() -> int:  # noqa: N802
     """The number of replicas in all processes.
+
+    Example:
+      >>> config = ipu.config.IPUConfig()
+      >>> config.auto_select_ipus = 2
+      >>> config.configure_ipu_system()
+      >>> def body(x):
+      ...     loss = jnp.mean(layers.Dense(1)(x) ** 2)
+      ...     return x, ipu.optimizers.CrossReplicaOptimizer(optax.sgd(0.1)).minimize(loss)
+      >>> with ipu.scopes.ipu_scope("/device:IPU:0"):
+      ...     program = ipu.ipu_compiler.compile(
+      ...         lambda x: ipu.loops.repeat(4, body, [x]), [np.ones([2, 8], np.float32)]
+      ...     )
+      >>> ipu.popdist.getNumTotalReplicas(), ipu.popdist.getNumLocalReplicas()
+      (2, 2)
+      >>> ipu.popdist.getNumIpusPerReplica(), ipu.popdist.getReplicaIndexOffset()
+      (1, 0)
+      >>> ipu.popdist.checkNumIpusPerReplica(1)
+      True
 
     Raises:
       RuntimeError: same as for `getNumIpusPerReplica`; or no IPUs are configured.

@@ -19,6 +19,15 @@ _device: contextvars.ContextVar[int | None] = contextvars.ContextVar("ipu_device
 def ipu_scope(device: str) -> Iterator[None]:
     """Places what is compiled within the `with` block on an IPU device.
 
+    Example:
+      >>> def model(x):
+      ...     return x + 1
+      >>> with ipu.scopes.ipu_scope("/device:IPU:0"):
+      ...     program = ipu.ipu_compiler.compile(model, [np.float32(1)])
+      >>> with ipu.Session() as session:
+      ...     session.run(program)
+      [array(2., dtype=float32)]
+
     Args:
       device: "/device:IPU:0", or with another number where `IPUConfig.auto_select_ipus` is a list.
 
@@ -36,7 +45,13 @@ def ipu_scope(device: str) -> Iterator[None]:
 
 
 def current_ipu_device() -> int | None:
-    """The device number of the innermost `ipu_scope`; None outside of all scopes."""
+    """The device number of the innermost `ipu_scope`; None outside of all scopes.
+
+    Example:
+      >>> with ipu.scopes.ipu_scope("/device:IPU:0"):
+      ...     print(ipu.scopes.current_ipu_device())
+      0
+    """
     return _device.get()
 
 

@@ -28,7 +28,7 @@ from ipu_pipeline.tf1.session.saver import latest_checkpoint
 from ipu_pipeline.tf1.session.session import Session
 from ipu_pipeline.tf1.session.signatures import make_example
 
-__all__ = ["export_pipeline", "export_single_step"]
+__all__ = ["LoadedProgram", "export_pipeline", "export_single_step"]
 
 
 def export_single_step(
@@ -92,6 +92,21 @@ def export_pipeline(
     checkpoint_restore_dir: str | os.PathLike[str] | None = None,
 ) -> LoadedProgram:
     """Exports stages as a pipeline that predicts, with the values of its variables.
+
+    Example:
+      >>> def first(x):
+      ...     return layers.Dense(16)(x)
+      >>> def second(x):
+      ...     return layers.Dense(2)(x)
+      >>> program = ipu.serving.export_pipeline(
+      ...     [first, second],
+      ...     "exported_pipeline",
+      ...     iterations=4,
+      ...     predict_step_signature=[jax.ShapeDtypeStruct([4, 8], np.float32)],
+      ...     variable_initializer=lambda session: session.run(ipu.global_variables_initializer()),
+      ... )
+      >>> program(np.ones([16, 8], np.float32)).shape
+      (16, 2)
 
     Args:
       computational_stages: same as for `pipelining_ops.pipeline`, as are `inputs`, `device_mapping`,

@@ -117,6 +117,10 @@ def _without_effect(name: str) -> Callable[..., Any]:
 def create_ipu_config(**options: Any) -> IPUConfig:
     """Makes an `IPUConfig`, as scripts before SDK 2.1 did.
 
+    Example:
+      >>> options = ipu.utils.create_ipu_config()
+      >>> options = ipu.utils.auto_select_ipus(options, num_ipus=2)
+
     Args:
       **options: `selection_order`. Other options were for Poplar's profiles, and warn.
     """
@@ -132,19 +136,37 @@ def create_ipu_config(**options: Any) -> IPUConfig:
 
 
 def auto_select_ipus(opts: IPUConfig, num_ipus: int | Sequence[int]) -> IPUConfig:
-    """Sets `IPUConfig.auto_select_ipus`, and returns the configuration."""
+    """Sets `IPUConfig.auto_select_ipus`, and returns the configuration.
+
+    Example:
+      >>> options = ipu.utils.auto_select_ipus(ipu.utils.create_ipu_config(), num_ipus=2)
+      >>> options.configure_ipu_system()
+      >>> ipu.utils.get_num_of_ipus_in_device("/device:IPU:0")
+      2
+    """
     opts.auto_select_ipus = num_ipus if isinstance(num_ipus, int) else list(num_ipus)
     return opts
 
 
 def select_ipus(opts: IPUConfig, indices: Sequence[int]) -> IPUConfig:
-    """Sets `IPUConfig.select_ipus`, and returns the configuration."""
+    """Sets `IPUConfig.select_ipus`, and returns the configuration.
+
+    Example:
+      >>> options = ipu.utils.select_ipus(ipu.utils.create_ipu_config(), indices=[0, 2])
+      >>> options.select_ipus
+      [0, 2]
+    """
     opts.select_ipus = list(indices)
     return opts
 
 
 def set_recomputation_options(opts: IPUConfig, allow_recompute: bool = True, **options: Any) -> IPUConfig:
     """Sets `IPUConfig.allow_recompute`, and returns the configuration.
+
+    Example:
+      >>> options = ipu.utils.set_recomputation_options(ipu.utils.create_ipu_config())
+      >>> options.allow_recompute
+      True
 
     Args:
       opts: the configuration.
@@ -197,6 +219,9 @@ def reset_ipu_seed(
 
     Random numbers of an open session then depend on the new seed, and on how often its programs have run,
     as always. Variables that exist keep their values.
+
+    Example:
+      >>> ipu.utils.reset_ipu_seed(42)
 
     Args:
       seed: an integer of 64 bits.

@@ -32,7 +32,7 @@ X = np.ones(3, np.float32)
         ({"execution_phases": (0, 1)}, "execution_phases must be an engine.ExecutionPhases"),
         ({"option_names": {"schedule": "order"}}, "option_names must be a dict with names for some of"),
         ({"captures": None}, "captures must be a Captures"),
-        ({"program_names": {}}, "program_names must be the ProgramNames"),
+        ({"program_names": {}}, "program_names must be engine.ProgramNames"),
         ({"block_bytes": -1}, "block_bytes must be an integer of at least 0; got -1"),
         ({"max_chunked_bytes": 1.5}, "max_chunked_bytes must be an integer of at least 0; got 1.5"),
         ({"device_mapping": [0.0, 1.0]}, r"device_mapping must have one number .*; got \[0.0, 1.0\]"),

@@ -201,7 +201,16 @@ def _stack(*parts: Any) -> Any:
 
 
 class PlacedMicroBatches:
-    """The micro-batches of a step on the devices of a pipeline."""
+    """The micro-batches of a step on the devices of a pipeline.
+
+    Example:
+      >>> pipeline = engine.Pipeline([lambda x: 2 * x], num_micro_batches=2)
+      >>> batches = [np.float32(1), np.float32(2)]
+      >>> state = pipeline.init(jax.random.key(0), batches[0])
+      >>> placed = pipeline.place_micro_batches(batches)
+      >>> for _ in range(3):
+      ...     state, outputs = pipeline.step(state, placed)
+    """
 
     def __init__(
         self,

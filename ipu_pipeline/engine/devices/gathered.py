@@ -116,7 +116,9 @@ def gathered(tree: Any, device: Any = None) -> Any:
     all arrays.
 
     Example:
-      norm = optax.tree.norm(engine.gathered(state.variables))
+      >>> pipeline = engine.Pipeline([layers.Dense(4), layers.Dense(4)], num_micro_batches=1)
+      >>> state = pipeline.init(jax.random.key(0), np.ones([2, 8], np.float32))
+      >>> norm = optax.tree.norm(engine.gathered(state.variables))  # variables lie on two devices
 
     Args:
       tree: a pytree with arrays of JAX or NumPy; other leaves are left alone. Arrays may be shared out

@@ -21,6 +21,15 @@ class Offload(enum.Enum):
     stage keeps between its forward and its backward. GRADIENT_ACCUMULATION_BUFFERS: the accumulators,
     except during the backward and the update of their stage. WEIGHTS: the variables, apart from those that
     stages assign, except during the programs that use them.
+
+    Example:
+      >>> pipeline = engine.Pipeline(
+      ...     [layers.Dense(4)],
+      ...     num_micro_batches=2,
+      ...     loss=jnp.mean,
+      ...     optimizer=optax.adam(1e-3),
+      ...     offload=[engine.Offload.WEIGHT_UPDATE_VARIABLES],  # or "weight_update_variables"
+      ... )
     """
 
     WEIGHT_UPDATE_VARIABLES = "weight_update_variables"

@@ -24,6 +24,16 @@ class Shard(enum.Enum):
 
     OPTIMIZER_STATE: the optimizer's state; each replica updates its part. WEIGHTS: the trainable variables
     that only one stage has; they are gathered for each program that reads them, and released afterwards.
+
+    Example:
+      >>> pipeline = engine.Pipeline(
+      ...     [layers.Dense(4)],
+      ...     num_micro_batches=2,
+      ...     num_replicas=2,
+      ...     loss=jnp.mean,
+      ...     optimizer=optax.adam(1e-3),
+      ...     shard=[engine.Shard.OPTIMIZER_STATE],  # or "optimizer_state"
+      ... )
     """
 
     OPTIMIZER_STATE = "optimizer_state"

@@ -52,13 +52,21 @@ class Generator:
     What stages report or enqueue is dropped. Random keys (`next_rng_key`) depend on the request's seed and
     the position.
 
+    Example:
+      >>> def embed(w, tokens, position):
+      ...     return w[tokens], position
+      >>> def predict(w, x, position):  # a model that only looks at the last token
+      ...     return x @ w
+      >>> stages, parameters = [embed, predict], [np.eye(8), np.roll(np.eye(8), 1, axis=1)]
+      >>> pipeline = engine.Pipeline(stages, parameters=parameters, num_micro_batches=1)
+      >>> state = pipeline.init(jax.random.key(0), (np.zeros(4, np.int32), np.int32(0)))
+      >>> generator = engine.Generator(stages, parameters=parameters, max_length=16)
+      >>> generator.generate(state, [[3, 4], [6]], max_new_tokens=3)
+      [array([5, 6, 7], dtype=int32), array([7, 0, 1], dtype=int32)]
+
     Attributes:
       pipeline: the stages as a pipeline that only runs forwards, traced; its `variables` are those that a
         state has to have, and the caches.
-
-    Example:
-      generator = Generator([embed, block, predict], parameters=shapes, max_length=256)
-      answers = generator.generate(state, prompts, max_new_tokens=32)
     """
 
     def __init__(

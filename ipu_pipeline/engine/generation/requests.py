@@ -29,6 +29,20 @@ class Request:
     Iterating gives its new tokens, ints, as they come, from the first one on; `result` all of them. Both
     wait in the thread that calls, and raise what ended the request early.
 
+    Example:
+      >>> def embed(w, tokens, position):
+      ...     return w[tokens], position
+      >>> def predict(w, x, position):
+      ...     return x @ w
+      >>> stages, parameters = [embed, predict], [np.eye(8), np.roll(np.eye(8), 1, axis=1)]
+      >>> pipeline = engine.Pipeline(stages, parameters=parameters, num_micro_batches=1)
+      >>> state = pipeline.init(jax.random.key(0), (np.zeros(4, np.int32), np.int32(0)))
+      >>> generator = engine.Generator(stages, parameters=parameters, max_length=16)
+      >>> with generator.serving(state):
+      ...     request = generator.submit([3], max_new_tokens=3)
+      ...     request.result(timeout=60)
+      array([4, 5, 6], dtype=int32)
+
     Attributes:
       prompt: int32 [length].
       max_new_tokens: the most that are generated.

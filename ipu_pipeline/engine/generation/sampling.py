@@ -26,6 +26,10 @@ _WHOLE = 2.0  # top_p that keeps every word, whatever rounding makes of a sum of
 class Sampling:
     """How a request's tokens are chosen.
 
+    Example:
+      >>> engine.Sampling(temperature=0.8, top_k=40)
+      Sampling(temperature=0.8, top_k=40, top_p=None)
+
     Attributes:
       temperature: what logits are divided by before a token is drawn, a finite number from 0. At 0 it is
         not drawn: it is the word with the largest logit, of several the first.

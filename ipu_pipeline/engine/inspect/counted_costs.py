@@ -16,6 +16,13 @@ def count_costs(details: PipelineDetails) -> Costs:
 
     What stages on one IPU send is not told apart from what others there do, so transfers are counted where
     each stage has its own.
+
+    Example:
+      >>> pipeline = engine.Pipeline([layers.Dense(4), layers.Dense(4)], num_micro_batches=2)
+      >>> pipeline.trace(np.ones([2, 8], np.float32))
+      >>> costs = engine.inspect.count_costs(pipeline.facts())
+      >>> costs.num_stages
+      2
     """
     speed, stages = nominal_speed("cpu"), details.stages
     stage_of = {stage.ipu: stage.index for stage in stages}

@@ -96,6 +96,20 @@ class Edge:
 class Sent:
     """What a weight update sends from one IPU to another.
 
+    Example:
+      >>> shared = engine.Shared("w", np.ones([4, 4], np.float32))
+      >>> pipeline = engine.Pipeline(
+      ...     [lambda w, x: x @ w, lambda w, x: jnp.mean(x @ w)],
+      ...     parameters=[shared, shared],
+      ...     num_micro_batches=2,
+      ...     loss=lambda loss: loss,
+      ...     optimizer=optax.sgd(0.1),
+      ... )
+      >>> pipeline.trace(np.ones([2, 4], np.float32))
+      >>> pipeline.facts().sent  # what a weight update sends
+      (Sent(source=0, target=1, what='w', num_bytes=64, primitive='stage 1'),
+       Sent(source=1, target=0, what='gradient of w', num_bytes=64, primitive='the sum at its owner'))
+
     Attributes:
       source: the IPU that sends.
       target: the IPU that receives.
@@ -263,6 +277,13 @@ class PipelineFacts:
 class StageDetails(StageFacts):
     """A stage of a pipeline at hand.
 
+    Example:
+      >>> pipeline = engine.Pipeline([layers.Dense(4), layers.Dense(2)], num_micro_batches=2)
+      >>> pipeline.trace(np.ones([2, 8], np.float32))
+      >>> stage = pipeline.facts().stages[0]
+      >>> stage.ipu, stage.in_flight, stage.num_held_bytes, stage.forward_operations
+      (0, 1, 0, 248.0)
+
     Attributes:
       layers: its variables as a tree, in which equal neighbours stand once.
       whole_layers: the layers that another stage could have, in the order in which it runs them.
@@ -300,6 +321,26 @@ class StageDetails(StageFacts):
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PipelineDetails(PipelineFacts):
     """A pipeline or loop that is at hand.
+
+    Example:
+      >>> pipeline = engine.Pipeline(
+      ...     [layers.Dense(4), lambda x: jnp.mean(layers.Dense(2)(x))],
+      ...     num_micro_batches=2,
+      ...     loss=lambda loss: loss,
+      ...     optimizer=optax.sgd(0.1),
+      ... )
+      >>> pipeline.trace(np.ones([2, 8], np.float32))
+      >>> details = pipeline.facts()
+      >>> details.edges[1]
+      Edge(source=0, target=1, num_forward_bytes=32, num_backward_bytes=0)
+      >>> details.flows[0]
+      Flow(stage=0, is_backward=False, target=1, readers=(1,), holders=(), num_bytes=32)
+      >>> details.stages[0].part
+      Part(index=0, ipu=0, num_operations=3, variables=('dense/kernel', 'dense/bias'), ...)
+      >>> details.stages[0].whole_layers[0]
+      LayerFacts(name='dense', num_parameters=36, num_bytes=144, operations=248.0)
+      >>> pipeline.plan_memory()[0]
+      StageMemory(stage=0, ipu=0, in_flight=2, num_residual_bytes=0, num_input_bytes=64, ...)
 
     Attributes:
       stages: its stages.

@@ -118,6 +118,10 @@ def _fold(children: dict[str, _Node]) -> list[tuple[str, int, _Node]]:
 def fold_names(names: Sequence[str], signatures: Sequence[Any]) -> list[tuple[str, int, int]]:
     """Folds equal neighbours into one.
 
+    Example:
+      >>> engine.inspect.fold_names(["block0", "block1", "head"], ["a", "a", "b"])
+      [('block{0..1}', 2, 0), ('head', 1, 2)]
+
     Args:
       names: the names of some things.
       signatures: their signatures; equal for things that are the same inside.

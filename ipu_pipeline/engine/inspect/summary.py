@@ -32,6 +32,21 @@ _NUMBERS = range(3, len(_HEADINGS))
 class PipelineSummary(PipelineDetails):
     """What a pipeline or loop will need and do; `str` makes a table of it.
 
+    Example:
+      >>> pipeline = engine.Pipeline([layers.Dense(4), layers.Dense(2)], num_micro_batches=2)
+      >>> pipeline.trace(np.ones([2, 8], np.float32))
+      >>> print(pipeline.summary())
+      Pipeline: 2 stages on 2 IPUs, schedule grouped, 2 micro-batches per execution, no training
+        46 parameters, 184 B
+        stage  IPU  layers   parameters   size  sends   forward
+        0      0    dense            36  144 B   32 B  248 flop
+        1      1    dense_1          10   40 B          92 flop
+      per micro-batch: what it sends to other IPUs
+      forward: estimated operations
+      bubble: IPUs wait for 42.2% of a step, by these operations (33.3% if all actions took equally long)
+      IPU 0 has most to do: 73% of all operations
+      dispatch: one micro-batch per program: ...
+
     Attributes:
       schedule: the schedule's name, in words if it is a user's function; empty for loops.
       bubble: how long IPUs wait; None if everything is on one IPU, or the number of micro-batches is not
@@ -249,7 +264,12 @@ def _shown(name: str, width: int) -> str:
 
 
 def describe_numbers(numbers: Sequence[int]) -> str:
-    """Describes ascending numbers, with consecutive ones as a range: `0, 2..5`."""
+    """Describes ascending numbers, with consecutive ones as a range: `0, 2..5`.
+
+    Example:
+      >>> engine.inspect.describe_numbers([0, 2, 3, 4, 5])
+      '0, 2..5'
+    """
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:

@@ -53,6 +53,25 @@ def ipu_shard(index: int) -> Iterator[None]:
     themselves, and the backward of an operation runs where the operation does. Of nested scopes, the
     innermost counts. One micro-batch is handled at a time; for overlap, see pipelines.
 
+    Example:
+      >>> def body(x):
+      ...     with ipu.scopes.ipu_shard(0):
+      ...         x = layers.Dense(8)(x)
+      ...     with ipu.scopes.ipu_shard(1):
+      ...         return layers.Dense(8)(x)
+      >>> def model(x):
+      ...     return ipu.loops.repeat(3, body, [x])
+      >>> with ipu.scopes.ipu_scope("/device:IPU:0"):
+      ...     program = ipu.ipu_compiler.compile(model, [np.ones([4, 8], np.float32)])
+      >>> print(program.placement())
+      Loop
+        stage  IPU  device            operations  bytes of variables  variables
+        0      0    not selected yet  3           288                 dense/kernel
+                                                                      dense/bias
+        1      1    not selected yet  3           288                 dense_1/kernel
+                                                                      dense_1/bias
+        ...
+
     Args:
       index: the number of the IPU, from 0.
 
@@ -60,13 +79,6 @@ def ipu_shard(index: int) -> Iterator[None]:
       TypeError, ValueError: the index is not an integer from 0.
       RuntimeError: not called in the body of a loop: in a stage of a pipeline, whose IPU is given by
         `device_mapping`, or outside of a program.
-
-    Example:
-      def body(x):
-          with ipu_shard(0):
-              x = first_half(x)
-          with ipu_shard(1):
-              return second_half(x)
     """
     if not is_integer(index):
         raise TypeError(f"ipu_shard: index must be an integer; got {index!r}.")

@@ -64,6 +64,12 @@ class Brought(NamedTuple):
 class IpuMemory:
     """What an IPU takes while steps run. All sizes are in bytes.
 
+    Example:
+      >>> pipeline = engine.Pipeline([layers.Dense(4), layers.Dense(2)], num_micro_batches=2)
+      >>> state = pipeline.init(jax.random.key(0), np.ones([2, 8], np.float32))
+      >>> pipeline.plan_ipu_memory()[0].num_variable_bytes
+      144
+
     Attributes:
       ipu: its number.
       num_variable_bytes: the variables that live there, and copies of those that stages there share with

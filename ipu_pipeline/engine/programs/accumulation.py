@@ -22,6 +22,15 @@ class Reduction(enum.Enum):
 
     SUM adds them. MEAN divides the sum by their number at the update. RUNNING_MEAN keeps the mean of
     those seen so far, `a * n/(n+1) + g * 1/(n+1)` for the n-th from 0, so that no long sum overflows.
+
+    Example:
+      >>> pipeline = engine.Pipeline(
+      ...     [layers.Dense(4)],
+      ...     num_micro_batches=2,
+      ...     loss=jnp.mean,
+      ...     optimizer=optax.sgd(0.1),
+      ...     reduction=engine.Reduction.MEAN,  # or "mean"
+      ... )
     """
 
     SUM = "sum"

@@ -38,6 +38,15 @@ class Recomputation(enum.Enum):
     RECOMPUTE_AND_BACKPROPAGATE_INTERLEAVED: its inputs and what `recomputation_checkpoint` marks; the
     backward goes from one of these to the one before. AUTO is the second; in a stage without marks, the two
     are the same.
+
+    Example:
+      >>> pipeline = engine.Pipeline(
+      ...     [layers.Dense(4)],
+      ...     num_micro_batches=2,
+      ...     loss=jnp.mean,
+      ...     optimizer=optax.sgd(0.1),
+      ...     recompute=engine.Recomputation.RECOMPUTE_THEN_BACKPROPAGATE,
+      ... )
     """
 
     AUTO = "auto"

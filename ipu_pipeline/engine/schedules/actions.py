@@ -26,6 +26,11 @@ class ActionKind(enum.IntEnum):
 
     A backward may be done in two halves: input gradients, for which the stages before wait, and weight
     gradients, for which only the weight update waits.
+
+    Example:
+      >>> list(engine.ActionKind)
+      [<ActionKind.FORWARD: 0>, <ActionKind.BACKWARD: 1>,
+       <ActionKind.INPUT_GRADIENTS: 2>, <ActionKind.WEIGHT_GRADIENTS: 3>]
     """
 
     FORWARD = 0
@@ -53,7 +58,12 @@ GATHER = UPDATE + 2  # replicas that share the optimizer's state gather what the
 
 
 class Action(NamedTuple):
-    """One stage handling one micro-batch in one direction, or doing half of its backward."""
+    """One stage handling one micro-batch in one direction, or doing half of its backward.
+
+    Example:
+      >>> engine.Action(engine.ActionKind.FORWARD, stage=1, micro_batch=2)
+      Action(kind=<ActionKind.FORWARD: 0>, stage=1, micro_batch=2)
+    """
 
     kind: ActionKind
     stage: int
@@ -77,6 +87,12 @@ def format_rows(rows: Rows, marked: tuple[int, int] | None = None) -> str:
 
     `F0.3` is the forward of stage 0 for micro-batch 3, `B` a backward, `I` and `W` are its halves (input
     and weight gradients), `.` is a time-step of waiting.
+
+    Example:
+      >>> rows = schedules.grouped(2, 2, device_mapping=[0, 1], training=False)
+      >>> print(schedules.format_rows(rows))
+      IPU 0: F0.0 F0.1
+      IPU 1: .    F1.0 F1.1
 
     Args:
       rows: one row per IPU.

@@ -28,7 +28,13 @@ def all_forwards(
     training: bool = True,
     levels: Sequence[int] | None = None,
 ) -> Rows:
-    """Rows of the AllForwards schedule; arguments and result as in `lock_step.grouped`."""
+    """Rows of the AllForwards schedule; arguments and result as in `lock_step.grouped`.
+
+    Example:
+      >>> print(schedules.format_rows(schedules.all_forwards(2, 3, device_mapping=[0, 1])))
+      IPU 0: F0.0 F0.1 F0.2 B0.0 B0.1 B0.2
+      IPU 1: F1.0 F1.1 F1.2 B1.0 B1.1 B1.2
+    """
     if not training:
         return forwards_only(levels, num_micro_batches, device_mapping)
     rows: list[list[Action]] = [[] for _ipu in range(max(device_mapping) + 1)]

@@ -33,6 +33,11 @@ _KINDS = frozenset(ActionKind)
 class Timetable:
     """A checked schedule.
 
+    Example:
+      >>> timetable = schedules.timetable("interleaved", 2, 4, (0, 1), training=True)
+      >>> timetable.in_flight
+      (2, 1)
+
     Attributes:
       rows: one row of slots per IPU, as given but for the turns of parallel stages, and whole backwards of
         halved stages.
@@ -73,6 +78,12 @@ def check(
     stage's input gradients, all in earlier time-steps. Parallel stages of one IPU take their places in its
     row in turn, forwards by their numbers and backwards the other way round, so that every micro-batch has
     the same last reader of a value.
+
+    Example:
+      >>> rows = schedules.grouped(2, 3, device_mapping=[0, 1])
+      >>> timetable = schedules.check(rows, 2, 3, [0, 1], training=True)
+      >>> timetable.num_time_steps
+      8
 
     Args:
       rows: one row per IPU; None is a time-step in which the IPU waits.

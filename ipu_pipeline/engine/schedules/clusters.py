@@ -28,6 +28,10 @@ __all__ = ["Cluster", "LinkSpeed"]
 class LinkSpeed:
     """How fast a link is.
 
+    Example:
+      >>> engine.LinkSpeed(latency=1e-6, bandwidth=1e9).time(1_000_000)
+      0.001001
+
     Attributes:
       latency: the time until the first byte arrives, in the unit of the costs.
       bandwidth: bytes per unit of time.
@@ -57,6 +61,11 @@ class LinkSpeed:
 @dataclass(frozen=True)
 class Cluster:
     """The replicas of a pipeline, the processes that run them, and the links; `Cluster.of` spreads devices.
+
+    Example:
+      >>> cluster = engine.Cluster.of(num_replicas=2, num_ipus=4, num_processes=2)
+      >>> cluster.num_processes
+      2
 
     Attributes:
       num_replicas: copies of the pipeline, each with IPUs and micro-batches of its own.

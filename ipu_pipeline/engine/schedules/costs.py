@@ -20,6 +20,11 @@ class Costs:
 
     An action that takes no time is not a program: nothing is dispatched for it.
 
+    Example:
+      >>> costs = engine.Costs.of(3, forward=[1, 2, 1], backward=2)
+      >>> costs.backward
+      (2.0, 2.0, 2.0)
+
     Attributes:
       forward: the time of each stage's forward, for one micro-batch.
       backward: the time of each stage's backward, for one micro-batch.
@@ -209,6 +214,13 @@ class Costs:
 @dataclass(frozen=True)
 class Memory:
     """What IPUs hold, in bytes.
+
+    Example:
+      >>> memory = schedules.Memory(num_constant_bytes=(1000, 1000), num_held_bytes=(100, 50))
+      >>> costs = engine.Costs.of(2, forward=1.0, backward=2.0)
+      >>> scenario = engine.Scenario(costs, num_micro_batches=4, memory=memory)
+      >>> engine.simulate(scenario).free_running.peaks[0]
+      Peak(ipu=0, num_bytes=1300, time=2.0)
 
     Attributes:
       num_constant_bytes: for each IPU, by its number: variables, optimizer state and accumulators; the same

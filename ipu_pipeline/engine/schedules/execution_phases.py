@@ -21,6 +21,9 @@ __all__ = ["ExecutionPhases"]
 class ExecutionPhases:
     """The phases of a pipeline's levels.
 
+    Example:
+      >>> phases = engine.ExecutionPhases(of_levels=(0, 0, 1, 1))
+
     Attributes:
       of_levels: the phase of each entry of `stages`, ascending from 0 without gaps.
       shares_last: whether the last phase's backwards belong to the phase of its forwards. False needs a

@@ -49,6 +49,12 @@ class _Cell(NamedTuple):
 class FileSchedule:
     """A schedule from a file: a function with the arguments of `grouped`, for one pipeline only.
 
+    Example:
+      >>> schedules.write_csv(schedules.interleaved(2, 4, device_mapping=[0, 1]), "mine.csv")
+      >>> schedule = schedules.load_schedule("mine.csv")
+      >>> stages = [layers.Dense(4), layers.Dense(4)]
+      >>> pipeline = engine.Pipeline(stages, num_micro_batches=4, schedule=schedule)
+
     Attributes:
       path: the path of the file.
       rows: the rows that are in it.
@@ -105,7 +111,12 @@ class FileSchedule:
 
 
 def is_path(schedule: Any) -> bool:
-    """Whether an argument is the path of a schedule: `os.PathLike`, or a string that ends in ".csv"."""
+    """Whether an argument is the path of a schedule: `os.PathLike`, or a string that ends in ".csv".
+
+    Example:
+      >>> schedules.is_path("mine.csv"), schedules.is_path("grouped")
+      (True, False)
+    """
     is_name = isinstance(schedule, str) and schedule.lower().endswith(".csv")
     return is_name or isinstance(schedule, os.PathLike)
 
@@ -129,6 +140,12 @@ def read_csv(path: str | os.PathLike[str]) -> Rows:
 def write_csv(rows: Sequence[Sequence[Action | None]], path: str | os.PathLike[str]) -> None:
     """Writes a schedule to a file, as PyTorch reads it too. An existing file is replaced.
 
+    Example:
+      >>> rows = schedules.interleaved(2, 4, device_mapping=[0, 1])
+      >>> schedules.write_csv(rows, "mine.csv")
+      >>> schedules.read_csv("mine.csv") == rows
+      True
+
     Args:
       rows: one row per IPU; None is an empty cell.
       path: the path of the file.
@@ -142,7 +159,14 @@ def write_csv(rows: Sequence[Sequence[Action | None]], path: str | os.PathLike[s
 
 
 def load_schedule(path: Any) -> FileSchedule:
-    """Reads a schedule from a file, for `schedule` arguments; arguments and errors as in `read_csv`."""
+    """Reads a schedule from a file, for `schedule` arguments; arguments and errors as in `read_csv`.
+
+    Example:
+      >>> schedules.write_csv(schedules.interleaved(2, 4, device_mapping=[0, 1]), "mine.csv")
+      >>> schedule = schedules.load_schedule("mine.csv")
+      >>> schedule.num_micro_batches, schedule.device_mapping
+      (4, (0, 1))
+    """
     name = os.fspath(path)
     cells = _read_cells(name)
     rows: list[list[Action | None]] = []

@@ -26,6 +26,10 @@ class HostMemory:
     Sizes are per program, which handles a micro-batch or a chunk of them. There is one per stage, or none
     for zeros.
 
+    Example:
+      >>> phases = engine.ExecutionPhases(of_levels=(0, 1))
+      >>> memory = engine.HostMemory(phases=phases, num_bytes_to_forward=(1e9, 1e9))
+
     Attributes:
       phases: the execution phases of the pipeline.
       link: the link between an IPU and host memory, with the same speed in either direction. What a program

@@ -45,6 +45,11 @@ def grouped(
 ) -> Rows:
     """Rows of the Grouped schedule.
 
+    Example:
+      >>> print(schedules.format_rows(schedules.grouped(2, 3, device_mapping=[0, 1])))
+      IPU 0: F0.0 F0.1 .    F0.2 B0.0 .    B0.1 B0.2
+      IPU 1: .    F1.0 B1.0 F1.1 B1.1 F1.2 B1.2
+
     Args:
       num_stages: the number of stages.
       num_micro_batches: micro-batches per weight update.
@@ -84,7 +89,13 @@ def interleaved(
     training: bool = True,
     levels: Sequence[int] | None = None,
 ) -> Rows:
-    """Rows of the Interleaved schedule; arguments and result as in `grouped`."""
+    """Rows of the Interleaved schedule; arguments and result as in `grouped`.
+
+    Example:
+      >>> print(schedules.format_rows(schedules.interleaved(2, 3, device_mapping=[0, 1])))
+      IPU 0: F0.0 .    F0.1 B0.0 F0.2 B0.1 .    B0.2
+      IPU 1: .    F1.0 B1.0 F1.1 B1.1 F1.2 B1.2
+    """
     num_levels = num_stages if levels is None else levels[-1] + 1
 
     def forward(level: int, micro_batch: int) -> int:
@@ -105,7 +116,13 @@ def sequential(
     training: bool = True,
     levels: Sequence[int] | None = None,
 ) -> Rows:
-    """Rows of the Sequential schedule; arguments and result as in `grouped`."""
+    """Rows of the Sequential schedule; arguments and result as in `grouped`.
+
+    Example:
+      >>> print(schedules.format_rows(schedules.sequential(2, 2, device_mapping=[0, 1])))
+      IPU 0: F0.0 .    .    B0.0 F0.1 .    .    B0.1
+      IPU 1: .    F1.0 B1.0 .    .    F1.1 B1.1
+    """
     num_levels = num_stages if levels is None else levels[-1] + 1
     period = num_levels * (2 if training else 1)
 

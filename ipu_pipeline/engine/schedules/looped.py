@@ -32,6 +32,11 @@ def looped(
 ) -> Rows:
     """Rows of the Looped schedule; arguments and result as in `lock_step.grouped`.
 
+    Example:
+      >>> print(schedules.format_rows(schedules.looped(4, 2, device_mapping=[0, 1, 0, 1])))
+      IPU 0: F0.0 F0.1 F2.0 F2.1 B2.0 B2.1 B0.0 B0.1
+      IPU 1: F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 B1.0 B1.1
+
     Raises:
       ScheduleError: the stages do not go around the IPUs, or some are parallel.
     """

@@ -35,6 +35,11 @@ def looped_zero_bubble(
 ) -> Rows:
     """Rows of the LoopedZeroBubble schedule; arguments and result as in `lock_step.grouped`.
 
+    Example:
+      >>> print(schedules.format_rows(schedules.looped_zero_bubble(4, 2, device_mapping=[0, 1, 0, 1])))
+      IPU 0: F0.0 F0.1 F2.0 F2.1 I2.0 W2.0 I2.1 I0.0 I0.1 W2.1 W0.0 W0.1
+      IPU 1: F1.0 F1.1 F3.0 I3.0 F3.1 I3.1 I1.0 I1.1 W3.0 W3.1 W1.0 W1.1
+
     Raises:
       ScheduleError: the stages do not go around the IPUs, or some are parallel.
     """

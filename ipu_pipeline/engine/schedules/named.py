@@ -44,6 +44,10 @@ Schedule: TypeAlias = str | os.PathLike[str] | ScheduleFunction | SearchedSchedu
 class NamedSchedule:
     """A schedule that has a name.
 
+    Example:
+      >>> [schedule.member for schedule in schedules.SCHEDULES[:3]]
+      ['Grouped', 'Interleaved', 'Sequential']
+
     Attributes:
       function: makes its rows, from the arguments of `grouped`.
       member: its name in the fronts' enumerations.
@@ -133,12 +137,21 @@ SCHEDULES = (
 
 
 def named_schedules() -> dict[str, ScheduleFunction]:
-    """The schedules that have names; each function has the arguments of `grouped`."""
+    """The schedules that have names; each function has the arguments of `grouped`.
+
+    Example:
+      >>> "zero_bubble" in schedules.named_schedules()
+      True
+    """
     return {schedule.name: schedule.function for schedule in SCHEDULES}
 
 
 def check_schedule(schedule: Any, argument: str = "schedule") -> Schedule:
     """Checks a schedule as far as possible without reading a file.
+
+    Example:
+      >>> schedules.check_schedule("interleaved")
+      'interleaved'
 
     Args:
       schedule: a name; the path of a file (`os.PathLike`, or a string that ends in ".csv"); a function
@@ -185,6 +198,10 @@ def check_schedule(schedule: Any, argument: str = "schedule") -> Schedule:
 def find_schedule(schedule: Any, argument: str = "schedule") -> str | ScheduleFunction | SearchedSchedule:
     """Finds a schedule: as `check_schedule`, and a file is read.
 
+    Example:
+      >>> schedules.find_schedule("one_forward_one_backward")
+      'interleaved'
+
     Returns:
       The name in this library, a function with the arguments of `grouped`, or the search.
 
@@ -200,7 +217,14 @@ def find_schedule(schedule: Any, argument: str = "schedule") -> str | ScheduleFu
 
 
 def schedule_name(schedule: Any) -> str:
-    """What reports call a schedule that was found: its name, or that of the user's function."""
+    """What reports call a schedule that was found: its name, or that of the user's function.
+
+    Example:
+      >>> def my_schedule(num_stages, num_micro_batches, device_mapping, training=True):
+      ...     return schedules.grouped(num_stages, num_micro_batches, device_mapping, training)
+      >>> schedules.schedule_name(my_schedule)
+      'my_schedule'
+    """
     if isinstance(schedule, (str, SearchedSchedule)):
         return str(schedule)
     name: str = getattr(schedule, "__name__", type(schedule).__name__)

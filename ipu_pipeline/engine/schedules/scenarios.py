@@ -29,6 +29,12 @@ __all__ = ["Layer", "Scenario"]
 class Layer:
     """A part of a stage that another stage could have.
 
+    Example:
+      >>> blocks = [engine.Layer(f"block{number}", forward=1.0, backward=2.0) for number in range(4)]
+      >>> costs = engine.Costs.of(2, forward=[3.0, 1.0], backward=[6.0, 2.0])
+      >>> scenario = engine.Scenario(costs, num_micro_batches=8)
+      >>> best = max(engine.what_if(scenario, [blocks[:3], blocks[3:]]), key=lambda variant: variant.gain)
+
     Attributes:
       name: its name, for people.
       forward: its part of the stage's forward, in the unit of the costs.
@@ -49,6 +55,12 @@ class Layer:
 @dataclass(frozen=True)
 class Scenario:
     """What is simulated: a step of a pipeline, or of several replicas of it.
+
+    Example:
+      >>> costs = engine.Costs.of(4, forward=1.0, backward=2.0)
+      >>> scenario = engine.Scenario(costs, "interleaved", num_micro_batches=8)
+      >>> scenario.num_ipus
+      4
 
     Attributes:
       costs: the costs of its actions.

@@ -17,6 +17,12 @@ class SearchedSchedule:
     `Scenario` has the costs already. The backward of every stage is done in halves. Needs one process, and
     stages one after another on several IPUs.
 
+    Example:
+      >>> costs = engine.Costs.of(2, forward=[1.0, 2.0], backward=[2.0, 4.0])
+      >>> scenario = engine.Scenario(costs, engine.SearchedSchedule(), num_micro_batches=4)
+      >>> engine.simulate(scenario).free_running.step_time
+      25.0
+
     Attributes:
       bytes_per_ipu: the most bytes that an IPU may take: variables, optimizer state, accumulators,
         micro-batches and the largest program, as in `plan_ipu_memory`. None: anything.

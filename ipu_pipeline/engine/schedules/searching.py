@@ -49,6 +49,11 @@ _SHARES = (1 / 3, 1 / 2, 2 / 3, 5 / 6, 1, 4 / 3, 5 / 3, 2)  # of a frontier
 class Effort:
     """How long a search may go on.
 
+    Example:
+      >>> costs = engine.Costs.of(2, forward=[1.0, 2.0], backward=[2.0, 4.0])
+      >>> scenario = engine.Scenario(costs, num_micro_batches=4)
+      >>> searched = schedules.search(scenario.problem(), schedules.Effort(num_actions=10_000, num_nodes=0))
+
     Attributes:
       num_actions: the actions in all orders that are tried; half a million take about two seconds.
       num_nodes: the nodes of branch and bound; 30,000 take about four seconds with 96 actions.
@@ -64,6 +69,12 @@ QUICK = Effort(20_000, 200)  # where several problems are solved for a reader wh
 @dataclass(frozen=True)
 class Searched:
     """The best order that was found.
+
+    Example:
+      >>> costs = engine.Costs.of(2, forward=[1.0, 2.0], backward=[2.0, 4.0])
+      >>> searched = schedules.search(engine.Scenario(costs, num_micro_batches=4).problem())
+      >>> searched.step_time, searched.bound, searched.gap
+      (25.0, 25.0, 0.0)
 
     Attributes:
       rows: the schedule; each stage's backwards are in halves.
@@ -96,6 +107,14 @@ class Searched:
 class Point:
     """A limit of bytes, and the best that was found under it.
 
+    Example:
+      >>> memory = schedules.Memory(num_constant_bytes=(0, 0), num_held_bytes=(100, 100))
+      >>> costs = engine.Costs.of(2, forward=1.0, backward=2.0)
+      >>> scenario = engine.Scenario(costs, num_micro_batches=4, memory=memory)
+      >>> point = schedules.find_frontier(scenario, schedules.QUICK)[0]
+      >>> point.num_bytes_per_ipu, point.searched.step_time
+      (100, 20.0)
+
     Attributes:
       num_bytes_per_ipu: the limit.
       searched: what was found.
@@ -122,6 +141,13 @@ def search(problem: OrderProblem, effort: Effort | None = None) -> Searched:
 
     It is never slower than a schedule with a name that fits.
 
+    Example:
+      >>> costs = engine.Costs.of(2, forward=[1.0, 2.0], backward=[2.0, 4.0])
+      >>> scenario = engine.Scenario(costs, num_micro_batches=4)
+      >>> searched = schedules.search(scenario.problem())
+      >>> searched.step_time == searched.bound  # no order takes less
+      True
+
     Args:
       problem: the stages, what their actions take, and the limit of bytes.
       effort: how long it may go on; None: about two seconds.
@@ -136,6 +162,16 @@ def frontier(
     problem: OrderProblem, limits: Iterable[int] | None = None, effort: Effort | None = None
 ) -> list[Point]:
     """Finds what more memory gains: the best order under each limit.
+
+    Example:
+      >>> memory = schedules.Memory(num_constant_bytes=(0, 0), num_held_bytes=(100, 100))
+      >>> costs = engine.Costs.of(2, forward=1.0, backward=2.0)
+      >>> scenario = engine.Scenario(costs, num_micro_batches=4, memory=memory)
+      >>> for point in schedules.frontier(scenario.problem(), limits=[100, 200, 400]):
+      ...     print(point.num_bytes_per_ipu, point.searched.step_time)
+      100 20.0
+      200 13.0
+      400 13.0
 
     Args:
       problem: the stages; its own limit does not count.

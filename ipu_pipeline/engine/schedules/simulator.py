@@ -27,6 +27,12 @@ _COLUMNS = ("kinds", "stages", "micro_batches", "ipus", "begins", "ends")
 class Simulation:
     """The result of a simulation.
 
+    Example:
+      >>> costs = engine.Costs.of(3, forward=[1.0, 1.0, 2.0], backward=2.0)
+      >>> simulation = engine.simulate(engine.Scenario(costs, num_micro_batches=8))
+      >>> simulation.limiting_ipu
+      2
+
     Attributes:
       scenario: what was simulated.
       timetable: the checked schedule; of chunks, where the scenario has them.
@@ -50,6 +56,14 @@ class Simulation:
 def simulate(scenario: Scenario) -> Simulation:
     """Simulates a step of a pipeline, beginning with nothing in flight.
 
+    Example:
+      >>> costs = engine.Costs.of(4, forward=1.0, backward=2.0)
+      >>> simulation = engine.simulate(engine.Scenario(costs, "grouped", num_micro_batches=8))
+      >>> simulation.free_running.step_time
+      33.0
+      >>> round(simulation.free_running.utilisation, 3)
+      0.727
+
     Args:
       scenario: the schedule and its costs.
 
@@ -70,7 +84,14 @@ def simulate(scenario: Scenario) -> Simulation:
 
 
 def predict_step_time(scenario: Scenario) -> float:
-    """The time of a step if IPUs wait only for data: `simulate(scenario).free_running.step_time`."""
+    """The time of a step if IPUs wait only for data: `simulate(scenario).free_running.step_time`.
+
+    Example:
+      >>> costs = engine.Costs.of(4, forward=1.0, backward=2.0)
+      >>> scenario = engine.Scenario(costs, "grouped", num_micro_batches=8)
+      >>> schedules.predict_step_time(scenario)
+      33.0
+    """
     return _run(scenario, scenario.timetable(), wire(scenario))
 
 

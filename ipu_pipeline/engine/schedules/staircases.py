@@ -36,6 +36,10 @@ def find_ramps(timetable: Timetable, device_mapping: Sequence[int]) -> tuple[Ram
     begun), what comes after is ramp-down (some IPU has finished). With only a few forwards there may be no
     main phase.
 
+    Example:
+      >>> timetable = schedules.timetable("grouped", 2, 4, (0, 1), training=True)
+      >>> ramp_up, steady, ramp_down = schedules.find_ramps(timetable, [0, 1])
+
     Args:
       timetable: the timetable of a schedule.
       device_mapping: the IPU of each stage.
@@ -58,7 +62,14 @@ def find_ramps(timetable: Timetable, device_mapping: Sequence[int]) -> tuple[Ram
 def find_slots(
     timetable: Timetable, device_mapping: Sequence[int], time_steps: Sequence[int]
 ) -> list[list[Action | None]]:
-    """Finds what each IPU does in some time-steps; None where it waits."""
+    """Finds what each IPU does in some time-steps; None where it waits.
+
+    Example:
+      >>> timetable = schedules.timetable("grouped", 2, 2, (0, 1), training=True)
+      >>> [[str(action) for action in slots] for slots in schedules.find_slots(timetable, [0, 1], [1, 2])]
+      [['forward of stage 0, micro-batch 0', 'forward of stage 0, micro-batch 1'],
+       ['None', 'forward of stage 1, micro-batch 0']]
+    """
     columns = {time_step: column for column, time_step in enumerate(time_steps)}
     slots: list[list[Action | None]] = [[None] * len(columns) for _row in timetable.rows]
     for action, time_step in zip(timetable.order, timetable.time_steps, strict=True):
@@ -75,6 +86,14 @@ def format_staircase(timetable: Timetable, device_mapping: Sequence[int], width:
     gradients); where an IPU has several stages, `F2.3` is the forward of stage 2. A dot is a time-step of
     waiting, and a bar separates the phases. What does not fit is left out in the middle, and the last line
     says so.
+
+    Example:
+      >>> timetable = schedules.timetable("grouped", 2, 3, (0, 1), training=True)
+      >>> print(schedules.format_staircase(timetable, [0, 1]))
+      time-step 1  | 2  3  4  5  6  7  | 8
+      IPU 0     F0 | F1 .  F2 B0 .  B1 | B2
+      IPU 1     .  | F0 B0 F1 B1 F2 B2 | .
+      phases: ramp-up 1, main 2..7, ramp-down 8
 
     Args:
       timetable: the timetable of a schedule.

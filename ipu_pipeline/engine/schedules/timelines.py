@@ -56,6 +56,11 @@ class Interval(NamedTuple):
 class Sending(NamedTuple):
     """The transfer of a program's results over a link; attributes as in `Interval`.
 
+    Example:
+      >>> costs = engine.Costs.of(2, forward=1.0, backward=2.0, transfer=0.5)
+      >>> engine.simulate(engine.Scenario(costs, num_micro_batches=2)).free_running.transfers()[0]
+      Sending(source=0, target=1, micro_batch=0, begin=1.0, end=1.5)
+
     Attributes:
       source: the stage that sends.
       target: the stage that receives.
@@ -77,6 +82,12 @@ class Bubble:
 
     `bubbles` has the definitions. The causes add up to `total`: the number of IPUs times the step's time,
     less the time of their programs.
+
+    Example:
+      >>> costs = engine.Costs.of(3, forward=1.0, backward=2.0)
+      >>> bubble = engine.simulate(engine.Scenario(costs, num_micro_batches=8)).free_running.bubble
+      >>> bubble.ramp_up, bubble.ramp_down, bubble.total
+      (6.0, 12.0, 18.0)
 
     Attributes:
       ramp_up: until the pipeline is full.
@@ -107,6 +118,13 @@ class Bubble:
 class Peak(NamedTuple):
     """The most that an IPU holds.
 
+    Example:
+      >>> memory = schedules.Memory(num_constant_bytes=(1000, 1000), num_held_bytes=(100, 50))
+      >>> costs = engine.Costs.of(2, forward=1.0, backward=2.0)
+      >>> scenario = engine.Scenario(costs, num_micro_batches=4, memory=memory)
+      >>> max(peak.num_bytes for peak in engine.simulate(scenario).free_running.peaks)
+      1300
+
     Attributes:
       ipu: the IPU.
       num_bytes: the bytes that it holds.
@@ -121,6 +139,14 @@ class Peak(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class Timeline:
     """A simulated step. Arrays have an entry per action, by begin and then by IPU.
+
+    Example:
+      >>> costs = engine.Costs.of(2, forward=1.0, backward=2.0)
+      >>> timeline = engine.simulate(engine.Scenario(costs, num_micro_batches=2)).free_running
+      >>> timeline.intervals()[0]
+      Interval(kind='forward', stage=0, micro_batch=0, ipu=0, begin=0.0, end=1.0)
+      >>> timeline.bubble.ramp_up, timeline.bubble.ramp_down
+      (2.0, 4.0)
 
     Attributes:
       kinds: places in `KINDS`, int8.

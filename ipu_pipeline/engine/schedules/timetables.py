@@ -26,6 +26,11 @@ def timetable(
 ) -> Timetable:
     """Makes the checked timetable of a schedule.
 
+    Example:
+      >>> timetable = schedules.timetable("grouped", 4, 8, (0, 1, 2, 3), training=True)
+      >>> timetable.num_time_steps
+      22
+
     Args:
       schedule: a name, see `find_schedule`, or a function with the arguments of `grouped` that returns
         one sequence of actions (None: wait one time-step) per IPU. It gets `levels` only where there are

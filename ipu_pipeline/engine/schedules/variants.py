@@ -38,6 +38,12 @@ _COUNTS = (0.5, 2.0, 4.0)  # times the gradient accumulation count
 class Variant:
     """A variant of a scenario: a row of the table of predictions.
 
+    Example:
+      >>> costs = engine.Costs.of(4, forward=1.0, backward=2.0)
+      >>> present, *others = engine.what_if(engine.Scenario(costs, "grouped", num_micro_batches=8))
+      >>> present.schedule, present.step_time
+      ('grouped', 33.0)
+
     Attributes:
       change: what differs: "" for nothing, "schedule", "gradient accumulation count", "schedule and
         gradient accumulation count", "micro-batches per program", "cluster" or "split"; "even" if all
@@ -83,6 +89,14 @@ def what_if(
     variants would bring is not known here.
     Replicas are also simulated with shared optimizer state, or without if it is shared. The effect on
     memory is not known here.
+
+    Example:
+      >>> costs = engine.Costs.of(4, forward=1.0, backward=2.0)
+      >>> variants = engine.what_if(engine.Scenario(costs, "grouped", num_micro_batches=8))
+      >>> for variant in sorted(variants, key=lambda variant: variant.step_time)[:2]:
+      ...     print(variant.change, variant.step_time)
+      schedule and gradient accumulation count 15.0
+      schedule and gradient accumulation count 16.0
 
     Args:
       scenario: the pipeline as it is.
@@ -206,6 +220,12 @@ def _find_peak(scenario: Scenario) -> int | None:
 
 def make_even(scenario: Scenario) -> Variant | None:
     """Simulates a scenario whose work is spread evenly over all stages, which no split can beat.
+
+    Example:
+      >>> costs = engine.Costs.of(2, forward=[1.0, 3.0], backward=[2.0, 6.0])
+      >>> scenario = engine.Scenario(costs, "grouped", num_micro_batches=8)
+      >>> schedules.make_even(scenario).step_time
+      54.0
 
     Returns:
       The result, without memory; None if an IPU has several stages, or there is one stage.

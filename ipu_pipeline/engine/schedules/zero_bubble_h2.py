@@ -31,7 +31,13 @@ def zero_bubble_h2(
     training: bool = True,
     levels: Sequence[int] | None = None,
 ) -> Rows:
-    """Rows of the ZeroBubbleH2 schedule; arguments and result as in `lock_step.grouped`."""
+    """Rows of the ZeroBubbleH2 schedule; arguments and result as in `lock_step.grouped`.
+
+    Example:
+      >>> print(schedules.format_rows(schedules.zero_bubble_h2(2, 4, device_mapping=[0, 1])))
+      IPU 0: F0.0 F0.1 F0.2 I0.0 W0.0 F0.3 I0.1 W0.1 I0.2 W0.2 I0.3 W0.3
+      IPU 1: F1.0 I1.0 F1.1 I1.1 F1.2 I1.2 W1.0 F1.3 I1.3 W1.1 W1.2 W1.3
+    """
     if not training:
         return forwards_only(levels, num_micro_batches, device_mapping)
     levels = levels or range(num_stages)

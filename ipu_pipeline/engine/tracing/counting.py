@@ -35,6 +35,13 @@ def update_count() -> jax.Array:
 
     It is counted per pipeline name, and goes on where a checkpoint is restored.
 
+    Example:
+      >>> def optimizer_of(loss):
+      ...     return optax.sgd(0.1 / (1 + engine.update_count()))
+      >>> def stage(x):
+      ...     return x * (engine.update_count() < 100)
+      >>> engine.Pipeline([stage], num_micro_batches=1).trace(np.ones(4, np.float32))
+
     Returns:
       An int32 scalar, modulo 2**32.
 

@@ -45,6 +45,16 @@ def _key_value(*, serial: int) -> Any:
 def next_rng_key() -> jax.Array:
     """A fresh random key for the stage being traced: a different one for every call and micro-batch.
 
+    Example:
+      >>> def stage(x):
+      ...     return x + jax.random.normal(ipu.next_rng_key(), x.shape)
+      >>> x = np.zeros(4, np.float32)
+      >>> pipeline = engine.Pipeline([stage], num_micro_batches=2)
+      >>> _, outputs = pipeline.step(pipeline.init(jax.random.key(0), x), [x, x])
+      >>> first, second = outputs.outputs
+      >>> bool((first == second).any())
+      False
+
     Returns:
       A scalar key as `jax.random.key` makes it.
 
@@ -80,6 +90,12 @@ def draw_key(wanted_by: str, mend: str = "") -> jax.Array:
 
 def micro_batch_tag() -> jax.Array:
     """A tag of the micro-batch that a stage computes, unique and the same in all stages and replicas.
+
+    Example:
+      >>> def stage(x):
+      ...     jax.debug.callback(lambda tag, mean: None, engine.micro_batch_tag(), jnp.mean(x))
+      ...     return x
+      >>> engine.Pipeline([stage], num_micro_batches=1).trace(np.ones(4, np.float32))
 
     Returns:
       uint32 numbers, the data of a random key.

@@ -49,6 +49,16 @@ def metric(name: str, value: Any, reduction: str = "mean") -> None:
     within `jax.jit`, `jax.checkpoint` and `jax.grad`, but not within loops, conditionals, `jax.vmap` and
     functions with custom derivatives.
 
+    Example:
+      >>> def stage(x):
+      ...     ipu.metric("largest", jnp.max(x), reduction="max")
+      ...     return x
+      >>> batches = [np.float32([1, 5]), np.float32([3, 2])]
+      >>> pipeline = engine.Pipeline([stage], num_micro_batches=2)
+      >>> _, outputs = pipeline.step(pipeline.init(jax.random.key(0), batches[0]), batches)
+      >>> outputs.metrics["largest"]
+      np.float32(5.0)
+
     Args:
       name: the full name is that of the variable scopes around it, followed by this.
       value: a scalar, real number or boolean. It is reported as float32; as float64 if it has 64 bits.

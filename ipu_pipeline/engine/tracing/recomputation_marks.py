@@ -23,6 +23,20 @@ def recomputation_checkpoint(tree: Any, name: str | None = None) -> Any:
     Without recomputation, and in the mode RecomputeThenBackpropagate, it does nothing. A value that is used
     before and after a checkpoint, and is not marked itself, is computed again on both sides.
 
+    Example:
+      >>> def stage(x):
+      ...     x = layers.Dense(64, activation="relu")(x)
+      ...     x = ipu.pipelining_ops.recomputation_checkpoint(x)  # the backward begins here
+      ...     return jnp.mean(layers.Dense(10)(x))
+      >>> pipeline = engine.Pipeline(
+      ...     [stage],
+      ...     num_micro_batches=2,
+      ...     loss=lambda loss: loss,
+      ...     optimizer=optax.sgd(0.1),
+      ...     recompute="recompute_and_backpropagate_interleaved",
+      ... )
+      >>> pipeline.trace(np.ones([8, 16], np.float32))
+
     Args:
       tree: a pytree of arrays in the stage being traced.
       name: an operation's name in TensorFlow; not used here.
@@ -32,10 +46,6 @@ def recomputation_checkpoint(tree: Any, name: str | None = None) -> Any:
 
     Raises:
       RuntimeError: not called within a computational stage.
-
-    Example:
-      x = recomputation_checkpoint(first_half(x))
-      return second_half(x)
     """
     del name
     current = frames.current_frame("recomputation_checkpoint")

@@ -52,6 +52,16 @@ def cross_replica_sum(x: T) -> T:
 def replica_index() -> jax.Array:
     """The number of the replica that computes, from 0; an int32 scalar.
 
+    Example:
+      >>> def stage(x):
+      ...     return x + engine.replica_index()
+      >>> x = np.float32([0, 0])
+      >>> pipeline = engine.Pipeline([stage], num_micro_batches=1, num_replicas=2)
+      >>> _, outputs = pipeline.step(pipeline.init(jax.random.key(0), x), [x, x])
+      >>> np.asarray(outputs.outputs[0])
+      array([[0., 0.],
+             [1., 1.]], dtype=float32)
+
     Raises:
       RuntimeError: not called in a stage of a pipeline.
     """
@@ -62,6 +72,16 @@ def replica_index() -> jax.Array:
 
 def replica_count() -> jax.Array:
     """The number of replicas; an int32 scalar.
+
+    Example:
+      >>> def stage(x):
+      ...     return engine.cross_replica_sum(x) / engine.replica_count()
+      >>> pipeline = engine.Pipeline([stage], num_micro_batches=1, num_replicas=2)
+      >>> batches = [np.float32([1, 2]), np.float32([3, 4])]  # one for each replica
+      >>> _, outputs = pipeline.step(pipeline.init(jax.random.key(0), batches[0]), batches)
+      >>> np.asarray(outputs.outputs[0])  # [replica, ...]
+      array([[2., 3.],
+             [2., 3.]], dtype=float32)
 
     Raises:
       RuntimeError: not called in a stage of a pipeline.

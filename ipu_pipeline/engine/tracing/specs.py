@@ -37,6 +37,13 @@ Initializer: TypeAlias = "Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 class VariableSpec:
     """The specification of a variable before it has a value.
 
+    Example:
+      >>> pipeline = engine.Pipeline([layers.Dense(4)], num_micro_batches=1)
+      >>> pipeline.trace(np.ones([2, 8], np.float32))
+      >>> spec = pipeline.variables["dense/kernel"]
+      >>> spec.shape, spec.dtype, spec.trainable
+      ((8, 4), dtype('float32'), True)
+
     Attributes:
       name: the full name.
       shape: its shape.

@@ -49,7 +49,11 @@ class Stage:
     """A stage that is a plain function of parameters and inputs, without named variables.
 
     Example:
-      Stage(lambda parameters, x: x @ parameters["w"], {"w": numpy.ones((4, 2), "float32")})
+      >>> stage = engine.Stage(lambda w, x: x @ w, np.ones([4, 2], np.float32), name="project")
+      >>> pipeline = engine.Pipeline([stage], num_micro_batches=1)
+      >>> pipeline.trace(np.ones([8, 4], np.float32))
+      >>> pipeline.variables
+      {'project/parameter': project/parameter: float32[4, 2]}
     """
 
     def __init__(self, function: Callable[..., Any], parameters: Any, name: str | None = None) -> None:

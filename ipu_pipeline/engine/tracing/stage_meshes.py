@@ -35,13 +35,24 @@ def stage_mesh() -> StageMesh:
     need not be given it. What replicas compute together is done by `cross_replica_sum`.
 
     Example:
-      def stage(w, x):
-          def part(w, x):  # each device has its rows of w and its columns of x
-              return jax.lax.psum(x @ w, "model")
-
-          specs = PartitionSpec("model"), PartitionSpec(None, "model")
-          whole = PartitionSpec()
-          return jax.shard_map(part, mesh=engine.stage_mesh(), in_specs=specs, out_specs=whole)(w, x)
+      >>> from jax.sharding import PartitionSpec
+      >>> def stage(w, x):
+      ...     def part(w, x):  # each device has its rows of w and its columns of x
+      ...         return jax.lax.psum(x @ w, "model")
+      ...     specs = PartitionSpec("model"), PartitionSpec(None, "model")
+      ...     mesh = engine.stage_mesh()
+      ...     return jax.shard_map(part, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())(w, x)
+      >>> parallel = engine.TensorParallel(2, {"stage0/parameter": PartitionSpec("model")})
+      >>> pipeline = engine.Pipeline(
+      ...     [stage],
+      ...     parameters=[np.ones([8, 4], np.float32)],
+      ...     num_micro_batches=1,
+      ...     tensor_parallel=parallel,
+      ... )
+      >>> x = np.ones([2, 8], np.float32)
+      >>> _, outputs = pipeline.step(pipeline.init(jax.random.key(0), x), [x])
+      >>> float(outputs.outputs[0][0, 0])
+      8.0
 
     Returns:
       A `jax.sharding.AbstractMesh`; a `Mesh` with devices where a step runs op by op (`jax.disable_jit`).

@@ -40,8 +40,15 @@ class Shared:
     that stays the same in every split.
 
     Example:
-      table = engine.Shared("embedding", jnp.zeros((100, 16)))
-      parameters = [{"table": table, "layer": engine.Shared("layer0", w0)}, {"table": table, "w": w1}]
+      >>> table = engine.Shared("table", np.ones([100, 16], np.float32))
+      >>> def embed(table, tokens):
+      ...     return table[tokens]
+      >>> def predict(table, x):
+      ...     return x @ table.T
+      >>> pipeline = engine.Pipeline([embed, predict], parameters=[table, table], num_micro_batches=1)
+      >>> pipeline.trace(np.zeros([2, 8], np.int32))
+      >>> pipeline.variables  # one variable, which both stages use
+      {'table': table: float32[100, 16]}
 
     Attributes:
       name: the full name of its variable; all `Shared` of the same name are one. If the value is a pytree,

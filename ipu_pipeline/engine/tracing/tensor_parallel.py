@@ -41,7 +41,7 @@ class TensorParallel:
     """How many devices compute each stage together, and what they divide.
 
     Example:
-      parallel = TensorParallel(2, {"block0/up": PartitionSpec(None, "model")})
+      >>> parallel = ipu.pipelining_ops.TensorParallel(2, {"block0/up": jax.P(None, "model")})
 
     Attributes:
       size: devices of each IPU of the pipeline, at least 1.
@@ -151,6 +151,16 @@ def constrain(x: Any, partition: PartitionSpec) -> Any:
 
     Without it the partitioner decides, from how variables are divided. Outside of stages, as in optimizers,
     and where an IPU is one device, this returns the value as it is.
+
+    Example:
+      >>> def stage(x):
+      ...     hidden = x @ ipu.get_variable("kernel", [8, 32])
+      ...     return ipu.pipelining_ops.constrain(hidden, jax.P(None, "model"))
+      >>> parallel = ipu.pipelining_ops.TensorParallel(2, {"kernel": jax.P(None, "model")})
+      >>> pipeline = engine.Pipeline([stage], num_micro_batches=1, tensor_parallel=parallel)
+      >>> pipeline.trace(np.ones([4, 8], np.float32))
+      >>> pipeline.num_devices
+      2
 
     Args:
       x: an array.

@@ -65,7 +65,16 @@ class VariableScope(str):
 
 
 def get_variable_scope() -> VariableScope:
-    """The innermost variable scope; its name is "" outside of all."""
+    """The innermost variable scope; its name is "" outside of all.
+
+    Example:
+      >>> def stage(x):
+      ...     with ipu.variable_scope("encoder"):
+      ...         print(ipu.get_variable_scope().name)
+      ...     return x
+      >>> engine.Pipeline([stage], num_micro_batches=1).trace(np.ones(4, np.float32))
+      encoder
+    """
     return VariableScope.of(scopes.current())
 
 
@@ -84,6 +93,17 @@ def variable_scope(
 
     Scopes nest. A scope may be opened again, but a variable that exists already may only be asked for
     again with `reuse=True`, which inner scopes inherit; one that does not exist yet is then created.
+
+    Example:
+      >>> def stage(x):
+      ...     with ipu.variable_scope("encoder"):
+      ...         kernel = ipu.get_variable("kernel", [16, 16])
+      ...     with ipu.variable_scope("encoder", reuse=True):
+      ...         return x @ kernel @ ipu.get_variable("kernel", [16, 16])
+      >>> pipeline = engine.Pipeline([stage], num_micro_batches=1)
+      >>> pipeline.trace(np.ones([8, 16], np.float32))
+      >>> list(pipeline.variables)
+      ['encoder/kernel']
 
     Args:
       name: one or more names joined by "/"; or what another `variable_scope` yielded, which is opened again
@@ -108,10 +128,6 @@ def variable_scope(
       ValueError: the name is empty or has an empty part, `reuse` is something else, there is no
         initializer of that name, or `use_resource` is False.
       RuntimeError: `default_name` is used, and nothing is being traced.
-
-    Example:
-      with variable_scope("encoder"):
-          kernel = get_variable("kernel", (4, 4))  # encoder/kernel
     """
     if reuse not in (None, True, False, AUTO_REUSE):
         raise ValueError(f"variable_scope: reuse must be True, AUTO_REUSE, False or None; got {reuse!r}.")

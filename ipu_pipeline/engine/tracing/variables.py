@@ -71,6 +71,15 @@ def get_variable(
 ) -> jax.Array:
     """Returns the value of a variable in the function being traced.
 
+    Example:
+      >>> def stage(x):
+      ...     kernel = ipu.get_variable("kernel", [16, 10], initializer=jax.nn.initializers.orthogonal())
+      ...     return x @ kernel
+      >>> pipeline = engine.Pipeline([stage], num_micro_batches=1)
+      >>> pipeline.trace(np.ones([8, 16], np.float32))
+      >>> pipeline.variables
+      {'kernel': kernel: float32[16, 10]}
+
     Args:
       name: the name within the current scope.
       shape: its shape; None if `initializer` is an array, or if the variable exists.
@@ -181,6 +190,17 @@ def _find_conflict(spec: VariableSpec, shape: Any, dtype: Any) -> ValueError | N
 
 def assign(name: str, value: Any) -> None:
     """Gives a non-trainable variable a new value, once per micro-batch, within a stage.
+
+    Example:
+      >>> def stage(x):
+      ...     count = ipu.get_variable("count", [], initializer="zeros", trainable=False)
+      ...     ipu.assign("count", count + 1)
+      ...     return x
+      >>> x = np.ones(4, np.float32)
+      >>> pipeline = engine.Pipeline([stage], num_micro_batches=3)
+      >>> state, _ = pipeline.step(pipeline.init(jax.random.key(0), x), [x, x, x])
+      >>> state.variables["count"]
+      Array(3., dtype=float32)
 
     Args:
       name: the variable's name within the current scope, or its full name.

@@ -25,6 +25,19 @@ def with_metrics(
     update, they are not finite.) Computing them reads both once more; the update itself and the optimizer's
     state do not change.
 
+    Example:
+      >>> optimizer = ipu.optimizers.with_metrics(optax.sgd(0.5), learning_rate=0.5)
+      >>> pipeline = engine.Pipeline(
+      ...     [lambda x: jnp.sum(ipu.get_variable("w", [2]) * x)],
+      ...     num_micro_batches=1,
+      ...     loss=lambda loss: loss,
+      ...     optimizer=optimizer,
+      ... )
+      >>> x = np.float32([3, 4])
+      >>> _, outputs = pipeline.step(pipeline.init(jax.random.key(0), x), [x])
+      >>> {name: float(value) for name, value in outputs.metrics.items()}
+      {'gradient_norm': 5.0, 'update_norm': 2.5, 'learning_rate': 0.5}
+
     Args:
       inner: the optimizer.
       learning_rate: the optimizer's learning rate: a number, a placeholder, or a schedule of Optax, which
@@ -37,9 +50,6 @@ def with_metrics(
 
     Raises:
       TypeError: `inner` is not an `optax.GradientTransformation`.
-
-    Example:
-      optimizer = with_metrics(optax.inject_hyperparams(optax.adamw)(learning_rate=schedule))
     """
     if not isinstance(inner, optax.GradientTransformation) or isinstance(inner, LossScaled):
         raise TypeError(

@@ -47,7 +47,12 @@ __all__ = [
 
 
 class ModeKeys(enum.StrEnum):
-    """The modes that a `model_fn` is called with."""
+    """The modes that a `model_fn` is called with.
+
+    Example:
+      >>> list(ipu.ipu_pipeline_estimator.ModeKeys)
+      [<ModeKeys.TRAIN: 'train'>, <ModeKeys.EVAL: 'eval'>, <ModeKeys.PREDICT: 'infer'>]
+    """
 
     TRAIN = "train"
     EVAL = "eval"

@@ -24,10 +24,9 @@ class SummaryWriter:
     written; the event file has them a few seconds later, and when the writer is closed.
 
     Example:
-      with ipu.SummaryWriter("runs/first") as writer:
-          for _ in range(100):
-              session.run(program)
-              writer.write_metrics(session.metrics())
+      >>> with ipu.SummaryWriter("runs/first") as writer:
+      ...     for step in range(100):
+      ...         writer.write(step, {"loss": 1 / (1 + step)})
     """
 
     def __init__(self, directory: str | os.PathLike[str], step: int | None = None) -> None:

@@ -123,6 +123,25 @@ def train_and_evaluate(
     and `throttle_secs` have passed since the last evaluation. Training waits for the evaluation, and goes
     on with the same numbers as without it.
 
+    Example:
+      >>> def model_fn(features, labels, mode):
+      ...     loss = jnp.mean((layers.Dense(1)(features) - labels) ** 2)
+      ...     train_op = ipu.optimizers.tf1.GradientDescentOptimizer(0.1).minimize(loss)
+      ...     return ipu.ipu_estimator.IPUEstimatorSpec(
+      ...         mode,
+      ...         loss=loss,
+      ...         train_op=train_op if mode == ipu.ModeKeys.TRAIN else None,
+      ...         eval_metric_ops={"mean_error": ipu.metrics.mean(jnp.abs(features[:, :1] - labels))},
+      ...     )
+      >>> def input_fn():
+      ...     return [(np.ones([4, 8], np.float32), np.zeros([4, 1], np.float32))] * 8
+      >>> estimator = ipu.ipu_estimator.IPUEstimator(model_fn, "trained", ipu.ipu_run_config.RunConfig())
+      >>> metrics, _ = ipu.train_and_evaluate(
+      ...     estimator, ipu.TrainSpec(input_fn, max_steps=8), ipu.EvalSpec(input_fn, steps=4)
+      ... )
+      >>> metrics["global_step"], metrics["mean_error"]
+      (8, 1.0)
+
     Args:
       estimator: an `IPUPipelineEstimator` or `IPUEstimator`.
       train_spec: the settings of the training.

@@ -191,6 +191,14 @@ def standing(find: Callable[[Placeholder], Any]) -> Iterator[None]:
 def placeholder(dtype: Any, shape: Any = None, name: str | None = None) -> Placeholder:
     """Makes a symbolic input of a program.
 
+    Example:
+      >>> x = ipu.placeholder(np.float32, [])
+      >>> with ipu.scopes.ipu_scope("/device:IPU:0"):
+      ...     program = ipu.ipu_compiler.compile(lambda x: 2 * x, [x])
+      >>> with ipu.Session() as session:
+      ...     session.run(program, {x: 21})
+      [array(42., dtype=float32)]
+
     Args:
       dtype: its dtype.
       shape: its static shape. None: a scalar.

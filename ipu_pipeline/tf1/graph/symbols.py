@@ -233,13 +233,12 @@ def get_global_step() -> GlobalStep:
     `inputs` of a pipeline. If several pipelines train, each has a count under its name
     (`Session.update_count`). Optax's own schedules count weight updates by themselves and do not need it.
 
+    Example:
+      >>> rate = ipu.optimizers.tf1.exponential_decay(0.1, ipu.get_global_step(), 1000, 0.96)
+      >>> def optimizer_function(loss):
+      ...     return ipu.pipelining_ops.OptimizerFunctionOutput(optax.sgd(rate), loss)
+
     Returns:
       A symbol for an int32 scalar.
-
-    Example:
-      rate = ipu.optimizers.tf1.exponential_decay(0.1, ipu.get_global_step(), 1000, 0.96)
-
-      def optimizer_function(loss):
-          return OptimizerFunctionOutput(optax.sgd(rate), loss)
     """
     return GlobalStep()

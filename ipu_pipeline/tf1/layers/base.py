@@ -13,9 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline.engine import get_variable
+from ipu_pipeline.engine import ProgramNames, get_variable
 from ipu_pipeline.engine.fronts import (
-    ProgramNames,
     absolute_scope,
     current_scope,
     is_training,
@@ -43,6 +42,15 @@ class Layer(abc.ABC):
 
     Within a program, a layer without a `name` is called after its kind, `dense`, and the next one in the
     same scope `dense_1`, counted over all stages.
+
+    Example:
+      >>> def stage(x):
+      ...     shared = layers.Dense(16)  # one layer, applied twice: one kernel
+      ...     return layers.Dense(10)(shared(shared(x)))
+      >>> pipeline = engine.Pipeline([stage], num_micro_batches=1)
+      >>> pipeline.trace(np.ones([8, 16], np.float32))
+      >>> list(pipeline.variables)
+      ['dense/kernel', 'dense/bias', 'dense_1/kernel', 'dense_1/bias']
     """
 
     kind = "layer"

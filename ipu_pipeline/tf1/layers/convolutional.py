@@ -118,6 +118,17 @@ class Conv2D(_GroupedConvolution):
 
     Inputs are [batch, height, width, channels]. Strides and dilation may go together, which Keras does not
     allow.
+
+    Example:
+      >>> def stage(images):
+      ...     features = layers.Conv2D(16, kernel_size=3, strides=2, padding="same")(images)
+      ...     print(features.shape)
+      ...     return features
+      >>> pipeline = engine.Pipeline([stage], num_micro_batches=1)
+      >>> pipeline.trace(np.ones([8, 28, 28, 1], np.float32))
+      (8, 14, 14, 16)
+      >>> list(pipeline.variables.values())
+      [conv2d/kernel: float32[3, 3, 1, 16], conv2d/bias: float32[16]]
     """
 
     kind = "conv2d"
@@ -140,6 +151,17 @@ class Conv1D(_GroupedConvolution):
     """`activation(convolution of inputs with kernel + bias)`, over one axis.
 
     Inputs are [batch, length, channels].
+
+    Example:
+      >>> def stage(signals):
+      ...     features = layers.Conv1D(16, kernel_size=5, padding="causal", activation="relu")(signals)
+      ...     print(features.shape)
+      ...     return features
+      >>> pipeline = engine.Pipeline([stage], num_micro_batches=1)
+      >>> pipeline.trace(np.ones([8, 100, 3], np.float32))
+      (8, 100, 16)
+      >>> list(pipeline.variables.values())
+      [conv1d/kernel: float32[5, 3, 16], conv1d/bias: float32[16]]
     """
 
     kind = "conv1d"
@@ -174,6 +196,14 @@ class DepthwiseConv2D(_Convolution):
     """Each channel convolved with kernels of its own: `activation(convolution + bias)`.
 
     Inputs are [batch, height, width, channels], outputs [batch, rows, columns, channels x multiplier].
+
+    Example:
+      >>> def stage(features):
+      ...     features = layers.DepthwiseConv2D(kernel_size=3, padding="same", depth_multiplier=2)(features)
+      ...     print(features.shape)
+      ...     return features
+      >>> engine.Pipeline([stage], num_micro_batches=1).trace(np.ones([8, 14, 14, 16], np.float32))
+      (8, 14, 14, 32)
     """
 
     kind = "depthwise_conv2d"
@@ -221,6 +251,14 @@ class Conv2DTranspose(_Convolution):
 
     Inputs are [batch, height, width, channels]. It is the gradient of `Conv2D` with the same arguments with
     respect to its inputs.
+
+    Example:
+      >>> def stage(features):
+      ...     images = layers.Conv2DTranspose(1, kernel_size=2, strides=2)(features)
+      ...     print(images.shape)
+      ...     return images
+      >>> engine.Pipeline([stage], num_micro_batches=1).trace(np.ones([8, 14, 14, 16], np.float32))
+      (8, 28, 28, 1)
     """
 
     kind = "conv2d_transpose"

@@ -29,7 +29,18 @@ __all__ = ["Activation", "Dense", "Dropout", "Embedding", "Flatten"]
 
 @with_arguments
 class Dense(VariableLayer):
-    """`activation(inputs @ kernel + bias)`, over the last axis."""
+    """`activation(inputs @ kernel + bias)`, over the last axis.
+
+    Example:
+      >>> def stage(images, labels):
+      ...     hidden = layers.Dense(64, activation="relu")(images)
+      ...     return layers.Dense(10, name="head")(hidden), labels
+      >>> pipeline = engine.Pipeline([stage], num_micro_batches=1)
+      >>> pipeline.trace((np.ones([8, 784], np.float32), np.ones(8, np.int32)))
+      >>> list(pipeline.variables.values())
+      [dense/kernel: float32[784, 64], dense/bias: float32[64],
+       head/kernel: float32[64, 10], head/bias: float32[10]]
+    """
 
     kind = "dense"
 
@@ -60,6 +71,17 @@ class Embedding(VariableLayer):
     A number from `-input_dim` to -1 counts from the end. For a number outside of that the row is NaN, so
     that the loss shows it, and `embeddings` gets no gradient from it. Both are `jnp.take`'s behaviour, and
     Keras's on JAX; the values are not known when the program is compiled, so there is no error.
+
+    Example:
+      >>> def stage(tokens):
+      ...     vectors = layers.Embedding(input_dim=1000, output_dim=64)(tokens)
+      ...     print(vectors.shape)
+      ...     return vectors
+      >>> pipeline = engine.Pipeline([stage], num_micro_batches=1)
+      >>> pipeline.trace(np.zeros([8, 128], np.int32))
+      (8, 128, 64)
+      >>> list(pipeline.variables.values())
+      [embedding/embeddings: float32[1000, 64]]
     """
 
     kind = "embedding"
@@ -89,7 +111,16 @@ class Embedding(VariableLayer):
 
 @with_arguments
 class Flatten(PlainLayer):
-    """[batch, ...] to [batch, features]. It keeps the dtype."""
+    """[batch, ...] to [batch, features]. It keeps the dtype.
+
+    Example:
+      >>> def stage(images):
+      ...     flat = layers.Flatten()(images)
+      ...     print(flat.shape)
+      ...     return flat
+      >>> engine.Pipeline([stage], num_micro_batches=1).trace(np.ones([8, 28, 28, 1], np.float32))
+      (8, 784)
+    """
 
     kind = "flatten"
 
@@ -101,7 +132,17 @@ class Flatten(PlainLayer):
 
 @with_arguments
 class Activation(PlainLayer):
-    """A function of the activations, by itself or by its name in Keras. It has no variables."""
+    """A function of the activations, by itself or by its name in Keras. It has no variables.
+
+    Example:
+      >>> def stage(x):
+      ...     return layers.Activation("relu")(x)
+      >>> pipeline = engine.Pipeline([stage], num_micro_batches=1)
+      >>> x = np.array([-1, 2], np.float32)
+      >>> _, outputs = pipeline.step(pipeline.init(jax.random.key(0), x), [x])
+      >>> outputs.outputs[0]
+      Array([0., 2.], dtype=float32)
+    """
 
     kind = "activation"
 
@@ -127,6 +168,15 @@ class Dropout(PlainLayer):
 
     The mask depends on the session's seed, the execution, the micro-batch and the layer's scope, and not
     on how layers are split into stages. It keeps the dtype.
+
+    Example:
+      >>> def stage(x):
+      ...     return layers.Dropout(0.5)(x)
+      >>> x = np.ones(1000, np.float32)
+      >>> pipeline = engine.Pipeline([stage], num_micro_batches=1)
+      >>> _, outputs = pipeline.step(pipeline.init(jax.random.key(0), x), [x])
+      >>> bool((outputs.outputs[0] == x).all())  # without an optimizer nothing is dropped
+      True
     """
 
     kind = "dropout"

@@ -95,17 +95,23 @@ class Flax(VariableLayer):
     what else it keeps (batch statistics) has the dtype that the module gives it.
 
     Example:
-      class Encoder(flax.linen.Module):
-          @flax.linen.compact
-          def __call__(self, x, train):
-              x = flax.linen.BatchNorm(use_running_average=not train)(flax.linen.Dense(16)(x))
-              return flax.linen.Dropout(0.1, deterministic=not train)(x)
-
-      decoder = flax.nnx.Linear(16, 10, rngs=flax.nnx.Rngs(0))
-
-      def stage(images, labels):
-          x = ipu.layers.Flax(Encoder())(images)  # train=True in a program that trains
-          return ipu.layers.Flax(decoder, name="decoder")(x), labels
+      >>> import flax.linen
+      >>> import flax.nnx
+      >>> class Encoder(flax.linen.Module):
+      ...     @flax.linen.compact
+      ...     def __call__(self, x, train):
+      ...         x = flax.linen.BatchNorm(use_running_average=not train)(flax.linen.Dense(16)(x))
+      ...         return flax.linen.Dropout(0.1, deterministic=not train)(x)
+      >>> decoder = flax.nnx.Linear(16, 10, rngs=flax.nnx.Rngs(0))
+      >>> def stage(images):
+      ...     x = layers.Flax(Encoder())(images)  # train=True in a program that trains
+      ...     return layers.Flax(decoder, name="decoder")(x)
+      >>> pipeline = engine.Pipeline([stage], num_micro_batches=1)
+      >>> pipeline.trace(np.ones([8, 784], np.float32))
+      >>> sorted(pipeline.variables)
+      ['decoder/bias', 'decoder/kernel', 'flax/BatchNorm_0/bias', 'flax/BatchNorm_0/scale',
+       'flax/Dense_0/bias', 'flax/Dense_0/kernel', 'flax/batch_stats/BatchNorm_0/mean',
+       'flax/batch_stats/BatchNorm_0/var']
     """
 
     kind = "flax"

@@ -120,6 +120,15 @@ class BatchNormalization(_Normalization):
 
     Both moving statistics are at least float32, whatever dtypes the layer has: in bfloat16 a step of
     a hundredth would mostly be rounded away.
+
+    Example:
+      >>> def stage(x):
+      ...     return layers.BatchNormalization(momentum=0.9)(x)
+      >>> pipeline = engine.Pipeline([stage], num_micro_batches=1)
+      >>> pipeline.trace(np.ones([8, 28, 28, 16], np.float32))
+      >>> [(name, spec.trainable) for name, spec in pipeline.variables.items()]
+      [('batch_normalization/moving_mean', False), ('batch_normalization/moving_variance', False),
+       ('batch_normalization/gamma', True), ('batch_normalization/beta', True)]
     """
 
     kind = "batch_normalization"
@@ -188,7 +197,16 @@ class BatchNormalization(_Normalization):
 
 @with_arguments
 class LayerNormalization(_Normalization):
-    """Normalizes over the given axes, for each index of the others."""
+    """Normalizes over the given axes, for each index of the others.
+
+    Example:
+      >>> def stage(x):
+      ...     return layers.LayerNormalization(epsilon=1e-5)(x)
+      >>> pipeline = engine.Pipeline([stage], num_micro_batches=1)
+      >>> pipeline.trace(np.ones([8, 128, 64], np.float32))
+      >>> list(pipeline.variables.values())
+      [layer_normalization/gamma: float32[64], layer_normalization/beta: float32[64]]
+    """
 
     kind = "layer_normalization"
 
@@ -215,7 +233,16 @@ class LayerNormalization(_Normalization):
 
 @with_arguments
 class GroupNormalization(_Normalization):
-    """Normalizes each example over groups of channels and all axes other than batch and channels."""
+    """Normalizes each example over groups of channels and all axes other than batch and channels.
+
+    Example:
+      >>> def stage(x):
+      ...     return layers.GroupNormalization(groups=4)(x)
+      >>> pipeline = engine.Pipeline([stage], num_micro_batches=1)
+      >>> pipeline.trace(np.ones([8, 28, 28, 16], np.float32))
+      >>> list(pipeline.variables.values())
+      [group_normalization/gamma: float32[16], group_normalization/beta: float32[16]]
+    """
 
     kind = "group_normalization"
 

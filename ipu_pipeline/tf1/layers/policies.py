@@ -71,6 +71,18 @@ def mixed_precision(
     A block counts for what is traced within it: it stands in a stage, or around `ipu_compiler.compile`, in
     the thread that calls it.
 
+    Example:
+      >>> def stage(x):
+      ...     with ipu.mixed_precision(dtype=jnp.bfloat16, param_dtype=jnp.float32):
+      ...         x = layers.Dense(64, activation="relu")(x)
+      ...         print(x.dtype)
+      ...         logits = layers.Dense(10, dtype=jnp.float32)(x)
+      ...     print(logits.dtype)
+      ...     return logits
+      >>> engine.Pipeline([stage], num_micro_batches=1).trace(np.ones([8, 16], np.float32))
+      bfloat16
+      float32
+
     Args:
       policy: "mixed_bfloat16" or "mixed_float16", as in Keras: computation in that, variables in float32;
         or the name of a floating-point dtype, which both have; or what another block gave.
@@ -84,11 +96,6 @@ def mixed_precision(
     Raises:
       ValueError: there is no such policy, a dtype is no floating-point one, or a policy is given beside
         a dtype.
-
-    Example:
-      with ipu.mixed_precision(dtype=jnp.bfloat16, param_dtype=jnp.float32):
-          x = ipu.layers.Dense(64, activation="relu")(x)  # bfloat16, its kernel is float32
-          logits = ipu.layers.Dense(10, dtype=jnp.float32)(x)  # float32
     """
     given = Policy(
         check_dtype("mixed_precision", "dtype", dtype),

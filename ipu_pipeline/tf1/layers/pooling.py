@@ -73,6 +73,14 @@ class MaxPooling2D(_Pooling2D):
 
     The gradient goes to the largest value, among equal ones to the first. It keeps the dtype, a
     floating-point one.
+
+    Example:
+      >>> def stage(images):
+      ...     largest = layers.MaxPooling2D(pool_size=3, strides=2, padding="same")(images)
+      ...     print(largest.shape)
+      ...     return largest
+      >>> engine.Pipeline([stage], num_micro_batches=1).trace(np.ones([8, 28, 28, 16], np.float32))
+      (8, 14, 14, 16)
     """
 
     kind = "max_pooling2d"
@@ -87,6 +95,14 @@ class AveragePooling2D(_Pooling2D):
 
     With padding "same" it is the mean of those of the window's values that lie within the inputs. Sums
     are at least in float32. It keeps the dtype, a floating-point one.
+
+    Example:
+      >>> def stage(images):
+      ...     means = layers.AveragePooling2D(pool_size=2)(images)
+      ...     print(means.shape)
+      ...     return means
+      >>> engine.Pipeline([stage], num_micro_batches=1).trace(np.ones([8, 28, 28, 16], np.float32))
+      (8, 14, 14, 16)
     """
 
     kind = "average_pooling2d"
@@ -108,6 +124,14 @@ class GlobalAveragePooling2D(PlainLayer):
     """The mean over height and width of [batch, height, width, channels].
 
     Sums are at least in float32. It keeps the dtype, a floating-point one.
+
+    Example:
+      >>> def stage(images):
+      ...     means = layers.GlobalAveragePooling2D()(images)
+      ...     print(means.shape)
+      ...     return means
+      >>> engine.Pipeline([stage], num_micro_batches=1).trace(np.ones([8, 7, 7, 64], np.float32))
+      (8, 64)
     """
 
     kind = "global_average_pooling2d"

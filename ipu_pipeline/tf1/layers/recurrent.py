@@ -168,6 +168,14 @@ class LSTM(_KerasRecurrent):
 
     Its variables are `kernel` [features, 4 * units], `recurrent_kernel` [units, 4 * units] and `bias`
     [4 * units].
+
+    Example:
+      >>> def stage(sequences):
+      ...     all_steps = layers.LSTM(32, return_sequences=True)(sequences)
+      ...     print(all_steps.shape)
+      ...     return all_steps
+      >>> engine.Pipeline([stage], num_micro_batches=1).trace(np.ones([8, 50, 16], np.float32))
+      (8, 50, 32)
     """
 
     kind = "lstm"
@@ -230,6 +238,14 @@ class GRU(_KerasRecurrent):
     Its variables are `kernel` [features, 3 * units], `recurrent_kernel` [units, 3 * units] and `bias`
     [3 * units]. With `reset_after`, `bias` is [2, 3 * units]: the bias of the inputs, then that of the
     state.
+
+    Example:
+      >>> def stage(sequences):
+      ...     last = layers.GRU(32)(sequences)
+      ...     print(last.shape)
+      ...     return last
+      >>> engine.Pipeline([stage], num_micro_batches=1).trace(np.ones([8, 50, 16], np.float32))
+      (8, 32)
     """
 
     kind = "gru"

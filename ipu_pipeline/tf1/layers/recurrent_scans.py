@@ -52,6 +52,14 @@ _State: TypeAlias = "tuple[jax.Array, ...]"  # the output of the step before com
 class LSTMStateTuple(NamedTuple):
     """The state of an LSTM, as TensorFlow 1's `tf.nn.rnn_cell.LSTMStateTuple`.
 
+    Example:
+      >>> zeros = np.zeros([8, 32], np.float32)
+      >>> def stage(inputs):
+      ...     start = ipu.rnn_ops.LSTMStateTuple(c=zeros, h=zeros)
+      ...     outputs, _ = ipu.rnn_ops.PopnnLSTM(32)(inputs, initial_state=start)
+      ...     return outputs
+      >>> engine.Pipeline([stage], num_micro_batches=1).trace(np.ones([50, 8, 16], np.float32))
+
     Attributes:
       c: the cell state, [batch, units].
       h: the output of the last step, [batch, units].

@@ -24,6 +24,16 @@ def cross_replica_sum(x: Any, replica_group_size: int | None = None, name: str |
     All replicas have to call it, for the same micro-batches: it must not be under a condition that differs
     between them.
 
+    Example:
+      >>> def stage(x):
+      ...     return ipu.cross_replica_ops.cross_replica_sum(x)
+      >>> pipeline = engine.Pipeline([stage], num_micro_batches=1, num_replicas=2)
+      >>> batches = [np.float32([1, 2]), np.float32([10, 20])]  # one for each replica
+      >>> _, outputs = pipeline.step(pipeline.init(jax.random.key(0), batches[0]), batches)
+      >>> np.asarray(outputs.outputs[0])  # [replica, ...]
+      array([[11., 22.],
+             [11., 22.]], dtype=float32)
+
     Args:
       x: numbers, of the same shape and dtype in each replica.
       replica_group_size: None for one group of all replicas; 1 makes each a group, and returns `x`.
@@ -44,6 +54,16 @@ def cross_replica_sum(x: Any, replica_group_size: int | None = None, name: str |
 
 def cross_replica_mean(x: Any, replica_group_size: int | None = None, name: str | None = None) -> jax.Array:
     """Returns the mean of the replicas' values; `x` itself if there is one replica.
+
+    Example:
+      >>> def stage(x):
+      ...     return ipu.cross_replica_ops.cross_replica_mean(x)
+      >>> pipeline = engine.Pipeline([stage], num_micro_batches=1, num_replicas=2)
+      >>> batches = [np.float32([1, 2]), np.float32([3, 4])]  # one for each replica
+      >>> _, outputs = pipeline.step(pipeline.init(jax.random.key(0), batches[0]), batches)
+      >>> np.asarray(outputs.outputs[0])  # [replica, ...]
+      array([[2., 3.],
+             [2., 3.]], dtype=float32)
 
     Args:
       x: floating-point numbers, of the same shape and dtype in each replica.

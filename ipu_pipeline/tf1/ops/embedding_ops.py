@@ -39,6 +39,11 @@ def embedding_lookup(
 ) -> jax.Array:
     """Looks up rows of a table.
 
+    Example:
+      >>> table = np.arange(6, dtype=np.float32).reshape(3, 2)
+      >>> ipu.embedding_ops.embedding_lookup(table, np.array([2, 0]))
+      Array([[4., 5.], [0., 1.]], dtype=float32)
+
     Args:
       params: [rows, ...], the table.
       ids: integers of any shape, from 0 and less than the number of rows. The result for other numbers is
@@ -86,7 +91,14 @@ def embedding_lookup(
 
 
 class HostEmbeddingOptimizerSpec:
-    """The training of a table in host memory: by SGD, after every mini-batch."""
+    """The training of a table in host memory: by SGD, after every mini-batch.
+
+    Example:
+      >>> training = ipu.embedding_ops.HostEmbeddingOptimizerSpec(learning_rate=0.1)
+      >>> embedding = ipu.embedding_ops.create_host_embedding(
+      ...     "words", [1000, 4], np.float32, optimizer_spec=training
+      ... )
+    """
 
     def __init__(self, learning_rate: float, optimizer_name: str | None = None) -> None:
         """Takes the settings of the training.
@@ -199,16 +211,15 @@ class HostEmbedding:
     all lookups of a step see the same values. It is in one process.
 
     Example:
-      embedding = create_host_embedding(
-          "words", (10_000_000, 64), np.float32, optimizer_spec=HostEmbeddingSGDGAOptimizerSpec(0.1, 8)
-      )
-
-      def encoder(ids, labels):
-          return embedding.lookup(ids), labels
-
-      with embedding.register(session):
-          session.run(program)
-      table = session.run(embedding.get_embedding_tensor())
+      >>> embedding = ipu.embedding_ops.create_host_embedding("words", [1000, 4], np.float32)
+      >>> def model(ids):
+      ...     return embedding.lookup(ids)
+      >>> with ipu.scopes.ipu_scope("/device:IPU:0"):
+      ...     program = ipu.ipu_compiler.compile(model, [np.array([7, 999])])
+      >>> with ipu.Session() as session, embedding.register(session):
+      ...     (rows,) = session.run(program)
+      >>> rows.shape
+      (2, 4)
     """
 
     def __init__(
@@ -332,6 +343,12 @@ def create_host_embedding(
     initializer: Any = None,
 ) -> HostEmbedding:
     """Makes a table in host memory.
+
+    Example:
+      >>> training = ipu.embedding_ops.HostEmbeddingSGDGAOptimizerSpec(0.1, accumulation_factor=8)
+      >>> embedding = ipu.embedding_ops.create_host_embedding(
+      ...     "words", [1000, 4], np.float32, optimizer_spec=training
+      ... )
 
     Args:
       name: the full name of the table among the session's variables.

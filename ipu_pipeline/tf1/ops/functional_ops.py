@@ -40,6 +40,13 @@ def outlined_function(
 
     Its results are the same without that. `jax.jit` around a function makes JAX trace it once.
 
+    Example:
+      >>> @ipu.functional_ops.outlined_function
+      ... def block(x):
+      ...     return jnp.tanh(x)
+      >>> block(np.float32(0))
+      Array(0., dtype=float32)
+
     Args:
       func: a function; None: the result is a decorator.
       unique_sharding: for IPUs; not used here.

@@ -15,6 +15,10 @@ __all__ = ["gelu", "hard_sigmoid"]
 def gelu(x: Any, approximate: bool = True, name: str | None = None) -> jax.Array:
     """GELU: x times the normal distribution's probability of less than x (arXiv:1606.08415).
 
+    Example:
+      >>> ipu.nn_ops.gelu(np.array([-1, 0, 1], np.float32))
+      Array([-0.1588..., 0. , 0.8411...], dtype=float32)
+
     Args:
       x: floating-point numbers, of any shape.
       approximate: True, as on IPUs: by tanh; False: by erf, as in `layers.Activation("gelu")`.
@@ -34,6 +38,10 @@ def gelu(x: Any, approximate: bool = True, name: str | None = None) -> jax.Array
 
 def hard_sigmoid(x: Any, name: str | None = None) -> jax.Array:
     """Returns 0.2 x + 0.5, clipped to 0 and 1, as in Keras.
+
+    Example:
+      >>> ipu.nn_ops.hard_sigmoid(np.array([-5, 0, 1], np.float32))
+      Array([0. , 0.5, 0.7], dtype=float32)
 
     Args:
       x: floating-point numbers, of any shape.

@@ -41,6 +41,14 @@ def group_norm(
 ) -> jax.Array:
     """Normalizes each example over groups of channels.
 
+    Example:
+      >>> def stage(x):
+      ...     return ipu.normalization_ops.group_norm(x, groups=4)
+      >>> pipeline = engine.Pipeline([stage], num_micro_batches=1)
+      >>> pipeline.trace(np.ones([8, 28, 28, 16], np.float32))
+      >>> list(pipeline.variables.values())
+      [GroupNorm/gamma: float32[16], GroupNorm/beta: float32[16]]
+
     Args:
       inputs: [batch, ...], floating-point, of rank 2 or more.
       groups: the number of groups; divides the number of channels.
@@ -102,6 +110,14 @@ def layer_norm(
     """Normalizes each example over all of its axes: `group_norm` with one group, in scope "LayerNorm".
 
     For the arguments, see `group_norm`.
+
+    Example:
+      >>> def stage(x):
+      ...     return ipu.normalization_ops.layer_norm(x, epsilon=1e-5)
+      >>> pipeline = engine.Pipeline([stage], num_micro_batches=1)
+      >>> pipeline.trace(np.ones([8, 64], np.float32))
+      >>> list(pipeline.variables)
+      ['LayerNorm/gamma', 'LayerNorm/beta']
     """
     del training
     return _normalize(
@@ -137,6 +153,14 @@ def instance_norm(
     """Normalizes each channel of each example: `group_norm` with a group for each, in scope "InstanceNorm".
 
     For the arguments, see `group_norm`.
+
+    Example:
+      >>> def stage(x):
+      ...     return ipu.normalization_ops.instance_norm(x, epsilon=1e-5)
+      >>> pipeline = engine.Pipeline([stage], num_micro_batches=1)
+      >>> pipeline.trace(np.ones([8, 28, 28, 16], np.float32))
+      >>> list(pipeline.variables)
+      ['InstanceNorm/gamma', 'InstanceNorm/beta']
     """
     del training
     return _normalize(

@@ -14,6 +14,7 @@ from ipu_pipeline.engine import (
     AutoStages,
     Chunking,
     Pipeline,
+    ProgramNames,
     Shard,
     TensorParallel,
     constrain,
@@ -24,7 +25,6 @@ from ipu_pipeline.engine import split as engine_split
 from ipu_pipeline.engine.fronts import (
     Captures,
     InsideOfBodyError,
-    ProgramNames,
     find_sum_dtype,
     is_in_stage,
     join_layers,
@@ -127,6 +127,35 @@ def pipeline(
     pipeline_depth: Any = None,
 ) -> Operation:
     """Runs a model cut into stages, each on its IPU, and trains it if there is an optimizer.
+
+    Example:
+      >>> batches = [(np.ones([4, 8], np.float32), np.zeros([4, 2], np.float32))] * 8
+      >>> infeed_queue = ipu.ipu_infeed_queue.IPUInfeedQueue(batches)
+      >>> outfeed_queue = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+      >>> def stage1(x, targets):
+      ...     return layers.Dense(16, activation="relu")(x), targets
+      >>> def stage2(x, targets):
+      ...     return jnp.mean((layers.Dense(2)(x) - targets) ** 2)
+      >>> def optimizer_function(loss):
+      ...     return ipu.pipelining_ops.OptimizerFunctionOutput(optax.sgd(0.1), loss)
+      >>> def model():
+      ...     return ipu.pipelining_ops.pipeline(
+      ...         [stage1, stage2],
+      ...         gradient_accumulation_count=4,
+      ...         repeat_count=2,  # weight updates
+      ...         infeed_queue=infeed_queue,
+      ...         outfeed_queue=outfeed_queue,
+      ...         outfeed_loss=True,
+      ...         optimizer_function=optimizer_function,
+      ...         pipeline_schedule=ipu.pipelining_ops.PipelineSchedule.Interleaved,
+      ...     )
+      >>> with ipu.scopes.ipu_scope("/device:IPU:0"):
+      ...     program = ipu.ipu_compiler.compile(model)
+      >>> with ipu.Session(seed=1) as session:
+      ...     session.run(infeed_queue.initializer)
+      ...     session.run(program)
+      ...     session.run(outfeed_queue.dequeue()).shape
+      (8,)
 
     Args:
       computational_stages: the stages, Python functions. Each takes what the one before returns (a
@@ -525,6 +554,22 @@ def split(
     measured and put together to stages as layers are by `auto_stages`; see `engine.split`. Skips, shared
     variables and values that are read at several places need nothing. It may be called in the function that
     `ipu_compiler.compile` traces, or outside; there, IPUs should have been configured before.
+
+    Example:
+      >>> def model(x, targets):
+      ...     for width in (64, 64, 8):
+      ...         x = layers.Dense(width, activation="tanh")(x)
+      ...     return jnp.mean((x - targets) ** 2)
+      >>> config = ipu.config.IPUConfig()
+      >>> config.auto_select_ipus = 2
+      >>> config.configure_ipu_system()
+      >>> batches = [(np.ones([4, 8], np.float32), np.zeros([4, 8], np.float32))]
+      >>> infeed_queue = ipu.ipu_infeed_queue.IPUInfeedQueue(batches)
+      >>> stages = ipu.pipelining_ops.split(
+      ...     model, 2, infeed_queue=infeed_queue, gradient_accumulation_count=8, measure=False
+      ... )
+      >>> len(stages)  # to be given to `pipeline`
+      2
 
     Args:
       model: a function that takes `inputs`, then a micro-batch, and returns what the `optimizer_function`

@@ -33,6 +33,10 @@ def dropout(
 
     It does so in every program: leave it out of programs that infer, or use `layers.Dropout`.
 
+    Example:
+      >>> ipu.rand_ops.dropout(np.ones(6, np.float32), rate=0.5, seed=3)
+      Array([2., 0., 0., 2., ...], dtype=float32)
+
     Args:
       x: floating-point numbers.
       rate: from 0, less than 1.

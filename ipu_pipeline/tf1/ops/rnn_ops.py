@@ -39,8 +39,12 @@ class PopnnLSTM(Popnn):
     """A time-major LSTM.
 
     Example:
-      lstm = ipu.rnn_ops.PopnnLSTM(128)
-      outputs, state = lstm(inputs)  # [time, batch, 128], and an LSTMStateTuple of two [batch, 128]
+      >>> def stage(inputs):  # [time, batch, features]
+      ...     outputs, state = ipu.rnn_ops.PopnnLSTM(32)(inputs)
+      ...     print(outputs.shape, state.c.shape, state.h.shape)
+      ...     return outputs
+      >>> engine.Pipeline([stage], num_micro_batches=1).trace(np.ones([50, 8, 16], np.float32))
+      (50, 8, 32) (8, 32) (8, 32)
     """
 
     kind = "popnn_lstm"
@@ -169,7 +173,17 @@ class PopnnLSTM(Popnn):
 
 
 class PopnnDynamicLSTM(PopnnLSTM):
-    """A time-major LSTM over sequences of different lengths. It has the same arguments as `PopnnLSTM`."""
+    """A time-major LSTM over sequences of different lengths. It has the same arguments as `PopnnLSTM`.
+
+    Example:
+      >>> def stage(inputs, lengths):
+      ...     outputs, state = ipu.rnn_ops.PopnnDynamicLSTM(32)(inputs, lengths)
+      ...     print(outputs.shape, state.h.shape)
+      ...     return outputs
+      >>> sequences, lengths = np.ones([50, 8, 16], np.float32), np.full(8, 20, np.int32)
+      >>> engine.Pipeline([stage], num_micro_batches=1).trace((sequences, lengths))
+      (50, 8, 32) (8, 32)
+    """
 
     kind = "popnn_dynamic_lstm"
 
@@ -207,7 +221,12 @@ class PopnnGRU(Popnn):
     """A time-major GRU.
 
     Example:
-      outputs, state = ipu.rnn_ops.PopnnGRU(128)(inputs)  # [time, batch, 128] and [batch, 128]
+      >>> def stage(inputs):  # [time, batch, features]
+      ...     outputs, state = ipu.rnn_ops.PopnnGRU(32)(inputs)
+      ...     print(outputs.shape, state.shape)
+      ...     return outputs
+      >>> engine.Pipeline([stage], num_micro_batches=1).trace(np.ones([50, 8, 16], np.float32))
+      (50, 8, 32) (8, 32)
     """
 
     kind = "popnn_gru"
@@ -342,7 +361,17 @@ class PopnnGRU(Popnn):
 
 
 class PopnnDynamicGRU(PopnnGRU):
-    """A GRU over sequences of different lengths. It has the same arguments as `PopnnGRU`."""
+    """A GRU over sequences of different lengths. It has the same arguments as `PopnnGRU`.
+
+    Example:
+      >>> def stage(inputs, lengths):
+      ...     outputs, state = ipu.rnn_ops.PopnnDynamicGRU(32)(inputs, lengths)
+      ...     print(outputs.shape, state.shape)
+      ...     return outputs
+      >>> sequences, lengths = np.ones([50, 8, 16], np.float32), np.full(8, 20, np.int32)
+      >>> engine.Pipeline([stage], num_micro_batches=1).trace((sequences, lengths))
+      (50, 8, 32) (8, 32)
+    """
 
     kind = "popnn_dynamic_gru"
 
@@ -388,6 +417,16 @@ class PopnnAUGRU(PopnnGRU):
     """A GRU with attention scores, over sequences of different lengths.
 
     It has the same arguments as `PopnnGRU`; `bias_initializer` has no effect, as in Graphcore's, and warns.
+
+    Example:
+      >>> def stage(inputs, lengths, scores):
+      ...     outputs, state = ipu.rnn_ops.PopnnAUGRU(32)(inputs, lengths, scores)
+      ...     print(outputs.shape, state.shape)
+      ...     return outputs
+      >>> sequences, lengths = np.ones([50, 8, 16], np.float32), np.full(8, 20, np.int32)
+      >>> scores = np.ones([50, 8], np.float32)
+      >>> engine.Pipeline([stage], num_micro_batches=1).trace((sequences, lengths, scores))
+      (50, 8, 32) (8, 32)
     """
 
     kind = "popnn_augru"

@@ -30,6 +30,9 @@ def with_averaged_weights(
     1 - `decay` times the new weights (as `tf.train.ExponentialMovingAverage` computes them). The update is
     as without. `Session.weights_of("average")` evaluates with them.
 
+    Example:
+      >>> optimizer = ipu.optimizers.with_averaged_weights(optax.adamw(1e-3), decay=0.999)
+
     Args:
       inner: the optimizer.
       decay: from 0, which keeps the last weights, to less than 1.
@@ -37,9 +40,6 @@ def with_averaged_weights(
     Raises:
       TypeError: `inner` is no `optax.GradientTransformation`.
       ValueError: `decay` is out of range.
-
-    Example:
-      optimizer = with_averaged_weights(optax.adamw(1e-3), decay=0.999)
     """
     if not isinstance(inner, optax.GradientTransformation) or isinstance(inner, LossScaled):
         raise TypeError(

@@ -20,7 +20,9 @@ class CrossReplicaOptimizer(Optimizer):
     them. It may stand anywhere in a nest of optimizers.
 
     Example:
-      CrossReplicaOptimizer(optax.sgd(0.01))
+      >>> def optimizer_function(loss):
+      ...     optimizer = ipu.optimizers.CrossReplicaOptimizer(optax.sgd(0.01))
+      ...     return ipu.pipelining_ops.OptimizerFunctionOutput(optimizer, loss)
     """
 
     def __init__(self, opt: Any, name: str = "CrossReplicaOptimizer") -> None:

@@ -27,8 +27,14 @@ class GradientAccumulationOptimizerV2(Optimizer):
     The count of iterations belongs to the session: one that a run begins, a later run completes.
 
     Example:
-      optimizer = GradientAccumulationOptimizerV2(optax.sgd(0.01), num_mini_batches=16)
-      train_op = optimizer.minimize(loss)
+      >>> def body(x):
+      ...     loss = jnp.mean(layers.Dense(1)(x) ** 2)
+      ...     optimizer = ipu.optimizers.GradientAccumulationOptimizerV2(optax.sgd(0.01), 4)
+      ...     return x, optimizer.minimize(loss)
+      >>> def model(x):
+      ...     return ipu.loops.repeat(8, body, [x])  # two weight updates
+      >>> with ipu.scopes.ipu_scope("/device:IPU:0"):
+      ...     program = ipu.ipu_compiler.compile(model, [np.ones([4, 8], np.float32)])
     """
 
     def __init__(
@@ -100,8 +106,9 @@ class CrossReplicaGradientAccumulationOptimizerV2(GradientAccumulationOptimizerV
     It is for the bodies of loops; a pipeline accumulates by itself, and takes a `CrossReplicaOptimizer`.
 
     Example:
-      optimizer = CrossReplicaGradientAccumulationOptimizerV2(optax.sgd(0.01), num_mini_batches=16)
-      train_op = optimizer.minimize(loss)
+      >>> optimizer = ipu.optimizers.CrossReplicaGradientAccumulationOptimizerV2(
+      ...     optax.sgd(0.01), num_mini_batches=16
+      ... )
     """
 
     def wrap(self, inner: Unwrapped) -> Unwrapped:

@@ -38,6 +38,10 @@ def exponential_decay(
 ) -> jax.Array:
     """`learning_rate * decay_rate**(global_step / decay_steps)`.
 
+    Example:
+      >>> ipu.optimizers.tf1.exponential_decay(0.1, 2000, decay_steps=1000, decay_rate=0.5)
+      Array(0.025, dtype=float32)
+
     Args:
       learning_rate: at the first step.
       global_step: the number of steps so far.
@@ -65,6 +69,10 @@ def natural_exp_decay(
     """`learning_rate * exp(-decay_rate * global_step / decay_steps)`.
 
     Arguments are those of `exponential_decay`.
+
+    Example:
+      >>> ipu.optimizers.tf1.natural_exp_decay(0.1, 1000, decay_steps=1000, decay_rate=1.0)
+      Array(0.03678795, dtype=float32)
     """
     del name
     return learning_rate * jnp.exp(-decay_rate * _quotient(global_step, decay_steps, staircase))
@@ -82,6 +90,10 @@ def inverse_time_decay(
     """`learning_rate / (1 + decay_rate * global_step / decay_steps)`.
 
     Arguments are those of `exponential_decay`.
+
+    Example:
+      >>> ipu.optimizers.tf1.inverse_time_decay(0.1, 1000, decay_steps=1000, decay_rate=1.0)
+      Array(0.05, dtype=float32)
     """
     del name
     return learning_rate / (1 + decay_rate * _quotient(global_step, decay_steps, staircase))
@@ -98,6 +110,10 @@ def polynomial_decay(
     name: str | None = None,
 ) -> jax.Array:
     """From `learning_rate` to `end_learning_rate` in `decay_steps`, along `(1 - share)**power`.
+
+    Example:
+      >>> ipu.optimizers.tf1.polynomial_decay(0.1, 500, decay_steps=1000, end_learning_rate=0.0)
+      Array(0.05, dtype=float32)
 
     Args:
       learning_rate: at the first step.
@@ -123,7 +139,12 @@ def polynomial_decay(
 def cosine_decay(
     learning_rate: Any, global_step: Any, decay_steps: Any, alpha: float = 0.0, name: str | None = None
 ) -> jax.Array:
-    """From `learning_rate` to `alpha * learning_rate` in `decay_steps`, along half a cosine."""
+    """From `learning_rate` to `alpha * learning_rate` in `decay_steps`, along half a cosine.
+
+    Example:
+      >>> ipu.optimizers.tf1.cosine_decay(0.1, 500, decay_steps=1000)
+      Array(0.05, dtype=float32)
+    """
     del name
     share = jnp.minimum(jnp.asarray(global_step, float), decay_steps) / decay_steps
     return learning_rate * ((1 - alpha) * 0.5 * (1 + jnp.cos(math.pi * share)) + alpha)
@@ -134,6 +155,10 @@ def piecewise_constant(
     x: Any, boundaries: Sequence[Any], values: Sequence[Any], name: str | None = None
 ) -> jax.Array:
     """`values[0]` up to and with `boundaries[0]`, then `values[1]`, and so on.
+
+    Example:
+      >>> ipu.optimizers.tf1.piecewise_constant(150, boundaries=[100, 200], values=[0.1, 0.01, 0.001])
+      Array(0.01, dtype=float32)
 
     Args:
       x: the number of steps so far.

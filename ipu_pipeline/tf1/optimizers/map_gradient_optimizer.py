@@ -23,7 +23,9 @@ class MapGradientOptimizer(Optimizer):
     """Applies a function to each gradient, before gradients are accumulated.
 
     Example:
-      MapGradientOptimizer(optax.sgd(0.01), lambda gradient, variable: gradient + 1e-4 * variable)
+      >>> def add_weight_decay(gradient, variable):
+      ...     return gradient + 1e-4 * variable
+      >>> optimizer = ipu.optimizers.MapGradientOptimizer(optax.sgd(0.01), add_weight_decay)
     """
 
     def __init__(
@@ -70,7 +72,10 @@ class OutfeedOptimizer(Optimizer):
     Optax transformation gets, after accumulation. They are copied to the host, which takes time and memory.
 
     Example:
-      OutfeedOptimizer(optax.sgd(0.01), gradients_queue, OutfeedOptimizerMode.BEFORE_APPLY)
+      >>> gradients_queue = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+      >>> optimizer = ipu.optimizers.OutfeedOptimizer(
+      ...     optax.sgd(0.01), gradients_queue, ipu.optimizers.OutfeedOptimizerMode.AFTER_COMPUTE
+      ... )
     """
 
     def __init__(

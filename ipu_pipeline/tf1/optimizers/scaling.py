@@ -28,7 +28,7 @@ class LossScalingOptimizer(Optimizer):
     65504.
 
     Example:
-      LossScalingOptimizer(optax.adam(1e-3), initial_scale=2.0**12)
+      >>> optimizer = ipu.optimizers.LossScalingOptimizer(optax.adam(1e-3), initial_scale=2.0**12)
     """
 
     def __init__(

@@ -64,7 +64,13 @@ class _Plain(Optimizer):
 
 
 class GradientDescentOptimizer(_Plain):
-    """`w -= rate * g`."""
+    """`w -= rate * g`.
+
+    Example:
+      >>> def optimizer_function(loss):
+      ...     optimizer = ipu.optimizers.tf1.GradientDescentOptimizer(learning_rate=0.01)
+      ...     return ipu.pipelining_ops.OptimizerFunctionOutput(optimizer, loss)
+    """
 
     def __init__(
         self, learning_rate: Rate, use_locking: bool = False, name: str = "GradientDescent"
@@ -80,7 +86,11 @@ class GradientDescentOptimizer(_Plain):
 
 
 class MomentumOptimizer(_Plain):
-    """`a = momentum * a + g; w -= rate * a`; with Nesterov `w -= rate * (g + momentum * a)`."""
+    """`a = momentum * a + g; w -= rate * a`; with Nesterov `w -= rate * (g + momentum * a)`.
+
+    Example:
+      >>> optimizer = ipu.optimizers.tf1.MomentumOptimizer(0.01, momentum=0.9, use_nesterov=True)
+    """
 
     def __init__(
         self,
@@ -99,6 +109,9 @@ class AdamOptimizer(_Plain):
 
     `m = beta1 * m + (1 - beta1) * g; v = beta2 * v + (1 - beta2) * g**2;
     w -= rate * sqrt(1 - beta2**t) / (1 - beta1**t) * m / (sqrt(v) + epsilon)`
+
+    Example:
+      >>> optimizer = ipu.optimizers.tf1.AdamOptimizer(1e-3)
     """
 
     def __init__(
@@ -118,7 +131,11 @@ class AdamOptimizer(_Plain):
 
 
 class AdamWOptimizer(_Plain):
-    """`AdamOptimizer`, of `tf.contrib.opt`: `w -= weight_decay * w` as well, whatever the rate is."""
+    """`AdamOptimizer`, of `tf.contrib.opt`: `w -= weight_decay * w` as well, whatever the rate is.
+
+    Example:
+      >>> optimizer = ipu.optimizers.tf1.AdamWOptimizer(weight_decay=1e-4, learning_rate=1e-3)
+    """
 
     def __init__(
         self,
@@ -140,6 +157,9 @@ class LAMBOptimizer(_Plain):
     """`u = m / (sqrt(v) + epsilon) + weight_decay_rate * w; w -= rate * |w| / |u| * u`.
 
     m and v are Adam's. The ratio of norms is 1 where one of them is 0.
+
+    Example:
+      >>> optimizer = ipu.optimizers.tf1.LAMBOptimizer(1e-3)
     """
 
     def __init__(
@@ -165,6 +185,9 @@ class RMSPropOptimizer(_Plain):
     """`s = decay * s + (1 - decay) * g**2; a = momentum * a + rate * g / sqrt(s + epsilon); w -= a`.
 
     `s` starts at 1. Centered, the square of a mean of gradients like `s` is subtracted within the root.
+
+    Example:
+      >>> optimizer = ipu.optimizers.tf1.RMSPropOptimizer(0.01, decay=0.9, momentum=0.9)
     """
 
     def __init__(
@@ -191,7 +214,11 @@ class RMSPropOptimizer(_Plain):
 
 
 class AdagradOptimizer(_Plain):
-    """`s += g**2; w -= rate * g / sqrt(s)`."""
+    """`s += g**2; w -= rate * g / sqrt(s)`.
+
+    Example:
+      >>> optimizer = ipu.optimizers.tf1.AdagradOptimizer(0.01)
+    """
 
     def __init__(
         self,
@@ -214,6 +241,9 @@ class AdadeltaOptimizer(_Plain):
     """`s = rho * s + (1 - rho) * g**2; d = sqrt(u + epsilon) / sqrt(s + epsilon) * g; w -= rate * d`.
 
     Then `u = rho * u + (1 - rho) * d**2`.
+
+    Example:
+      >>> optimizer = ipu.optimizers.tf1.AdadeltaOptimizer(1.0, rho=0.95)
     """
 
     def __init__(
@@ -233,6 +263,9 @@ class FtrlOptimizer(_Plain):
 
     With `p = -learning_rate_power`: `n' = n + g**2; h = g + 2 * shrinkage * w;
     z += h - (n'**p - n**p) / rate * w; w = (clip(z, -l1, l1) - z) / (n'**p / rate + 2 * l2)`
+
+    Example:
+      >>> optimizer = ipu.optimizers.tf1.FtrlOptimizer(0.01, l1_regularization_strength=1e-3)
     """
 
     def __init__(

@@ -74,6 +74,11 @@ class PipelineSchedule(enum.Enum):
     * DualPipeV: two stages on each IPU, down and up; forwards of one beside backwards of the other.
 
     `searched()` is none of these, but the best order for the stages' own costs.
+
+    Example:
+      >>> list(ipu.pipelining_ops.PipelineSchedule)[:3]
+      [<PipelineSchedule.Grouped: 'grouped'>, <PipelineSchedule.Interleaved: 'interleaved'>,
+       <PipelineSchedule.Sequential: 'sequential'>]
     """
 
     Grouped = "grouped"
@@ -109,6 +114,17 @@ class RecomputationMode(enum.Enum):
     RecomputeThenBackpropagate: its inputs; the backward begins with the whole forward.
     RecomputeAndBackpropagateInterleaved: its inputs and the values that `recomputation_checkpoint` marks;
     the backward goes from one mark to the one before. Auto: the second, which without marks is the first.
+
+    Example:
+      >>> mode = ipu.pipelining_ops.RecomputationMode.RecomputeThenBackpropagate
+      >>> def model(infeed_queue, stages, optimizer_function):
+      ...     return ipu.pipelining_ops.pipeline(
+      ...         stages,
+      ...         gradient_accumulation_count=4,
+      ...         infeed_queue=infeed_queue,
+      ...         optimizer_function=optimizer_function,
+      ...         recomputation_mode=mode,  # it needs IPUConfig.allow_recompute
+      ...     )
     """
 
     Auto = "auto"

@@ -32,6 +32,15 @@ class Program:
     in TensorFlow 1: `(loss,) = compile(...)`, `session.run(compiled[0])`. If the function returns a dict,
     the values are found by its keys.
 
+    Example:
+      >>> def model(x):
+      ...     return {"double": 2 * x, "square": x * x}
+      >>> with ipu.scopes.ipu_scope("/device:IPU:0"):
+      ...     program = ipu.ipu_compiler.compile(model, [np.float32(3)])
+      >>> with ipu.Session() as session:
+      ...     session.run(program["square"])
+      array(9., dtype=float32)
+
     Attributes:
       function: the compiled function, cut into segments, pipelines and loops.
       calls: the pipelines and loops, in the order in which they run.
@@ -104,7 +113,17 @@ class Program:
         `IPUConfig.configure_ipu_system` or the first run.
 
         Example:
-          print(program.placement())
+          >>> def model(x):
+          ...     return ipu.loops.repeat(4, layers.Dense(8), [x])
+          >>> with ipu.scopes.ipu_scope("/device:IPU:0"):
+          ...     program = ipu.ipu_compiler.compile(model, [np.ones([2, 8], np.float32)])
+          >>> print(program.placement())
+          Loop
+            stage  IPU  device            operations  bytes of variables  variables
+            0      0    not selected yet  3           288                 dense/kernel
+                                                                          dense/bias
+          per iteration:
+            nothing crosses
         """
         devices = tuple(map(str, selection.selected_devices(self._ipu_device)))
         return Placement(
@@ -122,7 +141,17 @@ class Program:
         backend.
 
         Example:
-          print(program.summary())
+          >>> def model(x):
+          ...     return ipu.loops.repeat(4, layers.Dense(8), [x])
+          >>> with ipu.scopes.ipu_scope("/device:IPU:0"):
+          ...     program = ipu.ipu_compiler.compile(model, [np.ones([2, 8], np.float32)])
+          >>> print(program.summary())
+          Loop: 1 part on 1 IPU, no training
+            72 parameters, 288 B
+            stage  IPU  layers  parameters   size   forward
+            0      0    dense           72  288 B  496 flop
+          forward: estimated operations
+          bubble: none, as everything is on one IPU
         """
         return ProgramSummary(tuple(call.summary() for call in self.calls))
 

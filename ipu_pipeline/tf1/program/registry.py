@@ -51,6 +51,14 @@ def global_variables() -> list[VariableSpec]:
     In a function that is being compiled, these are the variables that it has asked for so far; elsewhere,
     the variables of all compiled programs that are still in use. They are in the order in which they were
     first asked for.
+
+    Example:
+      >>> def model(x):
+      ...     return layers.BatchNormalization()(layers.Dense(4)(x))
+      >>> with ipu.scopes.ipu_scope("/device:IPU:0"):
+      ...     program = ipu.ipu_compiler.compile(model, [np.ones([2, 8], np.float32)])
+      >>> [spec.name for spec in ipu.global_variables()]
+      ['dense/kernel', 'dense/bias', 'batch_normalization/moving_mean', ...]
     """
     builder = current_builder()
     if builder is not None:

@@ -27,7 +27,9 @@ class PipelineStageOptions:
     Graphcore's arguments have Graphcore's positions; `compiler_options` is given by name.
 
     Example:
-      PipelineStageOptions(compiler_options={"xla_backend_optimization_level": 3})
+      >>> options = ipu.pipelining_ops.PipelineStageOptions(
+      ...     compiler_options={"xla_backend_optimization_level": 3}
+      ... )
 
     Attributes:
       convolution_options: Poplar's options; XLA has no use for them, and a pipeline that gets them warns.

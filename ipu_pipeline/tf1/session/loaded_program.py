@@ -36,6 +36,16 @@ _IN_FLIGHT_PER_STAGE = 2  # micro-batches
 def load_program(path: str | os.PathLike[str]) -> LoadedProgram:
     """Loads what `Session.export` wrote. It selects the devices that it needs, if none have been selected.
 
+    Example:
+      >>> x = jax.ShapeDtypeStruct([4, 8], np.float32)
+      >>> exported = ipu.serving.export_single_step(
+      ...     layers.Dense(2), "exported", iterations=1, predict_step_signature=[x],
+      ...     variable_initializer=lambda session: session.run(ipu.global_variables_initializer())
+      ... )
+      >>> program = ipu.load_program("exported")
+      >>> program(np.ones([8, 8], np.float32)).shape
+      (8, 2)
+
     Args:
       path: the directory.
 
@@ -86,9 +96,20 @@ class LoadedProgram:
     """An inference pipeline without its Python code.
 
     Example:
-      program = ipu.load_program("exported")
-      predictions = program(images)
-      predictions = program.run(batches)
+      >>> def score(x):
+      ...     return layers.Dense(2)(x)
+      >>> program = ipu.serving.export_single_step(
+      ...     score,
+      ...     "exported_score",
+      ...     iterations=1,
+      ...     predict_step_signature=[jax.ShapeDtypeStruct([4, 8], np.float32)],
+      ...     variable_initializer=lambda session: session.run(ipu.global_variables_initializer()),
+      ... )
+      >>> program(np.ones([8, 8], np.float32)).shape  # any multiple of the micro-batch's rows
+      (8, 2)
+      >>> x = np.ones([4, 8], np.float32)
+      >>> [result.shape for result in program.run([(x,), (x,)])]
+      [(4, 2), (4, 2)]
     """
 
     def __init__(self, program: Mapping[str, Any], functions: Sequence[Any], snapshot: Snapshot) -> None:

@@ -21,9 +21,13 @@ class Saver:
     A directory is for one run at a time: the newest checkpoint is the one with the greatest number.
 
     Example:
-      saver = ipu.Saver(max_to_keep=3)
-      path = saver.save(session, "checkpoints")  # checkpoints/1200
-      saver.restore(session, ipu.latest_checkpoint("checkpoints"))
+      >>> with ipu.scopes.ipu_scope("/device:IPU:0"):
+      ...     program = ipu.ipu_compiler.compile(layers.Dense(1), [np.ones([2, 8], np.float32)])
+      >>> saver = ipu.Saver(max_to_keep=3)
+      >>> with ipu.Session() as session:
+      ...     session.run(ipu.global_variables_initializer())
+      ...     path = saver.save(session, "checkpoints")
+      ...     saver.restore(session, ipu.latest_checkpoint("checkpoints"))
     """
 
     def __init__(self, var_list: None = None, *, max_to_keep: int | None = 5) -> None:
@@ -102,6 +106,10 @@ class Saver:
 
 def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
     """Returns the path of the newest complete checkpoint in a directory; None if there is none.
+
+    Example:
+      >>> ipu.latest_checkpoint("no_such_folder") is None
+      True
 
     Args:
       directory: the directory that `Saver.save` or an estimator wrote them to. If it has none, the

@@ -47,10 +47,16 @@ class Session:
     """Holds variables and optimizer state, and runs programs.
 
     Example:
-      with Session(seed=1) as session:
-          session.run(infeed_queue.initializer)
-          session.run(program, {learning_rate: 0.01})
-          losses = session.run(outfeed_queue.dequeue())
+      >>> def model(x):
+      ...     return layers.Dense(1, kernel_initializer="ones")(x)
+      >>> with ipu.scopes.ipu_scope("/device:IPU:0"):
+      ...     program = ipu.ipu_compiler.compile(model, [np.ones([2, 8], np.float32)])
+      >>> with ipu.Session(seed=1) as session:
+      ...     session.run(program)
+      ...     sorted(session.variables)
+      [array([[8.],
+             [8.]], dtype=float32)]
+      ['dense/bias', 'dense/kernel']
     """
 
     def __init__(self, seed: int | None = None, **of_tensorflow: Any) -> None:
