@@ -6,6 +6,7 @@ none, so none stays behind. A step is known by its results, which are not kept a
 
 from __future__ import annotations
 
+import atexit
 import collections
 import logging
 import sys
@@ -113,6 +114,7 @@ _lock = threading.Lock()
 _steps: collections.deque[StepOnItsWay] = collections.deque(maxlen=_MOST)
 _thread: threading.Thread | None = None
 _woken = threading.Event()  # set by who does not want to wait for the next look
+_is_ending = threading.Event()
 
 
 def watch(step: StepOnItsWay) -> None:
@@ -125,11 +127,23 @@ def watch(step: StepOnItsWay) -> None:
             _thread.start()
 
 
+@atexit.register
+def _end() -> None:
+    """Ends the thread before Python ends: in a function of JAX it would then abort the process."""
+    thread = _thread
+    if thread is not None and thread.is_alive():  # it does not go along with a fork
+        _is_ending.set()
+        _woken.set()
+        thread.join(timeout=1)
+
+
 def _look() -> None:
     """Looks at the steps on their way until there are none."""
     global _thread
     while True:
         _woken.wait(_SECONDS / 4)
+        if _is_ending.is_set():
+            return
         now = time.monotonic()
         with _lock:
             while _steps and _steps[0].is_done():

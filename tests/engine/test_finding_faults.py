@@ -13,7 +13,7 @@ from jax.experimental import checkify
 
 from ipu_pipeline import engine
 from ipu_pipeline.engine import hanging, reference
-from tests.support import models
+from tests.support import models, programs
 
 W, V = np.full((3, 4), 0.5, "float32"), np.full((4, 1), 0.1, "float32")
 BOTH = pytest.mark.parametrize("mapping", [[0, 1], [0, 0]])
@@ -333,3 +333,23 @@ def test_a_step_that_hangs_says_in_which_stage(told):
         "the last it came to is stage 0 (hanging_stage), forward of micro-batch 1 of step 0." in told.text
     )
     assert f"Python is {line_of('# the callback')}" in told.text
+
+
+_AT_THE_END = """
+import atexit, threading
+atexit.register(lambda: print([thread.name for thread in threading.enumerate()]))  # runs last
+import numpy as np, jax, optax
+from ipu_pipeline import engine
+pipeline = engine.Pipeline([lambda w, x: w * x], parameters=[np.float32(1)], num_micro_batches=1,
+                           loss=lambda loss: loss, optimizer=optax.sgd(0.1))
+state = pipeline.init(jax.random.key(0), np.float32(1))
+pipeline.step(state, [np.float32(1)])
+print([thread.name for thread in threading.enumerate()])
+"""
+
+
+def test_its_thread_ends_before_python_does():
+    """Python ends a thread when it comes back from a function of JAX, whose C++ then aborts the process."""
+    result = programs.start("-c", _AT_THE_END, as_tests=True)
+    assert result.stdout.splitlines() == ["['MainThread', 'ipu_pipeline step watch']", "['MainThread']"]
+    assert result.returncode == 0, result.stderr
