@@ -28,7 +28,7 @@ def all_forwards(
     training: bool = True,
     levels: Sequence[int] | None = None,
 ) -> Rows:
-    """Rows of the AllForwards schedule; arguments and result as in `lock_step.grouped`.
+    """Rows of the AllForwards schedule; arguments and result as in `grouped`.
 
     Example:
       >>> print(schedules.format_rows(schedules.all_forwards(2, 3, device_mapping=[0, 1])))

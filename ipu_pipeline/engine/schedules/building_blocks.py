@@ -63,7 +63,7 @@ def v_half(
     training: bool = True,
     levels: Sequence[int] | None = None,
 ) -> Rows:
-    """Rows of the VHalf schedule; arguments and result as in `lock_step.grouped`.
+    """Rows of the VHalf schedule; arguments and result as in `grouped`.
 
     Example:
       >>> print(schedules.format_rows(schedules.v_half(4, 2, device_mapping=[0, 1, 1, 0])))
@@ -87,7 +87,7 @@ def v_min(
     training: bool = True,
     levels: Sequence[int] | None = None,
 ) -> Rows:
-    """Rows of the VMin schedule; arguments and result as in `lock_step.grouped`.
+    """Rows of the VMin schedule; arguments and result as in `grouped`.
 
     Example:
       >>> print(schedules.format_rows(schedules.v_min(4, 2, device_mapping=[0, 1, 1, 0])))

@@ -37,7 +37,7 @@ def dual_pipe_v(
     training: bool = True,
     levels: Sequence[int] | None = None,
 ) -> Rows:
-    """Rows of the DualPipeV schedule; arguments and result as in `lock_step.grouped`.
+    """Rows of the DualPipeV schedule; arguments and result as in `grouped`.
 
     Example:
       >>> print(schedules.format_rows(schedules.dual_pipe_v(4, 2, device_mapping=[0, 1, 1, 0])))

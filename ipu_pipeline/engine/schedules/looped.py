@@ -30,7 +30,7 @@ def looped(
     training: bool = True,
     levels: Sequence[int] | None = None,
 ) -> Rows:
-    """Rows of the Looped schedule; arguments and result as in `lock_step.grouped`.
+    """Rows of the Looped schedule; arguments and result as in `grouped`.
 
     Example:
       >>> print(schedules.format_rows(schedules.looped(4, 2, device_mapping=[0, 1, 0, 1])))

@@ -33,7 +33,7 @@ def looped_zero_bubble(
     training: bool = True,
     levels: Sequence[int] | None = None,
 ) -> Rows:
-    """Rows of the LoopedZeroBubble schedule; arguments and result as in `lock_step.grouped`.
+    """Rows of the LoopedZeroBubble schedule; arguments and result as in `grouped`.
 
     Example:
       >>> print(schedules.format_rows(schedules.looped_zero_bubble(4, 2, device_mapping=[0, 1, 0, 1])))

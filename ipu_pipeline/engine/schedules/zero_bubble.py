@@ -28,7 +28,7 @@ def zero_bubble(
     training: bool = True,
     levels: Sequence[int] | None = None,
 ) -> Rows:
-    """Rows of the ZeroBubble schedule; arguments and result as in `lock_step.grouped`.
+    """Rows of the ZeroBubble schedule; arguments and result as in `grouped`.
 
     Example:
       >>> print(schedules.format_rows(schedules.zero_bubble(2, 3, device_mapping=[0, 1])))

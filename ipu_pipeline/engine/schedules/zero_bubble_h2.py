@@ -31,7 +31,7 @@ def zero_bubble_h2(
     training: bool = True,
     levels: Sequence[int] | None = None,
 ) -> Rows:
-    """Rows of the ZeroBubbleH2 schedule; arguments and result as in `lock_step.grouped`.
+    """Rows of the ZeroBubbleH2 schedule; arguments and result as in `grouped`.
 
     Example:
       >>> print(schedules.format_rows(schedules.zero_bubble_h2(2, 4, device_mapping=[0, 1])))

@@ -32,7 +32,7 @@ def zero_bubble_v(
     training: bool = True,
     levels: Sequence[int] | None = None,
 ) -> Rows:
-    """Rows of the ZeroBubbleV schedule; arguments and result as in `lock_step.grouped`.
+    """Rows of the ZeroBubbleV schedule; arguments and result as in `grouped`.
 
     Example:
       >>> print(schedules.format_rows(schedules.zero_bubble_v(4, 2, device_mapping=[0, 1, 1, 0])))
