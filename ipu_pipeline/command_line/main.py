@@ -17,6 +17,7 @@ __all__ = ["main"]
 _COMMANDS = {
     "new": ("creating", "make a small project with a pipeline, a test and a report"),
     "run": ("running", "run a script that imports poptorch"),
+    "launch": ("launching", "run a program in several processes of this machine"),
     "profile": ("profiling", "run a program, and write reports of where its time and memory go"),
     "report": ("reporting", "rebuild the page of a trace from its profile.json, and print a summary"),
     "simulate": ("simulating", "predict how long a step of a pipeline takes, and what would be better"),

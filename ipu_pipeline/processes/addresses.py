@@ -105,7 +105,7 @@ def _complete(
         raise ValueError(
             f"distributed.initialize: {names} missing, and JAX recognises no cluster here (it knows SLURM, "
             "Open MPI, Kubernetes with its Python package, and Cloud TPU). Give them as arguments or by "
-            "the environment; to try a program on this machine alone: python scripts/launch_local.py -n 2 "
+            "the environment; to try a program on this machine alone: ipu-pipeline launch -n 2 "
             "PROGRAM."
         )
     return completed, detected[3] if devices is None else devices

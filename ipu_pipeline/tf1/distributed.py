@@ -36,7 +36,7 @@ def initialize(
     Arguments that are not given are taken from the environment variables IPU_PIPELINE_COORDINATOR_ADDRESS,
     IPU_PIPELINE_NUM_PROCESSES and IPU_PIPELINE_PROCESS_ID; set all three or none. Without them, JAX
     recognises SLURM, Open MPI, Kubernetes and Cloud TPU. If the three variables are set, for example by
-    `scripts/launch_local.py`, `IPUConfig.configure_ipu_system` calls this function.
+    `ipu-pipeline launch`, `IPUConfig.configure_ipu_system` calls this function.
 
     A process listens only at the address by which it reaches the coordinator: on one machine that is the
     loopback one.

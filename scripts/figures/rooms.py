@@ -111,6 +111,7 @@ FLOORS = (
     _folder("poptorch/generation"),
     _folder("poptorch/execution"),
     _beside("poptorch: roof", "poptorch", "import ipu_pipeline.poptorch as poptorch"),
+    _folder("launching"),
     _folder("command_line"),
     _beside("program", "__main__", "python -m ipu_pipeline"),
 )

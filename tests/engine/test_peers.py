@@ -466,7 +466,7 @@ def test_an_environment_that_is_half_set(environment):
 
 
 def test_a_cluster_is_recognised(environment):
-    with pytest.raises(ValueError, match="recognises no cluster here .* scripts/launch_local.py"):
+    with pytest.raises(ValueError, match="recognises no cluster here .* ipu-pipeline launch"):
         find()
     slurm = {"JOB_ID": "1", "STEP_NODELIST": "node[1-2]", "NTASKS": "2", "PROCID": "1", "LOCALID": "0"}
     for name, text in slurm.items():

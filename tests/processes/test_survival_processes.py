@@ -3,11 +3,11 @@
 import os
 import random
 import re
-import shutil
 import signal
 import subprocess
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -81,39 +81,39 @@ def go_on_alone(directory, uninterrupted):
     assert_same_variables(estimator, uninterrupted)
 
 
+def find_children(process):
+    """The numbers by which the system knows the processes that it started, from the first one on."""
+    return Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+
+
 @pytest.mark.thorough
-def test_killed_at_random_moments(tmp_path, uninterrupted):
-    """kill -9 of one process in the middle of steps: the other ends, says why, and training goes on."""
+def test_killed_at_random_moments_and_started_again(tmp_path, uninterrupted):
+    """kill -9 of one process in the middle of steps: the other says why it ends, and training goes on."""
     generator = random.Random(KILLS)  # noqa: S311  # of moments
-    kills = resumed = num_saved = 0
-    for _attempt in range(3 * KILLS):
-        before = CheckpointSeries(tmp_path / "checkpoints").latest()
-        num_saved += before is not None
-        processes = start(tmp_path, 2, "pause=0.1")
-        victim = generator.randrange(2)
-        deadline = time.monotonic() + 120
-        while CheckpointSeries(tmp_path / "checkpoints").latest() == before:  # it trains
-            if time.monotonic() > deadline or any(process.poll() is not None for process in processes):
-                break
+    launch = ("-m", "ipu_pipeline", "launch", "-n", 2, "--restarts", KILLS)
+    program = ("-m", "tests.support.survivor", tmp_path, STEPS, "pause=0.1")
+    launcher = begin(*launch, "--death-timeout", DEATH_TIMEOUT, *program, output=subprocess.DEVNULL)
+    victims, saved, seen = [], None, []
+    while len(victims) < KILLS:
+        while (step := CheckpointSeries(tmp_path / "checkpoints").latest()) == saved:  # it trains
+            assert launcher.poll() is None, launcher.stderr.read()
             time.sleep(0.01)
         time.sleep(0.5 * generator.random())
-        processes[victim].kill()
-        errors = finish(processes, 120)
-        codes = [process.returncode for process in processes]
-        resumed += "Training goes on from step" in errors[0]
-        if codes == [0, 0]:  # they came to their end before the kill: from the beginning once more
-            go_on_alone(tmp_path, uninterrupted)
-            ipu.config.reset_ipu_configuration()
-            shutil.rmtree(tmp_path)
-        elif codes[victim] == -signal.SIGKILL and codes[1 - victim] != 0:
-            kills += 1
-            named = rf"[Pp]rocess {victim} "
-            assert re.search(named, errors[1 - victim]), errors[1 - victim]
-            assert "the last action finished" in errors[1 - victim], errors[1 - victim]
-        if kills == KILLS:
-            break
-    assert kills == KILLS
-    assert resumed == num_saved
+        children = find_children(launcher)
+        if len(children) == 2 and not set(children) & set(seen):
+            victims.append(generator.randrange(2))
+            os.kill(int(children[victims[-1]]), signal.SIGKILL)
+            seen += children
+        saved = step
+    _out, errors = launcher.communicate(timeout=60 * KILLS)
+    assert launcher.returncode == 0, errors
+    ends = re.findall(r"launch: process (\d) was ended by SIGKILL", errors)
+    assert list(map(int, ends)) == victims, errors
+    for victim in set(victims):
+        assert re.search(rf"\[{1 - victim}\].*[Pp]rocess {victim} .*has died", errors), errors
+    assert errors.count("the last action finished") >= KILLS
+    assert len(re.findall(r"\[0\].*Training goes on from step", errors)) == KILLS
+    ipu.config.reset_ipu_configuration()
     go_on_alone(tmp_path, uninterrupted)
 
 

@@ -4,7 +4,6 @@ import faulthandler
 import importlib
 import os
 import pickle
-import runpy
 import signal
 import subprocess
 import sys
@@ -12,12 +11,9 @@ import tempfile
 import time
 from pathlib import Path
 
+from ipu_pipeline.launching.group import hold_port
+
 ROOT = Path(__file__).parents[2]
-
-
-def hold_port():
-    """A socket that holds a free port: the coordinator can listen there, and no other process gets it."""
-    return runpy.run_path(str(ROOT / "scripts" / "launch_local.py"))["hold_port"]()
 
 
 def start(function, num_processes, num_devices, *arguments, directory, joins_itself=False):

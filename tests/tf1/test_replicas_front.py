@@ -686,7 +686,7 @@ def test_popdist_in_two_processes(tmp_path):
     program.write_text(POPDIST_PROGRAM)
     root = Path(__file__).parents[2]
     subprocess.run(
-        [sys.executable, root / "scripts" / "launch_local.py", "-n", "2", program, tmp_path],
+        [sys.executable, "-m", "ipu_pipeline", "launch", "-n", "2", program, tmp_path],
         check=True,
         timeout=120,
         env=environment(True) | {"PYTHONPATH": str(root)},

@@ -107,7 +107,7 @@ def join(options: Options) -> None:
             f"{said} others by jax.distributed only. Call ipu_pipeline.distributed.initialize instead."
         )
     raise Error(
-        f"{said} none. Start the program by `python scripts/launch_local.py -n {asked.count}`; or call "
+        f"{said} none. Start the program by `ipu-pipeline launch -n {asked.count}`; or call "
         f'ipu_pipeline.distributed.initialize("host:port", {asked.count}, {asked.index}) at its top, with '
         "the address of process 0."
     )

@@ -291,7 +291,7 @@ def test_a_process_that_is_gone(tmp_path, how, said):
 def test_the_tutorial_unchanged():
     """Started by the launcher; one of the processes is shown."""
     program = joined.ROOT / "tutorial" / "poptorch" / "mnist_pipeline.py"
-    command = [sys.executable, joined.ROOT / "scripts" / "launch_local.py", "-n", "2", program]
+    command = [sys.executable, "-m", "ipu_pipeline", "launch", "-n", "2", program]
     options = ["--dataset", "digits", "--batch-size", "4", "--epochs", "2"]
     environment = {**os.environ, "PYTHONPATH": str(joined.ROOT), "JAX_PLATFORMS": "cpu"}
     ended = subprocess.run(

@@ -1,4 +1,4 @@
-"""Real processes of scripts/launch_local.py: how they join, what they listen on, and how they end."""
+"""Real processes of `ipu-pipeline launch`: how they join, listen, end and start again."""
 
 import os
 import re
@@ -11,13 +11,18 @@ from pathlib import Path
 
 import pytest
 
+from ipu_pipeline.command_line.main import main
+from ipu_pipeline.launching.causes import Cause
+from ipu_pipeline.launching.group import hold_port
+from ipu_pipeline.launching.restarts import Restarts
+from ipu_pipeline.launching.shown import Output
 from ipu_pipeline.processes.addresses import address_towards
 from tests.support.programs import Started, begin
 from tests.support.programs import run as run_program
 from tests.test_rooms import rooms
 
 ROOT = Path(rooms.__file__).resolve().parents[2]
-SCRIPT = ROOT / "scripts" / "launch_local.py"
+LAUNCH = ("-m", "ipu_pipeline", "launch")
 pytestmark = pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="needs Linux's /proc")
 
 BEGIN = """
@@ -73,7 +78,7 @@ def start(tmp_path, text, count=2, options=(), **environment):
     program.write_text(BEGIN + text)
     environment = {"PYTHONPATH": str(ROOT), **environment}
     return Started(
-        [sys.executable, SCRIPT, "-n", str(count), "--death-timeout", "9", *options, program],
+        [sys.executable, *LAUNCH, "-n", str(count), "--death-timeout", "9", *options, program],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -129,7 +134,7 @@ time.sleep(1000)
     assert seconds_since_begin(tmp_path) < 60
     assert status == 128 + signal.SIGKILL
     assert out == ""
-    assert "launch_local: process 1 was ended by SIGKILL." in err
+    assert "ipu-pipeline launch: process 1 was ended by SIGKILL." in err
     assert re.search(r"\[0\] ipu_pipeline: process 0 ends\. Process 1 \(pid \d+ on .*\) has died", err)
     for process in range(2):
         last = f"stage {process} forward of micro-batch 2 of step 0"
@@ -375,20 +380,9 @@ def test_process_0_has_given_up_and_its_coordinator_is_there(tmp_path):
     assert done.returncode == 1
 
 
-def load_launcher():
-    sys.path.insert(0, str(SCRIPT.parent))
-    try:
-        import launch_local
-    finally:
-        sys.path.remove(str(SCRIPT.parent))
-    return launch_local
-
-
 def test_what_is_shown(capfdbinary):
-    launcher = load_launcher()
-
     def show(*actions, shows_all=False, count=2):
-        output = launcher.Output(count, shows_all)
+        output = Output(count, shows_all)
         for name, *arguments in actions:
             getattr(output, name)(*arguments)
         output.end()
@@ -406,14 +400,15 @@ def test_what_is_shown(capfdbinary):
     assert show(first, second, *ends) == (b"[0] a\n[1] a\n[0] b\n", b"")
     assert show(first, second, *ends, shows_all=True) == (b"[0] a\n[1] a\n[0] b\n", b"")
     assert show(("take", 1, True, b"x\ny"), ("take", 1, True, b"")) == (b"", b"[1] x\n[1] y\n")
-    out, err = show(("know_results", 1), ("know_results", 0), ("add", 0, b"a\n"), ("add", 1, b"b\n"))
+    results = [("know_results", 1), ("know_results", 0)]
+    out, err = show(*results, ("take", 0, False, b"a\n"), ("take", 1, False, b"b\n"))
     assert out == b"b\n"
     assert b"process 0 has results too; what it prints is shown with --all only." in err
 
 
 def test_the_coordinators_port_is_nobody_elses():
     """It was free for a moment, until process 0 had imported JAX, and another program might take it."""
-    with load_launcher().hold_port() as held:
+    with hold_port() as held:
         address = held.getsockname()
         with socket.socket() as other, pytest.raises(OSError, match="in use"):
             other.bind(address)
@@ -423,14 +418,114 @@ def test_the_coordinators_port_is_nobody_elses():
             pass
 
 
-def test_wrong_arguments_of_the_launcher():
+def test_wrong_arguments_of_the_launcher(capsys):
     for given, message in [
-        (["-n", "0", SCRIPT], "-n must be 1 or more; it is 0"),
-        (["-n", "2", "--death-timeout", "1", SCRIPT], "--death-timeout must be 2 or more; it is 1"),
-        (["-n", "2"], "the program is missing"),
+        (["-n", "0", __file__], "-n must be 1 or more; it is 0"),
+        (["-n", "2", "--death-timeout", "1", __file__], "--death-timeout must be 2 or more; it is 1"),
+        (["-n", "2", "--restarts", "-1", __file__], "--restarts must be 0 or more; it is -1"),
+        (["-n", "2", "--grace", "nan", __file__], "--grace must be 0 or more; it is nan"),
+        (["-n", "2"], "the following arguments are required: SCRIPT"),
         (["-n", "2", "nowhere.py"], "there is no program nowhere.py"),
     ]:
-        assert message in run_program(SCRIPT, *given, code=2)
+        with pytest.raises(SystemExit):
+            main(["launch", *given])
+        assert message in capsys.readouterr().err
+
+
+# What needs no JAX: the processes are numbered, and know how often they have been started again.
+PLAIN = """
+import os, signal, sys, time
+index, restart = int(os.environ["IPU_PIPELINE_PROCESS_ID"]), int(os.environ["IPU_PIPELINE_RESTART"])
+"""
+
+
+def launch(tmp_path, text, *options):
+    program = tmp_path / "program.py"
+    program.write_text(PLAIN + text)
+    return Started(
+        [sys.executable, *LAUNCH, "-n", "2", "--death-timeout", "2", *options, program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+
+
+def own_lines(errors):
+    return [line.removeprefix("ipu-pipeline launch: ") for line in errors.splitlines() if line[0] != "["]
+
+
+def test_all_are_started_again_until_there_were_too_many_failures_of_one_cause(tmp_path):
+    text = """
+if restart == 0 and index == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+if restart and index == 0:
+    sys.exit(f"file {restart} is missing")
+time.sleep(0.2)
+"""
+    out, errors = (started := launch(tmp_path, text, "--restarts", "1")).communicate(timeout=60)
+    assert own_lines(errors) == [
+        "process 1 was ended by SIGKILL.",
+        "restart 1 of at most 1 for this cause, in 1 s.",
+        "process 0 ended with status 1: file 1 is missing.",
+        "restart 1 of at most 1 for this cause, in 1 s.",
+        "process 0 ended with status 1: file 2 is missing.",
+        "given up after 2 restarts.",
+    ]
+    assert started.returncode == 1
+    assert out == ""
+    assert find_left(tmp_path) == []
+
+
+def test_a_signal_ends_a_job_that_waits_for_its_next_start(tmp_path):
+    started = launch(tmp_path, "sys.exit(3)", "--restarts", "9")
+    while "restart 2 of" not in (line := started.stderr.readline()):
+        assert line
+    started.send_signal(signal.SIGTERM)
+    started.communicate(timeout=60)
+    assert started.returncode == 128 + signal.SIGTERM
+    assert find_left(tmp_path) == []
+
+
+def test_processes_that_do_not_end_in_time_are_killed(tmp_path):
+    text = """
+signal.signal(signal.SIGTERM, lambda *_: print("not yet", file=sys.stderr, flush=True))
+print("ready", file=sys.stderr, flush=True)
+while True:
+    time.sleep(1)
+"""
+    started = launch(tmp_path, text, "--restarts", "9", "--grace", "0.5")
+    assert {started.stderr.readline() for _process in range(2)} == {"[0] ready\n", "[1] ready\n"}
+    started.send_signal(signal.SIGTERM)
+    _out, errors = started.communicate(timeout=60)
+    assert errors.count("not yet") == 2
+    assert own_lines(errors) == [
+        "processes 0, 1 have not ended by themselves.",
+        "process 0 was ended by SIGKILL.",
+        "process 1 was ended by SIGKILL.",
+    ]
+    assert started.returncode == 128 + signal.SIGKILL
+
+
+def test_what_is_said_of_an_end():
+    assert str(Cause(2, 7)) == "process 2 ended with status 7."
+    assert (
+        str(Cause(0, 1, "ValueError: 3 is odd")) == "process 0 ended with status 1: ValueError: 3 is odd."
+    )
+    assert Cause(0, 1, "step 3 failed").kind == Cause(1, 1, "step 12 failed").kind
+    assert Cause(0, 1, "step 3 failed").kind != Cause(0, 1, "no such file").kind
+    assert str(Cause(0, -signal.SIGSEGV, "noise")) == "process 0 was ended by SIGSEGV."
+    assert "signal 63" in str(Cause(0, -63))
+    assert "for lack of memory" in str(Cause(0, -signal.SIGKILL, was_memory=True))
+    assert "memory" not in str(Cause(0, -signal.SIGTERM, was_memory=True))
+
+
+def test_delays_grow_and_a_long_run_begins_to_count_anew():
+    restarts, killed = Restarts(8), Cause(0, -signal.SIGKILL)
+    assert [restarts.after(killed, 5) for _ in range(9)] == [1, 2, 4, 8, 16, 32, 60, 60, None]
+    assert restarts.after(Cause(1, 1), 5) == 1
+    assert restarts.after(killed, 600) == 1
+    assert restarts.count == 10
 
 
 @pytest.mark.thorough
@@ -451,7 +546,7 @@ def test_the_estimator_of_the_tutorial():
     answer = (ROOT / "answers" / "ipu_pipeline_estimator.py", "--epochs", "1")
     alone, made = (
         run_program(*answer, as_tests=True),
-        run_program(SCRIPT, "-n", "2", *answer, as_tests=True),
+        run_program(*LAUNCH, "-n", "2", *answer, as_tests=True),
     )
 
     def told(text):

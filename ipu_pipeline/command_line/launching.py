@@ -1,0 +1,149 @@
+"""Starts a program several times on this machine, as processes that run it together."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import threading
+import time
+
+from ipu_pipeline.command_line.running import add_script
+from ipu_pipeline.launching.group import FORWARDED, Group, Settings
+from ipu_pipeline.launching.restarts import Restarts
+from ipu_pipeline.launching.shown import say
+
+__all__ = ["add"]
+
+_DESCRIPTION = """\
+Starts a Python program several times on this machine, as processes that run it together.
+
+The program stays as it is: IPUConfig.configure_ipu_system joins the processes, and the IPUs that it selects
+are spread over them. The processes listen on the loopback address only, have the cores divided among them,
+and read nothing from the terminal.
+
+What the program prints is shown once: from the process that has the results, which is that of the last
+stage of the first pipeline that runs. Until one runs nobody knows which process that is, so what is printed
+is held back. If the program ends before, what all have printed alike is shown once, and else each line with
+the number of its process. What goes to the standard error is shown at once, with the number.
+
+When a process fails, a line says which one and how. The others have as long as they need to notice it and
+say how far they had come, and are then ended. With --restarts all are then started again, with the number
+of the restart in IPU_PIPELINE_RESTART; a program that saves checkpoints goes on from its last one.
+
+Ctrl-C, SIGTERM and SIGHUP are sent on to all processes, and end the job. The status is that of the process
+that failed first, or 128 more than the signal that ended it; 0 if none did.
+"""
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Adds a description and arguments to the command's parser; see `main`."""
+    parser.description = _DESCRIPTION
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.usage = "ipu-pipeline launch -n N [options] [-m] SCRIPT [ARGS ...]"
+    parser.add_argument(
+        "-n", "--num-processes", type=int, required=True, metavar="N", help="how many processes"
+    )
+    parser.add_argument(
+        "--restarts",
+        type=int,
+        default=0,
+        metavar="R",
+        help="after how many failures of one cause the job is started again, 0 by default. A run of ten "
+        "minutes or more begins to count anew",
+    )
+    parser.add_argument(
+        "--all",
+        action="store_true",
+        dest="shows_all",
+        help="show what all processes print, each line with the number",
+    )
+    parser.add_argument(
+        "--death-timeout",
+        type=float,
+        default=float(os.environ.get("IPU_PIPELINE_DEATH_TIMEOUT") or 60),
+        metavar="SECONDS",
+        help="within how many seconds of the death of a process the others end; 60 by default",
+    )
+    parser.add_argument(
+        "--grace",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="how long the processes have to end, and to write a checkpoint, after a signal that was sent "
+        "on to them; 600 by default",
+    )
+    add_script(parser)
+    parser.set_defaults(call=lambda parsed: _launch(parser, parsed))
+
+
+def _launch(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
+    for option, value, least in (
+        ("-n", parsed.num_processes, 1),
+        ("--restarts", parsed.restarts, 0),
+        ("--death-timeout", parsed.death_timeout, 2),
+        ("--grace", parsed.grace, 0),
+    ):
+        if not value >= least:
+            parser.error(f"{option} must be {least} or more; it is {value:g}.")
+    if not parsed.is_module and not os.path.exists(parsed.script):
+        parser.error(f"there is no program {parsed.script}.")
+    script = ["-m", parsed.script] if parsed.is_module else [parsed.script]
+    command = [sys.executable, *script, *parsed.arguments]
+    settings = Settings(command, parsed.num_processes, parsed.shows_all, parsed.death_timeout, parsed.grace)
+    try:
+        return _Job(settings, Restarts(parsed.restarts)).run()
+    except BrokenPipeError:  # nobody reads what is shown
+        return 128 + signal.SIGPIPE
+
+
+class _Job:
+    """The starts of a job, one after another until one of them is the last."""
+
+    def __init__(self, settings: Settings, restarts: Restarts) -> None:
+        self._settings = settings
+        self._restarts = restarts
+        self._group: Group | None = None
+        self._asked = 0  # the signal that asked all to end
+        self._is_asked = threading.Event()
+
+    def run(self) -> int:
+        """Returns the status."""
+        for number in FORWARDED:
+            signal.signal(number, self._send_on)
+        while True:
+            begun = time.monotonic()
+            # A signal that comes while processes are being started is for them too.
+            signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+            group = None
+            try:
+                if self._is_asked.is_set():
+                    return self._status_of_signal()
+                group = self._group = Group(self._settings, self._restarts.count)
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+                group.follow()
+            finally:
+                self._group = None
+                if group is not None:
+                    group.kill()
+            cause = group.cause
+            if cause is None or self._is_asked.is_set():
+                return 0 if cause is None else cause.status
+            delay = self._restarts.after(cause, time.monotonic() - begun)
+            if delay is None:
+                if self._restarts.count:
+                    say(f"given up after {self._restarts.count} restarts.")
+                return cause.status
+            say(f"{self._restarts.describe(cause)}, in {delay:g} s.")
+            if self._is_asked.wait(delay):
+                return self._status_of_signal()
+
+    def _status_of_signal(self) -> int:
+        return 128 + self._asked
+
+    def _send_on(self, number: int, _frame: object) -> None:
+        self._asked = number
+        self._is_asked.set()
+        if self._group is not None:
+            self._group.ask_to_end(number)

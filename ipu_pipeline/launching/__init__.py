@@ -1,0 +1,1 @@
+"""Several processes of this machine that run a program together, as `ipu-pipeline launch` starts them."""

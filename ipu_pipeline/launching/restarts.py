@@ -1,0 +1,47 @@
+"""Whether a job is started again after one of its processes has failed."""
+
+from __future__ import annotations
+
+import collections
+
+from ipu_pipeline.launching.causes import Cause
+
+__all__ = ["Restarts"]
+
+_HEALTHY_SECONDS = 600.0  # a run that lasted as long was no failure of the start
+_MOST_DELAY = 60.0
+
+
+class Restarts:
+    """Counts the starts after failures of one cause, and gives up after so many.
+
+    Attributes:
+      count: how often the job has been started again.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.count = 0
+        self._most = most
+        self._of_kinds: collections.Counter[str] = collections.Counter()
+
+    def after(self, cause: Cause, seconds: float) -> float | None:
+        """Counts a failure.
+
+        Args:
+          cause: why the processes have ended.
+          seconds: how long they ran. After ten minutes the counts begin anew.
+
+        Returns:
+          How many seconds to wait before the next start; None: there is no other one.
+        """
+        if seconds >= _HEALTHY_SECONDS:
+            self._of_kinds.clear()
+        if self._of_kinds[cause.kind] >= self._most:
+            return None
+        self._of_kinds[cause.kind] += 1
+        self.count += 1
+        return min(_MOST_DELAY, 2.0 ** (self._of_kinds[cause.kind] - 1))
+
+    def describe(self, cause: Cause) -> str:
+        """Which start the next one is, in words."""
+        return f"restart {self._of_kinds[cause.kind]} of at most {self._most} for this cause"
