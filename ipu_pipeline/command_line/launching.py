@@ -111,7 +111,8 @@ class _Job:
     def run(self) -> int:
         """Returns the status."""
         for number in FORWARDED:
-            signal.signal(number, self._send_on)
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+                signal.signal(number, self._send_on)
         while True:
             begun = time.monotonic()
             # A signal that comes while processes are being started is for them too.

@@ -1,4 +1,4 @@
-"""The tutorial's pages: their changes make the answers, their commands and snippets print what they say.
+"""The tutorial's pages: their changes make the answers, and a command prints what they say.
 
 What a fence is, by its language:
 
@@ -27,7 +27,7 @@ from tests.support.pages import (
     find_fences,
     parse_change,
 )
-from tests.support.programs import ROOT, STEP1, STEP2, STEP3, STEP4, run_each, start_forked
+from tests.support.programs import ROOT, STEP1, STEP2, STEP3, STEP4, start_forked
 
 FOLDER = ROOT / "tutorial"
 NAMES = [
@@ -84,17 +84,6 @@ def test_letters_are_in_order():
     assert changing == [letter for letter in headings if letter[0] != "1"]  # step 1 is only quoted
 
 
-def find_snippets():
-    """The snippets by their heading and line, with what each is to print."""
-    snippets = []
-    for fence, following in zip(FENCES, [*FENCES[1:], None], strict=True):
-        if fence.language == "python":
-            assert following is not None
-            assert following.language == "text", f"line {fence.line}: what does it print?"
-            snippets.append((fence.heading, fence.line, "\n".join(fence.lines), following.lines))
-    return snippets
-
-
 def test_each_page_leads_to_the_next():
     assert {path.stem for path in FOLDER.glob("*.md")} == set(NAMES)
     for (_name, page), following in zip(PAGES.items(), NAMES[1:], strict=False):
@@ -108,23 +97,11 @@ def test_fences_have_known_languages():
     assert set(outputs) == {"python"}
 
 
-VARIED = (
-    "Sequential",
-    "--repeat-count 20",
-    "--splits dense128",
-    "step3_pipelining.py --dataset digits --steps 3",
-)
+# One, of the program that has everything; all of them, and the snippets, are run by the notebooks.
+COMMANDS = [pair for pair in find_commands(FENCES) if pair[0].endswith("dense256 dense128 dense64")]
 
 
-@pytest.mark.parametrize(
-    ("command", "expected"),
-    [
-        # Each program with one choice of arguments; with all, as a reader does it, by the notebooks.
-        pytest.param(*pair, id=pair[0])
-        for pair in find_commands(FENCES)
-        if not pair[0].endswith(VARIED)
-    ],
-)
+@pytest.mark.parametrize(("command", "expected"), COMMANDS)
 def test_commands(command, expected):
     executable, *arguments = shlex.split(command)
     assert executable == "python"
@@ -132,15 +109,6 @@ def test_commands(command, expected):
     assert result.returncode == 0, result.stdout + result.stderr
     assert not re.search(r"Compil|\r|\d%", result.stderr)  # no bar, and no line about what compiles
     assert_printed(result.stdout, expected, NUMBERS, MASKED)
-
-
-def test_snippets(tmp_path):
-    snippets = {f"{heading}, line {line}": rest for heading, line, *rest in find_snippets()}
-    printed = run_each(
-        {name: code for name, (code, _expected) in snippets.items()}, tmp_path, as_tests=True
-    )
-    for name, text in printed.items():
-        assert_printed(text, snippets[name][1], NUMBERS, MASKED)
 
 
 def test_arguments_of_pipeline():

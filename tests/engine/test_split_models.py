@@ -44,7 +44,7 @@ def train(stages, updates=3, batches=None, inputs=(), **options):
     return pipeline, state, jax.device_get(outputs.losses or outputs.outputs)
 
 
-def check(model, parameters=None, numbers=(1, 3), batches=None, inputs=(), least=None, **options):
+def check(model, parameters=None, numbers=(3,), batches=None, inputs=(), least=None, **options):
     """Trains a model whole and in several splits: losses and parameters are the same.
 
     Returns:
@@ -94,7 +94,7 @@ def skipping(parameters, x, targets):
 
 
 def test_skips_and_tied_weights():
-    stages = check(skipping, make_weights("first", *"abcd"))
+    stages = check(skipping, make_weights("first", *"abcd"), numbers=(1, 3))
     pipeline, state, _losses = train(stages)
     assert sorted(state.variables) == [f"model/{name}" for name in ("a", "b", "c", "d", "first")]
     (home,) = state.variables["model/first"].devices()
@@ -172,7 +172,7 @@ def test_scans_over_time_stay_whole():
         _last, x = jax.lax.scan(turn, jnp.zeros((WIDTH,)), x)
         return jnp.mean((dense(w["b"], x) - targets) ** 2)
 
-    stages = check(model, make_weights("a", "b", "first"), numbers=(1, 2))
+    stages = check(model, make_weights("a", "b", "first"), numbers=(2,))
     assert list(stages.table.layers)
     assert sorted(train(stages)[1].variables) == ["model/a", "model/b", "model/first"]
 
@@ -264,7 +264,7 @@ def run(parameters, x):
 @pytest.mark.parametrize("model", [count_early, count_late, swap, average_weights, return_old])
 def test_assigned_variables_are_read_before_they_are_assigned(model):
     options = {"loss": lambda loss, mean: loss * mean} if model is return_old else {}
-    check(model, make_weights(*"abcdef"), numbers=(1, 2, 4), **options)
+    check(model, make_weights(*"abcdef"), numbers=(4,), **options)
 
 
 @pytest.mark.parametrize(
@@ -493,7 +493,7 @@ def test_a_module_of_flax_with_a_scan_over_its_layers():
             x = module.apply(parameters, x, rngs={"dropout": engine.next_rng_key()})
         return jnp.mean((x - targets) ** 2)
 
-    stages = check(model, parameters, numbers=(1, 3))
+    stages = check(model, parameters)
     assert stages.table.layers[0].startswith("Model/blocks")
     names = sorted(train(stages, updates=1)[1].variables)
     assert "model/params/blocks/Dense_0/kernel/3" in names

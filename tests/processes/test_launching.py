@@ -1,5 +1,6 @@
 """Real processes of `ipu-pipeline launch`: how they join, listen, end and start again."""
 
+import functools
 import os
 import re
 import signal
@@ -439,7 +440,7 @@ index, restart = int(os.environ["IPU_PIPELINE_PROCESS_ID"]), int(os.environ["IPU
 """
 
 
-def launch(tmp_path, text, *options):
+def launch(tmp_path, text, *options, **settings):
     program = tmp_path / "program.py"
     program.write_text(PLAIN + text)
     return Started(
@@ -448,6 +449,7 @@ def launch(tmp_path, text, *options):
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
+        **settings,
     )
 
 
@@ -485,6 +487,19 @@ def test_a_signal_ends_a_job_that_waits_for_its_next_start(tmp_path):
     started.communicate(timeout=60)
     assert started.returncode == 128 + signal.SIGTERM
     assert find_left(tmp_path) == []
+
+
+def test_what_is_ignored_as_under_nohup_ends_nothing(tmp_path):
+    text = """
+print("ready", file=sys.stderr, flush=True)
+time.sleep(1)
+"""
+    ignore = functools.partial(signal.signal, signal.SIGHUP, signal.SIG_IGN)
+    started = launch(tmp_path, text, preexec_fn=ignore)
+    assert started.stderr.readline()
+    started.send_signal(signal.SIGHUP)
+    _out, errors = started.communicate(timeout=60)
+    assert (started.returncode, own_lines(errors)) == (0, [])
 
 
 def test_processes_that_do_not_end_in_time_are_killed(tmp_path):
