@@ -12,10 +12,8 @@ from sphinx.util.inventory import InventoryFile
 from ipu_pipeline.command_line import main
 from tests.docs import test_notebooks, test_readme
 from tests.support import browsers, pages
+from tests.support.examples import reference
 from tests.support.programs import ROOT
-
-sys.path.insert(0, str(ROOT / "docs" / "site"))
-import reference  # it belongs to the site's configuration
 
 PAGES = sorted(
     path
