@@ -24,6 +24,7 @@ FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
 _TO_END_BY_THEMSELVES = 20.0  # seconds more than the time in which a death is noticed
 _TO_END_WHEN_ASKED = 10.0  # seconds
+_MOST_READS = 100
 
 
 @dataclass(frozen=True)
@@ -144,8 +145,9 @@ class Group:
         """Says which have failed, and ends those that do not end by themselves then."""
         for number, process in enumerate(self._processes):
             if process.poll() and number not in self._failed:
-                while self._read(0):  # why it ended
-                    pass
+                for _again in range(_MOST_READS):  # why it ended; others may go on writing
+                    if not self._read(0):
+                        break
                 self._failed.append(number)
                 cause = Cause(number, process.returncode)
                 if self.cause is None:  # others end because of this one
