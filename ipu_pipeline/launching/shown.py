@@ -8,7 +8,7 @@ import re
 
 __all__ = ["Output", "say"]
 
-_MOST_HELD = 100_000  # lines
+_MOST_HELD = 16 * 2**20  # bytes
 _NOISE = re.compile(rb"\[Gloo\] Rank |.*connected peer ranks is")  # of a library, on the standard output
 
 
@@ -28,6 +28,7 @@ class Output:
         self._shown: int | None = None  # the process that has the results
         self._shows_all = shows_all
         self._held: list[tuple[int, bytes]] = []
+        self._num_held = 0  # bytes
         self._started: dict[tuple[int, bool], bytes] = {}  # lines without an end as yet
 
     def take(self, process: int, is_error: bool, text: bytes) -> None:
@@ -49,7 +50,8 @@ class Output:
             _write(1, _number(process, line))
         elif self._shown is None:
             self._held.append((process, line))
-            if len(self._held) > _MOST_HELD:
+            self._num_held += len(line)
+            if self._num_held > _MOST_HELD:
                 self._shows_all = True
                 self.end()
         elif self._shown == process:

@@ -401,6 +401,9 @@ def test_what_is_shown(capfdbinary):
     assert show(first, second, *ends) == (b"[0] a\n[1] a\n[0] b\n", b"")
     assert show(first, second, *ends, shows_all=True) == (b"[0] a\n[1] a\n[0] b\n", b"")
     assert show(("take", 1, True, b"x\ny"), ("take", 1, True, b"")) == (b"", b"[1] x\n[1] y\n")
+    much = ("take", 0, False, (b"a" * 2**20 + b"\n") * 16)
+    assert show(much, ("take", 1, False, b"b\n"))[0].endswith(b"a\n[1] b\n")
+    assert show(second, much, ("know_results", 1))[0].startswith(b"[1] a\n[0] a")
     results = [("know_results", 1), ("know_results", 0)]
     out, err = show(*results, ("take", 0, False, b"a\n"), ("take", 1, False, b"b\n"))
     assert out == b"b\n"
