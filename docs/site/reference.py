@@ -163,6 +163,11 @@ def _readable(
     return signature and re.sub(r"<[^<>]*>", "...", signature), returns
 
 
+def _owner(module: str) -> str:
+    """What programs call a module."""
+    return "ipu" if module == "ipu_pipeline" else module.rpartition(".")[2]
+
+
 def is_shown(value: Any) -> bool:
     """Whether a public object is to have an example: a function, or a class other than an error."""
     return inspect.isfunction(value) or (inspect.isclass(value) and not issubclass(value, BaseException))
@@ -193,7 +198,7 @@ class Examples:
 
     def pages_of(self, module: str, name: str) -> list[str]:
         """At most three pages, those of the shortest programs, that use a name of a module."""
-        owner = "ipu" if module == "ipu_pipeline" else module.rpartition(".")[2]
+        owner = _owner(module)
         use = re.compile(
             rf"\b{owner}\.{name}\b|^from [\w.]*\b{owner} import [^\n]*\b{name}\b", re.MULTILINE
         )
@@ -201,9 +206,9 @@ class Examples:
         return sorted(found, key=lambda page: len(self._programs[page]))[:3]
 
     def others_of(self, module: str, name: str) -> list[tuple[str, str]]:
-        """At most three other public names, those of the shortest examples, whose examples have a name."""
-        word = re.compile(rf"\b{name}\b")
-        found = [at for at, code in self._in_docstrings.items() if word.search(code)]
+        """At most three other names whose examples use a name, or print its object: the shortest ones."""
+        use = re.compile(rf"\b{_owner(module)}\.{name}\b|^\W*{name}\(", re.MULTILINE)
+        found = [at for at, code in self._in_docstrings.items() if use.search(code)]
         found = [at for at in found if at != (module, name)]
         return sorted(found, key=lambda at: len(self._in_docstrings[at]))[:3]
 
@@ -227,10 +232,13 @@ class Reference:
                 self._public[f"{value.__module__}.{value.__qualname__}"] = f"{home}.{name}"
 
     def skip(self, app: Any, _what: str, name: str, _obj: Any, _skip: bool, _options: Any) -> bool | None:
-        """Skips an object that another public module documents."""
+        """Skips an object that another public module documents, or that is for the library's own parts."""
         module = app.env.current_document.autodoc_module
-        home = self._homes.get((module, name))
-        return True if home is not None and home != module else None
+        only = _ONLY.get(module.removeprefix("ipu_pipeline."), (name,))
+        is_of_module = name in getattr(importlib.import_module(module), "__all__", ())
+        if is_of_module and (name not in only or self._homes[module, name] != module):
+            return True
+        return None
 
     def prepare(self, _app: Any, _what: str, name: str, obj: Any, _options: Any, lines: list[str]) -> None:
         """Makes of our docstrings, which people read as they are, what Sphinx reads: in place.

@@ -24,9 +24,9 @@ are spread over them. The processes listen on the loopback address only, have th
 and read nothing from the terminal.
 
 What the program prints is shown once: from the process that has the results, which is that of the last
-stage of the first pipeline that runs. Until one runs nobody knows which process that is, so what is printed
-is held back. If the program ends before, what all have printed alike is shown once, and else each line with
-the number of its process. What goes to the standard error is shown at once, with the number.
+stage of the first pipeline that runs. Output is held back until that process is known. If the program ends
+first, output that is the same in all processes is shown once, and otherwise each line with the number of
+its process. What goes to the standard error is shown at once, with the number.
 
 When a process fails, a line says which one and how. The others have as long as they need to notice it and
 say how far they had come, and are then ended. With --restarts all are then started again, with the number
@@ -62,7 +62,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--death-timeout",
         type=float,
-        default=float(os.environ.get("IPU_PIPELINE_DEATH_TIMEOUT") or 60),
+        default=os.environ.get("IPU_PIPELINE_DEATH_TIMEOUT") or 60.0,  # a text is checked like an argument
         metavar="SECONDS",
         help="within how many seconds of the death of a process the others end; 60 by default",
     )
@@ -94,7 +94,7 @@ def _launch(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
     settings = Settings(command, parsed.num_processes, parsed.shows_all, parsed.death_timeout, parsed.grace)
     try:
         return _Job(settings, Restarts(parsed.restarts)).run()
-    except BrokenPipeError:  # nobody reads what is shown
+    except BrokenPipeError:  # the reader of our output is gone
         return 128 + signal.SIGPIPE
 
 

@@ -122,6 +122,8 @@ def watch(step: StepOnItsWay) -> None:
     global _thread
     with _lock:
         _steps.append(step)
+        if _is_ending.is_set():
+            return
         if _thread is None or not _thread.is_alive():  # it does not go along with a fork
             _thread = threading.Thread(target=_look, name="ipu_pipeline step watch", daemon=True)
             _thread.start()

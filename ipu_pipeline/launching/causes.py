@@ -19,7 +19,7 @@ class Cause:
 
     Attributes:
       process: its number.
-      code: its exit code; of a signal that ended it, the negative number.
+      code: its exit code, or the negative number of the signal that ended it.
       last_error: the last line that it wrote on the standard error; empty if it wrote nothing.
       was_memory: whether the kernel has ended processes meanwhile for lack of memory.
     """

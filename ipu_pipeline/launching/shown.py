@@ -71,7 +71,7 @@ class Output:
         self._held = []
 
     def end(self) -> None:
-        """Shows what is held back: no pipeline will run any more, or nobody waits for it."""
+        """Shows the lines that are still held back, since no process can be chosen any more."""
         alike = {b"".join(line for held, line in self._held if held == p) for p in range(self._count)}
         if len(alike) == 1:
             _write(1, alike.pop())

@@ -1,10 +1,17 @@
 """The examples in docstrings of public names: each name has one, and they do what they say."""
 
 import importlib
+import types
 
+import ipu_pipeline as ipu
 from tests.support import forked
 from tests.support.examples import HOMES, reference
 from tests.support.programs import environment
+
+
+def test_every_module_that_the_package_names_is_in_the_reference():
+    modules = {name for name in ipu.__all__ if isinstance(getattr(ipu, name), types.ModuleType)}
+    assert modules - set(reference.PUBLIC) == {"ops"}  # whose modules are there by themselves
 
 
 def test_every_public_name_has_an_example():

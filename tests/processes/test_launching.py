@@ -421,7 +421,7 @@ def test_the_coordinators_port_is_nobody_elses():
             pass
 
 
-def test_wrong_arguments_of_the_launcher(capsys):
+def test_wrong_arguments_of_the_launcher(capsys, monkeypatch):
     for given, message in [
         (["-n", "0", __file__], "-n must be 1 or more; it is 0"),
         (["-n", "2", "--death-timeout", "1", __file__], "--death-timeout must be 2 or more; it is 1"),
@@ -433,6 +433,10 @@ def test_wrong_arguments_of_the_launcher(capsys):
         with pytest.raises(SystemExit):
             main(["launch", *given])
         assert message in capsys.readouterr().err
+    monkeypatch.setenv("IPU_PIPELINE_DEATH_TIMEOUT", "a minute")
+    with pytest.raises(SystemExit):
+        main(["launch", "-n", "2", __file__])
+    assert "--death-timeout: invalid float value: 'a minute'" in capsys.readouterr().err
 
 
 # What needs no JAX: the processes are numbered, and know how often they have been started again.

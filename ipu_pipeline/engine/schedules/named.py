@@ -217,7 +217,7 @@ def find_schedule(schedule: Any, argument: str = "schedule") -> str | ScheduleFu
 
 
 def schedule_name(schedule: Any) -> str:
-    """What reports call a schedule that was found: its name, or that of the user's function.
+    """The name of a schedule in reports: its own, or that of the user's function.
 
     Example:
       >>> def my_schedule(num_stages, num_micro_batches, device_mapping, training=True):
