@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import re
-import time
 
 import pytest
 
@@ -28,7 +27,7 @@ pytestmark = [
     pytest.mark.skipif(browsers.MISSING is not None, reason=str(browsers.MISSING)),
 ]
 FORWARD, BACKWARD = COLOURS[EventKind.FORWARD], COLOURS[EventKind.BACKWARD]
-MOST_BYTES, MOST_SECONDS = 8e6, 8.0
+MOST_BYTES, WIDTH = 8e6, 1280
 
 
 @pytest.fixture(scope="module")
@@ -307,27 +306,26 @@ def covered(bars):
 
 
 @pytest.mark.parametrize("num_steps", [1, 40])
-def test_many_actions_are_soon_there(show, tmp_path, num_steps):
+def test_of_many_actions_few_bars_are_drawn(show, tmp_path, num_steps):
     """40,000 actions in one step, and in many; zoomed in, they are bars of their own."""
     profile = make_large_profile(40_000, num_steps)
     assert len(profile.events) >= 40_000
     from plotly.offline import get_plotlyjs
 
     page = show(profile)
-    assert page.seconds_until_visible() <= MOST_SECONDS
     size = (tmp_path / "report.html").stat().st_size - len(get_plotlyjs().encode())
     assert size <= MOST_BYTES
-    begin = time.perf_counter()
     page.choose("#whole")
-    assert time.perf_counter() - begin < MOST_SECONDS
     counts = """
         const data = document.getElementById("trace").dataset;
         return [Number(data.drawn), Number(data.summed)];
     """
-    drawn, summed = page.run(counts)
+    _drawn, summed = page.run(counts)
     assert summed > 0.9 * len(profile.events)
     assert "narrower than a pixel" in page.text("#drawn")
-    busy = covered(page.bars(FORWARD)) / covered(page.bars(IDLE))
+    forwards = page.bars(FORWARD)
+    assert len(forwards) <= 4 * WIDTH  # of 20,000; benchmarks/report_page has the seconds
+    busy = covered(forwards) / covered(page.bars(IDLE))
     assert busy == pytest.approx(0.45, abs=0.02)  # half of the slots, 900 of 1,000 microseconds of each
     for _zoom in range(4):
         page.drag(0.5, 0.6)

@@ -61,10 +61,6 @@ class Page:
         """Waits until a script returns something true."""
         return wait(self.driver, script)
 
-    def seconds_until_visible(self):
-        """From when it began to load until the trace was painted."""
-        return self.run("return performance.getEntriesByName('trace visible')[0].startTime") / 1e3
-
     def bars(self, colour, chart="trace"):
         """The bars of a colour that are drawn: (left, right, top, bottom), in pixels of the plot."""
         return self.run(
