@@ -18,7 +18,7 @@ from ipu_pipeline.checkpointing.snapshots import Snapshot, from_numpy, is_own, t
 from ipu_pipeline.checkpointing.together import process_index
 from ipu_pipeline.engine import processes
 
-__all__ = ["ARRAYS", "read_arrays", "with_empty_ones", "write_arrays"]
+__all__ = ["ARRAYS", "flatten", "read_arrays", "with_empty_ones", "write_arrays"]
 
 ARRAYS = "default"  # the name of the only item of Orbax's CheckpointManager
 _OF_PROCESS = "process"  # then its number: the file of the arrays of a process other than 0
@@ -31,7 +31,7 @@ def write_arrays(directory: Path, snapshot: Snapshot) -> list[dict[str, Any]]:
         with quiet_orbax(), _open_orbax() as checkpointer:
             _save(checkpointer, directory / ARRAYS, arrays)
     elif arrays:  # Orbax writes NumPy arrays in process 0 only
-        leaves = list(_flatten(arrays))
+        leaves = list(flatten(arrays))
         names = np.frombuffer(json.dumps([path for path, _leaf in leaves]).encode(), np.uint8)
         numbered = {str(number): leaf for number, (_path, leaf) in enumerate(leaves)}
         np.savez(directory / f"{_OF_PROCESS}{own}.npz", names=names, **numbered)
@@ -76,11 +76,11 @@ def read_arrays(directory: Path) -> dict[str, Any]:
     return stored
 
 
-def _flatten(tree: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+def flatten(tree: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     """The leaves of nested dicts, with their paths."""
     for key, part in tree.items():
         if isinstance(part, dict):
-            yield from _flatten(part, (*path, key))
+            yield from flatten(part, (*path, key))
         else:
             yield (*path, key), part
 

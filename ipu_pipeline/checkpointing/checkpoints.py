@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ipu_pipeline.checkpointing.arrays import ARRAYS, read_arrays, with_empty_ones, write_arrays
-from ipu_pipeline.checkpointing.snapshots import Snapshot
+from ipu_pipeline.checkpointing.snapshots import Snapshot, furthest
 from ipu_pipeline.checkpointing.together import beside, do_each, do_first, is_first
 from ipu_pipeline.checkpointing.writable import check_writable
 from ipu_pipeline.engine.fronts import between_bars
@@ -74,7 +74,7 @@ def write_checkpoint(
             def end() -> None:
                 for name, content in (files or {}).items():
                     (started / name).write_bytes(content)
-                _complete(started, {**snapshot.document(), "feeds": _furthest(feeds)})
+                _complete(started, {**snapshot.document(), "feeds": furthest(feeds)})
                 _replace(target, started, old)
 
             do_first(end)
@@ -98,16 +98,6 @@ def _begin(target: Path) -> Path:
     started = _beside(target, _WRITTEN)
     started.mkdir()
     return started
-
-
-def _furthest(feeds: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """The furthest position of each data set that any process reports; only processes that read it know."""
-    found: dict[tuple[str, ...], dict[str, Any]] = {}
-    for feed in itertools.chain(*feeds):
-        known = found.setdefault(tuple(feed["pipelines"]), feed)
-        if (feed["count"], feed["has_ended"]) > (known["count"], known["has_ended"]):
-            found[tuple(feed["pipelines"])] = feed
-    return list(found.values())
 
 
 def _replace(target: Path, started: Path, old: Path) -> None:

@@ -8,8 +8,9 @@ one flat dict by full name.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,10 +24,12 @@ from ipu_pipeline.queues.positions import Position
 
 __all__ = [
     "FeedPosition",
+    "Parts",
     "Snapshot",
     "describe_array",
     "find_differences",
     "from_numpy",
+    "furthest",
     "is_own",
     "parse_array",
     "to_numpy",
@@ -43,6 +46,24 @@ class FeedPosition:
 
     pipelines: tuple[str, ...]
     position: Position
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """What a process writes of an array, in its place.
+
+    Attributes:
+      shape, dtype: the array's.
+      described: the array, as `describe_array` has it.
+      begins: the places in the array at which the parts begin.
+      parts: arrays that nothing else changes; for random keys, their data.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    described: str
+    begins: tuple[tuple[int, ...], ...]
+    parts: tuple[Any, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,6 +157,8 @@ def is_own(value: Any) -> bool:
 
 def describe_array(value: Any) -> str:
     """Dtype and shape, such as float32[3, 4]; for random keys their kind, such as "key threefry2x32[]"."""
+    if isinstance(value, Parts):
+        return value.described
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         return f"{_KEY}{jax.random.key_impl(value)}{list(value.shape)}"
     return f"{np.dtype(value.dtype).name}{list(value.shape)}"
@@ -165,6 +188,16 @@ def from_numpy(stored: Any, described: str) -> Any:
     array = np.asarray(stored)
     # NumPy's files do not know the dtypes that JAX adds, such as bfloat16, only their bytes.
     return array.view(parse_array(described).dtype) if array.dtype.kind == "V" else array
+
+
+def furthest(feeds: Iterable[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The furthest position of each data set that any process reports; only processes that read it know."""
+    found: dict[tuple[str, ...], dict[str, Any]] = {}
+    for feed in itertools.chain(*feeds):
+        known = found.setdefault(tuple(feed["pipelines"]), feed)
+        if (feed["count"], feed["has_ended"]) > (known["count"], known["has_ended"]):
+            found[tuple(feed["pipelines"])] = feed
+    return list(found.values())
 
 
 def find_differences(known: Mapping[str, str], wanted: Mapping[str, str]) -> list[str]:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import signal
 import sys
 import threading
 import time
+from pathlib import Path
 
 from ipu_pipeline.command_line.running import add_script
 from ipu_pipeline.launching.group import FORWARDED, Group, Settings
+from ipu_pipeline.launching.memory import DEFAULT_DIRECTORY, make_memory, remove_left
 from ipu_pipeline.launching.restarts import Restarts
 from ipu_pipeline.launching.shown import say
 
@@ -30,7 +33,9 @@ its process. What goes to the standard error is shown at once, with the number.
 
 When a process fails, a line says which one and how. The others have as long as they need to notice it and
 say how far they had come, and are then ended. With --restarts all are then started again, with the number
-of the restart in IPU_PIPELINE_RESTART; a program that saves checkpoints goes on from its last one.
+of the restart in IPU_PIPELINE_RESTART. An estimator, and a program that calls Session.resume, goes on with
+the step in which the process failed, from what all have kept in memory; others go on from the last
+checkpoint that they load.
 
 Ctrl-C, SIGTERM and SIGHUP are sent on to all processes, and end the job. The status is that of the process
 that failed first, or 128 more than the signal that ended it; 0 if none did.
@@ -74,6 +79,14 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="how long the processes have to end, and to write a checkpoint, after a signal that was sent "
         "on to them; 600 by default",
     )
+    parser.add_argument(
+        "--memory-dir",
+        type=Path,
+        default=None,
+        metavar="DIR",
+        help="a directory of a file system in memory, in which processes keep their state if they are to "
+        f"be started again; {DEFAULT_DIRECTORY} by default",
+    )
     add_script(parser)
     parser.set_defaults(call=lambda parsed: _launch(parser, parsed))
 
@@ -91,11 +104,28 @@ def _launch(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
         parser.error(f"there is no program {parsed.script}.")
     script = ["-m", parsed.script] if parsed.is_module else [parsed.script]
     command = [sys.executable, *script, *parsed.arguments]
-    settings = Settings(command, parsed.num_processes, parsed.shows_all, parsed.death_timeout, parsed.grace)
+    memory = _make_memory(parser, parsed.memory_dir) if parsed.restarts else None
+    settings = Settings(
+        command, parsed.num_processes, parsed.shows_all, parsed.death_timeout, parsed.grace, memory
+    )
     try:
         return _Job(settings, Restarts(parsed.restarts)).run()
     except BrokenPipeError:  # the reader of our output is gone
         return 128 + signal.SIGPIPE
+    finally:
+        if memory is not None:
+            shutil.rmtree(memory, ignore_errors=True)
+
+
+def _make_memory(parser: argparse.ArgumentParser, given: Path | None) -> Path | None:
+    parent = DEFAULT_DIRECTORY if given is None else given
+    try:
+        remove_left(parent)
+        return make_memory(parent)
+    except OSError as error:
+        if given is not None:
+            parser.error(f"--memory-dir: nothing can be written to {given}: {error.strerror}.")
+        return None  # this system has no such directory: training goes on from checkpoints on disk
 
 
 class _Job:
@@ -131,12 +161,13 @@ class _Job:
             cause = group.cause
             if cause is None or self._is_asked.is_set():
                 return 0 if cause is None else cause.status
-            delay = self._restarts.after(cause, time.monotonic() - begun)
+            delay = self._restarts.after(cause, time.monotonic() - begun, group.has_progressed)
             if delay is None:
                 if self._restarts.count:
                     say(f"given up after {self._restarts.count} restarts.")
                 return cause.status
-            say(f"{self._restarts.describe(cause)}, in {delay:g} s.")
+            when = f"in {delay:g} s" if delay else "at once"
+            say(f"{self._restarts.describe(cause)}, {when}.")
             if self._is_asked.wait(delay):
                 return self._status_of_signal()
 

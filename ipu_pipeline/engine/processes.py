@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from ipu_pipeline.engine.devices.action_log import current as current_log
 from ipu_pipeline.engine.devices.crossing import group_sharding
-from ipu_pipeline.engine.devices.gathered import only_if_written_here, read_gathered, share_stacks
+from ipu_pipeline.engine.devices.gathered import (
+    only_if_written_here,
+    parts_written_here,
+    read_gathered,
+    share_stacks,
+)
 from ipu_pipeline.engine.devices.links import naming_peers
+from ipu_pipeline.engine.devices.messages import connect_all, fetch_bytes, offer_bytes
 from ipu_pipeline.engine.devices.remote import is_here
 from ipu_pipeline.engine.devices.threads import keep_one_free, num_cpu_devices_set
 from ipu_pipeline.engine.peers import (
@@ -24,8 +30,10 @@ __all__ = [
     "Peers",
     "Store",
     "check_joined",
+    "connect_all",
     "current",
     "current_log",
+    "fetch_bytes",
     "group_sharding",
     "is_here",
     "keep_one_free",
@@ -33,8 +41,10 @@ __all__ = [
     "naming_peers",
     "num_cpu_devices_set",
     "occupied",
+    "offer_bytes",
     "one_thread",
     "only_if_written_here",
+    "parts_written_here",
     "read_gathered",
     "set_current",
     "share_stacks",

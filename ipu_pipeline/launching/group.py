@@ -13,10 +13,11 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from ipu_pipeline.launching.causes import Cause, count_memory_kills
 from ipu_pipeline.launching.shown import Output, say
-from ipu_pipeline.processes.launched import LAUNCHER_VARIABLE
+from ipu_pipeline.processes.launched import LAUNCHER_VARIABLE, MEMORY_VARIABLE, RESTART_VARIABLE
 
 __all__ = ["FORWARDED", "Group", "Settings", "hold_port"]
 
@@ -37,6 +38,7 @@ class Settings:
       shows_all: whether all that they print is shown.
       death_timeout: within how many seconds of a death the others end by themselves.
       grace: how many seconds they have to end after a signal that was sent on to them.
+      memory: a directory for in-memory checkpoints; None if they are not started again.
     """
 
     command: Sequence[str]
@@ -44,6 +46,7 @@ class Settings:
     shows_all: bool
     death_timeout: float
     grace: float
+    memory: Path | None = None
 
 
 class Group:
@@ -51,10 +54,12 @@ class Group:
 
     Attributes:
       cause: why the first one failed that did; None if none has.
+      has_progressed: whether training has come further than before.
     """
 
     def __init__(self, settings: Settings, restart: int) -> None:
         self.cause: Cause | None = None
+        self.has_progressed = False
         self._settings = settings
         self._output = Output(settings.count, settings.shows_all)
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -81,10 +86,12 @@ class Group:
             "JAX_COORDINATOR_BIND_ADDRESS": f"127.0.0.1:{port}",
             "IPU_PIPELINE_NUM_PROCESSES": str(count),
             "IPU_PIPELINE_DEATH_TIMEOUT": f"{self._settings.death_timeout:g}",
-            "IPU_PIPELINE_RESTART": str(restart),
+            RESTART_VARIABLE: str(restart),
             LAUNCHER_VARIABLE: str(writes),
             "PYTHONUNBUFFERED": "1",
         }
+        if self._settings.memory is not None:
+            environment[MEMORY_VARIABLE] = str(self._settings.memory)
         self._selector.register(reads, selectors.EVENT_READ, self._hear)
         prepare = _make_preparation(os.getpid())
         for process in range(count):
@@ -122,6 +129,8 @@ class Group:
         for line in lines:
             if line.startswith(b"results "):
                 self._output.know_results(int(line.split()[1]))
+            elif line == b"progress":
+                self.has_progressed = True
 
     def follow(self) -> None:
         """Waits until all have ended."""

@@ -23,24 +23,29 @@ class Restarts:
         self.count = 0
         self._most = most
         self._of_kinds: collections.Counter[str] = collections.Counter()
+        self._num_idle = 0  # failures one after another without progress before them
 
-    def after(self, cause: Cause, seconds: float) -> float | None:
+    def after(self, cause: Cause, seconds: float, has_progressed: bool = False) -> float | None:
         """Counts a failure.
 
         Args:
           cause: why the processes have ended.
           seconds: how long they ran. After ten minutes the counts begin anew.
+          has_progressed: whether training had come further than before.
 
         Returns:
-          How many seconds to wait before the next start; None: there is no other one.
+          How many seconds to wait before the next start: none after progress, else 1, 2, 4 and so on up
+          to 60. None: there is no other start.
         """
         if seconds >= _HEALTHY_SECONDS:
             self._of_kinds.clear()
+            self._num_idle = 0
         if self._of_kinds[cause.kind] >= self._most:
             return None
         self._of_kinds[cause.kind] += 1
         self.count += 1
-        return min(_MOST_DELAY, 2.0 ** (self._of_kinds[cause.kind] - 1))
+        self._num_idle = 0 if has_progressed else self._num_idle + 1
+        return min(_MOST_DELAY, 2.0 ** (self._num_idle - 1)) if self._num_idle else 0.0
 
     def describe(self, cause: Cause) -> str:
         """Which start the next one is, in words."""

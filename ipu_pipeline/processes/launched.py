@@ -1,4 +1,4 @@
-"""Tells the program that started this process, with others, which process has the results."""
+"""What passes between this process and the launcher that started it, with others."""
 
 from __future__ import annotations
 
@@ -6,15 +6,39 @@ import contextlib
 import functools
 import os
 
-__all__ = ["LAUNCHER_VARIABLE", "tell_results"]
+__all__ = [
+    "LAUNCHER_VARIABLE",
+    "MEMORY_VARIABLE",
+    "RESTART_VARIABLE",
+    "restart_number",
+    "tell_progress",
+    "tell_results",
+]
 
 LAUNCHER_VARIABLE = "IPU_PIPELINE_LAUNCHER_FD"  # the number of a file that is open for writing
+MEMORY_VARIABLE = "IPU_PIPELINE_MEMORY_DIR"  # where in-memory checkpoints are
+RESTART_VARIABLE = "IPU_PIPELINE_RESTART"  # how often the job has been started again
+
+
+def restart_number() -> int:
+    """How often the job has been started again; 0 without a launcher."""
+    number = os.environ.get(RESTART_VARIABLE, "")
+    return int(number) if number.isdecimal() else 0
 
 
 @functools.cache  # told once
 def tell_results(process: int) -> None:
     """Says that a process has the results of a pipeline's last stage, if a launcher asks for that."""
+    _tell(f"results {process}")
+
+
+def tell_progress() -> None:
+    """Says that training has come further than before the last restart, if a launcher asks for that."""
+    _tell("progress")
+
+
+def _tell(text: str) -> None:
     number = os.environ.get(LAUNCHER_VARIABLE, "")
     if number.isdecimal():
         with contextlib.suppress(OSError):  # the launcher is gone
-            os.write(int(number), f"results {process}\n".encode())
+            os.write(int(number), f"{text}\n".encode())

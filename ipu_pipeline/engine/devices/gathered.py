@@ -18,7 +18,15 @@ from ipu_pipeline.engine.devices.links import Tag, links, naming_peers
 from ipu_pipeline.engine.devices.remote import absent, is_here
 from ipu_pipeline.engine.state_checks import check_exists, check_not_traced
 
-__all__ = ["gathered", "only_if_written_here", "read_gathered", "share_stacks", "whole"]
+__all__ = [
+    "first_device",
+    "gathered",
+    "only_if_written_here",
+    "parts_written_here",
+    "read_gathered",
+    "share_stacks",
+    "whole",
+]
 
 _numbers = itertools.count()
 _lock = threading.Lock()
@@ -40,6 +48,25 @@ def only_if_written_here(array: Any) -> Any:
     if is_written or others.index == 0:
         return array
     return jax.ShapeDtypeStruct(array.shape, array.dtype)
+
+
+def parts_written_here(array: Any) -> list[tuple[tuple[int, ...], Any]]:
+    """The parts of an array that this process is to write, each with the place at which it begins.
+
+    Of several devices that have the same part, the first one's is written; what every process has is
+    written by process 0.
+    """
+    sharding = group_sharding(array)
+    if sharding is None:
+        others = peers.current()
+        return [((0,) * array.ndim, array)] if others is None or others.index == 0 else []
+    if len(sharding.device_set) == 1:
+        return [((0,) * array.ndim, array)] if is_here(sharding.mesh.devices.flat[0]) else []
+    return [
+        (tuple(one.start or 0 for one in shard.index), shard.data)
+        for shard in array.addressable_shards
+        if shard.replica_id == 0
+    ]
 
 
 def whole(array: Any) -> Any:
@@ -85,7 +112,7 @@ def read_gathered(arrays: Sequence[Any]) -> list[Any]:
     with _lock:  # in the same order in all processes
         if by_home:
             links().warm(range(others.count))
-        devices = {process: _first_device(process) for process in range(others.count)}
+        devices = {process: first_device(process) for process in range(others.count)}
         for home, places in by_home.items():
             tag = Tag("a read by all processes", next(_numbers))
             own = [found[place] for place in places]
@@ -184,7 +211,7 @@ def share_stacks(stacks: Sequence[np.ndarray[Any, Any]]) -> list[np.ndarray[Any,
     owner = sizes.index(max(sizes))
     with _lock:
         links().warm(range(others.count))
-        devices = [_first_device(process) for process in range(others.count)]
+        devices = [first_device(process) for process in range(others.count)]
         tag = Tag("results for all processes", next(_numbers))
         if owner == others.index:
             arrays = jax.device_put(list(stacks), devices[owner], may_alias=False)
@@ -201,7 +228,8 @@ def share_stacks(stacks: Sequence[np.ndarray[Any, Any]]) -> list[np.ndarray[Any,
             return [np.asarray(array) for array in received]
 
 
-def _first_device(process: int) -> Any:
+def first_device(process: int) -> Any:
+    """The first device of a process."""
     return next(device for device in jax.devices() if device.process_index == process)
 
 

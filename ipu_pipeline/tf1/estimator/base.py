@@ -16,6 +16,7 @@ import numpy as np
 
 from ipu_pipeline.checkpointing import checkpoints
 from ipu_pipeline.checkpointing.checkpoints import CheckpointSeries
+from ipu_pipeline.checkpointing.in_memory import InMemorySeries
 from ipu_pipeline.checkpointing.writable import check_writable
 from ipu_pipeline.engine.fronts import KeptPrograms
 from ipu_pipeline.ground.checks import is_int
@@ -29,6 +30,7 @@ from ipu_pipeline.tf1.estimator.restoring import (
     GLOBAL_STEP,
     agree_on_directory,
     find_checkpoint,
+    find_newest,
     find_warm_variables,
     take_weights,
 )
@@ -166,16 +168,16 @@ class Estimator(abc.ABC):
         dataset = self._call_input_fn(input_fn, ModeKeys.TRAIN)
         with self._kept[ModeKeys.TRAIN].building():
             made = self._build(ModeKeys.TRAIN, dataset)
-        found = self._series.read_latest(set_aside=True)
-        global_step = 0 if found is None else int(found[1].extra.get(GLOBAL_STEP, found[0]))
+        in_memory = InMemorySeries.of_environment(f"estimator {self._model_dir}")
+        found = find_newest(self._series, in_memory)
+        global_step = 0 if found is None else found.global_step
         if max_steps is not None and global_step >= max_steps:
             _logger.info("Skipping training since max_steps has already saved.")
             return self
-        path = self._series.path(found[0]) if found is not None else None
         is_same_data = begins_anew = False
         with Session(seed=self._config.tf_random_seed or 0) as session:
-            if found is not None and path is not None:
-                snapshot = found[1]
+            if found is not None:
+                snapshot, path = found.snapshot, found.source
                 check_program(snapshot, path, made.program, allow_extra=False)
                 check_optimizers(snapshot, path, made.program)
                 is_same_data = snapshot.extra.get("input_fn") == describe_function(input_fn)
@@ -194,7 +196,7 @@ class Estimator(abc.ABC):
             initializer = made.infeed.initializer
             session.run(initializer)
             with contextlib.closing(ScalarWriter(self._model_dir, global_step)) as scalars:
-                Training(
+                training = Training(
                     made,
                     session,
                     every,
@@ -207,7 +209,12 @@ class Estimator(abc.ABC):
                     is_same_data,
                     begins_anew,
                     listeners,
-                ).run_until(final_step)
+                )
+                if in_memory is not None:
+                    session.keep_in_memory(in_memory, training.describe)
+                training.run_until(final_step)
+        if in_memory is not None:
+            in_memory.drop()  # what has been done is on disk
         return self
 
     def evaluate(

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ipu_pipeline.checkpointing import checkpoints
 from ipu_pipeline.checkpointing.checkpoints import CheckpointSeries
+from ipu_pipeline.checkpointing.in_memory import InMemorySeries
 from ipu_pipeline.checkpointing.snapshots import Snapshot
 from ipu_pipeline.checkpointing.together import do_first
 from ipu_pipeline.processes.joining import join_by_environment
@@ -22,6 +24,7 @@ __all__ = [
     "GLOBAL_STEP",
     "agree_on_directory",
     "find_checkpoint",
+    "find_newest",
     "find_warm_variables",
     "take_weights",
 ]
@@ -56,6 +59,33 @@ def find_checkpoint(
         return Path(path), checkpoints.read_checkpoint(path)
     found = series.read_latest()
     return None if found is None else (series.path(found[0]), found[1])
+
+
+@dataclass(frozen=True, eq=False)
+class Newest:
+    """The state that training goes on from, and where it is from."""
+
+    global_step: int
+    snapshot: Snapshot
+    source: Path
+
+
+def find_newest(series: CheckpointSeries, in_memory: InMemorySeries | None) -> Newest | None:
+    """The newest state of a training, in memory or on disk; None if there is none. All call it."""
+    kept = None if in_memory is None else in_memory.find()
+    step_kept = 0 if kept is None else int(kept.extra[GLOBAL_STEP])
+    if kept is not None and step_kept > 0 and step_kept >= do_first(lambda: _latest_step(series)):
+        return Newest(step_kept, kept, Path("memory"))
+    found = series.read_latest(set_aside=True)
+    if found is None:
+        return None
+    step, snapshot = found
+    return Newest(int(snapshot.extra.get(GLOBAL_STEP, step)), snapshot, series.path(step))
+
+
+def _latest_step(series: CheckpointSeries) -> int:
+    latest = series.latest()
+    return 0 if latest is None else int(latest.name)
 
 
 def take_weights(session: Session, path: Path, snapshot: Snapshot, program: Program) -> int:

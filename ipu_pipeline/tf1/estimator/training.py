@@ -316,7 +316,7 @@ class Training:
         for listener in self._listeners:
             listener.before_save(self._session, self._step)
         try:
-            snapshot = self._session.take_snapshot(extra=self._extra())
+            snapshot = self._session.take_snapshot(extra=self.describe())
         except Exception:
             _logger.exception("The checkpoint of step %d could not be taken. Training goes on.", self._step)
             return False
@@ -335,7 +335,8 @@ class Training:
         wishes = [listener.after_save(self._session, self._step) for listener in self._listeners]
         return any(wishes)  # all of them were told
 
-    def _extra(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
+        """What checkpoints have besides the session's state."""
         return {
             "global_step": self._step,
             "input_fn": self._input_fn,
@@ -358,9 +359,9 @@ class Training:
             if (self._series.path(self._step) / DOCUMENT).exists():
                 # An earlier training's checkpoint is about its own data, unless the data are the same.
                 if self._step > self._first_step or (self._is_same_data and not is_error):
-                    do_first(lambda: self._series.amend(self._step, self._extra()))
+                    do_first(lambda: self._series.amend(self._step, self.describe()))
             else:
-                self._series.save(self._step, self._session.take_snapshot(extra=self._extra()))
+                self._series.save(self._step, self._session.take_snapshot(extra=self.describe()))
         except Exception as error:
             kept = self._series.latest()
             text = (

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
+import logging
 import os
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 
 from ipu_pipeline.checkpointing import checkpoints
+from ipu_pipeline.checkpointing.in_memory import InMemorySeries, parts_of
 from ipu_pipeline.checkpointing.snapshots import Snapshot
 from ipu_pipeline.engine import processes
-from ipu_pipeline.engine.fronts import keep, read_outfeed
+from ipu_pipeline.engine.fronts import between_bars, keep, read_outfeed
 from ipu_pipeline.engine.processes import only_if_written_here, read_gathered
 from ipu_pipeline.processes import executable_cache, interrupts, selection
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
@@ -41,6 +45,17 @@ from ipu_pipeline.tf1.session.store import Store
 from ipu_pipeline.tf1.session.turns import Turns
 
 __all__ = ["Session"]
+
+_numbers = itertools.count()  # of sessions that can be resumed
+_logger = logging.getLogger("ipu_pipeline")
+
+
+@dataclass(frozen=True, eq=False)
+class _InMemory:
+    """Where in-memory checkpoints go, and other data that belongs to each."""
+
+    series: InMemorySeries
+    extra: Callable[[], Mapping[str, Any]]
 
 
 class Session:
@@ -79,6 +94,7 @@ class Session:
         self._is_closed = False
         self._changes: Counter[str] = Counter()  # how often variables were set, by what sets them
         self._turns = Turns()
+        self._in_memory: _InMemory | None = None
         utils.reach(self)
 
     def __enter__(self) -> Session:
@@ -315,12 +331,79 @@ class Session:
             self._select_devices()  # Orbax starts JAX's backend
         self.take_over(checkpoints.read_same_checkpoint(path), path, fits=not allow_partial, feeds=infeeds)
 
-    def take_snapshot(self, is_kept: bool = True, extra: Mapping[str, Any] | None = None) -> Snapshot:
+    def resume(self) -> int:
+        """Goes on where this training was before `ipu-pipeline launch --restarts` started it again.
+
+        From then on, the state before each run of a program that trains stays in the machines' memory while
+        the run goes on; see docs/distributed.md. If the processes are started again, this takes back what
+        `save` would have written before the last run but one, or the last: variables, optimizer states,
+        counts and the positions of data sets. Other processes call it, too, after the programs have been
+        compiled and before the first run. What was in outfeeds is lost.
+
+        Without a launcher that starts processes again, nothing is kept, and it returns 0.
+
+        Returns:
+          How many runs of programs that train are done, since the session first called it.
+
+        Raises:
+          CheckpointError: the state is of another model than the compiled programs.
+          RuntimeError: the session is closed, or has called it before.
+
+        Example:
+          >>> x = np.ones([4, 2, 8], np.float32)
+          >>> infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(x)
+          >>> def optimizer_function(y):
+          ...     return ipu.pipelining_ops.OptimizerFunctionOutput(optax.sgd(0.1), jnp.mean(y**2))
+          >>> def model():
+          ...     return ipu.pipelining_ops.pipeline(
+          ...         [layers.Dense(4), layers.Dense(1)],
+          ...         gradient_accumulation_count=2,
+          ...         infeed_queue=infeed,
+          ...         optimizer_function=optimizer_function,
+          ...     )
+          >>> with ipu.scopes.ipu_scope("/device:IPU:0"):
+          ...     program = ipu.ipu_compiler.compile(model)
+          >>> with ipu.Session() as session:
+          ...     session.run(infeed.initializer)
+          ...     for step in range(session.resume(), 2):
+          ...         session.run(program)
+          ...     session.update_count()
+          2
+        """
+        if self._is_closed:
+            raise RuntimeError("Attempted to use a closed Session.")
+        if self._in_memory is not None:
+            raise RuntimeError("Session.resume: this session has called it before.")
+        self._select_devices()
+        series = InMemorySeries.of_environment(f"session {next(_numbers)}")
+        if series is None:
+            return 0
+        snapshot = series.find()
+        if snapshot is not None:
+            self.take_over(snapshot, "in memory")
+            with between_bars():
+                _logger.info("Training goes on after run %d, from memory.", series.number)
+        self.keep_in_memory(series)
+        return series.number
+
+    def keep_in_memory(self, series: InMemorySeries, extra: Callable[[], Mapping[str, Any]] = dict) -> None:
+        """Takes an in-memory checkpoint before each run that trains.
+
+        Args:
+          series: where they go.
+          extra: returns other data that belongs to one, as JSON.
+        """
+        self._in_memory = _InMemory(series, extra)
+
+    def take_snapshot(
+        self, is_kept: bool = True, extra: Mapping[str, Any] | None = None, in_parts: bool = False
+    ) -> Snapshot:
         """Takes a snapshot of what `save` writes; not while a program runs.
 
         Args:
           is_kept: whether programs may run before it is used.
           extra: other data that belongs to it, as JSON.
+          in_parts: whether arrays are `Parts`; `is_kept` is then True.
         """
         with self._turns.alone(changes=False, together="saving a session"):
             self._store.check_weights("save")
@@ -331,8 +414,12 @@ class Session:
                 own = self._store.with_host_copies(own)
             state = dataclasses.replace(state, variables=own)
             leaves, tree = jax.tree.flatten(state.arrays)
-            leaves = list(map(only_if_written_here, leaves))
-            state = state.with_arrays(jax.tree.unflatten(tree, keep(leaves) if is_kept else leaves))
+            if in_parts:
+                leaves = parts_of(leaves)
+            else:
+                leaves = list(map(only_if_written_here, leaves))
+                leaves = keep(leaves) if is_kept else leaves
+            state = state.with_arrays(jax.tree.unflatten(tree, leaves))
             implementation = jax.random.key_impl(self._store.key)
             feeds = self._resumption.feeds
             return Snapshot(state, self._store.seed, str(implementation), feeds, dict(extra or {}))
@@ -457,9 +544,14 @@ class Session:
         needs_devices = any(isinstance(one, (Program, InitializerOperation, HostVariable)) for one in runs)
         if needs_devices:
             self._select_devices()
+        in_memory = self._in_memory if any(c.trains for one in programs for c in one.calls) else None
+        if in_memory is not None:
+            in_memory.series.wait()
         if programs:
             agree_on_run(programs, feeds, self._changes, fault)
             self._store.agree_on_values(programs)
+        if in_memory is not None:
+            in_memory.series.take(self.take_snapshot(extra=in_memory.extra(), in_parts=True))
         return [
             run_program(one, feeds, self._store, self._resumption, self._limit)
             if isinstance(one, Program)
