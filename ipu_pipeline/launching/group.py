@@ -17,7 +17,12 @@ from pathlib import Path
 
 from ipu_pipeline.launching.causes import Cause, count_memory_kills
 from ipu_pipeline.launching.shown import Output, say
-from ipu_pipeline.processes.launched import LAUNCHER_VARIABLE, MEMORY_VARIABLE, RESTART_VARIABLE
+from ipu_pipeline.processes.launched import (
+    CACHE_DIR_VARIABLE,
+    LAUNCHER_VARIABLE,
+    MEMORY_VARIABLE,
+    RESTART_VARIABLE,
+)
 
 __all__ = ["FORWARDED", "Group", "Settings", "hold_port"]
 
@@ -92,6 +97,7 @@ class Group:
         }
         if self._settings.memory is not None:
             environment[MEMORY_VARIABLE] = str(self._settings.memory)
+            environment.setdefault(CACHE_DIR_VARIABLE, str(self._settings.memory / "programs"))
         self._selector.register(reads, selectors.EVENT_READ, self._hear)
         prepare = _make_preparation(os.getpid())
         for process in range(count):

@@ -12,11 +12,10 @@ from typing import Any
 import jax
 
 from ipu_pipeline.ground import jax_compat
+from ipu_pipeline.processes.launched import CACHE_DIR_VARIABLE
 from ipu_pipeline.processes.own_directories import check_files, make_own
 
 __all__ = ["CACHE_DIR_VARIABLE", "enable_executable_cache", "enable_executable_cache_of_environment"]
-
-CACHE_DIR_VARIABLE = "IPU_PIPELINE_CACHE_DIR"
 
 _CHECKED = "-checked"  # ends the keys of entries with a digest
 _DIGEST_BYTES = hashlib.sha256().digest_size

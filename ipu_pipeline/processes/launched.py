@@ -7,6 +7,7 @@ import functools
 import os
 
 __all__ = [
+    "CACHE_DIR_VARIABLE",
     "LAUNCHER_VARIABLE",
     "MEMORY_VARIABLE",
     "RESTART_VARIABLE",
@@ -15,6 +16,7 @@ __all__ = [
     "tell_results",
 ]
 
+CACHE_DIR_VARIABLE = "IPU_PIPELINE_CACHE_DIR"  # where compiled programs are
 LAUNCHER_VARIABLE = "IPU_PIPELINE_LAUNCHER_FD"  # the number of a file that is open for writing
 MEMORY_VARIABLE = "IPU_PIPELINE_MEMORY_DIR"  # where in-memory checkpoints are
 RESTART_VARIABLE = "IPU_PIPELINE_RESTART"  # how often the job has been started again

@@ -85,12 +85,19 @@ class Started(subprocess.Popen):
         _left.append(self)
 
 
-def begin(*arguments, as_tests=True, folder=ROOT, output=subprocess.PIPE, **variables):
+def begin(
+    *arguments,
+    as_tests=True,
+    folder=ROOT,
+    output=subprocess.PIPE,
+    error_output=subprocess.PIPE,
+    **variables,
+):
     """Starts Python as `start` does, and goes on."""
     return Started(
         [sys.executable, *map(str, arguments)],
         stdout=output,
-        stderr=subprocess.PIPE,
+        stderr=error_output,
         text=True,
         cwd=folder,
         env={**environment(as_tests), "PYTHONPATH": str(ROOT), **variables},

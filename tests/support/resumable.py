@@ -79,9 +79,18 @@ class Training:
     """A training program with its queues."""
 
     def __init__(
-        self, num_stages=2, dataset=None, optimizer=None, width=16, name=None, scope="", **options
+        self,
+        num_stages=2,
+        dataset=None,
+        optimizer=None,
+        width=16,
+        name=None,
+        scope="",
+        num_replicas=None,
+        **options,
     ):
-        self.infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(Batches() if dataset is None else dataset)
+        data = Batches() if dataset is None else dataset
+        self.infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(data, replication_factor=num_replicas)
         self.outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
 
         def optimizer_function(prediction, y):

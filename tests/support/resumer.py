@@ -1,0 +1,39 @@
+"""A program that trains in processes that may be killed at any moment, and goes on by `Session.resume`.
+
+python -m tests.support.resumer DIR RUNS NUM_STAGES NUM_REPLICAS
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import optax
+
+import ipu_pipeline as ipu
+from tests.support import front
+from tests.support.resumable import Training
+
+
+def main(directory, runs, num_stages, num_replicas):
+    """Writes a line for each run with its losses, and at the end the variables."""
+    front.ipu_config(num_stages * num_replicas).configure_ipu_system()
+    optimizer = optax.adam(1e-2)
+    if num_replicas > 1:
+        optimizer = ipu.optimizers.CrossReplicaOptimizer(optimizer)
+    training = Training(num_stages, optimizer=optimizer, num_replicas=num_replicas)
+    with ipu.Session(seed=3) as session:
+        training.start(session)
+        for number in range(session.resume(), runs):
+            losses = np.asarray(training.run(session, 1))
+            if losses.size:  # it has the last stage
+                text = " ".join(float(loss).hex() for loss in losses.ravel())
+                with (directory / "losses").open("a") as stream:
+                    stream.write(f"{number} {text}\n")
+        variables = session.variables
+    if os.environ.get("IPU_PIPELINE_PROCESS_ID", "0") == "0":
+        np.savez(directory / "variables.npz", **{name.replace("/", "|"): v for name, v in variables.items()})
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))
