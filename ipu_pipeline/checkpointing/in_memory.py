@@ -9,7 +9,7 @@ A checkpoint is one file for each process: a JSON header, then the arrays' bytes
 have the same part of an array, the first one writes it. A file gets its last name when it is complete.
 
 All processes begin each run together. Before that, each waits until the checkpoint before is written; then
-it takes the next one. So whoever takes checkpoint n knows that n - 1 is complete, and needs no older one.
+it takes the next one. So whoever takes one knows that the one before is complete, and needs no older one.
 """
 
 from __future__ import annotations
@@ -39,7 +39,12 @@ from ipu_pipeline.checkpointing.together import do_each, process_index
 from ipu_pipeline.engine import processes
 from ipu_pipeline.engine.fronts import keep
 from ipu_pipeline.ground.errors import ProcessError
-from ipu_pipeline.processes.launched import MEMORY_VARIABLE, restart_number, tell_progress
+from ipu_pipeline.processes.launched import (
+    MEMORY_VARIABLE,
+    restart_number,
+    runs_between_checkpoints,
+    tell_progress,
+)
 
 __all__ = ["InMemorySeries", "parts_of"]
 
@@ -99,6 +104,7 @@ class InMemorySeries:
         self._key = hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
         self._index = process_index()
         self._restart = restart_number()
+        self._every = runs_between_checkpoints()
         self._first: int | None = None
         self._thread: threading.Thread | None = None
         self._is_working = True
@@ -115,20 +121,20 @@ class InMemorySeries:
         directory = os.environ.get(MEMORY_VARIABLE)
         return cls(Path(directory), name) if directory else None
 
-    def take(self, snapshot: Snapshot) -> None:
+    def take(self, snapshot: Callable[[], Snapshot]) -> None:
         """Writes the next checkpoint in a thread. All processes call it when a run has begun, after `wait`.
 
         Args:
-          snapshot: with `Parts` for arrays.
+          snapshot: takes the snapshot, with `Parts` for arrays; it is called if a checkpoint is due.
         """
         number, self.number = self.number, self.number + 1
         if self._first is None:
             self._first = number
         elif number == self._first + 2:
             tell_progress()  # a run was completed in this start, and the next one begun from its results
-        if self._is_working:
+        if self._is_working and number % self._every == 0:
             self._thread = threading.Thread(
-                target=self._write_or_report, args=(number, snapshot), name="ipu-in-memory", daemon=True
+                target=self._write_or_report, args=(number, snapshot()), name="ipu-in-memory", daemon=True
             )
             self._thread.start()
 
@@ -221,7 +227,7 @@ class InMemorySeries:
         """Writes a file, over one that is no longer needed if there is one: new memory would be slower."""
         started = self._directory / f"{self._key}-{file.process}.being-written-by-{self._index}"
         for old in self._list():
-            is_replaced = old.number < file.number - 1 or old.number == file.number
+            is_replaced = old.number < file.number - self._every or old.number == file.number
             if is_replaced and old.process == file.process and not started.exists():
                 self._path(old).rename(started)
             elif is_replaced and (old.process == file.process or old.process >= self._count):

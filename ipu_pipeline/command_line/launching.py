@@ -87,6 +87,14 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="a directory of a file system in memory, in which processes keep their state if they are to "
         f"be started again; {DEFAULT_DIRECTORY} by default",
     )
+    parser.add_argument(
+        "--memory-every",
+        type=int,
+        default=1,
+        metavar="N",
+        help="keep the state before each N-th run of a training; 1 by default. With more, less is written, "
+        "and more runs are done again after a failure",
+    )
     add_script(parser)
     parser.set_defaults(call=lambda parsed: _launch(parser, parsed))
 
@@ -97,6 +105,7 @@ def _launch(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
         ("--restarts", parsed.restarts, 0),
         ("--death-timeout", parsed.death_timeout, 2),
         ("--grace", parsed.grace, 0),
+        ("--memory-every", parsed.memory_every, 1),
     ):
         if not value >= least:
             parser.error(f"{option} must be {least} or more; it is {value:g}.")
@@ -106,7 +115,13 @@ def _launch(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
     command = [sys.executable, *script, *parsed.arguments]
     memory = _make_memory(parser, parsed.memory_dir) if parsed.restarts else None
     settings = Settings(
-        command, parsed.num_processes, parsed.shows_all, parsed.death_timeout, parsed.grace, memory
+        command,
+        parsed.num_processes,
+        parsed.shows_all,
+        parsed.death_timeout,
+        parsed.grace,
+        memory,
+        parsed.memory_every,
     )
     try:
         return _Job(settings, Restarts(parsed.restarts)).run()

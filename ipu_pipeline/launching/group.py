@@ -20,6 +20,7 @@ from ipu_pipeline.launching.shown import Output, say
 from ipu_pipeline.processes.launched import (
     CACHE_DIR_VARIABLE,
     LAUNCHER_VARIABLE,
+    MEMORY_EVERY_VARIABLE,
     MEMORY_VARIABLE,
     RESTART_VARIABLE,
 )
@@ -44,6 +45,7 @@ class Settings:
       death_timeout: within how many seconds of a death the others end by themselves.
       grace: how many seconds they have to end after a signal that was sent on to them.
       memory: a directory for in-memory checkpoints; None if they are not started again.
+      memory_every: how many runs of a training there are from one to the next.
     """
 
     command: Sequence[str]
@@ -52,6 +54,7 @@ class Settings:
     death_timeout: float
     grace: float
     memory: Path | None = None
+    memory_every: int = 1
 
 
 class Group:
@@ -97,6 +100,7 @@ class Group:
         }
         if self._settings.memory is not None:
             environment[MEMORY_VARIABLE] = str(self._settings.memory)
+            environment[MEMORY_EVERY_VARIABLE] = str(self._settings.memory_every)
             environment.setdefault(CACHE_DIR_VARIABLE, str(self._settings.memory / "programs"))
         self._selector.register(reads, selectors.EVENT_READ, self._hear)
         prepare = _make_preparation(os.getpid())
@@ -141,7 +145,7 @@ class Group:
     def follow(self) -> None:
         """Waits until all have ended."""
         while any(process.poll() is None for process in self._processes):
-            self._read(0.05)
+            self._read(0.02)
             self._note_failures()
         end = time.monotonic() + 1.0  # something that they started may hold their pipes open
         while self._selector.get_map() and time.monotonic() < end and self._read(0.05):

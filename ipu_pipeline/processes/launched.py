@@ -9,9 +9,11 @@ import os
 __all__ = [
     "CACHE_DIR_VARIABLE",
     "LAUNCHER_VARIABLE",
+    "MEMORY_EVERY_VARIABLE",
     "MEMORY_VARIABLE",
     "RESTART_VARIABLE",
     "restart_number",
+    "runs_between_checkpoints",
     "tell_progress",
     "tell_results",
 ]
@@ -19,13 +21,23 @@ __all__ = [
 CACHE_DIR_VARIABLE = "IPU_PIPELINE_CACHE_DIR"  # where compiled programs are
 LAUNCHER_VARIABLE = "IPU_PIPELINE_LAUNCHER_FD"  # the number of a file that is open for writing
 MEMORY_VARIABLE = "IPU_PIPELINE_MEMORY_DIR"  # where in-memory checkpoints are
+MEMORY_EVERY_VARIABLE = "IPU_PIPELINE_MEMORY_EVERY"  # how many runs there are from one to the next
 RESTART_VARIABLE = "IPU_PIPELINE_RESTART"  # how often the job has been started again
 
 
 def restart_number() -> int:
     """How often the job has been started again; 0 without a launcher."""
-    number = os.environ.get(RESTART_VARIABLE, "")
-    return int(number) if number.isdecimal() else 0
+    return _read_number(RESTART_VARIABLE, 0)
+
+
+def runs_between_checkpoints() -> int:
+    """How many runs there are from one in-memory checkpoint to the next; 1 without a launcher."""
+    return max(1, _read_number(MEMORY_EVERY_VARIABLE, 1))
+
+
+def _read_number(variable: str, default: int) -> int:
+    number = os.environ.get(variable, "")
+    return int(number) if number.isdecimal() else default
 
 
 @functools.cache  # told once

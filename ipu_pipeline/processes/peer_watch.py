@@ -35,6 +35,7 @@ __all__ = ["Judge", "PeerWatch", "Status"]
 
 _STATUSES = "ipu_pipeline/status"
 _INTERVAL = 0.5  # the most seconds between two looks
+_GLANCES = 5  # from look to look, at whether processes of this machine are gone
 _GRACE = 10.0  # the most seconds that the program has to end by itself
 _MORE_AT_WORK = 10  # a device may be at work this many times as long
 _AFTER_END = 5.0  # seconds that a process may wait for data when all others have ended their programs
@@ -215,6 +216,7 @@ class PeerWatch:
         self._num_looks = 0
         self._end: str | None = None
         self._is_over = threading.Event()
+        self._is_urgent = threading.Event()  # whether the store is to be asked at once
         self._threads = [
             threading.Thread(target=self._tell_and_hear, name="ipu-peers", daemon=True),
             threading.Thread(target=self._look, name="ipu-peer-watch", daemon=True),
@@ -231,10 +233,13 @@ class PeerWatch:
     # The thread that talks.
 
     def _tell_and_hear(self) -> None:
-        while not self._is_over.wait(self._interval if self._num_answers else 0.0):
+        while not self._is_over.is_set():
+            self._is_urgent.clear()
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # this is tried again; the judge decides
                 self._tell()
                 self._hear()
+            if self._num_answers:
+                self._is_urgent.wait(self._interval)
 
     def _tell(self) -> None:
         log = current_log()
@@ -263,12 +268,15 @@ class PeerWatch:
     # The thread that judges.
 
     def _look(self) -> None:
-        known = 0
-        while not self._is_over.wait(self._interval):
+        known = num_glances = 0
+        while not self._is_over.wait(self._interval / _GLANCES):
             with self._lock:
                 statuses, answers, asked = self._statuses, self._num_answers, self._asked
             now, gone = time.monotonic(), self._find_gone(statuses)
             dead = self._find_silent(gone, asked, now)
+            num_glances += 1
+            if not dead and num_glances % _GLANCES:
+                continue
             found = self._judge.judge(statuses, now, answers != known, dead)
             known = answers
             if found is not None and self._end is None:
@@ -284,7 +292,9 @@ class PeerWatch:
     def _find_silent(self, gone: Sequence[int], asked: float, now: float) -> list[int]:
         """The processes with nothing more to say: a process's last report is read before judging it."""
         for process in gone:
-            self._gone.setdefault(process, now)
+            if process not in self._gone:
+                self._gone[process] = now
+                self._is_urgent.set()
         # If the store does not answer, they are not waited for.
         return [p for p in gone if asked > self._gone[p] or now - self._gone[p] > self._grace]
 
@@ -343,12 +353,15 @@ class PeerWatch:
             limit.daemon = True
             limit.start()
         self._is_over.set()
+        self._is_urgent.set()
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             self._tell()
         for thread in self._threads:
             thread.join(2 * self._interval)
         if self._end and self._peers.failure is not None:
-            end_process("")  # taking XLA down, with what waits for the dead one, would take a second or more
+            end_process(
+                ""
+            )  # taking XLA down, with what waits for the dead one, would take a second or more
 
     def _await_others(self) -> None:
         log = current_log()

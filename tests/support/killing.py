@@ -1,4 +1,4 @@
-"""A job of several processes, started by `ipu-pipeline launch`, some of which are killed at random moments."""
+"""A job of several processes, started by `ipu-pipeline launch`, some of which are killed."""
 
 import contextlib
 import os
@@ -35,7 +35,7 @@ class Job:
     def is_alive(self):
         return self.process.poll() is None
 
-    def kill(self, victims, generator):
+    def kill(self, victims):
         """Kills processes by their numbers at once; whether all were there."""
         children = self.children()
         if len(children) < self.num_processes:

@@ -32,7 +32,9 @@ def main(directory, runs, num_stages, num_replicas):
                     stream.write(f"{number} {text}\n")
         variables = session.variables
     if os.environ.get("IPU_PIPELINE_PROCESS_ID", "0") == "0":
-        np.savez(directory / "variables.npz", **{name.replace("/", "|"): v for name, v in variables.items()})
+        np.savez(
+            directory / "variables.npz", **{name.replace("/", "|"): v for name, v in variables.items()}
+        )
 
 
 if __name__ == "__main__":

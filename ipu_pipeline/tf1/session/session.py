@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import logging
 import os
@@ -551,7 +552,8 @@ class Session:
             agree_on_run(programs, feeds, self._changes, fault)
             self._store.agree_on_values(programs)
         if in_memory is not None:
-            in_memory.series.take(self.take_snapshot(extra=in_memory.extra(), in_parts=True))
+            take = functools.partial(self.take_snapshot, extra=in_memory.extra(), in_parts=True)
+            in_memory.series.take(take)
         return [
             run_program(one, feeds, self._store, self._resumption, self._limit)
             if isinstance(one, Program)
