@@ -15,13 +15,18 @@ from tests.support import front
 from tests.support.resumable import Training
 
 
-def main(directory, runs, num_stages, num_replicas):
-    """Writes a line for each run with its losses, and at the end the variables."""
-    front.ipu_config(num_stages * num_replicas).configure_ipu_system()
+def make_training(num_stages, num_replicas):
+    """The training, compiled; the IPUs are selected."""
     optimizer = optax.adam(1e-2)
     if num_replicas > 1:
         optimizer = ipu.optimizers.CrossReplicaOptimizer(optimizer)
-    training = Training(num_stages, optimizer=optimizer, num_replicas=num_replicas)
+    return Training(num_stages, optimizer=optimizer, num_replicas=num_replicas)
+
+
+def main(directory, runs, num_stages, num_replicas):
+    """Writes a line for each run with its losses, and at the end the variables."""
+    front.ipu_config(num_stages * num_replicas).configure_ipu_system()
+    training = make_training(num_stages, num_replicas)
     with ipu.Session(seed=3) as session:
         training.start(session)
         for number in range(session.resume(), runs):

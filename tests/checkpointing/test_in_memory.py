@@ -1,0 +1,312 @@
+"""In-memory checkpoints: what is written, which are found, and sessions and estimators that go on."""
+
+import errno
+import itertools
+import logging
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import ipu_pipeline as ipu
+from ipu_pipeline.checkpointing import in_memory
+from ipu_pipeline.checkpointing.in_memory import InMemorySeries, parts_of
+from ipu_pipeline.checkpointing.session_state import KeptOptimizer, Record, SessionState
+from ipu_pipeline.checkpointing.snapshots import FeedPosition, Snapshot
+from ipu_pipeline.processes.launched import MEMORY_EVERY_VARIABLE, MEMORY_VARIABLE, RESTART_VARIABLE
+from ipu_pipeline.queues.positions import Position
+from ipu_pipeline.tf1.session import session as session_module
+from tests.support.estimating import assert_same_variables, input_fn, make_estimator
+from tests.support.resumable import Training, assert_same
+
+
+@pytest.fixture
+def directory(tmp_path, monkeypatch):
+    """A launcher's, as far as the library knows."""
+    made = tmp_path / "memory"
+    made.mkdir()
+    monkeypatch.setenv(MEMORY_VARIABLE, str(made))
+    return made
+
+
+def make_snapshot(variables, count=3):
+    leaves = parts_of(list(variables.values()))
+    kept = KeptOptimizer({"mu": jax.ShapeDtypeStruct((2,), np.float32)}, parts_of([jnp.ones(2)]))
+    state = SessionState(dict(zip(variables, leaves, strict=True)), {"p": Record(kept, count, count)})
+    feeds = (FeedPosition(("p",), Position(4 * count)),)
+    return Snapshot(state, 7, "threefry2x32", feeds, {"global_step": count})
+
+
+def take(series, variables, count=3):
+    series.wait()
+    series.take(lambda: make_snapshot(variables, count))
+    series.wait()
+
+
+def files_in(directory):
+    return sorted(entry.name.partition("-")[2] for entry in directory.iterdir())
+
+
+def devices(number, shape=(-1, 1)):
+    return Mesh(np.array(jax.devices("cpu")[:number]).reshape(shape), ("replica", "model"))
+
+
+def test_every_array_comes_back_to_the_last_bit(directory):
+    mesh = devices(4, (2, 2))
+
+    def put(array, *spec):
+        return jax.device_put(array, NamedSharding(mesh, PartitionSpec(*spec)))
+
+    large = np.arange(48, dtype=np.float32).reshape(8, 6)
+    variables = {
+        "of numpy": np.float32([1, np.nan, -0.0]),
+        "scalar": jnp.float32(3),
+        "half": jnp.arange(5, dtype=jnp.bfloat16),
+        "eight bits": jnp.arange(5).astype(jnp.float8_e4m3fn),
+        "empty": jnp.zeros((0, 3)),
+        "flags": jnp.array([True, False]),
+        "whole/on each": put(large),
+        "over replicas": put(large, "replica"),
+        "over a replica's devices": put(large, None, "model"),
+        "over both": put(large, ("replica", "model")),
+        "key": jax.random.key(5),
+        "keys": jax.random.split(jax.random.key(6, impl="rbg"), (2, 3)),
+    }
+    take(InMemorySeries(directory, "a"), variables)
+    series = InMemorySeries(directory, "a")
+    found = series.find()
+    assert series.number == 0
+    assert found.state.variables.keys() == variables.keys()
+    for name, value in variables.items():
+        back = found.state.variables[name]
+        assert back.dtype == value.dtype
+        assert back.shape == value.shape
+        if name.startswith("key"):
+            assert jax.random.key_impl(back) == jax.random.key_impl(value)
+            back, value = jax.random.key_data(back), jax.random.key_data(value)
+        assert np.asarray(back).tobytes() == np.asarray(value).tobytes(), name
+    assert found.state.variables["half"].dtype == ml_dtypes.bfloat16
+    record = found.state.pipelines["p"]
+    assert (record.update_count, record.execution_count) == (3, 3)
+    np.testing.assert_array_equal(jax.tree.leaves(record.optimizer.tree)[0], [1, 1])
+    assert found.feeds == (FeedPosition(("p",), Position(12)),)
+    assert (found.seed, found.extra) == (7, {"global_step": 3})
+
+
+def test_each_part_is_written_once(directory):
+    """Of 4 devices with all of an array, one writes it; of an array that is shared out, each its own."""
+    large = np.zeros((256, 256), np.float32)
+    for spec in (PartitionSpec(), PartitionSpec("replica"), PartitionSpec(("replica", "model"))):
+        array = jax.device_put(large, NamedSharding(devices(4, (2, 2)), spec))
+        (parts,) = parts_of([array])
+        assert sum(part.nbytes for part in parts.parts) == large.nbytes, spec
+
+
+def test_the_two_newest_are_kept_and_the_rest_is_written_over(directory):
+    series = InMemorySeries(directory, "a")
+    for count in range(5):
+        take(series, {"x": np.full(3, count, np.float32)}, count)
+        assert len(files_in(directory)) <= 2
+    assert files_in(directory) == ["3-0-0of1", "4-0-0of1"]
+    found = InMemorySeries(directory, "a").find()
+    np.testing.assert_array_equal(found.state.variables["x"], [4, 4, 4])
+    take(series, {"x": np.zeros(0, np.float32)})  # shorter than what was there
+    assert InMemorySeries(directory, "a").find().state.variables["x"].shape == (0,)
+
+
+def test_what_is_not_complete_is_not_found(directory, monkeypatch):
+    series = InMemorySeries(directory, "a")
+    assert series.find() is None
+    take(series, {"x": np.float32([1])})
+    take(series, {"x": np.float32([2])})
+    (newest,) = directory.glob("*-1-0-0of1")
+    newest.rename(directory / newest.name.replace("0of1", "0of2"))  # the other process's part is missing
+    found = InMemorySeries(directory, "a")
+    np.testing.assert_array_equal(found.find().state.variables["x"], [1])
+    assert found.number == 0
+    # Parts of one start and of the next one are not put together.
+    monkeypatch.setenv(RESTART_VARIABLE, "1")
+    (old,) = directory.glob("*-0of2")
+    other = directory / old.name.replace("-1-0-0of2", "-1-1-1of2")
+    other.write_bytes(old.read_bytes())
+    assert InMemorySeries(directory, "a").find().state.variables["x"] == [1]
+    assert InMemorySeries(directory, "b").find() is None
+
+
+def test_one_that_was_being_written_is_not_found(directory, monkeypatch):
+    series = InMemorySeries(directory, "a")
+    take(series, {"x": np.float32([1])})
+
+    def fail(self, stream):
+        stream.write(b"ipu")
+        raise KeyboardInterrupt  # here for SIGKILL: nothing is cleared away
+
+    with monkeypatch.context() as patch:
+        patch.setattr(in_memory._Content, "write", fail)
+        with pytest.raises(KeyboardInterrupt):
+            series._write(1, make_snapshot({"x": np.float32([2])}))
+    assert InMemorySeries(directory, "a").find().state.variables["x"] == [1]
+    take(InMemorySeries(directory, "a"), {"x": np.float32([3])})
+    assert InMemorySeries(directory, "a").find().state.variables["x"] == [3]
+
+
+def test_where_memory_is_full_training_goes_on_with_a_warning(directory, monkeypatch, caplog):
+    series = InMemorySeries(directory, "a")
+    take(series, {"x": np.float32([1])})
+
+    def fail(self, stream):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(in_memory._Content, "write", fail)
+    with caplog.at_level(logging.WARNING):
+        take(series, {"x": np.float32([2])})
+        take(series, {"x": np.float32([3])})
+    (record,) = caplog.records
+    assert "No space left" in record.getMessage()
+    assert "--memory-dir" in record.getMessage()
+    assert InMemorySeries(directory, "a").find().state.variables["x"] == [1]
+
+
+def test_every_so_many_runs(directory, monkeypatch):
+    monkeypatch.setenv(MEMORY_EVERY_VARIABLE, "3")
+    series = InMemorySeries(directory, "a")
+    for count in range(8):
+        take(series, {"x": np.float32([count])}, count)
+    assert files_in(directory) == ["3-0-0of1", "6-0-0of1"]
+    again = InMemorySeries(directory, "a")
+    assert again.find().state.variables["x"] == [6]
+    assert again.number == 6
+
+
+def test_the_buddy_is_on_another_machine():
+    find = in_memory._find_buddy
+    assert [find(["a", "a", "b", "b"], process) for process in range(4)] == [2, 2, 0, 0]
+    assert [find(["a", "b", "c"], process) for process in range(3)] == [1, 2, 0]
+    assert find(["a", "a"], 0) is None
+
+
+# Sessions.
+
+
+@pytest.fixture
+def sessions(directory, monkeypatch):
+    """Makes sessions as in a program that is started anew."""
+
+    def start(restart):
+        monkeypatch.setenv(RESTART_VARIABLE, str(restart))
+        monkeypatch.setattr(session_module, "_numbers", itertools.count())
+        return ipu.Session(seed=3)
+
+    return start
+
+
+def test_a_session_goes_on_with_the_run_in_which_its_process_ended(sessions):
+    training, plain = Training(), Training()
+    with ipu.Session(seed=3) as reference:
+        plain.start(reference)
+        expected = [plain.run(reference, 1) for _run in range(6)]
+        losses = []
+        for restart, wanted in enumerate((0, 2, 3)):
+            # The last run of each start counts as the one in which it died.
+            training = Training()
+            with sessions(restart) as session:
+                training.start(session)
+                first = session.resume()
+                assert first == wanted
+                for _run in range((3, 2, 3)[restart]):
+                    losses.append((first, training.run(session, 1)))
+                    first += 1
+        assert [number for number, _loss in losses] == [0, 1, 2, 2, 3, 3, 4, 5]
+        for number, loss in losses:
+            np.testing.assert_array_equal(loss, expected[number])
+        assert_same(session, reference)
+
+
+def test_a_session_that_is_not_launched_keeps_nothing(monkeypatch, tmp_path):
+    monkeypatch.delenv(MEMORY_VARIABLE, raising=False)
+    with ipu.Session() as session:
+        assert session.resume() == 0
+        training = Training()
+        training.start(session)
+        training.run(session, 1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_resume_is_called_once_before_the_first_run_of_an_open_session(sessions):
+    with sessions(0) as session:
+        session.resume()
+        with pytest.raises(RuntimeError, match="has called it before"):
+            session.resume()
+    with pytest.raises(RuntimeError, match="closed"):
+        session.resume()
+
+
+def test_a_state_of_another_model_is_refused(sessions):
+    with sessions(0) as session:
+        session.resume()
+        training = Training()
+        training.start(session)
+        training.run(session, 2)
+    del training
+    other = Training(width=8)
+    with sessions(1) as session, pytest.raises(ipu.errors.CheckpointError, match="in memory"):
+        session.resume()
+    del other
+
+
+def test_runs_that_do_not_train_are_not_counted(sessions):
+    from tests.support.resumable import Inference
+
+    training, inference = Training(), Inference(2)
+    with sessions(0) as session:
+        training.start(session)
+        session.resume()
+        for _run in range(2):
+            training.run(session, 1)
+            inference.run(session)
+    with sessions(1) as session:
+        assert session.resume() == 1
+
+
+# Estimators.
+
+
+def test_an_estimator_goes_on_from_memory_if_that_is_newer_than_disk(directory, tmp_path, monkeypatch):
+    class StopError(Exception):
+        pass
+
+    class Stop(ipu.ipu_session_run_hooks.SessionRunHook):
+        def after_run(self, run_context, _run_values):
+            if run_context.global_step >= 32:
+                raise StopError
+
+    reference = make_estimator(tmp_path / "reference")
+    monkeypatch.delenv(MEMORY_VARIABLE)
+    reference.train(input_fn, max_steps=48)
+    monkeypatch.setenv(MEMORY_VARIABLE, str(directory))
+    estimator = make_estimator(tmp_path / "model", save_checkpoints_steps=1000)
+    with monkeypatch.context() as patch:  # as if it had no time to save: a process that was killed
+        patch.setattr("ipu_pipeline.checkpointing.checkpoints.CheckpointSeries.save", lambda *_given: None)
+        with pytest.raises(StopError):
+            estimator.train(input_fn, hooks=[Stop()], max_steps=48)
+    assert estimator.latest_checkpoint() is None
+    assert files_in(directory)
+    estimator = make_estimator(tmp_path / "model", save_checkpoints_steps=1000)
+    with monkeypatch.context() as patch:
+        patch.setenv(RESTART_VARIABLE, "1")
+        estimator.train(input_fn, max_steps=48)
+    assert_same_variables(estimator, reference)
+    assert not files_in(directory)  # the end is on disk
+
+
+def test_an_estimator_whose_disk_is_newer_goes_on_from_there(directory, tmp_path, caplog):
+    estimator = make_estimator(tmp_path / "model")
+    estimator.train(input_fn, max_steps=16)
+    series = InMemorySeries(directory, f"estimator {tmp_path / 'model'}")
+    take(series, {"x": np.float32([1])}, 8)
+    with caplog.at_level(logging.INFO):
+        make_estimator(tmp_path / "model").train(input_fn, max_steps=24)
+    assert "from step 16, restored from" in caplog.text

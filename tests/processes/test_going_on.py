@@ -1,0 +1,134 @@
+"""Jobs whose processes are killed at random moments go on with the run that they were in, bit by bit."""
+
+import os
+import random
+import shutil
+import signal
+import time
+
+import numpy as np
+import pytest
+
+import ipu_pipeline as ipu
+from tests.support import front
+from tests.support.joined import hold_port
+from tests.support.killing import Job
+from tests.support.programs import begin
+from tests.support.resumer import make_training
+
+KILLS = int(os.environ.get("KILLS", "3"))
+LAYOUTS = {  # processes, stages, replicas
+    "4 stages in 2 processes": (2, 4, 1),
+    "2 x 2 replicas in 4 processes": (4, 2, 2),
+    "4 stages in 4 processes": (4, 4, 1),
+}
+RUNS = 40 * KILLS
+
+
+@pytest.fixture(scope="module")
+def uninterrupted():
+    """The losses and variables of a run that nobody killed, in one process."""
+
+    def train(num_stages, num_replicas, runs):
+        front.ipu_config(num_stages * num_replicas).configure_ipu_system()
+        training = make_training(num_stages, num_replicas)
+        with ipu.Session(seed=3) as session:
+            training.start(session)
+            losses = [np.asarray(training.run(session, 1)) for _run in range(runs)]
+            variables = session.variables
+        ipu.config.reset_ipu_configuration()
+        return losses, variables
+
+    return train
+
+
+def assert_same(job, expected):
+    losses, variables = expected
+    found = job.losses()
+    assert sorted(found) == list(range(len(losses)))
+    for number, loss in enumerate(losses):
+        assert found[number] == " ".join(float(one).hex() for one in loss.ravel()), f"run {number}"
+    own = job.variables()
+    assert {name.replace("/", "|") for name in variables} == own.keys()
+    for name, value in variables.items():
+        np.testing.assert_array_equal(own[name.replace("/", "|")], value, err_msg=name)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("layout", list(LAYOUTS)[: 2 if KILLS <= 3 else 3])
+def test_killed_at_random_moments(layout, tmp_path, uninterrupted):
+    """One or two at once, while they start, compile, run, write, or go on after the last kill."""
+    generator = random.Random(KILLS)  # noqa: S311  # of moments
+    num_processes, num_stages, num_replicas = LAYOUTS[layout]
+    job = Job(tmp_path / "job", LAYOUTS[layout], RUNS, "--restarts", 10 * KILLS)
+    kills = 0
+    while kills < KILLS and job.is_alive():
+        if kills % 3 == 2:  # wherever it is
+            time.sleep(generator.uniform(0, 8))
+        else:
+            job.await_runs(generator.randrange(1, 5))
+            time.sleep(generator.uniform(0, 0.05))
+        num_victims = 2 if kills % 3 == 1 else 1
+        kills += job.kill(generator.sample(range(num_processes), num_victims))
+    job.await_end(120)
+    assert kills == KILLS
+    assert "was ended by SIGKILL" in job.log.read_text()
+    assert_same(job, uninterrupted(num_stages, num_replicas, RUNS))
+
+
+@pytest.mark.thorough
+def test_a_machine_is_lost_with_its_memory(tmp_path, uninterrupted):
+    """Two machines, as far as the processes know: what one had is in the memory of the other."""
+    machines = [tmp_path / "machine0", tmp_path / "machine1"]
+    for machine in machines:
+        machine.mkdir()
+    job = tmp_path / "job"
+    job.mkdir()
+
+    def start(restart):
+        held = hold_port()
+        started = []
+        for number, machine in enumerate(machines):
+            joining = {
+                "IPU_PIPELINE_COORDINATOR_ADDRESS": f"127.0.0.1:{held.getsockname()[1]}",
+                "IPU_PIPELINE_NUM_PROCESSES": "2",
+                "IPU_PIPELINE_PROCESS_ID": str(number),
+                "IPU_PIPELINE_DEATH_TIMEOUT": "6",
+                "IPU_PIPELINE_MEMORY_DIR": str(machine),
+                "IPU_PIPELINE_RESTART": str(restart),
+                "PJRT_NPROC": "1",
+            }
+            program = ("-m", "tests.support.resumer", job, 60, 4, 1)
+            with (tmp_path / f"log{number}").open("a") as log:
+                started.append(begin(*program, output=log, error_output=log, **joining))
+        started[0].held = held
+        return started
+
+    def num_runs():
+        path = job / "losses"
+        return path.read_text().count("\n") if path.exists() else 0
+
+    def logs():
+        return "\n".join((tmp_path / f"log{number}").read_text()[-3000:] for number in range(2))
+
+    for restart, victim in enumerate((1, 0)):
+        before = num_runs()
+        started = start(restart)
+        deadline = time.monotonic() + 60
+        while num_runs() < before + 8:
+            assert time.monotonic() < deadline, logs()
+            assert all(process.poll() is None for process in started), logs()
+            time.sleep(0.005)
+        started[victim].send_signal(signal.SIGKILL)
+        for process in started:
+            process.wait(60)
+        started[0].held.close()
+        shutil.rmtree(machines[victim])
+        machines[victim].mkdir()  # a new one in its place
+        assert num_runs() < 50, "it was to be killed on the way"
+    started = start(2)
+    assert [process.wait(120) for process in started] == [0, 0], logs()
+    started[0].held.close()
+    found = Job.of(job)
+    assert_same(found, uninterrupted(4, 1, 60))
+    assert num_runs() < 60 + 2 * 3  # of runs that were done again
