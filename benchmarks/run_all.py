@@ -51,6 +51,7 @@ BENCHMARKS = [
     "generation",
     "features",
     "several_processes",
+    "in_memory",
     "report_page",
 ]
 _PACKAGES = ("jax", "jaxlib", "optax", "orbax-checkpoint", "torch")

@@ -37,8 +37,9 @@ from ipu_pipeline.checkpointing.arrays import flatten
 from ipu_pipeline.checkpointing.snapshots import Parts, Snapshot, describe_array, from_numpy, furthest
 from ipu_pipeline.checkpointing.together import do_each, process_index
 from ipu_pipeline.engine import processes
-from ipu_pipeline.engine.fronts import keep
+from ipu_pipeline.engine.fronts import between_bars, keep
 from ipu_pipeline.ground.errors import ProcessError
+from ipu_pipeline.ground.tables import describe_bytes
 from ipu_pipeline.processes.launched import (
     MEMORY_VARIABLE,
     restart_number,
@@ -213,6 +214,8 @@ class InMemorySeries:
         content = _Content.of(snapshot)
         own = _File(number, self._restart, self._index, self._count)
         self._store(own, content.write)
+        if number == self._first:
+            self._say_size(own)
         what = f"in-memory checkpoint {self._key}"
         if self._buddy is not None:
             written = io.BytesIO()
@@ -222,6 +225,17 @@ class InMemorySeries:
             received = processes.fetch_bytes(what, number, process)
             file = _File(number, self._restart, process, self._count)
             self._store(file, functools.partial(_write_bytes, received))
+
+    def _say_size(self, file: _File) -> None:
+        num_bytes = self._path(file).stat().st_size
+        with between_bars():
+            _logger.info(
+                "In-memory checkpoints take %s in %s%s: %s for each of two.",
+                describe_bytes(2 * num_bytes),
+                self._directory,
+                f", and about as much for process {self._of_buddies[0]}" if self._of_buddies else "",
+                describe_bytes(num_bytes),
+            )
 
     def _store(self, file: _File, write: Callable[[BinaryIO], None]) -> None:
         """Writes a file, over one that is no longer needed if there is one: new memory would be slower."""

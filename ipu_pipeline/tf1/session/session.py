@@ -351,8 +351,7 @@ class Session:
           RuntimeError: the session is closed, or has called it before.
 
         Example:
-          >>> x = np.ones([4, 2, 8], np.float32)
-          >>> infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(x)
+          >>> infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(list(np.ones([4, 2, 8], np.float32)))
           >>> def optimizer_function(y):
           ...     return ipu.pipelining_ops.OptimizerFunctionOutput(optax.sgd(0.1), jnp.mean(y**2))
           >>> def model():
@@ -360,6 +359,7 @@ class Session:
           ...         [layers.Dense(4), layers.Dense(1)],
           ...         gradient_accumulation_count=2,
           ...         infeed_queue=infeed,
+          ...         outfeed_queue=ipu.ipu_outfeed_queue.IPUOutfeedQueue(),
           ...         optimizer_function=optimizer_function,
           ...     )
           >>> with ipu.scopes.ipu_scope("/device:IPU:0"):
