@@ -23,7 +23,7 @@ class Restarts:
         self.count = 0
         self._most = most
         self._of_kinds: collections.Counter[str] = collections.Counter()
-        self._num_idle = 0  # failures one after another without progress before them
+        self._idle: collections.Counter[str] = collections.Counter()  # likewise, since the last progress
 
     def after(self, cause: Cause, seconds: float, has_progressed: bool = False) -> float | None:
         """Counts a failure.
@@ -39,13 +39,16 @@ class Restarts:
         """
         if seconds >= _HEALTHY_SECONDS:
             self._of_kinds.clear()
-            self._num_idle = 0
+            self._idle.clear()
         if self._of_kinds[cause.kind] >= self._most:
             return None
         self._of_kinds[cause.kind] += 1
         self.count += 1
-        self._num_idle = 0 if has_progressed else self._num_idle + 1
-        return min(_MOST_DELAY, 2.0 ** (self._num_idle - 1)) if self._num_idle else 0.0
+        if has_progressed:
+            self._idle.clear()
+            return 0.0
+        self._idle[cause.kind] += 1
+        return min(_MOST_DELAY, 2.0 ** (self._idle[cause.kind] - 1))
 
     def describe(self, cause: Cause) -> str:
         """Which start the next one is, in words."""

@@ -19,7 +19,8 @@ class Output:
     that is known; what they write on the standard error is shown at once, with the number of the process.
 
     Attributes:
-      last_errors: the last line, not empty, that each process wrote on the standard error.
+      last_errors: the last line that each process wrote on the standard error. Lines that are empty, or
+        indented, as those that follow the first one of an error, do not count.
     """
 
     def __init__(self, count: int, shows_all: bool) -> None:
@@ -39,7 +40,7 @@ class Output:
             self._started[key] = lines.pop()
         for line in lines:
             if is_error:
-                if line.strip():
+                if line.strip() and not line[:1].isspace():
                     self.last_errors[process] = line.decode(errors="replace").strip()
                 _write(2, _number(process, line))
             elif not _NOISE.match(line):

@@ -285,6 +285,7 @@ class PeerWatch:
                 self._num_looks += 1
                 self._looking.notify_all()
             if self._peers.failure is not None and self._end is None:
+                self._is_urgent.set()  # the others are told
                 if not self._is_over.wait(self._grace) and self._end is None:
                     self._end_process(self._peers.failure)
                 return

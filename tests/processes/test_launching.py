@@ -409,6 +409,16 @@ def test_what_is_shown(capfdbinary):
     assert b"process 0 has results too; what it prints is shown with --all only." in err
 
 
+def test_the_line_that_says_why_is_not_one_that_only_adds_to_it(capfd):
+    output = Output(2, shows_all=False)
+    output.take(
+        0, True, b"Traceback (most recent call last):\n  File x\nProcessError: process 1 has died.\n"
+    )
+    output.take(0, True, b"  process 0: the last action finished is none\n\n")
+    capfd.readouterr()
+    assert output.last_errors == {0: "ProcessError: process 1 has died."}
+
+
 def test_the_coordinators_port_is_nobody_elses():
     """It was free for a moment, until process 0 had imported JAX, and another program might take it."""
     with hold_port() as held:
@@ -427,6 +437,11 @@ def test_wrong_arguments_of_the_launcher(capsys, monkeypatch):
         (["-n", "2", "--death-timeout", "1", __file__], "--death-timeout must be 2 or more; it is 1"),
         (["-n", "2", "--restarts", "-1", __file__], "--restarts must be 0 or more; it is -1"),
         (["-n", "2", "--grace", "nan", __file__], "--grace must be 0 or more; it is nan"),
+        (["-n", "2", "--memory-every", "0", __file__], "--memory-every must be 1 or more; it is 0"),
+        (
+            ["-n", "2", "--restarts", "1", "--memory-dir", "/nowhere/at/all", __file__],
+            "--memory-dir: nothing can be written to /nowhere/at/all: No such file or directory",
+        ),
         (["-n", "2"], "the following arguments are required: SCRIPT"),
         (["-n", "2", "nowhere.py"], "there is no program nowhere.py"),
     ]:
@@ -544,6 +559,50 @@ def test_delays_grow_and_a_long_run_begins_to_count_anew():
     assert restarts.after(Cause(1, 1), 5) == 1
     assert restarts.after(killed, 600) == 1
     assert restarts.count == 10
+
+
+def test_after_progress_the_next_start_is_at_once():
+    restarts, killed = Restarts(8), Cause(0, -signal.SIGKILL)
+    told = [False, False, True, False, False]
+    assert [restarts.after(killed, 5, progress) for progress in told] == [1, 2, 0, 1, 2]
+
+
+def test_memory_is_the_launchers_own_and_goes_with_it(tmp_path):
+    """Two starts share the directory. What a launcher that was killed left is removed by the next."""
+    text = f"""
+from pathlib import Path
+directory = Path(os.environ["IPU_PIPELINE_MEMORY_DIR"])
+assert directory.parent == Path({str(tmp_path / "memory")!r}) and directory.stat().st_mode & 0o777 == 0o700
+assert os.environ["IPU_PIPELINE_MEMORY_EVERY"] == "3"
+assert os.environ["IPU_PIPELINE_CACHE_DIR"] == str(directory / "programs")
+(directory / f"{{index}}-{{restart}}").touch()
+if restart == 0:
+    (directory.parent / "begun").touch()
+    time.sleep(0.2 if index else 600)
+    os.kill(os.getpid(), signal.SIGKILL)
+assert (directory / f"{{index}}-0").exists()
+"""
+    (tmp_path / "memory").mkdir()
+    options = ("--restarts", "1", "--memory-dir", tmp_path / "memory", "--memory-every", "3")
+    killed = launch(tmp_path, text, *options)
+    while not (tmp_path / "memory" / "begun").exists():
+        assert killed.poll() is None
+        time.sleep(0.01)
+    killed.kill()
+    killed.communicate()
+    assert len(list((tmp_path / "memory").iterdir())) == 2
+    foreign = tmp_path / "memory" / "ipu_pipeline-launch-somebody"
+    foreign.mkdir()
+    started = launch(tmp_path, text.replace("0.2 if index else 600", "0"), *options)
+    _out, errors = started.communicate(timeout=60)
+    assert started.returncode == 0, errors
+    assert {path.name for path in (tmp_path / "memory").iterdir()} == {"begun", foreign.name}
+
+
+def test_without_restarts_nothing_is_kept(tmp_path):
+    started = launch(tmp_path, 'assert "IPU_PIPELINE_MEMORY_DIR" not in os.environ')
+    _out, errors = started.communicate(timeout=60)
+    assert started.returncode == 0, errors
 
 
 @pytest.mark.thorough
