@@ -131,8 +131,8 @@ class InMemorySeries:
         number, self.number = self.number, self.number + 1
         if self._first is None:
             self._first = number
-        elif number == self._first + 2:
-            tell_progress()  # a run was completed in this start, and the next one begun from its results
+        elif number == self._first + 1:
+            tell_progress(self._first)
         if self._is_working and number % self._every == 0:
             self._thread = threading.Thread(
                 target=self._write_or_report, args=(number, snapshot()), name="ipu-in-memory", daemon=True

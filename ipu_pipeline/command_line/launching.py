@@ -158,6 +158,7 @@ class _Job:
         for number in FORWARDED:
             if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
                 signal.signal(number, self._send_on)
+        failed_at = None
         while True:
             begun = time.monotonic()
             # A signal that comes while processes are being started is for them too.
@@ -166,14 +167,14 @@ class _Job:
             try:
                 if self._is_asked.is_set():
                     return self._status_of_signal()
-                group = self._group = Group(self._settings, self._restarts.count)
+                group = self._group = Group(self._settings, self._restarts.count, failed_at)
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
                 group.follow()
             finally:
                 self._group = None
                 if group is not None:
                     group.kill()
-            cause = group.cause
+            cause, failed_at = group.cause, group.failed_at
             if cause is None or self._is_asked.is_set():
                 return 0 if cause is None else cause.status
             delay = self._restarts.after(cause, time.monotonic() - begun, group.has_progressed)

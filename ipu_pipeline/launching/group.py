@@ -62,12 +62,22 @@ class Group:
 
     Attributes:
       cause: why the first one failed that did; None if none has.
-      has_progressed: whether training has come further than before.
+      failed_at: when it did, by `time.monotonic`.
+      has_progressed: whether a run of a training was done.
     """
 
-    def __init__(self, settings: Settings, restart: int) -> None:
+    def __init__(self, settings: Settings, restart: int, failed_at: float | None = None) -> None:
+        """Starts them.
+
+        Args:
+          settings: how they are run.
+          restart: how often the job has been started again.
+          failed_at: when a process failed in the start before; None in the first start.
+        """
         self.cause: Cause | None = None
+        self.failed_at = 0.0
         self.has_progressed = False
+        self._failed_before = failed_at
         self._settings = settings
         self._output = Output(settings.count, settings.shows_all)
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -139,8 +149,11 @@ class Group:
         for line in lines:
             if line.startswith(b"results "):
                 self._output.know_results(int(line.split()[1]))
-            elif line == b"progress":
+            elif line.startswith(b"progress ") and not self.has_progressed:
                 self.has_progressed = True
+                if self._failed_before is not None:
+                    seconds = time.monotonic() - self._failed_before
+                    say(f"training has gone on with run {int(line.split()[1])}, {seconds:.1f} s later.")
 
     def follow(self) -> None:
         """Waits until all have ended."""
@@ -170,6 +183,7 @@ class Group:
                 self._failed.append(number)
                 cause = Cause(number, process.returncode)
                 if self.cause is None:  # others end because of this one
+                    self.failed_at = time.monotonic()
                     was_memory = count_memory_kills() > self._memory_kills
                     last = self._output.last_errors.get(number, "")
                     self.cause = cause = Cause(number, process.returncode, last, was_memory)

@@ -40,15 +40,15 @@ def _read_number(variable: str, default: int) -> int:
     return int(number) if number.isdecimal() else default
 
 
-@functools.cache  # told once
+@functools.cache  # once
 def tell_results(process: int) -> None:
     """Says that a process has the results of a pipeline's last stage, if a launcher asks for that."""
     _tell(f"results {process}")
 
 
-def tell_progress() -> None:
-    """Says that training has come further than before the last restart, if a launcher asks for that."""
-    _tell("progress")
+def tell_progress(run: int) -> None:
+    """Says that a run of a training, the first since the start, was done, if a launcher asks for that."""
+    _tell(f"progress {run}")
 
 
 def _tell(text: str) -> None:
