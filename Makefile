@@ -6,7 +6,8 @@ BIN := $(VENV)/bin
 WORKERS ?= 2
 # How many random pipelines `make random` compares.
 EXAMPLES ?= 5000
-# How many times `make soak` kills a process that trains, and interrupts one; and how often its threads train.
+# How many times `make soak` kills a process that trains, alone and of several, and interrupts one; and how
+# often its threads train.
 KILLS ?= 50
 INTERRUPTS ?= 200
 THREAD_RUNS ?= 1000
@@ -37,7 +38,8 @@ random: $(VENV)/installed-dev
 
 soak: $(VENV)/installed-dev
 	KILLS=$(KILLS) INTERRUPTS=$(INTERRUPTS) THREAD_RUNS=$(THREAD_RUNS) $(BIN)/python -m pytest \
-	    tests/processes/test_survival.py tests/processes/test_interrupts.py -k "random_moments or two_threads"
+	    tests/processes/test_survival.py tests/processes/test_interrupts.py tests/processes/test_going_on.py \
+	    -k "random_moments or two_threads"
 
 bench: $(VENV)/installed-bench
 	$(BIN)/python -m benchmarks.run_all --short --write docs/benchmarks.md

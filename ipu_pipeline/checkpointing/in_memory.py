@@ -14,6 +14,7 @@ it takes the next one. So whoever takes one knows that the one before is complet
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import functools
 import hashlib
@@ -40,6 +41,7 @@ from ipu_pipeline.engine import processes
 from ipu_pipeline.engine.fronts import between_bars, keep
 from ipu_pipeline.ground.errors import ProcessError
 from ipu_pipeline.ground.tables import describe_bytes
+from ipu_pipeline.processes import interrupts
 from ipu_pipeline.processes.launched import (
     MEMORY_VARIABLE,
     restart_number,
@@ -53,7 +55,17 @@ _ALIGNMENT = 64  # bytes
 _BEGINNING = b"ipu_pipeline in-memory checkpoint 1\n"
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _numbers = itertools.count()  # of files that go from machine to machine
+_THREAD = "ipu-in-memory"
+_MOST_SECONDS_AT_EXIT = 5.0  # for a process that may wait for one that is gone
 _logger = logging.getLogger("ipu_pipeline")
+
+
+@atexit.register
+def _end_threads() -> None:
+    """Waits for what is being written: a thread that is in JAX when Python ends aborts the process."""
+    for thread in threading.enumerate():
+        if thread.name == _THREAD:
+            thread.join(_MOST_SECONDS_AT_EXIT)
 
 
 def parts_of(leaves: Sequence[Any]) -> list[Parts]:
@@ -128,21 +140,29 @@ class InMemorySeries:
         Args:
           snapshot: takes the snapshot, with `Parts` for arrays; it is called if a checkpoint is due.
         """
-        number, self.number = self.number, self.number + 1
-        if self._first is None:
-            self._first = number
-        elif number == self._first + 1:
-            tell_progress(self._first)
-        if self._is_working and number % self._every == 0:
-            self._thread = threading.Thread(
-                target=self._write_or_report, args=(number, snapshot()), name="ipu-in-memory", daemon=True
-            )
-            self._thread.start()
+        with interrupts.deferred():  # else the processes' numbers might differ
+            number, self.number = self.number, self.number + 1
+            if self._first is None:
+                self._first = number
+            elif number == self._first + 1:
+                tell_progress(self._first)
+            if not self._is_working or number % self._every:
+                return
+            try:
+                given = (number, snapshot())
+                thread = threading.Thread(
+                    target=self._write_or_report, args=given, name=_THREAD, daemon=True
+                )
+                thread.start()
+                self._thread = thread
+            except Exception as error:  # the run goes on
+                self._report(error)
 
     def wait(self) -> None:
         """Waits until nothing is being written."""
         if self._thread is not None:
-            self._thread.join()
+            with processes.waiting("an in-memory checkpoint"):
+                self._thread.join()
             self._thread = None
 
     def find(self) -> Snapshot | None:
@@ -201,14 +221,17 @@ class InMemorySeries:
         except (ProcessError, jax.errors.JaxRuntimeError) as error:  # another one has died
             _logger.debug("In-memory checkpoint %d was not sent: %s", number, error)
         except Exception as error:
-            self._is_working = False
-            _logger.warning(
-                "No more checkpoints are kept in memory: %s. After a restart, training goes on from its "
-                "last checkpoint on disk. The directory is %s; ipu-pipeline launch takes another one as "
-                "--memory-dir.",
-                str(error) or type(error).__name__,
-                self._directory,
-            )
+            self._report(error)
+
+    def _report(self, error: Exception) -> None:
+        self._is_working = False
+        _logger.warning(
+            "No more checkpoints are kept in memory: %s. After a restart, training goes on from its "
+            "last checkpoint on disk. The directory is %s; ipu-pipeline launch takes another one as "
+            "--memory-dir.",
+            str(error) or type(error).__name__,
+            self._directory,
+        )
 
     def _write(self, number: int, snapshot: Snapshot) -> None:
         content = _Content.of(snapshot)

@@ -17,7 +17,7 @@ from tests.support.estimating import assert_same_variables, input_fn, make_estim
 from tests.support.joined import hold_port
 from tests.support.programs import begin
 
-KILLS = int(os.environ.get("KILLS", "2"))
+KILLS = int(os.environ.get("KILLS", "1"))
 STEPS, DEATH_TIMEOUT = 64 * KILLS, 6  # of which none is likely to take 64
 
 
