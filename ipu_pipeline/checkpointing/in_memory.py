@@ -8,13 +8,16 @@ they go on from the newest checkpoint of which all parts are there.
 A checkpoint is one file for each process: a JSON header, then the arrays' bytes. Where several processes
 have the same part of an array, the first one writes it. A file gets its last name when it is complete.
 
-All processes begin each run together. Before that, each waits until the checkpoint before is written; then
-it takes the next one. So whoever takes one knows that the one before is complete, and needs no older one.
+All processes begin each run together. Before that, each waits until the checkpoint before is written, and
+with the beginning they tell each other so (`tell`, `hear`). Then each takes the next one. So the last one
+that is complete in all processes is always known, and nothing else is needed. If one process cannot write
+any more, all stop, and that one stays.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -28,7 +31,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,10 +51,13 @@ from ipu_pipeline.processes.launched import (
     runs_between_checkpoints,
     tell_progress,
 )
+from ipu_pipeline.processes.own_directories import make_own
 
 __all__ = ["InMemorySeries", "parts_of"]
 
 _ALIGNMENT = 64  # bytes
+_RUNS = "runs before it"  # in a snapshot's extra
+_NOTHING = b"--"  # what a buddy gets in place of a file that could not be written
 _BEGINNING = b"ipu_pipeline in-memory checkpoint 1\n"
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _numbers = itertools.count()  # of files that go from machine to machine
@@ -88,68 +94,121 @@ def _as_data(array: Any) -> Any:
     return jax.random.key_data(array) if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else array
 
 
+class _Key(NamedTuple):
+    """What tells a checkpoint from others of its series."""
+
+    number: int
+    restart: int  # in which it was taken
+
+
 @dataclass(frozen=True, order=True)
 class _File:
-    """A file: its checkpoint's number, the restart in which that was taken, and whose part it has."""
+    """A file: its checkpoint, and whose part it has."""
 
     number: int
     restart: int
     process: int
     count: int  # of processes
 
+    @property
+    def key(self) -> _Key:
+        return _Key(self.number, self.restart)
+
+
+_begun: dict[str, int] = {}  # series of this process -> the number of the next checkpoint
+
 
 class InMemorySeries:
-    """The in-memory checkpoints of one training, numbered by the runs that came before them.
+    """The in-memory checkpoints of one training.
 
     Attributes:
-      number: that of the next one.
+      runs: how many runs of the training are done.
     """
 
     def __init__(self, directory: Path, name: str) -> None:
         """Writes nothing yet. All processes call it.
 
         Args:
-          directory: the launcher's.
+          directory: the launcher's; it is made if it is gone.
           name: of the training, the same in all processes and after a restart.
+
+        Raises:
+          OSError: it cannot be made, or another user may write to it.
         """
-        self.number = 0
-        self._directory = directory
-        self._key = hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
+        self.runs = 0
+        self._name = hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
         self._index = process_index()
         self._restart = restart_number()
         self._every = runs_between_checkpoints()
-        self._first: int | None = None
-        self._thread: threading.Thread | None = None
+        self._next = _begun.get(self._name, 0)  # the number of the next checkpoint
+        self._num_asked = 0
+        self._num_written = 0
+        self._written: _Key | None = None  # the last one that this process has written, or found
+        self._complete: _Key | None = None  # the last one that all have
         self._is_working = True
-        self._machines: list[str] = do_each(lambda: _describe_memory(directory))
+        self._thread: threading.Thread | None = None
+        self._directory = make_own(directory)
+        self._machines: list[str] = do_each(lambda: _describe_memory(self._directory))
         self._count = len(self._machines)
-        self._buddy = _find_buddy(self._machines, self._index)
         if len(set(self._machines)) > 1:
             processes.connect_all()
-        self._of_buddies = [n for n in range(self._count) if _find_buddy(self._machines, n) == self._index]
+        buddies = _find_buddies(self._machines)
+        self._buddy = buddies[self._index]
+        self._of_buddies = [process for process, buddy in enumerate(buddies) if buddy == self._index]
 
     @classmethod
     def of_environment(cls, name: str) -> InMemorySeries | None:
-        """The series in the directory that a launcher gave; None if it gave none."""
+        """The series in the directory that a launcher gave; None if it gave none. All processes call it.
+
+        Raises:
+          ValueError: only some processes have a directory.
+        """
         directory = os.environ.get(MEMORY_VARIABLE)
+        told: list[bool] = do_each(lambda: bool(directory))
+        if len(set(told)) > 1:
+            without = ", ".join(str(process) for process, has_one in enumerate(told) if not has_one)
+            raise ValueError(
+                f"The environment variable {MEMORY_VARIABLE} must be set in all processes of a run, or in "
+                f"none; it is not set in: {without}."
+            )
         return cls(Path(directory), name) if directory else None
 
+    # Before, at the beginning of, and after each run.
+
+    def wait(self) -> None:
+        """Waits until nothing is being written."""
+        if self._thread is not None:
+            with processes.occupied("an in-memory checkpoint"):
+                self._thread.join()
+            self._thread = None
+
+    def tell(self) -> str:
+        """What the other processes are to know before the next checkpoint is taken, after `wait`."""
+        return str(self._written) if self._is_working else ""
+
+    def hear(self, told: Sequence[str]) -> None:
+        """Takes what `tell` returned in all processes."""
+        if "" in told:
+            self._is_working = False
+        elif len(set(told)) == 1:
+            self._complete = self._written
+
     def take(self, snapshot: Callable[[], Snapshot]) -> None:
-        """Writes the next checkpoint in a thread. All processes call it when a run has begun, after `wait`.
+        """Writes the next checkpoint in a thread. All processes call it when a run has begun.
 
         Args:
           snapshot: takes the snapshot, with `Parts` for arrays; it is called if a checkpoint is due.
         """
         with interrupts.deferred():  # else the processes' numbers might differ
-            number, self.number = self.number, self.number + 1
-            if self._first is None:
-                self._first = number
-            elif number == self._first + 1:
-                tell_progress(self._first)
-            if not self._is_working or number % self._every:
+            is_due = self._is_working and self._num_asked % self._every == 0
+            self._num_asked += 1
+            if not is_due:
                 return
+            key = _Key(self._next, self._restart)
+            self._next = _begun[self._name] = self._next + 1
             try:
-                given = (number, snapshot())
+                taken = snapshot()
+                given = (key, dataclasses.replace(taken, extra={**taken.extra, _RUNS: self.runs}))
                 thread = threading.Thread(
                     target=self._write_or_report, args=given, name=_THREAD, daemon=True
                 )
@@ -158,118 +217,155 @@ class InMemorySeries:
             except Exception as error:  # the run goes on
                 self._report(error)
 
-    def wait(self) -> None:
-        """Waits until nothing is being written."""
-        if self._thread is not None:
-            with processes.waiting("an in-memory checkpoint"):
-                self._thread.join()
-            self._thread = None
+    def note_run(self) -> None:
+        """Counts a run that is done."""
+        tell_progress(self.runs)
+        self.runs += 1
+
+    # At the beginning and at the end of a training.
 
     def find(self) -> Snapshot | None:
         """Reads the newest checkpoint of which all parts are there; None if there is none. All call it.
 
-        Sets `number` to its number.
+        Nothing is found in a job's first start, and if this process has had such a series before: what is
+        there is of another training then. Sets `runs` to the number of runs that were done before it.
         """
+        is_first = self._name not in _begun
+        _begun.setdefault(self._name, 0)
+        if self._restart == 0 or not is_first:
+            self.drop()
+            return None
         listed = do_each(lambda: list(map(dataclasses.astuple, self._list())))
         holders: dict[_File, dict[str, int]] = {}  # file -> machine -> the first process there
         for process, files in enumerate(listed):
             for file in itertools.starmap(_File, files):
                 holders.setdefault(file, {}).setdefault(self._machines[process], process)
-        complete: dict[tuple[int, int], list[_File]] = {}
+        parts: dict[_Key, list[_File]] = {}
         for file in sorted(holders):
-            complete.setdefault((file.number, file.restart), []).append(file)
-        complete = {key: files for key, files in complete.items() if len(files) == files[0].count}
+            parts.setdefault(file.key, []).append(file)
+            self._next = _begun[self._name] = max(self._next, file.number + 1)
+        complete = [key for key, files in parts.items() if len(files) == files[0].count]
         if not complete:
             return None
-        newest = complete[max(complete)]
-        self.number = newest[0].number
-        return _join([_Content.read(self._open(file, holders[file])) for file in newest])
+        newest = max(complete)
+        with processes.occupied("an in-memory checkpoint"):
+            snapshot = _join([_Content.read(self._open(file, holders[file])) for file in parts[newest]])
+        self._written = self._complete = newest
+        self.runs = snapshot.extra.pop(_RUNS)
+        return snapshot
 
     def _open(self, file: _File, holders: Mapping[str, int]) -> BinaryIO:
         """Opens a file, which may be on another machine. All processes call it, in the same order."""
-        what, lacking = (
-            "a file in memory",
-            [n for n, one in enumerate(self._machines) if one not in holders],
-        )
-        teller, number = min(holders.values()), next(_numbers)
+        what, number, teller = "a file in memory", next(_numbers), min(holders.values())
+        lacking = [process for process, machine in enumerate(self._machines) if machine not in holders]
         if self._index == teller and lacking:
             processes.offer_bytes(what, number, lacking, self._path(file).read_bytes())
         if self._index in lacking:
             return io.BytesIO(processes.fetch_bytes(what, number, teller))
         return open(self._path(file), "rb")
 
+    def leave(self) -> None:
+        """Leaves what was found to a later series of this name."""
+        _begun.pop(self._name, None)
+
     def drop(self) -> None:
         """Removes what this process has written."""
         self.wait()
         for file in self._list():
-            if file.process == self._index or file.process in self._of_buddies:
+            if file.process in (self._index, *self._of_buddies) or file.process >= self._count:
                 self._path(file).unlink(missing_ok=True)
+        for process in (self._index, *self._of_buddies):
+            self._started(process).unlink(missing_ok=True)
+
+    # Files.
 
     def _path(self, file: _File) -> Path:
         values = f"{file.number}-{file.restart}-{file.process}of{file.count}"
-        return self._directory / f"{self._key}-{values}"
+        return self._directory / f"{self._name}-{values}"
+
+    def _started(self, process: int) -> Path:
+        return self._directory / f"{self._name}-{process}.being-written-by-{self._index}"
 
     def _list(self) -> list[_File]:
         """The files that are complete."""
-        pattern = re.compile(rf"{self._key}-(\d+)-(\d+)-(\d+)of(\d+)")
+        pattern = re.compile(rf"{self._name}-(\d+)-(\d+)-(\d+)of(\d+)")
         matches = map(pattern.fullmatch, os.listdir(self._directory))
         return sorted(_File(*map(int, match.groups())) for match in matches if match is not None)
 
-    def _write_or_report(self, number: int, snapshot: Snapshot) -> None:
+    def _write_or_report(self, key: _Key, snapshot: Snapshot) -> None:
         try:
-            self._write(number, snapshot)
-        except (ProcessError, jax.errors.JaxRuntimeError) as error:  # another one has died
-            _logger.debug("In-memory checkpoint %d was not sent: %s", number, error)
+            self._write(key, snapshot)
         except Exception as error:
-            self._report(error)
+            others = processes.current()
+            if isinstance(error, ProcessError) or (others is not None and others.failure is not None):
+                _logger.debug("In-memory checkpoint %d was not written: %s", key.number, error)
+            else:
+                self._report(error)
 
     def _report(self, error: Exception) -> None:
         self._is_working = False
+        for process in (self._index, *self._of_buddies):
+            with contextlib.suppress(OSError):
+                self._started(process).unlink()  # others may need the memory
         _logger.warning(
-            "No more checkpoints are kept in memory: %s. After a restart, training goes on from its "
-            "last checkpoint on disk. The directory is %s; ipu-pipeline launch takes another one as "
-            "--memory-dir.",
+            "No more checkpoints are kept in memory: %s. After a restart, training goes on from the last "
+            "one that was complete, or from a newer one on disk. The directory is %s; ipu-pipeline launch "
+            "takes another one as --memory-dir.",
             str(error) or type(error).__name__,
             self._directory,
         )
 
-    def _write(self, number: int, snapshot: Snapshot) -> None:
-        content = _Content.of(snapshot)
-        own = _File(number, self._restart, self._index, self._count)
-        self._store(own, content.write)
-        if number == self._first:
-            self._say_size(own)
-        what = f"in-memory checkpoint {self._key}"
+    def _write(self, key: _Key, snapshot: Snapshot) -> None:
+        """Writes this process's part, and its buddies'. Whatever fails here, those get an answer."""
+        what, fault, sent = f"in-memory checkpoint {self._name}", None, memoryview(_NOTHING)
+        try:
+            content = _Content.of(snapshot)
+            if self._buddy is not None:
+                copy = io.BytesIO()
+                content.write(copy)
+                sent = copy.getbuffer()
+            own = _File(*key, self._index, self._count)
+            self._store(own, content.write)
+        except Exception as error:
+            fault = error
         if self._buddy is not None:
-            written = io.BytesIO()
-            content.write(written)
-            processes.offer_bytes(what, number, [self._buddy], written.getbuffer())
+            processes.offer_bytes(what, key.number, [self._buddy], _NOTHING if fault is not None else sent)
         for process in self._of_buddies:
-            received = processes.fetch_bytes(what, number, process)
-            file = _File(number, self._restart, process, self._count)
-            self._store(file, functools.partial(_write_bytes, received))
+            received = processes.fetch_bytes(what, key.number, process)
+            if bytes(received[:2]) == _NOTHING:
+                fault = fault or OSError(f"process {process} cannot write its own")
+            elif fault is None:
+                self._store(_File(*key, process, self._count), functools.partial(_write_bytes, received))
+        if fault is not None:
+            raise fault
+        self._written = key
+        self._num_written += 1
+        if self._num_written == 2:  # of a state that a run has made
+            self._say_size(own)
 
     def _say_size(self, file: _File) -> None:
         num_bytes = self._path(file).stat().st_size
+        copies = ", ".join(map(str, self._of_buddies))
         with between_bars():
             _logger.info(
-                "In-memory checkpoints take %s in %s%s: %s for each of two.",
+                "In-memory checkpoints take %s in %s%s.",
                 describe_bytes(2 * num_bytes),
                 self._directory,
-                f", and about as much for process {self._of_buddies[0]}" if self._of_buddies else "",
-                describe_bytes(num_bytes),
+                f", and as much as those of process {copies} take there" if copies else "",
             )
 
     def _store(self, file: _File, write: Callable[[BinaryIO], None]) -> None:
         """Writes a file, over one that is no longer needed if there is one: new memory would be slower."""
-        started = self._directory / f"{self._key}-{file.process}.being-written-by-{self._index}"
+        started = self._started(file.process)
         for old in self._list():
-            is_replaced = old.number < file.number - self._every or old.number == file.number
-            if is_replaced and old.process == file.process and not started.exists():
+            if old.key == self._complete:
+                continue
+            if old.process == file.process and not started.exists():
                 self._path(old).rename(started)
-            elif is_replaced and (old.process == file.process or old.process >= self._count):
+            elif old.process == file.process or old.process >= self._count:
                 self._path(old).unlink(missing_ok=True)
-        with open(started, "r+b" if started.exists() else "wb") as stream:
+        opened = os.open(started, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        with open(opened, "r+b") as stream:
             write(stream)
             stream.truncate()
         started.rename(self._path(file))
@@ -286,14 +382,22 @@ def _describe_memory(directory: Path) -> str:
     return f"{boot} {found.st_dev} {found.st_ino}"
 
 
-def _find_buddy(machines: Sequence[str], process: int) -> int | None:
-    """The process that also keeps what a process writes: the next one on another machine, if any."""
-    count = len(machines)
-    for distance in range(1, count):
-        other = (process + distance) % count
-        if machines[other] != machines[process]:
-            return other
-    return None
+def _find_buddies(machines: Sequence[str]) -> list[int | None]:
+    """For each process, the one that also keeps what it writes: on the next machine, if there is one.
+
+    Each of a machine's processes has another one there, as far as there are as many.
+    """
+    there: dict[str, list[int]] = {}
+    for process, machine in enumerate(machines):
+        there.setdefault(machine, []).append(process)
+    order = list(there)
+    if len(order) == 1:
+        return [None] * len(machines)
+    found: list[int | None] = []
+    for process, machine in enumerate(machines):
+        beside = there[order[(order.index(machine) + 1) % len(order)]]
+        found.append(beside[there[machine].index(process) % len(beside)])
+    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -363,7 +467,9 @@ class _Content:
                 for begin, part_shape, offset in described:
                     data = np.empty(part_shape, dtype)
                     stream.seek(base + offset)
-                    stream.readinto(data.reshape(-1).view(np.uint8).data)  # type: ignore[attr-defined]
+                    read = stream.readinto(data.reshape(-1).view(np.uint8).data)  # type: ignore[attr-defined]
+                    if read != data.nbytes:
+                        raise ValueError("An in-memory checkpoint is shorter than it was.")
                     parts.append(_Part(tuple(begin), data))
                 found[tuple(path)] = (tuple(shape), parts)
         return cls(document, found)
@@ -385,10 +491,15 @@ def _join(contents: Sequence[_Content]) -> Snapshot:
 
     def join(path: tuple[str, ...], described: str) -> Any:
         found = [content.parts[path] for content in contents if path in content.parts]
-        if not found:  # nothing is written of an array of size 0 that is divided
-            return from_numpy(None, described)
+        if not found:
+            empty = from_numpy(None, described)
+            if empty.size:
+                raise ValueError(f"An in-memory checkpoint lacks {'/'.join(path)}.")
+            return empty
         shape, parts = found[0]
         whole = np.empty(shape, parts[0].data.dtype)
+        if sum(part.data.size for _shape, some in found for part in some) != whole.size:
+            raise ValueError(f"An in-memory checkpoint lacks a part of {'/'.join(path)}.")
         for _shape, some in found:
             for part in some:
                 ends = (begin + size for begin, size in zip(part.begin, part.data.shape, strict=True))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -13,7 +12,7 @@ from pathlib import Path
 
 from ipu_pipeline.command_line.running import add_script
 from ipu_pipeline.launching.group import FORWARDED, Group, Settings
-from ipu_pipeline.launching.memory import DEFAULT_DIRECTORY, make_memory, remove_left
+from ipu_pipeline.launching.memory import DEFAULT_DIRECTORY, Memory, remove_left
 from ipu_pipeline.launching.restarts import Restarts
 from ipu_pipeline.launching.shown import say
 
@@ -120,7 +119,7 @@ def _launch(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
         parsed.shows_all,
         parsed.death_timeout,
         parsed.grace,
-        memory,
+        None if memory is None else memory.path,
         parsed.memory_every,
     )
     try:
@@ -129,14 +128,14 @@ def _launch(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
         return 128 + signal.SIGPIPE
     finally:
         if memory is not None:
-            shutil.rmtree(memory, ignore_errors=True)
+            memory.close()
 
 
-def _make_memory(parser: argparse.ArgumentParser, given: Path | None) -> Path | None:
+def _make_memory(parser: argparse.ArgumentParser, given: Path | None) -> Memory | None:
     parent = DEFAULT_DIRECTORY if given is None else given
     try:
         remove_left(parent)
-        return make_memory(parent)
+        return Memory(parent)
     except OSError as error:
         if given is not None:
             parser.error(f"--memory-dir: nothing can be written to {given}: {error.strerror}.")
@@ -158,7 +157,7 @@ class _Job:
         for number in FORWARDED:
             if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
                 signal.signal(number, self._send_on)
-        failed_at = None
+        failed_at, furthest = None, -1
         while True:
             begun = time.monotonic()
             # A signal that comes while processes are being started is for them too.
@@ -177,7 +176,8 @@ class _Job:
             cause, failed_at = group.cause, group.failed_at
             if cause is None or self._is_asked.is_set():
                 return 0 if cause is None else cause.status
-            delay = self._restarts.after(cause, time.monotonic() - begun, group.has_progressed)
+            has_progressed, furthest = group.last_run > furthest, max(furthest, group.last_run)
+            delay = self._restarts.after(cause, time.monotonic() - begun, has_progressed)
             if delay is None:
                 if self._restarts.count:
                     say(f"given up after {self._restarts.count} restarts.")

@@ -217,19 +217,26 @@ class Peers:
         """Waits until all processes are there, like `exchange`."""
         self.exchange(what, "")
 
-    def agree(self, what: str, document: Mapping[str, str], deadline: float = math.inf) -> None:
+    def agree(
+        self, what: str, document: Mapping[str, str], deadline: float = math.inf, beside: str = ""
+    ) -> list[str]:
         """Compares what all processes say, before they rely on it. All call it, in the same order.
 
         Args:
           what: the subject, such as "pipeline", as in `exchange`.
           document: texts by name, such as "the schedule"; those that differ are shown shortened.
           deadline: as in `exchange`.
+          beside: a text that may differ.
+
+        Returns:
+          What is `beside` in each process.
 
         Raises:
           ValueError: something differs; the error has the values of all processes.
           ProcessError, TimeoutError: as for `exchange`.
         """
-        told = [json.loads(text) for text in self.exchange(what, json.dumps(dict(document)), deadline)]
+        own = json.dumps([dict(document), beside])
+        told, besides = zip(*map(json.loads, self.exchange(what, own, deadline)), strict=True)
         names = dict.fromkeys(itertools.chain(*told))
         faults = [
             f"{name}: {_describe(values)}"
@@ -241,6 +248,7 @@ class Peers:
                 f"The processes of the run do not agree ({what}): {'; '.join(faults)}. All of them must "
                 "run the same program, with the same arguments and versions."
             )
+        return list(besides)
 
     def _read(self, key: str, deadline: float) -> str:
         while True:

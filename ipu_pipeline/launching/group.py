@@ -63,7 +63,7 @@ class Group:
     Attributes:
       cause: why the first one failed that did; None if none has.
       failed_at: when it did, by `time.monotonic`.
-      has_progressed: whether a run of a training was done.
+      last_run: the number of the last run of a training that is known to be done; -1 if none is.
     """
 
     def __init__(self, settings: Settings, restart: int, failed_at: float | None = None) -> None:
@@ -76,7 +76,7 @@ class Group:
         """
         self.cause: Cause | None = None
         self.failed_at = 0.0
-        self.has_progressed = False
+        self.last_run = -1
         self._failed_before = failed_at
         self._settings = settings
         self._output = Output(settings.count, settings.shows_all)
@@ -108,10 +108,12 @@ class Group:
             LAUNCHER_VARIABLE: str(writes),
             "PYTHONUNBUFFERED": "1",
         }
+        environment.pop(MEMORY_VARIABLE, None)  # another launcher's
         if self._settings.memory is not None:
             environment[MEMORY_VARIABLE] = str(self._settings.memory)
             environment[MEMORY_EVERY_VARIABLE] = str(self._settings.memory_every)
-            environment.setdefault(CACHE_DIR_VARIABLE, str(self._settings.memory / "programs"))
+            if "JAX_COMPILATION_CACHE_DIR" not in environment:
+                environment.setdefault(CACHE_DIR_VARIABLE, str(self._settings.memory / "programs"))
         self._selector.register(reads, selectors.EVENT_READ, self._hear)
         prepare = _make_preparation(os.getpid())
         for process in range(count):
@@ -149,11 +151,12 @@ class Group:
         for line in lines:
             if line.startswith(b"results "):
                 self._output.know_results(int(line.split()[1]))
-            elif line.startswith(b"progress ") and not self.has_progressed:
-                self.has_progressed = True
-                if self._failed_before is not None:
+            elif line.startswith(b"progress "):
+                run = int(line.split()[1])
+                if self.last_run < 0 and self._failed_before is not None:
                     seconds = time.monotonic() - self._failed_before
-                    say(f"training has gone on with run {int(line.split()[1])}, {seconds:.1f} s later.")
+                    say(f"training has gone on with run {run}, {seconds:.1f} s later.")
+                self.last_run = max(self.last_run, run)
 
     def follow(self) -> None:
         """Waits until all have ended."""

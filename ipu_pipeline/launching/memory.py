@@ -1,39 +1,52 @@
-"""The directory in memory in which processes keep their state while others are started again."""
+"""The directory in memory in which the processes of a job keep their state."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
-import re
 import shutil
 import tempfile
 from pathlib import Path
 
-from ipu_pipeline.processes import board
-
-__all__ = ["DEFAULT_DIRECTORY", "make_memory", "remove_left"]
+__all__ = ["DEFAULT_DIRECTORY", "Memory", "remove_left"]
 
 DEFAULT_DIRECTORY = Path("/dev/shm")  # noqa: S108  # a file system in memory, on every Linux
-_NAME = re.compile(r"ipu_pipeline-launch-(\d+)-(\d+)-.*")
+_PREFIX, _LOCK = "ipu_pipeline-launch-", "lock"
 
 
-def make_memory(parent: Path) -> Path:
-    """Makes a directory that only this user can open.
+class Memory:
+    """A directory that only this user can open, and that a lock shows to be in use.
 
-    Raises:
-      OSError: it cannot be made there.
+    Attributes:
+      path: its path.
     """
-    own = board.this_process()
-    prefix = f"ipu_pipeline-launch-{os.getpid()}-{0 if own is None else own.start}-"
-    return Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+
+    def __init__(self, parent: Path) -> None:
+        """Makes it.
+
+        Raises:
+          OSError: it cannot be made there.
+        """
+        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent)).absolute()
+        self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def close(self) -> None:
+        """Removes it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
 
 
 def remove_left(parent: Path) -> None:
-    """Removes the directories of launchers of this user that were killed."""
-    for path in parent.glob("ipu_pipeline-launch-*"):
-        match = _NAME.fullmatch(path.name)
-        if match is None or path.is_symlink() or path.stat().st_uid != os.getuid():
-            continue
-        pid, start = map(int, match.groups())
-        found = board.find_process(pid)
-        if found is None or found.start != start:
-            shutil.rmtree(path, ignore_errors=True)
+    """Removes the directories of launchers of this user that were killed: nobody holds their locks."""
+    for path in parent.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):  # another user's, in use, or being removed by somebody else
+            if path.is_symlink() or path.stat().st_uid != os.getuid():
+                continue
+            lock = os.open(path / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(lock)

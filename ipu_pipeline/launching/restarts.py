@@ -34,8 +34,8 @@ class Restarts:
           has_progressed: whether training had come further than before.
 
         Returns:
-          How many seconds to wait before the next start: none after progress, else 1, 2, 4 and so on up
-          to 60. None: there is no other start.
+          How many seconds to wait before the next start: 0 after progress, else 1, 2, 4 and so on up to 60.
+          None: there is no other start.
         """
         if seconds >= _HEALTHY_SECONDS:
             self._of_kinds.clear()

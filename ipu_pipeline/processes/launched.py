@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import time
 
 __all__ = [
     "CACHE_DIR_VARIABLE",
@@ -23,6 +24,8 @@ LAUNCHER_VARIABLE = "IPU_PIPELINE_LAUNCHER_FD"  # the number of a file that is o
 MEMORY_VARIABLE = "IPU_PIPELINE_MEMORY_DIR"  # where in-memory checkpoints are
 MEMORY_EVERY_VARIABLE = "IPU_PIPELINE_MEMORY_EVERY"  # how many runs there are from one to the next
 RESTART_VARIABLE = "IPU_PIPELINE_RESTART"  # how often the job has been started again
+
+_TELL_EVERY = 0.2  # seconds
 
 
 def restart_number() -> int:
@@ -46,9 +49,16 @@ def tell_results(process: int) -> None:
     _tell(f"results {process}")
 
 
+_told_at = -1.0
+
+
 def tell_progress(run: int) -> None:
-    """Says that a run of a training, the first since the start, was done, if a launcher asks for that."""
-    _tell(f"progress {run}")
+    """Says that a run of a training was done, if a launcher asks for that; not oftener than it matters."""
+    global _told_at
+    now = time.monotonic()
+    if now > _told_at + _TELL_EVERY:
+        _told_at = now
+        _tell(f"progress {run}")
 
 
 def _tell(text: str) -> None:

@@ -1,5 +1,6 @@
 """In-memory checkpoints: what is written, which are found, and sessions and estimators that go on."""
 
+import dataclasses
 import errno
 import itertools
 import logging
@@ -20,14 +21,15 @@ from ipu_pipeline.processes.launched import MEMORY_EVERY_VARIABLE, MEMORY_VARIAB
 from ipu_pipeline.queues.positions import Position
 from ipu_pipeline.tf1.session import session as session_module
 from tests.support.estimating import assert_same_variables, input_fn, make_estimator
-from tests.support.resumable import Training, assert_same
+from tests.support.resumable import Batches, Training, assert_same
 
 
 @pytest.fixture
 def directory(tmp_path, monkeypatch):
     """A launcher's, as far as the library knows."""
     made = tmp_path / "memory"
-    made.mkdir()
+    made.mkdir(mode=0o700)
+    monkeypatch.setattr(in_memory, "_begun", {})
     monkeypatch.setenv(MEMORY_VARIABLE, str(made))
     return made
 
@@ -41,9 +43,24 @@ def make_snapshot(variables, count=3):
 
 
 def take(series, variables, count=3):
+    """A run with a checkpoint before it."""
     series.wait()
+    series.hear([series.tell()])
     series.take(lambda: make_snapshot(variables, count))
     series.wait()
+    series.note_run()
+
+
+@pytest.fixture
+def again(directory, monkeypatch):
+    """A series as in a process that was started again."""
+
+    def make(name="a", restart=1):
+        monkeypatch.setenv(RESTART_VARIABLE, str(restart))
+        monkeypatch.setattr(in_memory, "_begun", {})
+        return InMemorySeries(directory, name)
+
+    return make
 
 
 def files_in(directory):
@@ -54,7 +71,7 @@ def devices(number, shape=(-1, 1)):
     return Mesh(np.array(jax.devices("cpu")[:number]).reshape(shape), ("replica", "model"))
 
 
-def test_every_array_comes_back_to_the_last_bit(directory):
+def test_every_array_comes_back_to_the_last_bit(directory, again):
     mesh = devices(4, (2, 2))
 
     def put(array, *spec):
@@ -76,9 +93,9 @@ def test_every_array_comes_back_to_the_last_bit(directory):
         "keys": jax.random.split(jax.random.key(6, impl="rbg"), (2, 3)),
     }
     take(InMemorySeries(directory, "a"), variables)
-    series = InMemorySeries(directory, "a")
+    series = again()
     found = series.find()
-    assert series.number == 0
+    assert series.runs == 0
     assert found.state.variables.keys() == variables.keys()
     for name, value in variables.items():
         back = found.state.variables[name]
@@ -105,59 +122,99 @@ def test_each_part_is_written_once(directory):
         assert sum(part.nbytes for part in parts.parts) == large.nbytes, spec
 
 
-def test_the_two_newest_are_kept_and_the_rest_is_written_over(directory):
+def test_the_two_newest_are_kept_and_the_rest_is_written_over(directory, again):
     series = InMemorySeries(directory, "a")
     for count in range(5):
         take(series, {"x": np.full(3, count, np.float32)}, count)
         assert len(files_in(directory)) <= 2
     assert files_in(directory) == ["3-0-0of1", "4-0-0of1"]
-    found = InMemorySeries(directory, "a").find()
-    np.testing.assert_array_equal(found.state.variables["x"], [4, 4, 4])
+    series = again()
+    np.testing.assert_array_equal(series.find().state.variables["x"], [4, 4, 4])
+    assert series.runs == 4
     take(series, {"x": np.zeros(0, np.float32)})  # shorter than what was there
-    assert InMemorySeries(directory, "a").find().state.variables["x"].shape == (0,)
+    assert files_in(directory) == [
+        "4-0-0of1",
+        "5-1-0of1",
+    ]  # what was found stays until the next is complete
+    assert again(restart=2).find().state.variables["x"].shape == (0,)
 
 
-def test_what_is_not_complete_is_not_found(directory, monkeypatch):
+def test_what_is_not_complete_is_not_found(directory, again):
     series = InMemorySeries(directory, "a")
     assert series.find() is None
     take(series, {"x": np.float32([1])})
     take(series, {"x": np.float32([2])})
     (newest,) = directory.glob("*-1-0-0of1")
     newest.rename(directory / newest.name.replace("0of1", "0of2"))  # the other process's part is missing
-    found = InMemorySeries(directory, "a")
+    found = again()
     np.testing.assert_array_equal(found.find().state.variables["x"], [1])
-    assert found.number == 0
+    assert found.runs == 0
     # Parts of one start and of the next one are not put together.
-    monkeypatch.setenv(RESTART_VARIABLE, "1")
     (old,) = directory.glob("*-0of2")
     other = directory / old.name.replace("-1-0-0of2", "-1-1-1of2")
     other.write_bytes(old.read_bytes())
-    assert InMemorySeries(directory, "a").find().state.variables["x"] == [1]
-    assert InMemorySeries(directory, "b").find() is None
+    assert again(restart=2).find().state.variables["x"] == [1]
+    assert again("b").find() is None
 
 
-def test_one_that_was_being_written_is_not_found(directory, monkeypatch):
+def test_parts_that_are_missing_are_an_error(directory, again):
+    array = jax.device_put(np.arange(8.0), NamedSharding(devices(2, (2, 1)), PartitionSpec("replica")))
+    leaf = parts_of([array])[0]
+    half = dataclasses.replace(leaf, begins=leaf.begins[:1], parts=leaf.parts[:1])
+    none = dataclasses.replace(leaf, begins=(), parts=())
+    for parts, message in ((half, "lacks a part of variables/x"), (none, "lacks variables/x")):
+        series = again(restart=0)
+        series.take(lambda parts=parts: Snapshot(SessionState({"x": parts}), 7, "threefry2x32"))
+        series.wait()
+        with pytest.raises(ValueError, match=message):
+            again().find()
+        series.drop()
+
+
+def test_a_job_and_a_second_training_begin_without_what_is_there(directory, again):
+    take(again(restart=0), {"x": np.float32([1])})
+    assert again(restart=0).find() is None  # another job's
+    assert files_in(directory) == []
+    take(again(restart=0), {"x": np.float32([1])})
+    first = again()
+    assert first.find() is not None
+    take(first, {"x": np.float32([2])})
+    second = InMemorySeries(directory, "a")  # in the same program, after an error that it has caught
+    assert second.find() is None
+    take(second, {"x": np.float32([3])})
+    assert files_in(directory) == ["2-1-0of1"]  # no number comes twice
+    third = again(restart=2)
+    assert third.find().state.variables["x"] == [3]
+    third.leave()
+    assert InMemorySeries(directory, "a").find().state.variables["x"] == [3]
+
+
+def test_one_that_was_being_written_is_not_found(directory, monkeypatch, again):
     series = InMemorySeries(directory, "a")
     take(series, {"x": np.float32([1])})
+    series.hear([series.tell()])
 
     def fail(self, stream):
         stream.write(b"ipu")
         raise KeyboardInterrupt  # here for SIGKILL: nothing is cleared away
 
-    with monkeypatch.context() as patch:
-        patch.setattr(in_memory._Content, "write", fail)
-        with pytest.raises(KeyboardInterrupt):
-            series._write(1, make_snapshot({"x": np.float32([2])}))
-    assert InMemorySeries(directory, "a").find().state.variables["x"] == [1]
-    take(InMemorySeries(directory, "a"), {"x": np.float32([3])})
-    assert InMemorySeries(directory, "a").find().state.variables["x"] == [3]
+    for _kill in range(2):
+        with monkeypatch.context() as patch:
+            patch.setattr(in_memory._Content, "write", fail)
+            with pytest.raises(KeyboardInterrupt):
+                series._write(in_memory._Key(7, 1), make_snapshot({"x": np.float32([2])}))
+        series = again()
+        assert series.find().state.variables["x"] == [1]
+    take(series, {"x": np.float32([3])})
+    assert again().find().state.variables["x"] == [3]
 
 
-def test_where_memory_is_full_training_goes_on_with_a_warning(directory, monkeypatch, caplog):
+def test_where_memory_is_full_training_goes_on_with_a_warning(directory, monkeypatch, caplog, again):
     series = InMemorySeries(directory, "a")
     take(series, {"x": np.float32([1])})
 
     def fail(self, stream):
+        stream.write(b"ipu")
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(in_memory._Content, "write", fail)
@@ -167,25 +224,58 @@ def test_where_memory_is_full_training_goes_on_with_a_warning(directory, monkeyp
     (record,) = caplog.records
     assert "No space left" in record.getMessage()
     assert "--memory-dir" in record.getMessage()
-    assert InMemorySeries(directory, "a").find().state.variables["x"] == [1]
+    assert files_in(directory) == ["0-0-0of1"]  # what was half written is not left
+    assert again().find().state.variables["x"] == [1]
 
 
-def test_every_so_many_runs(directory, monkeypatch):
+def test_if_one_process_cannot_write_all_stop_and_what_all_have_stays(directory):
+    series = InMemorySeries(directory, "a")
+    for count in range(3):
+        take(series, {"x": np.float32([count])}, count)
+    series.hear([series.tell(), ""])
+    for _count in range(3):
+        series.take(lambda: pytest.fail("nothing is to be taken"))
+        series.wait()
+        assert series.tell() == ""
+    assert files_in(directory) == ["1-0-0of1", "2-0-0of1"]
+
+
+def test_every_so_many_runs(directory, monkeypatch, again):
     monkeypatch.setenv(MEMORY_EVERY_VARIABLE, "3")
     series = InMemorySeries(directory, "a")
     for count in range(8):
         take(series, {"x": np.float32([count])}, count)
-    assert files_in(directory) == ["3-0-0of1", "6-0-0of1"]
-    again = InMemorySeries(directory, "a")
-    assert again.find().state.variables["x"] == [6]
-    assert again.number == 6
+    assert len(files_in(directory)) == 2
+    found = again()
+    assert found.find().state.variables["x"] == [6]
+    assert found.runs == 6
+
+
+def test_a_directory_that_is_gone_is_made_again_and_one_of_others_is_refused(directory):
+    directory.rmdir()
+    take(InMemorySeries(directory, "a"), {"x": np.float32([1])})
+    assert files_in(directory) == ["0-0-0of1"]
+    directory.chmod(0o777)
+    with pytest.raises(PermissionError, match="others can write"):
+        InMemorySeries(directory, "a")
+
+
+def test_a_link_that_was_planted_is_not_followed(directory, tmp_path, caplog):
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    series = InMemorySeries(directory, "a")
+    series._started(0).symlink_to(victim)
+    take(series, {"x": np.float32([1])})
+    assert victim.read_text() == "precious"
+    assert "No more checkpoints" in caplog.text
 
 
 def test_the_buddy_is_on_another_machine():
-    find = in_memory._find_buddy
-    assert [find(["a", "a", "b", "b"], process) for process in range(4)] == [2, 2, 0, 0]
-    assert [find(["a", "b", "c"], process) for process in range(3)] == [1, 2, 0]
-    assert find(["a", "a"], 0) is None
+    find = in_memory._find_buddies
+    assert find(["a", "a", "b", "b"]) == [2, 3, 0, 1]
+    assert find(["a", "b", "c"]) == [1, 2, 0]
+    assert find(["a", "b", "a"]) == [1, 0, 1]
+    assert find(["a", "a"]) == [None, None]
 
 
 # Sessions.
@@ -197,6 +287,7 @@ def sessions(directory, monkeypatch):
 
     def start(restart):
         monkeypatch.setenv(RESTART_VARIABLE, str(restart))
+        monkeypatch.setattr(in_memory, "_begun", {})
         monkeypatch.setattr(session_module, "_numbers", itertools.count())
         return ipu.Session(seed=3)
 
@@ -225,14 +316,14 @@ def test_a_session_goes_on_with_the_run_in_which_its_process_ended(sessions):
         assert_same(session, reference)
 
 
-def test_a_session_that_is_not_launched_keeps_nothing(monkeypatch, tmp_path):
+def test_a_session_that_is_not_launched_keeps_nothing(monkeypatch):
     monkeypatch.delenv(MEMORY_VARIABLE, raising=False)
+    monkeypatch.setattr(InMemorySeries, "__init__", lambda *_given: pytest.fail("there is no directory"))
     with ipu.Session() as session:
         assert session.resume() == 0
         training = Training()
         training.start(session)
         training.run(session, 1)
-    assert not list(tmp_path.iterdir())
 
 
 def test_resume_is_called_once_before_the_first_run_of_an_open_session(sessions):
@@ -244,17 +335,83 @@ def test_resume_is_called_once_before_the_first_run_of_an_open_session(sessions)
         session.resume()
 
 
-def test_a_state_of_another_model_is_refused(sessions):
+def test_what_would_replace_a_resumed_state_comes_before(sessions, tmp_path):
+    training = Training()
     with sessions(0) as session:
         session.resume()
-        training = Training()
+        session.run(ipu.global_variables_initializer())  # at the first start, nothing is replaced
         training.start(session)
         training.run(session, 2)
-    del training
-    other = Training(width=8)
-    with sessions(1) as session, pytest.raises(ipu.errors.CheckpointError, match="in memory"):
+        session.save(tmp_path / "saved")
+    for replace in (
+        lambda: session.run(ipu.global_variables_initializer()),
+        lambda: session.restore(tmp_path / "saved"),
+        lambda: session.load({"last/dense/bias": np.zeros(3)}),
+    ):
+        with sessions(1) as session:
+            session.run(ipu.global_variables_initializer())
+            assert session.resume() == 1
+            with pytest.raises(RuntimeError, match="Do it before Session.resume"):
+                replace()
+            training.start(session)
+            training.run(session, 1)
+            replace()
+
+
+def test_a_program_that_had_not_run_yet_begins_as_it_would_have(sessions):
+    """The state of the first one has none of the second one's variables."""
+    expected = []
+    with ipu.Session(seed=3) as session:
+        first, second = Training(name="first", scope="first"), Training(name="second", scope="second")
+        for training in (first, second):
+            training.start(session)
+            expected.append(training.run(session, 2))
+    for restart in range(2):
+        first, second = Training(name="first", scope="first"), Training(name="second", scope="second")
+        with sessions(restart) as session:
+            done = session.resume()
+            assert done == restart
+            first.start(session)
+            second.start(session)
+            first.run(session, 2 - done)
+            if restart:
+                np.testing.assert_array_equal(second.run(session, 2), expected[1])
+
+
+def test_a_run_that_fails_is_not_counted(sessions):
+    """The data end in it; it is done again after the infeed's initializer."""
+    data = list(itertools.islice(Batches(), 6))  # a run takes 4
+    training = Training(dataset=data)
+    with sessions(0) as session:
+        training.start(session)
         session.resume()
-    del other
+        done = 0
+        while done < 3:
+            try:
+                session.run(training.program)
+                done += 1
+            except ipu.errors.OutOfRangeError:
+                session.run(training.initializer)
+    with sessions(1) as session:
+        assert session.resume() == 2
+
+
+def test_an_initializer_in_the_same_call_goes_on_too(sessions):
+    training = Training()
+    with ipu.Session(seed=3) as session:
+        expected = []
+        for _run in range(3):
+            session.run([training.initializer, training.program])
+            expected.append(session.run(training.outfeed.dequeue()))
+    for restart in range(2):
+        training = Training()
+        with sessions(restart) as session:
+            done = session.resume()
+            for number in range(done, 3 if restart else 2):
+                session.run([training.initializer, training.program])
+                found = session.run(training.outfeed.dequeue())
+                np.testing.assert_array_equal(found, expected[number])
+            assert done == restart
 
 
 def test_runs_that_do_not_train_are_not_counted(sessions):
@@ -297,16 +454,33 @@ def test_an_estimator_goes_on_from_memory_if_that_is_newer_than_disk(directory, 
     estimator = make_estimator(tmp_path / "model", save_checkpoints_steps=1000)
     with monkeypatch.context() as patch:
         patch.setenv(RESTART_VARIABLE, "1")
+        patch.setattr(in_memory, "_begun", {})
         estimator.train(input_fn, max_steps=48)
     assert_same_variables(estimator, reference)
     assert not files_in(directory)  # the end is on disk
 
 
-def test_an_estimator_whose_disk_is_newer_goes_on_from_there(directory, tmp_path, caplog):
+@pytest.mark.parametrize("step", [8, 16])
+def test_an_estimator_goes_on_from_disk_if_memory_is_not_newer(step, directory, tmp_path, caplog, again):
     estimator = make_estimator(tmp_path / "model")
     estimator.train(input_fn, max_steps=16)
-    series = InMemorySeries(directory, f"estimator {tmp_path / 'model'}")
-    take(series, {"x": np.float32([1])}, 8)
+    take(again(f"estimator {tmp_path / 'model'}", restart=0), {"x": np.float32([1])}, step)
+    again()
     with caplog.at_level(logging.INFO):
         make_estimator(tmp_path / "model").train(input_fn, max_steps=24)
     assert "from step 16, restored from" in caplog.text
+
+
+def test_a_checkpoint_that_was_due_when_a_process_died_is_saved_then(
+    directory, tmp_path, again, monkeypatch
+):
+    """The state in memory is of the same step."""
+    with monkeypatch.context() as patch:
+        patch.setattr("ipu_pipeline.checkpointing.checkpoints.CheckpointSeries.save", lambda *_given: None)
+        patch.setattr(InMemorySeries, "drop", lambda _series: None)
+        make_estimator(tmp_path / "model", save_checkpoints_steps=16).train(input_fn, max_steps=24)
+    again()
+    estimator = make_estimator(tmp_path / "model", save_checkpoints_steps=16, keep_checkpoint_max=9)
+    estimator.train(input_fn, max_steps=40)
+    steps = sorted(int(path.name) for path in (tmp_path / "model" / "checkpoints").iterdir())
+    assert steps == [16, 32, 40]

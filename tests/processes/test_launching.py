@@ -14,6 +14,7 @@ import pytest
 from ipu_pipeline.command_line.main import main
 from ipu_pipeline.launching.causes import Cause
 from ipu_pipeline.launching.group import hold_port
+from ipu_pipeline.launching.memory import Memory
 from ipu_pipeline.launching.restarts import Restarts
 from ipu_pipeline.launching.shown import Output
 from ipu_pipeline.processes.addresses import address_towards
@@ -593,13 +594,17 @@ assert (directory / f"{{index}}-0").exists()
     assert len(list((tmp_path / "memory").iterdir())) == 2
     foreign = tmp_path / "memory" / "ipu_pipeline-launch-somebody"
     foreign.mkdir()
+    other = Memory(tmp_path / "memory")  # of a launcher that lives
     started = launch(tmp_path, text.replace("0.2 if index else 600", "0"), *options)
     _out, errors = started.communicate(timeout=60)
     assert started.returncode == 0, errors
-    assert {path.name for path in (tmp_path / "memory").iterdir()} == {"begun", foreign.name}
+    left = {path.name for path in (tmp_path / "memory").iterdir()}
+    assert left == {"begun", foreign.name, other.path.name}
+    other.close()
 
 
-def test_without_restarts_nothing_is_kept(tmp_path):
+def test_without_restarts_nothing_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("IPU_PIPELINE_MEMORY_DIR", "/of/another/launcher")
     started = launch(tmp_path, 'assert "IPU_PIPELINE_MEMORY_DIR" not in os.environ')
     _out, errors = started.communicate(timeout=60)
     assert started.returncode == 0, errors

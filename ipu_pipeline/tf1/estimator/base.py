@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import copy
+import itertools
 import logging
 import os
 import warnings
@@ -49,6 +50,7 @@ from ipu_pipeline.tf1.session.session import Session
 __all__ = ["Estimator"]
 
 _RESERVED = ("input_fn",)
+_numbers = itertools.count()  # of estimators without a folder of their own
 _logger = logging.getLogger("ipu_pipeline.estimator")
 
 
@@ -83,6 +85,9 @@ class Estimator(abc.ABC):
             )
         directory = agree_on_directory(given or configured)
         self._model_dir = Path(directory).absolute()
+        # A temporary folder has another name after a restart.
+        known = str(self._model_dir) if given or configured else f"number {next(_numbers)}"
+        self._name_in_memory = f"estimator {known}"
         self._model_fn = model_fn
         self._config = config
         self._params = copy.deepcopy(dict(params or {}))
@@ -168,11 +173,13 @@ class Estimator(abc.ABC):
         dataset = self._call_input_fn(input_fn, ModeKeys.TRAIN)
         with self._kept[ModeKeys.TRAIN].building():
             made = self._build(ModeKeys.TRAIN, dataset)
-        in_memory = InMemorySeries.of_environment(f"estimator {self._model_dir}")
+        in_memory = InMemorySeries.of_environment(self._name_in_memory)
         found = find_newest(self._series, in_memory)
         global_step = 0 if found is None else found.global_step
         if max_steps is not None and global_step >= max_steps:
             _logger.info("Skipping training since max_steps has already saved.")
+            if in_memory is not None:
+                in_memory.leave()  # a later call may be the one that was interrupted
             return self
         is_same_data = begins_anew = False
         with Session(seed=self._config.tf_random_seed or 0) as session:
@@ -209,6 +216,7 @@ class Estimator(abc.ABC):
                     is_same_data,
                     begins_anew,
                     listeners,
+                    saved_step=0 if found is None else found.saved_step,
                 )
                 if in_memory is not None:
                     session.keep_in_memory(in_memory, training.describe)

@@ -63,24 +63,34 @@ def find_checkpoint(
 
 @dataclass(frozen=True, eq=False)
 class Newest:
-    """The state that training goes on from, and where it is from."""
+    """The state that training goes on from.
+
+    Attributes:
+      global_step: its step.
+      snapshot: what it is.
+      source: where it is from.
+      saved_step: the step of the newest checkpoint on disk, which may be older.
+    """
 
     global_step: int
     snapshot: Snapshot
     source: Path
+    saved_step: int
 
 
 def find_newest(series: CheckpointSeries, in_memory: InMemorySeries | None) -> Newest | None:
     """The newest state of a training, in memory or on disk; None if there is none. All call it."""
     kept = None if in_memory is None else in_memory.find()
-    step_kept = 0 if kept is None else int(kept.extra[GLOBAL_STEP])
-    if kept is not None and step_kept > 0 and step_kept >= do_first(lambda: _latest_step(series)):
-        return Newest(step_kept, kept, Path("memory"))
+    if kept is not None:
+        step_kept, saved = int(kept.extra[GLOBAL_STEP]), do_first(lambda: _latest_step(series))
+        if step_kept > saved:
+            return Newest(step_kept, kept, Path("memory"), saved)
     found = series.read_latest(set_aside=True)
     if found is None:
         return None
     step, snapshot = found
-    return Newest(int(snapshot.extra.get(GLOBAL_STEP, step)), snapshot, series.path(step))
+    global_step = int(snapshot.extra.get(GLOBAL_STEP, step))
+    return Newest(global_step, snapshot, series.path(step), global_step)
 
 
 def _latest_step(series: CheckpointSeries) -> int:

@@ -110,6 +110,7 @@ class Training:
         is_same_data: bool,
         begins_anew: bool,
         listeners: Sequence[CheckpointSaverListener] = (),
+        saved_step: int | None = None,
     ) -> None:
         """Takes what it needs.
 
@@ -126,6 +127,7 @@ class Training:
           is_same_data: whether the session's checkpoint is from training on this `input_fn`'s data.
           begins_anew: whether the data are to begin again if there are no more of them right away.
           listeners: called around saves.
+          saved_step: the step of the newest checkpoint on disk; None: `global_step`.
         """
         self._runs = Runs(made, session, hooks, global_step)
         self._made = made
@@ -134,7 +136,8 @@ class Training:
         self._series = series
         self._scalars = scalars
         self._input_fn = describe_function(input_fn)
-        self._first_step = self._step = self._saved_step = global_step
+        self._first_step = self._step = global_step
+        self._saved_step = global_step if saved_step is None else saved_step
         self._is_same_data = is_same_data
         self._begins_anew = begins_anew
         self._listeners = listeners
@@ -213,6 +216,8 @@ class Training:
     def _loop(self, final_step: int, request: StopRequest, bar: tqdm | None) -> None:
         per_update = self._made.spec.micro_batches_per_update
         is_first = True
+        if is_any(self._step > self._saved_step and self._save_if_due(), "stopping by a hook"):
+            return  # of a state from memory, which was to be saved when a process died
         while self._step < final_step and not _is_stopped(request):
             wanted = -(-(final_step - self._step) // per_update)
             every = self._config.save_checkpoints_steps

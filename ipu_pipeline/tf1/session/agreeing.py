@@ -31,8 +31,12 @@ def agree_on_run(
     feeds: Mapping[Placeholder, Any],
     changes: Mapping[str, int],
     fault: Exception | None = None,
-) -> None:
+    beside: str = "",
+) -> list[str]:
     """Compares the next run with the other processes', if there are any; all of them call it.
+
+    Returns:
+      What is `beside` in each process.
 
     Raises:
       ValueError: the processes differ; nothing has run.
@@ -41,7 +45,7 @@ def agree_on_run(
     """
     others = processes.current()
     if others is None:
-        return
+        return [beside]
     told = {
         "the programs": "; ".join(
             ", ".join(call.name for call in program.calls) or "no pipeline or loop" for program in programs
@@ -51,18 +55,25 @@ def agree_on_run(
     for program in programs:
         for placeholder in program.placeholders:
             told[f"the value fed to {placeholder!r}"] = _describe_fed(placeholder, feeds)
-    _agree(others, "a run of a session", told, fault)
+    return _agree(others, "a run of a session", told, fault, beside)
 
 
-def _agree(others: processes.Peers, what: str, told: Mapping[str, str], fault: Exception | None) -> None:
+def _agree(
+    others: processes.Peers,
+    what: str,
+    told: Mapping[str, str],
+    fault: Exception | None,
+    beside: str = "",
+) -> list[str]:
     """Also compares this process's fault, and raises it if it is the same for all."""
     described = "nothing" if fault is None else f"{type(fault).__name__}: {fault}"
     try:
-        others.agree(what, {"what keeps it from running": described, **told})
+        besides = others.agree(what, {"what keeps it from running": described, **told}, beside=beside)
     except ValueError as error:
         raise error from fault
     if fault is not None:
         raise fault
+    return besides
 
 
 def _describe_fed(placeholder: Placeholder, feeds: Mapping[Placeholder, Any]) -> str:

@@ -59,6 +59,10 @@ class _InMemory:
     extra: Callable[[], Mapping[str, Any]]
 
 
+def _trains(program: Program) -> bool:
+    return any(call.trains for call in program.calls)
+
+
 class Session:
     """Holds variables and optimizer state, and runs programs.
 
@@ -96,6 +100,7 @@ class Session:
         self._changes: Counter[str] = Counter()  # how often variables were set, by what sets them
         self._turns = Turns()
         self._in_memory: _InMemory | None = None
+        self._is_resumed = False  # whether the state is from `resume`, and no run has used it
         utils.reach(self)
 
     def __enter__(self) -> Session:
@@ -245,6 +250,7 @@ class Session:
         """
         with self._turns.alone():
             self._store.check_weights("load")
+            self._check_not_resumed("load")
             self._changes["Session.load"] += 1
             self._store.load(mapping, compiled_programs())
 
@@ -335,19 +341,21 @@ class Session:
     def resume(self) -> int:
         """Goes on where this training was before `ipu-pipeline launch --restarts` started it again.
 
-        From then on, the state before each run of a program that trains stays in the machines' memory while
-        the run goes on; see docs/distributed.md. If the processes are started again, this takes back what
-        `save` would have written before the last run but one, or the last: variables, optimizer states,
-        counts and the positions of data sets. Other processes call it, too, after the programs have been
-        compiled and before the first run. What was in outfeeds is lost.
+        From then on, the state before each run with a program that trains stays in the machines' memory
+        while the run goes on; see docs/distributed.md. If the processes are started again, this takes back
+        what `save` would have written before the run in which one of them ended, or before the run before
+        that: variables, optimizer states, counts and the positions of data sets. What was in outfeeds is
+        lost. Call it in all processes, after the programs have been compiled and after anything that sets
+        variables (`global_variables_initializer()`, `load`, `restore`), and before the first run.
 
         Without a launcher that starts processes again, nothing is kept, and it returns 0.
 
         Returns:
-          How many runs of programs that train are done, since the session first called it.
+          How many runs with a program that trains are done, since the session first called it. A run is a
+          call of `run`; one that ends in an error does not count.
 
         Raises:
-          CheckpointError: the state is of another model than the compiled programs.
+          OSError: another user may write to the launcher's directory.
           RuntimeError: the session is closed, or has called it before.
 
         Example:
@@ -381,11 +389,13 @@ class Session:
             return 0
         snapshot = series.find()
         if snapshot is not None:
-            self.take_over(snapshot, "in memory")
+            # What it lacks had not been used, and gets the initial values that it would have had.
+            self.take_over(snapshot, "in memory", fits=False)
+            self._is_resumed = True
             with between_bars():
-                _logger.info("Training goes on after run %d, from memory.", series.number)
+                _logger.info("Training goes on with run %d, restored from memory.", series.runs)
         self.keep_in_memory(series)
-        return series.number
+        return series.runs
 
     def keep_in_memory(self, series: InMemorySeries, extra: Callable[[], Mapping[str, Any]] = dict) -> None:
         """Takes an in-memory checkpoint before each run that trains.
@@ -440,6 +450,7 @@ class Session:
         self, snapshot: Snapshot, path: str | os.PathLike[str], *, fits: bool = True, feeds: bool = True
     ) -> None:
         """Takes over a snapshot that was read from a path; see `restore`."""
+        self._check_not_resumed("restore")
         if fits:
             check_snapshot(snapshot, path, compiled_programs)
         with self._turns.alone(together="restoring a session"):
@@ -545,21 +556,31 @@ class Session:
         needs_devices = any(isinstance(one, (Program, InitializerOperation, HostVariable)) for one in runs)
         if needs_devices:
             self._select_devices()
-        in_memory = self._in_memory if any(c.trains for one in programs for c in one.calls) else None
+        in_memory = self._in_memory if any(map(_trains, programs)) else None
         if in_memory is not None:
             in_memory.series.wait()
         if programs:
-            agree_on_run(programs, feeds, self._changes, fault)
+            beside = "" if in_memory is None else in_memory.series.tell()
+            told = agree_on_run(programs, feeds, self._changes, fault, beside)
             self._store.agree_on_values(programs)
+            if in_memory is not None:
+                in_memory.series.hear(told)
+        first = next((one for one in runs if isinstance(one, Program) and _trains(one)), None)
+        values: list[Any] = []
+        for one in runs:
+            if in_memory is not None and one is first and not self._store.has_row_gradients():
+                # After the operations before it, such as an infeed's initializer.
+                take = functools.partial(self.take_snapshot, extra=in_memory.extra(), in_parts=True)
+                in_memory.series.take(take)
+            self._is_resumed = self._is_resumed and one is not first
+            if isinstance(one, Program):
+                one_value: Any = run_program(one, feeds, self._store, self._resumption, self._limit)
+            else:
+                one_value = self._run_operation(one)
+            values.append(one_value)
         if in_memory is not None:
-            take = functools.partial(self.take_snapshot, extra=in_memory.extra(), in_parts=True)
-            in_memory.series.take(take)
-        return [
-            run_program(one, feeds, self._store, self._resumption, self._limit)
-            if isinstance(one, Program)
-            else self._run_operation(one)
-            for one in runs
-        ]
+            in_memory.series.note_run()
+        return values
 
     def _find_fault(
         self, runs: Sequence[Any], programs: Sequence[Program], feeds: Mapping[Any, Any]
@@ -580,6 +601,13 @@ class Session:
             return error
         return None
 
+    def _check_not_resumed(self, what: str) -> None:
+        if self._is_resumed:
+            raise RuntimeError(
+                f"{what}: Session.resume has taken back the state of a training that was interrupted, and "
+                "this would replace it. Do it before Session.resume."
+            )
+
     def _select_devices(self) -> None:
         if not selection.is_selected():
             known = compiled_programs()
@@ -588,6 +616,7 @@ class Session:
 
     def _run_operation(self, operation: Any) -> Any:
         if isinstance(operation, InitializerOperation):
+            self._check_not_resumed("global_variables_initializer")
             programs = compiled_programs()
             self._changes["global_variables_initializer"] += 1
             self._store.initialize(spec for program in programs for spec in program.variables.values())

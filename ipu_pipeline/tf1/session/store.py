@@ -323,6 +323,10 @@ class Store:
         variables = {**self.state.variables, **values}
         self.state = dataclasses.replace(self.state, variables=variables)
 
+    def has_row_gradients(self) -> bool:
+        """Whether a loop is within a weight update of a table in host memory, which checkpoints lack."""
+        return any(self.row_gradients.values())
+
     def check_weights(self, what: str) -> None:
         """Raises a RuntimeError if the weights are not the session's own."""
         if self._lent is not None:
