@@ -333,6 +333,17 @@ class PeerWatch:
     def _end_process(self, what: str) -> None:
         end_process(self._say(what))
 
+    def _tell_why(self) -> None:
+        """Tells the others the reason, before they can see that this process is gone."""
+
+        def tell() -> None:
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                self._tell()
+
+        telling = threading.Thread(target=tell, daemon=True)  # the store may not answer
+        telling.start()
+        telling.join(2 * self._interval)
+
     def _await_verdict(self) -> None:
         """Waits for a few looks, in which a process that has died may be found."""
         with self._looking:
@@ -369,6 +380,7 @@ class PeerWatch:
         while log is not None and log.standing().next is not None and self._peers.failure is None:
             time.sleep(0.01)
         if self._peers.failure is not None:  # what this process had started will never be finished
+            self._tell_why()
             self._end_process(self._peers.failure)
         self._end = ""
         with contextlib.suppress(jax.errors.JaxRuntimeError):
