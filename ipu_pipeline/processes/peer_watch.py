@@ -370,10 +370,6 @@ class PeerWatch:
             self._tell()
         for thread in self._threads:
             thread.join(2 * self._interval)
-        if self._end and self._peers.failure is not None:
-            end_process(
-                ""
-            )  # taking XLA down, with what waits for the dead one, would take a second or more
 
     def _await_others(self) -> None:
         log = current_log()

@@ -27,7 +27,8 @@ LAUNCH = ("-m", "ipu_pipeline", "launch")
 pytestmark = pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="needs Linux's /proc")
 
 BEGIN = """
-import os, signal, sys, time
+import atexit, os, signal, sys, time
+atexit.register(lambda: sys.stderr.write("a handler of its own has run\\n"))
 import ipu_pipeline.distributed as distributed
 from ipu_pipeline.processes import joining
 joining.join_by_environment()
@@ -208,6 +209,8 @@ else:
     assert seconds_since_begin(tmp_path) < 75
     assert found == status
     assert re.search(message, err)
+    if other == WAITS:  # its main thread gets the error, and ends as Python ends programs
+        assert f"[{1 - who}] a handler of its own has run" in err
 
 
 THREADS = """
