@@ -1,4 +1,4 @@
-"""Checkpoints in the memory of machines, which outlive the processes that made them.
+"""Checkpoints in the machines' memory, which outlive the processes that made them.
 
 `ipu-pipeline launch` gives its processes a directory in memory (a tmpfs). Before each run of a training,
 every process writes what it has of the state there, while the run goes on. If there are several machines,
@@ -31,7 +31,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,9 @@ from ipu_pipeline.ground.errors import ProcessError
 from ipu_pipeline.ground.tables import describe_bytes
 from ipu_pipeline.processes import interrupts
 from ipu_pipeline.processes.launched import (
+    MEMORY_EVERY_VARIABLE,
     MEMORY_VARIABLE,
+    RESTART_VARIABLE,
     restart_number,
     runs_between_checkpoints,
     tell_progress,
@@ -55,6 +57,7 @@ from ipu_pipeline.processes.own_directories import make_own
 
 __all__ = ["InMemorySeries", "parts_of"]
 
+T = TypeVar("T")
 _ALIGNMENT = 64  # bytes
 _RUNS = "runs before it"  # in a snapshot's extra
 _NOTHING = b"--"  # what a buddy gets in place of a file that could not be written
@@ -134,12 +137,13 @@ class InMemorySeries:
 
         Raises:
           OSError: it cannot be made, or another user may write to it.
+          ValueError: the launcher's variables differ between processes, or are malformed.
         """
         self.runs = 0
+        self._directory = directory.resolve()
         self._name = hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
+        self._what = f"in-memory checkpoint {self._name}"
         self._index = process_index()
-        self._restart = restart_number()
-        self._every = runs_between_checkpoints()
         self._next = _begun.get(self._name, 0)  # the number of the next checkpoint
         self._num_asked = 0
         self._num_written = 0
@@ -147,8 +151,10 @@ class InMemorySeries:
         self._complete: _Key | None = None  # the last one that all have
         self._is_working = True
         self._thread: threading.Thread | None = None
-        self._directory = make_own(directory)
-        self._machines: list[str] = do_each(lambda: _describe_memory(self._directory))
+        told = do_each(lambda: _describe_memory(directory))  # an error in one process is raised in all
+        self._machines = [memory for memory, _restart, _every in told]
+        self._restart = _check_same(RESTART_VARIABLE, [restart for _memory, restart, _every in told])
+        self._every = _check_same(MEMORY_EVERY_VARIABLE, [every for _memory, _restart, every in told])
         self._count = len(self._machines)
         if len(set(self._machines)) > 1:
             processes.connect_all()
@@ -161,16 +167,10 @@ class InMemorySeries:
         """The series in the directory that a launcher gave; None if it gave none. All processes call it.
 
         Raises:
-          ValueError: only some processes have a directory.
+          ValueError: only some processes have a directory; or as for the class.
         """
         directory = os.environ.get(MEMORY_VARIABLE)
-        told: list[bool] = do_each(lambda: bool(directory))
-        if len(set(told)) > 1:
-            without = ", ".join(str(process) for process, has_one in enumerate(told) if not has_one)
-            raise ValueError(
-                f"The environment variable {MEMORY_VARIABLE} must be set in all processes of a run, or in "
-                f"none; it is not set in: {without}."
-            )
+        _check_same(MEMORY_VARIABLE, do_each(lambda: "set" if directory else "not set"))
         return cls(Path(directory), name) if directory else None
 
     # Before, at the beginning of, and after each run.
@@ -215,11 +215,12 @@ class InMemorySeries:
                 thread.start()
                 self._thread = thread
             except Exception as error:  # the run goes on
+                self._answer(key, _NOTHING)
                 self._report(error)
 
-    def note_run(self) -> None:
-        """Counts a run that is done."""
-        tell_progress(self.runs)
+    def note_run(self, step: int) -> None:
+        """Counts a run that is done, with the global step after it."""
+        tell_progress(self._name, self.runs, step)
         self.runs += 1
 
     # At the beginning and at the end of a training.
@@ -317,7 +318,7 @@ class InMemorySeries:
 
     def _write(self, key: _Key, snapshot: Snapshot) -> None:
         """Writes this process's part, and its buddies'. Whatever fails here, those get an answer."""
-        what, fault, sent = f"in-memory checkpoint {self._name}", None, memoryview(_NOTHING)
+        fault, sent = None, memoryview(_NOTHING)
         try:
             content = _Content.of(snapshot)
             if self._buddy is not None:
@@ -328,10 +329,9 @@ class InMemorySeries:
             self._store(own, content.write)
         except Exception as error:
             fault = error
-        if self._buddy is not None:
-            processes.offer_bytes(what, key.number, [self._buddy], _NOTHING if fault is not None else sent)
+        self._answer(key, _NOTHING if fault is not None else sent)
         for process in self._of_buddies:
-            received = processes.fetch_bytes(what, key.number, process)
+            received = processes.fetch_bytes(self._what, key.number, process)
             if bytes(received[:2]) == _NOTHING:
                 fault = fault or OSError(f"process {process} cannot write its own")
             elif fault is None:
@@ -342,6 +342,11 @@ class InMemorySeries:
         self._num_written += 1
         if self._num_written == 2:  # of a state that a run has made
             self._say_size(own)
+
+    def _answer(self, key: _Key, content: bytes | memoryview) -> None:
+        """Lets the buddy fetch this process's part, which it waits for."""
+        if self._buddy is not None:
+            processes.offer_bytes(self._what, key.number, [self._buddy], content)
 
     def _say_size(self, file: _File) -> None:
         num_bytes = self._path(file).stat().st_size
@@ -375,17 +380,36 @@ def _write_bytes(content: memoryview, stream: BinaryIO) -> None:
     stream.write(content)
 
 
-def _describe_memory(directory: Path) -> str:
-    """The same text in processes that share a directory in memory, and only there."""
-    found = os.stat(directory)
+def _describe_memory(directory: Path) -> tuple[str, int, int]:
+    """Makes the directory if it is gone, and describes what this process has been given.
+
+    Returns:
+      A text that is the same in processes that share the directory, and only there; the number of restarts,
+      and that of runs between checkpoints.
+    """
+    found = os.stat(make_own(directory))
     boot = _BOOT.read_text().strip() if _BOOT.exists() else ""
-    return f"{boot} {found.st_dev} {found.st_ino}"
+    return f"{boot} {found.st_dev} {found.st_ino}", restart_number(), runs_between_checkpoints()
+
+
+def _check_same(variable: str, values: Sequence[T]) -> T:
+    """The value of an environment variable, which must be the same in all processes.
+
+    Raises:
+      ValueError: it is not.
+    """
+    if len(set(values)) > 1:
+        told = ", ".join(f"{value} in process {process}" for process, value in enumerate(values))
+        raise ValueError(
+            f"The environment variable {variable} must be the same in all processes of a run: {told}."
+        )
+    return values[0]
 
 
 def _find_buddies(machines: Sequence[str]) -> list[int | None]:
     """For each process, the one that also keeps what it writes: on the next machine, if there is one.
 
-    Each of a machine's processes has another one there, as far as there are as many.
+    The processes of a machine are spread over those of the next one.
     """
     there: dict[str, list[int]] = {}
     for process, machine in enumerate(machines):

@@ -139,7 +139,11 @@ def _make_memory(parser: argparse.ArgumentParser, given: Path | None) -> Memory 
     except OSError as error:
         if given is not None:
             parser.error(f"--memory-dir: nothing can be written to {given}: {error.strerror}.")
-        return None  # this system has no such directory: training goes on from checkpoints on disk
+        say(
+            f"nothing is kept in memory: {DEFAULT_DIRECTORY} cannot be used ({error.strerror}). After a "
+            "failure, training goes on from checkpoints on disk. --memory-dir names another directory."
+        )
+        return None
 
 
 class _Job:
@@ -157,7 +161,8 @@ class _Job:
         for number in FORWARDED:
             if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
                 signal.signal(number, self._send_on)
-        failed_at, furthest = None, -1
+        failed_at = None
+        furthest: dict[str, int] = {}  # as in `Group`, in all starts so far
         while True:
             begun = time.monotonic()
             # A signal that comes while processes are being started is for them too.
@@ -176,7 +181,8 @@ class _Job:
             cause, failed_at = group.cause, group.failed_at
             if cause is None or self._is_asked.is_set():
                 return 0 if cause is None else cause.status
-            has_progressed, furthest = group.last_run > furthest, max(furthest, group.last_run)
+            has_progressed = any(step > furthest.get(name, -1) for name, step in group.furthest.items())
+            furthest |= {name: max(step, furthest.get(name, -1)) for name, step in group.furthest.items()}
             delay = self._restarts.after(cause, time.monotonic() - begun, has_progressed)
             if delay is None:
                 if self._restarts.count:

@@ -63,7 +63,7 @@ class Group:
     Attributes:
       cause: why the first one failed that did; None if none has.
       failed_at: when it did, by `time.monotonic`.
-      last_run: the number of the last run of a training that is known to be done; -1 if none is.
+      furthest: the names of trainings -> the furthest global step that each is known to have reached.
     """
 
     def __init__(self, settings: Settings, restart: int, failed_at: float | None = None) -> None:
@@ -76,7 +76,7 @@ class Group:
         """
         self.cause: Cause | None = None
         self.failed_at = 0.0
-        self.last_run = -1
+        self.furthest: dict[str, int] = {}
         self._failed_before = failed_at
         self._settings = settings
         self._output = Output(settings.count, settings.shows_all)
@@ -152,11 +152,11 @@ class Group:
             if line.startswith(b"results "):
                 self._output.know_results(int(line.split()[1]))
             elif line.startswith(b"progress "):
-                run = int(line.split()[1])
-                if self.last_run < 0 and self._failed_before is not None:
+                training, run, step = line.decode().split()[1:]
+                if not self.furthest and self._failed_before is not None:
                     seconds = time.monotonic() - self._failed_before
                     say(f"training has gone on with run {run}, {seconds:.1f} s later.")
-                self.last_run = max(self.last_run, run)
+                self.furthest[training] = max(self.furthest.get(training, -1), int(step))
 
     def follow(self) -> None:
         """Waits until all have ended."""

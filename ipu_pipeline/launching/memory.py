@@ -28,9 +28,11 @@ class Memory:
         Raises:
           OSError: it cannot be made there.
         """
-        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent)).absolute()
-        self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        made = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=parent)).absolute()
+        self._lock = os.open(made / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Under this name others would remove it if it were not locked.
+        self.path = made.rename(made.with_name(made.name.removeprefix(".")))
 
     def close(self) -> None:
         """Removes it."""
@@ -39,7 +41,10 @@ class Memory:
 
 
 def remove_left(parent: Path) -> None:
-    """Removes the directories of launchers of this user that were killed: nobody holds their locks."""
+    """Removes the directories that killed launchers of this user have left behind.
+
+    A launcher that is still running holds the lock of its directory.
+    """
     for path in parent.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):  # another user's, in use, or being removed by somebody else
             if path.is_symlink() or path.stat().st_uid != os.getuid():

@@ -23,7 +23,7 @@ class Restarts:
         self.count = 0
         self._most = most
         self._of_kinds: collections.Counter[str] = collections.Counter()
-        self._idle: collections.Counter[str] = collections.Counter()  # likewise, since the last progress
+        self._idle: collections.Counter[str] = collections.Counter()  # failures since the last progress
 
     def after(self, cause: Cause, seconds: float, has_progressed: bool = False) -> float | None:
         """Counts a failure.

@@ -29,18 +29,30 @@ _TELL_EVERY = 0.2  # seconds
 
 
 def restart_number() -> int:
-    """How often the job has been started again; 0 without a launcher."""
-    return _read_number(RESTART_VARIABLE, 0)
+    """How often the job has been started again; 0 without a launcher.
+
+    Raises:
+      ValueError: the variable has no such number.
+    """
+    return _read_number(RESTART_VARIABLE, 0, 0)
 
 
 def runs_between_checkpoints() -> int:
-    """How many runs there are from one in-memory checkpoint to the next; 1 without a launcher."""
-    return max(1, _read_number(MEMORY_EVERY_VARIABLE, 1))
+    """How many runs there are from one in-memory checkpoint to the next; 1 without a launcher.
+
+    Raises:
+      ValueError: the variable has no such number.
+    """
+    return _read_number(MEMORY_EVERY_VARIABLE, 1, 1)
 
 
-def _read_number(variable: str, default: int) -> int:
-    number = os.environ.get(variable, "")
-    return int(number) if number.isdecimal() else default
+def _read_number(variable: str, default: int, least: int) -> int:
+    text = os.environ.get(variable) or str(default)
+    if not (text.isdecimal() and int(text) >= least):
+        raise ValueError(
+            f"The environment variable {variable} must be a whole number from {least}; it is {text!r}."
+        )
+    return int(text)
 
 
 @functools.cache  # once
@@ -52,13 +64,19 @@ def tell_results(process: int) -> None:
 _told_at = -1.0
 
 
-def tell_progress(run: int) -> None:
-    """Says that a run of a training was done, if a launcher asks for that; not oftener than it matters."""
+def tell_progress(training: str, run: int, step: int) -> None:
+    """Says how far a training has come, if a launcher asks for that; five times a second at most.
+
+    Args:
+      training: a name for it, without spaces.
+      run: the number of the run that was done.
+      step: the global step after it.
+    """
     global _told_at
     now = time.monotonic()
     if now > _told_at + _TELL_EVERY:
         _told_at = now
-        _tell(f"progress {run}")
+        _tell(f"progress {training} {run} {step}")
 
 
 def _tell(text: str) -> None:

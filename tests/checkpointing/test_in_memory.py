@@ -48,7 +48,7 @@ def take(series, variables, count=3):
     series.hear([series.tell()])
     series.take(lambda: make_snapshot(variables, count))
     series.wait()
-    series.note_run()
+    series.note_run(count)
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def test_every_array_comes_back_to_the_last_bit(directory, again):
 
 
 def test_each_part_is_written_once(directory):
-    """Of 4 devices with all of an array, one writes it; of an array that is shared out, each its own."""
+    """If 4 devices have the whole array, it is written once; if it is shared out, each part is."""
     large = np.zeros((256, 256), np.float32)
     for spec in (PartitionSpec(), PartitionSpec("replica"), PartitionSpec(("replica", "model"))):
         array = jax.device_put(large, NamedSharding(devices(4, (2, 2)), spec))
@@ -257,6 +257,17 @@ def test_a_directory_that_is_gone_is_made_again_and_one_of_others_is_refused(dir
     assert files_in(directory) == ["0-0-0of1"]
     directory.chmod(0o777)
     with pytest.raises(PermissionError, match="others can write"):
+        InMemorySeries(directory, "a")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "least"), [(RESTART_VARIABLE, "two", 0), (MEMORY_EVERY_VARIABLE, "0", 1)]
+)
+def test_a_number_of_the_launcher_that_is_none(variable, value, least, directory, monkeypatch):
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(
+        ValueError, match=f"{variable} must be a whole number from {least}; it is '{value}'"
+    ):
         InMemorySeries(directory, "a")
 
 

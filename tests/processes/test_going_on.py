@@ -1,19 +1,26 @@
 """Jobs whose processes are killed at random moments go on with the run that they were in, bit by bit."""
 
+import errno
+import itertools
 import os
 import random
 import shutil
 import signal
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import ipu_pipeline as ipu
-from tests.support import front
+from ipu_pipeline.checkpointing import in_memory
+from ipu_pipeline.processes.launched import MEMORY_VARIABLE, RESTART_VARIABLE
+from ipu_pipeline.tf1.session import session as session_module
+from tests.support import front, joined
 from tests.support.joined import hold_port
 from tests.support.killing import Job
 from tests.support.programs import begin
+from tests.support.resumable import Training
 from tests.support.resumer import make_training
 
 KILLS = int(os.environ.get("KILLS", "3"))
@@ -27,7 +34,7 @@ RUNS = 40 * KILLS
 
 @pytest.fixture(scope="module")
 def uninterrupted():
-    """The losses and variables of a run that nobody killed, in one process."""
+    """The losses and variables of the same training in one process, without any failure."""
 
     def train(num_stages, num_replicas, runs):
         front.ipu_config(num_stages * num_replicas).configure_ipu_system()
@@ -78,6 +85,57 @@ def test_killed_at_random_moments(layout, tmp_path, uninterrupted):
     # The run in which a process died is done again, and the one before if that was not written yet.
     assert job.num_runs() <= RUNS + 2 * KILLS
     assert_same(job, uninterrupted(num_stages, num_replicas, RUNS))
+
+
+def fail_to_write(directories, how):
+    """Trains in two processes, the second of which cannot take or write its fourth checkpoint."""
+    index = int(os.environ["IPU_PIPELINE_PROCESS_ID"])
+    os.environ[MEMORY_VARIABLE] = directories[index]
+    if how == "other variables":
+        os.environ[RESTART_VARIABLE] = str(index)
+    numbers = itertools.count()
+    name = "parts_of" if how == "takes" else "flatten"  # each is called once for a checkpoint
+    function = getattr(session_module if how == "takes" else in_memory, name)
+
+    def failing(*given):
+        if index == 1 and next(numbers) >= 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return function(*given)
+
+    setattr(session_module if how == "takes" else in_memory, name, failing)
+    front.ipu_config(2).configure_ipu_system()
+    training = Training(2)
+    with ipu.Session(seed=3) as session:
+        training.start(session)
+        try:
+            session.resume()
+        except ValueError as error:
+            return str(error)
+        training.run(session, 8)
+        left = [path.name.partition("-")[2] for path in Path(directories[index]).iterdir()]
+        return session.update_count(), sorted(left)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("how", "is_shared"), [("writes", True), ("writes", False), ("takes", False), ("other variables", True)]
+)
+def test_a_process_that_cannot_write_holds_up_nobody(how, is_shared, tmp_path):
+    """Training goes on, on one machine and on two. The last checkpoint that both have stays."""
+    directories = [tmp_path / "memory0", tmp_path / ("memory0" if is_shared else "memory1")]
+    run = tmp_path / "run"
+    run.mkdir()
+    given = (list(map(str, directories)), how)
+    started = joined.start(fail_to_write, 2, None, *given, directory=run, joins_itself=True)
+    found = joined.finish(started, run, timeout=120)
+    if how == "other variables":
+        message = f"{RESTART_VARIABLE} must be the same in all processes of a run: 0 in process 0, 1 in"
+        assert all(message in told for told in found), found
+        return
+    for updates, left in found:
+        assert updates == 8
+        assert {"2-0-0of2", "2-0-1of2"} <= set(left)  # on either machine
+        assert not any(name.startswith("4-") for name in left)
 
 
 @pytest.mark.thorough

@@ -571,6 +571,23 @@ def test_after_progress_the_next_start_is_at_once():
     assert [restarts.after(killed, 5, progress) for progress in told] == [1, 2, 0, 1, 2]
 
 
+def test_only_what_comes_further_than_ever_before_is_started_again_at_once(tmp_path):
+    """As a training says it: its name, the run that was done, and the global step."""
+    text = """
+told = [["a 4 50"], ["a 4 50", "a 5 50"], ["b 0 10"], ["a 5 60"], []][restart]
+if index == 0:
+    for text in told:
+        os.write(int(os.environ["IPU_PIPELINE_LAUNCHER_FD"]), f"progress {text}\\n".encode())
+    time.sleep(0.2)
+    sys.exit("failed" if told else 0)
+"""
+    started = launch(tmp_path, text, "--restarts", "9")
+    _out, errors = started.communicate(timeout=60)
+    assert started.returncode == 0, errors
+    assert re.findall(r"for this cause, (.*)\.", errors) == ["at once", "in 1 s", "at once", "at once"]
+    assert re.findall(r"has gone on with run (\d+), [0-9.]+ s later", errors) == ["4", "0", "5"]
+
+
 def test_memory_is_the_launchers_own_and_goes_with_it(tmp_path):
     """Two starts share the directory. What a launcher that was killed left is removed by the next."""
     text = f"""

@@ -579,7 +579,7 @@ class Session:
                 one_value = self._run_operation(one)
             values.append(one_value)
         if in_memory is not None:
-            in_memory.series.note_run()
+            in_memory.series.note_run(self._store.global_step())
         return values
 
     def _find_fault(
