@@ -27,8 +27,7 @@ LAUNCH = ("-m", "ipu_pipeline", "launch")
 pytestmark = pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="needs Linux's /proc")
 
 BEGIN = """
-import atexit, os, signal, sys, time
-atexit.register(lambda: sys.stderr.write("a handler of its own has run\\n"))
+import os, signal, sys, time
 import ipu_pipeline.distributed as distributed
 from ipu_pipeline.processes import joining
 joining.join_by_environment()
@@ -200,6 +199,8 @@ STUCK, WAITS = "time.sleep(1000)", 'one.meet("end")'
 )
 def test_ends_of_processes(tmp_path, does, who, other, status, message):
     text = f"""
+import atexit
+atexit.register(lambda: print("a handler of its own has run", file=sys.stderr))
 if index == {who}:
     {does}
 else:
