@@ -321,15 +321,15 @@ class InMemorySeries:
         fault, sent = None, memoryview(_NOTHING)
         try:
             content = _Content.of(snapshot)
+            own = _File(*key, self._index, self._count)
+            self._store(own, content.write)
             if self._buddy is not None:
                 copy = io.BytesIO()
                 content.write(copy)
                 sent = copy.getbuffer()
-            own = _File(*key, self._index, self._count)
-            self._store(own, content.write)
         except Exception as error:
             fault = error
-        self._answer(key, _NOTHING if fault is not None else sent)
+        self._answer(key, sent)
         for process in self._of_buddies:
             received = processes.fetch_bytes(self._what, key.number, process)
             if bytes(received[:2]) == _NOTHING:

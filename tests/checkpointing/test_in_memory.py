@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import itertools
 import logging
+import signal
 
 import jax
 import jax.numpy as jnp
@@ -240,6 +241,22 @@ def test_if_one_process_cannot_write_all_stop_and_what_all_have_stays(directory)
     assert files_in(directory) == ["1-0-0of1", "2-0-0of1"]
 
 
+def test_ctrl_c_while_a_checkpoint_is_taken_ends_the_run_after_it(directory):
+    """All processes have then taken the same number."""
+    series = InMemorySeries(directory, "a")
+
+    def interrupted():
+        signal.raise_signal(signal.SIGINT)
+        return make_snapshot({"x": np.float32([1])})
+
+    with pytest.raises(KeyboardInterrupt):
+        series.take(interrupted)
+    series.wait()
+    assert files_in(directory) == ["0-0-0of1"]
+    take(series, {"x": np.float32([2])})
+    assert files_in(directory) == ["0-0-0of1", "1-0-0of1"]
+
+
 def test_every_so_many_runs(directory, monkeypatch, again):
     monkeypatch.setenv(MEMORY_EVERY_VARIABLE, "3")
     series = InMemorySeries(directory, "a")
@@ -439,7 +456,42 @@ def test_runs_that_do_not_train_are_not_counted(sessions):
         assert session.resume() == 1
 
 
+def test_none_is_taken_between_the_runs_of_one_update_of_a_table_in_host_memory(sessions):
+    """Checkpoints lack the gradients of its rows; the second run is within an update."""
+    from tests.tf1.ops.test_host_embedding import Looped
+
+    for restart, wanted in enumerate((0, 0, 2)):
+        training = Looped(3, every=2)
+        with sessions(restart) as session:
+            done = session.resume()
+            assert done == wanted
+            for _run in range((2, 3, 1)[restart]):
+                training.run(session)
+
+
 # Estimators.
+
+
+def test_a_call_that_has_nothing_to_do_leaves_the_memory_to_a_later_one(directory, tmp_path, again):
+    """As when a program trains, evaluates and trains on, and is killed in the second training."""
+    estimator = make_estimator(tmp_path / "model")
+    estimator.train(input_fn, max_steps=16)
+    again(restart=0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ipu_pipeline.checkpointing.checkpoints.CheckpointSeries.save", lambda *_given: None)
+        patch.setattr(InMemorySeries, "drop", lambda _series: None)
+        make_estimator(tmp_path / "model").train(input_fn, max_steps=48)
+    again()
+    estimator = make_estimator(tmp_path / "model")
+    estimator.train(input_fn, max_steps=16)
+    seen = []
+
+    class Look(ipu.ipu_session_run_hooks.SessionRunHook):
+        def before_run(self, run_context):
+            seen.append(run_context.global_step)
+
+    estimator.train(input_fn, max_steps=48, hooks=[Look()])
+    assert seen[0] == 40
 
 
 def test_an_estimator_goes_on_from_memory_if_that_is_newer_than_disk(directory, tmp_path, monkeypatch):
