@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from ipu_pipeline.engine import processes
 
-__all__ = ["beside", "do_each", "do_first", "is_any", "is_first", "process_index"]
+__all__ = ["beside", "do_each", "do_first", "is_any", "is_first", "largest", "process_index"]
 
 T = TypeVar("T")
 _place: contextvars.ContextVar[str] = contextvars.ContextVar("place", default="checkpoint")
@@ -64,8 +64,13 @@ def beside(what: str) -> Iterator[None]:
 
 def is_any(value: bool, what: str) -> bool:
     """Whether `value` is True in any process; waits for all."""
+    return largest(value, what) > 0
+
+
+def largest(value: int, what: str) -> int:
+    """The largest `value` of all processes; waits for all."""
     others = processes.current()
-    return value if others is None else "1" in others.exchange(what, str(int(value)))
+    return value if others is None else max(map(int, others.exchange(what, str(int(value)))))
 
 
 def _do(function: Callable[[], T], takes_part: bool) -> list[T]:

@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import secrets
 import signal
+import socket
 import sys
-import threading
 import time
+import urllib.parse
 from pathlib import Path
 
 from ipu_pipeline.command_line.running import add_script
-from ipu_pipeline.launching.group import FORWARDED, Group, Settings
+from ipu_pipeline.launching.agent import Agent, Nodes
+from ipu_pipeline.launching.group import Settings
 from ipu_pipeline.launching.memory import DEFAULT_DIRECTORY, Memory, remove_left
-from ipu_pipeline.launching.restarts import Restarts
 from ipu_pipeline.launching.shown import say
+from ipu_pipeline.processes.launched import SECRET_VARIABLE
 
 __all__ = ["add"]
 
+_DEFAULT_WAIT = 600.0  # seconds
+_LEAST_SECRET = 16  # characters
 _DESCRIPTION = """\
-Starts a Python program several times on this machine, as processes that run it together.
+Starts a Python program several times, as processes that run it together: on this machine, or, with --nodes,
+on several machines on each of which this command is started.
 
 The program stays as it is: IPUConfig.configure_ipu_system joins the processes, and the IPUs that it selects
-are spread over them. The processes listen on the loopback address only, have the cores divided among them,
-and read nothing from the terminal.
+are spread over them. The processes have the cores of a machine divided among them, and read nothing from
+the terminal. On one machine they listen on the loopback address only.
 
 What the program prints is shown once: from the process that has the results, which is that of the last
 stage of the first pipeline that runs. Output is held back until that process is known. If the program ends
@@ -38,6 +45,9 @@ checkpoint that they load.
 
 Ctrl-C, SIGTERM and SIGHUP are sent on to all processes, and end the job. The status is that of the process
 that failed first, or 128 more than the signal that ended it; 0 if none did.
+
+With several nodes, Ctrl-C on one ends the job on all. SIGTERM and SIGHUP end one node, and the others wait
+for another one in its place, as they do when a node is lost.
 """
 
 
@@ -47,7 +57,34 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.usage = "ipu-pipeline launch -n N [options] [-m] SCRIPT [ARGS ...]"
     parser.add_argument(
-        "-n", "--num-processes", type=int, required=True, metavar="N", help="how many processes"
+        "-n",
+        "--num-processes",
+        type=int,
+        required=True,
+        metavar="N",
+        help="how many processes on this node",
+    )
+    parser.add_argument(
+        "--nodes", type=int, default=1, metavar="N", help="on how many nodes this is started; 1 by default"
+    )
+    parser.add_argument(
+        "--node-rank",
+        type=int,
+        metavar="K",
+        help="the number of this node, from 0; a new one takes a lost one's",
+    )
+    parser.add_argument(
+        "--meet-at",
+        metavar="HOST:PORT",
+        help="an address of node 0 and a free port, where the nodes meet. They know each other by the "
+        f"secret in {SECRET_VARIABLE}",
+    )
+    parser.add_argument(
+        "--wait",
+        type=float,
+        metavar="SECONDS",
+        help="how long the others are waited for, at the beginning and when a node is lost; "
+        f"{_DEFAULT_WAIT:g} by default",
     )
     parser.add_argument(
         "--restarts",
@@ -101,6 +138,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 def _launch(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
     for option, value, least in (
         ("-n", parsed.num_processes, 1),
+        ("--nodes", parsed.nodes, 1),
+        ("--wait", _DEFAULT_WAIT if parsed.wait is None else parsed.wait, 1),
         ("--restarts", parsed.restarts, 0),
         ("--death-timeout", parsed.death_timeout, 2),
         ("--grace", parsed.grace, 0),
@@ -112,6 +151,7 @@ def _launch(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
         parser.error(f"there is no program {parsed.script}.")
     script = ["-m", parsed.script] if parsed.is_module else [parsed.script]
     command = [sys.executable, *script, *parsed.arguments]
+    nodes = _read_nodes(parser, parsed)
     memory = _make_memory(parser, parsed.memory_dir) if parsed.restarts else None
     settings = Settings(
         command,
@@ -119,16 +159,84 @@ def _launch(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
         parsed.shows_all,
         parsed.death_timeout,
         parsed.grace,
+        os.environ.get(SECRET_VARIABLE) or secrets.token_hex(),
         None if memory is None else memory.path,
         parsed.memory_every,
     )
     try:
-        return _Job(settings, Restarts(parsed.restarts)).run()
+        with contextlib.closing(_make_agent(parser, settings, nodes, parsed.restarts)) as agent:
+            return agent.run()
     except BrokenPipeError:  # the reader of our output is gone
         return 128 + signal.SIGPIPE
     finally:
         if memory is not None:
             memory.close()
+
+
+def _make_agent(parser: argparse.ArgumentParser, settings: Settings, nodes: Nodes, restarts: int) -> Agent:
+    try:
+        return Agent(settings, nodes, restarts)
+    except OSError as error:
+        assert nodes.meet_at is not None
+        host, port = nodes.meet_at
+        parser.error(f"--meet-at: this machine, node 0, cannot listen at {host}:{port}: {error.strerror}.")
+
+
+def _read_nodes(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> Nodes:
+    """Which nodes there are, from the options."""
+    given = {"--node-rank": parsed.node_rank, "--meet-at": parsed.meet_at, "--wait": parsed.wait}
+    if parsed.nodes == 1:
+        for option, value in given.items():
+            if value is not None:
+                parser.error(f"{option} has an effect with --nodes 2 or more only.")
+        return Nodes()
+    for option in ("--node-rank", "--meet-at"):
+        if given[option] is None:
+            parser.error(f"with --nodes {parsed.nodes}, {option} must be given.")
+    if not 0 <= parsed.node_rank < parsed.nodes:
+        parser.error(
+            f"--node-rank must be from 0 to {parsed.nodes - 1}, as --nodes is {parsed.nodes}; it is "
+            f"{parsed.node_rank}."
+        )
+    if len(os.environ.get(SECRET_VARIABLE, "")) < _LEAST_SECRET:
+        parser.error(
+            f"with --nodes {parsed.nodes}, the environment variable {SECRET_VARIABLE} must be the same "
+            f"text of {_LEAST_SECRET} characters or more on all nodes, by which they know each other. "
+            "`openssl rand -hex 16` makes one."
+        )
+    host, port = _read_address(parser, parsed.meet_at)
+    wait = _DEFAULT_WAIT if parsed.wait is None else parsed.wait
+    if parsed.node_rank == 0:
+        host = _find_number(parser, host, wait)
+        if host in ("0.0.0.0", "::"):  # noqa: S104  # which is refused
+            parser.error("--meet-at must be the address of node 0 at which the other nodes reach it.")
+    return Nodes(parsed.nodes, parsed.node_rank, (host, port), wait)
+
+
+def _find_number(parser: argparse.ArgumentParser, host: str, wait: float) -> str:
+    """The number of an address of this machine; Kubernetes may know the name only after a while."""
+    deadline, has_said = time.monotonic() + wait, False
+    while True:
+        try:
+            return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+        except OSError as error:
+            unknown = f"--meet-at: {host} is not known here: {error.strerror}"
+            if time.monotonic() > deadline:
+                parser.error(f"{unknown}.")
+            if not has_said:
+                say(f"{unknown}. This is tried again for {wait:g} s.")
+            has_said = True
+        time.sleep(min(1.0, wait / 4))
+
+
+def _read_address(parser: argparse.ArgumentParser, text: str) -> tuple[str, int]:
+    split = urllib.parse.urlsplit(f"//{text}")
+    host, port = split.hostname, None
+    with contextlib.suppress(ValueError):  # it has no such port
+        port = split.port
+    if not (host and port and text == split.netloc and "@" not in text):
+        parser.error(f"--meet-at must be host:port, such as node0:1234; it is {text!r}.")
+    return host, port
 
 
 def _make_memory(parser: argparse.ArgumentParser, given: Path | None) -> Memory | None:
@@ -144,60 +252,3 @@ def _make_memory(parser: argparse.ArgumentParser, given: Path | None) -> Memory 
             "failure, training goes on from checkpoints on disk. --memory-dir names another directory."
         )
         return None
-
-
-class _Job:
-    """The starts of a job, one after another until one of them is the last."""
-
-    def __init__(self, settings: Settings, restarts: Restarts) -> None:
-        self._settings = settings
-        self._restarts = restarts
-        self._group: Group | None = None
-        self._asked = 0  # the signal that asked all to end
-        self._is_asked = threading.Event()
-
-    def run(self) -> int:
-        """Returns the status."""
-        for number in FORWARDED:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-                signal.signal(number, self._send_on)
-        failed_at = None
-        furthest: dict[str, int] = {}  # as in `Group`, in all starts so far
-        while True:
-            begun = time.monotonic()
-            # A signal that comes while processes are being started is for them too.
-            signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
-            group = None
-            try:
-                if self._is_asked.is_set():
-                    return self._status_of_signal()
-                group = self._group = Group(self._settings, self._restarts.count, failed_at)
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
-                group.follow()
-            finally:
-                self._group = None
-                if group is not None:
-                    group.kill()
-            cause, failed_at = group.cause, group.failed_at
-            if cause is None or self._is_asked.is_set():
-                return 0 if cause is None else cause.status
-            has_progressed = any(step > furthest.get(name, -1) for name, step in group.furthest.items())
-            furthest |= {name: max(step, furthest.get(name, -1)) for name, step in group.furthest.items()}
-            delay = self._restarts.after(cause, time.monotonic() - begun, has_progressed)
-            if delay is None:
-                if self._restarts.count:
-                    say(f"given up after {self._restarts.count} restarts.")
-                return cause.status
-            when = f"in {delay:g} s" if delay else "at once"
-            say(f"{self._restarts.describe(cause)}, {when}.")
-            if self._is_asked.wait(delay):
-                return self._status_of_signal()
-
-    def _status_of_signal(self) -> int:
-        return 128 + self._asked
-
-    def _send_on(self, number: int, _frame: object) -> None:
-        self._asked = number
-        self._is_asked.set()
-        if self._group is not None:
-            self._group.ask_to_end(number)

@@ -7,7 +7,7 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Cause", "count_memory_kills"]
+__all__ = ["Cause", "LostNode", "count_memory_kills"]
 
 _VMSTAT = Path("/proc/vmstat")
 _LONGEST_LINE = 200
@@ -39,8 +39,13 @@ class Cause:
         """What it has in common with other ends of the same cause: not the process, and no numbers."""
         return f"{self._how()} {re.sub(r'[0-9]+', '#', self._why())}"
 
+    @property
+    def what(self) -> str:
+        """What happened to the process, without its number."""
+        return f"{self._how()}{self._why()}"
+
     def __str__(self) -> str:
-        return f"process {self.process} {self._how()}{self._why()}."
+        return f"process {self.process} {self.what}."
 
     def _how(self) -> str:
         if self.code >= 0:
@@ -59,6 +64,39 @@ class Cause:
         return (
             f": {self.last_error[:_LONGEST_LINE].rstrip('.')}" if self.code > 0 and self.last_error else ""
         )
+
+
+@dataclass(frozen=True)
+class LostNode:
+    """A node whose launcher is gone, with its processes.
+
+    Attributes:
+      node: its rank.
+      process: the number of its first process.
+      why: why it counts as lost.
+    """
+
+    node: int
+    process: int
+    why: str
+
+    @property
+    def status(self) -> int:
+        """As of `Cause`."""
+        return 1
+
+    @property
+    def kind(self) -> str:
+        """As of `Cause`."""
+        return "lost node"
+
+    @property
+    def what(self) -> str:
+        """As of `Cause`."""
+        return f"was lost with node {self.node}: {self.why}"
+
+    def __str__(self) -> str:
+        return f"node {self.node} was lost: {self.why}."
 
 
 def count_memory_kills() -> int:

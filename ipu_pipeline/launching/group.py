@@ -1,4 +1,4 @@
-"""The processes of a job, from their start to the end of the last one."""
+"""The processes of a job on one node, from their start to the end of the last one."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ from ipu_pipeline.processes.launched import (
     MEMORY_EVERY_VARIABLE,
     MEMORY_VARIABLE,
     RESTART_VARIABLE,
+    SECRET_VARIABLE,
+    describe_socket,
 )
 
-__all__ = ["FORWARDED", "Group", "Settings", "hold_port"]
+__all__ = ["FORWARDED", "Group", "Settings", "Start"]
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
@@ -36,14 +38,15 @@ _MOST_READS = 100
 
 @dataclass(frozen=True)
 class Settings:
-    """How a job is run.
+    """How a job is run on this node.
 
     Attributes:
       command: what each process runs.
-      count: the number of processes.
+      count: the number of processes here.
       shows_all: whether all that they print is shown.
       death_timeout: within how many seconds of a death the others end by themselves.
       grace: how many seconds they have to end after a signal that was sent on to them.
+      secret: by which the job's processes know each other.
       memory: a directory for in-memory checkpoints; None if they are not started again.
       memory_every: how many runs of a training there are from one to the next.
     """
@@ -53,8 +56,26 @@ class Settings:
     shows_all: bool
     death_timeout: float
     grace: float
+    secret: str
     memory: Path | None = None
     memory_every: int = 1
+
+
+@dataclass(frozen=True)
+class Start:
+    """One of the starts of a job's processes.
+
+    Attributes:
+      restart: how often the job has been started again.
+      coordinator: "host:port" where process 0 starts the coordinator.
+      count: the number of processes on all nodes.
+      first: the number of the first one on this node.
+    """
+
+    restart: int
+    coordinator: str
+    count: int
+    first: int
 
 
 class Group:
@@ -62,50 +83,51 @@ class Group:
 
     Attributes:
       cause: why the first one failed that did; None if none has.
-      failed_at: when it did, by `time.monotonic`.
       furthest: the names of trainings -> the furthest global step that each is known to have reached.
+      results: the number of the process that has the results; None if that is not known.
     """
 
-    def __init__(self, settings: Settings, restart: int, failed_at: float | None = None) -> None:
+    def __init__(
+        self, settings: Settings, start: Start, on_progress: Callable[[int], None] = lambda _run: None
+    ) -> None:
         """Starts them.
 
         Args:
           settings: how they are run.
-          restart: how often the job has been started again.
-          failed_at: when a process failed in the start before; None in the first start.
+          start: which start it is.
+          on_progress: is called with the number of the first run of a training that is done.
         """
         self.cause: Cause | None = None
-        self.failed_at = 0.0
         self.furthest: dict[str, int] = {}
-        self._failed_before = failed_at
+        self.results: int | None = None
+        self._on_progress = on_progress
         self._settings = settings
-        self._output = Output(settings.count, settings.shows_all)
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._told = b""
+        self._numbers = range(start.first, start.first + settings.count)
+        self._output = Output(self._numbers, settings.shows_all)
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._sockets: dict[int, socket.socket] = {}
+        self._told: dict[int, bytes] = {}  # what has not come to the end of its line
         self._failed: list[int] = []  # in the order in which they did
         self._deadline = float("inf")
         self._next_signal = signal.SIGTERM
         self._memory_kills = count_memory_kills()
         self._selector = selectors.DefaultSelector()
-        self._held = hold_port()
-        self._start(restart)
+        self._start(start)
 
-    def _start(self, restart: int) -> None:
+    def _start(self, start: Start) -> None:
         count = self._settings.count
-        reads, writes = os.pipe()
-        port = self._held.getsockname()[1]
         num_cores = (
             len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         )
         environment = {
             "PJRT_NPROC": str(max(1, num_cores // count)),  # else each takes all cores
             **os.environ,
-            "IPU_PIPELINE_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
-            "JAX_COORDINATOR_BIND_ADDRESS": f"127.0.0.1:{port}",
-            "IPU_PIPELINE_NUM_PROCESSES": str(count),
+            "IPU_PIPELINE_COORDINATOR_ADDRESS": start.coordinator,
+            "JAX_COORDINATOR_BIND_ADDRESS": start.coordinator,
+            "IPU_PIPELINE_NUM_PROCESSES": str(start.count),
             "IPU_PIPELINE_DEATH_TIMEOUT": f"{self._settings.death_timeout:g}",
-            RESTART_VARIABLE: str(restart),
-            LAUNCHER_VARIABLE: str(writes),
+            RESTART_VARIABLE: str(start.restart),
+            SECRET_VARIABLE: self._settings.secret,
             "PYTHONUNBUFFERED": "1",
         }
         environment.pop(MEMORY_VARIABLE, None)  # another launcher's
@@ -114,24 +136,31 @@ class Group:
             environment[MEMORY_EVERY_VARIABLE] = str(self._settings.memory_every)
             if "JAX_COMPILATION_CACHE_DIR" not in environment:
                 environment.setdefault(CACHE_DIR_VARIABLE, str(self._settings.memory / "programs"))
-        self._selector.register(reads, selectors.EVENT_READ, self._hear)
         prepare = _make_preparation(os.getpid())
-        for process in range(count):
+        for process in self._numbers:
+            own, other = socket.socketpair()
+            own.setblocking(False)
+            self._sockets[process] = own
+            self._selector.register(own, selectors.EVENT_READ, self._listener(process, own))
             started = subprocess.Popen(  # noqa: S603  # the user's own program
                 self._settings.command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                env={**environment, "IPU_PIPELINE_PROCESS_ID": str(process)},
-                pass_fds=[writes],
+                env={
+                    **environment,
+                    "IPU_PIPELINE_PROCESS_ID": str(process),
+                    LAUNCHER_VARIABLE: describe_socket(other),
+                },
+                pass_fds=[other.fileno()],
                 process_group=0,  # a terminal's Ctrl-C comes here only, and is sent on once
                 preexec_fn=prepare,
             )
-            self._processes.append(started)
+            other.close()
+            self._processes[process] = started
             for stream, is_error in ((started.stdout, False), (started.stderr, True)):
                 assert stream is not None
                 self._selector.register(stream, selectors.EVENT_READ, self._reader(process, is_error))
-        os.close(writes)
 
     def _reader(self, process: int, is_error: bool) -> Callable[[int], None]:
         def read(file: int) -> None:
@@ -142,27 +171,57 @@ class Group:
 
         return read
 
-    def _hear(self, file: int) -> None:
-        """Takes what the library tells in the processes."""
-        text = os.read(file, 4096)
-        if not text:
-            self._selector.unregister(file)
-        *lines, self._told = (self._told + text).split(b"\n")
-        for line in lines:
-            if line.startswith(b"results "):
-                self._output.know_results(int(line.split()[1]))
-            elif line.startswith(b"progress "):
-                training, run, step = line.decode().split()[1:]
-                if not self.furthest and self._failed_before is not None:
-                    seconds = time.monotonic() - self._failed_before
-                    say(f"training has gone on with run {run}, {seconds:.1f} s later.")
-                self.furthest[training] = max(self.furthest.get(training, -1), int(step))
+    def _listener(self, process: int, own: socket.socket) -> Callable[[int], None]:
+        def listen(_file: int) -> None:
+            text = b""
+            with contextlib.suppress(OSError):  # it has ended, with something that it had not read
+                text = own.recv(4096)
+            if not text:
+                self._selector.unregister(own)
+            *lines, self._told[process] = (self._told.get(process, b"") + text).split(b"\n")
+            for line in lines:
+                self._hear(line.decode())
 
-    def follow(self) -> None:
-        """Waits until all have ended."""
-        while any(process.poll() is None for process in self._processes):
+        return listen
+
+    def _hear(self, line: str) -> None:
+        """Takes what the library tells in a process."""
+        kind, *values = line.split()
+        if kind == "results":
+            self.know_results(int(values[0]))
+        elif kind == "progress":
+            training, run, step = values
+            if not self.furthest:
+                self._on_progress(int(run))
+            self.furthest[training] = max(self.furthest.get(training, -1), int(step))
+
+    def know_results(self, process: int) -> None:
+        """Notes that a process has the results, which may be on another node."""
+        self.results = process if self.results is None else self.results
+        self._output.know_results(process)
+
+    def know_failure(self, process: int, what: str) -> None:
+        """Tells the processes of one on another node that has failed, so that they end.
+
+        Args:
+          process: its number.
+          what: what happened to it, without its number.
+        """
+        for own in self._sockets.values():
+            with contextlib.suppress(OSError):  # that process has ended, or does not listen
+                own.send(f"failed {process} {what}\n".encode())
+        self._await_ends()
+
+    def follow(self, each_time: Callable[[], None] = lambda: None) -> None:
+        """Waits until all have ended.
+
+        Args:
+          each_time: is called again and again meanwhile.
+        """
+        while self._alive():
             self._read(0.02)
             self._note_failures()
+            each_time()
         end = time.monotonic() + 1.0  # something that they started may hold their pipes open
         while self._selector.get_map() and time.monotonic() < end and self._read(0.05):
             pass
@@ -178,7 +237,7 @@ class Group:
 
     def _note_failures(self) -> None:
         """Says which have failed, and ends those that do not end by themselves then."""
-        for number, process in enumerate(self._processes):
+        for number, process in self._processes.items():
             if process.poll() and number not in self._failed:
                 for _again in range(_MOST_READS):  # why it ended; others may go on writing
                     if not self._read(0):
@@ -186,15 +245,13 @@ class Group:
                 self._failed.append(number)
                 cause = Cause(number, process.returncode)
                 if self.cause is None:  # others end because of this one
-                    self.failed_at = time.monotonic()
                     was_memory = count_memory_kills() > self._memory_kills
                     last = self._output.last_errors.get(number, "")
                     self.cause = cause = Cause(number, process.returncode, last, was_memory)
-                    patience = self._settings.death_timeout + _TO_END_BY_THEMSELVES
-                    self._deadline = min(self._deadline, time.monotonic() + patience)
+                    self._await_ends()
                 say(str(cause))
         if time.monotonic() > self._deadline:
-            alive = [n for n, process in enumerate(self._processes) if process.poll() is None]
+            alive = self._alive()
             if alive:
                 numbers = ", ".join(map(str, alive))
                 if len(alive) == 1:
@@ -205,6 +262,14 @@ class Group:
             self._next_signal = signal.SIGKILL
             self._deadline = time.monotonic() + _TO_END_WHEN_ASKED
 
+    def _alive(self) -> list[int]:
+        return [number for number, process in self._processes.items() if process.poll() is None]
+
+    def _await_ends(self) -> None:
+        """Begins the time in which the processes end by themselves."""
+        patience = self._settings.death_timeout + _TO_END_BY_THEMSELVES
+        self._deadline = min(self._deadline, time.monotonic() + patience)
+
     def ask_to_end(self, number: int) -> None:
         """Sends a signal on to all. Those that do not end in time are killed."""
         self._send(number)
@@ -212,30 +277,21 @@ class Group:
         self._deadline = min(self._deadline, time.monotonic() + self._settings.grace)
 
     def _send(self, number: int) -> None:
-        for process in self._processes:
-            if process.poll() is None:
-                process.send_signal(number)
+        for process in self._alive():
+            self._processes[process].send_signal(number)
 
     def kill(self) -> None:
         """Kills all that is left, and what they started and left behind."""
-        for process in self._processes:
+        for process in self._processes.values():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             for stream in (process.stdout, process.stderr):
                 assert stream is not None
                 stream.close()
+        for own in self._sockets.values():
+            own.close()
         self._selector.close()
-        self._held.close()
-
-
-def hold_port() -> socket.socket:
-    """Holds a free port: the coordinator can listen there, and no other program gets it before that."""
-    held = socket.socket()
-    for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
-        held.setsockopt(socket.SOL_SOCKET, option, 1)
-    held.bind(("127.0.0.1", 0))
-    return held
 
 
 def _make_preparation(parent: int) -> Callable[[], None]:

@@ -140,16 +140,18 @@ class StopRequest:
     """Notes whether a signal came.
 
     Attributes:
-      number: the signal's number; None if none came.
+      number: the number of the signal that came to this process; None if none did.
+      elsewhere: the number of one that came to another process, as the caller has found; None if none did.
       is_final: whether what runs now is the last thing to do, so that further signals are ignored.
     """
 
     number: int | None = None
+    elsewhere: int | None = None
     is_final: bool = False
 
     def is_made(self) -> bool:
-        """Whether a signal came."""
-        return self.number is not None
+        """Whether a signal came, to any process."""
+        return self.number is not None or self.elsewhere is not None
 
 
 @contextlib.contextmanager
@@ -168,7 +170,7 @@ def stopping_on_signals() -> Iterator[StopRequest]:
 
     def note(number: int, frame: FrameType | None) -> None:
         del frame
-        if request.is_made() and not request.is_final:
+        if request.number is not None and not request.is_final:
             raise StoppedAtOnce
         request.number = request.number or number
 

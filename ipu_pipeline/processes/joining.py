@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import importlib.metadata
 import json
 import logging
@@ -29,6 +30,7 @@ from ipu_pipeline.processes.addresses import (
     is_in_environment,
     split_address,
 )
+from ipu_pipeline.processes.launched import SECRET_VARIABLE, restart_number
 from ipu_pipeline.processes.peer_watch import PeerWatch
 
 __all__ = ["DEATH_VARIABLE", "STALL_VARIABLE", "is_joined", "join", "join_by_environment"]
@@ -113,10 +115,19 @@ def join(
     processes.set_current(others)
     PeerWatch(others, death_timeout, stall_timeout).start()
     try:
-        others.agree("joining", _describe_versions(), time.monotonic() + patience)
+        codes = others.agree(
+            "joining", _describe_versions(), time.monotonic() + patience, _prove(place, place.index)
+        )
     except TimeoutError:  # process 0 ended before it said anything, and its coordinator is still there
         others.fail(_describe_absence(place, patience))
         raise TimeoutError(others.failure) from None
+    for process, code in enumerate(codes):
+        if not hmac.compare_digest(code, _prove(place, process)):
+            raise ValueError(
+                f"distributed.initialize: process {process} has another secret than process {place.index}. "
+                f"The environment variable {SECRET_VARIABLE} must be the same in all processes of a job, "
+                "or be set in none."
+            )
 
 
 def _find_own_address(host: str, port: int, patience: float) -> str:
@@ -270,6 +281,13 @@ def _claim(store: processes.Store, place: Place) -> None:
             f"distributed.initialize: another process of the run at {place.coordinator} has process_id "
             f"{place.index} too. Each has a number of its own, from 0 to {place.count - 1}."
         ) from None
+
+
+def _prove(place: Place, process: int) -> str:
+    """A code by which a process shows the others that it knows the job's secret; empty if it has none."""
+    secret = os.environ.get(SECRET_VARIABLE, "")
+    text = f"process {process} of {place.count} at {place.coordinator}, start {restart_number()}"
+    return hmac.new(secret.encode(), text.encode(), "sha256").hexdigest() if secret else ""
 
 
 def _describe_versions() -> dict[str, str]:

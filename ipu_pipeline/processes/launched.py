@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import socket
 import time
 
 __all__ = [
@@ -13,6 +14,9 @@ __all__ = [
     "MEMORY_EVERY_VARIABLE",
     "MEMORY_VARIABLE",
     "RESTART_VARIABLE",
+    "SECRET_VARIABLE",
+    "describe_socket",
+    "hear_failures",
     "restart_number",
     "runs_between_checkpoints",
     "tell_progress",
@@ -20,10 +24,11 @@ __all__ = [
 ]
 
 CACHE_DIR_VARIABLE = "IPU_PIPELINE_CACHE_DIR"  # where compiled programs are
-LAUNCHER_VARIABLE = "IPU_PIPELINE_LAUNCHER_FD"  # the number of a file that is open for writing
+LAUNCHER_VARIABLE = "IPU_PIPELINE_LAUNCHER_FD"  # number and inode of a socket, for lines both ways
 MEMORY_VARIABLE = "IPU_PIPELINE_MEMORY_DIR"  # where in-memory checkpoints are
 MEMORY_EVERY_VARIABLE = "IPU_PIPELINE_MEMORY_EVERY"  # how many runs there are from one to the next
 RESTART_VARIABLE = "IPU_PIPELINE_RESTART"  # how often the job has been started again
+SECRET_VARIABLE = "IPU_PIPELINE_SECRET"  # noqa: S105  # by which the processes of a job know each other
 
 _TELL_EVERY = 0.2  # seconds
 
@@ -79,8 +84,49 @@ def tell_progress(training: str, run: int, step: int) -> None:
         _tell(f"progress {training} {run} {step}")
 
 
+_heard = b""
+_failed: dict[int, str] = {}  # process -> what happened to it
+
+
+def hear_failures() -> dict[int, str]:
+    """What a launcher has told so far of processes that failed: what happened to each, by its number.
+
+    One thread calls it.
+    """
+    global _heard
+    with contextlib.suppress(OSError):  # nothing was told; or the launcher is gone
+        _heard += _launcher().recv(4096, socket.MSG_DONTWAIT)
+    *lines, _heard = _heard.split(b"\n")
+    for line in lines:
+        process, _blank, what = line.decode().removeprefix("failed ").partition(" ")
+        _failed[int(process)] = what
+    return _failed
+
+
 def _tell(text: str) -> None:
-    number = os.environ.get(LAUNCHER_VARIABLE, "")
-    if number.isdecimal():
-        with contextlib.suppress(OSError):  # the launcher is gone
-            os.write(int(number), f"{text}\n".encode())
+    with contextlib.suppress(OSError):  # the launcher is gone
+        _launcher().sendall(f"{text}\n".encode())
+
+
+@functools.cache
+def _open(number: int, inode: int) -> socket.socket:
+    if os.fstat(number).st_ino != inode:  # in a process that this one started, without its files
+        raise OSError(f"{LAUNCHER_VARIABLE} names another file")
+    return socket.socket(fileno=number)
+
+
+def _launcher() -> socket.socket:
+    """The launcher's socket.
+
+    Raises:
+      OSError: there is none.
+    """
+    number, _colon, inode = os.environ.get(LAUNCHER_VARIABLE, "").partition(":")
+    if not (number.isdecimal() and inode.isdecimal()):
+        raise OSError(f"{LAUNCHER_VARIABLE} is not set")
+    return _open(int(number), int(inode))
+
+
+def describe_socket(of_process: socket.socket) -> str:
+    """What `LAUNCHER_VARIABLE` says of a process's end of a pair of sockets."""
+    return f"{of_process.fileno()}:{os.fstat(of_process.fileno()).st_ino}"

@@ -20,7 +20,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -30,6 +30,7 @@ import jax
 from ipu_pipeline.engine.processes import Peers, current_log, may_come_from
 from ipu_pipeline.processes import board
 from ipu_pipeline.processes.ending import end_process
+from ipu_pipeline.processes.launched import hear_failures
 
 __all__ = ["Judge", "PeerWatch", "Status"]
 
@@ -104,9 +105,9 @@ class Judge:
         self._answered = 0.0
 
     def judge(
-        self, statuses: dict[int, Status], now: float, is_answered: bool, dead: Sequence[int]
+        self, statuses: dict[int, Status], now: float, is_answered: bool, dead: Mapping[int, str]
     ) -> str | None:
-        """Finds why the run cannot go on; None if it can."""
+        """Finds why the run cannot go on; None if it can. `dead` says how others' deaths were seen."""
         step = 0.0 if self._looked is None else min(now - self._looked, self._most_step)
         self._looked = now
         self._clock += step
@@ -134,14 +135,14 @@ class Judge:
             )
         return "".join(lines)
 
-    def _find_dead(self, statuses: dict[int, Status], dead: Sequence[int]) -> str | None:
+    def _find_dead(self, statuses: dict[int, Status], dead: Mapping[int, str]) -> str | None:
         for process, (_beat, heard) in sorted(self._beats.items()):
             status, seconds = statuses[process], self._heard - heard
             if process == self._index or status.end is not None:
                 continue
             name = f"Process {process} (pid {status.pid} on {status.host})"
             if process in dead:
-                return f"{name} has died: it is gone from this machine."
+                return f"{name} has died: it {dead[process]}."
             if seconds > self._silence:
                 return f"{name} has died or was stopped: no sign of it for {seconds:.0f} s (death_timeout)."
         return None
@@ -272,7 +273,8 @@ class PeerWatch:
         while not self._is_over.wait(self._interval / _GLANCES):
             with self._lock:
                 statuses, answers, asked = self._statuses, self._num_answers, self._asked
-            now, gone = time.monotonic(), self._find_gone(statuses)
+            now, gone = time.monotonic(), {**hear_failures(), **self._find_gone(statuses)}
+            gone.pop(self._peers.index, None)
             dead = self._find_silent(gone, asked, now)
             num_glances += 1
             if not dead and num_glances % _GLANCES:
@@ -290,25 +292,29 @@ class PeerWatch:
                     self._end_process(self._peers.failure)
                 return
 
-    def _find_silent(self, gone: Sequence[int], asked: float, now: float) -> list[int]:
+    def _find_silent(self, gone: Mapping[int, str], asked: float, now: float) -> dict[int, str]:
         """The processes with nothing more to say: a process's last report is read before judging it."""
         for process in gone:
             if process not in self._gone:
                 self._gone[process] = now
                 self._is_urgent.set()
         # If the store does not answer, they are not waited for.
-        return [p for p in gone if asked > self._gone[p] or now - self._gone[p] > self._grace]
+        return {
+            process: how
+            for process, how in gone.items()
+            if asked > self._gone[process] or now - self._gone[process] > self._grace
+        }
 
-    def _find_gone(self, statuses: dict[int, Status]) -> list[int]:
+    def _find_gone(self, statuses: dict[int, Status]) -> dict[int, str]:
         """Finds processes of this machine that are gone."""
-        gone = []
+        gone = {}
         for process, status in statuses.items():
             own = self._status
             is_here = own.boot and (status.boot, status.namespace) == (own.boot, own.namespace)
             if process != self._peers.index and is_here and own.namespace:
                 found = board.find_process(status.pid)
                 if found is None or found.start != status.start:
-                    gone.append(process)
+                    gone[process] = "is gone from this machine"
         return gone
 
     # When this process ends.

@@ -13,7 +13,7 @@ import pytest
 
 from ipu_pipeline.command_line.main import main
 from ipu_pipeline.launching.causes import Cause
-from ipu_pipeline.launching.group import hold_port
+from ipu_pipeline.launching.leader import hold_port
 from ipu_pipeline.launching.memory import Memory
 from ipu_pipeline.launching.restarts import Restarts
 from ipu_pipeline.launching.shown import Output
@@ -387,7 +387,7 @@ def test_process_0_has_given_up_and_its_coordinator_is_there(tmp_path):
 
 def test_what_is_shown(capfdbinary):
     def show(*actions, shows_all=False, count=2):
-        output = Output(count, shows_all)
+        output = Output(range(count), shows_all)
         for name, *arguments in actions:
             getattr(output, name)(*arguments)
         output.end()
@@ -415,7 +415,7 @@ def test_what_is_shown(capfdbinary):
 
 
 def test_the_line_that_says_why_is_not_one_that_only_adds_to_it(capfd):
-    output = Output(2, shows_all=False)
+    output = Output(range(2), shows_all=False)
     output.take(
         0, True, b"Traceback (most recent call last):\n  File x\nProcessError: process 1 has died.\n"
     )
@@ -578,7 +578,7 @@ def test_only_what_comes_further_than_ever_before_is_started_again_at_once(tmp_p
 told = [["a 4 50"], ["a 4 50", "a 5 50"], ["b 0 10"], ["a 5 60"], []][restart]
 if index == 0:
     for text in told:
-        os.write(int(os.environ["IPU_PIPELINE_LAUNCHER_FD"]), f"progress {text}\\n".encode())
+        os.write(int(os.environ["IPU_PIPELINE_LAUNCHER_FD"].split(":")[0]), f"progress {text}\\n".encode())
     time.sleep(0.2)
     sys.exit("failed" if told else 0)
 """

@@ -16,7 +16,7 @@ import numpy as np
 from tqdm import tqdm
 
 from ipu_pipeline.checkpointing.checkpoints import DOCUMENT, CheckpointSeries
-from ipu_pipeline.checkpointing.together import do_first, is_any
+from ipu_pipeline.checkpointing.together import do_first, is_any, largest
 from ipu_pipeline.engine.fronts import between_bars, is_shown_on
 from ipu_pipeline.ground.errors import CheckpointError, OutOfRangeError
 from ipu_pipeline.processes.interrupts import StoppedAtOnce, StopRequest, stopping_on_signals
@@ -53,7 +53,8 @@ def _is_plain(value: Any) -> bool:
 
 def _is_stopped(request: StopRequest) -> bool:
     """Whether a signal has come to any process; all processes call it at the same places."""
-    return is_any(request.is_made(), "stopping by a signal")
+    request.elsewhere = largest(request.number or 0, "stopping by a signal") or None
+    return request.elsewhere is not None
 
 
 class _Since:
@@ -158,7 +159,8 @@ class Training:
 
         Raises:
           CheckpointError: the last checkpoint cannot be saved.
-          SystemExit: SIGINT or SIGTERM came; the state after the running weight update is saved.
+          SystemExit: SIGINT or SIGTERM came, to this process or another one; the state after the running
+            weight update is saved.
         """
         _logger.info(
             "Training from step %d to %d: %d micro-batches per weight update, up to %d per run%s.",
@@ -189,9 +191,11 @@ class Training:
                 for listener in self._listeners:
                     listener.before_save(self._session, self._step)
             self._save_finally(request, is_error=request.is_made())
-            if request.number is not None:
-                _logger.warning("Training ends at step %d by signal %d.", self._step, request.number)
-                raise SystemExit(_SIGNAL_EXIT + request.number)
+            number = request.number or request.elsewhere
+            if number is not None:
+                where = "" if request.number is not None else " to another process"
+                _logger.warning("Training ends at step %d by signal %d%s.", self._step, number, where)
+                raise SystemExit(_SIGNAL_EXIT + number)
             seconds = time.monotonic() - self._begun_at
             _logger.info("Training ended at step %d, after %.1f s.", self._step, seconds)
         if not is_saved:

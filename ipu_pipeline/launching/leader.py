@@ -1,0 +1,335 @@
+"""What all nodes of a job do next: which processes start, when they start again, and when the job is over.
+
+A launcher runs on each node. The one of node 0 has the leader. The launchers report to it, several times a
+second, how their nodes stand, and get what they are to do. Both are whole states and not changes, so that a
+message that is lost, or comes twice, does no harm, and so that another leader can take over: how often the
+job has been started again is in every report.
+
+All processes start together, and when one has failed, all end and are started again together. A node whose
+launcher is gone can be replaced by another one of its rank.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from signal import SIGINT
+
+from ipu_pipeline.launching.causes import Cause, LostNode
+from ipu_pipeline.launching.group import Start
+from ipu_pipeline.launching.restarts import Restarts
+from ipu_pipeline.launching.shown import say
+
+__all__ = ["Leader", "Orders", "Report", "hold_port"]
+
+_SAID_AFTER = 2.0  # seconds for which the others are waited for
+_TO_COME_BACK = 1.0  # seconds, after the connection to a launcher has ended
+_MOST_STEP = 1.0  # seconds from look to look that count: more, and this process was stopped
+
+
+@dataclass(frozen=True)
+class Report:
+    """How a node stands.
+
+    Attributes:
+      node: its rank.
+      num_nodes: how many there are, as its launcher has been told.
+      num_processes: on this node.
+      agent: what tells its launcher from others.
+      restart: which start its processes are in, or were in last; -1 before the first.
+      is_running: whether they run.
+      cause: why the first one failed that did in that start; None if none has.
+      furthest: as of `Group`.
+      results: as of `Group`.
+      signal: the signal that asked the launcher to end; 0 if none has.
+      has_left: whether it ends.
+    """
+
+    node: int
+    num_nodes: int
+    num_processes: int
+    agent: str = field(default_factory=lambda: uuid.uuid4().hex)
+    restart: int = -1
+    is_running: bool = False
+    cause: Cause | None = None
+    furthest: Mapping[str, int] = field(default_factory=dict)
+    results: int | None = None
+    signal: int = 0
+    has_left: bool = False
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What a node is to do.
+
+    Attributes:
+      leader: what tells the leader from others.
+      start: the start that its processes are to be in; None if they are to wait for one.
+      failure: the number of a process that has failed on another node, and what happened to it: the
+        processes are to end. None if none has.
+      results: as of `Group`.
+      status: with which status the job is over; None if it is not.
+      refusal: why the node does not take part; empty if it does. This may change unless the job is over.
+    """
+
+    leader: str
+    start: Start | None = None
+    failure: tuple[int, str] | None = None
+    results: int | None = None
+    status: int | None = None
+    refusal: str = ""
+
+
+@dataclass
+class _Node:
+    report: Report
+    seen: float  # when it last reported
+    is_connected: bool = True
+
+
+@dataclass
+class _Run:
+    """A start, and what has become of it."""
+
+    begun: float
+    starts: dict[int, Start]  # of each node
+    agents: dict[int, str]
+    failure: Cause | LostNode | None = None
+    node: int = 0  # where it failed
+
+
+class Leader:
+    """Decides for all nodes. Threads may call it at once."""
+
+    def __init__(
+        self, num_nodes: int, address: str, restarts: Restarts, wait: float, silence: float
+    ) -> None:
+        """Waits for the nodes.
+
+        Args:
+          num_nodes: how many there are.
+          address: of this machine, at which the coordinator listens.
+          restarts: counts the failures.
+          wait: how many seconds a node is waited for.
+          silence: after how many seconds without a report a node is lost.
+        """
+        self._id = uuid.uuid4().hex
+        self._num_nodes = num_nodes
+        self._restarts = restarts
+        self._wait = wait
+        self._silence = silence
+        self._lock = threading.Lock()
+        self._looked = time.monotonic()
+        self._clock = 0.0  # seconds, without the time in which this process was stopped
+        self._nodes: dict[int, _Node] = {}
+        self._run: _Run | None = None  # None while nodes are waited for
+        self._restart = -1
+        self._furthest: dict[str, int] = {}  # as of `Group`, in all starts
+        self._not_before = 0.0
+        self._deadline = wait
+        self._has_said = False  # for whom it waits
+        self._is_cancelled = False
+        self._status: int | None = None
+        self._told: set[str] = set()  # agents that know that the job is over
+        self._held = hold_port(address)
+        host, port = self._held.getsockname()[:2]
+        self._coordinator = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    def exchange(self, report: Report) -> Orders:
+        """Takes a node's report, and returns what it is to do."""
+        with self._lock:
+            refusal, is_final = self._find_refusal(report)
+            if refusal:
+                return Orders(self._id, refusal=refusal, status=2 if is_final else None)
+            self._note(report)
+            self._go_on()
+            return self._orders(report)
+
+    def note_loss(self, agent: str) -> None:
+        """Notes that the connection to a launcher has ended. It has a second to come back."""
+        with self._lock:
+            for node in self._nodes.values():
+                if node.report.agent == agent:
+                    node.is_connected = False
+                    node.seen = min(node.seen, self._now() - self._silence + _TO_COME_BACK)
+
+    def is_needed(self) -> bool:
+        """Whether a node is there whose processes have not ended, or that does not know how it stands."""
+        with self._lock:
+            self._go_on()
+            if self._run is not None:
+                return bool(self._nodes)
+            is_over = self._status is not None or self._is_cancelled
+            return is_over and any(known.report.agent not in self._told for known in self._nodes.values())
+
+    def close(self) -> None:
+        """Lets the coordinator's port go."""
+        self._held.close()
+
+    # All of these run under the lock.
+
+    def _now(self) -> float:
+        looked, self._looked = self._looked, time.monotonic()
+        self._clock += min(self._looked - looked, _MOST_STEP)
+        return self._clock
+
+    def _find_refusal(self, report: Report) -> tuple[str, bool]:
+        """Why a node does not take part, and whether that is final."""
+        if report.num_nodes != self._num_nodes:
+            return f"--nodes is {report.num_nodes} there and {self._num_nodes} on node 0", True
+        known = self._nodes.get(report.node)
+        if known is not None and known.report.agent != report.agent:
+            if self._now() - known.seen <= self._silence:
+                return f"another launcher has node rank {report.node}", False
+            self._lose(report.node, "another launcher has come in its place")
+        return "", False
+
+    def _note(self, report: Report) -> None:
+        if report.signal == SIGINT:  # a person's; others are for one node
+            self._is_cancelled = True
+        if report.has_left:
+            self._nodes.pop(report.node, None)
+            run = self._run
+            if run is not None and run.agents.get(report.node) == report.agent and run.failure is None:
+                self._fail(
+                    report.node, report.cause or self._lost(report.node, "its launcher was asked to end")
+                )
+        else:
+            self._nodes[report.node] = _Node(report, self._now())
+
+    def _lose_silent(self) -> None:
+        for node, known in list(self._nodes.items()):
+            if self._now() - known.seen > self._silence:
+                silent = f"has said nothing for {self._silence:.0f} s"
+                self._lose(node, f"its launcher {silent if known.is_connected else 'is gone'}")
+
+    def _lose(self, node: int, why: str) -> None:
+        known = self._nodes.pop(node)
+        lost = self._lost(node, why)
+        if self._run is not None and self._run.agents.get(node) == known.report.agent:
+            self._fail(node, lost)
+        else:
+            say(str(lost))
+
+    def _lost(self, node: int, why: str) -> LostNode:
+        return LostNode(node, 0 if self._run is None else self._run.starts[node].first, why)
+
+    def _fail(self, node: int, cause: Cause | LostNode) -> None:
+        assert self._run is not None
+        if self._run.failure is None:
+            self._run.failure, self._run.node = cause, node
+            if isinstance(cause, LostNode):
+                say(str(cause))
+            elif node:  # the launcher of this node says its own
+                say(f"node {node}: {cause}")
+
+    def _go_on(self) -> None:
+        self._lose_silent()
+        if self._status is None:
+            if self._run is None:
+                self._gather()
+            else:
+                self._look_after(self._run)
+
+    def _gather(self) -> None:
+        """Starts the processes when all nodes are there."""
+        now = self._now()
+        missing = [node for node in range(self._num_nodes) if node not in self._nodes]
+        if self._is_cancelled:
+            self._end(128 + SIGINT, "a node was asked to end by SIGINT")
+        elif missing and now > self._deadline:
+            self._end(1, f"{_name(missing)} did not come within {self._wait:g} s (--wait)")
+        elif missing:
+            if not self._has_said and now > self._not_before + _SAID_AFTER:
+                say(f"waiting for {_name(missing)}, for up to {self._wait:g} s.")
+                self._has_said = True
+        elif now >= self._not_before and not any(node.report.is_running for node in self._nodes.values()):
+            reports = [self._nodes[node].report for node in range(self._num_nodes)]
+            self._restart = max(self._restart, *(report.restart for report in reports)) + 1
+            count = sum(report.num_processes for report in reports)
+            starts, first = {}, 0
+            for report in reports:
+                starts[report.node] = Start(self._restart, self._coordinator, count, first)
+                first += report.num_processes
+            self._run = _Run(now, starts, {report.node: report.agent for report in reports})
+
+    def _look_after(self, run: _Run) -> None:
+        """Takes what the nodes report of a start, and ends it when their processes have ended."""
+        members = {
+            node: known.report
+            for node, known in self._nodes.items()
+            if known.report.agent == run.agents.get(node)
+        }
+        begun = {node: report for node, report in members.items() if report.restart == self._restart}
+        for node, report in begun.items():
+            if report.cause is not None:
+                self._fail(node, report.cause)
+        if any(report.is_running for report in begun.values()):
+            return
+        if run.failure is None:
+            if len(begun) == self._num_nodes:
+                self._end(0)
+            return
+        if len(begun) == len(members):
+            self._run = None
+            furthest = [report.furthest for report in begun.values()]
+            self._decide(run, run.failure, furthest)
+
+    def _decide(self, run: _Run, failure: Cause | LostNode, furthest: list[Mapping[str, int]]) -> None:
+        """Decides whether there is another start after a failure."""
+        has_progressed = False
+        for name, step in (item for one in furthest for item in one.items()):
+            has_progressed |= step > self._furthest.get(name, -1)
+            self._furthest[name] = max(step, self._furthest.get(name, -1))
+        is_asked = self._num_nodes == 1 and self._nodes[0].report.signal
+        if is_asked or self._is_cancelled:
+            self._end(failure.status)
+            return
+        now = self._now()
+        delay = self._restarts.after(failure, now - run.begun, has_progressed)
+        if delay is None:
+            given_up = f"given up after {self._restarts.count} restarts" if self._restarts.count else ""
+            self._end(failure.status, given_up)
+            return
+        when = f"in {delay:g} s" if delay else "at once"
+        say(f"{self._restarts.describe(failure)}, {when}.")
+        self._not_before, self._deadline, self._has_said = now + delay, now + delay + self._wait, False
+
+    def _end(self, status: int, why: str = "") -> None:
+        self._status, self._run = status, None
+        if why:
+            say(f"{why}.")
+
+    def _orders(self, report: Report) -> Orders:
+        if self._status is not None:
+            self._told.add(report.agent)
+        run = self._run
+        if run is None or run.agents.get(report.node) != report.agent:
+            gone = (0, "was ended: the job is to be started again") if report.is_running else None
+            return Orders(self._id, failure=gone, status=self._status)
+        known = [
+            node.report.results for node in self._nodes.values() if node.report.restart == self._restart
+        ]
+        results = next((process for process in known if process is not None), None)
+        failure = None
+        if run.failure is not None and run.node != report.node:
+            failure = (run.failure.process, run.failure.what)
+        return Orders(self._id, run.starts[report.node], failure, results, self._status)
+
+
+def hold_port(address: str = "127.0.0.1") -> socket.socket:
+    """Holds a free port: the coordinator can listen there, and no other program gets it before that."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    held = socket.socket(family)
+    for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
+        held.setsockopt(socket.SOL_SOCKET, option, 1)
+    held.bind((address, 0))
+    return held
+
+
+def _name(nodes: list[int]) -> str:
+    return f"node{'s' * (len(nodes) > 1)} {', '.join(map(str, nodes))}"

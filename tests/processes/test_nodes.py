@@ -1,0 +1,533 @@
+"""Launchers of several nodes: what their leader decides, who is heard, and nodes that are lost."""
+
+import contextlib
+import dataclasses
+import itertools
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from ipu_pipeline.command_line.main import main
+from ipu_pipeline.launching import leader as leader_module
+from ipu_pipeline.launching.causes import Cause
+from ipu_pipeline.launching.leader import Leader, Orders, Report
+from ipu_pipeline.launching.meeting import Meeting, RemoteLeader, _Codes
+from ipu_pipeline.launching.restarts import Restarts
+from tests.processes.test_going_on import assert_same, uninterrupted  # noqa: F401  # a fixture
+from tests.processes.test_launching import LAUNCH, PLAIN, ROOT, find_left
+from tests.support.killing import Job
+from tests.support.programs import Started
+
+SECRET = "a secret of more than 16 characters"  # noqa: S105
+KILLED = Cause(3, -signal.SIGKILL)
+
+
+class Clock:
+    """The leader's, which only goes on when it is told to."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def monotonic(self):
+        return self.now
+
+    def forward(self, seconds, look):
+        """Goes on in steps in which nobody can have been stopped."""
+        for _step in range(round(2 * seconds)):
+            self.now += 0.5
+            look()
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    made = Clock()
+    monkeypatch.setattr(leader_module, "time", made)
+    return made
+
+
+@pytest.fixture
+def lead(clock):
+    """Makes a leader of 2 nodes."""
+    with contextlib.ExitStack() as left:
+
+        def make(restarts=5, wait=60.0, num_nodes=2):
+            made = Leader(num_nodes, "127.0.0.1", Restarts(restarts), wait, 5.0)
+            left.callback(made.close)
+            return made
+
+        yield make
+
+
+class Node:
+    """A node with two processes, as the leader knows it."""
+
+    def __init__(self, leader, rank, num_nodes=2, restart=-1):
+        self.leader = leader
+        self.report = Report(rank, num_nodes, 2, restart=restart)
+
+    def tell(self, **changes):
+        self.report = dataclasses.replace(self.report, **changes)
+        return self.leader.exchange(self.report)
+
+    def begin(self, restart, first=None):
+        """Is told to start, and does."""
+        orders = self.tell()
+        assert (orders.start.restart, orders.status, orders.refusal) == (restart, None, "")
+        assert orders.start.count == 4
+        assert orders.start.first == 2 * self.report.node if first is None else first
+        self.tell(restart=restart, is_running=True, cause=None)
+        return orders.start
+
+    def end(self, **changes):
+        return self.tell(is_running=False, **changes)
+
+
+def begin(*nodes, restart=0):
+    for node in nodes:
+        node.tell()
+    starts = [node.begin(restart) for node in nodes]
+    assert len({start.coordinator for start in starts}) == 1
+
+
+def test_all_start_when_all_are_there_and_end_together(lead):
+    leader = lead()
+    first, second = Node(leader, 0), Node(leader, 1)
+    assert first.tell().start is None
+    begin(first, second)
+    assert first.tell(results=1).failure is None
+    assert second.tell().results == 1  # its node does not know
+    assert first.end().status is None
+    assert second.end().status == 0
+    assert leader.is_needed()
+    assert first.tell().status == 0
+    assert not leader.is_needed()
+
+
+def test_a_failure_ends_the_processes_of_the_other_node_and_all_start_again(lead, clock, capfd):
+    leader = lead()
+    first, second = Node(leader, 0), Node(leader, 1)
+    begin(first, second)
+    assert second.end(cause=KILLED).failure is None
+    assert first.tell().failure == (3, "was ended by SIGKILL")
+    # What follows from it does not count. The next start is not before a second has gone by.
+    assert first.end(cause=Cause(0, 1, "process 3 has died")).start is None
+    clock.forward(1, lambda: [node.tell() for node in (first, second)])
+    begin(first, second, restart=1)
+    first.end(cause=Cause(0, 7), furthest={"a": 3})
+    second.end(cause=Cause(2, 1))
+    begin(first, second, restart=2)  # at once: training had come further
+    said = capfd.readouterr().err
+    assert "node 1: process 3 was ended by SIGKILL." in said
+    assert "restart 1 of at most 5 for this cause, in 1 s." in said
+    assert "restart 1 of at most 5 for this cause, at once." in said
+    assert said.count("\n") == 3  # node 0's launcher says its own failures
+
+
+def test_a_node_that_had_not_started_when_another_failed_is_not_waited_for(lead, clock):
+    leader = lead()
+    first, second = Node(leader, 0), Node(leader, 1)
+    second.tell()
+    first.begin(0)
+    first.end(cause=KILLED)
+    orders = second.tell()
+    assert orders.failure == (3, "was ended by SIGKILL")
+    second.tell(restart=orders.start.restart)  # it leaves the start out
+    clock.forward(1, lambda: [node.tell() for node in (first, second)])
+    begin(first, second, restart=1)
+
+
+def test_a_lost_node_is_replaced(lead, clock, capfd):
+    leader = lead()
+    first, second = Node(leader, 0), Node(leader, 1)
+    begin(first, second)
+    leader.note_loss(second.report.agent)
+    second.tell()  # it comes back in time
+    clock.forward(4, first.tell)
+    assert first.tell().failure is None
+    leader.note_loss(second.report.agent)
+    newcomer = Node(leader, 1)
+    assert newcomer.tell().refusal == "another launcher has node rank 1"
+    clock.forward(1.5, first.tell)
+    assert first.tell().failure == (2, "was lost with node 1: its launcher is gone")
+    assert newcomer.tell() == Orders(newcomer.tell().leader)  # while the other node's processes end
+    first.end(cause=Cause(0, 1))
+    clock.forward(1, lambda: [node.tell() for node in (first, newcomer)])
+    begin(first, newcomer, restart=1)
+    # The one that was lost comes back after all, with processes that run.
+    assert second.tell().refusal == "another launcher has node rank 1"
+    clock.forward(7, lambda: [node.tell() for node in (first, second)])
+    assert first.tell().failure == (2, "was lost with node 1: its launcher has said nothing for 5 s")
+    assert second.tell().failure == (0, "was ended: the job is to be started again")
+    said = capfd.readouterr().err
+    assert "node 1 was lost: its launcher is gone." in said
+    assert "node 1 was lost: its launcher has said nothing for 5 s." in said
+
+
+def test_a_node_is_not_waited_for_without_end(lead, clock, capfd):
+    leader = lead(wait=20.0)
+    first = Node(leader, 0)
+    clock.forward(19, first.tell)
+    assert first.tell().status is None
+    clock.forward(2, first.tell)
+    assert first.tell().status == 1
+    said = capfd.readouterr().err
+    assert said.splitlines() == [
+        "ipu-pipeline launch: waiting for node 1, for up to 20 s.",
+        "ipu-pipeline launch: node 1 did not come within 20 s (--wait).",
+    ]
+
+
+def test_a_leader_that_was_stopped_loses_nobody(lead, clock):
+    leader = lead()
+    first, second = Node(leader, 0), Node(leader, 1)
+    begin(first, second)
+    clock.now += 600
+    assert first.tell().failure is None
+    assert second.tell().failure is None
+
+
+def test_another_leader_takes_over(lead, clock):
+    """Its own launcher is new, and the other one's processes are in the fourth start."""
+    leader = lead()
+    first, second = Node(leader, 0), Node(leader, 1, restart=3)
+    first.tell()
+    assert second.tell(is_running=True).failure == (0, "was ended: the job is to be started again")
+    assert first.tell().start is None
+    second.end(cause=Cause(2, 1))
+    begin(first, second, restart=4)
+
+
+def test_a_node_that_leaves_is_waited_for_and_ctrl_c_ends_all(lead, clock):
+    leader = lead()
+    first, second = Node(leader, 0), Node(leader, 1)
+    begin(first, second)
+    second.tell(signal=signal.SIGTERM)
+    second.end(cause=Cause(2, 143), has_left=True)
+    first.end(cause=Cause(0, 143))
+    newcomer = Node(leader, 1)
+    clock.forward(1, lambda: [node.tell() for node in (first, newcomer)])
+    begin(first, newcomer, restart=1)
+    newcomer.tell(signal=signal.SIGINT)
+    newcomer.end(cause=Cause(2, 130), has_left=True)
+    assert first.end(cause=Cause(0, 1)).status == 130
+    waiting = lead()
+    alone = Node(waiting, 1)
+    alone.tell()
+    assert Node(waiting, 0).tell(signal=signal.SIGINT).status == 130
+    assert alone.tell().status == 130
+
+
+def test_without_restarts_the_first_failure_is_the_end(lead):
+    leader = lead(restarts=0)
+    first, second = Node(leader, 0), Node(leader, 1)
+    begin(first, second)
+    second.end(cause=KILLED)
+    assert first.end(cause=Cause(0, 1)).status == 137
+    assert second.tell().status == 137
+
+
+def test_a_node_of_another_job_is_refused(lead):
+    leader = lead()
+    orders = Node(leader, 1, num_nodes=3).tell()
+    assert (orders.status, orders.refusal) == (2, "--nodes is 3 there and 2 on node 0")
+
+
+# Who is heard.
+
+
+class Deaf:
+    """A leader that only counts."""
+
+    def __init__(self):
+        self.reports = []
+        self.lost = []
+
+    def exchange(self, report):
+        self.reports.append(report)
+        return Orders("leader", status=7)
+
+    def note_loss(self, agent):
+        self.lost.append(agent)
+
+
+@pytest.fixture
+def meeting():
+    """A meeting at an address, with a leader that only counts."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()
+    leader = Deaf()
+    made = Meeting(leader, address, SECRET, 3.0)
+    yield leader, address
+    made.close()
+
+
+def ask(address, secret=SECRET, seconds=10.0):
+    """A report of a launcher, and the orders; None if there were none in time."""
+    remote = RemoteLeader(address, secret, 3.0)
+    report = Report(1, 2, 4, cause=Cause(2, -9), furthest={"a": 3})
+    deadline = time.monotonic() + seconds
+    while (orders := remote.exchange(report)) is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    remote.close(dataclasses.replace(report, has_left=True))
+    return report, orders
+
+
+def await_that(condition, seconds=10):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_reports_and_orders_arrive_as_they_were(meeting):
+    leader, address = meeting
+    report, orders = ask(address)
+    assert orders == Orders("leader", status=7)
+    assert leader.reports[0] == report
+    assert leader.reports[-1] == dataclasses.replace(report, has_left=True)
+    await_that(lambda: leader.lost == [report.agent])
+
+
+def speak(address, text):
+    """Sends bytes; what comes back until the other side ends the connection."""
+    with socket.create_connection(address, timeout=10) as connection:
+        connection.sendall(text)
+        connection.shutdown(socket.SHUT_WR)
+        found = b""
+        while part := connection.recv(4096):
+            found += part
+        return found
+
+
+def test_who_does_not_know_the_secret_is_refused_and_said_once(meeting, capfd):
+    leader, address = meeting
+    _report, orders = ask(address, "another secret of 16 characters", 2.0)
+    assert orders is None
+    hello = speak(address, b"GET / HTTP/1.1\r\nHost: node0\r\n\r\n")[:22]
+    assert hello.startswith(b"ipu-pipeline launch")
+    for text in (
+        os.urandom(500),
+        hello + bytes(32) + (2**31).to_bytes(4) + bytes(100),  # too long
+        hello + bytes(32) + (2).to_bytes(4) + bytes(32) + b"{}",
+        hello + bytes(10),
+        b"",
+    ):
+        assert len(speak(address, text)) == len(hello) + 32  # no more than the greeting
+    assert leader.reports == []
+    said = capfd.readouterr().err
+    assert said.count("was refused: it does not know the job's secret. Others will not be reported.") == 1
+    assert said.count("Is IPU_PIPELINE_SECRET the same there?") == 1
+    assert said.count("\n") == 2
+    assert ask(address)[1] is not None
+
+
+def test_a_message_cannot_be_sent_again(meeting):
+    """Neither in its connection nor in another one."""
+    leader, address = meeting
+    with socket.create_connection(address, timeout=10) as connection:
+        greeting = connection.recv(100)
+        codes = _Codes(SECRET, greeting[-32:] + bytes(32), is_leader=False)
+        first = greeting[:-32] + bytes(32) + codes.wrap(Report(1, 2, 4))
+        connection.sendall(first)
+        assert connection.recv(4096)
+        connection.sendall(first[len(greeting) :])
+        assert not connection.recv(4096)
+    assert len(leader.reports) == 1
+    assert len(speak(address, first)) == len(greeting)
+    assert len(leader.reports) == 1
+
+
+def test_a_thousand_silent_connections_keep_nobody_out(meeting):
+    _leader, address = meeting
+    left = []
+    stop = threading.Event()
+
+    def connect():
+        while not stop.is_set() and len(left) < 1000:
+            with contextlib.suppress(OSError):
+                left.append(socket.create_connection(address, timeout=10))
+                if len(left) > 200:
+                    left[len(left) - 200].close()  # this process has few files, too
+
+    connecting = threading.Thread(target=connect)
+    connecting.start()
+    try:
+        await_that(lambda: len(left) > 100)
+        assert ask(address)[1] is not None
+        connecting.join(30)
+        assert len(left) == 1000
+        assert ask(address)[1] is not None
+    finally:
+        stop.set()
+        connecting.join()
+        for connection in left:
+            connection.close()
+
+
+def test_a_port_that_is_taken_and_wrong_options(monkeypatch, capsys):
+    nodes = ["--nodes", "2", "--node-rank"]
+    monkeypatch.delenv("IPU_PIPELINE_SECRET", raising=False)
+
+    def refused(*options):
+        with pytest.raises(SystemExit):
+            main(["launch", "-n", "1", *options, __file__])
+        return capsys.readouterr().err
+
+    assert "--wait has an effect with --nodes 2 or more only" in refused("--wait", "3")
+    assert "--nodes must be 1 or more; it is 0" in refused("--nodes", "0")
+    assert "with --nodes 2, --meet-at must be given" in refused(*nodes, "1")
+    assert "--node-rank must be from 0 to 1, as --nodes is 2; it is 2" in refused(
+        *nodes, "2", "--meet-at", "node0:1"
+    )
+    assert "variable IPU_PIPELINE_SECRET must be the same" in refused(*nodes, "1", "--meet-at", "node0:1")
+    monkeypatch.setenv("IPU_PIPELINE_SECRET", SECRET)
+    for address in ("node0", "node0:", "node0:99999", "http://node0:1", "me@node0:1"):
+        assert f"--meet-at must be host:port, such as node0:1234; it is '{address}'" in refused(
+            *nodes, "1", "--meet-at", address
+        )
+    said = refused(*nodes, "0", "--meet-at", "nowhere.invalid:1", "--wait", "1")
+    assert "--meet-at: nowhere.invalid is not known here: " in said
+    assert "This is tried again for 1 s." in said
+    assert "at which the other nodes reach it" in refused(*nodes, "0", "--meet-at", "0.0.0.0:1234")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        said = refused(*nodes, "0", "--meet-at", f"127.0.0.1:{port}")
+    assert f"node 0, cannot listen at 127.0.0.1:{port}: Address already in use" in said
+
+
+# Launchers and their processes.
+
+
+class Cluster:
+    """Nodes of this machine, each with a launcher and a directory in place of its memory."""
+
+    def __init__(self, tmp_path, *program, num_processes=1, options=()):
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            self.meet_at = f"127.0.0.1:{server.getsockname()[1]}"
+        self.tmp_path = tmp_path
+        self.program = list(map(str, program))
+        self.options = ["-n", str(num_processes), "--nodes", "2", "--meet-at", self.meet_at, *options]
+        self.nodes = [self.start(rank) for rank in range(2)]
+
+    def start(self, rank, **environment):
+        memory = self.tmp_path / f"memory{rank}"
+        shutil.rmtree(memory, ignore_errors=True)
+        memory.mkdir()
+        command = [*LAUNCH, *self.options, "--node-rank", str(rank), "--memory-dir", str(memory)]
+        with (self.tmp_path / f"log{rank}").open("a") as log:
+            return Started(
+                [sys.executable, *command, *self.program],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "PYTHONPATH": str(ROOT), "IPU_PIPELINE_SECRET": SECRET, **environment},
+            )
+
+    def lose(self, rank):
+        """A node with its memory, in whose place another one comes."""
+        self.nodes[rank].kill()
+        self.nodes[rank].wait()
+        self.nodes[rank] = self.start(rank)
+
+    def log(self, rank):
+        return (self.tmp_path / f"log{rank}").read_text()
+
+    def statuses(self, timeout=60):
+        try:
+            return [node.wait(timeout) for node in self.nodes]
+        except subprocess.TimeoutExpired:
+            raise AssertionError("\n".join(self.log(rank)[-4000:] for rank in range(2))) from None
+
+
+def test_launchers_of_two_nodes_start_again_together(tmp_path):
+    """Processes without JAX. Those of the other node hear what has happened from their launcher."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        f"""{PLAIN}
+from ipu_pipeline.processes.launched import hear_failures
+print(index, restart, os.environ["IPU_PIPELINE_NUM_PROCESSES"], flush=True)
+if restart == 0 and index == 2:
+    os.kill(os.getpid(), signal.SIGKILL)
+if restart == 0:
+    while not hear_failures() and index < 2:
+        time.sleep(0.01)
+    sys.exit(f"heard {{hear_failures()}}")
+time.sleep(0.3)
+sys.exit(9 * (restart == 1 and index == 1))
+"""
+    )
+    options = ("--restarts", "3", "--death-timeout", "2", "--all")
+    cluster = Cluster(tmp_path, program, num_processes=2, options=options)
+    assert cluster.statuses() == [0, 0]
+    first, second = cluster.log(0), cluster.log(1)
+    for log, numbers in ((first, (0, 1)), (second, (2, 3))):
+        for number, restart in itertools.product(numbers, range(3)):
+            assert f"[{number}] {number} {restart} 4\n" in log
+    assert "node 1: process 2 was ended by SIGKILL." in first
+    assert "[0] heard {2: 'was ended by SIGKILL'}" in first
+    assert "process 1 ended with status 9." in first
+    assert "restart 1 of at most 3 for this cause, in 1 s." in first
+    assert find_left(tmp_path) == []
+
+
+@pytest.mark.thorough
+def test_nodes_are_lost_with_their_memory(tmp_path, uninterrupted):  # noqa: F811
+    """Each of two in turn, also that of the leader: what one had is in the memory of the other."""
+    job = Job.of(tmp_path / "job")
+    job.directory.mkdir()
+    program = ("-m", "tests.support.resumer", job.directory, 100, 4, 1)
+    options = ("--restarts", "9", "--wait", "60", "--death-timeout", "9")
+    cluster = Cluster(tmp_path, *program, options=options)
+    job.process, job.log = cluster.nodes[0], tmp_path / "log0"
+    for victim in (1, 0):
+        job.await_runs(8)
+        cluster.lose(victim)
+        job.process = cluster.nodes[0]
+    assert cluster.statuses(120) == [0, 0]
+    assert_same(job, uninterrupted(4, 1, 100))
+    assert job.num_runs() < 100 + 2 * 3  # of runs that were done again
+    assert "node 1 was lost: its launcher is gone." in cluster.log(0)
+    assert "Process 1 (pid" in cluster.log(0)
+    assert "node 0 cannot be reached" in cluster.log(1)
+    assert len(list((tmp_path / "memory0").iterdir())) == 0
+
+
+PREEMPTED = """
+import sys
+import ipu_pipeline as ipu
+from tests.support.estimating import input_fn, make_estimator
+class Slow(ipu.ipu_session_run_hooks.SessionRunHook):
+    def after_run(self, run_context, _values):
+        with open(sys.argv[1] + "/steps", "a") as file:
+            file.write(f"{run_context.global_step}\\n")
+make_estimator(sys.argv[1] + "/model", save_checkpoints_steps=10**6).train(
+    input_fn, hooks=[Slow()], max_steps=800
+)
+"""
+
+
+@pytest.mark.thorough
+def test_a_node_that_is_preempted_saves_and_is_replaced(tmp_path):
+    """SIGTERM comes to the launcher of one node only; all processes stop after the same update."""
+    program = tmp_path / "program.py"
+    program.write_text(PREEMPTED)
+    cluster = Cluster(tmp_path, program, tmp_path, options=("--restarts", "1", "--wait", "60"))
+    steps = tmp_path / "steps"
+    await_that(steps.exists, 60)
+    cluster.nodes[1].terminate()
+    assert cluster.nodes[1].wait(60) == 143
+    (saved,) = (tmp_path / "model" / "checkpoints").iterdir()
+    assert 0 < int(saved.name) < 800
+    cluster.nodes[1] = cluster.start(1)
+    assert cluster.statuses(90) == [0, 0]
+    assert "process 0 ended with status 143" in cluster.log(0)
+    assert "training has gone on with run" in cluster.log(0)
+    done = sorted(map(int, steps.read_text().split()))
+    assert done[::2] == done[1::2] == sorted(set(done))  # two processes; nothing was done again
+    assert max(done) == 800
