@@ -11,8 +11,10 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
+import yaml
 
 from ipu_pipeline.command_line.main import main
 from ipu_pipeline.launching import leader as leader_module
@@ -371,14 +373,14 @@ def test_a_thousand_silent_connections_keep_nobody_out(meeting):
             connection.close()
 
 
-def test_a_port_that_is_taken_and_wrong_options(monkeypatch, capsys):
+def test_a_port_that_is_taken_and_wrong_options(monkeypatch, capfd):
     nodes = ["--nodes", "2", "--node-rank"]
     monkeypatch.delenv("IPU_PIPELINE_SECRET", raising=False)
 
     def refused(*options):
         with pytest.raises(SystemExit):
             main(["launch", "-n", "1", *options, __file__])
-        return capsys.readouterr().err
+        return capfd.readouterr().err
 
     assert "--wait has an effect with --nodes 2 or more only" in refused("--wait", "3")
     assert "--nodes must be 1 or more; it is 0" in refused("--nodes", "0")
@@ -531,3 +533,70 @@ def test_a_node_that_is_preempted_saves_and_is_replaced(tmp_path):
     done = sorted(map(int, steps.read_text().split()))
     assert done[::2] == done[1::2] == sorted(set(done))  # two processes; nothing was done again
     assert max(done) == 800
+
+
+# The files for clusters, with what stands in for these.
+
+_SRUN = """#!/bin/bash
+for node in $(seq 0 $((SLURM_NNODES - 1))); do
+    SLURM_NODEID=$node "$@" &
+done
+wait -n && wait -n
+"""
+_WRITES = f"""{PLAIN}
+with open(os.environ["HOME"] + f"/told{{index}}", "w") as file:
+    file.write(os.environ["IPU_PIPELINE_NUM_PROCESSES"])
+"""
+
+
+@pytest.fixture
+def cluster_environment(tmp_path, monkeypatch):
+    (tmp_path / "train.py").write_text(_WRITES)
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    for name, text in (("srun", _SRUN), ("scontrol", "#!/bin/sh\necho 127.0.0.1\necho 127.0.0.2\n")):
+        (commands / name).write_text(text)
+        (commands / name).chmod(0o755)
+    path = os.pathsep.join([str(commands), str(Path(sys.executable).parent), os.environ["PATH"]])
+    return {**os.environ, "PATH": path, "HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+
+
+def assert_told(tmp_path):
+    assert [(tmp_path / f"told{index}").read_text() for index in range(2)] == ["2", "2"]
+
+
+def test_the_file_for_slurm(tmp_path, cluster_environment):
+    of_slurm = {"SLURM_NNODES": "2", "SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NODELIST": "node[0-1]"}
+    subprocess.run(
+        ["/bin/bash", ROOT / "examples" / "cluster" / "slurm.sh"],
+        cwd=tmp_path,
+        env={**cluster_environment, **of_slurm},
+        check=True,
+        timeout=60,
+    )
+    assert_told(tmp_path)
+
+
+def test_the_file_for_kubernetes(tmp_path, cluster_environment):
+    text = (ROOT / "examples" / "cluster" / "kubernetes.yaml").read_text()
+    documents = {document["kind"]: document for document in yaml.safe_load_all(text)}
+    job = documents["Job"]["spec"]
+    (container,) = job["template"]["spec"]["containers"]
+    assert job["completions"] == job["parallelism"] == 2
+    name = documents["Service"]["metadata"]["name"]
+    assert job["template"]["spec"]["subdomain"] == name
+    host = f"{documents['Job']['metadata']['name']}-0.{name}"  # of the pod of index 0
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    assert container["command"][2].count(f"{host}:1234") == 1
+    command = container["command"][2].replace(f"{host}:1234", f"127.0.0.1:{port}")
+    pods = [
+        Started(
+            [*container["command"][:2], command],
+            cwd=tmp_path,
+            env={**cluster_environment, "JOB_COMPLETION_INDEX": str(index), "IPU_PIPELINE_SECRET": SECRET},
+        )
+        for index in range(2)
+    ]
+    assert [pod.wait(60) for pod in pods] == [0, 0]
+    assert_told(tmp_path)
