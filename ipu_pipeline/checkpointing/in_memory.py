@@ -28,6 +28,7 @@ import logging
 import os
 import re
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +53,7 @@ from ipu_pipeline.processes.launched import (
     restart_number,
     runs_between_checkpoints,
     tell_progress,
+    tell_resumed,
 )
 from ipu_pipeline.processes.own_directories import make_own
 
@@ -59,7 +61,7 @@ __all__ = ["InMemorySeries", "parts_of"]
 
 T = TypeVar("T")
 _ALIGNMENT = 64  # bytes
-_RUNS = "runs before it"  # in a snapshot's extra
+_RUNS, _USEFUL = "runs before it", "seconds of these runs"  # in a snapshot's extra
 _NOTHING = b"--"  # what a buddy gets in place of a file that could not be written
 _BEGINNING = b"ipu_pipeline in-memory checkpoint 1\n"
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -126,6 +128,7 @@ class InMemorySeries:
 
     Attributes:
       runs: how many runs of the training are done.
+      useful: how many seconds they took, each counted once.
     """
 
     def __init__(self, directory: Path, name: str) -> None:
@@ -140,6 +143,9 @@ class InMemorySeries:
           ValueError: the launcher's variables differ between processes, or are malformed.
         """
         self.runs = 0
+        self.useful = 0.0
+        self._run_begun = 0.0  # by `time.monotonic`
+        self._num_timed = 0  # runs since this process began
         self._directory = directory.resolve()
         self._name = hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
         self._what = f"in-memory checkpoint {self._name}"
@@ -187,7 +193,8 @@ class InMemorySeries:
         return str(self._written) if self._is_working else ""
 
     def hear(self, told: Sequence[str]) -> None:
-        """Takes what `tell` returned in all processes."""
+        """Takes what `tell` returned in all processes, when a run begins."""
+        self._run_begun = time.monotonic()
         if "" in told:
             self._is_working = False
         elif len(set(told)) == 1:
@@ -208,7 +215,8 @@ class InMemorySeries:
             self._next = _begun[self._name] = self._next + 1
             try:
                 taken = snapshot()
-                given = (key, dataclasses.replace(taken, extra={**taken.extra, _RUNS: self.runs}))
+                extra = {**taken.extra, _RUNS: self.runs, _USEFUL: self.useful}
+                given = (key, dataclasses.replace(taken, extra=extra))
                 thread = threading.Thread(
                     target=self._write_or_report, args=given, name=_THREAD, daemon=True
                 )
@@ -219,9 +227,17 @@ class InMemorySeries:
                 self._report(error)
 
     def note_run(self, step: int) -> None:
-        """Counts a run that is done, with the global step after it."""
-        tell_progress(self._name, self.runs, step)
+        """Counts a run that is done, with the global step after it.
+
+        The first run of a process also compiles. It counts for as long as the second one takes.
+        """
+        if self._num_timed:
+            self.useful += (time.monotonic() - self._run_begun) * (2 if self._num_timed == 1 else 1)
+        self._num_timed += 1
+        tell_progress(self._name, self.runs, step, self.useful)
         self.runs += 1
+        with contextlib.suppress(OSError):
+            self._done(self._index).write_text(str(self.runs))
 
     # At the beginning and at the end of a training.
 
@@ -252,7 +268,9 @@ class InMemorySeries:
         with processes.occupied("an in-memory checkpoint"):
             snapshot = _join([_Content.read(self._open(file, holders[file])) for file in parts[newest]])
         self._written = self._complete = newest
-        self.runs = snapshot.extra.pop(_RUNS)
+        self.runs, self.useful = snapshot.extra.pop(_RUNS), snapshot.extra.pop(_USEFUL)
+        with contextlib.suppress(OSError, ValueError):  # the node is new, or it was being written
+            tell_resumed(int(self._done(self._index).read_text()) - self.runs)
         return snapshot
 
     def _open(self, file: _File, holders: Mapping[str, int]) -> BinaryIO:
@@ -277,12 +295,17 @@ class InMemorySeries:
                 self._path(file).unlink(missing_ok=True)
         for process in (self._index, *self._of_buddies):
             self._started(process).unlink(missing_ok=True)
+        self._done(self._index).unlink(missing_ok=True)
 
     # Files.
 
     def _path(self, file: _File) -> Path:
         values = f"{file.number}-{file.restart}-{file.process}of{file.count}"
         return self._directory / f"{self._name}-{values}"
+
+    def _done(self, process: int) -> Path:
+        """The number of runs that a process has done."""
+        return self._directory / f"{self._name}-{process}.done"
 
     def _started(self, process: int) -> Path:
         return self._directory / f"{self._name}-{process}.being-written-by-{self._index}"

@@ -14,6 +14,7 @@ from typing import Any
 
 from ipu_pipeline.ground.tables import align, describe_bytes, printable, shorten
 from ipu_pipeline.processes import board
+from ipu_pipeline.processes.job_history import Failure, JobHistory
 
 __all__ = ["add"]
 
@@ -93,7 +94,24 @@ def _describe(as_json: bool) -> str:
         place = headings.index("run by")
         del headings[place]
         lines = [(*line[:place], *line[place + 1 :]) for line in lines]
-    return "\n".join(align(lines, [headings.index(name) for name in _NUMBERS]))
+    table = align(lines, [headings.index(name) for name in _NUMBERS])
+    return "\n".join([*table, *_describe_jobs(programs)])
+
+
+def _describe_jobs(programs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line for each job that was started again, with the pids of its processes."""
+    pids: dict[str, list[str]] = {}
+    for program in programs:
+        job = program["job"]
+        if job is not None and job["restarts"]:
+            failures = tuple(
+                Failure(**{field: failure[field] for field in Failure.__dataclass_fields__})
+                for failure in job["failures"]
+            )
+            text = JobHistory(0.0, job["restarts"], failures).describe()
+            part = "" if job["goodput"] is None else f" Goodput: {job['goodput']:.2f}."
+            pids.setdefault(f"{printable(text)}{part}", []).append(str(program["pid"]))
+    return [f"{', '.join(numbers)}: {text}" for text, numbers in pids.items()]
 
 
 def _complete(announced: Mapping[str, Any]) -> dict[str, Any]:
@@ -104,6 +122,7 @@ def _complete(announced: Mapping[str, Any]) -> dict[str, Any]:
         "program": announced["program"],
         "started": announced["started"],
         "resident_bytes": board.resident_bytes(process["pid"]),
+        "job": announced["job"],
         "runs": [_complete_run(run) for run in announced["runs"]],
     }
 

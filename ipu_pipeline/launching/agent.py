@@ -13,6 +13,7 @@ from ipu_pipeline.launching.leader import Leader, Orders, Report
 from ipu_pipeline.launching.meeting import Link, Meeting, RemoteLeader
 from ipu_pipeline.launching.restarts import Restarts
 from ipu_pipeline.launching.shown import say
+from ipu_pipeline.processes.job_history import Failure, JobHistory
 
 __all__ = ["Agent", "Nodes"]
 
@@ -56,7 +57,10 @@ class Agent:
         self._nodes = nodes
         self._report = Report(nodes.rank, nodes.count, settings.count)
         self._group: Group | None = None
-        self._failed_at: float | None = None  # when the last failure was known here
+        self._history = JobHistory(time.time())
+        self._useful = 0.0  # as of `Group`
+        self._failure: tuple[float, str] | None = None  # of this start: when it was noticed, and what
+        self._failed_before: tuple[float, str] | None = None  # of the start before
         self._signal = 0  # which asked this launcher to end
         self._was_running = False  # whether processes ran then
         self._is_asked = threading.Event()
@@ -101,6 +105,12 @@ class Agent:
                 self._run_group(orders.start)
             else:  # it is over already: other nodes were quicker
                 self._report = dataclasses.replace(self._report, restart=orders.start.restart)
+        if self._history.num_restarts and self._useful and not self._nodes.rank:
+            seconds, times = time.time() - self._history.begun, self._history.describe_times()
+            say(
+                f"goodput {self._history.goodput(self._useful):.2f}: the runs took {self._useful:.1f} s of "
+                f"{seconds:.1f} s; the job was started again {times}."
+            )
         return status
 
     def close(self) -> None:
@@ -155,6 +165,9 @@ class Agent:
             self._report = dataclasses.replace(
                 self._report, restart=start.restart, is_running=True, cause=None, furthest={}, results=None
             )
+            self._failed_before, self._failure = self._failure or self._failed_before, None
+            self._history = dataclasses.replace(self._history, num_restarts=start.restart)
+            self._write_history()
             group = self._group = Group(self._settings, start, self._note_progress)
             told: list[int] = []
             signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
@@ -168,8 +181,9 @@ class Agent:
         self._take_from(group)
 
     def _take_from(self, group: Group) -> None:
-        if group.cause is not None and self._report.cause is None:
-            self._failed_at = time.monotonic()
+        if group.cause is not None:
+            self._note_failure(f"process {group.cause.process} {group.cause.what}")
+        self._useful = max(self._useful, group.useful)
         self._report = dataclasses.replace(
             self._report, cause=group.cause, furthest=dict(group.furthest), results=group.results
         )
@@ -182,15 +196,29 @@ class Agent:
             return
         if orders.failure is not None and not told:
             told.append(orders.failure[0])
-            self._failed_at = time.monotonic()
+            self._note_failure("process {} {}".format(*orders.failure))
             group.know_failure(*orders.failure)
         if orders.results is not None and group.results is None:
             group.know_results(orders.results)
 
-    def _note_progress(self, run: int) -> None:
-        if self._failed_at is not None and not self._nodes.rank:
-            seconds = time.monotonic() - self._failed_at
-            say(f"training has gone on with run {run}, {seconds:.1f} s later.")
+    def _note_failure(self, what: str) -> None:
+        """Notes the first failure of a start; others follow from it."""
+        if self._failure is None:
+            self._failure = (time.time(), what)
+
+    def _note_progress(self, run: int, step: int, num_redone: int) -> None:
+        """Says and writes that training has gone on after a failure."""
+        if self._failed_before is not None:
+            (at, what), self._failed_before = self._failed_before, None
+            failure = Failure(what, at, run, step, num_redone, time.time() - at)
+            self._history = self._history.after(failure)
+            self._write_history()
+            if not self._nodes.rank:
+                say(f"{failure}.")
+
+    def _write_history(self) -> None:
+        if self._settings.memory is not None:
+            self._history.write(self._settings.memory)
 
     def _send_on(self, number: int, _frame: object) -> None:
         self._signal, self._was_running = number, self._group is not None

@@ -85,18 +85,22 @@ class Group:
       cause: why the first one failed that did; None if none has.
       furthest: the names of trainings -> the furthest global step that each is known to have reached.
       results: the number of the process that has the results; None if that is not known.
+      useful: how many seconds of runs of trainings are known, each run counted once.
     """
 
     def __init__(
-        self, settings: Settings, start: Start, on_progress: Callable[[int], None] = lambda _run: None
+        self, settings: Settings, start: Start, on_progress: Callable[[int, int, int], None]
     ) -> None:
         """Starts them.
 
         Args:
           settings: how they are run.
           start: which start it is.
-          on_progress: is called with the number of the first run of a training that is done.
+          on_progress: is called when the first run of a training is done, with its number, the global step
+            after it, and how many runs are done again.
         """
+        self.useful = 0.0
+        self._num_redone = 0
         self.cause: Cause | None = None
         self.furthest: dict[str, int] = {}
         self.results: int | None = None
@@ -189,10 +193,13 @@ class Group:
         kind, *values = line.split()
         if kind == "results":
             self.know_results(int(values[0]))
+        elif kind == "resumed":
+            self._num_redone = max(self._num_redone, int(values[0]))
         elif kind == "progress":
-            training, run, step = values
+            training, run, step, useful = values
+            self.useful = max(self.useful, float(useful))
             if not self.furthest:
-                self._on_progress(int(run))
+                self._on_progress(int(run), int(step), self._num_redone)
             self.furthest[training] = max(self.furthest.get(training, -1), int(step))
 
     def know_results(self, process: int) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import logging
 import os
 import sys
@@ -28,6 +29,7 @@ from ipu_pipeline.engine import Pipeline
 from ipu_pipeline.engine.inspect import IpuMemory, Runner
 from ipu_pipeline.engine.processes import is_here
 from ipu_pipeline.processes import board, interrupts, launched
+from ipu_pipeline.processes.job_history import JobHistory, own_goodput
 
 __all__ = ["SWITCH_VARIABLE", "Run", "running"]
 
@@ -225,7 +227,7 @@ class _Announcer:
             try:
                 known = [run for run in list(self.runs.values()) if run.is_known()]
                 runs = [run.describe() for run in known]
-                told = {"program": _program(), "started": started, "runs": runs}
+                told = {"program": _program(), "started": started, "runs": runs, "job": _describe_job()}
                 if told != written:
                     board.write(process, {**told, "written": time.time()})
                     written = told
@@ -273,6 +275,18 @@ def running(
         announcer.runs[key] = run
     announcer.start()
     return run
+
+
+def _describe_job() -> dict[str, Any] | None:
+    """What has become of the job of this process; None without a launcher that starts it again."""
+    history, goodput = JobHistory.of_environment(), own_goodput()
+    if history is None:
+        return None
+    return {
+        "restarts": history.num_restarts,
+        "failures": [dataclasses.asdict(failure) for failure in history.failures],
+        "goodput": None if goodput is None else round(goodput, 2),
+    }
 
 
 def _program() -> str:

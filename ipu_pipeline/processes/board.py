@@ -49,6 +49,15 @@ _OF_PROGRAM: dict[str, Any] = {
     "runs": list,
 }
 _OF_PROCESS: dict[str, Any] = {"pid": int, "start": int, "boot": str, "namespace": str, "host": str}
+_OF_JOB: dict[str, Any] = {"restarts": int, "failures": list, "goodput": (*_NUMBER, type(None))}
+_OF_FAILURE: dict[str, Any] = {
+    "what": str,
+    "at": _NUMBER,
+    "run": int,
+    "step": int,
+    "num_redone": int,
+    "seconds": _NUMBER,
+}
 _OF_RUN: dict[str, Any] = {
     "name": str,
     "state": str,
@@ -286,6 +295,11 @@ def _load(directory: int, name: str) -> dict[str, Any] | None:
         return None
     runs = found["runs"]
     if not all(_has(run, _OF_RUN) and all(_has(ipu, _OF_IPU) for ipu in run["ipus"]) for run in runs):
+        return None
+    job = found.setdefault("job", None)  # an earlier version's has none
+    if job is not None and not (
+        _has(job, _OF_JOB) and all(_has(failure, _OF_FAILURE) for failure in job["failures"])
+    ):
         return None
     return found if name == f"{found['process']['pid']}-{found['process']['start']}.json" else None
 

@@ -21,6 +21,8 @@ __all__ = [
     "runs_between_checkpoints",
     "tell_progress",
     "tell_results",
+    "tell_resumed",
+    "useful_seconds",
 ]
 
 CACHE_DIR_VARIABLE = "IPU_PIPELINE_CACHE_DIR"  # where compiled programs are
@@ -67,21 +69,34 @@ def tell_results(process: int) -> None:
 
 
 _told_at = -1.0
+_useful: dict[str, float] = {}  # training -> seconds
 
 
-def tell_progress(training: str, run: int, step: int) -> None:
+def tell_resumed(num_redone: int) -> None:
+    """Says how many runs of a training are done again, if a launcher asks for that."""
+    _tell(f"resumed {num_redone}")
+
+
+def tell_progress(training: str, run: int, step: int, useful: float) -> None:
     """Says how far a training has come, if a launcher asks for that; five times a second at most.
 
     Args:
       training: a name for it, without spaces.
       run: the number of the run that was done.
       step: the global step after it.
+      useful: how many seconds its runs took, each counted once.
     """
     global _told_at
+    _useful[training] = useful
     now = time.monotonic()
     if now > _told_at + _TELL_EVERY:
         _told_at = now
-        _tell(f"progress {training} {run} {step}")
+        _tell(f"progress {training} {run} {step} {useful_seconds():.6g}")
+
+
+def useful_seconds() -> float:
+    """How many seconds the runs of trainings took, each counted once; also before restarts."""
+    return sum(_useful.values())
 
 
 _heard = b""

@@ -21,6 +21,7 @@ from ipu_pipeline.engine.inspect import watching
 from ipu_pipeline.ground.checks import is_int
 from ipu_pipeline.ground.cores import count_cores
 from ipu_pipeline.ground.errors import ProcessError
+from ipu_pipeline.processes.job_history import JobHistory, own_goodput
 from ipu_pipeline.reports.chrome_trace import to_chrome_trace
 from ipu_pipeline.reports.describing import describe_devices, describe_pipeline
 from ipu_pipeline.reports.device_profile import DeviceProfile, DeviceProfiler
@@ -196,6 +197,11 @@ def _make_profile(recorder: Recorder, noted: DeviceProfile, max_actions: int) ->
         for one in recorder.introduced
     ]
     notes = []
+    history = JobHistory.of_environment()
+    if history is not None and history.num_restarts:
+        goodput = own_goodput()
+        part = "" if goodput is None else f" Its runs took {goodput:.0%} of its time until now (goodput)."
+        notes.append(f"{history.describe()}{part}")
     if recorder.num_dropped:
         notes.append(
             f"The recording ended after {recorder.num_actions} actions (max_actions={max_actions}); at "

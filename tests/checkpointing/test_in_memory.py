@@ -65,7 +65,8 @@ def again(directory, monkeypatch):
 
 
 def files_in(directory):
-    return sorted(entry.name.partition("-")[2] for entry in directory.iterdir())
+    found = (entry.name.partition("-")[2] for entry in directory.iterdir())
+    return sorted(name for name in found if not name.endswith(".done"))
 
 
 def devices(number, shape=(-1, 1)):
@@ -255,6 +256,33 @@ def test_ctrl_c_while_a_checkpoint_is_taken_ends_the_run_after_it(directory):
     assert files_in(directory) == ["0-0-0of1"]
     take(series, {"x": np.float32([2])})
     assert files_in(directory) == ["0-0-0of1", "1-0-0of1"]
+
+
+def test_what_counts_of_a_jobs_time_is_each_run_once(directory, monkeypatch, again):
+    """The first run of a process, which compiles, counts as long as its second one."""
+    now, told = [0.0], []
+    monkeypatch.setattr(in_memory.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(in_memory, "tell_progress", lambda *given: told.append(given[1:]))
+    monkeypatch.setattr(in_memory, "tell_resumed", told.append)
+
+    def run(series, seconds):
+        series.hear([series.tell()])
+        series.take(lambda: make_snapshot({"x": np.float32([1])}))
+        series.wait()
+        now[0] += seconds
+        series.note_run(7)
+
+    series = InMemorySeries(directory, "a")
+    for seconds in (9.0, 1.0, 2.0, 2.5):
+        run(series, seconds)
+    assert told == [(0, 7, 0.0), (1, 7, 2.0), (2, 7, 4.0), (3, 7, 6.5)]
+    del told[:]
+    series = again()
+    series.find()  # what is known is of before the last run, which is done again
+    assert (series.runs, series.useful) == (3, 4.0)
+    for seconds in (5.0, 2.0):
+        run(series, seconds)
+    assert told == [1, (3, 7, 4.0), (4, 7, 8.0)]
 
 
 def test_every_so_many_runs(directory, monkeypatch, again):

@@ -573,20 +573,35 @@ def test_after_progress_the_next_start_is_at_once():
 
 
 def test_only_what_comes_further_than_ever_before_is_started_again_at_once(tmp_path):
-    """As a training says it: its name, the run that was done, and the global step."""
+    """As a training says it: its name, the run that was done, the global step, and the seconds of runs."""
     text = """
-told = [["a 4 50"], ["a 4 50", "a 5 50"], ["b 0 10"], ["a 5 60"], []][restart]
+told = [["a 4 50 0.1"], ["a 4 50 0.1", "a 5 50 0.2"], ["b 0 10 0.2"], ["a 5 60 0.4"], []][restart]
 if index == 0:
+    own = int(os.environ["IPU_PIPELINE_LAUNCHER_FD"].split(":")[0])
+    os.write(own, b"resumed %d\\n" % restart)
     for text in told:
-        os.write(int(os.environ["IPU_PIPELINE_LAUNCHER_FD"].split(":")[0]), f"progress {text}\\n".encode())
+        os.write(own, f"progress {text}\\n".encode())
     time.sleep(0.2)
     sys.exit("failed" if told else 0)
+from ipu_pipeline.processes.job_history import JobHistory
+if restart == 4:
+    print(JobHistory.of_environment().describe(), file=sys.stderr)
 """
     started = launch(tmp_path, text, "--restarts", "9")
     _out, errors = started.communicate(timeout=60)
     assert started.returncode == 0, errors
     assert re.findall(r"for this cause, (.*)\.", errors) == ["at once", "in 1 s", "at once", "at once"]
-    assert re.findall(r"has gone on with run (\d+), [0-9.]+ s later", errors) == ["4", "0", "5"]
+    for run, redone in (("4 (to step 50)", "1 run was"), ("0 (to step 10)", "2 runs were")):
+        cause = "s after process 0 ended with status 1: failed"
+        on = rf"training has gone on with run {re.escape(run)}, [0-9.]+ {cause}; {redone} done again\."
+        assert re.search(on, errors)
+    assert re.search(
+        r"goodput 0\.\d\d: the runs took 0\.4 s of .* the job was started again 4 times\.", errors
+    )
+    assert (
+        "[1] The job has been started again 4 times. The last time, training has gone on with run 5"
+        in errors
+    )
 
 
 def test_memory_is_the_launchers_own_and_goes_with_it(tmp_path):
