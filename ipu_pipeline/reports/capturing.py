@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import datetime
 import json
 import logging
@@ -117,6 +118,7 @@ class Capture:
                 stacklevel=2,
             )
             return
+        self.profile = dataclasses.replace(self.profile, notes=(*self.profile.notes, *_note_of_job()))
         texts = {"profile.json": self.profile.to_json(), "trace.json": to_chrome_trace(self.profile)}
         write_reports(self.directory, texts)
         self._write_page(self.profile)
@@ -197,11 +199,6 @@ def _make_profile(recorder: Recorder, noted: DeviceProfile, max_actions: int) ->
         for one in recorder.introduced
     ]
     notes = []
-    history = JobHistory.of_environment()
-    if history is not None and history.num_restarts:
-        goodput = own_goodput()
-        part = "" if goodput is None else f" Its runs took {goodput:.0%} of its time until now (goodput)."
-        notes.append(f"{history.describe()}{part}")
     if recorder.num_dropped:
         notes.append(
             f"The recording ended after {recorder.num_actions} actions (max_actions={max_actions}); at "
@@ -225,6 +222,15 @@ def _make_profile(recorder: Recorder, noted: DeviceProfile, max_actions: int) ->
         notes=tuple(notes),
     )
     return profile, matched.origin
+
+
+def _note_of_job() -> list[str]:
+    """What has become of the job, if its processes have been started again."""
+    history, goodput = JobHistory.of_environment(), own_goodput()
+    if history is None or not history.num_restarts:
+        return []
+    part = "" if goodput is None else f" Its runs took {goodput:.0%} of its time until now (goodput)."
+    return [f"{history.describe()}{part}"]
 
 
 _has_read_environment = False

@@ -3,8 +3,10 @@
 import dataclasses
 import errno
 import itertools
+import json
 import logging
 import signal
+import time
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +20,10 @@ from ipu_pipeline.checkpointing import in_memory
 from ipu_pipeline.checkpointing.in_memory import InMemorySeries, parts_of
 from ipu_pipeline.checkpointing.session_state import KeptOptimizer, Record, SessionState
 from ipu_pipeline.checkpointing.snapshots import FeedPosition, Snapshot
+from ipu_pipeline.processes.job_history import JobHistory
 from ipu_pipeline.processes.launched import MEMORY_EVERY_VARIABLE, MEMORY_VARIABLE, RESTART_VARIABLE
 from ipu_pipeline.queues.positions import Position
+from ipu_pipeline.tf1.estimator.scalars import FILE
 from ipu_pipeline.tf1.session import session as session_module
 from tests.support.estimating import assert_same_variables, input_fn, make_estimator
 from tests.support.resumable import Batches, Training, assert_same
@@ -65,8 +69,9 @@ def again(directory, monkeypatch):
 
 
 def files_in(directory):
+    """Those that are checkpoints, without the name of the training."""
     found = (entry.name.partition("-")[2] for entry in directory.iterdir())
-    return sorted(name for name in found if not name.endswith(".done"))
+    return sorted(name for name in found if name and not name.endswith(".done"))
 
 
 def devices(number, shape=(-1, 1)):
@@ -535,6 +540,7 @@ def test_an_estimator_goes_on_from_memory_if_that_is_newer_than_disk(directory, 
     monkeypatch.delenv(MEMORY_VARIABLE)
     reference.train(input_fn, max_steps=48)
     monkeypatch.setenv(MEMORY_VARIABLE, str(directory))
+    JobHistory(time.time()).write(directory)
     estimator = make_estimator(tmp_path / "model", save_checkpoints_steps=1000)
     with monkeypatch.context() as patch:  # as if it had no time to save: a process that was killed
         patch.setattr("ipu_pipeline.checkpointing.checkpoints.CheckpointSeries.save", lambda *_given: None)
@@ -549,6 +555,8 @@ def test_an_estimator_goes_on_from_memory_if_that_is_newer_than_disk(directory, 
         estimator.train(input_fn, max_steps=48)
     assert_same_variables(estimator, reference)
     assert not files_in(directory)  # the end is on disk
+    written = [json.loads(line) for line in (tmp_path / "model" / FILE).read_text().splitlines()]
+    assert all(0 < line["goodput"] <= 1 for line in written[-1:])
 
 
 @pytest.mark.parametrize("step", [8, 16])

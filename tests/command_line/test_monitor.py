@@ -1,5 +1,6 @@
 """`ipu-pipeline monitor` and `devices`, and what programs announce of themselves."""
 
+import dataclasses
 import errno
 import gc
 import json
@@ -22,7 +23,8 @@ import ipu_pipeline as ipu
 from ipu_pipeline import loops
 from ipu_pipeline.command_line import main, monitoring
 from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue
-from ipu_pipeline.processes import announcing, board
+from ipu_pipeline.processes import announcing, board, launched
+from ipu_pipeline.processes.job_history import Failure, JobHistory
 from tests.support import front
 from tests.support.programs import begin, run
 
@@ -63,9 +65,9 @@ def make_ipu(number, **changes):
     return known | changes
 
 
-def put(process, *runs, program="train.py"):
+def put(process, *runs, program="train.py", **more):
     now = time.time()
-    board.write(process, {"program": program, "started": now, "written": now, "runs": runs})
+    board.write(process, {"program": program, "started": now, "written": now, "runs": runs, **more})
 
 
 def read_programs(capsys):
@@ -329,6 +331,10 @@ def test_what_is_no_announcement_is_passed_over(announced, capsys):
         "1-2.json": json.dumps(good | {"runs": [{"name": 3}]}).encode(),
         "1-3.json": json.dumps(good | {"process": {"pid": "1"}}).encode(),
         "1-4.json": json.dumps(good | {"runs": [make_run(ipus=[5])]}).encode(),
+        "1-5.json": json.dumps(good | {"job": {"restarts": "3"}}).encode(),
+        "1-6.json": json.dumps(
+            good | {"job": {"restarts": 3, "failures": [{"what": 3}], "goodput": None}}
+        ).encode(),
         ".-.new": b"",
     }
     for name, text in strange.items():
@@ -449,6 +455,35 @@ def test_the_table_of_several_processes(announced, capsys):
     place = heading.index("run by")
     assert first[place:].startswith("process 1 of 2  running  2, 3 cpu")
     assert second[place : heading.index("state")].strip() == ""
+
+
+def test_a_job_that_was_started_again(announcer, announced, tmp_path, capsys, monkeypatch):
+    """As its launcher writes it, with what the runs of this process took."""
+    monkeypatch.setenv(launched.MEMORY_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(launched, "_useful", {"a": 30.0, "b": 6.0})
+    begun = time.time() - 40
+    failures = [
+        Failure(f"process {n} was ended by SIGKILL", begun + n, 5 * n, 7 * n, 2, 4.25) for n in (1, 2)
+    ]
+    history = JobHistory(begun)
+    for failure in failures:
+        history = history.after(failure)
+    dataclasses.replace(history, num_restarts=3).write(tmp_path)
+    model = front.Model()
+    with ipu.Session() as session:
+        session.run(model.initializer)
+        model.run(session)
+        wait_for(lambda: any(program["runs"] for program in read_programs(capsys)))
+        (program,) = read_programs(capsys)
+        assert main.main(["monitor"]) == 0
+        last = capsys.readouterr().out.splitlines()[-1]
+    assert 0.85 <= program["job"]["goodput"] <= 0.9
+    assert program["job"]["restarts"] == 3
+    assert program["job"]["failures"] == [dataclasses.asdict(failure) for failure in failures]
+    assert last.startswith(
+        f"{os.getpid()}: The job has been started again 3 times. The last time, training has gone on with run "
+        "10 (to step 14), 4.2 s after process 2 was ended by SIGKILL; 2 runs were done again. Goodput: 0."
+    )
 
 
 def test_the_ipus_of_all_replicas(announcer, capsys):

@@ -17,6 +17,8 @@ import ipu_pipeline as ipu
 from ipu_pipeline import engine
 from ipu_pipeline.engine import watching
 from ipu_pipeline.engine.execution import watched
+from ipu_pipeline.processes import launched
+from ipu_pipeline.processes.job_history import Failure, JobHistory
 from ipu_pipeline.reports import capturing, device_profile
 from ipu_pipeline.reports.events import ACTIONS, Event, EventKind, busy_time
 from ipu_pipeline.reports.files import check_directory, read_manifest, remove_reports, write_reports
@@ -351,6 +353,23 @@ def test_a_long_run_is_recorded_in_part(made, tmp_path, caplog):
     assert profile.num_dropped > 50
     assert "max_actions=100" in profile.notes[0]
     assert profile.notes[0] in caplog.text
+
+
+def test_a_report_says_that_the_job_was_started_again(made, tmp_path, monkeypatch):
+    monkeypatch.setenv(launched.MEMORY_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(launched, "_useful", {"a": 75.0})
+    failure = Failure("process 1 was ended by SIGKILL", time.time(), 5, 6, 1, 4.25)
+    JobHistory(time.time() - 100, 1, (failure,)).write(tmp_path)
+    pipeline, data = made
+    with ipu.reports.capture(tmp_path / "reports") as captured:
+        run(pipeline, data, 1)
+    (note,) = captured.profile.notes
+    assert note == (
+        "The job has been started again once. The last time, training has gone on with run 5 (to step 6), 4.2 s "
+        "after process 1 was ended by SIGKILL; 1 run was done again. Its runs took 75% of its time until now "
+        "(goodput)."
+    )
+    assert note in (tmp_path / "reports" / "report.html").read_text()
 
 
 def test_first_runs_are_rehearsed(tmp_path, monkeypatch):
