@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import signal
+import textwrap
 import threading
 import time
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ __all__ = ["Agent", "Nodes"]
 
 _LOOK = 0.02  # seconds between two looks at the orders
 _MOST_SILENCE = 10.0  # seconds
+_LONGEST_CAUSE = 100  # characters
 
 
 @dataclass(frozen=True)
@@ -204,7 +206,7 @@ class Agent:
     def _note_failure(self, what: str) -> None:
         """Notes the first failure of a start; others follow from it."""
         if self._failure is None:
-            self._failure = (time.time(), what)
+            self._failure = (time.time(), textwrap.shorten(what, _LONGEST_CAUSE, placeholder=" ..."))
 
     def _note_progress(self, run: int, step: int, num_redone: int) -> None:
         """Says and writes that training has gone on after a failure."""

@@ -365,9 +365,9 @@ def test_a_report_says_that_the_job_was_started_again(made, tmp_path, monkeypatc
         run(pipeline, data, 1)
     (note,) = captured.profile.notes
     assert note == (
-        "The job has been started again once. The last time, training has gone on with run 5 (to step 6), 4.2 s "
-        "after process 1 was ended by SIGKILL; 1 run was done again. Its runs took 75% of its time until now "
-        "(goodput)."
+        "The job has been started again once. The last time, training has gone on with run 5 (to step 6), "
+        "4.2 s after process 1 was ended by SIGKILL; 1 run was done again. Its runs took 75% of its time "
+        "until now (goodput)."
     )
     assert note in (tmp_path / "reports" / "report.html").read_text()
 
