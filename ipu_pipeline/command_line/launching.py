@@ -7,9 +7,7 @@ import contextlib
 import os
 import secrets
 import signal
-import socket
 import sys
-import time
 import urllib.parse
 from pathlib import Path
 
@@ -164,7 +162,7 @@ def _launch(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
         parsed.memory_every,
     )
     try:
-        with contextlib.closing(_make_agent(parser, settings, nodes, parsed.restarts)) as agent:
+        with contextlib.closing(Agent(settings, nodes, parsed.restarts)) as agent:
             return agent.run()
     except BrokenPipeError:  # the reader of our output is gone
         return 128 + signal.SIGPIPE
@@ -173,25 +171,12 @@ def _launch(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
             memory.close()
 
 
-def _make_agent(parser: argparse.ArgumentParser, settings: Settings, nodes: Nodes, restarts: int) -> Agent:
-    try:
-        return Agent(settings, nodes, restarts)
-    except OSError as error:
-        assert nodes.meet_at is not None
-        host, port = nodes.meet_at
-        parser.error(f"--meet-at: this machine, node 0, cannot listen at {host}:{port}: {error.strerror}.")
-
-
 def _read_nodes(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> Nodes:
     """Which nodes there are, from the options."""
-    given = {"--node-rank": parsed.node_rank, "--meet-at": parsed.meet_at, "--wait": parsed.wait}
-    if parsed.nodes == 1:
-        for option, value in given.items():
-            if value is not None:
-                parser.error(f"{option} has an effect with --nodes 2 or more only.")
+    if parsed.nodes == 1 and not parsed.node_rank:  # scripts give the rest of the options all the same
         return Nodes()
-    for option in ("--node-rank", "--meet-at"):
-        if given[option] is None:
+    for option, given in (("--node-rank", parsed.node_rank), ("--meet-at", parsed.meet_at)):
+        if given is None:
             parser.error(f"with --nodes {parsed.nodes}, {option} must be given.")
     if not 0 <= parsed.node_rank < parsed.nodes:
         parser.error(
@@ -206,27 +191,9 @@ def _read_nodes(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> 
         )
     host, port = _read_address(parser, parsed.meet_at)
     wait = _DEFAULT_WAIT if parsed.wait is None else parsed.wait
-    if parsed.node_rank == 0:
-        host = _find_number(parser, host, wait)
-        if host in ("0.0.0.0", "::"):  # noqa: S104  # which is refused
-            parser.error("--meet-at must be the address of node 0 at which the other nodes reach it.")
+    if host in ("0.0.0.0", "::"):  # noqa: S104  # which is refused
+        parser.error("--meet-at must be the address of node 0 at which the other nodes reach it.")
     return Nodes(parsed.nodes, parsed.node_rank, (host, port), wait)
-
-
-def _find_number(parser: argparse.ArgumentParser, host: str, wait: float) -> str:
-    """The number of an address of this machine; Kubernetes may know the name only after a while."""
-    deadline, has_said = time.monotonic() + wait, False
-    while True:
-        try:
-            return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
-        except OSError as error:
-            unknown = f"--meet-at: {host} is not known here: {error.strerror}"
-            if time.monotonic() > deadline:
-                parser.error(f"{unknown}.")
-            if not has_said:
-                say(f"{unknown}. This is tried again for {wait:g} s.")
-            has_said = True
-        time.sleep(min(1.0, wait / 4))
 
 
 def _read_address(parser: argparse.ArgumentParser, text: str) -> tuple[str, int]:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import ipaddress
+import os
 import signal
+import socket
 import textwrap
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+import ipu_pipeline
 from ipu_pipeline.launching.group import FORWARDED, Group, Settings, Start
 from ipu_pipeline.launching.leader import Leader, Orders, Report
-from ipu_pipeline.launching.meeting import Link, Meeting, RemoteLeader
+from ipu_pipeline.launching.meeting import Meeting, RemoteLeader
 from ipu_pipeline.launching.restarts import Restarts
 from ipu_pipeline.launching.shown import say
 from ipu_pipeline.processes.job_history import Failure, JobHistory
@@ -19,8 +25,10 @@ from ipu_pipeline.processes.job_history import Failure, JobHistory
 __all__ = ["Agent", "Nodes"]
 
 _LOOK = 0.02  # seconds between two looks at the orders
+_AGAIN_AFTER = 1.0  # seconds, until the next attempt to listen
 _MOST_SILENCE = 10.0  # seconds
 _LONGEST_CAUSE = 100  # characters
+_MOST_TRAININGS = 100  # of which the leader is told how far they are
 
 
 @dataclass(frozen=True)
@@ -30,8 +38,7 @@ class Nodes:
     Attributes:
       count: how many there are.
       rank: of this one, from 0.
-      meet_at: host and port where the launchers meet, on node 0; None if there is only one node. On node 0
-        the host is the number of an address.
+      meet_at: host and port where the launchers meet, on node 0; None if there is only one node.
       wait: how many seconds a node is waited for.
     """
 
@@ -45,24 +52,30 @@ class Agent:
     """Runs a job's processes on one node, from the first start to the last."""
 
     def __init__(self, settings: Settings, nodes: Nodes, restarts: int) -> None:
-        """Begins to meet the others.
+        """Starts nothing yet.
 
         Args:
           settings: how the processes are run.
           nodes: where.
           restarts: after how many failures of one cause the job is over.
-
-        Raises:
-          OSError: node 0 cannot listen there.
         """
         self._settings = settings
         self._nodes = nodes
-        self._report = Report(nodes.rank, nodes.count, settings.count)
-        self._group: Group | None = None
+        self._restarts = restarts
+        options = {
+            "--nodes": str(nodes.count),
+            "--restarts": str(restarts),
+            "--memory-every": str(settings.memory_every),
+            "--death-timeout": f"{settings.death_timeout:g}",
+            "the version of ipu_pipeline": ipu_pipeline.__version__,
+        }
+        self._report = Report(nodes.rank, settings.count, options, settings.memory is not None)
+        self._silence = min(_MOST_SILENCE, settings.death_timeout / 2)
         self._history = JobHistory(time.time())
         self._useful = 0.0  # as of `Group`
         self._failure: tuple[float, str] | None = None  # of this start: when it was noticed, and what
         self._failed_before: tuple[float, str] | None = None  # of the start before
+        self._group: Group | None = None
         self._signal = 0  # which asked this launcher to end
         self._was_running = False  # whether processes ran then
         self._is_asked = threading.Event()
@@ -71,31 +84,13 @@ class Agent:
         self._leader: Leader | None = None
         self._meeting: Meeting | None = None
         self._remote: RemoteLeader | None = None
-        silence = min(_MOST_SILENCE, settings.death_timeout / 2)
-        # The threads do not take signals: a signal is for the thread that starts processes.
-        signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
-        try:
-            if nodes.rank:
-                assert nodes.meet_at is not None
-                self._remote = RemoteLeader(nodes.meet_at, settings.secret, silence)
-            else:
-                host = "127.0.0.1" if nodes.meet_at is None else nodes.meet_at[0]
-                self._leader = Leader(nodes.count, host, Restarts(restarts), nodes.wait, silence)
-                if nodes.meet_at is not None:
-                    self._meeting = Meeting(self._leader, nodes.meet_at, settings.secret, silence)
-        except OSError:
-            if self._leader is not None:
-                self._leader.close()
-            raise
-        finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
 
     def run(self) -> int:
         """Runs the job. Returns the status."""
         for number in FORWARDED:
             if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-                signal.signal(number, self._send_on)
-        status = None
+                signal.signal(number, lambda number, _frame: self._end_by(number))
+        status = self._meet()
         while status is None:
             orders = self._exchange()
             status = self._status(orders)
@@ -103,7 +98,7 @@ class Agent:
                 break
             if orders is None or orders.start is None or orders.start.restart <= self._report.restart:
                 self._is_asked.wait(_LOOK)
-            elif orders.failure is None:
+            elif not orders.failed:
                 self._run_group(orders.start)
             else:  # it is over already: other nodes were quicker
                 self._report = dataclasses.replace(self._report, restart=orders.start.restart)
@@ -121,23 +116,91 @@ class Agent:
         if self._remote is not None:
             self._remote.close(last)
         if self._leader is not None:
-            self._leader.exchange(last)
-            end = time.monotonic() + _MOST_SILENCE
-            while self._leader.is_needed() and time.monotonic() < end:
-                time.sleep(_LOOK)
+            if self._nodes.count > 1:
+                self._leader.exchange(last)
+                end = time.monotonic() + self._silence
+                while self._leader.is_needed() and time.monotonic() < end:
+                    time.sleep(_LOOK)
+                self._say_lines()
             if self._meeting is not None:
                 self._meeting.close()
             self._leader.close()
 
+    # The leader.
+
+    def _meet(self) -> int | None:
+        """Begins to talk with the leader, or to be where it is. Returns a status if this cannot be."""
+        # The threads take no signals: a signal is for the thread that starts processes.
+        with _blocked_signals():
+            if self._nodes.rank:
+                assert self._nodes.meet_at is not None
+                self._remote = RemoteLeader(self._nodes.meet_at, self._settings.secret, self._silence)
+                return None
+            if self._nodes.meet_at is None:
+                self._leader = self._make_leader("127.0.0.1")
+                return None
+        return self._listen(*self._nodes.meet_at)
+
+    def _make_leader(self, address: str) -> Leader:
+        restarts = Restarts(self._restarts)
+        return Leader(
+            self._nodes.count, address, self._report.options, restarts, self._nodes.wait, self._silence
+        )
+
+    def _listen(self, host: str, port: int) -> int | None:
+        """Listens for the other launchers. A name, or its address, may be known a while later only."""
+        deadline, has_said = time.monotonic() + self._nodes.wait, False
+        while True:
+            error: OSError = OSError("it has no address")
+            try:
+                found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            except OSError as unknown:
+                error, found = unknown, []
+            for address in dict.fromkeys(str(entry[4][0]) for entry in found):
+                leader = self._make_leader(address)
+                try:
+                    with _blocked_signals():
+                        meeting = Meeting(leader, (address, port), self._settings.secret, self._silence)
+                except OSError as taken:
+                    error = taken
+                    continue
+                self._leader, self._meeting = leader, meeting
+                if ipaddress.ip_address(address).is_loopback and host != address and host != "localhost":
+                    say(f"{host} is {address} here: only launchers on this machine reach it.")
+                return None
+            why = (
+                os.strerror(error.errno)
+                if isinstance(error.errno, int) and error.errno > 0
+                else error.strerror
+            )
+            what = f"this node cannot listen at {host}:{port} (--meet-at): {why or error}"
+            if self._is_asked.wait(min(_AGAIN_AFTER, self._nodes.wait / 4)):
+                return 128 + self._signal
+            if time.monotonic() > deadline:
+                say(f"{what}.")
+                return 1
+            if not has_said:
+                say(f"{what}. This is tried again for {self._nodes.wait:g} s (--wait).")
+            has_said = True
+
     def _exchange(self) -> Orders | None:
-        link: Link | None = self._remote or self._leader
-        assert link is not None
-        orders = link.exchange(dataclasses.replace(self._report, signal=self._signal))
+        report = dataclasses.replace(self._report, signal=self._signal)
         if self._remote is not None:
+            orders = self._remote.exchange(report)
             self._taken_part = max(self._taken_part, self._remote.accepted)
         else:
+            assert self._leader is not None
+            orders = self._leader.exchange(report)
             self._taken_part = time.monotonic()
+            self._say_lines()
+        if orders is not None and orders.signal and not self._signal:
+            self._end_by(orders.signal)
         return orders
+
+    def _say_lines(self) -> None:
+        assert self._leader is not None
+        for line in self._leader.take_lines():
+            say(line)
 
     def _status(self, orders: Orders | None) -> int | None:
         """With which status this launcher ends now, while no processes run; None if it does not."""
@@ -146,8 +209,9 @@ class Agent:
                 say(f"this node cannot take part: {orders.refusal}.")
             return orders.status
         if self._is_asked.is_set():
-            cause = self._report.cause
-            return cause.status if cause is not None and self._was_running else 128 + self._signal
+            if not self._was_running:
+                return 128 + self._signal
+            return 0 if self._report.cause is None else self._report.cause.status
         if time.monotonic() - self._taken_part > self._nodes.wait:
             say(f"this node could not take part for {self._nodes.wait:g} s (--wait).")
             return 1
@@ -156,30 +220,42 @@ class Agent:
             say(f"this node waits: {orders.refusal}.")
         return None
 
+    # The processes.
+
     def _run_group(self, start: Start) -> None:
         """Runs the processes of a start until they have ended."""
-        # A signal that comes while processes are being started is for them too.
-        signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+        if not start.has_memory and self._settings.memory is not None:
+            say("nothing is kept in memory, since another node has none for it.")
         group = None
         try:
-            if self._is_asked.is_set():
-                return
-            self._report = dataclasses.replace(
-                self._report, restart=start.restart, is_running=True, cause=None, furthest={}, results=None
-            )
-            self._failed_before, self._failure = self._failure or self._failed_before, None
-            self._history = dataclasses.replace(self._history, num_restarts=start.restart)
-            self._write_history()
-            group = self._group = Group(self._settings, start, self._note_progress)
-            told: list[int] = []
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
-            group.follow(lambda: self._keep_in_step(group, told))
+            with _blocked_signals():  # one that comes while processes are being started is for them too
+                if self._is_asked.is_set():
+                    return
+                self._report = dataclasses.replace(
+                    self._report,
+                    restart=start.restart,
+                    is_running=True,
+                    cause=None,
+                    furthest={},
+                    results=None,
+                )
+                self._failed_before, self._failure = self._failure or self._failed_before, None
+                self._history = dataclasses.replace(self._history, num_restarts=start.restart)
+                self._write_history()
+                group = self._group = Group(self._settings, start, self._note_progress)
+            has_told = False
+
+            def keep_in_step() -> None:
+                nonlocal has_told
+                has_told = self._keep_in_step(group, has_told)
+
+            group.follow(keep_in_step)
         finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
             self._group = None
             if group is not None:
                 group.kill()
             self._report = dataclasses.replace(self._report, is_running=False)
+            self._taken_part = time.monotonic()
         self._take_from(group)
 
     def _take_from(self, group: Group) -> None:
@@ -187,21 +263,24 @@ class Agent:
             self._note_failure(f"process {group.cause.process} {group.cause.what}")
         self._useful = max(self._useful, group.useful)
         self._report = dataclasses.replace(
-            self._report, cause=group.cause, furthest=dict(group.furthest), results=group.results
+            self._report,
+            cause=group.cause,
+            furthest=dict(list(group.furthest.items())[-_MOST_TRAININGS:]),
+            results=group.results,
         )
 
-    def _keep_in_step(self, group: Group, told: list[int]) -> None:
-        """Tells the leader how the processes stand, and them what happens on other nodes, once."""
+    def _keep_in_step(self, group: Group, has_told: bool) -> bool:
+        """Tells the leader how the processes stand, and them, once, what has failed on another node."""
         self._take_from(group)
         orders = self._exchange()
         if orders is None:
-            return
-        if orders.failure is not None and not told:
-            told.append(orders.failure[0])
-            self._note_failure("process {} {}".format(*orders.failure))
-            group.know_failure(*orders.failure)
+            return has_told
         if orders.results is not None and group.results is None:
             group.know_results(orders.results)
+        if orders.failed and not has_told:
+            self._note_failure(f"process {orders.failed[0]} {orders.what}")
+            group.know_failure(orders.failed, orders.what)
+        return has_told or bool(orders.failed)
 
     def _note_failure(self, what: str) -> None:
         """Notes the first failure of a start; others follow from it."""
@@ -222,8 +301,21 @@ class Agent:
         if self._settings.memory is not None:
             self._history.write(self._settings.memory)
 
-    def _send_on(self, number: int, _frame: object) -> None:
-        self._signal, self._was_running = number, self._group is not None
+    def _end_by(self, number: int) -> None:
+        """Ends the processes, and then this launcher, by a signal."""
+        if not self._signal:
+            self._was_running = self._group is not None
+        self._signal = signal.SIGINT if self._signal == signal.SIGINT else number
         self._is_asked.set()
         if self._group is not None:
             self._group.ask_to_end(number)
+
+
+@contextlib.contextmanager
+def _blocked_signals() -> Iterator[None]:
+    """Lets the signals that are forwarded wait, for a `with` block."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)

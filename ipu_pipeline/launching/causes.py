@@ -10,7 +10,7 @@ from pathlib import Path
 __all__ = ["Cause", "LostNode", "count_memory_kills"]
 
 _VMSTAT = Path("/proc/vmstat")
-_LONGEST_LINE = 200
+_LONGEST_LINE = 200  # characters
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,8 @@ class Cause:
     Attributes:
       process: its number.
       code: its exit code, or the negative number of the signal that ended it.
-      last_error: the last line that it wrote on the standard error; empty if it wrote nothing.
+      last_error: the last line that it wrote on the standard error, or the beginning of a long one; empty
+        if it wrote nothing.
       was_memory: whether the kernel has ended processes meanwhile for lack of memory.
     """
 
@@ -28,6 +29,9 @@ class Cause:
     code: int
     last_error: str = ""
     was_memory: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "last_error", self.last_error[:_LONGEST_LINE])
 
     @property
     def status(self) -> int:
@@ -38,6 +42,11 @@ class Cause:
     def kind(self) -> str:
         """What it has in common with other ends of the same cause: not the process, and no numbers."""
         return f"{self._how()} {re.sub(r'[0-9]+', '#', self._why())}"
+
+    @property
+    def processes(self) -> tuple[int, ...]:
+        """The numbers of processes that it ended."""
+        return (self.process,)
 
     @property
     def what(self) -> str:
@@ -61,9 +70,7 @@ class Cause:
                 ", probably for lack of memory: the kernel has ended processes for that" * self.was_memory
             )
         # A process that a signal ends seldom has written why.
-        return (
-            f": {self.last_error[:_LONGEST_LINE].rstrip('.')}" if self.code > 0 and self.last_error else ""
-        )
+        return f": {self.last_error.rstrip('.')}" if self.code > 0 and self.last_error else ""
 
 
 @dataclass(frozen=True)
@@ -72,12 +79,12 @@ class LostNode:
 
     Attributes:
       node: its rank.
-      process: the number of its first process.
+      processes: the numbers of its processes; none if they did not run.
       why: why it counts as lost.
     """
 
     node: int
-    process: int
+    processes: tuple[int, ...]
     why: str
 
     @property

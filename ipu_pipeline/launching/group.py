@@ -70,12 +70,14 @@ class Start:
       coordinator: "host:port" where process 0 starts the coordinator.
       count: the number of processes on all nodes.
       first: the number of the first one on this node.
+      has_memory: whether all nodes have a directory for in-memory checkpoints.
     """
 
     restart: int
     coordinator: str
     count: int
     first: int
+    has_memory: bool
 
 
 class Group:
@@ -112,6 +114,7 @@ class Group:
         self._sockets: dict[int, socket.socket] = {}
         self._told: dict[int, bytes] = {}  # what has not come to the end of its line
         self._failed: list[int] = []  # in the order in which they did
+        self._has_told = False  # that a process has failed
         self._deadline = float("inf")
         self._next_signal = signal.SIGTERM
         self._memory_kills = count_memory_kills()
@@ -135,7 +138,7 @@ class Group:
             "PYTHONUNBUFFERED": "1",
         }
         environment.pop(MEMORY_VARIABLE, None)  # another launcher's
-        if self._settings.memory is not None:
+        if self._settings.memory is not None and start.has_memory:
             environment[MEMORY_VARIABLE] = str(self._settings.memory)
             environment[MEMORY_EVERY_VARIABLE] = str(self._settings.memory_every)
             if "JAX_COMPILATION_CACHE_DIR" not in environment:
@@ -207,16 +210,19 @@ class Group:
         self.results = process if self.results is None else self.results
         self._output.know_results(process)
 
-    def know_failure(self, process: int, what: str) -> None:
-        """Tells the processes of one on another node that has failed, so that they end.
+    def know_failure(self, processes: Sequence[int], what: str) -> None:
+        """Tells the processes of others that have failed, so that they end. Only the first time counts.
 
         Args:
-          process: its number.
-          what: what happened to it, without its number.
+          processes: the numbers of those.
+          what: what happened to each, without its number.
         """
-        for own in self._sockets.values():
-            with contextlib.suppress(OSError):  # that process has ended, or does not listen
-                own.send(f"failed {process} {what}\n".encode())
+        if not self._has_told:  # what fails later follows from this
+            self._has_told = True
+            text = "".join(f"failed {process} {what}\n" for process in processes).encode()
+            for own in self._sockets.values():
+                with contextlib.suppress(OSError):  # that process has ended, or does not listen
+                    own.send(text)
         self._await_ends()
 
     def follow(self, each_time: Callable[[], None] = lambda: None) -> None:
@@ -255,7 +261,7 @@ class Group:
                     was_memory = count_memory_kills() > self._memory_kills
                     last = self._output.last_errors.get(number, "")
                     self.cause = cause = Cause(number, process.returncode, last, was_memory)
-                    self._await_ends()
+                    self.know_failure(cause.processes, cause.what)
                 say(str(cause))
         if time.monotonic() > self._deadline:
             alive = self._alive()

@@ -22,7 +22,6 @@ from signal import SIGINT
 from ipu_pipeline.launching.causes import Cause, LostNode
 from ipu_pipeline.launching.group import Start
 from ipu_pipeline.launching.restarts import Restarts
-from ipu_pipeline.launching.shown import say
 
 __all__ = ["Leader", "Orders", "Report", "hold_port"]
 
@@ -37,8 +36,9 @@ class Report:
 
     Attributes:
       node: its rank.
-      num_nodes: how many there are, as its launcher has been told.
       num_processes: on this node.
+      options: what must be the same on all nodes, by the names of options.
+      has_memory: whether it has a directory for in-memory checkpoints.
       agent: what tells its launcher from others.
       restart: which start its processes are in, or were in last; -1 before the first.
       is_running: whether they run.
@@ -50,8 +50,9 @@ class Report:
     """
 
     node: int
-    num_nodes: int
     num_processes: int
+    options: Mapping[str, str]
+    has_memory: bool = False
     agent: str = field(default_factory=lambda: uuid.uuid4().hex)
     restart: int = -1
     is_running: bool = False
@@ -69,17 +70,20 @@ class Orders:
     Attributes:
       leader: what tells the leader from others.
       start: the start that its processes are to be in; None if they are to wait for one.
-      failure: the number of a process that has failed on another node, and what happened to it: the
-        processes are to end. None if none has.
+      failed: the numbers of processes that have failed on another node: those of this one are to end.
+      what: what happened to them.
       results: as of `Group`.
+      signal: the signal with which the job is to end on all nodes; 0 if it is not.
       status: with which status the job is over; None if it is not.
       refusal: why the node does not take part; empty if it does. This may change unless the job is over.
     """
 
     leader: str
     start: Start | None = None
-    failure: tuple[int, str] | None = None
+    failed: tuple[int, ...] = ()
+    what: str = ""
     results: int | None = None
+    signal: int = 0
     status: int | None = None
     refusal: str = ""
 
@@ -98,6 +102,8 @@ class _Run:
     begun: float
     starts: dict[int, Start]  # of each node
     agents: dict[int, str]
+    counts: dict[int, int]  # of processes
+    done: set[int] = field(default_factory=set)  # nodes that have left after the end of their processes
     failure: Cause | LostNode | None = None
     node: int = 0  # where it failed
 
@@ -106,45 +112,54 @@ class Leader:
     """Decides for all nodes. Threads may call it at once."""
 
     def __init__(
-        self, num_nodes: int, address: str, restarts: Restarts, wait: float, silence: float
+        self,
+        num_nodes: int,
+        address: str,
+        options: Mapping[str, str],
+        restarts: Restarts,
+        wait: float,
+        silence: float,
     ) -> None:
         """Waits for the nodes.
 
         Args:
           num_nodes: how many there are.
           address: of this machine, at which the coordinator listens.
+          options: those of node 0, as of `Report`.
           restarts: counts the failures.
           wait: how many seconds a node is waited for.
-          silence: after how many seconds without a report a node is lost.
+          silence: after how many seconds without a report a node is lost, other than node 0.
         """
         self._id = uuid.uuid4().hex
         self._num_nodes = num_nodes
+        self._address = address
+        self._options = options
         self._restarts = restarts
         self._wait = wait
         self._silence = silence
         self._lock = threading.Lock()
+        self._lines: list[str] = []
         self._looked = time.monotonic()
         self._clock = 0.0  # seconds, without the time in which this process was stopped
         self._nodes: dict[int, _Node] = {}
+        self._refused: dict[str, float] = {}  # agent -> when it last reported
         self._run: _Run | None = None  # None while nodes are waited for
         self._restart = -1
         self._furthest: dict[str, int] = {}  # as of `Group`, in all starts
         self._not_before = 0.0
         self._deadline = wait
         self._has_said = False  # for whom it waits
-        self._is_cancelled = False
+        self._signal = 0  # with which the job is to end on all nodes
         self._status: int | None = None
-        self._told: set[str] = set()  # agents that know that the job is over
-        self._held = hold_port(address)
-        host, port = self._held.getsockname()[:2]
-        self._coordinator = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self._told: set[str] = set()  # agents that know that the job is over, or is to end
+        self._held: socket.socket | None = None
 
     def exchange(self, report: Report) -> Orders:
         """Takes a node's report, and returns what it is to do."""
         with self._lock:
             refusal, is_final = self._find_refusal(report)
             if refusal:
-                return Orders(self._id, refusal=refusal, status=2 if is_final else None)
+                return self._refuse(report, refusal, is_final)
             self._note(report)
             self._go_on()
             return self._orders(report)
@@ -158,17 +173,30 @@ class Leader:
                     node.seen = min(node.seen, self._now() - self._silence + _TO_COME_BACK)
 
     def is_needed(self) -> bool:
-        """Whether a node is there whose processes have not ended, or that does not know how it stands."""
+        """Whether a launcher is there that does not know that the job is over, or is to end."""
         with self._lock:
             self._go_on()
-            if self._run is not None:
-                return bool(self._nodes)
-            is_over = self._status is not None or self._is_cancelled
-            return is_over and any(known.report.agent not in self._told for known in self._nodes.values())
+            if self._status is None and not self._signal:
+                return False
+            there = {known.report.agent for known in self._nodes.values()}
+            there |= {agent for agent, seen in self._refused.items() if self._now() - seen < self._silence}
+            return not there <= self._told
+
+    def say(self, what: str) -> None:
+        """Has something said."""
+        with self._lock:
+            self._say(what)
+
+    def take_lines(self) -> list[str]:
+        """What is to be said. Only one thread does that, since it may have to wait for a terminal."""
+        with self._lock:
+            lines, self._lines = self._lines, []
+            return lines
 
     def close(self) -> None:
         """Lets the coordinator's port go."""
-        self._held.close()
+        if self._held is not None:
+            self._held.close()
 
     # All of these run under the lock.
 
@@ -177,85 +205,123 @@ class Leader:
         self._clock += min(self._looked - looked, _MOST_STEP)
         return self._clock
 
+    def _say(self, what: str) -> None:
+        self._lines.append(what)
+
     def _find_refusal(self, report: Report) -> tuple[str, bool]:
         """Why a node does not take part, and whether that is final."""
-        if report.num_nodes != self._num_nodes:
-            return f"--nodes is {report.num_nodes} there and {self._num_nodes} on node 0", True
+        if not 0 <= report.node < self._num_nodes:
+            return f"there are {self._num_nodes} nodes by node 0's --nodes", True
+        for name, value in self._options.items():
+            if report.options.get(name) != value:
+                own = report.options.get(name)
+                return f"node {report.node} has {name} {own}, and node 0 has {value}", True
         known = self._nodes.get(report.node)
         if known is not None and known.report.agent != report.agent:
             if self._now() - known.seen <= self._silence:
-                return f"another launcher has node rank {report.node}", False
+                return "another launcher has this rank", False
             self._lose(report.node, "another launcher has come in its place")
         return "", False
 
+    def _refuse(self, report: Report, refusal: str, is_final: bool) -> Orders:
+        if report.agent not in self._refused:
+            self._say(f"a launcher that is to be node {report.node} is refused: {refusal}.")
+        self._refused[report.agent] = self._now()
+        status = 2 if is_final else self._status
+        if status is not None or self._signal:
+            self._told.add(report.agent)
+        return Orders(self._id, refusal=refusal, signal=self._signal, status=status)
+
     def _note(self, report: Report) -> None:
-        if report.signal == SIGINT:  # a person's; others are for one node
-            self._is_cancelled = True
-        if report.has_left:
-            self._nodes.pop(report.node, None)
-            run = self._run
-            if run is not None and run.agents.get(report.node) == report.agent and run.failure is None:
-                self._fail(
-                    report.node, report.cause or self._lost(report.node, "its launcher was asked to end")
-                )
-        else:
+        self._refused.pop(report.agent, None)
+        # SIGINT is a person's, and ends the job. Others end one node, if it can be replaced.
+        ends_all = report.signal == SIGINT or self._num_nodes == 1 or not self._restarts.most
+        if report.signal and ends_all:
+            self._signal = self._signal or report.signal
+        if not report.has_left:
             self._nodes[report.node] = _Node(report, self._now())
+            return
+        self._nodes.pop(report.node, None)
+        self._deadline = max(self._deadline, self._now() + self._wait)
+        run = self._run
+        if run is not None and run.agents.get(report.node) == report.agent:
+            has_ended = report.restart == self._restart and not report.is_running
+            if has_ended and report.cause is not None:
+                self._fail(report.node, report.cause)
+            elif has_ended:
+                run.done.add(report.node)
+            else:
+                self._fail(report.node, self._lost(report.node, "its launcher was asked to end"))
 
     def _lose_silent(self) -> None:
+        now = self._now()
         for node, known in list(self._nodes.items()):
-            if self._now() - known.seen > self._silence:
+            if node and now - known.seen > self._silence:  # node 0 is in this process
                 silent = f"has said nothing for {self._silence:.0f} s"
                 self._lose(node, f"its launcher {silent if known.is_connected else 'is gone'}")
 
     def _lose(self, node: int, why: str) -> None:
         known = self._nodes.pop(node)
+        self._deadline = max(self._deadline, self._now() + self._wait)
         lost = self._lost(node, why)
         if self._run is not None and self._run.agents.get(node) == known.report.agent:
             self._fail(node, lost)
         else:
-            say(str(lost))
+            self._say(str(lost))
 
     def _lost(self, node: int, why: str) -> LostNode:
-        return LostNode(node, 0 if self._run is None else self._run.starts[node].first, why)
+        run = self._run
+        first, count = (0, 0) if run is None else (run.starts[node].first, run.counts[node])
+        return LostNode(node, tuple(range(first, first + count)), why)
 
     def _fail(self, node: int, cause: Cause | LostNode) -> None:
         assert self._run is not None
         if self._run.failure is None:
             self._run.failure, self._run.node = cause, node
             if isinstance(cause, LostNode):
-                say(str(cause))
+                self._say(str(cause))
             elif node:  # the launcher of this node says its own
-                say(f"node {node}: {cause}")
+                self._say(f"node {node}: {cause}")
 
     def _go_on(self) -> None:
         self._lose_silent()
         if self._status is None:
-            if self._run is None:
-                self._gather()
-            else:
+            if self._run is not None:
                 self._look_after(self._run)
+            elif not self._signal:
+                self._gather()
 
     def _gather(self) -> None:
         """Starts the processes when all nodes are there."""
         now = self._now()
-        missing = [node for node in range(self._num_nodes) if node not in self._nodes]
-        if self._is_cancelled:
-            self._end(128 + SIGINT, "a node was asked to end by SIGINT")
-        elif missing and now > self._deadline:
+        here = {node for node, known in self._nodes.items() if not known.report.signal}
+        missing = [node for node in range(self._num_nodes) if node not in here]
+        if missing and now > self._deadline:
             self._end(1, f"{_name(missing)} did not come within {self._wait:g} s (--wait)")
         elif missing:
             if not self._has_said and now > self._not_before + _SAID_AFTER:
-                say(f"waiting for {_name(missing)}, for up to {self._wait:g} s.")
+                self._say(f"waiting for {_name(missing)}, for up to {self._wait:g} s.")
                 self._has_said = True
         elif now >= self._not_before and not any(node.report.is_running for node in self._nodes.values()):
             reports = [self._nodes[node].report for node in range(self._num_nodes)]
             self._restart = max(self._restart, *(report.restart for report in reports)) + 1
             count = sum(report.num_processes for report in reports)
+            has_memory = all(report.has_memory for report in reports)
+            coordinator = self._hold_port()
             starts, first = {}, 0
             for report in reports:
-                starts[report.node] = Start(self._restart, self._coordinator, count, first)
+                starts[report.node] = Start(self._restart, coordinator, count, first, has_memory)
                 first += report.num_processes
-            self._run = _Run(now, starts, {report.node: report.agent for report in reports})
+            agents = {report.node: report.agent for report in reports}
+            counts = {report.node: report.num_processes for report in reports}
+            self._run = _Run(now, starts, agents, counts)
+
+    def _hold_port(self) -> str:
+        """Takes another port for each start: the last coordinator may still have its own."""
+        self.close()
+        self._held = hold_port(self._address)
+        host, port = self._held.getsockname()[:2]
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def _look_after(self, run: _Run) -> None:
         """Takes what the nodes report of a start, and ends it when their processes have ended."""
@@ -271,13 +337,11 @@ class Leader:
         if any(report.is_running for report in begun.values()):
             return
         if run.failure is None:
-            if len(begun) == self._num_nodes:
+            if len(begun) + len(run.done) == self._num_nodes:
                 self._end(0)
-            return
-        if len(begun) == len(members):
+        elif len(begun) == len(members):
             self._run = None
-            furthest = [report.furthest for report in begun.values()]
-            self._decide(run, run.failure, furthest)
+            self._decide(run, run.failure, [report.furthest for report in begun.values()])
 
     def _decide(self, run: _Run, failure: Cause | LostNode, furthest: list[Mapping[str, int]]) -> None:
         """Decides whether there is another start after a failure."""
@@ -285,9 +349,11 @@ class Leader:
         for name, step in (item for one in furthest for item in one.items()):
             has_progressed |= step > self._furthest.get(name, -1)
             self._furthest[name] = max(step, self._furthest.get(name, -1))
-        is_asked = self._num_nodes == 1 and self._nodes[0].report.signal
-        if is_asked or self._is_cancelled:
+        if self._signal:
             self._end(failure.status)
+            return
+        if 0 not in self._nodes or self._nodes[0].report.signal:
+            self._say("node 0 ends, with the leader; the others wait for another node 0.")
             return
         now = self._now()
         delay = self._restarts.after(failure, now - run.begun, has_progressed)
@@ -296,29 +362,34 @@ class Leader:
             self._end(failure.status, given_up)
             return
         when = f"in {delay:g} s" if delay else "at once"
-        say(f"{self._restarts.describe(failure)}, {when}.")
+        self._say(f"{self._restarts.describe(failure)}, {when}.")
         self._not_before, self._deadline, self._has_said = now + delay, now + delay + self._wait, False
 
     def _end(self, status: int, why: str = "") -> None:
         self._status, self._run = status, None
         if why:
-            say(f"{why}.")
+            self._say(f"{why}.")
 
     def _orders(self, report: Report) -> Orders:
-        if self._status is not None:
+        if self._status is not None or self._signal:
             self._told.add(report.agent)
         run = self._run
         if run is None or run.agents.get(report.node) != report.agent:
-            gone = (0, "was ended: the job is to be started again") if report.is_running else None
-            return Orders(self._id, failure=gone, status=self._status)
-        known = [
-            node.report.results for node in self._nodes.values() if node.report.restart == self._restart
-        ]
-        results = next((process for process in known if process is not None), None)
-        failure = None
+            failed: tuple[int, ...] = (0,) if report.is_running else ()
+            what = "was ended: the job is started again" if failed else ""
+            return Orders(self._id, None, failed, what, signal=self._signal, status=self._status)
+        results = next(
+            (
+                node.report.results
+                for node in self._nodes.values()
+                if node.report.restart == self._restart and node.report.results is not None
+            ),
+            None,
+        )
+        failed, what = (), ""
         if run.failure is not None and run.node != report.node:
-            failure = (run.failure.process, run.failure.what)
-        return Orders(self._id, run.starts[report.node], failure, results, self._status)
+            failed, what = run.failure.processes, run.failure.what
+        return Orders(self._id, run.starts[report.node], failed, what, results, self._signal, self._status)
 
 
 def hold_port(address: str = "127.0.0.1") -> socket.socket:

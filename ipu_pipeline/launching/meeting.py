@@ -11,21 +11,26 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import hashlib
 import hmac
 import json
+import math
 import secrets
 import socket
 import threading
 import time
-from typing import Any, Protocol
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any
 
 from ipu_pipeline.launching.causes import Cause
 from ipu_pipeline.launching.group import Start
 from ipu_pipeline.launching.leader import Leader, Orders, Report
 from ipu_pipeline.launching.shown import say
 
-__all__ = ["Link", "Meeting", "RefusedError", "RemoteLeader"]
+__all__ = ["Meeting", "RefusedError", "RemoteLeader"]
 
 _HELLO = b"ipu-pipeline launch 1\n"
 _NONCE, _CODE, _LENGTH = 32, 32, 4  # bytes
@@ -35,17 +40,11 @@ _TO_PROVE = 5.0  # seconds
 _INTERVAL = 0.25  # seconds, the most between two reports
 _AGAIN_AFTER = 0.5  # seconds, until the next attempt to connect
 _LEAVING = 2.0  # seconds for the last report
+_SAID_AFTER = 2.0  # seconds for which node 0 cannot be reached
 
 
 class RefusedError(Exception):
     """What was received is not of this job."""
-
-
-class Link(Protocol):
-    """What a launcher has of the leader."""
-
-    def exchange(self, report: Report) -> Orders | None:
-        """Gives the newest report, and returns the last orders without waiting; None before the first."""
 
 
 class _Codes:
@@ -72,7 +71,10 @@ class _Codes:
         self._received += 1
         if not hmac.compare_digest(code, self._code(self._others, self._received, text)):
             raise RefusedError("it does not know the job's secret")
-        return json.loads(text)
+        try:
+            return json.loads(text)
+        except ValueError as error:
+            raise RefusedError(f"its message is no JSON ({error})") from None
 
 
 def _read_length(given: bytes) -> int:
@@ -82,15 +84,50 @@ def _read_length(given: bytes) -> int:
     return length
 
 
+def _make(kind: type[Any], value: Any, **made: Any) -> Any:
+    """A dataclass from its JSON.
+
+    Args:
+      kind: the dataclass.
+      value: the JSON value.
+      **made: fields that have been made of it already.
+
+    Raises:
+      RefusedError: it is of another version, or is not what it should be.
+    """
+    hints = typing.get_type_hints(kind)
+    if not isinstance(value, dict) or value.keys() != hints.keys():
+        raise RefusedError(f"its message is not a {kind.__name__.lower()} of this version")
+    for name, hint in hints.items():
+        if name not in made and not _is(value[name], hint):
+            raise RefusedError(f"{name} in its message is {value[name]!r}")
+    return kind(**{**value, **made})
+
+
+def _is(value: Any, hint: Any) -> bool:
+    arguments = typing.get_args(hint)
+    if isinstance(hint, types.UnionType):
+        return any(_is(value, one) for one in arguments)
+    if typing.get_origin(hint) is Mapping:
+        return isinstance(value, dict) and all(_is(one, arguments[1]) for one in value.values())
+    return type(value) is hint
+
+
 def _report(value: Any) -> Report:
-    cause = None if value["cause"] is None else Cause(**value["cause"])
-    return Report(**{**value, "cause": cause})
+    told = value.get("cause") if isinstance(value, dict) else None
+    found: Report = _make(Report, value, cause=None if told is None else _make(Cause, told))
+    if found.num_processes < 1:
+        raise RefusedError(f"num_processes in its message is {found.num_processes}")
+    return found
 
 
 def _orders(value: Any) -> Orders:
-    start = None if value["start"] is None else Start(**value["start"])
-    failure = None if value["failure"] is None else (value["failure"][0], value["failure"][1])
-    return Orders(**{**value, "start": start, "failure": failure})
+    told, failed = (value.get("start"), value.get("failed")) if isinstance(value, dict) else (None, None)
+    if not isinstance(failed, list) or not all(type(number) is int for number in failed):
+        raise RefusedError(f"failed in its message is {failed!r}")
+    start = None if told is None else _make(Start, told)
+    found: Orders = _make(Orders, value, start=start, failed=tuple(failed))
+    return found
 
 
 class Meeting:
@@ -145,13 +182,14 @@ class Meeting:
         agent = ""
         try:
             codes, report = await asyncio.wait_for(self._meet(reader, writer), _TO_PROVE)
-            self._strangers.remove(writer)
+            if writer in self._strangers:
+                self._strangers.remove(writer)
             while True:
                 agent = report.agent
                 writer.write(codes.wrap(self._leader.exchange(report)))
                 await writer.drain()
                 report = await asyncio.wait_for(self._read(reader, codes), self._silence)
-        except (RefusedError, KeyError, TypeError, ValueError) as error:
+        except RefusedError as error:
             self._refuse(writer, str(error))
         except (
             OSError,
@@ -187,7 +225,9 @@ class Meeting:
         if not self._has_refused:
             self._has_refused = True
             peer = writer.get_extra_info("peername") or ("nobody",)
-            say(f"a connection from {peer[0]} was refused: {why}. Others will not be reported.")
+            self._leader.say(
+                f"a connection from {peer[0]} was refused: {why}. Others will not be reported."
+            )
 
 
 class RemoteLeader:
@@ -207,39 +247,52 @@ class RemoteLeader:
         self._changed = threading.Condition()
         self._report: Report | None = None
         self._orders: Orders | None = None
-        self._is_over = False
-        self._has_said = False
+        self._given = 0.0  # when the launcher gave its report
+        self._deadline = math.inf  # for the last report
+        self._has_given_last = False
+        self._has_said = False  # that the leader cannot be reached
+        self._heard = time.monotonic()  # when it last answered
         self.accepted = time.monotonic()  # when the leader last took a report
         self._thread = threading.Thread(target=self._talk, name="ipu-node", daemon=True)
         self._thread.start()
 
     def exchange(self, report: Report) -> Orders | None:
-        """As of `Link`."""
+        """Gives the newest report, and returns the last orders without waiting; None before the first."""
         with self._changed:
+            self._given = time.monotonic()
             if report != self._report:
                 self._report = report
-                self._changed.notify_all()
+            self._changed.notify_all()
             return self._orders
 
     def close(self, report: Report) -> None:
         """Gives the last report, if the leader is there, and ends the connection."""
         with self._changed:
-            self._report, self._is_over = report, True
+            is_known = self._orders is not None and self._orders.status is not None
+            self._report, self._deadline = report, time.monotonic() + (0.0 if is_known else _LEAVING)
             self._changed.notify_all()
         self._thread.join(_LEAVING)
 
+    def _is_over(self) -> bool:
+        return self._has_given_last or time.monotonic() > self._deadline
+
+    def _is_ending(self) -> bool:
+        return self._deadline < math.inf
+
     def _talk(self) -> None:
-        while not self._is_over:
+        while not self._is_over():
             try:
                 with socket.create_connection(self._address, timeout=self._silence) as connection:
                     self._talk_over(connection)
-            except (OSError, EOFError, RefusedError, KeyError, TypeError, ValueError) as error:
-                if not self._has_said and not self._is_over:
+            except (OSError, EOFError, RefusedError) as error:
+                late = time.monotonic() > self._heard + _SAID_AFTER
+                if late and not self._has_said and not self._is_ending():
                     self._has_said = True
                     host, port = self._address
                     say(f"node 0 cannot be reached at {host}:{port}: {error}. This is tried again.")
             with self._changed:
-                self._changed.wait_for(lambda: self._is_over, _AGAIN_AFTER)
+                if not self._is_over():
+                    self._changed.wait(_INTERVAL if self._is_ending() else _AGAIN_AFTER)
 
     def _talk_over(self, connection: socket.socket) -> None:
         has_heard = False
@@ -260,9 +313,9 @@ class RemoteLeader:
             connection.sendall(_HELLO + nonce)
             while True:
                 with self._changed:
-                    self._changed.wait_for(lambda: self._report is not None)
-                    report = self._report
-                    is_last = self._is_over
+                    # One that cannot write to its terminal counts as silent.
+                    self._changed.wait_for(self._has_report)
+                    report, is_last = self._report, self._is_ending()
                 connection.sendall(codes.wrap(report))
                 length = _read_length(read(_LENGTH))
                 code = read(_CODE)
@@ -271,8 +324,14 @@ class RemoteLeader:
                     self._orders = orders
                     if not orders.refusal:
                         self.accepted = time.monotonic()
-                    self._has_said, has_heard = False, True
+                    self._heard, self._has_said, has_heard = time.monotonic(), False, True
                     if is_last:
+                        self._has_given_last = True
                         return
-                    if self._report is report and not self._is_over:
-                        self._changed.wait(_INTERVAL)
+                    self._changed.wait_for(functools.partial(self._is_other_than, report), _INTERVAL)
+
+    def _is_other_than(self, report: Report | None) -> bool:
+        return self._report is not report
+
+    def _has_report(self) -> bool:
+        return self._is_ending() or time.monotonic() < self._given + self._silence

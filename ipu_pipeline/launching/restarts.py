@@ -16,12 +16,13 @@ class Restarts:
     """Counts the starts after failures of one cause, and gives up after so many.
 
     Attributes:
+      most: after how many failures of one cause there is no other start.
       count: how often the job has been started again.
     """
 
     def __init__(self, most: int) -> None:
         self.count = 0
-        self._most = most
+        self.most = most
         self._of_kinds: collections.Counter[str] = collections.Counter()
         self._idle: collections.Counter[str] = collections.Counter()  # failures since the last progress
 
@@ -40,7 +41,7 @@ class Restarts:
         if seconds >= _HEALTHY_SECONDS:
             self._of_kinds.clear()
             self._idle.clear()
-        if self._of_kinds[cause.kind] >= self._most:
+        if self._of_kinds[cause.kind] >= self.most:
             return None
         self._of_kinds[cause.kind] += 1
         self.count += 1
@@ -52,4 +53,4 @@ class Restarts:
 
     def describe(self, cause: Cause | LostNode) -> str:
         """Which start the next one is, in words."""
-        return f"restart {self._of_kinds[cause.kind]} of at most {self._most} for this cause"
+        return f"restart {self._of_kinds[cause.kind]} of at most {self.most} for this cause"

@@ -22,6 +22,7 @@ import jax
 from ipu_pipeline.engine import processes
 from ipu_pipeline.engine.processes import keep_one_free
 from ipu_pipeline.ground import jax_processes
+from ipu_pipeline.ground.errors import ProcessError
 from ipu_pipeline.processes import coordinator
 from ipu_pipeline.processes.addresses import (
     Place,
@@ -30,7 +31,7 @@ from ipu_pipeline.processes.addresses import (
     is_in_environment,
     split_address,
 )
-from ipu_pipeline.processes.launched import SECRET_VARIABLE, restart_number
+from ipu_pipeline.processes.launched import SECRET_VARIABLE, hear_failures
 from ipu_pipeline.processes.peer_watch import PeerWatch
 
 __all__ = ["DEATH_VARIABLE", "STALL_VARIABLE", "is_joined", "join", "join_by_environment"]
@@ -110,24 +111,25 @@ def join(
     store = jax_processes.key_value_store()
     if store is None:
         raise RuntimeError("This JAX does not let the processes tell each other anything. Use jax 0.10.")
-    _claim(store, place)
+    claim, secret = _claim(store, place), os.environ.get(SECRET_VARIABLE, "")
     others = processes.Peers(place.index, place.count, own, store)
     processes.set_current(others)
     PeerWatch(others, death_timeout, stall_timeout).start()
     try:
-        codes = others.agree(
-            "joining", _describe_versions(), time.monotonic() + patience, _prove(place, place.index)
-        )
+        deadline = time.monotonic() + patience
+        claims = others.agree("joining", _describe_versions(), deadline, claim)
+        if secret:
+            codes = others.exchange("proving", _prove(secret, claims, place.index), deadline)
+            for process, code in enumerate(codes):
+                if not hmac.compare_digest(code, _prove(secret, claims, process)):
+                    raise ValueError(
+                        f"distributed.initialize: process {process} has another secret than process "
+                        f"{place.index}. The environment variable {SECRET_VARIABLE} must be the same in "
+                        "all processes of a job."
+                    )
     except TimeoutError:  # process 0 ended before it said anything, and its coordinator is still there
         others.fail(_describe_absence(place, patience))
         raise TimeoutError(others.failure) from None
-    for process, code in enumerate(codes):
-        if not hmac.compare_digest(code, _prove(place, process)):
-            raise ValueError(
-                f"distributed.initialize: process {process} has another secret than process {place.index}. "
-                f"The environment variable {SECRET_VARIABLE} must be the same in all processes of a job, "
-                "or be set in none."
-            )
 
 
 def _find_own_address(host: str, port: int, patience: float) -> str:
@@ -203,6 +205,8 @@ def _initialize(place: Place, bound: str | None, heartbeat_timeout: int, patienc
         deadline = time.monotonic() + min(patience, threading.TIMEOUT_MAX)
         while thread.is_alive() and time.monotonic() < deadline:
             thread.join(min(0.5, max(0.0, deadline - time.monotonic())))  # so that Ctrl-C is heard
+            for process, what in hear_failures().items():
+                raise ProcessError(f"Process {process} {what}, before all processes had joined.")
     finally:
         for name, value in kept.items():
             jax.config.update(name, value)
@@ -266,14 +270,15 @@ class _Coordinator:
         self._process.returncode = 0  # no process waits for it
 
 
-def _claim(store: processes.Store, place: Place) -> None:
-    """Takes the number of this process.
+def _claim(store: processes.Store, place: Place) -> str:
+    """Takes the number of this process, with a random text, which it returns.
 
     Raises:
       ValueError: another process has this number.
     """
+    claim = uuid.uuid4().hex
     try:
-        store.key_value_set(f"ipu_pipeline/claimed/{place.index}", uuid.uuid4().hex)
+        store.key_value_set(f"ipu_pipeline/claimed/{place.index}", claim)
     except jax.errors.JaxRuntimeError as error:
         if "ALREADY_EXISTS" not in str(error):
             raise
@@ -281,18 +286,19 @@ def _claim(store: processes.Store, place: Place) -> None:
             f"distributed.initialize: another process of the run at {place.coordinator} has process_id "
             f"{place.index} too. Each has a number of its own, from 0 to {place.count - 1}."
         ) from None
+    return claim
 
 
-def _prove(place: Place, process: int) -> str:
-    """A code by which a process shows the others that it knows the job's secret; empty if it has none."""
-    secret = os.environ.get(SECRET_VARIABLE, "")
-    text = f"process {process} of {place.count} at {place.coordinator}, start {restart_number()}"
-    return hmac.new(secret.encode(), text.encode(), "sha256").hexdigest() if secret else ""
+def _prove(secret: str, claims: Sequence[str], process: int) -> str:
+    """A code by which a process shows that it knows the job's secret, made anew for each start."""
+    text = json.dumps([process, *claims])
+    return hmac.new(secret.encode(), text.encode(), "sha256").hexdigest()
 
 
 def _describe_versions() -> dict[str, str]:
     """The versions that must be the same in all processes."""
     found = {"the version of Python": platform.python_version()}
+    found[f"the variable {SECRET_VARIABLE}"] = "set" if os.environ.get(SECRET_VARIABLE) else "not set"
     for name in ("jax", "jaxlib", "ipu_pipeline"):
         try:
             found[f"the version of {name}"] = importlib.metadata.version(name)

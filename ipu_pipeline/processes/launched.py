@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import socket
+import threading
 import time
 
 __all__ = [
@@ -123,6 +124,9 @@ def _tell(text: str) -> None:
         _launcher().sendall(f"{text}\n".encode())
 
 
+_opening = threading.Lock()  # two objects of one socket would close it when one of them goes
+
+
 @functools.cache
 def _open(number: int, inode: int) -> socket.socket:
     if os.fstat(number).st_ino != inode:  # in a process that this one started, without its files
@@ -139,7 +143,8 @@ def _launcher() -> socket.socket:
     number, _colon, inode = os.environ.get(LAUNCHER_VARIABLE, "").partition(":")
     if not (number.isdecimal() and inode.isdecimal()):
         raise OSError(f"{LAUNCHER_VARIABLE} is not set")
-    return _open(int(number), int(inode))
+    with _opening:
+        return _open(int(number), int(inode))
 
 
 def describe_socket(of_process: socket.socket) -> str:

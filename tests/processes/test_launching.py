@@ -360,6 +360,20 @@ def test_faults_at_the_beginning(tmp_path):
 
 
 @pytest.mark.thorough
+def test_a_process_that_ends_before_all_have_joined(tmp_path):
+    text = 'import os, sys\nif os.environ["IPU_PIPELINE_PROCESS_ID"] == "1":\n    sys.exit("no module x")\n'
+    program = tmp_path / "program.py"
+    program.write_text(text + BEGIN)
+    command = [sys.executable, *LAUNCH, "-n", "2", program]  # with the default timeout, a minute
+    begun = time.monotonic()
+    with Started(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": ROOT}) as job:
+        _out, errors = job.communicate(timeout=60)
+    assert job.returncode == 1
+    assert time.monotonic() < begun + 40
+    assert "Process 1 ended with status 1: no module x, before all processes had joined" in errors
+
+
+@pytest.mark.thorough
 def test_process_0_has_given_up_and_its_coordinator_is_there(tmp_path):
     """It has come and gone, so that the next one is not alone by the coordinator's count."""
     program = tmp_path / "program.py"
@@ -525,6 +539,15 @@ time.sleep(1)
     started.send_signal(signal.SIGHUP)
     _out, errors = started.communicate(timeout=60)
     assert (started.returncode, own_lines(errors)) == (0, [])
+
+
+def test_a_reader_of_the_output_that_ends(tmp_path):
+    started = launch(tmp_path, "while True: print(index)", "--all", "--restarts", "1")
+    assert started.stdout.readline()
+    started.stdout.close()
+    assert started.wait(60) == 128 + signal.SIGPIPE
+    assert started.stderr.read() == ""
+    assert find_left(tmp_path) == []
 
 
 def test_processes_that_do_not_end_in_time_are_killed(tmp_path):

@@ -19,6 +19,7 @@ import yaml
 from ipu_pipeline.command_line.main import main
 from ipu_pipeline.launching import leader as leader_module
 from ipu_pipeline.launching.causes import Cause
+from ipu_pipeline.launching.group import Start
 from ipu_pipeline.launching.leader import Leader, Orders, Report
 from ipu_pipeline.launching.meeting import Meeting, RemoteLeader, _Codes
 from ipu_pipeline.launching.restarts import Restarts
@@ -29,6 +30,7 @@ from tests.support.programs import Started
 
 SECRET = "a secret of more than 16 characters"  # noqa: S105
 KILLED = Cause(3, -signal.SIGKILL)
+OPTIONS = {"--nodes": "2", "--restarts": "5"}
 
 
 class Clock:
@@ -60,7 +62,7 @@ def lead(clock):
     with contextlib.ExitStack() as left:
 
         def make(restarts=5, wait=60.0, num_nodes=2):
-            made = Leader(num_nodes, "127.0.0.1", Restarts(restarts), wait, 5.0)
+            made = Leader(num_nodes, "127.0.0.1", OPTIONS, Restarts(restarts), wait, 5.0)
             left.callback(made.close)
             return made
 
@@ -70,9 +72,9 @@ def lead(clock):
 class Node:
     """A node with two processes, as the leader knows it."""
 
-    def __init__(self, leader, rank, num_nodes=2, restart=-1):
+    def __init__(self, leader, rank, restart=-1, has_memory=True, **options):
         self.leader = leader
-        self.report = Report(rank, num_nodes, 2, restart=restart)
+        self.report = Report(rank, 2, OPTIONS | options, has_memory, restart=restart)
 
     def tell(self, **changes):
         self.report = dataclasses.replace(self.report, **changes)
@@ -96,6 +98,7 @@ def begin(*nodes, restart=0):
         node.tell()
     starts = [node.begin(restart) for node in nodes]
     assert len({start.coordinator for start in starts}) == 1
+    return starts[0]
 
 
 def test_all_start_when_all_are_there_and_end_together(lead):
@@ -103,7 +106,7 @@ def test_all_start_when_all_are_there_and_end_together(lead):
     first, second = Node(leader, 0), Node(leader, 1)
     assert first.tell().start is None
     begin(first, second)
-    assert first.tell(results=1).failure is None
+    assert first.tell(results=1).failed == ()
     assert second.tell().results == 1  # its node does not know
     assert first.end().status is None
     assert second.end().status == 0
@@ -112,24 +115,25 @@ def test_all_start_when_all_are_there_and_end_together(lead):
     assert not leader.is_needed()
 
 
-def test_a_failure_ends_the_processes_of_the_other_node_and_all_start_again(lead, clock, capfd):
+def test_a_failure_ends_the_processes_of_the_other_node_and_all_start_again(lead, clock):
     leader = lead()
     first, second = Node(leader, 0), Node(leader, 1)
-    begin(first, second)
-    assert second.end(cause=KILLED).failure is None
-    assert first.tell().failure == (3, "was ended by SIGKILL")
+    before = begin(first, second)
+    assert second.end(cause=KILLED).failed == ()
+    assert (first.tell().failed, first.tell().what) == ((3,), "was ended by SIGKILL")
     # What follows from it does not count. The next start is not before a second has gone by.
     assert first.end(cause=Cause(0, 1, "process 3 has died")).start is None
     clock.forward(1, lambda: [node.tell() for node in (first, second)])
-    begin(first, second, restart=1)
+    # The coordinator of the last start may still have its port.
+    assert begin(first, second, restart=1).coordinator != before.coordinator
     first.end(cause=Cause(0, 7), furthest={"a": 3})
     second.end(cause=Cause(2, 1))
     begin(first, second, restart=2)  # at once: training had come further
-    said = capfd.readouterr().err
-    assert "node 1: process 3 was ended by SIGKILL." in said
-    assert "restart 1 of at most 5 for this cause, in 1 s." in said
-    assert "restart 1 of at most 5 for this cause, at once." in said
-    assert said.count("\n") == 3  # node 0's launcher says its own failures
+    assert leader.take_lines() == [  # node 0's launcher says its own failures
+        "node 1: process 3 was ended by SIGKILL.",
+        "restart 1 of at most 5 for this cause, in 1 s.",
+        "restart 1 of at most 5 for this cause, at once.",
+    ]
 
 
 def test_a_node_that_had_not_started_when_another_failed_is_not_waited_for(lead, clock):
@@ -139,50 +143,55 @@ def test_a_node_that_had_not_started_when_another_failed_is_not_waited_for(lead,
     first.begin(0)
     first.end(cause=KILLED)
     orders = second.tell()
-    assert orders.failure == (3, "was ended by SIGKILL")
+    assert orders.failed == (3,)
     second.tell(restart=orders.start.restart)  # it leaves the start out
     clock.forward(1, lambda: [node.tell() for node in (first, second)])
     begin(first, second, restart=1)
 
 
-def test_a_lost_node_is_replaced(lead, clock, capfd):
+def test_a_lost_node_is_replaced(lead, clock):
     leader = lead()
     first, second = Node(leader, 0), Node(leader, 1)
     begin(first, second)
     leader.note_loss(second.report.agent)
     second.tell()  # it comes back in time
     clock.forward(4, first.tell)
-    assert first.tell().failure is None
+    assert first.tell().failed == ()
     leader.note_loss(second.report.agent)
     newcomer = Node(leader, 1)
-    assert newcomer.tell().refusal == "another launcher has node rank 1"
+    assert newcomer.tell().refusal == "another launcher has this rank"
     clock.forward(1.5, first.tell)
-    assert first.tell().failure == (2, "was lost with node 1: its launcher is gone")
+    assert first.tell().failed == (2, 3)
+    assert first.tell().what == "was lost with node 1: its launcher is gone"
     assert newcomer.tell() == Orders(newcomer.tell().leader)  # while the other node's processes end
     first.end(cause=Cause(0, 1))
     clock.forward(1, lambda: [node.tell() for node in (first, newcomer)])
     begin(first, newcomer, restart=1)
     # The one that was lost comes back after all, with processes that run.
-    assert second.tell().refusal == "another launcher has node rank 1"
+    assert second.tell().refusal == "another launcher has this rank"
     clock.forward(7, lambda: [node.tell() for node in (first, second)])
-    assert first.tell().failure == (2, "was lost with node 1: its launcher has said nothing for 5 s")
-    assert second.tell().failure == (0, "was ended: the job is to be started again")
-    said = capfd.readouterr().err
-    assert "node 1 was lost: its launcher is gone." in said
-    assert "node 1 was lost: its launcher has said nothing for 5 s." in said
+    assert first.tell().failed == (2, 3)
+    assert second.tell().failed == (0,)
+    assert second.tell().what == "was ended: the job is started again"
+    assert leader.take_lines() == [
+        "a launcher that is to be node 1 is refused: another launcher has this rank.",
+        "node 1 was lost: its launcher is gone.",
+        "restart 1 of at most 5 for this cause, in 1 s.",
+        "a launcher that is to be node 1 is refused: another launcher has this rank.",
+        "node 1 was lost: its launcher has said nothing for 5 s.",
+    ]
 
 
-def test_a_node_is_not_waited_for_without_end(lead, clock, capfd):
+def test_a_node_is_not_waited_for_without_end(lead, clock):
     leader = lead(wait=20.0)
     first = Node(leader, 0)
     clock.forward(19, first.tell)
     assert first.tell().status is None
     clock.forward(2, first.tell)
     assert first.tell().status == 1
-    said = capfd.readouterr().err
-    assert said.splitlines() == [
-        "ipu-pipeline launch: waiting for node 1, for up to 20 s.",
-        "ipu-pipeline launch: node 1 did not come within 20 s (--wait).",
+    assert leader.take_lines() == [
+        "waiting for node 1, for up to 20 s.",
+        "node 1 did not come within 20 s (--wait).",
     ]
 
 
@@ -191,8 +200,17 @@ def test_a_leader_that_was_stopped_loses_nobody(lead, clock):
     first, second = Node(leader, 0), Node(leader, 1)
     begin(first, second)
     clock.now += 600
-    assert first.tell().failure is None
-    assert second.tell().failure is None
+    assert first.tell().failed == ()
+    assert second.tell().failed == ()
+
+
+def test_the_leaders_own_node_is_not_lost(lead, clock):
+    """Its launcher may wait for a terminal that takes nothing."""
+    leader = lead()
+    first, second = Node(leader, 0), Node(leader, 1)
+    begin(first, second)
+    clock.forward(60, second.tell)
+    assert second.tell().failed == ()
 
 
 def test_another_leader_takes_over(lead, clock):
@@ -200,7 +218,7 @@ def test_another_leader_takes_over(lead, clock):
     leader = lead()
     first, second = Node(leader, 0), Node(leader, 1, restart=3)
     first.tell()
-    assert second.tell(is_running=True).failure == (0, "was ended: the job is to be started again")
+    assert second.tell(is_running=True).what == "was ended: the job is started again"
     assert first.tell().start is None
     second.end(cause=Cause(2, 1))
     begin(first, second, restart=4)
@@ -217,13 +235,51 @@ def test_a_node_that_leaves_is_waited_for_and_ctrl_c_ends_all(lead, clock):
     clock.forward(1, lambda: [node.tell() for node in (first, newcomer)])
     begin(first, newcomer, restart=1)
     newcomer.tell(signal=signal.SIGINT)
+    assert leader.is_needed()
+    assert first.tell().signal == signal.SIGINT  # it is for the processes there, too
+    assert not leader.is_needed()
     newcomer.end(cause=Cause(2, 130), has_left=True)
     assert first.end(cause=Cause(0, 1)).status == 130
-    waiting = lead()
-    alone = Node(waiting, 1)
-    alone.tell()
-    assert Node(waiting, 0).tell(signal=signal.SIGINT).status == 130
-    assert alone.tell().status == 130
+
+
+@pytest.mark.parametrize("restarts", [0, 5])
+def test_a_signal_while_nodes_are_waited_for(restarts, lead):
+    """Without restarts, nothing can take the place of a node, so that each signal ends all."""
+    leader = lead(restarts)
+    first, second = Node(leader, 0), Node(leader, 1)
+    second.tell()
+    first.tell(signal=signal.SIGTERM)
+    assert second.tell().signal == (0 if restarts else signal.SIGTERM)
+    first.tell(signal=signal.SIGINT, has_left=True)
+    assert second.tell().signal == (signal.SIGINT if restarts else signal.SIGTERM)
+    assert second.tell().start is None
+
+
+def test_a_node_that_is_asked_to_end_after_its_processes_did_is_not_lost(lead):
+    leader = lead()
+    first, second = Node(leader, 0), Node(leader, 1)
+    begin(first, second)
+    second.tell(signal=signal.SIGTERM)
+    second.tell(is_running=False, has_left=True)
+    assert first.end().status == 0
+
+
+def test_one_node_of_which_nothing_is_left(lead):
+    """Its launcher ends by an error of its own, such as a pipe that nobody reads."""
+    leader = lead(num_nodes=1)
+    node = Node(leader, 0)
+    orders = node.tell()
+    node.tell(restart=orders.start.restart, is_running=True)
+    node.tell(has_left=True)
+    assert not leader.is_needed()
+
+
+def test_in_memory_checkpoints_need_memory_on_all_nodes(lead):
+    leader = lead()
+    first, second = Node(leader, 0), Node(leader, 1, has_memory=False)
+    for node in (first, second):
+        node.tell()
+    assert [node.tell().start.has_memory for node in (first, second)] == [False, False]
 
 
 def test_without_restarts_the_first_failure_is_the_end(lead):
@@ -237,8 +293,24 @@ def test_without_restarts_the_first_failure_is_the_end(lead):
 
 def test_a_node_of_another_job_is_refused(lead):
     leader = lead()
-    orders = Node(leader, 1, num_nodes=3).tell()
-    assert (orders.status, orders.refusal) == (2, "--nodes is 3 there and 2 on node 0")
+    orders = Node(leader, 1, **{"--nodes": "3"}).tell()
+    refusal = "node 1 has --nodes 3, and node 0 has 2"
+    assert (orders.status, orders.refusal) == (2, refusal)
+    assert Node(leader, 7).tell().refusal == "there are 2 nodes by node 0's --nodes"
+    assert leader.take_lines()[0] == f"a launcher that is to be node 1 is refused: {refusal}."
+
+
+def test_a_refused_launcher_hears_that_the_job_is_over(lead):
+    leader = lead()
+    first, second, other = Node(leader, 0), Node(leader, 1), Node(leader, 1)
+    begin(first, second)
+    assert other.tell().status is None
+    second.end()
+    assert first.end().status == 0
+    second.tell()
+    assert leader.is_needed()
+    assert other.tell().status == 0
+    assert not leader.is_needed()
 
 
 # Who is heard.
@@ -250,10 +322,14 @@ class Deaf:
     def __init__(self):
         self.reports = []
         self.lost = []
+        self.lines = []
 
     def exchange(self, report):
         self.reports.append(report)
-        return Orders("leader", status=7)
+        return Orders("leader", Start(3, "here:1", 4, 2, has_memory=True), (2, 3), "was lost", status=7)
+
+    def say(self, what):
+        self.lines.append(what)
 
     def note_loss(self, agent):
         self.lost.append(agent)
@@ -273,7 +349,7 @@ def meeting():
 def ask(address, secret=SECRET, seconds=10.0):
     """A report of a launcher, and the orders; None if there were none in time."""
     remote = RemoteLeader(address, secret, 3.0)
-    report = Report(1, 2, 4, cause=Cause(2, -9), furthest={"a": 3})
+    report = Report(1, 4, OPTIONS, cause=Cause(2, -9), furthest={"a": 3})
     deadline = time.monotonic() + seconds
     while (orders := remote.exchange(report)) is None and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -291,9 +367,9 @@ def await_that(condition, seconds=10):
 def test_reports_and_orders_arrive_as_they_were(meeting):
     leader, address = meeting
     report, orders = ask(address)
-    assert orders == Orders("leader", status=7)
+    assert orders == leader.exchange(None)
     assert leader.reports[0] == report
-    assert leader.reports[-1] == dataclasses.replace(report, has_left=True)
+    assert leader.reports[-2] == dataclasses.replace(report, has_left=True)
     await_that(lambda: leader.lost == [report.agent])
 
 
@@ -323,10 +399,9 @@ def test_who_does_not_know_the_secret_is_refused_and_said_once(meeting, capfd):
     ):
         assert len(speak(address, text)) == len(hello) + 32  # no more than the greeting
     assert leader.reports == []
-    said = capfd.readouterr().err
-    assert said.count("was refused: it does not know the job's secret. Others will not be reported.") == 1
-    assert said.count("Is IPU_PIPELINE_SECRET the same there?") == 1
-    assert said.count("\n") == 2
+    (line,) = leader.lines
+    assert line.endswith("was refused: it does not know the job's secret. Others will not be reported.")
+    assert capfd.readouterr().err.count("Is IPU_PIPELINE_SECRET the same there?") == 1
     assert ask(address)[1] is not None
 
 
@@ -336,7 +411,7 @@ def test_a_message_cannot_be_sent_again(meeting):
     with socket.create_connection(address, timeout=10) as connection:
         greeting = connection.recv(100)
         codes = _Codes(SECRET, greeting[-32:] + bytes(32), is_leader=False)
-        first = greeting[:-32] + bytes(32) + codes.wrap(Report(1, 2, 4))
+        first = greeting[:-32] + bytes(32) + codes.wrap(Report(1, 4, OPTIONS))
         connection.sendall(first)
         assert connection.recv(4096)
         connection.sendall(first[len(greeting) :])
@@ -374,6 +449,7 @@ def test_a_thousand_silent_connections_keep_nobody_out(meeting):
 
 
 def test_a_port_that_is_taken_and_wrong_options(monkeypatch, capfd):
+    monkeypatch.setattr("signal.signal", lambda *_given: None)  # the launcher takes signals
     nodes = ["--nodes", "2", "--node-rank"]
     monkeypatch.delenv("IPU_PIPELINE_SECRET", raising=False)
 
@@ -382,7 +458,6 @@ def test_a_port_that_is_taken_and_wrong_options(monkeypatch, capfd):
             main(["launch", "-n", "1", *options, __file__])
         return capfd.readouterr().err
 
-    assert "--wait has an effect with --nodes 2 or more only" in refused("--wait", "3")
     assert "--nodes must be 1 or more; it is 0" in refused("--nodes", "0")
     assert "with --nodes 2, --meet-at must be given" in refused(*nodes, "1")
     assert "--node-rank must be from 0 to 1, as --nodes is 2; it is 2" in refused(
@@ -394,14 +469,18 @@ def test_a_port_that_is_taken_and_wrong_options(monkeypatch, capfd):
         assert f"--meet-at must be host:port, such as node0:1234; it is '{address}'" in refused(
             *nodes, "1", "--meet-at", address
         )
-    said = refused(*nodes, "0", "--meet-at", "nowhere.invalid:1", "--wait", "1")
-    assert "--meet-at: nowhere.invalid is not known here: " in said
-    assert "This is tried again for 1 s." in said
     assert "at which the other nodes reach it" in refused(*nodes, "0", "--meet-at", "0.0.0.0:1234")
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        said = refused(*nodes, "0", "--meet-at", f"127.0.0.1:{port}")
-    assert f"node 0, cannot listen at 127.0.0.1:{port}: Address already in use" in said
+        for address, why in (
+            (f"127.0.0.1:{port}", "Address already in use"),
+            ("nowhere.invalid:1", "Name or service not known"),
+        ):
+            options = ("-n", "1", *nodes, "0", "--meet-at", address, "--wait", "1")
+            assert main(["launch", *options, __file__]) == 1
+            said = capfd.readouterr().err.splitlines()
+            what = f"ipu-pipeline launch: this node cannot listen at {address} (--meet-at): {why}."
+            assert said == [f"{what} This is tried again for 1 s (--wait).", what]
 
 
 # Launchers and their processes.
@@ -459,7 +538,7 @@ if restart == 0 and index == 2:
 if restart == 0:
     while not hear_failures() and index < 2:
         time.sleep(0.01)
-    sys.exit(f"heard {{hear_failures()}}")
+    sys.exit(f"heard {{hear_failures()}}" + " \u00e4" * 20000)
 time.sleep(0.3)
 sys.exit(9 * (restart == 1 and index == 1))
 """
@@ -472,9 +551,36 @@ sys.exit(9 * (restart == 1 and index == 1))
         for number, restart in itertools.product(numbers, range(3)):
             assert f"[{number}] {number} {restart} 4\n" in log
     assert "node 1: process 2 was ended by SIGKILL." in first
-    assert "[0] heard {2: 'was ended by SIGKILL'}" in first
+    assert (
+        "[0] heard {2: 'was ended by SIGKILL'}" in first
+    )  # and much more: messages are short all the same
     assert "process 1 ended with status 9." in first
     assert "restart 1 of at most 3 for this cause, in 1 s." in first
+    assert find_left(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("number", "restarts", "statuses"),
+    [(signal.SIGINT, 5, [130, 130]), (signal.SIGTERM, 0, [143, 143]), (signal.SIGTERM, 5, [1, 143])],
+)
+def test_signals_to_the_launcher_of_one_node(number, restarts, statuses, tmp_path):
+    """Ctrl-C ends the job. SIGTERM ends the node, and all if it cannot be replaced; here nobody comes."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        f"""{PLAIN}
+from ipu_pipeline.processes.launched import hear_failures
+print("ready", index, file=sys.stderr, flush=True)
+while not hear_failures():
+    time.sleep(0.01)
+sys.exit(1)
+"""
+    )
+    options = ("--restarts", restarts, "--wait", "2", "--death-timeout", "2")
+    cluster = Cluster(tmp_path, program, options=list(map(str, options)))
+    await_that(lambda: "ready 0" in cluster.log(0) and "ready 1" in cluster.log(1), 30)
+    cluster.nodes[1].send_signal(number)
+    assert cluster.statuses() == statuses
+    assert ("node 1 did not come within 2 s (--wait)" in cluster.log(0)) == (statuses[0] == 1)
     assert find_left(tmp_path) == []
 
 
