@@ -4,8 +4,6 @@ import errno
 import itertools
 import os
 import random
-import shutil
-import signal
 import time
 from pathlib import Path
 
@@ -17,9 +15,7 @@ from ipu_pipeline.checkpointing import in_memory
 from ipu_pipeline.processes.launched import MEMORY_VARIABLE, RESTART_VARIABLE
 from ipu_pipeline.tf1.session import session as session_module
 from tests.support import front, joined
-from tests.support.joined import hold_port
 from tests.support.killing import Job
-from tests.support.programs import begin
 from tests.support.resumable import Training
 from tests.support.resumer import make_training
 
@@ -136,61 +132,3 @@ def test_a_process_that_cannot_write_holds_up_nobody(how, is_shared, tmp_path):
         assert updates == 8
         assert {"2-0-0of2", "2-0-1of2"} <= set(left)  # on either machine
         assert not any(name.startswith("4-") for name in left)
-
-
-@pytest.mark.thorough
-def test_a_machine_is_lost_with_its_memory(tmp_path, uninterrupted):
-    """Two machines, as far as the processes know: what one had is in the memory of the other."""
-    machines = [tmp_path / "machine0", tmp_path / "machine1"]
-    for machine in machines:
-        machine.mkdir()
-    job = tmp_path / "job"
-    job.mkdir()
-
-    def start(restart):
-        held = hold_port()
-        started = []
-        for number, machine in enumerate(machines):
-            joining = {
-                "IPU_PIPELINE_COORDINATOR_ADDRESS": f"127.0.0.1:{held.getsockname()[1]}",
-                "IPU_PIPELINE_NUM_PROCESSES": "2",
-                "IPU_PIPELINE_PROCESS_ID": str(number),
-                "IPU_PIPELINE_DEATH_TIMEOUT": "6",
-                "IPU_PIPELINE_MEMORY_DIR": str(machine),
-                "IPU_PIPELINE_RESTART": str(restart),
-                "PJRT_NPROC": "1",
-            }
-            program = ("-m", "tests.support.resumer", job, 60, 4, 1)
-            with (tmp_path / f"log{number}").open("a") as log:
-                started.append(begin(*program, output=log, error_output=log, **joining))
-        started[0].held = held
-        return started
-
-    def num_runs():
-        path = job / "losses"
-        return path.read_text().count("\n") if path.exists() else 0
-
-    def logs():
-        return "\n".join((tmp_path / f"log{number}").read_text()[-3000:] for number in range(2))
-
-    for restart, victim in enumerate((1, 0)):
-        before = num_runs()
-        started = start(restart)
-        deadline = time.monotonic() + 60
-        while num_runs() < before + 8:
-            assert time.monotonic() < deadline, logs()
-            assert all(process.poll() is None for process in started), logs()
-            time.sleep(0.005)
-        started[victim].send_signal(signal.SIGKILL)
-        for process in started:
-            process.wait(60)
-        started[0].held.close()
-        shutil.rmtree(machines[victim])
-        machines[victim].mkdir()  # a new one in its place
-        assert num_runs() < 50, "it was to be killed on the way"
-    started = start(2)
-    assert [process.wait(120) for process in started] == [0, 0], logs()
-    started[0].held.close()
-    found = Job.of(job)
-    assert_same(found, uninterrupted(4, 1, 60))
-    assert num_runs() < 60 + 2 * 3  # of runs that were done again
