@@ -85,6 +85,12 @@ def add(parser: argparse.ArgumentParser) -> None:
         f"{_DEFAULT_WAIT:g} by default",
     )
     parser.add_argument(
+        "--shrink",
+        action="store_true",
+        help="go on without a node that was lost if no other one has come in its place after --wait, with "
+        "its IPUs on the others; a node that comes later is taken in at once",
+    )
+    parser.add_argument(
         "--restarts",
         type=int,
         default=0,
@@ -173,6 +179,8 @@ def _launch(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
 
 def _read_nodes(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> Nodes:
     """Which nodes there are, from the options."""
+    if parsed.shrink and not parsed.restarts:
+        parser.error("--shrink has an effect with --restarts only.")
     if parsed.nodes == 1 and not parsed.node_rank:  # scripts give the rest of the options all the same
         return Nodes()
     for option, given in (("--node-rank", parsed.node_rank), ("--meet-at", parsed.meet_at)):
@@ -193,7 +201,7 @@ def _read_nodes(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> 
     wait = _DEFAULT_WAIT if parsed.wait is None else parsed.wait
     if host in ("0.0.0.0", "::"):  # noqa: S104  # which is refused
         parser.error("--meet-at must be the address of node 0 at which the other nodes reach it.")
-    return Nodes(parsed.nodes, parsed.node_rank, (host, port), wait)
+    return Nodes(parsed.nodes, parsed.node_rank, (host, port), wait, parsed.shrink)
 
 
 def _read_address(parser: argparse.ArgumentParser, text: str) -> tuple[str, int]:

@@ -40,12 +40,14 @@ class Nodes:
       rank: of this one, from 0.
       meet_at: host and port where the launchers meet, on node 0; None if there is only one node.
       wait: how many seconds a node is waited for.
+      may_shrink: whether the job goes on without a node that does not come.
     """
 
     count: int = 1
     rank: int = 0
     meet_at: tuple[str, int] | None = None
     wait: float = 600.0
+    may_shrink: bool = False
 
 
 class Agent:
@@ -65,6 +67,7 @@ class Agent:
         options = {
             "--nodes": str(nodes.count),
             "--restarts": str(restarts),
+            "--shrink": "given" if nodes.may_shrink else "not given",
             "--memory-every": str(settings.memory_every),
             "--death-timeout": f"{settings.death_timeout:g}",
             "the version of ipu_pipeline": ipu_pipeline.__version__,
@@ -98,7 +101,7 @@ class Agent:
                 break
             if orders is None or orders.start is None or orders.start.restart <= self._report.restart:
                 self._is_asked.wait(_LOOK)
-            elif not orders.failed:
+            elif not (orders.failed or orders.is_to_end):
                 self._run_group(orders.start)
             else:  # it is over already: other nodes were quicker
                 self._report = dataclasses.replace(self._report, restart=orders.start.restart)
@@ -143,9 +146,8 @@ class Agent:
 
     def _make_leader(self, address: str) -> Leader:
         restarts = Restarts(self._restarts)
-        return Leader(
-            self._nodes.count, address, self._report.options, restarts, self._nodes.wait, self._silence
-        )
+        nodes, options = self._nodes, self._report.options
+        return Leader(nodes.count, address, options, restarts, nodes.wait, nodes.may_shrink, self._silence)
 
     def _listen(self, host: str, port: int) -> int | None:
         """Listens for the other launchers. A name, or its address, may be known a while later only."""
@@ -280,7 +282,10 @@ class Agent:
         if orders.failed and not has_told:
             self._note_failure(f"process {orders.failed[0]} {orders.what}")
             group.know_failure(orders.failed, orders.what)
-        return has_told or bool(orders.failed)
+        if orders.is_to_end and not has_told:
+            self._note_failure("a node came")
+            group.ask_to_end(signal.SIGTERM)
+        return has_told or bool(orders.failed) or orders.is_to_end
 
     def _note_failure(self, what: str) -> None:
         """Notes the first failure of a start; others follow from it."""

@@ -7,7 +7,7 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Cause", "LostNode", "count_memory_kills"]
+__all__ = ["Cause", "LostNode", "NewNode", "count_memory_kills"]
 
 _VMSTAT = Path("/proc/vmstat")
 _LONGEST_LINE = 200  # characters
@@ -104,6 +104,20 @@ class LostNode:
 
     def __str__(self) -> str:
         return f"node {self.node} was lost: {self.why}."
+
+
+@dataclass(frozen=True)
+class NewNode:
+    """A node that comes to a job which has gone on without it.
+
+    Attributes:
+      node: its rank.
+    """
+
+    node: int
+
+    def __str__(self) -> str:
+        return f"node {self.node} has come: all are started again with it."
 
 
 def count_memory_kills() -> int:

@@ -6,7 +6,8 @@ message that is lost, or comes twice, does no harm, and so that another leader c
 job has been started again is in every report.
 
 All processes start together, and when one has failed, all end and are started again together. A node whose
-launcher is gone can be replaced by another one of its rank.
+launcher is gone can be replaced by another one of its rank. If the job may shrink, it goes on without a
+node that nobody replaces in time, and takes it in when it comes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from signal import SIGINT
 
-from ipu_pipeline.launching.causes import Cause, LostNode
+from ipu_pipeline.launching.causes import Cause, LostNode, NewNode
 from ipu_pipeline.launching.group import Start
 from ipu_pipeline.launching.restarts import Restarts
 
@@ -72,6 +73,7 @@ class Orders:
       start: the start that its processes are to be in; None if they are to wait for one.
       failed: the numbers of processes that have failed on another node: those of this one are to end.
       what: what happened to them.
+      is_to_end: whether the processes are to end for another start, and nothing has failed.
       results: as of `Group`.
       signal: the signal with which the job is to end on all nodes; 0 if it is not.
       status: with which status the job is over; None if it is not.
@@ -82,6 +84,7 @@ class Orders:
     start: Start | None = None
     failed: tuple[int, ...] = ()
     what: str = ""
+    is_to_end: bool = False
     results: int | None = None
     signal: int = 0
     status: int | None = None
@@ -104,7 +107,7 @@ class _Run:
     agents: dict[int, str]
     counts: dict[int, int]  # of processes
     done: set[int] = field(default_factory=set)  # nodes that have left after the end of their processes
-    failure: Cause | LostNode | None = None
+    failure: Cause | LostNode | NewNode | None = None  # why it ends
     node: int = 0  # where it failed
 
 
@@ -118,6 +121,7 @@ class Leader:
         options: Mapping[str, str],
         restarts: Restarts,
         wait: float,
+        may_shrink: bool,
         silence: float,
     ) -> None:
         """Waits for the nodes.
@@ -128,6 +132,7 @@ class Leader:
           options: those of node 0, as of `Report`.
           restarts: counts the failures.
           wait: how many seconds a node is waited for.
+          may_shrink: whether a job that has begun goes on without a node that does not come.
           silence: after how many seconds without a report a node is lost, other than node 0.
         """
         self._id = uuid.uuid4().hex
@@ -136,6 +141,7 @@ class Leader:
         self._options = options
         self._restarts = restarts
         self._wait = wait
+        self._may_shrink = may_shrink
         self._silence = silence
         self._lock = threading.Lock()
         self._lines: list[str] = []
@@ -240,6 +246,8 @@ class Leader:
             self._signal = self._signal or report.signal
         if not report.has_left:
             self._nodes[report.node] = _Node(report, self._now())
+            if self._run is not None and report.node not in self._run.starts:
+                self._fail(report.node, NewNode(report.node))
             return
         self._nodes.pop(report.node, None)
         self._deadline = max(self._deadline, self._now() + self._wait)
@@ -251,7 +259,9 @@ class Leader:
             elif has_ended:
                 run.done.add(report.node)
             else:
-                self._fail(report.node, self._lost(report.node, "its launcher was asked to end"))
+                lost = self._lost(report.node, "its launcher was asked to end")
+                self._say(str(lost))
+                self._fail(report.node, lost)
 
     def _lose_silent(self) -> None:
         now = self._now()
@@ -264,23 +274,22 @@ class Leader:
         known = self._nodes.pop(node)
         self._deadline = max(self._deadline, self._now() + self._wait)
         lost = self._lost(node, why)
+        self._say(str(lost))
         if self._run is not None and self._run.agents.get(node) == known.report.agent:
             self._fail(node, lost)
-        else:
-            self._say(str(lost))
 
     def _lost(self, node: int, why: str) -> LostNode:
         run = self._run
         first, count = (0, 0) if run is None else (run.starts[node].first, run.counts[node])
         return LostNode(node, tuple(range(first, first + count)), why)
 
-    def _fail(self, node: int, cause: Cause | LostNode) -> None:
+    def _fail(self, node: int, cause: Cause | LostNode | NewNode) -> None:
         assert self._run is not None
         if self._run.failure is None:
             self._run.failure, self._run.node = cause, node
-            if isinstance(cause, LostNode):
+            if isinstance(cause, NewNode):
                 self._say(str(cause))
-            elif node:  # the launcher of this node says its own
+            elif isinstance(cause, Cause) and node:  # the launcher of this node says its own
                 self._say(f"node {node}: {cause}")
 
     def _go_on(self) -> None:
@@ -296,14 +305,20 @@ class Leader:
         now = self._now()
         here = {node for node, known in self._nodes.items() if not known.report.signal}
         missing = [node for node in range(self._num_nodes) if node not in here]
+        are_here = now >= self._not_before
         if missing and now > self._deadline:
-            self._end(1, f"{_name(missing)} did not come within {self._wait:g} s (--wait)")
+            late = f"{_name(missing)} did not come within {self._wait:g} s (--wait)"
+            if not self._may_shrink or max(known.report.restart for known in self._nodes.values()) < 0:
+                self._end(1, late)
+                return
+            self._say(f"{late}: the job goes on without.")
         elif missing:
             if not self._has_said and now > self._not_before + _SAID_AFTER:
                 self._say(f"waiting for {_name(missing)}, for up to {self._wait:g} s.")
                 self._has_said = True
-        elif now >= self._not_before and not any(node.report.is_running for node in self._nodes.values()):
-            reports = [self._nodes[node].report for node in range(self._num_nodes)]
+            return
+        if are_here and not any(known.report.is_running for known in self._nodes.values()):
+            reports = [self._nodes[node].report for node in sorted(here)]
             self._restart = max(self._restart, *(report.restart for report in reports)) + 1
             count = sum(report.num_processes for report in reports)
             has_memory = all(report.has_memory for report in reports)
@@ -337,25 +352,30 @@ class Leader:
         if any(report.is_running for report in begun.values()):
             return
         if run.failure is None:
-            if len(begun) + len(run.done) == self._num_nodes:
+            if len(begun) + len(run.done) == len(run.starts):
                 self._end(0)
         elif len(begun) == len(members):
             self._run = None
             self._decide(run, run.failure, [report.furthest for report in begun.values()])
 
-    def _decide(self, run: _Run, failure: Cause | LostNode, furthest: list[Mapping[str, int]]) -> None:
+    def _decide(
+        self, run: _Run, failure: Cause | LostNode | NewNode, furthest: list[Mapping[str, int]]
+    ) -> None:
         """Decides whether there is another start after a failure."""
         has_progressed = False
         for name, step in (item for one in furthest for item in one.items()):
             has_progressed |= step > self._furthest.get(name, -1)
             self._furthest[name] = max(step, self._furthest.get(name, -1))
         if self._signal:
-            self._end(failure.status)
+            self._end(128 + self._signal if isinstance(failure, NewNode) else failure.status)
             return
         if 0 not in self._nodes or self._nodes[0].report.signal:
             self._say("node 0 ends, with the leader; the others wait for another node 0.")
             return
         now = self._now()
+        if isinstance(failure, NewNode):
+            self._not_before, self._deadline, self._has_said = now, now + self._wait, False
+            return
         delay = self._restarts.after(failure, now - run.begun, has_progressed)
         if delay is None:
             given_up = f"given up after {self._restarts.count} restarts" if self._restarts.count else ""
@@ -386,10 +406,11 @@ class Leader:
             ),
             None,
         )
-        failed, what = (), ""
-        if run.failure is not None and run.node != report.node:
+        failed, what, is_to_end = (), "", isinstance(run.failure, NewNode)
+        if isinstance(run.failure, Cause | LostNode) and run.node != report.node:
             failed, what = run.failure.processes, run.failure.what
-        return Orders(self._id, run.starts[report.node], failed, what, results, self._signal, self._status)
+        start = run.starts[report.node]
+        return Orders(self._id, start, failed, what, is_to_end, results, self._signal, self._status)
 
 
 def hold_port(address: str = "127.0.0.1") -> socket.socket:

@@ -61,8 +61,8 @@ def lead(clock):
     """Makes a leader of 2 nodes."""
     with contextlib.ExitStack() as left:
 
-        def make(restarts=5, wait=60.0, num_nodes=2):
-            made = Leader(num_nodes, "127.0.0.1", OPTIONS, Restarts(restarts), wait, 5.0)
+        def make(restarts=5, wait=60.0, num_nodes=2, may_shrink=False):
+            made = Leader(num_nodes, "127.0.0.1", OPTIONS, Restarts(restarts), wait, may_shrink, 5.0)
             left.callback(made.close)
             return made
 
@@ -193,6 +193,40 @@ def test_a_node_is_not_waited_for_without_end(lead, clock):
         "waiting for node 1, for up to 20 s.",
         "node 1 did not come within 20 s (--wait).",
     ]
+
+
+def test_a_job_that_may_shrink_goes_on_without_a_node_until_it_comes(lead, clock):
+    leader = lead(wait=20.0, may_shrink=True)
+    first, second = Node(leader, 0), Node(leader, 1)
+    clock.forward(19, first.tell)
+    assert first.tell().status is None
+    begin(first, second)
+    second.end(has_left=True, cause=KILLED)
+    first.end(cause=Cause(0, 1))
+    clock.forward(20, first.tell)
+    assert first.tell().start is None
+    clock.forward(2, first.tell)
+    assert dataclasses.astuple(first.tell().start)[::2] == (1, 2, True)  # of two processes
+    first.tell(restart=1, is_running=True, cause=None)
+    newcomer = Node(leader, 1)
+    assert newcomer.tell().start is None
+    assert first.tell().is_to_end
+    assert not first.tell().failed
+    first.end(cause=Cause(0, -15))
+    newcomer.tell()
+    begin(first, newcomer, restart=2)
+    assert leader.take_lines()[-3:] == [
+        "waiting for node 1, for up to 20 s.",
+        "node 1 did not come within 20 s (--wait): the job goes on without.",
+        "node 1 has come: all are started again with it.",
+    ]
+
+
+def test_a_job_that_may_shrink_begins_with_all_nodes(lead, clock):
+    leader = lead(wait=20.0, may_shrink=True)
+    first = Node(leader, 0)
+    clock.forward(22, first.tell)
+    assert first.tell().status == 1
 
 
 def test_a_leader_that_was_stopped_loses_nobody(lead, clock):
@@ -386,7 +420,7 @@ def speak(address, text):
 
 def test_who_does_not_know_the_secret_is_refused_and_said_once(meeting, capfd):
     leader, address = meeting
-    _report, orders = ask(address, "another secret of 16 characters", 2.0)
+    _report, orders = ask(address, "another secret of 16 characters", 3.5)
     assert orders is None
     hello = speak(address, b"GET / HTTP/1.1\r\nHost: node0\r\n\r\n")[:22]
     assert hello.startswith(b"ipu-pipeline launch")
@@ -604,6 +638,26 @@ def test_nodes_are_lost_with_their_memory(tmp_path, uninterrupted):  # noqa: F81
     assert "Process 1 (pid" in cluster.log(0)
     assert "Process 0 (pid" in cluster.log(1)
     assert len(list((tmp_path / "memory0").iterdir())) == 0
+
+
+@pytest.mark.thorough
+def test_a_job_goes_on_with_fewer_nodes_and_with_more_again(tmp_path, uninterrupted):  # noqa: F811
+    """Its four stages are in one process then, and in two processes before and after."""
+    job = Job.of(tmp_path / "job")
+    job.directory.mkdir()
+    program = ("-m", "tests.support.resumer", job.directory, 400, 4, 1)
+    options = ("--restarts", "9", "--wait", "20", "--death-timeout", "9", "--shrink")
+    cluster = Cluster(tmp_path, *program, options=options)
+    job.process, job.log = cluster.nodes[0], tmp_path / "log0"
+    job.await_runs(8)
+    cluster.nodes[1].kill()
+    await_that(lambda: "the job goes on without" in cluster.log(0), 60)
+    job.await_runs(20)
+    cluster.nodes[1] = cluster.start(1)
+    assert cluster.statuses(120) == [0, 0]
+    assert "node 1 has come: all are started again with it." in cluster.log(0)
+    assert_same(job, uninterrupted(4, 1, 400))
+    assert job.num_runs() < 400 + 2 * 3
 
 
 PREEMPTED = """
