@@ -273,7 +273,7 @@ class PeerWatch:
         while not self._is_over.wait(self._interval / _GLANCES):
             with self._lock:
                 statuses, answers, asked = self._statuses, self._num_answers, self._asked
-            now, gone = time.monotonic(), {**hear_failures(), **self._find_gone(statuses)}
+            now, gone = time.monotonic(), {**self._find_gone(statuses), **hear_failures()}
             gone.pop(self._peers.index, None)
             dead = self._find_silent(gone, asked, now)
             num_glances += 1

@@ -346,10 +346,12 @@ def test_processes_that_go_on():
 
 
 def test_a_process_that_is_gone():
-    second, found = judge(lambda s: [Status(s), Status(s, pid=17, host="b", finished="x")], dead=[1])
+    second, found = judge(
+        lambda s: [Status(s), Status(s, pid=17, host="b", finished="x")], dead={1: "was ended"}
+    )
     assert second == 3
     lines = found.splitlines()
-    assert lines[0] == "Process 1 (pid 17 on b) has died: it is gone from this machine."
+    assert lines[0] == "Process 1 (pid 17 on b) has died: it was ended."
     assert lines[1:] == [
         "  process 0: the last action finished is none",
         "  process 1: the last action finished is x",
@@ -361,10 +363,10 @@ def test_what_a_process_told_as_it_ended_is_heard_before_it_counts_as_dead(two):
     for answers in (True, False):
         watch = PeerWatch(two, 12.0, 12.0)  # which is not started
         found = [
-            watch._find_silent([0], asked if answers else 1.0, now)
+            watch._find_silent({0: "is gone"}, asked if answers else 1.0, now)
             for asked, now in ((1.0, 1.2), (1.1, 1.7), (1.6, 2.2), (2.1, 3.3))
         ]
-        assert found == [[], [], [0] if answers else [], [0]]
+        assert [list(dead) for dead in found] == [[], [], [0] if answers else [], [0]]
 
 
 def test_a_process_that_is_silent():

@@ -4,6 +4,7 @@ import errno
 import itertools
 import os
 import random
+import signal
 import time
 from pathlib import Path
 
@@ -24,6 +25,7 @@ LAYOUTS = {  # processes, stages, replicas
     "4 stages in 2 processes": (2, 4, 1),
     "2 x 2 replicas in 4 processes": (4, 2, 2),
     "4 stages in 4 processes": (4, 4, 1),
+    "2 x 4 replicas in 8 processes": (8, 4, 2),
 }
 RUNS = 40 * KILLS
 
@@ -58,7 +60,7 @@ def assert_same(job, expected):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("layout", list(LAYOUTS)[: 2 if KILLS <= 3 else 3])
+@pytest.mark.parametrize("layout", list(LAYOUTS)[: 2 if KILLS <= 3 else None])
 def test_killed_at_random_moments(layout, tmp_path, uninterrupted):
     """One or two at once, while they start, compile, run, write, or go on after the last kill."""
     generator = random.Random(KILLS)  # noqa: S311  # of moments
@@ -81,6 +83,39 @@ def test_killed_at_random_moments(layout, tmp_path, uninterrupted):
     # The run in which a process died is done again, and the one before if that was not written yet.
     assert job.num_runs() <= RUNS + 2 * KILLS
     assert_same(job, uninterrupted(num_stages, num_replicas, RUNS))
+
+
+def go_on_after(tmp_path, uninterrupted, harm):
+    """A job of two processes that is done some harm once, and what its launcher says."""
+    job = Job(tmp_path / "job", (2, 4, 1), 40, "--restarts", 2)
+    job.await_runs(8)
+    harm(job)
+    job.await_end(120)
+    assert job.num_runs() <= 40 + 2
+    assert_same(job, uninterrupted(4, 1, 40))
+    return [line for line in job.log.read_text().splitlines() if line.startswith("ipu-pipeline launch: ")]
+
+
+@pytest.mark.thorough
+def test_the_coordinator_is_killed(tmp_path, uninterrupted):
+    """JAX ends all processes then; the coordinator is a child of process 0."""
+
+    def kill_coordinator(job):
+        first = job.children()[0]
+        (coordinator,) = Path(f"/proc/{first}/task/{first}/children").read_text().split()
+        os.kill(int(coordinator), signal.SIGKILL)
+
+    said = go_on_after(tmp_path, uninterrupted, kill_coordinator)
+    assert any("was ended by SIGABRT" in line for line in said), said
+    assert any("training has gone on with run" in line for line in said), said
+
+
+@pytest.mark.thorough
+def test_a_process_that_is_stopped(tmp_path, uninterrupted):
+    said = go_on_after(tmp_path, uninterrupted, lambda job: os.kill(job.children()[1], signal.SIGSTOP))
+    assert any("no sign of it for" in line for line in said), said
+    assert any("process 1 has not ended by itself" in line for line in said), said
+    assert any("training has gone on with run" in line for line in said), said
 
 
 def fail_to_write(directories, how):

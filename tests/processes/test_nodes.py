@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import itertools
+import json
 import os
 import shutil
 import signal
@@ -416,6 +417,36 @@ def speak(address, text):
         while part := connection.recv(4096):
             found += part
         return found
+
+
+def test_a_launcher_that_gives_no_reports_is_silent(meeting):
+    """It waits for a terminal, for example; its thread does not say for it that all is as before."""
+    leader, address = meeting
+    remote = RemoteLeader(address, SECRET, 0.5)
+    report = Report(1, 4, OPTIONS)
+    await_that(lambda: remote.exchange(report) is not None)
+    await_that(lambda: leader.lost == [report.agent])
+    before = len(leader.reports)
+    await_that(lambda: remote.exchange(report) and len(leader.reports) > before)
+    remote.close(report)
+
+
+def test_what_is_no_report(meeting):
+    """From somebody who knows the secret."""
+    leader, address = meeting
+    good = dataclasses.asdict(Report(1, 4, OPTIONS))
+    for change in ({"num_processes": "4"}, {"num_processes": 0}, {"cause": {"process": 1}}, {"more": 1}):
+        with socket.create_connection(address, timeout=10) as connection:
+            greeting = connection.recv(100)
+            codes = _Codes(SECRET, greeting[-32:] + bytes(32), is_leader=False)
+            text = json.dumps(good | change).encode()
+            code = codes._code(b"node", 1, text)
+            message = len(text).to_bytes(4) + code + text
+            connection.sendall(greeting[:-32] + bytes(32) + message)
+            assert not connection.recv(4096)
+    assert leader.reports == []
+    assert len(leader.lines) == 1
+    assert "num_processes in its message is '4'" in leader.lines[0]
 
 
 def test_who_does_not_know_the_secret_is_refused_and_said_once(meeting, capfd):
