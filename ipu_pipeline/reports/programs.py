@@ -15,7 +15,7 @@ from ipu_pipeline.engine.inspect import (
 )
 from ipu_pipeline.engine.schedules import Scenario, named_schedules
 from ipu_pipeline.ground.cores import count_cores
-from ipu_pipeline.ground.tables import align
+from ipu_pipeline.ground.tables import align, describe_bytes
 from ipu_pipeline.reports.predictions import predict_scenario, scenario_of
 
 __all__ = ["Placement", "ProgramSummary"]
@@ -133,10 +133,19 @@ class ProgramSummary:
 
     Attributes:
       calls: its pipelines and loops, in order.
+      num_checkpoint_bytes: the bytes of its state in an in-memory checkpoint: the variables, and the
+        optimizers' state; None if it trains nothing, or no launcher has given a directory for them.
     """
 
     calls: tuple[PipelineSummary, ...]
+    num_checkpoint_bytes: int | None = None
 
     def __str__(self) -> str:
         """The tables, one after another."""
-        return "\n\n".join(map(str, self.calls)) or _NOTHING
+        tables = list(map(str, self.calls)) or [_NOTHING]
+        if self.num_checkpoint_bytes is not None:
+            tables.append(
+                f"in-memory checkpoints: {describe_bytes(2 * self.num_checkpoint_bytes)} of host memory, "
+                "shared out among the nodes; with several nodes, as much again"
+            )
+        return "\n\n".join(tables)

@@ -377,6 +377,24 @@ def test_a_session_goes_on_with_the_run_in_which_its_process_ended(sessions):
         assert_same(session, reference)
 
 
+def test_a_summary_has_the_bytes_of_checkpoints(sessions, directory, monkeypatch):
+    training = Training()
+    program = training.program
+    with sessions(0) as session:
+        training.start(session)
+        session.resume()
+        training.run(session, 3)
+    sizes = [path.stat().st_size for path in directory.glob("*of1")]
+    assert len(sizes) == 2
+    summary = program.summary()
+    # A file also has a header, and arrays begin at multiples of 64 bytes.
+    assert 0.9 * max(sizes) - 2**14 < summary.num_checkpoint_bytes < max(sizes)
+    assert str(summary).splitlines()[-1].startswith("in-memory checkpoints: ")
+    monkeypatch.delenv(MEMORY_VARIABLE)
+    assert program.summary().num_checkpoint_bytes is None
+    assert "in-memory" not in str(program.summary())
+
+
 def test_a_session_that_is_not_launched_keeps_nothing(monkeypatch):
     monkeypatch.delenv(MEMORY_VARIABLE, raising=False)
     monkeypatch.setattr(InMemorySeries, "__init__", lambda *_given: pytest.fail("there is no directory"))

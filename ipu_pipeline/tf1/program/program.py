@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -12,6 +14,7 @@ import numpy as np
 from ipu_pipeline.engine import Chunking, VariableSpec
 from ipu_pipeline.engine.fronts import CallStep, Segment, SegmentedFunction, Values, segment
 from ipu_pipeline.processes import selection
+from ipu_pipeline.processes.launched import MEMORY_VARIABLE
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
 from ipu_pipeline.queues.operations import Operation
 from ipu_pipeline.reports.programs import Placement, ProgramSummary
@@ -153,7 +156,14 @@ class Program:
           forward: estimated operations
           bubble: none, as everything is on one IPU
         """
-        return ProgramSummary(tuple(call.summary() for call in self.calls))
+        return ProgramSummary(tuple(call.summary() for call in self.calls), self._count_checkpoint_bytes())
+
+    def _count_checkpoint_bytes(self) -> int | None:
+        if not os.environ.get(MEMORY_VARIABLE) or not any(call.trains for call in self.calls):
+            return None
+        shapes: list[Any] = list(self.variables.values())
+        shapes += [leaf for call in self.calls for leaf in call.optimizer_shapes.values()]
+        return sum(math.prod(one.shape) * one.dtype.itemsize for one in shapes)
 
     @property
     def dispatch_plans(self) -> dict[str, Chunking]:
