@@ -29,7 +29,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
@@ -45,15 +45,17 @@ from ipu_pipeline.engine import processes
 from ipu_pipeline.engine.fronts import between_bars, keep
 from ipu_pipeline.ground.errors import ProcessError
 from ipu_pipeline.ground.tables import describe_bytes
-from ipu_pipeline.processes import interrupts
+from ipu_pipeline.processes import interrupts, launched
 from ipu_pipeline.processes.launched import (
     MEMORY_EVERY_VARIABLE,
     MEMORY_VARIABLE,
     RESTART_VARIABLE,
+    count_useful,
     restart_number,
+    restore_useful,
     runs_between_checkpoints,
     tell_progress,
-    tell_resumed,
+    useful_seconds,
 )
 from ipu_pipeline.processes.own_directories import make_own
 
@@ -128,7 +130,6 @@ class InMemorySeries:
 
     Attributes:
       runs: how many runs of the training are done.
-      useful: how many seconds they took, each counted once.
     """
 
     def __init__(self, directory: Path, name: str) -> None:
@@ -143,9 +144,9 @@ class InMemorySeries:
           ValueError: the launcher's variables differ between processes, or are malformed.
         """
         self.runs = 0
-        self.useful = 0.0
         self._run_begun = 0.0  # by `time.monotonic`
-        self._num_timed = 0  # runs since this process began
+        # What is run -> the seconds of its first run; None once it has been counted.
+        self._first: dict[Hashable, float | None] = {}
         self._directory = directory.resolve()
         self._name = hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
         self._what = f"in-memory checkpoint {self._name}"
@@ -215,7 +216,7 @@ class InMemorySeries:
             self._next = _begun[self._name] = self._next + 1
             try:
                 taken = snapshot()
-                extra = {**taken.extra, _RUNS: self.runs, _USEFUL: self.useful}
+                extra = {**taken.extra, _RUNS: self.runs, _USEFUL: useful_seconds()}
                 given = (key, dataclasses.replace(taken, extra=extra))
                 thread = threading.Thread(
                     target=self._write_or_report, args=given, name=_THREAD, daemon=True
@@ -226,15 +227,22 @@ class InMemorySeries:
                 self._answer(key, _NOTHING)
                 self._report(error)
 
-    def note_run(self, step: int) -> None:
+    def note_run(self, step: int, what: Hashable = None) -> None:
         """Counts a run that is done, with the global step after it.
 
-        The first run of a process also compiles. It counts for as long as the second one takes.
+        The first run of something also compiles it. It counts for as long as the second one takes.
+
+        Args:
+          step: the global step.
+          what: tells what is run from other things.
         """
-        if self._num_timed:
-            self.useful += (time.monotonic() - self._run_begun) * (2 if self._num_timed == 1 else 1)
-        self._num_timed += 1
-        tell_progress(self._name, self.runs, step, self.useful)
+        seconds = time.monotonic() - self._run_begun
+        if what not in self._first:
+            self._first[what] = seconds
+        else:
+            first, self._first[what] = self._first[what], None
+            count_useful(seconds + (0.0 if first is None else min(first, seconds)))
+        tell_progress(self._name, self.runs, step)
         self.runs += 1
         with contextlib.suppress(OSError):
             self._done(self._index).write_text(str(self.runs))
@@ -268,10 +276,14 @@ class InMemorySeries:
         with processes.occupied("an in-memory checkpoint"):
             snapshot = _join([_Content.read(self._open(file, holders[file])) for file in parts[newest]])
         self._written = self._complete = newest
-        self.runs, self.useful = snapshot.extra.pop(_RUNS), snapshot.extra.pop(_USEFUL)
-        with contextlib.suppress(OSError, ValueError):  # the node is new, or it was being written
-            tell_resumed(int(self._done(self._index).read_text()) - self.runs)
+        self.runs = snapshot.extra.pop(_RUNS)
+        restore_useful(snapshot.extra.pop(_USEFUL))
         return snapshot
+
+    def tell_resumed(self) -> None:
+        """Says how many runs are done again, after training has gone on with what was found."""
+        with contextlib.suppress(OSError, ValueError):  # the node is new, or it was being written
+            launched.tell_resumed(max(0, int(self._done(self._index).read_text()) - self.runs))
 
     def _open(self, file: _File, holders: Mapping[str, int]) -> BinaryIO:
         """Opens a file, which may be on another machine. All processes call it, in the same order."""
@@ -295,7 +307,10 @@ class InMemorySeries:
                 self._path(file).unlink(missing_ok=True)
         for process in (self._index, *self._of_buddies):
             self._started(process).unlink(missing_ok=True)
-        self._done(self._index).unlink(missing_ok=True)
+        for path in self._directory.glob(f"{self._name}-*.done"):
+            process = int(path.stem.rpartition("-")[2])
+            if process == self._index or process >= self._count:
+                path.unlink(missing_ok=True)
 
     # Files.
 

@@ -100,7 +100,8 @@ def _describe(as_json: bool) -> str:
 
 def _describe_jobs(programs: Sequence[Mapping[str, Any]]) -> list[str]:
     """A line for each job that was started again, with the pids of its processes."""
-    pids: dict[str, list[str]] = {}
+    pids: dict[tuple[float, str], list[str]] = {}
+    goodputs: dict[tuple[float, str], float] = {}
     for program in programs:
         job = program["job"]
         if job is not None and job["restarts"]:
@@ -108,10 +109,14 @@ def _describe_jobs(programs: Sequence[Mapping[str, Any]]) -> list[str]:
                 Failure(**{field: failure[field] for field in Failure.__dataclass_fields__})
                 for failure in job["failures"]
             )
-            text = JobHistory(0.0, job["restarts"], failures).describe()
-            part = "" if job["goodput"] is None else f" Goodput: {job['goodput']:.2f}."
-            pids.setdefault(f"{printable(text)}{part}", []).append(str(program["pid"]))
-    return [f"{', '.join(numbers)}: {text}" for text, numbers in pids.items()]
+            text = printable(JobHistory(job["begun"], job["restarts"], failures).describe())
+            key = (job["begun"], text)
+            pids.setdefault(key, []).append(str(program["pid"]))
+            goodputs[key] = max(goodputs.get(key, 0.0), job["goodput"] or 0.0)
+    return [
+        f"{', '.join(numbers)}: {key[1]}{f' Goodput: {goodputs[key]:.2f}.' if goodputs[key] else ''}"
+        for key, numbers in pids.items()
+    ]
 
 
 def _complete(announced: Mapping[str, Any]) -> dict[str, Any]:

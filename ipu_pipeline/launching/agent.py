@@ -74,12 +74,14 @@ class Agent:
         }
         self._report = Report(nodes.rank, settings.count, options, settings.memory is not None)
         self._silence = min(_MOST_SILENCE, settings.death_timeout / 2)
-        self._history = JobHistory(time.time())
+        self._begun = time.time()
+        self._history = JobHistory(self._begun)
         self._useful = 0.0  # as of `Group`
         self._failure: tuple[float, str] | None = None  # of this start: when it was noticed, and what
         self._failed_before: tuple[float, str] | None = None  # of the start before
         self._group: Group | None = None
         self._signal = 0  # which asked this launcher to end
+        self._is_by_order = False  # whether another node's launcher was asked
         self._was_running = False  # whether processes ran then
         self._is_asked = threading.Event()
         self._taken_part = time.monotonic()  # when this node last did
@@ -104,7 +106,7 @@ class Agent:
             elif not (orders.failed or orders.is_to_end):
                 self._run_group(orders.start)
             else:  # it is over already: other nodes were quicker
-                self._report = dataclasses.replace(self._report, restart=orders.start.restart)
+                self._report = self._report_of(orders.start, is_running=False)
         if self._history.num_restarts and self._useful and not self._nodes.rank:
             seconds, times = time.time() - self._history.begun, self._history.describe_times()
             say(
@@ -159,6 +161,9 @@ class Agent:
             except OSError as unknown:
                 error, found = unknown, []
             for address in dict.fromkeys(str(entry[4][0]) for entry in found):
+                if ipaddress.ip_address(address).is_unspecified:
+                    error = OSError("the other nodes cannot reach it there")
+                    continue
                 leader = self._make_leader(address)
                 try:
                     with _blocked_signals():
@@ -186,7 +191,7 @@ class Agent:
             has_said = True
 
     def _exchange(self) -> Orders | None:
-        report = dataclasses.replace(self._report, signal=self._signal)
+        report = dataclasses.replace(self._report, signal=self._signal, begun=self._history.begun)
         if self._remote is not None:
             orders = self._remote.exchange(report)
             self._taken_part = max(self._taken_part, self._remote.accepted)
@@ -195,8 +200,15 @@ class Agent:
             orders = self._leader.exchange(report)
             self._taken_part = time.monotonic()
             self._say_lines()
-        if orders is not None and orders.signal and not self._signal:
+        if orders is None:
+            return None
+        if orders.signal and not self._signal:
             self._end_by(orders.signal)
+            self._is_by_order = True
+        if orders.begun < self._history.begun:
+            self._history = dataclasses.replace(self._history, begun=orders.begun)
+        if orders.failed and orders.start is not None and orders.start.restart == self._report.restart:
+            self._note_failure(f"process {orders.failed[0]} {orders.what}")
         return orders
 
     def _say_lines(self) -> None:
@@ -233,14 +245,7 @@ class Agent:
             with _blocked_signals():  # one that comes while processes are being started is for them too
                 if self._is_asked.is_set():
                     return
-                self._report = dataclasses.replace(
-                    self._report,
-                    restart=start.restart,
-                    is_running=True,
-                    cause=None,
-                    furthest={},
-                    results=None,
-                )
+                self._report = self._report_of(start, is_running=True)
                 self._failed_before, self._failure = self._failure or self._failed_before, None
                 self._history = dataclasses.replace(self._history, num_restarts=start.restart)
                 self._write_history()
@@ -259,6 +264,19 @@ class Agent:
             self._report = dataclasses.replace(self._report, is_running=False)
             self._taken_part = time.monotonic()
         self._take_from(group)
+
+    def _report_of(self, start: Start, is_running: bool) -> Report:
+        """A report that knows nothing of a start yet."""
+        own = self._report
+        return Report(
+            own.node,
+            own.num_processes,
+            own.options,
+            own.has_memory,
+            own.agent,
+            start.restart,
+            is_running,
+        )
 
     def _take_from(self, group: Group) -> None:
         if group.cause is not None:
@@ -280,11 +298,11 @@ class Agent:
         if orders.results is not None and group.results is None:
             group.know_results(orders.results)
         if orders.failed and not has_told:
-            self._note_failure(f"process {orders.failed[0]} {orders.what}")
             group.know_failure(orders.failed, orders.what)
         if orders.is_to_end and not has_told:
             self._note_failure("a node came")
-            group.ask_to_end(signal.SIGTERM)
+            if not self._signal:
+                group.ask_to_end(signal.SIGTERM)
         return has_told or bool(orders.failed) or orders.is_to_end
 
     def _note_failure(self, what: str) -> None:
@@ -292,8 +310,10 @@ class Agent:
         if self._failure is None:
             self._failure = (time.time(), textwrap.shorten(what, _LONGEST_CAUSE, placeholder=" ..."))
 
-    def _note_progress(self, run: int, step: int, num_redone: int) -> None:
+    def _note_progress(self, run: int, step: int, num_redone: int | None) -> None:
         """Says and writes that training has gone on after a failure."""
+        if self._failed_before is None and self._history.num_restarts and not self._history.failures:
+            self._failed_before = (self._begun, f"the launcher of node {self._nodes.rank} began")
         if self._failed_before is not None:
             (at, what), self._failed_before = self._failed_before, None
             failure = Failure(what, at, run, step, num_redone, time.time() - at)
@@ -310,9 +330,11 @@ class Agent:
         """Ends the processes, and then this launcher, by a signal."""
         if not self._signal:
             self._was_running = self._group is not None
+        has_come, self._is_by_order = self._is_by_order, False
         self._signal = signal.SIGINT if self._signal == signal.SIGINT else number
         self._is_asked.set()
-        if self._group is not None:
+        # A scheduler sends the same one to all launchers: the processes get it once.
+        if self._group is not None and not has_come:
             self._group.ask_to_end(number)
 
 

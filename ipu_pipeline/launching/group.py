@@ -91,7 +91,7 @@ class Group:
     """
 
     def __init__(
-        self, settings: Settings, start: Start, on_progress: Callable[[int, int, int], None]
+        self, settings: Settings, start: Start, on_progress: Callable[[int, int, int | None], None]
     ) -> None:
         """Starts them.
 
@@ -99,10 +99,10 @@ class Group:
           settings: how they are run.
           start: which start it is.
           on_progress: is called when the first run of a training is done, with its number, the global step
-            after it, and how many runs are done again.
+            after it, and how many runs are done again, which may be unknown.
         """
         self.useful = 0.0
-        self._num_redone = 0
+        self._num_redone: int | None = None
         self.cause: Cause | None = None
         self.furthest: dict[str, int] = {}
         self.results: int | None = None
@@ -197,7 +197,7 @@ class Group:
         if kind == "results":
             self.know_results(int(values[0]))
         elif kind == "resumed":
-            self._num_redone = max(self._num_redone, int(values[0]))
+            self._num_redone = max(self._num_redone or 0, int(values[0]))
         elif kind == "progress":
             training, run, step, useful = values
             self.useful = max(self.useful, float(useful))

@@ -12,6 +12,7 @@ node that nobody replaces in time, and takes it in when it comes.
 
 from __future__ import annotations
 
+import math
 import socket
 import threading
 import time
@@ -46,6 +47,7 @@ class Report:
       cause: why the first one failed that did in that start; None if none has.
       furthest: as of `Group`.
       results: as of `Group`.
+      begun: when the job began, as far as is known there, in seconds since the epoch.
       signal: the signal that asked the launcher to end; 0 if none has.
       has_left: whether it ends.
     """
@@ -60,6 +62,7 @@ class Report:
     cause: Cause | None = None
     furthest: Mapping[str, int] = field(default_factory=dict)
     results: int | None = None
+    begun: float = math.inf
     signal: int = 0
     has_left: bool = False
 
@@ -75,6 +78,7 @@ class Orders:
       what: what happened to them.
       is_to_end: whether the processes are to end for another start, and nothing has failed.
       results: as of `Group`.
+      begun: as of `Report`, as far as is known anywhere.
       signal: the signal with which the job is to end on all nodes; 0 if it is not.
       status: with which status the job is over; None if it is not.
       refusal: why the node does not take part; empty if it does. This may change unless the job is over.
@@ -86,6 +90,7 @@ class Orders:
     what: str = ""
     is_to_end: bool = False
     results: int | None = None
+    begun: float = math.inf
     signal: int = 0
     status: int | None = None
     refusal: str = ""
@@ -150,6 +155,9 @@ class Leader:
         self._nodes: dict[int, _Node] = {}
         self._refused: dict[str, float] = {}  # agent -> when it last reported
         self._run: _Run | None = None  # None while nodes are waited for
+        self._members: set[int] = set()  # nodes of the last start
+        self._without: set[int] = set()  # nodes that are not waited for
+        self._begun = math.inf  # as of `Report`
         self._restart = -1
         self._furthest: dict[str, int] = {}  # as of `Group`, in all starts
         self._not_before = 0.0
@@ -244,13 +252,12 @@ class Leader:
         ends_all = report.signal == SIGINT or self._num_nodes == 1 or not self._restarts.most
         if report.signal and ends_all:
             self._signal = self._signal or report.signal
+        self._begun = min(self._begun, report.begun)
         if not report.has_left:
             self._nodes[report.node] = _Node(report, self._now())
-            if self._run is not None and report.node not in self._run.starts:
-                self._fail(report.node, NewNode(report.node))
+            self._take_in(report)
             return
-        self._nodes.pop(report.node, None)
-        self._deadline = max(self._deadline, self._now() + self._wait)
+        self._remove(report.node)
         run = self._run
         if run is not None and run.agents.get(report.node) == report.agent:
             has_ended = report.restart == self._restart and not report.is_running
@@ -263,6 +270,26 @@ class Leader:
                 self._say(str(lost))
                 self._fail(report.node, lost)
 
+    def _take_in(self, report: Report) -> None:
+        """Has all started again with a node that comes to a run without it, unless that is at its end."""
+        run = self._run
+        if run is None:
+            if not report.signal:
+                self._without.discard(report.node)
+        elif report.node not in run.starts and not report.signal:
+            there = [known.report for node, known in self._nodes.items() if node in run.starts]
+            if all(one.is_running or one.restart < self._restart for one in there):
+                self._without.discard(report.node)
+                self._fail(report.node, NewNode(report.node))
+
+    def _remove(self, node: int) -> None:
+        """Removes a node that is gone, and waits for another one if it belonged to the job."""
+        self._nodes.pop(node, None)
+        if node in self._members or not self._members:
+            self._deadline = max(self._deadline, self._now() + self._wait)
+        elif self._may_shrink:
+            self._without.add(node)
+
     def _lose_silent(self) -> None:
         now = self._now()
         for node, known in list(self._nodes.items()):
@@ -271,8 +298,8 @@ class Leader:
                 self._lose(node, f"its launcher {silent if known.is_connected else 'is gone'}")
 
     def _lose(self, node: int, why: str) -> None:
-        known = self._nodes.pop(node)
-        self._deadline = max(self._deadline, self._now() + self._wait)
+        known = self._nodes[node]
+        self._remove(node)
         lost = self._lost(node, why)
         self._say(str(lost))
         if self._run is not None and self._run.agents.get(node) == known.report.agent:
@@ -280,8 +307,10 @@ class Leader:
 
     def _lost(self, node: int, why: str) -> LostNode:
         run = self._run
-        first, count = (0, 0) if run is None else (run.starts[node].first, run.counts[node])
-        return LostNode(node, tuple(range(first, first + count)), why)
+        if run is None or node not in run.starts:
+            return LostNode(node, (), why)
+        first = run.starts[node].first
+        return LostNode(node, tuple(range(first, first + run.counts[node])), why)
 
     def _fail(self, node: int, cause: Cause | LostNode | NewNode) -> None:
         assert self._run is not None
@@ -303,22 +332,25 @@ class Leader:
     def _gather(self) -> None:
         """Starts the processes when all nodes are there."""
         now = self._now()
+        if 0 not in self._nodes or self._nodes[0].report.signal:
+            return  # this launcher begins, or ends
         here = {node for node, known in self._nodes.items() if not known.report.signal}
-        missing = [node for node in range(self._num_nodes) if node not in here]
-        are_here = now >= self._not_before
+        missing = sorted(set(range(self._num_nodes)) - here - self._without)
         if missing and now > self._deadline:
             late = f"{_name(missing)} did not come within {self._wait:g} s (--wait)"
             if not self._may_shrink or max(known.report.restart for known in self._nodes.values()) < 0:
                 self._end(1, late)
                 return
             self._say(f"{late}: the job goes on without.")
+            self._without.update(missing)
         elif missing:
             if not self._has_said and now > self._not_before + _SAID_AFTER:
                 self._say(f"waiting for {_name(missing)}, for up to {self._wait:g} s.")
                 self._has_said = True
             return
-        if are_here and not any(known.report.is_running for known in self._nodes.values()):
+        if now >= self._not_before and not any(known.report.is_running for known in self._nodes.values()):
             reports = [self._nodes[node].report for node in sorted(here)]
+            self._members = here
             self._restart = max(self._restart, *(report.restart for report in reports)) + 1
             count = sum(report.num_processes for report in reports)
             has_memory = all(report.has_memory for report in reports)
@@ -397,7 +429,14 @@ class Leader:
         if run is None or run.agents.get(report.node) != report.agent:
             failed: tuple[int, ...] = (0,) if report.is_running else ()
             what = "was ended: the job is started again" if failed else ""
-            return Orders(self._id, None, failed, what, signal=self._signal, status=self._status)
+            return Orders(
+                self._id,
+                failed=failed,
+                what=what,
+                begun=self._begun,
+                signal=self._signal,
+                status=self._status,
+            )
         results = next(
             (
                 node.report.results
@@ -410,7 +449,9 @@ class Leader:
         if isinstance(run.failure, Cause | LostNode) and run.node != report.node:
             failed, what = run.failure.processes, run.failure.what
         start = run.starts[report.node]
-        return Orders(self._id, start, failed, what, is_to_end, results, self._signal, self._status)
+        return Orders(
+            self._id, start, failed, what, is_to_end, results, self._begun, self._signal, self._status
+        )
 
 
 def hold_port(address: str = "127.0.0.1") -> socket.socket:

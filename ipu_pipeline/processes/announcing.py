@@ -283,6 +283,7 @@ def _describe_job() -> dict[str, Any] | None:
     if history is None:
         return None
     return {
+        "begun": history.begun,
         "restarts": history.num_restarts,
         "failures": [dataclasses.asdict(failure) for failure in history.failures],
         "goodput": None if goodput is None else round(goodput, 2),

@@ -49,13 +49,18 @@ _OF_PROGRAM: dict[str, Any] = {
     "runs": list,
 }
 _OF_PROCESS: dict[str, Any] = {"pid": int, "start": int, "boot": str, "namespace": str, "host": str}
-_OF_JOB: dict[str, Any] = {"restarts": int, "failures": list, "goodput": (*_NUMBER, type(None))}
+_OF_JOB: dict[str, Any] = {
+    "begun": _NUMBER,
+    "restarts": int,
+    "failures": list,
+    "goodput": (*_NUMBER, type(None)),
+}
 _OF_FAILURE: dict[str, Any] = {
     "what": str,
     "at": _NUMBER,
     "run": int,
     "step": int,
-    "num_redone": int,
+    "num_redone": (int, type(None)),
     "seconds": _NUMBER,
 }
 _OF_RUN: dict[str, Any] = {

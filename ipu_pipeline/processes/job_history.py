@@ -27,7 +27,7 @@ class Failure:
       at: when it was noticed, in seconds since the epoch.
       run: the number of the run of a training with which it has gone on.
       step: the global step after that run.
-      num_redone: how many runs were done a second time.
+      num_redone: how many runs were done a second time; None if that is not known.
       seconds: from the failure to the end of that run.
     """
 
@@ -35,14 +35,15 @@ class Failure:
     at: float
     run: int
     step: int
-    num_redone: int
+    num_redone: int | None
     seconds: float
 
     def __str__(self) -> str:
         runs = "run was" if self.num_redone == 1 else "runs were"
+        again = "" if self.num_redone is None else f"; {self.num_redone} {runs} done again"
         return (
             f"training has gone on with run {self.run} (to step {self.step}), {self.seconds:.1f} s after "
-            f"{self.what}; {self.num_redone} {runs} done again"
+            f"{self.what}{again}"
         )
 
 

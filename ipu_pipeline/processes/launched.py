@@ -16,9 +16,11 @@ __all__ = [
     "MEMORY_VARIABLE",
     "RESTART_VARIABLE",
     "SECRET_VARIABLE",
+    "count_useful",
     "describe_socket",
     "hear_failures",
     "restart_number",
+    "restore_useful",
     "runs_between_checkpoints",
     "tell_progress",
     "tell_results",
@@ -70,7 +72,7 @@ def tell_results(process: int) -> None:
 
 
 _told_at = -1.0
-_useful: dict[str, float] = {}  # training -> seconds
+_useful = 0.0  # seconds
 
 
 def tell_resumed(num_redone: int) -> None:
@@ -78,26 +80,36 @@ def tell_resumed(num_redone: int) -> None:
     _tell(f"resumed {num_redone}")
 
 
-def tell_progress(training: str, run: int, step: int, useful: float) -> None:
+def tell_progress(training: str, run: int, step: int) -> None:
     """Says how far a training has come, if a launcher asks for that; five times a second at most.
 
     Args:
       training: a name for it, without spaces.
       run: the number of the run that was done.
       step: the global step after it.
-      useful: how many seconds its runs took, each counted once.
     """
     global _told_at
-    _useful[training] = useful
     now = time.monotonic()
     if now > _told_at + _TELL_EVERY:
         _told_at = now
-        _tell(f"progress {training} {run} {step} {useful_seconds():.6g}")
+        _tell(f"progress {training} {run} {step} {_useful:.6g}")
+
+
+def count_useful(seconds: float) -> None:
+    """Counts what a run took."""
+    global _useful
+    _useful += seconds
+
+
+def restore_useful(seconds: float) -> None:
+    """Goes on counting where an earlier process of the job was."""
+    global _useful
+    _useful = max(_useful, seconds)
 
 
 def useful_seconds() -> float:
     """How many seconds the runs of trainings took, each counted once; also before restarts."""
-    return sum(_useful.values())
+    return _useful
 
 
 _heard = b""

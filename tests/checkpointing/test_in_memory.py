@@ -20,6 +20,7 @@ from ipu_pipeline.checkpointing import in_memory
 from ipu_pipeline.checkpointing.in_memory import InMemorySeries, parts_of
 from ipu_pipeline.checkpointing.session_state import KeptOptimizer, Record, SessionState
 from ipu_pipeline.checkpointing.snapshots import FeedPosition, Snapshot
+from ipu_pipeline.processes import launched
 from ipu_pipeline.processes.job_history import JobHistory
 from ipu_pipeline.processes.launched import MEMORY_EVERY_VARIABLE, MEMORY_VARIABLE, RESTART_VARIABLE
 from ipu_pipeline.queues.positions import Position
@@ -264,30 +265,37 @@ def test_ctrl_c_while_a_checkpoint_is_taken_ends_the_run_after_it(directory):
 
 
 def test_what_counts_of_a_jobs_time_is_each_run_once(directory, monkeypatch, again):
-    """The first run of a process, which compiles, counts as long as its second one."""
+    """The first run of a program, which compiles, counts as long as the second one, if that is less."""
     now, told = [0.0], []
     monkeypatch.setattr(in_memory.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(in_memory, "tell_progress", lambda *given: told.append(given[1:]))
-    monkeypatch.setattr(in_memory, "tell_resumed", told.append)
+    monkeypatch.setattr(launched, "_useful", 0.0)
+    monkeypatch.setattr(launched, "_tell", told.append)
 
-    def run(series, seconds):
+    def run(series, seconds, program=0):
         series.hear([series.tell()])
         series.take(lambda: make_snapshot({"x": np.float32([1])}))
         series.wait()
         now[0] += seconds
-        series.note_run(7)
+        series.note_run(7, program)
+        return launched.useful_seconds()
 
     series = InMemorySeries(directory, "a")
-    for seconds in (9.0, 1.0, 2.0, 2.5):
-        run(series, seconds)
-    assert told == [(0, 7, 0.0), (1, 7, 2.0), (2, 7, 4.0), (3, 7, 6.5)]
+    assert [run(series, seconds) for seconds in (9.0, 1.0, 2.0)] == [0, 2, 4]
+    assert [run(series, seconds, program=1) for seconds in (8.0, 0.5)] == [4, 5]
+    assert run(series, 2.5) == 7.5
+    launched._useful = 0.0  # of another process
     del told[:]
     series = again()
     series.find()  # what is known is of before the last run, which is done again
-    assert (series.runs, series.useful) == (3, 4.0)
-    for seconds in (5.0, 2.0):
-        run(series, seconds)
-    assert told == [1, (3, 7, 4.0), (4, 7, 8.0)]
+    series.tell_resumed()
+    assert (series.runs, launched.useful_seconds()) == (5, 5.0)
+    assert told == ["resumed 1"]
+    assert [run(series, seconds) for seconds in (5.0, 2.0)] == [5.0, 9.0]
+    series.drop()
+    # A second training of the process is counted beside the first.
+    series = InMemorySeries(directory, "a")
+    assert series.find() is None
+    assert [run(series, seconds) for seconds in (3.0, 3.0)] == [9.0, 15.0]
 
 
 def test_every_so_many_runs(directory, monkeypatch, again):
@@ -559,6 +567,7 @@ def test_an_estimator_goes_on_from_memory_if_that_is_newer_than_disk(directory, 
     reference.train(input_fn, max_steps=48)
     monkeypatch.setenv(MEMORY_VARIABLE, str(directory))
     JobHistory(time.time()).write(directory)
+    monkeypatch.setattr(launched, "_useful", 0.0)
     estimator = make_estimator(tmp_path / "model", save_checkpoints_steps=1000)
     with monkeypatch.context() as patch:  # as if it had no time to save: a process that was killed
         patch.setattr("ipu_pipeline.checkpointing.checkpoints.CheckpointSeries.save", lambda *_given: None)

@@ -333,7 +333,7 @@ def test_what_is_no_announcement_is_passed_over(announced, capsys):
         "1-4.json": json.dumps(good | {"runs": [make_run(ipus=[5])]}).encode(),
         "1-5.json": json.dumps(good | {"job": {"restarts": "3"}}).encode(),
         "1-6.json": json.dumps(
-            good | {"job": {"restarts": 3, "failures": [{"what": 3}], "goodput": None}}
+            good | {"job": {"begun": 1, "restarts": 3, "failures": [{"what": 3}], "goodput": None}}
         ).encode(),
         ".-.new": b"",
     }
@@ -460,7 +460,7 @@ def test_the_table_of_several_processes(announced, capsys):
 def test_a_job_that_was_started_again(announcer, announced, tmp_path, capsys, monkeypatch):
     """As its launcher writes it, with what the runs of this process took."""
     monkeypatch.setenv(launched.MEMORY_VARIABLE, str(tmp_path))
-    monkeypatch.setattr(launched, "_useful", {"a": 30.0, "b": 6.0})
+    monkeypatch.setattr(launched, "_useful", 36.0)
     begun = time.time() - 40
     failures = [
         Failure(f"process {n} was ended by SIGKILL", begun + n, 5 * n, 7 * n, 2, 4.25) for n in (1, 2)

@@ -107,7 +107,9 @@ def test_all_start_when_all_are_there_and_end_together(lead):
     first, second = Node(leader, 0), Node(leader, 1)
     assert first.tell().start is None
     begin(first, second)
-    assert first.tell(results=1).failed == ()
+    second.tell(begun=1000.0)
+    assert first.tell(results=1, begun=2000.0).begun == 1000.0  # this one may be another node 0
+    assert first.tell().failed == ()
     assert second.tell().results == 1  # its node does not know
     assert first.end().status is None
     assert second.end().status == 0
@@ -221,6 +223,79 @@ def test_a_job_that_may_shrink_goes_on_without_a_node_until_it_comes(lead, clock
         "node 1 did not come within 20 s (--wait): the job goes on without.",
         "node 1 has come: all are started again with it.",
     ]
+
+
+def shrink(lead, clock, num_nodes=2):
+    """A leader whose job has gone on without the last node."""
+    leader = lead(wait=20.0, may_shrink=True, num_nodes=num_nodes)
+    nodes = [Node(leader, rank) for rank in range(num_nodes)]
+    for node in nodes:
+        node.tell()
+    for node in nodes:
+        node.tell(restart=node.tell().start.restart, is_running=True)
+    *rest, last = nodes
+    last.end(has_left=True, cause=KILLED)
+    for node in rest:
+        node.end(cause=Cause(0, 1))
+    clock.forward(23, lambda: [node.tell() for node in rest])
+    for node in rest:
+        assert node.tell().start.restart == 1
+        node.tell(restart=1, is_running=True, cause=None)
+    return leader, rest
+
+
+def test_a_job_that_has_shrunk_does_not_wait_again(lead, clock):
+    """When a process of it fails, when another node comes, and when that goes again."""
+    leader, (first, second) = shrink(lead, clock, num_nodes=3)
+    first.end(cause=Cause(0, 9))
+    second.end(cause=Cause(2, 1))
+    clock.forward(1.5, lambda: [node.tell() for node in (first, second)])
+    assert first.tell().start.restart == 2
+    for node in (first, second):
+        node.tell(restart=2, is_running=True, cause=None)
+    newcomer = Node(leader, 2)
+    newcomer.tell()
+    assert first.tell().is_to_end
+    leader.note_loss(newcomer.report.agent)
+    clock.forward(1.5, lambda: [node.tell() for node in (first, second)])
+    for node in (first, second):
+        node.end(cause=Cause(0, 143))
+    assert first.tell().start.restart == 3
+    lines = leader.take_lines()
+    assert lines.count("node 2 did not come within 20 s (--wait): the job goes on without.") == 1
+    assert lines[-2:] == [
+        "node 2 has come: all are started again with it.",
+        "node 2 was lost: its launcher is gone.",
+    ]
+
+
+def test_a_node_that_comes_to_end_or_comes_at_the_end_stops_nothing(lead, clock):
+    leader, (first,) = shrink(lead, clock)
+    newcomer = Node(leader, 1)
+    newcomer.tell(signal=signal.SIGTERM)
+    assert not first.tell().is_to_end
+    newcomer.tell(has_left=True)
+    leader, (first, second) = shrink(lead, clock, num_nodes=3)
+    first.end()
+    newcomer = Node(leader, 2)
+    newcomer.tell()
+    assert not second.tell().is_to_end
+    assert second.end().status == 0
+    assert newcomer.tell().status == 0
+
+
+def test_node_0_that_ends_does_not_end_the_job(lead, clock):
+    """The others wait for another one, however long the job has run."""
+    leader = lead(wait=20.0)
+    first, second = Node(leader, 0), Node(leader, 1)
+    begin(first, second)
+    clock.forward(60, lambda: [node.tell() for node in (first, second)])
+    first.tell(signal=signal.SIGTERM)
+    first.end(cause=Cause(0, 143))
+    second.end(cause=Cause(2, 1))
+    for _report in range(3):
+        assert second.tell() == Orders(second.tell().leader)
+    assert leader.take_lines()[-1] == "node 0 ends, with the leader; the others wait for another node 0."
 
 
 def test_a_job_that_may_shrink_begins_with_all_nodes(lead, clock):

@@ -357,7 +357,7 @@ def test_a_long_run_is_recorded_in_part(made, tmp_path, caplog):
 
 def test_a_report_says_that_the_job_was_started_again(made, tmp_path, monkeypatch):
     monkeypatch.setenv(launched.MEMORY_VARIABLE, str(tmp_path))
-    monkeypatch.setattr(launched, "_useful", {"a": 75.0})
+    monkeypatch.setattr(launched, "_useful", 75.0)
     failure = Failure("process 1 was ended by SIGKILL", time.time(), 5, 6, 1, 4.25)
     JobHistory(time.time() - 100, 1, (failure,)).write(tmp_path)
     pipeline, data = made

@@ -81,9 +81,10 @@ class Newest:
 def find_newest(series: CheckpointSeries, in_memory: InMemorySeries | None) -> Newest | None:
     """The newest state of a training, in memory or on disk; None if there is none. All call it."""
     kept = None if in_memory is None else in_memory.find()
-    if kept is not None:
+    if in_memory is not None and kept is not None:
         step_kept, saved = int(kept.extra[GLOBAL_STEP]), do_first(lambda: _latest_step(series))
         if step_kept > saved:
+            in_memory.tell_resumed()
             return Newest(step_kept, kept, Path("memory"), saved)
     found = series.read_latest(set_aside=True)
     if found is None:

@@ -175,6 +175,7 @@ class Training:
             try:
                 with self._runs.started(), self._showing(final_step) as bar:
                     self._loop(final_step, request, bar)
+                    _is_stopped(request)  # also in the last run
                     self._report(is_due=True)
                     self._is_complete = not request.is_made()
             except StoppedAtOnce:

@@ -392,6 +392,7 @@ class Session:
             # What it lacks had not been used, and gets the initial values that it would have had.
             self.take_over(snapshot, "in memory", fits=False)
             self._is_resumed = True
+            series.tell_resumed()
             with between_bars():
                 _logger.info("Training goes on with run %d, restored from memory.", series.runs)
         self.keep_in_memory(series)
@@ -579,7 +580,7 @@ class Session:
                 one_value = self._run_operation(one)
             values.append(one_value)
         if in_memory is not None:
-            in_memory.series.note_run(self._store.global_step())
+            in_memory.series.note_run(self._store.global_step(), tuple(map(id, programs)))
         return values
 
     def _find_fault(
