@@ -29,6 +29,7 @@ __all__ = ["Leader", "Orders", "Report", "hold_port"]
 
 _SAID_AFTER = 2.0  # seconds for which the others are waited for
 _TO_COME_BACK = 1.0  # seconds, after the connection to a launcher has ended
+_LEFT_BEHIND = "was ended: the job is started again"
 _MOST_STEP = 1.0  # seconds from look to look that count: more, and this process was stopped
 
 
@@ -427,12 +428,10 @@ class Leader:
             self._told.add(report.agent)
         run = self._run
         if run is None or run.agents.get(report.node) != report.agent:
-            failed: tuple[int, ...] = (0,) if report.is_running else ()
-            what = "was ended: the job is started again" if failed else ""
             return Orders(
                 self._id,
-                failed=failed,
-                what=what,
+                failed=(0,) if report.is_running else (),
+                what=_LEFT_BEHIND if report.is_running else "",
                 begun=self._begun,
                 signal=self._signal,
                 status=self._status,
@@ -445,9 +444,12 @@ class Leader:
             ),
             None,
         )
-        failed, what, is_to_end = (), "", isinstance(run.failure, NewNode)
+        failed: tuple[int, ...] = ()
+        what, is_to_end = "", isinstance(run.failure, NewNode)
         if isinstance(run.failure, Cause | LostNode) and run.node != report.node:
             failed, what = run.failure.processes, run.failure.what
+        elif isinstance(run.failure, LostNode):  # it is there after all
+            failed, what = (0,), _LEFT_BEHIND
         start = run.starts[report.node]
         return Orders(
             self._id, start, failed, what, is_to_end, results, self._begun, self._signal, self._status

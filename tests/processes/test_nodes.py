@@ -225,6 +225,19 @@ def test_a_job_that_may_shrink_goes_on_without_a_node_until_it_comes(lead, clock
     ]
 
 
+def test_a_node_that_was_silent_for_too_long_ends_its_processes(lead, clock):
+    leader = lead()
+    first, second = Node(leader, 0), Node(leader, 1)
+    begin(first, second)
+    clock.forward(7, first.tell)
+    assert first.tell().failed == (2, 3)
+    assert second.tell().what == "was ended: the job is started again"
+    first.end(cause=Cause(0, 1))
+    second.end(cause=Cause(2, 1))
+    clock.forward(1, lambda: [node.tell() for node in (first, second)])
+    begin(first, second, restart=1)
+
+
 def shrink(lead, clock, num_nodes=2):
     """A leader whose job has gone on without the last node."""
     leader = lead(wait=20.0, may_shrink=True, num_nodes=num_nodes)
