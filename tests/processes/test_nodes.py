@@ -765,7 +765,7 @@ def test_a_job_goes_on_with_fewer_nodes_and_with_more_again(tmp_path, uninterrup
     job = Job.of(tmp_path / "job")
     job.directory.mkdir()
     program = ("-m", "tests.support.resumer", job.directory, 400, 4, 1)
-    options = ("--restarts", "9", "--wait", "20", "--death-timeout", "9", "--shrink")
+    options = ("--restarts", "9", "--wait", "8", "--death-timeout", "9", "--shrink")
     cluster = Cluster(tmp_path, *program, options=options)
     job.process, job.log = cluster.nodes[0], tmp_path / "log0"
     job.await_runs(8)
