@@ -19,8 +19,9 @@ import yaml
 
 from ipu_pipeline.command_line.main import main
 from ipu_pipeline.launching import leader as leader_module
+from ipu_pipeline.launching.agent import Agent, Nodes
 from ipu_pipeline.launching.causes import Cause
-from ipu_pipeline.launching.group import Start
+from ipu_pipeline.launching.group import Settings, Start
 from ipu_pipeline.launching.leader import Leader, Orders, Report
 from ipu_pipeline.launching.meeting import Meeting, RemoteLeader, _Codes
 from ipu_pipeline.launching.restarts import Restarts
@@ -157,6 +158,7 @@ def test_a_lost_node_is_replaced(lead, clock):
     first, second = Node(leader, 0), Node(leader, 1)
     begin(first, second)
     leader.note_loss(second.report.agent)
+    clock.forward(0.5, first.tell)
     second.tell()  # it comes back in time
     clock.forward(4, first.tell)
     assert first.tell().failed == ()
@@ -376,6 +378,22 @@ def test_a_signal_while_nodes_are_waited_for(restarts, lead):
     first.tell(signal=signal.SIGINT, has_left=True)
     assert second.tell().signal == (signal.SIGINT if restarts else signal.SIGTERM)
     assert second.tell().start is None
+
+
+def test_a_node_that_is_asked_to_end_is_not_started(lead):
+    leader = lead()
+    first, second = Node(leader, 0), Node(leader, 1)
+    second.tell(signal=signal.SIGTERM)
+    assert first.tell().start is None
+    assert second.tell().start is None
+
+
+def test_ctrl_c_counts_whatever_comes_after_it():
+    """A terminal that is closed sends SIGHUP, too."""
+    agent = Agent(Settings(["true"], 1, False, 60.0, 600.0, SECRET), Nodes(), 0)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        agent._end_by(number)
+    assert agent._signal == signal.SIGINT
 
 
 def test_a_node_that_is_asked_to_end_after_its_processes_did_is_not_lost(lead):
