@@ -584,6 +584,7 @@ def test_what_is_said_of_an_end():
     assert Cause(0, 1, "step 3 failed").kind != Cause(0, 1, "no such file").kind
     assert str(Cause(0, -signal.SIGSEGV, "noise")) == "process 0 was ended by SIGSEGV."
     assert "signal 63" in str(Cause(0, -63))
+    assert len(Cause(0, 1, "x" * 10**6).last_error) == 200  # it goes to other nodes
     assert "for lack of memory" in str(Cause(0, -signal.SIGKILL, was_memory=True))
     assert "memory" not in str(Cause(0, -signal.SIGTERM, was_memory=True))
 

@@ -576,6 +576,25 @@ def test_who_does_not_know_the_secret_is_refused_and_said_once(meeting, capfd):
     assert ask(address)[1] is not None
 
 
+def test_what_is_too_long_or_one_too_many_is_closed_at_once(meeting):
+    """The other side goes on listening; silence alone would take five seconds."""
+    _leader, address = meeting
+
+    def seconds_until_closed(connection):
+        begun = time.monotonic()
+        while connection.recv(4096):
+            pass
+        return time.monotonic() - begun
+
+    with socket.create_connection(address, timeout=10) as connection:
+        greeting = connection.recv(100)
+        connection.sendall(greeting[:-32] + bytes(32) + (2**31).to_bytes(4) + bytes(100))
+        assert seconds_until_closed(connection) < 3
+    with contextlib.ExitStack() as left:
+        opened = [left.enter_context(socket.create_connection(address, timeout=10)) for _ in range(66)]
+        assert seconds_until_closed(opened[0]) < 3
+
+
 def test_a_message_cannot_be_sent_again(meeting):
     """Neither in its connection nor in another one."""
     leader, address = meeting
