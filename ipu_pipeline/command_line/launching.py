@@ -12,8 +12,9 @@ import urllib.parse
 from pathlib import Path
 
 from ipu_pipeline.command_line.running import add_script
-from ipu_pipeline.launching.agent import Agent, Nodes
+from ipu_pipeline.launching.agent import Agent
 from ipu_pipeline.launching.group import Settings
+from ipu_pipeline.launching.leader import Nodes
 from ipu_pipeline.launching.memory import DEFAULT_DIRECTORY, Memory, remove_left
 from ipu_pipeline.launching.shown import say
 from ipu_pipeline.processes.launched import SECRET_VARIABLE

@@ -5,49 +5,28 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import ipaddress
-import os
 import signal
 import socket
 import textwrap
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import ipu_pipeline
 from ipu_pipeline.launching.group import FORWARDED, Group, Settings, Start
-from ipu_pipeline.launching.leader import Leader, Orders, Report
+from ipu_pipeline.launching.leader import Leader, Nodes, Orders, Report
 from ipu_pipeline.launching.meeting import Meeting, RemoteLeader
 from ipu_pipeline.launching.restarts import Restarts
 from ipu_pipeline.launching.shown import say
 from ipu_pipeline.processes.job_history import Failure, JobHistory
 
-__all__ = ["Agent", "Nodes"]
+__all__ = ["Agent"]
 
 _LOOK = 0.02  # seconds between two looks at the orders
 _AGAIN_AFTER = 1.0  # seconds, until the next attempt to listen
 _MOST_SILENCE = 10.0  # seconds
 _LONGEST_CAUSE = 100  # characters
 _MOST_TRAININGS = 100  # of which the leader is told how far they are
-
-
-@dataclass(frozen=True)
-class Nodes:
-    """The nodes of a job, and which one this is.
-
-    Attributes:
-      count: how many there are.
-      rank: of this one, from 0.
-      meet_at: host and port where the launchers meet, on node 0; None if there is only one node.
-      wait: how many seconds a node is waited for.
-      may_shrink: whether the job goes on without a node that does not come.
-    """
-
-    count: int = 1
-    rank: int = 0
-    meet_at: tuple[str, int] | None = None
-    wait: float = 600.0
-    may_shrink: bool = False
 
 
 class Agent:
@@ -107,11 +86,12 @@ class Agent:
                 self._run_group(orders.start)
             else:  # it is over already: other nodes were quicker
                 self._report = self._report_of(orders.start, is_running=False)
-        if self._history.num_restarts and self._useful and not self._nodes.rank:
+        goodput = self._history.goodput(self._useful)
+        if goodput is not None and self._history.num_restarts and not self._nodes.rank:
             seconds, times = time.time() - self._history.begun, self._history.describe_times()
             say(
-                f"goodput {self._history.goodput(self._useful):.2f}: the runs took {self._useful:.1f} s of "
-                f"{seconds:.1f} s; the job was started again {times}."
+                f"goodput {goodput:.2f}: the runs took {self._useful:.1f} s of {seconds:.1f} s; the job "
+                f"was started again {times}."
             )
         return status
 
@@ -147,9 +127,7 @@ class Agent:
         return self._listen(*self._nodes.meet_at)
 
     def _make_leader(self, address: str) -> Leader:
-        restarts = Restarts(self._restarts)
-        nodes, options = self._nodes, self._report.options
-        return Leader(nodes.count, address, options, restarts, nodes.wait, nodes.may_shrink, self._silence)
+        return Leader(self._nodes, address, self._report.options, Restarts(self._restarts), self._silence)
 
     def _listen(self, host: str, port: int) -> int | None:
         """Listens for the other launchers. A name, or its address, may be known a while later only."""
@@ -175,12 +153,8 @@ class Agent:
                 if ipaddress.ip_address(address).is_loopback and host != address and host != "localhost":
                     say(f"{host} is {address} here: only launchers on this machine reach it.")
                 return None
-            why = (
-                os.strerror(error.errno)
-                if isinstance(error.errno, int) and error.errno > 0
-                else error.strerror
-            )
-            what = f"this node cannot listen at {host}:{port} (--meet-at): {why or error}"
+            why = error.strerror or error
+            what = f"this node cannot listen at {host}:{port} (--meet-at): {why}"
             if self._is_asked.wait(min(_AGAIN_AFTER, self._nodes.wait / 4)):
                 return 128 + self._signal
             if time.monotonic() > deadline:
@@ -250,13 +224,7 @@ class Agent:
                 self._history = dataclasses.replace(self._history, num_restarts=start.restart)
                 self._write_history()
                 group = self._group = Group(self._settings, start, self._note_progress)
-            has_told = False
-
-            def keep_in_step() -> None:
-                nonlocal has_told
-                has_told = self._keep_in_step(group, has_told)
-
-            group.follow(keep_in_step)
+            group.follow(lambda: self._keep_in_step(group))
         finally:
             self._group = None
             if group is not None:
@@ -289,21 +257,21 @@ class Agent:
             results=group.results,
         )
 
-    def _keep_in_step(self, group: Group, has_told: bool) -> bool:
-        """Tells the leader how the processes stand, and them, once, what has failed on another node."""
+    def _keep_in_step(self, group: Group) -> None:
+        """Tells the leader how the processes stand, and tells them what has failed on another node."""
         self._take_from(group)
+        is_first = self._failure is None
         orders = self._exchange()
         if orders is None:
-            return has_told
+            return
         if orders.results is not None and group.results is None:
             group.know_results(orders.results)
-        if orders.failed and not has_told:
+        if orders.failed:
             group.know_failure(orders.failed, orders.what)
-        if orders.is_to_end and not has_told:
+        if orders.is_to_end and is_first:
             self._note_failure("a node came")
             if not self._signal:
                 group.ask_to_end(signal.SIGTERM)
-        return has_told or bool(orders.failed) or orders.is_to_end
 
     def _note_failure(self, what: str) -> None:
         """Notes the first failure of a start; others follow from it."""

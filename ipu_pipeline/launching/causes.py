@@ -10,7 +10,6 @@ from pathlib import Path
 __all__ = ["Cause", "LostNode", "NewNode", "count_memory_kills"]
 
 _VMSTAT = Path("/proc/vmstat")
-_LONGEST_LINE = 200  # characters
 
 
 @dataclass(frozen=True)
@@ -29,9 +28,6 @@ class Cause:
     code: int
     last_error: str = ""
     was_memory: bool = False
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "last_error", self.last_error[:_LONGEST_LINE])
 
     @property
     def status(self) -> int:

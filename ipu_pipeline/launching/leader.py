@@ -25,12 +25,31 @@ from ipu_pipeline.launching.causes import Cause, LostNode, NewNode
 from ipu_pipeline.launching.group import Start
 from ipu_pipeline.launching.restarts import Restarts
 
-__all__ = ["Leader", "Orders", "Report", "hold_port"]
+__all__ = ["Leader", "Nodes", "Orders", "Report", "hold_port"]
 
 _SAID_AFTER = 2.0  # seconds for which the others are waited for
 _TO_COME_BACK = 1.0  # seconds, after the connection to a launcher has ended
 _LEFT_BEHIND = "was ended: the job is started again"
 _MOST_STEP = 1.0  # seconds from look to look that count: more, and this process was stopped
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The nodes of a job, and which one this is.
+
+    Attributes:
+      count: how many there are.
+      rank: of this one, from 0.
+      meet_at: host and port where the launchers meet, on node 0; None if there is only one node.
+      wait: how many seconds a node is waited for.
+      may_shrink: whether the job goes on without a node that does not come.
+    """
+
+    count: int = 1
+    rank: int = 0
+    meet_at: tuple[str, int] | None = None
+    wait: float = 600.0
+    may_shrink: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,50 +123,55 @@ class _Node:
     is_connected: bool = True
 
 
+@dataclass(frozen=True)
+class _Member:
+    """A node that takes part in a start."""
+
+    agent: str
+    num_processes: int
+    start: Start
+
+    @property
+    def processes(self) -> tuple[int, ...]:
+        """The numbers of its processes."""
+        return tuple(range(self.start.first, self.start.first + self.num_processes))
+
+
 @dataclass
 class _Run:
     """A start, and what has become of it."""
 
     begun: float
-    starts: dict[int, Start]  # of each node
-    agents: dict[int, str]
-    counts: dict[int, int]  # of processes
+    members: dict[int, _Member]
     done: set[int] = field(default_factory=set)  # nodes that have left after the end of their processes
     failure: Cause | LostNode | NewNode | None = None  # why it ends
     node: int = 0  # where it failed
+
+    def has(self, report: Report) -> bool:
+        """Whether a report is of a launcher that takes part."""
+        return report.node in self.members and self.members[report.node].agent == report.agent
 
 
 class Leader:
     """Decides for all nodes. Threads may call it at once."""
 
     def __init__(
-        self,
-        num_nodes: int,
-        address: str,
-        options: Mapping[str, str],
-        restarts: Restarts,
-        wait: float,
-        may_shrink: bool,
-        silence: float,
+        self, nodes: Nodes, address: str, options: Mapping[str, str], restarts: Restarts, silence: float
     ) -> None:
         """Waits for the nodes.
 
         Args:
-          num_nodes: how many there are.
+          nodes: those of the job.
           address: of this machine, at which the coordinator listens.
           options: those of node 0, as of `Report`.
           restarts: counts the failures.
-          wait: how many seconds a node is waited for.
-          may_shrink: whether a job that has begun goes on without a node that does not come.
           silence: after how many seconds without a report a node is lost, other than node 0.
         """
         self._id = uuid.uuid4().hex
-        self._num_nodes = num_nodes
+        self._of_job = nodes
         self._address = address
         self._options = options
         self._restarts = restarts
-        self._wait = wait
-        self._may_shrink = may_shrink
         self._silence = silence
         self._lock = threading.Lock()
         self._lines: list[str] = []
@@ -156,13 +180,13 @@ class Leader:
         self._nodes: dict[int, _Node] = {}
         self._refused: dict[str, float] = {}  # agent -> when it last reported
         self._run: _Run | None = None  # None while nodes are waited for
-        self._members: set[int] = set()  # nodes of the last start
+        self._last: set[int] = set()  # nodes of the last start
         self._without: set[int] = set()  # nodes that are not waited for
         self._begun = math.inf  # as of `Report`
         self._restart = -1
         self._furthest: dict[str, int] = {}  # as of `Group`, in all starts
         self._not_before = 0.0
-        self._deadline = wait
+        self._deadline = nodes.wait
         self._has_said = False  # for whom it waits
         self._signal = 0  # with which the job is to end on all nodes
         self._status: int | None = None
@@ -225,8 +249,8 @@ class Leader:
 
     def _find_refusal(self, report: Report) -> tuple[str, bool]:
         """Why a node does not take part, and whether that is final."""
-        if not 0 <= report.node < self._num_nodes:
-            return f"there are {self._num_nodes} nodes by node 0's --nodes", True
+        if not 0 <= report.node < self._of_job.count:
+            return f"there are {self._of_job.count} nodes by node 0's --nodes", True
         for name, value in self._options.items():
             if report.options.get(name) != value:
                 own = report.options.get(name)
@@ -250,7 +274,7 @@ class Leader:
     def _note(self, report: Report) -> None:
         self._refused.pop(report.agent, None)
         # SIGINT is a person's, and ends the job. Others end one node, if it can be replaced.
-        ends_all = report.signal == SIGINT or self._num_nodes == 1 or not self._restarts.most
+        ends_all = report.signal == SIGINT or self._of_job.count == 1 or not self._restarts.most
         if report.signal and ends_all:
             self._signal = self._signal or report.signal
         self._begun = min(self._begun, report.begun)
@@ -260,7 +284,7 @@ class Leader:
             return
         self._remove(report.node)
         run = self._run
-        if run is not None and run.agents.get(report.node) == report.agent:
+        if run is not None and run.has(report):
             has_ended = report.restart == self._restart and not report.is_running
             if has_ended and report.cause is not None:
                 self._fail(report.node, report.cause)
@@ -277,8 +301,8 @@ class Leader:
         if run is None:
             if not report.signal:
                 self._without.discard(report.node)
-        elif report.node not in run.starts and not report.signal:
-            there = [known.report for node, known in self._nodes.items() if node in run.starts]
+        elif report.node not in run.members and not report.signal:
+            there = [known.report for node, known in self._nodes.items() if node in run.members]
             if all(one.is_running or one.restart < self._restart for one in there):
                 self._without.discard(report.node)
                 self._fail(report.node, NewNode(report.node))
@@ -286,9 +310,9 @@ class Leader:
     def _remove(self, node: int) -> None:
         """Removes a node that is gone, and waits for another one if it belonged to the job."""
         self._nodes.pop(node, None)
-        if node in self._members or not self._members:
-            self._deadline = max(self._deadline, self._now() + self._wait)
-        elif self._may_shrink:
+        if node in self._last or not self._last:
+            self._deadline = max(self._deadline, self._now() + self._of_job.wait)
+        elif self._of_job.may_shrink:
             self._without.add(node)
 
     def _lose_silent(self) -> None:
@@ -303,15 +327,12 @@ class Leader:
         self._remove(node)
         lost = self._lost(node, why)
         self._say(str(lost))
-        if self._run is not None and self._run.agents.get(node) == known.report.agent:
+        if self._run is not None and self._run.has(known.report):
             self._fail(node, lost)
 
     def _lost(self, node: int, why: str) -> LostNode:
-        run = self._run
-        if run is None or node not in run.starts:
-            return LostNode(node, (), why)
-        first = run.starts[node].first
-        return LostNode(node, tuple(range(first, first + run.counts[node])), why)
+        member = None if self._run is None else self._run.members.get(node)
+        return LostNode(node, () if member is None else member.processes, why)
 
     def _fail(self, node: int, cause: Cause | LostNode | NewNode) -> None:
         assert self._run is not None
@@ -336,33 +357,34 @@ class Leader:
         if 0 not in self._nodes or self._nodes[0].report.signal:
             return  # this launcher begins, or ends
         here = {node for node, known in self._nodes.items() if not known.report.signal}
-        missing = sorted(set(range(self._num_nodes)) - here - self._without)
+        missing = sorted(set(range(self._of_job.count)) - here - self._without)
         if missing and now > self._deadline:
-            late = f"{_name(missing)} did not come within {self._wait:g} s (--wait)"
-            if not self._may_shrink or max(known.report.restart for known in self._nodes.values()) < 0:
+            late = f"{_name(missing)} did not come within {self._of_job.wait:g} s (--wait)"
+            if (
+                not self._of_job.may_shrink
+                or max(known.report.restart for known in self._nodes.values()) < 0
+            ):
                 self._end(1, late)
                 return
             self._say(f"{late}: the job goes on without.")
             self._without.update(missing)
         elif missing:
             if not self._has_said and now > self._not_before + _SAID_AFTER:
-                self._say(f"waiting for {_name(missing)}, for up to {self._wait:g} s.")
+                self._say(f"waiting for {_name(missing)}, for up to {self._of_job.wait:g} s.")
                 self._has_said = True
             return
         if now >= self._not_before and not any(known.report.is_running for known in self._nodes.values()):
             reports = [self._nodes[node].report for node in sorted(here)]
-            self._members = here
+            self._last = here
             self._restart = max(self._restart, *(report.restart for report in reports)) + 1
             count = sum(report.num_processes for report in reports)
             has_memory = all(report.has_memory for report in reports)
             coordinator = self._hold_port()
-            starts, first = {}, 0
+            self._run, first = _Run(now, {}), 0
             for report in reports:
-                starts[report.node] = Start(self._restart, coordinator, count, first, has_memory)
+                start = Start(self._restart, coordinator, count, first, has_memory)
+                self._run.members[report.node] = _Member(report.agent, report.num_processes, start)
                 first += report.num_processes
-            agents = {report.node: report.agent for report in reports}
-            counts = {report.node: report.num_processes for report in reports}
-            self._run = _Run(now, starts, agents, counts)
 
     def _hold_port(self) -> str:
         """Takes another port for each start: the last coordinator may still have its own."""
@@ -373,11 +395,7 @@ class Leader:
 
     def _look_after(self, run: _Run) -> None:
         """Takes what the nodes report of a start, and ends it when their processes have ended."""
-        members = {
-            node: known.report
-            for node, known in self._nodes.items()
-            if known.report.agent == run.agents.get(node)
-        }
+        members = {node: known.report for node, known in self._nodes.items() if run.has(known.report)}
         begun = {node: report for node, report in members.items() if report.restart == self._restart}
         for node, report in begun.items():
             if report.cause is not None:
@@ -385,7 +403,7 @@ class Leader:
         if any(report.is_running for report in begun.values()):
             return
         if run.failure is None:
-            if len(begun) + len(run.done) == len(run.starts):
+            if len(begun) + len(run.done) == len(run.members):
                 self._end(0)
         elif len(begun) == len(members):
             self._run = None
@@ -407,7 +425,7 @@ class Leader:
             return
         now = self._now()
         if isinstance(failure, NewNode):
-            self._not_before, self._deadline, self._has_said = now, now + self._wait, False
+            self._not_before, self._deadline, self._has_said = now, now + self._of_job.wait, False
             return
         delay = self._restarts.after(failure, now - run.begun, has_progressed)
         if delay is None:
@@ -416,7 +434,11 @@ class Leader:
             return
         when = f"in {delay:g} s" if delay else "at once"
         self._say(f"{self._restarts.describe(failure)}, {when}.")
-        self._not_before, self._deadline, self._has_said = now + delay, now + delay + self._wait, False
+        self._not_before, self._deadline, self._has_said = (
+            now + delay,
+            now + delay + self._of_job.wait,
+            False,
+        )
 
     def _end(self, status: int, why: str = "") -> None:
         self._status, self._run = status, None
@@ -427,7 +449,7 @@ class Leader:
         if self._status is not None or self._signal:
             self._told.add(report.agent)
         run = self._run
-        if run is None or run.agents.get(report.node) != report.agent:
+        if run is None or not run.has(report):
             return Orders(
                 self._id,
                 failed=(0,) if report.is_running else (),
@@ -450,7 +472,7 @@ class Leader:
             failed, what = run.failure.processes, run.failure.what
         elif isinstance(run.failure, LostNode):  # it is there after all
             failed, what = (0,), _LEFT_BEHIND
-        start = run.starts[report.node]
+        start = run.members[report.node].start
         return Orders(
             self._id, start, failed, what, is_to_end, results, self._begun, self._signal, self._status
         )

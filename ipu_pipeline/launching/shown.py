@@ -10,6 +10,7 @@ from collections.abc import Sequence
 __all__ = ["Output", "say"]
 
 _MOST_HELD = 16 * 2**20  # bytes
+_LONGEST = 200  # characters of a last error
 _NOISE = re.compile(rb"\[Gloo\] Rank |.*connected peer ranks is")  # of a library, on the standard output
 
 
@@ -20,8 +21,8 @@ class Output:
     that is known; what they write on the standard error is shown at once, with the number of the process.
 
     Attributes:
-      last_errors: the last line that each process wrote on the standard error. Lines that are empty, or
-        indented, as those that follow the first one of an error, do not count.
+      last_errors: the beginning of the last line that each process wrote on the standard error. Lines that
+        are empty, or indented, as those that follow the first one of an error, do not count.
     """
 
     def __init__(self, processes: Sequence[int], shows_all: bool) -> None:
@@ -42,7 +43,7 @@ class Output:
         for line in lines:
             if is_error:
                 if line.strip() and not line[:1].isspace():
-                    self.last_errors[process] = line.decode(errors="replace").strip()
+                    self.last_errors[process] = line.decode(errors="replace").strip()[:_LONGEST]
                 _write(2, _number(process, line))
             elif not _NOISE.match(line):
                 self._add(process, line)

@@ -29,7 +29,7 @@ from ipu_pipeline.engine import Pipeline
 from ipu_pipeline.engine.inspect import IpuMemory, Runner
 from ipu_pipeline.engine.processes import is_here
 from ipu_pipeline.processes import board, interrupts, launched
-from ipu_pipeline.processes.job_history import JobHistory, own_goodput
+from ipu_pipeline.processes.job_history import JobHistory
 
 __all__ = ["SWITCH_VARIABLE", "Run", "running"]
 
@@ -279,9 +279,10 @@ def running(
 
 def _describe_job() -> dict[str, Any] | None:
     """What has become of the job of this process; None without a launcher that starts it again."""
-    history, goodput = JobHistory.of_environment(), own_goodput()
+    history = JobHistory.of_environment()
     if history is None:
         return None
+    goodput = history.goodput(launched.useful_seconds())
     return {
         "begun": history.begun,
         "restarts": history.num_restarts,

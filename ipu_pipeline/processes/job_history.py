@@ -10,9 +10,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from ipu_pipeline.processes.launched import MEMORY_VARIABLE, useful_seconds
+from ipu_pipeline.processes.launched import MEMORY_VARIABLE
 
-__all__ = ["Failure", "JobHistory", "own_goodput"]
+__all__ = ["Failure", "JobHistory"]
 
 _NAME = "job.json"
 _MOST = 20  # failures that are kept
@@ -82,13 +82,13 @@ class JobHistory:
         except (OSError, KeyError, TypeError, ValueError):
             return None
 
-    def goodput(self, useful: float) -> float:
-        """Which part of the job's time until now its runs took.
+    def goodput(self, useful: float) -> float | None:
+        """Which part of the job's time until now its runs took; None if none is known to have been done.
 
         Args:
           useful: seconds of runs, each counted once.
         """
-        return min(1.0, useful / max(time.time() - self.begun, 1e-9))
+        return min(1.0, useful / max(time.time() - self.begun, 1e-9)) if useful else None
 
     def describe_times(self) -> str:
         """How often it was started again, in words."""
@@ -100,9 +100,3 @@ class JobHistory:
             return ""
         last = f" The last time, {self.failures[-1]}." if self.failures else ""
         return f"The job has been started again {self.describe_times()}.{last}"
-
-
-def own_goodput() -> float | None:
-    """Which part of the time of this process's job its runs took; None without a launcher, or a run."""
-    history, useful = JobHistory.of_environment(), useful_seconds()
-    return history.goodput(useful) if history is not None and useful else None

@@ -22,7 +22,8 @@ from ipu_pipeline.engine.inspect import watching
 from ipu_pipeline.ground.checks import is_int
 from ipu_pipeline.ground.cores import count_cores
 from ipu_pipeline.ground.errors import ProcessError
-from ipu_pipeline.processes.job_history import JobHistory, own_goodput
+from ipu_pipeline.processes.job_history import JobHistory
+from ipu_pipeline.processes.launched import useful_seconds
 from ipu_pipeline.reports.chrome_trace import to_chrome_trace
 from ipu_pipeline.reports.describing import describe_devices, describe_pipeline
 from ipu_pipeline.reports.device_profile import DeviceProfile, DeviceProfiler
@@ -226,9 +227,10 @@ def _make_profile(recorder: Recorder, noted: DeviceProfile, max_actions: int) ->
 
 def _note_of_job() -> list[str]:
     """What has become of the job, if its processes have been started again."""
-    history, goodput = JobHistory.of_environment(), own_goodput()
+    history = JobHistory.of_environment()
     if history is None or not history.num_restarts:
         return []
+    goodput = history.goodput(useful_seconds())
     part = "" if goodput is None else f" Its runs took {goodput:.0%} of its time until now (goodput)."
     return [f"{history.describe()}{part}"]
 

@@ -20,7 +20,8 @@ from ipu_pipeline.checkpointing.together import do_first, is_any, largest
 from ipu_pipeline.engine.fronts import between_bars, is_shown_on
 from ipu_pipeline.ground.errors import CheckpointError, OutOfRangeError
 from ipu_pipeline.processes.interrupts import StoppedAtOnce, StopRequest, stopping_on_signals
-from ipu_pipeline.processes.job_history import own_goodput
+from ipu_pipeline.processes.job_history import JobHistory
+from ipu_pipeline.processes.launched import useful_seconds
 from ipu_pipeline.tf1.estimator.programs import EstimatorProgram
 from ipu_pipeline.tf1.estimator.runs import Runs
 from ipu_pipeline.tf1.estimator.scalars import ScalarWriter
@@ -303,7 +304,8 @@ class Training:
             loss, speed = found
             examples = speed * self._made.num_examples
             scalars = {"loss": loss, "steps/s": speed, "examples/s": examples, **self._extra_scalars}
-            goodput = own_goodput()
+            history = JobHistory.of_environment()
+            goodput = None if history is None else history.goodput(useful_seconds())
             if goodput is not None:
                 scalars["goodput"] = goodput
             self._scalars.write(self._step, {**self._mean_metrics(), **scalars})
