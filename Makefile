@@ -39,7 +39,7 @@ random: $(VENV)/installed-dev
 soak: $(VENV)/installed-dev
 	KILLS=$(KILLS) INTERRUPTS=$(INTERRUPTS) THREAD_RUNS=$(THREAD_RUNS) $(BIN)/python -m pytest \
 	    tests/processes/test_survival.py tests/processes/test_interrupts.py tests/processes/test_going_on.py \
-	    -k "random_moments or two_threads"
+	    tests/processes/test_nodes.py -k "random_moments or two_threads or network"
 
 bench: $(VENV)/installed-bench
 	$(BIN)/python -m benchmarks.run_all --short --write docs/benchmarks.md

@@ -457,7 +457,7 @@ def _check_same(variable: str, values: Sequence[T]) -> T:
 def _find_buddies(machines: Sequence[str]) -> list[int | None]:
     """For each process, the one that also keeps what it writes: on the next machine, if there is one.
 
-    The processes of a machine are spread over those of the next one.
+    The buddies of a machine's processes are spread evenly over the processes of the next machine.
     """
     there: dict[str, list[int]] = {}
     for process, machine in enumerate(machines):

@@ -6,8 +6,8 @@ message that is lost, or comes twice, does no harm, and so that another leader c
 job has been started again is in every report.
 
 All processes start together, and when one has failed, all end and are started again together. A node whose
-launcher is gone can be replaced by another one of its rank. If the job may shrink, it goes on without a
-node that nobody replaces in time, and takes it in when it comes.
+launcher is gone can be replaced by another one of its rank. A job that may shrink goes on without a node
+that is not replaced in time, and uses it again when it returns.
 """
 
 from __future__ import annotations

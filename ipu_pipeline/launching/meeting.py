@@ -191,13 +191,8 @@ class Meeting:
                 report = await asyncio.wait_for(self._read(reader, codes), self._silence)
         except RefusedError as error:
             self._refuse(writer, str(error))
-        except (
-            OSError,
-            EOFError,
-            TimeoutError,
-            asyncio.CancelledError,
-        ):  # it went, said nothing, or this ends
-            pass
+        except (OSError, EOFError, TimeoutError, asyncio.CancelledError):
+            pass  # the connection has ended, was silent, or this server ends
         finally:
             if writer in self._strangers:
                 self._strangers.remove(writer)
@@ -224,7 +219,7 @@ class Meeting:
     def _refuse(self, writer: asyncio.StreamWriter, why: str) -> None:
         if not self._has_refused:
             self._has_refused = True
-            peer = writer.get_extra_info("peername") or ("nobody",)
+            peer = writer.get_extra_info("peername") or ("an unknown address",)
             self._leader.say(
                 f"a connection from {peer[0]} was refused: {why}. Others will not be reported."
             )

@@ -20,7 +20,7 @@ ROWS = {
     "a process is stopped, or hangs": (GOING_ON, "test_a_process_that_is_stopped"),
     "Ctrl-C, SIGTERM or SIGHUP to the launcher": (
         LAUNCHING,
-        "test_signals_reach_all_and_nobody_survives_the_launcher",
+        "test_signals_reach_all_processes_which_end_with_the_launcher",
         "test_memory_is_the_launchers_own_and_goes_with_it",
     ),
     "the launcher is killed": (LAUNCHING, "test_memory_is_the_launchers_own_and_goes_with_it"),
@@ -32,11 +32,14 @@ ROWS = {
     ),
     "its launcher is killed, or the machine is lost": (NODES, "test_nodes_are_lost_with_their_memory"),
     "its launcher gets SIGTERM or SIGHUP": (NODES, "test_a_node_that_is_preempted_saves_and_is_replaced"),
-    "nobody takes its place within `--wait`, with `--shrink`": (
+    "no launcher replaces it within `--wait`, with `--shrink`": (
         NODES,
         "test_a_job_goes_on_with_fewer_nodes_and_with_more_again",
     ),
-    "it comes after that": (NODES, "test_a_job_goes_on_with_fewer_nodes_and_with_more_again"),
+    "a launcher of its rank comes later": (
+        NODES,
+        "test_a_job_goes_on_with_fewer_nodes_and_with_more_again",
+    ),
     "Ctrl-C on it": (NODES, "test_signals_to_the_launcher_of_one_node"),
     "its launcher is stopped": (
         NODES,

@@ -307,7 +307,7 @@ time.sleep(1000)
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda n: n.name)
-def test_signals_reach_all_and_nobody_survives_the_launcher(tmp_path, number):
+def test_signals_reach_all_processes_which_end_with_the_launcher(tmp_path, number):
     text = """
 print(f"{index} is ready", file=sys.stderr, flush=True)
 time.sleep(1000)

@@ -25,7 +25,7 @@ from ipu_pipeline.launching.group import Settings, Start
 from ipu_pipeline.launching.leader import Leader, Nodes, Orders, Report
 from ipu_pipeline.launching.meeting import Meeting, RemoteLeader, _Codes
 from ipu_pipeline.launching.restarts import Restarts
-from tests.processes.test_going_on import assert_same, uninterrupted  # noqa: F401  # a fixture
+from tests.processes.test_going_on import KILLS, assert_same, uninterrupted  # noqa: F401  # a fixture
 from tests.processes.test_launching import LAUNCH, PLAIN, ROOT, find_left
 from tests.support.killing import Job
 from tests.support.programs import Started
@@ -683,9 +683,10 @@ def test_a_port_that_is_taken_and_wrong_options(monkeypatch, capfd):
 class Cluster:
     """Nodes of this machine, each with a launcher and a directory in place of its memory."""
 
-    def __init__(self, tmp_path, *program, num_processes=1, options=()):
+    def __init__(self, tmp_path, *program, num_processes=1, options=(), host="127.0.0.1", through=((), ())):
         with socket.create_server(("127.0.0.1", 0)) as server:
-            self.meet_at = f"127.0.0.1:{server.getsockname()[1]}"
+            self.meet_at = f"{host}:{server.getsockname()[1]}"
+        self.through = through  # a command for each node, with which it starts
         self.tmp_path = tmp_path
         self.program = list(map(str, program))
         self.options = ["-n", str(num_processes), "--nodes", "2", "--meet-at", self.meet_at, *options]
@@ -698,7 +699,7 @@ class Cluster:
         command = [*LAUNCH, *self.options, "--node-rank", str(rank), "--memory-dir", str(memory)]
         with (self.tmp_path / f"log{rank}").open("a") as log:
             return Started(
-                [sys.executable, *command, *self.program],
+                [*self.through[rank], sys.executable, *command, *self.program],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "PYTHONPATH": str(ROOT), "IPU_PIPELINE_SECRET": SECRET, **environment},
@@ -818,6 +819,57 @@ def test_a_job_goes_on_with_fewer_nodes_and_with_more_again(tmp_path, uninterrup
     assert "node 1 has come: all are started again with it." in cluster.log(0)
     assert_same(job, uninterrupted(4, 1, 400))
     assert job.num_runs() < 400 + 2 * 3
+
+
+@pytest.fixture
+def two_networks():
+    """Commands that start a program in either of two networks, and one that cuts or joins them."""
+    names = [f"ipu-test-{os.getpid()}-{number}" for number in range(2)]
+
+    def ip(*arguments, check=True):
+        return subprocess.run(
+            ["/usr/bin/env", "ip", *arguments], check=check, capture_output=True
+        ).returncode
+
+    if ip("netns", "add", names[0], check=False):
+        pytest.skip("network namespaces cannot be made here")
+    try:
+        ip("netns", "add", names[1])
+        ip("link", "add", "v0", "netns", names[0], "type", "veth", "peer", "name", "v1", "netns", names[1])
+        for number, name in enumerate(names):
+            ip("-n", name, "addr", "add", f"10.9.0.{number + 1}/24", "dev", f"v{number}")
+            for device in ("lo", f"v{number}"):
+                ip("-n", name, "link", "set", device, "up")
+        yield (
+            [("/usr/bin/env", "ip", "netns", "exec", name) for name in names],
+            lambda state: ip("-n", names[1], "link", "set", "v1", state),
+        )
+    finally:
+        for name in names:
+            ip("netns", "del", name, check=False)
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(KILLS <= 3, reason="it takes a minute; `make soak` runs it")
+def test_a_network_that_is_cut_and_joined(tmp_path, two_networks, uninterrupted):  # noqa: F811
+    """For a moment, in which all wait, and for so long that both sides start again."""
+    through, switch = two_networks
+    job = Job.of(tmp_path / "job")
+    job.directory.mkdir()
+    program = ("-m", "tests.support.resumer", job.directory, 400, 4, 1)
+    options = ("--restarts", "9", "--wait", "90", "--death-timeout", "20")
+    cluster = Cluster(tmp_path, *program, options=options, host="10.9.0.1", through=through)
+    job.process, job.log = cluster.nodes[0], tmp_path / "log0"
+    for seconds in (2, 30):
+        job.await_runs(8)
+        switch("down")
+        before = job.num_runs()
+        time.sleep(seconds)
+        assert job.num_runs() <= before + 2
+        switch("up")
+    assert cluster.statuses(120) == [0, 0]
+    assert_same(job, uninterrupted(4, 1, 400))
+    assert cluster.log(0).count("training has gone on with run") == 1
 
 
 PREEMPTED = """
