@@ -1,4 +1,4 @@
-"""Starts a program several times on this machine, as processes that run it together."""
+"""Starts a program several times, as processes that run it together, on this machine or on several."""
 
 from __future__ import annotations
 
@@ -64,7 +64,11 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="how many processes on this node",
     )
     parser.add_argument(
-        "--nodes", type=int, default=1, metavar="N", help="on how many nodes this is started; 1 by default"
+        "--nodes",
+        type=int,
+        default=1,
+        metavar="N",
+        help="on how many nodes this is started; 1 by default, with which the next four have no effect",
     )
     parser.add_argument(
         "--node-rank",

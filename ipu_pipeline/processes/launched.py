@@ -132,8 +132,9 @@ def hear_failures() -> dict[int, str]:
 
 
 def _tell(text: str) -> None:
-    with contextlib.suppress(OSError):  # the launcher is gone
-        _launcher().sendall(f"{text}\n".encode())
+    # The launcher is gone; or it has read nothing for long, as when its terminal is stopped.
+    with contextlib.suppress(OSError):
+        _launcher().send(f"{text}\n".encode(), socket.MSG_DONTWAIT)
 
 
 _opening = threading.Lock()  # two objects of one socket would close it when one of them goes

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from ipu_pipeline.launching.leader import hold_port
 from ipu_pipeline.launching.memory import Memory
 from ipu_pipeline.launching.restarts import Restarts
 from ipu_pipeline.launching.shown import Output
+from ipu_pipeline.processes import launched
 from ipu_pipeline.processes.addresses import address_towards
 from tests.support.programs import Started, begin
 from tests.support.programs import run as run_program
@@ -445,6 +447,31 @@ def test_the_line_that_says_why_is_not_one_that_only_adds_to_it(capfd):
     capfd.readouterr()
     # The beginning of a long one: it goes to other nodes.
     assert output.last_errors == {0: "ProcessError: process 1 has died.", 1: "x" * 200}
+
+
+def test_a_launcher_that_reads_nothing_holds_up_no_process(monkeypatch):
+    """As when its terminal is stopped. What it reads later are whole lines."""
+    own, other = socket.socketpair()
+    monkeypatch.setenv(launched.LAUNCHER_VARIABLE, launched.describe_socket(other))
+    monkeypatch.setattr(launched, "_TELL_EVERY", -1.0)
+
+    def tell():
+        for run_number in range(20_000):
+            launched.tell_progress("a", run_number, 2 * run_number)
+
+    telling = threading.Thread(target=tell, daemon=True)
+    telling.start()
+    telling.join(30)
+    assert not telling.is_alive()
+    lines = own.recv(2**22).decode().splitlines()
+    assert len(lines) > 100
+    assert all(
+        line == f"progress a {n} {2 * n} {launched.useful_seconds():.6g}" for n, line in enumerate(lines)
+    )
+    other.detach()
+    launched._launcher().close()
+    launched._open.cache_clear()
+    own.close()
 
 
 def test_the_coordinators_port_is_nobody_elses():
