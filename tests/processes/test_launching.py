@@ -369,6 +369,30 @@ def test_faults_at_the_beginning(tmp_path):
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("secrets", "message"),
+    [
+        (["one of 16 letters", "and another one"], r"process \d has another secret than process \d"),
+        (["one of 16 letters", ""], "variable IPU_PIPELINE_SECRET.*'not set' in process 1"),
+    ],
+)
+def test_processes_of_another_job_are_found(secrets, message, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(BEGIN.partition("import jax,")[0].replace("joining.join_by", "eval(sys.argv[1])\n#"))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    started = [
+        begin(
+            program, f"distributed.initialize('127.0.0.1:{port}', 2, {index})", IPU_PIPELINE_SECRET=secret
+        )
+        for index, secret in enumerate(secrets)
+    ]
+    errors = [one.communicate(timeout=100)[1] for one in started]
+    assert [one.returncode for one in started] == [1, 1]
+    assert any(re.search(message, text) for text in errors), errors
+
+
+@pytest.mark.thorough
 def test_a_process_that_ends_before_all_have_joined(tmp_path):
     text = 'import os, sys\nif os.environ["IPU_PIPELINE_PROCESS_ID"] == "1":\n    sys.exit("no module x")\n'
     program = tmp_path / "program.py"
@@ -552,6 +576,21 @@ time.sleep(0.2)
     assert started.returncode == 1
     assert out == ""
     assert find_left(tmp_path) == []
+
+
+def test_processes_hear_which_other_one_has_failed(tmp_path):
+    text = """
+from ipu_pipeline.processes.launched import hear_failures
+if index:
+    sys.exit(3)
+while not hear_failures():
+    time.sleep(0.01)
+sys.exit(f"heard {hear_failures()}")
+"""
+    started = launch(tmp_path, text)
+    _out, errors = started.communicate(timeout=15)  # it is not told by the launcher's patience
+    assert "[0] heard {1: 'ended with status 3'}" in errors
+    assert started.returncode == 3
 
 
 def test_a_signal_ends_a_job_that_waits_for_its_next_start(tmp_path):

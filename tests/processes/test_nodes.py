@@ -526,6 +526,22 @@ def speak(address, text):
         return found
 
 
+def test_the_last_report_is_given_when_the_leader_can_be_reached_again():
+    """As after Ctrl-C while the connection is down."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()
+    remote = RemoteLeader(address, SECRET, 3.0)
+    last = Report(1, 4, OPTIONS, signal=int(signal.SIGINT), has_left=True)
+    closing = threading.Thread(target=remote.close, args=[last])
+    closing.start()
+    time.sleep(0.3)
+    leader = Deaf()
+    meeting = Meeting(leader, address, SECRET, 3.0)
+    closing.join(10)
+    meeting.close()
+    assert leader.reports == [last]
+
+
 def test_a_launcher_that_gives_no_reports_is_silent(meeting):
     """It waits for a terminal, for example; its thread does not say for it that all is as before."""
     leader, address = meeting
@@ -733,6 +749,7 @@ if restart == 0 and index == 2:
 if restart == 0:
     while not hear_failures():
         time.sleep(0.01)
+    time.sleep(0.5 * (index == 0))  # meanwhile process 1 ends, too
     sys.exit(f"heard {{hear_failures()}}" + " \u00e4" * 20000)
 time.sleep(0.3)
 sys.exit(9 * (restart == 1 and index == 1))
@@ -752,6 +769,47 @@ sys.exit(9 * (restart == 1 and index == 1))
     assert "process 1 ended with status 9." in first
     assert "restart 1 of at most 3 for this cause, in 1 s." in first
     assert find_left(tmp_path) == []
+
+
+WAITING = f"""{PLAIN}
+from ipu_pipeline.processes.launched import hear_failures
+print("begun", index, restart, file=sys.stderr, flush=True)
+"""
+
+
+def test_a_job_without_a_node_and_with_it_again(tmp_path):
+    """The processes of the shrunk job would wait for ever: SIGTERM ends them when the node comes."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        f"""{WAITING}
+while restart < 2 and not hear_failures():
+    time.sleep(0.01)
+sys.exit(restart < 2)
+"""
+    )
+    cluster = Cluster(tmp_path, program, options=("--restarts", "5", "--wait", "3", "--shrink"))
+    await_that(lambda: "begun 0 0" in cluster.log(0) and "begun 1 0" in cluster.log(1), 30)
+    cluster.nodes[1].kill()
+    await_that(lambda: "begun 0 1" in cluster.log(0), 30)
+    cluster.nodes[1] = cluster.start(1)
+    assert cluster.statuses() == [0, 0]
+    assert "begun 1 2" in cluster.log(1)
+    assert "process 0 was ended by SIGTERM" in cluster.log(0)
+
+
+def test_node_0_comes_back_after_the_other_ones_processes_have_run_on(tmp_path):
+    """It is waited for from their end on, and not since it went."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        f"{WAITING}\ntime.sleep(6 * index * (restart == 0))\nsys.exit(index * (restart == 0))\n"
+    )
+    cluster = Cluster(tmp_path, program, options=("--restarts", "5", "--wait", "4"))
+    await_that(lambda: "begun 1 0" in cluster.log(1), 30)
+    cluster.nodes[0].kill()
+    await_that(lambda: "process 1 ended with status 1" in cluster.log(1), 30)
+    cluster.nodes[0] = cluster.start(0)
+    assert cluster.statuses() == [0, 0]
+    assert "begun 0 1" in cluster.log(0)  # the number is known from the other node
 
 
 @pytest.mark.parametrize(
