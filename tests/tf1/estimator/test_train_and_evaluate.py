@@ -10,6 +10,7 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline.ipu_session_run_hooks import CheckpointSaverListener, SessionRunHook
+from ipu_pipeline.tf1.estimator import training
 from tests.support.estimating import (
     assert_same_variables,
     finite_input_fn,
@@ -119,6 +120,22 @@ class Failing(CheckpointSaverListener):
     def after_save(self, session, global_step):
         del session
         raise ArithmeticError(f"at step {global_step}")
+
+
+def test_a_signal_that_comes_to_another_process_in_the_last_run(tmp_path, monkeypatch):
+    """Training has come to its end, but that process ends, and the others with it."""
+    done = []
+
+    class Last(SessionRunHook):
+        def after_run(self, run_context, _values):
+            done.extend([run_context.global_step] * (run_context.global_step >= 16))
+
+    monkeypatch.setattr(training, "largest", lambda number, _what: signal.SIGTERM if done else number)
+    estimator = make_estimator(tmp_path)
+    with pytest.raises(SystemExit) as end:
+        estimator.train(input_fn, hooks=[Last()], max_steps=16)
+    assert end.value.code == 128 + signal.SIGTERM
+    assert estimator.get_variable_value("global_step") == 16
 
 
 def test_what_fails_leaves_the_last_checkpoint(trained, tmp_path):
