@@ -220,7 +220,8 @@ class Pipeline:
         """
         self._recipe, options, mapping = recipe, recipe.options, recipe.mapping
         schedule, count = options.schedule, options.num_micro_batches
-        self._num_replicas, self._has_identical_keys = options.num_replicas, False
+        self._num_replicas, self._num_turns = options.num_replicas, options.num_turns
+        self._has_identical_keys = False
         if options.dispatch_plan is not None:
             check_dispatch_plan(options.dispatch_plan, count, self.is_one_program)
         self._compiler_options = self._plan_compiler_options()
@@ -310,8 +311,13 @@ class Pipeline:
 
     @property
     def num_replicas(self) -> int:
-        """The number of copies of the pipeline that run at the same time."""
+        """The number of copies of the pipeline, in all turns."""
         return self._num_replicas
+
+    @property
+    def _num_columns(self) -> int:
+        """The number of copies that run at the same time."""
+        return self._num_replicas // self._num_turns
 
     @property
     def options(self) -> PipelineOptions:
@@ -484,7 +490,7 @@ class Pipeline:
             self.options.schedule,
             count,
             measured.num_temporary_bytes,
-            count_cores() / self._num_replicas if is_shared else None,
+            count_cores() / self._num_columns if is_shared else None,
             [stage.whole_layers for stage in self.facts().stages],
         )
 
@@ -559,11 +565,11 @@ class Pipeline:
             name="Pipeline",
             kind="training" if trains else "inference",
             schedule=schedules.schedule_name(schedule),
-            num_micro_batches=count,
+            num_micro_batches=None if count is None else count * self._num_turns,
             num_serialized=self.num_serialized,
             chunk_size=chunk_size,
             is_one_program=self.is_one_program,
-            num_replicas=self._num_replicas,
+            num_replicas=self._num_columns,
             sent=self._find_sends(),
             dispatch="" if plan is None else str(plan),
             cuts=self._cuts,
@@ -772,25 +778,31 @@ class Pipeline:
         if self._built is not None:
             self._programs = self._built.make_programs(recompute)
 
-    def set_replicas(self, num_replicas: int, identical_keys: bool = False) -> None:
-        """Sets the number of replicas. If that is new, everything is compiled again.
+    def set_replicas(self, num_replicas: int, identical_keys: bool = False, num_turns: int = 1) -> None:
+        """Sets the number of replicas, and of their turns. If one is new, everything is compiled again.
 
         Args:
           num_replicas: see `PipelineOptions`.
           identical_keys: whether all replicas draw the same random numbers as a single one would.
+          num_turns: see `PipelineOptions`.
 
         Raises:
-          ValueError: the number is not usable.
+          ValueError: a number is not usable, or the replicas of a loop are to take turns.
         """
         self._has_identical_keys = identical_keys
         if isinstance(self._runner, ColumnRunner):
             for runner in self._runner.of_shapes:
                 runner.replicas.has_identical_keys = identical_keys
                 runner.make_single().replicas.has_identical_keys = identical_keys
-        if num_replicas == self._num_replicas:
+        if (num_replicas, num_turns) == (self._num_replicas, self._num_turns):
             return
-        check_replicas(num_replicas, self.num_serialized)
-        self._num_replicas, self._chosen_plan = num_replicas, None
+        check_replicas(num_replicas, self.num_serialized, num_turns)
+        if self.is_loop and num_turns > 1:
+            raise ValueError(
+                f"The {num_replicas} replicas of a loop cannot take turns, as they are joined within a run: "
+                f"it needs {num_replicas * self.num_devices} devices."
+            )
+        self._num_replicas, self._num_turns, self._chosen_plan = num_replicas, num_turns, None
         self._forget_runner()
         self._others = {}
         self._compiler_options = self._plan_compiler_options()
@@ -829,7 +841,7 @@ class Pipeline:
             devices = jax.devices() if self._devices is None else self._devices
             if self._shard and self._num_replicas == 1:  # who gives devices may give replicas, and warns
                 warnings.warn("shard has no effect: there is one replica, which has all.", stacklevel=4)
-        number, each = self._num_replicas, self.options.num_devices_per_ipu
+        number, each = self._num_columns, self.options.num_devices_per_ipu
         needed = self.num_devices * number
         if len(devices) < needed:
             of_replicas = f" of {number} replicas" if number > 1 else ""
@@ -876,11 +888,16 @@ class Pipeline:
 
     def _make_other_runner(self, lead: Runner[Any], element: Any, number: int) -> Runner[Any]:
         """Makes the runner for other shapes of micro-batches, which the runner for the first ones leads."""
-        if lead.placement.has_peers:
+        if lead.placement.has_peers or self._num_turns > 1:
+            where = (
+                "In several processes all micro-batches must have the same shapes, as not all processes "
+                "read them"
+                if lead.placement.has_peers
+                else "Where replicas take turns (num_turns), all micro-batches must have the same shapes"
+            )
             raise ValueError(
                 f"A micro-batch has the shapes {describe_shapes(element)}, in place of "
-                f"{describe_shapes(self.traced.element)}. In several processes all micro-batches must have "
-                "the same shapes, as not all processes read them: pad them."
+                f"{describe_shapes(self.traced.element)}. {where}: pad them."
             )
         other: Pipeline = self.for_shapes(element)
         placement = other._place_state(lead.placement.groups)
@@ -930,7 +947,7 @@ class Pipeline:
         number_of_shapes: int = 0,
     ) -> ColumnRunner:
         """Makes the runner for several devices, once the dispatch plan is known."""
-        size, number, each = self.num_devices, self._num_replicas, self.options.num_devices_per_ipu
+        size, number, each = self.num_devices, self._num_columns, self.options.num_devices_per_ipu
         homes = [placement]
         if number > 1:
             starts = range(0, size * number, size)
@@ -951,6 +968,7 @@ class Pipeline:
             phases=self.options.execution_phases,
             post_validation=post_validates,
             shapes=number_of_shapes,
+            num_turns=self._num_turns,
         )
 
         @functools.cache
@@ -1013,6 +1031,7 @@ class Pipeline:
             "all stages are on one IPU": self.is_one_program,
             "no choice that joins the IPUs is late, or knowing it would not do": not self.updates.guessing,
             "replicas are in several processes": placement.has_peers,
+            "replicas take turns": self._num_turns > 1,
             "optimizer state or variables are offloaded or shared out": bool(self._offload or self._shard),
             "stages or the optimizer print or call back into Python": any(
                 program.has_effects for own in self._programs for program in (own.forward, *own.backwards)
@@ -1049,7 +1068,7 @@ class Pipeline:
         needed = [
             (ipu + size * replica) * each + part
             for ipu in self.device_mapping
-            for replica in range(self._num_replicas)
+            for replica in range(self._num_columns)
             for part in range(each)
         ]
         return all(number < len(devices) and devices[number] == known[number] for number in needed)
@@ -1781,7 +1800,7 @@ class Pipeline:
         dtypes = self.built.accumulator_dtypes
         homes = {name: ipus[owners[name]] for name in dtypes}
         homes |= {key: ipus[accumulator.stage] for key, accumulator in extra.items()}
-        return dtypes, homes, self._devices, self._num_replicas, self._offload
+        return dtypes, homes, self._devices, self._num_columns, self._offload
 
     def check_element(self, element: Any, number: int) -> list[Any]:
         """Checks a micro-batch against the first one. Returns its leaves.

@@ -117,6 +117,11 @@ class PipelineOptions:
         stages assign (see `joins_assigned`). Of other variables, and of outputs that the optimizer reads,
         the first replica's values count. Values that are collected have a leading axis of size num_replicas
         if that is above 1. Random keys differ between replicas. Not with `num_serialized` above 1.
+      num_turns: into how many turns the replicas are divided, a divisor of their number. With k there are
+        devices for `num_replicas` / k of them. These run at the same time, and then the next ones on the
+        same devices; a weight update follows the last turn. Up to rounding the numbers are those of one
+        turn, and a step takes k times as long. It is for a job that has lost some of its devices. Not with
+        stages that compute with other replicas, nor with micro-batches of several shapes.
       joins_assigned: False leaves each replica its own values of variables that stages assign, from update
         to update. Reading the state's arrays then gives the first replica's values; writing them gives the
         new values to all replicas.
@@ -160,6 +165,7 @@ class PipelineOptions:
     accumulator_dtype: Any = None
     num_serialized: int = 1
     num_replicas: int = 1
+    num_turns: int = 1
     joins_assigned: bool = True
     gathers_outputs: bool = True
     shard: Collection[str | Shard] = ()
@@ -197,7 +203,7 @@ class PipelineOptions:
                 f"{f'{len(self.shapes)} of them' if not isinstance(self.shapes, dict) else 'a dict'}."
             )
         check_positive("num_serialized", self.num_serialized)
-        check_replicas(self.num_replicas, self.num_serialized)
+        check_replicas(self.num_replicas, self.num_serialized, self.num_turns)
         if self.tensor_parallel is not None and not isinstance(self.tensor_parallel, TensorParallel):
             raise ValueError(
                 f"tensor_parallel must be a TensorParallel or None; got {self.tensor_parallel!r}."
@@ -236,9 +242,15 @@ def _check_optimizer(optimizer: Any) -> None:
         )
 
 
-def check_replicas(num_replicas: Any, num_serialized: int) -> None:
-    """Raises a ValueError if a pipeline cannot have this number of replicas."""
+def check_replicas(num_replicas: Any, num_serialized: int, num_turns: Any) -> None:
+    """Raises a ValueError if a pipeline cannot have this number of replicas, or of their turns."""
     check_positive("num_replicas", num_replicas)
+    check_positive("num_turns", num_turns)
+    if num_replicas % num_turns:
+        raise ValueError(
+            f"num_turns must be a divisor of num_replicas, {num_replicas}, as each turn has equally many; "
+            f"got {num_turns}."
+        )
     if num_replicas > 1 and num_serialized > 1:
         raise ValueError(
             f"num_replicas must be 1 with num_serialized above 1; got {num_replicas} and {num_serialized}. "

@@ -56,6 +56,7 @@ class Request:
     total: int  # micro-batches of the run, which the sizes of blocks depend on
     carried: Sequence[Any] = ()  # in a loop, the values that the first iteration takes
     iteration: int = 0  # in a loop, the iterations of the run so far; else the step's micro-batches
+    turn: int = 0  # the number of the turn, where replicas take turns
 
     def of_replica(self, replica: int) -> Request:
         """The request as a replica has it."""
