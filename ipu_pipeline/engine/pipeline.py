@@ -799,8 +799,8 @@ class Pipeline:
         check_replicas(num_replicas, self.num_serialized, num_turns)
         if self.is_loop and num_turns > 1:
             raise ValueError(
-                f"The {num_replicas} replicas of a loop cannot take turns, as they are joined within a run: "
-                f"it needs {num_replicas * self.num_devices} devices."
+                f"The {num_replicas} replicas of a loop cannot take turns, as a run joins them again and "
+                f"again: it needs {num_replicas * self.num_devices} devices."
             )
         self._num_replicas, self._num_turns, self._chosen_plan = num_replicas, num_turns, None
         self._forget_runner()

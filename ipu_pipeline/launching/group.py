@@ -19,6 +19,7 @@ from ipu_pipeline.launching.causes import Cause, count_memory_kills
 from ipu_pipeline.launching.shown import Output, say
 from ipu_pipeline.processes.launched import (
     CACHE_DIR_VARIABLE,
+    FEWER_REPLICAS_VARIABLE,
     LAUNCHER_VARIABLE,
     MEMORY_EVERY_VARIABLE,
     MEMORY_VARIABLE,
@@ -71,6 +72,7 @@ class Start:
       count: the number of processes on all nodes.
       first: the number of the first one on this node.
       has_memory: whether all nodes have a directory for in-memory checkpoints.
+      is_whole: whether all nodes take part.
     """
 
     restart: int
@@ -78,6 +80,7 @@ class Start:
     count: int
     first: int
     has_memory: bool
+    is_whole: bool
 
 
 class Group:
@@ -138,6 +141,8 @@ class Group:
             "PYTHONUNBUFFERED": "1",
         }
         environment.pop(MEMORY_VARIABLE, None)  # another launcher's
+        if not start.is_whole:
+            environment[FEWER_REPLICAS_VARIABLE] = "1"
         if self._settings.memory is not None and start.has_memory:
             environment[MEMORY_VARIABLE] = str(self._settings.memory)
             environment[MEMORY_EVERY_VARIABLE] = str(self._settings.memory_every)

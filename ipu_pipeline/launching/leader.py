@@ -379,10 +379,11 @@ class Leader:
             self._restart = max(self._restart, *(report.restart for report in reports)) + 1
             count = sum(report.num_processes for report in reports)
             has_memory = all(report.has_memory for report in reports)
+            is_whole = len(here) == self._of_job.count
             coordinator = self._hold_port()
             self._run, first = _Run(now, {}), 0
             for report in reports:
-                start = Start(self._restart, coordinator, count, first, has_memory)
+                start = Start(self._restart, coordinator, count, first, has_memory, is_whole)
                 self._run.members[report.node] = _Member(report.agent, report.num_processes, start)
                 first += report.num_processes
 

@@ -183,7 +183,12 @@ def devices_for(ordinal: int, number: int) -> list[Any]:
     if len(group) < number:
         raise ValueError(
             f"The program needs {number} IPUs, but configure_ipu_system() selected {len(group)} for "
-            f"/device:IPU:{ordinal}. Set IPUConfig.auto_select_ipus to at least {number}."
+            f"/device:IPU:{ordinal}. "
+            + (
+                "There are no more, so that no replica is left."
+                if (num_configured(ordinal) or 0) >= number
+                else f"Set IPUConfig.auto_select_ipus to at least {number}."
+            )
         )
     return group
 
@@ -217,11 +222,21 @@ def running_on_ipu_model() -> bool:
     return any(device.platform == "cpu" for device in selected_devices(0))
 
 
-def find_devices(number: int, ipu_model: bool) -> list[Any]:
-    """All devices that can be IPUs, at least `number`; makes that many if they are CPU devices."""
+def find_devices(number: int, ipu_model: bool, may_be_fewer: bool = False) -> list[Any]:
+    """All devices that can be IPUs, at least `number`; makes that many if they are CPU devices.
+
+    Args:
+      number: how many are needed.
+      ipu_model: whether they are to be devices of the CPU.
+      may_be_fewer: whether those that there are suffice.
+
+    Raises:
+      ValueError: there are too few accelerators.
+      RuntimeError: JAX's CPU backend is running already, with fewer devices; or processes may make fewer.
+    """
     have_cpu_devices(number)
     devices: list[Any] = jax.devices("cpu") if ipu_model else jax.devices()
-    if len(devices) >= number:
+    if len(devices) >= number or may_be_fewer:
         return devices
     platform = devices[0].platform
     if platform == "cpu":

@@ -148,12 +148,10 @@ def _local_replicas() -> list[int]:
             "popdist: which replicas are in this process is known once IPUs are selected: call "
             "IPUConfig.configure_ipu_system() first."
         )
-    chosen = replication.choose_devices(devices, number)
-    index, size = getInstanceIndex(), replication.num_ipus
     return [
         replica
-        for replica in range(number)
-        if any(device.process_index == index for device in chosen[replica * size : (replica + 1) * size])
+        for replica, own in enumerate(replication.deal_devices(devices, number))
+        if any(device.process_index == getInstanceIndex() for device in own)
     ]
 
 

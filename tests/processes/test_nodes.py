@@ -468,7 +468,9 @@ class Deaf:
 
     def exchange(self, report):
         self.reports.append(report)
-        return Orders("leader", Start(3, "here:1", 4, 2, has_memory=True), (2, 3), "was lost", status=7)
+        return Orders(
+            "leader", Start(3, "here:1", 4, 2, has_memory=True, is_whole=True), (2, 3), "was lost", status=7
+        )
 
     def say(self, what):
         self.lines.append(what)

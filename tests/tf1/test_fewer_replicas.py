@@ -1,0 +1,104 @@
+"""A program that goes on with devices for some of its replicas, which take turns there."""
+
+import re
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import ipu_pipeline as ipu
+from ipu_pipeline.ground import warned
+from ipu_pipeline.processes.launched import FEWER_REPLICAS_VARIABLE
+from tests.engine.test_equality import plain_loss
+from tests.support import front, models
+from tests.tf1.test_replicas_front import COUNT, UPDATES, Model, average, loop, select, started
+
+
+@pytest.fixture(autouse=True)
+def devices():
+    """Those of JAX, which has begun: no more can be made."""
+    assert len(jax.devices()) == 8
+
+
+@pytest.fixture
+def fewer(monkeypatch):
+    monkeypatch.setattr(warned, "_warned", set())
+    monkeypatch.setenv(FEWER_REPLICAS_VARIABLE, "1")
+
+
+def test_replicas_take_turns_where_devices_are_missing(fewer):
+    """There are 8 devices, and 16 are asked for."""
+    elements = models.elements_of(4 * COUNT * UPDATES)
+    model = Model(elements)
+    with started(model, 16) as (session, variables):
+        with pytest.warns(
+            UserWarning, match="devices for 2 of the 4 replicas of .*, so that they take 2 turns"
+        ):
+            losses = model.run(session, UPDATES)
+        expected, wanted = loop(plain_loss, variables, elements, 4, optax.adam(0.01))
+        models.assert_trees_close(losses, expected)
+        models.assert_trees_close(session.variables, wanted)
+        placement = model.program.placement()
+        ((first, second, third, fourth),) = placement.replicas
+        assert (first, second) == (third, fourth)
+        assert len({*first, *second}) == 8
+        assert ipu.popdist.getNumLocalReplicas() == 4
+
+
+@pytest.mark.usefixtures("nothing_warned")
+def test_nothing_takes_turns_where_there_are_enough(fewer):
+    elements = models.elements_of(2 * COUNT)
+    model = Model(elements, 2)
+    with started(model, 4) as (session, variables):
+        losses = model.run(session)
+        expected, _wanted = loop(plain_loss, variables, elements, 2, optax.adam(0.01))
+        models.assert_trees_close(losses, expected)
+
+
+def test_only_if_the_environment_lets_it():
+    with pytest.raises(RuntimeError, match="16 IPUs are needed"):
+        select(16)
+
+
+def test_not_with_several_groups_of_ipus(fewer):
+    with pytest.raises(RuntimeError, match="12 IPUs are needed"):
+        select([8, 4])
+
+
+def test_no_replica_is_left(fewer):
+    select(10)
+    model = Model(models.elements_of(COUNT), device_mapping=[0, 3, 6, 9])
+    with (
+        front.session_of(model) as session,
+        pytest.raises(ValueError, match=r"needs 10 IPUs, but .* selected 8 .*, so that no replica is left"),
+    ):
+        model.run(session)
+
+
+def test_not_in_loops(fewer):
+    data = np.ones([64, 2, 4], np.float32)
+    infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(data)
+
+    def model():
+        def body(x):
+            loss = (ipu.layers.Dense(1)(x) ** 2).mean()
+            return average(optax.sgd(0.1)).minimize(loss)
+
+        return ipu.loops.repeat(4, body, infeed_queue=infeed)
+
+    program = front.compile_program(model)
+    select(16)
+    with ipu.Session() as session:
+        session.run(infeed.initializer)
+        with pytest.raises(
+            ValueError, match="The 16 replicas of a loop cannot take turns.* needs 16 devices"
+        ):
+            session.run(program)
+
+
+@pytest.mark.parametrize("text", ["yes", "2"])
+def test_a_variable_that_says_neither(text, monkeypatch):
+    monkeypatch.setenv(FEWER_REPLICAS_VARIABLE, text)
+    with pytest.raises(ValueError, match=re.escape(f"must be 0 or 1; it is {text!r}")):
+        select(4)
