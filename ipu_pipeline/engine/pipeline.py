@@ -315,7 +315,7 @@ class Pipeline:
         return self._num_replicas
 
     @property
-    def _num_columns(self) -> int:
+    def num_at_once(self) -> int:
         """The number of copies that run at the same time."""
         return self._num_replicas // self._num_turns
 
@@ -490,7 +490,7 @@ class Pipeline:
             self.options.schedule,
             count,
             measured.num_temporary_bytes,
-            count_cores() / self._num_columns if is_shared else None,
+            count_cores() / self.num_at_once if is_shared else None,
             [stage.whole_layers for stage in self.facts().stages],
         )
 
@@ -569,7 +569,7 @@ class Pipeline:
             num_serialized=self.num_serialized,
             chunk_size=chunk_size,
             is_one_program=self.is_one_program,
-            num_replicas=self._num_columns,
+            num_replicas=self.num_at_once,
             sent=self._find_sends(),
             dispatch="" if plan is None else str(plan),
             cuts=self._cuts,
@@ -841,7 +841,7 @@ class Pipeline:
             devices = jax.devices() if self._devices is None else self._devices
             if self._shard and self._num_replicas == 1:  # who gives devices may give replicas, and warns
                 warnings.warn("shard has no effect: there is one replica, which has all.", stacklevel=4)
-        number, each = self._num_columns, self.options.num_devices_per_ipu
+        number, each = self.num_at_once, self.options.num_devices_per_ipu
         needed = self.num_devices * number
         if len(devices) < needed:
             of_replicas = f" of {number} replicas" if number > 1 else ""
@@ -947,7 +947,7 @@ class Pipeline:
         number_of_shapes: int = 0,
     ) -> ColumnRunner:
         """Makes the runner for several devices, once the dispatch plan is known."""
-        size, number, each = self.num_devices, self._num_columns, self.options.num_devices_per_ipu
+        size, number, each = self.num_devices, self.num_at_once, self.options.num_devices_per_ipu
         homes = [placement]
         if number > 1:
             starts = range(0, size * number, size)
@@ -1068,7 +1068,7 @@ class Pipeline:
         needed = [
             (ipu + size * replica) * each + part
             for ipu in self.device_mapping
-            for replica in range(self._num_columns)
+            for replica in range(self.num_at_once)
             for part in range(each)
         ]
         return all(number < len(devices) and devices[number] == known[number] for number in needed)
@@ -1800,7 +1800,7 @@ class Pipeline:
         dtypes = self.built.accumulator_dtypes
         homes = {name: ipus[owners[name]] for name in dtypes}
         homes |= {key: ipus[accumulator.stage] for key, accumulator in extra.items()}
-        return dtypes, homes, self._devices, self._num_columns, self._offload
+        return dtypes, homes, self._devices, self.num_at_once, self._offload
 
     def check_element(self, element: Any, number: int) -> list[Any]:
         """Checks a micro-batch against the first one. Returns its leaves.
