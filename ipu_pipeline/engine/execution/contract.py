@@ -101,6 +101,7 @@ class Runner(abc.ABC, Generic[PendingT]):
       shapes: the number of the shapes of micro-batches that its programs are for; 0 for the first ones. The
         runner for these leads, see `ColumnRunner`.
       note: what is told about its programs while they compile.
+      num_turns: how many turns replicas take in a step.
       of_shapes: the runners of the pipeline, by the number of the shapes of micro-batches; all have this
         list.
     """
@@ -108,6 +109,7 @@ class Runner(abc.ABC, Generic[PendingT]):
     kept: KeptPrograms | None = None
     shapes: int = 0
     note: str = ""
+    num_turns: int = 1
 
     def __init__(
         self,
@@ -238,7 +240,13 @@ class Runner(abc.ABC, Generic[PendingT]):
         feeds = {ipu: self.num_waiting(every, every) * num_bytes(leaves) for ipu, leaves in fed.items()}
         brought = self.find_brought(accumulator_dtypes, every)
         return plan_ipus(
-            self.placement, accumulator_dtypes, activations, feeds, self.temporary_bytes, brought
+            self.placement,
+            accumulator_dtypes,
+            activations,
+            feeds,
+            self.temporary_bytes,
+            brought,
+            self.num_turns > 1,
         )
 
     def find_ipus(self) -> dict[Any, int]:

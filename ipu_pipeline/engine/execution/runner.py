@@ -187,7 +187,7 @@ class ColumnRunner(Runner[PendingStep]):
         self.shapes, self._make_timetable = shapes, make_timetable
         for column in self.columns:
             column.feed.shapes = shapes
-        self._num_stacked = self._chunk.num_stacked
+        self.num_turns, self._num_stacked = num_turns, self._chunk.num_stacked
         self.replicas = Replicas(placement, self.columns, num_turns)
         self.lowering = Lowering(self.columns, self.replicas, make_timetable, phases, self.has_callbacks)
         if lead is not None:
@@ -303,8 +303,8 @@ class ColumnRunner(Runner[PendingStep]):
         del total
         if self.iterated is not None:
             return 1
-        takes_all = self.columns[0].placement.has_peers or self.replicas.num_turns > 1
-        return max(4 * self._chunk.size, every * self.replicas.num_turns if takes_all else 0)
+        takes_all = self.columns[0].placement.has_peers or self.num_turns > 1
+        return max(4 * self._chunk.size, every * self.num_turns if takes_all else 0)
 
     def num_fetched(self, total: int, every: int) -> int:
         """The number of waiting micro-batches of all columns."""
@@ -344,7 +344,7 @@ class ColumnRunner(Runner[PendingStep]):
             # All takes are tried before the first error is raised: other processes wait for each of them.
             return PendingStep(request, 1, None, _of_each(Column.take_iteration, self.columns, takes))
         supply, taken = take if isinstance(take, Supply) else Supply(take), list[Any]()
-        if self.replicas.num_turns > 1:
+        if self.num_turns > 1:
             return self._fetch_in_turns(supply, state, request)
         if self._is_guessed:
             supply = Supply(_recording(supply, taken))
@@ -381,13 +381,13 @@ class ColumnRunner(Runner[PendingStep]):
     def _fetch_in_turns(self, supply: Supply, state: RunState, request: Request) -> PendingStep:
         """Runs the micro-batches of an update, those of some replicas after those of others."""
         replicas, every = self.replicas, request.every
-        takes = self.dealer.take_everywhere(supply, every * replicas.num_turns)
+        takes = self.dealer.take_everywhere(supply, every * self.num_turns)
         turns = [
             ColumnTurns(replicas, column, own.accumulators)
             for column, own in zip(self.columns, replicas.split_state(state), strict=True)
         ]
         num_chunks = every // self._chunk.size
-        for turn, dealt in enumerate(deal_turns(takes, self.columns, every, replicas.num_turns)):
+        for turn, dealt in enumerate(deal_turns(takes, self.columns, every, self.num_turns)):
             feeds = _of_each(Column.feed_from, self.columns, dealt)
             outputs = [column.begin_outputs() for column in self.columns]
             before = RunState(state.pipeline, replicas.pack([own.accumulators for own in turns]))

@@ -140,6 +140,10 @@ def test_a_report_has_what_ran(tmp_path):
     (one,) = captured.profile.pipelines
     assert (one.num_replicas, one.num_micro_batches) == (2, 2 * COUNT)
     forwards = [event for event in captured.profile.events if event.kind == "forward"]
+    whole = make(models.mlp_stages(2), 4)
+    whole.trace(step[0])
+    (memory, *_others), (one_turn, *_rest) = pipeline.plan_ipu_memory(), whole.plan_ipu_memory()
+    assert memory.num_accumulator_bytes == 2 * one_turn.num_accumulator_bytes
     assert len({(event.stage, event.micro_batch) for event in forwards}) == len(forwards) == 8 * COUNT
 
 
