@@ -35,6 +35,7 @@ ROWS = {
     "no launcher replaces it within `--wait`, with `--shrink`": (
         NODES,
         "test_a_job_goes_on_with_fewer_nodes_and_with_more_again",
+        "test_a_node_with_a_replica_is_lost_and_comes_again",
     ),
     "a launcher of its rank comes later": (
         NODES,
