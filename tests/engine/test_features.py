@@ -206,6 +206,13 @@ FEATURES: dict[str, Feature] = {
     "replicas, shared out": Feature({**SHARED_OUT, **CHUNKS}, num_replicas=2),
     "replicas, shared out, one IPU": Feature({**SHARED_OUT, "recompute": "auto"}, ONE, 4),
     "replicas, shared out and offloaded": Feature({**SHARED_OUT, "offload": MEMORY}, LOOPED, 2),
+    "turns": Feature({"num_turns": 2, "reduction": "running_mean", **CHUNKS}, num_replicas=2),
+    "turns, one IPU": Feature({"num_turns": 3, "reduction": "mean", "recompute": "auto"}, ONE, 3),
+    "turns, offloaded": Feature({"num_turns": 2, **SHARED_OUT, "offload": MEMORY}, LOOPED, 4),
+    "turns, phases": Feature(
+        {"num_turns": 2, **IN_TURN, "offload": MEMORY}, ONE, 2, phases={"of_levels": (0, 0, 1, 1)}
+    ),
+    "turns, tensor parallel": Feature({"num_turns": 2, "tensor_parallel": divided(2), **HALVES}, LOOPED, 4),
     "tensor parallel": Feature({"tensor_parallel": divided(2), "schedule": "interleaved"}),
     "tensor parallel, one IPU": Feature({"tensor_parallel": divided(4), "donate": True}, ONE),
     "tensor parallel, chunks": Feature({"tensor_parallel": divided(2), **CHUNKS, "recompute": "auto"}),
@@ -242,6 +249,7 @@ FEATURES: dict[str, Feature] = {
     # Optimizers.
     "of the loss": Feature({"optimizer": of_loss}),
     "of the loss, replicas": Feature({"optimizer": of_loss}, LOOPED, 2),
+    "of the loss, turns": Feature({"num_turns": 2, "optimizer": of_loss, "donate": True}, LOOPED, 4),
     "of the loss, one IPU": Feature({"optimizer": of_loss}, ONE),
     "of the loss, tensor parallel": Feature(
         {"optimizer": of_loss, "tensor_parallel": divided(2), "reduction": "running_mean", "donate": True}
@@ -252,6 +260,7 @@ FEATURES: dict[str, Feature] = {
         {"optimizer": clipped(), "tensor_parallel": divided(2), "schedule": "sequential"}
     ),
     "sums": Feature({"sum_collected": True, "reduction": "mean"}, num_replicas=2),
+    "sums, turns": Feature({"sum_collected": True, "num_turns": 2}, LOOPED, 4),
     # Forwards only.
     "inference": Feature({"optimizer": None}),
     "inference, chunks": Feature({"optimizer": None, **CHUNKS, "schedule": "interleaved"}, LOOPED),
@@ -260,11 +269,12 @@ FEATURES: dict[str, Feature] = {
     "inference, searched": Feature({"optimizer": None, "schedule": SEARCHED}),
     "inference, around": Feature({"optimizer": None, "schedule": "looped", **CHUNKS}, LOOPED),
     "inference, replicas": Feature({"optimizer": None, "schedule": "sequential"}, num_replicas=2),
+    "inference, turns": Feature({"optimizer": None, "num_turns": 2, **CHUNKS}, num_replicas=2),
     "inference, tensor parallel": Feature({"optimizer": None, "tensor_parallel": divided(2)}),
 }  # fmt: skip
 
 
-def make(model, dtype, feature):
+def make(model, dtype, feature, sizes):
     built = MODELS[model](dtype)
     options = {
         "optimizer": models.showing_gradients(),
@@ -273,6 +283,8 @@ def make(model, dtype, feature):
     }
     if options["optimizer"] is None:
         built["loss"] = None
+    if sizes != "same" and "num_turns" in options:
+        pytest.skip("replicas that take turns have micro-batches of one shape")
     levels, mapping = len(built["stages"]), feature.mapping
     if levels == 3 and options.get("schedule") in NOT_PARALLEL:
         pytest.skip("the schedule has no parallel stages")
@@ -342,7 +354,7 @@ def check(name, model, dtype, sizes="same"):
     """Compares losses, outputs, gradients, variables and the optimizer's state after each update."""
     feature = FEATURES[name]
     with jax.enable_x64(dtype == "float64"):
-        pipeline = make(model, dtype, feature)
+        pipeline = make(model, dtype, feature, sizes)
         steps, scale = make_steps(dtype, sizes, feature.num_replicas), np.asarray(0.9, dtype)
         state = pipeline.init(jax.random.key(3), steps[0][0], scale)
         expected, bound = beside.copied(state), TOLERANCES[dtype]

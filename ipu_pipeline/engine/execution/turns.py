@@ -76,7 +76,9 @@ class ColumnTurns:
         for group, keys in self._by_group(made.accumulators):
             parts = put([made.accumulators[key] for key in keys], group)
             before = put([sums[key] for key in keys], group) if self._made[1:] else None
-            after, zeros = group.program(_add_up)(parts, before)
+            shardings = [part.sharding for part in parts]
+            program = group.program(_adder(tuple(shardings)), (shardings, shardings))
+            after, zeros = program(parts, before)
             sums.update(zip(keys, put(after, group, offloads), strict=True))
             self.accumulators.update(zip(keys, put(zeros, group, offloads), strict=True))
 
@@ -88,8 +90,11 @@ class ColumnTurns:
         """
         accumulators, assigned = dict[str, Any](), dict[str, Any]()
         for group, keys in self._by_group(self._sums):
-            program = _divider(len(self._made), tuple(self.accumulators[key].dtype for key in keys))
-            means = group.program(program)(put([self._sums[key] for key in keys], group))
+            sums = put([self._sums[key] for key in keys], group)
+            shardings = [total.sharding for total in sums]
+            dtypes = tuple(self.accumulators[key].dtype for key in keys)
+            divider = _divider(len(self._made), dtypes, tuple(shardings))
+            means = group.program(divider, shardings)(sums)
             placed = put(means, group, self._placement.offloads_accumulators)
             accumulators.update(zip(keys, placed, strict=True))
         groups, owners = self._placement.groups, self._placement.traced.owners
@@ -131,23 +136,27 @@ def join_turns(
     return list(itertools.chain(*zip(*made, strict=True))), reduced
 
 
-@functools.partial(jax.jit, donate_argnums=(0, 1))
-def _add_up(parts: list[jax.Array], before: list[jax.Array] | None) -> tuple[list[Any], list[Any]]:
-    """The sums with another part, in at least 32 bits, and zeros in place of the part."""
-    after = [part.astype(count_dtype(part.dtype)) for part in parts]
-    if before is not None:
-        after = [total + part for total, part in zip(before, after, strict=True)]
-    return after, list(map(jnp.zeros_like, parts))
+@functools.lru_cache(maxsize=256)
+def _adder(shardings: tuple[Any, ...]) -> Any:
+    """A program that adds parts to sums, in at least 32 bits, and makes zeros in place of the parts."""
+
+    def add(parts: list[jax.Array], before: list[jax.Array] | None) -> tuple[list[Any], list[Any]]:
+        after = [part.astype(count_dtype(part.dtype)) for part in parts]
+        if before is not None:
+            after = [total + part for total, part in zip(before, after, strict=True)]
+        return after, list(map(jnp.zeros_like, parts))
+
+    return jax.jit(add, donate_argnums=(0, 1), out_shardings=(list(shardings), list(shardings)))
 
 
-@functools.cache
-def _divider(number: int, dtypes: tuple[Any, ...]) -> Any:
+@functools.lru_cache(maxsize=256)
+def _divider(number: int, dtypes: tuple[Any, ...], shardings: tuple[Any, ...]) -> Any:
     """A program that divides sums."""
 
     def divide(sums: list[jax.Array]) -> list[jax.Array]:
         return [(total / number).astype(dtype) for total, dtype in zip(sums, dtypes, strict=True)]
 
-    return jax.jit(divide, donate_argnums=0)
+    return jax.jit(divide, donate_argnums=0, out_shardings=list(shardings))
 
 
 @jax.jit

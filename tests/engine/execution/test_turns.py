@@ -23,12 +23,6 @@ from tests.support import beside, models
         (2, 4, 2, {"reduction": "mean"}),
         (2, 3, 3, {}),
         (1, 2, 2, {}),
-        (2, 2, 2, {"reduction": "running_mean", "schedule": "interleaved"}),
-        (2, 4, 2, {"offload": ["gradient_accumulation_buffers", "weight_update_variables"]}),
-        (2, 2, 2, {"offload": ["gradient_accumulation_buffers"]}),
-        (2, 4, 2, {"shard": ["optimizer_state", "weights"]}),
-        (2, 2, 2, {"dispatch_plan": engine.Chunking(2)}),
-        (2, 2, 2, {"schedule": "zero_bubble"}),
     ],
 )
 def test_turns_equal_a_plain_loop(num_stages, num_replicas, num_turns, options):
@@ -42,17 +36,6 @@ def test_turns_equal_a_plain_loop(num_stages, num_replicas, num_turns, options):
 @pytest.mark.parametrize(("num_replicas", "num_turns"), [(2, 2), (4, 2)])
 def test_random_numbers_and_assigned_variables_are_those_of_one_turn(num_replicas, num_turns):
     check(make(noisy_stages(), num_replicas, num_turns=num_turns), make_steps(num_replicas))
-
-
-def test_what_is_summed_and_enqueued_is_each_replicas_own():
-    pipeline = make(models.mlp_stages(2), 4, num_turns=2, sum_collected=True, num_micro_batches=COUNT)
-    whole = make(models.mlp_stages(2), 4, sum_collected=True)
-    (step, *_rest) = make_steps(4)
-    state = pipeline.init(jax.random.key(3), step[0])
-    _state, wanted = whole.step(whole.init(jax.random.key(3), step[0]), step)
-    _state, outputs = pipeline.step(state, step)
-    (found,), (losses,) = outputs.losses, wanted.losses
-    models.assert_trees_close(np.asarray(found), np.asarray(losses))
 
 
 def test_gradients_divided_by_all_weights():
@@ -145,12 +128,6 @@ def test_a_report_has_what_ran(tmp_path):
     (memory, *_others), (one_turn, *_rest) = pipeline.plan_ipu_memory(), whole.plan_ipu_memory()
     assert memory.num_accumulator_bytes == 2 * one_turn.num_accumulator_bytes
     assert len({(event.stage, event.micro_batch) for event in forwards}) == len(forwards) == 8 * COUNT
-
-
-def test_execution_phases():
-    phases = engine.ExecutionPhases(of_levels=(0, 1))
-    options = {"schedule": "sequential", "execution_phases": phases, "device_mapping": [0, 0]}
-    check(make(models.mlp_stages(2), 2, num_turns=2, **options), make_steps(2))
 
 
 def test_what_is_refused():
