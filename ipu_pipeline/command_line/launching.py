@@ -105,6 +105,12 @@ def add(parser: argparse.ArgumentParser) -> None:
         "minutes or more begins to count anew",
     )
     parser.add_argument(
+        "--standby",
+        action="store_true",
+        help="start the processes for the next start in advance, when training has begun: they import what "
+        "the program imports, run it up to the point where the processes join, and wait there",
+    )
+    parser.add_argument(
         "--all",
         action="store_true",
         dest="shows_all",
@@ -162,6 +168,8 @@ def _launch(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
     script = ["-m", parsed.script] if parsed.is_module else [parsed.script]
     command = [sys.executable, *script, *parsed.arguments]
     nodes = _read_nodes(parser, parsed)
+    if parsed.standby and not parsed.restarts:
+        parser.error("--standby has an effect with --restarts only.")
     memory = _make_memory(parser, parsed.memory_dir) if parsed.restarts else None
     settings = Settings(
         command,
@@ -172,6 +180,7 @@ def _launch(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
         os.environ.get(SECRET_VARIABLE) or secrets.token_hex(),
         None if memory is None else memory.path,
         parsed.memory_every,
+        parsed.standby,
     )
     try:
         with contextlib.closing(Agent(settings, nodes, parsed.restarts)) as agent:

@@ -59,6 +59,8 @@ class Agent:
         self._failure: tuple[float, str] | None = None  # of this start: when it was noticed, and what
         self._failed_before: tuple[float, str] | None = None  # of the start before
         self._group: Group | None = None
+        self._standby: Group | None = None
+        self._has_standby = settings.has_standby
         self._signal = 0  # which asked this launcher to end
         self._is_by_order = False  # whether another node's launcher was asked
         self._was_running = False  # whether processes ran then
@@ -97,6 +99,7 @@ class Agent:
 
     def close(self) -> None:
         """Lets the other nodes know that this one ends."""
+        self._end_standby()
         last = dataclasses.replace(self._report, signal=self._signal, has_left=True)
         if self._remote is not None:
             self._remote.close(last)
@@ -223,7 +226,9 @@ class Agent:
                 self._failed_before, self._failure = self._failure or self._failed_before, None
                 self._history = dataclasses.replace(self._history, num_restarts=start.restart)
                 self._write_history()
-                group = self._group = Group(self._settings, start, self._note_progress)
+                group = self._group = self._begin_standby(start)
+                if group is None:
+                    group = self._group = Group(self._settings, start, self._note_progress)
             group.follow(lambda: self._keep_in_step(group))
         finally:
             self._group = None
@@ -232,6 +237,29 @@ class Agent:
             self._report = dataclasses.replace(self._report, is_running=False)
             self._taken_part = time.monotonic()
         self._take_from(group)
+
+    def _begin_standby(self, start: Start) -> Group | None:
+        """Lets the processes on standby take part in a start, if there are some and it is theirs."""
+        standby = self._standby
+        if standby is None:
+            return None
+        ended = standby.find_ended()
+        if ended is None and standby.begin(start):
+            self._standby = None
+            return standby
+        if ended is not None:
+            self._has_standby = False
+            say(
+                f"process {ended.process}, on standby, {ended.what}. From now on processes are started when "
+                "they are needed."
+            )
+        self._end_standby()
+        return None
+
+    def _end_standby(self) -> None:
+        if self._standby is not None:
+            self._standby.kill()
+            self._standby = None
 
     def _report_of(self, start: Start, is_running: bool) -> Report:
         """A report that knows nothing of a start yet."""
@@ -260,6 +288,10 @@ class Agent:
     def _keep_in_step(self, group: Group) -> None:
         """Tells the leader how the processes stand, and tells them what has failed on another node."""
         self._take_from(group)
+        if self._has_standby and self._standby is None and group.furthest and group.cause is None:
+            following = dataclasses.replace(group.start, restart=group.start.restart + 1)
+            with _blocked_signals():
+                self._standby = Group(self._settings, following, self._note_progress, is_standby=True)
         is_first = self._failure is None
         orders = self._exchange()
         if orders is None:

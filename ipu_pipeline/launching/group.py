@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
+import json
 import os
 import selectors
 import signal
@@ -25,6 +27,7 @@ from ipu_pipeline.processes.launched import (
     MEMORY_VARIABLE,
     RESTART_VARIABLE,
     SECRET_VARIABLE,
+    STANDBY_VARIABLE,
     describe_socket,
 )
 
@@ -50,6 +53,7 @@ class Settings:
       secret: by which the job's processes know each other.
       memory: a directory for in-memory checkpoints; None if they are not started again.
       memory_every: how many runs of a training there are from one to the next.
+      has_standby: whether processes for the next start are started in advance.
     """
 
     command: Sequence[str]
@@ -60,6 +64,7 @@ class Settings:
     secret: str
     memory: Path | None = None
     memory_every: int = 1
+    has_standby: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,10 +96,15 @@ class Group:
       furthest: the names of trainings -> the furthest global step that each is known to have reached.
       results: the number of the process that has the results; None if that is not known.
       useful: how many seconds of runs of trainings are known, each run counted once.
+      start: which start it is; as long as they are on standby, without its coordinator.
     """
 
     def __init__(
-        self, settings: Settings, start: Start, on_progress: Callable[[int, int, int | None], None]
+        self,
+        settings: Settings,
+        start: Start,
+        on_progress: Callable[[int, int, int | None], None],
+        is_standby: bool = False,
     ) -> None:
         """Starts them.
 
@@ -103,6 +113,8 @@ class Group:
           start: which start it is.
           on_progress: is called when the first run of a training is done, with its number, the global step
             after it, and how many runs are done again, which may be unknown.
+          is_standby: whether they are to wait for `begin` before they join each other. What they print
+            until then stays in their pipes.
         """
         self.useful = 0.0
         self._num_redone: int | None = None
@@ -122,9 +134,31 @@ class Group:
         self._next_signal = signal.SIGTERM
         self._memory_kills = count_memory_kills()
         self._selector = selectors.DefaultSelector()
-        self._start(start)
+        self.start = start
+        self._start(start, is_standby)
 
-    def _start(self, start: Start) -> None:
+    def find_ended(self) -> Cause | None:
+        """How the first process of those that have ended on standby did; shows what they have printed."""
+        ended = next((n for n, process in self._processes.items() if process.poll() is not None), None)
+        if ended is None:
+            return None
+        for _again in range(_MOST_READS):
+            if not self._read(0):
+                break
+        return Cause(ended, self._processes[ended].returncode, self._output.last_errors.get(ended, ""))
+
+    def begin(self, start: Start) -> bool:
+        """Lets those on standby take part in a start; False if it is not the one that they wait for."""
+        if start != dataclasses.replace(self.start, coordinator=start.coordinator):
+            return False
+        self.start, self._memory_kills = start, count_memory_kills()
+        told = f"{json.dumps(_coordinator_variables(start))}\n".encode()
+        for own in self._sockets.values():
+            with contextlib.suppress(OSError):  # that process has just ended
+                own.send(told)
+        return True
+
+    def _start(self, start: Start, is_standby: bool) -> None:
         count = self._settings.count
         num_cores = (
             len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -132,15 +166,19 @@ class Group:
         environment = {
             "PJRT_NPROC": str(max(1, num_cores // count)),  # else each takes all cores
             **os.environ,
-            "IPU_PIPELINE_COORDINATOR_ADDRESS": start.coordinator,
-            "JAX_COORDINATOR_BIND_ADDRESS": start.coordinator,
+            **_coordinator_variables(start),
             "IPU_PIPELINE_NUM_PROCESSES": str(start.count),
             "IPU_PIPELINE_DEATH_TIMEOUT": f"{self._settings.death_timeout:g}",
             RESTART_VARIABLE: str(start.restart),
             SECRET_VARIABLE: self._settings.secret,
             "PYTHONUNBUFFERED": "1",
         }
-        environment.pop(MEMORY_VARIABLE, None)  # another launcher's
+        for variable in (MEMORY_VARIABLE, STANDBY_VARIABLE):  # another launcher's
+            environment.pop(variable, None)
+        if is_standby:
+            environment[STANDBY_VARIABLE] = "1"
+            for variable in _coordinator_variables(start):  # it is not known yet
+                del environment[variable]
         if not start.is_whole:
             environment[FEWER_REPLICAS_VARIABLE] = "1"
         if self._settings.memory is not None and start.has_memory:
@@ -310,6 +348,13 @@ class Group:
         for own in self._sockets.values():
             own.close()
         self._selector.close()
+
+
+def _coordinator_variables(start: Start) -> dict[str, str]:
+    return {
+        "IPU_PIPELINE_COORDINATOR_ADDRESS": start.coordinator,
+        "JAX_COORDINATOR_BIND_ADDRESS": start.coordinator,
+    }
 
 
 def _make_preparation(parent: int) -> Callable[[], None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
 import socket
 import threading
@@ -17,6 +18,7 @@ __all__ = [
     "MEMORY_VARIABLE",
     "RESTART_VARIABLE",
     "SECRET_VARIABLE",
+    "STANDBY_VARIABLE",
     "count_useful",
     "describe_socket",
     "hear_failures",
@@ -28,6 +30,7 @@ __all__ = [
     "tell_results",
     "tell_resumed",
     "useful_seconds",
+    "wait_on_standby",
 ]
 
 CACHE_DIR_VARIABLE = "IPU_PIPELINE_CACHE_DIR"  # where compiled programs are
@@ -37,6 +40,7 @@ MEMORY_VARIABLE = "IPU_PIPELINE_MEMORY_DIR"  # where in-memory checkpoints are
 MEMORY_EVERY_VARIABLE = "IPU_PIPELINE_MEMORY_EVERY"  # how many runs there are from one to the next
 RESTART_VARIABLE = "IPU_PIPELINE_RESTART"  # how often the job has been started again
 SECRET_VARIABLE = "IPU_PIPELINE_SECRET"  # noqa: S105  # by which the processes of a job know each other
+STANDBY_VARIABLE = "IPU_PIPELINE_STANDBY"  # 1: this process waits until those before it have failed
 
 _TELL_EVERY = 0.2  # seconds
 
@@ -127,6 +131,26 @@ def restore_useful(seconds: float) -> None:
 def useful_seconds() -> float:
     """How many seconds the runs of trainings took, each counted once; also before restarts."""
     return _useful
+
+
+def wait_on_standby() -> None:
+    """Waits, in a process on standby, until its launcher needs it; then sets the environment of its start.
+
+    Raises:
+      SystemExit: the launcher is gone.
+    """
+    if os.environ.pop(STANDBY_VARIABLE, "") != "1":
+        return
+    told = b""
+    try:
+        while not told.endswith(b"\n"):
+            byte = _launcher().recv(1)  # what comes after the line is for `hear_failures`
+            if not byte:
+                raise SystemExit(1)
+            told += byte
+    except OSError:
+        raise SystemExit(1) from None
+    os.environ.update(json.loads(told))
 
 
 _heard = b""

@@ -521,6 +521,7 @@ def test_wrong_arguments_of_the_launcher(capsys, monkeypatch):
             ["-n", "2", "--restarts", "1", "--memory-dir", "/nowhere/at/all", __file__],
             "--memory-dir: nothing can be written to /nowhere/at/all: No such file or directory",
         ),
+        (["-n", "2", "--standby", __file__], "--standby has an effect with --restarts only"),
         (["-n", "2"], "the following arguments are required: SCRIPT"),
         (["-n", "2", "nowhere.py"], "there is no program nowhere.py"),
     ]:
@@ -591,6 +592,72 @@ sys.exit(f"heard {hear_failures()}")
     _out, errors = started.communicate(timeout=15)  # it is not told by the launcher's patience
     assert "[0] heard {1: 'ended with status 3'}" in errors
     assert started.returncode == 3
+
+
+STANDBY = """
+from ipu_pipeline.processes.launched import hear_failures, tell_progress, wait_on_standby
+begun = time.time()
+print("at first", "IPU_PIPELINE_COORDINATOR_ADDRESS" in os.environ, flush=True)
+wait_on_standby()
+print("now", os.environ["IPU_PIPELINE_COORDINATOR_ADDRESS"], time.time() - begun > 0.5, flush=True)
+tell_progress("training", restart, restart + 1)
+"""
+
+
+def test_processes_on_standby_take_over(tmp_path):
+    text = """
+if restart == 2:
+    sys.exit()
+while index == 0 and not hear_failures():
+    time.sleep(0.01)
+time.sleep(1)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    started = launch(tmp_path, STANDBY + text, "--restarts", "5", "--all", "--standby")
+    out, errors = started.communicate(timeout=60)
+    assert started.returncode == 0, errors
+    for index in range(2):
+        lines = [line.split() for line in out.splitlines() if line.startswith(f"[{index}]")]
+        assert [line[1:3] for line in lines[::2]] == [["at", "first"]] * 3
+        assert [line[3] for line in lines[::2]] == ["True", "False", "False"]
+        assert [line[1] for line in lines[1::2]] == ["now"] * 3
+        assert [line[3] for line in lines[1::2]] == ["False", "True", "True"]  # they have waited
+        assert len({line[2] for line in lines[1::2]}) == 3  # coordinators
+    assert find_left(tmp_path) == []
+
+
+def test_a_process_that_ends_on_standby(tmp_path):
+    text = """
+if "IPU_PIPELINE_STANDBY" in os.environ:
+    sys.exit("the file is locked")
+"""
+    rest = """
+if restart < 2:
+    time.sleep(1)
+    sys.exit(3)
+"""
+    started = launch(tmp_path, text + STANDBY + rest, "--restarts", "5", "--standby")
+    _out, errors = started.communicate(timeout=60)
+    assert started.returncode == 0, errors
+    said = [line for line in own_lines(errors) if "standby" in line]
+    assert said == [
+        "process 0, on standby, ended with status 1: the file is locked. From now on processes are started "
+        "when they are needed."
+    ]
+    assert "[1] the file is locked" in errors
+    assert find_left(tmp_path) == []
+
+
+def test_a_signal_ends_processes_on_standby(tmp_path):
+    text = "time.sleep(60 * (restart == 0))"
+    started = launch(tmp_path, STANDBY + text, "--restarts", "5", "--standby")
+    end = time.monotonic() + 30
+    while len(find_left(tmp_path, 0.0)) < 5:  # with the launcher
+        assert time.monotonic() < end
+    started.send_signal(signal.SIGTERM)
+    started.communicate(timeout=10)
+    assert started.returncode == 128 + signal.SIGTERM
+    assert find_left(tmp_path) == []
 
 
 def test_a_signal_ends_a_job_that_waits_for_its_next_start(tmp_path):
