@@ -250,8 +250,8 @@ class Agent:
         if ended is not None:
             self._has_standby = False
             say(
-                f"process {ended.process}, on standby, {ended.what}. From now on processes are started when "
-                "they are needed."
+                f"process {ended.process}, on standby, {ended.what}. From now on processes are started "
+                "when they are needed."
             )
         self._end_standby()
         return None
