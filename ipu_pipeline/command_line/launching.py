@@ -93,7 +93,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--shrink",
         action="store_true",
         help="go on without a node that was lost if no other one has come in its place after --wait, with "
-        "its IPUs on the others, or with replicas that take turns if they have too few; a node that comes "
+        "its IPUs on the others, which replicas and stages share if these have too few; a node that comes "
         "later is taken in at once. Node 0 is always waited for",
     )
     parser.add_argument(

@@ -12,7 +12,7 @@ import time
 
 __all__ = [
     "CACHE_DIR_VARIABLE",
-    "FEWER_REPLICAS_VARIABLE",
+    "FEWER_VARIABLE",
     "LAUNCHER_VARIABLE",
     "MEMORY_EVERY_VARIABLE",
     "MEMORY_VARIABLE",
@@ -22,7 +22,7 @@ __all__ = [
     "count_useful",
     "describe_socket",
     "hear_failures",
-    "may_have_fewer_replicas",
+    "may_have_fewer_ipus",
     "restart_number",
     "restore_useful",
     "runs_between_checkpoints",
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 CACHE_DIR_VARIABLE = "IPU_PIPELINE_CACHE_DIR"  # where compiled programs are
-FEWER_REPLICAS_VARIABLE = "IPU_PIPELINE_FEWER_REPLICAS"  # 1: replicas take turns where devices are missing
+FEWER_VARIABLE = "IPU_PIPELINE_FEWER_IPUS"  # 1: the job goes on where devices are missing
 LAUNCHER_VARIABLE = "IPU_PIPELINE_LAUNCHER_FD"  # number and inode of a socket, for lines both ways
 MEMORY_VARIABLE = "IPU_PIPELINE_MEMORY_DIR"  # where in-memory checkpoints are
 MEMORY_EVERY_VARIABLE = "IPU_PIPELINE_MEMORY_EVERY"  # how many runs there are from one to the next
@@ -63,17 +63,15 @@ def runs_between_checkpoints() -> int:
     return _read_number(MEMORY_EVERY_VARIABLE, 1, 1)
 
 
-def may_have_fewer_replicas() -> bool:
-    """Whether the job goes on with fewer devices than it asks for: its replicas then take turns.
+def may_have_fewer_ipus() -> bool:
+    """Whether the job goes on with fewer devices than it asks for.
 
     Raises:
       ValueError: the variable is neither 0 nor 1.
     """
-    text = os.environ.get(FEWER_REPLICAS_VARIABLE) or "0"
+    text = os.environ.get(FEWER_VARIABLE) or "0"
     if text not in ("0", "1"):
-        raise ValueError(
-            f"The environment variable {FEWER_REPLICAS_VARIABLE} must be 0 or 1; it is {text!r}."
-        )
+        raise ValueError(f"The environment variable {FEWER_VARIABLE} must be 0 or 1; it is {text!r}.")
     return text == "1"
 
 

@@ -166,7 +166,7 @@ def selected_devices(ordinal: int) -> list[Any]:
 
 
 def devices_for(ordinal: int, number: int) -> list[Any]:
-    """The JAX devices of `/device:IPU:<ordinal>`, at least `number` of them.
+    """The JAX devices of `/device:IPU:<ordinal>`, at least `number` of them, or all that there are.
 
     Raises:
       ValueError: the configured system has fewer, or there are fewer accelerators.
@@ -180,15 +180,12 @@ def devices_for(ordinal: int, number: int) -> list[Any]:
             f"{len(_system.groups)} such device(s); give auto_select_ipus a list with a number for each."
         )
     group = _system.groups[ordinal]
+    if len(group) < number <= (num_configured(ordinal) or 0):
+        return group  # there are no more, and these suffice
     if len(group) < number:
         raise ValueError(
             f"The program needs {number} IPUs, but configure_ipu_system() selected {len(group)} for "
-            f"/device:IPU:{ordinal}. "
-            + (
-                "There are no more, so that no replica is left."
-                if (num_configured(ordinal) or 0) >= number
-                else f"Set IPUConfig.auto_select_ipus to at least {number}."
-            )
+            f"/device:IPU:{ordinal}. Set IPUConfig.auto_select_ipus to at least {number}."
         )
     return group
 

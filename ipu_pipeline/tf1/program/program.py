@@ -21,6 +21,7 @@ from ipu_pipeline.reports.programs import Placement, ProgramSummary
 from ipu_pipeline.tf1.graph.internal_variables import is_internal
 from ipu_pipeline.tf1.graph.placeholders import Placeholder, live_placeholders, standing
 from ipu_pipeline.tf1.graph.symbols import Symbol
+from ipu_pipeline.tf1.program.arranging import arrange
 from ipu_pipeline.tf1.program.calls import Call, PipelineCall, ProgramBuilder, building
 from ipu_pipeline.tf1.program.host_tables import HostTable, check_tables
 from ipu_pipeline.tf1.program.outputs import Output
@@ -128,11 +129,18 @@ class Program:
           per iteration:
             nothing crosses
         """
-        devices = tuple(map(str, selection.selected_devices(self._ipu_device)))
+        selected = selection.selected_devices(self._ipu_device)
+        of_replicas: list[tuple[tuple[str, ...], ...]] = []
+        for call in self.calls:
+            number = call.replication.count()
+            arranged = arrange(call, selected, number) if number > 1 and selected else None
+            of_replicas.append(
+                ()
+                if arranged is None
+                else tuple(tuple(map(str, arranged.of_replica(replica))) for replica in range(number))
+            )
         return Placement(
-            tuple(call.placement() for call in self.calls),
-            devices,
-            tuple(call.replication.name_devices() for call in self.calls),
+            tuple(call.placement() for call in self.calls), tuple(map(str, selected)), tuple(of_replicas)
         )
 
     def summary(self) -> ProgramSummary:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ipu_pipeline.ground.warned import warn_once
-from ipu_pipeline.processes import launched, selection
+from ipu_pipeline.processes import selection
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
 from ipu_pipeline.queues.outfeed import IPUOutfeedQueue
 
@@ -197,46 +197,13 @@ class Replication:
                 f"statistics of all; the pipeline {name!r} has {num_replicas}. It is {configured}."
             )
 
-    def name_devices(self) -> tuple[tuple[str, ...], ...]:
-        """The names of each replica's devices; empty for one replica.
-
-        Raises:
-          ValueError: same as for `count` and `choose_devices`.
-        """
-        number, devices = self.count(), selection.selected_devices(self.ipu_device)
-        if number == 1 or not devices:
-            return ()
-        return tuple(tuple(map(str, own)) for own in self.deal_devices(devices, number))
-
-    def deal_devices(self, devices: Sequence[Any], num_replicas: int) -> list[list[Any]]:
-        """Each replica's devices; those that take turns have the same ones.
-
-        Raises:
-          ValueError: same as for `choose_devices`.
-        """
-        number, size = num_replicas // self.count_turns(devices, num_replicas), self.num_ipus
-        chosen = self.choose_devices(devices, number)
-        starts = [replica % number * size for replica in range(num_replicas)]
-        return [chosen[start : start + size] for start in starts]
-
-    def count_turns(self, devices: Sequence[Any], num_replicas: int) -> int:
-        """In how many turns the replicas run; see `PipelineOptions`.
-
-        There are several only where the environment lets the job have fewer devices than it asks for, and
-        there are too few: then as few as possible, or one if there are devices for no replica.
-        """
-        if not launched.may_have_fewer_replicas():
-            return 1
-        divisors = [turns for turns in range(1, num_replicas + 1) if num_replicas % turns == 0]
-        fitting = (turns for turns in divisors if self._count_needed(num_replicas // turns) <= len(devices))
-        return next(fitting, 1)
-
     @property
     def _num_each(self) -> int:
         """How many IPUs each replica has, some of which may be idle."""
         return self.num_ipus if self.asked is None else max(self.asked.num_ipus, self.num_ipus)
 
-    def _count_needed(self, num_replicas: int) -> int:
+    def count_needed(self, num_replicas: int) -> int:
+        """How many devices so many replicas need at the same time."""
         return (num_replicas - 1) * self._num_each + self.num_ipus
 
     def choose_devices(self, devices: Sequence[Any], num_replicas: int) -> list[Any]:
@@ -246,7 +213,7 @@ class Replication:
           ValueError: there are too few.
         """
         num_each = self._num_each
-        if len(devices) < self._count_needed(num_replicas):
+        if len(devices) < self.count_needed(num_replicas):
             raise ValueError(
                 f"{num_replicas} replicas of {num_each} IPUs need {num_replicas * num_each} IPUs, but "
                 f"there are {len(devices)}."

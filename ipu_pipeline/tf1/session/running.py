@@ -26,11 +26,11 @@ from ipu_pipeline.engine.fronts import (
     take_nothing,
 )
 from ipu_pipeline.engine.inspect import Runner
-from ipu_pipeline.ground.warned import warn_once
 from ipu_pipeline.processes import announcing, interrupts, selection
 from ipu_pipeline.queues.synthetic import make_synthetic, uses_synthetic_data
 from ipu_pipeline.tf1 import utils
 from ipu_pipeline.tf1.graph.placeholders import Placeholder
+from ipu_pipeline.tf1.program.arranging import arrange
 from ipu_pipeline.tf1.program.calls import Call, LoopCall, PipelineCall, find_num_replicas
 from ipu_pipeline.tf1.program.host_tables import check_tables
 from ipu_pipeline.tf1.program.program import Program
@@ -177,16 +177,10 @@ def _run_pipeline(
 def _prepare(call: Call, devices: Sequence[Any]) -> tuple[Runner[Any], Sequence[Any]]:
     """Returns the runner of a pipeline or loop, and the selected devices that it uses."""
     num_replicas = find_num_replicas(call)
-    num_turns = call.replication.count_turns(devices, num_replicas)
-    call.runner.set_replicas(num_replicas, utils.replicas_are_identical(), num_turns)
-    if num_turns > 1:
-        warn_once(
-            f"turns of {call.name}",
-            f"There are devices for {num_replicas // num_turns} of the {num_replicas} replicas of "
-            f"{call.name!r}, so that they take {num_turns} turns in each step.",
-        )
-    devices = call.replication.choose_devices(devices, num_replicas // num_turns)
-    return call.runner.prepare(devices), devices
+    arranged = arrange(call, devices, num_replicas)
+    call.runner.set_replicas(num_replicas, utils.replicas_are_identical(), arranged.num_turns)
+    arranged.tell(call.name)
+    return call.runner.prepare(arranged.devices), arranged.devices
 
 
 def reads_data(program: Program) -> bool:

@@ -1,4 +1,4 @@
-"""A program that goes on with devices for some of its replicas, which take turns there."""
+"""A program that goes on with fewer devices than it asks for."""
 
 import re
 
@@ -9,7 +9,8 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline.ground import warned
-from ipu_pipeline.processes.launched import FEWER_REPLICAS_VARIABLE
+from ipu_pipeline.processes.launched import FEWER_VARIABLE
+from ipu_pipeline.tf1.program.arranging import share
 from tests.engine.test_equality import plain_loss
 from tests.support import front, models
 from tests.tf1.test_replicas_front import COUNT, UPDATES, Model, average, loop, select, started
@@ -24,7 +25,7 @@ def devices():
 @pytest.fixture
 def fewer(monkeypatch):
     monkeypatch.setattr(warned, "_warned", set())
-    monkeypatch.setenv(FEWER_REPLICAS_VARIABLE, "1")
+    monkeypatch.setenv(FEWER_VARIABLE, "1")
 
 
 def test_replicas_take_turns_where_devices_are_missing(fewer):
@@ -66,14 +67,40 @@ def test_not_with_several_groups_of_ipus(fewer):
         select([8, 4])
 
 
-def test_no_replica_is_left(fewer):
-    select(10)
-    model = Model(models.elements_of(COUNT), device_mapping=[0, 3, 6, 9])
-    with (
-        front.session_of(model) as session,
-        pytest.raises(ValueError, match=r"needs 10 IPUs, but .* selected 8 .*, so that no replica is left"),
-    ):
-        model.run(session)
+def test_ipus_share_devices_where_there_are_too_few_for_one_replica(fewer, tmp_path):
+    """Two replicas of ten IPUs, four of which have a stage."""
+    select(20)
+    elements = models.elements_of(2 * COUNT * UPDATES)
+    model = Model(elements, device_mapping=[0, 3, 6, 9])
+    with started(model) as (session, variables):
+        with (
+            pytest.warns(UserWarning, match="devices for 1 of the 2 replicas"),
+            pytest.warns(UserWarning, match="There are 8 devices .*, which has 10: its IPUs share them"),
+        ):
+            losses = model.run(session, UPDATES - 1)
+        with ipu.reports.capture(tmp_path) as captured:
+            losses = np.concatenate([losses, model.run(session)])
+        expected, wanted = loop(plain_loss, variables, elements, 2, optax.adam(0.01))
+        models.assert_trees_close(losses, expected)
+        models.assert_trees_close(session.variables, wanted)
+    kinds = [event.kind for event in captured.profile.events]
+    assert (kinds.count("forward"), kinds.count("backward")) == (24, 24)
+
+
+@pytest.mark.parametrize(
+    ("work", "number", "places"),
+    [
+        ([1, 1, 1, 1], 2, [0, 0, 1, 1]),
+        ([5, 1, 1, 1], 2, [0, 1, 1, 1]),
+        ([1, 1, 1, 5], 2, [0, 0, 0, 1]),
+        ([1, 2, 3, 4, 5], 3, [0, 0, 0, 1, 2]),
+        ([0, 0, 0], 2, [0, 1, 1]),
+        ([2, 7], 2, [0, 1]),
+        ([2, 7], 1, [0, 0]),
+    ],
+)
+def test_the_most_work_of_a_device_is_as_little_as_possible(work, number, places):
+    assert share(work, number) == places
 
 
 def test_not_in_loops(fewer):
@@ -99,6 +126,6 @@ def test_not_in_loops(fewer):
 
 @pytest.mark.parametrize("text", ["yes", "2"])
 def test_a_variable_that_says_neither(text, monkeypatch):
-    monkeypatch.setenv(FEWER_REPLICAS_VARIABLE, text)
+    monkeypatch.setenv(FEWER_VARIABLE, text)
     with pytest.raises(ValueError, match=re.escape(f"must be 0 or 1; it is {text!r}")):
         select(4)
