@@ -238,6 +238,14 @@ class Agent:
             self._taken_part = time.monotonic()
         self._take_from(group)
 
+    def _start_standby(self, start: Start) -> None:
+        try:
+            with _blocked_signals():
+                self._standby = Group(self._settings, start, self._note_progress, is_standby=True)
+        except OSError as error:  # the job goes on
+            self._has_standby = False
+            say(f"no processes are on standby: {error.strerror or error}.")
+
     def _begin_standby(self, start: Start) -> Group | None:
         """Lets the processes on standby take part in a start, if there are some and it is theirs."""
         standby = self._standby
@@ -289,9 +297,7 @@ class Agent:
         """Tells the leader how the processes stand, and tells them what has failed on another node."""
         self._take_from(group)
         if self._has_standby and self._standby is None and group.furthest and group.cause is None:
-            following = dataclasses.replace(group.start, restart=group.start.restart + 1)
-            with _blocked_signals():
-                self._standby = Group(self._settings, following, self._note_progress, is_standby=True)
+            self._start_standby(dataclasses.replace(group.start, restart=group.start.restart + 1))
         is_first = self._failure is None
         orders = self._exchange()
         if orders is None:

@@ -115,6 +115,9 @@ class Group:
             after it, and how many runs are done again, which may be unknown.
           is_standby: whether they are to wait for `begin` before they join each other. What they print
             until then stays in their pipes.
+
+        Raises:
+          OSError: one cannot be started.
         """
         self.useful = 0.0
         self._num_redone: int | None = None
@@ -135,7 +138,11 @@ class Group:
         self._memory_kills = count_memory_kills()
         self._selector = selectors.DefaultSelector()
         self.start = start
-        self._start(start, is_standby)
+        try:
+            self._start(start, is_standby)
+        except BaseException:
+            self.kill()
+            raise
 
     def find_ended(self) -> Cause | None:
         """How the first process of those that have ended on standby did; shows what they have printed."""

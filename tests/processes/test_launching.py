@@ -1,5 +1,6 @@
 """Real processes of `ipu-pipeline launch`: how they join, listen, end and start again."""
 
+import errno
 import os
 import re
 import signal
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from ipu_pipeline.command_line.main import main
+from ipu_pipeline.launching import agent
 from ipu_pipeline.launching.causes import Cause
 from ipu_pipeline.launching.leader import hold_port
 from ipu_pipeline.launching.memory import Memory
@@ -646,6 +648,25 @@ if restart < 2:
     ]
     assert "[1] the file is locked" in errors
     assert find_left(tmp_path) == []
+
+
+def test_processes_on_standby_cannot_be_started(tmp_path, monkeypatch, capfd):
+    class Full(agent.Group):
+        def __init__(self, *given, is_standby=False):
+            super().__init__(*given, is_standby=is_standby)
+            if is_standby:
+                self.kill()
+                raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(agent, "Group", Full)
+    monkeypatch.setattr(agent.signal, "signal", lambda *_given: None)  # those of the tests' process stay
+    program = tmp_path / "program.py"
+    program.write_text(PLAIN + STANDBY + "time.sleep(1)")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    assert main(["launch", "-n", "2", "--restarts", "1", "--standby", str(program)]) == 0
+    assert own_lines(capfd.readouterr().err) == [
+        "no processes are on standby: Resource temporarily unavailable."
+    ]
 
 
 def test_a_signal_ends_processes_on_standby(tmp_path):
