@@ -28,6 +28,7 @@ from ipu_pipeline.checkpointing.writable import check_writable
 from ipu_pipeline.engine.fronts import between_bars
 from ipu_pipeline.ground.errors import CheckpointError, NoCheckpointError
 from ipu_pipeline.processes.ending import written_whole
+from ipu_pipeline.processes.launched import wait_on_standby
 
 __all__ = [
     "DOCUMENT",
@@ -244,6 +245,7 @@ class CheckpointSeries:
 
     def latest(self) -> Path | None:
         """The newest complete checkpoint; its files are not verified."""
+        wait_on_standby()  # others write some meanwhile
         complete = [step for step in self.steps() if (self.path(step) / DOCUMENT).exists()]
         return self.path(complete[-1]) if complete else None
 

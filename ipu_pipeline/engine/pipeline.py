@@ -64,7 +64,12 @@ from ipu_pipeline.engine.micro_batch_shapes import (
     find_key,
 )
 from ipu_pipeline.engine.option_checks import find_unused
-from ipu_pipeline.engine.pipeline_options import PipelineOptions, check_positive, check_replicas
+from ipu_pipeline.engine.pipeline_options import (
+    PipelineOptions,
+    check_joined,
+    check_positive,
+    check_replicas,
+)
 from ipu_pipeline.engine.planning.choosing import (
     HOST_SECONDS,
     ChunkedStep,
@@ -797,6 +802,7 @@ class Pipeline:
         if (num_replicas, num_turns) == (self._num_replicas, self._num_turns):
             return
         check_replicas(num_replicas, self.num_serialized, num_turns)
+        check_joined(self.options.joins_assigned, num_turns)
         if self.is_loop and num_turns > 1:
             raise ValueError(
                 f"The {num_replicas} replicas of a loop cannot take turns, as a run joins them again and "
@@ -999,7 +1005,7 @@ class Pipeline:
         runner.replicas.has_identical_keys = self._has_identical_keys
         runner.kept = self._kept
         runner.note = "" if lead is None else self._tell_shapes(number_of_shapes)
-        if number > 1 and not self.options.gathers_outputs:
+        if self._num_replicas > 1 and not self.options.gathers_outputs:
             runner.keep_outputs()
         if plan.chunk_size > 1:
             first = runner if lead is None else lead

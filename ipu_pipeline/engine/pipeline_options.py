@@ -23,7 +23,7 @@ from ipu_pipeline.engine.tracing.tensor_parallel import TensorParallel
 from ipu_pipeline.engine.updates import optimizer_tracing
 from ipu_pipeline.ground.checks import is_integer
 
-__all__ = ["PipelineOptions", "check_positive", "check_replicas"]
+__all__ = ["PipelineOptions", "check_joined", "check_positive", "check_replicas"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -121,7 +121,8 @@ class PipelineOptions:
         devices for `num_replicas` / k of them. These run at the same time, and then the next ones on the
         same devices; a weight update follows the last turn. Up to rounding the numbers are those of one
         turn, and a step takes k times as long. It is for a job that has lost some of its devices. Not with
-        stages that compute with other replicas, nor with micro-batches of several shapes.
+        stages that compute with other replicas, with micro-batches of several shapes, or with values of
+        variables that are each replica's own (`joins_assigned`).
       joins_assigned: False leaves each replica its own values of variables that stages assign, from update
         to update. Reading the state's arrays then gives the first replica's values; writing them gives the
         new values to all replicas.
@@ -204,6 +205,7 @@ class PipelineOptions:
             )
         check_positive("num_serialized", self.num_serialized)
         check_replicas(self.num_replicas, self.num_serialized, self.num_turns)
+        check_joined(self.joins_assigned, self.num_turns)
         if self.tensor_parallel is not None and not isinstance(self.tensor_parallel, TensorParallel):
             raise ValueError(
                 f"tensor_parallel must be a TensorParallel or None; got {self.tensor_parallel!r}."
@@ -255,6 +257,15 @@ def check_replicas(num_replicas: Any, num_serialized: int, num_turns: Any) -> No
         raise ValueError(
             f"num_replicas must be 1 with num_serialized above 1; got {num_replicas} and {num_serialized}. "
             "A replica takes its micro-batches one by one."
+        )
+
+
+def check_joined(joins_assigned: bool, num_turns: int) -> None:
+    """Raises a ValueError if replicas that take turns are to keep their own values of variables."""
+    if num_turns > 1 and not joins_assigned:
+        raise ValueError(
+            "joins_assigned must be True where replicas take turns, which have one value of each variable; "
+            f"num_turns is {num_turns}."
         )
 
 

@@ -238,6 +238,25 @@ class Agent:
             self._taken_part = time.monotonic()
         self._take_from(group)
 
+    def _look_after_standby(self, group: Group) -> None:
+        """Starts processes for the next start when training has begun, and sees whether they are there."""
+        if self._standby is not None:
+            self._find_standby()
+        elif self._has_standby and group.furthest and group.cause is None and not self._signal:
+            self._start_standby(dataclasses.replace(group.start, restart=group.start.restart + 1))
+
+    def _find_standby(self) -> Group | None:
+        """The processes on standby, if there are some. Without one of them, the others end."""
+        ended = None if self._standby is None else self._standby.look()
+        if ended is not None:
+            self._has_standby = False
+            say(
+                f"process {ended.process}, on standby, {ended.what}. From now on processes are started "
+                "when they are needed."
+            )
+            self._end_standby()
+        return self._standby
+
     def _start_standby(self, start: Start) -> None:
         try:
             with _blocked_signals():
@@ -248,25 +267,16 @@ class Agent:
 
     def _begin_standby(self, start: Start) -> Group | None:
         """Lets the processes on standby take part in a start, if there are some and it is theirs."""
-        standby = self._standby
-        if standby is None:
-            return None
-        ended = standby.find_ended()
-        if ended is None and standby.begin(start):
+        standby = self._find_standby()
+        if standby is not None and standby.begin(start):
             self._standby = None
             return standby
-        if ended is not None:
-            self._has_standby = False
-            say(
-                f"process {ended.process}, on standby, {ended.what}. From now on processes are started "
-                "when they are needed."
-            )
         self._end_standby()
         return None
 
     def _end_standby(self) -> None:
         if self._standby is not None:
-            self._standby.kill()
+            self._standby.dismiss()
             self._standby = None
 
     def _report_of(self, start: Start, is_running: bool) -> Report:
@@ -296,8 +306,7 @@ class Agent:
     def _keep_in_step(self, group: Group) -> None:
         """Tells the leader how the processes stand, and tells them what has failed on another node."""
         self._take_from(group)
-        if self._has_standby and self._standby is None and group.furthest and group.cause is None:
-            self._start_standby(dataclasses.replace(group.start, restart=group.start.restart + 1))
+        self._look_after_standby(group)
         is_first = self._failure is None
         orders = self._exchange()
         if orders is None:

@@ -38,6 +38,8 @@ _PR_SET_PDEATHSIG = 1
 _TO_END_BY_THEMSELVES = 20.0  # seconds more than the time in which a death is noticed
 _TO_END_WHEN_ASKED = 10.0  # seconds
 _MOST_READS = 100
+_MOST_HELD = 16 * 2**20  # bytes
+_TO_LEAVE_STANDBY = 2.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -113,8 +115,8 @@ class Group:
           start: which start it is.
           on_progress: is called when the first run of a training is done, with its number, the global step
             after it, and how many runs are done again, which may be unknown.
-          is_standby: whether they are to wait for `begin` before they join each other. What they print
-            until then stays in their pipes.
+          is_standby: whether they are to wait for `begin` before they join each other. What they print is
+            shown then.
 
         Raises:
           OSError: one cannot be started.
@@ -128,6 +130,9 @@ class Group:
         self._settings = settings
         self._numbers = range(start.first, start.first + settings.count)
         self._output = Output(self._numbers, settings.shows_all)
+        # What those on standby have printed: process, whether it is on the standard error, and the text.
+        self._held: list[tuple[int, bool, bytes]] | None = [] if is_standby else None
+        self._num_held = 0  # bytes
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._sockets: dict[int, socket.socket] = {}
         self._told: dict[int, bytes] = {}  # what has not come to the end of its line
@@ -144,21 +149,28 @@ class Group:
             self.kill()
             raise
 
-    def find_ended(self) -> Cause | None:
-        """How the first process of those that have ended on standby did; shows what they have printed."""
+    def look(self) -> Cause | None:
+        """Takes what those on standby have printed, and says how the first one has ended that has."""
         ended = next((n for n, process in self._processes.items() if process.poll() is not None), None)
+        for _again in range(1 if ended is None else _MOST_READS):
+            if self._num_held > _MOST_HELD or not self._read(0):
+                break
         if ended is None:
             return None
-        for _again in range(_MOST_READS):
-            if not self._read(0):
-                break
+        self._show_held()
         return Cause(ended, self._processes[ended].returncode, self._output.last_errors.get(ended, ""))
+
+    def _show_held(self) -> None:
+        held, self._held, self._num_held = self._held or [], None, 0
+        for process, is_error, text in held:
+            self._output.take(process, is_error, text)
 
     def begin(self, start: Start) -> bool:
         """Lets those on standby take part in a start; False if it is not the one that they wait for."""
         if start != dataclasses.replace(self.start, coordinator=start.coordinator):
             return False
         self.start, self._memory_kills = start, count_memory_kills()
+        self._show_held()
         told = f"{json.dumps(_coordinator_variables(start))}\n".encode()
         for own in self._sockets.values():
             with contextlib.suppress(OSError):  # that process has just ended
@@ -222,7 +234,11 @@ class Group:
     def _reader(self, process: int, is_error: bool) -> Callable[[int], None]:
         def read(file: int) -> None:
             text = os.read(file, 2**16)
-            self._output.take(process, is_error, text)
+            if self._held is None:
+                self._output.take(process, is_error, text)
+            else:
+                self._held.append((process, is_error, text))
+                self._num_held += len(text)
             if not text:
                 self._selector.unregister(file)
 
@@ -342,6 +358,16 @@ class Group:
     def _send(self, number: int) -> None:
         for process in self._alive():
             self._processes[process].send_signal(number)
+
+    def dismiss(self) -> None:
+        """Lets those on standby end by themselves, where they wait for `begin`, and kills the others."""
+        for own in self._sockets.values():
+            with contextlib.suppress(OSError):  # that process has ended
+                own.shutdown(socket.SHUT_RDWR)
+        end = time.monotonic() + _TO_LEAVE_STANDBY
+        while self._alive() and time.monotonic() < end:
+            self._selector.select(0.02)
+        self.kill()
 
     def kill(self) -> None:
         """Kills all that is left, and what they started and left behind."""

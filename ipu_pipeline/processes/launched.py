@@ -141,6 +141,7 @@ def wait_on_standby() -> None:
         return
     told = b""
     try:
+        _launcher().settimeout(None)  # whatever the program has set as the default
         while not told.endswith(b"\n"):
             byte = _launcher().recv(1)  # what comes after the line is for `hear_failures`
             if not byte:

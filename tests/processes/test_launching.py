@@ -597,35 +597,62 @@ sys.exit(f"heard {hear_failures()}")
 
 
 STANDBY = """
+import socket, tempfile
+from pathlib import Path
 from ipu_pipeline.processes.launched import hear_failures, tell_progress, wait_on_standby
-begun = time.time()
-print("at first", "IPU_PIPELINE_COORDINATOR_ADDRESS" in os.environ, flush=True)
+ready = tempfile.TemporaryDirectory(dir=Path(__file__).parent, prefix=f"{restart}-{index}-")
+socket.setdefaulttimeout(0.1)
+print("at first", "IPU_PIPELINE_COORDINATOR_ADDRESS" in os.environ, "x" * 100_000, flush=True)
+Path(ready.name, "ready").touch()
 wait_on_standby()
-print("now", os.environ["IPU_PIPELINE_COORDINATOR_ADDRESS"], time.time() - begun > 0.5, flush=True)
+print("now", os.environ["IPU_PIPELINE_COORDINATOR_ADDRESS"], flush=True)
 tell_progress("training", restart, restart + 1)
+def await_next():
+    while len(list(Path(__file__).parent.glob(f"{restart + 1}-*/ready"))) < 2:
+        time.sleep(0.01)
 """
 
 
 def test_processes_on_standby_take_over(tmp_path):
     text = """
-if restart == 2:
-    sys.exit()
-while index == 0 and not hear_failures():
+await_next()
+while index == 0 and restart < 2 and not hear_failures():
     time.sleep(0.01)
-time.sleep(1)
-os.kill(os.getpid(), signal.SIGKILL)
+if restart < 2:
+    os.kill(os.getpid(), signal.SIGKILL)
 """
     started = launch(tmp_path, STANDBY + text, "--restarts", "5", "--all", "--standby")
     out, errors = started.communicate(timeout=60)
     assert started.returncode == 0, errors
     for index in range(2):
         lines = [line.split() for line in out.splitlines() if line.startswith(f"[{index}]")]
-        assert [line[1:3] for line in lines[::2]] == [["at", "first"]] * 3
-        assert [line[3] for line in lines[::2]] == ["True", "False", "False"]
+        assert [line[1:4] for line in lines[::2]] == [
+            ["at", "first", one] for one in ("True", "False", "False")
+        ]
         assert [line[1] for line in lines[1::2]] == ["now"] * 3
-        assert [line[3] for line in lines[1::2]] == ["False", "True", "True"]  # they have waited
         assert len({line[2] for line in lines[1::2]}) == 3  # coordinators
     assert find_left(tmp_path) == []
+    assert list(tmp_path.glob("3-*")) == []  # what those that were not needed have made
+
+
+def test_none_is_on_standby_after_a_signal(tmp_path):
+    text = """
+import threading
+is_asked = threading.Event()
+signal.signal(signal.SIGTERM, lambda *_given: is_asked.set())
+Path(__file__).with_suffix(f".{restart}").touch()
+print("begun", flush=True)
+is_asked.wait(60)
+from ipu_pipeline.processes.launched import tell_progress
+tell_progress("training", 0, 1)
+time.sleep(0.5)
+"""
+    started = launch(tmp_path, "from pathlib import Path" + text, "--restarts", "5", "--standby", "--all")
+    assert [started.stdout.readline()[4:] for _process in range(2)] == ["begun\n"] * 2
+    started.send_signal(signal.SIGTERM)
+    started.communicate(timeout=10)
+    assert started.returncode == 0
+    assert [path.suffix for path in tmp_path.glob("program.[0-9]")] == [".0"]
 
 
 def test_a_process_that_ends_on_standby(tmp_path):
@@ -635,7 +662,7 @@ if "IPU_PIPELINE_STANDBY" in os.environ:
 """
     rest = """
 if restart < 2:
-    time.sleep(1)
+    time.sleep(0.5)
     sys.exit(3)
 """
     started = launch(tmp_path, text + STANDBY + rest, "--restarts", "5", "--standby")
@@ -661,7 +688,7 @@ def test_processes_on_standby_cannot_be_started(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(agent, "Group", Full)
     monkeypatch.setattr(agent.signal, "signal", lambda *_given: None)  # those of the tests' process stay
     program = tmp_path / "program.py"
-    program.write_text(PLAIN + STANDBY + "time.sleep(1)")
+    program.write_text(PLAIN + STANDBY + "time.sleep(0.5)")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     assert main(["launch", "-n", "2", "--restarts", "1", "--standby", str(program)]) == 0
     assert own_lines(capfd.readouterr().err) == [
@@ -670,15 +697,21 @@ def test_processes_on_standby_cannot_be_started(tmp_path, monkeypatch, capfd):
 
 
 def test_a_signal_ends_processes_on_standby(tmp_path):
-    text = "time.sleep(60 * (restart == 0))"
-    started = launch(tmp_path, STANDBY + text, "--restarts", "5", "--standby")
-    end = time.monotonic() + 30
-    while len(find_left(tmp_path, 0.0)) < 5:  # with the launcher
-        assert time.monotonic() < end
+    """They take away what they have made."""
+    text = """
+signal.signal(signal.SIGTERM, lambda *_given: sys.exit(3))
+await_next()
+print("both are there", flush=True)
+time.sleep(60)
+"""
+    started = launch(tmp_path, STANDBY + text, "--restarts", "5", "--standby", "--all")
+    while "both are there" not in (line := started.stdout.readline()):
+        assert line
     started.send_signal(signal.SIGTERM)
     started.communicate(timeout=10)
-    assert started.returncode == 128 + signal.SIGTERM
+    assert started.returncode == 3
     assert find_left(tmp_path) == []
+    assert list(tmp_path.glob("1-*")) == []
 
 
 def test_a_signal_ends_a_job_that_waits_for_its_next_start(tmp_path):

@@ -9,6 +9,7 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline.ground import warned
+from ipu_pipeline.pipelining_ops import pipeline
 from ipu_pipeline.processes.launched import FEWER_VARIABLE
 from ipu_pipeline.tf1.program.arranging import share
 from tests.engine.test_equality import plain_loss
@@ -129,3 +130,31 @@ def test_a_variable_that_says_neither(text, monkeypatch):
     monkeypatch.setenv(FEWER_VARIABLE, text)
     with pytest.raises(ValueError, match=re.escape(f"must be 0 or 1; it is {text!r}")):
         select(4)
+
+
+def test_values_of_each_replica_go_to_it(fewer):
+    """A loop with a device for each of eight replicas, and a pipeline in which they take turns."""
+    count = 3
+    summed = ipu.ipu_infeed_queue.IPUInfeedQueue(np.arange(64, dtype=np.float32), replication_factor=8)
+    fed = ipu.ipu_infeed_queue.IPUInfeedQueue(np.ones([64, 4], np.float32), replication_factor=8)
+    outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+
+    def model():
+        total = ipu.loops.repeat(count, lambda total, x: total + x, [np.float32(0)], infeed_queue=summed)
+        return pipeline(
+            [lambda total, x: (total, x * 2), lambda total, x: total + 0 * x.sum()],
+            gradient_accumulation_count=2,
+            inputs=[total],
+            infeed_queue=fed,
+            outfeed_queue=outfeed,
+        )
+
+    program = front.compile_program(model)
+    select(16)
+    with ipu.Session() as session:
+        session.run(summed.initializer)
+        session.run(fed.initializer)
+        with pytest.warns(UserWarning, match="devices for 4 of the 8 replicas"):
+            session.run(program)
+        found = session.run(outfeed.dequeue())
+    np.testing.assert_array_equal(found, [[3 * replica + 24 for replica in range(8)]] * 2)

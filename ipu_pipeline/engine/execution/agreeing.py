@@ -97,6 +97,8 @@ def answer_everywhere(
 ) -> list[bool]:
     """Reads boolean scalars in all processes that have a part in a pipeline or loop. Waits for them.
 
+    In other processes all are False.
+
     Raises:
       ProcessError: the process that has one has ended, or does not go on.
     """
@@ -107,7 +109,9 @@ def answer_everywhere(
     for group in placement.groups:
         for device in group.devices:
             devices.setdefault(device.process_index, device)
-    own = next(device for device in devices.values() if is_here(device))
+    own = next((device for device in devices.values() if is_here(device)), None)
+    if own is None:  # this process has no part
+        return [False] * len(homes)
     told: list[Any] = [None] * len(homes)
     tags = [placement.tag(f"answers about the {what}", number) for number in range(len(homes))]
     places = sorted(range(len(homes)), key=lambda place: not is_here(homes[place]))  # sends come first

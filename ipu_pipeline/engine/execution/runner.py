@@ -546,10 +546,11 @@ class ColumnRunner(Runner[PendingStep]):
     ) -> tuple[list[ColumnRun], TogetherRun]:
         """Begins the actions of a step, or of a turn, or of some of its micro-batches."""
         states = self.replicas.split_state(state, request.turn)
+        first = request.turn * self.replicas.number
         columns = [
             column.begin(own, request.of_replica(replica), next_chunk, num_chunks, self._lead, taken)
             for replica, (column, own, next_chunk, taken) in enumerate(
-                zip(self.columns, states, feeds, outputs, strict=True)
+                zip(self.columns, states, feeds, outputs, strict=True), first
             )
         ]
         step = int(as_int32(state.pipeline.execution_count))

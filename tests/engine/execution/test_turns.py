@@ -101,17 +101,19 @@ def test_another_number_of_turns_later():
         models.assert_trees_close(state.variables, expected.variables)
 
 
-def test_a_fault_in_a_later_turn_is_found():
-    pipeline = make(models.mlp_stages(2), 2, num_turns=2, check_nans=True)
-    (step, *_rest) = make_steps(2)
+@pytest.mark.parametrize("num_turns", [2, 4])
+def test_a_fault_in_a_later_turn_is_found(num_turns):
+    options = {"num_turns": num_turns, "check_nans": True, "optimizer": optax.sgd(0.1)}
+    pipeline, (step, *_rest) = make(noisy_stages(), 4, **options), make_steps(4)
     state = pipeline.init(jax.random.key(3), step[0])
-    expected, _outputs = pipeline.step(state, step)
-    x, labels = step[5]
-    with pytest.raises(FloatingPointError, match="micro-batch 5"):
-        pipeline.step(state, [*step[:5], (np.full_like(x, np.nan), labels), *step[6:]])
+    expected, wanted = pipeline.step(state, step)
+    x, labels = step[6]
+    with pytest.raises(FloatingPointError, match=r"micro-batch 6 \(of replica 2\)"):
+        pipeline.step(state, [*step[:6], (np.full_like(x, np.nan), labels), *step[7:]])
     with jax.disable_jit():
-        again, _outputs = pipeline.step(state, step)
+        again, outputs = pipeline.step(state, step)
     models.assert_trees_close(again.variables, expected.variables)
+    models.assert_trees_close(outputs.losses, wanted.losses)
 
 
 def test_a_report_has_what_ran(tmp_path):
@@ -135,6 +137,11 @@ def test_what_is_refused():
         make(models.mlp_stages(2), 4, num_turns=3)
     with pytest.raises(ValueError, match="num_turns must be an integer of at least 1"):
         make(models.mlp_stages(2), 4, num_turns=0)
+    with pytest.raises(ValueError, match="joins_assigned must be True where replicas take turns"):
+        make(models.mlp_stages(2), 4, num_turns=2, joins_assigned=False)
+    pipeline = make(models.mlp_stages(2), 4, joins_assigned=False)
+    with pytest.raises(ValueError, match="joins_assigned must be True where replicas take turns"):
+        pipeline.set_replicas(4, num_turns=2)
     pipeline, (step, *_rest) = make(together_stages(), 2, num_turns=2), make_steps(2)
     with pytest.raises(ValueError, match=r"stage 0 \(first\).*devices for 1 of 2 replicas \(num_turns\)"):
         pipeline.init(jax.random.key(3), step[0])
