@@ -158,6 +158,8 @@ REPLICATED = {
     "replicas, shared": (make_shared, make_replicated_shared_steps, TWO),
     "replicas, offloaded": (make_mlp, make_replicated_steps, {**TWO, **EVERYTHING_OFFLOADED}),
     "replicas, inference": (make_inference, make_replicated_steps, TWO),
+    "replicas, three IPUs": (make_mlp, make_replicated_steps, {**TWO, "device_mapping": [0, 1, 1, 2]}),
+    "replicas, turns": (make_normalized, make_replicated_steps, {**TWO, "num_turns": 2, "donate": True}),
     "replicas, halves, shared out": (
         make_mlp,
         make_replicated_steps,
@@ -295,7 +297,8 @@ def test_a_process_waits_for_others_and_sends_at_once(tmp_path):
 
 @pytest.mark.thorough
 def test_replicas_in_four_processes():
-    names = ["replicas, normalized", "replicas, shared"]
+    """In some cases one or two of them have no device."""
+    names = ["replicas, normalized", "replicas, shared", "replicas, three IPUs", "replicas, turns"]
     made, _nothing = run(names, 4, 8)
     check(names, made)
 
