@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import platform
+import socket
 import subprocess
 import sys
 import threading
@@ -40,6 +41,8 @@ DEATH_VARIABLE = "IPU_PIPELINE_DEATH_TIMEOUT"
 STALL_VARIABLE = "IPU_PIPELINE_STALL_TIMEOUT"
 _OF_JAX = "JAX_COORDINATOR_BIND_ADDRESS"
 _LEAST_SECONDS = 2.0
+_LOOK = 0.02  # seconds
+_MOST_SECONDS_TO_CONNECT = 5.0
 _logger = logging.getLogger("ipu_pipeline")
 _is_joined = False
 
@@ -181,6 +184,8 @@ def _initialize(place: Place, bound: str | None, heartbeat_timeout: int, patienc
 
     def initialize() -> None:
         try:
+            if place.index:
+                _await_coordinator(place, patience)
             with jax_processes.coordinated_elsewhere(start_coordinator):
                 jax.distributed.initialize(
                     place.coordinator,
@@ -215,6 +220,18 @@ def _initialize(place: Place, bound: str | None, heartbeat_timeout: int, patienc
         raise TimeoutError(_describe_absence(place, patience))
     if faults:
         raise faults[0]
+
+
+def _await_coordinator(place: Place, patience: float) -> None:
+    """Waits until the coordinator listens: JAX tries again only a second after the first attempt."""
+    host, port = split_address(place.coordinator)
+    deadline = time.monotonic() + patience
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection((host, port), _MOST_SECONDS_TO_CONNECT).close()
+            return
+        except OSError:
+            time.sleep(_LOOK)
 
 
 def _describe_absence(place: Place, patience: float) -> str:
