@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Processes that share the tests; at the end of a run one that is idle takes tests from another.
 WORKERS ?= 2
+# Of the thorough tests many wait for processes.
+THOROUGH_WORKERS ?= 3
 # How many random pipelines `make random` compares.
 EXAMPLES ?= 5000
 # How many times `make soak` kills a process that trains, alone and of several, and interrupts one; and how
@@ -11,7 +13,7 @@ EXAMPLES ?= 5000
 KILLS ?= 50
 INTERRUPTS ?= 200
 THREAD_RUNS ?= 1000
-PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
+PYTEST := $(BIN)/python -m pytest --dist worksteal --numprocesses
 # The tests start many processes: what they import is to be compiled once, whatever the shell says.
 export PYTHONDONTWRITEBYTECODE :=
 
@@ -27,14 +29,14 @@ test: $(VENV)/installed-dev
 
 # XLA compiles a small program as a whole: in parts, which it would compile at once, takes half as long again.
 tests: $(VENV)/installed-dev
-	XLA_FLAGS="$$XLA_FLAGS --xla_cpu_parallel_codegen_split_count=1" $(PYTEST) -m "not thorough"
+	XLA_FLAGS="$$XLA_FLAGS --xla_cpu_parallel_codegen_split_count=1" $(PYTEST) $(WORKERS) -m "not thorough"
 
 thorough: $(VENV)/installed-dev
-	$(PYTEST) -m "thorough and not alone"
+	$(PYTEST) $(THOROUGH_WORKERS) -m "thorough and not alone"
 	$(BIN)/python -m pytest -m "thorough and alone"
 
 random: $(VENV)/installed-dev
-	RANDOM_PIPELINES=$(EXAMPLES) $(PYTEST) tests/engine/test_random_pipelines.py
+	RANDOM_PIPELINES=$(EXAMPLES) $(PYTEST) $(WORKERS) tests/engine/test_random_pipelines.py
 
 soak: $(VENV)/installed-dev
 	KILLS=$(KILLS) INTERRUPTS=$(INTERRUPTS) THREAD_RUNS=$(THREAD_RUNS) $(BIN)/python -m pytest \
