@@ -475,7 +475,7 @@ class Pipeline:
 
         Programs, transfers and updates are measured, each alone, as for the choice of a dispatch plan: what
         was measured before is not run again. On a CPU the devices share its cores. Of several replicas the
-        scenario is the first one's, with its part of the cores.
+        scenario is the first one's, with its part of the cores; of several turns it is the first one.
 
         Args:
           num_micro_batches: micro-batches of a step, if the pipeline has no fixed number.
