@@ -516,6 +516,9 @@ def test_the_oldest_ones_are_deleted(tmp_path, snapshot):
     series = make_series(tmp_path / "series", snapshot, [10, 20, 30, 5_000], max_to_keep=2)
     assert series.steps() == [30, 5_000]
     assert series.latest() == tmp_path / "series" / "5000"
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(SystemExit):
+        patched.setenv("IPU_PIPELINE_STANDBY", "1")
+        series.latest()  # it would wait, but there is no launcher
     assert make_series(tmp_path / "all", snapshot, [1, 2, 3]).steps() == [1, 2, 3]
     assert CheckpointSeries(tmp_path / "nowhere").steps() == []
     assert CheckpointSeries(tmp_path / "nowhere").read_latest() is None

@@ -478,9 +478,10 @@ def test_what_skips_layers_is_sent_wherever_it_is_cut(measure, problems, monkeyp
     assert sent[0, 3] > sent[0, 1]
 
 
-def test_replicas_share_the_cores(problems):
-    split(make_layers(), 2, num_replicas=4)
-    assert problems[0].cores == count_cores() / 4
+@pytest.mark.parametrize("num_turns", [1, 2])
+def test_replicas_share_the_cores(problems, num_turns):
+    split(make_layers(), 2, num_replicas=4, num_turns=num_turns)
+    assert problems[0].cores == count_cores() * num_turns / 4
 
 
 def test_one_device_stands_for_several():

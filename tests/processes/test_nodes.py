@@ -214,7 +214,8 @@ def test_a_job_that_may_shrink_goes_on_without_a_node_until_it_comes(lead, clock
     clock.forward(20, first.tell)
     assert first.tell().start is None
     clock.forward(2, first.tell)
-    assert dataclasses.astuple(first.tell().start)[::2] == (1, 2, True)  # of two processes
+    shrunk = first.tell().start
+    assert (shrunk.restart, shrunk.count, shrunk.has_memory, shrunk.is_whole) == (1, 2, True, False)
     first.tell(restart=1, is_running=True, cause=None)
     newcomer = Node(leader, 1)
     assert newcomer.tell().start is None
@@ -222,6 +223,7 @@ def test_a_job_that_may_shrink_goes_on_without_a_node_until_it_comes(lead, clock
     assert not first.tell().failed
     first.end(cause=Cause(0, -15))
     newcomer.tell()
+    assert first.tell().start.is_whole
     begin(first, newcomer, restart=2)
     assert leader.take_lines()[-3:] == [
         "waiting for node 1, for up to 20 s.",

@@ -10,6 +10,7 @@ import pytest
 import ipu_pipeline as ipu
 from ipu_pipeline.ground import warned
 from ipu_pipeline.pipelining_ops import pipeline
+from ipu_pipeline.processes import devices
 from ipu_pipeline.processes.launched import FEWER_VARIABLE
 from ipu_pipeline.tf1.program.arranging import share
 from tests.engine.test_equality import plain_loss
@@ -18,8 +19,8 @@ from tests.tf1.test_replicas_front import COUNT, UPDATES, Model, average, loop, 
 
 
 @pytest.fixture(autouse=True)
-def devices():
-    """Those of JAX, which has begun: no more can be made."""
+def begun():
+    """The devices are those of JAX, which has begun: no more can be made."""
     assert len(jax.devices()) == 8
 
 
@@ -123,6 +124,20 @@ def test_not_in_loops(fewer):
             ValueError, match="The 16 replicas of a loop cannot take turns.* needs 16 devices"
         ):
             session.run(program)
+
+
+def test_the_most_virtual_devices_of_a_process(monkeypatch):
+    monkeypatch.setenv(devices.VIRTUAL_VARIABLE, "3")
+    assert [devices._own_part(number) for number in (2, 3, 4)] == [2, 3, 3]
+    with pytest.raises(
+        RuntimeError, match="16 IPUs are needed, .* IPU_PIPELINE_VIRTUAL_IPUS lets each .* have 3"
+    ):
+        select(16)
+    monkeypatch.setenv(devices.VIRTUAL_VARIABLE, "none")
+    with pytest.raises(
+        ValueError, match="IPU_PIPELINE_VIRTUAL_IPUS must be a whole number from 1; it is 'none'"
+    ):
+        select(4)
 
 
 @pytest.mark.parametrize("text", ["yes", "2"])
