@@ -366,7 +366,7 @@ class Group:
                 own.shutdown(socket.SHUT_RDWR)
         end = time.monotonic() + _TO_LEAVE_STANDBY
         while self._alive() and time.monotonic() < end:
-            self._selector.select(0.02)
+            time.sleep(0.02)
         self.kill()
 
     def kill(self) -> None:

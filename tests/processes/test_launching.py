@@ -1,6 +1,6 @@
 """Real processes of `ipu-pipeline launch`: how they join, listen, end and start again."""
 
-import errno
+import itertools
 import os
 import re
 import signal
@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from ipu_pipeline.command_line.main import main
-from ipu_pipeline.launching import agent
 from ipu_pipeline.launching.causes import Cause
 from ipu_pipeline.launching.leader import hold_port
 from ipu_pipeline.launching.memory import Memory
@@ -678,23 +677,33 @@ if restart < 2:
     assert find_left(tmp_path) == []
 
 
-def test_processes_on_standby_cannot_be_started(tmp_path, monkeypatch, capfd):
-    class Full(agent.Group):
-        def __init__(self, *given, is_standby=False):
-            super().__init__(*given, is_standby=is_standby)
-            if is_standby:
-                self.kill()
-                raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+FULL = """
+import errno, sys
+from ipu_pipeline.command_line.main import main
+from ipu_pipeline.launching import agent
+class Full(agent.Group):
+    def __init__(self, *given, is_standby=False):
+        super().__init__(*given, is_standby=is_standby)
+        if is_standby:
+            self.kill()
+            raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+agent.Group = Full
+sys.exit(main(["launch", "-n", "2", "--restarts", "1", "--standby", sys.argv[1]]))
+"""
 
-    monkeypatch.setattr(agent, "Group", Full)
-    monkeypatch.setattr(agent.signal, "signal", lambda *_given: None)  # those of the tests' process stay
+
+def test_processes_on_standby_cannot_be_started(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(PLAIN + STANDBY + "time.sleep(0.5)")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    assert main(["launch", "-n", "2", "--restarts", "1", "--standby", str(program)]) == 0
-    assert own_lines(capfd.readouterr().err) == [
-        "no processes are on standby: Resource temporarily unavailable."
-    ]
+    made = subprocess.run(
+        [sys.executable, "-c", FULL, program],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert made.returncode == 0, made.stderr
+    assert own_lines(made.stderr) == ["no processes are on standby: Resource temporarily unavailable."]
 
 
 def test_a_signal_ends_processes_on_standby(tmp_path):
@@ -706,8 +715,8 @@ print("both are there", flush=True)
 time.sleep(60)
 """
     started = launch(tmp_path, STANDBY + text, "--restarts", "5", "--standby", "--all")
-    while "both are there" not in (line := started.stdout.readline()):
-        assert line
+    lines = iter(started.stdout.readline, "")
+    assert len(list(itertools.islice((line for line in lines if "both are there" in line), 2))) == 2
     started.send_signal(signal.SIGTERM)
     started.communicate(timeout=10)
     assert started.returncode == 3
