@@ -64,12 +64,7 @@ from ipu_pipeline.engine.micro_batch_shapes import (
     find_key,
 )
 from ipu_pipeline.engine.option_checks import find_unused
-from ipu_pipeline.engine.pipeline_options import (
-    PipelineOptions,
-    check_joined,
-    check_positive,
-    check_replicas,
-)
+from ipu_pipeline.engine.pipeline_options import PipelineOptions, check_positive
 from ipu_pipeline.engine.planning.choosing import (
     HOST_SECONDS,
     ChunkedStep,
@@ -801,8 +796,7 @@ class Pipeline:
                 runner.make_single().replicas.has_identical_keys = identical_keys
         if (num_replicas, num_turns) == (self._num_replicas, self._num_turns):
             return
-        check_replicas(num_replicas, self.num_serialized, num_turns)
-        check_joined(self.options.joins_assigned, num_turns)
+        self.options.check_replicas(num_replicas, num_turns)
         if self.is_loop and num_turns > 1:
             raise ValueError(
                 f"The {num_replicas} replicas of a loop cannot take turns, as a run joins them again and "

@@ -23,7 +23,7 @@ from ipu_pipeline.engine.tracing.tensor_parallel import TensorParallel
 from ipu_pipeline.engine.updates import optimizer_tracing
 from ipu_pipeline.ground.checks import is_integer
 
-__all__ = ["PipelineOptions", "check_joined", "check_positive", "check_replicas"]
+__all__ = ["PipelineOptions", "check_positive"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -204,8 +204,7 @@ class PipelineOptions:
                 f"{f'{len(self.shapes)} of them' if not isinstance(self.shapes, dict) else 'a dict'}."
             )
         check_positive("num_serialized", self.num_serialized)
-        check_replicas(self.num_replicas, self.num_serialized, self.num_turns)
-        check_joined(self.joins_assigned, self.num_turns)
+        self.check_replicas(self.num_replicas, self.num_turns)
         if self.tensor_parallel is not None and not isinstance(self.tensor_parallel, TensorParallel):
             raise ValueError(
                 f"tensor_parallel must be a TensorParallel or None; got {self.tensor_parallel!r}."
@@ -226,6 +225,26 @@ class PipelineOptions:
                 f"{self.loss_weight!r}."
             )
 
+    def check_replicas(self, num_replicas: Any, num_turns: Any) -> None:
+        """Raises a ValueError if a pipeline cannot have these numbers of replicas, and of their turns."""
+        check_positive("num_replicas", num_replicas)
+        check_positive("num_turns", num_turns)
+        if num_replicas > 1 and self.num_serialized > 1:
+            raise ValueError(
+                f"num_replicas must be 1 with num_serialized above 1; got {num_replicas} and "
+                f"{self.num_serialized}. A replica takes its micro-batches one by one."
+            )
+        if num_replicas % num_turns:
+            raise ValueError(
+                f"num_turns must be a divisor of num_replicas, {num_replicas}, as each turn has equally "
+                f"many; got {num_turns}."
+            )
+        if num_turns > 1 and not self.joins_assigned:
+            raise ValueError(
+                "joins_assigned must be True where replicas take turns, which have one value of each "
+                f"variable; num_turns is {num_turns}."
+            )
+
     @property
     def num_devices_per_ipu(self) -> int:
         """The number of devices that compute each stage together."""
@@ -241,31 +260,6 @@ def _check_optimizer(optimizer: Any) -> None:
         raise TypeError(
             f"optimizer must be an optax.GradientTransformation; got the function {optimizer.__qualname__} "
             "of Optax. Call it, for example optax.adam(1e-3)."
-        )
-
-
-def check_replicas(num_replicas: Any, num_serialized: int, num_turns: Any) -> None:
-    """Raises a ValueError if a pipeline cannot have this number of replicas, or of their turns."""
-    check_positive("num_replicas", num_replicas)
-    check_positive("num_turns", num_turns)
-    if num_replicas % num_turns:
-        raise ValueError(
-            f"num_turns must be a divisor of num_replicas, {num_replicas}, as each turn has equally many; "
-            f"got {num_turns}."
-        )
-    if num_replicas > 1 and num_serialized > 1:
-        raise ValueError(
-            f"num_replicas must be 1 with num_serialized above 1; got {num_replicas} and {num_serialized}. "
-            "A replica takes its micro-batches one by one."
-        )
-
-
-def check_joined(joins_assigned: bool, num_turns: int) -> None:
-    """Raises a ValueError if replicas that take turns are to keep their own values of variables."""
-    if num_turns > 1 and not joins_assigned:
-        raise ValueError(
-            "joins_assigned must be True where replicas take turns, which have one value of each variable; "
-            f"num_turns is {num_turns}."
         )
 
 

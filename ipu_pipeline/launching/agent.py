@@ -276,7 +276,7 @@ class Agent:
 
     def _end_standby(self) -> None:
         if self._standby is not None:
-            self._standby.dismiss()
+            self._standby.dismiss(self._silence / 5)  # the leader is to hear of this node meanwhile
             self._standby = None
 
     def _report_of(self, start: Start, is_running: bool) -> Report:

@@ -39,7 +39,6 @@ _TO_END_BY_THEMSELVES = 20.0  # seconds more than the time in which a death is n
 _TO_END_WHEN_ASKED = 10.0  # seconds
 _MOST_READS = 100
 _MOST_HELD = 16 * 2**20  # bytes
-_TO_LEAVE_STANDBY = 2.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -359,12 +358,12 @@ class Group:
         for process in self._alive():
             self._processes[process].send_signal(number)
 
-    def dismiss(self) -> None:
-        """Lets those on standby end by themselves, where they wait for `begin`, and kills the others."""
+    def dismiss(self, seconds: float) -> None:
+        """Lets those on standby end by themselves where they wait for `begin`, and kills what is left."""
         for own in self._sockets.values():
             with contextlib.suppress(OSError):  # that process has ended
                 own.shutdown(socket.SHUT_RDWR)
-        end = time.monotonic() + _TO_LEAVE_STANDBY
+        end = time.monotonic() + seconds
         while self._alive() and time.monotonic() < end:
             time.sleep(0.02)
         self.kill()

@@ -134,23 +134,32 @@ def useful_seconds() -> float:
 def wait_on_standby() -> None:
     """Waits, in a process on standby, until its launcher needs it; then sets the environment of its start.
 
+    A process that this one has started does not wait: the launcher does not know it.
+
     Raises:
-      SystemExit: the launcher is gone.
+      SystemExit: the launcher is gone, or needs it no more.
     """
-    if os.environ.pop(STANDBY_VARIABLE, "") != "1":
-        return
-    told = b""
-    try:
-        _launcher().settimeout(None)  # whatever the program has set as the default
+    with _waiting:  # another thread may wait already
+        if os.environ.get(STANDBY_VARIABLE) != "1":
+            return
+        try:
+            launcher = _launcher()
+        except OSError:
+            return
+        launcher.settimeout(None)  # whatever the program has set as the default
+        told = b""
         while not told.endswith(b"\n"):
-            byte = _launcher().recv(1)  # what comes after the line is for `hear_failures`
+            byte = b""
+            with contextlib.suppress(OSError):
+                byte = launcher.recv(1)  # what comes after the line is for `hear_failures`
             if not byte:
                 raise SystemExit(1)
             told += byte
-    except OSError:
-        raise SystemExit(1) from None
-    os.environ.update(json.loads(told))
+        os.environ.update(json.loads(told))
+        del os.environ[STANDBY_VARIABLE]
 
+
+_waiting = threading.Lock()
 
 _heard = b""
 _failed: dict[int, str] = {}  # process -> what happened to it

@@ -4,8 +4,11 @@ import json
 import os
 import pathlib
 import shutil
+import socket
 import threading
+import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import grain
 import jax
@@ -21,6 +24,7 @@ from ipu_pipeline.checkpointing.checkpoints import CheckpointSeries, read_checkp
 from ipu_pipeline.errors import CheckpointError
 from ipu_pipeline.optimizers import GradientAccumulationOptimizerV2, LossScalingOptimizer
 from ipu_pipeline.pipelining_ops import PipelineSchedule
+from ipu_pipeline.processes import launched
 from tests.checkpointing.written_before.write import as_numbers
 from tests.support.front import compile_program
 from tests.support.programs import start
@@ -512,13 +516,33 @@ def make_series(directory, snapshot, steps, **options):
     return series
 
 
+def test_a_process_on_standby_looks_when_the_others_have_ended(tmp_path, snapshot, monkeypatch):
+    """In all its threads."""
+    series = make_series(tmp_path / "series", snapshot, [10])
+    make_series(tmp_path / "later", snapshot, [20])
+    launcher, own = socket.socketpair()
+    monkeypatch.setenv("IPU_PIPELINE_STANDBY", "1")
+    monkeypatch.setenv("IPU_PIPELINE_LAUNCHER_FD", launched.describe_socket(own))
+    own.detach()  # `launched` opens it
+    with ThreadPoolExecutor(2) as threads:
+        found = [threads.submit(series.latest) for _thread in range(2)]
+        time.sleep(0.2)
+        (tmp_path / "later" / "20").rename(tmp_path / "series" / "20")
+        launcher.send(b'{"IPU_PIPELINE_RESTART": "7"}\n')
+        assert [one.result(60).name for one in found] == ["20", "20"]
+    monkeypatch.delenv("IPU_PIPELINE_RESTART")
+    monkeypatch.setenv("IPU_PIPELINE_STANDBY", "1")
+    launcher.close()
+    with pytest.raises(SystemExit):
+        series.latest()
+    monkeypatch.delenv("IPU_PIPELINE_LAUNCHER_FD")  # as in a process that one on standby has started
+    assert series.latest().name == "20"
+
+
 def test_the_oldest_ones_are_deleted(tmp_path, snapshot):
     series = make_series(tmp_path / "series", snapshot, [10, 20, 30, 5_000], max_to_keep=2)
     assert series.steps() == [30, 5_000]
     assert series.latest() == tmp_path / "series" / "5000"
-    with pytest.MonkeyPatch.context() as patched, pytest.raises(SystemExit):
-        patched.setenv("IPU_PIPELINE_STANDBY", "1")
-        series.latest()  # it would wait, but there is no launcher
     assert make_series(tmp_path / "all", snapshot, [1, 2, 3]).steps() == [1, 2, 3]
     assert CheckpointSeries(tmp_path / "nowhere").steps() == []
     assert CheckpointSeries(tmp_path / "nowhere").read_latest() is None

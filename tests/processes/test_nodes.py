@@ -777,6 +777,26 @@ sys.exit(9 * (restart == 1 and index == 1))
     assert find_left(tmp_path) == []
 
 
+def test_a_node_is_heard_while_processes_on_standby_end(tmp_path):
+    """One has ended by itself there; another has not come to the point at which it would wait."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        f"""{PLAIN}
+from ipu_pipeline.processes.launched import tell_progress
+if "IPU_PIPELINE_STANDBY" in os.environ:
+    time.sleep(60 * (index % 2))
+    sys.exit(3)
+tell_progress("training", 0, 1)
+time.sleep(4)
+"""
+    )
+    options = ("--restarts", "3", "--death-timeout", "2", "--standby")  # a node is lost after a second
+    cluster = Cluster(tmp_path, program, num_processes=2, options=options)
+    assert cluster.statuses() == [0, 0]
+    assert "process 2, on standby, ended with status 3" in cluster.log(1)
+    assert "lost" not in cluster.log(0)
+
+
 WAITING = f"""{PLAIN}
 from ipu_pipeline.processes.launched import hear_failures
 print("begun", index, restart, file=sys.stderr, flush=True)

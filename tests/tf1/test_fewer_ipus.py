@@ -12,7 +12,6 @@ from ipu_pipeline.ground import warned
 from ipu_pipeline.pipelining_ops import pipeline
 from ipu_pipeline.processes import devices
 from ipu_pipeline.processes.launched import FEWER_VARIABLE
-from ipu_pipeline.tf1.program.arranging import share
 from tests.engine.test_equality import plain_loss
 from tests.support import front, models
 from tests.tf1.test_replicas_front import COUNT, UPDATES, Model, average, loop, select, started
@@ -87,22 +86,6 @@ def test_ipus_share_devices_where_there_are_too_few_for_one_replica(fewer, tmp_p
         models.assert_trees_close(session.variables, wanted)
     kinds = [event.kind for event in captured.profile.events]
     assert (kinds.count("forward"), kinds.count("backward")) == (24, 24)
-
-
-@pytest.mark.parametrize(
-    ("work", "number", "places"),
-    [
-        ([1, 1, 1, 1], 2, [0, 0, 1, 1]),
-        ([5, 1, 1, 1], 2, [0, 1, 1, 1]),
-        ([1, 1, 1, 5], 2, [0, 0, 0, 1]),
-        ([1, 2, 3, 4, 5], 3, [0, 0, 0, 1, 2]),
-        ([0, 0, 0], 2, [0, 1, 1]),
-        ([2, 7], 2, [0, 1]),
-        ([2, 7], 1, [0, 0]),
-    ],
-)
-def test_the_most_work_of_a_device_is_as_little_as_possible(work, number, places):
-    assert share(work, number) == places
 
 
 def test_not_in_loops(fewer):

@@ -14,7 +14,7 @@ import contextlib
 import itertools
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -33,6 +33,7 @@ __all__ = [
     "copy_leaves",
     "gather",
     "shapes_of",
+    "take_from",
     "take_nothing",
 ]
 
@@ -240,12 +241,7 @@ class PlacedMicroBatches:
             raise ValueError(
                 f"micro_batches: {self._number} were placed, but a step has {every}. Place that many."
             )
-        left = iter(self._elements)
-
-        def take(wanted: int) -> list[Any]:
-            return list(itertools.islice(left, wanted))
-
-        return take
+        return take_from(self._elements)
 
 
 class OtherShapes(Exception):  # noqa: N818  # no error: the runner goes on with other programs
@@ -353,6 +349,12 @@ def gather(take: Take, wanted: int, at_least: int) -> list[Any]:
                 raise
             break
     return elements
+
+
+def take_from(elements: Iterable[Any]) -> Take:
+    """A take of the elements that are given, in their order."""
+    left = iter(elements)
+    return lambda wanted: list(itertools.islice(left, wanted))
 
 
 def take_nothing(wanted: int) -> list[Any]:

@@ -8,7 +8,6 @@ each read their own micro-batches, every process that reads tells all others.
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +18,7 @@ from jax.sharding import SingleDeviceSharding
 
 from ipu_pipeline.engine import peers
 from ipu_pipeline.engine.devices.device_groups import DeviceGroup
-from ipu_pipeline.engine.devices.feeds import Take, gather
+from ipu_pipeline.engine.devices.feeds import Take, gather, take_from
 from ipu_pipeline.engine.devices.links import Tag, links, naming_peers
 from ipu_pipeline.engine.devices.remote import is_here
 from ipu_pipeline.engine.devices.state_placement import StatePlacement
@@ -66,8 +65,7 @@ def take_everywhere(
             links().send([has_failed], tag, first, device)
     if error is not None:
         raise error
-    left = iter(elements)
-    return lambda number: list(itertools.islice(left, number))
+    return take_from(elements)
 
 
 def agree_on_elements(placement: StatePlacement, readers: Sequence[Any], error: Exception | None) -> None:

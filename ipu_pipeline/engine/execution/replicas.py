@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import itertools
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -21,7 +20,7 @@ import numpy as np
 
 from ipu_pipeline.engine.devices.crossing import move
 from ipu_pipeline.engine.devices.device_groups import DeviceGroup, join, split, stack_replicas
-from ipu_pipeline.engine.devices.feeds import Take, gather
+from ipu_pipeline.engine.devices.feeds import Take, gather, take_from
 from ipu_pipeline.engine.devices.placing import put
 from ipu_pipeline.engine.devices.sharding import gather_replicas
 from ipu_pipeline.engine.devices.state_placement import StatePlacement
@@ -375,7 +374,7 @@ class Dealer:
         if not placement.has_peers or not readers:
             return takes
         error: Exception | None = None
-        taken: list[Iterator[Any]] = []
+        taken: list[list[Any]] = []
         for column, own in zip(columns, takes, strict=True):
             elements: list[Any] = []
             if column.is_fed_here:
@@ -383,9 +382,9 @@ class Dealer:
                     elements = gather(own, count, count)
                 except Exception as raised:
                     error = error or raised
-            taken.append(iter(elements))
+            taken.append(elements)
         agree_on_elements(placement, list(readers.values()), error)
-        return [_take_from(elements) for elements in taken]
+        return list(map(take_from, taken))
 
     def _deal(self, take: Take) -> list[Take]:
         """A take per replica, of its micro-batches, dealt out in turn."""
@@ -403,10 +402,6 @@ class Dealer:
             return take_some
 
         return [take_of(replica) for replica in range(number)]
-
-
-def _take_from(elements: Iterator[Any]) -> Take:
-    return lambda wanted: list(itertools.islice(elements, wanted))
 
 
 # Joining what replicas collect.

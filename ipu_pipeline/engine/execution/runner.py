@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -25,7 +24,7 @@ import jax
 import numpy as np
 
 from ipu_pipeline.engine.devices.compiler_options import CompilerOptions
-from ipu_pipeline.engine.devices.feeds import Supply, Take, shapes_of
+from ipu_pipeline.engine.devices.feeds import Supply, Take, shapes_of, take_from
 from ipu_pipeline.engine.devices.state_placement import StatePlacement
 from ipu_pipeline.engine.devices.threads import warn_unless_one_is_free
 from ipu_pipeline.engine.execution import watched
@@ -505,9 +504,7 @@ class ColumnRunner(Runner[PendingStep]):
 
     def run_again(self, state: RunState, pending: PendingStep) -> PendingStep:
         """Runs the micro-batches of an update again, which began with a guess that was wrong."""
-        left = iter(pending.taken)
-        supply = Supply(lambda wanted: list(itertools.islice(left, wanted)))
-        return self._fetch_from(supply, state, pending.request, pending.taken)
+        return self._fetch_from(Supply(take_from(pending.taken)), state, pending.request, pending.taken)
 
     def verify(self, progress: Progress) -> Progress:
         """Waits until it is known whether a guessed weight update was right; see `Runner.verify`."""

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from ipu_pipeline.engine.devices.device_groups import DeviceGroup
-from ipu_pipeline.engine.devices.feeds import Take, gather
+from ipu_pipeline.engine.devices.feeds import Take, gather, take_from
 from ipu_pipeline.engine.devices.placing import put
 from ipu_pipeline.engine.execution.columns import Column
 from ipu_pipeline.engine.execution.outputs import Accumulated
@@ -47,12 +47,7 @@ def deal_turns(
         gather(take, number, number) if column.takes_elements else []
         for column, take in zip(columns, takes, strict=True)
     ]
-    return [[_take_from(elements[turn::num_turns]) for elements in taken] for turn in range(num_turns)]
-
-
-def _take_from(elements: Sequence[Any]) -> Take:
-    left = iter(elements)
-    return lambda wanted: list(itertools.islice(left, wanted))
+    return [[take_from(elements[turn::num_turns]) for elements in taken] for turn in range(num_turns)]
 
 
 class ColumnTurns:

@@ -8,18 +8,17 @@ possible.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from ipu_pipeline.engine.inspect import count_costs
+from ipu_pipeline.engine.fronts import divide_work
 from ipu_pipeline.ground.warned import warn_once
 from ipu_pipeline.processes.launched import may_have_fewer_ipus
 from ipu_pipeline.tf1.program.calls import Call
 
-__all__ = ["Arrangement", "arrange", "share"]
+__all__ = ["Arrangement", "arrange"]
 
 
 @dataclass(frozen=True)
@@ -29,8 +28,8 @@ class Arrangement:
     Attributes:
       num_replicas: how many there are.
       num_turns: in how many turns they run; see `PipelineOptions`.
-      devices: those of the replicas of a turn, replica by replica.
-      num_each: how many devices of the list are a replica's.
+      devices: the devices of all replicas that run in the same turn, one replica after the other.
+      num_each: how many of these devices each replica has.
     """
 
     num_replicas: int
@@ -85,38 +84,7 @@ def arrange(call: Call, devices: Sequence[Any], num_replicas: int) -> Arrangemen
         raise ValueError(
             f"{call.name!r} computes each stage on {each} devices together, and there are {len(devices)}."
         )
-    details = call.runner.facts()
-    costs = count_costs(details)
-    work = [0.0] * call.runner.num_ipus
-    for stage in details.stages:
-        work[stage.ipu] += costs.forward[stage.index] + costs.backward[stage.index]
-    groups = [group * each for group in share(work, num_groups)]
-    shared = [device for group in groups for device in devices[group : group + each]]
+    firsts = divide_work(call.work_by_ipu, num_groups)
+    groups = [bisect.bisect_right(firsts, ipu) - 1 for ipu in range(call.runner.num_ipus)]
+    shared = [device for group in groups for device in devices[group * each :][:each]]
     return Arrangement(num_replicas, num_replicas, shared, size)
-
-
-def share(work: Sequence[float], number: int) -> list[int]:
-    """The place that does each of several pieces of work, in their order.
-
-    The most that one place does is as little as possible.
-
-    Args:
-      work: the size of each piece.
-      number: how many places there are, at most as many as pieces.
-    """
-    done = np.concatenate([[0.0], np.cumsum(work)])
-    most = np.full((number + 1, len(done)), np.inf)  # by the number of places, and of pieces that are done
-    first = np.zeros(most.shape, np.int64)  # the first piece of the last place
-    most[0, 0] = 0.0
-    for place in range(1, number + 1):
-        for end in range(place, len(done)):
-            begins = np.arange(place - 1, end)
-            found = np.maximum(most[place - 1, begins], done[end] - done[begins])
-            first[place, end] = begins[found.argmin()]
-            most[place, end] = found.min()
-    places, end = [0] * len(work), len(work)
-    for place in range(number, 0, -1):
-        begin = int(first[place, end])
-        places[begin:end] = [place - 1] * (end - begin)
-        end = begin
-    return places

@@ -15,6 +15,7 @@ from ipu_pipeline.engine.schedules.splitting import (
     LayerMemory,
     SentValue,
     SplitProblem,
+    divide_work,
     even_split,
     find_split,
     weigh,
@@ -268,3 +269,19 @@ def test_even_splits():
     assert even_split(7, 3) == (0, 3, 5)
     assert even_split(4, 4) == (0, 1, 2, 3)
     assert even_split(5, 1) == (0,)
+
+
+@pytest.mark.parametrize(
+    ("work", "firsts"),
+    [
+        ([1, 1, 1, 1], (0, 2)),
+        ([5, 1, 1, 1], (0, 1)),
+        ([1, 1, 1, 5], (0, 3)),
+        ([1, 2, 3, 4, 5], (0, 3, 4)),
+        ([2, 7], (0, 1)),
+        ([2, 7], (0,)),
+        ([0, 0, 0], (0, 1, 2)),
+    ],
+)
+def test_the_largest_part_of_work_is_as_small_as_possible(work, firsts):
+    assert divide_work(work, len(firsts)) == firsts
