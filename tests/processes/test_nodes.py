@@ -863,15 +863,21 @@ sys.exit(1)
     assert find_left(tmp_path) == []
 
 
+def train_on_two_nodes(tmp_path, runs, num_stages, num_replicas, *options):
+    """A job that trains, with a process on each of two nodes, and these."""
+    job = Job.of(tmp_path / "job")
+    job.directory.mkdir()
+    program = ("-m", "tests.support.resumer", job.directory, runs, num_stages, num_replicas)
+    options = ("--restarts", "9", "--death-timeout", "9", *options)
+    cluster = Cluster(tmp_path, *program, options=options)
+    job.process, job.log = cluster.nodes[0], tmp_path / "log0"
+    return job, cluster
+
+
 @pytest.mark.thorough
 def test_nodes_are_lost_with_their_memory(tmp_path, uninterrupted):  # noqa: F811
     """Each of two in turn, also that of the leader: what one had is in the memory of the other."""
-    job = Job.of(tmp_path / "job")
-    job.directory.mkdir()
-    program = ("-m", "tests.support.resumer", job.directory, 100, 4, 1)
-    options = ("--restarts", "9", "--wait", "60", "--death-timeout", "9")
-    cluster = Cluster(tmp_path, *program, options=options)
-    job.process, job.log = cluster.nodes[0], tmp_path / "log0"
+    job, cluster = train_on_two_nodes(tmp_path, 100, 4, 1, "--wait", "60")
     for victim in (1, 0):
         job.await_runs(8)
         cluster.lose(victim)
@@ -888,12 +894,7 @@ def test_nodes_are_lost_with_their_memory(tmp_path, uninterrupted):  # noqa: F81
 @pytest.mark.thorough
 def test_a_job_goes_on_with_fewer_nodes_and_with_more_again(tmp_path, uninterrupted):  # noqa: F811
     """Its four stages are in one process then, and in two processes before and after."""
-    job = Job.of(tmp_path / "job")
-    job.directory.mkdir()
-    program = ("-m", "tests.support.resumer", job.directory, 400, 4, 1)
-    options = ("--restarts", "9", "--wait", "8", "--death-timeout", "9", "--shrink")
-    cluster = Cluster(tmp_path, *program, options=options)
-    job.process, job.log = cluster.nodes[0], tmp_path / "log0"
+    job, cluster = train_on_two_nodes(tmp_path, 400, 4, 1, "--wait", "8", "--shrink")
     job.await_runs(8)
     cluster.nodes[1].kill()
     await_that(lambda: "the job goes on without" in cluster.log(0), 60)
@@ -908,14 +909,9 @@ def test_a_job_goes_on_with_fewer_nodes_and_with_more_again(tmp_path, uninterrup
 @pytest.mark.thorough
 def test_a_node_with_a_replica_is_lost_and_comes_again(tmp_path, monkeypatch, uninterrupted):  # noqa: F811
     """A process has two virtual IPUs at most, like accelerators: replicas take turns meanwhile."""
-    job = Job.of(tmp_path / "job")
-    job.directory.mkdir()
-    program = ("-m", "tests.support.resumer", job.directory, 100, 2, 2)
-    options = ("--restarts", "9", "--wait", "6", "--death-timeout", "9", "--shrink", "--all")
     with monkeypatch.context() as patched:
         patched.setenv("IPU_PIPELINE_VIRTUAL_IPUS", "2")
-        cluster = Cluster(tmp_path, *program, options=options)
-        job.process, job.log = cluster.nodes[0], tmp_path / "log0"
+        job, cluster = train_on_two_nodes(tmp_path, 100, 2, 2, "--wait", "6", "--shrink", "--all")
         job.await_runs(8)
         cluster.nodes[1].kill()
         await_that(lambda: "so that they take 2 turns in each step" in cluster.log(0), 60)
