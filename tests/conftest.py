@@ -145,6 +145,19 @@ def signals_as_before():
     assert {number: signal.getsignal(number) for number in numbers} == before
 
 
+@pytest.fixture(autouse=True)
+def environment_as_before():
+    """A variable that is left would be read by whichever test this process runs later."""
+    before = environment()
+    yield
+    assert environment() == before
+
+
+def environment():
+    """The variables that the package and JAX read."""
+    return {name: os.environ[name] for name in os.environ if name.startswith(("IPU_", "JAX_", "XLA_"))}
+
+
 @pytest.fixture(autouse=True, scope="module")
 def fresh_caches():
     """Lets go of what a module's tests compiled: with it, collecting garbage takes longer and longer.

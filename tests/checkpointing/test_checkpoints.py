@@ -522,6 +522,7 @@ def test_a_process_on_standby_looks_when_the_others_have_ended(tmp_path, snapsho
     make_series(tmp_path / "later", snapshot, [20])
     launcher, own = socket.socketpair()
     monkeypatch.setenv("IPU_PIPELINE_STANDBY", "1")
+    monkeypatch.setenv("IPU_PIPELINE_RESTART", "0")
     monkeypatch.setenv("IPU_PIPELINE_LAUNCHER_FD", launched.describe_socket(own))
     own.detach()  # `launched` opens it
     with ThreadPoolExecutor(2) as threads:
@@ -530,7 +531,7 @@ def test_a_process_on_standby_looks_when_the_others_have_ended(tmp_path, snapsho
         (tmp_path / "later" / "20").rename(tmp_path / "series" / "20")
         launcher.send(b'{"IPU_PIPELINE_RESTART": "7"}\n')
         assert [one.result(60).name for one in found] == ["20", "20"]
-    monkeypatch.delenv("IPU_PIPELINE_RESTART")
+    assert os.environ["IPU_PIPELINE_RESTART"] == "7"
     monkeypatch.setenv("IPU_PIPELINE_STANDBY", "1")
     launcher.close()
     with pytest.raises(SystemExit):
