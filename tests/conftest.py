@@ -154,8 +154,8 @@ def environment_as_before():
 
 
 def environment():
-    """The variables that the package and JAX read."""
-    return {name: os.environ[name] for name in os.environ if name.startswith(("IPU_", "JAX_", "XLA_"))}
+    """The variables that the package reads, and JAX."""
+    return {name: os.environ[name] for name in os.environ if name.startswith(("IPU_", "JAX_"))}
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -195,8 +195,13 @@ class InMemorySeries:
         """What the other processes are to know before the next checkpoint is taken, after `wait`."""
         return str(self._written) if self._is_working else ""
 
+    @property
+    def is_due(self) -> bool:
+        """Whether a checkpoint is taken before the next run; the same in all processes."""
+        return self._num_asked % self._every == 0
+
     def hear(self, told: Sequence[str]) -> None:
-        """Takes what `tell` returned in all processes, when a run begins."""
+        """Takes what `tell` returned in all processes, when a run begins; nothing if none is due."""
         self._run_begun = time.monotonic()
         if "" in told:
             self._is_working = False
@@ -210,7 +215,7 @@ class InMemorySeries:
           snapshot: takes the snapshot, with `Parts` for arrays; it is called if a checkpoint is due.
         """
         with interrupts.deferred():  # else the processes' numbers might differ
-            is_due = self._is_working and self._num_asked % self._every == 0
+            is_due = self._is_working and self.is_due
             self._num_asked += 1
             if not is_due:
                 return

@@ -14,7 +14,7 @@ from ipu_pipeline.ground import deprecated
 
 if TYPE_CHECKING:
     # Named for type checkers; imported when somebody asks for it, as all here (`NAMED_LATER` of the rooms).
-    from ipu_pipeline.checkpointing.engine_states import restore, save
+    from ipu_pipeline.checkpointing.engine_states import InMemoryCheckpoints, restore, save
     from ipu_pipeline.engine.adopting import Adoption
     from ipu_pipeline.engine.automatic_splits import AutoStages, ModelStages, SplitTable, auto_stages, split
     from ipu_pipeline.engine.devices.feeds import PlacedMicroBatches
@@ -72,6 +72,7 @@ __all__ = [
     "ExecutionPhases",
     "Generator",
     "HostMemory",
+    "InMemoryCheckpoints",
     "Layer",
     "LinkSpeed",
     "ModelStages",
@@ -140,6 +141,7 @@ _HOMES = {
     "ExecutionPhases": "engine.schedules.execution_phases",
     "Generator": "engine.generation.generator",
     "HostMemory": "engine.schedules.host_memory",
+    "InMemoryCheckpoints": "checkpointing.engine_states",
     "Layer": "engine.schedules.scenarios",
     "LinkSpeed": "engine.schedules.clusters",
     "ModelStages": "engine.automatic_splits",

@@ -30,16 +30,6 @@ from tests.support.estimating import assert_same_variables, input_fn, make_estim
 from tests.support.resumable import Batches, Training, assert_same
 
 
-@pytest.fixture
-def directory(tmp_path, monkeypatch):
-    """A launcher's, as far as the library knows."""
-    made = tmp_path / "memory"
-    made.mkdir(mode=0o700)
-    monkeypatch.setattr(in_memory, "_begun", {})
-    monkeypatch.setenv(MEMORY_VARIABLE, str(made))
-    return made
-
-
 def make_snapshot(variables, count=3):
     leaves = parts_of(list(variables.values()))
     kept = KeptOptimizer({"mu": jax.ShapeDtypeStruct((2,), np.float32)}, parts_of([jnp.ones(2)]))

@@ -8,14 +8,16 @@ import signal
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
 import ipu_pipeline as ipu
+from ipu_pipeline import engine
 from ipu_pipeline.checkpointing import in_memory
 from ipu_pipeline.processes.launched import MEMORY_VARIABLE, RESTART_VARIABLE
 from ipu_pipeline.tf1.session import session as session_module
-from tests.support import front, joined
+from tests.support import engine_resumer, front, joined
 from tests.support.killing import Job
 from tests.support.resumable import Training
 from tests.support.resumer import make_training
@@ -47,12 +49,16 @@ def uninterrupted():
     return train
 
 
-def assert_same(job, expected):
-    losses, variables = expected
+def assert_same_losses(job, losses):
     found = job.losses()
     assert sorted(found) == list(range(len(losses)))
     for number, loss in enumerate(losses):
-        assert found[number] == " ".join(float(one).hex() for one in loss.ravel()), f"run {number}"
+        assert found[number] == " ".join(float(one).hex() for one in np.ravel(loss)), f"run {number}"
+
+
+def assert_same(job, expected):
+    losses, variables = expected
+    assert_same_losses(job, losses)
     own = job.variables()
     assert {name.replace("/", "|") for name in variables} == own.keys()
     for name, value in variables.items():
@@ -84,6 +90,29 @@ def test_killed_at_random_moments(layout, tmp_path, uninterrupted):
     # The run in which a process died is done again, and the one before if that was not written yet.
     assert job.num_runs() <= RUNS + 2 * KILLS
     assert_same(job, uninterrupted(num_stages, num_replicas, RUNS))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("layout", ["4 stages in 2 processes", "2 x 2 replicas in 4 processes"])
+def test_a_jax_program(layout, tmp_path):
+    """Its steps give their states away; the place in the data is kept beside the state."""
+    num_processes, num_stages, num_replicas = LAYOUTS[layout]
+    generator = random.Random(num_replicas)  # noqa: S311  # of moments
+    job = Job(tmp_path, LAYOUTS[layout], 120, "--restarts", 10, program="engine_resumer")
+    for _kill in range(2):
+        job.await_runs(generator.randrange(5, 20))
+        time.sleep(generator.uniform(0, 0.05))
+        assert job.kill([generator.randrange(num_processes)])
+    job.await_end(120)
+    assert "training has gone on with run" in job.log.read_text()
+    assert job.num_runs() <= 120 + 2 * 2
+    losses = []
+    pipeline = engine_resumer.make_pipeline(num_stages, num_replicas)
+    state = engine_resumer.train(pipeline, 120, lambda _step, found: losses.append(found), num_replicas)
+    assert_same_losses(job, losses)
+    found = engine.restore(tmp_path / "state", pipeline)
+    for one, own in zip(jax.tree.leaves(state), jax.tree.leaves(found), strict=True):
+        assert jax.numpy.array_equal(one, own)
 
 
 def go_on_after(tmp_path, uninterrupted, harm):

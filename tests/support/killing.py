@@ -14,18 +14,19 @@ from tests.support.programs import begin
 
 
 class Job:
-    """`tests.support.resumer` in so many processes."""
+    """A program in so many processes, such as `tests.support.resumer`."""
 
-    def __init__(self, directory, layout, runs, *options, **environment):
+    def __init__(self, directory, layout, runs, *options, program="resumer", **environment):
         num_processes, num_stages, num_replicas = layout
         directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory
         self.num_processes = num_processes
         launch = ("-m", "ipu_pipeline", "launch", "-n", num_processes, "--death-timeout", 6, *options)
-        program = ("-m", "tests.support.resumer", directory, runs, num_stages, num_replicas)
+        module = ("-m", f"tests.support.{program}")
+        given = (directory, runs, num_stages, num_replicas)
         self.log = directory / "log"
         with self.log.open("w") as log:
-            self.process = begin(*launch, *program, output=log, error_output=log, **environment)
+            self.process = begin(*launch, *module, *given, output=log, error_output=log, **environment)
 
     @classmethod
     def of(cls, directory):

@@ -1,0 +1,191 @@
+"""JAX programs that go on from memory."""
+
+import itertools
+import logging
+
+import jax
+import numpy as np
+import pytest
+
+from ipu_pipeline import engine
+from ipu_pipeline.checkpointing import engine_states, in_memory
+from ipu_pipeline.processes import launched
+from ipu_pipeline.processes.launched import MEMORY_EVERY_VARIABLE, MEMORY_VARIABLE, RESTART_VARIABLE
+from tests.support.engine_resumer import make_pipeline, train
+from tests.support.resumable import Batches
+
+
+@pytest.fixture
+def start(directory, monkeypatch):
+    """Begins as a process that was started so often again."""
+
+    def begin(restart):
+        monkeypatch.setenv(RESTART_VARIABLE, str(restart))
+        monkeypatch.setattr(in_memory, "_begun", {})
+        monkeypatch.setattr(engine_states, "_numbers", itertools.count())
+
+    return begin
+
+
+@pytest.fixture(scope="module")
+def pipeline():
+    return make_pipeline(2, 1)
+
+
+def initial(pipeline):
+    return pipeline.init(jax.random.key(3), next(iter(Batches())))
+
+
+def assert_same(one, other):
+    assert one.update_count == other.update_count
+    assert one.execution_count == other.execution_count
+    mine, theirs = (
+        jax.tree_util.tree_leaves_with_path((state.variables, state.optimizer_state))
+        for state in (one, other)
+    )
+    for (path, value), (other_path, wanted) in zip(mine, theirs, strict=True):
+        assert path == other_path
+        np.testing.assert_array_equal(value, wanted, err_msg=jax.tree_util.keystr(path))
+    assert (jax.random.key_data(one.key) == jax.random.key_data(other.key)).all()
+
+
+class KilledError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_program_that_is_started_again_ends_as_one_that_was_not(
+    every, pipeline, start, directory, monkeypatch
+):
+    """The order of the data goes on by `extra`; dropout, statistics and Adam by the state."""
+    monkeypatch.setenv(MEMORY_EVERY_VARIABLE, str(every))
+    expected, found = {}, {}
+
+    def note(into, step, losses, last=None):
+        assert into.setdefault(step, losses) == losses
+        if step == last:
+            raise KilledError
+
+    with monkeypatch.context() as patch:
+        patch.delenv(MEMORY_VARIABLE)  # nothing is kept
+        whole = train(pipeline, 9, lambda *told: note(expected, *told))
+    assert not list(directory.iterdir())
+    for restart, last in enumerate((0, 4, 6)):
+        start(restart)
+        with pytest.raises(KilledError):
+            train(pipeline, 9, lambda *told, last=last: note(found, *told, last))
+    start(3)
+    again = []
+    state = train(pipeline, 9, lambda *told: (again.append(told[0]), note(found, *told)))
+    assert again[0] == (6 if every == 1 else 3 * (6 // 3))
+    assert found == expected
+    assert_same(state, whole)
+
+
+def test_the_newer_state_is_taken(pipeline, start, caplog):
+    """The one in memory, or the one that the program has read from disk."""
+    start(0)
+    checkpoints = engine.InMemoryCheckpoints(pipeline)
+    batches = list(itertools.islice(Batches(), 4))
+    states = [checkpoints.restore(initial(pipeline))]
+    for number in range(3):
+        checkpoints.save(states[-1], {"number": number})
+        kept = jax.tree.map(lambda leaf: leaf.copy() if hasattr(leaf, "copy") else leaf, states[-1])
+        states[-1:] = [kept, pipeline.step(states[-1], batches)[0]]
+    checkpoints._series.wait()
+    for given, number in ((0, 2), (1, 2), (2, None), (3, None)):
+        start(1)
+        checkpoints = engine.InMemoryCheckpoints(pipeline)
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            found = checkpoints.restore(states[given])
+        if number is None:
+            assert found is states[given]
+            assert checkpoints.extra == {}
+            assert not caplog.records
+        else:
+            assert_same(found, states[number])
+            assert checkpoints.extra == {"number": number}
+            assert "Training goes on with step 2, restored from memory." in caplog.text
+
+
+def test_two_trainings_are_known_by_their_order(pipeline, start):
+    start(0)
+    batches = list(itertools.islice(Batches(), 4))
+    states, kept = [initial(pipeline), initial(pipeline)], []
+    for number, state in enumerate(states):
+        for _step in range(number + 1):
+            state, _outputs = pipeline.step(state, batches)
+        checkpoints = engine.InMemoryCheckpoints(pipeline)
+        checkpoints.save(checkpoints.restore(state))
+        checkpoints._series.wait()
+        kept.append(state)
+    start(1)
+    for state in kept:
+        assert_same(engine.InMemoryCheckpoints(pipeline).restore(initial(pipeline)), state)
+
+
+def test_progress_and_goodput(pipeline, start, monkeypatch):
+    """A step counts when the next one begins; the first one, which compiles, as long as the second."""
+    now, told = [0.0], []
+    monkeypatch.setattr(in_memory.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(launched, "_useful", 0.0)
+    monkeypatch.setattr(launched, "_tell", told.append)
+    monkeypatch.setattr(launched, "_told_at", -1.0)
+    start(0)
+    checkpoints = engine.InMemoryCheckpoints(pipeline)
+    state = checkpoints.restore(initial(pipeline))
+    batches = list(itertools.islice(Batches(), 4))
+    useful = []
+    for seconds in (9.0, 1.0, 2.0, 4.0):
+        checkpoints.save(state)
+        useful.append(launched.useful_seconds())
+        state, _outputs = pipeline.step(state, batches)
+        now[0] += seconds
+    assert useful == [0, 0, 2, 4]
+    assert [text.split()[2:] for text in told] == [["0", "1", "0"], ["1", "2", "2"], ["2", "3", "4"]]
+
+
+def test_wrong_uses(pipeline, start, directory, monkeypatch):
+    start(0)
+    with pytest.raises(TypeError, match=r"pipeline must be an engine\.Pipeline; got NoneType"):
+        engine.InMemoryCheckpoints(None)
+    checkpoints, state = engine.InMemoryCheckpoints(pipeline), initial(pipeline)
+    with pytest.raises(RuntimeError, match="call restore before the first step"):
+        checkpoints.save(state)
+    with pytest.raises(
+        TypeError, match=r"InMemoryCheckpoints\.restore: state must be .* step returns a pair"
+    ):
+        checkpoints.restore((state, None))
+    checkpoints.restore(state)
+    with pytest.raises(RuntimeError, match="was called before"):
+        checkpoints.restore(state)
+    with pytest.raises(TypeError, match="extra must be a dict; got list"):
+        checkpoints.save(state, [1])
+    with pytest.raises(TypeError, match="extra must be JSON: Object of type ndarray"):
+        checkpoints.save(state, {"x": np.ones(2)})
+    with pytest.raises(TypeError, match=r"InMemoryCheckpoints\.save: state must be"):
+        checkpoints.save(None)
+    with pytest.raises(TypeError, match="jax.jit"):
+        jax.jit(checkpoints.save)(state)
+    pipeline.step(state, list(itertools.islice(Batches(), 4)))  # with `donate`
+    with pytest.raises(ValueError, match="state's variable .* has been deleted|donate"):
+        checkpoints.save(state)
+    assert not list(directory.iterdir())
+
+
+def test_what_is_in_memory_is_of_another_model(start):
+    start(0)
+    one, other = make_pipeline(2, 1), engine.Pipeline([lambda x, y: x * y], num_micro_batches=1)
+    checkpoints = engine.InMemoryCheckpoints(one)
+    state, _outputs = one.step(checkpoints.restore(initial(one)), list(itertools.islice(Batches(), 4)))
+    checkpoints.save(state)
+    checkpoints._series.wait()
+    start(1)
+    state = other.init(jax.random.key(0), (np.float32(1), np.float32(2)))
+    with pytest.raises(ValueError, match="a/dense/kernel"):
+        engine.InMemoryCheckpoints(other).restore(state)
+    start(1)
+    untraced = engine.InMemoryCheckpoints(make_pipeline(2, 1))
+    with pytest.raises(RuntimeError, match="traced"):
+        untraced.restore(state)
