@@ -14,7 +14,8 @@ from ipu_pipeline.ground import deprecated
 
 if TYPE_CHECKING:
     # Named for type checkers; imported when somebody asks for it, as all here (`NAMED_LATER` of the rooms).
-    from ipu_pipeline.checkpointing.engine_states import InMemoryCheckpoints, restore, save
+    from ipu_pipeline.checkpointing.engine_memory import InMemoryCheckpoints
+    from ipu_pipeline.checkpointing.engine_states import restore, save
     from ipu_pipeline.engine.adopting import Adoption
     from ipu_pipeline.engine.automatic_splits import AutoStages, ModelStages, SplitTable, auto_stages, split
     from ipu_pipeline.engine.devices.feeds import PlacedMicroBatches
@@ -141,7 +142,7 @@ _HOMES = {
     "ExecutionPhases": "engine.schedules.execution_phases",
     "Generator": "engine.generation.generator",
     "HostMemory": "engine.schedules.host_memory",
-    "InMemoryCheckpoints": "checkpointing.engine_states",
+    "InMemoryCheckpoints": "checkpointing.engine_memory",
     "Layer": "engine.schedules.scenarios",
     "LinkSpeed": "engine.schedules.clusters",
     "ModelStages": "engine.automatic_splits",

@@ -118,6 +118,7 @@ FLOORS = (
 # What a package's door names of later rooms. It is imported when somebody asks for it, and not before.
 NAMED_LATER = {
     "engine.__init__": {
+        "checkpointing.engine_memory",
         "checkpointing.engine_states",
         "engine.generation.generator",
         "engine.generation.requests",

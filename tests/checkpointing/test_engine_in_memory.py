@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ipu_pipeline import engine
-from ipu_pipeline.checkpointing import engine_states, in_memory
+from ipu_pipeline.checkpointing import engine_memory, in_memory
 from ipu_pipeline.processes import launched
 from ipu_pipeline.processes.launched import MEMORY_EVERY_VARIABLE, MEMORY_VARIABLE, RESTART_VARIABLE
 from tests.support.engine_resumer import make_pipeline, train
@@ -22,7 +22,7 @@ def start(directory, monkeypatch):
     def begin(restart):
         monkeypatch.setenv(RESTART_VARIABLE, str(restart))
         monkeypatch.setattr(in_memory, "_begun", {})
-        monkeypatch.setattr(engine_states, "_numbers", itertools.count())
+        monkeypatch.setattr(engine_memory, "_numbers", itertools.count())
 
     return begin
 
@@ -106,7 +106,7 @@ def test_the_newer_state_is_taken(pipeline, start, caplog):
         else:
             assert_same(found, states[number])
             assert checkpoints.extra == {"number": number}
-            assert "Training goes on with step 2, restored from memory." in caplog.text
+            assert "Training goes on with run 2, restored from memory." in caplog.text
 
 
 def test_two_trainings_are_known_by_their_order(pipeline, start):

@@ -93,12 +93,11 @@ def test_killed_at_random_moments(layout, tmp_path, uninterrupted):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("layout", ["4 stages in 2 processes", "2 x 2 replicas in 4 processes"])
-def test_a_jax_program(layout, tmp_path):
+def test_a_jax_program(tmp_path):
     """Its steps give their states away; the place in the data is kept beside the state."""
-    num_processes, num_stages, num_replicas = LAYOUTS[layout]
+    layout = num_processes, num_stages, num_replicas = LAYOUTS["2 x 2 replicas in 4 processes"]
     generator = random.Random(num_replicas)  # noqa: S311  # of moments
-    job = Job(tmp_path, LAYOUTS[layout], 120, "--restarts", 10, program="engine_resumer")
+    job = Job(tmp_path, layout, 120, "--restarts", 10, program="engine_resumer")
     for _kill in range(2):
         job.await_runs(generator.randrange(5, 20))
         time.sleep(generator.uniform(0, 0.05))
@@ -113,6 +112,34 @@ def test_a_jax_program(layout, tmp_path):
     found = engine.restore(tmp_path / "state", pipeline)
     for one, own in zip(jax.tree.leaves(state), jax.tree.leaves(found), strict=True):
         assert jax.numpy.array_equal(one, own)
+
+
+@pytest.mark.thorough
+def test_a_poptorch_program(tmp_path):
+    """Its processes keep buffers of their own replicas."""
+    import torch  # here, as an extra
+
+    from tests.support import poptorch_resumer
+
+    calls = 30
+    options = {"program": "poptorch_resumer", "OMP_NUM_THREADS": "1"}
+    job = Job(tmp_path, (2, 2, 2), calls, "--restarts", 10, **options)
+    job.await_runs(7, 120)
+    assert job.kill([1])
+    job.await_end(120)
+    assert "training has gone on with run" in job.log.read_text()
+    assert job.num_runs() <= calls + 2
+    executor, optimizer = poptorch_resumer.make_model(2)
+    losses = []
+    poptorch_resumer.train(executor, optimizer, calls, lambda _call, found: losses.append(found.numpy()), 2)
+    assert_same_losses(job, [loss.reshape(-1, 2)[:, 0] for loss in losses])  # of its first replica
+    weights, state = torch.load(tmp_path / "state.pt")
+    found, expected = dict(weights), dict(executor.state_dict())
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    found, expected = map(jax.tree.leaves, (state, optimizer.state_dict()))
+    for one, own in zip(found, expected, strict=True):
+        assert torch.equal(one, own) if isinstance(own, torch.Tensor) else one == own
 
 
 def go_on_after(tmp_path, uninterrupted, harm):

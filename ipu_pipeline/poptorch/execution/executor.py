@@ -48,6 +48,7 @@ from ipu_pipeline.poptorch.execution.recalled import (
     signature_of,
     to_graph,
 )
+from ipu_pipeline.poptorch.execution.resuming import Resumption
 from ipu_pipeline.poptorch.execution.shapes import tell_shapes, use_program
 from ipu_pipeline.poptorch.execution.together import check_alone, compare_state
 from ipu_pipeline.poptorch.execution.training import ModelOptimizer, call_before_saving
@@ -114,6 +115,7 @@ class PoplarExecutor:
         self._times = CallTimes()
         self._call_ns: int | None = None
         self._generation: Generation | None = None
+        self._resumption: Resumption | None = None
 
     # Calls.
 
@@ -158,9 +160,13 @@ class PoplarExecutor:
                 vars(self._optimizer)["_opt_called"] = True
                 self._host.mark_stale(self, self._read_back)  # before the run, which an interrupt may end
             is_synthetic = self.options.synthetic_data or uses_synthetic_data()
+            if self._resumption is not None:
+                self._resumption.keep(compiled)
             with self._profile.of_first_call():
                 collected = compiled.run(micro_batches, is_synthetic, times.note_placed)
             times.wait_for(collected)
+            if self._resumption is not None:
+                self._resumption.note_call(compiled)
             mode = self.options.output_mode
             outputs, dtypes = compiled.program.captured.outputs, compiled.stages.output_dtypes
             first = outputs.num_tensors
@@ -174,6 +180,43 @@ class PoplarExecutor:
             self._anchored.keep(collected, dtypes, first, mode)
             self._call_ns = time.perf_counter_ns() - begin
             return outputs.unflatten(joined)
+
+    @translating
+    def resume(self) -> int:
+        """Lets training go on from memory, where `ipu-pipeline launch --restarts` starts processes again.
+
+        PopTorch does not have this. From now on the state is kept in the machines' memory before each call:
+        weights, buffers, the optimizer's state and values, and random numbers. After a restart they are put
+        on the devices when the model is compiled, so that all goes on as if nothing had failed, to the last
+        bit. What the program keeps itself it has to bring to the same place: a data loader, or a scheduler
+        of rates. Without that launcher, nothing is kept, and it returns 0.
+
+        Call it before the first call, in all processes, and for several models in the same order:
+
+            for step in range(training_model.resume(), 1000):
+                output, loss = training_model(*batch(step))
+
+        Returns:
+          How many calls are done, 0 at the first start.
+
+        Raises:
+          RuntimeError: the model does not train.
+          Error: the model has been compiled, or this was called before.
+          OSError: the launcher's directory cannot be made, or another user may write to it.
+        """
+        if not self._wrapped.trains:
+            raise RuntimeError("resume is for training models: the weights of this one do not change.")
+        with self._host.lock:
+            if self._resumption is not None:
+                raise Error("resume was called before; calls go on from one state.")
+            if self._compiled is not None:
+                raise Error(
+                    "resume must be called before the model is compiled, by a call or by compile()."
+                )
+            self._resumption = Resumption()
+            if self._resumption.num_calls:  # so that torch's schedulers can be brought to where they were
+                vars(self._optimizer)["_opt_called"] = True
+            return self._resumption.num_calls
 
     @property
     def generate(self) -> Callable[..., Any]:
@@ -247,6 +290,8 @@ class PoplarExecutor:
         self._detached = None
         self._seen_version, self._has_run = self._host.version, False
         self._connect()
+        if self._resumption is not None and self._resumption.take_over(compiled):
+            self._host.mark_stale(self, self._read_back)
         return compiled
 
     def _bring_newer(self) -> None:
