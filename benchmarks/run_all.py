@@ -52,6 +52,7 @@ BENCHMARKS = [
     "features",
     "several_processes",
     "in_memory",
+    "goodput",
     "report_page",
 ]
 _PACKAGES = ("jax", "jaxlib", "optax", "orbax-checkpoint", "torch")

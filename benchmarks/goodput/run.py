@@ -1,0 +1,190 @@
+"""How much of a job's time is training, if its processes die again and again.
+
+    python -m benchmarks.goodput.run [--minutes 20] [--every 20] [--processes 8] [--json FILE]
+
+A job of stages that sleep, as in benchmarks/emulation, each in a process of its own, is started by
+`ipu-pipeline launch --restarts` with processes on standby. One of them is killed at random moments. The
+figure is the goodput that the launcher tells at the end. Then the same training is done again, without
+sleeping, by processes that nobody kills, and the losses are compared, bit by bit.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks import harness
+from benchmarks.harness import ROOT, Row
+
+MODULE = "benchmarks.goodput.run"
+QUESTION = "goodput"
+NUM_MICRO_BATCHES = 16
+FORWARD_MS, BACKWARD_MS = 10.0, 20.0
+WIDTH = 1024
+LEAST = 0.9
+MOST_WAIT = 120.0  # seconds, for the start and the end
+
+
+def _make_data() -> Iterator[Any]:
+    import numpy as np
+
+    for number in itertools.count():
+        yield np.random.default_rng(number).normal(1.0, 0.1, [2, WIDTH]).astype(np.float32)
+
+
+def work(num_stages: int, folder: Path, num_runs: int | None) -> None:
+    """One of the processes. It trains; that of the last stage writes a line with the losses of each run.
+
+    Args:
+      num_stages: the number of stages, and of IPUs.
+      folder: where the lines go.
+      num_runs: how many runs, in which stages do not sleep; None: until it is ended.
+    """
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+
+    import ipu_pipeline as ipu
+    from benchmarks.emulation import stages
+
+    config = ipu.config.IPUConfig()
+    config.auto_select_ipus = num_stages
+    config.configure_ipu_system()
+    stages.register()
+    times = (FORWARD_MS, BACKWARD_MS) if num_runs is None else (0.0, 0.0)
+    sleeping = stages.emulated_stage(*times)
+    infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(_make_data)
+    outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+
+    def make_stage(number: int) -> Any:
+        def stage(x: Any) -> Any:
+            with ipu.variable_scope(f"stage{number}"):
+                w = ipu.get_variable("w", [WIDTH], np.float32, initializer="ones")
+            return ipu.layers.Dropout(0.01)(sleeping(w, x))
+
+        return stage
+
+    def model() -> Any:
+        return ipu.pipelining_ops.pipeline(
+            [make_stage(number) for number in range(num_stages)],
+            gradient_accumulation_count=NUM_MICRO_BATCHES,
+            infeed_queue=infeed,
+            outfeed_queue=outfeed,
+            outfeed_loss=True,
+            optimizer_function=lambda y: ipu.pipelining_ops.OptimizerFunctionOutput(
+                optax.adam(1e-3), jnp.mean((y - 2) ** 2)
+            ),
+        )
+
+    with ipu.scopes.ipu_scope("/device:IPU:0"):
+        program = ipu.ipu_compiler.compile(model)
+    with ipu.Session(seed=1) as session:
+        session.run(infeed.initializer)
+        first = session.resume()
+        for number in itertools.count(first) if num_runs is None else range(first, num_runs):
+            session.run(program)
+            losses = np.asarray(session.run(outfeed.dequeue()))
+            if losses.size:  # it has the last stage
+                with (folder / "losses").open("a") as stream:
+                    stream.write(f"{number} {' '.join(loss.hex() for loss in losses.ravel().tolist())}\n")
+
+
+def _read_losses(folder: Path) -> dict[int, str]:
+    """Run -> its losses. A run that was done again must have the same ones."""
+    found: dict[int, str] = {}
+    for line in (folder / "losses").read_text().splitlines():
+        number, losses = line.split(" ", 1)
+        if found.setdefault(int(number), losses) != losses:
+            raise RuntimeError(f"run {number} had other losses when it was done again")
+    return found
+
+
+def measure(num_processes: int, minutes: float, every: float) -> Row:
+    """Runs the job for so long, with a death after so many seconds on average."""
+    generator = random.Random(0)  # noqa: S311  # of moments
+    launch = [sys.executable, "-m", "ipu_pipeline", "launch", "-n", str(num_processes)]
+    side = ["-m", MODULE, "--side", "work", "--processes", str(num_processes), "--folder"]
+    with tempfile.TemporaryDirectory() as name:
+        folder, undisturbed = Path(name) / "job", Path(name) / "undisturbed"
+        folder.mkdir()
+        undisturbed.mkdir()
+        with (Path(name) / "log").open("w") as log:
+            command = [*launch, "--restarts", "1000000", "--standby", *side, str(folder)]
+            job = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+            deaths = _kill(job, num_processes, folder / "losses", minutes, every, generator)
+        told = (Path(name) / "log").read_text()
+        goodput = re.search(r"goodput (\S+): the runs took (\S+ s) of (\S+ s)", told)
+        if goodput is None:
+            raise RuntimeError(told[-4000:])
+        waits = [float(seconds) for seconds in re.findall(r"gone on with run .*, (\S+) s after", told)]
+        found = _read_losses(folder)
+        again = [*launch, *side, str(undisturbed), "--runs", str(len(found))]
+        subprocess.run(again, cwd=ROOT, check=True, capture_output=True)
+        if found != _read_losses(undisturbed):
+            raise RuntimeError("the losses are not those of a run without deaths")
+    waits.sort()
+    wait = waits[len(waits) // 2] if waits else 0.0
+    case = (
+        f"{num_processes} stages in {num_processes} processes, {minutes:.3g} min, {deaths} deaths, each "
+        f"made up for after {wait:.1f} s (median); {len(found)} runs with the same losses as without deaths"
+    )
+    return Row(QUESTION, case, goodput[2], goodput[3], float(goodput[1]), None, LEAST, at_most=False)
+
+
+def _kill(
+    job: subprocess.Popen[Any],
+    num_processes: int,
+    losses: Path,
+    minutes: float,
+    every: float,
+    generator: random.Random,
+) -> int:
+    """Kills one process after the other, and ends the job; how many it has killed."""
+    try:
+        begin = time.monotonic()
+        while not losses.exists():
+            if time.monotonic() > begin + MOST_WAIT or job.poll() is not None:
+                raise RuntimeError("the job does not train")
+            time.sleep(0.05)
+        end, deaths = time.monotonic() + 60 * minutes, 0
+        while (now := time.monotonic()) < end:
+            time.sleep(min(generator.expovariate(1 / every), end - now))
+            if time.monotonic() < end:
+                children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
+                victims = children[:num_processes]  # before those on standby
+                if victims:
+                    os.kill(int(generator.choice(victims)), signal.SIGKILL)
+                    deaths += 1
+        return deaths
+    finally:
+        job.terminate()
+        job.wait(MOST_WAIT)
+
+
+def main() -> None:
+    parser = harness.make_parser(__doc__)
+    parser.add_argument("--minutes", type=float, default=20)
+    parser.add_argument("--every", type=float, default=20, help="seconds between deaths, on average")
+    parser.add_argument("--processes", type=int, nargs="+", default=[8, 2])
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--runs", type=int)
+    args = parser.parse_args()
+    if args.side is not None:
+        work(args.processes[0], args.folder, args.runs)
+        return
+    minutes = 5 if args.short else args.minutes
+    harness.report([measure(number, minutes, args.every) for number in args.processes], args.json)
+
+
+if __name__ == "__main__":
+    main()
