@@ -191,6 +191,7 @@ def read_same_checkpoint(path: str | os.PathLike[str], known: Snapshot | None = 
       CheckpointError: as `read_checkpoint`; or the processes have read different checkpoints.
       OSError: another process could not read its own.
     """
+    wait_on_standby()  # others write some meanwhile
     found: list[Snapshot] = []
 
     def read() -> tuple[str, str, dict[str, int]]:

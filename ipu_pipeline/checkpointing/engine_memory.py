@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
-from ipu_pipeline.checkpointing.engine_snapshots import place_state, take_state
-from ipu_pipeline.checkpointing.in_memory import InMemorySeries, parts_of
+import numpy as np
+
+from ipu_pipeline.checkpointing.engine_snapshots import place_state, take_parts
+from ipu_pipeline.checkpointing.in_memory import InMemorySeries
 from ipu_pipeline.checkpointing.snapshots import Snapshot
 from ipu_pipeline.engine import Pipeline, PipelineState, processes
 from ipu_pipeline.engine.fronts import between_bars, check_pipeline, check_state
+from ipu_pipeline.processes.launched import wait_on_standby
 
 __all__ = ["InMemoryCheckpoints", "StateSeries"]
 
@@ -48,6 +52,16 @@ class StateSeries:
         """What `InMemorySeries.find` does."""
         return None if self._series is None else self._series.find()
 
+    def leave(self) -> None:
+        """Leaves what was found to a later series of this name."""
+        if self._series is not None:
+            self._series.leave()
+
+    def go_on_with(self, num_runs: int) -> None:
+        """Says that training goes on after so many runs from somewhere else than memory."""
+        if self._series is not None:
+            self._series.runs = num_runs
+
     def tell_resumed(self) -> None:
         """Says that training goes on with what was found."""
         if self._series is not None:
@@ -55,11 +69,12 @@ class StateSeries:
             with between_bars():
                 _logger.info("Training goes on with run %d, restored from memory.", self._series.runs)
 
-    def keep(self, state: PipelineState, extra: Mapping[str, Any] | None = None) -> None:
+    def keep(self, state: PipelineState, separate: Set[str], extra: Mapping[str, Any]) -> None:
         """Keeps a state, before the run that changes it.
 
         Args:
           state: whose arrays may be given away afterwards.
+          separate: the variables of which each replica has its own values.
           extra: what else belongs to it, as JSON.
 
         Raises:
@@ -74,7 +89,7 @@ class StateSeries:
             others = processes.current()
             told = [series.tell()] if others is None else others.exchange(self._name, series.tell())
         series.hear(told)
-        series.take(lambda: take_state(state, parts_of, extra))
+        series.take(lambda: take_parts(state, separate, extra))
 
     def note_run(self, update_count: int) -> None:
         """Counts a run that is done, with the number of weight updates after it."""
@@ -110,7 +125,7 @@ class InMemoryCheckpoints:
     """
 
     def __init__(self, pipeline: Pipeline) -> None:
-        """Looks for nothing yet.
+        """Looks for nothing yet. A process on standby waits here, if it has not joined others before.
 
         Args:
           pipeline: whose states they are; `restore` needs it traced.
@@ -119,6 +134,7 @@ class InMemoryCheckpoints:
           TypeError: it is none.
         """
         check_pipeline("engine.InMemoryCheckpoints", pipeline)
+        wait_on_standby()
         self.extra: dict[str, Any] = {}
         self._pipeline = pipeline
         self._name = f"engine {next(_numbers)}"
@@ -134,7 +150,7 @@ class InMemoryCheckpoints:
 
         Returns:
           The newest state in memory of which all parts are there, on the pipeline's devices, or `state`
-          if that is of as many steps or more.
+          if that is of more steps.
 
         Raises:
           TypeError: it is called within a transformation such as `jax.jit`, or the state is none.
@@ -148,16 +164,19 @@ class InMemoryCheckpoints:
         processes.check_joined("InMemoryCheckpoints.restore")
         if self._series is not None:
             raise RuntimeError("InMemoryCheckpoints.restore was called before; steps go on from one state.")
-        self._series = StateSeries(self._name)
-        snapshot = self._series.find()
-        if snapshot is None:
-            return state
-        found = place_state(snapshot, "What is in memory", self._pipeline)
-        if found.execution_count <= state.execution_count:
-            return state
-        self.extra = snapshot.extra[_EXTRA]
-        self._series.tell_resumed()
-        return found
+        series = StateSeries(self._name)
+        snapshot = series.find()
+        if snapshot is not None:
+            try:
+                found = place_state(snapshot, "What is in memory", self._pipeline)
+            except BaseException:
+                series.leave()  # to who restores with another pipeline
+                raise
+            if found.execution_count >= state.execution_count:
+                state, self.extra = found, snapshot.extra[_EXTRA]
+                series.tell_resumed()
+        self._series = series
+        return state
 
     @processes.one_thread("keeping a state")
     def save(self, state: PipelineState, extra: Mapping[str, Any] | None = None) -> None:
@@ -173,7 +192,7 @@ class InMemoryCheckpoints:
           TypeError: it is called within a transformation such as `jax.jit`, the state is none, or `extra`
             is no dict that can be written as JSON.
           ValueError: a step with `donate` has destroyed the state.
-          RuntimeError: `restore` has not been called, so what is there would be lost.
+          RuntimeError: `restore` has not been called, or has failed, so what is there would be lost.
           ProcessError: another process has ended, or does not go on.
         """
         check_state("InMemoryCheckpoints.save", state)
@@ -185,7 +204,10 @@ class InMemoryCheckpoints:
         if self._has_saved:  # a step counts when the next one begins, as nobody waits for its end
             self._series.note_run(state.update_count)
         self._has_saved = True
-        self._series.keep(state, kept)
+        # Arrays of NumPy, which only the user can have put there, may be written to.
+        own = {n: v.copy() if isinstance(v, np.ndarray) else v for n, v in state.variables.items()}
+        state = dataclasses.replace(state, variables=own)
+        self._series.keep(state, self._pipeline.separate_variables, kept)
 
 
 def _check_extra(extra: Any) -> dict[str, Any]:

@@ -2,36 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ipu_pipeline.checkpointing.in_memory import parts_of, rows_of
 from ipu_pipeline.checkpointing.session_state import KeptOptimizer, Record, SessionState
 from ipu_pipeline.checkpointing.snapshots import Snapshot
-from ipu_pipeline.engine import Pipeline, PipelineState
+from ipu_pipeline.engine import Pipeline, PipelineState, processes
 from ipu_pipeline.engine.fronts import move_state
 from ipu_pipeline.ground.errors import CheckpointError
 
-__all__ = ["place_state", "take_state"]
+__all__ = ["first_rows", "place_state", "take_parts", "take_state"]
 
 _NAME = "Pipeline"
-_KEY = "engine_key"  # in `Snapshot.extra`: the data of the state's random key
+# In `Snapshot.extra`: the data of the state's random key, and the variables with a row for each replica.
+_KEY, _ROWS = "engine_key", "engine_rows"
 
 
-def take_state(
-    state: PipelineState,
-    prepare: Callable[[list[Any]], list[Any]],
-    extra: Mapping[str, Any] | None = None,
-) -> Snapshot:
+def take_state(state: PipelineState, prepare: Callable[[list[Any]], list[Any]]) -> Snapshot:
     """A snapshot of a state.
 
     Args:
       state: the state.
       prepare: makes of its arrays what a snapshot has of them.
-      extra: what else belongs to it, as JSON.
     """
     leaves = jax.tree_util.tree_flatten_with_path(state.optimizer_state)[0]
     named = {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
@@ -44,8 +42,23 @@ def take_state(
     record = Record(kept, int(state.update_count), int(state.execution_count))
     data = np.asarray(jax.random.key_data(state.key)).tolist()
     implementation = str(jax.random.key_impl(state.key))
-    own = SessionState(variables, {_NAME: record})
-    return Snapshot(own, 0, implementation, extra={_KEY: data, **(extra or {})})
+    return Snapshot(SessionState(variables, {_NAME: record}), 0, implementation, extra={_KEY: data})
+
+
+def take_parts(state: PipelineState, separate: Set[str], extra: Mapping[str, Any]) -> Snapshot:
+    """A snapshot of this process's parts of a state.
+
+    Args:
+      state: the state.
+      separate: the variables of which each replica has its own values.
+      extra: what else belongs to it, as JSON.
+    """
+    own = {name: value for name, value in state.variables.items() if name in separate}
+    others = {name: value for name, value in state.variables.items() if name not in separate}
+    snapshot = take_state(dataclasses.replace(state, variables=others), parts_of)
+    snapshot.state.variables.update(zip(own, rows_of(list(own.values())), strict=True))
+    snapshot.extra.update({_ROWS: list(own), **extra})
+    return snapshot
 
 
 def place_state(snapshot: Snapshot, what: str, pipeline: Pipeline) -> PipelineState:
@@ -76,5 +89,17 @@ def place_state(snapshot: Snapshot, what: str, pipeline: Pipeline) -> PipelineSt
     leaves = None
     if record.optimizer is not None:
         leaves = dict(zip(record.optimizer.shapes, jax.tree.leaves(record.optimizer.tree), strict=True))
-    state = PipelineState(snapshot.state.variables, None, record.update_count, record.execution_count, key)
-    return move_state(state, leaves, pipeline)
+    variables = first_rows(snapshot)
+    state = PipelineState(variables, None, record.update_count, record.execution_count, key)
+    placed = move_state(state, leaves, pipeline)
+    for name in pipeline.separate_variables & set(snapshot.extra.get(_ROWS, ())):
+        rows = snapshot.state.variables[name]
+        if len(rows) == pipeline.num_replicas:
+            placed.variables[name] = processes.spread_rows(rows, placed.variables[name])
+    return placed
+
+
+def first_rows(snapshot: Snapshot) -> dict[str, Any]:
+    """The variables of a snapshot; where each replica has its own values, the first one's."""
+    rows = snapshot.extra.get(_ROWS, ())
+    return {name: value[0] if name in rows else value for name, value in snapshot.state.variables.items()}

@@ -60,7 +60,7 @@ from ipu_pipeline.processes.launched import (
 )
 from ipu_pipeline.processes.own_directories import make_own
 
-__all__ = ["InMemorySeries", "parts_of"]
+__all__ = ["InMemorySeries", "parts_of", "rows_of"]
 
 T = TypeVar("T")
 _ALIGNMENT = 64  # bytes
@@ -96,6 +96,21 @@ def parts_of(leaves: Sequence[Any]) -> list[Parts]:
         )
         for leaf, parts in zip(leaves, found, strict=True)
     ]
+
+
+def rows_of(leaves: Sequence[Any]) -> list[Parts]:
+    """The same of variables of which each replica has its own values; a row for each."""
+    found = [processes.rows_written_here(leaf) for leaf in leaves]
+    kept = iter(keep([part for _count, parts in found for _begin, part in parts]))
+    rows = []
+    for leaf, (count, parts) in zip(leaves, found, strict=True):
+        shape = (count, *leaf.shape)
+        described = describe_array(jax.ShapeDtypeStruct(shape, leaf.dtype))
+        begins = tuple(begin for begin, _part in parts)
+        rows.append(
+            Parts(shape, leaf.dtype, described, begins, tuple(next(kept) for _part in parts), are_rows=True)
+        )
+    return rows
 
 
 def _as_data(array: Any) -> Any:
@@ -178,6 +193,7 @@ class InMemorySeries:
         Raises:
           ValueError: only some processes have a directory; or as for the class.
         """
+        launched.wait_on_standby()  # others train; and the environment is that of the next start then
         directory = os.environ.get(MEMORY_VARIABLE)
         _check_same(MEMORY_VARIABLE, do_each(lambda: "set" if directory else "not set"))
         return cls(Path(directory), name) if directory else None
@@ -503,6 +519,8 @@ class _Content:
         found = {}
         for path, known in flatten(snapshot.arrays()):
             data = [np.asarray(part, order="C") for part in known.parts]
+            if known.are_rows:
+                data = [row[None] for row in data]
             if data:
                 inner = data[0].shape[len(known.shape) :]  # of the data of a random key
                 begins = [(*begin, *[0] * len(inner)) for begin in known.begins]

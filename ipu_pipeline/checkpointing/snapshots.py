@@ -57,6 +57,7 @@ class Parts:
       described: the array, as `describe_array` has it.
       begins: the places in the array at which the parts begin.
       parts: arrays that nothing else changes; for random keys, their data.
+      are_rows: whether the parts lack the first axis, along which each has one row.
     """
 
     shape: tuple[int, ...]
@@ -64,6 +65,7 @@ class Parts:
     described: str
     begins: tuple[tuple[int, ...], ...]
     parts: tuple[Any, ...]
+    are_rows: bool = False
 
 
 @dataclass(frozen=True, eq=False)

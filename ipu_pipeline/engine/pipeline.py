@@ -399,6 +399,13 @@ class Pipeline:
         """All variables by full name."""
         return without_weights(self.traced.variables)
 
+    @property
+    def separate_variables(self) -> frozenset[str]:
+        """The full names of the variables of which each replica has its own values."""
+        if self.options.joins_assigned or self._num_replicas == 1:
+            return frozenset()
+        return frozenset(spec.name for stage in self.traced.stages for spec in stage.assigned)
+
     def plan_memory(self, num_micro_batches: int | None = None) -> tuple[StageMemory, ...]:
         """Plans what each stage will hold between forwards and backwards, by the programs and the schedule.
 

@@ -8,7 +8,9 @@ from ipu_pipeline.engine.devices.gathered import (
     only_if_written_here,
     parts_written_here,
     read_gathered,
+    rows_written_here,
     share_stacks,
+    spread_rows,
 )
 from ipu_pipeline.engine.devices.links import naming_peers
 from ipu_pipeline.engine.devices.messages import connect_all, fetch_bytes, offer_bytes
@@ -46,7 +48,9 @@ __all__ = [
     "only_if_written_here",
     "parts_written_here",
     "read_gathered",
+    "rows_written_here",
     "set_current",
     "share_stacks",
+    "spread_rows",
     "waiting",
 ]

@@ -536,6 +536,7 @@ def test_a_process_on_standby_looks_when_the_others_have_ended(tmp_path, snapsho
     launcher.close()
     with pytest.raises(SystemExit):
         series.latest()
+    launched._launcher().close()
     monkeypatch.delenv("IPU_PIPELINE_LAUNCHER_FD")  # as in a process that one on standby has started
     assert series.latest().name == "20"
 

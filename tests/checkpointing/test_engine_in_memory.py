@@ -1,10 +1,14 @@
 """JAX programs that go on from memory."""
 
+import dataclasses
 import itertools
 import logging
+import socket
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
+import optax
 import pytest
 
 from ipu_pipeline import engine
@@ -93,7 +97,7 @@ def test_the_newer_state_is_taken(pipeline, start, caplog):
         kept = jax.tree.map(lambda leaf: leaf.copy() if hasattr(leaf, "copy") else leaf, states[-1])
         states[-1:] = [kept, pipeline.step(states[-1], batches)[0]]
     checkpoints._series.wait()
-    for given, number in ((0, 2), (1, 2), (2, None), (3, None)):
+    for given, number in ((0, 2), (1, 2), (2, 2), (3, None)):
         start(1)
         checkpoints = engine.InMemoryCheckpoints(pipeline)
         caplog.clear()
@@ -107,6 +111,101 @@ def test_the_newer_state_is_taken(pipeline, start, caplog):
             assert_same(found, states[number])
             assert checkpoints.extra == {"number": number}
             assert "Training goes on with run 2, restored from memory." in caplog.text
+
+
+def make_counting(**options):
+    """Two replicas of a stage that remembers, each for itself, what it has seen."""
+
+    def remember(x):
+        seen = engine.get_variable("seen", x.shape[1:], initializer="zeros", trainable=False)
+        engine.assign("seen", 0.9 * seen + 0.1 * x.mean(0))
+        w = engine.get_variable("w", x.shape[1:], initializer="ones")
+        return ((x - seen) * w).sum()
+
+    return engine.Pipeline(
+        [remember],
+        num_micro_batches=2,
+        loss=lambda loss: loss,
+        optimizer=optax.adam(0.1),
+        **({"num_replicas": 2, "joins_assigned": False} | options),
+    )
+
+
+def test_each_replica_has_its_own_values_again(start):
+    data = np.random.default_rng(0).normal(size=(6, 4, 3, 5)).astype(np.float32)
+    states, losses = [], []
+    for is_killed in (False, True):
+        start(0)
+        pipeline = make_counting()
+        checkpoints = engine.InMemoryCheckpoints(pipeline)
+        state = checkpoints.restore(pipeline.init(jax.random.key(0), data[0, 0]))
+        found = []
+        while state.execution_count < len(data):
+            checkpoints.save(state)
+            if is_killed and state.execution_count == 4:
+                checkpoints._series.wait()
+                start(1)
+                is_killed, pipeline = False, make_counting()
+                checkpoints = engine.InMemoryCheckpoints(pipeline)
+                state = checkpoints.restore(pipeline.init(jax.random.key(0), data[0, 0]))
+                assert state.execution_count == 4
+                continue
+            state, outputs = pipeline.step(state, list(data[state.execution_count]))
+            found.append(np.asarray(outputs.losses))
+        states.append(state)
+        losses.append(found)
+    np.testing.assert_array_equal(*losses)
+    assert_same(*states)
+    rows = [[shard.data for shard in state.variables["seen"].addressable_shards] for state in states]
+    np.testing.assert_array_equal(*rows)
+    assert not np.array_equal(*rows[0])
+
+
+def test_another_number_of_replicas_takes_the_first_ones_values(start):
+    start(0)
+    pipeline, data = make_counting(), np.ones((4, 3, 5), np.float32)
+    checkpoints = engine.InMemoryCheckpoints(pipeline)
+    state = checkpoints.restore(pipeline.init(jax.random.key(0), data[0]))
+    state, _outputs = pipeline.step(state, [data[0], 2 * data[1], data[2], 2 * data[3]])
+    checkpoints.save(state)
+    checkpoints._series.wait()
+    start(1)
+    joining = make_counting(num_replicas=1, joins_assigned=True)
+    found = engine.InMemoryCheckpoints(joining).restore(joining.init(jax.random.key(0), data[0]))
+    np.testing.assert_array_equal(found.variables["seen"], state.variables["seen"])
+    np.testing.assert_allclose(found.variables["seen"], 0.19, rtol=1e-6)
+
+
+def test_a_process_on_standby_waits_before_it_looks(pipeline, start, monkeypatch):
+    """Also one that does not join others, as there are none."""
+    start(0)
+    launcher, own = socket.socketpair()
+    monkeypatch.setenv(launched.STANDBY_VARIABLE, "1")
+    monkeypatch.setenv("IPU_PIPELINE_LAUNCHER_FD", launched.describe_socket(own))
+    own.detach()  # `launched` opens it
+    with ThreadPoolExecutor(1) as threads:
+        made = threads.submit(engine.InMemoryCheckpoints, pipeline)
+        with pytest.raises(TimeoutError):
+            made.result(0.2)
+        launcher.send(b'{"IPU_PIPELINE_RESTART": "3"}\n')
+        assert isinstance(made.result(60), engine.InMemoryCheckpoints)
+    assert launched.restart_number() == 3
+    launched._launcher().close()
+    launcher.close()
+
+
+def test_variables_of_numpy_may_be_written_to(pipeline, start):
+    """While the state is being written."""
+    start(0)
+    checkpoints = engine.InMemoryCheckpoints(pipeline)
+    state = checkpoints.restore(initial(pipeline))
+    own = {name: np.array(value) for name, value in state.variables.items()}
+    checkpoints.save(dataclasses.replace(state, variables=own))
+    for value in own.values():
+        value.fill(7)
+    checkpoints._series.wait()
+    start(1)
+    assert_same(engine.InMemoryCheckpoints(pipeline).restore(initial(pipeline)), state)
 
 
 def test_two_trainings_are_known_by_their_order(pipeline, start):
@@ -186,6 +285,11 @@ def test_what_is_in_memory_is_of_another_model(start):
     with pytest.raises(ValueError, match="a/dense/kernel"):
         engine.InMemoryCheckpoints(other).restore(state)
     start(1)
-    untraced = engine.InMemoryCheckpoints(make_pipeline(2, 1))
+    again = make_pipeline(2, 1)
+    untraced = engine.InMemoryCheckpoints(again)
     with pytest.raises(RuntimeError, match="traced"):
         untraced.restore(state)
+    with pytest.raises(RuntimeError, match="call restore before the first step"):
+        untraced.save(state)
+    other = initial(again)  # which traces it: nothing is lost
+    assert untraced.restore(other).execution_count == 1

@@ -16,11 +16,23 @@ from tests.support.poptorch_processes import WithBuffers, make_call, own_part, t
 ITERATIONS, ACCUMULATION = 2, 2
 
 
+class Remembering(WithBuffers):
+    """What a replica has seen changes what it learns."""
+
+    def __init__(self):
+        super().__init__(0.3)
+        self.register_buffer("seen", torch.zeros(3))
+
+    def forward(self, x, target=None):
+        self.seen.mul_(0.9).add_(0.1 * x.mean(0))
+        return super().forward(x - self.seen, target)
+
+
 def make_model(num_replicas, optimizer_class=None, **options):
-    """Batch normalization and dropout, with buffers of their own in each replica; and the optimizer."""
+    """Batch normalization, dropout and a buffer of their own in each replica; and the optimizer."""
     made = make_options(ITERATIONS, ACCUMULATION, **options).randomSeed(1)
     made.replicationFactor(num_replicas).autoRoundNumIPUs(True).broadcastBuffers(False)
-    model = seeded(lambda: WithBuffers(0.3))
+    model = seeded(Remembering)
     optimizer = (optimizer_class or poptorch.optim.Adam)(model.parameters(), lr=0.01)
     return poptorch.trainingModel(model, made, optimizer), optimizer
 

@@ -17,6 +17,7 @@ from ipu_pipeline.engine.devices.crossing import group_sharding
 from ipu_pipeline.engine.devices.links import Tag, links, naming_peers
 from ipu_pipeline.engine.devices.remote import absent, is_here
 from ipu_pipeline.engine.state_checks import check_exists, check_not_traced
+from ipu_pipeline.ground import jax_compat
 
 __all__ = [
     "first_device",
@@ -24,7 +25,9 @@ __all__ = [
     "only_if_written_here",
     "parts_written_here",
     "read_gathered",
+    "rows_written_here",
     "share_stacks",
+    "spread_rows",
     "whole",
 ]
 
@@ -67,6 +70,47 @@ def parts_written_here(array: Any) -> list[tuple[tuple[int, ...], Any]]:
         for shard in array.addressable_shards
         if shard.replica_id == 0
     ]
+
+
+def rows_written_here(array: Any) -> tuple[int, list[tuple[tuple[int, ...], Any]]]:
+    """What replicas of this process have of a variable of which each has its own values.
+
+    Returns:
+      The number of replicas, and parts with the place at which each begins in an array with an axis for the
+      replicas in front; the parts are without that axis.
+    """
+    sharding = group_sharding(array)
+    if sharding is None:  # not placed, so there is one value for all
+        return 1, [((0, *begin), part) for begin, part in parts_written_here(array)]
+    devices = sharding.mesh.devices  # replica by replica
+    rows = {device: row for row, own in enumerate(devices) for device in own}
+    found: dict[tuple[int, ...], Any] = {}
+    for shard in array.addressable_shards:
+        begin = (rows[shard.device], *(one.start or 0 for one in shard.index))
+        found.setdefault(begin, shard.data)
+    return len(devices), list(found.items())
+
+
+def spread_rows(rows: Any, like: Any) -> Any:
+    """The inverse of `rows_written_here`: gives each replica its own values.
+
+    Args:
+      rows: an array of NumPy with an axis for the replicas in front.
+      like: a placed array of the same number of replicas; it stays as it is.
+    """
+    sharding = like.sharding
+    indices = sharding.addressable_devices_indices_map(like.shape)
+    parts = [
+        jax.device_put(
+            rows[replica][indices[device]],
+            SingleDeviceSharding(device, memory_kind=sharding.memory_kind),
+            may_alias=False,
+        )
+        for replica, own in enumerate(sharding.mesh.devices)
+        for device in own
+        if device in indices
+    ]
+    return jax_compat.make_array(like.shape, sharding, parts) if parts else like
 
 
 def whole(array: Any) -> Any:

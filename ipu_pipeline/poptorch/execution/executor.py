@@ -161,7 +161,8 @@ class PoplarExecutor:
                 self._host.mark_stale(self, self._read_back)  # before the run, which an interrupt may end
             is_synthetic = self.options.synthetic_data or uses_synthetic_data()
             if self._resumption is not None:
-                self._resumption.keep(compiled)
+                assert self._training is not None
+                self._resumption.keep(compiled, self._training, self._wrapped.model)
             with self._profile.of_first_call():
                 collected = compiled.run(micro_batches, is_synthetic, times.note_placed)
             times.wait_for(collected)
@@ -182,30 +183,39 @@ class PoplarExecutor:
             return outputs.unflatten(joined)
 
     @translating
-    def resume(self) -> int:
+    def resume(self, num_done: int = 0) -> int:
         """Lets training go on from memory, where `ipu-pipeline launch --restarts` starts processes again.
 
         PopTorch does not have this. From now on the state is kept in the machines' memory before each call:
-        weights, buffers, the optimizer's state and values, and random numbers. After a restart they are put
-        on the devices when the model is compiled, so that all goes on as if nothing had failed, to the last
-        bit. What the program keeps itself it has to bring to the same place: a data loader, or a scheduler
-        of rates. Without that launcher, nothing is kept, and it returns 0.
+        weights, buffers, the optimizer's state and values, and random numbers. After a restart, weights and
+        buffers are put into the user's model at once, and all of it on the devices when the model is
+        compiled, so that training goes on as if nothing had failed, to the last bit. What the program keeps
+        itself it has to bring to the same place: a data loader, or a scheduler of rates. Without that
+        launcher, nothing is kept.
 
         Call it before the first call, in all processes, and for several models in the same order:
 
             for step in range(training_model.resume(), 1000):
                 output, loss = training_model(*batch(step))
 
+        Args:
+          num_done: how many calls had been done when the program saved what it has loaded from disk. What
+            is in memory is left alone if it is of fewer calls.
+
         Returns:
-          How many calls are done, 0 at the first start.
+          How many calls are done: `num_done`, or more if memory has them.
 
         Raises:
           RuntimeError: the model does not train.
           Error: the model has been compiled, or this was called before.
+          ValueError: what is in memory is of another model.
           OSError: the launcher's directory cannot be made, or another user may write to it.
+          TypeError: `num_done` is no number of calls.
         """
         if not self._wrapped.trains:
             raise RuntimeError("resume is for training models: the weights of this one do not change.")
+        if isinstance(num_done, bool) or not isinstance(num_done, int) or num_done < 0:
+            raise TypeError(f"resume: num_done must be a whole number from 0; got {num_done!r}.")
         with self._host.lock:
             if self._resumption is not None:
                 raise Error("resume was called before; calls go on from one state.")
@@ -213,7 +223,9 @@ class PoplarExecutor:
                 raise Error(
                     "resume must be called before the model is compiled, by a call or by compile()."
                 )
-            self._resumption = Resumption()
+            self._resumption = Resumption(self._wrapped.model, num_done)
+            if self._resumption.is_pending:
+                self._host.version += 1
             if self._resumption.num_calls:  # so that torch's schedulers can be brought to where they were
                 vars(self._optimizer)["_opt_called"] = True
             return self._resumption.num_calls
@@ -286,11 +298,16 @@ class PoplarExecutor:
                 _put_saved(compiled, training, saved)
         with progress.compiling():
             compiled.compile(num_compiled(self._wrapped))
+        is_resumed = self._resumption is not None and self._resumption.is_pending
+        if self._resumption is not None and is_resumed:
+            assert training is not None
+            self._resumption.take_over(compiled, training)
+            self._host.version += 1  # for other models of these weights
         self._compiled, self._training, self._groupings = compiled, training, groupings
         self._detached = None
         self._seen_version, self._has_run = self._host.version, False
         self._connect()
-        if self._resumption is not None and self._resumption.take_over(compiled):
+        if is_resumed:  # the devices have more than the host: the values of each replica
             self._host.mark_stale(self, self._read_back)
         return compiled
 
@@ -328,6 +345,8 @@ class PoplarExecutor:
             raise RuntimeError("Optimizers can only be updated for training models.")
         with self._host.lock:
             describe(optimizer, self.options.Training.automatic_loss_scaling)
+            if self._training is None and self._resumption is not None:
+                self._resumption.has_new_values = True
             if self._training is not None:
                 assert self._compiled is not None
                 self._training.change(optimizer)

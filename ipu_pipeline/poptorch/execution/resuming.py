@@ -4,46 +4,79 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Mapping
+
+import numpy as np
+import torch
 
 from ipu_pipeline.checkpointing.engine_memory import StateSeries
-from ipu_pipeline.checkpointing.engine_snapshots import place_state
+from ipu_pipeline.checkpointing.engine_snapshots import first_rows, place_state
 from ipu_pipeline.checkpointing.snapshots import Snapshot
 from ipu_pipeline.engine import processes
+from ipu_pipeline.poptorch.dtypes import to_torch
 from ipu_pipeline.poptorch.execution.compiled import CompiledModel
+from ipu_pipeline.poptorch.execution.host_changes import writing
+from ipu_pipeline.poptorch.execution.training import ModelOptimizer
+from ipu_pipeline.poptorch.execution.weights import on_host
 
 __all__ = ["Resumption"]
 
 _numbers = itertools.count()  # of models, in the order of the program
+# In `Snapshot.extra`: the names of the tensors that variables are of, and what is known of the optimizer.
+_NAMES, _OPTIMIZER = "poptorch_names", "poptorch_optimizer"
 
 
 class Resumption:
-    """The in-memory checkpoints of a model that trains, one before each call."""
+    """The in-memory checkpoints of a model that trains, one before each call.
+
+    Attributes:
+      num_calls: how many calls are done, with those before this process was started.
+      has_new_values: whether the optimizer's values were set by the program since, before the first call.
+    """
 
     @processes.one_thread("resuming a PopTorch model")
-    def __init__(self) -> None:
-        """Looks for a checkpoint. All processes do, for their models in the same order.
+    def __init__(self, model: torch.nn.Module, num_done: int) -> None:
+        """Looks for a checkpoint, and puts its weights into the model on the host.
+
+        Args:
+          model: the user's model.
+          num_done: how many calls the program has done, as far as it knows. Older checkpoints do not count.
 
         Raises:
           OSError: the launcher's directory cannot be used.
-          ValueError: processes have been given different directories.
+          ValueError: the checkpoint is of another model; or processes have been given other directories.
         """
+        self.has_new_values = False
         self._series = StateSeries(f"poptorch {next(_numbers)}")
-        self._found: Snapshot | None = self._series.find()
+        self._names: dict[str, str] = {}  # variable -> tensor
+        found = self._series.find()
+        if found is not None and self._series.num_runs < num_done:
+            found = None
+        self._found = found
+        if found is None:
+            self._series.go_on_with(num_done)
+        else:
+            self._names = found.extra[_NAMES]
+            try:
+                _write_to_host(found, model)
+            except ValueError:
+                self._series.leave()
+                raise
+        self.num_calls = max(num_done, self._series.num_runs)
 
     @property
-    def num_calls(self) -> int:
-        """How many calls are done, with those before this process was started."""
-        return self._series.num_runs
+    def is_pending(self) -> bool:
+        """Whether there is a checkpoint that no model has taken over."""
+        return self._found is not None
 
-    def take_over(self, compiled: CompiledModel) -> bool:
-        """Puts what was found into a model that has just been compiled; whether there was anything.
+    def take_over(self, compiled: CompiledModel, training: ModelOptimizer) -> None:
+        """Puts what was found into a model that has just been compiled.
 
         Raises:
           ValueError: it is of another model or optimizer.
         """
-        snapshot, self._found = self._found, None
-        if snapshot is None:
-            return False
+        snapshot = self._found
+        assert snapshot is not None
         # With several shapes, variables that only other programs use are not the pipeline's.
         names, variables = compiled.pipeline.variables, snapshot.state.variables
         own = {name: value for name, value in variables.items() if name in names}
@@ -52,17 +85,57 @@ class Resumption:
             "What is in memory",
             compiled.pipeline,
         )
-        compiled.replace(**{**vars(state), "variables": {**variables, **state.variables}})
+        training.go_on_with(snapshot.extra[_OPTIMIZER], values=not self.has_new_values)
+        compiled.replace(
+            **{
+                **vars(state),
+                "variables": {**first_rows(snapshot), **state.variables},
+                "optimizer_state": training.put_values(state.optimizer_state),
+            }
+        )
+        compiled.write_to_host(also_constant=True)
         self._series.tell_resumed()
-        return True
+        self._found = None
 
     @processes.one_thread("a call of a PopTorch model")
-    def keep(self, compiled: CompiledModel) -> None:
+    def keep(self, compiled: CompiledModel, training: ModelOptimizer, model: torch.nn.Module) -> None:
         """Keeps the state of a model that is about to run."""
         assert compiled.state is not None
-        self._series.keep(dataclasses.replace(compiled.state, variables=compiled.variables))
+        if not compiled.tensors.keys() <= self._names.keys():
+            names = {id(tensor): name for name, tensor in _named_tensors(model).items()}
+            own = {name: names[id(tensor)] for name, tensor in compiled.tensors.items()}
+            self._names = {**self._names, **own}
+        state = dataclasses.replace(compiled.state, variables=compiled.variables)
+        extra = {_NAMES: self._names, _OPTIMIZER: training.describe()}
+        self._series.keep(state, compiled.pipeline.separate_variables, extra)
 
     def note_call(self, compiled: CompiledModel) -> None:
         """Counts a call that is done."""
         assert compiled.state is not None
         self._series.note_run(compiled.state.update_count)
+
+
+def _named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    named: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    return named | dict(model.named_buffers(remove_duplicate=False))
+
+
+def _write_to_host(snapshot: Snapshot, model: torch.nn.Module) -> None:
+    """Writes a snapshot's variables into the user's model.
+
+    Raises:
+      ValueError: the model has other parameters or buffers.
+    """
+    named, values = _named_tensors(model), first_rows(snapshot)
+    names: Mapping[str, str] = snapshot.extra[_NAMES]
+    if missing := sorted({name for name in names.values() if name not in named}):
+        raise ValueError(
+            f"What is in memory is of another model: this one has no {', '.join(missing)}. A program that "
+            "is started again must make the model that it made before."
+        )
+    with on_host(*named.values()):
+        for variable, name in names.items():
+            tensor, value = named[name], np.asarray(values[variable])
+            if tuple(tensor.shape) == value.shape:  # not rows of groups of replicas, which come later
+                with writing(tensor):
+                    tensor.copy_(to_torch(value, tensor.dtype))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
@@ -168,6 +169,32 @@ class ModelOptimizer:
                 "the groups of parameters": str(dict(self.group_of)),
             },
         )
+
+    def describe(self) -> dict[str, Any]:
+        """What a state of the devices lacks of the optimizer, as JSON."""
+        spec = self.spec
+        return {
+            "counts": self._counts,
+            "values": list(map(dict, spec.values)),
+            "loss_scaling": spec.loss_scaling,
+            "max_grad_norm": spec.max_grad_norm,
+        }
+
+    def go_on_with(self, described: Mapping[str, Any], values: bool) -> None:
+        """Takes what `describe` returned.
+
+        Args:
+          described: from an optimizer of the same class, with the same groups.
+          values: whether also the values in use.
+        """
+        self._counts = described["counts"]
+        if values:
+            groups = [
+                {name: tuple(value) if isinstance(value, list) else value for name, value in group.items()}
+                for group in described["values"]
+            ]
+            own = {name: described[name] for name in ("loss_scaling", "max_grad_norm")}
+            self.spec = dataclasses.replace(self.spec, values=tuple(groups), **own)
 
     def put_values(self, optimizer_state: Any) -> Any:
         """Returns an optimizer's state with the values in use."""

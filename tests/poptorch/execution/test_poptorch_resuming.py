@@ -110,7 +110,145 @@ def test_wrong_uses(start):
         executor.resume()
 
 
+class Counting(torch.nn.Module):
+    """A parameter that is not trained, and a buffer that only long inputs change."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 3)
+        self.frozen = torch.nn.Parameter(torch.ones(3), requires_grad=False)
+        self.register_buffer("long", torch.zeros(3))
+
+    def forward(self, x, target=None):
+        y = self.layer(x) * self.frozen
+        if len(x) > 2:
+            self.long.add_(x.mean(0))
+            y = y + 0.1 * self.long
+        return y if target is None else torch.nn.functional.mse_loss(y, target)
+
+
+class Program:
+    """A model and its optimizer, which can be made again as in a process that is started again."""
+
+    def __init__(self, start, make_optimizer=make_sgd):
+        self._start, self._make_optimizer = start, make_optimizer
+        self.restart = -1
+        self.begin()
+
+    def begin(self):
+        if self.restart >= 0:
+            self.executor._resumption._series.wait()
+        self.restart += 1
+        self._start(self.restart)
+        self.model = seeded(Counting)
+        self.optimizer = self._make_optimizer(self.model.parameters())
+        self.options = make_options(accumulation=2, allow_new_shapes=True)
+        self.executor = poptorch.trainingModel(self.model, self.options.clone(), self.optimizer)
+
+    def call(self, number, size=4):
+        return self.executor(*make_batch(size, seed=number))
+
+
+def test_what_no_run_changes_and_what_only_another_shape_uses(start):
+    """They are on the host and on the devices again, and are kept before that shape comes."""
+    ends = []
+    for kills in ((), (4, 5)):
+        program = Program(start)
+        program.executor.resume()
+        for number in range(8):
+            if number in kills:
+                program.begin()
+                assert program.executor.resume() == number - 1  # the call before it is done again
+                program.call(number - 1)
+            if number == 2:
+                with torch.no_grad():
+                    program.model.frozen.mul_(0.5)
+                program.executor.copyWeightsToDevice()
+            program.call(number, 8 if number in (1, 6) else 4)
+        ends.append(program.model.state_dict())
+    assert ends[0]["long"].abs().sum() > 0
+    assert_same(ends[1], ends[0])
+
+
+def test_the_host_has_the_weights_at_once(start):
+    """As do models for inference, before the first call."""
+    program = Program(start)
+    program.executor.resume()
+    for number in range(3):
+        before = {name: value.clone() for name, value in program.model.state_dict().items()}
+        program.call(number)
+    expected = before["layer.weight"] @ torch.ones(3) + before["layer.bias"]
+    program.begin()
+    inference = poptorch.inferenceModel(program.model, make_options())
+    initial = inference(torch.ones(1, 3))
+    assert program.executor.resume() == 2
+    assert_same(program.model.state_dict(), before)
+    found = inference(torch.ones(1, 3))
+    assert not torch.equal(found, initial)
+    torch.testing.assert_close(found[0], expected)
+
+
+def test_values_that_are_set_after_resuming_count(start):
+    """Without that, the optimizer has those that were in use."""
+    program = Program(start, lambda parameters: poptorch.optim.SGD(parameters, lr=0.1))
+    program.executor.resume()
+    program.call(0)
+    program.optimizer.param_groups[0]["lr"] = 0.25
+    program.executor.setOptimizer(program.optimizer)
+    program.call(1)
+    program.begin()
+    assert program.executor.resume() == 1
+    program.call(1)
+    assert program.optimizer.state_dict()["ipu_param"]["lr___0"] == 0.25
+    program.begin()
+    assert program.executor.resume() == 1
+    program.optimizer.param_groups[0]["lr"] = 0.0
+    program.executor.setOptimizer(program.optimizer)
+    weights = program.model.layer.weight.clone()
+    program.call(1)
+    assert torch.equal(program.model.layer.weight, weights)
+
+
+def test_a_newer_checkpoint_on_disk_counts(start):
+    program = Program(start)
+    program.executor.resume()
+    for number in range(3):
+        program.call(number)
+    state = program.model.state_dict()
+    for given, done in ((2, 2), (3, 3)):
+        program.begin()
+        program.model.load_state_dict(state)
+        assert program.executor.resume(given) == done
+        program.executor.compile(*make_batch(4))
+        assert torch.equal(program.model.layer.weight, state["layer.weight"]) == (given == 3)
+    program.call(3)
+    program.begin()
+    assert program.executor.resume() == 3
+    with pytest.raises(TypeError, match="num_done must be a whole number from 0; got -1"):
+        program.executor.resume(-1)
+
+
+def test_torchs_own_counts_go_on(start):
+    """RMSprop does not need them; they begin with those of a state that was loaded."""
+    program = Program(start, lambda parameters: torch.optim.RMSprop(parameters, lr=0.01))
+    for number in range(2):
+        program.call(number)
+    saved = program.optimizer.state_dict()
+    program = Program(start, program._make_optimizer)
+    program.optimizer.load_state_dict(saved)
+    program.executor.resume()
+    for number in range(3):
+        program.call(number)
+    program.begin()
+    program.optimizer.load_state_dict(saved)
+    assert program.executor.resume() == 2
+    program.call(2)
+    steps = {float(value["step"]) for value in program.optimizer.state_dict()["state"].values()}
+    assert steps == {5.0}
+
+
 def test_what_is_in_memory_is_of_another_model(start):
+    """It is not lost by an error."""
     start(0)
     model = seeded(TwoLayers)
     executor = poptorch.trainingModel(model, make_options(), make_sgd(model.parameters()))
@@ -118,8 +256,19 @@ def test_what_is_in_memory_is_of_another_model(start):
     executor(*make_batch(2))
     executor._resumption._series.wait()
     start(1)
+    other = torch.nn.Linear(3, 3)
+    executor = poptorch.trainingModel(other, make_options(), make_sgd(other.parameters()))
+    with pytest.raises(ValueError, match=r"this one has no first\.bias, first\.weight, second"):
+        executor.resume()
+    start(1)
     other = seeded(lambda: TwoLayers(hidden=7))
     executor = poptorch.trainingModel(other, make_options(), make_sgd(other.parameters()))
     executor.resume()
-    with pytest.raises(ValueError, match=r"first\.weight"):
-        executor(*make_batch(2))
+    for _call in range(2):
+        with pytest.raises(ValueError, match=r"first\.weight"):
+            executor(*make_batch(2))
+        assert not executor.isCompiled()
+    start(1)
+    executor = poptorch.trainingModel(model, make_options(), make_sgd(model.parameters()))
+    assert executor.resume() == 0
+    assert executor._resumption.is_pending
