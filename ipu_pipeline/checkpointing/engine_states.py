@@ -16,8 +16,9 @@ __all__ = ["restore", "save"]
 def save(path: str | os.PathLike[str], state: PipelineState) -> None:
     """Saves a state of a pipeline, to the last bit. In several processes, all call it with the same path.
 
-    Arrays are written by Orbax, each by a process that has it. It returns when the checkpoint is complete;
-    one that was there is then replaced, and stays if this ends in an error, or the process is killed.
+    Arrays are written by Orbax, each by a process that has it; of values that differ between replicas, the
+    first one's. It returns when the checkpoint is complete; one that was there is then replaced, and stays
+    if this ends in an error, or the process is killed.
 
     Example:
       >>> pipeline = engine.Pipeline([layers.Dense(4)], num_micro_batches=1)
