@@ -1,9 +1,9 @@
 """How much of a job's time is training, if its processes die again and again.
 
-    python -m benchmarks.goodput.run [--minutes 20] [--every 20] [--processes 8] [--json FILE]
+    python -m benchmarks.goodput.run [--minutes 20] [--every 20] [--processes 8 2] [--json FILE]
 
 A job of stages that sleep, as in benchmarks/emulation, each in a process of its own, is started by
-`ipu-pipeline launch --restarts` with processes on standby. One of them is killed at random moments. The
+`ipu-pipeline launch --restarts`, and where there is a core for each with processes on standby. One of them is killed at random moments. The
 figure is the goodput that the launcher tells at the end. Then the same training is done again, without
 sleeping, by processes that nobody kills, and the losses are compared, bit by bit.
 """
@@ -113,13 +113,14 @@ def measure(num_processes: int, minutes: float, every: float) -> Row:
     """Runs the job for so long, with a death after so many seconds on average."""
     generator = random.Random(0)  # noqa: S311  # of moments
     launch = [sys.executable, "-m", "ipu_pipeline", "launch", "-n", str(num_processes)]
+    standby = ["--standby"] if num_processes <= (os.cpu_count() or 1) else []
     side = ["-m", MODULE, "--side", "work", "--processes", str(num_processes), "--folder"]
     with tempfile.TemporaryDirectory() as name:
         folder, undisturbed = Path(name) / "job", Path(name) / "undisturbed"
         folder.mkdir()
         undisturbed.mkdir()
         with (Path(name) / "log").open("w") as log:
-            command = [*launch, "--restarts", "1000000", "--standby", *side, str(folder)]
+            command = [*launch, "--restarts", "1000000", *standby, *side, str(folder)]
             job = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
             deaths = _kill(job, num_processes, folder / "losses", minutes, every, generator)
         told = (Path(name) / "log").read_text()
@@ -135,8 +136,9 @@ def measure(num_processes: int, minutes: float, every: float) -> Row:
     waits.sort()
     wait = waits[len(waits) // 2] if waits else 0.0
     case = (
-        f"{num_processes} stages in {num_processes} processes, {minutes:.3g} min, {deaths} deaths, each "
-        f"made up for after {wait:.1f} s (median); {len(found)} runs with the same losses as without deaths"
+        f"{num_processes} stages in {num_processes} processes{', --standby' if standby else ''}: "
+        f"{minutes:.3g} min, {deaths} deaths, on again after {wait:.1f} s (median); {len(found)} runs with "
+        "the same losses as without deaths"
     )
     return Row(QUESTION, case, goodput[2], goodput[3], float(goodput[1]), None, LEAST, at_most=False)
 

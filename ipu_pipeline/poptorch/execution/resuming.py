@@ -99,11 +99,16 @@ class Resumption:
 
     @processes.one_thread("a call of a PopTorch model")
     def keep(self, compiled: CompiledModel, training: ModelOptimizer, model: torch.nn.Module) -> None:
-        """Keeps the state of a model that is about to run."""
+        """Keeps the state of a model that is about to run.
+
+        Raises:
+          Error: an error has lost the state.
+        """
+        compiled.check_not_lost()
         assert compiled.state is not None
         if not compiled.tensors.keys() <= self._names.keys():
             names = {id(tensor): name for name, tensor in _named_tensors(model).items()}
-            own = {name: names[id(tensor)] for name, tensor in compiled.tensors.items()}
+            own = {n: names[id(t)] for n, t in compiled.tensors.items() if id(t) in names}
             self._names = {**self._names, **own}
         state = dataclasses.replace(compiled.state, variables=compiled.variables)
         extra = {_NAMES: self._names, _OPTIMIZER: training.describe()}
