@@ -36,6 +36,7 @@ from ipu_pipeline.ground import jax_compat
 __all__ = [
     "LEAST_BYTES",
     "Emulated",
+    "build",
     "emulated_stage",
     "find_compiler",
     "make_pipeline",
@@ -55,9 +56,8 @@ def find_compiler() -> str | None:
     return shutil.which("g++")
 
 
-@functools.cache
-def register() -> None:
-    """Compiles the foreign function, and makes it known to XLA; once per process.
+def build(folder: Path) -> Path:
+    """Compiles the foreign function into a folder; the path of the library.
 
     Raises:
       RuntimeError: there is no compiler.
@@ -66,11 +66,21 @@ def register() -> None:
     compiler = find_compiler()
     if compiler is None:
         raise RuntimeError("Emulated devices need g++, which compiles benchmarks/emulation/sleep.cc.")
+    library = folder / "sleep.so"
+    command = [compiler, "-std=c++17", "-O1", "-w", "-shared", "-fPIC", f"-I{jax.ffi.include_dir()}"]
+    subprocess.run([*command, str(_SOURCE), "-o", str(library)], check=True)
+    return library
+
+
+@functools.cache
+def register(library: Path | None = None) -> None:
+    """Makes the foreign function known to XLA; once per process.
+
+    Args:
+      library: what `build` returned; None builds it, which takes seconds.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        library = Path(folder) / "sleep.so"
-        command = [compiler, "-std=c++17", "-O1", "-w", "-shared", "-fPIC", f"-I{jax.ffi.include_dir()}"]
-        subprocess.run([*command, str(_SOURCE), "-o", str(library)], check=True)
-        handler = ctypes.CDLL(str(library)).SleepHandler
+        handler = ctypes.CDLL(str(library or build(Path(folder)))).SleepHandler
     jax.ffi.register_ffi_target(_TARGET, jax.ffi.pycapsule(handler), platform="cpu")
 
 

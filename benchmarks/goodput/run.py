@@ -3,13 +3,15 @@
     python -m benchmarks.goodput.run [--minutes 20] [--every 20] [--processes 8 2] [--json FILE]
 
 A job of stages that sleep, as in benchmarks/emulation, each in a process of its own, is started by
-`ipu-pipeline launch --restarts`, and where there is a core for each with processes on standby. One of them is killed at random moments. The
-figure is the goodput that the launcher tells at the end. Then the same training is done again, without
-sleeping, by processes that nobody kills, and the losses are compared, bit by bit.
+`ipu-pipeline launch --restarts`, and where there is a core for each with processes on standby. One of them
+is killed at random moments. The figure is the goodput that the launcher tells at the end. Then the same
+training is done again, without sleeping, by processes that nobody kills, and the losses are compared, bit by
+bit.
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import os
 import random
@@ -42,13 +44,14 @@ def _make_data() -> Iterator[Any]:
         yield np.random.default_rng(number).normal(1.0, 0.1, [2, WIDTH]).astype(np.float32)
 
 
-def work(num_stages: int, folder: Path, num_runs: int | None) -> None:
+def work(num_stages: int, folder: Path, num_runs: int | None, library: Path) -> None:
     """One of the processes. It trains; that of the last stage writes a line with the losses of each run.
 
     Args:
       num_stages: the number of stages, and of IPUs.
       folder: where the lines go.
       num_runs: how many runs, in which stages do not sleep; None: until it is ended.
+      library: what stages sleep by.
     """
     import jax.numpy as jnp
     import numpy as np
@@ -60,7 +63,7 @@ def work(num_stages: int, folder: Path, num_runs: int | None) -> None:
     config = ipu.config.IPUConfig()
     config.auto_select_ipus = num_stages
     config.configure_ipu_system()
-    stages.register()
+    stages.register(library)
     times = (FORWARD_MS, BACKWARD_MS) if num_runs is None else (0.0, 0.0)
     sleeping = stages.emulated_stage(*times)
     infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(_make_data)
@@ -109,16 +112,28 @@ def _read_losses(folder: Path) -> dict[int, str]:
     return found
 
 
-def measure(num_processes: int, minutes: float, every: float) -> Row:
-    """Runs the job for so long, with a death after so many seconds on average."""
+def measure(num_processes: int, minutes: float, every: float, has_standby: bool | None) -> Row:
+    """Runs the job for so long, with a death after so many seconds on average.
+
+    Args:
+      num_processes: its processes.
+      minutes: how long.
+      every: the seconds.
+      has_standby: whether with processes on standby; None: if there is a core for each.
+    """
+    from benchmarks.emulation import stages
+
     generator = random.Random(0)  # noqa: S311  # of moments
     launch = [sys.executable, "-m", "ipu_pipeline", "launch", "-n", str(num_processes)]
-    standby = ["--standby"] if num_processes <= (os.cpu_count() or 1) else []
-    side = ["-m", MODULE, "--side", "work", "--processes", str(num_processes), "--folder"]
+    if has_standby is None:
+        has_standby = num_processes <= (os.cpu_count() or 1)
+    standby = ["--standby"] if has_standby else []
+    side = ["--side", "work", "--processes", str(num_processes), "--folder"]
     with tempfile.TemporaryDirectory() as name:
         folder, undisturbed = Path(name) / "job", Path(name) / "undisturbed"
         folder.mkdir()
         undisturbed.mkdir()
+        side = ["-m", MODULE, "--library", str(stages.build(Path(name))), *side]
         with (Path(name) / "log").open("w") as log:
             command = [*launch, "--restarts", "1000000", *standby, *side, str(folder)]
             job = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
@@ -180,12 +195,15 @@ def main() -> None:
     parser.add_argument("--processes", type=int, nargs="+", default=[8, 2])
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--runs", type=int)
+    parser.add_argument("--library", type=Path)
+    parser.add_argument("--standby", action=argparse.BooleanOptionalAction)
     args = parser.parse_args()
     if args.side is not None:
-        work(args.processes[0], args.folder, args.runs)
+        work(args.processes[0], args.folder, args.runs, args.library)
         return
     minutes = 5 if args.short else args.minutes
-    harness.report([measure(number, minutes, args.every) for number in args.processes], args.json)
+    rows = [measure(number, minutes, args.every, args.standby) for number in args.processes]
+    harness.report(rows, args.json)
 
 
 if __name__ == "__main__":
