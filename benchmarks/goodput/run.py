@@ -5,8 +5,8 @@
 A job of stages that sleep, as in benchmarks/emulation, each in a process of its own, is started by
 `ipu-pipeline launch --restarts`, and where there is a core for each with processes on standby. One of them
 is killed at random moments. The figure is the goodput that the launcher tells at the end. Then the same
-training is done again, without sleeping, by processes that nobody kills, and the losses are compared, bit by
-bit.
+training is done again, without sleeping, by processes that nobody kills, and the losses are compared, bit
+by bit.
 """
 
 from __future__ import annotations
