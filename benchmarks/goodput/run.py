@@ -201,7 +201,7 @@ def main() -> None:
     if args.side is not None:
         work(args.processes[0], args.folder, args.runs, args.library)
         return
-    minutes = 5 if args.short else args.minutes
+    minutes = 4 if args.short else args.minutes
     rows = [measure(number, minutes, args.every, args.standby) for number in args.processes]
     harness.report(rows, args.json)
 
