@@ -16,6 +16,7 @@ import atexit
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import sys
 import threading
@@ -309,13 +310,17 @@ class PeerWatch:
         """Finds processes of this machine that are gone."""
         gone = {}
         for process, status in statuses.items():
-            own = self._status
-            is_here = own.boot and (status.boot, status.namespace) == (own.boot, own.namespace)
-            if process != self._peers.index and is_here and own.namespace:
+            if process != self._peers.index and self._is_here(status):
                 found = board.find_process(status.pid)
                 if found is None or found.start != status.start:
                     gone[process] = "is gone from this machine"
         return gone
+
+    def _is_here(self, status: Status) -> bool:
+        """Whether this process would see that another one is gone."""
+        own = self._status
+        is_known = bool(own.boot and own.namespace)
+        return is_known and (status.boot, status.namespace) == (own.boot, own.namespace)
 
     # When this process ends.
 
@@ -387,11 +392,16 @@ class PeerWatch:
         self._end = ""
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             self._tell()
+        all_left = math.inf
         while True:
             with self._lock:
-                others = [s for p, s in self._statuses.items() if p != self._peers.index]
+                others = {p: s for p, s in self._statuses.items() if p != self._peers.index}
                 gone = self._find_gone(self._statuses)
-            left = sum(status.end is not None for status in others) + len(gone)
-            if left >= self._peers.count - 1:
-                return
+            left = {process for process, status in others.items() if status.end is not None}
+            if len(left | gone.keys()) >= self._peers.count - 1:
+                all_left = min(all_left, time.monotonic())
+                # One that ends with an error is to be gone first: a launcher tells the first one's status.
+                failing = [others[process] for process in left - gone.keys() if others[process].end]
+                if not any(map(self._is_here, failing)) or time.monotonic() > all_left + self._grace:
+                    return
             time.sleep(self._interval / 10)
