@@ -1,8 +1,10 @@
 """What processes tell each other, who has died, and what a run is called: without any processes."""
 
+import dataclasses
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import jax
 import numpy as np
@@ -367,6 +369,51 @@ def test_what_a_process_told_as_it_ended_is_heard_before_it_counts_as_dead(two):
             for asked, now in ((1.0, 1.2), (1.1, 1.7), (1.6, 2.2), (2.1, 3.3))
         ]
         assert [list(dead) for dead in found] == [[], [], [0] if answers else [], [0]]
+
+
+@pytest.fixture
+def leave():
+    """Ends process 0 of three, which are on this machine, as its program's end does; in a thread."""
+    watch = PeerWatch(peers.Peers(0, 3, "127.0.0.1", Store()), 12.0, 12.0)  # which is not started
+    here = watch._status
+    elsewhere = dataclasses.replace(here, boot="another machine")
+    gone = dataclasses.replace(here, pid=2**22 + 1)  # above the largest pid there is
+
+    def begin(*statuses):
+        found = {"alive": here, "gone": gone, "elsewhere": elsewhere}
+        watch._statuses = {
+            number: dataclasses.replace(found[where], end=end)
+            for number, (where, end) in enumerate(statuses, start=1)
+        }
+        return watch
+
+    with ThreadPoolExecutor(1) as threads:
+        yield begin, lambda: threads.submit(watch._await_others)
+        watch._statuses = {number: dataclasses.replace(gone, end="") for number in (1, 2)}
+
+
+@pytest.mark.parametrize(
+    ("statuses", "leaves"),
+    [
+        ([("alive", ""), ("alive", "")], True),
+        ([("alive", None), ("gone", "")], False),  # one that has said that it ends, and is gone, is one
+        ([("gone", None), ("gone", "ValueError")], True),
+        ([("alive", ""), ("alive", "ValueError")], False),  # it is to be gone first
+        ([("alive", ""), ("elsewhere", "ValueError")], True),  # which nobody would see
+    ],
+)
+def test_whom_a_process_awaits_at_its_end(statuses, leaves, leave):
+    begin, start = leave
+    begin(*statuses)
+    ending = start()
+    assert bool(wait([ending], 10 if leaves else 0.5).done) == leaves
+
+
+def test_one_that_fails_is_not_awaited_for_ever(leave):
+    begin, start = leave
+    watch = begin(("alive", ""), ("alive", "ValueError"))
+    watch._grace = 0.3
+    start().result(10)
 
 
 def test_a_process_that_is_silent():
