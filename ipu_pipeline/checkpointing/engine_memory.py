@@ -3,103 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
-import logging
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from ipu_pipeline.checkpointing.engine_snapshots import place_state, take_parts
-from ipu_pipeline.checkpointing.in_memory import InMemorySeries
-from ipu_pipeline.checkpointing.snapshots import Snapshot
+from ipu_pipeline.checkpointing.in_memory import InMemorySeries, name_next
 from ipu_pipeline.engine import Pipeline, PipelineState, processes
-from ipu_pipeline.engine.fronts import between_bars, check_pipeline, check_state
+from ipu_pipeline.engine.fronts import check_pipeline, check_state
 from ipu_pipeline.processes.launched import wait_on_standby
 
-__all__ = ["InMemoryCheckpoints", "StateSeries"]
+__all__ = ["InMemoryCheckpoints"]
 
 _EXTRA = "engine_extra"  # in `Snapshot.extra`: what a program adds
-_numbers = itertools.count()  # of trainings, in the order of the program
-_logger = logging.getLogger("ipu_pipeline")
-
-
-class StateSeries:
-    """The in-memory checkpoints of a pipeline's training; none if no launcher has given a directory.
-
-    All processes call everything here, in the same order.
-    """
-
-    def __init__(self, name: str) -> None:
-        """Writes nothing yet.
-
-        Args:
-          name: of the training, the same in all processes and after a restart.
-
-        Raises:
-          As for `InMemorySeries.of_environment`.
-        """
-        self._name = name
-        self._series = InMemorySeries.of_environment(name)
-
-    @property
-    def num_runs(self) -> int:
-        """How many runs are done, with those before this process was started."""
-        return 0 if self._series is None else self._series.runs
-
-    def find(self) -> Snapshot | None:
-        """What `InMemorySeries.find` does."""
-        return None if self._series is None else self._series.find()
-
-    def leave(self) -> None:
-        """Leaves what was found to a later series of this name."""
-        if self._series is not None:
-            self._series.leave()
-
-    def go_on_with(self, num_runs: int) -> None:
-        """Says that training goes on after so many runs from somewhere else than memory."""
-        if self._series is not None:
-            self._series.runs = num_runs
-
-    def tell_resumed(self) -> None:
-        """Says that training goes on with what was found."""
-        if self._series is not None:
-            self._series.tell_resumed()
-            with between_bars():
-                _logger.info("Training goes on with run %d, restored from memory.", self._series.runs)
-
-    def keep(self, state: PipelineState, separate: Set[str], extra: Mapping[str, Any]) -> None:
-        """Keeps a state, before the run that changes it.
-
-        Args:
-          state: whose arrays may be given away afterwards.
-          separate: the variables of which each replica has its own values.
-          extra: what else belongs to it, as JSON.
-
-        Raises:
-          ProcessError: another process has ended, or does not go on.
-        """
-        series = self._series
-        if series is None:
-            return
-        told: Sequence[str] = ()
-        if series.is_due:
-            series.wait()
-            others = processes.current()
-            told = [series.tell()] if others is None else others.exchange(self._name, series.tell())
-        series.hear(told)
-        series.take(lambda: take_parts(state, separate, extra))
-
-    def note_run(self, update_count: int) -> None:
-        """Counts a run that is done, with the number of weight updates after it."""
-        if self._series is not None:
-            self._series.note_run(update_count)
-
-    def wait(self) -> None:
-        """Waits until nothing is being written."""
-        if self._series is not None:
-            self._series.wait()
 
 
 class InMemoryCheckpoints:
@@ -137,9 +55,9 @@ class InMemoryCheckpoints:
         wait_on_standby()
         self.extra: dict[str, Any] = {}
         self._pipeline = pipeline
-        self._name = f"engine {next(_numbers)}"
-        self._series: StateSeries | None = None
-        self._has_saved = False
+        self._name = name_next("engine")
+        self._series: InMemorySeries | None = None  # None also without a launcher
+        self._has_restored = self._has_saved = False
 
     @processes.one_thread("restoring a state")
     def restore(self, state: PipelineState) -> PipelineState:
@@ -162,20 +80,20 @@ class InMemoryCheckpoints:
         """
         check_state("InMemoryCheckpoints.restore", state)
         processes.check_joined("InMemoryCheckpoints.restore")
-        if self._series is not None:
+        if self._has_restored:
             raise RuntimeError("InMemoryCheckpoints.restore was called before; steps go on from one state.")
-        series = StateSeries(self._name)
-        snapshot = series.find()
-        if snapshot is not None:
+        series = InMemorySeries.of_environment(self._name)
+        snapshot = None if series is None else series.find()
+        if series is not None and snapshot is not None:
             try:
                 found = place_state(snapshot, "What is in memory", self._pipeline)
             except BaseException:
-                series.leave()  # to who restores with another pipeline
+                series.leave()  # for a call that comes with the right pipeline
                 raise
             if found.execution_count >= state.execution_count:
                 state, self.extra = found, snapshot.extra[_EXTRA]
-                series.tell_resumed()
-        self._series = series
+                series.say_resumed()
+        self._series, self._has_restored = series, True
         return state
 
     @processes.one_thread("keeping a state")
@@ -196,18 +114,22 @@ class InMemoryCheckpoints:
           ProcessError: another process has ended, or does not go on.
         """
         check_state("InMemoryCheckpoints.save", state)
-        if self._series is None:
+        if not self._has_restored:
             raise RuntimeError(
                 "InMemoryCheckpoints.save: call restore before the first step, which reads what is there."
             )
         kept = {_EXTRA: _check_extra(extra)}
-        if self._has_saved:  # a step counts when the next one begins, as nobody waits for its end
-            self._series.note_run(state.update_count)
+        series = self._series
+        if series is None:
+            return
+        if self._has_saved:  # nobody waits for the end of a step: it counts when the next one begins
+            series.note_run(state.update_count)
         self._has_saved = True
         # Arrays of NumPy, which only the user can have put there, may be written to.
         own = {n: v.copy() if isinstance(v, np.ndarray) else v for n, v in state.variables.items()}
-        state = dataclasses.replace(state, variables=own)
-        self._series.keep(state, self._pipeline.separate_variables, kept)
+        state, separate = dataclasses.replace(state, variables=own), self._pipeline.separate_variables
+        series.meet()
+        series.take(lambda: take_parts(state, separate, kept))
 
 
 def _check_extra(extra: Any) -> dict[str, Any]:

@@ -30,6 +30,7 @@ import re
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,7 +61,7 @@ from ipu_pipeline.processes.launched import (
 )
 from ipu_pipeline.processes.own_directories import make_own
 
-__all__ = ["InMemorySeries", "parts_of", "rows_of"]
+__all__ = ["InMemorySeries", "name_next", "parts_of", "rows_of"]
 
 T = TypeVar("T")
 _ALIGNMENT = 64  # bytes
@@ -139,6 +140,14 @@ class _File:
 
 
 _begun: dict[str, int] = {}  # series of this process -> the number of the next checkpoint
+_named: Counter[str] = Counter()  # kind of training -> how many this process has named
+
+
+def name_next(kind: str) -> str:
+    """Names a training by its number among those of its kind in the program, the same in all processes."""
+    number = _named[kind]
+    _named[kind] += 1
+    return f"{kind} {number}"
 
 
 class InMemorySeries:
@@ -206,6 +215,15 @@ class InMemorySeries:
             with processes.occupied("an in-memory checkpoint"):
                 self._thread.join()
             self._thread = None
+
+    def meet(self) -> None:
+        """Does all that comes before `take`, where no other exchange of the processes can carry it."""
+        told: Sequence[str] = ()
+        if self.is_due:
+            self.wait()
+            others = processes.current()
+            told = [self.tell()] if others is None else others.exchange(self._what, self.tell())
+        self.hear(told)
 
     def tell(self) -> str:
         """What the other processes are to know before the next checkpoint is taken, after `wait`."""
@@ -315,6 +333,12 @@ class InMemorySeries:
         """Says how many runs are done again, after training has gone on with what was found."""
         with contextlib.suppress(OSError, ValueError):  # the node is new, or it was being written
             launched.tell_resumed(max(0, int(self._done(self._index).read_text()) - self.runs))
+
+    def say_resumed(self) -> None:
+        """Does what `tell_resumed` does, and logs where training goes on."""
+        self.tell_resumed()
+        with between_bars():
+            _logger.info("Training goes on with run %d, restored from memory.", self.runs)
 
     def _open(self, file: _File, holders: Mapping[str, int]) -> BinaryIO:
         """Opens a file, which may be on another machine. All processes call it, in the same order."""

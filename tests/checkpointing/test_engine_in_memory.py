@@ -12,23 +12,12 @@ import optax
 import pytest
 
 from ipu_pipeline import engine
-from ipu_pipeline.checkpointing import engine_memory, in_memory
+from ipu_pipeline.checkpointing import in_memory
 from ipu_pipeline.processes import launched
-from ipu_pipeline.processes.launched import MEMORY_EVERY_VARIABLE, MEMORY_VARIABLE, RESTART_VARIABLE
+from ipu_pipeline.processes.launched import MEMORY_EVERY_VARIABLE, MEMORY_VARIABLE
 from tests.support.engine_resumer import make_pipeline, train
+from tests.support.launched import KilledError
 from tests.support.resumable import Batches
-
-
-@pytest.fixture
-def start(directory, monkeypatch):
-    """Begins as a process that was started so often again."""
-
-    def begin(restart):
-        monkeypatch.setenv(RESTART_VARIABLE, str(restart))
-        monkeypatch.setattr(in_memory, "_begun", {})
-        monkeypatch.setattr(engine_memory, "_numbers", itertools.count())
-
-    return begin
 
 
 @pytest.fixture(scope="module")
@@ -53,13 +42,9 @@ def assert_same(one, other):
     assert (jax.random.key_data(one.key) == jax.random.key_data(other.key)).all()
 
 
-class KilledError(Exception):
-    pass
-
-
 @pytest.mark.parametrize("every", [1, 3])
 def test_a_program_that_is_started_again_ends_as_one_that_was_not(
-    every, pipeline, start, directory, monkeypatch
+    every, pipeline, restart, directory, monkeypatch
 ):
     """The order of the data goes on by `extra`; dropout, statistics and Adam by the state."""
     monkeypatch.setenv(MEMORY_EVERY_VARIABLE, str(every))
@@ -74,11 +59,11 @@ def test_a_program_that_is_started_again_ends_as_one_that_was_not(
         patch.delenv(MEMORY_VARIABLE)  # nothing is kept
         whole = train(pipeline, 9, lambda *told: note(expected, *told))
     assert not list(directory.iterdir())
-    for restart, last in enumerate((0, 4, 6)):
-        start(restart)
+    for number, last in enumerate((0, 4, 6)):
+        restart(number)
         with pytest.raises(KilledError):
             train(pipeline, 9, lambda *told, last=last: note(found, *told, last))
-    start(3)
+    restart(3)
     again = []
     state = train(pipeline, 9, lambda *told: (again.append(told[0]), note(found, *told)))
     assert again[0] == (6 if every == 1 else 3 * (6 // 3))
@@ -86,9 +71,9 @@ def test_a_program_that_is_started_again_ends_as_one_that_was_not(
     assert_same(state, whole)
 
 
-def test_the_newer_state_is_taken(pipeline, start, caplog):
+def test_the_newer_state_is_taken(pipeline, restart, caplog):
     """The one in memory, or the one that the program has read from disk."""
-    start(0)
+    restart(0)
     checkpoints = engine.InMemoryCheckpoints(pipeline)
     batches = list(itertools.islice(Batches(), 4))
     states = [checkpoints.restore(initial(pipeline))]
@@ -98,7 +83,7 @@ def test_the_newer_state_is_taken(pipeline, start, caplog):
         states[-1:] = [kept, pipeline.step(states[-1], batches)[0]]
     checkpoints._series.wait()
     for given, number in ((0, 2), (1, 2), (2, 2), (3, None)):
-        start(1)
+        restart(1)
         checkpoints = engine.InMemoryCheckpoints(pipeline)
         caplog.clear()
         with caplog.at_level(logging.INFO):
@@ -131,11 +116,11 @@ def make_counting(**options):
     )
 
 
-def test_each_replica_has_its_own_values_again(start):
+def test_each_replica_has_its_own_values_again(restart):
     data = np.random.default_rng(0).normal(size=(6, 4, 3, 5)).astype(np.float32)
     states, losses = [], []
     for is_killed in (False, True):
-        start(0)
+        restart(0)
         pipeline = make_counting()
         checkpoints = engine.InMemoryCheckpoints(pipeline)
         state = checkpoints.restore(pipeline.init(jax.random.key(0), data[0, 0]))
@@ -144,7 +129,7 @@ def test_each_replica_has_its_own_values_again(start):
             checkpoints.save(state)
             if is_killed and state.execution_count == 4:
                 checkpoints._series.wait()
-                start(1)
+                restart(1)
                 is_killed, pipeline = False, make_counting()
                 checkpoints = engine.InMemoryCheckpoints(pipeline)
                 state = checkpoints.restore(pipeline.init(jax.random.key(0), data[0, 0]))
@@ -161,24 +146,24 @@ def test_each_replica_has_its_own_values_again(start):
     assert not np.array_equal(*rows[0])
 
 
-def test_another_number_of_replicas_takes_the_first_ones_values(start):
-    start(0)
+def test_another_number_of_replicas_takes_the_first_ones_values(restart):
+    restart(0)
     pipeline, data = make_counting(), np.ones((4, 3, 5), np.float32)
     checkpoints = engine.InMemoryCheckpoints(pipeline)
     state = checkpoints.restore(pipeline.init(jax.random.key(0), data[0]))
     state, _outputs = pipeline.step(state, [data[0], 2 * data[1], data[2], 2 * data[3]])
     checkpoints.save(state)
     checkpoints._series.wait()
-    start(1)
+    restart(1)
     joining = make_counting(num_replicas=1, joins_assigned=True)
     found = engine.InMemoryCheckpoints(joining).restore(joining.init(jax.random.key(0), data[0]))
     np.testing.assert_array_equal(found.variables["seen"], state.variables["seen"])
     np.testing.assert_allclose(found.variables["seen"], 0.19, rtol=1e-6)
 
 
-def test_a_process_on_standby_waits_before_it_looks(pipeline, start, monkeypatch):
+def test_a_process_on_standby_waits_before_it_looks(pipeline, restart, monkeypatch):
     """Also one that does not join others, as there are none."""
-    start(0)
+    restart(0)
     launcher, own = socket.socketpair()
     monkeypatch.setenv(launched.STANDBY_VARIABLE, "1")
     monkeypatch.setenv("IPU_PIPELINE_LAUNCHER_FD", launched.describe_socket(own))
@@ -194,9 +179,9 @@ def test_a_process_on_standby_waits_before_it_looks(pipeline, start, monkeypatch
     launcher.close()
 
 
-def test_variables_of_numpy_may_be_written_to(pipeline, start):
+def test_variables_of_numpy_may_be_written_to(pipeline, restart):
     """While the state is being written."""
-    start(0)
+    restart(0)
     checkpoints = engine.InMemoryCheckpoints(pipeline)
     state = checkpoints.restore(initial(pipeline))
     own = {name: np.array(value) for name, value in state.variables.items()}
@@ -204,12 +189,12 @@ def test_variables_of_numpy_may_be_written_to(pipeline, start):
     for value in own.values():
         value.fill(7)
     checkpoints._series.wait()
-    start(1)
+    restart(1)
     assert_same(engine.InMemoryCheckpoints(pipeline).restore(initial(pipeline)), state)
 
 
-def test_two_trainings_are_known_by_their_order(pipeline, start):
-    start(0)
+def test_two_trainings_are_known_by_their_order(pipeline, restart):
+    restart(0)
     batches = list(itertools.islice(Batches(), 4))
     states, kept = [initial(pipeline), initial(pipeline)], []
     for number, state in enumerate(states):
@@ -219,19 +204,19 @@ def test_two_trainings_are_known_by_their_order(pipeline, start):
         checkpoints.save(checkpoints.restore(state))
         checkpoints._series.wait()
         kept.append(state)
-    start(1)
+    restart(1)
     for state in kept:
         assert_same(engine.InMemoryCheckpoints(pipeline).restore(initial(pipeline)), state)
 
 
-def test_progress_and_goodput(pipeline, start, monkeypatch):
+def test_progress_and_goodput(pipeline, restart, monkeypatch):
     """A step counts when the next one begins; the first one, which compiles, as long as the second."""
     now, told = [0.0], []
     monkeypatch.setattr(in_memory.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(launched, "_useful", 0.0)
     monkeypatch.setattr(launched, "_tell", told.append)
     monkeypatch.setattr(launched, "_told_at", -1.0)
-    start(0)
+    restart(0)
     checkpoints = engine.InMemoryCheckpoints(pipeline)
     state = checkpoints.restore(initial(pipeline))
     batches = list(itertools.islice(Batches(), 4))
@@ -245,8 +230,8 @@ def test_progress_and_goodput(pipeline, start, monkeypatch):
     assert [text.split()[2:] for text in told] == [["0", "1", "0"], ["1", "2", "2"], ["2", "3", "4"]]
 
 
-def test_wrong_uses(pipeline, start, directory, monkeypatch):
-    start(0)
+def test_wrong_uses(pipeline, restart, directory, monkeypatch):
+    restart(0)
     with pytest.raises(TypeError, match=r"pipeline must be an engine\.Pipeline; got NoneType"):
         engine.InMemoryCheckpoints(None)
     checkpoints, state = engine.InMemoryCheckpoints(pipeline), initial(pipeline)
@@ -273,18 +258,18 @@ def test_wrong_uses(pipeline, start, directory, monkeypatch):
     assert not list(directory.iterdir())
 
 
-def test_what_is_in_memory_is_of_another_model(start):
-    start(0)
+def test_what_is_in_memory_is_of_another_model(restart):
+    restart(0)
     one, other = make_pipeline(2, 1), engine.Pipeline([lambda x, y: x * y], num_micro_batches=1)
     checkpoints = engine.InMemoryCheckpoints(one)
     state, _outputs = one.step(checkpoints.restore(initial(one)), list(itertools.islice(Batches(), 4)))
     checkpoints.save(state)
     checkpoints._series.wait()
-    start(1)
+    restart(1)
     state = other.init(jax.random.key(0), (np.float32(1), np.float32(2)))
     with pytest.raises(ValueError, match="a/dense/kernel"):
         engine.InMemoryCheckpoints(other).restore(state)
-    start(1)
+    restart(1)
     again = make_pipeline(2, 1)
     untraced = engine.InMemoryCheckpoints(again)
     with pytest.raises(RuntimeError, match="traced"):

@@ -25,7 +25,6 @@ from ipu_pipeline.processes.job_history import JobHistory
 from ipu_pipeline.processes.launched import MEMORY_EVERY_VARIABLE, MEMORY_VARIABLE, RESTART_VARIABLE
 from ipu_pipeline.queues.positions import Position
 from ipu_pipeline.tf1.estimator.scalars import FILE
-from ipu_pipeline.tf1.session import session as session_module
 from tests.support.estimating import assert_same_variables, input_fn, make_estimator
 from tests.support.resumable import Batches, Training, assert_same
 
@@ -48,12 +47,11 @@ def take(series, variables, count=3):
 
 
 @pytest.fixture
-def again(directory, monkeypatch):
+def again(directory, restart):
     """A series as in a process that was started again."""
 
-    def make(name="a", restart=1):
-        monkeypatch.setenv(RESTART_VARIABLE, str(restart))
-        monkeypatch.setattr(in_memory, "_begun", {})
+    def make(name="a", number=1):
+        restart(number)
         return InMemorySeries(directory, name)
 
     return make
@@ -134,7 +132,7 @@ def test_the_two_newest_are_kept_and_the_rest_is_written_over(directory, again):
         "4-0-0of1",
         "5-1-0of1",
     ]  # what was found stays until the next is complete
-    assert again(restart=2).find().state.variables["x"].shape == (0,)
+    assert again(number=2).find().state.variables["x"].shape == (0,)
 
 
 def test_what_is_not_complete_is_not_found(directory, again):
@@ -151,7 +149,7 @@ def test_what_is_not_complete_is_not_found(directory, again):
     (old,) = directory.glob("*-0of2")
     other = directory / old.name.replace("-1-0-0of2", "-1-1-1of2")
     other.write_bytes(old.read_bytes())
-    assert again(restart=2).find().state.variables["x"] == [1]
+    assert again(number=2).find().state.variables["x"] == [1]
     assert again("b").find() is None
 
 
@@ -161,7 +159,7 @@ def test_parts_that_are_missing_are_an_error(directory, again):
     half = dataclasses.replace(leaf, begins=leaf.begins[:1], parts=leaf.parts[:1])
     none = dataclasses.replace(leaf, begins=(), parts=())
     for parts, message in ((half, "lacks a part of variables/x"), (none, "lacks variables/x")):
-        series = again(restart=0)
+        series = again(number=0)
         series.take(lambda parts=parts: Snapshot(SessionState({"x": parts}), 7, "threefry2x32"))
         series.wait()
         with pytest.raises(ValueError, match=message):
@@ -170,10 +168,10 @@ def test_parts_that_are_missing_are_an_error(directory, again):
 
 
 def test_a_job_and_a_second_training_begin_without_what_is_there(directory, again):
-    take(again(restart=0), {"x": np.float32([1])})
-    assert again(restart=0).find() is None  # another job's
+    take(again(number=0), {"x": np.float32([1])})
+    assert again(number=0).find() is None  # another job's
     assert files_in(directory) == []
-    take(again(restart=0), {"x": np.float32([1])})
+    take(again(number=0), {"x": np.float32([1])})
     first = again()
     assert first.find() is not None
     take(first, {"x": np.float32([2])})
@@ -181,7 +179,7 @@ def test_a_job_and_a_second_training_begin_without_what_is_there(directory, agai
     assert second.find() is None
     take(second, {"x": np.float32([3])})
     assert files_in(directory) == ["2-1-0of1"]  # no number comes twice
-    third = again(restart=2)
+    third = again(number=2)
     assert third.find().state.variables["x"] == [3]
     third.leave()
     assert InMemorySeries(directory, "a").find().state.variables["x"] == [3]
@@ -341,13 +339,11 @@ def test_the_buddy_is_on_another_machine():
 
 
 @pytest.fixture
-def sessions(directory, monkeypatch):
+def sessions(restart):
     """Makes sessions as in a program that is started anew."""
 
-    def start(restart):
-        monkeypatch.setenv(RESTART_VARIABLE, str(restart))
-        monkeypatch.setattr(in_memory, "_begun", {})
-        monkeypatch.setattr(session_module, "_numbers", itertools.count())
+    def start(number):
+        restart(number)
         return ipu.Session(seed=3)
 
     return start
@@ -525,7 +521,7 @@ def test_a_call_that_has_nothing_to_do_leaves_the_memory_to_a_later_one(director
     """As when a program trains, evaluates and trains on, and is killed in the second training."""
     estimator = make_estimator(tmp_path / "model")
     estimator.train(input_fn, max_steps=16)
-    again(restart=0)
+    again(number=0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ipu_pipeline.checkpointing.checkpoints.CheckpointSeries.save", lambda *_given: None)
         patch.setattr(InMemorySeries, "drop", lambda _series: None)
@@ -582,7 +578,7 @@ def test_an_estimator_goes_on_from_memory_if_that_is_newer_than_disk(directory, 
 def test_an_estimator_goes_on_from_disk_if_memory_is_not_newer(step, directory, tmp_path, caplog, again):
     estimator = make_estimator(tmp_path / "model")
     estimator.train(input_fn, max_steps=16)
-    take(again(f"estimator {tmp_path / 'model'}", restart=0), {"x": np.float32([1])}, step)
+    take(again(f"estimator {tmp_path / 'model'}", number=0), {"x": np.float32([1])}, step)
     again()
     with caplog.at_level(logging.INFO):
         make_estimator(tmp_path / "model").train(input_fn, max_steps=24)

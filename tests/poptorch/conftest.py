@@ -3,6 +3,9 @@
 import pytest
 
 from ipu_pipeline.poptorch import logs
+from tests.support.launched import directory, restart
+
+__all__ = ["directory", "restart"]
 
 
 @pytest.fixture

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Mapping
 
 import numpy as np
 import torch
 
-from ipu_pipeline.checkpointing.engine_memory import StateSeries
-from ipu_pipeline.checkpointing.engine_snapshots import first_rows, place_state
+from ipu_pipeline.checkpointing.engine_snapshots import first_rows, place_state, take_parts
+from ipu_pipeline.checkpointing.in_memory import InMemorySeries, name_next
 from ipu_pipeline.checkpointing.snapshots import Snapshot
 from ipu_pipeline.engine import processes
 from ipu_pipeline.poptorch.dtypes import to_torch
@@ -21,7 +20,6 @@ from ipu_pipeline.poptorch.execution.weights import on_host
 
 __all__ = ["Resumption"]
 
-_numbers = itertools.count()  # of models, in the order of the program
 # In `Snapshot.extra`: the names of the tensors that variables are of, and what is known of the optimizer.
 _NAMES, _OPTIMIZER = "poptorch_names", "poptorch_optimizer"
 
@@ -47,22 +45,22 @@ class Resumption:
           ValueError: the checkpoint is of another model; or processes have been given other directories.
         """
         self.has_new_values = False
-        self._series = StateSeries(f"poptorch {next(_numbers)}")
+        self.num_calls = num_done
         self._names: dict[str, str] = {}  # variable -> tensor
-        found = self._series.find()
-        if found is not None and self._series.num_runs < num_done:
-            found = None
-        self._found = found
-        if found is None:
-            self._series.go_on_with(num_done)
-        else:
-            self._names = found.extra[_NAMES]
-            try:
-                _write_to_host(found, model)
-            except ValueError:
-                self._series.leave()
-                raise
-        self.num_calls = max(num_done, self._series.num_runs)
+        self._found: Snapshot | None = None
+        self._series = series = InMemorySeries.of_environment(name_next("poptorch"))
+        if series is None:
+            return
+        found = series.find()
+        if found is None or series.runs < num_done:
+            series.runs = num_done
+            return
+        try:
+            _write_to_host(found, model)
+        except ValueError:
+            series.leave()
+            raise
+        self._found, self._names, self.num_calls = found, found.extra[_NAMES], series.runs
 
     @property
     def is_pending(self) -> bool:
@@ -94,7 +92,8 @@ class Resumption:
             }
         )
         compiled.write_to_host(also_constant=True)
-        self._series.tell_resumed()
+        assert self._series is not None
+        self._series.say_resumed()
         self._found = None
 
     @processes.one_thread("a call of a PopTorch model")
@@ -105,6 +104,8 @@ class Resumption:
           Error: an error has lost the state.
         """
         compiled.check_not_lost()
+        if self._series is None:
+            return
         assert compiled.state is not None
         if not compiled.tensors.keys() <= self._names.keys():
             names = {id(tensor): name for name, tensor in _named_tensors(model).items()}
@@ -112,12 +113,14 @@ class Resumption:
             self._names = {**self._names, **own}
         state = dataclasses.replace(compiled.state, variables=compiled.variables)
         extra = {_NAMES: self._names, _OPTIMIZER: training.describe()}
-        self._series.keep(state, compiled.pipeline.separate_variables, extra)
+        self._series.meet()
+        self._series.take(lambda: take_parts(state, compiled.pipeline.separate_variables, extra))
 
     def note_call(self, compiled: CompiledModel) -> None:
         """Counts a call that is done."""
-        assert compiled.state is not None
-        self._series.note_run(compiled.state.update_count)
+        if self._series is not None:
+            assert compiled.state is not None
+            self._series.note_run(compiled.state.update_count)
 
 
 def _named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
-import logging
 import os
 import warnings
 from collections import Counter
@@ -18,10 +16,10 @@ import jax
 import numpy as np
 
 from ipu_pipeline.checkpointing import checkpoints
-from ipu_pipeline.checkpointing.in_memory import InMemorySeries, parts_of
+from ipu_pipeline.checkpointing.in_memory import InMemorySeries, name_next, parts_of
 from ipu_pipeline.checkpointing.snapshots import Snapshot
 from ipu_pipeline.engine import processes
-from ipu_pipeline.engine.fronts import between_bars, keep, read_outfeed
+from ipu_pipeline.engine.fronts import keep, read_outfeed
 from ipu_pipeline.engine.processes import only_if_written_here, read_gathered
 from ipu_pipeline.processes import executable_cache, interrupts, selection
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
@@ -46,9 +44,6 @@ from ipu_pipeline.tf1.session.store import Store
 from ipu_pipeline.tf1.session.turns import Turns
 
 __all__ = ["Session"]
-
-_numbers = itertools.count()  # of sessions that can be resumed
-_logger = logging.getLogger("ipu_pipeline")
 
 
 @dataclass(frozen=True, eq=False)
@@ -384,7 +379,7 @@ class Session:
         if self._in_memory is not None:
             raise RuntimeError("Session.resume: this session has called it before.")
         self._select_devices()
-        series = InMemorySeries.of_environment(f"session {next(_numbers)}")
+        series = InMemorySeries.of_environment(name_next("session"))
         if series is None:
             return 0
         snapshot = series.find()
@@ -392,9 +387,7 @@ class Session:
             # What it lacks had not been used, and gets the initial values that it would have had.
             self.take_over(snapshot, "in memory", fits=False)
             self._is_resumed = True
-            series.tell_resumed()
-            with between_bars():
-                _logger.info("Training goes on with run %d, restored from memory.", series.runs)
+            series.say_resumed()
         self.keep_in_memory(series)
         return series.runs
 

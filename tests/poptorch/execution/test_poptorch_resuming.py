@@ -1,36 +1,14 @@
 """Training models that go on from memory."""
 
-import itertools
-
 import jax
 import pytest
 import torch
 
 import ipu_pipeline.poptorch as poptorch
-from ipu_pipeline.checkpointing import in_memory
-from ipu_pipeline.poptorch.execution import resuming
-from ipu_pipeline.processes.launched import MEMORY_VARIABLE, RESTART_VARIABLE
+from ipu_pipeline.processes.launched import MEMORY_VARIABLE
+from tests.support.launched import KilledError
 from tests.support.poptorch_front import TwoLayers, make_batch, make_options, make_sgd, seeded
 from tests.support.poptorch_resumer import make_model, train
-
-
-@pytest.fixture
-def start(tmp_path, monkeypatch):
-    """Begins as a process that a launcher has started so often again."""
-    directory = tmp_path / "memory"
-    directory.mkdir(mode=0o700)
-    monkeypatch.setenv(MEMORY_VARIABLE, str(directory))
-
-    def begin(restart):
-        monkeypatch.setenv(RESTART_VARIABLE, str(restart))
-        monkeypatch.setattr(in_memory, "_begun", {})
-        monkeypatch.setattr(resuming, "_numbers", itertools.count())
-
-    return begin
-
-
-class KilledError(Exception):
-    pass
 
 
 def assert_same(one, other):
@@ -40,7 +18,7 @@ def assert_same(one, other):
 
 
 @pytest.mark.parametrize("optimizer", [None, torch.optim.AdamW])
-def test_a_program_that_is_started_again_ends_as_one_that_was_not(optimizer, start, monkeypatch):
+def test_a_program_that_is_started_again_ends_as_one_that_was_not(optimizer, restart, monkeypatch):
     """Dropout, the buffers of each of two replicas, Adam, and rates that change."""
     expected, found = {}, {}
 
@@ -53,11 +31,11 @@ def test_a_program_that_is_started_again_ends_as_one_that_was_not(optimizer, sta
         patch.delenv(MEMORY_VARIABLE)
         whole, own = make_model(2, optimizer)
         train(whole, own, 9, lambda *told: note(expected, *told), 2)
-    for restart, last in enumerate((2, 5)):
-        start(restart)
+    for number, last in enumerate((2, 5)):
+        restart(number)
         with pytest.raises(KilledError):
             train(*make_model(2, optimizer), 9, lambda *told, last=last: note(found, *told, last), 2)
-    start(2)
+    restart(2)
     executor, adam = make_model(2, optimizer)
     again = []
     train(executor, adam, 9, lambda *told: (again.append(told[0]), note(found, *told)), 2)
@@ -71,11 +49,11 @@ def test_a_program_that_is_started_again_ends_as_one_that_was_not(optimizer, sta
         assert torch.equal(value, wanted) if isinstance(wanted, torch.Tensor) else value == wanted
 
 
-def test_weights_are_there_once_the_model_is_compiled(start):
+def test_weights_are_there_once_the_model_is_compiled(restart):
     """Also on the host, and for several shapes; a state dict that was loaded before is older."""
     batches = [make_batch(4), make_batch(6, seed=1)]
     options = make_options(accumulation=2, allow_new_shapes=True)
-    start(0)
+    restart(0)
     model = seeded(TwoLayers)
     executor = poptorch.trainingModel(model, options.clone(), make_sgd(model.parameters()))
     assert executor.resume() == 0
@@ -84,7 +62,7 @@ def test_weights_are_there_once_the_model_is_compiled(start):
         states.append({name: value.clone() for name, value in model.state_dict().items()})
         executor(*batch)
     executor._resumption._series.wait()
-    start(1)
+    restart(1)
     other = seeded(TwoLayers, 5)
     executor = poptorch.trainingModel(other, options.clone(), make_sgd(other.parameters()))
     executor.load_state_dict(states[0])
@@ -95,8 +73,8 @@ def test_weights_are_there_once_the_model_is_compiled(start):
     assert_same(other.state_dict(), model.state_dict())
 
 
-def test_wrong_uses(start):
-    start(0)
+def test_wrong_uses(restart):
+    restart(0)
     model = seeded(TwoLayers)
     with pytest.raises(RuntimeError, match="resume is for training models"):
         poptorch.inferenceModel(model, make_options()).resume()
@@ -130,16 +108,16 @@ class Counting(torch.nn.Module):
 class Program:
     """A model and its optimizer, which can be made again as in a process that is started again."""
 
-    def __init__(self, start, make_optimizer=make_sgd):
-        self._start, self._make_optimizer = start, make_optimizer
-        self.restart = -1
+    def __init__(self, restart, make_optimizer=make_sgd):
+        self._begin_anew, self._make_optimizer = restart, make_optimizer
+        self.number = -1
         self.begin()
 
     def begin(self):
-        if self.restart >= 0:
+        if self.number >= 0:
             self.executor._resumption._series.wait()
-        self.restart += 1
-        self._start(self.restart)
+        self.number += 1
+        self._begin_anew(self.number)
         self.model = seeded(Counting)
         self.optimizer = self._make_optimizer(self.model.parameters())
         self.options = make_options(accumulation=2, allow_new_shapes=True)
@@ -149,11 +127,11 @@ class Program:
         return self.executor(*make_batch(size, seed=number))
 
 
-def test_what_no_run_changes_and_what_only_another_shape_uses(start):
+def test_what_no_run_changes_and_what_only_another_shape_uses(restart):
     """They are on the host and on the devices again, and are kept before that shape comes."""
     ends = []
     for kills in ((), (4, 5)):
-        program = Program(start)
+        program = Program(restart)
         program.executor.resume()
         for number in range(8):
             if number in kills:
@@ -170,9 +148,9 @@ def test_what_no_run_changes_and_what_only_another_shape_uses(start):
     assert_same(ends[1], ends[0])
 
 
-def test_the_host_has_the_weights_at_once(start):
+def test_the_host_has_the_weights_at_once(restart):
     """As do models for inference, before the first call."""
-    program = Program(start)
+    program = Program(restart)
     program.executor.resume()
     for number in range(3):
         before = {name: value.clone() for name, value in program.model.state_dict().items()}
@@ -188,9 +166,9 @@ def test_the_host_has_the_weights_at_once(start):
     torch.testing.assert_close(found[0], expected)
 
 
-def test_values_that_are_set_after_resuming_count(start):
+def test_values_that_are_set_after_resuming_count(restart):
     """Without that, the optimizer has those that were in use."""
-    program = Program(start, lambda parameters: poptorch.optim.SGD(parameters, lr=0.1))
+    program = Program(restart, lambda parameters: poptorch.optim.SGD(parameters, lr=0.1))
     program.executor.resume()
     program.call(0)
     program.optimizer.param_groups[0]["lr"] = 0.25
@@ -209,8 +187,8 @@ def test_values_that_are_set_after_resuming_count(start):
     assert torch.equal(program.model.layer.weight, weights)
 
 
-def test_a_newer_checkpoint_on_disk_counts(start):
-    program = Program(start)
+def test_a_newer_checkpoint_on_disk_counts(restart):
+    program = Program(restart)
     program.executor.resume()
     for number in range(3):
         program.call(number)
@@ -228,13 +206,13 @@ def test_a_newer_checkpoint_on_disk_counts(start):
         program.executor.resume(-1)
 
 
-def test_torchs_own_counts_go_on(start):
+def test_torchs_own_counts_go_on(restart):
     """RMSprop does not need them; they begin with those of a state that was loaded."""
-    program = Program(start, lambda parameters: torch.optim.RMSprop(parameters, lr=0.01))
+    program = Program(restart, lambda parameters: torch.optim.RMSprop(parameters, lr=0.01))
     for number in range(2):
         program.call(number)
     saved = program.optimizer.state_dict()
-    program = Program(start, program._make_optimizer)
+    program = Program(restart, program._make_optimizer)
     program.optimizer.load_state_dict(saved)
     program.executor.resume()
     for number in range(3):
@@ -247,20 +225,20 @@ def test_torchs_own_counts_go_on(start):
     assert steps == {5.0}
 
 
-def test_what_is_in_memory_is_of_another_model(start):
+def test_what_is_in_memory_is_of_another_model(restart):
     """It is not lost by an error."""
-    start(0)
+    restart(0)
     model = seeded(TwoLayers)
     executor = poptorch.trainingModel(model, make_options(), make_sgd(model.parameters()))
     executor.resume()
     executor(*make_batch(2))
     executor._resumption._series.wait()
-    start(1)
+    restart(1)
     other = torch.nn.Linear(3, 3)
     executor = poptorch.trainingModel(other, make_options(), make_sgd(other.parameters()))
     with pytest.raises(ValueError, match=r"this one has no first\.bias, first\.weight, second"):
         executor.resume()
-    start(1)
+    restart(1)
     other = seeded(lambda: TwoLayers(hidden=7))
     executor = poptorch.trainingModel(other, make_options(), make_sgd(other.parameters()))
     executor.resume()
@@ -268,7 +246,7 @@ def test_what_is_in_memory_is_of_another_model(start):
         with pytest.raises(ValueError, match=r"first\.weight"):
             executor(*make_batch(2))
         assert not executor.isCompiled()
-    start(1)
+    restart(1)
     executor = poptorch.trainingModel(model, make_options(), make_sgd(model.parameters()))
     assert executor.resume() == 0
     assert executor._resumption.is_pending
