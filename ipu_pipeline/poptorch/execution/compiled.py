@@ -268,12 +268,8 @@ class CompiledModel:
         assert self.state is not None
         self.pipeline.compile(self.state, num_updates)
 
-    def write_to_host(self, also_constant: bool = False) -> None:
-        """Copies the variables that runs change to the user's parameters and buffers, if there are any.
-
-        Args:
-          also_constant: whether also those that no run changes.
-        """
+    def write_to_host(self) -> None:
+        """Copies the variables that runs change to the user's parameters and buffers, if there are any."""
         if self.is_lost:
             logger.warning("The weights on the devices were lost by an error: the host's stay as they are.")
             return
@@ -281,8 +277,6 @@ class CompiledModel:
         changing: set[str] = set().union(
             *(p.stages.trained | p.stages.assigned for p in self.programs.values())
         )
-        if also_constant:
-            changing = set(self.tensors)
         values = jax.device_get({name: variables[name] for name in changing})
         with on_host():
             for name, value in values.items():

@@ -162,7 +162,7 @@ class PoplarExecutor:
             is_synthetic = self.options.synthetic_data or uses_synthetic_data()
             if self._resumption is not None:
                 assert self._training is not None
-                self._resumption.keep(compiled, self._training, self._wrapped.model)
+                self._resumption.keep(compiled, self._training)
             with self._profile.of_first_call():
                 collected = compiled.run(micro_batches, is_synthetic, times.note_placed)
             times.wait_for(collected)

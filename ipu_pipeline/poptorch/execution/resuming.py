@@ -44,6 +44,7 @@ class Resumption:
           OSError: the launcher's directory cannot be used.
           ValueError: the checkpoint is of another model; or processes have been given other directories.
         """
+        self._model = model
         self.has_new_values = False
         self.num_calls = num_done
         self._names: dict[str, str] = {}  # variable -> tensor
@@ -55,11 +56,7 @@ class Resumption:
         if found is None or series.runs < num_done:
             series.runs = num_done
             return
-        try:
-            _write_to_host(found, model)
-        except ValueError:
-            series.leave()
-            raise
+        _write_to_host(found, model)
         self._found, self._names, self.num_calls = found, found.extra[_NAMES], series.runs
 
     @property
@@ -91,13 +88,13 @@ class Resumption:
                 "optimizer_state": training.put_values(state.optimizer_state),
             }
         )
-        compiled.write_to_host(also_constant=True)
+        _write_to_host(snapshot, self._model)  # once more: the program may have loaded older weights
         assert self._series is not None
         self._series.say_resumed()
         self._found = None
 
     @processes.one_thread("a call of a PopTorch model")
-    def keep(self, compiled: CompiledModel, training: ModelOptimizer, model: torch.nn.Module) -> None:
+    def keep(self, compiled: CompiledModel, training: ModelOptimizer) -> None:
         """Keeps the state of a model that is about to run.
 
         Raises:
@@ -108,7 +105,7 @@ class Resumption:
             return
         assert compiled.state is not None
         if not compiled.tensors.keys() <= self._names.keys():
-            names = {id(tensor): name for name, tensor in _named_tensors(model).items()}
+            names = {id(tensor): name for name, tensor in _named_tensors(self._model).items()}
             own = {n: names[id(t)] for n, t in compiled.tensors.items() if id(t) in names}
             self._names = {**self._names, **own}
         state = dataclasses.replace(compiled.state, variables=compiled.variables)
