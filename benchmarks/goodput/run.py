@@ -4,9 +4,9 @@
 
 A job of stages that sleep, as in benchmarks/emulation, each in a process of its own, is started by
 `ipu-pipeline launch --restarts`, and where there is a core for each with processes on standby. One of them
-is killed at random moments. The figure is the goodput that the launcher tells at the end. Then the same
-training is done again, without sleeping, by processes that nobody kills, and the losses are compared, bit
-by bit.
+is killed at random moments. The figure is the goodput in the launcher's last line. Afterwards the training
+is repeated with stages that do not sleep, in processes that are not killed. Its losses must be equal to the
+last bit.
 """
 
 from __future__ import annotations
@@ -45,31 +45,25 @@ def _make_data() -> Iterator[Any]:
 
 
 def work(num_stages: int, folder: Path, num_runs: int | None, library: Path) -> None:
-    """One of the processes. It trains; that of the last stage writes a line with the losses of each run.
+    """Trains, as one of the processes. The process of the last stage writes a line of losses for each run.
 
     Args:
       num_stages: the number of stages, and of IPUs.
       folder: where the lines go.
-      num_runs: how many runs, in which stages do not sleep; None: until it is ended.
-      library: what stages sleep by.
+      num_runs: the number of runs, in which stages do not sleep; None: trains until it is ended.
+      library: as for `stages.register`.
     """
     import jax.numpy as jnp
     import numpy as np
-    import optax
 
     import ipu_pipeline as ipu
-    from benchmarks.emulation import stages
+    from benchmarks.emulation import sessions, stages
 
-    config = ipu.config.IPUConfig()
-    config.auto_select_ipus = num_stages
-    config.configure_ipu_system()
-    stages.register(library)
     times = (FORWARD_MS, BACKWARD_MS) if num_runs is None else (0.0, 0.0)
-    sleeping = stages.emulated_stage(*times)
-    infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(_make_data)
-    outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
 
     def make_stage(number: int) -> Any:
+        sleeping = stages.emulated_stage(*times)
+
         def stage(x: Any) -> Any:
             with ipu.variable_scope(f"stage{number}"):
                 w = ipu.get_variable("w", [WIDTH], np.float32, initializer="ones")
@@ -77,20 +71,15 @@ def work(num_stages: int, folder: Path, num_runs: int | None, library: Path) -> 
 
         return stage
 
-    def model() -> Any:
-        return ipu.pipelining_ops.pipeline(
-            [make_stage(number) for number in range(num_stages)],
-            gradient_accumulation_count=NUM_MICRO_BATCHES,
-            infeed_queue=infeed,
-            outfeed_queue=outfeed,
-            outfeed_loss=True,
-            optimizer_function=lambda y: ipu.pipelining_ops.OptimizerFunctionOutput(
-                optax.adam(1e-3), jnp.mean((y - 2) ** 2)
-            ),
-        )
-
-    with ipu.scopes.ipu_scope("/device:IPU:0"):
-        program = ipu.ipu_compiler.compile(model)
+    program, infeed, outfeed = sessions.compile_training(
+        lambda: list(map(make_stage, range(num_stages))),
+        num_stages,
+        NUM_MICRO_BATCHES,
+        _make_data,
+        lambda y: jnp.mean((y - 2) ** 2),
+        1e-3,
+        library,
+    )
     with ipu.Session(seed=1) as session:
         session.run(infeed.initializer)
         first = session.resume()
@@ -149,10 +138,10 @@ def measure(num_processes: int, minutes: float, every: float, has_standby: bool 
         if found != _read_losses(undisturbed):
             raise RuntimeError("the losses are not those of a run without deaths")
     waits.sort()
-    wait = waits[len(waits) // 2] if waits else 0.0
+    wait = f", on again after {waits[len(waits) // 2]:.1f} s (median)" if waits else ""
     case = (
         f"{num_processes} stages in {num_processes} processes{', --standby' if standby else ''}: "
-        f"{minutes:.3g} min, {deaths} deaths, on again after {wait:.1f} s (median); {len(found)} runs with "
+        f"{minutes:.3g} min, {deaths} deaths{wait}; {len(found)} runs with "
         "the same losses as without deaths"
     )
     return Row(QUESTION, case, goodput[2], goodput[3], float(goodput[1]), None, LEAST, at_most=False)

@@ -49,19 +49,12 @@ def work(num_rounds: int) -> None:
     """One of the four processes; the last one prints the seconds of the runs of each round."""
     import jax.numpy as jnp
     import numpy as np
-    import optax
 
     import ipu_pipeline as ipu
-    from benchmarks.emulation import stages
+    from benchmarks.emulation import sessions, stages
 
-    config = ipu.config.IPUConfig()
-    config.auto_select_ipus = NUM_STAGES
-    config.configure_ipu_system()
-    stages.register()
     sleeping = stages.emulated_stage(FORWARD_MS, BACKWARD_MS)
     x = np.ones([2, 1024], np.float32)
-    infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(lambda: itertools.repeat(x))
-    outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
 
     def make_stage(number: int) -> Any:
         def stage(x: Any) -> Any:
@@ -72,20 +65,14 @@ def work(num_rounds: int) -> None:
 
         return stage
 
-    def model() -> Any:
-        return ipu.pipelining_ops.pipeline(
-            [make_stage(number) for number in range(NUM_STAGES)],
-            gradient_accumulation_count=NUM_MICRO_BATCHES,
-            infeed_queue=infeed,
-            outfeed_queue=outfeed,
-            outfeed_loss=True,
-            optimizer_function=lambda y: ipu.pipelining_ops.OptimizerFunctionOutput(
-                optax.adam(1e-6), jnp.mean(y)
-            ),
-        )
-
-    with ipu.scopes.ipu_scope("/device:IPU:0"):
-        program = ipu.ipu_compiler.compile(model)
+    program, infeed, outfeed = sessions.compile_training(
+        lambda: list(map(make_stage, range(NUM_STAGES))),
+        NUM_STAGES,
+        NUM_MICRO_BATCHES,
+        lambda: itertools.repeat(x),
+        jnp.mean,
+        1e-6,
+    )
     with ipu.Session() as keeping, ipu.Session() as other:
         keeping.run(infeed.initializer)
         assert keeping.resume() == 0

@@ -122,7 +122,7 @@ class InMemoryCheckpoints:
         series = self._series
         if series is None:
             return
-        if self._has_saved:  # nobody waits for the end of a step: it counts when the next one begins
+        if self._has_saved:  # steps run asynchronously: a step counts when the next one begins
             series.note_run(state.update_count)
         self._has_saved = True
         # Arrays of NumPy, which only the user can have put there, may be written to.

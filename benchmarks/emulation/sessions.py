@@ -1,0 +1,66 @@
+"""Training through emulated stages by a session, as in a program of TensorFlow 1."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import optax
+
+import ipu_pipeline as ipu
+from benchmarks.emulation import stages
+
+__all__ = ["Training", "compile_training"]
+
+
+class Training(NamedTuple):
+    """A compiled program, and its queues."""
+
+    program: Any
+    infeed: Any
+    outfeed: Any
+
+
+def compile_training(
+    make_stages: Callable[[], Sequence[Callable[..., Any]]],
+    num_ipus: int,
+    num_micro_batches: int,
+    data: Callable[[], Any],
+    loss: Callable[[Any], Any],
+    rate: float,
+    library: Path | None = None,
+) -> Training:
+    """Selects the IPUs, and compiles a program that does one weight update by Adam.
+
+    Args:
+      make_stages: makes the stages; each is on an IPU of its own.
+      num_ipus: the number of IPUs, in all processes.
+      num_micro_batches: the number of micro-batches of an update.
+      data: makes an iterator over the micro-batches.
+      loss: takes what the last stage returns, returns a scalar, which is enqueued.
+      rate: Adam's learning rate.
+      library: as for `stages.register`.
+    """
+    config = ipu.config.IPUConfig()
+    config.auto_select_ipus = num_ipus
+    config.configure_ipu_system()
+    stages.register(library)
+    infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(data)
+    outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+
+    def model() -> Any:
+        return ipu.pipelining_ops.pipeline(
+            make_stages(),
+            gradient_accumulation_count=num_micro_batches,
+            infeed_queue=infeed,
+            outfeed_queue=outfeed,
+            outfeed_loss=True,
+            optimizer_function=lambda y: ipu.pipelining_ops.OptimizerFunctionOutput(
+                optax.adam(rate), loss(y)
+            ),
+        )
+
+    with ipu.scopes.ipu_scope("/device:IPU:0"):
+        program = ipu.ipu_compiler.compile(model)
+    return Training(program, infeed, outfeed)
