@@ -6,6 +6,10 @@ BIN := $(VENV)/bin
 WORKERS ?= 2
 # Of the thorough tests many wait for processes.
 THOROUGH_WORKERS ?= 3
+# The tests of one room alone: `make test ROOM=engine/schedules`.
+ROOM ?=
+# Their order: as it stands, or drawn anew with `SEED=7`.
+SEED ?=
 # How many random pipelines `make random` compares.
 EXAMPLES ?= 5000
 # How many times `make soak` kills a process that trains, alone and of several, and interrupts one; and how
@@ -13,7 +17,11 @@ EXAMPLES ?= 5000
 KILLS ?= 50
 INTERRUPTS ?= 200
 THREAD_RUNS ?= 1000
-PYTEST := $(BIN)/python -m pytest --dist worksteal --numprocesses
+ORDER := $(if $(SEED),-p randomly --randomly-seed=$(SEED),-p no:randomly)
+PYTEST := $(BIN)/python -m pytest $(ORDER) --dist worksteal --numprocesses
+# XLA compiles a small program as a whole: in parts, which it would compile at once, takes half as long again.
+QUICK := XLA_FLAGS="$$XLA_FLAGS --xla_cpu_parallel_codegen_split_count=1"
+TIMED := bash -c 'TIMEFORMAT="%U s of CPUs and %S in the system, %R s in all"; time "$$@"' timed
 # The tests start many processes: what they import is to be compiled once, whatever the shell says.
 export PYTHONDONTWRITEBYTECODE :=
 
@@ -25,23 +33,19 @@ tutorial: $(VENV)/installed
 
 # Lint and types beside the tests: they would hold up one processor while the other is idle.
 test: $(VENV)/installed-dev
-	$(MAKE) --no-print-directory --jobs 2 tests lint
+	$(TIMED) $(MAKE) --no-print-directory --jobs 2 tests $(if $(ROOM),,lint)
 
-# XLA compiles a small program as a whole: in parts, which it would compile at once, takes half as long again.
 tests: $(VENV)/installed-dev
-	XLA_FLAGS="$$XLA_FLAGS --xla_cpu_parallel_codegen_split_count=1" $(PYTEST) $(WORKERS) -m "not thorough"
+	$(QUICK) $(PYTEST) $(WORKERS) -m "not thorough and not soak" $(ROOM:%=tests/%)
 
 thorough: $(VENV)/installed-dev
-	$(PYTEST) $(THOROUGH_WORKERS) -m "thorough and not alone"
-	$(BIN)/python -m pytest -m "thorough and alone"
+	$(TIMED) $(PYTEST) $(THOROUGH_WORKERS) -m "thorough and not soak" $(ROOM:%=tests/%)
 
 random: $(VENV)/installed-dev
 	RANDOM_PIPELINES=$(EXAMPLES) $(PYTEST) $(WORKERS) tests/engine/test_random_pipelines.py
 
 soak: $(VENV)/installed-dev
-	KILLS=$(KILLS) INTERRUPTS=$(INTERRUPTS) THREAD_RUNS=$(THREAD_RUNS) $(BIN)/python -m pytest \
-	    tests/processes/test_survival.py tests/processes/test_interrupts.py tests/processes/test_going_on.py \
-	    tests/processes/test_nodes.py -k "random_moments or two_threads or network"
+	KILLS=$(KILLS) INTERRUPTS=$(INTERRUPTS) THREAD_RUNS=$(THREAD_RUNS) $(BIN)/python -m pytest -m soak $(ROOM:%=tests/%)
 
 bench: $(VENV)/installed-bench
 	$(BIN)/python -m benchmarks.run_all --short --write docs/benchmarks.md
@@ -58,7 +62,7 @@ dist: $(VENV)/installed-dev
 
 # A part of the tests with the oldest JAX, and with other Pythons that are here.
 versions: $(VENV)/created
-	XLA_FLAGS="$$XLA_FLAGS --xla_cpu_parallel_codegen_split_count=1" $(BIN)/python scripts/try_versions.py
+	$(QUICK) $(BIN)/python scripts/try_versions.py
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .

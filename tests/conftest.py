@@ -6,6 +6,7 @@ import itertools
 import os
 import pathlib
 import random
+import shutil
 import signal
 import sys
 import tempfile
@@ -28,7 +29,9 @@ from jax.experimental.compilation_cache import compilation_cache
 import ipu_pipeline as ipu
 from ipu_pipeline.ground import warned
 from ipu_pipeline.processes import announcing, board
-from tests.support import front, programs
+from tests.support import leaks, programs
+
+pytest_plugins = ["tests.support.budget"]
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so a shell starts what is to run in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -75,6 +78,9 @@ def pytest_configure(config):
         jax.config.update("jax_compilation_cache_dir", str(directory))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    # Each process has a folder for temporary files, so that it knows who left one.
+    tempfile.tempdir = None
+    os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="tests-")
     # Programs that tests start announce themselves, but not to the user's monitor. This process does not:
     # the thread that looks at what runs holds it for a moment, maybe when a test asks whether it is gone.
     os.environ[announcing.SWITCH_VARIABLE] = "0"
@@ -98,6 +104,10 @@ def pytest_collection():
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish():
     gc.unfreeze()  # plugins import more at the end, and look for who refers to what
+
+
+def pytest_unconfigure():
+    shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -125,37 +135,13 @@ def fresh_ipu_configuration():
 
 
 @pytest.fixture(autouse=True)
-def no_thread_left():
-    yield
-    assert front.no_infeed_runs()
-
-
-@pytest.fixture(autouse=True)
-def no_process_left():
+def nothing_left():
+    """A test that leaves something behind fails itself, and not whichever test this process runs later."""
+    before = leaks.state()
     yield
     programs.end_what_is_left()
-
-
-@pytest.fixture(autouse=True)
-def signals_as_before():
-    """A handler that is left would meet the signals of whichever test this process runs later."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGALRM)
-    before = {number: signal.getsignal(number) for number in numbers}
-    yield
-    assert {number: signal.getsignal(number) for number in numbers} == before
-
-
-@pytest.fixture(autouse=True)
-def environment_as_before():
-    """A variable that is left would be read by whichever test this process runs later."""
-    before = environment()
-    yield
-    assert environment() == before
-
-
-def environment():
-    """The variables that the package reads, and JAX."""
-    return {name: os.environ[name] for name in os.environ if name.startswith(("IPU_", "JAX_"))}
+    left = leaks.differences(before)
+    assert not left, "\n".join(left)
 
 
 @pytest.fixture(autouse=True, scope="module")

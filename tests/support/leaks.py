@@ -1,0 +1,134 @@
+"""What a test leaves behind: the next test in this process would meet it."""
+
+import logging
+import os
+import signal
+import sys
+import tempfile
+import threading
+import types
+from pathlib import Path
+
+import jax
+import numpy as np
+
+ROOT = Path(__file__).parents[2]
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGALRM)
+# Longer than any thread of a test needs to come to its end; one that hangs fails the test after it.
+JOIN_SECONDS = 60
+FOR_GOOD = ("tqdm_monitor",)
+
+
+_tracked = {}  # module -> the names in it that nothing but a test would bind again
+
+
+def state():
+    """What must be the same after a test as before, by what it is called in the message."""
+    found = {
+        "the working directory": os.getcwd(),
+        "the environment": {name: os.environ[name] for name in os.environ if name != "PYTEST_CURRENT_TEST"},
+        "signal handlers": {number.name: signal.getsignal(number) for number in SIGNALS},
+        "JAX's configuration": dict(jax.config.values),
+        "threads": set(filter(ends, threading.enumerate())),
+        "child processes": child_processes(),
+        "files in the checkout": set(os.listdir(ROOT)),
+        "temporary files": {
+            name
+            for name in os.listdir(tempfile.gettempdir())
+            if not name.startswith("pytest-of-")
+            and not name.endswith("tfds")  # tensorflow-datasets makes one for good when it is imported
+        },
+        "logging": logging_state(),
+        "sys": {name: getattr(sys, name) for name in ("excepthook", "unraisablehook", "argv")}
+        | {
+            "path": list(sys.path),
+            "meta_path": [one for one in sys.meta_path if "ipu_pipeline" in repr(one)],
+        },
+        "NumPy's error handling": np.geterr(),
+        "modules": dict(sys.modules),
+        "the package": package_names(),
+    }
+    if "torch" in sys.modules:
+        torch = sys.modules["torch"]
+        found["torch's settings"] = {
+            "dtype": torch.get_default_dtype(),
+            "threads": torch.get_num_threads(),
+            "gradients": torch.is_grad_enabled(),
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+        }
+    return found
+
+
+def differences(before):
+    """A line for each thing that is not as it was."""
+    for thread in threading.enumerate():
+        if thread not in before["threads"] and ends(thread):
+            thread.join(JOIN_SECONDS)
+    after, lines = state(), []
+    for what, old in before.items():
+        new = after[what]
+        if new == old:
+            continue
+        if isinstance(old, set):
+            if more := sorted(map(str, new - old)):
+                lines.append(f"{what}: {', '.join(more)} left")
+        elif isinstance(old, dict):
+            for name in {**old, **new}:
+                was, now = old.get(name, GONE), new.get(name, GONE)
+                if now == was or (was is GONE and what in ADDED_TO):
+                    continue
+                if what == "the package":
+                    names = (n for n, a, b in zip(_tracked[name], was, now, strict=True) if a is not b)
+                    lines.append(f"{what}: {name}: {', '.join(names)} bound to something else")
+                else:
+                    lines.append(f"{what}: {name} is {now!r}; it was {was!r}")
+        else:
+            lines.append(f"{what} is {new!r}; it was {old!r}")
+    return lines
+
+
+ADDED_TO = ("modules", "the package")  # by an import, which is no fault
+GONE = "not there"
+
+
+def ends(thread):
+    """Not those that a library starts once for good, nor those of XLA that have called Python."""
+    return thread.name not in FOR_GOOD and not isinstance(thread, threading._DummyThread)
+
+
+def child_processes():
+    """Their numbers, ended or not, as long as nobody has asked for their status."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # there is none
+        return set()
+    here, found = str(os.getpid()), set()
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{name}/stat") as file:
+                if file.read().rpartition(")")[2].split()[1] == here:
+                    found.add(name)
+        except OSError:  # it has just ended
+            continue
+    return found
+
+
+def logging_state():
+    loggers = {name or "root": logging.getLogger(name) for name in ("", "ipu_pipeline", "jax", "absl")}
+    return {name: (one.level, one.propagate, *one.handlers, *one.filters) for name, one in loggers.items()}
+
+
+def package_names():
+    """The functions, classes, modules and constants of each module of the package."""
+    found = {}
+    for name, module in list(sys.modules.items()):
+        if name.startswith("ipu_pipeline") and module is not None:
+            own = vars(module)
+            if name not in _tracked:
+                _tracked[name] = [one for one, value in own.items() if is_constant(one, value)]
+            found[name] = tuple(map(own.get, _tracked[name]))
+    return found
+
+
+def is_constant(name, value):
+    return isinstance(value, types.FunctionType | types.ModuleType | type) or name.isupper()
