@@ -37,7 +37,7 @@ def main():
         environment = os.environ | {
             DIRECTORY_VARIABLE: directory,
             ARCS_VARIABLE: str(int(options.arcs)),
-            "PYTHONPATH": str(Path(__file__).parent),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent)]),
             "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_parallel_codegen_split_count=1",
         }
         marks = "thorough and not soak" if options.thorough else "not thorough and not soak"
@@ -56,7 +56,7 @@ def main():
             [*command, "-n", str(options.workers), *rest], cwd=ROOT, env=environment, check=False
         )
         tests = read(Path(directory))
-    write(tests, ROOT / "build" / "tests", options.arcs)
+    write(tests, options.out, options.arcs)
     print_tables(tests, options.arcs)
 
 
@@ -67,6 +67,7 @@ def parse():
         "--no-arcs", dest="arcs", action="store_false", help="seconds alone, a quarter faster"
     )
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "tests", help="where the figures go")
     return parser.parse_known_args()
 
 
