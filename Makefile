@@ -17,6 +17,8 @@ EXAMPLES ?= 5000
 KILLS ?= 50
 INTERRUPTS ?= 200
 THREAD_RUNS ?= 1000
+# How many faults `make mutants` draws.
+MUTANTS ?= 20
 ORDER := $(if $(SEED),-p randomly --randomly-seed=$(SEED),-p no:randomly)
 PYTEST := $(BIN)/python -m pytest $(ORDER) --dist worksteal --numprocesses
 # XLA compiles a small program as a whole: in parts, which it would compile at once, takes half as long again.
@@ -25,7 +27,7 @@ TIMED := bash -c 'TIMEFORMAT="%U s of CPUs and %S in the system, %R s in all"; t
 # The tests start many processes: what they import is to be compiled once, whatever the shell says.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: tutorial test thorough tests random soak bench docs dist versions lint clean
+.PHONY: tutorial test thorough tests random soak mutants bench docs dist versions lint clean
 
 tutorial: $(VENV)/installed
 	$(BIN)/python answers/step4_configurable_stages.py --dataset digits --steps 30 \
@@ -46,6 +48,10 @@ random: $(VENV)/installed-dev
 
 soak: $(VENV)/installed-dev
 	KILLS=$(KILLS) INTERRUPTS=$(INTERRUPTS) THREAD_RUNS=$(THREAD_RUNS) $(BIN)/python -m pytest -m soak $(ROOM:%=tests/%)
+
+# Small faults put into a room's code one at a time: which do the fast tests find?
+mutants: $(VENV)/installed-dev
+	$(QUICK) $(BIN)/python scripts/mutants.py $(ROOM) --number $(MUTANTS)
 
 bench: $(VENV)/installed-bench
 	$(BIN)/python -m benchmarks.run_all --short --write docs/benchmarks.md
