@@ -168,10 +168,11 @@ def tests_by_line(measured: Path) -> dict[tuple[str, int], list[tuple[float, str
         names, tests, starts, arcs = (file[name] for name in ("names", "tests", "starts", "arcs"))
     lines = [name.split(":") for name in names]
     found = collections.defaultdict(set)
-    for number, test in enumerate(tests):
+    for number, test in enumerate(map(str, tests)):
+        entry = (seconds[test], test)
         for arc in arcs[starts[number] : starts[number + 1]]:
             path, _, end = lines[arc]
-            found[path.removeprefix("ipu_pipeline/"), abs(int(end))].add((seconds[str(test)], str(test)))
+            found[path.removeprefix("ipu_pipeline/"), abs(int(end))].add(entry)
     return {place: sorted(of_line) for place, of_line in found.items()}
 
 
@@ -202,7 +203,8 @@ def run(folder: Path, mutant: Mutant, tests: list[str]) -> str | None:
     path.write_text(mutant.text)
     try:
         result = subprocess.run(
-            [sys.executable, "-m", "pytest", "-xq", "-p", "no:randomly", "-m", FAST, "@tests.txt"],
+            [sys.executable, "-m", "pytest", "-xq", "-p", "no:randomly", "-m", FAST]
+            + ["-o", f"cache_dir={ROOT / '.pytest_cache'}", "@tests.txt"],  # compiled programs are shared
             cwd=folder,
             env=os.environ | {"PYTHONPATH": str(folder)},
             capture_output=True,
