@@ -201,10 +201,11 @@ def run(folder: Path, mutant: Mutant, tests: list[str]) -> str | None:
     original = path.read_text()
     (folder / "tests.txt").write_text("\n".join(tests))
     path.write_text(mutant.text)
+    command = [sys.executable, "-m", "pytest", "-xq", "-p", "no:randomly", "-m", FAST]
+    command += ["-o", f"cache_dir={ROOT / '.pytest_cache'}"]  # of programs that are compiled already
     try:
         result = subprocess.run(
-            [sys.executable, "-m", "pytest", "-xq", "-p", "no:randomly", "-m", FAST]
-            + ["-o", f"cache_dir={ROOT / '.pytest_cache'}", "@tests.txt"],  # compiled programs are shared
+            [*command, "@tests.txt"],
             cwd=folder,
             env=os.environ | {"PYTHONPATH": str(folder)},
             capture_output=True,
