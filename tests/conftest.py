@@ -79,8 +79,7 @@ def pytest_configure(config):
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     # Each process has a folder for temporary files, so that it knows who left one.
-    tempfile.tempdir = None
-    os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="tests-")
+    os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="tests-")
     # Programs that tests start announce themselves, but not to the user's monitor. This process does not:
     # the thread that looks at what runs holds it for a moment, maybe when a test asks whether it is gone.
     os.environ[announcing.SWITCH_VARIABLE] = "0"
