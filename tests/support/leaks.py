@@ -115,7 +115,15 @@ def child_processes():
 
 def logging_state():
     loggers = {name or "root": logging.getLogger(name) for name in ("", "ipu_pipeline", "jax", "absl")}
-    return {name: (one.level, one.propagate, *one.handlers, *one.filters) for name, one in loggers.items()}
+    return {
+        name: (one.level, one.propagate, *one.handlers, *filter(is_removed, one.filters))
+        for name, one in loggers.items()
+    }
+
+
+def is_removed(log_filter):
+    """Not the one that is set for good when the package first writes a checkpoint (`orbax_logs`)."""
+    return "_drop_repeated_errors" not in repr(log_filter)
 
 
 def package_names():
