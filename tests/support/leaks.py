@@ -16,7 +16,8 @@ ROOT = Path(__file__).parents[2]
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGALRM)
 # Longer than any thread of a test needs to come to its end; one that hangs fails the test after it.
 JOIN_SECONDS = 60
-FOR_GOOD = ("tqdm_monitor",)
+# The watch ends by itself, a quarter of a minute after the last step that a test began.
+FOR_GOOD = ("tqdm_monitor", "ipu_pipeline step watch")
 
 
 _tracked = {}  # module -> the names in it that nothing but a test would bind again
