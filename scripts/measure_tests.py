@@ -5,10 +5,10 @@
     python scripts/measure_tests.py tests/queues       # one room
 
 An arc is a pair of lines of a function that ran one after the other, as coverage.py counts branches. What
-processes that a test starts reach and take is the test's, unless they are killed. Needs coverage.py
-(`pip install coverage==7.17.5`). Writes a line for each test to build/tests/tests.jsonl and, with arcs, their
-numbers to build/tests/arcs.npz; prints a table of the rooms, the dearest tests, and those without an arc of
-their own. Tests without one are candidates to go, not more: a fact may be theirs alone.
+processes that a test starts reach and take counts for the test, unless they are killed. Writes a line for each
+test to build/tests/tests.jsonl and, with arcs, their numbers to build/tests/arcs.npz; prints a table of the
+rooms, the dearest tests, and those without an arc of their own. These are candidates to go, not more: a fact may
+be theirs alone.
 """
 
 import argparse
@@ -31,8 +31,6 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 def main():
     options, rest = parse()
-    if options.arcs:
-        import coverage  # noqa: F401  # missing: says so before anything runs
     with tempfile.TemporaryDirectory() as directory:
         environment = os.environ | {
             DIRECTORY_VARIABLE: directory,
