@@ -15,11 +15,12 @@ ROOT = Path(run.__file__).parent
 PAGE = (ROOT.parents[1] / "docs" / "comparison.md").read_text()
 
 
-@pytest.mark.parametrize("library", run.LIBRARIES)
-def test_each_library_has_a_check_of_each_feature(library):
-    tree = ast.parse((ROOT / f"{run.LIBRARIES[library].module}.py").read_text())
-    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
-    assert {node.name for node in functions if ast.unparse(node.returns) == "Verdict"} == set(run.FEATURES)
+def test_each_library_has_a_check_of_each_feature():
+    for library in run.LIBRARIES.values():
+        tree = ast.parse((ROOT / f"{library.module}.py").read_text())
+        functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+        checks = {node.name for node in functions if ast.unparse(node.returns) == "Verdict"}
+        assert checks == set(run.FEATURES), library
 
 
 def test_the_page_has_a_cell_of_each_check_and_says_what_was_run():

@@ -3,6 +3,8 @@
 import importlib
 import types
 
+import pytest
+
 import ipu_pipeline as ipu
 from tests.support import forked
 from tests.support.examples import HOMES, reference
@@ -12,6 +14,7 @@ from tests.support.programs import environment
 def test_every_module_that_the_package_names_is_in_the_reference():
     modules = {name for name in ipu.__all__ if isinstance(getattr(ipu, name), types.ModuleType)}
     assert modules - set(reference.PUBLIC) == {"ops"}  # whose modules are there by themselves
+    assert set(HOMES.values()) == set(map(reference.full_name, reference.PUBLIC))
 
 
 def test_every_public_name_has_an_example():
@@ -26,7 +29,20 @@ def test_every_public_name_has_an_example():
     assert without == []
 
 
-def test_examples_do_what_they_say(tmp_path):
-    code = "from tests.support import examples\nexamples.main()"
+# Which modules' examples are run in one process; those of the others together.
+TOGETHER = {
+    "engine": ("engine", "engine.inspect", "engine.schedules"),
+    "estimators": ("ipu_estimator", "ipu_pipeline_estimator", "layers", "serving"),
+    "package": ("", "pipelining_ops", "errors", "datasets"),
+}
+
+
+@pytest.mark.parametrize(
+    "group", ["engine", "package", "others", pytest.param("estimators", marks=pytest.mark.thorough)]
+)
+def test_examples_do_what_they_say(group, tmp_path):
+    others = [name for name in reference.PUBLIC if name not in sum(TOGETHER.values(), ())]
+    modules = [reference.full_name(name) for name in TOGETHER.get(group, others)]
+    code = f"from tests.support import examples\nexamples.main(*{modules})"
     result = forked.run(code, environment(as_tests=True), tmp_path)
     assert (result.stdout, result.returncode) == ("", 0), result.stdout + result.stderr

@@ -12,7 +12,7 @@ import ipu_pipeline as ipu
 from benchmarks import harness, page
 from ipu_pipeline.tf1.program.program import Program
 from tests.support.pages import PROGRAM
-from tests.support.programs import AS_TESTS, run_each
+from tests.support.programs import run_each
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -34,18 +34,14 @@ def assert_is_what_the_example_prints(printed):
         assert abs(float(actual) - float(written)) < 0.01  # the last digits are the machine's
 
 
-@pytest.mark.parametrize("as_tests", AS_TESTS)
-def test_example(as_tests, tmp_path):
-    assert_is_what_the_example_prints(run_each({"readme": example()}, tmp_path, as_tests)["readme"])
+def test_example(tmp_path):
+    assert_is_what_the_example_prints(run_each({"readme": example()}, tmp_path, as_tests=True)["readme"])
     assert list((tmp_path / "readme" / "cache").iterdir())
 
 
-def test_the_readme_is_a_front_page():
+def test_the_readme_is_a_front_page_whose_commands_are_in_the_makefile():
     assert len(README.splitlines()) <= 150
     assert len(re.findall(r"^!\[", README, re.MULTILINE)) == 1
-
-
-def test_commands_of_the_readme_are_in_the_makefile():
     makefile = (ROOT / "Makefile").read_text()
     commands = set(re.findall(r"(?:`|^    )make (\w+)", README, re.MULTILINE))
     assert commands >= {"tutorial", "test", "bench"}

@@ -22,42 +22,13 @@ LINES = page.PAGE.read_text().splitlines()
 
 
 @pytest.mark.parametrize(
-    ("num_blocks", "num_devices"),
-    [
-        (24, 8),
-        (24, 64),
-        pytest.param(24, 512, marks=pytest.mark.thorough),
-        *(pytest.param(96, number, marks=pytest.mark.thorough) for number in (8, 64, 512)),
-    ],
+    ("num_blocks", "num_devices"), [(24, 8), pytest.param(96, 64, marks=pytest.mark.thorough)]
 )
 def test_rows_of_the_page(num_blocks, num_devices):
-    """4,096 devices take the script most of its time."""
+    """More devices take the script most of its time."""
     rows = page.make_rows(gpt.Gpt(num_blocks), num_devices)
     for row in rows.values():
         assert row in LINES, "python scripts/write_scale_page.py"
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("num_blocks", page.NUM_BLOCKS)
-def test_layouts_on_most_devices_take_what_the_page_says(num_blocks):
-    (row,) = [line for line in LINES if line.startswith(f"| {num_blocks} | 4,096 |") and "GB" in line]
-    cells = row.strip("| ").split(" | ")
-    num_stages, num_replicas = map(int, cells[4].split(" x "))
-    size = int(cells[5].split(" of ")[1])
-    recompute, sharded, by_stage = cells[7] == "yes", cells[8] == "shared", cells[9] == "replicas"
-    layout = layouts.Layout(
-        gpt.Gpt(num_blocks),
-        gpt.H100,
-        num_stages,
-        num_replicas,
-        size,
-        cells[6],
-        recompute,
-        sharded,
-        by_stage,
-    )
-    made = page.describe_best(layouts.Found(layout, None, 0, 0), 4096)
-    assert made == cells[2:]
 
 
 def test_known_sizes():
@@ -79,9 +50,8 @@ def test_known_sizes():
     assert block.held_bytes / (2048 * 6144) == pytest.approx(34 + 106.67, rel=1e-3)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("num_stages", [1, 2, 3, 4, 6])
-def test_no_split_has_a_faster_slowest_stage(recompute, num_stages):
+@pytest.mark.parametrize(("num_stages", "recompute"), [(1, False), (3, True), (4, False)])
+def test_no_split_has_a_faster_slowest_stage(num_stages, recompute):
     model = dataclasses.replace(SMALL, num_blocks=7)
     stages = gpt.split(model, num_stages, recompute=recompute)
     (alone,) = gpt.split(dataclasses.replace(model, num_blocks=0), 1, recompute=False)
@@ -101,8 +71,8 @@ def test_no_split_has_a_faster_slowest_stage(recompute, num_stages):
     assert slowest(found) == pytest.approx(max(stage.forward + stage.backward for stage in stages))
 
 
-@pytest.mark.parametrize("num_devices", [4, 7])
-def test_the_search_finds_the_best(num_devices):
+def test_the_search_finds_the_best():
+    num_devices = 7
     found = layouts.search(SMALL, DEVICE, num_devices)
     every = list(layouts.find_layouts(SMALL, DEVICE, num_devices))
     assert found.num_layouts == len(every)
@@ -158,17 +128,14 @@ def test_tables_of_another_gpt(capsys):
     assert "none fits" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_what_the_script_refuses(capsys):
+    before = page.PAGE.read_text()
+    for arguments, message in [
         (["--blocks", "2"], "--blocks: the page has its own; give --devices as well."),
         (["--devices", "0"], "--devices: must be at least 1; got 0"),
         (["--devices", "4", "--width", "-1"], "--width: must be at least 1; got -1"),
-    ],
-)
-def test_what_the_script_refuses(arguments, message, capsys):
-    before = page.PAGE.read_text()
-    with pytest.raises(SystemExit):
-        page.main(arguments)
-    assert message in capsys.readouterr().err
+    ]:
+        with pytest.raises(SystemExit):
+            page.main(arguments)
+        assert message in capsys.readouterr().err
     assert page.PAGE.read_text() == before

@@ -3,8 +3,6 @@
 import pathlib
 import re
 
-import pytest
-
 from ipu_pipeline.engine import schedules
 
 PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "schedules.md").read_text()
@@ -23,16 +21,11 @@ def draw(name):
     return "\n".join(line.replace(" |", "").rstrip() for line in lines)
 
 
-@pytest.mark.parametrize("own", schedules.SCHEDULES, ids=lambda own: own.name)
-def test_staircases(own):
-    assert f"### {own.member}\n\n{own.purpose}" in PAGE
-    assert f"```text\n{draw(own.name)}\n```" in PAGE
-
-
-def test_other_libraries_names():
+def test_each_schedule_has_its_purpose_its_staircase_and_others_names():
     for own in schedules.SCHEDULES:
-        for name in own.others:
-            assert f'"{name}"' in PAGE
+        assert f"### {own.member}\n\n{own.purpose}" in PAGE
+        assert f"```text\n{draw(own.name)}\n```" in PAGE, own.name
+        assert all(f'"{name}"' in PAGE for name in own.others), own.name
 
 
 def test_the_example_is_megatron_s_schedule():

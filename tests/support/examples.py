@@ -1,4 +1,4 @@
-"""Runs the examples of public names in a process of their own: some change what is for all."""
+"""Runs the examples of public names, in processes of their own: some change what is for all."""
 
 import doctest
 import importlib
@@ -29,11 +29,11 @@ def objects_of(module):
                     yield f"{name}.{inner}", getattr(member, "__func__", member)
 
 
-def run_all():
-    """Prints the lines of which something else came than what they say."""
+def run_all(modules):
+    """Runs the examples of some modules; prints the lines of which something else came than what they say."""
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
     preamble = "".join(f">>> {line}\n" for line in reference.PREAMBLE.splitlines() if line)
-    for module in map(reference.full_name, reference.PUBLIC):
+    for module in modules:
         for name, value in objects_of(module):
             if example := reference.example_in(value.__doc__):
                 assert example.startswith(">>> "), f"the example of {module}.{name}"
@@ -42,9 +42,9 @@ def run_all():
                 )
                 config.reset_ipu_configuration()
                 runner.run(test)
-    assert runner.tries > 1000
+    assert runner.tries > 0
 
 
-def main():
+def main(*modules):
     jax.config.update("jax_num_cpu_devices", 4)
-    run_all()
+    run_all(modules)
