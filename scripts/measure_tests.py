@@ -5,10 +5,10 @@
     python scripts/measure_tests.py tests/queues       # one room
 
 An arc is a pair of lines of a function that ran one after the other, as coverage.py counts branches. What
-processes that a test starts reach and take counts for the test, unless they are killed. Writes a line for each
-test to build/tests/tests.jsonl and, with arcs, their numbers to build/tests/arcs.npz; prints a table of the
-rooms, the dearest tests, and those without an arc of their own. These are candidates to go, not more: a fact may
-be theirs alone.
+processes that a test starts reach and take counts for the test, unless they are killed. Writes a line for
+each test to build/tests/tests.jsonl and, with arcs, their numbers to build/tests/arcs.npz; prints a table of
+the rooms, the dearest tests, and those without an arc of their own. These are candidates to go, not more: a
+fact may be theirs alone.
 """
 
 import argparse
@@ -20,16 +20,20 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "ipu_pipeline"
 DIRECTORY_VARIABLE = "MEASURE_TESTS_DIRECTORY"
 ARCS_VARIABLE = "MEASURE_TESTS_ARCS"
+Arc = tuple[int, int]
+Test = dict[str, Any]  # a line of tests.jsonl, and its arcs
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
-def main():
+def main() -> None:
     options, rest = parse()
     with tempfile.TemporaryDirectory() as directory:
         environment = os.environ | {
@@ -39,26 +43,15 @@ def main():
             "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_parallel_codegen_split_count=1",
         }
         marks = "thorough and not soak" if options.thorough else "not thorough and not soak"
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-p",
-            "measure_tests",
-            "--dist",
-            "worksteal",
-            "-m",
-            marks,
-        ]
-        subprocess.run(
-            [*command, "-n", str(options.workers), *rest], cwd=ROOT, env=environment, check=False
-        )
+        command = [sys.executable, "-m", "pytest", "-p", "measure_tests", "-p", "no:randomly", "-m", marks]
+        command += ["--dist", "worksteal", "-n", str(options.workers), *rest]
+        subprocess.run(command, cwd=ROOT, env=environment, check=False)
         tests = read(Path(directory))
     write(tests, options.out, options.arcs)
     print_tables(tests, options.arcs)
 
 
-def parse():
+def parse() -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--thorough", action="store_true", help="the tests of `make thorough`")
     parser.add_argument(
@@ -75,12 +68,13 @@ def parse():
 class Recorder:
     """Writes a line for each test of this process."""
 
-    def __init__(self, directory, arcs):
+    def __init__(self, directory: Path, arcs: bool) -> None:
         self._file = open(directory / f"{os.getpid()}.jsonl", "w")  # noqa: SIM115  # until the process ends
         self._tracer = Tracer(Path(tempfile.mkdtemp(dir=directory))) if arcs else None
         self._bodies = {}
 
-    def run(self, item):
+    def run(self, item: "pytest.Item") -> Iterator[None]:
+        """Records a test, which runs where this yields."""
         if self._tracer is not None:
             self._tracer.take()  # of what ran between two tests
         cpu, begin = processor_seconds(), time.monotonic()
@@ -100,7 +94,7 @@ class Recorder:
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
 
-    def _of_functions(self, file, arcs):
+    def _of_functions(self, file: str, arcs: set[Arc]) -> set[Arc]:
         """Without a module's own lines, which run at its import, in whichever test is the first."""
         if file not in self._bodies:
             self._bodies[file] = function_lines(Path(file).read_text())
@@ -111,7 +105,7 @@ class Recorder:
 class Tracer:
     """coverage.py in this process and in those that it starts, emptied after each test."""
 
-    def __init__(self, directory):
+    def __init__(self, directory: Path) -> None:
         import coverage
 
         self._directory = directory
@@ -125,7 +119,7 @@ class Tracer:
         self._coverage.start()
         os.environ["COVERAGE_PROCESS_START"] = str(config)
 
-    def take(self):
+    def take(self) -> dict[str, set[Arc]]:
         """File -> arcs, since the last time."""
         from coverage import CoverageData
 
@@ -138,13 +132,13 @@ class Tracer:
                 of_child.read()
                 for file in of_child.measured_files():
                     found.setdefault(file, set()).update(of_child.arcs(file) or ())
-            except Exception as error:  # noqa: BLE001  # a process that was killed while it wrote
+            except Exception as error:  # a process that was killed while it wrote
                 print(f"{path}: {error}", file=sys.stderr)
             path.unlink(missing_ok=True)
         return found
 
 
-def function_lines(source):
+def function_lines(source: str) -> set[int]:
     """The lines of functions' bodies, and those at which functions begin."""
     return {
         line
@@ -156,7 +150,7 @@ def function_lines(source):
     }
 
 
-def processor_seconds():
+def processor_seconds() -> float:
     """Of this process and all below it, whether they have ended or not."""
     parents, seconds = {}, {}
     for path in Path("/proc").glob("[0-9]*/stat"):
@@ -179,7 +173,7 @@ if DIRECTORY_VARIABLE in os.environ:
     _recorders = []
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_protocol(item):
+    def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
         if not _recorders:
             _recorders.append(
                 Recorder(Path(os.environ[DIRECTORY_VARIABLE]), os.environ[ARCS_VARIABLE] == "1")
@@ -194,11 +188,11 @@ if DIRECTORY_VARIABLE in os.environ:
 # What is made of it.
 
 
-def read(directory):
+def read(directory: Path) -> list[Test]:
     return [json.loads(line) for path in directory.glob("*.jsonl") for line in path.open()]
 
 
-def write(tests, directory, arcs):
+def write(tests: list[Test], directory: Path, arcs: bool) -> None:
     import numpy as np
 
     directory.mkdir(parents=True, exist_ok=True)
@@ -216,7 +210,7 @@ def write(tests, directory, arcs):
         )
 
 
-def number_arcs(tests):
+def number_arcs(tests: list[Test]) -> tuple[dict[tuple, int], list[list[int]]]:
     """The arcs in the order in which they were met, and of each test the numbers of its own."""
     numbers = {}
     return numbers, [
@@ -229,12 +223,12 @@ def number_arcs(tests):
     ]
 
 
-def room(test):
+def room(test: Test) -> str:
     parts = test["id"].partition("::")[0].split("/")[1:-1]
     return "/".join(parts[:2]) or "tests"
 
 
-def print_tables(tests, arcs):
+def print_tables(tests: list[Test], arcs: bool) -> None:
     alone = collections.Counter()
     if arcs:
         numbers, of_tests = number_arcs(tests)

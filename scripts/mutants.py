@@ -15,6 +15,7 @@ import collections
 import concurrent.futures
 import copy
 import dataclasses
+import itertools
 import json
 import os
 import queue
@@ -67,23 +68,23 @@ def main() -> None:
     )
     options = parser.parse_args()
     mutants = read(options.by_hand) if options.by_hand else draw(options.room, options.number, options.seed)
-    tests = tests_by_line(options.measured)
+    tests = tests_of(mutants, options)
     copies: queue.Queue[Path] = queue.Queue()
     with tempfile.TemporaryDirectory() as directory:
         for number in range(options.workers):
             copies.put(make_copy(Path(directory) / str(number)))
 
-        def judge(mutant: Mutant) -> bool:
+        def judge(mutant: Mutant, tests: list[str]) -> bool:
             folder = copies.get()
             try:
-                found = run(folder, mutant, tests_of(mutant, tests, options))
+                found = run(folder, mutant, tests)
             finally:
                 copies.put(folder)
             print(f"{mutant.path}:{mutant.line}: {mutant.change}: {found or 'SURVIVED'}", flush=True)
             return found is not None
 
         with concurrent.futures.ThreadPoolExecutor(options.workers) as pool:
-            found = list(pool.map(judge, mutants))
+            found = list(pool.map(judge, mutants, tests))
     print(f"{sum(found)} of {len(found)} found")
 
 
@@ -154,36 +155,30 @@ def replace(source: str, node: ast.AST, new: str) -> str:
     return (before + new.encode() + after).decode()
 
 
-def tests_by_line(measured: Path) -> dict[tuple[str, int], list[tuple[float, str]]]:
-    """(Path in the package, line) -> (seconds, test) of what reaches it, the cheapest first."""
-    if not (measured / "arcs.npz").exists():
-        return {}
+def tests_of(mutants: list[Mutant], options: argparse.Namespace) -> list[list[str]]:
+    """The tests to run for each mutant: of those that reach its line the cheapest, if that was measured."""
+    measured = options.measured / "arcs.npz"
+    if not measured.exists():
+        return [[f"tests/{options.room or Path(mutant.path).parent}"] for mutant in mutants]
     import numpy as np
 
-    seconds = {}
-    for line in (measured / "tests.jsonl").open():
-        test = json.loads(line)
-        seconds[test["id"]] = test["cpu"]
-    with np.load(measured / "arcs.npz") as file:
+    with open(options.measured / "tests.jsonl") as file:
+        seconds = {test["id"]: test["cpu"] for test in map(json.loads, file)}
+    with np.load(measured) as file:
         names, tests, starts, arcs = (file[name] for name in ("names", "tests", "starts", "arcs"))
-    lines = [name.split(":") for name in names]
-    found = collections.defaultdict(set)
-    for number, test in enumerate(map(str, tests)):
-        entry = (seconds[test], test)
-        for arc in arcs[starts[number] : starts[number + 1]]:
-            path, _, end = lines[arc]
-            found[path.removeprefix("ipu_pipeline/"), abs(int(end))].add(entry)
-    return {place: sorted(of_line) for place, of_line in found.items()}
-
-
-def tests_of(mutant: Mutant, tests: dict, options: argparse.Namespace) -> list[str]:
-    if not tests:
-        return [f"tests/{options.room or Path(mutant.path).parent}"]
-    chosen, spent = [], 0.0
-    for cost, test in tests.get((mutant.path, mutant.line), []):
-        if spent < options.seconds:
-            chosen.append(test)
-            spent += cost
+    of_lines = collections.defaultdict(list)
+    for number, name in enumerate(map(str, names)):
+        path, _, end = name.split(":")
+        of_lines[path.removeprefix("ipu_pipeline/"), abs(int(end))].append(number)
+    chosen = []
+    for mutant in mutants:
+        reaching = np.isin(arcs, of_lines[mutant.path, mutant.line]).nonzero()[0]
+        found = map(str, tests[np.unique(np.searchsorted(starts, reaching, side="right") - 1)])
+        cheapest = sorted(found, key=seconds.__getitem__)
+        spent = itertools.accumulate((seconds[test] for test in cheapest), initial=0.0)
+        chosen.append(
+            [test for test, before in zip(cheapest, spent, strict=False) if before < options.seconds]
+        )
     return chosen
 
 
