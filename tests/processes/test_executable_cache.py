@@ -23,9 +23,9 @@ model = front.Model()
 with ipu.Session() as session:
     session.run([model.initializer, ipu.global_variables_initializer()])
     losses = model.run(session)
-w, lengths = np.ones((4, 1), "float32"), (2, 3, 3, 2)  # micro-batches of two shapes
+w, lengths = np.ones((4, 1), "float32"), (2, 3)  # micro-batches of two shapes
 pipeline = ipu.engine.Pipeline(
-    [lambda w, x: x @ w, lambda _w, x: x.sum()], num_micro_batches=4, parameters=[w, w],
+    [lambda w, x: x @ w, lambda _w, x: x.sum()], num_micro_batches=2, parameters=[w, w],
     loss=lambda loss: loss, optimizer=optax.sgd(0.1), device_mapping=[0, 1],
 )
 elements = [np.ones((length, 4), "float32") for length in lengths]
@@ -81,29 +81,22 @@ def test_the_variable_is_read_by_the_first_session_only(tmp_path):
     start(script, IPU_PIPELINE_CACHE_DIR=str(tmp_path))
 
 
-@pytest.mark.parametrize("is_in_environment", [pytest.param(False, marks=pytest.mark.thorough), True])
-def test_without_a_usable_directory_programs_are_compiled_all_the_same(tmp_path, is_in_environment):
+def test_without_a_usable_directory_programs_are_compiled_all_the_same(tmp_path):
     (tmp_path / "file").touch()
     directory = str(tmp_path / "file" / "cache")
-    call = f"ipu.config.enable_executable_cache({directory!r})"
     script = (
         "import warnings, jax, ipu_pipeline as ipu\n"
         "with warnings.catch_warnings(record=True) as caught:\n"
         "    warnings.simplefilter('always')\n"
-        f"    {'ipu.Session()' if is_in_environment else call}\n"
+        "    ipu.Session()\n"
         "print(*(warning.message for warning in caught))\n"
         "assert jax.config.jax_compilation_cache_dir is None\n"
-        "from tests.support.front import Model\n"
-        "model = Model()\n"
-        "with ipu.Session() as session:\n"
-        "    session.run(model.initializer)\n"
-        "    print(len(model.run(session)), 'losses')\n"
+        "print(jax.jit(lambda x: x + 1)(1))\n"
     )
-    environment = {"IPU_PIPELINE_CACHE_DIR": directory} if is_in_environment else {}
-    told = start(script, **environment).stdout
+    told = start(script, IPU_PIPELINE_CACHE_DIR=directory).stdout
     assert f"the directory {directory} of enable_executable_cache (or IPU_PIPELINE_CACHE_DIR)" in told
     assert "Not a directory" in told
-    assert "3 losses" in told
+    assert told.endswith("2\n")
 
 
 def refusal_of(directory):

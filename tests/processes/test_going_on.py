@@ -22,7 +22,7 @@ from tests.support.killing import Job
 from tests.support.resumable import Training
 from tests.support.resumer import make_training
 
-KILLS = int(os.environ.get("KILLS", "3"))
+KILLS = int(os.environ.get("KILLS", "50"))
 LAYOUTS = {  # processes, stages, replicas
     "4 stages in 2 processes": (2, 4, 1),
     "2 x 2 replicas in 4 processes": (4, 2, 2),
@@ -65,8 +65,8 @@ def assert_same(job, expected):
         np.testing.assert_array_equal(own[name.replace("/", "|")], value, err_msg=name)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("layout", list(LAYOUTS)[: 2 if KILLS <= 3 else None])
+@pytest.mark.soak
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_killed_at_random_moments(layout, tmp_path, uninterrupted):
     """One or two at once, while they start, compile, run, write, or go on after the last kill."""
     generator = random.Random(KILLS)  # noqa: S311  # of moments
@@ -92,7 +92,7 @@ def test_killed_at_random_moments(layout, tmp_path, uninterrupted):
     assert_same(job, uninterrupted(num_stages, num_replicas, RUNS))
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_a_jax_program(tmp_path):
     """Its steps give their states away; the place in the data is kept beside the state."""
     layout = num_processes, num_stages, num_replicas = LAYOUTS["2 x 2 replicas in 4 processes"]
@@ -114,7 +114,7 @@ def test_a_jax_program(tmp_path):
         assert jax.numpy.array_equal(one, own)
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_a_poptorch_program(tmp_path):
     """Its processes keep buffers of their own replicas."""
     import torch  # here, as an extra
@@ -145,15 +145,27 @@ def test_a_poptorch_program(tmp_path):
 def go_on_after(tmp_path, uninterrupted, harm):
     """A job of two processes that is done some harm once, and what its launcher says."""
     job = Job(tmp_path / "job", (2, 4, 1), 40, "--restarts", 2)
-    job.await_runs(8)
+    job.await_runs(8, 400)
     harm(job)
-    job.await_end(120)
+    job.await_end(400)
     assert job.num_runs() <= 40 + 2
     assert_same(job, uninterrupted(4, 1, 40))
     return [line for line in job.log.read_text().splitlines() if line.startswith("ipu-pipeline launch: ")]
 
 
 @pytest.mark.thorough
+def test_a_process_is_killed(tmp_path, uninterrupted):
+    """The job goes on from memory, bit by bit, with the run in which it was."""
+    options = ("--restarts", 2, "--death-timeout", 120)
+    job = Job(tmp_path, (2, 4, 1), 20, *options, RESUMER_DIES="1 8 0")
+    job.await_end(400)
+    assert job.num_runs() <= 20 + 2
+    assert_same(job, uninterrupted(4, 1, 20))
+    assert "process 1 was ended by SIGKILL" in job.log.read_text()
+    assert "training has gone on with run" in job.log.read_text()
+
+
+@pytest.mark.soak
 def test_the_coordinator_is_killed(tmp_path, uninterrupted):
     """JAX ends all processes then; the coordinator is a child of process 0."""
 
@@ -167,7 +179,7 @@ def test_the_coordinator_is_killed(tmp_path, uninterrupted):
     assert any("training has gone on with run" in line for line in said), said
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_a_process_that_is_stopped(tmp_path, uninterrupted):
     said = go_on_after(tmp_path, uninterrupted, lambda job: os.kill(job.children()[1], signal.SIGSTOP))
     assert any("no sign of it for" in line for line in said), said
@@ -204,9 +216,14 @@ def fail_to_write(directories, how):
         return session.update_count(), sorted(left)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("how", "is_shared"), [("writes", True), ("writes", False), ("takes", False), ("other variables", True)]
+    ("how", "is_shared"),
+    [
+        pytest.param("writes", False, marks=pytest.mark.thorough),
+        pytest.param("writes", True, marks=pytest.mark.soak),
+        pytest.param("takes", False, marks=pytest.mark.soak),
+        pytest.param("other variables", True, marks=pytest.mark.soak),
+    ],
 )
 def test_a_process_that_cannot_write_holds_up_nobody(how, is_shared, tmp_path):
     """Training goes on, on one machine and on two. The last checkpoint that both have stays."""
@@ -215,7 +232,7 @@ def test_a_process_that_cannot_write_holds_up_nobody(how, is_shared, tmp_path):
     run.mkdir()
     given = (list(map(str, directories)), how)
     started = joined.start(fail_to_write, 2, None, *given, directory=run, joins_itself=True)
-    found = joined.finish(started, run, timeout=120)
+    found = joined.finish(started, run, timeout=400)
     if how == "other variables":
         message = f"{RESTART_VARIABLE} must be the same in all processes of a run: 0 in process 0, 1 in"
         assert all(message in told for told in found), found

@@ -178,7 +178,7 @@ def start_and_check(tmp_path, num_processes, cases, failing=()):
     started = joined.start(
         train_and_fail, num_processes, None, *given, directory=directory, joins_itself=True
     )
-    made = joined.finish(started, directory, timeout=300)
+    made = joined.finish(started, directory, timeout=400)
     check_all([one for one, _failed in made], cases, tmp_path)
     for (ends, is_pipeline), *found in zip(failing, *(failed for _one, failed in made), strict=True):
         (told, first), (other, second) = found
@@ -194,10 +194,10 @@ def start_and_check(tmp_path, num_processes, cases, failing=()):
 @pytest.mark.thorough
 def test_replicas_in_two_processes(tmp_path):
     """Where data failed in one process, the others went on with the step, and waited for ever."""
-    start_and_check(tmp_path, 2, ["replicas"], [(False, True), (True, False), (True, True)])
+    start_and_check(tmp_path, 2, ["replicas"], [(False, True), (True, False)])
 
 
 @pytest.mark.thorough
 def test_shards_and_replicas_in_processes(tmp_path):
-    start_and_check(tmp_path, 2, ["replicas of shards", "shards", "one device"])
+    start_and_check(tmp_path, 2, ["shards", "one device"])
     start_and_check(tmp_path, 4, ["replicas of shards"])

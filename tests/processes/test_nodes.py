@@ -20,19 +20,21 @@ import yaml
 
 from ipu_pipeline.command_line.main import main
 from ipu_pipeline.launching import leader as leader_module
+from ipu_pipeline.launching import meeting as meeting_module
 from ipu_pipeline.launching.agent import Agent
 from ipu_pipeline.launching.causes import Cause
 from ipu_pipeline.launching.group import Settings, Start
 from ipu_pipeline.launching.leader import Leader, Nodes, Orders, Report
 from ipu_pipeline.launching.meeting import Meeting, RemoteLeader, _Codes
 from ipu_pipeline.launching.restarts import Restarts
-from tests.processes.test_going_on import KILLS, assert_same, uninterrupted  # noqa: F401  # a fixture
+from tests.processes.test_going_on import assert_same, uninterrupted  # noqa: F401  # a fixture
 from tests.processes.test_launching import LAUNCH, PLAIN, ROOT, find_left
 from tests.support import models
 from tests.support.killing import Job
 from tests.support.programs import Started
 
 SECRET = "a secret of more than 16 characters"  # noqa: S105
+PATIENCE = 300.0  # seconds
 KILLED = Cause(3, -signal.SIGKILL)
 OPTIONS = {"--nodes": "2", "--restarts": "5"}
 
@@ -484,19 +486,26 @@ class Deaf:
 
 
 @pytest.fixture
-def meeting():
-    """A meeting at an address, with a leader that only counts."""
+def meeting(request, monkeypatch):
+    """A meeting at an address, and a leader that only counts; nobody is too late, if not said."""
+    silence = getattr(request, "param", PATIENCE)
+    if silence == PATIENCE:
+        monkeypatch.setattr(meeting_module, "_TO_PROVE", PATIENCE)
+        monkeypatch.setattr(meeting_module, "_LEAVING", PATIENCE)
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = server.getsockname()
     leader = Deaf()
-    made = Meeting(leader, address, SECRET, 3.0)
+    made = Meeting(leader, address, SECRET, silence)
     yield leader, address
     made.close()
 
 
-def ask(address, secret=SECRET, seconds=10.0):
+hasty = pytest.mark.parametrize("meeting", [3.0], indirect=True)
+
+
+def ask(address, secret=SECRET, seconds=300.0, silence=3.0):
     """A report of a launcher, and the orders; None if there were none in time."""
-    remote = RemoteLeader(address, secret, 3.0)
+    remote = RemoteLeader(address, secret, silence)
     report = Report(1, 4, OPTIONS, cause=Cause(2, -9), furthest={"a": 3})
     deadline = time.monotonic() + seconds
     while (orders := remote.exchange(report)) is None and time.monotonic() < deadline:
@@ -505,7 +514,7 @@ def ask(address, secret=SECRET, seconds=10.0):
     return report, orders
 
 
-def await_that(condition, seconds=10):
+def await_that(condition, seconds=300):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
@@ -514,7 +523,7 @@ def await_that(condition, seconds=10):
 
 def test_reports_and_orders_arrive_as_they_were(meeting):
     leader, address = meeting
-    report, orders = ask(address)
+    report, orders = ask(address, silence=PATIENCE)
     assert orders == leader.exchange(None)
     assert leader.reports[0] == report
     assert leader.reports[-2] == dataclasses.replace(report, has_left=True)
@@ -523,7 +532,7 @@ def test_reports_and_orders_arrive_as_they_were(meeting):
 
 def speak(address, text):
     """Sends bytes; what comes back until the other side ends the connection."""
-    with socket.create_connection(address, timeout=10) as connection:
+    with socket.create_connection(address, timeout=300) as connection:
         connection.sendall(text)
         connection.shutdown(socket.SHUT_WR)
         found = b""
@@ -532,6 +541,7 @@ def speak(address, text):
         return found
 
 
+@pytest.mark.soak
 def test_the_last_report_is_given_when_the_leader_can_be_reached_again():
     """As after Ctrl-C while the connection is down."""
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -548,6 +558,8 @@ def test_the_last_report_is_given_when_the_leader_can_be_reached_again():
     assert leader.reports == [last]
 
 
+@pytest.mark.soak
+@hasty
 def test_a_launcher_that_gives_no_reports_is_silent(meeting):
     """It waits for a terminal, for example; its thread does not say for it that all is as before."""
     leader, address = meeting
@@ -565,7 +577,7 @@ def test_what_is_no_report(meeting):
     leader, address = meeting
     good = dataclasses.asdict(Report(1, 4, OPTIONS))
     for change in ({"num_processes": "4"}, {"num_processes": 0}, {"cause": {"process": 1}}, {"more": 1}):
-        with socket.create_connection(address, timeout=10) as connection:
+        with socket.create_connection(address, timeout=300) as connection:
             greeting = connection.recv(100)
             codes = _Codes(SECRET, greeting[-32:] + bytes(32), is_leader=False)
             text = json.dumps(good | change).encode()
@@ -578,6 +590,8 @@ def test_what_is_no_report(meeting):
     assert "num_processes in its message is '4'" in leader.lines[0]
 
 
+@pytest.mark.soak
+@hasty
 def test_who_does_not_know_the_secret_is_refused_and_said_once(meeting, capfd):
     leader, address = meeting
     _report, orders = ask(address, "another secret of 16 characters", 3.5)
@@ -599,6 +613,8 @@ def test_who_does_not_know_the_secret_is_refused_and_said_once(meeting, capfd):
     assert ask(address)[1] is not None
 
 
+@pytest.mark.soak
+@hasty
 def test_what_is_too_long_or_one_too_many_is_closed_at_once(meeting):
     """The other side goes on listening; silence alone would take five seconds."""
     _leader, address = meeting
@@ -609,19 +625,19 @@ def test_what_is_too_long_or_one_too_many_is_closed_at_once(meeting):
             pass
         return time.monotonic() - begun
 
-    with socket.create_connection(address, timeout=10) as connection:
+    with socket.create_connection(address, timeout=300) as connection:
         greeting = connection.recv(100)
         connection.sendall(greeting[:-32] + bytes(32) + (2**31).to_bytes(4) + bytes(100))
         assert seconds_until_closed(connection) < 3
     with contextlib.ExitStack() as left:
-        opened = [left.enter_context(socket.create_connection(address, timeout=10)) for _ in range(66)]
+        opened = [left.enter_context(socket.create_connection(address, timeout=300)) for _ in range(66)]
         assert seconds_until_closed(opened[0]) < 3
 
 
 def test_a_message_cannot_be_sent_again(meeting):
     """Neither in its connection nor in another one."""
     leader, address = meeting
-    with socket.create_connection(address, timeout=10) as connection:
+    with socket.create_connection(address, timeout=300) as connection:
         greeting = connection.recv(100)
         codes = _Codes(SECRET, greeting[-32:] + bytes(32), is_leader=False)
         first = greeting[:-32] + bytes(32) + codes.wrap(Report(1, 4, OPTIONS))
@@ -634,6 +650,8 @@ def test_a_message_cannot_be_sent_again(meeting):
     assert len(leader.reports) == 1
 
 
+@pytest.mark.soak
+@hasty
 def test_a_thousand_silent_connections_keep_nobody_out(meeting):
     _leader, address = meeting
     left = []
@@ -642,7 +660,7 @@ def test_a_thousand_silent_connections_keep_nobody_out(meeting):
     def connect():
         while not stop.is_set() and len(left) < 1000:
             with contextlib.suppress(OSError):
-                left.append(socket.create_connection(address, timeout=10))
+                left.append(socket.create_connection(address, timeout=300))
                 if len(left) > 200:
                     left[len(left) - 200].close()  # this process has few files, too
 
@@ -743,6 +761,7 @@ class Cluster:
             raise AssertionError("\n".join(self.log(rank)[-4000:] for rank in range(2))) from None
 
 
+@pytest.mark.soak
 def test_launchers_of_two_nodes_start_again_together(tmp_path):
     """Processes without JAX. Those of the other node hear what has happened from their launcher."""
     program = tmp_path / "program.py"
@@ -777,6 +796,7 @@ sys.exit(9 * (restart == 1 and index == 1))
     assert find_left(tmp_path) == []
 
 
+@pytest.mark.soak
 def test_a_node_is_heard_while_processes_on_standby_end(tmp_path):
     """One has ended by itself there; another has not come to the point at which it would wait."""
     program = tmp_path / "program.py"
@@ -803,6 +823,7 @@ print("begun", index, restart, file=sys.stderr, flush=True)
 """
 
 
+@pytest.mark.soak
 def test_a_job_without_a_node_and_with_it_again(tmp_path):
     """The processes of the shrunk job would wait for ever: SIGTERM ends them when the node comes."""
     program = tmp_path / "program.py"
@@ -823,6 +844,7 @@ sys.exit(restart < 2)
     assert "process 0 was ended by SIGTERM" in cluster.log(0)
 
 
+@pytest.mark.soak
 def test_node_0_comes_back_after_the_other_ones_processes_have_run_on(tmp_path):
     """It is waited for from their end on, and not since it went."""
     program = tmp_path / "program.py"
@@ -838,6 +860,7 @@ def test_node_0_comes_back_after_the_other_ones_processes_have_run_on(tmp_path):
     assert "begun 0 1" in cluster.log(0)  # the number is known from the other node
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("number", "restarts", "statuses"),
     [(signal.SIGINT, 5, [130, 130]), (signal.SIGTERM, 0, [143, 143]), (signal.SIGTERM, 5, [1, 143])],
@@ -874,7 +897,7 @@ def train_on_two_nodes(tmp_path, runs, num_stages, num_replicas, *options):
     return job, cluster
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_nodes_are_lost_with_their_memory(tmp_path, uninterrupted):  # noqa: F811
     """Each of two in turn, also that of the leader: what one had is in the memory of the other."""
     job, cluster = train_on_two_nodes(tmp_path, 100, 4, 1, "--wait", "60")
@@ -891,7 +914,7 @@ def test_nodes_are_lost_with_their_memory(tmp_path, uninterrupted):  # noqa: F81
     assert len(list((tmp_path / "memory0").iterdir())) == 0
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_a_job_goes_on_with_fewer_nodes_and_with_more_again(tmp_path, uninterrupted):  # noqa: F811
     """Its four stages are in one process then, and in two processes before and after."""
     job, cluster = train_on_two_nodes(tmp_path, 400, 4, 1, "--wait", "8", "--shrink")
@@ -906,7 +929,7 @@ def test_a_job_goes_on_with_fewer_nodes_and_with_more_again(tmp_path, uninterrup
     assert job.num_runs() < 400 + 2 * 3
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_a_node_with_a_replica_is_lost_and_comes_again(tmp_path, monkeypatch, uninterrupted):  # noqa: F811
     """A process has two virtual IPUs at most, like accelerators: replicas take turns meanwhile."""
     with monkeypatch.context() as patched:
@@ -956,8 +979,7 @@ def two_networks():
             ip("netns", "del", name, check=False)
 
 
-@pytest.mark.thorough
-@pytest.mark.skipif(KILLS <= 3, reason="it takes a minute; `make soak` runs it")
+@pytest.mark.soak
 def test_a_network_that_is_cut_and_joined(tmp_path, two_networks, uninterrupted):  # noqa: F811
     """For a moment, in which all wait, and for so long that both sides start again."""
     through, switch = two_networks
@@ -993,7 +1015,7 @@ make_estimator(sys.argv[1] + "/model", save_checkpoints_steps=10**6).train(
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_a_node_that_is_preempted_saves_and_is_replaced(tmp_path):
     """SIGTERM comes to the launcher of one node only; all processes stop after the same update."""
     program = tmp_path / "program.py"
@@ -1044,6 +1066,7 @@ def assert_told(tmp_path):
     assert [(tmp_path / f"told{index}").read_text() for index in range(2)] == ["2", "2"]
 
 
+@pytest.mark.soak
 def test_the_file_for_slurm(tmp_path, cluster_environment):
     of_slurm = {"SLURM_NNODES": "2", "SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NODELIST": "node[0-1]"}
     subprocess.run(
@@ -1056,6 +1079,7 @@ def test_the_file_for_slurm(tmp_path, cluster_environment):
     assert_told(tmp_path)
 
 
+@pytest.mark.soak
 def test_the_file_for_kubernetes(tmp_path, cluster_environment):
     text = (ROOT / "examples" / "cluster" / "kubernetes.yaml").read_text()
     documents = {document["kind"]: document for document in yaml.safe_load_all(text)}

@@ -91,13 +91,13 @@ def case(schedule="Grouped", num_replicas=1, restore=None, num_runs=1, **options
     return {**given, "num_runs": num_runs, **options}
 
 
-def run(num_processes, directory, cases, timeout=120, function=train_all):
+def run(num_processes, directory, cases, function=train_all):
     """What each process returns. That with most devices is the first, as the processes take so many."""
     directory.mkdir()
     started = joined.start(
         function, num_processes, None, str(directory), cases, directory=directory, joins_itself=True
     )
-    return joined.finish(started, directory, timeout)
+    return joined.finish(started, directory, timeout=400)
 
 
 def check_equal(made, name, expected):
@@ -241,24 +241,21 @@ def test_two_processes_save_and_restore_and_are_told_where_they_differ(tmp_path)
 
 
 @pytest.mark.thorough
-def test_schedules_with_and_without_replicas_in_processes(tmp_path):
+def test_replicas_in_processes(tmp_path):
     """And what replicas share out is restored by another number of processes."""
-    schedules, replicated = ("Grouped", "Sequential", "ZeroBubble"), {"num_replicas": 2}
-    cases = {f"{name}, replicas": case(name, **replicated) for name in schedules}
-    cases["many, replicas"] = case(gradient_accumulation_count=MANY, **replicated)
-    cases["Interleaved"] = case("Interleaved")
+    replicated = {"num_replicas": 2}
+    shared = {"replicated_optimizer_state_sharding": True, "replicated_weight_sharding": True}
+    cases = {
+        "halves": case("ZeroBubble", **replicated),
+        "many": case("Sequential", gradient_accumulation_count=MANY, **replicated),
+    }
     alone = train_all(tmp_path / "alone", {**cases, "parts": case(num_runs=2, **replicated)})
     second = (alone["parts"][0][1:], *alone["parts"][1:])
-    shared = {"replicated_optimizer_state_sharding": True, "replicated_weight_sharding": True}
-    given = {"parts": case(num_runs=2, **replicated, **shared), **cases}
-    made = run(2, tmp_path / "two", given, timeout=300)
-    for name in given:
+    made = run(2, tmp_path / "two", {"parts": case(num_runs=2, **replicated, **shared), **cases})
+    for name in alone:
         check_equal(made, name, alone[name])
     saved = tmp_path / "two" / "parts" / "0"
-    given = {"parts": case(restore=saved, **replicated, **shared), **cases}
-    made = run(4, tmp_path / "four", given, timeout=300)
-    for name in cases:
-        check_equal(made, name, alone[name])
+    made = run(4, tmp_path / "four", {"parts": case("Interleaved", restore=saved, **replicated, **shared)})
     check_equal(made, "parts", second)
     again = train_all(tmp_path / "again", {"parts": case(restore=saved, **replicated)})["parts"]
     models.assert_trees_close(again, second)
@@ -294,12 +291,12 @@ def run_unevenly():
             session.run(compiled)
         if jax.process_index() == 0:
             session.run(compiled)
-        time.sleep(300)
+        time.sleep(1000)
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_replicas_whose_processes_run_unevenly(tmp_path):
     """One that waits in the all-reduce for a process that does something else was not told of, and hung."""
     processes = joined.start(run_unevenly, 2, None, directory=tmp_path, joins_itself=True)
     with pytest.raises(AssertionError, match="process 1 does not go on, and process 0 cannot"):
-        joined.finish(processes, tmp_path, timeout=120)
+        joined.finish(processes, tmp_path, timeout=400)

@@ -15,12 +15,13 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline.checkpointing.checkpoints import CheckpointSeries
-from tests.support.estimating import assert_same_variables, input_fn, make_estimator, scheduled
+from ipu_pipeline.ipu_session_run_hooks import SessionRunHook
+from tests.support.estimating import assert_same_variables, input_fn, make_estimator
 from tests.support.programs import begin
 from tests.support.resumable import Batches, Training, assert_same
 
-THREAD_RUNS = int(os.environ.get("THREAD_RUNS", "30"))
-KILLS = int(os.environ.get("KILLS", "3"))
+THREAD_RUNS = int(os.environ.get("THREAD_RUNS", "1000"))
+KILLS = int(os.environ.get("KILLS", "50"))
 STEPS = 40 * KILLS
 
 
@@ -29,7 +30,7 @@ def start(directory, max_steps, *options):
 
 
 def finish(process, code):
-    out, errors = process.communicate(timeout=240)
+    out, errors = process.communicate(timeout=400)
     assert process.returncode == code, out + errors
     return out, errors
 
@@ -57,49 +58,53 @@ def uninterrupted(tmp_path_factory):
     return train
 
 
-@pytest.mark.parametrize(
-    ("name", "code"), [("SIGTERM", 143), pytest.param("SIGINT", 130, marks=pytest.mark.thorough)]
-)
-def test_a_signal_ends_training_after_the_update_and_a_killed_one_goes_on(
-    name, code, tmp_path, uninterrupted, caplog
-):
-    """The restart after the signal is killed once there is another checkpoint; the next one ends."""
-    process = start(tmp_path, 400, "every=400", "pause=1", "loop=8")
-    assert process.stdout.readline() == "created\n"
-    assert process.stdout.readline() == "step 8\n"
-    process.send_signal(getattr(signal, name))
-    _out, errors = finish(process, code)
+class Signal(SessionRunHook):
+    """Sends this process a signal after step 16."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def after_run(self, run_context, _run_values):
+        if run_context.global_step == 16:
+            signal.raise_signal(self.number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_training_after_the_update_and_it_goes_on(number, tmp_path, uninterrupted, caplog):
+    with caplog.at_level("INFO", "ipu_pipeline"):
+        with pytest.raises(SystemExit) as raised:
+            make_estimator(tmp_path).train(input_fn, hooks=[Signal(number)], max_steps=40)
+        assert raised.value.code == 128 + number
+        assert f"Training ends at step 16 by signal {int(number)}" in caplog.text
+        ipu.config.reset_ipu_configuration()
+        make_estimator(tmp_path).train(input_fn, max_steps=24)
+        assert "Training goes on from step 16" in caplog.text
+    assert_same_variables(make_estimator(tmp_path), uninterrupted(24))
+
+
+@pytest.mark.thorough
+def test_a_process_that_gets_a_signal_and_one_that_is_killed_go_on(tmp_path, uninterrupted):
+    """A process is there until it is stopped: it waits for the data of a later update."""
+    process = start(tmp_path, 400, "every=400", "pause=1")
+    while process.stdout.readline() != "step 8\n":
+        assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    _out, errors = finish(process, 143)
     assert "Traceback" not in errors
     step = final_step(tmp_path)
-    assert f"Training ends at step {step} by signal {code - 128}" in errors
-    assert 8 <= step < 80
-    process = start(tmp_path, 120, "pause=1")
-    wait_for_checkpoint(process, tmp_path, step)
+    assert f"Training ends at step {step} by signal 15" in errors
+    assert 8 <= step < 400
+    process = start(tmp_path, 800, f"block_at={4 * (step + 24)}")
+    while max(CheckpointSeries(tmp_path / "checkpoints").steps()) <= step:
+        assert process.poll() is None
+        time.sleep(0.02)
     process.kill()
     _out, errors = finish(process, -signal.SIGKILL)
     assert f"Training goes on from step {step}" in errors
     assert "Traceback" not in errors
-    with caplog.at_level("INFO", "ipu_pipeline"):
-        make_estimator(tmp_path).train(input_fn, max_steps=120)
-    assert int(re.search(r"Training goes on from step (\d+)", caplog.text)[1]) > step
-    assert_same_variables(make_estimator(tmp_path), uninterrupted(120))
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("schedule", ["ZeroBubble", "Looped", "searched"])
-def test_other_schedules_go_on_when_killed(schedule, tmp_path):
-    """To the last bit: the order in which a stage adds gradients is that of the micro-batches."""
-    killed, params = tmp_path / "killed", scheduled(schedule)
-    process = start(killed, 400, "pause=0.05", f"schedule={schedule}")
-    wait_for_checkpoint(process, killed)
-    process.kill()
-    finish(process, -signal.SIGKILL)
-    found = []
-    for directory in (killed, tmp_path / "whole"):
-        estimator = make_estimator(directory, params=params)
-        found.append(estimator.train(input_fn, max_steps=80))
-        ipu.config.reset_ipu_configuration()
-    assert_same_variables(*found)
+    last = max(CheckpointSeries(tmp_path / "checkpoints").steps()) + 4
+    make_estimator(tmp_path).train(input_fn, max_steps=last)
+    assert_same_variables(make_estimator(tmp_path), uninterrupted(last))
 
 
 def wait_for_checkpoint(process, directory, after=-1):
@@ -108,7 +113,7 @@ def wait_for_checkpoint(process, directory, after=-1):
         assert process.stdout.readline(), process.communicate()
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_killed_at_random_moments(tmp_path, uninterrupted):
     """kill -9 while it trains and saves: every restart goes on, and the end is that of other training."""
     generator = random.Random(KILLS)  # noqa: S311  # of moments
@@ -123,7 +128,7 @@ def test_killed_at_random_moments(tmp_path, uninterrupted):
         # Some right away, and some so late that several checkpoints are written.
         timer = threading.Timer(generator.choice([0.05, 0.3, 1.0]) * generator.random(), process.kill)
         timer.start()
-        _out, errors = process.communicate(timeout=240)
+        _out, errors = process.communicate(timeout=400)
         timer.cancel()
         assert process.returncode in (0, -signal.SIGKILL), errors
         assert "Traceback" not in errors, errors
@@ -146,8 +151,11 @@ def compile_two():
     ]
 
 
-@pytest.mark.thorough
-def test_two_threads_train_on_one_session(tmp_path):
+@pytest.mark.parametrize(
+    "num_runs",
+    [pytest.param(20, marks=pytest.mark.thorough), pytest.param(THREAD_RUNS, marks=pytest.mark.soak)],
+)
+def test_two_threads_train_on_one_session(num_runs, tmp_path):
     """While a third one reads and saves: all is as if they had trained one after the other."""
     together, apart = compile_two(), compile_two()
     losses, errors, saved = [[], []], [], []
@@ -160,7 +168,7 @@ def test_two_threads_train_on_one_session(tmp_path):
             errors.append(error)
 
     def work(session, number):
-        for _run in range(THREAD_RUNS):
+        for _run in range(num_runs):
             losses[number] += list(together[number].run(session, 1))
         while len(saved) < 2 and saver.is_alive():  # a session has no queue: its turn may come late
             time.sleep(0.01)
@@ -189,7 +197,7 @@ def test_two_threads_train_on_one_session(tmp_path):
         states = {name: [plain.variables] for name in ("one", "two")}
         for training, name, found in zip(apart, states, losses, strict=True):
             expected = []
-            for _run in range(THREAD_RUNS):
+            for _run in range(num_runs):
                 expected += list(training.run(plain, 1))
                 states[name].append(plain.variables)
             np.testing.assert_array_equal(found, expected)
@@ -206,7 +214,7 @@ def test_two_threads_train_on_one_session(tmp_path):
                         np.testing.assert_array_equal(value, wanted[full_name])
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_a_signal_within_a_run_of_many_updates(tmp_path, uninterrupted):
     process = start(tmp_path, 200_000, "every=200000", "loop=200000")
     assert process.stdout.readline() == "created\n"
@@ -218,7 +226,7 @@ def test_a_signal_within_a_run_of_many_updates(tmp_path, uninterrupted):
     assert 0 < step < 200_000
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_a_second_signal_does_not_wait_for_the_data(tmp_path, uninterrupted):
     process = start(tmp_path, 40, "every=40", "block_at=14")
     for line in iter(process.stdout.readline, "blocked\n"):
@@ -228,14 +236,12 @@ def test_a_second_signal_does_not_wait_for_the_data(tmp_path, uninterrupted):
     time.sleep(0.5)
     assert process.poll() is None  # the update is not done
     process.send_signal(signal.SIGTERM)
-    begin = time.monotonic()
     finish(process, 143)
-    assert time.monotonic() - begin < 60
     assert final_step(tmp_path) == 12
     assert_same_variables(make_estimator(tmp_path), uninterrupted(12))
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_files_that_cannot_be_written(tmp_path, uninterrupted):
     """Training goes on, each save reports its error once, and the last good checkpoint stays."""
     process = start(tmp_path, 40, "every=8", "keep=1", "limit_at=8", "limit=100", "lift_at=32", "pause=0.3")
