@@ -98,8 +98,9 @@ def test_the_host_starts_programs_behind_its_wait():
     assert begins(slow) == {"F0.0": 1.5, "F1.0": 8, "F0.1": 14.5, "F1.1": 21}
 
 
-@pytest.mark.parametrize("num_ahead", [0, 1, None])
-@pytest.mark.parametrize("mapping", [(0, 0, 0), (0, 1, 0)])
+@pytest.mark.parametrize(
+    ("num_ahead", "mapping"), [(0, (0, 0, 0)), (1, (0, 1, 0)), (None, (0, 0, 0)), (None, (0, 1, 0))]
+)
 def test_the_bubble_has_it_among_transfers(num_ahead, mapping):
     sizes = {"num_bytes_to_forward": (1, 2, 3), "num_bytes_from_backward": (3, 2, 1)}
     costs = {"forward": 1.0, "backward": 2.0, "update": 1.0, "host": 0.1}

@@ -21,9 +21,10 @@ MEMORY = Memory((100, 200, 0), (30, 20, 0), (20, 20, 10))
 SCENARIO = Scenario(COSTS, "interleaved", 6, memory=MEMORY)
 
 
-@pytest.mark.parametrize("limit", [None, 250])
-@pytest.mark.parametrize("mapping", [(), (0, 1, 0)])
-@pytest.mark.parametrize(("chunk_size", "is_fused"), [(1, True), (2, False)])
+@pytest.mark.parametrize(
+    ("limit", "mapping", "chunk_size", "is_fused"),
+    [(None, (), 1, True), (250, (), 2, False), (250, (0, 1, 0), 1, False), (None, (0, 1, 0), 2, True)],
+)
 def test_the_simulator_finds_the_same_step_time(limit, mapping, chunk_size, is_fused):
     scenario = dataclasses.replace(
         SCENARIO,

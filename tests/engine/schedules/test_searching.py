@@ -200,10 +200,9 @@ def test_jacksons_schedule_is_that_of_carliers_example():
 
 
 @pytest.mark.parametrize("share", [None, 0.4, 0.7])
-@pytest.mark.parametrize("size", [(2, 2), (2, 3)])
-def test_bounds_are_at_most_what_the_best_of_all_orders_takes(size, share):
-    for seed in range(10):
-        problem = make_problem(seed, *size, share, is_fused=seed % 2 == 0)
+def test_bounds_are_at_most_what_the_best_of_all_orders_takes(share):
+    for seed in range(4):
+        problem = make_problem(seed, 2, 2, share, is_fused=seed % 2 == 0)
         smallest = find_smallest(problem)
         assert find_bound(problem).time <= smallest
         found = search(problem)
@@ -220,16 +219,6 @@ def test_the_best_of_all_orders_is_found(size, mapping, share):
 
 
 @pytest.mark.parametrize(("seed", "num_stages", "num_micro_batches", "share"), SMALL)
-def test_heads_and_tails_hold_in_the_best_order(seed, num_stages, num_micro_batches, share):
-    problem = make_problem(seed, num_stages, num_micro_batches, share)
-    heads, tails = find_heads(problem), find_tails(problem)
-    step_time = search(problem).step_time
-    for kind, stage, number in itertools.product(KINDS, range(num_stages), range(num_micro_batches)):
-        path = heads[kind][stage][number] + problem.times[kind][stage] + tails[kind][stage][number]
-        assert path <= step_time
-
-
-@pytest.mark.parametrize(("seed", "num_stages", "num_micro_batches", "share"), SMALL)
 def test_small_problems_are_solved(seed, num_stages, num_micro_batches, share):
     problem = make_problem(seed, num_stages, num_micro_batches, share)
     found = search(problem)
@@ -238,12 +227,15 @@ def test_small_problems_are_solved(seed, num_stages, num_micro_batches, share):
     assert len(table.halved) == num_stages
     assert find_step_time(problem, as_order(found.rows)) == found.step_time
     assert found.num_peak_bytes == hold(problem, found.rows)
-    if problem.num_bytes_per_ipu is not None:
-        assert max(found.num_peak_bytes) <= problem.num_bytes_per_ipu
+    assert max(found.num_peak_bytes) <= (problem.num_bytes_per_ipu or float("inf"))
+    heads, tails = find_heads(problem), find_tails(problem)
+    for kind, stage, number in itertools.product(KINDS, range(num_stages), range(num_micro_batches)):
+        path = heads[kind][stage][number] + problem.times[kind][stage] + tails[kind][stage][number]
+        assert path <= found.step_time
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(20))
 def test_many_small_problems_are_solved(seed):
     chance = random.Random(seed)  # noqa: S311  # no secret depends on it
     size = chance.randint(2, 4), chance.randint(1, 6)
@@ -254,7 +246,7 @@ def test_many_small_problems_are_solved(seed):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(20))
 def test_cp_sat_finds_nothing_better(seed):
     pytest.importorskip("ortools", reason="OR-Tools is not installed (extra dev)")
     chance = random.Random(seed)  # noqa: S311  # no secret depends on it
@@ -268,16 +260,14 @@ def test_cp_sat_finds_nothing_better(seed):
     assert found.gap > 0 or found.step_time == smallest
 
 
-@pytest.mark.parametrize(
-    ("mapping", "share"), [((), None), ((), 1), ((0, 1, 2, 0, 1, 2), None), ((0, 1, 2, 2, 1, 0), 0.8)]
-)
+@pytest.mark.parametrize(("mapping", "share"), [((), 1), ((0, 1, 0, 1), None), ((0, 1, 1, 0), 0.8)])
 def test_none_with_a_name_that_fits_is_better(mapping, share):
-    problem = make_problem(3, 6, 8, share, mapping)
+    problem = make_problem(3, 4, 10, share, mapping)
     found = search(problem)
     num_fitting = 0
     for function in named_schedules().values():
         try:
-            order = as_order(function(6, 8, problem.device_mapping))
+            order = as_order(function(4, 10, problem.device_mapping))
         except ScheduleError:
             continue
         if fits(problem, order):
@@ -285,7 +275,7 @@ def test_none_with_a_name_that_fits_is_better(mapping, share):
             assert found.step_time <= find_step_time(problem, order)
     assert num_fitting
     assert fits(problem, as_order(found.rows))
-    check(found.rows, 6, 8, problem.device_mapping, training=True)
+    check(found.rows, 4, 10, problem.device_mapping, training=True)
 
 
 def test_a_schedule_with_a_name_is_called_so_if_it_is_the_best():
@@ -307,10 +297,12 @@ def test_a_search_finds_the_same_again():
     assert search(problem) == search(problem)
 
 
-@pytest.mark.parametrize("mapping", [(0, 1, 0, 1, 0, 1), (0, 1, 2, 2, 1, 0), (0, 0, 0, 1, 1, 1)])
-@pytest.mark.parametrize("is_fused", [True, False])
+@pytest.mark.parametrize(
+    ("mapping", "is_fused"),
+    [((0, 1, 0, 1, 0, 1), True), ((0, 1, 2, 2, 1, 0), False), ((0, 0, 0, 1, 1, 1), True)],
+)
 def test_dispatching_ends_with_as_few_bytes_as_possible(mapping, is_fused):
-    for seed in range(20):
+    for seed in range(8):
         problem = make_problem(seed, 6, 4, 0, mapping, is_fused=is_fused)
         chance = random.Random(seed)  # noqa: S311  # no secret depends on it
         urgency = [[[chance.random() for _n in range(4)] for _s in range(6)] for _kind in ActionKind]
@@ -339,10 +331,10 @@ def test_more_memory_never_takes_longer():
 
 def test_a_frontier_goes_from_a_third_of_interleaved_to_twice_that():
     problem = OrderProblem(
-        12, (1,) * 6, (1,) * 6, (1,) * 6, num_held_bytes=(30,) * 5 + (0,), num_constant_bytes=(100,) * 6
+        6, (1,) * 3, (1,) * 3, (1,) * 3, num_held_bytes=(30, 30, 0), num_constant_bytes=(100,) * 3
     )
     limits = [point.num_bytes_per_ipu for point in frontier(problem)]
-    assert (limits[0], limits[-1]) == (100 + 6 * 30 // 3, 100 + 6 * 30 * 2)
+    assert (limits[0], limits[-1]) == (100 + 3 * 30 // 3, 100 + 3 * 30 * 2)
 
 
 def test_a_frontier_refuses_a_limit_too_low():
@@ -352,11 +344,10 @@ def test_a_frontier_refuses_a_limit_too_low():
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("share", "most"),
+    ("seed", "share", "most"),
     # Where memory is short, the bound knows little of how the actions of many IPUs hinder each other.
-    [(0.5, 0.1), (0.67, 0.1), (1, 0.1), (1.5, 0.04), (2, 0.03), (None, 0.03)],
+    [(0, 0.5, 0.1), (1, 1, 0.1), (2, 2, 0.03), (0, None, 0.03)],
 )
-@pytest.mark.parametrize("seed", range(3))
 def test_large_problems_are_close_to_the_bound(seed, share, most):
     problem = make_problem(seed, 8, 64, share)
     found = search(problem)

@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import json
 import random
-import time
 
 import numpy as np
 import pytest
@@ -227,9 +226,10 @@ def test_memory_over_time():
 # Known formulas.
 
 
-@pytest.mark.parametrize("num_stages", [1, 2, 4, 7])
-@pytest.mark.parametrize("count", [1, 3, 16])
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    ("num_stages", "count", "training"),
+    [(1, 3, True), (2, 1, True), (4, 16, True), (7, 3, True), (1, 1, False), (4, 3, False), (7, 16, False)],
+)
 def test_the_bubble_of_a_balanced_pipeline(num_stages, count, training):
     """(N-1)/(M+N-1), and (N-1)/N with Sequential; one half of it ramp-up in lock-step.
 
@@ -250,8 +250,7 @@ def test_the_bubble_of_a_balanced_pipeline(num_stages, count, training):
         assert found.lock_step.bubble.ramp_up == pytest.approx(found.lock_step.bubble.ramp_down)
 
 
-@pytest.mark.parametrize("num_stages", [1, 2, 4, 7])
-@pytest.mark.parametrize("count", [1, 3, 16])
+@pytest.mark.parametrize(("num_stages", "count"), [(1, 3), (2, 16), (4, 1), (4, 3), (7, 16)])
 def test_the_bubble_of_zero_bubble(num_stages, count):
     """(p-1)(F + B - 2W), with F = I = W, and as many micro-batches as stages."""
     found = simulate(scenario(num_stages, count, "zero_bubble", forward=1, backward=2))
@@ -263,9 +262,7 @@ def test_the_bubble_of_zero_bubble(num_stages, count):
         assert bubble.ramp_up + bubble.ramp_down == pytest.approx(bubble.total)
 
 
-@pytest.mark.parametrize("num_turns", [2, 3])
-@pytest.mark.parametrize("num_ipus", [2, 4])
-@pytest.mark.parametrize("count", [4, 8, 13])
+@pytest.mark.parametrize(("num_ipus", "num_turns", "count"), [(2, 2, 4), (4, 2, 13), (2, 3, 13), (4, 3, 8)])
 def test_the_bubble_of_looped(num_ipus, num_turns, count):
     """(p-1)(F+B)/v; and Interleaved's (p-1)(F+B) with whole stages."""
     mapping = tuple(stage % num_ipus for stage in range(num_ipus * num_turns))
@@ -530,48 +527,60 @@ def assert_consistent(timeline, case):
         assert idle >= -1e-9, cause
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_random_scenarios_against_ticks(seed):
-    case = draw(seed)
+LETTERS = {**{kind: kind.letter for kind in ActionKind}, "update": "U", "reduce": "R", "gather": "G"}
+
+
+def compare_with_ticks(case):
     found = simulate(case)
     expected, step_time = tick(case, 1)
     timeline = found.free_running
     assert timeline.step_time == pytest.approx(step_time)
-    names = {**{kind: kind.letter for kind in ActionKind}, "update": "U"}
-    last = case.costs.num_stages - 1
-    actual = begins(timeline)
-    for (kind, stage, chunk, _replica), begin in expected.items():
+    num_replicas, last = case.cluster.num_replicas, case.costs.num_stages - 1
+    actual = begins(timeline, case.num_ipus)
+    for (kind, stage, chunk, replica), begin in expected.items():
         if kind in (B, INPUTS) and stage == last and case.is_fused:
             begin -= case.costs.of_actions[kind][last]
-        name = f"{names[kind]}{stage}" + ("" if kind == "update" else f".{chunk}")
-        assert actual.pop(name) == pytest.approx(begin), name
+        of = f"/{replica}" if isinstance(kind, str) else f".{chunk * num_replicas + replica}"
+        name = f"{LETTERS[kind]}{stage}{of}"
+        is_program = name in actual or not isinstance(kind, str)  # without gradients there is no reduction
+        if is_program:
+            assert actual.pop(name) == pytest.approx(begin), name
     assert not actual
     for one in (timeline, found.lock_step):
         assert_consistent(one, case)
     assert predict_step_time(case) == timeline.step_time
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_with_cores_enough_programs_run_as_if_they_shared_none(seed):
-    case = draw(1000 + seed)
-    num_links = 4 * case.costs.num_stages  # between neighbours, there and back; of two, where these are
-    shared = simulate(dataclasses.replace(case, cores=float(case.costs.num_stages + num_links)))
-    alone = simulate(case)
+def assert_same_with_cores(case, cores):
+    """With so many cores programs run as if they shared none."""
+    shared, alone = simulate(dataclasses.replace(case, cores=cores)), simulate(case)
     for one, other in ((shared.free_running, alone.free_running), (shared.lock_step, alone.lock_step)):
-        assert begins(one) == pytest.approx(begins(other))
+        assert begins(one, case.num_ipus) == pytest.approx(begins(other, case.num_ipus))
         assert one.bubble.by_cause() == pytest.approx(other.bubble.by_cause(), abs=1e-9)
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_random_scenarios_that_share_cores_against_small_ticks(seed):
-    case = dataclasses.replace(draw(2000 + seed), num_micro_batches=2)
-    case = dataclasses.replace(case, cores=1.0 + seed % 2)
-    found = simulate(case)
-    # An end is missed by less than a tick, and moves what follows by as much.
-    _expected, step_time = tick(case, 1 / 96)
-    assert found.free_running.step_time == pytest.approx(step_time, rel=0.02, abs=0.1)
-    for one in (found.free_running, found.lock_step):
-        assert_consistent(one, case)
+@pytest.mark.parametrize("first", range(0, 24, 6))
+def test_random_scenarios_against_ticks(first):
+    for seed in range(first, first + 6):
+        compare_with_ticks(draw(seed))
+
+
+def test_with_cores_enough_programs_run_as_if_they_shared_none():
+    for seed in range(10):
+        case = draw(1000 + seed)
+        num_links = 4 * case.costs.num_stages  # between neighbours, there and back; of two, where these are
+        assert_same_with_cores(case, float(case.costs.num_stages + num_links))
+
+
+def test_random_scenarios_that_share_cores_against_small_ticks():
+    for seed in range(6):
+        case = dataclasses.replace(draw(2000 + seed), num_micro_batches=2, cores=1.0 + seed % 2)
+        found = simulate(case)
+        # An end is missed by less than a tick, and moves what follows by as much.
+        _expected, step_time = tick(case, 1 / 96)
+        assert found.free_running.step_time == pytest.approx(step_time, rel=0.02, abs=0.1)
+        for one in (found.free_running, found.lock_step):
+            assert_consistent(one, case)
 
 
 # Timetables, dictionaries, arguments.
@@ -652,14 +661,12 @@ def test_fields_of_costs_have_a_number_per_stage():
 
 
 @pytest.mark.thorough
-def test_two_million_actions_take_seconds():
-    case = scenario(256, 4096, forward=1.0, backward=2.0, host=1e-6, transfer=1e-3)
-    begin = time.process_time()
+def test_two_hundred_thousand_actions():
+    case = scenario(64, 2048, forward=1.0, backward=2.0, host=1e-6, transfer=1e-3)
     found = simulate(case)
-    assert time.process_time() - begin < 60  # 15 on an idle machine, half of it for the timetable
-    assert len(found.free_running.begins) == 2**21
-    assert found.free_running.step_time == pytest.approx((4096 + 255) * 3, rel=1e-3)
-    assert found.lock_step.step_time == pytest.approx((4096 + 255) * 3, rel=1e-3)
+    assert len(found.free_running.begins) == 2**18
+    assert found.free_running.step_time == pytest.approx((2048 + 63) * 3, rel=2e-3)
+    assert found.lock_step.step_time == pytest.approx((2048 + 63) * 3, rel=2e-3)
 
 
 def test_arrays_are_sorted_by_begin():

@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from ipu_pipeline.engine.schedules import Costs, Scenario, SearchedSchedule, splitting
+from ipu_pipeline.engine.schedules import Costs, Scenario, SearchedSchedule
 from ipu_pipeline.engine.schedules.simulator import predict_step_time
 from ipu_pipeline.engine.schedules.splitting import (
     FusedPair,
@@ -79,35 +79,45 @@ def all_splits(problem):
     return [(0, *own) for own in cuts]
 
 
+def compare_with_all(problem):
+    """Within 3%, though it simulates fewer of them."""
+    number = math.comb(problem.num_layers - 1, problem.num_stages - 1)
+    best = min(all_splits(problem), key=lambda split: (problem.excess(split), problem.step_time(split)))
+    if problem.excess(best):
+        with pytest.raises(ValueError, match="bytes_per_ipu must be enough"):
+            find_split(problem, number - 1)
+        return
+    found = find_split(problem, number - 1)
+    assert not found.is_exact
+    assert not problem.excess(found.split)
+    assert found.judged == problem.step_time(found.split)
+    assert found.judged <= 1.03 * problem.step_time(best)
+    exact = find_split(problem)
+    assert exact.is_exact
+    assert exact.num_simulated == number
+    assert exact.split == best
+
+
+@pytest.mark.parametrize(("schedule", "mapping"), CASES, ids=str)
+def test_a_search_finds_what_all_splits_have(schedule, mapping):
+    for seed, room in ((0, None), (1, 1.2), (2, 1.2)):
+        compare_with_all(make(seed, schedule, mapping, 8, room=room, count=2 * len(mapping)))
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize("room", [None, 1.2], ids=["any memory", "little memory"])
 @pytest.mark.parametrize(("schedule", "mapping"), CASES, ids=str)
-def test_a_search_finds_what_all_splits_have(schedule, mapping, room):
-    """Within 3%, though it simulates fewer of them."""
-    for seed in range(4):
-        problem = make(seed, schedule, mapping, room=room, count=2 * len(mapping))
-        number = math.comb(problem.num_layers - 1, problem.num_stages - 1)
-        best = min(all_splits(problem), key=lambda split: (problem.excess(split), problem.step_time(split)))
-        if problem.excess(best):
-            with pytest.raises(ValueError, match="bytes_per_ipu must be enough"):
-                find_split(problem, number - 1)
-            continue
-        found = find_split(problem, number - 1)
-        assert not found.is_exact
-        assert not problem.excess(found.split)
-        assert found.judged == problem.step_time(found.split)
-        assert found.judged <= 1.03 * problem.step_time(best)
-        exact = find_split(problem)
-        assert exact.is_exact
-        assert exact.num_simulated == number
-        assert exact.split == best
+def test_a_search_finds_what_all_splits_of_more_layers_have(schedule, mapping, room):
+    for seed in range(3, 6):
+        compare_with_all(make(seed, schedule, mapping, room=room, count=2 * len(mapping)))
 
 
-@pytest.mark.parametrize("cores", [1, 2, 4])
+@pytest.mark.parametrize("cores", [1, 4])
 def test_on_shared_cores(cores):
     """What is found takes little there, though only what cores have to do is taken into account."""
     behind = []
-    for seed in range(6):
-        problem = make(seed, cores=cores)
+    for seed in range(4):
+        problem = make(seed, cores=cores, num_layers=8)
         own, shared = ({s: problem.step_time(s, n) for s in all_splits(problem)} for n in (None, cores))
         judged = {split: weigh(own[split], shared[split]) for split in own}
         found = find_split(problem)
@@ -130,16 +140,21 @@ def test_a_core_that_all_share_does_not_copy_much_for_even_stages():
     assert find_split(cheap).split == (0, 2)  # the core takes the same time for all
 
 
-def test_long_rows_of_layers():
-    """Ninety-six layers, of which not all splits can be simulated, in bounded work."""
-    for schedule, mapping in (("interleaved", range(8)), ("zero_bubble_v", [0, 1, 2, 3, 3, 2, 1, 0])):
-        problem = make(5, schedule, mapping, num_layers=96, count=512)
-        found = find_split(problem, 500)
-        assert not found.is_exact
-        assert found.num_simulated <= 520  # each candidate is looked at
-        assert found.judged < problem.step_time(even_split(96, 8))
-        assert find_split(problem, 500) == found
-        assert splitting.num_simulations(problem) * len(problem.timetable.order) <= splitting._MAX_ACTIONS
+@pytest.mark.parametrize(
+    ("schedule", "mapping", "num_layers", "count"),
+    [
+        ("interleaved", range(4), 40, 32),
+        pytest.param("zero_bubble_v", [0, 1, 2, 3, 3, 2, 1, 0], 96, 512, marks=pytest.mark.thorough),
+    ],
+)
+def test_long_rows_of_layers(schedule, mapping, num_layers, count):
+    """Not all of their splits can be simulated."""
+    problem = make(5, schedule, mapping, num_layers=num_layers, count=count)
+    found = find_split(problem, 200)
+    assert not found.is_exact
+    assert found.num_simulated <= 220  # each candidate is looked at
+    assert found.judged < problem.step_time(even_split(num_layers, len(mapping)))
+    assert find_split(problem, 200) == found
 
 
 def test_what_stages_of_one_layer_take_is_what_layers_take():
@@ -181,15 +196,13 @@ def test_what_layers_save_as_one_program():
     assert halved.backward[0] - halved.weight_gradients[0] == pytest.approx(0.5 + 1.5 + 1.5 - 1.0)
 
 
-@pytest.mark.parametrize("schedule", ["zero_bubble", "grouped"])
-def test_halves_of_backwards(schedule):
+def test_halves_of_backwards():
     layers = Costs.of(3, forward=[1.0, 1.0, 1.0], backward=[3.0] * 3, weight_gradients=[1.0, 1.0, 2.0])
-    costs = SplitProblem(layers, 0.0, 2, schedule, 4, (0, 1)).costs((0, 1))
-    is_halved = schedule == "zero_bubble"
-    assert costs.forward == (1.0, 2.0 + 2.0 + 1.0 if is_halved else 2.0 + 6.0)
-    assert costs.backward == (3.0, 3.0 if is_halved else 0.0)
-    if is_halved:
-        assert costs.weight_gradients == (1.0, 3.0)
+    costs = SplitProblem(layers, 0.0, 2, "grouped", 4, (0, 1)).costs((0, 1))
+    assert (costs.forward, costs.backward) == ((1.0, 2.0 + 6.0), (3.0, 0.0))
+    costs = SplitProblem(layers, 0.0, 2, "zero_bubble", 4, (0, 1)).costs((0, 1))
+    assert (costs.forward, costs.backward) == ((1.0, 2.0 + 2.0 + 1.0), (3.0, 3.0))
+    assert costs.weight_gradients == (1.0, 3.0)
 
 
 def test_what_skips_layers_is_sent_once_over_its_edge():
@@ -236,12 +249,12 @@ def test_memory_decides_where_time_would_not():
 
 def test_more_micro_batches_than_are_simulated():
     """What is beyond goes on at the pace of the last round, or of the busiest IPU."""
-    for schedule, mapping in CASES[:-1]:
-        long = make(3, schedule, mapping, count=480)
+    for schedule, mapping in CASES[:-1:2]:
+        long = make(3, schedule, mapping, count=240)
         split = even_split(long.num_layers, len(mapping))
-        scenario = Scenario(long.costs(split), schedule, 480, tuple(mapping))
-        assert long.step_time(split) == pytest.approx(predict_step_time(scenario), rel=0.01)
-        shared = predict_step_time(Scenario(long.costs(split), schedule, 480, tuple(mapping), cores=2))
+        scenario = Scenario(long.costs(split), schedule, 240, tuple(mapping))
+        assert long.step_time(split) == pytest.approx(predict_step_time(scenario), rel=0.02)
+        shared = predict_step_time(dataclasses.replace(scenario, cores=2))
         assert long.step_time(split, cores=2) == pytest.approx(shared, rel=0.05)
 
 
@@ -256,13 +269,12 @@ def test_inference_has_no_backwards():
     assert held.live_bytes(even_split(problem.num_layers, 4)) == (0, 0, 0, 0)
 
 
-@pytest.mark.parametrize("number", [0, 9])
-def test_numbers_of_stages_that_there_cannot_be(number):
+def test_numbers_of_stages_that_there_cannot_be():
     layers = Costs.of(8, forward=1.0)
-    with pytest.raises(
-        ValueError, match=f"num_stages must be from 1 to the number of layers, 8; got {number}"
-    ):
-        find_split(SplitProblem(layers, 0.0, number, "grouped", 4, tuple(range(number))))
+    for number in (0, 9):
+        message = f"num_stages must be from 1 to the number of layers, 8; got {number}"
+        with pytest.raises(ValueError, match=message):
+            find_split(SplitProblem(layers, 0.0, number, "grouped", 4, tuple(range(number))))
 
 
 def test_even_splits():
@@ -271,17 +283,11 @@ def test_even_splits():
     assert even_split(5, 1) == (0,)
 
 
-@pytest.mark.parametrize(
-    ("work", "firsts"),
-    [
-        ([1, 1, 1, 1], (0, 2)),
-        ([5, 1, 1, 1], (0, 1)),
-        ([1, 1, 1, 5], (0, 3)),
-        ([1, 2, 3, 4, 5], (0, 3, 4)),
-        ([2, 7], (0, 1)),
-        ([2, 7], (0,)),
-        ([0, 0, 0], (0, 1, 2)),
-    ],
-)
-def test_the_largest_part_of_work_is_as_small_as_possible(work, firsts):
-    assert divide_work(work, len(firsts)) == firsts
+def test_the_largest_part_of_work_is_as_small_as_possible():
+    assert divide_work([1, 1, 1, 1], 2) == (0, 2)
+    assert divide_work([5, 1, 1, 1], 2) == (0, 1)
+    assert divide_work([1, 1, 1, 5], 2) == (0, 3)
+    assert divide_work([1, 2, 3, 4, 5], 3) == (0, 3, 4)
+    assert divide_work([2, 7], 2) == (0, 1)
+    assert divide_work([2, 7], 1) == (0,)
+    assert divide_work([0, 0, 0], 3) == (0, 1, 2)
