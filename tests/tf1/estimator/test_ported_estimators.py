@@ -1,12 +1,8 @@
-"""What Graphcore's own tests of its estimators ask of them, asked of ours: written anew, by renames.
+"""What Graphcore's own tests of its estimators ask, and the tests of ours do not ask already.
 
-What differs from the originals is said at each place. Not here, since it has no counterpart: `host_call`
-(refused, tests/tf1/estimator/test_ipu_estimator.py), feature columns, TensorFlow's own `Estimator`, event
-traces. What is refused is in the tests of each estimator.
+What differs from the originals is said at each place. Feature columns, TensorFlow's own `Estimator` and
+event traces have no counterpart.
 """
-
-import json
-from functools import partial
 
 import numpy as np
 import pytest
@@ -22,8 +18,8 @@ from ipu_pipeline.pipelining_ops import (
     OptimizerFunctionOutput,
     PipelineSchedule,
 )
-from ipu_pipeline.tf1 import ipu_compiler
 from tests.support import front
+from tests.support.estimating import scalars_in
 
 pytestmark = pytest.mark.filterwarnings("ignore:There is no checkpoint")  # also in the originals
 
@@ -78,22 +74,6 @@ def test_train(tmp_path):
         estimator.train(input_fn=input_fn, steps=1)
 
 
-def test_warm_start(tmp_path):
-    class Introspection(SessionRunHook):
-        def after_create_session(self, session, _coord):
-            self.variables = session.variables
-
-    first = IPUEstimator(regression_model, tmp_path / "first", make_config(2))
-    first.train(lambda: partial(regression_data, 2), steps=4)
-    second = IPUEstimator(
-        regression_model, tmp_path / "second", make_config(2), warm_start_from=tmp_path / "first"
-    )
-    hook = Introspection()
-    second.train(lambda: partial(regression_data, 2), steps=4, hooks=[hook])
-    for name in ("vs/dense/kernel", "vs/dense/bias"):
-        np.testing.assert_array_equal(hook.variables[name], first.get_variable_value(name))
-
-
 def sum_model(features, labels, mode):
     # Different: a model that trains has a variable; the originals' train_op is an identity of the loss.
     weight = ipu.get_variable("w", initializer=0.0)
@@ -116,8 +96,7 @@ def increasing(batch_size, count=10):
 
 
 def losses_in(directory):
-    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return [line["value"] for line in lines if line["name"] == "loss"]
+    return [value for _step, name, value in scalars_in(directory) if name == "loss"]
 
 
 def test_losses_are_averaged_over_a_loop(tmp_path):
@@ -129,8 +108,7 @@ def test_losses_are_averaged_over_a_loop(tmp_path):
     assert losses_in(tmp_path) == [6, 22]
 
 
-@pytest.mark.parametrize("kind", ["on the IPU", "list", "dict"])
-def test_evaluate_binary_classification(kind, tmp_path):
+def test_metrics_of_a_list_of_values(tmp_path):
     def metrics_fn(features, labels):
         return {
             "accuracy": ipu.metrics.accuracy(labels, features),
@@ -139,35 +117,13 @@ def test_evaluate_binary_classification(kind, tmp_path):
         }
 
     def model_fn(features, labels, mode):
-        if kind == "on the IPU":
-            return IPUEstimatorSpec(
-                mode, loss=np.float32(0), eval_metric_ops=metrics_fn(features=features, labels=labels)
-            )
-        # In reverse order, to see that they are passed by name.
-        arguments = [features, labels] if kind == "list" else {"labels": labels, "features": features}
-        return IPUEstimatorSpec(mode, loss=np.float32(0), eval_metrics=(metrics_fn, arguments))
+        return IPUEstimatorSpec(mode, loss=np.float32(0), eval_metrics=(metrics_fn, [features, labels]))
 
     data = np.array([[[0, 0], [0, 1]], [[0, 1], [0, 1]]], np.int32)
     scores = IPUEstimator(model_fn, tmp_path, make_config()).evaluate(
         lambda: [(features, labels) for features, labels in data], steps=2
     )
     assert (scores["accuracy"], scores["precision"], scores["recall"]) == (0.75, 1.0, 0.5)
-
-
-def test_predict(tmp_path):
-    def model_fn(features, mode):
-        return IPUEstimatorSpec(mode, predictions={"features": features, "twice": features + features})
-
-    def input_fn():
-        return list(np.float32([[2, 3], [4, 5]])[..., np.newaxis])
-
-    estimator = IPUEstimator(model_fn, tmp_path, make_config(2))
-    outputs = list(estimator.predict(input_fn, num_predictions=4))
-    assert [float(one["twice"][0]) for one in outputs] == [4, 6, 8, 10]
-    outputs = list(estimator.predict(input_fn, predict_keys=["features"]))
-    assert [list(one) for one in outputs] == [["features"]] * 4
-    batches = list(estimator.predict(input_fn, yield_single_examples=False))
-    np.testing.assert_array_equal(batches[1]["features"], [[4], [5]])
 
 
 def test_data_sets_of_dicts(tmp_path):
@@ -231,12 +187,7 @@ def add(partial, labels):
 
 
 @pytest.mark.parametrize("method", list(GradientAccumulationReductionMethod))
-def test_training_by_an_analytical_gradient(method, tmp_path, monkeypatch):
-    """With a schedule that the specification gives."""
-    compile_program, programs = ipu_compiler.compile, []
-    monkeypatch.setattr(
-        ipu_compiler, "compile", lambda *given: programs.append(compile_program(*given)) or programs[-1]
-    )
+def test_training_by_an_analytical_gradient(method, tmp_path):
     x, y, rate, count, updates = 1.5, 1.0, 0.5, 4, 2
     estimator = pipelined(
         [line, add],
@@ -258,36 +209,18 @@ def test_training_by_an_analytical_gradient(method, tmp_path, monkeypatch):
         expected.append(np.mean(losses))
         assert abs(estimator.get_variable_value("w") - w) < 1e-5
     np.testing.assert_allclose(losses_in(tmp_path), expected, rtol=1e-5)
-    assert {program.calls[0].pipeline.options.schedule for program in programs} == {"sequential"}
-
-
-def square(partial):
-    return partial * partial
 
 
 def scaled(features):
     return ipu.get_variable("w", initializer=1.0) * features
 
 
-def test_pipelines_predict(tmp_path):
-    data = list(np.arange(8, dtype=np.float32).reshape(8, 1))
-    found = list(pipelined([scaled, square], 4, tmp_path, 8).predict(lambda: data, num_predictions=8))
-    assert [float(one) for one in found] == [n**2 for n in range(8)]
-    both = pipelined([scaled, lambda x: {"squared": x * x, "partial": x}], 4, tmp_path)
-    assert [float(one["squared"]) for one in both.predict(lambda: data)] == [n**2 for n in range(8)]
-
-
-@pytest.mark.parametrize(("kind", "mapping"), [(list, None), (dict, [0, 1, 0])])
-def test_pipelines_evaluate(kind, mapping, tmp_path):
-    def last(partial):
-        return [partial, partial**2] if kind is list else {"squared": partial**2, "partial": partial}
-
-    stages = [scaled, last] if mapping is None else [scaled, lambda x: x, last]
+def test_pipelines_evaluate_what_a_dict_names(tmp_path):
     estimator = pipelined(
-        stages,
+        [scaled, lambda x: x, lambda partial: {"squared": partial**2, "partial": partial}],
         2,
         tmp_path,
-        device_mapping=mapping,
+        device_mapping=[0, 1, 0],
         eval_metrics_fn=lambda partial, squared: {"mean": ipu.metrics.mean(partial), "loss": squared},
     )
     features = np.arange(2, dtype=np.float32)

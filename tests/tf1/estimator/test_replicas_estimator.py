@@ -15,10 +15,9 @@ from ipu_pipeline.ipu_session_run_hooks import IPULoggingTensorHook, SessionRunH
 from ipu_pipeline.optimizers import CrossReplicaOptimizer
 from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput
 from tests.support import front, joined
-from tests.support.estimating import variables_of
+from tests.support.estimating import scalars_in, variables_of
 from tests.support.models import assert_trees_close, plain_loop
 from tests.support.resumable import Batches
-from tests.tf1.estimator.test_estimator import scalars_in
 
 COUNT, RATE = 2, 0.05
 
@@ -51,7 +50,7 @@ def model_fn(mode, params):
 
     return IPUPipelineEstimatorSpec(
         mode,
-        [lambda x, y: last(*first(x, y))] if params.get("has_one_stage") else [first, last],
+        [first, last],
         gradient_accumulation_count=COUNT,
         optimizer_function=optimizer_function,
         eval_metrics_fn=lambda prediction, y: {"loss": ((prediction - y) ** 2).mean(axis=(1, 2))},
@@ -78,7 +77,7 @@ def dataset(number):
 
 
 def dataset_of(number):
-    return functools.partial(functools.partial, dataset, number)()
+    return functools.partial(dataset, number)
 
 
 def predict_plainly(variables, x):
@@ -97,37 +96,27 @@ def train_plainly(variables, elements, num_replicas):
     return np.mean(losses), jax.tree.map(np.asarray, variables)
 
 
-@pytest.mark.parametrize(
-    ("num_replicas", "num_shards", "logs"),
-    [
-        (1, 1, False),
-        (2, 2, True),
-        pytest.param(2, 3, False, marks=pytest.mark.thorough),  # an IPU of each replica is idle
-    ],
-)
-def test_training_equals_a_plain_loop(num_replicas, num_shards, logs, tmp_path, caplog):
+def test_training_equals_a_plain_loop(tmp_path, caplog):
     """A step is a micro-batch of each replica: 4 steps of two take 8 elements."""
-    elements = dataset(8 * num_replicas)
-    params = {"has_one_stage": num_shards == 1, "averages": num_replicas > 1}
-    params["hooks"] = [IPULoggingTensorHook(every_n_iter=1)] if logs else None
-    estimator, data = make(tmp_path, num_replicas, num_shards, params), dataset_of(len(elements))
+    elements = dataset(16)
+    params = {"hooks": [IPULoggingTensorHook(every_n_iter=1)]}
+    estimator, data = make(tmp_path, params=params), dataset_of(len(elements))
     with caplog.at_level("INFO", "ipu_pipeline.estimator"):
         estimator.train(data, steps=4)
-    assert "from step 0 to 4: 2 micro-batches per weight update, up to 4 per run" in caplog.text
-    assert (", in each of 2" in caplog.text) is (num_replicas == 2)
+    assert (
+        "from step 0 to 4: 2 micro-batches per weight update, up to 4 per run, in each of 2" in caplog.text
+    )
     found = variables_of(estimator)
     estimator.train(data, steps=4)
     assert estimator.get_variable_value("global_step") == 8
-    mean, wanted = train_plainly(found, elements[4 * num_replicas :], num_replicas)
+    mean, wanted = train_plainly(found, elements[8:], 2)
     assert_trees_close(variables_of(estimator), wanted)
     reported = {(step, name): value for step, name, value in scalars_in(tmp_path)}
     np.testing.assert_allclose(reported[8, "loss"], mean, rtol=1e-5)
-    if logs:
-        smallest = np.min(elements[-1][1])
-        np.testing.assert_allclose(reported[8, "smallest"], smallest, rtol=1e-5)
-        estimator.train(data, max_steps=12)  # all elements were taken, and they begin again
-        _mean, wanted = train_plainly(wanted, elements[:8], 2)
-        assert_trees_close(variables_of(estimator), wanted)
+    np.testing.assert_allclose(reported[8, "smallest"], np.min(elements[-1][1]), rtol=1e-5)
+    estimator.train(data, max_steps=12)  # all elements were taken, and they begin again
+    _mean, wanted = train_plainly(wanted, elements[:8], 2)
+    assert_trees_close(variables_of(estimator), wanted)
 
 
 def test_evaluation_and_prediction_with_replicas(tmp_path):
@@ -162,8 +151,7 @@ def test_several_replicas_need_an_optimizer_that_averages(tmp_path):
     params = {"averages": False}
     with pytest.raises(ValueError, match="num_replicas is 2, but no optimizer averages"):
         make(tmp_path, params=params).train(dataset_of(8), steps=4)
-    make(tmp_path, num_replicas=1, params=params).train(dataset_of(8), steps=4)
-    make(tmp_path / "one", num_replicas=1).train(dataset_of(8), steps=4)  # averages over one
+    make(tmp_path, num_replicas=1).train(dataset_of(8), steps=4)  # averages over one
     make(tmp_path, params=params).evaluate(dataset_of(8))  # nothing is averaged
 
 

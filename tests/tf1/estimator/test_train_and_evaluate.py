@@ -16,14 +16,14 @@ from tests.support.estimating import (
     finite_input_fn,
     finite_of,
     input_fn,
-    make_estimator,
+    make_small,
 )
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """An estimator after 32 steps that nothing interrupted."""
-    return make_estimator(tmp_path_factory.mktemp("trained")).train(input_fn, steps=32)
+    return make_small(tmp_path_factory.mktemp("trained")).train(input_fn, steps=32)
 
 
 class Saves(CheckpointSaverListener):
@@ -62,7 +62,7 @@ def evaluated_steps(estimator, folder="eval"):
 
 def test_every_checkpoint_is_evaluated_and_training_is_the_same(trained, tmp_path):
     listener, hook = Saves(), Evaluations()
-    estimator = make_estimator(tmp_path, save_checkpoints_steps=12)
+    estimator = make_small(tmp_path, save_checkpoints_steps=12)
     result, exported = ipu.train_and_evaluate(
         estimator,
         ipu.TrainSpec(input_fn, 32, saving_listeners=[listener]),
@@ -82,18 +82,18 @@ def test_every_checkpoint_is_evaluated_and_training_is_the_same(trained, tmp_pat
 
 
 def test_evaluations_that_are_throttled(tmp_path):
-    estimator = make_estimator(tmp_path, save_checkpoints_steps=4)
+    estimator = make_small(tmp_path, save_checkpoints_steps=4)
     ipu.train_and_evaluate(estimator, ipu.TrainSpec(input_fn, 20), ipu.EvalSpec(input_fn, steps=8))
     assert evaluated_steps(estimator) == [4, 20]
 
 
 def test_data_that_end(tmp_path):
-    estimator = make_estimator(tmp_path)
+    estimator = make_small(tmp_path)
     result, _exported = ipu.train_and_evaluate(
         estimator, ipu.TrainSpec(finite_of(14), 80), ipu.EvalSpec(finite_of(5), None)
     )
     assert result["global_step"] == 12
-    estimator = make_estimator(tmp_path / "none")
+    estimator = make_small(tmp_path / "none")
     with pytest.warns(UserWarning, match="train: nothing was trained.*ended after 3.*Give more of them"):
         found = ipu.train_and_evaluate(
             estimator, ipu.TrainSpec(finite_of(3), 80), ipu.EvalSpec(finite_of(5), None)
@@ -104,7 +104,7 @@ def test_data_that_end(tmp_path):
 
 def test_a_listener_ends_training(tmp_path):
     listener = Saves(stop_at=8)
-    estimator = make_estimator(tmp_path, save_checkpoints_steps=4)
+    estimator = make_small(tmp_path, save_checkpoints_steps=4)
     estimator.train(input_fn, steps=32, saving_listeners=[listener])
     assert estimator.get_variable_value("global_step") == 8
     assert listener.calls[-2:] == [("after", 8, 2), ("end", 8)]
@@ -131,7 +131,7 @@ def test_a_signal_that_comes_to_another_process_in_the_last_run(tmp_path, monkey
             done.extend([run_context.global_step] * (run_context.global_step >= 16))
 
     monkeypatch.setattr(training, "largest", lambda number, _what: signal.SIGTERM if done else number)
-    estimator = make_estimator(tmp_path)
+    estimator = make_small(tmp_path)
     with pytest.raises(SystemExit) as end:
         estimator.train(input_fn, hooks=[Last()], max_steps=16)
     assert end.value.code == 128 + signal.SIGTERM
@@ -140,7 +140,7 @@ def test_a_signal_that_comes_to_another_process_in_the_last_run(tmp_path, monkey
 
 def test_what_fails_leaves_the_last_checkpoint(trained, tmp_path):
     """Interrupted training is saved; then a listener fails, and then an evaluation."""
-    estimator, spec = make_estimator(tmp_path, save_checkpoints_steps=8), ipu.EvalSpec(finite_of(5), None)
+    estimator, spec = make_small(tmp_path, save_checkpoints_steps=8), ipu.EvalSpec(finite_of(5), None)
     with pytest.raises(SystemExit) as end:
         ipu.train_and_evaluate(
             estimator, ipu.TrainSpec(input_fn, 32, saving_listeners=[Interrupting()]), spec
@@ -156,7 +156,7 @@ def test_what_fails_leaves_the_last_checkpoint(trained, tmp_path):
     with pytest.raises(ValueError, match="empty"):
         ipu.train_and_evaluate(estimator, ipu.TrainSpec(input_fn, 32), ipu.EvalSpec(empty, None))
     assert estimator.get_variable_value("global_step") == 24
-    make_estimator(tmp_path).train(input_fn, max_steps=32)
+    make_small(tmp_path).train(input_fn, max_steps=32)
     assert_same_variables(estimator, trained)
 
 
@@ -188,7 +188,7 @@ def test_wrong_specifications(make, error, message):
 
 
 def test_what_cannot_be_evaluated_is_told_before_training(tmp_path):
-    estimator, train_spec = make_estimator(tmp_path), ipu.TrainSpec(input_fn, 32)
+    estimator, train_spec = make_small(tmp_path), ipu.TrainSpec(input_fn, 32)
     with pytest.raises(ValueError, match=r"steps \(100\) must be a multiple of iterations_per_loop \(8\)"):
         ipu.train_and_evaluate(estimator, train_spec, ipu.EvalSpec(input_fn))
     with pytest.raises(TypeError, match="eval_spec must be a EvalSpec; got TrainSpec"):
