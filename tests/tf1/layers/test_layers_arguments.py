@@ -6,9 +6,10 @@ import inspect
 import typing
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from ipu_pipeline import layers
+from ipu_pipeline import engine, layers
 from ipu_pipeline.tf1.layers import arguments, base
 
 LAYERS = [
@@ -42,18 +43,92 @@ def test_what_is_no_attribute():
     assert layers.Conv2D(3, 2).strides == layers.Conv2DTranspose(3, 2).dilation_rate == (1, 1)
 
 
-def test_python_s_own_errors():
-    for make, message in (
-        (lambda: layers.Dense(), r"Dense.__init__\(\) missing 1 required positional argument: 'units'"),
-        (lambda: layers.Dense(3, unit=3), r"Dense.__init__\(\) got an unexpected keyword argument 'unit'"),
-        (
-            lambda: layers.Dense(*range(6)),
-            r"Dense.__init__\(\) takes from 2 to 6 positional arguments but 7",
-        ),
-        (lambda: layers.Flatten("a"), r"Flatten.__init__\(\) takes 1 positional argument but 2"),
-    ):
-        with pytest.raises(TypeError, match=message):
-            make()
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: layers.Dense(), TypeError, r"Dense.__init__\(\) missing 1 required positional argument"),
+        (lambda: layers.Dense(3, unit=3), TypeError, "got an unexpected keyword argument 'unit'"),
+        (lambda: layers.Dense(*range(6)), TypeError, r"takes from 2 to 6 positional arguments but 7"),
+        (lambda: layers.Flatten("a"), TypeError, "takes 1 positional argument but 2"),
+        (lambda: layers.Dense(0), ValueError, "units must be a positive integer; got 0"),
+        (lambda: layers.Dense(2, activation="rellu"), ValueError, "no activation 'rellu'"),
+        (lambda: layers.Dense(2, kernel_initializer="x"), ValueError, "no initializer 'x'"),
+        (lambda: layers.Dense(2, use_bias="no"), TypeError, "use_bias must be True or False"),
+        (lambda: layers.Dense(2, dtype="int32"), ValueError, "Dense: dtype must be a floating-point one"),
+        (lambda: layers.Dense(4, trainable="no"), TypeError, "trainable must be True or False; got 'no'"),
+        (lambda: layers.Dropout(1.0), ValueError, "rate must be at least 0 and below 1"),
+        (lambda: layers.Dropout(0.5, seed=True), TypeError, "seed must be an integer or None"),
+        (lambda: layers.Dropout(0.5, seed=2**32), ValueError, "seed must have 32 bits"),
+        (lambda: layers.Embedding(0, 2), ValueError, "Embedding: input_dim must be a positive integer"),
+        (lambda: layers.Embedding(2, 2.0), ValueError, "output_dim must be a positive integer; got 2.0"),
+        (lambda: layers.Conv2D(True, 3), ValueError, "filters must be a positive integer; got True"),
+        (lambda: layers.Conv2D(2, (3, 0)), ValueError, r"positive integer or two of them.*got \(3, 0\)"),
+        (lambda: layers.Conv2D(2, (3, 3, 3)), ValueError, r"kernel_size must be .* got \(3, 3, 3\)"),
+        (lambda: layers.Conv2D(2, "33"), ValueError, "kernel_size must be .* got '33'"),
+        (lambda: layers.Conv2D(2, 3, strides=1.0), ValueError, "strides must be a positive integer"),
+        (lambda: layers.Conv2D(2, 3, dilation_rate=-1), ValueError, "dilation_rate must be a positive"),
+        (lambda: layers.Conv2D(4, 3, groups=0), ValueError, "groups must be a positive integer; got 0"),
+        (lambda: layers.Conv2D(4, 3, groups=3), ValueError, "divide filters; got groups=3 and filters=4"),
+        (lambda: layers.Conv2D(2, 3, padding="causal"), ValueError, "'valid' or 'same'; got 'causal'"),
+        (lambda: layers.Conv2D(2, 3, padding=1), ValueError, "padding must be 'valid' or 'same'; got 1"),
+        (lambda: layers.Conv2D(2, 3, data_format="channels_first"), ValueError, "must be 'channels_last'"),
+        (lambda: layers.Conv1D(3, (2, 2)), ValueError, "kernel_size must be a positive integer"),
+        (lambda: layers.Conv1D(3, 0), ValueError, "kernel_size must be a positive integer; got 0"),
+        (lambda: layers.Conv1D(3, 2, padding="full"), ValueError, "padding must be"),
+        (lambda: layers.DepthwiseConv2D(2, depth_multiplier=0), ValueError, "depth_multiplier must be"),
+        (lambda: layers.Conv2DTranspose(2, 2, output_padding=1), NotImplementedError, "must be None"),
+        (lambda: layers.MaxPooling2D(0), ValueError, "Pooling2D: pool_size must be a positive integer or"),
+        (lambda: layers.AveragePooling2D(strides=(1, 0)), ValueError, r"strides must be .* got \(1, 0\)"),
+        (lambda: layers.MaxPooling2D(padding="full"), ValueError, "'valid' or 'same'; got 'full'"),
+        (lambda: layers.GlobalAveragePooling2D(keepdims=1), TypeError, "must be True or False"),
+        (lambda: layers.BatchNormalization((1, 2)), ValueError, r"axis must be an integer; got \(1, 2\)"),
+        (lambda: layers.BatchNormalization(momentum=1.5), ValueError, "momentum must be from 0 to 1; got"),
+        (lambda: layers.BatchNormalization(epsilon=-1), ValueError, "epsilon must be at least 0; got -1"),
+        (lambda: layers.LayerNormalization(axis=()), ValueError, "axis must name at least one axis; got"),
+        (lambda: layers.LayerNormalization(axis=(1, None)), ValueError, "axis must be an integer; got"),
+        (lambda: layers.LayerNormalization(epsilon=float("nan")), ValueError, "at least 0; got nan"),
+        (lambda: layers.GroupNormalization(0), ValueError, "GroupNormalization: groups must be a positive"),
+        (lambda: layers.GroupNormalization(-2), ValueError, "groups must be a positive integer; got -2"),
+        (lambda: layers.Dense(2)(np.zeros((2, 2), "f4")), RuntimeError, "called outside of a program"),
+    ],
+)
+def test_wrong_arguments(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "dtype", "error", "message"),
+    [
+        (layers.Dense(2), (2, 3), "int32", TypeError, "Dense dense needs floating-point"),
+        (layers.Dense(2), (3,), "f4", ValueError, "rank 2 or more"),
+        (layers.Embedding(2, 3), (2, 3), "f4", TypeError, r"integer inputs; got float32\[2"),
+        (layers.Embedding(2, 3), (2,), "bool", TypeError, "needs integer inputs; got bool"),
+        (layers.Conv2D(4, 3), (2, 7, 6), "f4", ValueError, r"Conv2D conv2d needs .* rank 4.*\(2, 7, 6\)"),
+        (layers.Conv2D(4, 3), (2, 7, 6, 4), "int32", TypeError, "Conv2D conv2d needs floating-point"),
+        (layers.Conv2D(4, 3, groups=4), (2, 7, 6, 6), "f4", ValueError, "groups must divide the channels"),
+        (layers.Conv2D(4, 3), (2, 7, 2, 4), "f4", ValueError, "needs inputs of at least 3 by 3"),
+        (layers.Conv2D(4, 3, dilation_rate=4), (2, 9, 8, 4), "f4", ValueError, "at least 9 by 9"),
+        (layers.Conv2D(4, 3, padding="same"), (2, 0, 2, 4), "f4", ValueError, "at least 1 by 1"),
+        (layers.Conv1D(2, 3), (2, 2, 1), "f4", ValueError, "at least 3 long"),
+        (layers.Conv1D(2, 3), (2, 7, 6, 4), "f4", ValueError, "needs inputs of rank 3"),
+        (layers.Conv1D(2, 1, groups=2), (2, 2, 1), "f4", ValueError, "groups must divide"),
+        (layers.DepthwiseConv2D(9), (2, 7, 6, 4), "f4", ValueError, "needs inputs of at least 9 by 9"),
+        (layers.GlobalAveragePooling2D(), (2, 9, 4), "f4", ValueError, "needs inputs of rank 4"),
+        (layers.MaxPooling2D(), (2, 3), "f4", ValueError, "MaxPooling2D max_pooling2d needs"),
+        (layers.MaxPooling2D(), (2, 4, 4, 1), "int32", TypeError, "needs floating-point inputs"),
+        (layers.AveragePooling2D(3), (2, 4, 2, 1), "f4", ValueError, "with padding 'valid' needs .* 3 by"),
+        (layers.BatchNormalization(2), (3, 4), "f4", ValueError, r"batch_normalization: axis .* got \[2\]"),
+        (layers.LayerNormalization((-1, 1)), (3, 4), "f4", ValueError, r"different axes .*; got \[-1, 1\]"),
+        (layers.LayerNormalization(-3), (3, 4), "f4", ValueError, "axis must name different axes"),
+        (layers.LayerNormalization(), (3, 4), "int32", TypeError, "needs floating-point inputs"),
+        (layers.GroupNormalization(4), (3, 6), "f4", ValueError, "divide .* groups=4 and 6 channels"),
+        (layers.GroupNormalization(1, axis=-2), (3, 6), "f4", ValueError, "the batch; got -2"),
+    ],
+)
+def test_wrong_inputs(layer, shape, dtype, error, message):
+    with pytest.raises(error, match=message):
+        engine.Pipeline([layer], num_micro_batches=1).trace(np.zeros(shape, dtype))
 
 
 def test_classes_of_a_user_take_arguments_of_their_own():

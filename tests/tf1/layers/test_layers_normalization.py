@@ -3,11 +3,10 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from flax import linen
 
 from ipu_pipeline import engine, layers
-from tests.support import layer_cases, models
+from tests.support import layer_cases
 
 RANDOM = {  # beta and gamma that show
     "beta_initializer": jax.nn.initializers.normal(1.0),
@@ -51,12 +50,8 @@ def test_batch_normalization_equals_flax(rng):
     for (shape, options), training in itertools.product(
         [
             ((5, 4), {}),
-            ((3, 5, 4, 2), {}),
-            ((3, 5, 4, 2), {"axis": 1}),
-            ((3, 5, 4), {"axis": -2, "epsilon": 0.5}),
-            ((5, 4), {"center": False}),
-            ((5, 4), {"scale": False}),
-            ((5, 4), {"scale": False, "center": False}),
+            ((3, 5, 4, 2), {"axis": 1, "scale": False}),
+            ((3, 5, 4), {"axis": -2, "epsilon": 0.5, "center": False}),
         ],
         [True, False],
     ):
@@ -85,66 +80,59 @@ def run_forwards(stage, micro_batches):
 
 
 def test_moving_statistics_by_hand():
+    """A layer that is called twice moves twice; without training nothing moves."""
     first, second = np.float32([[1, 10], [3, 30]]), np.float32([[5, 0], [5, 4]])
-    layer = layers.BatchNormalization(momentum=0.75)
-    _outputs, before, after = run_forwards(lambda x: layer(x, training=True), [first, second])
-    assert sorted(before) == [
-        f"batch_normalization/{name}" for name in ("beta", "gamma", "moving_mean", "moving_variance")
-    ]
-    np.testing.assert_array_equal(before["batch_normalization/moving_mean"], [0, 0])
-    np.testing.assert_array_equal(before["batch_normalization/moving_variance"], [1, 1])
-    # Means 2, 20 and then 5, 2; biased variances 1, 100 and then 0, 4.
-    means = [0.75 * 0.25 * 2 + 0.25 * 5, 0.75 * 0.25 * 20 + 0.25 * 2]
-    variances = [0.75 * (0.75 + 0.25 * 1), 0.75 * (0.75 + 0.25 * 100) + 0.25 * 4]
-    np.testing.assert_allclose(after["batch_normalization/moving_mean"], means, rtol=1e-6)
-    np.testing.assert_allclose(after["batch_normalization/moving_variance"], variances, rtol=1e-6)
-
-
-def test_momentum_is_099_and_a_layer_called_twice_moves_twice():
     twice = layers.BatchNormalization(momentum=0.5, center=False, scale=False, name="twice")
 
     def stage(x):
-        layers.BatchNormalization(name="once")(x, training=True)
-        return twice(x, training=True), twice(x + 10, training=True)
+        layers.BatchNormalization(momentum=0.75, name="norm")(x, training=True)
+        layers.BatchNormalization(name="default")(x, training=True)
+        twice(x, training=True)
+        twice(x + 10, training=True)
+        return layers.BatchNormalization(name="still")(x)
 
-    _outputs, _before, after = run_forwards(stage, [np.float32([[1.0], [3.0]])])
-    np.testing.assert_allclose(after["once/moving_mean"], [0.02], rtol=1e-5)
-    np.testing.assert_allclose(after["twice/moving_mean"], [0.5 * (0.5 * 2) + 0.5 * 12])
-
-
-def test_without_training_nothing_moves(rng):
-    x = examples(rng, 4, 3)
-    outputs, before, after = run_forwards(layers.BatchNormalization(), [x])
-    models.assert_trees_close(before, after, 0.0)
-    np.testing.assert_allclose(outputs[0], x / np.sqrt(1.001), rtol=1e-6)
+    outputs, before, after = run_forwards(stage, [first, second])
+    assert {name for name in before if name.startswith("norm/")} == {
+        f"norm/{name}" for name in ("beta", "gamma", "moving_mean", "moving_variance")
+    }
+    np.testing.assert_array_equal(before["norm/moving_mean"], [0, 0])
+    np.testing.assert_array_equal(before["norm/moving_variance"], [1, 1])
+    # Means 2, 20 and then 5, 2; biased variances 1, 100 and then 0, 4.
+    means = [0.75 * 0.25 * 2 + 0.25 * 5, 0.75 * 0.25 * 20 + 0.25 * 2]
+    variances = [0.75 * (0.75 + 0.25 * 1), 0.75 * (0.75 + 0.25 * 100) + 0.25 * 4]
+    np.testing.assert_allclose(after["norm/moving_mean"], means, rtol=1e-6)
+    np.testing.assert_allclose(after["norm/moving_variance"], variances, rtol=1e-6)
+    np.testing.assert_allclose(after["default/moving_mean"][0], 0.99 * 0.01 * 2 + 0.01 * 5, rtol=1e-5)
+    once = 0.5 * (0.5 * 2) + 0.5 * 12  # each call takes half of what was, and half of its mean
+    np.testing.assert_allclose(after["twice/moving_mean"][0], 0.5 * (0.5 * once + 0.5 * 5) + 0.5 * 15)
+    for name in ("still/moving_mean", "still/moving_variance"):
+        np.testing.assert_array_equal(before[name], after[name])
+    np.testing.assert_allclose(outputs[0], first / np.sqrt(1.001), rtol=1e-6)
 
 
 def test_moving_statistics_of_half_precision_are_float32():
     x = np.float32([[1.0], [3.0]]).astype(jnp.bfloat16)
     layer = layers.BatchNormalization(moving_mean_initializer=2.125, dtype=jnp.bfloat16)
-    outputs, _before, after = run_forwards(lambda x: layer(x, training=True), [x] * 200)
+    outputs, _before, after = run_forwards(lambda x: layer(x, training=True), [x] * 20)
     assert outputs[0].dtype == after["batch_normalization/gamma"].dtype == jnp.bfloat16
     moved = after["batch_normalization/moving_mean"]
     assert moved.dtype == after["batch_normalization/moving_variance"].dtype == jnp.float32
-    np.testing.assert_allclose(moved, [2 + 0.125 * 0.99**200], rtol=1e-5)
+    np.testing.assert_allclose(moved, [2 + 0.125 * 0.99**20], rtol=1e-5)
 
 
-# Layer normalization.
+# Layer and group normalization.
 
 
 def test_layer_normalization_equals_flax(rng):
     cases = []
     for shape, options in [
         ((5, 4), {}),
-        ((3, 5, 4, 2), {}),
-        ((3, 5, 4, 2), {"axis": 1}),
-        ((3, 5, 4, 2), {"axis": [1, 2]}),
         ((3, 5, 4, 2), {"axis": (1, 2, 3), "epsilon": 0.5}),
         ((3, 5, 4), {"axis": (-2, -1), "center": False}),
         ((3, 5, 4), {"axis": (-1, 1), "scale": False}),
     ]:
-        axes = options.get("axis", -1)
-        axes = (axes,) if isinstance(axes, int) else tuple(sorted(axis % len(shape) for axis in axes))
+        axes = options.get("axis", (-1,))
+        axes = tuple(sorted(axis % len(shape) for axis in axes))
         module = linen.LayerNorm(reduction_axes=axes, feature_axes=axes, **flax_options(options))
 
         def reference(variables, x, module=module):
@@ -155,27 +143,22 @@ def test_layer_normalization_equals_flax(rng):
     layer_cases.check_all(cases)
 
 
-def test_variables_have_the_axes_in_the_order_of_the_inputs(rng):
-    layer = layers.LayerNormalization(axis=(-1, 1))
-    _outputs, before, _after = run_forwards(layer, [examples(rng, 3, 5, 4)])
-    assert {name: value.shape for name, value in before.items()} == {
+def test_variables_have_the_axes_in_the_order_of_the_inputs():
+    pipeline = engine.Pipeline([layers.LayerNormalization(axis=(-1, 1))], num_micro_batches=1)
+    pipeline.trace(np.zeros((3, 5, 4), "float32"))
+    assert {name: spec.shape for name, spec in pipeline.variables.items()} == {
         "layer_normalization/gamma": (5, 4),
         "layer_normalization/beta": (5, 4),
     }
-
-
-# Group normalization.
 
 
 def test_group_normalization_equals_flax(rng):
     cases = []
     for shape, options in [
         ((5, 64), {}),
-        ((3, 5, 4, 8), {"groups": 2}),
         ((3, 5, 4, 8), {"groups": 1, "epsilon": 0.5}),
-        ((3, 5, 4, 8), {"groups": 8, "center": False}),
         ((3, 5, 4, 8), {"groups": -1, "scale": False}),
-        ((3, 6, 4, 5), {"groups": 3, "axis": 1}),
+        ((3, 6, 4, 5), {"groups": 3, "axis": 1, "center": False}),
         ((3, 5, 6, 4), {"groups": 2, "axis": -2}),
     ]:
         axis, groups = options.get("axis", -1), options.get("groups", 32)
@@ -226,63 +209,10 @@ def test_statistics_of_half_precision_are_float32(rng):
 
 
 def test_inputs_are_cast_to_the_dtype(rng):
-    x = examples(rng, 4, 6)
-    found = layer_cases.run_cases(
-        [
-            layer_cases.Case(layers.BatchNormalization(dtype="float16"), x),
-            layer_cases.Case(layers.LayerNormalization(dtype="float16"), x),
-            layer_cases.Case(layers.GroupNormalization(2, dtype="float16"), x),
-        ]
-    )
-    for outputs, variables, gradients in found:
+    x, kinds = examples(rng, 4, 6), (layers.BatchNormalization, layers.LayerNormalization)
+    for outputs, variables, gradients in layer_cases.run_cases(
+        [layer_cases.Case(kind(dtype="float16"), x) for kind in kinds]
+        + [layer_cases.Case(layers.GroupNormalization(2, dtype="float16"), x)]
+    ):
         assert outputs.dtype == variables["gamma"].dtype == gradients["beta"].dtype == np.float16
         assert gradients["inputs"].dtype == np.float32
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: layers.BatchNormalization(axis=(1, 2)), r"axis must be an integer; got \(1, 2\)"),
-        (lambda: layers.BatchNormalization(momentum=1.5), "momentum must be from 0 to 1; got 1.5"),
-        (lambda: layers.BatchNormalization(epsilon=-1), "BatchNormalization: epsilon must be at least 0"),
-        (lambda: layers.BatchNormalization(moving_mean_initializer="x"), "no initializer 'x'"),
-        (lambda: layers.LayerNormalization(axis=()), "axis must name at least one axis; got none"),
-        (lambda: layers.LayerNormalization(axis=(1, None)), "axis must be an integer; got None"),
-        (lambda: layers.LayerNormalization(epsilon=float("nan")), "epsilon must be at least 0; got nan"),
-        (lambda: layers.GroupNormalization(0), "GroupNormalization: groups must be a positive integer"),
-        (lambda: layers.GroupNormalization(-2), "groups must be a positive integer; got -2"),
-        (lambda: layers.GroupNormalization(2, axis=None), "axis must be an integer; got None"),
-        (lambda: layers.GroupNormalization(2, dtype="int32"), "dtype must be a floating-point one"),
-    ],
-)
-def test_wrong_arguments(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
-@pytest.mark.parametrize(
-    ("layer", "shape", "message"),
-    [
-        (
-            layers.BatchNormalization(2),
-            (3, 4),
-            r"BatchNormalization batch_normalization: axis .* got \[2\]",
-        ),
-        (layers.LayerNormalization((-1, 1)), (3, 4), r"different axes of the inputs; got \[-1, 1\]"),
-        (layers.LayerNormalization(-3), (3, 4), r"layer_normalization: axis must name different axes"),
-        (
-            layers.GroupNormalization(4),
-            (3, 6),
-            "groups must divide the channels .* groups=4 and 6 channels",
-        ),
-        (layers.GroupNormalization(1, axis=-2), (3, 6), "not the first one, the batch; got -2"),
-    ],
-)
-def test_wrong_inputs(layer, shape, message):
-    with pytest.raises(ValueError, match=message):
-        run_forwards(layer, [np.zeros(shape, "float32")])
-
-
-def test_integers_are_an_error():
-    with pytest.raises(TypeError, match="LayerNormalization layer_normalization needs floating-point"):
-        run_forwards(layers.LayerNormalization(), [np.zeros((3, 4), "int32")])

@@ -1,136 +1,188 @@
-"""Layers over one axis, of single channels, that enlarge, and that take means over all of an image."""
-
-import itertools
+"""Convolutions and pooling, compared with Flax's."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
+from flax import linen
 
 from ipu_pipeline import layers
-from tests.support import layer_cases
+from tests.support import layer_cases, models
+from tests.support.layer_cases import Case
 
 
-def rows(rng, length=9, channels=4):
-    return rng.normal(size=(2, length, channels)).astype("float32")
+def numbers(rng, *shape, dtype="float32"):
+    return rng.normal(size=(2, *shape)).astype("float32").astype(dtype)
 
 
-def images(rng, height=7, width=6, channels=4):
-    return rng.normal(size=(2, height, width, channels)).astype("float32")
+def flax_convolution(layer, x, activation=lambda outputs: outputs):
+    """A case of Conv2D or Conv1D, which are Flax's Conv."""
+    module = layer_cases.flax_convolution(layer, layer.filters, layer.groups)
+    return Case(layer, x, lambda variables, x: activation(module.apply({"params": variables}, x)))
 
 
-def test_conv1d_equals_flax(rng):
-    cases = []
-    for options in (
-        {},
-        {"strides": 2},
-        {"dilation_rate": 3},
-        {"groups": 2, "use_bias": False},
-        {"kernel_size": (4,), "strides": (3,), "activation": "relu"},
-    ):
-        for padding in ("valid", "same", "causal"):
-            options = {"kernel_size": 3, **options}
-            layer = layers.Conv1D(8, padding=padding, bias_initializer="normal", **options)
-            module = layer_cases.flax_convolution(layer, 8, layer.groups)
-
-            def reference(variables, x, module=module, options=options):
-                outputs = module.apply({"params": variables}, x)
-                return jax.nn.relu(outputs) if "activation" in options else outputs
-
-            cases.append(layer_cases.Case(layer, rows(rng), reference))
-    layer_cases.check_all(cases)
-
-
-def test_depthwise_conv2d_equals_flax(rng):
-    cases = []
-    for padding in ("valid", "same"):
-        for options in (
-            {},
-            {"depth_multiplier": 3},
-            {"strides": 2, "use_bias": False},
-            {"dilation_rate": (1, 2)},
-        ):
-            layer = layers.DepthwiseConv2D((3, 2), padding=padding, bias_initializer="normal", **options)
-            module = layer_cases.flax_convolution(layer, 4 * layer.depth_multiplier, 4)
-
-            def reference(variables, x, layer=layer, module=module):
-                kernel = variables["depthwise_kernel"]
-                params = {"kernel": kernel.reshape(*layer.kernel_size, 1, -1)}
-                params |= {"bias": variables["bias"]} if layer.use_bias else {}
-                return module.apply({"params": params}, x)
-
-            cases.append(layer_cases.Case(layer, images(rng), reference))
-    layer_cases.check_all(cases)
+def test_convolutions_equal_flax(rng):
+    x, row, normal = numbers(rng, 7, 6, 4), numbers(rng, 9, 4), {"bias_initializer": "normal"}
+    layer_cases.check_all(
+        [
+            flax_convolution(layers.Conv2D(8, (3, 2), (2, 1), "same", **normal), x),
+            flax_convolution(layers.Conv2D(8, (3, 2), dilation_rate=(1, 2), **normal), x),
+            flax_convolution(layers.Conv2D(8, (2, 4), (2, 3), "same", dilation_rate=2, **normal), x),
+            flax_convolution(layers.Conv2D(8, (3, 2), (3, 2), groups=4, use_bias=False), x),
+            flax_convolution(layers.Conv2D(8, (7, 6), 3, groups=2, **normal), x),
+            flax_convolution(
+                layers.Conv2D(8, 1, activation="tanh", kernel_initializer="he_normal", **normal),
+                x,
+                jnp.tanh,
+            ),
+            flax_convolution(layers.Conv1D(8, 3, 2, "same", groups=2, use_bias=False), row),
+            flax_convolution(layers.Conv1D(8, 3, padding="causal", dilation_rate=3, **normal), row),
+            flax_convolution(layers.Conv1D(8, (4,), (3,), activation="relu", **normal), row, jax.nn.relu),
+        ]
+    )
 
 
-def test_conv2d_transpose_is_the_gradient_of_conv2d(rng):
-    cases = []
-    for padding, kernel_size, strides in itertools.product(
-        ("valid", "same"), ((3, 2), (1, 4)), (1, 2, (3, 2))
-    ):
-        layer = layers.Conv2DTranspose(3, kernel_size, strides, padding, bias_initializer="normal")
+def depthwise(x, **options):
+    layer = layers.DepthwiseConv2D((3, 2), bias_initializer="normal", **options)
+    module = layer_cases.flax_convolution(layer, 4 * layer.depth_multiplier, 4)
 
-        def reference(variables, x, layer=layer, padding=padding):
-            sizes = [
-                size * step if padding == "same" else size * step + max(length - step, 0)
-                for size, step, length in zip(x.shape[1:3], layer.strides, layer.kernel_size, strict=True)
-            ]
+    def reference(variables, x):
+        params = {"kernel": variables["depthwise_kernel"].reshape(*layer.kernel_size, 1, -1)}
+        params |= {"bias": variables["bias"]} if layer.use_bias else {}
+        return module.apply({"params": params}, x)
 
-            def forward(images):
-                return jax.lax.conv_general_dilated(
-                    images,
-                    variables["kernel"],
-                    layer.strides,
-                    padding.upper(),
-                    dimension_numbers=("NHWC", "HWIO", "NHWC"),
-                )
-
-            outputs, gradient = jax.vjp(forward, jnp.zeros((x.shape[0], *sizes, 3), x.dtype))
-            assert outputs.shape == x.shape
-            return gradient(x)[0] + variables["bias"]
-
-        cases.append(layer_cases.Case(layer, images(rng), reference))
-    layer_cases.check_all(cases)
+    return Case(layer, x, reference)
 
 
-def test_global_average_pooling(rng):
+def transposed(x, kernel_size, strides, padding):
+    """The gradient of a convolution."""
+    layer = layers.Conv2DTranspose(3, kernel_size, strides, padding, bias_initializer="normal")
+
+    def reference(variables, x):
+        sizes = [
+            size * step if padding == "same" else size * step + max(length - step, 0)
+            for size, step, length in zip(x.shape[1:3], layer.strides, layer.kernel_size, strict=True)
+        ]
+
+        def forward(images):
+            return jax.lax.conv_general_dilated(
+                images,
+                variables["kernel"],
+                layer.strides,
+                padding.upper(),
+                dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            )
+
+        outputs, gradient = jax.vjp(forward, jnp.zeros((x.shape[0], *sizes, 3), x.dtype))
+        assert outputs.shape == x.shape
+        return gradient(x)[0] + variables["bias"]
+
+    return Case(layer, x, reference)
+
+
+def test_depthwise_and_transposed_convolutions(rng):
+    x = numbers(rng, 7, 6, 4)
+    layer_cases.check_all(
+        [
+            depthwise(x, padding="same", depth_multiplier=3, dilation_rate=(1, 2)),
+            depthwise(x, strides=2, use_bias=False),
+            transposed(x, (3, 2), (3, 2), "valid"),
+            transposed(x, (3, 2), 2, "same"),
+            transposed(x, (1, 4), 2, "valid"),
+        ]
+    )
+
+
+def pooled(x, kind, window, strides, padding):
+    given = window, strides, padding.upper()
+    if kind == "max":
+        layer = layers.MaxPooling2D(window, strides, padding)
+        return Case(layer, x, lambda _variables, x: linen.max_pool(x, *given), 1e-6)
+    layer = layers.AveragePooling2D(window, strides, padding)
+    return Case(layer, x, lambda _variables, x: linen.avg_pool(x, *given, count_include_pad=False), 1e-6)
+
+
+def test_pooling_equals_flax(rng):
+    """Padding is no part of a mean; also with a window that is larger than the inputs."""
+    x = numbers(rng, 7, 6, 3)
     cases = [
-        layer_cases.Case(
-            layers.GlobalAveragePooling2D(keepdims=keepdims),
-            images(rng),
-            lambda _variables, x, keepdims=keepdims: jnp.mean(x, (1, 2), keepdims=keepdims),
-            1e-6,
-        )
-        for keepdims in (False, True)
+        pooled(x, "max", (3, 2), (1, 1), "same"),
+        pooled(x, "average", (2, 3), (1, 2), "same"),
+        pooled(x, "average", (2, 2), (3, 3), "valid"),
+        pooled(x, "max", (7, 6), (7, 6), "valid"),
+        Case(layers.MaxPooling2D(), x, lambda _variables, x: linen.max_pool(x, (2, 2), (2, 2))),
+        Case(
+            layers.AveragePooling2D(15, padding="Same"),
+            x,
+            lambda _variables, x: jnp.mean(x, (1, 2), keepdims=True),
+        ),
+        Case(
+            layers.MaxPooling2D(15, padding="same"),
+            x,
+            lambda _variables, x: jnp.max(x, (1, 2), keepdims=True),
+        ),
+        Case(layers.GlobalAveragePooling2D(), x, lambda _variables, x: jnp.mean(x, (1, 2))),
+        Case(
+            layers.GlobalAveragePooling2D(keepdims=True),
+            x,
+            lambda _variables, x: jnp.mean(x, (1, 2), keepdims=True),
+        ),
     ]
-    assert [outputs.shape for outputs in layer_cases.check_all(cases)] == [(2, 4), (2, 1, 1, 4)]
+    assert [outputs.shape for outputs in layer_cases.check_all(cases)[-2:]] == [(2, 3), (2, 1, 1, 3)]
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        (lambda: layers.Conv1D(3, (2, 2)), ValueError, "kernel_size must be a positive integer"),
-        (lambda: layers.Conv1D(3, 0), ValueError, "kernel_size must be a positive integer; got 0"),
-        (lambda: layers.Conv1D(3, 2, padding="full"), ValueError, "padding must be"),
-        (lambda: layers.Conv1D(3, 2, groups=2), ValueError, "groups must divide filters"),
-        (lambda: layers.DepthwiseConv2D(2, depth_multiplier=0), ValueError, "depth_multiplier must be"),
-        (lambda: layers.Conv2DTranspose(2, 2, output_padding=1), NotImplementedError, "must be None"),
-        (lambda: layers.Conv2DTranspose(2, 2, data_format="channels_first"), ValueError, "channels_last"),
-        (lambda: layers.GlobalAveragePooling2D(keepdims=1), TypeError, "must be True or False"),
-    ],
-)
-def test_wrong_arguments(make, error, message):
-    with pytest.raises(error, match=message):
-        make()
+def test_maxima_of_negative_and_of_equal_values():
+    """Padding loses against negative values; the first of equal ones has the gradient."""
+    negative, equal = layer_cases.run_cases(
+        [
+            Case(layers.MaxPooling2D(padding="same"), np.full((1, 3, 3, 1), -2.0, "float32")),
+            Case(layers.MaxPooling2D(), np.ones((1, 2, 2, 1), "float32")),
+        ]
+    )
+    np.testing.assert_array_equal(negative[0], np.full((1, 2, 2, 1), -2.0))
+    weight = layer_cases.loss_weights(equal[0]).item()
+    np.testing.assert_array_equal(equal[2]["inputs"][0, :, :, 0], [[weight, 0], [0, 0]])
 
 
-def test_wrong_inputs(rng):
-    for layer, x in [
-        (layers.Conv1D(2, 3), np.zeros((2, 2, 1), np.float32)),
-        (layers.Conv1D(2, 3), images(rng)),
-        (layers.Conv1D(2, 1, groups=2), np.zeros((2, 2, 1), np.float32)),
-        (layers.DepthwiseConv2D(9), images(rng)),
-        (layers.GlobalAveragePooling2D(), rows(rng)),
-    ]:
-        with pytest.raises(ValueError, match="needs inputs of|groups must divide"):
-            layer_cases.check(layer, x, lambda _variables, x: x, 1)
+def test_half_precision(rng):
+    """Convolutions are Flax's; means are summed in float32."""
+    cases = []
+    for dtype in ("bfloat16", "float16"):
+        module = linen.Conv(3, (3, 3), dtype=dtype)
+        tolerance = layer_cases.tolerance(dtype)
+        far = (1000 + numbers(rng, 16, 16, 3)).astype(dtype)
+        cases += [
+            Case(
+                layers.Conv2D(3, 3, padding="same", bias_initializer="normal", dtype=dtype),
+                numbers(rng, 7, 6, 4, dtype=dtype),
+                lambda variables, x, module=module: module.apply({"params": variables}, x),
+                tolerance,
+            ),
+            Case(
+                layers.AveragePooling2D(16, padding="same"),
+                far,
+                lambda _variables, x: jnp.mean(x.astype("float32"), (1, 2), keepdims=True).astype(x.dtype),
+                tolerance,
+            ),
+        ]
+    outputs = layer_cases.check_all(cases)
+    for case, value in zip(cases, outputs, strict=True):
+        assert value.dtype == case.x.dtype
+    for case, value in zip(cases[1::2], outputs[1::2], strict=True):
+        expected = case.x.astype("float32").mean((1, 2), keepdims=True).astype(case.x.dtype)
+        models.assert_trees_close(value, expected, 0.0)
+
+
+def test_variables_defaults_and_dtypes(rng):
+    x = numbers(rng, 7, 6, 4)
+    (_outputs, variables, _gradients), (outputs, cast, gradients) = layer_cases.run_cases(
+        [
+            Case(layers.Conv2D(6, (3, 2), groups=2, data_format="Channels_Last"), x),
+            Case(layers.Conv2D(3, 3, dtype=jnp.bfloat16), x),
+        ]
+    )
+    assert variables["kernel"].shape == (3, 2, 2, 6)
+    np.testing.assert_array_equal(variables["bias"], np.zeros(6))
+    limit = np.sqrt(6 / (3 * 2 * 2 + 3 * 2 * 6))  # Glorot's, of the channels of one group
+    assert 0.9 * limit < np.abs(variables["kernel"]).max() <= limit
+    assert outputs.dtype == cast["kernel"].dtype == gradients["bias"].dtype == jnp.bfloat16
+    assert gradients["inputs"].dtype == jnp.float32
