@@ -6,7 +6,7 @@
 
 An arc is a pair of lines of a function that ran one after the other, as coverage.py counts branches. What
 processes that a test starts reach and take counts for the test, unless they are killed. Writes a line for
-each test to build/tests/tests.jsonl and, with arcs, their numbers to build/tests/arcs.npz; prints a table of
+each test to build/tests/tests.jsonl and, with arcs, their numbers to build/tests/arcs.npz; prints tables of
 the rooms, the dearest tests, and those without an arc of their own. These are candidates to go, not more: a
 fact may be theirs alone.
 """

@@ -77,7 +77,7 @@ def main() -> None:
         def judge(mutant: Mutant, tests: list[str]) -> bool:
             folder = copies.get()
             try:
-                found = run(folder, mutant, tests)
+                found = run(folder, mutant, tests, options.seconds)
             finally:
                 copies.put(folder)
             print(f"{mutant.path}:{mutant.line}: {mutant.change}: {found or 'SURVIVED'}", flush=True)
@@ -188,8 +188,8 @@ def make_copy(folder: Path) -> Path:
     return folder
 
 
-def run(folder: Path, mutant: Mutant, tests: list[str]) -> str | None:
-    """The first test that fails, or None."""
+def run(folder: Path, mutant: Mutant, tests: list[str], seconds: float) -> str | None:
+    """The first test that fails, or None. What takes far more than `seconds` of CPU time hangs."""
     if not tests:
         return None
     path = folder / "ipu_pipeline" / mutant.path
@@ -200,7 +200,7 @@ def run(folder: Path, mutant: Mutant, tests: list[str]) -> str | None:
     command += ["-o", f"cache_dir={ROOT / '.pytest_cache'}"]  # of programs that are compiled already
     try:
         result = subprocess.run(
-            [*command, "@tests.txt"],
+            ["prlimit", f"--cpu={int(3 * seconds) + 60}", *command, "@tests.txt"],
             cwd=folder,
             env=os.environ | {"PYTHONPATH": str(folder)},
             capture_output=True,
