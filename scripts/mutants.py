@@ -21,6 +21,7 @@ import os
 import queue
 import random
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -198,22 +199,22 @@ def run(folder: Path, mutant: Mutant, tests: list[str], seconds: float) -> str |
     path.write_text(mutant.text)
     command = [sys.executable, "-m", "pytest", "-xq", "-p", "no:randomly", "-m", FAST]
     command += ["-o", f"cache_dir={ROOT / '.pytest_cache'}"]  # of programs that are compiled already
-    try:
-        result = subprocess.run(
-            ["prlimit", f"--cpu={int(3 * seconds) + 60}", *command, "@tests.txt"],
-            cwd=folder,
-            env=os.environ | {"PYTHONPATH": str(folder)},
-            capture_output=True,
-            text=True,
-            timeout=900,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return "a test that hangs"
-    finally:
-        path.write_text(original)
-    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", result.stdout, re.MULTILINE)
-    return None if result.returncode == 0 else (failed or [f"exit code {result.returncode}"])[0]
+    command.append("@tests.txt")
+    environment = os.environ | {"PYTHONPATH": str(folder)}
+    with subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            limit = int(3 * seconds) + 60
+            resource.prlimit(process.pid, resource.RLIMIT_CPU, (limit, limit))
+            printed, _ = process.communicate(timeout=900)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return "a test that hangs"
+        finally:
+            path.write_text(original)
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", printed, re.MULTILINE)
+    return None if process.returncode == 0 else (failed or [f"exit code {process.returncode}"])[0]
 
 
 if __name__ == "__main__":
