@@ -65,8 +65,7 @@ def test_equals_a_plain_loop(options, no_cache):
         models.assert_trees_close(state.optimizer_state, plain.optimizer_state)
 
 
-@pytest.mark.thorough
-@pytest.mark.alone
+@pytest.mark.soak
 def test_by_default_stages_overlap_and_are_not_chunked(no_cache):
     """In chunks of two a step takes 1.27 of the ideal, and without overlap 2.9."""
     emulated = make(10.0, 20.0)
@@ -77,8 +76,7 @@ def test_by_default_stages_overlap_and_are_not_chunked(no_cache):
     assert min(taken) < 1.2 * (COUNT + NUM_STAGES - 1) * 0.03
 
 
-@pytest.mark.thorough
-@pytest.mark.alone
+@pytest.mark.soak
 def test_each_program_is_timed_alone():
     """Stages that differ, a backward in two halves, and transfers on their way for 6 ms."""
     emulated = stages.make_pipeline([2.0, 4.0, 3.0], [8.0, (5.0, 7.0), 6.0], COUNT, transfer_ms=6.0)
@@ -119,8 +117,7 @@ def test_the_ideal_is_that_of_the_schedule():
     )
 
 
-@pytest.mark.thorough
-@pytest.mark.alone
+@pytest.mark.soak
 def test_transfers_take_time_but_no_time_of_a_device():
     """Two stages of 2 + 2 ms: what is 10 ms on its way delays the ends of a step, and not each action."""
     plain, _state = time_steps(make(2.0, 2.0, num_stages=2), 5)
@@ -173,8 +170,7 @@ def test_the_benchmark_refuses_sides_that_train_something_else():
             run.check_losses({**losses, side: wrong})
 
 
-@pytest.mark.thorough
-@pytest.mark.alone
+@pytest.mark.soak
 def test_the_benchmark_runs_beside_torch(tmp_path):
     """Losses of all sides agree, or it would fail."""
     path = tmp_path / "rows.json"

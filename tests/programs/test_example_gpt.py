@@ -4,7 +4,6 @@ import json
 import math
 import re
 import signal
-import time
 
 import jax
 import jax.numpy as jnp
@@ -79,12 +78,11 @@ LAYOUT_2X2X2 = {"num_replicas": 2, "tensor_parallel": engine.TensorParallel(2, g
 
 
 @pytest.mark.parametrize(
-    ("layers", "options"),
-    [((1, 1, 1, 1), {}), pytest.param((1, 2), LAYOUT_2X2X2, marks=pytest.mark.thorough)],
+    ("layers", "steps", "options"),
+    [((1, 1), 3, {}), pytest.param((1, 2), 40, LAYOUT_2X2X2, marks=pytest.mark.thorough)],
     ids=["stages", "divided"],
 )
-def test_training_equals_plain_jax(layers, options, short_text):
-    steps = 40
+def test_training_equals_plain_jax(layers, steps, options, short_text):
     with jax.enable_x64(True):
         text = gpt.Text(short_text, context=12)
         config = make_config(text, "float64", layers=layers)
@@ -112,8 +110,8 @@ def test_training_equals_plain_jax(layers, options, short_text):
             means.append(np.mean(losses))
         models.assert_trees_close(trainer.parameters(state), assemble(own), 1e-12)
         assert state.variables["characters"].dtype == "float64"
-        assert np.mean(means[-10:]) < np.mean(means[:10]) - 0.5  # it did learn something
-        if options:  # each device has half of a block
+        if options:  # each device has half of a block; and it did learn something
+            assert np.mean(means[-10:]) < np.mean(means[:10]) - 0.5
             for name, variable in state.variables.items():
                 whole, part = variable.shape, variable.addressable_shards[0].data.shape
                 is_divided = name.rpartition("/")[-1] in ("in", "out")
@@ -310,7 +308,6 @@ def test_ctrl_c_ends_with_a_line(tmp_path):
     for line in process.stdout:
         if line.startswith("Step 5:"):
             break
-    time.sleep(0.2)
     process.send_signal(signal.SIGINT)
     _output, errors = process.communicate(timeout=240)
     assert re.fullmatch(r"Interrupted in step \d+\.\n", errors), errors

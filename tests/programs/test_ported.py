@@ -276,6 +276,7 @@ def run_resnet(argv, is_compared=True):
     return losses, variables
 
 
+@pytest.mark.thorough
 def test_resnet():
     """Stages are cut at names; validation shares the variables, the moving means among them."""
     argv = ["--epochs", "2", "--updates-per-epoch", "2", "--blocks", "1", "1", "--pipeline-splits", "b2/0"]
@@ -313,6 +314,7 @@ def small_net_loss(variables, x, y):
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(small_net(variables, x), y))
 
 
+@pytest.mark.thorough
 def test_estimator_of_a_net(tmp_path):
     """Trained as a loop of jax.grad trains; what is evaluated, predicted and served is NumPy's."""
     opts = estimator_cnn.parse_args(["--model-dir", str(tmp_path), "--batches-per-loop", "30"])
@@ -350,7 +352,7 @@ def test_custom_gradient():
         pytest.warns(UserWarning, match="move_variable_initialization_to_cpu has no effect"),
         pytest.warns(UserWarning, match="set_optimization_options has no effect"),
     ):
-        plain, custom = custom_gradient.train(20)
+        plain, custom = custom_gradient.train(4)
     inputs, targets = jnp.asarray(custom_gradient.INPUTS), jnp.asarray(custom_gradient.TARGETS)
 
     def loss_of(weights, inputs):
@@ -359,7 +361,7 @@ def test_custom_gradient():
         return jnp.sum(-jnp.log(sigmoid * targets_ + (1 - sigmoid) * (1 - targets_)))
 
     weights, losses, gradients = jnp.zeros((3, 1)), [], []
-    for _step in range(20):
+    for _step in range(4):
         before = weights
         loss, (change, gradient) = jax.value_and_grad(loss_of, (0, 1))(weights, inputs)
         weights = weights - np.float32(0.05) * change
@@ -393,7 +395,8 @@ def plain_click_through_rate(variables, batch):
     return (x @ variables["head/dense_1/kernel"] + variables["head/dense_1/bias"])[:, 0]
 
 
-@pytest.mark.parametrize("on_host", [pytest.param(False, marks=pytest.mark.thorough), True])
+@pytest.mark.thorough
+@pytest.mark.parametrize("on_host", [False, True])
 def test_click_through_rate(on_host):
     """Embeddings, a dynamic GRU and an AUGRU learn by Adagrad, in a loop of updates on the device.
 
@@ -447,6 +450,7 @@ def plain_forecast(opts, variables, batch, is_training):
     return jnp.mean(jnp.abs(difference)), (jnp.sqrt(jnp.sum(squares) / jnp.sum(is_open)), moments)
 
 
+@pytest.mark.thorough
 def test_sales_forecasting(tmp_path):
     """Gradients of each replica decay the tagged kernels and are clipped, before the replicas' mean."""
     argv = "--dropout 0 --plateau-patience 0 --gradient-clipping 0.05 --steps 4 --batches-per-step 16"
@@ -519,9 +523,8 @@ def plain_log_probabilities(variables, discrete, continuous, states):
     return logits - jnp.log(jnp.sum(jnp.exp(logits), axis=-1, keepdims=True))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [("float32", 1e-5), pytest.param("float16", 5e-3, marks=pytest.mark.thorough)]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("float16", 5e-3)])
 def test_reinforcement_learning(dtype, tolerance):
     """Actions are drawn, and the same ones give the loss of a plain loop.
 

@@ -12,8 +12,7 @@ from ipu_pipeline import engine
 from ipu_pipeline.reports.events import EventKind, busy_time
 
 pytestmark = [
-    pytest.mark.thorough,
-    pytest.mark.alone,
+    pytest.mark.soak,
     pytest.mark.skipif(emulation.find_compiler() is None, reason="there is no g++"),
 ]
 

@@ -121,6 +121,7 @@ def slow_data(seconds):
     return iterate
 
 
+@pytest.mark.soak  # what else runs may take more time than the data set
 def test_a_slow_data_set_and_a_program_that_does_something_between_runs(tmp_path, capsys):
     model = front.Model(slow_data(0.1), repeat_count=1)
     with ipu.Session() as session:
@@ -144,6 +145,7 @@ def test_a_slow_data_set_and_a_program_that_does_something_between_runs(tmp_path
     assert [line.split("advice")[1].strip() for line in advice] == list(one.advice)
 
 
+@pytest.mark.thorough
 def test_what_compiles_meanwhile_does_not_count(tmp_path):
     """A second program, which is compiled when the first one has run."""
     first, second = front.Model(), front.Model()
@@ -162,6 +164,7 @@ def test_what_compiles_meanwhile_does_not_count(tmp_path):
     assert one.host.length < whole - 0.99 * compiled.length
 
 
+@pytest.mark.soak
 def test_a_program_whose_devices_are_busy(tmp_path):
     """Other programs of the machine may hold up the host, and not each time."""
 

@@ -94,8 +94,7 @@ def assert_near_one(compare, bound, needs_cores):
     raise AssertionError(f"measured over predicted: {', '.join(f'{ratio:.3f}' for ratio in ratios)}")
 
 
-@pytest.mark.thorough
-@pytest.mark.alone
+@pytest.mark.soak
 @pytest.mark.skipif(stages.find_compiler() is None, reason="there is no g++")
 @pytest.mark.parametrize(
     ("forward_ms", "backward_ms", "options"),
@@ -149,8 +148,7 @@ def time_steps(num_stages, num_steps):
     return found[1:]  # the first one compiles
 
 
-@pytest.mark.thorough
-@pytest.mark.alone
+@pytest.mark.soak
 @pytest.mark.skipif(stages.find_compiler() is None, reason="there is no g++")
 @pytest.mark.parametrize("num_processes", [1, 2, 4])
 @pytest.mark.parametrize("num_stages", [2, 4])
@@ -215,8 +213,7 @@ def attention(width):
     return stage, [rng.normal(size=(width, width)).astype(np.float32) / width for _matrix in range(3)]
 
 
-@pytest.mark.thorough
-@pytest.mark.alone
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("parts", "shape", "options"),
     [
@@ -301,8 +298,7 @@ def make_phased(mapping, phases, num_micro_batches=3):
     return stages.Emulated(pipeline, pipeline.init(jax.random.key(0), micro_batches[0]), micro_batches)
 
 
-@pytest.mark.thorough
-@pytest.mark.alone
+@pytest.mark.soak
 @pytest.mark.skipif(stages.find_compiler() is None, reason="there is no g++")
 @pytest.mark.parametrize(
     ("mapping", "phases"),

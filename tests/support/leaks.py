@@ -7,10 +7,13 @@ import sys
 import tempfile
 import threading
 import types
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
 import jax
 import numpy as np
+
+from tests.support import forked
 
 ROOT = Path(__file__).parents[2]
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGALRM)
@@ -111,7 +114,13 @@ def child_processes():
                     found.add(name)
         except OSError:  # it has just ended
             continue
-    return found
+    return found - set(map(str, helpers()))
+
+
+def helpers():
+    """Processes that are started once, and end with this one."""
+    yield from (server.pid for server in forked._servers.values())
+    yield from (resource_tracker._resource_tracker._pid, forkserver._forkserver._forkserver_pid)
 
 
 def logging_state():
