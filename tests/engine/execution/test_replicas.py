@@ -1,4 +1,4 @@
-"""Replicas of a pipeline: equal to a plain loop over the micro-batches of all of them."""
+"""Replicas of a pipeline, at once or in turns: equal to a plain loop over the micro-batches of all."""
 
 import jax
 import jax.numpy as jnp
@@ -6,11 +6,10 @@ import numpy as np
 import optax
 import pytest
 
-from ipu_pipeline import engine, layers
-from ipu_pipeline.engine.execution.replicas import Dealt
+from ipu_pipeline import engine, layers, reports
 from tests.support import beside, models
 
-COUNT, UPDATES = 4, 3
+COUNT, UPDATES = 2, 2
 
 
 def check(pipeline, steps, bound=1e-5):
@@ -50,13 +49,13 @@ def noisy_stages():
     return [first, second]
 
 
-@pytest.mark.parametrize(("num_stages", "num_replicas"), [(2, 4), (2, 3), (1, 2)])
-def test_all_replicas_have_the_same_variables(num_stages, num_replicas):
-    pipeline = make(models.mlp_stages(num_stages), num_replicas, reduction="mean")
-    state, outputs = check(pipeline, make_steps(num_replicas))
+@pytest.mark.parametrize(("num_replicas", "num_turns"), [(3, 1), (4, 2)])
+def test_all_replicas_have_the_same_variables(num_replicas, num_turns):
+    pipeline = make(models.mlp_stages(2), num_replicas, reduction="mean", num_turns=num_turns)
+    state, outputs = check(pipeline, make_steps(num_replicas)[:1])
     assert np.shape(outputs.losses[0]) == (num_replicas,)
     for variable in state.variables.values():
-        assert len(variable.devices()) == num_replicas
+        assert len(variable.devices()) == num_replicas // num_turns
         values = [np.asarray(shard.data) for shard in variable.addressable_shards]
         for value in values[1:]:
             np.testing.assert_array_equal(value, values[0])
@@ -69,76 +68,92 @@ def test_another_random_key():
         beside.train(pipeline, steps, seed=seed)
 
 
-def test_means_in_sixteen_bits():
+@pytest.mark.parametrize("num_turns", [1, 2])
+def test_means_in_sixteen_bits(num_turns):
     """The sum of two of these gradients is infinite in float16."""
 
     def stage(x):
         weight = engine.get_variable("w", (), "float16", jax.nn.initializers.zeros)
         return (weight * x).astype("float32")
 
-    pipeline = make([stage], 2, num_micro_batches=1, optimizer=optax.sgd(1.0))
+    pipeline = make([stage], 2, num_turns=num_turns, num_micro_batches=1, optimizer=optax.sgd(1.0))
     step = [np.float16(40000)] * 2
     state, _outputs = pipeline.step(pipeline.init(jax.random.key(0), step[0]), step)
     assert state.variables["w"] == -40000
 
 
-def test_micro_batches_placed_once():
-    pipeline = make(models.mlp_stages(2), 2, dispatch_plan=engine.Chunking(2))
-    (step, *_rest) = make_steps(2)
+@pytest.mark.parametrize("num_turns", [1, 2])
+def test_micro_batches_placed_once_and_data_that_end(num_turns):
+    """What is left of the data is dealt out anew, and nothing of it has been run."""
+    options = {"num_turns": num_turns, "dispatch_plan": engine.Chunking(2)}
+    pipeline, (step, *_rest) = make(models.mlp_stages(2), 2, **options), make_steps(2)
     state = pipeline.init(jax.random.key(3), step[0])
     placed = pipeline.place_micro_batches(step)
     first, _outputs = pipeline.step(state, step)
     second, _outputs = pipeline.step(state, placed)
-    models.assert_trees_close(second.variables, first.variables, 0.0)
-
-
-def test_data_that_ends_within_a_round_is_dealt_out_anew():
-    pipeline = make(models.mlp_stages(2), 2)
-    (step, *_rest) = make_steps(2)
-    state = pipeline.init(jax.random.key(3), step[0])
-    expected, _outputs = pipeline.step(state, step)
-    with pytest.raises(engine.OutOfRangeError, match="after 3 of the 8 micro-batches"):
+    with pytest.raises(engine.OutOfRangeError, match="after 3 of the 4 micro-batches"):
         pipeline.step(state, step[:3])
-    again, _outputs = pipeline.step(state, step)
-    models.assert_trees_close(again.variables, expected.variables, 0.0)
-    runner = pipeline.prepare()
-    (turn,) = {runner.place_element(element).replica for element in map(jax.tree.leaves, step[:1])}
-    assert turn == 0  # the guess is right again
-    assert isinstance(runner.place_element(jax.tree.leaves(step[0])), Dealt)
+    third, _outputs = pipeline.step(state, step)
+    for again in (second, third):
+        models.assert_trees_close(again.variables, first.variables, 0.0)
 
 
-@pytest.mark.parametrize("offload", [(), ["weights", "weight_update_variables"]])
-def test_another_number_later(offload):
-    pipeline = make(models.mlp_stages(2), 1, offload=offload)
-    steps = make_steps(2)
-    state = pipeline.init(jax.random.key(3), steps[0][0])
-    state, _outputs = pipeline.step(state, steps[0][:COUNT])
-    pipeline.set_replicas(2)
+def test_another_number_later():
+    """Of replicas, and of turns that they take."""
+    pipeline = make(models.mlp_stages(2), 1, offload=["weights", "weight_update_variables"])
+    data = make_steps(4)[0]
+    state = pipeline.init(jax.random.key(3), data[0])
     expected = beside.copied(state)
-    state, _outputs = pipeline.step(state, steps[1])
-    expected, _wanted = beside.step_plainly(pipeline, expected, steps[1])
-    models.assert_trees_close(state.variables, expected.variables)
-    pipeline.set_replicas(1)
-    state, _outputs = pipeline.step(state, steps[2][:COUNT])
-    expected, _wanted = beside.step_plainly(pipeline, expected, steps[2][:COUNT])
-    models.assert_trees_close(state.variables, expected.variables)
+    for num_replicas, num_turns in [(1, 1), (2, 1), (4, 2), (4, 4), (1, 1)]:
+        pipeline.set_replicas(num_replicas, num_turns=num_turns)
+        step = data[: COUNT * num_replicas]
+        state, _outputs = pipeline.step(state, step)
+        expected, _wanted = beside.step_plainly(pipeline, expected, step)
+        models.assert_trees_close(state.variables, expected.variables)
 
 
-@pytest.mark.parametrize("number", [0, 1.5, True, "2"])
-def test_numbers_that_are_refused(number):
-    with pytest.raises(ValueError, match="num_replicas must be an integer of at least 1"):
-        make(models.mlp_stages(2), number)
+WRONG = {
+    "a number": ({"num_replicas": True}, "num_replicas must be an integer of at least 1"),
+    "serialized": (
+        {"num_serialized": 2, "schedule": "sequential", "device_mapping": [0, 0]},
+        "num_replicas must be 1 with num_serialized above 1",
+    ),
+    "no divisor": ({"num_turns": 3}, "num_turns must be a divisor of num_replicas, 4, .*; got 3"),
+    "no turn": ({"num_turns": 0}, "num_turns must be an integer of at least 1"),
+    "joined": (
+        {"num_turns": 2, "joins_assigned": False},
+        "joins_assigned must be True where replicas take turns",
+    ),
+    "an entry": (
+        {"shard": ["gradients"]},
+        "shard: each entry must be one of 'optimizer_state', 'weights'; got 'gradients'",
+    ),
+    "no collection": ({"shard": "weights"}, "shard must be a collection of names"),
+}
 
 
-def test_too_few_devices():
+@pytest.mark.parametrize(("options", "message"), WRONG.values(), ids=WRONG)
+def test_wrong_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        make(models.mlp_stages(2), **{"num_replicas": 4, **options})
+
+
+def test_what_is_refused_later():
+    step = make_steps(2)[0]
     pipeline = make(models.mlp_stages(4), 3)
     with pytest.raises(ValueError, match="needs 12 devices, .* of 3 replicas, but there are 8"):
-        pipeline.init(jax.random.key(3), make_steps(1)[0][0])
-
-
-def test_not_with_serialized_micro_batches():
-    with pytest.raises(ValueError, match="num_replicas must be 1 with num_serialized above 1"):
-        make(models.mlp_stages(2), 2, num_serialized=2, schedule="sequential", device_mapping=[0, 0])
+        pipeline.init(jax.random.key(3), step[0])
+    pipeline = make(models.mlp_stages(2), 4, joins_assigned=False)
+    with pytest.raises(ValueError, match="joins_assigned must be True where replicas take turns"):
+        pipeline.set_replicas(4, num_turns=2)
+    pipeline = make(together_stages(), 2, num_turns=2)
+    with pytest.raises(ValueError, match=r"stage 0 \(first\).*devices for 1 of 2 replicas \(num_turns\)"):
+        pipeline.init(jax.random.key(3), step[0])
+    pipeline = make(models.mlp_stages(1), 2, num_turns=2)
+    state = pipeline.init(jax.random.key(3), step[0])
+    x, labels = step[3]
+    with pytest.raises(ValueError, match="take turns.*pad them"):
+        pipeline.step(state, [*step[:3], (x[:-1], labels[:-1])])
 
 
 def together_stages():
@@ -176,7 +191,7 @@ def plain_together(variables, x, labels):
 
 @pytest.mark.parametrize(
     ("num_replicas", "options"),
-    [(1, {}), (2, {"dispatch_plan": engine.Chunking(2)}), (2, {"recompute": "auto"}), (4, {})],
+    [(1, {}), (2, {"dispatch_plan": engine.Chunking(2), "recompute": "auto"})],
 )
 def test_replicas_that_compute_together(num_replicas, options):
     pipeline = make(together_stages(), num_replicas, optimizer=optax.sgd(0.1), **options)
@@ -210,39 +225,9 @@ def test_replicas_are_known_in_stages_only():
         engine.replica_index()
 
 
-@pytest.mark.parametrize(
-    ("shard", "options"),
-    [
-        (["optimizer_state"], {"device_mapping": [0, 0], "recompute": "auto"}),
-        (["weights"], {"dispatch_plan": engine.Chunking(2), "donate": True}),
-        (["optimizer_state", "weights"], {}),
-        (["optimizer_state", "weights"], {"offload": ["weight_update_variables", "weights"]}),
-    ],
-    ids=str,
-)
-def test_what_replicas_share_out(shard, options):
-    pipeline = make(noisy_stages(), 2, shard=shard, **options)
-    state, _outputs = check(pipeline, make_steps(2))
-    whole = make(noisy_stages(), 2, **options).init(jax.random.key(3), make_steps(2)[0][0])
-
-    def bytes_per_device(tree):
-        leaves = [leaf for leaf in jax.tree.leaves(tree) if leaf.ndim]
-        return sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
-
-    for name, before, after in (
-        ("optimizer_state", whole.optimizer_state, state.optimizer_state),
-        ("weights", whole.variables, state.variables),
-    ):
-        # All that trains has an even size; what normalization assigns stays whole.
-        statistics = bytes_per_device({n: v for n, v in whole.variables.items() if "moving" in n})
-        kept = statistics if name == "weights" else 0
-        expected = bytes_per_device(before)
-        assert bytes_per_device(after) == (kept + (expected - kept) // 2 if name in shard else expected)
-
-
-def test_what_cannot_be_shared_out_stays_whole():
+def test_what_replicas_share_out_and_what_stays_whole():
     pipeline = make(models.mlp_stages(2), 4, shard=["optimizer_state", "weights"])
-    state, _outputs = check(pipeline, make_steps(4))
+    state, _outputs = check(pipeline, make_steps(4)[:1])
     plan = pipeline.plan_ipu_memory()
     for tree, planned in (
         (state.variables, [ipu.num_variable_bytes for ipu in plan]),
@@ -252,13 +237,60 @@ def test_what_cannot_be_shared_out_stays_whole():
         assert held == sum(planned) < sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
     kernel, bias = state.variables["dense3/kernel"], state.variables["dense3/bias"]
     assert kernel.addressable_shards[0].data.shape == (2, 10)
-    assert bias.addressable_shards[0].data.shape == (10,)
+    assert bias.addressable_shards[0].data.shape == (10,)  # no multiple of four
 
 
-def test_what_is_to_be_shared_out_is_checked():
-    with pytest.raises(
-        ValueError, match="shard: each entry must be one of 'optimizer_state', 'weights'; got 'gradients'"
-    ):
-        make(models.mlp_stages(2), 2, shard=["gradients"])
-    with pytest.raises(ValueError, match="shard must be a collection of names"):
-        make(models.mlp_stages(2), 2, shard="weights")
+@pytest.mark.parametrize("shard", ["optimizer_state", "weights"])
+def test_one_of_the_two_is_shared_out(shard):
+    pipeline = make(models.mlp_stages(1), 2, shard=[shard])
+    state = pipeline.init(jax.random.key(3), make_steps(2)[0][0])
+    weight, moment = state.variables["dense0/kernel"], state.optimizer_state[0].mu["dense0/kernel"]
+    parts = [array.addressable_shards[0].data.nbytes for array in (weight, moment)]
+    whole = weight.nbytes
+    assert parts == ([whole, whole // 2] if shard == "optimizer_state" else [whole // 2, whole])
+
+
+# Replicas that take turns.
+
+
+def test_turns_divide_gradients_by_all_weights():
+    def stage(x, labels):
+        number = labels.sum().astype("float32")
+        return models.cross_entropy(models.dense("d", 10, x), labels) * number, number
+
+    options = {"loss": lambda loss, _number: loss, "loss_weight": lambda _loss, number: number}
+    (step, *_rest) = make_steps(4)
+    states = []
+    for num_turns in (1, 2):
+        pipeline = make([stage], 4, num_turns=num_turns, **options)
+        states.append(pipeline.step(pipeline.init(jax.random.key(3), step[0]), step)[0])
+    models.assert_trees_close(states[1].variables, states[0].variables)
+
+
+def test_a_fault_in_a_later_turn_is_found():
+    options = {"num_turns": 2, "check_nans": True, "optimizer": optax.sgd(0.1)}
+    pipeline, (step, *_rest) = make(models.mlp_stages(1), 2, **options), make_steps(2)
+    state = pipeline.init(jax.random.key(3), step[0])
+    expected, wanted = pipeline.step(state, step)
+    x, labels = step[3]
+    with pytest.raises(FloatingPointError, match=r"micro-batch 3 \(of replica 1\)"):
+        pipeline.step(state, [*step[:3], (np.full_like(x, np.nan), labels)])
+    with jax.disable_jit():
+        again, outputs = pipeline.step(state, step)
+    models.assert_trees_close(again.variables, expected.variables)
+    models.assert_trees_close(outputs.losses, wanted.losses)
+
+
+def test_a_report_has_what_ran_in_turns(tmp_path):
+    pipeline, (step, *_rest) = make(models.mlp_stages(2), 4, num_turns=2), make_steps(4)
+    state = pipeline.init(jax.random.key(3), step[0])
+    with reports.capture(tmp_path) as captured:
+        pipeline.step(state, step)
+    (one,) = captured.profile.pipelines
+    assert (one.num_replicas, one.num_micro_batches) == (2, 2 * COUNT)
+    forwards = [event for event in captured.profile.events if event.kind == "forward"]
+    whole = make(models.mlp_stages(2), 4)
+    whole.trace(step[0])
+    (memory, *_others), (one_turn, *_rest) = pipeline.plan_ipu_memory(), whole.plan_ipu_memory()
+    assert memory.num_accumulator_bytes == 2 * one_turn.num_accumulator_bytes
+    assert len({(event.stage, event.micro_batch) for event in forwards}) == len(forwards) == 8 * COUNT
