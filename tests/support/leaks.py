@@ -21,6 +21,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.
 JOIN_SECONDS = 60
 # The watch ends by itself, a quarter of a minute after the last step that a test began.
 FOR_GOOD = ("tqdm_monitor", "ipu_pipeline step watch")
+CHANGED_BY_LIBRARIES = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")  # the latter by torch's export
 
 
 _tracked = {}  # module -> the names in it that nothing but a test would bind again
@@ -30,7 +31,7 @@ def state():
     """What must be the same after a test as before, by what it is called in the message."""
     found = {
         "the working directory": os.getcwd(),
-        "the environment": {name: os.environ[name] for name in os.environ if name != "PYTEST_CURRENT_TEST"},
+        "the environment": {name: os.environ[name] for name in os.environ if name not in CHANGED_BY_LIBRARIES},
         "signal handlers": {number.name: signal.getsignal(number) for number in SIGNALS},
         "JAX's configuration": dict(jax.config.values),
         "threads": set(filter(ends, threading.enumerate())),
@@ -39,7 +40,7 @@ def state():
         "temporary files": {
             name
             for name in os.listdir(tempfile.gettempdir())
-            if not name.startswith("pytest-of-")
+            if not name.startswith(("pytest-of-", "torchinductor_"))
             and not name.endswith("tfds")  # tensorflow-datasets makes one for good when it is imported
         },
         "logging": logging_state(),
