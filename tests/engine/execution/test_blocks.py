@@ -16,7 +16,7 @@ from ipu_pipeline.engine.execution.single_device.sizes import BlockSizes, block_
 from ipu_pipeline.engine.pipeline_options import PipelineOptions
 from ipu_pipeline.errors import OutOfRangeError
 from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput
-from tests.support import beside, front, models
+from tests.support import front, models, scheduled
 
 ELEMENT_BYTES = 4 * 12 * 4 + 4 * 4 + 4  # of models.mlp_batches, and the loss
 
@@ -59,72 +59,24 @@ def test_stacks():
         np.testing.assert_array_equal(feed.place(ahead[first : first + 2], 3)[1][:2], [first, first + 1])
 
 
-def stages_with_everything():
-    """Dropout, assigned statistics, a rate that travels, and an output that is only passed on."""
-
-    def first(rate, x, labels):
-        with ipu.variable_scope("first"):
-            count = ipu.get_variable("count", initializer=0.0, trainable=False)
-            ipu.assign("count", count + 1.0)
-            x = ipu.layers.Dropout(0.25)(ipu.layers.Dense(16, activation=jnp.tanh)(x))
-        return rate * 0.5, x + count * 0.01, labels
-
-    def second(rate, x, labels):
-        with ipu.variable_scope("second"):
-            x = ipu.layers.BatchNormalization()(x)
-            return rate, models.cross_entropy(ipu.layers.Dense(10)(x), labels), labels
-
-    return [first, second]
-
-
-def make(mapping, num_micro_batches, reduction, optimizer, **options):
-    return engine.Pipeline(
-        stages_with_everything(),
-        num_micro_batches=num_micro_batches,
-        loss=lambda rate, loss, labels: loss,
-        optimizer=optimizer,
-        device_mapping=mapping,
-        reduction=reduction,
-        **options,
-    )
-
-
-def sgd(rate, loss, labels):
-    return optax.sgd(rate, momentum=0.9)
-
-
-def injected(rate, loss, labels):
-    return optax.inject_hyperparams(optax.sgd)(learning_rate=rate)
-
-
-def test_uneven_parts_of_an_update(rng):
-    """Five micro-batches in three and two, with the same random keys, statistics and outputs."""
-    pipeline = make(
-        [0, 0], 5, "running_mean", sgd, donate=True, block_bytes=3 * (ELEMENT_BYTES + 4 + 4 + 16)
-    )
-    beside.train(pipeline, [models.mlp_batches(rng, 5) for _ in range(3)], np.float32(0.1))
-    assert pipeline.prepare().sizes(5, 5) == BlockSizes(1, 3, 3)
-
-
-@pytest.mark.parametrize("repeat_count", [1, 4])
-def test_a_run_in_blocks(repeat_count, monkeypatch):
-    """Blocks of whole weight updates: what they are cut into changes nothing."""
+def test_a_run_in_blocks(monkeypatch):
+    """Blocks of whole weight updates, and of parts: what they are cut into changes nothing."""
     found = []
     for block_bytes in (2**26, 7 * ELEMENT_BYTES, 2 * ELEMENT_BYTES):
         with monkeypatch.context() as patch:
             patch.setitem(PipelineOptions.__init__.__kwdefaults__, "block_bytes", block_bytes)
-            model = front.Model(device_mapping=[0, 0], repeat_count=repeat_count)
+            model = front.Model(device_mapping=[0, 0], repeat_count=4)
         with ipu.Session(seed=3) as session:
             session.run(model.initializer)
             losses = [model.run(session) for _run in range(2)]
             found.append((np.concatenate(losses), session.variables, session.update_count()))
-    assert len(found[0][0]) == 6 * repeat_count
-    assert found[0][2] == 2 * repeat_count
+    assert len(found[0][0]) == 24
+    assert found[0][2] == 8
     for other in found[1:]:
         models.assert_trees_close(other, found[0], 0)
 
 
-@pytest.mark.parametrize("block_bytes", [2**26, 7 * ELEMENT_BYTES, 2 * ELEMENT_BYTES])
+@pytest.mark.parametrize("block_bytes", [7 * ELEMENT_BYTES, 2 * ELEMENT_BYTES])
 def test_the_end_of_the_data_keeps_whole_updates(block_bytes, monkeypatch):
     monkeypatch.setitem(PipelineOptions.__init__.__kwdefaults__, "block_bytes", block_bytes)
     model = front.Model(front.data(3 * 3 + 2), device_mapping=[0, 0], repeat_count=8)
@@ -157,65 +109,24 @@ def test_the_end_of_the_data_keeps_whole_updates(block_bytes, monkeypatch):
         assert session.update_count() == 6
 
 
-def test_inference_without_and_with_a_feed():
-    queue = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
-    program = front.compile_program(
-        lambda: ipu.pipelining_ops.pipeline(
+def test_inference_without_a_feed():
+    """Each micro-batch has random numbers of its own, the same on one device as on two."""
+    found = []
+    for mapping in ([0, 0], [0, 1]):
+        queue = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+        program = front.compile_pipeline(
             [lambda: jax.random.normal(ipu.next_rng_key(), (2,)), lambda x: (x, 3.0)],
-            gradient_accumulation_count=2,
+            2,
             repeat_count=3,
-            device_mapping=[0, 0],
+            device_mapping=mapping,
             outfeed_queue=queue,
         )
-    )
-    apart = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
-    other = front.compile_program(
-        lambda: ipu.pipelining_ops.pipeline(
-            [lambda: jax.random.normal(ipu.next_rng_key(), (2,)), lambda x: (x, 3.0)],
-            gradient_accumulation_count=2,
-            repeat_count=3,
-            outfeed_queue=apart,
-        )
-    )
-    with ipu.Session(seed=3) as session:
-        session.run(program)
-        first = session.run(queue.dequeue())
-    with ipu.Session(seed=3) as session:
-        session.run(other)
-        second = session.run(apart.dequeue())
-    np.testing.assert_array_equal(first[0], second[0])
-    np.testing.assert_array_equal(first[1], np.full(6, 3.0, "float32"))
-    assert len(np.unique(first[0])) == 12
-
-
-def test_gradient_map_in_a_pipeline():
-    """It applies to each micro-batch, on one device and on several."""
-    seen = []
-    for mapping in ([0, 0], [0, 1]):
-
-        def optimizer_function(rate, loss):
-            mapped = ipu.optimizers.MapGradientOptimizer(optax.sgd(rate), lambda g, v: jnp.sign(g) + v)
-            return OptimizerFunctionOutput(mapped, loss)
-
-        model = front.Model(optimizer_function=optimizer_function, device_mapping=mapping)
         with ipu.Session(seed=3) as session:
-            session.run([model.initializer, ipu.global_variables_initializer()])
-            start = session.variables
-            model.run(session)
-            seen.append(session.variables)
-    models.assert_trees_close(*seen)
-
-    def plain_loss(variables, x, labels):
-        x = jax.nn.relu(x @ variables["first/dense/kernel"] + variables["first/dense/bias"])
-        logits = x @ variables["second/dense/kernel"] + variables["second/dense/bias"]
-        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels))
-
-    total = jax.tree.map(np.zeros_like, start)
-    for batch in itertools.islice(front.data()(), 3):
-        gradient = jax.grad(plain_loss)(start, *batch)
-        total = jax.tree.map(lambda t, g, v: t + np.sign(g) + v, total, gradient, start)
-    expected = jax.tree.map(lambda v, t: np.asarray(v - np.float32(0.1) * t), start, total)
-    models.assert_trees_close(seen[0], expected)
+            session.run(program)
+            found.append(session.run(queue.dequeue()))
+    np.testing.assert_array_equal(found[0][0], found[1][0])
+    np.testing.assert_array_equal(found[0][1], np.full(6, 3.0, "float32"))
+    assert len(np.unique(found[0][0])) == 12
 
 
 def test_an_accumulating_optimizer_in_a_pipeline():
@@ -227,40 +138,20 @@ def test_an_accumulating_optimizer_in_a_pipeline():
         front.Model(optimizer_function=optimizer_function)
 
 
-def test_a_global_norm_on_one_device():
-    def optimizer_function(rate, loss):
-        return OptimizerFunctionOutput(optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(rate)), loss)
-
-    model = front.Model(optimizer_function=optimizer_function, device_mapping=[0, 0])
-    with ipu.Session(seed=3) as session:
-        session.run([model.initializer, ipu.global_variables_initializer()])
-        start = session.variables
-        model.run(session, 1.0)
-        difference = jax.tree.map(lambda a, b: a - b, session.variables, start)
-        squares = [np.sum(leaf**2) for leaf in jax.tree.leaves(difference)]
-        np.testing.assert_allclose(np.sqrt(sum(squares)), 0.1, rtol=1e-5)
-
-
 @pytest.mark.parametrize("mapping", [[0, 0], [0, 1]])
 def test_outputs_that_are_not_collected(mapping, rng):
-    pipeline = make(mapping, 3, "sum", sgd, collect_outputs=False)
-    step = models.mlp_batches(rng, 3)
-    state = pipeline.init(jax.random.key(2), step[0], np.float32(0.1))
-    _state, outputs = pipeline.step(state, step, np.float32(0.1))
+    pipeline = engine.Pipeline(
+        scheduled.stages(2),
+        num_micro_batches=3,
+        loss=lambda loss: loss,
+        optimizer=optax.sgd(0.1),
+        device_mapping=mapping,
+        collect_outputs=False,
+    )
+    step = list(rng.normal(size=(3, 2, scheduled.SIZE)).astype("float32"))
+    _state, outputs = pipeline.step(pipeline.init(jax.random.key(2), step[0]), step)
     assert outputs.outputs == []
     assert len(outputs.losses) == 3
-
-
-def test_an_update_of_more_micro_batches_than_a_block_has():
-    def stage(x):
-        return jnp.mean((x * engine.get_variable("w", (4,), initializer=1.0)) ** 2)
-
-    pipeline = engine.Pipeline(
-        [stage], num_micro_batches=1100, loss=lambda loss: loss, optimizer=optax.adam(0.1)
-    )
-    step = [np.full(4, number % 7, "float32") for number in range(1100)]
-    _state, outputs = beside.train(pipeline, [step])
-    assert len(outputs.losses) == 1100
 
 
 def test_an_initializer_that_returns_one_array_again_and_again():
