@@ -31,7 +31,9 @@ def state():
     """What must be the same after a test as before, by what it is called in the message."""
     found = {
         "the working directory": os.getcwd(),
-        "the environment": {name: os.environ[name] for name in os.environ if name not in CHANGED_BY_LIBRARIES},
+        "the environment": {
+            name: os.environ[name] for name in os.environ if name not in CHANGED_BY_LIBRARIES
+        },
         "signal handlers": {number.name: signal.getsignal(number) for number in SIGNALS},
         "JAX's configuration": dict(jax.config.values),
         "threads": set(filter(ends, threading.enumerate())),
