@@ -4,16 +4,19 @@ import ast
 import contextlib
 import functools
 import importlib
+import re
 import sys
+import warnings
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import orbax.checkpoint  # noqa: F401  # by the package, at its first checkpoint; not while a name is away
 import pytest
 
 from ipu_pipeline.ground import jax_compat, jax_processes, warned
 from tests.checkpointing.written_before.write import as_numbers
-from tests.support.programs import start
 from tests.test_rooms import rooms
 
 NAMES = tuple(jax_compat.NAMES)
@@ -40,18 +43,29 @@ def taken_away(path):
 
 
 @contextlib.contextmanager
-def without(*paths):
-    """The package and its tests, imported anew where JAX has not these names; gives what imports modules.
-
-    JAX itself needs the names, so they are away only while the package looks them up.
-    """
+def forgotten():
+    """Within it, the package and its tests are imported anew."""
 
     def forget():
         ours = [name for name in sys.modules if name.split(".")[0] in ("ipu_pipeline", "tests")]
         return {name: sys.modules.pop(name) for name in ours if name != "tests.conftest"}
 
-    known = forget()
+    known, finders = forget(), list(sys.meta_path)
     try:
+        yield
+    finally:
+        forget()
+        sys.modules.update(known)
+        sys.meta_path[:] = finders
+
+
+@contextlib.contextmanager
+def without(*paths):
+    """The package and its tests, imported anew where JAX has not these names; gives what imports modules.
+
+    JAX itself needs the names, so they are away only while the package looks them up.
+    """
+    with forgotten():
         with contextlib.ExitStack() as away:
             for path in paths:
                 away.enter_context(taken_away(path))
@@ -59,9 +73,6 @@ def without(*paths):
             importlib.import_module("ipu_pipeline.ground.jax_processes")
         assert found is not jax_compat
         yield importlib.import_module
-    finally:
-        forget()
-        sys.modules.update(known)
 
 
 def train(import_module, directory):
@@ -90,27 +101,109 @@ def flat(tree):
     return {jax.tree_util.keystr(path): as_numbers(leaf) for path, leaf in leaves}
 
 
+def differentiate(import_module):
+    """What a step gives whose stages cache functions, loop and differentiate, and whose update loops."""
+    engine = import_module("ipu_pipeline.engine")
+
+    @jax.jit
+    def cached(x):
+        noise = jax.random.uniform(engine.next_rng_key(), x.shape)
+        return x @ engine.get_variable("w", (4, 4)) + noise
+
+    def first(x):
+        def energy(x):
+            engine.metric("energy", jnp.sum(x**2))
+            return jnp.sum(x**2)
+
+        with engine.variable_scope("a"):
+            return cached(x) + 0.1 * jax.grad(energy)(x)
+
+    def second(x):
+        with engine.variable_scope("b"):
+            x = cached(x)
+
+        def body(carry, _element):
+            return jnp.tanh(carry @ engine.get_variable("w", (4, 4))), None
+
+        return jnp.mean(jax.lax.scan(body, x, None, length=3)[0] ** 2)
+
+    def update(gradients, state, parameters=None):
+        def body(carry, _element):
+            return jax.tree.map(lambda leaf: leaf * 0.5, carry), None
+
+        return jax.lax.scan(body, gradients, None, length=2)[0], state
+
+    optimizer = optax.GradientTransformation(lambda parameters: optax.EmptyState(), update)
+    pipeline = engine.Pipeline([first, second], num_micro_batches=2, loss=lambda x: x, optimizer=optimizer)
+    x = np.linspace(-1, 1, 8, dtype="float32").reshape(2, 4)
+    state, outputs = pipeline.step(pipeline.init(jax.random.key(0), x), [x, 2 * x])
+    return [np.array(outputs.losses), flat(state.variables), flat(outputs.metrics)]
+
+
+def shard(import_module):
+    """Variables after a loop whose body is cut by scopes, and where everything lies."""
+    ipu = import_module("ipu_pipeline")
+    front, inner = import_module("tests.support.front"), jax.jit(jnp.tanh)
+    infeed = ipu.ipu_infeed_queue.IPUInfeedQueue([np.ones((3, 4), "float32")] * 2)
+
+    def body(x):
+        with ipu.scopes.ipu_shard(0):
+            early = ipu.get_variable("early", (4, 4))  # in this scope, although the other uses it
+            count = ipu.get_variable("count", (), initializer=0.0, trainable=False)
+            ipu.assign("count", count + 1)
+            x = inner(x @ ipu.get_variable("a", (4, 4)))
+        with ipu.scopes.ipu_shard(1), jax.named_scope("block"):
+            x = inner(x) @ early  # traced under 0, used under 1
+        with ipu.scopes.ipu_shard(0):
+            loss = jnp.mean(jnp.sin(x) ** 2)
+        optimizer = ipu.optimizers.GradientAccumulationOptimizerV2(optax.sgd(0.1), 1)
+        return optimizer.minimize(loss)
+
+    def wrong(x):
+        def scoped(x):
+            with ipu.scopes.ipu_shard(1):
+                return jnp.sin(x)
+
+        return jax.checkpoint(jax.jit(scoped))(x @ ipu.get_variable("a", (4, 4)))
+
+    program = front.compile_program(lambda: ipu.loops.repeat(2, body, [], infeed))
+    with pytest.raises(ValueError, match=r"ipu_shard\(1\) is opened inside the body of jax.checkpoint"):
+        front.compile_program(lambda: ipu.loops.repeat(2, wrong, [np.ones((3, 4), "float32")]))
+    with ipu.Session(seed=3) as session:
+        session.run(infeed.initializer)
+        session.run(program)
+        variables = flat(session.variables)
+    ipu.config.reset_ipu_configuration()
+    return [variables, str(program.placement())]
+
+
+def run_programs(import_module, directory):
+    return [train(import_module, directory), differentiate(import_module), shard(import_module)]
+
+
+def check(found, expected):
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
-    return train(importlib.import_module, tmp_path_factory.mktemp("with") / "checkpoint")
+    return run_programs(importlib.import_module, tmp_path_factory.mktemp("with") / "checkpoint")
 
 
 @pytest.mark.thorough  # all at once are taken away below
 @pytest.mark.parametrize("start", range(8))
-def test_training_and_checkpoints_without_some(start, expected, tmp_path):
+def test_programs_without_some(start, expected, tmp_path):
     """Three or four that are for different things; those beside each other are for one."""
     with without(*NAMES[start::8]) as import_module:
-        found = train(import_module, tmp_path / "checkpoint")
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+        check(run_programs(import_module, tmp_path / "checkpoint"), expected)
 
 
-def test_training_and_checkpoints_without_any(expected, tmp_path):
+def test_programs_without_any(expected, tmp_path):
     with without(*NAMES) as import_module:
-        found = train(import_module, tmp_path / "checkpoint")
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+        check(run_programs(import_module, tmp_path / "checkpoint"), expected)
 
 
-# What a name is there for, where that is not seen in the training above.
+# What a name is there for, where that is not seen in the programs above.
 
 MOVING = [
     "jax._src.compilation_cache:_get_cache",
@@ -119,46 +212,6 @@ MOVING = [
     "jaxlib.xla_client:CompileOptions",
     "jaxlib.xla_client:DeviceAssignment",
 ]
-
-
-def together_and_alone(names):
-    """Parametrizes a test by the names that are away: all of them, and in `make thorough` each alone."""
-    alone = [pytest.param([name], marks=pytest.mark.thorough) for name in names]
-    return pytest.mark.parametrize("names", [names, *alone])
-
-
-SOURCES = [name for name in NAMES if "source_info_util" in name]
-
-
-@together_and_alone(SOURCES)
-def test_shards_without(names):
-    with without(*names) as import_module:
-        shards = import_module("tests.engine.loops.test_shards")
-        shards.test_the_innermost_scope_counts()
-        shards.test_nested_and_cached_jit()
-        shards.test_where_variables_live()
-        shards.test_scopes_inside_bodies(jax.checkpoint, "jax.checkpoint", True)
-        shards.test_assigned_variables_and_a_return_to_their_shard(np.random.default_rng(0))
-
-
-OTHERWISE = [
-    "jax:make_user_context",
-    "jax.interpreters.partial_eval:dce_rules",
-    "jax.interpreters.ad:primitive_jvps",
-]
-
-
-@together_and_alone(OTHERWISE)
-def test_what_is_found_out_by_other_means(names):
-    """Contexts of cached functions, what a loop does not need, and what stages differentiate themselves."""
-    with without(*names) as import_module:
-        hoisting = import_module("tests.engine.tracing.test_hoisting")
-        hoisting.test_cached_functions_in_several_stages_and_pipelines()
-        dce_rules = import_module("ipu_pipeline.ground.jax_compat").dce_rules
-        assert bool(dce_rules) == (OTHERWISE[1] not in names)
-        import_module("tests.engine.updates.test_updates_joined").check("loops", 2)
-        hoisting.test_a_scan_s_variable_has_the_gradient_of_the_same_scan_by_hand(np.random.default_rng(0))
-        import_module("tests.engine.tracing.test_metrics").test_nothing_is_differentiated_through_a_metric()
 
 
 def test_arrays_that_are_written_in_place_are_refused_without():
@@ -242,9 +295,12 @@ jax.core.Tracer, jax.Array, jax.memory, equation.source_info
 
 def test_no_other_module_has_private_names():
     own = ("ground.jax_compat", "ground.jax_core", "ground.jax_processes")
-    paths = {module: path for module, path in rooms.MODULES.items() if module not in own}
-    assert len(paths) > 100
-    found = {module: find_private_names(path.read_text()) for module, path in paths.items()}
+    texts = {module: path.read_text() for module, path in rooms.MODULES.items() if module not in own}
+    assert len(texts) > 100
+    maybe = re.compile(
+        rf"jaxlib|jax\._|from jax|import jax\.|jax\.({'|'.join(PRIVATE)})|source_info|name_stack"
+    )
+    found = {module: find_private_names(text) for module, text in texts.items() if maybe.search(text)}
     assert {module: names for module, names in found.items() if names} == {}
 
 
@@ -268,14 +324,10 @@ def test_what_is_due_to_a_version_is_explained():
     assert jax_compat.explain_compilation(jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")) is None
 
 
-def test_the_warning_names_the_line_that_imports():
-    code = """
-import warnings, jax
-jax.__version_info__ = (0, 99, 0)
-with warnings.catch_warnings(record=True) as told:
-    warnings.simplefilter("always")
-    from ipu_pipeline import engine
-    engine.Pipeline
-print([(one.filename, one.lineno) for one in told])
-"""
-    assert start("-c", code).stdout.strip() == "[('<string>', 7)]"
+def test_the_warning_names_the_line_that_imports(monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", (0, 99, 0))
+    code = compile("import sys\nfrom ipu_pipeline import engine\nengine.Pipeline", "a program", "exec")
+    with forgotten(), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        exec(code, {})  # noqa: S102
+    assert [(one.filename, one.lineno) for one in told] == [("a program", 3)]

@@ -13,7 +13,7 @@ from tests.support import forked
 
 def run(code, **environment):
     prelude = """
-        import jax, numpy as np
+        import os, jax, numpy as np
         import ipu_pipeline as ipu
         from ipu_pipeline import config
         from ipu_pipeline.processes import selection
@@ -51,12 +51,11 @@ def test_devices_are_made_as_needed():
         import optax, jax.numpy as jnp
         queue, three = program(3)
         def stage(x):
-            with ipu.variable_scope("s"):
-                x = ipu.layers.Dropout(0.5)(x * jax.random.uniform(ipu.next_rng_key()))
-                return ipu.layers.Dense(2)(x)
+            x = x * jax.random.uniform(ipu.next_rng_key())
+            return x @ ipu.get_variable("w", (2, 2))
         def trained(rate):
             return rate * 2 + 1, ipu.pipelining_ops.pipeline(
-                [stage, lambda x: jnp.mean(x)], gradient_accumulation_count=1, repeat_count=2,
+                [stage, lambda x: jnp.mean(x)], gradient_accumulation_count=1,
                 inputs=[np.ones((2, 2), "float32")],
                 optimizer_function=lambda loss: ipu.pipelining_ops.OptimizerFunctionOutput(
                     optax.adam(0.1), loss),
@@ -68,7 +67,6 @@ def test_devices_are_made_as_needed():
         assert not is_started()  # neither compile nor a session starts the backend
         session.run(ipu.global_variables_initializer())
         assert len(jax.devices()) == 3
-        session.run(compiled, {rate: 1})
         session.run(three)
         assert session.run(queue.dequeue()) == 4
         text = message(lambda: program(5), RuntimeError)
@@ -121,10 +119,6 @@ def test_a_count_already_set_is_not_lowered():
         configure(auto_select_ipus=2, ipu_model=True)
         assert len(jax.devices()) == 4
     """)
-    run(
-        "configure(auto_select_ipus=4); assert len(jax.devices()) == 4",
-        XLA_FLAGS="--xla_force_host_platform_device_count=2",
-    )
 
 
 def test_the_backend_is_running_already():
@@ -196,18 +190,19 @@ def test_set_num_devices():
 def test_the_estimator_selects_devices_before_it_calls_functions(tmp_path):
     run(
         """
-        import os, jax.numpy as jnp, jax
-        from tests.support.estimating import Batches, make_estimator
-        def model_fn(mode, params):
-            jnp.float32(2)
+        from ipu_pipeline.ipu_pipeline_estimator import IPUPipelineEstimator
+        from ipu_pipeline.ipu_run_config import IPURunConfig, RunConfig
+        def model_fn(mode):
+            jax.numpy.float32(2)
             assert len(jax.devices()) == 3
             raise SystemExit(0)  # the rest takes long
         def input_fn():
-            jnp.float32(2)
-            return Batches()
-        estimator = make_estimator(os.environ["MODEL_DIR"], num_stages=3)
-        estimator._model_fn = model_fn
-        estimator.train(input_fn, steps=8)
+            jax.numpy.float32(2)
+            return [np.ones(2, "float32")]
+        options = config.IPUConfig()
+        options.auto_select_ipus, options.require_power_of_two = 3, False
+        run_config = RunConfig(IPURunConfig(8, options, num_shards=3))
+        IPUPipelineEstimator(model_fn, os.environ["MODEL_DIR"], run_config).train(input_fn, steps=8)
         raise AssertionError("it was not called")
         """,
         MODEL_DIR=str(tmp_path),
@@ -224,10 +219,10 @@ def test_import_is_light():
     """)
 
 
-@pytest.mark.parametrize("size", [1, 2, 4, 8])
-def test_selection_order_is_a_permutation(size):
+def test_selection_order_is_a_permutation():
     for order in SelectionOrder:
-        assert sorted(order.permute(size)) == list(range(size))
+        for size in (1, 2, 4, 8):
+            assert sorted(order.permute(size)) == list(range(size))
     assert SelectionOrder.SNAKE.permute(8) == (0, 1, 3, 2, 4, 5, 7, 6)
     assert SelectionOrder.HOOF.permute(8) == (0, 2, 4, 6, 7, 5, 3, 1)
 

@@ -17,7 +17,7 @@ from ipu_pipeline.optimizers import LossScalingOptimizer
 from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput
 from tests.support import front, layer_cases, models
 
-NUM = 4  # micro-batches
+NUM = 2  # micro-batches
 # XLA otherwise leaves out casts to 16 bits and back within a program, so that results depend on where a
 # model is cut.
 AS_WRITTEN = {"xla_allow_excess_precision": False}
@@ -129,8 +129,7 @@ def by_hand():
     "options",
     [
         {"schedule": "grouped"},
-        pytest.param({"device_mapping": [0, 0, 0]}, marks=pytest.mark.thorough),
-        pytest.param({"schedule": "interleaved", "recompute": "auto"}, marks=pytest.mark.thorough),
+        pytest.param({"device_mapping": [0, 0, 0], "recompute": "auto"}, marks=pytest.mark.thorough),
     ],
 )
 def test_a_transformer_equals_the_plain_loop(options):
@@ -242,13 +241,13 @@ RATE = 0.05 / SMALL
 SCALE = 2.0**26
 
 
-def make_model(scale=None, policy="mixed_float16", **options):
+def make_model(scale=None, **options):
     def first_stage(rate, x, labels):
-        with mixed_precision(policy):
+        with mixed_precision("mixed_float16"):
             return front.first_stage(rate, x, labels)
 
     def second_stage(rate, x, labels):
-        with ipu.variable_scope("second"), mixed_precision(policy):
+        with ipu.variable_scope("second"), mixed_precision("mixed_float16"):
             logits = layers.Dense(10)(x).astype("float32")
         loss = jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels))
         return rate, loss * np.float32(SMALL)  # so that gradients are zero in float16 without a scale
@@ -268,11 +267,8 @@ def make_model(scale=None, policy="mixed_float16", **options):
     )
 
 
-@pytest.mark.parametrize(
-    "policy", ["mixed_float16", pytest.param("mixed_bfloat16", marks=pytest.mark.thorough)]
-)
-def test_float16_trains_with_a_scale_and_not_without(policy, tmp_path):
-    """And a checkpoint keeps all 32 bits, for the same policy or another one."""
+def test_float16_trains_with_a_scale_and_not_without(tmp_path):
+    """And a checkpoint keeps all 32 bits."""
     path, scaled = tmp_path / "checkpoint", make_model(SCALE, repeat_count=5)
     with front.session_of(scaled, seed=1) as session:
         runs = [scaled.run(session, RATE)]
@@ -285,16 +281,10 @@ def test_float16_trains_with_a_scale_and_not_without(policy, tmp_path):
     assert losses[-1] < 0.2, losses
     assert {value.dtype.name for value in variables.values()} == {"float32"}
     assert not np.array_equal(kernel, kernel.astype(np.float16).astype(np.float32))
-    other = scaled if policy == "mixed_float16" else make_model(SCALE, policy, repeat_count=5)
     with ipu.Session(seed=2) as session:
         session.restore(path)
-        session.run(other.initializer)
-        found = [other.run(session, RATE) for _ in range(2)]
-    if other is scaled:
-        np.testing.assert_array_equal(found, runs[1:3])
-    else:
-        np.testing.assert_allclose(found[0], runs[1], rtol=2e-2)
-        assert not np.array_equal(found[0], runs[1])
+        session.run(scaled.initializer)
+        np.testing.assert_array_equal([scaled.run(session, RATE) for _ in range(2)], runs[1:3])
     model = make_model()
     with front.session_of(model, seed=1) as session:
         session.create_variables(model.program)
