@@ -1,4 +1,4 @@
-"""Recomputation: results stay, prints come once, the front's switch and modes."""
+"""Recomputation: results stay, effects come once, the front's switch and modes."""
 
 import jax
 import jax.numpy as jnp
@@ -15,55 +15,26 @@ MODES = ["auto", "recompute_then_backpropagate", "recompute_and_backpropagate_in
 WIDTH = 16
 
 
-def make_stages(num_stages=3, prints=False):
-    """Dropout, batch statistics, checkpoints, a value that crosses a checkpoint, jax.checkpoint."""
-
-    def make(index):
-        def stage(x, labels):
-            with engine.variable_scope(f"stage{index}"):
-                if prints:
-                    jax.debug.print("stage {} of {}", index, labels[0])
-                first = models.dense("first", WIDTH, x, jnp.tanh)
-                x = first * jax.random.bernoulli(engine.next_rng_key(), 0.8, first.shape).astype("float32")
-                x, *_rest = engine.recomputation_checkpoint((x, {"unused": labels}))
-                total = engine.get_variable("total", (), initializer=0.0, trainable=False)
-                engine.assign("total", total + x.mean())
-                x = models.dense("second", WIDTH, x, jnp.tanh) + first  # first is used on both sides
-                x = engine.recomputation_checkpoint(x)
-                x = jax.checkpoint(lambda x: models.dense("third", WIDTH, x, jnp.tanh))(x)
-            return models.cross_entropy(x, labels) if index == num_stages - 1 else (x, labels)
-
-        return stage
-
-    return [make(index) for index in range(num_stages)]
+def first_stage(x, labels):
+    """With dropout, checkpoints, a value that crosses a checkpoint, and jax.checkpoint."""
+    first = models.dense("first", WIDTH, x, jnp.tanh)
+    x = first * jax.random.bernoulli(engine.next_rng_key(), 0.8, first.shape).astype("float32")
+    x, *_rest = engine.recomputation_checkpoint((x, {"unused": labels}))
+    x = models.dense("second", WIDTH, x, jnp.tanh) + first  # first is used on both sides
+    x = engine.recomputation_checkpoint(x)
+    return jax.checkpoint(lambda x: models.dense("third", WIDTH, x, jnp.tanh))(x), labels
 
 
-def make(mode, **options):
-    stages = make_stages(prints=options.pop("prints", False))
-    loss = {"loss": lambda loss: loss, "optimizer": optax.adam(0.01)}
-    return engine.Pipeline(stages, num_micro_batches=4, recompute=mode, **loss, **options)
+def make(mode, stages=(first_stage, models.cross_entropy), **options):
+    loss = {"loss": lambda loss: loss, "optimizer": optax.sgd(0.1)}
+    return engine.Pipeline(stages, num_micro_batches=2, recompute=mode, **loss, **options)
 
 
 @pytest.mark.parametrize(("mode", "num_marks"), list(zip(MODES, [2, 0, 2], strict=True)))
 def test_what_is_kept(mode, num_marks, rng):
     pipeline = make(mode)
     pipeline.trace(models.mlp_batches(rng, 1)[0])
-    for programs in pipeline.programs[:-1]:
-        assert [aval.shape for aval in programs.residuals] == [(4, WIDTH)] * num_marks
-
-
-@pytest.mark.parametrize("mode", [None, *MODES])
-@pytest.mark.parametrize("mapping", [(0, 1, 2), (0, 0, 0)])
-@pytest.mark.each_value
-def test_prints_come_once(mode, mapping, rng, capfd):
-    pipeline = make(mode, device_mapping=mapping, prints=True)
-    step = models.mlp_batches(rng, 4)
-    state = pipeline.init(jax.random.key(0), step[0])
-    pipeline.step(state, step)
-    jax.effects_barrier()
-    lines = capfd.readouterr().out.splitlines()
-    expected = [f"stage {index} of {labels[0]}" for index in range(3) for _x, labels in step]
-    assert sorted(lines) == sorted(expected)
+    assert [aval.shape for aval in pipeline.programs[0].residuals] == [(4, WIDTH)] * num_marks
 
 
 def test_checkpoints_where_they_cannot_work(rng):
@@ -133,67 +104,25 @@ def configure(allow_recompute):
     config.configure_ipu_system()
 
 
-@pytest.mark.parametrize(
-    ("mode", "num_kept"),
-    [
-        (None, 1),
-        (RecomputationMode.Auto, 1),
-        (RecomputationMode.RecomputeAndBackpropagateInterleaved, 1),
-    ],
-)
-def test_allow_recompute_decides_at_run(mode, num_kept):
+@pytest.mark.parametrize("mode", [None, RecomputationMode.Auto])
+def test_allow_recompute_decides_at_run(mode):
+    """Another configuration compiles the program again."""
     program, infeed, outfeed = build(mode)
-    (call,) = program.calls
+    initializer = infeed.initializer
     losses, kept = [], []
-    for allow_recompute in (True, False):
+    for allow_recompute in (False, True):
         configure(allow_recompute)
         with ipu.Session(seed=3) as session:
-            program, infeed, outfeed = build(mode)
-            (call,) = program.calls
-            session.run(infeed.initializer)
+            session.run(initializer)
             if mode is not None and not allow_recompute:
                 with pytest.warns(UserWarning, match="since IPUConfig.allow_recompute is not set"):
                     session.run(program)
             else:
                 session.run(program)
             losses.append(session.run(outfeed.dequeue()))
-        kept.append(len(call.pipeline.programs[0].residuals))
+        kept.append(len(program.calls[0].pipeline.programs[0].residuals))
     models.assert_trees_close(losses[0], losses[1])
-    assert kept[0] == num_kept < kept[1]
-
-
-def test_each_mode_keeps_what_it_says():
-    kept = {}
-    for mode in RecomputationMode:
-        if mode is RecomputationMode.RecomputeThenBackpropagate:
-            with pytest.warns(UserWarning, match="recomputation_checkpoint in stage 0"):
-                program, infeed, outfeed = build(mode)
-        else:
-            program, infeed, outfeed = build(mode)
-        configure(allow_recompute=True)
-        with ipu.Session(seed=3) as session:
-            session.run([infeed.initializer, program])
-            assert np.isfinite(session.run(outfeed.dequeue())).all()
-        kept[mode.name] = len(program.calls[0].pipeline.programs[0].residuals)
-    assert kept == {
-        "Auto": 1,
-        "RecomputeThenBackpropagate": 0,
-        "RecomputeAndBackpropagateInterleaved": 1,
-    }
-
-
-def test_another_configuration_compiles_again():
-    program, infeed, outfeed = build()
-    (call,) = program.calls
-    with ipu.Session(seed=3) as session:
-        session.run(infeed.initializer)
-        kept = []
-        for allow_recompute in (False, True, False):
-            configure(allow_recompute)
-            session.run(program)
-            kept.append(len(call.pipeline.programs[0].residuals))
-        assert np.isfinite(session.run(outfeed.dequeue())).all()
-    assert kept[1] < kept[0] == kept[2]
+    assert kept[1] == 1 < kept[0]
 
 
 def test_modes_that_have_no_effect_warn():
@@ -208,9 +137,9 @@ def test_modes_that_have_no_effect_warn():
         build("Auto")
 
 
-@pytest.mark.parametrize("mode", [None, *MODES])
-@pytest.mark.parametrize("mapping", [(0, 1), (0, 0)])
-@pytest.mark.each_value
+@pytest.mark.parametrize(
+    ("mode", "mapping"), [(None, (0, 0)), ("auto", (0, 1)), (MODES[1], (0, 1)), (MODES[2], (0, 0))]
+)
 def test_effects_with_results_come_once(mode, mapping, rng):
     calls = []
 
@@ -229,22 +158,15 @@ def test_effects_with_results_come_once(mode, mapping, rng):
             jax.debug.callback(lambda value: calls.append("body"), carry.mean())
             return jnp.tanh(carry + element), None
 
-        x, _none = jax.lax.scan(body, x, jnp.arange(3, dtype="float32"))
+        x, _none = jax.lax.scan(body, x, jnp.arange(2, dtype="float32"))
         jax.debug.callback(lambda value: calls.append("behind"), factor)
         return models.dense("second", WIDTH, x, jnp.tanh), labels
 
     def last(x, labels):
         return models.cross_entropy(models.dense("last", 10, x), labels)
 
-    pipeline = engine.Pipeline(
-        [stage, last],
-        num_micro_batches=4,
-        loss=lambda loss: loss,
-        optimizer=optax.sgd(0.1),
-        device_mapping=mapping,
-        recompute=mode,
-    )
-    step = models.mlp_batches(rng, 4)
+    pipeline = make(mode, [stage, last], device_mapping=mapping)
+    step = models.mlp_batches(rng, 2)
     state = pipeline.init(jax.random.key(0), step[0])
     expected, _outputs = beside.step_plainly(pipeline, beside.copied(state), step)
     jax.effects_barrier()
@@ -253,4 +175,4 @@ def test_effects_with_results_come_once(mode, mapping, rng):
     jax.block_until_ready(state)
     jax.effects_barrier()
     models.assert_trees_close(state.variables, expected.variables)
-    assert {name: calls.count(name) for name in set(calls)} == {"scale": 4, "body": 12, "behind": 4}
+    assert {name: calls.count(name) for name in set(calls)} == {"scale": 2, "body": 4, "behind": 2}

@@ -13,9 +13,9 @@ import pytest
 import ipu_pipeline as ipu
 from ipu_pipeline import engine
 from ipu_pipeline.optimizers import LossScalingOptimizer, with_metrics
-from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput, PipelineSchedule, pipeline
+from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput, pipeline
 from ipu_pipeline.tf1.session import metrics as session_metrics
-from tests.support import front
+from tests.support import front, models
 
 COUNT, UPDATES = 4, 3
 LAYERS = (5, 6, 4)
@@ -70,6 +70,10 @@ def third(x, y):
     x = layer(2, x)
     ipu.metric("is_good", jnp.all(jnp.abs(x) < 2))
     return jnp.mean((x - y) ** 2)
+
+
+def mean(x, y):
+    return jnp.mean(layer(1, x))
 
 
 def schedule(count):
@@ -167,27 +171,16 @@ def check(found, reduction="sum"):
 @pytest.mark.parametrize(
     ("mapping", "options"),
     [
-        ([0, 0, 0], {}),
-        ([0, 1, 2], {}),
-        pytest.param(
-            [0, 1, 2], {"pipeline_schedule": PipelineSchedule.Interleaved}, marks=pytest.mark.thorough
-        ),
-        pytest.param([0, 1, 0], {"reduction_method": "mean"}, marks=pytest.mark.thorough),
-        ([0, 1, 2], {"dispatch_plan": ipu.pipelining_ops.Chunking(2)}),
+        ([0, 1, 2], {"dispatch_plan": ipu.pipelining_ops.Chunking(2), "reduction_method": "mean"}),
         ([0, 0, 0], {"batch_serialization_iterations": 2, "count": 2}),
-        pytest.param([0, 0, 0], {"accumulate_outfeed": True}, marks=pytest.mark.thorough),
-        pytest.param(
-            [0, 1, 2],
-            {"accumulate_outfeed": True, "offload_weight_update_variables": True},
-            marks=pytest.mark.thorough,
-        ),
+        ([0, 1, 0], {"accumulate_outfeed": True, "offload_weight_update_variables": True}),
     ],
+    ids=["chunks", "groups", "sums"],
 )
 def test_metrics_are_those_of_a_plain_loop(mapping, options):
-    reduction = options.get("reduction_method", "sum")
     with ipu.Session() as session:
         Model(mapping, outfeed_loss=True, **options).run(session)
-        check(session.metrics(), reduction)
+        check(session.metrics(), options.get("reduction_method", "sum"))
         assert len(session.metrics()["update"]) == 0  # read once
 
 
@@ -208,29 +201,13 @@ def test_the_engine_returns_those_of_a_step():
     check({"update": np.arange(1, UPDATES + 1), **together})
 
 
-def test_the_number_of_updates_goes_on_after_a_restore(tmp_path):
-    with ipu.Session() as session:
-        Model([0, 1, 2]).run(session)
-        session.save(tmp_path / "saved")
-        before = session.metrics()
-    with ipu.Session() as session:
-        model = Model([0, 0, 0], repeat=2, data=lambda: iter(rows(6 * COUNT)))
-        session.restore(tmp_path / "saved")
-        after = model.run(session).metrics()
-    assert list(before["update"]) == [1, 2, 3]
-    assert list(after["update"]) == [4, 5]
-    np.testing.assert_allclose(after["learning_rate"], [schedule(3), schedule(4)], rtol=1e-6)
-
-
-@pytest.mark.parametrize("mapping", [[0, 0, 0], [0, 1, 2]])
-def test_recomputation_does_not_report_again(mapping):
+def test_recomputation_does_not_report_again():
     pipeline = engine.Pipeline(
         [first, second, third],
         num_micro_batches=COUNT,
         loss=lambda loss: loss,
         optimizer=optax.sgd(0.1),
         recompute="recompute_then_backpropagate",
-        device_mapping=mapping,
     )
     state = pipeline.init(jax.random.key(0), rows()[0])
     _state, outputs = pipeline.step(state, rows())
@@ -246,8 +223,8 @@ def test_programs_of_one_name_may_report_different_metrics():
         return OptimizerFunctionOutput(optax.adam(schedule), loss)
 
     with ipu.Session() as session:
-        Model([0, 1, 2], repeat=1).run(session)
-        Model([0, 1, 2], repeat=1, optimizer=silent).run(session)
+        for optimizer in (optimizer_function, silent):
+            Model([0, 1], stages=(first, mean), repeat=1, optimizer=optimizer).run(session)
         found = session.metrics()
     assert list(found["update"]) == [1, 2]
     assert list(np.isnan(found["loss"])) == [False, True]
@@ -262,7 +239,7 @@ def test_an_exported_program_has_the_count_and_no_metrics(tmp_path):
         return layer(0, x) * (1 + step).astype(jnp.float32)
 
     with ipu.Session() as session:
-        Model([0, 1, 2]).run(session)
+        Model([0, 1], stages=(first, mean)).run(session)
         session.export(tmp_path / "exported", Model([0], stages=[scaled], optimizer=None).program)
         weight = session.variables["w0"]
     found = ipu.load_program(tmp_path / "exported").run(rows()[:2])
@@ -270,53 +247,60 @@ def test_an_exported_program_has_the_count_and_no_metrics(tmp_path):
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
 
 
-@pytest.mark.parametrize("mapping", [[0, 0, 0], [0, 1, 2]])
+@pytest.mark.parametrize("mapping", [[0], [0, 1]])
 def test_a_model_computes_with_the_global_step(mapping):
     """The learning rate, and what a stage does, depend on the number of the update."""
     step = ipu.get_global_step()  # as a model_fn has it, before the pipeline
 
     def scaled(x, y):
-        return layer(1, x) * (1 + step).astype(jnp.float32), y
+        return layer(0, x) * (1 + step).astype(jnp.float32), y
+
+    def last(x, y):
+        return jnp.mean(layer(1, x))
 
     def optimize(loss):
         rate = 0.1 * 0.5 ** step.astype(jnp.float32)
         return OptimizerFunctionOutput(with_metrics(optax.sgd(rate), rate), loss)
 
-    weights, wanted = first_weights(), []
+    def plain_loss(weights, row, number):
+        x = jnp.tanh(row["x"] @ weights["w0"]) * float(1 + number)
+        return jnp.mean(jnp.tanh(x @ weights["w1"]))
+
+    weights, rates = {name: first_weights()[name] for name in ("w0", "w1")}, []
     for update in range(UPDATES):
-
-        def forward(weights, row, number=update):
-            x = jnp.tanh(jnp.tanh(row["x"] @ weights["w0"]) @ weights["w1"]) * float(1 + number)
-            return jnp.mean((jnp.tanh(x @ weights["w2"]) - row["y"]) ** 2)
-
-        parts = [jax.grad(forward)(weights, row) for row in rows()[update * COUNT : (update + 1) * COUNT]]
-        total = jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *parts)
-        weights = jax.tree.map(
-            lambda w, g, rate=0.1 * 0.5**update: w - np.float32(rate) * g, weights, total
-        )
-        wanted.append(0.1 * 0.5**update)
+        parts = [
+            jax.grad(plain_loss)(weights, row, update)
+            for row in rows()[update * COUNT : (update + 1) * COUNT]
+        ]
+        rates.append(np.float32(0.1 * 0.5**update))
+        weights = jax.tree.map(lambda w, *g: w - rates[-1] * sum(g), weights, *parts)
+    stages = [scaled, last] if len(mapping) > 1 else [lambda x, y: last(*scaled(x, y))]
     with ipu.Session() as session:
-        model = Model(mapping, stages=(first, scaled, third), optimizer=optimize)
-        model.run(session)
-        for name, value in session.variables.items():
-            difference = np.linalg.norm(value - weights[name])
-            assert difference <= 1e-5 * np.linalg.norm(weights[name])
-        np.testing.assert_allclose(session.metrics()["learning_rate"], wanted, rtol=1e-6)
+        Model(mapping, stages=stages, optimizer=optimize).run(session)
+        models.assert_trees_close(session.variables, weights)
+        np.testing.assert_allclose(session.metrics()["learning_rate"], rates, rtol=1e-6)
 
 
-@pytest.mark.parametrize("mapping", [[0], [0, 1]])
-def test_a_pipeline_that_infers_has_the_step_of_the_weights(mapping):
+def test_the_number_of_updates_goes_on_after_a_restore(tmp_path):
+    """That of a pipeline that infers is that of its weights."""
     step = ipu.get_global_step()
 
     def counted(x, y):
         ipu.metric("step", step)
         return layer(0, x), y
 
-    stages = [counted, lambda x, y: jnp.mean(x)][-len(mapping) :] if len(mapping) > 1 else [counted]
     with ipu.Session() as session:
         Model([0, 1, 2]).run(session)
-        Model(mapping, stages=stages, optimizer=None).run(session)
-        assert list(session.metrics(training=False)["step"]) == [UPDATES] * UPDATES
+        session.save(tmp_path / "saved")
+        assert list(session.metrics()["update"]) == [1, 2, 3]
+    with ipu.Session() as session:
+        model = Model([0, 0, 0], repeat=2, data=lambda: iter(rows(6 * COUNT)))
+        session.restore(tmp_path / "saved")
+        after = model.run(session).metrics()
+        Model([0], stages=[counted], optimizer=None).run(session)
+        assert list(session.metrics(training=False)["step"]) == [5] * UPDATES
+    assert list(after["update"]) == [4, 5]
+    np.testing.assert_allclose(after["learning_rate"], [schedule(3), schedule(4)], rtol=1e-6)
 
 
 def test_the_global_step_is_an_array_to_whatever_takes_arrays():
@@ -339,7 +323,7 @@ def test_the_global_step_is_an_array_to_whatever_takes_arrays():
         return layer(0, x), y
 
     with ipu.Session() as session:
-        found = Model([0, 1, 2], stages=(stage, second, third)).run(session).metrics()
+        found = Model([0, 0], stages=(stage, mean)).run(session).metrics()
     assert list(found["eq"]) == [0, 1, 0]
     assert list(found["ne"]) == [1, 0, 1]
     assert list(found["minimum"]) == [0, 1, 1]
@@ -360,30 +344,22 @@ def test_the_global_step_has_no_one_value_in_the_compiled_function():
 
 
 def test_norms_are_without_the_scale_of_the_loss():
+    """The third update overflows: its rate is the optimizer's, whose schedule stays where it is."""
+    seen = rows()
+    seen[2 * COUNT]["x"][:] = np.inf
+
     def optimize(loss):
         inner = with_metrics(optax.adam(schedule), schedule)
         return OptimizerFunctionOutput(LossScalingOptimizer(inner, initial_scale=2.0**10), loss)
 
     with ipu.Session() as session:
-        found = Model([0, 1, 2], optimizer=optimize).run(session).metrics()
+        data = seen + rows(COUNT)
+        found = Model([0, 1, 2], optimizer=optimize, data=data, repeat=4).run(session).metrics()
     wanted = expected()
     for name in ("gradient_norm", "update_norm", "learning_rate"):
-        np.testing.assert_allclose(found[name], wanted[name], rtol=1e-5)
-
-
-def test_the_learning_rate_of_a_skipped_update_is_the_optimizer_s():
-    """The second update overflows; the schedule stays where it is, so the third has the second's rate."""
-    seen = rows()
-    seen[COUNT]["x"][:] = np.inf
-
-    def optimize(loss):
-        inner = with_metrics(optax.adam(schedule), schedule)
-        return OptimizerFunctionOutput(LossScalingOptimizer(inner, initial_scale=2.0**4), loss)
-
-    with ipu.Session() as session:
-        found = Model([0, 1, 2], optimizer=optimize, data=lambda: iter(seen)).run(session).metrics()
-    np.testing.assert_allclose(found["learning_rate"], [schedule(0), schedule(1), schedule(1)], rtol=1e-6)
-    assert not np.isfinite(found["update_norm"][1])
+        np.testing.assert_allclose(found[name][:2], wanted[name][:2], rtol=1e-5)
+    np.testing.assert_allclose(found["learning_rate"][2:], [schedule(2), schedule(2)], rtol=1e-6)
+    assert not np.isfinite(found["update_norm"][2])
 
 
 def test_what_cannot_be_summed_is_infinite():
@@ -394,7 +370,7 @@ def test_what_cannot_be_summed_is_infinite():
         return layer(0, x), y
 
     with ipu.Session() as session:
-        found = Model([0, 1, 2], stages=(stage, second, third)).run(session).metrics()
+        found = Model([0, 1], stages=(stage, mean)).run(session).metrics()
     assert list(found["much"]) == [np.inf] * UPDATES
 
 
@@ -409,9 +385,7 @@ def test_metrics_are_read_by_a_signal_s_handler():
     with ipu.Session() as session:
         known = signal.signal(signal.SIGUSR1, lambda *_: read.extend(session.metrics()["update"]))
         try:
-            model = Model([0, 1, 2], data=data)
-            session.run(model.infeed.initializer)
-            session.run(model.program)
+            Model([0, 1], stages=(first, mean), data=data).run(session)
         finally:
             signal.signal(signal.SIGUSR1, known)
         read.extend(session.metrics()["update"])
@@ -431,10 +405,10 @@ def test_an_interrupt_loses_nothing(monkeypatch):
         check(session.metrics())
 
 
-def test_names_that_nobody_has(tmp_path):
+def test_names_that_nobody_has():
     with ipu.Session() as session:
         assert list(session.metrics("Other")) == ["update"]
-        Model([0, 1, 2]).run(session)
+        Model([0, 1], stages=(first, mean)).run(session)
         with pytest.raises(KeyError, match="named 'Other' has reported anything; these have: Pipeline"):
             session.metrics("Other")
         with pytest.raises(TypeError, match="name must be the name of a pipeline; got 3"):
@@ -453,18 +427,18 @@ def test_the_learning_rate_is_found_in_the_state_and_fed_by_a_placeholder():
         return OptimizerFunctionOutput(with_metrics(optax.inject_hyperparams(optax.sgd)(schedule)), loss)
 
     with ipu.Session() as session:
-        model = Model([0, 1, 2], optimizer=by_placeholder)
+        model = Model([0, 1], stages=(first, mean), optimizer=by_placeholder)
         session.run(model.infeed.initializer)
         session.run(model.program, {rate: 0.25})
         np.testing.assert_array_equal(session.metrics()["learning_rate"], [0.25] * UPDATES)
     with ipu.Session() as session:
-        found = Model([0, 1, 2], optimizer=by_state).run(session).metrics()
-        np.testing.assert_allclose(found["learning_rate"], expected()["learning_rate"], rtol=1e-6)
+        found = Model([0, 1], stages=(first, mean), optimizer=by_state).run(session).metrics()
+        np.testing.assert_allclose(found["learning_rate"], list(map(schedule, range(UPDATES))), rtol=1e-6)
 
 
 def test_a_pipeline_that_infers_reports_per_execution():
     with ipu.Session() as session:
-        Model([0, 1, 2], stages=(first, second, third), optimizer=None).run(session)
+        Model([0, 1], stages=(first, mean), optimizer=None).run(session)
         assert len(session.metrics()["update"]) == 0
         found = session.metrics(training=False)
     np.testing.assert_array_equal(found["update"], [1, 2, 3])
@@ -477,11 +451,11 @@ def test_metrics_are_read_while_a_run_goes_on():
 
     def data():
         yield from rows()[: 2 * COUNT]
-        assert go_on.wait(60)
+        go_on.wait()
         yield from rows()[2 * COUNT :]
 
     with ipu.Session() as session:
-        model = Model([0, 1, 2], data=data)
+        model = Model([0, 1], stages=(first, mean), data=data)
         session.run(model.infeed.initializer)
         running = threading.Thread(target=session.run, args=(model.program,))
         running.start()
@@ -493,12 +467,12 @@ def test_metrics_are_read_while_a_run_goes_on():
     assert read == [1, 2, 3]
 
 
-@pytest.mark.parametrize("mapping", [[0, 0, 0], [0, 1, 2]])
+@pytest.mark.parametrize("mapping", [[0, 0], [0, 1]])
 def test_what_nobody_reads_is_bounded(mapping, monkeypatch):
     monkeypatch.setattr(session_metrics, "_MAX_UPDATES", 2)
     monkeypatch.setattr(session_metrics, "_MAX_PENDING", 0)
     with ipu.Session() as session:
-        model = Model(mapping, repeat=1)
+        model = Model(mapping, stages=(first, mean), repeat=1)
         session.run(model.infeed.initializer)
         for _run in range(UPDATES):
             session.run(model.program)
@@ -586,7 +560,7 @@ def test_nothing_is_differentiated_through_a_metric():
         return layer(0, x + 0.1 * jax.grad(energy)(x)), y
 
     with ipu.Session() as session:
-        found = Model([0, 1, 2], stages=(stage, second, third)).run(session).metrics()
+        found = Model([0, 1], stages=(stage, mean)).run(session).metrics()
     wanted = [
         np.mean([np.sum(row["x"] ** 2) for row in rows()[n * COUNT : (n + 1) * COUNT]])
         for n in range(UPDATES)

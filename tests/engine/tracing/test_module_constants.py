@@ -75,6 +75,10 @@ MODULES = {
         lambda: lambda x: jax.lax.scan(lambda c, _none: (block(c), None), x, None, length=2)[0],
         "uses block, the Flax module Block",
     ),
+    "beside parameters": (
+        lambda: engine.Stage(lambda p, x: block(x) * p, np.float32(1)),
+        "uses block, the Flax module Block",
+    ),
 }
 
 
@@ -84,12 +88,6 @@ def test_modules_whose_parameters_would_not_be_trained(name):
     with pytest.raises(ValueError, match=message) as caught:
         make(stage()).trace(X)
     assert "would be constants, which are not trained. Take them out by nnx.split" in str(caught.value)
-
-
-def test_beside_parameters():
-    stage = engine.Stage(lambda p, x: block(x) * p, np.float32(1))
-    with pytest.raises(ValueError, match="uses block, the Flax module Block"):
-        make(stage).trace(X)
 
 
 def test_that_nothing_is_trained_is_no_fault_of_its_own():
@@ -161,11 +159,6 @@ def test_pytrees_that_can_be_called():
         ValueError, match=r"stage 0 \(Scaled\) is a pytree that can be called: its arrays wo"
     ):
         make(scaled).trace(X)
-    make(lambda x: scaled(x)).trace(X)
+    make(lambda x: scaled(x)).trace(X)  # constants that are arrays
     pipeline = make(engine.Stage(lambda module, x: module(x), scaled))
     assert "stage0/0" in pipeline.init(jax.random.key(0), X).variables
-
-
-def test_constants_that_are_arrays():
-    table = jnp.arange(3.0)
-    make(lambda x: x + table).trace(X)

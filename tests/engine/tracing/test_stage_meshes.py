@@ -126,26 +126,20 @@ def check(pipeline, block=plain_block, num_replicas=1):
     return state, step
 
 
-CASES = [
-    (mapped_block, 2, {}),
-    (mapped_block, None, {}),
-    (constrained_block, 2, {"recompute": engine.Recomputation.AUTO}),
-    (constrained_block, None, {"device_mapping": [0, 0], "schedule": "sequential"}),
-]
-MORE = [
-    (mapped_block, 4, {"schedule": "zero_bubble_h1"}),
-    (mapped_block, 2, {"recompute": engine.Recomputation.AUTO, "num_replicas": 2}),
-    (mapped_block, None, {"schedule": "zero_bubble_h1", "num_replicas": 2}),
-    (mapped_block, None, {"device_mapping": [0, 0], "schedule": "sequential"}),
-    (mapped_block, 2, {"num_replicas": 2, "shard": ["optimizer_state", "weights"]}),
-    (constrained_block, 2, {"dispatch_plan": engine.Chunking(2)}),
-    (constrained_block, 2, {"max_shapes": 2, "num_replicas": 2}),
-]
-
-
 @pytest.mark.parametrize(
     ("block", "size", "options"),
-    [*CASES, *(pytest.param(*case, marks=pytest.mark.thorough) for case in MORE)],
+    [
+        (mapped_block, 2, {"schedule": "zero_bubble_h1"}),
+        (mapped_block, None, {"num_replicas": 2}),
+        (constrained_block, 2, {"recompute": engine.Recomputation.AUTO}),
+        (constrained_block, None, {"device_mapping": [0, 0], "schedule": "sequential"}),
+        pytest.param(
+            mapped_block,
+            2,
+            {"num_replicas": 2, "shard": ["optimizer_state", "weights"]},
+            marks=pytest.mark.thorough,
+        ),
+    ],
 )
 def test_equal_to_plain_jax(block, size, options):
     check(make(block, size, **options), num_replicas=options.get("num_replicas", 1))
@@ -155,16 +149,15 @@ def test_a_reshard_that_names_no_axis():
     """It says nothing on automatic axes, and is left out: JAX 0.9 cannot compile it without a mesh."""
 
     def block(p, x):
-        return jax.sharding.reshard(plain_block(p, x), P())
+        return jax.sharding.reshard(x @ p["up"] @ p["down"], P())
 
     pipeline = make(block, 2)
-    check(pipeline)
+    pipeline.init(jax.random.key(0), make_step()[0])
     for stage in pipeline.traced.stages:
         assert "reshard" not in [equation.primitive.name for equation in stage.flat.equations]
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(None, marks=pytest.mark.thorough)])
-def test_op_by_op_and_nans(size):
+def test_op_by_op_and_nans():
     """Stages are called with a mesh of devices; a nan that is made in `shard_map` is found."""
 
     def block(p, x):
@@ -183,7 +176,7 @@ def test_op_by_op_and_nans(size):
         num_micro_batches=COUNT,
         loss=lambda loss: loss,
         optimizer=optax.sgd(0.1),
-        tensor_parallel=None if size is None else engine.TensorParallel(size, divide),
+        tensor_parallel=engine.TensorParallel(2, divide),
         check_nans=True,
     )
     state = pipeline.init(jax.random.key(0), step[0])
@@ -194,27 +187,6 @@ def test_op_by_op_and_nans(size):
     infinite = np.array([[np.inf, -np.inf, 0, 0]] * 3, "float32")
     with pytest.raises(FloatingPointError, match=r"stage 0 .*, forward, micro-batch 1"):
         pipeline.step(state, [step[0], (infinite, step[1][1])])
-
-
-def test_a_model_that_is_split():
-    rng = np.random.default_rng(1)
-    parameters = [make_parameters(rng), make_parameters(rng)]
-
-    def model(p, x, y):
-        x = mapped_block(p[0], x)
-        x = jax.lax.with_sharding_constraint(x, P(None, "model"))
-        return jnp.mean((constrained_block(p[1], x) - y) ** 2)
-
-    step = make_step()
-    options = {"loss": lambda loss: loss, "optimizer": optax.sgd(0.1), "num_micro_batches": COUNT}
-    stages = engine.split(
-        model, 2, step[0], parameters=parameters, measure=False, reduction="mean", **options
-    )
-    pipeline = engine.Pipeline(stages, reduction="mean", **options)
-    state, _outputs = pipeline.step(pipeline.init(jax.random.key(0), step[0]), step)
-    expected = train_plainly(plain_block, parameters, step)
-    found = {name.rpartition("/")[2]: value for name, value in state.variables.items() if "/1/" in name}
-    models.assert_trees_close(found, dict(expected[1]))
 
 
 def test_equal_stages_share_a_program(monkeypatch, no_cache):
@@ -250,12 +222,9 @@ class LinenBlock(nn.Module):
         return x + nn.Dense(4, use_bias=False, kernel_init=down, name="down")(hidden)
 
 
-@pytest.mark.parametrize("is_boxed", [True, False])
-def test_linen(is_boxed):
+def test_linen():
     module = LinenBlock()
     parameters = module.init(jax.random.key(1), make_step()[0][0])
-    if not is_boxed:
-        parameters = nn.meta.unbox(parameters)
 
     def block(p, x):
         with nn.logical_axis_rules(RULES):

@@ -44,8 +44,9 @@ def plain_loss(variables, x, labels):
     return models.cross_entropy(x.astype("float32"), labels)
 
 
-def scaled_loss(variables, x, labels, scale):
-    return plain_loss(variables, x, labels) * scale
+@jax.jit
+def scaled_gradients(variables, x, labels, scale):
+    return jax.grad(lambda variables: plain_loss(variables, x, labels) * scale)(variables)
 
 
 @functools.cache
@@ -66,7 +67,7 @@ def by_hand(variables, dtype, scale, dynamic):
     for step in steps(dtype):
         total = {name: jnp.zeros(value.shape, "float32") for name, value in variables.items()}
         for x, labels in step:
-            gradients = jax.grad(scaled_loss)(variables, x, labels, scale)
+            gradients = scaled_gradients(variables, x, labels, scale)
             total = {name: total[name] + gradients[name].astype("float32") for name in NAMES}
         finite = {name: bool(np.all(np.isfinite(value))) for name, value in total.items()}
         if all(finite.values()):
@@ -87,19 +88,14 @@ def optimizer(**options):
     return LossScalingOptimizer(optax.sgd(0.1, momentum=0.9), growth_interval=2, **options)
 
 
-@pytest.mark.parametrize("dynamic", [True, False])
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize(
-    ("mapping", "options"),
+    ("dtype", "dynamic", "mapping", "options"),
     [
-        ((0, 1, 2), {"donate": True}),
-        ((0, 1, 2), {"schedule": "zero_bubble"}),
-        ((0, 1, 0), {"offload": ["weight_update_variables"]}),
-        ((0, 0, 0), {"donate": True}),
-        ((0, 0, 0), {"block_bytes": 1, "offload": ["weight_update_variables"]}),
+        ("float16", True, (0, 1, 2), {"schedule": "zero_bubble", "donate": True}),
+        ("float16", False, (0, 0, 0), {"block_bytes": 1, "offload": ["weight_update_variables"]}),
+        ("float32", True, (0, 0, 0), {"donate": True}),
     ],
 )
-@pytest.mark.each_value
 def test_a_pipeline_equals_a_loop_by_hand(dtype, dynamic, mapping, options):
     scale = np.float32(2.0**16 if dynamic else 2.0**17)
     pipeline = engine.Pipeline(
@@ -161,22 +157,21 @@ def test_small_gradients_stay_only_with_a_scale():
     np.testing.assert_allclose(run(lambda opt: LossScalingOptimizer(opt)), -0.1, rtol=2**-10)
 
 
-@pytest.mark.parametrize("shards", [(0, 0), (0, 1)])
-def test_loops_with_gradient_maps(shards):
+def test_loops_with_gradient_maps():
     """In float32, a power of two changes nothing: not what a map sees, and not what is accumulated."""
 
     def run(wrap):
         def body(x, labels):
-            with scopes.ipu_shard(shards[0]):
+            with scopes.ipu_shard(0):
                 hidden = layer("a", x, "float32")
-            with scopes.ipu_shard(shards[1]):
+            with scopes.ipu_shard(1):
                 loss = models.cross_entropy(layer("b", hidden, "float32"), labels)
             clip = MapGradientOptimizer(optax.adam(0.01), lambda g, v: jnp.clip(g, -0.01, 0.01) + 0.1 * v)
             GradientAccumulationOptimizerV2(wrap(clip), 2).minimize(loss, name="same")
 
-        elements = models.mlp_batches(np.random.default_rng(0), 8)
+        elements = models.mlp_batches(np.random.default_rng(0), 4)
         infeed = IPUInfeedQueue(lambda: iter(elements))
-        program = front.compile_program(lambda: loops.repeat(8, body, infeed_queue=infeed))
+        program = front.compile_program(lambda: loops.repeat(4, body, infeed_queue=infeed))
         with ipu.Session() as session:
             session.run([infeed.initializer])
             session.run(program)
@@ -233,9 +228,9 @@ def test_through_the_front():
         model = front.Model(**options)
         with ipu.Session() as session:
             session.run(model.initializer)
-            losses.append([model.run(session) for _ in range(3)])
+            losses.append([model.run(session) for _ in range(2)])
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-6)
-    assert losses[0][0][0] != losses[0][2][0]
+    assert losses[0][0][0] != losses[0][1][0]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from ipu_pipeline.engine.tracing.specs import initial_value
 from ipu_pipeline.optimizers import GradientAccumulationOptimizerV2
 from tests.support import models
 
-COUNT = 4
+COUNT = 2
 
 
 def clipped():
@@ -61,17 +61,15 @@ def run(dtype, accumulator_dtype, reduction, elements):
             yield state.pipeline, expected, state.accumulators
 
 
-@pytest.mark.parametrize("reduction", ["SUM", "MEAN", "RUNNING_MEAN"])
 @pytest.mark.parametrize(
-    ("dtype", "accumulator_dtype", "wide"),
+    ("dtype", "accumulator_dtype", "wide", "reduction"),
     [
-        ("float16", "float32", "float32"),
-        ("bfloat16", "float16", "float32"),
-        ("float32", "bfloat16", "float32"),
-        ("bfloat16", "bfloat16", "bfloat16"),
+        ("float16", "float32", "float32", "SUM"),
+        ("bfloat16", "float16", "float32", "RUNNING_MEAN"),
+        ("float32", "bfloat16", "float32", "SUM"),
+        ("bfloat16", "bfloat16", "bfloat16", "MEAN"),
     ],
 )
-@pytest.mark.each_value
 def test_equals_reference(dtype, accumulator_dtype, wide, reduction, rng):
     elements = models.mlp_batches(rng, 2 * COUNT, dtype=dtype)
     for state, expected, accumulators in run(dtype, accumulator_dtype, reduction, elements):
