@@ -17,7 +17,7 @@ from ipu_pipeline.engine.devices.underway import Underway
 from ipu_pipeline.reports.pipeline_memory import pipeline_memory_over_time
 
 ALL = ["weight_update_variables", "activations", "gradient_accumulation_buffers", "weights"]
-WIDTH, ROWS, NUM_MICRO_BATCHES = 128, 64, 4
+WIDTH, ROWS, NUM_MICRO_BATCHES = 128, 64, 2
 
 
 class PeakBytes:
@@ -150,23 +150,23 @@ def rarely(*values):
     return pytest.param(*values, marks=pytest.mark.thorough)
 
 
-SERIAL, GROUPED, PARALLEL = (0, 0, 0, 0, 0), (0, 0, 0, 0), (0, 1, 0, 1, 0)
+SERIAL, GROUPED, PARALLEL = (0, 0, 0, 0), (0, 0, 0, 0), (0, 1, 0, 1)
 
 
 @pytest.mark.parametrize(
     ("mapping", "phases", "offload", "most"),
     [
-        (SERIAL, {"of_levels": range(5), "num_ahead": 0}, ALL, 1.02),
-        (SERIAL, {"of_levels": range(5), "num_ahead": 1}, ALL, 1.02),
-        rarely(SERIAL, {"of_levels": range(5), "num_ahead": 2}, ALL, 1.1),
-        rarely(SERIAL, {"of_levels": range(5), "num_ahead": 0, "keeps_values": False}, ALL, 1.02),
+        (SERIAL, {"of_levels": range(4), "num_ahead": 0}, ALL, 1.02),
+        (SERIAL, {"of_levels": range(4), "num_ahead": 1}, ALL, 1.02),
+        rarely(SERIAL, {"of_levels": range(4), "num_ahead": 2}, ALL, 1.1),
+        rarely(SERIAL, {"of_levels": range(4), "num_ahead": 0, "keeps_values": False}, ALL, 1.02),
         rarely(GROUPED, {"of_levels": (0, 0, 1, 1), "num_ahead": 0}, ALL, 1.02),
         rarely(GROUPED, {"of_levels": (0, 0, 1, 1), "num_ahead": 0, "shares_last": False}, ALL, 1.02),
-        rarely(SERIAL, {"of_levels": range(5), "num_ahead": 0}, ["weights"], 1.02),
-        rarely(SERIAL, {"of_levels": range(5), "num_ahead": 0}, ["weight_update_variables"], 1.02),
-        rarely(SERIAL, {"of_levels": range(5), "num_ahead": 0}, ["gradient_accumulation_buffers"], 1.02),
-        rarely(SERIAL, {"of_levels": range(5), "num_ahead": 0}, ["activations"], 1.02),
-        rarely(PARALLEL, {"of_levels": range(5), "num_ahead": 1}, ALL, 1.15),
+        rarely(SERIAL, {"of_levels": range(4), "num_ahead": 0}, ["weights"], 1.02),
+        rarely(SERIAL, {"of_levels": range(4), "num_ahead": 0}, ["weight_update_variables"], 1.02),
+        rarely(SERIAL, {"of_levels": range(4), "num_ahead": 0}, ["gradient_accumulation_buffers"], 1.02),
+        rarely(SERIAL, {"of_levels": range(4), "num_ahead": 0}, ["activations"], 1.02),
+        rarely(PARALLEL, {"of_levels": range(4), "num_ahead": 1}, ALL, 1.15),
     ],
     ids=str,
 )
@@ -193,7 +193,7 @@ CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.01))
     ids=["not_donated", "clipped", "replicas", "sharded_weights", "sharded_state"],
 )
 def test_updates_of_other_kinds(options, offload, num_replicas, monkeypatch):
-    phases = engine.ExecutionPhases(of_levels=range(5), num_ahead=0)
+    phases = engine.ExecutionPhases(of_levels=range(4), num_ahead=0)
     pipeline = make(SERIAL, phases, offload, **options)
     for planned, measured in compare(pipeline, monkeypatch, num_replicas).values():
         # Over replicas all gradients are on the devices at once, and as many zeros on their way from there.
@@ -201,13 +201,13 @@ def test_updates_of_other_kinds(options, offload, num_replicas, monkeypatch):
 
 
 def test_reports_have_the_fullest_moment_all_the_time():
-    phases = engine.ExecutionPhases(of_levels=range(5), num_ahead=0)
+    phases = engine.ExecutionPhases(of_levels=range(4), num_ahead=0)
     pipeline = make(SERIAL, phases)
     pipeline.trace(make_step(1)[0])
     (plan,) = pipeline.plan_ipu_memory()
     assert plan.num_brought_bytes > 0
     assert plan.num_variable_bytes == plan.num_optimizer_bytes == plan.num_accumulator_bytes == 0
-    simulation = engine.simulate(engine.Scenario(engine.Costs.of(5, forward=1.0), pipeline.timetable(2), 2))
+    simulation = engine.simulate(engine.Scenario(engine.Costs.of(4, forward=1.0), pipeline.timetable(2), 2))
     (held,) = pipeline_memory_over_time(pipeline, simulation.free_running.intervals())
     assert held.peak.num_bytes == held.planned_bytes == plan.num_device_bytes
     names = ("variables", "optimizer state", "accumulators")
@@ -215,14 +215,14 @@ def test_reports_have_the_fullest_moment_all_the_time():
 
 
 def test_nothing_is_brought_where_all_stays_on_the_devices():
-    phases = engine.ExecutionPhases(of_levels=range(5))
+    phases = engine.ExecutionPhases(of_levels=range(4))
     pipeline = make(SERIAL, phases, ())
     pipeline.trace(make_step(1)[0])
     (plan,) = pipeline.plan_ipu_memory()
     stages = pipeline.plan_memory()
     assert plan.num_brought_bytes == 0
     assert plan.num_activation_bytes == sum(stage.num_live_bytes for stage in stages) > 0
-    limited = make(SERIAL, engine.ExecutionPhases(of_levels=range(5), num_ahead=0), ALL)
+    limited = make(SERIAL, engine.ExecutionPhases(of_levels=range(4), num_ahead=0), ALL)
     limited.trace(make_step(1)[0])
     unlimited = make(SERIAL, phases, ALL)
     unlimited.trace(make_step(1)[0])
@@ -233,8 +233,8 @@ def test_nothing_is_brought_where_all_stays_on_the_devices():
 @pytest.mark.parametrize(
     "phases",
     [
-        {"of_levels": range(5), "num_ahead": 0},
-        {"of_levels": (0, 0, 1, 2, 2), "num_ahead": 1, "keeps_values": False},
+        {"of_levels": range(4), "num_ahead": 0},
+        {"of_levels": (0, 0, 1, 2), "num_ahead": 1, "keeps_values": False},
     ],
     ids=str,
 )
@@ -301,13 +301,13 @@ def test_what_each_program_is_brought_and_leaves(of_levels):
 
 
 def test_there_is_nothing_to_move_where_all_stays_on_the_devices():
-    pipeline = make(SERIAL, engine.ExecutionPhases(of_levels=range(5)), ())
+    pipeline = make(SERIAL, engine.ExecutionPhases(of_levels=range(4)), ())
     pipeline.trace(make_step(1)[0])
     assert pipeline.plan_host_memory(engine.LinkSpeed()) is None
     pipeline = make(SERIAL, None, ())
     pipeline.trace(make_step(1)[0])
     assert pipeline.plan_host_memory(engine.LinkSpeed()) is None
-    pipeline = make(SERIAL, engine.ExecutionPhases(of_levels=range(5), num_ahead=0), num_replicas=2)
+    pipeline = make(SERIAL, engine.ExecutionPhases(of_levels=range(4), num_ahead=0), num_replicas=2)
     pipeline.trace(make_step(1)[0])
     with pytest.raises(ValueError, match="plan_host_memory goes with one replica.* num_replicas is 2"):
         pipeline.plan_host_memory(engine.LinkSpeed())
