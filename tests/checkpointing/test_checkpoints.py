@@ -6,7 +6,6 @@ import pathlib
 import shutil
 import socket
 import threading
-import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
@@ -26,8 +25,9 @@ from ipu_pipeline.optimizers import GradientAccumulationOptimizerV2, LossScaling
 from ipu_pipeline.pipelining_ops import PipelineSchedule
 from ipu_pipeline.processes import launched
 from tests.checkpointing.written_before.write import as_numbers
+from tests.support import forked
 from tests.support.front import compile_program
-from tests.support.programs import start
+from tests.support.programs import environment
 from tests.support.resumable import Batches, Inference, Training, assert_same, loss_of, make_stages
 
 
@@ -105,9 +105,7 @@ def assert_close(one, other):
         assert np.linalg.norm(value - theirs[name]) <= 1e-5 * np.linalg.norm(theirs[name]), name
 
 
-@pytest.mark.parametrize(
-    ("num_stages", "schedule"), [(1, "Grouped"), (2, "Grouped"), (3, "Sequential"), (4, "Interleaved")]
-)
+@pytest.mark.parametrize(("num_stages", "schedule"), [(1, "Grouped"), (2, "Grouped"), (4, "Interleaved")])
 def test_training_goes_on_exactly_in_any_split(trained, num_stages, schedule, training_of):
     path, expected, losses = trained
     options = {"pipeline_schedule": PipelineSchedule[schedule]}
@@ -134,17 +132,14 @@ def test_training_goes_on_from_any_split(before, after, expected, training_of, t
 def test_a_data_set_of_grain_goes_on_by_its_own_state(tmp_path):
     data = Batches()
 
-    def make():
-        dataset = grain.MapDataset.range(40).shuffle(seed=3).repeat().map(lambda n: (data.x[n], data.y[n]))
-        return Training(2, dataset=dataset.to_iter_dataset())
-
-    training = make()
+    dataset = grain.MapDataset.range(40).shuffle(seed=3).repeat().map(lambda n: (data.x[n], data.y[n]))
+    training = Training(2, dataset=dataset.to_iter_dataset())
     with ipu.Session() as session:
         training.start(session)
         training.run(session, 13)
         session.save(tmp_path / "checkpoint")
         training.run(session, 3)
-    assert_same(session, go_on(tmp_path / "checkpoint", make())[0])
+    assert_same(session, go_on(tmp_path / "checkpoint", training)[0])
     (feed,) = read_document(tmp_path / "checkpoint")["feeds"]
     assert (feed["count"], feed["state_count"]) == (52, 48)
 
@@ -165,22 +160,22 @@ def test_the_data_set_can_begin_anew(trained, training):
 
 
 _RESUME = """
-import sys
 import numpy as np
 import ipu_pipeline as ipu
 from tests.support.resumable import Training
 training = Training(2)
 with ipu.Session() as session:
-    session.restore(sys.argv[1])
+    session.restore({!r})
     training.start(session)
     training.run(session, 3)
-    np.savez(sys.argv[2], **session.variables)
+    np.savez({!r}, **session.variables)
 """
 
 
 def test_going_on_in_another_process(path, expected, tmp_path):
     """Which has as many devices as its programs need, though reading a checkpoint starts JAX."""
-    result = start("-c", _RESUME, path, tmp_path / "found.npz", as_tests=True)
+    code = _RESUME.format(str(path), str(tmp_path / "found.npz"))
+    result = forked.run(code, environment(as_tests=True))
     assert result.returncode == 0, result.stderr
     found = np.load(tmp_path / "found.npz")
     for name, value in expected.variables.items():
@@ -232,22 +227,56 @@ def test_training_as_inference_and_back(path, training_of, tmp_path):
     assert go_on(tmp_path / "untrained", training, 1)[0].update_count() == 1
 
 
+def schedule_of(name):
+    return {
+        "pipeline_schedule": PipelineSchedule[name] if name != "searched" else PipelineSchedule.searched()
+    }
+
+
 OPTIMIZERS = {
-    "sgd": lambda: optax.sgd(0.01),
     "global norm": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2)),
-    "schedule": lambda: optax.adam(optax.linear_schedule(1e-2, 1e-3, 5)),
-    "multi steps": lambda: optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(),
+    "multi steps": lambda: optax.MultiSteps(
+        optax.adam(optax.linear_schedule(1e-2, 1e-3, 5)), 2
+    ).gradient_transformation(),
     "random keys": lambda: optax.chain(optax.add_noise(0.1, 0.5, 3), optax.sgd(0.01)),
     "loss scaling": lambda: LossScalingOptimizer(optax.adam(1e-2), initial_scale=2.0**4, growth_interval=2),
 }
 
 
-@pytest.mark.parametrize("num_stages", [1, 2])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.each_value
-def test_resuming_is_exact(optimizer, num_stages, tmp_path):
+@pytest.mark.parametrize(
+    ("optimizer", "num_stages", "options"),
+    [
+        ("global norm", 2, {}),
+        ("multi steps", 1, {}),
+        ("random keys", 1, {}),
+        ("loss scaling", 2, {}),
+        # The order in which a stage adds gradients is that of the micro-batches, wherever it begins.
+        pytest.param(
+            "global norm",
+            2,
+            {"pipeline_schedule": PipelineSchedule["ZeroBubble"]},
+            id="halves",
+            marks=pytest.mark.thorough,
+        ),
+        pytest.param(
+            "global norm",
+            2,
+            {"pipeline_schedule": PipelineSchedule.searched()},
+            id="searched",
+            marks=pytest.mark.thorough,
+        ),
+        pytest.param(
+            "global norm",
+            4,
+            {"pipeline_schedule": PipelineSchedule["Looped"], "device_mapping": [0, 1, 0, 1]},
+            id="looped",
+            marks=pytest.mark.thorough,
+        ),
+    ],
+)
+def test_resuming_is_exact(optimizer, num_stages, options, tmp_path):
     def make():
-        return Training(num_stages, optimizer=OPTIMIZERS[optimizer](), repeat_count=3)
+        return Training(num_stages, optimizer=OPTIMIZERS[optimizer](), repeat_count=3, **options)
 
     training = make()
     with ipu.Session(seed=2) as session:
@@ -449,23 +478,19 @@ def files_of(path):
     return sorted(file for file in path.rglob("*") if file.is_file())
 
 
-@pytest.mark.parametrize("damage", ["truncated", "flipped", "removed"])
-def test_every_damaged_file_is_named(path, damage, tmp_path):
+def test_every_damaged_file_is_named(path, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(path, copy)
     read_checkpoint(copy)
     for file in files_of(copy):
         content = file.read_bytes()
-        if damage == "removed":
-            file.unlink()
-        elif damage == "truncated":
-            file.write_bytes(content[: len(content) // 2])
-        else:
-            middle = len(content) // 2
-            file.write_bytes(content[:middle] + bytes([content[middle] ^ 16]) + content[middle + 1 :])
-        with pytest.raises(CheckpointError) as raised:
-            read_checkpoint(copy)
-        assert file.name in str(raised.value)
+        middle = len(content) // 2
+        flipped = content[:middle] + bytes([content[middle] ^ 16]) + content[middle + 1 :]
+        for damaged in (None, content[:middle], flipped):
+            file.unlink() if damaged is None else file.write_bytes(damaged)
+            with pytest.raises(CheckpointError) as raised:
+                read_checkpoint(copy)
+            assert file.name in str(raised.value)
         file.write_bytes(content)
     read_checkpoint(copy)
 
@@ -527,10 +552,9 @@ def test_a_process_on_standby_looks_when_the_others_have_ended(tmp_path, snapsho
     own.detach()  # `launched` opens it
     with ThreadPoolExecutor(2) as threads:
         found = [threads.submit(series.latest) for _thread in range(2)]
-        time.sleep(0.2)
         (tmp_path / "later" / "20").rename(tmp_path / "series" / "20")
         launcher.send(b'{"IPU_PIPELINE_RESTART": "7"}\n')
-        assert [one.result(60).name for one in found] == ["20", "20"]
+        assert [one.result(400).name for one in found] == ["20", "20"]
     assert os.environ["IPU_PIPELINE_RESTART"] == "7"
     monkeypatch.setenv("IPU_PIPELINE_STANDBY", "1")
     launcher.close()
@@ -782,7 +806,7 @@ def test_a_snapshot_is_not_changed_by_what_runs_meanwhile(num_stages, training_o
         original = arrays._storable
 
         def wait(snapshot):
-            may_write.wait(60)
+            may_write.wait(400)
             return original(snapshot)
 
         with pytest.MonkeyPatch.context() as patch:
@@ -901,12 +925,12 @@ def test_reading_while_a_new_one_replaces_the_only_one(tmp_path, snapshot, monke
     assert series.read_latest()[0] == 30
 
 
-@pytest.mark.parametrize("value", [None, "text", np.datetime64("2020-01-01"), [1, [2, 3]], object(), b"1"])
-def test_values_that_are_no_numbers_are_not_loaded(value):
+def test_values_that_are_no_numbers_are_not_loaded():
     with ipu.Session() as session:
-        with pytest.raises((TypeError, ValueError), match="load|inhomogeneous"):
-            session.load({"w": value})
-        assert session.variables == {}
+        for value in (None, "text", np.datetime64("2020-01-01"), [1, [2, 3]], object(), b"1"):
+            with pytest.raises((TypeError, ValueError), match="load|inhomogeneous"):
+                session.load({"w": value})
+            assert session.variables == {}
 
 
 def test_names_that_no_program_has_are_not_loaded(alone, tmp_path):

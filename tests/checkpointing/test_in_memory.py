@@ -25,8 +25,8 @@ from ipu_pipeline.processes.job_history import JobHistory
 from ipu_pipeline.processes.launched import MEMORY_EVERY_VARIABLE, MEMORY_VARIABLE, RESTART_VARIABLE
 from ipu_pipeline.queues.positions import Position
 from ipu_pipeline.tf1.estimator.scalars import FILE
-from tests.support.estimating import assert_same_variables, input_fn, make_estimator
-from tests.support.resumable import Batches, Training, assert_same
+from tests.support.estimating import assert_same_variables, input_fn, make_small
+from tests.support.resumable import Batches, Inference, Training, assert_same
 
 
 def make_snapshot(variables, count=3):
@@ -338,6 +338,12 @@ def test_the_buddy_is_on_another_machine():
 # Sessions.
 
 
+@pytest.fixture(scope="module")
+def training():
+    """A program that several tests use; each session has its own variables."""
+    return Training()
+
+
 @pytest.fixture
 def sessions(restart):
     """Makes sessions as in a program that is started anew."""
@@ -349,15 +355,13 @@ def sessions(restart):
     return start
 
 
-def test_a_session_goes_on_with_the_run_in_which_its_process_ended(sessions):
-    training, plain = Training(), Training()
+def test_a_session_goes_on_with_the_run_in_which_its_process_ended(training, sessions):
     with ipu.Session(seed=3) as reference:
-        plain.start(reference)
-        expected = [plain.run(reference, 1) for _run in range(6)]
+        training.start(reference)
+        expected = [training.run(reference, 1) for _run in range(6)]
         losses = []
         for restart, wanted in enumerate((0, 2, 3)):
             # The last run of each start counts as the one in which it died.
-            training = Training()
             with sessions(restart) as session:
                 training.start(session)
                 first = session.resume()
@@ -371,8 +375,7 @@ def test_a_session_goes_on_with_the_run_in_which_its_process_ended(sessions):
         assert_same(session, reference)
 
 
-def test_a_summary_has_the_bytes_of_checkpoints(sessions, directory, monkeypatch):
-    training = Training()
+def test_a_summary_has_the_bytes_of_checkpoints(training, sessions, directory, monkeypatch):
     program = training.program
     with sessions(0) as session:
         training.start(session)
@@ -389,12 +392,11 @@ def test_a_summary_has_the_bytes_of_checkpoints(sessions, directory, monkeypatch
     assert "in-memory" not in str(program.summary())
 
 
-def test_a_session_that_is_not_launched_keeps_nothing(monkeypatch):
+def test_a_session_that_is_not_launched_keeps_nothing(training, monkeypatch):
     monkeypatch.delenv(MEMORY_VARIABLE, raising=False)
     monkeypatch.setattr(InMemorySeries, "__init__", lambda *_given: pytest.fail("there is no directory"))
     with ipu.Session() as session:
         assert session.resume() == 0
-        training = Training()
         training.start(session)
         training.run(session, 1)
 
@@ -408,8 +410,7 @@ def test_resume_is_called_once_before_the_first_run_of_an_open_session(sessions)
         session.resume()
 
 
-def test_what_would_replace_a_resumed_state_comes_before(sessions, tmp_path):
-    training = Training()
+def test_what_would_replace_a_resumed_state_comes_before(training, sessions, tmp_path):
     with sessions(0) as session:
         session.resume()
         session.run(ipu.global_variables_initializer())  # at the first start, nothing is replaced
@@ -435,12 +436,11 @@ def test_a_program_that_had_not_run_yet_begins_as_it_would_have(sessions):
     """The state of the first one has none of the second one's variables."""
     expected = []
     with ipu.Session(seed=3) as session:
-        first, second = Training(name="first", scope="first"), Training(name="second", scope="second")
+        first, second = Training(1, name="first", scope="first"), Training(1, name="second", scope="second")
         for training in (first, second):
             training.start(session)
             expected.append(training.run(session, 2))
     for restart in range(2):
-        first, second = Training(name="first", scope="first"), Training(name="second", scope="second")
         with sessions(restart) as session:
             done = session.resume()
             assert done == restart
@@ -454,7 +454,7 @@ def test_a_program_that_had_not_run_yet_begins_as_it_would_have(sessions):
 def test_a_run_that_fails_is_not_counted(sessions):
     """The data end in it; it is done again after the infeed's initializer."""
     data = list(itertools.islice(Batches(), 6))  # a run takes 4
-    training = Training(dataset=data)
+    training = Training(1, dataset=data)
     with sessions(0) as session:
         training.start(session)
         session.resume()
@@ -469,15 +469,13 @@ def test_a_run_that_fails_is_not_counted(sessions):
         assert session.resume() == 2
 
 
-def test_an_initializer_in_the_same_call_goes_on_too(sessions):
-    training = Training()
+def test_an_initializer_in_the_same_call_goes_on_too(training, sessions):
     with ipu.Session(seed=3) as session:
         expected = []
         for _run in range(3):
             session.run([training.initializer, training.program])
             expected.append(session.run(training.outfeed.dequeue()))
     for restart in range(2):
-        training = Training()
         with sessions(restart) as session:
             done = session.resume()
             for number in range(done, 3 if restart else 2):
@@ -487,10 +485,8 @@ def test_an_initializer_in_the_same_call_goes_on_too(sessions):
             assert done == restart
 
 
-def test_runs_that_do_not_train_are_not_counted(sessions):
-    from tests.support.resumable import Inference
-
-    training, inference = Training(), Inference(2)
+def test_runs_that_do_not_train_are_not_counted(training, sessions):
+    inference = Inference(2)
     with sessions(0) as session:
         training.start(session)
         session.resume()
@@ -519,15 +515,15 @@ def test_none_is_taken_between_the_runs_of_one_update_of_a_table_in_host_memory(
 
 def test_a_call_that_has_nothing_to_do_leaves_the_memory_to_a_later_one(directory, tmp_path, again):
     """As when a program trains, evaluates and trains on, and is killed in the second training."""
-    estimator = make_estimator(tmp_path / "model")
+    estimator = make_small(tmp_path / "model")
     estimator.train(input_fn, max_steps=16)
     again(number=0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ipu_pipeline.checkpointing.checkpoints.CheckpointSeries.save", lambda *_given: None)
         patch.setattr(InMemorySeries, "drop", lambda _series: None)
-        make_estimator(tmp_path / "model").train(input_fn, max_steps=48)
+        make_small(tmp_path / "model").train(input_fn, max_steps=48)
     again()
-    estimator = make_estimator(tmp_path / "model")
+    estimator = make_small(tmp_path / "model")
     estimator.train(input_fn, max_steps=16)
     seen = []
 
@@ -548,20 +544,20 @@ def test_an_estimator_goes_on_from_memory_if_that_is_newer_than_disk(directory, 
             if run_context.global_step >= 32:
                 raise StopError
 
-    reference = make_estimator(tmp_path / "reference")
+    reference = make_small(tmp_path / "reference")
     monkeypatch.delenv(MEMORY_VARIABLE)
     reference.train(input_fn, max_steps=48)
     monkeypatch.setenv(MEMORY_VARIABLE, str(directory))
     JobHistory(time.time()).write(directory)
     monkeypatch.setattr(launched, "_useful", 0.0)
-    estimator = make_estimator(tmp_path / "model", save_checkpoints_steps=1000)
+    estimator = make_small(tmp_path / "model", save_checkpoints_steps=1000)
     with monkeypatch.context() as patch:  # as if it had no time to save: a process that was killed
         patch.setattr("ipu_pipeline.checkpointing.checkpoints.CheckpointSeries.save", lambda *_given: None)
         with pytest.raises(StopError):
             estimator.train(input_fn, hooks=[Stop()], max_steps=48)
     assert estimator.latest_checkpoint() is None
     assert files_in(directory)
-    estimator = make_estimator(tmp_path / "model", save_checkpoints_steps=1000)
+    estimator = make_small(tmp_path / "model", save_checkpoints_steps=1000)
     with monkeypatch.context() as patch:
         patch.setenv(RESTART_VARIABLE, "1")
         patch.setattr(in_memory, "_begun", {})
@@ -576,12 +572,12 @@ def test_an_estimator_goes_on_from_memory_if_that_is_newer_than_disk(directory, 
 
 @pytest.mark.parametrize("step", [8, 16])
 def test_an_estimator_goes_on_from_disk_if_memory_is_not_newer(step, directory, tmp_path, caplog, again):
-    estimator = make_estimator(tmp_path / "model")
+    estimator = make_small(tmp_path / "model")
     estimator.train(input_fn, max_steps=16)
     take(again(f"estimator {tmp_path / 'model'}", number=0), {"x": np.float32([1])}, step)
     again()
     with caplog.at_level(logging.INFO):
-        make_estimator(tmp_path / "model").train(input_fn, max_steps=24)
+        make_small(tmp_path / "model").train(input_fn, max_steps=24)
     assert "from step 16, restored from" in caplog.text
 
 
@@ -592,9 +588,9 @@ def test_a_checkpoint_that_was_due_when_a_process_died_is_saved_then(
     with monkeypatch.context() as patch:
         patch.setattr("ipu_pipeline.checkpointing.checkpoints.CheckpointSeries.save", lambda *_given: None)
         patch.setattr(InMemorySeries, "drop", lambda _series: None)
-        make_estimator(tmp_path / "model", save_checkpoints_steps=16).train(input_fn, max_steps=24)
+        make_small(tmp_path / "model", save_checkpoints_steps=16).train(input_fn, max_steps=24)
     again()
-    estimator = make_estimator(tmp_path / "model", save_checkpoints_steps=16, keep_checkpoint_max=9)
+    estimator = make_small(tmp_path / "model", save_checkpoints_steps=16, keep_checkpoint_max=9)
     estimator.train(input_fn, max_steps=40)
     steps = sorted(int(path.name) for path in (tmp_path / "model" / "checkpoints").iterdir())
     assert steps == [16, 32, 40]

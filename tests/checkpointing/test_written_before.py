@@ -38,19 +38,22 @@ def assert_same(found, expected, is_exact):
             np.testing.assert_allclose(found[name], array, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
-def test_everything_goes_on_as_the_earlier_commit_did(tmp_path):
+@pytest.mark.parametrize(
+    "names",
+    [["pipeline"], pytest.param([*write.PARTS, "exported"], id="all", marks=pytest.mark.thorough)],
+)
+def test_everything_goes_on_as_the_earlier_commit_did(names, tmp_path):
     """What is restored is the same to the last bit, and so are results on the same kind of processor.
 
     In a process of its own, as what was written: XLA is to compile with the same options.
     """
-    names = [*write.PARTS, "exported"]
     for name in names:
         unpack(name, tmp_path)
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))}
     code = f"""
 import sys
 from tests.checkpointing.written_before import write
-sys.argv = ["write.py", "--go-on", {str(tmp_path)!r}]
+sys.argv = ["write.py", "--go-on", {str(tmp_path)!r}, *{names}]
 write.main()
 """
     done = forked.run(code, kept)

@@ -5,7 +5,8 @@ import sys
 import pytest
 
 from ipu_pipeline.command_line import main
-from tests.support.programs import start
+from tests.support import forked
+from tests.support.programs import environment, start
 
 PROGRAM = ("-m", "ipu_pipeline", "run")
 SCRIPT = """
@@ -30,29 +31,50 @@ if __name__ == "__main__":
     assert (popdist.getInstanceIndex(), popdist.getNumTotalReplicas()) == (0, 1)
     print(sys.argv[1:], os.path.basename(__file__), beside.NAME)
     sys.stdout.flush()
-    process = multiprocessing.get_context("spawn").Process(target=show)
-    process.start()
-    process.join()
+    if sys.argv[1] == "child":
+        process = multiprocessing.get_context("spawn").Process(target=show)
+        process.start()
+        process.join()
     atexit.register(lambda: print(len(pickle.dumps(Kept())) > 0))
     sys.exit(3)
 """
+RUN = """
+import sys
+from ipu_pipeline.command_line.main import main
+sys.exit(main(["run", "script.py", "alone", "--epochs", "3", "-m", "--"]))
+"""
 
 
-@pytest.mark.parametrize("is_module", [False, pytest.param(True, marks=pytest.mark.thorough)])
-def test_a_script_imports_poptorch(tmp_path, is_module):
+@pytest.fixture
+def script(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "beside.py").write_text("NAME = 'beside'")
-    script = ["-m", "script"] if is_module else [str(tmp_path / "script.py")]
-    done = start(*PROGRAM, *script, "--epochs", "3", "-m", "--", folder=tmp_path)
+    return tmp_path
+
+
+def test_a_script_imports_poptorch(script):
+    done = forked.run(RUN, environment(as_tests=True), script)
     assert done.returncode == 3, done.stderr
-    assert done.stdout.splitlines() == [
-        "['--epochs', '3', '-m', '--'] script.py beside",
-        "child ipu_pipeline.poptorch",
-        "True",
-    ]
+    assert done.stdout.splitlines() == ["['alone', '--epochs', '3', '-m', '--'] script.py beside", "True"]
 
 
-def test_what_is_not_there(capsys):
+@pytest.mark.thorough
+def test_a_module_that_starts_a_process(script):
+    done = start(*PROGRAM, "-m", "script", "child", folder=script)
+    assert done.returncode == 3, done.stderr
+    assert done.stdout.splitlines() == ["['child'] script.py beside", "child ipu_pipeline.poptorch", "True"]
+
+
+@pytest.fixture
+def changes_nothing(monkeypatch):
+    """What a script that runs in this process changes of it is as before afterwards."""
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+
+
+def test_what_is_not_there(changes_nothing, capsys):
     assert main.main(["run", "nowhere.py"]) == 2
     assert capsys.readouterr().err == "ipu-pipeline run: there is no file 'nowhere.py'.\n"
     assert main.main(["run", "-m", "no.where"]) == 2
@@ -66,12 +88,8 @@ def test_an_error_of_the_script_is_shown_as_it_is(tmp_path):
     assert done.stderr.splitlines()[-1] == "ValueError: mine"
 
 
-def test_libraries_that_are_not_there(tmp_path, monkeypatch):
+def test_libraries_that_are_not_there(changes_nothing, tmp_path):
     (tmp_path / "script.py").write_text("import os\nimport horovod.torch as hvd")
-    monkeypatch.setattr(sys, "path", sys.path[:])
-    monkeypatch.setattr(sys, "argv", sys.argv)
-    monkeypatch.setenv("PYTHONPATH", "")
-    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
     with pytest.raises(ModuleNotFoundError) as caught:
         main.main(["run", str(tmp_path / "script.py")])
     (note,) = caught.value.__notes__
@@ -94,7 +112,7 @@ def test_commands_are_listed(capsys):
         assert f"usage: ipu-pipeline {name} " in capsys.readouterr().out
 
 
-def test_modules_of_packages(tmp_path, capsys, monkeypatch):
+def test_modules_of_packages(changes_nothing, tmp_path, capsys, monkeypatch):
     (tmp_path / "good").mkdir()
     (tmp_path / "good" / "__init__.py").write_text("NAME = 5")
     (tmp_path / "good" / "__main__.py").write_text(
@@ -103,10 +121,6 @@ def test_modules_of_packages(tmp_path, capsys, monkeypatch):
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "__init__.py").write_text("import no_such_module")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", sys.path[:])
-    monkeypatch.setattr(sys, "argv", sys.argv)
-    monkeypatch.setenv("PYTHONPATH", "")
-    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
     assert main.main(["run", "-m", "good", "--x"]) == 0
     assert capsys.readouterr().out == "5 ['--x']\n"
     with pytest.raises(ModuleNotFoundError, match="no_such_module"):

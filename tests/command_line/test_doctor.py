@@ -16,6 +16,7 @@ from tests.support.programs import ROOT, start
 @pytest.fixture(autouse=True)
 def _without_cache(monkeypatch):
     monkeypatch.delenv(executable_cache.CACHE_DIR_VARIABLE, raising=False)
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # as the command does
     monkeypatch.setattr(executable_cache, "enable_executable_cache", lambda directory: None)
 
 
@@ -93,6 +94,7 @@ def test_the_directory_of_compiled_programs(capsys, monkeypatch, tmp_path):
     (kept / "removed").symlink_to("nowhere")
     assert lines_of(capsys)["compiled programs kept"] == ("ok", f"in {kept}: 2 KiB")
     monkeypatch.undo()
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     monkeypatch.setenv(executable_cache.CACHE_DIR_VARIABLE, str(kept))
     kept.chmod(0o777)
     state, text = lines_of(capsys, status=1)["compiled programs kept"]

@@ -75,7 +75,7 @@ def read_programs(capsys):
     return json.loads(capsys.readouterr().out)["programs"]
 
 
-def wait_for(condition, seconds=30):
+def wait_for(condition, seconds=300):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
@@ -235,7 +235,7 @@ with ipu.Session() as session:
     session.run(model.initializer)
     model.run(session)
     print("ready", flush=True)
-    time.sleep(60)
+    time.sleep(1000)
 """
 FORKING = """
 import os, sys, time
@@ -254,7 +254,7 @@ print(len(board.read_all().announced), flush=True)
 @pytest.mark.thorough
 def test_two_programs_one_of_which_is_killed(announced, capsys):
     process = begin("-W", "ignore", "-c", PROGRAM)
-    guard = threading.Timer(120, process.kill)
+    guard = threading.Timer(400, process.kill)
     guard.start()
     with process:
         try:
@@ -460,8 +460,8 @@ def test_the_table_of_several_processes(announced, capsys):
 def test_a_job_that_was_started_again(announcer, announced, tmp_path, capsys, monkeypatch):
     """As its launcher writes it, with what the runs of this process took."""
     monkeypatch.setenv(launched.MEMORY_VARIABLE, str(tmp_path))
-    monkeypatch.setattr(launched, "_useful", 36.0)
-    begun = time.time() - 40
+    monkeypatch.setattr(launched, "_useful", 36_000.0)
+    begun = time.time() - 40_000
     failures = [
         Failure(f"process {n} was ended by SIGKILL", begun + n, 5 * n, 7 * n, 2, 4.25) for n in (1, 2)
     ]
@@ -477,7 +477,7 @@ def test_a_job_that_was_started_again(announcer, announced, tmp_path, capsys, mo
         (program,) = read_programs(capsys)
         assert main.main(["monitor"]) == 0
         last = capsys.readouterr().out.splitlines()[-1]
-    assert 0.85 <= program["job"]["goodput"] <= 0.9
+    assert 0.89 <= program["job"]["goodput"] <= 0.9
     assert program["job"]["restarts"] == 3
     assert program["job"]["failures"] == [dataclasses.asdict(failure) for failure in failures]
     assert last.startswith(

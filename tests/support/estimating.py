@@ -72,16 +72,6 @@ def make_estimator(model_dir, num_stages=2, params=None, warm_start_from=None, *
     )
 
 
-def scheduled(name):
-    """Parameters of an estimator for two IPUs, with a schedule."""
-    schedule = ipu.pipelining_ops.PipelineSchedule
-    own = schedule.searched() if name == "searched" else schedule[name]
-    options = {"pipeline_schedule": own}
-    if name == "Looped":
-        return {"num_stages": 4, "options": {**options, "device_mapping": [0, 1, 0, 1]}}
-    return {"options": options}
-
-
 def variables_of(estimator):
     """The variables in an estimator's newest checkpoint, read once."""
     return {

@@ -5,10 +5,7 @@ python -m tests.support.survivor DIR MAX_STEPS [option=value ...]
 
 import logging
 import os
-import resource
-import signal
 import sys
-import threading
 import time
 
 import jax
@@ -24,7 +21,7 @@ def main():
     logging.getLogger("ipu_pipeline").setLevel(logging.INFO)
 
     from ipu_pipeline.ipu_session_run_hooks import SessionRunHook
-    from tests.support.estimating import input_fn, make_estimator, scheduled
+    from tests.support.estimating import input_fn, make_estimator
     from tests.support.resumable import MICRO_BATCHES
 
     class Progress(SessionRunHook):
@@ -41,16 +38,6 @@ def main():
             print("step", step, flush=True)
             if "pause" in options:
                 time.sleep(float(options["pause"]))
-            if step == int(options.get("signal_at", -1)):
-                os.kill(os.getpid(), getattr(signal, options["signal"]))
-            if step == int(options.get("limit_at", -1)):  # no file may be larger: writing one fails
-                signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-                resource.setrlimit(resource.RLIMIT_FSIZE, (int(options["limit"]), resource.RLIM_INFINITY))
-            if step == int(options.get("lift_at", -1)):
-                for thread in threading.enumerate():
-                    if thread.name == "ipu-checkpoint":  # what is to fail has failed
-                        thread.join()
-                resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
     class SlowInput:
         """Blocks before an element, if the options say so."""
@@ -69,7 +56,6 @@ def main():
 
     estimator = make_estimator(
         directory,
-        params=scheduled(options["schedule"]) if "schedule" in options else None,
         save_checkpoints_steps=int(options.get("every", 4)),
         keep_checkpoint_max=int(options.get("keep", 2)),
         iterations_per_loop=int(options.get("loop", 8)),
