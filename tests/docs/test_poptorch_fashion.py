@@ -48,11 +48,15 @@ def save_image(path, size=(40, 50), value=128):
     return path
 
 
-def test_training_and_an_image_of_ones_own(here, rng, monkeypatch):
+@pytest.mark.thorough
+def test_training_and_an_image_of_ones_own(here, rng):
+    """A copy of the programs somewhere else, as a user starts them."""
+    copy = here / "copy of mine"
+    shutil.copytree(FOLDER, copy)
     write_mnist(here / "fashion", rng, num_train=13, num_test=5)
-    monkeypatch.setenv(datasets.FASHION_DIR_VARIABLE, str(here / "fashion"))
-    options = ["--epochs", 2, "--batch-size", 2, "--device-iterations", 3, "--test-batch-size", 4]
-    lines = run_main(train, monkeypatch, *options).splitlines()
+    own = {"folder": here, "as_tests": True, datasets.FASHION_DIR_VARIABLE: str(here / "fashion")}
+    options = ["--epochs=2", "--batch-size=2", "--device-iterations=3", "--test-batch-size=4"]
+    lines = run("-W", "error", copy / "train.py", *options, **own).splitlines()
     assert lines[0] == (
         f"Data set: Fashion-MNIST, since IPU_PIPELINE_FASHION_DIR gives the folder {here / 'fashion'}"
     )
@@ -70,7 +74,8 @@ def test_training_and_an_image_of_ones_own(here, rng, monkeypatch):
     assert not list(here.glob("*.part"))
 
     save_image(here / "own.png")
-    lines = run_main(classify, monkeypatch, here / "own.png", "--picture", "both.SVG").splitlines()
+    printed = run("-W", "error", copy / "classify.py", "own.png", "--picture", "both.SVG", **own)
+    lines = printed.splitlines()
     answer = re.fullmatch(r"On the device: (.+ \(\d+\.\d%\))", lines[0])[1]
     assert lines[1:] == [f"In plain torch: {answer}", "Before and after: both.SVG"]
     model = classifier.load_weights(here / "classifier.pth").eval()
@@ -79,25 +84,6 @@ def test_training_and_an_image_of_ones_own(here, rng, monkeypatch):
         probability, label = model(pixels).exp().max(dim=1)
     assert answer == f"{datasets.CLOTHES[label]} ({float(probability):.1%})"
     assert "<svg" in (here / "both.SVG").read_text()
-
-
-@pytest.mark.thorough
-def test_replicas_accumulation_and_seeds(here, monkeypatch, optimized):
-    """Two replicas with two micro-batches each are one batch of four times as many images."""
-    found = {}
-    for name, options in {
-        "joined": ["--batch-size", 32],
-        "parts": ["--batch-size", 8, "--replicas", 2, "--gradient-accumulation", 2],
-        "other": ["--batch-size", 8, "--replicas", 3, "--seed", 1],
-    }.items():
-        run_main(train, monkeypatch, "--epochs", 1, "--weights", f"{name}.pth", *options)
-        found[name] = classifier.load_weights(here / f"{name}.pth")
-    first = dict(found["joined"].named_parameters())
-    for name, value in found["parts"].named_parameters():
-        assert (value - first[name]).norm() <= 1e-5 * first[name].norm(), name
-    weight = first["fc1.weight"]
-    assert (found["other"].fc1.weight - weight).norm() > 0.01 * weight.norm()
-    assert found["joined"].classes == datasets.DIGITS
 
 
 def test_options(monkeypatch):
@@ -239,29 +225,27 @@ def picture(value_of_corner=0):
     return pixels
 
 
-@pytest.mark.parametrize(
-    "mode", ["L", "1", "P", "RGB", "RGBA", "LA", "CMYK", "YCbCr", "HSV", "I;16", "I", "F"]
-)
-def test_images_of_all_modes(mode, here):
-    pixels = picture()
-    if mode == "1":
-        pixels = np.where(pixels > 100, np.uint8(255), np.uint8(0))
-    expected = classify.prepare(Image.fromarray(pixels))
-    if mode == "I;16":
-        image, kind = Image.fromarray(pixels.astype(np.uint16) * 257), "png"
-    elif mode in ("I", "F"):
-        image, kind = Image.fromarray(pixels.astype({"I": np.int32, "F": np.float32}[mode])), "tiff"
-    else:
-        image = Image.fromarray(pixels).convert(mode)
-        kind = {"YCbCr": "jpg", "CMYK": "tiff", "HSV": "png"}.get(mode, "png")
-    path = here / f"image.{kind}"
-    image.convert("RGB").save(path) if mode == "HSV" else image.save(path)
-    found = classify.prepare(classify.read_image(path))
-    assert (found.mode, found.size) == ("L", (28, 28))
-    tolerance = 6 if mode == "YCbCr" else 2  # JPEG loses some
-    difference = np.abs(np.asarray(found, int) - np.asarray(expected, int))
-    assert difference.max() <= (40 if mode == "YCbCr" else tolerance), mode
-    assert difference.mean() <= tolerance
+def test_images_of_all_modes(here):
+    for mode in ("L", "1", "P", "RGB", "RGBA", "LA", "CMYK", "YCbCr", "HSV", "I;16", "I", "F"):
+        pixels = picture()
+        if mode == "1":
+            pixels = np.where(pixels > 100, np.uint8(255), np.uint8(0))
+        expected = classify.prepare(Image.fromarray(pixels))
+        if mode == "I;16":
+            image, kind = Image.fromarray(pixels.astype(np.uint16) * 257), "png"
+        elif mode in ("I", "F"):
+            image, kind = Image.fromarray(pixels.astype({"I": np.int32, "F": np.float32}[mode])), "tiff"
+        else:
+            image = Image.fromarray(pixels).convert(mode)
+            kind = {"YCbCr": "jpg", "CMYK": "tiff"}.get(mode, "png")
+        path = here / f"image.{kind}"
+        image.convert("RGB").save(path) if mode == "HSV" else image.save(path)
+        found = classify.prepare(classify.read_image(path))
+        assert (found.mode, found.size) == ("L", (28, 28))
+        tolerance = 6 if mode == "YCbCr" else 2  # JPEG loses some
+        difference = np.abs(np.asarray(found, int) - np.asarray(expected, int))
+        assert difference.max() <= (40 if mode == "YCbCr" else tolerance), mode
+        assert difference.mean() <= tolerance, mode
 
 
 def test_sixteen_bits_and_floats_are_not_cut_off():
@@ -326,25 +310,7 @@ def test_what_to_install(monkeypatch):
         assert ended.value.code.endswith(f"Run: {command}")
 
 
-@pytest.mark.thorough
-def test_a_copy_of_the_programs_somewhere_else(here):
-    """It learns; the data are the digits, whose names the weights keep."""
-    copy = here / "copy of mine"
-    shutil.copytree(FOLDER, copy)
-    printed = run("-W", "error", copy / "train.py", "--epochs", "3", folder=here)
-    assert (
-        "Data set: the embedded 8x8 digits, since neither --data-dir nor IPU_PIPELINE_FASHION_DIR"
-        in printed
-    )
-    assert float(re.search(r"Test accuracy: (\S+)%", printed)[1]) > 95
-    digits = datasets.load_digits()
-    pixels = 255 - (digits.test_images[0] * 255).astype(np.uint8)  # ink on paper
-    Image.fromarray(pixels).resize((300, 300)).convert("RGBA").save(here / "digit.webp", lossless=True)
-    printed = run("-W", "error", copy / "classify.py", "digit.webp", folder=here)
-    assert printed.startswith(f"On the device: {digits.test_labels[0]} (")
-
-
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_ctrl_c_in_training(here):
     """In the middle of an epoch, which takes seconds: an interrupted constructor of tqdm leaves its bar."""
     options = ("--dataset", "digits", "--batch-size", "1", "--weights", here / "weights.pth")
@@ -358,7 +324,7 @@ def test_ctrl_c_in_training(here):
     assert not list(here.iterdir())
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @pytest.mark.skipif(
     datasets.FASHION_DIR_VARIABLE not in os.environ, reason="IPU_PIPELINE_FASHION_DIR is not set"
 )
