@@ -76,8 +76,8 @@ _Partitions: TypeAlias = "tuple[tuple[str, PartitionSpec], ...]"
 
 
 def _partitions(arrays: Mapping[str, Any]) -> _Partitions:
-    """How arrays are divided within each replica, by key."""
-    return tuple((key, partition_of(array)) for key, array in arrays.items())
+    """How arrays are divided within each replica, by key; sorted, as what a program returns is."""
+    return tuple((key, partition_of(arrays[key])) for key in sorted(arrays))
 
 
 class _Joining(NamedTuple):
