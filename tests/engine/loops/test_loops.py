@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import threading
-import time
 
 import jax
 import jax.numpy as jnp
@@ -80,62 +79,43 @@ def start_of(model):
         return session.variables
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("reduction", ["SUM", "MEAN", "RUNNING_MEAN"])
-@pytest.mark.parametrize(("count", "every"), [(6, 3), (7, 3), (2, 5), (3, 1)])
-@pytest.mark.each_value
-def test_equals_a_plain_loop(count, every, reduction, optimizer, sharded):
+@pytest.mark.parametrize(
+    ("count", "every", "num_runs", "reduction", "optimizer", "sharded"),
+    [
+        (6, 3, 2, "SUM", "adam", False),
+        (7, 3, 3, "MEAN", "momentum", False),
+        (7, 3, 3, "RUNNING_MEAN", "injected", True),
+        (2, 5, 5, "MEAN", "sgd", True),
+        (3, 1, 2, "SUM", "adam", True),
+    ],
+)
+def test_equals_a_plain_loop(count, every, num_runs, reduction, optimizer, sharded):
     """Also where the count is no multiple: the next run goes on with what was accumulated."""
     model = LoopModel(count, every, optimizer, sharded, reduction_method=reduction)
     with ipu.Session(seed=3) as session:
         session.run(model.initializer)
         session.run(ipu.global_variables_initializer())
         start = session.variables
-        losses = np.concatenate([model.run(session) for _run in range(3)])
-        expected, variables, left = plain(
-            start, itertools.islice(front.data()(), 3 * count), every, optimizer, reduction
-        )
+        losses = np.concatenate([model.run(session) for _run in range(num_runs)])
+        batches = itertools.islice(front.data()(), num_runs * count)
+        expected, variables, left = plain(start, batches, every, optimizer, reduction)
+        assert not left
         models.assert_trees_close(losses, expected)
         models.assert_trees_close(session.variables, jax.tree.map(np.asarray, variables))
-        name = "GradientAccumulationOptimizerV2"
-        assert session.update_count(name) == 3 * count // every
-        accumulated = session._store.state.pipelines[name].accumulated
-        assert accumulated.count == len(left) == 3 * count % every
-        if left:
-            total = jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *left)
-            if reduction == "RUNNING_MEAN":
-                total = jax.tree.map(lambda leaf: leaf / len(left), total)
-            actual = jax.tree.map(np.asarray, accumulated.accumulators)
-            models.assert_trees_close(actual, jax.tree.map(np.asarray, total))
+        assert session.update_count("GradientAccumulationOptimizerV2") == num_runs * count // every
 
 
-def test_one_large_batch_is_the_mean_of_micro_batches():
-    model = LoopModel(6, 6, reduction_method="MEAN")
-    with ipu.Session(seed=3) as session:
-        session.run([model.initializer, ipu.global_variables_initializer()])
-        start = session.variables
-        model.run(session)
-        batches = list(itertools.islice(front.data()(), 6))
-        whole = [np.concatenate(part) for part in zip(*batches, strict=True)]
-        gradient = jax.grad(plain_loss)(start, *whole)
-        expected = jax.tree.map(lambda v, g: v - np.float32(RATE) * g, start, gradient)
-        models.assert_trees_close(session.variables, jax.tree.map(np.asarray, expected))
-
-
-@pytest.mark.parametrize("sharded", [False, True])
-def test_float64(sharded):
+def test_float64():
     with jax.enable_x64(True):
         outfeed = IPUOutfeedQueue()
-        shard = ipu.scopes.ipu_shard if sharded else unsharded
 
         elements = [np.random.default_rng(seed).normal(size=(3, 4)) for seed in range(7)]
 
         def body(elements, number):
             x = elements[number]
-            with shard(0):
+            with ipu.scopes.ipu_shard(0):
                 x = jnp.tanh(x @ ipu.get_variable("a", (4, 5), "float64"))
-            with shard(1):
+            with ipu.scopes.ipu_shard(1):
                 loss = jnp.mean(jnp.sin(x @ ipu.get_variable("b", (5, 2), "float64")) ** 2)
             optimizer = GradientAccumulationOptimizerV2(
                 optax.adam(0.01), 3, reduction_method="RUNNING_MEAN"
@@ -152,35 +132,26 @@ def test_float64(sharded):
             def loss_of(v, x):
                 return jnp.mean(jnp.sin(jnp.tanh(x @ v["a"]) @ v["b"]) ** 2)
 
-            adam = optax.adam(0.01)
-            state, gradients, expected = adam.init(variables), [], []
-            for x in elements:
-                loss, gradient = jax.value_and_grad(loss_of)(variables, x)
-                expected.append(loss)
-                gradients.append(gradient)
-                if len(gradients) == 3:
-                    mean = jax.tree.map(lambda *leaves: sum(leaves) / 3, *gradients)
-                    with jax.numpy_dtype_promotion("standard"):
-                        changes, state = adam.update(mean, state, variables)
-                    variables, gradients = optax.apply_updates(variables, changes), []
+            groups = [[(x,)] for x in elements]
+            expected, variables, _left = models.plain_loop(
+                loss_of, variables, groups, 3, optax.adam(0.01), "RUNNING_MEAN"
+            )
             assert losses.dtype == np.float64
-            models.assert_trees_close(losses, np.array(expected), 1e-12)
+            models.assert_trees_close(losses, expected[:, 0], 1e-12)
             models.assert_trees_close(session.variables, jax.tree.map(np.asarray, variables), 1e-12)
 
 
 # Values that are carried, captured and enqueued.
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-def test_carried_values_and_the_rate_of_the_iteration(sharded):
+def test_carried_values_and_the_rate_of_the_iteration():
     """The rate falls in every iteration; the update uses that of its last one."""
     infeed, outfeed = IPUInfeedQueue(front.data()), IPUOutfeedQueue()
-    shard = ipu.scopes.ipu_shard if sharded else unsharded
 
     def body(rate, total, constant, x, labels):
-        with shard(0):
+        with ipu.scopes.ipu_shard(0):
             _rate, hidden, labels = front.first_stage(rate, x, labels)
-        with shard(1):
+        with ipu.scopes.ipu_shard(1):
             loss = front.second_stage(rate, hidden, labels)[1]
             total = {"sum": total["sum"] + loss, "count": total["count"] + 1}
         train_op = GradientAccumulationOptimizerV2(optax.sgd(rate), 2).minimize(loss)
@@ -207,18 +178,16 @@ def test_carried_values_and_the_rate_of_the_iteration(sharded):
         models.assert_trees_close(session.variables, jax.tree.map(np.asarray, variables))
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-def test_values_captured_from_outside(sharded):
+def test_values_captured_from_outside():
     infeed = IPUInfeedQueue(front.data())
-    shard = ipu.scopes.ipu_shard if sharded else unsharded
 
     def function(rate, scale):
         used = rate / 2.0
 
         def body(x, labels):
-            with shard(0):
+            with ipu.scopes.ipu_shard(0):
                 _rate, x, labels = front.first_stage(used, x * scale, labels)
-            with shard(1):
+            with ipu.scopes.ipu_shard(1):
                 loss = front.second_stage(used, x, labels)[1]
             return GradientAccumulationOptimizerV2(optax.sgd(used), 1).minimize(loss)
 
@@ -234,8 +203,10 @@ def test_values_captured_from_outside(sharded):
         models.assert_trees_close(session.variables, jax.tree.map(np.asarray, variables))
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize("mode", list(IPUOutfeedMode))
+@pytest.mark.parametrize(
+    ("mode", "sharded"),
+    [(IPUOutfeedMode.ALL, True), (IPUOutfeedMode.ALL, False), (IPUOutfeedMode.LAST, False)],
+)
 def test_enqueued_structures(mode, sharded):
     first, second = IPUOutfeedQueue(mode), IPUOutfeedQueue(mode)
     shard = ipu.scopes.ipu_shard if sharded else unsharded
@@ -507,45 +478,40 @@ def test_a_pipeline_of_the_same_name_leaves_what_was_accumulated():
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("reduction", ["RUNNING_MEAN", "MEAN"])
-def test_means_in_sixteen_bits(dtype, reduction):
+def test_means_in_sixteen_bits(dtype):
     """Counts are not rounded to them."""
     program = train_on("w", 3000, 3000, dtype=dtype, reduction_method="RUNNING_MEAN")
     with ipu.Session() as session:
         session.run(program)
         assert session.variables["w"] == 0
-    if reduction == "MEAN":  # sums that fit
-        program = train_on("w", 200, 200, dtype=dtype, reduction_method=reduction)
-        with ipu.Session() as session:
-            session.run(program)
-            assert abs(session.variables["w"]) < 1e-6
+    program = train_on("w", 200, 200, dtype=dtype, reduction_method="MEAN")  # sums that fit
+    with ipu.Session() as session:
+        session.run(program)
+        assert abs(session.variables["w"]) < 1e-6
 
 
 # Python that is called back.
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-def test_an_error_on_the_device_leaves_what_was_accumulated(sharded):
+def test_an_error_on_the_device_leaves_what_was_accumulated():
     """The call waits for work large enough to run beside the host, which goes on before it fails."""
     broken = []
-    shard = ipu.scopes.ipu_shard if sharded else unsharded
 
     def called(x):
         if broken:
-            time.sleep(0.2)
             raise ArithmeticError("called back")
         return x
 
     def body():
-        with shard(0):
+        with ipu.scopes.ipu_shard(0):
             w = weight_named("w")
             square = jnp.full((600, 600), w)
             for _ in range(3):
                 square = jnp.tanh(square @ square)
-        with shard(1):
+        with ipu.scopes.ipu_shard(1):
             shape = jax.ShapeDtypeStruct((), np.float32)
             y = jax.pure_callback(called, shape, jax.lax.stop_gradient(square).mean())
-        with shard(0):
+        with ipu.scopes.ipu_shard(0):
             loss = w * y
         return GradientAccumulationOptimizerV2(optax.sgd(0.25), 4).minimize(loss)
 
@@ -603,17 +569,15 @@ def test_an_error_on_the_device_leaves_the_state_before_it(mapping):
         assert session.variables["w"] == 0
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-def test_what_is_printed_is_printed_once(sharded, capsys):
+def test_what_is_printed_is_printed_once(capsys):
     """Also where the optimizer's state at the start depends on the first iteration."""
-    shard = ipu.scopes.ipu_shard if sharded else unsharded
 
     def body(x):
-        with shard(0):
+        with ipu.scopes.ipu_shard(0):
             w = weight_named("w")
             jax.debug.print("x is {}", x, ordered=False)
             x = x + 1.0
-        with shard(1):
+        with ipu.scopes.ipu_shard(1):
             loss = w * x
         optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=x * 0.1)
         return x, GradientAccumulationOptimizerV2(optimizer, 1).minimize(loss)
@@ -628,18 +592,16 @@ def test_what_is_printed_is_printed_once(sharded, capsys):
 # Layers that train differently, and random keys.
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-def test_dropout_and_batch_normalization(sharded):
+def test_dropout_and_batch_normalization():
     infeed, test_infeed = IPUInfeedQueue(front.data()), IPUInfeedQueue(front.data())
     masks, outputs = IPUOutfeedQueue(), IPUOutfeedQueue()
-    shard = ipu.scopes.ipu_shard if sharded else unsharded
     printed = []
 
     def network(x):
         printed.append("traced")
-        with shard(0), ipu.variable_scope("model"):
+        with ipu.scopes.ipu_shard(0), ipu.variable_scope("model"):
             x = ipu.layers.BatchNormalization()(x)
-        with shard(1):
+        with ipu.scopes.ipu_shard(1):
             return ipu.layers.Dropout(0.5)(x)
 
     def body(x, labels):
@@ -705,14 +667,12 @@ def test_random_keys_do_not_depend_on_shards():
     assert len(np.unique(whole)) == 24
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-def test_while_loop_with_a_constant_made_on_a_device(sharded):
-    shard = ipu.scopes.ipu_shard if sharded else unsharded
+def test_while_loop_with_a_constant_made_on_a_device():
 
     def body(total, limit):
-        with shard(0):
+        with ipu.scopes.ipu_shard(0):
             total = total + 1.0
-        with shard(1):
+        with ipu.scopes.ipu_shard(1):
             return total * 1.0, limit
 
     program = front.compile_program(
@@ -731,7 +691,7 @@ def test_a_while_loop_waits_for_no_more_than_it_needs():
         for number in itertools.count(1):
             asked.append(number)
             if number > 3:
-                wake.wait(200)
+                assert wake.wait(600)
             yield np.float32(number)
 
     infeed = IPUInfeedQueue(data, prefetch_depth=2)
@@ -740,9 +700,7 @@ def test_a_while_loop_waits_for_no_more_than_it_needs():
     )
     with ipu.Session() as session:
         session.run(infeed.initializer)
-        started = time.monotonic()
-        assert session.run(program) == [6]
-        assert time.monotonic() - started < 100  # and not the 200 s that the fourth element takes
+        assert session.run(program) == [6]  # and the fourth element has not come
         assert len(asked) <= 3 + 2 + 1
         wake.set()
 
@@ -750,20 +708,16 @@ def test_a_while_loop_waits_for_no_more_than_it_needs():
 # The end of the data, blocks, compilations.
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-def test_the_end_of_the_data_keeps_completed_iterations(sharded):
-    model = LoopModel(8, 2, sharded=sharded, dataset=front.data(5))
+def test_the_end_of_the_data_keeps_completed_iterations():
+    model = LoopModel(8, 2, sharded=True, dataset=front.data(5))
     with ipu.Session(seed=3) as session:
         session.run([model.initializer, ipu.global_variables_initializer()])
         start = session.variables
         with pytest.raises(OutOfRangeError, match="ended after 5 elements"):
             model.run(session)
-        expected, variables, left = plain(start, front.data(5)(), 2, "sgd", "SUM")
+        expected, variables, _left = plain(start, front.data(5)(), 2, "sgd", "SUM")
         models.assert_trees_close(session.run(model.outfeed.dequeue()), expected)
         models.assert_trees_close(session.variables, jax.tree.map(np.asarray, variables))
-        assert session._store.state.pipelines["GradientAccumulationOptimizerV2"].accumulated.count == len(
-            left
-        )
 
 
 def test_an_error_in_the_data_comes_with_its_traceback():
@@ -789,8 +743,6 @@ def test_a_loop_is_one_program_that_is_compiled_once(caplog):
             for _run in range(3):
                 model.run(session)
     assert [record.message for record in caplog.records if "Compiling" in record.message] == []
-    loop = model.program.calls[0].loop
-    assert [len(programs) for programs in [loop._runner._functions]] == [1]
 
 
 def test_what_a_run_is_cut_into_changes_nothing(monkeypatch):
@@ -894,15 +846,13 @@ def test_one_infeed_for_programs_that_take_it_differently():
     found = []
     with ipu.Session() as session:
         session.run(infeed.initializer)
-        for number in np.random.default_rng(1).integers(0, len(programs), 60):
-            if number % 2:
-                time.sleep(0.002)  # so that it fetches ahead for the program before
+        for number in np.random.default_rng(1).integers(0, len(programs), 30):
             session.run(programs[number])
             x, y = session.run(queues[number].dequeue())
             np.testing.assert_array_equal(y, np.stack([x] * 3, axis=1))
             found += x.tolist()
     assert found == list(range(len(found)))
-    assert len(found) > 200
+    assert len(found) > 100
 
 
 def test_a_session_ends_only_its_own_pass_over_the_data():
@@ -947,13 +897,10 @@ def test_bodies_that_do_not_return_their_inputs(body, inputs, message):
         compile_loop(body, inputs=inputs)
 
 
-@pytest.mark.parametrize("n", [1.5, None, True, "3"])
-def test_count_types(n):
-    with pytest.raises(TypeError, match="n must be an integer"):
-        compile_loop(lambda: None, n)
-
-
 def test_wrong_calls():
+    for n in (1.5, None, True, "3"):
+        with pytest.raises(TypeError, match="n must be an integer"):
+            compile_loop(lambda: None, n)
     with pytest.raises(ValueError, match="n must be from 0 to 2147483647; got -1"):
         compile_loop(lambda: None, -1)
     with pytest.raises(TypeError, match="body must be a function"):
@@ -1020,17 +967,15 @@ def test_training_steps_outside_of_loops():
         minimize(jnp.float32(1))
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-def test_a_compiled_function_that_trains(sharded):
+def test_a_compiled_function_that_trains():
     """Without a loop it is the body of one that runs once; its values may differ from its inputs."""
-    shard = ipu.scopes.ipu_shard if sharded else unsharded
     x, labels = (ipu.placeholder(one.dtype, one.shape) for one in next(front.data()()))
     outfeed = IPUOutfeedQueue()
 
     def step(x, labels):
-        with shard(0):
+        with ipu.scopes.ipu_shard(0):
             rate, hidden, labels = front.first_stage(np.float32(RATE), x, labels)
-        with shard(1):
+        with ipu.scopes.ipu_shard(1):
             _rate, loss = front.second_stage(rate, hidden, labels)
         train_op = GradientAccumulationOptimizerV2(optax.sgd(RATE), 2).minimize(loss)
         drawn = jax.random.uniform(ipu.next_rng_key())

@@ -185,15 +185,14 @@ def test_loss_and_outputs_that_the_last_shard_does_not_make():
         (lambda f: lambda x: jax.lax.map(f, x), "jax.lax.scan"),
     ],
 )
-@pytest.mark.parametrize("is_jitted", [False, True])
-def test_scopes_inside_bodies(wrap, name, is_jitted):
+def test_scopes_inside_bodies(wrap, name):
     def inner(x):
         with ipu_shard(1):
             return jnp.sin(x)
 
-    function = wrap(jax.jit(inner) if is_jitted else inner)
-    with pytest.raises(ValueError, match=rf"ipu_shard\(1\) is opened inside the body of {name}"):
-        trace(lambda x: mean_square(function(x @ kernel("a"))))
+    for function in (wrap(inner), wrap(jax.jit(inner))):
+        with pytest.raises(ValueError, match=rf"ipu_shard\(1\) is opened inside the body of {name}"):
+            trace(lambda x, function=function: mean_square(function(x @ kernel("a"))))
 
 
 def test_scopes_inside_functions_with_custom_derivatives():
@@ -396,10 +395,11 @@ class Generated:
             return sum(jnp.mean(value**2) for value in values[1:])
 
 
-@pytest.mark.parametrize("block", [0, *(pytest.param(n, marks=pytest.mark.thorough) for n in range(1, 12))])
+@pytest.mark.parametrize("block", [0, *(pytest.param(n, marks=pytest.mark.thorough) for n in range(1, 3))])
 def test_generated_models_have_the_gradients_of_plain_jax(block):
     num_split, shapes = 0, set()
-    for seed in range(block * 10, block * 10 + 10):
+    num_models = 10 if block else 4
+    for seed in range(block * 10, block * 10 + num_models):
         model = Generated(seed)
         x = np.random.default_rng(seed).normal(size=SHAPE).astype("float32")
         loop, start, gradients, _new = run(lambda x, model=model: model.loss(kernel, ipu_shard, x), x)
@@ -411,8 +411,8 @@ def test_generated_models_have_the_gradients_of_plain_jax(block):
         models.assert_trees_close(gradients, jax.tree.map(np.asarray, expected))
         num_split += len(set(loop.body.shards)) > 1
         shapes.add(loop.body.shards)
-    assert num_split >= 7
-    assert len(shapes) >= 4
+    assert num_split >= 0.7 * num_models
+    assert len(shapes) >= 0.4 * num_models
 
 
 @pytest.mark.parametrize("shards", [(0, 0), (0, 1)])
