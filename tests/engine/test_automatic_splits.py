@@ -407,7 +407,8 @@ def make_skipping():
 
 
 def test_replicas_share_the_cores_and_the_choice_is_the_same_again(problems):
-    first, second = (split(make_layers(), 2, num_replicas=4, num_turns=2) for _time in range(2))
+    layers = [*(engine.Stage(dense, own) for own in make_parameters([8] * 3)), mean_square]
+    first, second = (split(layers, 2, num_replicas=4, num_turns=2) for _time in range(2))
     assert problems[0].cores == count_cores() * 2 / 4
     assert first.table == second.table
 

@@ -3,8 +3,8 @@
 import dataclasses
 import threading
 import time
+import types
 import weakref
-from concurrent.futures import ThreadPoolExecutor, wait
 
 import jax
 import numpy as np
@@ -20,7 +20,7 @@ from ipu_pipeline.engine.devices import action_log
 from ipu_pipeline.engine.fingerprints import describe
 from ipu_pipeline.errors import CheckpointError
 from ipu_pipeline.ground.errors import ProcessError
-from ipu_pipeline.processes import addresses, ending, joining
+from ipu_pipeline.processes import addresses, ending, joining, peer_watch
 from ipu_pipeline.processes.devices import spread
 from ipu_pipeline.processes.peer_watch import Judge, PeerWatch, Status
 from ipu_pipeline.tf1.session.fetches import concerns_devices
@@ -66,8 +66,15 @@ def together(count, act):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(300)
     return [found[index] for index in range(count)], store
+
+
+def poll(holds, seconds=300):
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_texts_are_exchanged_and_then_forgotten():
@@ -99,8 +106,12 @@ def test_what_differs_is_named_with_the_values_of_all_processes():
 def test_who_waits_hears_of_the_death_of_another():
     def act(one):
         if one.index == 0:
-            threading.Timer(0.2, one.fail, ["Process 1 has died."]).start()
+            threading.Thread(target=fail_once_it_waits, args=(one,)).start()
             one.meet("checkpoint")
+
+    def fail_once_it_waits(one):
+        poll(lambda: one.waits_at is not None)
+        one.fail("Process 1 has died.")
 
     (error, nothing), _store = together(2, act)
     assert isinstance(error, ProcessError)
@@ -163,7 +174,7 @@ def in_a_thread(name, act):
 
     thread = threading.Thread(target=run, name=name)
     thread.start()
-    thread.join(30)
+    thread.join(300)
     return found[0]
 
 
@@ -233,13 +244,11 @@ def test_saving_in_two_threads_has_two_orders(monkeypatch):
         thread = threading.Thread(target=save)
         if one.index == 0:  # which thread comes first differs
             thread.start()
-            deadline = time.monotonic() + 20
-            while one.waits_at is None and time.monotonic() < deadline:
-                time.sleep(0.01)
+            poll(lambda: one.waits_at is not None)
         own_saved = do_each(lambda: f"here {one.index}")
         if one.index == 1:
             thread.start()
-        thread.join(20)
+        thread.join(300)
         return own_saved, saved
 
     found, _store = together(2, act)
@@ -371,25 +380,37 @@ def test_what_a_process_told_as_it_ended_is_heard_before_it_counts_as_dead(two):
         assert [list(dead) for dead in found] == [[], [], [0] if answers else [], [0]]
 
 
-@pytest.fixture
-def leave():
-    """Ends process 0 of three, which are on this machine, as its program's end does; in a thread."""
-    watch = PeerWatch(peers.Peers(0, 3, "127.0.0.1", Store()), 12.0, 12.0)  # which is not started
-    here = watch._status
-    elsewhere = dataclasses.replace(here, boot="another machine")
-    gone = dataclasses.replace(here, pid=2**22 + 1)  # above the largest pid there is
+class Ending:
+    """How process 0 of three, which are on this machine, ends as its program ends.
 
-    def begin(*statuses):
-        found = {"alive": here, "gone": gone, "elsewhere": elsewhere}
+    Attributes:
+      num_looks: how often it had to look again; after three looks the others are gone.
+      now: the seconds that this took.
+    """
+
+    def __init__(self, monkeypatch, statuses, most_looks=3):
+        watch = PeerWatch(peers.Peers(0, 3, "127.0.0.1", Store()), 12.0, 12.0)  # which is not started
+        here = watch._status
+        gone = dataclasses.replace(here, pid=2**22 + 1)  # above the largest pid there is
+        found = {
+            "alive": here,
+            "gone": gone,
+            "elsewhere": dataclasses.replace(here, boot="another machine"),
+        }
         watch._statuses = {
             number: dataclasses.replace(found[where], end=end)
             for number, (where, end) in enumerate(statuses, start=1)
         }
-        return watch
+        self.num_looks, self.now = 0, 0.0
 
-    with ThreadPoolExecutor(1) as threads:
-        yield begin, lambda: threads.submit(watch._await_others)
-        watch._statuses = {number: dataclasses.replace(gone, end="") for number in (1, 2)}
+        def sleep(seconds):
+            self.num_looks, self.now = self.num_looks + 1, self.now + seconds
+            if self.num_looks == most_looks:
+                watch._statuses = {number: dataclasses.replace(gone, end="") for number in (1, 2)}
+
+        clock = types.SimpleNamespace(monotonic=lambda: self.now, sleep=sleep)
+        monkeypatch.setattr(peer_watch, "time", clock)
+        watch._await_others()
 
 
 @pytest.mark.parametrize(
@@ -402,18 +423,13 @@ def leave():
         ([("alive", ""), ("elsewhere", "ValueError")], True),  # which nobody would see
     ],
 )
-def test_whom_a_process_awaits_at_its_end(statuses, leaves, leave):
-    begin, start = leave
-    begin(*statuses)
-    ending = start()
-    assert bool(wait([ending], 10 if leaves else 0.5).done) == leaves
+def test_whom_a_process_awaits_at_its_end(statuses, leaves, monkeypatch):
+    assert Ending(monkeypatch, statuses).num_looks == (0 if leaves else 3)
 
 
-def test_one_that_fails_is_not_awaited_for_ever(leave):
-    begin, start = leave
-    watch = begin(("alive", ""), ("alive", "ValueError"))
-    watch._grace = 0.3
-    start().result(10)
+def test_one_that_fails_is_not_awaited_for_ever(monkeypatch):
+    ending = Ending(monkeypatch, [("alive", ""), ("alive", "ValueError")], most_looks=10**6)
+    assert 1 < ending.now < 600
 
 
 def test_a_process_that_is_silent():
@@ -459,19 +475,26 @@ def test_processes_that_stand_still():
 
 def test_the_process_ends_after_what_it_writes(monkeypatch, capfd):
     ended = []
-    monkeypatch.setattr(ending.os, "_exit", ended.append)
     begun, release = threading.Event(), threading.Event()
 
     def write():
         with ending.written_whole("the checkpoint x"):
             begun.set()
-            release.wait(30)
-            assert not ended
+            assert release.wait(300)
             ended.append("written")
 
-    threading.Thread(target=write, daemon=True).start()
-    assert begun.wait(30)
-    threading.Timer(0.3, release.set).start()
+    writer = threading.Thread(target=write)
+
+    def let_it_write(_seconds):
+        assert not ended
+        release.set()
+        writer.join(300)
+
+    clock = types.SimpleNamespace(monotonic=time.monotonic, sleep=let_it_write)
+    monkeypatch.setattr(ending, "time", clock)
+    monkeypatch.setattr(ending.os, "_exit", ended.append)
+    writer.start()
+    assert begun.wait(300)
     ending.end_process("why\n")
     assert ended == ["written", 1]
     assert capfd.readouterr().err == "why\nFirst the checkpoint x is written.\n"
@@ -628,7 +651,7 @@ def test_threads_wait_each_for_themselves(two):
     with two.waiting("here"):
         thread = threading.Thread(target=wait_there)
         thread.start()
-        thread.join(30)
+        thread.join(300)
         assert two.waits_at == "here"
         with two.waiting("within"):
             assert two.waits_at == "within"
