@@ -415,25 +415,3 @@ def test_activations_keep_the_dtype():
 
     outputs, _variables = dtypes_of(stage)
     assert outputs == [dtype for dtype in HALVES for _name in names]
-
-
-def test_the_getter_that_programs_for_tensorflow_1_have(rng):
-    """It asks for float32 and casts, and so gives layers of half precision variables in 32 bits."""
-
-    def store_float32(
-        getter, name, shape=None, dtype=None, initializer=None, regularizer=None, trainable=True
-    ):
-        value = getter(name, shape=shape, dtype=jnp.float32, initializer=initializer, trainable=trainable)
-        return value.astype(dtype)
-
-    def stage(x):
-        with ipu.variable_scope("model", custom_getter=store_float32):
-            return layers.Dense(3, dtype=jnp.float16)(x)
-
-    x = rng.normal(size=(2, 4)).astype("float32")
-    outputs, variables = values_of(stage, x)
-    assert variables["model/dense/kernel"].dtype == np.float32
-    expected, _variables = values_of(
-        lambda x: layers.Dense(3, name="model/dense", dtype="float16", param_dtype="float32")(x), x
-    )
-    np.testing.assert_array_equal(outputs, expected)

@@ -252,7 +252,6 @@ def test_an_optimizer_alone_makes_no_replicas():
     del larger
 
 
-@pytest.mark.thorough
 def test_idle_ipus_are_of_no_replica():
     """Three were asked for, four are there."""
     elements = elements_of(COUNT)
@@ -262,22 +261,13 @@ def test_idle_ipus_are_of_no_replica():
         assert model.run(session).shape == (COUNT,)
 
 
-@pytest.mark.parametrize("number", [5, 7])
-def test_ipus_that_are_no_multiple(number):
+def test_ipus_that_are_no_multiple():
     model = Model(elements_of(COUNT), 4)
     text = (
-        f"IPUConfig selects {number} IPUs for /device:IPU:0, but the pipeline or loop has 4 IPUs and a "
+        "IPUConfig selects 5 IPUs for /device:IPU:0, but the pipeline or loop has 4 IPUs and a "
         "cross-replica optimizer: the number must be a multiple of 4, .*auto_select_ipus to 4 or 8"
     )
-    with started(model, number) as (session, _variables), pytest.raises(ValueError, match=text):
-        session.run(model.program)
-
-
-def test_too_few_ipus():
-    model = Model(elements_of(COUNT), 4)
-    select(2)
-    with ipu.Session() as session, pytest.raises(ValueError, match="needs 4 IPUs, but .* selected 2"):
-        session.run(model.initializer)
+    with started(model, 5) as (session, _variables), pytest.raises(ValueError, match=text):
         session.run(model.program)
 
 
@@ -669,7 +659,7 @@ def test_popdist_in_two_processes(tmp_path):
     subprocess.run(
         [sys.executable, "-m", "ipu_pipeline", "launch", "-n", "2", program, tmp_path],
         check=True,
-        timeout=120,
+        timeout=600,
         env=environment(True) | {"PYTHONPATH": str(root)},
     )
     found = [json.loads((tmp_path / f"{index}.json").read_text()) for index in range(2)]

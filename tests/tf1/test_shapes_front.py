@@ -25,23 +25,26 @@ def batches(sizes, seed=0):
     ]
 
 
-def plain_losses(variables, data, per_update):
-    """The losses of a plain loop with SGD, and the variables after it."""
-    parts = {name.rpartition("/")[0]: name for name in variables if name.endswith("kernel")}
-    first, second = sorted(parts)
+def first_stage(rate, x, labels):
+    return rate, jnp.tanh(x * ipu.get_variable("a", (12,))), labels
+
+
+def second_stage(rate, x, labels):
+    logits = (x * ipu.get_variable("b", (12,)))[:, :10]
+    return rate, jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels))
+
+
+def plain_losses(variables, data):
+    """The losses of a plain loop with SGD and updates of three elements, and the variables after it."""
+    a, b = sorted(variables)
 
     def loss_of(values, x, labels):
-        hidden = jax.nn.relu(x @ values[f"{first}/kernel"] + values[f"{first}/bias"])
-        logits = hidden @ values[f"{second}/kernel"] + values[f"{second}/bias"]
+        logits = (jnp.tanh(x * values[a]) * values[b])[:, :10]
         return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels))
 
-    losses, values = [], dict(variables)
-    for begin in range(0, len(data), per_update):
-        found = [jax.value_and_grad(loss_of)(values, *one) for one in data[begin : begin + per_update]]
-        losses += [float(loss) for loss, _gradients in found]
-        total = jax.tree.map(lambda *own: sum(own), *(gradients for _loss, gradients in found))
-        values = jax.tree.map(lambda value, gradient: value - RATE * gradient, values, total)
-    return losses, values
+    groups = [[one] for one in data]
+    losses, values, _rest = models.plain_loop(loss_of, variables, groups, 3, optax.sgd(RATE))
+    return losses[:, 0], jax.tree.map(np.asarray, values)
 
 
 def test_training_equals_a_plain_loop():
@@ -56,7 +59,7 @@ def test_training_equals_a_plain_loop():
     def model(rate):
         with ipu.variable_scope("net"):
             return pipeline(
-                [front.first_stage, front.second_stage],
+                [first_stage, second_stage],
                 3,
                 inputs=[rate],
                 infeed_queue=infeed,
@@ -74,9 +77,9 @@ def test_training_equals_a_plain_loop():
         losses = session.run(outfeed.dequeue())
         after = {name: np.array(session.variable_value(name)) for name in program.variables}
     assert all(name.startswith("net/") for name in after)
-    expected, values = plain_losses(before, data, 3)
+    expected, values = plain_losses(before, data)
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
-    models.assert_values_close(after, {name: np.asarray(value) for name, value in values.items()})
+    models.assert_values_close(after, values)
 
 
 def test_placeholders_that_are_captured():
@@ -84,12 +87,11 @@ def test_placeholders_that_are_captured():
     data, rate = batches([4, 3, 2]), ipu.placeholder(np.float32, [])
     infeed, outfeed = IPUInfeedQueue(lambda: iter(data)), IPUOutfeedQueue()
 
-    def first(x, labels):
-        hidden, labels = front.first_stage(None, x * (10 * rate), labels)[1:]
-        return hidden, labels
-
     program = front.compile_pipeline(
-        [first, lambda x, labels: front.second_stage(None, x, labels)[1]],
+        [
+            lambda x, labels: first_stage(None, x * (10 * rate), labels)[1:],
+            lambda x, labels: second_stage(None, x, labels)[1],
+        ],
         3,
         infeed_queue=infeed,
         outfeed_queue=outfeed,
@@ -104,9 +106,9 @@ def test_placeholders_that_are_captured():
         session.run(program, {rate: RATE})
         losses = session.run(outfeed.dequeue())
         after = {name: np.array(session.variable_value(name)) for name in program.variables}
-    expected, values = plain_losses(before, data, 3)  # 10 * rate is 1
+    expected, values = plain_losses(before, data)  # 10 * rate is 1
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
-    models.assert_values_close(after, {name: np.asarray(value) for name, value in values.items()})
+    models.assert_values_close(after, values)
 
 
 def test_outputs_of_different_shapes_and_an_end_of_the_data():

@@ -52,30 +52,35 @@ def test_default_names():
         for _time in range(2):
             with ipu.variable_scope(None, default_name="block"):
                 found.append(ipu.get_variable("w", (2,)))
+        with ipu.variable_scope("used"):
+            found.append(ipu.get_variable("w", (2,)))
+        with ipu.variable_scope(None, default_name="used") as scope:
+            assert scope == "used_1"
         with ipu.variable_scope("outer"), ipu.variable_scope(default_name="block") as scope:
             assert scope == "outer/block"
         with ipu.variable_scope("named", default_name="block") as scope:
             assert scope == "named"
         return sum(found)
 
-    assert {*variables_of(function)} == {"block/w", "block_1/w"}
+    assert {*variables_of(function)} == {"block/w", "block_1/w", "used/w"}
 
 
 def test_what_scopes_say_to_variables():
+    """Also a scope that is opened again in another one."""
+
     def function():
-        with ipu.variable_scope("a", dtype=jnp.bfloat16, initializer="ones"):
+        with ipu.variable_scope("a", dtype=jnp.bfloat16, initializer="ones") as scope:
             first = ipu.get_variable("w", (2,))
             with ipu.variable_scope("b", initializer=3.0):
                 second = ipu.get_variable("w", (2,))
                 third = ipu.get_variable("v", (2,), jnp.float32, initializer="zeros")
-        return first, second, third
+        with ipu.variable_scope("b", initializer=4.0), ipu.variable_scope(scope):
+            return first, second, third, ipu.get_variable("u", (2,))
 
-    compiled = front.compile_program(function)
     with ipu.Session() as session:
-        first, second, third = session.run(compiled)
-    assert (first.dtype, first.tolist()) == (jnp.bfloat16, [1, 1])
-    assert (second.dtype, second.tolist()) == (jnp.bfloat16, [3, 3])
-    assert (third.dtype, third.tolist()) == (np.float32, [0, 0])
+        found = session.run(front.compile_program(function))
+    assert [value.tolist() for value in found] == [[1, 1], [3, 3], [0, 0], [1, 1]]
+    assert [value.dtype for value in found] == [jnp.bfloat16, jnp.bfloat16, np.float32, jnp.bfloat16]
 
 
 def test_custom_getters():
@@ -182,9 +187,12 @@ class Trained:
 
 
 def test_a_saver_keeps_the_newest(tmp_path):
+    """And deletes nothing but checkpoints."""
     trained, saver = Trained(), ipu.Saver(max_to_keep=2)
     directory = tmp_path / "checkpoints"
     assert ipu.latest_checkpoint(directory) is None
+    (directory / "0").mkdir(parents=True)
+    (directory / "0" / "photo").write_text("x")
     with ipu.Session() as session:
         with pytest.raises(ValueError, match="nothing to save"):
             saver.save(session, directory)
@@ -195,24 +203,23 @@ def test_a_saver_keeps_the_newest(tmp_path):
         values = session.variables["w"]
         session.run(trained.compiled)
         later = session.variables["w"]
-    assert sorted(path.name for path in directory.iterdir()) == ["3", "4"]
+    assert sorted(path.name for path in directory.iterdir()) == ["0", "3", "4"]
     assert ipu.latest_checkpoint(str(directory)) == str(directory / "4")
     with ipu.Session() as session:
         saver.restore(session, ipu.latest_checkpoint(directory))
         np.testing.assert_array_equal(session.variables["w"], values)
         session.run(trained.compiled)
         np.testing.assert_array_equal(session.variables["w"], later)
-        assert ipu.Saver(max_to_keep=None).save(session, directory, global_step=100) == str(
-            directory / "100"
-        )
+        path = ipu.Saver(max_to_keep=None).save(session, directory, np.int64(100))
+        assert path == str(directory / "100")
         assert ipu.Saver(max_to_keep=1).save(session, directory, global_step=7) == str(directory / "7")
-    assert sorted(path.name for path in directory.iterdir()) == ["100", "7"]
+    assert sorted(path.name for path in directory.iterdir()) == ["0", "100", "7"]
 
 
-@pytest.mark.parametrize("number", [-1, 1.5, True, "3"])
-def test_wrong_savers(number):
-    with pytest.raises(ValueError, match="max_to_keep must be an integer from 0, or None"):
-        ipu.Saver(max_to_keep=number)
+def test_wrong_savers():
+    for number in (-1, 1.5, True, "3"):
+        with pytest.raises(ValueError, match="max_to_keep must be an integer from 0, or None"):
+            ipu.Saver(max_to_keep=number)
 
 
 def test_a_saver_as_in_tensorflow(tmp_path):
@@ -243,17 +250,15 @@ def test_a_dict_is_run_in_its_order():
             session.run({"a": "b"})
 
 
-@pytest.mark.parametrize(
-    ("argument", "reason"), [("device_ordinal", "by its ipu_scope"), ("optimise_latency", "as")]
-)
-def test_arguments_of_queues_that_mean_nothing(argument, reason):
-    queues = ipu.ipu_outfeed_queue.IPUOutfeedQueue, ipu.ipu_infeed_queue.IPUInfeedQueue
-    queues[0](**{argument: 0})  # what Graphcore has where it is not given
-    queues[1]([np.zeros(1)], **{argument: 0})
-    with pytest.warns(UserWarning, match=f"IPUOutfeedQueue.{argument}=1. has no effect: .*{reason}"):
-        ipu.ipu_outfeed_queue.IPUOutfeedQueue(**{argument: 1})
-    with pytest.warns(UserWarning, match=f"IPUInfeedQueue.{argument}=1. has no effect: .*{reason}"):
-        ipu.ipu_infeed_queue.IPUInfeedQueue([np.zeros(1)], **{argument: 1})
+def test_arguments_of_queues_that_mean_nothing():
+    outfeed, infeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue, ipu.ipu_infeed_queue.IPUInfeedQueue
+    for argument, reason in (("device_ordinal", "by its ipu_scope"), ("optimise_latency", "as")):
+        outfeed(**{argument: 0})  # what Graphcore has where it is not given
+        infeed([np.zeros(1)], **{argument: 0})
+        with pytest.warns(UserWarning, match=f"IPUOutfeedQueue.{argument}=1. has no effect: .*{reason}"):
+            outfeed(**{argument: 1})
+        with pytest.warns(UserWarning, match=f"IPUInfeedQueue.{argument}=1. has no effect: .*{reason}"):
+            infeed([np.zeros(1)], **{argument: 1})
 
 
 def test_positions_of_queues_in_all_sdks():
@@ -313,8 +318,7 @@ def run(function, *inputs):
         return value
 
 
-@pytest.mark.parametrize("axis", [-1, 1])
-@pytest.mark.parametrize("is_strided", [True, False])
+@pytest.mark.parametrize(("axis", "is_strided"), [(-1, True), (1, False)])
 def test_group_norm(rng, axis, is_strided):
     x = rng.normal(1, 3, (2, 6, 4, 6)).astype(np.float32)
     found = run(
@@ -375,11 +379,7 @@ def test_variables_of_normalizations():
         ({"groups": 3}, ValueError, "groups must divide the 4 channels"),
         ({"variables_collections": ["a"]}, ValueError, "must be None"),
         ({"param_initializers": {"delta": 0.0}}, ValueError, "are for beta and gamma"),
-        (
-            {"center": None},
-            TypeError,
-            "center must be True or False; got None. SDKs before 2.0 had reduction",
-        ),
+        ({"center": None}, TypeError, "center must be True or False; got None. SDKs before 2.0 had red"),
         ({"center": True, "scale": (1,)}, TypeError, "scale must be True or False"),
     ],
 )
@@ -446,17 +446,16 @@ def test_dropout():
     assert not np.array_equal(same[0], rand_ops.dropout(x, seed=[1, 2], seed_modifier=2))
 
 
-@pytest.mark.parametrize(
-    "positions", [(None, 0.3), ([1, 2], 0.3), (np.array([1, 2]), 0.3), (0, 0.3), (7, 0.3)]
-)
-def test_dropout_with_the_seed_in_its_older_position(positions):
-    with pytest.raises((ValueError, TypeError), match="Older SDKs had the seed second and the rate third"):
-        rand_ops.dropout(np.ones((2, 3), np.float32), *positions)
+def test_dropout_with_the_seed_in_its_older_position():
+    for seed in (None, [1, 2], np.array([1, 2]), 0, 7):
+        with pytest.raises(
+            (ValueError, TypeError), match="Older SDKs had the seed second and the rate third"
+        ):
+            rand_ops.dropout(np.ones((2, 3), np.float32), seed, 0.3)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
+def test_wrong_dropout():
+    for arguments, error, message in (
         ({"rate": 1.0}, ValueError, "rate must be a number from 0"),
         ({"rate": True}, ValueError, "rate must be a number from 0"),
         ({"noise_shape": (2,)}, ValueError, "noise_shape must have 1, None or the size"),
@@ -465,11 +464,9 @@ def test_dropout_with_the_seed_in_its_older_position(positions):
         ({"seed": 1.5}, ValueError, "seed must be one or two integers"),
         ({"x": np.ones((2, 3), np.int32)}, TypeError, "must be floating-point"),
         ({}, RuntimeError, "outside of"),
-    ],
-)
-def test_wrong_dropout(arguments, error, message):
-    with pytest.raises(error, match=message):
-        rand_ops.dropout(**{"x": np.ones((2, 3), np.float32), **arguments})
+    ):
+        with pytest.raises(error, match=message):
+            rand_ops.dropout(**{"x": np.ones((2, 3), np.float32), **arguments})
 
 
 def test_outlined_functions():
@@ -506,33 +503,6 @@ def test_scopes_end_with_the_function_that_they_are_in():
         front.compile_program(lambda: ipu.get_variable("z", (2,)) + ipu.get_variable("z", (2,)))
     with pytest.raises(RuntimeError, match="outside of a program"):
         ipu.get_variable_scope().reuse_variables()
-
-
-def test_a_scope_that_is_opened_again_says_what_it_said():
-    def function():
-        with ipu.variable_scope("a", initializer=7.0, dtype=jnp.float16) as scope:
-            pass
-        with ipu.variable_scope("b", initializer=1.0), ipu.variable_scope(scope):
-            first = ipu.get_variable("w", (2,))
-        with ipu.variable_scope("block"):
-            second = ipu.get_variable("w", (2,))
-        with ipu.variable_scope(None, default_name="block") as scope:
-            assert scope == "block_1"
-        return first, second
-
-    with ipu.Session() as session:
-        first, _second = session.run(front.compile_program(function))
-    assert (first.dtype, first.tolist()) == (np.float16, [7, 7])
-
-
-def test_a_saver_deletes_only_checkpoints(tmp_path):
-    (tmp_path / "2020").mkdir()
-    (tmp_path / "2020" / "photo").write_text("x")
-    with ipu.Session() as session:
-        session.run(Trained().compiled)
-        ipu.Saver(max_to_keep=1).save(session, tmp_path, np.int64(3000))
-        ipu.Saver(max_to_keep=1).save(session, tmp_path, 3001)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["2020", "3001"]
 
 
 def test_seeds_beside_sessions_and_data_sets():

@@ -15,6 +15,7 @@ from ipu_pipeline.ipu_run_config import IPURunConfig, RunConfig
 from ipu_pipeline.ipu_session_run_hooks import IPULoggingTensorHook, SessionRunHook
 from ipu_pipeline.optimizers import GradientAccumulationOptimizerV2, tf1
 from tests.support import front, models
+from tests.support.estimating import scalars_in
 
 RNG = np.random.default_rng(4)
 X = RNG.normal(size=(24, 4, 5)).astype(np.float32)
@@ -96,6 +97,10 @@ def plain_loop(variables, rates, count, is_mean=False):
     return models.plain_loop(plain_loss, variables, groups, count, momentum(schedule), method)[1]
 
 
+def mean(value):
+    return {"a": ipu.metrics.mean(value)}
+
+
 def momentum(rate):
     """As TensorFlow 1 has it: the rate is that of the update, also for what was accumulated."""
     return optax.chain(optax.trace(0.9), optax.scale_by_learning_rate(rate))
@@ -169,14 +174,17 @@ def test_evaluation_and_prediction(trained):
     assert only == {"class": predicted[0, 0]}
 
 
-def test_metrics_on_the_host(trained):
+@pytest.mark.parametrize("kind", [dict, list])
+def test_metrics_on_the_host(kind, trained):
+    """Of values that are given by name, or in an order."""
+
     def with_function(features, labels, mode):
         logits = logits_of(features)
 
         def function(labels, logits):
             return {"recall": ipu.metrics.recall(labels, logits.argmax(-1)), "largest": logits.max()}
 
-        given = {"labels": labels, "logits": logits}
+        given = {"labels": labels, "logits": logits} if kind is dict else [labels, logits]
         return IPUEstimatorSpec(mode, loss=loss_of(logits, labels), eval_metrics=(function, given))
 
     found = make_estimator(trained.model_dir, with_function).evaluate(dataset(11))
@@ -196,17 +204,57 @@ class Values(SessionRunHook):
     def __init__(self):
         self.losses = []
 
-    def before_run(self, run_context):
-        del run_context
+    def before_run(self, _run_context):
         return ipu.ipu_session_run_hooks.SessionRunArgs("loss")
 
-    def after_run(self, run_context, run_values):
-        del run_context
+    def after_run(self, _run_context, run_values):
         self.losses.append(run_values.results)
 
 
+class Runs(SessionRunHook):
+    count = 0
+
+    def after_run(self, *_arguments):
+        self.count += 1
+
+
+def test_losses_are_averaged_over_a_run_and_hooks_of_the_model_are_called(tmp_path):
+    """As Graphcore's own tests ask it, with a variable, which a model that trains has here."""
+    counters = {f"{kind}_hooks": Runs() for kind in ("training", "evaluation", "prediction")}
+
+    def model(features, labels, mode):
+        # Where there are no labels, only predictions are made.
+        total = features["x"] + (0 if labels is None else labels["y"])
+        loss = total + 0 * ipu.get_variable("w", initializer=0.0)
+        return IPUEstimatorSpec(
+            mode,
+            loss=loss,
+            predictions=features["x"],
+            train_op=tf1.GradientDescentOptimizer(0.1).minimize(loss),
+            eval_metric_ops=mean(total),
+            **{name: [counter] for name, counter in counters.items()},
+        )
+
+    def counts():
+        return [counter.count for counter in counters.values()]
+
+    def increasing():
+        return [({"x": x}, {"y": x}) for x in np.arange(4, dtype=np.float32)]
+
+    estimator = make_estimator(tmp_path, model, per_loop=2, save_summary_steps=1, log_step_count_steps=1)
+    estimator.train(increasing, steps=4)
+    assert [value for _step, name, value in scalars_in(tmp_path) if name == "loss"] == [1, 5]
+    assert counts() == [2, 0, 0]
+    assert estimator.evaluate(increasing, steps=2)["loss"] == 1
+    assert counts() == [2, 1, 0]
+    predictions = estimator.predict(increasing)
+    assert counts() == [2, 1, 0]  # nothing runs before the first prediction is asked for
+    assert next(predictions) == 0
+    assert counts() == [2, 1, 1]
+
+
 def test_layers_that_draw_and_assign_and_hooks_that_log(tmp_path, caplog):
-    """The optimizer's trace of the model_fn assigns, logs and draws nothing more."""
+    """The optimizer's trace of the model_fn logs nothing more."""
     caplog.set_level(logging.INFO, "ipu_pipeline")
     hook = IPULoggingTensorHook(every_n_iter=1, formatter=lambda values: f"mean is {values['mean']:.6f}")
     seen = Values()
@@ -351,10 +399,6 @@ def test_wrong_models(model, error, message, tmp_path):
 
 def ratio(loss):
     return {"ratio": (loss, loss)}
-
-
-def mean(value):
-    return {"a": ipu.metrics.mean(value)}
 
 
 @pytest.mark.filterwarnings("ignore:There is no checkpoint")

@@ -181,6 +181,6 @@ def test_evaluation_and_prediction_with_replicas_in_two_processes(tmp_path):
     started = joined.start(
         infer, 2, None, str(tmp_path / "model"), directory=tmp_path / "two", joins_itself=True
     )
-    for index, (found, numbers) in enumerate(joined.finish(started, tmp_path / "two", 120)):
+    for index, (found, numbers) in enumerate(joined.finish(started, tmp_path / "two", 600)):
         assert_trees_close(found, expected)
         assert numbers == [True, 2, 2, 1, index]
