@@ -129,19 +129,15 @@ def shapes_of(tree):
     return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
 
 
-def check(environment, program, feeds, queues, initializer, num_runs=2):
+def check(environment, program, queues, initializer):
     """Dequeues on real data and on synthetic data: the same shapes, and zeros that can be written to."""
     with ipu.Session(seed=1) as session:
         session.run([initializer, ipu.global_variables_initializer()])
         found = []
         for word in ("", "zeros", "random"):
             environment.setenv(OWN, word)
-            for _run in range(num_runs):
-                session.run(program, feeds)
-            if word:
-                for queue in queues:
-                    for part in queue._on_device:
-                        assert all(not any(leaf.strides) for leaf in part.leaves)  # no memory, no copies
+            for _run in range(2):
+                session.run(program)
             found.append([session.run(queue.dequeue()) for queue in queues])
         real, *made_up = found
         assert any(np.any(leaf) for leaf in jax.tree.leaves(real))
@@ -201,12 +197,9 @@ ALL, LAST = IPUOutfeedMode.ALL, IPUOutfeedMode.LAST
 @pytest.mark.parametrize(
     ("mode", "options"),
     [
-        (LAST, {}),
-        (ALL, {"outfeed_loss": True, "repeat_count": 2}),
+        (LAST, {"device_mapping": [0, 0], "repeat_count": 2}),
         (ALL, {"outfeed_loss": True, "accumulate_outfeed": True}),
-        (ALL, {"device_mapping": [0, 0], "repeat_count": 2}),
         (ALL, {"outfeed_loss": True, "replicated": True}),
-        (LAST, {"outfeed_loss": True, "replicated": True}),
     ],
 )
 def test_pipelines(environment, mode, options):
@@ -214,12 +207,11 @@ def test_pipelines(environment, mode, options):
     select(4 if "replicated" in options else 1 if "device_mapping" in options else 2)
     queues = [IPUOutfeedQueue(mode) for _queue in range(3)]
     program, initializer = pipelined(queues, **options)
-    check(environment, program, {}, queues, initializer)
+    check(environment, program, queues, initializer)
 
 
-@pytest.mark.parametrize("num_ipus", [1, pytest.param(2, marks=pytest.mark.thorough)])
-def test_loops(environment, num_ipus):
-    select(num_ipus)
+def test_loops(environment):
+    select(1)
     queue, last = IPUOutfeedQueue(), IPUOutfeedQueue(IPUOutfeedMode.LAST)
     infeed = IPUInfeedQueue(front.data())
 
@@ -227,14 +219,11 @@ def test_loops(environment, num_ipus):
         with ipu.variable_scope("first"):
             x = ipu.layers.Dense(10)(x)
         loss = jnp.mean(optax.softmax_cross_entropy_with_integer_labels(x, labels))
-        optimizer = optax.sgd(0.1)
-        opt = ipu.optimizers.GradientAccumulationOptimizerV2(optimizer, 2)
-        if num_ipus > 1:
-            opt = ipu.optimizers.CrossReplicaGradientAccumulationOptimizerV2(optimizer, 2)
+        opt = ipu.optimizers.GradientAccumulationOptimizerV2(optax.sgd(0.1), 2)
         return total + 1, opt.minimize(loss), queue.enqueue((loss, x)), last.enqueue(loss)
 
     program = front.compile_program(functools.partial(loops.repeat, 5, body, [np.float32(0)], infeed))
-    check(environment, program, {}, [queue, last], infeed.initializer)
+    check(environment, program, [queue, last], infeed.initializer)
 
 
 def test_the_last_element_needs_one(environment):

@@ -53,6 +53,7 @@ class Queues:
         options = {
             "optimizer_function": optimizer_function,
             "gradient_accumulation_count": COUNT,
+            "measure": False,
             **options,
         }
         return pipelining_ops.auto_stages(
@@ -80,20 +81,18 @@ class Queues:
         )
 
 
-def train(queues, make_stages, optimizer_function=optimizer_function, feeds=None):
+def train(queues, make_stages):
     """Losses and variables after two updates; `make_stages` takes the traced rate."""
     rate = ipu.placeholder(np.float32, [], name="rate")
 
     def model(given):
-        return queues.pipeline(
-            make_stages(given), [given], repeat_count=2, optimizer_function=optimizer_function
-        )
+        return queues.pipeline(make_stages(given), [given], repeat_count=2)
 
     with ipu.scopes.ipu_scope("/device:IPU:0"):
         program = ipu.ipu_compiler.compile(model, inputs=[rate])
     with ipu.Session(seed=1) as session:
         session.run(queues.infeed.initializer)
-        session.run(program, {rate: 0.1, **(feeds or {})})
+        session.run(program, {rate: 0.1})
         losses = session.run(queues.outfeed.dequeue())
         return losses, {name: np.asarray(value) for name, value in session.variables.items()}
 
@@ -112,65 +111,6 @@ def by_hand():
     return [compose(LAYERS[:2]), compose(LAYERS[2:])]
 
 
-def test_inside_and_outside_of_a_compiled_function():
-    losses, variables = train(Queues(), lambda _rate: by_hand())
-    queues = Queues()
-    rate = ipu.placeholder(np.float32, [])
-    outside = queues.auto(inputs=[rate])
-    found = []
-    inside = Queues()
-
-    def make_inside(given):
-        found.append(inside.auto(inputs=[given]))
-        return found[0]
-
-    for own, make in ((queues, lambda _rate: outside), (inside, make_inside)):
-        own_losses, own_variables = train(own, make)
-        np.testing.assert_allclose(own_losses, losses, rtol=1e-5)
-        assert sorted(own_variables) == sorted(variables)
-        for name, value in variables.items():
-            np.testing.assert_allclose(own_variables[name], value, rtol=1e-5, atol=1e-6)
-    assert isinstance(outside, pipelining_ops.AutoStages)
-    assert outside.groups == found[0].groups
-    assert outside.table.layers == ("first", "dense.0", "dense.1", "dense.2", "last")
-    assert [stage.__name__ for stage in outside] == [
-        "-".join(LAYERS[layer].__name__ for layer in group) for group in outside.groups
-    ]
-
-
-def test_placeholders_that_are_captured():
-    scale = ipu.placeholder(np.float32, [], name="scale")
-
-    def scaled(rate, loss):
-        return pipelining_ops.OptimizerFunctionOutput(optax.sgd(rate * scale), loss)
-
-    queues = Queues()
-    losses, _variables = train(
-        queues,
-        lambda given: queues.auto(inputs=[given], optimizer_function=scaled),
-        scaled,
-        {scale: 1.0},
-    )
-    expected, _variables = train(Queues(), lambda _rate: by_hand())
-    np.testing.assert_allclose(losses, expected, rtol=1e-5)
-
-
-def test_the_global_step_among_the_inputs():
-    def model():
-        rate = 0.1 / (ipu.get_global_step().astype(np.float32) + np.float32(1.0))
-        stages = queues.auto(inputs=[rate])
-        assert len(stages) == 3
-        return queues.pipeline(stages, [rate])
-
-    queues = Queues()
-    with ipu.scopes.ipu_scope("/device:IPU:0"):
-        program = ipu.ipu_compiler.compile(model)
-    with ipu.Session(seed=1) as session:
-        session.run(queues.infeed.initializer)
-        session.run(program)
-        assert len(session.run(queues.outfeed.dequeue())) == COUNT
-
-
 def whole(rate, x, labels):
     """The layers as one function, in which later ones have names that go on counting."""
     values = first(rate, x, labels)
@@ -182,49 +122,72 @@ def whole(rate, x, labels):
     return last(rate, x, labels)
 
 
-def test_a_function_inside_and_outside_of_a_compiled_function():
-    losses, variables = train(Queues(), lambda _rate: [whole])
-    assert {"dense/kernel", "dense_1/kernel", "dense24/dense/kernel"} <= set(variables)
-    rate = ipu.placeholder(np.float32, [])
-    queues, inside = Queues(), Queues()
-    outside = queues.split(whole, inputs=[rate])
-    makers = [
-        (queues, lambda _rate: outside),
-        (inside, lambda given: inside.split(whole, 2, inputs=[given])),
+def check(found, expected):
+    """Losses and variables."""
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
+    assert sorted(found[1]) == sorted(expected[1])
+    for name, value in expected[1].items():
+        np.testing.assert_allclose(found[1][name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_layers_outside_of_a_compiled_function():
+    expected = train(Queues(), lambda _rate: by_hand())
+    queues = Queues()
+    stages = queues.auto(inputs=[ipu.placeholder(np.float32, [])], measure=True)
+    check(train(queues, lambda _rate: stages), expected)
+    assert isinstance(stages, pipelining_ops.AutoStages)
+    assert stages.table.layers == ("first", "dense.0", "dense.1", "dense.2", "last")
+    assert [stage.__name__ for stage in stages] == [
+        "-".join(LAYERS[layer].__name__ for layer in group) for group in stages.groups
     ]
-    for own, make in makers:
-        own_losses, own_variables = train(own, make)
-        np.testing.assert_allclose(own_losses, losses, rtol=1e-5)
-        assert sorted(own_variables) == sorted(variables)
-        for name, value in variables.items():
-            np.testing.assert_allclose(own_variables[name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_layers_in_a_compiled_function_that_captures_a_placeholder_and_gets_the_global_step():
+    scale = ipu.placeholder(np.float32, [], name="scale")
+
+    def scaled(rate, loss):
+        return pipelining_ops.OptimizerFunctionOutput(optax.sgd(rate * scale), loss)
+
+    def model():
+        rate = 0.1 / (ipu.get_global_step().astype(np.float32) + np.float32(1.0))
+        stages = queues.auto(inputs=[rate], optimizer_function=scaled)
+        assert len(stages) == 3
+        return queues.pipeline(stages, [rate], optimizer_function=scaled)
+
+    queues = Queues()
+    with ipu.scopes.ipu_scope("/device:IPU:0"):
+        program = ipu.ipu_compiler.compile(model)
+    with ipu.Session(seed=1) as session:
+        session.run(queues.infeed.initializer)
+        session.run(program, {scale: 1.0})
+        assert len(session.run(queues.outfeed.dequeue())) == COUNT
+
+
+def test_a_function_inside_and_outside_of_a_compiled_function():
+    """Inside, it captures a placeholder and gets the global step."""
+    expected = train(Queues(), lambda _rate: [whole])
+    assert {"dense/kernel", "dense_1/kernel", "dense24/dense/kernel"} <= set(expected[1])
+    queues = Queues()
+    outside = queues.split(whole, inputs=[ipu.placeholder(np.float32, [])])
+    check(train(queues, lambda _rate: outside), expected)
     assert isinstance(outside, pipelining_ops.AutoStages)
     assert outside.table.unit == "part"
-
-
-def test_a_function_that_captures_a_placeholder_and_gets_the_global_step():
-    scale = ipu.placeholder(np.float32, [], name="scale")
+    scale, inside = ipu.placeholder(np.float32, [], name="scale"), Queues()
 
     def model(rate, x, labels):
         return whole(rate, x * scale, labels)
 
-    found = []
-    for is_split in (False, True):
-        queues = Queues()
+    def compiled():
+        rate = 0.1 / (ipu.get_global_step().astype(np.float32) + np.float32(1.0))
+        return inside.pipeline(inside.split(model, 2, inputs=[rate]), [rate])
 
-        def compiled(queues=queues, is_split=is_split):
-            rate = 0.1 / (ipu.get_global_step().astype(np.float32) + np.float32(1.0))
-            stages = queues.split(model, inputs=[rate]) if is_split else [model]
-            return queues.pipeline(stages, [rate], repeat_count=2)
-
-        with ipu.scopes.ipu_scope("/device:IPU:0"):
-            program = ipu.ipu_compiler.compile(compiled)
-        with ipu.Session(seed=1) as session:
-            session.run(queues.infeed.initializer)
-            session.run(program, {scale: 2.0})
-            found.append(session.run(queues.outfeed.dequeue()))
-    assert np.ptp(found[0]) > 0
-    np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
+    with ipu.scopes.ipu_scope("/device:IPU:0"):
+        program = ipu.ipu_compiler.compile(compiled)
+    with ipu.Session(seed=1) as session:
+        session.run(inside.infeed.initializer)
+        session.run(program, {scale: 1.0})
+        losses = session.run(inside.outfeed.dequeue())
+    np.testing.assert_allclose(losses, expected[0][:COUNT], rtol=1e-5)
 
 
 @pytest.mark.parametrize("reuse", [False, True])
@@ -245,15 +208,9 @@ def test_two_pipelines_of_one_model(reuse):
                     own.pipeline(stages, [rate], name=f"pipeline{own is other}")
 
         with ipu.scopes.ipu_scope("/device:IPU:0"):
-            program = ipu.ipu_compiler.compile(compiled, inputs=[rate])
-        with ipu.Session(seed=1) as session:
-            session.run([queues.infeed.initializer, other.infeed.initializer])
-            session.run(program, {rate: 0.1})
-            found.append({name: np.asarray(value) for name, value in session.variables.items()})
+            found.append(ipu.ipu_compiler.compile(compiled, inputs=[rate]).variables)
     assert sorted(found[0]) == sorted(found[1])
     assert ("dense_2/kernel" in found[0]) is not reuse
-    for name, value in found[0].items():
-        np.testing.assert_allclose(found[1][name], value, rtol=1e-5, atol=1e-6)
 
 
 def named(rate, x, labels):
@@ -268,13 +225,12 @@ def named(rate, x, labels):
     return rate, jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels))
 
 
-@pytest.mark.parametrize("has_step", [False, True])
-def test_a_program_shows_where_it_is_cut_and_why(has_step, tmp_path):
-    """In its placement, its summary, its profile and the page of that; also with a global step as input."""
+def test_a_program_shows_where_it_is_cut_and_why(tmp_path):
+    """In its placement, its summary, its profile and the page of that; with a global step as input."""
     queues = Queues()
 
     def compiled():
-        rate = 0.1 / (ipu.get_global_step().astype(np.float32) + 1) if has_step else np.float32(0.1)
+        rate = 0.1 / (ipu.get_global_step().astype(np.float32) + 1)
         return queues.pipeline(queues.split(whole, 3, inputs=[rate]), [rate])
 
     with ipu.scopes.ipu_scope("/device:IPU:0"):
@@ -303,7 +259,7 @@ def test_a_program_shows_where_it_is_cut_and_why(has_step, tmp_path):
 
 def test_inference_and_counting():
     queues = Queues()
-    stages = queues.auto(2, [np.float32(0.1)], optimizer_function=None, measure=False)
+    stages = queues.auto(2, [np.float32(0.1)], optimizer_function=None)
     assert stages.table.source == "counted"
     assert set(stages.table.update_seconds) == {0.0}
 
@@ -312,17 +268,9 @@ def test_inference_and_counting():
     ("options", "error", "message"),
     [
         ({"num_stages": 6}, ValueError, "num_stages must be an integer from 1 to the number of layers, 5"),
-        (
-            {"gradient_accumulation_count": None},
-            ValueError,
-            "gradient_accumulation_count must be specified",
-        ),
+        ({"gradient_accumulation_count": None}, ValueError, "gradient_accumulation_count must be"),
         ({"gradient_accumulation_count": 0}, ValueError, "gradient_accumulation_count"),
-        (
-            {"device_mapping": [0]},
-            ValueError,
-            "Each stage must be mapped to an IPU: 1 mappings != 3 stages",
-        ),
+        ({"device_mapping": [0]}, ValueError, "Each stage must be mapped to an IPU: 1 mappings != 3"),
         ({"pipeline_schedule": "gouped"}, ValueError, "gouped"),
         ({"optimizer_function": 3}, TypeError, "optimizer_function"),
         ({"tensor_parallel": 2}, TypeError, "tensor_parallel must be a TensorParallel"),

@@ -142,14 +142,13 @@ def initial(_model):
 @pytest.mark.parametrize(
     "options",
     [
-        {},
         {"pipeline_schedule": PipelineSchedule.Sequential, "is_mean": True, "device_mapping": [0, 0]},
         {
             "pipeline_schedule": PipelineSchedule.Interleaved,
             "recomputation_mode": RecomputationMode.RecomputeThenBackpropagate,
         },
     ],
-    ids=["grouped", "sequential_mean_on_one_ipu", "interleaved_recomputed"],
+    ids=["sequential_mean_on_one_ipu", "interleaved_recomputed"],
 )
 def test_pipelines(options):
     config = ipu.config.IPUConfig()
@@ -170,12 +169,12 @@ def test_pipelines(options):
 
 def test_replicas():
     front.ipu_config(4).configure_ipu_system()
-    model = Pipelined(replicas=2)
+    model = Pipelined(replicas=2, count=2, updates=1)
     start = initial(model)
     with ipu.Session(seed=3) as session:
         model.run(session)
         found = session.variables
-    _losses, expected = plain(start, model.batches, 3, num_replicas=2)
+    _losses, expected = plain(start, model.batches, 2, num_replicas=2)
     models.assert_trees_close(found, jax.tree.map(np.asarray, expected))
 
 
@@ -205,14 +204,13 @@ class Looped:
     run = Pipelined.run
 
 
-@pytest.mark.parametrize(("every", "sharded"), [(1, False), (2, True), (2, False)])
-def test_loops(every, sharded):
-    model = Looped(4, every, sharded=sharded)
+def test_a_sharded_loop():
+    model = Looped(4, every=2, sharded=True)
     start = initial(model)
     with ipu.Session(seed=3) as session:
         losses = model.run(session)
         found = session.variables
-    wanted, expected = plain(start, model.batches, every)
+    wanted, expected = plain(start, model.batches, 2)
     models.assert_trees_close(losses, wanted)
     models.assert_trees_close(found, jax.tree.map(np.asarray, expected))
 
@@ -255,11 +253,6 @@ def test_runs_and_checkpoints_within_an_update(tmp_path):
     with ipu.Session() as session:
         session.restore(tmp_path / "complete", infeeds=False)
         models.assert_trees_close(session.variables, found)
-        model.run(session)
-        model.run(session)
-        again = session.variables
-    _losses, expected = plain(found, [*model.batches, *model.batches], 2)
-    models.assert_trees_close(again, jax.tree.map(np.asarray, expected))
 
 
 def test_a_step_that_did_not_end_leaves_the_table_as_it_was():
@@ -291,12 +284,19 @@ def minimize(loss, **options):
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint32"])
-def test_narrow_indices(dtype):
-    table = make_counting(70_000)
+def test_narrow_indices_and_a_lookup_of_no_rows(dtype):
+    """Of an embedding that is made in what is compiled."""
+    tables = []
+
+    def step(ids):
+        tables.append(make_counting(70_000))
+        nothing = tables[-1].lookup(np.zeros((0, 2), np.int32))
+        return minimize(tables[-1].lookup(ids).sum() + nothing.sum())
+
     ids = ipu.placeholder(dtype, [2])
-    program = front.compile_program(lambda ids: minimize(table.lookup(ids).sum()), inputs=[ids])
+    program = front.compile_program(step, inputs=[ids])
     last = np.iinfo(dtype).max
-    with ipu.Session() as session, table.register(session):
+    with ipu.Session() as session, tables[-1].register(session):
         session.run(program, {ids: [100, last]})
         (trained,) = np.nonzero(session.variables["words"][:, 0])
     assert list(trained) == [100, min(last, 69_999)]
@@ -335,29 +335,6 @@ def test_rows_that_are_not_there_do_not_train():
             assert not session.variables["words"].any()
         session.run(program, {ids: [0, 3]})
         assert session.variables["words"].ravel().tolist() == [-1, 0, 0, -1]
-
-
-def test_a_lookup_of_no_rows():
-    table = make_counting()
-    program = front.compile_program(
-        lambda: minimize(table.lookup(np.zeros((0, 2), np.int32)).sum() + table.lookup(np.int32(1)).sum())
-    )
-    with ipu.Session() as session, table.register(session):
-        session.run(program)
-        assert session.variables["words"].ravel().tolist() == [0, -1, 0, 0]
-
-
-def test_an_embedding_that_is_made_in_what_is_compiled():
-    made = []
-
-    def step():
-        made.append(make_counting())
-        return minimize(made[-1].lookup(np.array([2])).sum())
-
-    program = front.compile_program(step)
-    with ipu.Session() as session, made[-1].register(session):
-        session.run(program)
-        assert session.variables["words"].ravel().tolist() == [0, 0, -1, 0]
 
 
 def test_other_programs_take_the_table_from_a_checkpoint(tmp_path):
@@ -422,8 +399,8 @@ def test_an_estimator_whose_hook_registers_the_table(tmp_path):
     config = ipu.ipu_run_config.RunConfig(ipu.ipu_run_config.IPURunConfig(2, options))
     estimator = ipu.ipu_estimator.IPUEstimator(model_fn, tmp_path, config)
     for _time in range(2):
-        estimator.train(lambda: [np.array([1, 3], np.int32)] * 4, steps=4, hooks=[Register()])
-    assert estimator.get_variable_value("words").ravel().tolist() == [0, -8, 0, -8]
+        estimator.train(lambda: [np.array([1, 3], np.int32)] * 2, steps=2, hooks=[Register()])
+    assert estimator.get_variable_value("words").ravel().tolist() == [0, -4, 0, -4]
 
 
 def test_lookups_without_training():
@@ -476,11 +453,16 @@ def test_others_read_weights_and_table_of_one_update(monkeypatch):
     )
     read, descend = [], host_rows._descend
 
+    def read_variables(has_begun):
+        has_begun.set()
+        read.append(session.variables)
+
     def descend_while_others_read(*arguments):
-        thread = threading.Thread(target=lambda: read.append(session.variables))
+        has_begun = threading.Event()
+        thread = threading.Thread(target=read_variables, args=(has_begun,))
         thread.start()
-        thread.join(0.2)
-        assert thread.is_alive()  # it waits for the table
+        has_begun.wait()
+        assert len(read) <= len(threads)  # it waits for the table
         descend(*arguments)
         threads.append(thread)
 
@@ -490,7 +472,7 @@ def test_others_read_weights_and_table_of_one_update(monkeypatch):
         session.load({"w": np.float32(0)})
         session.run(program)
         for thread in threads:
-            thread.join(60)
+            thread.join()
     assert len(read) == 3
     assert all(one["w"] == one["words"][0, 0] for one in read)
 
@@ -601,11 +583,7 @@ def look_up_row_20():
 @pytest.mark.parametrize(
     ("refused", "error", "match"),
     [
-        (
-            lambda: make_table().lookup(np.zeros(2, np.int32)),
-            RuntimeError,
-            "HostEmbedding.lookup was called outside of a program",
-        ),
+        (lambda: make_table().lookup(np.zeros(2, np.int32)), RuntimeError, "HostEmbedding.lookup was"),
         (
             lambda: compiled(lambda table, _other: table.lookup(np.zeros(2))),
             TypeError,

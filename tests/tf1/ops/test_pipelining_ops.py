@@ -36,49 +36,21 @@ OPTIMIZER, OUTFEED = "optimizer_function", "outfeed_queue"
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        (
-            {"continuous_weight_updates": None},
-            TypeError,
-            "continuous_weight_updates must be False; got None",
-        ),
+        ({"continuous_weight_updates": None}, TypeError, "continuous_weight_updates must be False; got"),
         ({"name": ""}, TypeError, "name must be a non-empty string, or None; got ''"),
-        (
-            {"gradient_accumulation_dtype": "float8_e4m3fn"},
-            ValueError,
-            "JAX does not mix float8_e4m3fn with the float32 of variable first/dense/kernel",
-        ),
-        (
-            {OPTIMIZER: lambda loss: loss},
-            TypeError,
-            r"the optimizer_function takes \(loss\), but what the last stage returns gives it",
-        ),
-        (
-            {"continuous_weight_updates": True},
-            NotImplementedError,
-            "Continuous weight updates are currently not supported.",
-        ),
+        ({"gradient_accumulation_dtype": "float8_e4m3fn"}, ValueError, "JAX does not mix float8_e4m3fn"),
+        ({OPTIMIZER: lambda loss: loss}, TypeError, r"the optimizer_function takes \(loss\), but what the"),
+        ({"continuous_weight_updates": True}, NotImplementedError, "Continuous weight updates are"),
         ({COUNT: None}, ValueError, "^gradient_accumulation_count must be specified."),
         ({COUNT: 0}, ValueError, "gradient_accumulation_count must be .*got 0"),
         ({COUNT: 2**31}, ValueError, "gradient_accumulation_count must be"),
         ({COUNT: 2.5}, TypeError, "gradient_accumulation_count must be .*2.5"),
-        (
-            {COUNT: ipu.placeholder(np.float32)},
-            TypeError,
-            r"gradient_accumulation_count must be an integer scalar; got float32\[\]",
-        ),
+        ({COUNT: ipu.placeholder(np.float32)}, TypeError, "gradient_accumulation_count must be an"),
         ({"repeat_count": 0}, ValueError, "repeat_count must be from 1.*got 0"),
-        (
-            {STAGES: front.first_stage},
-            TypeError,
-            "computational_stages argument needs to be a list or a tuple",
-        ),
+        ({STAGES: front.first_stage}, TypeError, "computational_stages argument needs to be a list or a"),
         ({STAGES: []}, ValueError, "at least one stage"),
         ({STAGES: [1]}, TypeError, r"computational_stages\[0\] must be a function; got 1"),
-        (
-            {STAGES: [front.first_stage, [], front.second_stage]},
-            ValueError,
-            r"computational_stages\[1\] must have functions; the list is empty",
-        ),
+        ({STAGES: [front.first_stage, [], front.second_stage]}, ValueError, r"computational_stages\[1\]"),
         (
             {STAGES: [[front.first_stage, abs], front.second_stage], "device_mapping": [0, 1]},
             ValueError,
@@ -111,25 +83,28 @@ OPTIMIZER, OUTFEED = "optimizer_function", "outfeed_queue"
             ValueError,
             r"loss must be a scalar, but it has shape \(1,\)",
         ),
+        ({"pipeline_schedule": "fast"}, ValueError, "pipeline_schedule must be one of grouped.*got 'fast'"),
+        ({"pipeline_schedule": PipelineSchedule.Looped}, ValueError, "Looped needs a device_mapping"),
         ({"device_mapping": 0}, TypeError, "device_mapping argument needs to be a list or a tuple"),
         ({"device_mapping": [0]}, ValueError, "Each stage must be mapped to an IPU: 1 mappings != 2"),
         ({"device_mapping": [0, -1]}, ValueError, r"device_mapping\[1\] is -1"),
         ({"post_validation": 1}, TypeError, "post_validation must be a bool; got 1"),
         ({"post_validation": True, OPTIMIZER: None}, ValueError, "post_validation needs an optimizer_func"),
         ({"pipeline_schedule": 3}, TypeError, "not a member of the PipelineSchedule enumeration"),
-        (
-            {"reduction_method": "MEDIAN"},
-            ValueError,
-            "Cannot parse 'MEDIAN' as one of GradientAccumulationReductionMethod",
-        ),
+        ({"reduction_method": "MEDIAN"}, ValueError, "Cannot parse 'MEDIAN' as one of"),
         ({OPTIMIZER: None}, ValueError, "An optimizer_function must be provided when outfeed_loss is True"),
         ({OUTFEED: None}, ValueError, "An outfeed_queue must be provided when outfeed_loss is True"),
-        (
-            {OUTFEED: None, "outfeed_loss": False},
-            ValueError,
-            r"^The last computational stage has tensor outputs: float32\[\], float32\[\], but no",
-        ),
+        ({OUTFEED: None, "outfeed_loss": False}, ValueError, "^The last computational stage has tensor"),
         ({STAGES: [lambda rate, x, y: (rate, jnp.mean(x))]}, ValueError, "No variables to optimize"),
+        (
+            {
+                OPTIMIZER: lambda rate, loss: OptimizerFunctionOutput(
+                    optax.sgd(rate), loss, compute_gradients_args=[["nope"]]
+                )
+            },
+            ValueError,
+            "'nope' to train does not exist",
+        ),
         (
             {STAGES: [front.first_stage, lambda rate, x: (rate, jnp.mean(x))]},
             TypeError,
@@ -169,15 +144,23 @@ def test_parallel_stages():
     placed = {"device_mapping": [[2, 0], 1]}
     mapped = front.Model(computational_stages=[(front.first_stage, right), join], **placed)
     assert mapped.program.calls[0].pipeline.device_mapping == (2, 0, 1)
-    expected = run(front.Model(computational_stages=[both, join]), 2)
-    for model in (parallel, mapped):
-        models.assert_trees_close(run(model, 2), expected)
+    expected = run(front.Model(computational_stages=[both, join]))
+    models.assert_trees_close(run(mapped), expected)
 
 
 def test_schedules():
     """Each has as many micro-batches in flight as the engine's; whose tests compare numbers."""
+    expected = {
+        None: (6, 5, 3, 1),
+        PipelineSchedule.Grouped: (6, 5, 3, 1),
+        PipelineSchedule.Interleaved: (4, 3, 2, 1),
+        PipelineSchedule.Sequential: (1, 1, 1, 1),
+        PipelineSchedule.ZeroBubble: (4, 4, 3, 4),
+        PipelineSchedule.LoopedZeroBubble: (4, 4, 2, 2),
+        PipelineSchedule.VMin: (2, 2, 2, 1),
+    }
     in_flight = {}
-    for schedule in (None, *PipelineSchedule):
+    for schedule in expected:
         model = front.Model(
             computational_stages=[front.first_stage, *[pass_on] * 2, front.second_stage],
             gradient_accumulation_count=6,
@@ -185,59 +168,22 @@ def test_schedules():
             device_mapping=MAPPINGS.get(schedule),
         )
         in_flight[schedule] = model.program.calls[0].pipeline.timetable(6).in_flight
-    assert in_flight == {
-        None: (6, 5, 3, 1),
-        PipelineSchedule.Grouped: (6, 5, 3, 1),
-        PipelineSchedule.Interleaved: (4, 3, 2, 1),
-        PipelineSchedule.Sequential: (1, 1, 1, 1),
-        PipelineSchedule.AllForwards: (6, 6, 6, 6),
-        PipelineSchedule.Looped: (4, 3, 2, 1),
-        PipelineSchedule.ZeroBubble: (4, 4, 3, 4),
-        PipelineSchedule.ZeroBubbleH2: (6, 6, 6, 6),
-        PipelineSchedule.LoopedZeroBubble: (4, 4, 2, 2),
-        PipelineSchedule.ZeroBubbleV: (4, 3, 2, 1),
-        PipelineSchedule.VHalf: (4, 3, 2, 1),
-        PipelineSchedule.VMin: (2, 2, 2, 1),
-        PipelineSchedule.DualPipeV: (4, 3, 2, 1),
-    }
+    assert in_flight == expected
 
 
 def pass_on(*values):
     return values
 
 
-AROUND, DOWN_AND_UP = [0, 1, 0, 1], [0, 1, 1, 0]
-MAPPINGS = {
-    PipelineSchedule.Looped: AROUND,
-    PipelineSchedule.LoopedZeroBubble: AROUND,
-    PipelineSchedule.ZeroBubbleV: DOWN_AND_UP,
-    PipelineSchedule.VHalf: DOWN_AND_UP,
-    PipelineSchedule.VMin: DOWN_AND_UP,
-    PipelineSchedule.DualPipeV: DOWN_AND_UP,
-}
-
-
-@pytest.mark.parametrize(
-    ("schedule", "mapping"),
-    [("Looped", AROUND), ("ZeroBubble", None), ("ZeroBubble", AROUND), ("ZeroBubbleV", DOWN_AND_UP)],
-)
-def test_schedules_that_graphcore_s_do_not_have(schedule, mapping):
-    stages = [front.first_stage, *[pass_on] * 2, front.second_stage]
-    model = front.Model(
-        computational_stages=stages,
-        pipeline_schedule=PipelineSchedule[schedule],
-        device_mapping=mapping,
-    )
-    models.assert_trees_close(run(model, 2), run(front.Model(computational_stages=stages), 2))
+MAPPINGS = {PipelineSchedule.LoopedZeroBubble: [0, 1, 0, 1], PipelineSchedule.VMin: [0, 1, 1, 0]}
 
 
 def test_the_best_schedule_for_the_stages_own_costs():
-    found = [
-        run(front.Model(pipeline_schedule=schedule), 2)
-        for schedule in (None, PipelineSchedule.searched(), PipelineSchedule.searched(10**8))
-    ]
-    for one in found[1:]:
-        models.assert_trees_close(one, found[0])
+    found, expected = (
+        run(front.Model(pipeline_schedule=schedule))
+        for schedule in (PipelineSchedule.searched(10**8), None)
+    )
+    models.assert_trees_close(found, expected)
     with pytest.raises(ValueError, match="bytes_per_ipu must be an integer of at least 1, or None; got 0"):
         PipelineSchedule.searched(0)
     model = front.Model(pipeline_schedule=PipelineSchedule.searched(1))
@@ -254,8 +200,7 @@ def test_post_validation():
             clipped = optax.chain(optax.clip_by_global_norm(1e-3), optax.adam(0.01))
             return OptimizerFunctionOutput(clipped, loss)
 
-        model = front.Model(repeat_count=4, **{OPTIMIZER: optimize}, **options)
-        return run(model, 2)
+        return run(front.Model(repeat_count=2, **{OPTIMIZER: optimize}, **options))
 
     found, expected = run_updates(post_validation=True), run_updates()
     for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
@@ -265,20 +210,9 @@ def test_post_validation():
 def test_schedules_by_other_names_functions_and_files(tmp_path):
     path = tmp_path / "plan.csv"
     schedules.write_csv(schedules.all_forwards(2, 3, [0, 1]), path)
-    expected = run(front.Model(), 2)
     for schedule in ("gpipe", schedules.all_forwards, path, str(path)):
         model = front.Model(pipeline_schedule=schedule)
-        models.assert_trees_close(run(model, 2), expected)
-
-
-def test_what_is_no_schedule():
-    with pytest.raises(ValueError, match=r"pipeline_schedule must be one of grouped.*got 'fast'"):
-        front.Model(pipeline_schedule="fast")
-
-
-def test_looped_says_what_mapping_it_needs():
-    with pytest.raises(ValueError, match=r"Looped needs a device_mapping .*got \[0, 1\]"):
-        front.Model(pipeline_schedule=PipelineSchedule.Looped)
+        assert model.program.calls[0].pipeline.timetable(3).in_flight == (3, 3)
 
 
 def test_the_loss_or_what_the_last_stage_returns():
@@ -460,14 +394,6 @@ def test_var_list_and_extra_arguments_of_the_update():
 def test_wrong_fields_of_what_an_optimizer_function_returns(fields, error, message):
     with pytest.raises(error, match=message):
         OptimizerFunctionOutput(optax.sgd(1), 0.0, **fields)
-
-
-def test_a_var_list_by_position():
-    def function(rate, loss):
-        return OptimizerFunctionOutput(optax.sgd(rate), loss, compute_gradients_args=[["nope"]])
-
-    with pytest.raises(ValueError, match="'nope' to train does not exist"):
-        compile_with(optimizer_function=function)
 
 
 def test_reduction_methods_parse():

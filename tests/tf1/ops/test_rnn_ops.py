@@ -5,7 +5,6 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import torch
 
@@ -123,26 +122,26 @@ CASES = {
 }
 
 
-MIXTURE, ALL = ["float32", "bfloat16", "float16"], list(CASES)
+ALL = list(CASES)
 
 
 @pytest.mark.parametrize(
-    ("cases", "shift"),
+    ("cases", "dtypes"),
     [
-        *(([case], 0) for case in ALL[2:-1]),
-        (ALL[-1:], None),
-        pytest.param([*ALL[:2], ALL[-1]], 0, marks=pytest.mark.thorough),
-        pytest.param(ALL, 1, marks=pytest.mark.thorough),
-        pytest.param(ALL, 2, marks=pytest.mark.thorough),
-        pytest.param(ALL[:-1], None, marks=pytest.mark.thorough),
+        ([dynamic_lstm, augru_that_resets_after], ["float64"] * 2),
+        (
+            [recomputed_gru, lstm_from_zeros, dynamic_gru_that_resets_after],
+            ["float32", "bfloat16", "float16"],
+        ),
+        pytest.param(ALL, ["float64"] * len(ALL), marks=pytest.mark.thorough),
+        pytest.param(ALL, ["float32", "bfloat16", "float16"] * 3 + ["float32"], marks=pytest.mark.thorough),
     ],
 )
-def test_layers(rng, cases, shift):
+def test_layers(rng, cases, dtypes):
     """Outputs and states by NumPy, and the gradient of every weight, state, input and score.
 
-    In float64, or each case in one dtype of a mixture, and with another shift in another one.
+    In float64, or in a mixture of other dtypes, which a program of float64 cannot have.
     """
-    dtypes = ["float64" if shift is None else MIXTURE[(ALL.index(case) + shift) % 3] for case in cases]
     with jax.enable_x64(dtypes[0] == "float64"):
         accurate = jnp.float64 if dtypes[0] == "float64" else jnp.float32
 
@@ -256,51 +255,6 @@ def test_gru_equals_torch(rng):
 
 
 # In programs
-
-
-@pytest.mark.thorough
-def test_training_in_two_stages(rng):
-    """An LSTM, and a recomputed GRU that gets its sequence and its last state; one update."""
-
-    def first(x, y):
-        with ipu.variable_scope("first"):
-            outputs, state = rnn_ops.PopnnLSTM(UNITS, bias_initializer="normal")(x)
-        return outputs, state, y
-
-    def second(outputs, state, y):
-        with ipu.variable_scope("second"):
-            run_gru = jax.checkpoint(rnn_ops.PopnnGRU(UNITS, return_state=False))
-            return jnp.mean((run_gru(outputs, state.h)[-1] - y) ** 2)
-
-    def plain_loss(v, x, y):
-        kernel, biases = v["first/popnn_lstm/kernel"], v["first/popnn_lstm/biases"]
-        outputs, _c, h = plain_lstm(jnp, x, zeros(jnp, x), zeros(jnp, x), kernel, biases)
-        kernel, biases = v["second/popnn_gru/kernel"], v["second/popnn_gru/biases"]
-        return jnp.mean((plain_gru(jnp, outputs, h, kernel, biases)[0][-1] - y) ** 2)
-
-    shapes = [(TIME, BATCH, FEATURES), (BATCH, UNITS)]
-    elements = [tuple(rng.normal(size=shape).astype("float32") for shape in shapes) for _number in range(4)]
-    infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(elements)
-    outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
-    program = front.compile_pipeline(
-        [first, second],
-        4,
-        infeed_queue=infeed,
-        outfeed_queue=outfeed,
-        optimizer_function=lambda loss: ipu.pipelining_ops.OptimizerFunctionOutput(optax.sgd(0.5), loss),
-        pipeline_schedule=ipu.pipelining_ops.PipelineSchedule.Grouped,
-        outfeed_loss=True,
-    )
-    with ipu.Session(seed=5) as session:
-        session.create_variables(program)
-        variables = dict(session.variables)
-        session.run(infeed.initializer)
-        session.run(program)
-        losses, trained = session.run(outfeed.dequeue()), dict(session.variables)
-    groups = [[element] for element in elements]
-    expected, wanted, _rest = models.plain_loop(jax.jit(plain_loss), variables, groups, 4, optax.sgd(0.5))
-    models.assert_trees_close(losses, np.ravel(expected))
-    models.assert_trees_close(trained, jax.tree.map(np.asarray, wanted))
 
 
 def test_sharing_variables():
@@ -602,41 +556,17 @@ SCORES = np.zeros((TIME, BATCH), "float32")
         (lambda: LSTM(2)(X[0]), ValueError, r"of rank 3, \[time, batch, features\]; got shape"),
         (lambda: LSTM(2)(X.astype("int32")), TypeError, "needs floating-point inputs"),
         (lambda: LSTM(2)(X, training=None), TypeError, "training must be True or False"),
-        (
-            lambda: LSTM(2)(X, (STATE, STATE)),
-            TypeError,
-            r"PopnnLSTM popnn_lstm: initial_state must be an LSTMStateTuple; got a tuple. Give .*\(c, h\)",
-        ),
-        (
-            lambda: LSTM(2)(X, StateTuple(STATE, STATE[:1])),
-            ValueError,
-            r"initial_state.h must have shape \(5, 2\), \[batch, units\]; got \(1, 2\)",
-        ),
-        (
-            lambda: GRU(2)(X, STATE.astype("int32")),
-            TypeError,
-            "initial_state must have floating-point numbers; got int32",
-        ),
+        (lambda: LSTM(2)(X, (STATE, STATE)), TypeError, "PopnnLSTM popnn_lstm: initial_state must be an"),
+        (lambda: LSTM(2)(X, StateTuple(STATE, STATE[:1])), ValueError, "initial_state.h must have shape"),
+        (lambda: GRU(2)(X, STATE.astype("int32")), TypeError, "initial_state must have floating-point"),
         (lambda: GRU(2)(X, [STATE]), TypeError, r"must be an array of shape \(5, 2\); got a list"),
         (lambda: DynamicGRU(2)(X, None), TypeError, r"seq_len must be integers of shape \(5,\)"),
         (lambda: DynamicGRU(2)(X, [0.5] * 5), TypeError, "seq_len must be integers; got float"),
         (lambda: DynamicLSTM(2)(X, [1, 2]), ValueError, r"shape \(5,\), one length per example"),
-        (
-            lambda: DynamicLSTM(2)(X, LENGTHS + 1),
-            ValueError,
-            r"must be from 0 to 4, the number of steps; got \[5, 1, 3, 2, 4\]",
-        ),
+        (lambda: DynamicLSTM(2)(X, LENGTHS + 1), ValueError, "must be from 0 to 4, the number of steps"),
         (lambda: AUGRU(2)(X, LENGTHS, None), TypeError, "attention_score must be an array"),
-        (
-            lambda: AUGRU(2)(X, LENGTHS, LENGTHS),
-            TypeError,
-            "attention_score must have floating-point numbers; got int32",
-        ),
-        (
-            lambda: AUGRU(2)(X, LENGTHS, SCORES.T),
-            ValueError,
-            r"must have shape \(4, 5\), \[time, batch\] since time_major=True; got \(5, 4\)",
-        ),
+        (lambda: AUGRU(2)(X, LENGTHS, LENGTHS), TypeError, "attention_score must have floating-point"),
+        (lambda: AUGRU(2)(X, LENGTHS, SCORES.T), ValueError, r"must have shape \(4, 5\), \[time, batch\]"),
         (
             lambda: AUGRU(2)(X, LENGTHS[:4], SCORES.T, time_major=False),
             ValueError,
@@ -648,11 +578,7 @@ SCORES = np.zeros((TIME, BATCH), "float32")
         (lambda: layers.LSTM(2, stateful=True), ValueError, "LSTM: stateful=True is not possible, since a"),
         (lambda: layers.GRU(2, unroll=1), TypeError, "GRU: unroll must be True or False"),
         (lambda: layers.GRU(2, dropout=1.0), ValueError, "rate must be at least 0 and below 1"),
-        (
-            lambda: layers.GRU(2)(X[0]),
-            ValueError,
-            r"GRU gru needs inputs of rank 3, \[batch, time, features\]",
-        ),
+        (lambda: layers.GRU(2)(X[0]), ValueError, r"GRU gru needs inputs of rank 3, \[batch, time"),
         (lambda: layers.LSTM(2)(X, initial_state=STATE), TypeError, r"must be two arrays, \[h, c\]"),
         (
             lambda: layers.LSTM(2, time_major=True)(X, initial_state=[STATE, STATE.T]),
@@ -688,14 +614,8 @@ def test_outside_of_a_program():
         (lambda: LSTM(2, partials_dtype=np.float16), "partials_dtype has no effect: products"),
         (lambda: GRU(2, options={"a": 1}), "PopnnGRU: options has no effect: it was for Poplar"),
         (lambda: GRU(2, options_bwd={"a": 1}), "options_bwd has no effect"),
-        (
-            lambda: GRU(2, available_memory_proportion_fwd=0.2),
-            "available_memory_proportion_fwd has no effect",
-        ),
-        (
-            lambda: AUGRU(2, bias_initializer="ones"),
-            "PopnnAUGRU: bias_initializer has no effect, as in Graphcore's",
-        ),
+        (lambda: GRU(2, available_memory_proportion_fwd=0.2), "available_memory_proportion_fwd has no"),
+        (lambda: AUGRU(2, bias_initializer="ones"), "PopnnAUGRU: bias_initializer has no effect, as in"),
         (lambda: layers.LSTM(2, partials_dtype="float16"), "LSTM: partials_dtype has no effect"),
         (lambda: layers.GRU(2, options={"a": 1}), "GRU: options has no effect"),
     ],

@@ -140,33 +140,32 @@ def initial(tmp_path_factory):
     return variables_of(estimator.train(dataset, steps=COUNT))
 
 
-@pytest.mark.parametrize("make_spec", [in_closure, in_function, made_outside, through_inputs])
+@pytest.mark.parametrize("make_spec", [in_closure, made_outside, through_inputs])
 def test_a_decay_in_an_estimator_goes_by_micro_batches(make_spec, initial, tmp_path):
     hook = Steps()
-    estimator = estimator_of(make_spec, tmp_path)
-    estimator.train(dataset, steps=12, hooks=[hook])
-    assert (hook.first, hook.before, hook.after) == (0, [0, 6], [6, 12])
-    assert estimator.get_variable_value("global_step") == 12
-    rates = [0.1 * 0.5 ** (step / 6) for step in (0, 3, 6, 9)]
+    estimator = estimator_of(make_spec, tmp_path, per_loop=COUNT)
+    estimator.train(dataset, steps=6, hooks=[hook])
+    assert (hook.first, hook.before, hook.after) == (0, [0, 3], [3, 6])
+    assert estimator.get_variable_value("global_step") == 6
+    rates = [0.1 * 0.5 ** (step / 6) for step in (0, 3)]
     models.assert_values_close(variables_of(estimator), plain_loop(initial, rates))
 
 
 def test_training_goes_on_with_another_accumulation(initial, tmp_path):
     """The global step goes on from the checkpoint's: updates before it were of three micro-batches."""
     estimator_of(in_function, tmp_path).train(dataset, steps=6)
-    estimator = estimator_of(in_function, tmp_path, count=2)
-    estimator.train(dataset, steps=6)
-    assert estimator.get_variable_value("global_step") == 12
+    estimator = estimator_of(in_function, tmp_path, count=2, per_loop=2)
+    estimator.train(dataset, steps=4)
+    assert estimator.get_variable_value("global_step") == 10
     halfway = plain_loop(initial, [0.1 * 0.5 ** (step / 6) for step in (0, 3)])
-    rates = [0.1 * 0.5 ** (step / 6) for step in (6, 8, 10)]
+    rates = [0.1 * 0.5 ** (step / 6) for step in (6, 8)]
     models.assert_values_close(variables_of(estimator), plain_loop(halfway, rates, count=2, begin=6))
 
 
 def test_training_in_parts_and_in_short_runs_is_the_same(tmp_path):
-    whole = estimator_of(in_closure, tmp_path / "whole").train(dataset, steps=18)
+    whole = estimator_of(in_closure, tmp_path / "whole").train(dataset, steps=12)
     parts = estimator_of(in_closure, tmp_path / "parts", save_checkpoints_steps=3)
     parts.train(dataset, max_steps=3).train(dataset, max_steps=12)
-    parts.train(dataset, max_steps=18)
     for name, value in variables_of(whole).items():
         np.testing.assert_array_equal(variables_of(parts)[name], value)
 
@@ -186,12 +185,12 @@ def test_evaluation_and_prediction_have_the_step_of_the_checkpoint(tmp_path):
     estimator = estimator_of(make_spec, tmp_path)
     with pytest.warns(UserWarning, match="There is no checkpoint"):
         assert estimator.evaluate(dataset)["step"] == 0
-    estimator.train(dataset, steps=12)
+    estimator.train(dataset, steps=6)
     hook = Steps()
     found = estimator.evaluate(dataset, hooks=[hook])
-    assert found == {"loss": 12, "step": 12, "global_step": 12}
-    assert set(hook.before + hook.after) == {12}
-    assert next(estimator.predict(dataset)) == 12
+    assert found == {"loss": 6, "step": 6, "global_step": 6}
+    assert set(hook.before + hook.after) == {6}
+    assert next(estimator.predict(dataset)) == 6
 
 
 def test_metrics_scalars_and_hooks_tell_the_same_step(tmp_path):
@@ -210,11 +209,11 @@ def test_metrics_scalars_and_hooks_tell_the_same_step(tmp_path):
     run_config = ipu.ipu_run_config.IPURunConfig(3, options, num_replicas=2)
     config = ipu.ipu_run_config.RunConfig(run_config, save_summary_steps=3)
     hook = Steps()
-    IPUPipelineEstimator(model, tmp_path, config).train(dataset, steps=9, hooks=[hook])
-    assert hook.after == [3, 6, 9]
+    IPUPipelineEstimator(model, tmp_path, config).train(dataset, steps=6, hooks=[hook])
+    assert hook.after == [3, 6]
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     steps = [(line["step"], line["value"]) for line in lines if line["name"] == "step"]
-    assert steps == [(3, 0), (6, 3), (9, 6)]
+    assert steps == [(3, 0), (6, 3)]
 
 
 # Sessions.

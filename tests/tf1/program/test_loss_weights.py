@@ -110,11 +110,9 @@ SEQUENTIAL = {"pipeline_schedule": PipelineSchedule.Sequential}
 @pytest.mark.parametrize(
     ("mapping", "reduction", "make_optimizer", "options"),
     [
-        ([0, 1, 2], "sum", clipped, {}),
         ([0, 0, 0], "mean", sgd, {}),
         ([0, 1, 0], "running_mean", clipped, {}),
-        pytest.param([0, 0, 0], "running_mean", clipped, {}, marks=pytest.mark.thorough),
-        pytest.param([0, 1, 2], "mean", clipped, SEQUENTIAL, marks=pytest.mark.thorough),
+        pytest.param([0, 1, 2], "sum", clipped, SEQUENTIAL, marks=pytest.mark.thorough),
     ],
 )
 def test_equals_one_large_batch(mapping, reduction, make_optimizer, options):
@@ -124,11 +122,6 @@ def test_equals_one_large_batch(mapping, reduction, make_optimizer, options):
         models.assert_trees_close(variables, expected(np.float64, make_optimizer), 1e-12)
         assert weights.ravel().tolist() == LENGTHS
         assert sums.shape == weights.shape
-
-
-def test_in_float32_with_another_schedule():
-    model = Model(np.float32, clipped, pipeline_schedule=PipelineSchedule.Interleaved)
-    models.assert_trees_close(model.train()[0], expected(np.float32, clipped), 1e-5)
 
 
 def test_weights_are_counted_in_float32():
@@ -143,7 +136,11 @@ def test_weights_are_counted_in_float32():
 
 
 def test_with_loss_scaling_and_a_list_of_variables():
-    scaled = Model(np.float32, lambda: LossScalingOptimizer(optax.sgd(0.1), 1024))
+    scaled = Model(
+        np.float32,
+        lambda: LossScalingOptimizer(optax.sgd(0.1), 1024),
+        pipeline_schedule=PipelineSchedule.Interleaved,
+    )
     models.assert_trees_close(scaled.train()[0], expected(np.float32, sgd), 1e-5)
     some = Model(np.float32, sgd, var_list=["a"])
     variables, _outputs = some.train()
@@ -152,7 +149,7 @@ def test_with_loss_scaling_and_a_list_of_variables():
 
 
 def test_no_weight_at_all():
-    model = Model(np.float32, sgd, weigh=lambda mask: 0 * jnp.sum(mask))
+    model = Model(np.float32, sgd, [0, 0, 0], weigh=lambda mask: 0 * jnp.sum(mask))
     variables, _outputs = model.train()
     assert (variables["a"] == np.float32(0.2)).all()
     assert (variables["b"] == np.float32(0.3)).all()
@@ -168,34 +165,23 @@ def test_wrong_weights():
 
 
 def test_checkpoints_are_those_without_weights(tmp_path):
-    weighted = Model(np.float32, sgd)
-    with ipu.Session() as session:
-        session.run(weighted.infeed.initializer)
-        session.run(weighted.compiled)
-        session.save(tmp_path / "a")
-        expected = session.variables
-    del weighted
-    plain = Model(np.float32, sgd, is_weighted=False)
-    with ipu.Session() as session:
-        session.restore(tmp_path / "a", infeeds=False)
-        models.assert_trees_close(session.variables, expected, 0)
-        session.run(plain.infeed.initializer)
-        session.run(plain.compiled)
-        session.save(tmp_path / "b")
-        later = session.variables
-    del plain
-    weighted = Model(np.float32, sgd)
-    with ipu.Session() as session:
-        session.restore(tmp_path / "b", infeeds=False)
-        models.assert_trees_close(session.variables, later, 0)
-        session.run(weighted.infeed.initializer)
-        session.run(weighted.compiled)
+    values = None
+    for number, is_weighted in enumerate((True, False, True)):
+        model = Model(np.float32, sgd, [0, 0, 0], is_weighted=is_weighted)
+        with ipu.Session() as session:
+            if values is not None:
+                session.restore(tmp_path / str(number - 1), infeeds=False)
+                models.assert_trees_close(session.variables, values, 0)
+            session.run(model.infeed.initializer)
+            session.run(model.compiled)
+            session.save(tmp_path / str(number))
+            values = session.variables
 
 
 def test_losses_of_two_dtypes_in_one_session():
     with jax.enable_x64(True), ipu.Session() as session:
         for dtype, scope in ((np.float32, "narrow"), (np.float64, "wide")):
             with ipu.variable_scope(scope):
-                model = Model(dtype, sgd, name=scope)
+                model = Model(dtype, sgd, [0, 0, 0], name=scope)
             session.run(model.infeed.initializer)
             session.run(model.compiled)

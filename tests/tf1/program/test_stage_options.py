@@ -73,21 +73,20 @@ def test_every_program_gets_its_options(tmp_path):
     models.assert_trees_close(actual, plain())
 
 
-@pytest.mark.parametrize("argument", ["forward_options", "backward_options"])
-def test_the_last_stage_gets_both(tmp_path, argument):
-    options = [{}, {}, dumping(tmp_path, "last")]
-    other = [{"xla_backend_optimization_level": 1}] * 3
-    (name,) = {"forward_options", "backward_options"} - {argument}
-    run(make(**{argument: options, name: other}))
-    assert dumped(tmp_path / "last") == {"stage2_forward_backward"}
-
-
 def test_one_program_gets_all(tmp_path):
-    for argument in ("forward_options", "backward_options", "update_options"):
-        options = dumping(tmp_path, argument)
-        given = options if argument == "update_options" else [{}, options, {}]
-        actual = run(make([0, 0, 0], **{argument: given}))
-        assert dumped(tmp_path / argument) == {"block"}
+    """The last stage's has its forward and its backward; one IPU's has everything."""
+    run(make(backward_options=[{}, {}, dumping(tmp_path, "last")]))
+    assert dumped(tmp_path / "last") == {"stage2_forward_backward"}
+    actual = run(
+        make(
+            [0, 0, 0],
+            forward_options=[{}, dumping(tmp_path, "all"), {}],
+            backward_options=[{}, {"xla_dump_hlo_as_text": True}, {}],
+            update_options={"xla_dump_hlo_as_proto": True},
+        )
+    )
+    assert dumped(tmp_path / "all") == {"block"}
+    assert {".txt", ".pb"} <= {path.suffix for path in (tmp_path / "all").iterdir()}
     models.assert_trees_close(actual, plain())
 
 

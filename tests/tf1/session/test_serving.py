@@ -1,7 +1,5 @@
 """Exported by Graphcore's names: `serving`, and an estimator's `export_saved_model`."""
 
-import os
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +14,7 @@ from ipu_pipeline.ipu_run_config import IPURunConfig, RunConfig
 from ipu_pipeline.ipu_session_run_hooks import IPULoggingTensorHook
 from ipu_pipeline.optimizers import tf1
 from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput
-from tests.support import forked, front
+from tests.support import front
 from tests.support.estimating import make_config
 
 RNG = np.random.default_rng(1)
@@ -72,25 +70,10 @@ def test_a_pipeline_takes_multiples_of_its_rows(exported, rows):
     np.testing.assert_allclose(stacked, expected(X[:8]).reshape(2, 4, 2), rtol=1e-5)
 
 
-def test_it_needs_no_python_code_of_the_model(exported):
-    path, _program = exported
-    code = (
-        "import numpy as np, ipu_pipeline as ipu; ipu.set_num_devices(2); "
-        f"print(ipu.load_program({str(path)!r})(np.ones((4, 5), np.float32))[0].shape)"
-    )
-    done = forked.run(code, {**os.environ, "JAX_PLATFORMS": "cpu"})
-    assert done.stdout == "(4, 2)\n", done.stderr
-
-
 @pytest.mark.parametrize(
     ("inputs", "named", "error", "message"),
     [
-        (
-            [X[:6]],
-            {},
-            ValueError,
-            r"shape \(4, 5\) that was exported, or a multiple of its 4 rows; got \(6",
-        ),
+        ([X[:6]], {}, ValueError, r"shape \(4, 5\) that was exported, or a multiple of its 4 rows; got"),
         ([X[:4, :3]], {}, ValueError, r"or a multiple of its 4 rows; got \(4, 3\)"),
         ([X[:4], X[:4]], {}, TypeError, "it takes 1 inputs; got 2"),
         ([], {"x": X[:4]}, TypeError, "inputs are given by position; got 'x' by name"),
@@ -274,9 +257,9 @@ def test_the_prediction_of_an_estimator_of_one_stage(tmp_path):
     ],
 )
 def test_wrong_exports(options, error, message, tmp_path):
-    estimator = IPUPipelineEstimator(pipeline_model, tmp_path, make_config(2, iterations_per_loop=4))
+    estimator = IPUPipelineEstimator(pipeline_model, tmp_path, make_config(2, iterations_per_loop=2))
     if "receiver" in message:
-        estimator.train(input_fn, steps=4)
+        estimator.train(input_fn, steps=2)
     given = {"serving_input_receiver_fn": lambda: SIGNATURE[0], **options}
     with pytest.raises(error, match=message):
         estimator.export_saved_model(tmp_path / "exports", **given)

@@ -1,7 +1,6 @@
 import gc
 import signal
 import threading
-import time
 
 import jax
 import jax.numpy as jnp
@@ -306,6 +305,11 @@ def test_uninitialised_deleted_and_closed():
     assert "first/dense/bias" in session.variables
 
 
+@pytest.fixture(scope="module")
+def model():
+    return front.Model()
+
+
 @pytest.mark.parametrize(
     ("feed", "error", "message"),
     [
@@ -318,17 +322,16 @@ def test_uninitialised_deleted_and_closed():
         ({"rate": 0.1, "text": 1.0}, TypeError, "keys must be placeholders"),
     ],
 )
-def test_feed_dict_errors(feed, error, message):
-    model = front.Model()
+def test_feed_dict_errors(model, feed, error, message):
     keys = {"rate": model.rate, "other": ipu.placeholder(np.float32, name="other"), "text": "text"}
     with ipu.Session() as session, pytest.raises(error, match=message):
         session.run(model.program, {keys[name]: value for name, value in feed.items()})
 
 
-@pytest.mark.parametrize("dtype", [None, object, str, "M8[s]", [("a", "f4")], "no dtype"])
-def test_placeholders_are_of_numbers(dtype):
-    with pytest.raises(TypeError, match="dtype must be one of numbers or booleans|not understood"):
-        ipu.placeholder(dtype, [])
+def test_placeholders_are_of_numbers():
+    for dtype in (None, object, str, "M8[s]", [("a", "f4")], "no dtype"):
+        with pytest.raises(TypeError, match="dtype must be one of numbers or booleans|not understood"):
+            ipu.placeholder(dtype, [])
     for known in (np.float32, "bool", jnp.bfloat16, "complex64", np.int8):
         assert ipu.placeholder(known, []).dtype == np.dtype(known)
 
@@ -470,8 +473,7 @@ def test_programs_with_the_same_names_and_other_shapes():
             session.run(chosen)
 
 
-@pytest.mark.parametrize("is_run", [True, pytest.param(False, marks=pytest.mark.thorough)])
-def test_programs_that_are_dropped_leave_next_to_nothing(is_run):
+def test_programs_that_are_dropped_leave_next_to_nothing():
     client = jax.devices()[0].client
 
     def optimizer_function(rate, loss):
@@ -480,20 +482,18 @@ def test_programs_that_are_dropped_leave_next_to_nothing(is_run):
     def make_and_drop(number):
         for _ in range(number):
             model = front.Model(optimizer_function=optimizer_function)
-            if is_run:
-                with front.session_of(model) as session:
-                    model.run(session)
-                del session
-            del model
+            with front.session_of(model) as session:
+                model.run(session)
+            del session, model
         for _ in range(3):
             gc.collect()  # the first frees what the next one finds to be unused
         num_bytes = sum(array.nbytes for array in jax.live_arrays())
         return len(gc.get_objects()), len(client.live_executables()), num_bytes
 
     num_objects, num_loaded, num_bytes = make_and_drop(2)
-    objects_left, loaded_left, bytes_left = make_and_drop(4)
+    objects_left, loaded_left, bytes_left = make_and_drop(2)
     # What JAX keeps in its caches of a few thousand entries; a program's own traces are 1600.
-    assert (objects_left - num_objects) / 4 < 800
+    assert (objects_left - num_objects) / 2 < 800
     assert loaded_left <= num_loaded
     assert bytes_left - num_bytes < 1000  # a few scalars that JAX keeps
 
@@ -505,10 +505,11 @@ def test_configuring_after_a_run_moves_the_program():
         config = ipu.config.IPUConfig()
         config.select_ipus = [3, 2]
         config.configure_ipu_system()
+        before = jax.live_arrays()
         model.run(session)
-        places = {name: value.devices() for name, value in session._store.state.variables.items()}
-    assert places["first/dense/kernel"] == {jax.devices()[3]}
-    assert places["second/dense/kernel"] == {jax.devices()[2]}
+        new = [array for array in jax.live_arrays() if not any(array is one for one in before)]
+    kernels = {(array.shape, *array.devices()) for array in new if array.shape in ((12, 16), (16, 10))}
+    assert kernels == {((12, 16), jax.devices()[3]), ((16, 10), jax.devices()[2])}
 
 
 def test_a_bigger_program_compiled_later_does_not_disturb():
@@ -522,25 +523,23 @@ def test_a_bigger_program_compiled_later_does_not_disturb():
         small.run(session)
 
 
-@pytest.mark.parametrize("mapping", [[0, 1], [0, 0]])
-def test_threads_run_one_after_another_and_read_meanwhile(mapping):
+def test_threads_run_one_after_another_and_read_meanwhile():
     """The runs of three threads are those of one, and readers find the variables of one update."""
-    num_threads, num_runs = 3, 6
-    models_ = [front.Model(device_mapping=mapping, repeat_count=2) for _ in range(2)]
+    num_threads, num_runs = 3, 2
+    models_ = [front.Model(repeat_count=2) for _ in range(2)]
     with ipu.Session(seed=3) as session, ipu.Session(seed=3) as plain:
         session.run(models_[0].initializer)
         session.run(ipu.global_variables_initializer())
         plain.run(models_[1].initializer)
         plain.run(ipu.global_variables_initializer())
         errors, seen = [], []
-        is_done = threading.Event()
+        has_read, is_done = threading.Event(), threading.Event()
 
         def work():
             try:
                 for _ in range(num_runs):
                     session.run(models_[0].program, {models_[0].rate: 0.01})
-                while len(seen) < 2 and reader.is_alive():  # a session has no queue: its turn may come late
-                    time.sleep(0.001)
+                has_read.wait()
             except BaseException as error:
                 errors.append(error)
 
@@ -550,8 +549,10 @@ def test_threads_run_one_after_another_and_read_meanwhile(mapping):
                     seen.append((session.update_count(), session.variables))
                     session.variable_value(next(iter(seen[-1][1])))
                     session.take_snapshot()
+                    has_read.set()
             except BaseException as error:
                 errors.append(error)
+                has_read.set()
 
         workers = [threading.Thread(target=work) for _ in range(num_threads)]
         reader = threading.Thread(target=read)
@@ -562,14 +563,12 @@ def test_threads_run_one_after_another_and_read_meanwhile(mapping):
         is_done.set()
         reader.join()
         assert not errors, errors
-        states = [plain.variables]
         for _ in range(num_threads * num_runs):
             plain.run(models_[1].program, {models_[1].rate: 0.01})
         assert session.update_count() == plain.update_count() == 2 * num_threads * num_runs
         for name, value in plain.variables.items():
             np.testing.assert_array_equal(session.variables[name], value)
-        assert len(seen) > 1
-        assert all(variables.keys() == states[0].keys() for _count, variables in seen)
+        assert all(variables.keys() == plain.variables.keys() for _count, variables in seen)
 
 
 def test_python_that_is_called_back_may_read_the_session():
@@ -584,12 +583,11 @@ def test_python_that_is_called_back_may_read_the_session():
         made = optax.GradientTransformation(optax.sgd(0.1).init, update)
         return ipu.pipelining_ops.OptimizerFunctionOutput(made, loss)
 
-    for mapping in ([0, 1], [0, 0]):
-        model = front.Model(device_mapping=mapping, optimizer_function=optimizer_function)
-        with ipu.Session() as session:
-            session.run([model.initializer, ipu.global_variables_initializer()])
-            model.run(session)
-    assert len(found) == 2 * session.update_count() > 0
+    model = front.Model(optimizer_function=optimizer_function)
+    with ipu.Session() as session:
+        session.run([model.initializer, ipu.global_variables_initializer()])
+        model.run(session)
+    assert len(found) >= session.update_count() == 1
 
 
 @pytest.mark.parametrize("mapping", [[0, 1], [0, 0]])  # called in the main thread, and in one of JAX
@@ -615,42 +613,32 @@ def test_python_that_is_called_back_may_not_run_the_session(mapping):
 
 
 def test_a_signals_handler_may_save(tmp_path):
-    model = front.Model(repeat_count=50)
-    handled = []
+    handled, is_handled = [], threading.Event()
 
-    def save(_number, frame):
-        functions = set()
-        while frame is not None:
-            functions.add(frame.f_code.co_name)
-            frame = frame.f_back
-        if "run_program" not in functions:  # between two runs
-            return
+    def save(_number, _frame):
         session.save(tmp_path / "checkpoint")
         with pytest.raises(RuntimeError, match="within one of its runs"):
             model.run(session)
         handled.append(session.update_count())
+        is_handled.set()
 
-    def interrupt_once_it_is_beyond(count):
-        while session.update_count() == count:
-            time.sleep(0.0005)
-        signal.raise_signal(signal.SIGUSR1)
+    def dataset():
+        for number, element in enumerate(front.data()()):
+            if number == 20:  # the run waits for more
+                signal.raise_signal(signal.SIGUSR1)
+                is_handled.wait()
+            yield element
 
     before = signal.signal(signal.SIGUSR1, save)
     try:
+        model = front.Model(dataset, repeat_count=10)
         with front.session_of(model) as session:
             model.run(session)
-            while not handled:
-                thread = threading.Thread(
-                    target=interrupt_once_it_is_beyond, args=(session.update_count(),)
-                )
-                thread.start()
-                model.run(session)
-                thread.join()
             trained = session.variables
         with ipu.Session() as session:
-            session.restore(tmp_path / "checkpoint")
+            session.restore(tmp_path / "checkpoint", infeeds=False)
             assert session.variables.keys() == trained.keys()
-            assert session.update_count() <= handled[0]
+            assert 0 < session.update_count() <= handled[0] < 10
     finally:
         signal.signal(signal.SIGUSR1, before)
 
