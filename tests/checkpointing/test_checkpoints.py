@@ -119,16 +119,6 @@ def test_training_goes_on_exactly_in_any_split(trained, num_stages, schedule, tr
     assert_close(session, expected)
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (4, 1)])
-def test_training_goes_on_from_any_split(before, after, expected, training_of, tmp_path):
-    first = training_of(before)
-    with ipu.Session(seed=7) as session:
-        first.start(session)
-        first.run(session, 3)
-        session.save(tmp_path / "checkpoint")
-    assert_close(go_on(tmp_path / "checkpoint", training_of(after))[0], expected)
-
-
 def test_a_data_set_of_grain_goes_on_by_its_own_state(tmp_path):
     data = Batches()
 
@@ -760,15 +750,6 @@ def test_a_data_set_that_fails_at_first_when_resumed(path, expected):
             training.run(session, 3)
         training.run(session, 3)
     assert_same(session, expected)
-
-
-def test_loaded_values_are_saved_in_the_variables_dtype(expected, training, tmp_path):
-    with ipu.Session() as session:
-        session.load({name: value.astype("float64") for name, value in expected.variables.items()})
-        training.start(session)
-        training.run(session, 1)
-        session.save(tmp_path / "checkpoint")
-        session.restore(tmp_path / "checkpoint")
 
 
 def test_errors_are_told_once_per_save_and_the_last_good_one_stays(tmp_path, snapshot, monkeypatch, caplog):

@@ -105,15 +105,21 @@ def test_simulate_takes_the_time_of_weight_gradients(capsys):
     assert "argument --weight-gradients-cost: Costs: weight_gradients are a part" in capsys.readouterr().err
 
 
-def test_looped_has_two_stages_on_each_ipu(capsys):
-    given = "--stages 4 --micro-batches 4 --schedule looped --json"
+@pytest.mark.parametrize(
+    ("schedule", "mapping"),
+    [
+        ("looped", [0, 1, 2, 0, 1, 2]),
+        ("zbv", [0, 1, 2, 2, 1, 0]),
+        ("looped_zero_bubble", [0, 1, 2, 0, 1, 2]),
+    ],
+)
+def test_some_schedules_have_two_stages_on_each_ipu(capsys, schedule, mapping):
     for command in ("simulate", "schedule"):
-        printed = json.loads(run(capsys, command, *given.split()))
-        assert printed.get("scenario", printed)["device_mapping"] == [0, 1, 0, 1]
-        for wrong in (given.replace("4 ", "3 ", 1), f"{given} --device-mapping 0,1,1,0"):
-            with pytest.raises(SystemExit):
-                run(capsys, command, *wrong.split())
-            assert "looped" in capsys.readouterr().err.lower()
+        options = (command, "--micro-batches", "3", "--schedule", schedule, "--stages")
+        printed = json.loads(run(capsys, *options, "6", "--json"))
+        assert printed.get("scenario", printed)["device_mapping"] == mapping
+        assert "has two stages on each IPU; got 5" in fail(capsys, *options, "5")
+        assert "needs a device_mapping" in fail(capsys, *options, "4", "--device-mapping", "0,1,0,0")
 
 
 def test_simulate_prints_json(capsys):
@@ -392,18 +398,6 @@ def test_a_limit_of_bytes(capsys, tmp_path):
 
 
 # `schedule`.
-
-
-@pytest.mark.parametrize(
-    ("schedule", "mapping"), [("zbv", "0 1 2 2 1 0"), ("looped_zero_bubble", "0 1 2 0 1 2")]
-)
-def test_two_stages_on_each_ipu_by_default(capsys, schedule, mapping):
-    options = ["schedule", "--stages", "6", "--micro-batches", "3", "--schedule", schedule]
-    found = json.loads(run(capsys, *options, "--json"))
-    assert " ".join(map(str, found["device_mapping"])) == mapping
-    assert "has two stages on each IPU; got 5" in fail(
-        capsys, "schedule", "--stages", "5", "--micro-batches", "3", "--schedule", schedule
-    )
 
 
 def test_the_best_staircase_of_equal_actions(capsys):

@@ -31,26 +31,16 @@ PROGRAM = """
     import numpy as np
     import ipu_pipeline as ipu
     from tests.support import front
-    mapping = [int(ipu) for ipu in sys.argv[2]]
-    model = front.Model(
-        repeat_count=int(sys.argv[1]), gradient_accumulation_count=8, device_mapping=mapping
-    )
+    model = front.Model(repeat_count=2, gradient_accumulation_count=8)
     with ipu.Session() as session:
         # JAX's own start, which this does, is no place for an interrupt.
         session.run([model.initializer, ipu.global_variables_initializer()])
-        if sys.argv[1] == "100000":
-            def watch():
-                while session.update_count() == 0:
-                    time.sleep(0.02)
-                print("updated", flush=True)
-            threading.Thread(target=watch, daemon=True).start()
         try:
             print("ready", flush=True)
             while True:
                 session.run(model.program, {model.rate: 0.01})
                 session.run(model.outfeed.dequeue())
         except KeyboardInterrupt as interrupt:
-            updates = session.update_count()
             # Between the runs, and in the last lines of one, the infeed's thread may fetch ahead.
             if "run_program" in [frame.name for frame in traceback.extract_tb(interrupt.__traceback__)]:
                 assert front.no_infeed_runs()
@@ -62,33 +52,24 @@ PROGRAM = """
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         thread = threading.Timer(0, lambda: None)
         thread.start()
-        model2 = front.Model(repeat_count=2, gradient_accumulation_count=8, device_mapping=mapping)
+        model2 = front.Model(repeat_count=2, gradient_accumulation_count=8)
         session.run(model2.initializer)
         assert model2.run(session).shape == (16,)
         assert session.update_count() == count + 2
-        print("updates", updates)
     print("ended")
 """
 
 
-@pytest.mark.parametrize(
-    ("moment", "mapping"),  # over two devices, and as one program
-    [
-        pytest.param("ready", "01", id="first compilation", marks=pytest.mark.thorough),
-        pytest.param("updated", "00", marks=pytest.mark.soak),
-        pytest.param("updated", "01", marks=pytest.mark.soak),
-    ],
-)
-def test_ctrl_c(moment, mapping):
-    process = begin("-c", textwrap.dedent(PROGRAM), "100000" if moment == "updated" else "2", mapping)
-    while process.stdout.readline().strip() != moment:
+@pytest.mark.thorough
+def test_ctrl_c_in_the_first_compilation():
+    """What comes later is in `test_interrupted_at_random_moments`."""
+    process = begin("-c", textwrap.dedent(PROGRAM))
+    while process.stdout.readline() != "ready\n":
         assert process.poll() is None
     process.send_signal(signal.SIGINT)
     output, errors = process.communicate(timeout=400)
     assert process.returncode == 0, errors
-    *_others, told, ended = output.splitlines()
-    assert ended == "ended"
-    assert moment == "ready" or int(told.split()[1]) > 0
+    assert output.splitlines()[-1] == "ended"
 
 
 def test_deferred_lets_the_section_finish():

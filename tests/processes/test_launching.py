@@ -192,50 +192,6 @@ else:
         assert f"[{1 - who}] a handler of its own has run" in err
 
 
-THREADS = """
-import threading
-import ipu_pipeline as ipu
-from tests.processes.test_session_processes import elements
-def train(name):
-    queue = ipu.ipu_infeed_queue.IPUInfeedQueue(elements)
-    outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
-    def last(x, labels):
-        return jnp.mean(ipu.layers.Dense(1)(x))
-    def model():
-        return ipu.pipelining_ops.pipeline(
-            [lambda x, labels: (ipu.layers.Dense(12)(x), labels), last],
-            gradient_accumulation_count=2, infeed_queue=queue, outfeed_queue=outfeed, name=name,
-        )
-    with ipu.scopes.ipu_scope("/device:IPU:0"):
-        program = ipu.ipu_compiler.compile(model)
-    with ipu.Session(seed=3) as session:
-        session.run(queue.initializer)
-        while True:
-            session.run(program)
-            session.run(outfeed.dequeue())
-config = ipu.config.IPUConfig()
-config.auto_select_ipus = 2
-config.configure_ipu_system()
-names = ["first", "second"] if index else ["second", "first"]
-threads = [threading.Thread(target=train, args=(name,), name=name) for name in names]
-for thread in threads:
-    thread.start()
-for thread in threads:
-    thread.join()
-"""
-
-
-@pytest.mark.soak
-def test_two_threads_that_run_pipelines(tmp_path):
-    """They waited for the other process, where the other thread was first, and hung."""
-    status, _out, err = run(tmp_path, THREADS)
-    assert status == 1
-    began = r"thread '(\w+)' began a run of a session while thread '(?!\1)\w+' was at a run of a session"
-    assert re.search(rf"RuntimeError: Process \d: {began}", err)
-    for process in range(2):
-        assert re.search(rf"process {process} ends. Process \d: {began}", err)
-
-
 @pytest.mark.thorough
 def test_listening_at_an_address_that_was_given(tmp_path):
     own = address_towards("192.0.2.77", 80)  # nobody's; nothing is sent

@@ -1,6 +1,7 @@
 """Pipelines whose stages are in several processes give what they give in one."""
 
 import functools
+import pickle
 import re
 
 import jax
@@ -15,7 +16,8 @@ from ipu_pipeline.engine.devices import links
 from ipu_pipeline.engine.updates.loss_scaling import scale_loss
 from tests.engine.tracing import test_shared_variables as shared
 from tests.engine.updates import test_updates_joined as updates
-from tests.support import joined, models
+from tests.support import forked, joined, models
+from tests.support.programs import environment
 
 NUM_STEPS, NUM_MICRO_BATCHES = 3, 4
 
@@ -221,10 +223,32 @@ def check(names, made):
             models.assert_trees_close(found[key], value)
 
 
+_JOIN = """
+import os, pathlib, sys
+import jax
+from tests.processes import test_processes
+from tests.support import joined
+jax.config.update("jax_compilation_cache_dir", None)  # both would write the same entries
+for number in range(2):
+    if os.fork() == 0:
+        os.environ["IPU_PIPELINE_PROCESS_ID"] = str(number)
+        joined.main(pathlib.Path({directory!r}), number)
+        sys.exit()
+sys.exit(any([os.wait()[1] for _process in range(2)]))
+"""
+
+
 def test_two_processes(tmp_path):
     """They join each other, and end together. Four stages of a session are in test_session_processes.py."""
-    processes = joined.start(train_all, 2, None, ["shared"], 2, directory=tmp_path, joins_itself=True)
-    check(["shared"], joined.finish(processes, tmp_path, timeout=400))
+    given = (__name__, "train_all", None, 2, None, (["shared"], 2))
+    (tmp_path / "given").write_bytes(pickle.dumps(given))
+    with joined.hold_port() as held:
+        variables = environment(as_tests=True)
+        variables["IPU_PIPELINE_COORDINATOR_ADDRESS"] = f"127.0.0.1:{held.getsockname()[1]}"
+        variables["IPU_PIPELINE_NUM_PROCESSES"] = "2"
+        done = forked.run(_JOIN.format(directory=str(tmp_path)), variables)
+    assert done.returncode == 0, done.stderr
+    check(["shared"], [pickle.loads((tmp_path / f"made{number}").read_bytes()) for number in range(2)])
 
 
 @pytest.mark.thorough
