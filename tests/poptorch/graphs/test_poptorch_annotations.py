@@ -40,17 +40,20 @@ def test_what_is_before_the_first_block_is_on_ipu_0():
 
 
 def test_blocks_of_one_ipu_that_follow_each_other_are_one_stage():
+    """A name again continues its block."""
+
     def forward(self, x):
         for name, ipu in (("a", 0), ("b", 0), ("c", 1), ("empty", 2), ("d", 1), ("e", 0)):
             with poptorch.Block(name, ipu_id=ipu):
                 if name != "empty":
                     x = x.sin()
-        return x
+        with poptorch.Block("e"):
+            return x.tan()
 
     assert sections(forward) == [
         (0, "block a, block b", ["sin"] * 2),
         (1, "block c, block d", ["sin"] * 2),
-        (0, "block e", ["sin"]),
+        (0, "block e", ["sin", "tan"]),
     ]
 
 
@@ -69,18 +72,6 @@ def test_stages_of_one_ipu_that_follow_each_other_may_stay_apart():
         (1, "block c", ["sin"]),
         (1, "block d", ["sin"]),
     ]
-
-
-def test_a_name_again_continues_its_block():
-    def forward(self, x):
-        with poptorch.Block("a", ipu_id=0):
-            x = x.sin()
-        with poptorch.Block("b", ipu_id=1):
-            x = x.cos()
-        with poptorch.Block("b"):
-            return x.tan()
-
-    assert sections(forward) == [(0, "block a", ["sin"]), (1, "block b", ["cos", "tan"])]
 
 
 def test_nested_blocks_and_starts():
@@ -118,16 +109,19 @@ def test_ids_by_number():
 
 
 def test_functions_begin_blocks():
-    @poptorch.BlockFunction("cos", ipu_id=1)
-    def cosine(x):
-        return x.cos()
+    class Cosine:
+        @poptorch.BlockFunction("cos", ipu_id=1)
+        def compute(self, x):
+            return x.cos()
+
+    cosine = Cosine().compute
 
     def forward(self, x):
         x = poptorch.BeginBlock(torch.sin, "sin", ipu_id=0)(x)
         return poptorch.BeginBlock(functools.partial(cosine), ipu_id=2)(x)
 
     assert sections(forward) == [(0, "block sin", ["sin"]), (1, "block cos", ["cos"])]
-    assert cosine.__name__ == "cosine"
+    assert cosine.__name__ == "compute"
     assert float(cosine(torch.zeros(()))) == 1
 
 
@@ -161,16 +155,31 @@ def test_modules_begin_blocks():
 
 
 def test_wrong_blocks():
-    with pytest.raises(poptorch.Error, match="module is not an instance of torch.nn.Module. It is a int"):
-        poptorch.removeBlocks(3)
-    with pytest.raises(poptorch.Error, match="module is not an instance of torch.nn.Module or function"):
-        poptorch.BeginBlock("layer")
-    with pytest.raises(TypeError, match="Block: user_id must be a string, an integer or None; got 0.5"):
-        poptorch.Block(0.5)
-    with pytest.raises(TypeError, match="BlockFunction: ipu_id must be an integer or None; got '0'"):
-        poptorch.BlockFunction(ipu_id="0")
-    with pytest.raises(ValueError, match="Block.start: ipu_id must be at least 0; got -1"):
-        poptorch.Block.start(ipu_id=-1)
+    for make, error, message in [
+        (
+            lambda: poptorch.removeBlocks(3),
+            poptorch.Error,
+            "instance of torch.nn.Module. It is a int",
+        ),
+        (
+            lambda: poptorch.BeginBlock("layer"),
+            poptorch.Error,
+            "an instance of torch.nn.Module or func",
+        ),
+        (lambda: poptorch.Block(0.5), TypeError, "user_id must be a string, an integer or None; got 0.5"),
+        (
+            lambda: poptorch.BlockFunction(ipu_id="0"),
+            TypeError,
+            "must be an integer or None; got '0'",
+        ),
+        (
+            lambda: poptorch.Block.start(ipu_id=-1),
+            ValueError,
+            "Block.start: ipu_id must be at least 0",
+        ),
+    ]:
+        with pytest.raises(error, match=message):
+            make()
 
     def forward(self, x):
         def branch(x):
@@ -203,4 +212,4 @@ def test_a_block_that_goes_back_to_an_earlier_ipu():
     x = torch.linspace(0, 1, 8)
     executor = poptorch.inferenceModel(Model(), make_options(4))
     assert_close([executor(x)], [x.sin().sin().sin()])
-    assert executor._compiled.stages.ipus == [0, 1, 0]
+    assert "3 stages on 2 IPUs" in str(executor.summary())

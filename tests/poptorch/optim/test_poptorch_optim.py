@@ -20,7 +20,7 @@ from tests.support import models
 torch.set_num_threads(1)
 
 SHAPES = {"model/a.weight": (3, 4), "model/a.bias": (4,), "model/b": ()}
-NUM_STEPS = 25
+NUM_STEPS = 10
 
 
 def make_parameters(dtype="float32", seed=0):
@@ -102,72 +102,60 @@ def compare(make, dtype="float32", tolerance=1e-6, torchs=None, max_norm=None, *
     return ours, references
 
 
+# What is constant and 0 is left out of torch's classes. Those of torch alone have what is not the default.
 CASES = [
-    ("SGD", {"lr": 0.1}),
-    ("SGD", {"lr": 0.1, "weight_decay": 0.1, "maximize": True}),
-    ("SGD", {"lr": 0.1, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1}),
-    ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True, "maximize": True}),
-    ("SGD", {"lr": 0.1, "momentum": 0.0, "dampening": 0.3}),
-    ("Adam", {"lr": 0.1}),
-    ("Adam", {"lr": 0.01, "betas": (0.5, 0.99), "eps": 1e-3, "weight_decay": 0.1}),
-    ("Adam", {"lr": 0.01, "betas": (0.0, 0.9), "maximize": True}),
-    ("Adam", {"lr": 0.01, "decoupled_weight_decay": True, "weight_decay": 0.3}),
-    ("AdamW", {"lr": 0.1}),
-    ("AdamW", {"lr": 0.01, "betas": (0.8, 0.9), "weight_decay": 0.3, "maximize": True}),
-    ("RMSprop", {"lr": 0.01}),
-    ("RMSprop", {"lr": 0.01, "alpha": 0.9, "eps": 1e-3, "weight_decay": 0.1, "momentum": 0.5}),
-    ("RMSprop", {"lr": 0.01, "centered": True, "maximize": True}),
-    ("RMSprop", {"lr": 0.01, "centered": True, "momentum": 0.9, "alpha": 0.9}),
-    ("LAMB", {"lr": 0.1}),
-    ("LAMB", {"lr": 0.1, "betas": (0.8, 0.9), "weight_decay": 0.0, "bias_correction": False}),
-    ("LAMB", {"lr": 0.1, "eps": 1e-3, "max_weight_norm": 0.7}),
+    (optim, "SGD", {"lr": 0.1, "weight_decay": 0.1, "maximize": True}),
+    (optim, "SGD", {"lr": 0.1, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1}),
+    (optim, "SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True, "maximize": True}),
+    (optim, "SGD", {"lr": 0.1, "momentum": 0.0, "dampening": 0.3}),
+    (optim, "Adam", {"lr": 0.01, "betas": (0.5, 0.99), "eps": 1e-3, "weight_decay": 0.1}),
+    (optim, "Adam", {"lr": 0.01, "betas": (0.0, 0.9), "maximize": True}),
+    (optim, "Adam", {"lr": 0.01, "decoupled_weight_decay": True, "weight_decay": 0.3}),
+    (optim, "AdamW", {"lr": 0.01, "betas": (0.8, 0.9), "weight_decay": 0.3, "maximize": True}),
+    (optim, "RMSprop", {"lr": 0.01, "alpha": 0.9, "eps": 1e-3, "weight_decay": 0.1, "momentum": 0.5}),
+    (optim, "RMSprop", {"lr": 0.01, "centered": True, "maximize": True}),
+    (optim, "LAMB", {"lr": 0.1, "betas": (0.8, 0.9), "weight_decay": 0.0, "bias_correction": False}),
+    (optim, "LAMB", {"lr": 0.1, "eps": 1e-3, "max_weight_norm": 0.7}),
+    *(
+        (torch.optim, name, arguments)
+        for name, arguments in [
+            ("SGD", {"lr": 0.1, "momentum": 0.9}),
+            ("AdamW", {"lr": 0.1, "betas": (0.9, 0.99)}),
+            ("RMSprop", {"lr": 0.1, "centered": True}),
+            (
+                "Adagrad",
+                {"lr": 0.1, "lr_decay": 0.1, "weight_decay": 0.1, "initial_accumulator_value": 0.5},
+            ),
+            ("Adadelta", {"lr": 0.5, "rho": 0.8, "weight_decay": 0.1, "maximize": True}),
+            ("Adamax", {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.1}),
+            ("NAdam", {"lr": 0.1, "weight_decay": 0.1, "momentum_decay": 0.1}),
+            ("NAdam", {"lr": 0.1, "weight_decay": 0.1, "decoupled_weight_decay": True}),
+            (
+                "RAdam",
+                {"lr": 0.1, "betas": (0.8, 0.99), "weight_decay": 0.1, "decoupled_weight_decay": True},
+            ),
+            ("ASGD", {"lr": 0.1, "lambd": 0.1, "t0": 5, "weight_decay": 0.1}),
+            ("Rprop", {"lr": 0.1, "etas": (0.4, 1.5), "step_sizes": (0.05, 0.2), "maximize": True}),
+            ("Adafactor", {"lr": 0.1, "weight_decay": 0.1}),
+            (
+                "Adafactor",
+                {"lr": 0.5, "beta2_decay": -0.5, "eps": (1e-4, 1e-2), "d": 1.5, "maximize": True},
+            ),
+        ]
+    ),
 ]
-# torch's classes: what is constant and 0 is left out. Those of torch alone have what is not the default.
-OF_TORCH = [
-    ("SGD", {"lr": 0.1, "momentum": 0.9}),
-    ("AdamW", {"lr": 0.1, "betas": (0.9, 0.99)}),
-    ("RMSprop", {"lr": 0.1, "centered": True}),
-    ("Adagrad", {"lr": 0.1, "lr_decay": 0.1, "weight_decay": 0.1, "initial_accumulator_value": 0.5}),
-    ("Adadelta", {"lr": 0.5, "rho": 0.8, "weight_decay": 0.1, "maximize": True}),
-    ("Adamax", {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.1}),
-    ("NAdam", {"lr": 0.1, "weight_decay": 0.1, "momentum_decay": 0.1}),
-    ("NAdam", {"lr": 0.1, "weight_decay": 0.1, "decoupled_weight_decay": True}),
-    ("RAdam", {"lr": 0.1, "weight_decay": 0.1}),
-    ("RAdam", {"lr": 0.1, "betas": (0.8, 0.99), "weight_decay": 0.1, "decoupled_weight_decay": True}),
-    ("ASGD", {"lr": 0.1, "lambd": 0.1, "t0": 5, "weight_decay": 0.1}),
-    ("Rprop", {"lr": 0.1, "etas": (0.4, 1.5), "step_sizes": (0.05, 0.2), "maximize": True}),
-    ("Adafactor", {"lr": 0.1, "weight_decay": 0.1}),
-    ("Adafactor", {"lr": 0.5, "beta2_decay": -0.5, "eps": (1e-4, 1e-2), "d": 1.5, "maximize": True}),
-]
-
-
-EVERY = [
-    pytest.param(module, *case, id=f"{module.__name__} {case}")
-    for module, cases in ((optim, CASES), (torch.optim, OF_TORCH))
-    for case in cases
-]
-IN_FLOAT64 = (2, 6, 14, 17)  # of them in each run one of each formula of ours
-
-
-def make_of(module, name, arguments):
-    return lambda parameters: getattr(module, name)(list(parameters.values()), **arguments)
-
-
-@pytest.mark.parametrize(("module", "name", "arguments"), EVERY)
-def test_equal_to_torch(module, name, arguments):
-    compare(make_of(module, name, arguments))
 
 
 @pytest.mark.parametrize(
-    ("module", "name", "arguments"),
-    [
-        pytest.param(*case.values, id=case.id, marks=() if n in IN_FLOAT64 else pytest.mark.thorough)
-        for n, case in enumerate(EVERY)
-    ],
+    ("module", "name", "arguments"), CASES, ids=[f"{m.__name__} {n} {a}" for m, n, a in CASES]
 )
-def test_equal_in_float64(module, name, arguments):
+def test_equal_to_torch(module, name, arguments):
     with jax.enable_x64(True):
-        compare(make_of(module, name, arguments), "float64", 1e-12)
+        compare(
+            lambda parameters: getattr(module, name)(list(parameters.values()), **arguments),
+            "float64",
+            1e-12,
+        )
 
 
 def test_whole_weights_are_needed():
@@ -179,7 +167,7 @@ def test_whole_weights_are_needed():
 
 
 def changes_of(name):
-    """Hyperparameters from update 5, 10, 15 and 20 on, all variable."""
+    """Hyperparameters from update 2, 4, 6 and 8 on, all variable."""
     if name == "SGD":
         return [
             {"lr": 0.1, "momentum": 0.0, "dampening": 0.2, "weight_decay": 0.0},
@@ -205,9 +193,7 @@ def changes_of(name):
     ]
 
 
-@pytest.mark.parametrize(
-    "name", ["SGD", pytest.param("Adam", marks=pytest.mark.thorough), "AdamW", "RMSprop", "LAMB"]
-)
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "RMSprop", "LAMB"])
 def test_hyperparameters_change_and_compile_nothing(name):
     first, *others = changes_of(name)
     parameters, references = make_parameters(), make_parameters()
@@ -216,9 +202,9 @@ def test_hyperparameters_change_and_compile_nothing(name):
     reference = of_torch(list(references.values()), **first)
     ours = Ours(optimizer, parameters)
     for number, gradients in enumerate(make_gradients()):
-        if number and number % 5 == 0:
-            optimizer.param_groups[0].update(others[number // 5 - 1])
-            reference.param_groups[0].update(others[number // 5 - 1])
+        if number and number % 2 == 0:
+            optimizer.param_groups[0].update(others[number // 2 - 1])
+            reference.param_groups[0].update(others[number // 2 - 1])
             ours.set_optimizer(optimizer)
         ours.step(gradients)
         step_torch(reference, references, gradients)
@@ -231,9 +217,6 @@ def test_hyperparameters_change_and_compile_nothing(name):
     [
         ("SGD", {"momentum": 0.9, "nesterov": True}, {"lr": torch.tensor(0.05), "maximize": True}),
         ("Adam", {"weight_decay": 0.1, "betas": (torch.tensor(0.8), torch.tensor(0.9))}, {"lr": 0.02}),
-        pytest.param(
-            "RMSprop", {"centered": True}, {"momentum": 0.5, "lr": 0.02}, marks=pytest.mark.thorough
-        ),
     ],
 )
 def test_groups(name, first, second):
@@ -245,13 +228,12 @@ def test_groups(name, first, second):
     compare(make)
 
 
-@pytest.mark.parametrize("name", ["SGD", pytest.param("AdamW", marks=pytest.mark.thorough)])
-def test_clipping(name):
+def test_clipping():
     """By the norm over all groups; most of the gradients here have one between 3 and 6."""
 
     def make(parameters, **arguments):
         ones, others = split(parameters)
-        return getattr(optim, name)([{"params": ones}, {"params": others, "lr": 0.2}], lr=0.1, **arguments)
+        return optim.SGD([{"params": ones}, {"params": others, "lr": 0.2}], lr=0.1, **arguments)
 
     compare(lambda parameters: make(parameters, max_grad_norm=4.0), torchs=make, max_norm=4.0)
 
@@ -270,20 +252,19 @@ def test_the_norm_changes_without_compiling():
     assert ours.num_traces == 1
 
 
-@pytest.mark.parametrize("name", ["SGD", pytest.param("LAMB", marks=pytest.mark.thorough)])
-def test_a_scale_of_the_loss_changes_nothing(name):
+def test_a_scale_of_the_loss_changes_nothing():
     """Gradients come in too large by it. It changes, too; 3 is no power of two."""
     parameters = make_parameters()
 
     def make(scale):
-        return getattr(optim, name)(list(parameters.values()), lr=0.1, loss_scaling=scale)
+        return optim.LAMB(list(parameters.values()), lr=0.1, loss_scaling=scale)
 
-    plain = Ours(getattr(optim, name)(list(parameters.values()), lr=0.1), parameters)
+    plain = Ours(optim.LAMB(list(parameters.values()), lr=0.1), parameters)
     ours = Ours(make(1024.0), parameters)
     assert jax.tree.leaves(ours.state)[0] == ours.transformation.initial_scale == 1024
     scale = np.float32(1024)
-    for number, gradients in enumerate(make_gradients(count=6)):
-        if number == 3:
+    for number, gradients in enumerate(make_gradients(count=4)):
+        if number == 2:
             scale = np.float32(3)
             ours.set_optimizer(make(3.0))
         ours.step({key: gradient * scale for key, gradient in gradients.items()})
@@ -359,9 +340,7 @@ def averages(kept, gradient, betas):
     return kept["m"], kept["v"]
 
 
-@pytest.mark.parametrize("bias_correction", [True, False])
-@pytest.mark.parametrize("max_weight_norm", [None, 0.5])
-@pytest.mark.each_value
+@pytest.mark.parametrize(("bias_correction", "max_weight_norm"), [(True, None), (False, 0.5)])
 def test_lamb_by_hand(bias_correction, max_weight_norm):
     def formula(w, g, step, kept):
         m, v = averages(kept, g, (0.9, 0.999))
@@ -398,9 +377,7 @@ def test_adamw_without_correction_by_hand():
     models.assert_trees_close(ours.values, by_hand(formula, parameters), 1e-6)
 
 
-@pytest.mark.parametrize("momentum", [None, 0.9])
-@pytest.mark.parametrize("centered", [False, True])
-@pytest.mark.each_value
+@pytest.mark.parametrize(("momentum", "centered"), [(None, False), (0.9, True)])
 def test_rmsprop_of_tensorflow_by_hand(momentum, centered):
     def formula(w, g, _step, kept):
         g = g + 0.1 * w
@@ -423,36 +400,42 @@ HALF = torch.float16
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments", "dtypes", "accumulators"),
+    ("name", "scaling", "arguments", "dtypes", "accumulators"),
     [
-        ("SGD", {"momentum": 0.9}, {"momentum_buffer": "float32"}, "float32"),
-        ("SGD", {"momentum": 0.9, "velocity_accum_type": HALF}, {"momentum_buffer": "float16"}, "float32"),
-        ("SGD", {"momentum": 0.9, "accum_type": HALF}, {"momentum_buffer": "float32"}, "float16"),
-        ("SGD", {"momentum": 0.9, "use_combined_accum": True}, {"momentum_buffer": "float16"}, None),
-        ("Adam", {}, {"exp_avg": "float32", "exp_avg_sq": "float32"}, "float32"),
+        ("SGD", None, {"momentum": 0.9}, {"momentum_buffer": "float32"}, "float32"),
+        (
+            "SGD",
+            "manual",
+            {"momentum": 0.9, "velocity_accum_type": HALF},
+            {"momentum_buffer": "float16"},
+            "float32",
+        ),
+        ("SGD", None, {"momentum": 0.9, "accum_type": HALF}, {"momentum_buffer": "float32"}, "float16"),
+        ("SGD", None, {"momentum": 0.9, "use_combined_accum": True}, {"momentum_buffer": "float16"}, None),
         (
             "AdamW",
+            "automatic",
             {"first_order_momentum_accum_type": HALF},
             {"exp_avg": "float16", "exp_avg_sq": "float32"},
             "float32",
         ),
         (
             "LAMB",
+            None,
             {"second_order_momentum_accum_type": HALF, "accum_type": HALF},
             {"exp_avg": "float32", "exp_avg_sq": "float16"},
             "float16",
         ),
         (
             "RMSprop",
+            None,
             {"first_order_momentum_accum_type": HALF, "momentum": 0.5, "centered": True},
             {"square_avg": "float32", "momentum_buffer": "float16", "grad_avg": "float16"},
             "float32",
         ),
     ],
 )
-@pytest.mark.parametrize("scaling", [None, "manual", "automatic"])
-@pytest.mark.each_value
-def test_dtypes(name, arguments, dtypes, accumulators, scaling):
+def test_dtypes(name, scaling, arguments, dtypes, accumulators):
     """What is kept has the dtypes that were asked for, and after an update still."""
     parameters = make_parameters("float16")
     if scaling == "manual":
@@ -470,14 +453,11 @@ def test_dtypes(name, arguments, dtypes, accumulators, scaling):
         assert found == {slot: {dtype} for slot, dtype in dtypes.items()}
 
 
-@pytest.mark.parametrize(
-    ("dtype", "expected"), [("float32", None), ("float64", None), ("bfloat16", "float32")]
-)
-def test_accumulators_are_no_narrower_than_their_variables(dtype, expected):
+def test_accumulators_are_no_narrower_than_their_variables():
     spec = describe(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]))
     with jax.enable_x64(True):
-        found = spec.accumulator_dtype(jax.ShapeDtypeStruct((), dtype))
-    assert found == (None if expected is None else np.dtype(expected))
+        for dtype, expected in (("float32", None), ("float64", None), ("bfloat16", np.dtype("float32"))):
+            assert spec.accumulator_dtype(jax.ShapeDtypeStruct((), dtype)) == expected
 
 
 def test_a_scaled_velocity():
