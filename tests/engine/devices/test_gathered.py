@@ -26,8 +26,6 @@ def make(**options):
 
 
 OPTIONS = {
-    "plain": {},
-    "one device": {"device_mapping": [0, 0]},
     "replicas that share out": {"num_replicas": 2, "shard": ["optimizer_state", "weights"]},
     "host memory": {"offload": ["weight_update_variables", "weights"]},
     "tensor parallel": {

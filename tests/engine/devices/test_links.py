@@ -1,7 +1,6 @@
 """Transfers between processes: what arrives is what was meant, whatever comes first and whoever donates."""
 
 import socket
-import time
 from pathlib import Path
 
 import jax
@@ -44,19 +43,24 @@ def transfer():
     overwrite = first.program(jax.jit(lambda x: x * 0 - 1, donate_argnums=0))
     array = make(first, 3)
     if process == 1:
-        time.sleep(1)
+        links.links().read("overwritten")
     (copy,) = put([array], second, tag=Tag("edge", 1))
     for _number in range(3):
         array = overwrite(array)
+    if process == 0:
+        array.block_until_ready()
+        links.links().share("overwritten", "yes")
     made["donated"] = read(copy), read(array)
 
     # It forgets what it has sent.
     array = make(first, 4)
     if process == 1:
-        time.sleep(1)
+        links.links().read("forgotten")
     (copy,) = copy_to([array], second, Tag("edge", 2))
     del array
-    churn = [jnp.full(SIZE, value) for value in range(50)]
+    churn = jax.block_until_ready([jnp.full(SIZE, value) for value in range(50)])
+    if process == 0:
+        links.links().share("forgotten", "yes")
     made["forgotten"] = read(copy), len(churn)
 
     # Several at once, of several shapes and dtypes; random keys among them.

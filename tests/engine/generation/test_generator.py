@@ -190,15 +190,14 @@ def write_one(p, x, position):
     return write(p, x[None], position)[0]
 
 
-@pytest.mark.parametrize("mapping", [None, [0, 0]], ids=["two devices", "one device"])
-def test_stages_that_take_one_token_at_a_time(mapping, parameters, state, prompts, continuations):
+def test_stages_that_take_one_token_at_a_time(parameters, state, prompts, continuations):
     generator = engine.Generator(
         [read_one, write_one],
         parameters=parameters,
         max_length=LENGTH,
         num_slots=2,
         chunk_lengths=(1, 4),
-        device_mapping=mapping,
+        device_mapping=[0, 0],
     )
     assert generator.token_by_token
     answers = generator.generate(state, prompts[2:4], max_new_tokens=4)
@@ -237,7 +236,7 @@ def test_serving_streams_tokens_to_several_threads(generator, state, prompts, co
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join()
         late = served.submit(prompts[0], max_new_tokens=3)  # the end of the block waits for it
     assert answers == dict(enumerate(continuations))
     assert late.is_done
@@ -251,7 +250,7 @@ def test_cancelled_requests_make_room(generator, state, prompts, continuations):
         for request in requests:
             next(iter(request))
             request.cancel()
-        assert waiting.result(timeout=60).tolist() == continuations[1]
+        assert waiting.result(timeout=600).tolist() == continuations[1]
     for request in requests:
         assert request.result().tolist()[:1] == continuations[0][:1]
 
@@ -284,7 +283,7 @@ def test_an_interrupted_call_leaves_the_generator_usable(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join()
     assert [answers[number][0].tolist() for number in range(2)] == continuations[:2]
     assert generator.generate(state, [], max_new_tokens=1) == []
 
@@ -301,7 +300,7 @@ def test_calls_outside_and_within_serving(generator, state, prompts):
             generator.submit(prompts[0], max_new_tokens=20).result(timeout=0)
         with pytest.raises(ValueError, match="has the token 99"):  # and the others go on
             generator.submit([99], max_new_tokens=1)
-        assert len(generator.submit(prompts[0], max_new_tokens=2).result(60)) == 2
+        assert len(generator.submit(prompts[0], max_new_tokens=2).result(600)) == 2
 
 
 def test_what_a_stage_raises_reaches_all_who_wait():
@@ -320,7 +319,7 @@ def test_what_a_stage_raises_reaches_all_who_wait():
     with pytest.raises(Exception, match="no such word"), generator.serving({}):
         request = generator.submit([1], max_new_tokens=2)
         with pytest.raises(Exception, match="no such word"):
-            request.result(timeout=60)
+            request.result(timeout=600)
         with pytest.raises(RuntimeError, match="met an error"):
             generator.submit([1], max_new_tokens=1)
 
@@ -390,18 +389,16 @@ def test_states_that_do_not_fit(generator, state):
     ],
 )
 def test_wrong_arguments(options, error, text):
-    def stage(tokens, position):
-        return jnp.zeros((len(tokens), WORDS)) + position.astype(jnp.float32)
-
     with pytest.raises(error, match=text):
-        engine.Generator(**{"stages": [stage], "max_length": 8, **options})
+        engine.Generator(**{"stages": [plain_stage], "max_length": 8, **options})
+
+
+def plain_stage(tokens, position):
+    return jnp.zeros((len(tokens), WORDS)) + position.astype(jnp.float32)
 
 
 def test_too_few_devices():
-    def stage(tokens, position):
-        return jnp.zeros((len(tokens), WORDS)) + position.astype(jnp.float32)
-
-    generator = engine.Generator([stage], max_length=8, devices=jax.devices()[:1], device_mapping=[1])
+    generator = engine.Generator([plain_stage], max_length=8, devices=jax.devices()[:1], device_mapping=[1])
     with pytest.raises(ValueError, match="needs 2 devices"):
         generator.generate({}, [[1]], max_new_tokens=1)
 
@@ -410,7 +407,7 @@ def test_caches_whose_shape_depends_on_the_chunk():
     def stage(tokens, position):
         old = engine.get_variable("cache", (len(tokens), WIDTH), initializer="zeros", trainable=False)
         engine.assign("cache", old + 1)
-        return jnp.zeros((len(tokens), WORDS)) + position.astype(jnp.float32)
+        return plain_stage(tokens, position)
 
     with pytest.raises(ValueError, match="Its shape must not depend"):
         engine.Generator([stage], max_length=8, token_by_token=False)

@@ -8,11 +8,15 @@ from ipu_pipeline.engine.generation.sampling import SamplingArrays, choose
 LOGITS = np.log(np.array([0.1, 0.4, 0.05, 0.3, 0.15], np.float32))
 
 
+@jax.jit
+def draw(arrays, keys):
+    return jax.vmap(lambda key: choose(LOGITS, arrays, key))(keys)
+
+
 def count(sampling, number=4000):
     """How often each word is chosen, as a part of all."""
     arrays = SamplingArrays(*(x[0] for x in SamplingArrays.of([sampling])))
-    keys = jax.random.split(jax.random.key(0), number)
-    chosen = jax.jit(jax.vmap(lambda key: choose(LOGITS, arrays, key)))(keys)
+    chosen = draw(arrays, jax.random.split(jax.random.key(0), number))
     return np.bincount(np.asarray(chosen), minlength=5) / number
 
 

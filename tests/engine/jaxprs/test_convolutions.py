@@ -56,7 +56,7 @@ def make_convolution(choose):
 
 
 @pytest.mark.parametrize(
-    "seed", [*range(4), *(pytest.param(n, marks=pytest.mark.thorough) for n in range(4, 60))]
+    "seed", [*range(4), *(pytest.param(n, marks=pytest.mark.thorough) for n in range(4, 16))]
 )
 def test_random_convolutions_and_their_gradients(seed, monkeypatch):
     choose = random.Random(seed)  # noqa: S311  # shapes, the same in every run
@@ -124,8 +124,7 @@ def test_loops_branches_and_calls_have_none_left(within):
     np.testing.assert_allclose(jax.jit(fast)(x)[0], jax.jit(function)(x)[0], rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("layouts", [FIRST, LAST])
-@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize(("layouts", "groups"), [(FIRST, 4), (LAST, 1)])
 def test_narrow_floats_are_summed_wide_and_rounded_once(layouts, groups, monkeypatch):
     monkeypatch.setattr(convolution_forms, "_BLOCK_BYTES", 1000)  # several blocks, whose sums are added
     x, w = draw(0, 8, 4, 9, 9, dtype=jnp.bfloat16), draw(1, 4, 4 // groups, 3, 3, dtype=jnp.bfloat16)
@@ -145,19 +144,12 @@ def test_narrow_floats_are_summed_wide_and_rounded_once(layouts, groups, monkeyp
         )
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: (draw(0, 1, 2, 4, 4).astype(jnp.int32), draw(1, 2, 2, 3, 3).astype(jnp.int32)),
-        lambda: (draw(0, 0, 2, 4, 4), draw(1, 2, 2, 3, 3)),
-    ],
-    ids=["integers", "nothing"],
-)
-def test_what_stays_a_convolution(make):
-    x, w = make()
+def test_convolutions_of_integers_and_of_nothing_stay():
     fast = with_fast_convolutions(lambda x, w: [convolve(x, w)])
-    assert has_convolutions(jax.make_jaxpr(fast)(x, w).jaxpr)
-    np.testing.assert_array_equal(jax.jit(fast)(x, w)[0], convolve(x, w))
+    for images, dtype in ((1, jnp.int32), (0, jnp.float32)):
+        x, w = draw(0, images, 2, 4, 4).astype(dtype), draw(1, 2, 2, 3, 3).astype(dtype)
+        assert has_convolutions(jax.make_jaxpr(fast)(x, w).jaxpr)
+        np.testing.assert_array_equal(jax.jit(fast)(x, w)[0], convolve(x, w))
 
 
 def test_names_and_lines_stay_with_what_they_are_of():

@@ -44,10 +44,6 @@ def recurrent(w, x):
     return jax.lax.scan(step, jnp.zeros((1, WIDTH), x.dtype), x)[1]
 
 
-def branching(w, x):
-    return jax.lax.cond(x[0, 0] > 0, lambda: dense(w[0], x), lambda: jnp.sin(dense(w[1], x) @ w[2]))
-
-
 def normalised(w, x):
     y = dense(w[0], x)
     y = (y - y.mean(-1, keepdims=True)) / jnp.sqrt(y.var(-1, keepdims=True) + 1e-3)
@@ -68,16 +64,12 @@ def tied(w, x):
 ONE, SEVERAL = (WIDTH, WIDTH), (LAYERS, WIDTH, WIDTH)
 MODELS = {
     "dense": (dense, ONE),
-    "layers": (lambda w, x: dense(w[2], dense(w[1], dense(w[0], x))), SEVERAL),
     "norm": (normalised, SEVERAL),
     "tied": (tied, SEVERAL),
     "written in place": (written_in_place, SEVERAL),
-    "scanned": (scanned(dense), SEVERAL),
     "repeated": (repeated(dense), ONE),
     "recurrent": (recurrent, SEVERAL),
     "nested scans": (scanned(repeated(dense)), SEVERAL),
-    "branches": (branching, SEVERAL),
-    "checkpointed": (jax.checkpoint(lambda w, x: dense(w[1], dense(w[0], x))), SEVERAL),
     "scanned checkpoints": (scanned(jax.checkpoint(lambda w, x: dense(w, dense(w, x)))), SEVERAL),
     "checkpointed scan": (jax.checkpoint(scanned(dense)), SEVERAL),
     "branches in a scan": (
@@ -115,20 +107,6 @@ def cut(model, values):
     return flat, jaxprs.extract(flat, [of_inputs, *kept]), second, kept
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_halves_give_what_the_whole_gives(name):
-    model, shape = MODELS[name]
-    values = values_of(shape)
-    flat, first, second, kept = cut(model, values)
-    given = dict(zip(flat.inputs, values, strict=True))
-    of_inputs, *made = first(*(given[var] for var in first.inputs))
-    given.update(zip(kept, made, strict=True))
-    (of_weights,) = second(*(given[var] for var in second.inputs))
-    expected = jax.jit(joint_of(model))(*values)
-    for found, whole in zip((of_inputs, of_weights), expected, strict=True):
-        np.testing.assert_allclose(found, whole, rtol=2e-5, atol=1e-6)
-
-
 def count_products(jaxpr, times=1):
     """The multiplications of a jaxpr's matrix products, as often as they run; of branches the most."""
     total = 0
@@ -149,15 +127,27 @@ def count_products(jaxpr, times=1):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_second_half_repeats_no_product(name):
+def test_halves_give_what_the_whole_gives_and_repeat_no_product(name):
     model, shape = MODELS[name]
     values = values_of(shape)
-    _flat, first, second, _kept = cut(model, values)
+    flat, first, second, kept = cut(model, values)
+
+    def run_halves(*values):
+        given = dict(zip(flat.inputs, values, strict=True))
+        of_inputs, *made = first(*(given[var] for var in first.inputs))
+        given.update(zip(kept, made, strict=True))
+        return [of_inputs, *second(*(given[var] for var in second.inputs))]
+
+    halved, expected = jax.jit(lambda *values: (run_halves(*values), joint_of(model)(*values)))(*values)
+    for found, whole in zip(halved, expected, strict=True):
+        np.testing.assert_allclose(found, whole, rtol=2e-5, atol=1e-6)
     flat = jaxprs.flatten(jax.make_jaxpr(joint_of(model))(*values))
     whole = jaxprs.extract(flat, flat.outputs)
-    halves = [count_products(half.closed_jaxpr.jaxpr) for half in (first, second)]
-    assert sum(halves) == count_products(whole.closed_jaxpr.jaxpr)
-    assert min(halves) > 0
+    halves = [half.closed_jaxpr.jaxpr for half in (first, second)]
+    assert sum(map(count_products, halves)) == count_products(whole.closed_jaxpr.jaxpr)
+    assert min(map(count_products, halves)) > 0
+    if name == "scanned checkpoints":
+        assert sum(map(count_operations, halves)) <= 1.01 * count_operations(whole.closed_jaxpr.jaxpr)
 
 
 def test_of_weights_alone_nothing_is_kept():
@@ -177,16 +167,6 @@ def test_what_a_broadcast_takes_is_kept_in_its_place():
     values = values_of(ONE)
     _flat, _first, _second, kept = cut(model, values)
     assert all(var.aval.size == 1 for var in kept)
-
-
-def test_halves_cost_no_more_operations_than_the_whole():
-    model, shape = MODELS["scanned checkpoints"]
-    values = values_of(shape)
-    _flat, first, second, _kept = cut(model, values)
-    halves = [count_operations(half.closed_jaxpr.jaxpr) for half in (first, second)]
-    flat = jaxprs.flatten(jax.make_jaxpr(joint_of(model))(*values))
-    whole = count_operations(jaxprs.extract(flat, flat.outputs).closed_jaxpr.jaxpr)
-    assert sum(halves) <= 1.01 * whole
 
 
 def test_branches_for_platforms_stay_together():

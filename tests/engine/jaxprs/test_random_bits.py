@@ -24,7 +24,11 @@ DRAWS = {
 }
 
 
-@pytest.mark.parametrize("is_partitionable", [True, False], ids=["partitionable", "original"])
+@pytest.mark.parametrize(
+    "is_partitionable",
+    [True, pytest.param(False, marks=pytest.mark.thorough)],
+    ids=["partitionable", "original"],
+)
 def test_the_bits_are_jaxs(is_partitionable):
     def draw(key):
         return {name: function(key) for name, function in DRAWS.items()}

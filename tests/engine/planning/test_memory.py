@@ -320,10 +320,7 @@ def test_a_shared_variable_is_copied_and_has_two_accumulators():
             return models.cross_entropy(x @ engine.get_variable("kernel", size).T, labels)
 
     pipeline = engine.Pipeline(
-        [first, last],
-        num_micro_batches=NUM_MICRO_BATCHES,
-        loss=lambda loss: loss,
-        optimizer=optax.sgd(0.1),
+        [first, last], num_micro_batches=NUM_MICRO_BATCHES, loss=lambda loss: loss, optimizer=optax.sgd(0.1)
     )
     state = run(pipeline)
     num_bytes = state.variables["tied/kernel"].nbytes

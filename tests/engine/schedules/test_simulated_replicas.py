@@ -19,12 +19,7 @@ from ipu_pipeline.engine.schedules import (
     simulate,
     what_if,
 )
-from tests.engine.schedules.test_simulator import (
-    assert_same_with_cores,
-    begins,
-    compare_with_ticks,
-    draw,
-)
+from tests.engine.schedules.test_simulator import assert_same_with_cores, begins, compare_with_ticks, draw
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
 

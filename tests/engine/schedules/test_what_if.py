@@ -38,10 +38,7 @@ def test_rows():
         *(
             entry
             for name in ("all_forwards", "zero_bubble", "zero_bubble_h2")
-            for entry in (
-                ("schedule", name, 16, ""),
-                *((both, name, count, "") for count in (8, 32, 64)),
-            )
+            for entry in (("schedule", name, 16, ""), *((both, name, count, "") for count in (8, 32, 64)))
         ),
         *(
             ("split", "grouped", 16, f"10% of a mean stage from stage {source} to {target}")
