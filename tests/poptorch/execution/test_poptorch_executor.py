@@ -1,10 +1,10 @@
 """Wrapped models: calls against plain torch, weights in sync, life and death."""
 
+import concurrent.futures
 import copy
 import gc
 import io
 import pickle
-import threading
 import warnings
 import weakref
 from datetime import timedelta
@@ -92,26 +92,28 @@ class FourLayers(torch.nn.Module):
     [
         ("looped", (0, 1, 0, 1)),
         ("zero_bubble", (0, 1, 2, 3)),
-        ("ZB-H2", (0, 1, 2, 3)),
-        ("zbv", (0, 1, 1, 0)),
-        (SearchedSchedule(), (0, 1, 0, 1)),
+        pytest.param("zbv", (0, 1, 1, 0), marks=pytest.mark.thorough),
+        pytest.param(SearchedSchedule(), (0, 1, 0, 1), marks=pytest.mark.thorough),
     ],
     ids=str,
 )
-def test_schedules_that_poptorch_does_not_have(schedule, ipus):
+def test_schedules_that_poptorch_does_not_have(schedule, ipus, log):
+    """That of the strategy counts, and not that of the options."""
     model = seeded(lambda: FourLayers(ipus))
     plain = reference(model, make_sgd)
     x, targets = make_batch()[0], torch.linspace(-1, 1, 8)
     strategy = poptorch.PipelinedExecution(poptorch.AutoStage.AutoIncrement, schedule=schedule)
     options = make_options(1, 4).setExecutionStrategy(strategy)
+    if schedule == "zero_bubble":
+        options.setPipelineSchedule("interleaved")
     executor = poptorch.trainingModel(model, options, make_sgd(model.parameters()))
-    for _call in range(2):
-        outputs = executor(x, targets)
-        assert_close(outputs, join(plain.train((x, targets), 1, 4, second)))
+    assert_close(executor(x, targets), join(plain.train((x, targets), 1, 4, second)))
     assert_same_state(model, plain.model)
+    told = "no effect: the execution strategy has the schedule 'zero_bubble'" in " ".join(log)
+    assert told == (schedule == "zero_bubble")
 
 
-@pytest.mark.parametrize(("schedule", "number"), [("grouped", 3), ("interleaved", 3), ("v_half", 4)])
+@pytest.mark.parametrize(("schedule", "number"), [("interleaved", 3), ("v_half", 4)])
 def test_stages_of_one_ipu_that_follow_each_other(schedule, number):
     """They are one, as in PopTorch, but with schedules that PopTorch does not have."""
     strategy = poptorch.PipelinedExecution(poptorch.AutoStage.AutoIncrement, schedule=schedule)
@@ -122,22 +124,12 @@ def test_stages_of_one_ipu_that_follow_each_other(schedule, number):
     assert f"{number} stages on 2 IPUs" in str(executor.summary())
 
 
-def test_a_schedule_of_the_options_and_one_of_the_strategy(log):
-    strategy = poptorch.PipelinedExecution(schedule="zero_bubble")
-    options = make_options(1, 4).setPipelineSchedule("interleaved").setExecutionStrategy(strategy)
-    model = seeded(lambda: FourLayers((0, 1, 2, 3)))
-    executor = poptorch.trainingModel(model, options, make_sgd(model.parameters()))
-    executor(make_batch()[0], torch.linspace(-1, 1, 8))
-    told = " ".join(log)
-    assert "no effect: the execution strategy has the schedule 'zero_bubble'" in told
-
-
 def test_the_last_outputs():
     """Of training by default; of inference all. Random whole models have the other modes."""
-    options, model = make_options(3, 2, mode=poptorch.OutputMode.Default), make_model()
-    expected = reference(model, make_sgd).train(make_batch(12), 3, 2, second)[-1]
+    options, model = make_options(2, 2, mode=poptorch.OutputMode.Default), make_model()
+    expected = reference(model, make_sgd).train(make_batch(), 2, 2, second)[-1]
     executor = poptorch.trainingModel(model, options, make_sgd(model.parameters()))
-    assert_close(executor(*make_batch(12)), [value.detach() for value in expected])
+    assert_close(executor(*make_batch()), [value.detach() for value in expected])
     assert executor.options.output_mode is poptorch.OutputMode.Final
     options = make_options(2, mode=poptorch.OutputMode.Default)
     assert poptorch.inferenceModel(model, options)(make_batch()[0]).shape == (8, 3)
@@ -243,20 +235,6 @@ def test_explicit_copies(trained):
     assert_close([inference(x)], [plain(x)])
 
 
-def test_the_host_trains_in_between(trained):
-    """The user's optimizer on the CPU sees and changes the trained weights."""
-    model, executor, plain = trained
-    for one in (model, plain):
-        optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
-        optimizer.zero_grad()
-        one(*make_batch(seed=5))[1].backward()
-        optimizer.step()
-    assert_same_state(model, plain)
-    executor.copyWeightsToDevice()
-    x, target = make_batch()
-    assert_close([executor(x, target)[0][:2]], [plain(x[:2])])
-
-
 # Life and death.
 
 
@@ -264,7 +242,7 @@ def test_momentum_survives_detaching():
     model = make_model()
     plain = reference(model, make_sgd)
     executor = poptorch.trainingModel(model, make_options(), make_sgd(model.parameters()))
-    for seed in range(4):
+    for seed in range(3):
         executor(*make_batch(seed=seed))
         plain.train(make_batch(seed=seed), 1, 1, second)
         executor.detachFromDevice()
@@ -278,8 +256,8 @@ def test_momentum_survives_detaching():
             executor.attachToDevice()
             with pytest.raises(poptorch.Error, match="Device is already attached"):
                 executor.attachToDevice()
-    executor.destroy()
-    executor.destroy()
+    for _twice in range(2):
+        executor.destroy()
     executor(*make_batch())
     plain.train(make_batch(), 1, 1, second)
     assert_same_state(model, plain.model)
@@ -344,7 +322,7 @@ def test_compile_runs_nothing(shared):
         first.remove()
         last.remove()
     assert called == [False, True]
-    assert timedelta(0) < executor.compilationTime() < timedelta(minutes=5)
+    assert executor.compilationTime() > timedelta(0)
     assert_close(model.state_dict().values(), before.values(), 0)
     executor(*make_batch())
     assert called == [False, True]
@@ -438,26 +416,11 @@ def test_values_within_the_model():
     options = make_options(2, 2, mode=poptorch.OutputMode.Final)
     options.anchorTensor("hidden", "tanh", poptorch.OutputMode.All)
     options.anchorTensor("sum", "second/linear", poptorch.OutputMode.Sum)
-    options.anchorTensor("last", "mse_loss")
     plain = copy.deepcopy(model)
     x, target = make_batch()
-    executor = poptorch.trainingModel(model, options)
+    executor = poptorch.trainingModel(model, options, torch.optim.SGD(model.parameters(), lr=0.0))
     with pytest.raises(AssertionError, match="Model has not been compiled"):
         executor.getTensorNames()
-    with pytest.raises(
-        poptorch.Error, match="anchorTensor names 'mse_loss', which is not a value of the model"
-    ):
-        executor(x, target)
-    with pytest.raises(
-        poptorch.Error, match="There is nothing to train: the loss depends on model/first.bias"
-    ):
-        poptorch.trainingModel(copy.deepcopy(plain), make_options(), make_sgd(plain.parameters()))(
-            x, target
-        )
-    options = options.clone()
-    options.anchored_tensors.pop("last")
-    copied = copy.deepcopy(plain)
-    executor = poptorch.trainingModel(copied, options, torch.optim.SGD(copied.parameters(), lr=0.0))
     with pytest.raises(AssertionError, match="Run the model before asking"):
         executor.getAnchoredTensor("hidden")
     logits, _loss = executor(x, target)
@@ -472,9 +435,27 @@ def test_values_within_the_model():
         executor.getAnchoredTensor("nobody")
 
 
-@pytest.mark.parametrize("ipus", [pytest.param((0, 0), marks=pytest.mark.thorough), (0, 1)])
-def test_numbers_that_are_not_finite(ipus):
-    model = make_model(ipus=ipus)
+def test_what_cannot_be_captured():
+    x, target = make_batch()
+    model = make_model()
+    for options, optimizer, message in [
+        (
+            make_options().anchorTensor("last", "mse_loss"),
+            None,
+            "anchorTensor names 'mse_loss', which is not a value of the model",
+        ),
+        (
+            make_options(),
+            make_sgd(make_model().parameters()),
+            "There is nothing to train: the loss depends on model/first.bias",
+        ),
+    ]:
+        with pytest.raises(poptorch.Error, match=message):
+            poptorch.trainingModel(copy.deepcopy(model), options, optimizer)(x, target)
+
+
+def test_numbers_that_are_not_finite():
+    model = make_model()
     before = copy.deepcopy(model.state_dict())
     options = make_options(1, 2)
     options.Precision.enableFloatingPointExceptions(True)
@@ -503,15 +484,14 @@ def test_synthetic_data(monkeypatch):
     zeros = model(torch.zeros_like(x)).detach()
     for word in ("zeros", "random"):
         monkeypatch.setenv("IPU_PIPELINE_SYNTHETIC_DATA", word)
-        executor = poptorch.inferenceModel(model, make_options(2))
-        found = executor(x * torch.nan)
+        found = poptorch.inferenceModel(model, make_options(2))(x * torch.nan)
         assert torch.isfinite(found).all()
         assert torch.allclose(found, zeros, atol=1e-6) == (word == "zeros")
     monkeypatch.delenv("IPU_PIPELINE_SYNTHETIC_DATA")
-    training = poptorch.trainingModel(model, make_options(4, 1).enableSyntheticData(True))
+    training = poptorch.trainingModel(model, make_options().enableSyntheticData(True))
     plain = reference(model, lambda parameters: torch.optim.SGD(parameters, lr=0.01))
     training(x * torch.nan, x)
-    plain.train((torch.zeros(8, 3), torch.zeros(8, 3)), 4, 1, second)
+    plain.train((torch.zeros(8, 3), torch.zeros(8, 3)), 1, 1, second)
     assert_same_state(model, plain.model)
 
 
@@ -545,27 +525,35 @@ def test_wrong_wrapping():
 def test_other_arguments_than_the_first(trained):
     _model, executor, _plain = trained
     x, target = make_batch()
-    for given, message in [
+    size = r"torch.Size\(\[{}, 3\]\)"
+    for args, kwargs, error, message in [
         (
             (x[:4], target),
-            r"Shape mismatch for x: expected torch.Size\(\[8, 3\]\) but got torch.Size\(\[4, 3\]\)",
+            {},
+            poptorch.Error,
+            f"Shape mismatch for x: expected {size.format(8)} but got {size.format(4)}",
         ),
-        ((x.int(), target), "Data type mismatch for x: expected torch.float32 but got torch.int32"),
-        ((x,), "Number of positional arguments mismatch: expected 2 but got 1"),
-        ((x, 5), "Type mismatch for target: expected <class 'torch.Tensor'> but got <class 'int'>"),
+        (
+            (x.int(), target),
+            {},
+            poptorch.Error,
+            "Data type mismatch for x: expected torch.float32 but got torch.int32",
+        ),
+        ((x,), {}, poptorch.Error, "Number of positional arguments mismatch: expected 2 but got 1"),
+        (
+            (x, 5),
+            {},
+            poptorch.Error,
+            "Type mismatch for target: expected <class 'torch.Tensor'> but got <class 'int'>",
+        ),
+        ((x,), {"target": target}, poptorch.Error, "Number of positional arguments mismatch"),
+        ((x,), {"nobody": target}, AssertionError, "nobody is not a valid parameter"),
+        ((x, target, x), {}, AssertionError, "Too many arguments provided"),
+        ((x,), {"x": target}, AssertionError, "Parameter x was passed more than once"),
+        ((), {"target": target}, poptorch.Error, "Mandatory parameter x missing"),
     ]:
-        with pytest.raises(poptorch.Error, match=message):
-            executor(*given)
-    with pytest.raises(poptorch.Error, match="Number of positional arguments mismatch"):
-        executor(x, target=target)
-    with pytest.raises(AssertionError, match="nobody is not a valid parameter"):
-        executor(x, nobody=target)
-    with pytest.raises(AssertionError, match="Too many arguments provided"):
-        executor(x, target, x)
-    with pytest.raises(AssertionError, match="Parameter x was passed more than once"):
-        executor(x, x=target)
-    with pytest.raises(poptorch.Error, match="Mandatory parameter x missing"):
-        executor(target=target)
+        with pytest.raises(error, match=message):
+            executor(*args, **kwargs)
     executor(x, target)  # none of these did harm
 
 
@@ -586,31 +574,16 @@ def test_two_threads_take_turns():
     executor = poptorch.trainingModel(model, make_options(), make_sgd(model.parameters()))
     inference = poptorch.inferenceModel(model, make_options())
     executor.compile(*make_batch())
-    failures = []
-
-    def run(call):
-        try:
-            for _number in range(10):
-                call()
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [
-        threading.Thread(target=run, args=[call])
-        for call in (
-            lambda: executor(*make_batch()),
-            lambda: executor(*make_batch()),
-            lambda: inference(make_batch()[0]),
-            lambda: model.state_dict(),
-        )
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not failures
-    assert not any(thread.is_alive() for thread in threads)
-    for _number in range(20):
+    calls = (
+        lambda: executor(*make_batch()),
+        lambda: executor(*make_batch()),
+        lambda: inference(make_batch()[0]),
+        lambda: model.state_dict(),
+    )
+    with concurrent.futures.ThreadPoolExecutor(len(calls)) as threads:
+        for future in [threads.submit(lambda call: [call() for _time in range(5)], c) for c in calls]:
+            future.result()
+    for _number in range(10):
         plain.train(make_batch(), 1, 1, second)
     assert_same_state(model, plain.model)
 
@@ -630,15 +603,13 @@ class WithLoss(torch.nn.Module):
         return x, torch.nn.functional.mse_loss(x, target)
 
 
-@pytest.mark.parametrize("is_first", [pytest.param(False, marks=pytest.mark.thorough), True])
-def test_a_model_within_another_that_trains(is_first):
+def test_a_model_within_another_that_trains():
     model = make_model()
     outer = WithLoss(model)
     plain = reference(outer, make_sgd)
     x, target = make_batch()
     inference = poptorch.inferenceModel(model, make_options())
-    if is_first:
-        inference(x)
+    inference(x)
     training = poptorch.trainingModel(outer, make_options(), make_sgd(outer.parameters()))
     for _call in range(2):
         training(x, target)
