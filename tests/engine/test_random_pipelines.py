@@ -15,7 +15,7 @@ import pytest
 from ipu_pipeline.engine import reference
 from tests.support import models, random_models
 
-NUM_THOROUGH = int(os.environ.get("RANDOM_PIPELINES", "96"))
+NUM_THOROUGH = int(os.environ.get("RANDOM_PIPELINES", "64"))
 # How many each part has; processes share the parts. The first is for `make test`.
 PARTS = [16, *[-(-NUM_THOROUGH // 4)] * 4]
 # Making a failing model smaller takes many minutes, so that is done on demand only.

@@ -1,6 +1,7 @@
 """States that move between splits, replicas and processes, in memory and through a directory."""
 
 import dataclasses
+import functools
 import itertools
 import os
 
@@ -134,27 +135,38 @@ SPLITS = {
     "model": lambda: as_model(2),
     "auto": lambda: as_auto(3),
 }
-PAIRS = [
-    ("lists 2 2", "lists 1 3"),
-    ("lists 2 2", "lists 1 1 2"),
-    ("lists 1 3", "lists 4"),
-    ("stacks 2 2", "stacks 3 1"),
-    ("lists 1 3", "stacks 2 2"),
-    ("stacks 3 1", "model"),
-    ("model", "lists 1 1 2"),
-    ("auto", "stacks 2 2"),
-    ("lists 2 2", "auto"),
-]
 
 
-@pytest.mark.parametrize("is_saved", [False, True], ids=["in memory", "saved"])
-@pytest.mark.parametrize(("before", "after"), PAIRS)
+@functools.cache
+def pipeline_of(name):
+    pipeline = SPLITS[name]()
+    pipeline.trace(make_batches()[0])
+    return pipeline
+
+
+@functools.cache
+def begun(name):
+    """A pipeline and its state after two updates; the state after two more, and their last losses."""
+    state = begin(pipeline_of(name))
+    return pipeline_of(name), state, *go_on(pipeline_of(name), state)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_saved"),
+    [
+        ("lists 2 2", "lists 1 1 2", False),
+        ("lists 1 3", "lists 4", True),
+        ("stacks 2 2", "stacks 3 1", False),
+        ("lists 1 3", "stacks 2 2", False),
+        ("stacks 3 1", "model", True),
+        ("model", "lists 1 1 2", False),
+        ("auto", "stacks 2 2", False),
+    ],
+)
 def test_training_goes_on_in_another_split(before, after, is_saved, tmp_path):
     """As if it had not moved: losses, and, moved back, every leaf."""
-    old, new = SPLITS[before](), SPLITS[after]()
-    state = begin(old)
-    expected, losses = go_on(old, state)
-    new.trace(make_batches()[0])
+    old, state, expected, losses = begun(before)
+    new = pipeline_of(after)
     if is_saved:
         engine.save(tmp_path / "state", state)
         moved = engine.restore(tmp_path / "state", new)
@@ -184,9 +196,8 @@ def test_names_of_layers_count_before_their_order():
 
 
 def test_replicas_and_what_they_share_out():
-    old = as_lists([2, 2])
+    old, state, _later, _losses = begun("lists 2 2")
     new = as_lists([3, 1], num_replicas=2, shard=["optimizer_state", "weights"])
-    state = begin(old)
     new.trace(make_batches()[0])
     moved = engine.resplit(state, new)
     sharded = moved.variables["stage0/2/w"]
@@ -216,20 +227,18 @@ def test_random_numbers_go_on():
 
 
 def test_inference_takes_variables_only():
-    state = begin(as_lists([2, 2]))
+    state = begun("lists 2 2")[1]
     evaluator = as_lists([1, 3], loss=None, optimizer=None)
     evaluator.trace(make_batches()[0])
     moved = engine.resplit(state, evaluator)
     assert moved.optimizer_state is None
-    trainer = as_lists([1, 3])
-    trainer.trace(make_batches()[0])
+    trainer = pipeline_of("lists 1 3")
     again = engine.resplit(moved, trainer)  # it begins with new optimizer state
     assert go_on(trainer, again, 1)[0].optimizer_state is not None
 
 
 def test_the_error_for_another_split_names_the_mend():
-    state = begin(as_lists([1, 3]))
-    other = as_lists([2, 2])
+    state, other = begun("lists 1 3")[1], pipeline_of("lists 2 2")
     with pytest.raises(ValueError, match=r"no variable stage0/1/\w.*moved by engine.resplit\(state, pipel"):
         other.step(state, make_batches())
     with pytest.raises(ValueError, match=r"moved by engine.resplit"):
@@ -363,6 +372,7 @@ def test_a_stack_beside_other_parameters():
     )
 
 
+@pytest.mark.thorough
 def test_modules_of_flax_in_stages():
     linen = pytest.importorskip("flax.linen", reason="Flax is not installed (extra flax)")
 
@@ -391,27 +401,21 @@ def test_modules_of_flax_in_stages():
     )
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "message"),
-    [
-        (
-            optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
-            r"of another optimizer.*it has no .*mu",
-        ),
+def test_other_optimizers():
+    state, clip = begun("lists 2 2")[1], optax.clip_by_global_norm(1.0)
+    for optimizer, message in (
+        (optax.chain(clip, optax.sgd(0.1)), r"of another optimizer.*it has no .*mu"),
         (optax.adamw(1e-2), r"of another optimizer.*count is missing there"),
         (optax.chain(OPTIMIZER, optax.trace(0.9)), "of another optimizer.*is missing there"),
         (
-            optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2, mu_dtype=jnp.bfloat16)),
+            optax.chain(clip, optax.adamw(1e-2, mu_dtype=jnp.bfloat16)),
             r"mu.* is float32\[8\] there, not bfloat16",
         ),
-    ],
-)
-def test_other_optimizers(optimizer, message):
-    state = begin(as_lists([2, 2]))
-    other = as_lists([1, 3], optimizer=optimizer)
-    other.trace(make_batches()[0])
-    with pytest.raises(ValueError, match=message):
-        engine.resplit(state, other)
+    ):
+        other = as_lists([1, 3], optimizer=optimizer)
+        other.trace(make_batches()[0])
+        with pytest.raises(ValueError, match=message):
+            engine.resplit(state, other)
 
 
 def test_optimizer_state_of_all_variables_together():
@@ -427,8 +431,7 @@ def test_optimizer_state_of_all_variables_together():
 
 
 def test_arguments_of_other_types(tmp_path):
-    pipeline = as_lists([2, 2])
-    state = begin(pipeline, 1)
+    pipeline, state, _later, _losses = begun("lists 2 2")
     with pytest.raises(TypeError, match="resplit: state must be what init or step returned; got dict"):
         engine.resplit({}, pipeline)
     with pytest.raises(TypeError, match="resplit: pipeline must be an engine.Pipeline; got list"):
@@ -445,12 +448,11 @@ def test_arguments_of_other_types(tmp_path):
 
 def test_an_untraced_pipeline():
     with pytest.raises(RuntimeError, match="has not been traced"):
-        engine.resplit(begin(as_lists([2, 2])), as_lists([1, 3]))
+        engine.resplit(begun("lists 2 2")[1], as_lists([1, 3]))
 
 
 def test_saved_states_are_exact_and_whole(tmp_path):
-    pipeline = as_lists([2, 2])
-    state = begin(pipeline)
+    pipeline, state, later, _losses = begun("lists 2 2")
     path = tmp_path / "deep" / "state"
     engine.save(path, state)
     restored = engine.restore(path, pipeline)
@@ -461,9 +463,8 @@ def test_saved_states_are_exact_and_whole(tmp_path):
             for own in (state, restored)
         ),
     )
-    later = begin(pipeline, 3)
     engine.save(path, later)  # it replaces the other one
-    assert engine.restore(path, pipeline).update_count == 3
+    assert engine.restore(path, pipeline).update_count == 4
     assert os.listdir(path.parent) == ["state"]
     (path / "checkpoint.json").unlink()
     with pytest.raises(CheckpointError, match="is not complete"):
