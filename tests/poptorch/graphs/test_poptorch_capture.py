@@ -8,7 +8,6 @@ import re
 import signal
 import threading
 
-import jax.numpy as jnp
 import pytest
 import torch
 from torch._export import utils
@@ -17,7 +16,6 @@ from torch.export import exported_program
 
 import ipu_pipeline.poptorch as poptorch
 from ipu_pipeline.poptorch import markers, thread_views
-from ipu_pipeline.poptorch.lowering import registry
 from ipu_pipeline.poptorch.thread_views import changed_for_this_thread_alone
 from tests.support.poptorch_front import (
     assert_close,
@@ -232,16 +230,6 @@ def change_parameter(self, x):
     return self.linear(x)
 
 
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(context, x):
-        return 2 * x
-
-    @staticmethod
-    def backward(context, gradient):
-        return 3 * gradient
-
-
 def change_constant(self, x):
     self.table[0].add_(1)
     return x + self.table[0]
@@ -322,20 +310,6 @@ def test_hooks_on_gradients():
             executor(x)
         handle.remove()
         executor(x)
-
-
-def test_own_functions_work_outside_of_models():
-    """While a model is captured, another thread may use what is refused in it."""
-    results = []
-
-    def forward(self, x):
-        thread = threading.Thread(target=lambda: results.append(Doubled.apply(torch.ones(1)).item()))
-        thread.start()
-        thread.join()
-        return self.linear(x)
-
-    infer(forward, x)
-    assert results == [2]
 
 
 class LookedAt(torch.nn.Module):
@@ -695,13 +669,6 @@ def test_a_buffer_that_a_later_stage_writes():
 
     with pytest.raises(poptorch.Error, match="Buffer buffer is read in block a and written in block b"):
         infer(forward, x, buffer=torch.zeros(()))
-
-
-def test_a_lowering_of_the_users(monkeypatch):
-    monkeypatch.setattr(registry, "_registered", {})
-    poptorch.register_lowering("aten::_linalg_eigh", lambda x, *rest: tuple(jnp.linalg.eigh(x)))
-    made = infer(lambda self, x: torch.linalg.eigh(x.T @ x)[0], x)
-    assert_close([made], [torch.linalg.eigvalsh(x.T @ x)], 1e-4)
 
 
 def test_control_flow_of_a_model_that_is_wrapped_twice():
