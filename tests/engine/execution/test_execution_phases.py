@@ -19,27 +19,27 @@ from tests.support import models
 ALL = ["weight_update_variables", "activations", "gradient_accumulation_buffers", "weights"]
 
 
-def make_stage(index, width=16):
+def make_stage(index):
     def stage(x, labels):
         with engine.variable_scope(f"stage{index}"):
-            x = models.dense("first", width, x, jnp.tanh)
+            x = models.dense("dense", 8, x, jnp.tanh)
             x = x * jax.random.bernoulli(engine.next_rng_key(), 0.8, x.shape).astype("float32")
             total = engine.get_variable("total", (), initializer=0.0, trainable=False)
             engine.assign("total", total + x.mean())
-            return models.dense("second", width, x, jnp.tanh), labels
+            return x, labels
 
     return stage
 
 
-def to_loss(x, labels):
-    return models.cross_entropy(x, labels)
-
-
-STAGES = [*map(make_stage, range(3)), to_loss]
+STAGES = [*map(make_stage, range(3)), models.cross_entropy]
 
 
 def make(execution_phases=None, offload=(), stages=STAGES, mapping=(0, 0, 0, 0), **options):
-    options = {"num_micro_batches": 3, "loss": lambda loss: loss, "optimizer": optax.adam(0.01)} | options
+    options = {
+        "num_micro_batches": 2,
+        "loss": lambda loss: loss,
+        "optimizer": optax.sgd(0.1, momentum=0.9),
+    } | options
     return engine.Pipeline(
         stages,
         schedule="sequential",
@@ -51,30 +51,20 @@ def make(execution_phases=None, offload=(), stages=STAGES, mapping=(0, 0, 0, 0),
     )
 
 
-@pytest.mark.parametrize(
-    ("mapping", "of_levels", "num_ahead", "keeps_values"),
-    [((0, 0, 0, 0), (0, 1, 2, 2), None, True), ((0, 1, 0, 0), (0, 0, 1, 1), 0, False)],
-)
-def test_the_numbers_are_the_same(mapping, of_levels, num_ahead, keeps_values):
+def test_the_numbers_are_the_same():
     """To the last bit; the state comes back to where it lies between steps."""
     found = engine.ExecutionPhases(
-        of_levels=of_levels, shares_last=num_ahead is None, num_ahead=num_ahead, keeps_values=keeps_values
+        of_levels=(0, 0, 1, 1), shares_last=False, num_ahead=0, keeps_values=False
     )
     results = []
-    rng = np.random.default_rng(0)
-    steps = [models.mlp_batches(rng, 3) for _ in range(2)]
-    for pipeline in (
-        make(mapping=mapping),
-        make(found, () if num_ahead is None else ALL, mapping=mapping),
-    ):
-        state = pipeline.init(jax.random.key(0), steps[0][0])
-        for step in steps:
-            state, outputs = pipeline.step(state, step)
+    step = models.mlp_batches(np.random.default_rng(0), 2)
+    for pipeline in (make(mapping=(0, 1, 0, 0)), make(found, ALL, mapping=(0, 1, 0, 0))):
+        state = pipeline.init(jax.random.key(0), step[0])
+        state, outputs = pipeline.step(state, step)
         results.append((outputs.losses, state.variables, state.optimizer_state))
     jax.tree.map(np.testing.assert_array_equal, *results)
     trained = [value for name, value in state.variables.items() if not name.endswith("total")]
-    kinds = {value.sharding.memory_kind for value in trained}
-    assert kinds == {"device" if num_ahead is None else "pinned_host"}
+    assert {value.sharding.memory_kind for value in trained} == {"pinned_host"}
 
 
 def test_which_phase_is_where():
@@ -125,7 +115,7 @@ def test_a_phase_begins_when_those_before_have_ended(monkeypatch):
 
     monkeypatch.setattr(steps, "Underway", Told)
     found = engine.ExecutionPhases(of_levels=(0, 0, 1, 1), num_ahead=1)
-    pipeline = make(found, ALL, num_micro_batches=2)
+    pipeline = make(found, ALL)
     rng = np.random.default_rng(0)
     step = models.mlp_batches(rng, 2)
     state = pipeline.init(jax.random.key(0), step[0])

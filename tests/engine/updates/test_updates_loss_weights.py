@@ -189,7 +189,7 @@ def train_in_processes():
 def test_in_two_processes(tmp_path):
     started = joined.start(train_in_processes, 2, None, directory=tmp_path, joins_itself=True)
     expected = plain_loop(clipped, list(micro_batches()), COUNT)
-    found = joined.finish(started, tmp_path, 120)
+    found = joined.finish(started, tmp_path, 600)
     assert [number for _parameters, number in found] == [0, 8]
     for own, _number in found:
         models.assert_trees_close(own, expected, 1e-5)
