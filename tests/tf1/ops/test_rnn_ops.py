@@ -1,6 +1,7 @@
 """`rnn_ops` and the recurrent layers, compared with plain loops over the steps, and with torch."""
 
 import re
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,47 @@ def flat(xp, values):
     return xp.concatenate([value.reshape(-1) for value in jax.tree.leaves(values)])
 
 
-# Each case: how a layer is called, with what it takes as variables, and the formula of these variables.
+class Case(NamedTuple):
+    """How a layer is called, with what it takes as variables; `formula` is of these variables."""
+
+    kind: Any
+    resets_after: bool = False
+    lengths: Any = None
+    has_state: bool = True
+    is_time_major: bool = True
+    is_recomputed: bool = False
+
+    def apply(self, x):
+        options = {"reset_after": True} if self.resets_after else {}
+        layer, arguments = self.kind(UNITS, x.dtype, **options), []
+        if self.lengths is not None:
+            arguments.append(self.lengths)
+        if self.kind is AUGRU:
+            shape = (TIME, BATCH) if self.is_time_major else (BATCH, TIME)
+            arguments.append(engine.get_variable("scores", shape, x.dtype))
+        if self.has_state:
+            names = "ch" if self.kind in (LSTM, DynamicLSTM) else "h"
+            states = {name: engine.get_variable(name, (BATCH, UNITS), x.dtype) for name in names}
+            arguments.append(StateTuple(**states) if "c" in states else states["h"])
+        if not self.is_time_major:
+            return layer(jnp.swapaxes(x, 0, 1), *arguments, time_major=False)
+        return (jax.checkpoint(layer) if self.is_recomputed else layer)(x, *arguments)
+
+    def formula(self, xp, v):
+        x, zeros = v["inputs"], xp.zeros((BATCH, UNITS), v["inputs"].dtype)
+        lengths = None if self.lengths is None else LENGTHS
+        if self.kind in (LSTM, DynamicLSTM):
+            states = v.get("c", zeros), v.get("h", zeros)
+            return plain_lstm(xp, x, *states, v["kernel"], v["biases"], lengths)
+        biases = v.get("biases")
+        if self.kind is AUGRU:
+            biases = xp.concatenate([v["bias_r_u"], v["bias_c"]])
+            if self.resets_after:
+                biases = xp.stack([biases, biases], axis=1)
+        scores = v.get("scores")
+        if not self.is_time_major and scores is not None:
+            scores = scores.T
+        return plain_gru(xp, x, v["h"], v["kernel"], biases, lengths, scores)
 
 
 def any_value(getter, name, **options):
@@ -34,105 +75,28 @@ def any_value(getter, name, **options):
     return getter(name, **{**options, "initializer": jax.nn.initializers.normal(0.5)})
 
 
-def state(name, dtype):
-    return engine.get_variable(name, (BATCH, UNITS), dtype)
-
-
-def scores(shape, dtype):
-    return engine.get_variable("scores", shape, dtype)
-
-
-def lstm(x, dtype):
-    initial = rnn_ops.LSTMStateTuple(c=state("c", dtype), h=state("h", dtype))
-    return rnn_ops.PopnnLSTM(UNITS, dtype)(x, initial)
-
-
-def dynamic_lstm(x, dtype):
-    initial = rnn_ops.LSTMStateTuple(c=state("c", dtype), h=state("h", dtype))
-    return rnn_ops.PopnnDynamicLSTM(UNITS, dtype)(x, LENGTHS, initial)
-
-
-def lstm_from_zeros(x, dtype):
-    return rnn_ops.PopnnLSTM(UNITS, dtype)(x, training=False)
-
-
-def recomputed_gru(x, dtype):
-    return jax.checkpoint(rnn_ops.PopnnGRU(UNITS, dtype))(x, state("h", dtype))
-
-
-def gru(x, dtype):
-    return rnn_ops.PopnnGRU(UNITS, dtype)(x, state("h", dtype))
-
-
-def gru_that_resets_after(x, dtype):
-    return rnn_ops.PopnnGRU(UNITS, dtype, reset_after=True)(x, state("h", dtype), training=False)
-
-
-def dynamic_gru(x, dtype):
-    return rnn_ops.PopnnDynamicGRU(UNITS, dtype)(x, jnp.asarray(LENGTHS), state("h", dtype))
-
-
-def dynamic_gru_that_resets_after(x, dtype):
-    layer = rnn_ops.PopnnDynamicGRU(UNITS, dtype, reset_after=True)
-    x = jnp.swapaxes(x, 0, 1)
-    return layer(x, LENGTHS.astype("uint8"), state("h", dtype), time_major=False)
-
-
-def augru(x, dtype):
-    return rnn_ops.PopnnAUGRU(UNITS, dtype)(x, LENGTHS, scores((TIME, BATCH), dtype), state("h", dtype))
-
-
-def augru_that_resets_after(x, dtype):
-    layer = rnn_ops.PopnnAUGRU(UNITS, dtype, reset_after=True)
-    own_scores = scores((BATCH, TIME), dtype)
-    return layer(jnp.swapaxes(x, 0, 1), LENGTHS, own_scores, state("h", dtype), time_major=False)
-
-
-def augru_biases(xp, v):
-    return xp.concatenate([v["bias_r_u"], v["bias_c"]])
-
-
-def twice(xp, biases):
-    return xp.stack([biases, biases], axis=1)
-
-
-def zeros(xp, x):
-    return xp.zeros((BATCH, UNITS), x.dtype)
-
-
-CASES = {
-    lstm_from_zeros: lambda xp, x, v: plain_lstm(
-        xp, x, zeros(xp, x), zeros(xp, x), v["kernel"], v["biases"]
-    ),
-    recomputed_gru: lambda xp, x, v: plain_gru(xp, x, v["h"], v["kernel"], v["biases"]),
-    lstm: lambda xp, x, v: plain_lstm(xp, x, v["c"], v["h"], v["kernel"], v["biases"]),
-    dynamic_lstm: lambda xp, x, v: plain_lstm(xp, x, v["c"], v["h"], v["kernel"], v["biases"], LENGTHS),
-    gru: lambda xp, x, v: plain_gru(xp, x, v["h"], v["kernel"], v["biases"]),
-    gru_that_resets_after: lambda xp, x, v: plain_gru(xp, x, v["h"], v["kernel"], v["biases"]),
-    dynamic_gru: lambda xp, x, v: plain_gru(xp, x, v["h"], v["kernel"], v["biases"], LENGTHS),
-    dynamic_gru_that_resets_after: lambda xp, x, v: plain_gru(
-        xp, x, v["h"], v["kernel"], v["biases"], LENGTHS
-    ),
-    augru: lambda xp, x, v: plain_gru(
-        xp, x, v["h"], v["kernel"], augru_biases(xp, v), LENGTHS, v["scores"]
-    ),
-    augru_that_resets_after: lambda xp, x, v: plain_gru(
-        xp, x, v["h"], v["kernel"], twice(xp, augru_biases(xp, v)), LENGTHS, v["scores"].T
-    ),
-}
-
-
-ALL = list(CASES)
+LSTM, GRU, AUGRU = rnn_ops.PopnnLSTM, rnn_ops.PopnnGRU, rnn_ops.PopnnAUGRU
+DynamicLSTM, DynamicGRU = rnn_ops.PopnnDynamicLSTM, rnn_ops.PopnnDynamicGRU
+StateTuple = rnn_ops.LSTMStateTuple
+ALL = [
+    Case(LSTM, has_state=False),
+    Case(GRU, is_recomputed=True),
+    Case(LSTM),
+    Case(DynamicLSTM, lengths=LENGTHS),
+    Case(GRU),
+    Case(GRU, resets_after=True),
+    Case(DynamicGRU, lengths=LENGTHS.tolist()),
+    Case(DynamicGRU, True, LENGTHS.astype("uint8"), is_time_major=False),
+    Case(AUGRU, lengths=LENGTHS),
+    Case(AUGRU, True, LENGTHS, is_time_major=False),
+]
 
 
 @pytest.mark.parametrize(
     ("cases", "dtypes"),
     [
-        ([dynamic_lstm, augru_that_resets_after], ["float64"] * 2),
-        (
-            [recomputed_gru, lstm_from_zeros, dynamic_gru_that_resets_after],
-            ["float32", "bfloat16", "float16"],
-        ),
+        ([ALL[3], ALL[9]], ["float64"] * 2),
+        ([ALL[1], ALL[0], ALL[7]], ["float32", "bfloat16", "float16"]),
         pytest.param(ALL, ["float64"] * len(ALL), marks=pytest.mark.thorough),
         pytest.param(ALL, ["float32", "bfloat16", "float16"] * 3 + ["float32"], marks=pytest.mark.thorough),
     ],
@@ -148,7 +112,7 @@ def test_layers(rng, cases, dtypes):
         def calling(case, dtype):
             def apply(x):
                 with ipu.variable_scope("case", custom_getter=any_value):
-                    return flat(jnp, case(x, x.dtype))
+                    return flat(jnp, case.apply(x))
 
             return layer_cases.Case(apply, rng.normal(size=(TIME, BATCH, FEATURES)).astype(dtype))
 
@@ -158,14 +122,14 @@ def test_layers(rng, cases, dtypes):
             losses = []
             for case, variables in zip(cases, all_variables, strict=True):
                 cast = {name: value.astype(accurate) for name, value in variables.items()}
-                losses.append(layer_cases.loss(flat(jnp, CASES[case](jnp, cast["inputs"], cast))))
+                losses.append(layer_cases.loss(flat(jnp, case.formula(jnp, cast))))
             return sum(losses)
 
         expected_gradients = jax.jit(jax.grad(plain_loss))([variables for _y, variables, _g in found])
         for case, dtype, one, gradients in zip(cases, dtypes, found, expected_gradients, strict=True):
             wide = {name: value.astype(np.float64) for name, value in one[1].items()}
-            outputs = flat(np, CASES[case](np, wide["inputs"], wide)).astype(dtype)
-            name = case.__name__
+            outputs = flat(np, case.formula(np, wide)).astype(dtype)
+            name = str(case)
             models.assert_trees_close({name: one[::2]}, {name: (outputs, gradients)}, TOLERANCES[dtype])
 
 
@@ -534,9 +498,6 @@ def test_dropout_of_inputs():
 # What is not possible
 
 
-LSTM, GRU, AUGRU = rnn_ops.PopnnLSTM, rnn_ops.PopnnGRU, rnn_ops.PopnnAUGRU
-DynamicLSTM, DynamicGRU = rnn_ops.PopnnDynamicLSTM, rnn_ops.PopnnDynamicGRU
-StateTuple = rnn_ops.LSTMStateTuple
 X = np.ones((TIME, BATCH, FEATURES), "float32")
 STATE = np.zeros((BATCH, UNITS), "float32")
 SCORES = np.zeros((TIME, BATCH), "float32")
