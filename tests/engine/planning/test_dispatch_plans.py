@@ -101,18 +101,6 @@ def test_steps_are_those_of_the_plain_loop_whatever_feeds_them(plan, as_feed):
     assert state.execution_count == NUM_UPDATES
 
 
-def test_sums_and_some_of_the_outputs():
-    """Sums keep their dtypes, those of integers too."""
-    _state, losses, outputs = expected()[0]
-    options = {"sum_collected": True, "collect_outputs": lambda shapes: [True, False, True, True, True]}
-    pipeline = make(CHUNKS[0], **options)
-    _state, actual = pipeline.step(start(pipeline), make_steps()[0], SCALE)
-    models.assert_trees_close(actual.losses, [sum(losses)])
-    leaves = zip(*map(jax.tree.leaves, outputs), strict=True)
-    sums = [sum(one[1:], one[0]) for place, one in enumerate(leaves) if place != 1]
-    models.assert_trees_close(actual.outputs, [sums])
-
-
 def test_an_optimizer_from_outputs_reads_one_micro_batch():
     """The state at the start depends on the first one, the updates on the last one."""
 
@@ -404,14 +392,6 @@ def test_programs_of_unknown_cost_may_be_measured(monkeypatch):
     plan = engine.measure_dispatch_plan(traced(first), None, [ELEMENT] * 64)
     assert plan.chunk_size == 4
     assert traced(first, dispatch_plan=plan).dispatch_plan is plan
-
-
-def test_the_summary_says_why_there_are_no_chunks():
-    def first(rate, x, labels):
-        return front.first_stage(rate, jax.pure_callback(np.sin, x, x), labels)
-
-    summary = str(front.Model(computational_stages=[first, front.second_stage]).program.summary())
-    assert f"one micro-batch per program: {PRINTS}" in summary
 
 
 def test_one_device_has_no_plan():

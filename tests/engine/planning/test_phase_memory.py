@@ -214,20 +214,25 @@ def test_reports_have_the_fullest_moment_all_the_time():
     assert tuple(held.peak.parts[name] for name in names) == plan.num_state_bytes
 
 
-def test_nothing_is_brought_where_all_stays_on_the_devices():
-    phases = engine.ExecutionPhases(of_levels=range(4))
-    pipeline = make(SERIAL, phases, ())
+def traced(phases, offload=ALL, **options):
+    pipeline = make(
+        SERIAL, phases and engine.ExecutionPhases(of_levels=range(4), **phases), offload, **options
+    )
     pipeline.trace(make_step(1)[0])
+    return pipeline
+
+
+def test_nothing_is_moved_where_all_stays_on_the_devices():
+    for phases in (None, {"num_ahead": None}):
+        pipeline = traced(phases, ())
+        assert pipeline.plan_host_memory(engine.LinkSpeed()) is None
     (plan,) = pipeline.plan_ipu_memory()
-    stages = pipeline.plan_memory()
     assert plan.num_brought_bytes == 0
-    assert plan.num_activation_bytes == sum(stage.num_live_bytes for stage in stages) > 0
-    limited = make(SERIAL, engine.ExecutionPhases(of_levels=range(4), num_ahead=0), ALL)
-    limited.trace(make_step(1)[0])
-    unlimited = make(SERIAL, phases, ALL)
-    unlimited.trace(make_step(1)[0])
-    (few,), (all_,) = limited.plan_ipu_memory(), unlimited.plan_ipu_memory()
+    assert plan.num_activation_bytes == sum(stage.num_live_bytes for stage in pipeline.plan_memory()) > 0
+    (few,), (all_,) = (traced({"num_ahead": ahead}).plan_ipu_memory() for ahead in (0, None))
     assert few.num_brought_bytes < all_.num_brought_bytes  # nobody waits, so all of a step may be there
+    with pytest.raises(ValueError, match="plan_host_memory goes with one replica.* num_replicas is 2"):
+        traced({"num_ahead": 0}, num_replicas=2).plan_host_memory(engine.LinkSpeed())
 
 
 @pytest.mark.parametrize(
@@ -298,16 +303,3 @@ def test_what_each_program_is_brought_and_leaves(of_levels):
         assert min(kept[:2]) >= 2 * hidden
         assert kept[2] == hidden  # the cotangent for the second stage
         assert found.num_bytes_to_backward == (kept[0], kept[1] + kept[2] + weights[1], 0)
-
-
-def test_there_is_nothing_to_move_where_all_stays_on_the_devices():
-    pipeline = make(SERIAL, engine.ExecutionPhases(of_levels=range(4)), ())
-    pipeline.trace(make_step(1)[0])
-    assert pipeline.plan_host_memory(engine.LinkSpeed()) is None
-    pipeline = make(SERIAL, None, ())
-    pipeline.trace(make_step(1)[0])
-    assert pipeline.plan_host_memory(engine.LinkSpeed()) is None
-    pipeline = make(SERIAL, engine.ExecutionPhases(of_levels=range(4), num_ahead=0), num_replicas=2)
-    pipeline.trace(make_step(1)[0])
-    with pytest.raises(ValueError, match="plan_host_memory goes with one replica.* num_replicas is 2"):
-        pipeline.plan_host_memory(engine.LinkSpeed())

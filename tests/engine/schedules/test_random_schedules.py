@@ -1,20 +1,12 @@
-"""Random schedules: those that are valid run and equal the plain loop, spoiled ones are refused.
+"""Random orders of actions that are valid: pipelines that follow them equal the plain loop."""
 
-RANDOM_SCHEDULES=1000 python -m pytest -m thorough tests/engine/schedules/test_random_schedules.py
-"""
-
-import os
 import random
 
-import jax
-import numpy as np
 import pytest
 
-from ipu_pipeline import engine
-from ipu_pipeline.engine.schedules import Action, ActionKind, ScheduleError, check
-from tests.support import beside, models
+from ipu_pipeline.engine.schedules import Action, ActionKind
+from tests.support import scheduled
 
-NUM_SCHEDULES = int(os.environ.get("RANDOM_SCHEDULES", "20"))
 COUNT = 4
 F, B, I, W = ActionKind  # noqa: E741  # as in torch's files
 
@@ -52,58 +44,18 @@ def draw(chance, mapping, halves):
     return [tuple(row) for row in rows]
 
 
-def spoil(chance, rows):
-    """Rows that lack an action, have one too many, or in an order that cannot be."""
-    rows = [list(row) for row in rows]
-    row = chance.choice([row for row in rows if row])
-    places = [place for place, action in enumerate(row) if action is not None]
-    place = chance.choice(places)
-    way = chance.choice(["drop", "double", "other stage", "other number", "turn", "other IPU"])
-    if way == "drop":
-        row[place] = None
-    elif way == "double":
-        row.insert(chance.randrange(len(row) + 1), row[place])
-    elif way == "other stage":
-        row[place] = row[place]._replace(stage=row[place].stage + chance.choice([-1, 1, 4]))
-    elif way == "other number":
-        row[place] = row[place]._replace(micro_batch=row[place].micro_batch + chance.choice([-1, 1, COUNT]))
-    elif way == "turn":
-        row.reverse()
-    else:
-        action = row.pop(place)
-        rows[(rows.index(row) + 1) % len(rows)].append(action)
-    return [tuple(row) for row in rows]
-
-
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("mapping", "halves"),
-    [((0, 1, 2, 3), True), ((0, 1, 0, 1), False), ((0, 1, 1, 0), False), ((2, 0, 0, 1), True)],
+    [
+        ((0, 1, 0, 1), True),
+        pytest.param((0, 1, 2, 3), False, marks=pytest.mark.thorough),
+        pytest.param((0, 1, 1, 0), True, marks=pytest.mark.thorough),
+        pytest.param((2, 0, 0, 1), False, marks=pytest.mark.thorough),
+    ],
     ids=str,
 )
-def test_random_schedules(mapping, halves):
-    batches = models.mlp_batches(np.random.default_rng(0), COUNT)
-    pipeline = engine.Pipeline(
-        models.mlp_stages(4),
-        num_micro_batches=COUNT,
-        device_mapping=list(mapping),
-        loss=lambda loss: loss,
-        optimizer=models.showing_gradients(),
-        schedule="zero_bubble" if halves else "sequential",
-    )
-    state = pipeline.init(jax.random.key(0), batches[0])
-    runner, halved = pipeline.prepare(), pipeline.timetable(COUNT).halved
-    expected, _outputs = pipeline.step(state, batches)
-    plain, _outputs = beside.step_plainly(pipeline, beside.copied(state), batches)
-    models.assert_trees_close(expected.variables, plain.variables, 1e-5)
-    chance = random.Random(str((mapping, halves)))  # noqa: S311
-    for _number in range(NUM_SCHEDULES):
-        rows = draw(chance, mapping, halves)
-        table = check(rows, 4, COUNT, mapping, training=True, halved=halved)
-        runner.follow(lambda _count, table=table: table)
-        found, _outputs = pipeline.step(state, batches)
-        jax.tree.map(np.testing.assert_array_equal, found.variables, expected.variables)
-        jax.tree.map(np.testing.assert_array_equal, found.optimizer_state, expected.optimizer_state)
-        spoiled = spoil(chance, rows)
-        with pytest.raises(ScheduleError):
-            check(spoiled, 4, COUNT, mapping, training=True, halved=halved)
+def test_random_schedules(mapping, halves, request):
+    is_thorough = request.node.get_closest_marker("thorough") is not None
+    for seed in range(8 if is_thorough else 1):
+        rows = draw(random.Random(seed), mapping, halves)  # noqa: S311
+        scheduled.check(lambda *_counts, rows=rows: rows, mapping, COUNT)

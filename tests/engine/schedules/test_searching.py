@@ -236,17 +236,6 @@ def test_small_problems_are_solved(seed, num_stages, num_micro_batches, share):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(20))
-def test_many_small_problems_are_solved(seed):
-    chance = random.Random(seed)  # noqa: S311  # no secret depends on it
-    size = chance.randint(2, 4), chance.randint(1, 6)
-    problem = make_problem(seed, *size, chance.choice((None, 0.4, 0.7, 1)), most=50)
-    found = search(problem)
-    assert found.gap == 0
-    assert fits(problem, as_order(found.rows))
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("seed", range(20))
 def test_cp_sat_finds_nothing_better(seed):
     pytest.importorskip("ortools", reason="OR-Tools is not installed (extra dev)")
     chance = random.Random(seed)  # noqa: S311  # no secret depends on it

@@ -163,22 +163,6 @@ def test_an_all_reduce_is_twice_the_bytes_but_for_one_share(num_replicas, sharde
     assert simulate(case).free_running.bubble.transfers == pytest.approx(num_replicas * expected)
 
 
-def test_links_that_take_no_time_leave_a_replica_what_it_is():
-    alone = scenario(1, forward=[1, 2, 1], backward=2, update=3, num_stages=3, count=4)
-    alone = dataclasses.replace(alone, schedule="interleaved")
-    three = dataclasses.replace(alone, cluster=Cluster.of(3, 3, 3))
-    for one, other in zip(
-        (simulate(alone).free_running, simulate(alone).lock_step),
-        (simulate(three).free_running, simulate(three).lock_step),
-        strict=True,
-    ):
-        assert one.step_time == other.step_time
-        assert {cause: 3 * idle for cause, idle in one.bubble.by_cause().items()} == pytest.approx(
-            other.bubble.by_cause()
-        )
-        assert one.utilisation == pytest.approx(other.utilisation)
-
-
 # At random.
 
 

@@ -5,7 +5,6 @@ import itertools
 import json
 import random
 
-import numpy as np
 import pytest
 
 from ipu_pipeline.engine.schedules import (
@@ -117,13 +116,6 @@ def test_updates_follow_what_their_ipu_does():
     assert lock_step.bubble.total == 2 * 11 - 12
 
 
-def test_updates_of_stages_on_one_ipu_follow_each_other():
-    found = simulate(scenario(3, 1, forward=1, update=[2, 3, 4], of={"device_mapping": (0, 1, 0)}))
-    assert begins(found.lock_step) == begins(found.free_running) | {"U1": 3}
-    assert begins(found.free_running)["U2"] == 5
-    assert found.lock_step.step_time == 9
-
-
 def test_the_last_stage_is_one_program_that_is_shown_as_two():
     def all_forwards_first(num_stages, num_micro_batches, device_mapping, training):
         del device_mapping, training
@@ -148,14 +140,6 @@ def test_chunks_are_programs_for_several_micro_batches():
     assert begins(found.free_running) == expected
     fused = simulate(scenario(1, 2, forward=1, backward=2, of={"chunk_size": 2})).free_running
     assert begins(fused) == {"F0.0": 0, "B0.0": 1, "F0.1": 3, "B0.1": 4}
-
-
-def test_parallel_stages_are_waited_for():
-    # Stages 1 and 2 are on one level; stage 3 takes from both.
-    of = {"levels": (0, 1, 1, 2), "training": False}
-    found = simulate(scenario(4, 1, forward=[1, 5, 2, 1], of=of)).free_running
-    assert begins(found)["F3.0"] == 6
-    assert found.step_time == 7
 
 
 def test_a_value_may_skip_a_stage():
@@ -667,9 +651,3 @@ def test_two_hundred_thousand_actions():
     assert len(found.free_running.begins) == 2**18
     assert found.free_running.step_time == pytest.approx((2048 + 63) * 3, rel=2e-3)
     assert found.lock_step.step_time == pytest.approx((2048 + 63) * 3, rel=2e-3)
-
-
-def test_arrays_are_sorted_by_begin():
-    found = simulate(scenario(4, 8, forward=1, backward=2, host=0.01)).free_running
-    assert np.all(np.diff(found.begins) >= 0)
-    assert len(found.begins) == 4 * 8 * 2
