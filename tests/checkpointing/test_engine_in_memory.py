@@ -177,7 +177,7 @@ def test_a_process_on_standby_waits_before_it_looks(pipeline, restart, monkeypat
         with pytest.raises(TimeoutError):
             made.result(0.2)
         launcher.send(b'{"IPU_PIPELINE_RESTART": "3"}\n')
-        assert isinstance(made.result(60), engine.InMemoryCheckpoints)
+        assert isinstance(made.result(400), engine.InMemoryCheckpoints)
     assert launched.restart_number() == 3
     launched._launcher().close()
     launcher.close()

@@ -49,7 +49,7 @@ def announcer(announced, monkeypatch):
     yield made
     made._end()
     if made._thread is not None:
-        made._thread.join(60)
+        made._thread.join(400)
         assert not made._thread.is_alive()
 
 

@@ -197,7 +197,7 @@ def test_listening_at_an_address_that_was_given(tmp_path):
     own = address_towards("192.0.2.77", 80)  # nobody's; nothing is sent
     if own.startswith("127.") or ":" in own:
         pytest.skip("this machine has no other address than the loopback one")
-    joins = 'distributed.initialize(os.environ["ADDRESS"], 2, int(sys.argv[1]), death_timeout=9)'
+    joins = 'distributed.initialize(os.environ["ADDRESS"], 2, int(sys.argv[1]), death_timeout=120)'
     program = tmp_path / "program.py"
     program.write_text(f"{BEGIN.replace('joining.join_by_environment()', joins)}{LISTENING}")
     with socket.create_server((own, 0)) as server:

@@ -8,10 +8,9 @@ programs from it. Each `.tar.gz` is a directory that was written, and the `.npz`
 of the checkpoint (`saved/...`), what was dequeued when the session went on (`next`), and the arrays
 afterwards (`ended/...`). What lies here was written by commit e95643a.
 
-    python -m tests.checkpointing.written_before.write --go-on FOLDER [NAME ...]
+    python -m tests.checkpointing.written_before.write --go-on FOLDER
 
-goes on from the directories in a folder instead, or from those named, and writes the same arrays beside
-them.
+goes on from the directories in a folder instead, and writes the same arrays beside them.
 """
 
 import itertools
@@ -235,8 +234,9 @@ def main():
     jax.config.update("jax_hlo_source_file_canonicalization_regex", ".*/")  # no folders in what is exported
     if sys.argv[1] == "--go-on":
         folder = Path(sys.argv[2])
-        for name in sys.argv[3:] or [*PARTS, "exported"]:
-            predict(folder) if name == "exported" else go_on(folder, name)
+        for name in PARTS:
+            go_on(folder, name)
+        predict(folder)
     else:
         write(Path(sys.argv[1]))
 
