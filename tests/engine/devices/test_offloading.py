@@ -134,31 +134,6 @@ def test_activations_lie_in_host_memory_between_forward_and_backward():
     assert [found[device] for device in range(3)] == pytest.approx(planned, rel=0.2)
 
 
-def test_shared_weights():
-    def first(x, labels):
-        with engine.variable_scope("shared"):
-            return jnp.tanh(x @ engine.get_variable("kernel", (12, 12))), labels
-
-    def last(x, labels):
-        with engine.variable_scope("shared", reuse=True):
-            return models.cross_entropy(x @ engine.get_variable("kernel", (12, 12)), labels)
-
-    step = models.elements_of(4)
-    found = []
-    for offload in ((), KINDS):
-        pipeline = engine.Pipeline(
-            [first, last],
-            num_micro_batches=4,
-            loss=lambda loss: loss,
-            optimizer=optax.adam(0.1),
-            offload=offload,
-        )
-        state = pipeline.init(jax.random.key(0), step[0])
-        state, outputs = pipeline.step(state, step)
-        found.append(jax.tree.map(np.asarray, (outputs.losses, state.variables)))
-    jax.tree.map(np.testing.assert_array_equal, *found)
-
-
 def test_forwards_only():
     pipeline = engine.Pipeline(make_stages()[:2], num_micro_batches=4, offload=["weights"])
     step = models.elements_of(4)
@@ -239,17 +214,6 @@ def test_arguments_of_pipeline():
     assert found(**{f"offload_{kind}": False for kind in KINDS}) == set()
     for kind in KINDS:
         assert found(**{f"offload_{kind}": True}) == {kind}
-
-
-def test_two_updates_in_one_program():
-    found = []
-    for value in (None, True):
-        program, infeed, outfeed = build(mapping=[0, 0, 0], **{f"offload_{kind}": value for kind in KINDS})
-        with ipu.Session(seed=1) as session:
-            session.run([infeed.initializer, program])
-            session.run(program)
-            found.append((session.run(outfeed.dequeue()), session.variables))
-    jax.tree.map(np.testing.assert_array_equal, *found)
 
 
 def test_no_effect_in_inference():

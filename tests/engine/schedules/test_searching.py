@@ -8,7 +8,6 @@ from ipu_pipeline.engine.schedules.actions import ActionKind, ScheduleError
 from ipu_pipeline.engine.schedules.checking import check
 from ipu_pipeline.engine.schedules.dispatching import Rule, dispatch
 from ipu_pipeline.engine.schedules.lock_step import grouped, interleaved, sequential
-from ipu_pipeline.engine.schedules.looped import looped
 from ipu_pipeline.engine.schedules.named import named_schedules
 from ipu_pipeline.engine.schedules.order_bounds import find_bound, find_heads, find_preemptive, find_tails
 from ipu_pipeline.engine.schedules.order_problems import (
@@ -299,13 +298,6 @@ def test_dispatching_ends_with_as_few_bytes_as_possible(mapping, is_fused):
         check(as_rows(order), 6, 4, mapping, training=True)
         assert fits(problem, order)
         assert find_step_time(problem, order) == step_time
-
-
-def test_looped_rows_hold_less_than_a_search_may():
-    problem = make_problem(1, 4, 8, None, (0, 1, 0, 1))
-    limit = max(find_peaks(problem, as_order(looped(4, 8, (0, 1, 0, 1)))))
-    found = search(dataclasses.replace(problem, num_bytes_per_ipu=limit))
-    assert max(found.num_peak_bytes) <= limit
 
 
 def test_more_memory_never_takes_longer():

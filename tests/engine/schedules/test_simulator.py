@@ -8,7 +8,6 @@ import random
 import pytest
 
 from ipu_pipeline.engine.schedules import (
-    Action,
     ActionKind,
     Costs,
     Memory,
@@ -114,23 +113,6 @@ def test_updates_follow_what_their_ipu_does():
     assert begins(lock_step) == {**expected, "U1": 6}
     assert lock_step.bubble.imbalance == 4
     assert lock_step.bubble.total == 2 * 11 - 12
-
-
-def test_the_last_stage_is_one_program_that_is_shown_as_two():
-    def all_forwards_first(num_stages, num_micro_batches, device_mapping, training):
-        del device_mapping, training
-        return [
-            [Action(kind, stage, k) for kind in (F, B) for k in range(num_micro_batches)]
-            for stage in range(num_stages)
-        ]
-
-    fused = scenario(2, 2, all_forwards_first, forward=1, backward=2)
-    found = begins(simulate(fused).free_running)
-    assert (found["F1.0"], found["B1.0"], found["F1.1"], found["B1.1"]) == (1, 2, 4, 5)
-    apart = dataclasses.replace(fused, costs=dataclasses.replace(fused.costs, is_fused=False))
-    found = begins(simulate(apart).free_running)
-    assert (found["F1.0"], found["B1.0"], found["F1.1"], found["B1.1"]) == (1, 3, 2, 5)
-    assert begins(simulate(fused).lock_step) == begins(simulate(apart).lock_step)
 
 
 def test_chunks_are_programs_for_several_micro_batches():
@@ -255,28 +237,6 @@ def test_the_bubble_of_looped(num_ipus, num_turns, count):
     idle = 3 * (num_ipus - 1) / num_turns
     assert found.free_running.step_time == pytest.approx(3 * count + idle)
     assert found.free_running.bubble.total == pytest.approx(num_ipus * idle)
-
-
-def test_halves_of_unequal_stages():
-    """By hand: two stages, two micro-batches; stage 1's forward does its input gradients, too."""
-    costs = {"forward": [1, 2], "backward": [3, 5], "weight_gradients": [3, 1]}
-    found = simulate(scenario(2, 2, "zero_bubble", **costs))
-    # IPU 0: F0 F1 . . I0(0) W0 I1(0) W1; IPU 1: F0+I0 (6) F1+I1 (6) W0 W1
-    assert begins(found.free_running) == {
-        "F0.0": 0,
-        "F0.1": 1,
-        "I0.0": 7,
-        "W0.0": 7,
-        "I0.1": 13,
-        "W0.1": 13,
-        "F1.0": 1,
-        "I1.0": 3,
-        "F1.1": 7,
-        "I1.1": 9,
-        "W1.0": 13,
-        "W1.1": 14,
-    }
-    assert found.free_running.step_time == 16
 
 
 def test_memory_between_halves():

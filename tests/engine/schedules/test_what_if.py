@@ -91,15 +91,6 @@ def test_layers_move_with_what_they_hold():
     )
 
 
-def test_the_peak_is_that_of_the_simulation():
-    case = scenario(
-        "interleaved", 9, forward=1, backward=2, of={"memory": Memory((5, 6, 7, 8), (40, 30, 20, 10))}
-    )
-    for row in what_if(case):
-        peaks = simulate(row.scenario).free_running.peaks
-        assert row.num_peak_bytes == max(peak.num_bytes for peak in peaks)
-
-
 def test_stages_on_one_ipu_exchange_nothing():
     of = {"device_mapping": (0, 0, 1, 1)}
     rows = what_if(scenario(forward=1, backward=2, of=of), counts=[])

@@ -1,4 +1,4 @@
-"""The formulas of the schedules with halves or V-shaped mappings, against a walk of their rows."""
+"""The formulas of schedules, against a walk of their rows."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from tests.support.walking import Times, walk
 CASES = [
     (p, m)
     for p in (1, 2, 3, 4, 5, 6)
-    for m in sorted({1, p - 1, p, p + 1, 2 * p - 2, 2 * p - 1, 2 * p, 3 * p + 1} - {0})
+    for m in sorted({1, p - 1, p, p + 1, 2 * p - 2, 2 * p - 1, 2 * p, 3 * p + 1, 4 * p} - {0})
 ]
 IN_V = ["zero_bubble_v", "v_half", "v_min", "dual_pipe_v"]
 
@@ -32,6 +32,14 @@ def around(p):
 
 def v_shape(p):
     return [*range(p), *reversed(range(p))]
+
+
+def looped(p, m, found):
+    assert found.wait == 3 * (p - 1) + max(0, p - m) * 2 * 3
+    group = -(-m // max(1, m // p))  # p, if that divides m
+    assert all(found.held[r] <= 2 * (p - r - 1) + 2 * max(group, p) + 1 for r in range(p))
+    if m % p == 0 and m > 3 * p:
+        assert found.held == [2 * (p - r - 1) + 2 * p + 1 for r in range(p)]
 
 
 def zero_bubble_h2(p, m, found):
@@ -84,6 +92,7 @@ def all_forwards_of_three_stages_on_an_ipu(p, m, found):
 @pytest.mark.parametrize(
     ("name", "mapping", "formulas"),
     [
+        ("looped", around, looped),
         ("zero_bubble_h2", row, zero_bubble_h2),
         ("looped_zero_bubble", around, looped_zero_bubble),
         ("zero_bubble_v", v_shape, zero_bubble_v),
