@@ -18,6 +18,7 @@ from ipu_pipeline.checkpointing.checkpoints import CheckpointSeries
 from ipu_pipeline.errors import CheckpointError
 from ipu_pipeline.ipu_session_run_hooks import SessionRunHook
 from tests.support.estimating import assert_same_variables, input_fn, make_estimator, make_small
+from tests.support.joined import hold_port
 from tests.support.programs import begin
 from tests.support.resumable import Batches, Training, assert_same
 
@@ -116,6 +117,36 @@ def test_a_process_that_gets_a_signal_and_one_that_is_killed_go_on(tmp_path, uni
     last = max(CheckpointSeries(tmp_path / "checkpoints").steps()) + 4
     make_estimator(tmp_path).train(input_fn, max_steps=last)
     assert_same_variables(make_estimator(tmp_path), uninterrupted(last))
+
+
+@pytest.mark.thorough
+def test_a_signal_to_one_ends_all_after_the_same_update(tmp_path, uninterrupted):
+    num_processes, address = 2, hold_port()
+    joining = {
+        "IPU_PIPELINE_COORDINATOR_ADDRESS": f"127.0.0.1:{address.getsockname()[1]}",
+        "IPU_PIPELINE_NUM_PROCESSES": str(num_processes),
+        "IPU_PIPELINE_DEATH_TIMEOUT": "300",
+        "PJRT_NPROC": "1",
+    }
+    program = ("-m", "tests.support.survivor", tmp_path, 40_000, "pause=0.05")
+    with address, contextlib.ExitStack() as left:
+        processes = []
+        for number in range(num_processes):
+            log = left.enter_context((tmp_path / f"log{number}").open("w"))
+            joining["IPU_PIPELINE_PROCESS_ID"] = str(number)
+            processes.append(begin(*program, output=subprocess.DEVNULL, error_output=log, **joining))
+        while CheckpointSeries(tmp_path / "checkpoints").latest() is None:
+            assert all(process.poll() is None for process in processes)
+            time.sleep(0.02)
+        processes[0].send_signal(signal.SIGTERM)
+        statuses = [process.wait(400) for process in processes]
+    errors = [(tmp_path / f"log{number}").read_text() for number in range(num_processes)]
+    assert statuses == [128 + signal.SIGTERM] * 2, errors
+    assert not any("Traceback" in text for text in errors), errors
+    step = CheckpointSeries(tmp_path / "checkpoints").steps()[-1]
+    assert all(f"at step {step}" in text for text in errors), errors
+    make_estimator(tmp_path).train(input_fn, max_steps=step + 8)  # one process alone
+    assert_same_variables(make_estimator(tmp_path), uninterrupted(step + 8))
 
 
 def wait_for_checkpoint(process, directory, after=-1):
