@@ -198,7 +198,7 @@ def test_two_models_that_share_networks_are_trained_in_turn():
     with jax.enable_x64(True):
         torch.manual_seed(0)
         first = nn.Linear(3, 4).double()
-        second = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 1)).double()
+        second = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double()
         rows = x.double()
 
         def make(first, second):
@@ -211,7 +211,7 @@ def test_two_models_that_share_networks_are_trained_in_turn():
         executors = list(map(poptorch.trainingModel, parts, [options] * 2, optimizers))
         with pytest.raises(RuntimeError, match="has already been wrapped"):
             poptorch.trainingModel(parts[0], options)
-        for turn in (0, 1, 1, 0, 1, 0, 0):
+        for turn in (0, 1, 1, 0):
             losses = executors[turn](rows)
             plain_optimizers[turn].zero_grad()
             expected = [plain[turn](part) for part in rows.split(2)]
@@ -238,8 +238,8 @@ def test_inputs_of_inference_mode():
 
 def test_equal_arguments_that_are_no_tensors():
     executor = poptorch.inferenceModel(Model(lambda self, x, other, **more: x), make_options())
-    executor(x, np.array([1, np.nan]), b=float("nan"), a=x)
-    executor(x, np.array([1, np.nan]), b=float("nan"), a=x)
+    for _twice in range(2):
+        executor(x, np.array([1, np.nan]), b=float("nan"), a=x)
     with pytest.raises(poptorch.Error, match=r"Value mismatch for args\[1\]"):
         executor(x, np.array([1, 2.0]), b=float("nan"), a=x)
     with pytest.raises(poptorch.Error, match="Value mismatch for b"):
@@ -249,15 +249,8 @@ def test_equal_arguments_that_are_no_tensors():
 # Losses, optimizers and random numbers
 
 
-@pytest.mark.parametrize(
-    "loss",
-    [
-        lambda y, x: functional.gaussian_nll_loss(y, x, torch.full_like(y, 0.5)),
-        lambda y, x: functional.multilabel_soft_margin_loss(y, (x > 0).float()),
-    ],
-)
-def test_losses_that_are_made_of_other_operations(loss):
-    model = Model(lambda self, x: loss(self.linear(x), x))
+def test_a_loss_that_is_made_of_other_operations():
+    model = Model(lambda self, x: functional.gaussian_nll_loss(self.linear(x), x, torch.full_like(x, 0.5)))
     expected = copy.deepcopy(model)
     executor = poptorch.trainingModel(model, make_options(), torch.optim.SGD(model.parameters(), lr=1.0))
     (found,), wanted = executor(x), expected(x)
@@ -268,38 +261,39 @@ def test_losses_that_are_made_of_other_operations(loss):
     )
 
 
+OPTIMIZERS = {
+    "NAdam": {},
+    "SGD": {"momentum": 0.9},
+    "Adam": {},
+    "RMSprop": {"momentum": 0.5, "centered": True},
+    "Adafactor": {},
+    "Adagrad": {"initial_accumulator_value": 0.1},
+    "Adadelta": {},
+    "Adamax": {},
+    "RAdam": {},
+    "ASGD": {"t0": 2},
+    "Rprop": {},
+    "Muon": {"lr": 0.01},
+}
+
+
 @pytest.mark.parametrize(
-    "make",
-    [
-        lambda p: torch.optim.NAdam(p, lr=0.1),
-        *(
-            pytest.param(make, marks=pytest.mark.thorough)
-            for make in (
-                lambda p: torch.optim.SGD(p, lr=0.1),
-                lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-                lambda p: torch.optim.Adam(p, lr=0.1),
-                lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.5, centered=True),
-                lambda p: torch.optim.Adafactor(p, lr=0.1),
-                lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.1),
-                lambda p: torch.optim.Adadelta(p, lr=0.1),
-                lambda p: torch.optim.Adamax(p, lr=0.1),
-                lambda p: torch.optim.RAdam(p, lr=0.1),
-                lambda p: torch.optim.ASGD(p, lr=0.1, t0=2),
-                lambda p: torch.optim.Rprop(p, lr=0.1),
-                lambda p: torch.optim.Muon([q for q in p if q.dim() == 2], lr=0.01),
-            )
-        ),
-    ],
+    "name",
+    ["NAdam", *(pytest.param(name, marks=pytest.mark.thorough) for name in OPTIMIZERS if name != "NAdam")],
 )
-def test_the_state_of_an_optimizer_of_torchs(make):
+def test_the_state_of_an_optimizer_of_torchs(name):
     """It is taken over from training on the CPU or a checkpoint, and is there after destroy()."""
 
     def loss(model, x):
         return ((model.linear(x) - 1) ** 2).mean()
 
+    def make(model):
+        parameters = [p for p in model.linear.parameters() if p.dim() == 2 or name != "Muon"]
+        return getattr(torch.optim, name)(parameters, **{"lr": 0.1, **OPTIMIZERS[name]})
+
     model = Model(lambda self, x: poptorch.identity_loss(loss(self, x), "mean"))
     plain = copy.deepcopy(model)
-    optimizer, plain_optimizer = make(model.linear.parameters()), make(plain.linear.parameters())
+    optimizer, plain_optimizer = make(model), make(plain)
     watched = None
 
     def train(model, optimizer):
@@ -313,7 +307,7 @@ def test_the_state_of_an_optimizer_of_torchs(make):
             train(model, optimizer)
             continue
         if number == 3:  # as from a checkpoint
-            saved, optimizer = copy.deepcopy(optimizer.state_dict()), make(model.linear.parameters())
+            saved, optimizer = copy.deepcopy(optimizer.state_dict()), make(model)
             optimizer.load_state_dict(saved)
         executor = poptorch.trainingModel(model, make_options(), optimizer)
         executor(x)
@@ -325,9 +319,9 @@ def test_the_state_of_an_optimizer_of_torchs(make):
     expected = plain_optimizer.state[plain.linear.weight]
     found = optimizer.state[model.linear.weight]
     assert found.keys() == {key for key, value in expected.items() if value is not None}
-    assert watched[0].keys() == found.keys() if found else not watched
-    for name, value in found.items():
-        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-6)
+    assert watched[0].keys() == found.keys()
+    for slot, value in found.items():
+        torch.testing.assert_close(value, expected[slot], rtol=1e-4, atol=1e-6)
 
 
 def test_what_has_no_effect_is_told(log):
@@ -420,18 +414,6 @@ def test_periods_of_anchored_values():
 # What is not there
 
 
-def test_offline():
-    options = make_options().connectionType(poptorch.ConnectionType.Never)
-    executor = poptorch.inferenceModel(nn.Linear(3, 2), options)
-    executor.compile(x)
-    assert executor.isCompiled()
-    assert not executor.isAttachedToDevice()
-    with pytest.raises(AssertionError, match="Trying to run a model on an offline device"):
-        executor(x)
-    with pytest.raises(AssertionError, match="offline device"):
-        executor.attachToDevice()
-
-
 def test_names_that_are_not_there():
     with pytest.raises(AttributeError, match="'fps': torch_cluster has it"):
         _ = poptorch.fps
@@ -477,20 +459,6 @@ def test_models_that_cannot_be_wrapped():
     ]:
         with pytest.raises(TypeError, match=message):
             poptorch.inferenceModel(model)
-
-
-def test_frozen_options_of_popart():
-    options = make_options()
-    poptorch.inferenceModel(nn.Linear(3, 2), options)
-    with pytest.raises(AttributeError, match="Can't modify frozen Options"):
-        options._Popart.set("a", 1)
-    with pytest.raises(ValueError, match="buffer_size must be 1 or more; got '3'"):
-        poptorch.AsynchronousDataAccessor([x], buffer_size="3")
-
-
-def test_elements_as_they_are():
-    loader = poptorch.DataLoader(make_options(), torch.utils.data.TensorDataset(x), batch_size=None)
-    assert [row.tolist() for (row,) in loader] == x.tolist()
 
 
 def test_a_generate_of_the_models_own_runs_on_the_host(log):

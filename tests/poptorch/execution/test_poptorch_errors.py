@@ -44,13 +44,17 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize(("text", "kind", "name", "action"), KINDS, ids=[case[0][:30] for case in KINDS])
-def test_which_error_is_which(text, kind, name, action):
-    error = translate(RUNTIME(text), "here")
-    assert type(error) is kind
-    assert text in error.message
-    assert str(error) == error.message
-    assert (error.type, error.location, getattr(error, "recovery_action", None)) == (name, "here", action)
+def test_which_error_is_which():
+    for text, kind, name, action in KINDS:
+        error = translate(RUNTIME(text), "here")
+        assert type(error) is kind, text
+        assert text in error.message
+        assert str(error) == error.message
+        assert (error.type, error.location, getattr(error, "recovery_action", None)) == (
+            name,
+            "here",
+            action,
+        )
 
 
 class Huge(torch.nn.Module):
@@ -126,7 +130,6 @@ def test_what_is_first_to_see_an_error_of_an_update(reads):
     )
     before = model.weight.detach().clone()
     executor(make_batch(1)[0])
-    compiled = executor._compiled
 
     def fail(*args, **kwargs):
         raise RUNTIME("INTERNAL: Error dispatching computation: broken")
@@ -138,7 +141,6 @@ def test_what_is_first_to_see_an_error_of_an_update(reads):
             poptorch.Error, match="broken The weights and the optimizer's state .* were lost"
         ):
             _ = model.weight + 1 if reads else executor.destroy()
-        assert compiled.is_lost
         executor.destroy()
     assert not executor.isCompiled()
     assert torch.equal(model.weight, before)
@@ -147,13 +149,8 @@ def test_what_is_first_to_see_an_error_of_an_update(reads):
 # Times and spans.
 
 
-@pytest.mark.parametrize(
-    "mode",
-    [poptorch.OutputMode.All, pytest.param(poptorch.OutputMode.Sum, marks=pytest.mark.thorough)],
-    ids=["All", "Sum"],
-)
-def test_times_of_each_micro_batch(mode):
-    options = make_options(3, mode=mode).replicationFactor(2).logCycleCount(True)
+def test_times_of_each_micro_batch():
+    options = make_options(3).replicationFactor(2).logCycleCount(True)
     executor = poptorch.inferenceModel(seeded(TwoLayers), options)
     x = make_batch(12)[0]
     with pytest.raises(poptorch.Error, match="run the model at least once"):
@@ -171,7 +168,7 @@ def test_times_of_each_micro_batch(mode):
     assert counters["output_complete"] == sorted(counters["output_complete"])
     parts = [executor.getHostIpuLatency(), executor.getComputeLatency(), executor.getIpuHostLatency()]
     least, most, mean = executor.getLatency()
-    assert 0 < least <= mean <= most < length
+    assert 0 < least <= mean <= most < length  # which is around the call
     assert sum(part[2] for part in parts) == pytest.approx(mean)
     assert 0 < executor.cycleCount() < length * 1e9
     with pytest.raises(poptorch.Error, match="Cycle count logging is disabled"):
@@ -209,16 +206,15 @@ def test_spans_end_with_the_recording(tmp_path):
     channel = poptorch.profiling.Channel("Mine")
     begin = time.perf_counter()
     with ipu.reports.capture(tmp_path, max_actions=4) as captured, channel.tracepoint("all"):
-        for _call in range(3):
+        for _call in range(2):
             executor(make_batch()[0])
         microseconds = 1e6 * (time.perf_counter() - begin)
-        time.sleep(0.2)
+        executor(make_batch()[0])
     (span,) = [event for event in captured.profile.events if event.kind == "span"]
     assert 0 < span.length < microseconds
 
 
-@pytest.mark.parametrize("ipus", [(0, 0), pytest.param((0, 1), marks=pytest.mark.thorough)])
-def test_an_exception_in_a_function_on_the_host(ipus):
+def test_an_exception_in_a_function_on_the_host():
     """It is an Error wherever it comes to light: as programs are started, or as their results are read."""
     fails = [False]
 
@@ -233,9 +229,9 @@ def test_an_exception_in_a_function_on_the_host(ipus):
             self.double = poptorch.CPU(double, "double")
 
         def forward(self, x):
-            with poptorch.Block("A", ipu_id=ipus[0]):
+            with poptorch.Block("A", ipu_id=0):
                 x = torch.tanh(x)
-            with poptorch.Block("B", ipu_id=ipus[1]):
+            with poptorch.Block("B", ipu_id=1):
                 return self.double(x)
 
     model = poptorch.inferenceModel(Model(), make_options(2))

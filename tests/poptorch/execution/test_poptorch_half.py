@@ -10,8 +10,6 @@ import ipu_pipeline.poptorch as poptorch
 from ipu_pipeline.poptorch import logs
 from tests.support.poptorch_front import assert_close, leaves, make_options, relative_difference, seeded
 
-NARROW = {torch.float16: 2e-3, torch.bfloat16: 2e-2}  # how exact numbers of a few operations are
-
 
 class Layers(nn.Module):
     """Layers beside each other, whose results are returned."""
@@ -32,11 +30,7 @@ class Layers(nn.Module):
         )
         self.layers += [nn.Linear(8, 4), nn.Linear(8, 4, bias=False)]
         self.images = nn.ModuleList(
-            [
-                nn.GroupNorm(2, 4),
-                nn.InstanceNorm1d(4, affine=True),
-                nn.Conv1d(4, 3, 2),
-            ]
+            [nn.GroupNorm(2, 4), nn.InstanceNorm1d(4, affine=True), nn.Conv1d(4, 3, 2)]
         )
         if has_encoder:
             self.layers.append(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True))
@@ -55,18 +49,13 @@ class Layers(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "is_narrow", "has_encoder"),
-    [
-        (torch.float16, False, False),
-        pytest.param(torch.float16, True, True, marks=pytest.mark.thorough),
-        pytest.param(torch.bfloat16, False, True, marks=pytest.mark.thorough),
-        pytest.param(torch.bfloat16, True, True, marks=pytest.mark.thorough),
-    ],
-    ids=["float16", "float16 layers", "bfloat16 input", "bfloat16 layers"],
+    ("dtype", "is_narrow"),
+    [(torch.float16, False), pytest.param(torch.bfloat16, True, marks=pytest.mark.thorough)],
+    ids=["float16 input", "bfloat16 layers"],
 )
-def test_layers_and_inputs_of_different_widths(dtype, is_narrow, has_encoder):
+def test_layers_and_inputs_of_different_widths(dtype, is_narrow):
     """Compared with float32, for numbers as exact as narrow ones. Layers keep their input's dtype."""
-    model = seeded(lambda: Layers(has_encoder)).to(dtype).float()
+    model = seeded(lambda: Layers(has_encoder=is_narrow)).to(dtype).float()
     x = torch.linspace(-2, 2, 32).reshape(4, 8).sin().to(dtype).float()
     expected = leaves(copy.deepcopy(model)(x))
     if is_narrow:
@@ -75,7 +64,7 @@ def test_layers_and_inputs_of_different_widths(dtype, is_narrow, has_encoder):
         found = leaves(poptorch.inferenceModel(model, make_options())(x.to(dtype)))
     assert {value.dtype for value in found} == {torch.float32 if is_narrow else dtype}
     differences = [relative_difference(a.float(), b) for a, b in zip(found, expected, strict=True)]
-    assert max(differences) < (1e-5 if is_narrow else NARROW[dtype])
+    assert max(differences) < (1e-5 if is_narrow else 2e-3)  # how exact few operations of float16 are
 
 
 def test_narrow_statistics_of_batches_in_float32():
@@ -140,15 +129,11 @@ def train_plain(model, data, optimizer, number):
 
 REGIONS = {
     "bfloat16": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
-    "float16": lambda: torch.autocast("cpu", dtype=torch.float16),
     "off": lambda: torch.autocast("cpu", enabled=False),
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name == "bfloat16" else pytest.mark.thorough) for name in REGIONS],
-)
+@pytest.mark.parametrize("name", ["bfloat16", pytest.param("off", marks=pytest.mark.thorough)])
 def test_blocks_and_losses_within_autocast(name):
     """As torch's on a CPU: casts are the same, sums are taken in another order."""
     model = seeded(lambda: Network(REGIONS[name]))
@@ -157,36 +142,32 @@ def test_blocks_and_losses_within_autocast(name):
         model, make_options(1, 2), torch.optim.SGD(model.parameters(), lr=0.5)
     )
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
-    for _call in range(3):
+    tolerance = 1e-5 if name == "off" else 2e-2
+    for _call in range(2):
         output, loss = executor(*make_data())
         with torch.no_grad():
             expected = [plain(*part) for part in zip(*(v.chunk(2) for v in make_data()), strict=True)]
         wanted = torch.cat([one[0] for one in expected])
         assert output.dtype == wanted.dtype
-        tolerance = 1e-5 if name == "off" else 2e-2
         assert loss.dtype == torch.float32
         assert_close(
             [output.float(), loss], [wanted.float(), torch.stack([one[1] for one in expected])], tolerance
         )
         train_plain(plain, make_data(), optimizer, 2)
     assert {value.dtype for value in model.parameters()} == {torch.float32}
-    assert_close(model.parameters(), plain.parameters(), 1e-5 if name == "off" else 1e-2)
-    assert executor._compiled.stages.ipus == [0, 1]
+    assert_close(model.parameters(), plain.parameters(), tolerance)
+    assert "2 stages on 2 IPUs" in str(executor.summary())
 
 
-@pytest.mark.parametrize(
-    ("region", "dtype"),
-    [
+def test_autocast_for_other_devices(caplog):
+    """What a program for a GPU says, counts here, as does PopTorch's."""
+    for region, dtype in [
         (lambda: torch.autocast("ipu"), torch.float16),
         (lambda: torch.amp.autocast("cuda", dtype=torch.bfloat16), torch.bfloat16),
-    ],
-    ids=["ipu", "cuda bfloat16"],
-)
-def test_autocast_for_other_devices(region, dtype, caplog):
-    """What a program for a GPU says, counts here."""
-    model = seeded(lambda: Network(region))
-    output, _loss = poptorch.inferenceModel(model, make_options())(*make_data())
-    assert output.dtype is dtype
+    ]:
+        model = seeded(lambda region=region: Network(region))
+        output, _loss = poptorch.inferenceModel(model, make_options())(*make_data())
+        assert output.dtype is dtype
     assert "has no effect" not in caplog.text
     with torch.autocast("cpu", dtype=torch.float16):
         assert torch.autocast("cpu").device == "cpu"
@@ -214,8 +195,8 @@ def test_autocast_that_is_for_no_device_is_told(caplog, monkeypatch):
 # Automatic loss scaling.
 
 
-def make_scaled(num_replicas, scale):
-    options = make_options(1, 2).replicationFactor(num_replicas)
+def make_scaled(scale):
+    options = make_options(1, 2).replicationFactor(2)
     options.Training.setAutomaticLossScaling(True)
     model = seeded(Network).half()
     optimizer = poptorch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, loss_scaling=scale)
@@ -226,14 +207,13 @@ def scale_of(optimizer):
     return optimizer.state_dict()["ipu_state"]["loss_scale"].item()
 
 
-@pytest.mark.parametrize("num_replicas", [pytest.param(1, marks=pytest.mark.thorough), 2])
-def test_a_scale_that_is_too_large_is_halved(num_replicas):
+def test_a_scale_that_is_too_large_is_halved():
     """Until gradients fit float16 no update is taken; then they are those of torch in float32."""
-    model, optimizer, executor = make_scaled(num_replicas, 2.0**20)
+    model, optimizer, executor = make_scaled(2.0**20)
     plain = copy.deepcopy(model).float()
     torchs = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
     before = [value.clone() for value in model.parameters()]
-    data = make_data(8 * num_replicas)
+    data = make_data(16)
     num_skipped = 0
     while True:
         executor(*(value.half() for value in data))
@@ -243,10 +223,9 @@ def test_a_scale_that_is_too_large_is_halved(num_replicas):
         assert scale_of(optimizer) == 2.0 ** (20 - num_skipped)
     assert 2 <= num_skipped <= 10
     assert scale_of(optimizer) == 2.0 ** (20 - num_skipped)
+    executor(*(value.half() for value in data))
     for _call in range(2):
-        executor(*(value.half() for value in data))
-    for _call in range(3):
-        train_plain(plain, data, torchs, 2 * num_replicas)
+        train_plain(plain, data, torchs, 4)
     assert all(value.dtype is torch.float16 for value in model.parameters())
     assert_close([value.float() for value in model.parameters()], plain.parameters(), 2e-3)
 

@@ -20,14 +20,14 @@ TRAINED = {
     # First, as it needs most devices; a process has two more than its replicas take.
     "three replicas": {"replicas": 3},
     "pipelined": {},
-    "sharded": {"strategy": "sharded"},
-    "one stage, two replicas": {"strategy": "one stage", "replicas": 2},
-    "sum, two replicas": {"reduction": "Sum", "replicas": 2},
     "offloaded": {"make_optimizer": processes.make_adam, "offloads": True},
 }
-IN_FLOAT64 = {name: TRAINED[name] for name in ("sum, two replicas", "sharded", "offloaded")}
+IN_FLOAT64 = {
+    "sum, two replicas": {"reduction": "Sum", "replicas": 2},
+    "sharded": {"strategy": "sharded"},
+    "offloaded": TRAINED["offloaded"],
+}
 RUN_ALIKE = {
-    "final, two replicas": {"mode": "Final", "replicas": 2},
     "sum, two replicas": {"mode": "Sum", "replicas": 2},
     "every": {"mode": "EveryN", "replicas": 2},
     "one stage": {"mode": "Final", "strategy": "one stage"},
@@ -39,14 +39,14 @@ def found_by_two(tmp_path_factory):
     """A folder, and what each of two processes found."""
     folder = tmp_path_factory.mktemp("two")
     arguments = TRAINED, RUN_ALIKE, IN_FLOAT64, str(folder)
-    return folder, run(processes.do_all, 2, *arguments, directory=folder / "run", timeout=600)
+    return folder, run(processes.do_all, 2, *arguments, directory=folder / "run", timeout=1800)
 
 
 @pytest.fixture(scope="module")
 def found_by_others(tmp_path_factory):
     """Likewise, of processes that differ."""
     folder = tmp_path_factory.mktemp("others")
-    return folder, run(processes.differ, 2, str(folder), directory=folder / "run")
+    return folder, run(processes.differ, 2, str(folder), directory=folder / "run", timeout=1800)
 
 
 def results_of(found, name):
@@ -112,17 +112,7 @@ def check_all(made, cases, tolerance):
 @pytest.mark.thorough
 def test_strategies_reductions_and_optimizers(found_by_two):
     check_all(results_of(found_by_two, "trained"), TRAINED, 1e-5)
-
-
-@pytest.mark.thorough
-def test_in_float64(found_by_two):
     check_all(results_of(found_by_two, "in float64"), IN_FLOAT64, 1e-12)
-
-
-@pytest.mark.thorough
-def test_three_processes(tmp_path):
-    cases = {"two replicas": {"replicas": 2}}
-    check_all(run(processes.train_all, 3, cases, directory=tmp_path), cases, 1e-5)
 
 
 def test_processes_that_have_not_joined():
@@ -274,15 +264,15 @@ def test_differences_and_what_several_processes_cannot_do_are_named(found_by_oth
         torch.testing.assert_close(weights, made[0][1], rtol=0, atol=0)
 
 
-@pytest.mark.thorough
+@pytest.mark.soak  # two processes killed or not, each imports torch
 @pytest.mark.parametrize(("how", "said"), [("killed", "has died"), ("ended", "process 1 has ended")])
 def test_a_process_that_is_gone(tmp_path, how, said):
     started = joined.start(processes.lose_another, 2, None, how, directory=tmp_path, joins_itself=True)
     try:
-        assert started[0].wait(timeout=120) == 1
+        assert started[0].wait() == 1
         log = (tmp_path / "log0").read_text()
         assert said in log, log
-        started[1].wait(timeout=120)
+        started[1].wait()
     finally:
         joined.end(started)
 
@@ -292,10 +282,10 @@ def test_the_tutorial_unchanged():
     """Started by the launcher; one of the processes is shown."""
     program = joined.ROOT / "tutorial" / "poptorch" / "mnist_pipeline.py"
     command = [sys.executable, "-m", "ipu_pipeline", "launch", "-n", "2", program]
-    options = ["--dataset", "digits", "--batch-size", "4", "--epochs", "2"]
+    options = ["--dataset", "digits", "--batch-size", "4", "--epochs", "1"]
     environment = {**os.environ, "PYTHONPATH": str(joined.ROOT), "JAX_PLATFORMS": "cpu"}
     ended = subprocess.run(
-        [*command, *options], env=environment, capture_output=True, text=True, timeout=300, check=False
+        [*command, *options], env=environment, capture_output=True, text=True, check=False
     )
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("Program ran successfully") == 1
