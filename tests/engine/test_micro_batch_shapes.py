@@ -89,7 +89,7 @@ def taker(pipeline, steps):
 def test_texts_in_buckets_with_a_token_weighted_loss():
     """Padding, its mask and buckets change nothing: the gradients are those of the texts as they are."""
     rng = np.random.default_rng(1)
-    examples = [rng.integers(0, NUM_TOKENS, n) for n in (3, 5, 2, 7, 4, 8, 6, 3)]
+    examples = [rng.integers(0, NUM_TOKENS, n) for n in (3, 5, 2, 7)]
 
     def whole(parameters, ids):
         a = mix(parameters[1], *embed(parameters[0], ids[None], jnp.ones((1, len(ids)))))
@@ -101,12 +101,13 @@ def test_texts_in_buckets_with_a_token_weighted_loss():
     num_tokens = sum(len(ids) - 1 for ids in examples)
     expected = jax.tree.map(lambda *parts: sum(parts) / num_tokens, *gradients)
     steps = list(Buckets(examples, [4, 8], 2))
-    assert [mask.shape for _ids, mask in steps] == [(2, 4), (2, 8), (2, 8), (2, 4)]
+    assert [mask.shape for _ids, mask in steps] == [(2, 4), (2, 8)]
 
     def predict_all(p, x, ids, mask):
         return predict(p, x, ids, mask), jnp.sum(mask[:, 1:])
 
     pipeline = make(
+        2,
         stages=[embed, mix, predict_all],
         optimizer=optax.sgd(0.1),
         loss=lambda total, _number: total,
@@ -303,7 +304,7 @@ def test_guessed_updates_are_done_again_with_the_shapes_that_they_had():
     for guesses in (False, True):
         pipeline = make(optimizer=clipped(2.0), post_validation=guesses, schedule="interleaved")
         steps = [
-            texts(*lengths, seed=n) for n, lengths in enumerate([(4, 5, 4, 5), (5, 4, 4, 4), (3, 3, 5, 4)])
+            texts(*lengths, seed=n) for n, lengths in enumerate([(4, 5, 4, 5), (5, 4, 4, 4), (5, 5, 5, 4)])
         ]
         state = pipeline.place(start(pipeline, steps[0][0]))
         found.append(pipeline.run(state, taker(pipeline, steps), [], lambda *_told: None, 3))

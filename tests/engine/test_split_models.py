@@ -346,9 +346,7 @@ def test_arguments_and_results_of_any_structure():
     """A dict as micro-batch, an input for the whole step that is read late, and several results."""
 
     def model(parameters, rate, images, labels):
-        x = images
-        for name in "abc":
-            x = dense(parameters[name], x)
+        x = run(parameters, images)
         error = x * rate - labels["targets"]
         return {"loss": jnp.mean(error**2), "labels": labels, "number": 3.0, "x": x}
 
@@ -368,17 +366,12 @@ def test_inference_and_a_model_without_a_feed():
     options = {"loss": None, "optimizer": None}
 
     def model(parameters, x, targets):
-        for name in "abc":
-            x = dense(parameters[name], x)
-        return x, targets
+        return run(parameters, x), targets
 
     check(model, parameters, updates=1, **options)
 
     def drawing(parameters):
-        x = jax.random.normal(engine.next_rng_key(), (4, WIDTH))
-        for name in "abc":
-            x = dense(parameters[name], x)
-        return x
+        return run(parameters, jax.random.normal(engine.next_rng_key(), (4, WIDTH)))
 
     stages = engine.split(drawing, 2, None, parameters=parameters, measure=False, num_micro_batches=COUNT)
     found = []
