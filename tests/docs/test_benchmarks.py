@@ -17,7 +17,7 @@ from benchmarks import harness, history, models, page, run_all
 from benchmarks.poptorch import layers_models
 from benchmarks.poptorch import models as torch_models
 from ipu_pipeline import engine
-from tests.support.programs import start
+from tests.support.programs import run_each
 
 ROOT = Path(harness.ROOT) / "benchmarks"
 FOLDERS = sorted(path.name for path in ROOT.iterdir() if path.is_dir() and path.name != "__pycache__")
@@ -241,13 +241,12 @@ def test_a_torch_module_and_its_layers_are_the_same_model(case):
 
 @pytest.mark.thorough
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
-def test_the_program_of_emulation_s_page():
+def test_the_program_of_emulation_s_page(tmp_path):
     (program,) = re.findall(
         r"```python\n(.*?)```", (ROOT / "emulation" / "README.md").read_text(), re.DOTALL
     )
-    done = start("-c", f"{program}\nprint(len(times.updates), len(outputs.losses))")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["3", "12"]
+    program += "\nprint(len(times.updates), len(outputs.losses))"
+    assert run_each({"emulation": program}, tmp_path, as_tests=True)["emulation"].split() == ["3", "12"]
 
 
 def test_what_the_page_has_is_in_the_history():

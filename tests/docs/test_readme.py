@@ -113,10 +113,7 @@ PAGES = [
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", [*PAGES, "porting.md"])
 def test_what_examples_of_a_page_print(name, tmp_path):
-    """A page's blocks are one program, but for those that say why not; each of the porting page is one.
-
-    XLA compiles as for a reader.
-    """
+    """A page's blocks are one program, but for those that say why not; each of the porting page is one."""
     page = (ROOT / "docs" / name).read_text()
     pairs = [(code, text) for comment, code, text in PROGRAM.findall(page) if not comment]
     programs = {f"example {number}": [pair] for number, pair in enumerate(pairs)}
@@ -129,7 +126,7 @@ def test_what_examples_of_a_page_print(name, tmp_path):
         return re.sub(r"\d+ (of temporaries)", r"\1", text)
 
     codes = {key: "\n".join(code for code, _text in blocks) for key, blocks in programs.items()}
-    for key, text in run_each(codes, tmp_path).items():
+    for key, text in run_each(codes, tmp_path, as_tests=True).items():
         expected = "".join(text for _code, text in programs[key])
         assert without_temporaries(text) == without_temporaries(expected), key
 

@@ -1,12 +1,10 @@
 """Importing: neither front loads what it does not need."""
 
-import subprocess
-import sys
+from tests.support import forked
+from tests.support.programs import environment
 
 PROGRAM = """
 import sys
-import ipu_pipeline
-ipu_pipeline.Session
 assert "torch" not in sys.modules
 sys.modules["torch"] = None
 try:
@@ -28,5 +26,6 @@ assert not missing, missing
 
 
 def test_torch_is_imported_by_its_front_alone_which_starts_no_backend_and_loads_no_export():
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
+    """All other names of the package are there in the process that this one is forked from."""
+    done = forked.run(PROGRAM, environment(as_tests=True))
     assert done.returncode == 0, done.stderr

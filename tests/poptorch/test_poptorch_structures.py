@@ -79,17 +79,17 @@ STRUCTURES = {
 }
 
 
-@pytest.mark.parametrize("name", STRUCTURES)
-def test_a_structure_is_put_together_with_other_tensors(name):
-    value = STRUCTURES[name]()
-    tensors, structure = flatten(value)
-    assert len(tensors) == structure.num_tensors == len(structure.name_tensors("x"))
-    again = structure.unflatten(tensors)
-    assert type(again) is type(value)
-    other = structure.unflatten([tensor + 10 for tensor in tensors])
-    assert [float(x) - 10 for x in flatten(other)[0]] == [float(x) for x in tensors]
-    assert repr(structure.unflatten(tensors)) == repr(value)
-    assert compare(structure, flatten(other)[1], "x") is None
+def test_a_structure_is_put_together_with_other_tensors():
+    for name, make in STRUCTURES.items():
+        value = make()
+        tensors, structure = flatten(value)
+        assert len(tensors) == structure.num_tensors == len(structure.name_tensors("x")), name
+        again = structure.unflatten(tensors)
+        assert type(again) is type(value), name
+        other = structure.unflatten([tensor + 10 for tensor in tensors])
+        assert [float(x) - 10 for x in flatten(other)[0]] == [float(x) for x in tensors]
+        assert repr(structure.unflatten(tensors)) == repr(value)
+        assert compare(structure, flatten(other)[1], "x") is None, name
 
 
 def test_attributes_of_results_follow():
@@ -99,9 +99,8 @@ def test_attributes_of_results_follow():
     assert made["new"] == []
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "message"),
-    [
+def test_differences_are_named():
+    for first, second, message in [
         ((t(1), 5), (t(1), 3), "Value mismatch for x[1]: expected 5 but got 3"),
         ((t(1),), [t(1)], "Type mismatch for x: expected <class 'tuple'> but got <class 'list'>"),
         ((t(1), t(1)), (t(1),), "Type mismatch for x: expected 2 elements but got 1"),
@@ -109,12 +108,10 @@ def test_attributes_of_results_follow():
         (t(1), 5, "Type mismatch for x: expected <class 'torch.Tensor'> but got <class 'int'>"),
         (Batch(t(1), t(1)), Batch(t(1), t(1), "z"), "Value mismatch for x.name: expected 'train' but"),
         (1, True, "Type mismatch for x: expected <class 'int'> but got <class 'bool'>"),
-    ],
-)
-def test_differences_are_named(first, second, message):
-    found = compare(flatten(first)[1], flatten(second)[1], "x")
-    assert found is not None
-    assert found.startswith(message)
+    ]:
+        found = compare(flatten(first)[1], flatten(second)[1], "x")
+        assert found is not None, message
+        assert found.startswith(message)
 
 
 class Box:

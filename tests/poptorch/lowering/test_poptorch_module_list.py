@@ -1,12 +1,13 @@
 """torch's own list of module tests: each module, in training and evaluation, forward and backward.
 
-The list is that of torch.testing. Of each module, and of each mode where they differ, the cases at the
-ends of its inputs are taken, so that all of its modules are among them.
+The list is that of torch.testing. Of each module, and of each mode where they differ, one case is taken: in
+training the last of its inputs, in evaluation the first. In float64, where an error of a formula shows.
 """
 
 import dataclasses
 import functools
 
+import jax
 import pytest
 import torch
 
@@ -14,7 +15,6 @@ from tests.support import lowered
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch warns of what is in its own list
 
-GROUP = 18  # so many are exported and compiled together
 REFUSED = {}  # name of a case -> a part of the error that it is refused with
 
 
@@ -35,7 +35,7 @@ class Case:
 
 def make_case(info, training, given, name):
     torch.manual_seed(0)
-    module = info.module_cls(*given.constructor_input.args, **given.constructor_input.kwargs)
+    module = info.module_cls(*given.constructor_input.args, **given.constructor_input.kwargs).double()
     module.train(training)
     args, kwargs = given.forward_input.args, given.forward_input.kwargs
     if "Lazy" in info.name:
@@ -58,22 +58,22 @@ def cases():
             torch.manual_seed(0)
             inputs = list(
                 info.module_inputs_func(
-                    info, device="cpu", dtype=torch.float32, requires_grad=False, training=training
+                    info, device="cpu", dtype=torch.float64, requires_grad=False, training=training
                 )
             )
-            for number in sorted({0, len(inputs) - 1}):
-                name = f"{info.name} {'train' if training else 'eval'} {number}"
-                found.append(make_case(info, training, inputs[number], name))
+            name = f"{info.name} {'train' if training else 'eval'}"
+            found.append(make_case(info, training, inputs[-1 if training else 0], name))
     return found
 
 
 def compare(some):
-    lowered.compare(
-        lowered.Group([case.module for case in some]),
-        [(case.args, case.kwargs) for case in some],
-        fixed=[tensor for case in some for tensor in case.fixed],
-        tolerance=1e-4,
-    )
+    with jax.enable_x64(True):
+        lowered.compare(
+            lowered.Group([case.module for case in some]),
+            [(case.args, case.kwargs) for case in some],
+            fixed=[tensor for case in some for tensor in case.fixed],
+            tolerance=1e-12,
+        )
 
 
 def failures_of(some):
@@ -95,13 +95,12 @@ def check(some):
         assert REFUSED[name] in str(error)
 
 
-def test_a_sample_of_the_list_is_computed_as_torch_does():
-    check(cases()[:: len(cases()) // 12])
+def test_convolutions_of_the_list_are_computed_as_torch_does():
+    check([case for case in cases() if "Conv" in case.name or "fold" in case.name.lower()])
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("number", range(-(-252 // GROUP)))
-def test_the_list_is_computed_as_torch_does_except_what_is_refused_by_name(number):
-    assert len(cases()) == 252
-    assert len(cases()) - len(REFUSED) >= 225
-    check(cases()[number * GROUP : (number + 1) * GROUP])
+@pytest.mark.parametrize("part", range(8))
+def test_the_list_is_computed_as_torch_does_except_what_is_refused_by_name(part):
+    assert len(cases()) - len(REFUSED) > 130
+    check(cases()[part::8])

@@ -310,7 +310,7 @@ FIRST = {("convolutions", "float64")}
     ("group", "dtype"),
     [
         pytest.param(group, dtype, marks=() if (group, dtype) in FIRST else pytest.mark.thorough)
-        for group, dtype in [*((group, "float64") for group in GROUPS), ("poolings", "float32")]
+        for group, dtype in ((group, "float64") for group in GROUPS)
     ],
 )
 def test_modules(group, dtype):

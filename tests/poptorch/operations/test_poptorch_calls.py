@@ -1,7 +1,6 @@
 """What models call elsewhere: the host (`poptorch.CPU`), custom operations, and a search."""
 
 import copy
-import itertools
 import math
 import os
 import re
@@ -60,17 +59,6 @@ def decode_by_hand(log_probs, blank, width):
     return sorted(((p, v) for p, v in found if v > -math.inf), key=lambda item: -item[1])
 
 
-def decode_by_force(log_probs, blank):
-    """Of all label sequences the probability: the sum over all alignments."""
-    found = {}
-    num_classes = log_probs.shape[1]
-    for alignment in itertools.product(range(num_classes), repeat=len(log_probs)):
-        value = sum(log_probs[time, label] for time, label in enumerate(alignment))
-        labels = tuple(label for label, _same in itertools.groupby(alignment) if label != blank)
-        found[labels] = log_add(found.get(labels, -math.inf), value)
-    return sorted(found.items(), key=lambda item: -item[1])
-
-
 def check_decoded(found, expected, blank):
     """Compares the paths of one input with (labels, log probability), best first."""
     probabilities, lengths, labels = found
@@ -80,15 +68,7 @@ def check_decoded(found, expected, blank):
         assert float(probabilities[number]) == pytest.approx(value, abs=2e-5)
 
 
-@pytest.mark.parametrize(
-    ("blank", "width"),
-    [
-        pytest.param(0, 1, marks=pytest.mark.thorough),
-        (0, 4),
-        pytest.param(2, 7, marks=pytest.mark.thorough),
-        pytest.param(3, 30, marks=pytest.mark.thorough),
-    ],
-)
+@pytest.mark.parametrize(("blank", "width"), [(0, 4), pytest.param(2, 30, marks=pytest.mark.thorough)])
 def test_beam_search_as_by_hand(blank, width):
     probs = torch.log_softmax(2 * draw(9, 3, 4, seed=width), -1)
     lengths = torch.tensor([9, 4, 0])
@@ -104,14 +84,6 @@ def test_beam_search_as_by_hand(blank, width):
         for row in range(3):
             rows = probs[: lengths[row], row].double().numpy()
             check_decoded([part[row] for part in found], decode_by_hand(rows, blank, width), blank)
-
-
-def test_a_wide_beam_finds_what_all_alignments_give():
-    probs = torch.log_softmax(draw(6, 2, 3, seed=5), -1)
-    found = poptorch.ctc_beam_search_decoder(probs, torch.tensor([6, 5]), beam_width=200, top_paths=8)
-    for row, length in enumerate((6, 5)):
-        expected = decode_by_force(probs[:length, row].double().numpy(), 0)
-        check_decoded([part[row] for part in found], expected, 0)
 
 
 def test_known_decodings():
@@ -150,9 +122,8 @@ def test_a_search_has_no_gradient_and_takes_float16():
 PROBS, LENGTHS = torch.zeros(3, 2, 4), torch.tensor([3, 3])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
+def test_searches_that_are_refused():
+    for arguments, text in [
         ((3, LENGTHS), "ctc_beam_search_decoder: probs must be a torch.tensor argument."),
         ((PROBS, [3, 3]), "lengths must be a torch.tensor argument. It got list"),
         ((PROBS[0], LENGTHS), r"of shape \(time, batch, classes\); got torch.float32 of shape \(2, 4\)"),
@@ -160,11 +131,9 @@ PROBS, LENGTHS = torch.zeros(3, 2, 4), torch.tensor([3, 3])
         ((PROBS, LENGTHS, 4), "blank must be less than the number of classes, 4; got 4"),
         ((PROBS, LENGTHS, 0, 0), "beam_width is a number of prefixes. .* from 1; got 0"),
         ((PROBS, LENGTHS, 0, 3, 4), "top_paths must be at most beam_width, 3; got 4"),
-    ],
-)
-def test_searches_that_are_refused(arguments, text):
-    with pytest.raises(poptorch.Error, match=text):
-        poptorch.ctc_beam_search_decoder(*arguments)
+    ]:
+        with pytest.raises(poptorch.Error, match=text):
+            poptorch.ctc_beam_search_decoder(*arguments)
 
 
 # The host
@@ -215,7 +184,7 @@ def test_a_module_on_the_host_is_trained_as_in_torch():
     )
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     x = draw(8, 4)
-    for _call in range(3):
+    for _call in range(2):
         _made, losses = training(x)
         optimizer.zero_grad()
         expected = [plain(part)[1] for part in x.chunk(2)]
@@ -386,7 +355,7 @@ def call_cube(self, x):
     return self.last(first * second)
 
 
-@pytest.mark.parametrize("vjp", [None, pytest.param(cube_gradient, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("vjp", [pytest.param(None, marks=pytest.mark.thorough), cube_gradient])
 def test_a_custom_operation_trains_as_in_torch(vjp):
     assert poptorch.register_custom_op("com.acme", "Cube", 1, cube, vjp=vjp) is cube
 
@@ -432,21 +401,46 @@ def test_a_decorator_other_dtypes_and_integers():
     lowered.compare(lambda x: run(x.square(), index)[0].float(), x)
 
 
-@pytest.mark.parametrize(
-    ("attributes", "text"),
-    [
+def test_attributes_reach_a_custom_operation():
+    """On the host and on the devices, with the types that they were given."""
+    given = []
+
+    @poptorch.register_custom_op("test.poptorch", "ManyAttributeOp", 1)
+    def many(x, **attributes):
+        given.append(attributes)
+        return x
+
+    attributes = {
+        "float_one": 1.0,
+        "int_minus_five": -5,
+        "floats": [1.0, -2.0, 3.0],
+        "ints": [1, -2, 3],
+        "a_string": "string with quotes and slash \" ' \\ end",
+        "strings": ["abc", "def", "ghi"],
+    }
+
+    def run(x):
+        return poptorch.custom_op([x], "ManyAttributeOp", "test.poptorch", 1, [x], attributes)[0]
+
+    x = draw(3)
+    assert_close([run(x), infer(run, x)], [x, x])
+    assert len(given) > 1
+    assert all(one == attributes for one in given)
+    assert [type(value) for value in given[0].values()] == [type(v) for v in attributes.values()]
+
+
+def test_attributes_that_are_refused():
+    x = draw(2)
+    for attributes, text in [
         ({3: 1}, "All attribute keys must be strings."),
         ({"a": None}, "Attribute values must be floats, ints, strings"),
         ({"a": [[1]]}, "Attribute values must be floats, ints, strings"),
         ({"a": [1, 2.0]}, "The types in a list/tuple attribute must all be the same."),
         ({"a": ["x", "ä"]}, "'ä' contains non-ASCII characters."),
         ([1], "attributes must be a dict; got list"),
-    ],
-)
-def test_attributes_that_are_refused(attributes, text):
-    x = draw(2)
-    with pytest.raises(ValueError, match=text):  # whether or not there is such an operation
-        poptorch.custom_op([x], "Nobody's", "com.acme", 1, [x], attributes)
+    ]:
+        with pytest.raises(ValueError, match=text):  # whether or not there is such an operation
+            poptorch.custom_op([x], "Nobody's", "com.acme", 1, [x], attributes)
 
 
 def test_what_is_not_registered_is_told_with_what_is():
@@ -489,9 +483,8 @@ def test_custom_operations_that_return_something_else():
         poptorch.custom_op([x], "Bad", "a", 1, [3])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "keywords", "error", "text"),
-    [
+def test_registrations_that_are_refused():
+    for arguments, keywords, error, text in [
         ((1, "A", 1, jnp.sin), {}, TypeError, "domain must be a string; got 1"),
         (("a", "A", "1", jnp.sin), {}, TypeError, "version must be an integer; got '1'"),
         (("a", "A", 1, 3), {}, TypeError, "function must be callable; got int"),
@@ -499,11 +492,9 @@ def test_custom_operations_that_return_something_else():
         (("a", "A", 1, jnp.sin), {"library": "x.so"}, ValueError, "a function or a library, not both"),
         (("a", "A", 1, jnp.sin), {"symbol": "x"}, ValueError, "there is no library"),
         (("a", "A", 1), {"library": "not there.so"}, OSError, "not there.so"),
-    ],
-)
-def test_registrations_that_are_refused(arguments, keywords, error, text):
-    with pytest.raises(error, match=text):
-        poptorch.register_custom_op(*arguments, **keywords)
+    ]:
+        with pytest.raises(error, match=text):
+            poptorch.register_custom_op(*arguments, **keywords)
     assert not custom_registry._registered
 
 
@@ -561,19 +552,12 @@ def test_operations_of_a_library(library):
         poptorch.Error, match="'Cube' .* is from a library, and has no gradient. Give .* vjp="
     ):
         train_as_torch(call_cube)
-
-
-@pytest.mark.thorough
-def test_attributes_of_every_kind_reach_a_library(library):
-    module, path = library
-    module["register"](path)
     text = torch.zeros(400, dtype=torch.uint8)
 
-    def run(x):
+    def describe(x):
         return poptorch.custom_op([x], "ManyAttributeOp", "test.poptorch", 1, [text], ATTRIBUTES)[0]
 
-    x = draw(2)
-    for made in (run(x), infer(run, x)):
+    for made in (describe(x), infer(describe, x)):
         lines = bytes(made.tolist()).rstrip(b"\0").decode().splitlines()
         assert lines == [
             "float 0.100000001",
