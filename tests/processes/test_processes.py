@@ -106,7 +106,6 @@ EVERYTHING_OFFLOADED = {
 TWO = {"num_replicas": 2}
 # name -> (what makes the pipeline, what makes the micro-batches of each step, options)
 CASES = {
-    "grouped": (make_mlp, make_mlp_steps, {"donate": True}),
     "interleaved, offloaded": (
         make_mlp,
         make_mlp_steps,
@@ -133,7 +132,6 @@ CASES = {
         {"reduction": "running_mean", "schedule": "interleaved"},
     ),
     "inference": (make_inference, make_mlp_steps, {}),
-    "halves, shared": (make_shared, make_shared_steps, {"schedule": "zero_bubble"}),
     "around": (make_around, make_mlp_steps, {"schedule": "looped", "donate": True}),
     "replicas, chunks": (
         make_mlp,
@@ -251,25 +249,37 @@ def test_two_processes(tmp_path):
     check(["shared"], [pickle.loads((tmp_path / f"made{number}").read_bytes()) for number in range(2)])
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("names", "num_processes", "num_devices"),
     [
         pytest.param(
-            ["interleaved, offloaded", "scaled", "flattened", "inference", "halves, shared", "around"],
+            [
+                "interleaved, offloaded",
+                "scaled",
+                "flattened",
+                "inference",
+                "shared, running mean",
+                "around",
+            ],
             2,
             4,
             id="in two",
+            marks=pytest.mark.thorough,
         ),
         pytest.param(
-            ["replicas, chunks", "replicas, shared", "replicas, inference", "replicas, halves, shared out"],
+            ["inference", "replicas, chunks", "replicas, turns", "replicas, halves, shared out"],
             2,
             8,
             id="replicas in two",
+            marks=pytest.mark.thorough,
         ),
         # In some cases one or two of them have no device.
         pytest.param(
-            ["replicas, normalized", "replicas, three IPUs", "replicas, turns"], 4, 8, id="replicas in four"
+            ["replicas, normalized", "replicas, three IPUs", "replicas, inference", "replicas, shared"],
+            4,
+            8,
+            id="replicas in four",
+            marks=pytest.mark.soak,
         ),
     ],
 )
@@ -281,8 +291,7 @@ def test_more_cases_in_several_processes(names, num_processes, num_devices):
 @pytest.mark.thorough
 def test_four_processes():
     """Kinds of mapping; and data that ends, which all hear of."""
-    names = ["grouped", "folded, recomputed", "one by one", "all on the last", "normalized in chunks"]
-    names += ["shared, running mean"]
+    names = ["folded, recomputed", "one by one", "all on the last", "normalized in chunks"]
     made, ends = run(names, 4, 4, end_of_data, "labels", 3)
     check(names, made)
     expected, losses = end_of_data("labels", 3)
@@ -312,7 +321,7 @@ def train_and_look(num_steps):
     return len(losses)
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_a_process_waits_for_others_and_sends_at_once(tmp_path):
     """It had one thread for both, and the processes waited for each other for ever."""
     processes = joined.start(train_and_look, 2, None, 100, directory=tmp_path, joins_itself=True)
@@ -355,7 +364,7 @@ def make_unlabelled_steps():
     return [[x for x, _labels in step] for step in make_replicated_steps()]
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_the_data_ends_in_all_processes_of_replicas():
     """Process 1 has the last stage of a replica and the first of the other: it hears, and it is heard."""
     expected, losses = end_of_data("replicas", 7)
