@@ -65,8 +65,8 @@ class Environment:
 _PLAIN = "tests/engine/test_features.py::test_equals_a_plain_loop"
 _SCALED = "tests/engine/updates/test_updates_loss_scaling.py::test_a_pipeline_equals_a_loop_by_hand"
 _OFFLOADED_ON_ONE_IPU = (
-    f"{_PLAIN}[groups, recomputed-everything-float32-same]",
-    f"{_PLAIN}[all offloaded, one IPU-everything-float32-same]",
+    f"{_PLAIN}[groups, recomputed-layers-float32-same]",
+    f"{_PLAIN}[all offloaded, one IPU-branches-float32-same]",
     f"{_SCALED}[mapping4-options4-float16-True]",
 )
 ENVIRONMENTS = {

@@ -124,7 +124,7 @@ def test_shapes_that_change_within_a_chunk_at_first_and_later():
     beside.train(pipeline, [texts(*lengths) for lengths in steps])
 
 
-def test_named_shapes_are_compiled_with_the_first_and_again_with_everything():
+def test_named_shapes_are_compiled_with_the_first():
     pipeline = make(2, shapes=texts(5))
     state = start(pipeline, texts(4)[0])
     compiled = []
