@@ -280,33 +280,6 @@ def test_random_keys_differ_by_micro_batch_and_step_and_not_by_split(rng):
     assert len(np.unique(found[0].reshape(12, -1), axis=0)) == 12
 
 
-def test_optimizer_from_the_last_stage_s_outputs(rng):
-    def optimizer(rate, loss):
-        return optax.inject_hyperparams(optax.adam)(learning_rate=rate)
-
-    stages = [
-        lambda rate, x: (rate, models.dense("a", 6, x)),
-        lambda rate, x: (rate, jnp.mean(models.dense("b", 2, x) ** 2)),
-    ]
-    pipeline = make(stages, optimizer=optimizer, loss=lambda rate, loss: loss)
-    micro_batches = arrays(rng, 4, (3, 6))
-    state = pipeline.init(jax.random.key(0), micro_batches[0], np.float32(0.1))
-    assert state.optimizer_state is None  # it depends on the first micro-batch's outputs
-    state, _outputs = run_both(pipeline, micro_batches, np.float32(0.1), optimizer=optimizer)
-    np.testing.assert_allclose(state.optimizer_state.hyperparams["learning_rate"], 0.1, rtol=1e-6)
-
-
-def test_updates_that_treat_variables_differently(rng):
-    labels = {f"dense{i}/{n}": n for i in range(4) for n in ("kernel", "bias")}
-    optimizer = optax.multi_transform(
-        {"kernel": optax.adamw(0.01, weight_decay=0.1), "bias": optax.sgd(optax.linear_schedule(1, 0, 9))},
-        labels,
-    )
-    run_both(
-        make(models.mlp_stages(2), optimizer=optimizer), models.mlp_batches(rng, 4), optimizer=optimizer
-    )
-
-
 def test_only_some_variables_trained(rng):
     trained = ["dense0/kernel", "dense3/bias"]
     pipeline = make(models.mlp_stages(2), optimizer=optax.adam(0.1), trained=trained)

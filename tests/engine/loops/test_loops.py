@@ -456,27 +456,6 @@ def test_a_loop_that_does_not_train_leaves_what_was_accumulated():
         assert session.variables["w"] == -2
 
 
-def test_a_pipeline_of_the_same_name_leaves_what_was_accumulated():
-    def body():
-        optimizer = GradientAccumulationOptimizerV2(optax.sgd(1.0), 3, name="Pipeline")
-        return optimizer.minimize(weight_named("w") * 1.0)
-
-    two, one = (front.compile_program(lambda n=n: loops.repeat(n, body)) for n in (2, 1))
-    between = front.compile_program(
-        lambda: ipu.pipelining_ops.pipeline(
-            [lambda: weight_named("w") * 1.0],
-            1,
-            outfeed_queue=IPUOutfeedQueue(),
-            optimizer_function=lambda loss: ipu.pipelining_ops.OptimizerFunctionOutput(
-                optax.sgd(0.0), loss
-            ),
-        )
-    )
-    with ipu.Session() as session:
-        session.run([two, between, one])
-        assert session.variables["w"] == -2
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_means_in_sixteen_bits(dtype):
     """Counts are not rounded to them."""
@@ -634,16 +613,6 @@ def test_dropout_and_batch_normalization():
         x, y = session.run(outputs.dequeue())
         np.testing.assert_allclose(y, (x - mean) / np.sqrt(variance + 1e-3), atol=1e-5)
         models.assert_trees_close(session.variables, before, 0)
-
-
-def test_loops_return_random_keys():
-    program = front.compile_program(
-        lambda: loops.repeat(2, lambda key: jax.random.split(key)[0], [jax.random.key(3)])
-    )
-    with ipu.Session() as session:
-        (key,) = session.run(program)
-    expected = jax.random.split(jax.random.split(jax.random.key(3))[0])[0]
-    assert jnp.all(jax.random.key_data(key) == jax.random.key_data(expected))
 
 
 def test_random_keys_do_not_depend_on_shards():
