@@ -267,7 +267,7 @@ def test_two_processes(tmp_path):
             marks=pytest.mark.thorough,
         ),
         pytest.param(
-            ["inference", "replicas, chunks", "replicas, turns", "replicas, halves, shared out"],
+            ["replicas, chunks", "replicas, turns", "replicas, halves, shared out"],
             2,
             8,
             id="replicas in two",
