@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import itertools
 import re
-import types
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,6 @@ from ipu_pipeline.engine.schedules.graph_splits import find_graph_split
 from ipu_pipeline.engine.schedules.splitting import weigh
 from ipu_pipeline.engine.tracing.stage_lists import join_layers
 from ipu_pipeline.ground.cores import count_cores
-from tests.engine.schedules.test_graph_splits import make_graph
 from tests.support import beside, models
 
 COUNT = 4
@@ -436,21 +434,6 @@ def test_what_skips_layers_is_sent_wherever_it_is_cut(measure, problems, monkeyp
             sent[value.maker, reader] = sent.get((value.maker, reader), 0.0) + value.seconds
     assert {(0, 3), (0, 1), (1, 2), (2, 3), (3, 4)} <= sent.keys()
     assert sent[0, 3] > sent[0, 1]
-
-
-@pytest.mark.thorough
-def test_the_best_split_for_devices_of_their_own_is_in_the_table():
-    """Also where that is an even one of another order than the chosen split's."""
-    for seed in range(12):
-        problem, before = make_graph(seed, num_layers=7)
-        layers = object.__new__(automatic_splits._Layers)  # which has been measured
-        layers._problem, layers._names = dataclasses.replace(problem, cores=1), tuple(map(str, range(7)))
-        layers._task = types.SimpleNamespace(unit="part")
-        layers._mapping, layers._source, layers._crossings = problem.device_mapping, "measured", []
-        _groups, table = layers.choose(before)
-        best = find_graph_split(problem, before)[2].judged
-        assert min(row.step_seconds for row in table.rows) == pytest.approx(best), seed
-        assert len({row.groups for row in table.rows}) == len(table.rows)
 
 
 def planned(stages, **options):
