@@ -53,7 +53,7 @@ def test_what_cells_print(name, tmp_path, monkeypatch):
     folder = tmp_path / "tutorial" / "notebooks"
     folder.mkdir(parents=True)
     shutil.copytree(ROOT / "tutorial/poptorch", tmp_path / "tutorial/poptorch")
-    for variable, value in environment().items():
+    for variable, value in environment(as_tests=True).items():
         monkeypatch.setenv(variable, value)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("TQDM_DISABLE", "1")  # bars, which a reader sees

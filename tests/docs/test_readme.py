@@ -112,8 +112,9 @@ PAGES = [
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", [*PAGES, "porting.md"])
-def test_what_examples_of_a_page_print(name, tmp_path):
+def test_what_examples_of_a_page_print(name, tmp_path, monkeypatch):
     """A page's blocks are one program, but for those that say why not; each of the porting page is one."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     page = (ROOT / "docs" / name).read_text()
     pairs = [(code, text) for comment, code, text in PROGRAM.findall(page) if not comment]
     programs = {f"example {number}": [pair] for number, pair in enumerate(pairs)}
