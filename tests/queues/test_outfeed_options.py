@@ -143,7 +143,11 @@ def test_the_sums_of_outputs(unmasked):
 
 
 @pytest.mark.parametrize(
-    ("options", "block_bytes"), [({"num_serialized": 2}, 1300), ({"count": None}, 2**20)]
+    ("options", "block_bytes"),
+    [
+        ({"count": None}, 2**20),
+        pytest.param({"num_serialized": 2}, 1300, marks=pytest.mark.thorough),
+    ],
 )
 def test_sums_survive_between_the_parts_of_an_update(block_bytes, options, rng):
     """Also of groups, and with a count that is known at run."""

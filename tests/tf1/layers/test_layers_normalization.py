@@ -49,9 +49,8 @@ def test_batch_normalization_equals_flax(rng):
     cases = []
     for (shape, options), training in itertools.product(
         [
-            ((5, 4), {}),
             ((3, 5, 4, 2), {"axis": 1, "scale": False}),
-            ((3, 5, 4), {"axis": -2, "epsilon": 0.5, "center": False}),
+            ((5, 4), {"epsilon": 0.5, "center": False}),
         ],
         [True, False],
     ):
@@ -127,8 +126,7 @@ def test_layer_normalization_equals_flax(rng):
     cases = []
     for shape, options in [
         ((5, 4), {}),
-        ((3, 5, 4, 2), {"axis": (1, 2, 3), "epsilon": 0.5}),
-        ((3, 5, 4), {"axis": (-2, -1), "center": False}),
+        ((3, 5, 4, 2), {"axis": (1, 2, 3), "epsilon": 0.5, "center": False}),
         ((3, 5, 4), {"axis": (-1, 1), "scale": False}),
     ]:
         axes = options.get("axis", (-1,))
@@ -156,10 +154,8 @@ def test_group_normalization_equals_flax(rng):
     cases = []
     for shape, options in [
         ((5, 64), {}),
-        ((3, 5, 4, 8), {"groups": 1, "epsilon": 0.5}),
-        ((3, 5, 4, 8), {"groups": -1, "scale": False}),
+        ((3, 5, 4, 8), {"groups": -1, "scale": False, "epsilon": 0.5}),
         ((3, 6, 4, 5), {"groups": 3, "axis": 1, "center": False}),
-        ((3, 5, 6, 4), {"groups": 2, "axis": -2}),
     ]:
         axis, groups = options.get("axis", -1), options.get("groups", 32)
         num_groups = shape[axis] if groups == -1 else groups
@@ -194,25 +190,31 @@ def in_float32(axes, groups=None):
 
 def test_statistics_of_half_precision_are_float32(rng):
     """Far from 0, the mean itself cannot be told in the dtype of the inputs."""
-    cases = []
-    for dtype, far in (("bfloat16", 100), ("float16", 1000)):
-        options, tolerance = {**RANDOM, "dtype": dtype}, layer_cases.tolerance(dtype)
+    options, tolerance = {**RANDOM, "dtype": "bfloat16"}, layer_cases.tolerance("bfloat16")
+    cases = [
+        layer_cases.Case(
+            layer,
+            (100 + 2 * rng.normal(size=(4, 3, 3, 6))).astype("float32").astype("bfloat16"),
+            reference,
+            tolerance,
+            training,
+        )
         for layer, reference, training in (
             (layers.BatchNormalization(**options), in_float32((0, 1, 2)), True),
             (layers.LayerNormalization(**options), in_float32(-1), None),
             (layers.GroupNormalization(2, **options), in_float32((1, 2, 4), groups=2), None),
-        ):
-            x = (far + 2 * rng.normal(size=(4, 3, 3, 6))).astype("float32").astype(dtype)
-            cases.append(layer_cases.Case(layer, x, reference, tolerance, training))
-    outputs = layer_cases.check_all(cases)
-    assert [y.dtype.name for y in outputs] == ["bfloat16"] * 3 + ["float16"] * 3
+        )
+    ]
+    assert {y.dtype.name for y in layer_cases.check_all(cases)} == {"bfloat16"}
 
 
 def test_inputs_are_cast_to_the_dtype(rng):
-    x, kinds = examples(rng, 4, 6), (layers.BatchNormalization, layers.LayerNormalization)
-    for outputs, variables, gradients in layer_cases.run_cases(
-        [layer_cases.Case(kind(dtype="float16"), x) for kind in kinds]
-        + [layer_cases.Case(layers.GroupNormalization(2, dtype="float16"), x)]
+    x = examples(rng, 4, 6)
+    for layer in (
+        layers.BatchNormalization(dtype="float16"),
+        layers.LayerNormalization(dtype="float16"),
+        layers.GroupNormalization(2, dtype="float16"),
     ):
-        assert outputs.dtype == variables["gamma"].dtype == gradients["beta"].dtype == np.float16
-        assert gradients["inputs"].dtype == np.float32
+        outputs, variables = layer_cases.dtypes_of(layer, x)
+        trained = {dtype for name, dtype in variables.items() if "moving" not in name}
+        assert {*outputs, *trained} == {"float16"}

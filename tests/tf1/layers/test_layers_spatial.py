@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen
 
-from ipu_pipeline import layers
+from ipu_pipeline import engine, layers
 from tests.support import layer_cases, models
 from tests.support.layer_cases import Case
 
@@ -25,18 +25,20 @@ def test_convolutions_equal_flax(rng):
     layer_cases.check_all(
         [
             flax_convolution(layers.Conv2D(8, (3, 2), (2, 1), "same", **normal), x),
-            flax_convolution(layers.Conv2D(8, (3, 2), dilation_rate=(1, 2), **normal), x),
+            flax_convolution(layers.Conv2D(8, (3, 2), dilation_rate=(1, 2), groups=2, **normal), x),
             flax_convolution(layers.Conv2D(8, (2, 4), (2, 3), "same", dilation_rate=2, **normal), x),
             flax_convolution(layers.Conv2D(8, (3, 2), (3, 2), groups=4, use_bias=False), x),
-            flax_convolution(layers.Conv2D(8, (7, 6), 3, groups=2, **normal), x),
             flax_convolution(
                 layers.Conv2D(8, 1, activation="tanh", kernel_initializer="he_normal", **normal),
                 x,
                 jnp.tanh,
             ),
-            flax_convolution(layers.Conv1D(8, 3, 2, "same", groups=2, use_bias=False), row),
             flax_convolution(layers.Conv1D(8, 3, padding="causal", dilation_rate=3, **normal), row),
-            flax_convolution(layers.Conv1D(8, (4,), (3,), activation="relu", **normal), row, jax.nn.relu),
+            flax_convolution(
+                layers.Conv1D(8, (4,), (3,), "same", groups=2, activation="relu", **normal),
+                row,
+                jax.nn.relu,
+            ),
         ]
     )
 
@@ -86,8 +88,7 @@ def test_depthwise_and_transposed_convolutions(rng):
             depthwise(x, padding="same", depth_multiplier=3, dilation_rate=(1, 2)),
             depthwise(x, strides=2, use_bias=False),
             transposed(x, (3, 2), (3, 2), "valid"),
-            transposed(x, (3, 2), 2, "same"),
-            transposed(x, (1, 4), 2, "valid"),
+            transposed(x, (1, 4), 2, "same"),
         ]
     )
 
@@ -107,7 +108,6 @@ def test_pooling_equals_flax(rng):
     cases = [
         pooled(x, "max", (3, 2), (1, 1), "same"),
         pooled(x, "average", (2, 3), (1, 2), "same"),
-        pooled(x, "average", (2, 2), (3, 3), "valid"),
         pooled(x, "max", (7, 6), (7, 6), "valid"),
         Case(layers.MaxPooling2D(), x, lambda _variables, x: linen.max_pool(x, (2, 2), (2, 2))),
         Case(
@@ -145,44 +145,33 @@ def test_maxima_of_negative_and_of_equal_values():
 
 def test_half_precision(rng):
     """Convolutions are Flax's; means are summed in float32."""
-    cases = []
-    for dtype in ("bfloat16", "float16"):
-        module = linen.Conv(3, (3, 3), dtype=dtype)
-        tolerance = layer_cases.tolerance(dtype)
-        far = (1000 + numbers(rng, 16, 16, 3)).astype(dtype)
-        cases += [
-            Case(
-                layers.Conv2D(3, 3, padding="same", bias_initializer="normal", dtype=dtype),
-                numbers(rng, 7, 6, 4, dtype=dtype),
-                lambda variables, x, module=module: module.apply({"params": variables}, x),
-                tolerance,
-            ),
-            Case(
-                layers.AveragePooling2D(16, padding="same"),
-                far,
-                lambda _variables, x: jnp.mean(x.astype("float32"), (1, 2), keepdims=True).astype(x.dtype),
-                tolerance,
-            ),
-        ]
-    outputs = layer_cases.check_all(cases)
-    for case, value in zip(cases, outputs, strict=True):
-        assert value.dtype == case.x.dtype
-    for case, value in zip(cases[1::2], outputs[1::2], strict=True):
-        expected = case.x.astype("float32").mean((1, 2), keepdims=True).astype(case.x.dtype)
-        models.assert_trees_close(value, expected, 0.0)
+    module, tolerance = linen.Conv(3, (3, 3), dtype="bfloat16"), layer_cases.tolerance("bfloat16")
+    far = (1000 + numbers(rng, 16, 16, 3)).astype("bfloat16")
+    convolution = Case(
+        layers.Conv2D(3, 3, padding="same", bias_initializer="normal", dtype="bfloat16"),
+        numbers(rng, 7, 6, 4, dtype="bfloat16"),
+        lambda variables, x: module.apply({"params": variables}, x),
+        tolerance,
+    )
+    pooling = Case(
+        layers.AveragePooling2D(16, padding="same"),
+        far,
+        lambda _variables, x: jnp.mean(x.astype("float32"), (1, 2), keepdims=True).astype(x.dtype),
+        tolerance,
+    )
+    outputs, means = layer_cases.check_all([convolution, pooling])
+    assert outputs.dtype == means.dtype == jnp.bfloat16
+    expected = far.astype("float32").mean((1, 2), keepdims=True).astype(far.dtype)
+    models.assert_trees_close(means, expected, 0.0)
 
 
 def test_variables_defaults_and_dtypes(rng):
     x = numbers(rng, 7, 6, 4)
-    (_outputs, variables, _gradients), (outputs, cast, gradients) = layer_cases.run_cases(
-        [
-            Case(layers.Conv2D(6, (3, 2), groups=2, data_format="Channels_Last"), x),
-            Case(layers.Conv2D(3, 3, dtype=jnp.bfloat16), x),
-        ]
-    )
-    assert variables["kernel"].shape == (3, 2, 2, 6)
-    np.testing.assert_array_equal(variables["bias"], np.zeros(6))
+    layer = layers.Conv2D(6, (3, 2), groups=2, data_format="Channels_Last")
+    variables = engine.Pipeline([layer], num_micro_batches=1).init(jax.random.key(0), x).variables
+    assert variables["conv2d/kernel"].shape == (3, 2, 2, 6)
+    np.testing.assert_array_equal(variables["conv2d/bias"], np.zeros(6))
     limit = np.sqrt(6 / (3 * 2 * 2 + 3 * 2 * 6))  # Glorot's, of the channels of one group
-    assert 0.9 * limit < np.abs(variables["kernel"]).max() <= limit
-    assert outputs.dtype == cast["kernel"].dtype == gradients["bias"].dtype == jnp.bfloat16
-    assert gradients["inputs"].dtype == jnp.float32
+    assert 0.9 * limit < np.abs(variables["conv2d/kernel"]).max() <= limit
+    half = {"conv2d/kernel": "bfloat16", "conv2d/bias": "bfloat16"}
+    assert layer_cases.dtypes_of(layers.Conv2D(3, 3, dtype=jnp.bfloat16), x) == (["bfloat16"], half)

@@ -70,7 +70,12 @@ class Queues:
         return pipelining_ops.split(model, num_stages, inputs=inputs, infeed_queue=self.infeed, **options)
 
     def pipeline(self, stages, inputs, **options):
-        options = {"optimizer_function": optimizer_function, "outfeed_loss": True, **options}
+        options = {
+            "optimizer_function": optimizer_function,
+            "outfeed_loss": True,
+            "device_mapping": [0] * len(stages),  # one program compiles faster
+            **options,
+        }
         return pipelining_ops.pipeline(
             stages,
             COUNT,
@@ -231,7 +236,7 @@ def test_a_program_shows_where_it_is_cut_and_why(tmp_path):
 
     def compiled():
         rate = 0.1 / (ipu.get_global_step().astype(np.float32) + 1)
-        return queues.pipeline(queues.split(whole, 3, inputs=[rate]), [rate])
+        return queues.pipeline(queues.split(whole, 3, inputs=[rate]), [rate], device_mapping=None)
 
     with ipu.scopes.ipu_scope("/device:IPU:0"):
         program = ipu.ipu_compiler.compile(compiled)

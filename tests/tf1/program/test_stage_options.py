@@ -90,6 +90,7 @@ def test_one_program_gets_all(tmp_path):
     models.assert_trees_close(actual, plain())
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("optimized")
 def test_an_option_changes_what_is_compiled(tmp_path):
     """With fast math XLA may reorder sums: its code says so, in this stage's program only."""

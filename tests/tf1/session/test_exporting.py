@@ -91,6 +91,7 @@ def test_a_loaded_program_gives_the_same(exported):
     assert program.run([])[0].shape == (0, 4, 3)
 
 
+@pytest.mark.thorough  # it starts a process
 def test_without_the_users_code(exported, tmp_path):
     """In a process that has nothing but the library, and never unpickles."""
     path, expected = exported
@@ -322,6 +323,7 @@ def test_a_checkpoint_is_no_program(tmp_path):
         ipu.load_program(tmp_path / "checkpoint")
 
 
+@pytest.mark.thorough
 def test_before_any_run_it_makes_as_many_devices_as_the_program_needs(tmp_path):
     script = f"""
 import numpy as np

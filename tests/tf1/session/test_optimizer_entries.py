@@ -60,11 +60,14 @@ class Model:
         return session.run(self.outfeed.dequeue())
 
 
+differentiate = jax.jit(jax.grad(loss_of))
+
+
 def plain_loop(optimizer):
     """The weights after each update, and the optimizer's state."""
     weights, state, after = WEIGHTS, optimizer.init(WEIGHTS), []
     for update in range(UPDATES):
-        each = [jax.grad(loss_of)(weights, x) for x in rows()[update * COUNT : (update + 1) * COUNT]]
+        each = [differentiate(weights, x) for x in rows()[update * COUNT : (update + 1) * COUNT]]
         with jax.numpy_dtype_promotion("standard"):
             changes, state = optimizer.update(jax.tree.map(lambda *g: sum(g), *each), state, weights)
             weights = optax.apply_updates(weights, changes)
