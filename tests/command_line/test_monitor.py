@@ -83,7 +83,15 @@ def wait_for(condition, seconds=300):
 
 
 def test_what_a_session_runs(announcer, announced, capsys):
-    model = front.Model(repeat_count=2)
+    """Two replicas of two stages."""
+    opt = ipu.optimizers.CrossReplicaOptimizer(optax.sgd(0.1))
+    model = front.Model(
+        optimizer_function=lambda *args: ipu.pipelining_ops.OptimizerFunctionOutput(opt, args[-1]),
+        repeat_count=2,
+    )
+    config = ipu.config.IPUConfig()
+    config.auto_select_ipus = 4
+    config.configure_ipu_system()
     with ipu.Session() as session:
         session.run(model.initializer)
         for _ in range(3):
@@ -101,16 +109,19 @@ def test_what_a_session_runs(announcer, announced, capsys):
     assert program["pid"] == os.getpid()
     assert program["program"] == sys.argv[0]
     assert 2**20 < program["resident_bytes"] < 2**40
-    assert (run["name"], run["handled"], run["batch_size"], run["unit"]) == (
-        "Pipeline",
-        18,
-        4,
-        "micro-batch",
+    told = (
+        run["name"],
+        run["handled"],
+        run["batch_size"],
+        run["unit"],
+        run["process"],
+        run["num_processes"],
     )
+    assert told == ("Pipeline", 36, 4, "micro-batch", 0, 1)
     assert [(one["ipu"], one["device"], one["platform"]) for one in run["ipus"]] == [
-        (number, device.id, "cpu") for number, device in enumerate(jax.devices()[:2])
+        (number, device.id, "cpu") for number, device in enumerate(jax.devices()[:4])
     ]
-    assert [one["planned_bytes"] for one in run["ipus"]] == planned
+    assert [one["planned_bytes"] for one in run["ipus"]] == [*planned, *planned]
     assert run["samples_per_second"] is None or run["samples_per_second"] == 4 * run["rate"]
     assert announced.stat().st_mode & 0o777 == 0o700
     file = announced / board.this_process().file_name
@@ -484,27 +495,6 @@ def test_a_job_that_was_started_again(announcer, announced, tmp_path, capsys, mo
         f"{os.getpid()}: The job has been started again 3 times. The last time, training has gone on with "
         "run 10 (to step 14), 4.2 s after process 2 was ended by SIGKILL; 2 runs were done again. Goodput: "
     )
-
-
-def test_the_ipus_of_all_replicas(announcer, capsys):
-    opt = ipu.optimizers.CrossReplicaOptimizer(optax.sgd(0.1))
-    model = front.Model(
-        optimizer_function=lambda *args: ipu.pipelining_ops.OptimizerFunctionOutput(opt, args[-1])
-    )
-    config = ipu.config.IPUConfig()
-    config.auto_select_ipus = 4
-    config.configure_ipu_system()
-    with ipu.Session() as session:
-        session.run(model.initializer)
-        model.run(session)
-        wait_for(lambda: any(run["count"] for one in read_programs(capsys) for run in one["runs"]))
-        (run,) = read_programs(capsys)[0]["runs"]
-    assert [one["ipu"] for one in run["ipus"]] == [0, 1, 2, 3]
-    assert [one["device"] for one in run["ipus"]] == [device.id for device in jax.devices()[:4]]
-    planned = [one["planned_bytes"] for one in run["ipus"]]
-    assert planned[:2] == planned[2:]
-    assert None not in planned
-    assert (run["process"], run["num_processes"]) == (0, 1)
 
 
 def test_a_program_that_has_run_nothing_yet(announced, capsys):
