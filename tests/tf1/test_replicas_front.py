@@ -340,27 +340,6 @@ def test_one_replica_shares_nothing_out():
         model.run(session)
 
 
-@pytest.mark.thorough
-def test_data_that_end_within_an_update_keep_what_was_done():
-    """And the elements that the broken update took are dealt out again when there are more."""
-    elements, sgd = elements_of(4 * COUNT), optax.sgd(0.1)
-    short = elements[: 2 * COUNT + 3]
-    model = Model(lambda: iter(short), 2, average(sgd), repeat_count=2)
-    with started(model, 4) as (session, variables):
-        with pytest.raises(ipu.errors.OutOfRangeError):
-            session.run(model.program)
-        assert session.update_count() == 1
-        expected, wanted = loop(plain_loss, variables, elements[: 2 * COUNT], 2, sgd)
-        models.assert_trees_close(session.run(model.outfeed.dequeue()), expected)
-        models.assert_trees_close(session.variables, wanted)
-        short = elements
-        session.run(model.initializer)
-        losses = model.run(session)
-        expected, wanted = loop(plain_loss, wanted, elements, 2, sgd)
-        models.assert_trees_close(losses, expected)
-        models.assert_trees_close(session.variables, wanted)
-
-
 # Checkpoints.
 
 
