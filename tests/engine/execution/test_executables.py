@@ -96,6 +96,7 @@ def dropping(x, target):
     return x, target
 
 
+@pytest.mark.thorough
 def test_stages_that_draw_are_compiled_once(no_cache):
     stages = [
         *(named(dropping, index) for index in range(NUM_STAGES - 1)),
@@ -105,11 +106,13 @@ def test_stages_that_draw_are_compiled_once(no_cache):
     assert compiled == sorted([*SHARED, "stage1_backward"])  # with the numbers of its keys
 
 
+@pytest.mark.thorough
 def test_unequal_stages_are_compiled_apart(no_cache):
     compiled = run(make(scales=(1.0, 0.5, 0.5)))
     assert compiled == sorted([*SHARED, "stage1_forward"])
 
 
+@pytest.mark.thorough
 def test_options_of_the_compiler_keep_stages_apart(no_cache):
     names = ("xla_cpu_enable_fast_math", "xla_llvm_disable_expensive_passes")
     options = [{}, {names[0]: False}, {names[1]: True}, {}]
@@ -117,12 +120,14 @@ def test_options_of_the_compiler_keep_stages_apart(no_cache):
     assert compiled == sorted([*SHARED, "stage1_forward", "stage2_forward"])
 
 
+@pytest.mark.thorough
 def test_with_a_persistent_cache_each_is_compiled(no_cache, tmp_path):
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
     compilation_cache.reset_cache()
     assert len(run(make())) == 3 * NUM_STAGES - 1
 
 
+@pytest.mark.thorough
 def test_stages_that_call_back_are_compiled_apart(no_cache):
     def last(x, target):
         jax.debug.callback(lambda value: None, x)
@@ -139,11 +144,12 @@ def test_what_cannot_be_loaded_is_compiled(monkeypatch, no_cache):
     assert len(run(make())) == 3 * NUM_STAGES - 1
 
 
+@pytest.mark.thorough
 def test_what_runs_in_the_thread_that_starts_it_is_compiled_apart(no_cache):
     assert len(run(make(), width=2)) == 3 * NUM_STAGES - 1
 
 
-@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("number", [1, pytest.param(2, marks=pytest.mark.thorough)])
 def test_ctrl_c_while_equal_stages_are_compiled(number, no_cache, monkeypatch):
     """What has been loaded by then hinders no later run."""
     pipeline = make()

@@ -51,6 +51,7 @@ def make(execution_phases=None, offload=(), stages=STAGES, mapping=(0, 0, 0, 0),
     )
 
 
+@pytest.mark.thorough
 def test_the_numbers_are_the_same():
     """To the last bit; the state comes back to where it lies between steps."""
     found = engine.ExecutionPhases(

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline.engine.execution import executables
@@ -100,24 +101,20 @@ def test_what_is_let_go():
 
 def test_training_again_compiles_nothing(tmp_path, caplog):
     """It compiled each program anew, which took longer than short trainings."""
-    again, anew = (make_estimator(tmp_path / name, 1) for name in ("again", "anew"))
-    results = []
+    estimator = make_estimator(tmp_path, 1)
     for number in range(2):
         with compilations() as trained:
-            again.train(input_fn, steps=8)
+            estimator.train(input_fn, steps=8)
         with compilations() as evaluated:
-            results.append(again.evaluate(finite_of(8)))
+            estimator.evaluate(finite_of(8))
         assert (len(trained) > 0, len(evaluated) > 0) == (number == 0,) * 2
-        anew.train(input_fn, steps=8)
-        assert anew.evaluate(finite_of(8)) == results[-1]
-        anew = make_estimator(tmp_path / "anew", 1)
-    assert_same_variables(again, anew)
     caplog.set_level(logging.INFO, "ipu_pipeline")
-    again.train(input_fn, steps=8)
+    estimator.train(input_fn, steps=8)
     (told,) = [message for message in caplog.messages if message.startswith("Compiled ")]
     assert "kept from before)" in told
 
 
+@pytest.mark.thorough
 def test_with_replicas(tmp_path, monkeypatch):
     """Without JAX's persistent cache, the second replica's programs are loaded, and those are kept too.
 
@@ -173,6 +170,7 @@ def test_a_model_that_has_changed(tmp_path):
     assert all(0 < some < most for some, most in zip(compiled[1:], all_compiled[1:], strict=True))
 
 
+@pytest.mark.thorough
 def test_what_is_called_back_is_the_new_one(tmp_path):
     told = []
 
@@ -205,6 +203,7 @@ def test_what_is_called_back_is_the_new_one(tmp_path):
     assert told == [1] * 8 + [2] * 8
 
 
+@pytest.mark.thorough
 def test_a_model_that_is_not_cut_into_stages(tmp_path):
     """Its loop is another kind of program."""
     estimator = test_ipu_estimator.make_estimator(tmp_path, params={"count": 3})

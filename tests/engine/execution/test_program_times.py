@@ -179,7 +179,7 @@ def test_programs_run_on_zeros_and_take_over_what_they_may_destroy(directory):
     assert time_shortest(shortest) > 0
 
 
-@pytest.mark.parametrize("num_copies", [1, 4])
+@pytest.mark.parametrize("num_copies", [1, 3])  # four runs at least
 def test_copies_take_turns(num_copies, directory):
     """Each may be destroyed by its own run only."""
     program = make(shape=(256,), carried={0: 0})

@@ -49,7 +49,9 @@ def noisy_stages():
     return [first, second]
 
 
-@pytest.mark.parametrize(("num_replicas", "num_turns"), [(3, 1), (4, 2)])
+@pytest.mark.parametrize(
+    ("num_replicas", "num_turns"), [pytest.param(3, 1, marks=pytest.mark.thorough), (4, 2)]
+)
 def test_all_replicas_have_the_same_variables(num_replicas, num_turns):
     pipeline = make(models.mlp_stages(2), num_replicas, reduction="mean", num_turns=num_turns)
     state, outputs = check(pipeline, make_steps(num_replicas)[:1])
@@ -61,6 +63,7 @@ def test_all_replicas_have_the_same_variables(num_replicas, num_turns):
             np.testing.assert_array_equal(value, values[0])
 
 
+@pytest.mark.thorough
 def test_another_random_key():
     """Those of the replicas are remembered for one key only."""
     pipeline, steps = make(noisy_stages(), 2), make_steps(2)[:1]
@@ -82,7 +85,7 @@ def test_means_in_sixteen_bits(num_turns):
     assert state.variables["w"] == -40000
 
 
-@pytest.mark.parametrize("num_turns", [1, 2])
+@pytest.mark.parametrize("num_turns", [pytest.param(1, marks=pytest.mark.thorough), 2])
 def test_micro_batches_placed_once_and_data_that_end(num_turns):
     """What is left of the data is dealt out anew, and nothing of it has been run."""
     options = {"num_turns": num_turns, "dispatch_plan": engine.Chunking(2)}
@@ -104,7 +107,7 @@ def test_another_number_later():
     data = make_steps(4)[0]
     state = pipeline.init(jax.random.key(3), data[0])
     expected = beside.copied(state)
-    for num_replicas, num_turns in [(1, 1), (2, 1), (4, 2), (4, 4), (1, 1)]:
+    for num_replicas, num_turns in [(1, 1), (4, 2), (2, 1)]:
         pipeline.set_replicas(num_replicas, num_turns=num_turns)
         step = data[: COUNT * num_replicas]
         state, _outputs = pipeline.step(state, step)
@@ -191,7 +194,10 @@ def plain_together(variables, x, labels):
 
 @pytest.mark.parametrize(
     ("num_replicas", "options"),
-    [(1, {}), (2, {"dispatch_plan": engine.Chunking(2), "recompute": "auto"})],
+    [
+        pytest.param(1, {}, marks=pytest.mark.thorough),
+        (2, {"dispatch_plan": engine.Chunking(2), "recompute": "auto"}),
+    ],
 )
 def test_replicas_that_compute_together(num_replicas, options):
     pipeline = make(together_stages(), num_replicas, optimizer=optax.sgd(0.1), **options)
@@ -199,11 +205,12 @@ def test_replicas_that_compute_together(num_replicas, options):
     state = pipeline.init(jax.random.key(3), step[0])
     variables = beside.copied(state).variables
     state, outputs = pipeline.step(state, step)
+    differentiate = jax.jit(jax.grad(plain_together, has_aux=True))
     total = jax.tree.map(jnp.zeros_like, variables)
     for number in range(COUNT):
         own = step[number * num_replicas : (number + 1) * num_replicas]
         x, labels = (np.stack(part) for part in zip(*own, strict=True))
-        grads, losses = jax.grad(plain_together, has_aux=True)(variables, x, labels)
+        grads, losses = differentiate(variables, x, labels)
         total = jax.tree.map(jnp.add, total, grads)
         actual = np.atleast_1d(np.asarray(outputs.losses[number]))
         models.assert_trees_close(actual, np.asarray(losses))
@@ -253,6 +260,7 @@ def test_one_of_the_two_is_shared_out(shard):
 # Replicas that take turns.
 
 
+@pytest.mark.thorough
 def test_turns_divide_gradients_by_all_weights():
     def stage(x, labels):
         number = labels.sum().astype("float32")
@@ -271,16 +279,12 @@ def test_a_fault_in_a_later_turn_is_found():
     options = {"num_turns": 2, "check_nans": True, "optimizer": optax.sgd(0.1)}
     pipeline, (step, *_rest) = make(models.mlp_stages(1), 2, **options), make_steps(2)
     state = pipeline.init(jax.random.key(3), step[0])
-    expected, wanted = pipeline.step(state, step)
     x, labels = step[3]
     with pytest.raises(FloatingPointError, match=r"micro-batch 3 \(of replica 1\)"):
         pipeline.step(state, [*step[:3], (np.full_like(x, np.nan), labels)])
-    with jax.disable_jit():
-        again, outputs = pipeline.step(state, step)
-    models.assert_trees_close(again.variables, expected.variables)
-    models.assert_trees_close(outputs.losses, wanted.losses)
 
 
+@pytest.mark.thorough
 def test_a_report_has_what_ran_in_turns(tmp_path):
     pipeline, (step, *_rest) = make(models.mlp_stages(2), 4, num_turns=2), make_steps(4)
     state = pipeline.init(jax.random.key(3), step[0])

@@ -90,7 +90,7 @@ def test_where_rows_are_joined_last(monkeypatch):
     assert lower(make(2, schedule="sequential", num_replicas=2), 1)[-3:] == ["B0.0", "reduce 0", "reduce 1"]
 
 
-@pytest.mark.parametrize("is_used", [True, False])
+@pytest.mark.parametrize("is_used", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_a_row_without_gradients_is_joined_too(is_used):
     """Of its variables there are accumulators, which no program adds to."""
 
@@ -180,7 +180,7 @@ def run(pipeline, num_updates, **options):
     return told, state
 
 
-@pytest.mark.parametrize("mapping", [[0, 1], [0, 0]])
+@pytest.mark.parametrize("mapping", [pytest.param([0, 1], marks=pytest.mark.thorough), [0, 0]])
 def test_steps_are_run_one_after_another(mapping):
     told, state = run(make(device_mapping=mapping), 4)
     assert sum(count for count, _updates in told) == 4
@@ -207,7 +207,7 @@ def test_steps_are_stopped_between_two():
     assert told == [(1, 1), (1, 2)]
 
 
-@pytest.mark.parametrize("one_by_one", [True, False])
+@pytest.mark.parametrize("one_by_one", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_the_data_ends_between_steps(one_by_one):
     """What was told before is kept; several micro-batches of a step that is not whole are dropped."""
     told, _state = run(make(), 9, one_by_one=one_by_one)

@@ -37,13 +37,18 @@ def make_steps(rng, counts):
 @pytest.mark.parametrize(
     ("mapping", "options", "capacity"),
     [
-        ([0, 0], {"reduction": "running_mean"}, None),
+        pytest.param([0, 0], {"reduction": "running_mean"}, None, marks=pytest.mark.thorough),
         ([0, 0], {"reduction": "running_mean", "block_bytes": 200}, 5),  # in parts
         ([0, 1], {"reduction": "mean"}, None),
         # Groups: whole updates in a block, parts of two groups, and of one.
-        ([0, 0], {"reduction": "sum", "num_serialized": 3}, None),
+        pytest.param([0, 0], {"reduction": "sum", "num_serialized": 3}, None, marks=pytest.mark.thorough),
         ([0, 0], {"reduction": "mean", "num_serialized": 3, "block_bytes": 250}, 6),
-        ([0, 0], {"reduction": "running_mean", "num_serialized": 3, "block_bytes": 1}, 3),
+        pytest.param(
+            [0, 0],
+            {"reduction": "running_mean", "num_serialized": 3, "block_bytes": 1},
+            3,
+            marks=pytest.mark.thorough,
+        ),
     ],
     ids=str,
 )
@@ -137,7 +142,7 @@ def counting_model(as_placeholder, elements=None, **options):
 
 @pytest.mark.parametrize(
     ("as_placeholder", "mapping", "method"),
-    [(True, [0, 0], "mean"), (False, [0, 1], "running_mean")],
+    [(True, [0, 0], "mean"), pytest.param(False, [0, 1], "running_mean", marks=pytest.mark.thorough)],
 )
 def test_traced_counts(as_placeholder, mapping, method, caplog):
     elements = list(front.data(16)())
@@ -226,7 +231,10 @@ def sums_of_ones(accumulator_dtype, mapping, dtype=jnp.bfloat16, **options):
 
 @pytest.mark.parametrize(
     ("mapping", "options"),
-    [([0, 0], {"block_bytes": 400}), ([0, 1], {"dispatch_plan": engine.Chunking(100)})],
+    [
+        pytest.param([0, 0], {"block_bytes": 400}, marks=pytest.mark.thorough),
+        ([0, 1], {"dispatch_plan": engine.Chunking(100)}),
+    ],
 )
 def test_accumulator_dtypes(mapping, options):
     # In bfloat16, 256 + 1 is 256.
@@ -240,7 +248,9 @@ def test_accumulator_dtypes(mapping, options):
     assert seen == [("a", (), jnp.bfloat16), ("b", (), jnp.bfloat16)]
 
 
-@pytest.mark.parametrize("group", [{}, {"num_serialized": 2, "schedule": "sequential"}])
+@pytest.mark.parametrize(
+    "group", [{}, pytest.param({"num_serialized": 2, "schedule": "sequential"}, marks=pytest.mark.thorough)]
+)
 def test_wide_accumulators_equal_the_reference(group, rng):
     """A float16 model with a momentum, which then is wide too."""
     optimizer = optax.sgd(0.1, momentum=0.9)
@@ -308,9 +318,8 @@ def test_accumulator_dtypes_of_the_front():
 def test_reduction_methods_in_every_form():
     method = ipu.gradient_accumulation.GradientAccumulationReductionMethod
     forms = {
-        "sum": (method.SUM,),
-        "mean": ("MEAN", "Mean"),
-        "running_mean": ("running_mean",),
+        "mean": ("Mean",),
+        "running_mean": (method.RUNNING_MEAN,),
     }
     for wanted, given in forms.items():
         for form in given:
@@ -321,7 +330,7 @@ def test_reduction_methods_in_every_form():
 # Groups of micro-batches.
 
 
-@pytest.mark.parametrize("iterations", [1, 3])
+@pytest.mark.parametrize("iterations", [pytest.param(1, marks=pytest.mark.thorough), 3])
 def test_each_stage_takes_a_group_before_the_next_one_starts(iterations):
     """Seen by callbacks that the values pass through, so that they come in the order of the computation."""
     events = []
@@ -381,6 +390,7 @@ def test_each_stage_takes_a_group_before_the_next_one_starts(iterations):
     assert events == [(kind, number) for group in groups for kind in order for number in group]
 
 
+@pytest.mark.thorough
 def test_batch_serialization_of_the_front():
     """As many elements in one go are the same, whichever way they are grouped."""
 

@@ -97,7 +97,7 @@ def some_halved(num_stages, num_micro_batches, device_mapping, training):
     return changed
 
 
-@pytest.mark.parametrize("mapping", [(0, 1, 0, 1), (1, 0, 0, 0)])
+@pytest.mark.parametrize("mapping", [(0, 1, 0, 1), pytest.param((1, 0, 0, 0), marks=pytest.mark.thorough)])
 def test_orders_of_one_s_own(mapping):
     pipeline = make(some_halved, scheduled.stages(4), device_mapping=mapping, loss=lambda loss: loss)
     step = list(np.random.default_rng(0).normal(size=(COUNT, 2, scheduled.SIZE)).astype("float32"))
@@ -145,7 +145,9 @@ def printing_stages(seen):
     return [first, middle, last]
 
 
-@pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble"])
+@pytest.mark.parametrize(
+    "schedule", [pytest.param("interleaved", marks=pytest.mark.thorough), "zero_bubble"]
+)
 def test_effects_of_a_backward_and_of_a_gradient_map_happen_once(schedule):
     in_backward, in_map = [], []
 

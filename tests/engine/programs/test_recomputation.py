@@ -104,7 +104,7 @@ def configure(allow_recompute):
     config.configure_ipu_system()
 
 
-@pytest.mark.parametrize("mode", [None, RecomputationMode.Auto])
+@pytest.mark.parametrize("mode", [pytest.param(None, marks=pytest.mark.thorough), RecomputationMode.Auto])
 def test_allow_recompute_decides_at_run(mode):
     """Another configuration compiles the program again."""
     program, infeed, outfeed = build(mode)
@@ -138,7 +138,13 @@ def test_modes_that_have_no_effect_warn():
 
 
 @pytest.mark.parametrize(
-    ("mode", "mapping"), [(None, (0, 0)), ("auto", (0, 1)), (MODES[1], (0, 1)), (MODES[2], (0, 0))]
+    ("mode", "mapping"),
+    [
+        pytest.param(None, (0, 0), marks=pytest.mark.thorough),
+        ("auto", (0, 1)),
+        pytest.param(MODES[1], (0, 1), marks=pytest.mark.thorough),
+        pytest.param(MODES[2], (0, 0), marks=pytest.mark.thorough),
+    ],
 )
 def test_effects_with_results_come_once(mode, mapping, rng):
     calls = []

@@ -90,7 +90,7 @@ def in_vmap_and_grad(x):
     "stage",
     [
         in_scan,
-        in_nested_scan,
+        pytest.param(in_nested_scan, marks=pytest.mark.thorough),
         in_both_branches,
         in_switch,
         in_while,

@@ -177,7 +177,11 @@ def check(found, reduction="sum"):
     [
         ([0, 1, 2], {"dispatch_plan": ipu.pipelining_ops.Chunking(2), "reduction_method": "mean"}),
         ([0, 0, 0], {"batch_serialization_iterations": 2, "count": 2}),
-        ([0, 1, 0], {"accumulate_outfeed": True, "offload_weight_update_variables": True}),
+        pytest.param(
+            [0, 1, 0],
+            {"accumulate_outfeed": True, "offload_weight_update_variables": True},
+            marks=pytest.mark.thorough,
+        ),
     ],
     ids=["chunks", "groups", "sums"],
 )
@@ -222,6 +226,7 @@ def test_recomputation_does_not_report_again():
         np.testing.assert_allclose(value, wanted[name][0], rtol=1e-5)
 
 
+@pytest.mark.thorough
 def test_programs_of_one_name_may_report_different_metrics():
     def silent(loss):
         return OptimizerFunctionOutput(optax.adam(schedule), loss)
@@ -251,7 +256,7 @@ def test_an_exported_program_has_the_count_and_no_metrics(tmp_path):
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
 
 
-@pytest.mark.parametrize("mapping", [[0], [0, 1]])
+@pytest.mark.parametrize("mapping", [[0], pytest.param([0, 1], marks=pytest.mark.thorough)])
 def test_a_model_computes_with_the_global_step(mapping):
     """The learning rate, and what a stage does, depend on the number of the update."""
     step = ipu.get_global_step()  # as a model_fn has it, before the pipeline
@@ -471,7 +476,7 @@ def test_metrics_are_read_while_a_run_goes_on():
     assert read == [1, 2, 3]
 
 
-@pytest.mark.parametrize("mapping", [[0, 0], [0, 1]])
+@pytest.mark.parametrize("mapping", [[0, 0], pytest.param([0, 1], marks=pytest.mark.thorough)])
 def test_what_nobody_reads_is_bounded(mapping, monkeypatch):
     monkeypatch.setattr(session_metrics, "_MAX_UPDATES", 2)
     monkeypatch.setattr(session_metrics, "_MAX_PENDING", 0)

@@ -50,17 +50,14 @@ def test_at_the_beginning_and_at_the_end(training, rng):
     _state, outputs = beside.train(pipeline, [step])
     assert pipeline.num_ipus == 4
     assert len(outputs.outputs[0]) == 2
-    # As one stage that does both.
-    both = engine.Pipeline(
-        [
+    if not training:  # as one stage that does both
+        stages = [
             lambda *values: {**one(*values), **two(*values)},
             lambda **values: (loss_a(**values), loss_b(**values)),
-        ],
-        num_micro_batches=2,
-        **options,
-    )
-    _state, plain = both.step(both.init(jax.random.key(0), step[0]), step)
-    models.assert_trees_close(outputs.outputs, plain.outputs)
+        ]
+        both = engine.Pipeline(stages, num_micro_batches=2)
+        _state, plain = both.step(both.init(jax.random.key(0), step[0]), step)
+        models.assert_trees_close(outputs.outputs, plain.outputs)
 
 
 def test_they_run_at_the_same_time():
@@ -109,7 +106,7 @@ def test_turns_of_those_on_one_ipu(schedule):
         assert own == [*((F, stage) for stage in range(4)), *((B, stage) for stage in (3, 2, 1, 0))]
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize("num_replicas", [pytest.param(1, marks=pytest.mark.thorough), 2])
 def test_a_schedule_with_other_turns_on_one_ipu(num_replicas, rng):
     """With replicas each stage has a program, which reads what another one read before it."""
     pipeline = engine.Pipeline(

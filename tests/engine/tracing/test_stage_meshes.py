@@ -130,8 +130,10 @@ def check(pipeline, block=plain_block, num_replicas=1):
     ("block", "size", "options"),
     [
         (mapped_block, 2, {"schedule": "zero_bubble_h1"}),
-        (mapped_block, None, {"num_replicas": 2}),
-        (constrained_block, 2, {"recompute": engine.Recomputation.AUTO}),
+        pytest.param(mapped_block, None, {"num_replicas": 2}, marks=pytest.mark.thorough),
+        pytest.param(
+            constrained_block, 2, {"recompute": engine.Recomputation.AUTO}, marks=pytest.mark.thorough
+        ),
         (constrained_block, None, {"device_mapping": [0, 0], "schedule": "sequential"}),
         pytest.param(
             mapped_block,
@@ -249,6 +251,7 @@ class NnxBlock(nnx.Module):
         return x + self.down(jnp.tanh(self.up(x)))
 
 
+@pytest.mark.thorough
 def test_nnx():
     """Parameters that were made in a mesh of the user's, merged in stages."""
     with jax.set_mesh(jax.make_mesh((1, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)):

@@ -74,7 +74,8 @@ def test_parameters_equal_plain_jax(rng):
 
     before = (given[0].pop("table"), given[0], {"w": given[1]["w"]})
     state, outputs = pipeline.step(state, step)
-    losses, grads = zip(*(jax.value_and_grad(plain)(before, *each) for each in step), strict=True)
+    differentiate = jax.jit(jax.value_and_grad(plain))
+    losses, grads = zip(*(differentiate(before, *each) for each in step), strict=True)
     expected = jax.tree.map(lambda value, *own: value - np.float32(0.1) * sum(own), before, *grads)
     models.assert_trees_close(tuple(outputs.losses), losses)
     models.assert_trees_close(pipeline.parameters(state), tied(*expected))
@@ -177,6 +178,7 @@ def test_integers_and_booleans_are_constants(rng):
     assert list(state.optimizer_state[0].mu) == ["stage0/w"]
 
 
+@pytest.mark.thorough
 def test_random_keys_of_stages_are_those_of_the_step(rng):
     def stage(p, x):
         return p * jnp.where(jax.random.bernoulli(engine.next_rng_key(), 0.5, x.shape), x, 0)
@@ -321,6 +323,7 @@ def make_layer(key):
     return {"w": jax.random.normal(key, (6, 6)) / 2}
 
 
+@pytest.mark.thorough
 def test_functions_make_values_with_names(rng):
     """As all of a stage's parameters, or a part of them; two stages have the same layer."""
     layer = engine.Shared("layer", make_layer)

@@ -263,7 +263,7 @@ def test_one_input_needs_no_list():
         assert session.run(program) == [6]
 
 
-@pytest.mark.parametrize("mapping", [[0, 0], [0, 1]])
+@pytest.mark.parametrize("mapping", [pytest.param([0, 0], marks=pytest.mark.thorough), [0, 1]])
 def test_a_variable_of_size_zero(mapping, tmp_path, rng):
     def last(h):
         return jnp.mean((h - 1) ** 2) + jnp.sum(h @ engine.get_variable("empty", (3, 0)))

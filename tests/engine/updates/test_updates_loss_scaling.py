@@ -92,8 +92,14 @@ def optimizer(**options):
     ("dtype", "dynamic", "mapping", "options"),
     [
         ("float16", True, (0, 1, 2), {"schedule": "zero_bubble", "donate": True}),
-        ("float16", False, (0, 0, 0), {"block_bytes": 1, "offload": ["weight_update_variables"]}),
-        ("float32", True, (0, 0, 0), {"donate": True}),
+        pytest.param(
+            "float16",
+            False,
+            (0, 0, 0),
+            {"block_bytes": 1, "offload": ["weight_update_variables"]},
+            marks=pytest.mark.thorough,
+        ),
+        pytest.param("float32", True, (0, 0, 0), {"donate": True}, marks=pytest.mark.thorough),
     ],
 )
 def test_a_pipeline_equals_a_loop_by_hand(dtype, dynamic, mapping, options):
@@ -219,6 +225,7 @@ def test_dynamic_scales(initial_scale, gradient, scales):
     assert found == scales
 
 
+@pytest.mark.thorough
 def test_through_the_front():
     def optimizer_function(rate, loss):
         return ipu.pipelining_ops.OptimizerFunctionOutput(LossScalingOptimizer(optax.sgd(rate)), loss)

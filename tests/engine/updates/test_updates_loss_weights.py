@@ -89,7 +89,11 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param(WAYS["one device"], marks=pytest.mark.thorough), WAYS["two devices"], WAYS["replicas"]],
+    ids=WAYS,
+)
 def test_equals_the_mean_over_all_tokens(options):
     """Also with a micro-batch without tokens."""
     given = list(micro_batches())
@@ -102,6 +106,7 @@ def test_equals_the_mean_over_all_tokens(options):
         np.testing.assert_allclose(losses[:COUNT], expected, rtol=1e-5)  # they are not divided
 
 
+@pytest.mark.thorough
 def test_in_float64():
     def sgd():
         return optax.sgd(0.1)
