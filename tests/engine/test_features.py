@@ -348,7 +348,7 @@ def add(*values):
 
 # Features together, each of which is there alone or in twos: for `make thorough`.
 COMBINED = {
-    *("interleaved, mixed", "sequential, neighbours", "one IPU, running mean", "chunks of all"),
+    *("interleaved, mixed", "sequential, neighbours", "chunks of all"),
     *("count given, one IPU", "recomputed in turn, one IPU", "phases, replicas", "phases, chunks"),
     *("phases, replicas, shared out", "replicas, one IPU, chunks", "replicas, offloaded"),
     *("replicas, shared out and offloaded", "turns, one IPU", "turns, phases", "turns, offloaded"),
@@ -362,6 +362,7 @@ COMBINED = {
 RICH = {
     "grouped": ("everything", "float32", "same"),
     "one IPU, mean": ("layers", "float32", "different"),
+    "one IPU, running mean": ("everything", "float32", "same"),
     "chunks": ("everything", "float64", "same"),
     "groups": ("everything", "float32", "same"),
     "recomputed": ("everything", "float64", "same"),
