@@ -11,9 +11,10 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
-from multiprocessing import resource_sharer
+from multiprocessing import resource_sharer, util
 
 import numpy as np
 import pytest
@@ -47,7 +48,10 @@ def list_shared_memory():
 
 @pytest.fixture(autouse=True, scope="module")
 def fork_server():
-    """Starts it before the first test, as it stays."""
+    """Starts it before the first test, as it stays. Its folder is needed longer than that of the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", os.path.dirname(tempfile.gettempdir()))
+        util.get_temp_dir()
     AsynchronousDataAccessor([]).terminate()
 
 
