@@ -17,6 +17,7 @@ from tests.support.terminals import Terminal
 from tests.support.tutorial_modules import POPTORCH, imported, run_main
 
 FOLDER = POPTORCH / "fashion_mnist"
+pytestmark = pytest.mark.thorough  # to import the programs takes seconds: scikit-learn, matplotlib
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -48,7 +49,6 @@ def save_image(path, size=(40, 50), value=128):
     return path
 
 
-@pytest.mark.thorough
 def test_training_and_an_image_of_ones_own(here, rng):
     """A copy of the programs somewhere else, as a user starts them."""
     copy = here / "copy of mine"
