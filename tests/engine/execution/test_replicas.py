@@ -285,6 +285,18 @@ def test_a_fault_in_a_later_turn_is_found():
 
 
 @pytest.mark.thorough
+def test_turns_op_by_op():
+    """With random numbers and assigned variables, too."""
+    pipeline, (step, *_rest) = make(noisy_stages(), 2, num_turns=2), make_steps(2)
+    state = pipeline.init(jax.random.key(3), step[0])
+    expected, wanted = pipeline.step(state, step)
+    with jax.disable_jit():
+        found, outputs = pipeline.step(state, step)
+    models.assert_trees_close(found.variables, expected.variables)
+    models.assert_trees_close(outputs.losses, wanted.losses)
+
+
+@pytest.mark.thorough
 def test_a_report_has_what_ran_in_turns(tmp_path):
     pipeline, (step, *_rest) = make(models.mlp_stages(2), 4, num_turns=2), make_steps(4)
     state = pipeline.init(jax.random.key(3), step[0])

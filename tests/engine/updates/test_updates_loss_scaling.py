@@ -204,16 +204,17 @@ def test_a_map_cannot_hide_an_overflow():
 
 
 @pytest.mark.parametrize(
-    ("initial_scale", "gradient", "scales"),
+    ("initial_scale", "gradient", "scales", "dynamic"),
     [
-        (3.0, np.inf, [1.5, 1.0, 1.0]),
-        (0.5, np.inf, [0.5, 0.5, 0.5]),  # one that began below 1 stays there
-        (4.0, 1.0, [4.0, 8.0, 8.0, 16.0]),  # a new interval begins when it grows
-        (2.0**127, 1.0, [2.0**127] * 4),  # twice as much is infinite
+        (3.0, np.inf, [1.5, 1.0, 1.0], True),
+        (0.5, np.inf, [0.5, 0.5, 0.5], True),  # one that began below 1 stays there
+        (4.0, 1.0, [4.0, 8.0, 8.0, 16.0], True),  # a new interval begins when it grows
+        (2.0**127, 1.0, [2.0**127] * 4, True),  # twice as much is infinite
+        (4.0, np.inf, [4.0, 4.0], False),
     ],
 )
-def test_dynamic_scales(initial_scale, gradient, scales):
-    transformation = unwrap(optimizer(dynamic=True, initial_scale=initial_scale)).transformation
+def test_scales(initial_scale, gradient, scales, dynamic):
+    transformation = unwrap(optimizer(dynamic=dynamic, initial_scale=initial_scale)).transformation
     params = {"w": jnp.float32(1)}
     state = transformation.init(params)
     found = []
