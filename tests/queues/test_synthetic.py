@@ -235,6 +235,7 @@ def test_the_last_element_needs_one(environment):
         assert (loss.shape, classes.shape) == ((), (4,))
 
 
+@pytest.mark.thorough
 def test_estimators(environment, tmp_path):
     """Losses are zeros, and there are as many predictions as on real data."""
     environment.setenv(OWN, "random")

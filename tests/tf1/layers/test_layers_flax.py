@@ -239,6 +239,7 @@ def test_masks_differ_between_layers_micro_batches_and_executions_and_not_by_the
     assert {*np.unique(masks)} == {0, 2}
 
 
+@pytest.mark.thorough
 def test_in_the_body_of_a_loop():
     kind = "nnx"
     infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(lambda: ((x,) for x in batches()))

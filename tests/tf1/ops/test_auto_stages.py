@@ -11,7 +11,7 @@ import pytest
 import ipu_pipeline as ipu
 from ipu_pipeline import pipelining_ops
 
-COUNT = 4
+COUNT = 2
 
 
 def first(rate, x, labels):
@@ -32,7 +32,7 @@ def last(rate, x, labels):
     return rate, jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels))
 
 
-LAYERS = [first, *map(make_dense, (24, 16, 12)), last]
+LAYERS = [first, *map(make_dense, (24, 12)), last]
 
 
 def optimizer_function(rate, loss):
@@ -141,7 +141,7 @@ def test_layers_outside_of_a_compiled_function():
     stages = queues.auto(inputs=[ipu.placeholder(np.float32, [])], measure=True)
     check(train(queues, lambda _rate: stages), expected)
     assert isinstance(stages, pipelining_ops.AutoStages)
-    assert stages.table.layers == ("first", "dense.0", "dense.1", "dense.2", "last")
+    assert stages.table.layers == ("first", "dense.0", "dense.1", "last")
     assert [stage.__name__ for stage in stages] == [
         "-".join(LAYERS[layer].__name__ for layer in group) for group in stages.groups
     ]
@@ -195,7 +195,7 @@ def test_a_function_inside_and_outside_of_a_compiled_function():
     np.testing.assert_allclose(losses, expected[0][:COUNT], rtol=1e-5)
 
 
-@pytest.mark.parametrize("reuse", [False, True])
+@pytest.mark.parametrize("reuse", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_two_pipelines_of_one_model(reuse):
     """Layers are numbered on in the second one, and shared where the scope says so, as without a split."""
     found = []
@@ -272,7 +272,7 @@ def test_inference_and_counting():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"num_stages": 6}, ValueError, "num_stages must be an integer from 1 to the number of layers, 5"),
+        ({"num_stages": 5}, ValueError, "num_stages must be an integer from 1 to the number of layers, 4"),
         ({"gradient_accumulation_count": None}, ValueError, "gradient_accumulation_count must be"),
         ({"gradient_accumulation_count": 0}, ValueError, "gradient_accumulation_count"),
         ({"device_mapping": [0]}, ValueError, "Each stage must be mapped to an IPU: 1 mappings != 3"),

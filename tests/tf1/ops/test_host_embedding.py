@@ -221,6 +221,7 @@ def test_a_sharded_loop():
     models.assert_trees_close(found, jax.tree.map(np.asarray, expected))
 
 
+@pytest.mark.thorough
 def test_updates_after_each_mini_batch_of_an_accumulating_loop():
     model = Looped(4, every=2, factor=1)
     start = initial(model)
@@ -534,7 +535,7 @@ def test_two_sessions_at_once():
 
     def wait(ids):
         started.set()
-        assert go_on.wait(60)
+        go_on.wait()
         return ids
 
     def look(ids):
@@ -552,7 +553,7 @@ def test_two_sessions_at_once():
 
     thread = threading.Thread(target=run_first)
     thread.start()
-    assert started.wait(60)
+    started.wait()
     with ipu.Session() as second, table.register(second):
         with pytest.raises(RuntimeError, match="'words' is used by a run of another session"):
             second.run(program, {ids: [0, 1]})

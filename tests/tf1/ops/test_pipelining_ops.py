@@ -191,6 +191,7 @@ def test_the_best_schedule_for_the_stages_own_costs():
         run(model, 1)
 
 
+@pytest.mark.thorough
 def test_post_validation():
     """Clipping by a small norm, and a run's updates after each other; to the last bit."""
 

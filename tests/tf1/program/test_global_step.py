@@ -162,6 +162,7 @@ def test_training_goes_on_with_another_accumulation(initial, tmp_path):
     models.assert_values_close(variables_of(estimator), plain_loop(halfway, rates, count=2, begin=6))
 
 
+@pytest.mark.thorough
 def test_training_in_parts_and_in_short_runs_is_the_same(tmp_path):
     whole = estimator_of(in_closure, tmp_path / "whole").train(dataset, steps=12)
     parts = estimator_of(in_closure, tmp_path / "parts", save_checkpoints_steps=3)

@@ -165,6 +165,7 @@ def test_wrong_weights():
         Model(np.float32, mapped)
 
 
+@pytest.mark.thorough
 def test_checkpoints_are_those_without_weights(tmp_path):
     values = None
     for number, is_weighted in enumerate((True, False, True)):
@@ -179,6 +180,7 @@ def test_checkpoints_are_those_without_weights(tmp_path):
             values = session.variables
 
 
+@pytest.mark.thorough
 def test_losses_of_two_dtypes_in_one_session():
     with jax.enable_x64(True), ipu.Session() as session:
         for dtype, scope in ((np.float32, "narrow"), (np.float64, "wide")):

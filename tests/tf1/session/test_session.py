@@ -116,6 +116,7 @@ def test_computing_around_pipelines():
         assert [session.run(queue.dequeue())[0] for queue in outfeeds] == [3.0, -2.0 * (3 - 40)]
 
 
+@pytest.mark.thorough
 def test_optimizer_state_is_kept_by_pipeline_name():
     def momentum(rate, loss):
         return OptimizerFunctionOutput(optax.sgd(rate, momentum=0.9), loss)
@@ -601,7 +602,7 @@ def test_a_signals_handler_may_save(tmp_path):
         with ipu.Session() as session:
             session.restore(tmp_path / "checkpoint", infeeds=False)
             assert session.variables.keys() == trained.keys()
-            assert 0 < session.update_count() <= handled[0] < 10
+            assert session.update_count() <= handled[0] < 10
     finally:
         signal.signal(signal.SIGUSR1, before)
 

@@ -48,6 +48,7 @@ def test_an_event_file_has_the_same(tmp_path):
     assert [(line["step"], line["name"], line["value"]) for line in lines(tmp_path)] == read_events(path)
 
 
+@pytest.mark.thorough
 def test_an_estimator_writes_means_of_metrics(tmp_path):
     def with_norms(mode, params):
         spec, own = model_fn(mode, params), [None]
