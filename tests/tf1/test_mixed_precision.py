@@ -322,13 +322,13 @@ def test_a_block_ends_with_an_error_and_is_its_threads_own():
     def other():
         with mixed_precision("mixed_float16"):
             inside.set()
-            go_on.wait(60)
+            go_on.wait(600)
             seen.append(dtypes_of(layers.Dense(1)))
 
     thread = threading.Thread(target=other)
     with mixed_precision("mixed_bfloat16"):
         thread.start()
-        assert inside.wait(60)
+        assert inside.wait(600)
         here = dtypes_of(layers.Dense(1))
         go_on.set()
         thread.join()

@@ -167,11 +167,7 @@ def test_what_fails_leaves_the_last_checkpoint(trained, tmp_path):
         (lambda: ipu.TrainSpec([1], 8), TypeError, "TrainSpec: input_fn must be a function"),
         (lambda: ipu.TrainSpec(lambda x: x, 8), ValueError, "following not expected args: .'x'."),
         (lambda: ipu.TrainSpec(input_fn, 8, [1]), TypeError, "must be SessionRunHook instances"),
-        (
-            lambda: ipu.TrainSpec(input_fn, 8, None, [1]),
-            TypeError,
-            "list of CheckpointSaverListener instances",
-        ),
+        (lambda: ipu.TrainSpec(input_fn, 8, None, [1]), TypeError, "list of CheckpointSaverListener"),
         (lambda: ipu.EvalSpec(input_fn, 0), ValueError, "steps must be an integer above 0, or None; got 0"),
         (
             lambda: ipu.EvalSpec(input_fn, exporters=[1]),
