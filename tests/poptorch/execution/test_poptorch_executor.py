@@ -90,8 +90,8 @@ class FourLayers(torch.nn.Module):
 @pytest.mark.parametrize(
     ("schedule", "ipus"),
     [
-        ("looped", (0, 1, 0, 1)),
         ("zero_bubble", (0, 1, 2, 3)),
+        pytest.param("looped", (0, 1, 0, 1), marks=pytest.mark.thorough),
         pytest.param("zbv", (0, 1, 1, 0), marks=pytest.mark.thorough),
         pytest.param(SearchedSchedule(), (0, 1, 0, 1), marks=pytest.mark.thorough),
     ],
@@ -113,7 +113,9 @@ def test_schedules_that_poptorch_does_not_have(schedule, ipus, log):
     assert told == (schedule == "zero_bubble")
 
 
-@pytest.mark.parametrize(("schedule", "number"), [("interleaved", 3), ("v_half", 4)])
+@pytest.mark.parametrize(
+    ("schedule", "number"), [("interleaved", 3), pytest.param("v_half", 4, marks=pytest.mark.thorough)]
+)
 def test_stages_of_one_ipu_that_follow_each_other(schedule, number):
     """They are one, as in PopTorch, but with schedules that PopTorch does not have."""
     strategy = poptorch.PipelinedExecution(poptorch.AutoStage.AutoIncrement, schedule=schedule)

@@ -105,6 +105,7 @@ def test_random_numbers_are_those_of_the_whole_model():
     assert_same_state(found[1][1], found[0][1])
 
 
+@pytest.mark.thorough
 def test_inference_with_a_schedule():
     model = seeded(Model).eval()
     x = make_batch(12, 3)[0]

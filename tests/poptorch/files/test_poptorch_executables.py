@@ -847,6 +847,7 @@ def test_later_processes_find_the_model_compiled(tmp_path):
 PAGE = Path(__file__).parents[3] / "docs" / "poptorch_executables.md"
 
 
+@pytest.mark.thorough
 def test_the_pages_example(capsys):
     for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL):
         exec(compile(block, str(PAGE), "exec"), {"__name__": "example"})  # noqa: S102  # the page is ours
