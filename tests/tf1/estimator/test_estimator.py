@@ -691,6 +691,19 @@ def test_other_pipeline_arguments(tmp_path):
         assert session.update_count("ipu_pipeline_estimator_train") == 2
 
 
+def test_losses_accumulate_in_the_dtype_that_is_given(trained, tmp_path):
+    def model(mode):
+        made = small_model_fn(mode, {})
+        made.loss_accumulator_dtype = jnp.float16
+        return made
+
+    IPUPipelineEstimator(model, tmp_path, make_config(2)).train(input_fn, steps=8)
+    (rough,) = [value for _step, name, value in scalars_in(tmp_path) if name == "loss"]
+    (_step, _name, fine), *_rest = scalars_in(trained.model_dir)
+    assert rough != fine
+    np.testing.assert_allclose(rough, fine, rtol=1e-2)  # the three digits of float16
+
+
 class Failing(SessionRunHook):
     def before_run(self, run_context):
         raise ArithmeticError(f"before the first update, at step {run_context.global_step}")
