@@ -292,7 +292,7 @@ FEATURES: dict[str, Feature] = {
 }  # fmt: skip
 
 
-def make(model, dtype, feature, sizes):
+def make(model, dtype, feature):
     built = MODELS[model](dtype)
     options = {
         "optimizer": SHOWING,
@@ -301,11 +301,7 @@ def make(model, dtype, feature, sizes):
     }
     if options["optimizer"] is None:
         built["loss"] = None
-    if sizes != "same" and "num_turns" in options:
-        pytest.skip("replicas that take turns have micro-batches of one shape")
     levels, mapping = len(built["stages"]), feature.mapping
-    if levels == 3 and options.get("schedule") in NOT_PARALLEL:
-        pytest.skip("the schedule has no parallel stages")
     if mapping is not None and levels == 3:
         mapping = (mapping[0], list(mapping[1:3]), mapping[3])
     if feature.phases is not None:
@@ -388,11 +384,19 @@ CASES = {
     for feature in FEATURES
     if feature not in COMBINED
 }
+
+
+def sizes_of(feature):
+    """Replicas that take turns have micro-batches of one shape."""
+    return "same" if "num_turns" in FEATURES[feature].options else "different"
+
+
 OTHERS = [
-    (feature, model, ("float32", "float64")[number % 2], "same" if number % 3 else "different")
-    for feature in FEATURES
+    (feature, model, ("float32", "float64")[number % 2], sizes_of(feature) if number == 3 else "same")
+    for feature, options in ((name, own.options) for name, own in FEATURES.items())
     for number, model in enumerate(MODELS)
     if model not in ("layers", CASES.get(feature, (None,))[0])
+    and not (model == "branches" and options.get("schedule") in NOT_PARALLEL)
 ]
 
 
@@ -433,7 +437,7 @@ def check(name, model, dtype, sizes="same"):
     """Compares losses, outputs, gradients, variables and the optimizer's state after each update."""
     feature = FEATURES[name]
     with jax.enable_x64(dtype == "float64"):
-        pipeline = make(model, dtype, feature, sizes)
+        pipeline = make(model, dtype, feature)
         steps, scale = make_steps(dtype, sizes, feature.num_replicas), np.asarray(0.9, dtype)
         options = pipeline.options
         start, results = trained_plainly(
