@@ -482,7 +482,6 @@ def await_next():
 """
 
 
-@pytest.mark.thorough
 def test_processes_on_standby_take_over(tmp_path):
     text = """
 await_next()
