@@ -248,14 +248,22 @@ def test_cp_sat_finds_nothing_better(seed):
     assert found.gap > 0 or found.step_time == smallest
 
 
-@pytest.mark.parametrize(("mapping", "share"), [((), 1), ((0, 1, 0, 1), None), ((0, 1, 1, 0), 0.8)])
-def test_none_with_a_name_that_fits_is_better(mapping, share):
-    problem = make_problem(3, 4, 10, share, mapping)
+@pytest.mark.parametrize(
+    ("seed", "num_stages", "num_micro_batches", "mapping", "share"),
+    [
+        (6, 5, 8, (), None),
+        (3, 4, 10, (), 1),
+        (3, 4, 10, (0, 1, 0, 1), None),
+        pytest.param(3, 4, 10, (0, 1, 1, 0), 0.8, marks=pytest.mark.thorough),
+    ],
+)
+def test_none_with_a_name_that_fits_is_better(seed, num_stages, num_micro_batches, mapping, share):
+    problem = make_problem(seed, num_stages, num_micro_batches, share, mapping)
     found = search(problem)
     num_fitting = 0
     for function in named_schedules().values():
         try:
-            order = as_order(function(4, 10, problem.device_mapping))
+            order = as_order(function(num_stages, num_micro_batches, problem.device_mapping))
         except ScheduleError:
             continue
         if fits(problem, order):
@@ -263,7 +271,7 @@ def test_none_with_a_name_that_fits_is_better(mapping, share):
             assert found.step_time <= find_step_time(problem, order)
     assert num_fitting
     assert fits(problem, as_order(found.rows))
-    check(found.rows, 4, 10, problem.device_mapping, training=True)
+    check(found.rows, num_stages, num_micro_batches, problem.device_mapping, training=True)
 
 
 def test_a_schedule_with_a_name_is_called_so_if_it_is_the_best():

@@ -235,8 +235,8 @@ def test_memory_decides_where_time_would_not():
     memory = LayerMemory((100, 10, 10, 10), (0,) * 4, (0,) * 4, (0,) * 4)
     layers = Costs.of(4, forward=1.0, backward=2.0)
 
-    def find(limit):
-        return find_split(SplitProblem(layers, 0.0, 2, "grouped", 8, (0, 1), True, memory, limit))
+    def find(limit, *most):
+        return find_split(SplitProblem(layers, 0.0, 2, "grouped", 8, (0, 1), True, memory, limit), *most)
 
     assert find(None).split == (0, 2)
     assert find(110).split == (0, 2)
@@ -245,6 +245,8 @@ def test_memory_decides_where_time_would_not():
     assert found.others == ()
     with pytest.raises(ValueError, match="split that was found has 100 bytes; got 99"):
         find(99)
+    with pytest.raises(ValueError, match="split that was found has 100 bytes; got 99"):
+        find(99, 1)  # where not all are simulated
 
 
 def test_more_micro_batches_than_are_simulated():
