@@ -30,7 +30,7 @@ def objects_of(module):
 
 
 def run_all(modules):
-    """Runs the examples of some modules; prints the lines of which something else came than what they say."""
+    """Runs the examples of some modules; prints the lines that do not do what they say."""
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
     preamble = "".join(f">>> {line}\n" for line in reference.PREAMBLE.splitlines() if line)
     for module in modules:
