@@ -15,7 +15,6 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline.checkpointing.checkpoints import CheckpointSeries
-from ipu_pipeline.errors import CheckpointError
 from ipu_pipeline.ipu_session_run_hooks import SessionRunHook
 from tests.support.estimating import assert_same_variables, input_fn, make_estimator, make_small
 from tests.support.joined import hold_port
@@ -35,6 +34,10 @@ def finish(process, code):
     out, errors = process.communicate(timeout=400)
     assert process.returncode == code, out + errors
     return out, errors
+
+
+def steps_in(text):
+    return [int(step) for step in re.findall(r"^step (\d+)$", text, re.MULTILINE)]
 
 
 def final_step(directory):
@@ -285,29 +288,21 @@ def small_disk(tmp_path):
 
 
 @pytest.mark.thorough
-def test_a_full_disk(small_disk, tmp_path, caplog):
-    """Each save reports its error once, the last good checkpoint stays, and training goes on from it."""
-    options = {"save_checkpoints_steps": 8, "keep_checkpoint_max": 1}
-    make_small(small_disk, **options).train(input_fn, steps=16)
+def test_a_full_disk(small_disk, uninterrupted):
+    make_estimator(small_disk, save_checkpoints_steps=8, keep_checkpoint_max=1).train(input_fn, steps=16)
     good = CheckpointSeries(small_disk / "checkpoints").latest()
     filler = small_disk / "filler"
     with filler.open("wb", buffering=0) as stream, contextlib.suppress(OSError):
         while stream.write(bytes(1000)):
             pass
     ipu.config.reset_ipu_configuration()
-    message = "The last checkpoint of training, of step 32, could not be saved"
-    with pytest.raises(CheckpointError, match=message), caplog.at_level("INFO", "ipu_pipeline"):
-        make_small(small_disk, **options).train(input_fn, max_steps=32)
-    assert "step = 32" in caplog.text
-    errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
-    assert [re.match(r"The checkpoint of step (\d+) could not be saved", text)[1] for text in errors] == [
-        "24",
-        "32",
-    ]
-    assert f"the last good one is {good}" in errors[0]
+    out, errors = finish(start(small_disk, 32, "every=8", "keep=1"), 1)
+    assert steps_in(out)[-1] == 32
+    failed = re.findall(r"^ERROR The checkpoint of step (\d+) could not be saved", errors, re.MULTILINE)
+    assert failed == ["24", "32"]
+    assert f"the last good one is {good}" in errors
+    assert "CheckpointError: The last checkpoint of training, of step 32, could not be saved" in errors
     assert CheckpointSeries(small_disk / "checkpoints").read_latest()[0] == 16
     filler.unlink()
-    ipu.config.reset_ipu_configuration()
-    one = make_small(small_disk).train(input_fn, max_steps=32)
-    ipu.config.reset_ipu_configuration()
-    assert_same_variables(one, make_small(tmp_path / "whole").train(input_fn, max_steps=32))
+    make_estimator(small_disk).train(input_fn, max_steps=32)
+    assert_same_variables(make_estimator(small_disk), uninterrupted(32))
