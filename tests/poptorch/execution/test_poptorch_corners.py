@@ -236,6 +236,11 @@ def test_inputs_of_inference_mode():
         infer(made_there, x)
 
 
+def test_causal_attention():
+    model = Model(lambda self, x: functional.scaled_dot_product_attention(x, x, x, is_causal=True))
+    torch.testing.assert_close(infer(model, x[None]), model(x[None]))
+
+
 def test_equal_arguments_that_are_no_tensors():
     executor = poptorch.inferenceModel(Model(lambda self, x, other, **more: x), make_options())
     for _twice in range(2):

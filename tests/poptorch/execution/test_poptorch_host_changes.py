@@ -151,6 +151,12 @@ def test_clipping_without_gradients_is_told(wrapped, caplog):
     assert torch.nn.utils.clip_grad_norm_(wrapped.model.parameters(), 1.0) == 0
     (told,) = caplog.messages
     assert "poptorch.optim.SGD(..., max_grad_norm=1.0)" in told
+    caplog.clear()
+    logs._said.clear()
+    wrapped.model(x)[1].backward()  # on the host
+    assert torch.nn.utils.clip_grad_norm_(wrapped.model.parameters(), 1.0) > 0
+    assert not caplog.messages
+    wrapped.model.zero_grad()
 
 
 def test_the_mends_help(wrapped):
