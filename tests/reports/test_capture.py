@@ -495,7 +495,8 @@ def test_no_thread_begins_the_recording_while_another_one_measures(tmp_path, mon
         run(*made[1], 1, states[1])
 
     with ipu.reports.capture(tmp_path):
-        threads = [threading.Thread(target=run, args=(*made[0], 1, states[0])), threading.Thread(target=second)]
+        first = threading.Thread(target=run, args=(*made[0], 1, states[0]))
+        threads = [first, threading.Thread(target=second)]
         for thread in threads:
             thread.start()
         for thread in threads:

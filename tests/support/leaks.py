@@ -42,7 +42,7 @@ def state():
         "temporary files": {
             name
             for name in os.listdir(tempfile.gettempdir())
-            if not name.startswith(("pytest-of-", "torchinductor_"))
+            if not name.startswith(("pytest-of-", "torchinductor_", "pymp-"))
             and not name.endswith("tfds")  # tensorflow-datasets makes one for good when it is imported
         },
         "logging": logging_state(),
