@@ -175,6 +175,12 @@ def no_cache():
 
 
 @pytest.fixture
+def no_garbage():
+    """What earlier tests left is freed now, and not while this test counts the arrays that are alive."""
+    gc.collect()
+
+
+@pytest.fixture
 def nothing_warned(monkeypatch):
     """What is told once in a process is told again."""
     monkeypatch.setattr(warned, "_warned", set())

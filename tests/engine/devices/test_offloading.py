@@ -124,6 +124,7 @@ def host_bytes():
     return found
 
 
+@pytest.mark.usefixtures("no_garbage")
 def test_activations_lie_in_host_memory_between_forward_and_backward():
     watcher, pipeline, before = HostBytes(), make(["activations"]), host_bytes()
     with inspect.watching.watching(watcher):

@@ -57,6 +57,7 @@ def test_what_is_drawn_depends_on_the_request_alone(generator, state, prompts):
     assert again[0].tolist() != alone[0].tolist()
 
 
+@pytest.mark.usefixtures("no_garbage")
 def test_generating_between_training_steps(generator, trainer, state, prompts):
     """The state's arrays are used in place, and later ones give other tokens."""
     tokens = np.random.default_rng(7).integers(0, WORDS, (2, LENGTH)).astype(np.int32)

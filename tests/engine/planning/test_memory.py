@@ -279,6 +279,7 @@ def test_the_temporaries_are_those_of_the_largest_program(monkeypatch):
         assert plan.num_device_bytes == known.num_device_bytes + plan.num_temporary_bytes
 
 
+@pytest.mark.usefixtures("no_garbage")
 @pytest.mark.parametrize("plan", [engine.Chunking(), engine.Chunking(2)])
 def test_what_is_fed_waits_where_it_is_read(plan):
     pipeline = make(3, "grouped", None, dispatch_plan=plan)
@@ -296,6 +297,7 @@ def test_what_is_fed_waits_where_it_is_read(plan):
 ALL = ["weights", "gradient_accumulation_buffers", "weight_update_variables"]
 
 
+@pytest.mark.usefixtures("no_garbage")
 @pytest.mark.parametrize(("offload", "mapping"), [(ALL, (0, 1, 2)), (ALL[1:2], (0, 0, 0))], ids=str)
 def test_what_is_offloaded_is_in_host_memory(offload, mapping):
     pipeline = make(3, "grouped", None, device_mapping=mapping, offload=offload, optimizer=optax.adam(0.1))

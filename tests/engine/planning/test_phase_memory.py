@@ -16,6 +16,8 @@ from ipu_pipeline.engine.devices import placing
 from ipu_pipeline.engine.devices.underway import Underway
 from ipu_pipeline.reports.pipeline_memory import pipeline_memory_over_time
 
+pytestmark = pytest.mark.usefixtures("no_garbage")
+
 ALL = ["weight_update_variables", "activations", "gradient_accumulation_buffers", "weights"]
 WIDTH, ROWS, NUM_MICRO_BATCHES = 128, 64, 2
 

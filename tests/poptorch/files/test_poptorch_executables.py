@@ -401,6 +401,7 @@ def test_what_a_file_cannot_hold(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.usefixtures("no_cache")
 def test_options_come_back(tmp_path, monkeypatch):
     options = make_options(strategy=poptorch.PipelinedExecution(poptorch.Stage("first", "second").ipu(3)))
     options.anchorTensor("hidden", "tanh", poptorch.OutputMode.Final).modelName("name")
@@ -409,7 +410,6 @@ def test_options_come_back(tmp_path, monkeypatch):
     options.Precision.setPartialsType(torch.float16)
     options.autoRoundNumIPUs(True).updatableNamedBuffers(["a"]).setPipelineSchedule("interleaved")
     executor = poptorch.inferenceModel(seeded(TwoLayers), options)
-    monkeypatch.setattr("ipu_pipeline.config.enable_executable_cache", lambda _path: None)
     executor.compileAndExport(tmp_path / "file", x)
     monkeypatch.setenv(
         "POPTORCH_DEFAULT_OPTIONS", '{"deviceIterations": 3, "randomSeed": 4, "useIpuId": 1}'

@@ -440,6 +440,7 @@ def test_snapshots_keep_what_they_have():
     np.testing.assert_array_equal(snapshot.state.variables["words"], kept)
 
 
+@pytest.mark.usefixtures("no_garbage")
 def test_a_big_table_is_not_on_devices():
     table = embedding_ops.create_host_embedding("big", [100_000, 64], np.float32)
     ids = ipu.placeholder(np.int32, [8])
