@@ -11,8 +11,8 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-READ_AT_IMPORT = ("JAX_", "PYTHON")
-READ_LATER = ("IPU_PIPELINE_", "POPLAR_", "TF_POPLAR")  # else each value would need a process of its own
+READ_AT_START = "PYTHON"  # each value needs a process of its own
+READ_LATER = ("IPU_PIPELINE_", "POPLAR_", "TF_POPLAR", "JAX_")
 
 _SERVER = f"""
 import gc, json, os, signal, sys
@@ -23,7 +23,21 @@ import ipu_pipeline
 for name in dir(ipu_pipeline):
     getattr(ipu_pipeline, name)
 os._Environ.__getitem__ = look_up
-assert not [name for name in read if name.startswith({READ_LATER})], read
+assert not [name for name in read if name.startswith({READ_LATER[:-1]})], read
+
+
+def configure(variables):
+    # JAX read its variables when it was imported.
+    for name, text in variables.items():
+        if name.lower() in jax.config.values:
+            old = jax.config.values[name.lower()]
+            if isinstance(old, bool):
+                text = text.lower() in ("1", "true", "yes", "on")
+            elif isinstance(old, (int, float)):
+                text = type(old)(text)
+            jax.config.update(name.lower(), text)
+
+
 gc.freeze()  # a child looks for garbage among its own
 for line in sys.stdin:
     code, folder, variables, files = json.loads(line)
@@ -36,6 +50,7 @@ for line in sys.stdin:
         signal.alarm(300)  # ends one that hangs
         os.environ.clear()
         os.environ.update(variables)
+        configure(variables)
         os.chdir(folder)
         exec(compile(code, "<string>", "exec"), {{"__name__": "__main__"}})
         sys.exit()
@@ -55,7 +70,7 @@ def run(code, variables, folder=ROOT):
     Returns:
       What `subprocess.run` would: the exit code, and what it wrote.
     """
-    key = tuple(sorted(item for item in variables.items() if item[0].startswith(READ_AT_IMPORT)))
+    key = tuple(sorted(item for item in variables.items() if item[0].startswith(READ_AT_START)))
     if key not in _servers:
         _servers[key] = subprocess.Popen(
             [sys.executable, "-W", "error", "-c", _SERVER],
