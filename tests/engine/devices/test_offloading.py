@@ -19,7 +19,7 @@ from tests.support import front, models
 KINDS = ["weight_update_variables", "activations", "gradient_accumulation_buffers", "weights"]
 
 
-def make_stages():
+def make_stages(num_stages=2):
     def make(index):
         def stage(x, labels):
             with engine.variable_scope(f"stage{index}"):
@@ -29,16 +29,17 @@ def make_stages():
                 total = engine.get_variable("total", (), initializer=0.0, trainable=False)
                 engine.assign("total", total + x.mean())
                 x = models.dense("second", 16, x, jnp.tanh)
-            return models.cross_entropy(x, labels) if index == 2 else (x, labels)
+            return models.cross_entropy(x, labels) if index == num_stages - 1 else (x, labels)
 
         return stage
 
-    return [make(index) for index in range(3)]
+    return [make(index) for index in range(num_stages)]
 
 
 def make(offload, **options):
     options = {"num_micro_batches": 4, "loss": lambda loss: loss, "optimizer": optax.adam(0.01)} | options
-    return engine.Pipeline(make_stages(), offload=offload, donate=True, **options)
+    stages = make_stages(len(options.get("device_mapping", (0, 1))))
+    return engine.Pipeline(stages, offload=offload, donate=True, **options)
 
 
 def run(pipeline, num_steps=2):
@@ -62,15 +63,19 @@ def memory_kinds(tree):
     return {leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree)}
 
 
-ONE, THREE = {"device_mapping": (0, 0, 0)}, {"device_mapping": (0, 1, 2), "schedule": "grouped"}
+ONE, TWO = {"device_mapping": (0, 0)}, {"device_mapping": (0, 1), "schedule": "grouped"}
 
 
 @pytest.mark.parametrize(
     ("offload", "options"),
     [
-        (KINDS, {**ONE, "num_micro_batches": 2, "num_serialized": 2, "schedule": "sequential"}),
-        (KINDS, THREE),
-        pytest.param(KINDS[3:], THREE, marks=pytest.mark.thorough),
+        pytest.param(
+            KINDS,
+            {**ONE, "num_micro_batches": 2, "num_serialized": 2, "schedule": "sequential"},
+            marks=pytest.mark.thorough,
+        ),
+        (KINDS, TWO),
+        pytest.param(KINDS[3:], TWO, marks=pytest.mark.thorough),
         pytest.param(KINDS[:1], {**ONE, "recompute": "auto"}, marks=pytest.mark.thorough),
         pytest.param(
             KINDS[1:3],
@@ -131,12 +136,12 @@ def test_activations_lie_in_host_memory_between_forward_and_backward():
         run(pipeline, num_steps=1)
     planned = [stage.num_live_bytes for stage in pipeline.plan_memory()]
     found = watcher.peaks - before
-    assert min(planned[:2]) > 0
-    assert [found[device] for device in range(3)] == pytest.approx(planned, rel=0.2)
+    assert planned[0] > 0
+    assert [found[device] for device in range(2)] == pytest.approx(planned, rel=0.2)
 
 
 def test_forwards_only():
-    pipeline = engine.Pipeline(make_stages()[:2], num_micro_batches=4, offload=["weights"])
+    pipeline = engine.Pipeline(make_stages(3)[:2], num_micro_batches=4, offload=["weights"])
     step = models.elements_of(4)
     state = pipeline.init(jax.random.key(0), step[0])
     state, _outputs = pipeline.step(state, step)
@@ -169,10 +174,11 @@ def test_what_is_kept_and_collected_is_on_the_device(rng):
         return pipeline.step(state, batches)[1].outputs
 
     batches = models.mlp_batches(rng, 4)
-    outputs, expected = step(["activations"]), step(())
+    outputs = step(["activations"])
     sums = step(["activations"], sum_collected=True)
     assert memory_kinds((outputs, sums)) == {"device"}
-    jax.tree.map(np.testing.assert_array_equal, outputs, expected)
+    for (_loss, x), (given, _labels) in zip(outputs, batches, strict=True):
+        np.testing.assert_array_equal(x, given)
     np.testing.assert_allclose(sums[0][1], sum(out[1] for out in outputs), rtol=1e-5)
 
 
@@ -190,9 +196,12 @@ def build(trains=True, mapping=None, **arguments):
     infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(front.data())
     outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
 
+    def last(x, labels):
+        return models.cross_entropy(models.dense("last", 10, x), labels)
+
     def model():
         return pipeline(
-            make_stages(),
+            [lambda x, labels: (jnp.sin(x), labels), last],
             gradient_accumulation_count=4,
             repeat_count=2,
             infeed_queue=infeed,
@@ -229,25 +238,17 @@ def test_wrong_values():
 
 
 def test_loops_offload_optimizer_state():
-    found = []
-    for offloads in (False, True):
-        infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(front.data())
-        outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+    infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(front.data())
 
-        def body(x, labels, outfeed=outfeed, offloads=offloads):
-            loss = models.cross_entropy(ipu.layers.Dense(10)(x), labels)
-            optimizer = ipu.optimizers.GradientAccumulationOptimizerV2(
-                optax.adam(0.1), 2, offload_weight_update_variables=offloads
-            )
-            return optimizer.minimize(loss), outfeed.enqueue(loss)
+    def body(x, labels):
+        loss = models.cross_entropy(ipu.layers.Dense(10)(x), labels)
+        return ipu.optimizers.GradientAccumulationOptimizerV2(
+            optax.adam(0.1), 2, offload_weight_update_variables=True
+        ).minimize(loss)
 
-        program = front.compile_program(
-            lambda body=body, infeed=infeed: ipu.loops.repeat(6, body, infeed_queue=infeed)
-        )
-        with ipu.Session(seed=1) as session:
-            session.run(infeed.initializer)
-            before = host_bytes()
-            session.run(program)
-            assert bool(host_bytes() - before) == offloads
-            found.append((session.run(outfeed.dequeue()), session.variables))
-    jax.tree.map(np.testing.assert_array_equal, *found)
+    program = front.compile_program(lambda: ipu.loops.repeat(4, body, infeed_queue=infeed))
+    with ipu.Session(seed=1) as session:
+        session.run(infeed.initializer)
+        before = host_bytes()
+        session.run(program)
+        assert sum((host_bytes() - before).values()) > 2 * 4 * 12 * 10  # Adam's two for each weight

@@ -56,7 +56,7 @@ def make_convolution(choose):
 
 
 @pytest.mark.parametrize(
-    "seed", [*range(4), *(pytest.param(n, marks=pytest.mark.thorough) for n in range(4, 16))]
+    "seed", [1, 2, 3, *(pytest.param(n, marks=pytest.mark.thorough) for n in range(4, 16))]
 )
 def test_random_convolutions_and_their_gradients(seed, monkeypatch):
     choose = random.Random(seed)  # noqa: S311  # shapes, the same in every run

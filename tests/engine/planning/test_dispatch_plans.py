@@ -45,6 +45,13 @@ def start(pipeline):
     return pipeline.init(jax.random.key(5), make_steps(1)[0][0], SCALE)
 
 
+@pytest.fixture(scope="module")
+def chunked():
+    """A pipeline of two chunks, and its state at the start."""
+    pipeline = make(CHUNKS[1])
+    return pipeline, start(pipeline)
+
+
 @functools.cache
 def expected():
     """State, losses and outputs of a plain loop after each step."""
@@ -67,7 +74,11 @@ def assert_same(actual, others):
 
 
 def as_half_jax(step):
-    return [jax.tree.map(jnp.asarray, one) if number % 3 else one for number, one in enumerate(step)]
+    """Two of three are JAX's, each on another device."""
+    return [
+        jax.device_put(one, jax.devices()[number % 4]) if number % 3 else one
+        for number, one in enumerate(step)
+    ]
 
 
 def overwritten(step):
@@ -79,26 +90,21 @@ def overwritten(step):
         yield arrays
 
 
-def as_jax_elsewhere(step):
-    """Every micro-batch on another device."""
-    return [jax.device_put(one, jax.devices()[number % 4]) for number, one in enumerate(step)]
-
-
-@pytest.mark.parametrize(
-    ("plan", "as_feed"), [(ONE_BY_ONE, as_jax_elsewhere), (CHUNKS[1], as_half_jax)], ids=["1", "4"]
-)
-def test_steps_are_those_of_the_plain_loop_whatever_feeds_them(plan, as_feed):
-    pipeline = make(plan)
-    state = start(pipeline)
+def test_chunks_give_what_the_plain_loop_gives_and_hold_what_the_plan_says(chunked):
+    pipeline, state = chunked
+    live_bytes = LiveBytes(pipeline.prepare())
     for step, (after, losses, outputs) in zip(make_steps(), expected(), strict=True):
         with compilations() as found:
-            state, actual = pipeline.step(state, as_feed(step), SCALE)
+            state, actual = pipeline.step(state, as_half_jax(step), SCALE)
         models.assert_trees_close(actual.losses, losses)
         models.assert_trees_close(actual.outputs, outputs)
         models.assert_trees_close(state.variables, after.variables)
         models.assert_trees_close(state.optimizer_state, after.optimizer_state)
     assert not found  # nothing compiles after the first step
     assert state.execution_count == NUM_UPDATES
+    for held, planned in zip(live_bytes.peaks, pipeline.plan_memory(), strict=True):
+        assert held <= planned.num_live_bytes
+        assert held == pytest.approx(planned.num_live_bytes, rel=0.3)
 
 
 def test_an_optimizer_from_outputs_reads_one_micro_batch():
@@ -129,38 +135,35 @@ def test_an_optimizer_from_outputs_reads_one_micro_batch():
 
 def test_an_infeed_that_ends_within_a_chunk():
     """What was completed stands, and the data begin again with the initializer."""
-    found = []
-    for mapping in ([0, 0], [0, 1]):
-        model = front.Model(
-            front.data(num_batches=2 * COUNT + 3),
-            gradient_accumulation_count=COUNT,
-            repeat_count=3,
-            device_mapping=mapping,
-        )
-        (call,) = model.program.calls
-        if mapping == [0, 1]:
-            assert call.pipeline.dispatch_plan.chunk_size == 2
-        with ipu.Session(seed=1) as session:
-            session.run(model.initializer)
-            with pytest.raises(OutOfRangeError, match="ended after 19 elements"):
-                session.run(model.program, {model.rate: 0.1})
-            losses = session.run(model.outfeed.dequeue())
-            completed = session.variables
-            with pytest.raises(OutOfRangeError, match="ended after 19 elements"):
-                session.run(model.program, {model.rate: 0.1})
-            assert_same(session.variables, completed)
-            session.run(model.initializer)
-            with pytest.raises(OutOfRangeError):
-                session.run(model.program, {model.rate: 0.1})
-            found.append((losses, completed, session.variables))
-    models.assert_trees_close(found[1], found[0])
-    assert np.size(found[0][0]) == 2 * COUNT
+    model = front.Model(
+        front.data(num_batches=2 * COUNT + 3),
+        gradient_accumulation_count=COUNT,
+        repeat_count=3,
+        device_mapping=[0, 1],
+    )
+    (call,) = model.program.calls
+    assert call.pipeline.dispatch_plan.chunk_size == 2
+    with ipu.Session(seed=1) as session:
+        session.run(model.initializer)
+        with pytest.raises(OutOfRangeError, match="ended after 19 elements"):
+            session.run(model.program, {model.rate: 0.1})
+        losses = session.run(model.outfeed.dequeue())
+        assert np.size(losses) == 2 * COUNT
+        completed = session.variables
+        with pytest.raises(OutOfRangeError, match="ended after 19 elements"):
+            session.run(model.program, {model.rate: 0.1})
+        assert_same(session.variables, completed)
+        session.run(model.initializer)
+        with pytest.raises(OutOfRangeError):
+            session.run(model.program, {model.rate: 0.1})
+        again = session.run(model.outfeed.dequeue())
+        assert np.size(again) == 2 * COUNT
+        assert np.mean(again) < np.mean(losses)  # the same data, and what was learned stands
 
 
-def test_data_that_end_within_a_chunk_leave_the_state():
+def test_data_that_end_within_a_chunk_leave_the_state(chunked):
     first, second = make_steps()
-    pipeline = make(CHUNKS[0])
-    state = start(pipeline)
+    pipeline, state = chunked
     with pytest.raises(engine.OutOfRangeError, match="ended after 5 of the 8 micro-batches of a step"):
         pipeline.step(state, second[:5], SCALE)
     feed = overwritten([*first, *second])
@@ -171,19 +174,13 @@ def test_data_that_end_within_a_chunk_leave_the_state():
         pipeline.step(state, feed, SCALE)
 
 
-@pytest.mark.parametrize(
-    ("mapping", "plan", "as_feed"),
-    [([0, 0, 0, 0], None, list), ([0, 1, 2, 3], CHUNKS[1], as_half_jax)],
-    ids=["one device", "chunks"],
-)
-def test_placed_micro_batches(mapping, plan, as_feed):
+def test_placed_micro_batches(chunked):
     """They serve twice, share no memory with what was given, and belong to their pipeline."""
     step = make_steps()[0]
-    pipeline, other = make(plan, device_mapping=mapping), make(plan, device_mapping=mapping)
+    (pipeline, begin), other = chunked, make(CHUNKS[1])
     with pytest.raises(RuntimeError, match="has not been traced"):
-        pipeline.place_micro_batches(step)
-    begin = start(pipeline)
-    given = as_feed(jax.tree.map(np.copy, step))
+        other.place_micro_batches(step)
+    given = as_half_jax(jax.tree.map(np.copy, step))
     placed = pipeline.place_micro_batches(given)
     for array in jax.tree.leaves(given):
         if isinstance(array, np.ndarray):
@@ -197,18 +194,35 @@ def test_placed_micro_batches(mapping, plan, as_feed):
     models.assert_trees_close(state.variables, after.variables)
 
     other.trace(step[0], SCALE)
+    others = other.place_micro_batches(step)
     with pytest.raises(ValueError, match="micro_batches: they were placed by another pipeline"):
-        pipeline.step(state, other.place_micro_batches(step), SCALE)
+        pipeline.step(state, others, SCALE)
     with pytest.raises(ValueError, match="4 were placed, but a step has 8. Place that many."):
         pipeline.step(state, pipeline.place_micro_batches(step[:4]), SCALE)
     with pytest.raises(ValueError, match="Micro-batch 1 must have the dtype of the first one"):
         pipeline.place_micro_batches([step[0], (step[0][0].astype("float16"), step[0][1])])
-    if plan is not None:
-        with pytest.raises(ValueError, match="programs handle 4 micro-batches each.*6 do not make whole"):
-            pipeline.place_micro_batches(step[:6])
-    pipeline.set_recomputation(engine.Recomputation.AUTO)
+    with pytest.raises(ValueError, match="programs handle 4 micro-batches each.*6 do not make whole"):
+        pipeline.place_micro_batches(step[:6])
+    other.set_recomputation(engine.Recomputation.AUTO)
     with pytest.raises(ValueError, match="before this one got other devices or recomputation"):
-        pipeline.step(state, placed, SCALE)
+        other.step(state, others, SCALE)
+
+
+@pytest.mark.parametrize("options", [{"device_mapping": [0, 0]}, {"dispatch_plan": ONE_BY_ONE}], ids=str)
+def test_placed_and_elsewhere_without_chunks(options):
+    """The results are those of NumPy's arrays; what was placed shares no memory with them."""
+    pipeline = traced(num_micro_batches=4, **options)
+    step = [(number * ELEMENT[0], ELEMENT[1]) for number in range(4)]
+    state = pipeline.init(jax.random.key(0), step[0])
+    expected = pipeline.step(state, step)
+    elsewhere = [jax.device_put(one, jax.devices()[number]) for number, one in enumerate(step)]
+    assert_same(pipeline.step(state, elsewhere)[0].variables, expected[0].variables)
+    placed = pipeline.place_micro_batches(step)
+    for x, _labels in step:
+        x[...] = 0
+    for _time in range(2):
+        after, outputs = pipeline.step(state, placed)
+        assert_same((after.variables, outputs.losses), (expected[0].variables, expected[1].losses))
 
 
 def test_nothing_to_feed():
@@ -508,17 +522,3 @@ def test_a_micro_batch_holds_no_copy_of_the_weights():
     pipeline = engine.Pipeline([first, last], num_micro_batches=8, dispatch_plan=CHUNKS[0], **TRAINING)
     pipeline.trace(np.ones((1, width), "float32"))
     assert 0 < pipeline.plan_memory()[0].num_held_bytes < 4 * width * width
-
-
-@pytest.mark.parametrize(
-    ("plan", "mapping"), [(ONE_BY_ONE, [0, 1, 2, 3]), (CHUNKS[0], [0, 1, 0, 1])], ids=["1", "2"]
-)
-def test_chunks_hold_what_the_plan_says(plan, mapping):
-    (step,) = make_steps(1)
-    pipeline = make(plan, device_mapping=mapping)
-    state = start(pipeline)
-    live_bytes = LiveBytes(pipeline.prepare())
-    pipeline.step(state, step, SCALE)
-    for found, planned in zip(live_bytes.peaks, pipeline.plan_memory(), strict=True):
-        assert found <= planned.num_live_bytes
-        assert found == pytest.approx(planned.num_live_bytes, rel=0.3)

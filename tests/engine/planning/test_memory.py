@@ -1,6 +1,7 @@
 """What stages hold between forward and backward: the plan, compiled programs and the executor's buffers."""
 
 import collections
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from ipu_pipeline.engine.execution import compiling
 from ipu_pipeline.engine.inspect import LiveBytes
 from tests.support import models
 
-WIDTH, SIZE, LAYERS, NUM_MICRO_BATCHES = 24, 16, 3, 8
+WIDTH, SIZE, LAYERS, NUM_MICRO_BATCHES = 24, 16, 2, 8
 ACTIVATION = WIDTH * SIZE * 4  # bytes
 
 
@@ -71,7 +72,7 @@ def held(mode):
     ("schedule", "num_stages", "mode"),
     [
         ("grouped", 3, None),
-        ("interleaved", 3, "auto"),
+        ("interleaved", 2, "auto"),
         ("sequential", 2, "recompute_then_backpropagate"),
         ("grouped", 2, "recompute_and_backpropagate_interleaved"),
     ],
@@ -133,7 +134,8 @@ def test_live_bytes_are_those_between_programs():
         LiveBytes(pipeline.prepare())
 
 
-def temp_bytes(mode, num_layers=5, num_stages=2):
+@functools.cache
+def temp_bytes(mode, num_layers=4, num_stages=2):
     """Temporary memory of everything as one program."""
 
     def layers(index):
@@ -161,10 +163,11 @@ def temp_bytes(mode, num_layers=5, num_stages=2):
     return pipeline.plan_ipu_memory()[0].num_temporary_bytes
 
 
-def test_recomputation_on_one_ipu_needs_less_memory():
-    without = temp_bytes(None)
-    assert temp_bytes("recompute_then_backpropagate") < 0.75 * without
-    assert temp_bytes("auto") < 0.75 * without
+@pytest.mark.parametrize(
+    "mode", ["recompute_then_backpropagate", pytest.param("auto", marks=pytest.mark.thorough)]
+)
+def test_recomputation_on_one_ipu_needs_less_memory(mode):
+    assert temp_bytes(mode) < 0.75 * temp_bytes(None)
 
 
 def test_the_plan_of_one_ipu_and_of_shared_ones():
@@ -205,6 +208,8 @@ def test_jax_checkpoint_bounds_what_is_kept():
 
 # What an IPU takes.
 
+MOMENTUM = optax.sgd(0.1, momentum=0.9)
+
 
 def bytes_by_device(tree, memory_kind="device"):
     """Bytes of the leaves on each device, each array counted once."""
@@ -226,7 +231,7 @@ def run(pipeline, num_steps=1):
 
 
 def test_the_state_that_is_on_each_ipu():
-    pipeline = make(3, "grouped", None, device_mapping=(2, 2, 0), optimizer=optax.adam(0.1))
+    pipeline = make(3, "grouped", None, device_mapping=(2, 2, 0), optimizer=MOMENTUM)
     state = run(pipeline)
     plans = pipeline.plan_ipu_memory()
     assert [plan.ipu for plan in plans] == [0, 2]
@@ -300,7 +305,7 @@ ALL = ["weights", "gradient_accumulation_buffers", "weight_update_variables"]
 @pytest.mark.usefixtures("no_garbage")
 @pytest.mark.parametrize(("offload", "mapping"), [(ALL, (0, 1, 2)), (ALL[1:2], (0, 0, 0))], ids=str)
 def test_what_is_offloaded_is_in_host_memory(offload, mapping):
-    pipeline = make(3, "grouped", None, device_mapping=mapping, offload=offload, optimizer=optax.adam(0.1))
+    pipeline = make(3, "grouped", None, device_mapping=mapping, offload=offload, optimizer=MOMENTUM)
     before = bytes_by_device(jax.live_arrays(), "pinned_host")
     state = run(pipeline)
     host = bytes_by_device(jax.live_arrays(), "pinned_host") - before

@@ -126,8 +126,7 @@ def test_a_changed_file_is_read_again(write):
 
 
 def test_a_pipeline_from_a_file_equals_a_plain_loop(write):
-    text = "0F0,0F1,,3F0,3B0,3F1,3I1,0I0,0W0,3W1,0B1\n,1F0,2F0,1F1,2F1,2B0,1I0,1W0,2B1,1I1,1W1\n"
-    scheduled.check(str(write(text)), (0, 1, 1, 0), 2)
+    scheduled.check(str(write(HALVES)), (0, 1), 2)
 
 
 def test_a_pipeline_reads_a_file_when_it_is_made(write):

@@ -100,7 +100,7 @@ def compare_with_all(problem):
 
 @pytest.mark.parametrize(("schedule", "mapping"), CASES, ids=str)
 def test_a_search_finds_what_all_splits_have(schedule, mapping):
-    for seed, room in ((0, None), (1, 1.2), (2, 1.2)):
+    for seed, room in ((0, None), (1, 1.2)):
         compare_with_all(make(seed, schedule, mapping, 8, room=room, count=2 * len(mapping)))
 
 
@@ -116,8 +116,8 @@ def test_a_search_finds_what_all_splits_of_more_layers_have(schedule, mapping, r
 def test_on_shared_cores(cores):
     """What is found takes little there, though only what cores have to do is taken into account."""
     behind = []
-    for seed in range(4):
-        problem = make(seed, cores=cores, num_layers=8)
+    for seed in range(3):
+        problem = make(seed, cores=cores, num_layers=7)
         own, shared = ({s: problem.step_time(s, n) for s in all_splits(problem)} for n in (None, cores))
         judged = {split: weigh(own[split], shared[split]) for split in own}
         found = find_split(problem)
@@ -143,18 +143,18 @@ def test_a_core_that_all_share_does_not_copy_much_for_even_stages():
 @pytest.mark.parametrize(
     ("schedule", "mapping", "num_layers", "count"),
     [
-        ("interleaved", range(4), 40, 32),
+        ("interleaved", range(4), 24, 16),
         pytest.param("zero_bubble_v", [0, 1, 2, 3, 3, 2, 1, 0], 96, 512, marks=pytest.mark.thorough),
     ],
 )
 def test_long_rows_of_layers(schedule, mapping, num_layers, count):
     """Not all of their splits can be simulated."""
     problem = make(5, schedule, mapping, num_layers=num_layers, count=count)
-    found = find_split(problem, 200)
+    found = find_split(problem, 100)
     assert not found.is_exact
-    assert found.num_simulated <= 220  # each candidate is looked at
+    assert found.num_simulated <= 120  # each candidate is looked at
     assert found.judged < problem.step_time(even_split(num_layers, len(mapping)))
-    assert find_split(problem, 200) == found
+    assert find_split(problem, 100) == found
 
 
 def test_what_stages_of_one_layer_take_is_what_layers_take():

@@ -78,11 +78,8 @@ def test_some_of_torch_s_are_read(name, tmp_path):
     assert read_all(name, STAGES_ON_A_RANK[name][-1], (2, 3), (4, 6, 8), tmp_path / "plan.csv") >= 3
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.thorough) for name in STAGES_ON_A_RANK if name != "DualPipeV"]
-    + ["DualPipeV"],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", STAGES_ON_A_RANK)
 def test_torch_s_schedules_equal_a_plain_loop(name, tmp_path):
     path = write(generate(name, 2, STAGES_ON_A_RANK[name][-1], 4), tmp_path / "plan.csv")
     scheduled.check(path, schedules.load_schedule(path).device_mapping, 4)
