@@ -128,8 +128,6 @@ def go_on(pipeline, state, updates=2):
 SPLITS = {
     "lists 2 2": lambda: as_lists([2, 2]),
     "lists 1 3": lambda: as_lists([1, 3]),
-    "lists 1 1 2": lambda: as_lists([1, 1, 2]),
-    "lists 4": lambda: as_lists([4]),
     "stacks 2 2": lambda: as_stacks([2, 2]),
     "stacks 3 1": lambda: as_stacks([3, 1]),
     "model": lambda: as_model(2),
@@ -154,12 +152,11 @@ def begun(name):
 @pytest.mark.parametrize(
     ("before", "after", "is_saved"),
     [
-        ("lists 2 2", "lists 1 1 2", False),
-        ("lists 1 3", "lists 4", True),
+        ("lists 2 2", "lists 1 3", True),
         ("stacks 2 2", "stacks 3 1", False),
         ("lists 1 3", "stacks 2 2", False),
         ("stacks 3 1", "model", True),
-        ("model", "lists 1 1 2", False),
+        ("model", "lists 2 2", False),
         ("auto", "stacks 2 2", False),
     ],
 )
@@ -185,19 +182,19 @@ def test_training_goes_on_in_another_split(before, after, is_saved, tmp_path):
 
 def test_names_of_layers_count_before_their_order():
     old, new = as_names([1, 3]), as_names([3, 1])
-    state = begin(old)
-    expected, losses = go_on(old, state)
+    state = old.init(jax.random.key(0), make_batches()[0])
     new.trace(make_batches()[0])
     moved = engine.resplit(state, new)
-    np.testing.assert_array_equal(moved.variables["stage1/ld/w"], state.variables["stage1/ld/w"])
-    moved, found = go_on(new, moved)
-    np.testing.assert_allclose(found, losses, rtol=1e-5)
-    models.assert_trees_close(engine.resplit(moved, old).variables, expected.variables)
+    places = {"a": (0, 0), "b": (1, 0), "c": (1, 0), "d": (1, 1)}
+    for name, (before, after) in places.items():
+        np.testing.assert_array_equal(
+            moved.variables[f"stage{after}/l{name}/w"], state.variables[f"stage{before}/l{name}/w"]
+        )
 
 
 def test_replicas_and_what_they_share_out():
     old, state, _later, _losses = begun("lists 2 2")
-    new = as_lists([3, 1], num_replicas=2, shard=["optimizer_state", "weights"])
+    new = as_lists([4], num_replicas=2, shard=["optimizer_state", "weights"])
     new.trace(make_batches()[0])
     moved = engine.resplit(state, new)
     sharded = moved.variables["stage0/2/w"]
@@ -216,12 +213,12 @@ def test_random_numbers_go_on():
         return run_list(parameters, jnp.where(keep, x, 0), targets)
 
     def make(sizes):
-        parts = cut(make_layers(), sizes)
+        parts = cut(make_layers(2), sizes)
         stages = [dropping] + [run_list] * (len(sizes) - 1)
         return engine.Pipeline(stages, parameters=parts, **{**OPTIONS, "loss": error})
 
-    old, new = make([2, 2]), make([1, 3])
-    state = begin(old)
+    old, new = make([1, 1]), make([2])
+    state = begin(old, 1)
     new.trace(make_batches()[0])
     np.testing.assert_allclose(go_on(new, engine.resplit(state, new))[1], go_on(old, state)[1], rtol=1e-5)
 
@@ -420,14 +417,15 @@ def test_other_optimizers():
 
 def test_optimizer_state_of_all_variables_together():
     flattened = {"optimizer": optax.flatten(optax.adam(1e-2))}
-    state = begin(as_lists([2, 2], **flattened))
+    state = begin(as_lists([2, 2], **flattened), 1)
     other = as_lists([1, 3], **flattened)
     other.trace(make_batches()[0])
     with pytest.raises(ValueError, match=r"shape \(288,\) and belongs to no single variable"):
         engine.resplit(state, other)
     same = as_lists([2, 2], **flattened)
     same.trace(make_batches()[0])
-    go_on(same, engine.resplit(state, same))
+    moved = engine.resplit(state, same)
+    jax.tree.map(np.testing.assert_array_equal, moved.optimizer_state, state.optimizer_state)
 
 
 def test_arguments_of_other_types(tmp_path):

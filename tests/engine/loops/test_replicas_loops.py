@@ -86,10 +86,8 @@ def started(model):
 @pytest.mark.parametrize(
     ("count", "every", "num_runs", "optimizer", "reduction", "num_replicas", "is_sharded"),
     [
-        (6, 3, 1, "sgd", "MEAN", 2, True),
-        (5, 3, 3, "adam", "SUM", 3, False),
+        (5, 3, 3, "adam", "MEAN", 3, False),
         (2, 5, 5, "sgd", "RUNNING_MEAN", 2, True),
-        (3, 1, 2, "adam", "MEAN", 2, False),
     ],
 )
 def test_equals_a_plain_loop(count, every, num_runs, optimizer, reduction, num_replicas, is_sharded):
@@ -125,11 +123,13 @@ def test_the_optimizers_state_is_shared_out():
             assert kernel.sharding.is_fully_replicated is not is_shared
             found.append((session.variables, session.optimizer_state(state_name(session))))
     models.assert_trees_close(found[1], found[0], 1e-6)
-    model = Model(elements, 6, 3, replicated_optimizer_state_sharding=True)
+    program = body_that_trains(Accumulating(optax.sgd(0.1), 3, replicated_optimizer_state_sharding=True))
     select(1)
-    session, _start = started(model)
-    with session, pytest.warns(UserWarning, match="there is one replica, and nothing is sharded"):
-        model.run(session)
+    with (
+        ipu.Session() as session,
+        pytest.warns(UserWarning, match="there is one replica, and nothing is sharded"),
+    ):
+        session.run(program)
 
 
 def test_nests_of_optimizers():
@@ -469,9 +469,10 @@ def test_a_checkpoint_within_an_update_goes_on_with_other_replicas(tmp_path):
     parts = np.split(np.arange(len(elements)), np.cumsum(sizes)[:-1])
     losses = [row for some in found for row in some]
     transformation = OPTIMIZERS["adam"]()
+    gradient_of = jax.jit(jax.value_and_grad(plain_loss))
     state, expected, total = transformation.init(start), start, None
     for number, (places, row) in enumerate(zip(parts, losses, strict=True), 1):
-        each = [jax.value_and_grad(plain_loss)(expected, *elements[place]) for place in places]
+        each = [gradient_of(expected, *elements[place]) for place in places]
         models.assert_trees_close(np.ravel(row), np.array([loss for loss, _gradient in each]))
         mean = jax.tree.map(lambda *leaves: sum(leaves) / len(leaves), *(g for _loss, g in each))
         total = mean if total is None else jax.tree.map(jnp.add, total, mean)
@@ -490,7 +491,6 @@ def test_a_restored_session_goes_on_in_the_data(tmp_path):
     with session:
         losses = [model.run(session) for _run in range(2)]
         session.save(tmp_path / "saved")
-    model = Model(elements, 2, 1)
     with ipu.Session() as session:
         session.run(model.initializer)
         session.restore(tmp_path / "saved")
@@ -592,6 +592,7 @@ def test_more_ipus_alone_make_no_replicas():
         assert session.run(outfeed.dequeue()).shape == (3,)
 
 
+@pytest.mark.thorough
 def test_what_is_told_of_them(tmp_path):
     elements = models.elements_of(12)
     model = Model(elements, 3, 3, is_sharded=True)
