@@ -124,7 +124,7 @@ def test_steps_at_the_same_time_and_within_each_other(rng):
 
 def test_threads_take_the_first_step_at_the_same_time(rng):
     micro_batches = models.mlp_batches(rng, 4)
-    together, alone = make(models.mlp_stages(3)), make(models.mlp_stages(3))
+    together, alone = make(models.mlp_stages(2)), make(models.mlp_stages(2))
 
     def step(pipeline):
         return pipeline.step(pipeline.init(jax.random.key(0), micro_batches[0]), micro_batches)[0].variables
@@ -231,20 +231,22 @@ def test_stage_of_parameters_and_inputs(rng):
 
 
 def test_each_stage_s_variables_are_on_its_own_device(rng):
-    pipeline = make(models.mlp_stages(4), optimizer=optax.adam(0.1), device_mapping=[3, 1, 0, 2])
+    optimizer = optax.sgd(0.1, momentum=0.9)
+    pipeline = make(models.mlp_stages(3), optimizer=optimizer, device_mapping=[3, 0, 2])
     micro_batches = models.mlp_batches(rng, 4)
     state, _outputs = pipeline.step(pipeline.init(jax.random.key(0), micro_batches[0]), micro_batches)
-    for index, ipu in enumerate([3, 1, 0, 2]):
+    for index, ipu in enumerate([3, 3, 0, 2]):
         device = {jax.devices()[ipu]}
         for name in (f"dense{index}/kernel", f"dense{index}/bias"):
             assert state.variables[name].devices() == device
-            assert state.optimizer_state[0].mu[name].devices() == device
+            assert state.optimizer_state[0].trace[name].devices() == device
 
 
 def test_donate_reuses_the_state_s_memory(rng):
     micro_batches = models.mlp_batches(rng, 4)
     kept, donated = (
-        make(models.mlp_stages(2), optimizer=optax.adam(0.1), donate=donate) for donate in (False, True)
+        make(models.mlp_stages(2), optimizer=optax.sgd(0.1, momentum=0.9), donate=donate)
+        for donate in (False, True)
     )
     # After a step all is XLA's own; some memory of initial values may be NumPy's.
     kept_state, _outputs = kept.step(kept.init(jax.random.key(0), micro_batches[0]), micro_batches)
@@ -282,10 +284,10 @@ def test_random_keys_differ_by_micro_batch_and_step_and_not_by_split(rng):
 
 def test_only_some_variables_trained(rng):
     trained = ["dense0/kernel", "dense3/bias"]
-    pipeline = make(models.mlp_stages(2), optimizer=optax.adam(0.1), trained=trained)
+    pipeline = make(models.mlp_stages(2), trained=trained)
     micro_batches = models.mlp_batches(rng, 4)
     start = pipeline.init(jax.random.key(0), micro_batches[0])
-    state, _outputs = run_both(pipeline, micro_batches, optimizer=optax.adam(0.1), trained=trained)
+    state, _outputs = run_both(pipeline, micro_batches, trained=trained, updates=1)
     changed = [n for n in start.variables if not np.array_equal(start.variables[n], state.variables[n])]
     assert changed == trained
     with pytest.raises(ValueError, match="'nothing' to train does not exist"):
@@ -303,7 +305,8 @@ def test_a_user_s_schedule(rng):
             for stage in range(num_stages)
         ]
 
-    run_both(make(models.mlp_stages(4), schedule=all_forwards_first), models.mlp_batches(rng, 4))
+    pipeline = make(models.mlp_stages(2), schedule=all_forwards_first)
+    run_both(pipeline, models.mlp_batches(rng, 4), updates=1)
 
 
 def test_compile_counts(rng):
@@ -313,13 +316,13 @@ def test_compile_counts(rng):
         if event == "/jax/core/compile/backend_compile_duration":
             compiled.append(duration)
 
-    micro_batches = models.mlp_batches(rng, 16)
+    micro_batches = models.mlp_batches(rng, 8)
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
         counts = []
-        for count in (2, 16):
+        for count in (2, 8):
             pipeline = make(
-                models.mlp_stages(4),
+                models.mlp_stages(3),
                 count=count,
                 donate=True,
                 reduction="running_mean",
@@ -328,15 +331,15 @@ def test_compile_counts(rng):
             state = pipeline.init(jax.random.key(0), micro_batches[0])
             jax.block_until_ready(state)
             compiled.clear()
-            for step in range(4):
+            for step in range(3):
                 state, outputs = pipeline.step(state, micro_batches)
                 jax.block_until_ready((state, outputs.losses))
                 if step == 0:
                     counts.append(len(compiled))
                     compiled.clear()
             assert compiled == []  # nothing after the first step
-        # Three forwards, three backwards, the last stage's one, four updates.
-        assert counts == [11, 11]
+        # Two forwards, two backwards, the last stage's one, three updates.
+        assert counts == [8, 8]
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
 
@@ -545,11 +548,11 @@ def plain_loss(variables, x, labels):
     return models.cross_entropy(x, labels)
 
 
-@pytest.mark.parametrize("mapping", [[0, 1, 2], [0, 0, 0]])
+@pytest.mark.parametrize("mapping", [[0, 1], [0, 0]])
 def test_gradients_equal_a_loop_without_this_package(mapping, rng):
     # optax.trace without decay keeps the gradients that the update was given.
     pipeline = engine.Pipeline(
-        models.mlp_stages(3),
+        models.mlp_stages(2),
         num_micro_batches=2,
         loss=lambda loss: loss,
         optimizer=optax.trace(decay=0.0),
@@ -564,8 +567,7 @@ def test_gradients_equal_a_loop_without_this_package(mapping, rng):
     models.assert_trees_close(state.optimizer_state.trace, total)
 
 
-@pytest.mark.parametrize("mapping", [[0, 1], [0, 0]])
-def test_counts_beyond_32_bits(mapping, rng):
+def test_counts_beyond_32_bits(rng):
     def first(x, labels):
         noise = jax.random.normal(engine.next_rng_key(), x.shape)
         return models.dense("first", 10, x + noise, jax.nn.relu), labels
@@ -574,14 +576,21 @@ def test_counts_beyond_32_bits(mapping, rng):
         return models.cross_entropy(models.dense("last", 10, x, lambda x: x), labels)
 
     options = {"loss": lambda loss: loss, "optimizer": optax.sgd(0.1)}
-    pipeline = engine.Pipeline([first, last], num_micro_batches=3, device_mapping=mapping, **options)
-    steps = [models.mlp_batches(rng, 3) for _ in range(2)]
-    counts = {"update_count": 2**31 - 1, "execution_count": 2**32 - 1}
-    state, _outputs = beside.train(
-        pipeline, steps, change=lambda state: dataclasses.replace(state, **counts)
+    split, together = (
+        engine.Pipeline([first, last], num_micro_batches=2, device_mapping=mapping, **options)
+        for mapping in ([0, 1], [0, 0])
     )
+    steps = [models.mlp_batches(rng, 2) for _ in range(2)]
+    counts = {"update_count": 2**31 - 1, "execution_count": 2**32 - 1}
+    state, outputs = beside.train(split, steps, change=lambda state: dataclasses.replace(state, **counts))
     assert (state.update_count, state.execution_count) == (2**31 + 1, 2**32 + 1)
+    same = dataclasses.replace(together.init(jax.random.key(0), steps[0][0]), **counts)
+    for step in steps:
+        same, others = together.step(same, step)
+    assert (same.update_count, same.execution_count) == (2**31 + 1, 2**32 + 1)
+    models.assert_trees_close(others.losses, outputs.losses)
     # Keys begin again.
     again = dataclasses.replace(beside.copied(state), execution_count=1, optimizer_state=None)
-    wanted = beside.step_plainly(pipeline, again, steps[0])[1]
-    models.assert_trees_close(pipeline.step(state, steps[0])[1].losses, wanted.losses)
+    wanted = beside.step_plainly(split, again, steps[0])[1]
+    for pipeline, after in ((split, state), (together, same)):
+        models.assert_trees_close(pipeline.step(after, steps[0])[1].losses, wanted.losses)

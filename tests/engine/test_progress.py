@@ -200,17 +200,10 @@ def test_a_first_run_tells_of_its_programs_once(mapping, screen, caplog, monkeyp
         assert shown(screen.getvalue()) == [""]
         model.run(session)
         assert len(caplog.messages) == 1
-    monkeypatch.setenv("TQDM_DISABLE", "1")
-    before = screen.getvalue()
-    model = Model(device_mapping=list(mapping), repeat_count=1)
-    with ipu.Session() as session:
-        session.run(model.initializer)
-        model.run(session)
-    assert screen.getvalue() == before
-    assert len(caplog.messages) == 2  # the log goes on
 
 
-def test_what_the_cache_has_is_told(caplog):
+def test_what_the_cache_has_is_told(caplog, capfd):
+    """In the log; there is nothing on a standard error that is no terminal."""
     if jax.config.jax_compilation_cache_dir is None:
         pytest.skip("these tests run without a cache")
     caplog.set_level(logging.INFO, "ipu_pipeline")
@@ -221,13 +214,6 @@ def test_what_the_cache_has_is_told(caplog):
             model.run(session)
     number = re.match(r"Compiled (\d+) programs", caplog.messages[-1])[1]
     assert caplog.messages[-1].endswith(f"s ({number} from the cache)")
-
-
-def test_nothing_on_a_standard_error_that_is_no_terminal(capfd):
-    model = Model(device_mapping=[0, 1], repeat_count=1)
-    with ipu.Session() as session:
-        session.run(model.initializer)
-        model.run(session)
     assert capfd.readouterr() == ("", "")
 
 

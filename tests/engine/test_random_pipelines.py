@@ -17,7 +17,7 @@ from tests.support import models, random_models
 
 NUM_THOROUGH = int(os.environ.get("RANDOM_PIPELINES", "64"))
 # How many each part has; processes share the parts. The first is for `make test`.
-PARTS = [16, *[-(-NUM_THOROUGH // 4)] * 4]
+PARTS = [4, *[-(-NUM_THOROUGH // 4)] * 4]
 # Making a failing model smaller takes many minutes, so that is done on demand only.
 ON_DEMAND = "RANDOM_PIPELINES" in os.environ
 PHASES = list(hypothesis.Phase) if ON_DEMAND else [hypothesis.Phase.generate]
@@ -184,6 +184,8 @@ def test_equal_the_unsplit_model(part):
     )
     @hypothesis.given(random_models.cases(part))
     def check_cases(case):
+        if part == 0:
+            case = case[: PIPELINES_PER_CASE // 2 : 2]  # of one training, and of both splits
         check_case(case)
         done.update(case)
 

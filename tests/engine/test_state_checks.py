@@ -20,7 +20,7 @@ def make(**options):
         parameters=PARAMETERS,
         num_micro_batches=2,
         loss=lambda loss: loss,
-        optimizer=optax.adam(0.1),
+        optimizer=optax.sgd(0.1, momentum=0.9),
         **options,
     )
 
