@@ -59,22 +59,6 @@ def test_stacks():
         np.testing.assert_array_equal(feed.place(ahead[first : first + 2], 3)[1][:2], [first, first + 1])
 
 
-def test_a_run_in_blocks(monkeypatch):
-    """Blocks of whole weight updates, and of parts: what they are cut into changes nothing."""
-    found = []
-    for block_bytes in (2**26, 2 * ELEMENT_BYTES):
-        with monkeypatch.context() as patch:
-            patch.setitem(PipelineOptions.__init__.__kwdefaults__, "block_bytes", block_bytes)
-            model = front.Model(device_mapping=[0, 0], repeat_count=4)
-        with ipu.Session(seed=3) as session:
-            session.run(model.initializer)
-            losses = [model.run(session) for _run in range(2)]
-            found.append((np.concatenate(losses), session.variables, session.update_count()))
-    assert len(found[0][0]) == 24
-    assert found[0][2] == 8
-    models.assert_trees_close(found[1], found[0], 0)
-
-
 @pytest.mark.parametrize(
     "block_bytes", [pytest.param(7 * ELEMENT_BYTES, marks=pytest.mark.thorough), 2 * ELEMENT_BYTES]
 )

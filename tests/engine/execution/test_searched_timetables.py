@@ -72,10 +72,15 @@ def test_what_is_found_is_followed():
         assert found.step_time <= time * (1 + 1e-9), name
 
 
+def traced(schedule):
+    pipeline = make(schedule)
+    pipeline.trace(MICRO_BATCHES[0])
+    return pipeline
+
+
 def test_a_limit_is_kept():
-    most = max(memory.num_device_bytes for memory in prepared("all_forwards").plan_ipu_memory())
-    free = prepared("searched")
-    least = max(memory.num_device_bytes for memory in prepared("sequential").plan_ipu_memory())
+    most = max(memory.num_device_bytes for memory in traced("all_forwards").plan_ipu_memory())
+    least = max(memory.num_device_bytes for memory in traced("sequential").plan_ipu_memory())
     limit = (least + most) // 2
     pipeline = prepared(engine.SearchedSchedule(limit))
     planned = pipeline.plan_ipu_memory()
@@ -83,7 +88,6 @@ def test_a_limit_is_kept():
     peaks = pipeline.searched().num_peak_bytes
     assert peaks == tuple(memory.num_device_bytes for memory in planned)
     assert pipeline.searched().bound > 0
-    assert max(free.searched().num_peak_bytes) > 0
 
 
 @pytest.mark.parametrize("limit", [0, True, "1 GB"])
@@ -110,6 +114,7 @@ def test_each_number_of_micro_batches_is_searched():
     assert pipeline.searched(2).step_time < pipeline.searched(4).step_time
 
 
+@pytest.mark.thorough
 def test_another_choice_of_what_is_kept_is_measured_again():
     pipeline = prepared("searched")
     before = pipeline.scenario()

@@ -90,7 +90,8 @@ def test_where_rows_are_joined_last(monkeypatch):
     assert lower(make(2, schedule="sequential", num_replicas=2), 1)[-3:] == ["B0.0", "reduce 0", "reduce 1"]
 
 
-@pytest.mark.parametrize("is_used", [True, pytest.param(False, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("is_used", [True, False])
 def test_a_row_without_gradients_is_joined_too(is_used):
     """Of its variables there are accumulators, which no program adds to."""
 
@@ -108,8 +109,7 @@ def test_a_row_without_gradients_is_joined_too(is_used):
         optimizer=optax.sgd(0.1),
         num_replicas=2,
     )
-    data = models.mlp_batches(np.random.default_rng(0), 4)
-    beside.train(pipeline, [data[:2], data[2:]])
+    beside.train(pipeline, [models.mlp_batches(np.random.default_rng(0), 2)])
 
 
 class Moves:
@@ -180,12 +180,12 @@ def run(pipeline, num_updates, **options):
     return told, state
 
 
-@pytest.mark.parametrize("mapping", [pytest.param([0, 1], marks=pytest.mark.thorough), [0, 0]])
-def test_steps_are_run_one_after_another(mapping):
-    told, state = run(make(device_mapping=mapping), 4)
+@pytest.mark.thorough
+def test_steps_are_run_one_after_another():
+    told, state = run(make(), 4)
     assert sum(count for count, _updates in told) == 4
     assert told[-1][1] == 4
-    other = make(device_mapping=mapping)
+    other = make()
     data = models.mlp_batches(np.random.default_rng(0), 10)
     expected = other.init(jax.random.key(0), data[0])
     for first in range(0, 8, 2):

@@ -111,6 +111,7 @@ def test_what_devices_have():
     assert measured == planned.num_variable_bytes + planned.num_optimizer_bytes
 
 
+@pytest.mark.thorough
 def test_dense_layers_have_one_sum_over_the_devices():
     """As in Megatron-LM."""
     pipeline = make_divided()
@@ -123,9 +124,17 @@ def test_dense_layers_have_one_sum_over_the_devices():
 
 def test_nothing_is_compiled_twice():
     """Also where a partition ends with None, which JAX leaves away in what it gives back."""
-    variables = {"first/in": P(None, "model"), "first/out": P("model", None), "second/out": P(("model",))}
-    shared_out = {"shard": ["optimizer_state", "weights"]}
-    pipeline = make_divided(2, tensor_parallel=engine.TensorParallel(2, variables), **shared_out)
+
+    def stage(x, labels):
+        return models.cross_entropy(block("only", x), labels)
+
+    variables = {"only/in": P(None, "model"), "only/out": P("model", None), "only/offset": P(("model",))}
+    pipeline = make_divided(
+        2,
+        stages=[stage],
+        tensor_parallel=engine.TensorParallel(2, variables),
+        shard=["optimizer_state", "weights"],
+    )
     step = make_steps(2)[0]
     state = pipeline.init(jax.random.key(0), step[0])
     state, _outputs = pipeline.step(state, step)
@@ -423,7 +432,14 @@ def test_an_estimator(tmp_path):
 
 def test_an_execution_report(tmp_path):
     """An IPU is shown by the first of its devices."""
-    pipeline = make_divided()
+
+    def first(x, labels):
+        return jnp.tanh(x @ engine.get_variable("in", (12, SIZE))), labels
+
+    def last(x, labels):
+        return models.cross_entropy(x @ engine.get_variable("out", (SIZE, 10)), labels)
+
+    pipeline = make_divided(stages=[first, last], optimizer=optax.sgd(0.1))
     (step, *_rest) = make_steps(1)
     state = pipeline.init(jax.random.key(0), step[0])
     with ipu.reports.capture(tmp_path / "report"):

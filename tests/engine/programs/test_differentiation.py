@@ -91,13 +91,12 @@ def transposed_in_a_scan(x):
     return jax.lax.scan(body, x, kernel("stack", (3, WIDTH, WIDTH)))[0]
 
 
-def test_a_scan_over_layers_stores_no_weights(rng):
+def test_a_scan_over_layers_stores_no_weights():
     """Its backward needs w.T of every layer, which does not depend on the data."""
     stages = [lambda x: x @ kernel("first"), transposed_in_a_scan, mean_square]
     pipeline = trace(stages)
     shapes = [aval.shape for aval in pipeline.programs[1].residuals]
     assert (3, WIDTH, WIDTH) not in shapes
-    assert_step_equals_reference(pipeline, rng)
 
 
 def test_an_assigned_variable_that_the_backward_needs_is_stored_as_it_was(rng):

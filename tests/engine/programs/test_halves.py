@@ -97,9 +97,8 @@ def some_halved(num_stages, num_micro_batches, device_mapping, training):
     return changed
 
 
-@pytest.mark.parametrize("mapping", [(0, 1, 0, 1), pytest.param((1, 0, 0, 0), marks=pytest.mark.thorough)])
-def test_orders_of_one_s_own(mapping):
-    pipeline = make(some_halved, scheduled.stages(4), device_mapping=mapping, loss=lambda loss: loss)
+def test_orders_of_one_s_own():
+    pipeline = make(some_halved, scheduled.stages(3), device_mapping=(0, 1, 0), loss=lambda loss: loss)
     step = list(np.random.default_rng(0).normal(size=(COUNT, 2, scheduled.SIZE)).astype("float32"))
     beside.train(pipeline, [step])
 

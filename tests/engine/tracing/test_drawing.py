@@ -14,10 +14,8 @@ from tests.support.compilations import compilations
 KEY = jax.random.key(7)
 DRAWN = {
     "glorot_uniform": find_initializer("glorot_uniform"),
-    "he_normal": initializers.he_normal(),
     "normal": initializers.normal(0.02),
     "uniform": find_initializer("uniform"),
-    "truncated": initializers.truncated_normal(0.5),
     "constant": initializers.constant(0.3),
     "zeros": initializers.zeros,
 }

@@ -89,7 +89,7 @@ def in_vmap_and_grad(x):
 @pytest.mark.parametrize(
     "stage",
     [
-        in_scan,
+        pytest.param(in_scan, marks=pytest.mark.thorough),
         pytest.param(in_nested_scan, marks=pytest.mark.thorough),
         in_both_branches,
         in_switch,
@@ -138,7 +138,7 @@ def test_a_scan_s_variable_has_the_gradient_of_the_same_scan_by_hand(rng):
         return jnp.mean(value**2)
 
     w = state.variables["w"]
-    models.assert_trees_close(new_state.variables["w"], w - jax.grad(by_hand)(w))
+    models.assert_trees_close(new_state.variables["w"], w - jax.jit(jax.grad(by_hand))(w))
 
 
 def trace_stage(stage):
@@ -202,7 +202,9 @@ def test_cached_functions_in_several_stages_and_pipelines():
 
             return call
 
-        pipeline = engine.Pipeline([stage(scope) for scope in scopes], num_micro_batches=1)
+        pipeline = engine.Pipeline(
+            [stage(scope) for scope in scopes], num_micro_batches=1, device_mapping=[0] * len(scopes)
+        )
         state = pipeline.init(jax.random.key(0), np.zeros((3, WIDTH), "float32"))
         state, outputs = pipeline.step(state, [np.zeros((3, WIDTH), "float32")])
         assert sorted(state.variables) == sorted(f"{s}/{v}" for s in scopes for v in ("cached", "mean"))

@@ -119,7 +119,7 @@ def test_what_may_have_modules():
         "sizes": lambda x: x * block.linear.out_features,
         "arrays": lambda x: nnx.merge(graphdef, arrays)(x),
     }
-    pipeline = make(*stages.values())
+    pipeline = make(*stages.values(), device_mapping=[0] * (len(stages) + 1))
     state = pipeline.init(jax.random.key(0), X)
     state, _outputs = pipeline.step(state, [X])
     (trained,) = (name for name in state.variables if name.startswith("merged/linear/kernel"))

@@ -30,7 +30,7 @@ def join(a, labels, b):
     return models.cross_entropy(logits, labels)
 
 
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("training", [pytest.param(True, marks=pytest.mark.thorough), False])
 def test_at_the_beginning_and_at_the_end(training, rng):
     def one(x, labels):
         return {"a": models.dense("one", 8, x, jnp.tanh)}
@@ -106,8 +106,8 @@ def test_turns_of_those_on_one_ipu(schedule):
         assert own == [*((F, stage) for stage in range(4)), *((B, stage) for stage in (3, 2, 1, 0))]
 
 
-@pytest.mark.parametrize("num_replicas", [pytest.param(1, marks=pytest.mark.thorough), 2])
-def test_a_schedule_with_other_turns_on_one_ipu(num_replicas, rng):
+@pytest.mark.thorough
+def test_a_schedule_with_other_turns_on_one_ipu(rng):
     """With replicas each stage has a program, which reads what another one read before it."""
     pipeline = engine.Pipeline(
         [first, [left, right], join],
@@ -116,9 +116,9 @@ def test_a_schedule_with_other_turns_on_one_ipu(num_replicas, rng):
         optimizer=optax.sgd(0.1),
         schedule=on_one_ipu,
         device_mapping=[0, [0, 0], 0],
-        num_replicas=num_replicas,
+        num_replicas=2,
     )
-    beside.train(pipeline, [models.mlp_batches(rng, 3 * num_replicas)])
+    beside.train(pipeline, [models.mlp_batches(rng, 6)])
 
 
 @pytest.mark.parametrize(

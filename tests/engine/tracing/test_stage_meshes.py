@@ -112,7 +112,9 @@ def train_plainly(block, parameters, step):
         losses = [jnp.mean((block(parameters[1], block(parameters[0], x)) - y) ** 2) for x, y in step]
         return sum(losses) / len(losses)
 
-    return jax.tree.map(lambda p, gradient: p - 0.1 * gradient, parameters, jax.grad(loss)(parameters))
+    return jax.tree.map(
+        lambda p, gradient: p - 0.1 * gradient, parameters, jax.jit(jax.grad(loss))(parameters)
+    )
 
 
 def check(pipeline, block=plain_block, num_replicas=1):
@@ -129,12 +131,11 @@ def check(pipeline, block=plain_block, num_replicas=1):
 @pytest.mark.parametrize(
     ("block", "size", "options"),
     [
-        (mapped_block, 2, {"schedule": "zero_bubble_h1"}),
+        (mapped_block, 2, {}),
         pytest.param(mapped_block, None, {"num_replicas": 2}, marks=pytest.mark.thorough),
         pytest.param(
             constrained_block, 2, {"recompute": engine.Recomputation.AUTO}, marks=pytest.mark.thorough
         ),
-        (constrained_block, None, {"device_mapping": [0, 0], "schedule": "sequential"}),
         pytest.param(
             mapped_block,
             2,
@@ -226,7 +227,7 @@ class LinenBlock(nn.Module):
 
 def test_linen():
     module = LinenBlock()
-    parameters = module.init(jax.random.key(1), make_step()[0][0])
+    parameters = jax.jit(module.init)(jax.random.key(1), make_step()[0][0])
 
     def block(p, x):
         with nn.logical_axis_rules(RULES):

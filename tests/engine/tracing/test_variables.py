@@ -88,7 +88,8 @@ def test_initial_values():
 @pytest.mark.parametrize(("shape", "fan"), [((400,), 400), ((), 1)])
 def test_the_default_initializer_of_vectors_and_scalars(shape, fan):
     """As TensorFlow 1: Glorot uniform for every rank, with both fans the size of a vector."""
-    values = np.array([value_of("b", shape, seed=seed)[0] for seed in range(40)])
+    first, spec = value_of("b", shape)
+    values = np.array([first, *(initial_value(spec, jax.random.key(seed)) for seed in range(1, 40))])
     limit = np.sqrt(6 / (2 * fan))
     assert np.abs(values).max() <= limit
     assert np.abs(values).max() > 0.9 * limit
@@ -263,8 +264,7 @@ def test_one_input_needs_no_list():
         assert session.run(program) == [6]
 
 
-@pytest.mark.parametrize("mapping", [pytest.param([0, 0], marks=pytest.mark.thorough), [0, 1]])
-def test_a_variable_of_size_zero(mapping, tmp_path, rng):
+def test_a_variable_of_size_zero(tmp_path, rng):
     def last(h):
         return jnp.mean((h - 1) ** 2) + jnp.sum(h @ engine.get_variable("empty", (3, 0)))
 
@@ -273,7 +273,7 @@ def test_a_variable_of_size_zero(mapping, tmp_path, rng):
         num_micro_batches=2,
         loss=lambda loss: loss,
         optimizer=optax.sgd(0.1),
-        device_mapping=mapping,
+        device_mapping=[0, 0],
     )
     step = list(rng.normal(size=(2, 2, 4)).astype("float32"))
     state, _outputs = beside.train(pipeline, [step])

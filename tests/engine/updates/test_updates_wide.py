@@ -64,7 +64,7 @@ def run(dtype, accumulator_dtype, reduction, elements):
 @pytest.mark.parametrize(
     ("dtype", "accumulator_dtype", "wide", "reduction"),
     [
-        ("float16", "float32", "float32", "SUM"),
+        pytest.param("float16", "float32", "float32", "SUM", marks=pytest.mark.thorough),
         pytest.param("bfloat16", "float16", "float32", "RUNNING_MEAN", marks=pytest.mark.thorough),
         pytest.param("float32", "bfloat16", "float32", "SUM", marks=pytest.mark.thorough),
         pytest.param("bfloat16", "bfloat16", "bfloat16", "MEAN", marks=pytest.mark.thorough),
