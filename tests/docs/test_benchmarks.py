@@ -219,7 +219,13 @@ def test_a_workload_has_the_stages_that_it_says():
         assert (found.shape, found.dtype) == ((), jnp.float32)
 
 
-@pytest.mark.parametrize("case", sorted(torch_models.CASES))
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[] if case == "mlp" else [pytest.mark.thorough])
+        for case in sorted(torch_models.CASES)
+    ],
+)
 def test_a_torch_module_and_its_layers_are_the_same_model(case):
     """Their outputs and loss, not only how long they take, are compared; with few inputs here."""
     case, make_stages = torch_models.CASES[case], layers_models.STAGES[case]

@@ -38,7 +38,7 @@ TOGETHER = {
 
 
 @pytest.mark.parametrize(
-    "group", ["engine", "package", "others", pytest.param("estimators", marks=pytest.mark.thorough)]
+    "group", ["others", *(pytest.param(group, marks=pytest.mark.thorough) for group in TOGETHER)]
 )
 def test_examples_do_what_they_say(group, tmp_path):
     others = [name for name in reference.PUBLIC if name not in sum(TOGETHER.values(), ())]

@@ -6,6 +6,8 @@ import sys
 import xml.etree.ElementTree
 from pathlib import Path
 
+import pytest
+
 from benchmarks.history import Measured
 from ipu_pipeline.engine.schedules.timetables import timetable
 from tests.support import forked
@@ -53,6 +55,7 @@ finally:
 """
 
 
+@pytest.mark.thorough
 def test_figures_are_up_to_date(tmp_path):
     """`python scripts/draw_figures.py` draws them again; it starts no backend, and needs no folder."""
     result = forked.run(CHECK, environment(as_tests=True), tmp_path)

@@ -3,8 +3,6 @@
 The page names a test for each program: those that are not here are in the room that they are about.
 """
 
-import copy
-import io
 import re
 from pathlib import Path
 
@@ -27,39 +25,6 @@ class WithLoss(torch.nn.Module):
     def forward(self, x, target=None):
         x = self.fc(x)
         return (x, self.loss(x, target)) if self.training else x
-
-
-def test_2_training_with_defaults_and_inference_on_the_cpu():
-    """And listing 5: modes, saved weights, and training on the host."""
-    model = seeded(WithLoss)
-    plain = copy.deepcopy(model)
-    model.eval()
-    validating = poptorch.inferenceModel(model, make_options())
-    model.train()
-    training = poptorch.trainingModel(model, make_options())
-    x, target = torch.rand(10), torch.rand(10)
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.01)
-
-    def train_on_the_host(model, optimizer):
-        optimizer.zero_grad()
-        model(x, target)[1].backward()
-        optimizer.step()
-
-    for _call in range(20):
-        assert len(training(x, target)) == 2
-        train_on_the_host(plain, optimizer)
-    file = io.BytesIO()
-    torch.save(model.state_dict(), file)
-    file.seek(0)
-    assert_close(torch.load(file).values(), plain.state_dict().values())
-    on_host = plain.eval()(x).detach()
-    assert_close([model.eval()(x).detach(), validating(x)], [on_host] * 2)
-    train_on_the_host(model.train(), torch.optim.SGD(model.parameters(), lr=0.5))
-    assert_close([validating(x)], [on_host])
-    validating.copyWeightsToDevice()
-    trained = model.eval()(x).detach()
-    assert not torch.equal(trained, on_host)
-    assert_close([validating(x)], [trained])
 
 
 def test_4_float16():
@@ -90,6 +55,7 @@ class SquareOfProduct(torch.nn.Module):
         return z, poptorch.identity_loss(z**2, reduction="mean")
 
 
+@pytest.mark.thorough
 def test_16_groups_of_replicas():
     generator = torch.Generator().manual_seed(100)
     x = torch.randn(24, 40, generator=generator)
@@ -134,29 +100,6 @@ def test_17_loss_scaling():
     message = "momentum of group 0 is constant since the model was compiled"
     with pytest.raises(poptorch.Error, match=message):
         training.setOptimizer(poptorch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9))
-
-
-def test_19_the_state_of_an_optimizer_is_saved():
-    def run(is_interrupted):
-        model = seeded(WithLoss)
-        optimizer = poptorch.optim.Adam(model.parameters(), lr=0.01)
-        training = poptorch.trainingModel(model, make_options(), optimizer)
-        x = torch.linspace(-1, 1, 10)
-        training(x, x * x)
-        if is_interrupted:
-            file = io.BytesIO()
-            torch.save(optimizer.state_dict(), file)
-            file.seek(0)
-            training.destroy()
-            optimizer = poptorch.optim.Adam(model.parameters(), lr=0.01)
-            optimizer.load_state_dict(torch.load(file))
-            training = poptorch.trainingModel(model, make_options(), optimizer)
-        training(x, x * x)
-        return model, optimizer.state_dict()["ipu_state"]
-
-    (model, state), (other, other_state) = run(True), run(False)
-    assert_same_state(model, other, 1e-7)
-    assert_close(state.values(), other_state.values(), 1e-7)
 
 
 # The page.

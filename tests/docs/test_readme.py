@@ -34,6 +34,7 @@ def assert_is_what_the_example_prints(printed):
         assert abs(float(actual) - float(written)) < 0.01  # the last digits are the machine's
 
 
+@pytest.mark.thorough
 def test_example(tmp_path):
     assert_is_what_the_example_prints(run_each({"readme": example()}, tmp_path, as_tests=True)["readme"])
     assert list((tmp_path / "readme" / "cache").iterdir())

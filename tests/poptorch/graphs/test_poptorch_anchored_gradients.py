@@ -39,7 +39,7 @@ def expect(model, x, target):
     ("num_replicas", "strategy", "scale"),
     [
         (1, poptorch.PipelinedExecution(poptorch.Stage("first", "second")), 1.0),
-        (2, poptorch.PipelinedExecution(), 128.0),
+        pytest.param(2, poptorch.PipelinedExecution(), 128.0, marks=pytest.mark.thorough),
     ],
     ids=["one stage", "replicas"],
 )

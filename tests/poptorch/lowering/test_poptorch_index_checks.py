@@ -94,6 +94,7 @@ class Branch(torch.nn.Module):
         return torch.cond(x.sum() > 0, lambda x, at: x[at], lambda x, _at: x + 0, [x, at])
 
 
+@pytest.mark.thorough
 def test_branches_and_replicas():
     options = make_options().checkIndices().set(replication_factor=2)
     inference = poptorch.inferenceModel(Branch(), options)

@@ -181,6 +181,7 @@ class Control(nn.Module):
         return chosen, power, total, sums, mapped(lambda row, y: row * y, x, x[0] * 2)
 
 
+@pytest.mark.thorough
 def test_control_flow_of_torch_is_that_of_jax():
     module, x = Control(), torch.arange(6.0).reshape(2, 3) / 5
     program, _inputs = lowered.lower(module, x, torch.tensor(True))

@@ -95,10 +95,6 @@ def check(some):
         assert REFUSED[name] in str(error)
 
 
-def test_convolutions_of_the_list_are_computed_as_torch_does():
-    check([case for case in cases() if "Conv" in case.name or "fold" in case.name.lower()])
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("part", range(8))
 def test_the_list_is_computed_as_torch_does_except_what_is_refused_by_name(part):

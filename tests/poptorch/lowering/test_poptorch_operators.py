@@ -20,8 +20,9 @@ NAMES = sorted(OUTCOMES)
 EACH_RUN, IN_SHARES, SHARE = 100, 16, 3  # unmarked one in 100; of the others one share of 16
 
 
-def check(names):
-    found = operator_database.measure(names, 2)
+def check(names, count=2):
+    """By that many of the database's inputs of each."""
+    found = operator_database.measure(names, count)
     assert {name: (o.kind, o.has_gradient, o.why) for name, o in found.items()} == {
         name: OUTCOMES[name] for name in names
     }
@@ -38,7 +39,7 @@ def test_the_page_has_every_operator_and_none_is_wrong():
 
 
 def test_operators_do_what_the_page_says():
-    check(NAMES[::EACH_RUN])
+    check(NAMES[::EACH_RUN], 1)
 
 
 @pytest.mark.thorough

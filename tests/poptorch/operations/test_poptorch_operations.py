@@ -274,7 +274,7 @@ def test_layouts():
 
 
 def checkpointed(self, x, mark=poptorch.recomputationCheckpoint):
-    for _layer in range(3):
+    for _layer in range(2):
         x = mark(torch.sin(x))
         for _operation in range(3):
             x = torch.tanh(x * self.last.weight.sum())
@@ -307,7 +307,7 @@ def test_a_model_with_checkpoints_computes_the_rest_again():
 
 
 def in_torchs_regions(self, x, is_reentrant=False):
-    for _layer in range(3):
+    for _layer in range(2):
 
         def region(x, shift):
             for _operation in range(3):
@@ -325,8 +325,9 @@ def test_regions_of_torchs_own_checkpoints_are_computed_again(is_reentrant):
     def compute(self, x):
         return in_torchs_regions(self, x, is_reentrant)
 
-    train_as_torch(compute, calls=1)
     assert 0 < bytes_held(compute) < bytes_held_without() / 2
+    if is_reentrant:  # the other kind trains in graphs/test_poptorch_own_backwards.py
+        train_as_torch(compute, calls=1)
 
 
 def test_a_region_of_torchs_checkpoints_raises_the_users_error_and_has_no_policy(log):
@@ -379,10 +380,8 @@ def test_name_scopes(log):
 
 
 def test_nop_and_set_available_memory(log):
-    def run(self, x):
-        return poptorch.set_available_memory(poptorch.nop(self.last(x)), 0.5)
-
-    train_as_torch(run)
+    x = draw(3)
+    assert_close([infer(lambda x: poptorch.set_available_memory(poptorch.nop(x), 0.5) * 2, x)], [x * 2])
     assert log == [line for line in log if line.startswith("poptorch.set_available_memory has no effect")]
     assert len(log) == 1
     x = draw(3).requires_grad_()

@@ -25,7 +25,7 @@ def groups_of(model):
     ("name", "arguments"),
     [
         ("SGD", {"momentum": 0.9, "dampening": 0.1, "loss_scaling": 64.0, "max_grad_norm": 0.1}),
-        ("LAMB", {"loss_scaling": 2.0}),
+        pytest.param("LAMB", {"loss_scaling": 2.0}, marks=pytest.mark.thorough),
     ],
 )
 def test_equal_to_torch(name, arguments, caplog):
