@@ -284,7 +284,7 @@ def test_random_keys_differ_by_micro_batch_and_step_and_not_by_split(rng):
 
 def test_only_some_variables_trained(rng):
     trained = ["dense0/kernel", "dense3/bias"]
-    pipeline = make(models.mlp_stages(2), trained=trained)
+    pipeline = make(models.mlp_stages(2), optimizer=optax.sgd(0.1, momentum=0.9), trained=trained)
     micro_batches = models.mlp_batches(rng, 4)
     start = pipeline.init(jax.random.key(0), micro_batches[0])
     state, _outputs = run_both(pipeline, micro_batches, trained=trained, updates=1)
