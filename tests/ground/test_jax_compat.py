@@ -78,7 +78,9 @@ def without(*paths):
 def train(import_module, directory):
     """Losses, variables and checkpoints of training whose second half is run again by another session."""
     ipu = import_module("ipu_pipeline")
-    training = import_module("tests.support.resumable").Training(repeat_count=2)
+    training = import_module("tests.support.resumable").Training(
+        repeat_count=2, optimizer=optax.sgd(1e-2, momentum=0.9)
+    )
     with ipu.Session(seed=3) as session:
         training.start(session)
         losses = [training.run(session, 1)]

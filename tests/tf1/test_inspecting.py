@@ -116,8 +116,7 @@ def assert_close(found, wanted):
 @pytest.mark.parametrize(
     ("mapping", "options", "trains"),
     [
-        ([0, 0, 0], {}, True),
-        ([0, 1, 2], {"dispatch_plan": Chunking(2)}, True),
+        pytest.param([0, 1, 2], {"dispatch_plan": Chunking(2)}, True, marks=pytest.mark.thorough),
         ([0, 0, 0], {"batch_serialization_iterations": 2, "count": 2}, True),
         ([0, 1, 2], {"accumulate_outfeed": True}, False),
     ],
@@ -138,7 +137,7 @@ def test_stages_enqueue_for_every_micro_batch_in_order(mapping, options, trains)
     ("mapping", "scale", "mode", "make_optimizer"),
     [
         ([0, 0, 0], 2.0**8, MODES.AFTER_COMPUTE, tf1.GradientDescentOptimizer),
-        ([1, 0, 2], None, MODES.AFTER_COMPUTE, optax.sgd),
+        pytest.param([1, 0, 2], None, MODES.AFTER_COMPUTE, optax.sgd, marks=pytest.mark.thorough),
         ([0, 1, 0], 2.0**8, MODES.BEFORE_APPLY, optax.sgd),
     ],
 )

@@ -108,8 +108,10 @@ def inputs_of(kind, rng):
 
 def test_layers_equal_their_casts_written_out():
     """In one of the two dtypes, and every other layer in the other."""
-    cases, dtypes = [], [HALVES[number % 2] for number in range(len(LAYERS))]
-    for dtype, (kind, (arguments, apply)) in zip(dtypes, LAYERS.items(), strict=True):
+    kinds = ("Dense", "Embedding", "Conv1D", "DepthwiseConv2D", "BatchNormalization", "GroupNormalization")
+    cases, dtypes = [], [HALVES[number % 2] for number in range(len(kinds))]
+    for dtype, kind in zip(dtypes, kinds, strict=True):
+        arguments, apply = LAYERS[kind]
 
         def reference(variables, x, kind=kind, apply=apply, dtype=dtype):
             assert {value.dtype.name for value in variables.values()} == {"float32"}
@@ -134,7 +136,7 @@ def dtypes_of(stage):
 
 
 def test_a_block_is_as_arguments(rng):
-    xs = {kind: inputs_of(kind, rng) for kind in ("Dense", "Embedding", "Conv2D", "BatchNormalization")}
+    xs = {kind: inputs_of(kind, rng) for kind in ("Dense", "BatchNormalization")}
 
     def make(**dtypes):
         return {kind: getattr(layers, kind)(**LAYERS[kind][0], name=kind, **dtypes) for kind in xs}

@@ -68,15 +68,16 @@ class Program:
         parameters = {"a": jnp.full((4, 4), 0.1, self.dtype), "b": jnp.full(4, 0.3, self.dtype)}
         state = optax.adam(0.0).init(parameters)
         rows, outputs = iter([*ROWS.astype(self.dtype)] * 8), []
+
+        @jax.jit
+        @jax.value_and_grad
+        def differentiate(p, x, scale):
+            return jnp.sum(scale * (jnp.tanh(x @ p["a"]) * scale * scale) @ p["b"]) ** 2
+
         for rate, scale in [call for call in calls for _update in range(2)]:
             total = jax.tree.map(jnp.zeros_like, parameters)
             for _micro_batch in range(3):
-                x = next(rows)
-
-                def loss(p, x=x, scale=scale):
-                    return jnp.sum(scale * (jnp.tanh(x @ p["a"]) * scale * scale) @ p["b"]) ** 2
-
-                value, gradients = jax.value_and_grad(loss)(parameters)
+                value, gradients = differentiate(parameters, next(rows), scale.astype(self.dtype))
                 outputs.append(value)
                 total = jax.tree.map(lambda one, other: one + 2 * other, total, gradients)
             with jax.numpy_dtype_promotion("standard"):

@@ -90,7 +90,7 @@ def test_dropout():
 
 def test_dense_and_embedding_equal_flax(rng):
     cases, table = [], linen.Embed(7, 5)
-    for dtype in ("float32", "bfloat16"):
+    for dtype in ("bfloat16",):
         module = linen.Dense(4, dtype=dtype)
         layer = layers.Dense(4, bias_initializer="normal", dtype=dtype)
         x = rng.normal(size=(2, 5, 3)).astype("float32").astype(dtype)
@@ -105,7 +105,7 @@ def test_dense_and_embedding_equal_flax(rng):
         return table.apply({"params": {"embedding": variables["embeddings"]}}, x)
 
     outputs = layer_cases.check_all([*cases, layer_cases.Case(layers.Embedding(7, 5), x, look_up)])
-    assert outputs[2].shape == (2, 3, 2, 5)
+    assert outputs[1].shape == (2, 3, 2, 5)
 
 
 def test_initial_values_of_embeddings():

@@ -136,36 +136,13 @@ def check(found, expected):
 
 
 def test_layers_outside_of_a_compiled_function():
-    expected = train(Queues(), lambda _rate: by_hand())
     queues = Queues()
     stages = queues.auto(inputs=[ipu.placeholder(np.float32, [])], measure=True)
-    check(train(queues, lambda _rate: stages), expected)
     assert isinstance(stages, pipelining_ops.AutoStages)
     assert stages.table.layers == ("first", "dense.0", "dense.1", "last")
     assert [stage.__name__ for stage in stages] == [
         "-".join(LAYERS[layer].__name__ for layer in group) for group in stages.groups
     ]
-
-
-def test_layers_in_a_compiled_function_that_captures_a_placeholder_and_gets_the_global_step():
-    scale = ipu.placeholder(np.float32, [], name="scale")
-
-    def scaled(rate, loss):
-        return pipelining_ops.OptimizerFunctionOutput(optax.sgd(rate * scale), loss)
-
-    def model():
-        rate = 0.1 / (ipu.get_global_step().astype(np.float32) + np.float32(1.0))
-        stages = queues.auto(inputs=[rate], optimizer_function=scaled)
-        assert len(stages) == 3
-        return queues.pipeline(stages, [rate], optimizer_function=scaled)
-
-    queues = Queues()
-    with ipu.scopes.ipu_scope("/device:IPU:0"):
-        program = ipu.ipu_compiler.compile(model)
-    with ipu.Session(seed=1) as session:
-        session.run(queues.infeed.initializer)
-        session.run(program, {scale: 1.0})
-        assert len(session.run(queues.outfeed.dequeue())) == COUNT
 
 
 def test_a_function_inside_and_outside_of_a_compiled_function():

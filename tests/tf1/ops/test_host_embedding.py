@@ -173,6 +173,7 @@ def test_pipelines(options):
     np.testing.assert_array_equal(table, found["words"])
 
 
+@pytest.mark.thorough
 def test_replicas():
     front.ipu_config(4).configure_ipu_system()
     model = Pipelined(replicas=2, count=2, updates=1)
@@ -210,6 +211,7 @@ class Looped:
     run = Pipelined.run
 
 
+@pytest.mark.thorough
 def test_a_sharded_loop():
     model = Looped(4, every=2, sharded=True)
     start = initial(model)

@@ -140,7 +140,7 @@ def initial(tmp_path_factory):
     return variables_of(estimator.train(dataset, steps=COUNT))
 
 
-@pytest.mark.parametrize("make_spec", [in_closure, made_outside, through_inputs])
+@pytest.mark.parametrize("make_spec", [made_outside, through_inputs])
 def test_a_decay_in_an_estimator_goes_by_micro_batches(make_spec, initial, tmp_path):
     hook = Steps()
     estimator = estimator_of(make_spec, tmp_path, per_loop=COUNT)

@@ -119,14 +119,12 @@ np.savez({str(tmp_path / "found.npz")!r}, *found)
 
 def test_several_stages_on_an_ipu(tmp_path):
     compiled = compile_inference(mapping=[1, 0, 1], num_stages=3)
-    single = compile_inference(num_stages=1)
     with ipu.Session() as session:
         expected = run(session, compiled)
-        for number, one in enumerate((compiled, single)):
-            session.export(tmp_path / str(number), one[0])
-            program = ipu.load_program(tmp_path / str(number))
-            assert program.num_ipus == 2 - number
-            assert_close(program.run(elements(4)), expected)
+        session.export(tmp_path / "program", compiled[0])
+        program = ipu.load_program(tmp_path / "program")
+        assert program.num_ipus == 2
+        assert_close(program.run(elements(4)), expected)
 
 
 def test_placeholders(tmp_path):

@@ -87,7 +87,7 @@ def assert_close(found, wanted):
 
 
 def test_state_and_averages_are_those_of_a_plain_loop(tmp_path):
-    train = Model(with_averaged_weights(optax.adam(0.01), DECAY))
+    train = Model(with_averaged_weights(optax.adam(0.01), DECAY), (0, 0))
     evaluate = Model()
     after, state = plain_loop(optax.adam(0.01))
     average = averages(after)

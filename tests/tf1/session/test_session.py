@@ -47,28 +47,6 @@ def test_training_equals_the_reference():
         assert session.update_count() == 4
 
 
-def test_evaluation_shares_the_trained_variables():
-    model = front.Model()
-    outfeed = IPUOutfeedQueue()
-    infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(front.data(2))
-
-    def evaluate(x, labels):
-        return front.second_stage(*front.first_stage(0.0, x, labels))[1]
-
-    evaluation = front.compile_pipeline([evaluate], 2, infeed_queue=infeed, outfeed_queue=outfeed)
-    with front.session_of(model) as session:
-        model.run(session)
-        session.run(infeed.initializer)
-        before = session.variables
-        session.run(evaluation)
-        losses = session.run(outfeed.dequeue())
-        models.assert_trees_close(session.variables, before, 0.0)
-        model.run(session)  # trains on
-        assert session.update_count() == 2
-    expected, _variables = expected_run(model, before, 1)
-    models.assert_trees_close(losses, expected[:2])
-
-
 def test_computing_around_pipelines():
     """Segments run in order: a variable read after a pipeline has its new value, before it its old one."""
     outfeeds = [IPUOutfeedQueue(), IPUOutfeedQueue()]
