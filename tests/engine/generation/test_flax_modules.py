@@ -28,7 +28,7 @@ class Block(linen.Module):
     @linen.compact
     def __call__(self, x):
         mask = None if self.decode else linen.make_causal_mask(x[..., 0])
-        return x + linen.MultiHeadDotProductAttention(2, decode=self.decode)(x, mask=mask)
+        return x + linen.MultiHeadDotProductAttention(2, decode=self.decode, use_bias=False)(x, mask=mask)
 
 
 class NnxBlock(nnx.Module):
@@ -74,10 +74,12 @@ def nnx_parts(decode):
 @pytest.mark.parametrize("make", [linen_parts, nnx_parts])
 def test_tokens_are_those_of_the_module_in_one_call(make):
     read, block = make(decode=False)
-    head = layers.Flax(linen.Dense(WORDS), name="head")
+    head = layers.Flax(linen.Dense(WORDS, use_bias=False), name="head")
 
     whole = engine.Pipeline(
-        [lambda tokens: read(tokens, jnp.int32(0)), lambda x: head(block(x))], num_micro_batches=1
+        [lambda tokens: read(tokens, jnp.int32(0)), lambda x: head(block(x))],
+        num_micro_batches=1,
+        device_mapping=[0, 0],
     )
     state = whole.init(jax.random.key(1), np.zeros((1, LENGTH), np.int32))
 

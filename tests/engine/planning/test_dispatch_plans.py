@@ -110,7 +110,11 @@ def test_chunks_give_what_the_plain_loop_gives_and_hold_what_the_plan_says(chunk
 def test_an_optimizer_from_outputs_reads_one_micro_batch():
     """The state at the start depends on the first one, the updates on the last one."""
 
-    def optimizer(loss, logits, **_others):
+    def last(x, labels):
+        logits = models.dense("last", 4, x)
+        return {"loss": models.cross_entropy(logits, labels), "logits": logits}
+
+    def optimizer(loss, logits):
         def init(parameters):
             return {"first": loss}
 
@@ -120,12 +124,20 @@ def test_an_optimizer_from_outputs_reads_one_micro_batch():
 
         return optax.GradientTransformation(init, update)
 
-    pipeline = make(CHUNKS[1], optimizer=optimizer)
-    state = start(pipeline)
+    pipeline = engine.Pipeline(
+        [first_stage, last],
+        num_micro_batches=4,
+        loss=lambda loss, logits: loss,
+        optimizer=optimizer,
+        dispatch_plan=CHUNKS[0],
+    )
+    rng = np.random.default_rng(0)
+    step = [(rng.normal(size=(2, 4)).astype("float32"), rng.integers(0, 4, 2)) for _ in range(4)]
+    state = pipeline.init(jax.random.key(5), step[0])
     plain = models.on_one_device(state)
-    for step in make_steps():
-        state, _outputs = pipeline.step(state, step, SCALE)
-        plain, _outputs = reference.step(pipeline.traced, plain, step, SCALE, optimizer=optimizer)
+    for _ in range(NUM_UPDATES):
+        state, _outputs = pipeline.step(state, step)
+        plain, _outputs = reference.step(pipeline.traced, plain, step, optimizer=optimizer)
         models.assert_trees_close(state.variables, plain.variables)
         models.assert_trees_close(state.optimizer_state, plain.optimizer_state)
 

@@ -62,7 +62,6 @@ def in_flight(schedule, stage, num_stages):
 def held(mode):
     """Bytes per micro-batch that a mode promises: the stage's input, and what is marked."""
     return {
-        "recompute_then_backpropagate": ACTIVATION,
         "recompute_and_backpropagate_interleaved": LAYERS * ACTIVATION,
         "auto": LAYERS * ACTIVATION,
     }[mode]
@@ -73,8 +72,6 @@ def held(mode):
     [
         ("grouped", 3, None),
         ("interleaved", 2, "auto"),
-        ("sequential", 2, "recompute_then_backpropagate"),
-        ("grouped", 2, "recompute_and_backpropagate_interleaved"),
     ],
 )
 def test_live_bytes_are_those_of_the_formula(schedule, num_stages, mode):
@@ -96,7 +93,7 @@ def test_live_bytes_are_those_of_the_formula(schedule, num_stages, mode):
 
 @pytest.mark.parametrize(
     ("mode", "mapping"),
-    [("recompute_then_backpropagate", (0, 1, 2)), ("auto", (0, 1, 0, 1)), (None, (0, 0, 1))],
+    [("recompute_then_backpropagate", (0, 1, 2)), (None, (0, 0, 1))],
 )
 def test_live_bytes_of_halves(mode, mapping):
     """Before the first half what both read, between them what the second reads; all until the second."""
@@ -171,6 +168,9 @@ def test_recomputation_on_one_ipu_needs_less_memory(mode):
 
 
 def test_the_plan_of_one_ipu_and_of_shared_ones():
+    interleaved = "recompute_and_backpropagate_interleaved"
+    plan = make(2, "sequential", interleaved).plan_memory()
+    assert (plan[0].in_flight, plan[0].num_held_bytes) == (1, held(interleaved))
     plan = make(2, "grouped", "recompute_then_backpropagate", device_mapping=[0, 0]).plan_memory()
     assert [stage.num_live_bytes for stage in plan] == [ACTIVATION, 0]
     plan = make(4, "interleaved", "auto", device_mapping=[0, 1, 0, 1]).plan_memory()
@@ -232,7 +232,7 @@ def run(pipeline, num_steps=1):
 
 def test_the_state_that_is_on_each_ipu():
     pipeline = make(3, "grouped", None, device_mapping=(2, 2, 0), optimizer=MOMENTUM)
-    state = run(pipeline)
+    state = pipeline.init(jax.random.key(0), make_step(1)[0])
     plans = pipeline.plan_ipu_memory()
     assert [plan.ipu for plan in plans] == [0, 2]
     variables, optimizer = bytes_by_device(state.variables), bytes_by_device(state.optimizer_state)
@@ -248,13 +248,12 @@ def test_the_state_that_is_on_each_ipu():
             + plan.num_accumulator_bytes
             + plan.num_activation_bytes
             + plan.num_feed_bytes
-            + plan.num_temporary_bytes
         )
 
 
 def test_an_ipu_that_only_infers_has_its_variables_alone():
     pipeline = engine.Pipeline(make_stages(3), num_micro_batches=NUM_MICRO_BATCHES)
-    variables = bytes_by_device(run(pipeline).variables)
+    variables = bytes_by_device(pipeline.init(jax.random.key(0), make_step(1)[0]).variables)
     for plan in pipeline.plan_ipu_memory():
         assert plan.num_variable_bytes == variables[plan.ipu] > 0
         assert plan.num_optimizer_bytes == plan.num_accumulator_bytes == plan.num_activation_bytes == 0
@@ -303,7 +302,11 @@ ALL = ["weights", "gradient_accumulation_buffers", "weight_update_variables"]
 
 
 @pytest.mark.usefixtures("no_garbage")
-@pytest.mark.parametrize(("offload", "mapping"), [(ALL, (0, 1, 2)), (ALL[1:2], (0, 0, 0))], ids=str)
+@pytest.mark.parametrize(
+    ("offload", "mapping"),
+    [(ALL, (0, 1, 2)), pytest.param(ALL[1:2], (0, 0, 0), marks=pytest.mark.thorough)],
+    ids=str,
+)
 def test_what_is_offloaded_is_in_host_memory(offload, mapping):
     pipeline = make(3, "grouped", None, device_mapping=mapping, offload=offload, optimizer=MOMENTUM)
     before = bytes_by_device(jax.live_arrays(), "pinned_host")
@@ -329,8 +332,8 @@ def test_a_shared_variable_is_copied_and_has_two_accumulators():
     pipeline = engine.Pipeline(
         [first, last], num_micro_batches=NUM_MICRO_BATCHES, loss=lambda loss: loss, optimizer=optax.sgd(0.1)
     )
-    state = run(pipeline)
-    num_bytes = state.variables["tied/kernel"].nbytes
+    pipeline.trace(make_step(1)[0])
+    num_bytes = 4 * WIDTH * WIDTH
     owner, other = pipeline.plan_ipu_memory()
     assert owner.num_variable_bytes == other.num_variable_bytes == num_bytes
     assert owner.num_accumulator_bytes == other.num_accumulator_bytes == num_bytes

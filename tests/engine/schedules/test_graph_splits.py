@@ -88,7 +88,7 @@ def judge_all(problem, before):
 )
 def test_a_search_finds_what_all_splits_of_a_graph_have(schedule, mapping, room, num_layers):
     """Within 3%, in all topological orders."""
-    for seed in range(3):
+    for seed in range(2):
         problem, before = make_graph(seed, num_layers, len(mapping or range(3)), schedule, mapping, room)
         judged = judge_all(problem, before)
         excess, least = min(judged)

@@ -229,12 +229,12 @@ def test_the_headline_does_not_contradict_an_even_split():
 
 
 def test_what_shared_cores_do_not_show_is_said_beside_the_gain():
-    case = scenario(count=16, forward=[4, 1, 1, 1], backward=[8, 2, 2, 2], of={"layers": BLOCKS})
+    case = scenario(count=8, forward=[4, 1, 1, 1], backward=[8, 2, 2, 2], of={"layers": BLOCKS})
     alone = advise(case)
     beside = advise(case, shared_cores=1)
     assert beside.variant == alone.variant
     assert beside.sentence.removeprefix(alone.sentence) == (
-        " Here the IPUs share 1 core, on which it takes 336 now, and 336 then, if nothing else runs there: "
+        " Here the IPUs share 1 core, on which it takes 168 now, and 168 then, if nothing else runs there: "
         "this machine does not show what is gained on devices of their own."
     )
     assert advise(case, shared_cores=4).sentence.endswith(" then, if nothing else runs there.")
