@@ -109,6 +109,18 @@ POWERS = {
     "logaddexp": (torch.logaddexp, numbers(1, -INF, 200), numbers(1, 0, 300)),
     "expm1": (torch.expm1, numbers(1e-7, -1e-7, 2)),
     "log1p": (torch.log1p, numbers(1e-7, -1e-7, 2)),
+    "polygamma": (lambda x: torch.polygamma(4, x), numbers(0.4, 3)),
+    "polynomials": (
+        lambda x: torch.special.shifted_chebyshev_polynomial_u(x.detach(), torch.tensor([0, 1, 4])),
+        numbers(0.2, 0.7, 0.9),
+    ),
+    "cumprod": (lambda x: x.cumprod(0), numbers(2, -1, 0.5)),
+    "index_reduce": (
+        lambda x, s: x.index_reduce(0, torch.tensor([0, 2, 0]), s, "mean"),
+        MATRIX,
+        MATRIX + 1,
+    ),
+    "transposed": (lambda x: x.H, MATRIX),
     "digamma": (torch.digamma, numbers(-2.3, 0.4, 3)),
     "atan2": (torch.atan2, numbers(1, -1, 0.5), numbers(-1, 2, 0.1)),
     "addcmul": (torch.addcmul, AROUND, AROUND + 1, AROUND - 1),
@@ -276,6 +288,7 @@ GROUPS = {
 
 
 @pytest.mark.filterwarnings("ignore:var.*degrees of freedom")  # torch's; the result is NaN
+@pytest.mark.filterwarnings("ignore:index_reduce.* is in beta")
 @pytest.mark.parametrize(
     "group",
     [

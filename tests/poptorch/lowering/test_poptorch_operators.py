@@ -17,19 +17,10 @@ OUTCOMES = {
     name: (kind, gradient == "yes", why) for name, kind, gradient, why in ROW.findall(PAGE.read_text())
 }
 NAMES = sorted(OUTCOMES)
-EACH_RUN, IN_SHARES, SHARE = 100, 16, 3  # unmarked one in 100; of the others one share of 16
+IN_SHARES, SHARE = 16, 3  # one share of 16
 
 
-def check(names, count=2):
-    """By that many of the database's inputs of each."""
-    found = operator_database.measure(names, count)
-    assert {name: (o.kind, o.has_gradient, o.why) for name, o in found.items()} == {
-        name: OUTCOMES[name] for name in names
-    }
-
-
-def test_the_page_has_every_operator_and_none_is_wrong():
-    assert set(OUTCOMES) == set(operator_database.operators())
+def test_the_page_has_no_operator_that_is_wrong():
     kinds = [kind for kind, _gradient, _why in OUTCOMES.values()]
     assert not {WRONG, CRASHED} & set(kinds)
     assert kinds.count(PASSED) >= 620
@@ -38,11 +29,13 @@ def test_the_page_has_every_operator_and_none_is_wrong():
     assert f"{kinds.count(PASSED)} {PASSED}" in PAGE.read_text()
 
 
-def test_operators_do_what_the_page_says():
-    check(NAMES[::EACH_RUN], 1)
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("part", range(2))
-def test_more_operators_do_what_the_page_says(part):
-    check([name for name in NAMES[SHARE::IN_SHARES] if name not in NAMES[::EACH_RUN]][part::2])
+def test_operators_do_what_the_page_says(part):
+    """torch's database takes seconds to import: `make test` has the operators of the corners' test."""
+    assert set(OUTCOMES) == set(operator_database.operators())
+    names = NAMES[SHARE::IN_SHARES][part::2]
+    found = operator_database.measure(names, 2)
+    assert {name: (o.kind, o.has_gradient, o.why) for name, o in found.items()} == {
+        name: OUTCOMES[name] for name in names
+    }
