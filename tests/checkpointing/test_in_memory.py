@@ -432,21 +432,21 @@ def test_what_would_replace_a_resumed_state_comes_before(training, sessions, tmp
             replace()
 
 
-def test_a_program_that_had_not_run_yet_begins_as_it_would_have(sessions):
+def test_a_program_that_had_not_run_yet_begins_as_it_would_have(training, sessions):
     """The state of the first one has none of the second one's variables."""
     expected = []
     with ipu.Session(seed=3) as session:
-        first, second = Training(1, name="first", scope="first"), Training(1, name="second", scope="second")
-        for training in (first, second):
-            training.start(session)
-            expected.append(training.run(session, 2))
+        second = Training(1, name="second", scope="second")
+        for each in (training, second):
+            each.start(session)
+            expected.append(each.run(session, 2))
     for restart in range(2):
         with sessions(restart) as session:
             done = session.resume()
             assert done == restart
-            first.start(session)
+            training.start(session)
             second.start(session)
-            first.run(session, 2 - done)
+            training.run(session, 2 - done)
             if restart:
                 np.testing.assert_array_equal(second.run(session, 2), expected[1])
 
@@ -501,8 +501,8 @@ def test_none_is_taken_between_the_runs_of_one_update_of_a_table_in_host_memory(
     """Checkpoints lack the gradients of its rows; the second run is within an update."""
     from tests.tf1.ops.test_host_embedding import Looped
 
+    training = Looped(3, every=2)
     for restart, wanted in enumerate((0, 0, 2)):
-        training = Looped(3, every=2)
         with sessions(restart) as session:
             done = session.resume()
             assert done == wanted

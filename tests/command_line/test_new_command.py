@@ -37,6 +37,7 @@ test_train.test_a_step_equals_that_of_one_device()
 """
 
 
+@pytest.mark.thorough
 def test_it_trains_and_passes_its_test(project):
     trained = forked.run(_TRAIN_AND_TEST, environment(as_tests=True), project)
     assert trained.returncode == 0, trained.stderr

@@ -63,7 +63,6 @@ def test_its_help(capsys):
     [
         ([], {}, "None None"),
         (["--synthetic"], {}, "zeros None"),
-        (["--synthetic"], {"IPU_PIPELINE_SYNTHETIC_DATA": "random"}, "random None"),
         (["--synthetic"], {"TF_POPLAR_FLAGS": "--use_synthetic_data"}, " --use_synthetic_data"),
     ],
 )

@@ -16,20 +16,17 @@ import jax
 import numpy as np
 import optax
 import ipu_pipeline as ipu
-from tests.support import front
 events = collections.Counter()
 jax.monitoring.register_event_listener(lambda event, **_rest: events.update([event]))
-model = front.Model()
-with ipu.Session() as session:
-    session.run([model.initializer, ipu.global_variables_initializer()])
-    losses = model.run(session)
+ipu.Session()
+ipu.set_num_devices(2)
 w, lengths = np.ones((4, 1), "float32"), (2, 3)  # micro-batches of two shapes
 pipeline = ipu.engine.Pipeline(
     [lambda w, x: x @ w, lambda _w, x: x.sum()], num_micro_batches=2, parameters=[w, w],
     loss=lambda loss: loss, optimizer=optax.sgd(0.1), device_mapping=[0, 1],
 )
 elements = [np.ones((length, 4), "float32") for length in lengths]
-print(*losses, *pipeline.step(pipeline.init(jax.random.key(0), elements[0]), elements)[1].losses)
+print(*pipeline.step(pipeline.init(jax.random.key(0), elements[0]), elements)[1].losses)
 for name in ("compile_requests_use_cache", "cache_hits", "cache_misses"):
     print(events[f"/jax/compilation_cache/{name}"])
 """
@@ -56,9 +53,9 @@ def test_the_second_start_compiles_nothing(tmp_path):
     )
     assert losses == again
     (_requests, _hits, misses), (requests, hits, missed) = (map(int, each) for each in (first, second))
-    assert misses > 10
+    assert misses > 5
     assert missed == 0
-    assert hits == requests > 10
+    assert hits == requests > 5
 
 
 def test_enabled_after_the_first_compilation(tmp_path):

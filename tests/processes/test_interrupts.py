@@ -154,7 +154,7 @@ def _interrupted_in_garbage_collection(is_time):
             gc.disable()
 
 
-@pytest.mark.parametrize("mapping", ["01", "00"])
+@pytest.mark.parametrize("mapping", [pytest.param("01", marks=pytest.mark.thorough), "00"])
 def test_ctrl_c_in_garbage_collection_ends_a_run(mapping):
     model = front.Model(
         repeat_count=100_000, gradient_accumulation_count=8, device_mapping=[int(ipu) for ipu in mapping]

@@ -70,8 +70,8 @@ class Signal(SessionRunHook):
             signal.raise_signal(self.number)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_training_after_the_update_and_it_goes_on(number, tmp_path, caplog):
+def test_a_signal_ends_training_after_the_update_and_it_goes_on(tmp_path, caplog):
+    number = signal.SIGTERM
     with caplog.at_level("INFO", "ipu_pipeline"):
         with pytest.raises(SystemExit) as raised:
             make_small(tmp_path / "one").train(input_fn, hooks=[Signal(number)], max_steps=40)
@@ -88,7 +88,7 @@ def test_a_signal_ends_a_run_of_many_updates(tmp_path):
     class Signalling(Batches):
         def __iter__(self):
             for number, element in enumerate(super().__iter__()):
-                if number == 1000:
+                if number == 100:
                     os.kill(os.getpid(), signal.SIGTERM)
                 yield element
 

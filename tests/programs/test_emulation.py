@@ -41,12 +41,10 @@ def time_steps(emulated, number):
 @pytest.mark.parametrize(
     "options",
     [
-        {},  # equal stages are then one executable
-        {"dispatch_plan": engine.Chunking(2)},
-        {"dispatch_plan": engine.Chunking(1, True), "recompute": "auto"},
         pytest.param({"device_mapping": [0] * NUM_STAGES}, marks=pytest.mark.thorough),
         pytest.param({"backward_ms": (0.5, 0.5), "schedule": "interleaved"}, marks=pytest.mark.thorough),
-        {"num_stages": 3, "transfer_ms": 0.5, "num_bytes": 65536},
+        # Equal stages are one executable.
+        {"num_stages": 3, "transfer_ms": 0.5, "num_bytes": 65536, "dispatch_plan": engine.Chunking(2)},
         pytest.param({"transfer_ms": 0.5, "device_mapping": [0, 1, 1, 0]}, marks=pytest.mark.thorough),
     ],
     ids=str,

@@ -347,6 +347,7 @@ def test_estimator_of_a_net(tmp_path):
     np.testing.assert_allclose(found["probabilities"], jax.nn.softmax(logits[:12]), rtol=1e-4)
 
 
+@pytest.mark.thorough
 def test_custom_gradient():
     with (
         pytest.warns(UserWarning, match="move_variable_initialization_to_cpu has no effect"),
@@ -493,6 +494,7 @@ def test_sales_forecasting(tmp_path):
     assert used_rate < found[0][0]
 
 
+@pytest.mark.thorough
 def test_sales_forecasting_drops_units_out_only_in_training(tmp_path):
     argv = "--dropout 0.5 --replicas 1 --steps 1 --batches-per-step 1"
     opts = sales_forecasting.parse_args([*argv.split(), "--log-dir", str(tmp_path)])

@@ -232,7 +232,7 @@ def test_the_peak_of_a_simulated_step_is_the_planned_one(schedule, mapping):
 
 
 def test_many_actions():
-    """40,000 actions, as in a trace of many steps."""
+    """4,000 actions, as in a trace of many steps."""
     stages = tuple(StageMemory(number, number, 1, 10, 5) for number in range(8))
     flows = tuple(Flow(number, False, number + 1, (number + 1,), (), 7) for number in range(7))
     actions = [
@@ -241,7 +241,7 @@ def test_many_actions():
         )
         for kind, shift in (("forward", 0), ("backward", 20))
         for stage in range(8)
-        for micro_batch in range(2500)
+        for micro_batch in range(250)
     ]
     found = lay_out_memory(stages, [make_ipu(number) for number in range(8)], flows, actions)
     assert len(found) == 8

@@ -491,8 +491,14 @@ def test_names_of_users_are_only_ever_text():
     assert as_html(NASTY).count("<") == 0
 
 
-def test_the_page_has_all_in_itself():
-    plain = as_plain(write_page(make_profile(num_steps=2)))
+@pytest.fixture(scope="module")
+def page():
+    """Of a profile of two steps."""
+    return write_page(make_profile(num_steps=2))
+
+
+def test_the_page_has_all_in_itself(page):
+    plain = as_plain(page)
     assert [
         entry for entry in plain.attributes if entry[1] in ("src", "href", "srcset", "action", "style")
     ] == [entry for entry in plain.attributes if entry[1] == "style"]
@@ -503,7 +509,7 @@ def test_the_page_has_all_in_itself():
     headings = [entry for entry in plain.attributes if entry[:2] == ("th", "scope")]
     assert len(headings) == plain.tags.count("th")
     assert plain.tags.count("table") == plain.tags.count("caption")
-    assert "<h1>train.py</h1>" in write_page(make_profile())
+    assert "<h1>train.py</h1>" in page
     for words in (
         "Utilisation of the IPUs",
         "Bubble",
@@ -549,11 +555,11 @@ def test_without_plotly_the_extra_is_named(monkeypatch, tmp_path, capsys):
     assert not (directory / "report.html").exists()
 
 
-def test_no_older_page_is_left_where_none_can_be_written(monkeypatch, tmp_path):
+def test_no_older_page_is_left_where_none_can_be_written(monkeypatch, tmp_path, page):
     directory = write(tmp_path)
     captured = Capture(directory, 10)
-    captured._write_page(make_profile())
-    assert (directory / "report.html").read_text() == write_page(make_profile())
+    captured._write_page(make_profile(num_steps=2))
+    assert (directory / "report.html").read_text() == page
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     captured._write_page(make_profile())
     assert sorted(path.name for path in directory.iterdir()) == ["manifest.json", "profile.json"]
@@ -572,7 +578,7 @@ def write(tmp_path, profile=None):
     return directory
 
 
-def test_report_rebuilds_the_page_and_tells_the_summary(tmp_path, capsys):
+def test_report_rebuilds_the_page_and_tells_the_summary(tmp_path, capsys, page):
     directory = write(tmp_path)
     assert main.main(["report", str(directory)]) == 0
     printed = capsys.readouterr().out
@@ -581,7 +587,7 @@ def test_report_rebuilds_the_page_and_tells_the_summary(tmp_path, capsys):
     assert re.search(r"limiting stage +none: all IPUs are about equally busy", printed)
     profile = make_profile(num_steps=2)
     assert (directory / "trace.json").read_text() == to_chrome_trace(profile)
-    assert (directory / "report.html").read_text() == write_page(profile)
+    assert (directory / "report.html").read_text() == page
     assert sorted(path.name for path in directory.iterdir()) == [
         "manifest.json", "profile.json", "report.html", "trace.json",
     ]  # fmt: skip
@@ -596,17 +602,6 @@ def test_report_names_the_limiting_stage(tmp_path, capsys):
     assert main.main(["report", str(write(tmp_path, make_profile(facts, tuple(events))))]) == 0
     printed = capsys.readouterr().out
     assert re.search(r"limiting stage +stage 1 on IPU 1, 1\.90 ms for a micro-batch", printed)
-
-
-def test_report_as_json(tmp_path, capsys):
-    directory = write(tmp_path)
-    assert main.main(["report", "--json", str(directory)]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["page"] == str(directory / "report.html")
-    (pipeline,) = found["pipelines"]
-    assert pipeline["limiting_stage"] == 0
-    assert pipeline["step_time"] == pytest.approx(22 * SLOT + UPDATE)
-    assert pipeline["scenario"]["num_micro_batches"] == 8
 
 
 def test_report_says_the_process_of_each_ipu(tmp_path, capsys):
@@ -707,7 +702,7 @@ def test_report_refuses_what_is_no_directory(tmp_path, capsys):
     assert "there is no directory" in capsys.readouterr().err
 
 
-def test_report_writes_neither_over_strange_files_nor_through_links(tmp_path, capsys):
+def test_report_as_json_writes_neither_over_strange_files_nor_through_links(tmp_path, capsys):
     directory = write(tmp_path)
     mine = tmp_path / "mine.html"
     mine.write_text("mine")
@@ -715,9 +710,15 @@ def test_report_writes_neither_over_strange_files_nor_through_links(tmp_path, ca
     assert main.main(["report", str(directory)]) == 2
     assert "'report.html' that its manifest.json does not list" in capsys.readouterr().err
     (directory / "report.html").unlink()
-    assert main.main(["report", str(directory)]) == 0
+    write_reports(directory, {"report.html": "older"})
     (directory / "report.html").unlink()
     os.symlink(mine, directory / "report.html")  # the manifest lists it, so it is replaced, not followed
-    assert main.main(["report", str(directory)]) == 0
+    assert main.main(["report", "--json", str(directory)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["page"] == str(directory / "report.html")
+    (pipeline,) = found["pipelines"]
+    assert pipeline["limiting_stage"] == 0
+    assert pipeline["step_time"] == pytest.approx(22 * SLOT + UPDATE)
+    assert pipeline["scenario"]["num_micro_batches"] == 8
     assert mine.read_text() == "mine"
     assert not (directory / "report.html").is_symlink()
