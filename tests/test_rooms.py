@@ -1,7 +1,7 @@
 """Rooms: each imports only those before it, and modules import each other in no circle."""
 
-import ast
 import importlib
+import re
 import sys
 from pathlib import Path
 
@@ -92,22 +92,21 @@ def inner():
 
 
 def classes_of(path):
-    source = path.read_text()
-    if "\nclass " not in source:
-        return []
-    return [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
+    """The names of the bases of each class, by its name."""
+    found = re.findall(r"^class (\w+)(?:\((.*?)\))?:", path.read_text(), re.MULTILINE | re.DOTALL)
+    return {name: [base.strip() for base in bases.split(",")] for name, bases in found}
 
 
 def test_a_class_is_in_one_file():
     """A class with many bases of ours is one that was cut in pieces."""
     classes = {module: classes_of(path) for module, path in rooms.MODULES.items()}
-    made = {node.name for found in classes.values() for node in found}
+    made = {name for found in classes.values() for name in found}
+    assert len(made) > 300
     cut = {}
     for module, found in classes.items():
-        for node in found:
-            bases = [base.id for base in node.bases if isinstance(base, ast.Name) and base.id in made]
-            if len(bases) > 2:
-                cut[f"{module}.{node.name}"] = bases
+        for name, bases in found.items():
+            if len(own := [base for base in bases if base in made]) > 2:
+                cut[f"{module}.{name}"] = own
     assert not cut, f"these are cut in pieces: {cut}"
 
 
