@@ -25,7 +25,6 @@ def make_stages(num_stages=2):
             with engine.variable_scope(f"stage{index}"):
                 x = models.dense("first", 8, x, lambda a: jnp.tanh(jnp.sin(a)))
                 x = engine.recomputation_checkpoint(x)
-                x = x * jax.random.bernoulli(engine.next_rng_key(), 0.8, x.shape).astype("float32")
                 total = engine.get_variable("total", (), initializer=0.0, trainable=False)
                 engine.assign("total", total + x.mean())
                 x = models.dense("second", 16, x, jnp.tanh)
@@ -141,11 +140,14 @@ def test_activations_lie_in_host_memory_between_forward_and_backward():
 
 
 def test_forwards_only():
-    pipeline = engine.Pipeline(make_stages(3)[:2], num_micro_batches=4, offload=["weights"])
+    def first(x, labels):
+        return models.dense("first", 4, x), labels
+
+    pipeline = engine.Pipeline([first, lambda x, labels: x], num_micro_batches=4, offload=["weights"])
     step = models.elements_of(4)
     state = pipeline.init(jax.random.key(0), step[0])
     state, _outputs = pipeline.step(state, step)
-    assert memory_kinds(state.variables["stage0/first/kernel"]) == {"pinned_host"}
+    assert memory_kinds(state.variables["first/kernel"]) == {"pinned_host"}
 
 
 def test_what_is_kept_and_collected_is_on_the_device(rng):

@@ -13,7 +13,6 @@ DRAWS = {
     "bits": lambda key: [jax.random.bits(key, (3, 5), f"uint{width}") for width in (8, 16, 32)],
     "a scalar": jax.random.bits,
     "nothing": lambda key: jax.random.bits(key, (0, 3)),
-    "uniform": lambda key: jax.random.uniform(key, (1001,)),
     "dropout": lambda key: jax.random.bernoulli(key, 0.9, (2, 64, 128)),
     "many keys": lambda key: jax.vmap(lambda own: jax.random.bits(own, (4,)))(jax.random.split(key, (3,))),
     "a scan": lambda key: jax.lax.map(lambda own: jax.random.bits(own, (4,)), jax.random.split(key, 3)),
