@@ -55,14 +55,15 @@ def model_fn(features, labels, mode, params):
     if mode == ipu.ModeKeys.PREDICT:
         return IPUEstimatorSpec(mode, predictions={"logits": logits, "class": jnp.argmax(logits, -1)})
     loss = loss_of(logits, labels)
-    train_op = make_optimizer(params).minimize(loss) if mode == ipu.ModeKeys.TRAIN else None
+    if mode == ipu.ModeKeys.TRAIN:
+        return IPUEstimatorSpec(mode, loss=loss, train_op=make_optimizer(params).minimize(loss))
     predicted = jnp.argmax(logits, -1)
     metrics = {
         "accuracy": ipu.metrics.accuracy(labels, predicted),
         "precision": ipu.metrics.precision(labels, predicted),
         "auc": ipu.metrics.auc(labels, jax.nn.softmax(logits)[:, 1]),
     }
-    return IPUEstimatorSpec(mode, loss=loss, train_op=train_op, eval_metric_ops=metrics)
+    return IPUEstimatorSpec(mode, loss=loss, eval_metric_ops=metrics)
 
 
 def make_estimator(directory, model=model_fn, per_loop=6, params=None, num_replicas=1, **options):

@@ -27,9 +27,10 @@ def by_hand(rule):
 def by_optax(optimizer):
     w = jnp.array([0.3, -0.2, 1.5, 0.0])
     transformation = optimizer.wrapped
-    state, found = transformation.init({"w": w}), []
+    state, found, update = transformation.init({"w": w}), [], jax.jit(transformation.update)
     for _count in range(5):
-        updates, state = transformation.update({"w": w**2 - 1}, state, {"w": w})
+        with jax.numpy_dtype_promotion("standard"):
+            updates, state = update({"w": w**2 - 1}, state, {"w": w})
         w = optax.apply_updates({"w": w}, updates)["w"]
         found.append(np.asarray(w))
     return found

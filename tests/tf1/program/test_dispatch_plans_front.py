@@ -68,6 +68,5 @@ def test_a_measured_plan():
     alone = engine.Pipeline(
         models.mlp_stages(2), num_micro_batches=8, device_mapping=[0, 0], collect_outputs=False
     )
-    state = alone.init(jax.random.key(0), micro_batches[0])
     with pytest.raises(ValueError, match="all stages are on one device"):
         engine.measure_dispatch_plan(alone, state, micro_batches)

@@ -151,6 +151,7 @@ def test_a_decay_in_an_estimator_goes_by_micro_batches(make_spec, initial, tmp_p
     models.assert_values_close(variables_of(estimator), plain_loop(initial, rates))
 
 
+@pytest.mark.thorough
 def test_training_goes_on_with_another_accumulation(initial, tmp_path):
     """The global step goes on from the checkpoint's: updates before it were of three micro-batches."""
     estimator_of(in_function, tmp_path).train(dataset, steps=6)

@@ -320,7 +320,7 @@ def test_dequeue_before_compile_and_its_warning():
 
 
 def test_repeats_and_runs_compile_nothing_new():
-    model = front.Model(repeat_count=3)
+    model = front.Model(repeat_count=3, device_mapping=[0, 0])
     with front.session_of(model) as session:
         model.run(session)
         with compilations() as compiled:
