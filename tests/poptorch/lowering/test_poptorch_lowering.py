@@ -288,17 +288,17 @@ class Dropped(nn.Module):
         return F.dropout(x, 0.5), attended, self.rnn(x)[0]
 
 
-def test_dropout_is_the_same_in_the_backward_and_another_one_in_every_call():
+def test_dropout_is_the_same_in_the_backward_and_another_one_in_every_row():
+    """In every call, too: execution/test_poptorch_executor.py."""
     module, x = Dropped(), torch.ones(50, 40, 3)
     cotangents = [jnp.ones(x.shape), jnp.zeros(x.shape), jnp.zeros((50, 40, 4))]
-    results, _, gradients = lowered.run_jax(module, (x,), {}, cotangents, seed=1)
+    results, _, gradients = lowered.run_jax(module, (x,), {}, cotangents)
     dropped, attended, hidden = map(np.asarray, results)
     np.testing.assert_array_equal(gradients["0"], dropped)
     assert attended.mean() == pytest.approx(1, abs=0.1)
     assert attended.std() > 0.05
-    others = [np.asarray(value) for value in lowered.run_jax(module, (x,), {}, seed=2)[0]]
-    for before, after in zip((dropped, attended, hidden), others, strict=True):
-        assert np.abs(before - after).max() > 0.01
+    for found in (dropped, attended, hidden):
+        assert np.abs(found[:, 0] - found[:, 1]).max() > 0.01
 
 
 def primitives(jaxpr, found):
