@@ -147,7 +147,7 @@ def test_no_program_has_variables(tmp_path, monkeypatch):
 
 def test_training_on_from_it_is_training_from_the_start(tmp_path):
     """In TensorFlow 1 the checkpoint has the optimizer's slots; here they begin where they begin anyway."""
-    training = Training()
+    training = Training(1)
     with ipu.Session(seed=3) as session:
         training.start(session)
         losses = training.run(session, 3)
