@@ -52,11 +52,11 @@ def chunked():
     return pipeline, start(pipeline)
 
 
-@functools.cache
-def expected():
+@pytest.fixture(scope="module")
+def expected(chunked):
     """State, losses and outputs of a plain loop after each step."""
-    pipeline = make(None, device_mapping=[0] * 4)
-    state = models.on_one_device(dataclasses.replace(start(pipeline), optimizer_state=None))
+    pipeline, state = chunked
+    state = models.on_one_device(dataclasses.replace(state, optimizer_state=None))
     results = []
     for step in make_steps():
         state, outputs = reference.step(
@@ -90,10 +90,10 @@ def overwritten(step):
         yield arrays
 
 
-def test_chunks_give_what_the_plain_loop_gives_and_hold_what_the_plan_says(chunked):
+def test_chunks_give_what_the_plain_loop_gives_and_hold_what_the_plan_says(chunked, expected):
     pipeline, state = chunked
     live_bytes = LiveBytes(pipeline.prepare())
-    for step, (after, losses, outputs) in zip(make_steps(), expected(), strict=True):
+    for step, (after, losses, outputs) in zip(make_steps(), expected, strict=True):
         with compilations() as found:
             state, actual = pipeline.step(state, as_half_jax(step), SCALE)
         models.assert_trees_close(actual.losses, losses)
@@ -173,20 +173,20 @@ def test_an_infeed_that_ends_within_a_chunk():
         assert np.mean(again) < np.mean(losses)  # the same data, and what was learned stands
 
 
-def test_data_that_end_within_a_chunk_leave_the_state(chunked):
+def test_data_that_end_within_a_chunk_leave_the_state(chunked, expected):
     first, second = make_steps()
     pipeline, state = chunked
     with pytest.raises(engine.OutOfRangeError, match="ended after 5 of the 8 micro-batches of a step"):
         pipeline.step(state, second[:5], SCALE)
     feed = overwritten([*first, *second])
-    for after, _losses, _outputs in expected():
+    for after, _losses, _outputs in expected:
         state, _outputs = pipeline.step(state, feed, SCALE)
         models.assert_trees_close(state.variables, after.variables)
     with pytest.raises(engine.OutOfRangeError, match="ended after 0 of the 8 micro-batches of a step"):
         pipeline.step(state, feed, SCALE)
 
 
-def test_placed_micro_batches(chunked):
+def test_placed_micro_batches(chunked, expected):
     """They serve twice, share no memory with what was given, and belong to their pipeline."""
     step = make_steps()[0]
     (pipeline, begin), other = chunked, make(CHUNKS[1])
@@ -201,7 +201,7 @@ def test_placed_micro_batches(chunked):
     again, same_outputs = pipeline.step(begin, placed, SCALE)
     assert_same(state.variables, again.variables)
     assert_same(outputs.losses, same_outputs.losses)
-    after, losses, _outputs = expected()[0]
+    after, losses, _outputs = expected[0]
     models.assert_trees_close(outputs.losses, losses)
     models.assert_trees_close(state.variables, after.variables)
 
