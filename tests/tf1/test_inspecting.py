@@ -138,7 +138,7 @@ def test_stages_enqueue_for_every_micro_batch_in_order(mapping, options, trains)
     [
         ([0, 0, 0], 2.0**8, MODES.AFTER_COMPUTE, tf1.GradientDescentOptimizer),
         pytest.param([1, 0, 2], None, MODES.AFTER_COMPUTE, optax.sgd, marks=pytest.mark.thorough),
-        ([0, 1, 0], 2.0**8, MODES.BEFORE_APPLY, optax.sgd),
+        pytest.param([0, 1, 0], 2.0**8, MODES.BEFORE_APPLY, optax.sgd, marks=pytest.mark.thorough),
     ],
 )
 def test_gradients_are_those_of_a_plain_loop(mapping, mode, scale, make_optimizer):

@@ -51,7 +51,7 @@ def loss_of(x):
 
 
 def cut(blocks, num_stages):
-    """Two blocks in 1, 2 or 3 stages."""
+    """Two blocks in 1 or 2 stages."""
 
     def apply(number):
         return lambda x: layers.Flax(blocks[number], name="ab"[number])(x)
@@ -59,9 +59,7 @@ def cut(blocks, num_stages):
     first, second = apply(0), apply(1)
     if num_stages == 1:
         return [lambda x: loss_of(second(first(x)))]
-    if num_stages == 2:
-        return [first, lambda x: loss_of(second(x))]
-    return [first, second, loss_of]
+    return [first, lambda x: loss_of(second(x))]
 
 
 def batches(num=NUM):

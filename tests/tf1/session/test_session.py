@@ -142,7 +142,7 @@ def test_assigned_variables_and_execution_counts():
 
 
 def test_load_and_variables_are_copies():
-    model = front.Model()
+    model = front.Model(device_mapping=[0, 0])
     with ipu.Session() as session:
         session.load({"first/dense/bias": [5] * 16})
         session.run(model.initializer)
@@ -190,7 +190,7 @@ def test_an_exception_in_the_dataset_reaches_the_caller():
         yield from front.data(4)()
         raise CorruptedError("record 4")
 
-    model = front.Model(iterate)
+    model = front.Model(iterate, device_mapping=[0, 0])
     with front.session_of(model) as session:
         model.run(session)
         with pytest.raises(CorruptedError, match="record 4") as error:
@@ -201,7 +201,7 @@ def test_an_exception_in_the_dataset_reaches_the_caller():
 
 
 def test_nan_is_not_an_error():
-    model = front.Model()
+    model = front.Model(device_mapping=[0, 0])
     with front.session_of(model) as session:
         model.run(session, rate=np.inf)
         assert np.isnan(model.run(session)).any()
@@ -233,7 +233,7 @@ def test_interrupted_initial_values_leave_a_session_as_it_was():
 
 
 def test_uninitialised_deleted_and_closed():
-    model = front.Model()
+    model = front.Model(device_mapping=[0, 0])
     session = ipu.Session()
     with pytest.raises(RuntimeError, match=r"has not been initialized.*infeed_queue.initializer"):
         model.run(session)
@@ -391,7 +391,7 @@ def test_one_infeed_in_two_pipelines():
 
 
 def test_a_list_is_checked_before_anything_runs():
-    model = front.Model()
+    model = front.Model(device_mapping=[0, 0])
     scaled = front.compile_program(lambda: np.float32(2))
     with front.session_of(model) as session:
         for wrong in (None, "text"):
