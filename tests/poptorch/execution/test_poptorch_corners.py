@@ -94,17 +94,18 @@ def return_item(self, x):
 def test_a_forward_that_is_refused_leaves_the_model_as_it_was(forward, message):
     model = Model(forward)
     before = {name: (value, value.clone()) for name, value in model.state_dict(keep_vars=True).items()}
-    for _call in range(2):
-        with pytest.raises(poptorch.Error, match=message):
-            infer(model, x)
-        after = model.state_dict(keep_vars=True)
-        assert after.keys() == before.keys()
-        for name, (tensor, value) in before.items():
-            assert after[name] is tensor
-            assert torch.equal(tensor, value)
+    with pytest.raises(poptorch.Error, match=message):
+        infer(model, x)
+    after = model.state_dict(keep_vars=True)
+    assert after.keys() == before.keys()
+    for name, (tensor, value) in before.items():
+        assert after[name] is tensor
+        assert torch.equal(tensor, value)
 
 
 def test_a_module_under_two_names_trains_as_in_torch():
+    """By a loss that is made of other operations."""
+
     class Tied(nn.Module):
         def __init__(self):
             super().__init__()
@@ -113,15 +114,20 @@ def test_a_module_under_two_names_trains_as_in_torch():
             self.second = self.first
 
         def forward(self, x):
-            return poptorch.identity_loss(self.second(torch.tanh(self.first(x))).square(), "mean")
+            y = self.second(torch.tanh(self.first(x)))
+            return functional.gaussian_nll_loss(y, x, torch.full_like(x, 0.5))
 
     model = Tied()
     plain = copy.deepcopy(model)
-    poptorch.trainingModel(model, make_options(), torch.optim.SGD(model.parameters(), lr=0.1))(x)
-    plain(x).backward()
-    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    executor = poptorch.trainingModel(model, make_options(), torch.optim.SGD(model.parameters(), lr=1.0))
+    (found,), wanted = executor(x), plain(x)
+    wanted.backward()
+    torch.optim.SGD(plain.parameters(), lr=1.0).step()
+    torch.testing.assert_close(found, wanted.detach())
     for name, parameter in plain.named_parameters():
-        torch.testing.assert_close(model.get_parameter(name).detach(), parameter.detach())
+        torch.testing.assert_close(
+            model.get_parameter(name).detach(), parameter.detach(), rtol=1e-5, atol=1e-6
+        )
 
 
 def test_data_is_a_detached_view():
@@ -152,10 +158,6 @@ def test_what_was_replaced_since_it_was_compiled():
         (
             lambda: setattr(model.linear, "weight", nn.Parameter(torch.ones(3, 3))),
             "linear.weight of the model is another tensor than when",
-        ),
-        (
-            lambda: model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True),
-            "is another tensor",
         ),
     ]:
         executor(x)
@@ -252,18 +254,6 @@ def test_equal_arguments_that_are_no_tensors():
 
 
 # Losses, optimizers and random numbers
-
-
-def test_a_loss_that_is_made_of_other_operations():
-    model = Model(lambda self, x: functional.gaussian_nll_loss(self.linear(x), x, torch.full_like(x, 0.5)))
-    expected = copy.deepcopy(model)
-    executor = poptorch.trainingModel(model, make_options(), torch.optim.SGD(model.parameters(), lr=1.0))
-    (found,), wanted = executor(x), expected(x)
-    wanted.backward()
-    torch.testing.assert_close(found, wanted.detach())
-    torch.testing.assert_close(
-        model.linear.weight, expected.linear.weight - expected.linear.weight.grad, rtol=1e-5, atol=1e-6
-    )
 
 
 OPTIMIZERS = {
@@ -378,17 +368,6 @@ def test_hints_that_have_no_effect(log):
         poptorch.set_available_memory(x, 2)
     with pytest.raises(ValueError, match="mode must be one of OverlapMode.NoOverlap"):
         poptorch.set_overlap_for_input(x, "none")
-
-
-def test_modes_that_are_told(log):
-    model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5))
-    poptorch.inferenceModel(model.eval(), make_options()).eval()
-    assert log == []
-    training = poptorch.inferenceModel(model.train(), make_options())
-    training(x)
-    assert sum("in training mode when it was wrapped by inferenceModel" in line for line in log) == 1
-    training.eval()
-    assert sum("train() and eval() of a wrapped model change the user's model" in line for line in log) == 1
 
 
 @pytest.mark.filterwarnings("error")

@@ -87,7 +87,14 @@ class Layers(torch.nn.Module):
 
 
 class Delay(Layers):
-    """Keeps what it made two calls ago; block "read" is opened before the block of an earlier phase."""
+    """Keeps what it made two calls ago; block "read" is opened before the block of an earlier phase.
+
+    The last block writes an input into a buffer that is read before.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("given", torch.zeros(12, 6))
 
     def forward(self, x, target):
         with poptorch.Block("read"):
@@ -97,7 +104,8 @@ class Delay(Layers):
             self.before.copy_(self.now)
             self.now.copy_(a.detach())
         with poptorch.Block("end"):
-            x = torch.tanh(self.second(x) + self.before)
+            x = torch.tanh(self.second(x) + self.before - self.given)
+            self.given.copy_(target)
             return x, torch.nn.functional.mse_loss(x * a, target)
 
 
@@ -196,18 +204,12 @@ def test_listing_13():
     compare(seeded(Matrices), ParallelPhasedExecution(*phases, Phase(Stage("end").ipu(0))), counts=(1, 1))
 
 
-@pytest.mark.parametrize(
-    ("liveness", "separate"),
-    [
-        (Liveness.OffChipAfterFwd, True),
-        pytest.param(Liveness.OffChipAfterFwdNoOverlap, False, marks=pytest.mark.thorough),
-    ],
-)
-def test_listing_14(liveness, separate):
-    strategy = SerialPhasedExecution(*map(list, SERIAL)).setTensorsLiveness(liveness)
+@pytest.mark.thorough
+def test_listing_14():
+    strategy = SerialPhasedExecution(*map(list, SERIAL)).setTensorsLiveness(Liveness.OffChipAfterFwd)
     for phase in strategy.phases:
         phase.ipus(0, 1)
-    compare(seeded(Pairs), strategy.useSeparateBackwardPhase(separate), num_calls=1)
+    compare(seeded(Pairs), strategy.useSeparateBackwardPhase(), num_calls=1)
 
 
 class Deep(torch.nn.Module):
@@ -263,9 +265,7 @@ WEIGHTS = 4 * (64 * 64 + 64) * 4
 
 def test_bytes_on_the_device_fall():
     """Four layers with Adam are 4 times their weights, and sums of gradients; a phase has those of one."""
-    live = measure_peak(Liveness.AlwaysLive)
-    assert live > 4 * WEIGHTS
-    assert measure_peak(Liveness.OffChipAfterFwdNoOverlap) < live / 2
+    assert measure_peak(Liveness.OffChipAfterFwdNoOverlap) < 2 * WEIGHTS
 
 
 @pytest.mark.thorough
@@ -335,7 +335,7 @@ class Normalized(torch.nn.Module):
     ids=["serial", "parallel"],
 )
 def test_buffers_and_a_weight_of_two_phases(strategy, ipus):
-    training, _inference = compare(seeded(Normalized), strategy)
+    training, _inference = compare(seeded(Normalized), strategy, counts=(1, 2))
     assert ipus_of(training) == ipus
 
 
@@ -349,10 +349,9 @@ def test_replicas_with_outputs_of_early_phases():
     ("make", "strategy"),
     [
         (Delay, make_strategy("A", "read", "end")),
-        (WritesInput, make_strategy("A", "B", "end")),
         (WritesInput, poptorch.ShardedExecution("A", "B", Stage("end").ipu(0))),
     ],
-    ids=["delay", "input in phases", "input without phases"],
+    ids=["phases", "no phases"],
 )
 def test_what_a_buffer_had_before(make, strategy):
     compare(seeded(make), strategy, counts=(1, 2))

@@ -70,9 +70,8 @@ def test_a_sum_of_half_gradients_does_not_overflow():
     assert_close([model.weight], [torch.full((2,), -40000.0)])
 
 
-@pytest.mark.parametrize(
-    "mode", [OutputMode.Final, pytest.param(OutputMode.EveryN, marks=pytest.mark.thorough)]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("mode", [OutputMode.Final, OutputMode.EveryN])
 def test_output_modes(mode):
     """4 micro-batches of 3 rows in each of 2 replicas."""
     model = make_model(ipus=(0, 0))
@@ -325,9 +324,7 @@ class Counting(torch.nn.Module):
     def forward(self, x, target):
         with poptorch.Block(ipu_id=0):
             self.seen += x.sum()
-            x = self.norm(x)
-        with poptorch.Block(ipu_id=1):
-            x = self.second(x)
+            x = self.second(self.norm(x))
             return x, self.seen.clone(), torch.nn.functional.mse_loss(x, target)
 
 
@@ -415,18 +412,16 @@ def test_random_numbers_differ_between_replicas():
 
 
 def test_a_data_loader_gives_what_a_call_takes():
-    options = with_replicas(4, 1, 2).inputReplicaGrouping(2, CommGroupType.Orthogonal)
+    options = with_replicas(4, 2).inputReplicaGrouping(2, CommGroupType.Orthogonal)
     data = torch.utils.data.TensorDataset(*make_batch(8))
     loader = poptorch.DataLoader(options, data, batch_size=1)
     assert loader.combinedBatchSize == 4
-    model = make_model()
-    plain = reference(model, make_sgd)
-    executor = poptorch.trainingModel(model, options, make_sgd(model.parameters()))
-    for batch in loader:
-        outputs = executor(*batch)
-        parts = [torch.cat([t.chunk(4)[k // 4 * 2 + k % 4 % 2] for k in range(8)]) for t in batch]
-        assert_close(leaves(outputs), join(plain.train(parts, 1, 8, second)))
-    assert_same_state(model, plain.model)
+    model = make_model(ipus=(0, 0))
+    executor = poptorch.inferenceModel(model, options)
+    for x, _target in loader:
+        with torch.no_grad():
+            parts = [model(part) for part in x.chunk(4)]
+        assert_close([executor(x)], [torch.cat([parts[2 * k + g] for k in range(2) for g in (0, 1, 0, 1)])])
 
 
 def test_numbers_of_ipus():
@@ -435,7 +430,7 @@ def test_numbers_of_ipus():
     # One that is between others counts, too.
     with pytest.raises(poptorch.Error, match="use of 3 IPUs, however PopTorch must reserve a minimum of 4"):
         poptorch.inferenceModel(make_model(ipus=(0, 2)), make_options())(make_batch(3)[0])
-    model = make_model()
+    model = make_model(ipus=(0, 0))
     executor = poptorch.inferenceModel(model, with_replicas(3).autoRoundNumIPUs(True))
     with torch.no_grad():
         assert_close([executor(make_batch(3)[0])], [model(make_batch(3)[0])])

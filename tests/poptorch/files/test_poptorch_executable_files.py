@@ -85,10 +85,9 @@ def refuse(tmp_path, content, match):
 
 
 def test_the_file_itself_loads(tmp_path, exported):
-    for number, content in enumerate((join(*split(exported)), with_manifest(exported, lambda _data: None))):
-        (tmp_path / str(number)).write_bytes(content)
-        loaded = poptorch.load(tmp_path / str(number))
-        assert loaded(x).shape == (1,)
+    """As it is written by these tests."""
+    (tmp_path / "file").write_bytes(with_manifest(exported, lambda _data: None))
+    assert poptorch.load(tmp_path / "file")(x).shape == (1,)
 
 
 def test_any_program_for_safetensors_reads_it(exported):

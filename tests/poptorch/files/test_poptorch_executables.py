@@ -100,14 +100,13 @@ OPTIMIZERS = {
     "ours": lambda p: poptorch.optim.AdamW(p, lr=0.05, loss_scaling=4.0, max_grad_norm=1.0),
     "torch's": lambda p: torch.optim.SGD(p, lr=0.002, momentum=0.9, nesterov=True),
     "combined": lambda p: poptorch.optim.SGD(p, lr=0.002, momentum=0.9, use_combined_accum=True),
-    "Adam of torch": lambda p: torch.optim.Adam(p, lr=0.05),
     "LAMB": lambda p: poptorch.optim.LAMB(p, lr=0.05),
 }
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=() if n in ("ours", "torch's") else pytest.mark.thorough) for n in OPTIMIZERS],
+    [pytest.param(n, marks=() if n == "torch's" else pytest.mark.thorough) for n in OPTIMIZERS],
 )
 def test_training_goes_on(tmp_path, name):
     file = tmp_path / "model.poptorch"
@@ -115,11 +114,9 @@ def test_training_goes_on(tmp_path, name):
     optimizer = OPTIMIZERS[name](model.parameters())
     training = poptorch.trainingModel(model, make_options(1, 2, random_seed=7), optimizer)
     training(x, target, factor=3)
-    if name == "ours":
-        training.detachFromDevice()
+    training.detachFromDevice()
     training.save(file)
-    if name == "ours":
-        training.attachToDevice()
+    training.attachToDevice()
     for group in optimizer.param_groups:
         group["lr"] = 5.0  # of later; the file has the former one
     loaded = poptorch.load(file)
@@ -226,7 +223,7 @@ def test_listing_26_without_the_model(tmp_path):
 
 
 def test_listing_27_training_and_validation_apart(tmp_path):
-    model = seeded(TwoLayers)
+    model = seeded(lambda: TwoLayers(ipus=(0, 0)))
     options = make_options().useOfflineIpuTarget()
     optimizer = poptorch.optim.SGD(model.parameters(), lr=0.1)
     poptorch.trainingModel(model, options, optimizer).compileAndExport(tmp_path / "training", x, target)
@@ -240,14 +237,13 @@ def test_listing_27_training_and_validation_apart(tmp_path):
     by_hand = validation(x)
     assert not torch.allclose(by_hand, before)
     # The validation of the model that trains.
-    training = poptorch.load(tmp_path / "training")
     validation = poptorch.inferenceModel(training, make_options())
     validation.loadExecutable(tmp_path / "validation")
-    assert torch.equal(validation(x), before)
-    training(x, target)
     assert torch.equal(validation(x), by_hand)
+    training(x, target)
+    assert not torch.allclose(validation(x), by_hand)
     # On the host, what was captured.
-    assert_close([training.model(x, target)[0]], [by_hand], 1e-5)
+    assert_close([training.model(x, target)[0]], [validation(x)], 1e-5)
 
 
 class Other(TwoLayers):
@@ -389,7 +385,7 @@ def test_what_a_file_cannot_hold(tmp_path):
     try:
         for model, schedule, message in [
             (ReturnsMade(), "grouped", r"What the model returns is a tests\..*Made, which a file"),
-            (TwoLayers(), schedules.grouped, "cannot hold a function or a path. Name a schedule"),
+            (nn.Linear(3, 3), schedules.grouped, "cannot hold a function or a path. Name a schedule"),
             (wide, "grouped", "tensors of complex128. Make them complex64"),
             (Draws(), "grouped", "cannot hold"),
         ]:
@@ -440,16 +436,15 @@ class OddNames(nn.Module):
 
 
 def test_odd_names(tmp_path):
-    training = poptorch.trainingModel(seeded(OddNames), make_options())
-    training.compileAndExport(tmp_path / "file", x, target, name="größe")
+    inference = poptorch.inferenceModel(seeded(OddNames), make_options())
+    inference.compileAndExport(tmp_path / "file", x, target, name="größe")
     loaded = poptorch.load(tmp_path / "file")
-    assert_equal_values(loaded(x, target, name="größe"), training(x, target, name="größe"))
-    training.copyWeightsToHost()
-    assert_same(training.model.state_dict(), loaded.model.state_dict())
+    assert_equal_values(loaded(x, target, name="größe"), inference(x, target, name="größe"))
+    assert_same(inference.model.state_dict(), loaded.model.state_dict())
 
 
 def test_a_loaded_model_is_copied_and_wrapped_anew(tmp_path):
-    model = seeded(TwoLayers)
+    model = seeded(lambda: TwoLayers(ipus=(0, 0)))
     first = poptorch.trainingModel(model, make_options(), torch.optim.SGD(model.parameters(), lr=0.1))
     first.compileAndExport(tmp_path / "file", x, target)
     loaded = poptorch.load(tmp_path / "file")
