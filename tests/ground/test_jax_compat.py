@@ -300,7 +300,8 @@ def test_no_other_module_has_private_names():
     texts = {module: path.read_text() for module, path in rooms.MODULES.items() if module not in own}
     assert len(texts) > 100
     maybe = re.compile(
-        rf"jaxlib|jax\._|from jax|import jax\.(?!numpy as jnp\n)|jax\.({'|'.join(PRIVATE)})|source_info|name_stack"
+        rf"jaxlib|jax\._|from jax|import jax\.(?!numpy as jnp\n)|jax\.({'|'.join(PRIVATE)})"
+        "|source_info|name_stack"
     )
     found = {module: find_private_names(text) for module, text in texts.items() if maybe.search(text)}
     assert {module: names for module, names in found.items() if names} == {}

@@ -739,7 +739,7 @@ assert (directory / f"{{index}}-0").exists()
     other.close()
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_the_estimator_of_the_tutorial():
     """It trains, evaluates and predicts in two processes as in one; what it prints comes from one."""
     answer = (ROOT / "answers" / "ipu_pipeline_estimator.py", "--epochs", "1")

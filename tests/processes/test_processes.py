@@ -288,7 +288,7 @@ def test_more_cases_in_several_processes(names, num_processes, num_devices):
     check(names, made)
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_four_processes():
     """Kinds of mapping; and data that ends, which all hear of."""
     names = ["folded, recomputed", "one by one", "all on the last", "normalized in chunks"]

@@ -195,7 +195,7 @@ def plain_losses(start, mnist, seed):
 @pytest.mark.parametrize(
     ("program", "options"),
     [
-        (STEP1, ()),
+        pytest.param(STEP1, (), marks=pytest.mark.soak),
         (STEP4, ("--schedule", "Interleaved", "--splits", "dense128", "dense64", "dense32")),
     ],
 )

@@ -63,7 +63,7 @@ def test_arguments_that_are_refused(arguments, message, capsys):
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--strategy", "sharded", "--attention", "eager"],
+        pytest.param(["--strategy", "sharded", "--attention", "eager"], marks=pytest.mark.soak),
         ["--dtype", "float64", "--recompute", "--replicas", "2", "--layers-per-ipu", "1", "1"]
         + ["--device-iterations", "2"],
     ],
@@ -74,7 +74,7 @@ def test_equal_to_plain_torch(arguments):
     assert last.startswith("Exact match")
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_it_learns():
     lines = run(PROGRAM).splitlines()
     assert lines[0] == "78,018 parameters, 6 layers on 4 IPUs"

@@ -49,7 +49,7 @@ def train(options, dropout=0.0):
 
 @pytest.mark.parametrize(
     "num_ipus",
-    [2, pytest.param(1, marks=pytest.mark.thorough), pytest.param(4, marks=pytest.mark.thorough)],
+    [2, pytest.param(1, marks=pytest.mark.thorough), pytest.param(4, marks=pytest.mark.soak)],
 )
 def test_training_equals_plain_torch(num_ipus, caplog):
     caplog.set_level(logging.INFO, logger="poptorch::python")

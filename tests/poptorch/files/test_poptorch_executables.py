@@ -13,6 +13,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -843,7 +844,8 @@ PAGE = Path(__file__).parents[3] / "docs" / "poptorch_executables.md"
 
 
 @pytest.mark.thorough
-def test_the_pages_example(capsys):
+def test_the_pages_example(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL):
         exec(compile(block, str(PAGE), "exec"), {"__name__": "example"})  # noqa: S102  # the page is ours
     expected = r"loss \d\.\d\d\nchanged: True\naten::linear.default\n\{'weight': \(2, 8\), .*\}\n"
