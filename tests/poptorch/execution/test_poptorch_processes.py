@@ -109,7 +109,7 @@ def check_all(made, cases, tolerance):
         check([one[name] for one in made], given.get("replicas", 1), optimizer, tolerance, is_mean)
 
 
-@pytest.mark.soak
+@pytest.mark.thorough
 def test_strategies_reductions_and_optimizers(found_by_two):
     check_all(results_of(found_by_two, "trained"), TRAINED, 1e-5)
     check_all(results_of(found_by_two, "in float64"), IN_FLOAT64, 1e-12)
