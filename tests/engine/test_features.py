@@ -2,8 +2,8 @@
 
 A new option of the engine is a row of FEATURES, and what stages may contain one of MODELS. What else there
 is to check of an option (where arrays lie, what is compiled, errors) stands in the tests of its room.
-`make test` runs each feature with one model, mostly plain layers; `make thorough` runs them, and features
-that are COMBINED, with all others.
+`make test` runs each feature with one model, mostly plain layers; `make thorough` runs them with all
+others, and features that are COMBINED with one.
 """
 
 import dataclasses
@@ -383,12 +383,21 @@ def sizes_of(feature):
     return "same" if "num_turns" in FEATURES[feature].options else "different"
 
 
+def rich_models(feature, row):
+    """What `make thorough` runs a feature with: each rich model that it can; features together with one."""
+    possible = [
+        (number, model)
+        for number, model in enumerate(MODELS)
+        if model not in ("layers", CASES.get(feature, (None,))[0])
+        and not (model == "branches" and FEATURES[feature].options.get("schedule") in NOT_PARALLEL)
+    ]
+    return possible[row % len(possible) :][:1] if feature in COMBINED else possible
+
+
 OTHERS = [
     (feature, model, ("float32", "float64")[number % 2], sizes_of(feature) if number == 3 else "same")
-    for feature, options in ((name, own.options) for name, own in FEATURES.items())
-    for number, model in enumerate(MODELS)
-    if model not in ("layers", CASES.get(feature, (None,))[0])
-    and not (model == "branches" and options.get("schedule") in NOT_PARALLEL)
+    for row, feature in enumerate(FEATURES)
+    for number, model in rich_models(feature, row)
 ]
 
 
