@@ -567,7 +567,7 @@ def test_a_signals_handler_may_save(tmp_path):
     def dataset():
         for number, element in enumerate(front.data()()):
             if number == 20:  # the run waits for more
-                signal.raise_signal(signal.SIGUSR1)
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)  # which may be asleep
                 is_handled.wait()
             yield element
 
