@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -348,7 +348,7 @@ class Generator:
             raise
 
     @apart
-    def compile(self, prompt_lengths: Sequence[int] | None = None, *, drawn: bool = False) -> None:
+    def compile(self, prompt_lengths: Iterable[int] | None = None, *, drawn: bool = False) -> None:
         """Compiles programs beforehand; otherwise that is done when a request comes that needs them.
 
         Args:
@@ -361,9 +361,10 @@ class Generator:
         """
         lengths = list(self._chunk_lengths)
         if prompt_lengths is not None:
+            lengths = []
             for length in prompt_lengths:
                 check_positive("prompt_lengths: each", length)
-            lengths = [chunk for length in prompt_lengths for chunk in self._divide(int(length))]
+                lengths += self._divide(int(length))
         needed = [Needed(length, is_sampled) for length in (0, *lengths) for is_sampled in {False, drawn}]
         with self._running:
             builder = self._prepare()

@@ -80,15 +80,16 @@ def test_generating_between_training_steps(generator, trainer, state, prompts):
     assert copies == {"stage0/places": 0, "words": 1}  # the second stage's device has none of the words
 
 
-def test_what_decodes_is_compiled_beforehand(generator, state, prompts):
+def test_all_is_compiled_beforehand(parameters, state, prompts):
+    """The lengths may be an iterator: only their check saw those of one, so that no prompt's program was made."""
+    generator = engine.Generator(
+        [read, write], parameters=parameters, max_length=LENGTH, num_slots=2, chunk_lengths=(1, 4)
+    )
     generator.compile(map(len, prompts), drawn=True)
-    # Programs of prompts are compiled once more when they are called first, as JAX lowers them anew.
-    for sampling in (engine.Sampling(), DRAWN):
-        generator.generate(state, prompts, max_new_tokens=1, sampling=sampling)
     with compilations() as found:
         generator.generate(state, prompts, max_new_tokens=3)
         generator.generate(state, prompts, max_new_tokens=3, sampling=DRAWN)
-    assert not found
+    assert {*found} <= {"jit(convert_element_type)", "jit(broadcast_in_dim)"}  # which make empty caches
 
 
 def test_the_state_of_another_split(generator, parameters, plain, prompts, continuations):
