@@ -13,7 +13,7 @@ from ipu_pipeline.engine.devices.device_groups import DeviceGroup
 from ipu_pipeline.engine.execution import steps
 from ipu_pipeline.engine.schedules import ActionKind
 from ipu_pipeline.ground.errors import OutOfRangeError
-from tests.support import beside, models
+from tests.support import beside, models, watchers
 
 NAMES = {
     steps.feed: "feed",
@@ -112,29 +112,14 @@ def test_a_row_without_gradients_is_joined_too(is_used):
     beside.train(pipeline, [models.mlp_batches(np.random.default_rng(0), 2)])
 
 
-class Moves:
+class Moves(watchers.Watcher):
     """A watcher that counts what is sent from which stage."""
 
     def __init__(self):
         self.stages = []
 
-    def introduce(self, *_told):
-        pass
-
-    def rehearsing(self, _runner):
-        return contextlib.nullcontext(False)
-
-    def run(self, _launch, function, arguments):
-        return function(*arguments)
-
     def moved(self, launch, _target, _arrays):
         self.stages.append((launch.kind, launch.stage))
-
-    def waiting(self, *_told):
-        return contextlib.nullcontext()
-
-    def spanned(self, *_told):
-        pass
 
 
 def test_what_a_program_of_all_replicas_sends_is_told_of_no_other():

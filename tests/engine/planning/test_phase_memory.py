@@ -1,6 +1,5 @@
 """What execution phases have on the devices: the plan against the arrays that are there."""
 
-import contextlib
 import gc
 from collections import Counter
 
@@ -15,6 +14,7 @@ from ipu_pipeline.engine import watching
 from ipu_pipeline.engine.devices import placing
 from ipu_pipeline.engine.devices.underway import Underway
 from ipu_pipeline.reports.pipeline_memory import pipeline_memory_over_time
+from tests.support import watchers
 
 pytestmark = pytest.mark.usefixtures("no_garbage")
 
@@ -22,7 +22,7 @@ ALL = ["weight_update_variables", "activations", "gradient_accumulation_buffers"
 WIDTH, ROWS, NUM_MICRO_BATCHES = 128, 64, 2
 
 
-class PeakBytes:
+class PeakBytes(watchers.Watcher):
     """Watches a pipeline's programs for the most bytes on each device.
 
     A device that is late has all that pieces of work were given, until somebody has waited for them. A
@@ -56,27 +56,12 @@ class PeakBytes:
         monkeypatch.setattr(Underway, "wait", wait_and_drop)
 
     def run(self, launch, function, arguments):
-        del launch
-        results = function(*arguments)
+        results = super().run(launch, function, arguments)
         self._now += [*arguments, *results]
         for device, found in _bytes_by_device().items():
             found -= self._before.get(device, 0)
             self.peaks[device] = max(self.peaks.get(device, 0), found)
         return results
-
-    @contextlib.contextmanager
-    def rehearsing(self, runner):
-        del runner
-        yield False
-
-    @contextlib.contextmanager
-    def waiting(self, *_told):
-        yield
-
-    def introduce(self, *_told):
-        pass
-
-    moved = outfed = spanned = introduce
 
 
 def _bytes_by_device():
