@@ -113,6 +113,8 @@ def test_later_processes_find_what_was_kept(directory, timed, monkeypatch):
         "",
         "[]",
         '{"seconds": 1}',
+        '{"seconds": -1, "cores": 1, "num_temporary_bytes": 0}',
+        '{"seconds": 1, "cores": 0, "num_temporary_bytes": 0}',
         '{"seconds": NaN, "cores": 1, "num_temporary_bytes": 0}',
         '{"seconds": "1", "cores": 1, "num_temporary_bytes": 0}',
     ],

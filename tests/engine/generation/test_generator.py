@@ -81,7 +81,7 @@ def test_generating_between_training_steps(generator, trainer, state, prompts):
 
 
 def test_all_is_compiled_beforehand(parameters, state, prompts):
-    """The lengths may be an iterator: only their check saw those of one, so that no prompt's program was made."""
+    """The lengths may be an iterator: the check of them used it up, and no prompt's program was made."""
     generator = engine.Generator(
         [read, write], parameters=parameters, max_length=LENGTH, num_slots=2, chunk_lengths=(1, 4)
     )

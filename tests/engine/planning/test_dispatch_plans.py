@@ -16,7 +16,7 @@ from ipu_pipeline.engine.execution.runner import ColumnRunner
 from ipu_pipeline.engine.inspect import LiveBytes
 from ipu_pipeline.engine.planning import choosing
 from ipu_pipeline.errors import OutOfRangeError
-from tests.support import front, models
+from tests.support import beside, front, models
 from tests.support.compilations import compilations
 
 COUNT, NUM_UPDATES = 8, 2
@@ -147,21 +147,31 @@ def test_an_optimizer_from_outputs_reads_one_micro_batch():
 
 def test_an_infeed_that_ends_within_a_chunk():
     """What was completed stands, and the data begin again with the initializer."""
+    elements = list(front.data(num_batches=2 * COUNT + 3)())
     model = front.Model(
-        front.data(num_batches=2 * COUNT + 3),
+        elements,
         gradient_accumulation_count=COUNT,
         repeat_count=3,
         device_mapping=[0, 1],
     )
     (call,) = model.program.calls
     assert call.pipeline.dispatch_plan.chunk_size == 2
+    rate = np.float32(0.1)
     with ipu.Session(seed=1) as session:
-        session.run(model.initializer)
+        session.run([model.initializer, ipu.global_variables_initializer()])
+        plain = call.pipeline.init(jax.random.key(0), elements[0], rate)
+        plain = dataclasses.replace(beside.copied(plain), variables=session.variables)
         with pytest.raises(OutOfRangeError, match="ended after 19 elements"):
             session.run(model.program, {model.rate: 0.1})
         losses = session.run(model.outfeed.dequeue())
-        assert np.size(losses) == 2 * COUNT
-        completed = session.variables
+        completed, expected = session.variables, []
+        for first in (0, COUNT):
+            plain, outputs = beside.step_plainly(
+                call.pipeline, plain, elements[first : first + COUNT], rate
+            )
+            expected += outputs.losses
+        models.assert_trees_close(list(losses), expected)
+        models.assert_trees_close(completed, plain.variables)
         with pytest.raises(OutOfRangeError, match="ended after 19 elements"):
             session.run(model.program, {model.rate: 0.1})
         assert_same(session.variables, completed)
@@ -399,6 +409,7 @@ INFERENCE = {"loss": None, "optimizer": None}
         ({"first": printing}, PRINTS),
         ({"first": printing, **INFERENCE}, PRINTS),
         ({"first": calling(calling_back)}, PRINTS),
+        ({"first": calling(calling_back), **INFERENCE}, PRINTS),
         ({"first": calling(foreign)}, UNKNOWN),
         ({"first": calling(foreign), **INFERENCE}, UNKNOWN),
         ({"first": calling(jax.checkpoint(lambda x: jax.lax.map(foreign, x)))}, UNKNOWN),
@@ -406,6 +417,9 @@ INFERENCE = {"loss": None, "optimizer": None}
 )
 def test_where_every_action_stays_a_program(options, reason):
     assert traced(**options).dispatch_plan == engine.Chunking(reason=reason)
+    if reason == UNKNOWN:
+        options = {**options, "first": calling(jnp.sin)}
+        assert traced(**options).dispatch_plan.chunk_size > 2
 
 
 def test_programs_of_unknown_cost_may_be_measured(monkeypatch):
@@ -499,7 +513,7 @@ def test_measured_programs(cores):
     assert plan.reason.endswith("of its time one by one")
     alone = choose_measured(1.0, lambda size: 1.0)
     assert alone.chunk_size == 1
-    assert alone.reason.endswith("ms, beside which dispatches cost little")
+    assert alone.reason.endswith("takes 2000.0 ms, beside which dispatches cost little")
     slower = choose_measured(1.5e-4, lambda size: 1.6e-4)  # chunks that are slow in fact
     assert slower.chunk_size == 1
     assert "per program 1" in slower.reason  # more than 100%
@@ -509,12 +523,14 @@ def test_where_measuring_fails_the_estimate_decides(monkeypatch):
     """There may be no room for a program beside a state."""
 
     def fail(*_arguments, **_options):
+        failed.append(True)
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
+    failed, pipeline = [], traced(num_micro_batches=8)
     monkeypatch.setattr(ColumnRunner, "measure", fail)
-    pipeline = traced(num_micro_batches=8)
     estimated = pipeline.dispatch_plan
     pipeline.step(pipeline.init(jax.random.key(0), ELEMENT), [ELEMENT] * 8)
+    assert failed
     assert pipeline.dispatch_plan == estimated
     assert not estimated.reason.startswith("measured")
 

@@ -59,19 +59,12 @@ def in_flight(schedule, stage, num_stages):
     return min(number, NUM_MICRO_BATCHES)
 
 
-def held(mode):
-    """Bytes per micro-batch that a mode promises: the stage's input, and what is marked."""
-    return {
-        "recompute_and_backpropagate_interleaved": LAYERS * ACTIVATION,
-        "auto": LAYERS * ACTIVATION,
-    }[mode]
-
-
 @pytest.mark.parametrize(
     ("schedule", "num_stages", "mode"),
     [
         ("grouped", 3, None),
         ("interleaved", 2, "auto"),
+        ("sequential", 2, "recompute_and_backpropagate_interleaved"),
     ],
 )
 def test_live_bytes_are_those_of_the_formula(schedule, num_stages, mode):
@@ -84,8 +77,8 @@ def test_live_bytes_are_those_of_the_formula(schedule, num_stages, mode):
     for stage in range(num_stages - 1):
         expected = in_flight(schedule, stage, num_stages)
         assert plan[stage].in_flight == expected
-        if mode is not None:
-            assert plan[stage].num_held_bytes == held(mode)
+        if mode is not None:  # a stage's input, and what is marked
+            assert plan[stage].num_held_bytes == LAYERS * ACTIVATION
         assert live_bytes.peaks[stage] == pytest.approx(plan[stage].num_live_bytes, rel=0.05)
         assert live_bytes.peaks[stage] == pytest.approx(expected * plan[stage].num_held_bytes, rel=0.05)
     assert plan[-1].num_live_bytes == 0
@@ -168,10 +161,6 @@ def test_recomputation_on_one_ipu_needs_less_memory(mode):
 
 
 def test_the_plan_of_one_ipu_and_of_shared_ones():
-    interleaved = "recompute_and_backpropagate_interleaved"
-    plan = make(2, "sequential", interleaved).plan_memory()
-    assert plan[0].in_flight == in_flight("sequential", 0, 2)
-    assert plan[0].num_held_bytes == held(interleaved)
     plan = make(2, "grouped", "recompute_then_backpropagate", device_mapping=[0, 0]).plan_memory()
     assert [stage.num_live_bytes for stage in plan] == [ACTIVATION, 0]
     plan = make(4, "interleaved", "auto", device_mapping=[0, 1, 0, 1]).plan_memory()
@@ -317,6 +306,17 @@ def test_what_is_offloaded_is_in_host_memory(offload, mapping):
         assert plan.num_host_bytes == host[plan.ipu] > 0
         rest = bytes_by_device((state.variables, state.optimizer_state))[plan.ipu]
         assert plan.num_variable_bytes + plan.num_optimizer_bytes + plan.num_accumulator_bytes == rest
+
+
+def test_each_kind_is_offloaded_alone():
+    fields = dict(
+        zip(ALL, ("num_variable_bytes", "num_accumulator_bytes", "num_optimizer_bytes"), strict=True)
+    )
+    for kind, field in fields.items():
+        (plan, *_others) = make(2, "grouped", None, offload=[kind], optimizer=MOMENTUM).plan_ipu_memory()
+        left = {name: getattr(plan, name) for name in fields.values()}
+        assert left.pop(field) == 0
+        assert {*left.values()} == {plan.num_host_bytes}  # all three are of one size
 
 
 def test_a_shared_variable_is_copied_and_has_two_accumulators():
