@@ -78,8 +78,11 @@ def pytest_configure(config):
         jax.config.update("jax_compilation_cache_dir", str(directory))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    # Each process has a folder for temporary files, so that it knows who left one.
-    os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="tests-")
+    # Each process has a folder for temporary files, so that it knows who left one. `tmp_path` is elsewhere:
+    # of the last runs it stays.
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+    folder = os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="tests-")
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     # Programs that tests start announce themselves, but not to the user's monitor. This process does not:
     # the thread that looks at what runs holds it for a moment, maybe when a test asks whether it is gone.
     os.environ[announcing.SWITCH_VARIABLE] = "0"
@@ -103,10 +106,6 @@ def pytest_collection():
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish():
     gc.unfreeze()  # plugins import more at the end, and look for who refers to what
-
-
-def pytest_unconfigure():
-    shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,5 +1,6 @@
 """What a test leaves behind: the next test in this process would meet it."""
 
+import gc
 import logging
 import os
 import signal
@@ -16,15 +17,16 @@ import numpy as np
 from tests.support import forked
 
 ROOT = Path(__file__).parents[2]
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGALRM)
-# Longer than any thread of a test needs to come to its end; one that hangs fails the test after it.
+# How long a thread that a test started may take to end; one that hangs fails that test.
 JOIN_SECONDS = 60
 # The watch ends by itself, a quarter of a minute after the last step that a test began.
 FOR_GOOD = ("tqdm_monitor", "ipu_pipeline step watch")
 CHANGED_BY_LIBRARIES = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")  # the latter by torch's export
 
 
-_tracked = {}  # module -> the names in it that nothing but a test would bind again
+# Module or class of the package -> what is in it, and the names that nothing but a test would bind again.
+_tracked = {}
+_modules = set()  # those that have been looked through for what is to be tracked
 
 
 def state():
@@ -34,23 +36,28 @@ def state():
         "the environment": {
             name: os.environ[name] for name in os.environ if name not in CHANGED_BY_LIBRARIES
         },
-        "signal handlers": {number.name: signal.getsignal(number) for number in SIGNALS},
+        "signal handlers": {number.name: signal.getsignal(number) for number in signal.Signals},
+        "an alarm": signal.getitimer(signal.ITIMER_REAL)[0] > 0,
         "JAX's configuration": dict(jax.config.values),
         "threads": set(filter(ends, threading.enumerate())),
         "child processes": child_processes(),
-        "files in the checkout": set(os.listdir(ROOT)),
+        # Not .mypy_cache and such: lint runs beside the tests.
+        "files in the checkout": {name for name in os.listdir(ROOT) if name[0] != "."},
         "temporary files": {
             name
             for name in os.listdir(tempfile.gettempdir())
-            if not name.startswith(("pytest-of-", "torchinductor_", "pymp-"))
+            if not name.startswith(("torchinductor_", "pymp-"))
             and not name.endswith("tfds")  # tensorflow-datasets makes one for good when it is imported
         },
         "logging": logging_state(),
-        "sys": {name: getattr(sys, name) for name in ("excepthook", "unraisablehook", "argv")}
-        | {
+        "sys": {
+            "excepthook": sys.excepthook,
+            "unraisablehook": sys.unraisablehook,
+            "argv": list(sys.argv),
             "path": list(sys.path),
             "meta_path": [one for one in sys.meta_path if "ipu_pipeline" in repr(one)],
         },
+        "garbage collection": (gc.isenabled(), gc.get_threshold()),
         "NumPy's error handling": np.geterr(),
         "modules": dict(sys.modules),
         "the package": package_names(),
@@ -85,7 +92,7 @@ def differences(before):
                 if now == was or (was is GONE and what in ADDED_TO):
                     continue
                 if what == "the package":
-                    names = (n for n, a, b in zip(_tracked[name], was, now, strict=True) if a is not b)
+                    names = (n for n, a, b in zip(_tracked[name][1], was, now, strict=True) if a is not b)
                     lines.append(f"{what}: {name}: {', '.join(names)} bound to something else")
                 else:
                     lines.append(f"{what}: {name} is {now!r}; it was {was!r}")
@@ -128,7 +135,7 @@ def helpers():
 
 def logging_state():
     loggers = {name or "root": logging.getLogger(name) for name in ("", "ipu_pipeline", "jax", "absl")}
-    return {
+    return {"disabled up to": logging.root.manager.disable} | {
         name: (one.level, one.propagate, *one.handlers, *filter(is_removed, one.filters))
         for name, one in loggers.items()
     }
@@ -140,16 +147,18 @@ def is_removed(log_filter):
 
 
 def package_names():
-    """The functions, classes, modules and constants of each module of the package."""
-    found = {}
-    for name, module in list(sys.modules.items()):
-        if name.startswith("ipu_pipeline") and module is not None:
-            own = vars(module)
-            if name not in _tracked:
-                _tracked[name] = [one for one, value in own.items() if is_constant(one, value)]
-            found[name] = tuple(map(own.get, _tracked[name]))
-    return found
+    """The functions, classes, modules and constants in each module and class of the package."""
+    for name in sys.modules.keys() - _modules:
+        _modules.add(name)
+        if name.startswith("ipu_pipeline") and (module := sys.modules[name]) is not None:
+            track(name, module)
+            for member in list(vars(module).values()):
+                if isinstance(member, type) and member.__module__ == name:
+                    track(f"{name}.{member.__qualname__}", member)
+    return {name: tuple(map(own.get, names)) for name, (own, names) in _tracked.items()}
 
 
-def is_constant(name, value):
-    return isinstance(value, types.FunctionType | types.ModuleType | type) or name.isupper()
+def track(name, holder):
+    kinds = types.FunctionType | types.ModuleType | type | property | classmethod | staticmethod
+    own = vars(holder)
+    _tracked[name] = own, [one for one in own if isinstance(own[one], kinds) or one.isupper()]
