@@ -430,7 +430,8 @@ class Leader:
             return
         delay = self._restarts.after(failure, now - run.begun, has_progressed)
         if delay is None:
-            given_up = f"given up after {self._restarts.count} restarts" if self._restarts.count else ""
+            count = self._restarts.count
+            given_up = f"given up after {count} restart{'s' * (count > 1)}" if count else ""
             self._end(failure.status, given_up)
             return
         when = f"in {delay:g} s" if delay else "at once"
