@@ -30,7 +30,7 @@ TOLERANCES = {"float32": 1e-5, "float64": 1e-12}
 
 
 def dense_layers():
-    """Three layers and a loss, and nothing else; the second and the third are compiled as one program."""
+    """Three layers and a loss, and nothing else. The second and the third have the same program."""
 
     def first(scale, x, labels):
         return jnp.tanh(x @ models.weight("first", x)) * scale, labels
@@ -115,6 +115,8 @@ def of_loss(loss, **_others):
 
 SHOWING = models.showing_gradients()
 MOMENTUM = optax.sgd(0.1, momentum=0.5)  # of the cheap model; its state is made of the gradients
+# Its state also has a count, which the updates of all stages read: none of them may take its memory.
+COUNTING = optax.sgd(optax.linear_schedule(0.1, 0.05, NUM_UPDATES), momentum=0.5)
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), MOMENTUM)
 
 
@@ -171,7 +173,7 @@ FEATURES: dict[str, Feature] = {
     "grouped, looped": Feature({"schedule": "grouped", "donate": True}, LOOPED),
     "interleaved, mixed": Feature({"schedule": "interleaved"}, MIXED),
     "sequential, neighbours": Feature({"schedule": "sequential", "donate": True}, NEIGHBOURS),
-    "one IPU": Feature({"donate": True}, ONE),
+    "one IPU": Feature({"donate": True, "optimizer": COUNTING}, ONE),
     "one IPU, mean": Feature({"reduction": "mean"}, ONE),
     "one IPU, running mean": Feature({"reduction": "running_mean"}, ONE),
     "one IPU, in parts": Feature({"block_bytes": 600, "donate": True}, ONE),
@@ -192,7 +194,7 @@ FEATURES: dict[str, Feature] = {
     "recomputed in turn": Feature({"recompute": INTERLEAVED, "schedule": "interleaved"}),
     "recomputed, one IPU": Feature({"recompute": "auto"}, ONE),
     "recomputed in turn, one IPU": Feature({"recompute": INTERLEAVED}, ONE),
-    "state offloaded": Feature({"offload": MEMORY[:1], "donate": True}),
+    "state offloaded": Feature({"offload": MEMORY[:1], "donate": True, "optimizer": COUNTING}),
     "activations offloaded": Feature({"offload": MEMORY[1:2], **CHUNKS}),
     "accumulators offloaded": Feature({"offload": MEMORY[2:3], **CHUNKS}, LOOPED),
     "all offloaded": Feature({"offload": MEMORY, "recompute": "auto"}),
@@ -222,7 +224,7 @@ FEATURES: dict[str, Feature] = {
     "three replicas, one IPU": Feature({}, ONE, 3),
     "replicas, one IPU, chunks": Feature(CHUNKS, ONE, 2),
     "replicas, offloaded": Feature({"offload": MEMORY, "recompute": "auto"}, LOOPED, 2),
-    "replicas, state shared out": Feature({"shard": ["optimizer_state"]}, num_replicas=2),
+    "replicas, state shared out": Feature({"shard": ["optimizer_state"], "optimizer": COUNTING}, None, 2),
     "replicas, shared out": Feature({**SHARED_OUT, **CHUNKS}, num_replicas=2),
     "replicas, shared out, one IPU": Feature({**SHARED_OUT, "recompute": "auto"}, ONE, 2),
     "replicas, shared out and offloaded": Feature({**SHARED_OUT, "offload": MEMORY}, LOOPED, 2),
@@ -239,7 +241,9 @@ FEATURES: dict[str, Feature] = {
     "tensor parallel, replicas": Feature({"tensor_parallel": divided(2), "offload": MEMORY}, LOOPED, 2),
     "tensor parallel, shared out": Feature({"tensor_parallel": divided(2), **SHARED_OUT}, LOOPED, 2),
     # Backwards in halves, and stages around the IPUs.
-    "looped": Feature({"schedule": "looped", "recompute": "auto", "donate": True}, LOOPED),
+    "looped": Feature(
+        {"schedule": "looped", "recompute": "auto", "donate": True, "optimizer": COUNTING}, LOOPED
+    ),
     "looped, chunks": Feature({"schedule": "looped", "reduction": "mean", **CHUNKS}, LOOPED),
     "halves": Feature({**HALVES, "donate": True}),
     "halves, more held": Feature({"schedule": "zero_bubble_h2", "reduction": "running_mean"}),
@@ -344,7 +348,7 @@ def add(*values):
     return sum(values[1:], values[0])
 
 
-# Features together, each of which is there alone or in twos: for `make thorough`.
+# Combinations of features that other rows have alone or in pairs: for `make thorough`.
 COMBINED = {
     *("grouped, looped", "interleaved, mixed", "sequential, neighbours", "chunks of all"),
     *("chunks, interleaved", "count given, one IPU", "groups, in parts", "recomputed in turn, one IPU"),
@@ -384,7 +388,7 @@ def sizes_of(feature):
 
 
 def rich_models(feature, row):
-    """What `make thorough` runs a feature with: each rich model that it can; features together with one."""
+    """The rich models that `make thorough` runs a feature with: all that it can; one for a combination."""
     possible = [
         (number, model)
         for number, model in enumerate(MODELS)
@@ -394,8 +398,12 @@ def rich_models(feature, row):
     return possible[row % len(possible) :][:1] if feature in COMBINED else possible
 
 
+# Each model meets both dtypes and both sizes.
 OTHERS = [
-    (feature, model, ("float32", "float64")[number % 2], sizes_of(feature) if number == 3 else "same")
+    (
+        *(feature, model, ("float32", "float64")[(number + row) % 2]),
+        sizes_of(feature) if (number + row // 3) % 3 == 0 else "same",
+    )
     for row, feature in enumerate(FEATURES)
     for number, model in rich_models(feature, row)
 ]
@@ -414,7 +422,7 @@ def test_equals_a_plain_loop(feature, model, dtype, sizes):
 
 @functools.cache
 def plain_pipeline(model, dtype, is_trained):
-    """What the plain loops of all features take the stages from, so that they compile them once."""
+    """The pipeline whose stages the plain loops of all features call, so that they are compiled once."""
     built = MODELS[model](dtype)
     loss = built.pop("loss")
     training = {"loss": loss, "optimizer": MOMENTUM} if is_trained else {}
@@ -423,17 +431,17 @@ def plain_pipeline(model, dtype, is_trained):
 
 @functools.cache
 def trained_plainly(model, dtype, sizes, num_replicas, reduction, optimizer):
-    """The plain loop's state before and what each step makes of it: for all features, whatever they are."""
+    """The plain loop's first state, and the state and outputs after each step. Features share them."""
     pipeline = plain_pipeline(model, dtype, optimizer is not None)
     steps, scale = make_steps(dtype, sizes, num_replicas), np.asarray(0.9, dtype)
     state = beside.copied(pipeline.init(jax.random.key(3), steps[0][0], scale))
     start = state = dataclasses.replace(state, optimizer_state=None)
     options = {"optimizer": optimizer, "reduction": reduction, "num_replicas": num_replicas}
-    found = []
+    results = []
     for step in steps:
         state, outputs = beside.step_plainly(pipeline, state, step, scale, **options)
-        found.append((state, outputs))
-    return start, found
+        results.append((state, outputs))
+    return start, results
 
 
 def check(name, model, dtype, sizes="same"):
@@ -448,6 +456,8 @@ def check(name, model, dtype, sizes="same"):
         )
         state = pipeline.init(jax.random.key(3), steps[0][0], scale)
         models.assert_trees_close(state.variables, start.variables, 0.0)
+        # One that reads outputs depends on those of the first micro-batch.
+        assert (state.optimizer_state is None) == (options.optimizer in (None, of_loss))
         bound = TOLERANCES[dtype]
         given = {"num_micro_batches": COUNT} if feature.given else {}
         for step, (expected, wanted) in zip(steps, results, strict=True):
@@ -465,5 +475,6 @@ def check(name, model, dtype, sizes="same"):
         if "block_bytes" in feature.options:
             assert pipeline.prepare().sizes(COUNT, COUNT).capacity < COUNT
         if not options.donate:  # the state before is whole, and gives the same again
-            again, _outputs = pipeline.step(before, steps[-1], scale, **given)
+            again, same = pipeline.step(before, steps[-1], scale, **given)
             models.assert_trees_close(again.variables, state.variables, 0.0)
+            models.assert_trees_close(same.losses, outputs.losses, 0.0)

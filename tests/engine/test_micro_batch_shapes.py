@@ -115,7 +115,7 @@ def test_texts_in_buckets_with_a_token_weighted_loss():
 def test_named_shapes_are_compiled_with_the_first():
     pipeline = make(2, shapes=texts(5))
     state = start(pipeline, texts(4)[0])
-    compiled = []
+    compiled, results = [], []
     jax.monitoring.register_event_duration_secs_listener(
         listener := lambda event, _seconds, fun_name="", **_others: compiled.append((event, fun_name))
     )
@@ -123,12 +123,13 @@ def test_named_shapes_are_compiled_with_the_first():
         for _time in range(2):
             pipeline.compile(state)
             compiled.clear()
-            pipeline.step(state, texts(4, 5))
+            results.append(pipeline.step(state, texts(4, 5))[0].variables)
             names = [name for event, name in compiled if event.endswith("backend_compile_duration")]
             assert not [name for name in names if "stage" in name]
             pipeline.set_recomputation(engine.Recomputation.AUTO)
     finally:
         jax.monitoring.unregister_event_duration_listener(listener)
+    models.assert_trees_close(*results)
 
 
 def test_a_wrong_shape_is_told_before_anything_runs():
@@ -444,7 +445,8 @@ def test_reports_of_several_shapes(tmp_path):
         for step in (texts(4, 4), texts(4, 5)):
             state, _outputs = pipeline.step(state, step)
     steps = [event.step for event in captured.profile.events if event.kind == "forward"]
-    assert set(steps) <= {0, 1}  # a busy machine's profiler does not note all programs
+    # On a busy machine, JAX's profiler misses a program now and then.
+    assert sorted(steps) == [0] * 4 + [1] * 4 or captured.profile.num_lost > 0
 
 
 def test_live_bytes_of_several_shapes():

@@ -414,9 +414,13 @@ def test_wrong_stages(stages, loss, error, message):
 
 
 def test_what_a_stage_with_parameters_takes():
-    pipeline = make([lambda parameters, ids, targets: parameters[ids]], parameters=[np.ones(3, "float32")])
-    message = r"takes \(ids, targets\) after its parameters, but .*\(int32\[1\]\): missing a required"
-    with pytest.raises(TypeError, match=message):
+    def embed(parameters, ids, targets):
+        return parameters[ids], targets
+
+    pipeline = make([embed], parameters=[np.ones(3, "float32")])
+    message = r"stage 0 \(embed\) takes \(ids, targets\) after its parameters, but the inputs .*"
+    missing = r"\(int32\[1\]\): missing a required argument: 'targets'"
+    with pytest.raises(TypeError, match=message + missing):
         pipeline.trace((np.ones(1, "int32"),))
 
 
@@ -520,10 +524,6 @@ def test_jax_waits_for_what_a_step_returns():
     assert waited == ["output", "loss", "outputs"]
 
 
-def embed(parameters, ids, targets):
-    return parameters[ids], targets
-
-
 def test_an_optimizer_whose_masks_do_not_fit():
     parameters = [{"w": np.ones((3, 2), "float32")}]
     pipeline = make(
@@ -589,6 +589,7 @@ def test_counts_beyond_32_bits(rng):
         same, others = together.step(same, step)
     assert (same.update_count, same.execution_count) == (2**31 + 1, 2**32 + 1)
     models.assert_trees_close(others.losses, outputs.losses)
+    models.assert_trees_close(same.variables, state.variables)
     # Keys begin again.
     again = dataclasses.replace(beside.copied(state), execution_count=1, optimizer_state=None)
     wanted = beside.step_plainly(split, again, steps[0])[1]

@@ -185,7 +185,7 @@ def test_equal_the_unsplit_model(part):
     @hypothesis.given(random_models.cases(part))
     def check_cases(case):
         if part == 0:
-            case = case[: PIPELINES_PER_CASE // 2 : 2]  # of one training, and of both splits
+            case = case[: PIPELINES_PER_CASE // 2 : 2]  # from one training, with both splits
         check_case(case)
         done.update(case)
 

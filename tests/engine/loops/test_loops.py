@@ -73,12 +73,6 @@ def plain(variables, batches, every, optimizer, reduction, rate=RATE):
     return losses[:, 0], *rest
 
 
-def start_of(model):
-    with ipu.Session(seed=3) as session:
-        session.run(ipu.global_variables_initializer())
-        return session.variables
-
-
 @pytest.mark.parametrize(
     ("count", "every", "num_runs", "reduction", "optimizer", "sharded"),
     [
@@ -449,6 +443,23 @@ def test_a_loop_that_does_not_train_leaves_what_was_accumulated():
         assert session.variables["w"] == -2
 
 
+def test_a_pipeline_of_the_same_name_leaves_what_was_accumulated():
+    two, one = train_on("w", 2, 3, name="Pipeline"), train_on("w", 1, 3, name="Pipeline")
+    between = front.compile_program(
+        lambda: ipu.pipelining_ops.pipeline(
+            [lambda: weight_named("w") * 1.0],
+            1,
+            outfeed_queue=IPUOutfeedQueue(),
+            optimizer_function=lambda loss: ipu.pipelining_ops.OptimizerFunctionOutput(
+                optax.sgd(0.0), loss
+            ),
+        )
+    )
+    with ipu.Session() as session:
+        session.run([two, between, one])
+        assert session.variables["w"] == -2
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_means_in_sixteen_bits(dtype):
     """Counts are not rounded to them."""
@@ -673,11 +684,14 @@ def test_a_while_loop_waits_for_no_more_than_it_needs():
 def test_the_end_of_the_data_keeps_completed_iterations():
     model = LoopModel(8, 2, sharded=True, dataset=front.data(5))
     with ipu.Session(seed=3) as session:
-        session.run([model.initializer, ipu.global_variables_initializer()])
+        session.run(ipu.global_variables_initializer())
         start = session.variables
-        with pytest.raises(OutOfRangeError, match="ended after 5 elements"):
-            model.run(session)
-        expected, variables, _left = plain(start, front.data(5)(), 2, "sgd", "SUM")
+        for _run in range(2):  # the second one goes on with what the fifth element left accumulated
+            session.run(model.initializer)
+            with pytest.raises(OutOfRangeError, match="ended after 5 elements"):
+                model.run(session)
+        expected, variables, left = plain(start, 2 * list(front.data(5)()), 2, "sgd", "SUM")
+        assert not left
         models.assert_trees_close(session.run(model.outfeed.dequeue()), expected)
         models.assert_trees_close(session.variables, jax.tree.map(np.asarray, variables))
 
