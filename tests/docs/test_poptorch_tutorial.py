@@ -133,7 +133,7 @@ def test_what_is_refused_is_said_without_a_traceback(program, monkeypatch, capsy
             program.exit_on_error(lambda given=arguments: run_main(program, monkeypatch, *given))
         error = capsys.readouterr().err
         assert exited.value.code == (1 if message.startswith("Error") else 2)
-        assert message in error
+        assert error.startswith(message) if message.startswith("Error") else message in error
         assert "Traceback" not in error
 
 

@@ -155,7 +155,7 @@ def test_blocks_and_losses_within_autocast(name):
         )
         train_plain(plain, make_data(), optimizer, 2)
     assert {value.dtype for value in model.parameters()} == {torch.float32}
-    assert_close(model.parameters(), plain.parameters(), tolerance)
+    assert_close(model.parameters(), plain.parameters(), tolerance / 2 if name == "bfloat16" else tolerance)
     assert "2 stages on 2 IPUs" in str(executor.summary())
 
 

@@ -12,6 +12,7 @@ import ipu_pipeline.poptorch as poptorch
 from benchmarks.phases.run import PeakBytes
 from ipu_pipeline.engine import watching
 from ipu_pipeline.poptorch import Liveness, ParallelPhasedExecution, Phase, SerialPhasedExecution, Stage
+from tests.support import watchers
 from tests.support.poptorch_front import (
     assert_close,
     assert_same_state,
@@ -269,12 +270,29 @@ def test_bytes_on_the_device_fall():
 
 
 @pytest.mark.thorough
-def test_a_location_that_was_set_counts():
-    liveness = Liveness.OffChipAfterFwdNoOverlap
+def test_bytes_of_each_liveness_and_of_a_location_that_was_set():
+    peaks = {liveness: measure_peak(liveness) for liveness in Liveness}
     on_chip = poptorch.TensorLocationSettings().useOnChipStorage(True)
-    weights = 6 * (64 * 64 + 64) * 4
-    without, with_weights = (measure_peak(liveness, locations=locations) for locations in (None, on_chip))
-    assert with_weights >= weights > without
+    with_weights = measure_peak(Liveness.OffChipAfterFwdNoOverlap, locations=on_chip)
+    # Those of the three layers that are in other phases.
+    assert with_weights >= peaks[Liveness.OffChipAfterFwdNoOverlap] + 3 / 4 * WEIGHTS
+    assert peaks.pop(Liveness.AlwaysLive) > 4 * WEIGHTS
+    assert max(peaks.values()) < 2 * WEIGHTS
+
+
+class Seen(watchers.Watcher):
+    """Notes in which memory arrays of which shape lie, and from which device to which they are sent."""
+
+    def __init__(self):
+        self.places, self.moves = set(), set()
+
+    def run(self, launch, function, arguments):
+        results = super().run(launch, function, arguments)
+        self.places |= {(array.sharding.memory_kind, array.shape) for array in jax.live_arrays()}
+        return results
+
+    def moved(self, launch, target, _arrays):
+        self.moves |= {(source.id, device.id) for source in launch.devices for device in target}
 
 
 class Skipping(torch.nn.Module):
@@ -297,7 +315,40 @@ class Skipping(torch.nn.Module):
 @pytest.mark.thorough
 @pytest.mark.parametrize("liveness", [Liveness.OffChipAfterFwdNoOverlap, Liveness.OffChipAfterEachPhase])
 def test_what_is_read_two_phases_later(liveness):
-    compare(seeded(Skipping), make_strategy("0", "1", "2").setTensorsLiveness(liveness), num_calls=1)
+    """Meanwhile it is in host memory; in inference, only if all that a phase leaves is."""
+    strategy = make_strategy("0", "1", "2").setTensorsLiveness(liveness)
+    training, inference = compare(seeded(Skipping), strategy, num_calls=1)
+    for executor, inputs in ((training, torch.randn(2, 24, 6)), (inference, torch.randn(1, 24, 6))):
+        watcher = Seen()
+        with watching.watching(watcher):
+            executor(*inputs)
+        is_away = ("pinned_host", (4, 6)) in watcher.places
+        assert is_away == (executor is training or liveness is Liveness.OffChipAfterEachPhase)
+
+
+@pytest.mark.thorough
+def test_independent_stages_of_a_phase_exchange_nothing():
+    """So that devices run them at the same time, forwards and backwards."""
+
+    class Sum(Independent):
+        def forward(self, x, target):
+            with poptorch.Block("A"):
+                x = torch.tanh(self.layers["A"](x))
+            with poptorch.Block("B"):
+                b = self.layers["B"](x)
+            with poptorch.Block("C"):
+                c = self.layers["C"](x)
+            with poptorch.Block("end"):
+                return torch.nn.functional.mse_loss(b * c, target)
+
+    strategy = SerialPhasedExecution(
+        Phase(Stage("A").ipu(0)), Phase(Stage("B").ipu(1), Stage("C").ipu(2)), Phase(Stage("end").ipu(3))
+    )
+    training = poptorch.trainingModel(seeded(Sum), make_options(strategy=strategy))
+    watcher = Seen()
+    with watching.watching(watcher):
+        training(*torch.randn(2, 4, 6))
+    assert watcher.moves == {(0, 1), (0, 2), (1, 3), (2, 3), (3, 1), (3, 2), (1, 0), (2, 0)}
 
 
 # Models as people have them.

@@ -85,7 +85,6 @@ def refuse(tmp_path, content, match):
 
 
 def test_the_file_itself_loads(tmp_path, exported):
-    """As it is written by these tests."""
     (tmp_path / "file").write_bytes(with_manifest(exported, lambda _data: None))
     assert poptorch.load(tmp_path / "file")(x).shape == (1,)
 
@@ -236,6 +235,7 @@ GRAPHS = {
     ),
     "no output": (drop("output"), "'output' is not in list"),
     "nodes behind the output": (lambda data: nodes(data).append(nodes(data)[0]), "nodes behind the output"),
+    "fewer arguments": (set_in("call_function", args=[]), "with arguments that it does not have"),
     "more arguments": (set_in("call_function", args=[1] * 20), "with arguments that it does not have"),
     "a huge shape": (with_value("placeholder", {"tensor": ["float32", [2**62, 2]]}), "RuntimeError"),
     "a negative shape": (with_value("placeholder", {"tensor": ["float32", [-1]]}), "RuntimeError"),
@@ -246,7 +246,9 @@ GRAPHS = {
     "a node as a value": (with_value("call_function", {"node": "tensors_0"}), NO_VALUE),
     "two values in one": (set_argument({"node": "tensors_0", "tuple": []}), "ValueError"),
     "a number beyond 64 bits": (set_argument(2**63), "which has more than 64 bits"),
+    "a negative number beyond 64 bits": (set_argument([-(2**63) - 1]), "which has more than 64 bits"),
     "a number that is long": (lambda data: data.update({"rng state": 10**4000}), "TypeError"),
+    "no result": (lambda data: nodes(data)[-1].update(args=[]), "IndexError"),
     "a result that is a number": (lambda data: nodes(data)[-1].update(args=[[3]]), "AttributeError"),
     "fewer results": (
         lambda data: (nodes(data)[-1].update(args=[[]]), data["program"]["outputs"].clear()),
@@ -336,6 +338,7 @@ HEADERS = {
     "an unknown dtype": set_header("0", dtype="EVIL"),
     "the bytes of another": lambda header: header["0"].update(data_offsets=header["1"]["data_offsets"]),
     "a tensor too many": add_tensor("evil"),
+    "a tensor too many, by number": add_tensor("3"),
     "a tensor too few": lambda header: header.pop("0"),
     "another name": lambda header: header.update({"../0": header.pop("0")}),
     "another manifest": set_header("__metadata__", **{KEY: "{}"}),
@@ -408,6 +411,7 @@ MANIFESTS = {
         "KeyError|must be",
     ),
     "name": (rename("inner.fc.weight", ".."), r"a tensor of the name '\.\.'"),
+    "name of a method": (rename("inner.fc.weight", "forward"), "a tensor of the name 'forward'"),
     "unknown name": (
         lambda data: data["model"]["tensors"][0].update(name="other"),
         "KeyError: 'inner.fc.weight'",

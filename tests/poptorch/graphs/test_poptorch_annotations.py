@@ -159,23 +159,27 @@ def test_wrong_blocks():
         (
             lambda: poptorch.removeBlocks(3),
             poptorch.Error,
-            "instance of torch.nn.Module. It is a int",
+            "module is not an instance of torch.nn.Module. It is a int",
         ),
         (
             lambda: poptorch.BeginBlock("layer"),
             poptorch.Error,
-            "an instance of torch.nn.Module or func",
+            "module is not an instance of torch.nn.Module or function",
         ),
-        (lambda: poptorch.Block(0.5), TypeError, "user_id must be a string, an integer or None; got 0.5"),
+        (
+            lambda: poptorch.Block(0.5),
+            TypeError,
+            "Block: user_id must be a string, an integer or None; got 0.5",
+        ),
         (
             lambda: poptorch.BlockFunction(ipu_id="0"),
             TypeError,
-            "must be an integer or None; got '0'",
+            "BlockFunction: ipu_id must be an integer or None; got '0'",
         ),
         (
             lambda: poptorch.Block.start(ipu_id=-1),
             ValueError,
-            "Block.start: ipu_id must be at least 0",
+            "Block.start: ipu_id must be at least 0; got -1",
         ),
     ]:
         with pytest.raises(error, match=message):

@@ -83,8 +83,8 @@ def test_every_argument_of_torch():
                 assert optimizer.defaults[argument] == value
 
 
-def test_constants_of_torchs():
-    """What has its default value, but the learning rate."""
+def test_which_attributes_are_constant():
+    """What has its default value, but the learning rate; of ours, what is not given."""
     groups = [{"params": parameters()}, {"params": parameters(), "weight_decay": 0.1}]
     spec = describe(torch.optim.SGD(groups, lr=0.001, momentum=0.9))
     assert spec.constants == {
@@ -95,6 +95,13 @@ def test_constants_of_torchs():
     }
     spec = describe(torch.optim.AdamW(parameters(), weight_decay=1e-2, betas=(0.9, 0.98)))
     assert spec.constants == {(0, "weight_decay"), (0, "eps"), (None, "loss_scaling")}
+    names = ("lr", "momentum", "loss_scaling")
+    ours = optim.SGD(parameters(), lr=0.01)
+    assert [ours.variable_attrs.isConstant(name) for name in names] == [False, True, True]
+    ours = optim.SGD(parameters(), lr=0.01, momentum=0.0, loss_scaling=1.0)
+    assert not any(map(ours.variable_attrs.isConstant, names))
+    ours.variable_attrs.markAsConstant("loss_scaling")
+    assert ours.variable_attrs.isConstant("loss_scaling")
 
 
 def test_what_is_constant_and_nothing_is_left_out():
@@ -119,11 +126,15 @@ def test_another_optimizer_in_its_place():
         (
             {},
             {"accum_type": torch.float16},
-            "already compiled.*accum_type.*was float32 and now is fl",
+            "is already compiled.*accum_type.*was float32 and now is float16",
         ),
         ({}, {"velocity_accum_type": torch.float16}, "differs in velocity_accum_type"),
         ({}, {"use_combined_accum": True}, "use_combined_accum"),
-        ({}, {"max_grad_norm": 1.0}, "whether max_grad_norm is infinite: it was infinite and now is"),
+        (
+            {},
+            {"max_grad_norm": 1.0},
+            "differs in whether max_grad_norm is infinite: it was infinite and now is",
+        ),
         ({"max_grad_norm": 2.0}, {"max_grad_norm": 1.0}, None),
         ({"max_grad_norm": 2.0}, {}, None),
     ]:
