@@ -247,7 +247,7 @@ class CheckpointSeries:
     def latest(self) -> Path | None:
         """The newest complete checkpoint; its files are not verified."""
         wait_on_standby()  # others write some meanwhile
-        complete = [step for step in self.steps() if (self.path(step) / DOCUMENT).exists()]
+        complete = [step for step in self.steps() if self._is_complete(step)]
         return self.path(complete[-1]) if complete else None
 
     def read_latest(self, set_aside: bool = False) -> tuple[int, Snapshot] | None:
@@ -342,7 +342,12 @@ class CheckpointSeries:
 
     def delete_old(self, newest: int) -> None:
         """Deletes the oldest checkpoints beyond the number that is kept, but never step `newest`'s."""
-        for old in self.steps()[: -self._max_to_keep] if self._max_to_keep is not None else ():
+        if self._max_to_keep is None:
+            return
+        steps = self.steps()
+        complete = [step for step in steps if self._is_complete(step)]
+        oldest_kept = min(complete[-self._max_to_keep :], default=0)
+        for old in [step for step in steps if step < oldest_kept]:
             if old == newest or not self._is_checkpoint(old):  # numbered below others; or a user's folder
                 continue
             try:
@@ -350,9 +355,12 @@ class CheckpointSeries:
             except OSError as error:
                 _logger.error("The checkpoint %s could not be deleted: %s.", self.path(old), error)
 
+    def _is_complete(self, step: int) -> bool:
+        return (self.path(step) / DOCUMENT).exists()
+
     def _is_checkpoint(self, step: int) -> bool:
         path = self.path(step)
-        return (path / DOCUMENT).exists() or {entry.name for entry in path.iterdir()} <= _PARTS
+        return self._is_complete(step) or {entry.name for entry in path.iterdir()} <= _PARTS
 
     def amend(self, step: int, extra: dict[str, Any]) -> None:
         """Replaces a checkpoint's `Snapshot.extra`. The checkpoint stays complete meanwhile."""

@@ -22,10 +22,18 @@ LINES = page.PAGE.read_text().splitlines()
 
 
 @pytest.mark.parametrize(
-    ("num_blocks", "num_devices"), [(24, 8), pytest.param(96, 64, marks=pytest.mark.thorough)]
+    ("num_blocks", "num_devices"),
+    [
+        (24, 8),
+        pytest.param(96, 64, marks=pytest.mark.thorough),
+        *(
+            pytest.param(*others, marks=pytest.mark.soak)
+            for others in itertools.product(page.NUM_BLOCKS, page.NUM_DEVICES)
+            if others not in [(24, 8), (96, 64)]
+        ),
+    ],
 )
 def test_rows_of_the_page(num_blocks, num_devices):
-    """More devices take the script most of its time."""
     rows = page.make_rows(gpt.Gpt(num_blocks), num_devices)
     for row in rows.values():
         assert row in LINES, "python scripts/write_scale_page.py"

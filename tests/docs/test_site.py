@@ -64,9 +64,9 @@ def test_what_commands_of_how_to_pages_print(capsys):
         assert part.strip("\n") in printed
 
 
-@pytest.mark.soak
+@pytest.mark.thorough
 def test_the_site(tmp_path):
-    """Built once, since that takes a minute; CI builds it, too (`make docs`)."""
+    """Built once, since that takes half a minute."""
     site = build(tmp_path)
     check_that_each_public_name_is_documented(site)
     check_plain_text(site)

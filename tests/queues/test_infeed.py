@@ -40,6 +40,14 @@ def scalars(count):
     return [np.float32(number) for number in range(count)]
 
 
+def telling(count, events):
+    """Scalars of which some set an event before they are made, when the infeed has those before them."""
+    for number in range(count):
+        if number in events:
+            events[number].set()
+        yield np.float32(number)
+
+
 def test_the_element_looked_at_is_not_lost_and_iterables_start_over():
     queue = IPUInfeedQueue(scalars(4))
     assert queue.element.shape == ()
@@ -189,7 +197,9 @@ def test_wrong_data_sets():
     with pytest.raises(ValueError, match="element 1 .*leaf of type ndarray; .*its dtype is <U4"):
         take_some(1)
     queue.delete()
-    with pytest.raises(ValueError, match="element 1 .* must be a tuple of 2 arrays, as .*; got an array"):
+    with pytest.raises(
+        ValueError, match="element 1 of the dataset must be a tuple of 2 .*as the first one; got an"
+    ):
         take_all([(np.float32(1), np.float32(1)), np.float32(1)], 2)
     assert queue.initializer
     with pytest.raises(ValueError, match="`initializer` function can only be accessed once"):
@@ -198,7 +208,7 @@ def test_wrong_data_sets():
 
 def test_wrong_settings():
     for depth in (0, 256, 1.5, True, "3"):
-        with pytest.raises(ValueError, match=f"prefetch_depth must be .* from 1 to 255; got {depth!r}"):
+        with pytest.raises(ValueError, match=f"must be an integer from 1 to 255; got {depth!r}"):
             IPUInfeedQueue(scalars(1), prefetch_depth=depth)
     for depth in (0, -1, 1.5, True):
         with pytest.raises(ValueError, match="integer of at least 1"):
@@ -236,14 +246,7 @@ def test_outfeed_of_stacked_elements(mode):
 def test_elements_given_back_come_again():
     """As many are taken at once as there are just then, at most four."""
     has_four = threading.Event()
-
-    def iterate():
-        for number in range(6):
-            if number == 4:
-                has_four.set()
-            yield np.float32(number)
-
-    queue = IPUInfeedQueue(iterate, prefetch_depth=6)
+    queue = IPUInfeedQueue(lambda: telling(6, {4: has_four}), prefetch_depth=6)
     queue.initialize()
     take_some = queue.connect(same, num_taken=4, is_tentative=True)
     has_four.wait()
@@ -404,7 +407,7 @@ def test_a_refilled_buffer_is_shared_by_two_programs(first, second, as_jax):
         for number, turn in enumerate((0, 1, 0)):
             program, dequeue = programs[turn]
             if number:
-                fetched[4 * number].wait()  # ahead, for the other program
+                fetched[4 * number + 1].wait()  # the element before it is ahead, for the other program
             session.run(program)
             found.append(session.run(dequeue))
     expected = np.arange(12, dtype="float32")
@@ -492,7 +495,10 @@ def test_advice_about_the_initializer_works():
 @pytest.mark.parametrize(
     ("dataset", "told"),
     [
-        ((np.zeros((6, 2), "f4"), np.zeros(6, "i4")), r"a tuple of 2 arrays \(float32\[6, 2\]"),
+        (
+            (np.zeros((6, 2), "f4"), np.zeros(6, "i4")),
+            r"a tuple of 2 arrays \(float32\[6, 2\], int32\[6\]\)\..* be its arrays\.",
+        ),
         ([np.zeros((6, 2), "f4"), np.zeros(6, "f4")], "a list of 2 arrays"),
         ({"x": np.zeros((6, 2)), "y": np.zeros(6)}, r"a dict\..* be its keys\."),
     ],

@@ -39,6 +39,12 @@ def optimizer_function(*args, **named):
     return OptimizerFunctionOutput(optax.sgd(0.1), named["loss"] if named else args[0])
 
 
+def logits_in_memory():
+    """Arrays of one or more micro-batches' logits by their addresses, which some share."""
+    found = [array for array in jax.live_arrays() if array.shape[-2:] == (4, 10)]
+    return {array.unsafe_buffer_pointer(): array for array in found}
+
+
 class Model:
     """A program with this last stage, in training or not, and its outfeed."""
 
@@ -60,14 +66,20 @@ class Model:
 
     def run(self):
         with ipu.Session(seed=1) as session:
+            before = logits_in_memory()
             session.run([self.infeed.initializer, self.program])
+            held = [value for address, value in logits_in_memory().items() if address not in before]
+            self.num_held = sum(value.size // 40 for value in held)  # micro-batches
             return session.run(self.outfeed.dequeue())
 
 
 @pytest.fixture(scope="module")
 def unmasked():
     """What two weight updates enqueue without a mask: losses, logits, and what was right."""
-    return Model(repeat_count=2).run()
+    model = Model(repeat_count=2)
+    outputs = model.run()
+    assert model.num_held == 2 * COUNT
+    return outputs
 
 
 def close(actual, expected):
@@ -79,16 +91,18 @@ def close(actual, expected):
 
 @pytest.mark.parametrize("mapping", [[0, 0], [0, 1]])
 def test_masks(mapping, unmasked):
-    _losses, logits, right = unmasked
+    """What is masked is not kept in memory."""
+    losses, logits, right = unmasked
     options = {"repeat_count": 2, "device_mapping": mapping}
     if mapping == [0, 0]:
-        found = Model("nested", outfeed_mask=[np.bool_(True), False, True], **options).run()
-        assert list(found[0]) == ["labels", "pair"]
-        close(found[0]["pair"], (logits, right))
+        model = Model("dict", outfeed_mask={"loss": False, "logits": True, "right": False}, **options)
+        close(model.run(), {"loss": losses, "right": right})
+        assert model.num_held == 0
     else:
-        mask = {"loss": True, "logits": False, "right": False}
-        found = Model("dict", IPUOutfeedMode.LAST, outfeed_mask=mask, **options).run()
-        close(found, {"logits": logits[-1], "right": right[-1]})
+        mask = np.bool_(True), False, True
+        found = Model("nested", IPUOutfeedMode.LAST, outfeed_mask=mask, **options).run()
+        assert list(found[0]) == ["labels", "pair"]
+        close(found[0]["pair"], (logits[-1], right[-1]))
 
 
 def test_a_mask_for_an_output_that_is_alone(unmasked):
@@ -107,8 +121,9 @@ def test_the_sum_of_losses():
     """What is masked need not have a sum. Of a tuple, a list is dequeued."""
     options = {"repeat_count": 2, "reduction_method": "running_mean"}
     losses = Model(outfeed_loss=True, **options).run()
-    (sums,) = Model(accumulate_outfeed=True, outfeed_mask=[False, True, True], **options).run()
-    close(sums, losses.reshape(2, COUNT).sum(1))
+    model = Model(accumulate_outfeed=True, outfeed_mask=[False, True, True], **options)
+    close(model.run(), [losses.reshape(2, COUNT).sum(1)])
+    assert model.num_held == 0
 
 
 def test_the_sums_of_outputs(unmasked):
@@ -123,7 +138,9 @@ def test_the_sums_of_outputs(unmasked):
 
     losses, logits, right = unmasked
     options = {"repeat_count": 2, "accumulate_outfeed": True}
-    sums = Model(**options, accumulate_outfeed_dtype=choose).run()
+    model = Model(**options, accumulate_outfeed_dtype=choose)
+    sums = model.run()
+    assert model.num_held == 2
     assert set(seen) == {((), "float32"), ((4, 10), "float32"), ((4,), "bool")}
     close(sums[:2], [add(losses), add(logits)])
     assert sums[2].dtype == np.int32
@@ -131,7 +148,7 @@ def test_the_sums_of_outputs(unmasked):
     options |= {"trains": False, "device_mapping": [0, 0], "accumulate_outfeed_dtype": "float32"}
     named = Model("dict", **options).run()
     assert list(named) == ["logits", "loss", "right"]
-    close(named["loss"][0], sums[0][0])  # before the first weight update
+    close([named[name][0] for name in ("loss", "logits")], [sums[0][0], sums[1][0]])  # before any update
     close(named["right"][0], sums[2][0].astype(np.float32))
 
 
@@ -222,17 +239,20 @@ WRONG_VALUES = [
     ({**LOSS, **INFERS}, "An optimizer_function must be provided when outfeed_loss is True."),
     ({**MASK, **NO_QUEUE}, "An outfeed_queue must be provided when outfeed_mask is set."),
     ({**SUM, **NO_QUEUE}, "An outfeed_queue must be provided when accumulate_outfeed is True."),
-    ({**SUM, "mode": IPUOutfeedMode.LAST}, "To accumulate the outfeed, it must be in IPUOutfeedMode ALL."),
+    (
+        {**SUM, "mode": IPUOutfeedMode.LAST},
+        "it must be in IPUOutfeedMode ALL. outfeed_queue is in mode LAST",
+    ),
     ({"outfeed_mask": [True, False]}, "the last stage's 3 outputs; it has 2"),
     ({"outfeed_mask": []}, "the last stage's 3 outputs; it has 0"),
     ({"outfeed_mask": [True] * 3}, "outfeed_mask leaves nothing to enqueue"),
     ({"outfeed_mask": {"loss": True}}, "outfeed_mask must be a list of booleans"),
     ({**MASK, **DICT}, "outfeed_mask must be a dict of booleans by name"),
-    ({"outfeed_mask": {"loss": True, "logit": True}, **DICT}, "names of the last stage's outputs"),
+    ({"outfeed_mask": {"loss": True, "logit": True}, **DICT}, "outputs, .*'right'; got 'loss', 'logit'"),
     (SUM, r"accumulate_outfeed_dtype: an output of the last stage, bool\[4\], has no sum"),
 ]
 WRONG_DTYPES = [
-    (jnp.int32, r"an output of the last stage, float32\[\], is summed in a dtype that can hold it; got"),
+    (jnp.int32, r"an output of the last stage, float32\[\], is summed in .*hold it; got int32"),
     ("wide", "accumulate_outfeed_dtype must be a dtype; got 'wide'"),
     (lambda _value: np.bool_, "is summed in a dtype that can hold it; got bool"),
 ]
@@ -250,7 +270,11 @@ WRONG_TYPES = [
     [
         *((ValueError, *case) for case in WRONG_VALUES),
         *((ValueError, {**SUM, "accumulate_outfeed_dtype": dtype}, told) for dtype, told in WRONG_DTYPES),
-        (ValueError, {"accumulate_outfeed_dtype": jnp.float32}, "accumulate_outfeed_dtype is only used"),
+        (
+            ValueError,
+            {"accumulate_outfeed_dtype": jnp.float32},
+            "only used when accumulate_outfeed is True",
+        ),
         *((TypeError, *case) for case in WRONG_TYPES),
     ],
 )

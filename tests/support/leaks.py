@@ -36,7 +36,7 @@ def state():
         "the environment": {
             name: os.environ[name] for name in os.environ if name not in CHANGED_BY_LIBRARIES
         },
-        "signal handlers": {number.name: signal.getsignal(number) for number in signal.Signals},
+        "signal handlers": {number.name: handler(number) for number in signal.Signals},
         "an alarm": signal.getitimer(signal.ITIMER_REAL)[0] > 0,
         "JAX's configuration": dict(jax.config.values),
         "threads": set(filter(ends, threading.enumerate())),
@@ -92,8 +92,10 @@ def differences(before):
                 if now == was or (was is GONE and what in ADDED_TO):
                     continue
                 if what == "the package":
-                    names = (n for n, a, b in zip(_tracked[name][1], was, now, strict=True) if a is not b)
-                    lines.append(f"{what}: {name}: {', '.join(names)} bound to something else")
+                    pairs = zip(_tracked[name][1], was, now, strict=True)
+                    names = [one for one, a, b in pairs if a is not b and not is_hooked(b)]
+                    if names:
+                        lines.append(f"{what}: {name}: {', '.join(names)} bound to something else")
                 else:
                     lines.append(f"{what}: {name} is {now!r}; it was {was!r}")
         else:
@@ -103,6 +105,17 @@ def differences(before):
 
 ADDED_TO = ("modules", "the package")  # by an import, which is no fault
 GONE = "not there"
+
+
+def handler(number):
+    """Not the one that torch's data loader sets for good when it first starts a process."""
+    found = signal.getsignal(number)
+    return signal.SIG_DFL if "_set_SIGCHLD_handler" in repr(found) else found
+
+
+def is_hooked(function):
+    """Whether it is the `step` of an optimizer's class, in which torch puts a hook at the first use."""
+    return getattr(function, "hooked", False)
 
 
 def ends(thread):

@@ -208,13 +208,22 @@ def test_metrics_that_change(tmp_path):
 @pytest.mark.parametrize(
     ("use", "message"),
     [
-        (lambda m: m.accuracy(LABELS, SCORES[:, :, None].repeat(3, -1)), "the same shape; got .* the argm"),
-        (lambda m: m.recall(LABELS, LABELS[1:]), "metrics.recall: labels and predictions must have the s"),
-        (lambda m: m.mean(SCORES, np.ones(SIZE)), "metrics.mean: weights must be a scalar, or have as ma"),
-        (lambda m: m.auc(LABELS, SCORES * 3), "predictions must be probabilities, from 0 to 1; they ar"),
-        (lambda m: m.auc(LABELS, SCORES, num_thresholds=1), "num_thresholds must be an integer from 2; g"),
+        (lambda m: m.accuracy(LABELS, SCORES[:, :, None].repeat(3, -1)), "same shape; got .* the argmax"),
+        (
+            lambda m: m.recall(LABELS, LABELS[1:]),
+            "metrics.recall: labels and predictions must have the same",
+        ),
+        (
+            lambda m: m.mean(SCORES, np.ones(SIZE)),
+            "metrics.mean: weights must be a scalar, or have as many",
+        ),
+        (
+            lambda m: m.auc(LABELS, SCORES * 3),
+            "predictions must be probabilities, from 0 to 1; they are from",
+        ),
+        (lambda m: m.auc(LABELS, SCORES, num_thresholds=1), "must be an integer from 2; got 1"),
         (lambda m: m.auc(LABELS, SCORES, curve="roc"), "curve must be one of ROC, PR; got 'roc'"),
-        (lambda m: m.mean(SCORES, None, ["c"]), "metrics_collections and updates_collections must be N"),
+        (lambda m: m.mean(SCORES, None, ["c"]), "and updates_collections must be None"),
     ],
 )
 def test_wrong_arguments(use, message):

@@ -187,12 +187,13 @@ class Trained:
 
 
 def test_a_saver_keeps_the_newest(tmp_path):
-    """And deletes nothing but checkpoints."""
+    """And deletes and counts nothing but checkpoints."""
     trained, saver = Trained(), ipu.Saver(max_to_keep=2)
     directory = tmp_path / "checkpoints"
     assert ipu.latest_checkpoint(directory) is None
-    (directory / "0").mkdir(parents=True)
-    (directory / "0" / "photo").write_text("x")
+    for name in ("0", "2020"):
+        (directory / name).mkdir(parents=True)
+        (directory / name / "photo").write_text("x")
     with ipu.Session() as session:
         with pytest.raises(ValueError, match="nothing to save"):
             saver.save(session, directory)
@@ -203,7 +204,7 @@ def test_a_saver_keeps_the_newest(tmp_path):
         values = session.variables["w"]
         session.run(trained.compiled)
         later = session.variables["w"]
-    assert sorted(path.name for path in directory.iterdir()) == ["0", "3", "4"]
+    assert sorted(path.name for path in directory.iterdir()) == ["0", "2020", "3", "4"]
     assert ipu.latest_checkpoint(str(directory)) == str(directory / "4")
     with ipu.Session() as session:
         saver.restore(session, ipu.latest_checkpoint(directory))
@@ -213,7 +214,7 @@ def test_a_saver_keeps_the_newest(tmp_path):
         path = ipu.Saver(max_to_keep=None).save(session, directory, np.int64(100))
         assert path == str(directory / "100")
         assert ipu.Saver(max_to_keep=1).save(session, directory, global_step=7) == str(directory / "7")
-    assert sorted(path.name for path in directory.iterdir()) == ["0", "100", "7"]
+    assert sorted(path.name for path in directory.iterdir()) == ["0", "100", "2020", "7"]
 
 
 def test_wrong_savers():
@@ -379,7 +380,7 @@ def test_variables_of_normalizations():
         ({"groups": 3}, ValueError, "groups must divide the 4 channels"),
         ({"variables_collections": ["a"]}, ValueError, "must be None"),
         ({"param_initializers": {"delta": 0.0}}, ValueError, "are for beta and gamma"),
-        ({"center": None}, TypeError, "center must be True or False; got None. SDKs before 2.0 had red"),
+        ({"center": None}, TypeError, "True or False; got None. SDKs before 2.0 had reduction"),
         ({"center": True, "scale": (1,)}, TypeError, "scale must be True or False"),
     ],
 )

@@ -7,6 +7,7 @@ from typing import Any
 
 from ipu_pipeline.engine.execution.columns import Column
 from ipu_pipeline.engine.execution.templates import Template
+from ipu_pipeline.engine.programs.bindings import BindingKind
 from ipu_pipeline.engine.schedules.actions import ActionKind
 
 __all__ = ["Held"]
@@ -45,8 +46,13 @@ class Held:
         if not next_read:
             return later
         # A cotangent comes from the stage behind, so until it is used it is sent, not held.
-        sent = {slot for known in templates.values() for send in known.sends for slot in send.targets}
-        return {slot for slot in next_read | later if slot in read(ActionKind.FORWARD) or slot not in sent}
+        cotangents = {
+            slot
+            for known in templates.values()
+            for place, slot in known.loads
+            if known.arguments[place].kind is BindingKind.COTANGENT
+        }
+        return (next_read | later) - cotangents
 
     def look(self, template: Template, chunk: int, slots: Mapping[int, Sequence[Any]]) -> None:
         """Measures after a program and what follows it."""
@@ -57,5 +63,6 @@ class Held:
         for stage, running in enumerate(self._running):
             arrays = [slots[number][slot] for number, places in running.items() for slot in places]
             here = (array for array in arrays if array is not None and array.addressable_shards)
-            unique = {id(array): array.nbytes for array in here}
+            # Where an IPU is several devices, a device's part.
+            unique = {id(array): array.addressable_shards[0].data.nbytes for array in here}
             self.peaks[stage] = max(self.peaks[stage], sum(unique.values()))

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import ipu_pipeline as ipu
 from ipu_pipeline import engine
 from ipu_pipeline.engine.devices.gathered import read_gathered
+from ipu_pipeline.engine.inspect import LiveBytes
 from ipu_pipeline.engine.schedules.actions import ActionKind
 from ipu_pipeline.ipu_pipeline_estimator import IPUPipelineEstimator, IPUPipelineEstimatorSpec
 from ipu_pipeline.ipu_run_config import IPURunConfig, RunConfig
@@ -122,17 +123,19 @@ def test_dense_layers_have_one_sum_over_the_devices():
     assert not re.search(r"all-to-all|all-gather|collective-permute", text)
 
 
+def only_stage(x, labels):
+    return models.cross_entropy(block("only", x), labels)
+
+
+ONLY = {"only/in": P(None, "model"), "only/out": P("model", None), "only/offset": P(("model",))}
+
+
 def test_nothing_is_compiled_twice():
     """Also where a partition ends with None, which JAX leaves away in what it gives back."""
-
-    def stage(x, labels):
-        return models.cross_entropy(block("only", x), labels)
-
-    variables = {"only/in": P(None, "model"), "only/out": P("model", None), "only/offset": P(("model",))}
     pipeline = make_divided(
         2,
-        stages=[stage],
-        tensor_parallel=engine.TensorParallel(2, variables),
+        stages=[only_stage],
+        tensor_parallel=engine.TensorParallel(2, ONLY),
         shard=["optimizer_state", "weights"],
     )
     step = make_steps(2)[0]
@@ -158,10 +161,14 @@ def test_what_is_kept_and_goes_on():
         num_micro_batches=1,
     )
     (step, *_rest) = make_steps(1, 1)
-    pipeline.step(pipeline.init(jax.random.key(0), step[0]), step)
+    state = pipeline.init(jax.random.key(0), step[0])
+    live_bytes = LiveBytes(pipeline.prepare())
+    pipeline.step(state, step)
     whole, half = 4 * 4 * 16, 4 * 4 * 16 // 2
-    # Of each y = tanh(x), y and 1 - y; that of the outer one goes on.
-    assert pipeline.plan_memory()[0].num_residual_bytes == 3 * half + whole
+    planned = pipeline.plan_memory()[0]
+    # Of each y = tanh(x) the stage keeps y and 1 - y; the y of the outer tanh is also its output.
+    assert planned.num_residual_bytes == 3 * half + whole
+    assert live_bytes.peaks[0] == planned.num_held_bytes
 
 
 def test_constraints_in_an_optimizer_say_nothing():
@@ -171,8 +178,13 @@ def test_constraints_in_an_optimizer_say_nothing():
             updates,
         )
     )
-    pipeline = make_divided(optimizer=optax.chain(constrain, optax.sgd(0.1)))
-    pipeline.init(jax.random.key(0), make_steps(1)[0][0])
+    pipeline = make_divided(
+        stages=[only_stage],
+        tensor_parallel=engine.TensorParallel(2, ONLY),
+        num_micro_batches=1,
+        optimizer=optax.chain(constrain, optax.sgd(0.1)),
+    )
+    beside.train(pipeline, [make_steps(1)[0][:1]])
 
 
 @pytest.mark.thorough

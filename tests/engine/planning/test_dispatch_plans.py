@@ -165,10 +165,8 @@ def test_an_infeed_that_ends_within_a_chunk():
             session.run(model.program, {model.rate: 0.1})
         losses = session.run(model.outfeed.dequeue())
         completed, expected = session.variables, []
-        for first in (0, COUNT):
-            plain, outputs = beside.step_plainly(
-                call.pipeline, plain, elements[first : first + COUNT], rate
-            )
+        for step in (elements[:COUNT], elements[COUNT : 2 * COUNT]):
+            plain, outputs = beside.step_plainly(call.pipeline, plain, step, rate)
             expected += outputs.losses
         models.assert_trees_close(list(losses), expected)
         models.assert_trees_close(completed, plain.variables)
@@ -417,13 +415,12 @@ INFERENCE = {"loss": None, "optimizer": None}
 )
 def test_where_every_action_stays_a_program(options, reason):
     assert traced(**options).dispatch_plan == engine.Chunking(reason=reason)
-    if reason == UNKNOWN:
-        options = {**options, "first": calling(jnp.sin)}
-        assert traced(**options).dispatch_plan.chunk_size > 2
 
 
 def test_programs_of_unknown_cost_may_be_measured(monkeypatch):
     """What was measured counts, whatever is in the programs."""
+    for options in ({}, INFERENCE):
+        assert traced(calling(jnp.sin), **options).dispatch_plan.chunk_size > 2  # of known costs
     seconds = {1: 0.4, 2: 0.3, 4: 0.1, 8: 0.2, 16: 0.5}
     monkeypatch.setattr(
         measuring, "_time", lambda pipeline, *_others: seconds[pipeline.dispatch_plan.chunk_size]

@@ -309,14 +309,11 @@ def test_what_is_offloaded_is_in_host_memory(offload, mapping):
 
 
 def test_each_kind_is_offloaded_alone():
-    fields = dict(
-        zip(ALL, ("num_variable_bytes", "num_accumulator_bytes", "num_optimizer_bytes"), strict=True)
-    )
-    for kind, field in fields.items():
+    for place, kind in enumerate(ALL):
         (plan, *_others) = make(2, "grouped", None, offload=[kind], optimizer=MOMENTUM).plan_ipu_memory()
-        left = {name: getattr(plan, name) for name in fields.values()}
-        assert left.pop(field) == 0
-        assert {*left.values()} == {plan.num_host_bytes}  # all three are of one size
+        left = [plan.num_variable_bytes, plan.num_accumulator_bytes, plan.num_optimizer_bytes]
+        assert left.pop(place) == 0
+        assert left == [plan.num_host_bytes] * 2  # all three are of one size
 
 
 def test_a_shared_variable_is_copied_and_has_two_accumulators():

@@ -120,17 +120,12 @@ def test_stages_of_one_ipu_that_follow_each_other(schedule, number):
     assert f"{number} stages on 2 IPUs" in str(executor.summary())
 
 
-def test_the_last_outputs():
-    """Of training by default; of inference all. Random whole models have the modes' numbers."""
-    options, model = make_options(2, 2, mode=poptorch.OutputMode.Default), make_model()
-    assert poptorch.trainingModel(model, options).options.output_mode is poptorch.OutputMode.Final
-    options = make_options(2, mode=poptorch.OutputMode.Default)
-    assert poptorch.inferenceModel(model, options).options.output_mode is poptorch.OutputMode.All
-
-
 def test_inference_follows_training(shared):
+    """By default it returns all outputs; training the last ones (`test_values_within_the_model`)."""
     model, executor = shared
-    inference = poptorch.inferenceModel(executor, make_options(2))  # which stands for its model
+    options = make_options(2, mode=poptorch.OutputMode.Default)
+    inference = poptorch.inferenceModel(executor, options)  # which stands for its model
+    assert inference.options.output_mode is poptorch.OutputMode.All
     x, _target = make_batch()
     assert inference.model is model
     first = inference(x)
@@ -162,10 +157,11 @@ LOOKS = {
 
 
 def test_weights_come_to_the_host_when_someone_looks():
+    """They were trained by the optimizer that is there by default."""
     model = make_model(ipus=(0, 0))
-    plain = reference(model, make_sgd)
+    plain = reference(model, lambda parameters: torch.optim.SGD(parameters, lr=0.01))
     kept = model.first.weight
-    executor = poptorch.trainingModel(model, make_options(), make_sgd(model.parameters()))
+    executor = poptorch.trainingModel(model, make_options())
     for seed, (name, look) in enumerate({"kept": lambda _model: kept * 1, **LOOKS}.items()):
         executor(*make_batch(seed=seed))
         plain.train(make_batch(seed=seed), 1, 1, second)
@@ -182,8 +178,10 @@ def through_file(value):
 
 def test_what_is_saved_knows_nothing_of_wrapping(shared):
     model, executor = shared
+    before = model.first.weight.detach().clone()
     executor(*make_batch())
     state = model.state_dict()
+    assert not torch.equal(state["first.weight"], before)
     assert {type(tensor) for tensor in state.values()} == {torch.Tensor}
     assert_close(through_file(state).values(), state.values(), 0)
     text = pickle.dumps(model)
@@ -414,12 +412,13 @@ def test_attributes_of_the_model(shared):
 
 def test_values_within_the_model():
     model = make_model()
-    options = make_options(2, 2, mode=poptorch.OutputMode.Final)
+    options = make_options(2, 2, mode=poptorch.OutputMode.Default)
     options.anchorTensor("hidden", "tanh", poptorch.OutputMode.All)
     options.anchorTensor("sum", "second/linear", poptorch.OutputMode.Sum)
     plain = copy.deepcopy(model)
     x, target = make_batch()
     executor = poptorch.trainingModel(model, options, torch.optim.SGD(model.parameters(), lr=0.0))
+    assert executor.options.output_mode is poptorch.OutputMode.Final
     with pytest.raises(AssertionError, match="Model has not been compiled"):
         executor.getTensorNames()
     with pytest.raises(AssertionError, match="Run the model before asking"):

@@ -17,7 +17,7 @@ OUTCOMES = {
     name: (kind, gradient == "yes", why) for name, kind, gradient, why in ROW.findall(PAGE.read_text())
 }
 NAMES = sorted(OUTCOMES)
-IN_SHARES, SHARE = 16, 3  # one share of 16
+IN_SHARES, SHARE = 16, 3  # `make thorough` has one share of 16, `make soak` all
 
 
 def test_the_page_has_no_operator_that_is_wrong():
@@ -29,12 +29,18 @@ def test_the_page_has_no_operator_that_is_wrong():
     assert f"{kinds.count(PASSED)} {PASSED}" in PAGE.read_text()
 
 
-@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "share",
+    [
+        pytest.param(share, marks=pytest.mark.thorough if share == SHARE else pytest.mark.soak)
+        for share in range(IN_SHARES)
+    ],
+)
 @pytest.mark.parametrize("part", range(2))
-def test_operators_do_what_the_page_says(part):
+def test_operators_do_what_the_page_says(part, share):
     """torch's database takes seconds to import: `make test` has the operators of the corners' test."""
     assert set(OUTCOMES) == set(operator_database.operators())
-    names = NAMES[SHARE::IN_SHARES][part::2]
+    names = NAMES[share::IN_SHARES][part::2]
     found = operator_database.measure(names, 2)
     assert {name: (o.kind, o.has_gradient, o.why) for name, o in found.items()} == {
         name: OUTCOMES[name] for name in names

@@ -105,7 +105,9 @@ def test_stages_in_every_form():
                 for block in stage.blocks:
                     assert strategy.stage(block) == stage
             assert repr(strategy) == f"{kind.__name__}({', '.join(map(repr, stages))})"
-            with pytest.raises(AssertionError, match="^Unknown Block 'Z' list of expected Blocks: .'A', 'B'"):
+            with pytest.raises(
+                AssertionError, match="^Unknown Block 'Z' list of expected Blocks: .'A', 'B'"
+            ):
                 strategy.stage("Z")
 
 
@@ -224,7 +226,9 @@ def test_phases_in_every_form():
         assert strategy.phase(1).ipus(0, 2).stages[1] is strategy.stage("C")
         assert strategy.stage("C").ipu_id == 2
         assert strategy.stage("E") == Stage("D", "E")
-        with pytest.raises(AssertionError, match="^Unknown Block 'Z' list of expected Blocks: .'A', 'B', 'C'"):
+        with pytest.raises(
+            AssertionError, match="^Unknown Block 'Z' list of expected Blocks: .'A', 'B', 'C'"
+        ):
             strategy.stage("Z")
         with pytest.raises(IndexError, match=f"{kind.__name__}.phase: .* at least -6 and below 6; got 6"):
             strategy.phase(6)

@@ -165,9 +165,12 @@ def test_a_scalar_of_each_micro_batch_is_one_prediction(trained):
 # Going on.
 
 
-def test_max_steps_and_training_in_parts(trained, tmp_path, caplog):
+@pytest.mark.parametrize("make", [make_small, pytest.param(make_estimator, marks=pytest.mark.thorough)])
+def test_max_steps_and_training_in_parts(make, request, tmp_path, caplog):
+    """The same as at once, also with random numbers and statistics."""
+    trained = request.getfixturevalue("trained" if make is make_small else "whole")
     caplog.set_level(logging.INFO, "ipu_pipeline")
-    estimator = copy_of(trained, tmp_path / "model", 16, save_checkpoints_secs=1e-9)
+    estimator = copy_of(trained, tmp_path / "model", 16, make, save_checkpoints_secs=1e-9)
     estimator.train(input_fn, max_steps=16)
     assert "Skipping training since max_steps has already saved." in caplog.text
     estimator.train(input_fn, max_steps=17)
@@ -527,9 +530,9 @@ WRONG = [
     (spec, {"accumulate_outfeed": True}, ValueError, "The `accumulate_outfeed` pipeline keyword argument"),
     (spec, {"infeed_queue": None}, ValueError, "The `infeed_queue` pipeline keyword argument cannot"),
     (spec, {"shedule": 1}, TypeError, "pipelining_ops.pipeline has no argument 'shedule'"),
-    (IPURunConfig, {"num_shards": 2}, ValueError, "requires more than one device, but `ipu_options` is N"),
+    (IPURunConfig, {"num_shards": 2}, ValueError, "more than one device, but `ipu_options` is None"),
     (IPURunConfig, {"ipu_options": 2}, TypeError, "ipu_options must be an IPUConfig instance"),
-    (IPURunConfig, {"num_shards": 2, "ipu_options": FOUR}, ValueError, r"times 2 shards\), .* with 4 dev"),
+    (IPURunConfig, {"num_shards": 2, "ipu_options": FOUR}, ValueError, r"times 2 shards\), .* 4 devices"),
     (
         IPURunConfig,
         {"ordinal": 1, "ipu_options": ONE},
@@ -539,19 +542,19 @@ WRONG = [
     (IPURunConfig, {"num_replicas": 2}, ValueError, "`ipu_options` is None: .* auto_select_ipus = 2"),
     (IPURunConfig, {"num_replicas": 2, "ipu_options": FOUR}, ValueError, r"2 devices \(2 replicas times 1"),
     (IPURunConfig, {"num_replicas": 0}, ValueError, "num_replicas must be an integer of at least 1; got 0"),
-    (IPURunConfig, {"iterations_per_loop": 0}, ValueError, "iterations_per_loop must be an integer of at"),
+    (IPURunConfig, {"iterations_per_loop": 0}, ValueError, "iterations_per_loop must be .* 1; got 0"),
     (RunConfig, {"ipu_run_config": 1}, TypeError, "ipu_run_config must be an IPURunConfig"),
-    (RunConfig, {"save_checkpoints_steps": 1, "save_checkpoints_secs": 1}, ValueError, "provide both save"),
+    (RunConfig, {"save_checkpoints_steps": 1, "save_checkpoints_secs": 1}, ValueError, "not provide both"),
     (RunConfig, {"save_checkpoints_steps": 0}, ValueError, "steps must be an integer of at least 1; got 0"),
     (RunConfig, {"log_step_count_steps": 1.5}, ValueError, "log_step_count_steps must be an integer"),
-    (RunConfig, {"save_summary_steps": 0}, ValueError, "save_summary_steps must be an integer of at least"),
-    (RunConfig, {"keep_checkpoint_max": -1}, ValueError, "keep_checkpoint_max must be an integer of at le"),
+    (RunConfig, {"save_summary_steps": 0}, ValueError, "save_summary_steps must be .* least 1; got 0"),
+    (RunConfig, {"keep_checkpoint_max": -1}, ValueError, "keep_checkpoint_max must be .* of at least 0"),
     (RunConfig, {"save_checkpoints_secs": 0}, ValueError, "save_checkpoints_secs must be a number above 0"),
     (RunConfig, {"tf_random_seed": "1"}, ValueError, "tf_random_seed must be an integer"),
-    (estimator_of, {"config": None}, ValueError, "`config` must be provided with type `ipu_run_config.Run"),
+    (estimator_of, {"config": None}, ValueError, "must be provided with type `ipu_run_config.RunConfig`"),
     (estimator_of, {"params": [1]}, ValueError, "`params` is expected to be of type `dict`"),
     (estimator_of, {"params": {"input_fn": 1}}, ValueError, "are reserved keys but existed in params"),
-    (estimator_of, {"config": RunConfig(model_dir="x")}, ValueError, "`model_dir` are set both in con"),
+    (estimator_of, {"config": RunConfig(model_dir="x")}, ValueError, "are set both in constructor and"),
     (estimator_of, {"model_fn": lambda features, labels: 1}, ValueError, "not have `features` or `labels`"),
     (estimator_of, {"model_fn": lambda mode, extra: 1}, ValueError, r"not expected args: \['extra'\]"),
     (estimator_of, {"model_fn": 3}, TypeError, "model_fn must be a function"),
@@ -613,7 +616,7 @@ def changed(stages=None, count=4, **options):
         (changed([]), (2,), ValueError, "requires 0 devices"),
         (changed(device_mapping=[0, 1, 2]), (2,), ValueError, "requires 3 devices"),
         (lambda: 3, (2,), TypeError, "must return `IPUPipelineEstimatorSpec`; got int"),
-        (lambda: small_model_fn("infer", {}), (2,), ValueError, "mode train, and returned .* for infer"),
+        (lambda: small_model_fn("infer", {}), (2,), ValueError, "with mode train, .* for infer"),
     ],
 )
 def test_what_does_not_fit_the_configuration(model, config, error, message, tmp_path):

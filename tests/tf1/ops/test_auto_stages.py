@@ -249,9 +249,9 @@ def test_inference_and_counting():
     ("options", "error", "message"),
     [
         ({"num_stages": 5}, ValueError, "num_stages must be an integer from 1 to the number of layers, 4"),
-        ({"gradient_accumulation_count": None}, ValueError, "gradient_accumulation_count must be"),
+        ({"gradient_accumulation_count": None}, ValueError, "accumulation_count must be specified"),
         ({"gradient_accumulation_count": 0}, ValueError, "gradient_accumulation_count"),
-        ({"device_mapping": [0]}, ValueError, "Each stage must be mapped to an IPU: 1 mappings != 3"),
+        ({"device_mapping": [0]}, ValueError, "must be mapped to an IPU: 1 mappings != 3 stages"),
         ({"pipeline_schedule": "gouped"}, ValueError, "gouped"),
         ({"optimizer_function": 3}, TypeError, "optimizer_function"),
         ({"tensor_parallel": 2}, TypeError, "tensor_parallel must be a TensorParallel"),

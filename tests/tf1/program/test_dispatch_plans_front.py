@@ -18,9 +18,10 @@ def test_a_chosen_plan_is_kept_and_given_again():
     chosen = program.dispatch_plans["Pipeline"]
     assert f"dispatch: {chosen}" in str(program.summary())
     assert chosen.chunk_size in (1, 2)  # of eight micro-batches, with four chunks, as it is measured
-    kept = json.loads(json.dumps(dataclasses.asdict(chosen)))
+    given = dataclasses.replace(chosen, chunk_size=4)  # which would not have been chosen
+    kept = json.loads(json.dumps(dataclasses.asdict(given)))
     model = front.Model(gradient_accumulation_count=8, repeat_count=2, dispatch_plan=Chunking(**kept))
-    assert model.program.calls[0].pipeline.dispatch_plan == chosen
+    assert model.program.dispatch_plans["Pipeline"] == given
 
 
 def test_what_has_no_choice_says_why():

@@ -17,6 +17,7 @@ from tests.support import front, models
 FORWARD = "forward_propagation_stages_poplar_options"
 BACKWARD = "backward_propagation_stages_poplar_options"
 UPDATE = "weight_update_poplar_options"
+PROTO = {"xla_dump_hlo_as_proto": True}
 
 
 def make(mapping=None, trains=True, **options):
@@ -57,7 +58,7 @@ def dumping(tmp_path, name):
 
 def test_every_program_gets_its_options(tmp_path):
     options = {
-        "forward_options": [dumping(tmp_path, "forward0"), dumping(tmp_path, "forward1"), {}],
+        "forward_options": [dumping(tmp_path, "forward0"), dumping(tmp_path, "forward1"), PROTO],
         "backward_options": [dumping(tmp_path, f"backward{n}") for n in range(3)],
         "update_options": dumping(tmp_path, "update"),
     }
@@ -67,9 +68,11 @@ def test_every_program_gets_its_options(tmp_path):
         "forward1": {"stage1_forward"},
         "backward0": {"stage0_backward"},
         "backward1": {"stage1_backward"},
-        "backward2": {"stage2_forward_backward"},  # the last stage's has its forward and its backward
+        "backward2": {"stage2_forward_backward"},
         "update": {"stage0_update", "stage1_update", "stage2_update"},
     }
+    # The last stage has one program, which gets both its options.
+    assert ".pb" in {path.suffix for path in (tmp_path / "backward2").iterdir()}
     models.assert_trees_close(actual, plain())
 
 
@@ -80,7 +83,7 @@ def test_one_program_gets_all(tmp_path):
             [0, 0, 0],
             forward_options=[{}, dumping(tmp_path, "all"), {}],
             backward_options=[{}, {"xla_dump_hlo_as_text": True}, {}],
-            update_options={"xla_dump_hlo_as_proto": True},
+            update_options=PROTO,
         )
     )
     assert dumped(tmp_path / "all") == {"block"}

@@ -124,7 +124,15 @@ def test_several_stages_on_an_ipu(tmp_path):
         session.export(tmp_path / "program", compiled[0])
         program = ipu.load_program(tmp_path / "program")
         assert program.num_ipus == 2
+        before = jax.live_arrays()
         assert_close(program.run(elements(4)), expected)
+        new = [array for array in jax.live_arrays() if not any(array is one for one in before)]
+    kernels = {(array.shape, *array.devices()) for array in new if len(array.shape) == 2}
+    devices = jax.devices()  # where the stages run, their weights are
+    assert kernels == {
+        *(((6, 16), devices[1]), ((16, 16), devices[0])),
+        *(((16, 8), devices[1]), ((8, 3), devices[1])),
+    }
 
 
 def test_placeholders(tmp_path):

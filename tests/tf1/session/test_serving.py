@@ -73,7 +73,7 @@ def test_a_pipeline_takes_multiples_of_its_rows(exported, rows):
 @pytest.mark.parametrize(
     ("inputs", "named", "error", "message"),
     [
-        ([X[:6]], {}, ValueError, r"shape \(4, 5\) that was exported, or a multiple of its 4 rows; got"),
+        ([X[:6]], {}, ValueError, r"shape \(4, 5\) that was exported, or a .* 4 rows; got \(6"),
         ([X[:4, :3]], {}, ValueError, r"or a multiple of its 4 rows; got \(4, 3\)"),
         ([X[:4], X[:4]], {}, TypeError, "it takes 1 inputs; got 2"),
         ([], {"x": X[:4]}, TypeError, "inputs are given by position; got 'x' by name"),

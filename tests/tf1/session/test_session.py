@@ -12,6 +12,7 @@ import ipu_pipeline as ipu
 from ipu_pipeline.engine import reference
 from ipu_pipeline.engine.state import PipelineState
 from ipu_pipeline.errors import OutOfRangeError
+from ipu_pipeline.ground import names
 from ipu_pipeline.ipu_outfeed_queue import IPUOutfeedMode, IPUOutfeedQueue
 from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput, pipeline
 from ipu_pipeline.tf1.session.store import Store
@@ -35,10 +36,14 @@ def expected_run(model, variables, num_updates, rate=0.1, dataset=None):
 
 
 def test_training_equals_the_reference():
+    """From initial values that depend on the session's seed and the variable's name."""
     model = front.Model(repeat_count=2)
     with ipu.Session(seed=3) as session:
         session.run(ipu.global_variables_initializer())
-        start = session.variables
+        start, name = session.variables, "first/dense/kernel"
+        key = jax.random.fold_in(jax.random.key(3), names.hash_name(name))
+        initial = jax.nn.initializers.glorot_uniform()(key, (12, 16), jnp.float32)
+        np.testing.assert_array_equal(start[name], initial)
         session.run(model.initializer)
         losses = np.concatenate([model.run(session) for _ in range(2)])
         expected_losses, expected_variables = expected_run(model, start, 4)
@@ -529,7 +534,8 @@ def test_python_that_is_called_back_may_read_the_session():
     with ipu.Session() as session:
         session.run([model.initializer, ipu.global_variables_initializer()])
         model.run(session)
-    assert len(found) >= session.update_count() == 1
+        jax.effects_barrier()
+    assert len(found) == session.update_count() == 1
 
 
 @pytest.mark.parametrize("mapping", [[0, 1], [0, 0]])  # called in the main thread, and in one of JAX
@@ -580,7 +586,7 @@ def test_a_signals_handler_may_save(tmp_path):
         with ipu.Session() as session:
             session.restore(tmp_path / "checkpoint", infeeds=False)
             assert session.variables.keys() == trained.keys()
-            assert session.update_count() <= handled[0] < 10
+            assert session.update_count() == handled[0] <= 20 // 3
     finally:
         signal.signal(signal.SIGUSR1, before)
 
