@@ -5,10 +5,15 @@ import re
 import warnings
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline.graphcore import table
+from tests.support import front
 
 ROOT = Path(__file__).parents[2]
 _SPEC = importlib.util.spec_from_file_location("porting", ROOT / "scripts" / "write_porting_page.py")
@@ -83,3 +88,25 @@ def test_the_error_that_the_page_shows():
         f">>> from ipu_pipeline.scopes import stochastic_rounding ModuleNotFoundError: {error.value} ```"
         in shown
     )
+
+
+def test_between_the_gradients_and_the_update():
+    """Each replica's gradient is changed before their mean; and the gradient of something else than the loss."""
+    infeed = ipu.ipu_infeed_queue.IPUInfeedQueue([np.float32(1), np.float32(3)])
+    outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+
+    def body(x):
+        optimizer = ipu.optimizers.MapGradientOptimizer(optax.sgd(1.0), lambda g, _w: jnp.minimum(g, 2.0))
+        weight = ipu.get_variable("weight", initializer=0.0)
+        train_op = ipu.optimizers.CrossReplicaOptimizer(optimizer).minimize(weight * x)
+        return train_op, outfeed.enqueue(jax.grad(lambda x: 3 * x**2)(x))
+
+    program = front.compile_program(lambda: ipu.loops.repeat(1, body, [], infeed))
+    config = ipu.config.IPUConfig()
+    config.auto_select_ipus = 2
+    config.configure_ipu_system()
+    with ipu.Session() as session:
+        session.run([infeed.initializer, ipu.global_variables_initializer()])
+        session.run(program)
+        assert session.variables["weight"] == -(1 + 2) / 2
+        np.testing.assert_array_equal(session.run(outfeed.dequeue()), [[6, 18]])

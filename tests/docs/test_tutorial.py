@@ -17,13 +17,7 @@ import re
 import pytest
 
 from ipu_pipeline import pipelining_ops
-from tests.support.pages import (
-    Fence,
-    anchors,
-    apply_change,
-    find_fences,
-    parse_change,
-)
+from tests.support.pages import Fence, anchors, apply_change, find_fences, parse_change
 from tests.support.programs import ROOT, STEP1, STEP2, STEP3, STEP4
 
 FOLDER = ROOT / "tutorial"

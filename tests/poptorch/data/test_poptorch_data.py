@@ -167,11 +167,7 @@ class StrangeError(Exception):
 
 @pytest.mark.parametrize(
     ("mode", "drop_last", "num_workers", "shuffle"),
-    [
-        (SYNC, False, 0, True),
-        (ASYNC, True, 0, True),
-        (REBATCHED, False, 1, True),
-    ],
+    [(SYNC, False, 0, True), (ASYNC, True, 0, True), (REBATCHED, False, 1, True)],
 )
 def test_batches_are_those_of_torch(mode, drop_last, num_workers, shuffle):
     arguments = {"shuffle": shuffle, "num_workers": num_workers, "drop_last": drop_last}

@@ -106,8 +106,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=() if n == "torch's" else pytest.mark.thorough) for n in OPTIMIZERS],
+    "name", [pytest.param(n, marks=() if n == "torch's" else pytest.mark.thorough) for n in OPTIMIZERS]
 )
 def test_training_goes_on(tmp_path, name):
     file = tmp_path / "model.poptorch"
