@@ -501,27 +501,6 @@ if restart < 1:
 
 
 @pytest.mark.soak
-def test_none_is_on_standby_after_a_signal(tmp_path):
-    text = """
-import threading
-is_asked = threading.Event()
-signal.signal(signal.SIGTERM, lambda *_given: is_asked.set())
-Path(__file__).with_suffix(f".{restart}").touch()
-print("begun", flush=True)
-is_asked.wait(60)
-from ipu_pipeline.processes.launched import tell_progress
-tell_progress("training", 0, 1)
-time.sleep(0.5)
-"""
-    started = launch(tmp_path, "from pathlib import Path" + text, "--restarts", "5", "--standby", "--all")
-    assert [started.stdout.readline()[4:] for _process in range(2)] == ["begun\n"] * 2
-    started.send_signal(signal.SIGTERM)
-    started.communicate(timeout=GUARD)
-    assert started.returncode == 0
-    assert [path.suffix for path in tmp_path.glob("program.[0-9]")] == [".0"]
-
-
-@pytest.mark.soak
 def test_a_process_that_ends_on_standby(tmp_path):
     text = """
 if "IPU_PIPELINE_STANDBY" in os.environ:
@@ -543,36 +522,6 @@ if restart < 2:
     )
     assert "] the file is locked" in errors
     assert find_left(tmp_path) == []
-
-
-FULL = """
-import errno, sys
-from ipu_pipeline.command_line.main import main
-from ipu_pipeline.launching import agent
-class Full(agent.Group):
-    def __init__(self, *given, is_standby=False):
-        super().__init__(*given, is_standby=is_standby)
-        if is_standby:
-            self.kill()
-            raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
-agent.Group = Full
-sys.exit(main(["launch", "-n", "2", "--restarts", "1", "--standby", sys.argv[1]]))
-"""
-
-
-@pytest.mark.soak
-def test_processes_on_standby_cannot_be_started(tmp_path):
-    program = tmp_path / "program.py"
-    program.write_text(PLAIN + STANDBY + "time.sleep(0.5)")
-    made = subprocess.run(
-        [sys.executable, "-c", FULL, program],
-        capture_output=True,
-        text=True,
-        timeout=GUARD,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    assert made.returncode == 0, made.stderr
-    assert own_lines(made.stderr) == ["no processes are on standby: Resource temporarily unavailable."]
 
 
 @pytest.mark.soak

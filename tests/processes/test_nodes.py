@@ -3,14 +3,12 @@
 import contextlib
 import dataclasses
 import itertools
-import json
 import os
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -21,9 +19,8 @@ import yaml
 from ipu_pipeline.command_line.main import main
 from ipu_pipeline.launching import leader as leader_module
 from ipu_pipeline.launching import meeting as meeting_module
-from ipu_pipeline.launching.agent import Agent
 from ipu_pipeline.launching.causes import Cause
-from ipu_pipeline.launching.group import Settings, Start
+from ipu_pipeline.launching.group import Start
 from ipu_pipeline.launching.leader import Leader, Nodes, Orders, Report
 from ipu_pipeline.launching.meeting import Meeting, RemoteLeader, _Codes
 from ipu_pipeline.launching.restarts import Restarts
@@ -87,17 +84,22 @@ class Node:
         self.report = dataclasses.replace(self.report, **changes)
         return self.leader.exchange(self.report)
 
-    def begin(self, restart, first=None):
+    def begin(self, restart):
         """Is told to start, and does."""
         orders = self.tell()
         assert (orders.start.restart, orders.status, orders.refusal) == (restart, None, "")
-        assert orders.start.count == 4
-        assert orders.start.first == 2 * self.report.node if first is None else first
+        assert (orders.start.count, orders.start.first) == (4, 2 * self.report.node)
         self.tell(restart=restart, is_running=True, cause=None)
         return orders.start
 
     def end(self, **changes):
         return self.tell(is_running=False, **changes)
+
+
+def make_two(lead, **options):
+    """A leader, and its two nodes."""
+    leader = lead(**options)
+    return leader, Node(leader, 0), Node(leader, 1)
 
 
 def begin(*nodes, restart=0):
@@ -109,8 +111,7 @@ def begin(*nodes, restart=0):
 
 
 def test_all_start_when_all_are_there_and_end_together(lead):
-    leader = lead()
-    first, second = Node(leader, 0), Node(leader, 1)
+    leader, first, second = make_two(lead)
     assert first.tell().start is None
     begin(first, second)
     second.tell(begun=1000.0)
@@ -125,8 +126,7 @@ def test_all_start_when_all_are_there_and_end_together(lead):
 
 
 def test_a_failure_ends_the_processes_of_the_other_node_and_all_start_again(lead, clock):
-    leader = lead()
-    first, second = Node(leader, 0), Node(leader, 1)
+    leader, first, second = make_two(lead)
     before = begin(first, second)
     assert second.end(cause=KILLED).failed == ()
     assert (first.tell().failed, first.tell().what) == ((3,), "was ended by SIGKILL")
@@ -145,22 +145,8 @@ def test_a_failure_ends_the_processes_of_the_other_node_and_all_start_again(lead
     ]
 
 
-def test_a_node_that_had_not_started_when_another_failed_is_not_waited_for(lead, clock):
-    leader = lead()
-    first, second = Node(leader, 0), Node(leader, 1)
-    second.tell()
-    first.begin(0)
-    first.end(cause=KILLED)
-    orders = second.tell()
-    assert orders.failed == (3,)
-    second.tell(restart=orders.start.restart)  # it leaves the start out
-    clock.forward(1, lambda: [node.tell() for node in (first, second)])
-    begin(first, second, restart=1)
-
-
 def test_a_lost_node_is_replaced(lead, clock):
-    leader = lead()
-    first, second = Node(leader, 0), Node(leader, 1)
+    leader, first, second = make_two(lead)
     begin(first, second)
     leader.note_loss(second.report.agent)
     clock.forward(0.5, first.tell)
@@ -192,8 +178,10 @@ def test_a_lost_node_is_replaced(lead, clock):
     ]
 
 
-def test_a_node_is_not_waited_for_without_end(lead, clock):
-    leader = lead(wait=20.0)
+@pytest.mark.parametrize("may_shrink", [False, True])
+def test_a_node_is_not_waited_for_without_end(may_shrink, lead, clock):
+    """A job that may shrink begins with all nodes, too."""
+    leader = lead(wait=20.0, may_shrink=may_shrink)
     first = Node(leader, 0)
     clock.forward(19, first.tell)
     assert first.tell().status is None
@@ -206,8 +194,7 @@ def test_a_node_is_not_waited_for_without_end(lead, clock):
 
 
 def test_a_job_that_may_shrink_goes_on_without_a_node_until_it_comes(lead, clock):
-    leader = lead(wait=20.0, may_shrink=True)
-    first, second = Node(leader, 0), Node(leader, 1)
+    leader, first, second = make_two(lead, wait=20.0, may_shrink=True)
     clock.forward(19, first.tell)
     assert first.tell().status is None
     begin(first, second)
@@ -232,19 +219,6 @@ def test_a_job_that_may_shrink_goes_on_without_a_node_until_it_comes(lead, clock
         "node 1 did not come within 20 s (--wait): the job goes on without.",
         "node 1 has come: all are started again with it.",
     ]
-
-
-def test_a_node_that_was_silent_for_too_long_ends_its_processes(lead, clock):
-    leader = lead()
-    first, second = Node(leader, 0), Node(leader, 1)
-    begin(first, second)
-    clock.forward(7, first.tell)
-    assert first.tell().failed == (2, 3)
-    assert second.tell().what == "was ended: the job is started again"
-    first.end(cause=Cause(0, 1))
-    second.end(cause=Cause(2, 1))
-    clock.forward(1, lambda: [node.tell() for node in (first, second)])
-    begin(first, second, restart=1)
 
 
 def shrink(lead, clock, num_nodes=2):
@@ -308,8 +282,7 @@ def test_a_node_that_comes_to_end_or_comes_at_the_end_stops_nothing(lead, clock)
 
 def test_node_0_that_ends_does_not_end_the_job(lead, clock):
     """The others wait for another one, however long the job has run."""
-    leader = lead(wait=20.0)
-    first, second = Node(leader, 0), Node(leader, 1)
+    leader, first, second = make_two(lead, wait=20.0)
     begin(first, second)
     clock.forward(60, lambda: [node.tell() for node in (first, second)])
     first.tell(signal=signal.SIGTERM)
@@ -318,31 +291,6 @@ def test_node_0_that_ends_does_not_end_the_job(lead, clock):
     for _report in range(3):
         assert second.tell() == Orders(second.tell().leader)
     assert leader.take_lines()[-1] == "node 0 ends, with the leader; the others wait for another node 0."
-
-
-def test_a_job_that_may_shrink_begins_with_all_nodes(lead, clock):
-    leader = lead(wait=20.0, may_shrink=True)
-    first = Node(leader, 0)
-    clock.forward(22, first.tell)
-    assert first.tell().status == 1
-
-
-def test_a_leader_that_was_stopped_loses_nobody(lead, clock):
-    leader = lead()
-    first, second = Node(leader, 0), Node(leader, 1)
-    begin(first, second)
-    clock.now += 600
-    assert first.tell().failed == ()
-    assert second.tell().failed == ()
-
-
-def test_the_leaders_own_node_is_not_lost(lead, clock):
-    """Its launcher may wait for a terminal that takes nothing."""
-    leader = lead()
-    first, second = Node(leader, 0), Node(leader, 1)
-    begin(first, second)
-    clock.forward(60, second.tell)
-    assert second.tell().failed == ()
 
 
 def test_another_leader_takes_over(lead, clock):
@@ -357,8 +305,7 @@ def test_another_leader_takes_over(lead, clock):
 
 
 def test_a_node_that_leaves_is_waited_for_and_ctrl_c_ends_all(lead, clock):
-    leader = lead()
-    first, second = Node(leader, 0), Node(leader, 1)
+    leader, first, second = make_two(lead)
     begin(first, second)
     second.tell(signal=signal.SIGTERM)
     second.end(cause=Cause(2, 143), has_left=True)
@@ -377,8 +324,7 @@ def test_a_node_that_leaves_is_waited_for_and_ctrl_c_ends_all(lead, clock):
 @pytest.mark.parametrize("restarts", [0, 5])
 def test_a_signal_while_nodes_are_waited_for(restarts, lead):
     """Without restarts, nothing can take the place of a node, so that each signal ends all."""
-    leader = lead(restarts)
-    first, second = Node(leader, 0), Node(leader, 1)
+    _leader, first, second = make_two(lead, restarts=restarts)
     second.tell()
     first.tell(signal=signal.SIGTERM)
     assert second.tell().signal == (0 if restarts else signal.SIGTERM)
@@ -388,38 +334,10 @@ def test_a_signal_while_nodes_are_waited_for(restarts, lead):
 
 
 def test_a_node_that_is_asked_to_end_is_not_started(lead):
-    leader = lead()
-    first, second = Node(leader, 0), Node(leader, 1)
+    _leader, first, second = make_two(lead)
     second.tell(signal=signal.SIGTERM)
     assert first.tell().start is None
     assert second.tell().start is None
-
-
-def test_ctrl_c_counts_whatever_comes_after_it():
-    """A terminal that is closed sends SIGHUP, too."""
-    agent = Agent(Settings(["true"], 1, False, 60.0, 600.0, SECRET), Nodes(), 0)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        agent._end_by(number)
-    assert agent._signal == signal.SIGINT
-
-
-def test_a_node_that_is_asked_to_end_after_its_processes_did_is_not_lost(lead):
-    leader = lead()
-    first, second = Node(leader, 0), Node(leader, 1)
-    begin(first, second)
-    second.tell(signal=signal.SIGTERM)
-    second.tell(is_running=False, has_left=True)
-    assert first.end().status == 0
-
-
-def test_one_node_of_which_nothing_is_left(lead):
-    """Its launcher ends by an error of its own, such as a pipe that nobody reads."""
-    leader = lead(num_nodes=1)
-    node = Node(leader, 0)
-    orders = node.tell()
-    node.tell(restart=orders.start.restart, is_running=True)
-    node.tell(has_left=True)
-    assert not leader.is_needed()
 
 
 def test_in_memory_checkpoints_need_memory_on_all_nodes(lead):
@@ -431,8 +349,7 @@ def test_in_memory_checkpoints_need_memory_on_all_nodes(lead):
 
 
 def test_without_restarts_the_first_failure_is_the_end(lead):
-    leader = lead(restarts=0)
-    first, second = Node(leader, 0), Node(leader, 1)
+    _leader, first, second = make_two(lead, restarts=0)
     begin(first, second)
     second.end(cause=KILLED)
     assert first.end(cause=Cause(0, 1)).status == 137
@@ -446,19 +363,6 @@ def test_a_node_of_another_job_is_refused(lead):
     assert (orders.status, orders.refusal) == (2, refusal)
     assert Node(leader, 7).tell().refusal == "there are 2 nodes by node 0's --nodes"
     assert leader.take_lines()[0] == f"a launcher that is to be node 1 is refused: {refusal}."
-
-
-def test_a_refused_launcher_hears_that_the_job_is_over(lead):
-    leader = lead()
-    first, second, other = Node(leader, 0), Node(leader, 1), Node(leader, 1)
-    begin(first, second)
-    assert other.tell().status is None
-    second.end()
-    assert first.end().status == 0
-    second.tell()
-    assert leader.is_needed()
-    assert other.tell().status == 0
-    assert not leader.is_needed()
 
 
 # Who is heard.
@@ -486,28 +390,23 @@ class Deaf:
 
 
 @pytest.fixture
-def meeting(request, monkeypatch):
-    """A meeting at an address, and a leader that only counts; nobody is too late, if not said."""
-    silence = getattr(request, "param", PATIENCE)
-    if silence == PATIENCE:
-        monkeypatch.setattr(meeting_module, "_TO_PROVE", PATIENCE)
-        monkeypatch.setattr(meeting_module, "_LEAVING", PATIENCE)
+def meeting(monkeypatch):
+    """A meeting at an address, and a leader that only counts; nobody is too late."""
+    monkeypatch.setattr(meeting_module, "_TO_PROVE", PATIENCE)
+    monkeypatch.setattr(meeting_module, "_LEAVING", PATIENCE)
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = server.getsockname()
     leader = Deaf()
-    made = Meeting(leader, address, SECRET, silence)
+    made = Meeting(leader, address, SECRET, PATIENCE)
     yield leader, address
     made.close()
 
 
-hasty = pytest.mark.parametrize("meeting", [3.0], indirect=True)
-
-
-def ask(address, secret=SECRET, seconds=300.0, silence=3.0):
+def ask(address):
     """A report of a launcher, and the orders; None if there were none in time."""
-    remote = RemoteLeader(address, secret, silence)
+    remote = RemoteLeader(address, SECRET, PATIENCE)
     report = Report(1, 4, OPTIONS, cause=Cause(2, -9), furthest={"a": 3})
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + PATIENCE
     while (orders := remote.exchange(report)) is None and time.monotonic() < deadline:
         time.sleep(0.01)
     remote.close(dataclasses.replace(report, has_left=True))
@@ -523,7 +422,7 @@ def await_that(condition, seconds=300):
 
 def test_reports_and_orders_arrive_as_they_were(meeting):
     leader, address = meeting
-    report, orders = ask(address, silence=PATIENCE)
+    report, orders = ask(address)
     assert orders == leader.exchange(None)
     assert leader.reports[0] == report
     assert leader.reports[-2] == dataclasses.replace(report, has_left=True)
@@ -541,64 +440,12 @@ def speak(address, text):
         return found
 
 
-@pytest.mark.soak
-def test_the_last_report_is_given_when_the_leader_can_be_reached_again():
-    """As after Ctrl-C while the connection is down."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = server.getsockname()
-    remote = RemoteLeader(address, SECRET, 3.0)
-    last = Report(1, 4, OPTIONS, signal=int(signal.SIGINT), has_left=True)
-    closing = threading.Thread(target=remote.close, args=[last])
-    closing.start()
-    time.sleep(0.3)
-    leader = Deaf()
-    meeting = Meeting(leader, address, SECRET, 3.0)
-    closing.join(10)
-    meeting.close()
-    assert leader.reports == [last]
-
-
-@pytest.mark.soak
-@hasty
-def test_a_launcher_that_gives_no_reports_is_silent(meeting):
-    """It waits for a terminal, for example; its thread does not say for it that all is as before."""
-    leader, address = meeting
-    remote = RemoteLeader(address, SECRET, 0.5)
-    report = Report(1, 4, OPTIONS)
-    await_that(lambda: remote.exchange(report) is not None)
-    await_that(lambda: leader.lost == [report.agent])
-    before = len(leader.reports)
-    await_that(lambda: remote.exchange(report) and len(leader.reports) > before)
-    remote.close(report)
-
-
-def test_what_is_no_report(meeting):
-    """From somebody who knows the secret."""
-    leader, address = meeting
-    good = dataclasses.asdict(Report(1, 4, OPTIONS))
-    for change in ({"num_processes": "4"}, {"num_processes": 0}, {"cause": {"process": 1}}, {"more": 1}):
-        with socket.create_connection(address, timeout=300) as connection:
-            greeting = connection.recv(100)
-            codes = _Codes(SECRET, greeting[-32:] + bytes(32), is_leader=False)
-            text = json.dumps(good | change).encode()
-            code = codes._code(b"node", 1, text)
-            message = len(text).to_bytes(4) + code + text
-            connection.sendall(greeting[:-32] + bytes(32) + message)
-            assert not connection.recv(4096)
-    assert leader.reports == []
-    assert len(leader.lines) == 1
-    assert "num_processes in its message is '4'" in leader.lines[0]
-
-
 def test_who_does_not_know_the_secret_is_refused_and_said_once(meeting, monkeypatch, capfd):
     leader, address = meeting
     monkeypatch.setattr(meeting_module, "_SAID_AFTER", 0.0)
     monkeypatch.setattr(meeting_module, "_AGAIN_AFTER", 0.01)
-    remote, report, told = (
-        RemoteLeader(address, "another secret of 16 characters", PATIENCE),
-        Report(1, 4, OPTIONS),
-        "",
-    )
+    remote = RemoteLeader(address, "another secret of 16 characters", PATIENCE)
+    report, told = Report(1, 4, OPTIONS), ""
     assert remote.exchange(report) is None
     while "Is IPU_PIPELINE_SECRET the same there?" not in told:
         told += capfd.readouterr().err
@@ -620,7 +467,7 @@ def test_who_does_not_know_the_secret_is_refused_and_said_once(meeting, monkeypa
         patch.setattr(meeting_module, "_LEAVING", 0.0)
         remote.close(report)
     assert "SECRET" not in capfd.readouterr().err
-    assert ask(address, silence=PATIENCE)[1] is not None
+    assert ask(address)[1] is not None
 
 
 def test_what_is_too_long_or_one_too_many_is_closed_at_once(meeting):
@@ -654,71 +501,56 @@ def test_a_message_cannot_be_sent_again(meeting):
     assert len(leader.reports) == 1
 
 
-@pytest.mark.soak
-@hasty
-def test_a_thousand_silent_connections_keep_nobody_out(meeting):
-    _leader, address = meeting
-    left = []
-    stop = threading.Event()
-
-    def connect():
-        while not stop.is_set() and len(left) < 1000:
-            with contextlib.suppress(OSError):
-                left.append(socket.create_connection(address, timeout=300))
-                if len(left) > 200:
-                    left[len(left) - 200].close()  # this process has few files, too
-
-    connecting = threading.Thread(target=connect)
-    connecting.start()
-    try:
-        await_that(lambda: len(left) > 100)
-        assert ask(address)[1] is not None
-        connecting.join(30)
-        assert len(left) == 1000
-        assert ask(address)[1] is not None
-    finally:
-        stop.set()
-        connecting.join()
-        for connection in left:
-            connection.close()
-
-
-def test_a_port_that_is_taken_and_wrong_options(monkeypatch, capfd):
-    monkeypatch.setattr("signal.signal", lambda *_given: None)  # the launcher takes signals
-    nodes = ["--nodes", "2", "--node-rank"]
-    monkeypatch.delenv("IPU_PIPELINE_SECRET", raising=False)
-
-    def refused(*options):
-        with pytest.raises(SystemExit):
-            main(["launch", "-n", "1", *options, __file__])
-        return capfd.readouterr().err
-
-    assert "--nodes must be 1 or more; it is 0" in refused("--nodes", "0")
-    assert "with --nodes 2, --meet-at must be given" in refused(*nodes, "1")
-    assert "--node-rank must be from 0 to 1, as --nodes is 2; it is 2" in refused(
-        *nodes, "2", "--meet-at", "node0:1"
-    )
-    assert "variable IPU_PIPELINE_SECRET must be the same" in refused(*nodes, "1", "--meet-at", "node0:1")
-    monkeypatch.setenv("IPU_PIPELINE_SECRET", SECRET)
-    for address in ("node0", "node0:", "node0:99999", "http://node0:1", "me@node0:1"):
-        assert f"--meet-at must be host:port, such as node0:1234; it is '{address}'" in refused(
-            *nodes, "1", "--meet-at", address
-        )
-    assert "at which the other nodes reach it" in refused(*nodes, "0", "--meet-at", "0.0.0.0:1234")
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        for address, why in (
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--nodes 0", "--nodes must be 1 or more; it is 0"),
+        ("--nodes 2 --node-rank 1", "with --nodes 2, --meet-at must be given"),
+        (
+            "--nodes 2 --node-rank 2 --meet-at node0:1",
+            "--node-rank must be from 0 to 1, as --nodes is 2; it is 2",
+        ),
+        ("--nodes 2 --node-rank 0 --meet-at 0.0.0.0:1234", "at which the other nodes reach it"),
+        *(
             (
-                f"127.0.0.1:{port}",
-                f"Address already in use (while attempting to bind on address ('127.0.0.1', {port}))",
-            ),
-            ("nowhere.invalid:1", "Name or service not known"),
-        ):
-            options = ("-n", "1", *nodes, "0", "--meet-at", address, "--wait", "1")
-            assert main(["launch", *options, __file__]) == 1
-            said = capfd.readouterr().err.splitlines()
-            what = f"ipu-pipeline launch: this node cannot listen at {address} (--meet-at): {why}."
-            assert said == [f"{what} This is tried again for 1 s (--wait).", what]
+                f"--nodes 2 --node-rank 1 --meet-at {address}",
+                f"--meet-at must be host:port, such as node0:1234; it is '{address}'",
+            )
+            for address in ("node0", "node0:", "node0:99999", "http://node0:1", "me@node0:1")
+        ),
+        (None, "variable IPU_PIPELINE_SECRET must be the same"),
+    ],
+)
+def test_wrong_options(options, message, monkeypatch, capfd):
+    if options is None:
+        monkeypatch.delenv("IPU_PIPELINE_SECRET", raising=False)
+        options = "--nodes 2 --node-rank 1 --meet-at node0:1"
+    else:
+        monkeypatch.setenv("IPU_PIPELINE_SECRET", SECRET)
+    with pytest.raises(SystemExit):
+        main(["launch", "-n", "1", *options.split(), __file__])
+    assert message in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("address", "why"),
+    [
+        (
+            "127.0.0.1:{0}",
+            "Address already in use (while attempting to bind on address ('127.0.0.1', {0}))",
+        ),
+        ("nowhere.invalid:1", "Name or service not known"),
+    ],
+)
+def test_a_node_that_cannot_listen(address, why, monkeypatch, capfd):
+    monkeypatch.setattr("signal.signal", lambda *_given: None)  # the launcher takes signals
+    monkeypatch.setenv("IPU_PIPELINE_SECRET", SECRET)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address, why = (text.format(server.getsockname()[1]) for text in (address, why))
+        options = f"-n 1 --nodes 2 --node-rank 0 --meet-at {address} --wait 1"
+        assert main(["launch", *options.split(), __file__]) == 1
+    what = f"ipu-pipeline launch: this node cannot listen at {address} (--meet-at): {why}."
+    assert capfd.readouterr().err.splitlines() == [f"{what} This is tried again for 1 s (--wait).", what]
 
 
 # Launchers and their processes.
@@ -727,10 +559,9 @@ def test_a_port_that_is_taken_and_wrong_options(monkeypatch, capfd):
 class Cluster:
     """Nodes of this machine, each with a launcher and a directory in place of its memory."""
 
-    def __init__(self, tmp_path, *program, num_processes=1, options=(), host="127.0.0.1", through=((), ())):
+    def __init__(self, tmp_path, *program, num_processes=1, options=()):
         with socket.create_server(("127.0.0.1", 0)) as server:
-            self.meet_at = f"{host}:{server.getsockname()[1]}"
-        self.through = through  # a command for each node, with which it starts
+            self.meet_at = f"127.0.0.1:{server.getsockname()[1]}"
         self.tmp_path = tmp_path
         self.program = list(map(str, program))
         self.options = ["-n", str(num_processes), "--nodes", "2", "--meet-at", self.meet_at, *options]
@@ -743,7 +574,7 @@ class Cluster:
         command = [*LAUNCH, *self.options, "--node-rank", str(rank), "--memory-dir", str(memory)]
         with (self.tmp_path / f"log{rank}").open("a") as log:
             return Started(
-                [*self.through[rank], sys.executable, *command, *self.program],
+                [sys.executable, *command, *self.program],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "PYTHONPATH": str(ROOT), "IPU_PIPELINE_SECRET": SECRET, **environment},
@@ -792,76 +623,11 @@ sys.exit(9 * (restart == 1 and index == 1))
         for number, restart in itertools.product(numbers, range(3)):
             assert f"[{number}] {number} {restart} 4\n" in log
     assert "node 1: process 2 was ended by SIGKILL." in first
-    assert (
-        "[0] heard {2: 'was ended by SIGKILL'}" in first
-    )  # and much more: messages are short all the same
+    # And much more: messages are short all the same.
+    assert "[0] heard {2: 'was ended by SIGKILL'}" in first
     assert "process 1 ended with status 9." in first
     assert "restart 1 of at most 3 for this cause, in 1 s." in first
     assert find_left(tmp_path) == []
-
-
-@pytest.mark.soak
-def test_a_node_is_heard_while_processes_on_standby_end(tmp_path):
-    """One has ended by itself there; another has not come to the point at which it would wait."""
-    program = tmp_path / "program.py"
-    program.write_text(
-        f"""{PLAIN}
-from ipu_pipeline.processes.launched import tell_progress
-if "IPU_PIPELINE_STANDBY" in os.environ:
-    time.sleep(60 * (index % 2))
-    sys.exit(3)
-tell_progress("training", 0, 1)
-time.sleep(4)
-"""
-    )
-    options = ("--restarts", "3", "--death-timeout", "2", "--standby")  # a node is lost after a second
-    cluster = Cluster(tmp_path, program, num_processes=2, options=options)
-    assert cluster.statuses() == [0, 0]
-    assert "process 2, on standby, ended with status 3" in cluster.log(1)
-    assert "lost" not in cluster.log(0)
-
-
-WAITING = f"""{PLAIN}
-from ipu_pipeline.processes.launched import hear_failures
-print("begun", index, restart, file=sys.stderr, flush=True)
-"""
-
-
-@pytest.mark.soak
-def test_a_job_without_a_node_and_with_it_again(tmp_path):
-    """The processes of the shrunk job would wait for ever: SIGTERM ends them when the node comes."""
-    program = tmp_path / "program.py"
-    program.write_text(
-        f"""{WAITING}
-while restart < 2 and not hear_failures():
-    time.sleep(0.01)
-sys.exit(restart < 2)
-"""
-    )
-    cluster = Cluster(tmp_path, program, options=("--restarts", "5", "--wait", "3", "--shrink"))
-    await_that(lambda: "begun 0 0" in cluster.log(0) and "begun 1 0" in cluster.log(1), 30)
-    cluster.nodes[1].kill()
-    await_that(lambda: "begun 0 1" in cluster.log(0), 30)
-    cluster.nodes[1] = cluster.start(1)
-    assert cluster.statuses() == [0, 0]
-    assert "begun 1 2" in cluster.log(1)
-    assert "process 0 was ended by SIGTERM" in cluster.log(0)
-
-
-@pytest.mark.soak
-def test_node_0_comes_back_after_the_other_ones_processes_have_run_on(tmp_path):
-    """It is waited for from their end on, and not since it went."""
-    program = tmp_path / "program.py"
-    program.write_text(
-        f"{WAITING}\ntime.sleep(6 * index * (restart == 0))\nsys.exit(index * (restart == 0))\n"
-    )
-    cluster = Cluster(tmp_path, program, options=("--restarts", "5", "--wait", "4"))
-    await_that(lambda: "begun 1 0" in cluster.log(1), 30)
-    cluster.nodes[0].kill()
-    await_that(lambda: "process 1 ended with status 1" in cluster.log(1), 30)
-    cluster.nodes[0] = cluster.start(0)
-    assert cluster.statuses() == [0, 0]
-    assert "begun 0 1" in cluster.log(0)  # the number is known from the other node
 
 
 @pytest.mark.soak
@@ -953,56 +719,6 @@ def test_a_node_with_a_replica_is_lost_and_comes_again(tmp_path, monkeypatch, un
         models.assert_trees_close(found, losses[int(number)].ravel(), 1e-4)
     expected = {name.replace("/", "|"): value for name, value in variables.items()}
     models.assert_trees_close(job.variables(), expected, 1e-4)
-
-
-@pytest.fixture
-def two_networks():
-    """Commands that start a program in either of two networks, and one that cuts or joins them."""
-    names = [f"ipu-test-{os.getpid()}-{number}" for number in range(2)]
-
-    def ip(*arguments, check=True):
-        return subprocess.run(
-            ["/usr/bin/env", "ip", *arguments], check=check, capture_output=True
-        ).returncode
-
-    if ip("netns", "add", names[0], check=False):
-        pytest.skip("network namespaces cannot be made here")
-    try:
-        ip("netns", "add", names[1])
-        ip("link", "add", "v0", "netns", names[0], "type", "veth", "peer", "name", "v1", "netns", names[1])
-        for number, name in enumerate(names):
-            ip("-n", name, "addr", "add", f"10.9.0.{number + 1}/24", "dev", f"v{number}")
-            for device in ("lo", f"v{number}"):
-                ip("-n", name, "link", "set", device, "up")
-        yield (
-            [("/usr/bin/env", "ip", "netns", "exec", name) for name in names],
-            lambda state: ip("-n", names[1], "link", "set", "v1", state),
-        )
-    finally:
-        for name in names:
-            ip("netns", "del", name, check=False)
-
-
-@pytest.mark.soak
-def test_a_network_that_is_cut_and_joined(tmp_path, two_networks, uninterrupted):  # noqa: F811
-    """For a moment, in which all wait, and for so long that both sides start again."""
-    through, switch = two_networks
-    job = Job.of(tmp_path / "job")
-    job.directory.mkdir()
-    program = ("-m", "tests.support.resumer", job.directory, 400, 4, 1)
-    options = ("--restarts", "9", "--wait", "90", "--death-timeout", "20")
-    cluster = Cluster(tmp_path, *program, options=options, host="10.9.0.1", through=through)
-    job.process, job.log = cluster.nodes[0], tmp_path / "log0"
-    for seconds in (2, 30):
-        job.await_runs(8)
-        switch("down")
-        before = job.num_runs()
-        time.sleep(seconds)
-        assert job.num_runs() <= before + 2
-        switch("up")
-    assert cluster.statuses(120) == [0, 0]
-    assert_same(job, uninterrupted(4, 1, 400))
-    assert cluster.log(0).count("training has gone on with run") == 1
 
 
 PREEMPTED = """
