@@ -13,9 +13,8 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline import engine
-from ipu_pipeline.engine import resplitting
 from ipu_pipeline.ground.errors import CheckpointError
-from tests.support import joined, models
+from tests.support import front, joined, models
 
 COUNT, WIDTH = 4, 8
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
@@ -262,14 +261,28 @@ def test_the_error_for_another_split_names_the_mend():
 )
 def test_variables_that_do_not_belong_together(known, wanted):
     with pytest.raises(ValueError, match="not those of the pipeline's layers, .* Left over in the state: "):
-        resplitting._match(known, wanted)
+        resplit(known, wanted)
 
 
-def names_of(origins):
-    return {name: origin.whole for name, origin in origins.items()}
+def resplit(known, wanted):
+    """What `engine.resplit` makes of variables by these names and shapes: those of before, and of after."""
+    rng = np.random.default_rng(4)
+    old, new = (
+        engine.Pipeline(
+            [lambda _own, x: x],
+            parameters=[
+                [engine.Shared(name, rng.normal(size=size).astype("f4")) for name, size in own.items()]
+            ],
+            num_micro_batches=1,
+        )
+        for own in (known, wanted)
+    )
+    state = old.init(jax.random.key(0), np.float32(0))
+    new.trace(np.float32(0))
+    return state.variables, engine.resplit(state, new).variables
 
 
-M, V = (8, 8), (8,)
+M = (8, 8)
 
 
 @pytest.mark.parametrize(
@@ -277,65 +290,34 @@ M, V = (8, 8), (8,)
     [
         # Numbers that stand at words, as in modules of Flax, begin anew in each stage.
         (
-            {"stage0/Dense_0/w": M, "stage0/Dense_1/w": M, "stage1/Dense_0/w": M},
-            {
-                "stage0/Dense_0/w": "stage0/Dense_0/w",
-                "stage1/Dense_0/w": "stage0/Dense_1/w",
-                "stage1/Dense_1/w": "stage1/Dense_0/w",
-            },
+            "stage0/Dense_0/w stage0/Dense_1/w stage1/Dense_0/w",
+            "stage0/Dense_0/w stage1/Dense_0/w stage1/Dense_1/w",
         ),
         # Entries of lists without parameters are counted, too.
-        ({"stage1/0/w": M, "stage2/1/w": M}, {"stage0/1/w": "stage1/0/w", "stage1/0/w": "stage2/1/w"}),
+        ("stage1/0/w stage2/1/w", "stage0/1/w stage1/0/w"),
         # A list of matrices and a list of vectors for each stage: the first number tells no layer.
         (
-            {
-                "stage0/0/0": M,
-                "stage0/0/1": M,
-                "stage0/1/0": M,
-                "stage0/1/1": M,
-                "stage1/0/0": M,
-                "stage1/1/0": M,
-            },
-            {
-                "stage0/0/0": "stage0/0/0",
-                "stage1/0/0": "stage0/0/1",
-                "stage1/0/1": "stage1/0/0",
-                "stage0/1/0": "stage0/1/0",
-                "stage1/1/0": "stage0/1/1",
-                "stage1/1/1": "stage1/1/0",
-            },
+            "stage0/0/0 stage0/0/1 stage0/1/0 stage0/1/1 stage1/0/0 stage1/1/0",
+            "stage0/0/0 stage1/0/0 stage0/1/0 stage1/1/0 stage1/0/1 stage1/1/1",
         ),
         # [w, b] of each layer: the second number tells none.
         (
-            {
-                "stage0/0/0": M,
-                "stage0/0/1": M,
-                "stage0/1/0": M,
-                "stage0/1/1": M,
-                "stage1/0/0": M,
-                "stage1/0/1": M,
-            },
-            {
-                "stage0/0/0": "stage0/0/0",
-                "stage0/0/1": "stage0/0/1",
-                "stage1/0/0": "stage0/1/0",
-                "stage1/0/1": "stage0/1/1",
-                "stage1/1/0": "stage1/0/0",
-                "stage1/1/1": "stage1/0/1",
-            },
+            "stage0/0/0 stage0/0/1 stage0/1/0 stage0/1/1 stage1/0/0 stage1/0/1",
+            "stage0/0/0 stage0/0/1 stage1/0/0 stage1/0/1 stage1/1/0 stage1/1/1",
         ),
         # More than ten stages: by their numbers, and not as text.
         (
-            {f"stage{n}/w": M for n in range(12)},
-            {f"stage{n // 2}/{n % 2}/w": f"stage{n}/w" for n in range(12)},
+            " ".join(f"stage{n}/w" for n in range(12)),
+            " ".join(f"stage{n // 2}/{n % 2}/w" for n in range(12)),
         ),
-        ({"stage0/0/w": M, "stage0/1/w": M}, {"layer0/w": "stage0/0/w", "layer1/w": "stage0/1/w"}),
+        ("stage0/0/w stage0/1/w", "layer0/w layer1/w"),
     ],
     ids=["words", "gaps", "kinds first", "kinds last", "many", "layers"],
 )
 def test_which_layer_is_which(known, expected):
-    found = resplitting._match(known, dict.fromkeys(expected, M))
-    assert names_of(found) == expected
+    before, after = resplit(dict.fromkeys(known.split(), M), dict.fromkeys(expected.split(), M))
+    for old, new in zip(known.split(), expected.split(), strict=True):
+        np.testing.assert_array_equal(after[new], before[old], err_msg=new)
 
 
 @pytest.mark.parametrize(
@@ -347,26 +329,24 @@ def test_which_layer_is_which(known, expected):
         # Rows of matrices that only happen to add up, with nothing beside them that tells.
         ({"stage0/w": (8, 4), "stage1/w": (4, 4)}, {"stage0/w": (4, 4), "stage1/w": (8, 4)}),
         # Words whose numbers say another thing than the order of the stages.
-        (
-            {"stage0/block1/w": M, "stage1/block0/w": M},
-            {"stage0/block0/w": M, "stage0/block1/w": M},
-        ),
+        ({"stage0/block1/w": M, "stage1/block0/w": M}, {"stage0/block0/w": M, "stage0/block1/w": M}),
     ],
 )
 def test_what_could_be_meant_in_two_ways_is_an_error(known, wanted):
     with pytest.raises(ValueError, match="or it is not certain which are which"):
-        resplitting._match(known, wanted)
+        resplit(known, wanted)
 
 
 def test_a_stack_beside_other_parameters():
-    known = {"stage0/w": (4, *M), "stage0/last": M}
-    wanted = {**{f"model/w/{n}": M for n in range(4)}, "model/last": M}
-    found = resplitting._match(known, wanted)
-    assert found["model/w/2"].parts == (("stage0/w", 2),)
-    assert found["model/last"].whole == "stage0/last"
-    assert resplitting._match(wanted, known)["stage0/w"].parts == tuple(
-        (f"model/w/{n}", None) for n in range(4)
-    )
+    stacked = {"stage0/w": (4, *M), "stage0/last": M}
+    single = {**{f"model/w/{n}": M for n in range(4)}, "model/last": M}
+    for known, wanted in ((stacked, single), (single, stacked)):
+        variables = {}
+        for own in resplit(known, wanted):
+            variables |= own
+        for n in range(4):
+            np.testing.assert_array_equal(variables[f"model/w/{n}"], variables["stage0/w"][n])
+        np.testing.assert_array_equal(variables["model/last"], variables["stage0/last"])
 
 
 @pytest.mark.thorough
@@ -430,18 +410,25 @@ def test_optimizer_state_of_all_variables_together():
 
 def test_arguments_of_other_types(tmp_path):
     pipeline, state, _later, _losses = begun("lists 2 2")
-    with pytest.raises(TypeError, match="resplit: state must be what init or step returned; got dict"):
-        engine.resplit({}, pipeline)
-    with pytest.raises(TypeError, match="resplit: pipeline must be an engine.Pipeline; got list"):
-        engine.resplit(state, [run_list])
-    with pytest.raises(TypeError, match="save: state must be what init or step returned; got dict"):
-        engine.save(tmp_path / "x", state.variables)
-    with pytest.raises(TypeError, match="save: path must be a string or a path; got 3"):
-        engine.save(3, state)
-    with pytest.raises(TypeError, match="restore: path must be a string or a path; got None"):
-        engine.restore(None, pipeline)
-    with pytest.raises(TypeError, match="restore: pipeline must be an engine.Pipeline; got list"):
-        engine.restore(tmp_path / "x", [run_list])
+    for call, message in (
+        (
+            lambda: engine.resplit({}, pipeline),
+            "resplit: state must be what init or step returned; got dict",
+        ),
+        (
+            lambda: engine.resplit(state, [run_list]),
+            "resplit: pipeline must be an engine.Pipeline; got list",
+        ),
+        (lambda: engine.save(tmp_path, {}), "save: state must be what init or step returned; got dict"),
+        (lambda: engine.save(3, state), "save: path must be a string or a path; got 3"),
+        (lambda: engine.restore(None, pipeline), "restore: path must be a string or a path; got None"),
+        (
+            lambda: engine.restore(tmp_path, [run_list]),
+            "restore: pipeline must be an engine.Pipeline; got list",
+        ),
+    ):
+        with pytest.raises(TypeError, match=message):
+            call()
 
 
 def test_an_untraced_pipeline():
@@ -453,14 +440,9 @@ def test_saved_states_are_exact_and_whole(tmp_path):
     pipeline, state, later, _losses = begun("lists 2 2")
     path = tmp_path / "deep" / "state"
     engine.save(path, state)
-    restored = engine.restore(path, pipeline)
-    jax.tree.map(
-        np.testing.assert_array_equal,
-        *(
-            jax.device_get(dataclasses.replace(own, key=jax.random.key_data(own.key)))
-            for own in (state, restored)
-        ),
-    )
+    both = state, engine.restore(path, pipeline)
+    plain = [jax.device_get(dataclasses.replace(own, key=jax.random.key_data(own.key))) for own in both]
+    jax.tree.map(np.testing.assert_array_equal, *plain)
     engine.save(path, later)  # it replaces the other one
     assert engine.restore(path, pipeline).update_count == 4
     assert os.listdir(path.parent) == ["state"]
@@ -489,37 +471,29 @@ def test_half_precision_and_empty_variables_are_saved(tmp_path):
 
 
 def test_a_checkpoint_of_a_session_can_be_restored(tmp_path):
-    def first(x, targets):
-        with ipu.variable_scope("first"):
-            return jnp.tanh(x @ ipu.get_variable("w", (WIDTH, WIDTH))), targets
+    def weight(scope):
+        with ipu.variable_scope(scope):
+            return ipu.get_variable("w", (WIDTH, WIDTH))
 
-    def last(x, targets):
-        with ipu.variable_scope("last"):
-            return error(x @ ipu.get_variable("w", (WIDTH, WIDTH)), targets)
-
+    stages = [
+        lambda x, targets: (jnp.tanh(x @ weight("first")), targets),
+        lambda x, targets: error(x @ weight("last"), targets),
+    ]
     infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(make_batches())
-    outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
-
-    def model():
-        return ipu.pipelining_ops.pipeline(
-            [first, last],
-            COUNT,
-            infeed_queue=infeed,
-            outfeed_queue=outfeed,
-            optimizer_function=lambda loss: ipu.pipelining_ops.OptimizerFunctionOutput(
-                optax.adam(1e-2), loss
-            ),
-        )
-
-    with ipu.scopes.ipu_scope("/device:IPU:0"):
-        program = ipu.ipu_compiler.compile(model)
+    program = front.compile_pipeline(
+        stages,
+        COUNT,
+        infeed_queue=infeed,
+        outfeed_queue=ipu.ipu_outfeed_queue.IPUOutfeedQueue(),
+        optimizer_function=lambda loss: ipu.pipelining_ops.OptimizerFunctionOutput(optax.adam(1e-2), loss),
+    )
     with ipu.Session(seed=1) as session:
         session.run(infeed.initializer)
         session.run(program)
         session.save(tmp_path / "session")
         variables = {name: np.asarray(value) for name, value in session.variables.items()}
     pipeline = engine.Pipeline(
-        [lambda *own: last(*first(*own))], **{**OPTIONS, "optimizer": optax.adam(1e-2)}
+        [lambda *own: stages[1](*stages[0](*own))], **{**OPTIONS, "optimizer": optax.adam(1e-2)}
     )
     pipeline.trace(make_batches()[0])
     state = engine.restore(tmp_path / "session", pipeline)
