@@ -18,6 +18,7 @@ from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue
 from ipu_pipeline.ipu_outfeed_queue import IPUOutfeedMode, IPUOutfeedQueue
 from ipu_pipeline.optimizers import GradientAccumulationOptimizerV2, MapGradientOptimizer
 from tests.support import front, models
+from tests.support.compilations import compiled_in
 
 OPTIMIZERS = {
     "sgd": optax.sgd,
@@ -98,36 +99,30 @@ def test_equals_a_plain_loop(count, every, num_runs, reduction, optimizer, shard
 
 
 def test_float64():
-    with jax.enable_x64(True):
-        outfeed = IPUOutfeedQueue()
+    outfeed = IPUOutfeedQueue()
+    elements = [np.random.default_rng(seed).normal(size=(3, 4)) for seed in range(7)]
 
-        elements = [np.random.default_rng(seed).normal(size=(3, 4)) for seed in range(7)]
+    def loss_of(variables, x):
+        return jnp.mean(jnp.tanh(x @ variables["a"]) ** 2)
 
-        def body(elements, number):
-            x = jnp.tanh(elements[number] @ ipu.get_variable("a", (4, 5), "float64"))
-            loss = jnp.mean(x**2)
-            optimizer = GradientAccumulationOptimizerV2(
-                optax.adam(0.01), 3, reduction_method="RUNNING_MEAN"
-            )
-            return elements, number + 1, optimizer.minimize(loss), outfeed.enqueue(loss)
+    def body(elements, number):
+        loss = loss_of({"a": ipu.get_variable("a", (4, 5), "float64")}, elements[number])
+        optimizer = GradientAccumulationOptimizerV2(optax.adam(0.01), 3, reduction_method="RUNNING_MEAN")
+        return elements, number + 1, optimizer.minimize(loss), outfeed.enqueue(loss)
 
+    with jax.enable_x64(True), ipu.Session() as session:
         program = front.compile_program(lambda: loops.repeat(7, body, [np.stack(elements), np.int64(0)])[1])
-        with ipu.Session() as session:
-            session.run(ipu.global_variables_initializer())
-            variables = session.variables
-            assert session.run(program) == [7]
-            losses = session.run(outfeed.dequeue())
-
-            def loss_of(v, x):
-                return jnp.mean(jnp.tanh(x @ v["a"]) ** 2)
-
-            groups = [[(x,)] for x in elements]
-            expected, variables, _left = models.plain_loop(
-                loss_of, variables, groups, 3, optax.adam(0.01), "RUNNING_MEAN"
-            )
-            assert losses.dtype == np.float64
-            models.assert_trees_close(losses, expected[:, 0], 1e-12)
-            models.assert_trees_close(session.variables, jax.tree.map(np.asarray, variables), 1e-12)
+        session.run(ipu.global_variables_initializer())
+        variables = session.variables
+        assert session.run(program) == [7]
+        losses = session.run(outfeed.dequeue())
+        groups = [[(x,)] for x in elements]
+        expected, variables, _left = models.plain_loop(
+            loss_of, variables, groups, 3, optax.adam(0.01), "RUNNING_MEAN"
+        )
+        assert losses.dtype == np.float64
+        models.assert_trees_close(losses, expected[:, 0], 1e-12)
+        models.assert_trees_close(session.variables, jax.tree.map(np.asarray, variables), 1e-12)
 
 
 # Values that are carried, captured and enqueued.
@@ -168,28 +163,23 @@ def test_carried_values_and_the_rate_of_the_iteration():
 
 
 def test_values_captured_from_outside():
-    infeed = IPUInfeedQueue(front.data())
+    infeed = IPUInfeedQueue([np.float32(n) for n in (1, 2, 3)])
 
     def function(rate, scale):
         used = rate / 2.0
 
-        def body(x, labels):
+        def body(x):
             with ipu.scopes.ipu_shard(0):
-                _rate, x, labels = front.first_stage(used, x * scale, labels)
+                x = x * scale * weight("w")
             with ipu.scopes.ipu_shard(1):
-                loss = front.second_stage(used, x, labels)[1]
-            return GradientAccumulationOptimizerV2(optax.sgd(used), 1).minimize(loss)
+                return GradientAccumulationOptimizerV2(optax.sgd(used), 1).minimize(x + used)
 
         return loops.repeat(3, body, [], infeed)
 
-    program = front.compile_program(function, inputs=[np.float32(0.2), np.float32(2)])
-    with ipu.Session(seed=3) as session:
-        session.run([infeed.initializer, ipu.global_variables_initializer()])
-        start = session.variables
-        session.run(program)
-        batches = [(2 * x, labels) for x, labels in itertools.islice(front.data()(), 3)]
-        variables = plain(start, batches, 1, "sgd", "SUM")[1]
-        models.assert_trees_close(session.variables, jax.tree.map(np.asarray, variables))
+    program = front.compile_program(function, inputs=[np.float32(0.25), np.float32(2)])
+    with ipu.Session() as session:
+        session.run([infeed.initializer, program])
+        assert session.variables["w"] == 1 - 0.125 * 2 * (1 + 2 + 3)
 
 
 @pytest.mark.parametrize(
@@ -277,32 +267,25 @@ def test_while_loop(sharded):
 
 def test_a_while_loop_that_trains_and_has_no_feed():
     def body(n):
-        w = ipu.get_variable("w", (), initializer=1.0)
-        GradientAccumulationOptimizerV2(optax.sgd(0.5), 2).minimize(w * 1.0)
+        minimize(weight("w") * 1.0, 0.5, 2)
         return n + 1
 
     n = ipu.placeholder(np.int32)
     program = front.compile_program(lambda n: loops.while_loop(lambda n: n < 500, body, [n]), inputs=[n])
     with ipu.Session() as session:
-        assert session.run(program, {n: 0}) == [500]
-        assert session.variables["w"] == 1 - 250
-        assert session.run(program, {n: 497}) == [500]
-        assert session.variables["w"] == 1 - 251
-        assert session.run(program, {n: 499}) == [500]
-        assert session.variables["w"] == 1 - 252
+        for begin, updates in ((0, 250), (497, 251), (499, 252)):
+            assert session.run(program, {n: begin}) == [500]
+            assert session.variables["w"] == 1 - updates
 
 
-# Optimizers.
-
-
-def run_once(wrap, count=4, **variables):
-    """A loop of `w * 3` and `v * w` over two variables; the optimizer state and the variables."""
+def run_once(optimizer, count=4):
+    """A loop of `w * 3` and `v * w` over two variables; the variables after it."""
 
     def body():
         w = ipu.get_variable("w", (), initializer=2.0)
-        v = ipu.get_variable("v", (2,), initializer=1.0, **variables)
+        v = ipu.get_variable("v", (2,), initializer=1.0)
         ipu.get_variable("unused", (), initializer=5.0)
-        wrap().minimize(w * 3.0 + jnp.sum(v) * w)
+        optimizer.minimize(w * 3.0 + jnp.sum(v) * w)
 
     program = front.compile_program(lambda: loops.repeat(count, body))
     with ipu.Session() as session:
@@ -312,28 +295,22 @@ def run_once(wrap, count=4, **variables):
 
 def test_map_gradient():
     """Each iteration's gradient is mapped, before accumulation, and with its variable."""
-    wrapped = MapGradientOptimizer(
-        MapGradientOptimizer(optax.sgd(1.0), lambda g, v: jnp.minimum(g, 2.0)), lambda g, v: g + v
-    )
+    inner = MapGradientOptimizer(optax.sgd(1.0), lambda g, v: jnp.minimum(g, 2.0))
+
+    def add(optimizer):
+        return MapGradientOptimizer(optimizer, lambda g, v: g + v)
+
     for optimizer in (
-        GradientAccumulationOptimizerV2(wrapped, 2),
-        MapGradientOptimizer(
-            GradientAccumulationOptimizerV2(
-                MapGradientOptimizer(optax.sgd(1.0), lambda g, v: jnp.minimum(g, 2.0)), 2
-            ),
-            lambda g, v: g + v,
-        ),
+        GradientAccumulationOptimizerV2(add(inner), 2),
+        add(GradientAccumulationOptimizerV2(inner, 2)),
     ):
-        variables = run_once(lambda optimizer=optimizer: optimizer, 2)
+        variables = run_once(optimizer, 2)
         # The gradient of w is 5, of v it is 2; that of `unused` is zero, and mapped too.
         assert variables["w"] == 2 - 2 * (2 + 2)
         np.testing.assert_array_equal(variables["v"], 1 - 2 * (2 + 1))
         assert variables["unused"] == 5 - 2 * (0 + 5)
-
-
-def test_map_gradient_without_accumulation():
-    variables = run_once(lambda: MapGradientOptimizer(optax.sgd(1.0), lambda g, v: jnp.sign(g)), 3)
-    assert variables["w"] == 2 - 3
+    alone = MapGradientOptimizer(optax.sgd(1.0), lambda g, v: jnp.sign(g))  # without accumulation
+    assert run_once(alone, 3)["w"] == 2 - 3
 
 
 def test_accumulator_dtypes():
@@ -344,39 +321,28 @@ def test_accumulator_dtypes():
         return jnp.bfloat16 if variable.name == "v" else None
 
     for given in (dtype, "float16"):
-        optimizer = GradientAccumulationOptimizerV2(optax.sgd(1.0), 4, dtype=given)
-        variables = run_once(lambda optimizer=optimizer: optimizer)
+        variables = run_once(GradientAccumulationOptimizerV2(optax.sgd(1.0), 4, dtype=given))
         assert variables["w"].dtype == np.float32
         assert variables["w"] == 2 - 4 * 5
     assert seen == {"w": (), "v": (2,), "unused": ()}
-
-    outfeed = IPUOutfeedQueue()
-
-    def body():
-        w = ipu.get_variable("w", (), initializer=0.0)
-        outfeed.enqueue(w * 1.0)
-        GradientAccumulationOptimizerV2(optax.sgd(1.0), 300, dtype="bfloat16").minimize(w * 1.0)
-
-    program = front.compile_program(lambda: loops.repeat(300, body))
+    program = train_on("w", 300, 300, dtype="bfloat16")
     with ipu.Session() as session:
         session.run(program)
-        assert session.variables["w"] == -256  # 1 more makes no difference in bfloat16
+        assert session.variables["w"] == 1 - 256  # 1 more makes no difference in bfloat16
 
 
 def test_var_list_and_global_norm():
-    def wrap(**options):
-        return GradientAccumulationOptimizerV2(
-            optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0)), 1, **options
-        )
+    clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))
+    optimizer = GradientAccumulationOptimizerV2(clipped, 1)
 
     class OnlyW:
         def minimize(self, loss):
-            return wrap().minimize(loss, var_list=["w"], name="only")
+            return optimizer.minimize(loss, var_list=["w"], name="only")
 
-    variables = run_once(OnlyW, 1)
+    variables = run_once(OnlyW(), 1)
     assert variables["w"] == 1
     np.testing.assert_array_equal(variables["v"], 1)
-    variables = run_once(wrap, 1)  # on one device, updates may join all variables
+    variables = run_once(optimizer, 1)  # on one device, updates may join all variables
     np.testing.assert_allclose(variables["w"], 2 - 5 / np.sqrt(25 + 8), rtol=1e-6)
 
 
@@ -387,10 +353,7 @@ def test_optimizer_state_is_shared_by_name_and_what_was_accumulated_is_checked()
     with ipu.Session(seed=3) as session:
         session.run([first.initializer, second.initializer, other.initializer])
         first.run(session)
-        with pytest.raises(
-            ValueError,
-            match="of 1 iterations .* 3 mini-batches, SUM of first/dense/bias",
-        ):
+        with pytest.raises(ValueError, match="of 1 iterations .* 3 mini-batches, SUM of first/dense/bias"):
             other.run(session)
         second.run(session)
         assert session.update_count("GradientAccumulationOptimizerV2") == 2
@@ -407,16 +370,15 @@ def test_initializing_forgets_what_was_accumulated():
         np.testing.assert_array_equal(model.run(session), losses)
 
 
-def weight_named(name):
+def weight(name="w"):
     return ipu.get_variable(name, (), initializer=1.0)
 
 
-def train_on(variable, count, every=1, **options):
+def train_on(variable, count, every=1, name=None, **options):
     """A program that trains one variable by a gradient of 1."""
 
     def body():
-        optimizer = GradientAccumulationOptimizerV2(optax.sgd(1.0), every, **options)
-        return optimizer.minimize(weight_named(variable) * 1.0)
+        return minimize(weight(variable) * 1.0, every=every, accumulation={"name": name, **options})
 
     return front.compile_program(lambda: loops.repeat(count, body))
 
@@ -432,32 +394,6 @@ def test_programs_that_train_different_variables_under_one_name():
         session.run(a)
         with pytest.raises(ValueError, match=r"SUM of a float32\[\]. This program accumulates by .* of b"):
             session.run(b)
-
-
-def test_a_loop_that_does_not_train_leaves_what_was_accumulated():
-    """Loops without a training step are called Loop, as an optimizer may be."""
-    two, one = train_on("w", 2, 3, name="Loop"), train_on("w", 1, 3, name="Loop")
-    between = front.compile_program(lambda: loops.repeat(1, lambda x: x + weight_named("w"), [0.0]))
-    with ipu.Session() as session:
-        assert session.run([two, between, one])[1] == [1]
-        assert session.variables["w"] == -2
-
-
-def test_a_pipeline_of_the_same_name_leaves_what_was_accumulated():
-    two, one = train_on("w", 2, 3, name="Pipeline"), train_on("w", 1, 3, name="Pipeline")
-    between = front.compile_program(
-        lambda: ipu.pipelining_ops.pipeline(
-            [lambda: weight_named("w") * 1.0],
-            1,
-            outfeed_queue=IPUOutfeedQueue(),
-            optimizer_function=lambda loss: ipu.pipelining_ops.OptimizerFunctionOutput(
-                optax.sgd(0.0), loss
-            ),
-        )
-    )
-    with ipu.Session() as session:
-        session.run([two, between, one])
-        assert session.variables["w"] == -2
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -476,77 +412,93 @@ def test_means_in_sixteen_bits(dtype):
 # Python that is called back.
 
 
-def test_an_error_on_the_device_leaves_what_was_accumulated():
-    """The call waits for work large enough to run beside the host, which goes on before it fails."""
-    broken = []
+def run_pipeline(stages, count=2, *, rate=0.0, **options):
+    """Calls a pipeline whose last stage returns a loss."""
+    return ipu.pipelining_ops.pipeline(
+        stages,
+        count,
+        outfeed_queue=IPUOutfeedQueue(),
+        optimizer_function=lambda x: ipu.pipelining_ops.OptimizerFunctionOutput(optax.sgd(rate), x),
+        **options,
+    )
 
-    def called(x):
-        if broken:
+
+@pytest.mark.parametrize("name", ["Loop", "Pipeline"])
+def test_what_is_called_as_an_optimizer_leaves_what_it_accumulated(name):
+    """A loop without a training step is called Loop, and a pipeline Pipeline, as an optimizer may be."""
+    two, one = train_on("w", 2, 3, name), train_on("w", 1, 3, name)
+    if name == "Loop":
+        between = front.compile_program(lambda: loops.repeat(1, lambda x: x + weight(), [0.0]))
+    else:
+        between = front.compile_program(lambda: run_pipeline([lambda: weight() * 1.0], 1))
+    with ipu.Session() as session:
+        assert session.run([two, between, one])[1] == ([1] if name == "Loop" else None)
+        assert session.variables["w"] == -2
+
+
+class Broken:
+    """A function of Python that stages call back, and that can be made to fail."""
+
+    def __init__(self):
+        self.is_broken = False
+
+    def _call(self, x):
+        if self.is_broken:
             raise ArithmeticError("called back")
         return x
 
+    def __call__(self, x):
+        return jax.pure_callback(self._call, jax.ShapeDtypeStruct((), np.float32), jax.lax.stop_gradient(x))
+
+    def fail(self, session, program):
+        self.is_broken = True
+        with pytest.raises(Exception, match="called back"):
+            session.run(program)
+        self.is_broken = False
+
+
+def test_an_error_on_the_device_leaves_what_was_accumulated():
+    """The call waits for work large enough to run beside the host, which goes on before it fails."""
+    broken = Broken()
+
     def body():
         with ipu.scopes.ipu_shard(0):
-            w = weight_named("w")
+            w = weight("w")
             square = jnp.full((600, 600), w)
             for _ in range(3):
                 square = jnp.tanh(square @ square)
         with ipu.scopes.ipu_shard(1):
-            shape = jax.ShapeDtypeStruct((), np.float32)
-            y = jax.pure_callback(called, shape, jax.lax.stop_gradient(square).mean())
+            y = broken(square.mean())
         with ipu.scopes.ipu_shard(0):
-            loss = w * y
-        return GradientAccumulationOptimizerV2(optax.sgd(0.25), 4).minimize(loss)
+            return minimize(w * y, 0.25, 4)
 
     program = front.compile_program(lambda: loops.repeat(2, body))
     with ipu.Session() as session:
         session.run(program)
-        broken.append(True)
-        with pytest.raises(Exception, match="called back"):
-            session.run(program)
-        broken.clear()
+        broken.fail(session, program)
         session.run(program)
         assert session.variables["w"] == 0
 
 
 @pytest.mark.parametrize("mapping", ["loop", [0, 0], [0, 1]])
 def test_an_error_on_the_device_leaves_the_state_before_it(mapping):
-    broken = []
-
-    def called(x):
-        if broken:
-            raise ArithmeticError("called back")
-        return x
+    broken = Broken()
 
     def first():
-        w = weight_named("w")
-        shape = jax.ShapeDtypeStruct((), np.float32)
-        return w * jax.pure_callback(called, shape, jax.lax.stop_gradient(w))
+        w = weight("w")
+        return w * broken(w)
 
-    if mapping == "loop":
-        program = front.compile_program(
-            lambda: loops.repeat(
-                2, lambda: GradientAccumulationOptimizerV2(optax.sgd(0.5), 2).minimize(first())
-            )
-        )
-    else:
-        program = front.compile_program(
-            lambda: ipu.pipelining_ops.pipeline(
-                [first, lambda x: x * 1.0],
-                2,
-                device_mapping=mapping,
-                outfeed_queue=IPUOutfeedQueue(),
-                optimizer_function=lambda x: ipu.pipelining_ops.OptimizerFunctionOutput(optax.sgd(0.5), x),
-            )
-        )
+    def function():
+        if mapping == "loop":
+            return loops.repeat(2, lambda: minimize(first(), 0.5, 2))
+        return run_pipeline([first, lambda x: x * 1.0], rate=0.5, device_mapping=mapping)
+
+    program = front.compile_program(function)
     with ipu.Session() as session:
         session.run(program)
         assert session.variables["w"] == 0
         session.load({"w": 1.0})
-        broken.append(True)
-        with pytest.raises(Exception, match="called back"):
-            session.run(program)
-        broken.clear()
+        broken.fail(session, program)
         assert session.variables["w"] == 1
         session.run(program)
         assert session.variables["w"] == 0
@@ -557,7 +509,7 @@ def test_what_is_printed_is_printed_once(capsys):
 
     def body(x):
         with ipu.scopes.ipu_shard(0):
-            w = weight_named("w")
+            w = weight("w")
             jax.debug.print("x is {}", x, ordered=False)
             x = x + 1.0
         with ipu.scopes.ipu_shard(1):
@@ -712,13 +664,9 @@ def test_an_error_in_the_data_comes_with_its_traceback():
 
 def test_a_loop_is_one_program_that_is_compiled_once(caplog):
     model = LoopModel(20, 3)
-    with ipu.Session(seed=3) as session:
-        session.run(model.initializer)
+    with front.session_of(model, seed=3) as session:
         model.run(session)
-        with jax.log_compiles():
-            for _run in range(3):
-                model.run(session)
-    assert [record.message for record in caplog.records if "Compiling" in record.message] == []
+        assert compiled_in(lambda: [model.run(session) for _run in range(3)], caplog) == []
 
 
 def test_what_a_run_is_cut_into_changes_nothing(monkeypatch):
@@ -756,10 +704,12 @@ def test_traced_counts_are_not_compiled_for_one_by_one(caplog):
     )
     with ipu.Session() as session:
         session.run(program, {n: 9})
-        with jax.log_compiles():
+
+        def run_others():
             for count in range(10, 17):
                 np.testing.assert_allclose(session.run(program[0], {n: count}), 1.5**count, rtol=1e-6)
-    assert [record.message for record in caplog.records if "Compiling" in record.message] == []
+
+        assert compiled_in(run_others, caplog) == []
 
 
 def test_other_devices_for_what_was_fetched_ahead():
@@ -779,11 +729,6 @@ def test_other_devices_for_what_was_fetched_ahead():
 def test_one_infeed_for_programs_that_take_it_differently():
     """Blocks of several sizes, single elements on two devices: none is lost, repeated or out of order."""
     infeed = IPUInfeedQueue([(np.float32(n), np.full(3, n, "int32")) for n in range(1000)])
-    queues, programs = [], []
-
-    def add(make):
-        queues.append(IPUOutfeedQueue())
-        programs.append(front.compile_program(lambda: make(queues[-1])))
 
     def loop(count, shard, queue):
         def body(x, y):
@@ -801,21 +746,23 @@ def test_one_infeed_for_programs_that_take_it_differently():
         return loops.while_loop(lambda n: n < 4, body, [0], infeed)
 
     def pipe(mapping, queue):
-        return ipu.pipelining_ops.pipeline(
-            [lambda x, y: (x * 1.0, y), lambda x, y: (x, y + 0)],
-            gradient_accumulation_count=3,
-            repeat_count=2,
-            infeed_queue=infeed,
-            outfeed_queue=queue,
-            device_mapping=mapping,
-        )
+        stages = [lambda x, y: (x * 1.0, y), lambda x, y: (x, y + 0)]
+        options = {"repeat_count": 2, "infeed_queue": infeed, "outfeed_queue": queue}
+        return ipu.pipelining_ops.pipeline(stages, 3, device_mapping=mapping, **options)
 
-    add(lambda queue: loop(5, unsharded, queue))
-    add(lambda queue: loop(2, ipu.scopes.ipu_shard, queue))
-    add(lambda queue: pipe([0, 0], queue))
-    add(while_loop)
-    add(lambda queue: pipe([0, 1], queue))
-    add(lambda queue: loop(7, unsharded, queue))
+    makers = [
+        lambda queue: loop(5, unsharded, queue),
+        lambda queue: loop(2, ipu.scopes.ipu_shard, queue),
+        lambda queue: pipe([0, 0], queue),
+        while_loop,
+        lambda queue: pipe([0, 1], queue),
+        lambda queue: loop(7, unsharded, queue),
+    ]
+    queues = [IPUOutfeedQueue() for _maker in makers]
+    programs = [
+        front.compile_program(lambda make=make, queue=queue: make(queue))
+        for make, queue in zip(makers, queues, strict=True)
+    ]
     found = []
     with ipu.Session() as session:
         session.run(infeed.initializer)
@@ -849,6 +796,19 @@ def compile_loop(body, n=2, inputs=None, **options):
     return front.compile_program(lambda: loops.repeat(n, body, inputs, **options))
 
 
+def compile_while(condition, inputs=(1.0,)):
+    return front.compile_program(lambda: loops.while_loop(condition, lambda *values: values, list(inputs)))
+
+
+def scan(body):
+    jax.lax.scan(lambda carry, _: (carry, body(carry) and None), 1.0, None, length=2)
+
+
+QUEUE = IPUOutfeedQueue()  # nothing is run that enqueues to it
+NESTED = GradientAccumulationOptimizerV2(GradientAccumulationOptimizerV2(optax.sgd(1.0), 2), 2)
+STACKING = MapGradientOptimizer(optax.sgd(1.0), lambda g, v: jnp.stack([g, v]))
+
+
 @pytest.mark.parametrize(
     ("body", "inputs", "message"),
     [
@@ -857,87 +817,104 @@ def compile_loop(body, n=2, inputs=None, **options):
         (lambda x: x.astype("int32"), [1.0], r"input 0 is float32\[\], and int32\[\] comes back"),
         (lambda x: jnp.stack([x, x]), [1.0], r"input 0 is float32\[\], and float32\[2\] comes back"),
         (lambda x, y: {"y": y, "x": x}, [1.0, 2.0], r"structure, \[\*, \*\], .* \[\{'x': \*, 'y': \*\}\]"),
+        (lambda d: {"b": d["a"]}, [{"a": 1.0}], "must return its inputs' structure"),
+        (lambda x, y: ((x,), y), [1.0, 2.0], "must return its inputs' structure"),
+        (lambda: minimize(jnp.ones(2) * weight()), [], r"floating-point scalar; got float32\[2\]"),
+        (lambda: minimize(jnp.int32(3)), [], r"floating-point scalar; got int32\[\]"),
+        (lambda: minimize(jnp.float32(3)), [], "No variables to optimize"),
+        (lambda: minimize(weight(), var_list=["x"]), [], "'x' of var_list does not exist.* are: w"),
+        (lambda: minimize(weight(), var_list="w"), [], "var_list must be a list of full names"),
+        (lambda: minimize(weight(), var_list=[]), [], "var_list is empty; None trains all"),
+        (lambda: minimize(weight(), global_step=3), [], "global_step must be None.* got 3"),
+        (lambda: scan(lambda c: minimize(c * weight())), [], "minimize is called inside the body of scan"),
+        (lambda: NESTED.minimize(weight()), [], "only once; two are nested"),
         (
-            lambda d: {"a": d["a"], "c": d["b"]},
-            [{"a": 1.0, "b": 2.0}],
-            r"must return its inputs' structure",
+            lambda: STACKING.minimize(weight()),
+            [],
+            r"must return the gradient's shape .* returned float32\[2\]",
         ),
-        (lambda x, y: ((x,), y), [1.0, 2.0], r"must return its inputs' structure"),
+        (lambda: [QUEUE.enqueue(1.0), QUEUE.enqueue(1.0)], [], "can be enqueued to only once"),
+        (lambda: QUEUE.enqueue(()), [], "there is nothing to enqueue"),
+        (
+            lambda: QUEUE.enqueue(ipu.placeholder(np.float32, name="p")),
+            [],
+            "Trying to capture the tensor p",
+        ),
+        (
+            lambda x: jax.lax.cond(x > 0, lambda x: QUEUE.enqueue(x) and x, lambda x: x, x),
+            [1.0],
+            "enqueue is called inside the body of cond",
+        ),
     ],
 )
-def test_bodies_that_do_not_return_their_inputs(body, inputs, message):
+def test_wrong_bodies(body, inputs, message):
     with pytest.raises(ValueError, match=message):
         compile_loop(body, inputs=inputs)
 
 
-def test_wrong_calls():
-    for n in (1.5, None, True, "3"):
-        with pytest.raises(TypeError, match="n must be an integer"):
-            compile_loop(lambda: None, n)
-    with pytest.raises(ValueError, match="n must be from 0 to 2147483647; got -1"):
-        compile_loop(lambda: None, -1)
-    with pytest.raises(TypeError, match="body must be a function"):
-        compile_loop(3)
-    with pytest.raises(TypeError, match="infeed_queue is not an instance"):
-        compile_loop(lambda: None, infeed_queue=[1])
-    with pytest.raises(TypeError, match=r"takes \(x, y\), but the inputs .* gives? it \(float32\[\]\)"):
-        compile_loop(lambda x, y: x, inputs=[1.0])
-    with pytest.raises(RuntimeError, match="not placed on an IPU device"):
-        loops.repeat(1, lambda: None)
-    with pytest.raises(RuntimeError, match="within a computational stage or the body of a loop"):
-        compile_loop(lambda: loops.repeat(1, lambda: None))
-    with pytest.raises(ValueError, match="inputs must have at least one"):
-        front.compile_program(lambda: loops.while_loop(lambda: True, lambda: None))
-    with pytest.raises(
-        ValueError, match=r"condition must return a boolean scalar; it returned float32\[\]"
-    ):
-        front.compile_program(lambda: loops.while_loop(lambda x: x, lambda x: x, [1.0]))
-    with pytest.raises(ValueError, match="condition asks for variable w"):
-        front.compile_program(
-            lambda: loops.while_loop(lambda x: ipu.get_variable("w", ()) > x, lambda x: x, [1.0])
-        )
-
-
-def minimize(loss, **options):
-    return GradientAccumulationOptimizerV2(optax.sgd(1.0), 1).minimize(loss, **options)
-
-
-def weight():
-    return ipu.get_variable("w", (), initializer=1.0)
-
-
 @pytest.mark.parametrize(
-    ("body", "error", "message"),
+    ("call", "error", "message"),
     [
-        (lambda: minimize(jnp.ones(2) * weight()), ValueError, r"floating-point scalar; got float32\[2\]"),
-        (lambda: minimize(jnp.int32(3)), ValueError, r"floating-point scalar; got int32\[\]"),
-        (lambda: minimize(jnp.float32(3)), ValueError, "No variables to optimize"),
-        (lambda: minimize(weight(), var_list=["x"]), ValueError, "'x' of var_list does not exist.* are: w"),
-        (lambda: minimize(weight(), var_list="w"), ValueError, "var_list must be a list of full names"),
-        (lambda: minimize(weight(), var_list=[]), ValueError, "var_list is empty; None trains all"),
-        (lambda: minimize(weight(), global_step=3), ValueError, "global_step must be None.* got 3"),
+        *(
+            (lambda n=n: compile_loop(lambda: None, n), TypeError, "n must be an integer")
+            for n in (1.5, None, True, "3")
+        ),
+        (lambda: compile_loop(lambda: None, -1), ValueError, "n must be from 0 to 2147483647; got -1"),
+        (lambda: compile_loop(3), TypeError, "body must be a function"),
         (
-            lambda: [minimize(weight()), minimize(jnp.sin(1.0))],
+            lambda: compile_loop(lambda: None, infeed_queue=[1]),
+            TypeError,
+            "infeed_queue is not an instance",
+        ),
+        (
+            lambda: compile_loop(lambda x, y: x, inputs=[1.0]),
+            TypeError,
+            r"takes \(x, y\), but the inputs .* gives? it \(float32\[\]\)",
+        ),
+        (lambda: loops.repeat(1, lambda: None), RuntimeError, "not placed on an IPU device"),
+        (
+            lambda: compile_loop(lambda: loops.repeat(1, lambda: None)),
+            RuntimeError,
+            "within a computational stage or the body of a loop",
+        ),
+        (lambda: compile_while(lambda: True, []), ValueError, "inputs must have at least one"),
+        (
+            lambda: compile_while(lambda x: x),
+            ValueError,
+            r"must return a boolean scalar; it returned float32\[\]",
+        ),
+        (lambda: compile_while(lambda x: weight() > x), ValueError, "condition asks for variable w"),
+        (
+            lambda: compile_loop(lambda: [minimize(weight()), minimize(jnp.sin(1.0))]),
             NotImplementedError,
             "called twice in the body of one loop",
         ),
         (
-            lambda: jax.lax.scan(lambda c, _: (c, minimize(c * weight()) and None), 1.0, None, length=2),
-            ValueError,
-            "minimize is called inside the body of scan",
+            lambda: front.compile_program(lambda: (minimize(weight()), loops.repeat(1, lambda: None))),
+            RuntimeError,
+            r"called in the compiled function. .* ipu.loops.repeat",
         ),
+        (lambda: minimize(jnp.float32(1)), RuntimeError, "outside of a program"),
+        (lambda: QUEUE.enqueue(1.0), RuntimeError, "outside of a program"),
+        (
+            lambda: front.compile_program(
+                lambda: [loops.repeat(1, lambda: QUEUE.enqueue(1.0)) for _twice in range(2)]
+            ),
+            ValueError,
+            "can be enqueued to only once in a program",
+        ),
+        (lambda: compile_loop(lambda: QUEUE.enqueue("text")), TypeError, "must have arrays only; got str"),
     ],
 )
-def test_wrong_training_steps(body, error, message):
+def test_wrong_calls(call, error, message):
     with pytest.raises(error, match=message):
-        compile_loop(lambda: body() and None)
+        call()
 
 
-def test_training_steps_outside_of_loops():
-    with pytest.raises(RuntimeError, match=r"called in the compiled function. .* ipu.loops.repeat"):
-        front.compile_program(lambda: (minimize(weight()), loops.repeat(1, lambda: None)))
-    with pytest.raises(RuntimeError, match="outside of a program"):
-        minimize(jnp.float32(1))
+def minimize(loss, rate=1.0, every=1, accumulation=None, **options):
+    """A training step by the gradient's descent; options of `minimize`."""
+    wrapped = GradientAccumulationOptimizerV2(optax.sgd(rate), every, **(accumulation or {}))
+    return wrapped.minimize(loss, **options)
 
 
 def test_a_compiled_function_that_trains():
@@ -985,50 +962,38 @@ def test_a_compiled_function_that_only_enqueues():
         assert session.run(outfeed.dequeue()) == [4]
 
 
-def test_wrong_optimizers():
-    with pytest.raises(TypeError, match=r"must be an optax.GradientTransformation.* got float"):
-        GradientAccumulationOptimizerV2(0.1, 2)
-    with pytest.raises(TypeError, match=r"MultiSteps, of which \.gradient_transformation\(\) gives one"):
-        GradientAccumulationOptimizerV2(optax.MultiSteps(optax.sgd(0.1), 2), 2)
-    with pytest.raises(TypeError, match="num_mini_batches must be an integer; got 2.0"):
-        GradientAccumulationOptimizerV2(optax.sgd(1.0), 2.0)
-    with pytest.raises(ValueError, match="num_mini_batches must be from 1 to .*; got 0"):
-        GradientAccumulationOptimizerV2(optax.sgd(1.0), 0)
-    with pytest.raises(ValueError, match="Cannot parse"):
-        GradientAccumulationOptimizerV2(optax.sgd(1.0), 1, reduction_method="max")
-    with pytest.raises(ValueError, match="dtype must be a floating-point dtype; got int32"):
-        GradientAccumulationOptimizerV2(optax.sgd(1.0), 1, dtype="int32")
-    with pytest.raises(TypeError, match="offload_weight_update_variables must be True, False or None"):
-        GradientAccumulationOptimizerV2(optax.sgd(1.0), 1, offload_weight_update_variables="yes")
-    with pytest.raises(TypeError, match="replicated_optimizer_state_sharding must be True or False"):
-        GradientAccumulationOptimizerV2(optax.sgd(1.0), 1, replicated_optimizer_state_sharding="yes")
+def test_a_jitted_function_enqueues():
+    jitted = jax.jit(lambda x: (QUEUE.enqueue(x), x)[1])
+    compile_loop(jitted, 1, [1.0])
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"opt": 0.1}, TypeError, "must be an optax.GradientTransformation.* got float"),
+        (
+            {"opt": optax.MultiSteps(optax.sgd(0.1), 2)},
+            TypeError,
+            r"MultiSteps, of which \.gradient_transformation\(\) gives one",
+        ),
+        ({"num_mini_batches": 2.0}, TypeError, "num_mini_batches must be an integer; got 2.0"),
+        ({"num_mini_batches": 0}, ValueError, "num_mini_batches must be from 1 to .*; got 0"),
+        ({"reduction_method": "max"}, ValueError, "Cannot parse"),
+        ({"dtype": "int32"}, ValueError, "dtype must be a floating-point dtype; got int32"),
+        (
+            {"offload_weight_update_variables": "yes"},
+            TypeError,
+            "offload_weight_update_variables must be True, False or None",
+        ),
+        (
+            {"replicated_optimizer_state_sharding": "yes"},
+            TypeError,
+            "replicated_optimizer_state_sharding must be True or False",
+        ),
+    ],
+)
+def test_wrong_optimizers(given, error, message):
+    with pytest.raises(error, match=message):
+        GradientAccumulationOptimizerV2(**{"opt": optax.sgd(1.0), "num_mini_batches": 1, **given})
     with pytest.raises(TypeError, match="gradient_mapping_function must be a function"):
         MapGradientOptimizer(optax.sgd(1.0), 3)
-    nested = GradientAccumulationOptimizerV2(GradientAccumulationOptimizerV2(optax.sgd(1.0), 2), 2)
-    with pytest.raises(ValueError, match="only once; two are nested"):
-        compile_loop(lambda: nested.minimize(weight()))
-    wrong = MapGradientOptimizer(optax.sgd(1.0), lambda g, v: jnp.stack([g, v]))
-    with pytest.raises(ValueError, match=r"must return the gradient's shape .* returned float32\[2\]"):
-        compile_loop(lambda: wrong.minimize(weight()))
-
-
-def test_wrong_enqueues():
-    queue = IPUOutfeedQueue()
-    with pytest.raises(RuntimeError, match="outside of a program"):
-        queue.enqueue(1.0)
-    with pytest.raises(ValueError, match="can be enqueued to only once"):
-        compile_loop(lambda: (queue.enqueue(1.0), queue.enqueue(1.0)))
-    with pytest.raises(ValueError, match="can be enqueued to only once in a program"):
-        front.compile_program(lambda: [loops.repeat(1, lambda: queue.enqueue(1.0)) for _twice in range(2)])
-    with pytest.raises(TypeError, match="must have arrays only; got str"):
-        compile_loop(lambda: queue.enqueue("text"))
-    with pytest.raises(ValueError, match="there is nothing to enqueue"):
-        compile_loop(lambda: queue.enqueue(()))
-    with pytest.raises(ValueError, match="Trying to capture the tensor p"):
-        compile_loop(lambda: queue.enqueue(ipu.placeholder(np.float32, name="p")))
-    with pytest.raises(ValueError, match="enqueue is called inside the body of cond"):
-        compile_loop(
-            lambda x: jax.lax.cond(x > 0, lambda x: queue.enqueue(x) and x, lambda x: x, x), inputs=[1.0]
-        )
-    jitted = jax.jit(lambda x: (queue.enqueue(x), x)[1])
-    front.compile_program(lambda: loops.repeat(1, jitted, [1.0]))
