@@ -22,12 +22,10 @@ from ipu_pipeline.checkpointing import arrays, checkpoints
 from ipu_pipeline.checkpointing.checkpoints import CheckpointSeries, read_checkpoint, read_document
 from ipu_pipeline.errors import CheckpointError
 from ipu_pipeline.optimizers import GradientAccumulationOptimizerV2, LossScalingOptimizer
-from ipu_pipeline.pipelining_ops import PipelineSchedule
+from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput, PipelineSchedule
 from ipu_pipeline.processes import launched
 from tests.checkpointing.written_before.write import as_numbers
-from tests.support import forked
-from tests.support.front import compile_program
-from tests.support.programs import environment
+from tests.support.front import compile_pipeline, compile_program, session_of
 from tests.support.resumable import Batches, Inference, Training, assert_same, loss_of, make_stages
 
 
@@ -66,8 +64,7 @@ def trained(tmp_path_factory):
     """A checkpoint of two stages after three updates, and the session after three more."""
     path = tmp_path_factory.mktemp("trained") / "checkpoint"
     training = Training(2)
-    with ipu.Session(seed=7) as session:
-        training.start(session)
+    with session_of(training, seed=7) as session:
         training.run(session, 3)
         session.save(path)
         losses = training.run(session, 3)
@@ -122,8 +119,7 @@ def test_a_data_set_of_grain_goes_on_by_its_own_state(tmp_path):
 
     dataset = grain.MapDataset.range(40).shuffle(seed=3).repeat().map(lambda n: (data.x[n], data.y[n]))
     training = Training(1, dataset=dataset.to_iter_dataset())
-    with ipu.Session() as session:
-        training.start(session)
+    with session_of(training) as session:
         training.run(session, 13)
         session.save(tmp_path / "checkpoint")
         training.run(session, 3)
@@ -133,8 +129,7 @@ def test_a_data_set_of_grain_goes_on_by_its_own_state(tmp_path):
 
 
 def test_the_infeed_may_be_initialized_before(path, expected, training):
-    with ipu.Session() as session:
-        training.start(session)
+    with session_of(training) as session:
         training.run(session, 1)  # from here nothing is left
         session.restore(path)
         training.run(session, 3)
@@ -145,30 +140,6 @@ def test_the_data_set_can_begin_anew(trained, training):
     path, _expected, losses = trained
     _session, found = go_on(path, training, infeeds=False)
     assert not np.array_equal(found, losses)
-
-
-_RESUME = """
-import numpy as np
-import ipu_pipeline as ipu
-from tests.support.resumable import Training
-training = Training(2)
-with ipu.Session() as session:
-    session.restore({!r})
-    training.start(session)
-    training.run(session, 3)
-    np.savez({!r}, **session.variables)
-"""
-
-
-@pytest.mark.thorough
-def test_going_on_in_another_process(path, expected, tmp_path):
-    """Which has as many devices as its programs need, though reading a checkpoint starts JAX."""
-    code = _RESUME.format(str(path), str(tmp_path / "found.npz"))
-    result = forked.run(code, environment(as_tests=True))
-    assert result.returncode == 0, result.stderr
-    found = np.load(tmp_path / "found.npz")
-    for name, value in expected.variables.items():
-        np.testing.assert_array_equal(found[name], value)
 
 
 def test_a_checkpoint_of_a_restored_session_is_the_same(path, expected, training, tmp_path):
@@ -182,14 +153,12 @@ def test_a_checkpoint_of_a_restored_session_is_the_same(path, expected, training
 
 def test_the_session_goes_on_after_it_was_saved_and_closed(expected, training, tmp_path):
     path = tmp_path / "same path"
-    with ipu.Session(seed=7) as session:
-        training.start(session)
+    with session_of(training, seed=7) as session:
         for number in range(6):
             training.run(session, 1)
             session.save(path)
             assert read_document(path)["pipelines"]["Pipeline"]["update_count"] == number + 1
-    with ipu.Session(seed=7) as unsaved:
-        training.start(unsaved)
+    with session_of(training, seed=7) as unsaved:
         training.run(unsaved, 6)
     assert_same(session, unsaved)
     assert_same(session, expected)
@@ -216,12 +185,6 @@ def test_training_as_inference_and_back(path, training_of, tmp_path):
     assert go_on(tmp_path / "untrained", training, 1)[0].update_count() == 1
 
 
-def schedule_of(name):
-    return {
-        "pipeline_schedule": PipelineSchedule[name] if name != "searched" else PipelineSchedule.searched()
-    }
-
-
 OPTIMIZERS = {
     "global norm": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2)),
     "several": lambda: LossScalingOptimizer(
@@ -235,32 +198,18 @@ OPTIMIZERS = {
 }
 
 
+def clipped(name, num_stages=2, **options):
+    return pytest.param("global norm", num_stages, options, id=name, marks=pytest.mark.thorough)
+
+
 @pytest.mark.parametrize(
     ("optimizer", "num_stages", "options"),
     [
         ("several", 1, {}),
         # The order in which a stage adds gradients is that of the micro-batches, wherever it begins.
-        pytest.param(
-            "global norm",
-            2,
-            {"pipeline_schedule": PipelineSchedule["ZeroBubble"]},
-            id="halves",
-            marks=pytest.mark.thorough,
-        ),
-        pytest.param(
-            "global norm",
-            2,
-            {"pipeline_schedule": PipelineSchedule.searched()},
-            id="searched",
-            marks=pytest.mark.thorough,
-        ),
-        pytest.param(
-            "global norm",
-            4,
-            {"pipeline_schedule": PipelineSchedule["Looped"], "device_mapping": [0, 1, 0, 1]},
-            id="looped",
-            marks=pytest.mark.thorough,
-        ),
+        clipped("halves", pipeline_schedule=PipelineSchedule["ZeroBubble"]),
+        clipped("searched", pipeline_schedule=PipelineSchedule.searched()),
+        clipped("looped", 4, pipeline_schedule=PipelineSchedule["Looped"], device_mapping=[0, 1, 0, 1]),
     ],
 )
 def test_resuming_is_exact(optimizer, num_stages, options, tmp_path):
@@ -297,11 +246,7 @@ def test_float64_and_low_precision_variables(tmp_path):
         return total + jnp.sum(empty)
 
     outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
-    program = compile_program(
-        lambda: ipu.pipelining_ops.pipeline(
-            [stage], gradient_accumulation_count=1, inputs=[np.ones(2, "float32")], outfeed_queue=outfeed
-        )
-    )
+    program = compile_pipeline([stage], 1, inputs=[np.ones(2, "float32")], outfeed_queue=outfeed)
     with ipu.Session() as session, ipu.Session() as other:
         session.run(program)
         session.save(tmp_path / "checkpoint")
@@ -354,8 +299,7 @@ def test_a_loop_in_the_middle_of_accumulating(tmp_path):
 
 def test_another_model_is_refused_with_what_differs(path, alone):
     training = Training(1, width=8)
-    with ipu.Session() as session:
-        training.start(session)
+    with session_of(training) as session:
         training.run(session, 1)
         before = session.variables
         with pytest.raises(CheckpointError) as raised:
@@ -369,24 +313,17 @@ def test_another_model_is_refused_with_what_differs(path, alone):
     assert "extra" not in text
 
 
-def extended(names, extra_stage=False):
-    """The model with other variables as well, or without some."""
+def extended(names, is_alone=False):
+    """The model with other variables as well, or these alone."""
 
     def stage(x, y):
         for name in names:
             x = x + ipu.get_variable(name, [6])
         return x, y
 
-    stages = [stage, *make_stages(2)]
-    if extra_stage:
-        stages = [stage]
+    stages = [stage] if is_alone else [stage, *make_stages(2)]
     outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
-    data = Batches()
-    return compile_program(
-        lambda: ipu.pipelining_ops.pipeline(
-            stages, gradient_accumulation_count=1, inputs=[data.x[0], data.y[0]], outfeed_queue=outfeed
-        )
-    )
+    return compile_pipeline(stages, 1, inputs=next(iter(Batches())), outfeed_queue=outfeed)
 
 
 def test_missing_and_extra_variables_are_listed(path, alone, tmp_path):
@@ -423,7 +360,7 @@ def test_a_program_that_is_compiled_later_is_checked_when_it_runs(path, alone):
 
 
 def test_programs_of_another_model_do_not_matter(path, alone):
-    others = extended(["elsewhere"], extra_stage=True), Inference(1, width=8)  # the second is outdated
+    others = extended(["elsewhere"], is_alone=True), Inference(1, width=8)  # the second is outdated
     own = Inference(1)
     with ipu.Session() as session:
         session.restore(path)
@@ -772,8 +709,7 @@ def test_errors_are_told_once_per_save_and_the_last_good_one_stays(tmp_path, sna
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_a_snapshot_is_not_changed_by_what_runs_meanwhile(num_stages, training_of, tmp_path):
     training = training_of(num_stages)
-    with ipu.Session(seed=7) as session:
-        training.start(session)
+    with session_of(training, seed=7) as session:
         training.run(session, 1)
         snapshot = session.take_snapshot()
         expected = session.variables
@@ -804,36 +740,32 @@ def test_two_pipelines_on_one_infeed(tmp_path):
     infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(Batches())
     initializer = infeed.initializer
 
-    def optimizer_function(prediction, y):
-        return ipu.pipelining_ops.OptimizerFunctionOutput(optax.sgd(0.1), loss_of(prediction, y))
+    def optimize(prediction, y):
+        return OptimizerFunctionOutput(optax.sgd(0.1), loss_of(prediction, y))
 
-    def compile_one(name):
-        return compile_program(
-            lambda: ipu.pipelining_ops.pipeline(
-                make_stages(1),
-                gradient_accumulation_count=2,
-                infeed_queue=infeed,
-                outfeed_queue=ipu.ipu_outfeed_queue.IPUOutfeedQueue(),
-                optimizer_function=optimizer_function,
-                outfeed_loss=True,
-                name=name,
-            )
+    one, two = (
+        compile_pipeline(
+            make_stages(1),
+            2,
+            infeed_queue=infeed,
+            outfeed_queue=ipu.ipu_outfeed_queue.IPUOutfeedQueue(),
+            optimizer_function=optimize,
+            name=name,
         )
-
-    one, two = compile_one("one"), compile_one("two")
-
-    def run(session, *programs):
-        for program in programs:
-            session.run(program)
+        for name in ("one", "two")
+    )
 
     with ipu.Session() as session:
-        run(session, initializer, one, two, two)
+        for program in (initializer, one, two, two):
+            session.run(program)
         session.save(tmp_path / "checkpoint")
-        run(session, two, one, two)
+        for program in (two, one, two):
+            session.run(program)
     assert [feed["count"] for feed in read_document(tmp_path / "checkpoint")["feeds"]] == [6]
     with ipu.Session() as other:
         other.restore(tmp_path / "checkpoint")
-        run(other, initializer, two, one, two)
+        for program in (initializer, two, one, two):
+            other.run(program)
         assert infeed.position.count == 12
     assert_same(session, other)
 
@@ -903,8 +835,7 @@ def test_names_that_no_program_has_are_not_loaded(alone, tmp_path):
         session.load({1: 0.0})
     training = Training(1)
     name = next(iter(training.program.variables))
-    with ipu.Session() as session:
-        training.start(session)
+    with session_of(training) as session:
         training.run(session, 1)
         before = session.variables
         message = f"no compiled program has a variable '{name}x' .did you mean '{name}'"

@@ -17,7 +17,7 @@ from ipu_pipeline.processes import launched
 from ipu_pipeline.processes.launched import MEMORY_EVERY_VARIABLE, MEMORY_VARIABLE
 from tests.support.engine_resumer import make_pipeline, train
 from tests.support.launched import KilledError
-from tests.support.resumable import Batches
+from tests.support.resumable import MICRO_BATCHES, Batches
 
 
 @pytest.fixture(scope="module")
@@ -25,8 +25,17 @@ def pipeline():
     return make_pipeline(2, 1)
 
 
+BATCHES = list(itertools.islice(Batches(), MICRO_BATCHES))  # of a step
+
+
 def initial(pipeline):
-    return pipeline.init(jax.random.key(3), next(iter(Batches())))
+    return pipeline.init(jax.random.key(3), BATCHES[0])
+
+
+def keep(checkpoints, state):
+    """Saves a state, and waits until it is written."""
+    checkpoints.save(state)
+    checkpoints._series.wait()
 
 
 def assert_same(one, other):
@@ -74,12 +83,11 @@ def test_the_newer_state_is_taken(pipeline, restart, caplog):
     """The one in memory, or the one that the program has read from disk."""
     restart(0)
     checkpoints = engine.InMemoryCheckpoints(pipeline)
-    batches = list(itertools.islice(Batches(), 4))
     states = [checkpoints.restore(initial(pipeline))]
     for number in range(3):
         checkpoints.save(states[-1], {"number": number})
         kept = jax.tree.map(lambda leaf: leaf.copy() if hasattr(leaf, "copy") else leaf, states[-1])
-        states[-1:] = [kept, pipeline.step(states[-1], batches)[0]]
+        states[-1:] = [kept, pipeline.step(states[-1], BATCHES)[0]]
     checkpoints._series.wait()
     for given, number in ((0, 2), (1, 2), (2, 2), (3, None)):
         restart(1)
@@ -154,8 +162,7 @@ def test_other_replicas_take_the_first_ones_values(options, restart):
     checkpoints = engine.InMemoryCheckpoints(pipeline)
     state = checkpoints.restore(pipeline.init(jax.random.key(0), data[0]))
     state, _outputs = pipeline.step(state, [data[0], 2 * data[1], data[2], 2 * data[3]])
-    checkpoints.save(state)
-    checkpoints._series.wait()
+    keep(checkpoints, state)
     restart(1)
     other = make_counting(**options)
     found = engine.InMemoryCheckpoints(other).restore(other.init(jax.random.key(0), data[0]))
@@ -198,14 +205,12 @@ def test_variables_of_numpy_may_be_written_to(pipeline, restart):
 
 def test_two_trainings_are_known_by_their_order(pipeline, restart):
     restart(0)
-    batches = list(itertools.islice(Batches(), 4))
     states, kept = [initial(pipeline), initial(pipeline)], []
     for number, state in enumerate(states):
         for _step in range(number + 1):
-            state, _outputs = pipeline.step(state, batches)
+            state, _outputs = pipeline.step(state, BATCHES)
         checkpoints = engine.InMemoryCheckpoints(pipeline)
-        checkpoints.save(checkpoints.restore(state))
-        checkpoints._series.wait()
+        keep(checkpoints, checkpoints.restore(state))
         kept.append(state)
     restart(1)
     for state in kept:
@@ -222,12 +227,11 @@ def test_progress_and_goodput(pipeline, restart, monkeypatch):
     restart(0)
     checkpoints = engine.InMemoryCheckpoints(pipeline)
     state = checkpoints.restore(initial(pipeline))
-    batches = list(itertools.islice(Batches(), 4))
     useful = []
     for seconds in (9.0, 1.0, 2.0, 4.0):
         checkpoints.save(state)
         useful.append(launched.useful_seconds())
-        state, _outputs = pipeline.step(state, batches)
+        state, _outputs = pipeline.step(state, BATCHES)
         now[0] += seconds
     assert useful == [0, 0, 2, 4]
     assert [text.split()[2:] for text in told] == [["0", "1", "0"], ["1", "2", "2"], ["2", "3", "4"]]
@@ -255,7 +259,7 @@ def test_wrong_uses(pipeline, restart, directory, monkeypatch):
         checkpoints.save(None)
     with pytest.raises(TypeError, match="jax.jit"):
         jax.jit(checkpoints.save)(state)
-    pipeline.step(state, list(itertools.islice(Batches(), 4)))  # with `donate`
+    pipeline.step(state, BATCHES)  # with `donate`
     with pytest.raises(ValueError, match="state's variable .* has been deleted|donate"):
         checkpoints.save(state)
     assert not list(directory.iterdir())
@@ -265,9 +269,8 @@ def test_what_is_in_memory_is_of_another_model(restart):
     restart(0)
     one, other = make_pipeline(2, 1), engine.Pipeline([lambda x, y: x * y], num_micro_batches=1)
     checkpoints = engine.InMemoryCheckpoints(one)
-    state, _outputs = one.step(checkpoints.restore(initial(one)), list(itertools.islice(Batches(), 4)))
-    checkpoints.save(state)
-    checkpoints._series.wait()
+    state, _outputs = one.step(checkpoints.restore(initial(one)), BATCHES)
+    keep(checkpoints, state)
     restart(1)
     state = other.init(jax.random.key(0), (np.float32(1), np.float32(2)))
     with pytest.raises(ValueError, match="a/dense/kernel"):

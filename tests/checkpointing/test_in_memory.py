@@ -26,6 +26,8 @@ from ipu_pipeline.processes.launched import MEMORY_EVERY_VARIABLE, MEMORY_VARIAB
 from ipu_pipeline.queues.positions import Position
 from ipu_pipeline.tf1.estimator.scalars import FILE
 from tests.support.estimating import assert_same_variables, input_fn, make_small
+from tests.support.front import session_of
+from tests.support.launched import KilledError
 from tests.support.resumable import Batches, Inference, Training, assert_same
 
 
@@ -128,10 +130,8 @@ def test_the_two_newest_are_kept_and_the_rest_is_written_over(directory, again):
     np.testing.assert_array_equal(series.find().state.variables["x"], [4, 4, 4])
     assert series.runs == 4
     take(series, {"x": np.zeros(0, np.float32)})  # shorter than what was there
-    assert files_in(directory) == [
-        "4-0-0of1",
-        "5-1-0of1",
-    ]  # what was found stays until the next is complete
+    # What was found stays until the next is complete.
+    assert files_in(directory) == ["4-0-0of1", "5-1-0of1"]
     assert again(number=2).find().state.variables["x"].shape == (0,)
 
 
@@ -286,17 +286,6 @@ def test_what_counts_of_a_jobs_time_is_each_run_once(directory, monkeypatch, aga
     assert [run(series, seconds) for seconds in (3.0, 3.0)] == [9.0, 15.0]
 
 
-def test_every_so_many_runs(directory, monkeypatch, again):
-    monkeypatch.setenv(MEMORY_EVERY_VARIABLE, "3")
-    series = InMemorySeries(directory, "a")
-    for count in range(8):
-        take(series, {"x": np.float32([count])}, count)
-    assert len(files_in(directory)) == 2
-    found = again()
-    assert found.find().state.variables["x"] == [6]
-    assert found.runs == 6
-
-
 def test_a_directory_that_is_gone_is_made_again_and_one_of_others_is_refused(directory):
     directory.rmdir()
     take(InMemorySeries(directory, "a"), {"x": np.float32([1])})
@@ -356,8 +345,7 @@ def sessions(restart):
 
 
 def test_a_session_goes_on_with_the_run_in_which_its_process_ended(training, sessions):
-    with ipu.Session(seed=3) as reference:
-        training.start(reference)
+    with session_of(training, seed=3) as reference:
         expected = [training.run(reference, 1) for _run in range(6)]
         losses = []
         for restart, wanted in enumerate((0, 2, 3)):
@@ -536,13 +524,10 @@ def test_a_call_that_has_nothing_to_do_leaves_the_memory_to_a_later_one(director
 
 
 def test_an_estimator_goes_on_from_memory_if_that_is_newer_than_disk(directory, tmp_path, monkeypatch):
-    class StopError(Exception):
-        pass
-
     class Stop(ipu.ipu_session_run_hooks.SessionRunHook):
         def after_run(self, run_context, _run_values):
             if run_context.global_step >= 32:
-                raise StopError
+                raise KilledError
 
     reference = make_small(tmp_path / "reference")
     monkeypatch.delenv(MEMORY_VARIABLE)
@@ -553,7 +538,7 @@ def test_an_estimator_goes_on_from_memory_if_that_is_newer_than_disk(directory, 
     estimator = make_small(tmp_path / "model", save_checkpoints_steps=1000)
     with monkeypatch.context() as patch:  # as if it had no time to save: a process that was killed
         patch.setattr("ipu_pipeline.checkpointing.checkpoints.CheckpointSeries.save", lambda *_given: None)
-        with pytest.raises(StopError):
+        with pytest.raises(KilledError):
             estimator.train(input_fn, hooks=[Stop()], max_steps=48)
     assert estimator.latest_checkpoint() is None
     assert files_in(directory)

@@ -10,7 +10,7 @@ import pytest
 import ipu_pipeline as ipu
 from ipu_pipeline.checkpointing import checkpoints
 from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput, pipeline
-from tests.support.front import compile_program
+from tests.support.front import compile_program, session_of
 from tests.support.resumable import Training
 
 INITIALIZE = ipu.global_variables_initializer()
@@ -103,8 +103,7 @@ def test_a_program_with_more_variables_is_compiled_later(tmp_path):
         path = ipu.Saver().save(session, tmp_path)
         assert path == str(tmp_path / "1")
         assert model.program.variables.keys() <= saved_variables(path).keys()
-    with ipu.Session(seed=3) as session:
-        session.run(first.initializer)
+    with session_of(first, seed=3) as session:
         session.run(first.program)
         path = ipu.Saver().save(session, tmp_path)  # what has run has made its variables; no more are added
         assert_complete(path, first)
@@ -148,8 +147,7 @@ def test_no_program_has_variables(tmp_path, monkeypatch):
 def test_training_on_from_it_is_training_from_the_start(tmp_path):
     """In TensorFlow 1 the checkpoint has the optimizer's slots; here they begin where they begin anyway."""
     training = Training(1)
-    with ipu.Session(seed=3) as session:
-        training.start(session)
+    with session_of(training, seed=3) as session:
         losses = training.run(session, 3)
         with ipu.Session(seed=3) as initial:
             initial.run(INITIALIZE)

@@ -39,8 +39,7 @@ def uninterrupted():
     def train(num_stages, num_replicas, runs):
         front.ipu_config(num_stages * num_replicas).configure_ipu_system()
         training = make_training(num_stages, num_replicas)
-        with ipu.Session(seed=3) as session:
-            training.start(session)
+        with front.session_of(training, seed=3) as session:
             losses = [np.asarray(training.run(session, 1)) for _run in range(runs)]
             variables = session.variables
         ipu.config.reset_ipu_configuration()
@@ -205,8 +204,7 @@ def fail_to_write(directories, how):
     setattr(session_module if how == "takes" else in_memory, name, failing)
     front.ipu_config(2).configure_ipu_system()
     training = Training(2)
-    with ipu.Session(seed=3) as session:
-        training.start(session)
+    with front.session_of(training, seed=3) as session:
         try:
             session.resume()
         except ValueError as error:

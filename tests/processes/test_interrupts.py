@@ -160,8 +160,7 @@ def test_ctrl_c_in_garbage_collection_ends_a_run(mapping):
         repeat_count=100_000, gradient_accumulation_count=8, device_mapping=[int(ipu) for ipu in mapping]
     )
     before = sys.unraisablehook
-    with ipu.Session() as session:
-        session.run(model.initializer)
+    with front.session_of(model) as session:
         # However long the first compilation takes.
         with (
             _interrupted_in_garbage_collection(lambda: session.update_count() > 0),
@@ -242,8 +241,7 @@ def test_what_python_ignored_otherwise_is_told_as_before(monkeypatch):
 def test_ctrl_c_before_a_run_has_its_turn(monkeypatch):
     """The infeed, which reads ahead for the next run, stops as it does after Ctrl-C in the run itself."""
     model = front.Model(repeat_count=2, gradient_accumulation_count=8)
-    with ipu.Session() as session:
-        session.run(model.initializer)
+    with front.session_of(model) as session:
         session.run(model.program, {model.rate: 0.01})
         alone = turns.Turns.alone
 
@@ -280,8 +278,7 @@ def states_after(mapping, counts):
     """Variables and losses of training without interrupts, by the number of updates."""
     training = Training(2, device_mapping=[int(ipu) for ipu in mapping])
     found = {}
-    with ipu.Session(seed=3) as session:
-        training.start(session)
+    with front.session_of(training, seed=3) as session:
         losses = []
         for count in range(1, max(counts) + 1):
             losses += list(training.run(session, 1))

@@ -30,9 +30,7 @@ def elements():
 
 def train(num_replicas, is_sharded, directory):
     """What some programs give: losses, returned values, variables, and what ends them."""
-    config = ipu.config.IPUConfig()
-    config.auto_select_ipus = num_replicas * (1 + is_sharded)
-    config.configure_ipu_system()
+    front.ipu_config(num_replicas * (1 + is_sharded)).configure_ipu_system()
     infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(elements)
     outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
     shard = ipu.scopes.ipu_shard if is_sharded else lambda _index: contextlib.nullcontext()
@@ -113,9 +111,7 @@ def train_on_data_that_fail(ends, is_pipeline, index=None):
     """Replicas whose data end, or raise, in the process of one of them; caught, and gone on with others."""
     if index is None:
         index = ipu.popdist.getInstanceIndex()
-    config = ipu.config.IPUConfig()
-    config.auto_select_ipus = 2
-    config.configure_ipu_system()
+    front.ipu_config(2).configure_ipu_system()
     starts = itertools.count()
 
     def data():

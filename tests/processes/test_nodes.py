@@ -25,7 +25,7 @@ from ipu_pipeline.launching.leader import Leader, Nodes, Orders, Report
 from ipu_pipeline.launching.meeting import Meeting, RemoteLeader, _Codes
 from ipu_pipeline.launching.restarts import Restarts
 from tests.processes.test_going_on import assert_same, uninterrupted  # noqa: F401  # a fixture
-from tests.processes.test_launching import LAUNCH, PLAIN, ROOT, find_left
+from tests.processes.test_launching import LAUNCH, PLAIN, ROOT, find_left, free_address
 from tests.support import models
 from tests.support.killing import Job
 from tests.support.programs import Started
@@ -560,8 +560,7 @@ class Cluster:
     """Nodes of this machine, each with a launcher and a directory in place of its memory."""
 
     def __init__(self, tmp_path, *program, num_processes=1, options=()):
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            self.meet_at = f"127.0.0.1:{server.getsockname()[1]}"
+        self.meet_at = free_address()
         self.tmp_path = tmp_path
         self.program = list(map(str, program))
         self.options = ["-n", str(num_processes), "--nodes", "2", "--meet-at", self.meet_at, *options]
@@ -809,10 +808,8 @@ def test_the_file_for_kubernetes(tmp_path, cluster_environment):
     name = documents["Service"]["metadata"]["name"]
     assert job["template"]["spec"]["subdomain"] == name
     host = f"{documents['Job']['metadata']['name']}-0.{name}"  # of the pod of index 0
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
     assert container["command"][2].count(f"{host}:1234") == 1
-    command = container["command"][2].replace(f"{host}:1234", f"127.0.0.1:{port}")
+    command = container["command"][2].replace(f"{host}:1234", free_address())
     pods = [
         Started(
             [*container["command"][:2], command],

@@ -1,8 +1,10 @@
 """Pipelines whose stages are in several processes give what they give in one."""
 
 import functools
+import os
 import pickle
 import re
+import signal
 
 import jax
 import jax.numpy as jnp
@@ -31,14 +33,13 @@ def make_mlp(num_stages=4, optimizer=None, **options):
     )
 
 
-def make_mlp_steps():
-    rng = np.random.default_rng(0)
-    return [models.mlp_batches(rng, NUM_MICRO_BATCHES) for _step in range(NUM_STEPS)]
+def make_steps(seed, num_micro_batches):
+    rng = np.random.default_rng(seed)
+    return [models.mlp_batches(rng, num_micro_batches) for _step in range(NUM_STEPS)]
 
 
-def make_replicated_steps():
-    rng = np.random.default_rng(1)
-    return [models.mlp_batches(rng, 2 * NUM_MICRO_BATCHES) for _step in range(NUM_STEPS)]
+mlp_steps = functools.partial(make_steps, 0, NUM_MICRO_BATCHES)
+replicated_steps = functools.partial(make_steps, 1, 2 * NUM_MICRO_BATCHES)
 
 
 def make_normalized(**options):
@@ -92,73 +93,51 @@ def make_shared(**options):
     return shared.make(**{"mapping": (0, 1, 3), "donate": True, **options})
 
 
-def make_shared_steps():
-    return shared.make_steps(np.random.default_rng(0))
+def shared_steps(**options):
+    return shared.make_steps(np.random.default_rng(0), **options)
 
 
-def make_replicated_shared_steps():
-    return shared.make_steps(np.random.default_rng(0), num_micro_batches=10)
-
-
-EVERYTHING_OFFLOADED = {
-    "offload": ["weights", "weight_update_variables", "activations", "gradient_accumulation_buffers"]
-}
+OFFLOADED = ["weights", "weight_update_variables", "activations", "gradient_accumulation_buffers"]
 TWO = {"num_replicas": 2}
-# name -> (what makes the pipeline, what makes the micro-batches of each step, options)
+RECOMPUTED = {"recompute": "recompute_then_backpropagate"}
+SHARED_OUT = {"schedule": "zero_bubble", "shard": ["optimizer_state", "weights"]}
+CHUNKS = {"dispatch_plan": engine.Chunking(2)}
+
+
+def case(make, steps, **options):
+    """What makes a pipeline, and what makes the micro-batches of each step."""
+    return functools.partial(make, **options), steps
+
+
 CASES = {
-    "interleaved, offloaded": (
-        make_mlp,
-        make_mlp_steps,
-        {"schedule": "interleaved", **EVERYTHING_OFFLOADED},
+    "interleaved, offloaded": case(make_mlp, mlp_steps, schedule="interleaved", offload=OFFLOADED),
+    "folded, recomputed": case(make_mlp, mlp_steps, device_mapping=[0, 3, 3, 0], donate=True, **RECOMPUTED),
+    "one by one": case(make_mlp, mlp_steps, device_mapping=[3, 2, 1, 0], reduction="mean"),
+    "all on the last": case(make_mlp, mlp_steps, device_mapping=[3, 3, 3, 3], sum_collected=True),
+    "scaled": case(make_scaled, mlp_steps, donate=True),
+    "flattened": case(make_mlp, mlp_steps, optimizer=optax.flatten(optax.adam(0.01)), donate=True),
+    "normalized in chunks": case(make_normalized, mlp_steps, device_mapping=[0, 1, 2], **CHUNKS),
+    "shared": case(make_shared, shared_steps),
+    "shared, running mean": case(
+        make_shared, shared_steps, reduction="running_mean", schedule="interleaved"
     ),
-    "folded, recomputed": (
-        make_mlp,
-        make_mlp_steps,
-        {"device_mapping": [0, 3, 3, 0], "recompute": "recompute_then_backpropagate", "donate": True},
+    "inference": case(make_inference, mlp_steps),
+    "around": case(make_around, mlp_steps, schedule="looped", donate=True),
+    "replicas, chunks": case(make_mlp, replicated_steps, **TWO, **CHUNKS, donate=True),
+    "replicas, normalized": case(
+        make_normalized, replicated_steps, **TWO, device_mapping=[0, 3, 1], donate=True
     ),
-    "one by one": (make_mlp, make_mlp_steps, {"device_mapping": [3, 2, 1, 0], "reduction": "mean"}),
-    "all on the last": (make_mlp, make_mlp_steps, {"device_mapping": [3, 3, 3, 3], "sum_collected": True}),
-    "scaled": (make_scaled, make_mlp_steps, {"donate": True}),
-    "flattened": (make_mlp, make_mlp_steps, {"optimizer": optax.flatten(optax.adam(0.01)), "donate": True}),
-    "normalized in chunks": (
-        make_normalized,
-        make_mlp_steps,
-        {"device_mapping": [0, 1, 2], "dispatch_plan": engine.Chunking(2)},
-    ),
-    "shared": (make_shared, make_shared_steps, {}),
-    "shared, running mean": (
-        make_shared,
-        make_shared_steps,
-        {"reduction": "running_mean", "schedule": "interleaved"},
-    ),
-    "inference": (make_inference, make_mlp_steps, {}),
-    "around": (make_around, make_mlp_steps, {"schedule": "looped", "donate": True}),
-    "replicas, chunks": (
-        make_mlp,
-        make_replicated_steps,
-        {**TWO, "dispatch_plan": engine.Chunking(2), "donate": True},
-    ),
-    "replicas, normalized": (
-        make_normalized,
-        make_replicated_steps,
-        {**TWO, "device_mapping": [0, 3, 1], "donate": True},
-    ),
-    "replicas, shared": (make_shared, make_replicated_shared_steps, TWO),
-    "replicas, inference": (make_inference, make_replicated_steps, TWO),
-    "replicas, three IPUs": (make_mlp, make_replicated_steps, {**TWO, "device_mapping": [0, 1, 1, 2]}),
-    "replicas, turns": (make_normalized, make_replicated_steps, {**TWO, "num_turns": 2, "donate": True}),
-    "replicas, halves, shared out": (
-        make_mlp,
-        make_replicated_steps,
-        {**TWO, "schedule": "zero_bubble", "shard": ["optimizer_state", "weights"]},
-    ),
+    "replicas, shared": case(make_shared, functools.partial(shared_steps, num_micro_batches=10), **TWO),
+    "replicas, inference": case(make_inference, replicated_steps, **TWO),
+    "replicas, three IPUs": case(make_mlp, replicated_steps, **TWO, device_mapping=[0, 1, 1, 2]),
+    "replicas, turns": case(make_normalized, replicated_steps, **TWO, num_turns=2, donate=True),
+    "replicas, halves, shared out": case(make_mlp, replicated_steps, **TWO, **SHARED_OUT),
 }
 
 
 def train(name):
     """What a process has of the results of some steps, by what it is."""
-    make, make_steps, options = CASES[name]
-    pipeline, steps = make(**options), make_steps()
+    pipeline, steps = (make() for make in CASES[name])
     state = pipeline.init(jax.random.key(7), steps[0][0])
     made = {}
     for number, step in enumerate(steps):
@@ -249,41 +228,32 @@ def test_two_processes(tmp_path):
     check(["shared"], [pickle.loads((tmp_path / f"made{number}").read_bytes()) for number in range(2)])
 
 
+IN_SEVERAL = {  # names of cases, numbers of processes and devices
+    "in two": (
+        ["interleaved, offloaded", "scaled", "flattened", "inference", "shared, running mean", "around"],
+        2,
+        4,
+    ),
+    "replicas in two": (["replicas, chunks", "replicas, turns", "replicas, halves, shared out"], 2, 8),
+    # In some cases one or two of them have no device.
+    "replicas in four": (
+        [f"replicas, {name}" for name in ("normalized", "three IPUs", "inference", "shared")],
+        4,
+        8,
+    ),
+}
+
+
 @pytest.mark.parametrize(
-    ("names", "num_processes", "num_devices"),
+    "name",
     [
-        pytest.param(
-            [
-                "interleaved, offloaded",
-                "scaled",
-                "flattened",
-                "inference",
-                "shared, running mean",
-                "around",
-            ],
-            2,
-            4,
-            id="in two",
-            marks=pytest.mark.thorough,
-        ),
-        pytest.param(
-            ["replicas, chunks", "replicas, turns", "replicas, halves, shared out"],
-            2,
-            8,
-            id="replicas in two",
-            marks=pytest.mark.thorough,
-        ),
-        # In some cases one or two of them have no device.
-        pytest.param(
-            ["replicas, normalized", "replicas, three IPUs", "replicas, inference", "replicas, shared"],
-            4,
-            8,
-            id="replicas in four",
-            marks=pytest.mark.soak,
-        ),
+        pytest.param("in two", marks=pytest.mark.thorough),
+        pytest.param("replicas in two", marks=pytest.mark.thorough),
+        pytest.param("replicas in four", marks=pytest.mark.soak),
     ],
 )
-def test_more_cases_in_several_processes(names, num_processes, num_devices):
+def test_more_cases_in_several_processes(name):
+    names, num_processes, num_devices = IN_SEVERAL[name]
     made, _nothing = run(names, num_processes, num_devices)
     check(names, made)
 
@@ -332,9 +302,10 @@ def test_a_process_waits_for_others_and_sends_at_once(tmp_path):
 def end_of_data(kind, num_left):
     """What steps raise whose micro-batches do not suffice, and what there is after the next step."""
     if kind == "replicas":
-        pipeline, (first, second, *_rest) = make_unlabelled(), make_unlabelled_steps()
+        pipeline, steps = make_unlabelled(), [[x for x, _labels in step] for step in replicated_steps()]
     else:
-        pipeline, (first, second, *_rest) = make_mlp(max_shapes=1), make_mlp_steps()
+        pipeline, steps = make_mlp(max_shapes=1), mlp_steps()
+    first, second, *_rest = steps
     state = pipeline.init(jax.random.key(7), first[0])
     state, _outputs = pipeline.step(state, first)
     raised = []
@@ -360,10 +331,6 @@ def make_unlabelled():
     )
 
 
-def make_unlabelled_steps():
-    return [[x for x, _labels in step] for step in make_replicated_steps()]
-
-
 @pytest.mark.soak
 def test_the_data_ends_in_all_processes_of_replicas():
     """Process 1 has the last stage of a replica and the first of the other: it hears, and it is heard."""
@@ -379,8 +346,6 @@ def test_the_data_ends_in_all_processes_of_replicas():
 
 def die_in_step(process):
     """The error of a process while another one, killed in the middle of a step, owes it values."""
-    import os
-    import signal
 
     def tell(x):
         if jax.process_index() == process:

@@ -24,7 +24,7 @@ def elements():
         yield rng.normal(size=(SIZE, 12)).astype("float32"), rng.integers(0, 10, SIZE).astype("int32")
 
 
-def train(schedule, num_replicas, directory, restore, num_runs, **options):
+def train(schedule, num_replicas, directory, restore, num_runs, count=COUNT, **options):
     """Trains a model of four stages; what an unchanged program would do.
 
     Args:
@@ -33,14 +33,13 @@ def train(schedule, num_replicas, directory, restore, num_runs, **options):
       directory: where it saves.
       restore: a checkpoint to go on from; None for none.
       num_runs: of two weight updates each, after each of which it saves.
+      count: micro-batches per weight update.
       **options: of the pipeline.
 
     Returns:
       The losses that were dequeued, the variables and the optimizer's state.
     """
-    config = ipu.config.IPUConfig()
-    config.auto_select_ipus = 4 * num_replicas
-    config.configure_ipu_system()
+    front.ipu_config(4 * num_replicas).configure_ipu_system()
     infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(elements)
     outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
 
@@ -50,23 +49,19 @@ def train(schedule, num_replicas, directory, restore, num_runs, **options):
             optimizer = ipu.optimizers.CrossReplicaOptimizer(optimizer)
         return ipu.pipelining_ops.OptimizerFunctionOutput(optimizer, loss)
 
-    def model():
-        return ipu.pipelining_ops.pipeline(
-            models.mlp_stages(4),
-            repeat_count=2,
-            infeed_queue=infeed,
-            outfeed_queue=outfeed,
-            optimizer_function=optimizer_function,
-            pipeline_schedule=ipu.pipelining_ops.PipelineSchedule[schedule],
-            reduction_method="mean",
-            **{"gradient_accumulation_count": COUNT, **options},
-        )
-
-    with ipu.scopes.ipu_scope("/device:IPU:0"):
-        compiled = ipu.ipu_compiler.compile(model, [])
+    compiled = front.compile_pipeline(
+        models.mlp_stages(4),
+        count,
+        repeat_count=2,
+        infeed_queue=infeed,
+        outfeed_queue=outfeed,
+        optimizer_function=optimizer_function,
+        pipeline_schedule=ipu.pipelining_ops.PipelineSchedule[schedule],
+        reduction_method="mean",
+        **options,
+    )
     losses = []
-    with ipu.Session(seed=3) as session:
-        session.run(infeed.initializer)
+    with front.session_of(infeed, seed=3) as session:
         if restore:
             session.restore(restore)
         for run in range(num_runs):
@@ -117,14 +112,9 @@ def check_equal(made, name, expected):
 def differ(directory):
     """What processes that feed, load, initialize, save and restore differently are told, and then train."""
     index = jax.process_index()
-    config = ipu.config.IPUConfig()
-    config.auto_select_ipus = 4
-    config.configure_ipu_system()
-    told, count, rate = (
-        {},
-        ipu.placeholder(np.int32, name="count"),
-        ipu.placeholder(np.float32, name="rate"),
-    )
+    front.ipu_config(4).configure_ipu_system()
+    count, rate = ipu.placeholder(np.int32, name="count"), ipu.placeholder(np.float32, name="rate")
+    told = {}
     infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(elements)
     seeds = np.random.default_rng(index)  # as an initializer of somebody's who forgot the seed
 
@@ -136,27 +126,23 @@ def differ(directory):
             raise ValueError("There are none today.")
         return jnp.zeros(shape, dtype)
 
-    def model(initializer=None):
-        def stage(x, labels):
-            del labels
+    def optimizer_function(loss):
+        optimizer = ipu.optimizers.CrossReplicaOptimizer(optax.sgd(rate))
+        return ipu.pipelining_ops.OptimizerFunctionOutput(optimizer, loss)
+
+    def compile_model(initializer):
+        def stage(x, _labels):
             return jnp.mean(x * ipu.get_variable("w", (12,), initializer=initializer))
 
-        def optimizer_function(loss):
-            optimizer = ipu.optimizers.CrossReplicaOptimizer(optax.sgd(rate))
-            return ipu.pipelining_ops.OptimizerFunctionOutput(optimizer, loss)
-
-        return ipu.pipelining_ops.pipeline(
+        return front.compile_pipeline(
             [stage],
-            gradient_accumulation_count=count,
+            count,
             infeed_queue=infeed,
             outfeed_queue=ipu.ipu_outfeed_queue.IPUOutfeedQueue(),
             optimizer_function=optimizer_function,
         )
 
-    programs = []
-    with ipu.scopes.ipu_scope("/device:IPU:0"):
-        for initializer in (None, own, failing):
-            programs.append(ipu.ipu_compiler.compile(functools.partial(model, initializer), []))
+    programs = [compile_model(initializer) for initializer in (None, own, failing)]
 
     def tell(name, function):
         try:
@@ -165,8 +151,7 @@ def differ(directory):
         except (ValueError, ipu.errors.CheckpointError) as error:
             told[name] = str(error)
 
-    with ipu.Session(seed=3) as session:
-        session.run(infeed.initializer)
+    with front.session_of(infeed, seed=3) as session:
         run = functools.partial(session.run, programs[0])
         tell("count", lambda: run({count: 4 + index, rate: 0.5}))
         tell("rate", lambda: run({count: 4, rate: 0.5 + index}))
@@ -209,7 +194,7 @@ def test_two_processes_save_and_restore_and_are_told_where_they_differ(tmp_path)
     alone = train_all(tmp_path, {"alone": case(num_runs=2)})["alone"]
     cases = {"own": case(num_runs=2), "restored": case(restore=tmp_path / "alone" / "0")}
     # More micro-batches than a process alone fetches ahead: a step, which begins with all, never began.
-    many = {"many": case(gradient_accumulation_count=MANY)}
+    many = {"many": case(count=MANY)}
     returned = run(2, tmp_path / "two", cases | many, function=train_all_and_differ)
     made = [trained for trained, _differing in returned]
     check_equal(made, "own", alone)
@@ -247,7 +232,7 @@ def test_replicas_in_processes(tmp_path):
     shared = {"replicated_optimizer_state_sharding": True, "replicated_weight_sharding": True}
     cases = {
         "halves": case("ZeroBubble", **replicated),
-        "many": case("Sequential", gradient_accumulation_count=MANY, **replicated),
+        "many": case("Sequential", count=MANY, **replicated),
     }
     alone = train_all(tmp_path / "alone", {**cases, "parts": case(num_runs=2, **replicated)})
     second = (alone["parts"][0][1:], *alone["parts"][1:])
@@ -262,33 +247,18 @@ def test_replicas_in_processes(tmp_path):
 def run_unevenly():
     """Trains a replica in each of two processes; the first begins a run that the second never does."""
     ipu.distributed.initialize(stall_timeout=5, death_timeout=5)
-    config = ipu.config.IPUConfig()
-    config.auto_select_ipus = 4
-    config.configure_ipu_system()
-    infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(front.data())
+    front.ipu_config(4).configure_ipu_system()
 
     def optimizer_function(rate, loss):
         optimizer = ipu.optimizers.CrossReplicaOptimizer(optax.sgd(rate))
         return ipu.pipelining_ops.OptimizerFunctionOutput(optimizer, loss)
 
-    def model():
-        return ipu.pipelining_ops.pipeline(
-            [front.first_stage, front.second_stage],
-            gradient_accumulation_count=4,
-            inputs=[0.1],
-            infeed_queue=infeed,
-            outfeed_queue=ipu.ipu_outfeed_queue.IPUOutfeedQueue(),
-            optimizer_function=optimizer_function,
-        )
-
-    with ipu.scopes.ipu_scope("/device:IPU:0"):
-        compiled = ipu.ipu_compiler.compile(model, [])
-    with ipu.Session(seed=3) as session:
-        session.run(infeed.initializer)
+    model = front.Model(gradient_accumulation_count=4, optimizer_function=optimizer_function)
+    with front.session_of(model, seed=3) as session:
         for _run in range(2):
-            session.run(compiled)
+            session.run(model.program, {model.rate: 0.1})
         if jax.process_index() == 0:
-            session.run(compiled)
+            session.run(model.program, {model.rate: 0.1})
         time.sleep(1000)
 
 
