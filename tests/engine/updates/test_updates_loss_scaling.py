@@ -63,7 +63,6 @@ def steps(dtype):
 def by_hand(variables, dtype, scale, dynamic):
     """Per update the variables, the scale, and whether the gradients of each variable were finite."""
     optimizer = optax.sgd(0.1, momentum=0.9)
-    variables = {name: jnp.array(np.asarray(variables[name])) for name in NAMES}
     state, good, results = optimizer.init(models.as_float32(variables)), 0, []
     for step in steps(dtype):
         total = {name: jnp.zeros(value.shape, "float32") for name, value in variables.items()}
@@ -90,20 +89,21 @@ def optimizer(**options):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "dynamic", "mapping", "options"),
+    ("dtype", "dynamic", "options"),
     [
-        ("float16", True, (0, 1, 2), {"donate": True}),
+        ("float16", True, {"donate": True}),
         pytest.param(
             "float16",
             False,
-            (0, 0, 0),
-            {"block_bytes": 1, "offload": ["weight_update_variables"]},
+            {"device_mapping": [0] * 3, "block_bytes": 1, "offload": ["weight_update_variables"]},
             marks=pytest.mark.thorough,
         ),
-        pytest.param("float32", True, (0, 0, 0), {"donate": True}, marks=pytest.mark.thorough),
+        pytest.param(
+            "float32", True, {"device_mapping": [0] * 3, "donate": True}, marks=pytest.mark.thorough
+        ),
     ],
 )
-def test_a_pipeline_equals_a_loop_by_hand(dtype, dynamic, mapping, options):
+def test_a_pipeline_equals_a_loop_by_hand(dtype, dynamic, options):
     scale = np.float32(2.0**16 if dynamic else 2.0**17)
     pipeline = engine.Pipeline(
         stages(dtype),
@@ -111,24 +111,22 @@ def test_a_pipeline_equals_a_loop_by_hand(dtype, dynamic, mapping, options):
         loss=lambda loss: loss,
         optimizer=unwrap(optimizer(dynamic=dynamic, initial_scale=float(scale))).transformation,
         accumulator_dtype="float32",
-        device_mapping=mapping,
         **options,
     )
     state = pipeline.init(jax.random.key(3), steps(dtype)[0][0])
-    before = {name: np.asarray(value) for name, value in state.variables.items()}
+    before = as_arrays(state.variables)
     expected = by_hand(before, dtype, scale, dynamic)
+    tolerance = 1e-5 if dtype == "float32" else 2e-3
     for step, (variables, scale, finite) in zip(steps(dtype), expected, strict=True):
-        losses = [plain_loss(as_arrays(before), *element) for element in step]
+        losses = [plain_loss(before, *element) for element in step]
         state, outputs = pipeline.step(state, step)
-        tolerance = 1e-5 if dtype == "float32" else 2e-3
+        after = as_arrays(state.variables)
         models.assert_trees_close(list(map(np.asarray, outputs.losses)), losses, tolerance)
-        models.assert_trees_close(
-            models.as_float32(as_arrays(state.variables)), models.as_float32(variables), tolerance
-        )
+        models.assert_trees_close(models.as_float32(after), models.as_float32(variables), tolerance)
         assert state.optimizer_state.scale == scale
         if not all(finite.values()):
-            models.assert_trees_close(as_arrays(state.variables), as_arrays(before), 0)
-        before = {name: np.asarray(value) for name, value in state.variables.items()}
+            models.assert_trees_close(after, before, 0)
+        before = after
     skipped = [number for number, (_v, _s, finite) in enumerate(expected) if not all(finite.values())]
     if dtype == "float32":
         assert not skipped
@@ -143,25 +141,24 @@ def as_arrays(tree):
 
 
 def test_small_gradients_stay_only_with_a_scale():
-    def run(wrap):
+    def run(optimizer):
         def stage(x):
             w = engine.get_variable("w", (4,), "float16", 0.0)
             return jnp.sum((w * x).astype("float32")) * 1e-8
 
         pipeline = engine.Pipeline(
-            [lambda x: x, stage],
+            [stage],
             num_micro_batches=1,
             loss=lambda loss: loss,
-            optimizer=unwrap(wrap(optax.sgd(1e7))).transformation,
+            optimizer=unwrap(optimizer).transformation,
             accumulator_dtype="float32",
         )
         x = np.ones(4, "float16")
-        state, _outputs = pipeline.step(pipeline.init(jax.random.key(0), x), [x])
-        return np.asarray(state.variables["w"])
+        return pipeline.step(pipeline.init(jax.random.key(0), x), [x])[0].variables["w"]
 
-    np.testing.assert_array_equal(run(lambda opt: opt), 0)
+    np.testing.assert_array_equal(run(optax.sgd(1e7)), 0)
     # The gradient and the weight are rounded to float16, each by 2**-11 at most.
-    np.testing.assert_allclose(run(lambda opt: LossScalingOptimizer(opt)), -0.1, rtol=2**-10)
+    np.testing.assert_allclose(run(LossScalingOptimizer(optax.sgd(1e7))), -0.1, rtol=2**-10)
 
 
 def test_loops_with_gradient_maps():
@@ -215,28 +212,10 @@ def test_scales(initial_scale, gradient, scales, dynamic):
     transformation = unwrap(optimizer(dynamic=dynamic, initial_scale=initial_scale)).transformation
     params = {"w": jnp.float32(1)}
     state = transformation.init(params)
-    found = []
-    for _update in scales:
+    for scale in scales:
         changes, state = transformation.update({"w": jnp.float32(gradient)}, state, params)
-        if np.isinf(gradient):
-            assert changes["w"] == 0
-        found.append(float(state.scale))
-    assert found == scales
-
-
-@pytest.mark.thorough
-def test_through_the_front():
-    def optimizer_function(rate, loss):
-        return ipu.pipelining_ops.OptimizerFunctionOutput(LossScalingOptimizer(optax.sgd(rate)), loss)
-
-    losses = []
-    for options in ({}, {"optimizer_function": optimizer_function}):
-        model = front.Model(**options)
-        with ipu.Session() as session:
-            session.run(model.initializer)
-            losses.append([model.run(session) for _ in range(2)])
-    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-6)
-    assert losses[0][0][0] != losses[0][1][0]
+        assert changes["w"] == 0 or not np.isinf(gradient)
+        assert state.scale == scale
 
 
 @pytest.mark.parametrize(

@@ -37,15 +37,15 @@ def last(p, x, mask):
 
 
 def make(make_optimizer, dtype="float32", weigh=lambda loss, weight: weight, **options):
-    return engine.Pipeline(
-        [first, last],
-        parameters=parameters(dtype),
-        num_micro_batches=COUNT,
-        loss=lambda loss, weight: loss,
-        loss_weight=weigh,
-        optimizer=make_optimizer(),
-        **options,
-    )
+    given = {
+        "stages": [first, last],
+        "parameters": parameters(dtype),
+        "num_micro_batches": COUNT,
+        "loss": lambda loss, weight: loss,
+        "loss_weight": weigh,
+        "optimizer": make_optimizer(),
+    }
+    return engine.Pipeline(**given | options)
 
 
 def train(pipeline, given, updates):
@@ -60,43 +60,34 @@ def train(pipeline, given, updates):
 
 def plain_loop(make_optimizer, given, per_step, dtype="float32"):
     """The same in plain JAX: the mean over all tokens of a step."""
-    own, optimizer = jax.tree.map(jnp.asarray, parameters(dtype)), make_optimizer()
-    opt_state = optimizer.init(own)
 
-    @jax.jit
-    def gradients(own, tokens, mask):
-        return jax.grad(lambda own: last(own[1], *first(own[0], tokens, mask))[0])(own)
+    def loss(own, tokens, mask, weight):
+        return last(own[1], *first(own[0], tokens, mask))[0] / weight
 
+    groups = []
     for start in range(0, len(given), per_step):
         part = given[start : start + per_step]
-        weight = sum(float(mask.sum()) for _tokens, mask in part)
-        grads = [gradients(own, *each) for each in part]
-        mean = jax.tree.map(lambda *leaves, weight=weight: sum(leaves[1:], leaves[0]) / weight, *grads)
-        with jax.numpy_dtype_promotion("standard"):
-            changes, opt_state = optimizer.update(mean, opt_state, own)
-            own = optax.apply_updates(own, changes)
-    return own
+        weight = sum(mask.sum() for _tokens, mask in part)
+        groups += [[(*each, weight)] for each in part]
+    own = jax.tree.map(jnp.asarray, parameters(dtype))
+    return models.plain_loop(loss, own, groups, per_step, make_optimizer())[1]
 
 
 def clipped():
     return optax.chain(optax.clip_by_global_norm(0.3), optax.adamw(0.05))
 
 
-WAYS = {
-    "one device": {"device_mapping": [0, 0], "reduction": "running_mean"},
-    "two devices": {"reduction": "mean", "donate": True},
-    "replicas": {"num_replicas": 2, "schedule": "zero_bubble", "shard": ["optimizer_state", "weights"]},
-}
-
-
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param(WAYS["one device"], marks=pytest.mark.thorough),
-        WAYS["two devices"],
-        pytest.param(WAYS["replicas"], marks=pytest.mark.thorough),
+        pytest.param({"device_mapping": [0, 0], "reduction": "running_mean"}, marks=pytest.mark.thorough),
+        {"reduction": "mean", "donate": True},
+        pytest.param(
+            {"num_replicas": 2, "schedule": "zero_bubble", "shard": ["optimizer_state", "weights"]},
+            marks=pytest.mark.thorough,
+        ),
     ],
-    ids=WAYS,
+    ids=["one device", "two devices", "replicas"],
 )
 def test_equals_the_mean_over_all_tokens(options):
     """Also with a micro-batch without tokens."""
@@ -197,39 +188,39 @@ def train_in_processes():
 
 @pytest.mark.thorough
 def test_in_two_processes(tmp_path):
-    started = joined.start(train_in_processes, 2, None, directory=tmp_path, joins_itself=True)
     expected = plain_loop(clipped, list(micro_batches()), COUNT)
+    started = joined.start(train_in_processes, 2, None, directory=tmp_path, joins_itself=True)
     found = joined.finish(started, tmp_path, 600)
     assert [number for _parameters, number in found] == [0, 8]
     for own, _number in found:
         models.assert_trees_close(own, expected, 1e-5)
 
 
-def test_wrong_weights():
-    (given,) = micro_batches(lengths=[1])
-    for weigh, message in (
-        (lambda _loss, weight: weight[None], r"loss_weight must be a scalar, .* it is float32\[1\]"),
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"weigh": lambda _loss, weight: weight[None]}, r"must be a scalar, .* it is float32\[1\]"),
         (
-            lambda _loss, weight: weight > 0,
-            "loss_weight must be a scalar, an integer or floating-point number",
+            {"weigh": lambda _loss, weight: weight > 0},
+            "must be a scalar, an integer or floating-point number",
         ),
-        (lambda loss: loss, r"loss_weight takes \(loss\), but what the last stage returns gives it"),
-    ):
-        with pytest.raises((ValueError, TypeError), match=message):
-            make(clipped, weigh=weigh).trace(given)
-    with pytest.raises(TypeError, match="loss_weight must be a function of what the last stage returns"):
-        make(clipped, weigh=5)
-    with pytest.raises(ValueError, match="loss_weight says what loss is divided by, so it needs loss and"):
-        engine.Pipeline([first], num_micro_batches=1, loss_weight=lambda x: x)
-    mapped = make(clipped, gradient_map=lambda: lambda gradient, variable: gradient)
-    with pytest.raises(ValueError, match="loss_weight and a gradient map cannot be combined"):
-        mapped.trace(given)
-    constant = engine.Pipeline(
-        [lambda x, mask: (jnp.sum(x), jnp.sum(mask))],
-        num_micro_batches=1,
-        loss=lambda loss, weight: loss,
-        loss_weight=lambda loss, weight: weight,
-        optimizer=optax.sgd(0.1),
-    )
+        ({"weigh": lambda loss: loss}, r"takes \(loss\), but what the last stage returns gives it"),
+        ({"weigh": 5}, "must be a function of what the last stage returns"),
+        ({"loss": None, "optimizer": None}, "says what loss is divided by, so it needs loss and"),
+        (
+            {"gradient_map": lambda: lambda gradient, variable: gradient},
+            "and a gradient map cannot be combined",
+        ),
+    ],
+)
+def test_wrong_weights(options, message):
+    (given,) = micro_batches(lengths=[1])
+    with pytest.raises((ValueError, TypeError), match=f"loss_weight {message}"):
+        make(clipped, **options).trace(given)
+
+
+def test_weights_are_no_variables_to_optimize():
+    (given,) = micro_batches(lengths=[1])
+    constant = make(clipped, stages=[lambda x, mask: (jnp.sum(x), jnp.sum(mask))], parameters=None)
     with pytest.raises(ValueError, match="No variables to optimize"):
         constant.trace(given)
